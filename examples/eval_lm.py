@@ -1,9 +1,9 @@
-"""Scores text with a causal language model as the original does: in blocks read by segments that carry the state on.
+"""Evaluate a causal language model on blocks of text that are read in segments with a cache.
 
     python examples/eval_lm.py --model_name_or_path OUT --dataset_path DIR --split validation --output_dir SCORES
 
-Draws perplexity over the length of the context and, where the relative bias is rotary, over the attention chunk: a
-model can be tested with longer chunks than it was trained with (Mega, appendix D.3 and Figure 6).
+Plot the perplexity over the context length and, for models with a rotary bias, over the attention chunk. Such models
+can be evaluated with longer chunks than in training (Mega, appendix D.3 and Figure 6).
 """
 
 import time
@@ -26,20 +26,20 @@ plt.rcParams["text.parse_math"] = False  # names may contain $
 
 @dataclass(kw_only=True)
 class Arguments(SourceArguments):
-    model_name_or_path: str = field(metadata={"help": "trained or converted model, or Hub name"})
-    output_dir: str = field(metadata={"help": "folder for scores and plots"})
-    split: str = field(default="validation", metadata={"help": "split to score"})
-    last_share: float = field(default=1.0, metadata={"help": "score only the last part of its tokens: 0.1"})
+    model_name_or_path: str = field(metadata={"help": "folder or Hub name of the model"})
+    output_dir: str = field(metadata={"help": "output folder for scores and plots"})
+    split: str = field(default="validation", metadata={"help": "split to evaluate"})
+    last_share: float = field(default=1.0, metadata={"help": "evaluate only this last share of the tokens: 0.1"})
     text_column: str = field(default="text", metadata={"help": "column with the text"})
-    line_end: str = field(default="eos", metadata={"help": "end of a row of text: newline, or eos (</s>)"})
+    line_end: str = field(default="eos", metadata={"help": "separator of the texts: newline, or eos (</s>)"})
     context: list[int] = field(
-        default_factory=lambda: [128, 512, 2048, 8192], metadata={"help": "lengths of the blocks, in tokens"}
+        default_factory=lambda: [128, 512, 2048, 8192], metadata={"help": "block lengths in tokens"}
     )
     chunk: list[int] = field(
-        default_factory=list, metadata={"help": "attention chunks to score; default: the model's own"}
+        default_factory=list, metadata={"help": "attention chunk sizes; default: that of the model"}
     )
-    segment: int = field(default=1024, metadata={"help": "tokens of a block that are read at a time"})
-    batch_size: int = field(default=8, metadata={"help": "number of blocks that are read side by side"})
+    segment: int = field(default=1024, metadata={"help": "tokens of a forward pass"})
+    batch_size: int = field(default=8, metadata={"help": "number of blocks of a forward pass"})
     device: str = field(default="cuda" if torch.cuda.is_available() else "cpu")
 
 
@@ -54,7 +54,7 @@ def parse(argv: list[str] | None) -> Arguments:
 
 
 def load(arguments: Arguments) -> tuple[PreTrainedModel, torch.LongTensor]:
-    """Return the model, and the tokens that it is to score."""
+    """Return the model and the tokens to evaluate."""
     model, tokenizer = load_language_model(arguments.model_name_or_path, arguments.device)
     name, source = arguments.split, (arguments.dataset_path, arguments.dataset_name, arguments.dataset_config)
     split = load_splits({name: None}, *source)[name]
@@ -64,17 +64,17 @@ def load(arguments: Arguments) -> tuple[PreTrainedModel, torch.LongTensor]:
 
 
 def with_chunk(model: PreTrainedModel, chunk: int) -> PreTrainedModel:
-    """Return a copy of the model with another length of its attention chunks."""
+    """Return a copy of the model with another chunk size."""
     config = model.config
     if not getattr(config, "use_chunking", False) or config.relative_positional_bias != "rotary":
-        fail("--chunk needs a model with attention in chunks and a rotary bias; a table of biases has a fixed length")
+        fail("--chunk requires a model with chunked attention and a rotary bias; other biases have a fixed length")
     changed = type(model)(type(config).from_dict(config.to_dict() | {"chunk_size": chunk}))
     changed.load_state_dict(model.state_dict())
     return changed.to(model.device, model.dtype).eval()
 
 
 def plot(results: list[tuple[int | None, int, Score]], path: Path) -> None:
-    """Draw perplexity over the context and over the chunk; `results` are (chunk, context, score)."""
+    """Plot perplexity over context and chunk; `results` are (chunk, context, score)."""
     chunks = list(dict.fromkeys(chunk for chunk, _, _ in results))
     contexts = list(dict.fromkeys(context for _, context, _ in results))
     figure, axes = plt.subplots(1, 2, figsize=(10, 4), layout="constrained", sharey=True)

@@ -1,9 +1,8 @@
-"""Writes text of any length with a causal language model.
+"""Generate text of any length with a causal language model.
 
     python examples/generate_lm.py --model_name_or_path OUT --prompt "ROMEO:" --max_new_tokens 20000 --output_dir TEXT
 
-Tells how fast it is and how much memory it takes: a Luna, and a Mega with attention in chunks, need as much for every
-token as for the first.
+Print speed and memory at regular intervals. Both are constant for Luna, and for Mega with chunked attention.
 """
 
 import time
@@ -23,28 +22,28 @@ from luna_mega.training.report import peak_memory_gb, print_table, save_json, sh
 
 @dataclass
 class Arguments:
-    model_name_or_path: str = field(metadata={"help": "trained or converted model, or Hub name"})
-    prompt: str = field(metadata={"help": "beginning of the text"})
-    output_dir: str = field(metadata={"help": "folder for text.txt and all_results.json"})
-    max_new_tokens: int = field(default=1000, metadata={"help": "number of tokens to write"})
-    temperature: float = field(
-        default=1.0, metadata={"help": "temperature of the sampling; 0 = always the likeliest token"}
+    model_name_or_path: str = field(metadata={"help": "folder or Hub name of the model"})
+    prompt: str = field(metadata={"help": "prompt of the text"})
+    output_dir: str = field(metadata={"help": "output folder for text.txt and all_results.json"})
+    max_new_tokens: int = field(default=1000, metadata={"help": "number of tokens to generate"})
+    temperature: float = field(default=1.0, metadata={"help": "sampling temperature; 0 = greedy decoding"})
+    top_k: int = field(default=0, metadata={"help": "sample from the k most likely tokens; 0 = from all"})
+    report_every: int = field(
+        default=1000, metadata={"help": "number of tokens between two reports of speed and memory"}
     )
-    top_k: int = field(default=0, metadata={"help": "draw only from this many likeliest tokens; 0 = from all"})
-    report_every: int = field(default=1000, metadata={"help": "tokens between two lines on speed and memory"})
     seed: int = 42
     device: str = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 class MeasuredStreamer(TextStreamer):
-    """Streamer that writes the text to a file as it comes, and measures speed and memory at regular steps."""
+    """Streamer that writes the text to a file, and reports speed and memory at regular intervals."""
 
     def __init__(self, tokenizer, file, every: int, device: torch.device):
         super().__init__(tokenizer, skip_special_tokens=True, clean_up_tokenization_spaces=False)
         self.file, self.every, self.device = file, every, device
         self.count, self.reports, self.start = 0, [], None
 
-    def see(self, module, arguments, output):  # a forward hook
+    def save_cache(self, module, arguments, output):  # a forward hook
         self.cache = output[CACHE_NAME]
 
     def put(self, value: torch.Tensor):
@@ -66,9 +65,9 @@ class MeasuredStreamer(TextStreamer):
 
 
 def cache_bytes(cache) -> int:
-    """Return the bytes of all tensors that a cache holds."""
-    held = (getattr(layer, "tensors", vars(layer)) for layer in cache.layers)  # Luna's are in a dictionary
-    tensors = (value for fields in held for value in fields.values() if isinstance(value, torch.Tensor))
+    """Return the bytes of all tensors of a cache."""
+    layers = (getattr(layer, "tensors", vars(layer)) for layer in cache.layers)  # Luna has a dictionary of tensors
+    tensors = (value for fields in layers for value in fields.values() if isinstance(value, torch.Tensor))
     return sum(tensor.untyped_storage().nbytes() for tensor in tensors)
 
 
@@ -89,7 +88,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     output.mkdir(parents=True, exist_ok=True)
     with (output / "text.txt").open("w", encoding="utf-8") as file:
         streamer = MeasuredStreamer(tokenizer, file, arguments.report_every, model.device)
-        model.register_forward_hook(streamer.see)
+        model.register_forward_hook(streamer.save_cache)
         model.generate(prompt, attention_mask=torch.ones_like(prompt), streamer=streamer, **options)
     summary = {"model": arguments.model_name_or_path, "luna_mega": luna_mega.__version__, "tokens": streamer.count}
     for name, report in zip(("first", "last"), streamer.reports[:1] + streamer.reports[-1:], strict=False):

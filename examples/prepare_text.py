@@ -1,12 +1,12 @@
-"""Makes one folder of plain text, for run_mlm.py or run_clm.py, out of several data sets.
+"""Combine the texts of several datasets into one folder for run_mlm.py or run_clm.py.
 
     python examples/prepare_text.py --output_dir data/english --source Salesforce/wikitext@wikitext-2-raw-v1 text \
         --source stanfordnlp/imdb text --source ehovy/race@all article --source bentrevett/multi30k en
 
-A source is a name on the Hub, with @ and its configuration where it has several, or a local folder; then the column
-with the text (`translation.en` for one of a translation). Of each the splits train and unsupervised are read. A text
-that comes twice is taken once, and the validation texts are drawn from all by --seed. The folder has a data set card
-and can be pushed to the Hub as it is, where the licenses of the sources allow it.
+A source is the name of a dataset on the Hub, optionally with @ and its configuration, or a local folder, followed by
+the text column (`translation.en` for a column of a translation). The splits train and unsupervised are read. Duplicate
+texts are removed, and validation texts are drawn with --seed. The folder contains a dataset card and can be pushed to
+the Hub if the licenses of the sources permit it.
 """
 
 import argparse
@@ -28,7 +28,7 @@ CARD = """---
 
 # Text of {count} sources
 
-Plain text (`text`) and where it is from (`source`), each text once. A text has the license of its source.
+Plain text (`text`) and its source (`source`), without duplicates. A text has the license of its source.
 
 | source | column | texts |
 |---|---|---|
@@ -39,12 +39,12 @@ Plain text (`text`) and where it is from (`source`), each text once. A text has 
 | train | {train:,} |
 | validation, drawn with seed {seed} | {validation:,} |
 
-Made by `examples/prepare_text.py` of luna-mega.
+Created by `examples/prepare_text.py` of luna-mega.
 """
 
 
 def read_texts(source: str, column: str) -> list[str]:
-    """Return the texts of a source, each once and without the white space around it, in order."""
+    """Return the stripped texts of a source in order, without duplicates."""
     name, _, configuration = source.partition("@")
     try:
         found = load_files(find_files(source)) if Path(source).is_dir() else load_dataset(name, configuration or None)
@@ -66,7 +66,7 @@ def read_texts(source: str, column: str) -> list[str]:
 
 
 def write_card(folder: Path, counts: dict[tuple[str, str], int], sizes: dict[str, int], seed: int) -> None:
-    """Write `README.md`: how many texts are from which source and column, and the splits."""
+    """Write a dataset card with the number of texts per source and split."""
     files = [{"split": split, "path": f"{split}.parquet"} for split in ("train", "validation")]
     data = DatasetCardData(
         configs=[{"config_name": "default", "data_files": files}], task_categories=["fill-mask", "text-generation"]
@@ -79,17 +79,17 @@ def write_card(folder: Path, counts: dict[tuple[str, str], int], sizes: dict[str
 def main(argv: list[str] | None = None) -> dict[str, int]:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--source", nargs=2, action="append", metavar=("NAME", "COLUMN"), required=True)
-    parser.add_argument("--validation", type=int, default=1000, help="number of texts in the split validation")
-    parser.add_argument("--seed", type=int, default=0, help="seed of the choice of validation texts")
+    parser.add_argument("--validation", type=int, default=1000, help="number of validation texts")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the selection of validation texts")
     parser.add_argument(
-        "--output_dir", type=Path, required=True, help="folder for train.parquet and validation.parquet"
+        "--output_dir", type=Path, required=True, help="output folder for train.parquet and validation.parquet"
     )
     arguments = parser.parse_args(argv)
     sources: dict[str, tuple[str, str]] = {}
     for source, column in arguments.source:
         texts = read_texts(source, column)
         print(f"{source}: {len(texts):,} texts, {sum(map(len, texts)) / 1e6:.1f} million characters")
-        # A folder is named without its path, which would go into the card.
+        # The card contains no local paths.
         name = Path(source).resolve().name if Path(source).is_dir() else source
         for text in texts:
             sources.setdefault(text, (name, column))
@@ -103,7 +103,7 @@ def main(argv: list[str] | None = None) -> dict[str, int]:
         rows.select(np.sort(chosen)).to_parquet(str(arguments.output_dir / f"{name}.parquet"))
         sizes[name] = len(chosen)
     write_card(arguments.output_dir, Counter(sources.values()), sizes, arguments.seed)
-    print(f"{arguments.output_dir}: {sizes['train']:,} texts to train on, {sizes['validation']:,} to validate on")
+    print(f"{arguments.output_dir}: {sizes['train']:,} training texts, {sizes['validation']:,} validation texts")
     return sizes
 
 

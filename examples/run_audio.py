@@ -1,8 +1,8 @@
-"""Trains a classifier of audio clips, such as spoken words, on their raw samples.
+"""Train a classifier of audio clips, such as spoken words, on raw samples.
 
     python examples/run_audio.py --recipe examples/recipes/audio/fsdd_mega_chunk.yaml --dataset_path DIR ...
 
-Every field of TrainingArguments is an option; the values of a recipe are defaults that the command line overrides.
+All fields of TrainingArguments are options. A recipe contains defaults, which the command line overrides.
 """
 
 import math
@@ -42,44 +42,44 @@ TITLE, METRIC = "audio classification", "eval_accuracy"
 @dataclass
 class DataArguments(SourceArguments, ClassifierArguments):
     audio_column: str = field(
-        default="audio", metadata={"help": "column of clips: audio files, lists of numbers, or bytes of 16-bit samples"}
+        default="audio",
+        metadata={"help": "column with the clips: audio files, lists of numbers, or bytes of 16-bit samples"},
     )
     rate_column: str = field(
-        default="sampling_rate", metadata={"help": "column with the samples a second, for lists and bytes"}
+        default="sampling_rate", metadata={"help": "column with the sampling rate, for lists and bytes"}
     )
-    label_column: str = field(default="label", metadata={"help": "column with the classes: their names, or numbers"})
+    label_column: str = field(default="label", metadata={"help": "column with the labels: names or ids"})
     hold_out: str | None = field(
-        default=None, metadata={"help": "hold these training rows out as the validation split: take=5,6"}
+        default=None, metadata={"help": "condition of the training rows that form the validation split: take=5,6"}
     )
     sampling_rate: int | None = field(
-        default=None, metadata={"help": "resample to this rate; default: the rate of the model, or of the first clip"}
+        default=None,
+        metadata={"help": "sampling rate of the model; default: that of the loaded model or of the first clip"},
     )
-    max_seconds: float | None = field(default=None, metadata={"help": "cut longer clips to this length"})
-    random_shift: float = field(default=0.0, metadata={"help": "move training clips by up to this many seconds"})
+    max_seconds: float | None = field(default=None, metadata={"help": "maximum length; longer clips are truncated"})
+    random_shift: float = field(default=0.0, metadata={"help": "maximum shift of training clips in seconds"})
     random_speed: float = field(
-        default=0.0, metadata={"help": "change the speed of training clips by up to this share: 0.1"}
+        default=0.0, metadata={"help": "maximum relative change of the speed of training clips: 0.1"}
     )
-    random_gain: float = field(
-        default=0.0, metadata={"help": "make training clips louder or softer by up to this many dB"}
-    )
+    random_gain: float = field(default=0.0, metadata={"help": "maximum change of the volume of training clips in dB"})
     random_noise: float = field(
-        default=0.0, metadata={"help": "add noise of up to this share of a clip's deviation: 0.1"}
+        default=0.0, metadata={"help": "maximum noise, relative to the standard deviation of a clip: 0.1"}
     )
 
 
 def hold_out(split: Dataset, condition: str) -> tuple[Dataset, Dataset]:
-    """Split `split` into the rows to train on and those that meet the `condition` ("take=5,6")."""
+    """Return the rows that do not meet the `condition` ("take=5,6"), and those that do."""
     column, _, values = condition.partition("=")
     if column not in split.column_names:
         fail(f"--hold_out {condition}: split train has no column {column}, only {', '.join(split.column_names)}")
     chosen = np.isin([str(value) for value in split[column]], values.split(","))
     if chosen.all() or not chosen.any():
-        fail(f"--hold_out {condition}: means {chosen.sum()} of the {len(split)} training rows")
+        fail(f"--hold_out {condition}: selects {chosen.sum()} of the {len(split)} training rows")
     return split.select(np.flatnonzero(~chosen)), split.select(np.flatnonzero(chosen))
 
 
 def read_clip(row: dict[str, Any], data: DataArguments) -> tuple[np.ndarray, int]:
-    """Return the samples `[T]` of a row, 16-bit ones from -1 to 1, and how many make a second."""
+    """Return the samples `[T]` of a row and their rate; 16-bit samples are scaled to -1 to 1."""
     clip = row[data.audio_column]
     try:
         if isinstance(clip, bytes):
@@ -89,16 +89,16 @@ def read_clip(row: dict[str, Any], data: DataArguments) -> tuple[np.ndarray, int
         else:
             samples, rate = np.asarray(clip["array"], np.float32), clip["sampling_rate"]
     except (TypeError, ValueError) as error:
-        fail(f"column {data.audio_column} holds {str(clip)[:40]!r}, which is no clip: {error}")
+        fail(f"column {data.audio_column} contains {str(clip)[:40]!r} instead of a clip: {error}")
     if not isinstance(rate, int) or rate < 1:
-        fail(f"a clip has the sampling rate {rate!r}, not a whole number of samples a second above 0")
+        fail(f"the sampling rate of a clip must be a positive integer, got {rate!r}")
     return samples, rate
 
 
 def make_extractor(
     data: DataArguments, model: CheckpointArguments, clips: dict[str, Dataset]
 ) -> Wav2Vec2FeatureExtractor:
-    """Make, or load from the model, the extractor that brings clips to mean 0 and variance 1 and pads them."""
+    """Create or load the feature extractor, which normalizes and pads clips."""
     if not model.model_name_or_path:
         _, rate = read_clip(next(iter(clips.values()))[0], data)
         return Wav2Vec2FeatureExtractor(sampling_rate=data.sampling_rate or rate, return_attention_mask=True)
@@ -119,7 +119,7 @@ def encode_split(
     labels: list[str],
     in_memory: bool = True,
 ) -> Dataset:
-    """Make the columns `input_values` and `labels`, -100 for None and -1, unknown labels, in the test split only."""
+    """Return a split with the columns `input_values` and `labels` (-100 = unknown)."""
     rate = extractor.sampling_rate
     numbers = class_numbers(split, data.label_column, labels, name)
 
@@ -138,7 +138,7 @@ def encode_split(
 
 
 def augment(clip: np.ndarray, rate: int, data: DataArguments, numbers: np.random.Generator) -> np.ndarray:
-    """Change speed, then shift (into silence or out of the clip), gain and noise of a clip, by the `numbers`."""
+    """Change speed, position, volume and noise of a clip at random."""
     if data.random_speed:
         length = round(len(clip) / numbers.uniform(1 - data.random_speed, 1 + data.random_speed))
         clip = np.interp(np.linspace(0, len(clip) - 1, length), np.arange(len(clip)), clip)
@@ -151,7 +151,7 @@ def augment(clip: np.ndarray, rate: int, data: DataArguments, numbers: np.random
 
 
 def augment_split(split: Dataset, rate: int, data: DataArguments, seed: int) -> Dataset | Redrawn:
-    """Change the clips of `split`, each anew in every epoch."""
+    """Augment the clips of `split` differently in each epoch."""
     if not (data.random_speed or data.random_shift or data.random_gain or data.random_noise):
         return split
 
@@ -163,7 +163,7 @@ def augment_split(split: Dataset, rate: int, data: DataArguments, seed: int) -> 
 
 
 def parse(argv: list[str] | None) -> tuple[DataArguments, CheckpointArguments, TrainingArguments, RunArguments]:
-    """Return the options; the script ends where they contradict each other."""
+    """Parse the options; exit if they contradict each other."""
     kinds = (DataArguments, CheckpointArguments, TrainingArguments, RunArguments)
     data, model, training, run = parse_arguments(kinds, argv, metric_for_best_model="accuracy")
     check_run(TITLE, data, model, training, run)
@@ -178,7 +178,7 @@ def parse(argv: list[str] | None) -> tuple[DataArguments, CheckpointArguments, T
 
 
 def load_clips(data: DataArguments, training: TrainingArguments) -> dict[str, Dataset]:
-    """Return the splits that the run needs, with clips and labels in place."""
+    """Return the required splits, with checked clips and labels."""
     limits = choose_splits(training, data)
     sources = [("train" if data.hold_out and name == "validation" else name) for name in limits]
     splits = load_splits(dict.fromkeys(sources), data.dataset_path, data.dataset_name, data.dataset_config)
@@ -200,7 +200,7 @@ def load_clips(data: DataArguments, training: TrainingArguments) -> dict[str, Da
 def load_data(
     data: DataArguments, model: CheckpointArguments, training: TrainingArguments
 ) -> tuple[dict[str, Dataset | Redrawn], Wav2Vec2FeatureExtractor, PreTrainedConfig]:
-    """Return the encoded splits that the run needs, the extractor, and the configuration of the model."""
+    """Return the encoded splits, the extractor, and the configuration of the model."""
     clips, alone = load_clips(data, training), training.world_size == 1
     extractor = make_extractor(data, model, clips)
     rate, labels = extractor.sampling_rate, class_names(clips.get("train"), data.label_column, model.model_name_or_path)

@@ -1,9 +1,9 @@
-"""Trains a causal language model, from scratch or from a checkpoint, on plain text as one stream of tokens.
+"""Train a causal language model, from scratch or from a checkpoint, on plain text as one stream of tokens.
 
     python examples/run_clm.py --recipe examples/recipes/clm/shakespeare_mega_chunk.yaml --dataset_path DIR \
         --output_dir OUT
 
-Every field of TrainingArguments is an option; the values of a recipe are defaults that the command line overrides.
+All fields of TrainingArguments are options. A recipe contains defaults, which the command line overrides.
 """
 
 import math
@@ -28,40 +28,43 @@ from luna_mega.training.streams import Stream, StreamingTrainer, check_split, ch
 from luna_mega.training.tokenizers import make_bytes, train_characters, train_words
 
 TITLE, METRIC = "causal language model", "eval_loss"
-# The fields that make a decoder of a model that can also be an encoder.
+# Fields of Luna and Mega, which can also be encoders.
 DECODER = {"is_decoder": True, "bidirectional": False}
-# The models whose cache is a state that gradients can be cut from.
+# Models with a recurrent state that can be detached.
 RECURRENT = ("luna", "mega", "megalodon")
 
 
 @dataclass
 class DataArguments(SourceArguments):
-    text_column: str = field(default="text", metadata={"help": "column with the text; a txt file has one row a line"})
+    text_column: str = field(
+        default="text", metadata={"help": "column with the text; a txt file has one text per line"}
+    )
     validation_share: float = field(
-        default=0.0, metadata={"help": "use the last part of the training tokens as the validation split: 0.1"}
+        default=0.0, metadata={"help": "last share of the training tokens that forms the validation split: 0.1"}
     )
     tokenization: str = field(
-        default="bpe", metadata={"help": "tokenizer made without --tokenizer_name: char, byte, bpe or word"}
+        default="bpe", metadata={"help": "tokenizer that is trained without --tokenizer_name: char, byte, bpe or word"}
     )
-    line_end: str = field(default="eos", metadata={"help": "end of a row of text: newline, or eos (</s>)"})
+    line_end: str = field(default="eos", metadata={"help": "separator of the texts: newline, or eos (</s>)"})
     block_size: int = field(
-        default=512, metadata={"help": "tokens of a training block, a multiple of the chunk size if there are chunks"}
+        default=512,
+        metadata={"help": "tokens of a training block; a multiple of the chunk size for models with chunks"},
     )
     min_block_size: int | None = field(
-        default=None, metadata={"help": "cut blocks to a random number of chunks, from this many tokens to block_size"}
+        default=None, metadata={"help": "minimum tokens of a block; blocks are truncated to a random number of chunks"}
     )
     carry_state: bool = field(
         default=False,
-        metadata={"help": "train on long streams: a block starts from the state of the one before (truncated BPTT)"},
+        metadata={"help": "carry the recurrent state from block to block (truncated BPTT)"},
     )
     eval_context: int = field(
-        default=8192, metadata={"help": "tokens that evaluation reads before it starts again from nothing"}
+        default=8192, metadata={"help": "tokens of an evaluation block, which starts with an empty cache"}
     )
-    eval_segment: int = field(default=1024, metadata={"help": "tokens of that context that are read at a time"})
+    eval_segment: int = field(default=1024, metadata={"help": "tokens of a forward pass in evaluation"})
 
 
 class BlockCollator:
-    """Collator that stacks blocks and, with `shortest`, cuts them to a random number of chunks as the original does."""
+    """Stack blocks and, with `shortest`, truncate them to a random number of chunks, as the original code does."""
 
     def __init__(self, length: int, shortest: int | None, chunk: int):
         self.length, self.shortest, self.chunk = length, shortest, chunk
@@ -75,7 +78,7 @@ class BlockCollator:
 
 
 class LanguageModelTrainer(StreamingTrainer):
-    """Trainer that carries the state along `Streams` and scores one stream of tokens."""
+    """Trainer that carries the recurrent state along `Streams`, and evaluates one stream of tokens."""
 
     def __init__(self, *args, data: DataArguments, **kwargs):
         super().__init__(*args, **kwargs)
@@ -87,8 +90,8 @@ class LanguageModelTrainer(StreamingTrainer):
         return super()._get_train_sampler(*args)
 
     def compute_loss(self, model, inputs, *args, **kwargs):
-        inputs["labels"] = inputs["shift_labels"]  # transformers' own models have no loss without labels
-        inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])  # as in `score_stream`: no token is padding
+        inputs["labels"] = inputs["shift_labels"]  # transformers' models compute no loss without labels
+        inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])  # no padding, as in `score_stream`
         if "step" not in inputs:
             return super().compute_loss(model, inputs | {"use_cache": False}, *args, **kwargs)
         if inputs.pop("step")[0] == 0:
@@ -117,7 +120,7 @@ class LanguageModelTrainer(StreamingTrainer):
 
 
 def parse(argv: list[str] | None) -> tuple[DataArguments, ModelArguments, TrainingArguments, RunArguments]:
-    """Return the options; the script ends where they contradict each other."""
+    """Parse the options; exit if they contradict each other."""
     kinds = (DataArguments, ModelArguments, TrainingArguments, RunArguments)
     data, model, training, run = parse_arguments(kinds, argv, model_type="mega")
     check_run(TITLE, data, model, training, run, streams=True, predicts=False)
@@ -131,18 +134,18 @@ def parse(argv: list[str] | None) -> tuple[DataArguments, ModelArguments, Traini
     if not 0 <= data.validation_share < 1:
         fail(f"--validation_share {data.validation_share} must be in [0, 1)")
     if data.carry_state and data.min_block_size:
-        fail("--min_block_size goes with blocks at random places, not with --carry_state")
+        fail("--min_block_size is not supported with --carry_state; remove one of them")
     if run.streaming and (data.carry_state or data.validation_share):
-        fail("--streaming: not with --carry_state or --validation_share, which need the whole text")
+        fail("--streaming is not supported with --carry_state and --validation_share; remove them")
     if data.carry_state and model.model_type not in RECURRENT:
-        fail(f"--carry_state needs a state to carry: --model_type {' or '.join(RECURRENT)}")
+        fail(f"--carry_state requires a recurrent state: --model_type {' or '.join(RECURRENT)}")
     if data.carry_state and (training.gradient_checkpointing or training.n_gpu > 1 or training.world_size > 1):
-        fail("--carry_state needs a single process and no --gradient_checkpointing")
+        fail("--carry_state requires a single process and no --gradient_checkpointing")
     return data, model, training, run
 
 
 def choose_tokenizer(data: DataArguments, model: ModelArguments, texts: list[str]) -> PreTrainedTokenizerBase:
-    """Load the tokenizer that the options name, or make one of characters, bytes, words or pairs of bytes."""
+    """Load the tokenizer, or train one of characters, bytes, words or a BPE."""
     if model.tokenizer_name or model.model_name_or_path or data.tokenization == "bpe":
         return make_tokenizer(model, texts, max_length=int(1e30))
     if data.tokenization == "byte":
@@ -155,7 +158,7 @@ def choose_tokenizer(data: DataArguments, model: ModelArguments, texts: list[str
 def load_data(
     data: DataArguments, model: ModelArguments, training: TrainingArguments, run: RunArguments
 ) -> tuple[dict[str, torch.LongTensor | IterableDataset], PreTrainedTokenizerBase]:
-    """Return the splits as streams of tokens, those that are streamed as they are, and the tokenizer."""
+    """Return the splits as streams of tokens, or as texts with `--streaming`, and the tokenizer."""
     limits = {"train": None} if data.validation_share else choose_splits(training, data)
     source = (data.dataset_path, data.dataset_name, data.dataset_config)
     splits = load_splits(limits, *source, streaming=run.streaming)
@@ -179,7 +182,7 @@ def cut_training(
     training: TrainingArguments,
     run: RunArguments,
 ) -> Stream | Streams | Redrawn:
-    """Cut the training stream into blocks: as it is read, in order, or at random places."""
+    """Cut the training stream into blocks: streamed, consecutive, or at random positions."""
     if run.streaming:
         blocks = cut_stream(stream, data.text_column, tokenizer, data.line_end, data.block_size)
         shuffled = blocks.shuffle(training.seed, buffer_size=run.shuffle_buffer)
@@ -190,11 +193,11 @@ def cut_training(
 
 
 def make_collator(data: DataArguments, config: PreTrainedConfig) -> BlockCollator:
-    """Return the collator; the script ends where blocks of a random length are not whole chunks."""
+    """Return the collator; exit if block sizes are not multiples of the chunk size."""
     shortest, length = data.min_block_size, data.block_size
     chunk = getattr(config, "attention_chunk", None) or 1
     if shortest and (shortest % chunk or length % chunk):
-        fail(f"--min_block_size {shortest} and --block_size {length} must be whole chunks of {chunk}")
+        fail(f"--min_block_size {shortest} and --block_size {length} must be multiples of the chunk size {chunk}")
     return BlockCollator(length, shortest, chunk)
 
 

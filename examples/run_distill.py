@@ -1,10 +1,10 @@
-"""Makes a Luna or a Mega out of a trained transformer in four stages: copy, calibrate, align, distill.
+"""Distill a trained transformer into a Luna or a Mega in four stages: copy, calibrate, align, distill.
 
     python examples/run_distill.py --teacher FacebookAI/roberta-base --student luna --projection_length 64 \
         --dataset_path DIR --max_steps 600 --output_dir OUT
 
-The teacher's head decides what is learned: masked or next tokens of plain text, or classes of texts. Every field of
-TrainingArguments is an option; the values of a recipe are defaults that the command line overrides.
+The head of the teacher determines the task: masked or next tokens of plain text, or text classification. All fields of
+TrainingArguments are options. A recipe contains defaults, which the command line overrides.
 """
 
 import copy
@@ -67,18 +67,20 @@ TITLE, METRIC = "distillation", "eval_loss"
 
 @dataclass
 class DataArguments(TextArguments):
-    block_size: int = field(default=512, metadata={"help": "tokens of an input; a classifier's texts are cut to it"})
+    block_size: int = field(
+        default=512, metadata={"help": "tokens of an input; texts of a classifier are truncated to it"}
+    )
     line_end: str = field(
         default="eos", metadata={"help": "end of a row of text for a causal model: newline, or eos (</s>)"}
     )
     pair_column: str | None = field(default=None, metadata={"help": "column with the second texts of a classifier"})
     label_column: str = field(
-        default="label", metadata={"help": "column with the classes of a classifier: the teacher's names, or numbers"}
+        default="label", metadata={"help": "column with the labels of a classifier: names of the teacher, or ids"}
     )
 
 
 def parse(argv: list[str] | None) -> tuple[DataArguments, DistillArguments, TrainingArguments, RunArguments]:
-    """Return the options; the script ends where they contradict each other."""
+    """Parse the options; exit if they contradict each other."""
     kinds = (DataArguments, DistillArguments, TrainingArguments, RunArguments)
     defaults = {"learning_rate": 1e-3, "warmup_steps": 100, "weight_decay": 0.01, "adam_beta2": 0.98}
     data, model, training, run = parse_arguments(kinds, argv, do_train=True, do_eval=True, **defaults)
@@ -94,11 +96,11 @@ def parse(argv: list[str] | None) -> tuple[DataArguments, DistillArguments, Trai
 
 @dataclass
 class Task:
-    """The options and data that both stages of training share.
+    """Options and data of both training stages.
 
-    Args:
-        splits: of a masked model blocks, of a causal one a stream of tokens and blocks, of a classifier texts.
-        collate: makes a batch of rows.
+    Attributes:
+        splits: Blocks of a masked model, a stream of tokens and blocks of a causal model, or texts of a classifier.
+        collate: The collator.
     """
 
     data: DataArguments
@@ -114,7 +116,7 @@ class Task:
 def load_classes(
     splits: dict[str, Dataset], data: DataArguments, teacher: Teacher, tokenizer: PreTrainedTokenizerBase
 ) -> dict[str, Dataset]:
-    """Return texts, or pairs of texts, with the teacher's labels."""
+    """Return encoded texts or text pairs with the label ids of the teacher."""
     columns = [data.text_column, *([data.pair_column] if data.pair_column else [])]
     names = [str(name) for name in teacher.config.id2label.values()]
 
@@ -144,9 +146,9 @@ def load_data(
     teacher: Teacher,
     tokenizer: PreTrainedTokenizerBase,
 ) -> tuple[dict[str, Any], Callable]:
-    """Return the splits, and the function that makes a batch of rows."""
+    """Return the splits and the collator."""
     if teacher.is_classifier and run.streaming:
-        fail("--streaming: the texts of a classifier are read whole; only texts for language models can be streamed")
+        fail("--streaming: the texts of a classifier are loaded; only texts of language models can be streamed")
     splits = load_texts(data, training, run)
     if teacher.is_classifier:
         return load_classes(splits, data, teacher, tokenizer), DataCollatorWithPadding(tokenizer)
@@ -166,7 +168,7 @@ def load_data(
 
 
 def next_tokens(rows: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-    """Return a batch of a causal model, whose labels are its tokens; the last block of a text may be shorter."""
+    """Return a batch of a causal model, whose labels are the tokens; the last block may be shorter."""
     ids = [row["input_ids"] for row in rows]
     labels = pad_sequence(ids, batch_first=True, padding_value=-100)
     return {
@@ -177,7 +179,7 @@ def next_tokens(rows: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
 
 
 def draw_examples(task: Task, training: TrainingArguments) -> Any:
-    """Return the training examples of a stage, which depend on its seed."""
+    """Return the training examples of a stage."""
     data, split = task.data, task.splits["train"]
     if task.teacher.is_classifier:
         return split
@@ -194,7 +196,7 @@ def draw_examples(task: Task, training: TrainingArguments) -> Any:
 
 
 def keep(block: dict[str, torch.Tensor], numbers: torch.Generator) -> dict[str, torch.Tensor]:
-    """Return a block as it is, which a stream would alter by the numbers."""
+    """Return the block; a `Stream` requires a function that may change it."""
     return block
 
 
@@ -219,7 +221,7 @@ def make_trainer(
 def align_student(
     student: PreTrainedModel, training: TrainingArguments, task: Task, record: Record, checkpoint: str | None
 ) -> None:
-    """Align a student and save it, which takes it out of the hands of DDP or FSDP2."""
+    """Align a student and save it; it is reloaded without the wrappers of DDP or FSDP2."""
     model, run = task.model, copy.copy(task.run)
     run.checkpoint, run.ema_decay = checkpoint, 0.0
     record.say(f"stage align: {model.align_steps} steps")

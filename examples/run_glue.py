@@ -1,8 +1,8 @@
-"""Fine-tunes, or trains from scratch, a sequence classifier on one of the nine GLUE tasks.
+"""Fine-tune, or train from scratch, a sequence classifier on a GLUE task.
 
     python examples/run_glue.py --recipe examples/recipes/glue/sst2_small.yaml --dataset_path DIR --output_dir OUT
 
-Every field of TrainingArguments is an option; the values of a recipe are defaults that the command line overrides.
+All fields of TrainingArguments are options. A recipe contains defaults, which the command line overrides.
 """
 
 import math
@@ -25,20 +25,20 @@ from luna_mega.training.texts import TextArguments, check_pairs, choose_model, e
 
 @dataclass(frozen=True)
 class Task:
-    """One GLUE task: text columns, classes (none: regression), main metric, name of the file for the GLUE server."""
+    """GLUE task: text columns, labels (empty for regression), main metric, and file name of the GLUE server."""
 
     columns: tuple[str, ...]
     labels: tuple[str, ...]
     metric: str
     file: str
-    predicts_names: bool = False  # label names instead of ids in that file
+    predicts_names: bool = False  # instead of ids
 
     def splits(self, name: str) -> dict[str, str]:
-        """Return the splits that make up "validation" or "test", by the prefix of their metrics."""
+        """Return the splits of "validation" or "test" by the prefix of their metrics."""
         return {side: f"{name}_{side}" for side in ("matched", "mismatched")} if self.file == "MNLI" else {"": name}
 
     def decode(self, predictions: np.ndarray) -> np.ndarray:
-        """Return class ids, or scores, from logits `[N, classes]`."""
+        """Return label ids or scores from logits `[N, labels]`."""
         return predictions.argmax(-1) if self.labels else predictions.squeeze(-1)
 
 
@@ -61,15 +61,17 @@ TASKS = {
 @dataclass
 class DataArguments(TextArguments):
     task_name: str | None = field(default=None, metadata={"help": f"task: {', '.join(TASKS)}"})
-    dataset_name: str = field(default="nyu-mll/glue", metadata={"help": "Hub name; the task is its configuration"})
+    dataset_name: str = field(
+        default="nyu-mll/glue", metadata={"help": "dataset on the Hub, with the task as its configuration"}
+    )
     dataset_path: str | None = field(
         default=None,
-        metadata={"help": "local folder instead of the Hub: parquet, json(l) or csv files, named by split"},
+        metadata={"help": "local folder with parquet, json(l) or csv files named by split, instead of the Hub"},
     )
     metric_path: str = field(
-        default="glue", metadata={"help": "metric for evaluate.load: glue of the Hub, or the path of a local module"}
+        default="glue", metadata={"help": "metric for evaluate.load: glue on the Hub, or the path of a local module"}
     )
-    max_seq_length: int = field(default=128, metadata={"help": "cut longer inputs to this length"})
+    max_seq_length: int = field(default=128, metadata={"help": "maximum length; longer inputs are truncated"})
 
     @property
     def dataset_config(self) -> str:
@@ -80,9 +82,9 @@ Options = tuple[DataArguments, ModelArguments, TrainingArguments, RunArguments]
 
 
 def parse(argv: list[str] | None) -> Options:
-    """Return the options; the script ends where they contradict each other."""
+    """Parse the options; exit if they contradict each other."""
     kinds = (DataArguments, ModelArguments, TrainingArguments, RunArguments)
-    # "task" stands for the main metric of the task, which is known after parsing only.
+    # "task" is replaced by the main metric of the task, which is only known after parsing.
     data, model, training, run = parse_arguments(kinds, argv, metric_for_best_model="task")
     check_choice(data, "task_name", TASKS)
     task = TASKS[data.task_name]
@@ -96,7 +98,7 @@ def parse(argv: list[str] | None) -> Options:
 def load_data(
     data: DataArguments, model: ModelArguments, training: TrainingArguments
 ) -> tuple[dict[str, Dataset], PreTrainedTokenizerBase]:
-    """Return the encoded splits that the run needs, and the tokenizer."""
+    """Return the encoded splits and the tokenizer."""
     task = TASKS[data.task_name]
     sides = [tuple(task.splits(name).values()) for name in ("validation", "test")]
     splits = load_splits(
@@ -123,16 +125,16 @@ def load_data(
 
 
 def make_metrics(data: DataArguments) -> Callable[[EvalPrediction], dict[str, float]]:
-    """Return the function that computes the metrics of a task; their mean is `combined_score`."""
+    """Return a function that computes the metrics of a task and their mean `combined_score`."""
     task = TASKS[data.task_name]
     try:
         metric = evaluate.load(data.metric_path, data.task_name, keep_in_memory=True)
     except (OSError, ValueError) as error:
-        fail(f"--metric_path {data.metric_path}: {error}; without network pass examples/metrics/glue_metrics")
+        fail(f"--metric_path {data.metric_path}: {error}; without network access, pass examples/metrics/glue_metrics")
 
     def compute_metrics(prediction: EvalPrediction) -> dict[str, float]:
         scores = metric.compute(predictions=task.decode(prediction.predictions), references=prediction.label_ids)
-        # A constant has no correlation; 0 is worse than any model, where NaN would not compare.
+        # The correlation of constant predictions is NaN, which cannot be compared.
         scores = {name: 0.0 if math.isnan(score) else float(score) for name, score in scores.items()}
         return scores | ({"combined_score": float(np.mean(list(scores.values())))} if len(scores) > 1 else {})
 
@@ -140,7 +142,7 @@ def make_metrics(data: DataArguments) -> Callable[[EvalPrediction], dict[str, fl
 
 
 def predict(trainer: Trainer, splits: dict[str, Dataset], task: Task) -> dict[str, str]:
-    """Write one file per test split in the form of the GLUE server and return their paths."""
+    """Write one file per test split in the format of the GLUE server, and return the paths."""
     paths = {}
     for side, name in task.splits("test").items():
         predicted = task.decode(trainer.predict(splits[name]).predictions)
@@ -157,7 +159,6 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     task = TASKS[data.task_name]
     begin_run(__file__, argv, data, model, training, run)
 
-    # The other processes read after the main one and find its files.
     with training.main_process_first(desc="reading the data"):
         splits, tokenizer = load_data(data, model, training)
 

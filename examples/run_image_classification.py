@@ -1,9 +1,9 @@
-r"""Trains a classifier of images: Mega on patches, or any other vision model of transformers.
+r"""Train an image classifier: Mega on patches, or any other vision model of transformers.
 
     python examples/run_image_classification.py --recipe examples/recipes/image_classification/cifar10_gray_mega.yaml \
         --dataset_path DIR --output_dir outputs/cifar10
 
-Every field of TrainingArguments is an option; the values of a recipe are defaults that the command line overrides.
+All fields of TrainingArguments are options. A recipe contains defaults, which the command line overrides.
 """
 
 from collections.abc import Callable
@@ -54,39 +54,42 @@ from luna_mega.training.runs import OrderedTrainer, begin_run, check_run, make_c
 from luna_mega.training.seeded import Redrawn
 
 TITLE, METRIC = "image classification", "eval_accuracy"
-_COLOR = ([0.485, 0.456, 0.406], [0.229, 0.224, 0.225])  # ImageNet's mean and deviation
+_COLOR = ([0.485, 0.456, 0.406], [0.229, 0.224, 0.225])  # mean and standard deviation of ImageNet
 _GRAY = ([0.5], [0.25])
 
 
 @dataclass
 class DataArguments(SourceArguments, ClassifierArguments, AugmentArguments):
     image_column: str = field(
-        default="image", metadata={"help": "column of images, of files, or of the pixels of square gray images"}
+        default="image", metadata={"help": "column with the images: files, or pixels of square gray images"}
     )
-    label_column: str = field(default="label", metadata={"help": "column with the classes: their names, or numbers"})
+    label_column: str = field(default="label", metadata={"help": "column with the labels: names or ids"})
     image_size: int | None = field(
-        default=None, metadata={"help": "side of an image in pixels; default: as in the first image"}
+        default=None, metadata={"help": "side of an image in pixels; default: that of the first image"}
     )
-    channels: int | None = field(default=None, metadata={"help": "1 = gray, 3 = color; default: as in the first image"})
+    channels: int | None = field(
+        default=None, metadata={"help": "1 = gray, 3 = color; default: that of the first image"}
+    )
     image_mean: list[float] | None = field(
-        default=None, metadata={"help": "mean that is subtracted; default: ImageNet's, 0.5 for gray"}
+        default=None, metadata={"help": "mean for normalization; default: that of ImageNet, 0.5 for gray"}
     )
     image_std: list[float] | None = field(
-        default=None, metadata={"help": "deviation to divide by; default: ImageNet's, 0.25 for gray"}
+        default=None,
+        metadata={"help": "standard deviation for normalization; default: that of ImageNet, 0.25 for gray"},
     )
     center_crop: bool = field(
         default=True,
-        metadata={"help": "evaluate on the center, the shorter side resized to 256/224 of it; false: only resize"},
+        metadata={"help": "evaluate on the center crop of a resized image; false = only resize"},
     )
 
 
 @dataclass
 class ModelArguments(CheckpointArguments):
-    patch_size: int = field(default=16, metadata={"help": "side of a patch in pixels, in a new model"})
+    patch_size: int = field(default=16, metadata={"help": "side of a patch in pixels, for a new model"})
 
 
 class ImageTrainer(OrderedTrainer):
-    """Trainer without weight decay for biases, norms and positions, with repeated augmentation."""
+    """Trainer with repeated augmentation, and without weight decay of biases, norms and position embeddings."""
 
     repeats = 1
     mix: Callable | None = None
@@ -113,7 +116,7 @@ class ImageTrainer(OrderedTrainer):
 
 
 def load_images(data: DataArguments, limits: dict[str, int | None]) -> dict[str, Dataset]:
-    """Load the splits from files, from the Hub, or from a folder of splits with a folder for every class."""
+    """Load the splits from the Hub, from files, or from one folder per split with one subfolder per class."""
     path = data.dataset_path
     if path is None or not any(Path(path, name).is_dir() for name in limits):
         return undecoded(load_splits(limits, path, data.dataset_name, data.dataset_config))
@@ -130,7 +133,7 @@ def load_images(data: DataArguments, limits: dict[str, int | None]) -> dict[str,
 def encode_split(
     split: Dataset, name: str, data: DataArguments, channels: int, transform: Transform, names: list[str]
 ) -> Dataset:
-    """Return the split with `pixel_values`, made anew whenever a row is read, and `labels`; -100 = not known."""
+    """Return the split with `labels` (-100 = unknown), and `pixel_values` that are transformed on access."""
     labels = class_numbers(split, data.label_column, names, name)
     images = split.select_columns([data.image_column]).add_column("labels", labels)
     pixels = holds_pixels(split, data.image_column)
@@ -143,7 +146,7 @@ def encode_split(
 
 
 def make_loss(smoothing: float) -> Callable:
-    """Return the mean cross entropy of labels `[B]` or, after mixup, `[B, classes]`, which are smooth already."""
+    """Return the cross entropy of labels `[B]` or, after mixup, of smoothed labels `[B, classes]`."""
 
     def loss(outputs, labels: torch.Tensor, num_items_in_batch: Any = None) -> torch.Tensor:
         smooth = smoothing if labels.dim() == 1 and torch.is_grad_enabled() else 0.0
@@ -153,17 +156,17 @@ def make_loss(smoothing: float) -> Callable:
 
 
 def parse(argv: list[str] | None) -> tuple[DataArguments, ModelArguments, TrainingArguments, RunArguments]:
-    """Return the options; the script ends where they contradict each other."""
+    """Parse the options; exit if they contradict each other."""
     kinds = (DataArguments, ModelArguments, TrainingArguments, RunArguments)
     defaults = {"metric_for_best_model": "accuracy", "remove_unused_columns": False}
     data, model, training, run = parse_arguments(kinds, argv, **defaults)
     check_run(TITLE, data, model, training, run)
-    training.include_num_input_tokens_seen = "no"  # images are counted
+    training.include_num_input_tokens_seen = "no"  # images are counted instead
     check_source(data)
     check_augmentation(data)
     if data.mixup or data.cutmix:
         if training.per_device_train_batch_size % 2:
-            fail("--mixup and --cutmix mix pairs: --per_device_train_batch_size must be even")
+            fail("--mixup and --cutmix mix pairs; --per_device_train_batch_size must be even")
         training.dataloader_drop_last = True  # the last batch may be odd
     if data.image_size is not None:
         check_least(data, 1, "image_size")
@@ -176,7 +179,7 @@ def parse(argv: list[str] | None) -> tuple[DataArguments, ModelArguments, Traini
 def choose_config(
     data: DataArguments, model: ModelArguments, side: int, channels: int, names: list[str]
 ) -> tuple[PreTrainedConfig, int]:
-    """Return the configuration and the size of its images: by the options, the model, or the data's `side`."""
+    """Return the configuration and the image size, which is that of the options, the model or the data."""
     size, patch, fields = data.image_size or side, model.patch_size, {"num_channels": channels}
     if model.model_name_or_path:
         loaded = AutoConfig.from_pretrained(model.model_name_or_path)
@@ -194,7 +197,7 @@ def choose_config(
 
 
 def choose_processor(data: DataArguments, model: ModelArguments, size: int, channels: int) -> BaseImageProcessor:
-    """Load the evaluation transform from the model, or make it."""
+    """Load or create the evaluation transform."""
     if model.model_name_or_path:
         return load_processor(model.model_name_or_path)
     mean, std = _GRAY if channels == 1 else _COLOR
@@ -205,7 +208,7 @@ def choose_processor(data: DataArguments, model: ModelArguments, size: int, chan
 def load_data(
     data: DataArguments, model: ModelArguments, training: TrainingArguments
 ) -> tuple[dict[str, Dataset | Redrawn], BaseImageProcessor, PreTrainedConfig]:
-    """Return the encoded splits that the run needs, the evaluation transform, and the configuration of the model."""
+    """Return the encoded splits, the evaluation transform, and the configuration of the model."""
     splits = load_images(data, choose_splits(training, data))
     for name, split in splits.items():
         check_columns(split, name, [data.image_column] + [data.label_column] * (name != "test"))
@@ -230,7 +233,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     with training.main_process_first(desc="reading the data"):
         splits, processor, config = load_data(data, model, training)
 
-    smoothing, training.label_smoothing_factor = training.label_smoothing_factor, 0.0  # our loss has it
+    smoothing, training.label_smoothing_factor = training.label_smoothing_factor, 0.0  # applied by `make_loss`
     trainer = ImageTrainer(
         make_model(AutoModelForImageClassification, model, config),
         training,

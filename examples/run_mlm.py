@@ -1,8 +1,8 @@
-"""Pretrains a masked language model, from scratch or from a checkpoint, on plain text.
+"""Pretrain a masked language model, from scratch or from a checkpoint, on plain text.
 
     python examples/run_mlm.py --recipe examples/recipes/mlm/wikitext2_small.yaml --dataset_path DIR --output_dir OUT
 
-Every field of TrainingArguments is an option; the values of a recipe are defaults that the command line overrides.
+All fields of TrainingArguments are options. A recipe contains defaults, which the command line overrides.
 """
 
 from typing import Any
@@ -39,9 +39,9 @@ TITLE, METRIC = "masked language model", "eval_perplexity"
 
 
 def token_scores(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """Return `[B, T, 2]`: the negative log-likelihood of every masked token, and whether it is the best guess.
+    """Return the negative log-likelihood of each masked token, and whether the prediction is correct, `[B, T, 2]`.
 
-    `logits` cover all positions or, from a model with `sparse_prediction`, the masked ones.
+    `logits` are those of all positions or, with `sparse_prediction`, of the masked positions.
     """
     masked = labels != -100
     logits, targets = (logits[masked] if logits.dim() == 3 else logits).float(), labels[masked]
@@ -60,7 +60,7 @@ def compute_metrics(prediction: EvalPrediction) -> dict[str, float]:
 def parse(
     argv: list[str] | None, model_arguments: type[ModelArguments] = ModelArguments
 ) -> tuple[DataArguments, ModelArguments, TrainingArguments, RunArguments]:
-    """Return the options; the script ends where they contradict each other."""
+    """Parse the options; exit if they contradict each other."""
     kinds = (DataArguments, model_arguments, TrainingArguments, RunArguments)
     data, model, training, run = parse_arguments(kinds, argv)
     check_run(TITLE, data, model, training, run, streams=True, predicts=False)
@@ -77,7 +77,7 @@ def load_data(
     texts = some_texts(splits["train"], data.text_column) if "train" in splits else ()
     tokenizer = make_tokenizer(model, texts, data.block_size)
     if tokenizer.mask_token_id is None:
-        fail("the tokenizer has no mask_token; a masked language model needs one")
+        fail("the tokenizer has no mask_token, which masked language models require; pass another --tokenizer_name")
     config = make_config(model, tokenizer, data.block_size, sparse_prediction=True)
     blocks = make_blocks(splits, tokenizer, data, training.seed)
     masking = Masking(tokenizer, data.mlm_probability)
@@ -96,7 +96,7 @@ def make_trainer(
     blocks: dict[str, Any],
     tokenizer: PreTrainedTokenizerBase,
 ) -> StreamingTrainer:
-    """Return the Trainer, which scores masked tokens."""
+    """Return the Trainer, which evaluates masked tokens."""
     return StreamingTrainer(
         network,
         training,
@@ -111,7 +111,7 @@ def make_trainer(
 
 
 def head_share(data: DataArguments, config: PreTrainedConfig) -> float:
-    """Return the share of the tokens that the head scores."""
+    """Return the share of the tokens for which the head computes logits."""
     return data.mlm_probability if getattr(config, "sparse_prediction", False) else 1.0
 
 

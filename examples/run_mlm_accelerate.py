@@ -1,11 +1,11 @@
-"""Pretrains a masked language model without Trainer: a loop with Accelerate, sharded checkpoints, an exact resume.
+"""Pretrain a masked language model without Trainer: an Accelerate loop with sharded checkpoints and exact resuming.
 
     torchrun --nproc-per-node 2 examples/run_mlm_accelerate.py --dataset_path DIR --output_dir OUT \
         --use_cpu true --fsdp true
     accelerate launch --config_file examples/accelerate/fsdp2.yaml examples/run_mlm_accelerate.py --dataset_path DIR ...
 
-The batch of a step, its masks and its dropout follow from the number of the step: a run that `--resume true` continues,
-on the same number of processes or on another, goes on as if it had not stopped. Only dropout depends on that number.
+Batch, masks and dropout of a step depend only on the step number. A run that is resumed with `--resume true` therefore
+continues exactly, also with another number of processes, except for dropout.
 """
 
 import json
@@ -42,19 +42,19 @@ from luna_mega.training.speed import throughput
 
 
 def find_checkpoints(output: Path) -> list[Path]:
-    """Return the whole checkpoints of a run, the oldest first."""
+    """Return the complete checkpoints of a run in order."""
     found = [path for path in output.glob("checkpoint-*") if re.fullmatch(r"checkpoint-\d+", path.name)]
     return sorted(found, key=lambda path: int(path.name.rpartition("-")[2]))
 
 
-def remove_half_written(output: Path) -> None:
-    """Remove the half-written checkpoint of a run that was killed while it saved."""
+def remove_incomplete(output: Path) -> None:
+    """Remove incomplete checkpoints of a run that was killed while it saved."""
     for path in output.glob("checkpoint-*.tmp"):
         shutil.rmtree(path)
 
 
 def save_checkpoint(accelerator: Accelerator, state: dict[str, Any], output: Path, step: int, keep: int = 2) -> None:
-    """Write `state` to a temporary folder, which gets its name when all processes have written; keep the last ones."""
+    """Write `state` to a folder that is renamed when all processes have finished; keep the last `keep` checkpoints."""
     folder = output / f"checkpoint-{step}"
     dcp.save(state, checkpoint_id=folder.with_suffix(".tmp"))
     accelerator.wait_for_everyone()
@@ -66,40 +66,44 @@ def save_checkpoint(accelerator: Accelerator, state: dict[str, Any], output: Pat
 
 @dataclass
 class Arguments(SourceArguments):
-    output_dir: str = field(default="outputs/mlm", metadata={"help": "folder of checkpoints, losses and the model"})
-    text_column: str = field(default="text", metadata={"help": "column with the text; a txt file has one text a line"})
-    block_size: int = field(default=512, metadata={"help": "tokens of an input, <s> among them"})
-    mlm_probability: float = field(default=0.15, metadata={"help": "share of the tokens that is predicted"})
-    preprocessing_num_workers: int | None = field(default=None, metadata={"help": "number of processes that tokenize"})
-    max_steps: int = field(default=1000, metadata={"help": "number of updates of the weights"})
-    batch_size: int = field(default=32, metadata={"help": "inputs of one update, counted over all processes"})
+    output_dir: str = field(
+        default="outputs/mlm", metadata={"help": "output folder for checkpoints, losses and the model"}
+    )
+    text_column: str = field(
+        default="text", metadata={"help": "column with the text; a txt file has one text per line"}
+    )
+    block_size: int = field(default=512, metadata={"help": "tokens of an input, including <s>"})
+    mlm_probability: float = field(default=0.15, metadata={"help": "share of the tokens to predict"})
+    preprocessing_num_workers: int | None = field(
+        default=None, metadata={"help": "number of processes for tokenization"}
+    )
+    max_steps: int = field(default=1000, metadata={"help": "number of optimizer steps"})
+    batch_size: int = field(default=32, metadata={"help": "inputs of an optimizer step over all processes"})
     gradient_accumulation_steps: int = field(
-        default=1, metadata={"help": "number of parts into which a batch is divided"}
+        default=1, metadata={"help": "number of forward passes of an optimizer step"}
     )
     learning_rate: float = field(
-        default=5e-4, metadata={"help": "learning rate after the warm-up; it falls to 0 by max_steps"}
+        default=5e-4, metadata={"help": "learning rate after the warmup; it decreases to 0 at max_steps"}
     )
-    warmup_steps: int = field(default=0, metadata={"help": "steps over which the learning rate rises"})
-    save_steps: int = field(default=100, metadata={"help": "steps between checkpoints; the last two are kept"})
+    warmup_steps: int = field(default=0, metadata={"help": "number of warmup steps"})
+    save_steps: int = field(default=100, metadata={"help": "steps between checkpoints, of which the last two are kept"})
     resume: bool = field(
-        default=False, metadata={"help": "continue from the newest checkpoint of output_dir, if there is one"}
+        default=False, metadata={"help": "resume from the last checkpoint in output_dir, if it exists"}
     )
-    seed: int = field(default=42, metadata={"help": "seed of the weights, the order, the masks and dropout"})
-    use_cpu: bool = field(default=False, metadata={"help": "run on the CPU even where there is a GPU"})
-    fsdp: bool = field(default=False, metadata={"help": "shard by FSDP2 even where accelerate does not, as on CPUs"})
+    seed: int = field(default=42, metadata={"help": "seed of weights, data order, masks and dropout"})
+    use_cpu: bool = field(default=False, metadata={"help": "use the CPU even if there is a GPU"})
+    fsdp: bool = field(default=False, metadata={"help": "use FSDP2 even if Accelerate does not support it, as on CPUs"})
     timeout: int = field(
-        default=60, metadata={"help": "seconds after which a silent process counts as dead and the others end"}
+        default=60, metadata={"help": "seconds after which all processes exit if one does not respond"}
     )
     peak_flops: float | None = field(
-        default=None, metadata={"help": "peak FLOPs a second of one device; a CPU is measured"}
+        default=None, metadata={"help": "peak FLOP/s of one device; default: measured on a CPU"}
     )
-    push_to_hub: str | None = field(
-        default=None, metadata={"help": "repository to which the model is pushed at the end"}
-    )
+    push_to_hub: str | None = field(default=None, metadata={"help": "repository on the Hub for the trained model"})
 
 
 class Loop:
-    """Model, optimizer and schedule of a run, on all processes, with its checkpoints."""
+    """Distributed model, optimizer and schedule, with checkpoints."""
 
     def __init__(self, accelerator: Accelerator, model: PreTrainedModel, options: Arguments):
         self.accelerator, self.options, self.step = accelerator, options, 0
@@ -119,15 +123,15 @@ class Loop:
         self.schedule = get_linear_schedule_with_warmup(optimizer, options.warmup_steps, options.max_steps)
 
     def update(self, parts: list[dict[str, torch.Tensor]]) -> float:
-        """Take one step on this process's `parts` of a batch; return the mean loss of all tokens of all processes."""
+        """Run an optimizer step on the `parts` of this process; return the mean loss over all processes."""
         accelerator = self.accelerator
         torch.manual_seed(draw(self.options.seed, self.step, accelerator.process_index).initial_seed())  # dropout
         parts = [{name: tensor.to(accelerator.device) for name, tensor in part.items()} for part in parts]
         tokens = accelerator.reduce(sum((part["labels"] != -100).sum() for part in parts))
         loss = torch.zeros((), device=accelerator.device)
         for index, part in enumerate(parts):
-            alone = index < len(parts) - 1 and not self.by_hand
-            with accelerator.no_sync(self.model) if alone else nullcontext():
+            accumulates = index < len(parts) - 1 and not self.by_hand
+            with accelerator.no_sync(self.model) if accumulates else nullcontext():
                 part_loss = self.model(**part, num_items_in_batch=tokens).loss
                 accelerator.backward(part_loss * accelerator.num_processes)  # gradients are averaged
             loss += part_loss.detach()
@@ -148,7 +152,7 @@ class Loop:
         save_checkpoint(self.accelerator, self.state(), Path(self.options.output_dir), self.step)
 
     def load(self, folder: Path) -> None:
-        """Read a checkpoint, which any number of processes may have written."""
+        """Load a checkpoint that was saved by any number of processes."""
         state = self.state()
         dcp.load(state, checkpoint_id=folder)
         model, optimizer = state["model"], state["optimizer"]
@@ -157,8 +161,8 @@ class Loop:
         self.step = state["step"]
 
     def save_model(self) -> None:
-        whole = states.StateDictOptions(full_state_dict=True, cpu_offload=True)
-        weights = states.get_model_state_dict(self.model, options=whole)
+        options = states.StateDictOptions(full_state_dict=True, cpu_offload=True)
+        weights = states.get_model_state_dict(self.model, options=options)
         if broken := count_broken(weights):
             fail(f"{broken} tensors of weights are not finite; no model was saved. {DIVERGED}")
         if self.accelerator.is_main_process:
@@ -174,7 +178,7 @@ def shuffle(count: int, seed: int) -> list[int]:
 def read_parts(
     blocks: Dataset, masking: Masking, options: Arguments, step: int, rank: int, processes: int
 ) -> list[dict[str, torch.Tensor]]:
-    """Return a process's parts of the batch of a step; the batch is the same for any number of processes."""
+    """Return the parts of a process; the batch of a step does not depend on the number of processes."""
     count, seed = options.gradient_accumulation_steps, options.seed
     size, parts = options.batch_size // (processes * count), []
     for part in range(count):
@@ -200,12 +204,12 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     check_launch(processes)
     if options.batch_size % (processes * options.gradient_accumulation_steps):
         parts = f"{processes} processes x {options.gradient_accumulation_steps} parts"
-        fail(f"--batch_size {options.batch_size} does not divide among {parts}")
+        fail(f"--batch_size {options.batch_size} must be a multiple of {parts}")
     if (found := find_checkpoints(output)) and not options.resume:
         fail(f"{found[-1]} already exists: pass --resume true, or another --output_dir")
     set_seed(options.seed)
     with accelerator.main_process_first():
-        remove_half_written(output)
+        remove_incomplete(output)
         names = (options.dataset_path, options.dataset_name, options.dataset_config)
         split = load_splits({"train": None}, *names)["train"]
         check_texts(split, "train", (options.text_column,))

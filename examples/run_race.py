@@ -1,9 +1,9 @@
-"""Fine-tunes, or trains from scratch, a multiple-choice model on RACE or CommonsenseQA.
+"""Fine-tune, or train from scratch, a multiple-choice model on RACE or CommonsenseQA.
 
     python examples/run_race.py --recipe examples/recipes/race/race_small.yaml --dataset_path DIR --output_dir OUT
     python examples/run_race.py --recipe examples/recipes/csqa/csqa_small.yaml --dataset_path DIR --output_dir OUT
 
-Every field of TrainingArguments is an option; the values of a recipe are defaults that the command line overrides.
+All fields of TrainingArguments are options. A recipe contains defaults, which the command line overrides.
 """
 
 from collections.abc import Callable, Iterator
@@ -36,11 +36,15 @@ class Task:
     """A multiple-choice task.
 
     Args:
-        hub_name, hub_config: of the data set; `--dataset_config` names another configuration.
-        name, texts, options, answer: its columns.
-        letters: names of the options; every question has all of them.
-        encode: function that makes one input of each option.
-        levels: beginnings of the values in the column `name`; accuracy is also computed for each.
+        hub_name: Dataset on the Hub.
+        hub_config: Default configuration of the dataset.
+        name: Column with the id of a question.
+        texts: Columns with the texts.
+        options: Column with the options.
+        answer: Column with the letter of the answer.
+        letters: Letters of the options.
+        encode: Function that encodes one input per option.
+        levels: Prefixes of the ids for which the accuracy is also computed.
     """
 
     hub_name: str
@@ -57,19 +61,26 @@ class Task:
 @dataclass
 class DataArguments(ClassifierArguments):
     task: str = field(default="race", metadata={"help": "task: race or csqa"})
-    dataset_config: str | None = field(default=None, metadata={"help": "configuration on the Hub: RACE's middle, high"})
+    dataset_config: str | None = field(
+        default=None, metadata={"help": "configuration of the dataset: middle or high for RACE"}
+    )
     dataset_path: list[str] | None = field(
         default=None,
-        metadata={"help": "local folders instead of the Hub: parquet or json(l) files, named by split"},
+        metadata={"help": "local folders with parquet or json(l) files named by split, instead of the Hub"},
     )
     max_option_length: int = field(
         default=128,
-        metadata={"help": "RACE: cut <s> question and option </s>, or with two towers <s> option </s>, to this length"},
+        metadata={"help": "maximum length of question and option (RACE), or of an option with --two_towers"},
     )
-    max_seq_length: int = field(default=512, metadata={"help": "RACE cuts longer inputs, CommonsenseQA refuses them"})
+    max_seq_length: int = field(
+        default=512,
+        metadata={"help": "maximum length; longer inputs of RACE are truncated, those of CommonsenseQA are an error"},
+    )
     two_towers: bool = field(
         default=False,
-        metadata={"help": "encode the text with its question once, and every option by itself; score pairs of vectors"},
+        metadata={
+            "help": "encode the text with its question once and each option separately, and score pairs of vectors"
+        },
     )
 
     @property
@@ -78,7 +89,7 @@ class DataArguments(ClassifierArguments):
 
 
 def option_texts(options: list[str] | dict[str, list[str]]) -> list[str]:
-    """Return the options of one question: RACE has a list, CommonsenseQA {"label": [...], "text": [...]}."""
+    """Return the options of a question: a list in RACE, {"label": [...], "text": [...]} in CommonsenseQA."""
     return options["text"] if isinstance(options, dict) else options
 
 
@@ -87,10 +98,10 @@ def tokenize(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> list[list[
 
 
 def encode_race(batch: Batch, tokenizer: PreTrainedTokenizerBase, data: DataArguments) -> list[list[int]]:
-    """Encode `<s> question and option </s></s> passage </s>`, the first part cut to `max_option_length`.
+    """Encode `<s> question and option </s></s> passage </s>`, as fairseq's preprocessing of RACE does.
 
-    The whole is cut to `max_seq_length`. The option takes the place of every `_` of the question or, without one,
-    follows it. White space is collapsed. Source: RACE's preprocessing and the sentence_ranking task of fairseq.
+    The option replaces each `_` of the question or, without one, follows the question. White space is collapsed. The
+    first part is truncated to `max_option_length`, and the input to `max_seq_length`.
     """
     bos, eos = boundary_ids(tokenizer)
     merged = [
@@ -108,7 +119,7 @@ def encode_race(batch: Batch, tokenizer: PreTrainedTokenizerBase, data: DataArgu
 
 
 def encode_csqa(batch: Batch, tokenizer: PreTrainedTokenizerBase, data: DataArguments) -> list[list[int]]:
-    """Encode `<s> Q: question </s> A: choice </s>`, which is never cut. Source: the commonsense_qa task of fairseq."""
+    """Encode `<s> Q: question </s> A: choice </s>` without truncation, as fairseq's task commonsense_qa does."""
     bos, eos = boundary_ids(tokenizer)
     questions = tokenize(tokenizer, [f"Q: {question}" for question in batch["question"]])
     choices = tokenize(tokenizer, [f"A: {text}" for choices in batch["choices"] for text in option_texts(choices)])
@@ -124,9 +135,9 @@ def encode_csqa(batch: Batch, tokenizer: PreTrainedTokenizerBase, data: DataArgu
 def encode_towers(
     batch: Batch, tokenizer: PreTrainedTokenizerBase, data: DataArguments
 ) -> tuple[list[list[int]], list[list[int]]]:
-    """Encode every `<s> question </s></s> passage </s>`, or `<s> question </s>`, and all `<s> option </s>`.
+    """Encode `<s> question </s></s> passage </s>`, or `<s> question </s>`, and separately `<s> option </s>`.
 
-    They are cut to `max_seq_length` and `max_option_length`. White space is collapsed.
+    They are truncated to `max_seq_length` and `max_option_length`. White space is collapsed.
     """
     task, (bos, eos) = TASKS[data.task], boundary_ids(tokenizer)
 
@@ -170,14 +181,14 @@ TASKS = {
 
 
 class OptionCollator(DataCollatorForMultipleChoice):
-    """Collator that pads every option to the longest of the batch and drops the lengths, which are for the sampler."""
+    """Collator that pads the options, and removes the lengths for the sampler."""
 
     def torch_call(self, examples: list[dict[str, Any]]) -> dict[str, Any]:
         return super().torch_call([{name: example[name] for name in ("input_ids", "labels")} for example in examples])
 
 
 class TowerCollator(OptionCollator):
-    """Collator of texts, padded to the longest, and of their options `pair_*`, padded to the longest of these."""
+    """Collator that pads texts, and separately their options `pair_*`."""
 
     def torch_call(self, examples: list[dict[str, Any]]) -> dict[str, Any]:
         options = super().torch_call([example | {"input_ids": example["pair_input_ids"]} for example in examples])
@@ -186,7 +197,7 @@ class TowerCollator(OptionCollator):
 
 
 def check_answers(split: Dataset, name: str, task: Task) -> None:
-    """End the script unless every question has all options and, outside the test split, one right answer."""
+    """Exit unless each question has all options and, except in the test split, an answer."""
     for row, (options, answer) in enumerate(zip(split[task.options], split[task.answer], strict=True)):
         texts = option_texts(options)
         if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
@@ -200,7 +211,7 @@ def check_answers(split: Dataset, name: str, task: Task) -> None:
 
 
 def load_split(name: str, task: Task, data: DataArguments, limit: int | None) -> Dataset:
-    """Load a split, which several folders may hold a part of."""
+    """Load a split, and concatenate it if there are several folders."""
     columns = [task.name, *task.texts, task.options, task.answer]
     parts = []
     for path in data.dataset_path or [None]:
@@ -211,7 +222,7 @@ def load_split(name: str, task: Task, data: DataArguments, limit: int | None) ->
     try:
         split = concatenate_datasets([part if part.features == features else part.cast(features) for part in parts])
     except (ValueError, TypeError) as error:
-        fail(f"split {name} of the folders does not fit together: {error}")
+        fail(f"split {name} of the folders has different columns: {error}")
     split = split if limit is None else split.take(limit)
     check_texts(split, name, (task.name, *task.texts))
     check_answers(split, name, task)
@@ -228,9 +239,9 @@ def all_texts(split: Dataset, task: Task) -> Iterator[str]:
 def encode_split(
     split: Dataset, name: str, tokenizer: PreTrainedTokenizerBase, data: DataArguments, in_memory: bool = True
 ) -> Dataset:
-    """Add the columns `input_ids` (one list an option), `length` (of the longest) and `labels` (-100: unknown).
+    """Return a split with `input_ids` (one list per option), their maximum `length`, and `labels` (-100 = unknown).
 
-    With two towers `input_ids` and `length` belong to the text, and `pair_input_ids` to its options.
+    With two towers, `input_ids` and `length` are those of the text, and `pair_input_ids` those of the options.
     """
     task = TASKS[data.task]
     size = len(task.letters)
@@ -251,7 +262,7 @@ def encode_split(
 
 
 def make_metrics(split: Dataset, task: Task) -> Callable[[EvalPrediction], dict[str, float]]:
-    """Return a function for the accuracy over `split`, whose order the predictions have, and over each level of it."""
+    """Return a function that computes the accuracy over `split` and over each of its levels."""
     names = split[task.name]
     levels = {level: np.array([name.startswith(level) for name in names]) for level in task.levels}
 
@@ -264,7 +275,7 @@ def make_metrics(split: Dataset, task: Task) -> Callable[[EvalPrediction], dict[
 
 
 def parse(argv: list[str] | None) -> tuple[DataArguments, ModelArguments, TrainingArguments, RunArguments]:
-    """Return the options; the script ends where they contradict each other."""
+    """Parse the options; exit if they contradict each other."""
     kinds = (DataArguments, ModelArguments, TrainingArguments, RunArguments)
     data, model, training, run = parse_arguments(kinds, argv, metric_for_best_model="accuracy")
     check_choice(data, "task", TASKS)
@@ -276,7 +287,7 @@ def parse(argv: list[str] | None) -> tuple[DataArguments, ModelArguments, Traini
 def load_data(
     data: DataArguments, model: ModelArguments, training: TrainingArguments
 ) -> tuple[dict[str, Dataset], PreTrainedTokenizerBase]:
-    """Return the encoded splits that the run needs, and the tokenizer."""
+    """Return the encoded splits and the tokenizer."""
     task, alone = TASKS[data.task], training.world_size == 1
     splits = {name: load_split(name, task, data, limit) for name, limit in choose_splits(training, data).items()}
     tokenizer = make_tokenizer(model, all_texts(splits.get("train"), task), data.max_seq_length)
@@ -284,7 +295,7 @@ def load_data(
 
 
 def predict(trainer: Trainer, split: Dataset, task: Task) -> dict[str, Any]:
-    """Write the predicted letters of the test split; return their path, and metrics if the answers are known."""
+    """Write the predicted letters of the test split; return the path, and metrics if the answers are known."""
     known = -100 not in split["labels"]
     trainer.compute_metrics = make_metrics(split, task) if known else None
     output = trainer.predict(split)
@@ -304,11 +315,11 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     with training.main_process_first(desc="reading the data"):
         splits, tokenizer = load_data(data, model, training)
 
-    # The product of two vectors shows what a text and an option have in common; the vectors side by side do not.
+    # Concatenated vectors do not represent the similarity of a text and an option; their product does.
     fields = {"num_labels": 1, "pair_features": "interaction"} if towers else {}
     config = make_config(model, tokenizer, data.max_seq_length, **fields)
     model_class = pair_class(config.model_type, "--two_towers") if towers else AutoModelForMultipleChoice
-    # The collator chooses the columns; the lengths serve train_sampling_strategy group_by_length.
+    # The collator selects the columns; train_sampling_strategy group_by_length requires the lengths.
     training.remove_unused_columns = False
     trainer = OrderedTrainer(
         make_model(model_class, model, config),

@@ -1,9 +1,10 @@
-"""Fine-tunes, or trains from scratch, a classifier of texts or of pairs of texts on data of your own.
+"""Fine-tune, or train from scratch, a classifier of texts or text pairs on your own data.
 
     python examples/run_text_classification.py --dataset_name stanfordnlp/imdb --validation_share 0.1 \
         --model_name_or_path DIR --max_seq_length 1024 --do_train --do_eval --do_predict --output_dir OUT
 
-Every field of TrainingArguments is an option; `--recipe` names a YAML file with defaults. For GLUE see run_glue.py.
+All fields of TrainingArguments are options. A recipe contains defaults, which the command line overrides. For GLUE, see
+run_glue.py.
 """
 
 from dataclasses import dataclass, field
@@ -34,17 +35,17 @@ TITLE, METRIC = "text classification", "eval_accuracy"
 @dataclass
 class DataArguments(SourceArguments, TextArguments):
     text_columns: list[str] = field(
-        default_factory=lambda: ["text"], metadata={"help": "column of the texts, or two columns for pairs"}
+        default_factory=lambda: ["text"], metadata={"help": "text column, or two columns for pairs"}
     )
-    label_column: str = field(default="label", metadata={"help": "column with the classes: their names, or numbers"})
+    label_column: str = field(default="label", metadata={"help": "column with the labels: names or ids"})
     validation_share: float = field(
-        default=0.0, metadata={"help": "hold this share of the training rows out as the validation split"}
+        default=0.0, metadata={"help": "share of the training rows that forms the validation split"}
     )
-    max_seq_length: int = field(default=512, metadata={"help": "cut longer inputs to this length"})
+    max_seq_length: int = field(default=512, metadata={"help": "maximum length; longer inputs are truncated"})
 
 
 def parse(argv: list[str] | None) -> tuple[DataArguments, ModelArguments, TrainingArguments, RunArguments]:
-    """Return the options; the script ends where they contradict each other."""
+    """Parse the options; exit if they contradict each other."""
     kinds = (DataArguments, ModelArguments, TrainingArguments, RunArguments)
     data, model, training, run = parse_arguments(kinds, argv, metric_for_best_model="accuracy")
     check_run(TITLE, data, model, training, run)
@@ -52,19 +53,19 @@ def parse(argv: list[str] | None) -> tuple[DataArguments, ModelArguments, Traini
     if not 0 <= data.validation_share < 1:
         fail(f"--validation_share {data.validation_share} must be in [0, 1)")
     if len(data.text_columns) > 2:
-        fail(f"--text_columns {' '.join(data.text_columns)}: one column of texts, or two of pairs")
+        fail(f"--text_columns {' '.join(data.text_columns)} must be one column, or two columns for pairs")
     check_pairs(data, data.text_columns)
     return data, model, training, run
 
 
 def load_texts(data: DataArguments, training: TrainingArguments) -> dict[str, Dataset]:
-    """Return the splits that the run needs, with texts and labels in place."""
+    """Return the required splits, with checked texts and labels."""
     limits = choose_splits(training, data)
     held = data.validation_share > 0 and "validation" in limits
     sources = ["train" if held and name == "validation" else name for name in limits]
     splits = load_splits(dict.fromkeys(sources), data.dataset_path, data.dataset_name, data.dataset_config)
     if held:
-        parts = splits["train"].train_test_split(data.validation_share, seed=0)  # the same rows for every --seed
+        parts = splits["train"].train_test_split(data.validation_share, seed=0)  # independent of --seed
         splits |= {"train": parts["train"], "validation": parts["test"]}
     splits = {name: splits[name] if limit is None else splits[name].take(limit) for name, limit in limits.items()}
     for name, split in splits.items():
@@ -76,7 +77,7 @@ def load_texts(data: DataArguments, training: TrainingArguments) -> dict[str, Da
 def load_data(
     data: DataArguments, model: ModelArguments, training: TrainingArguments
 ) -> tuple[dict[str, Dataset], PreTrainedTokenizerBase, list[str]]:
-    """Return the encoded splits that the run needs, the tokenizer, and the names of the classes."""
+    """Return the encoded splits, the tokenizer and the label names."""
     splits = load_texts(data, training)
     names = class_names(splits.get("train"), data.label_column, model.model_name_or_path)
     texts = [text for column in data.text_columns for text in splits["train"][column]] if "train" in splits else []

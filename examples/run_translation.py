@@ -1,10 +1,9 @@
-"""Trains a translation model, from scratch or from a checkpoint, and scores its translations with sacreBLEU.
+"""Train a translation model, from scratch or from a checkpoint, and evaluate it with sacreBLEU.
 
     python examples/run_translation.py --recipe examples/recipes/translation/multi30k_luna.yaml \
         --dataset_name bentrevett/multi30k --output_dir outputs/multi30k_luna
 
-Every field of Seq2SeqTrainingArguments is an option; the values of a recipe are defaults that the command line
-overrides.
+All fields of Seq2SeqTrainingArguments are options. A recipe contains defaults, which the command line overrides.
 """
 
 from dataclasses import dataclass, field
@@ -40,7 +39,7 @@ from luna_mega.training.weight_average import average, choose_checkpoints
 
 
 def read_pairs(split: Dataset, name: str, source: str, target: str) -> Dataset:
-    """Return the columns `source` and `target` of a split that names them by language, maybe inside `translation`."""
+    """Return `source` and `target` of a split with columns named by language, or with a column `translation`."""
     prefix = "translation." if "translation" in split.column_names else ""
     columns = {prefix + source: "source", prefix + target: "target"}
     split = split.flatten()
@@ -49,10 +48,10 @@ def read_pairs(split: Dataset, name: str, source: str, target: str) -> Dataset:
 
 
 def encode(pairs: Dataset, name: str, tokenizers: Tokenizers, max_source: int, max_target: int) -> Dataset:
-    """Add `input_ids` and `labels`, both with `</s>`, their `length` in all, and the number of the `row`.
+    """Add `input_ids` and `labels`, both with `</s>`, their total `length`, and the index `row`.
 
-    Training leaves out pairs with an empty side, or a side longer than `max_source` or `max_target`. Elsewhere such a
-    side is cut, and the pairs are ordered by length, so that a batch is translated in as few steps as possible.
+    Training pairs with an empty side, or a side longer than `max_source` or `max_target`, are removed. In other splits,
+    long sides are truncated, and pairs are sorted by length, so that batches need fewer decoding steps.
     """
 
     def tokenize(batch: dict[str, list[Any]], indices: list[int]) -> dict[str, list[Any]]:
@@ -78,12 +77,12 @@ def encode(pairs: Dataset, name: str, tokenizers: Tokenizers, max_source: int, m
         return encoded.map(cut, desc=f"{name}: cut").select(longest_first)
     encoded = encoded.filter(fits, desc=f"{name}: filter")
     if len(encoded) == 0:
-        fail("no training pair fits; see --max_source_length and --max_target_length")
+        fail("all training pairs are too long; increase --max_source_length and --max_target_length")
     return encoded
 
 
 class PairCollator(DataCollatorForSeq2Seq):
-    """Collator that pads both sides to the longest of the batch and drops the columns that are not for the model."""
+    """Collator that pads both sides, and removes columns that are not inputs of the model."""
 
     def __call__(self, features: list[dict[str, Any]], return_tensors: str | None = None) -> dict[str, Any]:
         needed = [{name: feature[name] for name in ("input_ids", "labels")} for feature in features]
@@ -95,34 +94,36 @@ METRIC = "eval_bleu"
 
 @dataclass
 class DataArguments(SourceArguments, LimitArguments):
-    source_lang: str = field(default="en", metadata={"help": "source language, by its name in the data"})
-    target_lang: str = field(default="de", metadata={"help": "target language, by its name in the data"})
+    source_lang: str = field(default="en", metadata={"help": "name of the source language in the data"})
+    target_lang: str = field(default="de", metadata={"help": "name of the target language in the data"})
     test_paths: list[str] | None = field(
         default=None,
-        metadata={"help": "local folders whose split test --do_predict translates, in place of the data set's"},
+        metadata={"help": "local folders with a split test for --do_predict, instead of that of the dataset"},
     )
-    max_source_length: int = field(default=128, metadata={"help": "tokens of a source, </s> among them"})
-    max_target_length: int = field(default=128, metadata={"help": "tokens of a target, </s> among them"})
+    max_source_length: int = field(default=128, metadata={"help": "maximum tokens of a source, including </s>"})
+    max_target_length: int = field(default=128, metadata={"help": "maximum tokens of a target, including </s>"})
     num_beams: int = field(
         default=5,
-        metadata={"help": "beams of the evaluation at the end; --generation_num_beams sets those during training"},
+        metadata={"help": "beams of the final evaluation; --generation_num_beams are those during training"},
     )
-    length_penalty: float = field(default=1.0, metadata={"help": "exponent of the length by which scores are divided"})
+    length_penalty: float = field(default=1.0, metadata={"help": "exponent of the length in beam search"})
     milestones: list[int] | None = field(
         default=None,
-        metadata={"help": "steps at which the learning rate falls; needs lr_scheduler_type constant_with_warmup"},
+        metadata={
+            "help": "steps at which the learning rate decreases; requires lr_scheduler_type constant_with_warmup"
+        },
     )
-    milestone_factor: float = field(default=0.1, metadata={"help": "factor on the learning rate at a milestone"})
-    warmup_init_lr: float = field(default=0.0, metadata={"help": "learning rate of the first step; needs milestones"})
+    milestone_factor: float = field(default=0.1, metadata={"help": "factor of the learning rate at a milestone"})
+    warmup_init_lr: float = field(
+        default=0.0, metadata={"help": "learning rate of the first step; requires --milestones"}
+    )
     apollo: bool = field(
         default=False,
-        metadata={"help": "train with Apollo, its options adam_beta1 and adam_epsilon; needs pytorch_optimizer"},
+        metadata={"help": "use the optimizer Apollo with adam_beta1 and adam_epsilon; requires pytorch_optimizer"},
     )
-    clip_each: float | None = field(
-        default=None, metadata={"help": "clip the gradient of each parameter by itself to this norm"}
-    )
+    clip_each: float | None = field(default=None, metadata={"help": "maximum gradient norm of each parameter"})
     average_checkpoints: int = field(
-        default=0, metadata={"help": "evaluate and save the mean of N checkpoints, of this or of an earlier run"}
+        default=0, metadata={"help": "number of checkpoints whose mean is evaluated and saved"}
     )
     average_by: str = field(
         default="last", metadata={"help": "checkpoints to average: last, or best by metric_for_best_model"}
@@ -130,14 +131,14 @@ class DataArguments(SourceArguments, LimitArguments):
 
 
 class TranslationTrainer(OrderedTrainer, Seq2SeqTrainer):
-    """Seq2SeqTrainer that scores translations against the references as they were given, with sacreBLEU."""
+    """Seq2SeqTrainer that evaluates translations against the untokenized references with sacreBLEU."""
 
     def __init__(self, *args, tokenizers: Tokenizers, data: DataArguments, **kwargs):
         super().__init__(*args, compute_metrics=self.score, **kwargs)
         self.tokenizers, self.data = tokenizers, data
         self.bleu = BLEU(trg_lang=data.target_lang)
         if data.apollo:
-            self.optimizer_cls_and_kwargs = apollo(self.args)  # no argument of Seq2SeqTrainer
+            self.optimizer_cls_and_kwargs = apollo(self.args)  # not an argument of Seq2SeqTrainer
         if data.clip_each is not None:
             self.add_callback(ClipEach(data.clip_each))
 
@@ -153,7 +154,7 @@ class TranslationTrainer(OrderedTrainer, Seq2SeqTrainer):
 
     def evaluation_loop(self, dataloader, description, prediction_loss_only=None, *args, **kwargs):
         self.references = list(dataloader.dataset["target"])
-        self.gather_function = self.accelerator.gather_for_metrics  # Seq2SeqTrainer's own counts the last ones twice
+        self.gather_function = self.accelerator.gather_for_metrics  # that of Seq2SeqTrainer repeats examples
         loss_only = prediction_loss_only or not self.args.predict_with_generate
         return super().evaluation_loop(dataloader, description, loss_only, *args, **kwargs)
 
@@ -171,7 +172,7 @@ class TranslationTrainer(OrderedTrainer, Seq2SeqTrainer):
 
 
 def parse(argv: list[str] | None) -> tuple[DataArguments, ModelArguments, Seq2SeqTrainingArguments, RunArguments]:
-    """Return the options; the script ends where they contradict each other."""
+    """Parse the options; exit if they contradict each other."""
     kinds = (DataArguments, ModelArguments, Seq2SeqTrainingArguments, RunArguments)
     data, model, training, run = parse_arguments(kinds, argv)
     check_run(name_task(data), data, model, training, run)
@@ -181,15 +182,15 @@ def parse(argv: list[str] | None) -> tuple[DataArguments, ModelArguments, Seq2Se
     check_least(data, 1, "num_beams")
     check_choice(data, "average_by", ("last", "best"))
     if data.milestones and training.lr_scheduler_type != "constant_with_warmup":
-        fail(f"--milestones: not with --lr_scheduler_type {training.lr_scheduler_type}, but constant_with_warmup")
+        fail(f"--milestones requires --lr_scheduler_type constant_with_warmup, got {training.lr_scheduler_type}")
     if data.milestones and data.milestones != sorted(data.milestones):
-        fail(f"--milestones {data.milestones} must be in order")
+        fail(f"--milestones {data.milestones} must be sorted")
     if data.warmup_init_lr and not (data.milestones and 0 < data.warmup_init_lr < training.learning_rate):
-        fail(f"--warmup_init_lr {data.warmup_init_lr} needs --milestones, and a higher --learning_rate")
+        fail(f"--warmup_init_lr {data.warmup_init_lr} requires --milestones and a higher --learning_rate")
     if data.clip_each is not None and (data.clip_each <= 0 or training.max_grad_norm or training.fp16):
         fail(f"--clip_each {data.clip_each} must be above 0, with --max_grad_norm 0 and without --fp16")
     if data.average_checkpoints and run.ema_decay:
-        fail("--average_checkpoints and --ema_decay are two averages of the weights: pass one of them")
+        fail("--average_checkpoints and --ema_decay are both averages of the weights; pass one of them")
     if data.average_checkpoints > (training.save_total_limit or data.average_checkpoints):
         fail(f"--average_checkpoints {data.average_checkpoints} is above --save_total_limit")
     return data, model, training, run
@@ -200,13 +201,13 @@ def name_task(data: DataArguments) -> str:
 
 
 def load_pairs(data: DataArguments, training: Seq2SeqTrainingArguments) -> dict[str, Dataset]:
-    """Return the pairs of the splits that the run needs and, by name, of the test sets."""
+    """Return the pairs of the required splits and test sets by name."""
     folders = {}
     if training.do_predict and data.test_paths:
         folders = {Path(path).resolve().name: path for path in data.test_paths}
     limits = choose_splits(training, data, test=() if folders else ("test",))
     if folders and (len(folders) < len(data.test_paths) or folders.keys() & limits.keys()):
-        fail(f"--test_paths: the folders need names of their own, other than {' and '.join(limits)}")
+        fail(f"--test_paths: the folders must have different names, except {' and '.join(limits)}")
     splits = {}
     if limits:
         splits = load_splits(limits, data.dataset_path, data.dataset_name, data.dataset_config)
@@ -218,7 +219,7 @@ def load_pairs(data: DataArguments, training: Seq2SeqTrainingArguments) -> dict[
 def load_data(
     data: DataArguments, model: ModelArguments, training: Seq2SeqTrainingArguments
 ) -> tuple[dict[str, Dataset], Tokenizers, PreTrainedConfig]:
-    """Return the encoded splits that the run needs, the tokenizers, and the configuration of the model."""
+    """Return the encoded splits, the tokenizers, and the configuration of the model."""
     splits = load_pairs(data, training)
     texts = [*splits["train"]["source"], *splits["train"]["target"]] if "train" in splits else []
     length = max(data.max_source_length, data.max_target_length)
@@ -226,16 +227,16 @@ def load_data(
     start = {"is_encoder_decoder": True, "decoder_start_token_id": tokenizers.target.eos_token_id}
     config = make_config(model, tokenizers.source, length, **({} if model.model_name_or_path else start))
     if not config.is_encoder_decoder:
-        fail(f"{model.model_name_or_path} is no encoder-decoder")
+        fail(f"{model.model_name_or_path} is not an encoder-decoder")
     if len(tokenizers.target) > (size := getattr(config, "decoder_vocab_size", None) or config.vocab_size):
-        fail(f"the target's tokenizer has {len(tokenizers.target)} entries, the decoder only {size}")
+        fail(f"the target tokenizer has {len(tokenizers.target)} tokens, the decoder only {size}")
     for name, pairs in splits.items():
         splits[name] = encode(pairs, name, tokenizers, data.max_source_length, data.max_target_length)
     return splits, tokenizers, config
 
 
 def average_weights(trainer: TranslationTrainer, folder: str) -> str:
-    """Give the model the mean of several checkpoints in `folder`, and save it; return their names."""
+    """Load the mean of several checkpoints in `folder` into the model and save it; return the checkpoint names."""
     data = trainer.data
     metric = trainer.args.metric_for_best_model or "eval_loss"
     metric = metric if metric.startswith("eval_") else f"eval_{metric}"
@@ -247,15 +248,15 @@ def average_weights(trainer: TranslationTrainer, folder: str) -> str:
 
 
 def evaluate(trainer: TranslationTrainer, split: Dataset) -> dict[str, Any]:
-    """Score the translations of the validation split, and write them."""
+    """Evaluate and write the translations of the validation split."""
     history = list(trainer.state.log_history)
     summary = score(trainer) | {"translations": write_translations(trainer, split, "validation")}
-    trainer.state.log_history = history  # the curve shows the training alone
+    trainer.state.log_history = history  # keep only the history of training
     return summary | {"bleu_signature": str(trainer.bleu.get_signature())}
 
 
 def predict(trainer: TranslationTrainer, splits: dict[str, Dataset]) -> dict[str, Any]:
-    """Translate the test sets; return their scores, and the paths of the translations."""
+    """Translate the test sets; return the metrics and the paths of the translations."""
     summary = {}
     for name in [name for name in splits if name not in ("train", "validation")]:
         metrics = trainer.predict(splits[name], metric_key_prefix=name).metrics
@@ -265,14 +266,14 @@ def predict(trainer: TranslationTrainer, splits: dict[str, Dataset]) -> dict[str
 
 
 def write_translations(trainer: TranslationTrainer, split: Dataset, name: str) -> str:
-    """Write the translations of the split `name`, which were made last, in the order of the data."""
+    """Write the last translations, those of the split `name`, in the order of the data."""
     ordered = sorted(zip(split["row"], trainer.translations, strict=True))
     return write_lines(trainer, f"translations.{name}.{trainer.data.target_lang}", (text for _, text in ordered))
 
 
 def main(argv: list[str] | None = None) -> dict[str, Any]:
     data, model, training, run = parse(argv)
-    # The collator chooses the columns; the score needs the texts, and batches by length need the lengths.
+    # The collator selects the columns; evaluation requires the texts, and grouping by length the lengths.
     training.remove_unused_columns = False
     training.generation_num_beams = training.generation_num_beams or 1
     begin_run(__file__, argv, data, model, training, run)
@@ -281,7 +282,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
         splits, tokenizers, config = load_data(data, model, training)
 
     network = make_model(AutoModelForSeq2SeqLM, model, config)
-    # generate counts the token that the decoder starts with.
+    # `max_length` includes the start token of the decoder.
     beams = {"num_beams": data.num_beams, "length_penalty": data.length_penalty}
     network.generation_config.update(max_length=data.max_target_length + 1, **beams)
     trainer = TranslationTrainer(

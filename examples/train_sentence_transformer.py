@@ -1,12 +1,12 @@
-"""Trains an encoder to embed sentences, so that those that belong together are near each other.
+"""Train a sentence embedding model with sentence-transformers.
 
     python examples/train_sentence_transformer.py --model_name_or_path luna-base \\
         --dataset_name sentence-transformers/all-nli --dataset_config triplet --text_columns anchor positive negative \\
         --sts_name sentence-transformers/stsb --do_train --do_eval --output_dir OUT
 
-Each pair is ranked before the other sentences of its batch (MultipleNegativesRankingLoss), and the similarity of
-sentences is judged by a data set of scored pairs (STS). Needs sentence-transformers. The output folder loads by
-`SentenceTransformer("OUT")` after `import luna_mega`. Every field of SentenceTransformerTrainingArguments is an option.
+The loss is MultipleNegativesRankingLoss. The evaluation compares cosine similarities with a dataset of scored pairs
+(STS). `SentenceTransformer("OUT")` loads the output folder after `import luna_mega`. All fields of
+SentenceTransformerTrainingArguments are options.
 """
 
 from dataclasses import dataclass, field
@@ -49,53 +49,55 @@ POOLINGS = ("mean", "cls", "max", "mean_sqrt_len_tokens")
 class DataArguments(SourceArguments, LimitArguments):
     text_columns: list[str] = field(
         default_factory=lambda: ["sentence1", "sentence2"],
-        metadata={"help": "columns: the sentence, a sentence near it and, if there is a third, a sentence far from it"},
+        metadata={"help": "columns of anchor, positive and, optionally, negative sentences"},
     )
     score_column: str | None = field(
-        default=None, metadata={"help": "column with the score of a training pair, see --min_score"}
+        default=None, metadata={"help": "column with the score of a training pair, for --min_score"}
     )
-    min_score: float = field(default=0.0, metadata={"help": "leave out training pairs with a lower score"})
-    sts_name: str | None = field(default=None, metadata={"help": "Hub name of the scored pairs for the evaluation"})
-    sts_path: str | None = field(default=None, metadata={"help": "local folder instead, with a file for the split"})
+    min_score: float = field(default=0.0, metadata={"help": "minimum score of a training pair"})
+    sts_name: str | None = field(
+        default=None, metadata={"help": "dataset of scored pairs on the Hub, for the evaluation"}
+    )
+    sts_path: str | None = field(default=None, metadata={"help": "local folder with the scored pairs"})
     sts_split: str = field(default="validation", metadata={"help": "split of the scored pairs"})
     sts_columns: list[str] = field(
         default_factory=lambda: ["sentence1", "sentence2", "score"],
-        metadata={"help": "columns of the scored pairs: two of text and the score, on any scale"},
+        metadata={"help": "columns of the scored pairs: two text columns and the score"},
     )
-    max_seq_length: int = field(default=128, metadata={"help": "cut longer sentences to this length"})
-    pooling: str = field(default="mean", metadata={"help": f"embedding of a sentence: {', '.join(POOLINGS)}"})
-    scale: float = field(default=20.0, metadata={"help": "factor on the cosines in the loss"})
+    max_seq_length: int = field(default=128, metadata={"help": "maximum length; longer sentences are truncated"})
+    pooling: str = field(default="mean", metadata={"help": f"pooling of token embeddings: {', '.join(POOLINGS)}"})
+    scale: float = field(default=20.0, metadata={"help": "factor of the cosine similarities in the loss"})
 
 
 def parse(
     argv: list[str] | None,
 ) -> tuple[DataArguments, ModelArguments, SentenceTransformerTrainingArguments, RunArguments]:
-    """Return the options; the script ends where they contradict each other."""
+    """Parse the options; exit if they contradict each other."""
     kinds = (DataArguments, ModelArguments, SentenceTransformerTrainingArguments, RunArguments)
-    # Of two equal sentences in a batch each would count as wrong for the other.
+    # Duplicates in a batch would be false negatives.
     data, model, training, run = parse_arguments(kinds, argv, batch_sampler="no_duplicates")
     check_run(TITLE, data, model, training, run, predicts=False)
-    training.include_num_input_tokens_seen = "no"  # Trainer finds no tokens in batches of pairs
+    training.include_num_input_tokens_seen = "no"  # Trainer cannot count the tokens of pairs
     if training.do_train:
         check_source(data)
         if len(data.text_columns) not in (2, 3):
-            fail(f"--text_columns {' '.join(data.text_columns)} must name two columns, or three")
-    if is_judged(training) and (data.sts_name is None) == (data.sts_path is None):
-        fail("evaluation needs one of --sts_name and --sts_path")
+            fail(f"--text_columns {' '.join(data.text_columns)} must be two or three columns")
+    if evaluates(training) and (data.sts_name is None) == (data.sts_path is None):
+        fail("evaluation requires one of --sts_name and --sts_path")
     if len(data.sts_columns) != 3:
-        fail(f"--sts_columns {' '.join(data.sts_columns)} must name two columns of text and the score")
+        fail(f"--sts_columns {' '.join(data.sts_columns)} must be two text columns and the score")
     check_choice(data, "pooling", POOLINGS)
     check_least(data, 2, "max_seq_length")
     return data, model, training, run
 
 
-def is_judged(training: SentenceTransformerTrainingArguments) -> bool:
-    """Return whether the run evaluates, at its end or while it trains."""
+def evaluates(training: SentenceTransformerTrainingArguments) -> bool:
+    """Return whether the run evaluates during or after training."""
     return training.do_eval or training.eval_strategy != "no"
 
 
 def load_pairs(data: DataArguments) -> Dataset:
-    """Return the training pairs, or triplets."""
+    """Return the training pairs or triplets."""
     source, columns = (data.dataset_path, data.dataset_name, data.dataset_config), data.text_columns
     split = load_splits({"train": data.max_train_samples}, *source)["train"]
     check_texts(split, "train", tuple(columns))
@@ -107,8 +109,8 @@ def load_pairs(data: DataArguments) -> Dataset:
     return split.select_columns(columns)
 
 
-def make_judge(data: DataArguments, batch_size: int) -> EmbeddingSimilarityEvaluator:
-    """Return the judge by scored pairs: the rank correlation of scores and cosines."""
+def make_evaluator(data: DataArguments, batch_size: int) -> EmbeddingSimilarityEvaluator:
+    """Return the evaluator, which computes the rank correlation of scores and cosine similarities."""
     first, second, rating = data.sts_columns
     split = load_splits({data.sts_split: data.max_eval_samples}, data.sts_path, data.sts_name, None)[data.sts_split]
     check_texts(split, data.sts_split, (first, second))
@@ -119,17 +121,17 @@ def make_judge(data: DataArguments, batch_size: int) -> EmbeddingSimilarityEvalu
 def load_data(
     data: DataArguments, model: ModelArguments, training: SentenceTransformerTrainingArguments
 ) -> tuple[Dataset | None, PreTrainedTokenizerBase, EmbeddingSimilarityEvaluator | None]:
-    """Return the training pairs, the tokenizer and the judge."""
+    """Return the training pairs, the tokenizer and the evaluator."""
     pairs = load_pairs(data) if training.do_train else None
     texts = (text for column in data.text_columns for text in pairs[column]) if pairs else ()
     tokenizer = make_tokenizer(model, texts, data.max_seq_length)
-    return pairs, tokenizer, make_judge(data, training.per_device_eval_batch_size) if is_judged(training) else None
+    return pairs, tokenizer, make_evaluator(data, training.per_device_eval_batch_size) if evaluates(training) else None
 
 
 def make_embedder(
     data: DataArguments, model: ModelArguments, tokenizer: PreTrainedTokenizerBase, device: str
 ) -> SentenceTransformer:
-    """Return the encoder with its pooling, which sentence-transformers reads from a folder."""
+    """Return the encoder with pooling; sentence-transformers can only load it from a folder."""
     config = make_config(model, tokenizer, data.max_seq_length)
     encoder = make_model(AutoModel, model, config)
     with TemporaryDirectory() as folder:
@@ -137,12 +139,12 @@ def make_embedder(
         tokenizer.save_pretrained(folder)
         transformer = Transformer(folder)
     transformer.max_seq_length = data.max_seq_length
-    transformer.model.config._name_or_path = ""  # the folder is gone
+    transformer.model.config._name_or_path = ""  # the temporary folder
     return SentenceTransformer(modules=[transformer, Pooling(config.hidden_size, data.pooling)], device=device)
 
 
 def pairs_per_second(trainer: SentenceTransformerTrainer) -> dict[str, float | None]:
-    """Return the speed in pairs, in place of tokens."""
+    """Return the training speed in pairs per second."""
     history = trainer.state.log_history
     speeds = [entry["train_samples_per_second"] for entry in history if "train_samples_per_second" in entry]
     return {"tokens_per_second": None, "pairs_per_second": speeds[-1] if speeds else None}
@@ -153,11 +155,11 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     begin_run(__file__, argv, data, model, training, run)
 
     with training.main_process_first(desc="reading the data"):
-        pairs, tokenizer, judge = load_data(data, model, training)
+        pairs, tokenizer, evaluator = load_data(data, model, training)
 
     embedder = make_embedder(data, model, tokenizer, str(training.device))
     loss = MultipleNegativesRankingLoss(embedder, scale=data.scale)
-    trainer = SentenceTransformerTrainer(embedder, training, train_dataset=pairs, loss=loss, evaluator=judge)
+    trainer = SentenceTransformerTrainer(embedder, training, train_dataset=pairs, loss=loss, evaluator=evaluator)
 
     summary = {"task": TITLE, "metric": METRIC, **describe(trainer, run)}
     summary |= train(trainer, run)

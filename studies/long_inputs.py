@@ -53,7 +53,7 @@ class Arguments(SourceArguments):
     split: str = field(default="validation", metadata={"help": "split to score"})
     text_column: str = field(default="text", metadata={"help": "column with the text"})
     max_tokens: int = field(default=100_000, metadata={"help": "score only the first tokens of the text"})
-    mlm_probability: float = field(default=0.15, metadata={"help": "share of the tokens that is predicted"})
+    mlm_probability: float = field(default=0.15, metadata={"help": "share of the tokens to predict"})
     batch_tokens: int = field(default=2048, metadata={"help": "tokens of a batch, or one block if that is longer"})
     seed: int = field(default=42, metadata={"help": "decides which tokens are masked"})
     device: str = field(default="cuda" if torch.cuda.is_available() else "cpu")

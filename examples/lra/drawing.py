@@ -1,4 +1,4 @@
-"""The parts of a Pathfinder image: its sizes, the canvas, paddles and discs.
+"""Parts of a Pathfinder image: sizes, canvas, paddles and discs.
 
 An angle is in radians, a point is (row, column) in pixels.
 """
@@ -12,24 +12,26 @@ import numpy as np
 from PIL import Image, ImageDraw
 from scipy.ndimage import grey_dilation
 
-_SCALE = 2  # images are drawn at this multiple of their size, then reduced
+_SCALE = 2  # images are drawn at this multiple of their size
 
 
 @dataclass(frozen=True)
 class Drawing:
-    """Sizes of an image, in pixels where nothing else is said.
+    """Sizes of an image in pixels.
 
     Attributes:
-        size: side of the image.
-        contour_length: paddles of each of the two long snakes; 6, 9 and 14 are the benchmark's grades.
-        paddle_length, thickness: of a stroke.
-        margins: choices for half the gap between two paddles; every image draws one of them.
-        padding: border in which nothing of the long snakes lies.
-        seed_distance: from the beginning of the first snake to the beginning of the second.
-        marker_radius: of the discs.
-        continuity: how strongly a snake prefers to go straight on.
-        distractors, distractor_length: shorter snakes, and the paddles of each.
-        contrast: brightness of a paddle, where a disc has 1.
+        size: Side of the image.
+        contour_length: Number of paddles of the two long snakes; 6, 9 and 14 are the grades of the benchmark.
+        paddle_length: Length of a paddle.
+        thickness: Thickness of a paddle.
+        margins: Possible values of half the gap between two paddles; each image draws one.
+        padding: Border without long snakes.
+        seed_distance: Distance between the starts of the two long snakes.
+        marker_radius: Radius of the discs.
+        continuity: Preference of a snake to continue straight.
+        distractors: Number of shorter snakes.
+        distractor_length: Number of paddles of a shorter snake.
+        contrast: Brightness of a paddle relative to a disc.
     """
 
     size: int
@@ -46,8 +48,7 @@ class Drawing:
     contrast: float
 
 
-# 32 and 128 are the benchmark's. It has 64 and 256 as well, but their parameters were not published: here they lie
-# between and beyond the two.
+# 32 and 128 are those of the benchmark. The parameters of 64 and 256 are not published; these are estimates.
 _DRAWINGS = {
     32: Drawing(32, 14, 2, 0.5, (1,), 1, 7, 1.5, 1.0, 5, 4, 1.5),
     64: Drawing(64, 14, 3, 1.0, (1, 2), 1, 12, 2.0, 1.4, 6, 4, 1.0),
@@ -58,7 +59,11 @@ SIZES, CONTOUR_LENGTHS = tuple(_DRAWINGS), (6, 9, 14)
 
 
 def find_drawing(size: int, contour_length: int = 14) -> Drawing:
-    """Return the parameters of images of `size` x `size` pixels; `ValueError` where there are none."""
+    """Return the parameters of images of `size` x `size` pixels.
+
+    Raises:
+        ValueError: There are no such images.
+    """
     if size not in _DRAWINGS or contour_length not in CONTOUR_LENGTHS:
         raise ValueError(
             f"no Pathfinder of {size} x {size} pixels with contours of {contour_length} paddles: sizes are "
@@ -68,7 +73,7 @@ def find_drawing(size: int, contour_length: int = 14) -> Drawing:
 
 
 class Canvas:
-    """`light` of what is drawn, and what it takes of the room, `mask`, with a border for paddles that end outside."""
+    """Drawn `light` and occupied `mask` of an image, with a border for paddles that end outside."""
 
     def __init__(self, sizes: Drawing, margin: int):
         self.sizes, self.margin = sizes, margin
@@ -87,17 +92,17 @@ class Canvas:
         return wide[self.border : -self.border, self.border : -self.border]
 
     def around(self, wide: np.ndarray, point: np.ndarray) -> np.ndarray:
-        """Return the part that a paddle at `point` can reach, `[P, P]`."""
+        """Return the surroundings of `point` that a paddle can cover, `[P, P]`."""
         row, column = point
         return wide[row : row + 2 * self.border + 1, column : column + 2 * self.border + 1]
 
     def paddle(self, angle: float) -> tuple[np.ndarray, np.ndarray]:
-        """Return the light and the room of a paddle from the middle of `[P, P]` on, in direction `angle`."""
+        """Return light and mask `[P, P]` of a paddle from the center in direction `angle`."""
         return draw_paddle(self.sizes.paddle_length, self.sizes.thickness, self.margin, angle)
 
     def add(self, wide: np.ndarray, point: np.ndarray, part: np.ndarray) -> None:
-        where = self.around(wide, point)
-        np.maximum(where, part, out=where)
+        area = self.around(wide, point)
+        np.maximum(area, part, out=area)
 
     def contains(self, *points: np.ndarray) -> bool:
         return all((point >= 0).all() and (point < self.sizes.size).all() for point in points)
@@ -113,13 +118,13 @@ def moved(point: np.ndarray, angle: float, distance: float) -> np.ndarray:
 
 @cache
 def offsets(radius: int) -> np.ndarray:
-    """Return the pixels of a disc, relative to its middle."""
+    """Return the pixels of a disc relative to its center."""
     grid = np.mgrid[-radius : radius + 1, -radius : radius + 1].reshape(2, -1).T
     return grid[(grid**2).sum(axis=1) <= radius**2]
 
 
 def _reduced(drawn: Image.Image | np.ndarray) -> np.ndarray:
-    """Reduce black (0) and white (255) at the scale of drawing to numbers from 0 to 1."""
+    """Return the reduced drawing with values from 0 to 1."""
     drawn = drawn if isinstance(drawn, Image.Image) else Image.fromarray(drawn)
     side = drawn.width // _SCALE
     return np.asarray(drawn.resize((side, side), Image.Resampling.LANCZOS)) / 255.0

@@ -1,8 +1,8 @@
 """ListOps: nested lists of digits under minimum, maximum, median and sum modulo 10 (Nangia and Bowman 2018).
 
-The trees are those of Long Range Arena (Tay et al. 2021, section 2.2): a node above the deepest level is an operation
-with probability 1/4, over 2 to `max_args` arguments, else a digit; trees with `min_length < tokens < max_length` are
-kept. A tree is written as its tokens with spaces between them, every bracket among them: `[MAX 2 9 [MIN 4 7 ] 0 ]`.
+The trees are those of Long Range Arena (Tay et al. 2021, section 2.2). Above the deepest level, a node is an operation
+over 2 to `max_args` arguments with probability 1/4, else a digit. Trees with `min_length < tokens < max_length` are
+kept. Tokens and brackets are separated by spaces: `[MAX 2 9 [MIN 4 7 ] 0 ]`.
 """
 
 import random
@@ -25,7 +25,7 @@ BATCH = 32
 
 @dataclass(frozen=True)
 class Shape:
-    """Limits of the trees: levels and arguments at most, and tokens between two numbers, both excluded."""
+    """Maximum levels and arguments of the trees, and exclusive limits of the number of tokens."""
 
     max_depth: int = 10
     max_args: int = 10
@@ -38,13 +38,14 @@ class Shape:
         if not 0 <= self.min_length < self.max_length - 1:
             raise ValueError(f"no tree has more than {self.min_length} and less than {self.max_length} tokens")
         if self.min_length < 1:
-            raise ValueError("--min_length 0 keeps trees of one digit: pass at least 1")
+            raise ValueError("--min_length 0 would keep trees of one digit: pass at least 1")
 
 
 def evaluate(source: str) -> int:
     """Return the value of a tree, 0 to 9, from its tokens.
 
-    Raises `ValueError` where a token is unknown, a bracket has no partner, an operation no argument, or more follows.
+    Raises:
+        ValueError: The tokens are not a tree.
     """
     open_lists: list[list] = [[]]
     for token in source.split():
@@ -58,14 +59,14 @@ def evaluate(source: str) -> int:
                 raise ValueError(f"{operation} has no argument")
             open_lists[-1].append(OPERATIONS[operation](values))
         else:
-            raise ValueError(f"{token!r} has no place in a ListOps tree")
+            raise ValueError(f"{token!r} is not valid in a ListOps tree")
     if len(open_lists) != 1 or len(open_lists[0]) != 1:
         raise ValueError("the tokens are not one tree" if len(open_lists) == 1 else "a closing bracket is missing")
     return open_lists[0][0]
 
 
 def read_released(source: str) -> str:
-    """Return the tokens of a tree of the released files, which wrap every pair in parentheses as well."""
+    """Return the tokens of a tree of the released files without their additional parentheses."""
     return " ".join(token for token in source.split() if token not in "()")
 
 
@@ -75,7 +76,7 @@ def make_batch(seed: int, shape: Shape, split: int, number: int) -> list[dict[st
 
 
 def trees(seed: int | str, shape: Shape) -> Iterator[dict[str, str | int]]:
-    """Yield rows with `source` and `label` without end; the same for a seed, and possibly some twice."""
+    """Yield an infinite sequence of rows with `source` and `label`, possibly with duplicates."""
     draw = random.Random(seed)
     while True:
         tokens = _tree(draw, shape)
@@ -85,9 +86,9 @@ def trees(seed: int | str, shape: Shape) -> Iterator[dict[str, str | int]]:
 
 
 def _tree(draw: random.Random, shape: Shape) -> list[str] | None:
-    """Draw one tree in the order of its tokens; None where it gets too long."""
+    """Return the tokens of a random tree, or None if it is too long."""
     tokens: list[str] = []
-    open_nodes = [1]  # arguments still to be drawn, of every open node
+    open_nodes = [1]  # number of missing arguments of each open node
     while open_nodes:
         if len(tokens) + len(open_nodes) > shape.max_length:
             return None

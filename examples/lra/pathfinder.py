@@ -1,9 +1,9 @@
 """Pathfinder: two dashed snakes among shorter ones, and two discs; are the discs the ends of one snake?
 
 The task of Linsley et al. (2018) and Houtkamp and Roelfsema (2010), with the parameters of Long Range Arena (Tay et al.
-2021, section 2.2): 32 x 32 pixels are its Pathfinder, 128 x 128 its Path-X. A snake is a chain of paddles, straight
-strokes of one length with gaps between them. It grows paddle by paddle, prefers to go straight on, and keeps its
-distance from everything that is drawn already. An angle is in radians, a point is (row, column) in pixels.
+2021, section 2.2): Pathfinder has 32 x 32 pixels, Path-X 128 x 128. A snake is a chain of paddles, straight strokes of
+equal length with gaps. It grows paddle by paddle, prefers to continue straight, and keeps a distance from everything
+that is already drawn. An angle is in radians, a point is (row, column) in pixels.
 """
 
 import math
@@ -24,13 +24,13 @@ _TAKEN, _OVERLAP = 0.3, 1.8
 
 @dataclass
 class Sample:
-    """One image and how it was made.
+    """Image with its geometry.
 
     Attributes:
         pixels: `[size, size]` uint8.
-        label: 1 where the discs lie on the ends of one snake, 0 where they lie on two.
-        snakes: the two long snakes: the tail of the first paddle and the heads of all, `[2, contour_length + 1, 2]`.
-        discs: their middles, `[2, 2]`.
+        label: 1 if the discs are the ends of one snake, 0 if they are the ends of two.
+        snakes: Tail of the first paddle and heads of all paddles of the two long snakes, `[2, contour_length + 1, 2]`.
+        discs: Centers of the discs, `[2, 2]`.
     """
 
     pixels: np.ndarray
@@ -49,7 +49,7 @@ def make_batch(seed: int, sizes: Drawing, split: int, number: int) -> list[dict[
 
 
 def draw_image(numbers: np.random.Generator, sizes: Drawing) -> Sample:
-    """Draw an image with the random numbers of `numbers`, which alone decide what it shows."""
+    """Return a random image."""
     label, margin = int(numbers.integers(2)), int(numbers.choice(sizes.margins))
     while (drawn := _two_snakes(numbers, sizes, margin)) is None:
         pass
@@ -66,10 +66,14 @@ def draw_image(numbers: np.random.Generator, sizes: Drawing) -> Sample:
 
 @dataclass
 class _Snake:
-    """A snake that grows.
+    """Growing snake.
 
-    `pivot`: behind the last paddle by a margin; `angle`: its direction; `room`: `[P, P]`, what it takes, around `at`;
-    `ends`: the points at which a paddle ends, from the first tail on, `[contour_length + 1, 2]`.
+    Attributes:
+        pivot: Point a margin before the tail of the last paddle.
+        angle: Direction of the last paddle.
+        at: Position of the mask of the last paddle.
+        room: Mask of the last paddle, `[P, P]`.
+        ends: First tail and the heads of all paddles.
     """
 
     pivot: np.ndarray
@@ -80,7 +84,7 @@ class _Snake:
 
 
 def _two_snakes(numbers: np.random.Generator, sizes: Drawing, margin: int) -> tuple[Canvas, list[_Snake]] | None:
-    """Draw the long snakes, which grow in turn; None where one of them has no way to go."""
+    """Draw the long snakes, which grow alternately; return None if one of them cannot grow."""
     canvas = Canvas(sizes, margin)
     first = _seed(numbers, canvas, lambda angle: _free_point(numbers, canvas, angle, 2 * sizes.seed_distance))
     if first is None:
@@ -103,7 +107,7 @@ def _two_snakes(numbers: np.random.Generator, sizes: Drawing, margin: int) -> tu
 
 
 def _with_distractor(numbers: np.random.Generator, canvas: Canvas) -> Canvas | None:
-    """Return the canvas with one more short snake; None where it does not fit."""
+    """Return the canvas with another short snake, or None if there is no space."""
     canvas = canvas.copy()
     snake = _seed(numbers, canvas, lambda angle: _free_point(numbers, canvas, angle, 1))
     if snake is None or not all(_extend(numbers, canvas, snake) for _ in range(canvas.sizes.distractor_length - 1)):
@@ -113,7 +117,7 @@ def _with_distractor(numbers: np.random.Generator, canvas: Canvas) -> Canvas | N
 
 
 def _seed(numbers: np.random.Generator, canvas: Canvas, find: Callable) -> _Snake | None:
-    """Draw the first paddle of a snake at the point that `find` gives for its angle, which is a whole degree."""
+    """Draw the first paddle of a snake at the point that `find` returns for its angle, an integer degree."""
     length = canvas.sizes.paddle_length
     for _ in range(_PADDLE_TRIES):
         angle = math.radians(numbers.integers(-180, 180))
@@ -130,7 +134,7 @@ def _seed(numbers: np.random.Generator, canvas: Canvas, find: Callable) -> _Snak
 
 
 def _free_point(numbers: np.random.Generator, canvas: Canvas, angle: float, edge: int) -> np.ndarray | None:
-    """Draw a point where a paddle touches nothing, nor the `edge` pixels at the border; None where there is none."""
+    """Return a random point for a paddle without overlap and outside the border of `edge` pixels, or None."""
     size, border = canvas.sizes.size, canvas.border
     reached = np.argwhere(canvas.paddle(angle)[1] >= 1.0) - border
     low, high = np.maximum(edge - reached.min(axis=0), 0), np.minimum(size - edge - reached.max(axis=0), size)
@@ -141,7 +145,7 @@ def _free_point(numbers: np.random.Generator, canvas: Canvas, angle: float, edge
         rows, columns = (points[:, None] + (reached + border)).transpose(2, 0, 1)
         return points[canvas.mask[rows, columns].max(axis=1) <= _TAKEN]
 
-    # A few points at random find one sooner than the list of all that are free.
+    # Testing a few random points first is faster than testing all points.
     if len(found := free(numbers.integers(low, high, (32, 2)))):
         return found[0]
     found = free(low + np.argwhere(np.ones(high - low)))
@@ -149,9 +153,9 @@ def _free_point(numbers: np.random.Generator, canvas: Canvas, angle: float, edge
 
 
 def _extend(numbers: np.random.Generator, canvas: Canvas, snake: _Snake, other: _Snake | None = None) -> bool:
-    """Draw the next paddle of `snake`, which keeps away from all but its last one; False where it cannot.
+    """Draw the next paddle of `snake` with a distance from all paddles but its last one; return whether it succeeded.
 
-    The code of Linsley et al. forgets the last paddle of the `other` snake, so that the two may cross there.
+    The code of Linsley et al. ignores the last paddle of the `other` snake, where the two can cross.
     """
     length, margin, border = canvas.sizes.paddle_length, canvas.margin, canvas.border
     mask = canvas.mask
@@ -175,7 +179,7 @@ def _extend(numbers: np.random.Generator, canvas: Canvas, snake: _Snake, other: 
     for _ in range(_PADDLE_TRIES):
         chosen = min(int(np.searchsorted(chances, numbers.random(), side="right")), len(heads) - 1)
         head, angle = heads[chosen], float(angles[chosen])
-        light, room = canvas.paddle(angle + math.pi)  # from its head back
+        light, room = canvas.paddle(angle + math.pi)  # from its head backward
         if (canvas.around(mask, head) + room).max() < _OVERLAP:
             canvas.add(canvas.light, head, light * canvas.sizes.contrast)
             canvas.add(canvas.mask, snake.at, snake.room)
@@ -187,7 +191,7 @@ def _extend(numbers: np.random.Generator, canvas: Canvas, snake: _Snake, other: 
 
 @cache
 def steps_on_circle(radius: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return the pixels on a circle, relative to its middle, and their angles."""
+    """Return the pixels on a circle relative to its center, and their angles."""
     angles = np.radians(np.arange(0.0, 360.0, 360.0 / (2.0 * math.pi * radius)))
     steps = np.unique(np.floor(radius * np.stack([np.sin(angles), np.cos(angles)], axis=1)).astype(int), axis=0)
     return steps, np.arctan2(*steps.T)

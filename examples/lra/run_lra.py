@@ -5,7 +5,7 @@ r"""Trains a classifier on a task of Long Range Arena: Luna, Mega, or a Transfor
 
 `--dataset_path` is a folder that `prepare.py` made, or another with its columns; `--dataset_name` the same on the Hub.
 `studies/report.py lra` writes a table of several runs.
-Every field of TrainingArguments is an option; the values of a recipe are defaults that the command line overrides.
+All fields of TrainingArguments are options. A recipe contains defaults, which the command line overrides.
 """
 
 import platform
@@ -116,7 +116,7 @@ class LraTrainer(OrderedTrainer):
 
 
 def parse(argv: list[str] | None) -> tuple[DataArguments, ModelArguments, TrainingArguments, RunArguments]:
-    """Return the options; the script ends where they contradict each other."""
+    """Parse the options; exit if they contradict each other."""
     kinds = (DataArguments, ModelArguments, TrainingArguments, RunArguments)
     defaults = {"metric_for_best_model": "accuracy", "remove_unused_columns": False}
     data, model, training, run = parse_arguments(kinds, argv, **defaults)
@@ -205,7 +205,7 @@ def paper_fields(model: ModelArguments, task: Task, tokenizer: PreTrainedTokeniz
 def load_data(
     data: DataArguments, model: ModelArguments, training: TrainingArguments
 ) -> tuple[dict[str, Dataset], PreTrainedTokenizerFast | None, PreTrainedConfig]:
-    """Return the encoded splits that the run needs, the tokenizer, and the configuration of the model."""
+    """Return the encoded splits, the tokenizer, and the configuration of the model."""
     task, convention = TASKS[data.task], CONVENTIONS[data.convention]
     splits, labels = load_rows(data, training, task, convention)
     tokenizer = choose_tokenizer(data, model)

@@ -1,4 +1,4 @@
-"""Documents of the task `passkey`: a number among sentences that say nothing, and the question for it at the end.
+"""Documents of the lm-eval task `passkey`: a number hidden in filler sentences, and a question for it at the end.
 
 lm-eval calls `documents` with the arguments of the model and the values of `--metadata`.
 """
@@ -11,8 +11,8 @@ from datasets import Dataset
 from transformers import AutoConfig, AutoTokenizer
 
 LENGTHS = (1024, 4096, 16384, 65536)
-DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)  # of the number in the text, 1 = at its end
-ANSWER = 16  # tokens that are left for the answer, `max_gen_toks` in passkey.yaml
+DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)  # relative position of the number in the text
+ANSWER = 16  # tokens of the answer, `max_gen_toks` in passkey.yaml
 
 HEAD = "There is a number hidden in the text below. Remember it, you will be asked for it.\n"
 FILL = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again. "
@@ -28,22 +28,23 @@ def documents(
     num_samples: int = 4,
     **_: Any,
 ) -> dict[str, Dataset]:
-    """Make `num_samples` documents for each length and each of the five depths; they are the same every time.
+    """Return the same `num_samples` documents per length and depth in each call.
 
     Args:
-        pretrained, tokenizer: folder of the model, and of its tokenizer where that is another one.
-        max_length: tokens that lm-eval gives the model at most; None = the limit of its configuration, or 2,048, which
-            lm-eval takes where there is none.
-        max_seq_lengths: tokens of a document and its answer, which is at most one sentence of `FILL` longer.
+        pretrained: Folder of the model.
+        tokenizer: Folder of the tokenizer, if it is not that of the model.
+        max_length: Maximum input length of lm-eval; None = that of the configuration, or 2,048.
+        max_seq_lengths: Tokens of a document with its answer, up to one sentence of `FILL`.
+        num_samples: Number of documents per length and depth.
 
     Raises:
-        ValueError: lm-eval would cut a document off, or a length has no room for the sentences around the fill.
+        ValueError: lm-eval would truncate a document, or a length is too short for the sentences.
     """
     limit = max_length or getattr(AutoConfig.from_pretrained(pretrained), "max_position_embeddings", 2048)
     if (longest := max(max_seq_lengths)) > limit:
         raise ValueError(
-            f"passkey of {longest} tokens, and the model is given {limit}: add --model_args max_length={longest} for a "
-            f"model that takes any length, or --metadata max_seq_lengths=[{limit}] for shorter texts"
+            f"passkey of {longest} tokens exceeds the maximum length {limit}: add --model_args max_length={longest} if "
+            f"the model supports any length, or --metadata max_seq_lengths=[{limit}]"
         )
     encoder = AutoTokenizer.from_pretrained(tokenizer or pretrained)
     rows = []
@@ -57,10 +58,10 @@ def documents(
 
 
 def fill(key: str, depth: float, room: int, count: Callable[[str], int]) -> str:
-    """Return the document with as much fill as there is room for, counted in tokens."""
+    """Return the longest document of at most `room` tokens."""
     least, more = count(document(key, depth, 0)), count(document(key, depth, 8))
     if least > room:
-        raise ValueError(f"passkey of {room + ANSWER} tokens: its sentences alone are {least + ANSWER}")
+        raise ValueError(f"passkey of {room + ANSWER} tokens: its sentences without filler have {least + ANSWER}")
     sentences = 8 * (room - least) // (more - least)
     while count(text := document(key, depth, sentences)) > room:
         sentences -= 1
@@ -73,11 +74,11 @@ def document(key: str, depth: float, sentences: int) -> str:
 
 
 def score(row: dict[str, Any], results: list[str]) -> dict[str, float]:
-    """Return 1 or 0 under the document's length; -1 under the others, which `mean` leaves out."""
+    """Return 1 or 0 for the length of the document, and -1, which `mean` ignores, for other lengths."""
     return {str(length): -1.0 for length in LENGTHS} | {str(row["length"]): float(row["key"] in results[0])}
 
 
 def mean(scores: list[float]) -> float:
-    """Return the mean of the scores that count; -1 where there are none."""
+    """Return the mean of the scores that are not -1, or -1 if there are none."""
     scored = [score for score in scores if score >= 0]
     return sum(scored) / len(scored) if scored else -1.0

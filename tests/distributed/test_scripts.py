@@ -218,7 +218,7 @@ def test_wrong_numbers_of_processes_are_one_line(ranks, tmp_path):
     corpus = killing.write_corpus(tmp_path / "corpus")
     options = [*killing.options(corpus, tmp_path / "out"), "--batch_size", "3"]
     (message,) = {answer["error"] for answer in ranks(2, call, "run_mlm_accelerate", options)}
-    assert message == "error: --batch_size 3 does not divide among 2 processes x 2 parts"
+    assert message == "error: --batch_size 3 must be a multiple of 2 processes x 2 parts"
 
     options = [
         "--dataset_path",

@@ -222,9 +222,9 @@ def test_documents_of_the_passkey_task(folder, tokenizer, passkey):
         assert results[str(row["length"])] == 1 and sum(results.values()) == 1 - 3
         assert passkey.score(row, ["nothing"])[str(row["length"])] == 0
     assert passkey.mean([-1, 1, 0, -1]) == 0.5 and passkey.mean([-1]) == -1
-    with pytest.raises(ValueError, match="passkey of 4096 tokens, and the model is given .*max_length=4096"):
+    with pytest.raises(ValueError, match="passkey of 4096 tokens exceeds the maximum length .*max_length=4096"):
         passkey.documents(str(folder), max_length=512, max_seq_lengths=lengths)
-    with pytest.raises(ValueError, match="passkey of 100 tokens: its sentences alone are"):
+    with pytest.raises(ValueError, match="passkey of 100 tokens: its sentences without filler have"):
         passkey.documents(str(folder), max_seq_lengths=[100])
 
 

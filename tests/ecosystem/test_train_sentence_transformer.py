@@ -79,7 +79,11 @@ def test_resumed_run_ends_with_the_same_weights(run, data, tmp_path):
 ERRORS = {
     "no data to judge by": (["--do_eval"], [], "one of --sts_name and --sts_path"),
     "no data": (["--do_train"], [], "one of --dataset_name and --dataset_path"),
-    "one column": (["--do_train", "--dataset_path", "DATA"], ["--text_columns", "sentence1"], "must name two columns"),
+    "one column": (
+        ["--do_train", "--dataset_path", "DATA"],
+        ["--text_columns", "sentence1"],
+        "must be two or three columns",
+    ),
     "no such column": (["--do_train", "--dataset_path", "DATA"], ["--text_columns", "a", "b"], "no column a, b"),
     "scores": (
         ["--do_train", "--dataset_path", "DATA"],

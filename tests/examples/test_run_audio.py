@@ -184,8 +184,8 @@ ERRORS = {
     "two sources": (["--dataset_name", "x"], "pass one of --dataset_name and --dataset_path"),
     "no validation": (["--do_eval"], "has no split validation"),
     "rows of no column": (["--do_eval", "--hold_out", "speaker=3"], "split train has no column speaker, only clip"),
-    "rows of no value": (["--do_eval", "--hold_out", "take=9"], "take=9: means 0 of the 64 training rows"),
-    "all rows": (["--do_eval", "--hold_out", "take=0,1,2,3"], "means 64 of the 64 training rows"),
+    "rows of no value": (["--do_eval", "--hold_out", "take=9"], "take=9: selects 0 of the 64 training rows"),
+    "all rows": (["--do_eval", "--hold_out", "take=0,1,2,3"], "selects 64 of the 64 training rows"),
     "no clips": (["--audio_column", "audio"], "split train has no column audio, only clip"),
     "no rate": (["--rate_column", "rate"], "split train has no column rate"),
     "negative": (["--random_noise", "-1"], "--random_noise -1.0 must be at least 0"),
@@ -197,7 +197,7 @@ ERRORS = {
         ["--config_overrides", "relative_positional_bias=simple,max_positions=8"],
         "values do not fit in the 8",
     ),
-    "no clip": (["--audio_column", "take"], "column take holds '0', which is no clip"),
+    "no clip": (["--audio_column", "take"], "column take contains '0' instead of a clip"),
     "tokens": (["--config_overrides", f"{MEGA},input_type=tokens"], "the model reads tokens .input_type., not values"),
 }
 
@@ -243,7 +243,7 @@ def test_wrong_rows(run, tmp_path):
 def test_a_rate_that_is_none(rate, run, tmp_path):
     (tmp_path / "data").mkdir()
     pd.DataFrame([{**row, "sampling_rate": rate} for row in rows(4, 0)]).to_parquet(tmp_path / "data" / "train.parquet")
-    with pytest.raises(SystemExit, match=f"sampling rate {rate}, not a whole number of samples a second above 0"):
+    with pytest.raises(SystemExit, match=f"sampling rate of a clip must be a positive integer, got {rate}"):
         run(*options(tmp_path / "data", tmp_path / "out"))
 
 

@@ -240,7 +240,7 @@ def test_mixup_is_training_only(run, folder, tmp_path, monkeypatch):
     summary = run(*options(folder, tmp_path / "out", *more, "--eval_strategy", "epoch"))
     assert made[0].batches == [8] * 4 and 0.0 <= summary["eval_accuracy"] <= 1.0
     output = tmp_path / "odd"
-    message = "--mixup and --cutmix mix pairs: --per_device_train_batch_size must be even"
+    message = "--mixup and --cutmix mix pairs; --per_device_train_batch_size must be even"
     odd = ["--mixup", 0.8, "--per_device_train_batch_size", 7]
     assert_refused(run, message, *options(folder, output, *odd), output=output)
 

@@ -296,7 +296,7 @@ def test_folders_that_do_not_fit_and_hub_without_network(run, race, tmp_path):
     number = write([{**RACE_ROW, "options": [[1]] * 4}], tmp_path / "lists" / "train.jsonl")
     arguments = scratch(race, tmp_path / "out")
     arguments.insert(arguments.index(race) + 1, number)
-    with pytest.raises(SystemExit, match="split train of the folders does not fit together"):
+    with pytest.raises(SystemExit, match="split train of the folders has different columns"):
         run(*arguments)
     for task, name in (("race", "ehovy/race"), ("csqa", "tau/commonsense_qa")):
         with pytest.raises(SystemExit, match=f"cannot load {name}"):

@@ -77,7 +77,7 @@ def test_resume_gives_the_same_weights(run, folder, tmp_path):
     [
         (["--validation_share", 1], r"--validation_share 1.0 must be in \[0, 1\)"),
         (["--do_eval"], "has no split validation"),
-        (["--text_columns", "a", "b", "c"], "--text_columns a b c: one column of texts, or two of pairs"),
+        (["--text_columns", "a", "b", "c"], "--text_columns a b c must be one column, or two columns for pairs"),
         (["--two_towers"], "--two_towers: text is one text column, and pairs have two"),
         (["--text_columns", "review"], "split train has no column review, only title, text, label"),
         (["--label_column", "stars"], "split train has no column stars"),

@@ -195,7 +195,7 @@ def test_vocabularies_apart(run, script, corpus, tmp_path):
         loaded = models.make_both_tokenizers(ModelArguments(tokenizer_name=str(tmp_path / place)), [], 99)
         assert [len(tokenizer) for tokenizer in loaded] == [len(tokenizers[0]), len(tokenizers[1])]
     tokenizers[0].save_pretrained(folder / "target")
-    with pytest.raises(SystemExit, match="the target's tokenizer has 264 entries, the decoder only 261"):
+    with pytest.raises(SystemExit, match="the target tokenizer has 264 tokens, the decoder only 261"):
         run(*TRAIN, "--model_name_or_path", folder, "--output_dir", tmp_path / "other")
 
 
@@ -238,19 +238,19 @@ def test_apollo_without_its_package(run, monkeypatch):
     ("options", "message"),
     [
         (["--clip_each", 0.1], "--clip_each 0.1 must be above 0, with --max_grad_norm 0"),
-        (["--warmup_init_lr", 1e-5], "--warmup_init_lr 1e-05 needs --milestones"),
+        (["--warmup_init_lr", 1e-5], "--warmup_init_lr 1e-05 requires --milestones"),
         (["--source_lang", "fr"], "split train has no column translation.fr, only translation"),
         (["--max_target_length", 1], "--max_target_length 1 must be at least 2"),
-        (["--max_source_length", 2], "no training pair fits"),
+        (["--max_source_length", 2], "all training pairs are too long"),
         (["--num_beams", 0], "--num_beams 0 must be at least 1"),
         (["--milestones", 5], "but constant_with_warmup"),
-        (["--lr_scheduler_type", "constant_with_warmup", "--milestones", 5, 2], "must be in order"),
+        (["--lr_scheduler_type", "constant_with_warmup", "--milestones", 5, 2], "must be sorted"),
         (["--average_by", "worst"], "must be one of last, best"),
         (["--average_checkpoints", 3, "--save_total_limit", 2], "is above --save_total_limit"),
         (["--average_checkpoints", 3, "--max_steps", 1], "has 1 checkpoints, too few"),
         (["--dataset_name", "x"], "pass one of"),
         (["--do_predict"], "has no split test"),
-        (["--do_predict", "--test_paths", "more", "sub/more"], "need names of their own"),
+        (["--do_predict", "--test_paths", "more", "sub/more"], "the folders must have different names"),
     ],
 )
 def test_errors(run, options, message):

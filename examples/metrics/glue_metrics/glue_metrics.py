@@ -1,4 +1,4 @@
-"""The metric `glue` of `evaluate` as a local module, for machines without network: `--metric_path` of run_glue.py."""
+"""Metric `glue` of `evaluate` as a local module for `--metric_path` of run_glue.py, without network access."""
 
 import datasets
 import evaluate
