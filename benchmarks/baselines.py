@@ -34,7 +34,7 @@ def _attend(query, key, value, mask, upcast):
 
 
 def sdpa_luna_attention(backend: SDPBackend, query, pack_query, key, value, project, *, context_mask=None):
-    """Compute `luna_attention` by one kernel of PyTorch's scaled dot-product attention, which may refuse the mask."""
+    """Compute `luna_attention` with one kernel of PyTorch's SDPA, which may not support the mask."""
     with sdpa_kernel(backend):
         packed = attention_backend.sdpa(pack_query, key, value, context_mask, query.shape[-1] ** -0.5, 0.0)
         return attention_backend.sdpa(query, *project(packed), None, query.shape[-1] ** -0.5, 0.0), packed

@@ -181,7 +181,7 @@ def _mega_config(**fields):
 
 
 def _mega_layer(run, device, dtype, n, function, chunk, d=512, values=1024, shared=128, b=1):
-    """Time one layer of the paper's width; `chunk` 0 is attention over the whole sequence."""
+    """Time one layer of the paper's width; `chunk` 0 is full attention."""
     torch.manual_seed(0)
     sizes = {"hidden_size": d, "intermediate_size": values, "shared_representation_size": shared}
     config = _mega_config(attention_activation=function, use_chunking=chunk > 0, chunk_size=chunk or -1, **sizes)
@@ -407,7 +407,7 @@ CASES = {
             floor=floors.damped_ema,
         ),
         Case(
-            "damped_ema_long",  # the original's powers of q alone would need 4 GB here
+            "damped_ema_long",  # the powers of q in the original would need 4 GB here
             {"luna_mega": partial(_ema, damped_ema)},
             sizes=tuple({"b": 1, "n": n, "directions": 2} for n in (4096, 16384, 65536)),
             quick=(),

@@ -59,7 +59,7 @@ def main(argv: list[str] | None = None):
     parser.add_argument("--repeats", type=int, default=3)
     arguments = parser.parse_args(argv)
     one, shared = run(1, arguments), run(arguments.ranks, arguments)
-    print(f"\nBytes that each of {arguments.ranks} ranks passes to collectives for each layer, forward and backward")
+    print(f"\nBytes per layer that each of {arguments.ranks} ranks passes to collectives in forward and backward")
     print("".join(f"{cell:>14}" for cell in ("model", *(f"n = {length}" for length in arguments.lengths))))
     for name in arguments.models:
         print("".join(f"{cell:>14}" for cell in (name, *(f"{bytes_:,.0f}" for bytes_ in shared[name]["bytes"]))))
@@ -103,7 +103,7 @@ def make(name: str, layers: int) -> torch.nn.Module:
 
 
 def train(model: torch.nn.Module, length: int, group: dist.ProcessGroup | None):
-    """Run forward and backward over one sequence, or this rank's part of it."""
+    """Run forward and backward over one sequence, or over the shard of this rank."""
     ids = torch.randint(4, 1000, (1, length), generator=torch.Generator().manual_seed(0))
     batch = {"input_ids": ids, "labels": ids}
     if group is not None:
@@ -112,7 +112,7 @@ def train(model: torch.nn.Module, length: int, group: dist.ProcessGroup | None):
 
 
 def count(name: str, length: int, layers: int, counter: Counter, group: dist.ProcessGroup) -> float:
-    """Return the bytes that one more layer passes to collectives."""
+    """Return the bytes that an additional layer passes to collectives."""
     totals = []
     for depth in (layers, 2 * layers):
         model = make(name, depth)

@@ -42,7 +42,7 @@ def matrices(model: PreTrainedModel) -> list[torch.Tensor]:
 
 
 def fill(model: PreTrainedModel, batch: int, context: int):
-    """Return a cache of `context` positions, as the docstring of the module says."""
+    """Return a cache of `context` positions, filled as described above."""
     config = model.config
     if config.model_type in ("llama", "gpt2"):
         past = DynamicCache(config=config)

@@ -1,4 +1,4 @@
-"""Floors: the time that an op takes at least on this machine, however it is written.
+"""Floors: lower bounds of the time of an op on this machine, for any implementation.
 
 The formulas count every input read once, every output written once, and the multiplications of the algorithm. The rates
 of copying and of matrix products are measured in the same run; the others come from the processor's data sheet.
@@ -30,7 +30,7 @@ class Rates:
     exponentials: float | None
 
     def milliseconds(self, floor: Floor) -> float:
-        """Return the time that the scarcest of the four takes alone."""
+        """Return the time of the slowest of the four."""
         pairs = ((floor.bytes, self.bytes), (floor.flops, self.flops))
         pairs += ((floor.float32, self.float32), (floor.exponentials, self.exponentials))
         return 1000 * max(amount / rate for amount, rate in pairs if rate is not None)
@@ -102,7 +102,7 @@ def rates(device: str, dtype: str) -> Rates:
         return Rates(copied, multiplied, multiplied, None)
     # A multiprocessor issues 16 exponentials a clock, and 64 (compute capability 8.0) or 128 multiply-adds.
     properties = torch.cuda.get_device_properties(device)
-    clock = getattr(properties, "clock_rate", None)  # kHz; older versions of torch do not tell it
+    clock = getattr(properties, "clock_rate", None)  # kHz; missing in older versions of torch
     if clock is None:
         return Rates(copied, multiplied, None, None)
     clocks = 1000.0 * clock * properties.multi_processor_count

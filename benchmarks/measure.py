@@ -20,7 +20,7 @@ TOLERANCES = {torch.float64: 1e-9, torch.float32: 2e-5, torch.bfloat16: 3e-2, to
 def measure(case_name: str, variant: str, size: Size, device: str, dtype: str, threads: int) -> dict[str, float | str]:
     """Return median milliseconds and peak megabytes of the passes of a case: forward (no gradient), backward, both.
 
-    Where a variant fails, for instance for lack of memory, `error` holds the reason.
+    If a variant fails, for example because it is out of memory, `error` is the reason.
     """
     if threads:
         torch.set_num_threads(threads)
@@ -33,7 +33,7 @@ def measure(case_name: str, variant: str, size: Size, device: str, dtype: str, t
 
 
 def parameters(case_name: str) -> dict[str, int]:
-    """Return the number of parameters of the model of every variant, as far as they cost time."""
+    """Return the number of parameters of the model of every variant, that cost time."""
     case, device = CASES[case_name], torch.device("meta")
     with device:
         works = {name: case.make(name, device, torch.float32, case.quick[0]) for name in case.variants}
@@ -41,7 +41,7 @@ def parameters(case_name: str) -> dict[str, int]:
 
 
 def limit_memory() -> None:
-    """Let this process ask for no more memory than the machine has free: it then fails with a reason, and alone."""
+    """Limit the memory of this process to the free memory, so that it fails with an error and no other process does."""
     with open("/proc/meminfo") as file:
         free = next(1024 * int(line.split()[1]) for line in file if line.startswith("MemAvailable"))
     limit = _status("VmSize") + free

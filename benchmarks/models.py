@@ -1,4 +1,4 @@
-"""Models of equal size to compare: ours and those of transformers, about 23 million parameters, and two for images.
+"""Models of equal size, ours and those of transformers: about 23 million parameters, and two image models.
 
 By default they have a width of 512 and a vocabulary of 8,000. The width of the feed-forward layers, and for Mamba the
 number of layers, makes up for differences elsewhere. Dropout is off; everything else has the default of each model.
@@ -49,7 +49,7 @@ def encoder(kind, n, model=None, **fields):
 
 
 def roberta(n, attention="sdpa", **fields):
-    # Positions begin behind the position of padding.
+    # Position ids start after the padding id.
     model = {"attn_implementation": attention, "add_pooling_layer": False}
     return encoder("roberta", n + 2, model, type_vocab_size=1, **fields)
 

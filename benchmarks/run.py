@@ -1,4 +1,4 @@
-"""Measures the ops and models of the registry against their baselines, all in one run.
+"""Measure ops and models of the registry and their baselines in one run.
 
     python benchmarks/run.py                              everything (about 40 minutes on 2 cores)
     python benchmarks/run.py --quick                      a few sizes
@@ -8,7 +8,7 @@
     python benchmarks/run.py --device cuda --dtype bfloat16    on a GPU, with the Triton kernels
 
 Prints a table and writes results.json, results.csv, results.md (tables to paste) and one plot for each case into
---output. Where the variants of a case do not agree, or models that are compared differ in size, nothing is measured.
+--output. Nothing is measured if the variants of a case do not agree, or if compared models differ in size.
 """
 
 import argparse
@@ -40,8 +40,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=("cpu", "cuda"))
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16", "float16"))
     parser.add_argument("--threads", type=int, default=0, help="CPU threads; 0 = as PyTorch chooses")
-    parser.add_argument("--lengths", type=int, nargs="+", help="measure these lengths n only")
-    parser.add_argument("--time-limit", type=float, help="on a CPU, seconds a row may take; beyond, it is left out")
+    parser.add_argument("--lengths", type=int, nargs="+", help="measure only these lengths n")
+    parser.add_argument("--time-limit", type=float, help="maximum seconds of a row; CPU only")
     parser.add_argument(
         "--turns", type=int, metavar="N", help="alternate the variants N times on the CPU; print times only"
     )
@@ -53,7 +53,7 @@ def main(argv: list[str] | None = None) -> int:
     if unknown := set(arguments.cases) - set(CASES):
         parser.error(f"no case {', '.join(sorted(unknown))}; there are {', '.join(CASES)}")
     if arguments.time_limit is not None and arguments.device == "cuda":
-        parser.error("--time-limit works on a CPU, where every row has a process of its own: leave it out")
+        parser.error("--time-limit is only supported on a CPU, where each row has a separate process; remove it")
     cases = [CASES[name] for name in arguments.cases or CASES]
     if arguments.turns:
         return _print_turns(cases, arguments)
@@ -109,9 +109,9 @@ def _print_turns(cases, arguments):
 
 
 def _measure_all(rows, arguments):
-    """Measure everything, on a CPU each in a process of its own, so that none sees another's memory.
+    """Measure all rows, on a CPU each in a separate process, because memory is measured per process.
 
-    These processes are forked from a server that has loaded the modules and run nothing. A GPU counts memory itself.
+    The processes are forked from a server that has only loaded the modules.
     """
     context = multiprocessing.get_context("forkserver")
     os.environ["PYTHONPATH"] = os.pathsep.join(sys.path)  # before Python 3.13 the server does not inherit sys.path
@@ -131,7 +131,7 @@ def _measure_all(rows, arguments):
 
 
 def _per_second(case, row, peaks, width):
-    """Return the GB/s and TFLOP/s that the algorithm needs at least, and their percentage of the machine's limit."""
+    """Return the minimum GB/s and TFLOP/s of the algorithm, and the percentage of the floor."""
     if case.floor is None or "error" in row:
         return {}
     sizes = {name: value for name, value in row.items() if name in SIZES}

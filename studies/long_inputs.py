@@ -1,11 +1,11 @@
-"""Scores of masked language models on inputs that are longer than those of their training, with time and memory.
+"""Evaluate masked language models on inputs longer than their training inputs, with time and memory.
 
     python studies/long_inputs.py --models outputs/teacher outputs/luna --lengths 128 256 512 1024 2048 \
         --dataset_path DIR --output_dir outputs/long
 
 The text is one stream of tokens, masked once and cut into blocks of each length, so that all models predict the same
-tokens at all lengths. Batches of all lengths have as many tokens, and memory is that of a batch beside the weights. A
-model is left out where its positions end.
+tokens at all lengths. Batches have the same number of tokens at all lengths, and memory excludes the weights. Lengths
+beyond the positions of a model are skipped.
 """
 
 import sys
@@ -45,17 +45,17 @@ Batch = dict[str, torch.Tensor]
 
 @dataclass(kw_only=True)
 class Arguments(SourceArguments):
-    models: list[str] = field(metadata={"help": "masked language models: folders, or names on the Hub"})
-    output_dir: str = field(metadata={"help": "folder for report.md, report.png and scores.json"})
+    models: list[str] = field(metadata={"help": "folders or Hub names of masked language models"})
+    output_dir: str = field(metadata={"help": "output folder for report.md, report.png and scores.json"})
     lengths: list[int] = field(
-        default_factory=lambda: [128, 256, 512, 1024, 2048], metadata={"help": "tokens of a block, <s> among them"}
+        default_factory=lambda: [128, 256, 512, 1024, 2048], metadata={"help": "tokens of a block, including <s>"}
     )
-    split: str = field(default="validation", metadata={"help": "split to score"})
+    split: str = field(default="validation", metadata={"help": "split to evaluate"})
     text_column: str = field(default="text", metadata={"help": "column with the text"})
-    max_tokens: int = field(default=100_000, metadata={"help": "score only the first tokens of the text"})
+    max_tokens: int = field(default=100_000, metadata={"help": "maximum number of tokens"})
     mlm_probability: float = field(default=0.15, metadata={"help": "share of the tokens to predict"})
-    batch_tokens: int = field(default=2048, metadata={"help": "tokens of a batch, or one block if that is longer"})
-    seed: int = field(default=42, metadata={"help": "decides which tokens are masked"})
+    batch_tokens: int = field(default=2048, metadata={"help": "tokens of a batch, or of a block if it is longer"})
+    seed: int = field(default=42, metadata={"help": "seed of the masks"})
     device: str = field(default="cuda" if torch.cuda.is_available() else "cpu")
 
 
@@ -70,7 +70,7 @@ def parse(argv: list[str] | None) -> Arguments:
 
 
 def load(arguments: Arguments) -> tuple[dict[str, Teacher], PreTrainedTokenizerBase]:
-    """Return the models by name, and the tokenizer, which all of them have to share."""
+    """Return the models by name, and their common tokenizer."""
     models, first = {}, None
     for path in arguments.models:
         with one_line(f"--models {path}"):
@@ -88,7 +88,7 @@ def load(arguments: Arguments) -> tuple[dict[str, Teacher], PreTrainedTokenizerB
 
 
 def read_text(arguments: Arguments, tokenizer: PreTrainedTokenizerBase) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the tokens of the text `[N]`, some of them masked, and which they were (-100 = not masked)."""
+    """Return the masked tokens of the text, and the labels (-100 = not masked), `[N]`."""
     source = (arguments.dataset_path, arguments.dataset_name, arguments.dataset_config)
     split = load_splits({arguments.split: None}, *source)[arguments.split]
     check_texts(split, arguments.split, (arguments.text_column,))
@@ -104,7 +104,7 @@ def read_text(arguments: Arguments, tokenizer: PreTrainedTokenizerBase) -> tuple
 def make_batches(
     ids: torch.Tensor, labels: torch.Tensor, length: int, size: int, tokenizer: PreTrainedTokenizerBase
 ) -> list[Batch]:
-    """Cut the text into blocks of `<s>` and `length - 1` tokens, of which the last may be shorter."""
+    """Cut the text into blocks of `<s>` and `length - 1` tokens; the last block may be shorter."""
     bos, _ = boundary_ids(tokenizer)
     blocks = [functional.pad(block, (1, 0), value=bos) for block in ids.split(length - 1)]
     places = [functional.pad(block, (1, 0), value=-100) for block in labels.split(length - 1)]
@@ -122,7 +122,7 @@ def make_batches(
 
 
 def peak_memory(call: Callable[[], object], device: torch.device) -> float:
-    """Return how many MB the tensors of a call take at a time, beside those that are there before it."""
+    """Return the peak memory of the tensors that a call allocates, in MB."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
         before = torch.cuda.memory_allocated(device)
@@ -137,7 +137,7 @@ def peak_memory(call: Callable[[], object], device: torch.device) -> float:
 
 @torch.no_grad()
 def score(model: Teacher, batches: list[Batch], device: torch.device) -> dict[str, float]:
-    """Return loss and accuracy at the masked tokens, seconds for the whole text, and the memory of a batch."""
+    """Return loss and accuracy at the masked tokens, seconds for the text, and memory of a batch."""
     batches = [{name: tensor.to(device) for name, tensor in batch.items()} for batch in batches]
     memory = peak_memory(lambda: model.logits(batches[0], batches[0]["labels"] != -100), device)
     loss = right = count = 0
@@ -162,7 +162,7 @@ def make_table(rows: list[dict[str, Any]]) -> str:
 
 
 def plot(rows: list[dict[str, Any]], path: Path) -> None:
-    """Draw loss, seconds and memory over the length, a line for each model."""
+    """Plot loss, seconds and memory over the length."""
     panels = {"loss": "loss at masked tokens", "seconds": "seconds for the text", "memory_mb": "memory of a batch, MB"}
     figure, axes = plt.subplots(1, len(panels), figsize=(13, 4), layout="constrained")
     for axis, (entry, label) in zip(axes, panels.items(), strict=True):
@@ -187,7 +187,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
         batches = make_batches(ids, labels, length, size, tokenizer)
         for name, model in models.items():
             if model.max_length is not None and model.max_length < length:
-                print(f"{name} reads no more than {model.max_length} tokens: left out at {length}")
+                print(f"skipped: {name} supports at most {model.max_length} tokens, not {length}")
                 continue
             rows.append({"model": name, "length": length, **score(model, batches, device)})
     if not rows:

@@ -1,11 +1,11 @@
-"""Pretraining with parts of Luna's local start left out, and of RoBERTa with that start; see docs/initialization.md.
+"""Pretrain Luna without parts of its local initialization, or RoBERTa with it; see docs/initialization_study.md.
 
     python studies/mlm_start.py --recipe studies/recipes/wikitext2_start.yaml --dataset_path DIR \
         --output_dir OUT --without positions
 
-The script pretrains as run_mlm.py does. Luna gets the start by its configuration (`initialization=local` in
-`--config_overrides`), and what `--without` names begins at random all the same. With `--model_type roberta
---local_start true` transformers' RoBERTa gets the same start, and `--local_options` are its `initialization_options`.
+The script pretrains like run_mlm.py. Luna is initialized by its configuration (`initialization=local` in
+`--config_overrides`); the part `--without` is random instead. With `--model_type roberta --local_start true`, RoBERTa
+is initialized in the same way, with `--local_options` as `initialization_options`.
 """
 
 import math
@@ -38,17 +38,18 @@ PARTS = ("positions", "packed", "identity")
 @dataclass
 class StudyArguments(ModelArguments):
     without: str | None = field(
-        default=None, metadata={"help": f"parts of Luna's local start that begin at random: {', '.join(PARTS)}"}
+        default=None,
+        metadata={"help": f"part of the local initialization of Luna to replace by random values: {', '.join(PARTS)}"},
     )
-    local_start: bool = field(default=False, metadata={"help": "give RoBERTa the local start of Luna"})
+    local_start: bool = field(default=False, metadata={"help": "use the local initialization of Luna for RoBERTa"})
     local_options: str = field(
-        default="", metadata={"help": "options of the local start of RoBERTa: base=16,strength=8"}
+        default="", metadata={"help": "options of the local initialization of RoBERTa: base=16,strength=8"}
     )
 
 
 @torch.no_grad()
 def leave_out(model: LunaForMaskedLM, part: str) -> None:
-    """Draw one part of the local start at random."""
+    """Replace one part of the local initialization by random values."""
     embeddings, deviation = model.luna.embeddings, model.config.initializer_range
     if part == "positions":
         model._init_weights(embeddings.position_embeddings)
@@ -62,7 +63,7 @@ def leave_out(model: LunaForMaskedLM, part: str) -> None:
 
 @torch.no_grad()
 def start_roberta(model: RobertaForMaskedLM, start: LocalStart) -> None:
-    """Give RoBERTa the positions of Luna's local start, and heads that begin by reading its neighbours."""
+    """Initialize positions and heads of RoBERTa like those of Luna with local initialization."""
     config, table = model.config, model.roberta.embeddings.position_embeddings.weight
     width, heads, first = config.hidden_size, config.num_attention_heads, config.pad_token_id + 1
     base = start.base or start.length or len(table) - first
@@ -78,19 +79,19 @@ def start_roberta(model: RobertaForMaskedLM, start: LocalStart) -> None:
 
 
 def check_study(model: StudyArguments) -> None:
-    """End the script when the options of the study do not fit the model."""
+    """Exit if the options of the study do not match the model."""
     if model.without is not None:
         check_choice(model, "without", PARTS)
     if (model.local_start and model.model_type != "roberta") or (model.without and model.model_type != "luna"):
         fail("--local_start is for --model_type roberta, --without for luna (with initialization=local)")
     if model.local_options and not model.local_start:
-        fail("--local_options needs --local_start true; Luna takes initialization_options")
+        fail("--local_options needs --local_start true; for Luna, set initialization_options")
 
 
 def read_start(model: StudyArguments, config: PreTrainedConfig, block_size: int) -> LocalStart | None:
-    """Return the options that a Luna of this vocabulary and length would begin with; None without `--local_start`."""
+    """Return the options of the local initialization for this vocabulary and length; None without `--local_start`."""
     if model.without and config.initialization != "local":
-        fail("--without leaves out a part of the local start: add initialization=local to --config_overrides")
+        fail("--without requires local initialization: add initialization=local to --config_overrides")
     if not model.local_start:
         return None
     try:

@@ -1,4 +1,4 @@
-"""Self-pretraining (Amos et al. 2023): a model predicts masked inputs of its task before it learns the labels."""
+"""Self-pretraining (Amos et al. 2023): prediction of masked inputs of a task before training on the labels."""
 
 import copy
 from typing import Any
@@ -14,7 +14,7 @@ from luna_mega.training.seeded import Redrawn
 
 
 class Reconstruction(nn.Module):
-    """The body of a classifier and a linear layer that predicts tokens or gray levels at the masked positions."""
+    """Body of a classifier with a linear layer that predicts tokens or gray levels at masked positions."""
 
     def __init__(self, model: PreTrainedModel, classes: int):
         super().__init__()
@@ -30,7 +30,7 @@ class Reconstruction(nn.Module):
 def mask_split(
     split: Dataset, task: Task, tokenizer: PreTrainedTokenizerFast | None, share: float, seed: int
 ) -> Redrawn:
-    """Return the rows with `share` of the positions masked, and their inputs as labels; a pair gives one text."""
+    """Return rows with `share` of the positions masked, and the inputs as labels; one text of a pair is drawn."""
 
     def mask(row: dict[str, Any], numbers: torch.Generator) -> dict[str, Any]:
         names = [name for name in row if name != "labels"]

@@ -1,10 +1,10 @@
-r"""Trains a classifier on a task of Long Range Arena: Luna, Mega, or a Transformer with rotary positions.
+r"""Train Luna, Mega, or a Transformer with rotary positions on a task of Long Range Arena.
 
     python examples/lra/run_lra.py --recipe examples/recipes/lra/text_mega_chunk.yaml \
         --dataset_path data/text --output_dir outputs/text
 
-`--dataset_path` is a folder that `prepare.py` made, or another with its columns; `--dataset_name` the same on the Hub.
-`studies/report.py lra` writes a table of several runs.
+`--dataset_path` is a folder of `prepare.py`, or another folder with the same columns; `--dataset_name` is such a
+dataset on the Hub. `studies/report.py lra` writes a table of several runs.
 All fields of TrainingArguments are options. A recipe contains defaults, which the command line overrides.
 """
 
@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # as for the scripts beside this folder
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for the package `lra`
 
 
 from datasets import Dataset
@@ -70,21 +70,23 @@ _NO_TOKENS = 8  # vocabulary of a model that reads values
 class DataArguments(SourceArguments, ClassifierArguments):
     task: str = field(default="text", metadata={"help": f"task: {' | '.join(TASKS)}"})
     convention: str = field(
-        default="ours", metadata={"help": f"convention of data and evaluation: {' | '.join(CONVENTIONS)}"}
+        default="ours", metadata={"help": f"conventions of data and evaluation: {' | '.join(CONVENTIONS)}"}
     )
     max_length: int | None = field(
-        default=None, metadata={"help": "longest input in positions; default: as in the benchmark"}
+        default=None, metadata={"help": "maximum input length; default: that of the benchmark"}
     )
     pixels: str | None = field(
-        default=None, metadata={"help": "form of pixels: values | tokens; default: as in the convention"}
+        default=None, metadata={"help": "representation of pixels: values | tokens; default: that of the convention"}
     )
     self_pretraining_steps: int = field(
-        default=0, metadata={"help": "first learn to predict masked inputs of the task for N steps"}
+        default=0, metadata={"help": "number of steps of self-pretraining on masked inputs of the task"}
     )
-    masked_share: float = field(default=0.15, metadata={"help": "share of the inputs that self-pretraining masks"})
+    masked_share: float = field(
+        default=0.15, metadata={"help": "share of the inputs that are masked in self-pretraining"}
+    )
     warmup_power: float = field(
         default=1.0,
-        metadata={"help": "power of the step by which the learning rate rises; above 1 with the linear schedule only"},
+        metadata={"help": "power of the step in the warmup; requires the linear schedule unless 1"},
     )
 
 
@@ -94,12 +96,13 @@ class ModelArguments(CheckpointArguments):
         default="luna", metadata={"help": "type of a new model: luna | mega | transformer, or another encoder"}
     )
     paper_model: bool = field(
-        default=False, metadata={"help": "take the model of the Luna or Mega paper for the task; config_overrides win"}
+        default=False,
+        metadata={"help": "use the model of the Luna or Mega paper for the task; --config_overrides still apply"},
     )
 
 
 class LraTrainer(OrderedTrainer):
-    """Trainer with the weight decay and the warm-up of the papers."""
+    """Trainer with the weight decay and the warmup of the papers."""
 
     decays_all, warmup_power = False, 1.0
 
@@ -134,27 +137,27 @@ def parse(argv: list[str] | None) -> tuple[DataArguments, ModelArguments, Traini
     if not 0.0 < data.masked_share < 1.0:
         fail(f"--masked_share {data.masked_share} must be between 0 and 1")
     if data.warmup_power != 1.0 and training.lr_scheduler_type != "linear":
-        fail(f"--warmup_power {data.warmup_power} needs --lr_scheduler_type linear")
-    # Sequences are counted for pairs, all positions of values, which have no padding.
+        fail(f"--warmup_power {data.warmup_power} requires --lr_scheduler_type linear")
+    # Pairs are counted as sequences; values have no padding.
     counted = "no" if task.pairs else "all" if reads_values(data) else "non_padding"
     training.include_num_input_tokens_seen = counted
     return data, model, training, run
 
 
 def reads_values(data: DataArguments) -> bool:
-    """Return whether the model reads pixels as real numbers, and not as tokens."""
+    """Return whether the inputs are pixels as real numbers."""
     return TASKS[data.task].kind == "pixels" and data.pixels == "values"
 
 
 def load_rows(
     data: DataArguments, training: TrainingArguments, task: Task, convention: Convention
 ) -> tuple[dict[str, Dataset], tuple[str, ...]]:
-    """Return the splits that the run needs, as the convention has them, with checked columns; and the classes."""
+    """Return the required splits of the convention, with checked columns, and the label names."""
     limits = choose_splits(training, data)
     needed = {"train", "validation", "test"} if data.task in convention.tests_on else limits
     splits = load_splits(dict.fromkeys(needed), data.dataset_path, data.dataset_name, data.dataset_config)
     splits = choose_conventional_splits(splits, data.task, convention)
-    for name, limit in limits.items():  # a source may be sorted by label
+    for name, limit in limits.items():  # the rows may be sorted by label
         splits[name] = splits[name] if limit is None else splits[name].shuffle(seed=0).take(limit)
     splits = {name: splits[name] for name in limits}
     labels = label_names(next(iter(splits.values())), task.classes)
@@ -168,7 +171,7 @@ def load_rows(
 
 
 def choose_tokenizer(data: DataArguments, model: ModelArguments) -> PreTrainedTokenizerFast | None:
-    """Load the tokenizer of the model, or make one for the task; real numbers have none."""
+    """Load the tokenizer of the model, or create one for the task; None for real numbers."""
     if reads_values(data):
         return None
     if not model.model_name_or_path:
@@ -182,7 +185,7 @@ def choose_tokenizer(data: DataArguments, model: ModelArguments) -> PreTrainedTo
 def choose_config(
     data: DataArguments, model: ModelArguments, tokenizer: PreTrainedTokenizerFast | None, labels: tuple[str, ...]
 ) -> PreTrainedConfig:
-    """Return the configuration; a new model has the fields of the paper's model and of the convention."""
+    """Return the configuration; new models have the fields of the paper and of the convention."""
     task = TASKS[data.task]
     fields = label_fields(labels) | {"problem_type": "single_label_classification", "pairs": task.pairs}
     if not model.model_name_or_path:
@@ -192,12 +195,12 @@ def choose_config(
 
 
 def paper_fields(model: ModelArguments, task: Task, tokenizer: PreTrainedTokenizerFast | None) -> dict[str, Any]:
-    """Return the fields of the paper's model where `--paper_model` asks for it."""
+    """Return the fields of the model of the paper if `--paper_model` is set."""
     if not model.paper_model:
         return {}
     classes = {"luna": luna_mega.LunaConfig, "mega": luna_mega.MegaConfig}
     if model.model_type not in classes:
-        fail(f"--paper_model: there is none of {model.model_type}; pass its sizes as --config_overrides")
+        fail(f"--paper_model is not available for {model.model_type}; pass --config_overrides")
     size = _NO_TOKENS if tokenizer is None else len(tokenizer)
     return getattr(classes[model.model_type], task.preset)(vocab_size=size).to_diff_dict()
 
@@ -242,7 +245,7 @@ def make_trainer(
 
 
 def describe_setting(data: DataArguments, model: ModelArguments, training: TrainingArguments) -> dict[str, Any]:
-    """Return the entries of the summary by which a report groups runs."""
+    """Return the entries of the summary by which reports group runs."""
     cuda = training.device.type == "cuda"
     return {
         "convention": data.convention,

@@ -26,13 +26,13 @@ class Task:
     """One task.
 
     Args:
-        columns: the columns of the input; two for pairs.
-        classes: number of classes.
-        max_length: positions of the benchmark.
-        rows: training rows of the benchmark.
-        preset: the class method of `LunaConfig` and `MegaConfig` with the model of the paper.
+        columns: Input columns, two for pairs.
+        classes: Number of classes.
+        max_length: Number of positions in the benchmark.
+        rows: Number of training rows in the benchmark.
+        preset: Class method of `LunaConfig` and `MegaConfig` with the model of the paper.
         kind: "words", "bytes" or "pixels".
-        scale: mean and deviation by which pixels from 0 to 1 become input values, as Mega's recipes have them.
+        scale: Mean and standard deviation of pixels from 0 to 1, as in the recipes of Mega.
     """
 
     columns: tuple[str, ...]
@@ -60,15 +60,15 @@ TASKS = {
 
 @dataclass(frozen=True)
 class Convention:
-    """Choices that are the same in all tasks; examples/lra/README.md has their table.
+    """Choices that apply to all tasks, see the table in examples/lra/README.md.
 
     Args:
-        first_token: sequences begin with `<s>`, which stands for the `<CLS>` of the original.
-        cuts_end: a sequence that is too long loses its `</s>` as well.
+        first_token: Whether sequences start with `<s>`, the `<CLS>` of the original code.
+        cuts_end: Whether truncation also removes `</s>`.
         pixels: "values" or "tokens".
-        decays_all: weight decay applies to biases, norms and moving averages as well.
-        tests_on: tasks whose test rows serve for validation; all others are there to train on.
-        fields: fields of the configuration.
+        decays_all: Whether weight decay also applies to biases, norms and moving averages.
+        tests_on: Tasks whose test rows are used for validation, and whose validation rows for training.
+        fields: Fields of the configuration.
     """
 
     first_token: bool = False
@@ -81,13 +81,13 @@ class Convention:
 
 CONVENTIONS = {
     "ours": Convention(fields={"pooling": "mean"}),
-    "luna": Convention(True, True, "tokens", True, ("text",)),  # pooling: as the preset has it
+    "luna": Convention(True, True, "tokens", True, ("text",)),  # pooling of the preset
     "mega": Convention(False, True, "values", True, ("text",), {"pooling": "mean"}),
 }
 
 
 def choose_splits(splits: dict[str, Dataset], task: str, convention: Convention) -> dict[str, Dataset]:
-    """Return the splits as the convention has them."""
+    """Return the splits of the convention."""
     if task not in convention.tests_on:
         return splits
     train = concatenate_datasets([splits[name] for name in ("train", "validation") if name in splits])
@@ -95,7 +95,7 @@ def choose_splits(splits: dict[str, Dataset], task: str, convention: Convention)
 
 
 def label_names(split: Dataset, classes: int) -> tuple[str, ...]:
-    """Return the names of the classes, or their numbers; the script ends where there are more or fewer."""
+    """Return the label names, by default the ids; exit if their number is wrong."""
     feature = split.features["label"]
     if not isinstance(feature, ClassLabel):
         return tuple(map(str, range(classes)))
@@ -105,10 +105,10 @@ def label_names(split: Dataset, classes: int) -> tuple[str, ...]:
 
 
 def make_tokenizer(kind: str, convention: Convention, max_length: int) -> PreTrainedTokenizerFast:
-    """Make the tokenizer of words, bytes or gray levels, which writes `</s>` at the end of a sequence."""
+    """Return a tokenizer of words, bytes or gray levels that adds `</s>`."""
     words = {"words": TOKENS, "pixels": map(str, range(GRAYS))}
     made = make_bytes() if kind == "bytes" else make_words(words[kind])
-    # A text has no special tokens, whatever stands in it.
+    # Texts contain no special tokens.
     options = {"mask_token": MASK_TOKEN, "model_max_length": max_length, "split_special_tokens": True}
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=made.backend_tokenizer, **NAMED_TOKENS, **options)
     ends = [(token, tokenizer.convert_tokens_to_ids(token)) for token in ("<s>", "</s>")]
@@ -120,10 +120,10 @@ def make_tokenizer(kind: str, convention: Convention, max_length: int) -> PreTra
 def encode_bytes(
     texts: list[str], tokenizer: PreTrainedTokenizerFast, convention: Convention, max_length: int
 ) -> list[list[int]]:
-    """Return the ids that the tokenizer gives, at fifty times its speed: it treats a text as one long word."""
+    """Return the ids of bytes; the tokenizer is 50 times slower, because it processes a text as one word."""
     ids = np.array(tokenizer.convert_tokens_to_ids([symbol for _, symbol in sorted(bytes_to_unicode().items())]))
     if (ids == tokenizer.unk_token_id).any():
-        fail("the tokenizer of the model does not read bytes: it has no token for some of the 256")
+        fail("the tokenizer of the model does not support bytes: some of the 256 have no token")
     first = [tokenizer.bos_token_id] * convention.first_token
     most = max_length if convention.cuts_end else max_length - len(first) - 1
     rows = [ids[np.frombuffer(text.encode(), np.uint8)[:most]].tolist() for text in texts]
@@ -133,7 +133,7 @@ def encode_bytes(
 def encode_words(
     texts: list[str], tokenizer: PreTrainedTokenizerFast, convention: Convention, max_length: int
 ) -> list[list[int]]:
-    """Return the ids of words between spaces."""
+    """Return the ids of words."""
     cut = {} if convention.cuts_end else {"truncation": True, "max_length": max_length}
     ids = tokenizer(texts, return_attention_mask=False, verbose=False, **cut)["input_ids"]
     return [row[:max_length] for row in ids]
@@ -142,7 +142,7 @@ def encode_words(
 def encode_texts(
     split: Dataset, task: Task, tokenizer: PreTrainedTokenizerFast, convention: Convention, max_length: int, **options
 ) -> Dataset:
-    """Make the columns `input_ids`, for pairs `pair_input_ids` as well, and `labels`."""
+    """Return a split with `input_ids`, `pair_input_ids` for pairs, and `labels`."""
     names = dict(zip(("input_ids", "pair_input_ids"), task.columns, strict=False))
     to_ids = encode_bytes if task.kind == "bytes" else encode_words
 
@@ -161,7 +161,7 @@ def encode_images(
     convention: Convention,
     max_length: int,
 ) -> Dataset:
-    """Return the split with `input_values` or, with a tokenizer, `input_ids`, made whenever a row is read."""
+    """Return the split with `input_values` or, with a tokenizer, `input_ids`, which are computed on access."""
     (column,), side = task.columns, math.isqrt(max_length)
     pixels, (mean, deviation) = holds_pixels(split, column), task.scale
     if tokenizer is not None:
@@ -189,7 +189,7 @@ def encode_images(
 
 
 def name_variant(config: PreTrainedConfig) -> str:
-    """Return the name of a model in the papers' tables."""
+    """Return the name of a model in the tables of the papers."""
     if config.model_type == "luna":
         return f"Luna-{config.projection_length}"
     if config.model_type == "mega":
@@ -198,13 +198,13 @@ def name_variant(config: PreTrainedConfig) -> str:
 
 
 def gray_levels(values: torch.Tensor, task: Task) -> torch.Tensor:
-    """Return the gray levels, 0 to 255, of input values."""
+    """Return the gray levels 0 to 255 of input values."""
     mean, deviation = task.scale
     return ((values * deviation + mean) * (GRAYS - 1)).round().long()
 
 
 def make_collator(pad_token_id: int) -> Callable[[list[dict[str, Any]]], dict[str, torch.Tensor]]:
-    """Return the function that makes a batch of rows; `input_ids` get a mask, and padding at the end."""
+    """Return a collator; `input_ids` are padded on the right, with an attention mask."""
 
     def collate(rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
         batch = {}

@@ -1,6 +1,6 @@
-"""The baseline of Long Range Arena: a Transformer encoder with rotary positions, ModernBERT's with global attention.
+"""Baseline of Long Range Arena: the Transformer encoder of ModernBERT, with global attention and rotary positions.
 
-Beside ModernBERT's own classes it reads real numbers, classifies pairs, and has the classifier of Luna and Mega.
+In addition to ModernBERT, it supports real numbers and pairs, and has the classifier of Luna and Mega.
 """
 
 import torch
@@ -21,7 +21,7 @@ from luna_mega.modeling_common.pooling import first_token, masked_mean
 class TransformerConfig(ModernBertConfig):
     """Configuration of ModernBERT with the fields of Luna and Mega for inputs and classifier.
 
-    `pairs`: the classifier reads two sequences.
+    With `pairs`, the classifier reads two sequences.
     """
 
     model_type = "transformer"
@@ -48,7 +48,7 @@ class TransformerConfig(ModernBertConfig):
         super().__post_init__(**kwargs)
 
     def validate_architecture(self):
-        """Part of the `@strict` contract: runs after `__init__` and before saving."""
+        """Validate the configuration; `@strict` calls this after `__init__` and before saving."""
         super().validate_architecture()
         if self.input_type not in ("tokens", "values"):
             raise ValueError(f"input_type must be one of tokens, values, got {self.input_type!r}")
@@ -62,13 +62,13 @@ class TransformerPreTrainedModel(ModernBertPreTrainedModel):
     @torch.no_grad()
     def _init_weights(self, module: nn.Module):
         super()._init_weights(module)
-        if isinstance(module, ValueEmbeddings):  # a norm follows, before which a bias of 0 would leave signs alone
+        if isinstance(module, ValueEmbeddings):  # with a bias of 0, the following norm would keep only the sign
             nn.init.normal_(module.weight, std=self.config.initializer_range)
             nn.init.normal_(module.bias, std=self.config.initializer_range)
 
 
 class TransformerModel(TransformerPreTrainedModel, ModernBertModel):
-    """ModernBERT of tokens, or of real numbers `input_values` `[B, T]`."""
+    """ModernBERT for tokens or real numbers `input_values` `[B, T]`."""
 
     def __init__(self, config: TransformerConfig):
         super().__init__(config)
@@ -88,7 +88,7 @@ class TransformerModel(TransformerPreTrainedModel, ModernBertModel):
 
 
 class TransformerForSequenceClassification(TransformerPreTrainedModel):
-    """The Transformer with the classifier of Luna and Mega, of one sequence or of a pair."""
+    """Transformer with the classifier of Luna and Mega, for one sequence or a pair."""
 
     accepts_loss_kwargs = False  # the loss is the mean over the batch
 

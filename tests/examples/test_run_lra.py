@@ -144,7 +144,7 @@ def test_bytes_are_those_of_the_tokenizer(script, convention):
     assert len(expected) == len(text.encode()) + 1 + (convention == "luna")
     cut = encode(script, "text", convention, value=text, max_length=4)["input_ids"]
     assert cut == ([*expected[:3], 2] if convention == "ours" else expected[:4])
-    with pytest.raises(SystemExit, match="does not read bytes"):
+    with pytest.raises(SystemExit, match="does not support bytes"):
         module.encode_bytes([text], module.make_tokenizer("words", module.CONVENTIONS[convention], 99), None, 99)
 
 
@@ -258,7 +258,7 @@ BAD = {
     "convention": (["--convention", "s4"], "--convention s4 must be one of ours, luna, mega"),
     "pixels": (["--pixels", "bits"], "--pixels bits must be one of values, tokens"),
     "share": (["--masked_share", 1], "--masked_share 1.0 must be between 0 and 1"),
-    "warm-up": (["--warmup_power", 2, "--lr_scheduler_type", "cosine"], "needs --lr_scheduler_type linear"),
+    "warm-up": (["--warmup_power", 2, "--lr_scheduler_type", "cosine"], "requires --lr_scheduler_type linear"),
     "no folder": (["--dataset_path", "nowhere"], "cannot load nowhere"),
     "positions": (["--config_overrides", "max_positions=8,use_chunking=false,relative_positional_bias=simple"],
                   "inputs of 32 tokens do not fit in the 8 positions"),
