@@ -1,7 +1,7 @@
-"""Train a sentence embedding model with sentence-transformers.
+r"""Train a sentence embedding model with sentence-transformers.
 
-    python examples/train_sentence_transformer.py --model_name_or_path luna-base \\
-        --dataset_name sentence-transformers/all-nli --dataset_config triplet --text_columns anchor positive negative \\
+    python examples/train_sentence_transformer.py --model_name_or_path luna-base \
+        --dataset_name sentence-transformers/all-nli --dataset_config triplet --text_columns anchor positive negative \
         --sts_name sentence-transformers/stsb --do_train --do_eval --output_dir OUT
 
 The loss is MultipleNegativesRankingLoss. The evaluation compares cosine similarities with a dataset of scored pairs
