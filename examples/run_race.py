@@ -33,18 +33,9 @@ Batch = dict[str, list]
 
 @dataclass(frozen=True)
 class Task:
-    """A multiple-choice task.
+    """Multiple-choice task: dataset on the Hub, its columns, letters of the options, and function that encodes them.
 
-    Args:
-        hub_name: Dataset on the Hub.
-        hub_config: Default configuration of the dataset.
-        name: Column with the id of a question.
-        texts: Columns with the texts.
-        options: Column with the options.
-        answer: Column with the letter of the answer.
-        letters: Letters of the options.
-        encode: Function that encodes one input per option.
-        levels: Prefixes of the ids for which the accuracy is also computed.
+    `levels` are prefixes of `name` for which the accuracy is also computed.
     """
 
     hub_name: str

@@ -24,12 +24,6 @@ def class_numbers(split: Dataset, column: str, names: list[str], name: str) -> l
     """Return the label ids of a split; exit if a label is not in `names`.
 
     Missing labels are -100: all of them if there is no such column, and None and -1 in the split "test".
-
-    Args:
-        split: The split.
-        column: Column with the labels: names, or ids of a `ClassLabel`.
-        names: Label names of the model.
-        name: Name of the split.
     """
     if column not in split.column_names:
         return [-100] * len(split)
@@ -60,11 +54,7 @@ def examples_per_second(trainer: OrderedTrainer, name: str) -> dict[str, float]:
 
 
 def write_predictions(trainer: Trainer, splits: dict[str, Dataset]) -> dict[str, Any]:
-    """With `--do_predict`, write the predicted labels of the test split.
-
-    Returns:
-        Path of the file, and the accuracy if the split has labels.
-    """
+    """With `--do_predict`, write the predicted test labels; return the path and, if known, the accuracy."""
     if not trainer.args.do_predict:
         return {}
     output = trainer.predict(splits["test"])

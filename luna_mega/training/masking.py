@@ -59,14 +59,8 @@ def cut_blocks(
 ) -> Dataset | IterableDataset:
     """Cut the texts, each followed by `</s>`, into blocks of `<s>` and `block_size - 1` tokens.
 
-    Empty texts are skipped. Each batch of 1,000 texts is concatenated; a remainder shorter than a block is dropped.
-
-    Args:
-        split: Split with the texts.
-        name: Name of the split.
-        tokenizer: The tokenizer.
-        data: Text column, block size and number of processes.
-        short: Share of the blocks with a random number of 1 to `block_size - 1` tokens, seeded by the text.
+    Empty texts are skipped. Each batch of 1,000 texts is concatenated; a remainder shorter than a block is dropped. A
+    share `short` of the blocks has a random number of 1 to `block_size - 1` tokens, seeded by the text.
     """
     bos, eos = boundary_ids(tokenizer)
     step = data.block_size - 1

@@ -13,11 +13,9 @@ from luna_mega.training.arguments import fail
 
 
 def find_checkpoint(training: TrainingArguments, *files: str) -> str | None:
-    """Return the checkpoint of `--resume_from_checkpoint`, or None; exit if the output has unexpected checkpoints.
+    """Return the checkpoint of `--resume_from_checkpoint`, which must contain `files`, or None.
 
-    Args:
-        training: Options of the Trainer.
-        files: Names of files that a checkpoint must contain.
+    A run that does not resume exits if the output folder contains checkpoints.
     """
     found = [Path(path) for path in glob(f"{escape(training.output_dir)}/{PREFIX_CHECKPOINT_DIR}-*[0-9]")]
     found.sort(key=lambda path: int(path.name.rpartition("-")[2]))
@@ -51,13 +49,7 @@ def is_complete(checkpoint: Path, files: Sequence[str]) -> bool:
 
 
 def resume(trainer: Trainer, speed: TrainerCallback, checkpoint: str) -> dict[str, float]:
-    """Resume from a checkpoint, or only load its state if it is the last one; return the training metrics.
-
-    Args:
-        trainer: The Trainer.
-        speed: A callback of the Trainer.
-        checkpoint: The checkpoint.
-    """
+    """Resume from a checkpoint, or only load its state if it has all steps; return the training metrics."""
     if load_finished(trainer, checkpoint):
         speed.on_train_begin(trainer.args, trainer.state, trainer.control)
         return {}

@@ -121,14 +121,7 @@ def check_run(
 ) -> None:
     """Prepare the processes, and exit if options contradict each other.
 
-    Args:
-        title: Name of the task in messages.
-        data: Options of the data.
-        model: Options of the model.
-        training: Options of the Trainer.
-        run: Options and state of the run.
-        streams: Whether the task supports `--streaming`.
-        predicts: Whether the task supports `--do_predict`.
+    `streams` and `predicts` specify whether the task `title` supports `--streaming` and `--do_predict`.
     """
     run.title = title
     check_launch(training.world_size)
@@ -213,17 +206,9 @@ def begin_run(
     training: TrainingArguments,
     run: RunArguments,
 ) -> None:
-    """Find the checkpoint to resume from, and set the seed.
+    """Find the checkpoint to resume from, and set the seed; `script` is `__file__`, and `argv` the argument of `main`.
 
     A resumed run loads configuration and tokenizer from its checkpoint, even if it was started from scratch.
-
-    Args:
-        script: `__file__` of the script.
-        argv: Argument of `main`.
-        data: Options of the data.
-        model: Options of the model.
-        training: Options of the Trainer.
-        run: Options and state of the run.
     """
     files = ["weight_average.pt"] if run.ema_decay else []
     base_model, run.command = model.model_name_or_path, (script, argv)
@@ -250,15 +235,9 @@ def total(values: list[float], training: TrainingArguments) -> list[float]:
 
 
 def train(trainer: Trainer, run: RunArguments, head_share: float = 1.0) -> dict[str, Any]:
-    """With `--do_train`, train and save the model.
+    """With `--do_train`, train and save the model; return the results.
 
-    Args:
-        trainer: The Trainer.
-        run: Options and state of the run.
-        head_share: Share of the tokens for which the head computes logits.
-
-    Returns:
-        The results.
+    `head_share` is the share of the tokens for which the head computes logits.
     """
     if not trainer.args.do_train:
         return {}

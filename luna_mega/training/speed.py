@@ -33,15 +33,8 @@ def throughput(
 ) -> dict[str, float | str]:
     """Return the total speed, the speed per process and the MFU, or the reason why it is not known.
 
-    Args:
-        model: The model.
-        length: Mean length of the sequences.
-        tokens_per_second: Total speed.
-        processes: Number of processes.
-        device: Device of this process.
-        dtype: Data type of the matrix products.
-        peak: Peak FLOP/s of a device; None = measured on a CPU.
-        head_share: Share of the tokens for which the head computes logits.
+    `length` is the mean length of the sequences, `peak` the peak FLOP/s of a device (None = measured on a CPU), and
+    `head_share` the share of the tokens for which the head computes logits.
     """
     speeds = {
         "tokens_per_second": tokens_per_second,

@@ -2,7 +2,7 @@
 
 import json
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from itertools import chain
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
@@ -11,7 +11,6 @@ from transformers import AddedToken, PreTrainedTokenizerFast, RobertaTokenizer
 NAMED_TOKENS = {"bos_token": "<s>", "pad_token": "<pad>", "eos_token": "</s>", "unk_token": "<unk>"}
 SPECIAL_TOKENS = list(NAMED_TOKENS.values())
 MASK_TOKEN = "<mask>"
-MIN_VOCAB_SIZE = len(pre_tokenizers.ByteLevel.alphabet()) + len(SPECIAL_TOKENS) + 1
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int, model_max_length: int) -> RobertaTokenizer:
@@ -23,18 +22,7 @@ def train_bpe(texts: Iterable[str], vocab_size: int, model_max_length: int) -> R
     Raises:
         ValueError: `vocab_size` is smaller than the number of special tokens and bytes.
     """
-    if vocab_size < MIN_VOCAB_SIZE:
-        raise ValueError(f"vocab_size ({vocab_size}) must be at least {MIN_VOCAB_SIZE}: 256 bytes and special tokens")
-    bpe = Tokenizer(models.BPE())
-    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size - 1,
-        special_tokens=SPECIAL_TOKENS,
-        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
-        show_progress=False,
-    )
-    bpe.train_from_iterator(texts, trainer)
-    model = json.loads(bpe.to_str())["model"]
+    model = json.loads(_train(texts, vocab_size, [MASK_TOKEN]).to_str())["model"]
     vocab = {**model["vocab"], MASK_TOKEN: len(model["vocab"])}
     return RobertaTokenizer(
         vocab=vocab,
@@ -51,16 +39,8 @@ def train_joint_bpe(texts: Iterable[str], vocab_size: int, model_max_length: int
     Ids are `<s>` 0, `<pad>` 1, `</s>` 2, `<unk>` 3, the 256 bytes and the merges. A leading space is added to the first
     word.
     """
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    if vocab_size < len(SPECIAL_TOKENS) + len(alphabet):
-        raise ValueError(f"vocab_size ({vocab_size}) must be at least {len(SPECIAL_TOKENS) + len(alphabet)}")
-    backend = Tokenizer(models.BPE())
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
+    backend = _train(texts, vocab_size)
     backend.decoder = decoders.Sequence([decoders.ByteLevel(), decoders.Strip(" ", 1, 0)])
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size, special_tokens=SPECIAL_TOKENS, initial_alphabet=alphabet, show_progress=False
-    )
-    backend.train_from_iterator(texts, trainer)
     eos = NAMED_TOKENS["eos_token"]
     backend.post_processor = processors.TemplateProcessing(single=f"$A {eos}", special_tokens=[(eos, 2)])
     return PreTrainedTokenizerFast(
@@ -70,6 +50,19 @@ def train_joint_bpe(texts: Iterable[str], vocab_size: int, model_max_length: int
         model_input_names=["input_ids", "attention_mask"],
         clean_up_tokenization_spaces=False,
     )
+
+
+def _train(texts: Iterable[str], vocab_size: int, added: Sequence[str] = ()) -> Tokenizer:
+    """Train a byte-level BPE of `vocab_size` tokens, including tokens that are `added` later."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    least = len(alphabet) + len(SPECIAL_TOKENS) + len(added)
+    if vocab_size < least:
+        raise ValueError(f"vocab_size ({vocab_size}) must be at least {least}: 256 bytes and special tokens")
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
+    options = {"special_tokens": SPECIAL_TOKENS, "initial_alphabet": alphabet, "show_progress": False}
+    bpe.train_from_iterator(texts, trainers.BpeTrainer(vocab_size=vocab_size - len(added), **options))
+    return bpe
 
 
 def _wrap(tokenizer: Tokenizer) -> PreTrainedTokenizerFast:
