@@ -53,14 +53,14 @@ PASSES = {name: name for name in ("forward", "backward", "both")}
 
 @dataclass(frozen=True)
 class Case:
-    """Row of the registry. A variant makes a `Work` from (device, dtype) and a size; the first variant is ours."""
+    """Row of the registry. A variant creates a `Work` from (device, dtype) and a size; the first variant is ours."""
 
     name: str
     variants: dict[str, Callable[..., Work]]
     sizes: tuple[Size, ...]
     quick: tuple[Size, ...]
     repeats: int
-    # Sizes at which the variants must give the same outputs and gradients before any speed-up is printed.
+    # Sizes at which all variants must have the same outputs and gradients before any speed-up is printed.
     parity: tuple[Size, ...] = ()
     # On a GPU: sizes, more variants, and compiled variants, which are measured at the first size only to save time.
     gpu: tuple[Size, ...] = ()
@@ -72,7 +72,7 @@ class Case:
     passes: dict[str, str] = field(default_factory=PASSES.copy)
     # Models of equal size, "tokens" or "images" a second; None = milliseconds.
     unit: str | None = None
-    # Variants to which the tables give speed and memory of the others, in place of those themselves.
+    # Variants relative to which the tables list speed and memory of the others.
     baselines: tuple[str, ...] = ()
 
     @property

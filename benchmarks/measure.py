@@ -162,7 +162,7 @@ def agree(case_name: str, size: Size, device: str, dtype: str) -> str | None:
 
 
 def _results(case, variant, size, device, dtype):
-    """Return outputs and gradients for inputs that every dtype can hold exactly."""
+    """Return outputs and gradients for inputs that all dtypes represent exactly."""
     work = case.make(variant, torch.device(device), torch.float64, size)
     with torch.no_grad():
         for leaf in work.leaves:

@@ -72,7 +72,7 @@ def big_bird(n, **fields):
 
 
 def nystromformer(n, **fields):
-    """Return a Nystromformer with 64 landmarks, which is made for one length, a multiple of 64."""
+    """Return a Nystromformer with 64 landmarks, which supports one length, a multiple of 64."""
     return encoder("nystromformer", n, segment_means_seq_len=n, **fields)
 
 

@@ -123,7 +123,7 @@ def _join(lines):
 
 
 def plot(case, rows, path):
-    """Draw time and memory over the length; where nothing was measured there is no plot."""
+    """Draw time and memory over the length; no plot if all rows have errors."""
     rows = [row for row in rows if "error" not in row]
     if not rows:
         return

@@ -201,10 +201,10 @@ def load_data(
     data: DataArguments, model: CheckpointArguments, training: TrainingArguments
 ) -> tuple[dict[str, Dataset | Redrawn], Wav2Vec2FeatureExtractor, PreTrainedConfig]:
     """Return the encoded splits, the extractor, and the configuration of the model."""
-    clips, alone = load_clips(data, training), training.world_size == 1
+    clips, in_memory = load_clips(data, training), training.world_size == 1
     extractor = make_extractor(data, model, clips)
     rate, labels = extractor.sampling_rate, class_names(clips.get("train"), data.label_column, model.model_name_or_path)
-    splits = {name: encode_split(split, name, data, extractor, labels, alone) for name, split in clips.items()}
+    splits = {name: encode_split(split, name, data, extractor, labels, in_memory) for name, split in clips.items()}
     longest = max(len(clip) for split in splits.values() for clip in split["input_values"])
     if "train" in splits:
         longest = math.ceil(longest / (1 - data.random_speed)) + round(data.random_shift * rate)

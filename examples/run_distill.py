@@ -239,24 +239,24 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     begin_run(__file__, argv, data, model, training, run)
     run.model = f"{model.student} from {model.teacher}"
     aligning = None if run.checkpoint else find_checkpoint(first)
-    begun = run.checkpoint or aligning
+    checkpoint = run.checkpoint or aligning
 
     teacher, tokenizer = make_teacher(model, data.block_size)
     with training.main_process_first(desc="reading the data"):
         splits, collate = load_data(data, training, run, teacher, tokenizer)
     task = Task(data, model, run, teacher, tokenizer, splits, collate)
 
-    record = Record(training, resumed=bool(begun))
-    student = make_student(teacher, model, data.block_size, begun)
-    begins = model.is_new and not begun
-    copying = copy_student(teacher, student, model) if begins else None
+    record = Record(training, resumed=bool(checkpoint))
+    student = make_student(teacher, model, data.block_size, checkpoint)
+    is_initialized = model.is_new and not checkpoint
+    copying = copy_student(teacher, student, model) if is_initialized else None
     move_teacher(teacher, model, training)
     task.judge = Judge(teacher, splits.get("validation"), collate, training, reads_all(teacher, data.block_size))
     record.teacher = task.judge.teacher_scores
     if copying:
         record.say(copying.text)
         record.add_row("copy", copying, task.judge.score_student(student.to(training.device)))
-    if begins and calibrates(teacher, student, model):
+    if is_initialized and calibrates(teacher, student, model):
         batches = some_batches(draw_examples(task, first), collate, training, model.calibration_batches)
         calibration = calibrate_student(teacher, student, model, batches)
         record.say(calibration.text)

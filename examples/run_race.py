@@ -279,10 +279,10 @@ def load_data(
     data: DataArguments, model: ModelArguments, training: TrainingArguments
 ) -> tuple[dict[str, Dataset], PreTrainedTokenizerBase]:
     """Return the encoded splits and the tokenizer."""
-    task, alone = TASKS[data.task], training.world_size == 1
+    task, in_memory = TASKS[data.task], training.world_size == 1
     splits = {name: load_split(name, task, data, limit) for name, limit in choose_splits(training, data).items()}
     tokenizer = make_tokenizer(model, all_texts(splits.get("train"), task), data.max_seq_length)
-    return {name: encode_split(split, name, tokenizer, data, alone) for name, split in splits.items()}, tokenizer
+    return {name: encode_split(split, name, tokenizer, data, in_memory) for name, split in splits.items()}, tokenizer
 
 
 def predict(trainer: Trainer, split: Dataset, task: Task) -> dict[str, Any]:
