@@ -182,7 +182,7 @@ def parse(argv: list[str] | None) -> tuple[DataArguments, ModelArguments, Seq2Se
     check_least(data, 1, "num_beams")
     check_choice(data, "average_by", ("last", "best"))
     if data.milestones and training.lr_scheduler_type != "constant_with_warmup":
-        fail(f"--milestones requires --lr_scheduler_type constant_with_warmup, got {training.lr_scheduler_type}")
+        fail(f"--milestones requires --lr_scheduler_type constant_with_warmup, got {training.lr_scheduler_type.value}")
     if data.milestones and data.milestones != sorted(data.milestones):
         fail(f"--milestones {data.milestones} must be sorted")
     if data.warmup_init_lr and not (data.milestones and 0 < data.warmup_init_lr < training.learning_rate):

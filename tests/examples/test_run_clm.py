@@ -170,7 +170,7 @@ def test_words_with_an_adaptive_softmax(run):
         (["--block_size", "100000"], "too few for blocks of 100000"),
         (["--carry_state", "true", "--block_size", "5000"], "too few for 4 streams"),
         (["--min_block_size", "12"], "must be multiples of the chunk size 8"),
-        (["--carry_state", "true", "--min_block_size", "8"], "not with --carry_state"),
+        (["--carry_state", "true", "--min_block_size", "8"], "--min_block_size is not supported with --carry_state"),
         (["--do_predict", "true"], "no test predictions"),
         (["--dataset_name", "x"], "pass one of"),
     ],

@@ -172,7 +172,7 @@ ERRORS = {
         ["--config_overrides", f"{TINY},max_position_embeddings=8"],
         "32 tokens do not fit in the 8 positions",
     ),
-    "two towers": (["--two_towers"], "--two_towers: sentence is one column of texts"),
+    "two towers": (["--two_towers"], "--two_towers: sentence is one text column"),
     "no folder": (["--dataset_path", "nowhere"], "cannot load nowhere"),
     "no recipe": (["--recipe", "nowhere.yaml"], "recipe nowhere.yaml"),
     "no tokenizer": (["--tokenizer_name", "nowhere"], "no tokenizer in nowhere"),

@@ -25,7 +25,7 @@ VIT = "hidden_size=16,num_hidden_layers=1,intermediate_size=16,num_attention_hea
 SIDE, NAMES = 8, ["left", "right"]
 
 
-def image(label: int, draw: np.random.Generator) -> np.ndarray:
+def draw_pixels(label: int, draw: np.random.Generator) -> np.ndarray:
     """Bright on its left or on its right half."""
     pixels = draw.integers(0, 90, (SIDE, SIDE))
     pixels[:, SIDE // 2 * label :][:, : SIDE // 2] += 120
@@ -34,7 +34,7 @@ def image(label: int, draw: np.random.Generator) -> np.ndarray:
 
 def rows(size: int, seed: int) -> list[dict]:
     draw = np.random.default_rng(seed)
-    return [{"image": image(index % 2, draw).tobytes(), "label": NAMES[index % 2]} for index in range(size)]
+    return [{"image": draw_pixels(index % 2, draw).tobytes(), "label": NAMES[index % 2]} for index in range(size)]
 
 
 @pytest.fixture
@@ -65,7 +65,7 @@ def test_mega_from_scratch(run, script, folder, tmp_path):
     assert (model.config.image_size, model.config.max_positions, model.config.num_channels) == (SIDE, 4, 1)
     processor = load_processor(output)
     classify = pipeline("image-classification", model=model, image_processor=processor)
-    bright = Image.fromarray(image(1, np.random.default_rng(3)))
+    bright = Image.fromarray(draw_pixels(1, np.random.default_rng(3)))
     pixels = processor(np.asarray(bright)[None], input_data_format="channels_first", return_tensors="pt")
     assert classify.model(**pixels).logits.argmax().item() == 1
     first = (output / "predictions.tsv").read_text().splitlines()
@@ -77,7 +77,7 @@ def test_sources_in_color(run, tmp_path, kind):
     draw, path = np.random.default_rng(0), tmp_path / "data"
     path.mkdir()
     for split, size in (("train", 8), ("validation", 4)):
-        images = [Image.fromarray(np.repeat(image(index % 2, draw)[..., None], 3, 2)) for index in range(size)]
+        images = [Image.fromarray(np.repeat(draw_pixels(index % 2, draw)[..., None], 3, 2)) for index in range(size)]
         labels = [NAMES[index % 2] for index in range(size)]
         if kind in ("files", "class folders"):
             for index, (image, label) in enumerate(zip(images, labels, strict=True)):
@@ -157,7 +157,7 @@ def test_resume_gives_the_same_weights(run, folder, tmp_path):
         (["--random_erasing", 0.2], "--random_erasing 0.2 is a part of timm's transform"),
         (["--ema_decay", 1.0], r"--ema_decay 1.0 must be in \[0, 1\)"),
         (["--ema_decay", 0.9, "--eval_strategy", "epoch", "--save_strategy", "epoch", "--load_best_model_at_end"],
-         "leave --load_best_model_at_end out"),
+         "remove --load_best_model_at_end"),
         (["--image_mean", 0.5, 0.5], "must have 1 numbers, got 2 and 1"),
         (["--image_column", "photo"], "no column photo, only image, label"),
         (["--auto_augment", "none", "--horizontal_flip"], "--auto_augment crops and flips"),
@@ -196,7 +196,7 @@ def test_a_damaged_file(run, tmp_path):
     for index in range(4):
         target = tmp_path / "data" / "train" / NAMES[index % 2] / f"{index}.png"
         target.parent.mkdir(parents=True, exist_ok=True)
-        Image.fromarray(image(index % 2, np.random.default_rng(index))).save(target)
+        Image.fromarray(draw_pixels(index % 2, np.random.default_rng(index))).save(target)
     target.write_bytes(target.read_bytes()[:60])
     with pytest.raises(SystemExit, match="cannot be read"):
         run(*options(tmp_path / "data", tmp_path / "out", "--max_steps", 2))

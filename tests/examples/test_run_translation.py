@@ -243,7 +243,7 @@ def test_apollo_without_its_package(run, monkeypatch):
         (["--max_target_length", 1], "--max_target_length 1 must be at least 2"),
         (["--max_source_length", 2], "all training pairs are too long"),
         (["--num_beams", 0], "--num_beams 0 must be at least 1"),
-        (["--milestones", 5], "but constant_with_warmup"),
+        (["--milestones", 5], "--milestones requires --lr_scheduler_type constant_with_warmup, got linear"),
         (["--lr_scheduler_type", "constant_with_warmup", "--milestones", 5, 2], "must be sorted"),
         (["--average_by", "worst"], "must be one of last, best"),
         (["--average_checkpoints", 3, "--save_total_limit", 2], "is above --save_total_limit"),
