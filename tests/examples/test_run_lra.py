@@ -262,7 +262,8 @@ BAD = {
     "no folder": (["--dataset_path", "nowhere"], "cannot load nowhere"),
     "positions": (["--config_overrides", "max_positions=8,use_chunking=false,relative_positional_bias=simple"],
                   "inputs of 32 tokens do not fit in the 8 positions"),
-    "paper": (["--model_type", "transformer", "--paper_model", "true", "--config_overrides", ""], "--paper_model is not available for transformer"),
+    "paper": (["--model_type", "transformer", "--paper_model", "true", "--config_overrides", ""],
+              "--paper_model is not available"),
 }  # fmt: skip
 
 
