@@ -55,6 +55,11 @@ def main(argv: list[str] | None = None) -> int:
     if arguments.time_limit is not None and arguments.device == "cuda":
         parser.error("--time-limit is only supported on a CPU, where each row has a separate process; remove it")
     cases = [CASES[name] for name in arguments.cases or CASES]
+    if arguments.variants and not arguments.turns:
+        parser.error("--variants requires --turns")
+    for case in cases if arguments.variants else ():
+        if unknown := set(arguments.variants) - case.variants.keys():
+            parser.error(f"{case.name} has no variant {', '.join(unknown)}; it has {', '.join(case.variants)}")
     if arguments.turns:
         return _print_turns(cases, arguments)
     rows = _rows(cases, arguments)

@@ -134,6 +134,22 @@ def test_relative_speed_and_memory(runner):
     assert "| transformer_eager | 3.2 | 1.00x | more than 90 s |" in sdpa
 
 
+def test_turns(runner, capsys):
+    assert runner.main(["timestep_norm", "--quick", "--turns", "1", "--variants", "layer_norm", "luna_mega"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[1] == "| timestep_norm | pass (ms) | layer_norm | luna_mega |"
+    for line, name in zip(lines[3:], ("forward", "both"), strict=True):
+        size, kind, baseline, ours = line.strip("| ").split(" | ")
+        assert size == "b = 1 n = 1,024" and kind == name and baseline.endswith("(1.00)") and "(" in ours
+    for options, message in (
+        (["--variants", "luna_mega"], "requires --turns"),
+        (["--turns", "1", "--variants", "x"], "no variant x"),
+    ):
+        with pytest.raises(SystemExit):
+            runner.main(["timestep_norm", *options])
+        assert message in capsys.readouterr().err
+
+
 @pytest.mark.slow
 def test_every_parity_holds(runner):
     from measure import agree
