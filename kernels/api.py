@@ -17,6 +17,7 @@ from luna_mega.kernels.moving_average.coefficients import complex_ema_coefficien
 from luna_mega.kernels.moving_average.complex_ema import complex_ema, complex_ema_step
 from luna_mega.kernels.moving_average.damped_ema import damped_ema, damped_ema_step
 from luna_mega.kernels.moving_average.truncated import TruncatedEmaState
+from luna_mega.kernels.segment_pack import op as _segment_pack
 from luna_mega.kernels.segment_pack.op import assign_rows, segment_pack
 from luna_mega.kernels.timestep_norm import op as _timestep_norm
 from luna_mega.kernels.timestep_norm.op import timestep_norm, timestep_norm_step
@@ -64,6 +65,7 @@ _OPS = {
         _timestep_norm.STEP,
         _gated_attention.ATTEND,
         _gated_attention.STEP,
+        _segment_pack.PACK,
     )
 }
 

@@ -1,5 +1,7 @@
 """Position-aware pack: `assign_rows` assigns the tokens of a sequence to rows, and `segment_pack` packs each row."""
 
+from typing import Any
+
 import torch
 
 from luna_mega.kernels import varlen
@@ -7,13 +9,25 @@ from luna_mega.kernels._op import Op
 from luna_mega.kernels.checks import check_mask, count_sequences
 from luna_mega.kernels.segment_pack import reference, torch_backend
 
+
+def _triton(*arguments: Any, **options: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    # Imported lazily because Triton decides at import time whether kernels are interpreted.
+    from luna_mega.kernels.segment_pack import triton_ops
+
+    return triton_ops.segment_pack(*arguments, **options)
+
+
+def _unsupported(states: torch.Tensor, **_: Any) -> str | None:
+    return "states are float64" if states.dtype == torch.float64 else None
+
+
 PACK = Op(
     "segment_pack",
-    {"reference": reference.segment_pack, "torch": torch_backend.segment_pack},
-    lambda **_: "the op has no Triton kernel",
+    {"reference": reference.segment_pack, "torch": torch_backend.segment_pack, "triton": _triton},
+    _unsupported,
     tokens=("states", "score", "row"),
     tokens_out=False,
-    native=("torch",),
+    native=("torch", "triton"),
 )
 
 
@@ -79,8 +93,8 @@ def segment_pack(
         row: `[B, T]` int64 from 0 to L - 1, as returned by `assign_rows`: it must not decrease along a sequence.
         mask: `[B, T]` bool, True = keep; None = all.
         rows: L, the number of rows.
-        backend: one of `"auto"`, `"reference"`, `"torch"`; None = the setting of `luna_mega.kernels.api.use_backend` or
-            `LUNA_MEGA_BACKEND`.
+        backend: one of `"auto"`, `"reference"`, `"torch"`, `"triton"`; None = the setting of
+            `luna_mega.kernels.api.use_backend` or `LUNA_MEGA_BACKEND`. Triton does not support float64.
         cu_seqlens: `[S + 1]` int32 or int64, for S varlen sequences: `states` is `[1, total, D]`, and `score`, `row`
             and `mask` are `[1, total]`. The results have S batch rows.
         max_seqlen: length of the longest sequence; None = computed from `cu_seqlens`, which synchronizes the device.

@@ -52,16 +52,20 @@ def segment_pack(
     max_seqlen: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return `reference.segment_pack`; with `cu_seqlens` the tokens are `[1, total]`, and `row` counts per sequence."""
-    if cu_seqlens is None:
-        sequence = torch.arange(row.shape[0], device=row.device)[:, None]
-        batch = row.shape[0]
-    else:
-        sequence, batch = locate(cu_seqlens, row.shape[1])[0], cu_seqlens.shape[0] - 1
-    index = (row + rows * sequence).flatten()
+    index, batch = row_index(row, rows, cu_seqlens)
     dropped = None if mask is None else ~mask.flatten()
     flat = states.flatten(0, 1), score.flatten().to(upcast_dtype(states))
     packed, entropy, total = _SegmentPack.apply(*flat, index, dropped, batch * rows)
     return packed.to(states.dtype).unflatten(0, (batch, rows)), entropy.view(batch, rows), total.view(batch, rows) != 0
+
+
+def row_index(row: torch.Tensor, rows: int, cu_seqlens: torch.Tensor | None) -> tuple[torch.Tensor, int]:
+    """Return the row of every token among the rows of all sequences, flat, and the number of sequences."""
+    if cu_seqlens is None:
+        sequence, batch = torch.arange(row.shape[0], device=row.device)[:, None], row.shape[0]
+    else:
+        sequence, batch = locate(cu_seqlens, row.shape[1])[0], cu_seqlens.shape[0] - 1
+    return (row + rows * sequence).flatten(), batch
 
 
 def _sums(x: torch.Tensor, index: torch.Tensor, rows: int) -> torch.Tensor:

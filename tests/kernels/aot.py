@@ -28,7 +28,10 @@ from triton.compiler import ASTSource
 from luna_mega.kernels.common import triton_launch
 
 HERE = Path(__file__).resolve().parent
-OPS = ("luna_attention", "luna_causal_attention", "damped_ema", "complex_ema", "timestep_norm", "gated_attention")
+OPS = (
+    "luna_attention", "luna_causal_attention", "damped_ema", "complex_ema", "timestep_norm", "gated_attention",
+    "segment_pack",
+)  # fmt: skip
 TARGETS = {
     80: triton_launch.Target((8, 0), 108, 163 * 1024),
     89: triton_launch.Target((8, 9), 128, 99 * 1024),

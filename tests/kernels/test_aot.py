@@ -16,7 +16,10 @@ HERE = Path(__file__).resolve().parent
 MOST = ("registers", "stack", "spills", "shared")
 
 
-OPS = ("complex_ema", "damped_ema", "gated_attention", "luna_attention", "luna_causal_attention", "timestep_norm")
+OPS = (
+    "complex_ema", "damped_ema", "gated_attention", "luna_attention", "luna_causal_attention", "segment_pack",
+    "timestep_norm",
+)  # fmt: skip
 
 
 @pytest.mark.slow

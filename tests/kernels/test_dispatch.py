@@ -37,6 +37,9 @@ CALLS = {
     "timestep_norm_step": lambda **options: api.timestep_norm_step(normal(8), None, 2, **options)[0],
     "gated_attention": lambda **options: api.gated_attention(*[normal(4, 16)] * 3, **options),
     "gated_attention_step": lambda **options: api.gated_attention_step(normal(16), *[normal(4, 16)] * 2, **options),
+    "segment_pack": lambda **options: api.segment_pack(
+        normal(4, 8), normal(4), torch.zeros(1, 4, dtype=torch.long), None, 2, **options
+    )[0],
 }
 
 
@@ -67,9 +70,9 @@ def decide(op, argument=None, device=CUDA, unsupported=None):
     return api._OPS[op].decide(argument, device, unsupported)
 
 
-FUNCTIONS = {name for name in api.__all__ if name.startswith(("luna", "damp", "gat", "complex", "timestep"))} - {
-    "complex_ema_coefficients"
-}
+FUNCTIONS = {
+    name for name in api.__all__ if name.startswith(("luna", "damp", "gat", "complex", "timestep", "segment"))
+} - {"complex_ema_coefficients"}
 
 
 def test_every_public_op_is_registered():
