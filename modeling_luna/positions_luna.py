@@ -30,7 +30,7 @@ def number_positions(config: PreTrainedConfig, inputs: Inputs) -> torch.Tensor:
         positions = positions if layout.mask is None else positions.masked_fill(~layout.mask, 0)
     else:
         positions = layout.positions(given)
-        if inputs.seen():
+        if inputs.cache is not None and inputs.seen():
             positions = positions + inputs.cache.layers[0].tensors["count"][:, None]
     limited = learned and extension is None
     # With a cache the length includes padding, which has no positions.

@@ -175,6 +175,8 @@ def _padding(target: Target) -> tuple[int, ...]:
 
 LIMITS = (
     limited("contextual_projection", (True,)),
+    limited("pack_method", ("attention",)),
+    limited("position_extension", (None,)),
     limited("pad_token_id", _padding),
     limited("first_position", (None,)),
 )

@@ -61,11 +61,13 @@ def assign_rows(
         ValueError: if shapes do not match or `rows` is not positive.
     """
     _check_tokens("assign_rows", score, mask, rows)
-    _, max_seqlen = count_sequences("assign_rows", score[..., None], cu_seqlens, max_seqlen, "1")
     if cu_seqlens is None:
         mask = torch.ones_like(score, dtype=torch.bool) if mask is None else mask
         return torch_backend.assign_rows(score, mask, rows)
     total = score.shape[1]
+    if score.shape[0] != 1:
+        raise ValueError(f"assign_rows needs score [1, total] with cu_seqlens, got {list(score.shape)}")
+    max_seqlen = varlen.check_cu_seqlens("assign_rows", cu_seqlens, max_seqlen, total)
     kept = varlen.keep(cu_seqlens, max_seqlen) if mask is None else varlen.pad(mask, cu_seqlens, max_seqlen)
     row = torch_backend.assign_rows(varlen.pad(score, cu_seqlens, max_seqlen), kept, rows)
     return varlen.unpad(row, cu_seqlens, total)

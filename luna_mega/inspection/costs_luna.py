@@ -11,6 +11,7 @@ FIELDS = (
     "intermediate_size",
     "num_attention_heads",
     "projection_length",
+    "pack_method",
     "tie_key_value",
     "share_layers",
     "input_type",
@@ -22,18 +23,23 @@ FORMULAS = {
     "FLOPs/token": "2 for each multiply-add; d width, f intermediate size, L = min(l, n) rows of P, r = L / n. Per "
     "layer: projections (6 + 4r) d^2, untied (8 + 6r) d^2; attention 8 L d; feed-forward 4 d f. In a decoder: "
     "projections (8 + 2r) d^2, untied (10 + 2r) d^2; causal attention 10 L d, counted as the recurrence, whichever way "
-    "it is computed; cross-attention as an encoder's projections and attention. Head: 2 for each weight, for every "
-    "token (language models, tokens, spans) or once a sequence. Norms, softmax and activations are not counted. A "
-    "training step takes about three times the FLOPs. Source and target of an encoder-decoder have n positions each.",
+    "it is computed; cross-attention as an encoder's projections and attention. With pack_method='importance' and h "
+    "heads: projections (4 + 2r) d^2, untied (4 + 4r) d^2; pack 4d; attention 4 L (d + h). Head: 2 for each weight, "
+    "for every token (language models, tokens, spans) or once a sequence. Norms, softmax and activations are not "
+    "counted. A training step takes about three times the FLOPs. Source and target of an encoder-decoder have n "
+    "positions each.",
     "inference": "n max(4d + 2f, 6d) + 5 L d numbers, of a decoder of N layers n max(4d + 2f, 7d) + (N + 3) L d; "
-    "untied keys and values add d to 6d or 7d, pre-norm adds n d; with a masked-LM head at "
+    "untied keys and values add d to 6d or 7d, pre-norm adds n d; with pack_method='importance' n max(4d + 2f, 7d) "
+    "+ 3 L d; with a masked-LM head at "
     "least n (V + 2d), with a causal one n (V + d). A decoder with an encoder adds the n d of its output. Causal "
     "attention works in blocks of some MB, which are not counted.",
     "training": "In each layer n ((7 + 2m + u) d + (2 + a) f + h + 4) + L ((5 + m + u) d + h + 2) numbers, in the "
     "embeddings (n + L) ((1 + m) d + 2), behind the last layer of pre-norm (n + L) (d + 2), in a masked-LM head "
     "n (4d + 2 + 2V); m, a = 1 with dropout and activation dropout, u = 1 with untied keys and values. In a decoder, "
     "which embeds no P, each layer has n ((8 + 2m + u) d + (2 + a) f + 6), with P of its own L ((3 + m) d + 2), with "
-    "cross-attention n ((5 + m + u) d + h + 2) + L ((6 + m + u) d + h + 2) and once n d; its head n (d + 2V). Fused "
+    "cross-attention n ((5 + m + u) d + h + 2) + L ((6 + m + u) d + h + 2) and once n d; its head n (d + 2V). With "
+    "pack_method='importance', which embeds no P, each layer has n ((7 + 2m) d + (2 + a) f + 3h + 8) + "
+    "L ((2 + u) d + (1 + u) h + 3). Fused "
     "kernels do not store attention weights; attention dropout on a CPU adds about 7 h n L a layer. Dropout masks are "
     "counted as numbers; on a GPU they are bytes.",
     "cache": "of a decoder that generates: in each layer 3 L d, whatever n is; with cross-attention L d more, untied "
@@ -55,6 +61,9 @@ def flops_per_token(config: LunaConfig, length: int) -> dict[str, float]:
     projections = (6 + 4 * ratio if tied else 8 + 6 * ratio) * width**2
     attention = 8 * rows * width
     counts = {"projections": projections, "attention": attention}
+    if config.pack_method == "importance":
+        counts = {"projections": (4 + (2 if tied else 4) * ratio) * width**2, "pack": 4 * width}
+        counts["attention"] = 4 * rows * (width + config.num_attention_heads)
     if config.is_decoder:
         counts = {"projections": ((8 if tied else 10) + 2 * ratio) * width**2, "attention": 10 * rows * width}
     if config.add_cross_attention:
@@ -81,6 +90,8 @@ def inference_activations(config: LunaConfig, length: int) -> int:
     attention = 6 + config.is_decoder + (not config.tie_key_value)
     of_token = max(4 * width + 2 * ffn, attention * width) + config.pre_norm * width
     of_row = (config.num_hidden_layers + 3 if config.is_decoder else 5) * width
+    if config.pack_method == "importance":
+        of_token, of_row = max(4 * width + 2 * ffn, 7 * width) + config.pre_norm * width, 3 * width
     return length * of_token + _rows(config, length) * of_row
 
 
@@ -92,6 +103,10 @@ def training_activations(config: LunaConfig, length: int) -> int:
     of_token = (7 + 2 * masks + untied) * width + of_ffn + heads + 4
     of_row = (5 + masks + untied) * width + heads + 2
     embedded, once = length + rows, 0
+    if config.pack_method == "importance":
+        embedded = length
+        of_token = (7 + 2 * masks) * width + of_ffn + 3 * heads + 8
+        of_row = (2 + untied) * width + (1 + untied) * heads + 3
     if config.is_decoder:
         embedded, of_token = length, (8 + 2 * masks + untied) * width + of_ffn + 6
         if config.add_cross_attention:

@@ -21,7 +21,6 @@ def device(triton_device, monkeypatch):
     return triton_device
 
 
-@pytest.mark.covering(2)
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize("masking", MASKS)
 @pytest.mark.parametrize("length, rows, width", [(1, 1, 1), (3, 5, 16), (17, 3, 7), (40, 8, 33)])
