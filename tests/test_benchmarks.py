@@ -162,8 +162,8 @@ def test_every_parity_holds(runner):
 def test_unsupported_variant_is_reported(runner, monkeypatch):
     from measure import measure
 
-    def refuse(*_, **__):
+    def fail(*_, **__):
         raise torch.OutOfMemoryError("CUDA out of memory.\nTried to allocate")
 
-    monkeypatch.setitem(runner.CASES["damped_ema"].variants, "original", refuse)
+    monkeypatch.setitem(runner.CASES["damped_ema"].variants, "original", fail)
     assert measure("damped_ema", "original", {"n": 8}, "cpu", "float32", 0) == {"error": "CUDA out of memory."}

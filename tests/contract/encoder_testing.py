@@ -146,10 +146,10 @@ class PipelineTests:
         config = self.model_tester_class(self, vocab_size=len(self.tokenizer), **fields).get_config()
         model = self.model_classes[name](config).eval()
         pipe = pipeline(task, model=model, tokenizer=self.tokenizer, device=torch_device)
-        alone = [pipe(text, **dict(call)) for text in self.texts]
+        separate = [pipe(text, **dict(call)) for text in self.texts]
         batched = pipe((text for text in self.texts), batch_size=2, **dict(call))
-        self.assert_alike(alone, [unpad(output, text) for output, text in zip(batched, self.texts, strict=True)])
-        return alone
+        self.assert_alike(separate, [unpad(output, text) for output, text in zip(batched, self.texts, strict=True)])
+        return separate
 
     def assert_alike(self, first, second):
         """The same lists and dictionaries, with numbers that agree to 4 places."""

@@ -218,8 +218,8 @@ def test_states_are_those_that_transformers_records(name):
     observed, kept = teacher.show(batch), batch["attention_mask"].bool()
     expected = teacher.model(**teacher.inputs(batch), output_hidden_states=True).hidden_states
     assert len(observed.states) == 4 and len(observed.attended) == 3
-    for got, want in zip(observed.states[:3], expected[:3], strict=True):
-        assert torch.equal(got[kept], want[kept]) and not got[~kept].any()
+    for got, reference in zip(observed.states[:3], expected[:3], strict=True):
+        assert torch.equal(got[kept], reference[kept]) and not got[~kept].any()
     last = teacher.module("last_norm")
     assert torch.equal((observed.states[3] if last is None else last(observed.states[3]))[kept], expected[3][kept])
     # The hooks that are left are those of transformers' own recording.

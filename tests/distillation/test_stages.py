@@ -83,10 +83,10 @@ def test_with_a_row_for_every_position_the_student_is_its_teacher(name, head):
     mask = inputs["attention_mask"].bool()
     states = student(**inputs, output_hidden_states=True)
     theirs = teacher.model(**inputs, output_hidden_states=True)
-    for got, want in zip(states.hidden_states, theirs.hidden_states, strict=True):
-        torch.testing.assert_close(got[mask], want[mask], rtol=0, atol=1e-5)
-    got, want = (x.logits if head else x.logits[mask] for x in (states, theirs))
-    torch.testing.assert_close(got, want, rtol=0, atol=1e-4)
+    for got, reference in zip(states.hidden_states, theirs.hidden_states, strict=True):
+        torch.testing.assert_close(got[mask], reference[mask], rtol=0, atol=1e-5)
+    got, reference = (x.logits if head else x.logits[mask] for x in (states, theirs))
+    torch.testing.assert_close(got, reference, rtol=0, atol=1e-4)
     assert align(teacher, student, batch).max() < 1e-8
 
 
@@ -233,9 +233,9 @@ def test_padding_side_does_not_affect_losses(name, kind):
         for key, tensor in right.items()
     }
     torch.testing.assert_close(align(teacher, student, left), align(teacher, student, right), rtol=1e-5, atol=1e-6)
-    got, want = (distill(teacher, student, batch) for batch in (left, right))
-    torch.testing.assert_close(got.loss, want.loss, rtol=1e-5, atol=1e-6)
-    torch.testing.assert_close(got.teacher, want.teacher, rtol=1e-5, atol=1e-6)
+    got, reference = (distill(teacher, student, batch) for batch in (left, right))
+    torch.testing.assert_close(got.loss, reference.loss, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(got.teacher, reference.teacher, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("kind", ["luna", "mega"])
@@ -278,8 +278,8 @@ def test_a_teacher_reads_longer_inputs_in_windows(name):
     for start in (0, 10, 20):
         part = {key: tensor[:, start : start + 10] for key, tensor in batch.items()}
         kept = part["attention_mask"].bool()
-        for got, want in zip(observed.states, teacher.show(part).states, strict=True):
-            torch.testing.assert_close(got[:, start : start + 10][kept], want[kept])
+        for got, reference in zip(observed.states, teacher.show(part).states, strict=True):
+            torch.testing.assert_close(got[:, start : start + 10][kept], reference[kept])
         for row in range(3):
             if part["labels"][row].max() >= 0:
                 one = {key: tensor[row : row + 1] for key, tensor in part.items()}
@@ -313,20 +313,20 @@ def test_a_run_that_is_resumed_equals_one_that_was_not(kind, tmp_path):
         Distiller(student, arguments, train_dataset=rows).train(resume_from_checkpoint=resume)
         return student.state_dict()
 
-    whole, _ = train(tmp_path / "whole", 4), train(tmp_path / "parts", 2)
+    complete, _ = train(tmp_path / "complete", 4), train(tmp_path / "parts", 2)
     resumed = train(tmp_path / "parts", 4, str(tmp_path / "parts" / "checkpoint-2"))
-    assert all(torch.equal(resumed[key], tensor) for key, tensor in whole.items())
+    assert all(torch.equal(resumed[key], tensor) for key, tensor in complete.items())
 
 
 def test_calibration_with_padding_is_calibration_without():
     teacher = make_teacher("bert")
     padded, cut = make_student(teacher, "luna"), make_student(teacher, "luna")
     batch = {key: tensor[:2] for key, tensor in make_batch(teacher).items()}
-    alone = [
+    separate = [
         {"input_ids": row[kept.bool()][None]}
         for row, kept in zip(batch["input_ids"], batch["attention_mask"], strict=True)
     ]
-    for student, batches in ((padded, [batch]), (cut, alone)):
+    for student, batches in ((padded, [batch]), (cut, separate)):
         copy_weights(teacher, student)
         calibrate(teacher, student, batches)
     torch.testing.assert_close(padded.state_dict(), cut.state_dict(), rtol=1e-3, atol=1e-4)
@@ -377,10 +377,10 @@ def test_fewer_layers_are_aligned_with_those_that_they_stand_for():
     assert torch.equal(losses[2][0], losses[3][0]) and losses[2][1] != losses[3][1]
 
 
-def expected_losses(got, want, targets, temperature):
+def expected_losses(got, reference, targets, temperature):
     """Return cross-entropy and squared temperature times KL, as the formulas say it."""
     own = -got.log_softmax(-1)[torch.arange(len(got)), targets].mean()
-    theirs = (want / temperature).softmax(-1)
+    theirs = (reference / temperature).softmax(-1)
     difference = theirs.log() - (got / temperature).log_softmax(-1)
     return own, temperature**2 * (theirs * difference).sum(-1).mean()
 
@@ -392,11 +392,11 @@ def test_loss_matches_the_formula(name, kind, monkeypatch):
     teacher = Teacher(make_model(name).double())
     student, batch = make_student(teacher, kind).double(), make_batch(teacher)
     inputs = {key: batch[key] for key in ("input_ids", "attention_mask")}
-    got, want, labels = student(**inputs).logits, teacher.model(**inputs).logits, batch["labels"]
+    got, reference, labels = student(**inputs).logits, teacher.model(**inputs).logits, batch["labels"]
     if teacher.family.is_decoder:
-        got, want, labels = got[:, :-1], want[:, :-1], labels[:, 1:]
+        got, reference, labels = got[:, :-1], reference[:, :-1], labels[:, 1:]
     places = labels != -100
-    own, theirs = expected_losses(got[places], want[places], labels[places], 2.0)
+    own, theirs = expected_losses(got[places], reference[places], labels[places], 2.0)
     loss = distill(teacher, student, batch, share=0.3, temperature=2.0)
     torch.testing.assert_close(loss.labels, own.detach())
     torch.testing.assert_close(loss.teacher, theirs.detach())
@@ -419,16 +419,16 @@ def test_the_loss_of_a_classifier(problem):
     teacher = Teacher(make_model("bert", "ForSequenceClassification", num_labels=3, problem_type=problem).double())
     student, batch = make_student(teacher, "luna").double(), make_batch(teacher)
     inputs = {key: batch[key] for key in ("input_ids", "attention_mask")}
-    got, want, labels = student(**inputs).logits, teacher.model(**inputs).logits, batch["labels"]
+    got, reference, labels = student(**inputs).logits, teacher.model(**inputs).logits, batch["labels"]
     if problem.startswith("single"):
-        own, theirs = expected_losses(got, want, labels, 2.0)
+        own, theirs = expected_losses(got, reference, labels, 2.0)
     else:
         batch["labels"] = labels = torch.rand(3, 3, dtype=torch.float64)
         if problem == "regression":
-            own, theirs = functional.mse_loss(got, labels), functional.mse_loss(got, want)
+            own, theirs = functional.mse_loss(got, labels), functional.mse_loss(got, reference)
         else:
             own = functional.binary_cross_entropy_with_logits(got, labels)
-            theirs = 4 * functional.binary_cross_entropy_with_logits(got / 2, (want / 2).sigmoid())
+            theirs = 4 * functional.binary_cross_entropy_with_logits(got / 2, (reference / 2).sigmoid())
     loss = distill(teacher, student, batch, share=0.25, temperature=2.0)
     torch.testing.assert_close(loss.loss, 0.75 * own + 0.25 * theirs)
 

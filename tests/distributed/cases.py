@@ -102,13 +102,13 @@ def batch(name: str, step: int) -> dict[str, torch.Tensor]:
     return inputs
 
 
-def own_rows(whole: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def own_rows(complete: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Return this process's rows of a batch, cut to the longest source or target among them.
 
     Those of answers are not cut: their loss is over all positions, padding as well, as everywhere in transformers.
     """
     rows = slice(dist.get_rank() * ROWS // dist.get_world_size(), (dist.get_rank() + 1) * ROWS // dist.get_world_size())
-    own = {name: value[rows] for name, value in whole.items()}
+    own = {name: value[rows] for name, value in complete.items()}
     kept = [value for name, value in own.items() if "attention_mask" in name]
     kept += [value != -100 for name, value in own.items() if name == "labels" and value.dim() == 2]
     longest = WIDTH if "start_positions" in own else max(int(value.sum(dim=-1).max()) for value in kept)
@@ -116,13 +116,13 @@ def own_rows(whole: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {name: value.contiguous() for name, value in own.items()}  # required by the losses of transformers
 
 
-def loss_of(model: nn.Module, inputs: dict[str, torch.Tensor], whole: dict[str, torch.Tensor]) -> torch.Tensor:
-    """Return the loss of the rows `inputs` of a batch `whole`; DDP and FSDP average it over processes.
+def loss_of(model: nn.Module, inputs: dict[str, torch.Tensor], complete: dict[str, torch.Tensor]) -> torch.Tensor:
+    """Return the loss of the rows `inputs` of a batch `complete`; DDP and FSDP average it over processes.
 
     The loss of a text is a mean over labels, whose number differs between processes. Each process divides by the number
     of labels of all processes, times the divisor of DDP. Other losses are means over rows, whose number is equal.
     """
-    labels = whole.get("labels")
+    labels = complete.get("labels")
     if labels is not None and labels.dim() == 2:
         counted = labels[:, 1:] if unwrap(model).config.is_decoder else labels
         processes = ROWS // len(inputs["labels"])
@@ -138,7 +138,7 @@ def unwrap(model: nn.Module) -> PreTrainedModel:
     return model.module if isinstance(model, DistributedDataParallel) else model
 
 
-def whole_tensor(tensor: torch.Tensor) -> torch.Tensor:
+def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
@@ -147,7 +147,7 @@ def ddp(model: PreTrainedModel) -> nn.Module:
 
 
 def fsdp_of_accelerate(model: PreTrainedModel) -> nn.Module:
-    """Return the model with FSDP2 as accelerate wraps it on accelerators; on CPUs itself would run DDP."""
+    """Return the model with FSDP2 as accelerate wraps it on accelerators; on CPUs, accelerate uses DDP."""
     plugin = FullyShardedDataParallelPlugin(
         fsdp_version=2, auto_wrap_policy="transformer_based_wrap", cpu_ram_efficient_loading=False
     )
@@ -177,21 +177,21 @@ def is_checkpointing(model: PreTrainedModel) -> bool:
 def train(name: str, wrap: Callable | None, steps: int, checkpointing: bool = False) -> list[tuple[float, dict]]:
     """Return the loss, and the gradients by name, of every step."""
     # A process group exists, and synchronized batch norm would wait for its other processes.
-    alone = {"normalization_type": "batchnorm"} if wrap is None and "syncbatchnorm" in CASES[name][1].values() else {}
-    model = make(name, checkpointing, **alone)
+    options = {"normalization_type": "batchnorm"} if wrap is None and "syncbatchnorm" in CASES[name][1].values() else {}
+    model = make(name, checkpointing, **options)
     wrapped = model if wrap is None else wrap(model)
     optimizer = torch.optim.SGD([p for p in wrapped.parameters() if p.requires_grad], lr=0.1)
     results = []
     for step in range(steps):
-        whole = batch(name, step)
-        loss = loss_of(wrapped, whole if wrap is None else own_rows(whole), whole)
+        complete = batch(name, step)
+        loss = loss_of(wrapped, complete if wrap is None else own_rows(complete), complete)
         loss.backward()
         loss = loss.detach()
         if wrap is not None:
             dist.all_reduce(loss)
             loss = loss / dist.get_world_size()
         named = unwrap(wrapped).named_parameters()
-        gradients = {key: whole_tensor(p.grad).clone() for key, p in named if p.grad is not None}
+        gradients = {key: full_tensor(p.grad).clone() for key, p in named if p.grad is not None}
         results.append((float(loss), gradients))
         optimizer.step()
         optimizer.zero_grad()

@@ -17,7 +17,7 @@ def projected(output):
     return torch.randn(output.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
 
 
-def whole(lengths, kind, masking):
+def complete(lengths, kind, masking):
     inputs = Inputs(sum(lengths), kind, masking)
     output = inputs.call(*inputs.leaves)
     return [output.detach(), *torch.autograd.grad(output, inputs.leaves, projected(output))]
@@ -44,7 +44,7 @@ def test_shards_match_the_complete_sequence(ranks, backend, lengths):
     for case, *of_ranks in zip(CASES, *results, strict=True):
         outputs, *gradients = zip(*of_ranks, strict=True)
         actual = [torch.cat(outputs, 1), *(sum(gradient) for gradient in gradients)]
-        assert_same(actual, whole(lengths, *case))
+        assert_same(actual, complete(lengths, *case))
 
 
 def with_bfloat16():
@@ -63,7 +63,7 @@ def test_half_precision_is_rounded_once(ranks):
         torch.testing.assert_close(actual, expected, atol=0, rtol=2**-7)
 
 
-def refusals():
+def invalid_calls():
     x, parameters = torch.randn(1, 5, 2), [torch.randn(2, 3) for _ in range(4)]
     shard = ContextShard.of(dist.group.WORLD, 5, x.device)
     damped_ema(x, *parameters, truncation=10, shard=shard)
@@ -81,7 +81,7 @@ def refusals():
 
 
 def test_unsupported_arguments_raise_on_every_rank(ranks):
-    for messages in ranks(2, refusals):
+    for messages in ranks(2, invalid_calls):
         for message, part in zip(
             messages, ("below the 10 positions", "return_state", "cu_seqlens", "has length 5"), strict=True
         ):

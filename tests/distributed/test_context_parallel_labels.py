@@ -76,22 +76,22 @@ CASES = {
 }
 
 
-def refuse_labels():
+def wrong_labels():
     """The last rank has labels of a wrong shape."""
-    refused, last = {}, dist.get_rank() == dist.get_world_size() - 1
+    errors, last = {}, dist.get_rank() == dist.get_world_size() - 1
     for head, (fields, wrong, right) in CASES.items():
         model = getattr(luna_mega, f"Luna{head}")(tiny_config(**fields)).eval()
         labels = {name: torch.ones(shape, dtype=torch.long) for name, shape in (wrong if last else right).items()}
         try:
             model(torch.full((1, 5), 7), **labels, cp_group=dist.group.WORLD)
         except ValueError as error:
-            refused[head] = str(error)
-    return refused
+            errors[head] = str(error)
+    return errors
 
 
 def test_labels_rejected_by_one_rank(ranks):
     """No rank waits for the others."""
-    first, last = ranks(2, refuse_labels)
+    first, last = ranks(2, wrong_labels)
     assert first.keys() == last.keys() == CASES.keys()
     assert all("a rank has no positions, or its inputs were invalid" in text for text in first.values())
     assert all("must have the shape" in text for text in last.values())

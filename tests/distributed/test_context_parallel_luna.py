@@ -20,7 +20,7 @@ def build(head, **overrides):
     return enlarged(getattr(luna_mega, f"Luna{head}"), tiny_config(**NO_DROPOUT | overrides))
 
 
-def whole_batch(head, side):
+def complete_batch(head, side):
     if head == "ForCausalLM":
         batch = tokens(SEQUENCES, side)
         return batch | {"labels": batch["input_ids"]}
@@ -56,12 +56,12 @@ def differences(expected, actual, model, losses, lengths):
             found[name] = (part - actual[name]).abs().max().item()
     parameters = {name: x for name, x in model.named_parameters() if x.requires_grad}
     gradients = [torch.autograd.grad(loss, list(parameters.values()), allow_unused=True) for loss in losses]
-    for name, whole, shared in zip(parameters, *gradients, strict=True):
-        assert (whole is None) == (shared is None), name
-        if whole is not None:
+    for name, complete, shared in zip(parameters, *gradients, strict=True):
+        assert (complete is None) == (shared is None), name
+        if complete is not None:
             shared = shared.clone()
             dist.all_reduce(shared)
-            found[f"gradient of {name}"] = (whole - shared / dist.get_world_size()).abs().max().item()
+            found[f"gradient of {name}"] = (complete - shared / dist.get_world_size()).abs().max().item()
     return found
 
 
@@ -83,7 +83,7 @@ def compare(head, overrides, side, dtype, checkpointing):
     if checkpointing:
         model.train()
         model.gradient_checkpointing_enable()
-    batch = whole_batch(head, side)
+    batch = complete_batch(head, side)
     part, group = cut(batch, lengths), dist.group.WORLD
     expected, actual = model(**batch), model(**part, cp_group=group)
     shard = ContextShard(group, lengths)
@@ -141,7 +141,7 @@ def draw_alike():
     model = build("ForSequenceClassification", **dropout, classifier_dropout=0.3, layerdrop=0.5, num_hidden_layers=6)
     model.train().gradient_checkpointing_enable()
     torch.manual_seed(dist.get_rank())
-    part = cut(whole_batch("ForSequenceClassification", "right"), LENGTHS[dist.get_world_size()])
+    part = cut(complete_batch("ForSequenceClassification", "right"), LENGTHS[dist.get_world_size()])
     output = model(**part, cp_group=dist.group.WORLD, output_hidden_states=True)
     output.loss.backward()
     return output.loss.item(), output.logits.tolist(), output.packed_hidden_states[-1].tolist()

@@ -25,21 +25,21 @@ def part_of(shard, x):
     return x[:, shard.start : shard.start + shard.lengths[shard.rank]]
 
 
-def compare(shard, function, whole, parts, same):
+def compare(shard, function, complete, parts, same):
     """Return the maximum differences of outputs and gradients between a rank's sharded call and the complete call.
 
     Args:
         shard: shard of this rank.
         function: called with the tensors of `parts`, those of `same` and keyword arguments; returns sharded tensors
             `[B, T, ...]` and tensors that are equal on all ranks.
-        whole: keyword arguments of the complete call and of the sharded call.
+        complete: keyword arguments of the complete call and of the sharded call.
         parts: tensors that are sharded.
         same: tensors that are equal on all ranks.
     """
     leaves = [x.clone().requires_grad_() for x in (*parts, *same)]
     cut = [part_of(shard, x).clone().requires_grad_() for x in parts] + [x.clone().requires_grad_() for x in same]
-    expected, shared = function(*leaves, **whole[0])
-    mine, mine_shared = function(*cut, **whole[1])
+    expected, shared = function(*leaves, **complete[0])
+    mine, mine_shared = function(*cut, **complete[1])
     weights = [seeded(*x.shape, dtype=x.dtype) for x in (expected, shared)]
     gradients = torch.autograd.grad([expected, shared], leaves, weights)
     # The loss is the sum over the ranks. A result that all ranks have counts once.
@@ -64,8 +64,8 @@ def attend(dtype, backend, kind, masked):
         value = key if kind == "tied" else rest[0]
         return luna_attention(query, rest[-1], key, value, lambda packed: (packed, packed), backend=backend, **options)
 
-    whole = {"context_mask": mask}, {"context_mask": None if mask is None else part_of(shard, mask), "shard": shard}
-    return compare(shard, function, whole, [query, key] + ([] if kind == "tied" else [value]), [pack_query])
+    complete = {"context_mask": mask}, {"context_mask": None if mask is None else part_of(shard, mask), "shard": shard}
+    return compare(shard, function, complete, [query, key] + ([] if kind == "tied" else [value]), [pack_query])
 
 
 def attend_causally(dtype, backend, activation, masked):
@@ -80,8 +80,8 @@ def attend_causally(dtype, backend, activation, masked):
         output = luna_causal_attention(query, pack_query, pack_key, key, value, **options)
         return output, pack_query[:1] * 0.0
 
-    whole = {"mask": mask}, {"mask": None if mask is None else part_of(shard, mask), "shard": shard}
-    return compare(shard, function, whole, tokens, [pack_query])
+    complete = {"mask": mask}, {"mask": None if mask is None else part_of(shard, mask), "shard": shard}
+    return compare(shard, function, complete, tokens, [pack_query])
 
 
 @pytest.mark.parametrize("function, count, backend, dtype, tolerance, kind, masked", [

@@ -57,7 +57,7 @@ def drop_some(batch):
     return batch | masks
 
 
-def whole_batch(head, side, model):
+def complete_batch(head, side, model):
     batch = drop_some(head_inputs(head, [TOTAL] * 3)) if side == "gaps" else head_inputs(head, SEQUENCES, side)
     if head == "ForCausalLM":
         return batch | {"labels": batch["input_ids"]}
@@ -100,7 +100,7 @@ def compare(head, overrides, side, dtype, checkpointing):
     shared = copy.deepcopy(model)
     if checkpointing:
         shared.gradient_checkpointing_enable()
-    batch = whole_batch(head, side, model)
+    batch = complete_batch(head, side, model)
     part = cut(batch, lengths)
     expected, actual = model(**batch), shared(**part, cp_group=group)
     total_loss(head, expected, batch["attention_mask"]).backward()
@@ -203,7 +203,7 @@ def test_communication_does_not_grow_with_the_length(ranks, overrides, rows):
         assert ranks(2, measure, functools.partial(of_layers, overrides), length) == [3 * states] * 2
 
 
-def refusals():
+def invalid_calls():
     rank, group = dist.get_rank(), dist.group.WORLD
     ids = torch.full((2, 6), 5)
     late = torch.tensor([[1] * 6, [0] * (3 - 3 * rank) + [1] * (3 + 3 * rank)])
@@ -228,7 +228,7 @@ def refusals():
 
 
 def test_unsupported_inputs_raise_on_every_rank(ranks):
-    first, second = ranks(2, refusals)
+    first, second = ranks(2, invalid_calls)
     cut = "ends after 6 tokens of a sequence, inside an attention chunk of 4"
     assert cut in first[0] and "shard_sequence(batch, group, multiple=4)" in first[0] and first[0] == second[0]
     assert "ends after 3 tokens of a sequence, inside an attention chunk of 2" in first[1]

@@ -17,7 +17,7 @@ def projected(output):
     return torch.randn(output.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
 
 
-def whole(lengths, op, masking):
+def complete(lengths, op, masking):
     inputs = OPS[op](sum(lengths), masking=masking)
     output = inputs.call(*inputs.leaves, return_state=False, backend="reference")
     return [output.detach(), *torch.autograd.grad(output, inputs.leaves, projected(output))]
@@ -44,10 +44,10 @@ def test_shards_match_the_complete_sequence(ranks, backend, lengths):
     for case, *of_ranks in zip(CASES, *results, strict=True):
         outputs, *gradients = zip(*of_ranks, strict=True)
         actual = [torch.cat(outputs, 1), *(sum(gradient) for gradient in gradients)]
-        assert_same(actual, whole(lengths, *case), 1e-11)
+        assert_same(actual, complete(lengths, *case), 1e-11)
 
 
-def refusals():
+def invalid_calls():
     messages = []
     for op, make in OPS.items():
         inputs = make(5)
@@ -64,6 +64,6 @@ def refusals():
 
 
 def test_unsupported_arguments_raise_on_every_rank(ranks):
-    for messages in ranks(2, refusals):
+    for messages in ranks(2, invalid_calls):
         for (op, message), expected in zip(messages, 2 * ("return_state", "cu_seqlens", "has length 5"), strict=True):
             assert op in message and expected in message

@@ -9,12 +9,12 @@ import torch.distributed as dist
 from luna_mega.kernels.context_parallel import ContextShard
 from tests.distributed.test_context_parallel_mega import SEQUENCES, TOTAL, cut, distance, drop_some, measure
 from tests.modeling import luna
-from tests.modeling.megalodon_decoders import ALONE, make, tiny_config
+from tests.modeling.megalodon_decoders import DECODER_ONLY, make, tiny_config
 
 LENGTHS = {2: (8, 15), 4: (4, 8, 4, 7)}
 SHAPES = {
     "chunks": ("ForCausalLM", {}),
-    "gated, tied": ("ForCausalLM", ALONE["one head, gated, tied"] | {"chunk_size": 4}),
+    "gated, tied": ("ForCausalLM", DECODER_ONLY["one head, gated, tied"] | {"chunk_size": 4}),
     "last token": ("ForSequenceClassification", {"num_labels": 3}),
     "mean": ("ForSequenceClassification", {"num_labels": 3, "pooling": "mean", "chunk_size": 2}),
 }
@@ -41,11 +41,11 @@ def compare(name, side, checkpointing):
     if head == "ForCausalLM":
         kept = part["attention_mask"].bool()
         logits = cut({"x": expected.logits.mT}, lengths)["x"].mT[kept], actual.logits[kept]
-        whole = expected.logits[batch["attention_mask"].bool()].sin().sum()
+        complete = expected.logits[batch["attention_mask"].bool()].sin().sum()
         total = ContextShard(group, lengths).all_reduce_sum(logits[1].sin().sum())
     else:
-        whole, total = (x.sin().sum() for x in logits)
-    whole.backward()
+        complete, total = (x.sin().sum() for x in logits)
+    complete.backward()
     total.backward()
     found = {"logits": distance(*logits)}
     for (key, parameter), other in zip(model.named_parameters(), shared.parameters(), strict=True):

@@ -40,9 +40,9 @@ def layerdrop_step(name: str, wrap) -> list[bool]:
     torch.manual_seed(dist.get_rank())
     finite = []
     for step in range(2):
-        whole = cases.batch(name, step)
-        cases.loss_of(model, cases.own_rows(whole), whole).backward()
-        grads = [cases.whole_tensor(p.grad) for p in cases.unwrap(model).parameters() if p.requires_grad]
+        complete = cases.batch(name, step)
+        cases.loss_of(model, cases.own_rows(complete), complete).backward()
+        grads = [cases.full_tensor(p.grad) for p in cases.unwrap(model).parameters() if p.requires_grad]
         finite.append(all(bool(grad.isfinite().all()) for grad in grads))
         model.zero_grad()
     return finite
@@ -63,12 +63,12 @@ def test_layerdrop_leaves_no_parameter_without_a_gradient(ranks, wrap):
 def batch_norm_step() -> float:
     name = "mega: masked LM, synchronised batch norm"
     model = cases.ddp(cases.make(name, normalization_type="batchnorm"))
-    whole = cases.batch(name, 0)
+    complete = cases.batch(name, 0)
     for _ in range(2):  # the statistics of process 0 reach the others at the next step
-        cases.loss_of(model, cases.own_rows(whole), whole).backward()
+        cases.loss_of(model, cases.own_rows(complete), complete).backward()
     model.eval()
     with torch.no_grad():
-        return float(model(**whole).loss)
+        return float(model(**complete).loss)
 
 
 def test_batch_norm_is_of_each_process(ranks):
@@ -78,10 +78,10 @@ def test_batch_norm_is_of_each_process(ranks):
 
 
 def empty_rank() -> str | None:
-    whole = {name: value[:1] for name, value in cases.batch("luna: causal LM", 0).items()}
+    complete = {name: value[:1] for name, value in cases.batch("luna: causal LM", 0).items()}
     rows = slice(dist.get_rank(), dist.get_rank() + 1)
     try:
-        cases.ddp(cases.make("luna: causal LM"))(**{name: value[rows] for name, value in whole.items()})
+        cases.ddp(cases.make("luna: causal LM"))(**{name: value[rows] for name, value in complete.items()})
     except ValueError as error:
         return str(error)
 
@@ -96,8 +96,8 @@ def accelerate_small_data() -> list[float]:
     os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "0"}  # required but unused: the process group exists
     AcceleratorState._reset_state(reset_partial_state=True)
     accelerator = Accelerator(cpu=True)
-    whole = cases.batch("mega: causal LM", 0)
-    rows = [{name: value[0] for name, value in whole.items()}]
+    complete = cases.batch("mega: causal LM", 0)
+    rows = [{name: value[0] for name, value in complete.items()}]
     model = cases.make("mega: causal LM")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     model, optimizer, loader = accelerator.prepare(model, optimizer, torch.utils.data.DataLoader(rows, batch_size=1))
@@ -119,8 +119,8 @@ def die_at_second_step():
     for step in range(3):
         if step == 1 and dist.get_rank() == 1:
             os._exit(1)
-        whole = cases.batch("luna: causal LM", step)
-        cases.loss_of(model, cases.own_rows(whole), whole).backward()
+        complete = cases.batch("luna: causal LM", step)
+        cases.loss_of(model, cases.own_rows(complete), complete).backward()
 
 
 @pytest.mark.slow

@@ -31,7 +31,9 @@ def difference(name: str, kind: str, wrap, stage: str) -> float:
         backward(student.train(), rank)
     pairs = zip(cases.unwrap(wrapped).parameters(), student.parameters(), strict=True)
     return max(
-        float((cases.whole_tensor(got.grad) - want.grad / 2).abs().max()) for got, want in pairs if want.requires_grad
+        float((cases.full_tensor(got.grad) - reference.grad / 2).abs().max())
+        for got, reference in pairs
+        if reference.requires_grad
     )
 
 

@@ -33,18 +33,18 @@ def test_one_of_two_processes_is_killed(point, corpus, sharded, tmp_path):
 
 
 @pytest.fixture(scope="module")
-def whole(corpus, tmp_path_factory):
+def complete(corpus, tmp_path_factory):
     """The losses of a run of Trainer that is not killed, and the seconds from its first checkpoint to its last."""
-    output = tmp_path_factory.mktemp("whole")
+    output = tmp_path_factory.mktemp("complete")
     losses = killing.finish_trainer(corpus, output)
     times = [path.stat().st_mtime for path in output.glob("checkpoint-*/trainer_state.json")]
     return losses, (killing.STEPS - 2) / 2 * (max(times) - min(times))  # two checkpoints are kept
 
 
 @pytest.mark.parametrize("point", range(2))
-def test_a_run_of_trainer_is_killed(point, corpus, whole, tmp_path):
+def test_a_run_of_trainer_is_killed(point, corpus, complete, tmp_path):
     """One process, with dropout and in bfloat16, killed between its first checkpoint and its end: bit for bit."""
-    losses, seconds = whole
+    losses, seconds = complete
     draw, attempt = random.Random(point), 0
     while not killing.kill_trainer(corpus, tmp_path / str(attempt), draw.uniform(0, seconds)):
         attempt += 1  # it had ended already

@@ -180,15 +180,15 @@ def test_a_run_resumes_on_another_number_of_processes(ranks, tmp_path):
         arguments = [*QUIET, *options, *batch, "--output_dir", str(tmp_path / output), *more, "--save_steps", "4"]
         return ranks(processes, call, "run_mlm", [*arguments, "--num_train_epochs", "3"])[0]
 
-    whole = run(1, "whole")
-    assert whole["steps"] > 9 and (tmp_path / "whole/checkpoint-4").is_dir()
+    complete = run(1, "complete")
+    assert complete["steps"] > 9 and (tmp_path / "complete/checkpoint-4").is_dir()
     run(2, "two")
-    for start, processes in (("two", 2), ("two", 1), ("whole", 2)):
+    for start, processes in (("two", 2), ("two", 1), ("complete", 2)):
         checkpoint = tmp_path / start / "checkpoint-4"
         assert int(json.loads((checkpoint / "trainer_state.json").read_text())["epoch"]) == 1
         output = f"{start}-{processes}"
         run(processes, output, "--resume_from_checkpoint", str(checkpoint))
-        assert read_losses(tmp_path / output) == pytest.approx(read_losses(tmp_path / "whole"), rel=1e-6)
+        assert read_losses(tmp_path / output) == pytest.approx(read_losses(tmp_path / "complete"), rel=1e-6)
 
 
 @pytest.mark.slow
@@ -196,9 +196,9 @@ def test_a_sharded_run_that_is_killed_resumes_exactly(ranks, tmp_path):
     """`kill -9` of one process ends the other with an error; a half-written checkpoint is not resumed from."""
     corpus = killing.write_corpus(tmp_path / "corpus")
     options = partial(killing.options, corpus, steps=8)
-    ranks(2, call, "run_mlm_accelerate", options(tmp_path / "whole"))
-    whole = killing.read_losses(tmp_path / "whole")
-    assert len(whole) == 8 and whole[-1] < whole[0]
+    ranks(2, call, "run_mlm_accelerate", options(tmp_path / "complete"))
+    complete = killing.read_losses(tmp_path / "complete")
+    assert len(complete) == 8 and complete[-1] < complete[0]
 
     killed = tmp_path / "killed"
     killing.kill_one(killing.launch(2, options(killed)), killed, step=5, delay=0.0)
@@ -207,7 +207,7 @@ def test_a_sharded_run_that_is_killed_resumes_exactly(ranks, tmp_path):
     for processes, tolerance in ((1, 1e-6), (2, 0)):
         output = shutil.copytree(killed, tmp_path / f"resumed-{processes}")
         summary = ranks(processes, call, "run_mlm_accelerate", options(output))[0]
-        assert killing.read_losses(output) == pytest.approx(whole, abs=tolerance)
+        assert killing.read_losses(output) == pytest.approx(complete, abs=tolerance)
         assert summary["steps"] == 8 and summary["tokens_per_second"] > 0 and 0 < summary["mfu"] < 1
         names = {"checkpoint-6", "checkpoint-8", "losses.jsonl", "all_results.json", "model.safetensors", "config.json"}
         assert names <= {path.name for path in output.iterdir()} and not list(output.glob("*.tmp"))

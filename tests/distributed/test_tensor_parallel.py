@@ -103,13 +103,13 @@ def train(folder, inputs, checkpointing, plan=None):
             loss = output.loss if "loss" in output else output.last_hidden_state.square().mean()
             loss.backward()
             losses.append(loss.item())
-        for (name, split), whole in zip(pair[0].named_parameters(), pair[1].parameters(), strict=True):
-            assert (split.grad is None) == (whole.grad is None), name
-            if whole.grad is not None:
-                differences.append((full(split.grad) - whole.grad).abs().max().item())
+        for (name, split), complete in zip(pair[0].named_parameters(), pair[1].parameters(), strict=True):
+            assert (split.grad is None) == (complete.grad is None), name
+            if complete.grad is not None:
+                differences.append((full(split.grad) - complete.grad).abs().max().item())
         for optimizer in optimizers:
             optimizer.step()
-    weights = [(full(split) - whole).abs().max().item() for split, whole in zip(*map(_values, pair), strict=True)]
+    weights = [(full(split) - complete).abs().max().item() for split, complete in zip(*map(_values, pair), strict=True)]
     return max(abs(a - b) for a, b in zip(losses[::2], losses[1::2], strict=True)), max(differences), max(weights)
 
 
@@ -161,8 +161,8 @@ def train_with_dropout(folder, inputs):
     model, _ = load(folder)
     loss = model.train()(**inputs).loss
     loss.backward()
-    whole = [parameter.grad for parameter in model.parameters() if not isinstance(parameter, DTensor)]
-    return loss.item(), [gradient for gradient in whole if gradient is not None]
+    complete = [parameter.grad for parameter in model.parameters() if not isinstance(parameter, DTensor)]
+    return loss.item(), [gradient for gradient in complete if gradient is not None]
 
 
 @pytest.mark.slow
@@ -188,9 +188,9 @@ def answer(folder, inputs, options):
         greedy = model.generate(**inputs, do_sample=False, **options)
         beams = model.generate(**inputs, do_sample=False, num_beams=3, **options)
         results.append((greedy, beams))
-    for split, whole in zip(*results, strict=True):
-        torch.testing.assert_close(torch.stack(split.scores), torch.stack(whole.scores), atol=1e-10, rtol=0.0)
-        assert torch.equal(split.sequences, whole.sequences)
+    for split, complete in zip(*results, strict=True):
+        torch.testing.assert_close(torch.stack(split.scores), torch.stack(complete.scores), atol=1e-10, rtol=0.0)
+        assert torch.equal(split.sequences, complete.sequences)
     parts = [name for name, parameter in pair[0].named_parameters() if isinstance(parameter, DTensor)]
     return results[0][0].sequences, results[0][0].past_key_values.nbytes, results[1][0].past_key_values.nbytes, parts
 
@@ -207,9 +207,9 @@ def test_generation_is_that_of_one_process(ranks, tmp_path, name):
     model.save_pretrained(tmp_path)
     ids, mask = decoders.padded([5, 2], 5, "left")
     options = {"max_new_tokens": 5, "min_new_tokens": 5, "output_scores": True, "return_dict_in_generate": True}
-    (tokens, part, whole, split), other = ranks(2, answer, str(tmp_path), decoders.prompt(model, ids, mask), options)
+    (tokens, part, complete, split), other = ranks(2, answer, str(tmp_path), decoders.prompt(model, ids, mask), options)
     assert torch.equal(tokens, other[0])
-    assert part < whole  # a rank only caches its own heads
+    assert part < complete  # a rank only caches its own heads
     assert ("lm_head.weight" in split or any("word_embeddings" in name for name in split)) == ("adaptive" not in name)
 
 
@@ -249,8 +249,8 @@ def compare(folder, calls):
         model.eval()
     for call in calls:
         with torch.no_grad():
-            split, whole = (model(**call).to_tuple() for model in pair)
-        torch.testing.assert_close(split, whole, atol=1e-6, rtol=0.0)
+            split, complete = (model(**call).to_tuple() for model in pair)
+        torch.testing.assert_close(split, complete, atol=1e-6, rtol=0.0)
 
 
 @pytest.mark.parametrize("module", [luna, mega, megalodon_decoders])
@@ -327,10 +327,10 @@ def test_incompatible_plans_raise(ranks, tmp_path):
     model.save_pretrained(tmp_path)
     rules = dict(model.tp_plan)
     plans = ["all", {"encoder.layers.*.fc1": "rows"}, {**rules, "encoder.layers.*.fc2": "colwise"}]
-    name, style, alone = ranks(2, error_of, str(tmp_path), [{"tp_plan": plan} for plan in plans])[0]
+    name, style, replicated = ranks(2, error_of, str(tmp_path), [{"tp_plan": plan} for plan in plans])[0]
     assert name == "`tp_plan` must be 'auto' or a dictionary from modules to styles, got 'all'"
     assert "rows" in style
-    assert alone == (
+    assert replicated == (
         "`tp_plan` changes only encoder.layers.*.fc2, but the 2 rules of encoder.layers.* are correct only together; "
         "change all or none of them"
     )

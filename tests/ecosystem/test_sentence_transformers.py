@@ -57,13 +57,13 @@ def encode(model, texts, **options):
 def test_embeddings_depend_on_no_batch_mate(folder):
     """Neither on the order or the padding (sentence-transformers sorts by length); the mean leaves padding out."""
     model = SentenceTransformer(str(folder), device="cpu")
-    alone = torch.cat([encode(model, [text]) for text in TEXTS])
+    separate = torch.cat([encode(model, [text]) for text in TEXTS])
     for size in (2, 5, len(TEXTS)):
-        torch.testing.assert_close(encode(model, TEXTS, batch_size=size), alone, atol=1e-6, rtol=0)
+        torch.testing.assert_close(encode(model, TEXTS, batch_size=size), separate, atol=1e-6, rtol=0)
     with torch.no_grad():
         states = [model[0].model(**model.tokenizer(text, return_tensors="pt")).last_hidden_state for text in TEXTS]
-    torch.testing.assert_close(torch.cat([state.mean(1) for state in states]), alone, atol=1e-6, rtol=0)
-    assert (alone[1:] - alone[:-1]).abs().amax(1).min() > 1e-3
+    torch.testing.assert_close(torch.cat([state.mean(1) for state in states]), separate, atol=1e-6, rtol=0)
+    assert (separate[1:] - separate[:-1]).abs().amax(1).min() > 1e-3
 
 
 def test_training_ranks_pairs(folder, tmp_path):
@@ -98,8 +98,8 @@ def test_cross_encoder(folder, tmp_path):
     CrossEncoderTrainer(model, arguments, train_dataset=Dataset.from_dict(columns)).train()
     pairs = list(zip(TEXTS, reversed(TEXTS), strict=True))
     together = model.predict(pairs, batch_size=len(pairs))
-    alone = [model.predict([pair]).item() for pair in pairs]
-    assert together == pytest.approx(alone, abs=1e-6)
+    separate = [model.predict([pair]).item() for pair in pairs]
+    assert together == pytest.approx(separate, abs=1e-6)
     model.save_pretrained(str(tmp_path / "trained"))
     assert CrossEncoder(str(tmp_path / "trained"), device="cpu").predict(pairs) == pytest.approx(together, abs=1e-6)
 

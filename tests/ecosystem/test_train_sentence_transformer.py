@@ -8,7 +8,7 @@ import torch
 from huggingface_hub import ModelCard
 
 from tests.examples.conftest import call, offline, script  # noqa: F401  (fixtures)
-from tests.examples.runs import TINY, assert_refused, sentence, write
+from tests.examples.runs import TINY, assert_error, sentence, write
 
 sentence_transformers = pytest.importorskip("sentence_transformers", reason="sentence-transformers is not installed")
 
@@ -67,13 +67,16 @@ def test_trains_and_is_evaluated(model, run, data, tmp_path):
 
 def test_resumed_run_ends_with_the_same_weights(run, data, tmp_path):
     weights = []
-    for name, more in (("whole", []), ("resumed", ["--resume_from_checkpoint", tmp_path / "whole" / "checkpoint-2"])):
+    for name, more in (
+        ("complete", []),
+        ("resumed", ["--resume_from_checkpoint", tmp_path / "complete" / "checkpoint-2"]),
+    ):
         given = arguments(data, tmp_path / name, "--do_train", "--config_overrides", TINY, "--max_steps", 4)
         run(*given, "--save_steps", 2, "--per_device_train_batch_size", 4, *more)
         model = sentence_transformers.SentenceTransformer(str(tmp_path / name), device="cpu")
         weights.append(model.state_dict())
     torch.testing.assert_close(*weights)
-    assert json.loads((tmp_path / "whole" / "checkpoint-4" / "trainer_state.json").read_text())["global_step"] == 4
+    assert json.loads((tmp_path / "complete" / "checkpoint-4" / "trainer_state.json").read_text())["global_step"] == 4
 
 
 ERRORS = {
@@ -99,4 +102,4 @@ def test_wrong_options_end_in_one_line(case, run, data, tmp_path):
     needed, more, message = ERRORS[case]
     given = [data if value == "DATA" else value for value in needed]
     given += ["--model_name_or_path", "nowhere"] if "--do_eval" in needed else []
-    assert_refused(run, message, *given, *more, "--output_dir", tmp_path / "out", output=tmp_path / "out")
+    assert_error(run, message, *given, *more, "--output_dir", tmp_path / "out", output=tmp_path / "out")

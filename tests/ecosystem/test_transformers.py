@@ -77,7 +77,7 @@ def test_streaming(family, encoder_decoder, tokenizer, capsys):
     assert capsys.readouterr().out.split() == tokenizer.decode(new, skip_special_tokens=True).split()
 
 
-REFUSED = {
+UNSUPPORTED = {
     "an assistant": ({"assistant_model": None}, "assisted generation is not supported"),
     "lookup in the prompt": ({"prompt_lookup_num_tokens": 2}, "assisted generation is not supported"),
     "static cache": ({"cache_implementation": "static"}, "'static' .* has its own cache; omit the argument"),
@@ -97,12 +97,12 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("case", REFUSED)
+@pytest.mark.parametrize("case", UNSUPPORTED)
 @pytest.mark.parametrize(("family", "encoder_decoder"), PLAIN)
 def test_unsupported_inputs_are_one_line(family, encoder_decoder, case):
     """Continuous batching is in tests/modeling/test_generation.py, prefix tuning in test_peft.py."""
     model = make_plain(family, is_encoder_decoder=encoder_decoder)
-    options, message = REFUSED[case]
+    options, message = UNSUPPORTED[case]
     if "assistant_model" in options:
         options = {"assistant_model": make_plain(family, is_encoder_decoder=encoder_decoder)}
     elif options.get("past_key_values") is StaticCache:

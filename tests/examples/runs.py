@@ -39,7 +39,7 @@ def write_splits(make: Callable[..., list[dict]], folder: Path, **sizes: int) ->
     return folder
 
 
-def assert_refused(run: Callable, message: str, *arguments: object, output: Path | None = None) -> None:
+def assert_error(run: Callable, message: str, *arguments: object, output: Path | None = None) -> None:
     """Assert that a script ends with one line that matches `message`, before it has made the folder `output`."""
     with pytest.raises(SystemExit, match=message) as error:
         run(*arguments)
@@ -50,12 +50,12 @@ def assert_refused(run: Callable, message: str, *arguments: object, output: Path
 def assert_resumes(run: Callable, arguments: Callable[[Path], list], auto_class: type, folder: Path) -> None:
     """Assert that four steps, and two that are resumed for two more, end with the same weights."""
     options = ["--max_steps", 4, "--save_steps", 2]
-    run(*arguments(folder / "whole"), *options)
-    checkpoint = folder / "whole" / "checkpoint-2"
+    run(*arguments(folder / "complete"), *options)
+    checkpoint = folder / "complete" / "checkpoint-2"
     summary = run(*arguments(folder / "resumed"), *options, "--resume_from_checkpoint", checkpoint)
     assert summary["steps"] == 4
-    whole, resumed = (auto_class.from_pretrained(folder / name).state_dict() for name in ("whole", "resumed"))
-    torch.testing.assert_close(resumed, whole)
+    complete, resumed = (auto_class.from_pretrained(folder / name).state_dict() for name in ("complete", "resumed"))
+    torch.testing.assert_close(resumed, complete)
 
 
 def assert_complete(output: Path, summary: dict) -> None:

@@ -5,7 +5,7 @@ import shutil
 import pytest
 
 from luna_mega.training.arguments import read_recipe
-from tests.examples.runs import TINY, assert_refused, write
+from tests.examples.runs import TINY, assert_error, write
 from tests.examples.test_run_distill import (  # noqa: F401 (fixtures)
     command,
     corpus,
@@ -44,7 +44,7 @@ def glue(data, output, *options):
 @pytest.mark.parametrize("value", ["nan", "inf"])
 def test_numbers_are_finite(call, sentences, tmp_path, option, value):
     options = glue(sentences, tmp_path / "out", f"--{option}", value)
-    assert_refused(call, f"--{option} {value} must be a finite number", "run_glue", *options, output=tmp_path / "out")
+    assert_error(call, f"--{option} {value} must be a finite number", "run_glue", *options, output=tmp_path / "out")
 
 
 @pytest.mark.parametrize(
@@ -52,14 +52,14 @@ def test_numbers_are_finite(call, sentences, tmp_path, option, value):
 )
 def test_numbers_of_a_distillation_are_finite(run, roberta, corpus, tmp_path, option):  # noqa: F811
     options = [*command(roberta, corpus, tmp_path / "out"), f"--{option}", "inf"]
-    assert_refused(run, f"--{option} inf must be a finite number", *options)
+    assert_error(run, f"--{option} inf must be a finite number", *options)
 
 
 @pytest.mark.parametrize("steps", [1, 3])  # the gradients, and only the last step
 def test_a_model_that_diverges_is_not_saved(call, sentences, tmp_path, steps):
     options = ["--learning_rate", 1e30, "--max_grad_norm", 0, "--do_eval", "--max_steps", steps, "--weight_decay", 1e30]
     message = "the training diverged|the gradients are NaN"
-    assert_refused(call, f"({message}).* no model was saved", "run_glue", *glue(sentences, tmp_path / "out", *options))
+    assert_error(call, f"({message}).* no model was saved", "run_glue", *glue(sentences, tmp_path / "out", *options))
     assert not {"README.md", "model.safetensors"} & {file.name for file in (tmp_path / "out").glob("*")}
 
 
@@ -77,7 +77,7 @@ def test_a_recipe_that_is_its_own_base(call, sentences, tmp_path):
     (tmp_path / "c.yaml").write_text("recipe: c.yaml\n")
     for name in ("a", "c"):
         options = ["--recipe", tmp_path / f"{name}.yaml"]
-        assert_refused(call, f"recipe .*{name}.yaml is its own base", "run_glue", *glue(sentences, "out", *options))
+        assert_error(call, f"recipe .*{name}.yaml is its own base", "run_glue", *glue(sentences, "out", *options))
 
 
 def test_a_recipe_is_read_twice_by_two_recipes(script, tmp_path):
@@ -97,12 +97,12 @@ def test_a_copied_script_writes_its_card(call, sentences, tmp_path, examples_dir
 
 
 def test_control_characters_are_not_printed(call, tmp_path):
-    assert_refused(call, r"\\x1b\[31m", "run_glue", *glue("\x1b[31mdata", tmp_path / "out"))
+    assert_error(call, r"\\x1b\[31m", "run_glue", *glue("\x1b[31mdata", tmp_path / "out"))
 
 
 def test_no_layer_is_not_the_default(run, roberta, corpus, tmp_path):  # noqa: F811
     for option in ("num_hidden_layers", "max_length", "projection_length", "teacher_window", "block_size"):
-        assert_refused(run, f"{option}|at least", *command(roberta, corpus, tmp_path / "out"), f"--{option}", 0)
+        assert_error(run, f"{option}|at least", *command(roberta, corpus, tmp_path / "out"), f"--{option}", 0)
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "txt", "csv"])
@@ -113,7 +113,7 @@ def test_files_without_text(run, roberta, tmp_path, kind, content):  # noqa: F81
         (tmp_path / "empty" / f"{split}.{kind}").write_text(content)
     for options in ([], ["--streaming", "true", "--max_steps", 2]):
         options = [*command(roberta, tmp_path / "empty", tmp_path / "out"), *options]
-        assert_refused(run, "split (train|validation)|cannot load", *options)
+        assert_error(run, "split (train|validation)|cannot load", *options)
 
 
 @pytest.mark.parametrize("name", ["a[b]", "[a", "a*b", "what?"])

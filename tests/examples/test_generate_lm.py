@@ -6,7 +6,7 @@ import pytest
 
 from luna_mega import MegaConfig, MegaForCausalLM
 from luna_mega.training.tokenizers import train_characters
-from tests.examples.runs import assert_refused
+from tests.examples.runs import assert_error
 
 FIELDS = {"hidden_size": 16, "num_hidden_layers": 2, "shared_representation_size": 8, "initializer_range": 0.2}
 CHUNKS = {"use_chunking": True, "chunk_size": 8}
@@ -53,4 +53,4 @@ def test_without_chunks_the_cache_grows(generate):
     ],
 )
 def test_errors(generate, options, message):
-    assert_refused(generate, message, *options)
+    assert_error(generate, message, *options)

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from transformers import AutoConfig, AutoModelForMaskedLM, AutoModelForSeq2SeqLM, AutoModelForSequenceClassification
 
-from tests.examples.runs import assert_refused, sentence, write
+from tests.examples.runs import assert_error, sentence, write
 
 ROBERTA = "hidden_size=16,num_hidden_layers=1,num_attention_heads=2,intermediate_size=16"
 BART = "d_model=16,encoder_layers=1,decoder_layers=1,encoder_attention_heads=2,decoder_attention_heads=2"
@@ -62,7 +62,7 @@ def test_roberta_pretrained_and_fine_tuned(run, call, reviews, tmp_path):
     tuned = ["--do_train", "--do_eval", "--max_steps", 2, "--output_dir", tmp_path / "tuned"]
     assert "eval_accuracy" in call("run_glue", *model, *tuned, "--max_seq_length", LENGTH)
     longer = [*model, "--do_eval", "--output_dir", tmp_path / "longer", "--max_seq_length", LENGTH + 1]
-    assert_refused(
+    assert_error(
         lambda: call("run_glue", *longer), f"inputs of {LENGTH + 1} tokens do not fit in the {LENGTH} positions"
     )
 
@@ -96,4 +96,4 @@ def test_a_model_that_reads_tokens_does_not_read_audio(call, tmp_path):
     write(rows, tmp_path / "data" / "train.parquet")
     options = ["--dataset_path", tmp_path / "data", "--audio_column", "clip", "--output_dir", tmp_path / "out"]
     options += ["--do_train", "--model_type", "roberta", "--config_overrides", ROBERTA]
-    assert_refused(lambda: call("run_audio", *options), "the model reads tokens .input_type., not values")
+    assert_error(lambda: call("run_audio", *options), "the model reads tokens .input_type., not values")

@@ -5,7 +5,7 @@ import pytest
 from datasets import load_dataset
 from huggingface_hub import DatasetCard
 
-from tests.examples.runs import assert_refused, write
+from tests.examples.runs import assert_error, write
 
 
 @pytest.fixture
@@ -60,7 +60,7 @@ def test_unsupported_inputs_raise(script, sources, tmp_path, change, message):
     write([{"text": "a"}], tmp_path / "tests" / "test.jsonl")
     paths = {name: tmp_path / name for name in ("plain", "numbers", "tests")}
     change = [word.format(**paths) for word in change]
-    assert_refused(
+    assert_error(
         lambda: script("prepare_text").main([*sources, *change, "--output_dir", str(tmp_path / "out")]), message
     )
     assert not (tmp_path / "out").exists()

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from luna_mega.training import language_modeling, tokenizers
 from luna_mega.training.language_modeling import Streams
 from tests.examples import runs
-from tests.examples.runs import assert_refused
+from tests.examples.runs import assert_error
 from tests.marks import slow_but
 
 TINY = (
@@ -176,7 +176,7 @@ def test_words_with_an_adaptive_softmax(run):
     ],
 )
 def test_errors(run, options, message):
-    assert_refused(run, message, *CHARACTERS, *options)
+    assert_error(run, message, *CHARACTERS, *options)
 
 
 def test_a_table_of_biases_has_one_chunk(run, script, corpus, tmp_path):

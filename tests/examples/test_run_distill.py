@@ -31,7 +31,7 @@ from luna_mega.training import language_modeling, masking
 from luna_mega.training.data import load_splits
 from luna_mega.training.tokenizers import train_bpe
 from tests.examples import runs
-from tests.examples.runs import assert_complete, assert_refused
+from tests.examples.runs import assert_complete, assert_error
 from tests.examples.test_run_mlm import texts, write
 from tests.marks import slow_but
 
@@ -318,7 +318,7 @@ def begin(case: str, make_teacher, corpus: Path, tmp_path: Path) -> tuple[list, 
         config = RobertaConfig(**SIZES, max_position_embeddings=34)
         teacher, model_class = make_teacher(RobertaForMaskedLM, config), AutoModelForMaskedLM
         options += ["--config_overrides", "dropout=0.1"]
-    return command(teacher, corpus, tmp_path / "whole", align=4, steps=4), options, model_class
+    return command(teacher, corpus, tmp_path / "complete", align=4, steps=4), options, model_class
 
 
 @pytest.mark.slow
@@ -335,13 +335,13 @@ def test_a_killed_run_is_resumed_exactly(case, trainer, step, run, script, make_
     arguments, options, model_class = begin(case, make_teacher, corpus, tmp_path)
     run(*arguments, *options)
     kind = getattr(stages, trainer)
-    whole, calls = kind.compute_loss, []
+    original, calls = kind.compute_loss, []
 
     def kill(self, *inputs, **others):
         calls.append(1)
         if len(calls) > step:
             raise Killed
-        return whole(self, *inputs, **others)
+        return original(self, *inputs, **others)
 
     arguments[5] = tmp_path / "killed"
     with monkeypatch.context() as patch, pytest.raises(Killed):
@@ -362,9 +362,9 @@ def test_a_killed_run_is_resumed_exactly(case, trainer, step, run, script, make_
     monkeypatch.setattr(AlignTrainer, "compute_loss", count)
     run(*arguments, *options, "--resume_from_checkpoint", "last")
     assert len(seen) == (2 if trainer == "AlignTrainer" else 0)
-    states = (model_class.from_pretrained(tmp_path / name).state_dict() for name in ("whole", "killed"))
+    states = (model_class.from_pretrained(tmp_path / name).state_dict() for name in ("complete", "killed"))
     torch.testing.assert_close(*states, rtol=0, atol=0)
-    rows = [[{**row, "seconds": 0} for row in read_rows(tmp_path / name)] for name in ("whole", "killed")]
+    rows = [[{**row, "seconds": 0} for row in read_rows(tmp_path / name)] for name in ("complete", "killed")]
     assert rows[0] == rows[1]
 
 
@@ -394,7 +394,7 @@ ERRORS = {
 
 @pytest.mark.parametrize(("options", "message"), ERRORS.values(), ids=ERRORS)
 def test_wrong_options_end_in_one_line(options, message, run, roberta, corpus, tmp_path):
-    assert_refused(run, message, *command(roberta, corpus, tmp_path / "out"), *options)
+    assert_error(run, message, *command(roberta, corpus, tmp_path / "out"), *options)
 
 
 def test_unsupported_teachers(run, roberta, corpus, tmp_path):
@@ -416,6 +416,6 @@ def test_unsupported_teachers(run, roberta, corpus, tmp_path):
         ("unmasked", "the tokenizer has no mask token, .* take the teacher's own"),
         ("bare", "no weights in model.safetensors or pytorch_model.bin; pass a checkpoint"),
     ):
-        assert_refused(run, f"--teacher .*{name}: .*{message}", *command(tmp_path / name, corpus, tmp_path / "out"))
+        assert_error(run, f"--teacher .*{name}: .*{message}", *command(tmp_path / name, corpus, tmp_path / "out"))
     options = ["--student", roberta]
-    assert_refused(run, "cannot be a student", *command(roberta, corpus, tmp_path / "out"), *options)
+    assert_error(run, "cannot be a student", *command(roberta, corpus, tmp_path / "out"), *options)

@@ -14,7 +14,7 @@ from luna_mega import LunaForSequencePairClassification
 from luna_mega.training.texts import hide_tokens
 from luna_mega.training.tokenizers import train_bpe
 from tests.examples import runs
-from tests.examples.runs import assert_complete, assert_refused, assert_resumes, sentence, write, write_splits
+from tests.examples.runs import assert_complete, assert_error, assert_resumes, sentence, write, write_splits
 
 RUN = ["run_glue", "--max_seq_length", 32]
 TINY = f"{runs.TINY},dropout=0.1"
@@ -122,13 +122,13 @@ def test_two_towers(run, tmp_path):
     assert pd.read_csv(output / "STS-B.tsv", sep="\t")["prediction"].tolist() == pytest.approx(scores, abs=5e-4 + 1e-5)
 
     arguments = [*scratch("stsb", tmp_path / "data", tmp_path / "roberta"), *towers, "--model_type", "roberta"]
-    assert_refused(run, "--two_towers: there is no RobertaForSeq", *arguments, "--config_overrides", "")
+    assert_error(run, "--two_towers: there is no RobertaForSeq", *arguments, "--config_overrides", "")
 
 
 @pytest.mark.slow
 def test_resumed_run_ends_with_the_same_weights(run, sst2, tmp_path):
     assert_resumes(run, partial(scratch, "sst2", sst2), AutoModelForSequenceClassification, tmp_path)
-    assert run(*scratch("sst2", sst2, tmp_path / "whole"), "--max_steps", 5, "--resume_from_checkpoint", "last")
+    assert run(*scratch("sst2", sst2, tmp_path / "complete"), "--max_steps", 5, "--resume_from_checkpoint", "last")
 
 
 def test_fine_tuning_a_saved_model_on_another_task(run, sst2, tmp_path):
@@ -185,7 +185,7 @@ ERRORS = {
 
 @pytest.mark.parametrize(("options", "message"), ERRORS.values(), ids=ERRORS)
 def test_wrong_options_end_in_one_line(options, message, run, sst2, tmp_path):
-    assert_refused(run, message, *scratch("sst2", sst2, tmp_path / "out"), *options, output=tmp_path / "out")
+    assert_error(run, message, *scratch("sst2", sst2, tmp_path / "out"), *options, output=tmp_path / "out")
 
 
 def test_unknown_option(run, sst2, tmp_path, capsys):
@@ -235,7 +235,7 @@ WRONG_DATA = {
 def test_wrong_data_ends_in_one_line(case, run, tmp_path):
     examples, message = WRONG_DATA[case]
     write(examples, tmp_path / "data" / "train.jsonl")
-    assert_refused(run, message, *scratch("sst2", tmp_path / "data", tmp_path / "out"))
+    assert_error(run, message, *scratch("sst2", tmp_path / "data", tmp_path / "out"))
 
 
 def test_missing_split_mixed_files_and_hub_without_network(run, sst2, tmp_path):

@@ -13,7 +13,7 @@ from transformers import AutoModelForImageClassification, pipeline
 from luna_mega import MegaForImageClassification
 from luna_mega.training.images import load_processor
 from tests.examples import runs
-from tests.examples.runs import assert_refused, write_splits
+from tests.examples.runs import assert_error, write_splits
 from tests.marks import slow_but
 
 RUN = ["run_image_classification", "--per_device_train_batch_size", 8]
@@ -109,7 +109,7 @@ def test_a_trained_model_again(run, folder, tmp_path):
     source = ["--dataset_path", folder, "--model_name_or_path", tmp_path / "first"]
     summary = run(*source, "--output_dir", tmp_path / "second", "--do_eval", "--do_predict")
     assert summary["eval_accuracy"] == 1.0
-    assert_refused(
+    assert_error(
         run,
         r"takes images of 8 x 8 in 1 channels, not of 12",
         *source,
@@ -123,22 +123,22 @@ def test_a_model_without_an_evaluation_transform(run, folder, tmp_path):
     (tmp_path / "first" / "preprocessor_config.json").unlink()
     source = ["--dataset_path", folder, "--model_name_or_path", tmp_path / "first"]
     message = "the evaluation transform of .*first cannot be loaded"
-    assert_refused(run, message, *source, "--output_dir", tmp_path / "second", "--do_eval", output=tmp_path / "second")
+    assert_error(run, message, *source, "--output_dir", tmp_path / "second", "--do_eval", output=tmp_path / "second")
 
 
 @pytest.mark.slow
 def test_average_of_the_weights(run, folder, tmp_path):
     """It is evaluated, saved with checkpoints, resumed, and left in the model at the end."""
-    average = [*options(folder, tmp_path / "whole", "--ema_decay", 0.5), "--max_steps", 4, "--save_steps", 2]
-    whole = run(*average, "--do_eval")
+    average = [*options(folder, tmp_path / "complete", "--ema_decay", 0.5), "--max_steps", 4, "--save_steps", 2]
+    complete = run(*average, "--do_eval")
     average[3] = tmp_path / "resumed"
-    resumed = run(*average, "--do_eval", "--resume_from_checkpoint", tmp_path / "whole" / "checkpoint-2")
-    assert whole["eval_loss"] == pytest.approx(resumed["eval_loss"], rel=1e-6)
+    resumed = run(*average, "--do_eval", "--resume_from_checkpoint", tmp_path / "complete" / "checkpoint-2")
+    assert complete["eval_loss"] == pytest.approx(resumed["eval_loss"], rel=1e-6)
     last, saved = (
         AutoModelForImageClassification.from_pretrained(path).state_dict()
-        for path in (tmp_path / "whole" / "checkpoint-4", tmp_path / "whole")
+        for path in (tmp_path / "complete" / "checkpoint-4", tmp_path / "complete")
     )
-    stored = torch.load(tmp_path / "whole" / "checkpoint-4" / "weight_average.pt", weights_only=True)
+    stored = torch.load(tmp_path / "complete" / "checkpoint-4" / "weight_average.pt", weights_only=True)
     for name, tensor in saved.items():
         torch.testing.assert_close(tensor, stored[f"module.{name}"], atol=0, rtol=0)
     assert any(not torch.equal(saved[name], last[name]) for name in saved)
@@ -165,7 +165,7 @@ def test_resume_gives_the_same_weights(run, folder, tmp_path):
 )  # fmt: skip
 def test_options_that_do_not_fit(run, folder, tmp_path, arguments, message):
     output = tmp_path / "out"
-    assert_refused(run, message, *options(folder, output, *arguments), output=output)
+    assert_error(run, message, *options(folder, output, *arguments), output=output)
 
 
 @pytest.mark.parametrize(
@@ -242,7 +242,7 @@ def test_mixup_is_training_only(run, folder, tmp_path, monkeypatch):
     output = tmp_path / "odd"
     message = "--mixup and --cutmix mix pairs; --per_device_train_batch_size must be even"
     odd = ["--mixup", 0.8, "--per_device_train_batch_size", 7]
-    assert_refused(run, message, *options(folder, output, *odd), output=output)
+    assert_error(run, message, *options(folder, output, *odd), output=output)
 
 
 def test_a_package_that_is_absent(run, folder, tmp_path):
@@ -250,7 +250,7 @@ def test_a_package_that_is_absent(run, folder, tmp_path):
         import timm  # noqa: F401
     except ImportError:
         message = r"this augmentation requires timm .*run `pip install '\.\[vision\]'`"
-        assert_refused(run, message, *options(folder, tmp_path / "out", "--mixup", 0.8), output=tmp_path / "out")
+        assert_error(run, message, *options(folder, tmp_path / "out", "--mixup", 0.8), output=tmp_path / "out")
     else:
         summary = run(*options(folder, tmp_path / "out", "--mixup", 0.8, "--cutmix", 1.0, "--max_steps", 2))
         assert summary["steps"] == 2

@@ -14,7 +14,7 @@ from luna_mega.training.runs import OrderedTrainer
 from luna_mega.training.seeded import Redrawn
 from luna_mega.training.tokenizers import train_bpe
 from tests.examples import runs
-from tests.examples.runs import assert_complete, assert_refused
+from tests.examples.runs import assert_complete, assert_error
 
 RUN = ["run_mlm"]
 TINY = "hidden_size=32,num_hidden_layers=1,num_attention_heads=2,intermediate_size=32,projection_length=4,dropout=0.0"
@@ -253,11 +253,11 @@ def test_resumed_run_keeps_the_order_by_length(run, corpus, tmp_path):
         log = json.loads((Path(arguments[3]) / "trainer_state.json").read_text())["log_history"]
         return [entry["loss"] for entry in log if "loss" in entry]
 
-    whole = losses()
-    assert len(whole) == len(set(whole)) == 18
+    complete = losses()
+    assert len(complete) == len(set(complete)) == 18
     for step in (3, 6, 9, 15):
         arguments[3] = tmp_path / f"from-{step}"
-        assert losses("--resume_from_checkpoint", tmp_path / "out" / f"checkpoint-{step}") == whole
+        assert losses("--resume_from_checkpoint", tmp_path / "out" / f"checkpoint-{step}") == complete
 
 
 @pytest.mark.slow
@@ -297,7 +297,7 @@ ERRORS = {
 
 @pytest.mark.parametrize(("options", "message"), ERRORS.values(), ids=ERRORS)
 def test_wrong_options_end_in_one_line(options, message, run, corpus, tmp_path):
-    assert_refused(run, message, *scratch(corpus, tmp_path / "out"), *options, output=tmp_path / "out")
+    assert_error(run, message, *scratch(corpus, tmp_path / "out"), *options, output=tmp_path / "out")
 
 
 def test_wrong_files(run, tmp_path):

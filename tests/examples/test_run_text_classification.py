@@ -6,7 +6,7 @@ from transformers import AutoModelForSequenceClassification, pipeline
 
 from luna_mega import LunaForSequencePairClassification
 from tests.examples import runs
-from tests.examples.runs import assert_complete, assert_refused, assert_resumes, sentence, write
+from tests.examples.runs import assert_complete, assert_error, assert_resumes, sentence, write
 
 RUN = ["run_text_classification", "--max_seq_length", 32]
 
@@ -85,11 +85,11 @@ def test_resume_gives_the_same_weights(run, folder, tmp_path):
     ],
 )
 def test_wrong_options_end_in_one_line(run, folder, tmp_path, more, message):
-    assert_refused(run, message, *options(folder, tmp_path / "out", *more), output=tmp_path / "out")
+    assert_error(run, message, *options(folder, tmp_path / "out", *more), output=tmp_path / "out")
 
 
 def test_a_class_that_training_did_not_have(run, folder, tmp_path):
     write([{"text": "so so", "label": "fair"}], folder.parent / "other" / "validation.jsonl")
     write(rows(16, 0), folder.parent / "other" / "train.jsonl")
     arguments = options(folder.parent / "other", tmp_path / "out", "--do_eval")
-    assert_refused(run, "split validation, row 0: label 'fair' is not one of bad, good", *arguments)
+    assert_error(run, "split validation, row 0: label 'fair' is not one of bad, good", *arguments)

@@ -14,7 +14,7 @@ from luna_mega.training import models, weight_average
 from luna_mega.training.models import ModelArguments
 from luna_mega.training.optimization import milestone_schedule
 from luna_mega.training.tokenizers import make_bytes, train_joint_bpe
-from tests.examples.runs import assert_refused
+from tests.examples.runs import assert_error
 
 TINY = {
     "luna": "hidden_size=32,num_hidden_layers=1,num_attention_heads=2,intermediate_size=64,projection_length=8,"
@@ -231,7 +231,7 @@ def test_apollo_follows_the_schedule_and_clips_each_gradient(run, script, monkey
 
 def test_apollo_without_its_package(run, monkeypatch):
     monkeypatch.setitem(sys.modules, "pytorch_optimizer", None)
-    assert_refused(run, "--apollo needs the package pytorch_optimizer: pip install", *TRAIN, "--apollo", "true")
+    assert_error(run, "--apollo needs the package pytorch_optimizer: pip install", *TRAIN, "--apollo", "true")
 
 
 @pytest.mark.parametrize(
@@ -254,4 +254,4 @@ def test_apollo_without_its_package(run, monkeypatch):
     ],
 )
 def test_errors(run, options, message):
-    assert_refused(run, message, *TRAIN, *options)
+    assert_error(run, message, *TRAIN, *options)

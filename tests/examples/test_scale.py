@@ -17,7 +17,7 @@ from accelerate.commands.config.config_args import load_config_from_file
 
 from luna_mega.training.streams import Stream
 from tests.examples import test_run_mlm as mlm
-from tests.examples.runs import QUIET, TINY, assert_refused, write
+from tests.examples.runs import QUIET, TINY, assert_error, write
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 CONFIGS = sorted((EXAMPLES / "accelerate").glob("*.yaml"))
@@ -82,11 +82,11 @@ def streamed(script, folder: Path, rank: int, count: int, files: int = 3) -> lis
 
 def test_a_stream_is_shared_out(script, tmp_path):
     """Files that do not divide: batches are those of one process, over the end of the data too. Else: own files."""
-    whole = streamed(script, tmp_path / "three", 0, 1)
-    assert sorted(whole[:10]) == list(range(10)) and whole != sorted(whole)
+    complete = streamed(script, tmp_path / "three", 0, 1)
+    assert sorted(complete[:10]) == list(range(10)) and complete != sorted(complete)
     for count in (2, 4):
         shares = [streamed(script, tmp_path / "three", rank, count) for rank in range(count)]
-        assert [shares[place % count][place // count] for place in range(12)] == whole
+        assert [shares[place % count][place // count] for place in range(12)] == complete
     shares = [streamed(script, tmp_path / "two", rank, 2, files=2) for rank in range(2)]
     assert sorted(sorted(set(share)) for share in shares) == [[0, 2, 4, 6, 8], [1, 3, 5, 7, 9]]
 
@@ -100,12 +100,12 @@ def test_language_models_stream_and_resume(name, call, corpus, tmp_path):
     options += ["--model_type", "luna", "--config_overrides", f"{TINY},dropout=0.0", "--vocab_size", 300]
     options += ["--max_steps", 8, "--save_steps", 4]
     options += ["--eval_context", 32, "--eval_segment", 32] if name == "run_clm" else []
-    whole = call(*options, "--output_dir", tmp_path / "whole")
-    checkpoint = tmp_path / "whole" / "checkpoint-4"
+    complete = call(*options, "--output_dir", tmp_path / "complete")
+    checkpoint = tmp_path / "complete" / "checkpoint-4"
     resumed = call(*options, "--output_dir", tmp_path / "resumed", "--resume_from_checkpoint", checkpoint)
-    assert whole["steps"] == resumed["steps"] == 8 and "train_samples" in whole
-    assert resumed["eval_loss"] == pytest.approx(whole["eval_loss"], rel=1e-6)
-    states = [json.loads((tmp_path / run / "trainer_state.json").read_text()) for run in ("whole", "resumed")]
+    assert complete["steps"] == resumed["steps"] == 8 and "train_samples" in complete
+    assert resumed["eval_loss"] == pytest.approx(complete["eval_loss"], rel=1e-6)
+    states = [json.loads((tmp_path / run / "trainer_state.json").read_text()) for run in ("complete", "resumed")]
     one, two = ([entry["loss"] for entry in state["log_history"] if "loss" in entry] for state in states)
     assert one == two and len(set(one)) == 8
 
@@ -128,7 +128,7 @@ def test_language_models_stream_and_resume(name, call, corpus, tmp_path):
 def test_streaming_raises(name, options, message, call, corpus, tmp_path):
     stream = STREAM if name != "run_audio" else [STREAM[0], STREAM[1], STREAM[-1]]
     paths = ["--dataset_path", corpus, "--output_dir", tmp_path / "out"]
-    assert_refused(call, message, name, *paths, *stream, *options, output=tmp_path / "out")
+    assert_error(call, message, name, *paths, *stream, *options, output=tmp_path / "out")
 
 
 def test_utilization_is_omitted_with_a_reason(call, corpus, tmp_path):

@@ -168,7 +168,7 @@ def save_again(source: Path, auto_class: str, output: Path) -> None:
     getattr(transformers, auto_class).from_pretrained(source, trust_remote_code=True).save_pretrained(output)
 
 
-def train_and_push_with_code(source: Path, output: Path, repository: str, alone: str) -> None:
+def train_and_push_with_code(source: Path, output: Path, repository: str, prefix: str) -> None:
     """Train for two steps and push the folder; then push only the model, and the model while it is saved."""
     from luna_mega.hub.bundle import register_for_auto_class
 
@@ -189,19 +189,19 @@ def train_and_push_with_code(source: Path, output: Path, repository: str, alone:
         trainer = Trainer(model, arguments, train_dataset=data, processing_class=tokenizer)
         trainer.train()
         trainer.push_to_hub()
-        model.push_to_hub(f"{alone}-model")
-        model.save_pretrained(output, push_to_hub=True, repo_id=f"{alone}-saved")
-        model.config.push_to_hub(f"{alone}-config")
+        model.push_to_hub(f"{prefix}-model")
+        model.save_pretrained(output, push_to_hub=True, repo_id=f"{prefix}-saved")
+        model.config.push_to_hub(f"{prefix}-config")
     finally:
         type(model.config).code_writer = None
 
 
-def gradients_beside(folders: list[Path], inputs: dict[str, list]) -> list[tuple[str, bool]]:
-    """Compiles the masked LM of the first bundle, then loads those of the others, and the first with the package.
+def gradients_with_other_bundles(folders: list[Path], inputs: dict[str, list]) -> list[tuple[str, bool]]:
+    """Compile the masked LM of the first bundle, then load the other bundles, and the first with the package.
 
     Returns:
-        For each, and the compiled one again: the module of its class, and whether its gradients are those that the
-        first had before the others were there.
+        For each model, and for the compiled one again: the module of its class, and whether its gradients equal those
+        of the first model before the others were loaded.
     """
     import luna_mega
 

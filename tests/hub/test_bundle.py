@@ -204,7 +204,9 @@ def test_bundles_next_to_each_other_and_the_package(client, tmp_path, saved):
     changed = code.read_text().replace("return output.transpose(1, 2)", "return 2 * output.transpose(1, 2)")
     assert changed != code.read_text()
     code.write_text(changed)
-    modules, equal = zip(*client(on_client.gradients_beside, [folder, tmp_path / "other"], lists(inputs)), strict=True)
+    modules, equal = zip(
+        *client(on_client.gradients_with_other_bundles, [folder, tmp_path / "other"], lists(inputs)), strict=True
+    )
     assert len(set(modules)) == 3 and modules[2].startswith("luna_mega.")
     assert equal == (True, False, True, True)
 

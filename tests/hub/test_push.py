@@ -46,8 +46,8 @@ def test_model_tokenizer_and_card(hub, client, folder):
 
 
 def test_registered_models_are_pushed_with_their_code(hub, client, stranger, folder, tmp_path):
-    client(on_client.train_and_push_with_code, folder, tmp_path / "trained", REPOSITORY, "tester/alone")
-    places = [REPOSITORY, "tester/alone-model", "tester/alone-saved"]
+    client(on_client.train_and_push_with_code, folder, tmp_path / "trained", REPOSITORY, "tester/model")
+    places = [REPOSITORY, "tester/model-model", "tester/model-saved"]
     results = [stranger(on_client.outputs, place, SEQUENCES, INPUTS, trust_remote_code=True) for place in places]
     results += [
         stranger(on_client.outputs, tmp_path / "trained" / "checkpoint-2", SEQUENCES, INPUTS, trust_remote_code=True)
@@ -55,7 +55,7 @@ def test_registered_models_are_pushed_with_their_code(hub, client, stranger, fol
     for result in results:
         assert result["module"].startswith("transformers_modules.")
         assert result["logits"] == logits(client, tmp_path / "trained")
-    assert "auto_luna.py" in hub.repositories["tester/alone-config"].files
+    assert "auto_luna.py" in hub.repositories["tester/model-config"].files
 
 
 def test_training_script(hub, client, folder, tmp_path, examples):

@@ -38,15 +38,15 @@ MEGA = {
     "max_positions": 400,
     "normalization_type": "layernorm",
 }
-ALONE = {"is_decoder": True}
-MEGA_ALONE = ALONE | {"bidirectional": False, "add_lm_hidden_dense_layer": False}
+DECODER_ONLY = {"is_decoder": True}
+MEGA_DECODER_ONLY = DECODER_ONLY | {"bidirectional": False, "add_lm_hidden_dense_layer": False}
 BOTH = {"is_encoder_decoder": True}
 CROSS = {"add_cross_attention": True}
 MODELS = {
-    "luna decoder": ("LunaModel", ALONE),
-    "luna lm": ("LunaForCausalLM", ALONE),
-    "luna lm untied": ("LunaForCausalLM", ALONE | {"tie_key_value": False, "pre_norm": True}),
-    "luna cross": ("LunaModel", ALONE | CROSS),
+    "luna decoder": ("LunaModel", DECODER_ONLY),
+    "luna lm": ("LunaForCausalLM", DECODER_ONLY),
+    "luna lm untied": ("LunaForCausalLM", DECODER_ONLY | {"tie_key_value": False, "pre_norm": True}),
+    "luna cross": ("LunaModel", DECODER_ONLY | CROSS),
     "luna body": ("LunaSeq2SeqModel", BOTH),
     "luna seq2seq": ("LunaForConditionalGeneration", BOTH),
     "luna untied": ("LunaForConditionalGeneration", BOTH | {"tie_key_value": False, "pre_norm": True}),
@@ -55,8 +55,8 @@ MODELS = {
         BOTH | {"decoder_vocab_size": 35, "num_decoder_layers": 1, "decoder_intermediate_size": 70},
     ),
     "luna many rows": ("LunaForConditionalGeneration", BOTH | {"projection_length": 300}),
-    "mega decoder": ("MegaModel", MEGA_ALONE),
-    "mega cross": ("MegaForCausalLM", MEGA_ALONE | CROSS),
+    "mega decoder": ("MegaModel", MEGA_DECODER_ONLY),
+    "mega cross": ("MegaForCausalLM", MEGA_DECODER_ONLY | CROSS),
     "mega body": ("MegaSeq2SeqModel", BOTH),
     "mega seq2seq": ("MegaForConditionalGeneration", BOTH),
     "mega other decoder": (

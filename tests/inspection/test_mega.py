@@ -155,10 +155,10 @@ def test_flops_are_those_that_pytorch_counts(name):
 
 def test_chunks_see_their_own_keys():
     """The number of keys that a token sees is the same in one chunk and in several; the last chunk may be short."""
-    whole, chunks = (MegaModel(MegaConfig(**SIZES | fields)) for fields in ({}, CHUNKS))
+    complete, chunks = (MegaModel(MegaConfig(**SIZES | fields)) for fields in ({}, CHUNKS))
     of_chunks = {length: costs.flops_per_token(chunks, length)["attention"] for length in (8, 21, 24)}
     assert of_chunks[8] == of_chunks[24]
-    ratio = of_chunks[21] / costs.flops_per_token(whole, 21)["attention"]
+    ratio = of_chunks[21] / costs.flops_per_token(complete, 21)["attention"]
     assert ratio == pytest.approx((8 * 8 + 8 * 8 + 5 * 5) / 21**2)
 
 

@@ -8,11 +8,13 @@ from tests.modeling import luna_decoders, mega_decoders, megalodon_decoders
 FAMILIES = {"luna": luna_decoders, "mega": mega_decoders, "megalodon": megalodon_decoders}
 TRANSLATING = [family for family, module in FAMILIES.items() if module.WITH_ENCODER]
 PLAIN = [(family, False) for family in FAMILIES] + [(family, True) for family in TRANSLATING]
-ALONE = {f"{family}: {name}": (family, name) for family, module in FAMILIES.items() for name in module.ALONE}
+DECODER_ONLY = {
+    f"{family}: {name}": (family, name) for family, module in FAMILIES.items() for name in module.DECODER_ONLY
+}
 WITH_ENCODER = {
     f"{family} seq2seq: {name}": (family, name) for family, module in FAMILIES.items() for name in module.WITH_ENCODER
 }
-DECODERS = ALONE | WITH_ENCODER
+DECODERS = DECODER_ONLY | WITH_ENCODER
 # Cases of the fast tests, shared by all families.
 SOME = [
     *("luna: elu, untied", "luna: pre-norm", "luna seq2seq: translation"),
@@ -31,7 +33,7 @@ def make(name, **fields):
     module = FAMILIES[family]
     if name in WITH_ENCODER:
         return module.make(is_encoder_decoder=True, **module.WITH_ENCODER[shape] | fields)
-    return module.make(**module.ALONE[shape] | fields)
+    return module.make(**module.DECODER_ONLY[shape] | fields)
 
 
 def make_plain(family, **fields):

@@ -4,7 +4,7 @@ import torch
 
 from luna_mega import LunaConfig, LunaForCausalLM, LunaForConditionalGeneration, LunaSeq2SeqConfig
 
-ALONE = {
+DECODER_ONLY = {
     "softplus": {},
     "elu, untied": {"causal_activation": "elu", "tie_key_value": False},
     "pre-norm": {"pre_norm": True, "position_embedding_type": "learned"},

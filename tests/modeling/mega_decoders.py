@@ -4,7 +4,7 @@ import torch
 
 from luna_mega import MegaConfig, MegaForCausalLM, MegaForConditionalGeneration, MegaSeq2SeqConfig
 
-ALONE = {
+DECODER_ONLY = {
     "softmax": {},
     "laplace": {"attention_activation": "laplace"},
     "relu2 simple": {"attention_activation": "relu2", "relative_positional_bias": "simple", "max_positions": 40},
@@ -42,14 +42,15 @@ WITH_ENCODER = {
 def make(dtype=torch.float64, **fields):
     """A model with weights large enough that every part of it shows in the result."""
     torch.manual_seed(0)
-    alone = not fields.get("is_encoder_decoder")
-    config = (MegaConfig if alone else MegaSeq2SeqConfig)(
+    decoder_only = not fields.get("is_encoder_decoder")
+    config = (MegaConfig if decoder_only else MegaSeq2SeqConfig)(
         hidden_size=12,
         intermediate_size=20,
         shared_representation_size=8,
         ema_projection_size=3,
         nffn_hidden_size=16,
         initializer_range=0.3,
-        **{"vocab_size": 30, "num_hidden_layers": 2, "is_decoder": alone, "bidirectional": not alone} | fields,
+        **{"vocab_size": 30, "num_hidden_layers": 2, "is_decoder": decoder_only, "bidirectional": not decoder_only}
+        | fields,
     )
-    return (MegaForCausalLM if alone else MegaForConditionalGeneration)(config).to(dtype).eval()
+    return (MegaForCausalLM if decoder_only else MegaForConditionalGeneration)(config).to(dtype).eval()

@@ -6,7 +6,7 @@ import luna_mega
 
 from . import luna
 
-ALONE = {
+DECODER_ONLY = {
     "heads": {},
     "one head, gated, tied": {
         "num_attention_heads": 1,

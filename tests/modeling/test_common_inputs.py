@@ -138,7 +138,7 @@ def test_weights_are_in_the_graph(family):
         assert all(weights.grad is not None for weights in output.attentions)
 
 
-@pytest.mark.parametrize("fields", [{}, {"is_encoder_decoder": True}], ids=["alone", "encoder-decoder"])
+@pytest.mark.parametrize("fields", [{}, {"is_encoder_decoder": True}], ids=["plain", "encoder-decoder"])
 @family
 def test_decoders_that_are_eager(family, fields):
     """They generate the same, with a cache and without."""

@@ -63,8 +63,8 @@ def test_a_sequence_does_not_depend_on_padding_and_batch_mates(model, side):
     for other in (source(model, 3, "left"), {name: x for name, x in given.items() if name != "attention_mask"}):
         torch.testing.assert_close(model(**other, **target(model, ids)).logits[kept], together[kept])
     for row in range(3):
-        alone = {name: x[row : row + 1, : given["attention_mask"][row].sum()] for name, x in given.items()}
-        logits = model(**alone, **target(model, ids[row, kept[row]][None])).logits[0]
+        separate = {name: x[row : row + 1, : given["attention_mask"][row].sum()] for name, x in given.items()}
+        logits = model(**separate, **target(model, ids[row, kept[row]][None])).logits[0]
         torch.testing.assert_close(together[row, kept[row]], logits)
 
 
@@ -72,9 +72,9 @@ def test_a_sequence_does_not_depend_on_padding_and_batch_mates(model, side):
 def test_outputs_do_not_depend_on_later_positions(model):
     ids, _ = padded([12], 12, "none")
     given = source(model, 1)
-    whole = model(**given, **target(model, ids)).logits
+    complete = model(**given, **target(model, ids)).logits
     for length in (1, 4, 5, 11):
-        torch.testing.assert_close(model(**given, **target(model, ids[:, :length])).logits, whole[:, :length])
+        torch.testing.assert_close(model(**given, **target(model, ids[:, :length])).logits, complete[:, :length])
 
 
 def test_gradients_flow_through_the_cache(model):
@@ -92,10 +92,10 @@ def test_gradients_flow_through_the_cache(model):
     unused = [name for name, gradient in expected.items() if gradient is None]
     assert all("packed_layer_norm" in name for name in unused)
     relu2 = getattr(model.config, "attention_activation", None) == "relu2"  # scores below 0 have no gradient
-    alone = getattr(model.config, "chunk_size", None) == 1  # nor have those of a single key
+    single_key = getattr(model.config, "chunk_size", None) == 1  # its score has no gradient either
     for name, parameter in model.named_parameters():
         torch.testing.assert_close(parameter.grad, expected[name], msg=lambda text, name=name: f"{name}: {text}")
-        assert name in unused or parameter.grad.abs().max() > 0 or relu2 or alone, name
+        assert name in unused or parameter.grad.abs().max() > 0 or relu2 or single_key, name
 
 
 def test_detached_cache_stops_gradients():
@@ -128,12 +128,17 @@ def test_constant_memory(name):
 def test_logits_to_keep(model):
     ids, mask = padded([7, 3], 7, "left")
     inputs = source(model, 2) | target(model, ids, mask)
-    whole = model(**inputs).logits
-    for keep, kept in ((0, whole), (1, whole[:, 6:]), (3, whole[:, 4:]), (torch.tensor([5, 0]), whole[:, [5, 0]])):
+    complete = model(**inputs).logits
+    for keep, kept in (
+        (0, complete),
+        (1, complete[:, 6:]),
+        (3, complete[:, 4:]),
+        (torch.tensor([5, 0]), complete[:, [5, 0]]),
+    ):
         torch.testing.assert_close(model(**inputs, logits_to_keep=keep).logits, kept)
     shift = 0 if model.config.is_encoder_decoder else 1
     loss = model(**inputs, labels=ids[:, 4:], logits_to_keep=3).loss
-    expected = cross_entropy(whole[:, 4 : 7 - shift].flatten(0, 1), ids[:, 4 + shift :].flatten())
+    expected = cross_entropy(complete[:, 4 : 7 - shift].flatten(0, 1), ids[:, 4 + shift :].flatten())
     torch.testing.assert_close(loss, expected, check_dtype=False)
     with pytest.raises(ValueError, match=r"`labels` must have the shape \[2, 3\] .* got \[2, 7\]"):
         model(**inputs, labels=ids, logits_to_keep=3)
@@ -183,8 +188,8 @@ def test_cache_operations(model):
     past.reorder_cache(order)
     next_ids = torch.tensor([[4], [9], [4]])
     ids, mask = torch.cat([ids[order], next_ids], 1), torch.cat([mask[order], torch.ones(3, 1).long()], 1)
-    whole = {name: value[order] for name, value in given.items()} | target(model, ids, mask)
-    expected = model(**whole).logits
+    complete = {name: value[order] for name, value in given.items()} | target(model, ids, mask)
+    expected = model(**complete).logits
     # The decoder does not need the source, because the cache contains its states.
     output = model(**target(model, next_ids), past_key_values=past, use_cache=True)
     torch.testing.assert_close(output.logits[:, -1], expected[:, -1])
@@ -198,7 +203,7 @@ def test_cache_operations(model):
     past.reset()
     assert past.get_seq_length() == 0 and not any(layer.tensors for cache in caches for layer in cache.layers)
     assert {layer.batch_size for cache in caches for layer in cache.layers} == {None}
-    torch.testing.assert_close(model(**whole, past_key_values=past).logits, expected)
+    torch.testing.assert_close(model(**complete, past_key_values=past).logits, expected)
 
 
 @pytest.mark.parametrize(("family", "with_encoder"), PLAIN)

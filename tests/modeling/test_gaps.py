@@ -20,7 +20,7 @@ MASK = torch.tensor(
 )
 ROWS, LENGTH = MASK.shape
 RECORDED = {"output_hidden_states": True, "output_attentions": True, "use_cache": False}
-RECURRENT = [name for name in decoders.ALONE if not name.startswith("luna")]
+RECURRENT = [name for name in decoders.DECODER_ONLY if not name.startswith("luna")]
 CUTS = [[LENGTH], [5, 7], [3, 1, 8], [4, 1, 1, 6], [1] * LENGTH]
 
 
@@ -56,9 +56,9 @@ def expected(model, sources, ids, mask):
 
 
 def assert_rows(model, logits, sources, ids, mask):
-    for row, want in enumerate(expected(model, sources, ids, mask)):
-        if want is not None:
-            torch.testing.assert_close(logits[row][mask[row].bool()], want, rtol=1e-9, atol=1e-9, msg=f"row {row}")
+    for row, reference in enumerate(expected(model, sources, ids, mask)):
+        if reference is not None:
+            torch.testing.assert_close(logits[row][mask[row].bool()], reference, rtol=1e-9, atol=1e-9, msg=f"row {row}")
 
 
 def recorded(output):
@@ -97,13 +97,13 @@ def test_gradients_through_a_cache(name):
         total = total + output.logits[mask[:, start:end].bool()].sin().sum()
     actual = torch.autograd.grad(total, [*model.parameters()])
     rows = [model(ids[row, mask[row].bool()][None], use_cache=False).logits.sin().sum() for row in range(2)]
-    for got, want in zip(actual, torch.autograd.grad(sum(rows), [*model.parameters()]), strict=True):
-        torch.testing.assert_close(got, want, rtol=1e-7, atol=1e-9)
+    for got, reference in zip(actual, torch.autograd.grad(sum(rows), [*model.parameters()]), strict=True):
+        torch.testing.assert_close(got, reference, rtol=1e-7, atol=1e-9)
 
 
 @torch.no_grad()
 @pytest.mark.parametrize(
-    "name", slow_but(["luna: softplus", "mega: laplace chunks", "megalodon: heads"], decoders.ALONE)
+    "name", slow_but(["luna: softplus", "mega: laplace chunks", "megalodon: heads"], decoders.DECODER_ONLY)
 )
 def test_generate_continues_a_batch_of_turns(name):
     """A second turn after a cache, left-padded: the result for each row equals that of its unpadded tokens."""
@@ -116,8 +116,8 @@ def test_generate_continues_a_batch_of_turns(name):
     together = model.generate(ids, attention_mask=mask, past_key_values=past, **options)[:, ids.shape[1] :]
     for row, (first, second) in enumerate(turns):
         prompt = torch.tensor([first + second])
-        alone = model.generate(prompt, attention_mask=torch.ones_like(prompt), **options)[:, prompt.shape[1] :]
-        assert together[row].tolist() == alone[0].tolist()
+        separate = model.generate(prompt, attention_mask=torch.ones_like(prompt), **options)[:, prompt.shape[1] :]
+        assert together[row].tolist() == separate[0].tolist()
 
 
 @torch.no_grad()
@@ -130,15 +130,15 @@ def test_recorded_states_and_weights_are_in_the_order_of_the_batch(chunks, place
     output = model(ids, attention_mask=MASK, **options)
     for row in range(ROWS - 1):
         kept = MASK[row].bool()
-        alone = model(ids[row, kept][None], **options)
-        for got, want in zip(output.hidden_states, alone.hidden_states, strict=True):
-            torch.testing.assert_close(got[row, kept], want[0])
-        for got, want in zip(output.attentions, alone.attentions, strict=True):
+        separate = model(ids[row, kept][None], **options)
+        for got, reference in zip(output.hidden_states, separate.hidden_states, strict=True):
+            torch.testing.assert_close(got[row, kept], reference[0])
+        for got, reference in zip(output.attentions, separate.attentions, strict=True):
             if chunks:  # within chunks, weights have the positions of the sequence
-                size = min(want.shape[-1], int(kept.sum()))
-                torch.testing.assert_close(got[row, 0, :size, :size], want[0, 0, :size, :size])
+                size = min(reference.shape[-1], int(kept.sum()))
+                torch.testing.assert_close(got[row, 0, :size, :size], reference[0, 0, :size, :size])
             else:
-                torch.testing.assert_close(got[row, 0][kept][:, kept], want[0, 0])
+                torch.testing.assert_close(got[row, 0][kept][:, kept], reference[0, 0])
 
 
 @torch.no_grad()
@@ -151,9 +151,9 @@ def test_cross_attention_weights_are_in_the_order_of_the_batch(place):
         kept, of_source = mask[row].bool(), sources["attention_mask"][row].bool()
         source = {name: value[row : row + 1, of_source] for name, value in sources.items()}
         own = decoders.target(model, ids[row : row + 1, kept], mask[row : row + 1, kept])
-        alone = model(**source, **own, **options)
-        for got, want in zip(output.cross_attentions, alone.cross_attentions, strict=True):
-            torch.testing.assert_close(got[row, 0][kept][:, of_source], want[0, 0])
+        separate = model(**source, **own, **options)
+        for got, reference in zip(output.cross_attentions, separate.cross_attentions, strict=True):
+            torch.testing.assert_close(got[row, 0][kept][:, of_source], reference[0, 0])
 
 
 @pytest.mark.parametrize(
@@ -171,11 +171,13 @@ def test_recorded_states_and_weights_have_gradients(name, place):
         kept["source"] = sources["attention_mask"][2].bool()
         sources = {key: value[2:3, kept["source"]] for key, value in sources.items()}
     row = decoders.target(model, ids[2:3, kept["target"]], mask[2:3, kept["target"]])
-    alone, _ = recorded(model(**sources, **row, **RECORDED))
-    expected_gradients = torch.autograd.grad(alone["target"][-1].sin().sum(), [*alone["target"], *alone["source"]])
+    separate, _ = recorded(model(**sources, **row, **RECORDED))
+    expected_gradients = torch.autograd.grad(
+        separate["target"][-1].sin().sum(), [*separate["target"], *separate["source"]]
+    )
     sides = ["target"] * len(states["target"]) + ["source"] * len(states["source"])
-    for side, got, want in zip(sides, gradients, expected_gradients, strict=False):
-        torch.testing.assert_close(got[2, kept[side]], want[0])
+    for side, got, reference in zip(sides, gradients, expected_gradients, strict=False):
+        torch.testing.assert_close(got[2, kept[side]], reference[0])
 
 
 @torch.no_grad()

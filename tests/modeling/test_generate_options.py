@@ -81,9 +81,9 @@ class Run:
         else:
             mask = torch.cat([inputs["attention_mask"], torch.ones_like(self.new)], 1)
             inputs = {"input_ids": self.sequences, "attention_mask": mask}
-        whole = self.model(**inputs, use_cache=False).logits[:, -length - 1 : -1]
+        complete = self.model(**inputs, use_cache=False).logits[:, -length - 1 : -1]
         steps = torch.stack(self.output.logits, 1)
-        torch.testing.assert_close(steps, whole.to(steps.dtype), atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(steps, complete.to(steps.dtype), atol=1e-5, rtol=1e-5)
 
 
 def guided(run):
@@ -105,8 +105,8 @@ def healed(run):
 
 def began(run):
     """Return whether generation began without a prompt, or with a source of one token."""
-    whole = run.model.generate(bos_token_id=5, max_new_tokens=3)
-    return whole[0, 0] == (run.model.config.decoder_start_token_id if run.model.config.is_encoder_decoder else 5)
+    complete = run.model.generate(bos_token_id=5, max_new_tokens=3)
+    return complete[0, 0] == (run.model.config.decoder_start_token_id if run.model.config.is_encoder_decoder else 5)
 
 
 def attended(run):
@@ -267,7 +267,7 @@ _FETCHED = "requires `trust_remote_code=True`"
 _OWN = "has its own cache; omit the argument"
 _ALONE = "is not supported by encoder-decoders"
 # Option -> argument and error message, for decoders and encoder-decoders.
-REFUSED = {
+UNSUPPORTED = {
     "cache_implementation": ({"cache_implementation": "static"}, _OWN),
     "cache_config": ({"cache_config": {"nbits": 4}}, _OWN),
     "max_cache_len": ({"max_cache_len": 40}, _OWN),
@@ -298,7 +298,7 @@ REFUSED = {
     "constraints": ({"num_beams": 3, "constraints": [1]}, _FETCHED),
     "force_words_ids": ({"num_beams": 3, "force_words_ids": [[5]]}, _FETCHED),
 }
-ALONE = [
+DECODER_ONLY = [
     "guidance_scale",
     "negative_prompt_ids",
     "negative_prompt_attention_mask",
@@ -327,8 +327,8 @@ def process_group():
     dist.destroy_process_group()
 
 
-def is_refused(model, name):
-    return name in REFUSED or model.config.is_encoder_decoder and name in ALONE
+def is_unsupported(model, name):
+    return name in UNSUPPORTED or model.config.is_encoder_decoder and name in DECODER_ONLY
 
 
 @pytest.mark.covering(1)
@@ -336,7 +336,7 @@ def is_refused(model, name):
 @pytest.mark.parametrize("name", WORKS)
 def test_works(model, name, request):
     """The option changes the result, equally with and without a cache; every step has the model's logits."""
-    if is_refused(model, name) or name in NO_EFFECT and not model.config.is_encoder_decoder:
+    if is_unsupported(model, name) or name in NO_EFFECT and not model.config.is_encoder_decoder:
         return
     if name == "synced_gpus":
         request.getfixturevalue("process_group")
@@ -353,14 +353,14 @@ def test_works(model, name, request):
 
 @torch.no_grad()
 def test_unsupported_options_raise(model):
-    for name, (options, reason) in REFUSED.items():
+    for name, (options, reason) in UNSUPPORTED.items():
         if reason == _ASSISTED and not options.keys() & {"use_mtp", "prompt_lookup_num_tokens", "assistant_early_exit"}:
             options = options | {"assistant_model": model}
         with pytest.raises((ValueError, NotImplementedError), match=re.escape(reason)) as error:
             Run(model, options)
         assert "\n" not in str(error.value).strip(), name
     if model.config.is_encoder_decoder:
-        for name in ALONE:
+        for name in DECODER_ONLY:
             with pytest.raises(ValueError, match=_ALONE):
                 Run(model, WORKS[name][0] | {"input_ids": torch.full((2, 3), 5)})
     else:
@@ -400,10 +400,10 @@ def test_page_has_every_option():
 
 
 def test_page_lists_the_tested_options():
-    for name, (alone, with_encoder) in rows().items():
-        assert (alone == "error") == (name in REFUSED), name
-        assert (with_encoder == "error") == (name in REFUSED or name in ALONE), name
-        assert (alone == "no effect") == (name in NO_EFFECT) and (
-            alone == "works" or name not in WORKS or name in NO_EFFECT
+    for name, (decoder, with_encoder) in rows().items():
+        assert (decoder == "error") == (name in UNSUPPORTED), name
+        assert (with_encoder == "error") == (name in UNSUPPORTED or name in DECODER_ONLY), name
+        assert (decoder == "no effect") == (name in NO_EFFECT) and (
+            decoder == "works" or name not in WORKS or name in NO_EFFECT
         ), name
-        assert (with_encoder == "works") == (name in WORKS and name not in ALONE), name
+        assert (with_encoder == "works") == (name in WORKS and name not in DECODER_ONLY), name

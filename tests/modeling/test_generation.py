@@ -5,7 +5,7 @@ import torch
 from transformers import Trainer, TrainingArguments, pipeline
 
 from tests.modeling.decoders import (
-    ALONE,
+    DECODER_ONLY,
     DECODERS,
     FAMILIES,
     PLAIN,
@@ -20,7 +20,7 @@ from tests.modeling.decoders import (
 )
 
 
-@pytest.fixture(params=slow_but_some(ALONE))
+@pytest.fixture(params=slow_but_some(DECODER_ONLY))
 def decoder(request):
     return make(request.param)
 
@@ -63,10 +63,10 @@ def test_generate(name, options):
     elif not options["do_sample"]:
         for row in range(2):
             tokens = inputs["input_ids"][row, inputs["attention_mask"][row].bool()][None]
-            alone = model.generate(tokens, max_new_tokens=9, **options)
+            separate = model.generate(tokens, max_new_tokens=9, **options)
             begun = 0 if model.config.is_encoder_decoder else 7 - tokens.shape[1]
             together = results[0][row * count : (row + 1) * count, begun:]
-            assert torch.equal(alone, together[:, : alone.shape[1]])
+            assert torch.equal(separate, together[:, : separate.shape[1]])
 
 
 @torch.no_grad()
@@ -81,13 +81,13 @@ def test_chunked_prefill(decoder):
 def test_generate_continues_from_a_cache(decoder, cached):
     ids, mask = padded([7, 3], 7, "left")
     options = {"do_sample": False, "eos_token_id": None}
-    whole = decoder.generate(ids, attention_mask=mask, max_new_tokens=8, **options)
+    complete = decoder.generate(ids, attention_mask=mask, max_new_tokens=8, **options)
     mask = torch.cat([mask, mask.new_ones(2, 8)], 1)
-    past = decoder(whole[:, :cached], mask[:, :cached], use_cache=True).past_key_values
-    begun = whole[:, : max(cached + 1, 7)]
+    past = decoder(complete[:, :cached], mask[:, :cached], use_cache=True).past_key_values
+    begun = complete[:, : max(cached + 1, 7)]
     length = begun.shape[1]
     options |= {"past_key_values": past, "max_new_tokens": 15 - length}
-    assert torch.equal(decoder.generate(begun, attention_mask=mask[:, :length], **options), whole)
+    assert torch.equal(decoder.generate(begun, attention_mask=mask[:, :length], **options), complete)
     assert past.get_seq_length() == 14
 
 
@@ -95,10 +95,10 @@ def test_generate_continues_from_a_cache(decoder, cached):
 @pytest.mark.parametrize("cached", [2, 6])
 def test_generate_continues_from_a_target_in_a_cache(seq2seq, cached):
     given, options = source(seq2seq, 2), {"do_sample": False, "eos_token_id": None}
-    whole = seq2seq.generate(**given, max_new_tokens=12, **options)
-    past = seq2seq(**given, decoder_input_ids=whole[:, :cached], use_cache=True).past_key_values
-    options |= {"decoder_input_ids": whole[:, :8], "past_key_values": past, "max_new_tokens": 5}
-    assert torch.equal(seq2seq.generate(**given, **options), whole)
+    complete = seq2seq.generate(**given, max_new_tokens=12, **options)
+    past = seq2seq(**given, decoder_input_ids=complete[:, :cached], use_cache=True).past_key_values
+    options |= {"decoder_input_ids": complete[:, :8], "past_key_values": past, "max_new_tokens": 5}
+    assert torch.equal(seq2seq.generate(**given, **options), complete)
     assert past.get_seq_length() == 12
 
 
@@ -111,8 +111,8 @@ def test_generate_after_a_prefix_of_the_target(seq2seq):
     both = seq2seq.generate(**given, **prefix, **options)
     assert torch.equal(both, seq2seq.generate(**given, **prefix, use_cache=False, **options))
     one = {name: value[1:] for name, value in given.items()}
-    alone = seq2seq.generate(**one, decoder_input_ids=ids[1:, 3:], **options)
-    assert torch.equal(both[1, 3:], alone[0])
+    separate = seq2seq.generate(**one, decoder_input_ids=ids[1:, 3:], **options)
+    assert torch.equal(both[1, 3:], separate[0])
 
 
 @torch.no_grad()
@@ -212,6 +212,6 @@ def test_text_generation_pipeline(family, tokenizer):
     generator = pipeline("text-generation", model, tokenizer=tokenizer, device="cpu")
     options = {"max_new_tokens": 6, "do_sample": False, "return_full_text": False}
     prompts = ["w1 w2 w3 w4 w5", "w7", "w8 w9"]
-    alone = [generator(text, **options)[0]["generated_text"] for text in prompts]
-    assert all(text.strip() for text in alone) and len(set(alone)) > 1
-    assert [outputs[0]["generated_text"] for outputs in generator(prompts, batch_size=3, **options)] == alone
+    separate = [generator(text, **options)[0]["generated_text"] for text in prompts]
+    assert all(text.strip() for text in separate) and len(set(separate)) > 1
+    assert [outputs[0]["generated_text"] for outputs in generator(prompts, batch_size=3, **options)] == separate

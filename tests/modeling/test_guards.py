@@ -143,8 +143,8 @@ def test_new_tokens_after_a_cache(case):
     """The complete text, or new tokens with a mask of the complete text, continue as without a cache."""
     model = make(case, eos_token_id=None)
     expected = generate(model)
-    whole = generate(model, past_key_values=filled(model, IDS[:, :3]))
-    assert torch.equal(whole, expected)
+    complete = generate(model, past_key_values=filled(model, IDS[:, :3]))
+    assert torch.equal(complete, expected)
     if not model.config.is_encoder_decoder:  # there transformers puts a start token before new tokens
         new = generate(model, IDS[:, 3:], ones(2, 5), past_key_values=filled(model, IDS[:, :3]))
         assert torch.equal(new[:, 2:], expected[:, 5:])

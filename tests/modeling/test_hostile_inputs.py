@@ -96,7 +96,7 @@ def test_nan_in_masked_pixels():
     check_clean(make, "pixel_values", torch.randn(2, 2, 12, 12), mask, pixels)
 
 
-@pytest.mark.parametrize("name", decoders.ALONE)
+@pytest.mark.parametrize("name", decoders.DECODER_ONLY)
 def test_nan_in_left_padding_of_a_decoder(name):
     ids, mask = decoders.padded([7, 3], 7, "left")
     make = lambda: decoders.make(name, dtype=torch.float32)  # noqa: E731

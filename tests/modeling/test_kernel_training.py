@@ -15,7 +15,7 @@ MODELS = {
     "luna": lambda: luna.make("ForMaskedLM", unpad_inputs=True, num_attention_heads=2, **LUNA),
     "luna decoder": lambda: luna_decoders.make(dtype=torch.float32, **LUNA),
     "mega": lambda: mega.make("ForMaskedLM", unpad_inputs=True, **mega.VARIANTS["laplace chunks"], **MEGA),
-    "mega decoder": lambda: mega_decoders.make(**mega_decoders.ALONE["laplace chunks"], **MEGA).float(),
+    "mega decoder": lambda: mega_decoders.make(**mega_decoders.DECODER_ONLY["laplace chunks"], **MEGA).float(),
 }
 
 
@@ -54,15 +54,15 @@ def test_one_sequence_is_the_same_in_every_batch(make, triton_device):
     """Padding, its side, other rows and padding-free layout do not affect the results of the kernels."""
     model = make().to(triton_device).eval()
     decoder = {"use_cache": False} if model.config.is_decoder else {}
-    alone = luna.tokens([21])
-    batches = [alone, luna.tokens([21, 30, 3]), luna.tokens([30, 21], "left")]
+    separate = luna.tokens([21])
+    batches = [separate, luna.tokens([21, 30, 3]), luna.tokens([30, 21], "left")]
     results = []
     with use_backend("triton"), torch.no_grad():
         for row, batch in zip((0, 0, 1), batches, strict=True):
             batch = {name: value.to(triton_device) for name, value in batch.items()}
             logits = model(**batch, **decoder).logits[row]
             results.append(logits[batch["attention_mask"][row].bool()])
-        both = torch.cat([luna.tokens([30])["input_ids"], alone["input_ids"]], dim=1).to(triton_device)
+        both = torch.cat([luna.tokens([30])["input_ids"], separate["input_ids"]], dim=1).to(triton_device)
         position_ids = torch.cat([torch.arange(30), torch.arange(21)])[None].to(triton_device)
         results.append(model(both, position_ids=position_ids, **decoder).logits[0, 30:])
     for result in results[1:]:

@@ -252,7 +252,7 @@ def test_devices_and_types():
         torch.testing.assert_close(model.embeddings.get_parameter(name)[2:], value)
 
 
-REFUSALS = [
+INVALID = [
     ({"initialization": "near"}, "initialization must be one of original, local, got 'near'"),
     ({"initialization": "original", "initialization_options": {}}, "'original' has no initialization_options"),
     ({"initialization_options": {"lenght": 3}}, "has no lenght, only length, base, strength, offsets, mask"),
@@ -282,7 +282,7 @@ REFUSALS = [
 ]
 
 
-@pytest.mark.parametrize("fields, message", REFUSALS, ids=[message for _, message in REFUSALS])
+@pytest.mark.parametrize("fields, message", INVALID, ids=[message for _, message in INVALID])
 def test_unsupported_inputs_raise(fields, message):
     with pytest.raises(Exception, match=message):  # transformers 5.20 wraps the ValueError
         config(**fields)

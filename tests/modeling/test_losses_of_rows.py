@@ -26,7 +26,7 @@ CASES |= {
     "mega chunks": (mega, "ForTokenClassification", CHUNKS),
     "mega values, mean": (mega, "ForSequenceClassification", mega.VALUES),
     "luna ForCausalLM": (luna_decoders, "ForCausalLM", {}),
-    "luna ForCausalLM, pre-norm": (luna_decoders, "ForCausalLM", luna_decoders.ALONE["pre-norm"]),
+    "luna ForCausalLM, pre-norm": (luna_decoders, "ForCausalLM", luna_decoders.DECODER_ONLY["pre-norm"]),
     "luna ForConditionalGeneration": (luna_decoders, "ForConditionalGeneration", {"is_encoder_decoder": True}),
     "mega ForCausalLM": (mega_decoders, "ForCausalLM", {}),
     "mega ForCausalLM, chunks": (mega_decoders, "ForCausalLM", CHUNKS),

@@ -45,14 +45,14 @@ def test_prefix_as_projection():
     read = reader(*padded([8, 3], 8, "right"))
     prefix = {"packed_states": read.packed_last_hidden_state, "packed_mask": read.packed_mask}
     ids, mask = padded([7, 3], 7, "left")
-    whole = model(ids, mask, **prefix).logits
-    assert (whole - model(ids, mask).logits).abs().max() > 0.01
+    complete = model(ids, mask, **prefix).logits
+    assert (complete - model(ids, mask).logits).abs().max() > 0.01
     first = model(ids[:, :4], mask[:, :4], **prefix, use_cache=True)
     second = model(ids[:, 4:], mask, past_key_values=first.past_key_values)
     cached = torch.cat([first.logits, second.logits], 1)
-    torch.testing.assert_close(cached[mask.bool()], whole[mask.bool()])
-    alone = model(ids[1:, 4:], packed_states=read.packed_last_hidden_state[1:, :3]).logits
-    torch.testing.assert_close(whole[1:, 4:], alone)
+    torch.testing.assert_close(cached[mask.bool()], complete[mask.bool()])
+    separate = model(ids[1:, 4:], packed_states=read.packed_last_hidden_state[1:, :3]).logits
+    torch.testing.assert_close(complete[1:, 4:], separate)
     options = {"attention_mask": mask, "max_new_tokens": 6, "num_beams": 3, **prefix}
     assert torch.equal(model.generate(ids, **options), model.generate(ids, use_cache=False, **options))
 
@@ -89,11 +89,11 @@ def test_attentions():
         "packed_states": torch.randn(2, 4, 24).double(),
         "packed_mask": torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0]]),
     }
-    whole = model(ids, mask, **prefix, output_attentions=True)
-    torch.testing.assert_close(whole.logits, model(ids, mask, **prefix).logits)
+    complete = model(ids, mask, **prefix, output_attentions=True)
+    torch.testing.assert_close(complete.logits, model(ids, mask, **prefix).logits)
     first = model(ids[:, :4], mask[:, :4], **prefix, output_attentions=True, use_cache=True)
     second = model(ids[:, 4:], mask, past_key_values=first.past_key_values, output_attentions=True)
-    for weights, *parts in zip(whole.attentions, first.attentions, second.attentions, strict=True):
+    for weights, *parts in zip(complete.attentions, first.attentions, second.attentions, strict=True):
         assert weights.shape == (2, 4, 7, 4) and (weights[1, :, :, 2:] == 0).all()
         torch.testing.assert_close(weights.sum(-1), torch.ones(2, 4, 7).double())
         torch.testing.assert_close(

@@ -78,10 +78,12 @@ def test_tokens_without_mask_are_masked_at_the_padding_token():
 def test_values_with_mask():
     model = HEADS["ForSequenceClassification"](tiny_config(input_type="values", pooling="mean")).eval()
     values = torch.randn(2, 9)
-    alone = model(input_values=values[1:, :4]).logits
+    separate = model(input_values=values[1:, :4]).logits
     mask = torch.tensor([[1] * 9, [1] * 4 + [0] * 5])
-    torch.testing.assert_close(model(input_values=values, attention_mask=mask).logits[1:], alone, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(
+        model(input_values=values, attention_mask=mask).logits[1:], separate, atol=1e-5, rtol=1e-5
+    )
     left = torch.cat([torch.zeros(1, 5), values[1:, :4]], dim=1)
     torch.testing.assert_close(
-        model(input_values=left, attention_mask=mask[1:].flip(1)).logits, alone, atol=1e-5, rtol=1e-5
+        model(input_values=left, attention_mask=mask[1:].flip(1)).logits, separate, atol=1e-5, rtol=1e-5
     )

@@ -27,12 +27,12 @@ def test_a_document_does_not_depend_on_its_batch(variant):
     together = list(read_segments(model, ids, mask, segment_length=8))
     assert [output.last_hidden_state.shape[1] for output in together] == [8, 8, 7]
     for row, length in enumerate(lengths):
-        alone = list(read_segments(model, ids[row : row + 1, :length], segment_length=8))
+        separate = list(read_segments(model, ids[row : row + 1, :length], segment_length=8))
         memory = together[-1].packed_last_hidden_state[row]
-        torch.testing.assert_close(memory, alone[-1].packed_last_hidden_state[0])
-        for whole, part in zip(together, alone, strict=False):
+        torch.testing.assert_close(memory, separate[-1].packed_last_hidden_state[0])
+        for complete, part in zip(together, separate, strict=False):
             kept = part.last_hidden_state.shape[1]
-            torch.testing.assert_close(whole.last_hidden_state[row, :kept], part.last_hidden_state[0])
+            torch.testing.assert_close(complete.last_hidden_state[row, :kept], part.last_hidden_state[0])
 
 
 @torch.no_grad()

@@ -6,12 +6,12 @@ import pytest
 import torch
 
 from luna_mega import MegaCache, MegaConfig, MegaForCausalLM, MegaForMaskedLM
-from tests.modeling.mega_decoders import ALONE, make
+from tests.modeling.mega_decoders import DECODER_ONLY, make
 
 
 @torch.no_grad()
 def test_chunked_attention_caches_one_chunk():
-    model, sizes = make(**ALONE["laplace chunks"]), []
+    model, sizes = make(**DECODER_ONLY["laplace chunks"]), []
     past = MegaCache(model.config)
     for _ in range(4):
         model(torch.randint(3, 30, (2, 7)), past_key_values=past)
@@ -27,7 +27,7 @@ def test_chunked_attention_caches_one_chunk():
 @pytest.mark.parametrize("padded", [False, True])
 def test_a_chunk_is_written_in_place(padded):
     """Over 2,000 steps the buffers stay at the same address, also if sequences are at different positions."""
-    model, past = make(**ALONE["laplace chunks"], num_hidden_layers=1), None
+    model, past = make(**DECODER_ONLY["laplace chunks"], num_hidden_layers=1), None
     ids, mask = torch.randint(3, 30, (2, 2003)), torch.ones(2, 2003, dtype=torch.long)
     mask[1, :2] = 1 - int(padded)
     expected, places, sizes, last = model(ids, mask, use_cache=False).logits[:, -1], set(), set(), None
@@ -53,7 +53,7 @@ def test_cache_doubles_without_chunks():
 
 @torch.no_grad()
 def test_beams_move_in_place():
-    model, ids = make(**ALONE["laplace chunks"]), torch.randint(3, 30, (3, 8))
+    model, ids = make(**DECODER_ONLY["laplace chunks"]), torch.randint(3, 30, (3, 8))
     past = model(ids, use_cache=True).past_key_values
     place = past.layers[0].values.data_ptr()
     for order in ([0, 1, 2], [1, 1, 0], [2, 0, 0]):
@@ -67,7 +67,7 @@ def test_beams_move_in_place():
 @torch.no_grad()
 @pytest.mark.parametrize("change", ["nothing", "in place", "new storage", "new parameter"])
 def test_derived_tensors_are_cached_until_weights_change(change):
-    model, ids = make(**ALONE["laplace chunks"]), torch.randint(3, 30, (2, 1))
+    model, ids = make(**DECODER_ONLY["laplace chunks"]), torch.randint(3, 30, (2, 1))
     past = model(ids.repeat(1, 3), use_cache=True).past_key_values
     model(ids, past_key_values=past)
     kept = {name: entry[-1] for name, entry in past.layers[0].constants.kept.items()}
@@ -90,7 +90,7 @@ def test_derived_tensors_are_cached_until_weights_change(change):
 
 
 def test_tensors_saved_by_autograd_are_not_overwritten():
-    model, ids = make(**ALONE["laplace chunks"]), torch.randint(3, 30, (2, 8))
+    model, ids = make(**DECODER_ONLY["laplace chunks"]), torch.randint(3, 30, (2, 8))
     output = model(ids, use_cache=True)
     with torch.no_grad():
         model(ids[:, :1], past_key_values=output.past_key_values)

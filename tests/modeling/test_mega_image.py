@@ -66,8 +66,8 @@ def test_initialization():
 def test_single_image_matches_the_image_in_a_batch(model):
     pictures = torch.randn(3, 3, 32, 32)
     together = model(pixel_values=pictures).logits
-    alone = torch.cat([model(pixel_values=picture[None]).logits for picture in pictures])
-    torch.testing.assert_close(alone, together, atol=1e-6, rtol=1e-5)
+    separate = torch.cat([model(pixel_values=picture[None]).logits for picture in pictures])
+    torch.testing.assert_close(separate, together, atol=1e-6, rtol=1e-5)
 
 
 def test_masked_patches_do_not_matter(model):

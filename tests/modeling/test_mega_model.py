@@ -222,8 +222,8 @@ def test_pipelines(tmp_path, tokenizer):
         tokenizer.save_pretrained(tmp_path / head)
         make(head, **options).save_pretrained(tmp_path / head)
         pipe = pipeline(task, model=str(tmp_path / head))
-        alone, together = [pipe(text) for text in texts], pipe(texts, batch_size=2)
-        for one, other in zip(alone, together, strict=True):
+        separate, together = [pipe(text) for text in texts], pipe(texts, batch_size=2)
+        for one, other in zip(separate, together, strict=True):
             entries = zip(one, other if isinstance(other, list) else [other], strict=True)
             assert all(a["score"] == pytest.approx(b["score"], abs=1e-5) for a, b in entries)
 
@@ -250,8 +250,8 @@ def test_evaluation_does_not_use_old_weights():
 def test_a_long_chunk_costs_what_the_input_needs(monkeypatch):
     """The rotary bias has the positions of the longest sequence, or of a step's keys, and no bit of it changes."""
     lengths, forward = [], MegaRotaryRelativeBias.forward
-    whole = forward(bias := make("Model").layers[0].mega_layer.rel_pos_bias, 300)
-    assert all(forward(bias, length).equal(whole[300 - length : 299 + length]) for length in (1, 2, 7, 33, 128, 299))
+    complete = forward(bias := make("Model").layers[0].mega_layer.rel_pos_bias, 300)
+    assert all(forward(bias, length).equal(complete[300 - length : 299 + length]) for length in (1, 2, 7, 33, 128, 299))
     monkeypatch.setattr(
         MegaRotaryRelativeBias, "forward", lambda self, length: lengths.append(length) or forward(self, length)
     )

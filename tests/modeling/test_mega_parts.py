@@ -102,9 +102,9 @@ def test_batch_statistics_of_real_tokens():
     torch.testing.assert_close(actual[mask], packed(x[mask][None])[0])
     torch.testing.assert_close(norm.state_dict(), packed.state_dict())
     padded = make_norm("batchnorm", padded_statistics=True).double()
-    whole = make_norm("batchnorm").double()
-    whole.load_state_dict(padded.state_dict())
-    torch.testing.assert_close(padded(x, mask), whole(x))
+    complete = make_norm("batchnorm").double()
+    complete.load_state_dict(padded.state_dict())
+    torch.testing.assert_close(padded(x, mask), complete(x))
     assert (actual - padded(x, mask)).abs().max() > 1e-2
 
 

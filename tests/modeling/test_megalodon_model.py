@@ -105,14 +105,14 @@ def test_states_in_half_precision(autocast):
     model, ids = make(dtype=torch.float32, num_hidden_layers=1), torch.randint(3, 30, (2, 100))
     model = model if autocast else model.bfloat16()
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-        whole, steps = model(ids, use_cache=True).past_key_values, None
+        complete, steps = model(ids, use_cache=True).past_key_values, None
         for column in ids.split(1, dim=1):
             steps = model(column, past_key_values=steps, use_cache=True).past_key_values
-    for cache in (whole, steps):
+    for cache in (complete, steps):
         assert {x.dtype for layer in cache.layers for x in (layer.norm_mean, layer.norm_variance)} == {torch.float64}
         assert {layer.average.dtype for layer in cache.layers} == {torch.float32}
     for name in ("norm_mean", "norm_variance"):  # statistics of the embeddings, which are equal
-        torch.testing.assert_close(getattr(steps.layers[0], name), getattr(whole.layers[0], name), rtol=0, atol=1e-6)
+        torch.testing.assert_close(getattr(steps.layers[0], name), getattr(complete.layers[0], name), rtol=0, atol=1e-6)
 
 
 def test_sensitive_parameters_stay_in_float32(tmp_path):
@@ -177,10 +177,10 @@ def test_classification_does_not_depend_on_padding(pooling):
     for side in ("left", "right"):
         ids, mask = padded(lengths, 9, side)
         results += [model(ids, mask).logits, model(ids).logits]
-    alone = torch.cat([model(ids[row, mask[row].bool()][None]).logits for row in range(3)])
+    separate = torch.cat([model(ids[row, mask[row].bool()][None]).logits for row in range(3)])
     for logits in results:
-        torch.testing.assert_close(logits, alone)
-    assert (alone[0] - alone[1]).abs().max() > 1e-3
+        torch.testing.assert_close(logits, separate)
+    assert (separate[0] - separate[1]).abs().max() > 1e-3
 
 
 @torch.no_grad()

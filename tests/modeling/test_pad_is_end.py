@@ -72,9 +72,9 @@ def test_targets_with_end_tokens(family):
     source = {name: value[:1].expand(2, -1) for name, value in decoders.source(model, 1).items()}
     output = model(**source, labels=labels)
     torch.testing.assert_close(output.logits[1, 2:], output.logits[0, :4])
-    alone = model(**{name: value[:1] for name, value in source.items()}, labels=labels[:1, :4])
-    torch.testing.assert_close(output.logits[0, :4], alone.logits[0])
-    torch.testing.assert_close(output.loss, alone.loss)
+    separate = model(**{name: value[:1] for name, value in source.items()}, labels=labels[:1, :4])
+    torch.testing.assert_close(output.logits[0, :4], separate.logits[0])
+    torch.testing.assert_close(output.loss, separate.loss)
     target = torch.tensor([[2, 5, 1, 6]])
     first = {name: value[:1] for name, value in source.items()}
     chosen = model.generate(**first, decoder_input_ids=target, max_new_tokens=1, do_sample=False)[0, -1]

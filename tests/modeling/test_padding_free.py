@@ -11,10 +11,12 @@ LENGTHS = [17, 1, 8, 23, 5]
 ENCODERS = {f"luna {name}": (luna, fields) for name, fields in luna.VARIANTS.items()} | {
     f"mega {name}": (mega, fields) for name, fields in mega.VARIANTS.items()
 }
-DECODERS = {f"luna decoder {name}": (luna_decoders, fields) for name, fields in luna_decoders.ALONE.items()} | {
-    f"mega decoder {name}": (mega_decoders, fields) for name, fields in mega_decoders.ALONE.items()
+DECODERS = {f"luna decoder {name}": (luna_decoders, fields) for name, fields in luna_decoders.DECODER_ONLY.items()} | {
+    f"mega decoder {name}": (mega_decoders, fields) for name, fields in mega_decoders.DECODER_ONLY.items()
 }
-DECODERS |= {f"megalodon {name}": (megalodon_decoders, fields) for name, fields in megalodon_decoders.ALONE.items()}
+DECODERS |= {
+    f"megalodon {name}": (megalodon_decoders, fields) for name, fields in megalodon_decoders.DECODER_ONLY.items()
+}
 
 
 @pytest.fixture(params=[*ENCODERS, *DECODERS])
@@ -283,7 +285,7 @@ def test_empty_padding_free_source(name):
 
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("side", ["left", "right"])
-@pytest.mark.parametrize("name", [name for name in decoders.ALONE if name.startswith("mega")])
+@pytest.mark.parametrize("name", [name for name in decoders.DECODER_ONLY if name.startswith("mega")])
 @torch.no_grad()
 def test_mega_uses_positions_of_the_mask(name, side):
     """Positions as passed by servers and trainers; with a cache the last ones, with a complete or partial mask."""

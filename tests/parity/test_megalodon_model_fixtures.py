@@ -195,11 +195,11 @@ def test_streams_and_caches(case, parity):
 def test_windowed_statistics(case, parity):
     """Losses of the original's inference, with statistics that are cut off and with those of all positions."""
     ids, targets = case.io["window.ids"], case.io["window.targets"]
-    whole = losses(case.model(ids).logits, targets)
-    check(parity, "not windowed", whole, case.io["window.token_loss_not_windowed"])
+    complete = losses(case.model(ids).logits, targets)
+    check(parity, "not windowed", complete, case.io["window.token_loss_not_windowed"])
     windowed = losses(case.build(windowed_statistics=True)(ids, use_cache=False).logits, targets)
     check(parity, "windowed", windowed, case.io["window.token_loss"])
-    early, late = (windowed - whole).abs().split([8 * case.chunk, ids.shape[1] - 8 * case.chunk], dim=1)
+    early, late = (windowed - complete).abs().split([8 * case.chunk, ids.shape[1] - 8 * case.chunk], dim=1)
     assert early.max() < 1e-5 and late.max() > 1e-2
 
 

@@ -58,7 +58,7 @@ def client_of(port, key="none"):
     return openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key=key, max_retries=0, timeout=120)
 
 
-def ask(port, path, body: bytes | None = None, headers: dict | None = None) -> tuple[int, bytes]:
+def send(port, path, body: bytes | None = None, headers: dict | None = None) -> tuple[int, bytes]:
     """Return the status and the content of a response; a request with a body is a POST."""
     headers = {"content-type": "application/json"} | (headers or {})
     request = urllib.request.Request(f"http://127.0.0.1:{port}{path}", body, headers)
@@ -70,4 +70,4 @@ def ask(port, path, body: bytes | None = None, headers: dict | None = None) -> t
 
 
 def status_of(port, body: bytes) -> int:
-    return ask(port, "/v1/completions", body)[0]
+    return send(port, "/v1/completions", body)[0]

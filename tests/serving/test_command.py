@@ -18,7 +18,7 @@ def folders(tmp_path_factory):
     made = {
         "luna": luna_mega.LunaForCausalLM(luna_mega.LunaConfig(**size, num_attention_heads=2, is_decoder=True)),
         "encoder": luna_mega.LunaForMaskedLM(luna_mega.LunaConfig(**size, num_attention_heads=2)),
-        "whole": luna_mega.MegaForCausalLM(luna_mega.MegaConfig(**size, **mega)),
+        "complete": luna_mega.MegaForCausalLM(luna_mega.MegaConfig(**size, **mega)),
         "chunks": luna_mega.MegaForCausalLM(luna_mega.MegaConfig(**size, **mega, use_chunking=True, chunk_size=8)),
     }
     root = tmp_path_factory.mktemp("folders")
@@ -32,7 +32,7 @@ def run(capsys, *argv):
     return status, capsys.readouterr()
 
 
-def refusal(capsys, *argv):
+def error_of(capsys, *argv):
     status, output = run(capsys, *argv)
     assert status == 1 and output.err.count("\n") == 1 and not output.out
     return output.err
@@ -56,26 +56,28 @@ def port():
 
 
 def test_only_causal_language_models_are_served(folders, port, capsys):
-    message = refusal(capsys, folders / "encoder", "--port", port)
+    message = error_of(capsys, folders / "encoder", "--port", port)
     assert "contains a LunaForMaskedLM; only LunaForCausalLM or" in message
 
 
 @pytest.mark.parametrize("engine", ["transformers", "vllm"])
 @pytest.mark.parametrize("key", ["", " ", "a b", "ключ", "a\tb"])
 def test_a_key_that_no_client_can_send_is_an_error(key, engine, folders, port, capsys):
-    message = refusal(capsys, folders / "luna", "--port", port, "--key", key, "--engine", engine)
+    message = error_of(capsys, folders / "luna", "--port", port, "--key", key, "--engine", engine)
     assert "key" in message and "Traceback" not in message
 
 
 def test_an_empty_host_is_not_all_addresses(folders, port, capsys):
-    assert "the host is empty" in refusal(capsys, folders / "luna", "--port", port, "--host", "")
+    assert "the host is empty" in error_of(capsys, folders / "luna", "--port", port, "--host", "")
 
 
 def test_a_missing_extra_is_named(folders, port, capsys, monkeypatch):
     monkeypatch.setattr(engines, "is_serve_available", lambda: False)
-    assert "`pip install '.[serve]'` in a clone" in refusal(capsys, folders / "luna", "--port", port)
+    assert "`pip install '.[serve]'` in a clone" in error_of(capsys, folders / "luna", "--port", port)
     monkeypatch.setattr(engines, "find_spec", lambda name: None)
-    assert "`pip install '.[vllm]'` in a clone" in refusal(capsys, folders / "luna", "--port", port, "--engine", "vllm")
+    assert "`pip install '.[vllm]'` in a clone" in error_of(
+        capsys, folders / "luna", "--port", port, "--engine", "vllm"
+    )
 
 
 def test_address_in_use_raises(folders, capsys):
@@ -83,7 +85,7 @@ def test_address_in_use_raises(folders, capsys):
         other.bind(("127.0.0.1", 0))
         other.listen()
         taken = other.getsockname()[1]
-        assert f"cannot listen on '127.0.0.1', port {taken}" in refusal(capsys, folders / "luna", "--port", taken)
+        assert f"cannot listen on '127.0.0.1', port {taken}" in error_of(capsys, folders / "luna", "--port", taken)
 
 
 @pytest.mark.parametrize(
@@ -113,4 +115,4 @@ def test_vllm_gets_the_options_and_the_key_apart(folders, port, capsys, monkeypa
         "--dtype", "float32", "--max-model-len", "64", "--max-num-seqs", "3",
     ]  # fmt: skip
     assert os.environ["VLLM_API_KEY"] == "secret"
-    assert "vLLM cannot serve" in refusal(capsys, folders / "whole", "--engine", "vllm", "--port", port)
+    assert "vLLM cannot serve" in error_of(capsys, folders / "complete", "--engine", "vllm", "--port", port)

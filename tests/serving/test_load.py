@@ -38,7 +38,7 @@ def draw_requests(complete, family: str) -> list[dict]:
     return requests
 
 
-def ask(client, port: int, path: str, request: dict) -> str | None:
+def send(client, port: int, path: str, request: dict) -> str | None:
     """Return an error message if the answer is wrong, otherwise None."""
     kind, prompt, count = request["kind"], request["prompt"], request["max_tokens"]
     options = {"model": path, "prompt": prompt, "max_tokens": count, "temperature": 0}
@@ -79,7 +79,7 @@ def vllm_metrics(port: int) -> dict[str, float]:
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_no_answer_is_wrong_and_nothing_is_left_behind(engine, folder, complete, tmp_path):
+def test_answers_are_correct_and_resources_are_released(engine, folder, complete, tmp_path):
     family, options, is_there = ENGINES[engine]
     if not is_there:
         pytest.skip(f"{engine} cannot serve here; make test-serving has an environment with it")
@@ -89,7 +89,7 @@ def test_no_answer_is_wrong_and_nothing_is_left_behind(engine, folder, complete,
 
         def run(requests):
             with client_of(port) as client, ThreadPoolExecutor(AT_ONCE) as pool:
-                wrong = [result for result in pool.map(lambda r: ask(client, port, path, r), requests) if result]
+                wrong = [result for result in pool.map(lambda r: send(client, port, path, r), requests) if result]
                 client.completions.create(model=path, prompt="x", max_tokens=1)  # after the canceled requests
             time.sleep(2.0)  # connections close
             return wrong, belongings(process)

@@ -12,7 +12,7 @@ openai = pytest.importorskip("openai", reason="openai is not installed; make tes
 if not is_serve_available():
     pytest.skip("the server of transformers is not installed; see `make test-serving`", allow_module_level=True)
 
-from tests.serving.loopback import ask, client_of, serving, status_of  # noqa: E402
+from tests.serving.loopback import client_of, send, serving, status_of  # noqa: E402
 from tests.serving.test_requests import TEXTS, VALID, malformed  # noqa: E402
 
 pytestmark = pytest.mark.slow
@@ -75,8 +75,8 @@ def server(folder):
 @pytest.mark.parametrize("path", ["/load_model", "/reset", "/v1/audio/transcriptions", "/v1/systemone", "/docs", "/"])
 def test_other_paths_do_not_exist(path, server, tmp_path):
     body = json.dumps({"model": str(tmp_path)}).encode()
-    assert ask(server[0], path, body)[0] == 404 and ask(server[0], path)[0] == 404
-    assert ask(server[0], "/health")[0] == 200
+    assert send(server[0], path, body)[0] == 404 and send(server[0], path)[0] == 404
+    assert send(server[0], "/health")[0] == 200
 
 
 @pytest.mark.parametrize(
@@ -98,9 +98,9 @@ def test_other_paths_do_not_exist(path, server, tmp_path):
 )
 def test_web_pages_of_another_origin_are_rejected(headers, status, server):
     headers = {name: value.replace("PORT", str(server[0])) for name, value in headers.items()}
-    assert ask(server[0], "/v1/models", headers=headers)[0] == status
+    assert send(server[0], "/v1/models", headers=headers)[0] == status
     body = json.dumps(PROMPT | {"model": server[1]}).encode()
-    assert ask(server[0], "/v1/completions", body, headers)[0] == status
+    assert send(server[0], "/v1/completions", body, headers)[0] == status
 
 
 def test_malformed_requests_are_errors_before_a_stream_starts(server):
@@ -127,7 +127,7 @@ def test_malformed_requests_are_errors_before_a_stream_starts(server):
             (PATHS["completions"], json.dumps(PROMPT | fields | {"stream": stream}).encode())
             for stream in (False, True)
         ]
-    answers = [(*ask(server[0], path, body), body[:100]) for path, body in requests]
+    answers = [(*send(server[0], path, body), body[:100]) for path, body in requests]
     assert [answer for answer in answers if answer[0] != 400] == [] and len(answers) > 200
     assert all(json.loads(content)["error"]["message"] for _, content, _ in answers)
 

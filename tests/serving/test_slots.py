@@ -130,9 +130,9 @@ def test_padding_after_the_sequences_is_zero(family, served):
     groups = [(torch.tensor([0, 1]), torch.tensor([0, 0]))]
     with torch.inference_mode():
         output = server.family.advance(0, hidden, server.states[0], [Sequences(*x) for x in groups])
-        alone = server.family.advance(0, hidden[:1], server.states[0], [Sequences(*(x[:1] for x in groups[0]))])
+        separate = server.family.advance(0, hidden[:1], server.states[0], [Sequences(*(x[:1] for x in groups[0]))])
     assert not output[2:].any() and output[:2].any()
-    torch.testing.assert_close(output[:1], alone)
+    torch.testing.assert_close(output[:1], separate)
 
 
 @pytest.mark.parametrize(("family", "exact"), [("mega", ["ema_gate"]), ("megalodon", ["cema", "rope"])])

@@ -50,17 +50,17 @@ def sampling(request):
     return vllm.SamplingParams(temperature=0, max_tokens=len(request.tokens), ignore_eos=True, logprobs=0)
 
 
-def ask(llm, requests):
+def send(llm, requests):
     prompts = [{"prompt_token_ids": request.prompt} for request in requests]
     return llm.generate(prompts, [sampling(request) for request in requests], use_tqdm=False)
 
 
-def compare(outputs, requests, whole=True):
+def compare(outputs, requests, complete=True):
     """Return the requests with different tokens, and the largest difference of log-probabilities before."""
     wrong, worst = [], 0.0
     for number, (output, request) in enumerate(zip(outputs, requests, strict=True)):
         given = list(output.outputs[0].token_ids)
-        if given != (request.tokens if whole else request.tokens[: len(given)]):
+        if given != (request.tokens if complete else request.tokens[: len(given)]):
             wrong.append(number)
         for at, (token, known) in enumerate(zip(given, request.tokens, strict=False)):
             if token != known:  # vLLM does not return its log-probability
@@ -70,7 +70,7 @@ def compare(outputs, requests, whole=True):
 
 
 SETTINGS = {
-    "whole": {},
+    "complete": {},
     "pieces-of-1": {"max_num_seqs": 1, "max_num_batched_tokens": 1},
     "pieces-of-13": {"max_num_seqs": 4, "max_num_batched_tokens": 13},
     "pieces-of-512": {"max_num_seqs": 64, "max_num_batched_tokens": 512},
@@ -86,7 +86,7 @@ def test_tokens_are_those_of_generate(family, setting, folders, served):
     requests = requests[:25] if setting == "pieces-of-1" else requests
     llm = start(folders(family), **SETTINGS[setting])
     for again in range(2):  # slots, and cached prefixes, are used again
-        outputs = ask(llm, requests)
+        outputs = send(llm, requests)
         wrong, worst = compare(outputs, requests)
         assert not wrong and worst < 1e-5
         cached = sum(output.num_cached_tokens or 0 for output in outputs)
@@ -98,7 +98,7 @@ def test_bfloat16_is_as_exact_as_in_transformers(family, served, tmp_path):
     model, requests = served(family, 6)
     model_class = type(model)
     copy.deepcopy(model).to(torch.bfloat16).save_pretrained(tmp_path)
-    outputs = ask(start(str(tmp_path), dtype="bfloat16", max_num_batched_tokens=64), requests)
+    outputs = send(start(str(tmp_path), dtype="bfloat16", max_num_batched_tokens=64), requests)
 
     def chances(dtype):
         """Return the log-probabilities of the tokens of vLLM, from one call of the model per text."""
@@ -138,7 +138,7 @@ def test_requests_come_go_and_are_aborted(family, prefixes, folders, served):
             if number in left and len(output.outputs[0].token_ids) > len(requests[number].tokens) // 2:
                 left.remove(number)
                 engine.abort_request([f"r{number}"])
-    wrong, worst = compare([done[n] for n in sorted(done)], [requests[n] for n in sorted(done)], whole=False)
+    wrong, worst = compare([done[n] for n in sorted(done)], [requests[n] for n in sorted(done)], complete=False)
     assert not wrong and worst < 1e-5
     short = [n for n in done if len(done[n].outputs[0].token_ids) < len(requests[n].tokens)]
     assert set(done) == set(range(COUNT)) and all(n % 7 == 5 for n in short) and short
@@ -153,7 +153,7 @@ def test_lost_or_swapped_state_is_detected(family, control, folders, served, mon
     else:  # the state of another sequence is used
         made = Sequences.__init__
         monkeypatch.setattr(Sequences, "__init__", lambda self, a, b, *rest: made(self, a, b.clamp(min=1), *rest))
-    wrong, worst = compare(ask(start(folders(family)), requests), requests)
+    wrong, worst = compare(send(start(folders(family)), requests), requests)
     assert len(wrong) > len(requests) // 3 or worst > 1e-2
 
 

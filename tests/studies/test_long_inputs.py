@@ -17,7 +17,7 @@ from transformers import (
 
 from luna_mega import LunaConfig, LunaForMaskedLM, MegaConfig, MegaForMaskedLM
 from luna_mega.training.tokenizers import train_bpe
-from tests.examples.runs import assert_refused, sentence, write
+from tests.examples.runs import assert_error, sentence, write
 
 SIZES = {
     "vocab_size": 300,
@@ -118,14 +118,14 @@ def test_the_tokens_of_bert(script, save, data, tmp_path):
 def test_unsupported_inputs_raise(script, save, data, tmp_path):
     study, luna = script("long_inputs"), save("luna", *MODELS["luna"])
 
-    def refused(message, *models, options=()):
-        assert_refused(lambda: study.main([*arguments(data, tmp_path / "out", *models), *options]), message)
+    def assert_message(message, *models, options=()):
+        assert_error(lambda: study.main([*arguments(data, tmp_path / "out", *models), *options]), message)
 
     llama = LlamaConfig(**SIZES, num_attention_heads=2)
-    refused("a LlamaForCausalLM predicts no masked tokens", save("llama", LlamaForCausalLM, llama))
-    refused("other tokens than .*luna, so that losses", luna, save("other", *MODELS["luna"], seed=2))
-    refused("nowhere: ", luna, "nowhere")
-    refused("too few for one block of 100000", luna, options=["--lengths", "100000"])
-    refused("none of the models reads inputs of these --lengths", luna, options=["--lengths", "100"])
-    refused("--lengths .1. must be at least 2", luna, options=["--lengths", "1"])
-    refused("--mlm_probability 1.0 must be between 0 and 1", luna, options=["--mlm_probability", "1.0"])
+    assert_message("a LlamaForCausalLM predicts no masked tokens", save("llama", LlamaForCausalLM, llama))
+    assert_message("other tokens than .*luna, so that losses", luna, save("other", *MODELS["luna"], seed=2))
+    assert_message("nowhere: ", luna, "nowhere")
+    assert_message("too few for one block of 100000", luna, options=["--lengths", "100000"])
+    assert_message("none of the models reads inputs of these --lengths", luna, options=["--lengths", "100"])
+    assert_message("--lengths .1. must be at least 2", luna, options=["--lengths", "1"])
+    assert_message("--mlm_probability 1.0 must be between 0 and 1", luna, options=["--mlm_probability", "1.0"])

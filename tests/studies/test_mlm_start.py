@@ -8,7 +8,7 @@ from transformers import RobertaConfig, RobertaForMaskedLM
 
 from luna_mega import LunaConfig, LunaForMaskedLM
 from luna_mega.modeling_luna.initialization_luna import LocalStart
-from tests.examples.runs import assert_refused, sentence, write
+from tests.examples.runs import assert_error, sentence, write
 
 SIZES = {
     "vocab_size": 40,
@@ -82,16 +82,16 @@ def test_run(arguments, call, tmp_path):
 def test_unsupported_inputs_raise(call, tmp_path):
     write([{"text": sentence(True, random.Random(0))} for _ in range(30)], tmp_path / "train.jsonl")
 
-    def refused(message, *arguments):
+    def assert_message(message, *arguments):
         options = ["--dataset_path", tmp_path, "--do_train", "--output_dir", tmp_path / "out"]
-        assert_refused(call, message, "mlm_start", *options, *arguments)
+        assert_error(call, message, "mlm_start", *options, *arguments)
 
-    refused("--without heads must be one of positions, packed, identity", "--without", "heads")
-    refused("--local_start is for --model_type roberta", "--local_start", "true")
-    refused("--local_options needs --local_start true", *OPTIONS)
-    refused("--without for luna", "--model_type", "mega", "--without", "packed")
+    assert_message("--without heads must be one of positions, packed, identity", "--without", "heads")
+    assert_message("--local_start is for --model_type roberta", "--local_start", "true")
+    assert_message("--local_options needs --local_start true", *OPTIONS)
+    assert_message("--without for luna", "--model_type", "mega", "--without", "packed")
     start = ("--model_type", "roberta", "--local_start", "true", "--vocab_size", 300, "--block_size", 12)
-    refused(
+    assert_message(
         "--local_options: .*mask_token_id must be a token from 0 to .*, got 300",
         *start,
         "--local_options",
