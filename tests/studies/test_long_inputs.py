@@ -123,9 +123,9 @@ def test_unsupported_inputs_raise(script, save, data, tmp_path):
 
     llama = LlamaConfig(**SIZES, num_attention_heads=2)
     assert_message("a LlamaForCausalLM predicts no masked tokens", save("llama", LlamaForCausalLM, llama))
-    assert_message("other tokens than .*luna, so that losses", luna, save("other", *MODELS["luna"], seed=2))
+    assert_message("another vocabulary than .*luna, so losses", luna, save("other", *MODELS["luna"], seed=2))
     assert_message("nowhere: ", luna, "nowhere")
     assert_message("too few for one block of 100000", luna, options=["--lengths", "100000"])
-    assert_message("none of the models reads inputs of these --lengths", luna, options=["--lengths", "100"])
+    assert_message("none of the models supports inputs of these --lengths", luna, options=["--lengths", "100"])
     assert_message("--lengths .1. must be at least 2", luna, options=["--lengths", "1"])
     assert_message("--mlm_probability 1.0 must be between 0 and 1", luna, options=["--mlm_probability", "1.0"])

@@ -88,7 +88,7 @@ def test_unsupported_inputs_raise(call, tmp_path):
 
     assert_message("--without heads must be one of positions, packed, identity", "--without", "heads")
     assert_message("--local_start is for --model_type roberta", "--local_start", "true")
-    assert_message("--local_options needs --local_start true", *OPTIONS)
+    assert_message("--local_options requires --local_start true", *OPTIONS)
     assert_message("--without for luna", "--model_type", "mega", "--without", "packed")
     start = ("--model_type", "roberta", "--local_start", "true", "--vocab_size", 300, "--block_size", 12)
     assert_message(
