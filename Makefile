@@ -69,9 +69,10 @@ docs: ## build the documentation site in build/docs/site, in an environment of i
 	.venv-docs/bin/python -m pip install --quiet --requirement requirements/docs.txt
 	.venv-docs/bin/python docs/site/build.py
 
-style: $(INSTALLED) ## lint and check the format
+style: $(INSTALLED) ## lint, check the format and the spelling
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/codespell
 
 typing: $(INSTALLED) ## check the types of the public surface, in a copy laid out as it is installed
 	rm -rf build/typing

@@ -18,7 +18,7 @@ _FILES = re.compile(
     | (vocab|merges|dict|dict\.\w+)\.txt | vocab\.bpe | [\w.-]+\.model | chat_template\.(jinja|json)
     | (preprocessor_config|processor_config)\.json
     | (modules|config_sentence_transformers|sentence_bert_config)\.json
-    | README\.md | (LICENSE|LICENCE|NOTICE)(\.md|\.txt)?
+    | README\.md | (LICEN[CS]E|NOTICE)(\.md|\.txt)?
     """,
     re.VERBOSE,
 )

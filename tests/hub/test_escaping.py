@@ -46,13 +46,13 @@ def test_plain_words_stay_as_they_are(text):
     assert markdown(text) == terminal(text) == one_line(text) == text
 
 
-@pytest.mark.parametrize("license", ["mit", "apache-2.0", "other:my-licence-1.0", None])
+@pytest.mark.parametrize("license", ["mit", "apache-2.0", "other:my-license-1.0", None])
 def test_licences(license):
     stated = license_metadata(license)
     assert stated == (
         {}
         if license is None
-        else {"license": "other", "license_name": "my-licence-1.0"}
+        else {"license": "other", "license_name": "my-license-1.0"}
         if ":" in license
         else {"license": license}
     )
