@@ -63,7 +63,7 @@ class VocabularyAndLabels(DictionaryKind):
         appended: the symbol that fairseq appends to the vocabulary; None = none.
         num_labels: classes; None = the model has none.
         vocabulary_place, label_place: where the task of the original looks for the two files.
-        labelled: whether an export makes a dictionary of labels out of the names of the classes.
+        labeled: whether an export makes a dictionary of labels out of the names of the classes.
     """
 
     vocab_size: int | None
@@ -71,7 +71,7 @@ class VocabularyAndLabels(DictionaryKind):
     num_labels: int | None
     vocabulary_place: str = _VOCABULARY_PLACES[0]
     label_place: str = _LABEL_PLACES[0]
-    labelled: bool = True
+    labeled: bool = True
 
     def find(self, given: list[str | Path], beside: Path) -> Dictionaries:
         """Return vocabulary and labels, which are identified by their sizes."""
@@ -112,7 +112,7 @@ class VocabularyAndLabels(DictionaryKind):
             notes.append("no dict.txt in the folder, which fairseq needs beside the file; --dict adds it")
         if dictionaries.labels is not None:
             files[self.label_place] = dictionaries.labels.path.read_bytes()
-        elif self.vocab_size is not None and self.num_labels and self.labelled:
+        elif self.vocab_size is not None and self.num_labels and self.labeled:
             files[self.label_place] = _label_dictionary([class_names[index] for index in range(self.num_labels)])
         return files, notes
 

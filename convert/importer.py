@@ -44,7 +44,7 @@ from luna_mega.hub.output import check_output, complete_folder
 
 @dataclass(frozen=True)
 class _Source:
-    """A checkpoint that was recognised: its format, the model in it, and the places of its tensors."""
+    """A checkpoint that was recognized: its format, the model in it, and the places of its tensors."""
 
     checkpoint: Checkpoint
     format: Format
@@ -95,7 +95,7 @@ def convert_checkpoint(
         layer_norm: "auto", "standard" or "plus-one" (some code stores weight - 1).
         ema_convention: the branch of the code that wrote a moving average; "auto": by the order of the tensors.
         dtype: "float32", "float16" or "bfloat16"; None = as the format has it: float32, or as in the checkpoint.
-        license: identifier of the licence of the weights on the Hub, or "other:NAME", for the model card; None = the
+        license: identifier of the license of the weights on the Hub, or "other:NAME", for the model card; None = the
             card says that none is stated.
         progress: show a progress bar on stderr if that is a terminal.
 

@@ -89,7 +89,7 @@ class LunaConfig(LunaPresets, SharedConfig, PreTrainedConfig):
         share_layers: all layers share one set of weights.
         layer_norm_eps: epsilon of every LayerNorm.
         initializer_range: standard deviation of the initial weights.
-        initialization: `"original"` (random weights), or `"local"`: on top of these, heads begin by reading neighbours
+        initialization: `"original"` (random weights), or `"local"`: on top of these, heads begin by reading neighbors
             (docs/initialization.md).
         initialization_options: options of `"local"`, for example `{"length": 128}`; see `LocalStart`.
         pooling: what a sequence classifier reads: the first token (`"cls"`), the mean over tokens (`"mean"`), or the

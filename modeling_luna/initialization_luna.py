@@ -1,5 +1,5 @@
 # Copyright 2026 The luna-mega authors. Licensed under the Apache License, Version 2.0.
-"""The local start (`initialization="local"`): before any training every head of Luna reads a neighbour of each token.
+"""The local start (`initialization="local"`): before any training every head of Luna reads a neighbor of each token.
 
 A token reads others through P by two attentions, and neither has anything to learn from before the other works. The
 local start sets both: rows of P stand for stretches of the sequence, a row packs the tokens of its stretch, and a token
@@ -18,7 +18,7 @@ from transformers import initialization as init
 from transformers.configuration_utils import PreTrainedConfig
 
 SINUSOIDAL_BASE = 10000.0  # of position_embedding_type="sinusoidal"
-CAUSAL_BASE = 8.0  # causal weights are linear in the scores, so that only high frequencies tell neighbours apart
+CAUSAL_BASE = 8.0  # causal weights are linear in the scores, so that only high frequencies tell neighbors apart
 
 
 @dataclass(frozen=True)
@@ -30,9 +30,9 @@ class LocalStart:
             no row near them, and of shorter sequences the last rows are not near any token.
         base: learned positions begin with frequencies from 1 to 1 / base; None = `length`, of a decoder alone 8.
         strength: score, before the softmax, that the identity gives a token at its own position.
-        offsets: which neighbour each head reads, relative to the token; further heads begin again with the first.
+        offsets: which neighbor each head reads, relative to the token; further heads begin again with the first.
             Causal attention takes those of them that are not above 0.
-        mask_token_id: the token that stands for masked ones in masked language modelling: the queries of tokens begin
+        mask_token_id: the token that stands for masked ones in masked language modeling: the queries of tokens begin
             blind to its embedding, so that masked tokens do not look for one another. Encoders of tokens only.
     """
 

@@ -131,7 +131,7 @@ class LunaEmbeddings(nn.Module):
         """Return the initial P `[B, L, d]`, one tensor or one a layer where P is not contextual, and its mask `[B, L]`.
 
         P is cut to min(l, T) rows, and a sequence of n tokens uses n of them. T is known to the host, so
-        the cut costs no synchronisation; the mask does the rest. A compiled or exported program serves every T: no cut.
+        the cut costs no synchronization; the mask does the rest. A compiled or exported program serves every T: no cut.
         """
         width, (batch, length), count = inputs_embeds.shape[2], layout.sizes(inputs_embeds), layout.counts()
         packed = self.packed_embeddings
@@ -620,7 +620,7 @@ class LunaDecoder(LunaStack):
 
 
 class LunaPreTrainedModel(CommonPreTrainedModel):
-    """Base of the Luna models: configuration, initialisation and what transformers asks of a model."""
+    """Base of the Luna models: configuration, initialization and what transformers asks of a model."""
 
     config_class = LunaConfig
     config: LunaConfig
@@ -657,7 +657,7 @@ class LunaPreTrainedModel(CommonPreTrainedModel):
         return stack.unread_parameters(tokens=True, packed=False)
 
     def _initialize_weights(self, module: nn.Module, is_custom_code: bool = False):
-        # In custom code, transformers does not initialise modules whose parameters are all in their submodules.
+        # In custom code, transformers does not initialize modules whose parameters are all in their submodules.
         starts = isinstance(module, LunaEmbeddings | LunaAttention | LunaCausalAttention | LunaModel)
         super()._initialize_weights(module, is_custom_code and not starts)
 

@@ -68,7 +68,7 @@ class LunaPresets:
 
     @classmethod
     def lra_image(cls: type[Config], vocab_size: int, projection_length: int = 16, **overrides: Any) -> Config:
-        """`luna_lra_cifar10`: grey pixels as tokens."""
+        """`luna_lra_cifar10`: gray pixels as tokens."""
         return cls._lra(
             vocab_size, projection_length, 64, overrides, num_hidden_layers=1, num_attention_heads=8,
             intermediate_size=128, max_position_embeddings=1024, classifier_hidden_size=128, num_labels=10,

@@ -79,7 +79,7 @@ class MegaConfig(MegaPresets, SharedConfig, PreTrainedConfig):
 
         input_type: `"tokens"` (`input_ids`), `"values"` (`input_values`, one real number a position: pixels, audio) or
             `"patches"` (`pixel_values`, pictures).
-        image_size, patch_size, num_channels: of pictures: pixels of a side, pixels of a side of a patch, colours.
+        image_size, patch_size, num_channels: of pictures: pixels of a side, pixels of a side of a patch, colors.
         use_absolute_position_embeddings: with patches, learned embeddings of positions.
         output_projection: a linear layer and SiLU at every position, behind the last norm.
         drop_path_rate: stochastic depth: the probability with which a sequence skips a sub-layer of the last block; it
@@ -92,7 +92,7 @@ class MegaConfig(MegaPresets, SharedConfig, PreTrainedConfig):
         padded_batch_statistics: batch norm counts padding, with embeddings of 0 there, as the original does (which also
             fills up the last chunk: pad to a multiple of `chunk_size` for the very same statistics).
         legacy_rms_norm: `"rmsnorm"` only multiplies by its weight, as the Mega of transformers v4 does.
-        legacy_bias_table: a `"simple"` table of `2 * max_positions - 1` entries is read from entry 0 with its centre at
+        legacy_bias_table: a `"simple"` table of `2 * max_positions - 1` entries is read from entry 0 with its center at
             `chunk_size - 1`, as in transformers v4 whenever `chunk_size` is not negative.
         pooling: what a sequence classifier reads: the first token (`"cls"`) or the mean (`"mean"`).
         classifier_num_layers, classifier_hidden_size, classifier_activation, classifier_bias: the classification head.

@@ -144,21 +144,21 @@ class MegaSimpleRelativeBias(nn.Module):
         super().__init__()
         self.rel_pos_bias = nn.Parameter(torch.empty(2 * max_positions - 1))
 
-    def forward(self, length: int, centre: int | None = None) -> torch.Tensor:
+    def forward(self, length: int, center: int | None = None) -> torch.Tensor:
         """Return the biases of the distances j - i from `1 - length` to `length - 1`, `[2 length - 1]` float32.
 
-        `centre`: the entry of distance 0; None = the middle one. Raises `ValueError` if the table has too few entries.
+        `center`: the entry of distance 0; None = the middle one. Raises `ValueError` if the table has too few entries.
         """
         entries = self.rel_pos_bias.shape[0]
-        if centre is None:
-            centre = entries // 2
-        longest = min(centre + 1, entries - centre)
+        if center is None:
+            center = entries // 2
+        longest = min(center + 1, entries - center)
         if length > longest:
             raise ValueError(
-                f"a simple relative bias with {entries} entries, distance 0 at entry {centre}, serves at most "
+                f"a simple relative bias with {entries} entries, distance 0 at entry {center}, serves at most "
                 f"{longest} positions, got {length}; shorten the input or raise max_positions (chunk_size with chunks)"
             )
-        bias = self.rel_pos_bias[centre - length + 1 : centre + length]
+        bias = self.rel_pos_bias[center - length + 1 : center + length]
         return upcast(bias)
 
 
@@ -208,7 +208,7 @@ def relative_bias(
     if grid is not None and config.relative_positional_bias == "simple":
         return interpolate_raster_bias(module(config.max_positions), grid)
     if config.relative_positional_bias == "simple" and config.legacy_bias_table:
-        return module(positions, centre=config.chunk_size - 1)
+        return module(positions, center=config.chunk_size - 1)
     return module(positions)
 
 

@@ -326,7 +326,7 @@ class MegaPooler(nn.Module):
 
 
 class MegaPreTrainedModel(CommonPreTrainedModel):
-    """Base of the Mega models: configuration, initialisation and what transformers asks of a model."""
+    """Base of the Mega models: configuration, initialization and what transformers asks of a model."""
 
     config_class = MegaConfig
     config: MegaConfig

@@ -88,10 +88,10 @@ def interpolate_raster_bias(table: torch.Tensor, grid: tuple[int, int]) -> torch
 
 def _read(table, side, down, across):
     """Return the entries of fractional steps, interpolated bilinearly."""
-    centre, value = side * side - 1, 0.0
+    center, value = side * side - 1, 0.0
     for row, row_share in _neighbours(down, side):
         for column, column_share in _neighbours(across, side):
-            value = value + row_share * column_share * table[centre + row * side + column]
+            value = value + row_share * column_share * table[center + row * side + column]
     return value
 
 

@@ -61,7 +61,7 @@ class MegaPresets:
 
     @classmethod
     def lra_image(cls: type[Config], **overrides: Any) -> Config:
-        """`mega_lra_cifar10`: 32 x 32 grey pixels."""
+        """`mega_lra_cifar10`: 32 x 32 gray pixels."""
         return cls._lra_values(
             160, 320, overrides, num_hidden_layers=8, shared_representation_size=96, truncation=1024,
             max_positions=1024, num_labels=10,

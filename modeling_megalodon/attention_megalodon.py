@@ -42,7 +42,7 @@ class MegalodonRotary(nn.Module):
 
 
 def rotate(x: torch.Tensor, rotation: Rotation) -> torch.Tensor:
-    """Rotate neighbouring features of every head of `[B, T, z]`."""
+    """Rotate neighboring features of every head of `[B, T, z]`."""
     cosine, sine = rotation
     pairs = upcast(x).unflatten(-1, (-1, *cosine.shape[-2:]))
     return torch.addcmul(pairs * cosine, pairs.flip(-1), sine).flatten(-3).to(x.dtype)

@@ -233,7 +233,7 @@ class MegalodonBlock(GradientCheckpointingLayer):
 
 
 class MegalodonPreTrainedModel(CommonPreTrainedModel):
-    """Base of the Megalodon models: configuration, initialisation and what transformers asks of a model."""
+    """Base of the Megalodon models: configuration, initialization and what transformers asks of a model."""
 
     config_class = MegalodonConfig
     config: MegalodonConfig

@@ -70,16 +70,16 @@ def test_completion(repo_root, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("environment", "coloured"), [({}, True), ({"NO_COLOR": "1"}, False), ({"TERM": "dumb"}, False)]
+    ("environment", "colored"), [({}, True), ({"NO_COLOR": "1"}, False), ({"TERM": "dumb"}, False)]
 )
-def test_colors_are_only_for_terminals(environment, coloured, monkeypatch, capsys, tmp_path):
+def test_colors_are_only_for_terminals(environment, colored, monkeypatch, capsys, tmp_path):
     for name, value in ({"NO_COLOR": "", "TERM": "xterm"} | environment).items():
         monkeypatch.setenv(name, value)
     _, output = run(["info", str(tmp_path)], capsys)
     assert "\033" not in output.err
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
     _, output = run(["info", str(tmp_path)], capsys)
-    assert ("\033[31merror:\033[0m" in output.err) == coloured
+    assert ("\033[31merror:\033[0m" in output.err) == colored
 
 
 def test_out_of_memory_is_one_line_with_a_hint(monkeypatch, capsys):

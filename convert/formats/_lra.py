@@ -99,8 +99,8 @@ def companions(target: Target, evidence: Evidence, starts_with_cls: bool) -> Com
         words = word_tokenizer(dictionaries.vocabulary, _CLS, starts_with_cls, config.max_position_embeddings)
         return ConvertedTokenizer(words, WORDS, [])
 
-    labelled = config.problem_type != "regression"
+    labeled = config.problem_type != "regression"
     kind = VocabularyAndLabels(
-        target.vocab_size, _CLS if tokens else None, config.num_labels, labelled=labelled, **places
+        target.vocab_size, _CLS if tokens else None, config.num_labels, labeled=labeled, **places
     )
     return Companions(kind, tokenizer)

@@ -40,7 +40,7 @@ _EMA = {
     "flash": {"alpha": "damping_factor", "delta": "decay_factor"},
 }
 _EMA_OF_BOTH = {"beta": "ema_expansion_matrix", "gamma": "kernel_projection_matrix", "omega": "residual_weight"}
-# Fields for initialisation, without effect, or for the output layer of a language model.
+# Fields for initialization, without effect, or for the output layer of a language model.
 _UNUSED_FIELDS = {"ema_beta_range", "ema_delta_alpha_range", "ema_gamma_omega_range", "type_vocab_size"}
 FIELDS_OF_LM = frozenset(
     {
@@ -194,8 +194,8 @@ class Stack:
             kind = next((kind for part, kind in _NORMS.items() if f"{prefix}.{part}" in evidence.tensors), None)
             if kind is None:
                 raise ConversionError(f"there is no tensor '{prefix}.*'; the file is incomplete")
-            synchronised = kind == "batchnorm" and evidence.args.get(name) == "syncbatchnorm"
-            return "syncbatchnorm" if synchronised else kind  # both kinds have the same tensors
+            synchronized = kind == "batchnorm" and evidence.args.get(name) == "syncbatchnorm"
+            return "syncbatchnorm" if synchronized else kind  # both kinds have the same tensors
 
         return Arg(name, "normalization_type", measure=measure, kind=word)
 

@@ -1,6 +1,6 @@
 """Shards of a Megalodon checkpoint: each model-parallel rank of the original saves its part of every tensor.
 
-The residual stream is split along its features, and every matrix along its inputs or its outputs, by neighbours in the
+The residual stream is split along its features, and every matrix along its inputs or its outputs, by neighbors in the
 order of the ranks (`megalodon/modules/model_parallel/layers.py`). Heads and groups of the norms stay whole.
 """
 

@@ -250,7 +250,7 @@ class LunaBert(Format):
             config.vocab_size,
             "<mask>",
             config.num_labels if target.model_class is LunaForSequenceClassification else None,
-            labelled=config.problem_type != "regression",
+            labeled=config.problem_type != "regression",
             **places,
         )
 

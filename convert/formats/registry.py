@@ -100,7 +100,7 @@ def detect(checkpoint: Checkpoint) -> tuple[Format, str, Checkpoint, list[str]]:
     the key map, and notes on renamed tensors.
 
     Raises:
-        ConversionError: If no format recognises it; the message describes the file.
+        ConversionError: If no format recognizes it; the message describes the file.
     """
     tensors, arch = checkpoint.tensors, str(checkpoint.args.get("arch"))
     foreign = _is_foreign(tensors)
@@ -126,7 +126,7 @@ def _is_foreign(tensors: dict) -> bool:
 
 
 def _refusal(tensors: dict, arch: str, foreign: bool) -> str:
-    """Return why a file that no format recognises cannot be converted."""
+    """Return why a file that no format recognizes cannot be converted."""
     if foreign:
         return (
             f"a Megalodon-line checkpoint (arch {arch}: complex EMA, timestep norm), but not as the released code "

@@ -77,7 +77,7 @@ def _inert_types() -> list:
 
 
 def read_checkpoint(path: str | Path, progress: bool = False) -> Checkpoint:
-    """Open a checkpoint written by fairseq's `checkpoint_utils.save_state`, zip or legacy serialisation.
+    """Open a checkpoint written by fairseq's `checkpoint_utils.save_state`, zip or legacy serialization.
 
     With `progress` a bar is shown on stderr if that is a terminal.
 

@@ -18,7 +18,7 @@ def split_at_white_space() -> pre_tokenizers.PreTokenizer:
 def word_tokenizer(dictionary: Dictionary, cls_token: str, prepend_cls: bool, max_length: int) -> TokenizersBackend:
     """Make a tokenizer that splits text at white space and looks up every symbol, as fairseq-preprocess does.
 
-    A sequence ends with `</s>` and, with `prepend_cls`, starts with `cls_token`. Special tokens are recognised only as
+    A sequence ends with `</s>` and, with `prepend_cls`, starts with `cls_token`. Special tokens are recognized only as
     whole symbols.
 
     Args:

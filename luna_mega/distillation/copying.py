@@ -46,7 +46,7 @@ def extend_positions(table: torch.Tensor, length: int, how: str = "windows") -> 
     Args:
         how: `"copy"`: rows beyond n are the first ones again, as Longformer was made of RoBERTa; `"windows"`: to each
             of these copies a vector of its own is added, so that a Luna can tell them apart; `"mirror"`: the table runs
-            back and forth, so that neighbours stay neighbours; `"interpolate"`: the n rows are stretched over the
+            back and forth, so that neighbors stay neighbors; `"interpolate"`: the n rows are stretched over the
             length, which moves the positions of short inputs too. A shorter table is cut, but for `"interpolate"`.
 
     Raises:
@@ -78,7 +78,7 @@ def copy_weights(
 
     Copied weights equal the teacher's bit for bit; a bias that the teacher lacks becomes 0, and the token type 0 is
     added to the positions of a Luna, which knows no types. A Luna from a Luna and a Mega from a Mega take weights of
-    equal names: rows of P are means of neighbours, and a table of relative positions loses its ends.
+    equal names: rows of P are means of neighbors, and a table of relative positions loses its ends.
 
     Args:
         layers: for each layer of the student one of the teacher's, counted from 0; None = evenly, first and last among

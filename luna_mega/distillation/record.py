@@ -90,7 +90,7 @@ class Record:
 
 
 def license_of(teacher: str) -> str | None:
-    """Return the licence that a model's card names, if there is one in its folder, or one on the Hub can be read."""
+    """Return the license that a model's card names, if there is one in its folder, or one on the Hub can be read."""
     try:
         file = Path(teacher, "README.md")
         return (ModelCard.load(file) if Path(teacher).is_dir() else ModelCard.load(teacher)).data.license
@@ -101,7 +101,7 @@ def license_of(teacher: str) -> str | None:
 def describe_distillation(model: DistillArguments, record: Record) -> dict[str, Any]:
     """Return the entries of the model card that say what the student was made of, and what was kept."""
     license = license_of(model.teacher)
-    licensed = f"Its card names the licence {markdown(license)}." if license else "No licence of it is known."
+    licensed = f"Its card names the license {markdown(license)}." if license else "No license of it is known."
     name = Path(model.teacher).resolve().name if Path(model.teacher).exists() else model.teacher
     text = (
         f"The teacher is {code(name)}. {licensed} Below are the teacher, and the student after each stage, on the same "

@@ -11,7 +11,7 @@ from tests.convert.mega_lm import KINDS, mega_lm
 
 
 def source(state):
-    """Name and revision of the format that recognises a checkpoint."""
+    """Name and revision of the format that recognizes a checkpoint."""
     found, revision, *_ = detect(Checkpoint(None, "", "zip", vars(state["args"]), state["model"], None))
     return found.facts.name, revision
 

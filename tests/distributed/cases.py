@@ -47,7 +47,7 @@ MEGA = {
     "pooling cls": ("ForSequenceClassification", {}),
     "values": ("ForSequenceClassification", mega.VALUES | {"normalization_type": "syncbatchnorm"}),
     **{f"masked LM, {name}": ("ForMaskedLM", fields) for name, fields in mega.VARIANTS.items() if "batch" not in name},
-    "masked LM, synchronised batch norm": ("ForMaskedLM", {"normalization_type": "syncbatchnorm", "final_norm": True}),
+    "masked LM, synchronized batch norm": ("ForMaskedLM", {"normalization_type": "syncbatchnorm", "final_norm": True}),
     "masked LM, token types": ("ForMaskedLM", {"add_token_type_embeddings": True, "tie_word_embeddings": False}),
     "causal LM": ("ForCausalLM", {"use_chunking": True, "chunk_size": 4, "vocab_size": 41}),
     "causal LM, adaptive": ("ForCausalLM", ADAPTIVE),
@@ -64,7 +64,7 @@ CASES |= {
 }
 # Cases that FSDP handles differently from DDP: every class, but not every variant of a layer.
 CLASSES = [name for name in CASES if "masked LM" not in name or name.endswith(("tied", "sparse", "odd vocabulary"))]
-A_FEW = ["luna: masked LM, tied", "luna: seq2seq", "mega: masked LM, synchronised batch norm", "mega: causal LM"]
+A_FEW = ["luna: masked LM, tied", "luna: seq2seq", "mega: masked LM, synchronized batch norm", "mega: causal LM"]
 
 
 def make(name: str, checkpointing: bool = False, **others) -> PreTrainedModel:

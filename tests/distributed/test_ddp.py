@@ -61,7 +61,7 @@ def test_layerdrop_leaves_no_parameter_without_a_gradient(ranks, wrap):
 
 
 def batch_norm_step() -> float:
-    name = "mega: masked LM, synchronised batch norm"
+    name = "mega: masked LM, synchronized batch norm"
     model = cases.ddp(cases.make(name, normalization_type="batchnorm"))
     complete = cases.batch(name, 0)
     for _ in range(2):  # the statistics of process 0 reach the others at the next step
@@ -72,7 +72,7 @@ def batch_norm_step() -> float:
 
 
 def test_batch_norm_is_of_each_process(ranks):
-    """A step normalises by the rows of its process; DDP hands running statistics of process 0 on beforehand."""
+    """A step normalizes by the rows of its process; DDP hands running statistics of process 0 on beforehand."""
     first, second = ranks(2, batch_norm_step)
     assert first == second
 

@@ -142,7 +142,7 @@ def test_all_stages(kind, run, script, roberta, corpus, tmp_path):
 
     assert_complete(output, summary)
     card = (output / "README.md").read_text()
-    assert "distilled from `teacher` on corpus" in card and "names the licence cc-by-4.0." in card
+    assert "distilled from `teacher` on corpus" in card and "names the license cc-by-4.0." in card
     assert "license: mit" in card and "| teacher |" in card
     assert str(tmp_path) not in card.partition("## Distillation")[2].partition("## ")[0]
     state = AutoModelForMaskedLM.from_pretrained(output / "_align").state_dict()

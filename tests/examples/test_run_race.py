@@ -16,7 +16,7 @@ from tests.examples.runs import assert_complete, assert_refused, assert_resumes,
 
 RUN = ["run_race", "--max_seq_length", 48]
 TINY = f"{runs.TINY},dropout=0.0"
-WORDS = ["red", "blue", "green", "black", "white", "brown", "grey", "pink"]
+WORDS = ["red", "blue", "green", "black", "white", "brown", "gray", "pink"]
 BOS, EOS = 0, 2
 
 

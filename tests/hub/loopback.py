@@ -98,7 +98,7 @@ class Handler(BaseHTTPRequestHandler):
     def error(self, status: int, code: str, message: str, **headers: str):
         self.reply({"error": message}, status, X_Error_Code=code, X_Error_Message=message, **headers)
 
-    def authorised(self, code: str = "Unauthorized") -> bool:
+    def authorized(self, code: str = "Unauthorized") -> bool:
         """Replies 401 without the token."""
         if self.headers.get("Authorization") == f"Bearer {TOKEN}":
             return True
@@ -111,16 +111,16 @@ class Handler(BaseHTTPRequestHandler):
         The Hub does not reveal to unauthorized clients whether a private repository exists.
         """
         repository = self.hub.repositories.get(name)
-        if writes and not self.authorised():
+        if writes and not self.authorized():
             return None
-        if repository and repository.private and not self.authorised("RepoNotFound"):
+        if repository and repository.private and not self.authorized("RepoNotFound"):
             return None
         if repository is None:
             self.error(404, "RepoNotFound", "Repository not found")
         return repository
 
     def whoami(self, body):
-        if self.authorised():
+        if self.authorized():
             self.reply({"type": "user", "name": USER, "fullname": USER, "orgs": [], "auth": {"type": "access_token"}})
 
     def validate_yaml(self, body):
@@ -128,7 +128,7 @@ class Handler(BaseHTTPRequestHandler):
         self.reply({"errors": errors, "warnings": []}, 400 if errors else 200)
 
     def create(self, body):
-        if not self.authorised():
+        if not self.authorized():
             return
         wanted = json.loads(body)
         name = f"{wanted.get('organization') or USER}/{wanted['name']}"

@@ -58,7 +58,7 @@ def test_licences(license):
     )
 
 
-@pytest.mark.parametrize("license", ["MIT", "nonsense", "other", "other:", "other:My Licence", "mit\n# x", "", "mit "])
+@pytest.mark.parametrize("license", ["MIT", "nonsense", "other", "other:", "other:My License", "mit\n# x", "", "mit "])
 def test_licences_that_the_hub_does_not_know(license):
     with pytest.raises(ConversionError, match="not one of the Hub's identifiers.*other:NAME"):
         license_metadata(license)

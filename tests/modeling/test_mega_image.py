@@ -210,7 +210,7 @@ def test_pipeline(model, tmp_path):
         size={"shortest_edge": 32}, crop_size={"height": 32, "width": 32}
     )
     classify = pipeline("image-classification", model=model, image_processor=processor)
-    pictures = [Image.new("RGB", (50, 41), colour) for colour in ("red", "blue")]
+    pictures = [Image.new("RGB", (50, 41), color) for color in ("red", "blue")]
     answers = classify(pictures, top_k=5, batch_size=2)
     logits = model(**processor(images=pictures, return_tensors="pt")).logits
     for answer, row in zip(answers, logits.softmax(-1), strict=True):

@@ -1,4 +1,4 @@
-"""The published Mega models of LRA, raw speech and language modelling: sizes, recipes, parameter counts."""
+"""The published Mega models of LRA, raw speech and language modeling: sizes, recipes, parameter counts."""
 
 import pytest
 import torch
