@@ -1,9 +1,8 @@
-"""Builds the documentation site: `make docs`.
+"""Build the documentation site (`make docs`).
 
-The site has the same files at the same places as the repository, so that a link works in both. Pages are copied beside
-the package as it is installed, from which the API reference is read; nothing is imported. Equations become MathML.
-Anything that a page loads from another machine, and any link inside the site that leads nowhere, ends the build with an
-error.
+The site has the same folders as the repository, so that a relative link works in both. The API reference is read from a
+copy of the package in its installed layout; nothing is imported. Equations become MathML. Anything that a page loads
+from another server, and any broken link within the site, is an error.
 """
 
 import configparser
@@ -35,10 +34,12 @@ SOURCE_LINK = re.compile(r"\((?:\.\./)+([\w/]+(?:\.py)?)\)")
 EQUATION = re.compile(
     r'<(?P<tag>span|div) class="arithmatex">\\(?P<open>[(\[])(?P<latex>.*?)\\[)\]]</(?P=tag)>', re.DOTALL
 )
+INLINE_CODE = re.compile(r"<code>[^<]*</code>")
+OPTION = re.compile(r"(?<![\w-])(--[\w-]+)")
 
 
 def stage(folder: Path) -> None:
-    """Copy the pages, and the package in the layout in which it is installed."""
+    """Copy the pages, and the package in its installed layout."""
     shutil.rmtree(folder, ignore_errors=True)
     for pattern in PAGES:
         for file in filter(Path.is_file, ROOT.glob(pattern)):
@@ -58,12 +59,12 @@ def stage(folder: Path) -> None:
         package, source = row.split(" = ")
         for file in (ROOT / source).rglob("*.py"):
             target = folder / "package" / package.replace(".", "/") / file.relative_to(ROOT / source)
-            # Under this name the reader of the docstrings takes the section for code.
+            # mkdocstrings formats sections named `Examples` as code.
             text = file.read_text(encoding="utf-8").replace(" Example:\n", " Examples:\n")
             target.parent.mkdir(parents=True, exist_ok=True)
             target.write_text(text, encoding="utf-8")
     for package in setup["options"]["packages"].split():
-        # The reader of the sources looks into no folder without it, such as kernels/.
+        # griffe skips folders without __init__.py, such as kernels/.
         (folder / "package" / package.replace(".", "/") / "__init__.py").touch()
     copy(ROOT / "docs" / "site" / "zensical.toml", folder / "zensical.toml")
 
@@ -73,8 +74,8 @@ def copy(source: Path, target: Path) -> None:
     shutil.copyfile(source, target)
 
 
-def draw_equations(page: str) -> str:
-    """Replace LaTeX by MathML, which browsers draw without a script."""
+def render(page: str) -> str:
+    """Replace LaTeX by MathML, which needs no script, and prevent line breaks after the hyphens of options."""
 
     def draw(found: re.Match) -> str:
         latex = html.unescape(found["latex"]).strip()
@@ -82,11 +83,12 @@ def draw_equations(page: str) -> str:
             return convert(latex)
         return f'<div class="equation">{convert(latex, "block")}</div>'
 
-    return EQUATION.sub(draw, page)
+    page = EQUATION.sub(draw, page)
+    return INLINE_CODE.sub(lambda code: OPTION.sub(r'<span style="white-space:nowrap">\1</span>', code[0]), page)
 
 
 class Links(HTMLParser):
-    """The anchors of a page, the addresses that it links to, and those that it loads."""
+    """The anchors of a page, the addresses it links to, and the addresses it loads."""
 
     def __init__(self, page: str):
         super().__init__()
@@ -105,7 +107,7 @@ class Links(HTMLParser):
 
 
 def faults(site: Path) -> list[str]:
-    """Return a line for every address on the pages of the site that leads nowhere, or is loaded from elsewhere."""
+    """Return one line per broken link of the site and per resource that a page loads from another server."""
     pages = {file: Links(file.read_text(encoding="utf-8")) for file in site.rglob("*.html") if file.name != "404.html"}
     found = []
     for file, page in pages.items():
@@ -113,13 +115,13 @@ def faults(site: Path) -> list[str]:
             parts, name = urlsplit(address), file.relative_to(site)
             if parts.scheme or parts.netloc:
                 if address in page.loaded and parts.scheme != "data":
-                    found.append(f"{name} loads {address}: no page may need the network")
+                    found.append(f"{name} loads {address}: pages must not require the network")
                 continue
             target = (file.parent / unquote(parts.path)).resolve() if parts.path else file
             if not target.is_file():
-                found.append(f"{name} leads to {address}, which does not exist")
+                found.append(f"{name} links to {address}, which does not exist")
             elif parts.fragment and target in pages and unquote(parts.fragment) not in pages[target].anchors:
-                found.append(f"{name} leads to {address}, which has no such anchor")
+                found.append(f"{name} links to {address}, which has no such anchor")
     return found
 
 
@@ -130,10 +132,10 @@ def main() -> None:
         sys.exit("error: the pages have the faults above")
     site = folder / "site"
     for file in site.rglob("*.html"):
-        file.write_text(draw_equations(file.read_text(encoding="utf-8")), encoding="utf-8")
+        file.write_text(render(file.read_text(encoding="utf-8")), encoding="utf-8")
     if found := faults(site):
         sys.exit("\n".join(["error: the pages have these faults", *found]))
-    print(f"open {(site / 'index.html').relative_to(ROOT)}; its search needs a server, as python -m http.server")
+    print(f"open {(site / 'index.html').relative_to(ROOT)}; its search requires a server, for example python -m http.server")
 
 
 if __name__ == "__main__":
