@@ -16,7 +16,7 @@ INSTALLED := $(VENV)/.installed-$(notdir $(CONSTRAINTS))
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*## ' Makefile | sed -E 's/:[^#]*## /\t/' | expand -t 16
 
-demo: $(INSTALLED) ## train, save, reload and judge a Luna and a Mega on real handwritten digits (5 minutes with the set-up)
+demo: $(INSTALLED) ## train, save, reload and evaluate a Luna and a Mega on handwritten digits (5 minutes including the setup)
 	$(VENV)/bin/python examples/digits_demo.py
 
 # The tests start Python many times; without byte code each start would compile the package.
@@ -64,7 +64,7 @@ parity-released: $(INSTALLED) ## download a released Mega checkpoint, convert it
 	$(VENV)/bin/luna-mega convert "$$(find $(RELEASED)/mega-sc -name '*.pt' | head -1)" --output $(RELEASED)/model
 	$(VENV)/bin/luna-mega verify $(RELEASED)/model "$$(find $(RELEASED)/mega-sc -name '*.pt' | head -1)"
 
-docs: ## build the documentation site in build/docs/site, in an environment of its own; a broken link is an error
+docs: ## build the documentation site in build/docs/site, in a separate environment; a broken link is an error
 	test -x .venv-docs/bin/python || $(PYTHON) -m venv .venv-docs
 	.venv-docs/bin/python -m pip install --quiet --requirement requirements/docs.txt
 	.venv-docs/bin/python docs/site/build.py
@@ -83,7 +83,7 @@ audit: $(INSTALLED) ## report known vulnerabilities of the installed packages
 	$(VENV)/bin/python -m pip install --quiet pip-audit
 	$(VENV)/bin/pip-audit --skip-editable
 
-bench: $(INSTALLED) ## measure the ops, on a GPU where there is one (DTYPE=bfloat16)
+bench: $(INSTALLED) ## measure the ops, on a GPU if available (DTYPE=bfloat16)
 	$(VENV)/bin/python benchmarks/run.py --dtype $(DTYPE)
 
 # Of the registry of benchmarks/run.py.

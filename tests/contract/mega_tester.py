@@ -292,7 +292,7 @@ class MegaSeq2SeqBodyTest(EncoderTests, unittest.TestCase):
     all_model_classes = (MegaSeq2SeqModel,)
     is_encoder_decoder = True
 
-    @unittest.skip("its encoder is a model of its own, not what a head stands on")
+    @unittest.skip("the encoder is a separate model, not the body of a head")
     def test_base_model_prefix_loads_base_weights(self):
         pass
 

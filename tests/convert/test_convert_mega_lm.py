@@ -77,7 +77,7 @@ def test_fields_of_a_kind(convert, kind, expected):
 
 
 @pytest.mark.parametrize("arch", ["mega_lm", "mega_lm_big", "mega_lm_enwik8_large"])
-def test_activation_dropout_that_the_original_asks_for(convert, arch):
+def test_missing_activation_dropout_is_zero(convert, arch):
     assert load(convert(mega_lm(arch, activation_dropout=None))).config.nffn_activation_dropout_prob == 0.0
     assert "args.activation_dropout is missing" in convert.screen
 

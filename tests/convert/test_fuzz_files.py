@@ -85,7 +85,7 @@ def test_flipped_bits(tmp_path, watched, form):
 
 
 @pytest.mark.parametrize("form", ["zip", "legacy"])
-def test_conversions_of_flipped_files_leave_nothing_behind(tmp_path, form, watched):
+def test_failed_conversions_of_flipped_files_leave_no_files(tmp_path, form, watched):
     """The same through the door, with an output folder: fewer, because each writes one."""
     file, output, choose = tmp_path / "model.pt", tmp_path / "output", random.Random(form)
     save(luna.bert(), file, form)

@@ -70,7 +70,7 @@ sys.exit(cli.main(sys.argv[2:]))
     ("name", "status", "screen"),
     [("SIGINT", 130, "luna-mega convert: interrupted\n"), ("SIGTERM", 143, ""), ("SIGKILL", -9, "")],
 )
-def test_signals_leave_nothing_behind(convert, make, repo_root, name, status, screen):
+def test_signals_leave_no_files(convert, make, repo_root, name, status, screen):
     """A killed process cannot clean up; the next conversion removes its files, but none of a running process."""
     convert.save(make.bert())
     argv = ["convert", str(convert.file), "--output", str(convert.output)]

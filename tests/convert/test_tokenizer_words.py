@@ -50,7 +50,7 @@ def test_ids(tmp_path, prepend_cls):
     assert tokenizer.unk_token_id == 3 and tokenizer.bos_token_id == 0
 
 
-def test_whole_symbols_only(tmp_path):
+def test_special_tokens_only_match_complete_symbols(tmp_path):
     """Special tokens are looked up like every symbol; none is cut out of the text."""
     assert build(tmp_path)("x</s>y", add_special_tokens=False).input_ids == [3]
 

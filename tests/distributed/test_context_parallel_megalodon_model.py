@@ -29,7 +29,7 @@ def compare(name, side, checkpointing):
     if checkpointing:
         shared.gradient_checkpointing_enable()
     if head == "ForCausalLM":
-        # With left padding the first token would be predicted at padding, where states are undefined.
+        # With left padding the first token would be predicted at padding, whose states are undefined.
         predicted = (batch["attention_mask"].cumsum(dim=1) > 1) & batch["attention_mask"].bool()
         batch["labels"] = batch["input_ids"].masked_fill(~predicted, -100)
     else:

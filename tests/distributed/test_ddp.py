@@ -133,10 +133,10 @@ def test_the_others_end_when_a_process_dies(ranks):
 
 @pytest.mark.covering(1)
 @pytest.mark.parametrize(
-    "refuse", [_attach_context_parallel_hooks, _refuse_recurrent_layers_under_sequence_parallelism]
+    "hook", [_attach_context_parallel_hooks, _refuse_recurrent_layers_under_sequence_parallelism]
 )
 @pytest.mark.parametrize("name", cases.CASES)
-def test_every_class_rejects_ddp_across_the_sequence(name, refuse):
+def test_every_class_rejects_ddp_across_the_sequence(name, hook):
     with pytest.raises(ValueError, match="pass cp_group to the forward of the model"):
-        refuse(cases.make(name))
+        hook(cases.make(name))
     assert not cases.make(name).supports_context_parallel

@@ -1,7 +1,7 @@
-"""The code blocks of the pages, as pasted by a reader.
+"""The code blocks of the pages.
 
-A block that cannot be tested has a comment before it, `<!-- not run: the reason -->`. Python blocks of a page share one
-session. A shell block is run by bash with stubs instead of the programs, which record their command lines.
+A block that cannot be tested is preceded by a comment, `<!-- not run: the reason -->`. Python blocks of a page share one
+session. A shell block is run by bash with stubs that record the command lines of the programs.
 """
 
 import re
@@ -18,7 +18,7 @@ BLOCK = re.compile(
     re.MULTILINE | re.DOTALL,
 )
 
-# Programs that are only called, not run. `python -m MODULE` of the standard library is run.
+# Programs replaced by stubs. `python -m zipfile` and the directory of `git clone` are emulated.
 PROGRAMS = ["accelerate", "curl", "git", "hf", "luna-mega", "make", "pip", "python", "torchrun"]
 STUB = """#!/bin/bash
 printf '%s\\0' "${0##*/}" "$@" >> "$RECORD"; printf '\\n' >> "$RECORD"
@@ -28,7 +28,7 @@ case "${0##*/} $1 $2" in "python -m zipfile") exec "$PYTHON" "$@";; "git clone "
 
 @dataclass(frozen=True)
 class Block:
-    """A fenced block: its page, the line where its code starts, and why it is not run (None: it is)."""
+    """A fenced block: its page, the line number of its code, and the reason if it is not run (else None)."""
 
     page: str
     line: int

@@ -80,7 +80,7 @@ def test_resumed_run_ends_with_the_same_weights(run, data, tmp_path):
 
 
 ERRORS = {
-    "no data to judge by": (["--do_eval"], [], "one of --sts_name and --sts_path"),
+    "no data for the evaluation": (["--do_eval"], [], "one of --sts_name and --sts_path"),
     "no data": (["--do_train"], [], "one of --dataset_name and --dataset_path"),
     "one column": (
         ["--do_train", "--dataset_path", "DATA"],

@@ -1,4 +1,4 @@
-"""Features of transformers that other tests do not touch: options of Trainer, streaming, refusals.
+"""Features of transformers that other tests do not cover: options of Trainer, streaming, unsupported options.
 
 Accumulated batches are tested in tests/modeling/test_mega_model.py and test_luna_model.py.
 """

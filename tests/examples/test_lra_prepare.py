@@ -238,7 +238,7 @@ def test_speech_in_parquet_files(prepare, tmp_path):
         (tmp_path / "hub", ["--words", "yes", "maybe"], "has no clips of the word 'maybe' in the split train"),
     ):
         with pytest.raises(SystemExit, match=message):
-            prepare(*options, folder, *more, "--output", folder / "refused")
+            prepare(*options, folder, *more, "--output", folder / "out")
 
 
 @pytest.mark.parametrize(

@@ -198,7 +198,7 @@ POSITIONS = {
     "reserved": ([[0, 1, 2, -1]], "`position_ids` are from -1 to 2; they must be at least 0"),
     "reserved, the other": ([[0, 1, 2, -2]], "`position_ids` are from -2 to 2"),
     "before the table": ([[0, 1, 2, -3]], "`position_ids` are from -3 to 2"),
-    "behind the table": ([[0, 1, 2, 48]], "`position_ids` are from 0 to 48.* less than the 48"),
+    "beyond the table": ([[0, 1, 2, 48]], "`position_ids` are from 0 to 48.* less than the 48"),
     "another shape": ([[0, 1, 2]], r"position_ids must have the shape \[1, 4\] of the input, got \[1, 3\]"),
     "no integers": ([[0.0, 1.0, 2.0, 3.0]], "position_ids must be a tensor of integers, got Tensor of torch.float32"),
 }

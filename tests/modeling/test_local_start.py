@@ -183,7 +183,7 @@ def test_cross_attention_is_local_around_the_target_position(positions, ratio):
     distance = (torch.arange(LENGTH)[:, None] - torch.arange(LENGTH)).abs()
     layers = zip(output.cross_attentions, output.cross_packed_attentions, strict=True)
     weights = torch.stack([(unpack @ pack).mean((0, 1)) for unpack, pack in layers])
-    near, far = (weights[:, where].mean(dim=1) for where in (distance <= 3, distance >= 8))
+    near, far = (weights[:, selected].mean(dim=1) for selected in (distance <= 3, distance >= 8))
     assert (near > far).all() and near.mean() > ratio * far.mean()
 
 

@@ -17,7 +17,7 @@ KINDS = {
         "tie_word_embeddings": False,
         "adaptive_softmax_factor": 2,
     },
-    "softmax alone": {"adaptive_softmax_cutoffs": [15], "tie_word_embeddings": False},
+    "only softmax": {"adaptive_softmax_cutoffs": [15], "tie_word_embeddings": False},
 }
 
 

@@ -250,7 +250,7 @@ def test_all_outputs_of_the_collator(family):
 
 
 def test_position_ids_of_mega():
-    """They define where sequences start; if a mask is given, they must agree with it."""
+    """They define the starts of the sequences and must be consistent with a given mask."""
     inputs = luna.tokens([9, 4])
     positions = torch.arange(1, 10).expand(2, -1)
     with pytest.raises(ValueError, match="`position_ids` differ from the positions of `attention_mask`"):

@@ -53,7 +53,7 @@ def with_encoder(family, **fields):
 
 
 def test_transformers_mappings_distinguish_the_types(family):
-    """lm-eval and others ask for the type in the table of sequence-to-sequence models first."""
+    """lm-eval and other tools look up the type in the table of sequence-to-sequence models first."""
     seq2seq, causal = (
         getattr(modeling_auto, f"MODEL_FOR_{kind}_MAPPING_NAMES") for kind in ("SEQ_TO_SEQ_CAUSAL_LM", "CAUSAL_LM")
     )

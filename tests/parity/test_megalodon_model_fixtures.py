@@ -185,7 +185,7 @@ def test_streams_and_caches(case, parity):
             if read in cached:
                 check_cache(case, parity, past, read)
         check(parity, f"stream.{name}", torch.cat(logits, 1), case.io[f"stream.{name}.logits"])
-    check(parity, "stream whole", case.model(ids, use_cache=False).logits, case.io["stream.steps.logits"])
+    check(parity, "stream in one call", case.model(ids, use_cache=False).logits, case.io["stream.steps.logits"])
     for read in cached:
         past = case.model(ids[:, :read], use_cache=True).past_key_values
         check_cache(case, parity, past, read)
