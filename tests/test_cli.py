@@ -91,7 +91,7 @@ def test_out_of_memory_is_one_line_with_a_hint(monkeypatch, capsys):
     assert status == 1 and output.err.count("\n") == 1 and "CUDA_VISIBLE_DEVICES" in output.err
 
 
-def test_no_bars_but_on_a_terminal(monkeypatch, tmp_path, capsys):
+def test_progress_bars_require_a_terminal(monkeypatch, tmp_path, capsys):
     seen = []
     replace(monkeypatch, "info", lambda options: seen.append(logging.is_progress_bar_enabled()) or 0)
     assert logging.is_progress_bar_enabled()
@@ -156,7 +156,7 @@ def test_common_beginner_mistakes(argv, answer, encoder, tmp_path, capsys):
 
 
 @pytest.mark.parametrize("argv", [[], *([name] for name in COMMANDS)], ids=" ".join)
-def test_help_waits_for_no_package(argv, repo_root):
+def test_help_imports_no_package(argv, repo_root):
     """CPU time does not depend on other work on the machine."""
     code = f"""
 import contextlib, sys, time
@@ -205,7 +205,7 @@ def test_wrong_usage_exits_with_2(argv, named, capsys):
     assert named in output.err
 
 
-def test_a_command_gets_its_options_and_its_status_is_returned(monkeypatch):
+def test_command_receives_its_options_and_returns_its_status(monkeypatch):
     received = []
     replace(monkeypatch, "convert", lambda options: received.append(vars(options)) or 1)
     assert cli.main(["convert", "--head", "mnli", "model.pt", "--output", "x", "--dict", "a", "b", "--dict", "c"]) == 1
@@ -239,7 +239,7 @@ def test_invalid_input_is_one_line(name, error, monkeypatch, capsys):
         ("export", export_checkpoint, "dtype"),
     ],
 )
-def test_choices_are_those_of_the_function(command, function, option, tmp_path, capsys):
+def test_choices_equal_those_of_the_function(command, function, option, tmp_path, capsys):
     """They are written twice, because the help does not import the package."""
     with pytest.raises(ValueError, match=f"{option} must be one of") as raised:
         function(tmp_path / "a", tmp_path / "b", **{option: "nonsense"})

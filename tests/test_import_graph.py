@@ -180,14 +180,14 @@ def test_no_import_cycles():
     assert "luna_mega.convert.importer" in graph["luna_mega_cli.convert"]
 
 
-def test_the_command_line_imports_the_standard_library_at_the_top():
+def test_command_line_only_imports_the_standard_library_at_module_level():
     """`luna-mega --help` does not wait for torch."""
     for module in filter(lambda name: room_of(name) == "luna_mega_cli", SOURCES):
         names = imported_names(ast.parse(SOURCES[module]).body)
         assert {name.split(".")[0] for name in names} <= sys.stdlib_module_names | {"luna_mega_cli"}, module
 
 
-def test_an_import_by_a_string_is_seen():
+def test_import_by_a_string_is_detected():
     assert list(targets('import importlib\nimportlib.import_module("luna_mega.a").run()')) == ["luna_mega.a"]
 
 
@@ -197,7 +197,7 @@ def test_no_import_inside_a_function():
     assert {module for module in modules if room_of(module) != "luna_mega_cli"} == set()
 
 
-def test_nothing_imports_tests_nor_scripts():
+def test_nothing_imports_tests_or_scripts():
     tops = {(module, name.split(".")[0]) for module, source in SOURCES.items() for name in imports(source)}
     assert {(module, top) for module, top in tops if top in NEVER_IMPORTED} == set()
 
@@ -245,7 +245,7 @@ def test_no_postponed_annotations():
         ("luna_mega.inspection.info", "from luna_mega.cli import main"),
     ],
 )
-def test_a_wrong_import_is_seen(module, line):
+def test_invalid_import_is_detected(module, line):
     assert violations(module, line)
 
 
@@ -260,10 +260,10 @@ def test_a_wrong_import_is_seen(module, line):
         ("luna_mega.inspection.info", "from luna_mega.convert.importer import convert_checkpoint"),
     ],
 )
-def test_a_right_import_passes(module, line):
+def test_valid_import_passes(module, line):
     assert not violations(module, line)
 
 
-def test_an_import_inside_a_function_is_seen():
+def test_import_inside_a_function_is_detected():
     assert inside_functions("class A:\n    def f(self):\n        if self:\n            import torch") == ["torch"]
     assert not inside_functions("import torch\ndef f():\n    from luna_mega.kernels.x import triton_ops\n")

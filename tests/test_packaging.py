@@ -139,7 +139,7 @@ def test_kernels_stays_a_namespace_folder():
     assert not (ROOT / "kernels" / "__init__.py").exists()
 
 
-def test_wheel_holds_every_file_of_the_packages_and_nothing_else(checkout, built):
+def test_wheel_contains_exactly_the_files_of_the_packages(checkout, built):
     expected = {
         f"{package.replace('.', '/')}/{file.relative_to(checkout / folder).as_posix()}"
         for package, folder in packaged_folders().items()
@@ -166,7 +166,7 @@ def test_wheel_metadata(built):
     assert "luna-mega = luna_mega_cli:main" in read["entry_points.txt"]
 
 
-def test_source_distribution_holds_tests_and_examples(checkout, built):
+def test_source_distribution_contains_tests_and_examples(checkout, built):
     with tarfile.open(built[".tar.gz"]) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
     scripts = [file for folder in SCRIPT_FOLDERS for file in (checkout / folder).rglob("*.py")]

@@ -91,7 +91,7 @@ def test_unsupported_version_is_one_warning(name, found, monkeypatch, caplog):
     assert f"{name} {found} is installed, supported is {name}>={oldest},<{untested}." in record.getMessage()
 
 
-def test_supported_versions_are_no_warning(monkeypatch, caplog):
+def test_supported_versions_do_not_warn(monkeypatch, caplog):
     for versions in ({"torch": "2.15.1+cu130", "transformers": "5.24.1.dev0", "triton": "3.9.0"}, {}):
         monkeypatch.setattr(compat, "installed", lambda name, known=versions: known.get(name) and Version(known[name]))
         compat.check_versions()
@@ -134,7 +134,7 @@ def test_version_check_is_found(line):
     assert version_checks(line)
 
 
-def test_too_old_a_python_is_named_before_anything_is_imported(repo_root):
+def test_old_python_raises_before_any_import(repo_root):
     code = "import sys; sys.version_info = (3, 9, 2); import luna_mega"
     done = subprocess.run([sys.executable, "-c", code], cwd=repo_root, capture_output=True, text=True)
     last = done.stderr.splitlines()[-1]

@@ -37,7 +37,7 @@ def test_subjects_of_commits(repo_root, message, right):
     assert bool(commit_hook(repo_root).search(message)) == right
 
 
-def test_the_tags_are_those_of_contributing(repo_root):
+def test_tags_equal_those_of_contributing(repo_root):
     commits = (repo_root / "CONTRIBUTING.md").read_text(encoding="utf-8").partition("## Commits")[2]
     for tag in re.findall(r"`\[(\w+)\]`", commits):
         assert commit_hook(repo_root).search(f"[{tag}] A change")
@@ -99,7 +99,7 @@ def test_ci_runs_every_python_with_both_constraint_files(repo_root):
 
 
 @pytest.mark.parametrize("name", ["transformers", "torch", "triton"])
-def test_constraint_files_have_the_ends_of_the_supported_range(repo_root, name):
+def test_constraint_files_pin_the_bounds_of_the_supported_range(repo_root, name):
     setup = (repo_root / "setup.cfg").read_text(encoding="utf-8")
     lowest, above = re.search(rf"^    {name}>=([\d.]+),<([\d.]+)", setup, re.MULTILINE).groups()
     pins = {}

@@ -135,7 +135,7 @@ def main() -> None:
         file.write_text(render(file.read_text(encoding="utf-8")), encoding="utf-8")
     if found := faults(site):
         sys.exit("\n".join(["error: the pages have these faults", *found]))
-    print(f"open {(site / 'index.html').relative_to(ROOT)}; its search requires a server, for example python -m http.server")
+    print(f"open {(site / 'index.html').relative_to(ROOT)}; search requires a server (python -m http.server)")
 
 
 if __name__ == "__main__":

@@ -73,7 +73,7 @@ def test_mega(client, family):
     assert len(chart["plot"]["data"] if "plot" in chart else chart["data"]) == 128 and picture.endswith(".png")
 
 
-def test_a_space_is_the_page(folder, tmp_path, monkeypatch, capsys):
+def test_space_contains_the_page(folder, tmp_path, monkeypatch, capsys):
     made = folder("LunaForSequenceClassification")
     (made / "checkpoint-5").mkdir(exist_ok=True)
     assert cli.main(["demo", str(made), "--space", str(tmp_path / "space")]) == 0

@@ -43,7 +43,7 @@ def test_a_text_has_a_limit(folder, name):
 @pytest.mark.parametrize(
     "name", ["LunaForCausalLM", "MegaForCausalLM", "MegalodonForCausalLM", "LunaForConditionalGeneration"]
 )
-def test_text_comes_as_it_is_written(folder, name):
+def test_text_is_streamed(folder, name):
     demo = Demo(folder(name, **{} if "Megalodon" in name else {"initializer_range": 0.3}))
     parts = list(demo.write("ab", max_new_tokens=12))
     assert parts == sorted(parts, key=len)
@@ -56,7 +56,7 @@ def test_text_comes_as_it_is_written(folder, name):
         next(demo.write("  "))
 
 
-def test_writing_ends_with_its_reader_and_with_the_positions(folder, monkeypatch):
+def test_generation_stops_with_its_reader_and_at_the_last_position(folder, monkeypatch):
     demo = Demo(folder("LunaForCausalLM", initializer_range=0.3))
     calls, generate = [], demo.model.generate
     monkeypatch.setattr(demo.model, "generate", lambda **options: calls.append(options) or generate(**options))
@@ -103,7 +103,7 @@ def test_attention_of_mega_is_in_its_chunks(folder, name):
 
 
 @pytest.mark.parametrize("name", ["MegaForMaskedLM", "MegaForCausalLM"])
-def test_kernels_are_what_an_impulse_gives(folder, name):
+def test_kernels_equal_the_impulse_response(folder, name):
     demo = Demo(folder(name))
     kernels = demo.kernels(1, 20)
     average = demo.model.base_model.layers[1].mega_layer.ema_gate
@@ -129,7 +129,7 @@ def test_kernels_of_a_complex_average(folder):
     assert kernels.shape == (1, 16, 20)
 
 
-def test_unsupported_models_are_one_line(folder, tokenizer, tmp_path):
+def test_unsupported_models_raise(folder, tokenizer, tmp_path):
     def fails(path):
         with pytest.raises(ConversionError) as raised:
             Demo(path)

@@ -42,7 +42,7 @@ def test_luna_differs_from_its_teacher_only_in_packing(name):
     assert all("pack" in key for key in report.new) and not report.left and not report.started
 
 
-def test_fused_projections_come_apart():
+def test_fused_projections_are_split():
     teacher = make_teacher("gpt2")
     student = make_student(teacher, "luna")
     copy_weights(teacher, student)
@@ -55,7 +55,7 @@ def test_fused_projections_come_apart():
 
 
 @pytest.mark.parametrize("name", [*PLAIN, "modernbert", "gpt2", "llama"])
-def test_embeddings_are_the_teachers(name):
+def test_embeddings_are_copied(name):
     """Tokens, positions and types embed alike in padded sequences; a Luna of a rotary teacher adds positions."""
     teacher = make_teacher(name)
     student, batch = make_student(teacher, "luna"), make_batch(teacher)
@@ -77,7 +77,7 @@ def test_mega_copies_token_type_embeddings(name):
     assert torch.equal(student.mega.embedding_layer.token_type_embeddings.weight, theirs)
 
 
-def test_a_norm_of_another_kind_is_a_start():
+def test_other_norms_are_initialized_from_the_teacher():
     teacher = make_teacher("llama")
     luna, mega = make_student(teacher, "luna"), make_student(teacher, "mega")
     report = copy_weights(teacher, luna)
@@ -89,7 +89,7 @@ def test_a_norm_of_another_kind_is_a_start():
 @pytest.mark.parametrize(
     ("layers", "mapped"), [(None, [0, 2]), ([2, 0], [2, 0]), ([1, 1], [1, 1])], ids=["evenly", "listed", "twice"]
 )
-def test_layers_of_another_number(layers, mapped):
+def test_other_numbers_of_layers(layers, mapped):
     teacher = make_teacher("bert")
     student = make_student(teacher, "luna", num_hidden_layers=2)
     copy_weights(teacher, student, layers)
@@ -121,7 +121,7 @@ def test_position_embeddings_have_no_unused_rows(name):
         torch.testing.assert_close(got.hidden_states[0][0], teacher.show(batch).states[0][0], rtol=0, atol=1e-5)
 
 
-def test_an_untied_head_stays_out_of_a_tied_one():
+def test_untied_head_is_not_copied_to_a_tied_one():
     teacher = make_teacher("llama")
     student = make_student(teacher, "luna", tie_word_embeddings=True)
     report = copy_weights(teacher, student)

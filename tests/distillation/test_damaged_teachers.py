@@ -84,7 +84,7 @@ def test_weights_too_large_to_calibrate(folder):
     assert "\n" not in str(error.value)
 
 
-def test_states_that_do_not_vary():
+def test_constant_states():
     """The embeddings of a real report: all weights are finite, and no layer computes NaN."""
     teacher = make_teacher("bert")
     teacher.model.bert.embeddings.word_embeddings.weight.data.fill_(1e30)

@@ -48,7 +48,7 @@ def test_unsupported_teachers(case, tmp_path):
     one_line(error)
 
 
-def test_weights_that_are_not_numbers():
+def test_weights_that_are_not_finite():
     model = make_model("bert")
     model.bert.encoder.layer[1].output.dense.weight.data[0, 0] = torch.nan
     with pytest.raises(
@@ -171,7 +171,7 @@ def test_stages_that_do_not_apply():
 
 
 @pytest.mark.parametrize("layers", [[0], [0, 1, 3], [0, 1, -1]])
-def test_layers_that_the_teacher_lacks(layers):
+def test_layers_missing_from_the_teacher(layers):
     teacher = make_teacher("bert")
     with pytest.raises(ValueError, match="must name one of the teacher's 3 layers"):
         copy_weights(teacher, make_student(teacher, "luna"), layers)
@@ -320,12 +320,12 @@ def test_weights_that_cannot_be_read(files, message, tmp_path):
     one_line(error)
 
 
-def test_code_that_comes_with_a_teacher_is_not_run(tmp_path):
+def test_code_in_the_folder_of_a_teacher_is_not_run(tmp_path):
     with pytest.raises(ValueError, match="trust_remote_code=True runs code"):
         load_teacher(str(tmp_path), trust_remote_code=True)
 
 
-def test_a_head_that_is_missing(tmp_path):
+def test_missing_head(tmp_path):
     make_model("bert").bert.save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="lacks .* weights of BertForMaskedLM") as error:
         load_teacher(str(tmp_path))

@@ -44,7 +44,7 @@ def told_apart(model):
 
 @pytest.mark.parametrize("pre_norm", [False, True])
 @pytest.mark.parametrize("kind", ["luna", "mega"])
-def test_a_luna_and_a_mega_teach_each_other(kind, pre_norm):
+def test_luna_and_mega_are_teachers_of_each_other(kind, pre_norm):
     """A Mega adds its attention to the input through a gate, so complete layers are aligned in both directions."""
     sizes = {"vocab_size": 40, "hidden_size": 16, "num_hidden_layers": 3, "initializer_range": 0.3}
     torch.manual_seed(0)
@@ -71,7 +71,7 @@ def test_a_luna_and_a_mega_teach_each_other(kind, pre_norm):
 @pytest.mark.parametrize("head", [None, "ForSequenceClassification"])
 @pytest.mark.parametrize("name", PLAIN)
 @torch.no_grad()
-def test_with_a_row_for_every_position_the_student_is_its_teacher(name, head):
+def test_student_with_one_row_per_position_equals_its_teacher(name, head):
     positions = 20 if name in ("roberta", "xlm-roberta", "camembert") else 18
     fields = {"num_labels": 3} if head else {}
     teacher = told_apart(make_model(name, head, max_position_embeddings=positions, **fields))
@@ -92,7 +92,7 @@ def test_with_a_row_for_every_position_the_student_is_its_teacher(name, head):
 
 @pytest.mark.parametrize("pre_norm", [False, True])
 @torch.no_grad()
-def test_a_head_of_a_row_packs_its_part_of_a_stretch(pre_norm):
+def test_heads_pack_their_parts_of_a_segment(pre_norm):
     torch.manual_seed(0)
     sizes = {"vocab_size": 40, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
     config = LunaConfig(**sizes, intermediate_size=24, projection_length=4, pre_norm=pre_norm, tie_key_value=False)
@@ -122,7 +122,7 @@ def test_a_head_of_a_row_packs_its_part_of_a_stretch(pre_norm):
         ([8, 8, 4, 4, 2, 2, 2, 1, 1], 4, [1, 1, 2, 5]),  # inputs of many lengths: short ones have one token per row
     ],
 )
-def test_stretches_have_about_as_many_tokens(tokens, rows, sizes):
+def test_segments_have_equal_numbers_of_tokens(tokens, rows, sizes):
     parts, of_heads = calibration._cut(tokens, rows, heads=2)
     first, last = ([parts.tolist().index(part) for part in of_heads[:, head]] for head in (0, 1))
     assert first == [sum(sizes[:row]) for row in range(rows)]
@@ -166,7 +166,7 @@ def test_packs_of_a_longer_student_distinguish_windows():
 
 
 @pytest.mark.parametrize("name", PLAIN)
-def test_calibration_brings_attention_nearer(name):
+def test_calibration_reduces_the_error_of_attention(name):
     teacher = make_teacher(name)
     student = make_student(teacher, "luna", projection_length=12)
     copy_weights(teacher, student)
@@ -318,7 +318,7 @@ def test_a_run_that_is_resumed_equals_one_that_was_not(kind, tmp_path):
     assert all(torch.equal(resumed[key], tensor) for key, tensor in complete.items())
 
 
-def test_calibration_with_padding_is_calibration_without():
+def test_padding_does_not_affect_calibration():
     teacher = make_teacher("bert")
     padded, cut = make_student(teacher, "luna"), make_student(teacher, "luna")
     batch = {key: tensor[:2] for key, tensor in make_batch(teacher).items()}
@@ -332,7 +332,7 @@ def test_calibration_with_padding_is_calibration_without():
     torch.testing.assert_close(padded.state_dict(), cut.state_dict(), rtol=1e-3, atol=1e-4)
 
 
-def test_a_copy_is_aligned_already():
+def test_copied_layers_have_zero_alignment_loss():
     torch.manual_seed(0)
     teacher = Teacher(MegaForMaskedLM(MegaConfig(vocab_size=40, hidden_size=16, num_hidden_layers=3)))
     student = make_student(teacher, "mega", use_chunking=True, chunk_size=12)
@@ -365,7 +365,7 @@ def test_the_head_of_a_mega_is_solved(name):
     assert all(torch.equal(after[key], tensor) for key, tensor in before.items())
 
 
-def test_fewer_layers_are_aligned_with_those_that_they_stand_for():
+def test_fewer_layers_are_aligned_with_their_teacher_layers():
     teacher = make_teacher("roberta")
     batch = make_batch(teacher)
     luna, mega = (make_student(teacher, kind, num_hidden_layers=2) for kind in ("luna", "mega"))
@@ -454,7 +454,7 @@ def test_nothing_to_predict():
         assert loss == 0.0
 
 
-def test_students_of_another_width_can_be_distilled_and_nothing_else():
+def test_students_of_another_width_only_support_distill():
     teacher = make_teacher("bert")
     student, batch = make_student(make_teacher("bert", hidden_size=8), "luna"), make_batch(teacher)
     assert distill(teacher, student, batch).loss.isfinite()

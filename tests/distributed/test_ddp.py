@@ -71,7 +71,7 @@ def batch_norm_step() -> float:
         return float(model(**complete).loss)
 
 
-def test_batch_norm_is_of_each_process(ranks):
+def test_batch_norm_uses_the_rows_of_its_process(ranks):
     """A step normalizes by the rows of its process; DDP hands running statistics of process 0 on beforehand."""
     first, second = ranks(2, batch_norm_step)
     assert first == second
@@ -132,9 +132,7 @@ def test_the_others_end_when_a_process_dies(ranks):
 
 
 @pytest.mark.covering(1)
-@pytest.mark.parametrize(
-    "hook", [_attach_context_parallel_hooks, _refuse_recurrent_layers_under_sequence_parallelism]
-)
+@pytest.mark.parametrize("hook", [_attach_context_parallel_hooks, _refuse_recurrent_layers_under_sequence_parallelism])
 @pytest.mark.parametrize("name", cases.CASES)
 def test_every_class_rejects_ddp_across_the_sequence(name, hook):
     with pytest.raises(ValueError, match="pass cp_group to the forward of the model"):

@@ -40,5 +40,5 @@ def difference(name: str, kind: str, wrap, stage: str) -> float:
 @pytest.mark.parametrize("stage", ["align", "distill"])
 @pytest.mark.parametrize("wrap", [cases.ddp, cases.fsdp_of_accelerate])
 @pytest.mark.parametrize(("name", "kind"), PAIRS)
-def test_gradients_are_those_of_one_process(ranks, name, kind, wrap, stage):
+def test_gradients_equal_one_process(ranks, name, kind, wrap, stage):
     assert max(ranks(2, difference, name, kind, wrap, stage)) < 1e-6

@@ -36,7 +36,7 @@ def wrapped_modules(name: str, wrap) -> list[str]:
     return [key for key, module in wrap(cases.make(name)).named_modules() if isinstance(module, FSDPModule)]
 
 
-def test_what_is_wrapped(ranks):
+def test_wrapped_modules(ranks):
     name = "luna: ForTokenClassification"
     layers = [f"luna.encoder.layers.{index}" for index in range(2)]
     expected = ["", "luna.embeddings.word_embeddings", *layers]

@@ -109,7 +109,7 @@ WRITTEN = {
 
 
 @pytest.mark.parametrize("name", slow_but(["run_glue"], SCRIPTS))
-def test_two_processes_do_what_one_does(name, ranks, tmp_path):
+def test_two_processes_equal_one(name, ranks, tmp_path):
     make, options = SCRIPTS[name]
     data = make(tmp_path / "data")
     if name == "run_clm":
@@ -214,7 +214,7 @@ def test_a_sharded_run_that_is_killed_resumes_exactly(ranks, tmp_path):
         assert type(AutoModelForMaskedLM.from_pretrained(output)).__name__ == "MegaForMaskedLM"
 
 
-def test_wrong_numbers_of_processes_are_one_line(ranks, tmp_path):
+def test_wrong_numbers_of_processes_raise(ranks, tmp_path):
     corpus = killing.write_corpus(tmp_path / "corpus")
     options = [*killing.options(corpus, tmp_path / "out"), "--batch_size", "3"]
     (message,) = {answer["error"] for answer in ranks(2, call, "run_mlm_accelerate", options)}

@@ -202,7 +202,7 @@ def answer(folder, inputs, options):
         ["luna untied", "luna translation", "mega", "mega adaptive", "mega two vocabularies", "megalodon"],
     ),
 )
-def test_generation_is_that_of_one_process(ranks, tmp_path, name):
+def test_generation_equals_one_process(ranks, tmp_path, name):
     model, inputs = make_decoder(name)
     model.save_pretrained(tmp_path)
     ids, mask = decoders.padded([5, 2], 5, "left")
@@ -227,7 +227,7 @@ def save(folder, inputs, target):
     "name",
     slow_but(["mega adaptive"], ["luna two vocabularies", "mega adaptive", "mega translation"]),
 )
-def test_a_saved_folder_is_that_of_one_process(ranks, tmp_path, name):
+def test_saved_folder_equals_that_of_one_process(ranks, tmp_path, name):
     model, inputs = make_decoder(name)
     model.save_pretrained(tmp_path / "before")
     folders = str(tmp_path / "before"), str(tmp_path / "after")
@@ -254,7 +254,7 @@ def compare(folder, calls):
 
 
 @pytest.mark.parametrize("module", [luna, mega, megalodon_decoders])
-def test_padding_free_batches_and_attention_weights_are_those_of_one_process(ranks, tmp_path, module):
+def test_padding_free_batches_and_attention_weights_equal_one_process(ranks, tmp_path, module):
     inputs = luna.tokens((9, 4, 7), side="left")
     ids = inputs["input_ids"][inputs["attention_mask"].bool()][None]
     positions = torch.cat([torch.arange(length) for length in (9, 4, 7)])[None]
@@ -269,7 +269,7 @@ def test_padding_free_batches_and_attention_weights_are_those_of_one_process(ran
 
 
 @pytest.mark.slow
-def test_attention_weights_of_a_translation_are_those_of_one_process(ranks, tmp_path):
+def test_attention_weights_of_a_translation_equal_one_process(ranks, tmp_path):
     model, inputs = make_decoder("luna translation")
     model.save_pretrained(tmp_path)
     ranks(2, compare, str(tmp_path), [inputs | {"output_attentions": True, "use_cache": False}])

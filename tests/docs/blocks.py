@@ -1,6 +1,6 @@
 """The code blocks of the pages.
 
-A block that cannot be tested is preceded by a comment, `<!-- not run: the reason -->`. Python blocks of a page share one
+A block that cannot be tested has a comment before it, `<!-- not run: the reason -->`. Python blocks of a page share one
 session. A shell block is run by bash with stubs that record the command lines of the programs.
 """
 

@@ -33,7 +33,7 @@ def test_length():
         assert block.code.count("\n") <= 16, f"{block} is longer than 16 lines"
 
 
-def test_links_are_absolute_and_lead_to_files():
+def test_links_are_absolute_and_files_exist():
     source = project_urls()["Source"]
     targets = links(README)
     assert len(targets) > 20

@@ -172,7 +172,7 @@ def test_results_as_json(folder, tasks, tmp_path, capsys):
     assert run("--json", folder, *options, "--output_path", tmp_path) == 1
 
 
-def test_invalid_inputs_are_one_line(folder, tasks, tmp_path, capsys, monkeypatch):
+def test_invalid_inputs_raise(folder, tasks, tmp_path, capsys, monkeypatch):
     def error(*arguments):
         assert run(*arguments) == 1
         line = capsys.readouterr().err.strip().splitlines()
@@ -229,7 +229,7 @@ def test_documents_of_the_passkey_task(folder, tokenizer, passkey):
 
 
 @torch.no_grad()
-def test_the_state_does_not_grow_with_the_text(folder, tokenizer, passkey):
+def test_state_size_does_not_depend_on_the_length(folder, tokenizer, passkey):
     model, found = load(folder), {}
     for row in passkey.documents(str(folder), max_length=4096, max_seq_lengths=[1024, 4096], num_samples=1)["test"]:
         ids = tokenizer(row["text"], return_tensors="pt").input_ids

@@ -75,7 +75,7 @@ def test_images(tmp_path, capsys):
     assert "3 x 3 x 32 x 32" in capsys.readouterr().out
 
 
-def test_a_program_that_does_not_run_leaves_nothing(tmp_path, monkeypatch, capsys):
+def test_failed_program_leaves_no_files(tmp_path, monkeypatch, capsys):
     def fail(*arguments):
         raise RuntimeError("no such operator\nand more")
 
@@ -144,7 +144,7 @@ def test_steps_continue_from_the_model_cache(name, tmp_path):
         ("failure", "cannot be exported"),
     ],
 )
-def test_errors_leave_nothing(change, words, tmp_path, monkeypatch, capsys):
+def test_errors_leave_no_files(change, words, tmp_path, monkeypatch, capsys):
     folder, output, more = saved(tmp_path / "model", DECODERS["luna"]()), tmp_path / "out", []
     if change == "opset":
         more = ["--opset", "11"]

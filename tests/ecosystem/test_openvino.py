@@ -40,7 +40,7 @@ def export(model, sample):
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_programs_give_the_scores_of_the_model(name, tmp_path):
+def test_programs_return_the_scores_of_the_model(name, tmp_path):
     model = MODELS[name]().float().eval()
     model.save_pretrained(tmp_path)
     folder = read_folder(tmp_path)

@@ -54,7 +54,7 @@ def encode(model, texts, **options):
     return torch.as_tensor(model.encode(texts, show_progress_bar=False, **options))
 
 
-def test_embeddings_depend_on_no_batch_mate(folder):
+def test_embeddings_do_not_depend_on_the_batch(folder):
     """Neither on the order or the padding (sentence-transformers sorts by length); the mean leaves padding out."""
     model = SentenceTransformer(str(folder), device="cpu")
     separate = torch.cat([encode(model, [text]) for text in TEXTS])
@@ -142,7 +142,7 @@ for folder in sys.argv[2:]:
 """
 
 
-def test_bundles_need_no_package(tokenizer, tmp_path):
+def test_bundles_do_not_require_the_package(tokenizer, tmp_path):
     expected = []
     for name, (module, fields) in MODELS.items():
         module.make("Model", **fields).save_pretrained(tmp_path / name)

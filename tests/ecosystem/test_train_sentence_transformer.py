@@ -98,7 +98,7 @@ ERRORS = {
 
 
 @pytest.mark.parametrize("case", ERRORS)
-def test_wrong_options_end_in_one_line(case, run, data, tmp_path):
+def test_invalid_options_are_one_line(case, run, data, tmp_path):
     needed, more, message = ERRORS[case]
     given = [data if value == "DATA" else value for value in needed]
     given += ["--model_name_or_path", "nowhere"] if "--do_eval" in needed else []

@@ -30,7 +30,7 @@ def test_formats_of_sentence_and_pair(tokenizer):
     assert set(tokenizer("the fox", "dogs")) == {"input_ids", "attention_mask"}
 
 
-def test_first_word_is_a_word_as_any_other(tokenizer):
+def test_first_word_has_a_leading_space(tokenizer):
     first, _, third = tokenizer.tokenize("quick the quick")
     assert first == third
 

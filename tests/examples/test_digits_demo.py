@@ -31,7 +31,7 @@ def test_both_models_train(demo, tmp_path, capsys):
     assert model.config.attention_chunk == 16
 
 
-def test_too_low_an_accuracy_is_a_failure_and_the_folder_can_be_used_again(demo, tmp_path):
+def test_low_accuracy_fails_and_the_folder_can_be_reused(demo, tmp_path):
     arguments = ["--epochs", "0.02", "--output_dir", str(tmp_path)]
     for model_type in ("luna", "mega"):
         with pytest.raises(SystemExit, match=f"{model_type}: test accuracy 0.* is below 0.95"):

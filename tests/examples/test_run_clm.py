@@ -66,7 +66,7 @@ def test_stream(script, line_end):
     assert tokenizer.decode(stream, clean_up_tokenization_spaces=False) == expected.replace(" c", "<unk>c")
 
 
-def test_streams_go_on_where_the_batch_before_ended(script):
+def test_streams_continue_after_the_previous_batch(script):
     streams = Streams(torch.arange(100), length=7, batch_size=3)
     batches = [[streams[step * 3 + row] for row in range(3)] for step in range(len(streams) // 3)]
     for row in range(3):

@@ -237,7 +237,7 @@ def test_classifier(labels, kind, run, make_teacher, tmp_path):
 
 
 @pytest.mark.slow
-def test_going_on_with_a_student(run, roberta, corpus, tmp_path):
+def test_continued_distillation_of_a_student(run, roberta, corpus, tmp_path):
     """A student that was made before is neither copied nor calibrated again."""
     first = run(*command(roberta, corpus, tmp_path / "first"))
     again = run(*command(roberta, corpus, tmp_path / "again", 1, 0, 1), "--student", tmp_path / "first")
@@ -393,7 +393,7 @@ ERRORS = {
 
 
 @pytest.mark.parametrize(("options", "message"), ERRORS.values(), ids=ERRORS)
-def test_wrong_options_end_in_one_line(options, message, run, roberta, corpus, tmp_path):
+def test_invalid_options_are_one_line(options, message, run, roberta, corpus, tmp_path):
     assert_error(run, message, *command(roberta, corpus, tmp_path / "out"), *options)
 
 

@@ -151,7 +151,7 @@ def test_evaluation_only_reproduces_the_training_run_accuracy(run, sst2, tmp_pat
     assert "steps" not in summary
 
 
-def test_command_line_wins_over_recipe(run, script, sst2, tmp_path):
+def test_command_line_overrides_recipe(run, script, sst2, tmp_path):
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text("task_name: sst2\ndo_train: true\nlearning_rate: 1e-5\nmax_steps: 7\nseed: 3\n")
     data, _, training, _ = script("run_glue").parse(["--recipe", str(recipe), "--max_steps", "1", "--output_dir", "x"])
@@ -184,7 +184,7 @@ ERRORS = {
 
 
 @pytest.mark.parametrize(("options", "message"), ERRORS.values(), ids=ERRORS)
-def test_wrong_options_end_in_one_line(options, message, run, sst2, tmp_path):
+def test_invalid_options_are_one_line(options, message, run, sst2, tmp_path):
     assert_error(run, message, *scratch("sst2", sst2, tmp_path / "out"), *options, output=tmp_path / "out")
 
 
@@ -232,7 +232,7 @@ WRONG_DATA = {
 
 
 @pytest.mark.parametrize("case", WRONG_DATA)
-def test_wrong_data_ends_in_one_line(case, run, tmp_path):
+def test_invalid_data_is_one_line(case, run, tmp_path):
     examples, message = WRONG_DATA[case]
     write(examples, tmp_path / "data" / "train.jsonl")
     assert_error(run, message, *scratch("sst2", tmp_path / "data", tmp_path / "out"))

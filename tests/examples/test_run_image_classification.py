@@ -104,7 +104,7 @@ def test_another_model_of_transformers(run, folder, tmp_path):
     assert summary["eval_accuracy"] > 0.7
 
 
-def test_a_trained_model_again(run, folder, tmp_path):
+def test_continued_training_of_a_model(run, folder, tmp_path):
     run(*options(folder, tmp_path / "first", "--num_train_epochs", 5))
     source = ["--dataset_path", folder, "--model_name_or_path", tmp_path / "first"]
     summary = run(*source, "--output_dir", tmp_path / "second", "--do_eval", "--do_predict")
@@ -163,7 +163,7 @@ def test_resume_gives_the_same_weights(run, folder, tmp_path):
         (["--auto_augment", "none", "--horizontal_flip"], "--auto_augment crops and flips"),
     ],
 )  # fmt: skip
-def test_options_that_do_not_fit(run, folder, tmp_path, arguments, message):
+def test_incompatible_options(run, folder, tmp_path, arguments, message):
     output = tmp_path / "out"
     assert_error(run, message, *options(folder, output, *arguments), output=output)
 
@@ -202,7 +202,7 @@ def test_a_damaged_file(run, tmp_path):
         run(*options(tmp_path / "data", tmp_path / "out", "--max_steps", 2))
 
 
-def test_pixels_that_begin_like_a_file(run, tmp_path):
+def test_pixels_that_start_like_a_file(run, tmp_path):
     """Among them are the first bytes of PCX, BMP and PNG files."""
 
     def headed(size: int, seed: int) -> list[dict]:
@@ -245,7 +245,7 @@ def test_mixup_is_training_only(run, folder, tmp_path, monkeypatch):
     assert_error(run, message, *options(folder, output, *odd), output=output)
 
 
-def test_a_package_that_is_absent(run, folder, tmp_path):
+def test_missing_package(run, folder, tmp_path):
     try:
         import timm  # noqa: F401
     except ImportError:

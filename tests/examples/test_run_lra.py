@@ -293,6 +293,6 @@ def test_bad_data(run, folder, tmp_path):
     fails("text", tmp_path / "text", "has no split train")
 
 
-def test_a_pair_model_that_is_not_there(run, folder, tmp_path):
+def test_missing_pair_model(run, folder, tmp_path):
     arguments = options("retrieval", folder("retrieval"), tmp_path / "out", *TWO_STEPS, "--model_type", "roberta")
     assert_refused(run, "PairClassification; use luna, mega or transformer", *arguments, "--config_overrides", "")

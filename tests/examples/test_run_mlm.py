@@ -219,7 +219,7 @@ def test_continued_pretraining_starts_from_the_checkpoint(run, corpus, tmp_path)
 
 
 @pytest.mark.slow
-def test_resumed_run_goes_on_where_it_stopped(run, corpus, tmp_path):
+def test_resumed_run_continues_where_it_stopped(run, corpus, tmp_path):
     options = ["--save_steps", 2, "--learning_rate", 0.01, "--lr_scheduler_type", "linear"]
     options += ["--dataloader_drop_last", "true"]
     run(*scratch(corpus, tmp_path / "out"), *options, "--max_steps", 4)
@@ -261,7 +261,7 @@ def test_resumed_run_keeps_the_order_by_length(run, corpus, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_finished_run_is_not_trained_any_further(run, corpus, tmp_path):
+def test_finished_run_is_not_continued(run, corpus, tmp_path):
     """It was killed after its last checkpoint; it ends with the average of the weights, or the best ones, as before."""
     higher = ["--metric_for_best_model", "loss", "--greater_is_better", 1]  # the first step's
     best = ["--load_best_model_at_end", "--eval_strategy", "steps", "--eval_steps", 1, *higher]
@@ -296,7 +296,7 @@ ERRORS = {
 
 
 @pytest.mark.parametrize(("options", "message"), ERRORS.values(), ids=ERRORS)
-def test_wrong_options_end_in_one_line(options, message, run, corpus, tmp_path):
+def test_invalid_options_are_one_line(options, message, run, corpus, tmp_path):
     assert_error(run, message, *scratch(corpus, tmp_path / "out"), *options, output=tmp_path / "out")
 
 

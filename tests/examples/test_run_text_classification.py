@@ -84,11 +84,11 @@ def test_resume_gives_the_same_weights(run, folder, tmp_path):
         (["--dataset_name", "stanfordnlp/imdb"], "pass one of --dataset_name and --dataset_path"),
     ],
 )
-def test_wrong_options_end_in_one_line(run, folder, tmp_path, more, message):
+def test_invalid_options_are_one_line(run, folder, tmp_path, more, message):
     assert_error(run, message, *options(folder, tmp_path / "out", *more), output=tmp_path / "out")
 
 
-def test_a_class_that_training_did_not_have(run, folder, tmp_path):
+def test_unknown_class_in_evaluation(run, folder, tmp_path):
     write([{"text": "so so", "label": "fair"}], folder.parent / "other" / "validation.jsonl")
     write(rows(16, 0), folder.parent / "other" / "train.jsonl")
     arguments = options(folder.parent / "other", tmp_path / "out", "--do_eval")

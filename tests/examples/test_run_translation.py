@@ -64,7 +64,7 @@ TRAIN = ["--do_train", "--per_device_train_batch_size", 32, "--learning_rate", "
 OFTEN = ["--eval_strategy", "steps", "--eval_steps", 40, "--save_steps", 40, "--predict_with_generate"]
 
 
-def test_bpe_gives_the_text_back(script):
+def test_bpe_restores_the_text(script):
     tokenizer = train_joint_bpe(["Zwei Männer.", "Two men's  dog"] * 9, vocab_size=300, model_max_length=9)
     for text in ("Zwei Männer.", "two  dogs, 😀!", "a\tb\u00a0c"):
         ids = tokenizer(text)["input_ids"]
@@ -91,7 +91,7 @@ def test_encode(script):
 
 
 @pytest.mark.parametrize("side", ["source", "target"])
-def test_tokenizer_has_to_end_a_sentence(script, tmp_path, side):
+def test_tokenizer_must_append_an_end_token(script, tmp_path, side):
     joint = train_joint_bpe(["a b"], 260, 99)
     joint.save_pretrained(tmp_path)
     joint.save_pretrained(tmp_path / "target")
@@ -175,7 +175,7 @@ def test_training_learns_resumes_averages_and_loads(run, script, corpus, tmp_pat
     assert run(*again, "--output_dir", tmp_path / "again")["averaged"].count("checkpoint") == 2
 
 
-def test_vocabularies_apart(run, script, corpus, tmp_path):
+def test_separate_vocabularies(run, script, corpus, tmp_path):
     """A checkpoint with a tokenizer for each language, as the converter writes it, is trained and saved as one."""
     from luna_mega import LunaForConditionalGeneration, LunaSeq2SeqConfig
 

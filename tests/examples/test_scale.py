@@ -80,7 +80,7 @@ def streamed(script, folder: Path, rank: int, count: int, files: int = 3) -> lis
     return [row["number"] for row in itertools.islice(stream, 12)]
 
 
-def test_a_stream_is_shared_out(script, tmp_path):
+def test_stream_is_split_over_processes(script, tmp_path):
     """Files that do not divide: batches are those of one process, over the end of the data too. Else: own files."""
     complete = streamed(script, tmp_path / "three", 0, 1)
     assert sorted(complete[:10]) == list(range(10)) and complete != sorted(complete)

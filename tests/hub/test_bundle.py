@@ -165,7 +165,7 @@ def test_megalodon(stranger, tmp_path, auto_class):
         assert stranger(on_client.generate, tmp_path, lists(inputs), options, **REMOTE) == written
 
 
-def test_tokenizer_with_code_of_its_own(stranger, saved, tmp_path):
+def test_tokenizer_with_custom_code(stranger, saved, tmp_path):
     folder, *_ = saved
     vocabulary = {symbol: index for index, symbol in enumerate(["<s>", "<pad>", "</s>", "<unk>", "a", "<mask>", "b"])}
     backend = RobertaTokenizer(vocab=vocabulary, merges=[]).backend_tokenizer
@@ -175,7 +175,7 @@ def test_tokenizer_with_code_of_its_own(stranger, saved, tmp_path):
     assert stranger(on_client.encode, tmp_path / "bundle", ["ab"], **REMOTE) == [[0, 4, 3, 2]]
 
 
-def test_package_wins_where_it_is_imported(client, saved):
+def test_imported_package_takes_precedence_over_a_bundle(client, saved):
     folder, model, inputs = saved
     assert bundle(folder) == 0
     result = client(on_client.outputs, folder, MASKED_LM, lists(inputs), **REMOTE)
@@ -195,7 +195,7 @@ def test_through_the_hub(hub, stranger, saved):
     assert "trust_remote_code=True" in error
 
 
-def test_bundles_next_to_each_other_and_the_package(client, tmp_path, saved):
+def test_several_bundles_and_the_package_in_one_process(client, tmp_path, saved):
     """Each runs separate operators, forward, backward and compiled, also next to a version with other results."""
     folder, _, inputs = saved
     assert bundle(folder) == 0
@@ -211,7 +211,7 @@ def test_bundles_next_to_each_other_and_the_package(client, tmp_path, saved):
     assert equal == (True, False, True, True)
 
 
-def test_saved_again_it_is_still_a_bundle(stranger, tmp_path):
+def test_bundle_saved_again_is_a_bundle(stranger, tmp_path):
     """The imports of the saved model's class, which transformers copies, must be the code of all heads."""
     model, inputs = make("ForSequenceClassification"), head_inputs("ForSequenceClassification", [7, 3])
     model.save_pretrained(tmp_path / "first")
@@ -242,7 +242,7 @@ def test_output_contains_only_model_files(saved, tmp_path):
     assert new.pop("auto_map") and new == old
 
 
-def test_a_second_time_the_code_is_replaced(saved):
+def test_bundling_again_replaces_the_code(saved):
     folder, *_ = saved
     assert bundle(folder) == 0
     before = {file.name: file.read_bytes() for file in folder.iterdir()}
@@ -322,7 +322,7 @@ def test_invalid_output(saved, tmp_path, capsys):
         ('"""\nfrom .elsewhere import x\n"""', "interprets a line of text as an import of"),
     ],
 )
-def test_source_that_no_flat_file_can_have(monkeypatch, tmp_path, line, message):
+def test_unsupported_source(monkeypatch, tmp_path, line, message):
     """A source that the rewriting does not understand ends it."""
     read = hub_bundle._source
 
@@ -343,7 +343,7 @@ def test_optional_package_in_a_try_is_allowed(monkeypatch, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("model_type", ["luna", "mega", "megalodon"])
-def test_kernels_are_part_of_it(model_type, tmp_path, repo_root):
+def test_bundle_contains_the_kernels(model_type, tmp_path, repo_root):
     """Also if the bundle is created on a machine without Triton."""
     code = f"""
 import sys
@@ -383,7 +383,7 @@ def test_a_registered_model_is_saved_as_a_bundle(stranger, registered, tmp_path,
     assert on_remote_code(result)[1] == expected(model, inputs)
 
 
-def test_a_bundle_that_the_package_saves_again_names_only_code_that_is_there(stranger, tmp_path):
+def test_bundle_saved_again_by_the_package_names_only_existing_code(stranger, tmp_path):
     """The package loads a bundle with its own classes, whose code no `save_pretrained` writes."""
     model, inputs = make("ForMaskedLM"), head_inputs("ForMaskedLM", [7, 3])
     model.save_pretrained(tmp_path / "first")

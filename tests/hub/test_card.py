@@ -75,7 +75,7 @@ def test_conversion():
     assert "2106.01540" in sections["Citation"] and "2106.01540" in card.text.split("## ")[0]
 
 
-def test_conversion_with_licence_and_tokenizer():
+def test_conversion_with_license_and_tokenizer():
     card = converted(tokenizer=True, license="mit")
     assert card.data.license == "mit" and "Weights: mit." in card.text
     assert "AutoTokenizer.from_pretrained(path)" in card.text
@@ -197,7 +197,7 @@ def test_every_family_has_its_paper_and_lines_of_the_page_of_deviations(repo_roo
     assert all(f"| {field} |" in sections["Architecture"] for field in FIELDS[family] if "_size" not in field)
 
 
-def test_a_card_starts_with_the_import_that_the_weights_need(trainer):
+def test_card_starts_with_the_required_import(trainer):
     for card in (converted(tokenizer=True), training_card(trainer(), COMMAND, "imdb")):
         blocks = re.findall(r"```(.*?)```", card.text, re.DOTALL)
         assert blocks[0].startswith("python\nimport luna_mega") and "## Use" in card.text.partition("```")[0]

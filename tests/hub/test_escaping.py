@@ -42,7 +42,7 @@ def test_forms(text):
 
 
 @pytest.mark.parametrize("text", ["my-model", "luna_base_512", "nyu-mll/glue sst2", "0.9123", "1,234,567", "3e-05"])
-def test_plain_words_stay_as_they_are(text):
+def test_plain_words_are_unchanged(text):
     assert markdown(text) == terminal(text) == one_line(text) == text
 
 
@@ -59,7 +59,7 @@ def test_licences(license):
 
 
 @pytest.mark.parametrize("license", ["MIT", "nonsense", "other", "other:", "other:My License", "mit\n# x", "", "mit "])
-def test_licences_that_the_hub_does_not_know(license):
+def test_unknown_licenses(license):
     with pytest.raises(ConversionError, match="not one of the Hub's identifiers.*other:NAME"):
         license_metadata(license)
 
@@ -118,7 +118,7 @@ def test_card_injection(tmp_path):
 
 
 @pytest.mark.parametrize("words", [["x\n# A", "<b>", "```", "[a](http://b)", "|", "`", "\x1b[0m"]])
-def test_a_card_of_hostile_words(words, tmp_path):
+def test_hostile_text_in_a_card(words, tmp_path):
     """One of the cards of the slow test."""
     trainer = Trainer(make("ForSequenceClassification"), TrainingArguments(str(tmp_path / "x"), report_to="none"))
     plain = [f"word{index}" for index in range(7)]

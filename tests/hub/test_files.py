@@ -141,7 +141,7 @@ CONFIGS = [
 
 
 @pytest.mark.parametrize(("field", "value"), CONFIGS, ids=lambda value: str(value)[:20])
-def test_invalid_configuration_is_one_line(folder, field, value, capsys):
+def test_invalid_configuration_raises(folder, field, value, capsys):
     path = folder / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {field: value}))
     for argv in (["info", folder], ["verify", folder, folder]):
@@ -167,7 +167,7 @@ def test_byte_order_mark_of_json(tmp_path):
 
 
 @pytest.mark.parametrize("content", ["[" * 100_000, '{"a": ' * 50_000, "\\", '{"model_type": ' + "9" * 5000 + "}"])
-def test_invalid_json_is_one_line(folder, content, capsys):
+def test_invalid_json_raises(folder, content, capsys):
     (folder / "config.json").write_text(content)
     error(capsys, "info", folder)
 
@@ -177,7 +177,7 @@ def test_invalid_json_is_one_line(folder, content, capsys):
     [{"source": []}, {"source": {}}, {"args": 5}, {"dropped": {}}, {"decisions": None}, {"format": []}],
     ids=str,
 )
-def test_invalid_report_is_one_line(folder, change, capsys):
+def test_invalid_report_raises(folder, change, capsys):
     source = {"file": "a.pt", "layout": "luna_bert", "revision": "2021", "arch": "x"}
     report = {"format": 1, "source": source, "decisions": {}, "dropped": [], "dtype_in": {}, "args": {}}
     (folder / "conversion_report.json").write_text(json.dumps(report | change))
@@ -195,7 +195,7 @@ def test_a_tokenizer_with_code_is_not_run(folder, capsys):
 
 
 @pytest.mark.parametrize("damage", ["[]", "{", '{"model": 5}', "\udcff"])
-def test_a_damaged_tokenizer_is_one_line(folder, damage, capsys):
+def test_damaged_tokenizer_raises(folder, damage, capsys):
     (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": PreTrainedTokenizerFast.__name__}))
     (folder / "tokenizer.json").write_bytes(damage.encode(errors="surrogateescape"))
     assert "no tokenizer that transformers" in error(capsys, "verify", folder, folder, "--text", "a")
@@ -243,6 +243,6 @@ def test_argument_that_is_not_a_string(folder, argv, word, capsys):
 
 @pytest.mark.parametrize("option", ["--license", "--head"])
 @pytest.mark.parametrize("word", ["mit\n# x", "a\rb", "a\x1b[0m", "a\u202eb"], ids=ascii)
-def test_a_word_is_a_word(option, word, folder, capsys):
+def test_plain_words_are_not_quoted(option, word, folder, capsys):
     message = error(capsys, "convert", folder, "--output", folder.parent / "new", option, word)
     assert f"{option[2:]} " in message and "use text without control characters" in message

@@ -129,7 +129,7 @@ def test_training_script_that_cannot_push_does_not_train(hub, client, folder, tm
         ("POST .*/commit/main", "cut", "Server disconnected"),
     ],
 )
-def test_upload_that_breaks(hub, client, folder, tokenizer, tmp_path, request_, kind, message):
+def test_interrupted_upload(hub, client, folder, tokenizer, tmp_path, request_, kind, message):
     """The client reports it, the repository does not change, and the next push succeeds."""
     client(on_client.push_model, folder, REPOSITORY)
     repository = hub.repositories[REPOSITORY]
@@ -144,7 +144,7 @@ def test_upload_that_breaks(hub, client, folder, tokenizer, tmp_path, request_, 
     assert logits(client, REPOSITORY) == logits(client, other) != logits(client, folder)
 
 
-def test_short_disturbance_is_overcome(hub, client, folder):
+def test_upload_is_retried(hub, client, folder):
     hub.fail("PUT /lfs/.*", 503, times=2)
     client(on_client.push_model, folder, REPOSITORY)
     assert sum(request.startswith("PUT") for request in hub.requests) == 3
@@ -169,7 +169,7 @@ def test_no_token_or_a_wrong_one(hub, client, folder, token):
     assert not hub.repositories
 
 
-def test_repository_that_exists_keeps_its_other_files(hub, client, folder):
+def test_existing_repository_keeps_its_other_files(hub, client, folder):
     client(on_client.create, REPOSITORY)
     client(on_client.push_card, CARD, REPOSITORY)
     assert "409" in client.error(on_client.create, REPOSITORY)

@@ -91,7 +91,7 @@ def inputs_of(model, length, labels=False):
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_flops_are_those_that_pytorch_counts(name):
+def test_flops_equal_the_count_of_pytorch(name):
     """The counter ignores the moving average and the outer products of causal attention.
 
     The reference attends to complete sequences, so a model with chunks is counted over one chunk.
@@ -116,7 +116,7 @@ def test_flops_are_those_that_pytorch_counts(name):
 
 @pytest.mark.parametrize("fields", [{}, {"dropout": 0.0, "dropout_prob": 0.0}])
 @pytest.mark.parametrize("name", MODELS)
-def test_training_activations_are_those_that_autograd_keeps(name, fields):
+def test_training_activations_equal_tensors_saved_by_autograd(name, fields):
     kind = "dropout" if name in LUNA_NAMES else "dropout_prob"
     model = make(name, **{field: value for field, value in fields.items() if field == kind}).train()
     kept = numbers_kept(model, inputs_of(model, 300, labels=True))
@@ -135,7 +135,7 @@ def test_inference_peak(name, fields):
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_cache_is_what_a_decoder_remembers(name, tmp_path):
+def test_cache_size_equals_the_cached_tensors(name, tmp_path):
     model, length = make(name).eval(), 103
     with torch.no_grad():
         past = model(**inputs_of(model, length), use_cache=True).past_key_values
@@ -152,7 +152,7 @@ def test_cache_is_what_a_decoder_remembers(name, tmp_path):
     assert describe(tmp_path, length).activation_bytes["cache"] == 4 * kept
 
 
-def test_the_cache_of_luna_does_not_grow():
+def test_cache_of_luna_has_constant_size():
     model = make("luna seq2seq")
     assert costs.cache_numbers(model, 50) == costs.cache_numbers(model, 5000) == 2 * 4 * 6 * 32
 
@@ -183,7 +183,7 @@ def test_info_of_a_folder(name, tmp_path, capsys):
     assert "cache:" in printed
 
 
-def test_length_that_a_table_does_not_have(tmp_path):
+def test_length_beyond_a_position_table(tmp_path):
     make("luna seq2seq", max_target_positions=30).save_pretrained(tmp_path / "luna")
     assert describe(tmp_path / "luna").length == 30
     make("mega seq2seq", relative_positional_bias="simple", decoder_max_positions=60).save_pretrained(tmp_path / "mega")
@@ -194,7 +194,7 @@ def test_length_that_a_table_does_not_have(tmp_path):
 
 
 @pytest.mark.parametrize("name", slow_but(["luna lm", "luna seq2seq", "mega cross", "mega chunks"], MODELS))
-def test_a_model_equals_itself_and_no_other(name, tmp_path):
+def test_model_equals_itself_and_no_other_model(name, tmp_path):
     folders = [tmp_path / "a", tmp_path / "b"]
     for folder in folders:
         make(name).save_pretrained(folder)

@@ -74,7 +74,7 @@ MODELS = {
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_flops_are_those_that_pytorch_counts(name):
+def test_flops_equal_the_count_of_pytorch(name):
     class_name, fields = MODELS[name]
     model = getattr(luna_mega, class_name)(LunaConfig(**SIZES | fields)).eval()
     inputs = {"input_ids": torch.randint(4, 40, (1, LENGTH))}
@@ -109,7 +109,7 @@ def test_flops_are_those_that_pytorch_counts(name):
     ],
 )
 @pytest.mark.parametrize("model_class", [LunaModel, LunaForMaskedLM])
-def test_training_activations_are_those_that_autograd_keeps(tied, fields, model_class):
+def test_training_activations_equal_tensors_saved_by_autograd(tied, fields, model_class):
     model = model_class(LunaConfig(**SIZES | {"attention_dropout": 0.0, "tie_key_value": tied} | fields)).train()
     ids = torch.randint(4, 40, (1, LENGTH))
     labels = {"labels": ids} if model_class is LunaForMaskedLM else {}

@@ -128,7 +128,7 @@ MODELS = {
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_flops_are_those_that_pytorch_counts(name):
+def test_flops_equal_the_count_of_pytorch(name):
     """Except for the moving average, whose operations the counter ignores.
 
     The reference attends to complete sequences, so a model with chunks is counted over one chunk.
@@ -186,7 +186,7 @@ VARIANTS = {
     + [(MegaForMaskedLM, variant, 100) for variant in ("plain", "no dropout")]
     + [(MegaForCausalLM, variant, 300) for variant in ("lm", "large lm", "lm without dropout", "adaptive")],
 )
-def test_training_activations_are_those_that_autograd_keeps(model_class, variant, length):
+def test_training_activations_equal_tensors_saved_by_autograd(model_class, variant, length):
     fields = {"normalization_type": "layernorm"} | VARIANTS[variant]
     model = model_class(MegaConfig(**SIZES | fields)).train()
     ids = torch.randint(4, 40, (1, length))
@@ -220,7 +220,7 @@ def test_inference_peak(model_class, fields):
 
 
 @pytest.mark.parametrize("fields", [{}, CHUNKS, {"truncation": 40}, CHUNKS | {"truncation": 400}])
-def test_cache_is_what_a_decoder_remembers(fields, tmp_path):
+def test_cache_size_equals_the_cached_tensors(fields, tmp_path):
     model, ids = MegaForCausalLM(MegaConfig(**SIZES | DECODER | fields)).eval(), torch.randint(4, 40, (1, 103))
     with torch.no_grad():
         layers = model(ids).past_key_values.layers
@@ -269,7 +269,7 @@ def test_info_of_a_checkpoint(convert, branch, sort):
     )
 
 
-def test_length_that_the_table_does_not_have(tmp_path):
+def test_length_beyond_the_bias_table(tmp_path):
     folder = save(tmp_path / "a", relative_positional_bias="simple")
     with pytest.raises(ConversionError, match="the model has 64 learned positions"):
         info.describe(folder, 65)

@@ -49,7 +49,7 @@ def inputs(length):
 
 
 @pytest.mark.parametrize("fields", [{}, ALL, {"output_size": 30}])
-def test_flops_are_those_that_pytorch_counts(fields):
+def test_flops_equal_the_count_of_pytorch(fields):
     """Except for the moving average, whose operations the counter ignores; over one chunk."""
     model = make(**fields).eval()
     with torch.no_grad(), use_backend("reference"), FlopCounterMode(display=False) as counter:
@@ -70,7 +70,7 @@ def test_attention_is_within_chunks():
 
 @pytest.mark.parametrize(("model_class", "length"), [(MegalodonModel, 640), (MegalodonForCausalLM, 320)])
 @pytest.mark.parametrize("name", VARIANTS)
-def test_training_activations_are_those_that_autograd_keeps(name, model_class, length):
+def test_training_activations_equal_tensors_saved_by_autograd(name, model_class, length):
     model, given = make(model_class, **VARIANTS[name]).train(), inputs(length)
     labels = {} if model_class is MegalodonModel else {"labels": given["input_ids"]}
     assert costs.training_activations(model, length) == pytest.approx(numbers_kept(model, given | labels), rel=0.02)
@@ -85,7 +85,7 @@ def test_inference_peak(fields):
 
 
 @pytest.mark.parametrize("length", [1, 32, 103])
-def test_cache_is_what_a_decoder_remembers(length, tmp_path):
+def test_cache_size_equals_the_cached_tensors(length, tmp_path):
     model = make().eval()
     with torch.no_grad():
         layers = model(torch.randint(4, 30, (1, length)), use_cache=True).past_key_values.layers

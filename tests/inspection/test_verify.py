@@ -230,7 +230,7 @@ def test_usage(tmp_path, options):
 
 
 @pytest.mark.parametrize("options", [["--head", "a"], ["--layer-norm", "standard"], ["--ema-convention", "main"]])
-def test_options_of_checkpoints_need_one(tmp_path, capsys, options):
+def test_options_for_checkpoints_require_one(tmp_path, capsys, options):
     folder = save(tmp_path / "a")
     assert f"{options[0]} applies to checkpoints" in fails(capsys, folder, folder, *options)
 

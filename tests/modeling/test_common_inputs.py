@@ -140,7 +140,7 @@ def test_weights_are_in_the_graph(family):
 
 @pytest.mark.parametrize("fields", [{}, {"is_encoder_decoder": True}], ids=["plain", "encoder-decoder"])
 @family
-def test_decoders_that_are_eager(family, fields):
+def test_eager_decoders(family, fields):
     """They generate the same, with a cache and without."""
     torch.manual_seed(0)
     name, decoder = family.__name__.split(".")[-1].capitalize(), fields or {"is_decoder": True}

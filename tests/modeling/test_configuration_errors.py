@@ -72,7 +72,7 @@ def test_folder_of_another_model_raises(tmp_path):
             load(tmp_path)
 
 
-def test_a_configuration_of_a_users_own_type_reads_folders_of_the_type_it_derives_from(tmp_path):
+def test_custom_configuration_reads_folders_of_its_base_type(tmp_path):
     own = type("OwnConfig", (LunaConfig,), {"model_type": "own_luna"})
     luna.tiny_config(projection_length=7).save_pretrained(tmp_path)
     config = own.from_pretrained(tmp_path)

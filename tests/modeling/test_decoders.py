@@ -55,7 +55,7 @@ def test_cached_is_uncached(name, cuts, side):
 
 @torch.no_grad()
 @pytest.mark.parametrize("side", ["left", "right"])
-def test_a_sequence_does_not_depend_on_padding_and_batch_mates(model, side):
+def test_outputs_do_not_depend_on_padding_and_batch(model, side):
     lengths = [11, 17, 4]
     ids, mask = padded(lengths, 17, side)
     given, kept = source(model, 3), mask.bool()

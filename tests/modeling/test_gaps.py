@@ -201,7 +201,7 @@ def test_programs(name):
 
 @torch.no_grad()
 @pytest.mark.parametrize("family", [luna, mega])
-def test_padding_at_the_ends_moves_nothing(family, monkeypatch):
+def test_padding_at_the_ends_moves_no_token(family, monkeypatch):
     """On the host, a batch with padding only at its ends is not rearranged."""
 
     def fail(*args, **kwargs):

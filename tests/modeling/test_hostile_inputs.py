@@ -186,7 +186,7 @@ def test_compiled_programs_do_not_read_mask_values(family):
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("positions", ["abc", torch.zeros(1, 4, dtype=torch.long), torch.zeros(9)], ids=str)
-def test_encoder_decoders_take_no_position_ids(family, positions):
+def test_encoder_decoders_reject_position_ids(family, positions):
     model, ids = decoders.make_plain(family, is_encoder_decoder=True), torch.tensor([[5, 6, 7, 8]])
     for part in (model, model.base_model):
         with pytest.raises(ValueError, match="an encoder-decoder takes no position_ids"):
@@ -205,7 +205,7 @@ POSITIONS = {
 
 
 @pytest.mark.parametrize("positions, message", POSITIONS.values(), ids=POSITIONS)
-def test_positions_that_luna_does_not_have(positions, message):
+def test_positions_outside_the_table(positions, message):
     ids, positions = torch.tensor([[5, 6, 7, 8]]), torch.tensor(positions)
     for mask in (torch.ones(1, 4), None):
         with pytest.raises(ValueError, match=message):
@@ -214,7 +214,7 @@ def test_positions_that_luna_does_not_have(positions, message):
         luna.make("Model")(ids, position_ids="abc")
 
 
-def test_positions_of_padding_may_be_anything():
+def test_positions_of_padding_have_no_effect():
     model, inputs = luna.make("Model"), luna.tokens([9, 4], "left")
     expected, kept = model(**inputs).last_hidden_state, inputs["attention_mask"].bool()
     for filler in (-1, 1, -3, 1000):

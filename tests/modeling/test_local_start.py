@@ -83,7 +83,7 @@ def cycle(offsets, heads):
 
 @torch.no_grad()
 @pytest.mark.parametrize("variant", ENCODERS.values(), ids=ENCODERS)
-def test_heads_of_an_encoder_read_their_neighbours(variant):
+def test_encoder_heads_attend_to_neighbors(variant):
     model = LunaModel(config(**variant)).eval()
     output = model(**alike(model.config), output_attentions=True, output_packed_attentions=True)
     offsets = cycle(LocalStart.of(model.config).offsets, model.config.num_attention_heads)
@@ -97,7 +97,7 @@ def test_heads_of_an_encoder_read_their_neighbours(variant):
 
 @torch.no_grad()
 @pytest.mark.parametrize("tied", [True, False])
-def test_heads_read_their_neighbours_among_other_tokens(tied):
+def test_heads_attend_to_neighbors_among_different_tokens(tied):
     model = LunaModel(config(tie_key_value=tied)).eval()
     ids = torch.randint(4, 60, (16, LENGTH))
     output = model(ids, output_attentions=True, output_packed_attentions=True)
@@ -163,7 +163,7 @@ def causal_weights(model, ids):
 @torch.no_grad()
 @pytest.mark.parametrize("activation", ["softplus", "elu"])
 @pytest.mark.parametrize("tied", [True, False])
-def test_heads_of_a_decoder_read_earlier_tokens(tied, activation):
+def test_decoder_heads_attend_to_earlier_tokens(tied, activation):
     """Among random tokens the position with the largest weight is, in the median, within 1 of a head's offset."""
     fields = {"is_decoder": True, "hidden_size": 256, "tie_key_value": tied, "causal_activation": activation}
     model = LunaModel(config(**fields)).eval()

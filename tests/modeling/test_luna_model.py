@@ -212,7 +212,7 @@ def test_dropout_is_drawn_for_every_sequence():
     assert not torch.equal(tokens[0], tokens[1]) and not torch.equal(packed[0], packed[1])
 
 
-def test_sinusoids_are_fairseq_s():
+def test_sinusoids_equal_those_of_fairseq():
     """Half sines, half cosines, frequencies 10000^(-k / (d/2 - 1)); the first token is at pad + 1, P at 0."""
     model = HEADS["Model"](tiny_config(position_embedding_type="sinusoidal", embedding_norm=False)).eval()
     ids = torch.full((1, 3), 7)

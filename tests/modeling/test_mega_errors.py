@@ -27,7 +27,7 @@ def test_a_decoder_has_one_direction(tmp_path):
     assert MegaConfig.from_pretrained(tmp_path, is_decoder=True, bidirectional=False).is_decoder
 
 
-def test_odd_queries_need_the_simple_bias():
+def test_odd_widths_require_the_simple_bias():
     model = make("Model", shared_representation_size=13, relative_positional_bias="simple")
     assert torch.isfinite(model(**tokens([9, 4])).last_hidden_state).all()
 

@@ -70,7 +70,7 @@ def test_single_image_matches_the_image_in_a_batch(model):
     torch.testing.assert_close(separate, together, atol=1e-6, rtol=1e-5)
 
 
-def test_masked_patches_do_not_matter(model):
+def test_masked_patches_do_not_affect_outputs(model):
     picture, mask = torch.randn(1, 3, 32, 32), torch.ones(1, 16)
     mask[0, 5:] = 0
     other = torch.where(torch.arange(32)[:, None] >= 16, torch.randn(1, 3, 32, 32), picture)
@@ -97,7 +97,7 @@ def test_images_of_another_size(model):
         assert logits.shape == (2, 5) and logits.isfinite().all() and pictures.grad.abs().sum() > 0
 
 
-def test_positions_are_interpolated_as_vit_does():
+def test_positions_are_interpolated_like_those_of_vit():
     config = ViTConfig(hidden_size=16, image_size=32, patch_size=8)
     vit = ViTEmbeddings(config)
     nn.init.normal_(vit.position_embeddings)
@@ -107,7 +107,7 @@ def test_positions_are_interpolated_as_vit_does():
 
 
 @pytest.mark.parametrize("grid", [(6, 5), (2, 3), (8, 8), (1, 4)])
-def test_the_bias_table_is_interpolated_step_by_step(grid):
+def test_bias_table_is_interpolated_linearly(grid):
     """Compare with loops over all pairs of patches: a pair uses the entry of its step in the configured image."""
     side, (rows, columns) = 4, grid
     table = torch.randn(2 * side * side - 1, dtype=torch.float64)
@@ -131,7 +131,7 @@ def test_the_bias_table_is_interpolated_step_by_step(grid):
     torch.testing.assert_close(interpolate_raster_bias(table, grid), total / count)
 
 
-def test_the_table_of_its_own_grid_stays():
+def test_bias_table_of_the_same_grid_is_unchanged():
     table = torch.randn(31)
     assert interpolate_raster_bias(table, (4, 4)) is table
 

@@ -178,7 +178,7 @@ def test_feature_dropout_drops_channels():
 
 
 @pytest.mark.parametrize("features", [False, True])
-def test_where_dropout_is(features):
+def test_places_of_dropout(features):
     """Every dropout of the configuration is active only in training and differs between two equal sequences."""
     inputs = {name: value.expand(2, -1) for name, value in tokens([9]).items()}
     for field in NO_DROPOUT:
@@ -247,7 +247,7 @@ def test_evaluation_does_not_use_old_weights():
     output.sum().backward()
 
 
-def test_a_long_chunk_costs_what_the_input_needs(monkeypatch):
+def test_bias_has_the_length_of_the_input(monkeypatch):
     """The rotary bias has the positions of the longest sequence, or of a step's keys, and no bit of it changes."""
     lengths, forward = [], MegaRotaryRelativeBias.forward
     complete = forward(bias := make("Model").layers[0].mega_layer.rel_pos_bias, 300)

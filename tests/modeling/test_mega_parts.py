@@ -75,7 +75,7 @@ def test_unknown_norm():
 
 
 @pytest.mark.parametrize("norm_type", BATCH_NORMS)
-def test_batch_norm_trains_as_pytorch_does(norm_type):
+def test_batch_norm_equals_that_of_pytorch(norm_type):
     x = torch.randn(3, 7, 5, dtype=torch.float64, requires_grad=True)
     norm = make_norm(norm_type).double()
     plain = nn.BatchNorm1d(5).double()

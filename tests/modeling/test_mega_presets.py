@@ -57,7 +57,7 @@ def test_recipe(name):
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_overrides_win_and_the_model_runs(name):
+def test_overrides_take_precedence(name):
     config = preset(name, num_hidden_layers=1, max_positions=64, use_chunking=True, chunk_size=16, num_labels=3)
     assert (config.num_hidden_layers, config.attention_chunk, config.num_labels) == (1, 16, 3)
     model = model_class(name)(config).eval()

@@ -301,7 +301,7 @@ class Payload:
         return os.system, (self.command,)
 
 
-def test_bin_is_only_read_by_the_safe_reader(tmp_path):
+def test_bin_files_are_read_without_executing_code(tmp_path):
     """Weights of a `.bin` file load, code in it is not executed, and commands for safetensors say how to convert it."""
     folder = tmp_path / "v4"
     write_folder(folder, "Bingsu/mega-150m-arch")

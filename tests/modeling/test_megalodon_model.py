@@ -38,7 +38,7 @@ def test_the_residual_is_the_input_of_the_block():
     assert torch.equal(*states)
 
 
-def test_scales_begin_at_one():
+def test_initial_scales_are_one():
     """They are stored minus 1, so that new norms only normalize."""
     model = MegalodonForCausalLM(tiny_config())
     block, states = model.megalodon.layers[0], torch.randn(2, 3, 12)
@@ -85,7 +85,7 @@ def test_dropout_on_attention_drops_weights():
 
 
 @pytest.mark.parametrize("logit", [40.0, 20.0, -40.0])
-def test_rates_near_one_and_zero_give_numbers(logit):
+def test_decays_near_one_and_zero_are_finite(logit):
     """The kernel of the original computes the logarithm of a decay of 0."""
     model = make(dtype=torch.float32)
     for block in model.megalodon.layers:
@@ -152,7 +152,7 @@ def test_auto_classes(tmp_path, auto, head):
 
 
 @torch.no_grad()
-def test_steps_follow_weights_that_change():
+def test_steps_use_changed_weights():
     """Coefficients in the cache are recomputed if weights change; the original continues with the old ones."""
     model, ids = make(), padded([6], 6, "none")[0]
     past = model(ids[:, :4], use_cache=True).past_key_values
@@ -184,7 +184,7 @@ def test_classification_does_not_depend_on_padding(pooling):
 
 
 @torch.no_grad()
-def test_without_a_padding_token_every_token_counts():
+def test_without_padding_token_no_position_is_masked():
     model = make(pad_token_id=None)
     ids = torch.tensor([[0, 1, 2, 0, 1, 1]])
     torch.testing.assert_close(model(ids).logits, model(ids, torch.ones_like(ids)).logits)

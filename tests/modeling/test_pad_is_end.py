@@ -28,7 +28,7 @@ def messages():
 @torch.no_grad()
 @FAMILIES
 @pytest.mark.parametrize("end", [1, [7, 1]])
-def test_end_tokens_are_read(family, end, messages):
+def test_end_tokens_are_not_masked(family, end, messages):
     """Without a mask the result equals that with a mask of ones; the message about it is logged once."""
     model = decoders.make_plain(family, pad_token_id=1, eos_token_id=end)
     ids = torch.tensor([[4, 1, 5, 6, 1, 7], [1, 8, 9, 1, 1, 4]])

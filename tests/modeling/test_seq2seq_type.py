@@ -109,7 +109,7 @@ def test_is_encoder_decoder_requires_the_class_of_encoder_decoders(family, tmp_p
 
 
 @torch.no_grad()
-def test_a_folder_with_the_type_of_one_side_loads_after_an_edit(family, tmp_path, capsys):
+def test_encoder_decoder_folder_of_an_early_type_loads_after_an_edit(family, tmp_path, capsys):
     model = with_encoder(family)
     inputs = source(model, 2) | target(model, padded([5, 4], 5, "left")[0])
     model.save_pretrained(tmp_path)

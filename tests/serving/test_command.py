@@ -38,7 +38,7 @@ def error_of(capsys, *argv):
     return output.err
 
 
-def test_a_mega_with_chunks_takes_texts_of_any_length(folders, port, capsys, monkeypatch):
+def test_mega_with_chunks_supports_any_length(folders, port, capsys, monkeypatch):
     monkeypatch.setattr(engines, "find_spec", lambda name: name)
     monkeypatch.setattr(os, "execv", lambda program, command: None)
     monkeypatch.setenv("VLLM_ALLOW_LONG_MAX_MODEL_LEN", "")  # so that it is restored at the end
@@ -62,12 +62,12 @@ def test_only_causal_language_models_are_served(folders, port, capsys):
 
 @pytest.mark.parametrize("engine", ["transformers", "vllm"])
 @pytest.mark.parametrize("key", ["", " ", "a b", "ключ", "a\tb"])
-def test_a_key_that_no_client_can_send_is_an_error(key, engine, folders, port, capsys):
+def test_key_that_no_header_can_contain_raises(key, engine, folders, port, capsys):
     message = error_of(capsys, folders / "luna", "--port", port, "--key", key, "--engine", engine)
     assert "key" in message and "Traceback" not in message
 
 
-def test_an_empty_host_is_not_all_addresses(folders, port, capsys):
+def test_empty_host_raises(folders, port, capsys):
     assert "the host is empty" in error_of(capsys, folders / "luna", "--port", port, "--host", "")
 
 
@@ -101,7 +101,7 @@ def test_a_limit_of_the_other_engine_is_an_error(options, message, folders, caps
     assert stop.value.code == 2 and message in capsys.readouterr().err
 
 
-def test_vllm_gets_the_options_and_the_key_apart(folders, port, capsys, monkeypatch):
+def test_vllm_receives_options_and_key_separately(folders, port, capsys, monkeypatch):
     called = []
     monkeypatch.setattr(engines, "find_spec", lambda name: name)
     monkeypatch.setattr(os, "execv", lambda program, command: called.append(command))

@@ -92,7 +92,7 @@ def check(results, requests, leave=()):
 
 
 @pytest.mark.parametrize("family", ["mega", "megalodon", "luna"])
-def test_requests_that_come_and_go(family, served):
+def test_requests_start_and_finish(family, served):
     model, requests = served(family, 6)
     assert len({token for request in requests for token in request.tokens}) >= 15
     leave = (2, 4)
@@ -162,7 +162,7 @@ def test_states_of_another_size_raise(family, fields, reason, served):
         FAMILIES[type(model).__name__](config, torch.float32)
 
 
-def test_weights_that_are_lacking_are_named(served):
+def test_missing_weights_are_named(served):
     model, _ = served("luna", 6)
     weights = model.state_dict()
     del weights["luna.decoder.layers.1.fc1.weight"]

@@ -94,7 +94,7 @@ def test_tokens_are_those_of_generate(family, setting, folders, served):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_bfloat16_is_as_exact_as_in_transformers(family, served, tmp_path):
+def test_bfloat16_error_equals_that_of_transformers(family, served, tmp_path):
     model, requests = served(family, 6)
     model_class = type(model)
     copy.deepcopy(model).to(torch.bfloat16).save_pretrained(tmp_path)
@@ -120,7 +120,7 @@ def test_bfloat16_is_as_exact_as_in_transformers(family, served, tmp_path):
 
 @pytest.mark.parametrize("prefixes", [False, True])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_requests_come_go_and_are_aborted(family, prefixes, folders, served):
+def test_requests_start_finish_and_are_aborted(family, prefixes, folders, served):
     _, requests = served(family, COUNT)
     options = {"enable_prefix_caching": True, "block_size": 16} if prefixes else {}
     engine = start(folders(family), max_num_batched_tokens=64, **options).llm_engine

@@ -24,7 +24,7 @@ ROBERTA = "hidden_size=32,num_hidden_layers=1,num_attention_heads=2,intermediate
 
 
 @torch.no_grad()
-def test_heads_of_roberta_read_their_neighbours(script):
+def test_heads_of_roberta_attend_to_neighbors(script):
     config = RobertaConfig(**SIZES, max_position_embeddings=34, attn_implementation="eager")
     model = RobertaForMaskedLM(config).eval()
     script("mlm_start").start_roberta(model, LocalStart())
