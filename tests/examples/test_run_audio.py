@@ -13,7 +13,7 @@ from transformers import AutoFeatureExtractor, AutoModelForSequenceClassificatio
 
 from luna_mega.training.models import AutoConfig
 from tests.examples import runs
-from tests.examples.runs import assert_complete, assert_refused, write_splits
+from tests.examples.runs import assert_complete, assert_error, write_splits
 
 RUN = ["run_audio", "--per_device_train_batch_size", 8]
 RATE, TONES = 1000, {"low": 20, "high": 110}
@@ -93,7 +93,7 @@ def test_average_of_weights_and_of_the_statistics_of_batch_norm(run, folder, tmp
     assert [summary["eval_loss"], *losses] == pytest.approx([again["eval_loss"]] * (1 + len(losses)), rel=1e-5)
     train[train.index("--ema_decay") + 1], train[3] = 0.0, tmp_path / "plain"
     assert abs(run(*train)["eval_loss"] - again["eval_loss"]) > 1e-3
-    assert_refused(run, "--ema_decay requires --do_train", *source, *held, "--ema_decay", 0.5)
+    assert_error(run, "--ema_decay requires --do_train", *source, *held, "--ema_decay", 0.5)
 
 
 def test_luna_names_as_labels_lists_and_another_rate(run, tmp_path):
@@ -120,7 +120,7 @@ def encode(script, split: Dataset, rate: int, **options) -> list[np.ndarray]:
     return [np.array(clip) for clip in module.encode_split(split, "test", data, extractor, ["0"])["input_values"]]
 
 
-def test_bytes_and_lists_give_the_same_and_resampling_keeps_the_tone(script):
+def test_bytes_equal_lists_and_resampling_keeps_the_tone(script):
     samples = [tone("low", 400, 0.3, rate) for rate in (RATE, RATE // 2)]
     coded = [(32768 * clip).astype("<i2") for clip in samples]
     raw = [{"audio": clip.tobytes(), "sampling_rate": RATE} for clip in coded]
@@ -203,11 +203,11 @@ ERRORS = {
 
 
 @pytest.mark.parametrize(("more", "message"), ERRORS.values(), ids=ERRORS)
-def test_wrong_options_end_in_one_line(more, message, run, folder, tmp_path):
-    assert_refused(run, message, *options(folder, tmp_path / "out", *more), output=tmp_path / "out")
+def test_invalid_options_are_one_line(more, message, run, folder, tmp_path):
+    assert_error(run, message, *options(folder, tmp_path / "out", *more), output=tmp_path / "out")
 
 
-def test_another_rate_or_another_label_than_the_model_has(run, folder, tmp_path):
+def test_other_sampling_rate_or_label_than_the_model(run, folder, tmp_path):
     run(*options(folder, tmp_path / "out", "--max_steps", 1))
     model = ["--model_name_or_path", tmp_path / "out", "--audio_column", "clip", "--output_dir", tmp_path / "again"]
     with pytest.raises(SystemExit, match="--sampling_rate 500: .* has 1000"):
@@ -240,7 +240,7 @@ def test_wrong_rows(run, tmp_path):
 
 
 @pytest.mark.parametrize("rate", [0, -8000, None, 0.5])
-def test_a_rate_that_is_none(rate, run, tmp_path):
+def test_rate_of_none(rate, run, tmp_path):
     (tmp_path / "data").mkdir()
     pd.DataFrame([{**row, "sampling_rate": rate} for row in rows(4, 0)]).to_parquet(tmp_path / "data" / "train.parquet")
     with pytest.raises(SystemExit, match=f"sampling rate of a clip must be a positive integer, got {rate}"):

@@ -12,7 +12,7 @@ from PIL import Image as PILImage
 from transformers import AutoModel, AutoModelForSequenceClassification, AutoTokenizer
 
 import luna_mega
-from tests.examples.runs import TINY, assert_refused, assert_resumes, sentence
+from tests.examples.runs import TINY, assert_error, assert_resumes, sentence
 
 RUN = ["lra.run_lra", "--per_device_train_batch_size", 4]
 SIDE = 8
@@ -271,7 +271,7 @@ BAD = {
 def test_bad_options(run, folder, tmp_path, case):
     more, message = BAD[case]
     output = tmp_path / "out"
-    assert_refused(run, message, *options("text", folder("text"), output, *TWO_STEPS), *more, output=output)
+    assert_error(run, message, *options("text", folder("text"), output, *TWO_STEPS), *more, output=output)
 
 
 def test_bad_data(run, folder, tmp_path):
@@ -279,7 +279,7 @@ def test_bad_data(run, folder, tmp_path):
     output = tmp_path / "out"
 
     def fails(task: str, path: Path, message: str, *more):
-        assert_refused(run, message, *options(task, path, output, *TWO_STEPS, *more), output=output)
+        assert_error(run, message, *options(task, path, output, *TWO_STEPS, *more), output=output)
 
     fails("text", folder("text", label=2), "row 0: label 2 is not one of 0 to 1")
     fails("text", folder("pathfinder"), "split train has no column text, only image, label")
@@ -295,4 +295,4 @@ def test_bad_data(run, folder, tmp_path):
 
 def test_missing_pair_model(run, folder, tmp_path):
     arguments = options("retrieval", folder("retrieval"), tmp_path / "out", *TWO_STEPS, "--model_type", "roberta")
-    assert_refused(run, "PairClassification; use luna, mega or transformer", *arguments, "--config_overrides", "")
+    assert_error(run, "PairClassification; use luna, mega or transformer", *arguments, "--config_overrides", "")

@@ -12,7 +12,7 @@ from transformers import AutoModelForMultipleChoice, AutoTokenizer
 from luna_mega import LunaForSequencePairClassification
 from luna_mega.training.tokenizers import train_bpe
 from tests.examples import runs
-from tests.examples.runs import assert_complete, assert_refused, assert_resumes, write, write_splits
+from tests.examples.runs import assert_complete, assert_error, assert_resumes, write, write_splits
 
 RUN = ["run_race", "--max_seq_length", 48]
 TINY = f"{runs.TINY},dropout=0.0"
@@ -99,7 +99,7 @@ def fairseq_race(row: dict, tokenizer, max_option_length: int, max_positions: in
 @pytest.mark.parametrize(
     ("option_length", "length"), [(128, 512), (9, 512), (8, 40), (128, 12), (5, 5)], ids=lambda value: str(value)
 )
-def test_race_inputs_are_those_of_fairseq(option_length, length, script, tokenizer):
+def test_race_inputs_equal_those_of_fairseq(option_length, length, script, tokenizer):
     examples = race_rows(30, seed=2)
     inputs = encode(script, tokenizer, examples, "race", max_option_length=option_length, max_seq_length=length)
     assert inputs == [fairseq_race(row, tokenizer, option_length, length) for row in examples]
@@ -112,7 +112,7 @@ def test_race_truncation(script, tokenizer):
         assert option == [BOS, *[red] * 127, EOS, *[blue] * 383]  # without the </s> of either
 
 
-def test_csqa_inputs_are_those_of_fairseq(script, tokenizer):
+def test_csqa_inputs_equal_those_of_fairseq(script, tokenizer):
     examples = csqa_rows(20, seed=2)
 
     def binarize(text: str) -> list[int]:
@@ -127,7 +127,7 @@ def test_csqa_inputs_are_those_of_fairseq(script, tokenizer):
     assert re.fullmatch(r"<s> Q: What  is \w+ \?</s> A: (good|bad) \w+</s>", text), text
 
 
-def test_csqa_is_never_cut(script, tokenizer):
+def test_csqa_is_never_truncated(script, tokenizer):
     with pytest.raises(SystemExit, match=r"an input has \d\d tokens, above --max_seq_length 12"):
         encode(script, tokenizer, csqa_rows(1, seed=0), "csqa", max_seq_length=12)
 
@@ -204,10 +204,10 @@ def test_two_towers(task, run, script, race, csqa, tmp_path):
 def test_two_towers_of_a_model_without_pairs(run, race, tmp_path):
     arguments = [*scratch(race, tmp_path / "out"), "--model_type", "roberta", "--two_towers", "true"]
     arguments[arguments.index(TINY)] = "hidden_size=32"
-    assert_refused(run, "--two_towers: there is no RobertaForSequencePairClassification; use luna or mega", *arguments)
+    assert_error(run, "--two_towers: there is no RobertaForSequencePairClassification; use luna or mega", *arguments)
 
 
-def test_one_level_has_no_accuracy_of_the_other(run, race, tmp_path):
+def test_one_level_reports_no_accuracy_of_the_other(run, race, tmp_path):
     summary = run(*scratch(race, tmp_path / "out"), "--do_eval", "--max_steps", 1)
     assert summary["eval_middle_accuracy"] == summary["eval_accuracy"]
     assert "eval_high_accuracy" not in summary
@@ -258,8 +258,8 @@ OPTION_ERRORS = {
 
 
 @pytest.mark.parametrize(("options", "message"), OPTION_ERRORS.values(), ids=OPTION_ERRORS)
-def test_wrong_options_end_in_one_line(options, message, run, race, tmp_path):
-    assert_refused(run, message, *scratch(race, tmp_path / "out"), *options, output=tmp_path / "out")
+def test_invalid_options_are_one_line(options, message, run, race, tmp_path):
+    assert_error(run, message, *scratch(race, tmp_path / "out"), *options, output=tmp_path / "out")
 
 
 RACE_ROW = {"example_id": "middle1.txt", "article": "a", "question": "b", "options": list("wxyz"), "answer": "A"}
@@ -277,11 +277,11 @@ DATA_ERRORS = {
 
 
 @pytest.mark.parametrize("case", DATA_ERRORS)
-def test_wrong_data_ends_in_one_line(case, run, tmp_path):
+def test_invalid_data_is_one_line(case, run, tmp_path):
     row, change, message = DATA_ERRORS[case]
     first = {**row, **change} if case == "options as text" else row  # a column has one type
     folder = write([first, {**row, **change}], tmp_path / "data" / "train.jsonl")
-    assert_refused(run, message, *scratch(folder, tmp_path / "out", "csqa" if row is CSQA_ROW else "race"))
+    assert_error(run, message, *scratch(folder, tmp_path / "out", "csqa" if row is CSQA_ROW else "race"))
 
 
 @pytest.mark.parametrize("column", RACE_ROW)
@@ -292,7 +292,7 @@ def test_missing_column(column, run, tmp_path):
         run(*scratch(folder, tmp_path / "out"))
 
 
-def test_folders_that_do_not_fit_and_hub_without_network(run, race, tmp_path):
+def test_invalid_folders_and_hub_without_network(run, race, tmp_path):
     number = write([{**RACE_ROW, "options": [[1]] * 4}], tmp_path / "lists" / "train.jsonl")
     arguments = scratch(race, tmp_path / "out")
     arguments.insert(arguments.index(race) + 1, number)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.examples.runs import assert_refused
+from tests.examples.runs import assert_error
 
 
 @pytest.fixture
@@ -57,8 +57,8 @@ def test_table(script, write, tmp_path, capsys):
     assert cells["mega from scratch"] == ["1,234", "–", "–", "–", "50.0"]
     assert Path(paths["plot"]).read_bytes().startswith(b"\x89PNG")
 
-    alone = main(["models", folders[1], "--output_dir", str(tmp_path / "tasks")])
-    assert "plot" not in alone and "masked" not in Path(alone["report"]).read_text()
+    separate = main(["models", folders[1], "--output_dir", str(tmp_path / "tasks")])
+    assert "plot" not in separate and "masked" not in Path(separate["report"]).read_text()
 
 
 def test_causal_models_have_only_losses(script, write, tmp_path):
@@ -71,7 +71,7 @@ def test_causal_models_have_only_losses(script, write, tmp_path):
     assert [row.split(" | ")[3:] for row in rows] == [["6.00", "6.00 |"], ["3.00", "3.00 |"]]
 
     write("runs/roberta-0", pretrained(4.0), ((0, 0, 8.0, 0.0), (2000, 60, 4.0, 0.4)))
-    assert_refused(lambda: main(["models", str(tmp_path / "runs")]), "masked and of causal language models cannot be")
+    assert_error(lambda: main(["models", str(tmp_path / "runs")]), "masked and of causal language models cannot be")
 
 
 def test_unsupported_inputs_raise(script, write, tmp_path):
@@ -79,7 +79,7 @@ def test_unsupported_inputs_raise(script, write, tmp_path):
     folder = write("luna-0", pretrained(4.0))
     for content, message in (("[]", "contains no names"), ("{", "cannot be read"), ("{}", "no run was evaluated")):
         (folder / "all_results.json").write_text(content)
-        assert_refused(lambda: main(["models", str(folder)]), message)
+        assert_error(lambda: main(["models", str(folder)]), message)
     (folder / "all_results.json").write_text(json.dumps(pretrained(4.0)))
-    assert_refused(lambda: main(["models", str(folder)]), "has no evaluations: pretrain with --eval_strategy steps")
-    assert_refused(lambda: main(["models", str(tmp_path / "nowhere")]), "there is no all_results.json of a run")
+    assert_error(lambda: main(["models", str(folder)]), "has no evaluations: pretrain with --eval_strategy steps")
+    assert_error(lambda: main(["models", str(tmp_path / "nowhere")]), "there is no all_results.json of a run")

@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.examples.runs import assert_refused
+from tests.examples.runs import assert_error
 
 DISTILLED = {"task": "distillation", "metric": "eval_loss", "eval_loss": 1.0}
-ALONE = {"task": "masked language model", "metric": "eval_perplexity", "model": "luna from scratch"}
+SCRATCH = {"task": "masked language model", "metric": "eval_perplexity", "model": "luna from scratch"}
 
 
 @pytest.fixture
@@ -58,13 +58,13 @@ def read(report, folder: Path, output: Path) -> list[list[str]]:
 def test_table(script, write, student, tmp_path, capsys):
     report = script("report")
     for seed in (1, 2):
-        alone = ALONE | {"model": "roberta from scratch", "seed": seed, "eval_loss": 4.0}
-        write(f"out/teacher-{seed}", alone, [(20, 2000, 35.0, 4.1, 0.3)])
+        baseline = SCRATCH | {"model": "roberta from scratch", "seed": seed, "eval_loss": 4.0}
+        write(f"out/teacher-{seed}", baseline, [(20, 2000, 35.0, 4.1, 0.3)])
     student("luna-64", str(tmp_path / "out" / "teacher-{}"), [COPIED, CALIBRATED, *ALIGNED])
     log = [(10, 1000, 15.0, 6.5, 0.2), (20, 2000, 30.0, 6.1, 0.25)]
-    write("out/luna-nothing-2", ALONE | {"seed": 2, "eval_loss": 6.0, "eval_accuracy": 0.25}, log)
-    write("out/tuned-1", ALONE | {"model": "out/luna-64-1", "seed": 1, "eval_loss": 1.0})
-    write("out/unfinished-1", ALONE | {"seed": 1})
+    write("out/luna-nothing-2", SCRATCH | {"seed": 2, "eval_loss": 6.0, "eval_accuracy": 0.25}, log)
+    write("out/tuned-1", SCRATCH | {"model": "out/luna-64-1", "seed": 1, "eval_loss": 1.0})
+    write("out/unfinished-1", SCRATCH | {"seed": 1})
     table = read(report, tmp_path / "out", tmp_path / "report")
     assert table[0][:2] == ["model", "stage"] and table[0][2:] == [*report.STUDENT_COLUMNS, "seeds"]
     assert table[2:] == [
@@ -84,31 +84,32 @@ def test_table(script, write, student, tmp_path, capsys):
 def test_several_teachers(script, write, student, tmp_path):
     """One of them is on the Hub, without training details; models trained from scratch then have no teacher."""
     report = script("report")
-    write("other-1", ALONE | {"model": "roberta from scratch", "seed": 1, "eval_loss": 4.0})
+    write("other-1", SCRATCH | {"model": "roberta from scratch", "seed": 1, "eval_loss": 4.0})
     student("luna", "FacebookAI/roberta-base", [ALIGNED[0]])
     student("mega", str(tmp_path / "other-1"), [ALIGNED[1]])
-    write("out/alone-1", ALONE | {"seed": 1, "eval_loss": 6.0})
+    write("out/alone-1", SCRATCH | {"seed": 1, "eval_loss": 6.0})
     rows = read(report, tmp_path / "out", tmp_path / "report")[2:]
     assert [row[:4] for row in rows] == [
         ["FacebookAI/roberta-base", "teacher", "", ""],
         ["luna of FacebookAI/roberta-base", "align", "400", ""],
         ["other", "teacher", "2,000", ""],
         ["mega of other", "align", "800", "40 %"],
-        ["alone", "from scratch", "2,000", ""],
+        ["plain", "from scratch", "2,000", ""],
     ]
 
 
 def test_unsupported_inputs_raise(script, write, student, tmp_path):
     report = script("report")
 
-    def refused(message: str, folder: Path) -> None:
-        assert_refused(lambda: report.main(["students", str(folder)]), message)
+    def assert_message(message: str, folder: Path) -> None:
+        assert_error(lambda: report.main(["students", str(folder)]), message)
 
-    refused("there is no all_results.json of a run", tmp_path / "nowhere")
-    refused(
-        "there is no student that run_distill.py has evaluated", write("alone-1", ALONE | {"seed": 1, "eval_loss": 1})
+    assert_message("there is no all_results.json of a run", tmp_path / "nowhere")
+    assert_message(
+        "there is no student that run_distill.py has evaluated",
+        write("alone-1", SCRATCH | {"seed": 1, "eval_loss": 1}),
     )
     folder = write("luna-1", DISTILLED | {"model": "luna from x", "seed": 1}, stages={"teacher": {}, "rows": []})
-    refused("stages.json has no scores of the teacher, or none of the student", folder)
+    assert_message("stages.json has no scores of the teacher, or none of the student", folder)
     (folder / "stages.json").unlink()
-    refused("stages.json cannot be read", folder)
+    assert_message("stages.json cannot be read", folder)

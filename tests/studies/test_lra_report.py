@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.examples.runs import assert_complete, assert_refused
+from tests.examples.runs import assert_complete, assert_error
 from tests.examples.test_run_lra import RUN, TWO_STEPS, folder, options  # noqa: F401  (a fixture among them)
 
 
@@ -24,9 +24,9 @@ def test_report(call, script, folder, tmp_path, capsys):  # noqa: F811
     assert Path(paths["plot"]).read_bytes().startswith(b"\x89PNG") and capsys.readouterr().out
 
     # The paper's figure is only compared with runs of the complete task.
-    report, whole = script("report"), {"variant": "Mega", "task": "text", "train_samples": 25_000}
-    assert report.paper_figure(whole | {"max_length": 4096}) == 90.43
-    assert report.paper_figure(whole | {"max_length": 1024}) is None
+    report, complete = script("report"), {"variant": "Mega", "task": "text", "train_samples": 25_000}
+    assert report.paper_figure(complete | {"max_length": 4096}) == 90.43
+    assert report.paper_figure(complete | {"max_length": 1024}) is None
     for content, message in (("{", "cannot be read"), ("{}", "no all_results.json of a training run")):
         (tmp_path / "luna" / "all_results.json").write_text(content)
-        assert_refused(lambda: main(["lra", str(tmp_path / "luna")]), message)
+        assert_error(lambda: main(["lra", str(tmp_path / "luna")]), message)
