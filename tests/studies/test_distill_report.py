@@ -87,14 +87,14 @@ def test_several_teachers(script, write, student, tmp_path):
     write("other-1", SCRATCH | {"model": "roberta from scratch", "seed": 1, "eval_loss": 4.0})
     student("luna", "FacebookAI/roberta-base", [ALIGNED[0]])
     student("mega", str(tmp_path / "other-1"), [ALIGNED[1]])
-    write("out/alone-1", SCRATCH | {"seed": 1, "eval_loss": 6.0})
+    write("out/scratch-1", SCRATCH | {"seed": 1, "eval_loss": 6.0})
     rows = read(report, tmp_path / "out", tmp_path / "report")[2:]
     assert [row[:4] for row in rows] == [
         ["FacebookAI/roberta-base", "teacher", "", ""],
         ["luna of FacebookAI/roberta-base", "align", "400", ""],
         ["other", "teacher", "2,000", ""],
         ["mega of other", "align", "800", "40 %"],
-        ["plain", "from scratch", "2,000", ""],
+        ["scratch", "from scratch", "2,000", ""],
     ]
 
 
@@ -107,7 +107,7 @@ def test_unsupported_inputs_raise(script, write, student, tmp_path):
     assert_message("there is no all_results.json of a run", tmp_path / "nowhere")
     assert_message(
         "there is no student that run_distill.py has evaluated",
-        write("alone-1", SCRATCH | {"seed": 1, "eval_loss": 1}),
+        write("scratch-1", SCRATCH | {"seed": 1, "eval_loss": 1}),
     )
     folder = write("luna-1", DISTILLED | {"model": "luna from x", "seed": 1}, stages={"teacher": {}, "rows": []})
     assert_message("stages.json has no scores of the teacher, or none of the student", folder)
