@@ -80,7 +80,7 @@ def load(arguments: Arguments) -> tuple[dict[str, Teacher], PreTrainedTokenizerB
             fail(f"--models {path}: a {type(model.model).__name__} predicts no masked tokens")
         first = first or tokenizer
         if tokenizer.get_vocab() != first.get_vocab():
-            fail(f"--models {path} has other tokens than {arguments.models[0]}, so that losses cannot be compared")
+            fail(f"--models {path} has another vocabulary than {arguments.models[0]}, so losses cannot be compared")
         name = Path(path).name if Path(path).is_dir() else path
         models[path if name in models else name] = model
         model.model.to(arguments.device)
@@ -191,7 +191,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
                 continue
             rows.append({"model": name, "length": length, **score(model, batches, device)})
     if not rows:
-        fail("none of the models reads inputs of these --lengths")
+        fail("none of the models supports inputs of these --lengths; pass shorter ones")
     rows.sort(key=lambda row: list(models).index(row["model"]))
     output = Path(arguments.output_dir)
     output.mkdir(parents=True, exist_ok=True)

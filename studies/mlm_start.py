@@ -85,7 +85,7 @@ def check_study(model: StudyArguments) -> None:
     if (model.local_start and model.model_type != "roberta") or (model.without and model.model_type != "luna"):
         fail("--local_start is for --model_type roberta, --without for luna (with initialization=local)")
     if model.local_options and not model.local_start:
-        fail("--local_options needs --local_start true; for Luna, set initialization_options")
+        fail("--local_options requires --local_start true; for Luna, set initialization_options")
 
 
 def read_start(model: StudyArguments, config: PreTrainedConfig, block_size: int) -> LocalStart | None:
