@@ -143,7 +143,7 @@ class GenericForSequencePairClassification(PooledHead):
     """Classification of pairs of sequences, or the choice among several second ones."""
 
     output_class = SequenceClassifierOutput
-    refused_option: tuple[str, str]  # a keyword argument that pairs do not have, and the reason
+    refused_options: dict[str, str]  # keyword arguments that pairs do not have -> the reason
 
     def __init__(self, config: PreTrainedConfig):
         super().__init__(config)
@@ -174,9 +174,9 @@ class GenericForSequencePairClassification(PooledHead):
         With `num_labels=1` the second sequences may be C candidates for each first one, `[B, C, T']`, which are scored
         one by one: `logits` are `[B, C]`, `labels` `[B]` the right ones, and the loss is their cross-entropy.
         """
-        name, reason = self.refused_option
-        if name in kwargs:
-            raise ValueError(f"{reason}; leave {name} out")
+        for name, reason in self.refused_options.items():
+            if name in kwargs:
+                raise ValueError(f"{reason}; leave {name} out")
         first = {"input_ids": input_ids, "inputs_embeds": inputs_embeds, "input_values": input_values}
         second = {
             "input_ids": pair_input_ids,

@@ -54,6 +54,8 @@ class LunaConfig(LunaPresets, SharedConfig, PreTrainedConfig):
     Args:
         vocab_size: number of tokens; not read when `input_type` is `"values"`.
         hidden_size: width d of the model.
+        embedding_size: width of the embeddings, which a linear layer projects to d; None = d. Encoders only.
+        type_vocab_size: number of token types (`token_type_ids`); 0 = no token types. Not for encoder-decoders.
         num_hidden_layers: number of layers N.
         num_attention_heads: heads of the unpack attention.
         num_pack_attention_heads: heads of the pack attention; None = `num_attention_heads`.
@@ -149,6 +151,8 @@ class LunaConfig(LunaPresets, SharedConfig, PreTrainedConfig):
 
     vocab_size: int = 50265
     hidden_size: int = 768
+    embedding_size: int | None = None
+    type_vocab_size: int = 0
     num_hidden_layers: int = 12
     num_attention_heads: int = 12
     num_pack_attention_heads: int | None = None
@@ -211,6 +215,8 @@ class LunaConfig(LunaPresets, SharedConfig, PreTrainedConfig):
     def __post_init__(self, **kwargs):
         if self.num_pack_attention_heads is None:
             self.num_pack_attention_heads = self.num_attention_heads
+        if self.embedding_size is None:
+            self.embedding_size = self.hidden_size
         if self.classifier_hidden_size is None:
             self.classifier_hidden_size = self.hidden_size
         if self.scale_embedding is None:
@@ -250,6 +256,12 @@ class LunaConfig(LunaPresets, SharedConfig, PreTrainedConfig):
             self.decoder_config._check_fields()
         if (self.is_decoder or self.is_encoder_decoder) and self.input_type != "tokens":
             raise ValueError(f"a decoder needs input_type='tokens', got {self.input_type!r}")
+        for field, off in (("embedding_size", self.hidden_size), ("type_vocab_size", 0)):
+            if (value := getattr(self, field)) != off:
+                if self.is_encoder_decoder or (self.is_decoder and field == "embedding_size"):
+                    raise ValueError(f"a decoder does not support {field}, got {value}; omit it")
+                if self.input_type != "tokens":
+                    raise ValueError(f"{field}={value} requires input_type='tokens', got {self.input_type!r}")
         if self.learns_causal_projection:
             for field in ("dynamic_projection_length", "contextual_projection"):
                 if getattr(self, field):
@@ -264,9 +276,10 @@ class LunaConfig(LunaPresets, SharedConfig, PreTrainedConfig):
         sizes = (
             "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_pack_attention_heads",
             "intermediate_size", "projection_length", "max_position_embeddings", "classifier_hidden_size",
+            "embedding_size",
         )  # fmt: skip
         self._check_counts(sizes)
-        self._check_counts(["classifier_num_layers", "first_position"], least=0)
+        self._check_counts(["classifier_num_layers", "first_position", "type_vocab_size"], least=0)
         self._check_probabilities(
             "dropout", "attention_dropout", "activation_dropout", "layerdrop", "classifier_dropout", "word_dropout"
         )

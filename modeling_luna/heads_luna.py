@@ -72,10 +72,10 @@ class LunaLMHead(nn.Module):
 
     def __init__(self, config: LunaConfig):
         super().__init__()
-        self.dense = nn.Linear(config.hidden_size, config.hidden_size)
+        self.dense = nn.Linear(config.hidden_size, config.embedding_size)
         self.activation = ACT2FN[config.hidden_act]
-        self.layer_norm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
-        self.decoder = nn.Linear(config.hidden_size, config.vocab_size)
+        self.layer_norm = nn.LayerNorm(config.embedding_size, eps=config.layer_norm_eps)
+        self.decoder = nn.Linear(config.embedding_size, config.vocab_size)
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         return self.decoder(self.layer_norm(self.activation(self.dense(hidden_states))))
@@ -108,6 +108,7 @@ class LunaForMaskedLM(LunaHead, GenericForMaskedLM, LunaPreTrainedModel):
         inputs_embeds: torch.FloatTensor | None = None,
         position_ids: torch.LongTensor | None = None,
         labels: torch.LongTensor | None = None,
+        token_type_ids: torch.LongTensor | None = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> LunaMaskedLMOutput:
         """Predict tokens from the inputs of `LunaModel.forward`.
@@ -119,6 +120,7 @@ class LunaForMaskedLM(LunaHead, GenericForMaskedLM, LunaPreTrainedModel):
             "input_ids": input_ids,
             "attention_mask": attention_mask,
             "inputs_embeds": inputs_embeds,
+            "token_type_ids": token_type_ids,
             "position_ids": position_ids,
         }
         return self.predict_tokens(inputs, labels, **kwargs)
@@ -215,19 +217,22 @@ class LunaForSequenceClassification(LunaPooledHead, GenericForSequenceClassifica
         input_values: torch.FloatTensor | None = None,
         position_ids: torch.LongTensor | None = None,
         labels: torch.Tensor | None = None,
+        token_type_ids: torch.LongTensor | None = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> LunaSequenceClassifierOutput:
         """Classify the inputs of `LunaModel.forward`.
 
         `labels`: `[B]` class ids, or numbers for regression. `logits`: `[B, num_labels]`.
         """
-        if self.config.drop_first_token and position_ids is not None:
-            raise ValueError("drop_first_token shifts the positions: leave position_ids out")
+        for name, value in (("position_ids", position_ids), ("token_type_ids", token_type_ids)):
+            if self.config.drop_first_token and value is not None:
+                raise ValueError(f"`{name}` are not supported with `drop_first_token=True`; omit them")
         inputs = {
             "input_ids": input_ids,
             "attention_mask": attention_mask,
             "inputs_embeds": inputs_embeds,
             "input_values": input_values,
+            "token_type_ids": token_type_ids,
             "position_ids": position_ids,
         }
         return self.classify(inputs, labels, drop_first_token=self.config.drop_first_token, **kwargs)
@@ -237,7 +242,10 @@ class LunaForSequencePairClassification(LunaPooledHead, GenericForSequencePairCl
     """Two towers with one set of weights, classified together (LRA Retrieval; paper section 4.1)."""
 
     output_class = LunaSequenceClassifierOutput
-    refused_option = ("position_ids", "pairs take their positions from the attention masks")
+    refused_options = {
+        "position_ids": "pairs take their positions from the attention masks",
+        "token_type_ids": "the sequences of a pair have no token types",
+    }
 
 
 class LunaForMultipleChoice(LunaPooledHead, GenericForMultipleChoice, LunaPreTrainedModel):
@@ -253,6 +261,7 @@ class LunaForMultipleChoice(LunaPooledHead, GenericForMultipleChoice, LunaPreTra
         inputs_embeds: torch.FloatTensor | None = None,
         position_ids: torch.LongTensor | None = None,
         labels: torch.LongTensor | None = None,
+        token_type_ids: torch.LongTensor | None = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> LunaMultipleChoiceOutput:
         """Score C options, `[B, C, T]`; `labels` `[B]` are the right options, and `logits` are `[B, C]`."""
@@ -260,6 +269,7 @@ class LunaForMultipleChoice(LunaPooledHead, GenericForMultipleChoice, LunaPreTra
             "input_ids": input_ids,
             "attention_mask": attention_mask,
             "inputs_embeds": inputs_embeds,
+            "token_type_ids": token_type_ids,
             "position_ids": position_ids,
         }
         return self.choose(inputs, labels, **kwargs)
@@ -280,6 +290,7 @@ class LunaForTokenClassification(LunaHead, GenericForTokenClassification, LunaPr
         input_values: torch.FloatTensor | None = None,
         position_ids: torch.LongTensor | None = None,
         labels: torch.LongTensor | None = None,
+        token_type_ids: torch.LongTensor | None = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> LunaTokenClassifierOutput:
         """Label the positions of the inputs of `LunaModel.forward`.
@@ -291,6 +302,7 @@ class LunaForTokenClassification(LunaHead, GenericForTokenClassification, LunaPr
             "attention_mask": attention_mask,
             "inputs_embeds": inputs_embeds,
             "input_values": input_values,
+            "token_type_ids": token_type_ids,
             "position_ids": position_ids,
         }
         return self.label_tokens(inputs, labels, **kwargs)
@@ -311,6 +323,7 @@ class LunaForQuestionAnswering(LunaHead, GenericForQuestionAnswering, LunaPreTra
         position_ids: torch.LongTensor | None = None,
         start_positions: torch.LongTensor | None = None,
         end_positions: torch.LongTensor | None = None,
+        token_type_ids: torch.LongTensor | None = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> LunaQuestionAnsweringOutput:
         """Score the positions of the inputs of `LunaModel.forward` as start and end of the answer.
@@ -323,6 +336,7 @@ class LunaForQuestionAnswering(LunaHead, GenericForQuestionAnswering, LunaPreTra
             "input_ids": input_ids,
             "attention_mask": attention_mask,
             "inputs_embeds": inputs_embeds,
+            "token_type_ids": token_type_ids,
             "position_ids": position_ids,
         }
         return self.find_span(inputs, start_positions, end_positions, **kwargs)

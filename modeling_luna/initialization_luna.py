@@ -90,6 +90,11 @@ def _check_model(config):
             "initialization='local' needs states of about unit size before the first attention: one of embedding_norm, "
             "pre_norm and scale_embedding must be True"
         )
+    if config.embedding_size != config.hidden_size:
+        raise ValueError(
+            f"initialization='local' does not support embedding_size={config.embedding_size} with hidden_size="
+            f"{config.hidden_size}; omit one of them"
+        )
     for field in ("num_attention_heads", "num_pack_attention_heads"):
         if (size := config.hidden_size // getattr(config, field)) % 2:
             raise ValueError(

@@ -42,7 +42,7 @@ from luna_mega.modeling_luna.configuration_luna import LunaConfig
 from luna_mega.modeling_luna.importance_luna import pack_by_importance, rows_in_use
 from luna_mega.modeling_luna.initialization_luna import blind_queries, start_attention, start_embeddings
 from luna_mega.modeling_luna.packed_luna import keep_of_empty_rows, read_packed, select_layers
-from luna_mega.modeling_luna.positions_luna import interpolate, number_positions, sinusoids
+from luna_mega.modeling_luna.positions_luna import interpolate, number_positions, read_token_types, sinusoids
 
 
 @with_cache_alias
@@ -78,32 +78,41 @@ class LunaEmbeddings(nn.Module):
     def __init__(self, config: LunaConfig):
         super().__init__()
         self.config = config
-        width = config.hidden_size
+        width, narrow = config.hidden_size, config.embedding_size
         if config.input_type == "tokens":
-            self.word_embeddings = nn.Embedding(config.vocab_size, width, padding_idx=config.pad_token_id)
+            self.word_embeddings = nn.Embedding(config.vocab_size, narrow, padding_idx=config.pad_token_id)
         else:
             self.value_embeddings = ValueEmbeddings(width)
         if config.position_embedding_type == "learned":
             rows = config.max_position_embeddings + config.position_offset
             padding_row = config.position_offset - 1 if config.position_offset else None
-            self.position_embeddings = nn.Embedding(rows, width, padding_idx=padding_row)
+            self.position_embeddings = nn.Embedding(rows, narrow, padding_idx=padding_row)
+        if config.type_vocab_size:
+            self.token_type_embeddings = nn.Embedding(config.type_vocab_size, narrow)
         # A decoder has the P of its encoder.
         self.has_projection = config.pack_method == "attention" and not config.add_cross_attention
         if self.has_projection:
             layers = () if config.contextual_projection else (config.num_hidden_layers,)
             self.packed_embeddings = nn.Parameter(torch.empty(*layers, config.projection_length, width))
         if config.embedding_norm:
-            self.layer_norm = nn.LayerNorm(width, eps=config.layer_norm_eps)
+            self.layer_norm = nn.LayerNorm(narrow, eps=config.layer_norm_eps)
             if self.has_projection:
                 self.packed_layer_norm = nn.LayerNorm(width, eps=config.layer_norm_eps)
+        if narrow != width:
+            self.projection = nn.Linear(narrow, width)
         self.dropout = Dropout(config.dropout)
         self.word_dropout = nn.Dropout(config.word_dropout)
         self.scale, self.offset = math.sqrt(width) if config.scale_embedding else 1.0, config.position_offset
 
     def forward(
-        self, inputs_embeds: torch.Tensor, layout: Layout, position_ids: torch.Tensor, with_packed: bool
+        self,
+        inputs_embeds: torch.Tensor,
+        layout: Layout,
+        position_ids: torch.Tensor,
+        with_packed: bool,
+        token_type_ids: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, tuple[list[torch.Tensor], torch.Tensor | None] | None]:
-        """Add positions `[B or 1, T]`, the first token at 0, to embeddings `[B, T, d]`; then norm and dropout.
+        """Add positions `[B or 1, T]` and token types `[B, T]` to embeddings `[B, T, E]`; then norm and dropout.
 
         Returns these and, with `with_packed`, what `packed` returns: both in one call, for FSDP and offloading bring
         the weights of a module for the time of its `forward` alone.
@@ -113,8 +122,13 @@ class LunaEmbeddings(nn.Module):
             hidden_states = hidden_states * self.word_dropout(hidden_states.new_ones((*hidden_states.shape[:2], 1)))
         if self.config.position_embedding_type != "none":
             hidden_states = hidden_states + self.positions(position_ids).to(hidden_states.dtype)
+        if self.config.type_vocab_size:
+            types = self.token_type_embeddings
+            hidden_states = hidden_states + (types.weight[0] if token_type_ids is None else types(token_type_ids))
         if self.config.embedding_norm:
             hidden_states = self.layer_norm(hidden_states)
+        if self.config.embedding_size != self.config.hidden_size:
+            hidden_states = self.projection(hidden_states)
         hidden_states = layout.clear_padding(self.dropout(hidden_states))
         return hidden_states, self.packed(inputs_embeds, layout) if with_packed else None
 
@@ -125,7 +139,7 @@ class LunaEmbeddings(nn.Module):
         position_ids = position_ids + self.offset
         if self.config.position_embedding_type == "learned":
             return self.position_embeddings(position_ids)
-        return sinusoids(position_ids, self.config.hidden_size)
+        return sinusoids(position_ids, self.config.embedding_size)
 
     def packed(self, inputs_embeds: torch.Tensor, layout: Layout) -> tuple[list[torch.Tensor], torch.Tensor | None]:
         """Return the initial P `[B, L, d]`, one tensor or one a layer where P is not contextual, and its mask `[B, L]`.
@@ -133,7 +147,7 @@ class LunaEmbeddings(nn.Module):
         P is cut to min(l, T) rows, and a sequence of n tokens uses n of them. T is known to the host, so
         the cut costs no synchronization; the mask does the rest. A compiled or exported program serves every T: no cut.
         """
-        width, (batch, length), count = inputs_embeds.shape[2], layout.sizes(inputs_embeds), layout.counts()
+        width, (batch, length), count = self.config.hidden_size, layout.sizes(inputs_embeds), layout.counts()
         packed = self.packed_embeddings
         packed_mask = None
         if self.config.dynamic_projection_length:
@@ -702,6 +716,10 @@ class LunaModel(BodyMixin, LunaPreTrainedModel):
             self.encoder = LunaEncoder(config)
         self.post_init()
 
+    @property
+    def input_width(self) -> int:
+        return self.config.embedding_size
+
     @capture_outputs
     def forward(
         self,
@@ -717,6 +735,7 @@ class LunaModel(BodyMixin, LunaPreTrainedModel):
         past_key_values: LunaCache | LunaSeq2SeqCache | None = None,
         use_cache: bool | None = None,
         cp_group: "dist.ProcessGroup | None" = None,
+        token_type_ids: torch.LongTensor | None = None,
         # Not by the name of kwargs, for which `generate` would hand the encoder what is the decoder's.
         **options: Unpack[TransformersKwargs],
     ) -> LunaModelOutput:
@@ -727,7 +746,7 @@ class LunaModel(BodyMixin, LunaPreTrainedModel):
             attention_mask: `[B, T]`, 1 = keep, 0 = drop; None = all positions, with `input_ids` all that are not
                 `pad_token_id`. Inputs that it drops may be anything, also NaN. Other values are found on a CPU and
                 outside of programs; elsewhere all but 0 keep.
-            inputs_embeds: `[B, T, d]` embeddings in place of tokens or values.
+            inputs_embeds: `[B, T, d]` embeddings in place of tokens or values; `[B, T, E]` with `embedding_size` E.
             input_values: `[B, T]` real numbers (`input_type="values"`).
             position_ids: `[B, T]`, the first token at 0; None = counted from `attention_mask`. Where they do not rise
                 within a row, without an `attention_mask`, a new sequence begins: a ragged batch, which is S sequences
@@ -747,6 +766,7 @@ class LunaModel(BodyMixin, LunaPreTrainedModel):
                 Outputs at positions belong to the part, P and its masks are the same on all ranks. Gradients come
                 from the sum of all ranks' losses; see "Context parallelism" in docs/distributed.md. Not with a cache,
                 `position_ids`, attention weights nor a ragged batch.
+            token_type_ids: `[B, T]`, with `type_vocab_size`; None = all 0.
             options: `output_hidden_states`, `output_attentions`, `output_packed_attentions`, `return_dict`; of a ragged
                 batch also `cu_seq_lens_q` `[S + 1]` and `max_length_q` (`cu_seq_lens_k` and `max_length_k` must be the
                 same), or `seq_idx` `[B, T]`.
@@ -759,6 +779,8 @@ class LunaModel(BodyMixin, LunaPreTrainedModel):
                 0 and 1, positions below 0 or behind the learned ones, a cache of another model or batch, an argument
                 that Luna does not have.
         """
+        if token_type_ids is not None and not self.config.type_vocab_size:
+            options["token_type_ids"] = token_type_ids  # reported as an unknown option
         inputs = prepare(
             self,
             input_ids=input_ids,
@@ -780,7 +802,8 @@ class LunaModel(BodyMixin, LunaPreTrainedModel):
             given = read_packed(self.config, inputs, packed_states, packed_mask)
         positions = number_positions(self.config, inputs)
         # One call: FSDP and offloading load the weights of a module only during its `forward`.
-        hidden_states, learned = self.embeddings(embed(self, inputs), layout, positions, with_packed=given is None)
+        types = None if token_type_ids is None else layout.gather(read_token_types(self.config, inputs, token_type_ids))
+        hidden_states, learned = self.embeddings(embed(self, inputs), layout, positions, given is None, types)
         packed, packed_mask = learned if given is None else given
         if self.config.is_decoder:
             encoder, caches = (inputs.encoder_hidden_states, inputs.encoder_layout), (inputs.cache, inputs.cross_cache)

@@ -185,7 +185,7 @@ class MegaForImageClassification(MegaPooledHead, MegaPreTrainedModel):
 class MegaForSequencePairClassification(MegaPooledHead, GenericForSequencePairClassification, MegaPreTrainedModel):
     """Two towers with one set of weights, classified together (LRA Retrieval)."""
 
-    refused_option = ("token_type_ids", "the sequences of a pair have no token types")
+    refused_options = {"token_type_ids": "the sequences of a pair have no token types"}
 
 
 class MegaForMultipleChoice(GenericForMultipleChoice, MegaPreTrainedModel):

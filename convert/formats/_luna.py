@@ -179,4 +179,6 @@ LIMITS = (
     limited("position_extension", (None,)),
     limited("pad_token_id", _padding),
     limited("first_position", (None,)),
+    limited("type_vocab_size", (0,)),
+    limited("embedding_size", lambda target: (target.config.hidden_size,)),
 )
