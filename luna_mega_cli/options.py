@@ -16,7 +16,7 @@ Commands = Any  # the action that `ArgumentParser.add_subparsers` returns, whose
 Run = Callable[[argparse.Namespace], int]
 Check = Callable[[argparse.Namespace], str | None]
 
-_PATHS = {"checkpoint", "folder", "path", "a", "b", "inputs", "dict", "bpe", "output", "space"}
+_PATHS = {"checkpoint", "folder", "path", "a", "b", "inputs", "dict", "bpe", "output", "space", "teacher", "texts"}
 _WORDS = {"head", "license", "host", "key", "mteb"}
 
 

@@ -17,7 +17,7 @@ from luna_mega import cli
 from luna_mega.convert import ConversionError, convert_checkpoint
 from luna_mega.convert.exporter import export_checkpoint
 
-COMMANDS = ("convert", "export", "verify", "info", "bundle", "onnx", "eval", "demo", "serve")
+COMMANDS = ("convert", "export", "distill", "verify", "info", "bundle", "onnx", "eval", "demo", "serve")
 
 
 def replace(monkeypatch, name, function):
@@ -222,7 +222,7 @@ def test_invalid_input_is_one_line(name, error, monkeypatch, capsys):
         raise error
 
     replace(monkeypatch, name, fail)
-    writes = dict.fromkeys(("convert", "export", "onnx"), ["a", "--output", "b"])
+    writes = dict.fromkeys(("convert", "export", "distill", "onnx"), ["a", "--output", "b"])
     argv = (writes | {"verify": ["a", "b"]}).get(name, ["a"])
     status, output = run([name, *argv], capsys)
     assert status == 1 and output.out == ""

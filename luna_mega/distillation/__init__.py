@@ -12,6 +12,7 @@ from luna_mega.distillation.copying import (
     extend_positions as extend_positions,
 )
 from luna_mega.distillation.distilling import Distilled as Distilled, distill as distill
+from luna_mega.distillation.exact import fit_salience as fit_salience, from_teacher as from_teacher
 from luna_mega.distillation.loading import check_tokenizer as check_tokenizer, load_teacher as load_teacher
 from luna_mega.distillation.students import (
     build_student as build_student,

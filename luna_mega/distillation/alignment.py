@@ -117,7 +117,7 @@ def align(
     if own.model.training and (repeats or getattr(own.config, "layerdrop", 0.0)):
         raise ValueError("align runs every layer once: turn gradient checkpointing and layerdrop off")
     seen = _Alignment(plan_alignment(teacher, own, layers, whole), own, teacher.show(batch))
-    types = "token_type_ids" in batch and getattr(own.config, "add_token_type_embeddings", False)
+    types = "token_type_ids" in batch and bool(own.tensors("token_types"))
     inputs = inputs_of(batch, types)
     nowhere = torch.zeros_like(inputs["input_ids"], dtype=torch.bool)
     with seen, own.logits_at(None if own.is_classifier else nowhere):

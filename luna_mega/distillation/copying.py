@@ -9,12 +9,12 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from luna_mega.distillation.families import ATTENTION, Parts
+from luna_mega.distillation.families import ATTENTION, Parts, find_family, find_head
 from luna_mega.distillation.students import check_pair, match_layers, same_layers
 from luna_mega.distillation.teachers import Teacher
 
 _MARK = 0.5  # standard deviations of a table of positions that windows of it are apart
-_MODEL_PARTS = ("words", "token_types", "embedding_norm", "last_norm", "decoder")
+_MODEL_PARTS = ("words", "token_types", "embedding_norm", "embedding_projection", "last_norm", "decoder")
 
 
 @dataclass
@@ -76,9 +76,9 @@ def copy_weights(
 ) -> CopyReport:
     """Copy what means the same in both, and return a report. The student's other weights stay as they are.
 
-    Copied weights equal the teacher's bit for bit; a bias that the teacher lacks becomes 0, and the token type 0 is
-    added to the positions of a Luna, which knows no types. A Luna from a Luna and a Mega from a Mega take weights of
-    equal names: rows of P are means of neighbors, and a table of relative positions loses its ends.
+    Copied weights equal the teacher's bit for bit; a bias that the teacher lacks becomes 0, and a single token type is
+    added to the positions of a Luna. A Luna from a Luna and a Mega from a Mega take weights of equal names: rows of P
+    are means of neighbors, and a table of relative positions loses its ends.
 
     Args:
         layers: for each layer of the student one of the teacher's, counted from 0; None = evenly, first and last among
@@ -98,6 +98,15 @@ def copy_weights(
     return copier.finish()
 
 
+@torch.no_grad()
+def copy_encoder(teacher: Teacher, student: PreTrainedModel) -> CopyReport:
+    """Copy the weights of an encoder, with any head, into a Luna of the same sizes with the same head."""
+    own = Parts(student, find_family(student.config))
+    copier = _Copier(teacher, own, "windows")
+    copier.copy_parts(list(range(len(own.layers))))
+    return copier.finish()
+
+
 class _Copier:
     def __init__(self, teacher: Teacher, own: Parts, positions: str):
         self.teacher, self.own, self.how, self.report = teacher, own, positions, CopyReport()
@@ -110,7 +119,7 @@ class _Copier:
         parts = list(_MODEL_PARTS)
         if own.config.model_type == "luna" and teacher.head_activation == own.activation:
             parts += ["head_dense", "head_norm"]
-        if own.is_classifier and teacher.is_classifier and self.same_classifier():
+        if find_head(own.model) == find_head(teacher.model) and self.same_classifier():
             parts += ["class_dense", "class_output"]
         for part in parts:
             self.copy_part(part)
@@ -162,7 +171,7 @@ class _Copier:
         name, first = f"{self.teacher.path('positions')}.weight", len(source) - len(table)
         name += f"[{first}:]" if first else ""
         types = self.teacher.module("token_types")
-        if types is not None:
+        if types is not None and self.own.module("token_types") is None:
             table, name = table + types.weight[0], f"{name} + {self.teacher.path('token_types')}.weight[0]"
             self.used.add(id(types.weight))
         offset = self.own.config.position_offset

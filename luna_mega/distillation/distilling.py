@@ -71,7 +71,7 @@ def distill(
     own = check_pair(teacher, student, same_width=False)
     if own.is_classifier != teacher.is_classifier:
         raise ValueError("teacher and student must both classify sequences, or both predict tokens, to share a loss")
-    types = "token_type_ids" in batch and getattr(own.config, "add_token_type_embeddings", False)
+    types = "token_type_ids" in batch and bool(own.tensors("token_types"))
     inputs, labels = inputs_of(batch, types), batch["labels"]
     if own.is_classifier:
         outputs = student(**inputs, labels=labels)

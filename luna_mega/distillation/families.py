@@ -1,8 +1,9 @@
 """Families of transformers: where each keeps the parts that models have in common. A family is one row of names."""
 
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import nn
@@ -22,6 +23,7 @@ class Family:
             module, whose output is theirs side by side. A family without `fc1` has layers that no student can copy.
         model: our name of a part outside the layers -> the family's name. `head_...` and `decoder` belong to the
             language-modelling head, `class_...` to a sequence classifier.
+        heads: other heads, by the end of the names of their classes -> the names of their parts, `class_...`.
         entry: the first module of the head; where there are several names, the first one that the model has.
         activation, head_activation: field of the configuration that holds the activation of the feed-forward layers and
             of the head, or the activation itself; None = the head has no layer that ours has.
@@ -39,6 +41,34 @@ class Family:
     class_activation: str | None = None
     pre_norm: bool = False
     is_decoder: bool = False
+    heads: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+
+    def of(self, model: PreTrainedModel) -> "Family":
+        """Return the names of the modules of a model, which depend on its head."""
+        head, base = find_head(model), model.base_model_prefix
+        if head in self.heads:
+            return replace(self, model=dict(self.model) | dict(self.heads[head]))
+        if model.base_model is not model:
+            return self
+        body = {name: path.removeprefix(f"{base}.") for name, path in self.model.items() if path.startswith(f"{base}.")}
+        return replace(self, layers=self.layers.removeprefix(f"{base}."), model=body)
+
+
+def find_head(model: PreTrainedModel) -> str:
+    """Return the end of the name of a class with a head, for example `"ForMaskedLM"`; `""` for a class without."""
+    match = re.search(r"(For[A-Z]\w*|LMHeadModel)$", type(model).__name__)
+    return match[1] if match else ""
+
+
+# Heads for tokens and answers of all families, and for options of the families whose pooler is in the body.
+_OUTPUTS = {
+    "ForTokenClassification": {"class_output": "classifier"},
+    "ForQuestionAnswering": {"class_output": "qa_outputs"},
+}
+
+
+def _choices(dense: str) -> dict[str, Mapping[str, str]]:
+    return _OUTPUTS | {"ForMultipleChoice": {"class_dense": dense, "class_output": "classifier"}}
 
 
 def _bert(prefix: str, head: Mapping[str, str], entry: str, head_activation: str) -> Family:
@@ -53,7 +83,13 @@ def _bert(prefix: str, head: Mapping[str, str], entry: str, head_activation: str
     }  # fmt: skip
     model = {part: f"{prefix}.embeddings.{name}" for part, name in embeddings.items()} | head
     return Family(
-        f"{prefix}.encoder.layer", layer, model, (entry,), head_activation=head_activation, class_activation="tanh"
+        f"{prefix}.encoder.layer",
+        layer,
+        model,
+        (entry,),
+        head_activation=head_activation,
+        class_activation="tanh",
+        heads=_choices(f"{prefix}.pooler.dense"),
     )
 
 
@@ -64,10 +100,17 @@ def _luna(stack: str, head: Mapping[str, str], entry: str, is_decoder: bool) -> 
     model = {
         "words": "luna.embeddings.word_embeddings", "positions": "luna.embeddings.position_embeddings",
         "embedding_norm": "luna.embeddings.layer_norm", "last_norm": f"luna.{stack}.layer_norm",
+        "token_types": "luna.embeddings.token_type_embeddings", "embedding_projection": "luna.embeddings.projection",
     }  # fmt: skip
     activation = None if is_decoder else "hidden_act"
     return Family(
-        f"luna.{stack}.layers", layer, model | head, (entry,), head_activation=activation, is_decoder=is_decoder
+        f"luna.{stack}.layers",
+        layer,
+        model | head,
+        (entry,),
+        head_activation=activation,
+        is_decoder=is_decoder,
+        heads=_OUTPUTS,
     )
 
 
@@ -117,7 +160,19 @@ _DISTILBERT = Family(
     activation="activation",
     head_activation="activation",
     class_activation="relu",
+    heads=_choices("pre_classifier"),
 )  # fmt: skip
+_ELECTRA = _bert(
+    "electra",
+    {
+        "embedding_projection": "electra.embeddings_project", "head_dense": "generator_predictions.dense",
+        "head_norm": "generator_predictions.LayerNorm", "decoder": "generator_lm_head",
+        "class_dense": "classifier.dense", "class_output": "classifier.out_proj",
+    },
+    "generator_predictions.dense",
+    "gelu",
+)  # fmt: skip
+_ELECTRA = replace(_ELECTRA, class_activation="gelu", heads=_choices("sequence_summary.summary"))
 _MODERNBERT = Family(
     "model.layers",
     {"output": "attn.Wo"},
@@ -159,6 +214,7 @@ FAMILIES: dict[str, Family] = {
     "bert": _BERT,
     **dict.fromkeys(("roberta", "xlm-roberta", "camembert"), _ROBERTA),
     "distilbert": _DISTILBERT,
+    "electra": _ELECTRA,
     "modernbert": _MODERNBERT,
     "gpt2": _GPT2,
     **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3", "smollm3"), _LLAMA),
@@ -188,7 +244,7 @@ class Parts:
     """
 
     def __init__(self, model: PreTrainedModel, family: Family):
-        self.model, self.config, self.family = model, model.config, family
+        self.model, self.config, self.family = model, model.config, family.of(model)
 
     @property
     def layers(self) -> list[nn.Module]:

@@ -4,13 +4,10 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from transformers import (
-    MODEL_FOR_CAUSAL_LM_MAPPING,
-    MODEL_FOR_MASKED_LM_MAPPING,
-    MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
     AutoConfig,
     PreTrainedConfig,
     PreTrainedTokenizerBase,
@@ -29,6 +26,8 @@ from luna_mega.distillation.teachers import Teacher, check_teacher
 from luna_mega.errors import ConversionError, reason
 from luna_mega.hub.folder import largest_id, open_weights, read_weight_map
 
+TeacherClass = TypeVar("TeacherClass", bound=Teacher)
+
 
 def load_teacher(name_or_path: str, **options: Any) -> Teacher:
     """Load a teacher from a folder or the Hub, with the head that its `config.json` specifies.
@@ -41,6 +40,11 @@ def load_teacher(name_or_path: str, **options: Any) -> Teacher:
         ValueError: the model cannot be a teacher, is damaged, lacks weights, or requires its own code.
         OSError: there is no such folder or model.
     """
+    return load_model(Teacher, name_or_path, **options)
+
+
+def load_model(teacher_class: type[TeacherClass], name_or_path: str, **options: Any) -> TeacherClass:
+    """Load a teacher of a class; see `load_teacher`."""
     if options.pop("trust_remote_code", False):
         raise ValueError("trust_remote_code=True runs code of the teacher: leave it out, and take one of transformers")
     # Flash attention of some families concatenates batches, which changes the shape of the states.
@@ -49,11 +53,8 @@ def load_teacher(name_or_path: str, **options: Any) -> Teacher:
     with _one_line(name_or_path):
         config = AutoConfig.from_pretrained(name_or_path, trust_remote_code=False, **places)
     family = check_teacher(config)
-    classes = MODEL_FOR_CAUSAL_LM_MAPPING if family.is_decoder else MODEL_FOR_MASKED_LM_MAPPING
     with _one_line(name_or_path):
-        if str((config.architectures or [""])[0]).endswith("ForSequenceClassification"):
-            classes = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
-        model_class = classes[type(config)]
+        model_class = teacher_class.model_class(config)
         tensors, shapes = _read_weights(name_or_path, places)
     _check_sizes(name_or_path, model_class, config, family, shapes)
     with _one_line(name_or_path):
@@ -68,12 +69,14 @@ def load_teacher(name_or_path: str, **options: Any) -> Teacher:
             f"{name_or_path}: {key} has shape {list(stored)}, but config.json specifies {list(expected)}; pass the "
             "checkpoint's own config.json"
         )
-    if missing := sorted(info["missing_keys"]):
+    # A bare encoder is saved without the pooler that its class has, and nothing here reads it.
+    missing = sorted(key for key in info["missing_keys"] if model.base_model is not model or "pooler." not in key)
+    if missing:
         raise ValueError(
             f"{name_or_path} lacks {len(missing)} weights of {type(model).__name__} ({missing[0]}, ...), which would "
             "be random: take a checkpoint with its head"
         )
-    teacher = Teacher(model)
+    teacher = teacher_class(model)
     with _one_line(name_or_path):  # invalid values of the configuration may only show in a forward pass
         logits = teacher.logits({"input_ids": torch.zeros(1, 2, dtype=torch.long, device=model.device)}, None)
     if not torch.isfinite(logits).all():

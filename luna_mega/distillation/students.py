@@ -16,7 +16,7 @@ from luna_mega import (
     MegaForMaskedLM,
     MegaForSequenceClassification,
 )
-from luna_mega.distillation.families import Parts, find_family
+from luna_mega.distillation.families import Parts, find_family, find_head
 from luna_mega.distillation.teachers import Teacher
 
 _CLASSES = {
@@ -57,8 +57,9 @@ def student_config(teacher: Teacher, kind: str, **options: Any) -> LunaConfig | 
         "initializer_range": config.initializer_range,
         "is_decoder": teacher.family.is_decoder,
     }
-    if teacher.is_classifier:
+    if find_head(teacher.model) not in ("", "ForMaskedLM", "ForCausalLM", "LMHeadModel"):
         fields |= {"id2label": config.id2label, "label2id": config.label2id, "problem_type": config.problem_type}
+    if teacher.is_classifier or teacher.family.class_activation:
         fields |= {"classifier_activation": teacher.family.class_activation or "gelu", "classifier_num_layers": 1}
         fields |= {"pooling": getattr(config, "classifier_pooling", "cls"), "classifier_dropout": 0.0}
     own = _luna_fields(teacher) if kind == "luna" else _mega_fields(teacher)
@@ -70,7 +71,11 @@ def _luna_fields(teacher: Teacher) -> dict[str, Any]:
     names = ("layer_norm_eps", "layer_norm_epsilon", "norm_eps", "rms_norm_eps")
     length = min(config.max_position_embeddings, _LONGEST_NEW_TABLE) if positions is None else len(positions)
     padded = positions is not None and teacher.module("positions").padding_idx is not None
+    types = len(teacher.tensors("token_types").get("weight", ()))
     return {
+        "embedding_size": config.embedding_size if teacher.module("embedding_projection") is not None else None,
+        # A single type, as in RoBERTa, is added to the positions.
+        "type_vocab_size": types if types > 1 else 0,
         # Luna's table begins behind the row of the padding token, which here may be the last of many.
         "first_position": None if padded or config.pad_token_id == 0 else 0,
         "num_attention_heads": config.num_attention_heads,
@@ -89,6 +94,11 @@ def _luna_fields(teacher: Teacher) -> dict[str, Any]:
 def _mega_fields(teacher: Teacher) -> dict[str, Any]:
     config, width = teacher.config, _feed_forward_width(teacher)
     last, types, pre_norm = teacher.module("last_norm"), teacher.tensors("token_types"), teacher.pre_norm
+    if teacher.module("embedding_projection") is not None:
+        raise ValueError(
+            f"the teacher's embeddings are narrower ({config.embedding_size}) than its layers ({config.hidden_size}), "
+            "which a Mega student does not support; choose a Luna"
+        )
     fields = {
         "intermediate_size": 2 * config.hidden_size,
         "nffn_hidden_size": width,

@@ -7,12 +7,16 @@ from typing import Any
 
 import torch
 from torch.nn import functional
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_MASKED_LM_MAPPING,
+    MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 
-from luna_mega.distillation.families import FAMILIES, Family, Parts, find_family
+from luna_mega.distillation.families import FAMILIES, Family, Parts, find_family, find_head
 from luna_mega.hub.folder import position_limit
-
-_HEADS = ("ForMaskedLM", "ForCausalLM", "LMHeadModel", "ForSequenceClassification")
 
 
 @dataclass
@@ -45,8 +49,10 @@ class Teacher(Parts):
         ValueError: the model cannot be a teacher; one line says why, and what can.
     """
 
+    heads: tuple[str, ...] = ("ForMaskedLM", "ForCausalLM", "LMHeadModel", "ForSequenceClassification")
+
     def __init__(self, model: PreTrainedModel, window: int | None = None):
-        if not type(model).__name__.endswith(_HEADS):
+        if find_head(model) not in self.heads:
             raise ValueError(
                 f"a {type(model).__name__} has no head to learn from: take a masked or causal language model, or a "
                 "sequence classifier"
@@ -66,6 +72,14 @@ class Teacher(Parts):
                 f"the teacher's weights are not finite in {len(broken)} tensors ({broken[0]}, ...): take another "
                 "checkpoint"
             )
+
+    @staticmethod
+    def model_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
+        """Return the class of the model of a folder with this configuration."""
+        classes = MODEL_FOR_CAUSAL_LM_MAPPING if check_teacher(config).is_decoder else MODEL_FOR_MASKED_LM_MAPPING
+        if str((config.architectures or [""])[0]).endswith("ForSequenceClassification"):
+            classes = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
+        return classes[type(config)]
 
     @property
     def max_length(self) -> int | None:

@@ -29,6 +29,7 @@ ENCODERS = {
     "xlm-roberta": ("XLMRoberta", {"type_vocab_size": 1}),
     "camembert": ("Camembert", {"type_vocab_size": 1}),
     "distilbert": ("DistilBert", _DISTIL),
+    "electra": ("Electra", {"embedding_size": 16}),
     "modernbert": ("ModernBert", _MODERN),
 }
 DECODERS = {
@@ -39,7 +40,7 @@ DECODERS = {
     "qwen3": ("Qwen3", _HEADS),
     "smollm3": ("SmolLM3", {"num_key_value_heads": 1}),
 }
-PLAIN = ("bert", "roberta", "xlm-roberta", "camembert", "distilbert")  # Luna has their layers
+PLAIN = ("bert", "roberta", "xlm-roberta", "camembert", "distilbert", "electra")  # Luna has their layers
 
 
 def make_model(name: str, head: str | None = None, scale: float = 0.3, **fields: Any) -> transformers.PreTrainedModel:

@@ -64,6 +64,11 @@ def test_windows(head, window):
         Teacher(make_model("bert", head), window)
 
 
+def test_narrow_embeddings_of_a_mega():
+    with pytest.raises(ValueError, match=r"narrower \(8\) than its layers \(16\).*choose a Luna"):
+        student_config(make_teacher("electra", embedding_size=8), "mega")
+
+
 def test_a_decoder_that_classifies():
     with pytest.raises(ValueError, match="GPT2ForSequenceClassification classifies with a decoder"):
         make_teacher("gpt2", "ForSequenceClassification")

@@ -1,0 +1,93 @@
+"""Trained encoders as folders with a Luna model, for `luna-mega distill`."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from luna_mega.distillation.exact import ConversionReport, from_teacher
+from luna_mega.distillation.record import license_of
+from luna_mega.distillation.sentences import read_modules
+from luna_mega.errors import ConversionError
+from luna_mega.escaping import code
+from luna_mega.hub.output import check_output, complete_folder
+
+
+@dataclass(frozen=True)
+class DistillReport:
+    """Record of `convert_teacher`."""
+
+    model_class: str
+    output: Path
+    projection_length: int
+    max_length: int
+    sentence_transformers: bool
+    conversion: ConversionReport
+
+    def __str__(self) -> str:
+        kind = "sentence-transformers folder" if self.sentence_transformers else "folder"
+        return (
+            f"{self.model_class}: equals the teacher for texts of up to {self.projection_length} tokens, reads "
+            f"{self.max_length:,}\n{self.conversion}\n{kind} written to {self.output}"
+        )
+
+
+def convert_teacher(
+    teacher: str,
+    output: str | Path,
+    projection_length: int = 128,
+    max_length: int = 4096,
+    position_extension: str | None = "interpolate",
+    texts: str | Path | None = None,
+) -> DistillReport:
+    """Write a trained encoder as a folder with a Luna model and its tokenizer; see `from_teacher`.
+
+    Args:
+        teacher: name on the Hub or folder; of sentence-transformers, its modules are copied.
+        output: folder, absent or empty.
+        texts: text file to fit the salience on, with one text per line.
+
+    Raises:
+        ConversionError: The teacher is not supported, an option is out of range, or a file is invalid.
+    """
+    output = check_output(output)
+    try:
+        modules = read_modules(teacher)
+        lines = None if texts is None else _read_lines(Path(texts))
+        options: dict[str, Any] = {"projection_length": projection_length, "max_length": max_length}
+        model, tokenizer, report = from_teacher(teacher, **options, position_extension=position_extension, texts=lines)
+    except ValueError as error:
+        raise ConversionError(str(error)) from error
+    with complete_folder(output) as folder:
+        model.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+        if modules is not None:
+            modules.write(folder, max_length)
+        (folder / "README.md").write_text(_card(teacher, type(model).__name__, projection_length), encoding="utf-8")
+    name = type(model).__name__
+    return DistillReport(name, output, projection_length, max_length, modules is not None, report)
+
+
+def _read_lines(path: Path) -> list[str]:
+    lines = [line.strip() for line in path.read_text(encoding="utf-8").splitlines()]
+    if not (lines := [line for line in lines if line]):
+        raise ValueError(f"{path} has no text; it must have one text per line")
+    return lines
+
+
+def _card(teacher: str, model_class: str, projection_length: int) -> str:
+    """Return the model card."""
+    data: dict[str, Any] = {"library_name": "transformers", "tags": ["luna"]}
+    local = Path(teacher).exists()
+    if not local:
+        data["base_model"] = teacher
+    if license := license_of(teacher):
+        data["license"] = license
+    name = code(Path(teacher).resolve().name if local else teacher)
+    return (
+        f"---\n{yaml.safe_dump(data)}---\n\n# Luna from {name}\n\n`{model_class}` with the weights of {name}. It\n"
+        f"equals that model for texts of up to {projection_length} tokens. Longer texts are packed\n"
+        f"into {projection_length} rows per layer, so that time and memory are linear in their length.\n"
+        "`import luna_mega` registers the model with transformers.\n"
+    )

@@ -1,0 +1,135 @@
+"""Folders of sentence-transformers: the modules after the transformer, and the vectors that they return."""
+
+import json
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.nn import functional
+from transformers.utils import cached_file
+
+_MODES = ("cls", "max", "mean", "mean_sqrt_len_tokens", "weightedmean", "lasttoken")
+_LEGACY = {
+    "pooling_mode_cls_token": "cls",
+    "pooling_mode_max_tokens": "max",
+    "pooling_mode_mean_tokens": "mean",
+    "pooling_mode_mean_sqrt_len_tokens": "mean_sqrt_len_tokens",
+    "pooling_mode_weightedmean_tokens": "weightedmean",
+    "pooling_mode_lasttoken": "lasttoken",
+}
+_CONFIGS = ("sentence_bert_config.json", "config_sentence_transformers.json")
+_FILES = ("config.json", "model.safetensors", "pytorch_model.bin")  # of a module
+
+
+@dataclass
+class SentenceModules:
+    """The modules of a sentence-transformers folder after its transformer.
+
+    Args:
+        pooling: modes of the pooling, whose vectors are concatenated.
+        normalizes: whether the vectors are scaled to length 1.
+        max_seq_length: longest text in tokens; None = not specified.
+        prompts: texts before an input, by name.
+        files: relative paths -> the files to copy.
+        settings: contents of `sentence_bert_config.json`.
+        others: types of modules that are neither pooling nor normalization.
+    """
+
+    pooling: tuple[str, ...]
+    normalizes: bool
+    max_seq_length: int | None
+    prompts: dict[str, str]
+    files: dict[str, Path]
+    settings: dict[str, Any]
+    others: tuple[str, ...] = ()
+
+    def write(self, folder: Path, max_length: int) -> None:
+        """Write the modules next to a saved transformer for texts of `max_length` tokens."""
+        for name, path in self.files.items():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(path, folder / name)
+        settings = self.settings | {"max_seq_length": max_length}
+        (folder / _CONFIGS[0]).write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
+
+    def embed(self, states: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        """Return the vectors `[B, d]` of the last states `[B, T, d]`; `mask` `[B, T]` is bool, True = keep.
+
+        Raises:
+            ValueError: The folder has other pooling than `"cls"` or `"mean"`, or other modules.
+        """
+        if self.pooling not in (("cls",), ("mean",)) or self.others:
+            raise ValueError(
+                f"sentence vectors by {', '.join(self.pooling + self.others)} are not supported for distillation; use "
+                "a teacher whose only modules are pooling by cls or mean, and normalization"
+            )
+        if self.pooling == ("cls",):
+            vectors = states[torch.arange(len(states)), mask.int().argmax(dim=1)]
+        else:
+            weights = mask[..., None].to(states.dtype)
+            vectors = (states * weights).sum(dim=1) / weights.sum(dim=1).clamp(min=1)
+        return functional.normalize(vectors, dim=-1) if self.normalizes else vectors
+
+
+def read_modules(name: str) -> SentenceModules | None:
+    """Return the modules of a sentence-transformers folder or repository; None if it is not one.
+
+    Raises:
+        ValueError: The folder is damaged, or its first module is not a transformer in the same folder.
+    """
+    listed = _read(name, "modules.json")
+    if listed is None:
+        return None
+    try:
+        kinds = [(str(entry["type"]).rpartition(".")[2], str(entry["path"])) for entry in listed]
+    except (TypeError, KeyError) as error:
+        raise ValueError(f"{name}: modules.json is not a list of modules with type and path; repair it") from error
+    if not kinds or kinds[0] != ("Transformer", ""):
+        raise ValueError(
+            f"{name}: the first module in modules.json must be a Transformer in the same folder, got {kinds[:1]}; pass "
+            "the folder of the transformer"
+        )
+    pooling: tuple[str, ...] = ()
+    files = {path: file for path in ("modules.json", _CONFIGS[1]) if (file := _find(name, path))}
+    for kind, path in kinds[1:]:
+        found = {f"{path}/{file}": place for file in _FILES if path and (place := _find(name, f"{path}/{file}"))}
+        files |= found
+        if kind == "Pooling":
+            pooling = _pooling(name, f"{path}/config.json")
+    if not pooling:
+        raise ValueError(f"{name}: modules.json contains no Pooling; add one, or pass a folder without modules.json")
+    settings, prompts = _read(name, _CONFIGS[0]) or {}, _read(name, _CONFIGS[1]) or {}
+    others = tuple(kind for kind, _ in kinds[1:] if kind not in ("Pooling", "Normalize"))
+    normalizes = any(kind == "Normalize" for kind, _ in kinds)
+    length = settings.get("max_seq_length")
+    return SentenceModules(pooling, normalizes, length, prompts.get("prompts") or {}, files, settings, others)
+
+
+def _pooling(name: str, path: str) -> tuple[str, ...]:
+    """Return the modes of a pooling."""
+    config = _read(name, path) or {}
+    given = config.get("pooling_mode", [mode for field, mode in _LEGACY.items() if config.get(field)])
+    modes = (given,) if isinstance(given, str) else tuple(given)
+    unknown = [str(mode) for mode in modes if mode not in _MODES]
+    unknown += [field for field in config if field.startswith("pooling_mode_") and field not in _LEGACY]
+    if unknown or not modes:
+        raise ValueError(
+            f"{name}: {path} has the pooling {', '.join(unknown) or 'none'}; supported are {', '.join(_MODES)}"
+        )
+    return modes
+
+
+def _find(name: str, path: str) -> Path | None:
+    file = cached_file(name, path, _raise_exceptions_for_missing_entries=False)
+    return Path(file) if file else None
+
+
+def _read(name: str, path: str) -> Any:
+    """Return the content of a JSON file; None if there is none."""
+    if (file := _find(name, path)) is None:
+        return None
+    try:
+        return json.loads(file.read_text(encoding="utf-8-sig"))
+    except ValueError as error:
+        raise ValueError(f"{name}: {path} is not valid JSON ({error}); repair it") from error

@@ -1,0 +1,53 @@
+# Copyright 2026 The luna-mega authors. Licensed under the Apache License, Version 2.0.
+"""`luna-mega distill`: convert a trained encoder to a Luna model with linear time and memory."""
+
+import argparse
+from dataclasses import asdict
+
+from luna_mega_cli.options import Commands, add_command, chosen, positive, show
+
+
+def add(commands: Commands) -> None:
+    parser = add_command(
+        commands,
+        "distill",
+        run,
+        help="convert a trained encoder to a Luna with linear time and memory",
+        description="Converts BERT, RoBERTa, XLM-RoBERTa, CamemBERT, DistilBERT or ELECTRA, with or without a head, to "
+        "a Luna model that equals it on texts of up to --projection-length tokens. Longer texts are packed. Nothing is "
+        "trained. A sentence-transformers model becomes a sentence-transformers folder.",
+        examples=(
+            "sentence-transformers/all-MiniLM-L6-v2 --output my-encoder --texts texts.txt",
+            "my-fine-tuned-bert --output my-classifier --projection-length 256",
+        ),
+    )
+    parser.add_argument("teacher", metavar="TEACHER", help="trained encoder: a folder or a name on the Hub")
+    parser.add_argument("--output", metavar="DIR", required=True, help="output folder, absent or empty")
+    parser.add_argument(
+        "--projection-length",
+        metavar="N",
+        type=positive,
+        default=128,
+        help="rows per layer that a text is packed into (default: 128)",
+    )
+    parser.add_argument(
+        "--max-length", metavar="N", type=positive, default=4096, help="longest text in tokens (default: 4096)"
+    )
+    parser.add_argument(
+        "--position-extension",
+        choices=("interpolate", "wrap"),
+        default="interpolate",
+        help="positions of texts longer than the teacher's limit (default: interpolate)",
+    )
+    parser.add_argument(
+        "--texts", metavar="FILE", help="text file to fit the packing on, one text per line; about 100 are enough"
+    )
+
+
+def run(options: argparse.Namespace) -> int:
+    from luna_mega.distillation.convert import convert_teacher
+
+    names = ("teacher", "output", "projection_length", "max_length", "position_extension", "texts")
+    report = convert_teacher(**chosen(options, *names))
+    show(options, report, asdict(report))
+    return 0

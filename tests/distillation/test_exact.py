@@ -1,0 +1,195 @@
+"""`from_teacher`: a Luna equals its teacher on texts of up to `projection_length` tokens, with any head and padding."""
+
+import pytest
+import torch
+import transformers
+from transformers import AutoModel
+
+from luna_mega import LunaForSequenceClassification
+from luna_mega.distillation import fit_salience, from_teacher
+from luna_mega.distillation.exact import EncoderTeacher
+from tests.distillation.models import PLAIN, make_model
+
+LENGTH = 14
+HEADS = (
+    "Model", "ForMaskedLM", "ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering",
+    "ForMultipleChoice",
+)  # fmt: skip
+TYPED = ("bert", "electra")
+MASKS = {
+    "right": torch.arange(LENGTH) < torch.tensor([[LENGTH], [9], [2]]),
+    "left": torch.arange(LENGTH) >= torch.tensor([[0], [5], [12]]),
+    "gaps": torch.arange(LENGTH) % torch.tensor([[20], [3], [4]]) != 2,
+}
+
+
+def make(name, head="Model", **fields):
+    fields = {"embedding_size": 12} | fields if name == "electra" else fields
+    return make_model(name, head, **fields).eval()
+
+
+def batch_of(name, side="right"):
+    ids = torch.randint(3, 40, (3, LENGTH), generator=torch.Generator().manual_seed(4))
+    mask = MASKS[side]
+    batch = {"input_ids": ids.masked_fill(~mask, 1), "attention_mask": mask.long()}
+    if name in TYPED:
+        batch["token_type_ids"] = (torch.arange(LENGTH) > 6).long().expand(3, LENGTH).contiguous()
+    return batch
+
+
+def expected(model, batch):
+    """The teacher's first output, with positions that count the kept tokens; RoBERTa counts them by itself."""
+    if model.config.model_type in ("bert", "electra"):
+        batch = batch | {"position_ids": (batch["attention_mask"].cumsum(-1) - 1).clamp(min=0)}
+    if model.config.model_type == "distilbert":
+        embeds = model.base_model.embeddings
+        places = (batch["attention_mask"].cumsum(-1) - 1).clamp(min=0)
+        words = embeds.word_embeddings(batch["input_ids"])
+        index = torch.arange(batch["input_ids"].shape[-1])  # which the model adds to embeddings itself
+        words = words + embeds.position_embeddings(places) - embeds.position_embeddings(index)
+        batch = {"inputs_embeds": words, "attention_mask": batch["attention_mask"]}
+    return model(**batch)
+
+
+def compare(got, want, mask, head):
+    got, want = (x[:2] if head == "ForQuestionAnswering" else x[:1] for x in (got.to_tuple(), want.to_tuple()))
+    for ours, theirs in zip(got, want, strict=True):
+        if theirs.shape[:2] == mask.shape:
+            ours, theirs = ours[mask], theirs[mask]
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("head", HEADS)
+@pytest.mark.parametrize("name", PLAIN)
+@torch.no_grad()
+def test_equals_its_teacher(name, head, tmp_path):
+    teacher = make(name, head)
+    student = from_teacher(teacher, projection_length=LENGTH).model
+    sides = ["right", "left", "gaps"] if head in ("Model", "ForMaskedLM", "ForTokenClassification") else ["right"]
+    for side in sides:
+        batch = batch_of(name, side)
+        if head == "ForMultipleChoice":
+            batch = {key: tensor[None] for key, tensor in batch.items()}
+            got, want = student(**batch), teacher(**batch)
+        else:
+            got, want = student(**batch), expected(teacher, batch)
+        compare(got, want, MASKS[side], head)
+    student.save_pretrained(tmp_path)
+    again = type(student).from_pretrained(tmp_path)
+    torch.testing.assert_close(again(**batch)[0], got[0], rtol=0, atol=1e-6)
+    assert all(torch.equal(x, again.state_dict()[key]) for key, x in student.state_dict().items())
+
+
+def test_gradients_are_the_teachers():
+    teacher = make("bert", "ForSequenceClassification", hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
+    student = from_teacher(teacher, projection_length=LENGTH).model.train()
+    batch = batch_of("bert") | {"labels": torch.tensor([0, 1, 1])}
+    for model in (teacher.train(), student):
+        model(**batch).loss.backward()
+    pairs = {
+        "luna.embeddings.word_embeddings": "bert.embeddings.word_embeddings",
+        "luna.embeddings.token_type_embeddings": "bert.embeddings.token_type_embeddings",
+        "luna.encoder.layers.0.attention.key": "bert.encoder.layer.0.attention.self.key",
+        "classifier.out_proj": "classifier",
+    }
+    for ours, theirs in pairs.items():
+        ours, theirs = student.get_submodule(ours).weight.grad, teacher.get_submodule(theirs).weight.grad
+        torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-5)
+
+
+def test_fields_of_the_teacher():
+    teacher = make("distilbert", "ForSequenceClassification", num_labels=3, dropout=0.2, seq_classif_dropout=0.3)
+    config = from_teacher(teacher, projection_length=5).model.config
+    assert (config.num_labels, config.dropout, config.classifier_dropout) == (3, 0.2, 0.3)
+    assert (config.projection_length, config.max_position_embeddings, config.pad_token_id) == (5, 20, 1)
+    assert config.classifier_activation == "relu" and not config.type_vocab_size
+
+
+@torch.no_grad()
+def test_fit_of_the_salience():
+    """If the logits of a layer are a function of the key alone, packing with the fitted salience loses nothing."""
+    model = make("bert", num_hidden_layers=1, num_attention_heads=1)
+    model.encoder.layer[0].attention.self.query.weight.zero_()
+    plain, fitted = (from_teacher(model, projection_length=4).model for _ in range(2))
+    generator = torch.Generator().manual_seed(7)
+    batches = [{"input_ids": torch.randint(3, 40, (64, 16), generator=generator)} for _ in range(8)]
+    shares, tokens = fit_salience(EncoderTeacher(model), fitted, batches, ridge=1e-6)
+    assert tokens == 8 * 64 * 16 and len(shares) == 1 and 0.9 < shares[0] <= 1
+    assert model.config._attn_implementation == "sdpa"
+    want = model(**batches[0]).last_hidden_state
+    errors = [(student(**batches[0]).last_hidden_state - want).norm() for student in (plain, fitted)]
+    assert errors[1] < 0.1 * errors[0]
+
+
+def test_longer_than_the_teacher():
+    model = from_teacher(make("bert"), projection_length=6).model
+    ids = torch.randint(3, 40, (1, 50))
+    assert torch.isfinite(model(input_ids=ids).last_hidden_state).all()
+    with pytest.raises(ValueError, match="max_length=4096 exceeds the 20 positions of the teacher; pass max_length=20"):
+        from_teacher(make("bert"), position_extension=None)
+
+
+REJECTED = {
+    "t5": (lambda: transformers.T5Config(), "t5 is an encoder-decoder"),
+    "mpnet": (lambda: transformers.MPNetConfig(), r"\(mpnet\) has relative biases"),
+    "deberta": (lambda: transformers.DebertaV2Config(relative_attention=True), r"\(deberta-v2\) has relative biases"),
+    "modernbert": (lambda: transformers.ModernBertConfig(), r"\(modernbert\) does not have the layers and learned pos"),
+    "gpt2": (lambda: transformers.GPT2Config(), r"\(gpt2\) does not have the layers and learned positions of BERT"),
+    "relative keys": (lambda: transformers.BertConfig(position_embedding_type="relative_key"), "has relative biases"),
+}
+
+
+@pytest.mark.parametrize("case", REJECTED)
+def test_rejected_types(case, tmp_path):
+    config, message = REJECTED[case][0](), REJECTED[case][1]
+    config.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=message) as error:
+        from_teacher(str(tmp_path))
+    assert "\n" not in str(error.value) and "bert" in str(error.value)
+
+
+def test_rejected_models(tmp_path):
+    model = make("bert")
+    with pytest.raises(ValueError, match="`texts` require a `tokenizer`"):
+        from_teacher(model, texts=["a"])
+    with pytest.raises(ValueError, match="projection_length must be at least 1, got 0"):
+        from_teacher(model, projection_length=0)
+    with pytest.raises(ValueError, match="BertForNextSentencePrediction has a head that Luna does not have"):
+        from_teacher(make("bert", "ForNextSentencePrediction"))
+    with pytest.raises(ValueError, match="has the activation 'gelu', but its layers have 'relu'"):
+        from_teacher(make("roberta", "ForMaskedLM", hidden_act="relu"))
+    with pytest.raises(ValueError, match="summarizes options by 'last' and 'gelu'"):
+        from_teacher(make("electra", "ForMultipleChoice", summary_type="last"))
+    model.save_pretrained(tmp_path)
+    with pytest.raises((ValueError, OSError), match=r"tokenizer"):
+        from_teacher(str(tmp_path))
+    config = transformers.BertConfig.from_pretrained(tmp_path, intermediate_size=20)
+    config.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"has shape \[24.*\], but config.json specifies"):
+        from_teacher(str(tmp_path))
+    model.encoder.layer[0].output.dense.weight.data[0, 0] = torch.nan
+    with pytest.raises(ValueError, match="not finite in 1 tensors"):
+        from_teacher(model)
+
+
+def test_a_bare_encoder_leaves_its_pooler(tmp_path):
+    model = make("bert")
+    report = from_teacher(model).report
+    assert report.copied.left == ["pooler.dense.weight", "pooler.dense.bias"] and report.fit is None
+    assert "left: pooler.dense.weight" in str(report) and "salience: 0" in str(report)
+
+
+def test_a_fine_tuned_model_of_another_head_is_read_by_its_architecture(tmp_path):
+    """`from_teacher` reads the head that config.json names, and an unknown head as a bare encoder."""
+    tokenizer = transformers.BertTokenizer(vocab={word: i for i, word in enumerate(_words())}, pad_token="[PAD]")
+    for head, kind in (("ForSequenceClassification", LunaForSequenceClassification), ("ForPreTraining", None)):
+        folder = tmp_path / head
+        make("bert", head, pad_token_id=0).save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+        model, own, report = from_teacher(str(folder), texts=["a b c", "d e"], max_length=100)
+        assert type(model) is (kind or AutoModel.from_config(model.config).__class__)
+        assert own.model_max_length == 100 and len(report.fit) == 3 and report.tokens == 9
+
+
+def _words():
+    return ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *"abcdefghij", *[f"w{i}" for i in range(25)]]

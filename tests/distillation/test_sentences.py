@@ -1,0 +1,130 @@
+"""`luna-mega distill`: folders of encoders and of sentence-transformers."""
+
+import json
+
+import pytest
+import torch
+from transformers import AutoModel, AutoTokenizer, BertTokenizer
+
+import luna_mega_cli
+from luna_mega.distillation.convert import convert_teacher
+from luna_mega.distillation.sentences import read_modules
+from tests.distillation.models import make_model
+
+WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *"abcdefghij", *[f"w{i}" for i in range(25)]]
+POOLING = {"word_embedding_dimension": 16, "pooling_mode_cls_token": False, "pooling_mode_mean_tokens": True}
+TYPES = ("", "Transformer"), ("1_Pooling", "Pooling"), ("2_Normalize", "Normalize")
+
+
+@pytest.fixture
+def teacher(tmp_path):
+    folder = tmp_path / "teacher"
+    make_model("bert", "Model", pad_token_id=0).save_pretrained(folder)
+    BertTokenizer(vocab={word: index for index, word in enumerate(WORDS)}).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def sentence_teacher(teacher):
+    entries = [
+        {"idx": i, "name": str(i), "path": path, "type": f"sentence_transformers.models.{kind}"}
+        for i, (path, kind) in enumerate(TYPES)
+    ]
+    (teacher / "1_Pooling").mkdir()
+    write(teacher / "modules.json", entries)
+    write(teacher / "1_Pooling" / "config.json", POOLING)
+    write(teacher / "sentence_bert_config.json", {"max_seq_length": 16, "do_lower_case": True})
+    write(teacher / "config_sentence_transformers.json", {"prompts": {"query": "w1 "}, "default_prompt_name": None})
+    return teacher
+
+
+def write(path, content):
+    path.write_text(json.dumps(content))
+
+
+def test_command(sentence_teacher, tmp_path, capsys):
+    texts, output = tmp_path / "texts.txt", tmp_path / "out"
+    texts.write_text("a b c d\n\ne f g\nh i j a b\n")
+    argv = ["distill", str(sentence_teacher), "--output", str(output), "--projection-length", "9", "--max-length", "64"]
+    assert luna_mega_cli.main([*argv, "--texts", str(texts)]) == 0
+    out = capsys.readouterr().out
+    assert "equals the teacher for texts of up to 9 tokens, reads 64" in out and "salience: fitted on 18 tokens" in out
+    model, tokenizer = AutoModel.from_pretrained(output), AutoTokenizer.from_pretrained(output)
+    assert tokenizer.model_max_length == 64 and model.config.projection_length == 9
+    batch = tokenizer(["a b c d", "e f"], return_tensors="pt", padding=True)
+    with torch.no_grad():
+        want = AutoModel.from_pretrained(sentence_teacher)(**batch).last_hidden_state
+        got = model(**batch).last_hidden_state
+    kept = batch["attention_mask"].bool()
+    torch.testing.assert_close(got[kept], want[kept], rtol=0, atol=1e-5)
+    assert json.loads((output / "sentence_bert_config.json").read_text()) == {
+        "max_seq_length": 64,
+        "do_lower_case": True,
+    }
+    for name in ("modules.json", "1_Pooling/config.json", "config_sentence_transformers.json"):
+        assert (output / name).read_bytes() == (sentence_teacher / name).read_bytes()
+    modules = read_modules(str(output))
+    assert modules.pooling == ("mean",) and modules.normalizes and modules.prompts == {"query": "w1 "}
+    vectors = modules.embed(got, kept)
+    assert torch.allclose(vectors.norm(dim=-1), torch.ones(2))
+    assert luna_mega_cli.main([*argv, "--json"]) == 1
+    assert "the output folder is not empty" in capsys.readouterr().err
+
+
+def test_sentence_transformers_loads_the_folder(sentence_teacher, tmp_path):
+    sentence_transformers = pytest.importorskip(
+        "sentence_transformers", reason="sentence-transformers is not installed"
+    )
+    convert_teacher(str(sentence_teacher), tmp_path / "out", projection_length=16, max_length=32)
+    texts = ["a b c", "d e f g h"]
+    ours, theirs = (
+        sentence_transformers.SentenceTransformer(str(folder), device="cpu")
+        for folder in (tmp_path / "out", sentence_teacher)
+    )
+    assert ours.max_seq_length == 32
+    assert abs(ours.encode(texts) - theirs.encode(texts)).max() < 1e-5
+
+
+def test_json_without_texts(teacher, tmp_path, capsys):
+    assert luna_mega_cli.main(["distill", str(teacher), "--output", str(tmp_path / "out"), "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["model_class"] == "LunaModel" and report["conversion"]["fit"] is None
+    assert not report["sentence_transformers"] and not (tmp_path / "out" / "modules.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"pooling_mode_mean_tokens": False}, "has the pooling none; supported are cls, max, mean"),
+        ({"pooling_mode": "attention"}, "has the pooling attention; supported are cls, max, mean"),
+        ({"pooling_mode_new": False}, "has the pooling pooling_mode_new; supported"),
+    ],
+    ids=["none", "mode", "field"],
+)
+def test_unknown_pooling(change, message, sentence_teacher, tmp_path, capsys):
+    write(sentence_teacher / "1_Pooling" / "config.json", POOLING | change)
+    assert luna_mega_cli.main(["distill", str(sentence_teacher), "--output", str(tmp_path / "out")]) == 1
+    error = capsys.readouterr().err
+    assert message in error and error.count("\n") == 1 and not (tmp_path / "out").exists()
+
+
+def test_damaged_modules(sentence_teacher):
+    modules = sentence_teacher / "modules.json"
+    entries = json.loads(modules.read_text())
+    for content, message in (
+        ("[", "modules.json is not valid JSON"),
+        ("[1]", "is not a list of modules with type and path"),
+        (json.dumps(entries[1:]), "the first module in modules.json must be a Transformer in the same folder"),
+        (json.dumps(entries[:1]), "contains no Pooling"),
+    ):
+        modules.write_text(content)
+        with pytest.raises(ValueError, match=message):
+            read_modules(str(sentence_teacher))
+
+
+def test_files_that_do_not_exist(teacher, tmp_path, capsys):
+    argv = ["distill", str(teacher), "--output", str(tmp_path / "out")]
+    (tmp_path / "empty.txt").write_text("\n")
+    for texts, message in (("none.txt", "No such file"), ("empty.txt", "has no text; it must have one text per line")):
+        assert luna_mega_cli.main([*argv, "--texts", str(tmp_path / texts)]) == 1
+        assert message in capsys.readouterr().err
