@@ -1,8 +1,7 @@
 """Resuming from checkpoints."""
 
 import json
-from collections.abc import Iterable, Sequence
-from glob import escape, glob
+from collections.abc import Sequence
 from pathlib import Path
 
 from transformers import Trainer, TrainerCallback, TrainerState, TrainingArguments
@@ -15,28 +14,20 @@ from luna_mega.training.arguments import fail
 def find_checkpoint(training: TrainingArguments, *files: str) -> str | None:
     """Return the checkpoint of `--resume_from_checkpoint`, which must contain `files`, or None.
 
-    A run that does not resume exits if the output folder contains checkpoints.
+    `last` is the newest complete checkpoint in the output folder; the newest one is incomplete if the run was killed
+    while it saved. A run that does not resume exits if the output folder contains checkpoints.
     """
-    found = [Path(path) for path in glob(f"{escape(training.output_dir)}/{PREFIX_CHECKPOINT_DIR}-*[0-9]")]
-    found.sort(key=lambda path: int(path.name.rpartition("-")[2]))
-    if training.resume_from_checkpoint:
-        return choose_checkpoint(training, found, files)
-    if found and training.do_train:
-        fail(f"{found[-1]} already exists: pass --resume_from_checkpoint last, or another --output_dir")
-    return None
-
-
-def choose_checkpoint(training: TrainingArguments, found: Sequence[Path], files: Sequence[str]) -> str:
-    """Return the checkpoint of `--resume_from_checkpoint`; `last` is the newest complete one of `found`.
-
-    If the run was killed while it saved, the newest checkpoint is incomplete.
-    """
+    found = list(Path(training.output_dir).glob(f"{PREFIX_CHECKPOINT_DIR}-*[0-9]"))
+    found.sort(key=lambda path: int(path.name.rpartition("-")[2]), reverse=True)
     source = training.resume_from_checkpoint
-    candidates: Iterable[Path] = reversed(found) if source == "last" else [Path(source)]
-    complete = next((path for path in candidates if is_complete(path, files)), None)
-    if complete is None:
-        fail(f"--resume_from_checkpoint {source}: no checkpoint there" + f" with {' and '.join(files)}" * bool(files))
-    return str(complete)
+    if not source:
+        if found and training.do_train:
+            fail(f"{found[0]} already exists: pass --resume_from_checkpoint last, or another --output_dir")
+        return None
+    for path in found if source == "last" else [Path(source)]:
+        if is_complete(path, files):
+            return str(path)
+    fail(f"--resume_from_checkpoint {source}: no checkpoint there" + f" with {' and '.join(files)}" * bool(files))
 
 
 def is_complete(checkpoint: Path, files: Sequence[str]) -> bool:
