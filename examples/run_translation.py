@@ -207,7 +207,7 @@ def load_pairs(data: DataArguments, training: Seq2SeqTrainingArguments) -> dict[
         folders = {Path(path).resolve().name: path for path in data.test_paths}
     limits = choose_splits(training, data, test=() if folders else ("test",))
     if folders and (len(folders) < len(data.test_paths) or folders.keys() & limits.keys()):
-        fail(f"--test_paths: the folders must have different names, except {' and '.join(limits)}")
+        fail(f"--test_paths: the folders must have different names, none of them {' or '.join(limits)}")
     splits = {}
     if limits:
         splits = load_splits(limits, data.dataset_path, data.dataset_name, data.dataset_config)

@@ -95,7 +95,7 @@ def read_text(arguments: Arguments, tokenizer: PreTrainedTokenizerBase) -> tuple
     tokenizer.eos_token_id = boundary_ids(tokenizer)[1]
     stream = encode(split[arguments.text_column], tokenizer, "eos")[: arguments.max_tokens]
     if len(stream) < max(arguments.lengths) - 1:
-        fail(f"the text has {len(stream)} tokens, too few for one block of {max(arguments.lengths)}; see --lengths")
+        fail(f"the text has {len(stream)} tokens, too few for one block of {max(arguments.lengths)}; reduce --lengths")
     numbers = torch.Generator().manual_seed(arguments.seed)
     masked = Masking(tokenizer, arguments.mlm_probability)({"input_ids": stream.tolist()}, numbers)
     return masked["input_ids"], masked["labels"]

@@ -55,7 +55,7 @@ def cut_stream(
 def draw_windows(stream: torch.LongTensor, length: int, seed: int) -> Redrawn:
     """Return blocks of `length` tokens at random positions of a stream, with the tokens that follow each token."""
     if len(stream) <= length:
-        fail(f"the text has {len(stream)} tokens, too few for blocks of {length}")
+        fail(f"the text has {len(stream)} tokens, too few for blocks of {length}; reduce --block_size")
 
     def cut(_: int, numbers: torch.Generator) -> dict[str, torch.Tensor]:
         return _segment(stream, int(torch.randint(len(stream) - length, (), generator=numbers)), length)
@@ -72,7 +72,9 @@ class Streams(Dataset):
     def __init__(self, stream: torch.LongTensor, length: int, batch_size: int):
         self.part = (len(stream) - 1) // batch_size
         if self.part < length:
-            fail(f"the text has {len(stream)} tokens, too few for {batch_size} streams of blocks of {length}")
+            fail(
+                f"the text has {len(stream)} tokens, too few for {batch_size} streams of blocks of {length}; reduce --block_size"
+            )
         self.stream, self.length, self.batch_size = stream, length, batch_size
 
     def __len__(self) -> int:

@@ -81,7 +81,7 @@ def cut_blocks(
     options = {"batched": True, "remove_columns": split.column_names, "num_proc": data.preprocessing_num_workers}
     blocks = split.map(encode, **options, desc=name)
     if len(blocks) == 0:
-        fail(f"split {name} has too little text for one block of {data.block_size} tokens; see --block_size")
+        fail(f"split {name} has too little text for one block of {data.block_size} tokens; reduce --block_size")
     return blocks
 
 
