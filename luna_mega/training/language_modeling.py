@@ -72,9 +72,7 @@ class Streams(Dataset):
     def __init__(self, stream: torch.LongTensor, length: int, batch_size: int):
         self.part = (len(stream) - 1) // batch_size
         if self.part < length:
-            fail(
-                f"the text has {len(stream)} tokens, too few for {batch_size} streams of blocks of {length}; reduce --block_size"
-            )
+            fail(f"the text has {len(stream)} tokens, too few for {batch_size} blocks of {length}; reduce --block_size")
         self.stream, self.length, self.batch_size = stream, length, batch_size
 
     def __len__(self) -> int:
