@@ -168,7 +168,7 @@ def test_words_with_an_adaptive_softmax(run):
         (["--model_type", "t5"], "t5 has no causal language model"),
         (["--model_type", "llama", "--carry_state", "true"], "requires a recurrent state: --model_type luna or mega"),
         (["--block_size", "100000"], "too few for blocks of 100000"),
-        (["--carry_state", "true", "--block_size", "5000"], "too few for 4 streams"),
+        (["--carry_state", "true", "--block_size", "5000"], "too few for 4 blocks"),
         (["--min_block_size", "12"], "must be multiples of the chunk size 8"),
         (["--carry_state", "true", "--min_block_size", "8"], "--min_block_size is not supported with --carry_state"),
         (["--do_predict", "true"], "no test predictions"),
