@@ -184,7 +184,7 @@ def _add_task(gradio, demo: Demo) -> None:
 
 def _add_luna(gradio, demo: Demo) -> None:
     config = demo.body.config
-    packs = not config.is_decoder
+    packs = demo.has_pack_weights
     gradio.Markdown(
         "P is a short packed sequence. "
         + ("Its rows attend to the tokens (**pack**), and the" if packs else "The")

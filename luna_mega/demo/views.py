@@ -31,7 +31,8 @@ class LunaWeights:
     Args:
         tokens: Text of each token.
         unpack: `[N, heads, T, L]`, weights of the tokens for the rows of P.
-        pack: `[N, pack heads, L, T]`, weights of the rows of P for the tokens; None for a decoder.
+        pack: `[N, pack heads, L, T]`, weights of the rows of P for the tokens; None for a decoder and the
+            position-aware pack.
     """
 
     tokens: list[str]
@@ -88,6 +89,9 @@ class Demo:
         if torch.cuda.is_available():
             self.model.cuda()
         self.is_luna = self.model.config.model_type.startswith("luna")
+        # The position-aware pack and decoders have none.
+        config = self.body.config
+        self.has_pack_weights = self.is_luna and not config.is_decoder and config.pack_method == "attention"
         self.is_megalodon = self.model.config.model_type == "megalodon"
         self.limit = position_limit(self.body.config)
         self.look = functools.lru_cache(maxsize=4)(self._look)
@@ -149,7 +153,7 @@ class Demo:
     def _look(self, text: str) -> LunaWeights | MegaWeights:
         """Return the attention weights of the first `LONGEST` tokens of a text, in the encoder if there is one."""
         inputs = self._encode(text, longest=min(LONGEST, self.limit or LONGEST))
-        options = {"output_attentions": True} | ({"output_packed_attentions": True} if self.is_luna else {})
+        options = {"output_attentions": True} | ({"output_packed_attentions": True} if self.has_pack_weights else {})
         with torch.no_grad():
             output = self.body(**inputs, **options)
         tokens = [self._shown(token) for token in inputs["input_ids"][0].tolist()]
@@ -157,7 +161,7 @@ class Demo:
         if not self.is_luna:
             chunks = attentions.mean(1) if self.is_megalodon else attentions
             return MegaWeights(tokens, _place_chunks(chunks, len(tokens)), self.body.config.attention_chunk)
-        packed = None if self.body.config.is_decoder else torch.stack(output.packed_attentions)[:, 0].float().cpu()
+        packed = torch.stack(output.packed_attentions)[:, 0].float().cpu() if self.has_pack_weights else None
         return LunaWeights(tokens, attentions, packed)
 
     @torch.no_grad()

@@ -223,7 +223,7 @@ def _tokenize(texts: Sequence[str], *folders: ModelFolder) -> dict[str, torch.Te
         if not (folder.path / "tokenizer_config.json").is_file():
             continue
         tokenizer = read_tokenizer(folder.path)
-        limit = getattr(folder.config, "max_position_embeddings", None)
+        limit = position_limit(folder.config)
         options = {"truncation": limit is not None, "max_length": limit}
         if tokenizer.pad_token is None:  # the mask says what is padding
             tokenizer.pad_token = tokenizer.eos_token or tokenizer.unk_token

@@ -20,6 +20,9 @@ if not WRITES_EXPORT_FOLDERS:
 
 ENCODERS = {
     "luna": lambda: luna.make("ForMaskedLM", num_hidden_layers=1),
+    "luna, importance": lambda: luna.make(
+        "ForMaskedLM", num_hidden_layers=1, pack_method="importance", position_extension="interpolate"
+    ),
     "mega chunks": lambda: mega.make(
         "ForSequenceClassification", num_hidden_layers=1, **mega.VARIANTS["laplace chunks"]
     ),

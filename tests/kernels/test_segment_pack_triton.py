@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.library import opcheck
 
-from luna_mega.kernels.api import assign_rows
+from luna_mega.kernels.api import assign_rows, luna_unpack
 from tests.kernels.test_segment_pack import MASKS, make_inputs, run
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
@@ -63,6 +63,21 @@ def test_registration(device, masked):
     flat = states.flatten(0, 1).to(device).requires_grad_(), score.flatten().to(device).requires_grad_()
     kept, starts = mask.flatten().to(device) if masked else None, torch.tensor([0, 4, 4, 9, 18, 27], device=device)
     opcheck(torch.ops.luna_mega.segment_pack_triton, (*flat, kept, starts))
+
+
+@pytest.mark.parametrize("size", [8, 127])
+def test_unpack_with_bias(triton_device, size):
+    """With a mask, for tied keys and values."""
+    generator = torch.Generator().manual_seed(0)
+    query, key = (torch.randn(2, n, 1, size, generator=generator) for n in (7, 5))
+    bias, mask = torch.randn(2, 5, generator=generator), torch.tensor([[True] * 5, [True] * 3 + [False] * 2])
+    results = []
+    for backend, device in (("reference", "cpu"), ("triton", triton_device)):
+        leaves = [x.detach().to(device).requires_grad_() for x in (query, key, bias)]
+        output = luna_unpack(*leaves[:2], leaves[1], mask.to(device), bias=leaves[2], backend=backend)
+        results.append([output, *torch.autograd.grad(output.sin().sum(), leaves)])
+    for expected, actual in zip(*results, strict=True):
+        torch.testing.assert_close(actual.cpu(), expected, rtol=1e-5, atol=1e-5)
 
 
 def test_float64_is_not_supported(triton_device):
