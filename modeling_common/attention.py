@@ -50,6 +50,8 @@ def attend(
     """Return the attention of queries `[B, T, H Z]` to a window, `[B, T, H V]`, and the weights or None.
 
     Args:
+        query: queries of all heads.
+        window: visible keys and values.
         chunk_size: positions of an attention chunk; None = the entire sequence.
         heads: H, with the heads of queries, keys and values next to each other; None = one, and weights without H.
         return_weights: also return the attention weights.

@@ -1,6 +1,7 @@
-"""The base classes of both models: what transformers asks of every class, and of a model without a head."""
+"""Base classes of the models of all families, with a head and without."""
 
 from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -12,9 +13,9 @@ from luna_mega.modeling_common.sharding import ShardedLayout
 from luna_mega.modeling_common.tensor_parallel import TensorParallelMixin, wildcard
 from luna_mega.modeling_common.validation import INPUT_NAMES
 
-# Fields of the configuration that belong to one kind of input and say nothing of a model that reads another.
+# Fields of the configuration that only apply to one kind of input.
 INPUT_OF_FIELD = {"vocab_size": "tokens", "image_size": "patches", "patch_size": "patches"}
-_EMBEDDINGS = {"tokens": "word_embeddings", "values": "value_embeddings", "patches": "patch_embeddings"}
+EMBEDDINGS = {"tokens": "word_embeddings", "values": "value_embeddings", "patches": "patch_embeddings"}
 
 
 def exact_dtype() -> torch.dtype:
@@ -25,15 +26,15 @@ def exact_dtype() -> torch.dtype:
     return torch.promote_types(torch.get_default_dtype(), torch.float32)
 
 
-class CommonPreTrainedModel(TensorParallelMixin, PreTrainedModel):
+class CommonPreTrainedModel(TensorParallelMixin):
     """Base of `LunaPreTrainedModel` and `MegaPreTrainedModel`."""
 
     supports_gradient_checkpointing = True
-    # "sdpa" (default) is `luna_mega.kernels`, "eager" computes attention step by step and has weights to return.
+    # "sdpa" (default) is `luna_mega.kernels`; "eager" computes attention step by step and returns its weights.
     _supports_sdpa = True
 
-    def __init_subclass__(cls, **kwargs):
-        """Let `forward` accept its cache under both names, wherever the class inherits it from."""
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Let `forward` accept its cache under both names, also if it is inherited from a mixin."""
         super().__init_subclass__(**kwargs)
         cls.forward = accept_cache_names(cls.forward)
 
@@ -45,56 +46,55 @@ class CommonPreTrainedModel(TensorParallelMixin, PreTrainedModel):
     def _can_set_attn_implementation(cls) -> bool:
         return True
 
-    def require_tokens(self):
-        """Refuse a configuration of real values for a class or method that needs tokens."""
+    def require_tokens(self) -> None:
+        """Raise `ValueError` for a model whose inputs are not tokens."""
         if self.config.input_type != "tokens":
             raise ValueError(f"{type(self).__name__} needs input_type='tokens', got {self.config.input_type!r}")
 
-    def resize_token_embeddings(self, *args, **kwargs) -> nn.Embedding:
+    def resize_token_embeddings(self, *args: Any, **kwargs: Any) -> nn.Embedding:
         """Resize the vocabulary of a model of tokens."""
         self.require_tokens()
         return super().resize_token_embeddings(*args, **kwargs)
 
-    def share_modules(self):
-        """Make modules that have one weight one module; encoder-decoders have such."""
+    def share_modules(self) -> None:
+        """Replace modules that share a weight by one module; encoder-decoders override this."""
 
     def unread_parameters(self) -> Iterable[nn.Parameter]:
         """Return the parameters that no loss of this class depends on."""
         return ()
 
-    def post_init(self):
-        """Finish construction, and keep of the layers and plans that tools read only what this instance has.
+    def post_init(self) -> None:
+        """Finish construction, and remove classes and rules that do not match this instance.
 
-        accelerate refuses the name of a class that the model lacks, transformers warns of a rule for nothing, and
-        FSDP2 does not take a weight that is in two groups: what is tied goes with the rest of the model.
+        Accelerate raises an error for a class without a module, and transformers warns about unused rules. FSDP2 does
+        not support a weight in two groups: tied weights belong to the root group.
         """
         super().post_init()
         classes = {type(module).__name__ for module in self.modules()}
-        self._no_split_modules = set(self._no_split_modules) & classes
+        self._no_split_modules = {*(self._no_split_modules or ())} & classes
         tied = {name.rpartition(".")[0] for pair in self.all_tied_weights_keys.items() for name in pair}
         rules = {wildcard(name) for name, _ in self.named_modules()} - tied
-        self._fsdp_plan = {rule: style for rule, style in self._fsdp_plan.items() if rule in rules}
+        self._fsdp_plan = {rule: style for rule, style in (self._fsdp_plan or {}).items() if rule in rules}
 
     @classmethod
-    def maybe_distribute_model(cls, model: PreTrainedModel, distributed_config, mesh) -> PreTrainedModel:
-        """Distribute a model whose weights are tied already; transformers calls this before it loads them.
+    def maybe_distribute_model(cls, model: Any, distributed_config: Any, mesh: Any) -> PreTrainedModel:
+        """Distribute a model after tying its weights; transformers calls this before it loads them.
 
-        FSDP2 must know that two names are one weight: by itself transformers ties them after, and where their rows do
-        not divide by the processes, an update then reaches one of the two alone. Tensor parallelism splits the names of
-        a plan one by one, and is left to transformers.
+        transformers ties weights after FSDP2 has split them. If the number of processes does not divide their rows, an
+        update would then change only one of the two. Tensor parallelism splits the names of a plan separately.
         """
         if mesh is not None and distributed_config.tp_size == 1:
             model.tie_weights(recompute_mapping=False)
             model.share_modules()
         return super().maybe_distribute_model(model, distributed_config, mesh)
 
-    def tie_weights(self, *args, **kwargs):
-        """Tie weights, and freeze the parameters that are never read; they keep their places in checkpoints.
+    def tie_weights(self, *args: Any, **kwargs: Any) -> None:
+        """Tie weights, and freeze the parameters that no loss depends on; checkpoints contain them.
 
-        transformers calls this when a model has been made and when it has been loaded.
+        transformers calls this after constructing and after loading a model.
         """
         super().tie_weights(*args, **kwargs)
-        if self.device.type != "meta":  # transformers loads each name that a model has
+        if self.device.type != "meta":  # transformers loads every name of a model
             self.share_modules()
         for parameter in self.unread_parameters():
             parameter.requires_grad_(False)
@@ -110,7 +110,14 @@ class StateRecorder(nn.Module):
         return after
 
 
-class BodyMixin:
+# Base of the mixins, which precede the base class of the family in the bases of a model.
+if TYPE_CHECKING:
+    ModelMixin = CommonPreTrainedModel
+else:
+    ModelMixin = object
+
+
+class BodyMixin(ModelMixin):
     """Base of `LunaModel`, `MegaModel` and `MegalodonModel`: one side without a head, which contains the embeddings.
 
     The attributes specify which inputs the model supports:
@@ -128,16 +135,17 @@ class BodyMixin:
     uses_positions = False
     returns_cached_weights = False
     packs = False
-    closes_gaps = True
+    closes_gaps: bool = True
     embeddings_name: str  # of the module that contains `word_embeddings` or `value_embeddings`
 
     def __init__(self, config: PreTrainedConfig):
         super().__init__(config)
+        self._input_embed_layer = EMBEDDINGS[config.input_type]
         if config.is_encoder_decoder:
             family = type(self).__name__.removesuffix("Model")
             raise ValueError(
-                f"{type(self).__name__} is one side only, and the configuration has is_encoder_decoder=True: use "
-                f"{family}Seq2SeqModel, {family}ForConditionalGeneration or their Auto classes"
+                f"{type(self).__name__} is an encoder or a decoder, but the configuration has is_encoder_decoder=True; "
+                f"use {family}Seq2SeqModel, {family}ForConditionalGeneration or their Auto classes"
             )
 
     @property
@@ -148,11 +156,7 @@ class BodyMixin:
     def check_shards(self, layout: ShardedLayout) -> None:
         """Raise `ValueError` for context-parallel shards that the model does not support."""
 
-    def get_input_embeddings(self) -> nn.Module:
-        """Return the embedding of tokens, of real values or of patches."""
-        return getattr(getattr(self, self.embeddings_name), _EMBEDDINGS[self.config.input_type])
-
-    def set_input_embeddings(self, value: nn.Module):
+    def set_input_embeddings(self, value: nn.Module) -> None:
         """Replace the embedding of tokens."""
         self.require_tokens()
         getattr(self, self.embeddings_name).word_embeddings = value

@@ -1,4 +1,4 @@
-"""Base of the caches: what a decoder remembers between calls, as tensors that transformers' generation can reorder."""
+"""Base classes of the caches of decoders, whose states transformers' generation can reorder."""
 
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
@@ -8,34 +8,31 @@ import torch
 from transformers.cache_utils import Cache, CacheLayerMixin, EncoderDecoderCache
 from transformers.configuration_utils import PreTrainedConfig
 
-_PREFIX_TUNING = "in place of prefix tuning, which brings keys and values, use prompt tuning or LoRA"
+_PREFIX_TUNING = "prefix tuning, which passes keys and values, is not supported: use prompt tuning or LoRA"
 
 
 class Constants:
-    """Values that depend on weights alone, kept until a weight changes.
+    """Values that only depend on weights, which are reused until a weight changes; not copied nor pickled."""
 
-    They are no part of a cache's state: copies of it and files begin without them.
-    """
+    def __init__(self) -> None:
+        self.kept: dict[str, tuple[Hashable, list[ref[torch.Tensor]], list[tuple[int, int]], Any]] = {}
 
-    def __init__(self):
-        self.kept = {}
-
-    def __deepcopy__(self, memo: dict) -> "Constants":
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Constants":
         return Constants()
 
-    def __reduce__(self):
+    def __reduce__(self) -> tuple[type["Constants"], tuple[()]]:
         return Constants, ()
 
     def get(self, name: str, weights: Sequence[torch.Tensor], compute: Callable[[], Any], key: Hashable = None) -> Any:
-        """Return `compute()`, or what it gave the last time if `key` and `weights` are the same since.
+        """Return `compute()`, or its last result if `key` and `weights` have not changed.
 
-        Nothing is kept in compiled programs, for autograd and of weights that do not tell when they change.
+        Results are not reused in compiled programs, with autograd, and for inference tensors, which have no version.
         """
         if torch.compiler.is_compiling() or any(x.is_inference() for x in weights):
             return compute()
         if torch.is_grad_enabled() and any(x.requires_grad for x in weights):
             return compute()
-        key = (key, torch.is_inference_mode_enabled())  # what is computed there stays out of autograd for good
+        key = (key, torch.is_inference_mode_enabled())  # inference tensors cannot be used in autograd later
         stamps, kept = [(x._version, x.data_ptr()) for x in weights], self.kept.get(name)
         if kept is not None:
             same = kept[0] == key and kept[2] == stamps
@@ -47,25 +44,25 @@ class Constants:
 
 
 class StateLayer(CacheLayerMixin):
-    """The memory of one layer over B sequences: the attributes that `fields` names, tensors `[B, ...]` or None."""
+    """State of one layer for B sequences: the attributes in `fields`, tensors `[B, ...]` or None."""
 
-    # A number among the attributes would be a constant of an exported program, which then took no longer cache.
+    # `torch.export` would specialize on a number in `__dict__` and fix the cache length.
     __slots__ = ("_constants", "_seen")
     is_sliding = False
     supports_early_init = False
     fields: tuple[str, ...]
 
-    def __init__(self):
+    def __init__(self) -> None:
         super().__init__()
         self.reset()
 
-    def reset(self):
-        """Forget everything."""
+    def reset(self) -> None:
+        """Remove all states."""
         for name in self.fields:
             setattr(self, name, None)
         self.seen, self.is_initialized = 0, False
 
-    def store(self, length: int = 0, **tensors: torch.Tensor | None):
+    def store(self, length: int = 0, **tensors: torch.Tensor | None) -> None:
         """Replace tensors after `length` more positions."""
         for name, tensor in tensors.items():
             setattr(self, name, tensor)
@@ -73,28 +70,28 @@ class StateLayer(CacheLayerMixin):
 
     @property
     def seen(self) -> int:
-        """Return the number of positions so far, padding included; in an exported program whether there are any."""
+        """The number of positions so far, including padding; in an exported program 1 if there are any."""
         return getattr(self, "_seen", int(self.is_initialized))
 
     @seen.setter
-    def seen(self, count: int):
+    def seen(self, count: int) -> None:
         self._seen = count
 
     @property
     def constants(self) -> Constants:
-        """Return what the layer's module has computed of its weights alone."""
+        """Values that the module of the layer has computed from its weights."""
         if not hasattr(self, "_constants"):
             self._constants = Constants()
         return self._constants
 
     @property
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Return the tensors by name, without those that are None."""
+        """The tensors by name, without those that are None."""
         return {name: tensor for name in self.fields if (tensor := getattr(self, name)) is not None}
 
     @property
     def batch_size(self) -> int | None:
-        """B, None before anything is stored."""
+        """B, or None if the layer is empty."""
         return len(next(iter(self.tensors.values()))) if self.is_initialized else None
 
     def get_seq_length(self) -> int:
@@ -102,55 +99,57 @@ class StateLayer(CacheLayerMixin):
         return self.seen
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Return the positions that a mask for `query_length` more of them covers, and how many it skips."""
+        """Return the length of a mask that includes `query_length` new positions, and its offset."""
         return self.get_seq_length() + query_length, 0
 
     def get_max_length(self) -> int:
         """Return -1: there is no limit."""
         return -1
 
-    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor):
-        """Do nothing: `store` brings the tensors."""
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """Do nothing: `store` initializes the layer."""
 
-    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args, **kwargs):
-        """Refuse keys and values alone."""
-        raise NotImplementedError(f"a {type(self).__name__} keeps more than keys and values: call `store`")
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Raise `NotImplementedError`: the state is not only keys and values."""
+        raise NotImplementedError(f"a {type(self).__name__} contains more than keys and values; call `store`")
 
-    def crop(self, max_length: int):
-        """Refuse to forget the last positions: a recurrence cannot run backwards.
+    def crop(self, max_length: int) -> None:
+        """Raise `ValueError` if positions have to be removed, because a recurrence cannot be reversed.
 
-        `max_length`: the positions to keep, or below 0 how many to forget.
+        Args:
+            max_length: the number of positions to keep, or if negative to remove.
         """
         if max_length < 0:
             max_length += self.seen
         if max_length < self.seen:
             raise ValueError(
-                f"the cache cannot be cropped from {self.seen} to {max_length} positions, as its states hold all of "
-                "them: copy the cache before the positions that may have to go, or compute it anew"
+                f"the cache cannot be cropped from {self.seen} to {max_length} positions, because its states depend "
+                "on all of them; copy the cache before positions that may be removed, or compute it again"
             )
 
-    def map(self, function: Callable[[torch.Tensor], torch.Tensor]):
-        """Replace every tensor by `function` of it."""
+    def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        """Apply `function` to every tensor."""
         for name, tensor in self.tensors.items():
             setattr(self, name, function(tensor))
 
-    def reorder_cache(self, beam_idx: torch.LongTensor):
-        """Put the sequences in the order of `beam_idx`."""
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        """Reorder the sequences by `beam_idx`."""
         self.batch_select_indices(beam_idx)
 
-    def batch_select_indices(self, indices: torch.Tensor):
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
         """Keep the sequences of these indices."""
         self.map(lambda tensor: tensor[indices.to(tensor.device)])
 
-    def batch_repeat_interleave(self, repeats: int):
+    def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat every sequence `repeats` times in place."""
         self.map(lambda tensor: tensor.repeat_interleave(repeats, dim=0))
 
 
 class StateCache(Cache):
-    """The `past_key_values` of a decoder, a layer of `layer_class` for each of its own; made empty, filled in place.
+    """Cache of a decoder, with a `layer_class` for each layer. It is created empty, and updated in place.
 
-    `config`: the configuration of the decoder.
+    Args:
+        config: configuration of the decoder.
     """
 
     layer_class: type[StateLayer]
@@ -160,49 +159,52 @@ class StateCache(Cache):
         super().__init__(layers=[self.layer_class() for _ in range(config.num_hidden_layers)])
 
     def check(self, config: PreTrainedConfig, batch: int, ranks: int) -> None:
-        """Refuse to be the cache of another model or batch than one of `config`, spread over `ranks`."""
+        """Raise `ValueError` unless the cache fits a model of `config`, distributed over `ranks`, and the batch."""
         raise NotImplementedError
 
     def check_source(self, config: PreTrainedConfig, batch: int, length: int | None, ranks: int) -> None:
-        """Refuse to be the source of another model or batch; `length`: its positions, None = it is not given again."""
+        """Raise `ValueError` unless the cache fits the encoder's output; `length` None = it is not given again."""
 
     @property
     def nbytes(self) -> int:
-        """Return the bytes of memory that the tensors hold on to."""
+        """Bytes of the storage of all tensors."""
         return sum(x.untyped_storage().nbytes() for layer in self.layers for x in layer.tensors.values())
 
-    def detach(self):
-        """Cut the graph: what was computed so far gets no gradient from what follows (truncated back-propagation)."""
+    def detach(self) -> None:
+        """Detach the states from the graph, for truncated back-propagation through time."""
         for layer in self.layers:
             layer.map(torch.Tensor.detach)
 
 
 class StateSeq2SeqCache(EncoderDecoderCache):
-    """The `past_key_values` of a decoder with cross-attention: a cache of the target and one of the source.
+    """Cache of a decoder with cross-attention, which contains one for self-attention and one for cross-attention.
 
-    `config`: the configuration of the decoder; an encoder-decoder has it as `config.decoder_config`.
+    Args:
+        config: configuration of the decoder, `config.decoder_config` of an encoder-decoder.
     """
 
-    target_class: type[StateCache]
-    source_class: type[StateCache]
+    self_attention_class: type[StateCache]
+    cross_attention_class: type[StateCache]
 
     def __init__(self, config: PreTrainedConfig):
-        super().__init__(self.target_class(config), self.source_class(config))
+        super().__init__(self.self_attention_class(config), self.cross_attention_class(config))
 
     @property
     def nbytes(self) -> int:
-        """Return the bytes of memory that the tensors hold on to."""
-        return self.self_attention_cache.nbytes + self.cross_attention_cache.nbytes
+        """Bytes of the storage of all tensors."""
+        return sum(cache.nbytes for cache in split_cache(self) if cache is not None)
 
-    def check_dynamic_cache(self, method: str):
-        """Refuse nothing: both caches have every method, or say why not."""
+    def check_dynamic_cache(self, method: str) -> None:
+        """Do nothing: both caches implement every method."""
 
 
 def split_cache(cache: Cache | None) -> tuple[StateCache | None, StateCache | None]:
-    """Return the parts of a cache that are about the positions so far and about an encoder's output."""
+    """Return the cache of the self-attention and that of the cross-attention."""
+    parts: Any = (cache, None)
     if isinstance(cache, EncoderDecoderCache):
-        return cache.self_attention_cache, cache.cross_attention_cache
-    return cache, None
+        parts = cache.self_attention_cache, cache.cross_attention_cache
+    own, cross = parts
+    return own, cross
 
 
 def layer_caches(
@@ -210,38 +212,35 @@ def layer_caches(
 ) -> list[tuple[StateLayer | None, StateLayer | None]]:
     """Return the parts of both caches for each of `count` layers."""
     none = [None] * count
-    parts = (none if cache is None else cache.layers, none if cross_cache is None else cross_cache.layers)
+    parts = (none if part is None else part.layers for part in (cache, cross_cache))
     return list(zip(*parts, strict=True))
 
 
 def new_cache(model: Any) -> Cache:
     """Return an empty cache for the decoder of `model`, of its `cache_class` or `seq2seq_cache_class`."""
-    config = _decoder_config(model)
-    return _kind(model, config)(config)
+    config = model.config.decoder_config if model.config.is_encoder_decoder else model.config
+    return _cache_class(model)(config)
 
 
-def _decoder_config(model: Any) -> PreTrainedConfig:
-    return model.config.decoder_config if model.config.is_encoder_decoder else model.config
+def _cache_class(model: Any) -> Callable[[PreTrainedConfig], Cache]:
+    crosses = model.config.is_encoder_decoder or model.config.add_cross_attention
+    return model.seq2seq_cache_class if crosses else model.cache_class
 
 
-def _kind(model: Any, config: PreTrainedConfig) -> type[Cache]:
-    return model.seq2seq_cache_class if config.add_cross_attention else model.cache_class
-
-
-def check_class(model: Any, cache: Cache | None):
-    """Refuse a cache that is not of the class of `model`'s decoder."""
-    kind = _kind(model, _decoder_config(model))
+def check_class(model: Any, cache: Cache | None) -> None:
+    """Raise `ValueError` for a cache of another class than that of the decoder of `model`."""
+    kind: Any = _cache_class(model)
     if cache is not None and not isinstance(cache, kind):
         raise ValueError(
-            f"past_key_values must be a {kind.__name__}, got a {type(cache).__name__}; leave it out to begin; "
+            f"past_key_values must be a {kind.__name__}, got a {type(cache).__name__}; omit it for a new cache; "
             f"{_PREFIX_TUNING}"
         )
 
 
 def keeps_cache(model: Any) -> bool:
-    """Return whether a decoder begins a cache by itself: as `config.use_cache` says, but not in training.
+    """Return whether a decoder creates a cache by default: `config.use_cache`, except in training and export.
 
-    Nor while it is exported: the lengths of a cache that no input shows would be those of the example.
+    In export, the lengths of a cache that is no input would be those of the example.
     """
     return model.config.use_cache and not model.training and not torch.compiler.is_exporting()
 
@@ -261,8 +260,8 @@ def begin_cache(owner: Any, cache: Cache | None, use_cache: bool | None) -> Cach
     if not config.is_decoder:
         if cache is not None or use_cache:
             raise ValueError(
-                "past_key_values and use_cache=True need a decoder (is_decoder=True): an encoder's output depends on "
-                f"what is yet to come; {_PREFIX_TUNING}"
+                "past_key_values and use_cache=True need a decoder (is_decoder=True), because the outputs of an "
+                f"encoder depend on later positions; omit them; {_PREFIX_TUNING}"
             )
         return None
     check_class(owner, cache)
@@ -273,7 +272,7 @@ def begin_cache(owner: Any, cache: Cache | None, use_cache: bool | None) -> Cach
     if cache is not None and owner.training:
         repeats = any(getattr(module, "gradient_checkpointing", False) for module in owner.modules())
         again = repeats and torch.is_grad_enabled()
-        if again or getattr(config, "layerdrop", 0):
-            reason = "gradient checkpointing runs a layer twice" if again else "layerdrop leaves layers out"
-            raise ValueError(f"{reason}, and a cache needs each to run once: pass use_cache=False")
+        if again or getattr(config, "layerdrop", False):
+            reason = "gradient checkpointing runs a layer twice" if again else "layerdrop skips layers"
+            raise ValueError(f"{reason}, but a cache requires each layer to run once; pass use_cache=False")
     return cache

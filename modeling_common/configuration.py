@@ -4,16 +4,24 @@
 import copy
 import dataclasses
 import os
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any, Self
 
 from transformers.activations import ACT2FN
+from transformers.configuration_utils import PreTrainedConfig
 
 # Largest size of a tensor dimension: the kernels index with 32 bits.
 MOST = 2**31 - 1
 # Largest attention chunk: memory grows with the square of the chunk size.
 MOST_IN_CHUNK = 2**20
 MOST_LAYERS = 2**16
+
+
+# At runtime the family's configuration class lists `PreTrainedConfig` after the mixins.
+if TYPE_CHECKING:
+    ConfigMixin = PreTrainedConfig
+else:
+    ConfigMixin = object
 
 
 class _RecurrentLayer(str):
@@ -23,10 +31,10 @@ class _RecurrentLayer(str):
         return f"{str(self)!r} (set cp_size and sp_size to 1, and pass cp_group to the forward of the model)"
 
 
-class _NoCode(dict):
+class _NoCode(dict[str, str]):
     """`auto_map` of a configuration class of the installed package."""
 
-    def __setitem__(self, name: str, code: str):
+    def __setitem__(self, name: str, code: str) -> None:
         raise ValueError(
             f"`register_for_auto_class({name!r})` of transformers would save one of many files; call "
             "`luna_mega.hub.bundle.register_for_auto_class(model)` instead, or add the code to the saved folder with "
@@ -34,7 +42,7 @@ class _NoCode(dict):
         )
 
 
-class SharedConfig:
+class SharedConfig(ConfigMixin):
     """Base of all configurations of this package.
 
     Attributes:
@@ -43,17 +51,29 @@ class SharedConfig:
         side_class: class of the configurations of encoder and decoder; None unless the class has both.
     """
 
-    decoder_fields = {}
-    auto_map = _NoCode()  # TRL requires the attribute
-    seq2seq_class = side_class = None
+    decoder_fields: dict[str, str] = {}
+    auto_map: dict[str, str] = _NoCode()  # TRL requires the attribute
+    seq2seq_class: type["SharedConfig"] | None = None
+    side_class: type["SharedConfig"] | None = None
     # Adds the code of the model to a saved folder; set by `luna_mega.hub.bundle.register_for_auto_class`.
-    code_writer = None
+    code_writer: Callable[[str | os.PathLike[str]], None] | None = None
+    if TYPE_CHECKING:  # fields of every family
+        hidden_size: int
+        vocab_size: int
+        num_hidden_layers: int
+        input_type: str
+        pad_token_id: int | None
+        is_decoder: bool
+        tie_word_embeddings: bool
+        share_encoder_decoder_embeddings: bool | None
+        decoder_vocab_size: int | None
+        decoder_start_token_id: int | None
 
-    def __post_init__(self, **kwargs):
+    def __post_init__(self, **kwargs: Any) -> None:
         kwargs.pop("model_type", None)  # of a file; a user's subclass has a different one than the folders it reads
         super().__post_init__(**kwargs)
 
-    def save_pretrained(self, save_directory, push_to_hub: bool = False, **kwargs):
+    def save_pretrained(self, save_directory: str | os.PathLike[str], push_to_hub: bool = False, **kwargs: Any) -> None:
         """Save the configuration, and the code of its models if a model is registered for its Auto class.
 
         Raises:
@@ -74,7 +94,7 @@ class SharedConfig:
         if self.code_writer is not None:
             self.code_writer(save_directory)
 
-    def update_from_string(self, update_str: str):
+    def update_from_string(self, update_str: str) -> None:
         """Update fields from `"name=value,name=value"`.
 
         A field that has the value derived from other fields, such as `num_pack_attention_heads`, is derived again
@@ -95,12 +115,14 @@ class SharedConfig:
         return getattr(type(self).from_dict(self.to_dict() | changes), name)
 
     @classmethod
-    def with_encoder(cls) -> type["SharedConfig"]:
+    def with_encoder(cls) -> Any:
         """Return the class of the configuration of an encoder-decoder, which is this class if it has two sides."""
         return cls.seq2seq_class if cls.side_class is None else cls
 
     @classmethod
-    def get_config_dict(cls, pretrained_model_name_or_path, **kwargs) -> tuple[dict[str, Any], dict[str, Any]]:
+    def get_config_dict(
+        cls, pretrained_model_name_or_path: str | os.PathLike[str], **kwargs: Any
+    ) -> tuple[dict[str, Any], dict[str, Any]]:
         """Read config.json of a folder or repository.
 
         Raises:
@@ -121,7 +143,7 @@ class SharedConfig:
 
     @classmethod
     def _wrong_side_message(cls) -> str:
-        new = cls.seq2seq_class
+        new = cls.with_encoder()
         return (
             f"`is_encoder_decoder=True` requires {new.__name__}, not {new.side_class.__name__}; in a config.json, set "
             f'"model_type": "{new.model_type}"'
@@ -141,16 +163,16 @@ class SharedConfig:
         return self.tie_word_embeddings and self.decoder_vocab_size in (None, self.vocab_size)
 
     @property
-    def encoder_config(self):
+    def encoder_config(self) -> Self:
         """The configuration of the encoder of an encoder-decoder."""
         config = copy.deepcopy(self)
-        config.__class__ = self.side_class or type(self)
+        config.__class__ = self.side_class or type(self)  # type: ignore[assignment]
         config.is_encoder_decoder = config.is_decoder = config.add_cross_attention = False
         vars(config).pop("auto_map", None)  # the code of a bundle is that of the encoder-decoder
         return config
 
     @property
-    def decoder_config(self):
+    def decoder_config(self) -> Self:
         """The configuration of the decoder of an encoder-decoder."""
         config = self.encoder_config
         config.is_decoder = config.add_cross_attention = True
@@ -159,7 +181,7 @@ class SharedConfig:
                 setattr(config, field, getattr(self, own))
         return config
 
-    def get_text_config(self, decoder: bool | None = None, encoder: bool | None = None):
+    def get_text_config(self, decoder: bool | None = None, encoder: bool | None = None) -> Self:
         """Return the configuration of the encoder or the decoder, or unless one is selected the entire configuration.
 
         The entire configuration has the `vocab_size` of the target, which `generate` and `compute_transition_scores`
@@ -173,34 +195,34 @@ class SharedConfig:
         config.vocab_size = self.decoder_vocab_size
         return config
 
-    def _check_choices(self, choices: dict[str, tuple[str | None, ...]]):
+    def _check_choices(self, choices: dict[str, tuple[str | None, ...]]) -> None:
         for field, allowed in choices.items():
             if getattr(self, field) not in allowed:
                 raise ValueError(f"{field} must be one of {', '.join(map(str, allowed))}, got {getattr(self, field)!r}")
 
-    def _check_activations(self, *fields: str):
+    def _check_activations(self, *fields: str) -> None:
         for field in fields:
             if getattr(self, field) not in ACT2FN:
                 raise ValueError(f"{field} must be an activation of transformers' ACT2FN, got {getattr(self, field)!r}")
 
-    def _check_counts(self, fields: Iterable[str], least: int = 1, most: int = MOST):
+    def _check_counts(self, fields: Iterable[str], least: int = 1, most: int = MOST) -> None:
         """Raise `ValueError` for integers below `least` or above `most`; ignore values of other types, such as None."""
         for field in fields:
             if _is_number(value := getattr(self, field)) and not least <= value <= most:
                 limit = f"at least {least}" if value < least else f"at most {most}"
                 raise ValueError(f"{field} must be {limit}, got {value}")
 
-    def _check_probabilities(self, *fields: str):
+    def _check_probabilities(self, *fields: str) -> None:
         for field in fields:
             if not 0.0 <= getattr(self, field) < 1.0:
                 raise ValueError(f"{field} must be in [0, 1), got {getattr(self, field)}")
 
-    def _check_deviations(self, *fields: str):
+    def _check_deviations(self, *fields: str) -> None:
         for field in fields:
             if not 0.0 <= getattr(self, field) < float("inf"):
                 raise ValueError(f"{field} must be a number of at least 0, got {getattr(self, field)}")
 
-    def _check_padding(self, needed: bool = True):
+    def _check_padding(self, needed: bool = True) -> None:
         """Raise `ValueError` if `pad_token_id` is outside the vocabulary, or if it is `needed` but None."""
         if self.input_type != "tokens" or self.pad_token_id is None and not needed:
             return
@@ -209,7 +231,7 @@ class SharedConfig:
                 f"pad_token_id must be a token of the vocabulary (0 to {self.vocab_size - 1}), got {self.pad_token_id}"
             )
 
-    def _check_sides(self):
+    def _check_sides(self) -> None:
         """Raise `ValueError` for invalid combinations of the fields of decoders and encoder-decoders."""
         if self.add_cross_attention and not self.is_decoder:
             raise ValueError("add_cross_attention=True requires is_decoder=True")
@@ -244,7 +266,7 @@ class SharedConfig:
             )
 
 
-def _has_code(code: Any, config_class: type, folder: str) -> bool:
+def _has_code(code: Any, config_class: type, folder: str | os.PathLike[str]) -> bool:
     """Return whether an entry of `auto_map` (one class, or a slow and a fast one) has its files in the folder."""
     if not config_class.__module__.startswith("luna_mega."):  # transformers saves the code of a bundle's own classes
         return True

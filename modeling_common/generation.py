@@ -1,21 +1,32 @@
 """`GenerationMixin` overrides for decoders with a recurrent state."""
 
 from functools import wraps
+from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers.cache_utils import Cache
-from transformers.generation import GenerationConfig, GenerationMixin
-from transformers.utils import ModelOutput, logging
+from transformers.generation.configuration_utils import GenerationConfig
+from transformers.generation.utils import GenerationMixin
+from transformers.utils import logging
+from transformers.utils.generic import ModelOutput
 
 from luna_mega.compat import CACHE_NAME, accept_cache_names
+from luna_mega.modeling_common.base import CommonPreTrainedModel
 from luna_mega.modeling_common.cache import check_class, new_cache
 from luna_mega.modeling_common.masks import drop_if_full, find_mask, read_mask
 from luna_mega.modeling_common.outputs import generated
 
 logger = logging.get_logger(__name__)
 
+if TYPE_CHECKING:
 
-class StateGenerationMixin(GenerationMixin):
+    class GenerativeMixin(CommonPreTrainedModel, GenerationMixin):
+        """Base of the mixins; at runtime the family's `PreTrainedModel` follows them."""
+else:
+    GenerativeMixin = GenerationMixin
+
+
+class StateGenerationMixin(GenerativeMixin):
     """Generation with the cache class of the model.
 
     It must be a direct base of a model: transformers checks the names of the bases.
@@ -25,13 +36,14 @@ class StateGenerationMixin(GenerationMixin):
 
     @accept_cache_names
     @wraps(GenerationMixin.generate)
-    def generate(self, *args, **kwargs) -> torch.Tensor | ModelOutput:
+    def generate(self, *args: Any, **kwargs: Any) -> torch.Tensor | ModelOutput:
         output = super().generate(*args, **kwargs)
         return generated(output) if isinstance(output, ModelOutput) else output
 
-    def _prepare_model_inputs(self, *args, **kwargs):
+    def _prepare_model_inputs(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, str | None, dict[str, Any]]:
         """Check prompts or sources with their mask and cache, and infer the mask of sources."""
-        inputs, name, model_kwargs = super()._prepare_model_inputs(*args, **kwargs)
+        parent: Any = super()
+        inputs, name, model_kwargs = parent._prepare_model_inputs(*args, **kwargs)
         check_class(self, model_kwargs.get(CACHE_NAME))
         if inputs.shape[1] == 0:
             fix = "pass at least one token, such as eos_token_id"
@@ -48,7 +60,7 @@ class StateGenerationMixin(GenerationMixin):
                 model_kwargs["attention_mask"] = drop_if_full(inputs != self.config.pad_token_id)
         return inputs, name, model_kwargs
 
-    def _warn_of_right_padding(self, inputs: torch.Tensor, mask: torch.Tensor | None):
+    def _warn_of_right_padding(self, inputs: torch.Tensor, mask: torch.Tensor | None) -> None:
         """Warn about padding at the end of a prompt in the cases in which transformers does not."""
         if inputs.dim() == 2 and len(inputs) > 1 and not self.config.is_encoder_decoder:
             return
@@ -60,9 +72,12 @@ class StateGenerationMixin(GenerationMixin):
                 "padding token. For correct results, set `padding_side='left'` in the tokenizer."
             )
 
-    def _validate_generation_mode(self, generation_mode, generation_config: GenerationConfig, generation_mode_kwargs):
+    def _validate_generation_mode(
+        self, generation_mode: Any, generation_config: GenerationConfig, generation_mode_kwargs: Any
+    ) -> None:
         """Raise `ValueError` for options that would have no effect or give wrong results."""
-        super()._validate_generation_mode(generation_mode, generation_config, generation_mode_kwargs)
+        parent: Any = super()
+        parent._validate_generation_mode(generation_mode, generation_config, generation_mode_kwargs)
         for name in ("cache_implementation", "cache_config", "max_cache_len"):
             if (value := getattr(generation_config, name)) not in (None, "dynamic"):
                 raise ValueError(
@@ -85,8 +100,8 @@ class StateGenerationMixin(GenerationMixin):
             )
         if self.config.is_encoder_decoder:
             chunked, healed = generation_config.prefill_chunk_size is not None, generation_config.token_healing
-            for name, asked in (("guidance_scale", guided), ("prefill_chunk_size", chunked), ("token_healing", healed)):
-                if asked:
+            for name, given in (("guidance_scale", guided), ("prefill_chunk_size", chunked), ("token_healing", healed)):
+                if given:
                     raise ValueError(f"`{name}` is not supported by encoder-decoders; omit the argument")
 
     @property
@@ -99,8 +114,13 @@ class StateGenerationMixin(GenerationMixin):
 
     @accept_cache_names
     def prepare_inputs_for_generation(
-        self, input_ids, attention_mask=None, inputs_embeds=None, tokenizer=None, **kwargs
-    ):
+        self,
+        input_ids: Any,
+        attention_mask: torch.Tensor | None = None,
+        inputs_embeds: torch.Tensor | None = None,
+        tokenizer: Any = None,
+        **kwargs: Any,
+    ) -> dict[str, Any]:
         """Add a mask of ones if none is given: `forward` would infer one from padding tokens.
 
         `tokenizer` is accepted and ignored, because `generate` passes it for stop strings and token healing.
@@ -114,8 +134,13 @@ class StateGenerationMixin(GenerationMixin):
         return inputs
 
     def _prepare_cache_for_generation(
-        self, generation_config: GenerationConfig, model_kwargs: dict, mode, batch_size: int, max_cache_length: int
-    ):
+        self,
+        generation_config: GenerationConfig,
+        model_kwargs: dict[str, Any],
+        mode: Any,
+        batch_size: int,
+        max_cache_length: int,
+    ) -> Any:
         """Create a cache; raise `ValueError` for a cache of another class and for inputs that are only padding."""
         mask = read_mask("attention_mask", model_kwargs.get("attention_mask"))
         if mask is None:
@@ -130,9 +155,10 @@ class StateGenerationMixin(GenerationMixin):
         if model_kwargs.get(CACHE_NAME) is None and generation_config.use_cache is not False:
             model_kwargs[CACHE_NAME] = new_cache(self)
         else:
-            super()._prepare_cache_for_generation(generation_config, model_kwargs, mode, batch_size, max_cache_length)
+            parent: Any = super()
+            parent._prepare_cache_for_generation(generation_config, model_kwargs, mode, batch_size, max_cache_length)
 
-    def init_continuous_batching(self, *args, **kwargs):
+    def init_continuous_batching(self, *args: Any, **kwargs: Any) -> Any:
         """Raise `NotImplementedError`: continuous batching of transformers requires a cache of only keys and values."""
         raise NotImplementedError("continuous batching requires a key-value cache; call generate with a padded batch")
 
@@ -166,12 +192,13 @@ def check_prompt(
 class Seq2SeqGenerationMixin(StateGenerationMixin):
     """Generation of encoder-decoders."""
 
-    def _prepare_decoder_input_ids_for_generation(self, *args, **kwargs):
+    def _prepare_decoder_input_ids_for_generation(self, *args: Any, **kwargs: Any) -> Any:
         """Check the target, its mask and the cache, and create the mask that marks new tokens for transformers."""
         given = kwargs.get("model_kwargs", {}).get("decoder_input_ids")
         if given is not None and given.shape[1] == 0:
             raise ValueError("`decoder_input_ids` has length 0; pass at least one token, or omit the argument")
-        target, model_kwargs = super()._prepare_decoder_input_ids_for_generation(*args, **kwargs)
+        parent: Any = super()
+        target, model_kwargs = parent._prepare_decoder_input_ids_for_generation(*args, **kwargs)
         if model_kwargs.get("decoder_attention_mask") is None:
             mask = find_mask(target, self.get_decoder().config)
             model_kwargs["decoder_attention_mask"] = torch.ones_like(target) if mask is None else mask.long()
@@ -180,7 +207,14 @@ class Seq2SeqGenerationMixin(StateGenerationMixin):
         self._warn_of_right_padding(target, mask)
         return target, model_kwargs
 
-    def _update_finished_beams(self, *, topk_log_probs, next_token_hits_stopping_criteria, early_stopping, **state):
+    def _update_finished_beams(  # type: ignore[override]
+        self,
+        *,
+        topk_log_probs: torch.Tensor,
+        next_token_hits_stopping_criteria: torch.Tensor,
+        early_stopping: bool | str,
+        **state: Any,
+    ) -> Any:
         """With `early_stopping=True`, keep the first `num_beams` finished beams, as fairseq does.
 
         In transformers, beams that finish in the last step can replace others.

@@ -1,7 +1,7 @@
 """Generic heads: constructors, logits and losses of the classes with a head, for all families.
 
-A class of a family lists a generic head before the family's `PreTrainedModel`. It provides the body, the layers that
-differ, the class of the output, and `forward` with the arguments of the family, because Trainer reads its signature.
+A class of a family lists a generic head before the family's `PreTrainedModel`. It implements the body, the layers that
+differ, and `forward` with the arguments of the family, because Trainer reads its signature.
 """
 
 from typing import Any
@@ -9,11 +9,12 @@ from typing import Any
 import torch
 from torch import nn
 from transformers.configuration_utils import PreTrainedConfig
-from transformers.utils import ModelOutput
 
+from luna_mega.modeling_common.base import ModelMixin
 from luna_mega.modeling_common.label_checks import validate_labels, validate_span
 from luna_mega.modeling_common.labels import count_kept, keep_positions, next_tokens
 from luna_mega.modeling_common.masks import drop_if_full, find_mask, read_mask
+from luna_mega.modeling_common.outputs import BodyOutput
 from luna_mega.modeling_common.padding_free import find_starts
 from luna_mega.modeling_common.pooling import LOCAL, Reductions
 from luna_mega.modeling_common.sharding import find_reductions
@@ -21,32 +22,43 @@ from luna_mega.modeling_common.sharding import find_reductions
 _RECORDED = ("hidden_states", "attentions", "packed_hidden_states", "packed_attentions")
 
 
-def recorded(outputs: ModelOutput) -> dict[str, tuple[torch.Tensor, ...] | None]:
-    """Return the states and weights that were recorded of every layer on request."""
+def recorded(outputs: BodyOutput) -> dict[str, tuple[torch.Tensor, ...] | None]:
+    """Return the hidden states and attention weights of all layers, as far as they were requested."""
     return {name: getattr(outputs, name) for name in _RECORDED if hasattr(outputs, name)}
 
 
-def carried_over(outputs: ModelOutput, output_class: type[ModelOutput]) -> dict[str, Any]:
+def carried_over(outputs: BodyOutput, output_class: Any) -> dict[str, Any]:
     """Return the fields of `output_class` that the outputs of the model without a head have: cache, states, weights."""
-    fields = output_class.__dataclass_fields__  # torch.compile does not take dataclasses.fields
+    fields = output_class.__dataclass_fields__  # torch.compile does not support dataclasses.fields
     return {name: value for name, value in outputs.items() if name in fields}
 
 
+def model_inputs(
+    input_ids: torch.Tensor | None,
+    attention_mask: torch.Tensor | None,
+    inputs_embeds: torch.Tensor | None,
+    **others: Any,
+) -> dict[str, Any]:
+    """Return the arguments of the model without a head by name; `others` are specific to the family."""
+    return {"input_ids": input_ids, "attention_mask": attention_mask, "inputs_embeds": inputs_embeds} | others
+
+
 def find_kept(config: PreTrainedConfig, inputs: dict[str, Any], length: int) -> torch.Tensor | None:
-    """Return the bool mask `[B, T]` by which the body has read the last T positions of `inputs`; None = all."""
+    """Return the bool mask `[B, T]` of the last T positions of `inputs`, as the body applies it; None = all."""
     mask, tokens = inputs.get("attention_mask"), inputs.get("input_ids")
     if mask is not None:
         return drop_if_full(read_mask("attention_mask", mask[:, -length:]))
     return None if tokens is None else drop_if_full(find_mask(tokens, config))
 
 
-class Head:
-    """Base of the generic heads: the body under the name that it has in checkpoints, then the layers of the head.
+class Head(ModelMixin):
+    """Base of the generic heads: the body under its name in checkpoints, then the layers of the head.
 
-    The class provides `make_body` and `output_class`, the class of the outputs.
+    Classes of a family implement `make_body` and set `output_class`, the class of the outputs.
     """
 
-    output_class: type[ModelOutput]
+    output_class: Any
+    lm_head: nn.Module
     needs_tokens = False  # whether `config.input_type` must be "tokens"
 
     def __init__(self, config: PreTrainedConfig):
@@ -58,14 +70,14 @@ class Head:
         self.make_head(config)
         self.post_init()
 
-    def check_config(self, config: PreTrainedConfig):
+    def check_config(self, config: Any) -> None:
         """Raise `ValueError` for a configuration that this class does not support."""
 
-    def make_body(self, config: PreTrainedConfig) -> nn.Module:
+    def make_body(self, config: Any) -> nn.Module:
         """Return the model without a head."""
         raise NotImplementedError
 
-    def make_head(self, config: PreTrainedConfig):
+    def make_head(self, config: Any) -> None:
         """Make the layers of the head."""
         raise NotImplementedError
 
@@ -74,9 +86,9 @@ class TokenHead(Head):
     """Base of the encoder heads with outputs for every position."""
 
     def read_labels(
-        self, inputs: dict[str, Any], labels: torch.LongTensor | None, outputs: ModelOutput, options: dict[str, Any]
-    ) -> tuple[torch.LongTensor | None, Reductions]:
-        """Return the labels that count, and the context-parallel shards; removes `cp_group` from `options`."""
+        self, inputs: dict[str, Any], labels: torch.Tensor | None, outputs: BodyOutput, options: dict[str, Any]
+    ) -> tuple[torch.Tensor | None, Reductions]:
+        """Return labels of -100 at dropped positions, and the reductions; remove `cp_group` from `options`."""
         if labels is None:
             return None, LOCAL
         mask = find_kept(self.config, inputs, labels.shape[1])
@@ -84,7 +96,7 @@ class TokenHead(Head):
 
 
 class LMHead(Head):
-    """Base of the language models. The class provides `score_tokens`, from states `[..., d]` to logits."""
+    """Base of the language models, whose output layer is `lm_head` unless `score_tokens` is overridden."""
 
     needs_tokens = True
     output_layer = "lm_head"  # the layer with a row for every token
@@ -93,7 +105,7 @@ class LMHead(Head):
         """Return the output layer."""
         return self.get_submodule(self.output_layer)
 
-    def set_output_embeddings(self, new_embeddings: nn.Module):
+    def set_output_embeddings(self, new_embeddings: nn.Module) -> None:
         """Replace the output layer."""
         self.set_submodule(self.output_layer, new_embeddings)
 
@@ -105,7 +117,7 @@ class LMHead(Head):
 class GenericForMaskedLM(LMHead, TokenHead):
     """Masked language model."""
 
-    def predict_tokens(self, inputs: dict[str, Any], labels: torch.LongTensor | None, **kwargs) -> ModelOutput:
+    def predict_tokens(self, inputs: dict[str, Any], labels: torch.Tensor | None, **kwargs: Any) -> Any:
         """Return the output for the `inputs` of the body; the other arguments are those of `forward`.
 
         The logits are `[B, T, vocab_size]`, with `sparse_prediction` and labels `[M, vocab_size]`.
@@ -131,17 +143,17 @@ class GenericForCausalLM(LMHead):
     def predict_next(
         self,
         inputs: dict[str, Any],
-        labels: torch.LongTensor | None,
+        labels: torch.Tensor | None,
         logits_to_keep: int | torch.Tensor,
-        shift_labels: torch.LongTensor | None = None,
-        **kwargs,
-    ) -> ModelOutput:
+        shift_labels: torch.Tensor | None = None,
+        **kwargs: Any,
+    ) -> Any:
         """Return the output for the `inputs` of the body; the other arguments are those of `forward`.
 
         `shift_labels` is no parameter of `forward`, because Trainer would treat it as a second label.
         """
         if labels is not None or shift_labels is not None:
-            given = {"labels": labels} if shift_labels is None else {"shift_labels": shift_labels}
+            given: Any = {"labels": labels} if shift_labels is None else {"shift_labels": shift_labels}
             validate_labels(inputs, given, kwargs, logits_to_keep)
         outputs = self.base_model(**inputs, **kwargs)
         reductions, hidden_states, targets = LOCAL, outputs.last_hidden_state, None
@@ -161,12 +173,12 @@ class GenericForCausalLM(LMHead):
     def score_next(
         self,
         hidden_states: torch.Tensor,
-        labels: torch.LongTensor | None,
-        targets: torch.LongTensor | None,
+        labels: torch.Tensor | None,
+        targets: torch.Tensor | None,
         reductions: Reductions,
-        **kwargs,
+        **kwargs: Any,
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """Return the loss of the kept states `[B, T, d]` against the next tokens `targets` `[B, T]`, and the logits."""
+        """Return the loss of states `[B, T, d]` for the next tokens `targets` `[B, T]`, and the logits."""
         logits, loss = self.score_tokens(hidden_states), None
         if targets is not None:
             arguments = {"labels": labels, "vocab_size": logits.shape[-1], "shift_labels": targets}
@@ -177,11 +189,11 @@ class GenericForCausalLM(LMHead):
 class GenericForTokenClassification(TokenHead):
     """A label for every token."""
 
-    def make_head(self, config: PreTrainedConfig):
+    def make_head(self, config: Any) -> None:
         self.dropout = nn.Dropout(config.classifier_dropout)
         self.classifier = nn.Linear(config.hidden_size, config.num_labels)
 
-    def label_tokens(self, inputs: dict[str, Any], labels: torch.LongTensor | None, **kwargs) -> ModelOutput:
+    def label_tokens(self, inputs: dict[str, Any], labels: torch.Tensor | None, **kwargs: Any) -> Any:
         """Return the output for the `inputs` of the body, with logits `[B, T, num_labels]`."""
         if labels is not None:
             validate_labels(inputs, {"labels": labels}, kwargs)
@@ -199,19 +211,19 @@ class GenericForQuestionAnswering(TokenHead):
 
     needs_tokens = True
 
-    def make_head(self, config: PreTrainedConfig):
+    def make_head(self, config: Any) -> None:
         self.qa_outputs = nn.Linear(config.hidden_size, 2)
 
     def find_span(
         self,
         inputs: dict[str, Any],
-        start_positions: torch.LongTensor | None,
-        end_positions: torch.LongTensor | None,
-        **kwargs,
-    ) -> ModelOutput:
+        start_positions: torch.Tensor | None,
+        end_positions: torch.Tensor | None,
+        **kwargs: Any,
+    ) -> Any:
         """Return the output for the `inputs` of the body, with logits of start and end `[B, T]`.
 
-        Dropped positions have the lowest score of the dtype, so that no softmax, maximum or loss depends on padding.
+        The scores of dropped positions are the minimum of the dtype, so that no softmax or maximum depends on them.
         """
         positions = validate_span(inputs, start_positions, end_positions, kwargs)
         outputs = self.base_model(**inputs, **kwargs)

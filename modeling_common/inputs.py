@@ -1,5 +1,6 @@
 """Inputs of a forward pass: `prepare` checks and reads the arguments, and `embed` is the first computation."""
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -10,7 +11,7 @@ from transformers.cache_utils import Cache
 from luna_mega.modeling_common.cache import StateCache, begin_cache, split_cache
 from luna_mega.modeling_common.layout import DENSE, DenseLayout, Layout, close_gaps
 from luna_mega.modeling_common.masks import clean, drop_if_full, find_mask, read_mask
-from luna_mega.modeling_common.padding_free import VARLEN_OPTIONS, PaddingFreeLayout, find_padding_free, unpad
+from luna_mega.modeling_common.padding_free import VARLEN_OPTIONS, find_padding_free, unpad
 from luna_mega.modeling_common.pooling import without_first
 from luna_mega.modeling_common.sharding import prepare_sharded, raise_together
 from luna_mega.modeling_common.validation import (
@@ -43,6 +44,7 @@ class Inputs(NamedTuple):
         layout: the positions of the tokens.
         past_key_values: the cache to read and to update, or None.
         cache, cross_cache: its parts for the positions so far and for the encoder's output, or None.
+        seen: the number of positions in the cache.
         output_weights: whether attention is computed in steps that return its weights.
         output_states: whether the hidden states of all layers are returned.
         position_ids: `[B or 1, T]` of the batch, or None.
@@ -56,15 +58,12 @@ class Inputs(NamedTuple):
     past_key_values: Cache | None
     cache: StateCache | None
     cross_cache: StateCache | None
+    seen: int
     output_weights: bool
     output_states: bool
     position_ids: torch.Tensor | None
     encoder_hidden_states: torch.Tensor | None = None
     encoder_layout: Layout = DENSE
-
-    def seen(self) -> int:
-        """Return the number of positions in the cache."""
-        return 0 if self.cache is None else self.cache.get_seq_length()
 
 
 def prepare(
@@ -78,9 +77,12 @@ def prepare(
     """Return the inputs of a forward pass of `model`, a model without a head.
 
     Args:
-        model: its attributes specify what it supports, see `BodyMixin`.
-        arguments: the arguments of its `forward`; `options` are its keyword arguments, and `grid` the rows and columns
-            of patches of images.
+        model: model whose attributes specify the supported inputs, see `BodyMixin`.
+        encoder_hidden_states: `[B, S, d]`, output of an encoder, or None.
+        encoder_attention_mask: `[B, S]`, 1 = keep; None = all.
+        cp_group: the ranks of context parallelism, or None.
+        arguments: further arguments of `forward`, its keyword arguments as `options`, and as `grid` the rows and
+            columns of patches of images.
 
     Raises:
         ValueError: The arguments do not fit together or are not supported by the model.
@@ -97,7 +99,7 @@ def prepare(
 def read(
     model: Any,
     *,
-    options: dict[str, Any],
+    options: Mapping[str, Any],
     attention_mask: torch.Tensor | None = None,
     position_ids: torch.Tensor | None = None,
     token_type_ids: torch.Tensor | None = None,
@@ -108,17 +110,18 @@ def read(
 ) -> Inputs:
     """Return the inputs of a forward pass in one process, after all checks."""
     updated = cache = cross_cache = None
-    if model.config.is_decoder or past_key_values is not None or use_cache:
+    if past_key_values is not None or use_cache or (use_cache is None and model.config.is_decoder):
         updated = begin_cache(model, past_key_values, use_cache)
         cache, cross_cache = split_cache(updated)
-    given, mask, output_weights = validate(model, values, grid, attention_mask, token_type_ids, cache, options)
+    seen = 0 if cache is None else cache.get_seq_length()
+    given, mask, output_weights = validate(model, values, grid, attention_mask, token_type_ids, cache, seen, options)
     shape = (given.shape[0], given.shape[1] if grid is None else grid[0] * grid[1])
     if mask is not None:
         mask = drop_if_full(mask)
     elif given.dim() == 2 and not given.is_floating_point():
         mask = drop_if_full(find_mask(given, model.config))
-    output_states = is_requested(model, "output_hidden_states", options)
-    inputs = Inputs(given, mask, DENSE, updated, cache, cross_cache, output_weights, output_states, None)
+    output_states = bool(options.get("output_hidden_states", model.config.output_hidden_states))
+    inputs = Inputs(given, mask, DENSE, updated, cache, cross_cache, seen, output_weights, output_states, None)
     boundaries = None
     if position_ids is not None:
         position_ids, boundaries = find_boundaries(model, position_ids, shape, attention_mask, cache, options)
@@ -127,26 +130,10 @@ def read(
     if declared and (layout := find_padding_free(shape, mask, boundaries, options)) is not None:
         check_padding_free(model, inputs, layout, past_key_values is not None or bool(use_cache))
         return inputs._replace(layout=layout, past_key_values=None, cache=None, cross_cache=None)
-    if model.config.unpad_inputs and (layout := _unpad(model, inputs)) is not None:
+    unpads = model.config.unpad_inputs and updated is None and not (output_weights or output_states)
+    if unpads and not model.config.add_cross_attention and (layout := unpad(mask)) is not None:
         return inputs._replace(layout=layout)
     return inputs._replace(layout=close_gaps(mask, cache) if model.closes_gaps else DenseLayout(mask))
-
-
-def is_requested(model: Any, name: str, options: dict[str, Any]) -> bool:
-    """Return the value of an option such as `output_attentions`, whose default is in the configuration."""
-    return bool(options.get(name, getattr(model.config, name, False)))
-
-
-def _unpad(model: Any, inputs: Inputs) -> PaddingFreeLayout | None:
-    """Return the layout of a batch whose padding can be removed, else None."""
-    if (
-        inputs.past_key_values is not None
-        or model.config.add_cross_attention
-        or inputs.output_weights
-        or inputs.output_states
-    ):
-        return None
-    return unpad(inputs.mask)
 
 
 def _read_source(
@@ -184,7 +171,7 @@ def read_sequences(
     name: str,
     attention_mask: torch.Tensor | None,
     inputs: dict[str, torch.Tensor | None],
-    options: dict[str, Any],
+    options: Mapping[str, Any],
     drop_first_token: bool,
 ) -> tuple[torch.Tensor | None, dict[str, torch.Tensor | None]]:
     """Return the bool mask and the inputs of a head with one result per row; `name` is the class of the head.

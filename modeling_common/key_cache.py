@@ -1,5 +1,7 @@
 """Cache of keys and values between calls. Its size is constant if attention is in chunks."""
 
+from typing import Any
+
 import torch
 from torch import nn
 
@@ -19,8 +21,14 @@ class KeyValueCacheLayer(StateLayer):
     # `_aligned`: no sequence has had padding so far, so all are at one position. `_owned`: no other object uses the
     # tensors, so they may be written in place. `_used`: the number of columns in use.
     __slots__ = ("_aligned", "_owned", "_used")
+    # Tensors, or None before the first position.
+    keys: Any
+    values: Any
+    mask: Any
+    position: Any
+    _used: int | None
 
-    def reset(self):
+    def reset(self) -> None:
         """Remove all keys and values."""
         super().reset()
         self._aligned, self._owned = True, False
@@ -41,9 +49,9 @@ class KeyValueCacheLayer(StateLayer):
         self._owned = not records
         if aligned:
             return self._append_aligned(keys, values, chunk_size)
-        return self._append(keys, values, mask, chunk_size)
+        return self._append((keys, values, mask), chunk_size)
 
-    def start(self, mask: torch.Tensor | None) -> torch.Tensor | None:
+    def start(self, mask: torch.Tensor | None) -> Any:
         """Return the position of the next column in each sequence, `[B]`: below 0 with padding before it; None = 0.
 
         `mask` `[B, T]` is that of the next columns; None = all are kept.
@@ -58,7 +66,7 @@ class KeyValueCacheLayer(StateLayer):
     ) -> KeyWindow:
         """Write one position of each sequence into its next column; mask None = all are at one position."""
         self._make_room(keys, values, self.seen + 1, chunk_size)
-        column = self.seen if mask is None else self.position
+        column: Any = self.seen if mask is None else self.position
         column = column if chunk_size is None else column % chunk_size
         rows = slice(None) if mask is None else torch.arange(len(keys), device=keys.device)
         self.keys[rows, column], self.values[rows, column] = keys[:, 0], values[:, 0]
@@ -79,7 +87,7 @@ class KeyValueCacheLayer(StateLayer):
         free = column.device.type == "cpu" and not torch.compiler.is_compiling()
         return int(column.max()) + 1 if free else chunk_size
 
-    def _make_room(self, keys, values, columns, chunk_size):
+    def _make_room(self, keys: torch.Tensor, values: torch.Tensor, columns: int, chunk_size: int | None) -> None:
         """Extend the buffers to `columns` at least: to the size of a chunk, or to twice their size."""
         columns = chunk_size or columns
         if self.keys is None:
@@ -96,7 +104,7 @@ class KeyValueCacheLayer(StateLayer):
         self.keys, self.values, self.mask = (_fill(x, count) for x in old)
         self._owned = True
 
-    def _append_aligned(self, keys, values, chunk_size):
+    def _append_aligned(self, keys: torch.Tensor, values: torch.Tensor, chunk_size: int | None) -> KeyWindow:
         """Add positions of sequences that are all at the same position."""
         (batch, length, _), seen = keys.shape, self.seen
         before = seen if chunk_size is None else seen % chunk_size
@@ -112,28 +120,29 @@ class KeyValueCacheLayer(StateLayer):
         self._used = count
         return window
 
-    def _append(self, keys, values, mask, chunk_size):
-        """Add positions of sequences at different positions, whose earlier columns move to before the new ones."""
+    def _append(self, new: tuple[Any, ...], chunk_size: int | None) -> KeyWindow:
+        """Add keys, values and mask of sequences at different positions, and move earlier columns to before them."""
+        mask = new[-1]
         length, width, start = mask.shape[1], 0, self.start(mask)
         begun = torch.zeros_like(start) if self.position is None else self.position
         position = begun + mask.sum(dim=1)
-        new = (keys, values, mask)
         if self.keys is not None:
             before = begun if chunk_size is None else begun % chunk_size
             width = self.keys.shape[1] if chunk_size is None else chunk_size - 1
             if not torch.compiler.is_exporting():
                 width = min(width, self.seen)
             columns = roll_columns(before - width, width)
-            old = (take_columns(x[:, :width], columns) for x in (self.keys, self.values, self.mask))
-            new = [torch.cat(pair, dim=1) for pair in zip(old, new, strict=True)]
+            old: Any = (take_columns(x[:, :width], columns) for x in (self.keys, self.values, self.mask))
+            new = tuple(torch.cat(pair, dim=1) for pair in zip(old, new, strict=True))
         opened = 0 if chunk_size is None else position - position % chunk_size  # the position of column 0
-        columns = torch.arange(chunk_size or width + length, device=keys.device) + (width + opened - start)[:, None]
+        columns = torch.arange(chunk_size or width + length, device=mask.device) + (width + opened - start)[:, None]
         kept = (take_columns(x, columns.clamp(max=width + length - 1)) for x in new)
         self.store(length, position=position, **dict(zip(("keys", "values", "mask"), kept, strict=True)))
         self._used = None
-        return KeyWindow(*new, start - width, offset=width, step=length == 1)
+        keys, values, mask = new
+        return KeyWindow(keys, values, mask, start - width, offset=width, step=length == 1)
 
-    def reorder_cache(self, beam_idx: torch.LongTensor):
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """Reorder the sequences by `beam_idx`. On a CPU, only sequences that move and columns in use are copied."""
         if not getattr(self, "_owned", False) or self.keys.device.type != "cpu" or len(beam_idx) != len(self.keys):
             super().reorder_cache(beam_idx)

@@ -1,8 +1,9 @@
 """Checks of the labels of a head, which run before the body.
 
-`options` are the keyword arguments of a `forward`, of which `cp_group` makes the checks known to the other ranks.
+`options` are the keyword arguments of a `forward`. With `cp_group`, an error is raised on all ranks.
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -45,7 +46,7 @@ def given_input(inputs: dict[str, Any]) -> torch.Tensor | None:
 def validate_labels(
     inputs: dict[str, Any],
     labels: dict[str, torch.Tensor],
-    options: dict[str, Any],
+    options: Mapping[str, Any],
     logits_to_keep: int | torch.Tensor = 0,
 ) -> None:
     """Raise `ValueError` for labels, by name, of another shape than the positions `[B, T]` that have logits."""
@@ -62,7 +63,7 @@ def validate_span(
     inputs: dict[str, Any],
     start_positions: torch.Tensor | None,
     end_positions: torch.Tensor | None,
-    options: dict[str, Any],
+    options: Mapping[str, Any],
 ) -> Pair | None:
     """Return both labels as `[B]`, or None; raise `ValueError` for one without the other or another shape."""
     given = given_input(inputs)
@@ -80,7 +81,7 @@ def validate_span(
 
 
 def validate_pooled(
-    config: PreTrainedConfig, inputs: dict[str, Any], labels: torch.Tensor, options: dict[str, Any]
+    config: PreTrainedConfig, inputs: dict[str, Any], labels: torch.Tensor, options: Mapping[str, Any]
 ) -> None:
     """Raise `ValueError` for labels of another shape than the sequences of `inputs` have."""
     given = given_input(inputs)
@@ -89,9 +90,31 @@ def validate_pooled(
             check_pooled_labels(config, labels, len(given))
 
 
-def validate_choice(inputs: dict[str, torch.Tensor | None], labels: torch.Tensor, options: dict[str, Any]) -> None:
+def validate_choice(inputs: dict[str, torch.Tensor | None], labels: torch.Tensor, options: Mapping[str, Any]) -> None:
     """Raise `ValueError` for labels of other options `[B, C, ...]` than those of `inputs`."""
     given = given_input(inputs)
     if given is not None:
         with raise_together(options.get("cp_group"), given.device):
             check_labels("labels", labels, given.shape[:1])
+
+
+def validate_pairs(
+    config: PreTrainedConfig, first: dict[str, Any], second: dict[str, Any], options: Mapping[str, Any]
+) -> bool:
+    """Return whether the second inputs are candidates `[B, C, ...]`; raise `ValueError` unless they fit the first."""
+    one, other = given_input(first), given_input(second)
+    if one is None or other is None:
+        return False  # the body raises the error
+    candidates = other.dim() == 3 + (other is second["inputs_embeds"]) and other is not second["input_values"]
+    with raise_together(options.get("cp_group"), one.device):
+        if candidates and config.num_labels != 1:
+            raise ValueError(
+                "the second inputs are candidates [B, C, ...], which have one score each; set num_labels=1, got "
+                f"{config.num_labels}"
+            )
+        if len(one) != len(other):
+            raise ValueError(
+                f"there are {len(one)} first inputs, but {len(other)} second inputs or sets of candidates; pass the "
+                "same number of both"
+            )
+    return candidates

@@ -13,8 +13,8 @@ IGNORED = -100
 
 
 def shift_right(
-    labels: torch.LongTensor, start: int, pad: int, reductions: Reductions = LOCAL
-) -> tuple[torch.LongTensor, torch.Tensor]:
+    labels: torch.Tensor, start: int, pad: int, reductions: Reductions = LOCAL
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Return decoder inputs for labels, and the bool mask of those that are no padding, `[B, T]` each.
 
     The input is the previous label, or `start` before the first one. Labels of -100 are padding on either side or
@@ -38,7 +38,7 @@ def keep_positions(
 ) -> torch.Tensor:
     """Return the last `logits_to_keep` positions of `[B, T, ...]` (0 = all), or the positions of these indices."""
     if not (isinstance(logits_to_keep, int) and logits_to_keep == 0):
-        reductions.refuse("`logits_to_keep` is not supported with `cp_group`; omit it")
+        reductions.require_complete("`logits_to_keep` is not supported with `cp_group`; omit it")
     return hidden_states[:, slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep]
 
 
@@ -48,12 +48,12 @@ def count_kept(labels: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
 
 
 def next_tokens(
-    labels: torch.LongTensor | None,
-    shift_labels: torch.LongTensor | None,
+    labels: torch.Tensor | None,
+    shift_labels: torch.Tensor | None,
     mask: torch.Tensor | None = None,
     starts: torch.Tensor | None = None,
     reductions: Reductions = LOCAL,
-) -> torch.LongTensor | None:
+) -> torch.Tensor | None:
     """Return the token `[B, T]` that each position of a language model predicts, -100 = none; None without labels.
 
     Args:

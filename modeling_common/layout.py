@@ -191,8 +191,7 @@ def close_gaps(mask: torch.Tensor | None, cache: StateCache | None = None) -> De
     """Return the dense layout in which the positions that a bool mask `[B, T]` keeps follow each other.
 
     A moving average, a relative bias and a chunk continue over columns. Columns that the mask drops between others
-    would count, so they move to the end of their rows, where nothing follows. If `cache` has no position yet, they move
-    to the beginning, where nothing precedes.
+    would count, so they move to the end of their rows, or to the beginning if `cache` is empty.
 
     If the values of the mask are free to read, columns only move if necessary. Elsewhere they always move, which costs
     less than waiting for the device.
@@ -208,7 +207,7 @@ def close_gaps(mask: torch.Tensor | None, cache: StateCache | None = None) -> De
 
 
 def _is_aligned(mask: torch.Tensor, cached: bool, begins: bool) -> bool:
-    """Return whether the kept positions are where `close_gaps` moves them, or without a cache contiguous."""
+    """Return whether the kept positions are in the columns of `close_gaps`, or without a cache contiguous."""
     earlier, later = mask[:, :-1], mask[:, 1:]
     if cached:
         return not (later < earlier if begins else later > earlier).any()

@@ -1,5 +1,6 @@
 """Padding-free batches: the arguments of transformers' collator, and the layout of all sequences in one row."""
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -109,7 +110,7 @@ class PaddingFreeLayout(NamedTuple):
 
 
 def find_padding_free(
-    shape: tuple[int, int], mask: torch.Tensor | None, position_ids: torch.Tensor | None, options: dict[str, Any]
+    shape: tuple[int, int], mask: torch.Tensor | None, position_ids: torch.Tensor | None, options: Mapping[str, Any]
 ) -> PaddingFreeLayout | None:
     """Return the layout of a padding-free batch `[B, T]`; None = the batch is dense.
 
@@ -156,12 +157,10 @@ def check_seq_idx(seq_idx: torch.Tensor, shape: tuple[int, int]) -> None:
         raise ValueError(f"`seq_idx` must be integers of the shape {list(shape)} of the input, got {found}")
 
 
-def find_starts(shape: tuple[int, int], inputs: dict[str, Any], options: dict[str, Any]) -> torch.Tensor | None:
+def find_starts(shape: tuple[int, int], inputs: Mapping[str, Any], options: Mapping[str, Any]) -> torch.Tensor | None:
     """Return `[B, T]` bool, True = the first token of a sequence, for the arguments of a padding-free batch, or None.
 
-    Args:
-        shape: `(B, T)`.
-        inputs, options: the arguments of a `forward`; either contains `position_ids`.
+    `shape` is `(B, T)`, and `inputs` and `options` are the arguments of a `forward`.
     """
     if options.get("cu_seq_lens_q") is not None:
         return _starts(options["cu_seq_lens_q"], shape)
@@ -177,7 +176,7 @@ def find_starts(shape: tuple[int, int], inputs: dict[str, Any], options: dict[st
     return nn.functional.pad(starts, (1, 0), value=True).expand(shape) if starts.any() else None
 
 
-def _bounds(options: dict[str, Any]) -> torch.Tensor | None:
+def _bounds(options: Mapping[str, Any]) -> torch.Tensor | None:
     """Return `cu_seq_lens_q` or None; raise `ValueError` for other bounds of keys, and for lengths without bounds."""
     cu_seqlens, longest = options.get("cu_seq_lens_q"), options.get("max_length_q")
     others = {name: options.get(name) for name in ("cu_seq_lens_k", "max_length_q", "max_length_k")}

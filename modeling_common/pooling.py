@@ -21,7 +21,7 @@ class Reductions:
         """Return whether the sequences are complete."""
         return True
 
-    def refuse(self, what: str) -> None:
+    def require_complete(self, message: str) -> None:
         """Raise `ValueError` unless the sequences are complete."""
 
     def offset(self) -> int:
@@ -96,7 +96,7 @@ def first_token(states: torch.Tensor, mask: torch.Tensor | None, reductions: Red
 
 
 def last_token(states: torch.Tensor, mask: torch.Tensor | None, reductions: Reductions = LOCAL) -> torch.Tensor:
-    """Return the last position of `[B, T, d]` that the mask keeps, `[B, d]`; the last of all where it keeps none."""
+    """Return the last position of `[B, T, d]` that the mask keeps, `[B, d]`; the last of all if it keeps none."""
     if mask is None:
         return reductions.last(states[:, -1], mask)
     position = states.shape[1] - 1 - first_position(mask.flip(1))
@@ -112,7 +112,7 @@ def without_first(states: torch.Tensor | None, mask: torch.Tensor | None) -> tor
 
 
 def masked_mean(states: torch.Tensor, mask: torch.Tensor | None, reductions: Reductions = LOCAL) -> torch.Tensor:
-    """Return the mean over the rows of `[B, T, d]` that the mask `[B or 1, T]` keeps; 0 where it keeps none."""
+    """Return the mean over the rows of `[B, T, d]` that the mask `[B or 1, T]` keeps; 0 if it keeps none."""
     if mask is None:
         return reductions.mean(states)
     kept, count = states.masked_fill(~mask[..., None], 0.0).sum(dim=1), mask.sum(dim=1, keepdim=True)

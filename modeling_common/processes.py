@@ -1,5 +1,7 @@
 """Data-parallel processes of a training run, and sums over them."""
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from torch.autograd import Function
@@ -17,13 +19,13 @@ def has_peers() -> bool:
 
 class _SumOverProcesses(Function):
     @staticmethod
-    def forward(ctx, x):
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
         total = x.clone()
         dist.all_reduce(total)
         return total
 
     @staticmethod
-    def backward(ctx, grad):
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
         return _SumOverProcesses.apply(grad)
 
 

@@ -1,17 +1,16 @@
-"""Generic encoder-decoders: the body, and the language model that generates with it."""
+"""Generic encoder-decoders: the model without a head, and the language model."""
 
-from typing import Any
+from typing import Any, Unpack, cast
 
 import torch
 from torch import nn
 from transformers.cache_utils import EncoderDecoderCache
-from transformers.configuration_utils import PreTrainedConfig
-from transformers.modeling_outputs import BaseModelOutput, ModelOutput
-from transformers.processing_utils import Unpack
-from transformers.utils import TransformersKwargs, can_return_tuple
+from transformers.modeling_outputs import BaseModelOutput
+from transformers.utils.generic import ModelOutput, can_return_tuple
 
+from luna_mega.modeling_common.base import CommonPreTrainedModel, ModelMixin
 from luna_mega.modeling_common.cache import keeps_cache
-from luna_mega.modeling_common.heads import LMHead, carried_over, find_kept
+from luna_mega.modeling_common.heads import LMHead, carried_over, find_kept, model_inputs
 from luna_mega.modeling_common.label_checks import given_input, validate_labels
 from luna_mega.modeling_common.labels import count_kept, keep_positions, shift_right
 from luna_mega.modeling_common.masks import drop_if_full, find_mask, read_mask
@@ -19,30 +18,33 @@ from luna_mega.modeling_common.outputs import Seq2SeqLMOutput, Seq2SeqModelOutpu
 from luna_mega.modeling_common.pooling import LOCAL, Reductions
 from luna_mega.modeling_common.sharding import find_reductions, raise_together
 from luna_mega.modeling_common.tensor_parallel import known_rules
+from luna_mega.modeling_common.validation import HeadKwargs
 
 
-class EncoderDecoder:
-    """A model of an encoder and a decoder, with a head or without."""
+class EncoderDecoder(ModelMixin):
+    """Base of the models with an encoder and a decoder."""
 
-    def __init__(self, config: PreTrainedConfig):
+    def __init__(self, config: Any):
         if getattr(config, "side_class", None) is None:
             name = type(self).__name__
-            raise ValueError(f"{name} requires a {self.config_class.__name__}, got a {type(config).__name__}")
+            raise ValueError(
+                f"{name} requires a {cast(type, self.config_class).__name__}, got a {type(config).__name__}"
+            )
         super().__init__(config)
 
-    def share_modules(self):
-        """Make embeddings that are shared one module, as FSDP2 takes no weight of two modules."""
+    def share_modules(self) -> None:
+        """Use one module for shared embeddings, because FSDP2 does not support a weight in two modules."""
         if self.config.shares_embeddings:
             self.get_decoder().set_input_embeddings(self.get_encoder().get_input_embeddings())
-            self._tp_plan = known_rules(self, self._tp_plan)
+            self._tp_plan = known_rules(self, self._tp_plan or {})
 
-    def resize_token_embeddings(self, *args, **kwargs) -> nn.Embedding:
-        """Resize the vocabulary that source and target have in common, wherever it has embeddings."""
+    def resize_token_embeddings(self, *args: Any, **kwargs: Any) -> nn.Embedding:
+        """Resize the common vocabulary of source and target in encoder and decoder."""
         config = self.config
         if config.decoder_vocab_size not in (None, config.vocab_size):
             raise NotImplementedError(
-                f"source and target have vocabularies of {config.vocab_size} and {config.decoder_vocab_size}, and one "
-                "new size does not say which it is for: build a model with the new sizes and copy the rows"
+                f"source and target have different vocabularies of {config.vocab_size} and {config.decoder_vocab_size} "
+                "tokens, so that one new size is ambiguous; build a model with the new sizes and copy the rows"
             )
         if not config.shares_embeddings:
             self.get_decoder().resize_token_embeddings(*args, **kwargs)
@@ -53,29 +55,29 @@ class EncoderDecoder:
 
 
 class Seq2SeqBody(EncoderDecoder):
-    """Encoder-decoder without a head: two bodies of one family, `encoder` and `decoder`.
+    """Encoder-decoder without a head: two models of one family, `encoder` and `decoder`.
 
-    The class provides `make_side`, and may override `read_outputs`, `decoder_inputs` and `make_output`.
+    Classes of a family implement `make_side`, and can override `read_outputs`, `decoder_inputs` and `make_output`.
     """
 
-    encoder_output_class: type[ModelOutput] = BaseModelOutput
-    body_output_class: type[Seq2SeqModelOutput] = Seq2SeqModelOutput
+    encoder_output_class: Any = BaseModelOutput
+    body_output_class: Any = Seq2SeqModelOutput
 
-    def __init__(self, config: PreTrainedConfig):
+    def __init__(self, config: Any):
         super().__init__(config)
         if not config.shares_embeddings:
             self._tied_weights_keys = {}
         self.encoder, self.decoder = self.make_side(config.encoder_config), self.make_side(config.decoder_config)
         self.post_init()
 
-    def make_side(self, config: PreTrainedConfig) -> nn.Module:
+    def make_side(self, config: Any) -> CommonPreTrainedModel:
         """Return the encoder or the decoder for the configuration of this side."""
         raise NotImplementedError
 
     def get_input_embeddings(self) -> nn.Module:
         return self.encoder.get_input_embeddings()
 
-    def set_input_embeddings(self, value: nn.Module):
+    def set_input_embeddings(self, value: nn.Module) -> None:
         self.encoder.set_input_embeddings(value)
         if self.config.shares_embeddings:
             self.decoder.set_input_embeddings(value)
@@ -92,33 +94,34 @@ class Seq2SeqBody(EncoderDecoder):
         inputs_embeds: torch.FloatTensor | None = None,
         decoder_inputs_embeds: torch.FloatTensor | None = None,
         use_cache: bool | None = None,
-        **kwargs: Unpack[TransformersKwargs],
+        **kwargs: Unpack[HeadKwargs],
     ) -> Seq2SeqModelOutput:
         """Encode B sources of S positions, and run the decoder over T positions of targets.
 
         Args:
-            input_ids, inputs_embeds: The source, `[B, S]` tokens or `[B, S, d]` embeddings.
+            input_ids: `[B, S]`, tokens of the source.
             attention_mask: `[B, S]`, 1 = keep, 0 = drop. None = the mask of `encoder_outputs` if it has one, else all
                 positions, with `input_ids` all that are not `pad_token_id`.
-            decoder_input_ids, decoder_inputs_embeds, decoder_attention_mask: The same of the target, `[B, T]`, which
-                starts with `decoder_start_token_id`.
-            encoder_outputs: The outputs of the encoder, instead of a source.
-            past_key_values: The cache of the positions before these. It is changed in place and contains the source,
-                which may be omitted.
-            use_cache: Whether to return a cache. None = `config.use_cache`, but not in training.
+            decoder_input_ids: `[B, T]`, tokens of the target, which starts with `decoder_start_token_id`.
+            decoder_attention_mask: `[B, T]`, mask of the target.
+            encoder_outputs: outputs of the encoder, instead of a source.
+            past_key_values: cache of the previous positions, which is updated in place. It contains the source.
+            inputs_embeds: `[B, S, d]`, embeddings instead of `input_ids`.
+            decoder_inputs_embeds: `[B, T, d]`, embeddings instead of `decoder_input_ids`.
+            use_cache: return a cache. None = `config.use_cache`, except in training.
             kwargs: `output_hidden_states`, `output_attentions`, `return_dict`, options of the decoder, and `cp_group`
                 if encoder and decoder support it (each rank passes its shards of sources and targets).
 
         Returns:
-            `last_hidden_state` `[B, T, d]`, the cache or None, `encoder_last_hidden_state` `[B, S, d]` (rows at padding
-            are meaningless), and if requested `decoder_hidden_states`, `decoder_attentions`, `cross_attentions`,
+            `last_hidden_state` `[B, T, d]`, the cache or None, `encoder_last_hidden_state` `[B, S, d]` (undefined at
+            padding), and if requested `decoder_hidden_states`, `decoder_attentions`, `cross_attentions`,
             `encoder_hidden_states` and `encoder_attentions`, a tensor for each layer.
 
         Raises:
             ValueError: The errors of encoder and decoder; not exactly one kind of target; `position_ids`; or
                 `encoder_outputs` of another encoder.
         """
-        options = self.read_options(kwargs, use_cache, decoder_input_ids, decoder_inputs_embeds)
+        options = self.read_options({**kwargs}, use_cache, decoder_input_ids, decoder_inputs_embeds)
         source = {"input_ids": input_ids, "attention_mask": attention_mask, "inputs_embeds": inputs_embeds}
         encoded, source_mask = self.encode(source, self.read_outputs(encoder_outputs), past_key_values, options)
         own = self.decoder_inputs(encoded, options)
@@ -134,19 +137,18 @@ class Seq2SeqBody(EncoderDecoder):
         )
         return self.make_output(encoded, decoded)
 
-    def read_options(self, options: dict[str, Any], use_cache: bool | None, *targets: torch.Tensor | None) -> dict:
-        """Return the keyword arguments of encoder and decoder: `options`, with the defaults of this configuration.
-
-        `targets`: the two kinds of a target, of which one must be given.
-        """
+    def read_options(
+        self, options: dict[str, Any], use_cache: bool | None, *targets: torch.Tensor | None
+    ) -> dict[str, Any]:
+        """Return `options` of encoder and decoder with defaults, after checking that one of the `targets` is given."""
         if options.pop("position_ids", None) is not None:
             raise ValueError(
-                "an encoder-decoder takes no position_ids, as they do not say of which side: leave the argument out"
+                "`position_ids` is ambiguous for an encoder-decoder; omit it (Luna has `decoder_position_ids`)"
             )
         if options.get("encoder_hidden_states") is not None:
             raise ValueError("an encoder-decoder has no `encoder_hidden_states`; pass them as `encoder_outputs`")
         if sum(target is not None for target in targets) != 1:
-            raise ValueError("give exactly one of decoder_input_ids and decoder_inputs_embeds")
+            raise ValueError("pass exactly one of decoder_input_ids and decoder_inputs_embeds")
         if use_cache is None:
             use_cache = keeps_cache(self) and options.get("cp_group") is None
         recorded = {name: getattr(self.config, name) for name in ("output_hidden_states", "output_attentions")}
@@ -155,45 +157,43 @@ class Seq2SeqBody(EncoderDecoder):
     def encode(
         self,
         source: dict[str, torch.Tensor | None],
-        outputs: ModelOutput | tuple[torch.Tensor, ...] | None,
+        encoded: Any,
         cache: EncoderDecoderCache | None,
         options: dict[str, Any],
-    ) -> tuple[ModelOutput, torch.Tensor | None]:
+    ) -> tuple[Any, torch.Tensor | None]:
         """Return the outputs of the encoder, and the mask of the source for the decoder, `[B, S]` or None = all.
 
         Args:
             source: `input_ids`, `attention_mask` and `inputs_embeds`.
-            outputs: the outputs of the encoder, instead of a source.
-            cache: the cache of the decoder; if it is filled, the outputs may be empty.
+            encoded: outputs of the encoder instead of a source, or None.
+            cache: cache of the decoder; if it is filled, the outputs may be empty.
             options: see `read_options`.
         """
         mask = source["attention_mask"] = read_mask("attention_mask", source["attention_mask"])
         given = source["input_ids"] is not None or source["inputs_embeds"] is not None
-        if outputs is not None:
-            encoded = outputs
-        elif not given and isinstance(cache, EncoderDecoderCache) and cache.get_seq_length() > 0:
+        if encoded is None and not given and isinstance(cache, EncoderDecoderCache) and cache.get_seq_length() > 0:
             encoded = self.encoder_output_class()
-        else:
-            asked = {name: value for name, value in options.items() if name.startswith("output_") or name == "cp_group"}
-            encoded = self.encoder(**source, return_dict=True, **asked)
+        elif encoded is None:
+            names = [name for name in options if name.startswith("output_") or name == "cp_group"]
+            encoded = self.encoder(**source, return_dict=True, **{name: options[name] for name in names})
         if mask is None:
             mask = getattr(encoded, "attention_mask", None)
         if mask is None and source["input_ids"] is not None:
             mask = drop_if_full(source["input_ids"] != self.config.pad_token_id)
         return encoded, mask
 
-    def read_outputs(self, outputs: ModelOutput | tuple[torch.Tensor, ...] | None) -> ModelOutput | None:
-        """Return `encoder_outputs` with names; None if there are none."""
+    def read_outputs(self, outputs: ModelOutput | tuple[torch.Tensor, ...] | None) -> Any:
+        """Return `encoder_outputs` as an `encoder_output_class`, or None."""
         if outputs is None or isinstance(outputs, ModelOutput):
             return outputs
         return self.encoder_output_class(*outputs) if outputs else None
 
-    def decoder_inputs(self, encoded: ModelOutput, options: dict[str, Any]) -> dict[str, Any]:
-        """Return further arguments of the decoder; removes those from `options` that it has under other names."""
+    def decoder_inputs(self, encoded: Any, options: dict[str, Any]) -> dict[str, Any]:
+        """Return further arguments of the decoder; remove those from `options` that it has under other names."""
         return {}
 
-    def make_output(self, encoded: ModelOutput, decoded: ModelOutput, **fields: Any) -> Seq2SeqModelOutput:
-        """Return the output for those of encoder and decoder, with further fields of `body_output_class`."""
+    def make_output(self, encoded: Any, decoded: Any, **fields: Any) -> Seq2SeqModelOutput:
+        """Return the outputs of encoder and decoder in one output, with further `fields` of `body_output_class`."""
         return self.body_output_class(
             last_hidden_state=decoded.last_hidden_state,
             cache=decoded.cache,
@@ -208,20 +208,18 @@ class Seq2SeqBody(EncoderDecoder):
 
 
 class Seq2SeqLM(EncoderDecoder, LMHead):
-    """Encoder-decoder with an output layer. The class provides `make_body` and `output_class`."""
+    """Encoder-decoder with an output layer. Classes of a family implement `make_body` and set `output_class`."""
 
-    def __init__(self, config: PreTrainedConfig):
+    def __init__(self, config: Any):
         super().__init__(config)
         self.loss_type = "ForMaskedLM"  # each position has its own label
 
-    def make_head(self, config: PreTrainedConfig):
+    def make_head(self, config: Any) -> None:
         self.lm_head = nn.Linear(config.decoder_config.hidden_size, config.decoder_config.vocab_size, bias=False)
 
-    def prepare_decoder_input_ids_from_labels(
-        self, labels: torch.LongTensor, reductions: Reductions = LOCAL
-    ) -> torch.LongTensor:
+    def prepare_decoder_input_ids_from_labels(self, labels: torch.Tensor) -> torch.Tensor:
         """Return decoder inputs `[B, T]` for labels `[B, T]`, see `shift_right`."""
-        return shift_right(labels, self.config.decoder_start_token_id, self.config.pad_token_id, reductions)[0]
+        return shift_right(labels, self.config.decoder_start_token_id, self.config.pad_token_id)[0]
 
     @can_return_tuple
     def forward(
@@ -237,28 +235,20 @@ class Seq2SeqLM(EncoderDecoder, LMHead):
         labels: torch.LongTensor | None = None,
         use_cache: bool | None = None,
         logits_to_keep: int | torch.Tensor = 0,
-        **kwargs: Unpack[TransformersKwargs],
+        **kwargs: Unpack[HeadKwargs],
     ) -> Seq2SeqLMOutput:
-        """Run the body (see there), and score the next token of the target; with `labels` also return the loss.
+        """Predict the tokens of the target from the inputs of `Seq2SeqBody.forward`.
 
-        Args:
-            labels: `[B, T]`, the tokens of the target with its end, -100 = not counted. Without another target the
-                decoder reads them, see `prepare_decoder_input_ids_from_labels`.
-            logits_to_keep: how many of the last positions get logits, 0 = all, or the indices of those that do. Labels
-                belong to the same positions.
-
-        Returns:
-            `logits` `[B, T, vocabulary of the target]`, `loss`, and what the body returns besides its last states.
+        `labels` `[B, T]` are the tokens of the target including its end, -100 = not counted. If no other target is
+        given, the decoder inputs are the shifted labels. `logits` are `[B, T, target vocabulary]`, or those of the last
+        `logits_to_keep` positions, or of the positions in `logits_to_keep` if it is a tensor.
 
         Raises:
-            ValueError: as the body, and for labels of other positions than those kept.
+            ValueError: As in `Seq2SeqBody.forward`, and if labels do not match the positions of `logits_to_keep`.
         """
-        target = {
-            "input_ids": decoder_input_ids,
-            "attention_mask": decoder_attention_mask,
-            "inputs_embeds": decoder_inputs_embeds,
-        }
-        reductions = LOCAL if labels is None else self.read_target(target, labels, logits_to_keep, kwargs)
+        target = model_inputs(decoder_input_ids, decoder_attention_mask, decoder_inputs_embeds)
+        options: dict[str, Any] = {**kwargs}
+        reductions = LOCAL if labels is None else self.read_target(target, labels, logits_to_keep, options)
         outputs = self.base_model(
             input_ids,
             attention_mask,
@@ -270,33 +260,28 @@ class Seq2SeqLM(EncoderDecoder, LMHead):
             decoder_inputs_embeds,
             use_cache,
             return_dict=True,
-            **kwargs,
+            **options,
         )
         if labels is None:
-            reductions = find_reductions(dict(kwargs), outputs.last_hidden_state)
+            reductions = find_reductions(options, outputs.last_hidden_state)
         hidden_states, loss = keep_positions(outputs.last_hidden_state, logits_to_keep, reductions), None
         logits = self.lm_head(hidden_states)
         if labels is not None:
             mask = find_kept(self.get_decoder().config, target, outputs.last_hidden_state.shape[1])
-            labels = count_kept(labels, None if mask is None else keep_positions(mask, logits_to_keep)).contiguous()
-            arguments = {"logits": logits, "labels": labels, "vocab_size": logits.shape[-1]}
-            kwargs.pop("cp_group", None)
-            loss = reductions.mean_loss(self.loss_function, labels, **arguments, **kwargs)
+            counted = count_kept(labels, None if mask is None else keep_positions(mask, logits_to_keep)).contiguous()
+            arguments = {"logits": logits, "labels": counted, "vocab_size": logits.shape[-1]}
+            options.pop("cp_group", None)
+            loss = reductions.mean_loss(self.loss_function, counted, **arguments, **options)
         return self.output_class(loss=loss, logits=logits, **carried_over(outputs, self.output_class))
 
     def read_target(
         self,
-        target: dict[str, torch.Tensor | None],
-        labels: torch.LongTensor,
+        target: dict[str, Any],
+        labels: torch.Tensor,
         logits_to_keep: int | torch.Tensor,
         options: dict[str, Any],
     ) -> Reductions:
-        """Check the labels, fill in the target that they are if none is given, and return its context-parallel shards.
-
-        Args:
-            target: `input_ids`, `attention_mask` and `inputs_embeds` of the decoder; changed in place.
-            labels, logits_to_keep, options: Arguments of `forward`.
-        """
+        """Check the labels, add the `target` for them if it is empty, and return the reductions of the target."""
         is_given = given_input(target) is not None
         if not is_given:
             with raise_together(options.get("cp_group"), labels.device):

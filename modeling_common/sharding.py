@@ -66,6 +66,7 @@ class ShardedLayout(NamedTuple):
         shard: the lengths of all shards, and the numbers of tokens that they keep.
         before: `[B]`, the number of tokens that earlier shards keep; None for the output of an encoder.
         columns, back: see `DenseLayout`.
+        counts_padding: whether padding has positions, as in one process after the last token.
     """
 
     mask: torch.Tensor | None
@@ -73,6 +74,7 @@ class ShardedLayout(NamedTuple):
     before: Any = None
     columns: torch.Tensor | None = None
     back: torch.Tensor | None = None
+    counts_padding: bool = False
 
     @property
     def lengths(self) -> None:
@@ -103,8 +105,12 @@ class ShardedLayout(NamedTuple):
     def reductions(self) -> Reductions:
         return ShardedReductions(self.shard)
 
+    def count_padding(self) -> "ShardedLayout":
+        """Return the layout in which padding after the last token has positions, because statistics include it."""
+        return self._replace(before=torch.full_like(self.before, self.shard.start), counts_padding=True)
+
     def options(self) -> dict[str, Any]:
-        return {"mask": self.mask, "shard": self.shard}
+        return {"mask": self.mask, "shard": self.shard._replace(kept=None) if self.counts_padding else self.shard}
 
     def sizes(self, x: torch.Tensor) -> tuple[int, int]:
         return x.shape[0], self.shard.total
@@ -207,6 +213,8 @@ def prepare_sharded(model: Any, read: Callable[..., Any], group: "dist.ProcessGr
         check_tokens(inputs.given, model.config.vocab_size)
     layout = ShardedLayout.of(group, inputs.mask, inputs.given)
     model.check_shards(layout)
+    if getattr(model.config, "padded_batch_statistics", False):
+        layout = layout.count_padding()
     return inputs._replace(layout=layout.close_gaps() if model.closes_gaps else layout)
 
 
@@ -266,11 +274,12 @@ def check_shards(
         )
     kept = lengths if layout.shard.kept is None else layout.shard.kept
     borders = kept.cumsum(dim=0)  # in positions of the sequences
-    if counts_padding and (kept < lengths).any():
+    if counts_padding and ((kept < lengths) & (borders < borders[-1])).any():
         raise ValueError(
-            "padded_batch_statistics=True is not supported with `cp_group` and padding; set it to False in the "
-            "configuration, or pass sequences of one length"
+            "padded_batch_statistics=True with `cp_group` requires padding after the last token; pad on the right, or "
+            "set it to False in the configuration"
         )
+    borders = lengths.cumsum(dim=0) if counts_padding else borders
     if chunk_size is not None and (cut := (borders % chunk_size != 0) & (borders < borders[-1])).any():
         raise ValueError(
             f"a context-parallel shard ends after {borders[cut][0]} tokens of a sequence, inside an attention chunk of "
@@ -287,8 +296,8 @@ class ShardedReductions(Reductions):
     def is_local(self) -> bool:
         return False
 
-    def refuse(self, what: str) -> None:
-        raise ValueError(what)
+    def require_complete(self, message: str) -> None:
+        raise ValueError(message)
 
     def offset(self) -> int:
         return self.shard.start
@@ -368,11 +377,11 @@ def raise_together(group: "dist.ProcessGroup | None", device: torch.device) -> A
 
     The other ranks detect it in the `ContextShard.of` with their batch size that follows the block.
     """
-    return nullcontext() if group is None else _tell_others(group, device)
+    return nullcontext() if group is None else _raise_on_others(group, device)
 
 
 @contextmanager
-def _tell_others(group: "dist.ProcessGroup", device: torch.device) -> Iterator[None]:
+def _raise_on_others(group: "dist.ProcessGroup", device: torch.device) -> Iterator[None]:
     try:
         yield
     except Exception:

@@ -1,11 +1,12 @@
 """Styles and checks of tensor parallelism plans, in addition to those of transformers.
 
 A `base_model_tp_plan` maps names of modules to the styles in which transformers distributes them over the ranks. Linear
-layers have the styles of transformers. A `RankBoundary` is where a tensor changes between replicated and sharded.
+layers have the styles of transformers. At a `RankBoundary`, a tensor changes between replicated and sharded.
 """
 
 import re
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import nn
@@ -44,13 +45,14 @@ class Redistribute(TensorParallelLayer):
     """
 
     def __init__(self, source: Placement, target: Placement, gradient: Placement | None = None):
-        self.source, self.target, self.gradient = source, target, gradient and [gradient]
+        self.source, self.target = source, target
+        self.gradient = None if gradient is None else [gradient]
 
     def install_forward(self, module: RankBoundary, mesh: DeviceMesh) -> RankBoundary:
         module.ranks = mesh.size()
         return super().install_forward(module, mesh)
 
-    def transform_output_post_forward(self, module, output, mesh):
+    def transform_output_post_forward(self, module: nn.Module, output: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
         if self.source == self.target and not output.requires_grad:
             return output
         spread = DTensor.from_local(output, mesh, [self.source], run_check=False)
@@ -66,7 +68,7 @@ STYLES = {
     "mega_whole": Redistribute(Replicate(), Replicate(), gradient=Partial()),
 }
 for _name, _style in STYLES.items():
-    ParallelInterface.register(_name, _style)
+    ParallelInterface.register(_name, _style)  # type: ignore[arg-type]  # transformers registers its styles so too
 
 
 def known_rules(model: PreTrainedModel, plan: dict[str, str]) -> dict[str, str]:
@@ -84,7 +86,7 @@ def wildcard(name: str) -> str:
     return re.sub(r"\.\d+\b", ".*", name)
 
 
-def check_plan(model: PreTrainedModel, planned: dict[str, str], size: int):
+def check_plan(model: PreTrainedModel, planned: dict[str, str], size: int) -> None:
     """Check that the plan of a model gives correct results with `size` ranks.
 
     Args:
@@ -95,8 +97,8 @@ def check_plan(model: PreTrainedModel, planned: dict[str, str], size: int):
     Raises:
         ValueError: If `size` does not divide a layer, or the caller changes only some rules of a group.
     """
-    plan = model._tp_plan
-    groups = {}
+    plan = model._tp_plan or {}
+    groups: dict[str, dict[str, bool]] = {}
     for rule, style in planned.items():
         groups.setdefault(rule.rpartition(".")[0], {})[rule] = plan.get(rule) == style
     for group, kept in groups.items():
@@ -125,7 +127,7 @@ def _planned_linears(model: PreTrainedModel, plan: dict[str, str]) -> Iterator[t
             yield name, module, style
 
 
-class TensorParallelMixin:
+class TensorParallelMixin(PreTrainedModel):
     """Tensor parallelism of `CommonPreTrainedModel`.
 
     Attributes:
@@ -134,13 +136,13 @@ class TensorParallelMixin:
 
     ranks = 1
 
-    def init_parallel_plans(self):
+    def init_parallel_plans(self) -> None:
         """Collect the plans of the configuration and the classes, and remove rules that match no module."""
         super().init_parallel_plans()
-        self._tp_plan = known_rules(self, self._tp_plan)
+        self._tp_plan = known_rules(self, self._tp_plan or {})
 
     @classmethod
-    def maybe_distribute_model(cls, model: PreTrainedModel, distributed_config, mesh) -> PreTrainedModel:
+    def maybe_distribute_model(cls, model: Any, distributed_config: Any, mesh: Any) -> PreTrainedModel:
         """Distribute a model over `mesh`, None = a single process; `from_pretrained` calls this before loading.
 
         Raises:
@@ -149,7 +151,7 @@ class TensorParallelMixin:
         plan = None if distributed_config is None else distributed_config.tp_plan
         if isinstance(plan, str) and plan != "auto":
             raise ValueError(f"`tp_plan` must be 'auto' or a dictionary from modules to styles, got {plan!r}")
-        planned = model._tp_plan
+        planned = model._tp_plan or {}
         model = super().maybe_distribute_model(model, distributed_config, mesh)
         if mesh is not None and distributed_config.tp_size > 1:
             check_plan(model, planned, distributed_config.tp_size)

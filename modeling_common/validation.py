@@ -1,8 +1,10 @@
 """Checks of the arguments of a forward pass. All of them run before the first embedding."""
 
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, TypedDict
 
 import torch
+import torch.distributed as dist
 
 from luna_mega.modeling_common.cache import StateCache
 from luna_mega.modeling_common.masks import can_look, is_program, read_mask
@@ -12,6 +14,30 @@ from luna_mega.modeling_common.padding_free import VARLEN_OPTIONS, PaddingFreeLa
 INPUT_NAMES = {"tokens": "input_ids", "values": "input_values", "patches": "pixel_values"}
 # Keyword arguments that every model accepts.
 COMMON_OPTIONS = VARLEN_OPTIONS | {"num_items_in_batch", "output_hidden_states", "output_attentions"}
+
+
+class ModelKwargs(TypedDict, total=False):
+    """Keyword arguments of the models in addition to the parameters of their `forward`."""
+
+    num_items_in_batch: torch.Tensor | int | None
+    output_hidden_states: bool | None
+    output_attentions: bool | None
+    output_packed_attentions: bool | None
+    return_dict: bool | None
+    cu_seq_lens_q: torch.Tensor | None
+    cu_seq_lens_k: torch.Tensor | None
+    max_length_q: int | None
+    max_length_k: int | None
+    seq_idx: torch.Tensor | None
+
+
+class HeadKwargs(ModelKwargs, total=False):
+    """Keyword arguments of the models with a head."""
+
+    shift_labels: torch.Tensor | None
+    cp_group: "dist.ProcessGroup | None"
+
+
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
@@ -22,13 +48,12 @@ def validate(
     attention_mask: torch.Tensor | None,
     token_type_ids: torch.Tensor | None,
     cache: StateCache | None,
-    options: dict[str, Any],
+    seen: int,
+    options: Mapping[str, Any],
 ) -> tuple[torch.Tensor, torch.Tensor | None, bool]:
     """Return the input, its bool mask `[B, T]`, and whether attention returns its weights.
 
-    Args:
-        given: the arguments for inputs by name; exactly one is not None.
-        grid: rows and columns of patches of images.
+    The arguments are those of `read`, `given` the inputs by name, and `seen` the number of positions in the cache.
     """
     config = model.config
     if unknown := options.keys() - COMMON_OPTIONS - model.own_options:
@@ -36,31 +61,25 @@ def validate(
         raise ValueError(f"{family} models do not support {', '.join(sorted(unknown))}; omit the argument")
     if token_type_ids is not None and not config.add_token_type_embeddings:
         raise ValueError("`token_type_ids` require `add_token_type_embeddings=True`; omit them")
-    seen = 0 if cache is None else cache.get_seq_length()
     if attention_mask is not None:
         if options.get("cu_seq_lens_q") is not None:
             raise ValueError("`attention_mask` is not supported with `cu_seq_lens_q`; pass only one of them")
-        attention_mask = _cut_mask(attention_mask, given, seen)
+        value = next((x for x in given.values() if x is not None), None)
+        if seen and value is not None and value.dim() > 1 and attention_mask.dim() == 2:
+            length = value.shape[1]
+            # The mask may cover all positions. In an exported program `seen` is a flag.
+            if is_program() or attention_mask.shape[1] == seen + length:
+                attention_mask = attention_mask[:, -length:]
     mask = read_mask("attention_mask", attention_mask)
-    value = check_inputs(model, mask, given, grid)
+    checked = check_inputs(model, mask, given, grid)
     if cache is not None:
-        cache.check(config, value.shape[0], model.ranks)
+        cache.check(config, checked.shape[0], model.ranks)
     requested = any(options.get(name, getattr(config, name, False)) for name in model.weight_options)
     if not seen or model.returns_cached_weights:
-        return value, mask, requested or config._attn_implementation == "eager"
+        return checked, mask, requested or config._attn_implementation == "eager"
     if requested and not torch.compiler.is_exporting():
         raise ValueError("`output_attentions=True` requires a new cache; pass `use_cache=False` for the weights")
-    return value, mask, False
-
-
-def _cut_mask(mask: torch.Tensor, given: dict[str, torch.Tensor | None], seen: int) -> torch.Tensor:
-    """Return a mask of the new positions; with a filled cache it may also cover all positions before them."""
-    value = next((x for x in given.values() if x is not None), None)
-    if seen and value is not None and value.dim() > 1 and mask.dim() == 2:
-        length = value.shape[1]
-        if is_program() or mask.shape[1] == seen + length:  # in an exported program `seen` is a flag
-            return mask[:, -length:]
-    return mask
+    return checked, mask, False
 
 
 def check_inputs(
@@ -99,7 +118,7 @@ def find_boundaries(
     shape: tuple[int, int],
     attention_mask: torch.Tensor | None,
     cache: StateCache | None,
-    options: dict[str, Any],
+    options: Mapping[str, Any],
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Return `position_ids` as `[B or 1, T]`, and again if they may mark sequence boundaries, else None."""
     dtype = getattr(position_ids, "dtype", None)

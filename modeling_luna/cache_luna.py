@@ -1,4 +1,4 @@
-"""Memory of a Luna decoder between calls, of constant size: `LunaCache`, with an encoder `LunaSeq2SeqCache`."""
+"""Caches of Luna decoders, whose size is constant: `LunaCache`, and with an encoder `LunaSeq2SeqCache`."""
 
 import torch
 from transformers.configuration_utils import PreTrainedConfig
@@ -8,16 +8,22 @@ from luna_mega.modeling_common.cache import StateCache, StateLayer, StateSeq2Seq
 
 
 class LunaCacheLayer(StateLayer):
-    """The memory of one attention.
+    """State of one attention.
 
-    Causal attention keeps its state (`key_mean` `[B, H, K, L]`, `value_mean` `[B, H, L, K]`, `count` `[B]`), and of P
-    `pack_query` `[B, L, H, K]` and `pack_mask` `[B, L]`, None where all rows are in use. Cross-attention keeps the
-    unpack `key` and `value` `[B, L, H, K]` of what it packed once.
+    Causal attention stores its state (`key_mean` `[B, H, K, L]`, `value_mean` `[B, H, L, K]`, `count` `[B]`), and of P
+    `pack_query` `[B, L, H, K]` and `pack_mask` `[B, L]`, None if all rows are in use. Cross-attention stores the unpack
+    `key` and `value` `[B, L, H, K]` of the packed source.
     """
 
-    # Not attributes, see `StateLayer`. `_owned`: the state was made without gradients, so that no graph contains it.
+    # Slots, see `StateLayer`. `_owned`: the state was computed without gradients, so that no graph contains it.
     # `learned`: P is the parameter of the model, and was not passed as `packed_states`.
     __slots__ = ("_owned", "learned")
+    key: torch.Tensor
+    value: torch.Tensor
+    key_mean: torch.Tensor
+    value_mean: torch.Tensor
+    count: torch.Tensor
+    pack_query: torch.Tensor
     fields = ("key_mean", "value_mean", "count", "pack_query", "pack_mask", "key", "value")
 
     @property
@@ -25,20 +31,20 @@ class LunaCacheLayer(StateLayer):
         """Return the state of causal attention."""
         return LunaCausalState(self.key_mean, self.value_mean, self.count)
 
-    def store_state(self, state: LunaCausalState, length: int):
+    def store_state(self, state: LunaCausalState, length: int) -> None:
         """Replace the state of causal attention after `length` more positions."""
         self.key_mean, self.value_mean, self.count = state
         self.seen, self._owned = self.seen + length, not torch.is_grad_enabled()
 
     def writes_over(self) -> bool:
-        """Return whether a step may write its state over this one: no gradient, no program and no one else needs it."""
+        """Return whether a step may update this state in place: no gradient, program or other object requires it."""
         if torch.is_grad_enabled() or torch.compiler.is_compiling() or not getattr(self, "_owned", False):
             return False
         return torch.is_inference_mode_enabled() or not self.key_mean.is_inference()
 
 
 class LunaCache(StateCache):
-    """The `past_key_values` of a Luna decoder without cross-attention."""
+    """Cache of a Luna decoder without cross-attention."""
 
     layer_class = LunaCacheLayer
 
@@ -58,21 +64,21 @@ class LunaCache(StateCache):
             )
 
     def check_source(self, config: PreTrainedConfig, batch: int, length: int | None, ranks: int) -> None:
-        # The source is packed into the rows of P, so that its length is unknown.
+        # The source is packed into rows of P, so that its length is unknown.
         heads, width = config.num_attention_heads, config.hidden_size // config.num_attention_heads
         key = self.layers[0].key
         needed, given = (batch, key.shape[1], heads // ranks, width), tuple(key.shape)
         if given != needed or len(self) != config.num_hidden_layers:
             raise ValueError(
                 f"past_key_values has another source, of another batch or model: {len(self)} layers with keys of "
-                f"{given}, needed are {config.num_hidden_layers} with {needed}; begin with a new cache"
+                f"{given}, needed are {config.num_hidden_layers} with {needed}; start with a new cache"
             )
 
 
 class LunaSeq2SeqCache(StateSeq2SeqCache):
-    """The `past_key_values` of a Luna decoder with cross-attention: a `LunaCache` for each of its attentions."""
+    """Cache of a Luna decoder with cross-attention: a `LunaCache` for self-attention and one for cross-attention."""
 
-    target_class = source_class = LunaCache
+    self_attention_class = cross_attention_class = LunaCache
 
 
 __all__ = ["LunaCache", "LunaSeq2SeqCache"]

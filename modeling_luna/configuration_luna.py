@@ -20,7 +20,7 @@ _CHOICES = {
     "causal_activation": ("softplus", "elu"),
     "initialization": ("original", "local"),
 }
-# Field of the decoder of an encoder-decoder -> the encoder's field that holds where the decoder's own is None.
+# Field of the decoder of an encoder-decoder -> the field of the encoder that is used if it is None.
 DECODER_FIELDS = {
     "num_decoder_layers": "num_hidden_layers",
     "decoder_intermediate_size": "intermediate_size",
@@ -52,7 +52,7 @@ class LunaConfig(LunaPresets, SharedConfig, PreTrainedConfig):
     The defaults are those of `luna_base_tied_512`, RoBERTa-size with 132 M parameters.
 
     Args:
-        vocab_size: number of tokens; not read when `input_type` is `"values"`.
+        vocab_size: number of tokens; unused if `input_type` is `"values"`.
         hidden_size: width d of the model.
         embedding_size: width of the embeddings, which a linear layer projects to d; None = d. Encoders only.
         type_vocab_size: number of token types (`token_type_ids`); 0 = no token types. Not for encoder-decoders.
@@ -62,11 +62,11 @@ class LunaConfig(LunaPresets, SharedConfig, PreTrainedConfig):
         intermediate_size: width of the feed-forward layers.
         projection_length: rows l of the packed sequence P.
         dynamic_projection_length: a sequence of n tokens uses min(n, `projection_length`) rows of P, as the original
-            does by default; False = always all rows (`--fix-projection-length`). None = True, but for a decoder without
-            an encoder, whose n is not known.
-        contextual_projection: P is updated from layer to layer (paper section 3.1); False = every layer has a learned P
-            of its own (the ablation of Table 5, and section 3.3 for a decoder without an encoder). None = True, but
-            for such a decoder.
+            does by default; False = always all rows (`--fix-projection-length`). None = True, except for a decoder
+            without an encoder, whose n is unknown.
+        contextual_projection: every layer updates P (paper section 3.1); False = every layer has a separate learned P
+            (the ablation of Table 5, and section 3.3 for a decoder without an encoder). None = True, except for such a
+            decoder.
         pack_method: `"attention"`: P attends to the tokens (section 3.1). `"importance"`, encoders only: every layer
             assigns its input states to min(n, `projection_length`) rows of neighboring tokens. A row is their mean,
             weighted by the softmax of a learned `salience`; tokens of high weight share their row with fewer others.
@@ -78,61 +78,60 @@ class LunaConfig(LunaPresets, SharedConfig, PreTrainedConfig):
         dropout: probability on embeddings and on the outputs of attention and feed-forward layers.
         attention_dropout: probability on attention weights.
         activation_dropout: probability after `hidden_act`.
-        layerdrop: probability of leaving out a whole layer in training.
+        layerdrop: probability of skipping a layer in training.
         input_type: `"tokens"` (`input_ids`) or `"values"` (`input_values`, one real number a position).
         max_position_embeddings: longest sequence with learned positions.
-        position_embedding_type: `"learned"`, `"sinusoidal"` (any length; P gets sinusoids as well) or `"none"`.
+        position_embedding_type: `"learned"`, `"sinusoidal"` (any length; also added to P) or `"none"`.
         position_extension: learned positions of texts longer than `max_position_embeddings` (encoders only).
             `"interpolate"` squeezes the positions of such a text into the table, by its own length; `"wrap"` counts
             0 to `max_position_embeddings` - 1, then again from 1. None = such a text is an error.
-        scale_embedding: multiply embeddings and P by sqrt(d); None = with sinusoidal positions only, as the original.
+        scale_embedding: multiply embeddings and P by sqrt(d); None = only with sinusoidal positions, as the original.
         embedding_norm: LayerNorm on the embeddings and on P.
         pre_norm: LayerNorm before attention and feed-forward, and once at the end; False = after each (section 3.1).
         share_layers: all layers share one set of weights.
         layer_norm_eps: epsilon of every LayerNorm.
         initializer_range: standard deviation of the initial weights.
-        initialization: `"original"` (random weights), or `"local"`: on top of these, heads begin by reading neighbors
+        initialization: `"original"` (random weights), or `"local"`, with which heads initially attend to neighbors
             (docs/initialization.md).
         initialization_options: options of `"local"`, for example `{"length": 128}`; see `LocalStart`.
-        pooling: what a sequence classifier reads: the first token (`"cls"`), the mean over tokens (`"mean"`), or the
+        pooling: input of a sequence classifier: the first token (`"cls"`), the mean over tokens (`"mean"`), or the
             packed sequence by max-pooling, mean (Table 3) or attention from the first token (`"packed_max"`,
             `"packed_mean"`, `"packed_attention"`).
-        pool_padding: a mean also counts padding, as the original's LRA code does; the result then depends on the batch.
-        drop_first_token: sequence classification leaves out the first token (the pair classifier: of the first sequence
-            only), as the 2021 LRA code does when it reads P.
+        pool_padding: a mean includes padding, as in the original LRA code; the result then depends on the batch.
+        drop_first_token: remove the first token in sequence classification (in pairs only of the first sequence), as in
+            the 2021 LRA code.
         classifier_num_layers: hidden layers of the classification head.
         classifier_hidden_size: their width; None = `hidden_size`.
         classifier_activation: their activation.
         classifier_dropout: probability before each layer of the classification head.
         classifier_bias: the last layer of the classification head has a bias.
-        pair_features: what the pair classifier reads of sequences a and b: `"concat"` [b, a] (the order of the 2021 LRA
+        pair_features: features of the sequences a and b of a pair: `"concat"` [b, a] (the order of the 2021 LRA
             code) or `"interaction"` [a, b, a * b, a - b].
         pad_token_id: also fixes the first learned or sinusoidal position, `pad_token_id` + 1, as in fairseq.
-        first_position: that position; None = by `pad_token_id`. 0 spares a table the rows below, where padding is the
-            last of many tokens.
+        first_position: first position; None = `pad_token_id` + 1. 0 saves rows if `pad_token_id` is large.
         tie_word_embeddings: the masked-LM output weight is the embedding.
-        sparse_prediction: under labels the masked-LM head projects the predicted positions alone, so that its cost and
-            memory grow with these M positions in place of B T; `logits` then are `[M, vocab_size]`.
-        unpad_inputs: the layers leave padding out, which then costs nothing; states at padding are 0. Without effect
-            where states or weights are returned, with a cache, and in compiled or exported programs.
-        is_decoder: Luna's causal attention (section 3.3), for `LunaForCausalLM`.
+        sparse_prediction: with labels, the masked-LM head computes logits only for the M predicted positions,
+            `[M, vocab_size]`, which reduces cost and memory.
+        unpad_inputs: remove padding before the layers; states at padding are 0. Without effect if states or weights are
+            returned, with a cache, and in compiled or exported programs.
+        is_decoder: use causal attention (section 3.3), for `LunaForCausalLM`.
         is_encoder_decoder: True in `LunaSeq2SeqConfig` only. The fields above then describe the encoder, and the
-            decoder where there is no field of its own below.
+            decoder unless there is a separate field below.
         add_cross_attention: the decoder attends to an encoder; set by `decoder_config`.
         causal_activation: weights of the causal pack: `"softplus"`, to base 2, or `"elu"`, elu + 1.
-        word_dropout: probability of leaving out the embedding of a whole token in training.
+        word_dropout: probability of setting the embedding of a token to 0 in training.
         num_decoder_layers, decoder_intermediate_size, num_decoder_attention_heads: of the decoder; None = encoder's.
-        num_decoder_pack_attention_heads: None = `num_decoder_attention_heads` where that is given, else the encoder's.
+        num_decoder_pack_attention_heads: None = `num_decoder_attention_heads` if that is given, else the encoder's.
         decoder_position_embedding_type, decoder_pre_norm: of the decoder; None = the encoder's.
         max_target_positions: longest target with learned positions; None = `max_position_embeddings`.
         decoder_vocab_size: number of target tokens; None = `vocab_size`.
-        share_encoder_decoder_embeddings: one embedding for both languages; None = where `tie_word_embeddings` and
-            equal vocabularies allow it.
-        decoder_start_token_id: what decoding starts from; fairseq starts from `</s>`.
+        share_encoder_decoder_embeddings: one embedding for both languages; None = if `tie_word_embeddings` is True and
+            the vocabularies have the same size.
+        decoder_start_token_id: first token of decoder inputs; fairseq starts with `</s>`.
         use_cache: a decoder returns `past_key_values` in evaluation.
 
     Raises:
-        ValueError: the fields do not fit together; the message has the numbers.
+        ValueError: The fields do not fit together.
 
     Example:
         >>> LunaConfig.base_512(tied=False).tie_key_value
@@ -212,7 +211,7 @@ class LunaConfig(LunaPresets, SharedConfig, PreTrainedConfig):
     decoder_start_token_id: int | None = 2
     use_cache: bool = True
 
-    def __post_init__(self, **kwargs):
+    def __post_init__(self, **kwargs: Any) -> None:
         if self.num_pack_attention_heads is None:
             self.num_pack_attention_heads = self.num_attention_heads
         if self.embedding_size is None:
@@ -246,10 +245,10 @@ class LunaConfig(LunaPresets, SharedConfig, PreTrainedConfig):
         """Row of the position table that the first token uses: `pad_token_id` + 1 for tokens, 0 for real values."""
         if self.first_position is not None:
             return self.first_position
-        return 0 if self.input_type == "values" else self.pad_token_id + 1
+        return 0 if self.input_type == "values" else (self.pad_token_id or 0) + 1
 
-    def validate_architecture(self):
-        """Part of the `@strict` contract: runs after `__init__` and before saving."""
+    def validate_architecture(self) -> None:
+        """Check the fields; `@strict` calls this after `__init__` and before saving."""
         self._check_fields()
         self._check_sides()
         if self.is_encoder_decoder:
@@ -266,11 +265,11 @@ class LunaConfig(LunaPresets, SharedConfig, PreTrainedConfig):
             for field in ("dynamic_projection_length", "contextual_projection"):
                 if getattr(self, field):
                     raise ValueError(
-                        f"{field}=True needs an encoder: P of a decoder alone is a parameter of every layer, as what "
-                        f"it packs is yet to come; leave {field} out"
+                        f"{field}=True requires an encoder, because P of a decoder without one is a parameter of every "
+                        f"layer; omit {field}"
                     )
 
-    def _check_fields(self):
+    def _check_fields(self) -> None:
         self._check_choices(_CHOICES)
         self._check_activations("hidden_act", "classifier_activation")
         sizes = (
@@ -299,9 +298,9 @@ class LunaConfig(LunaPresets, SharedConfig, PreTrainedConfig):
         if self.pool_padding and self.unpad_inputs and self.pooling == "mean":
             raise ValueError("pool_padding=True counts states at padding, which unpad_inputs=True does not compute")
 
-    def _check_pack_method(self):
-        encoder = {"is_decoder": False, "is_encoder_decoder": False}
-        required = {}
+    def _check_pack_method(self) -> None:
+        encoder: dict[str, Any] = {"is_decoder": False, "is_encoder_decoder": False}
+        required: dict[str, dict[str, Any]] = {}
         if self.position_extension is not None:
             required["position_extension"] = encoder | {"position_embedding_type": "learned"}
             if self.max_position_embeddings < 2:

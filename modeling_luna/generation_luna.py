@@ -1,23 +1,18 @@
-"""Luna models that write: `LunaForCausalLM`, and with an encoder `LunaForConditionalGeneration` (section 3.3)."""
+"""Luna language models: `LunaForCausalLM`, and with an encoder `LunaForConditionalGeneration` (section 3.3)."""
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import nn
-from transformers.modeling_outputs import (
-    CausalLMOutputWithPast,
-    ModelOutput,
-    Seq2SeqLMOutput,
-    Seq2SeqModelOutput,
-)
-from transformers.processing_utils import Unpack
-from transformers.utils import TransformersKwargs, can_return_tuple
+from transformers.modeling_outputs import CausalLMOutputWithPast, Seq2SeqLMOutput, Seq2SeqModelOutput
+from transformers.utils.generic import ModelOutput, can_return_tuple
 
 from luna_mega.compat import with_cache_alias
 from luna_mega.modeling_common.generation import Seq2SeqGenerationMixin, StateGenerationMixin
-from luna_mega.modeling_common.heads import GenericForCausalLM
+from luna_mega.modeling_common.heads import GenericForCausalLM, model_inputs
 from luna_mega.modeling_common.seq2seq import Seq2SeqBody, Seq2SeqLM
+from luna_mega.modeling_common.validation import HeadKwargs
 from luna_mega.modeling_luna.cache_luna import LunaCache
 from luna_mega.modeling_luna.configuration_luna import LunaConfig, LunaSeq2SeqConfig
 from luna_mega.modeling_luna.modeling_luna import LunaModel, LunaModelOutput, LunaPreTrainedModel
@@ -37,14 +32,14 @@ class LunaSeq2SeqModelOutput(Seq2SeqModelOutput):
     """`Seq2SeqModelOutput` of an encoder-decoder with S source and T target positions, and what Luna adds.
 
     Args:
-        encoder_packed_last_hidden_state: `[B, L, d]`, the P that the encoder gives to the decoder.
-        packed_last_hidden_state: `[B, L, d]`, P behind the decoder; None with a filled cache.
-        packed_mask: `[B, L]`, 1 = a row of both that is in use; None = all are, or nothing was encoded.
-        encoder_packed_hidden_states, packed_hidden_states: with `output_hidden_states=True`, P as it is given to the
-            first layer and leaves each layer of encoder and decoder.
+        encoder_packed_last_hidden_state: `[B, L, d]`, P after the encoder.
+        packed_last_hidden_state: `[B, L, d]`, P after the decoder; None with a filled cache.
+        packed_mask: `[B, L]`, 1 = a row of both that is in use; None = all, or nothing was encoded.
+        encoder_packed_hidden_states, packed_hidden_states: with `output_hidden_states=True`, P before the first layer
+            and after each layer of encoder and decoder.
         cross_attentions, decoder_attentions, encoder_attentions: with `output_attentions=True`, weights over the rows
             of P, not over positions: `[B, heads, T, L]`, of the encoder `[B, heads, S, L]`.
-        cross_packed_attentions: with `output_packed_attentions=True`, the weights of the source in these rows,
+        cross_packed_attentions: with `output_packed_attentions=True`, the pack weights of the source,
             `[B, pack heads, L, S]`; None with a filled cache.
     """
 
@@ -77,7 +72,7 @@ class LunaForCausalLM(GenericForCausalLM, StateGenerationMixin, LunaPreTrainedMo
     _tp_plan = {"lm_head": "colwise_gather_output"}
     output_class = LunaCausalLMOutput
 
-    def check_config(self, config: LunaConfig):
+    def check_config(self, config: LunaConfig) -> None:
         if not config.learns_causal_projection:
             raise ValueError(
                 "LunaForCausalLM requires a configuration with is_decoder=True and add_cross_attention=False"
@@ -86,7 +81,7 @@ class LunaForCausalLM(GenericForCausalLM, StateGenerationMixin, LunaPreTrainedMo
     def make_body(self, config: LunaConfig) -> LunaModel:
         return LunaModel(config)
 
-    def make_head(self, config: LunaConfig):
+    def make_head(self, config: LunaConfig) -> None:
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
 
     @can_return_tuple
@@ -102,7 +97,7 @@ class LunaForCausalLM(GenericForCausalLM, StateGenerationMixin, LunaPreTrainedMo
         use_cache: bool | None = None,
         labels: torch.LongTensor | None = None,
         logits_to_keep: int | torch.Tensor = 0,
-        **kwargs: Unpack[TransformersKwargs],
+        **kwargs: Unpack[HeadKwargs],
     ) -> LunaCausalLMOutput:
         """Predict the next token of each position from the inputs of `LunaModel.forward`.
 
@@ -115,16 +110,9 @@ class LunaForCausalLM(GenericForCausalLM, StateGenerationMixin, LunaPreTrainedMo
         Raises:
             ValueError: As in `LunaModel.forward`, and if labels do not match the positions of `logits_to_keep`.
         """
-        inputs = {
-            "input_ids": input_ids,
-            "attention_mask": attention_mask,
-            "inputs_embeds": inputs_embeds,
-            "position_ids": position_ids,
-            "packed_states": packed_states,
-            "packed_mask": packed_mask,
-            "past_key_values": past_key_values,
-            "use_cache": use_cache,
-        }
+        inputs = model_inputs(input_ids, attention_mask, inputs_embeds, position_ids=position_ids)
+        inputs |= {"packed_states": packed_states, "packed_mask": packed_mask}
+        inputs |= {"past_key_values": past_key_values, "use_cache": use_cache}
         return self.predict_next(inputs, labels, logits_to_keep, **kwargs)
 
 
@@ -157,7 +145,8 @@ class LunaSeq2SeqModel(Seq2SeqBody, LunaPreTrainedModel):
         names = ["last_hidden_state", "packed_last_hidden_state", "packed_mask", "attention_mask"]
         if len(states) == 3:
             names.remove("packed_mask")
-        return LunaModelOutput(**dict(zip(names, states, strict=False)))
+        named: dict[str, Any] = dict(zip(names, states, strict=False))
+        return LunaModelOutput(**named)
 
     def decoder_inputs(self, encoded: LunaModelOutput, options: dict[str, Any]) -> dict[str, Any]:
         return {
@@ -166,7 +155,7 @@ class LunaSeq2SeqModel(Seq2SeqBody, LunaPreTrainedModel):
             "packed_mask": encoded.packed_mask,
         }
 
-    def make_output(self, encoded: LunaModelOutput, decoded: LunaModelOutput, **fields: Any) -> LunaSeq2SeqModelOutput:
+    def make_output(self, encoded: LunaModelOutput, decoded: LunaModelOutput, **fields: Any) -> Seq2SeqModelOutput:
         return super().make_output(
             encoded,
             decoded,

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any, Unpack
 
 import torch
 from torch import nn
@@ -13,8 +14,7 @@ from transformers.modeling_outputs import (
     SequenceClassifierOutput,
     TokenClassifierOutput,
 )
-from transformers.processing_utils import Unpack
-from transformers.utils import TransformersKwargs, can_return_tuple
+from transformers.utils.generic import can_return_tuple
 
 from luna_mega.kernels.api import luna_unpack
 from luna_mega.modeling_common.heads import (
@@ -22,6 +22,7 @@ from luna_mega.modeling_common.heads import (
     GenericForQuestionAnswering,
     GenericForTokenClassification,
     Head,
+    model_inputs,
 )
 from luna_mega.modeling_common.pooled_heads import (
     GenericForMultipleChoice,
@@ -30,6 +31,7 @@ from luna_mega.modeling_common.pooled_heads import (
     PooledHead,
 )
 from luna_mega.modeling_common.pooling import LOCAL, Reductions, first_token, masked_mean
+from luna_mega.modeling_common.validation import HeadKwargs
 from luna_mega.modeling_luna.configuration_luna import LunaConfig
 from luna_mega.modeling_luna.modeling_luna import LunaModel, LunaModelOutput, LunaPreTrainedModel
 
@@ -97,7 +99,7 @@ class LunaForMaskedLM(LunaHead, GenericForMaskedLM, LunaPreTrainedModel):
     output_class = LunaMaskedLMOutput
     output_layer = "lm_head.decoder"
 
-    def make_head(self, config: LunaConfig):
+    def make_head(self, config: LunaConfig) -> None:
         self.lm_head = LunaLMHead(config)
 
     @can_return_tuple
@@ -109,25 +111,20 @@ class LunaForMaskedLM(LunaHead, GenericForMaskedLM, LunaPreTrainedModel):
         position_ids: torch.LongTensor | None = None,
         labels: torch.LongTensor | None = None,
         token_type_ids: torch.LongTensor | None = None,
-        **kwargs: Unpack[TransformersKwargs],
+        **kwargs: Unpack[HeadKwargs],
     ) -> LunaMaskedLMOutput:
         """Predict tokens from the inputs of `LunaModel.forward`.
 
         `labels`: `[B, T]` tokens, -100 = not predicted. `logits`: `[B, T, vocab_size]`; with `sparse_prediction` and
         labels there are logits of the M predicted positions only, `[M, vocab_size]`.
         """
-        inputs = {
-            "input_ids": input_ids,
-            "attention_mask": attention_mask,
-            "inputs_embeds": inputs_embeds,
-            "token_type_ids": token_type_ids,
-            "position_ids": position_ids,
-        }
+        inputs = model_inputs(input_ids, attention_mask, inputs_embeds, position_ids=position_ids)
+        inputs["token_type_ids"] = token_type_ids
         return self.predict_tokens(inputs, labels, **kwargs)
 
 
 class LunaPoolerAttention(nn.Module):
-    """Multi-head attention of one query over the packed sequence."""
+    """Multi-head attention of one query to the packed sequence."""
 
     def __init__(self, config: LunaConfig):
         super().__init__()
@@ -139,11 +136,12 @@ class LunaPoolerAttention(nn.Module):
     def forward(self, query: torch.Tensor, packed: torch.Tensor, packed_mask: torch.Tensor | None) -> torch.Tensor:
         query = self.q_proj(query)[:, None].unflatten(-1, (self.num_heads, -1))
         key, value = (proj(packed).unflatten(-1, (self.num_heads, -1)) for proj in (self.k_proj, self.v_proj))
-        return self.out_proj(luna_unpack(query, key, value, packed_mask).flatten(2)[:, 0])
+        attended: Any = luna_unpack(query, key, value, packed_mask)
+        return self.out_proj(attended.flatten(2)[:, 0])
 
 
 class LunaPooler(nn.Module):
-    """Sequence vector `[B, d]` from tokens or packed sequence, by `config.pooling` (heads of `luna_bert` and LRA)."""
+    """Sequence vector `[B, d]` of tokens or packed sequence, by `config.pooling` (heads of `luna_bert` and LRA)."""
 
     def __init__(self, config: LunaConfig):
         super().__init__()
@@ -160,14 +158,17 @@ class LunaPooler(nn.Module):
     def forward(
         self, outputs: LunaModelOutput, mask: torch.Tensor | None, reductions: Reductions = LOCAL
     ) -> torch.Tensor:
-        """`mask` is `[B, T]` bool, True = keep; None = all."""
-        tokens, packed = outputs.last_hidden_state, outputs.packed_last_hidden_state
+        """Return `[B, d]`; `mask` is `[B, T]` bool, True = keep, None = all."""
+        states: Any = outputs.last_hidden_state, outputs.packed_last_hidden_state
+        tokens, packed = states
         packed_mask = None if outputs.packed_mask is None else outputs.packed_mask.bool()
         if self.pooling == "mean":
             return masked_mean(tokens, None if self.pool_padding else mask, reductions)
         if self.pooling == "packed_mean":
-            # The original averages over the rows that the longest sequence of the batch uses.
-            return masked_mean(packed, self._used_by_any(packed_mask) if self.pool_padding else packed_mask)
+            if self.pool_padding and packed_mask is not None:
+                # The original averages over the rows that the longest sequence of the batch uses.
+                packed_mask = packed_mask.any(dim=0, keepdim=True)
+            return masked_mean(packed, packed_mask)
         if self.pooling == "packed_max":
             packed = self.dense(packed)
             if packed_mask is None:
@@ -179,17 +180,16 @@ class LunaPooler(nn.Module):
             return first
         return self.layer_norm(self.attention(first, packed, packed_mask))
 
-    @staticmethod
-    def _used_by_any(packed_mask):
-        return None if packed_mask is None else packed_mask.any(dim=0, keepdim=True)
-
 
 class LunaPooledHead(LunaHead, PooledHead):
-    """Base of the heads for sequences: what they read is `config.pooling`."""
+    """Base of the heads for sequences, which read the outputs by `config.pooling`."""
+
+    pooler: LunaPooler
+    luna: LunaModel
 
     _keys_to_ignore_on_load_unexpected = [r"^lm_head\."]
 
-    def make_head(self, config: LunaConfig):
+    def make_head(self, config: LunaConfig) -> None:
         self.pooler = LunaPooler(config)
         super().make_head(config)
 
@@ -199,12 +199,12 @@ class LunaPooledHead(LunaHead, PooledHead):
         return self.pooler(outputs, mask, reductions)
 
     def unread_parameters(self) -> Iterable[nn.Parameter]:
-        """Return the parameters that no loss depends on, by what the pooler reads."""
+        """Return the parameters that no loss depends on."""
         return self.luna.encoder.unread_parameters(self.pooler.reads_tokens, self.pooler.reads_packed)
 
 
 class LunaForSequenceClassification(LunaPooledHead, GenericForSequenceClassification, LunaPreTrainedModel):
-    """Luna with a sequence classification or regression head; what it reads is `config.pooling`."""
+    """Luna with a sequence classification or regression head, which reads the outputs by `config.pooling`."""
 
     output_class = LunaSequenceClassifierOutput
 
@@ -218,7 +218,7 @@ class LunaForSequenceClassification(LunaPooledHead, GenericForSequenceClassifica
         position_ids: torch.LongTensor | None = None,
         labels: torch.Tensor | None = None,
         token_type_ids: torch.LongTensor | None = None,
-        **kwargs: Unpack[TransformersKwargs],
+        **kwargs: Unpack[HeadKwargs],
     ) -> LunaSequenceClassifierOutput:
         """Classify the inputs of `LunaModel.forward`.
 
@@ -227,14 +227,8 @@ class LunaForSequenceClassification(LunaPooledHead, GenericForSequenceClassifica
         for name, value in (("position_ids", position_ids), ("token_type_ids", token_type_ids)):
             if self.config.drop_first_token and value is not None:
                 raise ValueError(f"`{name}` are not supported with `drop_first_token=True`; omit them")
-        inputs = {
-            "input_ids": input_ids,
-            "attention_mask": attention_mask,
-            "inputs_embeds": inputs_embeds,
-            "input_values": input_values,
-            "token_type_ids": token_type_ids,
-            "position_ids": position_ids,
-        }
+        inputs = model_inputs(input_ids, attention_mask, inputs_embeds, input_values=input_values)
+        inputs |= {"position_ids": position_ids, "token_type_ids": token_type_ids}
         return self.classify(inputs, labels, drop_first_token=self.config.drop_first_token, **kwargs)
 
 
@@ -242,8 +236,8 @@ class LunaForSequencePairClassification(LunaPooledHead, GenericForSequencePairCl
     """Two towers with one set of weights, classified together (LRA Retrieval; paper section 4.1)."""
 
     output_class = LunaSequenceClassifierOutput
-    refused_options = {
-        "position_ids": "pairs take their positions from the attention masks",
+    unsupported_options = {
+        "position_ids": "the positions of pairs are counted from the attention masks",
         "token_type_ids": "the sequences of a pair have no token types",
     }
 
@@ -262,16 +256,11 @@ class LunaForMultipleChoice(LunaPooledHead, GenericForMultipleChoice, LunaPreTra
         position_ids: torch.LongTensor | None = None,
         labels: torch.LongTensor | None = None,
         token_type_ids: torch.LongTensor | None = None,
-        **kwargs: Unpack[TransformersKwargs],
+        **kwargs: Unpack[HeadKwargs],
     ) -> LunaMultipleChoiceOutput:
         """Score C options, `[B, C, T]`; `labels` `[B]` are the right options, and `logits` are `[B, C]`."""
-        inputs = {
-            "input_ids": input_ids,
-            "attention_mask": attention_mask,
-            "inputs_embeds": inputs_embeds,
-            "token_type_ids": token_type_ids,
-            "position_ids": position_ids,
-        }
+        inputs = model_inputs(input_ids, attention_mask, inputs_embeds, position_ids=position_ids)
+        inputs["token_type_ids"] = token_type_ids
         return self.choose(inputs, labels, **kwargs)
 
 
@@ -291,20 +280,14 @@ class LunaForTokenClassification(LunaHead, GenericForTokenClassification, LunaPr
         position_ids: torch.LongTensor | None = None,
         labels: torch.LongTensor | None = None,
         token_type_ids: torch.LongTensor | None = None,
-        **kwargs: Unpack[TransformersKwargs],
+        **kwargs: Unpack[HeadKwargs],
     ) -> LunaTokenClassifierOutput:
         """Label the positions of the inputs of `LunaModel.forward`.
 
         `labels`: `[B, T]`, -100 = not counted. `logits`: `[B, T, num_labels]`.
         """
-        inputs = {
-            "input_ids": input_ids,
-            "attention_mask": attention_mask,
-            "inputs_embeds": inputs_embeds,
-            "input_values": input_values,
-            "token_type_ids": token_type_ids,
-            "position_ids": position_ids,
-        }
+        inputs = model_inputs(input_ids, attention_mask, inputs_embeds, input_values=input_values)
+        inputs |= {"position_ids": position_ids, "token_type_ids": token_type_ids}
         return self.label_tokens(inputs, labels, **kwargs)
 
 
@@ -324,7 +307,7 @@ class LunaForQuestionAnswering(LunaHead, GenericForQuestionAnswering, LunaPreTra
         start_positions: torch.LongTensor | None = None,
         end_positions: torch.LongTensor | None = None,
         token_type_ids: torch.LongTensor | None = None,
-        **kwargs: Unpack[TransformersKwargs],
+        **kwargs: Unpack[HeadKwargs],
     ) -> LunaQuestionAnsweringOutput:
         """Score the positions of the inputs of `LunaModel.forward` as start and end of the answer.
 
@@ -332,13 +315,8 @@ class LunaForQuestionAnswering(LunaHead, GenericForQuestionAnswering, LunaPreTra
         `start_positions`, `end_positions`: `[B]`, the columns of the answer. Columns that the mask drops and columns
         after the end do not count.
         """
-        inputs = {
-            "input_ids": input_ids,
-            "attention_mask": attention_mask,
-            "inputs_embeds": inputs_embeds,
-            "token_type_ids": token_type_ids,
-            "position_ids": position_ids,
-        }
+        inputs = model_inputs(input_ids, attention_mask, inputs_embeds, position_ids=position_ids)
+        inputs["token_type_ids"] = token_type_ids
         return self.find_span(inputs, start_positions, end_positions, **kwargs)
 
 

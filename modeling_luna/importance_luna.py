@@ -1,5 +1,6 @@
 """Position-aware pack, `pack_method="importance"`."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -7,9 +8,10 @@ import torch
 from luna_mega.kernels._op import without_autocast
 from luna_mega.kernels.api import assign_rows, segment_pack
 from luna_mega.kernels.upcast import upcast
-from luna_mega.modeling_common.inputs import Inputs, is_requested
+from luna_mega.modeling_common.inputs import Inputs
 from luna_mega.modeling_common.layout import Layout
 from luna_mega.modeling_common.masks import is_program
+from luna_mega.modeling_luna.packed_luna import Packed
 
 
 def pack_by_importance(
@@ -29,8 +31,8 @@ def rows_in_use(
     inputs: Inputs,
     packed_states: torch.Tensor | None,
     packed_mask: torch.Tensor | None,
-    options: dict[str, Any],
-) -> tuple[list[None], torch.Tensor]:
+    options: Mapping[str, Any],
+) -> Packed:
     """Return the absent P of every layer and the mask of the rows that a sequence of n tokens uses, `[B, L]`.
 
     Raises:
@@ -38,7 +40,8 @@ def rows_in_use(
     """
     config = model.config
     given = {"packed_states": packed_states is not None, "packed_mask": packed_mask is not None}
-    given["output_packed_attentions"] = is_requested(model, "output_packed_attentions", options)
+    name = "output_packed_attentions"
+    given[name] = options.get(name, getattr(config, name, False))
     if names := [name for name, value in given.items() if value]:
         raise ValueError(
             f"`{names[0]}` is not supported with pack_method='importance', which has no packed sequence P; omit it"

@@ -1,15 +1,16 @@
 """Luna: Linear Unified Nested Attention (Ma et al. 2021, arXiv 2106.01540).
 
-Attention to a context of length n is split in two: a short *packed* sequence P of l rows attends to the context (pack),
-and every token attends to the l rows that came out (unpack). Time and memory are linear in n. P is carried from layer
-to layer beside the tokens. A decoder attends to the tokens so far through sums over them (section 3.3). From top to
-bottom: outputs, embeddings, attention, causal attention, layers, encoder, decoder, model. The heads are in
-`heads_luna.py`, language models and translation in `generation_luna.py`.
+Attention to a context of length n has two steps: a short *packed* sequence P of l rows attends to the context (pack),
+and every token attends to the resulting l rows (unpack). Time and memory are linear in n. Each layer returns P in
+addition to the tokens. A decoder attends to the tokens so far through sums over them (section 3.3). From top to bottom:
+outputs, embeddings, attention, causal attention, layers, encoder, decoder, model. The heads are in `heads_luna.py`,
+language models and translation in `generation_luna.py`.
 """
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any, Unpack, cast
 
 import torch
 import torch.distributed as dist
@@ -18,9 +19,7 @@ from transformers import initialization as init
 from transformers.activations import ACT2FN
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPastAndCrossAttentions
-from transformers.processing_utils import Unpack
 from transformers.pytorch_utils import apply_chunking_to_forward
-from transformers.utils import TransformersKwargs
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
 from luna_mega.compat import with_cache_alias
@@ -32,16 +31,18 @@ from luna_mega.kernels.api import (
 )
 from luna_mega.kernels.dropout import Dropout
 from luna_mega.modeling_common.base import BodyMixin, CommonPreTrainedModel
+from luna_mega.modeling_common.cache import layer_caches
 from luna_mega.modeling_common.inputs import ValueEmbeddings, embed, prepare
 from luna_mega.modeling_common.layout import DENSE, Layout
 from luna_mega.modeling_common.processes import has_peers
 from luna_mega.modeling_common.sharding import ShardedLayout
 from luna_mega.modeling_common.tensor_parallel import RankBoundary
+from luna_mega.modeling_common.validation import ModelKwargs
 from luna_mega.modeling_luna.cache_luna import LunaCache, LunaCacheLayer, LunaSeq2SeqCache
 from luna_mega.modeling_luna.configuration_luna import LunaConfig
 from luna_mega.modeling_luna.importance_luna import pack_by_importance, rows_in_use
 from luna_mega.modeling_luna.initialization_luna import blind_queries, start_attention, start_embeddings
-from luna_mega.modeling_luna.packed_luna import keep_of_empty_rows, read_packed, select_layers
+from luna_mega.modeling_luna.packed_luna import Packed, PackedStates, keep_of_empty_rows, read_packed, select_layers
 from luna_mega.modeling_luna.positions_luna import interpolate, number_positions, read_token_types, sinusoids
 
 
@@ -52,23 +53,23 @@ class LunaModelOutput(BaseModelOutputWithPastAndCrossAttentions):
 
     Args:
         last_hidden_state: `[B, T, d]`.
-        packed_last_hidden_state: `[B, L, d]`; rows that `packed_mask` excludes are meaningless. With
+        packed_last_hidden_state: `[B, L, d]`; rows that `packed_mask` excludes are undefined. With
             `pack_method="importance"`, the rows that the last layer reads.
-        packed_mask: `[B, L]`, 1 = a row of P that is in use; None = all are.
-        attention_mask: `[B, T]`, 1 = a position that was kept; None = all were. Not set by a decoder.
-        cache: of a decoder, with `use_cache`; also available as `past_key_values`.
+        packed_mask: `[B, L]`, 1 = a row of P that is in use; None = all.
+        attention_mask: `[B, T]`, 1 = a kept position; None = all. Not set by a decoder.
+        cache: cache of a decoder with `use_cache`; also available as `past_key_values`.
         hidden_states, packed_hidden_states: with `output_hidden_states=True`, N + 1 tensors each, the embeddings first;
             with `pack_method="importance"`, N `packed_hidden_states`, the rows of each layer.
         attentions: with `output_attentions=True`, the unpack weights of every layer, `[B, heads, T, L]`.
-        cross_attentions: the same of a decoder's attention to the encoder.
+        cross_attentions: the same for the cross-attention of a decoder.
         packed_attentions: with `output_packed_attentions=True`, the pack weights, `[B, pack heads, L, T]`; of a decoder
-            those over the encoder's positions, where it packs them.
+            those of the cross-attention.
     """
 
     packed_last_hidden_state: torch.FloatTensor | None = None
-    packed_mask: torch.LongTensor | None = None
-    attention_mask: torch.LongTensor | None = None
-    packed_hidden_states: tuple[torch.FloatTensor, ...] | None = None
+    packed_mask: torch.Tensor | None = None
+    attention_mask: torch.Tensor | None = None
+    packed_hidden_states: tuple[torch.Tensor | None, ...] | None = None
     packed_attentions: tuple[torch.FloatTensor, ...] | None = None
 
 
@@ -114,8 +115,8 @@ class LunaEmbeddings(nn.Module):
     ) -> tuple[torch.Tensor, tuple[list[torch.Tensor], torch.Tensor | None] | None]:
         """Add positions `[B or 1, T]` and token types `[B, T]` to embeddings `[B, T, E]`; then norm and dropout.
 
-        Returns these and, with `with_packed`, what `packed` returns: both in one call, for FSDP and offloading bring
-        the weights of a module for the time of its `forward` alone.
+        Return these and, with `with_packed`, the result of `packed`. One call returns both, because FSDP and offloading
+        load the weights of a module only during its `forward`.
         """
         hidden_states = inputs_embeds if self.scale == 1.0 else inputs_embeds * self.scale
         if self.training and self.config.word_dropout:
@@ -142,13 +143,13 @@ class LunaEmbeddings(nn.Module):
         return sinusoids(position_ids, self.config.embedding_size)
 
     def packed(self, inputs_embeds: torch.Tensor, layout: Layout) -> tuple[list[torch.Tensor], torch.Tensor | None]:
-        """Return the initial P `[B, L, d]`, one tensor or one a layer where P is not contextual, and its mask `[B, L]`.
+        """Return the initial P `[B, L, d]` (one per layer unless P is contextual) and its mask `[B, L]`.
 
-        P is cut to min(l, T) rows, and a sequence of n tokens uses n of them. T is known to the host, so
-        the cut costs no synchronization; the mask does the rest. A compiled or exported program serves every T: no cut.
+        P is cut to min(l, T) rows, and a sequence of n tokens uses n of them. Compiled and exported programs support
+        every T, and therefore do not cut P.
         """
         width, (batch, length), count = self.config.hidden_size, layout.sizes(inputs_embeds), layout.counts()
-        packed = self.packed_embeddings
+        packed: torch.Tensor = self.packed_embeddings
         packed_mask = None
         if self.config.dynamic_projection_length:
             if not torch.compiler.is_compiling():
@@ -163,22 +164,39 @@ class LunaEmbeddings(nn.Module):
             packed = packed + sinusoids(rows, width).to(packed.dtype)
         if self.config.embedding_norm:
             packed = self.packed_layer_norm(packed)
-        layers = [packed] if self.config.contextual_projection else packed.unbind()
-        # Expanded before dropout: every sequence draws a mask of its own.
+        layers = [packed] if self.config.contextual_projection else [*packed.unbind()]
+        # Expanded before dropout, so that every sequence has its own dropout mask.
         layers = [layout.drop_shared(self.dropout, packed.expand(batch, -1, -1)) for packed in layers]
         if packed_mask is not None:
             layers = [packed.masked_fill(~packed_mask[..., None], 0.0) for packed in layers]
         return layers, packed_mask
 
 
-class LunaAttention(nn.Module):
+class LunaProjections(nn.Module):
+    """Base of the attentions: projections of keys and values, split into heads."""
+
+    tied: bool
+    head_size: int
+    key_value: nn.Linear
+    key: nn.Linear
+    value: nn.Linear
+
+    def project(self, states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the unpack keys and values of states `[B, L, d]`, `[B, L, heads, K]` each."""
+        if self.tied:
+            key = _split(self.key_value(states), self.head_size)
+            return key, key
+        return _split(self.key(states), self.head_size), _split(self.value(states), self.head_size)
+
+
+class LunaAttention(LunaProjections):
     """Pack and unpack attention with its projections (section 3.1, `LunarMultiheadAttention` of the original)."""
 
     def __init__(self, config: LunaConfig):
         super().__init__()
         width = config.hidden_size
         self.head_size = width // config.num_attention_heads
-        self.pack_head_size = width // config.num_pack_attention_heads
+        self.pack_head_size = width // cast(int, config.num_pack_attention_heads)
         self.dropout, self.projection_length = config.attention_dropout, config.projection_length
         self.by_importance, self.tied = config.pack_method == "importance", config.tie_key_value
         if self.by_importance:
@@ -210,12 +228,13 @@ class LunaAttention(nn.Module):
     ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
         """Attend from queries `[B, T, d]` through P `[B, L, d]` to a context `[B, M, d]`.
 
-        The context is `encoder_hidden_states`, or `hidden_states` if it is None.
+        The context is `encoder_hidden_states`, or `hidden_states` if it is None. A filled `cache` contains the packed
+        context already, so that P, `encoder_hidden_states` and the returned packed context are None. `layout` is that
+        of the context, and `packed_mask` `[B, L]` is bool, True = keep.
 
-        Returns the output `[B, T, d]`, the packed context `[B, L, d]`, and with `output_weights` the unpack weights
-        `[B, heads, T, L]` and pack weights `[B, pack heads, L, M]` (else None). `layout` tells where
-        the tokens of the context are, in a ragged batch also the queries; `packed_mask` `[B, L]` is bool, True = keep.
-        With a filled `cache` the context is packed already: P, the encoder states and the packed context are None.
+        Returns:
+            The output `[B, T, d]`, the packed context `[B, L, d]`, and with `output_weights` the unpack weights
+            `[B, heads, T, L]` and pack weights `[B, pack heads, L, M]` (else None).
         """
         query = _split(self.query(hidden_states), self.head_size)
         packed_context = pack_weights = bias = None
@@ -237,7 +256,7 @@ class LunaAttention(nn.Module):
         return output, packed_context, weights, pack_weights
 
     def pack(
-        self, packed: torch.Tensor, context: torch.Tensor, layout: Layout, output_weights: bool
+        self, packed: torch.Tensor | None, context: torch.Tensor, layout: Layout, output_weights: bool
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return the packed context `[B, L, d]`, to which P attends (eq. 3), and the weights or None."""
         query = _split(self.pack_query(packed), self.pack_head_size)
@@ -245,17 +264,10 @@ class LunaAttention(nn.Module):
             key = value = _split(self.pack_key_value(context), self.pack_head_size)
         else:
             key, value = (_split(linear(context), self.pack_head_size) for linear in (self.pack_key, self.pack_value))
-        options = {"dropout": self.dropout if self.training else 0.0, "return_weights": output_weights}
-        heads = luna_pack(query, key, value, **options, **layout.options())
-        heads, weights = heads if output_weights else (heads, None)
+        options: dict[str, Any] = {"dropout": self.dropout if self.training else 0.0, **layout.options()}
+        result: Any = luna_pack(query, key, value, return_weights=output_weights, **options)
+        heads, weights = result if output_weights else (result, None)
         return self.all_heads(heads).flatten(2), self.all_heads.join_heads(weights) if output_weights else None
-
-    def project(self, packed_context: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the unpack key and value of the packed context `[B, L, d]`, `[B, L, heads, K]` each."""
-        if self.tied:
-            key = _split(self.key_value(packed_context), self.head_size)
-            return key, key
-        return tuple(_split(linear(packed_context), self.head_size) for linear in (self.key, self.value))
 
     def unpack(
         self,
@@ -267,22 +279,22 @@ class LunaAttention(nn.Module):
         output_weights: bool,
         bias: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return what queries `[B, T, heads, K]` read of the packed context (eq. 4), `[B, T, d]`, and the weights."""
-        options = {"dropout": self.dropout if self.training else 0.0, "return_weights": output_weights}
-        heads = luna_unpack(query, key, value, packed_mask, bias=bias, **options, **layout.bounds())
-        heads, weights = heads if output_weights else (heads, None)
+        """Return the attention of queries to the packed context (eq. 4), `[B, T, d]`, and the weights or None."""
+        options: dict[str, Any] = {"dropout": self.dropout if self.training else 0.0, **layout.bounds()}
+        result: Any = luna_unpack(query, key, value, packed_mask, bias=bias, return_weights=output_weights, **options)
+        heads, weights = result if output_weights else (result, None)
         return self.output(heads.flatten(2)), self.all_heads.join_heads(weights) if output_weights else None
 
 
 def _split(projected: torch.Tensor, head_size: int) -> torch.Tensor:
-    # By the size of a head, not by the number: under tensor parallelism a rank has some of them.
+    # By the size of a head, because with tensor parallelism a rank has only some of the heads.
     return projected.unflatten(-1, (-1, head_size))
 
 
-class LunaCausalAttention(nn.Module):
+class LunaCausalAttention(LunaProjections):
     """Attention of every token to the tokens up to it (section 3.3, `LunarCausalAttention` of the original).
 
-    P only weighs the tokens: nothing is packed into it, and of the pack projections there is one for keys alone.
+    P only determines weights of the tokens. It does not change, so that there is no projection of pack values.
     """
 
     def __init__(self, config: LunaConfig):
@@ -311,9 +323,9 @@ class LunaCausalAttention(nn.Module):
         output_weights: bool = False,
         cache: LunaCacheLayer | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Attend from tokens `[B, T, d]` to those before them, weighed by P `[B, L, d]` (None with a filled `cache`).
+        """Attend from tokens `[B, T, d]` to those before them, weighted by P `[B, L, d]` (None with a filled `cache`).
 
-        Returns `[B, T, d]` and, with `output_weights`, the unpack weights `[B, heads, T, L]`. `packed_mask` `[B, L]` is
+        Return `[B, T, d]` and, with `output_weights`, the unpack weights `[B, heads, T, L]`. `packed_mask` `[B, L]` is
         bool, True = keep.
         """
         state = None
@@ -323,10 +335,7 @@ class LunaCausalAttention(nn.Module):
             pack_query, state = cache.pack_query, cache.state
         else:
             pack_query = self.project_packed(packed)
-        if self.tied:
-            key = value = _split(self.key_value(hidden_states), self.head_size)
-        else:
-            key, value = (_split(linear(hidden_states), self.head_size) for linear in (self.key, self.value))
+        key, value = self.project(hidden_states)
         query, pack_key = (_split(linear(hidden_states), self.head_size) for linear in (self.query, self.pack_key))
         options = {"pack_mask": packed_mask, "return_weights": output_weights, **layout.options()}
         options |= {"activation": self.activation, "dropout": self.dropout if self.training else 0.0}
@@ -335,13 +344,13 @@ class LunaCausalAttention(nn.Module):
         )
         if cache is not None:
             if state is None:
-                # In memory as the steps multiply it, `[B, H, L, K]`.
+                # In the memory order of the steps, `[B, H, L, K]`.
                 pack_query = pack_query.transpose(1, 2).contiguous().transpose(1, 2)
                 cache.store(pack_query=pack_query, pack_mask=packed_mask)
             cache.store_state(following, hidden_states.shape[1])
         return self.output(output.flatten(2)), self.all_heads.join_heads(weights[0] if weights else None)
 
-    def project_packed(self, packed: torch.Tensor) -> torch.Tensor:
+    def project_packed(self, packed: torch.Tensor | None) -> torch.Tensor:
         """Return the projected P, `[B, L, H, K]`."""
         return _split(self.pack_query(packed), self.head_size)
 
@@ -349,34 +358,25 @@ class LunaCausalAttention(nn.Module):
         self, hidden_states: torch.Tensor, layout: Layout, packed_mask: torch.Tensor | None, cache: LunaCacheLayer
     ) -> torch.Tensor:
         """Return what `forward` returns for one token, `[B, 1, d]`, after those of a filled `cache`."""
-        shape = (hidden_states.shape[0], -1, self.head_size)
-        query, pack_key = (linear(hidden_states).view(shape) for linear in (self.query, self.pack_key))
-        if self.tied:
-            key = value = self.key_value(hidden_states).view(shape)
-        else:
-            key, value = (linear(hidden_states).view(shape) for linear in (self.key, self.value))
+        query, pack_key = (_split(linear(hidden_states), self.head_size) for linear in (self.query, self.pack_key))
+        key, value = self.project(hidden_states)
+        query, pack_key, key, value = (x[:, 0] for x in (query, pack_key, key, value))
+        options: dict[str, Any] = {"mask": None if layout.mask is None else layout.mask[:, 0], "pack_mask": packed_mask}
+        options |= {"activation": self.activation, "dropout": self.dropout if self.training else 0.0}
         output, state = luna_causal_attention_step(
-            query,
-            cache.pack_query,
-            pack_key,
-            key,
-            value,
-            cache.state,
-            mask=None if layout.mask is None else layout.mask[:, 0],
-            pack_mask=packed_mask,
-            activation=self.activation,
-            dropout=self.dropout if self.training else 0.0,
-            inplace=cache.writes_over(),
+            query, cache.pack_query, pack_key, key, value, cache.state, inplace=cache.writes_over(), **options
         )
         cache.store_state(state, 1)
         return self.output(output.reshape(hidden_states.shape[0], 1, -1))
 
 
 class LunaBlock(GradientCheckpointingLayer):
-    """The parts of an encoder and of a decoder layer: an attention, the norms of tokens and P, a feed-forward network.
+    """Base of encoder and decoder layers: attention, norms of tokens and P, and a feed-forward network.
 
-    `attention` is the first of the layer, and `packs` tells whether the layer packs into P.
+    `attention` is the first attention of the layer. `packs` specifies whether the layer updates P.
     """
+
+    packed_layer_norm: Any
 
     def __init__(self, config: LunaConfig, attention: nn.Module, packs: bool):
         super().__init__()
@@ -394,15 +394,15 @@ class LunaBlock(GradientCheckpointingLayer):
         self.chunk_size = config.chunk_size_feed_forward
 
     def before(self, norm: nn.Module, residual: torch.Tensor) -> torch.Tensor:
-        """Return what a sub-layer reads: its norm of the residual where norms are before sub-layers."""
+        """Return the input of a sub-layer, with `pre_norm` the norm of the residual."""
         return norm(residual) if self.pre_norm else residual
 
     def after(self, norm: nn.Module, residual: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
-        """Return the residual behind a sub-layer: the sum, and its norm where norms are behind sub-layers."""
+        """Return the residual after a sub-layer: the sum, or without `pre_norm` its norm."""
         return residual + output if self.pre_norm else norm(residual + output)
 
     def feed_forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """Return the tokens behind the feed-forward network, `[B, T, d]`."""
+        """Return the tokens after the feed-forward network, `[B, T, d]`."""
         states = self.before(self.final_layer_norm, hidden_states)
         if self.chunk_size == 0:
             output = self.feed_forward_chunk(states)
@@ -414,7 +414,7 @@ class LunaBlock(GradientCheckpointingLayer):
         return self.dropout(self.fc2(self.activation_dropout(self.activation(self.fc1(hidden_states)))))
 
     def unpack_modules(self) -> list[nn.Module]:
-        """Return the modules that the tokens behind this layer depend on, and P does not."""
+        """Return the modules on which the tokens after this layer depend, but not P."""
         names = ("query", "key", "value", "key_value", "output")
         unpack = [getattr(self.attention, name) for name in names if hasattr(self.attention, name)]
         norms = [self.final_layer_norm, *([] if self.pre_norm else [self.attention_layer_norm])]
@@ -422,7 +422,7 @@ class LunaBlock(GradientCheckpointingLayer):
 
 
 class LunaLayer(LunaBlock):
-    """An encoder layer (Figure 2): attention and a feed-forward network for the tokens; P has a norm of its own."""
+    """An encoder layer (Figure 2): attention and a feed-forward network for the tokens; P has a separate norm."""
 
     def __init__(self, config: LunaConfig):
         super().__init__(config, LunaAttention(config), packs=config.pack_method == "attention")
@@ -435,7 +435,7 @@ class LunaLayer(LunaBlock):
         packed_mask: torch.Tensor | None = None,
         output_weights: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return tokens `[B, T, d]` and P `[B, L, d]` as the next layer gets them."""
+        """Return tokens `[B, T, d]` and P `[B, L, d]` after the layer."""
         norm, packed_norm = self.attention_layer_norm, self.packed_layer_norm
         output, packed_output, *_ = self.attention(
             self.before(norm, hidden_states),
@@ -456,9 +456,10 @@ class LunaDecoderLayer(LunaBlock):
 
     def __init__(self, config: LunaConfig):
         super().__init__(config, LunaCausalAttention(config), packs=config.add_cross_attention)
-        self.cross_attention = self.cross_attention_layer_norm = None
-        if config.add_cross_attention:
-            self.cross_attention = LunaAttention(config)
+        crosses = config.add_cross_attention
+        self.cross_attention = LunaAttention(config) if crosses else None
+        self.cross_attention_layer_norm: Any = None
+        if crosses:
             self.cross_attention_layer_norm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
 
     def forward(
@@ -473,12 +474,11 @@ class LunaDecoderLayer(LunaBlock):
         cache: LunaCacheLayer | None = None,
         cross_cache: LunaCacheLayer | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return tokens `[B, T, d]` and P `[B, L, d]` as the next layer gets them.
+        """Return tokens `[B, T, d]` and P `[B, L, d]` after the layer.
 
-        P does not depend on the tokens. Therefore filled caches take its place, and the place of the encoder's output
-        `encoder_hidden_states` `[B, M, d]`.
+        P does not depend on the tokens. Filled caches replace it and `encoder_hidden_states` `[B, M, d]`.
         """
-        norm = self.attention_layer_norm
+        norm: nn.Module = self.attention_layer_norm
         output, _ = self.attention(self.before(norm, hidden_states), packed, layout, packed_mask, output_weights, cache)
         hidden_states = self.after(norm, hidden_states, self.dropout(output))
         if self.cross_attention is not None:
@@ -493,7 +493,7 @@ class LunaDecoderLayer(LunaBlock):
                 cross_cache,
             )
             hidden_states = self.after(norm, hidden_states, self.dropout(output))
-            if packed_output is not None:
+            if packed is not None and packed_output is not None:
                 packed_output = encoder_layout.drop_shared(self.dropout, packed_output)
                 packed = self.after(packed_norm, packed, packed_output)
         return self.feed_forward(hidden_states), packed
@@ -502,13 +502,13 @@ class LunaDecoderLayer(LunaBlock):
 class LunaStack(nn.Module):
     """The layers of an encoder or a decoder; with `share_layers` one layer, applied `num_hidden_layers` times."""
 
-    layer_class: type[LunaBlock]
+    layer_class: Any
 
     def __init__(self, config: LunaConfig):
         super().__init__()
         self.config = config
         layers = 1 if config.share_layers else config.num_hidden_layers
-        self.layers = nn.ModuleList(self.layer_class(config) for _ in range(layers))
+        self.layers: Any = nn.ModuleList(self.layer_class(config) for _ in range(layers))
         if config.pre_norm:
             self.layer_norm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
             if config.pack_method == "attention" and not config.learns_causal_projection:
@@ -516,9 +516,9 @@ class LunaStack(nn.Module):
         self.gradient_checkpointing = False
 
     def used_layers(self, layout: Layout) -> Iterator[tuple[int, LunaBlock, bool]]:
-        """Yield the index and the layer of every step, and whether layerdrop leaves it out.
+        """Yield the index and layer of every step, and whether layerdrop skips it.
 
-        Where there are several processes, layers that are left out run all the same, see `choose`.
+        With several processes, skipped layers are yielded as well, see `choose`.
         """
         probability = self.config.layerdrop if self.training else 0.0
         layers = [*self.layers] * (self.config.num_hidden_layers if self.config.share_layers else 1)
@@ -527,20 +527,46 @@ class LunaStack(nn.Module):
             if not dropped or has_peers():
                 yield index, layer, dropped
 
-    def choose(self, dropped: bool, before: tuple, after: tuple) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return tokens and P `before` a layer or `after` it.
+    def choose(
+        self, dropped: bool, before: tuple[torch.Tensor | None, ...], after: tuple[torch.Tensor, torch.Tensor | None]
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return tokens and P `before` a layer if it is dropped, else `after` it.
 
-        Each process draws for itself what it leaves out, but awaits the others for the weights (FSDP) and gradients
-        (DDP) of every layer. Therefore the layer has run, and what is left out gets gradients of 0.
+        FSDP and DDP synchronize weights and gradients of every layer, but each process drops other layers. Dropped
+        layers therefore run with several processes, and have gradients of 0.
         """
         if not (self.training and self.config.layerdrop and has_peers()):
             return after
-        dropped = torch.tensor(dropped, device=after[0].device)
+        drop = torch.tensor(dropped, device=after[0].device)
         pairs = zip(before, after, strict=True)
-        return tuple(new if old is None or new is None else torch.where(dropped, old, new) for old, new in pairs)
+        tokens, packed = (new if old is None or new is None else torch.where(drop, old, new) for old, new in pairs)
+        return cast(torch.Tensor, tokens), packed
 
-    def final_norm(self, hidden_states, packed_states):
-        """Apply the norms behind the last layer, which there are where every layer begins with one."""
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        packed_inputs: PackedStates,
+        layout: Layout,
+        packed_mask: torch.Tensor | None,
+        output_weights: bool,
+        others: Sequence[tuple[Any, ...]] | None = None,
+    ) -> tuple[torch.Tensor, PackedStates]:
+        """Return the tokens after the last layer, and P before the first layer and after each layer.
+
+        `packed_inputs` contains one P `[B, L, d]`, or one per layer unless P is contextual. `others` are further
+        arguments of each layer.
+        """
+        packed_states, contextual = [packed_inputs[0]], self.config.contextual_projection
+        for index, layer, dropped in self.used_layers(layout):
+            packed = packed_states[-1] if contextual else packed_inputs[index]
+            further = () if others is None else others[index]
+            states = layer(hidden_states, packed, layout, packed_mask, output_weights, *further)
+            hidden_states, packed = self.choose(dropped, (hidden_states, packed_states[-1]), states)
+            packed_states.append(packed)
+        return self.final_norm(hidden_states, packed_states)
+
+    def final_norm(self, hidden_states: torch.Tensor, packed_states: PackedStates) -> tuple[torch.Tensor, PackedStates]:
+        """Apply the norms after the last layer, with `pre_norm` only."""
         if self.config.pre_norm:
             hidden_states = self.layer_norm(hidden_states)
             if packed_states[-1] is not None and hasattr(self, "packed_layer_norm"):
@@ -548,18 +574,18 @@ class LunaStack(nn.Module):
         return hidden_states, packed_states
 
     def unread_parameters(self, tokens: bool, packed: bool) -> list[nn.Parameter]:
-        """Return the parameters that only unread outputs depend on.
+        """Return the parameters on which no output depends that is used.
 
-        `tokens` and `packed` say whether the tokens and P behind the last layer are read.
+        `tokens` and `packed` specify whether the tokens and P after the last layer are used.
         """
         config = self.config
         *earlier, last = [self.layers[0 if config.share_layers else index] for index in range(config.num_hidden_layers)]
+        unread: list[nn.Module | None]
         if config.pre_norm:
             unread = [] if tokens else [self.layer_norm]
             unread += [] if packed else [getattr(self, "packed_layer_norm", None)]
         else:
-            # P leaves a layer by this norm, for the next layer or for the reader behind the last one. With layerdrop
-            # any layer may be the last.
+            # The norm of P is used by the next layer, or after the last one. With layerdrop any layer can be the last.
             reads_earlier = config.contextual_projection or (packed and config.layerdrop > 0.0)
             read = [*(earlier if reads_earlier else []), *([last] if packed else [])]
             unread = [layer.packed_layer_norm for layer in self.layers if layer not in read]
@@ -573,68 +599,15 @@ class LunaEncoder(LunaStack):
 
     layer_class = LunaLayer
 
-    def forward(
-        self,
-        hidden_states: torch.Tensor,
-        packed_inputs: list[torch.Tensor],
-        layout: Layout,
-        packed_mask: torch.Tensor | None,
-        output_weights: bool,
-    ) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        """Return the tokens after the last layer, and P as it was given to the first layer and left each layer.
-
-        `packed_inputs` has one P `[B, L, d]`, or one for every layer where P is not contextual.
-        """
-        packed_states = [packed_inputs[0]]
-        for index, layer, dropped in self.used_layers(layout):
-            packed = packed_states[-1] if self.config.contextual_projection else packed_inputs[index]
-            states = layer(hidden_states, packed, layout, packed_mask, output_weights)
-            hidden_states, packed = self.choose(dropped, (hidden_states, packed_states[-1]), states)
-            packed_states.append(packed)
-        return self.final_norm(hidden_states, packed_states)
-
 
 class LunaDecoder(LunaStack):
     """The stack of decoder layers."""
 
     layer_class = LunaDecoderLayer
 
-    def forward(
-        self,
-        hidden_states: torch.Tensor,
-        packed_inputs: list[torch.Tensor | None],
-        layout: Layout,
-        packed_mask: torch.Tensor | None,
-        output_weights: bool,
-        encoder_hidden_states: torch.Tensor | None,
-        encoder_layout: Layout,
-        cache: LunaCache | None,
-        cross_cache: LunaCache | None,
-    ) -> tuple[torch.Tensor, list[torch.Tensor | None]]:
-        """Run `LunaEncoder.forward` with encoder states `[B, M, d]`, their layout, and both caches."""
-        empty = [None] * self.config.num_hidden_layers
-        caches, cross_caches = (empty if cache is None else cache.layers for cache in (cache, cross_cache))
-        packed_states, contextual = [packed_inputs[0]], self.config.contextual_projection
-        for index, layer, dropped in self.used_layers(layout):
-            packed = packed_states[-1] if contextual else packed_inputs[index]
-            states = layer(
-                hidden_states,
-                packed,
-                layout,
-                packed_mask,
-                output_weights,
-                encoder_hidden_states,
-                encoder_layout,
-                caches[index],
-                cross_caches[index],
-            )
-            hidden_states, packed = self.choose(dropped, (hidden_states, packed_states[-1]), states)
-            packed_states.append(packed)
-        return self.final_norm(hidden_states, packed_states)
-
 
 class LunaPreTrainedModel(CommonPreTrainedModel):
-    """Base of the Luna models: configuration, initialization and what transformers asks of a model."""
+    """Base of the Luna models, with the configuration and the initialization of weights."""
 
     config_class = LunaConfig
     config: LunaConfig
@@ -653,15 +626,15 @@ class LunaPreTrainedModel(CommonPreTrainedModel):
 
     @property
     def embedding_range(self) -> float:
-        """Standard deviation of initial embeddings: scaled by sqrt(d), they have entries around 1."""
+        """Standard deviation of initial embeddings, which is 1 after `scale_embedding`."""
         return self.config.hidden_size**-0.5 if self.config.scale_embedding else self.config.initializer_range
 
     def unread_parameters(self) -> Iterable[nn.Parameter]:
-        """Return the parameters that no loss of this class depends on: heads read the tokens, and not P.
+        """Return the parameters that no loss of this class depends on: heads read only the tokens, unless overridden.
 
-        A model without a head returns both, so that all its parameters are read.
+        A model without a head returns tokens and P, so that all its parameters are used.
         """
-        body = self.base_model
+        body: Any = self.base_model
         if body is self:
             return ()
         if self.config.is_encoder_decoder:
@@ -670,13 +643,13 @@ class LunaPreTrainedModel(CommonPreTrainedModel):
         stack = body.decoder if self.config.is_decoder else body.encoder
         return stack.unread_parameters(tokens=True, packed=False)
 
-    def _initialize_weights(self, module: nn.Module, is_custom_code: bool = False):
+    def _initialize_weights(self, module: nn.Module, is_custom_code: bool = False) -> None:
         # In custom code, transformers does not initialize modules whose parameters are all in their submodules.
         starts = isinstance(module, LunaEmbeddings | LunaAttention | LunaCausalAttention | LunaModel)
         super()._initialize_weights(module, is_custom_code and not starts)
 
     @torch.no_grad()
-    def _init_weights(self, module: nn.Module):
+    def _init_weights(self, module: nn.Module) -> None:
         super()._init_weights(module)
         if isinstance(module, LunaEmbeddings) and module.has_projection:
             init.normal_(module.packed_embeddings, std=self.embedding_range)
@@ -736,51 +709,48 @@ class LunaModel(BodyMixin, LunaPreTrainedModel):
         use_cache: bool | None = None,
         cp_group: "dist.ProcessGroup | None" = None,
         token_type_ids: torch.LongTensor | None = None,
-        # Not by the name of kwargs, for which `generate` would hand the encoder what is the decoder's.
-        **options: Unpack[TransformersKwargs],
+        # Not named `**kwargs`: `generate` would forward decoder arguments to the encoder.
+        **options: Unpack[ModelKwargs],
     ) -> LunaModelOutput:
         """Encode, or decode, a batch of B sequences of T positions.
 
         Args:
             input_ids: `[B, T]` tokens (`input_type="tokens"`).
             attention_mask: `[B, T]`, 1 = keep, 0 = drop; None = all positions, with `input_ids` all that are not
-                `pad_token_id`. Inputs that it drops may be anything, also NaN. Other values are found on a CPU and
-                outside of programs; elsewhere all but 0 keep.
-            inputs_embeds: `[B, T, d]` embeddings in place of tokens or values; `[B, T, E]` with `embedding_size` E.
+                `pad_token_id`. Dropped inputs have no effect, even if they are NaN.
+            inputs_embeds: `[B, T, d]` embeddings instead of tokens or values; `[B, T, E]` with `embedding_size` E.
             input_values: `[B, T]` real numbers (`input_type="values"`).
-            position_ids: `[B, T]`, the first token at 0; None = counted from `attention_mask`. Where they do not rise
-                within a row, without an `attention_mask`, a new sequence begins: a ragged batch, which is S sequences
-                end to end, as `DataCollatorWithFlattening` makes it. It has P for each, `[S, L, d]`, and no cache.
-            packed_states: `[B, L, d]`, P in place of the learned one. An encoder takes `packed_last_hidden_state` of
-                the segment before, so that P is a memory that runs through a document (section 6, future work); a
-                decoder takes it from an encoder, or from a LunaModel that has read a prefix (section 3.3). A sequence
-                without a token leaves an encoder's P as it was.
+            position_ids: `[B, T]`, starting at 0; None = the number of kept tokens before each token. If they do not
+                increase within a row and there is no `attention_mask`, the batch is padding-free: S sequences in one
+                row, as returned by `DataCollatorWithFlattening`. It has one P per sequence, `[S, L, d]`, and no cache.
+            packed_states: `[B, L, d]`, P instead of the learned one, such as the `packed_last_hidden_state` of the
+                previous segment of a document, of an encoder, or of a `LunaModel` for a prefix (section 3.3). An
+                encoder returns it unchanged for a sequence without a token.
             packed_mask: `[B, L]`, 1 = a row of `packed_states` that is in use; None = all.
-            encoder_hidden_states, encoder_attention_mask: `[B, M, d]` and `[B, M]`, `add_cross_attention` only.
-            past_key_values: `is_decoder` only: what was returned for the positions before these. It is changed in
-                place, and holds what came from the encoder. `attention_mask` covers the T positions, or these
-                and all before them.
-            use_cache: `is_decoder` only: return `past_key_values`. None = `config.use_cache`, but not in training.
-            cp_group: the ranks that share the B sequences. Each passes its contiguous part of them, in the order of
-                ranks, as `shard_sequence` cuts them; T is the length of the part, and may differ from rank to rank.
-                Outputs at positions belong to the part, P and its masks are the same on all ranks. Gradients come
-                from the sum of all ranks' losses; see "Context parallelism" in docs/distributed.md. Not with a cache,
-                `position_ids`, attention weights nor a ragged batch.
+            encoder_hidden_states: `[B, M, d]`, output of an encoder; `add_cross_attention` only.
+            encoder_attention_mask: `[B, M]`, 1 = keep; None = all.
+            past_key_values: cache of the previous positions, which is updated in place; `is_decoder` only. It contains
+                the output of the encoder. `attention_mask` covers the T positions, or these and all before them.
+            use_cache: return the cache; `is_decoder` only. None = `config.use_cache`, except in training.
+            cp_group: the ranks that share the B sequences. Each passes its contiguous shard, in the order of ranks, as
+                `shard_sequence` returns it; T is the length of the shard. Outputs at positions are those of the shard,
+                and P is the same on all ranks. Gradients are those of the sum of the losses of all ranks; see "Context
+                parallelism" in docs/distributed.md. Not supported with a cache, `position_ids`, attention weights or
+                padding-free batches.
             token_type_ids: `[B, T]`, with `type_vocab_size`; None = all 0.
-            options: `output_hidden_states`, `output_attentions`, `output_packed_attentions`, `return_dict`; of a ragged
-                batch also `cu_seq_lens_q` `[S + 1]` and `max_length_q` (`cu_seq_lens_k` and `max_length_k` must be the
-                same), or `seq_idx` `[B, T]`.
+            options: `output_hidden_states`, `output_attentions`, `output_packed_attentions`, `return_dict`; for
+                padding-free batches also `cu_seq_lens_q` `[S + 1]` and `max_length_q` (`cu_seq_lens_k` and
+                `max_length_k` must be the same), or `seq_idx` `[B, T]`.
 
         Returns:
             `LunaModelOutput`.
 
         Raises:
-            ValueError: not exactly one kind of input, an empty batch, a mask of another shape or with other values than
-                0 and 1, positions below 0 or behind the learned ones, a cache of another model or batch, an argument
-                that Luna does not have.
+            ValueError: Not exactly one kind of input, an empty batch, an invalid mask, positions below 0 or above the
+                learned ones, a cache of another model or batch, or an unsupported argument.
         """
         if token_type_ids is not None and not self.config.type_vocab_size:
-            options["token_type_ids"] = token_type_ids  # reported as an unknown option
+            options["token_type_ids"] = token_type_ids  # type: ignore[typeddict-unknown-key]  # reported as unknown
         inputs = prepare(
             self,
             input_ids=input_ids,
@@ -795,7 +765,8 @@ class LunaModel(BodyMixin, LunaPreTrainedModel):
             options=options,
             cp_group=cp_group,
         )
-        layout, weights, given = inputs.layout, inputs.output_weights, None
+        layout, weights = inputs.layout, inputs.output_weights
+        given: Packed | None = None
         if self.config.pack_method == "importance":
             given = rows_in_use(self, inputs, packed_states, packed_mask, options)
         elif packed_states is not None or packed_mask is not None or self.config.is_decoder:
@@ -806,8 +777,9 @@ class LunaModel(BodyMixin, LunaPreTrainedModel):
         hidden_states, learned = self.embeddings(embed(self, inputs), layout, positions, given is None, types)
         packed, packed_mask = learned if given is None else given
         if self.config.is_decoder:
-            encoder, caches = (inputs.encoder_hidden_states, inputs.encoder_layout), (inputs.cache, inputs.cross_cache)
-            hidden_states, packed = self.decoder(hidden_states, packed, layout, packed_mask, weights, *encoder, *caches)
+            encoder, layers = (inputs.encoder_hidden_states, inputs.encoder_layout), self.config.num_hidden_layers
+            others = [(*encoder, *caches) for caches in layer_caches(inputs.cache, inputs.cross_cache, layers)]
+            hidden_states, packed = self.decoder(hidden_states, packed, layout, packed_mask, weights, others)
         else:
             hidden_states, packed = self.encoder(hidden_states, packed, layout, packed_mask, weights)
             if packed_states is not None:

@@ -1,5 +1,6 @@
 """The packed sequence P that a caller or a cache provides in place of the learned one, and the P of selected layers."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -9,7 +10,8 @@ from luna_mega.modeling_common.inputs import Inputs
 from luna_mega.modeling_common.masks import drop_if_full, is_sound, read_mask
 from luna_mega.modeling_common.outputs import selected_hidden_states
 
-Packed = tuple[list[torch.Tensor | None], torch.Tensor | None]
+PackedStates = list[torch.Tensor | None]  # of each layer
+Packed = tuple[PackedStates, torch.Tensor | None]
 
 
 def read_packed(
@@ -17,7 +19,7 @@ def read_packed(
 ) -> Packed | None:
     """Return P for every layer, None with a filled cache, and the bool mask of its rows; None = P is learned."""
     layers, width, cache = config.num_hidden_layers, config.hidden_size, inputs.cache
-    if inputs.seen():
+    if cache is not None and inputs.seen:
         kept = cache.layers[0].tensors
         _check(states, mask, (inputs.given.shape[0], kept["key_mean"].shape[3], width))
         return [None] * layers, kept.get("pack_mask")
@@ -54,7 +56,7 @@ def keep_of_empty_rows(packed: torch.Tensor, packed_states: torch.Tensor, counts
     return packed if counts is None else torch.where(counts[..., None] > 0, packed, packed_states)
 
 
-def select_layers(packed: list[torch.Tensor], options: dict[str, Any]) -> tuple[torch.Tensor | None, ...]:
+def select_layers(packed: list[torch.Tensor], options: Mapping[str, Any]) -> tuple[torch.Tensor | None, ...]:
     """Return P of the layers that `output_hidden_states` selects, and None for the others, as transformers does."""
     selected = selected_hidden_states(options.get("output_hidden_states"))
     count = len(packed)

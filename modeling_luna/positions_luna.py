@@ -22,7 +22,7 @@ def sinusoids(positions: torch.Tensor, width: int) -> torch.Tensor:
 def number_positions(config: PreTrainedConfig, inputs: Inputs) -> torch.Tensor:
     """Return the position of every token in the layout, `[B or 1, T]`: the number of kept tokens before it."""
     layout, given, table = inputs.layout, inputs.given, config.max_position_embeddings
-    extension, length = config.position_extension, layout.sizes(given)[1] + inputs.seen()
+    extension, length = config.position_extension, layout.sizes(given)[1] + inputs.seen
     learned = config.position_embedding_type == "learned"
     if inputs.position_ids is not None:
         positions = layout.gather(inputs.position_ids.expand(given.shape[:2]))
@@ -30,7 +30,7 @@ def number_positions(config: PreTrainedConfig, inputs: Inputs) -> torch.Tensor:
         positions = positions if layout.mask is None else positions.masked_fill(~layout.mask, 0)
     else:
         positions = layout.positions(given)
-        if inputs.cache is not None and inputs.seen():
+        if inputs.cache is not None and inputs.seen:
             positions = positions + inputs.cache.layers[0].tensors["count"][:, None]
     limited = learned and extension is None
     # With a cache the length includes padding, which has no positions.

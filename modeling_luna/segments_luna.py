@@ -1,6 +1,7 @@
 """Encoding of documents of any length at constant memory: P is passed from segment to segment (section 6)."""
 
 from collections.abc import Iterator
+from typing import cast
 
 import torch
 
@@ -15,7 +16,7 @@ def read_segments(
     *,
     segment_length: int,
     gradient_segments: int | None = None,
-    packed_states: torch.FloatTensor | None = None,
+    packed_states: torch.Tensor | None = None,
 ) -> Iterator[LunaModelOutput]:
     """Encode B documents segment by segment; each segment starts from the P after the previous one.
 
@@ -47,7 +48,7 @@ def read_segments(
             raise ValueError(f"`{name}` must be at least 1, got {value}")
     mask = read_mask("attention_mask", attention_mask)
     if mask is None:
-        mask = input_ids != model.config.pad_token_id
+        mask = input_ids.ne(cast(int, model.config.pad_token_id))
     if (~mask[:, :-1] & mask[:, 1:]).any():
         raise ValueError("`attention_mask` has padding before a token; pad on the right (padding_side='right')")
     for index, start in enumerate(range(0, input_ids.shape[1], segment_length)):

@@ -1,45 +1,42 @@
 # Copyright 2026 The luna-mega authors. Licensed under the Apache License, Version 2.0.
-"""Tokenizer for a dictionary that lacks some of the pieces that its byte-pair encoding makes."""
+"""Tokenizer for a dictionary that does not contain all pieces of its byte-pair encoding."""
 
 from collections.abc import Iterable
 from functools import cached_property
-from typing import Any
+from typing import Any, cast
 
 from transformers import AddedToken, TokenizersBackend
 
 
 class LunaTokenizer(TokenizersBackend):
-    """Byte-pair encoding (GPT-2's, subword-nmt's) and then a dictionary, as fairseq encodes text: a piece that is not
-    in it is `<unk>`.
+    """Byte-pair encoding of GPT-2 or subword-nmt and a dictionary, as in fairseq: unknown pieces are `<unk>`.
 
-    The BPE of the tokenizers library identifies a piece by its id, in the merges and in the result, so that a piece
-    without an id of its own cannot take part in a merge. Here the backend has all pieces, the missing ones numbered
-    behind the dictionary, and this class turns their numbers into the number of `<unk>`. Only `encodings` of a
-    `BatchEncoding` show what the piece was; every other id is below `len(tokenizer)`.
+    The BPE of the tokenizers library requires an id for every piece, also of merges. The backend therefore has all
+    pieces, the missing ones with ids after the dictionary, and this class replaces these ids by that of `<unk>`. Only
+    `encodings` of a `BatchEncoding` contain the original ids.
 
     Args:
-        dictionary_size (`int`): ids of the model; those of the backend from there on are missing pieces.
-        add_prefix_space (`bool`, *optional*, defaults to `False`): of GPT-2's pieces: the first word gets the space of
-            any other word.
+        dictionary_size (`int`): number of ids of the model; larger ids of the backend are missing pieces.
+        kwargs: arguments of `TokenizersBackend`, such as `add_prefix_space` for GPT-2's pieces.
     """
 
     model_input_names = ["input_ids", "attention_mask"]
 
     def __init__(self, *, dictionary_size: int | None = None, **kwargs: Any) -> None:
-        if dictionary_size is None:  # what AutoTokenizer comes to in a folder that has a model only
+        if dictionary_size is None:  # AutoTokenizer in a folder without a tokenizer
             raise ValueError(
-                "no tokenizer here: it needs tokenizer.json and dictionary_size in tokenizer_config.json; "
-                "`luna-mega convert` writes the tokenizer of a model when it is given the dictionary (--dict, --bpe)"
+                "the folder has no tokenizer: tokenizer.json and dictionary_size in tokenizer_config.json are missing; "
+                "pass the dictionary (--dict, --bpe) to `luna-mega convert`, which then writes them"
             )
         self._dictionary_size = dictionary_size
         super().__init__(dictionary_size=dictionary_size, **kwargs)
         for part in (self.backend_tokenizer.pre_tokenizer, self.backend_tokenizer.post_processor):
-            if hasattr(part, "add_prefix_space"):  # of GPT-2's pieces, not of subword-nmt's
+            if hasattr(part, "add_prefix_space"):  # only for GPT-2's pieces
                 part.add_prefix_space = self.add_prefix_space
 
     @classmethod
-    def convert_to_native_format(cls, **kwargs: Any) -> dict[str, Any]:
-        return kwargs  # tokenizer.json is loaded as it is, not taken apart and built anew
+    def convert_to_native_format(cls, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
+        return kwargs  # tokenizer.json is loaded without changes
 
     @property
     def vocab_size(self) -> int:
@@ -52,7 +49,7 @@ class LunaTokenizer(TokenizersBackend):
 
     @cached_property
     def _unknown(self) -> int:
-        return self.backend_tokenizer.token_to_id(str(self.unk_token))
+        return cast(int, self.backend_tokenizer.token_to_id(str(self.unk_token)))
 
     def _from_backend(self, ids: Iterable[int]) -> list[int]:
         start, stop, unknown = self._missing.start, self._missing.stop, self._unknown
@@ -78,10 +75,10 @@ class LunaTokenizer(TokenizersBackend):
 
     def convert_ids_to_tokens(self, ids: int | list[int], skip_special_tokens: bool = False) -> str | list[str]:
         if isinstance(ids, int):
-            return self._convert_id_to_token(ids)
+            return cast(str, self._convert_id_to_token(ids))
         skipped = set(self.all_special_ids) if skip_special_tokens else ()
         kept = self._to_backend(i for i in ids if int(i) not in skipped)
-        return [self.backend_tokenizer.id_to_token(i) for i in kept]
+        return [cast(str, self.backend_tokenizer.id_to_token(i)) for i in kept]
 
     def _convert_id_to_token(self, index: int) -> str | None:
         return self.backend_tokenizer.id_to_token(*self._to_backend([index]))

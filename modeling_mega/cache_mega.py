@@ -77,7 +77,7 @@ class MegaCrossCache(StateCache):
 class MegaSeq2SeqCache(StateSeq2SeqCache):
     """The `past_key_values` of a Mega decoder with cross-attention: a `MegaCache` and a `MegaCrossCache`."""
 
-    target_class, source_class = MegaCache, MegaCrossCache
+    self_attention_class, cross_attention_class = MegaCache, MegaCrossCache
 
 
 __all__ = ["MegaCache", "MegaCrossCache", "MegaSeq2SeqCache"]

@@ -9,7 +9,7 @@ from transformers.processing_utils import Unpack
 from transformers.utils import TransformersKwargs, can_return_tuple
 
 from luna_mega.modeling_common.generation import Seq2SeqGenerationMixin, StateGenerationMixin
-from luna_mega.modeling_common.heads import GenericForCausalLM
+from luna_mega.modeling_common.heads import GenericForCausalLM, model_inputs
 from luna_mega.modeling_common.outputs import CausalLMOutputWithCrossAttentions, Seq2SeqLMOutput
 from luna_mega.modeling_common.seq2seq import Seq2SeqBody, Seq2SeqLM
 from luna_mega.modeling_mega.adaptive import MegaAdaptiveSoftmax
@@ -88,16 +88,9 @@ class MegaForCausalLM(GenericForCausalLM, StateGenerationMixin, MegaPreTrainedMo
         Raises:
             ValueError: As in `MegaModel.forward`, and if labels do not match the positions of `logits_to_keep`.
         """
-        inputs = {
-            "input_ids": input_ids,
-            "attention_mask": attention_mask,
-            "inputs_embeds": inputs_embeds,
-            "token_type_ids": token_type_ids,
-            "past_key_values": past_key_values,
-            "use_cache": use_cache,
-            "encoder_hidden_states": encoder_hidden_states,
-            "encoder_attention_mask": encoder_attention_mask,
-        }
+        inputs = model_inputs(input_ids, attention_mask, inputs_embeds, token_type_ids=token_type_ids)
+        inputs |= {"past_key_values": past_key_values, "use_cache": use_cache}
+        inputs |= {"encoder_hidden_states": encoder_hidden_states, "encoder_attention_mask": encoder_attention_mask}
         return self.predict_next(inputs, labels, logits_to_keep, **kwargs)
 
     def score_tokens(self, hidden_states: torch.Tensor) -> torch.Tensor:

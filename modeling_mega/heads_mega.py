@@ -20,6 +20,7 @@ from luna_mega.modeling_common.heads import (
     GenericForQuestionAnswering,
     GenericForTokenClassification,
     Head,
+    model_inputs,
 )
 from luna_mega.modeling_common.label_checks import check_pooled_labels
 from luna_mega.modeling_common.masks import read_mask
@@ -77,12 +78,7 @@ class MegaForMaskedLM(MegaHead, GenericForMaskedLM, MegaPreTrainedModel):
         `labels`: `[B, T]` tokens, -100 = not predicted. `logits`: `[B, T, vocab_size]`; with `sparse_prediction` and
         labels there are logits of the M predicted positions only, `[M, vocab_size]`.
         """
-        inputs = {
-            "input_ids": input_ids,
-            "attention_mask": attention_mask,
-            "inputs_embeds": inputs_embeds,
-            "token_type_ids": token_type_ids,
-        }
+        inputs = model_inputs(input_ids, attention_mask, inputs_embeds, token_type_ids=token_type_ids)
         return self.predict_tokens(inputs, labels, **kwargs)
 
 
@@ -136,13 +132,9 @@ class MegaForSequenceClassification(MegaPooledHead, GenericForSequenceClassifica
 
         `labels`: `[B]` class ids, or numbers for regression. `logits`: `[B, num_labels]`.
         """
-        inputs = {
-            "input_ids": input_ids,
-            "attention_mask": attention_mask,
-            "inputs_embeds": inputs_embeds,
-            "input_values": input_values,
-            "token_type_ids": token_type_ids,
-        }
+        inputs = model_inputs(
+            input_ids, attention_mask, inputs_embeds, input_values=input_values, token_type_ids=token_type_ids
+        )
         return self.classify(inputs, labels, **kwargs)
 
 
@@ -185,7 +177,7 @@ class MegaForImageClassification(MegaPooledHead, MegaPreTrainedModel):
 class MegaForSequencePairClassification(MegaPooledHead, GenericForSequencePairClassification, MegaPreTrainedModel):
     """Two towers with one set of weights, classified together (LRA Retrieval)."""
 
-    refused_options = {"token_type_ids": "the sequences of a pair have no token types"}
+    unsupported_options = {"token_type_ids": "the sequences of a pair have no token types"}
 
 
 class MegaForMultipleChoice(GenericForMultipleChoice, MegaPreTrainedModel):
@@ -220,12 +212,7 @@ class MegaForMultipleChoice(GenericForMultipleChoice, MegaPreTrainedModel):
         **kwargs: Unpack[TransformersKwargs],
     ) -> MultipleChoiceModelOutput:
         """Score C options, `[B, C, T]`; `labels` `[B]` are the right options, and `logits` are `[B, C]`."""
-        inputs = {
-            "input_ids": input_ids,
-            "attention_mask": attention_mask,
-            "inputs_embeds": inputs_embeds,
-            "token_type_ids": token_type_ids,
-        }
+        inputs = model_inputs(input_ids, attention_mask, inputs_embeds, token_type_ids=token_type_ids)
         return self.choose(inputs, labels, **kwargs)
 
 
@@ -249,13 +236,9 @@ class MegaForTokenClassification(MegaHead, GenericForTokenClassification, MegaPr
 
         `labels`: `[B, T]`, -100 = not counted. `logits`: `[B, T, num_labels]`.
         """
-        inputs = {
-            "input_ids": input_ids,
-            "attention_mask": attention_mask,
-            "inputs_embeds": inputs_embeds,
-            "input_values": input_values,
-            "token_type_ids": token_type_ids,
-        }
+        inputs = model_inputs(
+            input_ids, attention_mask, inputs_embeds, input_values=input_values, token_type_ids=token_type_ids
+        )
         return self.label_tokens(inputs, labels, **kwargs)
 
 
@@ -281,12 +264,7 @@ class MegaForQuestionAnswering(MegaHead, GenericForQuestionAnswering, MegaPreTra
         `start_positions`, `end_positions`: `[B]`, the columns of the answer. Columns that the mask drops and columns
         after the end do not count.
         """
-        inputs = {
-            "input_ids": input_ids,
-            "attention_mask": attention_mask,
-            "inputs_embeds": inputs_embeds,
-            "token_type_ids": token_type_ids,
-        }
+        inputs = model_inputs(input_ids, attention_mask, inputs_embeds, token_type_ids=token_type_ids)
         return self.find_span(inputs, start_positions, end_positions, **kwargs)
 
 

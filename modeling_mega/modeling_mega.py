@@ -402,6 +402,7 @@ class MegaModel(BodyMixin, MegaPreTrainedModel):
 
     def __init__(self, config: MegaConfig, add_pooling_layer: bool = True):
         super().__init__(config)
+        self.closes_gaps = config.input_type != "patches"  # patches keep their places in the image
         self.embedding_layer = MegaEmbeddings(config)
         self.embedding_norm = MegaSequenceNorm(config, config.norm_affine) if config.embedding_norm else None
         dropout = 0.0 if config.input_type == "patches" else config.dropout_prob
@@ -420,11 +421,6 @@ class MegaModel(BodyMixin, MegaPreTrainedModel):
         config = self.config
         projects = config.input_type == "tokens" and config.adaptive_input_cutoffs is None
         return config.embedding_size if projects else config.hidden_size
-
-    @property
-    def closes_gaps(self) -> bool:
-        """Return whether layers require kept positions to follow each other: patches keep their place in the image."""
-        return self.config.input_type != "patches"
 
     def check_shards(self, layout: ShardedLayout) -> None:
         config = self.config
@@ -535,6 +531,10 @@ class MegaModel(BodyMixin, MegaPreTrainedModel):
             cache=inputs.past_key_values,
             pooler_output=pooled,
         )
+
+    def get_input_embeddings(self) -> nn.Module:
+        """Return the embedding of tokens, of real values or of patches."""
+        return getattr(self.embedding_layer, self._input_embed_layer)
 
     def find_grid(self, pixel_values: torch.Tensor, interpolate: bool) -> tuple[int, int]:
         """Return the rows and columns of patches of images; raise `ValueError` unless the model supports them."""

@@ -6,7 +6,7 @@ from transformers.processing_utils import Unpack
 from transformers.utils import TransformersKwargs, can_return_tuple
 
 from luna_mega.modeling_common.generation import StateGenerationMixin
-from luna_mega.modeling_common.heads import GenericForCausalLM
+from luna_mega.modeling_common.heads import GenericForCausalLM, model_inputs
 from luna_mega.modeling_common.outputs import CausalLMOutputWithPast
 from luna_mega.modeling_megalodon.cache_megalodon import MegalodonCache
 from luna_mega.modeling_megalodon.configuration_megalodon import MegalodonConfig
@@ -55,13 +55,8 @@ class MegalodonForCausalLM(GenericForCausalLM, StateGenerationMixin, MegalodonPr
 
         Raises `ValueError` as `MegalodonModel.forward`, and for labels of other positions than those kept.
         """
-        inputs = {
-            "input_ids": input_ids,
-            "attention_mask": attention_mask,
-            "inputs_embeds": inputs_embeds,
-            "past_key_values": past_key_values,
-            "use_cache": use_cache,
-        }
+        inputs = model_inputs(input_ids, attention_mask, inputs_embeds)
+        inputs |= {"past_key_values": past_key_values, "use_cache": use_cache}
         return self.predict_next(inputs, labels, logits_to_keep, **kwargs)
 
 

@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from luna_mega.modeling_common.inputs import Inputs, is_requested
+from luna_mega.modeling_common.inputs import Inputs
 from luna_mega.modeling_common.layout import DenseLayout
 from luna_mega.modeling_megalodon.cache_megalodon import MegalodonCache
 
@@ -18,7 +18,7 @@ def needs_windows(model: Any, inputs: Inputs, options: dict[str, Any]) -> bool:
     Raises:
         ValueError: Such a call has padding, a filled cache or shards, or requests states or weights of layers.
     """
-    config, layout, length, seen = model.config, inputs.layout, inputs.given.shape[1], inputs.seen()
+    config, layout, length, seen = model.config, inputs.layout, inputs.given.shape[1], inputs.seen
     if length == 1 or seen + layout.sizes(inputs.given)[1] <= LONG * config.chunk_size:
         return False
     if not isinstance(layout, DenseLayout) or layout.mask is not None:
@@ -26,7 +26,7 @@ def needs_windows(model: Any, inputs: Inputs, options: dict[str, Any]) -> bool:
             f"windowed_statistics=True does not support padding, padding-free batches or `cp_group` after {LONG} "
             f"chunks of {config.chunk_size} positions; pass sequences of one length, or set it to False"
         )
-    if seen or inputs.output_states or is_requested(model, "output_attentions", options):
+    if seen or inputs.output_states or options.get("output_attentions", config.output_attentions):
         raise ValueError(
             f"windowed_statistics=True requires the first {seen + length} positions, more than {LONG} chunks of "
             f"{config.chunk_size}, in one call, and returns no states or weights of layers; omit "

@@ -274,7 +274,7 @@ def test_without_bpe_a_note_names_the_option(convert, make, twelve):
     assert "no tokenizer: --bpe DIR" in convert.screen
     assert not (output / "tokenizer.json").exists()
     assert json.loads((output / "conversion_report.json").read_text())["tokenizer"] is None
-    with pytest.raises(ValueError, match="no tokenizer here.*--bpe"):
+    with pytest.raises(ValueError, match="the folder has no tokenizer.*--bpe"):
         AutoTokenizer.from_pretrained(output)
 
 

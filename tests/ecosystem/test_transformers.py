@@ -91,9 +91,12 @@ UNSUPPORTED = {
     ),
     "a cache of another class": (
         {"past_key_values": DynamicCache},
-        "must be a .*Cache, got a .*; leave it out to begin",
+        "must be a .*Cache, got a .*; omit it for a new cache",
     ),
-    "a static cache": ({"past_key_values": StaticCache}, "must be a .*Cache, got a StaticCache; leave it out to begin"),
+    "a static cache": (
+        {"past_key_values": StaticCache},
+        "must be a .*Cache, got a StaticCache; omit it for a new cache",
+    ),
 }
 
 

@@ -64,12 +64,18 @@ def test_values_have_no_vocabulary(family):
         model(input_values=torch.zeros(2, 9, 1))
 
 
+def without_embedding(model):
+    """Return the model with an embedding that fails: checks have to come before it."""
+    model.get_input_embeddings().register_forward_pre_hook(lambda *_: pytest.fail("the embedding ran before the check"))
+    return model
+
+
 @family
 def test_pairs_and_choices(family):
     inputs = luna.head_inputs("ForSequencePairClassification", [9, 4])
     fewer = inputs | {"pair_input_ids": inputs["pair_input_ids"][:1], "pair_attention_mask": None}
-    with pytest.raises(ValueError, match="first input has 2 sequences and the second 1"):
-        family.make("ForSequencePairClassification")(**fewer)
+    with pytest.raises(ValueError, match="2 first inputs, but 1 second inputs"):
+        without_embedding(family.make("ForSequencePairClassification"))(**fewer)
     with pytest.raises(ValueError, match=r"input_ids \[B, options, T\].*got \[2, 9\]"):
         family.make("ForMultipleChoice")(**luna.head_inputs("Model", [9, 4]))
 
@@ -98,10 +104,12 @@ def test_candidates_are_pairs_with_one_score(family):
 @family
 def test_invalid_candidates(family):
     first, pair = luna.tokens([9, 4]), luna.tokens([5, 12, 3])["input_ids"]
-    with pytest.raises(ValueError, match=r"\[B, C, ...\], with one score each: set num_labels=1, got 3"):
-        family.make("ForSequencePairClassification")(**first, pair_input_ids=torch.stack([pair, pair]))
-    with pytest.raises(ValueError, match="2 first sequences, and candidates for 1"):
-        family.make("ForSequencePairClassification", num_labels=1)(**first, pair_input_ids=pair[None])
+    with pytest.raises(ValueError, match=r"\[B, C, ...\], which have one score each; set num_labels=1, got 3"):
+        model = without_embedding(family.make("ForSequencePairClassification"))
+        model(**first, pair_input_ids=torch.stack([pair, pair]))
+    with pytest.raises(ValueError, match="2 first inputs, but 1 second inputs or sets of candidates"):
+        model = without_embedding(family.make("ForSequencePairClassification", num_labels=1))
+        model(**first, pair_input_ids=pair[None])
 
 
 @family
@@ -163,7 +171,7 @@ def test_auto_model_builds_both_sides(name, tmp_path):
     assert type(model) is both
     model.save_pretrained(tmp_path)
     assert type(AutoModel.from_pretrained(tmp_path)) is type(AutoModel.from_pretrained(tmp_path, config=config)) is both
-    with pytest.raises(ValueError, match=f"{name}Model is one side only, .* use {name}Seq2SeqModel"):
+    with pytest.raises(ValueError, match=f"{name}Model is an encoder or a decoder, .* use {name}Seq2SeqModel"):
         body(config)
     with pytest.raises(ValueError, match=f"use {name}Seq2SeqModel"):
         body.from_pretrained(tmp_path, config=config)

@@ -68,7 +68,7 @@ GENERATE = {
     "a longer mask": (r"must have the shape \[2, 5\] .*, got \[2, 9\]", lambda m: generate(m, mask=ones(2, 9))),
     "a shorter mask": (r"must have the shape \[2, 5\] .*, got \[2, 3\]", lambda m: generate(m, mask=ones(2, 3))),
     "a mask of one row": (r"must have the shape \[2, 5\] .*, got \[1, 5\]", lambda m: generate(m, mask=ones(1, 5))),
-    "an additive mask": ("attention_mask has values from", lambda m: generate(m, mask=-1.0 * ones(2, 5))),
+    "an additive mask": ("attention_mask` has values from", lambda m: generate(m, mask=-1.0 * ones(2, 5))),
     "another cache": ("must be a", lambda m: generate(m, past_key_values=DynamicCache())),
     "a cache of one row": (
         "does not fit this model and batch",
@@ -94,7 +94,7 @@ FORWARD = {
         r"must have the shape \[2, 5\]",
         lambda m: run(m, mask=ones(2, 12), past_key_values=filled(m)),
     ),
-    "an additive mask": ("attention_mask has values from", lambda m: run(m, mask=-1.0 * ones(2, 5))),
+    "an additive mask": ("attention_mask` has values from", lambda m: run(m, mask=-1.0 * ones(2, 5))),
     "an unknown argument": ("do not support foo", lambda m: run(m, foo=1)),
     "tokens beyond the vocabulary": ("are from 102 to 108", lambda m: run(m, IDS + 100)),
     "tokens below 0": ("are from -98 to -92", lambda m: run(m, IDS - 100)),

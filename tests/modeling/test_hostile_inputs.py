@@ -142,10 +142,10 @@ MASKS = {
 def test_invalid_masks_raise(family, mask, message):
     ids, mask = torch.tensor([[5, 6, 7, 8]]), torch.tensor([mask])
     for head in ("Model", "ForSequenceClassification"):
-        with pytest.raises(ValueError, match=f"^attention_mask {message}"):
+        with pytest.raises(ValueError, match=f"^`attention_mask` {message}"):
             family.make(head)(ids, mask)
     pair = family.make("ForSequencePairClassification")
-    with pytest.raises(ValueError, match="^pair_attention_mask has values"):
+    with pytest.raises(ValueError, match="^`pair_attention_mask` has values"):
         pair(ids, pair_input_ids=ids, pair_attention_mask=mask)
     right = [torch.tensor([[1, 1, 0, 1]], dtype=dtype) for dtype in (torch.bool, torch.long, torch.int32, torch.half)]
     model = family.make("Model")
@@ -158,17 +158,17 @@ def test_invalid_masks_raise_in_encoder_and_decoder(family):
     model = decoders.make_plain(family, is_encoder_decoder=True)
     ids, mask = torch.tensor([[5, 6, 7, 8]]), torch.tensor([[0.0, 0.0, 0.0, float("-inf")]])
     for name in ("attention_mask", "decoder_attention_mask"):
-        with pytest.raises(ValueError, match=f"^{name} has values from -inf to 0.0"):
+        with pytest.raises(ValueError, match=f"^`{name}` has values from -inf to 0.0"):
             model(ids, decoder_input_ids=ids, **{name: mask})
     for inputs in ({"input_ids": ids}, {"encoder_outputs": model.get_encoder()(ids)}):
-        with pytest.raises(ValueError, match="^attention_mask has values"):
+        with pytest.raises(ValueError, match="^`attention_mask` has values"):
             model.generate(**inputs, attention_mask=mask, max_new_tokens=2)
     encoded, extra = model.get_encoder()(ids), {}
     if family == "luna":
         extra = {"packed_states": encoded.packed_last_hidden_state}
-        with pytest.raises(ValueError, match="^packed_mask has values"):
+        with pytest.raises(ValueError, match="^`packed_mask` has values"):
             model.get_encoder()(ids, packed_mask=mask, packed_states=torch.zeros(1, 4, 24, dtype=torch.float64))
-    with pytest.raises(ValueError, match="^encoder_attention_mask has values"):
+    with pytest.raises(ValueError, match="^`encoder_attention_mask` has values"):
         model.get_decoder()(ids, encoder_hidden_states=encoded.last_hidden_state, encoder_attention_mask=mask, **extra)
 
 
@@ -189,7 +189,7 @@ def test_compiled_programs_do_not_read_mask_values(family):
 def test_encoder_decoders_reject_position_ids(family, positions):
     model, ids = decoders.make_plain(family, is_encoder_decoder=True), torch.tensor([[5, 6, 7, 8]])
     for part in (model, model.base_model):
-        with pytest.raises(ValueError, match="an encoder-decoder takes no position_ids"):
+        with pytest.raises(ValueError, match="`position_ids` is ambiguous for an encoder-decoder"):
             part(ids, decoder_input_ids=ids, position_ids=positions)
         part(ids, decoder_input_ids=ids, position_ids=None)
 

@@ -114,7 +114,7 @@ def test_errors_specific_to_decoders():
         LunaForCausalLM(LunaConfig())
     with pytest.raises(ValueError, match="need a decoder"):
         LunaForMaskedLM(LunaConfig(vocab_size=30))(ids, use_cache=True)
-    with pytest.raises(StrictDataclassError, match="contextual_projection=True needs an encoder"):
+    with pytest.raises(StrictDataclassError, match="contextual_projection=True requires an encoder"):
         LunaConfig(is_decoder=True, contextual_projection=True)
     with pytest.raises(ValueError, match="sequence length 45 exceeds the 40 learned positions"):
         make(position_embedding_type="learned")(torch.randint(3, 30, (1, 45)))

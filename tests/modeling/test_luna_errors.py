@@ -26,5 +26,5 @@ def test_sequence_longer_than_the_positions():
 
 def test_pairs_have_no_position_ids():
     inputs = head_inputs("ForSequencePairClassification", [9, 4])
-    with pytest.raises(ValueError, match="leave position_ids out"):
+    with pytest.raises(ValueError, match="omit `position_ids`"):
         make("ForSequencePairClassification")(**inputs, position_ids=inputs["input_ids"])

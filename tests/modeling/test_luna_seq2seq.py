@@ -161,7 +161,7 @@ def test_errors():
         model(**inputs, past_key_values=DynamicCache())
     with pytest.raises(ValueError, match="do not support token_type_ids"):
         model(**inputs, token_type_ids=ids)
-    with pytest.raises(ValueError, match="is one side only"):
+    with pytest.raises(ValueError, match="is an encoder or a decoder"):
         LunaModel(model.config)
     with pytest.raises(ValueError, match="requires a LunaSeq2SeqConfig, got a LunaConfig"):
         LunaForConditionalGeneration(LunaConfig())

@@ -80,7 +80,7 @@ def test_sequence_longer_than_the_bias_table(legacy):
 
 def test_pairs_have_no_token_types():
     model, inputs = make("ForSequencePairClassification"), head_inputs("ForSequencePairClassification", [9, 4])
-    with pytest.raises(ValueError, match="a pair have no token types; leave token_type_ids out"):
+    with pytest.raises(ValueError, match="a pair have no token types; omit `token_type_ids`"):
         model(**inputs, token_type_ids=inputs["input_ids"])
 
 

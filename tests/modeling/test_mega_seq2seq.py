@@ -97,7 +97,7 @@ def test_bad_configurations(fields, message):
 
 def test_classes_and_configurations_that_do_not_fit():
     config = make().config
-    with pytest.raises(ValueError, match="one side only"):
+    with pytest.raises(ValueError, match="is an encoder or a decoder"):
         MegaModel(config)
     with pytest.raises(ValueError, match="requires a configuration with is_decoder=True"):
         MegaForCausalLM(config)

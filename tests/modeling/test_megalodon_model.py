@@ -263,7 +263,7 @@ def test_inconsistent_fields_raise(fields, message):
         ({"encoder_hidden_states": torch.zeros(2, 9, 12)}, "encoder_hidden_states"),
         ({"input_values": torch.zeros(2, 9)}, "do not support input_values"),
         ({"cu_seq_lens_q": BOUNDS, "attention_mask": None, "use_cache": True}, "has no cache"),
-        ({"attention_mask": torch.full((2, 9), 0.5)}, "attention_mask has values"),
+        ({"attention_mask": torch.full((2, 9), 0.5)}, "attention_mask` has values"),
     ],
 )
 def test_inconsistent_inputs_raise(options, message):

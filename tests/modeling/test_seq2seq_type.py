@@ -104,7 +104,7 @@ def test_is_encoder_decoder_requires_the_class_of_encoder_decoders(family, tmp_p
         for cls in (family.ForConditionalGeneration, family.Seq2SeqModel):
             with pytest.raises(ValueError, match=f"{cls.__name__} requires a {family.prefix}Seq2SeqConfig"):
                 cls(config)
-        with pytest.raises(ValueError, match=f"is one side only.*{family.prefix}Seq2SeqModel"):
+        with pytest.raises(ValueError, match=f"is an encoder or a decoder.*{family.prefix}Seq2SeqModel"):
             family.Model(config)
 
 
@@ -178,5 +178,5 @@ def test_bad_input(family, tmp_path):
     message = f"has `model_type` '{family.name}_seq2seq', but {family.prefix}Config requires '{family.name}'"
     with pytest.raises(ValueError, match=message):
         family.Model.from_pretrained(tmp_path / "both")
-    with pytest.raises(ValueError, match=f"is one side only.*{family.prefix}Seq2SeqModel"):
+    with pytest.raises(ValueError, match=f"is an encoder or a decoder.*{family.prefix}Seq2SeqModel"):
         family.Model(family.Seq2SeqConfig())
