@@ -67,7 +67,7 @@ def test_wrong_types(types, message):
 
 def test_types_that_have_no_place():
     inputs = head_inputs("ForSequencePairClassification", [9, 4])
-    with pytest.raises(ValueError, match="no token types; leave token_type_ids out"):
+    with pytest.raises(ValueError, match="no token types; omit `token_type_ids`"):
         make("ForSequencePairClassification", **FIELDS)(**inputs, token_type_ids=inputs["input_ids"])
     inputs = typed(tokens([9, 4]))
     with pytest.raises(ValueError, match="`token_type_ids` are not supported with `drop_first_token=True`"):
