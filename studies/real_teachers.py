@@ -1,0 +1,185 @@
+"""Compare a sentence encoder of the Hub with the Luna that `from_teacher` makes of it.
+
+    python studies/real_teachers.py --teacher FOLDER --data FOLDER --part exact stsb long speed [--steps 100]
+
+Prints one JSON line per measurement. FOLDER of `--data` contains the parquet files of GLUE's STS-B (`glue_stsb`) and of
+IMDB (`imdb`). Parts: `exact` (largest difference for texts of up to l tokens), `stsb` (Spearman correlation on the
+validation pairs), `long` (cosine of the vectors of packed texts to the teacher's; `--steps` trains before), `speed`
+(seconds of a forward pass next to the teacher with SDPA).
+"""
+
+import argparse
+import copy
+import json
+import random
+import resource
+import time
+from pathlib import Path
+
+import pandas
+import torch
+from transformers import AutoModel, BertConfig, BertModel
+
+from luna_mega.distillation import from_teacher
+from luna_mega.distillation.embeddings import embedding_loss, parameter_groups, set_projection_length
+from luna_mega.distillation.sentences import read_modules
+
+PAIRS = ((256, 128), (256, 64), (512, 256), (512, 128))  # tokens and rows
+FIT = 120  # texts
+
+
+class Study:
+    """The teacher, its Luna and the data."""
+
+    def __init__(self, args):
+        start = time.perf_counter()
+        self.data, self.random = Path(args.data), random.Random(args.seed)
+        self.train = self.reviews("train")
+        self.student, self.tokenizer, report = from_teacher(args.teacher, args.rows, texts=self.train[:FIT])
+        self.modules = read_modules(args.teacher)
+        self.teacher = AutoModel.from_pretrained(args.teacher, add_pooling_layer=False).eval().requires_grad_(False)
+        self.rows, self.seed = args.rows, args.seed
+        seconds = round(time.perf_counter() - start, 1)
+        show("conversion", seconds=seconds, memory=memory(), r2=[round(share, 3) for share in report.fit])
+
+    def table(self, name, split):
+        return pandas.read_parquet(next((self.data / name).glob(f"{split}-*.parquet")))
+
+    def reviews(self, split):
+        texts = [text.replace("<br />", " ") for text in self.table("imdb", split).text if len(text.split()) > 420]
+        self.random.shuffle(texts)
+        return texts
+
+    def encode(self, texts, length):
+        return dict(self.tokenizer(texts, truncation=True, max_length=length, padding=True, return_tensors="pt"))
+
+    @torch.no_grad()
+    def embed(self, model, texts, length, size=16):
+        """Return the vectors of texts, which are sorted by length for little padding."""
+        order = sorted(range(len(texts)), key=lambda index: -len(texts[index]))
+        vectors = torch.zeros(len(texts), model.config.hidden_size)
+        for start in range(0, len(texts), size):
+            rows = order[start : start + size]
+            batch = self.encode([texts[row] for row in rows], length)
+            mask = batch["attention_mask"].bool()
+            vectors[rows] = self.modules.embed(model(**batch).last_hidden_state, mask)
+        return vectors
+
+    @torch.no_grad()
+    def exact(self):
+        """Show the largest difference of the last states for texts of up to l tokens."""
+        short = list(self.table("glue_stsb", "validation").sentence1[:12])
+        batch = self.encode(self.reviews("test")[:12] + short, self.rows)
+        kept = batch["attention_mask"].bool()
+        generator = torch.Generator().manual_seed(self.seed)
+        gaps = kept & (torch.rand(kept.shape, generator=generator) > 0.2)
+        gaps[:, 0] = True
+        compiled = torch.compile(self.student, dynamic=True)
+        for name, mask, model in (
+            ("padded", kept, self.student),
+            ("gaps", gaps, self.student),
+            ("compiled", kept, compiled),
+        ):
+            given = batch | {"attention_mask": mask.long()}
+            positions = (mask.cumsum(dim=1) - 1).clamp(min=0)
+            want = self.teacher(**given, position_ids=positions).last_hidden_state[mask]
+            got = model(**given).last_hidden_state[mask]
+            show(f"exact: {name}", difference=f"{(got - want).abs().max():.1e}", largest=f"{want.abs().max():.1f}")
+
+    def stsb(self):
+        """Show the Spearman correlation on all validation pairs of STS-B."""
+        pairs = self.table("glue_stsb", "validation")
+        for name, model in (("teacher", self.teacher), ("Luna", self.student)):
+            start = time.perf_counter()
+            texts = [*pairs.sentence1, *pairs.sentence2]
+            vectors = self.embed(model, texts, self.rows, size=64)
+            scores = torch.cosine_similarity(*vectors.split(len(pairs)))
+            ranks = pandas.Series(scores.numpy()).rank().corr(pairs.label.rank())
+            show(f"stsb: {name}", spearman=round(100 * ranks, 4), seconds=round(time.perf_counter() - start, 1))
+
+    def long(self, student, name):
+        """Show the mean cosine to the vectors of the teacher, which reads the complete text."""
+        texts = self.reviews("test")[:24]
+        for length in sorted({length for length, _ in PAIRS}):
+            want = self.embed(self.teacher, texts, length, size=8)
+            for rows in (rows for other, rows in PAIRS if other == length):
+                set_projection_length(student, rows)
+                got = self.embed(student, texts, length, size=8)
+                cosine = torch.cosine_similarity(got, want).mean().item()
+                show(f"long: {name}", tokens=length, rows=rows, cosine=round(cosine, 4))
+
+    def distill(self, steps, length=256):
+        """Train a copy of the Luna by the cosine of its vectors, with several numbers of rows."""
+        student = copy.deepcopy(self.student).train()
+        groups, start = parameter_groups(student, 2e-4), time.perf_counter()
+        for module in student.modules():
+            if isinstance(module, torch.nn.Dropout):
+                module.p = 0.0
+        optimizer = torch.optim.AdamW(groups, weight_decay=0.0)
+        schedule = torch.optim.lr_scheduler.OneCycleLR(
+            optimizer, [group["lr"] for group in groups], steps, pct_start=0.1
+        )
+        for step in range(1, steps + 1):
+            set_projection_length(student, self.random.choice((32, 64, 128)))
+            batch = self.encode(self.random.sample(self.train, 8), length)
+            loss = embedding_loss(self.teacher, student, self.modules, batch, window=length)
+            optimizer.zero_grad()
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(student.parameters(), 1.0)
+            optimizer.step()
+            schedule.step()
+            if step % 20 == 0:
+                show("distill", step=step, loss=round(loss.item(), 4), seconds=round(time.perf_counter() - start))
+        return student.eval()
+
+    @torch.no_grad()
+    def speed(self):
+        """Show seconds per forward pass of one text; the teacher has SDPA and a position table of that length."""
+        set_projection_length(self.student, self.rows)
+        for length in (512, 2048, 8192):
+            ids = torch.randint(5, 1000, (1, length))
+            fields = self.teacher.config.to_dict() | {"max_position_embeddings": length}
+            full = BertModel(BertConfig(**fields), add_pooling_layer=False).eval()
+            for name, model in (("teacher", full), ("Luna", self.student)):
+                model(input_ids=ids)
+                times = []
+                for _ in range(3):
+                    start = time.perf_counter()
+                    model(input_ids=ids)
+                    times.append(time.perf_counter() - start)
+                show(f"speed: {name}", tokens=length, seconds=round(min(times), 3))
+
+
+def memory():
+    """Return the peak memory of the process in MiB."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
+
+
+def show(name, **values):
+    print(json.dumps({"what": name, **values}), flush=True)
+
+
+def main(argv=None):
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--teacher", required=True, help="sentence-transformers model: a folder or a name on the Hub")
+    parser.add_argument("--data", required=True, help="folder with glue_stsb and imdb")
+    parser.add_argument("--part", nargs="+", choices=("exact", "stsb", "long", "speed"), default=["exact"])
+    parser.add_argument("--rows", type=int, default=128, help="rows l of the Luna")
+    parser.add_argument("--steps", type=int, default=0, help="steps of distillation before `long` is repeated")
+    parser.add_argument("--threads", type=int, default=1, help="threads of PyTorch")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the texts")
+    args = parser.parse_args(argv)
+    torch.set_num_threads(args.threads)
+    torch.manual_seed(args.seed)
+    study = Study(args)
+    for part in args.part:
+        if part == "long":
+            study.long(study.student, "no training")
+            if args.steps:
+                study.long(study.distill(args.steps), f"{args.steps} steps")
+        else:
+            getattr(study, part)()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,65 @@
+"""Distillation of sentence vectors."""
+
+import pytest
+import torch
+
+from luna_mega.distillation import from_teacher
+from luna_mega.distillation.embeddings import embedding_loss, parameter_groups, set_projection_length, teacher_vectors
+from luna_mega.distillation.sentences import SentenceModules
+from tests.distillation.models import make_model
+
+MODULES = SentenceModules(("mean",), True, None, {}, {}, {})
+
+
+@pytest.fixture
+def teacher():
+    return make_model("bert", "Model").eval()
+
+
+def batch_of(*lengths):
+    mask = torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]
+    ids = torch.randint(3, 40, mask.shape, generator=torch.Generator().manual_seed(0)).masked_fill(~mask, 1)
+    return {"input_ids": ids, "attention_mask": mask.long()}
+
+
+def test_loss_of_an_exact_student_is_zero(teacher):
+    student = from_teacher(teacher, projection_length=12).model
+    assert embedding_loss(teacher, student, MODULES, batch_of(12, 5), window=20).abs() < 1e-6
+
+
+def test_training_step(teacher):
+    student = from_teacher(teacher, projection_length=12).model
+    set_projection_length(student, 4)
+    groups = parameter_groups(student, 1e-3)
+    assert [len(group["params"]) for group in groups][1] == 3 and groups[1]["lr"] == 3e-3
+    loss = embedding_loss(teacher, student, MODULES, batch_of(12, 5), window=20)
+    loss.backward()
+    assert loss > 1e-4 and all(layer.attention.salience.grad.any() for layer in student.encoder.layers)
+    assert student.embeddings.word_embeddings.weight.grad is None
+    torch.optim.AdamW(groups).step()
+
+
+@pytest.mark.parametrize("pooling", ["mean", "cls"])
+def test_long_texts_have_the_mean_of_their_windows(teacher, pooling):
+    modules, batch = SentenceModules((pooling,), True, None, {}, {}, {}), batch_of(15, 7)
+    got = teacher_vectors(teacher, modules, batch, window=10)
+    ids = batch["input_ids"]
+    parts = [torch.cat([ids[0, :1], ids[0, 1:9], ids[0, 14:]]), torch.cat([ids[0, :1], ids[0, 9:14], ids[0, 14:]])]
+    parts.append(ids[1, :7])
+    alone = [
+        modules.embed(teacher(part[None]).last_hidden_state, torch.ones(1, len(part), dtype=torch.bool))[0]
+        for part in parts
+    ]
+    mean = torch.nn.functional.normalize(alone[0] + alone[1], dim=-1)
+    torch.testing.assert_close(got, torch.stack([mean, alone[2]]), rtol=0, atol=1e-5)
+
+
+def test_errors(teacher):
+    student = from_teacher(teacher, projection_length=12).model
+    with pytest.raises(ValueError, match="window=21 must be from 3 to the 20 positions"):
+        embedding_loss(teacher, student, MODULES, batch_of(12), window=21)
+    with pytest.raises(ValueError, match="rows=0 requires at least 1 row"):
+        set_projection_length(student, 0)
+    other = SentenceModules(("max",), True, None, {}, {}, {})
+    with pytest.raises(ValueError, match="sentence vectors by max are not supported"):
+        embedding_loss(teacher, student, other, batch_of(12), window=20)
