@@ -48,7 +48,7 @@ def model_classes(config: type) -> dict[str, type]:
 
 
 def auto_classes(config: type) -> dict[str, type]:
-    """Return for every ``Auto*`` class the model of this class of configuration, where there is one."""
+    """Return the registered model of this configuration class for every ``Auto*`` class that has one."""
     stem, models, classes = config.__name__.removesuffix("Config"), model_classes(config), {}
     for auto_class, (suffix, _) in _AUTO_CLASSES.items():
         # LunaSeq2SeqModel, but LunaForConditionalGeneration
@@ -59,10 +59,10 @@ def auto_classes(config: type) -> dict[str, type]:
 
 
 def register_auto_classes() -> None:
-    """Make the ``Auto*`` classes of transformers know every model of this package. Calling it again changes nothing.
+    """Register all models of this package with the ``Auto*`` classes of transformers. Repeated calls have no effect.
 
-    Where transformers or another package has a model of the same type, a warning names it: from then on ``Auto*`` gives
-    the one of this package.
+    If transformers or another package has registered a model of the same type, a warning names it, and the class of
+    this package replaces it.
     """
     for model_type, config in CONFIGS.items():
         _warn_of_others(model_type, config)
@@ -75,11 +75,11 @@ def register_auto_classes() -> None:
 
 
 def _warn_of_others(model_type: str, config: type) -> None:
-    """Warn where a model type belongs to another class than this one, which is about to take it."""
+    """Warn if a model type is registered by another class, which this registration replaces."""
     if model_type not in CONFIG_MAPPING:
         return
     other = CONFIG_MAPPING[model_type]
-    # Code of a bundle, and of this package loaded anew, is the same model.
+    # The code of a bundle, or this package after a reload, is the same model.
     if other is not config and other.__module__.split(".")[0] not in ("luna_mega", "transformers_modules"):
         warnings.warn(
             f"the model type {model_type!r} was {other.__module__}.{other.__qualname__}, and now belongs to luna_mega: "

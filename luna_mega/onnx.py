@@ -35,7 +35,7 @@ _PACKAGES = ("onnx", "onnxscript", "onnxruntime")
 
 @dataclass(frozen=True)
 class Check:
-    """A run of a program beside the model: the shape of its first input, largest difference, and seconds of both."""
+    """A comparison of a program and the model: shape of the first input, largest difference, seconds of both."""
 
     program: str
     shape: tuple[int, ...]
@@ -149,7 +149,7 @@ def _check_class(folder: ModelFolder) -> None:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Silence what the exporters tell developers."""
+    """Suppress messages of the exporters for developers."""
     with ExitStack() as stack:
         stack.enter_context(quiet_transformers())
         stack.enter_context(warnings.catch_warnings())
@@ -260,9 +260,9 @@ def _difference(expected: Any, actual: Any, mask: torch.Tensor | None) -> float:
     """Return the largest difference of the results; at padding they are meaningless."""
     largest = 0.0
     for name in ("logits", "start_logits", "end_logits", "last_hidden_state", "pooler_output"):
-        if (want := expected.get(name)) is None:
+        if (reference := expected.get(name)) is None:
             continue
-        difference = (want - actual[name]).abs()
+        difference = (reference - actual[name]).abs()
         if mask is not None and difference.shape[: mask.dim()] == mask.shape:
             difference = difference[mask]
         # Python's max() would lose NaN.
@@ -275,7 +275,7 @@ def _inputs(folder: ModelFolder, batch: int, length: int) -> dict[str, torch.Ten
     inputs = random_inputs(folder, batch, length, seed=length)
     if folder.config.is_encoder_decoder:
         return {name: value for name, value in inputs.items() if not name.startswith("decoder_")}
-    if folder.config.is_decoder:  # a prompt ends where its continuation begins
+    if folder.config.is_decoder:  # a prompt ends at the start of its continuation
         return {name: value.flip(-1) for name, value in inputs.items()}
     return inputs
 

@@ -36,7 +36,7 @@ def usual_length(config: PreTrainedConfig) -> int:
 
 
 def formulas(config: PreTrainedConfig) -> dict[str, str]:
-    """Return the formulas behind the numbers, in words."""
+    """Return the formulas of the costs as text."""
     return _family(config).FORMULAS
 
 
@@ -72,7 +72,7 @@ def inference_activations(model: PreTrainedModel, length: int) -> int:
             2 if getattr(last, "adaptive_softmax_cutoffs", None) else 1
         )
         peaks["head"] = length * (scores + (2 if kind == "MaskedLM" else 1) * last.hidden_size)
-    if config.is_encoder_decoder:  # the encoder's output is kept beside the decoder
+    if config.is_encoder_decoder:  # the output of the encoder is kept during decoding
         peaks = {name: peak + length * config.hidden_size * (name != "encoder") for name, peak in peaks.items()}
     return max(peaks.values())
 

@@ -1,4 +1,4 @@
-"""FLOPs and memory of a stack of Luna layers, in numbers of one sequence; `FORMULAS` says them in words."""
+"""FLOPs and memory of Luna layers for one sequence; `FORMULAS` describes them."""
 
 from torch import nn
 from transformers import PreTrainedModel
@@ -22,28 +22,25 @@ FIELDS = (
 FORMULAS = {
     "FLOPs/token": "2 for each multiply-add; d width, f intermediate size, L = min(l, n) rows of P, r = L / n. Per "
     "layer: projections (6 + 4r) d^2, untied (8 + 6r) d^2; attention 8 L d; feed-forward 4 d f. In a decoder: "
-    "projections (8 + 2r) d^2, untied (10 + 2r) d^2; causal attention 10 L d, counted as the recurrence, whichever way "
-    "it is computed; cross-attention as an encoder's projections and attention. With pack_method='importance' and h "
+    "projections (8 + 2r) d^2, untied (10 + 2r) d^2; causal attention 10 L d, counted as the recurrence in any "
+    "implementation; cross-attention as an encoder's projections and attention. With pack_method='importance' and h "
     "heads: projections (4 + 2r) d^2, untied (4 + 4r) d^2; pack 4d; attention 4 L (d + h). Head: 2 for each weight, "
-    "for every token (language models, tokens, spans) or once a sequence. Norms, softmax and activations are not "
+    "for every token (language models, tokens, spans) or once per sequence. Norms, softmax and activations are not "
     "counted. A training step takes about three times the FLOPs. Source and target of an encoder-decoder have n "
     "positions each.",
     "inference": "n max(4d + 2f, 6d) + 5 L d numbers, of a decoder of N layers n max(4d + 2f, 7d) + (N + 3) L d; "
-    "untied keys and values add d to 6d or 7d, pre-norm adds n d; with pack_method='importance' n max(4d + 2f, 7d) "
-    "+ 3 L d; with a masked-LM head at "
-    "least n (V + 2d), with a causal one n (V + d). A decoder with an encoder adds the n d of its output. Causal "
-    "attention works in blocks of some MB, which are not counted.",
+    "untied keys and values add d to 6d or 7d, pre-norm adds n d; with pack_method='importance' n max(4d + 2f, 7d) + "
+    "3 L d; with a masked-LM head at least n (V + 2d), with a causal one n (V + d). A decoder with an encoder adds "
+    "the n d of its output. Causal attention uses blocks of some MB, which are not counted.",
     "training": "In each layer n ((7 + 2m + u) d + (2 + a) f + h + 4) + L ((5 + m + u) d + h + 2) numbers, in the "
-    "embeddings (n + L) ((1 + m) d + 2), behind the last layer of pre-norm (n + L) (d + 2), in a masked-LM head "
-    "n (4d + 2 + 2V); m, a = 1 with dropout and activation dropout, u = 1 with untied keys and values. In a decoder, "
-    "which embeds no P, each layer has n ((8 + 2m + u) d + (2 + a) f + 6), with P of its own L ((3 + m) d + 2), with "
-    "cross-attention n ((5 + m + u) d + h + 2) + L ((6 + m + u) d + h + 2) and once n d; its head n (d + 2V). With "
-    "pack_method='importance', which embeds no P, each layer has n ((7 + 2m) d + (2 + a) f + 3h + 8) + "
-    "L ((2 + u) d + (1 + u) h + 3). Fused "
-    "kernels do not store attention weights; attention dropout on a CPU adds about 7 h n L a layer. Dropout masks are "
-    "counted as numbers; on a GPU they are bytes.",
-    "cache": "of a decoder that generates: in each layer 3 L d, whatever n is; with cross-attention L d more, untied "
-    "2 L d.",
+    "embeddings (n + L) ((1 + m) d + 2), after the last layer with pre-norm (n + L) (d + 2), in a masked-LM head n "
+    "(4d + 2 + 2V); m, a = 1 with dropout and activation dropout, u = 1 with untied keys and values. In a decoder, "
+    "which does not embed P, each layer has n ((8 + 2m + u) d + (2 + a) f + 6), with a separate P L ((3 + m) d + 2), "
+    "with cross-attention n ((5 + m + u) d + h + 2) + L ((6 + m + u) d + h + 2) and n d once; its head n (d + 2V). "
+    "With pack_method='importance', which does not embed P, each layer has n ((7 + 2m) d + (2 + a) f + 3h + 8) + L "
+    "((2 + u) d + (1 + u) h + 3). Fused kernels do not store attention weights; attention dropout on a CPU adds about "
+    "7 h n L per layer. Dropout masks are counted as numbers; on a GPU they are bytes.",
+    "cache": "generation with a decoder: in each layer 3 L d for any n; with cross-attention L d more, untied 2 L d.",
     "with Adam": "weight, gradient and two moments for each parameter.",
 }
 _POOLER_OF_ROWS = ("pooler.dense", "pooler.attention.k_proj", "pooler.attention.v_proj")

@@ -1,4 +1,4 @@
-"""FLOPs and memory of a stack of Mega layers, in numbers of one sequence; `FORMULAS` says them in words."""
+"""FLOPs and memory of Mega layers for one sequence; `FORMULAS` describes them."""
 
 from transformers import PreTrainedModel
 
@@ -25,33 +25,33 @@ FIELDS = (
     "adaptive_softmax_cutoffs",
     "max_positions",
 )
-# Numbers that a norm keeps for the backward pass beside the layer norm's, in units of d.
+# Numbers that a norm stores for the backward pass in addition to those of layer norm, in units of d.
 _OF_NORM = {"scalenorm": 1.0, "rmsnorm": 1.0, "batchnorm": 2.5, "syncbatchnorm": 2.5}
 FORMULAS = {
     "FLOPs/token": "2 for each multiply-add; d width, v value width, z shared width, h dimensions of the moving "
-    "average, f feed-forward width, c keys of a query (n, or the chunk). Per layer: projections 2 d (3v + z + 2d), "
-    "in the embedding 2 e d for a width e (of an adaptive one the first band's), or 2 C p^2 d for patches of p x p "
-    "pixels in C colors; output projection 2 d^2; attention 2 c (z + v); moving average 6 h d "
-    "for each direction, counted as the recurrence, whichever way it is computed; cross-attention 4 d (2d + z) + "
-    "2 n (z + d); feed-forward 4 d f. Head: 2 for each weight, for every token (language models; an adaptive softmax "
-    "scores all words) or once a sequence. Norms, softmax and activations are not counted. A training step takes about "
-    "three times the FLOPs. Source and target of an encoder-decoder have n positions each.",
-    "inference": "n max(6d + 5v + 4z, 3d + 2f) numbers; at least n (V + 2d) with a masked-LM head, n (V + d) with "
-    "a causal one, n (2V + d) with an adaptive softmax. A decoder with an encoder adds the n d of its output. "
-    "Attention works in blocks of some MB, which are not counted.",
-    "training": "In each layer n ((11 + 3m + 2k) d + (6 + b) v + 5z + (2 + a) f + 6) numbers, and for the kernels "
-    "of the moving average, once a batch, about r (K + h (K / i + i + 3)), with r = d for each direction, K = "
-    "min(n, truncation) and i = 16 up to K = 256, else 64; from 4096 positions on, without truncation, r (64 + 218 "
-    "h). In the embeddings n ((1 + m) d + 3), of patches n C p^2 more, in an output projection 2 n d, in a masked-LM "
-    "head n ((1 + 2m) d + 2V), in a causal one n ((1 + m) d + 2V), in the head of an encoder-decoder n (d + 2V), in an "
-    "adaptive softmax n ((1 + m) d + W), where W is the size of the first band and the number of tails, and each word "
-    "of a tail adds its size. Each cross-attention "
-    "has n ((12 + m + k + b) d + 3z + 3), and once n d. m, b, a = 1 with dropout, hidden dropout and the feed- "
-    "forward layer's dropout, k = 1 (scale, RMS) or 2.5 (batch norm). The attention scores, n c numbers in each "
-    "layer, are kept where c is at most 2 v, those of cross-attention, n^2, where n is at most 2 d; others are "
-    "computed again in the backward pass. Dropout masks are counted as numbers; on a GPU they are bytes.",
-    "cache": "of a decoder that generates: in each layer d h + c (z + v) with c = n (up to 2 n after steps, as "
-    "the memory doubles) or, in chunks, the chunk; with a truncation t also d (h + t), with cross-attention n (z + d).",
+    "average, f feed-forward width, c keys of a query (n, or the chunk). Per layer: projections 2 d (3v + z + 2d), in "
+    "the embedding 2 e d for a width e (with an adaptive embedding that of the first band), or 2 C p^2 d for patches "
+    "of p x p pixels in C colors; output projection 2 d^2; attention 2 c (z + v); moving average 6 h d for each "
+    "direction, counted as the recurrence in any implementation; cross-attention 4 d (2d + z) + 2 n (z + d); "
+    "feed-forward 4 d f. Head: 2 for each weight, for every token (language models; an adaptive softmax scores all "
+    "words) or once per sequence. Norms, softmax and activations are not counted. A training step takes about three "
+    "times the FLOPs. Source and target of an encoder-decoder have n positions each.",
+    "inference": "n max(6d + 5v + 4z, 3d + 2f) numbers; at least n (V + 2d) with a masked-LM head, n (V + d) with a "
+    "causal one, n (2V + d) with an adaptive softmax. A decoder with an encoder adds the n d of its output. Attention "
+    "uses blocks of some MB, which are not counted.",
+    "training": "In each layer n ((11 + 3m + 2k) d + (6 + b) v + 5z + (2 + a) f + 6) numbers, and for the kernels of "
+    "the moving average, once per batch, about r (K + h (K / i + i + 3)), with r = d for each direction, K = min(n, "
+    "truncation) and i = 16 up to K = 256, else 64; from 4096 positions on, without truncation, r (64 + 218 h). In "
+    "the embeddings n ((1 + m) d + 3), with patches additionally n C p^2, in an output projection 2 n d, in a "
+    "masked-LM head n ((1 + 2m) d + 2V), in a causal one n ((1 + m) d + 2V), in the head of an encoder-decoder n (d + "
+    "2V), in an adaptive softmax n ((1 + m) d + W); W is the size of the first band plus the number of tails, and "
+    "each word of a tail adds the size of the tail. Each cross-attention has n ((12 + m + k + b) d + 3z + 3), and n d "
+    "once. m, b, a = 1 with dropout, hidden dropout and dropout of the feed-forward layer, k = 1 (scale, RMS) or 2.5 "
+    "(batch norm). The attention scores, n c numbers in each layer, are stored if c is at most 2 v, and those of "
+    "cross-attention, n^2, if n is at most 2 d; otherwise they are recomputed in the backward pass. Dropout masks are "
+    "counted as numbers; on a GPU they are bytes.",
+    "cache": "generation with a decoder: in each layer d h + c (z + v) with c = n (up to 2 n after decoding steps, "
+    "because the buffer doubles) or the chunk; with a truncation t also d (h + t), with cross-attention n (z + d).",
     "with Adam": "weight, gradient and two moments for each parameter.",
 }
 
@@ -90,8 +90,8 @@ def _keys(config: MegaConfig, length: int) -> float:
 def _kept_scores(config: MegaConfig, length: int) -> int:
     """Return the attention scores of one layer that are no more bytes than value and output, and so are kept."""
     chunk = min(config.attention_chunk or length, length)
-    whole, rest = divmod(length, chunk)
-    segments = [(whole, chunk, config.intermediate_size), (1, rest, config.intermediate_size)]
+    chunks, rest = divmod(length, chunk)
+    segments = [(chunks, chunk, config.intermediate_size), (1, rest, config.intermediate_size)]
     if config.add_cross_attention:
         segments.append((1, length, config.hidden_size))
     return sum(count * keys**2 for count, keys, width in segments if keys <= 2 * width)

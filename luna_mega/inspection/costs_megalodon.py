@@ -1,4 +1,4 @@
-"""FLOPs and memory of a stack of Megalodon layers, in numbers of one sequence; `FORMULAS` says them in words."""
+"""FLOPs and memory of Megalodon layers for one sequence; `FORMULAS` describes them."""
 
 from transformers import PreTrainedModel
 
@@ -21,20 +21,19 @@ FIELDS = (
 )
 FORMULAS = {
     "FLOPs/token": "2 for each multiply-add; d width, z width of queries and keys, v of values, H heads, N complex "
-    "states of the moving average, f feed-forward width, C chunk, c keys of a query (n, or the chunk), G groups of the "
-    "norm over time, S scores of the output layer. Per layer: projections 2 d (3v + z + d), attention 2 c (z + v), "
+    "states of the moving average, f feed-forward width, C chunk, c keys of a query (n, or the chunk), G groups of "
+    "the timestep norm, S scores of the output layer. Per layer: projections 2 d (3v + z + d), attention 2 c (z + v), "
     "moving average 14 N d, counted as the recurrence, feed-forward 4 d f, with swiglu 6 d f. Head: 2 d S for every "
-    "token. Norms, rotations and activations are not counted. A training step takes about three times as many.",
-    "inference": "n max(6d + 4v + 2z + z / H, 7d + 3v + 2z + z / H, 4d + 2f + z / H) numbers, 3f in place of 2f with "
-    "swiglu, and with an output layer at least n (S + d). Attention works in blocks of some MB, which are not counted.",
+    "token. Norms, rotations and activations are not counted. A training step takes about three times the FLOPs.",
+    "inference": "n max(6d + 4v + 2z + z / H, 7d + 3v + 2z + z / H, 4d + 2f + z / H) numbers, 3f instead of 2f with "
+    "swiglu, and with an output layer at least n (S + d). Attention uses blocks of some MB, which are not counted.",
     "training": "In each layer n ((6 + a + 2m + b + r) d + (6 + b) v + 4z + (2 + 2g + b) f + 4G + 1.25H + 3) numbers, "
-    "and once a batch 7 N d + 5d + 2N + 2z + 4G for the moving average. In the embeddings and the last norm n ((1 + m) "
-    "d + 4G + z / H + 2), in the output layer n (d + 2S). a, r, g = 1 with affine norms, rescale_nffn and swiglu, m, b "
-    "= 1 with dropout and hidden dropout. The attention scores, n c H in each layer, are kept where c is at most 2 v / "
-    "H; others are computed again in the backward pass. Where C does not divide n, copies that fill up the last chunk "
-    "come to that. Dropout masks are counted as numbers; on a GPU they are bytes.",
-    "cache": "in each layer C (z + v) + 2 N d + 4G, whatever n is, and once 4G. Statistics are float64, and count "
-    "twice.",
+    "and once per batch 7 N d + 5d + 2N + 2z + 4G for the moving average. In the embeddings and the last norm n ((1 + "
+    "m) d + 4G + z / H + 2), in the output layer n (d + 2S). a, r, g = 1 with affine norms, rescale_nffn and swiglu, "
+    "m, b = 1 with dropout and hidden dropout. The attention scores, n c H in each layer, are stored if c is at most "
+    "2 v / H; otherwise they are recomputed in the backward pass. If C does not divide n, the copies that pad the "
+    "last chunk are added. Dropout masks are counted as numbers; on a GPU they are bytes.",
+    "cache": "in each layer C (z + v) + 2 N d + 4G for any n, and 4G once. Statistics are float64 and count twice.",
     "with Adam": "weight, gradient and two moments for each parameter.",
 }
 

@@ -40,7 +40,7 @@ def evaluate(folder: str | Path, arguments: Sequence[str]) -> None:
         arguments: arguments of `lm-eval run`; `--model_args` among them add to those of the model.
 
     Raises:
-        ConversionError: lm-eval is not installed or refuses the arguments, or the folder has no such model.
+        ConversionError: lm-eval is not installed or rejects the arguments, or the folder has no causal language model.
         SystemExit: 2 for arguments that lm-eval does not know, 0 after `--help`.
     """
     model_class = read_folder(folder).model_class.__name__
@@ -76,7 +76,7 @@ def embedding_scores(folder: str | Path, tasks: str) -> dict[str, float]:
     """
     model_class, config = (given := read_folder(folder)).model_class.__name__, given.config
     if config.is_decoder or config.is_encoder_decoder or config.input_type != "tokens":
-        raise ConversionError(f"{folder}: holds a {model_class}; mteb judges the embeddings of encoders of tokens")
+        raise ConversionError(f"{folder}: contains a {model_class}; mteb evaluates embeddings of encoders of tokens")
     try:
         import mteb
         from sentence_transformers import SentenceTransformer

@@ -69,7 +69,7 @@ class Comparison:
 
     @property
     def within(self) -> bool:
-        """Tell whether no difference exceeds the tolerance."""
+        """Return whether all differences are within the tolerance."""
         return self.largest is not None and self.largest <= self.tolerance
 
     def __str__(self) -> str:
@@ -207,7 +207,7 @@ def _read_inputs(path: Path, folder: ModelFolder) -> dict[str, torch.Tensor]:
         if not name.endswith("input_ids"):
             continue
         if tensor.is_floating_point() or tensor.is_complex():
-            raise ConversionError(f"{path}: {name} has dtype {tensor.dtype}, and ids are whole numbers")
+            raise ConversionError(f"{path}: {name} has dtype {tensor.dtype}; ids must be integers")
         vocab_size = folder.config.get_text_config(decoder=name.startswith("decoder_")).vocab_size
         if tensor.numel() and not 0 <= tensor.min() <= tensor.max() < vocab_size:
             raise ConversionError(f"{path}: {name} has ids outside of the vocabulary, 0 to {vocab_size - 1}")
@@ -267,7 +267,7 @@ def random_inputs(folder: ModelFolder, batch: int, length: int, seed: int) -> di
             if config.input_type == "values":
                 tensors[f"{tower}input_values"] = torch.randn(shape, generator=generator)
             else:
-                first = min(4, config.vocab_size - 1)  # behind the special symbols of fairseq
+                first = min(4, config.vocab_size - 1)  # after the special symbols of fairseq
                 tokens = torch.randint(first, config.vocab_size, shape, generator=generator)
                 tensors[f"{tower}input_ids"] = tokens.masked_fill(~mask, config.pad_token_id or 0)
             tensors[f"{tower}attention_mask"] = mask.long()
@@ -291,7 +291,7 @@ def _shorter_second(shape: Sequence[int]) -> torch.Tensor:
 @torch.no_grad()
 def _run(folder: ModelFolder, tensors: Mapping[str, torch.Tensor]) -> Mapping:
     model = folder.load(dtype=torch.float32)
-    # Products can differ in the last bit where equal weights lie at other offsets of their mapped files.
+    # Products can differ in the last bit if equal weights have different offsets in their mapped files.
     for parameter in model.parameters():
         parameter.data = parameter.data.clone()
     try:
@@ -368,7 +368,7 @@ def _results(first: Mapping, second: Mapping, mask: torch.Tensor) -> dict[str, f
 
 
 def _difference(first: torch.Tensor, second: torch.Tensor, keep: torch.Tensor | None) -> float | None:
-    """Return the largest difference where `keep` is true: 0 for equal Inf and NaN, None for unequal ones."""
+    """Return the largest difference at positions of `keep`: 0 for equal Inf and NaN, None for unequal ones."""
     if keep is not None:
         first, second = first[keep], second[keep]
     if first.numel() == 0:

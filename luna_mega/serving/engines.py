@@ -73,8 +73,8 @@ def _vllm(folder, config, family, host, port, key, max_length, max_requests) -> 
             f"vLLM is not installed; run {install('vllm')} in a separate environment, because it requires another "
             "version of transformers, or omit --engine"
         )
-    if (refusal := family.refusal(config)) is not None:
-        raise ConversionError(f"vLLM cannot serve {shown(folder)}: {refusal}; or omit --engine")
+    if (reason := family.unsupported(config)) is not None:
+        raise ConversionError(f"vLLM cannot serve {shown(folder)}: {reason}; or omit --engine")
     command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", folder, "--host", host, "--port", str(port)]
     # By default vLLM converts float32 weights to 16 bits.
     command += ["--dtype", str(config.dtype or torch.float32).removeprefix("torch.")]

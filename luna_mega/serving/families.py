@@ -29,7 +29,7 @@ class ServedModel(nn.Module):
 
     def __init__(self, config: PreTrainedConfig, dtype: torch.dtype):
         super().__init__()
-        if (reason := self.refusal(config)) is not None:
+        if (reason := self.unsupported(config)) is not None:
             raise ValueError(reason)
         self.config = config
         with init.no_init_weights():
@@ -38,7 +38,7 @@ class ServedModel(nn.Module):
         self.constants = [Constants() for _ in range(config.num_hidden_layers)]
 
     @classmethod
-    def refusal(cls, config: PreTrainedConfig) -> str | None:
+    def unsupported(cls, config: PreTrainedConfig) -> str | None:
         """Return the reason why a configuration is not supported, or None if it is."""
         return None
 
@@ -114,7 +114,7 @@ class ServedMega(ServedModel):
     model_class, states, any_length = MegaForCausalLM, 3, True
 
     @classmethod
-    def refusal(cls, config: PreTrainedConfig) -> str | None:
+    def unsupported(cls, config: PreTrainedConfig) -> str | None:
         if config.attention_chunk is None:
             return "without chunks, the cache grows with the sequence, but a slot does not; set use_chunking=True"
         if config.truncation is not None:
@@ -196,7 +196,7 @@ class ServedMegalodon(ServedModel):
     model_class, states = MegalodonForCausalLM, 4
 
     @classmethod
-    def refusal(cls, config: PreTrainedConfig) -> str | None:
+    def unsupported(cls, config: PreTrainedConfig) -> str | None:
         if config.windowed_statistics:
             return "windowed_statistics=True reads long prompts twice, but a server reads them once; set it to False"
         if config.chunk_size % 4:

@@ -100,9 +100,9 @@ class ChunkSlots(KeyValueCacheLayer):
         slots, column, is_kept, source, following, is_open, varlen, columns = places
         tensors = []
         for state, new in zip(self.states[1:3], (keys, values), strict=True):
-            whole = torch.where(is_kept, state[slots, column], new[0, source].to(state.dtype))
-            self.sequences.write(state, whole[following].masked_fill_(~is_open, 0.0))
-            tensors.append(whole[None])
+            window = torch.where(is_kept, state[slots, column], new[0, source].to(state.dtype))
+            self.sequences.write(state, window[following].masked_fill_(~is_open, 0.0))
+            tensors.append(window[None])
         return KeyWindow(*tensors, varlen=varlen, places=columns)
 
     def _places(self, total, chunk_size):
@@ -110,7 +110,7 @@ class ChunkSlots(KeyValueCacheLayer):
         slots, before, layout = self.sequences.slots, self.sequences.before, self.sequences.layout
         bounds, kept = layout.cu_seqlens.long(), before % chunk_size
         # The number of cached keys is unknown without a synchronization. The maximum is allocated then, and the unused
-        # rest follows the last sequence, where causal attention does not read it.
+        # rest follows the last sequence, which causal attention does not read.
         room = int(kept.sum()) if can_look(kept) else len(kept) * (chunk_size - 1)
         joined = torch.cat([bounds[:1], bounds[1:] + kept.cumsum(0)])
         joined[-1] = total + room

@@ -60,7 +60,7 @@ class SlotConfig(MambaModelConfig):
         for unsupported, what in reasons:
             if unsupported:
                 raise ValueError(f"{model.architecture} does not support {what}")
-        if (reason := family.refusal(model.hf_config)) is not None:
+        if (reason := family.unsupported(model.hf_config)) is not None:
             raise ValueError(f"{model.architecture} cannot be served by vLLM: {reason}")
         super().verify_and_update_config(vllm_config)
 

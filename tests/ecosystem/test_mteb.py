@@ -53,7 +53,7 @@ def test_unsupported_inputs_raise(task, tokenizer, tmp_path, capsys):
     luna_decoders.make().save_pretrained(tmp_path / "decoder")
     luna.make("ForMaskedLM").save_pretrained(tmp_path / "encoder")
     tokenizer.save_pretrained(tmp_path / "encoder")
-    assert "holds a LunaForCausalLM; mteb judges" in error("STSBenchmark", tmp_path / "decoder")
+    assert "contains a LunaForCausalLM; mteb evaluates" in error("STSBenchmark", tmp_path / "decoder")
     assert "mteb: " in (text := error("NoSuchTask", tmp_path / "encoder")) and "NoSuchTask" in text
     with pytest.raises(SystemExit, match="2"):
         cli.main(["eval", "--mteb", "STSBenchmark", str(tmp_path / "encoder"), "--tasks", "a"])

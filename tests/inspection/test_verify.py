@@ -152,7 +152,7 @@ def test_input_file(tmp_path, capsys):
         ({}, "holds no tensors"),
         ({"input_ids": torch.tensor([[0, 17]])}, "outside of the vocabulary, 0 to 16"),
         ({"input_ids": torch.zeros(1, 21).long()}, "21 exceeds the 20 learned positions"),
-        ({"input_ids": torch.zeros(1, 4)}, "input_ids has dtype torch.float32, and ids are whole numbers"),
+        ({"input_ids": torch.zeros(1, 4)}, "input_ids has dtype torch.float32; ids must be integers"),
         ({"input_ids": torch.zeros(1, 4).long(), "attention_mask": torch.ones(1, 3)}, "[1, 4]"),
         ({"attention_mask": torch.ones(1, 3)}, "exactly one of input_ids"),
     ],
