@@ -1,6 +1,6 @@
-"""Types of arguments: each function returns a value as plain Python, or raises a `ValueError` such as "is not a word".
+"""Types of arguments: each function returns a plain Python value, or raises a `ValueError` such as "is not a number".
 
-The caller puts the name of the argument and the value in front of the message.
+The caller prepends the name of the argument and the value to the message.
 """
 
 import re
@@ -11,7 +11,7 @@ _LARGEST = 2**31 - 1
 
 
 def flag(value: Any) -> bool:
-    """Return a bool; 0 and 1 are taken for one."""
+    """Return a bool; 0 and 1 are converted."""
     if isinstance(value, bool):
         return value
     if isinstance(value, Integral) and value in (0, 1):
@@ -19,10 +19,10 @@ def flag(value: Any) -> bool:
     raise ValueError("is neither True nor False")
 
 
-def whole(value: Any) -> int:
-    """Return an integer of 32 bits, which may be 0 or negative where that means "none"."""
+def integer(value: Any) -> int:
+    """Return a 32-bit integer."""
     if isinstance(value, bool) or not isinstance(value, Integral):
-        raise ValueError("is not a whole number")
+        raise ValueError("is not an integer")
     if abs(value) > _LARGEST:
         raise ValueError(f"is not from {-_LARGEST} to {_LARGEST}")
     return int(value)
@@ -30,7 +30,7 @@ def whole(value: Any) -> int:
 
 def size(value: Any) -> int:
     """Return an integer from 1 to 2^31 - 1."""
-    if (number := whole(value)) < 1:
+    if (number := integer(value)) < 1:
         raise ValueError(f"is not from 1 to {_LARGEST}")
     return number
 
@@ -52,19 +52,19 @@ def word(value: Any) -> str:
 
 
 def language(value: Any) -> str:
-    """Return the name of a language, which is a part of file names."""
+    """Return the name of a language, which is part of file names."""
     if not re.fullmatch(r"[\w.@-]*", word(value)):
         raise ValueError("is not the name of a language: it has letters, digits, '_', '-', '.' and '@' only")
     return value
 
 
 def cutoffs(value: Any) -> Any:
-    """Return the ends of the bands of an adaptive vocabulary, a text of whole numbers in the original."""
+    """Return the cutoffs of an adaptive vocabulary: a list of integers or, in the original, its text."""
     numbers = value if isinstance(value, (list, tuple)) else None
     if isinstance(value, str) and re.fullmatch(r"[\d\s,()\[\]]*", value, re.ASCII):
         numbers = [int(digits[:11]) for digits in re.findall(r"\d+", value)]
     if numbers is None:
-        raise ValueError("is not a list of whole numbers such as '20000,60000'")
+        raise ValueError("is not a list of integers such as '20000,60000'")
     for end in numbers:
         size(end)
     return value
@@ -78,5 +78,5 @@ def mean_and_deviation(value: Any) -> tuple[int | float, int | float]:
 
 
 def anything(value: Any) -> Any:
-    """Return a value that is not read."""
+    """Return any value unchanged."""
     return value

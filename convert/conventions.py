@@ -1,9 +1,9 @@
-"""Conventions that do not show in the names and shapes of a file: the storage of norm weights, and the branch of Mega.
+"""Conventions that names and shapes do not determine: the storage of norm weights, and the branch of Mega.
 
-The code of Luna stores norm weights as `weight` or, in 2023, as `weight - 1`. The two branches of Mega swap the names
-alpha and delta of a moving average, so a file loads in either branch and gives wrong results in the wrong one. They
-register the two parameters in different orders, which a saved state dict keeps. In the `flash` branch, moreover, the
-average that runs backward starts at the next token.
+Luna's code stores norm weights as `weight` or, in 2023, as `weight - 1`. The two branches of Mega swap the names alpha
+and delta of a moving average, so a file loads in both branches and gives wrong results in one of them. They register
+the two parameters in different orders, which a state dict preserves. The backward average of the `flash` branch also
+starts at the next token.
 """
 
 import re
@@ -18,14 +18,24 @@ MINUS_ONE = "plus-one"  # the code adds one to the stored weights
 NORMS = ("standard", MINUS_ONE)
 ORDER = {"main": ("delta", "alpha", "beta", "gamma", "omega"), "flash": ("alpha", "delta", "beta", "gamma", "omega")}
 _CENTER = {"standard": 1.0, MINUS_ONE: 0.0}
-_MARGIN = 0.4  # training moves the mean: in models like BERT it ends up below 1
+_MARGIN = 0.4  # training moves the mean; in BERT-like models it falls below 1
+
+
+def check_choice(name: str, value: str | None, choices: tuple[str | None, ...]) -> None:
+    """Raise `ValueError` unless `value` is one of `choices`."""
+    if value not in choices:
+        raise ValueError(f"{name} must be one of {', '.join(filter(None, choices))}, got {value!r}")
 
 
 @dataclass(frozen=True)
 class Decision:
-    """The convention to use, the one that the tensors suggest (None: neither), and the warning if they differ.
+    """Convention to use.
 
-    `mean` is the mean of all norm weights, 1 or 0 in a fresh model.
+    Args:
+        convention: Name of the convention.
+        suggested: Convention that the tensors suggest; None if they suggest none.
+        conflict: Warning if the two differ.
+        mean: Mean of all norm weights; 1 or 0 in an untrained model.
     """
 
     convention: str
@@ -40,11 +50,7 @@ class Decision:
 
 
 def decide_layer_norm(weights: list[torch.Tensor], choice: str) -> Decision:
-    """Return the storage of norm weights: `choice`, or with "auto" the one that the mean of the weights suggests.
-
-    Raises:
-        ConversionError: If `choice` is "auto" and the mean is near neither 1 nor 0.
-    """
+    """Return the storage of norm weights: `choice`, or with "auto" the one that the mean of the weights suggests."""
     mean = torch.cat([weight[weight.isfinite()].double() for weight in weights]).mean().item()
     suggested = next((name for name, center in _CENTER.items() if abs(mean - center) <= _MARGIN), None)
     if choice == "auto" and suggested is None:
@@ -71,11 +77,7 @@ def order_of(keys: Iterable[str]) -> str | None:
 
 
 def decide_ema_convention(tensors: Mapping, choice: str) -> Decision:
-    """Return the branch: `choice`, or with "auto" the one that fits the order of the tensors.
-
-    Raises:
-        ConversionError: If `choice` is "auto" and neither branch writes this order (for example, sorted names).
-    """
+    """Return the branch: `choice`, or with "auto" the one that fits the order of the tensors."""
     by_order = order_of(tensors)
     if choice == "auto" and by_order is None:
         raise ConversionError(

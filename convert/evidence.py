@@ -1,12 +1,38 @@
-"""Args and tensors of a checkpoint, checked against each other."""
+"""Args and tensors of a checkpoint, checked against each other, and the model that they describe."""
 
 import re
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from luna_mega.errors import ConversionError, shown
+
+
+@dataclass(frozen=True)
+class Target:
+    """A model that is imported or exported: its class, configuration, revision of the code, and name of its head."""
+
+    model_class: type[PreTrainedModel]
+    config: PreTrainedConfig
+    revision: str
+    head: str | None = None
+
+    @property
+    def vocab_size(self) -> int | None:
+        """Return the number of rows of the embedding; None for a model without tokens."""
+        return self.config.vocab_size if self.config.input_type == "tokens" else None
+
+
+def is_classifier(model_class: type[PreTrainedModel]) -> bool:
+    """Return whether a model class has a classification head."""
+    return model_class.__name__.endswith(("Classification", "MultipleChoice"))
+
+
+def problem_type(config: PreTrainedConfig) -> str:
+    """Return `config.problem_type`, or the default of transformers if it is None."""
+    return config.problem_type or ("regression" if config.num_labels == 1 else "single_label_classification")
 
 
 @dataclass
@@ -14,14 +40,14 @@ class Evidence:
     """Tensors, args, code revision and default arguments of one checkpoint.
 
     Args:
-        tensors: the tensors under the names of the key map.
-        args: the args, in their types.
-        revision: the revision of the original code.
-        defaults: name of an argument -> its default, or a function of the evidence that returns it.
-        settings: the place of the args, for messages.
-        head: the option `--head`.
-        warnings: warnings that were found so far.
-        left_out: names of the tensors that the conversion of an exported model dropped.
+        tensors: Tensors, with the names of the key map.
+        args: Args, in the types of the table.
+        revision: Revision of the original code.
+        defaults: Name of an argument -> its default, or a function that returns it from the evidence.
+        settings: Name of the args in messages.
+        head: Value of `--head`.
+        warnings: Warnings so far.
+        left_out: Names of the tensors that the conversion of an exported model dropped.
     """
 
     tensors: dict[str, torch.Tensor]
@@ -48,11 +74,11 @@ class Evidence:
         return default(self) if callable(default) else default
 
     def shown(self, name: str) -> str:
-        """Return `args.NAME = VALUE` for a message, in one line."""
+        """Return `args.NAME = VALUE` in one line, for a message."""
         return f"{self.settings}.{name} = {shown(self.args.get(name, self._default(name)))}"
 
     def shape(self, key: str, *dims: str) -> tuple[int, ...]:
-        """Return the shape of a tensor; an error if it is missing or has other dimensions than `dims` names."""
+        """Return the shape of a tensor; an error if it is missing or its dimensions are not `dims`."""
         if key not in self.tensors:
             raise ConversionError(f"tensor {key!r} is missing; the file is incomplete")
         shape = tuple(self.tensors[key].shape)
@@ -66,25 +92,25 @@ class Evidence:
             self.warnings.append(text)
 
     def prefer(self, name: str, from_file: int | bool | str) -> int | bool | str:
-        """Return the value of the tensors, and warn if the argument differs."""
+        """Return `from_file`, the value of the tensors, and warn if the argument differs."""
         value = self.args.get(name)
         if value is not None and value != from_file:
-            self.warn(f"{self.shown(name)} but the tensors say {shown(from_file)}: the tensors win")
+            self.warn(f"{self.shown(name)} but the tensors have {shown(from_file)}: using the tensors")
         return from_file
 
     def layers(self, prefix: str) -> int:
-        """Return the number of layers in the file, which must be numbered from 0 without a gap."""
+        """Return the number of layers in the file; an error unless they are numbered 0 to n - 1."""
         numbers = {int(match[1]) for key in self.tensors if (match := re.match(rf"{re.escape(prefix)}\.(\d+)\.", key))}
         if numbers != set(range(len(numbers))) or not numbers:
             raise ConversionError(f"layers {sorted(numbers)} of '{prefix}' are not 0 to n-1; the file is incomplete")
         return len(numbers)
 
     def unshared_layers(self, prefix: str, name: str = "encoder_layers") -> int:
-        """Return the number of layers in the file; the argument `name`, if it is given, must agree."""
+        """Return the number of layers in the file; an error if the argument `name` differs."""
         in_file, in_args = self.layers(prefix), self.args.get(name)
         if in_args not in (None, in_file):
             raise ConversionError(
-                f"{self.shown(name)} but the file holds {in_file} layers under '{prefix}'; "
+                f"{self.shown(name)} but the file has {in_file} layers under '{prefix}'; "
                 "the file is incomplete, or its args belong to another model"
             )
         return in_file

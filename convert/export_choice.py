@@ -1,30 +1,29 @@
-"""The choice of the format, the args and the tensors of an export.
+"""Choice of the format, the args and the tensors of an export.
 
 An export is checked by reading it back: the args through the table, the names through the key map. No tensor is
 converted for it.
 """
 
 import re
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
-from functools import cache
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cache, partial
 from typing import Any
 
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from luna_mega.convert.evidence import Evidence, same_bits
+from luna_mega.convert.evidence import Evidence, Target, is_classifier, problem_type, same_bits
 from luna_mega.convert.formats import Format, registered_formats
 from luna_mega.convert.formats.format import read_model
 from luna_mega.convert.formats.registry import find_format
 from luna_mega.convert.keymap import KeyMap, Reshape
-from luna_mega.convert.table import beyond, write_args
-from luna_mega.convert.target import Target, problem_type
-from luna_mega.convert.tensors import Mapping, Weights, few, map_tensors, together, weights_of
+from luna_mega.convert.table import unsupported_values, write_args
+from luna_mega.convert.tensors import Mapping, Weights, few, map_tensors, weights_of
 from luna_mega.errors import ConversionError, shown
 
 Tensors = dict[str, torch.Tensor]
-# Fields for initialization and execution, of which a checkpoint says nothing.
+# Fields for initialization and execution, which a checkpoint does not contain.
 _NOT_IN_A_FILE = {"initializer_range", "sparse_prediction", "unpad_inputs", "use_cache"}
 _OF_CLASSIFIERS = {
     "pooling",
@@ -38,48 +37,51 @@ _OF_CLASSIFIERS = {
     "pair_features",
     "num_labels",
 }
-# Token ids that a model may leave out.
 _OPTIONAL_IDS = ("bos_token_id", "eos_token_id")
 
 
 @dataclass
-class Candidate:
+class Choice:
     """A model as a checkpoint of one format and revision.
 
     Args:
-        problems: fields that the original does not have.
-        error: the reason why the tensors or args cannot be written or read.
-        lost: training settings that the original lacks, as (field, value of the model, value that is read).
+        format: Format of the checkpoint.
+        target: Model to export.
+        args: Arguments of the checkpoint.
+        tensors: Tensors of the checkpoint.
+        read: Model that the converter reads from `args` and `tensors`.
+        evidence: Evidence of `args` and `tensors`.
+        notes: Notes on tensors that the model lacks.
+        warnings: Warnings on settings that the export changes.
+        mapping: Places of the tensors in `read`.
     """
 
     format: Format
     target: Target
-    args: dict[str, Any] = field(default_factory=dict)
-    tensors: Tensors = field(default_factory=dict)
-    read: Target | None = None
-    evidence: Evidence | None = None
+    args: dict[str, Any]
+    tensors: Tensors
+    read: Target
+    evidence: Evidence
+    notes: list[str]
+    warnings: list[str]
     mapping: Mapping | None = None
-    notes: list[str] = field(default_factory=list)
-    problems: list[str] = field(default_factory=list)
-    error: ConversionError | None = None
-    lost: list[tuple[str, Any, Any]] = field(default_factory=list)
-    replaced: list[str] = field(default_factory=list)
 
     @property
     def layout(self) -> str:
-        """Return the format in words, as of its revision."""
-        return self.format.facts.revisions[self.target.revision].format
+        """Return the description of the format in this revision."""
+        return _layout(self.format, self.target)
 
-    @property
-    def warnings(self) -> list[str]:
-        """Return the warnings about settings that an export loses."""
-        warnings = [
-            f"{name} = {ours!r} is not in the original, which trains with {theirs!r}; scores are the same"
-            for name, ours, theirs in self.lost
-        ]
-        if self.replaced:
-            warnings.append(f"args of the converted file that no longer hold are replaced: {', '.join(self.replaced)}")
-        return warnings
+
+class _Inexpressible(ConversionError):
+    """The original does not support values of the configuration."""
+
+    def __init__(self, layout: str, problems: list[str], was_read: bool):
+        super().__init__(f"{layout} cannot express {'; '.join(problems)}")
+        self.distance = (not was_read, len(problems))
+
+
+def _layout(fmt: Format, target: Target) -> str:
+    return fmt.facts.revisions[target.revision].format
 
 
 def choose_export(
@@ -88,16 +90,15 @@ def choose_export(
     tensors: Tensors,
     head: str | None,
     report: dict[str, Any],
-) -> Candidate:
+) -> Choice:
     """Return a model as a checkpoint; a converted model keeps the format of its file.
 
     Args:
-        model_class, config, tensors: the model.
-        head: the option `--head`.
-        report: the record of the conversion.
-
-    Raises:
-        ConversionError: no format has the head, or the best one lacks a value of the configuration or a tensor.
+        model_class: Class of the model.
+        config: Configuration of the model.
+        tensors: Weights of the model.
+        head: Value of `--head`.
+        report: Record of the conversion.
     """
     given = report["source"]
     formats = [find_format(given["layout"])] if given else registered_formats()
@@ -108,32 +109,36 @@ def choose_export(
         (fmt, Target(model_class, fmt.facts.resolve(config), revision, fmt.facts.head_of(model_class, config, wanted)))
         for fmt in formats
         if model_class in fmt.facts.model_classes
-        for revision in ([given["revision"]] if given else fmt.facts.written)
+        for revision in ([given["revision"]] if given else fmt.facts.export_revisions)
     ]
     if not targets:
         raise ConversionError(_no_format(model_class, config, formats[0], given))
     if wanted is not None and not re.fullmatch(r"[\w-]+", wanted):
         raise ConversionError(f"--head {shown(wanted)}: a name has letters, digits, '_' and '-' only")
-    built = cache(lambda each: weights_of(each, config))
+    built = cache(partial(weights_of, config))
     _check_tied(built(model_class), tensors)
-    candidates = (_candidate(fmt, target, tensors, report, built) for fmt, target in targets)
-    best = _best(candidates)
-    if best.problems:
-        raise ConversionError(f"{best.layout} cannot express {'; '.join(best.problems)}")
-    if head is not None and best.target.head is None:
+    failures = []
+    for fmt, target in targets:
+        try:
+            chosen = _choice(fmt, target, tensors, report, built)
+            break
+        except ConversionError as error:
+            failures.append(error)
+    else:
+        inexpressible = [error for error in failures if isinstance(error, _Inexpressible)]
+        raise min(inexpressible, key=lambda error: error.distance) if inexpressible else failures[0]
+    if head is not None and chosen.target.head is None:
         raise ConversionError(f"--head {head}: the original has no named head for a {model_class.__name__}")
-    if best.error is not None:
-        raise best.error
-    read, also = best.read, best.format.facts.also
-    if read.model_class is not model_class:  # a bare encoder becomes a model with a head
-        built = cache(lambda each: weights_of(each, read.config))
-    weights = together(built(each) for each in dict.fromkeys((read.model_class, *also)))
-    best.mapping = map_tensors(best.format.keymap(read), weights, best.tensors)
-    return best
+    read, fmt = chosen.read, chosen.format  # the class differs for an encoder, which gets an untrained head
+    if read.model_class is not model_class:
+        built = partial(weights_of, read.config)
+    weights = built(read.model_class, *fmt.facts.additional_classes)
+    chosen.mapping = map_tensors(fmt.keymap(read), weights, chosen.tensors)
+    return chosen
 
 
 def _known(revision: str, fmt: Format) -> str:
-    return fmt.facts.written[0] if revision == "unknown" else revision
+    return fmt.facts.export_revisions[0] if revision == "unknown" else revision
 
 
 def _check_tied(weights: Weights, tensors: Tensors) -> None:
@@ -145,105 +150,92 @@ def _check_tied(weights: Weights, tensors: Tensors) -> None:
             )
 
 
-def _best(candidates: Iterable[Candidate]) -> Candidate:
-    """Return the first candidate without a problem, or else the one that is closest to the original."""
-    tried = []
-    for one in candidates:
-        if one.error is None and not one.problems:
-            return one
-        tried.append(one)
-    return min(tried, key=lambda one: (one.error is not None and not one.problems, one.read is None, len(one.problems)))
-
-
 def _no_format(model_class: type, config: PreTrainedConfig, fmt: Format, given: dict[str, Any]) -> str:
     family = [known.facts for known in registered_formats() if known.facts.config_class is type(config)]
     names = sorted({known.__name__ for facts in family for known in facts.model_classes})
-    way_out = next((facts.way_out for facts in family if facts.way_out), None)
+    advice = next((facts.advice for facts in family if facts.advice), None)
     layout = fmt.facts.revisions[given["revision"]].format if given else "the fairseq code"
     return f"{layout} has no head like that of {model_class.__name__}; " + (
-        way_out or f"these can be exported: {', '.join(names)}"
+        advice or f"these can be exported: {', '.join(names)}"
     )
 
 
-def _candidate(
-    fmt: Format, target: Target, ours: Tensors, report: dict[str, Any], built: Callable[[type], Weights]
-) -> Candidate:
-    found = Candidate(fmt, target, problems=list(beyond(fmt.table, target)))
-    if found.problems:
-        return found
+def _choice(
+    fmt: Format, target: Target, ours: Tensors, report: dict[str, Any], built: Callable[..., Weights]
+) -> Choice:
+    """Return the model as a checkpoint of a format; an error if the format does not support it."""
+    layout = _layout(fmt, target)
+    if problems := list(unsupported_values(fmt.table, target)):
+        raise _Inexpressible(layout, problems, was_read=False)
+    tied = built(target.model_class, *fmt.facts.additional_classes).tied
+    ours = ours | {copy: ours[original] for copy, original in tied.items() if original in ours}
+    tensors, unknown, notes = _rename(fmt.keymap(target), ours)
+    unplaced = ConversionError(f"{layout} has no place for {few(unknown)}") if unknown else None
     try:
-        tied = together(built(each) for each in dict.fromkeys((target.model_class, *fmt.facts.also))).tied
-        unknown = _rename(found, ours | {copy: ours[original] for copy, original in tied.items() if original in ours})
-        unplaced = ConversionError(f"{found.layout} has no place for {few(unknown)}") if unknown else None
-        try:
-            _choose_args(found, report)
-        except ConversionError as error:
-            raise unplaced or error from error
-        if not found.problems and unplaced is not None:
-            raise unplaced
+        args, read, evidence = _choose_args(fmt, target, tensors, report)
     except ConversionError as error:
-        found.error = error
-    return found
+        raise unplaced or error from error
+    differences = list(_differences(fmt, target, read))
+    training, rows = fmt.facts.training_fields, {row.field for row in fmt.table if row.name}
+    if problems := [
+        f"{name} = {ours!r} (it {'reads' if name in rows else 'has'} {theirs!r})"
+        for name, ours, theirs in differences
+        if name not in training
+    ]:
+        raise _Inexpressible(layout, problems, was_read=True)
+    if unplaced is not None:
+        raise unplaced
+    warnings = [
+        f"{name} = {ours!r} is not in the original, which trains with {theirs!r}; scores are the same"
+        for name, ours, theirs in differences
+    ]
+    recorded = report["args"] or {}
+    if replaced := sorted(name for name in recorded if recorded[name] != args[name]):
+        warnings.append(f"args of the converted file that no longer apply are replaced: {', '.join(replaced)}")
+    return Choice(fmt, target, args, tensors, read, evidence, notes, warnings)
 
 
-def _rename(found: Candidate, ours: Tensors) -> list[str]:
-    """Set the tensors under the original's names, with those that only a file has; return names without a place."""
-    keymap, tensors, unknown = found.format.keymap(found.target), {}, []
+def _rename(keymap: KeyMap, ours: Tensors) -> tuple[Tensors, list[str], list[str]]:
+    """Return the tensors of a file in its order, the names without a place, and notes on tensors that are added."""
+    tensors, unknown, notes = {}, [], {}
     for name, tensor in ours.items():
-        match = keymap.backward(name)
-        if match is None:
+        if (match := keymap.backward(name)) is None:
             unknown.append(name)
         else:
             reshape = match.row.transform
-            tensors[match.key] = reshape.back(tensor) if isinstance(reshape, Reshape) else tensor
-    found.notes += _fill(keymap, tensors)
-    found.tensors = {key: tensors[key] for key in sorted(tensors, key=keymap.position)}
-    return unknown
-
-
-def _fill(keymap: KeyMap, tensors: Tensors) -> list[str]:
-    """Add the tensors that a file has and a model lacks: buffers, versions and copies; return notes on them."""
-    dtype, notes = next(iter(tensors.values())).dtype, {}
+            tensors[match.key] = reshape.backward(tensor) if isinstance(reshape, Reshape) else tensor
+    dtype = next(iter(tensors.values())).dtype
     for row in keymap.rows:
         for name in row.names(list(tensors)) if row.fill else ():
             if name not in tensors:
                 tensors[name], notes[row.note] = row.fill(dtype), None
         if row.copy_of in tensors:
             tensors[row.source] = tensors[row.copy_of]
-    return list(filter(None, notes))
+    return {key: tensors[key] for key in sorted(tensors, key=keymap.position)}, unknown, list(filter(None, notes))
 
 
-def _choose_args(found: Candidate, report: dict[str, Any]) -> None:
-    """Set the args of the converted file if they still describe the model, else args made of its configuration.
+def _choose_args(
+    fmt: Format, target: Target, tensors: Tensors, report: dict[str, Any]
+) -> tuple[dict[str, Any], Target, Evidence]:
+    """Return the args of the converted file if they still describe the model, else args made of its configuration.
 
-    Raises:
-        ConversionError: the original does not read a model from these args and tensors.
+    The model that is read from them, and its evidence, are returned as well.
     """
-    fmt, target, recorded = found.format, found.target, report["args"]
+    recorded = report["args"]
     kept = {row.name: recorded[row.name] for row in fmt.table if row.kept and row.name in recorded} if recorded else {}
     made = (recorded or {}) | write_args(fmt.table, target) | kept
     same_head = recorded is not None and target.head in (None, report["decisions"].get("head"))
     for args in (recorded, made) if same_head else (made,):
         try:
-            read, evidence = read_model(fmt, found.tensors, args, target.revision, target.head)
+            read, evidence = read_model(fmt, tensors, args, target.revision, target.head)
         except ConversionError:
             if args is made:
                 raise
             continue  # config.json was edited
-        differences = list(_differences(fmt, target, read))
-        if args is made or not differences:
+        if args is made or not any(_differences(fmt, target, read)):
             break
     evidence.left_out += [row["source"] for row in report["dropped"]]
-    found.args, found.read, found.evidence = args, read, evidence
-    found.replaced = sorted(name for name in recorded or {} if recorded[name] != args[name])
-    training = fmt.facts.training_fields
-    found.lost = [difference for difference in differences if difference[0] in training]
-    rows = {row.field for row in fmt.table if row.name}
-    found.problems = [
-        f"{name} = {ours!r} (it {'reads' if name in rows else 'has'} {theirs!r})"
-        for name, ours, theirs in differences
-        if name not in training
-    ]
+    return args, read, evidence
 
 
 def _differences(fmt: Format, target: Target, read: Target) -> Iterator[tuple[str, Any, Any]]:
@@ -254,7 +246,7 @@ def _differences(fmt: Format, target: Target, read: Target) -> Iterator[tuple[st
         for name in (*(config.side_class or type(config)).__annotations__, "num_labels")
     }
     pairs["problem_type"] = problem_type(config), problem_type(theirs_config)
-    if target.model_class in fmt.facts.classifiers and read.model_class is not target.model_class:
+    if is_classifier(target.model_class) and read.model_class is not target.model_class:
         pairs["architectures"] = target.model_class.__name__, read.model_class.__name__
     for name, (ours, theirs) in pairs.items():
         if name not in unused and ours != theirs and not (ours is None and name in _OPTIONAL_IDS):
@@ -266,7 +258,7 @@ def _unused(fmt: Format, target: Target) -> set[str]:
     config, name, unused = target.config, target.model_class.__name__, _NOT_IN_A_FILE | fmt.facts.unused(target)
     if config.input_type != "tokens":
         unused |= {"vocab_size", "pad_token_id", *_OPTIONAL_IDS}
-    if target.model_class not in fmt.facts.classifiers:
+    if not is_classifier(target.model_class):
         unused |= _OF_CLASSIFIERS
     if not name.endswith("PairClassification"):
         unused |= {"pair_features"}

@@ -1,4 +1,4 @@
-"""Writes a model folder back as a checkpoint of the original code: `luna-mega export`."""
+"""Export of a model folder as a checkpoint of the original code (`luna-mega export`)."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
-from luna_mega.convert.conventions import MINUS_ONE, NORMS
-from luna_mega.convert.export_choice import Candidate, choose_export
+from luna_mega.convert.conventions import MINUS_ONE, NORMS, check_choice
+from luna_mega.convert.export_choice import Choice, choose_export
 from luna_mega.convert.formats.containers import Export
-from luna_mega.convert.tensors import DTYPES, lowered_norms, non_finite, store_tensors
+from luna_mega.convert.tensors import DTYPES, non_finite, norms_minus_one, store_tensors
 from luna_mega.errors import ConversionError
 from luna_mega.hub.folder import REPORT_NAME, ModelFolder, read_folder
 from luna_mega.hub.output import check_new_file, check_output
@@ -67,35 +67,38 @@ def export_checkpoint(
     """Write a checkpoint that the original's loader and `convert_checkpoint` read, and its dictionaries.
 
     Args:
-        folder: the output of `luna-mega convert` or `save_pretrained`.
-        output: file to write, which must not exist; for a model whose checkpoints are folders, a folder, absent or
-            empty. After a failure it is as it was.
-        head: name of the classification head, if heads have names; the name determines its kind. None = as in the
-            converted file, else the usual one.
-        layer_norm: "standard" or "plus-one" (some code stores weight - 1); None = as in the converted file, else as in
-            the code that has the model.
-        dtype: "float32", "float16" or "bfloat16"; None = as in the converted file if nothing is lost by it, else as in
-            the folder.
-        dictionaries: vocabulary and label dictionary in any order, or the SentencePiece model of a format that has one;
-            when none is given, the files in the folder.
-        shards: number of files that share the tensors, if checkpoints are folders; None = as in the converted
-            folder, else one.
-        progress: show a progress bar on stderr if that is a terminal.
+        folder: Output of `luna-mega convert` or `save_pretrained`.
+        output: File to write, which must not exist; a folder, absent or empty, if checkpoints of the model are folders.
+            It is not changed if the export fails.
+        head: Name of the classification head, if heads have names. Default: that of the converted file, or the usual
+            one.
+        layer_norm: "standard" or "plus-one" (the original stores weight - 1). Default: that of the converted file, or
+            of the original code.
+        dtype: "float32", "float16" or "bfloat16". Default: that of the converted file if it is lossless, or of the
+            folder.
+        dictionaries: Vocabulary and label dictionary in any order, or a SentencePiece model. Default: the files in the
+            folder.
+        shards: Number of shards, if checkpoints are folders. Default: that of the converted folder, or 1.
+        progress: Show a progress bar if stderr is a terminal.
 
-    Returns the report that the command prints.
+    Returns:
+        The report that the command prints.
 
     Raises:
-        ConversionError: the folder is at fault, or the original cannot express the model; one line says how.
-        ValueError: an option has no such value.
+        ConversionError: If the folder is invalid, or the original does not support the model.
+        ValueError: If an option has an invalid value.
     """
-    _check_options(layer_norm, dtype, shards)
+    check_choice("layer_norm", layer_norm, (None, *NORMS))
+    check_choice("dtype", dtype, (None, *DTYPES))
+    if shards is not None and shards < 1:
+        raise ValueError(f"shards must be at least 1, got {shards!r}")
     source = read_folder(folder)
     report = _recorded(source)
     try:
         chosen = choose_export(source.model_class, source.config, source.tensors(), head, report)
         facts, target = chosen.format.facts, chosen.target
-        if layer_norm is not None and "layer-norm" in facts.refused:
-            raise ConversionError(f"--layer-norm {layer_norm}: {facts.refused['layer-norm']}; leave it out")
+        if layer_norm is not None and "layer-norm" in facts.unsupported_options:
+            raise ConversionError(f"--layer-norm {layer_norm}: {facts.unsupported_options['layer-norm']}; leave it out")
         if shards is not None and not facts.container.is_folder:
             raise ConversionError(f"--shards {shards}: a {facts.name} checkpoint is one file; leave the option out")
     except ConversionError as error:
@@ -105,13 +108,13 @@ def export_checkpoint(
     convention = layer_norm or report["decisions"].get("layer_norm") or facts.norms.get(target.revision)
     lowered = {}
     if convention == MINUS_ONE:
-        lowered = lowered_norms(source.path, {key: tensors[key] for key in mapping.norm_weights})
+        lowered = norms_minus_one(source.path, {key: tensors[key] for key in mapping.norm_weights})
     tensors, stored, stored_as = store_tensors(tensors, mapping, lowered, dtype, report["dtype_in"])
     warnings = _non_finite(source.path, chosen, tensors, stored)
     kind = chosen.format.companions(chosen.read, chosen.evidence).dictionaries
-    beside, missing = kind.export(list(dictionaries), source.path, source.config.id2label)
+    companions, missing = kind.export(list(dictionaries), source.path, source.config.id2label)
     updates = report["source"].get("num_updates") or 0
-    files = facts.container.write(output, Export(target, chosen.args, tensors, beside, updates, shards), progress)
+    files = facts.container.write(output, Export(target, chosen.args, tensors, companions, updates, shards), progress)
     return ExportReport(
         folder=str(source.path),
         output=str(output if facts.container.is_folder else output.parent),
@@ -129,11 +132,7 @@ def export_checkpoint(
 
 
 def _recorded(source: ModelFolder) -> dict[str, Any]:
-    """Return the record of the conversion that wrote the folder; empty where the model was made here.
-
-    Raises:
-        ConversionError: conversion_report.json is not as a conversion writes it.
-    """
+    """Return the record of the conversion that wrote the folder, or an empty one."""
     if source.report is None:
         return _NOT_CONVERTED
     if not _is_record(source.report):
@@ -157,7 +156,7 @@ def _is_record(report: dict[str, Any]) -> bool:
     )
 
 
-def _non_finite(folder: Path, chosen: Candidate, tensors: Tensors, dtype: str) -> list[str]:
+def _non_finite(folder: Path, chosen: Choice, tensors: Tensors, dtype: str) -> list[str]:
     """Return a warning if weights are NaN or Inf, or raise it as an error; `tensors` are the ones to write."""
     names = [name for name, tensor in tensors.items() if not tensor.isfinite().all()]
     if overflown := [name for name in names if chosen.tensors[name].isfinite().all()]:
@@ -165,11 +164,3 @@ def _non_finite(folder: Path, chosen: Candidate, tensors: Tensors, dtype: str) -
     if names and chosen.format.facts.finite:
         raise ConversionError(f"{folder}: {non_finite(names, tensors)}; export an earlier checkpoint")
     return [non_finite(names, tensors)] if names else []
-
-
-def _check_options(layer_norm: str | None, dtype: str | None, shards: int | None) -> None:
-    for name, value, choices in (("layer_norm", layer_norm, NORMS), ("dtype", dtype, DTYPES)):
-        if value not in (None, *choices):
-            raise ValueError(f"{name} must be one of {', '.join(choices)}, got {value!r}")
-    if shards is not None and shards < 1:
-        raise ValueError(f"shards must be at least 1, got {shards!r}")

@@ -1,4 +1,4 @@
-"""Converts a checkpoint of the original code into a folder that transformers loads."""
+"""Conversion of a checkpoint of the original code to a folder that transformers loads (`luna-mega convert`)."""
 
 import json
 import os
@@ -11,15 +11,22 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError
 
-from luna_mega.convert.conventions import MINUS_ONE, NORMS, ORDER, Decision, decide_ema_convention, decide_layer_norm
-from luna_mega.convert.dictionary import Dictionaries
-from luna_mega.convert.evidence import Evidence
+from luna_mega.convert.conventions import (
+    MINUS_ONE,
+    NORMS,
+    ORDER,
+    Decision,
+    check_choice,
+    decide_ema_convention,
+    decide_layer_norm,
+)
+from luna_mega.convert.dictionaries import Dictionaries
+from luna_mega.convert.evidence import Evidence, Target
 from luna_mega.convert.formats import Companions, Format, Notes, registered_formats
 from luna_mega.convert.formats.format import read_model
 from luna_mega.convert.formats.registry import detect, open_checkpoint
 from luna_mega.convert.report import Report, without_folders
 from luna_mega.convert.safe_load import Checkpoint
-from luna_mega.convert.target import Target
 from luna_mega.convert.tensors import (
     DTYPES,
     Mapping,
@@ -27,12 +34,11 @@ from luna_mega.convert.tensors import (
     convert_tensors,
     dtype_name,
     map_tensors,
+    meta_model,
     non_finite,
     readable,
     save_source_norms,
-    together,
     weights_of,
-    without_memory,
 )
 from luna_mega.convert.tokenizers import ConvertedTokenizer
 from luna_mega.errors import ConversionError
@@ -44,7 +50,7 @@ from luna_mega.hub.output import check_output, complete_folder
 
 @dataclass(frozen=True)
 class _Source:
-    """A checkpoint that was recognized: its format, the model in it, and the places of its tensors."""
+    """A checkpoint with its format, the model in it, and the places of its tensors."""
 
     checkpoint: Checkpoint
     format: Format
@@ -54,12 +60,6 @@ class _Source:
     norm: Decision | None
     notes: list[str]
     warnings: list[str]
-
-    @property
-    def task(self) -> str | None:
-        """Return the task of the original, without folders."""
-        task = self.checkpoint.args.get("task")
-        return task if task is None else readable(without_folders(str(task)))
 
     @property
     def minus_one(self) -> bool:
@@ -80,44 +80,36 @@ def convert_checkpoint(
     license: str | None = None,
     progress: bool = False,
 ) -> Report:
-    """Convert a checkpoint of a format that is known; nothing in it is executed.
+    """Convert a checkpoint of a registered format without executing code in it.
 
     Args:
-        path: the checkpoint that the original code saved, a file or a folder.
-        output: folder to write, absent or empty; after a failure it is as it was.
-        dictionaries: vocabulary and label dictionary, or dictionaries of source and target, in any order; name and size
-            identify them. If none is given, they are searched for in the folder of the checkpoint.
-        bpe: folder with GPT-2's BPE files, for the tokenizer of a model whose symbols are GPT-2's ids; for translation
-            the codes of a byte-pair encoding, or a SentencePiece model that is in another folder. The others
-            need only the dictionary.
-        head: name of the classification head to convert, if heads have names; None = the only one of a fine-tuned
-            model, else the language model.
-        layer_norm: "auto", "standard" or "plus-one" (some code stores weight - 1).
-        ema_convention: the branch of the code that wrote a moving average; "auto": by the order of the tensors.
-        dtype: "float32", "float16" or "bfloat16"; None = as the format has it: float32, or as in the checkpoint.
-        license: identifier of the license of the weights on the Hub, or "other:NAME", for the model card; None = the
-            card says that none is stated.
-        progress: show a progress bar on stderr if that is a terminal.
+        path: Checkpoint of the original code, a file or a folder.
+        output: Folder to write, absent or empty. It is not changed if the conversion fails.
+        dictionaries: Vocabulary and label dictionary, or dictionaries of source and target, in any order. Default: the
+            files in the folder of the checkpoint.
+        bpe: Folder with GPT-2's BPE files if the symbols of the dictionary are GPT-2 ids, codes of a byte-pair encoding
+            for translation, or a SentencePiece model. Other tokenizers need only the dictionary.
+        head: Name of the classification head to convert, if heads have names. Default: the only one of a fine-tuned
+            model, or the language model.
+        layer_norm: "auto", "standard" or "plus-one" (the original stores weight - 1).
+        ema_convention: Branch of the code that wrote a moving average; "auto" uses the order of the tensors.
+        dtype: "float32", "float16" or "bfloat16". Default: float32, or that of the checkpoint for Megalodon.
+        license: Identifier of the license of the weights on the Hub, or "other:NAME", for the model card.
+        progress: Show a progress bar if stderr is a terminal.
 
     Returns:
-        The report that is also written as conversion_report.json.
+        The report that is also written to conversion_report.json.
 
     Raises:
-        ConversionError: If the input is invalid; one line names the file or field, and how to fix it.
-        ValueError: an option has no such value.
+        ConversionError: If the input is invalid. The message is one line with the file or field, and how to fix it.
+        ValueError: If an option has an invalid value.
     """
-    given = (
-        ("layer_norm", layer_norm, ("auto", *NORMS)),
-        ("ema_convention", ema_convention, ("auto", *ORDER)),
-        ("dtype", dtype, (None, *DTYPES)),
-    )
-    for name, value, choices in given:
-        if value not in choices:
-            words = ", ".join(choice for choice in choices if choice is not None)
-            raise ValueError(f"{name} must be one of {words}, got {value!r}")
+    check_choice("layer_norm", layer_norm, ("auto", *NORMS))
+    check_choice("ema_convention", ema_convention, ("auto", *ORDER))
+    check_choice("dtype", dtype, (None, *DTYPES))
     license_metadata(license)
     output = check_output(output)
-    source = _understand(open_checkpoint(path, progress), head, layer_norm, ema_convention)
+    source = _identify(open_checkpoint(path, progress), head, layer_norm, ema_convention)
     config, tensors = source.target.config, source.checkpoint.tensors
     companions, words = (
         make(source.target, source.evidence) for make in (source.format.companions, source.format.report)
@@ -141,23 +133,22 @@ def convert_checkpoint(
     return report
 
 
-def _understand(checkpoint: Checkpoint, head: str | None, layer_norm: str, ema_convention: str) -> _Source:
+def _identify(checkpoint: Checkpoint, head: str | None, layer_norm: str, ema_convention: str) -> _Source:
     fmt, revision, checkpoint, notes = detect(checkpoint)
     facts, tensors = fmt.facts, checkpoint.tensors
     try:
         if head is not None and facts.usual_head is None:
             named = ", ".join(known.facts.name for known in registered_formats() if known.facts.usual_head)
-            raise ConversionError(f"--head {head}: only {named} files have heads with names; leave the option out")
+            raise ConversionError(f"--head {head}: only {named} files have named heads; leave the option out")
         for name, value in (("layer-norm", layer_norm), ("ema-convention", ema_convention)):
-            if value != "auto" and name in facts.refused:
-                raise ConversionError(f"--{name} {value}: {facts.refused[name]}; leave the option out")
+            if value != "auto" and name in facts.unsupported_options:
+                raise ConversionError(f"--{name} {value}: {facts.unsupported_options[name]}; leave the option out")
         decisions: list[Decision] = []
-        if "ema-convention" not in facts.refused:
+        if "ema-convention" not in facts.unsupported_options:
             decisions.append(decide_ema_convention(tensors, ema_convention))
             revision = decisions[0].convention
         target, evidence = read_model(fmt, tensors, checkpoint.args, revision, head)
-        classes = dict.fromkeys((target.model_class, *facts.also))
-        weights = together(weights_of(each, target.config) for each in classes)
+        weights = weights_of(target.config, target.model_class, *facts.additional_classes)
         mapping = map_tensors(fmt.keymap(target), weights, tensors)
         if checkpoint.unchecked:
             check_unshared(mapping, tensors)
@@ -169,8 +160,8 @@ def _understand(checkpoint: Checkpoint, head: str | None, layer_norm: str, ema_c
     except ConversionError as error:
         raise ConversionError(f"{checkpoint.path}: {error}") from error
     decisions += filter(None, [norm])
-    doubts = [decision.warning for decision in decisions if decision.warning]
-    return _Source(checkpoint, fmt, target, evidence, mapping, norm, notes, [*evidence.warnings, *doubts])
+    warnings = [*evidence.warnings, *(decision.warning for decision in decisions if decision.warning)]
+    return _Source(checkpoint, fmt, target, evidence, mapping, norm, notes, warnings)
 
 
 def _report(
@@ -183,13 +174,14 @@ def _report(
     dtype: str,
 ) -> Report:
     checkpoint, target, norm, facts = source.checkpoint, source.target, source.norm, source.format.facts
+    task = checkpoint.args.get("task")
     infinite = [target for target, tensor in converted.items() if not tensor.isfinite().all()]
     warnings = [*checkpoint.warnings, *source.warnings, *dictionaries.warnings]
     if infinite:
         warnings.append(non_finite(infinite, converted))
         if facts.finite:
             raise ConversionError(f"{checkpoint.path}: {warnings[-1]}; copy it again, or give an earlier checkpoint")
-    model = without_memory(target.model_class, target.config)
+    model = meta_model(target.model_class, target.config)
     statistics = {name for name, _ in model.named_buffers()}
     shape = {key: list(tensor.shape) for key, tensor in checkpoint.tensors.items()}
     mapped, dropped = source.mapping.mapped.items(), source.mapping.dropped.items()
@@ -203,11 +195,13 @@ def _report(
             "layout": facts.name,
             "revision": target.revision,
             "arch": readable(without_folders(facts.container.architecture(checkpoint.args))),
-            "task": source.task,
+            "task": task if task is None else readable(without_folders(str(task))),
             "num_updates": checkpoint.num_updates,
         },
         model_class=target.model_class.__name__,
-        decisions=({"layer_norm": norm.convention, "layer_norm_mean": norm.mean} if norm else {}) | words.decisions,
+        decisions=({"layer_norm": norm.convention, "layer_norm_mean": norm.mean} if norm else {})
+        | words.decisions
+        | {name: getattr(target.config, name) for name in facts.decided},
         mapped=[{"source": key, "target": target, "shape": shape[key]} for key, target in mapped],
         dropped=[{"source": key, "shape": shape[key], "reason": reason} for key, reason in dropped],
         dtype_in=dict(Counter(dtype_name(tensor.dtype) for tensor in checkpoint.tensors.values())),
@@ -235,12 +229,12 @@ def _write(
     report: Report,
     license: str | None,
 ) -> None:
-    model = without_memory(target.model_class, target.config).to(getattr(torch, report.dtype_out))
+    model = meta_model(target.model_class, target.config).to(getattr(torch, report.dtype_out))
     if companions.generation:
         model.generation_config.update(**companions.generation)
     try:
         model.save_pretrained(folder, state_dict=converted, max_shard_size="50GB")
-    except SafetensorError as error:  # safetensors raises it when the disk is full
+    except SafetensorError as error:  # safetensors raises it if the disk is full
         raise ConversionError(f"{report.output}: cannot write model.safetensors: {error}") from error
     for name, path in dictionaries.files.items():
         shutil.copyfile(path, folder / name)

@@ -1,7 +1,7 @@
-"""Key maps: ordered rows of patterns of names, read in either direction.
+"""Key maps: ordered rows of name patterns, read in both directions.
 
-A pattern is a tensor name with fields: `{layer}` and `{n}` are numbers, `{part}` is weight or bias, `{name}`
-has no dot, `{rest}` is anything.
+A pattern is a tensor name with fields: `{layer}` and `{n}` are numbers, `{part}` is weight or bias, `{name}` has no
+dot, `{rest}` matches any text.
 """
 
 import re
@@ -20,10 +20,10 @@ _FIELDS = {"layer": r"\d+", "n": r"\d+", "part": r"weight|bias", "rest": r".+", 
 
 @dataclass(frozen=True)
 class Reshape:
-    """A transform of shapes: `there` returns the tensor of the model, `back` that of the file."""
+    """Change of the shape of a tensor: `forward` from the file to the model, `backward` from the model to the file."""
 
-    there: Callable[[torch.Tensor], torch.Tensor]
-    back: Callable[[torch.Tensor], torch.Tensor]
+    forward: Callable[[torch.Tensor], torch.Tensor]
+    backward: Callable[[torch.Tensor], torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -31,16 +31,14 @@ class Row:
     """One row of a key map.
 
     Args:
-        source (`str`): pattern of names in the original.
-        target (`str`, *optional*): pattern of names in the model; None if the tensor is dropped.
-        transform (`str` or `Reshape`, *optional*): the kind of the tensor, or the change of its shape.
-        reason (`str`, *optional*): why the tensor is dropped.
-        fill (`Callable`, *optional*): returns the tensor that an export writes if the model lacks it; its argument is
-            the dtype of the other tensors.
-        copy_of (`str`, *optional*): name in the original of the tensor to which this one is tied. A file has both, the
-            model only the other one.
-        note (`str`, *optional*): note of an export that writes `fill`.
-        except_name (`str`, *optional*): value of `{name}` that the row does not fit.
+        source: Pattern of names in the original.
+        target: Pattern of names in the model; None if the tensor is dropped.
+        transform: Kind of the tensor, or change of its shape.
+        reason: Reason why the tensor is dropped.
+        fill: Function of the dtype of the other tensors; returns the tensor to export if the model lacks it.
+        copy_of: Name in the original of the tensor to which this one is tied; the model has only that tensor.
+        note: Note of an export that writes `fill`.
+        except_name: Value of `{name}` that the row does not match.
     """
 
     source: str
@@ -53,7 +51,7 @@ class Row:
     except_name: str | None = None
 
     def names(self, others: Iterable[str]) -> list[str]:
-        """Return the names of a row whose only field is `{layer}`, for the layers of the other names."""
+        """Return the names that the row has in a file with the other names; its only field can be `{layer}`."""
         before, field, after = self.source.partition("{layer}")
         if not field:
             return [self.source]
@@ -61,9 +59,15 @@ class Row:
         return [f"{before}{index}{after}" for index in sorted({int(match[1]) for match in found if match})]
 
 
+def rows(source: str, target: str, names: Iterable[str] | dict[str, str], transform: str | None = None) -> list[Row]:
+    """Return the rows of modules with weight and bias; `names` are names in the original -> in the model, or both."""
+    pairs = names if isinstance(names, dict) else {name: name for name in names}
+    return [Row(f"{source}.{a}.{{part}}", f"{target}.{b}.{{part}}", transform) for a, b in pairs.items()]
+
+
 @dataclass(frozen=True)
 class Match:
-    """A row that fits a name, the name on the other side, and the reason of a dropped tensor."""
+    """Row that matches a name, the name on the other side, and the reason of a dropped tensor."""
 
     row: Row
     key: str | None
@@ -71,24 +75,21 @@ class Match:
 
 
 class KeyMap:
-    """Rows in order; the first row that fits a name wins."""
+    """Ordered rows; the first row that matches a name is used."""
 
     def __init__(self, rows: list[Row]):
         self.rows = tuple(rows)
 
     def forward(self, key: str) -> Match | None:
-        """Return the row that fits a name of the original, and our name; None when no row fits."""
+        """Return the match of a name of the original; None if no row matches."""
         return self._match(key, "source", "target")
 
     def backward(self, key: str) -> Match | None:
-        """Return the row that fits a name of ours, and the name of the original; None when no row fits."""
+        """Return the match of a name in the model; None if no row matches."""
         return self._match(key, "target", "source")
 
     def position(self, key: str) -> tuple:
-        """Return a key that sorts names of the original in the order of the rows.
-
-        Names with `{layer}` come layer by layer, weight before bias.
-        """
+        """Return a key that sorts names of the original by row, by layer, and weight before bias."""
         for index, row in enumerate(self.rows):
             if match := _compile(row.source).fullmatch(key):
                 fields = match.groupdict()

@@ -1,4 +1,4 @@
-"""The report of a conversion: a table for the screen, conversion_report.json for machines and for export."""
+"""Report of a conversion: a table for the screen, and conversion_report.json, which an export reads."""
 
 import json
 import re
@@ -11,8 +11,8 @@ from luna_mega.convert.tensors import few
 from luna_mega.hub.folder import REPORT_NAME
 
 _WORDS = {True: "yes", False: "no", None: "none"}
-# An absolute path in a text: not within a word, "</s>" or "../a", nor the "//" of env:// or tcp://host. It ends with
-# ':', the line, a closing quote, or before an option of a command.
+# An absolute path in a text, but not inside a word, "</s>" or "../a", or the "//" of env:// or tcp://host. It ends at
+# ':', at the end of the line, at a closing quote, or before an option of a command.
 _ROOT = r"(?:(?<=:)//)?/(?![/\s])|(?<!:)//(?=\w)|\\\\+(?=\w)|~[\w.-]*[\\/]|[A-Za-z]:[\\/](?!/)"
 _END = r"['\"](?=[\s,;:)\]}]|$)|\s--?[A-Za-z]"
 _ABSOLUTE_PATH = re.compile(rf"(?<![\w.~<\\/])(?:{_ROOT})(?:(?!{_END})[^:\r\n])+")
@@ -22,10 +22,9 @@ _ABSOLUTE_PATH = re.compile(rf"(?<![\w.~<\\/])(?:{_ROOT})(?:(?!{_END})[^:\r\n])+
 class Report:
     """Record of a conversion: its input, its decisions and its output.
 
-    `mapped` has `{"source", "target", "shape"}` and `dropped` `{"source", "shape", "reason"}` for every tensor of the
-    checkpoint; `tokenizer` has `{"class", "kind", "size", "missing_pieces"}`; `args` are fairseq's, so that an
-    export can write them back; `code` names the revision on the screen. `missing` and `unexpected` are empty:
-    a conversion with either fails.
+    `mapped` has `{"source", "target", "shape"}` and `dropped` has `{"source", "shape", "reason"}` for every tensor of
+    the checkpoint. `tokenizer` has `{"class", "kind", "size", "missing_pieces"}`. `args` are those of the checkpoint,
+    for an export. `code` describes the revision. `missing` and `unexpected` are empty, since other conversions fail.
     """
 
     output: str
@@ -48,7 +47,7 @@ class Report:
     code: str = ""
 
     def save(self, folder: Path) -> None:
-        """Write conversion_report.json into `folder`; an absolute path keeps its last name only."""
+        """Write conversion_report.json into `folder`, without the folders of absolute paths."""
         own = ("source", "decisions", "args", "notes", "warnings")
         content = {"format": 1} | asdict(self) | {name: without_folders(getattr(self, name)) for name in own}
         del content["output"], content["code"]
@@ -99,10 +98,7 @@ def _tokenizer_row(kind: str, size: int, missing_pieces: list[str], **of_class: 
 
 
 def without_folders(value: Any) -> Any:
-    """Return a value as JSON has it, with every absolute path cut down to its last name.
-
-    The folders describe the user's machine. The rule applies to every text, also in keys, sets and bytes.
-    """
+    """Return a JSON value in which every absolute path is reduced to its last name, to hide the user's folders."""
     if value is None or isinstance(value, (bool, int, float)):
         return value
     if isinstance(value, dict):

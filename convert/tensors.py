@@ -1,7 +1,6 @@
-"""Conversion of tensors: each tensor of a checkpoint is mapped, dropped with a reason, or an error."""
+"""Conversion of tensors: every tensor of a checkpoint is mapped or dropped with a reason; others are errors."""
 
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -13,43 +12,54 @@ from luna_mega.convert.keymap import LAYER_NORM, WIDE, KeyMap, Reshape
 from luna_mega.errors import ConversionError, shown
 
 DTYPES = ("float32", "float16", "bfloat16")
-# The norm weights of a plus-one checkpoint before 1 was added, which rounds them; an export writes these.
+# Norm weights of a plus-one checkpoint. Adding 1 rounds them, so an export writes the saved ones.
 _SOURCE_NORMS = "source_norms.safetensors"
 
 
 @dataclass(frozen=True)
 class Mapping:
-    """Places of all tensors. `mapped`: source name -> target name; `dropped`: source name -> reason.
+    """Places of all tensors of a file.
 
-    `norm_weights` and `wide`, which a narrower dtype must not round: source names; `absent`: target names of counters
-    that a file may lack, and that start at 0; `tied`: target names of copies, which are not saved; `reshaped`: source
-    name -> transform.
+    Args:
+        mapped: Name in the file -> name in the model.
+        dropped: Name in the file -> reason.
+        transforms: Name in the file -> `transform` of its row.
+        absent: Names in the model of counters that a file may lack, and that start at 0.
+        tied: Names in the model of copies, which are not saved.
     """
 
     mapped: dict[str, str]
     dropped: dict[str, str]
-    norm_weights: list[str]
+    transforms: dict[str, str | Reshape | None]
     absent: list[str]
-    wide: frozenset[str] = frozenset()
-    tied: frozenset[str] = frozenset()
-    reshaped: dict[str, Reshape] = field(default_factory=dict)
+    tied: frozenset[str]
+
+    @property
+    def norm_weights(self) -> list[str]:
+        """Return the names of the norm weights in the file."""
+        return [key for key, kind in self.transforms.items() if kind == LAYER_NORM and key.endswith(".weight")]
+
+    def reshape(self, key: str, tensor: torch.Tensor) -> torch.Tensor:
+        """Return a tensor of the file in the shape of the model."""
+        transform = self.transforms[key]
+        return transform.forward(tensor) if isinstance(transform, Reshape) else tensor
 
     def dtype_of(self, key: str, tensor: torch.Tensor, dtype: torch.dtype) -> torch.dtype:
-        """Return the dtype in which the tensor `key` of a file is stored if the others are stored in `dtype`."""
+        """Return the dtype of the tensor `key` of a file if the other tensors are stored in `dtype`."""
         if not tensor.is_floating_point():
             return tensor.dtype
-        lossy = key in self.wide and not same_bits(tensor.to(dtype).to(tensor.dtype), tensor)
+        lossy = self.transforms.get(key) == WIDE and not same_bits(tensor.to(dtype).to(tensor.dtype), tensor)
         return torch.promote_types(tensor.dtype, dtype) if lossy else dtype
 
 
 @dataclass(frozen=True)
 class Weights:
-    """The weights of a model class, and of the classes that load from the same folder.
+    """Weights of a model class, and of the classes that load from the same folder.
 
     Args:
-        name: name of the class.
-        shapes: name -> tensor without memory.
-        tied: copy -> original of tied weights; only the original is saved.
+        name: Name of the class.
+        shapes: Name -> tensor on the meta device.
+        tied: Copy -> original of tied weights; only the original is saved.
     """
 
     name: str
@@ -57,29 +67,17 @@ class Weights:
     tied: dict[str, str]
 
 
-def weights_of(model_class: type[PreTrainedModel], config: PreTrainedConfig) -> Weights:
-    """Return the weights of a model class."""
-    model = without_memory(model_class, config)
-    return Weights(model_class.__name__, model.state_dict(), model.all_tied_weights_keys)
-
-
-def together(weights: Iterable[Weights]) -> Weights:
-    """Return the weights of the first class and of the others, which load from the same folder."""
-    first, *others = weights
-    shapes, tied = dict(first.shapes), dict(first.tied)
-    for other in others:
-        shapes |= other.shapes
-        tied |= other.tied
-    return Weights(first.name, shapes, tied)
+def weights_of(config: PreTrainedConfig, *model_classes: type[PreTrainedModel]) -> Weights:
+    """Return the weights of a model class and of the classes that load from the same folder."""
+    models = [meta_model(each, config) for each in dict.fromkeys(model_classes)]
+    shapes = {name: tensor for model in models for name, tensor in model.state_dict().items()}
+    tied = {copy: original for model in models for copy, original in model.all_tied_weights_keys.items()}
+    return Weights(model_classes[0].__name__, shapes, tied)
 
 
 def map_tensors(keymap: KeyMap, weights: Weights, tensors: dict[str, torch.Tensor]) -> Mapping:
-    """Find the place of every tensor and check it against the model.
-
-    Raises:
-        ConversionError: If the names differ from those of the model, or a tensor has another shape or no real numbers.
-    """
-    mapped, dropped, norm_weights, unexpected, wide, reshaped = {}, {}, [], [], [], {}
+    """Return the places of all tensors; an error if names, shapes or dtypes differ from those of the model."""
+    mapped, dropped, transforms, unexpected = {}, {}, {}, []
     _check_copies(keymap, tensors)
     expected = weights.shapes
     for key in tensors:
@@ -89,17 +87,12 @@ def map_tensors(keymap: KeyMap, weights: Weights, tensors: dict[str, torch.Tenso
         elif match.key is None:
             dropped[key] = match.reason
         else:
-            mapped[key] = match.key
-            if match.row.transform == LAYER_NORM and key.endswith(".weight"):
-                norm_weights.append(key)
-            elif match.row.transform == WIDE:
-                wide.append(key)
-            elif isinstance(match.row.transform, Reshape):
-                reshaped[key] = match.row.transform
+            mapped[key], transforms[key] = match.key, match.row.transform
     filled = set(mapped.values())
     without = [target for target in expected if target not in filled]
     absent = [target for target in without if target.endswith(".num_batches_tracked")]
-    missing = [_source_name(keymap, target) for target in without if target not in absent]
+    unfilled = ((target, keymap.backward(target)) for target in without if target not in absent)
+    missing = [target if match is None else match.key for target, match in unfilled]
     named = {"missing": missing, "unexpected": unexpected}
     problems = [f"{problem}: {few(keys)}" for problem, keys in named.items() if keys]
     if problems:
@@ -107,18 +100,18 @@ def map_tensors(keymap: KeyMap, weights: Weights, tensors: dict[str, torch.Tenso
             f"the tensors are not those of {weights.name} ({'; '.join(problems)}); the file is incomplete or of a "
             "changed model"
         )
+    mapping = Mapping(mapped, dropped, transforms, absent, frozenset(weights.tied))
     for key, target in mapped.items():
-        tensor = reshaped[key].there(tensors[key]) if key in reshaped else tensors[key]
-        _check(key, tensor, expected[target])
+        _check(key, mapping.reshape(key, tensors[key]), expected[target])
     sources = {target: key for key, target in mapped.items()}
     for copy, original in weights.tied.items():
         if copy in sources and original in sources:
             _check_tied(sources[copy], sources[original], tensors)
-    return Mapping(mapped, dropped, norm_weights, absent, frozenset(wide), frozenset(weights.tied), reshaped)
+    return mapping
 
 
 def _check_copies(keymap: KeyMap, tensors: dict[str, torch.Tensor]) -> None:
-    """Check the copies that a file has and a model lacks."""
+    """Check the tied copies that a file has and a model lacks."""
     for row in keymap.rows:
         if row.copy_of is not None:
             if row.source not in tensors:
@@ -140,49 +133,43 @@ def _check(key: str, tensor: torch.Tensor, expected: torch.Tensor) -> None:
         )
     if expected.is_floating_point() and not tensor.is_floating_point():
         raise ConversionError(
-            f"tensor {shown(key)} has dtype {dtype_name(tensor.dtype)} where the model has real-valued weights; the "
-            "file was changed"
+            f"tensor {shown(key)} has dtype {dtype_name(tensor.dtype)}, but the model has real weights; the file was "
+            "changed"
         )
 
 
 def convert_tensors(
     mapping: Mapping, tensors: dict[str, torch.Tensor], plus_one: bool, dtype: torch.dtype
 ) -> dict[str, torch.Tensor]:
-    """Return the tensors under their new names in `dtype`; with `plus_one` the norm weights are stored minus one.
+    """Return the tensors with their new names in `dtype`; `plus_one` adds 1 to the norm weights.
 
-    Integers stay integers. Every tensor gets its own storage, because transformers saves shared storage once, even if
-    the model does not tie the tensors.
+    Integers stay integers. Every tensor has its own storage, because transformers saves a shared storage only once,
+    even if the model does not tie the tensors.
     """
     raised = set(mapping.norm_weights) if plus_one else set()
     converted = {}
     for key, target in mapping.mapped.items():
         tensor = tensors[key].float().add(1) if key in raised else tensors[key]
-        if key in mapping.reshaped:
-            tensor = mapping.reshaped[key].there(tensor)
         if target not in mapping.tied:
-            converted[target] = tensor.to(mapping.dtype_of(key, tensor, dtype), copy=True)
+            converted[target] = mapping.reshape(key, tensor).to(mapping.dtype_of(key, tensor, dtype), copy=True)
     return converted | {target: torch.zeros((), dtype=torch.long) for target in mapping.absent}
 
 
 def check_unshared(mapping: Mapping, tensors: dict[str, torch.Tensor]) -> None:
-    """Raise an error if tensors share a storage, except for copies of tied tensors.
-
-    Raises:
-        ConversionError: If two tensors that the model does not tie share a storage.
-    """
+    """Raise `ConversionError` if tensors that are not tied share a storage."""
     owners: dict[int, str] = {}
     for key, target in mapping.mapped.items():
         if tensors[key].numel() and target not in mapping.tied:
             owner = owners.setdefault(tensors[key].data_ptr(), key)
             if owner != key:
                 raise ConversionError(
-                    f"tensors {shown(owner)} and {shown(key)} share their numbers, which the original never saves so, "
-                    "and the file has no checksums; copy it again"
+                    f"tensors {shown(owner)} and {shown(key)} share a storage, which is not so in the original, and "
+                    "the file has no checksums; copy it again"
                 )
 
 
-def without_memory(model_class: type[PreTrainedModel], config: PreTrainedConfig) -> PreTrainedModel:
-    """Return the model on the meta device, with names and shapes only."""
+def meta_model(model_class: type[PreTrainedModel], config: PreTrainedConfig) -> PreTrainedModel:
+    """Return the model on the meta device."""
     with torch.device("meta"):
         return model_class(config)
 
@@ -198,22 +185,22 @@ def non_finite(names: list[str], tensors: dict[str, torch.Tensor]) -> str:
 
 
 def readable(text: str) -> str:
-    """Return a text of a file for a message: one line of at most 200 characters, without control characters."""
+    """Return a text for a message: one line of at most 200 characters, without control characters."""
     return shown(" ".join(text.split()))[1:-1]
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """Return the name of a dtype, as `float16`."""
+    """Return the name of a dtype, such as `float16`."""
     return str(dtype).removeprefix("torch.")
 
 
 def save_source_norms(weights: dict[str, torch.Tensor], folder: Path) -> None:
-    """Write the norm weights of the file, under fairseq's names, to the folder of the model."""
+    """Write the norm weights of the file, with fairseq's names, to the model folder."""
     save_file({name: weight.contiguous() for name, weight in weights.items()}, folder / _SOURCE_NORMS)
 
 
-def lowered_norms(folder: Path, ours: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return the norm weights `ours` minus one; a saved weight is used if it plus one equals the model's."""
+def norms_minus_one(folder: Path, ours: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return the norm weights minus 1; a saved weight is used if adding 1 to it gives the weight of the model."""
     file = folder / _SOURCE_NORMS
     saved = load_file(file) if file.is_file() else {}
     lowered = {}
@@ -233,16 +220,16 @@ def store_tensors(
     """Return the tensors in the dtype of a file, that dtype, and notes on rounding.
 
     Args:
-        tensors: name in the file -> tensor; a tensor under two names is stored once.
-        mapping: the tensors that the converter reads.
-        lowered: norm weights to write instead of those of the model.
-        dtype: dtype of the file; None = as in the converted file if nothing is lost by it, else as in `tensors`.
-        in_file: the dtypes of the converted file, with the number of tensors of each.
+        tensors: Name in the file -> tensor; a tensor with two names is stored once.
+        mapping: Places of the tensors in the model.
+        lowered: Norm weights to write instead of those of the model.
+        dtype: Dtype of the file; None for that of the converted file if it is lossless, else that of `tensors`.
+        in_file: Dtypes of the converted file, with their numbers of tensors.
     """
     notes, originals = [], {name for name in in_file if getattr(torch, name).is_floating_point}
     if dtype is None:
         floats = {key: tensor for key, tensor in tensors.items() if tensor.is_floating_point()}
-        numbers = {key: tensor for key, tensor in floats.items() if key not in mapping.wide}
+        numbers = {key: tensor for key, tensor in floats.items() if mapping.transforms.get(key) != WIDE}
         stored = {dtype_name(tensor.dtype) for tensor in numbers.values()}
         fitting = [names.pop() for names in (set(originals), stored) if len(names) == 1 and names <= set(DTYPES)]
         read_back = {key: tensor for key, tensor in numbers.items() if key in mapping.mapped}
@@ -259,15 +246,10 @@ def store_tensors(
 
 
 def _keeps_all(tensors: dict[str, torch.Tensor], lowered: dict[str, torch.Tensor], dtype: torch.dtype) -> bool:
-    """Return whether a file in `dtype` gives the same tensors when it is converted again."""
+    """Return whether converting a file in `dtype` gives the same tensors."""
     return all(
         same_bits((lowered[key].to(dtype).float() + 1).to(tensor.dtype), (lowered[key].float() + 1).to(tensor.dtype))
         if key in lowered
         else tensor.dtype == dtype or same_bits(tensor.to(dtype).to(tensor.dtype), tensor)
         for key, tensor in tensors.items()
     )
-
-
-def _source_name(keymap: KeyMap, target: str) -> str:
-    match = keymap.backward(target)
-    return target if match is None else match.key

@@ -1,4 +1,4 @@
-"""Common parts of the formats of Luna: names of an encoder's tensors, its arguments, and its sinusoids."""
+"""Common parts of the formats of Luna: arguments, names and sinusoids of an encoder."""
 
 from collections.abc import Callable
 
@@ -6,11 +6,21 @@ import torch
 
 from luna_mega import LunaConfig
 from luna_mega.convert.argtypes import flag, number, size, word
-from luna_mega.convert.evidence import Evidence
+from luna_mega.convert.evidence import Evidence, Target
 from luna_mega.convert.formats.format import Revision
-from luna_mega.convert.keymap import LAYER_NORM, Row
-from luna_mega.convert.table import ACTIVATION, COMMON, FAIRSEQ_ACTIVATIONS, NOT, Arg, Table, fixed, limited, written
-from luna_mega.convert.target import Target
+from luna_mega.convert.keymap import LAYER_NORM, Row, rows
+from luna_mega.convert.table import (
+    ACTIVATION,
+    COMMON,
+    FAIRSEQ_ACTIVATIONS,
+    NOT,
+    Arg,
+    Table,
+    fixed,
+    limited,
+    size_of,
+    write_only,
+)
 from luna_mega.errors import ConversionError
 from luna_mega.modeling_luna.positions_luna import sinusoids
 
@@ -36,8 +46,8 @@ _LAYER_NORMS = {
 
 FACTS = {
     "config_class": LunaConfig,
-    "way_out": "to export the encoder alone, load the folder as LunaModel and save that",
-    "refused": {"ema-convention": "Luna has no moving average"},
+    "advice": "to export only the encoder, load the folder as LunaModel and save it",
+    "unsupported_options": {"ema-convention": "Luna has no moving average"},
     "training_fields": (
         "dropout",
         "attention_dropout",
@@ -51,12 +61,12 @@ FACTS = {
 
 
 def code_of_2021(name: str) -> Revision:
-    """Return the words for the code of the paper; `name` is the format in words."""
+    """Return the description of the code of the paper; `name` describes the format."""
     return Revision(name, "2021 code", "the 2021 fairseq code")
 
 
 def code_of_2023(name: str) -> Revision:
-    """Return the words for the later code; `name` is the format in words."""
+    """Return the description of the later code; `name` describes the format."""
     return Revision(name, "2023 code", "the 2023 fairseq code")
 
 
@@ -65,35 +75,31 @@ def encoder_rows(
 ) -> list[Row]:
     """Return the rows of an encoder without its input embedding.
 
-    `source` is its prefix in the file, `model` the prefix of `LunaModel`; `norms` names the norms of embeddings and P.
+    Args:
+        source: Prefix in the file.
+        model: Prefix of the encoder in the model.
+        norms: Names in the file of the norms of embeddings and P.
     """
     embeddings, layer = f"{model}.embeddings", f"{source}.layers.{{layer}}"
     to_layer, (norm, packed_norm) = f"{model}.encoder.layers.{{layer}}", norms
     return [
         Row(f"{source}.projected_embeddings", f"{embeddings}.packed_embeddings"),
         Row(f"{source}.embed_positions.weight", f"{embeddings}.position_embeddings.weight"),
-        Row(f"{source}.{norm}.{{part}}", f"{embeddings}.layer_norm.{{part}}", LAYER_NORM),
-        Row(f"{source}.{packed_norm}.{{part}}", f"{embeddings}.packed_layer_norm.{{part}}", LAYER_NORM),
-        *(
-            Row(f"{layer}.self_attn.{theirs}.{{part}}", f"{to_layer}.attention.{ours}.{{part}}")
-            for theirs, ours in ATTENTION.items()
-        ),
-        *(
-            Row(f"{layer}.{theirs}.{{part}}", f"{to_layer}.{ours}.{{part}}", LAYER_NORM)
-            for theirs, ours in _LAYER_NORMS.items()
-        ),
-        Row(f"{layer}.fc1.{{part}}", f"{to_layer}.fc1.{{part}}"),
-        Row(f"{layer}.fc2.{{part}}", f"{to_layer}.fc2.{{part}}"),
+        *rows(source, embeddings, {norm: "layer_norm", packed_norm: "packed_layer_norm"}, LAYER_NORM),
+        *rows(f"{layer}.self_attn", f"{to_layer}.attention", ATTENTION),
+        *rows(layer, to_layer, _LAYER_NORMS, LAYER_NORM),
+        *rows(layer, to_layer, ("fc1", "fc2")),
     ]
 
 
 def encoder_arguments(body: str, layers: Callable, width: Callable, positions: Arg) -> Table:
-    """Return the rows of the arguments that all encoders have.
+    """Return the rows of the common arguments of encoders.
 
     Args:
-        body: the prefix of the encoder in the file.
-        layers, width: the measures of the number of layers and of the width.
-        positions: the row of `max_positions`.
+        body: Prefix of the encoder in the file.
+        layers: Measure of the number of layers.
+        width: Measure of the width.
+        positions: Row of `max_positions`.
     """
     return (
         *COMMON,
@@ -102,7 +108,7 @@ def encoder_arguments(body: str, layers: Callable, width: Callable, positions: A
         Arg("encoder_ffn_embed_dim", "intermediate_size", measure=feed_forward(body), kind=size),
         Arg("encoder_attention_heads", "num_attention_heads", kind=size),
         positions,
-        written("tokens_per_sample", "max_position_embeddings", kind=size),
+        write_only("tokens_per_sample", "max_position_embeddings", kind=size),
         Arg("activation_fn", "hidden_act", ACTIVATION, "gelu", kind=word, only=activations),
         Arg("dropout", "dropout", default=0.1, kind=number),
         Arg("attention_dropout", "attention_dropout", default=0.1, kind=number),
@@ -112,20 +118,20 @@ def encoder_arguments(body: str, layers: Callable, width: Callable, positions: A
 
 def feed_forward(body: str) -> Callable[[Evidence], int]:
     """Return the measure of the feed-forward width of the layers under `body`."""
-    return lambda evidence: evidence.shape(f"{body}.layers.0.fc1.weight", "ffn width", "width")[0]
+    return size_of(f"{body}.layers.0.fc1.weight", "ffn width", "width")
 
 
 def packed_length(body: str) -> Callable[[Evidence], int]:
     """Return the measure of the number of rows of P under `body`."""
-    return lambda evidence: evidence.shape(f"{body}.projected_embeddings", "projection length", "width")[0]
+    return size_of(f"{body}.projected_embeddings", "projection length", "width")
 
 
 def tied_key_value(evidence: Evidence) -> bool:
-    """Return whether keys and values share one projection, so that there are no `pk_proj` and `pv_proj`."""
+    """Return whether keys and values share one projection, in place of `pk_proj` and `pv_proj`."""
     return not any(".self_attn.pk_proj." in key for key in evidence.tensors)
 
 
-# Rows that luna_bert and translation have.
+# Rows of luna_bert and luna_seq2seq.
 PACKED_LENGTH_FIXED = Arg("fix_projection_length", "dynamic_projection_length", NOT, False, kind=flag)
 UNTIED_KEY_VALUE = Arg(
     "untie_luna_kv", "tie_key_value", NOT, measure=lambda evidence: not tied_key_value(evidence), kind=flag
@@ -133,12 +139,12 @@ UNTIED_KEY_VALUE = Arg(
 
 
 def activations(target: Target) -> tuple[str, ...]:
-    """Return the activations of a revision. In the 2023 code `silu` replaced `tanh`; files from between have either."""
+    """Return the activations of a revision. The 2023 code replaced `tanh` by `silu`; earlier files have either."""
     return tuple(name for name in FAIRSEQ_ACTIVATIONS if target.revision == "head" or name != "silu")
 
 
 def check_sinusoids(evidence: Evidence, key: str) -> None:
-    """Raise an error if the saved sinusoids of P, tensor `key`, differ from those of the model."""
+    """Raise `ConversionError` if the tensor `key` differs from the sinusoids of P in the model."""
     if key not in evidence.tensors:
         return
     length, width = evidence.shape(key, "projection length", "width")
@@ -149,7 +155,7 @@ def check_sinusoids(evidence: Evidence, key: str) -> None:
 
 
 def sinusoid_rows(body: str, config: LunaConfig) -> list[Row]:
-    """Return the rows of the buffers that the original saves under `body` if positions are sinusoidal."""
+    """Return the rows of the buffers of sinusoidal positions under `body`."""
 
     def table(dtype: torch.dtype) -> torch.Tensor:
         return sinusoids(torch.arange(config.projection_length), config.hidden_size).to(dtype)
@@ -165,19 +171,17 @@ def sinusoid_rows(body: str, config: LunaConfig) -> list[Row]:
 
 
 def placeholder(dtype: torch.dtype) -> torch.Tensor:
-    """Return a buffer without content."""
+    """Return a placeholder buffer."""
     return torch.zeros(1, dtype=dtype)
-
-
-def _padding(target: Target) -> tuple[int, ...]:
-    return (1,) if target.config.input_type == "tokens" else (target.config.pad_token_id,)
 
 
 LIMITS = (
     limited("contextual_projection", (True,)),
     limited("pack_method", ("attention",)),
     limited("position_extension", (None,)),
-    limited("pad_token_id", _padding),
+    limited(
+        "pad_token_id", lambda target: (1 if target.config.input_type == "tokens" else target.config.pad_token_id,)
+    ),
     limited("first_position", (None,)),
     limited("type_vocab_size", (0,)),
     limited("embedding_size", lambda target: (target.config.hidden_size,)),

@@ -1,7 +1,7 @@
 """Common parts of the formats of Mega: arguments of the layers, and names of the tensors.
 
-The two branches of the code swap the names of the input weight and the damping, see conventions.py. Our names come
-from the Mega of transformers v4.
+The two branches of the code swap the names of the input weight and the damping, see conventions.py. The names in the
+model are those of Mega in transformers v4.
 """
 
 from collections.abc import Callable
@@ -11,14 +11,13 @@ from typing import Any
 import torch
 
 from luna_mega import MegaConfig
-from luna_mega.convert.argtypes import flag, number, size, whole, word
+from luna_mega.convert.argtypes import flag, integer, number, size, word
 from luna_mega.convert.conventions import ORDER, order_of
-from luna_mega.convert.evidence import Evidence
+from luna_mega.convert.evidence import Evidence, Target
 from luna_mega.convert.formats.format import Format, Revision
-from luna_mega.convert.keymap import Row
+from luna_mega.convert.keymap import Row, rows
 from luna_mega.convert.safe_load import Checkpoint
 from luna_mega.convert.table import ACTIVATION, FAIRSEQ_ACTIVATIONS, NOT, Arg, Table, limited
-from luna_mega.convert.target import Target
 from luna_mega.errors import ConversionError
 
 PLACEHOLDER = "placeholder buffer of the original, no content"
@@ -30,11 +29,9 @@ DECIDED = (
     "attention_chunk",
     "truncation",
 )
-# The first of these parts that a norm has determines its kind.
+# The first of these parts in a norm determines its kind.
 _NORMS = {"scalar": "scalenorm", "running_mean": "batchnorm", "bias": "layernorm", "weight": "rmsnorm"}
 _NORM_PARTS = ("scalar", "weight", "bias", "running_mean", "running_var", "num_batches_tracked")
-_PROJECTIONS = ("v_proj", "mx_proj", "h_proj")
-_CROSS_PROJECTIONS = ("k_proj", "v_proj", "q_proj", "h_proj")
 _EMA = {
     "main": {"delta": "damping_factor", "alpha": "decay_factor"},
     "flash": {"alpha": "damping_factor", "delta": "decay_factor"},
@@ -57,17 +54,17 @@ FIELDS_OF_LM = frozenset(
 
 
 def revisions(name: str) -> dict[str, Revision]:
-    """Return the words for the branches of the code; `name` is the format in words."""
+    """Return the descriptions of the branches of the code; `name` describes the format."""
     words = {
         branch: Revision(f"{name} of branch {branch}", f"branch {branch}", f"the Mega code, branch {branch}")
         for branch in ORDER
     }
-    either = "branch main or flash (the order of its tensors does not tell)"
+    either = "branch main or flash (not determined by the order of its tensors)"
     return words | {"unknown": Revision(f"{name} of {either}", either, f"the Mega code, {either}")}
 
 
 def unused(target: Target, unread: frozenset[str] = FIELDS_OF_LM) -> set[str]:
-    """Return the fields that a model of this configuration does not read; `unread` are those of other heads."""
+    """Return the fields that a model of this configuration does not use; `unread` are the fields of other heads."""
     config, found = target.config, _UNUSED_FIELDS | unread
     if config.input_type != "patches":
         found |= {"image_size", "patch_size", "num_channels", "use_absolute_position_embeddings"}
@@ -88,8 +85,8 @@ def unused(target: Target, unread: frozenset[str] = FIELDS_OF_LM) -> set[str]:
 
 FACTS = {
     "config_class": MegaConfig,
-    "refused": {"layer-norm": "Mega stores norm weights as they are"},
-    "written": tuple(ORDER),
+    "unsupported_options": {"layer-norm": "Mega stores norm weights as they are"},
+    "export_revisions": tuple(ORDER),
     "training_fields": (
         "dropout_prob",
         "hidden_dropout_prob",
@@ -110,23 +107,24 @@ FACTS = {
 class MegaFormat(Format):
     """A format whose revisions are the branches of the Mega code."""
 
-    def recognise(self, file: Checkpoint) -> str:
-        """Return the branch by the order of the tensors; "unknown" if the order fits neither."""
+    def recognize(self, file: Checkpoint) -> str:
         return order_of(file.tensors) or "unknown"
 
 
 @dataclass(frozen=True)
 class Stack:
-    """The layers under `body` in a file, with the measures and rows that describe them.
+    """Measures and rows of the layers of an encoder or decoder.
 
-    `blocks`: the prefix of the layers, None = `{body}.layers`.
+    Args:
+        body: Prefix of the encoder or decoder in the file.
+        blocks: Prefix of the layers; None for `{body}.layers`.
     """
 
     body: str
     blocks: str | None = None
 
     def layers(self, name: str) -> Callable[[Evidence], int]:
-        """Return the measure of the number of layers, with which argument `name` must agree."""
+        """Return the measure of the number of layers, argument `name`."""
         return lambda evidence: evidence.unshared_layers(self._layers, name)
 
     def values(self, evidence: Evidence) -> int:
@@ -142,11 +140,11 @@ class Stack:
         return evidence.shape(f"{self._attention}.move.gamma", "rows", "n")[1]
 
     def feed_forward(self, name: str, field: str = "nffn_hidden_size") -> Arg:
-        """Return the row of the feed-forward width; 0 without tensors means that there are no feed-forward layers."""
+        """Return the row of the feed-forward width; 0 disables the feed-forward layers."""
 
         def read(evidence: Evidence) -> dict[str, Any]:
-            there = any(key.startswith(f"{self.body}.") and ".nffn." in key for key in evidence.tensors)
-            if not there and (evidence.args.get(name) or 0) < 1:
+            present = any(key.startswith(f"{self.body}.") and ".nffn." in key for key in evidence.tensors)
+            if not present and (evidence.args.get(name) or 0) < 1:
                 return {"use_normalized_ffn": False}
             width, _ = evidence.shape(f"{self._layers}.0.nffn.fc1.weight", "ffn width", "width")
             return {field: evidence.prefer(name, width)}
@@ -154,10 +152,10 @@ class Stack:
         def write(target: Target) -> int:
             return getattr(target.config, field) if target.config.use_normalized_ffn else 0
 
-        return Arg(name, field, read=read, write=write, kind=whole)
+        return Arg(name, field, read=read, write=write, kind=integer)
 
     def chunk(self, name: str, field: str = "chunk_size") -> Arg:
-        """Return the row of the chunk length; a table of positions, if there is one, is as long as a chunk."""
+        """Return the row of the chunk length, which is also the length of a table of positions."""
 
         def read(evidence: Evidence) -> dict[str, Any]:
             chunk, entries = evidence.arg(name), self._entries(evidence)
@@ -171,10 +169,10 @@ class Stack:
             config = target.config
             return (config.attention_chunk if field == "chunk_size" else getattr(config, field)) or -1
 
-        return Arg(name, field, default=-1, read=read, write=write, kind=whole)
+        return Arg(name, field, default=-1, read=read, write=write, kind=integer)
 
     def positions(self, name: str, chunk: str, field: str = "max_positions", **options: Any) -> Arg:
-        """Return the argument for the number of positions: the size of the table, unless `chunk` is positive."""
+        """Return the row of the number of positions: the size of the table unless the argument `chunk` is positive."""
 
         def measure(evidence: Evidence) -> int:
             positions, entries = evidence.arg(name), self._entries(evidence)
@@ -200,34 +198,31 @@ class Stack:
         return Arg(name, "normalization_type", measure=measure, kind=word)
 
     def normalize_before(self, name: str) -> Arg:
-        """Return the row of the place of the norms; with norms before the layers, one more follows the last layer."""
+        """Return the row of the position of the norms; pre-norm models have a final norm."""
 
         def read(evidence: Evidence) -> dict[str, bool]:
-            before = self._asked_or_there(evidence, name, "final_norm")
+            before = evidence.prefer(name, self._has_norm(evidence, name, "final_norm"))
             return dict.fromkeys(("normalize_before_mega", "normalize_before_ffn", "final_norm"), before)
 
         return Arg(name, "normalize_before_mega", read=read, kind=flag)
 
     def normalize_embedding(self) -> Arg:
         """Return the row of the norm of the embeddings."""
-        name = "normalize_embedding"
 
-        def read(evidence: Evidence) -> dict[str, bool]:
-            return {"embedding_norm": self._asked_or_there(evidence, name, "embed_norm")}
+        def measure(evidence: Evidence) -> bool:
+            return self._has_norm(evidence, "normalize_embedding", "embed_norm")
 
-        return Arg(name, "embedding_norm", read=read, kind=flag, only=_embedding_norms)
+        return Arg("normalize_embedding", "embedding_norm", measure=measure, kind=flag, only=_embedding_norms)
 
     def affine_final_norm(self, **options: Any) -> Arg:
-        """Return the row of a final norm without parameters; parameters in the file override the argument."""
-        name = "no_affine_final_norm"
+        """Return the row of a final norm without parameters; tensors override the argument."""
+        name, parts = "no_affine_final_norm", ("scalar", "weight")
 
-        def read(evidence: Evidence) -> dict[str, bool]:
-            if not evidence.args.get(name):
-                return {"final_norm_affine": True}
-            there = any(f"{self.body}.final_norm.norm.{part}" in evidence.tensors for part in ("scalar", "weight"))
-            return {"final_norm_affine": not evidence.prefer(name, not there)}
+        def measure(evidence: Evidence) -> bool:
+            present = any(f"{self.body}.final_norm.norm.{part}" in evidence.tensors for part in parts)
+            return bool(evidence.args.get(name)) and not present
 
-        return Arg(name, "final_norm_affine", NOT, read=read, kind=flag, **options)
+        return Arg(name, "final_norm_affine", NOT, measure=measure, kind=flag, **options)
 
     @property
     def _layers(self) -> str:
@@ -238,17 +233,16 @@ class Stack:
         return f"{self._layers}.0.mega_layer"
 
     def _entries(self, evidence: Evidence) -> int | None:
-        """Return the number of positions, or the chunk length, of the table of a simple bias; None without a table."""
+        """Return the length of the table of a simple bias; None without a table."""
         table = f"{self._attention}.rel_pos_bias.rel_pos_bias"
         if table not in evidence.tensors:
             return None
         return (evidence.shape(table, "2 positions - 1")[0] + 1) // 2
 
-    def _asked_or_there(self, evidence: Evidence, name: str, norm: str) -> bool:
-        """Return whether there is a norm; if the args require a missing norm, the file is reported as incomplete."""
-        if evidence.args.get(name):
-            return True  # a norm without parameters leaves no tensor
-        return evidence.prefer(name, any(key.startswith(f"{self.body}.{norm}.") for key in evidence.tensors))
+    def _has_norm(self, evidence: Evidence, name: str, norm: str) -> bool:
+        """Return whether there is a norm; a missing norm that the args require is an error of the key map."""
+        # The argument comes first, because a norm without parameters has no tensor.
+        return bool(evidence.args.get(name)) or any(key.startswith(f"{self.body}.{norm}.") for key in evidence.tensors)
 
 
 def _embedding_norms(target: Target) -> tuple[bool, ...]:
@@ -263,12 +257,12 @@ def activations(target: Target) -> tuple[str, ...]:
 def _truncation(evidence: Evidence) -> dict[str, int | None]:
     name = "truncation_length"
     if evidence.args.get(name, evidence.defaults.get(name)) is None:
-        return {"truncation": None}  # in the args, None means the whole kernel
+        return {"truncation": None}  # in the args, None means no truncation
     length = evidence.arg(name)
     return {"truncation": length if length > 0 else None}
 
 
-TRUNCATION = Arg("truncation_length", "truncation", read=_truncation, kind=whole)
+TRUNCATION = Arg("truncation_length", "truncation", read=_truncation, kind=integer)
 ACTIVATION_FUNCTION = Arg("activation_fn", "activation", ACTIVATION, kind=word, only=activations)
 FEATURE_DROPOUT = Arg("feature_dropout", "use_feature_dropout", default=False, kind=flag)
 DROPOUTS = (
@@ -281,10 +275,7 @@ DROPOUTS = (
 
 
 def options(stack: Stack, truncation: int) -> Table:
-    """Return the rows of the options that language models and translation have under the same names.
-
-    `truncation` is the default of the argument `truncation_length`.
-    """
+    """Return the common options of language models and translation; `truncation` is the default of their length."""
     return (
         replace(TRUNCATION, default=truncation),
         Arg("rel_pos_bias", "relative_positional_bias", measure=stack.bias, kind=word),
@@ -300,12 +291,12 @@ def _before(target: Target) -> tuple[bool, ...]:
     return (target.config.normalize_before_mega,)
 
 
-AFFINE_NORMS = limited("norm_affine", (True,))  # without parameters, no tensor shows the kind of a norm
+AFFINE_NORMS = limited("norm_affine", (True,))  # the parameters of a norm determine its kind
 NORMS = (AFFINE_NORMS, limited("normalize_before_ffn", _before), limited("final_norm", _before))
 
 
 def placeholder(_: torch.dtype) -> torch.Tensor:
-    """Return a buffer without content."""
+    """Return a placeholder buffer."""
     return torch.zeros(1)
 
 
@@ -315,10 +306,7 @@ def version(_: torch.dtype) -> torch.Tensor:
 
 
 def layer_rows(body: str, revision: str, config: MegaConfig, model: str = "mega", cross: bool = False) -> list[Row]:
-    """Return the rows of the layers under `body` in the file and under `model` here, and of the norms around them.
-
-    `cross`: the layers have cross-attention.
-    """
+    """Return the rows of an encoder or decoder; `cross` adds cross-attention."""
     rotary = config.relative_positional_bias == "rotary"
     return [
         *norm_rows(f"{body}.embed_norm", f"{model}.embedding_norm"),
@@ -328,7 +316,7 @@ def layer_rows(body: str, revision: str, config: MegaConfig, model: str = "mega"
 
 
 def block_rows(layer: str, to_layer: str, revision: str, rotary: bool = False, cross: bool = False) -> list[Row]:
-    """Return the rows of a layer, called `layer` in the file and `to_layer` here."""
+    """Return the rows of a layer with the prefix `layer` in the file and `to_layer` in the model."""
     ema = _EMA[revision] | _EMA_OF_BOTH
     attention, to_attention = f"{layer}.mega_layer", f"{to_layer}.mega_layer"
     return [
@@ -336,18 +324,18 @@ def block_rows(layer: str, to_layer: str, revision: str, rotary: bool = False, c
         Row(f"{attention}.beta", f"{to_attention}.qk_bias"),
         *norm_rows(f"{attention}.norm", f"{to_attention}.norm"),
         *(Row(f"{attention}.move.{name}", f"{to_attention}.ema_gate.{ema[name]}") for name in ORDER[revision]),
-        *(Row(f"{attention}.{name}.{{part}}", f"{to_attention}.{name}.{{part}}") for name in _PROJECTIONS),
+        *rows(attention, to_attention, ("v_proj", "mx_proj", "h_proj")),
         *_bias_rows(attention, to_attention, rotary),
-        *(_cross_attention_rows(f"{layer}.cross_attn", f"{to_layer}.cross_attn", rotary) if cross else []),
+        *(_cross_attention_rows(f"{layer}.cross_attn", f"{to_layer}.cross_attn", rotary) if cross else ()),
         *norm_rows(f"{layer}.nffn.norm", f"{to_layer}.nffn.norm"),
-        *(Row(f"{layer}.nffn.{name}.{{part}}", f"{to_layer}.nffn.{name}.{{part}}") for name in ("fc1", "fc2")),
+        *rows(f"{layer}.nffn", f"{to_layer}.nffn", ("fc1", "fc2")),
     ]
 
 
 def _cross_attention_rows(source: str, target: str, rotary: bool) -> list[Row]:
     return [
         *norm_rows(f"{source}.norm", f"{target}.norm"),
-        *(Row(f"{source}.{name}.{{part}}", f"{target}.{name}.{{part}}") for name in _CROSS_PROJECTIONS),
+        *rows(source, target, ("k_proj", "v_proj", "q_proj", "h_proj")),
         *_bias_rows(source, target, rotary),
     ]
 

@@ -1,35 +1,34 @@
-"""Reading of a Megalodon folder: its files, their settings, and the joined shards.
+"""Megalodon folders: their files, their settings, and shards.
 
 `consolidate_config.json` marks a folder that the original's loader reads; without it the weights are those of training.
 """
 
 import argparse
 import hashlib
+import json
 import re
 from pathlib import Path
 from typing import Any
 
-from luna_mega.convert.argtypes import flag, size, whole, word
-from luna_mega.convert.formats._shards import join_shards
+from luna_mega import MegalodonConfig
+from luna_mega.convert.argtypes import flag, integer, size, word
+from luna_mega.convert.dictionaries import PIECES_FILE
+from luna_mega.convert.formats._shards import Tensors, join_shards, split_shards
+from luna_mega.convert.formats.containers import Export, Files, Folder
 from luna_mega.convert.safe_load import Checkpoint, TensorFile, read_tensors
 from luna_mega.convert.safe_load.plain import plain_args
-from luna_mega.convert.tensors import dtype_name
+from luna_mega.convert.tensors import DTYPES, dtype_name
+from luna_mega.convert.tokenizers.sentencepiece import PieceModel, parse_pieces
 from luna_mega.errors import ConversionError, shown
 from luna_mega.hub.folder import read_json
 
+EMBEDDING = "embed.weight"
 CONFIG, CONSOLIDATED = "config.json", "consolidate_config.json"
-FILE_DTYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
-# Names of the args next to those of the model.
+_FILE_DTYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
+# Names of the args in addition to those of the model.
 TOKENIZER, SHARDS = "tokenizer", "model_parallel_size"
-EXTRA = 256  # the number of tokens after the pieces is a multiple of this
+_EXTRA = 256  # the number of tokens after the pieces is a multiple of this
 _WEIGHTS, _TRAINING = "consolidated*.pth", "model.ckpt.*.pth"
-
-
-def has_folder(folder: Path) -> bool:
-    """Return whether a folder contains a Megalodon checkpoint; Llama's weights have the same file names."""
-    if _files(folder, CONSOLIDATED) or _files(folder, _TRAINING):
-        return True
-    return bool(_files(folder, _WEIGHTS)) and (folder / CONFIG).is_file() and _has_width(folder / CONFIG)
 
 
 def _has_width(file: Path) -> bool:
@@ -44,59 +43,25 @@ def _files(folder: Path, pattern: str) -> list[str]:
     return sorted(path.name for path in folder.glob(pattern) if path.is_file())
 
 
-def shard_names(count: int) -> list[str]:
-    """Return the names of the weight files."""
+def _shard_names(count: int) -> list[str]:
+    """Return the names of the files with weights."""
     return ["consolidated.pth"] if count == 1 else [f"consolidated.{rank:02d}.pth" for rank in range(count)]
 
 
 def tokenizer_settings(value: Any) -> dict[str, Any]:
-    """Return the settings of the tokenizer, with their defaults; the type of an argument."""
+    """Return the settings of the tokenizer with their defaults; a type of an argument."""
     if not isinstance(value, dict):
         raise ValueError("is not an object")
     defaults = {"path": None, "additional_vocab_size": 0, "data_tokenized": False}
     if unknown := sorted(value.keys() - defaults.keys()):
-        raise ValueError(f"has {shown(unknown[0])}, which the original does not know")
+        raise ValueError(f"has {shown(unknown[0])}, which is not a setting of the original")
     settings = defaults | value
     if settings["path"] is not None:
         word(settings["path"])
-    extra = whole(settings["additional_vocab_size"])
-    if extra < 0 or extra % EXTRA:
-        raise ValueError(f"has an additional_vocab_size that is no multiple of {EXTRA}")
+    extra = integer(settings["additional_vocab_size"])
+    if extra < 0 or extra % _EXTRA:
+        raise ValueError(f"has an additional_vocab_size that is no multiple of {_EXTRA}")
     return settings | {"data_tokenized": flag(settings["data_tokenized"])}
-
-
-def read_folder(folder: Path, progress: bool) -> Checkpoint:
-    """Return the checkpoint in a folder.
-
-    Its args are the settings of the model and of the tokenizer, and the number of shards.
-
-    Raises:
-        ConversionError: a file is missing or damaged, or the shards are not of one model.
-    """
-    count, dtype = _consolidated(folder)
-    args = _settings(folder) | {SHARDS: count}
-    _check_files(folder, count)
-    files = {name: read_tensors(folder / name, progress) for name in shard_names(count)}
-    try:
-        _check_archives(files)
-        tensors = join_shards({name: file.tensors for name, file in files.items()})
-    except ConversionError as error:
-        raise ConversionError(f"{folder}: {error}") from error
-    warnings = {f"{name}: {file.unchecked}" for name, file in files.items() if file.unchecked}
-    stored = {dtype_name(tensor.dtype) for tensor in tensors.values() if tensor.is_floating_point()}
-    if stored != {FILE_DTYPES[dtype]}:
-        words = ", ".join(sorted(stored))
-        warnings.add(f"{CONSOLIDATED}: dtype = {dtype!r} but the tensors are {words}: the tensors win")
-    return Checkpoint(
-        folder,
-        _digest(files),
-        next(iter(files.values())).serialization,
-        args,
-        tensors,
-        num_updates=None,
-        warnings=tuple(sorted(warnings)),
-        unchecked=any(file.unchecked for file in files.values()),
-    )
 
 
 def _consolidated(folder: Path) -> tuple[int, str]:
@@ -109,7 +74,7 @@ def _consolidated(folder: Path) -> tuple[int, str]:
                 "give the folder of the consolidated checkpoint, with consolidate_config.json"
             )
         raise ConversionError(
-            f"{folder}: {weights[0]} without {CONSOLIDATED}, which tells the number of shards; copy it there, or write "
+            f"{folder}: {weights[0]} without {CONSOLIDATED}, which has the number of shards; copy it there, or write "
             f'{{"{SHARDS}": {len(weights)}, "dtype": "fp32"}} into it'
         )
     content = read_json(file)
@@ -117,8 +82,8 @@ def _consolidated(folder: Path) -> tuple[int, str]:
         name, value = SHARDS, content.get(SHARDS)
         count = size(value)
         name, value = "dtype", content.get("dtype")
-        if not isinstance(value, str) or value not in FILE_DTYPES:
-            raise ValueError(f"is not one of {', '.join(FILE_DTYPES)}")
+        if not isinstance(value, str) or value not in _FILE_DTYPES:
+            raise ValueError(f"is not one of {', '.join(_FILE_DTYPES)}")
     except ValueError as error:
         raise ConversionError(f"{file}: {name} = {shown(value)} {error}") from error
     return count, value
@@ -140,22 +105,22 @@ def _settings(folder: Path) -> dict[str, Any]:
 
 def _check_files(folder: Path, count: int) -> None:
     """Raise an error if a shard is missing, or if there are too many."""
-    there, wanted = _files(folder, _WEIGHTS), set()
-    for name in shard_names(min(count, len(there) + 1)) if count > 1 else shard_names(1):
-        wanted.add(name)
-        if name not in there:
+    found, expected = _files(folder, _WEIGHTS), set()
+    for name in _shard_names(min(count, len(found) + 1)) if count > 1 else _shard_names(1):
+        expected.add(name)
+        if name not in found:
             raise ConversionError(
                 f"{folder}: {name} is missing, and {CONSOLIDATED} has {SHARDS} = {count}; copy all shards there"
             )
-    if extra := sorted(set(there) - wanted):
+    if extra := sorted(set(found) - expected):
         raise ConversionError(
-            f"{folder}: {extra[0]} is none of the {count} files that {CONSOLIDATED} tells of; take away the files of "
-            "another checkpoint"
+            f"{folder}: {extra[0]} is not one of the {count} files of {CONSOLIDATED}; remove the files of another "
+            "checkpoint"
         )
 
 
 def _check_archives(files: dict[str, TensorFile]) -> None:
-    """Raise `ConversionError` if a file was saved under the name of another shard; other names say nothing."""
+    """Raise `ConversionError` if a file was saved with the name of another shard."""
     for name, file in files.items():
         if file.archive != Path(name).stem and re.fullmatch(r"consolidated(\.\d+)?", file.archive or ""):
             raise ConversionError(
@@ -168,3 +133,101 @@ def _digest(files: dict[str, TensorFile]) -> str:
     if len(files) == 1:
         return next(iter(files.values())).sha256
     return hashlib.sha256("".join(f"{file.sha256}  {name}\n" for name, file in files.items()).encode()).hexdigest()
+
+
+class MegalodonFolder(Folder):
+    """A folder with config.json, consolidate_config.json and consolidated.pth, or consolidated.00.pth and so on."""
+
+    software = "Megalodon"
+    settings = "config.json: model"
+
+    def claims(self, folder: Path) -> bool:
+        """Return whether a folder contains a Megalodon checkpoint; Llama's weights have the same file names."""
+        if _files(folder, CONSOLIDATED) or _files(folder, _TRAINING):
+            return True
+        return bool(_files(folder, _WEIGHTS)) and (folder / CONFIG).is_file() and _has_width(folder / CONFIG)
+
+    def read(self, folder: Path, progress: bool) -> Checkpoint:
+        """Return the checkpoint; its args are the settings of model and tokenizer, and the number of shards."""
+        count, dtype = _consolidated(folder)
+        args = _settings(folder) | {SHARDS: count}
+        _check_files(folder, count)
+        files = {name: read_tensors(folder / name, progress) for name in _shard_names(count)}
+        try:
+            _check_archives(files)
+            tensors = join_shards({name: file.tensors for name, file in files.items()})
+        except ConversionError as error:
+            raise ConversionError(f"{folder}: {error}") from error
+        warnings = {f"{name}: {file.unchecked}" for name, file in files.items() if file.unchecked}
+        stored = _dtypes(tensors)
+        if stored != {_FILE_DTYPES[dtype]}:
+            words = ", ".join(sorted(stored))
+            warnings.add(f"{CONSOLIDATED}: dtype = {dtype!r} but the tensors are {words}: using the tensors")
+        return Checkpoint(
+            folder,
+            _digest(files),
+            next(iter(files.values())).serialization,
+            args,
+            tensors,
+            num_updates=None,
+            warnings=tuple(sorted(warnings)),
+            unchecked=any(file.unchecked for file in files.values()),
+        )
+
+    def architecture(self, args: dict[str, Any]) -> str:
+        return "megalodon"
+
+    def stored_dtype(self, tensors: Tensors) -> str:
+        stored = _dtypes(tensors)
+        return stored.pop() if len(stored) == 1 and stored <= set(DTYPES) else "float32"
+
+    def files(self, export: Export) -> Files:
+        args, config, companions = export.args, export.target.config, export.companions
+        count = export.shards or args[SHARDS]
+        _check_split(config, count)
+        model = {name: value for name, value in args.items() if name not in (TOKENIZER, SHARDS)}
+        tokenizer = args[TOKENIZER]
+        if PIECES_FILE in companions:
+            settings, pieces = tokenizer_settings(tokenizer), parse_pieces(companions[PIECES_FILE], Path(PIECES_FILE))
+            extra = additional_tokens(pieces, settings, config.vocab_size)
+            tokenizer = settings | {"path": PIECES_FILE, "additional_vocab_size": extra}
+        stored = dtype_name(export.tensors[EMBEDDING].dtype)
+        words = next(short for short, long in _FILE_DTYPES.items() if long == stored)
+        parts = zip(_shard_names(count), split_shards(export.tensors, count), strict=True)
+        return {
+            CONFIG: _json({"model": model, "tokenizer": tokenizer}),
+            CONSOLIDATED: _json({"model_parallel_size": count, "dtype": words}),
+            **companions,
+            **dict(parts),
+        }
+
+
+def _dtypes(tensors: Tensors) -> set[str]:
+    return {dtype_name(tensor.dtype) for tensor in tensors.values() if tensor.is_floating_point()}
+
+
+def additional_tokens(model: PieceModel, settings: dict[str, Any], rows: int) -> int:
+    """Return the number of tokens after the pieces, which without a tokenizer depends on the vocabulary."""
+    pieces = len(model.pieces)
+    extra = rows - pieces if settings["path"] is None else settings["additional_vocab_size"]
+    if extra < 0 or extra % _EXTRA or pieces + extra != rows:
+        raise ConversionError(
+            f"{model.path}: {pieces} pieces and {max(extra, 0)} additional tokens do not fit the model, whose "
+            f"vocabulary has {rows}; give the SentencePiece model that it was trained with"
+        )
+    return extra
+
+
+def _check_split(config: MegalodonConfig, count: int) -> None:
+    """Raise an error for a number of shards that the original does not support."""
+    sizes = ("num_attention_heads", "norm_num_groups", "intermediate_size")
+    if uneven := [f"{name} = {getattr(config, name)}" for name in sizes if getattr(config, name) % count]:
+        raise ConversionError(f"--shards {count}: does not divide {', '.join(uneven)}; give a number that does")
+    if count > 1 and config.rescale_nffn:
+        raise ConversionError(
+            f"--shards {count}: the original runs rescale_nffn in one shard only; leave the option out"
+        )
+
+
+def _json(content: dict[str, Any]) -> bytes:
+    return (json.dumps(content, indent=2) + "\n").encode()

@@ -1,7 +1,7 @@
 """Shards of a Megalodon checkpoint: each model-parallel rank of the original saves its part of every tensor.
 
-The residual stream is split along its features, and every matrix along its inputs or its outputs, by neighbors in the
-order of the ranks (`megalodon/modules/model_parallel/layers.py`). Heads and groups of the norms stay whole.
+The residual stream is split along its features, and every matrix along its inputs or outputs, contiguously in the order
+of the ranks (`megalodon/modules/model_parallel/layers.py`). Heads and groups of the norms are not split.
 """
 
 import re
@@ -15,7 +15,7 @@ from luna_mega.errors import ConversionError, shown
 
 Tensors = dict[str, torch.Tensor]
 
-# The dimension along which a tensor is split; a name that no pattern fits is equal in all shards.
+# The dimension along which a tensor is split; tensors that match no pattern are equal in all shards.
 _DIMENSIONS = {
     0: r"layers\.\d+\.(mega\.(w[zvr]|wh1)\.(weight|bias)|mega\.cema\.\w+|nffn\.fc[13]\.weight)"
     r"|(layers\.\d+\.mega\.timenorm|output\.final_norm)\.(weight|bias|prior_mean|prior_logv)",
@@ -28,11 +28,7 @@ def _dimension(name: str) -> int | None:
 
 
 def join_shards(shards: Mapping[str, Tensors]) -> Tensors:
-    """Return the tensors of the complete model; `shards` has them by file name, in the order of the ranks.
-
-    Raises:
-        ConversionError: the shards are not parts of one model; the message names the file and the tensor.
-    """
+    """Return the tensors of the complete model; `shards` maps file names in the order of the ranks to tensors."""
     first_file, first = next(iter(shards.items()))
     for file, tensors in shards.items():
         if different := sorted(first.keys() ^ tensors.keys()):
@@ -73,10 +69,7 @@ def _joined(name: str, parts: list[torch.Tensor]) -> torch.Tensor:
 
 
 def split_shards(tensors: Tensors, count: int) -> list[Tensors]:
-    """Return the tensors of each of `count` shards, which divides every split dimension.
-
-    A tensor with two names, such as a tied output layer, has two names in a shard as well.
-    """
+    """Return the tensors of each of `count` shards, in which tied tensors stay tied."""
     if count == 1:
         return [tensors]
     parts: dict[int, list[torch.Tensor]] = {}

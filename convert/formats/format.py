@@ -1,8 +1,8 @@
-"""A format: one kind of checkpoint, described once for both directions.
+"""A format: the description of one kind of checkpoint, for import and export.
 
-A format has six members: `facts` are words and names, `table` translates arguments and fields of the configuration,
-`recognise` identifies a file, `keymap` translates names of tensors, `companions` are the files next to the weights, and
-`report` has the words for the user.
+A format has six members: `facts` are constants, `table` translates arguments and fields of the configuration,
+`recognize` identifies a file, `keymap` translates names of tensors, `companions` are the files next to the weights, and
+`report` has decisions and notes for the user.
 """
 
 import re
@@ -15,26 +15,24 @@ from typing import Any
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from luna_mega.convert.dictionary import Dictionaries
-from luna_mega.convert.dictionary_kinds import DictionaryKind
-from luna_mega.convert.evidence import Evidence
+from luna_mega.convert.dictionaries import Dictionaries, DictionaryKind
+from luna_mega.convert.evidence import Evidence, Target, is_classifier
 from luna_mega.convert.formats.containers import Container, FairseqFile
 from luna_mega.convert.keymap import KeyMap
 from luna_mega.convert.safe_load import Checkpoint
 from luna_mega.convert.table import HEAD, MODEL, Table, build_config, defaults, read_fields, typed_args
-from luna_mega.convert.target import Target
 from luna_mega.convert.tokenizers import ConvertedTokenizer
 from luna_mega.errors import ConversionError
 
 Tensors = dict[str, torch.Tensor]
 Bpe = str | Path | None  # the option `--bpe`
-# Makes the tokenizer from the dictionaries and the option, and adds notes to the list.
+# Returns the tokenizer, and appends notes to the list.
 MakeTokenizer = Callable[[Dictionaries, Bpe, list[str]], ConvertedTokenizer | None]
 
 
 @dataclass(frozen=True)
 class Revision:
-    """Words for one revision of the original code: the format as it was then, the revision, the code."""
+    """Descriptions of one revision of the original code: of the format, of the revision, of the code."""
 
     format: str
     name: str
@@ -50,64 +48,64 @@ def _unchanged(config: PreTrainedConfig) -> PreTrainedConfig:
 
 
 def no_tokenizer(dictionaries: Dictionaries, bpe: Bpe, notes: list[str]) -> None:
-    """Return no tokenizer, the `MakeTokenizer` of a model without one."""
+    """Return None, the tokenizer of a model without one."""
     if bpe is not None:
         raise ConversionError(f"--bpe {bpe}: the model has no tokenizer; leave the option out")
 
 
 @dataclass(frozen=True)
 class Facts:
-    """Words and names of a format.
+    """Constants of a format.
 
     Args:
-        name: the `layout` in reports; no two formats have the same.
-        revisions: name -> words, for every revision of the original code.
-        written: revisions to try, in this order, when a model that was not converted is exported.
-        config_class: the configuration of the models.
-        model_classes: the classes that a file can contain; the first one is the usual one.
-        stacks: signature of the layers in a file, see `registry.stacks_of`; empty if `recognise` checks everything.
-        classifiers: the classes among these with a classification head.
-        also: classes that load from a folder of every other class.
-        make_config: makes the configuration from fields, if the defaults of the class do not apply.
-        architectures: name of an architecture -> its own defaults of arguments, which override those of the table.
-        container: the layout on disk.
-        norms: revision -> "standard" or "plus-one", the storage of norm weights; empty if there is one way only.
-        aliases: pattern in an early name -> replacement, with a note on renamed tensors.
-        refused: option (`layer-norm`, `ema-convention`) -> reason why it does not apply.
-        training_fields: fields of the configuration that matter in training only; a difference is a warning.
-        unused: returns the fields that a checkpoint of a target does not determine.
-        resolve: returns the configuration with explicit values of fields that follow other fields.
-        usual_head: returns the original's name for the head of a model, if heads have names.
-        way_out: advice for a model whose head no format has; None = the error lists the classes.
-        finite: whether NaN or Inf among the weights is an error instead of a warning.
+        name: Unique name, the `layout` in reports.
+        revisions: Name -> description of every revision of the original code.
+        export_revisions: Revisions to try, in this order, for a model that was not converted.
+        config_class: Configuration of the models.
+        model_classes: Classes that a file can contain; the first one is the default.
+        stacks: Signature of the layers in a file, see `registry.stacks_of`; empty if `recognize` checks everything.
+        additional_classes: Classes that load from the folder of every other class.
+        make_config: Function that returns the configuration, if the defaults of the class do not apply.
+        architectures: Name of an architecture -> defaults of arguments that override those of the table.
+        container: Layout on disk.
+        norms: Revision -> "standard" or "plus-one", the storage of norm weights; empty if it is always the same.
+        aliases: Patterns in early names of tensors, with replacement and note.
+        unsupported_options: Option (`layer-norm`, `ema-convention`) -> reason why it does not apply.
+        training_fields: Fields of the configuration for training; a difference is a warning.
+        decided: Fields of the configuration in the decisions of a report.
+        unused: Function that returns the fields that a checkpoint of a target does not determine.
+        resolve: Function that returns the configuration with explicit values of derived fields.
+        usual_head: Function that returns the original's name for the head of a model, if heads have names.
+        advice: Advice for a model whose head no format supports; None for a list of classes.
+        finite: Whether NaN or Inf among the weights is an error instead of a warning.
     """
 
     name: str
     revisions: dict[str, Revision]
-    written: tuple[str, ...]
+    export_revisions: tuple[str, ...]
     config_class: type[PreTrainedConfig]
     model_classes: tuple[type[PreTrainedModel], ...]
     stacks: frozenset[tuple[str, str]] = frozenset()
-    classifiers: tuple[type[PreTrainedModel], ...] = ()
-    also: tuple[type[PreTrainedModel], ...] = ()
+    additional_classes: tuple[type[PreTrainedModel], ...] = ()
     make_config: Callable[..., PreTrainedConfig] | None = None
     architectures: dict[str, dict[str, Any]] = field(default_factory=dict)
     container: Container = FairseqFile()
     norms: dict[str, str] = field(default_factory=dict)
     aliases: tuple[tuple[str, str, str], ...] = ()
-    refused: dict[str, str] = field(default_factory=dict)
+    unsupported_options: dict[str, str] = field(default_factory=dict)
     training_fields: tuple[str, ...] = ()
+    decided: tuple[str, ...] = ()
     unused: Callable[[Target], set[str]] = _nothing
     resolve: Callable[[PreTrainedConfig], PreTrainedConfig] = _unchanged
     usual_head: Callable[[PreTrainedConfig], str] | None = None
-    way_out: str | None = None
+    advice: str | None = None
     finite: bool = False
 
-    def head_of(self, model_class: type, config: PreTrainedConfig, wanted: str | None) -> str | None:
-        """Return the name of the classification head of a model, `wanted` or the usual one; None = it has no name."""
-        if self.usual_head is None or model_class not in self.classifiers:
+    def head_of(self, model_class: type, config: PreTrainedConfig, requested: str | None) -> str | None:
+        """Return the name of the classification head of a model, `requested` or the usual one; None without a name."""
+        if self.usual_head is None or not is_classifier(model_class):
             return None
-        return wanted or self.usual_head(config)
+        return requested or self.usual_head(config)
 
 
 @dataclass(frozen=True)
@@ -122,10 +120,7 @@ class Companions:
 
 @dataclass(frozen=True)
 class Notes:
-    """Words for the user: decisions and notes of a conversion, notes of an export, a line about every head.
-
-    Without lines, the only head is a classifier.
-    """
+    """Other decisions and notes of a conversion, notes of an export, and lines on heads other than one classifier."""
 
     decisions: dict[str, Any] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
@@ -140,12 +135,12 @@ class Format(ABC):
     table: Table
 
     @abstractmethod
-    def recognise(self, file: Checkpoint) -> str | None:
-        """Return the revision of the code that wrote a file with the stacks of this format; None = another format."""
+    def recognize(self, file: Checkpoint) -> str | None:
+        """Return the revision of the code that wrote a file with the stacks of this format; None for another format."""
 
     @abstractmethod
     def keymap(self, target: Target) -> KeyMap:
-        """Return the names of the tensors of a model in the original and here."""
+        """Return the names of the tensors of a model in the original and in this package."""
 
     @abstractmethod
     def companions(self, target: Target, evidence: Evidence) -> Companions:
@@ -153,11 +148,11 @@ class Format(ABC):
 
     @abstractmethod
     def report(self, target: Target, evidence: Evidence) -> Notes:
-        """Return the words on a model; `evidence` is that of its checkpoint."""
+        """Return decisions and notes on a model; `evidence` is that of its checkpoint."""
 
 
-def renamed(fmt: Format, tensors: Tensors) -> tuple[Tensors, list[str]]:
-    """Return the tensors, in order, under the names of the key map, and notes on renamed ones."""
+def rename_tensors(fmt: Format, tensors: Tensors) -> tuple[Tensors, list[str]]:
+    """Return the tensors in the same order with the names of the key map, and notes on renamed tensors."""
     notes = []
     for pattern, name, note in fmt.facts.aliases:
         changed = {re.sub(pattern, name, key): tensor for key, tensor in tensors.items()}
@@ -169,13 +164,9 @@ def renamed(fmt: Format, tensors: Tensors) -> tuple[Tensors, list[str]]:
 def read_model(
     fmt: Format, tensors: Tensors, args: dict[str, Any], revision: str, head: str | None = None
 ) -> tuple[Target, Evidence]:
-    """Return the model in a checkpoint, as the table reads it, and the evidence.
+    """Return the model that the table reads from args and tensors, and the evidence.
 
-    Args:
-        head: name of the classification head to read; None = the table decides.
-
-    Raises:
-        ConversionError: args and tensors contradict each other, or an argument is missing or has another type.
+    `head` is the name of the classification head; None if the table determines it.
     """
     facts, container = fmt.facts, fmt.facts.container
     own = facts.architectures.get(container.architecture(args), {})

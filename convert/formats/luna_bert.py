@@ -3,30 +3,28 @@
 import re
 from collections.abc import Iterator
 from functools import cache
-from pathlib import Path
+from itertools import product
 from typing import Any
 
 import torch
 from torch import nn
 
 from luna_mega import LunaConfig, LunaForMaskedLM, LunaForMultipleChoice, LunaForSequenceClassification, LunaModel
-from luna_mega.convert.argtypes import flag, number, size, whole, word
-from luna_mega.convert.dictionary import Dictionaries
-from luna_mega.convert.dictionary_kinds import VocabularyAndLabels
-from luna_mega.convert.evidence import Evidence, same_bits
+from luna_mega.convert.argtypes import flag, integer, number, size, word
+from luna_mega.convert.dictionaries import Dictionaries, VocabularyAndLabels
+from luna_mega.convert.evidence import Evidence, Target, problem_type, same_bits
 from luna_mega.convert.formats import _luna
 from luna_mega.convert.formats.containers import FairseqFile
-from luna_mega.convert.formats.format import Companions, Facts, Format, Notes
-from luna_mega.convert.keymap import LAYER_NORM, KeyMap, Row
+from luna_mega.convert.formats.format import Bpe, Companions, Facts, Format, Notes
+from luna_mega.convert.keymap import LAYER_NORM, KeyMap, Row, rows
 from luna_mega.convert.safe_load import Checkpoint
 from luna_mega.convert.table import ACTIVATION, HEAD, MODEL, NOT, Arg, derived, fields, limited
-from luna_mega.convert.target import Target, problem_type
 from luna_mega.convert.tokenizers import PIECES, ConvertedTokenizer
 from luna_mega.convert.tokenizers.gpt2_bpe import bpe_tokenizer, read_gpt2_bpe
 from luna_mega.errors import ConversionError
 from luna_mega.modeling_luna.heads_luna import LunaLMHead
 
-_FRESH = "the folder has no LM head, which fairseq's loader asks for: a new, untrained one is written"
+_FRESH = "the folder has no LM head, which fairseq's loader requires: a new, untrained one is written"
 _BODY, _LM_HEAD = "encoder.sentence_encoder", "encoder.lm_head"
 _RANKING_TASKS = ("sentence_ranking", "commonsense_qa")
 _FINE_TUNING_TASKS = ("sentence_prediction", *_RANKING_TASKS)
@@ -62,7 +60,7 @@ _ARCHITECTURES = {
 
 
 def _arch(target: Target) -> str:
-    """Return the architecture of these sizes, or else a usual one: the args have all sizes anyway."""
+    """Return the architecture with these sizes, or a default: the args have all sizes."""
     sizes = {row.name: getattr(target.config, row.field) for row in _TABLE if row.name in _SIZES}
     usual = f"luna_base_{'tied' if target.config.tie_key_value else 'untied'}_512"
     return next((arch for arch, own in _ARCHITECTURES.items() if own == sizes), usual)
@@ -79,7 +77,7 @@ def _has_head(target: Target) -> bool:
 
 
 def _ranks(target: Target) -> bool:
-    # The num_classes of this task is the number of options, which the model does not know.
+    # The num_classes of this task is the number of options, which the model does not have.
     return _has_head(target) and _task(target) == "sentence_ranking"
 
 
@@ -114,7 +112,7 @@ def _names_of_heads(evidence: Evidence) -> list[str]:
 
 
 def _head(evidence: Evidence) -> dict[str, Any]:
-    """Return class, name and fields of the head: the requested one, or the only one of a fine-tuned model."""
+    """Return class, name and fields of the head: the requested one or the only one of a fine-tuned model."""
     names, name, task = _names_of_heads(evidence), evidence.head, evidence.args.get("task")
     if name is not None and name not in names:
         has = f"has {', '.join(names)}" if names else "has no classification head"
@@ -161,15 +159,15 @@ _TABLE = (
         "classifier_activation",
         ACTIVATION,
         "tanh",
-        when=_has_head,
+        write_if=_has_head,
         kind=word,
         only=_activations_of_head,
     ),
-    Arg("pooler_dropout", "classifier_dropout", default=0.0, when=_has_head, kind=number),
-    Arg("ranking_head_name", write=lambda target: target.head, when=_ranks, kind=word),
-    Arg("num_classes", write=lambda target: target.config.num_labels, when=_classifies, kind=whole),
-    Arg("regression_target", write=_regression, when=_classifies, kind=flag),
-    Arg("classification_head_name", write=lambda target: target.head, when=_classifies, kind=word),
+    Arg("pooler_dropout", "classifier_dropout", default=0.0, write_if=_has_head, kind=number),
+    Arg("ranking_head_name", write=lambda target: target.head, write_if=_ranks, kind=word),
+    Arg("num_classes", write=lambda target: target.config.num_labels, write_if=_classifies, kind=integer),
+    Arg("regression_target", write=_regression, write_if=_classifies, kind=flag),
+    Arg("classification_head_name", write=lambda target: target.head, write_if=_classifies, kind=word),
     derived("vocab_size", lambda evidence: evidence.shape(f"{_BODY}.embed_tokens.weight", "vocabulary", "width")[0]),
     fields(_head),
     limited("classifier_hidden_size", _widths_of_head),
@@ -186,10 +184,9 @@ class LunaBert(Format):
     facts = Facts(
         name="luna_bert",
         revisions={"r21": _luna.code_of_2021("luna_bert"), "head": _luna.code_of_2023("luna_bert of the 2023 code")},
-        written=("r21",),
+        export_revisions=("r21",),
         model_classes=(LunaForMaskedLM, LunaModel, LunaForMultipleChoice, LunaForSequenceClassification),
-        classifiers=(LunaForMultipleChoice, LunaForSequenceClassification),
-        also=(LunaForMaskedLM,),
+        additional_classes=(LunaForMaskedLM,),
         stacks=frozenset({("luna", _BODY)}),
         architectures=_ARCHITECTURES,
         container=FairseqFile(
@@ -211,38 +208,32 @@ class LunaBert(Format):
             {"num_labels", "drop_first_token"} if target.model_class is LunaForMultipleChoice else set()
         ),
         usual_head=lambda config: _HEAD_OF_POOLING.get(config.pooling, _HEAD_OF_POOLING["cls"]),
+        decided=("tie_key_value", "tie_word_embeddings", "dynamic_projection_length"),
         **_luna.FACTS,
     )
     table = _TABLE
 
-    def recognise(self, file: Checkpoint) -> str | None:
-        """Return the revision; the code has had the argument `stop_min_lr` since May 2022."""
+    def recognize(self, file: Checkpoint) -> str | None:
         return "head" if "stop_min_lr" in file.args else "r21"
 
     def keymap(self, target: Target) -> KeyMap:
-        """Return the map of a file whose other classification heads are dropped."""
-        rows = [
+        found = [
             *_lm_head_rows(target.config),
             Row(f"{_BODY}.embed_tokens.weight", "luna.embeddings.word_embeddings.weight"),
             *_luna.encoder_rows(_BODY),
         ]
         if target.head is not None:
             source = f"classification_heads.{target.head}"
-            rows += [
-                Row(f"{source}.in_proj.{{part}}", "pooler.dense.{part}"),
-                *(
-                    Row(f"{source}.attn.{name}.{{part}}", f"pooler.attention.{name}.{{part}}")
-                    for name in ("q_proj", "k_proj", "v_proj", "out_proj")
-                ),
-                Row(f"{source}.layernorm.{{part}}", "pooler.layer_norm.{part}", LAYER_NORM),
-                Row(f"{source}.dense.{{part}}", "classifier.dense.0.{part}"),
-                Row(f"{source}.out_proj.{{part}}", "classifier.out_proj.{part}"),
+            found += [
+                *rows(source, "pooler", {"in_proj": "dense"}),
+                *rows(f"{source}.attn", "pooler.attention", ("q_proj", "k_proj", "v_proj", "out_proj")),
+                *rows(source, "pooler", {"layernorm": "layer_norm"}, LAYER_NORM),
+                *rows(source, "classifier", {"dense": "dense.0", "out_proj": "out_proj"}),
             ]
         reason = "head not chosen; --head {name} converts it"
-        return KeyMap([*rows, Row("classification_heads.{name}.{rest}", None, reason=reason, except_name=target.head)])
+        return KeyMap([*found, Row("classification_heads.{name}.{rest}", None, reason=reason, except_name=target.head)])
 
     def companions(self, target: Target, evidence: Evidence) -> Companions:
-        """Return the vocabulary, the labels of a classifier, and GPT-2's byte-pair encoding."""
         task, config = evidence.args.get("task"), target.config
         places = {"vocabulary_place": "input0/dict.txt"} if task in ("sentence_prediction", "sentence_ranking") else {}
         places |= {"label_place": "label/dict.txt"} if task == "sentence_prediction" else {}
@@ -254,14 +245,11 @@ class LunaBert(Format):
             **places,
         )
 
-        def tokenizer(
-            dictionaries: Dictionaries, bpe: str | Path | None, notes: list[str]
-        ) -> ConvertedTokenizer | None:
+        def tokenizer(dictionaries: Dictionaries, bpe: Bpe, notes: list[str]) -> ConvertedTokenizer | None:
             if bpe is None:
                 notes.append("no tokenizer: --bpe DIR, the folder with GPT-2's encoder.json and vocab.bpe, adds it")
                 return None
-            if dictionaries.vocabulary is None:
-                raise ConversionError(f"--bpe {bpe}: there is no dictionary beside the checkpoint; give it with --dict")
+            dictionaries.has_vocabulary(bpe)
             length = config.max_position_embeddings
             made, missing = bpe_tokenizer(dictionaries.vocabulary, read_gpt2_bpe(bpe), "<mask>", length)
             if missing:
@@ -273,8 +261,7 @@ class LunaBert(Format):
         return Companions(kind, tokenizer)
 
     def report(self, target: Target, evidence: Evidence) -> Notes:
-        """Return the head, the heads of the file, and those that an export lacks."""
-        decided, head, exported = ("tie_key_value", "tie_word_embeddings", "dynamic_projection_length"), target.head, []
+        head, exported = target.head, []
         named = [
             f"{key.split('.')[1]}: {len(tensor)} classes"
             for key, tensor in evidence.tensors.items()
@@ -287,7 +274,7 @@ class LunaBert(Format):
         if head is not None and evidence.args.get("task") == "masked_lm":
             exported.append(f"the task in args is masked_lm: luna-mega convert takes the head with --head {head}")
         return Notes(
-            {"head": head} | {name: getattr(target.config, name) for name in decided},
+            {"head": head},
             [] if head is None else ["the LM head is kept: AutoModelForMaskedLM loads from the same folder"],
             exported,
             ["masked LM", *named],
@@ -295,7 +282,7 @@ class LunaBert(Format):
 
 
 def _lm_head_rows(config: LunaConfig) -> Iterator[Row]:
-    """Yield the rows of the LM head; an export of a model without one writes an untrained head."""
+    """Yield the rows of the LM head, which is untrained if the exported model has none."""
 
     @cache
     def head() -> LunaLMHead:
@@ -307,18 +294,11 @@ def _lm_head_rows(config: LunaConfig) -> Iterator[Row]:
                 nn.init.zeros_(linear.bias)
         return made
 
-    for ours in (
-        "decoder.weight",
-        "decoder.bias",
-        "dense.weight",
-        "dense.bias",
-        "layer_norm.weight",
-        "layer_norm.bias",
-    ):
+    for module, part in product(("decoder", "dense", "layer_norm"), ("weight", "bias")):
         yield Row(
-            f"{_LM_HEAD}.{ours.removeprefix('decoder.')}",
-            f"lm_head.{ours}",
-            LAYER_NORM if ours.startswith("layer_norm") else None,
-            fill=lambda dtype, name=ours: head().get_parameter(name).detach().to(dtype),
+            f"{_LM_HEAD}.{part if module == 'decoder' else f'{module}.{part}'}",
+            f"lm_head.{module}.{part}",
+            LAYER_NORM if module == "layer_norm" else None,
+            fill=lambda dtype, name=f"{module}.{part}": head().get_parameter(name).detach().to(dtype),
             note=_FRESH,
         )

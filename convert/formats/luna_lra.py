@@ -3,15 +3,14 @@
 from typing import Any
 
 from luna_mega import LunaForSequenceClassification, LunaForSequencePairClassification
-from luna_mega.convert.argtypes import flag, number, size, whole, word
-from luna_mega.convert.evidence import Evidence
+from luna_mega.convert.argtypes import flag, integer, number, size, word
+from luna_mega.convert.evidence import Evidence, Target
 from luna_mega.convert.formats import _lra, _luna
-from luna_mega.convert.formats._lra import BODY, OUT
+from luna_mega.convert.formats._lra import BODY, OUT, is_pair
 from luna_mega.convert.formats.format import Companions, Facts, Format, Notes
-from luna_mega.convert.keymap import KeyMap, Row
+from luna_mega.convert.keymap import KeyMap, Row, rows
 from luna_mega.convert.safe_load import Checkpoint
-from luna_mega.convert.table import MODEL, Arg, also, derived, equals, fields, limited, written
-from luna_mega.convert.target import Target
+from luna_mega.convert.table import MODEL, Arg, derived, equals, fields, limited, read_only, write_only
 from luna_mega.errors import ConversionError
 
 _CLASSES = (LunaForSequenceClassification, LunaForSequencePairClassification)
@@ -30,42 +29,29 @@ _ARCHITECTURES = {
     "luna_lra_pf128": _PF32 | {"max_positions": 16386},
 }
 _OF_WIDTH = {512: "luna_lra_listop", 256: "luna_lra_imdb", 128: "luna_lra_pf32", 64: "luna_lra_cifar10"}
-# Revision -> features that the classifier reads of a pair, in widths, and how the pair is combined.
+# Revision -> number of features of a pair, in widths, and the combination of the pair.
 _PAIRS = {"r21": (2, "concat"), "head": (4, "interaction")}
-_DECIDED = (
-    "tie_key_value",
-    "share_layers",
-    "position_embedding_type",
-    "embedding_norm",
-    "input_type",
-    "pooling",
-    "pool_padding",
-    "drop_first_token",
-)
 _PADDING_NOTE = (
     "as in the original, scores depend on how much padding a batch has; set pool_padding to false in config.json for "
     "scores that do not (they then differ from the original's on padded batches)"
 )
-_SCALED_NOTE = (
-    "the 2023 code scales P in place, so that there every call changes the parameter; the converted model scales a copy"
-)
-
-
-def _tokens(evidence: Evidence) -> bool:
-    if _EMBEDDING not in evidence.tensors:
-        evidence.shape(_EMBEDDING, "vocabulary", "width")
-    return evidence.tensors[_EMBEDDING].dim() == 2
+_SCALED_NOTE = "the 2023 code scales P in place, so every call changes the parameter; the converted model scales a copy"
 
 
 def _embedding(evidence: Evidence) -> tuple[int, ...]:
-    return evidence.shape(_EMBEDDING, *(("vocabulary", "width") if _tokens(evidence) else ("width",)))
+    values = _EMBEDDING in evidence.tensors and evidence.tensors[_EMBEDDING].dim() != 2
+    return evidence.shape(_EMBEDDING, *(("width",) if values else ("vocabulary", "width")))
+
+
+def _tokens(evidence: Evidence) -> bool:
+    return len(_embedding(evidence)) == 2
 
 
 def _shares_layers(evidence: Evidence) -> bool:
     in_file = evidence.layers(f"{BODY}.layers")
     if in_file > 1 and evidence.args.get("tie_layer_weights"):
         raise ConversionError(
-            f"args.tie_layer_weights is set but the file holds {in_file} layers under '{BODY}.layers': its args "
+            f"args.tie_layer_weights is set but the file has {in_file} layers under '{BODY}.layers': its args "
             "belong to another model"
         )
     return in_file == 1 and evidence.arg("tie_layer_weights")
@@ -78,15 +64,15 @@ def _layers(evidence: Evidence) -> int:
 
 
 def _embedding_norm(evidence: Evidence) -> dict[str, bool]:
-    """Return whether there is a norm; if the args require a missing norm, the file is reported as incomplete."""
-    asked, there = evidence.args.get("encoder_normalize_before"), f"{BODY}.emb_layer_norm.weight" in evidence.tensors
-    normalized = evidence.revision == "r21" or bool(asked) or evidence.prefer("encoder_normalize_before", there)
-    return {"embedding_norm": normalized}
+    """Return whether there is a norm; a missing norm that the args require is an error of the key map."""
+    name = "encoder_normalize_before"
+    if evidence.revision == "r21" or evidence.args.get(name):
+        return {"embedding_norm": True}
+    return {"embedding_norm": evidence.prefer(name, f"{BODY}.emb_layer_norm.weight" in evidence.tensors)}
 
 
 def _learned(evidence: Evidence) -> bool:
-    there = evidence.revision == "r21" or _POSITIONS in evidence.tensors
-    return there or evidence.arg("encoder_learned_pos")
+    return evidence.revision == "r21" or _POSITIONS in evidence.tensors or evidence.arg("encoder_learned_pos")
 
 
 def _position_type(evidence: Evidence) -> dict[str, str]:
@@ -128,7 +114,7 @@ def _pre_logits(evidence: Evidence) -> dict[str, Any]:
 
 
 def _head(evidence: Evidence) -> dict[str, Any]:
-    """Return the width of the head and its class: the number of features shows whether it reads a pair."""
+    """Return width and class of the head; its number of features determines whether it classifies pairs."""
     first = _first_layer(evidence)
     found = {} if first is None else {"classifier_hidden_size": first[0]}
     features = evidence.shape(OUT, "classes", "features")[1] if first is None else first[1]
@@ -138,21 +124,13 @@ def _head(evidence: Evidence) -> dict[str, Any]:
     return found | pair | {MODEL: model_class}
 
 
-def _vocabulary(evidence: Evidence) -> dict[str, int]:
-    return {"vocab_size": _embedding(evidence)[0]} if _tokens(evidence) else {}
-
-
-def _is_pair(target: Target) -> bool:
-    return target.model_class is LunaForSequencePairClassification
-
-
 def _is_image(target: Target) -> bool:
     return target.config.input_type == "values"
 
 
 def _arch(target: Target) -> str:
-    # The args have all sizes, so an architecture of other sizes does where none has these.
-    return "luna_lra_aan" if _is_pair(target) else _OF_WIDTH.get(target.config.hidden_size, "luna_lra_imdb")
+    # The args have all sizes, so another architecture is valid as well.
+    return "luna_lra_aan" if is_pair(target) else _OF_WIDTH.get(target.config.hidden_size, "luna_lra_imdb")
 
 
 def _task(target: Target) -> str:
@@ -166,25 +144,25 @@ def _classifier_layers(evidence: Evidence) -> int:
 
 
 def _in_features(target: Target) -> int:
-    return (_PAIRS[target.revision][0] if _is_pair(target) else 1) * target.config.hidden_size
+    return (_PAIRS[target.revision][0] if is_pair(target) else 1) * target.config.hidden_size
 
 
 def _representation(target: Target) -> str:
     return "mp" if target.config.pooling == "mean" or _is_image(target) else "cls"
 
 
+def _is_later(target: Target) -> bool:
+    return target.revision == "head"
+
+
 def _layers_of_head(target: Target) -> tuple[int, ...]:
-    return (target.config.classifier_num_layers or 1,) if target.revision == "r21" else (0, 1)
+    return (0, 1) if _is_later(target) else (target.config.classifier_num_layers or 1,)
 
 
 def _widths_of_head(target: Target) -> tuple[int, ...]:
     config = target.config
     free = target.revision == "r21" or not config.classifier_num_layers
     return (config.classifier_hidden_size if free else config.hidden_size,)
-
-
-def _inputs(target: Target) -> tuple[str, ...]:
-    return ("tokens",) if target.revision == "r21" else ("tokens", "values")
 
 
 _TABLE = (
@@ -214,16 +192,16 @@ _TABLE = (
     Arg("use_p", default=False, read=_pooling, write=equals("pooling", "packed_mean"), kind=flag),
     _lra.NO_REGRESSION,
     Arg("task", write=_task, kind=word),
-    Arg("classifier_layers", "classifier_num_layers", measure=_classifier_layers, revision="r21", kind=whole),
-    _lra.input_type(_tokens, when=lambda target: target.revision == "head", only=_inputs),
-    Arg("classifier_in_dim", write=_in_features, kind=whole),
-    written("classifier_out_dim", "classifier_hidden_size", revision="r21", kind=whole),
+    Arg("classifier_layers", "classifier_num_layers", measure=_classifier_layers, revision="r21", kind=integer),
+    _lra.input_type(_tokens, write_if=_is_later, only=lambda target: ("tokens", "values")[: 1 + _is_later(target)]),
+    Arg("classifier_in_dim", write=_in_features, kind=integer),
+    write_only("classifier_out_dim", "classifier_hidden_size", revision="r21", kind=integer),
     _lra.classifier_activation("relu", revision="r21", only=_luna.activations),
     Arg("pre_logits", read=_pre_logits, write=equals("classifier_num_layers", 1), revision="head", kind=flag),
-    also("dropout", "classifier_dropout", revision="head"),
+    read_only("dropout", "classifier_dropout", revision="head"),
     derived("classifier_dropout", lambda evidence: 0.0, revision="r21"),
     derived("classifier_bias", lambda evidence: False),
-    fields(_vocabulary),
+    _lra.vocabulary(_embedding),
     fields(_head),
     limited("classifier_num_layers", _layers_of_head),
     limited("classifier_hidden_size", _widths_of_head),
@@ -240,29 +218,33 @@ class LunaLra(Format):
             "r21": _luna.code_of_2021("Luna LRA of the 2021 code"),
             "head": _luna.code_of_2023("Luna LRA of the 2023 code"),
         },
-        written=("r21", "head"),
+        export_revisions=("r21", "head"),
         model_classes=_CLASSES,
-        classifiers=_CLASSES,
         stacks=frozenset({("luna", BODY)}),
         architectures=_ARCHITECTURES,
         container=_lra.CONTAINER,
         norms={"r21": "standard", "head": "plus-one"},
+        decided=(
+            "tie_key_value",
+            "share_layers",
+            "position_embedding_type",
+            "embedding_norm",
+            "input_type",
+            "pooling",
+            "pool_padding",
+            "drop_first_token",
+        ),
         **_luna.FACTS,
     )
     table = _TABLE
 
-    def recognise(self, file: Checkpoint) -> str | None:
-        """Return the revision: the 2023 code has no classifier layers of these names."""
+    def recognize(self, file: Checkpoint) -> str | None:
         if f"{BODY}.projected_embeddings" not in file.tensors:
             return None
         return "r21" if any(key.startswith("classifier.") for key in file.tensors) else "head"
 
     def keymap(self, target: Target) -> KeyMap:
-        """Return the map of a file of a revision; the embedding depends on the input of the model."""
-        embedding = {
-            "tokens": Row(f"{BODY}.embed_tokens.weight", "luna.embeddings.word_embeddings.weight"),
-            "values": Row(f"{BODY}.embed_tokens.{{part}}", "luna.embeddings.value_embeddings.{part}"),
-        }
+        embedding = {"tokens": "word_embeddings", "values": "value_embeddings"}[target.config.input_type]
         classifier = {
             "r21": [Row("classifier.{n}.{part}", "classifier.dense.{n}.{part}")],
             "head": [
@@ -272,7 +254,7 @@ class LunaLra(Format):
         }
         return KeyMap(
             [
-                embedding[target.config.input_type],
+                *rows(BODY, "luna.embeddings", {"embed_tokens": embedding}),
                 *_luna.encoder_rows(BODY),
                 *classifier[target.revision],
                 Row(OUT, "classifier.out_proj.weight"),
@@ -280,16 +262,14 @@ class LunaLra(Format):
         )
 
     def companions(self, target: Target, evidence: Evidence) -> Companions:
-        """Return words and labels."""
         return _lra.companions(target, evidence, _starts_with_cls(target, evidence))
 
     def report(self, target: Target, evidence: Evidence) -> Notes:
-        """Return the decisions and the known differences of the original."""
         config = target.config
         notes = [_PADDING_NOTE] * config.pool_padding
         notes += [_lra.first_token_note(config)] * _starts_with_cls(target, evidence)
         notes += [_SCALED_NOTE] * (config.position_embedding_type == "sinusoidal")
-        return Notes({name: getattr(config, name) for name in _DECIDED}, notes)
+        return Notes(notes=notes)
 
 
 def _starts_with_cls(target: Target, evidence: Evidence) -> bool:

@@ -8,17 +8,15 @@ import torch
 
 from luna_mega import LunaForConditionalGeneration, LunaSeq2SeqConfig
 from luna_mega.convert.argtypes import flag, number, size, word
-from luna_mega.convert.evidence import Evidence
+from luna_mega.convert.evidence import Evidence, Target
 from luna_mega.convert.formats import _luna, _translation
 from luna_mega.convert.formats.format import Companions, Facts, Format, Notes
-from luna_mega.convert.keymap import LAYER_NORM, KeyMap, Row
+from luna_mega.convert.keymap import LAYER_NORM, KeyMap, Row, rows
 from luna_mega.convert.safe_load import Checkpoint
-from luna_mega.convert.table import ACTIVATION, NOT, Arg, Table, equals, fields, fixed, limited, written
-from luna_mega.convert.target import Target
+from luna_mega.convert.table import ACTIVATION, NOT, Arg, Table, equals, fields, fixed, limited, write_only
 from luna_mega.errors import ConversionError
 from luna_mega.modeling_luna.configuration_luna import DECODER_FIELDS
 
-_ABSENT = ("decoder.adaptive_softmax.", "decoder.project_in_dim.", "decoder.project_out_dim.")
 _DECIDED = (
     "tie_key_value",
     "tie_word_embeddings",
@@ -32,11 +30,10 @@ _DECIDED = (
     "causal_activation",
 )
 _ACTIVATION_NOTE = (
-    "the causal activation is softplus, as in the code since August 2021; nothing in a file tells it from the "
-    'elu + 1 of earlier code: for such a file set causal_activation to "elu" in config.json'
+    "the causal activation is softplus, as in the code since August 2021, but a file does not record it; for a file of "
+    'earlier code, which used elu + 1, set causal_activation to "elu" in config.json'
 )
 _VERSION = "version of the file format"
-_CAUSAL_ATTENTION = _luna.ATTENTION | {"pc_proj": "pack_key"}
 
 
 def _there(key: str) -> Callable[[Evidence], bool]:
@@ -48,7 +45,7 @@ def _layers(side: str) -> Callable[[Evidence], int]:
 
 
 def _positions(side: str) -> Callable[[Evidence], int]:
-    """Return a function that counts the positions of a side: the rows of its table, else the argument."""
+    """Return the measure of the positions of a side: the rows of its table, or the argument."""
 
     def measure(evidence: Evidence) -> int:
         table = f"{side}.embed_positions.weight"
@@ -93,19 +90,8 @@ def _heads_of_decoder(evidence: Evidence) -> int:
     return evidence.args.get("decoder_attention_heads") or _heads(evidence)
 
 
-def _vocabularies(evidence: Evidence) -> dict[str, int]:
-    for prefix in _ABSENT:
-        if any(key.startswith(prefix) for key in evidence.tensors):
-            raise ConversionError(
-                f"the file has tensors '{prefix}*': a decoder of another width than its embedding, or an adaptive "
-                "softmax, which the encoder-decoder here lacks; no published recipe trains one"
-            )
-    vocabulary, of_target, _ = _translation.vocabularies(evidence)
-    return {"vocab_size": vocabulary, "decoder_vocab_size": of_target}
-
-
 def _side(side: str) -> Table:
-    """Return the rows of the arguments and fields that either side has of its own."""
+    """Return the rows of the arguments and fields of one side."""
 
     def field(name: str) -> str:
         return _translation.field_of(side, name, DECODER_FIELDS)
@@ -115,7 +101,7 @@ def _side(side: str) -> Table:
     drop = Arg("encoder_layerdrop", "layerdrop", default=0.0, kind=number)
     pack_heads = _heads if side == "encoder" else _heads_of_decoder
     if side == "decoder":
-        width = written("decoder_embed_dim", "hidden_size", kind=size)
+        width = write_only("decoder_embed_dim", "hidden_size", kind=size)
         drop = replace(drop, name="decoder_layerdrop", read=_decoder_layerdrop)
     return (
         fixed(f"{side}_embed_path", None),
@@ -142,7 +128,7 @@ _TABLE = (
         # The args have all sizes.
         Arg("arch", write=lambda target: f"luna_base_{'tied' if target.config.tie_key_value else 'untied'}", kind=word)
     ),
-    fields(_vocabularies),
+    fields(_translation.vocabularies),
     Arg("max_source_positions", "max_position_embeddings", default=1024, measure=_positions("encoder"), kind=size),
     Arg("max_target_positions", "max_target_positions", default=1024, measure=_positions("decoder"), kind=size),
     Arg("projection_length", "projection_length", measure=_luna.packed_length("encoder"), kind=size),
@@ -157,8 +143,8 @@ _TABLE = (
     Arg("activation_dropout", "activation_dropout", default=0.0, kind=number),
     Arg("word_dropout", "word_dropout", default=0.0, kind=number),
     *_translation.SHARING,
-    written("decoder_input_dim", "hidden_size", kind=size),
-    written("decoder_output_dim", "hidden_size", kind=size),
+    write_only("decoder_input_dim", "hidden_size", kind=size),
+    write_only("decoder_output_dim", "hidden_size", kind=size),
     *_side("encoder"),
     *_side("decoder"),
     limited("share_layers", (False,)),
@@ -172,31 +158,27 @@ class LunaSeq2Seq(Format):
     facts = Facts(
         name="luna_seq2seq",
         revisions={"r21": _luna.code_of_2021("Luna translation")},
-        written=("r21",),
+        export_revisions=("r21",),
         model_classes=(LunaForConditionalGeneration,),
         stacks=frozenset({("luna", "encoder"), ("luna", "decoder")}),
         container=_translation.CONTAINER,
         norms={"r21": "standard"},
         resolve=lambda config: _translation.resolve(config, DECODER_FIELDS),
+        decided=_DECIDED,
         **_luna.FACTS | {"config_class": LunaSeq2SeqConfig},
     )
     table = _TABLE
 
-    def recognise(self, file: Checkpoint) -> str:
-        """Return the only revision."""
+    def recognize(self, file: Checkpoint) -> str:
         return "r21"
 
     def companions(self, target: Target, evidence: Evidence) -> Companions:
-        """Return the files of both languages."""
         return _translation.companions(target, evidence, target.config.decoder_config.max_position_embeddings)
 
     def report(self, target: Target, evidence: Evidence) -> Notes:
-        """Return the decisions, and a note on the activation, which a file does not record."""
-        decisions = {name: getattr(target.config, name) for name in _DECIDED}
-        return Notes(decisions, [_ACTIVATION_NOTE], heads=_translation.HEADS)
+        return Notes(notes=[_ACTIVATION_NOTE], heads=_translation.HEADS)
 
     def keymap(self, target: Target) -> KeyMap:
-        """Return the map of an encoder-decoder."""
         config, encoder, decoder = target.config, "luna.encoder", "luna.decoder"
         versions = [Row(f"{side}.version", None, reason=_VERSION, fill=_version) for side in _translation.SIDES]
         return KeyMap(
@@ -221,17 +203,15 @@ def _version(_: torch.dtype) -> torch.Tensor:
 
 
 def _rows_of_side(source: str, model: str) -> list[Row]:
-    layers = f"{model}.{source}"
+    norms = {"layer_norm": "layer_norm", "proj_layer_norm": "packed_layer_norm"}
     return [
         Row(f"{source}.embed_tokens.weight", f"{model}.embeddings.word_embeddings.weight"),
-        Row(f"{source}.layer_norm.{{part}}", f"{layers}.layer_norm.{{part}}", LAYER_NORM),
-        Row(f"{source}.proj_layer_norm.{{part}}", f"{layers}.packed_layer_norm.{{part}}", LAYER_NORM),
+        *rows(source, f"{model}.{source}", norms, LAYER_NORM),
     ]
 
 
 def _decoder_layers(model: str) -> list[Row]:
     layer = "decoder.layers.{layer}"
-    attentions = {"self_attn": ("attention", _CAUSAL_ATTENTION), "encoder_attn": ("cross_attention", _luna.ATTENTION)}
     norms = {
         "self_attn_layer_norm": "attention_layer_norm",
         "encoder_attn_layer_norm": "cross_attention_layer_norm",
@@ -239,12 +219,8 @@ def _decoder_layers(model: str) -> list[Row]:
         "final_layer_norm": "final_layer_norm",
     }
     return [
-        *(
-            Row(f"{layer}.{source}.{theirs}.{{part}}", f"{model}.{target}.{ours}.{{part}}")
-            for source, (target, names) in attentions.items()
-            for theirs, ours in names.items()
-        ),
-        *(Row(f"{layer}.{theirs}.{{part}}", f"{model}.{ours}.{{part}}", LAYER_NORM) for theirs, ours in norms.items()),
-        Row(f"{layer}.fc1.{{part}}", f"{model}.fc1.{{part}}"),
-        Row(f"{layer}.fc2.{{part}}", f"{model}.fc2.{{part}}"),
+        *rows(f"{layer}.self_attn", f"{model}.attention", _luna.ATTENTION | {"pc_proj": "pack_key"}),
+        *rows(f"{layer}.encoder_attn", f"{model}.cross_attention", _luna.ATTENTION),
+        *rows(layer, model, norms, LAYER_NORM),
+        *rows(layer, model, ("fc1", "fc2")),
     ]

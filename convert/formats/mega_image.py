@@ -1,19 +1,17 @@
 """mega_image: Mega for images, saved by the training script that the authors took from DeiT."""
 
 import math
-from typing import Any
 
 from luna_mega import MegaConfig, MegaForImageClassification
-from luna_mega.convert.argtypes import flag, number, size, whole, word
-from luna_mega.convert.dictionary_kinds import ClassNames
-from luna_mega.convert.evidence import Evidence
+from luna_mega.convert.argtypes import flag, integer, number, size, word
+from luna_mega.convert.dictionaries import ClassNames
+from luna_mega.convert.evidence import Evidence, Target
 from luna_mega.convert.formats import _mega
 from luna_mega.convert.formats.containers import DeitFile
 from luna_mega.convert.formats.format import Companions, Facts, Format, Notes, Revision
 from luna_mega.convert.keymap import KeyMap, Reshape, Row
 from luna_mega.convert.safe_load import Checkpoint
-from luna_mega.convert.table import NOT, Arg, fields, fixed, limited
-from luna_mega.convert.target import Target
+from luna_mega.convert.table import NOT, Arg, fields, fixed, limited, size_of
 from luna_mega.errors import ConversionError
 
 _PATCHES = "patch_embed.pemb.proj.weight"
@@ -43,22 +41,14 @@ def _patches(evidence: Evidence) -> tuple[int, int, int]:
 
 
 def _reshape(config: MegaConfig) -> Reshape:
-    """Return the change of linear patches into a convolution, which is the same function."""
+    """Return the transform of linear patches into an equivalent convolution."""
     shape = (-1, config.num_channels, config.patch_size, config.patch_size)
     return Reshape(lambda weight: weight.reshape(shape), lambda weight: weight.flatten(1))
 
 
-def _patch_size(evidence: Evidence) -> int:
-    return _patches(evidence)[2]
-
-
-def _classes(evidence: Evidence) -> int:
-    return evidence.shape("head.weight", "classes", "width")[0]
-
-
 def _no_positions(evidence: Evidence) -> bool:
-    there = "pos_embed" in evidence.tensors
-    return False if evidence.args.get("no_pos_emb") is False else evidence.prefer("no_pos_emb", not there)
+    missing = "pos_embed" not in evidence.tensors
+    return False if evidence.args.get("no_pos_emb") is False else evidence.prefer("no_pos_emb", missing)
 
 
 def _representation(evidence: Evidence) -> dict[str, int]:
@@ -96,12 +86,12 @@ def _widths(evidence: Evidence) -> dict[str, int]:
 
 _TABLE = (
     Arg("model", write=_name, kept=True, kind=word),
-    Arg("input_size", "image_size", measure=lambda evidence: _side(evidence) * _patch_size(evidence), kind=size),
-    Arg("nb_classes", "num_labels", measure=_classes, kind=whole),
+    Arg("input_size", "image_size", measure=lambda evidence: _side(evidence) * _patches(evidence)[2], kind=size),
+    Arg("nb_classes", "num_labels", measure=size_of("head.weight", "classes", "width"), kind=integer),
     _STACK.norm_type("norm_type"),
     Arg("patch_impl", write=lambda target: target.revision, kind=word),
     Arg("no_pos_emb", "use_absolute_position_embeddings", NOT, measure=_no_positions, kind=flag),
-    Arg("representation_size", read=_representation, write=_hidden, kind=whole),
+    Arg("representation_size", read=_representation, write=_hidden, kind=integer),
     Arg("drop", "dropout_prob", default=0.0, kind=number),
     Arg("drop_path", "drop_path_rate", default=0.2, kind=number),
     fixed("model_ema", False),
@@ -120,30 +110,29 @@ class MegaImage(Format):
     facts = Facts(
         name="mega_image",
         revisions={
-            name: Revision(f"Mega for pictures, {patches}", f"variant with {patches}", "the Mega code for pictures")
+            name: Revision(f"Mega for images, {patches}", f"variant with {patches}", "the Mega code for images")
             for name, patches in (("conv", "patches by convolution"), ("linear", "linear patches"))
         },
         model_classes=(MegaForImageClassification,),
-        classifiers=(MegaForImageClassification,),
         stacks=frozenset({("mega", "")}),
         make_config=MegaConfig.image_base_patch16_224,
         container=DeitFile(),
+        decided=("normalization_type", "use_absolute_position_embeddings"),
         **_mega.FACTS
         | {
-            "written": ("conv",),
-            "refused": _mega.FACTS["refused"] | {"ema-convention": "the code for pictures has one convention"},
+            "export_revisions": ("conv",),
+            "unsupported_options": _mega.FACTS["unsupported_options"]
+            | {"ema-convention": "the code for images has one convention"},
         },
     )
     table = _TABLE
 
-    def recognise(self, file: Checkpoint) -> str | None:
-        """Return how the patches are embedded."""
+    def recognize(self, file: Checkpoint) -> str | None:
         if _PATCHES not in file.tensors:
             return None
         return "linear" if file.tensors[_PATCHES].dim() == 2 else "conv"
 
     def keymap(self, target: Target) -> KeyMap:
-        """Return the map of a file."""
         to_patches = "mega.embedding_layer.patch_embeddings.projection"
         reshape = _reshape(target.config) if target.revision == "linear" else None
         return KeyMap(
@@ -160,27 +149,19 @@ class MegaImage(Format):
         )
 
     def companions(self, target: Target, evidence: Evidence) -> Companions:
-        """Return names of classes, and the evaluation transform: shorter side to 256 / 224 of the size, center crop."""
+        # The evaluation transform: resize the shorter side to 256 / 224 of the size, then crop the center.
         size = target.config.image_size
         preprocessor = {
             "image_processor_type": "LevitImageProcessor",
             "size": {"shortest_edge": size},
             "crop_size": {"height": size, "width": size},
         }
-        return Companions(ClassNames(target.config.num_labels), _no_tokens, preprocessor)
+        return Companions(ClassNames(target.config.num_labels), preprocessor=preprocessor)
 
     def report(self, target: Target, evidence: Evidence) -> Notes:
-        """Return the decisions; an export notes a model that the original code does not register."""
         config, model = target.config, evidence.args.get("model")
-        decided = ("normalization_type", "use_absolute_position_embeddings")
-        exported = [f"the original has no model of these sizes: register one as args.model = {model!r} there"]
+        exported = [f"the original has no model of these sizes: register one as args.model = {model!r} in its code"]
         return Notes(
-            {"image_size": config.image_size, "patch_size": config.patch_size, "patches": target.revision}
-            | {name: getattr(config, name) for name in decided},
+            {"image_size": config.image_size, "patch_size": config.patch_size, "patches": target.revision},
             exported=[] if model in _NAMES.values() else exported,
         )
-
-
-def _no_tokens(dictionaries: Any, bpe: Any, notes: list[str]) -> None:
-    if bpe is not None:
-        raise ConversionError(f"--bpe {bpe}: pictures have no tokens; leave the option out")

@@ -2,21 +2,18 @@
 
 import re
 from itertools import accumulate
-from pathlib import Path
 
 import torch
 
 from luna_mega import MegaConfig, MegaForCausalLM
 from luna_mega.convert.argtypes import cutoffs, flag, number, size, word
-from luna_mega.convert.dictionary import Dictionaries
-from luna_mega.convert.dictionary_kinds import VocabularyAndLabels
-from luna_mega.convert.evidence import Evidence, same_bits
+from luna_mega.convert.dictionaries import Dictionaries, VocabularyAndLabels
+from luna_mega.convert.evidence import Evidence, Target, same_bits
 from luna_mega.convert.formats import _mega
 from luna_mega.convert.formats.containers import FairseqFile
-from luna_mega.convert.formats.format import Companions, Facts, Notes
+from luna_mega.convert.formats.format import Bpe, Companions, Facts, Notes
 from luna_mega.convert.keymap import KeyMap, Row
-from luna_mega.convert.table import COMMON, NOT, Arg, Way, derived, fields, fixed, limited, written
-from luna_mega.convert.target import Target
+from luna_mega.convert.table import COMMON, NOT, Arg, Codec, derived, fields, fixed, limited, write_only
 from luna_mega.convert.tokenizers import PIECES, WORDS, ConvertedTokenizer
 from luna_mega.convert.tokenizers.gpt2_bpe import read_gpt2_bpe
 from luna_mega.convert.tokenizers.language_models import (
@@ -25,7 +22,6 @@ from luna_mega.convert.tokenizers.language_models import (
     lm_bpe_tokenizer,
     lm_word_tokenizer,
 )
-from luna_mega.errors import ConversionError
 from luna_mega.hub.folder import position_limit
 
 _BODY = "decoder"
@@ -49,7 +45,7 @@ _ARCHITECTURES = {
     "mega_lm_enwik8_large": {"dropout": 0.2, "attention_dropout": 0.1, "hidden_dropout": 0.1},
     "mega_lm_pg19_base": {"dropout": 0.0, "activation_dropout": 0.0},
 }
-_LISTED = Way(lambda value: value, lambda cutoffs: None if cutoffs is None else ",".join(map(str, cutoffs)))
+_LISTED = Codec(lambda value: value, lambda cutoffs: None if cutoffs is None else ",".join(map(str, cutoffs)))
 _DECIDED = (
     *_mega.DECIDED,
     "scale_embedding",
@@ -74,7 +70,7 @@ def _widths(evidence: Evidence) -> tuple[int, int]:
 
 
 def _ends(evidence: Evidence, prefix: str, matrix: str, before: tuple[int, ...] = ()) -> list[int]:
-    """Return the end of each band under `prefix`, by its number of words; `before` has the sizes of earlier bands."""
+    """Return the end of each band under `prefix`; `before` has the sizes of earlier bands."""
     names = (f"{prefix}.{band}.{matrix}.weight" for band in range(evidence.layers(prefix)))
     return list(accumulate((*before, *(evidence.shape(name, "words", "width")[0] for name in names))))
 
@@ -101,10 +97,7 @@ def _softmax_cutoffs(evidence: Evidence) -> dict[str, list[int] | None]:
 
 
 def _checked(evidence: Evidence, name: str, in_file: list[int] | None) -> list[int] | None:
-    """Return the cutoffs in the tensors, and warn when the argument, a text, disagrees.
-
-    The argument may end with the size of the vocabulary.
-    """
+    """Return the cutoffs in the tensors, and warn if the argument differs; it can end with the vocabulary size."""
     in_args = [int(number) for number in re.findall(r"\d+", str(evidence.args.get(name)))]
     if in_args and in_file is not None and in_args not in (in_file, [*in_file, _vocabulary(evidence)]):
         evidence.prefer(name, ",".join(map(str, in_file)))
@@ -113,10 +106,6 @@ def _checked(evidence: Evidence, name: str, in_file: list[int] | None) -> list[i
 
 def _is_adaptive(evidence: Evidence) -> bool:
     return any(key.startswith(f"{_ADAPTIVE}.") for key in evidence.tensors)
-
-
-def _is_ordinary(evidence: Evidence) -> bool:
-    return not _is_adaptive(evidence)
 
 
 def _ties_bands(evidence: Evidence) -> bool:
@@ -134,18 +123,18 @@ def _shares_words(evidence: Evidence) -> dict[str, bool]:
 
 
 def _shares_projections(evidence: Evidence) -> dict[str, bool]:
-    """Return whether the tails use the projections of the embedding; shapes decide, unless they are square."""
+    """Return whether the tails use the projections of the embedding: by shapes, values and, if equal, the argument."""
     if not _ties_bands(evidence):
         return {"tie_adaptive_projections": False}
     pairs = [
         [evidence.tensors.get(name) for name in (f"{_ADAPTIVE}.tail.{tail}.0.weight", f"{_BANDS}.{tail + 1}.1.weight")]
         for tail in range(evidence.layers(f"{_ADAPTIVE}.tail"))
     ]
-    asked = evidence.arg("tie_adaptive_proj")
+    requested = evidence.arg("tie_adaptive_proj")
     if any(tensor is None for pair in pairs for tensor in pair):
-        return {"tie_adaptive_projections": asked}  # the file is reported as incomplete
+        return {"tie_adaptive_projections": requested}  # the key map reports the missing tensor
     shapes = all(ours.shape == theirs.shape for ours, theirs in pairs)
-    tied = shapes and (asked or all(same_bits(*pair) for pair in pairs))
+    tied = shapes and (requested or all(same_bits(*pair) for pair in pairs))
     return {"tie_adaptive_projections": evidence.prefer("tie_adaptive_proj", tied)}
 
 
@@ -162,7 +151,7 @@ def _softmax_factor(target: Target) -> float:
     return config.adaptive_input_factor if config.tie_word_embeddings else config.adaptive_softmax_factor
 
 
-# Fields that are the same in every language model; fairseq puts `</s>`, id 2, before the first token.
+# Common fields of all language models; fairseq prepends `</s>`, id 2.
 _CONSTANTS = {
     "is_decoder": True,
     "bidirectional": False,
@@ -172,18 +161,6 @@ _CONSTANTS = {
 }
 
 
-def _ties_output(target: Target) -> bool:
-    return target.config.adaptive_softmax_cutoffs is None and target.config.tie_word_embeddings
-
-
-def _embedding_widths(target: Target) -> tuple[int, ...]:
-    return (target.config.hidden_size if _ties_output(target) else target.config.embedding_size,)
-
-
-def _bands_of_input(target: Target) -> tuple[list[int] | None, ...]:
-    return (None if _ties_output(target) else target.config.adaptive_input_cutoffs,)
-
-
 _TABLE = (
     *COMMON,
     fixed("task", "language_modeling", kept=True),
@@ -191,7 +168,7 @@ _TABLE = (
     Arg("arch", write=lambda target: "mega_lm_adaptive_big" if _adaptive(target) else "mega_lm", kept=True, kind=word),
     Arg("criterion", write=lambda target: "adaptive_loss" if _adaptive(target) else "cross_entropy", kind=word),
     fixed("sample_break_mode", "complete"),
-    written("tokens_per_sample", "max_positions", kind=size),
+    write_only("tokens_per_sample", "max_positions", kind=size),
     _STACK.positions("max_target_positions", "decoder_chunk_size", default=1024),
     fixed("output_dictionary_size", -1),
     fixed("self_target", False),
@@ -220,38 +197,43 @@ _TABLE = (
         "share_decoder_input_output_embed",
         read=_shares_words,
         write=lambda target: _tied(target, adaptive=False),
-        there=_is_ordinary,
+        read_if=lambda evidence: not _is_adaptive(evidence),
         kind=flag,
     ),
     fixed("share_all_embeddings", False),
     Arg("adaptive_input", write=lambda target: target.config.adaptive_input_cutoffs is not None, kind=flag),
     Arg(
-        "adaptive_input_cutoff", "adaptive_input_cutoffs", _LISTED, read=_input_cutoffs, there=_has_bands, kind=cutoffs
+        "adaptive_input_cutoff",
+        "adaptive_input_cutoffs",
+        _LISTED,
+        read=_input_cutoffs,
+        read_if=_has_bands,
+        kind=cutoffs,
     ),
-    Arg("adaptive_input_factor", "adaptive_input_factor", default=4, there=_has_bands, kind=number),
+    Arg("adaptive_input_factor", "adaptive_input_factor", default=4, read_if=_has_bands, kind=number),
     Arg(
         "adaptive_softmax_cutoff",
         "adaptive_softmax_cutoffs",
         _LISTED,
         read=_softmax_cutoffs,
-        there=_is_adaptive,
+        read_if=_is_adaptive,
         kind=cutoffs,
     ),
     Arg(
         "adaptive_softmax_factor",
         "adaptive_softmax_factor",
         default=4,
-        there=_is_adaptive,
+        read_if=_is_adaptive,
         write=_softmax_factor,
         kind=number,
     ),
-    Arg("adaptive_softmax_dropout", "adaptive_softmax_dropout", default=0.0, there=_is_adaptive, kind=number),
+    Arg("adaptive_softmax_dropout", "adaptive_softmax_dropout", default=0.0, read_if=_is_adaptive, kind=number),
     Arg(
         "tie_adaptive_weights",
         "tie_word_embeddings",
         measure=_ties_bands,
         write=lambda target: _tied(target, adaptive=True),
-        there=_is_adaptive,
+        read_if=_is_adaptive,
         kind=flag,
     ),
     Arg(
@@ -259,14 +241,14 @@ _TABLE = (
         "tie_adaptive_projections",
         default=False,
         read=_shares_projections,
-        there=_is_adaptive,
+        read_if=_is_adaptive,
         kind=flag,
     ),
     derived("vocab_size", _vocabulary),
     fields(lambda evidence: _CONSTANTS),
     *_mega.NORMS,
-    limited("embedding_size", _embedding_widths),
-    limited("adaptive_input_cutoffs", _bands_of_input),
+    limited("embedding_size", lambda x: (x.config.hidden_size if _tied(x, False) else x.config.embedding_size,)),
+    limited("adaptive_input_cutoffs", lambda x: (None if _tied(x, False) else x.config.adaptive_input_cutoffs,)),
 )
 
 
@@ -280,12 +262,12 @@ class MegaLM(_mega.MegaFormat):
         stacks=frozenset({("mega", _BODY)}),
         architectures=_ARCHITECTURES,
         container=FairseqFile({"adaptive_loss": "AdaptiveLoss"}),
+        decided=_DECIDED,
         **_mega.FACTS | {"unused": lambda target: _mega.unused(target, frozenset({"bos_token_id"}))},
     )
     table = _TABLE
 
     def keymap(self, target: Target) -> KeyMap:
-        """Return the map of a language model of a branch; bands and ties depend on the configuration."""
         config, words = target.config, "mega.embedding_layer.word_embeddings"
         embedding = [Row(_EMBEDDING, f"{words}.weight")]
         if config.adaptive_input_cutoffs is not None:
@@ -304,19 +286,12 @@ class MegaLM(_mega.MegaFormat):
         )
 
     def companions(self, target: Target, evidence: Evidence) -> Companions:
-        """Return the vocabulary, and the tokenizer of GPT-2's pieces, of bytes, or of symbols between white space."""
         length = position_limit(target.config)
 
-        def tokenizer(
-            dictionaries: Dictionaries, bpe: str | Path | None, notes: list[str]
-        ) -> ConvertedTokenizer | None:
-            dictionary = dictionaries.vocabulary
-            if dictionary is None:
-                if bpe is not None:
-                    raise ConversionError(
-                        f"--bpe {bpe}: there is no dictionary beside the checkpoint; give it with --dict"
-                    )
+        def tokenizer(dictionaries: Dictionaries, bpe: Bpe, notes: list[str]) -> ConvertedTokenizer | None:
+            if not dictionaries.has_vocabulary(bpe):
                 return None
+            dictionary = dictionaries.vocabulary
             if bpe is not None:
                 return ConvertedTokenizer(lm_bpe_tokenizer(dictionary, read_gpt2_bpe(bpe), length), PIECES, [])
             if holds_bytes(dictionary):
@@ -326,12 +301,10 @@ class MegaLM(_mega.MegaFormat):
         return Companions(VocabularyAndLabels(target.vocab_size, None, None), tokenizer)
 
     def report(self, target: Target, evidence: Evidence) -> Notes:
-        """Return the decisions, and a default that the original lacks."""
         name, notes = "activation_dropout", []
         if evidence.args.get(name) is None and name not in _ARCHITECTURES.get(str(evidence.args.get("arch")), {}):
-            notes.append(f"args.{name} is missing, without which the original fails here: 0.0 is taken for it")
-        decided = {field: getattr(target.config, field) for field in _DECIDED}
-        return Notes({"ema_convention": target.revision} | decided, notes, heads=["causal LM"])
+            notes.append(f"args.{name} is missing, which is an error in the original; using 0.0")
+        return Notes({"ema_convention": target.revision}, notes, heads=["causal LM"])
 
 
 def _float_tensor(name: str) -> Row:

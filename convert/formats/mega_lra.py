@@ -4,14 +4,13 @@ from dataclasses import replace
 from typing import Any
 
 from luna_mega import MegaForSequenceClassification, MegaForSequencePairClassification
-from luna_mega.convert.argtypes import mean_and_deviation, number, size, whole, word
-from luna_mega.convert.evidence import Evidence
+from luna_mega.convert.argtypes import integer, mean_and_deviation, number, size, word
+from luna_mega.convert.evidence import Evidence, Target
 from luna_mega.convert.formats import _lra, _mega
-from luna_mega.convert.formats._lra import BODY, OUT
+from luna_mega.convert.formats._lra import BODY, OUT, is_pair
 from luna_mega.convert.formats.format import Companions, Facts, Notes
-from luna_mega.convert.keymap import KeyMap, Row
-from luna_mega.convert.table import COMMON, MODEL, Arg, also, derived, fields, fixed, never, written
-from luna_mega.convert.target import Target
+from luna_mega.convert.keymap import KeyMap, Row, rows
+from luna_mega.convert.table import COMMON, MODEL, Arg, derived, fixed, never, read_only, write_only
 from luna_mega.errors import ConversionError
 
 _CLASSES = (MegaForSequenceClassification, MegaForSequencePairClassification)
@@ -40,7 +39,7 @@ _ARCHITECTURES = {
     "mega_sc_raw_base": _SPEECH,
     "mega_sc_raw_big": _SPEECH,
 }
-# Width -> architecture. The args have all sizes, so one of other sizes does where none has these.
+# Width -> architecture. The args have all sizes, so another architecture is valid as well.
 _OF_TEXT = {80: "mega_lra_listop"}
 _OF_IMAGES = {64: "mega_lra_pf128", 128: "mega_lra_pf32"}
 _OF_SPEECH = {60: "mega_sc_raw_base", 72: "mega_sc_raw_big"}
@@ -49,21 +48,17 @@ _OF_SPEECH = {60: "mega_sc_raw_base", 72: "mega_sc_raw_big"}
 def _tokens(evidence: Evidence) -> bool:
     if _WORDS in evidence.tensors or _VALUES in evidence.tensors:
         return _WORDS in evidence.tensors
-    return evidence.args.get("input_type") == "text"  # says which of the two is missing
+    return evidence.args.get("input_type") == "text"  # the error names the missing one of the two
 
 
 def _embedding(evidence: Evidence) -> tuple[int, ...]:
     return evidence.shape(_WORDS, "vocabulary", "width") if _tokens(evidence) else evidence.shape(_VALUES, "width")
 
 
-def _vocabulary(evidence: Evidence) -> dict[str, int]:
-    return {"vocab_size": _embedding(evidence)[0]} if _tokens(evidence) else {}
-
-
 def _classifier(evidence: Evidence) -> dict[str, Any]:
-    """Return layers, width and class of the head: the number of features shows whether it reads a pair."""
-    there = any(key.startswith("classifier.") for key in evidence.tensors)
-    if evidence.arg("classifier_layers") < 1 and not there:
+    """Return depth, width and class of the head; its number of features determines whether it classifies pairs."""
+    present = any(key.startswith("classifier.") for key in evidence.tensors)
+    if evidence.arg("classifier_layers") < 1 and not present:
         found, (_, features) = {"classifier_num_layers": 0}, evidence.shape(OUT, "classes", "features")
     else:
         hidden, features = evidence.shape("classifier.0.0.weight", "hidden", "features")
@@ -74,19 +69,11 @@ def _classifier(evidence: Evidence) -> dict[str, Any]:
 
 def _pooling(evidence: Evidence) -> dict[str, str]:
     if evidence.arg("use_p"):
-        raise ConversionError("args.use_p is set, which reads the packed sequence of Luna: Mega has none")
+        raise ConversionError("args.use_p is set, but Mega has no packed sequence")
     pooling = _lra.representation(evidence)
     if pooling == "cls" and not _tokens(evidence):
-        raise ConversionError("args.sen_rep_type = 'cls' with pixels or audio fails in the original as well; it has mp")
+        raise ConversionError("args.sen_rep_type = 'cls' is not supported for pixels and audio, only 'mp' is")
     return {"pooling": pooling}
-
-
-def _poolings(target: Target) -> tuple[str, ...]:
-    return ("cls", "mean") if target.config.input_type == "tokens" else ("mean",)
-
-
-def _inputs(target: Target) -> tuple[str, ...]:
-    return ("tokens",) if _is_pair(target) else ("tokens", "values")
 
 
 def _activations_of_head(target: Target) -> tuple[str, ...]:
@@ -94,12 +81,8 @@ def _activations_of_head(target: Target) -> tuple[str, ...]:
     return _mega.activations(target) if config.classifier_num_layers else (config.classifier_activation,)
 
 
-def _is_pair(target: Target) -> bool:
-    return target.model_class is MegaForSequencePairClassification
-
-
 def _in_features(target: Target) -> int:
-    return (2 if _is_pair(target) else 1) * target.config.hidden_size
+    return (2 if is_pair(target) else 1) * target.config.hidden_size
 
 
 def _out_features(target: Target) -> int:
@@ -116,7 +99,7 @@ def _is_speech(target: Target) -> bool:
 def _arch(target: Target) -> str:
     width = target.config.hidden_size
     if target.config.input_type == "tokens":
-        return "mega_lra_aan" if _is_pair(target) else _OF_TEXT.get(width, "mega_lra_imdb")
+        return "mega_lra_aan" if is_pair(target) else _OF_TEXT.get(width, "mega_lra_imdb")
     return _OF_SPEECH[width] if _is_speech(target) else _OF_IMAGES.get(width, "mega_lra_cifar10")
 
 
@@ -141,32 +124,44 @@ _TABLE = (
     _mega.TRUNCATION,
     Arg("rel_pos_bias", "relative_positional_bias", measure=_STACK.bias, kind=word),
     _STACK.positions("max_positions", "chunk_size"),
-    written("tokens_per_sample", "max_positions", kind=size),
+    write_only("tokens_per_sample", "max_positions", kind=size),
     replace(_mega.ACTIVATION_FUNCTION, default="gelu"),
     Arg("attention_activation_fn", "attention_activation", default="relu2", kind=word),
     _STACK.norm_type("norm_type"),
     _STACK.normalize_before("encoder_normalize_before"),
-    _STACK.affine_final_norm(when=never),
+    _STACK.affine_final_norm(write_if=never),
     _STACK.normalize_embedding(),
     _mega.FEATURE_DROPOUT,
     Arg("dropout", "dropout_prob", default=0.1, kind=number),
-    also("dropout", "classifier_dropout"),
+    read_only("dropout", "classifier_dropout"),
     Arg("attention_dropout", "attention_probs_dropout_prob", default=0.1, kind=number),
     Arg("act_dropout", "hidden_dropout_prob", default=0.0, kind=number),
-    also("act_dropout", "nffn_activation_dropout_prob"),
+    read_only("act_dropout", "nffn_activation_dropout_prob"),
     _lra.CLASSES,
-    Arg("sen_rep_type", "pooling", _lra.REPRESENTATION, "mp", read=_pooling, kind=word, only=_poolings),
-    Arg("classifier_layers", "classifier_num_layers", default=1, read=_classifier, kind=whole),
-    Arg("classifier_in_dim", write=_in_features, kind=whole),
-    Arg("classifier_out_dim", write=_out_features, kind=whole),
+    Arg(
+        "sen_rep_type",
+        "pooling",
+        _lra.REPRESENTATION,
+        "mp",
+        read=_pooling,
+        kind=word,
+        only=lambda target: ("cls", "mean") if target.config.input_type == "tokens" else ("mean",),
+    ),
+    Arg("classifier_layers", "classifier_num_layers", default=1, read=_classifier, kind=integer),
+    Arg("classifier_in_dim", write=_in_features, kind=integer),
+    Arg("classifier_out_dim", write=_out_features, kind=integer),
     _lra.classifier_activation("gelu", only=_activations_of_head),
     fixed("use_p", False, default=False),
     _lra.NO_REGRESSION,
     Arg("arch", write=_arch, kept=True, kind=word),
     Arg("task", write=_task, kept=True, kind=word),
-    _lra.input_type(_tokens, when=lambda target: not _is_speech(target), only=_inputs),
-    Arg("pixel_normalization", kind=mean_and_deviation, when=never),
-    fields(_vocabulary),
+    _lra.input_type(
+        _tokens,
+        write_if=lambda target: not _is_speech(target),
+        only=lambda target: ("tokens",) if is_pair(target) else ("tokens", "values"),
+    ),
+    Arg("pixel_normalization", kind=mean_and_deviation, write_if=never),
+    _lra.vocabulary(_embedding),
     *_mega.NORMS,
     derived("classifier_bias", lambda evidence: False),
     derived("ema_shift", lambda evidence: evidence.revision == "flash"),
@@ -180,47 +175,36 @@ class MegaLra(_mega.MegaFormat):
         name="mega_lra",
         revisions=_mega.revisions("Mega LRA"),
         model_classes=_CLASSES,
-        classifiers=_CLASSES,
         stacks=frozenset({("mega", BODY)}),
         architectures=_ARCHITECTURES,
         container=_lra.CONTAINER,
+        decided=("input_type", *_mega.DECIDED, "pooling"),
         **_mega.FACTS,
     )
     table = _TABLE
 
     def keymap(self, target: Target) -> KeyMap:
-        """Return the map of a file of a branch; input and classifier depend on the configuration."""
-        embedding = {
-            "tokens": Row(_WORDS, "mega.embedding_layer.word_embeddings.weight"),
-            "values": Row(f"{BODY}.embed_tokens.{{part}}", "mega.embedding_layer.value_embeddings.{part}"),
-        }
+        deeper = range(1, target.config.classifier_num_layers)
         return KeyMap(
             [
-                embedding[target.config.input_type],
+                Row(_WORDS, "mega.embedding_layer.word_embeddings.weight"),
+                *rows(BODY, "mega.embedding_layer", {"embed_tokens": "value_embeddings"}),
                 *_mega.layer_rows(BODY, target.revision, target.config),
                 Row("classifier.0.0.{part}", "classifier.dense.{part}"),
-                *(
-                    Row(f"classifier.{index}.0.{{part}}", f"classifier.deeper.{index - 1}.{{part}}")
-                    for index in range(1, target.config.classifier_num_layers)
-                ),
+                *rows("classifier", "classifier.deeper", {f"{n}.0": f"{n - 1}" for n in deeper}),
                 Row(OUT, "classifier.out_proj.weight"),
             ]
         )
 
     def companions(self, target: Target, evidence: Evidence) -> Companions:
-        """Return words and labels."""
         return _lra.companions(target, evidence, _starts_with_cls(target))
 
     def report(self, target: Target, evidence: Evidence) -> Notes:
-        """Return the decisions, and the preparation of the input."""
         notes = [_lra.first_token_note(target.config)] * _starts_with_cls(target)
         if evidence.args.get("task") == "lra-image":
             mean, deviation = evidence.args.get("pixel_normalization") or (0.5, 0.5)
-            notes.append(
-                f"a pixel x of 0 to 255 becomes (x / 255 - {mean}) / {deviation} before it goes into the model"
-            )
-        decided = {name: getattr(target.config, name) for name in ("input_type", *_mega.DECIDED, "pooling")}
-        return Notes({"ema_convention": target.revision} | decided, notes)
+            notes.append(f"a pixel x of 0 to 255 must be normalized to (x / 255 - {mean}) / {deviation}")
+        return Notes({"ema_convention": target.revision}, notes)
 
 
 def _starts_with_cls(target: Target) -> bool:

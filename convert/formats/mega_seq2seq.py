@@ -4,13 +4,12 @@ from typing import Any
 
 from luna_mega import MegaForConditionalGeneration, MegaSeq2SeqConfig
 from luna_mega.convert.argtypes import flag, size
-from luna_mega.convert.evidence import Evidence
+from luna_mega.convert.evidence import Evidence, Target
 from luna_mega.convert.formats import _mega, _translation
 from luna_mega.convert.formats._translation import SIDES
 from luna_mega.convert.formats.format import Companions, Facts, Notes
 from luna_mega.convert.keymap import KeyMap, Row
 from luna_mega.convert.table import NOT, Arg, Table, derived, fields, fixed, never, read_fields
-from luna_mega.convert.target import Target
 from luna_mega.errors import ConversionError
 from luna_mega.modeling_mega.configuration_mega import DECODER_FIELDS
 
@@ -28,11 +27,11 @@ _DECIDED = (
 
 
 def _options(side: str) -> Table:
-    """Return the rows of the options that encoder and decoder must have in common, as one side has them."""
+    """Return the rows of the common options of encoder and decoder, read from one side."""
     stack = _mega.Stack(side)
     return (
         *_mega.options(stack, truncation=1024),
-        stack.affine_final_norm(when=never),
+        stack.affine_final_norm(write_if=never),
         Arg("no_scale_embedding", "scale_embedding", NOT, False, kind=flag),
         *_mega.DROPOUTS,
     )
@@ -44,7 +43,7 @@ def _positions(side: str) -> Arg:
 
 
 def _sizes(side: str) -> Table:
-    """Return the rows of the arguments and fields that each side has for itself."""
+    """Return the rows of the sizes of one side."""
     stack = _mega.Stack(side)
     return (
         fixed(f"{side}_embed_path", None),
@@ -62,18 +61,8 @@ def _field(side: str, field: str) -> str:
     return _translation.field_of(side, field, _OWN)
 
 
-def _vocabularies(evidence: Evidence) -> dict[str, int]:
-    if any(key.startswith("decoder.adaptive_softmax.") for key in evidence.tensors):
-        raise ConversionError(
-            "the file has an adaptive softmax (--adaptive-softmax-cutoff), which the encoder-decoder here lacks; "
-            "train with an ordinary one"
-        )
-    vocabulary, of_target, _ = _translation.vocabularies(evidence)
-    return {"vocab_size": vocabulary, "decoder_vocab_size": of_target}
-
-
 def _common(evidence: Evidence) -> dict[str, Any]:
-    """Return the fields that encoder and decoder have in common; an error if they differ."""
+    """Return the common fields of encoder and decoder; an error if the two sides differ."""
     sides = [read_fields((_positions(side), *_options(side), *_sizes(side)), evidence) for side in SIDES]
     encoder, decoder = sides
     for name in ("use_normalized_ffn", *decoder):
@@ -85,13 +74,9 @@ def _common(evidence: Evidence) -> dict[str, Any]:
     return encoder | decoder
 
 
-def _chunk(evidence: Evidence) -> int:
-    return evidence.args.get("encoder_chunk_size") or -1
-
-
 _TABLE = (
     *_translation.task_arguments(fixed("arch", "mega", kept=True)),  # the args have all sizes
-    fields(_vocabularies),
+    fields(_translation.vocabularies),
     _positions("encoder"),
     _positions("decoder"),
     *_options("encoder"),
@@ -114,13 +99,13 @@ class MegaSeq2Seq(_mega.MegaFormat):
         stacks=frozenset({("mega", side) for side in SIDES}),
         architectures=_ARCHITECTURES,
         container=_translation.CONTAINER,
+        decided=_DECIDED,
         resolve=lambda config: _resolve(config),
         **_mega.FACTS | {"config_class": MegaSeq2SeqConfig, "unused": lambda target: _unused(target)},
     )
     table = _TABLE
 
     def keymap(self, target: Target) -> KeyMap:
-        """Return the map of an encoder-decoder of a branch."""
         rows, config = [], target.config
         for side, own in zip(SIDES, (config.encoder_config, config.decoder_config), strict=True):
             rows += [
@@ -131,13 +116,10 @@ class MegaSeq2Seq(_mega.MegaFormat):
         return KeyMap([*rows, Row(_OUT, "lm_head.weight")])
 
     def companions(self, target: Target, evidence: Evidence) -> Companions:
-        """Return the files of both languages."""
         return _translation.companions(target, evidence, target.config.decoder_config.max_positions)
 
     def report(self, target: Target, evidence: Evidence) -> Notes:
-        """Return the decisions."""
-        decided = {name: getattr(target.config, name) for name in _DECIDED}
-        return Notes({"ema_convention": target.revision} | decided, heads=_translation.HEADS)
+        return Notes({"ema_convention": target.revision}, heads=_translation.HEADS)
 
 
 def _resolve(config: MegaSeq2SeqConfig) -> MegaSeq2SeqConfig:

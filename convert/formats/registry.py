@@ -1,4 +1,4 @@
-"""The known formats, and the recognition of the format of a file."""
+"""Registry of the formats, and detection of the format of a file."""
 
 import re
 from collections.abc import Iterable
@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from luna_mega.convert.formats.containers import Folder
-from luna_mega.convert.formats.format import Format, renamed
+from luna_mega.convert.formats.format import Format, rename_tensors
 from luna_mega.convert.formats.luna_bert import LunaBert
 from luna_mega.convert.formats.luna_lra import LunaLra
 from luna_mega.convert.formats.luna_seq2seq import LunaSeq2Seq
@@ -19,16 +19,16 @@ from luna_mega.convert.safe_load import Checkpoint, read_checkpoint
 from luna_mega.errors import ConversionError, shown
 
 _FORMATS: dict[str, Format] = {}
-# The prefix of a stack of layers, and the part that identifies its kind.
+# The prefix of a stack of layers, and the name that identifies its kind.
 _LAYER = re.compile(r"(?:(.*?)\.)?(?:layers|blocks)\.\d+\.(self_attn\.pq_proj|mega_layer|mega\.cema)\.")
 _KINDS = {"self_attn.pq_proj": "luna", "mega_layer": "mega", "mega.cema": "megalodon"}
 _MEGA = r"(^|\.)(mega_layer|move)\.|^(delta|alpha|beta|gamma|omega)$"
-# Complex EMA, the norm after the moving average and the group norms over time exist in the Megalodon line only.
+# Complex EMA, the norm after the moving average and the timestep norms exist only in Megalodon variants.
 _MEGALODON = r"(^|\.)(theta|cema|move_act|timenorm|prior_mean)(\.|$)"
 
 
 def register_format(checkpoint_format: Format) -> None:
-    """Make a format known to convert, export and info; it is tried after the formats that are known already.
+    """Register a format for convert, export and info; it is tried after the formats that are registered already.
 
     Raises:
         ValueError: If another format has this name, or the same stacks under the same names.
@@ -44,16 +44,12 @@ def register_format(checkpoint_format: Format) -> None:
 
 
 def registered_formats() -> tuple[Format, ...]:
-    """Return all formats, in the order in which they are tried for a file or a model."""
+    """Return all formats, in the order of registration."""
     return tuple(_FORMATS.values())
 
 
 def find_format(name: str) -> Format:
-    """Return the format called `name`, the `layout` of a conversion report.
-
-    Raises:
-        ConversionError: If there is no such format.
-    """
+    """Return the format with a name, the `layout` of a conversion report."""
     if name not in _FORMATS:
         raise ConversionError(f"format {shown(name)} is not known; this version knows {', '.join(_FORMATS)}")
     return _FORMATS[name]
@@ -71,18 +67,20 @@ def _folder_format(folder: Path) -> Format | None:
 
 
 def is_checkpoint(path: str | Path) -> bool:
-    """Return whether a path is to be read as a checkpoint: a file, or a folder that a format claims."""
+    """Return whether a path is a checkpoint: a file, or a folder of a format."""
     path = Path(path)
     return path.is_file() or path.is_dir() and _folder_format(path) is not None
 
 
 def open_checkpoint(path: str | Path, progress: bool = False) -> Checkpoint:
-    """Open a checkpoint: a folder of the first format that claims it, or a file that fairseq saved.
+    """Open a checkpoint: a folder of a format, or a file of fairseq.
 
-    With `progress` a bar is shown on stderr if that is a terminal.
+    Args:
+        path: File or folder.
+        progress: Show a progress bar if stderr is a terminal.
 
     Raises:
-        ConversionError: If there is no such checkpoint, it is damaged, or it requests to run code.
+        ConversionError: If there is no such checkpoint, it is damaged, or it would run code.
     """
     path = Path(path)
     if path.is_dir() and (fmt := _folder_format(path)) is not None:
@@ -96,37 +94,32 @@ def open_checkpoint(path: str | Path, progress: bool = False) -> Checkpoint:
 
 
 def detect(checkpoint: Checkpoint) -> tuple[Format, str, Checkpoint, list[str]]:
-    """Return the format of a file, the revision of the code that wrote it, the file with the tensors under the names of
-    the key map, and notes on renamed tensors.
-
-    Raises:
-        ConversionError: If no format recognizes it; the message describes the file.
-    """
+    """Return the format of a file, the revision of its code, the file with renamed tensors, and notes on the names."""
     tensors, arch = checkpoint.tensors, str(checkpoint.args.get("arch"))
     foreign = _is_foreign(tensors)
     for fmt in registered_formats():
-        ours, notes = renamed(fmt, tensors)
+        ours, notes = rename_tensors(fmt, tensors)
         stacks = fmt.facts.stacks
         if stacks and (foreign and ("mega" in {kind for kind, _ in stacks}) or stacks_of(ours) != stacks):
             continue
         file = replace(checkpoint, tensors=ours)
-        revision = fmt.recognise(file)
+        revision = fmt.recognize(file)
         if revision is not None and (checkpoint.missing_args is None or not fmt.facts.container.needs_args):
             return fmt, revision, file, notes
     if checkpoint.missing_args is not None:
         raise ConversionError(checkpoint.missing_args)
-    raise ConversionError(f"{checkpoint.path}: {_refusal(tensors, shown(arch), foreign)}")
+    raise ConversionError(f"{checkpoint.path}: {_reason(tensors, shown(arch), foreign)}")
 
 
 def _is_foreign(tensors: dict) -> bool:
-    """Return whether a Mega layer is one of the Megalodon line, which the released code does not have."""
+    """Return whether the layers are of a Megalodon variant that was not released."""
     if any(re.search(_MEGALODON, key) for key in tensors):
         return True
     return any(key.endswith("mega_layer.h_proj.weight") and f"{key[:-6]}bias" not in tensors for key in tensors)
 
 
-def _refusal(tensors: dict, arch: str, foreign: bool) -> str:
-    """Return why a file that no format recognizes cannot be converted."""
+def _reason(tensors: dict, arch: str, foreign: bool) -> str:
+    """Return why a file of no format cannot be converted."""
     if foreign:
         return (
             f"a Megalodon-line checkpoint (arch {arch}: complex EMA, timestep norm), but not as the released code "

@@ -28,10 +28,10 @@ class Checksums:
     """The SHA-256 of a file, and the description of its zip archive.
 
     Args:
-        sha256 (`str`): the digest.
-        pickles (`tuple[int, ...]`): offsets of the pickles in the file.
-        unchecked (`str`, *optional*): the reason why damage is not detected; None if there are checksums.
-        archive (`str`, *optional*): name of the archive; `torch.save(..., path)` uses the name of the file.
+        sha256: Digest of the file.
+        pickles: Offsets of the pickles in the file.
+        unchecked: Reason why damage is not detected; None if there are checksums.
+        archive: Name of the archive; `torch.save(..., path)` uses the name of the file.
     """
 
     sha256: str
@@ -42,7 +42,7 @@ class Checksums:
 
 @dataclass(frozen=True)
 class _Entry:
-    """The bytes `start` to `end` of the file, and the CRC-32 that the directory records for them."""
+    """The bytes `start` to `end` of the file, and their CRC-32 in the directory."""
 
     name: str
     start: int
@@ -51,17 +51,11 @@ class _Entry:
 
 
 def read_checksums(path: Path, is_zip: bool, progress: bool = False) -> Checksums:
-    """Return the SHA-256 of a file after a check of every zip entry; the legacy format has no checksums.
-
-    With `progress` a bar is shown on stderr if that is a terminal.
-
-    Raises:
-        ConversionError: an entry or the directory of the archive is damaged; the message names the entry.
-    """
+    """Return the SHA-256 of a file, and check the CRC-32 of every zip entry; the legacy format has no checksums."""
     digest = hashlib.sha256()
     with path.open("rb") as file:
         entries = _entries(path, file) if is_zip else []
-        # The CRC-32 of one entry can be 0 by chance; torch.save without CRCs writes 0 for all.
+        # The CRC-32 of a single entry can be 0; without CRCs, torch.save writes 0 for all.
         with_crc = any(entry.crc for entry in entries)
         file.seek(0)
         bar = {"desc": path.name, "total": path.stat().st_size, "disable": None if progress else True, "delay": 1}
@@ -77,7 +71,7 @@ def read_checksums(path: Path, is_zip: bool, progress: bool = False) -> Checksum
                     raise _damaged(path, f"entry {shown(entry.name)} has CRC-32 {crc:08x} in place of {entry.crc:08x}")
             while block := reader.read(_BLOCK):
                 digest.update(block)
-    # torch finds names whatever their case.
+    # torch ignores the case of names.
     pickles = tuple(entry.start for entry in entries if entry.name.lower().endswith("data.pkl"))
     unchecked = None if with_crc else _NO_CRC if is_zip else _LEGACY
     archive = next((entry.name.rpartition("/")[0] for entry in entries if entry.name.endswith("/data.pkl")), None)
@@ -91,7 +85,7 @@ def _blocks(file: BinaryIO, end: int) -> Iterator[bytes]:
 
 
 def _entries(path: Path, file: BinaryIO) -> list[_Entry]:
-    """Return the entries in the order of the file; each must be uncompressed, after its own header."""
+    """Return the entries in the order of the file; an error unless they are uncompressed and follow their headers."""
     try:
         if not zipfile.is_zipfile(file):
             raise _damaged(path, "the zip directory at its end is missing")
@@ -101,7 +95,7 @@ def _entries(path: Path, file: BinaryIO) -> list[_Entry]:
         for info in sorted(infos, key=lambda info: info.header_offset):
             start = _start(info, file)
             if start is None or info.header_offset < end:
-                raise _damaged(path, f"entry {shown(info.filename)} is not where the zip directory says")
+                raise _damaged(path, f"entry {shown(info.filename)} is not at the offset in the zip directory")
             end = start + info.compress_size
             if end > directory or info.compress_type != zipfile.ZIP_STORED or info.file_size != info.compress_size:
                 raise _damaged(path, f"entry {shown(info.filename)} is compressed or cut off, and torch writes neither")
@@ -114,7 +108,7 @@ def _entries(path: Path, file: BinaryIO) -> list[_Entry]:
 
 
 def _start(info: zipfile.ZipInfo, file: BinaryIO) -> int | None:
-    """Return the offset of an entry's data according to its header; None if there is no header."""
+    """Return the offset of an entry's data from its header; None without a header."""
     file.seek(info.header_offset)
     signature, name_length, extra_length = _LOCAL_HEADER.unpack(file.read(_LOCAL_HEADER.size))
     name = info.orig_filename.encode("utf-8" if info.flag_bits & 0x800 else "cp437")

@@ -1,25 +1,25 @@
-"""Checks of the pickles in a checkpoint, before torch reads them, for contents that would hang or crash it.
+"""Checks of the pickles in a checkpoint for contents that would hang or crash torch.
 
-A tuple that contains another one twice, forty levels deep, takes a few hundred bytes and 2^40 steps to hash. A storage
-that the legacy format does not list keeps the previous content of the memory.
+A tuple that contains another one twice, to a depth of 40, takes a few hundred bytes and 2^40 steps to hash. A storage
+that the legacy format does not list has the previous content of the memory.
 """
 
 import pickletools
 from typing import Any, BinaryIO, NamedTuple
 
 MOST_VALUES, DEEPEST = 100_000, 50
-# torch builds these from storages that it fills later, or without any storage.
-_REFUSED = {f"torch._utils.{name}" for name in ("_rebuild_nested_tensor", "_rebuild_wrapper_subclass")}
+# torch creates these from storages that it fills later, or without a storage.
+_UNSUPPORTED = {f"torch._utils.{name}" for name in ("_rebuild_nested_tensor", "_rebuild_wrapper_subclass")}
 _TUPLES = {"EMPTY_TUPLE": 0, "TUPLE1": 1, "TUPLE2": 2, "TUPLE3": 3}
 _POPS = {"APPEND": 1, "SETITEM": 2, "BUILD": 1}
 
 
-class RefusedPickle(ValueError):
-    """A pickle that torch should not read; the message names the reason."""
+class InvalidPickle(ValueError):
+    """A pickle that must not be loaded."""
 
 
 class _Item(NamedTuple):
-    """A value on the stack of the unpickler: for a tuple its items, and the number and depth of all values in it."""
+    """A value on the stack of the unpickler: the items of a tuple, and the number and depth of all values in it."""
 
     content: Any = None
     values: int = 1
@@ -27,34 +27,26 @@ class _Item(NamedTuple):
 
 
 def check_zip_pickle(file: BinaryIO, start: int) -> None:
-    """Check the pickle of an archive, which starts at byte `start` of the file.
-
-    Raises:
-        RefusedPickle: it nests tuples too deeply, or makes tensors that no checkpoint of the original has.
-    """
+    """Check the pickle at the offset `start` of an archive."""
     file.seek(start)
     _scan(file)
 
 
 def check_legacy_pickles(file: BinaryIO) -> None:
-    """Check the five pickles of the legacy format: magic number, version, system, content, and keys of the storages.
-
-    Raises:
-        RefusedPickle: as `check_zip_pickle`, or a storage of the content is not in the list of keys.
-    """
+    """Check the five pickles of the legacy format: magic number, version, system, content, and keys of the storages."""
     file.seek(0)
     for _ in range(3):
         _scan(file)
     _, storages = _scan(file)
     listed, _ = _scan(file)
     if not storages <= listed:
-        raise RefusedPickle(f"the file has no data for {len(storages - listed)} of its storages")
+        raise InvalidPickle(f"the file has no data for {len(storages - listed)} of its storages")
 
 
 def _scan(file: BinaryIO) -> tuple[set[Any], set[Any]]:
-    """Follow the instructions of a pickle without building anything; return its strings and the keys of its storages.
+    """Interpret a pickle without creating objects; return its strings and the keys of its storages.
 
-    A damaged pickle is left to torch, which stops at the same instruction.
+    torch reports a damaged pickle.
     """
     stack: list[_Item] = []
     marks: list[int] = []
@@ -73,7 +65,7 @@ def _scan(file: BinaryIO) -> tuple[set[Any], set[Any]]:
             elif name in _POPS:
                 del stack[-_POPS[name] :]
             elif name in ("REDUCE", "NEWOBJ"):
-                stack[-2:] = [stack[-1]]  # the result may hold all arguments
+                stack[-2:] = [stack[-1]]  # the result can contain all arguments
             elif name == "BINPERSID":
                 storages.add(_key_of(stack.pop().content))
                 stack.append(_Item())
@@ -82,11 +74,11 @@ def _scan(file: BinaryIO) -> tuple[set[Any], set[Any]]:
             elif name in ("BINGET", "LONG_BINGET"):
                 stack.append(memo[argument])
             elif name not in ("PROTO", "STOP"):
-                if name == "GLOBAL" and (refused := argument.replace(" ", ".")) in _REFUSED:
-                    raise RefusedPickle(f"it holds a tensor that is not dense, made by {refused}")
+                if name == "GLOBAL" and (function := argument.replace(" ", ".")) in _UNSUPPORTED:
+                    raise InvalidPickle(f"it has a tensor that is not dense, created by {function}")
                 stack.append(_Item(argument))
                 strings |= {argument} if isinstance(argument, str) else set()
-    except RefusedPickle:
+    except InvalidPickle:
         raise
     except Exception:  # pickletools and the lines above raise many types for a damaged pickle
         pass
@@ -94,14 +86,14 @@ def _scan(file: BinaryIO) -> tuple[set[Any], set[Any]]:
 
 
 def _key_of(persistent_id: Any) -> str:
-    """Return the key in ("storage", type, key, location, size), a tuple that is written out in the file."""
+    """Return the key of the tuple ("storage", type, key, location, size)."""
     if not isinstance(persistent_id, list) or len(persistent_id) < 5 or not isinstance(persistent_id[2].content, str):
-        raise RefusedPickle("a storage has no name")
+        raise InvalidPickle("a storage has no name")
     return persistent_id[2].content
 
 
 def _tuple_of(items: list[_Item]) -> _Item:
-    whole = _Item(items, 1 + sum(item.values for item in items), 1 + max((item.depth for item in items), default=0))
-    if whole.values > MOST_VALUES or whole.depth > DEEPEST:
-        raise RefusedPickle(f"a tuple is nested more than {DEEPEST} deep or holds more than {MOST_VALUES:,} values")
-    return whole
+    found = _Item(items, 1 + sum(item.values for item in items), 1 + max((item.depth for item in items), default=0))
+    if found.values > MOST_VALUES or found.depth > DEEPEST:
+        raise InvalidPickle(f"a tuple is nested more than {DEEPEST} deep or holds more than {MOST_VALUES:,} values")
+    return found

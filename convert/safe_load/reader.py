@@ -1,6 +1,6 @@
-"""Reading of checkpoints, mainly of fairseq, without executing anything in them.
+"""Reading of checkpoints without executing code in them.
 
-`torch.load(weights_only=True)` builds nothing but tensors and plain containers; the inert types below are allowed too.
+`torch.load(weights_only=True)` creates only tensors and plain containers; the types of `_inert_types` are allowed too.
 """
 
 import argparse
@@ -18,7 +18,7 @@ import numpy
 import torch
 
 from luna_mega.convert.safe_load.checksums import Checksums, read_checksums
-from luna_mega.convert.safe_load.pickles import RefusedPickle, check_legacy_pickles, check_zip_pickle
+from luna_mega.convert.safe_load.pickles import InvalidPickle, check_legacy_pickles, check_zip_pickle
 from luna_mega.convert.safe_load.plain import plain_args
 from luna_mega.convert.safe_load.storages import check_bytes, check_storages, is_dense
 from luna_mega.errors import ConversionError, shown
@@ -35,10 +35,18 @@ _LATER_FAIRSEQ = (
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint: its `args` as a dict of plain values, its tensors, and the file or folder they came from.
+    """Content of a checkpoint.
 
-    `missing_args` is the error for a file without args, None where it has them; `unchecked` says that the file has no
-    checksums.
+    Args:
+        path: File or folder.
+        sha256: Digest of the file.
+        serialization: "zip" or "legacy".
+        args: Args as plain values.
+        tensors: Tensors of the model.
+        num_updates: Number of training steps, if it is recorded.
+        warnings: Warnings about the file.
+        missing_args: Error message if the file has no args.
+        unchecked: Whether the file has no checksums.
     """
 
     path: Path
@@ -53,13 +61,13 @@ class Checkpoint:
 
     @property
     def folder(self) -> Path:
-        """Return the folder of the checkpoint, in which dictionaries lie."""
+        """Return the folder of the checkpoint and its dictionaries."""
         return self.path if self.path.is_dir() else self.path.parent
 
 
 @dataclass(frozen=True)
 class TensorFile:
-    """A file that contains only the tensors of a model; see `Checksums` for `unchecked` and `archive`."""
+    """Content of a file with only the tensors of a model; see `Checksums` for `unchecked` and `archive`."""
 
     sha256: str
     serialization: str
@@ -69,7 +77,7 @@ class TensorFile:
 
 
 def _inert_types() -> list:
-    """Return `argparse.Namespace` and the parts of a pickled numpy number, under the module names of numpy 1 and 2."""
+    """Return `argparse.Namespace` and the types of a pickled numpy scalar, with the module names of numpy 1 and 2."""
     scalar = numpy.float64(0).__reduce__()[0]
     names = [f"numpy.{core}.multiarray.scalar" for core in ("core", "_core")]
     dtypes = {type(numpy.dtype(code)) for code in _NUMPY_SCALARS}
@@ -77,9 +85,11 @@ def _inert_types() -> list:
 
 
 def read_checkpoint(path: str | Path, progress: bool = False) -> Checkpoint:
-    """Open a checkpoint written by fairseq's `checkpoint_utils.save_state`, zip or legacy serialization.
+    """Open a checkpoint of fairseq's `checkpoint_utils.save_state`, in zip or legacy serialization.
 
-    With `progress` a bar is shown on stderr if that is a terminal.
+    Args:
+        path: The file.
+        progress: Show a progress bar if stderr is a terminal.
 
     Raises:
         ConversionError: If the file is no such checkpoint, is damaged, would run code, or comes from a later fairseq.
@@ -124,7 +134,11 @@ def read_checkpoint(path: str | Path, progress: bool = False) -> Checkpoint:
 
 
 def read_tensors(path: Path, progress: bool = False) -> TensorFile:
-    """Open a file that contains a bare state dict, in zip or legacy serialization.
+    """Open a file with a state dict, in zip or legacy serialization.
+
+    Args:
+        path: The file.
+        progress: Show a progress bar if stderr is a terminal.
 
     Raises:
         ConversionError: If the file contains something else, is damaged, or would run code.
@@ -157,7 +171,7 @@ def _serialization(path: Path) -> str:
         raise ConversionError(f"{path}: the file is empty; copy or download it again")
     if start.startswith(b"PK\x03\x04"):
         return "zip"
-    if start[8:10] == b'{"':  # before the pickle: a safetensors file begins with a length, which may be 0x80
+    if start[8:10] == b'{"':  # checked first: the length at the start of a safetensors file can be 0x80
         raise ConversionError(f"{path}: a safetensors file, which has no fairseq 'args'; give the .pt file")
     if start.startswith(b"\x80"):
         return "legacy"
@@ -177,18 +191,18 @@ def _load(path: Path, serialization: str, checksums: Checksums) -> Any:
             check_legacy_pickles(file)
             file.seek(0)
             state = torch.load(file, map_location="cpu", weights_only=True)
-            if behind := path.stat().st_size - file.tell():
-                raise RefusedPickle(f"{behind} bytes follow the last storage")
+            if extra := path.stat().st_size - file.tell():
+                raise InvalidPickle(f"{extra} bytes follow the last storage")
             return state
     except OSError:
         raise
-    except Exception as error:  # a broken or hostile pickle may raise any type
+    except Exception as error:  # a broken or hostile pickle can raise any type
         raise ConversionError(f"{path}: {_reason(error)}") from error
 
 
 @contextmanager
 def _encodable(path: Path) -> Iterator[str]:
-    """Yield a name of the file that is UTF-8; torch maps no other."""
+    """Yield a UTF-8 name of the file, which torch requires for memory mapping."""
     if is_utf8(str(path)):
         yield str(path)
     else:
@@ -199,20 +213,20 @@ def _encodable(path: Path) -> Iterator[str]:
 
 
 def _reason(error: Exception) -> str:
-    """Return why a file cannot be read; torch's own words advise to load it with code execution."""
+    """Return why a file cannot be read; torch's messages suggest loading it with code execution."""
     message = str(error)
     if forbidden := re.search(r"GLOBAL (\S+)", message):
         name = shown(forbidden[1])[1:-1]
         if name.startswith(("omegaconf.", "fairseq.dataclass.")):
             return f"holds {name}: {_LATER_FAIRSEQ}"
         return (
-            f"refused, nothing was executed: the file asks to call {name}, which is not a tensor or a plain value; if "
-            "you trust its origin, load it where it was written and save its tensors and plain values alone"
+            f"not loaded, nothing was executed: the file calls {name}, which is not a tensor or a plain value; if "
+            "you trust its origin, load it on the machine that wrote it, and save only its tensors and plain values"
         )
-    if isinstance(error, RefusedPickle):
+    if isinstance(error, InvalidPickle):
         detail = message
     elif isinstance(error, pickle.UnpicklingError) or "weights_only" in message:
-        detail = "its pickle makes something else than tensors and plain values; nothing was executed"
+        detail = "its pickle creates other objects than tensors and plain values; nothing was executed"
     else:
         first_line = message.strip().split("\n")[0]
         detail = shown(f"{type(error).__name__}: {first_line}" if first_line else type(error).__name__)[1:-1]
@@ -236,7 +250,7 @@ def _tensors(model: Any, place: str) -> dict[str, torch.Tensor]:
             "model.module.state_dict(), or remove the prefix"
         )
     check_bytes(model)
-    # The negative bit of a tensor says that its numbers have the other sign.
+    # A tensor with the negative bit stores the negated values.
     return {key: value.detach().resolve_neg() for key, value in model.items()}
 
 

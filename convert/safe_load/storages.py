@@ -1,4 +1,4 @@
-"""Whether tensors and their storages fit each other, and fit into memory."""
+"""Checks of the storages of tensors."""
 
 import argparse
 from collections.abc import Iterator, Mapping
@@ -8,32 +8,32 @@ import torch
 
 from luna_mega.errors import ConversionError, shown
 
-# The original stores tied weights once, and expands no tensor. Small models may be whatever they like.
+# The original stores tied weights once and does not expand tensors. Small models are not checked.
 _MOST_TIMES, _ALWAYS_ALLOWED = 4, 1 << 30
 
 
 def is_dense(value: Any) -> bool:
-    """Return whether a value is a tensor in memory that stores one number for every element."""
+    """Return whether a value is a dense tensor on the CPU."""
     if not isinstance(value, torch.Tensor) or value.is_quantized or value.is_nested or value.device.type != "cpu":
         return False
     return value.layout == torch.strided
 
 
 def check_bytes(tensors: Mapping[str, torch.Tensor]) -> None:
-    """Raise an error if tensors expand a small storage beyond the memory."""
+    """Raise `ConversionError` if tensors expand a small storage."""
     storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors.values()}
     needed, stored = sum(tensor.nbytes for tensor in tensors.values()), sum(storages.values())
     if needed > _MOST_TIMES * stored + _ALWAYS_ALLOWED:
         raise ConversionError(
-            f"field 'model': its tensors take {needed:,} bytes of memory and repeat {stored:,} of the file, which "
+            f"field 'model': its tensors need {needed:,} bytes of memory and repeat {stored:,} of the file, which "
             "the original never saves; the file was changed"
         )
 
 
 def check_storages(state: dict) -> None:
-    """Raise an error for tensors that the original does not save, in a file without checksums.
+    """Raise `ConversionError` unless every tensor is contiguous and fills its storage, in a file without checksums.
 
-    It saves every parameter whole, by rows, in a storage of its own; tied parameters share one.
+    The original saves tied parameters with one storage, and other parameters with separate storages.
     """
     elsewhere = {
         value.untyped_storage().data_ptr()
@@ -55,9 +55,9 @@ def check_storages(state: dict) -> None:
             )
 
 
-def _values(whole: Any) -> Iterator[Any]:
-    """Yield all values in containers, each container once."""
-    seen, waiting = set(), [whole]
+def _values(container: Any) -> Iterator[Any]:
+    """Yield all values in nested containers, each container once."""
+    seen, waiting = set(), [container]
     while waiting:
         value = waiting.pop()
         if isinstance(value, argparse.Namespace):

@@ -1,4 +1,4 @@
-"""The tokenizer of a converted checkpoint, which its format makes."""
+"""The tokenizer of a converted checkpoint."""
 
 import shutil
 from dataclasses import dataclass
@@ -7,11 +7,11 @@ from typing import Any
 
 from transformers import TokenizersBackend
 
-from luna_mega.convert.dictionary import PIECES_FILE
+from luna_mega.convert.dictionaries import PIECES_FILE
 from luna_mega.errors import ConversionError
 from luna_mega.hub.folder import TARGET_FOLDER
 
-# Options of all tokenizers but RobertaTokenizer, which has them by default.
+# Options of all tokenizers except RobertaTokenizer, for which they are the defaults.
 OPTIONS = {"pad_token": "<pad>", "unk_token": "<unk>", "model_input_names": ["input_ids", "attention_mask"]}
 WORDS, PIECES = "whitespace-separated symbols", "GPT-2 byte-pair encoding"
 SENTENCEPIECE = "SentencePiece byte-pair encoding"
@@ -19,11 +19,14 @@ SENTENCEPIECE = "SentencePiece byte-pair encoding"
 
 @dataclass(frozen=True)
 class ConvertedTokenizer:
-    """A tokenizer, its kind, and the pieces of GPT-2 that become `<unk>` because the dictionary lacks them.
+    """A tokenizer with its files.
 
-    `source` is a SentencePiece model, which is saved beside the tokenizer, as an export needs it again.
-    An encoder-decoder whose target has a dictionary of its own has a second tokenizer, `target`, which is saved in the
-    sub-folder of that name.
+    Args:
+        tokenizer: The tokenizer, of the source for an encoder-decoder.
+        kind: Description of the tokenizer.
+        missing_pieces: Pieces of GPT-2 that become `<unk>` because the dictionary lacks them.
+        target: Tokenizer of the target if it has a separate dictionary; saved in a subfolder.
+        source: SentencePiece model, saved with the tokenizer for an export.
     """
 
     tokenizer: TokenizersBackend
@@ -43,7 +46,7 @@ class ConvertedTokenizer:
         }
 
     def save(self, folder: Path) -> None:
-        """Write tokenizer.json and tokenizer_config.json, and the code of a class that transformers lacks."""
+        """Write the files of the tokenizers, and the code of a class that transformers does not have."""
         try:
             self.tokenizer.save_pretrained(folder)
             if self.source is not None:
@@ -52,5 +55,5 @@ class ConvertedTokenizer:
                 self.target.save_pretrained(folder / TARGET_FOLDER)
         except OSError:
             raise
-        except Exception as error:  # the tokenizers library has no type of its own for a full disk
+        except Exception as error:  # the tokenizers library has no exception type for a full disk
             raise ConversionError(f"cannot write tokenizer.json: {error}") from error

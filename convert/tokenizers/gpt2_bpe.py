@@ -1,6 +1,5 @@
 """Fast tokenizer for fairseq's `--bpe gpt2`: GPT-2's byte-pair encoding, then the dictionary of the model."""
 
-import json
 from collections.abc import Container
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,8 +8,9 @@ from tokenizers import AddedToken, pre_tokenizers
 from transformers import RobertaTokenizer, TokenizersBackend
 
 from luna_mega import LunaTokenizer
-from luna_mega.convert.dictionary import FILLER, Dictionary, read_text, vocabulary
+from luna_mega.convert.dictionaries import FILLER, Dictionary, read_text, vocabulary
 from luna_mega.errors import ConversionError
+from luna_mega.hub.folder import read_json
 
 _END_OF_TEXT = "<|endoftext|>"
 _FILES = (("encoder.json", "vocab.bpe"), ("vocab.json", "merges.txt"))
@@ -18,7 +18,7 @@ _FILES = (("encoder.json", "vocab.bpe"), ("vocab.json", "merges.txt"))
 
 @dataclass(frozen=True)
 class Gpt2Bpe:
-    """Pieces of GPT-2 in the order of its ids (bytes, merges, end of text), in its byte alphabet, and its merges."""
+    """Pieces of GPT-2 in the order of its ids (bytes, merges, end of text) and its merges, in its byte alphabet."""
 
     pieces: tuple[str, ...]
     merges: tuple[tuple[str, str], ...]
@@ -27,11 +27,7 @@ class Gpt2Bpe:
 def read_gpt2_bpe(folder: str | Path) -> Gpt2Bpe:
     """Read GPT-2's encoder.json and vocab.bpe, or vocab.json and merges.txt of a GPT-2 or RoBERTa tokenizer.
 
-    The merges alone determine GPT-2's ids. encoder.json must have the same ids. vocab.json may have other ids,
-    but must have every piece.
-
-    Raises:
-        ConversionError: the folder has no such files, or they are not GPT-2's.
+    The merges determine GPT-2's ids. encoder.json must have the same ids; vocab.json only has to have every piece.
     """
     folder = Path(folder)
     files = next((names for names in _FILES if all((folder / name).is_file() for name in names)), None)
@@ -41,7 +37,7 @@ def read_gpt2_bpe(folder: str | Path) -> Gpt2Bpe:
     vocabulary_file, merges_file = (folder / name for name in files)
     merges = _read_merges(merges_file)
     pieces = (*sorted(pre_tokenizers.ByteLevel.alphabet()), *map("".join, merges), _END_OF_TEXT)
-    saved = _read_json(vocabulary_file)
+    saved = read_json(vocabulary_file)
     for number, piece in enumerate(pieces[:-1]):
         if piece not in saved or (files == _FILES[0] and saved[piece] != number):
             raise ConversionError(
@@ -63,32 +59,19 @@ def _read_merges(path: Path) -> tuple[tuple[str, str], ...]:
     return merges
 
 
-def _read_json(path: Path) -> dict[str, int]:
-    try:
-        content = json.loads(read_text(path))
-    except json.JSONDecodeError as error:
-        raise ConversionError(f"{path}: not JSON ({error})") from error
-    if not isinstance(content, dict):
-        raise ConversionError(f"{path}: holds a {type(content).__name__}, not an object of pieces and ids")
-    return content
-
-
 def bpe_tokenizer(
     dictionary: Dictionary, bpe: Gpt2Bpe, mask: str, max_length: int
 ) -> tuple[TokenizersBackend, list[str]]:
-    """Make the tokenizer of a dictionary whose symbols are GPT-2's ids.
+    """Return the tokenizer of a dictionary whose symbols are GPT-2's ids.
 
     Args:
-        dictionary: the vocabulary of the model; fillers (`madeupword0000`) keep their names.
-        bpe: the pieces of GPT-2, whose ids are the symbols.
-        mask: the symbol that fairseq appends to the dictionary.
-        max_length: number of positions of the model.
+        dictionary: Vocabulary of the model.
+        bpe: Pieces of GPT-2.
+        mask: Symbol that fairseq appends to the dictionary.
+        max_length: Number of positions of the model.
 
     Returns:
         A `RobertaTokenizer`, or a `LunaTokenizer` when pieces are missing, and the pieces that the dictionary lacks.
-
-    Raises:
-        ConversionError: a symbol is not a GPT-2 id.
     """
     vocab = vocabulary(piece_names(dictionary, bpe, mask), mask)
     missing = missing_pieces(bpe, vocab)
@@ -105,16 +88,12 @@ def bpe_tokenizer(
 
 
 def missing_pieces(bpe: Gpt2Bpe, vocab: Container[str]) -> list[str]:
-    """Return the pieces that have no id; the end of text does not count, since no text becomes it."""
+    """Return the pieces without an id; the end of text is not encoded and may be missing."""
     return [piece for piece in bpe.pieces[:-1] if piece not in vocab]
 
 
 def piece_names(dictionary: Dictionary, bpe: Gpt2Bpe, mask: str | None) -> list[str]:
-    """Return the piece for each symbol of a dictionary, a number of GPT-2; fillers and `mask` keep their names.
-
-    Raises:
-        ConversionError: a symbol is not a GPT-2 id.
-    """
+    """Return the piece for each symbol of a dictionary, a GPT-2 id; fillers and `mask` stay unchanged."""
     return [_name(symbol, dictionary, bpe, mask) for symbol in dictionary.symbols]
 
 

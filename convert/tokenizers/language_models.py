@@ -1,7 +1,7 @@
-"""Fast tokenizers for language models: words between white space, the bytes of enwik8, or GPT-2's pieces.
+"""Fast tokenizers for language models: whitespace-separated words, the bytes of enwik8, or GPT-2's pieces.
 
-The original trains on a stream in which every line ends with `</s>`, and puts `</s>` before the first token. So
-here a newline becomes `</s>` and a text begins with `</s>`; a model of bytes gets the bytes of the text and no more.
+The original trains on a stream in which every line ends with `</s>`, and prepends `</s>`. The tokenizers therefore
+replace a newline by `</s>` and prepend `</s>`, except for a model of bytes.
 """
 
 import re
@@ -10,7 +10,7 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers,
 from transformers import GPT2Tokenizer, TokenizersBackend
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from luna_mega.convert.dictionary import Dictionary, vocabulary
+from luna_mega.convert.dictionaries import Dictionary, vocabulary
 from luna_mega.convert.tokenizers.converted import OPTIONS
 from luna_mega.convert.tokenizers.gpt2_bpe import Gpt2Bpe, missing_pieces, piece_names
 from luna_mega.convert.tokenizers.words import split_at_white_space
@@ -20,7 +20,7 @@ _END = "</s>"
 
 
 def holds_bytes(dictionary: Dictionary) -> bool:
-    """Return whether every symbol is a byte in decimal, as the recipe of enwik8 writes them (its newline is `</s>`)."""
+    """Return whether every symbol is a decimal byte, as in the enwik8 recipe."""
     return bool(dictionary.labels) and all(_byte(symbol) is not None for symbol in dictionary.labels)
 
 
@@ -29,14 +29,7 @@ def _byte(symbol: str) -> int | None:
 
 
 def lm_word_tokenizer(dictionary: Dictionary, max_length: int | None) -> TokenizersBackend:
-    """Make a tokenizer that splits text at white space and looks up every symbol.
-
-    A text begins with `</s>`, and every newline in it is `</s>` too.
-
-    Args:
-        dictionary: the vocabulary of the model.
-        max_length: number of positions of the model; None = any number.
-    """
+    """Return a tokenizer that splits text at white space and looks up every symbol."""
     backend = Tokenizer(models.WordLevel(vocabulary(dictionary.symbols, None), unk_token="<unk>"))
     backend.normalizer = normalizers.Replace("\n", f" {_END} ")
     backend.pre_tokenizer = split_at_white_space()
@@ -45,14 +38,9 @@ def lm_word_tokenizer(dictionary: Dictionary, max_length: int | None) -> Tokeniz
 
 
 def byte_tokenizer(dictionary: Dictionary, max_length: int | None) -> TokenizersBackend:
-    """Make a tokenizer that looks up every byte of UTF-8 under its decimal number.
+    """Return a tokenizer that looks up the decimal number of every UTF-8 byte.
 
-    A byte that is not in the dictionary is `<unk>`. If the dictionary has no symbol 10, a newline is `</s>`. Nothing is
-    put before a text, and decoding gives its bytes back.
-
-    Args:
-        dictionary: the vocabulary of the model, for which `holds_bytes` is true.
-        max_length: number of positions of the model; None = any number.
+    If the dictionary has no symbol 10, a newline is `</s>`. Decoding restores the text.
     """
     names = bytes_to_unicode()
     symbols = [symbol if (byte := _byte(symbol)) is None else names[byte] for symbol in dictionary.symbols]
@@ -66,16 +54,12 @@ def byte_tokenizer(dictionary: Dictionary, max_length: int | None) -> Tokenizers
 
 
 def lm_bpe_tokenizer(dictionary: Dictionary, bpe: Gpt2Bpe, max_length: int | None) -> TokenizersBackend:
-    """Make a tokenizer of GPT-2's byte-pair encoding for a dictionary of its ids; a text begins with `</s>`.
-
-    Raises:
-        ConversionError: a symbol is not a GPT-2 id, or a piece is missing.
-    """
+    """Return a tokenizer of GPT-2's byte-pair encoding for a dictionary of its ids."""
     vocab = vocabulary(piece_names(dictionary, bpe, None), None)
     if missing := missing_pieces(bpe, vocab):
         raise ConversionError(
-            f"{dictionary.path}: lacks {len(missing)} of GPT-2's pieces, which a language model's tokenizer cannot do "
-            "without in this version; leave --bpe out, and the tokenizer takes GPT-2's ids between white space"
+            f"{dictionary.path}: lacks {len(missing)} of GPT-2's pieces, which a tokenizer of a language model "
+            "requires; leave --bpe out for a tokenizer of whitespace-separated GPT-2 ids"
         )
     tokenizer = GPT2Tokenizer(
         vocab=vocab, merges=list(bpe.merges), bos_token=_END, eos_token=_END, model_max_length=max_length, **OPTIONS

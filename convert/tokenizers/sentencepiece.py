@@ -1,10 +1,9 @@
-"""Fast tokenizers from SentencePiece models of byte-pair encoding, read without the sentencepiece package.
+"""Fast tokenizers from SentencePiece models of byte-pair encoding, without the packages sentencepiece and protobuf.
 
-The file is a protocol buffer, `ModelProto` in `sentencepiece_model.proto`; the few fields that matter are read here.
+The file is a protocol buffer, `ModelProto` of `sentencepiece_model.proto`; only the necessary fields are read.
 """
 
 import struct
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,7 +25,7 @@ Fields = dict[int, list[int | bytes]]
 
 @dataclass(frozen=True)
 class PieceModel:
-    """A SentencePiece model: the text, score and type of every piece, in the order of ids, and how text is prepared."""
+    """A SentencePiece model: text, score and type of every piece in the order of ids, and the normalization."""
 
     path: Path
     pieces: tuple[tuple[str, float, int], ...]
@@ -38,30 +37,25 @@ class PieceModel:
 
     @property
     def unknown(self) -> str:
-        """Return the piece for text that no other piece has."""
+        """Return the piece for unknown text."""
         return next(text for text, _, kind in self.pieces if kind == _UNKNOWN)
 
     def special_ids(self, additional: int) -> dict[str, int | None]:
-        """Return the ids of start, end and padding as the original finds them.
+        """Return the ids of start, end and padding as in the original.
 
-        A control piece of that name has its id. The others get the first of the `additional` ids behind the pieces, in
-        this order; without additional ids they are None.
+        Without a control piece, they are the first of the `additional` ids after the pieces, or None if there are none.
         """
-        ids, behind = {}, len(self.pieces)
+        ids, next_id = {}, len(self.pieces)
         control = {text: index for index, (text, _, kind) in enumerate(self.pieces) if kind == _CONTROL}
         for role in _NAMES:
             ids[role] = control.get(self.names[role])
             if ids[role] is None and additional:
-                ids[role], behind = behind, behind + 1
+                ids[role], next_id = next_id, next_id + 1
         return ids
 
 
 def read_pieces(path: str | Path) -> PieceModel:
-    """Read a file with a SentencePiece model.
-
-    Raises:
-        ConversionError: there is no such file, it is damaged or something else, or it is not of byte-pair encoding.
-    """
+    """Read a SentencePiece model."""
     path = Path(path)
     if not path.is_file():
         raise ConversionError(f"{path}: no such file; give the SentencePiece model, tokenizer.model")
@@ -69,7 +63,7 @@ def read_pieces(path: str | Path) -> PieceModel:
 
 
 def parse_pieces(content: bytes, path: Path) -> PieceModel:
-    """Return the model in a file; errors as of `read_pieces`."""
+    """Return the SentencePiece model in the content of a file."""
     try:
         model = _fields(content)
         pieces = tuple(map(_piece, model.get(1, [])))
@@ -88,7 +82,7 @@ def parse_pieces(content: bytes, path: Path) -> PieceModel:
     except (ValueError, IndexError, TypeError, AttributeError, struct.error) as error:
         raise ConversionError(f"{path}: damaged, or not a SentencePiece model; copy the file again") from error
     if kind != _BPE or suffix:
-        what = "with spaces behind words" if kind == _BPE else f"of kind {_MODEL_TYPES.get(kind, shown(kind))}"
+        what = "with spaces after words" if kind == _BPE else f"of kind {_MODEL_TYPES.get(kind, shown(kind))}"
         raise ConversionError(f"{path}: a SentencePiece model {what}; only byte-pair encoding is converted")
     _check(read)
     return read
@@ -102,15 +96,8 @@ def _check(model: PieceModel) -> None:
 
 
 def _fields(message: bytes) -> Fields:
-    """Return the fields of a message: number -> values, in order."""
-    fields: Fields = {}
-    for number, value in _walk(message):
-        fields.setdefault(number, []).append(value)
-    return fields
-
-
-def _walk(message: bytes) -> Iterator[tuple[int, int | bytes]]:
-    place = 0
+    """Return the fields of a message: number -> values."""
+    fields, place = {}, 0
     while place < len(message):
         key, place = _varint(message, place)
         number, wire = key >> 3, key & 7
@@ -120,10 +107,11 @@ def _walk(message: bytes) -> Iterator[tuple[int, int | bytes]]:
             length, place = _varint(message, place) if wire == 2 else (8 if wire == 1 else 4, place)
             value, place = message[place : place + length], place + length
             if place > len(message):
-                raise ValueError("a field ends behind the message")
+                raise ValueError("a field ends after the message")
         else:
             raise ValueError(f"wire type {wire}")
-        yield number, value
+        fields.setdefault(number, []).append(value)
+    return fields
 
 
 def _varint(message: bytes, place: int) -> tuple[int, int]:
@@ -137,7 +125,7 @@ def _varint(message: bytes, place: int) -> tuple[int, int]:
 
 
 def _last(fields: Fields, number: int, default):
-    """Return the last value of a field, which wins; the default where it is absent."""
+    """Return the last value of a field, or the default."""
     value = fields[number][-1] if number in fields else default
     if type(value) is not type(default):
         raise ValueError(f"field {number} has another type")
@@ -151,14 +139,10 @@ def _piece(message: bytes) -> tuple[str, float, int]:
 
 
 def sentencepiece_tokenizer(model: PieceModel, size: int) -> TokenizersBackend:
-    """Make a fast tokenizer that gives the ids of the original: SentencePiece's, with the start token in front.
+    """Return a fast tokenizer with the ids of SentencePiece, which prepends the start token.
 
-    Ids behind the pieces, up to `size`, are those of special tokens that no piece is for, and of placeholders. Text
-    that reads like a special token is text. The tokenizer has no padding token where the original has none.
-
-    Args:
-        model: the pieces.
-        size: number of ids of the model.
+    The ids from the number of pieces to `size` are special tokens without a piece, and placeholders. Special tokens in
+    a text are encoded as text. The tokenizer has no padding token if the original has none.
     """
     backend = Tokenizer(_byte_pairs(model))
     backend.normalizer = _normalizer(model)
@@ -198,7 +182,7 @@ def _decoder(model: PieceModel) -> decoders.Decoder:
 
 
 def _unused(text: str, texts: list[str]) -> str:
-    """Return the text, with underscores behind it where a piece has it already."""
+    """Return the text, with underscores appended until no piece has it."""
     while text in texts:
         text += "_"
     return text
@@ -219,7 +203,7 @@ def _byte_pairs(model: PieceModel) -> models.BPE:
 
 
 def _normalizer(model: PieceModel) -> normalizers.Normalizer:
-    """Return the steps before the encoding: the map of characters, spaces, the space in front, visible spaces."""
+    """Return the normalization: character map, removal of spaces, space prefix, replacement of spaces."""
     steps = [normalizers.Precompiled(model.character_map)] if model.character_map else []
     if model.removes_spaces:
         steps += [normalizers.Replace(Regex(r"\A +| +\z"), ""), normalizers.Replace(Regex(" {2,}"), " ")]

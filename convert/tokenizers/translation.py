@@ -1,4 +1,4 @@
-"""Fast tokenizers for translation models: pieces of subword-nmt, or symbols between white space."""
+"""Fast tokenizers for translation models: pieces of subword-nmt, or whitespace-separated symbols."""
 
 from pathlib import Path
 
@@ -6,7 +6,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, processors
 from transformers import TokenizersBackend
 
 from luna_mega import LunaTokenizer
-from luna_mega.convert.dictionary import FILLER, Dictionary, read_text, vocabulary
+from luna_mega.convert.dictionaries import FILLER, Dictionary, read_text, vocabulary
 from luna_mega.convert.tokenizers.converted import OPTIONS
 from luna_mega.convert.tokenizers.words import split_at_white_space
 from luna_mega.errors import ConversionError
@@ -19,22 +19,18 @@ _SENTENCEPIECE_SPACE = "\u2581"
 def translation_tokenizer(
     dictionary: Dictionary, codes: str | Path | None = None, max_length: int | None = None
 ) -> TokenizersBackend:
-    """Make the tokenizer of one language: it splits text at white space, as fairseq-preprocess does, and adds `</s>`.
+    """Return the tokenizer of one language, which splits text at white space and appends `</s>`.
 
-    With `codes` every word is then split as subword-nmt and fastBPE do. Without them the text has to be split into
-    symbols already, by the program that made the dictionary (`"ein Ha@@ us"`, `"▁ein ▁Ha us"`). A symbol that is not in
-    the dictionary is `<unk>`. Decoding joins the pieces: at `@@ `, or for SentencePiece at spaces between them.
+    With `codes`, words are split into pieces. Without codes, the text must consist of symbols of the dictionary
+    (`"ein Ha@@ us"`, `"▁ein ▁Ha us"`). Decoding joins the pieces of a word.
 
     Args:
-        dictionary: the vocabulary of the language.
-        codes: file with the merges of subword-nmt (`#version: 0.2`) or fastBPE.
-        max_length: number of positions of the model; None = any number.
+        dictionary: Vocabulary of the language.
+        codes: File with the merges of subword-nmt (`#version: 0.2`) or fastBPE.
+        max_length: Number of positions of the model; None for no limit.
 
     Returns:
-        A `TokenizersBackend`, or a `LunaTokenizer` when merges make pieces that the dictionary lacks.
-
-    Raises:
-        ConversionError: `codes` is no such file, or does not belong to the dictionary.
+        A `TokenizersBackend`, or a `LunaTokenizer` if merges create pieces that the dictionary lacks.
     """
     options = OPTIONS | {
         "bos_token": "<s>",
@@ -64,7 +60,7 @@ def _symbols(dictionary: Dictionary) -> Tokenizer:
 
 
 def _pieces(dictionary: Dictionary, codes: str | Path) -> tuple[Tokenizer, int]:
-    """Return the backend, which gives the last ids to pieces that the dictionary lacks, and the dictionary's size."""
+    """Return the backend, in which the last ids are pieces that the dictionary lacks, and the dictionary's size."""
     if not any(symbol.endswith(_CONTINUES) for symbol in dictionary.symbols):
         raise ConversionError(
             f"{dictionary.path}: no symbol ends with {_CONTINUES}, so {codes} cannot be its codes; leave them out"
@@ -74,7 +70,7 @@ def _pieces(dictionary: Dictionary, codes: str | Path) -> tuple[Tokenizer, int]:
     size = len(vocab)
     for first, second in merges:
         for piece in (first, second, first + second):
-            # The tokenizers library merges only pieces that have an id; LunaTokenizer turns these into <unk>.
+            # The tokenizers library merges only pieces with an id; LunaTokenizer replaces these by <unk>.
             vocab.setdefault(piece, len(vocab))
     backend = Tokenizer(models.BPE(vocab, merges, unk_token="<unk>", end_of_word_suffix=_WORD_END))
     backend.decoder = decoders.Sequence(
@@ -101,11 +97,7 @@ def _framed(backend: Tokenizer) -> Tokenizer:
 
 
 def read_codes(path: str | Path) -> list[tuple[str, str]]:
-    """Read merges such as `a b</w>`; fastBPE writes a count behind each, and repeated merges are ignored.
-
-    Raises:
-        ConversionError: the file does not exist, or a line is not a merge; the message names it.
-    """
+    """Read merges such as `a b</w>`, which fastBPE writes with a count; repeated merges are ignored."""
     path = Path(path)
     binary = "not codes of subword-nmt, but a binary file"
     lines = read_text(path, "no such file; give subword-nmt's codes", binary).rstrip("\n").split("\n")
@@ -118,8 +110,8 @@ def read_codes(path: str | Path) -> list[tuple[str, str]]:
             raise ConversionError(f"{path}: line {number} is not a pair of pieces: {line[:40]!r}")
         if not header and not counted:
             raise ConversionError(
-                f"{path}: no '#version: 0.2' in front and no counts: to subword-nmt before 0.2 the end of a word is a "
-                "piece, which is not supported; leave the codes out, and split the text with subword-nmt"
+                f"{path}: neither '#version: 0.2' nor counts: codes of subword-nmt before 0.2 are not supported; leave "
+                "them out, and split the text with subword-nmt"
             )
         merges.setdefault((parts[0], parts[1]))
     return list(merges)

@@ -1,31 +1,31 @@
-"""Fast tokenizer for symbols between white space (words, characters, pixel values, operators)."""
+"""Fast tokenizer for whitespace-separated symbols (words, characters, pixel values, operators)."""
 
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers, processors
 from transformers import TokenizersBackend
 
-from luna_mega.convert.dictionary import Dictionary, vocabulary
+from luna_mega.convert.dictionaries import Dictionary, vocabulary
 from luna_mega.convert.tokenizers.converted import OPTIONS
 
-# White space of Python's `str.split()`, and so of fairseq: it includes the four separators before the space.
+# White space of Python's `str.split()`, which fairseq uses, includes the separators 0x1c to 0x1f.
 _WHITE_SPACE = r"[\s\x1c-\x1f]+"
 
 
 def split_at_white_space() -> pre_tokenizers.PreTokenizer:
-    """Return the step that splits a text into words as fairseq does."""
+    """Return a pre-tokenizer that splits a text like fairseq."""
     return pre_tokenizers.Split(Regex(_WHITE_SPACE), behavior="removed")
 
 
 def word_tokenizer(dictionary: Dictionary, cls_token: str, prepend_cls: bool, max_length: int) -> TokenizersBackend:
-    """Make a tokenizer that splits text at white space and looks up every symbol, as fairseq-preprocess does.
+    """Return a tokenizer that splits text at white space and looks up every symbol, like fairseq-preprocess.
 
-    A sequence ends with `</s>` and, with `prepend_cls`, starts with `cls_token`. Special tokens are recognized only as
-    whole symbols.
+    A sequence ends with `</s>` and, with `prepend_cls`, starts with `cls_token`. Special tokens must be separate
+    symbols.
 
     Args:
-        dictionary: the vocabulary of the model.
-        cls_token: the symbol that fairseq appends to the dictionary.
-        prepend_cls: whether the model was trained with this symbol in front.
-        max_length: number of positions of the model.
+        dictionary: Vocabulary of the model.
+        cls_token: Symbol that fairseq appends to the dictionary.
+        prepend_cls: Whether sequences start with this symbol.
+        max_length: Number of positions of the model.
     """
     vocab = vocabulary(dictionary.symbols, cls_token)
     backend = Tokenizer(models.WordLevel(vocab, unk_token="<unk>"))

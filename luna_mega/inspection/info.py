@@ -195,7 +195,7 @@ def _folder_heads(folder: ModelFolder) -> list[str]:
 def _read_checkpoint(path: str | Path, progress: bool):
     fmt, revision, checkpoint, _ = detect(open_checkpoint(path, progress))
     facts = fmt.facts
-    assumed = facts.written[0] if revision == "unknown" else revision  # a description is the same for all
+    assumed = facts.export_revisions[0] if revision == "unknown" else revision  # a description is the same for all
     target, evidence = read_model(fmt, checkpoint.tensors, checkpoint.args, assumed)
     dtypes = Counter()
     for tensor in filter(torch.is_floating_point, checkpoint.tensors.values()):

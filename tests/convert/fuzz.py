@@ -76,31 +76,31 @@ def _json(content):
     return json.dumps(plain(content), default=repr).replace(json.dumps(_DIGITS), "1" + "0" * 5000)
 
 
-def survives(state, folder, told):
-    """Convert the checkpoint; return whether there is a model. `told` describes the damage in failure messages."""
+def survives(state, folder, description):
+    """Convert the checkpoint; return whether there is a model. Failure messages include `description`."""
     place, output = save(state, folder), folder / "output"
     try:
         report = convert_checkpoint(place, output)
     except ConversionError as error:
         message = str(error)
-        assert message.isprintable() and len(message) < 1500, (told, message)
-        assert not output.exists(), told
+        assert message.isprintable() and len(message) < 1500, (description, message)
+        assert not output.exists(), description
         return False
     model_class = getattr(luna_mega, report.model_class)
     model, info = model_class.from_pretrained(output, output_loading_info=True)
-    assert not info["missing_keys"] and not info["mismatched_keys"] and not info["unexpected_keys"], (told, info)
+    assert not info["missing_keys"] and not info["mismatched_keys"] and not info["unexpected_keys"], (description, info)
     for config in (model.config, getattr(model.config, "decoder_config", model.config)):
-        _check_fields(config, told)
+        _check_fields(config, description)
     shutil.rmtree(output)
     return True
 
 
-def _check_fields(config, told):
+def _check_fields(config, description):
     for name, value in config.to_dict().items():
         declared = type(config).__annotations__.get(name)
-        assert declared is not bool or isinstance(value, bool), (told, name, value)
+        assert declared is not bool or isinstance(value, bool), (description, name, value)
         if isinstance(value, (int, float)):
-            assert math.isfinite(value) and abs(value) <= _LARGEST, (told, name, value)
+            assert math.isfinite(value) and abs(value) <= _LARGEST, (description, name, value)
 
 
 def changed(state, **args):

@@ -79,11 +79,11 @@ def pieces(*, kinds=PIECES, model_type=2, byte_fallback=0, normalizer=b""):
     def field(number, content):
         return bytes([number << 3 | 2, len(content)]) + content
 
-    whole = b""
+    content = b""
     for text, score, kind in kinds:
-        whole += field(1, field(1, text.encode()) + b"\x15" + struct.pack("<f", score) + bytes([0x18, kind]))
+        content += field(1, field(1, text.encode()) + b"\x15" + struct.pack("<f", score) + bytes([0x18, kind]))
     trainer = bytes([0x18, model_type, 0x98, 0x02, byte_fallback])
-    return whole + field(2, trainer) + field(3, normalizer)
+    return content + field(2, trainer) + field(3, normalizer)
 
 
 def folder(path, *, tensors=None, ranks=1, dtype="fp32", extra=0, tokenizer="tokenizer.model", **settings):

@@ -150,7 +150,7 @@ def test_other_sinusoids(convert, make):
         (lambda make: make.lra21(towers=4), "16 (one sequence) or 32 (a pair)"),
         (lambda make: make.lra21(sen_rep_type="first"), "args.sen_rep_type = 'first'"),
         (lambda make: make.lra21(tie_layer_weights=True), "args.tie_layer_weights is set"),
-        (lambda make: make.lra21(layers=1), "args.encoder_layers = 2 but the file holds 1"),
+        (lambda make: make.lra21(layers=1), "args.encoder_layers = 2 but the file has 1"),
         (lambda make: make.lra21(arch="mine", encoder_attention_heads=None), "args.encoder_attention_heads is missing"),
     ],
 )

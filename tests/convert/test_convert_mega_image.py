@@ -199,4 +199,4 @@ def test_options_for_other_formats(convert, capsys, option):
 def test_differing_args_are_warned_of(convert, tmp_path, capsys):
     assert convert(mega_image(input_size=384, nb_classes=7)) == 0
     printed = capsys.readouterr().out
-    assert "args.input_size = 384 but the tensors say 12" in printed and "args.nb_classes = 7" in printed
+    assert "args.input_size = 384 but the tensors have 12" in printed and "args.nb_classes = 7" in printed

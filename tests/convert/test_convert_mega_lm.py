@@ -106,7 +106,7 @@ def test_copies_that_are_not_tied(convert):
     convert.output = convert.output.with_name("other")
     model = load(convert(state))
     assert torch.equal(model.lm_head.weight, state["model"][OUT]) and model.config.tie_word_embeddings is False
-    assert "args.share_decoder_input_output_embed = True but the tensors say False" in convert.screen
+    assert "args.share_decoder_input_output_embed = True but the tensors have False" in convert.screen
 
 
 @pytest.mark.parametrize(
@@ -143,12 +143,12 @@ def test_cutoffs_in_the_args(convert):
     assert "warning" not in convert.screen
     convert.output = convert.output.with_name("other")
     convert(mega_lm(**KINDS["adaptive"] | {"adaptive_softmax_cutoff": "12,21"}))
-    assert "args.adaptive_softmax_cutoff = '12,21' but the tensors say '12,20'" in convert.screen
+    assert "args.adaptive_softmax_cutoff = '12,21' but the tensors have '12,20'" in convert.screen
 
 
 def test_options_for_other_formats(convert):
     state = mega_lm()
-    assert "only luna_bert files have heads" in convert.error(state, "--head", "a")
+    assert "only luna_bert files have named heads" in convert.error(state, "--head", "a")
     assert "Mega stores norm weights as they are" in convert.error(state, "--layer-norm", "standard")
     state["model"] = dict(sorted(state["model"].items()))
     assert "pass --ema-convention" in convert.error(state)
@@ -214,7 +214,7 @@ def test_bpe_of_a_dictionary_that_lacks_pieces(convert, shared_dir):
     message = convert.error(mega_lm(), "--bpe", shared_dir / "data" / "gpt2_bpe")
     assert "of GPT-2's pieces" in message and "leave --bpe out" in message
     (convert.source / "dict.txt").unlink()
-    assert "no dictionary beside" in convert.error(mega_lm(), "--bpe", shared_dir / "data" / "gpt2_bpe")
+    assert "no dictionary next to" in convert.error(mega_lm(), "--bpe", shared_dir / "data" / "gpt2_bpe")
 
 
 def test_bpe(convert, shared_dir):

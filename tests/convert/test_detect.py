@@ -68,7 +68,7 @@ def test_overlapping_formats_raise():
         register_format(Other())
 
 
-REFUSED = {
+UNSUPPORTED = {
     "ema": (["delta", "alpha", "beta", "gamma", "omega"], "of none of the kinds that are known"),
     "layer": (["move.delta", "move.alpha"], "of none of the kinds that are known"),
     "megalodon_complex_ema": (["encoder.encoder.layers.0.mega_layer.move.theta"], "Megalodon"),
@@ -83,9 +83,9 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("arch", REFUSED)
+@pytest.mark.parametrize("arch", UNSUPPORTED)
 def test_unsupported_checkpoints_raise(convert, make, arch):
-    keys, expected = REFUSED[arch]
+    keys, expected = UNSUPPORTED[arch]
     message = convert.error(make.checkpoint({key: torch.zeros(2) for key in keys}, arch=arch))
     assert expected in message and f"'{arch}'" in message and str(convert.file) in message
 

@@ -3,7 +3,7 @@ import json
 import pytest
 
 from luna_mega.convert import ConversionError
-from luna_mega.convert.dictionary import read_dictionary
+from luna_mega.convert.dictionaries import read_dictionary
 
 
 def read(tmp_path, text):

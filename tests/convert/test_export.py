@@ -9,11 +9,11 @@ from safetensors.torch import load_file
 import luna_mega
 from luna_mega import LunaConfig, LunaForMaskedLM, LunaForSequenceClassification
 from luna_mega.convert import convert_checkpoint
+from luna_mega.convert.evidence import Target
 from luna_mega.convert.exporter import export_checkpoint
 from luna_mega.convert.formats.registry import find_format
 from luna_mega.convert.safe_load.reader import read_checkpoint
 from luna_mega.convert.table import write_args
-from luna_mega.convert.target import Target
 from luna_mega.inspection.verify import compare
 from tests.convert import exports
 from tests.convert.exports import edit, fails, identical, read
@@ -269,7 +269,7 @@ def test_the_lm_head_of_a_converted_head_is_kept(convert, make, tmp_path):
     assert any("left out the heads b" in note for note in report.notes)
 
 
-REFUSED = {
+UNSUPPORTED = {
     "pre-norm": (LunaForMaskedLM, {"pre_norm": True}, "pre_norm = True"),
     "own-p": (LunaForMaskedLM, {"contextual_projection": False}, "contextual_projection = False"),
     "pack-heads": (LunaForMaskedLM, {"num_pack_attention_heads": 2}, "num_pack_attention_heads = 2 (it has 4)"),
@@ -292,9 +292,9 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.parametrize("name", UNSUPPORTED)
 def test_models_unsupported_by_the_original(tmp_path, capsys, name):
-    model_class, fields, expected = REFUSED[name]
+    model_class, fields, expected = UNSUPPORTED[name]
     folder = save(tmp_path / "model", model_class, **fields)
     message = fails(capsys, folder, tmp_path / "new" / "model.pt")
     assert expected in message and str(folder) in message
@@ -329,7 +329,7 @@ def test_edited_configuration(convert, make, tmp_path, capsys):
     folder = convert(make.lra21(sen_rep_type="mp", lr=[0.1], dropout=0.1))
     edit(folder, dropout=0.25)
     report, back = convert_again(tmp_path, folder)
-    assert "args of the converted file that no longer hold are replaced: dropout" in report.warnings
+    assert "args of the converted file that no longer apply are replaced: dropout" in report.warnings
     assert LunaConfig.from_pretrained(back).dropout == 0.25
     assert read_checkpoint(tmp_path / "fairseq" / "model.pt").args["lr"] == [0.1]
     edit(folder, pool_padding=False)

@@ -160,7 +160,7 @@ def test_presets_have_their_architecture(tmp_path, preset):
     assert not report.warnings
 
 
-REFUSED = {
+UNSUPPORTED = {
     "one-direction": ({"bidirectional": False}, "bidirectional = False"),
     "mixed-norms": ({"normalize_before_mega": True}, "normalize_before_ffn = False"),
     "no-final-norm": ({"normalize_before_mega": True, "normalize_before_ffn": True}, "final_norm = False"),
@@ -177,9 +177,9 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.parametrize("name", UNSUPPORTED)
 def test_models_unsupported_by_the_original(tmp_path, capsys, name):
-    fields, expected = REFUSED[name]
+    fields, expected = UNSUPPORTED[name]
     cannot_express(capsys, save(tmp_path / "model", **fields), "branch main", expected)
 
 
@@ -208,7 +208,7 @@ def test_edited_configuration(convert, tmp_path, capsys):
     folder = convert(mega("mega_sc_raw_base", values=True, chunk=6, lr=[0.1], dropout=0.1))
     edit(folder, dropout_prob=0.25, classifier_dropout=0.25)
     report, back = convert_again(tmp_path, folder)
-    assert "args of the converted file that no longer hold are replaced: dropout" in report.warnings
+    assert "args of the converted file that no longer apply are replaced: dropout" in report.warnings
     assert MegaConfig.from_pretrained(back).dropout_prob == 0.25
     assert report.args["lr"] == [0.1] and report.args["arch"] == "mega_sc_raw_base"
     edit(folder, ema_shift=True)

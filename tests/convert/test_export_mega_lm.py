@@ -57,7 +57,7 @@ def test_models_without_conversion_record(tmp_path, name):
             assert getattr(config, field) == expected, field
 
 
-REFUSED = {
+UNSUPPORTED = {
     "dense layer": ({"add_lm_hidden_dense_layer": True}, "add_lm_hidden_dense_layer = True"),
     "bias": ({"lm_head_bias": True}, "lm_head_bias = True"),
     "mixed norms": ({"normalize_before_ffn": False}, "normalize_before_ffn = False"),
@@ -70,9 +70,9 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.parametrize("name", UNSUPPORTED)
 def test_models_unsupported_by_the_original(tmp_path, capsys, name):
-    fields, expected = REFUSED[name]
+    fields, expected = UNSUPPORTED[name]
     cannot_express(capsys, save(tmp_path / "model", **fields), "Mega LM of branch main", expected)
 
 
@@ -86,7 +86,7 @@ def test_edited_configuration(convert, tmp_path, capsys):
     folder = convert(mega_lm(**KINDS["adaptive"], lr=[0.1]))
     edit(folder, dropout_prob=0.25, chunk_size=16)
     report, back = convert_again(tmp_path, folder)
-    changed = "args of the converted file that no longer hold are replaced: decoder_chunk_size, dropout"
+    changed = "args of the converted file that no longer apply are replaced: decoder_chunk_size, dropout"
     assert any(warning.startswith(changed.split(":")[0]) for warning in report.warnings)
     config = MegaConfig.from_pretrained(back)
     assert (config.dropout_prob, config.chunk_size) == (0.25, 16) and report.args["lr"] == [0.1]

@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file
 
 from luna_mega.convert import ConversionError, convert_checkpoint
-from luna_mega.convert.importer import _understand
+from luna_mega.convert.importer import _identify
 from luna_mega.convert.safe_load.reader import read_checkpoint
 from luna_mega.convert.tensors import convert_tensors
 from tests.convert import luna, mega, megalodon
@@ -41,7 +41,7 @@ def watched():
 
 def understood(file):
     """The tensors that a conversion would write, its configuration, and its warnings; no files are written."""
-    source = _understand(read_checkpoint(file), None, "auto", "auto")
+    source = _identify(read_checkpoint(file), None, "auto", "auto")
     tensors = convert_tensors(source.mapping, source.checkpoint.tensors, source.minus_one, torch.float32)
     return tensors, source.target.config.to_dict(), [*source.checkpoint.warnings, *source.warnings]
 
@@ -195,8 +195,8 @@ def test_hostile_pickles(tmp_path, watched, legacy, monkeypatch):
         message = str(raised.value)
         assert not any(word in message for word in FORBIDDEN) and len(message) < 1000, message
         assert os.listdir(tmp_path) == ["model.pt"]
-        reasons["refused" if "refused" in message else "damaged" if "damaged" in message else "other"] += 1
-    assert min(reasons["refused"], reasons["damaged"], reasons["other"]) > TRIES / 50, reasons
+        reasons["not loaded" if "not loaded" in message else "damaged" if "damaged" in message else "other"] += 1
+    assert min(reasons["unsupported_options"], reasons["damaged"], reasons["other"]) > TRIES / 50, reasons
     assert not watched
 
 
@@ -254,7 +254,7 @@ def test_weights_of_the_wrong_kind(tmp_path, watched):
 def planned(checkpoint):
     """The configuration that a fixture becomes, or for a part of a model the end of the error."""
     try:
-        return _understand(checkpoint, None, "auto", "auto").target.config.to_dict()
+        return _identify(checkpoint, None, "auto", "auto").target.config.to_dict()
     except ConversionError as error:
         return str(error).removeprefix(str(checkpoint.path))
 

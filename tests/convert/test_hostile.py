@@ -58,7 +58,7 @@ LAYOUTS = {
     "expanded": lambda weight: weight[:1].expand(weight.shape),
     "transposed": lambda weight: weight.t(),
     "part of a larger storage": lambda weight: torch.cat([weight, weight])[: len(weight)],
-    "behind another": lambda weight: torch.cat([weight, weight])[len(weight) :],
+    "after another": lambda weight: torch.cat([weight, weight])[len(weight) :],
 }
 
 
@@ -91,7 +91,7 @@ def test_endlessly_shared_layers_are_rejected(convert, make):
     state, large = make.bert(), torch.zeros(1 << 20)
     state["model"] |= {f"encoder.layers.{layer}.weight": large for layer in range(2000)}
     save(state, convert.file, "zip")
-    assert "its tensors take 8,388,6" in convert.error()
+    assert "its tensors need 8,388,6" in convert.error()
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -100,7 +100,7 @@ def test_tensors_that_share_a_storage_without_being_tied(convert, make, form):
     state["model"][other] = state["model"][WEIGHT]
     save(state, convert.file, form)
     message = convert.error()
-    assert WEIGHT in message and other in message and "share their numbers" in message
+    assert WEIGHT in message and other in message and "share a storage" in message
     state = make.bert()
     save(state | {"last_optimizer_state": {"state": [{"step": state["model"][WEIGHT]}]}}, convert.file, form)
     assert f"tensor '{WEIGHT}' shares its storage with a value outside the model" in convert.error()

@@ -1,10 +1,10 @@
 import pytest
 
 from luna_mega import LunaConfig, MegaConfig
-from luna_mega.convert.formats.format import read_model, renamed
+from luna_mega.convert.evidence import Target
+from luna_mega.convert.formats.format import read_model, rename_tensors
 from luna_mega.convert.formats.registry import find_format
 from luna_mega.convert.keymap import LAYER_NORM, KeyMap, Row
-from luna_mega.convert.target import Target
 from tests.convert.mega import mega
 
 HEADS = ["sentence_classification_head", "pooling_classification_head", "attention_classification_head"]
@@ -100,6 +100,6 @@ def test_dropped_rows_state_a_reason_and_are_not_exported(make):
 def test_prefix_of_early_checkpoints(make):
     state = make.bert()
     early = {key.replace("encoder.", "decoder.", 1): tensor for key, tensor in state["model"].items()}
-    tensors, notes = renamed(find_format("luna_bert"), early)
+    tensors, notes = rename_tensors(find_format("luna_bert"), early)
     assert list(tensors) == list(state["model"]) and "early file" in notes[0]
-    assert renamed(find_format("luna_bert"), tensors) == (tensors, [])
+    assert rename_tensors(find_format("luna_bert"), tensors) == (tensors, [])

@@ -86,7 +86,7 @@ def change(path, edit):
             lambda model, args: model.pop("decoder.output_projection.weight"),
             "'decoder.output_projection.weight' is mis",
         ),
-        (lambda model, args: args.update(decoder_layers=3), "args.decoder_layers = 3 but the file holds 2"),
+        (lambda model, args: args.update(decoder_layers=3), "args.decoder_layers = 3 but the file has 2"),
         (lambda model, args: args.update(encoder_attention_heads=3), "divisible by num_attention_heads"),
         (
             lambda model, args: model.update({"decoder.embed_tokens.weight": torch.ones(19, 9)}),
@@ -133,7 +133,7 @@ def test_an_edited_folder_keeps_its_languages(tmp_path):
     edit(tmp_path / "back", dropout=0.25)
     report = export_checkpoint(tmp_path / "back", tmp_path / "again.pt")
     assert (report.args["source_lang"], report.args["target_lang"], report.args["dropout"]) == ("en", "de", 0.25)
-    assert report.warnings == ["args of the converted file that no longer hold are replaced: dropout"]
+    assert report.warnings == ["args of the converted file that no longer apply are replaced: dropout"]
 
 
 @pytest.mark.parametrize("value", [1e9, -0.1, "some", {}])

@@ -96,7 +96,7 @@ def test_dictionaries(tmp_path, checkpoint):
     dictionary(checkpoint.parent / "dict.source.txt", 14)
     with pytest.raises(ConversionError, match=r"dict\.source\.txt: 10 symbols and 4 specials do not fit"):
         convert_checkpoint(checkpoint, tmp_path / "bad")
-    with pytest.raises(ConversionError, match="there is no dictionary beside"):
+    with pytest.raises(ConversionError, match="there is no dictionary next to"):
         (checkpoint.parent / "dict.source.txt").unlink()
         convert_checkpoint(checkpoint, tmp_path / "bad", bpe=tmp_path / "codes")
 
@@ -123,10 +123,10 @@ def test_args_and_tensors(tmp_path, checkpoint):
     state = change(checkpoint, share_all_embeddings=True, decoder_z_dim=99)
     torch.save(state, tmp_path / "a.pt")
     warnings = "\n".join(convert_checkpoint(tmp_path / "a.pt", tmp_path / "a").warnings)
-    assert "args.share_all_embeddings = True but the tensors say False" in warnings
-    assert "args.decoder_z_dim = 99 but the tensors say 6" in warnings
+    assert "args.share_all_embeddings = True but the tensors have False" in warnings
+    assert "args.decoder_z_dim = 99 but the tensors have 6" in warnings
     cases = {
-        "holds 2 layers under 'decoder.layers'": change(checkpoint, decoder_layers=3),
+        "has 2 layers under 'decoder.layers'": change(checkpoint, decoder_layers=3),
         "adaptive softmax": change(checkpoint),
         "tensor 'decoder.output_projection.weight' is missing": change(checkpoint),
         "missing: encoder.layers.1.mega_layer.gamma": change(checkpoint),

@@ -62,22 +62,22 @@ def test_a_folder_comes_back_bit_for_bit(tmp_path, kind):
 
 
 def test_shards_are_joined_and_split(tmp_path):
-    whole = folder(tmp_path / "whole", swiglu=True)
+    complete = folder(tmp_path / "complete", swiglu=True)
     halves = folder(tmp_path / "halves", swiglu=True, ranks=2)
-    for name in ("whole", "halves"):
+    for name in ("complete", "halves"):
         convert_checkpoint(tmp_path / name, tmp_path / f"{name}-model")
-    models = [load_file(tmp_path / f"{name}-model" / "model.safetensors") for name in ("whole", "halves")]
+    models = [load_file(tmp_path / f"{name}-model" / "model.safetensors") for name in ("complete", "halves")]
     identical(*models)
     export_checkpoint(tmp_path / "halves-model", tmp_path / "back")
     same_folder(halves, tmp_path / "back")
-    for source, shards, expected in (("whole", 2, halves), ("halves", 1, whole)):
+    for source, shards, expected in (("complete", 2, halves), ("halves", 1, complete)):
         output = tmp_path / f"{shards} of {source}"
         assert (
             main(["export", str(tmp_path / f"{source}-model"), "--output", str(output), "--shards", str(shards)]) == 0
         )
         for file in expected.glob("consolidated*.pth"):
             identical(torch.load(file), torch.load(output / file.name))
-    assert compare(halves, whole, tolerance=0.0, length=20).within
+    assert compare(halves, complete, tolerance=0.0, length=20).within
 
 
 def test_half_precision_stays_as_it_is(tmp_path):
@@ -236,7 +236,7 @@ BAD = {
     "prefix": (1, broken(prefixed), "all names start with 'module.'"),
     "a shard is missing": (2, lambda path: (path / "consolidated.01.pth").unlink(), "consolidated.01.pth is missing"),
     "all shards are missing": (1, lambda path: (path / "consolidated.pth").unlink(), "consolidated.pth is missing"),
-    "one too many": (1, lambda path: (path / "consolidated.02.pth").touch(), "is none of"),
+    "one too many": (1, lambda path: (path / "consolidated.02.pth").touch(), "is not one of"),
     "another run": (2, other_run, "not shards of one checkpoint"),
     "another shape": (2, broken(lambda x: x.update({"embed.weight": torch.zeros(9, 7)})), "not shards of one"),
     "another name": (2, broken(lambda x: x.pop("rope.freqs")), "consolidated.00.pth lacks 'rope.freqs'"),
@@ -257,7 +257,7 @@ BAD = {
     "dtype": (1, lambda path: edit(path, "consolidate_config.json", dtype="int4"), "is not one of fp32, fp16, bf16"),
     "number of shards": (1, lambda path: edit(path, "consolidate_config.json", model_parallel_size=2**31), "is not"),
     "settings": (1, lambda path: edit(path, model=[]), "'model' does not hold"),
-    "a type": (1, settings(chunk_size="x"), "model.chunk_size = 'x' is not a whole number"),
+    "a type": (1, settings(chunk_size="x"), "model.chunk_size = 'x' is not an integer"),
     "extra tokens": (1, lambda path: edit(path, tokenizer={"additional_vocab_size": 5}), "no multiple of 256"),
     "a word": (1, lambda path: edit(path, tokenizer={"path": "a\x1bb"}), "tokenizer = "),
     "an unknown field": (1, settings(sliding_window=5), "sliding_window"),
@@ -282,7 +282,7 @@ def test_bad_input_is_one_line_and_writes_nothing(tmp_path, capsys, name):
     [
         (["--dict", "dict.txt"], "--bpe gives the SentencePiece model"),
         (["--bpe", "missing.model"], "missing.model: no such file"),
-        (["--layer-norm", "standard"], "Megalodon stores norm weights less 1"),
+        (["--layer-norm", "standard"], "Megalodon stores norm weights minus 1"),
         (["--ema-convention", "main"], "one form of its moving average"),
     ],
 )
@@ -362,6 +362,6 @@ def test_fixtures_of_the_original(parity_folder, tmp_path):
             logits, io["C.logits"], rtol=0, atol=1e-5 * max(1, io["C.logits"].abs().max().item())
         )
         if meta["model_parallel_size"] == 2:
-            export_checkpoint(output / "model", output / "whole", shards=1)
-            convert_checkpoint(output / "whole", output / "again")
+            export_checkpoint(output / "model", output / "complete", shards=1)
+            convert_checkpoint(output / "complete", output / "again")
             identical(*(load_file(output / name / "model.safetensors") for name in ("model", "again")))

@@ -9,7 +9,7 @@ import torch
 
 from luna_mega import MegaConfig, MegaForMultipleChoice
 from luna_mega.convert import ConversionError, convert_checkpoint, export_checkpoint
-from luna_mega.convert.dictionary_kinds import VocabularyAndLabels
+from luna_mega.convert.dictionaries import VocabularyAndLabels
 from luna_mega.convert.formats import (
     Companions,
     Facts,
@@ -49,11 +49,10 @@ class TinyFormat(Format):
     facts = Facts(
         name="tiny",
         revisions={"one": Revision("tiny", "first code", "the tiny code")},
-        written=("one",),
+        export_revisions=("one",),
         config_class=MegaConfig,
         model_classes=(MegaForMultipleChoice,),
-        classifiers=(MegaForMultipleChoice,),
-        refused={"layer-norm": "it has one way", "ema-convention": "it has no branches"},
+        unsupported_options={"layer-norm": "it has one way", "ema-convention": "it has no branches"},
         container=TinyFile(),
     )
     table = (
@@ -69,7 +68,7 @@ class TinyFormat(Format):
         limited("normalization_type", ("scalenorm",)),
     )
 
-    def recognise(self, file):
+    def recognize(self, file):
         return "one" if all(key.startswith(("net.", "head.")) for key in file.tensors) else None
 
     def keymap(self, target):
@@ -123,14 +122,14 @@ def test_info_describes_it(tmp_path, exported):
 def test_unsupported_models_and_options(tmp_path, exported):
     with pytest.raises(ConversionError, match="--layer-norm standard: it has one way; leave the option out"):
         convert_checkpoint(exported, tmp_path / "back", layer_norm="standard")
-    with pytest.raises(ConversionError, match="--head a: only luna_bert files have heads with names"):
+    with pytest.raises(ConversionError, match="--head a: only luna_bert files have named heads"):
         convert_checkpoint(exported, tmp_path / "back", head="a")
     MegaForMultipleChoice(MegaConfig(**SIZES, normalization_type="rmsnorm")).save_pretrained(tmp_path / "other")
     with pytest.raises(ConversionError, match="tiny cannot express normalization_type = 'rmsnorm'"):
         export_checkpoint(tmp_path / "other", tmp_path / "other.pt")
 
 
-def test_others_are_still_recognised(convert, make):
+def test_others_are_still_recognized(convert, make):
     assert '"luna_bert"' in (convert(make.bert()) / "conversion_report.json").read_text()
     convert.output = convert.output.with_name("other")
     assert "not a Luna or Mega checkpoint" in convert.error(make.checkpoint({"x.weight": torch.zeros(2)}, arch="a"))

@@ -5,10 +5,9 @@ import pytest
 import torch
 
 from luna_mega.convert import argtypes
-from luna_mega.convert.evidence import Evidence
+from luna_mega.convert.evidence import Evidence, Target
 from luna_mega.convert.formats import registered_formats
-from luna_mega.convert.table import ACTIVATION, NOT, Arg, also, fixed, never, read_fields, typed_args, write_args
-from luna_mega.convert.target import Target
+from luna_mega.convert.table import ACTIVATION, NOT, Arg, fixed, never, read_fields, read_only, typed_args, write_args
 from luna_mega.errors import ConversionError, shown
 from tests.convert.mega import BODY, mega
 from tests.convert.mega_lm import KINDS, mega_lm
@@ -24,9 +23,9 @@ TABLE = (
     Arg("activation_fn", "act", ACTIVATION, "relu"),
     Arg("no_scale", "scaled", NOT, False),
     Arg("drop", "rate", default=0.1),
-    also("drop", "other_rate"),
+    read_only("drop", "other_rate"),
     Arg("new", write=lambda target: -1, revision="new"),
-    Arg("tasks", write=lambda target: target.head, when=lambda target: target.head is not None),
+    Arg("tasks", write=lambda target: target.head, write_if=lambda target: target.head is not None),
 )
 
 
@@ -48,7 +47,7 @@ def test_both_directions(revision, head):
 def test_defaults_and_tensors_that_win():
     found = evidence(dim=9)
     assert read_fields(TABLE, found) == {"width": 8, "act": "relu", "scaled": True, "rate": 0.1, "other_rate": 0.1}
-    assert found.warnings == ["args.dim = 9 but the tensors say 8: the tensors win"]
+    assert found.warnings == ["args.dim = 9 but the tensors have 8: using the tensors"]
 
 
 @pytest.mark.parametrize("value", ["swish", {}, ["gelu"], 3, {"a": "x" * 200}])
@@ -61,9 +60,9 @@ def test_an_activation_that_means_nothing(value):
 @pytest.mark.parametrize("found", registered_formats(), ids=lambda found: found.facts.name)
 def test_every_argument_stands_once(found):
     """Rows with the same name belong to different revisions, or all except one only read what that one writes."""
-    for revision in found.facts.written:
+    for revision in found.facts.export_revisions:
         rows = [row for row in found.table if row.revision in (None, revision)]
-        names = [row.name for row in rows if row.when is not never]
+        names = [row.name for row in rows if row.write_if is not never]
         assert len(names) == len(set(names))
         assert {name for own in found.facts.architectures.values() for name in own} <= {row.name for row in found.table}
 
@@ -120,7 +119,7 @@ CASES += [(kind, name, x) for kind, names in FAULTS_OF_TYPE.items() for name, va
 @pytest.mark.parametrize("found", registered_formats(), ids=lambda found: found.facts.name)
 def test_every_argument_has_one_type(found):
     """An argument with several rows, each for its field, has its type in one of them."""
-    for revision in found.facts.written:
+    for revision in found.facts.export_revisions:
         rows = [row for row in found.table if row.revision in (None, revision)]
         for name in {row.name for row in rows} - {""}:
             kinds = {row.kind for row in rows if row.name == name} - {None}

@@ -12,7 +12,7 @@ from transformers import AutoTokenizer, RobertaTokenizer
 
 from luna_mega import LunaTokenizer
 from luna_mega.convert import ConversionError
-from luna_mega.convert.dictionary import read_dictionary
+from luna_mega.convert.dictionaries import read_dictionary
 from luna_mega.convert.tokenizers import ConvertedTokenizer
 from luna_mega.convert.tokenizers.gpt2_bpe import bpe_tokenizer, read_gpt2_bpe
 
@@ -303,14 +303,14 @@ def test_overwritten_line_is_the_later_id(tmp_path, bpe, numbers):
 
 def test_bpe_errors_are_one_line(convert, make, bpe, twelve, tmp_path):
     state = make.bert()
-    assert "there is no dictionary beside the checkpoint; give it with --dict" in convert.error(state, "--bpe", bpe)
+    assert "there is no dictionary next to the checkpoint; pass it with --dict" in convert.error(state, "--bpe", bpe)
     state = checkpoint_with_dictionary(convert, make, twelve)
     assert "has neither encoder.json and vocab.bpe nor" in convert.error(state, "--bpe", tmp_path / "nowhere")
     make.dictionary(convert.source / "dict.txt")
     assert "symbol 'w0' is not a number" in convert.error(state, "--bpe", bpe)
     checkpoint_with_dictionary(convert, make, [*twelve[:-1], "70000"])
     assert "symbol '70000' is no GPT-2 id; they end at 268" in convert.error(state, "--bpe", bpe)
-    assert "LRA does not read" in convert.error(make.lra21(), "--bpe", bpe)
+    assert "LRA has no byte-pair encoding" in convert.error(make.lra21(), "--bpe", bpe)
     make.dictionary(convert.source / "dict.txt", symbols=make.SYMBOLS + 1)
     assert f"{make.VOCABULARY} embeddings" in convert.error(state, "--bpe", bpe)
 
@@ -319,8 +319,8 @@ def test_bpe_errors_are_one_line(convert, make, bpe, twelve, tmp_path):
     ("file", "content", "expected"),
     [
         ("encoder.json", b"{", "encoder.json: not JSON"),
-        ("encoder.json", b"[]", "holds a list"),
-        ("encoder.json", b"\xff", "encoder.json: not UTF-8"),
+        ("encoder.json", b"[]", "not a JSON object"),
+        ("encoder.json", b"\xff", "encoder.json: not JSON"),
         ("encoder.json", b'{"!": 0, "#": 1}', "'\"' has id None, by vocab.bpe it has 1"),
         ("encoder.json", b'{"!": 4}', "'!' has id 4, by vocab.bpe it has 0"),
         ("vocab.bpe", b"#version: 0.2\n", "the file is empty"),

@@ -10,7 +10,7 @@ import torch
 from transformers import AddedToken, AutoTokenizer, RobertaTokenizer, pipeline
 
 from luna_mega import LunaTokenizer
-from luna_mega.convert.dictionary import read_dictionary
+from luna_mega.convert.dictionaries import read_dictionary
 from luna_mega.convert.tokenizers.gpt2_bpe import bpe_tokenizer, read_gpt2_bpe
 
 parquet = pytest.importorskip("pyarrow.parquet")

@@ -11,7 +11,7 @@ from transformers import AutoTokenizer, TokenizersBackend
 
 from luna_mega import LunaTokenizer
 from luna_mega.convert import ConversionError
-from luna_mega.convert.dictionary import SPECIALS, read_dictionary
+from luna_mega.convert.dictionaries import SPECIALS, read_dictionary
 from luna_mega.convert.tokenizers.translation import read_codes, translation_tokenizer
 
 
@@ -95,7 +95,7 @@ def count_symbols(lines, merges, least=1):
 
 
 @pytest.mark.parametrize(("header", "tail"), [("#version: 0.2\n", ""), ("", " 17")], ids=["subword-nmt", "fastBPE"])
-@pytest.mark.parametrize("least", [1, 40], ids=["whole", "thinned"])
+@pytest.mark.parametrize("least", [1, 40], ids=["complete", "thinned"])
 def test_ids(tmp_path, lines, merges, least, header, tail):
     symbols = count_symbols(lines, merges, least)
     dictionary, codes = write(tmp_path, symbols, merges, header, tail)
@@ -196,7 +196,7 @@ def test_fixture(parity_folder):
     ("content", "message"),
     [
         (b"#version: 0.2\na b c\n", "line 2 is not a pair"),
-        (b"a b</w>\n", "no '#version: 0.2' in front"),
+        (b"a b</w>\n", "neither '#version: 0.2' nor counts"),
         (b"", "line 1 is not a pair"),
         (b"\x0a\x07<unk>\xff\xfe", "binary file"),
         (None, "no such file"),

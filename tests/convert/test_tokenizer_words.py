@@ -9,7 +9,7 @@ import pytest
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, TokenizersBackend
 
 from luna_mega.cli import main
-from luna_mega.convert.dictionary import SPECIALS, read_dictionary
+from luna_mega.convert.dictionaries import SPECIALS, read_dictionary
 from luna_mega.convert.tokenizers.words import word_tokenizer
 
 SYMBOLS = ["[MAX", "]", "9", "a", "é", "😀", "255", "the", "madeupword0000"]

@@ -258,7 +258,7 @@ def test_info_of_a_checkpoint(convert, branch, sort):
         state["model"] = dict(sorted(state["model"].items()))
     convert.save(state)
     found = info.describe(convert.file)
-    expected = "branch main or flash (the order of its tensors does not tell)" if sort else f"branch {branch}"
+    expected = "branch main or flash (not determined by the order of its tensors)" if sort else f"branch {branch}"
     assert found.written_by == f"fairseq: a mega_lra checkpoint (arch mega_sc_raw_big) of the Mega code, {expected}"
     assert found.heads == ["SequenceClassification: 10 classes, pooling mean"] and found.length == POSITIONS
     running = ("running_mean", "running_var", "num_batches_tracked")

@@ -1,27 +1,21 @@
-"""Kinds of dictionaries: the files that belong to a model, and their places in an export.
+"""Dictionaries of fairseq (dict.txt) and other files of vocabularies and labels.
 
-`Format.companions` returns the kind of a model: a vocabulary with labels, two languages, names of classes, or a
+A `DictionaryKind` describes the files of a model: a vocabulary with labels, two languages, names of classes, or a
 SentencePiece model.
 """
 
 import re
 from abc import ABC, abstractmethod
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from luna_mega.convert.dictionary import (
-    LABELS_FILE,
-    PIECES_FILE,
-    SPECIALS,
-    TARGET_FILE,
-    VOCABULARY_FILE,
-    Dictionaries,
-    Dictionary,
-    read_dictionary,
-    read_text,
-)
 from luna_mega.errors import ConversionError, shown
 
+VOCABULARY_FILE, LABELS_FILE, TARGET_FILE = "dict.txt", "dict.label.txt", "dict.target.txt"
+PIECES_FILE = "tokenizer.model"
+SPECIALS = ("<s>", "<pad>", "</s>", "<unk>")
+FILLER = re.compile(r"madeupword\d{4}")
 _VOCABULARY_PLACES = ("dict.txt", "src-bin/dict.txt", "input0/dict.txt")
 _LABEL_PLACES = ("label-bin/dict.txt", "label/dict.txt")
 _ROLES = ("source", "target")
@@ -29,41 +23,138 @@ _ROLES = ("source", "target")
 Files = dict[str, bytes]
 
 
+@dataclass(frozen=True)
+class Dictionary:
+    """Content of a dict.txt: `symbols[i]` has id 4 + i, after four special symbols that the file does not contain."""
+
+    path: Path
+    symbols: tuple[str, ...]
+
+    def size(self, appended: str | None) -> int:
+        """Return the number of ids in the model: specials, symbols, and `appended` if it is not one of them."""
+        return len(SPECIALS) + len(self.symbols) + (appended is not None and appended not in self.symbols)
+
+    @property
+    def labels(self) -> tuple[str, ...]:
+        """Return the names of the classes: the symbols without the fillers that fairseq adds for a multiple of 8."""
+        return tuple(symbol for symbol in self.symbols if not FILLER.fullmatch(symbol))
+
+
+def read_text(path: Path, missing: str = "no such file", undecodable: str = "not UTF-8 text") -> str:
+    """Return the text of a UTF-8 file without a byte order mark; `missing` and `undecodable` are error messages."""
+    if not path.is_file():
+        raise ConversionError(f"{path}: {missing}")
+    try:
+        return path.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ConversionError(f"{path}: {undecodable} ({error.reason} at byte {error.start})") from error
+
+
+def read_dictionary(path: str | Path) -> Dictionary:
+    """Read lines `symbol count`, split at the last space; fairseq's `#fairseq:overwrite` can follow."""
+    path = Path(path)
+    lines = read_text(path, "no such dictionary file").split("\n")
+    symbols: list[str] = []
+    seen = set(SPECIALS)
+    for number, line in enumerate(lines[:-1] if lines[-1] == "" else lines, start=1):
+        symbol, _, count = line.rstrip().rpartition(" ")
+        overwrite = count == "#fairseq:overwrite"
+        if overwrite:
+            symbol, _, count = symbol.rpartition(" ")
+        if not symbol or not re.fullmatch(r"-?\d+", count):
+            raise ConversionError(f"{path}: line {number} is not '<symbol> <count>': {line[:40]!r}")
+        if symbol in seen and not overwrite:
+            raise ConversionError(
+                f"{path}: line {number} repeats {symbol!r}; remove it, or end the line with #fairseq:overwrite"
+            )
+        seen.add(symbol)
+        symbols.append(symbol)
+    return Dictionary(path, tuple(symbols))
+
+
+def vocabulary(names: Iterable[str], appended: str | None) -> dict[str, int]:
+    """Return the ids of the special symbols, of `names`, one for each line of a dictionary, and of the appended symbol.
+
+    A repeated name (`#fairseq:overwrite`) belongs to the later line; the earlier id gets a name that occurs in no text.
+    """
+    ids = {special: index for index, special in enumerate(SPECIALS)}
+    for index, name in enumerate(names, start=len(SPECIALS)):
+        if name in SPECIALS:
+            name = f"{name} (id {index})"
+        elif name in ids:
+            ids[f"{name} (id {ids[name]})"] = ids[name]
+        ids[name] = index
+    if appended is not None:
+        ids.setdefault(appended, len(ids))
+    return ids
+
+
+@dataclass
+class Dictionaries:
+    """Dictionaries of a model, with notes and warnings for the user.
+
+    Args:
+        vocabulary: Vocabulary, of the source for an encoder-decoder.
+        labels: Names of the classes.
+        notes: Notes.
+        warnings: Warnings.
+        target: Vocabulary of the target of an encoder-decoder.
+        class_names: Names of the classes of a model without a vocabulary.
+        pieces: SentencePiece model.
+    """
+
+    vocabulary: Dictionary | None
+    labels: Dictionary | None
+    notes: list[str]
+    warnings: list[str]
+    target: Dictionary | None = None
+    class_names: tuple[str, ...] | None = None
+    pieces: Path | None = None
+
+    def has_vocabulary(self, bpe: str | Path | None) -> bool:
+        """Return whether there is a vocabulary; an error if `--bpe` is given without one."""
+        if self.vocabulary is None and bpe is not None:
+            raise ConversionError(f"--bpe {bpe}: there is no dictionary next to the checkpoint; pass it with --dict")
+        return self.vocabulary is not None
+
+    @property
+    def files(self) -> dict[str, Path]:
+        """Return name in a converted folder -> file of a dictionary."""
+        names = {VOCABULARY_FILE: self.vocabulary, LABELS_FILE: self.labels}
+        if self.target is not self.vocabulary:
+            names[TARGET_FILE] = self.target
+        return {name: dictionary.path for name, dictionary in names.items() if dictionary is not None}
+
+
 class DictionaryKind(ABC):
-    """The dictionaries that a model can have."""
+    """The dictionaries that a model can have, and their places in an export."""
 
     @abstractmethod
-    def find(self, given: list[str | Path], beside: Path) -> Dictionaries:
-        """Return the dictionaries of the model among the files `given` or, when none is given, in the folder `beside`.
-
-        Raises:
-            ConversionError: a file does not fit the model, or one of two is missing.
-        """
+    def find(self, given: list[str | Path], folder: Path) -> Dictionaries:
+        """Return the dictionaries of the model among the files `given` or, if there are none, in `folder`."""
 
     @abstractmethod
     def export(self, given: list[str | Path], folder: Path, class_names: dict[int, str]) -> tuple[Files, list[str]]:
         """Return the files that the original reads next to its checkpoint, and notes on missing ones.
 
         Args:
-            given: dictionaries that the user names; when there are none, the files of the converted folder are taken.
-            folder: the converted folder.
-            class_names: the names of the classes, `id2label` of the configuration.
-
-        Raises:
-            ConversionError: a file does not fit the model, or a name cannot stand in a dictionary.
+            given: Dictionaries of the user; if there are none, the files of the converted folder are used.
+            folder: Converted folder.
+            class_names: Names of the classes, `id2label` of the configuration.
         """
 
 
 @dataclass(frozen=True)
 class VocabularyAndLabels(DictionaryKind):
-    """A vocabulary, and labels for the classes; a model may have one, both or neither.
+    """A vocabulary, and labels for the classes.
 
     Args:
-        vocab_size: rows of the embedding; None = the model has no vocabulary.
-        appended: the symbol that fairseq appends to the vocabulary; None = none.
-        num_labels: classes; None = the model has none.
-        vocabulary_place, label_place: where the task of the original looks for the two files.
-        labeled: whether an export makes a dictionary of labels out of the names of the classes.
+        vocab_size: Rows of the embedding; None for a model without a vocabulary.
+        appended: Symbol that fairseq appends to the vocabulary.
+        num_labels: Number of classes; None for a model without classes.
+        vocabulary_place: Path of the vocabulary in the original, relative to the checkpoint.
+        label_place: Path of the labels in the original.
+        labeled: Whether an export writes a dictionary of labels with the names of the classes.
     """
 
     vocab_size: int | None
@@ -73,17 +164,16 @@ class VocabularyAndLabels(DictionaryKind):
     label_place: str = _LABEL_PLACES[0]
     labeled: bool = True
 
-    def find(self, given: list[str | Path], beside: Path) -> Dictionaries:
-        """Return vocabulary and labels, which are identified by their sizes."""
+    def find(self, given: list[str | Path], folder: Path) -> Dictionaries:
         dictionaries = Dictionaries(None, None, [], [])
-        for path in given or self._beside(beside):
+        for path in given or self._search(folder):
             dictionary = read_dictionary(path)
             if self.vocab_size is not None and dictionary.size(self.appended) == self.vocab_size:
                 role = "vocabulary"
             elif self.num_labels is not None and len(dictionary.labels) == self.num_labels:
                 role = "labels"
             elif dictionary.path.parent.name in ("label-bin", "label"):
-                # fairseq takes the number of classes from its args and never compares it with the labels.
+                # fairseq reads the number of classes from its args and does not compare it with the labels.
                 dictionaries.warnings.append(
                     f"{dictionary.path.parent.name}/{dictionary.path.name}: {len(dictionary.labels)} labels for "
                     f"{self.num_labels or 'no'} classes: not used, classes keep their numbers"
@@ -102,33 +192,32 @@ class VocabularyAndLabels(DictionaryKind):
         return dictionaries
 
     def export(self, given: list[str | Path], folder: Path, class_names: dict[int, str]) -> tuple[Files, list[str]]:
-        """Return the vocabulary, and the labels or a dictionary made of the names of the classes."""
         dictionaries = self.find(given or _inside(folder, VOCABULARY_FILE, LABELS_FILE), folder)
         files, notes = {}, list(dictionaries.warnings)
         if dictionaries.vocabulary is not None:
             places = {VOCABULARY_FILE, self.vocabulary_place}
             files |= dict.fromkeys(places, dictionaries.vocabulary.path.read_bytes())
         elif self.vocab_size is not None:
-            notes.append("no dict.txt in the folder, which fairseq needs beside the file; --dict adds it")
+            notes.append("no dict.txt in the folder, which fairseq needs next to the file; --dict adds it")
         if dictionaries.labels is not None:
             files[self.label_place] = dictionaries.labels.path.read_bytes()
         elif self.vocab_size is not None and self.num_labels and self.labeled:
             files[self.label_place] = _label_dictionary([class_names[index] for index in range(self.num_labels)])
         return files, notes
 
-    def _beside(self, folder: Path) -> list[Path]:
-        """Return at most one file for each role: the first place that has one wins."""
+    def _search(self, folder: Path) -> list[Path]:
+        """Return at most one file for each role, from the first place that has one."""
         places = [_VOCABULARY_PLACES] * (self.vocab_size is not None) + [_LABEL_PLACES] * (self.num_labels is not None)
         return [path for names in places for path in _inside(folder, *names)[:1]]
 
     def _no_fit(self, dictionary: Dictionary) -> str:
-        symbols, wanted = len(dictionary.symbols), []
+        symbols, expected = len(dictionary.symbols), []
         if self.vocab_size is not None:
             parts = [f"{len(SPECIALS)} specials", f"{symbols} symbols", *filter(None, [self.appended])]
-            wanted.append(f"{self.vocab_size} embeddings ({' + '.join(parts)} = {dictionary.size(self.appended)})")
+            expected.append(f"{self.vocab_size} embeddings ({' + '.join(parts)} = {dictionary.size(self.appended)})")
         if self.num_labels is not None:
-            wanted.append(f"{self.num_labels} classes ({len(dictionary.labels)} labels)")
-        model = " or ".join(wanted) or "no vocabulary and no classes"
+            expected.append(f"{self.num_labels} classes ({len(dictionary.labels)} labels)")
+        model = " or ".join(expected) or "no vocabulary and no classes"
         return (
             f"{dictionary.path}: {symbols} symbols do not fit the model, which has {model}; give the dictionary it was "
             "trained with (--dict)"
@@ -140,9 +229,9 @@ class LanguagePair(DictionaryKind):
     """The dictionaries of a source and a target language.
 
     Args:
-        languages: names of the source and the target language.
-        sizes: rows of their embeddings.
-        joint: whether both languages share one embedding, so that one file serves both.
+        languages: Names of the two languages.
+        sizes: Rows of their embeddings.
+        joint: Whether both languages share one embedding, and therefore one dictionary.
     """
 
     languages: tuple[str, str]
@@ -151,16 +240,13 @@ class LanguagePair(DictionaryKind):
 
     @property
     def names(self) -> list[str]:
-        """Return the names of the files in the original, source first."""
+        """Return the names of the two files in the original."""
         return [f"dict.{language}.txt" for language in self.languages]
 
-    def find(self, given: list[str | Path], beside: Path) -> Dictionaries:
-        """Return both dictionaries; the name or the size of a file determines its role.
-
-        If both files fit both roles, the first one is the source's.
-        """
+    def find(self, given: list[str | Path], folder: Path) -> Dictionaries:
+        # If both files fit both roles, the first one belongs to the source.
         names, by_role = self.names, {}
-        for path in list(map(Path, given)) or _inside(beside, *dict.fromkeys(names)):
+        for path in list(map(Path, given)) or _inside(folder, *dict.fromkeys(names)):
             dictionary = read_dictionary(path)
             fitting = self._roles(dictionary)
             free = [role for role in fitting if role not in by_role]
@@ -184,16 +270,15 @@ class LanguagePair(DictionaryKind):
         return Dictionaries(by_role.get("source"), None, notes, [], by_role.get("target"))
 
     def export(self, given: list[str | Path], folder: Path, class_names: dict[int, str]) -> tuple[Files, list[str]]:
-        """Return the dictionaries of both languages."""
         dictionaries = self.find(given or _inside(folder, VOCABULARY_FILE, TARGET_FILE), folder)
         if dictionaries.vocabulary is None:
-            note = "no dict.txt in the folder, but fairseq needs both languages' beside the file; --dict adds them"
+            note = "no dict.txt in the folder, but fairseq needs the dictionaries of both languages; --dict adds them"
             return {}, [note]
         pair = zip(self.names, (dictionaries.vocabulary, dictionaries.target), strict=True)
         return {name: dictionary.path.read_bytes() for name, dictionary in pair}, []
 
     def _roles(self, dictionary: Dictionary) -> list[str]:
-        """Return the roles whose embedding a dictionary fits, except a role that its name excludes."""
+        """Return the roles whose embedding has the size of a dictionary, without a role that its name excludes."""
         names = self.names
         fitting = [role for role, size in zip(_ROLES, self.sizes, strict=True) if dictionary.size(None) == size]
         if dictionary.path.name in names and names[0] != names[1]:
@@ -211,12 +296,11 @@ class LanguagePair(DictionaryKind):
 
 @dataclass(frozen=True)
 class ClassNames(DictionaryKind):
-    """Names of classes, one a line in the order of the classes, for a model without a vocabulary."""
+    """A file with the names of the classes, one per line, for a model without a vocabulary."""
 
     num_labels: int
 
-    def find(self, given: list[str | Path], beside: Path) -> Dictionaries:
-        """Return the names in the given file; no file is searched for."""
+    def find(self, given: list[str | Path], folder: Path) -> Dictionaries:
         if not given:
             return Dictionaries(None, None, ["classes have numbers; --dict FILE gives them names, one a line"], [])
         if len(given) > 1:
@@ -230,7 +314,6 @@ class ClassNames(DictionaryKind):
         return Dictionaries(None, None, [], [], class_names=names)
 
     def export(self, given: list[str | Path], folder: Path, class_names: dict[int, str]) -> tuple[Files, list[str]]:
-        """Return no files: the original reads none."""
         if given:
             raise ConversionError(f"--dict {given[0]}: the original code reads no dictionary; leave the option out")
         return {}, []
@@ -238,31 +321,28 @@ class ClassNames(DictionaryKind):
 
 @dataclass(frozen=True)
 class PieceFile(DictionaryKind):
-    """A SentencePiece model, which the original reads from a file of any name.
+    """A SentencePiece model.
 
     Args:
-        named: the path that the checkpoint has for it, whose folder is of another machine; None = none.
+        named: Path in the checkpoint, of which only the name of the file is used.
     """
 
     named: str | None
 
-    def find(self, given: list[str | Path], beside: Path) -> Dictionaries:
-        """Return the file in the folder of the checkpoint, under the usual name or the last part of the given path."""
+    def find(self, given: list[str | Path], folder: Path) -> Dictionaries:
         if given:
             raise ConversionError(
                 f"--dict {given[0]}: the original has no dictionary; --bpe gives the SentencePiece model"
             )
         names = [PIECES_FILE, *([Path(self.named).name] if self.named else [])]
-        dictionaries = Dictionaries(None, None, [], [], pieces=next(iter(_inside(beside, *names)), None))
-        return dictionaries
+        return Dictionaries(None, None, [], [], pieces=next(iter(_inside(folder, *names)), None))
 
     def export(self, given: list[str | Path], folder: Path, class_names: dict[int, str]) -> tuple[Files, list[str]]:
-        """Return the file that the user names, or the one of the converted folder."""
         if len(given) > 1:
             raise ConversionError(f"--dict {given[1]}: the original reads one SentencePiece model; give one --dict")
         path = Path(given[0]) if given else next(iter(_inside(folder, PIECES_FILE)), None)
         if path is None:
-            return {}, [f"no {PIECES_FILE} in the folder, which the original needs beside the weights; --dict adds it"]
+            return {}, [f"no {PIECES_FILE} in the folder, which the original needs next to the weights; --dict adds it"]
         return {PIECES_FILE: path.read_bytes()}, []
 
 
