@@ -129,7 +129,7 @@ def test_nan_in_masked_sources_and_targets(name, unpad):
 
 
 MASKS = {
-    "additive": ([0.0, 0.0, float("-inf"), 0.0], r"has values from -inf to 0.0, .* attention_mask == 0"),
+    "additive": ([0.0, 0.0, float("-inf"), 0.0], r"has values from -inf to 0.0, .*attention_mask == 0"),
     "NaN": ([1.0, float("nan"), 1.0, 1.0], "has values from nan to nan"),
     "weights": ([1.0, 0.5, 1.0, 1.0], "has values from 0.5 to 1.0"),
     "numbers of documents": ([1, 1, 2, 2], "has values from 1 to 2"),
