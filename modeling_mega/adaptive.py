@@ -16,7 +16,7 @@ from transformers.configuration_utils import PreTrainedConfig
 from luna_mega.kernels.upcast import upcast
 
 
-def check_bands(config: PreTrainedConfig):
+def check_bands(config: PreTrainedConfig) -> None:
     """Raise `ValueError` for invalid cutoffs, factors or ties of a `MegaConfig`."""
     cutoffs = {"adaptive_input": config.adaptive_input_cutoffs, "adaptive_softmax": config.adaptive_softmax_cutoffs}
     widths = {"adaptive_input": config.embedding_size, "adaptive_softmax": config.hidden_size}
@@ -50,13 +50,13 @@ def _bands(cutoffs: list[int], vocab_size: int, width: int, factor: float) -> tu
 
 
 class _Words(nn.Embedding):
-    """Embedding matrix of a band: embeddings of tokens, or the scores `[M, words]` of states `[M, width]`.
+    """Embedding matrix of a band: embeddings of tokens, or with `score` the scores `[M, words]` of `[M, width]`.
 
     One `forward` computes both, because FSDP and offloading load the weights of a module only during its `forward`.
     """
 
-    def forward(self, tokens: torch.LongTensor | None = None, states: torch.Tensor | None = None) -> torch.Tensor:
-        return super().forward(tokens) if states is None else linear(states, self.weight)
+    def forward(self, input: torch.Tensor, score: bool = False) -> torch.Tensor:
+        return linear(input, self.weight) if score else super().forward(input)
 
 
 class MegaBandProjection(nn.Module):
@@ -86,33 +86,26 @@ class MegaAdaptiveEmbedding(nn.Module):
         self.words = nn.ModuleList(_Words(size, width) for size, width in zip(sizes, widths, strict=True))
         self.projections = nn.ModuleList(MegaBandProjection(width, self.width) for width in widths)
 
-    def forward(
-        self,
-        tokens: torch.LongTensor | None = None,
-        states: torch.Tensor | None = None,
-        band: int = 0,
-        dropout: nn.Module | None = None,
-    ) -> torch.Tensor:
-        """Return the embeddings of tokens, or the scores of all words of a band.
+    def forward(self, inputs: torch.Tensor, band: int | None = None, dropout: nn.Module | None = None) -> torch.Tensor:
+        """Return the embeddings of tokens, or with `band` the scores of all words of a band.
 
         Args:
-            tokens: `[B, T]` token ids.
-            states: `[M, width of the band]` in place of tokens, or with `dropout` `[M, d]`.
-            band: the band whose words are scored.
-            dropout: if given, `states` are first projected back to the width of the band, then dropped out.
+            inputs: `[B, T]` token ids. With `band`, states `[M, width of the band]`, or with `dropout` `[M, d]`.
+            band: The band whose words are scored.
+            dropout: If given, states are projected back to the width of the band, then dropped out.
         """
-        if states is not None:
+        if band is not None:
             if dropout is not None:
-                states = dropout(self.projections[band](states, back=True))
-            return self.words[band](states=states)
-        embedded = tokens.new_zeros(*tokens.shape, self.width, dtype=self.projections[0].weight.dtype)
+                inputs = dropout(self.projections[band](inputs, back=True))
+            return self.words[band](inputs, score=True)
         bands = zip(pairwise(self.edges), self.words, self.projections, strict=True)
-        for band, ((start, end), words, projection) in enumerate(bands):
+        embedded = inputs.new_zeros(*inputs.shape, self.width, dtype=next(self.projections.parameters()).dtype)
+        for index, ((start, end), words, projection) in enumerate(bands):
             # Invalid ids are in the first or last band, so that `nn.Embedding` raises the error.
-            inside = torch.ones_like(tokens, dtype=torch.bool) if band == 0 else tokens >= start
-            if band < len(self.words) - 1:
-                inside = inside & (tokens < end)
-            embedded = embedded.index_put((inside,), projection(words(tokens[inside] - start)).to(embedded.dtype))
+            inside = torch.ones_like(inputs, dtype=torch.bool) if index == 0 else inputs >= start
+            if index < len(self.words) - 1:
+                inside = inside & (inputs < end)
+            embedded = embedded.index_put((inside,), projection(words(inputs[inside] - start)).to(embedded.dtype))
         return embedded
 
 
@@ -146,23 +139,23 @@ class MegaAdaptiveSoftmax(nn.Module):
             shapes = zip(widths[1:], sizes, strict=True)
             self.words = nn.ModuleList(nn.Linear(tail, size, bias=False) for tail, size in shapes)
 
-    def score_head(self, states: torch.Tensor, embedding: Callable) -> torch.Tensor:
+    def score_head(self, states: torch.Tensor, embedding: Callable[..., torch.Tensor]) -> torch.Tensor:
         """Return the float32 scores of the words of the first band and of the tails, `[M, size + tails]`."""
         if not self.tied:
             return upcast(self.head(states))
         projected = states if self.head_projection is None else self.head_projection(states)
-        return upcast(torch.cat((embedding(states=projected), self.head(states)), dim=-1))
+        return upcast(torch.cat((embedding(projected, 0), self.head(states)), dim=-1))
 
-    def score_tail(self, tail: int, states: torch.Tensor, embedding: Callable) -> torch.Tensor:
+    def score_tail(self, tail: int, states: torch.Tensor, embedding: Callable[..., torch.Tensor]) -> torch.Tensor:
         """Return the float32 scores of the words of a tail, `[M, size]`."""
         if self.projections is None:
-            return upcast(embedding(states=states, band=tail + 1, dropout=self.dropout))
+            return upcast(embedding(states, tail + 1, self.dropout))
         projected = self.dropout(self.projections[tail](states))
         if self.words is None:
-            return upcast(embedding(states=projected, band=tail + 1))
+            return upcast(embedding(projected, tail + 1))
         return upcast(self.words[tail](projected))
 
-    def forward(self, states: torch.Tensor, embedding: Callable) -> torch.Tensor:
+    def forward(self, states: torch.Tensor, embedding: Callable[..., torch.Tensor]) -> torch.Tensor:
         """Return the float32 log-probabilities of all tokens, `[M, vocab_size]`."""
         states, first = self.dropout(states), self.edges[1]
         head = self.score_head(states, embedding).log_softmax(dim=-1)
@@ -172,10 +165,11 @@ class MegaAdaptiveSoftmax(nn.Module):
         )
         return torch.cat((head[:, :first], *tails), dim=-1)
 
-    def loss(self, states: torch.Tensor, targets: torch.LongTensor, embedding: Callable) -> torch.Tensor:
+    def loss(self, states: torch.Tensor, targets: torch.Tensor, embedding: Callable[..., torch.Tensor]) -> torch.Tensor:
         """Return the summed negative log-likelihood of `targets` `[M]`. A tail is computed only for its own targets."""
         states, first = self.dropout(states), self.edges[1]
-        classes, total = targets, 0.0
+        classes = targets
+        total: torch.Tensor | float = 0.0
         for tail, (start, end) in enumerate(pairwise(self.edges[1:])):
             inside = (targets >= start) & (targets < end)
             classes = classes.masked_fill(inside, first + tail)

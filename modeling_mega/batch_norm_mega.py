@@ -1,5 +1,8 @@
 """The batch norms of Mega, whose statistics exclude padding."""
 
+from collections.abc import Callable
+from typing import Self
+
 import torch
 from torch import nn
 
@@ -16,15 +19,20 @@ class MegaBatchNorm(nn.BatchNorm1d):
     the running statistics.
     """
 
+    running_mean: torch.Tensor
+    running_var: torch.Tensor
+    num_batches_tracked: torch.Tensor
+    momentum: float
+
     def __init__(self, width: int, eps: float, affine: bool, padded_statistics: bool):
         super().__init__(width, eps=eps, affine=affine)
         self.padded_statistics = padded_statistics
         self.running_mean, self.running_var = (upcast(x) for x in (self.running_mean, self.running_var))
 
-    def _apply(self, fn, recurse=True):
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
         """Convert the module, but keep running statistics in float32: half precision would round small updates away."""
         statistics = self.running_mean, self.running_var
-        super()._apply(fn, recurse)
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         if torch.finfo(self.running_mean.dtype).bits < 32:
             self.running_mean, self.running_var = (x.to(self.running_mean.device) for x in statistics)
         return self
@@ -48,16 +56,16 @@ class MegaBatchNorm(nn.BatchNorm1d):
             normed = normed * self.weight + self.bias
         return normed.to(x.dtype)
 
-    def _fits_pytorch(self, x):
+    def _fits_pytorch(self, x: torch.Tensor) -> bool:
         """Return whether PyTorch's batch norm supports a training step of `x` in which all positions count."""
         return not torch.compiler.is_compiling() and x.dtype == self.running_mean.dtype and x.shape[:2].numel() > 1
 
-    def _normalize_at_once(self, x, counts):
+    def _normalize_at_once(self, x: torch.Tensor, counts: bool) -> torch.Tensor:
         """Normalize by PyTorch's batch norm: one call instead of twenty."""
-        affine = (upcast(self.weight), upcast(self.bias)) if self.affine else (None, None)
-        flat, options = x.flatten(0, 1), (True, self.momentum, self.eps)
+        weight, bias = (upcast(self.weight), upcast(self.bias)) if self.affine else (None, None)
+        flat = x.flatten(0, 1)
         # Without the running statistics: autograd would save them, and a later update would be an error.
-        output, mean, scale = torch.native_batch_norm(flat, *affine, None, None, *options)
+        output, mean, scale = torch.native_batch_norm(flat, weight, bias, None, None, True, self.momentum, self.eps)
         if counts:
             with torch.no_grad():
                 unbiased = (scale.pow(-2) - self.eps).mul_(len(flat) / (len(flat) - 1))
@@ -66,18 +74,19 @@ class MegaBatchNorm(nn.BatchNorm1d):
                 self.num_batches_tracked.add_(1)
         return output.view(x.shape)
 
-    def _batch_statistics(self, x, mask, reductions):
+    def _batch_statistics(
+        self, x: torch.Tensor, mask: torch.Tensor | None, reductions: Reductions
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         x = x.flatten(0, 1)
         keep = x.new_ones(x.shape[0], 1) if mask is None else mask.reshape(-1, 1).to(x.dtype)
-        sums, count = self._total(torch.cat(((x * keep).sum(dim=0), keep.sum(dim=0))), reductions).split(
-            [x.shape[1], 1]
-        )
+        totals = self._total(torch.cat(((x * keep).sum(dim=0), keep.sum(dim=0))), reductions)
+        sums, count = totals[:-1], totals[-1:]
         some = count.clamp(min=1.0)
         mean = sums / some
         return mean, self._total(((x - mean).square() * keep).sum(dim=0), reductions) / some, count
 
     @torch.no_grad()
-    def _update(self, mean, variance, count):
+    def _update(self, mean: torch.Tensor, variance: torch.Tensor, count: torch.Tensor) -> None:
         rate = self.momentum * (count > 0).to(mean.dtype)
         unbiased = variance * count / (count - 1.0).clamp(min=1.0)
         self.running_mean.add_(rate * (mean - self.running_mean))

@@ -1,7 +1,4 @@
-"""Memory of a Mega decoder between calls: `MegaCache`, of constant size where attention is in chunks.
-
-A decoder with cross-attention has a `MegaSeq2SeqCache`, which keeps the keys and values of the source as well.
-"""
+"""Caches of Mega decoders. Their size is constant if attention is in chunks."""
 
 import torch
 from transformers.configuration_utils import PreTrainedConfig
@@ -11,33 +8,42 @@ from luna_mega.modeling_common.key_cache import KeyValueCacheLayer
 
 
 class MegaCacheLayer(KeyValueCacheLayer):
-    """The memory of one block over B sequences: beside keys and values, states of the moving average.
+    """Recurrent state of one block for B sequences, and the visible keys and values.
 
-    `average` `[B, D, N]`; with a truncated moving average also `inputs` `[B, truncation, D]`, the last of its inputs,
-    and `forgotten` `[B, D, N]`, the states of those before.
+    `average` `[B, D, N]` has the states of the moving average. If it is truncated, `inputs` `[B, truncation, D]` are
+    its last inputs, and `forgotten` `[B, D, N]` the states of the inputs before them.
     """
+
+    average: torch.Tensor | None
+    inputs: torch.Tensor
+    forgotten: torch.Tensor
+    keys: torch.Tensor
 
     fields = ("average", "keys", "values", "mask", "position", "inputs", "forgotten")
 
 
 class MegaCrossCacheLayer(StateLayer):
-    """The source in one block, computed once: `keys` `[B, S, Z]`, `values` `[B, S, D]`, `mask` `[B, S]` (None: all)."""
+    """Source of the cross-attention of one block: `keys` `[B, S, Z]`, `values` `[B, S, D]`, `mask` `[B, S]` or None."""
+
+    keys: torch.Tensor  # None before the source is stored
+    values: torch.Tensor
+    mask: torch.Tensor | None
 
     fields = ("keys", "values", "mask")
 
     def get_seq_length(self) -> int:
-        """Return S, 0 before the source has come."""
+        """Return S, or 0 before the source is stored."""
         return 0 if self.keys is None else self.keys.shape[1]
 
 
 class MegaCache(StateCache):
-    """The `past_key_values` of a Mega decoder without cross-attention."""
+    """Cache of a Mega decoder without cross-attention, its `past_key_values`."""
 
     layer_class = MegaCacheLayer
 
     def check(self, config: PreTrainedConfig, batch: int, ranks: int) -> None:
         layer = self.layers[0]
-        # Comparing sizes would tie an exported program to the size of the example's cache.
+        # Comparing sizes would specialize an exported program on the cache of the example.
         if not layer.is_initialized or torch.compiler.is_exporting():
             return
         kept = max(layer.seen, layer.keys.shape[1]) if config.attention_chunk is None else config.attention_chunk
@@ -52,13 +58,13 @@ class MegaCache(StateCache):
         given = [tuple(tensor.shape) for tensor in tensors if tensor is not None]
         if given != needed or len(self) != config.num_hidden_layers:
             raise ValueError(
-                f"past_key_values does not fit this model and batch: {len(self)} layers with states, keys, values of "
-                f"{given}, needed are {config.num_hidden_layers} with {needed} (batch size first)"
+                f"`past_key_values` does not fit this model and batch: it has {len(self)} layers with states, keys and "
+                f"values of {given}, not {config.num_hidden_layers} with {needed}; pass a new cache"
             )
 
 
 class MegaCrossCache(StateCache):
-    """The source of a Mega decoder with cross-attention."""
+    """Cache of the source of a Mega decoder with cross-attention."""
 
     layer_class = MegaCrossCacheLayer
 
@@ -69,13 +75,13 @@ class MegaCrossCache(StateCache):
         given = [tuple(keys.shape), tuple(values.shape)]
         if given != needed or len(self) != config.num_hidden_layers:
             raise ValueError(
-                f"past_key_values has another source, of another batch or model: {len(self)} layers with keys and "
-                f"values of {given}, needed are {config.num_hidden_layers} with {needed}; begin with a new cache"
+                f"`past_key_values` has another source, of another batch or model: {len(self)} layers with keys and "
+                f"values of {given}, not {config.num_hidden_layers} with {needed}; pass a new cache"
             )
 
 
 class MegaSeq2SeqCache(StateSeq2SeqCache):
-    """The `past_key_values` of a Mega decoder with cross-attention: a `MegaCache` and a `MegaCrossCache`."""
+    """Cache of a Mega decoder with cross-attention: a `MegaCache` and a `MegaCrossCache`."""
 
     self_attention_class, cross_attention_class = MegaCache, MegaCrossCache
 

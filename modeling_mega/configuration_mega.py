@@ -1,6 +1,8 @@
 # Copyright 2026 The luna-mega authors. Licensed under the Apache License, Version 2.0.
 """Configuration of the Mega models."""
 
+from typing import Any, Self
+
 from huggingface_hub.dataclasses import strict
 from transformers.configuration_utils import PreTrainedConfig
 
@@ -8,7 +10,7 @@ from luna_mega.modeling_common.configuration import MOST_IN_CHUNK, SharedConfig
 from luna_mega.modeling_mega.adaptive import check_bands
 from luna_mega.modeling_mega.presets_mega import MegaPresets
 
-_CHOICES = {
+_CHOICES: dict[str, tuple[str | None, ...]] = {
     "input_type": ("tokens", "values", "patches"),
     "attention_activation": ("softmax", "laplace", "relu2"),
     "normalization_type": ("layernorm", "scalenorm", "rmsnorm", "batchnorm", "syncbatchnorm"),
@@ -16,7 +18,7 @@ _CHOICES = {
     "pooling": ("cls", "mean"),
     "pair_features": ("concat", "interaction"),
 }
-# Field of the decoder of an encoder-decoder -> the encoder's field that holds where the decoder's own is None.
+# Field of the decoder of an encoder-decoder -> field that applies if it is None.
 DECODER_FIELDS = {
     "num_decoder_layers": "num_hidden_layers",
     "decoder_intermediate_size": "intermediate_size",
@@ -27,8 +29,7 @@ DECODER_FIELDS = {
     "decoder_max_positions": "max_positions",
 }
 
-# How transformers splits a model over the ranks of tensor parallelism: the values of the single head and the
-# feed-forward network by columns, the vocabulary by rows.
+# Tensor parallelism: values of the single head and feed-forward layers by columns, the vocabulary by rows.
 _ATTENTION = {"v_proj": "colwise", "h_proj": "rowwise", "own_columns": "mega_own_columns", "whole": "mega_whole"}
 _BLOCK = {"nffn.fc1": "colwise", "nffn.fc2": "rowwise"} | {
     f"{attention}.{name}": style for attention in ("mega_layer", "cross_attn") for name, style in _ATTENTION.items()
@@ -42,96 +43,93 @@ TP_PLAN = {"embedding_layer.word_embeddings": "embedding_rowwise"} | {
 class MegaConfig(MegaPresets, SharedConfig, PreTrainedConfig):
     """Configuration of a Mega model (Moving Average Equipped Gated Attention, Ma et al. 2022).
 
-    The first group of fields comes from the Mega of transformers v4, with its names and defaults, so that its folders
-    load as they are. The second is for the paper's own models, the third for an encoder-decoder.
+    The first group of fields has the names and defaults of the Mega of transformers v4, so that its folders load. The
+    second group is for the models of the paper, the third for encoder-decoders.
 
     Args:
-        vocab_size: number of tokens; not read when `input_type` is `"values"`.
-        hidden_size: width d of the model.
-        num_hidden_layers: number of Mega blocks.
-        intermediate_size: width v of the values (the paper's v).
-        ema_projection_size: dimensions h of the moving average, for every channel.
-        bidirectional: the moving average runs in both directions, which a decoder's cannot; None = unless `is_decoder`.
-        shared_representation_size: width z of queries and keys.
-        use_chunking: attention within chunks of `chunk_size` positions (Mega-chunk, section 3.5), of any length.
-        chunk_size: positions of a chunk; with `relative_positional_bias="simple"` it fixes the size of the bias table.
-        truncation: longest lag of the moving average in the parallel form; None or less than 1 = all.
-        normalize_before_mega, normalize_before_ffn: norm before the sub-layer, else after its residual.
+        vocab_size: Number of tokens. Not used if `input_type` is `"values"`.
+        hidden_size: Width d of the model.
+        num_hidden_layers: Number of Mega blocks.
+        intermediate_size: Width v of the values.
+        ema_projection_size: Dimensions h of the moving average, for every channel.
+        bidirectional: The moving average runs in both directions. None = unless `is_decoder`, which requires False.
+        shared_representation_size: Width z of queries and keys.
+        use_chunking: Attention within chunks of `chunk_size` positions (Mega-chunk, section 3.5), for any length.
+        chunk_size: Positions of a chunk. With `relative_positional_bias="simple"` it fixes the size of the bias table.
+        truncation: Longest lag of the moving average in the parallel form. None or less than 1 = no limit.
+        normalize_before_mega, normalize_before_ffn: Norm before the sub-layer instead of after its residual.
         normalization_type: `"layernorm"`, `"scalenorm"`, `"rmsnorm"`, `"batchnorm"` or `"syncbatchnorm"`.
-        norm_affine: norms have learned parameters.
-        activation: of values, candidate and feed-forward layer (the paper's SiLU).
+        norm_affine: Norms have learned parameters.
+        activation: Activation of values, candidate and feed-forward layer (SiLU in the paper).
         attention_activation: `"softmax"`, `"laplace"` (section 3.4) or `"relu2"`.
-        dropout_prob: on embeddings, the moving average's output and both sub-layers' outputs.
-        hidden_dropout_prob, attention_probs_dropout_prob: on the values; on attention weights.
-        use_feature_dropout: `dropout_prob` and `hidden_dropout_prob` drop whole channels over all positions.
-        use_normalized_ffn: a block has a feed-forward layer, of width `nffn_hidden_size` and with dropout of
+        dropout_prob: Dropout of embeddings, of the moving average and of the outputs of both sub-layers.
+        hidden_dropout_prob, attention_probs_dropout_prob: Dropout of values and of attention weights.
+        use_feature_dropout: `dropout_prob` and `hidden_dropout_prob` drop channels at all positions of a sequence.
+        use_normalized_ffn: Blocks have a feed-forward layer of width `nffn_hidden_size`, with dropout of
             `nffn_activation_dropout_prob` after its activation.
-        max_positions: longest sequence with `relative_positional_bias="simple"` and no chunks.
-        add_token_type_embeddings, type_vocab_size: embeddings of token types.
-        initializer_range: standard deviation of linear and embedding weights.
-        ema_delta_alpha_range, ema_beta_range, ema_gamma_omega_range: deviations of the moving average's weights.
+        max_positions: Longest sequence with `relative_positional_bias="simple"` and no chunks.
+        add_token_type_embeddings, type_vocab_size: Embeddings of token types.
+        initializer_range: Standard deviation of linear and embedding weights.
+        ema_delta_alpha_range, ema_beta_range, ema_gamma_omega_range: Standard deviations of the moving average.
         relative_positional_bias: `"rotary"` (any length) or `"simple"` (a table).
-        classifier_dropout: probability before each layer of the classification head; None = `hidden_dropout_prob`.
-        add_lm_hidden_dense_layer: the language-model heads have a dense layer with tanh.
-        num_attention_heads: always 1; kept because v4 files have it.
-        is_decoder: causal attention, for `MegaForCausalLM`; then `pad_token_id` may be None: padding needs a mask.
-        add_cross_attention: a decoder attends to `encoder_hidden_states`; needs `is_decoder=True`.
+        classifier_dropout: Dropout before each layer of the classification head. None = `hidden_dropout_prob`.
+        add_lm_hidden_dense_layer: The language-model heads have a dense layer with tanh.
+        num_attention_heads: Always 1. The field exists in files of transformers v4.
+        is_decoder: Causal attention, for `MegaForCausalLM`. With `pad_token_id=None`, padding requires a mask.
+        add_cross_attention: A decoder attends to `encoder_hidden_states`. Requires `is_decoder=True`.
 
-        input_type: `"tokens"` (`input_ids`), `"values"` (`input_values`, one real number a position: pixels, audio) or
-            `"patches"` (`pixel_values`, pictures).
-        image_size, patch_size, num_channels: of pictures: pixels of a side, pixels of a side of a patch, colors.
-        use_absolute_position_embeddings: with patches, learned embeddings of positions.
-        output_projection: a linear layer and SiLU at every position, behind the last norm.
-        drop_path_rate: stochastic depth: the probability with which a sequence skips a sub-layer of the last block; it
-            rises linearly from 0 in the first.
-        scale_embedding: multiply embeddings by sqrt(d).
-        embedding_size: width of the word vectors, which a linear layer brings to `hidden_size`; None = that.
-        embedding_norm: a norm on the embeddings.
-        final_norm, final_norm_affine: a norm after the last block; it has parameters.
-        ema_shift: the backward moving average starts at the next token (files of fairseq's `flash` branch).
-        padded_batch_statistics: batch norm counts padding, with embeddings of 0 there, as the original does (which also
-            fills up the last chunk: pad to a multiple of `chunk_size` for the very same statistics).
+        input_type: `"tokens"` (`input_ids`), `"values"` (`input_values`, one real number per position, such as pixels
+            or audio) or `"patches"` (`pixel_values`, images).
+        image_size, patch_size, num_channels: Height and width of images and of their patches, and their channels.
+        use_absolute_position_embeddings: Patches have learned position embeddings.
+        output_projection: A linear layer and SiLU at every position, after the last norm.
+        drop_path_rate: Stochastic depth: probability with which a sequence skips a sub-layer of the last block. It
+            increases linearly from 0 in the first block.
+        scale_embedding: Multiply embeddings by sqrt(d).
+        embedding_size: Size of word embeddings, which a linear layer projects to `hidden_size`. None = `hidden_size`.
+        embedding_norm: A norm after the embeddings.
+        final_norm, final_norm_affine: A norm after the last block; it has parameters.
+        ema_shift: The backward moving average starts at the next token (checkpoints of fairseq's `flash` branch).
+        padded_batch_statistics: Batch norm includes padding, with embeddings of 0, as in the original. The original
+            also pads the last chunk: pad to a multiple of `chunk_size` for equal statistics.
         legacy_rms_norm: `"rmsnorm"` only multiplies by its weight, as the Mega of transformers v4 does.
-        legacy_bias_table: a `"simple"` table of `2 * max_positions - 1` entries is read from entry 0 with its center at
-            `chunk_size - 1`, as in transformers v4 whenever `chunk_size` is not negative.
-        pooling: what a sequence classifier reads: the first token (`"cls"`) or the mean (`"mean"`).
-        classifier_num_layers, classifier_hidden_size, classifier_activation, classifier_bias: the classification head.
+        legacy_bias_table: A `"simple"` table has `2 * max_positions - 1` entries and its center at `chunk_size - 1`,
+            as in transformers v4 if `chunk_size` is not negative.
+        pooling: Input of sequence classifiers: the first token (`"cls"`) or the mean (`"mean"`).
+        classifier_num_layers, classifier_hidden_size, classifier_activation, classifier_bias: Classification head.
         pair_features: `"concat"` [b, a] or `"interaction"` [a, b, a * b, a - b] of the sequences a and b of a pair.
-        lm_head_bias: the output layer of `MegaForCausalLM` has a bias.
-        adaptive_input_cutoffs: first tokens of the second and every later band of an adaptive input embedding; None =
-            an ordinary one. The width of the vectors falls from band to band by `adaptive_input_factor`.
-        adaptive_softmax_cutoffs, adaptive_softmax_factor: the same for an adaptive softmax in `MegaForCausalLM`, which
-            gives log-probabilities in place of logits. `adaptive_softmax_dropout`: on its inputs and within its tails.
-        tie_adaptive_projections: an adaptive softmax with tied word vectors uses the projections of the input as well.
-        legacy_adaptive_loss: the loss leaves out one word of every tail, as the original's does by mistake.
-        sparse_prediction: under labels the masked-LM head projects the predicted positions alone, so that its cost and
-            memory grow with these M positions in place of B T; `logits` then are `[M, vocab_size]`.
-        unpad_inputs: the layers leave padding out, which then costs nothing; states at padding are 0. Without effect
-            where states or weights are returned, with a cache, and in compiled or exported programs.
+        lm_head_bias: The output layer of `MegaForCausalLM` has a bias.
+        adaptive_input_cutoffs: First tokens of the second and later bands of an adaptive input embedding. None =
+            an ordinary embedding. The size of embeddings decreases by `adaptive_input_factor` from band to band.
+        adaptive_softmax_cutoffs, adaptive_softmax_factor: The same for an adaptive softmax of `MegaForCausalLM`, which
+            returns log-probabilities. `adaptive_softmax_dropout` applies to its inputs and within its tails.
+        tie_adaptive_projections: An adaptive softmax with tied embeddings also uses the projections of the input.
+        legacy_adaptive_loss: The loss ignores one token of every tail, as the original does by mistake.
+        sparse_prediction: With labels, the masked-LM head projects only the M predicted positions, and `logits` are
+            `[M, vocab_size]`.
+        unpad_inputs: Layers skip padding. States at padding are 0. No effect if states or weights are returned, with a
+            cache, and in compiled or exported programs.
 
-        is_encoder_decoder: True in `MegaSeq2SeqConfig` only. The fields above then describe the encoder, and the
-            decoder where its own field is None.
-        num_decoder_layers, decoder_intermediate_size, decoder_nffn_hidden_size, decoder_vocab_size: of the decoder.
-        decoder_shared_representation_size, decoder_ema_projection_size, decoder_max_positions: of the decoder.
-        decoder_chunk_size: attention chunks of the decoder; below 1 = attention over the whole sequence.
-        cross_attention_positions: longest source or target of a `"simple"` bias in cross-attention; None = the longer
+        is_encoder_decoder: True only in `MegaSeq2SeqConfig`. The fields above then describe the encoder, and the
+            decoder if its field is None.
+        num_decoder_layers, decoder_intermediate_size, decoder_nffn_hidden_size, decoder_vocab_size: Decoder sizes.
+        decoder_shared_representation_size, decoder_ema_projection_size, decoder_max_positions: Decoder sizes.
+        decoder_chunk_size: Attention chunks of the decoder. Less than 1 = attention over the entire sequence.
+        cross_attention_positions: Longest source or target of a `"simple"` bias in cross-attention. None = the maximum
             of `max_positions` and `decoder_max_positions`.
-        share_encoder_decoder_embeddings: one embedding for source and target; None = where `tie_word_embeddings` and
-            the vocabularies are equal. With `tie_word_embeddings` the output layer is the decoder's embedding.
-        decoder_start_token_id: the token that a target starts from; fairseq starts from `</s>`.
+        share_encoder_decoder_embeddings: Source and target share an embedding. None = if `tie_word_embeddings` and the
+            vocabularies are equal. With `tie_word_embeddings` the output layer is the embedding of the decoder.
+        decoder_start_token_id: First token of targets; fairseq uses `</s>`.
 
     Raises:
-        ValueError: the fields do not fit together; the message has the numbers.
+        ValueError: Invalid values or combinations of fields.
     """
 
     model_type = "mega"
     decoder_fields = DECODER_FIELDS
     base_model_tp_plan = TP_PLAN
     attribute_map = {"d_model": "hidden_size", "max_position_embeddings": "max_positions"}
-    base_model_fsdp_plan = {
-        "embedding_layer.word_embeddings": "free_full_weight",
-        "layers.*": "free_full_weight",
-    }
+    base_model_fsdp_plan = {"embedding_layer.word_embeddings": "free_full_weight", "layers.*": "free_full_weight"}
 
     vocab_size: int = 30522
     hidden_size: int = 128
@@ -221,7 +219,7 @@ class MegaConfig(MegaPresets, SharedConfig, PreTrainedConfig):
     share_encoder_decoder_embeddings: bool | None = None
     decoder_start_token_id: int | None = 2
 
-    def __post_init__(self, **kwargs):
+    def __post_init__(self, **kwargs: Any) -> None:
         if self.bidirectional is None:
             self.bidirectional = not self.is_decoder
         if self.classifier_hidden_size is None:
@@ -235,37 +233,37 @@ class MegaConfig(MegaPresets, SharedConfig, PreTrainedConfig):
         super().__post_init__(**kwargs)
 
     @classmethod
-    def from_dict(cls, config_dict: dict, **kwargs) -> "MegaConfig":
-        """Read a configuration; one that transformers v4 wrote gets the two flags that its weights rely on."""
+    def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Self:
+        """Return a configuration; those of transformers v4 get the legacy fields that their weights require."""
         if str(config_dict.get("transformers_version", "")).startswith("4."):
             config_dict = {
                 "legacy_rms_norm": config_dict.get("normalization_type") == "rmsnorm",
                 "legacy_bias_table": config_dict.get("relative_positional_bias") == "simple"
                 and config_dict.get("chunk_size", -1) >= 0,
             } | config_dict
-        # The base class sets keyword arguments after the checks, which these two need.
+        # The base class validates before it sets keyword arguments.
         directions = {name: kwargs[name] for name in ("is_decoder", "bidirectional") if name in kwargs}
         return super().from_dict(config_dict | directions, **kwargs)
 
     @property
     def attention_chunk(self) -> int | None:
-        """Return the positions of an attention chunk; None = attention over the whole sequence."""
+        """Return the positions of an attention chunk, or None for attention over the entire sequence."""
         return self.chunk_size if self.use_chunking else None
 
     @property
     def bias_positions(self) -> int:
-        """M of a `"simple"` table with 2 M - 1 entries."""
+        """Return M of a `"simple"` table with 2 M - 1 entries."""
         return self.chunk_size if self.use_chunking and not self.legacy_bias_table else self.max_positions
 
     @property
     def cross_positions(self) -> int:
-        """M of a `"simple"` table in cross-attention."""
+        """Return M of a `"simple"` table in cross-attention."""
         return self.cross_attention_positions or max(self.max_positions, self.decoder_max_positions or 0)
 
     @property
     def decoder_config(self) -> "MegaConfig":
-        """The configuration of the decoder of an encoder-decoder."""
-        config = super().decoder_config
+        """Return the configuration of the decoder of an encoder-decoder."""
+        config: MegaConfig = super().decoder_config
         if self.decoder_chunk_size is not None:
             config.chunk_size = self.decoder_chunk_size
             config.use_chunking = self.decoder_chunk_size > 0
@@ -273,8 +271,8 @@ class MegaConfig(MegaPresets, SharedConfig, PreTrainedConfig):
         config.bidirectional = config.ema_shift = False
         return config
 
-    def validate_architecture(self):
-        """Part of the `@strict` contract: runs after `__init__` and before saving."""
+    def validate_architecture(self) -> None:
+        """Raise `ValueError` for invalid fields; `@strict` calls this after `__init__` and before saving."""
         self._check_choices(_CHOICES)
         self._check_activations("activation", "classifier_activation")
         sizes = (
@@ -296,15 +294,15 @@ class MegaConfig(MegaPresets, SharedConfig, PreTrainedConfig):
         if self.use_chunking:
             self._check_counts(["chunk_size"], most=MOST_IN_CHUNK)
         if self.relative_positional_bias == "rotary" and (width := self.shared_representation_size) % 2:
-            raise ValueError(f"a rotary bias needs an even shared_representation_size, got {width}")
+            raise ValueError(f"a rotary bias requires an even `shared_representation_size`, got {width}")
         if self.num_attention_heads != 1:
-            raise ValueError(f"Mega has a single head: num_attention_heads must be 1, got {self.num_attention_heads}")
+            raise ValueError(f"`num_attention_heads` must be 1 for Mega, got {self.num_attention_heads}")
         if self.is_decoder and self.bidirectional:
-            raise ValueError("is_decoder=True needs bidirectional=False: a decoder sees no later position")
+            raise ValueError("is_decoder=True requires bidirectional=False, got bidirectional=True")
         if self.ema_shift and not self.bidirectional:
-            raise ValueError("ema_shift=True needs bidirectional=True: it is about the average that runs backward")
+            raise ValueError("ema_shift=True requires bidirectional=True, got bidirectional=False")
         if self.padded_batch_statistics and self.unpad_inputs:
-            raise ValueError("padded_batch_statistics=True counts padding, which unpad_inputs=True does not compute")
+            raise ValueError("padded_batch_statistics=True requires unpad_inputs=False, got unpad_inputs=True")
         check_bands(self)
         if self.input_type == "patches":
             self._check_patches()
@@ -313,18 +311,18 @@ class MegaConfig(MegaPresets, SharedConfig, PreTrainedConfig):
             self._check_encoder()
             self.decoder_config.validate_architecture()
 
-    def _check_patches(self):
+    def _check_patches(self) -> None:
         if self.image_size % self.patch_size:
             raise ValueError(f"patch_size={self.patch_size} does not divide image_size={self.image_size}")
         patches = (self.image_size // self.patch_size) ** 2
         if self.relative_positional_bias == "simple" and not self.use_chunking and self.max_positions != patches:
-            raise ValueError(f"max_positions must be {patches}, the number of patches, got {self.max_positions}")
+            raise ValueError(f"`max_positions` must be {patches}, the number of patches, got {self.max_positions}")
         if self.is_decoder:
-            raise ValueError("input_type='patches' needs an encoder: leave is_decoder out")
+            raise ValueError("input_type='patches' needs an encoder: omit is_decoder=True")
         if self.unpad_inputs:
-            raise ValueError("input_type='patches' has no padding: leave unpad_inputs out")
+            raise ValueError("input_type='patches' has no padding to remove; omit unpad_inputs=True")
 
-    def _check_encoder(self):
+    def _check_encoder(self) -> None:
         if self.input_type != "tokens" or self.adaptive_input_cutoffs or self.adaptive_softmax_cutoffs:
             raise ValueError(
                 "is_encoder_decoder=True needs input_type='tokens' and no adaptive vocabulary, got "
@@ -333,16 +331,13 @@ class MegaConfig(MegaPresets, SharedConfig, PreTrainedConfig):
             )
         if self.embedding_size != (width := self.hidden_size):
             raise ValueError(
-                f"is_encoder_decoder=True needs embedding_size={width}, the hidden_size, got {self.embedding_size}"
+                f"is_encoder_decoder=True needs embedding_size={width}, the `hidden_size`, got {self.embedding_size}"
             )
 
 
 @strict
 class MegaSeq2SeqConfig(MegaConfig):
-    """Configuration of an encoder and a decoder with cross-attention, for `MegaForConditionalGeneration`.
-
-    The fields are in `MegaConfig`.
-    """
+    """Configuration of `MegaForConditionalGeneration`, an encoder and a decoder with the fields of `MegaConfig`."""
 
     model_type = "mega_seq2seq"
     side_class = MegaConfig
@@ -350,11 +345,11 @@ class MegaSeq2SeqConfig(MegaConfig):
     is_encoder_decoder: bool = True
 
 
-def check_tied_widths(config: MegaConfig):
-    """Refuse an output layer that is tied to word vectors of another width."""
+def check_tied_widths(config: MegaConfig) -> None:
+    """Raise `ValueError` for an output layer that is tied to word embeddings of another size."""
     if config.tie_word_embeddings and config.embedding_size != config.hidden_size:
         raise ValueError(
-            f"tie_word_embeddings=True needs embedding_size={config.hidden_size}, the hidden_size, got "
+            f"tie_word_embeddings=True needs embedding_size={config.hidden_size}, the `hidden_size`, got "
             f"{config.embedding_size}; or pass tie_word_embeddings=False"
         )
 

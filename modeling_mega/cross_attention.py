@@ -4,6 +4,8 @@ The paper evaluates it on WMT'16 (section 4.4) but does not define it. This impl
 with the names and parameters of transformers v4.
 """
 
+from typing import Any
+
 import torch
 from torch import nn
 from transformers.activations import ACT2FN
@@ -54,19 +56,16 @@ class MegaGatedCrossAttention(nn.Module):
         cache: MegaCacheLayer | None = None,
         cross_cache: MegaCrossCacheLayer | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Attend from target states to a source.
+        """Return target states `[B, T, d]`, and with `output_weights` attention weights `[B, 1, T, S]`, else None.
 
         Args:
-            hidden_states: states of the target, `[B, T, d]`.
-            layout: layout of the target.
-            encoder_hidden_states: states of the source, `[B, S, d]`; None if `cross_cache` is filled.
-            encoder_layout: layout of the source.
-            output_weights: return the attention weights.
-            cache: cache of the self-attention, which contains the T positions already.
-            cross_cache: cache of keys and values of the source.
-
-        Returns:
-            States `[B, T, d]`, and with `output_weights` attention weights `[B, 1, T, S]`, else None.
+            hidden_states: States of the target, `[B, T, d]`, in `layout`.
+            layout: Layout of the target.
+            encoder_hidden_states: States of the source, `[B, S, d]`, in `encoder_layout`. None with a filled cache.
+            encoder_layout: Layout of the source.
+            output_weights: Return the attention weights.
+            cache: Cache of the self-attention, which already contains the T positions.
+            cross_cache: Cache of keys and values of the source.
         """
         residual = hidden_states
         if self.config.normalize_before_mega:
@@ -81,7 +80,14 @@ class MegaGatedCrossAttention(nn.Module):
             if cross_cache is not None:
                 cross_cache.store(keys=key, values=value, mask=encoder_layout.mask)
         value = self.hidden_dropout(value)
-        attended, weights = self.attend(query, key, value, layout, encoder_layout, output_weights, cache)
+        positions, offset, row_offset = self.positions(query, key, layout, encoder_layout, cache)
+        dropout, weights = self.config.attention_probs_dropout_prob if self.training else 0.0, None
+        bias = self.whole(relative_bias(self.config, self.rel_pos_bias, positions))
+        options: dict[str, Any] = {"mask": encoder_layout.mask, "offset": offset, "row_offset": row_offset}
+        options |= {"function": self.config.attention_activation, "dropout": dropout}
+        attended: Any = gated_attention(query, key, value, bias, return_weights=output_weights, **options)
+        if output_weights:
+            attended, weights = restore_columns(attended[0], attended[1], value, layout, encoder_layout, dropout)
         attended = self.dropout(self.activation(self.h_proj(attended * reset)))
         # Under autocast, the residual has a wider dtype, but lerp requires equal dtypes.
         output = torch.lerp(residual, attended.to(residual.dtype), update.to(residual.dtype).sigmoid())
@@ -89,41 +95,26 @@ class MegaGatedCrossAttention(nn.Module):
             output = self.norm(output, layout)
         return output, weights
 
-    def attend(self, query, key, value, layout, encoder_layout, output_weights, cache):
-        """Attend to the source. If `cache` is given, the queries are the last positions of the sequences."""
-        seen, start, source_start = query.shape[1], layout.start(), encoder_layout.start()
+    def positions(
+        self, query: torch.Tensor, key: torch.Tensor, layout: Layout, source: Layout, cache: MegaCacheLayer | None
+    ) -> tuple[int, int, torch.Tensor | None]:
+        """Return the number of positions of the bias, and the `offset` and `row_offset` of the queries.
+
+        If `cache` is given, the queries are the last positions of the sequences.
+        """
+        seen, start, source_start = query.shape[1], layout.start(), source.start()
         offset, positions = 0, max(seen, key.shape[1])
         if cache is not None:
-            start = cache.position - (query.shape[1] if layout.lengths is None else layout.lengths)
-        if cache is not None and torch.compiler.is_exporting():
-            positions = self.exported_positions(cache, key)
-        elif cache is not None:
-            seen, offset = cache.seen, cache.seen - query.shape[1]
-            start, positions = start - offset, max(seen, key.shape[1])
-        row_offset = start
-        if source_start is not None:
-            row_offset = -source_start if start is None else start - source_start
-        dropout = self.config.attention_probs_dropout_prob if self.training else 0.0
-        attended = gated_attention(
-            query,
-            key,
-            value,
-            self.whole(relative_bias(self.config, self.rel_pos_bias, positions)),
-            function=self.config.attention_activation,
-            mask=encoder_layout.mask,
-            offset=offset,
-            row_offset=row_offset,
-            dropout=dropout,
-            return_weights=output_weights,
-        )
-        if not output_weights:
-            return attended, None
-        return restore_columns(*attended, value, layout, encoder_layout, dropout)
-
-    def exported_positions(self, cache: MegaCacheLayer, key: torch.Tensor) -> int:
-        """Return a bound on the lengths of source and target for exported programs, whose lengths are symbolic."""
-        if self.config.relative_positional_bias == "simple":
-            return self.config.cross_positions
-        seen = cache.position.max().item()
-        torch._check(seen >= 1)
-        return seen + key.shape[1]
+            start = cache.position - (seen if layout.lengths is None else layout.lengths)
+            if not torch.compiler.is_exporting():
+                offset, positions = cache.seen - seen, max(cache.seen, key.shape[1])
+                start = start - offset
+            elif self.config.relative_positional_bias == "simple":
+                positions = self.config.cross_positions
+            else:  # a bound: lengths of exported programs are symbolic
+                longest: Any = cache.position.max().item()
+                torch._check(longest >= 1)
+                positions = longest + key.shape[1]
+        if source_start is None:
+            return positions, offset, start
+        return positions, offset, -source_start if start is None else start - source_start

@@ -1,16 +1,17 @@
 """Mega models for text generation: `MegaForCausalLM` and the encoder-decoder (section 4.4)."""
 
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import nn
-from transformers import initialization as init
-from transformers.processing_utils import Unpack
-from transformers.utils import TransformersKwargs, can_return_tuple
+from transformers import GenerationConfig, initialization as init
+from transformers.generation.configuration_utils import GenerationMode
+from transformers.utils.generic import TransformersKwargs, can_return_tuple
 
 from luna_mega.modeling_common.generation import Seq2SeqGenerationMixin, StateGenerationMixin
 from luna_mega.modeling_common.heads import GenericForCausalLM, model_inputs
 from luna_mega.modeling_common.outputs import CausalLMOutputWithCrossAttentions, Seq2SeqLMOutput
+from luna_mega.modeling_common.pooling import Reductions
 from luna_mega.modeling_common.seq2seq import Seq2SeqBody, Seq2SeqLM
 from luna_mega.modeling_mega.adaptive import MegaAdaptiveSoftmax
 from luna_mega.modeling_mega.cache_mega import MegaCache, MegaSeq2SeqCache
@@ -29,15 +30,17 @@ class MegaForCausalLM(GenericForCausalLM, StateGenerationMixin, MegaPreTrainedMo
     _tied_weights_keys = {"lm_head.weight": "mega.embedding_layer.word_embeddings.weight"}
     _tp_plan = {"lm_head": "colwise_gather_output"}
     output_class = CausalLMOutputWithCrossAttentions
+    mega: MegaModel
+    lm_head: Any  # nn.Linear or MegaAdaptiveSoftmax
 
-    def check_config(self, config: MegaConfig):
+    def check_config(self, config: MegaConfig) -> None:
         if not config.is_decoder:
             raise ValueError("MegaForCausalLM requires a configuration with is_decoder=True and bidirectional=False")
 
     def make_body(self, config: MegaConfig) -> MegaModel:
         return MegaModel(config, add_pooling_layer=False)
 
-    def make_head(self, config: MegaConfig):
+    def make_head(self, config: MegaConfig) -> None:
         self.dense = nn.Linear(config.hidden_size, config.hidden_size) if config.add_lm_hidden_dense_layer else None
         self.dropout = nn.Dropout(config.dropout_prob)
         if config.adaptive_softmax_cutoffs is None:
@@ -51,7 +54,7 @@ class MegaForCausalLM(GenericForCausalLM, StateGenerationMixin, MegaPreTrainedMo
         """Return the output layer, or None for an adaptive softmax, which has several."""
         return None if self.config.adaptive_softmax_cutoffs is not None else super().get_output_embeddings()
 
-    def __setattr__(self, name: str, value: Any):
+    def __setattr__(self, name: str, value: Any) -> None:
         """Set an attribute; raise `ValueError` for a `forward` of TRL that would skip layers of the head."""
         code = getattr(value, "__code__", None)
         if name == "forward" and code is not None and "fused_lm_head" in code.co_varnames:
@@ -97,7 +100,14 @@ class MegaForCausalLM(GenericForCausalLM, StateGenerationMixin, MegaPreTrainedMo
         """Return logits for states `[..., d]`."""
         return self.lm_head(self.dropout(self._project(hidden_states)))
 
-    def score_next(self, hidden_states, labels, targets, reductions, **kwargs):
+    def score_next(
+        self,
+        hidden_states: torch.Tensor,
+        labels: torch.Tensor | None,
+        targets: torch.Tensor | None,
+        reductions: Reductions,
+        **kwargs: Any,
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """Return the loss and the logits. An adaptive softmax returns only one of the two, the loss if labels exist."""
         if self.config.adaptive_softmax_cutoffs is None:
             return super().score_next(hidden_states, labels, targets, reductions, **kwargs)
@@ -137,6 +147,8 @@ class MegaForConditionalGeneration(Seq2SeqLM, Seq2SeqGenerationMixin, MegaPreTra
     _tp_plan = {"lm_head": "colwise_gather_output"}
 
     output_class = Seq2SeqLMOutput
+    mega: MegaSeq2SeqModel
+    lm_head: nn.Linear
 
     def make_body(self, config: MegaSeq2SeqConfig) -> MegaSeq2SeqModel:
         if not config.shares_embeddings:
@@ -144,21 +156,23 @@ class MegaForConditionalGeneration(Seq2SeqLM, Seq2SeqGenerationMixin, MegaPreTra
         return MegaSeq2SeqModel(config)
 
     @torch.no_grad()
-    def _init_weights(self, module: nn.Module):
+    def _init_weights(self, module: nn.Module) -> None:
         super()._init_weights(module)
         if module is self.lm_head:
             init.normal_(module.weight, std=self.config.hidden_size**-0.5)
 
-    def _prepare_cache_for_generation(self, generation_config, model_kwargs, mode, batch_size, max_cache_length):
+    def _prepare_cache_for_generation(
+        self, config: GenerationConfig, model_kwargs: dict[str, Any], mode: GenerationMode, batch: int, length: int
+    ) -> Any:
         """Prepare the cache; raise `ValueError` if targets could exceed the relative bias tables."""
         decoder = self.mega.decoder.config
         tables = [decoder.cross_positions, *([] if decoder.use_chunking else [decoder.max_positions])]
-        if decoder.relative_positional_bias == "simple" and max_cache_length > min(tables):
+        if decoder.relative_positional_bias == "simple" and length > min(tables):
             raise ValueError(
-                f"max_length={max_cache_length + 1} requires {max_cache_length} positions of the decoder, but its "
+                f"max_length={length + 1} requires {length} positions of the decoder, but its "
                 f"relative bias has {min(tables)}; reduce max_length"
             )
-        super()._prepare_cache_for_generation(generation_config, model_kwargs, mode, batch_size, max_cache_length)
+        super()._prepare_cache_for_generation(config, model_kwargs, mode, batch, length)
 
 
 __all__ = ["MegaForCausalLM", "MegaForConditionalGeneration", "MegaSeq2SeqModel"]

@@ -1,10 +1,11 @@
-"""Mega with a masked-LM head, and with classification heads for sequences, pairs, choices, tokens and answers."""
+"""Mega with heads for masked language modeling, classification, multiple choice and question answering."""
+
+from typing import Any, Unpack
 
 import torch
 from torch import nn
 from transformers import initialization as init
 from transformers.modeling_outputs import (
-    BaseModelOutputWithPooling,
     ImageClassifierOutput,
     MaskedLMOutput,
     MultipleChoiceModelOutput,
@@ -12,8 +13,7 @@ from transformers.modeling_outputs import (
     SequenceClassifierOutput,
     TokenClassifierOutput,
 )
-from transformers.processing_utils import Unpack
-from transformers.utils import TransformersKwargs, can_return_tuple
+from transformers.utils.generic import TransformersKwargs, can_return_tuple
 
 from luna_mega.modeling_common.heads import (
     GenericForMaskedLM,
@@ -37,7 +37,7 @@ from luna_mega.modeling_mega.modeling_mega import MegaModel, MegaPreTrainedModel
 
 
 class MegaHead(Head):
-    """Base of the classes with a head: the body is a `MegaModel` without a pooler."""
+    """Base class of the heads: the body is a `MegaModel` without a pooler."""
 
     def make_body(self, config: MegaConfig) -> MegaModel:
         return MegaModel(config, add_pooling_layer=False)
@@ -51,7 +51,7 @@ class MegaForMaskedLM(MegaHead, GenericForMaskedLM, MegaPreTrainedModel):
     output_class = MaskedLMOutput
     output_layer = "mlm_head"
 
-    def make_head(self, config: MegaConfig):
+    def make_head(self, config: MegaConfig) -> None:
         self.dense = nn.Linear(config.hidden_size, config.hidden_size) if config.add_lm_hidden_dense_layer else None
         self.dropout = nn.Dropout(config.dropout_prob)
         check_tied_widths(config)
@@ -83,9 +83,9 @@ class MegaForMaskedLM(MegaHead, GenericForMaskedLM, MegaPreTrainedModel):
 
 
 class MegaClassificationHead(ClassificationHead):
-    """The classification head; its first layer has the name that it has in checkpoints of transformers v4."""
+    """Classification head. Its first layer has the name of transformers v4."""
 
-    def name_layers(self, layers: list[nn.Linear]):
+    def name_layers(self, layers: list[nn.Linear]) -> None:
         self.dense, self.deeper = layers[0] if layers else None, nn.ModuleList(layers[1:])
 
     def dense_layers(self) -> list[nn.Linear]:
@@ -93,27 +93,26 @@ class MegaClassificationHead(ClassificationHead):
 
 
 class MegaPooledHead(MegaHead, PooledHead):
-    """Base of the heads for sequences: what they read is `config.pooling`."""
+    """Base class of the heads on pooled states (`config.pooling`)."""
 
     head_class = MegaClassificationHead
 
     @torch.no_grad()
-    def _init_weights(self, module: nn.Module):
-        super()._init_weights(module)
+    def _init_weights(self, module: nn.Module) -> None:
+        super()._init_weights(module)  # type: ignore[no-untyped-call]
         head = self.classifier
-        if self.config.input_type == "patches" and module in (*head.dense_layers(), head.out_proj):
-            init.xavier_uniform_(module.weight)
+        if self.config.input_type == "patches" and isinstance(module, nn.Linear):
+            if module in (*head.dense_layers(), head.out_proj):
+                init.xavier_uniform_(module.weight)
 
-    def summarize(
-        self, outputs: BaseModelOutputWithPooling, mask: torch.Tensor | None, reductions: Reductions = LOCAL
-    ) -> torch.Tensor:
-        """Return the sentence representation `[B, d]`."""
+    def summarize(self, outputs: Any, mask: torch.Tensor | None, reductions: Reductions = LOCAL) -> torch.Tensor:
+        """Return the representation of each sequence, `[B, d]`."""
         pool = first_token if self.config.pooling == "cls" else masked_mean
         return pool(outputs.last_hidden_state, mask, reductions)
 
 
 class MegaForSequenceClassification(MegaPooledHead, GenericForSequenceClassification, MegaPreTrainedModel):
-    """Mega with a sequence classification or regression head; what it reads is `config.pooling`."""
+    """Mega with a sequence classification or regression head on the pooled states (`config.pooling`)."""
 
     output_class = SequenceClassifierOutput
 
@@ -139,12 +138,12 @@ class MegaForSequenceClassification(MegaPooledHead, GenericForSequenceClassifica
 
 
 class MegaForImageClassification(MegaPooledHead, MegaPreTrainedModel):
-    """Mega with a head for images (Table 7), which reads the mean over all patches or the first (`pooling`)."""
+    """Mega with an image classification head (Table 7) on the pooled states of the patches (`config.pooling`)."""
 
     main_input_name = "pixel_values"
     output_class = ImageClassifierOutput
 
-    def check_config(self, config: MegaConfig):
+    def check_config(self, config: MegaConfig) -> None:
         if config.input_type != "patches":
             raise ValueError(f"{type(self).__name__} needs input_type='patches', got {config.input_type!r}")
 
@@ -157,14 +156,14 @@ class MegaForImageClassification(MegaPooledHead, MegaPreTrainedModel):
         interpolate_pos_encoding: bool = False,
         **kwargs: Unpack[TransformersKwargs],
     ) -> ImageClassifierOutput:
-        """Classify pictures `[B, C, H, W]`, see `MegaModel.forward`.
+        """Classify images `[B, C, H, W]`, see `MegaModel.forward`.
 
-        `attention_mask`: `[B, P]`, 1 = a patch to read; None = all. `labels`: `[B]` class ids, or numbers for
+        `attention_mask`: `[B, P]`, 1 = keep the patch; None = all. `labels`: `[B]` class ids, or numbers for
         regression. `logits`: `[B, num_labels]`.
         """
         if labels is not None and pixel_values is not None:
             check_pooled_labels(self.config, labels, len(pixel_values))
-        outputs = self.mega(
+        outputs = self.base_model(
             attention_mask=attention_mask,
             pixel_values=pixel_values,
             interpolate_pos_encoding=interpolate_pos_encoding,
@@ -175,27 +174,26 @@ class MegaForImageClassification(MegaPooledHead, MegaPreTrainedModel):
 
 
 class MegaForSequencePairClassification(MegaPooledHead, GenericForSequencePairClassification, MegaPreTrainedModel):
-    """Two towers with one set of weights, classified together (LRA Retrieval)."""
+    """Classification of pairs of sequences, encoded separately with the same weights (LRA Retrieval)."""
 
     unsupported_options = {"token_type_ids": "the sequences of a pair have no token types"}
 
 
 class MegaForMultipleChoice(GenericForMultipleChoice, MegaPreTrainedModel):
-    """Mega with one score for every option."""
+    """Mega with a multiple choice head."""
 
     output_class = MultipleChoiceModelOutput
+    classifier: Any  # an nn.Linear, not a classification head
 
     def make_body(self, config: MegaConfig) -> MegaModel:
         return MegaModel(config)
 
-    def make_head(self, config: MegaConfig):
-        self.dropout = nn.Dropout(config.classifier_dropout)
+    def make_head(self, config: MegaConfig) -> None:
+        self.dropout = nn.Dropout(config.classifier_dropout or 0.0)
         self.classifier = nn.Linear(config.hidden_size, 1)
 
-    def summarize(
-        self, outputs: BaseModelOutputWithPooling, mask: torch.Tensor | None, reductions: Reductions = LOCAL
-    ) -> torch.Tensor:
-        """Return the sentence representation `[B, d]`."""
+    def summarize(self, outputs: Any, mask: torch.Tensor | None, reductions: Reductions = LOCAL) -> torch.Tensor:
+        """Return the representation of each sequence, `[B, d]`."""
         return outputs.pooler_output
 
     def score_options(self, features: torch.Tensor, reductions: Reductions) -> torch.Tensor:
@@ -211,13 +209,13 @@ class MegaForMultipleChoice(GenericForMultipleChoice, MegaPreTrainedModel):
         labels: torch.LongTensor | None = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> MultipleChoiceModelOutput:
-        """Score C options, `[B, C, T]`; `labels` `[B]` are the right options, and `logits` are `[B, C]`."""
+        """Score C options, `[B, C, T]`. `labels`: `[B]` indices of the correct options. `logits`: `[B, C]`."""
         inputs = model_inputs(input_ids, attention_mask, inputs_embeds, token_type_ids=token_type_ids)
         return self.choose(inputs, labels, **kwargs)
 
 
 class MegaForTokenClassification(MegaHead, GenericForTokenClassification, MegaPreTrainedModel):
-    """Mega with a label for every token."""
+    """Mega with a token classification head."""
 
     output_class = TokenClassifierOutput
 
@@ -232,9 +230,9 @@ class MegaForTokenClassification(MegaHead, GenericForTokenClassification, MegaPr
         labels: torch.LongTensor | None = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> TokenClassifierOutput:
-        """Label the positions of the inputs of `MegaModel.forward`.
+        """Classify the positions of the inputs of `MegaModel.forward`.
 
-        `labels`: `[B, T]`, -100 = not counted. `logits`: `[B, T, num_labels]`.
+        `labels`: `[B, T]`, -100 = ignored. `logits`: `[B, T, num_labels]`.
         """
         inputs = model_inputs(
             input_ids, attention_mask, inputs_embeds, input_values=input_values, token_type_ids=token_type_ids
@@ -243,7 +241,7 @@ class MegaForTokenClassification(MegaHead, GenericForTokenClassification, MegaPr
 
 
 class MegaForQuestionAnswering(MegaHead, GenericForQuestionAnswering, MegaPreTrainedModel):
-    """Mega with start and end scores for extractive question answering."""
+    """Mega with a head for extractive question answering."""
 
     output_class = QuestionAnsweringModelOutput
 
@@ -260,9 +258,8 @@ class MegaForQuestionAnswering(MegaHead, GenericForQuestionAnswering, MegaPreTra
     ) -> QuestionAnsweringModelOutput:
         """Score the positions of the inputs of `MegaModel.forward` as start and end of the answer.
 
-        `start_logits`, `end_logits`: `[B, T]`, the lowest number of the dtype at positions that the mask drops.
-        `start_positions`, `end_positions`: `[B]`, the columns of the answer. Columns that the mask drops and columns
-        after the end do not count.
+        `start_logits`, `end_logits`: `[B, T]`, the lowest number of the dtype at masked positions. `start_positions`,
+        `end_positions`: `[B]`, the columns of the answer. The loss ignores masked columns and columns after the end.
         """
         inputs = model_inputs(input_ids, attention_mask, inputs_embeds, token_type_ids=token_type_ids)
         return self.find_span(inputs, start_positions, end_positions, **kwargs)

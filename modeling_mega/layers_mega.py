@@ -13,28 +13,21 @@ from luna_mega.modeling_mega.configuration_mega import MegaConfig
 from luna_mega.modeling_mega.patches_mega import interpolate_raster_bias
 
 
-class MegaLayerNorm(nn.LayerNorm):
-    """Layer norm of `[B, T, D]`. Positions are normalized separately, so the mask has no effect."""
-
-    def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
-        return super().forward(x)
-
-
 class MegaScaleNorm(nn.Module):
-    """x / sqrt(mean(x^2) + eps), times one learned number (`scalar`, `[1]`). The mask has no effect."""
+    """x / sqrt(mean(x^2) + eps), times one learned number (`scalar`, `[1]`)."""
 
     def __init__(self, width: int, eps: float, affine: bool):
         super().__init__()
         self.width, self.eps = width, eps
         self.scalar = nn.Parameter(torch.ones(1)) if affine else None
 
-    def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
         normed = nn.functional.rms_norm(x, (self.width,), eps=self.eps)
         return normed if self.scalar is None else (normed * self.scalar).to(x.dtype)
 
 
 class MegaRMSNorm(nn.RMSNorm):
-    """x / sqrt(mean(x^2) + eps) weight. The mask has no effect.
+    """x / sqrt(mean(x^2) + eps) weight.
 
     `legacy`: x weight, as the Mega of transformers v4 computes it and its checkpoints require it.
     """
@@ -43,7 +36,7 @@ class MegaRMSNorm(nn.RMSNorm):
         super().__init__(width, eps=eps, elementwise_affine=affine)
         self.legacy = legacy
 
-    def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
         if not self.legacy:
             return super().forward(x)
         return x if self.weight is None else (x * self.weight).to(x.dtype)
@@ -58,21 +51,13 @@ def build_norm(
     padded_statistics: bool = False,
     legacy_rms_norm: bool = False,
 ) -> nn.Module:
-    """Return a norm over the last dimension, whose arguments are `[B, T, width]` and a mask `[B, T]` or None.
+    """Return a norm of `[B, T, width]` over the last dimension; `norm_type` is that of `MegaConfig`.
 
-    Args:
-        norm_type: `"layernorm"`, `"scalenorm"`, `"rmsnorm"`, `"batchnorm"` or `"syncbatchnorm"`.
-        width: number of features.
-        affine: learned parameters.
-        eps: added to the variance or the mean square.
-        padded_statistics: the two batch norms count padding.
-        legacy_rms_norm: `"rmsnorm"` does not normalize, see `MegaRMSNorm`.
-
-    Raises:
-        ValueError: unknown `norm_type`.
+    Batch norms accept a mask `[B, T]`, and with `padded_statistics` include padding. With `legacy_rms_norm`, the RMS
+    norm does not normalize, see `MegaRMSNorm`.
     """
     if norm_type == "layernorm":
-        return MegaLayerNorm(width, eps=eps, elementwise_affine=affine)
+        return nn.LayerNorm(width, eps=eps, elementwise_affine=affine)
     if norm_type == "scalenorm":
         return MegaScaleNorm(width, eps, affine)
     if norm_type == "rmsnorm":
@@ -85,7 +70,7 @@ def build_norm(
 
 
 class MegaSequenceNorm(nn.Module):
-    """The norm `config.normalization_type` of `[B, T, d]`. Its statistics exclude padding."""
+    """Norm `config.normalization_type` of `[B, T, d]`. Its statistics exclude padding."""
 
     def __init__(self, config: MegaConfig, affine: bool):
         super().__init__()
@@ -155,11 +140,11 @@ class MegaSimpleRelativeBias(nn.Module):
         longest = min(center + 1, entries - center)
         if length > longest:
             raise ValueError(
-                f"a simple relative bias with {entries} entries, distance 0 at entry {center}, serves at most "
-                f"{longest} positions, got {length}; shorten the input or raise max_positions (chunk_size with chunks)"
+                f"a simple relative bias with {entries} entries, distance 0 at entry {center}, supports at most "
+                f"{longest} positions, got {length}; shorten the input or increase `max_positions` (with chunks "
+                "`chunk_size`)"
             )
-        bias = self.rel_pos_bias[center - length + 1 : center + length]
-        return upcast(bias)
+        return upcast(self.rel_pos_bias[center - length + 1 : center + length])
 
 
 class MegaRotaryRelativeBias(nn.Module):
@@ -172,7 +157,7 @@ class MegaRotaryRelativeBias(nn.Module):
     def __init__(self, width: int):
         super().__init__()
         if width % 2:
-            raise ValueError(f"a rotary relative bias rotates pairs and needs an even width, got {width}")
+            raise ValueError(f"a rotary relative bias requires an even width, got {width}")
         self.alpha = nn.Parameter(torch.empty(1, width))
         self.b_param = nn.Parameter(torch.empty(1, width))
 
@@ -190,7 +175,7 @@ class MegaRotaryRelativeBias(nn.Module):
         return even[lag.abs()] + lag.sign() * odd[lag.abs()]
 
 
-def build_relative_bias(config: MegaConfig, positions: int) -> nn.Module:
+def build_relative_bias(config: MegaConfig, positions: int) -> MegaSimpleRelativeBias | MegaRotaryRelativeBias:
     """Return the relative bias of `config`; a simple one has entries for `positions`."""
     if config.relative_positional_bias == "simple":
         return MegaSimpleRelativeBias(positions)
@@ -202,10 +187,10 @@ def relative_bias(
 ) -> torch.Tensor:
     """Return the bias of `positions` positions as a vector over their differences, `[2 positions - 1]`.
 
-    `grid`: rows and columns of the patches of images, for which a simple bias is interpolated; None = those of the
+    A simple bias is interpolated for `grid`, the rows and columns of patches of images. None = those of the
     configuration.
     """
-    if grid is not None and config.relative_positional_bias == "simple":
+    if config.relative_positional_bias == "simple" and grid is not None:
         return interpolate_raster_bias(module(config.max_positions), grid)
     if config.relative_positional_bias == "simple" and config.legacy_bias_table:
         return module(positions, center=config.chunk_size - 1)

@@ -1,15 +1,17 @@
 """Mega: Moving Average Equipped Gated Attention (Ma et al. 2022, arXiv 2209.10655).
 
-A block smooths its input with a multi-dimensional damped moving average, lets a single attention head look at the
-smoothed sequence, and gates the result into the residual; attention may be confined to chunks, across which the
-moving average still carries information. From top to bottom: embeddings, moving average, gated attention, feed-forward
-layer, block, model. The heads are in `heads_mega.py`, language models and translation in `generation_mega.py`.
+A block smooths its input with a multi-dimensional damped moving average, applies single-head attention to the smoothed
+sequence, and gates the result into the residual. Attention may be restricted to chunks, across which the moving average
+carries information. The order is: embeddings, moving average, gated attention, feed-forward layer, block, model. The
+heads are in `heads_mega.py`, language models and translation in `generation_mega.py`.
 
-Names of modules and parameters are those of the Mega of transformers v4, so that its checkpoints load as they are.
-There `damping_factor` holds the logits of the paper's alpha (weight of the input), `decay_factor` those of its delta.
+Modules and parameters have the names of the Mega of transformers v4, so that its checkpoints load. They swap two names
+of the paper: `damping_factor` holds the logits of alpha (weight of the input), `decay_factor` those of delta.
 """
 
 import math
+from collections.abc import Sequence
+from typing import Any, Unpack
 
 import torch
 import torch.distributed as dist
@@ -17,16 +19,10 @@ from torch import nn
 from transformers import initialization as init
 from transformers.activations import ACT2FN
 from transformers.modeling_layers import GradientCheckpointingLayer
-from transformers.processing_utils import Unpack
-from transformers.utils import TransformersKwargs
+from transformers.utils.generic import TransformersKwargs
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
-from luna_mega.kernels.api import (
-    TruncatedEmaState,
-    damped_ema,
-    damped_ema_step,
-    ema_coefficients,
-)
+from luna_mega.kernels.api import TruncatedEmaState, damped_ema, damped_ema_step, ema_coefficients
 from luna_mega.modeling_common.attention import KeyWindow, attend
 from luna_mega.modeling_common.base import BodyMixin, CommonPreTrainedModel, StateRecorder, exact_dtype
 from luna_mega.modeling_common.cache import layer_caches
@@ -57,6 +53,8 @@ from luna_mega.modeling_mega.patches_mega import PatchEmbeddings, interpolate_po
 class MegaEmbeddings(nn.Module):
     """Tokens, real values or patches; only patches have position embeddings."""
 
+    word_embeddings: MegaAdaptiveEmbedding | nn.Embedding
+
     def __init__(self, config: MegaConfig):
         super().__init__()
         if config.input_type == "values":
@@ -69,7 +67,7 @@ class MegaEmbeddings(nn.Module):
         elif config.adaptive_input_cutoffs is not None:
             self.word_embeddings = MegaAdaptiveEmbedding(config)
         else:
-            size = config.embedding_size
+            size = config.embedding_size or config.hidden_size
             self.word_embeddings = nn.Embedding(config.vocab_size, size, padding_idx=config.pad_token_id)
             if size != config.hidden_size:
                 self.projection = nn.Linear(size, config.hidden_size, bias=False)
@@ -78,22 +76,19 @@ class MegaEmbeddings(nn.Module):
         self.scale = math.sqrt(config.hidden_size) if config.scale_embedding else 1.0
 
     def forward(
-        self,
-        inputs_embeds: torch.Tensor,
-        token_type_ids: torch.Tensor | None,
-        grid: tuple[int, int] | None = None,
+        self, inputs_embeds: torch.Tensor, token_type_ids: torch.Tensor | None, grid: tuple[int, int] | None = None
     ) -> torch.Tensor:
         hidden_states = inputs_embeds if self.scale == 1.0 else inputs_embeds * self.scale
         if hasattr(self, "projection"):
             hidden_states = self.projection(hidden_states)
         if hasattr(self, "position_embeddings"):
-            positions = self.position_embeddings
+            positions: torch.Tensor = self.position_embeddings
             if grid is not None:
                 positions = interpolate_positions(positions, grid)
             elif positions.shape[1] != hidden_states.shape[1]:
                 raise ValueError(
-                    f"the pictures of this model have {positions.shape[1]} patches, inputs_embeds "
-                    f"{hidden_states.shape[1]}; give pixel_values, which can be of another size"
+                    f"`inputs_embeds` have {hidden_states.shape[1]} positions, but images of this model have "
+                    f"{positions.shape[1]} patches; pass `pixel_values`, which can have another size"
                 )
             hidden_states = hidden_states + positions
         if not hasattr(self, "token_type_embeddings"):
@@ -118,41 +113,33 @@ class MegaMovingAverage(nn.Module):
         self.shift, self.truncation = config.ema_shift, config.truncation
 
     def forward(self, hidden_states: torch.Tensor, layout: Layout, cache: MegaCacheLayer | None = None) -> torch.Tensor:
-        # The names of transformers v4 and of the paper cross.
-        options = {
-            "input_logit": self.damping_factor.squeeze(-1),
-            "damping_logit": self.decay_factor.squeeze(-1),
-            "expansion": self.ema_expansion_matrix.squeeze(-1),
-            "projection": self.kernel_projection_matrix,
-            "skip": self.residual_weight,
-        }
+        weights = (self.damping_factor, self.decay_factor, self.ema_expansion_matrix, self.kernel_projection_matrix)
+        parameters = (weights[0].squeeze(-1), weights[1].squeeze(-1), weights[2].squeeze(-1), weights[3])
+        skip, options = self.residual_weight, layout.options()
         if cache is None:
-            options |= {"shift": self.shift, "truncation": self.truncation, **layout.options()}
-            return damped_ema(hidden_states, **options)
-        state = cache.average
+            options |= {"shift": self.shift, "truncation": self.truncation}
+            result: Any = damped_ema(hidden_states, *parameters, skip, **options)
+            return result
+        state: Any = cache.average
         if self.truncation is not None and state is not None:
-            state = TruncatedEmaState(cache.average, cache.forgotten, cache.inputs)
+            state = TruncatedEmaState(state, cache.forgotten, cache.inputs)
         if state is not None and hidden_states.shape[1] == 1:
+            coefficients = None
             if self.truncation is None:
-                options["coefficients"] = self.coefficients(cache, state.dtype)
+                dtype = state.dtype
+                coefficients = cache.constants.get(
+                    "average", weights, lambda: ema_coefficients(*parameters, dtype=dtype), dtype
+                )
             mask = None if layout.mask is None else layout.mask[:, 0]
-            output, state = damped_ema_step(hidden_states[:, 0], state, mask=mask, **options)
+            output, state = damped_ema_step(
+                hidden_states[:, 0], state, *parameters, skip, mask=mask, coefficients=coefficients
+            )
             output = output[:, None]
         else:
             options |= {"truncation": self.truncation, "initial_state": state, "return_state": True}
-            options |= {"lengths": layout.lengths}
-            output, state = damped_ema(hidden_states, **layout.options(), **options)
+            output, state = damped_ema(hidden_states, *parameters, skip, lengths=layout.lengths, **options)
         cache.store(**({"average": state} if self.truncation is None else state._asdict()))
         return output
-
-    def coefficients(self, cache: MegaCacheLayer, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
-        """Return what a step with states of this dtype needs of the parameters, kept in `cache`."""
-        weights = (self.damping_factor, self.decay_factor, self.ema_expansion_matrix, self.kernel_projection_matrix)
-
-        def compute():
-            return ema_coefficients(*(x.squeeze(-1) for x in weights[:3]), weights[3], dtype=dtype)
-
-        return cache.constants.get("average", weights, compute, dtype)
 
 
 class MegaGatedAttention(nn.Module):
@@ -179,7 +166,7 @@ class MegaGatedAttention(nn.Module):
 
     @property
     def chunk_size(self) -> int | None:
-        """Positions of a chunk, which may be changed in the configuration after construction; None without chunks."""
+        """Return the positions of a chunk in the current configuration, or None without chunks."""
         return self.config.attention_chunk
 
     def forward(
@@ -190,10 +177,10 @@ class MegaGatedAttention(nn.Module):
         cache: MegaCacheLayer | None = None,
         grid: tuple[int, int] | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return `[B, T, d]`, and with `output_weights` the attention weights `[B, chunks, C, C]`.
+        """Return states `[B, T, d]`, and with `output_weights` the attention weights `[B, chunks, C, C]`.
 
-        If `cache` is given, the sequences continue from it, and it is updated. `grid`: rows and columns of patches of
-        images of another size than `image_size`.
+        With `cache`, the sequences continue from the cache, which is updated in place. `grid` is the number of rows and
+        columns of patches of images.
         """
         residual = hidden_states
         if self.config.normalize_before_mega:
@@ -206,15 +193,15 @@ class MegaGatedAttention(nn.Module):
         chunk = self.chunk_size
         window = layout.key_window(key, value, chunk) if cache is None else cache.extend(key, value, layout.mask, chunk)
         dropout = self.config.attention_probs_dropout_prob if self.training else 0.0
-        options = {"bias": self.bias(window, output_weights, cache, grid), "dropout": dropout}
+        options: dict[str, Any] = {"bias": self.bias(window, output_weights, cache, grid), "dropout": dropout}
         options |= {"function": self.config.attention_activation, "causal": self.config.is_decoder}
         attended, weights = attend(query, window, chunk, return_weights=output_weights, **options)
         if weights is not None and chunk is None:
             attended, weights = restore_columns(attended, weights, value, layout, layout, dropout)
         attended = self.dropout(self.activation(candidate + self.h_proj(attended * reset)), layout)
-        # Before the gate, as the original has it: a sequence that is left out becomes (1 - update) * residual.
+        # Before the gate as in the original: the output of a dropped sequence is (1 - update) * residual.
         attended = self.drop_path(attended, layout)
-        # Under autocast the residual is wider than the other two, and lerp wants one dtype.
+        # Under autocast, the residual has a wider dtype, but lerp requires equal dtypes.
         output = torch.lerp(residual, attended.to(residual.dtype), update.to(residual.dtype).sigmoid())
         if not self.config.normalize_before_mega:
             output = self.norm(output, layout)
@@ -223,32 +210,32 @@ class MegaGatedAttention(nn.Module):
     def bias(
         self, window: KeyWindow, output_weights: bool, cache: MegaCacheLayer | None, grid: tuple[int, int] | None
     ) -> torch.Tensor:
-        """Return the bias of a chunk, or of all positions, a vector over their differences.
+        """Return the bias of a chunk, or of all positions, as a vector over their differences.
 
-        A step reuses the bias of the cache: of more positions than necessary, so that it is rarely computed again.
+        A step reuses the bias in the cache. It has more positions than necessary, so that it is rarely computed again.
         """
         length, chunk = window.length(), self.chunk_size
-        if not window.step or output_weights:
-            # Later queries of a chunk may be at any position of it.
+        if cache is None or not window.step or output_weights:
+            # After an offset, the queries may be at any position of a chunk.
             length = length if window.offset == 0 or chunk is None else chunk
             return self.whole(self.relative_bias(length, grid))
         if chunk is not None:
-            length = self.chunk_positions(2 ** max(6, (length - 1).bit_length()))
+            length = self.chunk_positions(2 ** max(6, (length - 1).bit_length()), chunk)
         elif isinstance(self.rel_pos_bias, MegaRotaryRelativeBias):
             length = max(length, cache.keys.shape[1])
         weights = tuple(self.rel_pos_bias.parameters())
         return cache.constants.get("bias", weights, lambda: self.whole(self.relative_bias(length)), length)
 
-    def chunk_positions(self, length: int) -> int:
-        """Return the number of positions of a chunk whose bias sequences of up to `length` positions use."""
+    def chunk_positions(self, length: int, chunk: int) -> int:
+        """Return for how many positions of a chunk the bias of `length` positions is computed."""
         if isinstance(self.rel_pos_bias, MegaSimpleRelativeBias) or torch.compiler.is_compiling():
-            return self.chunk_size  # a table has them all, and a program supports every length
-        return min(self.chunk_size, length)
+            return chunk  # a table contains all, and compiled programs support every length
+        return min(chunk, length)
 
     def relative_bias(self, length: int, grid: tuple[int, int] | None = None) -> torch.Tensor:
-        """Return the bias of `length` positions, or with chunks of those in one chunk."""
-        if self.chunk_size is not None:
-            length, grid = self.chunk_positions(length), None
+        """Return the bias of `length` positions, or with chunks of a chunk."""
+        if (chunk := self.chunk_size) is not None:
+            length, grid = self.chunk_positions(length, chunk), None
         return relative_bias(self.config, self.rel_pos_bias, length, grid)
 
 
@@ -303,37 +290,27 @@ class MegaBlock(GradientCheckpointingLayer):
         return hidden_states if self.nffn is None else self.nffn(hidden_states, layout)
 
 
-class MegaOutputProjection(nn.Module):
-    """A linear layer and SiLU at every position."""
+class MegaDense(nn.Module):
+    """A dense layer with an activation: the pooler and the output projection."""
 
-    def __init__(self, config: MegaConfig):
+    def __init__(self, config: MegaConfig, activation: str):
         super().__init__()
         self.dense = nn.Linear(config.hidden_size, config.hidden_size)
+        self.activation = ACT2FN[activation]
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        return nn.functional.silu(self.dense(hidden_states))
-
-
-class MegaPooler(nn.Module):
-    """The first token through a dense layer with tanh."""
-
-    def __init__(self, config: MegaConfig):
-        super().__init__()
-        self.dense = nn.Linear(config.hidden_size, config.hidden_size)
-
-    def forward(self, first: torch.Tensor) -> torch.Tensor:
-        return torch.tanh(self.dense(first))
+        return self.activation(self.dense(hidden_states))
 
 
 class MegaPreTrainedModel(CommonPreTrainedModel):
-    """Base of the Mega models: configuration, initialization and what transformers asks of a model."""
+    """Base class of the Mega models: configuration, initialization and class attributes of transformers."""
 
     config_class = MegaConfig
     config: MegaConfig
     base_model_prefix = "mega"
     cache_class, seq2seq_cache_class = MegaCache, MegaSeq2SeqCache
     _no_split_modules = ["MegaBlock"]
-    # The decay is a sigmoid of logits that half precision would blur (1 - q down to 1e-5).
+    # Half precision cannot represent decays near 1 (1 - q down to 1e-5).
     _keep_in_fp32_modules_strict = ["ema_gate"]
     # Placeholder buffers of the original code, with arbitrary content.
     _keys_to_ignore_on_load_unexpected = [r"rel_pos_bias\._float_tensor$"]
@@ -348,15 +325,15 @@ class MegaPreTrainedModel(CommonPreTrainedModel):
         if config.normalization_type.endswith("batchnorm"):
             self._keep_in_fp32_modules_strict = [*self._keep_in_fp32_modules_strict, "running_mean", "running_var"]
 
-    def resize_token_embeddings(self, *args, **kwargs) -> nn.Embedding:
-        """Resize a vocabulary that is not adaptive."""
+    def resize_token_embeddings(self, *args: Any, **kwargs: Any) -> nn.Embedding:
+        """Resize the vocabulary. Raises `NotImplementedError` for an adaptive vocabulary."""
         if self.config.adaptive_input_cutoffs is not None or self.config.adaptive_softmax_cutoffs is not None:
-            raise NotImplementedError("an adaptive vocabulary is in bands by frequency and cannot be resized")
+            raise NotImplementedError("an adaptive vocabulary cannot be resized; build a model with the new size")
         return super().resize_token_embeddings(*args, **kwargs)
 
     @torch.no_grad()
-    def _init_weights(self, module: nn.Module):
-        super()._init_weights(module)
+    def _init_weights(self, module: nn.Module) -> None:
+        super()._init_weights(module)  # type: ignore[no-untyped-call]
         config, std = self.config, self.config.initializer_range
         if isinstance(module, MegaMovingAverage):
             init.normal_(module.damping_factor, std=config.ema_delta_alpha_range)
@@ -380,14 +357,14 @@ class MegaPreTrainedModel(CommonPreTrainedModel):
             init.normal_(module.alpha, std=std)
             init.normal_(module.b_param, std=std)
         elif isinstance(module, nn.Embedding) and config.scale_embedding:
-            # Scaled by sqrt(d), the vectors have entries around 1.
+            # `scale_embedding` multiplies by sqrt(d), so that entries are around 1.
             init.normal_(module.weight, std=module.embedding_dim**-0.5)
             if module.padding_idx is not None:
                 init.zeros_(module.weight[module.padding_idx])
-        elif isinstance(module, nn.Conv2d):  # of patches
+        elif isinstance(module, nn.Conv2d):  # patch embeddings
             bound = module.weight[0].numel() ** -0.5
-            init.uniform_(module.weight, -bound, bound)
-            init.uniform_(module.bias, -bound, bound)
+            for parameter in module.parameters():
+                init.uniform_(parameter, -bound, bound)
         elif isinstance(module, MegaEmbeddings) and hasattr(module, "position_embeddings"):
             init.trunc_normal_(module.position_embeddings, std=config.hidden_size**-0.5)
         elif isinstance(module, ValueEmbeddings):
@@ -411,8 +388,8 @@ class MegaModel(BodyMixin, MegaPreTrainedModel):
         self.layers = nn.ModuleList(MegaBlock(config, rate) for rate in rates)
         self.recorder = StateRecorder()
         self.final_norm = MegaSequenceNorm(config, config.final_norm_affine) if config.final_norm else None
-        self.output_projection = MegaOutputProjection(config) if config.output_projection else None
-        self.pooler = MegaPooler(config) if add_pooling_layer and config.input_type != "patches" else None
+        self.output_projection = MegaDense(config, "silu") if config.output_projection else None
+        self.pooler = MegaDense(config, "tanh") if add_pooling_layer and config.input_type != "patches" else None
         self.gradient_checkpointing = False
         self.post_init()
 
@@ -420,7 +397,7 @@ class MegaModel(BodyMixin, MegaPreTrainedModel):
     def input_width(self) -> int:
         config = self.config
         projects = config.input_type == "tokens" and config.adaptive_input_cutoffs is None
-        return config.embedding_size if projects else config.hidden_size
+        return (config.embedding_size if projects else None) or config.hidden_size
 
     def check_shards(self, layout: ShardedLayout) -> None:
         config = self.config
@@ -441,56 +418,56 @@ class MegaModel(BodyMixin, MegaPreTrainedModel):
         cp_group: "dist.ProcessGroup | None" = None,
         pixel_values: torch.FloatTensor | None = None,
         interpolate_pos_encoding: bool = False,
-        # Not by the name of kwargs, for which `generate` would hand the encoder what is the decoder's.
+        # Not named `**kwargs`: `generate` would pass arguments of the decoder to the encoder.
         **options: Unpack[TransformersKwargs],
     ) -> BaseModelOutputWithPoolingAndCrossAttentions:
-        """Encode a batch of B sequences of T positions.
+        """Run the model on B sequences of T positions.
 
         Args:
             input_ids: `[B, T]` tokens (`input_type="tokens"`).
-            attention_mask: `[B, T]`, 1 = keep, 0 = drop; None = all positions, with `input_ids` all that are not
-                `pad_token_id`. Dropped positions do not exist, also between others (but patches keep their positions);
-                their inputs can be anything, also NaN. Values other than 0 and 1 raise an error on a CPU outside of
-                compiled and exported programs; elsewhere all but 0 keep.
-            inputs_embeds: `[B, T, d]` embeddings in place of tokens, values or patches.
+            attention_mask: `[B, T]`, 1 = keep, 0 = drop. None = all positions, with `input_ids` all that are not
+                `pad_token_id`. Dropped positions have no effect, even between kept positions (patches keep their
+                positions), and their inputs may be NaN. Values other than 0 and 1 raise an error on CPU outside of
+                compiled and exported programs; otherwise all values but 0 keep.
+            inputs_embeds: `[B, T, d]` embeddings instead of tokens, values or patches.
             input_values: `[B, T]` real numbers (`input_type="values"`).
-            token_type_ids: `[B, T]`, with `add_token_type_embeddings`; None = all 0.
-            past_key_values: `is_decoder` only: what was returned for the positions before these. It is changed in
-                place. `attention_mask` covers the T positions, or these and all before them.
-            use_cache: `is_decoder` only: return `past_key_values`. None = `config.use_cache`, but not in training.
-            encoder_hidden_states: `[B, S, d]`, `add_cross_attention` only: the source, which `past_key_values` keeps.
-            encoder_attention_mask: `[B, S]`, 1 = keep; None = all. A source without a token gives attention of 0.
-            cp_group: the ranks that share the B sequences. Each passes its contiguous part of them, in the order of
-                ranks, as `shard_sequence` cuts them (at chunks of attention, where there are any); T is the length of
-                the part, and may differ from rank to rank. Outputs at positions belong to the part. Gradients come
-                from the sum of all ranks' losses; see "Context parallelism" in docs/distributed.md. Not with a cache,
-                cross-attention, a truncation, attention weights nor a ragged batch.
-            pixel_values: `[B, C, H, W]` pictures (`input_type="patches"`); their patches, row after row, are the T
-                positions.
-            interpolate_pos_encoding: take pictures of any size that is a multiple of the patches, by interpolating the
-                embeddings of positions (bicubic) and the table of a simple bias.
-            options: `output_hidden_states`, `output_attentions`, `return_dict`, and of ragged batches (sequences
-                end to end in a row, as `DataCollatorWithFlattening` makes them) `position_ids` `[B, T]`, which rise
-                but where a sequence begins, `seq_idx` `[B, T]`, or `cu_seq_lens_q` `[S + 1]` and `max_length_q`
-                (`cu_seq_lens_k` and `max_length_k` must be the same). They go without a cache, and all but `seq_idx`
-                without an `attention_mask`. Beside a mask, `position_ids` are those that it has where it keeps,
-                `attention_mask.cumsum(1) - 1`, with a cache the last of them.
+            token_type_ids: `[B, T]`, with `add_token_type_embeddings`. None = all 0.
+            past_key_values: Only with `is_decoder`: cache of the positions before these, which is updated in place.
+                `attention_mask` is for the T positions, or for these and all before them.
+            use_cache: Only with `is_decoder`: return `past_key_values`. None = `config.use_cache`, but not in training.
+            encoder_hidden_states: `[B, S, d]`, only with `add_cross_attention`: the source, which is also cached.
+            encoder_attention_mask: `[B, S]`, 1 = keep. None = all. Attention to a source without tokens is 0.
+            cp_group: Context-parallel ranks. Each passes its shard of the B sequences, in the order of ranks, as
+                `shard_sequence` returns them; T is the length of the shard and may differ between ranks. Outputs are
+                those of the shard. Gradients are those of the sum of the losses of all ranks, see "Context
+                parallelism" in docs/distributed.md. Not supported with a cache, cross-attention, a truncation,
+                attention weights or a padding-free batch.
+            pixel_values: `[B, C, H, W]` images (`input_type="patches"`); the T positions are their patches in
+                row-major order.
+            interpolate_pos_encoding: Support images of any size that is a multiple of the patch size: interpolate
+                position embeddings (bicubic) and the table of a simple bias.
+            options: `output_hidden_states`, `output_attentions`, `return_dict`, and for padding-free batches (see
+                `DataCollatorWithFlattening`) `position_ids` `[B, T]`, which restart at every sequence, `seq_idx`
+                `[B, T]`, or `cu_seq_lens_q` `[S + 1]` and `max_length_q` (`cu_seq_lens_k` and `max_length_k` must be
+                equal). Padding-free batches support no cache, and only `seq_idx` supports an `attention_mask`.
+                Otherwise `position_ids` must be those of the mask, `attention_mask.cumsum(1) - 1`.
 
         Returns:
-            `last_hidden_state` `[B, T, d]` (rows at padding are meaningless), `pooler_output` `[B, d]` or None (also
-            for a ragged batch),
-            `past_key_values` or None,
-            `hidden_states` N + 1 of `[B, T, d]`, `attentions` N of `[B, chunks, C, C]`, `cross_attentions` N of
-            `[B, 1, T, S]`.
+            `last_hidden_state` `[B, T, d]` (undefined at padding), `pooler_output` `[B, d]` or None (also for
+            padding-free batches), `past_key_values` or None, `hidden_states` N + 1 of `[B, T, d]`, `attentions` N of
+            `[B, chunks, C, C]`, `cross_attentions` N of `[B, 1, T, S]`.
 
         Raises:
-            ValueError: not exactly one kind of input, an empty batch, a mask of another shape, a mask with other values
-                than 0 and 1, a sequence longer than the bias table, an argument that Mega does not have.
+            ValueError: Not exactly one kind of input, an empty batch, an invalid mask, a sequence longer than the bias
+                table, or an argument that Mega does not support.
         """
         grid = None
         if pixel_values is not None:
             with raise_together(cp_group, pixel_values.device):
-                grid = self.find_grid(pixel_values, interpolate_pos_encoding)
+                if self.config.input_type != "patches":
+                    kind = self.config.input_type
+                    raise ValueError(f"`pixel_values` require input_type='patches', got {kind!r}; omit them")
+                grid = self.embedding_layer.patch_embeddings.find_grid(pixel_values, interpolate_pos_encoding)
         inputs = prepare(
             self,
             input_ids=input_ids,
@@ -509,11 +486,10 @@ class MegaModel(BodyMixin, MegaPreTrainedModel):
             cp_group=cp_group,
         )
         layout, encoder = inputs.layout, (inputs.encoder_hidden_states, inputs.encoder_layout)
-        if token_type_ids is not None:
-            token_type_ids = layout.gather(token_type_ids)
-        hidden_states = self.start(embed(self, inputs), layout, token_type_ids, grid)
+        types = None if token_type_ids is None else layout.gather(token_type_ids)
+        hidden_states = self.start(embed(self, inputs), layout, types, grid)
         recorded = layout.scatter(hidden_states) if inputs.output_states else None
-        caches = [(None, None)] * len(self.layers)
+        caches: Sequence[tuple[Any, Any]] = [(None, None)] * len(self.layers)
         if inputs.past_key_values is not None:
             caches = layer_caches(inputs.cache, inputs.cross_cache, len(self.layers))
         for layer, (cache, cross_cache) in zip(self.layers, caches, strict=True):
@@ -527,20 +503,12 @@ class MegaModel(BodyMixin, MegaPreTrainedModel):
         if self.pooler is not None and layout.has_rows():
             pooled = self.pooler(first_token(hidden_states, inputs.mask, layout.reductions))
         return BaseModelOutputWithPoolingAndCrossAttentions(
-            last_hidden_state=hidden_states,
-            cache=inputs.past_key_values,
-            pooler_output=pooled,
+            last_hidden_state=hidden_states, cache=inputs.past_key_values, pooler_output=pooled
         )
 
     def get_input_embeddings(self) -> nn.Module:
         """Return the embedding of tokens, of real values or of patches."""
         return getattr(self.embedding_layer, self._input_embed_layer)
-
-    def find_grid(self, pixel_values: torch.Tensor, interpolate: bool) -> tuple[int, int]:
-        """Return the rows and columns of patches of images; raise `ValueError` unless the model supports them."""
-        if self.config.input_type != "patches":
-            raise ValueError(f"`pixel_values` require input_type='patches', got {self.config.input_type!r}; omit them")
-        return self.get_input_embeddings().find_grid(pixel_values, interpolate)
 
     def start(
         self,
@@ -558,7 +526,7 @@ class MegaModel(BodyMixin, MegaPreTrainedModel):
         return layout.clear_padding(hidden_states) if self.config.padded_batch_statistics else hidden_states
 
     def finish(self, hidden_states: torch.Tensor, layout: Layout) -> torch.Tensor:
-        """Return the states behind the last layer, `[B, T, d]`, as heads read them."""
+        """Return the states `[B, T, d]` for the heads."""
         if self.final_norm is not None:
             hidden_states = self.final_norm(hidden_states, layout)
         return hidden_states if self.output_projection is None else self.output_projection(hidden_states)

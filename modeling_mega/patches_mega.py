@@ -1,5 +1,7 @@
 """Patch embeddings of images, and interpolation of positions for images of another size."""
 
+from collections.abc import Iterator
+
 import torch
 from torch import nn
 from transformers.configuration_utils import PreTrainedConfig
@@ -41,7 +43,7 @@ class PatchEmbeddings(nn.Module):
             )
         batch, _, height, width = pixel_values.shape
         if batch == 0:
-            raise ValueError(f"the batch is empty: {batch} images of {height} x {width}")
+            raise ValueError(f"the batch is empty: {batch} images of {height} x {width}; pass at least one image")
         if not interpolate and (height, width) != (size, size):
             raise ValueError(
                 f"`pixel_values` are {height} x {width}, but `image_size` is {size}; resize them, or pass "
@@ -55,7 +57,7 @@ class PatchEmbeddings(nn.Module):
 
 
 def interpolate_positions(embeddings: torch.Tensor, grid: tuple[int, int]) -> torch.Tensor:
-    """Return the position embeddings `[1, P, d]` of a square of patches for `grid` rows and columns (bicubic)."""
+    """Return position embeddings `[1, P, d]` of a square of patches, interpolated (bicubic) for `grid`."""
     side = round(embeddings.shape[1] ** 0.5)
     if grid == (side, side):
         return embeddings
@@ -77,7 +79,7 @@ def interpolate_raster_bias(table: torch.Tensor, grid: tuple[int, int]) -> torch
         return table
     lag = torch.arange(1 - rows * columns, rows * columns, device=table.device, dtype=table.dtype)
     down = lag.div(columns, rounding_mode="floor")
-    total, pairs = 0.0, 0.0
+    total, pairs = torch.zeros_like(lag), torch.zeros_like(lag)
     for step in (down, down + 1):
         across = lag - step * columns
         count = ((rows - step.abs()) * (columns - across.abs())).clamp(min=0)
@@ -86,17 +88,17 @@ def interpolate_raster_bias(table: torch.Tensor, grid: tuple[int, int]) -> torch
     return total / pairs
 
 
-def _read(table, side, down, across):
+def _read(table: torch.Tensor, side: int, down: torch.Tensor, across: torch.Tensor) -> torch.Tensor:
     """Return the entries of fractional steps, interpolated bilinearly."""
-    center, value = side * side - 1, 0.0
-    for row, row_share in _neighbours(down, side):
-        for column, column_share in _neighbours(across, side):
+    center, value = side * side - 1, torch.zeros_like(down)
+    for row, row_share in _neighbors(down, side):
+        for column, column_share in _neighbors(across, side):
             value = value + row_share * column_share * table[center + row * side + column]
     return value
 
 
-def _neighbours(steps, side):
+def _neighbors(steps: torch.Tensor, side: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Yield the integer steps below and above, within a square of `side`, and their weights."""
     below = steps.floor()
-    for whole, share in ((below, below + 1 - steps), (below + 1, steps - below)):
-        yield whole.long().clamp(1 - side, side - 1), share
+    for step, share in ((below, below + 1 - steps), (below + 1, steps - below)):
+        yield step.long().clamp(1 - side, side - 1), share

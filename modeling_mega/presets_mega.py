@@ -1,17 +1,21 @@
 # Copyright 2026 The luna-mega authors. Licensed under the Apache License, Version 2.0.
-"""The published sizes and recipes of Mega, as class methods of `MegaConfig`; keyword arguments win over a recipe."""
+"""Published sizes and recipes of Mega as class methods of `MegaConfig`. Keyword arguments override a recipe."""
 
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, Self
 
-Config = TypeVar("Config")
+from luna_mega.modeling_common.configuration import SharedConfig
 
 
-class MegaPresets:
-    """A part of `MegaConfig`."""
+class MegaPresets(SharedConfig):
+    """Base class of `MegaConfig` with its presets."""
+
+    if TYPE_CHECKING:
+
+        def __init__(self, **fields: Any) -> None: ...
 
     @classmethod
-    def _lra(cls, width, values, overrides, **fields):
-        """Long Range Arena and raw speech, as the recipes of the original have them: `simple` bias, mean pooling."""
+    def _lra(cls, width: int, values: int, overrides: dict[str, Any], **fields: Any) -> Self:
+        """Return a model of Long Range Arena or raw speech: simple bias, mean pooling."""
         fields |= {
             "hidden_size": width, "intermediate_size": values, "nffn_hidden_size": values,
             "relative_positional_bias": "simple", "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0,
@@ -21,8 +25,8 @@ class MegaPresets:
         return cls(**fields | overrides)
 
     @classmethod
-    def _lra_tokens(cls, vocab_size, width, values, overrides, **fields):
-        """Return a model of LRA tokens, with norms after the residual and softmax."""
+    def _lra_tokens(cls, vocab_size: int, width: int, values: int, overrides: dict[str, Any], **fields: Any) -> Self:
+        """Return a model of LRA tokens: norms after the residual, softmax attention."""
         fields |= {
             "vocab_size": vocab_size, "shared_representation_size": 64, "truncation": 1024, "dropout_prob": 0.1,
             "classifier_dropout": 0.1, "normalize_before_mega": False, "normalize_before_ffn": False,
@@ -30,8 +34,8 @@ class MegaPresets:
         return cls._lra(width, values, overrides, **fields)
 
     @classmethod
-    def _lra_values(cls, width, values, overrides, **fields):
-        """Real numbers, batch norm before the layers, Laplace attention, no dropout."""
+    def _lra_values(cls, width: int, values: int, overrides: dict[str, Any], **fields: Any) -> Self:
+        """Return a model of real numbers: batch norm before the layers, Laplace attention, no dropout."""
         fields = {
             "input_type": "values", "normalization_type": "batchnorm", "final_norm": True,
             "attention_activation": "laplace", "dropout_prob": 0.0, "classifier_dropout": 0.0,
@@ -39,10 +43,10 @@ class MegaPresets:
         return cls._lra(width, values, overrides, **fields)
 
     @classmethod
-    def lra_listops(cls: type[Config], vocab_size: int, **overrides: Any) -> Config:
-        """`mega_lra_listop` with layer norm and softmax. Mega-chunk: `use_chunking=True, chunk_size=128`.
+    def lra_listops(cls, vocab_size: int, **overrides: Any) -> Self:
+        """`mega_lra_listop` with layer norm and softmax.
 
-        In all LRA presets the chunk is that, but for `lra_pathfinder128`.
+        Mega-chunk is `use_chunking=True, chunk_size=128` in all LRA presets except `lra_pathfinder128`.
         """
         return cls._lra_tokens(
             vocab_size, 80, 160, overrides, num_hidden_layers=6, normalization_type="layernorm", max_positions=2002,
@@ -50,17 +54,17 @@ class MegaPresets:
         )  # fmt: skip
 
     @classmethod
-    def lra_text(cls: type[Config], vocab_size: int, **overrides: Any) -> Config:
+    def lra_text(cls, vocab_size: int, **overrides: Any) -> Self:
         """`mega_lra_imdb`, byte-level text classification."""
         return cls._lra_tokens(vocab_size, 128, 256, overrides, num_hidden_layers=4, max_positions=4002)
 
     @classmethod
-    def lra_retrieval(cls: type[Config], vocab_size: int, **overrides: Any) -> Config:
+    def lra_retrieval(cls, vocab_size: int, **overrides: Any) -> Self:
         """`mega_lra_aan`, for `MegaForSequencePairClassification`."""
         return cls.lra_text(vocab_size, **{"num_hidden_layers": 6} | overrides)
 
     @classmethod
-    def lra_image(cls: type[Config], **overrides: Any) -> Config:
+    def lra_image(cls, **overrides: Any) -> Self:
         """`mega_lra_cifar10`: 32 x 32 gray pixels."""
         return cls._lra_values(
             160, 320, overrides, num_hidden_layers=8, shared_representation_size=96, truncation=1024,
@@ -68,12 +72,12 @@ class MegaPresets:
         )  # fmt: skip
 
     @classmethod
-    def lra_pathfinder(cls: type[Config], **overrides: Any) -> Config:
+    def lra_pathfinder(cls, **overrides: Any) -> Self:
         """`mega_lra_pf32`: 32 x 32 pixels."""
         return cls._lra_values(128, 256, overrides, num_hidden_layers=6, truncation=1024, max_positions=1024)
 
     @classmethod
-    def lra_pathfinder128(cls: type[Config], **overrides: Any) -> Config:
+    def lra_pathfinder128(cls, **overrides: Any) -> Self:
         """`mega_lra_pf128` (Path-X), 128 x 128 pixels. Mega-chunk: `use_chunking=True, chunk_size=4096`."""
         return cls._lra_values(
             64, 128, overrides, num_hidden_layers=4, shared_representation_size=32, truncation=4096,
@@ -81,15 +85,15 @@ class MegaPresets:
         )  # fmt: skip
 
     @classmethod
-    def sc_base(cls: type[Config], **overrides: Any) -> Config:
-        """`mega_sc_raw_base`: Speech Commands, 16000 samples in chunks of 1000."""
+    def sc_base(cls, **overrides: Any) -> Self:
+        """`mega_sc_raw_base`: Speech Commands, 16,000 samples in chunks of 1,000."""
         return cls._lra_values(
             60, 120, overrides, num_hidden_layers=6, shared_representation_size=30, truncation=1000,
             use_chunking=True, chunk_size=1000, max_positions=16000, num_labels=10,
         )  # fmt: skip
 
     @classmethod
-    def sc_big(cls: type[Config], **overrides: Any) -> Config:
+    def sc_big(cls, **overrides: Any) -> Self:
         """`mega_sc_raw_big`: `sc_base` with a width of 72."""
         wider = {
             "hidden_size": 72, "intermediate_size": 144, "nffn_hidden_size": 144, "classifier_hidden_size": 144,
@@ -98,10 +102,10 @@ class MegaPresets:
         return cls.sc_base(**wider | overrides)
 
     @classmethod
-    def image_base_patch16_224(cls: type[Config], **overrides: Any) -> Config:
-        """`mega_base_patch16_224`: ImageNet, 90.7 M parameters: `MegaForImageClassification`.
+    def image_base_patch16_224(cls, **overrides: Any) -> Self:
+        """`mega_base_patch16_224`: ImageNet with `MegaForImageClassification`, 90.7 M parameters.
 
-        The recipe in the paper has `drop_path_rate=0.2`, that in the published code 0.3.
+        `drop_path_rate` is 0.3 as in the published code. The recipe of the paper has 0.2.
         """
         width, values = overrides.get("hidden_size", 768), overrides.get("intermediate_size", 1536)
         size, patch = (overrides.get(name, default) for name, default in (("image_size", 224), ("patch_size", 16)))
@@ -117,14 +121,14 @@ class MegaPresets:
         return cls(**fields | overrides)
 
     @classmethod
-    def image_tiny_patch16_224(cls: type[Config], **overrides: Any) -> Config:
+    def image_tiny_patch16_224(cls, **overrides: Any) -> Self:
         """`mega_tiny_patch16_224`: `image_base_patch16_224` with a width of 192, 6.2 M parameters."""
         narrower = {"hidden_size": 192, "intermediate_size": 384, "shared_representation_size": 64}
         return cls.image_base_patch16_224(**narrower | overrides)
 
     @classmethod
-    def _lm(cls, width, values, overrides, **fields):
-        """Language models: norms before the layers, softmax in chunks, `rotary` bias; `</s>` before the first token."""
+    def _lm(cls, width: int, values: int, overrides: dict[str, Any], **fields: Any) -> Self:
+        """Return a language model: norms before the layers, softmax in chunks, rotary bias, `</s>` as first token."""
         fields |= {
             "hidden_size": width, "intermediate_size": values, "nffn_hidden_size": values, "bidirectional": False,
             "is_decoder": True, "use_chunking": True, "truncation": 8192, "normalization_type": "layernorm",
@@ -134,8 +138,8 @@ class MegaPresets:
         return cls(**fields | overrides)
 
     @classmethod
-    def lm_wikitext103(cls: type[Config], vocab_size: int = 267744, **overrides: Any) -> Config:
-        """`mega_lm_adaptive_big` as its recipe has it, 252 M parameters: `MegaForCausalLM` with adaptive softmax."""
+    def lm_wikitext103(cls, vocab_size: int = 267744, **overrides: Any) -> Self:
+        """`mega_lm_adaptive_big`: `MegaForCausalLM` with adaptive softmax, 252 M parameters."""
         cutoffs = [20000, 60000]
         return cls._lm(
             1024, 2048, overrides, vocab_size=vocab_size, num_hidden_layers=16, shared_representation_size=256,
@@ -144,8 +148,8 @@ class MegaPresets:
         )  # fmt: skip
 
     @classmethod
-    def lm_enwik8(cls: type[Config], vocab_size: int = 208, **overrides: Any) -> Config:
-        """`mega_lm_enwik8_base` as its recipe has it, 39 M parameters: bytes."""
+    def lm_enwik8(cls, vocab_size: int = 208, **overrides: Any) -> Self:
+        """`mega_lm_enwik8_base`: language model of bytes, 39 M parameters."""
         return cls._lm(
             512, 1024, overrides, vocab_size=vocab_size, num_hidden_layers=12, shared_representation_size=128,
             chunk_size=2048, max_positions=10384, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
@@ -153,22 +157,23 @@ class MegaPresets:
         )  # fmt: skip
 
     @classmethod
-    def _wmt(cls, width, values, shared, dropout, overrides):
-        """Translation: norms behind the sub-layers, softmax over the whole sentence, `simple` bias, one vocabulary."""
+    def _wmt(cls, width: int, values: int, shared: int, dropout: float, overrides: dict[str, Any]) -> Any:
+        """Return a translation model: norms after the residual, softmax over all positions, simple bias."""
         fields = {
             "is_encoder_decoder": True, "hidden_size": width, "intermediate_size": values, "nffn_hidden_size": values,
             "shared_representation_size": shared, "num_hidden_layers": 6, "max_positions": 1024,
             "relative_positional_bias": "simple", "normalization_type": "layernorm", "normalize_before_mega": False,
             "normalize_before_ffn": False, "scale_embedding": True, "dropout_prob": dropout,
         }  # fmt: skip
-        return cls.with_encoder()(**fields | overrides)
+        config_class: Any = cls.with_encoder()
+        return config_class(**fields | overrides)
 
     @classmethod
     def wmt_en_de(cls, vocab_size: int = 33000, **overrides: Any) -> Any:
-        """`mega_wmt_en_de` as its recipe has it, 63 M parameters: `MegaForConditionalGeneration`, joint vocabulary."""
+        """`mega_wmt_en_de`: `MegaForConditionalGeneration` with a joint vocabulary, 63 M parameters."""
         return cls._wmt(512, 1024, 128, 0.15, {"vocab_size": vocab_size} | overrides)
 
     @classmethod
     def wmt_en_de_big(cls, vocab_size: int = 33000, **overrides: Any) -> Any:
-        """`mega_wmt_en_de_big`, the same with a width of 1024."""
+        """`mega_wmt_en_de_big`: `wmt_en_de` with a width of 1,024."""
         return cls._wmt(1024, 2048, 256, 0.3, {"vocab_size": vocab_size} | overrides)

@@ -1,4 +1,4 @@
-"""Attention of Megalodon: rotary positions, and heads that attend causally within chunks."""
+"""Attention of Megalodon: rotary positions, and heads with causal attention within chunks."""
 
 import math
 
@@ -18,11 +18,13 @@ Rotation = tuple[torch.Tensor, torch.Tensor]
 class MegalodonRotary(nn.Module):
     """Rotary position embedding: cosine and sine of the angles of every position within its chunk."""
 
+    freqs: torch.Tensor
+
     def __init__(self, config: MegalodonConfig):
         super().__init__()
         self.chunk_size, self.base = config.chunk_size, config.rope_theta
         width = config.shared_representation_size // config.num_attention_heads
-        # Persistent, because the numbers of a checkpoint decide: a file in half precision has other ones.
+        # Persistent: checkpoints in half precision have different frequencies.
         self.register_buffer("freqs", self.frequencies(width))
 
     def frequencies(self, width: int) -> torch.Tensor:
@@ -30,9 +32,9 @@ class MegalodonRotary(nn.Module):
         return 1.0 / self.base ** (torch.arange(0, width, 2, dtype=torch.float32) / width)
 
     def forward(self, x: torch.Tensor, layout: Layout, cache: MegalodonCacheLayer | None) -> Rotation:
-        """Return what `rotate` needs, `[B or 1, T, 1, z / 2 H, 2]`, for the positions of `x` after `cache`.
+        """Return the two factors of `rotate`, `[B or 1, T, 1, z / 2 H, 2]`, for the positions of `x` after `cache`.
 
-        Two factors for both features of a pair: of the features themselves, and of the pair the other way around.
+        The first factor is for the features of a pair, the second for the features of the pair in reverse order.
         """
         start = layout.start() if cache is None else cache.start(layout.mask)
         freqs, positions = upcast(self.freqs), layout.columns_from(start, x)
@@ -42,14 +44,14 @@ class MegalodonRotary(nn.Module):
 
 
 def rotate(x: torch.Tensor, rotation: Rotation) -> torch.Tensor:
-    """Rotate neighboring features of every head of `[B, T, z]`."""
+    """Rotate pairs of adjacent features of every head of `[B, T, z]`."""
     cosine, sine = rotation
     pairs = upcast(x).unflatten(-1, (-1, *cosine.shape[-2:]))
     return torch.addcmul(pairs * cosine, pairs.flip(-1), sine).flatten(-3).to(x.dtype)
 
 
 class MegalodonChunkAttention(nn.Module):
-    """Causal attention of every head within chunks (section 3.4), which count from a sequence's first token."""
+    """Causal attention of every head within chunks (section 3.4), counted from the first token of a sequence."""
 
     def __init__(self, config: MegalodonConfig):
         super().__init__()
@@ -68,7 +70,7 @@ class MegalodonChunkAttention(nn.Module):
         cache: MegalodonCacheLayer | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return `[B, T, v]`, and with `output_weights` the weights `[B, H, chunks, C, C]`."""
-        # The op divides scores by the root of the width, which normalized attention does not.
+        # The op divides scores by the square root of the width, but normalized attention does not.
         query, key = rotate(query, rotation) * math.sqrt(self.size), rotate(key, rotation)
         chunk, heads = self.chunk_size, query.shape[-1] // self.size
         window = layout.key_window(key, value, chunk) if cache is None else cache.extend(key, value, layout.mask, chunk)

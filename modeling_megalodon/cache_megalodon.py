@@ -1,4 +1,4 @@
-"""Memory of a Megalodon between calls: `MegalodonCache`, whose size does not depend on the length."""
+"""Cache of Megalodon. Its size does not depend on the length of the sequences."""
 
 import torch
 from transformers.configuration_utils import PreTrainedConfig
@@ -9,12 +9,15 @@ from luna_mega.modeling_common.key_cache import KeyValueCacheLayer
 
 
 class MegalodonCacheLayer(KeyValueCacheLayer):
-    """The memory of one block over B sequences: beside the rotated keys and the values of the open chunk, states.
+    """Recurrent state of one block for B sequences, and the rotated keys and the values of the current chunk.
 
-    `average` `[B, D, N, 2]`: states of the moving average, real and imaginary part. `norm_count` `[B]`, `norm_mean`,
-    `norm_variance` `[B, G]`: statistics of the block's norm over time. The last block also has those of the norm behind
-    it, `final_count`, `final_mean` and `final_variance`. Statistics are float64, whatever the model's dtype is.
+    `average` `[B, D, N, 2]` has the real and imaginary parts of the moving average. `norm_count` `[B]`, `norm_mean` and
+    `norm_variance` `[B, G]` are the statistics of the timestep norm. The last block also has those of the final norm,
+    `final_count`, `final_mean` and `final_variance`. Statistics are float64 for every dtype of the model.
     """
+
+    average: torch.Tensor | None
+    norm_mean: torch.Tensor | None
 
     fields = (
         "average", "keys", "values", "mask", "position", "norm_count", "norm_mean", "norm_variance", "final_count",
@@ -22,23 +25,23 @@ class MegalodonCacheLayer(KeyValueCacheLayer):
     )  # fmt: skip
 
     def statistics(self, norm: str) -> TimestepNormState | None:
-        """Return the statistics of the norm `"norm"` or `"final"` so far; None = of no position."""
+        """Return the statistics of the norm `"norm"` or `"final"`, or None before the first position."""
         tensors = [getattr(self, f"{norm}_{name}") for name in ("count", "mean", "variance")]
         return None if tensors[0] is None else TimestepNormState(*tensors)
 
-    def store_statistics(self, norm: str, state: TimestepNormState):
+    def store_statistics(self, norm: str, state: TimestepNormState) -> None:
         """Replace the statistics of the norm `"norm"` or `"final"`."""
         self.store(**{f"{norm}_{name}": tensor for name, tensor in state._asdict().items()})
 
 
 class MegalodonCache(StateCache):
-    """The `past_key_values` of a Megalodon."""
+    """Cache of a Megalodon model, its `past_key_values`."""
 
     layer_class = MegalodonCacheLayer
 
     def check(self, config: PreTrainedConfig, batch: int, ranks: int) -> None:
         layer = self.layers[0]
-        # Comparing sizes would tie an exported program to the size of the example's cache.
+        # Comparing sizes would specialize an exported program on the cache of the example.
         if not layer.is_initialized or torch.compiler.is_exporting():
             return
         needed = [
@@ -50,8 +53,8 @@ class MegalodonCache(StateCache):
         given = [tuple(x.shape) for x in (layer.average, layer.keys, layer.values, layer.norm_mean)]
         if given != needed or len(self) != config.num_hidden_layers:
             raise ValueError(
-                f"past_key_values does not fit this model and batch: {len(self)} layers with states, keys, values and "
-                f"means of {given}, needed are {config.num_hidden_layers} with {needed} (batch size first)"
+                f"`past_key_values` does not fit this model and batch: it has {len(self)} layers with states, "
+                f"keys, values and means of {given}, not {config.num_hidden_layers} with {needed}; pass a new cache"
             )
 
 

@@ -1,18 +1,22 @@
 # Copyright 2026 The luna-mega authors. Licensed under the Apache License, Version 2.0.
 """Configuration of the Megalodon models."""
 
+from typing import Any
+
 from huggingface_hub.dataclasses import strict
 from transformers.configuration_utils import PreTrainedConfig
 
 from luna_mega.modeling_common.configuration import MOST_IN_CHUNK, SharedConfig
 from luna_mega.modeling_megalodon.presets_megalodon import MegalodonPresets
 
-_CHOICES = {"initializer": ("he", "bert", "gaussian", "xavier", "none"), "pooling": ("last", "mean")}
-# Fields that the shared rooms ask for and that have one value here.
+_CHOICES: dict[str, tuple[str | None, ...]] = {
+    "initializer": ("he", "bert", "gaussian", "xavier", "none"),
+    "pooling": ("last", "mean"),
+}
+# Fields that the shared code reads, with their only values.
 _FIXED = {"input_type": "tokens", "is_decoder": True, "is_encoder_decoder": False, "add_cross_attention": False}
 
-# How transformers splits a model over the ranks of tensor parallelism: heads and the feed-forward network by columns,
-# the vocabulary by rows.
+# Tensor parallelism: heads and feed-forward layers by columns, the vocabulary by rows.
 _MEGA = {"wv": "colwise", "wr": "colwise", "wh2": "rowwise", "own_heads": "mega_own_columns"}
 _FFN = {"fc1": "colwise", "fc3": "colwise", "fc2": "rowwise"}
 TP_PLAN = {"embed_tokens": "embedding_rowwise", "layers.*.mega.attention.all_heads": "luna_all_heads"}
@@ -25,45 +29,45 @@ class MegalodonConfig(MegalodonPresets, SharedConfig, PreTrainedConfig):
     """Configuration of a Megalodon model (Ma et al. 2024, arXiv 2404.08801), a causal language model.
 
     Args:
-        vocab_size: number of tokens.
-        hidden_size: width d of the model.
-        num_hidden_layers: number of blocks.
-        num_attention_heads: heads H of attention.
-        shared_representation_size: width z of queries and keys, of all heads.
-        value_size: width v of the values, of all heads.
-        intermediate_size: width of the feed-forward layer.
-        ema_projection_size: complex states N of the moving average, for every channel.
-        norm_num_groups: groups of features G of the norm over time.
-        chunk_size: positions of an attention chunk, which counts from the first token of a sequence.
-        rope_theta: base of the frequencies of the rotary position embedding; a checkpoint brings its own frequencies.
-        norm_eps: epsilon of every norm.
-        norm_affine: RMSNorm and LayerNorm have parameters; the norm over time always has.
-        swiglu: the feed-forward layer is gated by a third matrix.
-        rescale_nffn: the output of the feed-forward layer is multiplied by a learned vector.
-        scale_embedding: multiply embeddings by sqrt(d).
-        tie_word_embeddings: the matrix of the output layer is the embedding.
-        output_size: number of scores of the output layer; None = `vocab_size`.
-        initializer: first values of the inner matrices: `"he"` (deviation 1 / sqrt(3 inputs)), `"bert"` (0.02),
-            `"gaussian"` (1, cut at 3), `"xavier"` (uniform) or `"none"` (PyTorch's own).
-        dropout_prob: on embeddings and on the outputs of both layers of a block.
-        hidden_dropout_prob: on the normalized moving average, the gated attention and the inner feed-forward states.
-        attention_probs_dropout_prob: on attention weights.
-        windowed_statistics: in evaluation the statistics of the norms are those of the last 6 chunks, as the original's
-            inference has them: from 8 chunks on, the prompt is read in pairs of chunks, and behind each pair the norms
-            go on with the statistics of a second pass over the last 6 chunks. Single positions never begin anew. A
-            prompt that long then comes in one call, without padding. False = the norms see everything, as in training.
-        unpad_inputs: the layers leave padding out, which then costs nothing; states at padding are 0. Without effect
-            where states or weights are returned, with a cache, and in compiled or exported programs.
-        pooling: what a sequence classifier reads: the last token (`"last"`) or the mean (`"mean"`).
-        classifier_num_layers, classifier_hidden_size, classifier_activation, classifier_bias, classifier_dropout: the
-            classification head: its hidden layers, their width (None = d) and activation, the bias of its last layer,
-            and the dropout before each (None = `hidden_dropout_prob`).
-        pad_token_id: without an `attention_mask` these tokens are padding; None = no token is.
-        bos_token_id, eos_token_id: those of Llama 2's vocabulary, which the presets have.
-        use_cache: return `past_key_values` in evaluation.
+        vocab_size: Number of tokens.
+        hidden_size: Width d of the model.
+        num_hidden_layers: Number of blocks.
+        num_attention_heads: Attention heads H.
+        shared_representation_size: Width z of queries and keys of all heads.
+        value_size: Width v of the values of all heads.
+        intermediate_size: Width of the feed-forward layer.
+        ema_projection_size: Complex states N of the moving average, for every channel.
+        norm_num_groups: Groups of features G of the timestep norm.
+        chunk_size: Positions of an attention chunk, counted from the first token of a sequence.
+        rope_theta: Base of the rotary frequencies. Checkpoints contain their own frequencies.
+        norm_eps: Epsilon of every norm.
+        norm_affine: RMSNorm and LayerNorm have parameters. The timestep norm always has.
+        swiglu: The feed-forward layer is gated by a third matrix.
+        rescale_nffn: The output of the feed-forward layer is multiplied by a learned vector.
+        scale_embedding: Multiply embeddings by sqrt(d).
+        tie_word_embeddings: The matrix of the output layer is the embedding.
+        output_size: Number of scores of the output layer. None = `vocab_size`.
+        initializer: Initialization of linear layers: `"he"` (standard deviation 1 / sqrt(3 inputs)), `"bert"` (0.02),
+            `"gaussian"` (1, truncated at 3), `"xavier"` (uniform) or `"none"` (default of PyTorch).
+        dropout_prob: Dropout of embeddings and of the outputs of both layers of a block.
+        hidden_dropout_prob: Dropout of the normalized moving average, the gated attention and the feed-forward states.
+        attention_probs_dropout_prob: Dropout of attention weights.
+        windowed_statistics: In evaluation, the norms use statistics of the last 6 chunks, as inference of the published
+            code does. From 8 chunks on, the prompt is processed in pairs of chunks, and after each pair the statistics
+            are replaced by those of a second pass over the last 6 chunks. Such a prompt must be passed in one call
+            without padding. Single positions never restart the statistics. False = statistics of all positions.
+        unpad_inputs: Layers skip padding. States at padding are 0. No effect if states or weights are returned, with a
+            cache, and in compiled or exported programs.
+        pooling: Input of the sequence classifier: the last token (`"last"`) or the mean (`"mean"`).
+        classifier_num_layers, classifier_hidden_size, classifier_activation, classifier_bias, classifier_dropout: Dense
+            layers of the classification head, their width (None = d) and activation, the bias of its last layer, and
+            the dropout before each (None = `hidden_dropout_prob`).
+        pad_token_id: Without an `attention_mask` these tokens are padding. None = no token is.
+        bos_token_id, eos_token_id: Those of Llama 2's vocabulary, which the presets have.
+        use_cache: Return a cache in evaluation.
 
     Raises:
-        ValueError: the fields do not fit together; the message has the numbers.
+        ValueError: Invalid values or combinations of fields.
 
     Example:
         >>> MegalodonConfig.megalodon_7b().chunk_size
@@ -115,7 +119,7 @@ class MegalodonConfig(MegalodonPresets, SharedConfig, PreTrainedConfig):
     is_encoder_decoder: bool = False
     add_cross_attention: bool = False
 
-    def __post_init__(self, **kwargs):
+    def __post_init__(self, **kwargs: Any) -> None:
         if self.classifier_hidden_size is None:
             self.classifier_hidden_size = self.hidden_size
         if self.classifier_dropout is None:
@@ -127,8 +131,8 @@ class MegalodonConfig(MegalodonPresets, SharedConfig, PreTrainedConfig):
         """Return the number of scores of the output layer."""
         return self.vocab_size if self.output_size is None else self.output_size
 
-    def validate_architecture(self):
-        """Part of the `@strict` contract: runs after `__init__` and before saving."""
+    def validate_architecture(self) -> None:
+        """Raise `ValueError` for invalid fields; `@strict` calls this after `__init__` and before saving."""
         self._check_choices(_CHOICES)
         self._check_activations("classifier_activation")
         sizes = (
@@ -147,14 +151,14 @@ class MegalodonConfig(MegalodonPresets, SharedConfig, PreTrainedConfig):
             self._check_padding()
         for field, value in _FIXED.items():
             if getattr(self, field) != value:
-                raise ValueError(f"Megalodon is a causal model of tokens: {field} must be {value!r}, leave it out")
+                raise ValueError(f"`{field}` must be {value!r} for Megalodon, got {getattr(self, field)!r}; omit it")
         if not 0.0 < self.rope_theta < float("inf"):
             raise ValueError(f"rope_theta must be a number above 0, got {self.rope_theta}")
         heads, groups = self.num_attention_heads, self.norm_num_groups
         if self.shared_representation_size % (2 * heads):
             raise ValueError(
-                f"shared_representation_size must be an even number for each of the {heads} heads (rotary positions "
-                f"come in pairs), got {self.shared_representation_size}"
+                f"`shared_representation_size` must be an even number for each of the {heads} heads, as rotary "
+                f"positions require pairs of features, got {self.shared_representation_size}"
             )
         if self.value_size % heads:
             raise ValueError(f"num_attention_heads={heads} does not divide value_size={self.value_size}")
@@ -162,8 +166,8 @@ class MegalodonConfig(MegalodonPresets, SharedConfig, PreTrainedConfig):
             raise ValueError(f"norm_num_groups={groups} does not divide hidden_size={self.hidden_size}")
         if self.tie_word_embeddings and self.scores != self.vocab_size:
             raise ValueError(
-                f"tie_word_embeddings=True has an output layer of vocab_size={self.vocab_size} rows, and output_size "
-                f"is {self.output_size}: leave it out, or pass tie_word_embeddings=False"
+                f"tie_word_embeddings=True requires an output layer of vocab_size={self.vocab_size} rows, but "
+                f"`output_size` is {self.output_size}; omit it, or pass tie_word_embeddings=False"
             )
 
 

@@ -1,9 +1,10 @@
 """The Megalodon language model: `MegalodonForCausalLM`."""
 
+from typing import Any, Unpack
+
 import torch
 from torch import nn
-from transformers.processing_utils import Unpack
-from transformers.utils import TransformersKwargs, can_return_tuple
+from transformers.utils.generic import TransformersKwargs, can_return_tuple
 
 from luna_mega.modeling_common.generation import StateGenerationMixin
 from luna_mega.modeling_common.heads import GenericForCausalLM, model_inputs
@@ -14,7 +15,7 @@ from luna_mega.modeling_megalodon.modeling_megalodon import MegalodonModel, Mega
 
 
 class MegalodonForCausalLM(GenericForCausalLM, StateGenerationMixin, MegalodonPreTrainedModel):
-    """Megalodon with an output layer; generates at constant memory, as attention is in chunks."""
+    """Megalodon with a language-modeling head. Generation uses constant memory, because attention is in chunks."""
 
     _tied_weights_keys = {"lm_head.weight": "megalodon.embed_tokens.weight"}
     _tp_plan = {"lm_head": "colwise_gather_output"}
@@ -23,15 +24,15 @@ class MegalodonForCausalLM(GenericForCausalLM, StateGenerationMixin, MegalodonPr
     def make_body(self, config: MegalodonConfig) -> MegalodonModel:
         return MegalodonModel(config)
 
-    def make_head(self, config: MegalodonConfig):
+    def make_head(self, config: MegalodonConfig) -> None:
         self.lm_head = nn.Linear(config.hidden_size, config.scores, bias=False)
 
-    def resize_token_embeddings(self, *args, **kwargs) -> nn.Embedding:
-        """Resize a vocabulary whose tokens all have a score."""
+    def resize_token_embeddings(self, *args: Any, **kwargs: Any) -> nn.Embedding:
+        """Resize the vocabulary. Raises `NotImplementedError` if `output_size` differs from `vocab_size`."""
         if self.config.scores != self.config.vocab_size:
             raise NotImplementedError(
-                f"the output layer has output_size={self.config.output_size} scores for a vocabulary of "
-                f"{self.config.vocab_size} tokens: which rows belong together is not known, so it cannot be resized"
+                f"a vocabulary of {self.config.vocab_size} tokens with output_size={self.config.output_size} scores "
+                "cannot be resized, as the token of each score is not known; build a model with the new sizes"
             )
         return super().resize_token_embeddings(*args, **kwargs)
 
@@ -49,11 +50,13 @@ class MegalodonForCausalLM(GenericForCausalLM, StateGenerationMixin, MegalodonPr
     ) -> CausalLMOutputWithPast:
         """Predict the next tokens from the inputs of `MegalodonModel.forward`.
 
-        `labels`: `[B, T]`, the tokens themselves (the loss shifts them), -100 = not counted. The keyword `shift_labels`
-        `[B, T]` takes their place: it has the token that follows each position, also the last.
-        `logits`: `[B, T, output_size]`, or those of the last `logits_to_keep` positions, or of these positions.
+        `labels` `[B, T]` are token ids, usually `input_ids`; the loss shifts them and ignores -100. The keyword
+        argument `shift_labels` `[B, T]` replaces them: the token that follows each position, including the last.
+        `logits` are `[B, T, output_size]`, or those of the last `logits_to_keep` positions, or of the positions in
+        `logits_to_keep` if it is a tensor.
 
-        Raises `ValueError` as `MegalodonModel.forward`, and for labels of other positions than those kept.
+        Raises:
+            ValueError: As in `MegalodonModel.forward`, and if labels do not match the positions of `logits_to_keep`.
         """
         inputs = model_inputs(input_ids, attention_mask, inputs_embeds)
         inputs |= {"past_key_values": past_key_values, "use_cache": use_cache}

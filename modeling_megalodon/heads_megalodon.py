@@ -1,9 +1,10 @@
 """Megalodon with a classification head."""
 
+from typing import Any, Unpack
+
 import torch
-from transformers.modeling_outputs import BaseModelOutputWithPast, SequenceClassifierOutput
-from transformers.processing_utils import Unpack
-from transformers.utils import TransformersKwargs, can_return_tuple
+from transformers.modeling_outputs import SequenceClassifierOutput
+from transformers.utils.generic import TransformersKwargs, can_return_tuple
 
 from luna_mega.modeling_common.pooled_heads import GenericForSequenceClassification
 from luna_mega.modeling_common.pooling import LOCAL, Reductions, last_token, masked_mean
@@ -12,17 +13,15 @@ from luna_mega.modeling_megalodon.modeling_megalodon import MegalodonModel, Mega
 
 
 class MegalodonForSequenceClassification(GenericForSequenceClassification, MegalodonPreTrainedModel):
-    """Megalodon with a sequence classification or regression head; what it reads is `config.pooling`."""
+    """Megalodon with a sequence classification or regression head on the pooled states (`config.pooling`)."""
 
     output_class = SequenceClassifierOutput
 
     def make_body(self, config: MegalodonConfig) -> MegalodonModel:
         return MegalodonModel(config)
 
-    def summarize(
-        self, outputs: BaseModelOutputWithPast, mask: torch.Tensor | None, reductions: Reductions = LOCAL
-    ) -> torch.Tensor:
-        """Return the representation of sequences `[B, d]`."""
+    def summarize(self, outputs: Any, mask: torch.Tensor | None, reductions: Reductions = LOCAL) -> torch.Tensor:
+        """Return the representation of each sequence, `[B, d]`."""
         pool = last_token if self.config.pooling == "last" else masked_mean
         return pool(outputs.last_hidden_state, mask, reductions)
 
@@ -39,9 +38,8 @@ class MegalodonForSequenceClassification(GenericForSequenceClassification, Megal
 
         `labels`: `[B]` class ids, or numbers for regression. `logits`: `[B, num_labels]`.
         """
-        kwargs.setdefault("use_cache", False)
         inputs = {"input_ids": input_ids, "attention_mask": attention_mask, "inputs_embeds": inputs_embeds}
-        return self.classify(inputs, labels, **kwargs)
+        return self.classify(inputs, labels, **{"use_cache": False, **kwargs})
 
 
 __all__ = ["MegalodonForSequenceClassification"]

@@ -1,16 +1,18 @@
 """Megalodon (Ma et al. 2024, arXiv 2404.08801): Mega with a complex moving average and normalized attention.
 
-A block normalizes its input by the statistics of all positions so far, smooths it with a complex exponential moving
-average, and lets heads with queries and keys of unit length attend within chunks; across chunks the average and the
-statistics carry information. The residual of its feed-forward layer is the input of the block ("two-hop"). From top to
-bottom in the paper's order: timestep norm, moving average, attention, feed-forward layer, block, model. The language
-model is in `generation_megalodon.py`, the classifier in `heads_megalodon.py`.
+A block normalizes its input by statistics of all positions so far, smooths it with a complex exponential moving
+average, and attends within chunks with queries and keys of unit length. The average and the statistics carry
+information across chunks. The residual of the feed-forward layer is the input of the block ("two-hop"). The order is
+that of the paper: timestep norm, moving average, attention, feed-forward layer, block, model. The language model is in
+`generation_megalodon.py`, the classifier in `heads_megalodon.py`.
 
-Names and values of parameters are those of the published code, so that checkpoints go there and back bit for bit:
-scales are stored less 1, and weight decay pulls them to 1.
+Names and values of parameters are those of the published code: scales are stored as scale - 1, so that weight decay
+draws them to 1.
 """
 
 import math
+from collections.abc import Sequence
+from typing import Any, Unpack
 
 import torch
 import torch.distributed as dist
@@ -18,8 +20,7 @@ from torch import nn
 from torch.nn.functional import layer_norm, rms_norm, silu
 from transformers import initialization as init
 from transformers.modeling_layers import GradientCheckpointingLayer
-from transformers.processing_utils import Unpack
-from transformers.utils import TransformersKwargs
+from transformers.utils.generic import TransformersKwargs
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
 from luna_mega.kernels.api import (
@@ -32,27 +33,22 @@ from luna_mega.kernels.api import (
 from luna_mega.kernels.dropout import Dropout
 from luna_mega.kernels.upcast import upcast
 from luna_mega.modeling_common.base import BodyMixin, CommonPreTrainedModel, StateRecorder, exact_dtype
+from luna_mega.modeling_common.cache import StateCache
 from luna_mega.modeling_common.inputs import Inputs, embed, prepare
 from luna_mega.modeling_common.layout import Layout
 from luna_mega.modeling_common.outputs import BaseModelOutputWithPast
 from luna_mega.modeling_common.sharding import ShardedLayout, check_shards
 from luna_mega.modeling_common.tensor_parallel import RankBoundary
-from luna_mega.modeling_megalodon.attention_megalodon import (
-    MegalodonChunkAttention,
-    MegalodonRotary,
-    Rotation,
-)
+from luna_mega.modeling_megalodon.attention_megalodon import MegalodonChunkAttention, MegalodonRotary, Rotation
 from luna_mega.modeling_megalodon.cache_megalodon import MegalodonCache, MegalodonCacheLayer
 from luna_mega.modeling_megalodon.configuration_megalodon import MegalodonConfig
-from luna_mega.modeling_megalodon.initialization_megalodon import draw_average, draw_matrix
 from luna_mega.modeling_megalodon.windows_megalodon import needs_windows, run_in_windows
 
 
 class MegalodonTimestepNorm(nn.Module):
     """Norm of groups of features by the statistics of all positions so far (section 3.3).
 
-    The `prior_*` are kept for the way back to the published code: its models have a `prior_count` of 0, with which mean
-    and variance before the first position count for nothing.
+    The `prior_*` buffers only exist in checkpoints of the published code. Its models have a `prior_count` of 0.
     """
 
     def __init__(self, config: MegalodonConfig, name: str = "norm"):
@@ -65,18 +61,19 @@ class MegalodonTimestepNorm(nn.Module):
         self.register_buffer("prior_logv", torch.zeros(self.groups))
 
     def forward(self, x: torch.Tensor, layout: Layout, cache: MegalodonCacheLayer | None = None) -> torch.Tensor:
-        """Return `[B, T, d]`; with `cache` the statistics go on from there, and it is brought up to date."""
+        """Return `[B, T, d]`. With `cache`, the statistics continue from the cache, which is updated in place."""
         affine = (self.groups, upcast(self.weight) + 1.0, self.bias)
         if cache is None:
-            return timestep_norm(x, *affine, eps=self.eps, **layout.options())
+            result: Any = timestep_norm(x, *affine, eps=self.eps, **layout.options())
+            return result
         state = cache.statistics(self.name)
         if x.shape[1] == 1:
             mask = None if layout.mask is None else layout.mask[:, 0]
             normed, state = timestep_norm_step(x[:, 0], state, *affine, eps=self.eps, mask=mask)
             normed = normed[:, None]
         else:
-            options = {"eps": self.eps, "initial_state": state, "return_state": True, **layout.options()}
-            normed, state = timestep_norm(x, *affine, **options)
+            options = {"initial_state": state, "return_state": True, **layout.options()}
+            normed, state = timestep_norm(x, *affine, eps=self.eps, **options)
         cache.store_statistics(self.name, state)
         return normed
 
@@ -97,18 +94,16 @@ class MegalodonMovingAverage(nn.Module):
         parameters = (self.alpha[..., 0], self.delta[..., 0], self.theta[:, 0, 0], self.gamma)
         skip = self.omega[:, 0]
         if cache is None:
-            return complex_ema(x, *parameters, skip, **layout.options())
+            result: Any = complex_ema(x, *parameters, skip, **layout.options())
+            return result
         state = cache.average
         if state is not None and x.shape[1] == 1:
+            weights, dtype = (self.alpha, self.delta, self.theta, self.gamma), state.dtype
+            coefficients = cache.constants.get(
+                "average", weights, lambda: complex_ema_coefficients(*parameters, dtype=dtype), dtype
+            )
             mask = None if layout.mask is None else layout.mask[:, 0]
-            weights = (self.alpha, self.delta, self.theta, self.gamma)
-
-            def compute():
-                return complex_ema_coefficients(*parameters, dtype=state.dtype)
-
-            coefficients = cache.constants.get("average", weights, compute, state.dtype)
-            options = {"mask": mask, "coefficients": coefficients}
-            average, state = complex_ema_step(x[:, 0], state, *parameters, skip, **options)
+            average, state = complex_ema_step(x[:, 0], state, *parameters, skip, mask=mask, coefficients=coefficients)
             average = average[:, None]
         else:
             options = {"initial_state": state, "return_state": True, "lengths": layout.lengths, **layout.options()}
@@ -131,13 +126,13 @@ class MegalodonRMSNorm(nn.Module):
 
 
 class MegalodonGatedAttention(nn.Module):
-    """Moving average, normalized attention and gate, with the residual around them (section 3.4)."""
+    """Moving average, normalized attention and gate, with the residual of the layer (section 3.4)."""
 
     def __init__(self, config: MegalodonConfig):
         super().__init__()
         width, shared, values = config.hidden_size, config.shared_representation_size, config.value_size
         self.heads, self.eps = config.num_attention_heads, config.norm_eps
-        self.head_size = values // self.heads  # of tensor parallelism: heads stay whole
+        self.head_size = values // self.heads  # read by tensor parallelism, which does not split heads
         self.timestep_norm = MegalodonTimestepNorm(config)
         self.cema = MegalodonMovingAverage(config)
         self.rmsnorm = MegalodonRMSNorm(config)
@@ -169,7 +164,7 @@ class MegalodonGatedAttention(nn.Module):
         return x + self.dropout(candidate)
 
     def query_and_key(self, smoothed: torch.Tensor) -> torch.Tensor:
-        """Return queries and keys, `[2, B, T, z]`: of unit length but for the learned scale and shift of a feature."""
+        """Return queries and keys, `[2, B, T, z]`: of unit length before the learned scale and shift of features."""
         shared = upcast(self.wz(smoothed)).unflatten(-1, (self.heads, -1))
         width = shared.shape[-1]
         shared = rms_norm(shared, (width,), eps=self.eps).flatten(2)
@@ -182,17 +177,18 @@ class MegalodonLayerNorm(nn.Module):
 
     def __init__(self, config: MegalodonConfig):
         super().__init__()
-        self.eps, self.affine = config.norm_eps, config.norm_affine
-        self.weight = nn.Parameter(torch.empty(config.hidden_size)) if self.affine else None
-        self.bias = nn.Parameter(torch.empty(config.hidden_size)) if self.affine else None
+        self.eps = config.norm_eps
+        self.weight = nn.Parameter(torch.empty(config.hidden_size)) if config.norm_affine else None
+        self.bias = nn.Parameter(torch.empty(config.hidden_size)) if config.norm_affine else None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        affine = (upcast(self.weight) + 1.0, upcast(self.bias)) if self.affine else (None, None)
-        return layer_norm(upcast(x), x.shape[-1:], *affine, self.eps).to(x.dtype)
+        weight = None if self.weight is None else upcast(self.weight) + 1.0
+        bias = None if self.bias is None else upcast(self.bias)
+        return layer_norm(upcast(x), x.shape[-1:], weight, bias, self.eps).to(x.dtype)
 
 
 class MegalodonNormalizedFFN(nn.Module):
-    """Norm and feed-forward layer, whose residual is another tensor than their input."""
+    """Norm and feed-forward layer. The residual is not their input."""
 
     def __init__(self, config: MegalodonConfig, index: int):
         super().__init__()
@@ -214,7 +210,7 @@ class MegalodonNormalizedFFN(nn.Module):
 
 
 class MegalodonBlock(GradientCheckpointingLayer):
-    """One block: gated attention, then the feed-forward layer, both onto the block's input ("two-hop")."""
+    """One block: gated attention, then the feed-forward layer, both added to the input of the block ("two-hop")."""
 
     def __init__(self, config: MegalodonConfig, index: int):
         super().__init__()
@@ -232,15 +228,29 @@ class MegalodonBlock(GradientCheckpointingLayer):
         return self.nffn(self.mega(x, layout, rotation, output_weights, cache), residual=x)
 
 
+def draw_matrix(weight: torch.Tensor, initializer: str, deviation: float = 1.0) -> None:
+    """Initialize a matrix with an `initializer` of the configuration; `deviation` is that of `"gaussian"`."""
+    if initializer == "he":
+        init.kaiming_normal_(weight, a=math.sqrt(5.0))
+    elif initializer == "bert":
+        init.normal_(weight, std=0.02)
+    elif initializer == "gaussian":
+        init.trunc_normal_(weight, std=deviation, a=-3.0 * deviation, b=3.0 * deviation)
+    elif initializer == "xavier":
+        init.xavier_uniform_(weight)
+    else:
+        init.kaiming_uniform_(weight, a=math.sqrt(5.0))
+
+
 class MegalodonPreTrainedModel(CommonPreTrainedModel):
-    """Base of the Megalodon models: configuration, initialization and what transformers asks of a model."""
+    """Base class of the Megalodon models: configuration, initialization and class attributes of transformers."""
 
     config_class = MegalodonConfig
     config: MegalodonConfig
     base_model_prefix = "megalodon"
     cache_class = MegalodonCache
     _no_split_modules = ["MegalodonBlock"]
-    # Half precision would blur logits of decays near 1, and turn late positions of a chunk by whole radians.
+    # Half precision cannot represent decays near 1, nor the angles of late positions of a chunk.
     _keep_in_fp32_modules_strict = ["cema", "rope"]
     _can_record_outputs = {
         "hidden_states": StateRecorder,
@@ -248,7 +258,7 @@ class MegalodonPreTrainedModel(CommonPreTrainedModel):
     }
 
     @torch.no_grad()
-    def _init_weights(self, module: nn.Module):
+    def _init_weights(self, module: nn.Module) -> None:
         if isinstance(module, nn.Embedding) or module is getattr(self, "lm_head", None):
             draw_matrix(module.weight, "gaussian", self.config.hidden_size**-0.5)
         elif isinstance(module, nn.Linear):
@@ -256,10 +266,18 @@ class MegalodonPreTrainedModel(CommonPreTrainedModel):
             if module.bias is not None:
                 init.zeros_(module.bias)
         elif isinstance(module, MegalodonMovingAverage):
-            draw_average(module)
+            init.normal_(module.alpha, std=0.2)
+            init.normal_(module.delta, std=0.2)
+            # In random order, channels have frequencies from 1 to 1 / d of the highest.
+            width = len(module.theta)
+            number = torch.randperm(width, device=module.theta.device) + 1
+            init.copy_(module.theta, torch.logit(torch.exp(-math.log(width) / width * number)).view(-1, 1, 1))
+            real = torch.randn_like(module.gamma[..., 0])
+            init.copy_(module.gamma, torch.stack((real, torch.zeros_like(real)), -1))
+            init.trunc_normal_(module.omega, std=0.25, a=-1.0, b=1.0)
         elif isinstance(module, MegalodonRotary):
             init.copy_(module.freqs, module.frequencies(2 * len(module.freqs)))
-        else:  # scales less 1, shifts, statistics before the first position
+        else:  # scales (stored as scale - 1), shifts and `prior_*`
             for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
                 init.zeros_(tensor)
             if isinstance(module, MegalodonNormalizedFFN) and module.alpha is not None:
@@ -271,7 +289,7 @@ class MegalodonModel(BodyMixin, MegalodonPreTrainedModel):
 
     def __init__(self, config: MegalodonConfig):
         super().__init__(config)
-        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.embed_tokens: nn.Module = nn.Embedding(config.vocab_size, config.hidden_size)
         self.scale = math.sqrt(config.hidden_size) if config.scale_embedding else 1.0
         self.dropout = Dropout(config.dropout_prob)
         self.rope = MegalodonRotary(config)
@@ -285,7 +303,7 @@ class MegalodonModel(BodyMixin, MegalodonPreTrainedModel):
         """Return the embedding of tokens."""
         return self.embed_tokens
 
-    def set_input_embeddings(self, value: nn.Module):
+    def set_input_embeddings(self, value: nn.Module) -> None:
         """Replace the embedding of tokens."""
         self.embed_tokens = value
 
@@ -303,28 +321,28 @@ class MegalodonModel(BodyMixin, MegalodonPreTrainedModel):
         cp_group: "dist.ProcessGroup | None" = None,
         **options: Unpack[TransformersKwargs],
     ) -> BaseModelOutputWithPast:
-        """Read a batch of B sequences of T positions.
+        """Run the model on B sequences of T positions.
 
         Args:
             input_ids: `[B, T]` tokens.
-            attention_mask: `[B, T]`, 1 = keep, 0 = drop; None = all positions, with `input_ids` all that are not
-                `pad_token_id`. Dropped positions do not exist, also between others; their inputs can be anything.
-            inputs_embeds: `[B, T, d]` embeddings in place of tokens.
-            past_key_values: what was returned for the positions before these. It is changed in place. `attention_mask`
-                covers the T positions, or these and all before them.
-            use_cache: return `past_key_values`. None = `config.use_cache`, but not in training.
-            cp_group: the ranks that share the B sequences, each with its contiguous part, cut at chunks by
+            attention_mask: `[B, T]`, 1 = keep, 0 = drop. None = all positions, with `input_ids` all that are not
+                `pad_token_id`. Dropped positions have no effect, even between kept positions.
+            inputs_embeds: `[B, T, d]` embeddings instead of tokens.
+            past_key_values: Cache of the positions before these, which is updated in place. `attention_mask` is for the
+                T positions, or for these and all before them.
+            use_cache: Return `past_key_values`. None = `config.use_cache`, but not in training.
+            cp_group: Context-parallel ranks, each of which passes its shard of the sequences, from
                 `shard_sequence(batch, group, multiple=config.chunk_size)`; see `MegaModel.forward`.
-            options: `output_hidden_states`, `output_attentions`, `return_dict`, and of ragged batches `position_ids`,
-                `seq_idx`, or `cu_seq_lens_q` and `max_length_q`; see `MegaModel.forward`.
+            options: `output_hidden_states`, `output_attentions`, `return_dict`, and for padding-free batches
+                `position_ids`, `seq_idx`, or `cu_seq_lens_q` and `max_length_q`; see `MegaModel.forward`.
 
         Returns:
-            `last_hidden_state` `[B, T, d]` (rows at padding are meaningless), `past_key_values` or None,
-            `hidden_states` N + 1 of `[B, T, d]`, `attentions` N of `[B, H, chunks, C, C]`.
+            `last_hidden_state` `[B, T, d]` (undefined at padding), `past_key_values` or None, `hidden_states` N + 1 of
+            `[B, T, d]`, `attentions` N of `[B, H, chunks, C, C]`.
 
         Raises:
-            ValueError: not exactly one kind of input, an empty batch, a mask of another shape or with other values than
-                0 and 1, an argument that Megalodon does not have.
+            ValueError: Not exactly one kind of input, an empty batch, an invalid mask, or an argument that Megalodon
+                does not support.
         """
         inputs = prepare(
             self,
@@ -351,9 +369,10 @@ class MegalodonModel(BodyMixin, MegalodonPreTrainedModel):
         """Return the input of the first layer."""
         return self.dropout(embeddings if self.scale == 1.0 else embeddings * self.scale)
 
-    def run_layers(self, hidden_states: torch.Tensor, inputs: Inputs, cache: MegalodonCache | None) -> torch.Tensor:
+    def run_layers(self, hidden_states: torch.Tensor, inputs: Inputs, cache: StateCache | None) -> torch.Tensor:
         """Return the states after all layers and the last norm; `cache` is updated in place."""
-        layout, caches = inputs.layout, [None] * len(self.layers) if cache is None else cache.layers
+        layout = inputs.layout
+        caches: Sequence[Any] = [None] * len(self.layers) if cache is None else cache.layers
         rotation = self.rope(hidden_states, layout, caches[0])
         recorded = layout.scatter(hidden_states) if inputs.output_states else None
         for layer, layer_cache in zip(self.layers, caches, strict=True):

@@ -1,5 +1,6 @@
 """Statistics of the last chunks only (`windowed_statistics`), as in the inference of the published code."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from luna_mega.modeling_megalodon.cache_megalodon import MegalodonCache
 PIECE, LONG, WINDOW = 2, 8, 6
 
 
-def needs_windows(model: Any, inputs: Inputs, options: dict[str, Any]) -> bool:
+def needs_windows(model: Any, inputs: Inputs, options: Mapping[str, Any]) -> bool:
     """Return whether the sequences are so long that statistics restart.
 
     Raises:

@@ -127,5 +127,5 @@ def test_cache_with_another_source(family):
     past = model(**decoders.source(model, 2), decoder_input_ids=ids, use_cache=True).past_key_values
     other = model(**decoders.source(model, 1), decoder_input_ids=ids[:1], use_cache=True).past_key_values
     past.cross_attention_cache = other.cross_attention_cache
-    with pytest.raises(ValueError, match="past_key_values has another source"):
+    with pytest.raises(ValueError, match="past_key_values`? has another source"):
         model(**decoders.source(model, 2), decoder_input_ids=ids, past_key_values=past)

@@ -154,7 +154,7 @@ def test_bias_table_of_the_same_grid_is_unchanged():
         ({}, "exactly one of pixel_values and inputs_embeds"),
         ({"pixel_values": torch.zeros(2, 3, 32, 32), "inputs_embeds": torch.zeros(2, 16, 16)}, "exactly one of"),
         ({"pixel_values": torch.zeros(2, 3, 32, 32), "attention_mask": torch.ones(2, 9)}, r"the shape \[2, 16\]"),
-        ({"inputs_embeds": torch.zeros(2, 9, 16)}, "have 16 patches, inputs_embeds 9"),
+        ({"inputs_embeds": torch.zeros(2, 9, 16)}, "have 9 positions, but images of this model have 16 patches"),
     ],
 )
 def test_bad_inputs(model, inputs, message):
@@ -171,10 +171,10 @@ def test_a_label_out_of_range(model):
     "fields, message",
     [
         ({"patch_size": 7}, "patch_size=7 does not divide image_size=32"),
-        ({"max_positions": 20}, "max_positions must be 16, the number of patches, got 20"),
+        ({"max_positions": 20}, "`max_positions` must be 16, the number of patches, got 20"),
         ({"is_decoder": True, "bidirectional": False, "ema_shift": False}, "input_type='patches' needs an encoder"),
         ({"drop_path_rate": 1.0}, r"drop_path_rate must be in \[0, 1\)"),
-        ({"unpad_inputs": True}, "leave unpad_inputs out"),
+        ({"unpad_inputs": True}, "omit unpad_inputs=True"),
         ({"num_channels": 0}, "num_channels must be at least 1"),
     ],
 )

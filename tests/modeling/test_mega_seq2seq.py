@@ -58,7 +58,7 @@ def test_bad_input():
     model, inputs = make(**WITH_ENCODER["laplace simple post-norm"]), batch()
     source, mask, target = (inputs[name] for name in ("input_ids", "attention_mask", "decoder_input_ids"))
     past = model(**inputs).past_key_values
-    with pytest.raises(ValueError, match="serves at most 24 positions, got 25"):
+    with pytest.raises(ValueError, match="supports at most 24 positions, got 25"):
         model(torch.full((1, 25), 4), decoder_input_ids=target[:1])
     with pytest.raises(ValueError, match="max_length=32 requires 31 positions .* relative bias has 30"):
         model.generate(source, max_length=32)
@@ -84,7 +84,7 @@ def test_bad_input():
         ({"adaptive_input_cutoffs": [9], "adaptive_softmax_cutoffs": [9]}, "no adaptive vocabulary"),
         ({"embedding_size": 7}, "needs embedding_size=12"),
         ({"num_decoder_layers": 0}, "num_decoder_layers must be at least 1, got 0"),
-        ({"decoder_shared_representation_size": 5}, "even shared_representation_size, got 5"),
+        ({"decoder_shared_representation_size": 5}, "even `shared_representation_size`, got 5"),
         ({"decoder_vocab_size": 23, "share_encoder_decoder_embeddings": True}, "decoder_vocab_size=23"),
         ({"tie_word_embeddings": False, "share_encoder_decoder_embeddings": True}, "tie_word_embeddings=False"),
     ],

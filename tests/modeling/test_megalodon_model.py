@@ -230,23 +230,23 @@ def test_an_output_layer_of_another_size():
     assert output.logits.shape == (2, 9, 7) and output.loss.isfinite()
     beams = model.generate(ids[:1], num_beams=3, do_sample=False, max_new_tokens=5)
     assert beams.max() < 7
-    with pytest.raises(NotImplementedError, match="output_size=7 scores for a vocabulary of 30"):
+    with pytest.raises(NotImplementedError, match="a vocabulary of 30 tokens with output_size=7 scores"):
         model.resize_token_embeddings(40)
 
 
 @pytest.mark.parametrize(
     "fields, message",
     [
-        ({"shared_representation_size": 10}, "an even number for each of the 2 heads .* got 10"),
+        ({"shared_representation_size": 10}, "an even number for each of the 2 heads, .* got 10"),
         ({"value_size": 21}, "num_attention_heads=2 does not divide value_size=21"),
         ({"norm_num_groups": 5}, "norm_num_groups=5 does not divide hidden_size=12"),
         ({"chunk_size": 0}, "chunk_size must be at least 1, got 0"),
         ({"rope_theta": 0.0}, "rope_theta must be a number above 0"),
         ({"initializer": "zeros"}, "initializer must be one of he, bert"),
-        ({"is_decoder": False}, "is_decoder must be True"),
-        ({"add_cross_attention": True}, "add_cross_attention must be False"),
-        ({"input_type": "values"}, "input_type must be 'tokens'"),
-        ({"tie_word_embeddings": True, "output_size": 7}, "vocab_size=30 rows, and output_size is 7"),
+        ({"is_decoder": False}, "`is_decoder` must be True"),
+        ({"add_cross_attention": True}, "`add_cross_attention` must be False"),
+        ({"input_type": "values"}, "`input_type` must be 'tokens'"),
+        ({"tie_word_embeddings": True, "output_size": 7}, "vocab_size=30 rows, but `output_size` is 7"),
         ({"pad_token_id": 30}, "must be a token of the vocabulary"),
         ({"dropout_prob": 1.0}, r"dropout_prob must be in \[0, 1\)"),
     ],
