@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, Unpack
+from typing import Any, Unpack, cast
 
 import torch
 from torch import nn
@@ -74,10 +74,11 @@ class LunaLMHead(nn.Module):
 
     def __init__(self, config: LunaConfig):
         super().__init__()
-        self.dense = nn.Linear(config.hidden_size, config.embedding_size)
+        width = cast(int, config.embedding_size)
+        self.dense = nn.Linear(config.hidden_size, width)
         self.activation = ACT2FN[config.hidden_act]
-        self.layer_norm = nn.LayerNorm(config.embedding_size, eps=config.layer_norm_eps)
-        self.decoder = nn.Linear(config.embedding_size, config.vocab_size)
+        self.layer_norm = nn.LayerNorm(width, eps=config.layer_norm_eps)
+        self.decoder = nn.Linear(width, config.vocab_size)
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         return self.decoder(self.layer_norm(self.activation(self.dense(hidden_states))))

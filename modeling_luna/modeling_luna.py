@@ -79,7 +79,7 @@ class LunaEmbeddings(nn.Module):
     def __init__(self, config: LunaConfig):
         super().__init__()
         self.config = config
-        width, narrow = config.hidden_size, config.embedding_size
+        width, narrow = config.hidden_size, cast(int, config.embedding_size)
         if config.input_type == "tokens":
             self.word_embeddings = nn.Embedding(config.vocab_size, narrow, padding_idx=config.pad_token_id)
         else:
@@ -140,7 +140,7 @@ class LunaEmbeddings(nn.Module):
         position_ids = position_ids + self.offset
         if self.config.position_embedding_type == "learned":
             return self.position_embeddings(position_ids)
-        return sinusoids(position_ids, self.config.embedding_size)
+        return sinusoids(position_ids, cast(int, self.config.embedding_size))
 
     def packed(self, inputs_embeds: torch.Tensor, layout: Layout) -> tuple[list[torch.Tensor], torch.Tensor | None]:
         """Return the initial P `[B, L, d]` (one per layer unless P is contextual) and its mask `[B, L]`.
@@ -691,7 +691,7 @@ class LunaModel(BodyMixin, LunaPreTrainedModel):
 
     @property
     def input_width(self) -> int:
-        return self.config.embedding_size
+        return cast(int, self.config.embedding_size)
 
     @capture_outputs
     def forward(
