@@ -35,6 +35,7 @@ from luna_mega.distillation.recipe import (
     make_teacher,
     move_teacher,
     reads_all,
+    scale_student,
 )
 from luna_mega.distillation.record import Record, describe_distillation
 from luna_mega.distillation.stages import (
@@ -254,16 +255,20 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     task.judge = Judge(teacher, splits.get("validation"), collate, training, reads_all(teacher, data.block_size))
     record.teacher = task.judge.teacher_scores
     if copying:
+        if teacher.family.is_decoder and not model.align_steps:  # alignment reads the norm as it is
+            scale_student(student.to(training.device), some_batches(draw_examples(task, first), collate, training, 1))
         record.say(copying.text)
         record.add_row("copy", copying, task.judge.score_student(student.to(training.device)))
     if is_initialized and calibrates(teacher, student, model):
-        batches = some_batches(draw_examples(task, first), collate, training, model.calibration_batches)
+        batches = some_batches(draw_examples(task, first), collate, training, model.calibration_batches + 1)
         calibration = calibrate_student(teacher, student, model, batches)
         record.say(calibration.text)
         record.add_row("calibrate", calibration, task.judge.score_student(student))
     if model.align_steps and not run.checkpoint:
         align_student(student, first, task, record, aligning)
-        student = make_student(teacher, model, data.block_size, first.output_dir)
+        student = make_student(teacher, model, data.block_size, first.output_dir).to(training.device)
+        if teacher.family.is_decoder:
+            scale_student(student, some_batches(draw_examples(task, first), collate, training, 1))
 
     train_only(student, None)
     trainer = make_trainer(DistillTrainer, student, training, task)

@@ -5,7 +5,11 @@ from luna_mega.distillation.alignment import (
     aligned_parameters as aligned_parameters,
     train_only as train_only,
 )
-from luna_mega.distillation.calibration import calibrate as calibrate
+from luna_mega.distillation.calibration import (
+    calibrate as calibrate,
+    calibration_error as calibration_error,
+    scale_logits as scale_logits,
+)
 from luna_mega.distillation.copying import (
     CopyReport as CopyReport,
     copy_weights as copy_weights,

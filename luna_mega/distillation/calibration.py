@@ -14,15 +14,17 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.activations import ACT2FN
 
-from luna_mega.distillation.alignment import AlignmentPlan, plan_alignment
-from luna_mega.distillation.families import Parts
+from luna_mega.distillation.alignment import AlignmentPlan, align, plan_alignment
+from luna_mega.distillation.families import Parts, find_family
 from luna_mega.distillation.students import check_pair
 from luna_mega.distillation.teachers import Teacher, inputs_of, positions_of
 from luna_mega.errors import reason
+from luna_mega.modeling_common.labels import next_tokens
 from luna_mega.modeling_common.layout import DenseLayout
 from luna_mega.modeling_common.masks import drop_if_full
 
 _BOUND = 0.99  # of tanh in a Mega's head
+_LEAST_FACTOR, _MARGIN = 1e-4, 1e-2  # of the last norm, so that all weights have gradients; of the loss, in nats
 _ROWS = 1024  # are compared with all parts at a time
 
 
@@ -139,9 +141,9 @@ def calibrate(
         ridge: strength of the regularization, as a share of the mean square of the states. A Mega has no other option.
 
     Returns:
-        For every layer the share of tokens whose part its states tell, 1 at best. A low one says that heads read other
-        parts as well, and that alignment has to do the work. Of a Mega the share of the variance of the head's output
-        that is explained.
+        For every layer the share of tokens whose part its states tell, 1 at best. It does not measure the accuracy of
+        the attention, see `calibration_error`. Of a Mega the share of the variance of the head's output that is
+        explained.
 
     Raises:
         ValueError: the student packs nothing, or has tied keys and values; an option is out of range, or the batches
@@ -171,6 +173,55 @@ def calibrate(
     _solve_queries(own, samples, queries)
     own.model.train(was_training)
     return [told for _, told in codes]
+
+
+@torch.no_grad()
+def calibration_error(
+    teacher: Teacher, student: PreTrainedModel, batch: dict[str, Any], layers: Sequence[int] | None = None
+) -> list[float]:
+    """Return the relative error of the attention output of every layer of a Luna encoder, on the teacher's states.
+
+    It is the root of the mean square of the difference, relative to the standard deviation of the teacher's output: 0
+    if both are equal, 1 for a constant. Use a batch that `calibrate` has not read. If the other weights of the layers
+    are not copied, it is the error of the output of the layer.
+    """
+    was_training = student.training
+    student.eval()
+    errors = align(teacher, student, batch, layers).sqrt().tolist()
+    student.train(was_training)
+    return errors
+
+
+@torch.no_grad()
+def scale_logits(student: PreTrainedModel, batch: dict[str, Any]) -> float:
+    """Scale the last norm of a causal student whose loss is above that of uniform predictions; return the factor.
+
+    The copied head reads random states if the layers are not copied. The factor minimizes the loss on the batch. The
+    loss is a convex function of it, and that of the factor 0 is uniform. It is called before distillation, after
+    alignment.
+    """
+    own = Parts(student, find_family(student.config))
+    norm, was_training = own.module("last_norm"), student.training
+    if norm is None:
+        return 1.0
+    inputs = inputs_of(batch, token_types=False)
+    targets = next_tokens(inputs["input_ids"], None, inputs["attention_mask"].bool())
+    places = targets != -100
+    with own.logits_at(places):
+        logits = student.eval()(**inputs).logits.float()
+    student.train(was_training)
+    targets, right = targets[places], logits.gather(1, targets[places][:, None])[:, 0].mean()
+    if nn.functional.cross_entropy(logits, targets) <= math.log(logits.shape[1]) + _MARGIN:
+        return 1.0
+    low, high = 0.0, 1.0
+    for _ in range(30):  # bisection of the derivative
+        middle = (low + high) / 2
+        slope = ((middle * logits).softmax(dim=1) * logits).sum(dim=1).mean() - right
+        low, high = (low, middle) if slope > 0 else (middle, high)
+    factor = max(low, _LEAST_FACTOR)
+    for parameter in norm.parameters(recurse=False):
+        parameter.mul_(factor)
+    return factor
 
 
 def _cut(tokens: list[int], rows: int, heads: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -31,7 +31,8 @@ from luna_mega.distillation import (
     load_teacher,
     student_config,
 )
-from luna_mega.distillation.calibration import solves_head
+from luna_mega.distillation.alignment import plan_alignment
+from luna_mega.distillation.calibration import calibration_error, scale_logits, solves_head
 from luna_mega.distillation.students import match_layers
 from luna_mega.hub.folder import position_limit
 from luna_mega.training.arguments import check_choice, check_least, fail
@@ -79,6 +80,10 @@ class DistillArguments:
         default=None, metadata={"help": "how sharply a head reads its part; default: 12 for single positions, else 6"}
     )
     calibration_ridge: float = field(default=0.01, metadata={"help": "strength of the regularization"})
+    max_calibration_error: float = field(
+        default=1.0,
+        metadata={"help": "largest error of a calibrated attention, in standard deviations of the teacher's output"},
+    )
     align_steps: int = field(default=200, metadata={"help": "steps of alignment, layer by layer; 0 = none"})
     align_learning_rate: float = field(default=1e-3, metadata={"help": "learning rate of alignment"})
     align_whole: bool = field(
@@ -234,8 +239,9 @@ def copy_student(teacher: Teacher, student: PreTrainedModel, model: DistillArgum
 def calibrate_student(
     teacher: Teacher, student: PreTrainedModel, model: DistillArguments, batches: list[dict[str, torch.Tensor]]
 ) -> Done:
-    """Calibrate a student, on all processes alike."""
+    """Calibrate a student, on all processes alike; the last batch, if there are several, is held out."""
     start = time.perf_counter()
+    batches, held_out = batches[: max(1, len(batches) - 1)], batches[-1]
     options = {"gain": model.calibration_gain, "ridge": model.calibration_ridge}
     with one_line("stage calibrate"):
         shares = calibrate(teacher, student, batches, model.layers, **options)
@@ -244,9 +250,38 @@ def calibrate_student(
             dist.broadcast(parameter.data, 0)
     tokens = sum(int(batch.get("attention_mask", torch.ones_like(batch["input_ids"])).sum()) for batch in batches)
     shown = ", ".join(f"{share:.2f}" for share in shares)
-    what = "layers tell {} of the positions" if student.config.model_type == "luna" else "head explain {} of its output"
-    return Done(
-        f"stage calibrate: the states of the {what.format(shown)}",
-        tokens,
-        time.perf_counter() - start,
-    )
+    if student.config.model_type == "luna":
+        text = f"layers tell {shown} of the positions\n{_check_errors(teacher, student, model, held_out)}"
+    else:
+        text = f"head explain {shown} of its output"
+    return Done(f"stage calibrate: the states of the {text}", tokens, time.perf_counter() - start)
+
+
+def _check_errors(
+    teacher: Teacher, student: PreTrainedModel, model: DistillArguments, batch: dict[str, torch.Tensor]
+) -> str:
+    """Return a line with the error of every layer; end the script if the error of a calibrated attention is too large.
+
+    If the other weights of the layers are not copied, the error is not that of the calibration.
+    """
+    with one_line("stage calibrate"):
+        errors = calibration_error(teacher, student, batch, model.layers)
+        is_attention = plan_alignment(teacher, check_pair(teacher, student), model.layers).attention
+    worst = max(range(len(errors)), key=errors.__getitem__)
+    if is_attention and errors[worst] > model.max_calibration_error:
+        fail(
+            f"stage calibrate: the attention output of layer {worst} has an error of {errors[worst]:.2f} standard "
+            f"deviations, above --max_calibration_error {model.max_calibration_error}; use a larger "
+            "--projection_length, `luna-mega distill`, which requires no calibration, or raise the limit and align "
+            "(--align_steps)"
+        )
+    shown = ", ".join(f"{error:.2f}" for error in errors)
+    return f"error of the {'attention' if is_attention else 'layers'} on a held-out batch: {shown}"
+
+
+def scale_student(student: PreTrainedModel, batches: list[dict[str, torch.Tensor]]) -> None:
+    """Scale the logits of a causal student to a loss of at most that of uniform predictions."""
+    scale_logits(student, batches[0])
+    if dist.is_initialized():  # rounding differs between processes
+        for parameter in student.parameters():
+            dist.broadcast(parameter.data, 0)
