@@ -6,6 +6,7 @@ from collections.abc import Iterator
 import torch
 
 from luna_mega.kernels._export import chunk_positions
+from luna_mega.kernels._operator import register
 from luna_mega.kernels.dropout import dropout_factors
 from luna_mega.kernels.gated_attention import reference
 from luna_mega.kernels.upcast import upcast_dtype
@@ -176,77 +177,59 @@ class _Blocks:
         return dropout_factors(weights, self.dropout, self.generator)
 
 
-@torch.library.custom_op("luna_mega::gated_attend", mutates_args=(), schema=f"({INPUTS}) -> (Tensor, Tensor)")
-def _attend(query, key, value, bias, mask, start, function, causal, offset, dropout, seed, keep):
+def _forward(query, key, value, bias, mask, start, function, causal, offset, dropout, seed, keep):
     """Return the output and, with `keep`, the scores (of softmax the weights) for the backward pass."""
-    with torch.autocast(query.device.type, enabled=False):
-        blocks = _Blocks(query, key, value, bias, mask, start, function, causal, offset, dropout, seed)
-        output = value.new_empty(*query.shape[:2], value.shape[2])
-        kept = query.new_empty((*query.shape[:2], key.shape[1]) if keep else 0, dtype=blocks.dtype)
-        for n, rows, keys in blocks:
-            place = kept[n, rows, keys] if keep else None
-            if function == "softmax":
-                weights = blocks.weights(blocks.scores(n, rows, keys), n, rows, place)
-            else:
-                weights = blocks.weights(blocks.scores(n, rows, keys, place), n, rows)
-            if dropout > 0.0:
-                weights = weights * blocks.dropped(weights)
-            _set_product(output[n, rows], weights.to(blocks.value_dtype), blocks.value[n, keys])
-        return output, kept
+    blocks = _Blocks(query, key, value, bias, mask, start, function, causal, offset, dropout, seed)
+    output, kept = _empty(query, key, value, bias, mask, start, function, causal, offset, dropout, seed, keep)
+    for n, rows, keys in blocks:
+        place = kept[n, rows, keys] if keep else None
+        if function == "softmax":
+            weights = blocks.weights(blocks.scores(n, rows, keys), n, rows, place)
+        else:
+            weights = blocks.weights(blocks.scores(n, rows, keys, place), n, rows)
+        if dropout > 0.0:
+            weights = weights * blocks.dropped(weights)
+        _set_product(output[n, rows], weights.to(blocks.value_dtype), blocks.value[n, keys])
+    return output, kept
 
 
-@_attend.register_fake
-def _(query, key, value, bias, mask, start, function, causal, offset, dropout, seed, keep):
+def _empty(query, key, value, bias, mask, start, function, causal, offset, dropout, seed, keep):
     kept = query.new_empty((*query.shape[:2], key.shape[1]) if keep else 0, dtype=upcast_dtype(query, value))
-    return value.new_empty(query.shape[0], query.shape[1], value.shape[2]), kept
+    return value.new_empty(*query.shape[:2], value.shape[2]), kept
 
 
-@torch.library.custom_op(
-    "luna_mega::gated_attend_backward",
-    mutates_args=(),
-    schema=f"(Tensor grad_output, Tensor kept, {INPUTS}) -> (Tensor, Tensor, Tensor, Tensor)",
-)
-def _attend_backward(
+def _backward(
     grad_output, kept, query, key, value, bias, mask, start, function, causal, offset, dropout, seed, keep
 ):  # fmt: skip
-    with torch.autocast(query.device.type, enabled=False):
-        blocks = _Blocks(query, key, value, bias, mask, start, function, causal, offset, dropout, seed)
-        # The first block of a sequence overwrites the gradients of keys and values if it sees all of them.
-        set_first = 0 < query.shape[1] and (not causal or offset + min(query.shape[1], BLOCK_ROWS) == key.shape[1])
-        make = torch.empty if set_first else torch.zeros
-        grad_query, grad_key, grad_value = (
-            make(x.shape, dtype=blocks.dtype, device=x.device) for x in (query, key, value)
-        )
-        grad_bias = torch.zeros_like(blocks.bias)
-        grad_output = grad_output.to(blocks.value_dtype)
-        for n, rows, keys in blocks:
-            write = _set_product if set_first and rows.start == 0 else _add_product
-            scores = weights = kept[n, rows, keys] if keep else blocks.scores(n, rows, keys)
-            if not keep or function != "softmax":
-                weights = blocks.weights(scores, n, rows)
-            grad = torch.bmm(grad_output[n, rows], blocks.value[n, keys].transpose(1, 2)).to(blocks.dtype)
-            used = weights
-            if dropout > 0.0:
-                dropped = blocks.dropped(weights)
-                grad *= dropped
-                used = weights * dropped
-            write(grad_value[n, keys], used.to(blocks.value_dtype).transpose(1, 2), grad_output[n, rows])
-            grad = blocks.through_function(grad, scores, weights)
-            _set_product(grad_query[n, rows], grad, blocks.key[n, keys])
-            write(grad_key[n, keys], grad.transpose(1, 2), blocks.query[n, rows])
-            if bias is not None:
-                of_bias = grad if blocks.row_bias else grad.sum(dim=0, keepdim=True)
-                grad_bias[blocks.lags(n, rows, keys)] += _diagonal_sums(of_bias)
-        grad_query /= blocks.divisor
-        gradients = zip((grad_query, grad_key, grad_value), (query, key, value), strict=True)
-        grad_bias = query.new_empty(0) if bias is None else grad_bias.view(bias.shape).to(bias.dtype)
-        return *(grad.to(x.dtype) for grad, x in gradients), grad_bias
-
-
-@_attend_backward.register_fake
-def _(grad_output, kept, query, key, value, bias, *_):
-    grad_bias = query.new_empty(0) if bias is None else bias.new_empty(bias.shape)
-    return *(x.new_empty(x.shape) for x in (query, key, value)), grad_bias
+    blocks = _Blocks(query, key, value, bias, mask, start, function, causal, offset, dropout, seed)
+    # The first block of a sequence overwrites the gradients of keys and values if it sees all of them.
+    set_first = 0 < query.shape[1] and (not causal or offset + min(query.shape[1], BLOCK_ROWS) == key.shape[1])
+    make = torch.empty if set_first else torch.zeros
+    grad_query, grad_key, grad_value = (make(x.shape, dtype=blocks.dtype, device=x.device) for x in (query, key, value))
+    grad_bias = torch.zeros_like(blocks.bias)
+    grad_output = grad_output.to(blocks.value_dtype)
+    for n, rows, keys in blocks:
+        write = _set_product if set_first and rows.start == 0 else _add_product
+        scores = weights = kept[n, rows, keys] if keep else blocks.scores(n, rows, keys)
+        if not keep or function != "softmax":
+            weights = blocks.weights(scores, n, rows)
+        grad = torch.bmm(grad_output[n, rows], blocks.value[n, keys].transpose(1, 2)).to(blocks.dtype)
+        used = weights
+        if dropout > 0.0:
+            dropped = blocks.dropped(weights)
+            grad *= dropped
+            used = weights * dropped
+        write(grad_value[n, keys], used.to(blocks.value_dtype).transpose(1, 2), grad_output[n, rows])
+        grad = blocks.through_function(grad, scores, weights)
+        _set_product(grad_query[n, rows], grad, blocks.key[n, keys])
+        write(grad_key[n, keys], grad.transpose(1, 2), blocks.query[n, rows])
+        if bias is not None:
+            of_bias = grad if blocks.row_bias else grad.sum(dim=0, keepdim=True)
+            grad_bias[blocks.lags(n, rows, keys)] += _diagonal_sums(of_bias)
+    grad_query /= blocks.divisor
+    gradients = zip((grad_query, grad_key, grad_value), (query, key, value), strict=True)
+    grad_bias = None if bias is None else grad_bias.view(bias.shape).to(bias.dtype)
+    return [*(grad.to(x.dtype) for grad, x in gradients), grad_bias]
 
 
 def _set_product(out: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
@@ -271,21 +254,14 @@ def _diagonal_sums(matrices: torch.Tensor) -> torch.Tensor:
     return skewed[:, : rows * (rows + columns - 1)].view(-1, rows, rows + columns - 1).sum(dim=1)
 
 
-def _save_for_backward(ctx, inputs, output):
-    *tensors, ctx.function, ctx.causal, ctx.offset, ctx.dropout, seed, ctx.keep = inputs
-    ctx.set_materialize_grads(False)  # the gradients of the scores would be zeros
-    ctx.mark_non_differentiable(output[1])
-    ctx.save_for_backward(output[1], *tensors, seed)
-
-
-def _backward(ctx, grad_output, _):
-    if grad_output is None:
-        return (None,) * 12
-    *tensors, seed = ctx.saved_tensors
-    *gradients, grad_bias = torch.ops.luna_mega.gated_attend_backward(
-        grad_output, *tensors, ctx.function, ctx.causal, ctx.offset, ctx.dropout, seed, ctx.keep
-    )
-    return *gradients, None if tensors[4] is None else grad_bias, *[None] * 8
-
-
-_attend.register_autograd(_backward, setup_context=_save_for_backward)
+register(
+    "luna_mega::gated_attend",
+    INPUTS,
+    "(Tensor, Tensor)",
+    _forward,
+    _empty,
+    _backward,
+    differentiable=("query", "key", "value", "bias"),
+    saved="Tensor kept",
+    save=lambda inputs, outputs: outputs[1:],
+)

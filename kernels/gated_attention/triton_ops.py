@@ -3,6 +3,7 @@
 import torch
 
 from luna_mega.kernels import _op
+from luna_mega.kernels._operator import register
 from luna_mega.kernels.common.triton_launch import random_seed
 from luna_mega.kernels.gated_attention import triton_backward, triton_forward
 
@@ -47,45 +48,19 @@ def segment_bounds(cu_seqlens: torch.Tensor, chunk_size: int | None, total: int)
     return torch.stack((torch.minimum(start, stop), torch.minimum(start + chunk_size, stop)), dim=1)
 
 
-@torch.library.custom_op("luna_mega::gated_attention_triton", mutates_args=(), schema=f"({INPUTS}) -> (Tensor, Tensor)")
-def _attend(*inputs):
-    return triton_forward.forward(*inputs)
-
-
-@_attend.register_fake
-def _(query, key, value, bias, mask, bounds, function, *_):
+def _fake(query, key, value, bias, mask, bounds, function, *_):
     lse = query.shape[:2] if function == "softmax" else (0,)
     return value.new_empty(*query.shape[:2], value.shape[2]), query.new_empty(lse, dtype=torch.float32)
 
 
-@torch.library.custom_op(
-    "luna_mega::gated_attention_triton_backward",
-    mutates_args=(),
-    schema=f"(Tensor grad_output, Tensor? output, Tensor lse, {INPUTS}) -> (Tensor, Tensor, Tensor, Tensor)",
+register(
+    "luna_mega::gated_attention_triton",
+    INPUTS,
+    "(Tensor, Tensor)",
+    triton_forward.forward,
+    _fake,
+    triton_backward.backward,
+    differentiable=("query", "key", "value", "bias"),
+    saved="Tensor? output, Tensor lse",
+    save=lambda inputs, outputs: (outputs[0] if inputs[6] == "softmax" else None, outputs[1]),
 )
-def _attend_backward(grad_output, output, lse, query, *inputs):
-    *gradients, grad_bias = triton_backward.backward(grad_output, output, lse, query, *inputs)
-    return *gradients, query.new_empty(0) if grad_bias is None else grad_bias
-
-
-@_attend_backward.register_fake
-def _(grad_output, output, lse, query, key, value, bias, *_):
-    grad_bias = query.new_empty(0) if bias is None else bias.new_empty(bias.shape)
-    return *(x.new_empty(x.shape) for x in (query, key, value)), grad_bias
-
-
-def _save_for_backward(ctx, inputs, output):
-    query, key, value, bias, mask, bounds, *ctx.options, seed, ctx.precision = inputs
-    attended = output[0] if ctx.options[0] == "softmax" else None
-    ctx.save_for_backward(attended, output[1], query, key, value, bias, mask, bounds, seed)
-
-
-def _backward(ctx, grad_output, _):
-    *tensors, seed = ctx.saved_tensors
-    *gradients, grad_bias = torch.ops.luna_mega.gated_attention_triton_backward(
-        grad_output, *tensors, *ctx.options, seed, ctx.precision
-    )
-    return *gradients, None if tensors[5] is None else grad_bias, *[None] * 9
-
-
-_attend.register_autograd(_backward, setup_context=_save_for_backward)

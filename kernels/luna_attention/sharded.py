@@ -116,7 +116,7 @@ def _flash_forward(query, key, value, mask, scale, dropout, seed):
 
 
 def _flash_backward(grad_output, output, log_sum_exp, query, key, value, mask, scale, dropout, seed):
-    return torch_backend.flash_backward(grad_output, query, key, value, mask, output, log_sum_exp, scale)
+    return torch_backend.flash_backward(grad_output, output, log_sum_exp, query, key, value, mask, scale)
 
 
 def _triton(query, dropout) -> Kernels:

@@ -3,6 +3,7 @@
 import torch
 from torch import nn
 
+from luna_mega.kernels._operator import register
 from luna_mega.kernels.dropout import dropout as drop
 from luna_mega.kernels.upcast import upcast_dtype
 
@@ -85,12 +86,12 @@ def flash(
 
 def flash_backward(
     grad_output: torch.Tensor,
+    output: torch.Tensor,
+    log_sum_exp: torch.Tensor,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
     mask: torch.Tensor | None,
-    output: torch.Tensor,
-    log_sum_exp: torch.Tensor,
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return the gradients of query, key and value, computed with the backward kernel of `flash`."""
@@ -105,51 +106,19 @@ def flash_backward(
     return tuple(x.transpose(1, 2) for x in gradients)
 
 
-@torch.library.custom_op(
-    "luna_mega::attend",
-    mutates_args=(),
-    device_types="cpu",
-    schema="(Tensor query, Tensor key, Tensor value, Tensor? mask, float scale) -> (Tensor, Tensor)",
-)
-def _attend_cpu(*inputs):
-    return tuple(x.contiguous() for x in flash(*inputs))
-
-
-@_attend_cpu.register_fake
-def _(query, key, value, mask, scale):
+def _fake(query, key, value, mask, scale):
     batch, length, heads, _ = query.shape
     return query.new_empty(query.shape), query.new_empty((batch, heads, length), dtype=upcast_dtype(query))
 
 
-@torch.library.custom_op(
-    "luna_mega::attend_backward",
-    mutates_args=(),
-    device_types="cpu",
-    schema=(
-        "(Tensor grad_output, Tensor query, Tensor key, Tensor value, Tensor? mask, Tensor output, "
-        "Tensor log_sum_exp, float scale) -> (Tensor, Tensor, Tensor)"
-    ),
+register(
+    "luna_mega::attend",
+    "Tensor query, Tensor key, Tensor value, Tensor? mask, float scale",
+    "(Tensor, Tensor)",
+    lambda *inputs: tuple(x.contiguous() for x in flash(*inputs)),
+    _fake,
+    lambda *inputs: [x.contiguous() for x in flash_backward(*inputs)],
+    differentiable=("query", "key", "value"),
+    saved="Tensor output, Tensor log_sum_exp",
+    save=lambda inputs, outputs: outputs,
 )
-def _attend_backward_cpu(*inputs):
-    return tuple(x.contiguous() for x in flash_backward(*inputs))
-
-
-@_attend_backward_cpu.register_fake
-def _(grad_output, query, key, value, mask, output, log_sum_exp, scale):
-    return query.new_empty(query.shape), key.new_empty(key.shape), value.new_empty(value.shape)
-
-
-def _save_for_backward(ctx, inputs, output):
-    *tensors, ctx.scale = inputs
-    ctx.save_for_backward(*tensors, *output)
-
-
-def _backward(ctx, grad_output, grad_log_sum_exp):
-    query, key, value, mask, output, log_sum_exp = ctx.saved_tensors
-    gradients = torch.ops.luna_mega.attend_backward(
-        grad_output, query, key, value, mask, output, log_sum_exp, ctx.scale
-    )
-    return *gradients, None, None
-
-
-_attend_cpu.register_autograd(_backward, setup_context=_save_for_backward)

@@ -150,8 +150,8 @@ def _key_configurations(call: Call) -> list[Configuration]:
 
 def backward(
     grad_output: torch.Tensor, output: torch.Tensor, log_sum_exp: torch.Tensor, *arguments
-) -> list[torch.Tensor]:
-    """Return the contiguous gradients of query, key and, unless it is None, value; `arguments` as in `forward`."""
+) -> list[torch.Tensor | None]:
+    """Return the gradients of query, key and value, None for None; `arguments` as in `forward`."""
     call = prepare(*arguments)
     query, key, plan, grad_output = call.query, call.key, call.plan, grad_output.contiguous()
     delta = torch.empty_like(log_sum_exp)
@@ -174,14 +174,14 @@ def backward(
         run(_query_kernel, grid, configuration, tensors, log_sum_exp.numel())
         return _summed(gradient, query)
 
-    def key_gradients(configuration: Configuration) -> list[torch.Tensor]:
+    def key_gradients(configuration: Configuration) -> tuple[torch.Tensor | None, ...]:
         block_q, block_m, *_ = configuration = configuration.fitted(plan)
         splits = plan.splits(plan.longest_key, block_m, plan.longest_query, block_q)
         gradients = [_partial(key, splits) for _ in range(1 if call.value is None else 2)]
         grid = triton.cdiv(plan.longest_key, block_m), splits
         tensors = grad_output, log_sum_exp, delta, gradients[0], None if call.value is None else gradients[1]
         run(_key_kernel, grid, configuration, tensors, key[..., 0].numel())
-        return [_summed(gradient, key) for gradient in gradients]
+        return *(_summed(gradient, key) for gradient in gradients), *(None,) * (2 - len(gradients))
 
     # The order matters: the first kernel writes DELTA, which the second reads.
     of_query = call.choose(_query_kernel, _query_configurations, query_gradient)

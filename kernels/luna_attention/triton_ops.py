@@ -3,6 +3,7 @@
 import torch
 
 from luna_mega.kernels import _op
+from luna_mega.kernels._operator import register
 from luna_mega.kernels.common.triton_launch import random_seed
 from luna_mega.kernels.luna_attention import triton_backward, triton_forward
 
@@ -35,10 +36,8 @@ def pack(query, key, value, mask, scale, dropout, seed) -> tuple[torch.Tensor, t
 
 def pack_backward(grad_output, output, log_sum_exp, query, key, value, mask, scale, dropout, seed):
     """Return the gradients of query, key and value; if value is key, the gradient of the key is the sum of both."""
-    gradients = torch.ops.luna_mega.luna_attention_triton_backward(
-        grad_output, output, log_sum_exp, *_dense(query, key, value, mask, scale, dropout, seed)
-    )
-    return *gradients, *(None,) * (3 - len(gradients))
+    inputs = _dense(query, key, value, mask, scale, dropout, seed)
+    return triton_backward.backward(grad_output, output, log_sum_exp, *inputs)
 
 
 def _dense(query, key, value, mask, scale, dropout, seed):
@@ -46,41 +45,19 @@ def _dense(query, key, value, mask, scale, dropout, seed):
     return query, key, None if key is value else value, mask, None, seed, None, 0, scale, dropout, precision
 
 
-@torch.library.custom_op("luna_mega::luna_attention_triton", mutates_args=(), schema=f"({INPUTS}) -> (Tensor, Tensor)")
-def _attend(*inputs):
-    return triton_forward.forward(*inputs)
-
-
-@_attend.register_fake
-def _(query, *_):
+def _fake(query, *_):
     batch, length, heads, _ = query.shape
     return query.new_empty(query.shape), query.new_empty((batch, heads, length), dtype=torch.float32)
 
 
-@torch.library.custom_op(
-    "luna_mega::luna_attention_triton_backward",
-    mutates_args=(),
-    schema=f"(Tensor grad_output, Tensor output, Tensor log_sum_exp, {INPUTS}) -> Tensor[]",
+register(
+    "luna_mega::luna_attention_triton",
+    INPUTS,
+    "(Tensor, Tensor)",
+    triton_forward.forward,
+    _fake,
+    triton_backward.backward,
+    differentiable=("query", "key", "value"),
+    saved="Tensor output, Tensor log_sum_exp",
+    save=lambda inputs, outputs: outputs,
 )
-def _attend_backward(*inputs):
-    return triton_backward.backward(*inputs)
-
-
-@_attend_backward.register_fake
-def _(grad_output, output, log_sum_exp, query, key, value, *_):
-    return [x.new_empty(x.shape) for x in (query, key, value) if x is not None]
-
-
-def _save_for_backward(ctx, inputs, output):
-    *tensors, ctx.varlen_side, ctx.max_seqlen, ctx.scale, ctx.dropout, ctx.precision = inputs
-    ctx.save_for_backward(*output, *tensors)
-
-
-def _backward(ctx, grad_output, grad_log_sum_exp):
-    gradients = torch.ops.luna_mega.luna_attention_triton_backward(
-        grad_output, *ctx.saved_tensors, ctx.varlen_side, ctx.max_seqlen, ctx.scale, ctx.dropout, ctx.precision
-    )
-    return (*gradients, *(None,) * (11 - len(gradients)))
-
-
-_attend.register_autograd(_backward, setup_context=_save_for_backward)

@@ -7,10 +7,10 @@ from itertools import pairwise
 import torch
 from torch import nn
 
-from luna_mega.kernels import _op
 from luna_mega.kernels._export import chunk_positions, lerp
+from luna_mega.kernels._operator import register
 from luna_mega.kernels.dropout import dropout_factors
-from luna_mega.kernels.luna_causal_attention import autograd, reference
+from luna_mega.kernels.luna_causal_attention import reference
 from luna_mega.kernels.luna_causal_attention.reference import LunaCausalState
 from luna_mega.kernels.upcast import upcast_dtype
 
@@ -309,55 +309,49 @@ def _blocks(
         yield some, block
 
 
-@torch.library.custom_op(
-    "luna_mega::luna_causal_attention", mutates_args=(), schema=f"({INPUTS}) -> (Tensor, Tensor, Tensor)"
-)
-def _attend(query, pack_key, key, value, pack_query, *rest):
+def _forward(query, pack_key, key, value, pack_query, *rest):
     """Return the result and the means after the last token."""
-    output, *means = _empty(query, value, pack_query)
-    with _op.without_autocast(query.device.type):
-        for heads, block in _blocks(query, pack_key, key, value, pack_query, *rest):
-            output[:, :, heads] = block.tokens(block.output())[:, : query.shape[1]]
-            for mean, of_block in zip(means, block.means(), strict=True):
-                mean[:, heads] = of_block
+    output, *means = _empty(query, pack_key, key, value, pack_query)
+    for heads, block in _blocks(query, pack_key, key, value, pack_query, *rest):
+        output[:, :, heads] = block.tokens(block.output())[:, : query.shape[1]]
+        for mean, of_block in zip(means, block.means(), strict=True):
+            mean[:, heads] = of_block
     return output, *means
 
 
-def _empty(query, value, pack_query):
+def _empty(query, pack_key, key, value, pack_query, *_):
     batch, _, heads, size = query.shape
-    rows, working = pack_query.shape[1], upcast_dtype(query)
-    key_mean = query.new_empty((batch, heads, size, rows), dtype=working)
-    return value.new_empty(value.shape), key_mean, query.new_empty((batch, heads, rows, value.shape[3]), dtype=working)
+    rows, dtype = pack_query.shape[1], upcast_dtype(query)
+    key_mean = query.new_empty((batch, heads, size, rows), dtype=dtype)
+    return value.new_empty(value.shape), key_mean, query.new_empty((batch, heads, rows, value.shape[3]), dtype=dtype)
 
 
-@_attend.register_fake
-def _(query, pack_key, key, value, pack_query, *rest):
-    return _empty(query, value, pack_query)
-
-
-@torch.library.custom_op(
-    "luna_mega::luna_causal_attention_backward",
-    mutates_args=(),
-    schema=f"(Tensor grad_output, Tensor? grad_key_mean, Tensor? grad_value_mean, {INPUTS}) -> Tensor[]",
-)
-def _attend_backward(grad_output, grad_key_mean, grad_value_mean, *inputs):
-    """Return the gradients of query, pack_key, key, value, pack_query, and of the means, which may be empty."""
-    length, mask, key_mean = inputs[0].shape[1], inputs[6], inputs[8]
-    grads = autograd.empty_gradients(*inputs)
-    with _op.without_autocast(grad_output.device.type):
-        for heads, block in _blocks(*inputs):
-            of_means = (None if x is None else x[:, heads] for x in (grad_key_mean, grad_value_mean))
-            *of_tokens, of_pack_query, of_key, of_value = block.backward(grad_output[:, :, heads], *of_means)
-            for grad, of_block in zip(grads[:4], of_tokens, strict=True):
-                grad[:, :, heads] = block.tokens(of_block)[:, :length]
-            grads[4][:, :, heads] = block.tokens(of_pack_query)
-            if key_mean is not None:
-                grads[5][:, heads] = block.state(of_key, block.seen)
-                grads[6][:, heads] = block.state(of_value, block.seen)
+def _backward(grad_output, grad_key_mean, grad_value_mean, *inputs):
+    """Return the gradients of query, pack_key, key, value, pack_query and of the means."""
+    length, mask, means = inputs[0].shape[1], inputs[6], inputs[8:10]
+    grads = [None if x is None else x.new_empty(x.shape) for x in (*inputs[:5], *means)]
+    for heads, block in _blocks(*inputs):
+        of_means = (None if x is None else x[:, heads] for x in (grad_key_mean, grad_value_mean))
+        *of_tokens, of_pack_query, of_key, of_value = block.backward(grad_output[:, :, heads], *of_means)
+        for grad, of_block in zip(grads[:4], of_tokens, strict=True):
+            grad[:, :, heads] = block.tokens(of_block)[:, :length]
+        grads[4][:, :, heads] = block.tokens(of_pack_query)
+        if means[0] is not None:
+            grads[5][:, heads] = block.state(of_key, block.seen)
+            grads[6][:, heads] = block.state(of_value, block.seen)
     if mask is not None:
         for grad in grads[1:4]:
             grad.masked_fill_(~mask[:, :, None, None], 0.0)
     return grads
 
 
-autograd.register(_attend, _attend_backward)
+register(
+    "luna_mega::luna_causal_attention",
+    INPUTS,
+    "(Tensor, Tensor, Tensor)",
+    _forward,
+    _empty,
+    _backward,
+    differentiable=("query", "pack_key", "key", "value", "pack_query", "key_mean", "value_mean"),
+    gradients=(0, 1, 2),
+)

@@ -187,8 +187,8 @@ def _transposed(x: torch.Tensor | None) -> torch.Tensor | None:
 
 def backward(
     grad_output: torch.Tensor, grad_key_mean: torch.Tensor | None, grad_value_mean: torch.Tensor | None, *arguments
-) -> list[torch.Tensor]:
-    """Return the gradients of query, pack_key, key, value, pack_query, and of both means, empty for a mean of None.
+) -> list[torch.Tensor | None]:
+    """Return the gradients of query, pack_key, key, value, pack_query, and of both means, None for None.
 
     `arguments` as in `forward`.
     """
@@ -197,5 +197,5 @@ def backward(
     run = _fused if isinstance(call, Fused) else _scans
     grads, first = choose("backward", call, lambda: run(call, *of_outputs))
     for mean, grad in zip(call.means, first, strict=True):
-        grads.append(call.query.new_empty(0) if mean is None else per_row(grad, call.seen).to(mean.dtype))
+        grads.append(None if mean is None else per_row(grad, call.seen).to(mean.dtype))
     return grads

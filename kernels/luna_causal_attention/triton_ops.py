@@ -3,8 +3,9 @@
 import torch
 
 from luna_mega.kernels import _op
+from luna_mega.kernels._operator import register
 from luna_mega.kernels.common.triton_launch import random_seed
-from luna_mega.kernels.luna_causal_attention import autograd, reference, triton_backward, triton_forward, triton_step
+from luna_mega.kernels.luna_causal_attention import reference, triton_backward, triton_forward, triton_step
 from luna_mega.kernels.luna_causal_attention.reference import LunaCausalState
 
 TOKENS = "Tensor query, Tensor pack_key, Tensor key, Tensor value, Tensor pack_query"
@@ -12,6 +13,7 @@ REST = (
     "Tensor? mask, Tensor? pack_mask, Tensor? key_mean, Tensor? value_mean, Tensor? seen, str activation, "
     "float dropout, Tensor? seed, str precision"
 )
+DIFFERENTIABLE = ("query", "pack_key", "key", "value", "pack_query", "key_mean", "value_mean")
 
 
 def attend(
@@ -46,75 +48,43 @@ def step(
     return output, LunaCausalState(*state)
 
 
-@torch.library.custom_op(
-    "luna_mega::luna_causal_attention_triton",
-    mutates_args=(),
-    schema=f"({TOKENS}, Tensor count, {REST}) -> (Tensor, Tensor, Tensor)",
-)
-def _attend(query, *inputs):
-    with _op.without_autocast(query.device.type):
-        return triton_forward.forward(query, *inputs)
-
-
-@_attend.register_fake
-def _(query, pack_key, key, value, pack_query, *_):
-    batch, _, heads, size = query.shape
-    rows, width = pack_query.shape[1], value.shape[3]
+def _fake(query, pack_key, key, value, pack_query, *_):
+    (batch, _, heads, size), rows, width = query.shape, pack_query.shape[1], value.shape[3]
     key_mean = query.new_empty((batch, heads, size, rows), dtype=torch.float32)
     return value.new_empty(value.shape), key_mean, key_mean.new_empty((batch, heads, rows, width))
 
 
-@torch.library.custom_op(
-    "luna_mega::luna_causal_attention_triton_backward",
-    mutates_args=(),
-    schema=(
-        "(Tensor grad_output, Tensor? grad_key_mean, Tensor? grad_value_mean, "
-        f"{TOKENS}, Tensor count, {REST}) -> Tensor[]"
-    ),
+register(
+    "luna_mega::luna_causal_attention_triton",
+    f"{TOKENS}, Tensor count, {REST}",
+    "(Tensor, Tensor, Tensor)",
+    triton_forward.forward,
+    _fake,
+    triton_backward.backward,
+    differentiable=DIFFERENTIABLE,
+    gradients=(0, 1, 2),
 )
-def _attend_backward(grad_output, *inputs):
-    with _op.without_autocast(grad_output.device.type):
-        return triton_backward.backward(grad_output, *inputs)
 
 
-autograd.register(_attend, _attend_backward)
-
-
-@torch.library.custom_op(
-    "luna_mega::luna_causal_attention_step_triton",
-    mutates_args=(),
-    schema=f"({TOKENS}, {REST}) -> (Tensor, Tensor, Tensor, Tensor)",
-)
-def _step(*inputs):
-    *inputs, _ = inputs  # the precision is used by the backward pass only
-    return triton_step.forward_step(*inputs)
-
-
-@_step.register_fake
-def _(query, pack_key, key, value, pack_query, *_):
-    return triton_step.empty_step(query, value, pack_query)
-
-
-def _save_step_for_backward(ctx, inputs, output):
-    *tensors, ctx.activation, ctx.dropout, seed, ctx.precision = inputs
-    ctx.save_for_backward(*tensors, seed, output[3])
-    ctx.mark_non_differentiable(output[3])
-    ctx.set_materialize_grads(False)
-
-
-def _backward_step(ctx, grad_output, *grads):
+def _step_backward(grad_output, grad_key_mean, grad_value_mean, count, *inputs):
     """Return the gradients of a sequence of one token."""
-    *tokens, pack_query, mask, pack_mask, key_mean, value_mean, seen, seed, count = ctx.saved_tensors
-    grad_output = torch.zeros_like(tokens[3]) if grad_output is None else grad_output
+    *tokens, pack_query, mask, pack_mask = inputs[:7]
     grad_output, count, *tokens = (x[:, None] for x in (grad_output, count, *tokens))
-    masks = (None if mask is None else mask[:, None], pack_mask)
-    grads = torch.ops.luna_mega.luna_causal_attention_triton_backward(
-        grad_output, *grads[:2], *tokens, pack_query, count, *masks, key_mean, value_mean, seen,
-        ctx.activation, ctx.dropout, seed, ctx.precision,
-    )  # fmt: skip
-    grads[:4] = (grad[:, 0] for grad in grads[:4])
-    grads[5:] = (None if x is None else grad for x, grad in zip((key_mean, value_mean), grads[5:], strict=True))
-    return *grads[:5], None, None, *grads[5:], None, None, None, None, None
+    mask = None if mask is None else mask[:, None]
+    inputs = (*tokens, pack_query, count, mask, pack_mask, *inputs[7:])
+    grads = triton_backward.backward(grad_output, grad_key_mean, grad_value_mean, *inputs)
+    return [*(grad[:, 0].contiguous() for grad in grads[:4]), *grads[4:]]
 
 
-_step.register_autograd(_backward_step, setup_context=_save_step_for_backward)
+register(
+    "luna_mega::luna_causal_attention_step_triton",
+    f"{TOKENS}, {REST}",
+    "(Tensor, Tensor, Tensor, Tensor)",
+    lambda *inputs: triton_step.forward_step(*inputs[:-1]),  # the precision is used by the backward pass only
+    lambda query, pack_key, key, value, pack_query, *_: triton_step.empty_step(query, value, pack_query),
+    _step_backward,
+    differentiable=DIFFERENTIABLE,
+    gradients=(0, 1, 2),
+    saved="Tensor count",
+    save=lambda inputs, outputs: outputs[3:],
+)

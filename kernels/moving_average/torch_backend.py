@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from luna_mega.kernels._export import in_program
+from luna_mega.kernels._operator import register
 from luna_mega.kernels.moving_average import tables
 from luna_mega.kernels.moving_average.coefficients import Coefficients, powers, powers_less_one, times
 from luna_mega.kernels.moving_average.reference import finish, hold
@@ -282,13 +283,7 @@ def _average(x, mask, skip, log_decay, turn, weight_in, weight_out, initial, chu
     return result, average, last, _keep(of, taps, maps, kept)
 
 
-_moving_average = torch.library.custom_op(
-    "luna_mega::moving_average", _average, mutates_args=(), schema=f"({INPUTS}) -> (Tensor, Tensor, Tensor, Tensor[])"
-)
-
-
-@_moving_average.register_fake
-def _(x, mask, skip, log_decay, turn, weight_in, weight_out, initial, chunk, length, shift):
+def _average_fake(x, mask, skip, log_decay, turn, weight_in, weight_out, initial, chunk, length, shift):
     average = log_decay.new_empty(0 if skip is None or turn is not None else x.shape)
     states, kept = weight_out.numel() // x.shape[2], []
     if turn is None:
@@ -302,7 +297,7 @@ def _average_backward(
     gradient, grad_last, average, kept, x, mask, skip, log_decay, turn, weight_in, weight_out, initial,
     chunk, length, shift,
 ):  # fmt: skip
-    """Return the gradients of x, skip, the coefficients and initial; empty if the input is None."""
+    """Return the gradients of x, skip, the coefficients and initial, None for None."""
     of, (channels, dtype) = Coefficients(log_decay, turn, weight_in, weight_out), (x.shape[2], log_decay.dtype)
     if kept:
         taps, *kept = kept
@@ -311,7 +306,9 @@ def _average_backward(
         taps, maps, kept = _maps(of, skip, channels, chunk, length, shift)
     center = tables.center(of, channels, chunk or length, shift)
     gate = skip if turn is None else None
-    grad_x, grad_skip, grad_initial, grad_taps, *grad_maps = _empty_like(x, skip, initial, taps, *maps)
+    like = (x, skip, initial, taps, *maps)
+    empty = [None if tensor is None else tensor.new_empty(tensor.shape) for tensor in like]
+    grad_x, grad_skip, grad_initial, grad_taps, *grad_maps = empty
     for block in _blocks(x):
         inputs, grad_average = x[..., block].to(dtype), gradient[..., block].to(dtype)
         if gate is not None:
@@ -342,29 +339,9 @@ def _average_backward(
         grads = tables.chunk_maps_backward(of, channels, chunk, shift, kept, grad_taps, *grad_maps)
     else:
         grads = tables.lags_backward(of, channels, length, shift, kept, grad_taps)
-    if turn is None:
-        grads[1] = taps.new_empty(0)
-    elif skip is not None:
+    if turn is not None and skip is not None:
         grad_skip = grad_taps[:, 0].clone()
     return [grad_x, grad_skip, *grads, grad_initial]
-
-
-_moving_average_backward = torch.library.custom_op(
-    "luna_mega::moving_average_backward",
-    _average_backward,
-    mutates_args=(),
-    schema=f"(Tensor gradient, Tensor? grad_last, Tensor average, Tensor[] kept, {INPUTS}) -> Tensor[]",
-)
-
-
-@_moving_average_backward.register_fake
-def _(gradient, grad_last, average, kept, x, mask, skip, log_decay, turn, weight_in, weight_out, initial, *_):
-    return _empty_like(x, skip, log_decay, turn, weight_in, weight_out, initial)
-
-
-def _empty_like(x, *inputs):
-    """Return a tensor for the gradient of each input, with 0 elements if it is None."""
-    return [x.new_empty(x.shape)] + [x.new_empty(0) if t is None else t.new_empty(t.shape) for t in inputs]
 
 
 def _of_block(block, maps, initial):
@@ -373,22 +350,15 @@ def _of_block(block, maps, initial):
     return input_map, output_map, decay, None if initial is None else initial[:, block]
 
 
-def _save_for_backward(ctx, inputs, output):
-    *tensors, ctx.chunk, ctx.length, ctx.shift = inputs
-    ctx.save_for_backward(*tensors, output[1], *output[3])
-    ctx.set_materialize_grads(False)
-
-
-def _backward(ctx, gradient, _average, grad_last, _kept):
-    x, mask, *rest = ctx.saved_tensors
-    rest, (average, *kept) = rest[:6], rest[6:]
-    if gradient is None:
-        gradient = torch.zeros_like(x)
-    grads = torch.ops.luna_mega.moving_average_backward(
-        gradient, grad_last, average, kept, x, mask, *rest, ctx.chunk, ctx.length, ctx.shift
-    )
-    grad_x, *grads = (None if tensor is None else grad for tensor, grad in zip((x, *rest), grads, strict=True))
-    return grad_x, None, *grads, None, None, None
-
-
-_moving_average.register_autograd(_backward, setup_context=_save_for_backward)
+register(
+    "luna_mega::moving_average",
+    INPUTS,
+    "(Tensor, Tensor, Tensor, Tensor[])",
+    _average,
+    _average_fake,
+    _average_backward,
+    differentiable=("x", "skip", "log_decay", "turn", "weight_in", "weight_out", "initial"),
+    gradients=(0, 2),
+    saved="Tensor average, Tensor[] kept",
+    save=lambda inputs, outputs: (outputs[1], list(outputs[3])),
+)

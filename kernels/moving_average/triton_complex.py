@@ -422,12 +422,13 @@ def forward(x, mask, skip, log_decay, turn, weight_in, weight_out, initial, retu
 
 
 def backward(
-    gradient, last_gradient, x, mask, skip, log_decay, turn, weight_in, weight_out, initial, cu_seqlens, max_seqlen
-):
-    """Return the gradients of x, skip, the four coefficients and the initial states, empty for None."""
+    gradient, last_gradient, x, mask, skip, log_decay, turn, weight_in, weight_out, initial, return_state, cu_seqlens,
+    max_seqlen,
+):  # fmt: skip
+    """Return the gradients of x, skip, the four coefficients and the initial states, None for None."""
     weights = (planes(weight_in[..., None]), planes(weight_out))
     # dL = Re(r dh): r is the conjugate of the pair of derivatives.
-    arriving = None if last_gradient is None else planes(_conjugate(last_gradient))
+    arriving = planes(_conjugate(last_gradient)) if return_state and last_gradient is not None else None
 
     def run(plan):
         plan = _fitting(plan)
@@ -461,12 +462,12 @@ def backward(
     by_log = q * torch.complex(sums[2], sums[3]).mT
     return [
         grad_x,
-        log_decay.new_empty(0) if skip is None else grad_skip,
+        None if skip is None else grad_skip,
         by_log.real.contiguous(),
         by_log.imag.double() * (-2 * math.pi),
         grad_in.mT.contiguous(),
         _conjugate(planes(sums[:2])),
-        log_decay.new_empty(0) if initial is None else _conjugate(planes(before)),
+        None if initial is None else _conjugate(planes(before)),
     ]
 
 

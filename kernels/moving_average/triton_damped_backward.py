@@ -119,9 +119,12 @@ def _gradient_kernel(
 
 
 def backward(
-    gradient, last_gradient, x, mask, skip, log_q, weight_in, weight_out, initial_state, shift, cu_seqlens, max_seqlen
-):
-    """Return the gradients of x, skip, log_q, weight_in, weight_out and the initial states, empty for None."""
+    gradient, last_gradient, x, mask, skip, log_q, weight_in, weight_out, initial_state, return_state, shift,
+    cu_seqlens, max_seqlen,
+):  # fmt: skip
+    """Return the gradients of x, skip, log_q, weight_in, weight_out and the initial states, None for None."""
+    if not return_state:
+        last_gradient = None
 
     def run(plan):
         return _backward(plan, gradient, last_gradient, x, mask, skip, log_q, weight_in, weight_out, initial_state)
@@ -131,7 +134,7 @@ def backward(
 
 def _backward(plan, gradient, last_gradient, x, mask, skip, log_q, weight_in, weight_out, initial_state):
     scaled = initial_state is not None or last_gradient is not None
-    coefficients, q, empty = (log_q, weight_in, weight_out), log_q.exp(), log_q.new_empty(0)
+    coefficients, q = (log_q, weight_in, weight_out), log_q.exp()
     gradient, sums, grad_skip = _parameter_sums(
         plan, gradient, last_gradient, x, mask, skip, coefficients, initial_state, scaled
     )
@@ -152,10 +155,10 @@ def _backward(plan, gradient, last_gradient, x, mask, skip, log_q, weight_in, we
         options |= {"last": first, "x": x, "sums": input_sums}
     grad_x = scan(plan, 0, gradient, mask, coefficients, starts, x.new_empty(x.shape), **options)
     if scaled:
-        grad_initial = empty if initial_state is None else first * q
+        grad_initial = None if initial_state is None else first * q
         return [grad_x, grad_skip, q * slope_sums, input_sums.sum(0), state_sums, grad_initial]
     grad_log_q = q * weight_in * weight_out * slope_sums
-    return [grad_x, grad_skip, grad_log_q, weight_out * state_sums, weight_in * state_sums, empty]
+    return [grad_x, grad_skip, grad_log_q, weight_out * state_sums, weight_in * state_sums, None]
 
 
 def _parameter_sums(plan, gradient, last_gradient, x, mask, skip, coefficients, initial_state, scaled):
@@ -189,4 +192,4 @@ def _parameter_sums(plan, gradient, last_gradient, x, mask, skip, coefficients, 
         )
         received, finish = gradient, (None,) * 4
     sums = sums.sum(1).permute(1, 2, 0, 3).flatten(2)
-    return gradient, sums, log_q.new_empty(0) if skip is None else skip_sums.sum(0)
+    return gradient, sums, None if skip is None else skip_sums.sum(0)

@@ -2,6 +2,7 @@
 
 import torch
 
+from luna_mega.kernels._operator import register
 from luna_mega.kernels.common.triton_launch import contiguous
 from luna_mega.kernels.moving_average import (
     triton_complex,
@@ -62,61 +63,35 @@ def complex_step(x, state, coefficients, skip, mask):
 
 
 def _register_average(name: str, kind: str, forward, backward) -> None:
-    """Register the operators of an average and of its gradient.
+    """Register the operators of an average and of its gradient, whose functions take contiguous tensors except x."""
+    inputs = f"{TENSORS.format(COEFFICIENTS[kind])}, bool return_state, {OPTIONS[kind]}"
+    names = [argument.split()[-1] for argument in inputs.split(", ")]
 
-    Both functions take the tensors of `TENSORS`, `forward` also `return_state`, then the options. `backward` takes the
-    gradients of the output and the last state first, and returns the gradients of all tensors except the mask.
-    """
-    tensors = TENSORS.format(COEFFICIENTS[kind])
-    count, options = tensors.count("Tensor"), OPTIONS[kind]
+    def run(x, *rest):
+        return forward(x, *map(_contiguous, rest))
 
-    def run(x, *inputs):
-        return forward(x, *contiguous(*inputs[: count - 1]), *inputs[count - 1 :])
-
-    def run_backward(gradient, last_gradient, x, *inputs):
-        return backward(gradient, last_gradient, x, *contiguous(*inputs[: count - 1]), *inputs[count - 1 :])
-
-    schema = f"({tensors}, bool return_state, {options}) -> (Tensor, Tensor)"
-    average = torch.library.custom_op(name, run, mutates_args=(), schema=schema)
-    schema = f"(Tensor gradient, Tensor? last_gradient, {tensors}, {options}) -> Tensor[]"
-    average_backward = torch.library.custom_op(f"{name}_backward", run_backward, mutates_args=(), schema=schema)
-
-    @average.register_fake
-    def _(x, *inputs):
-        log_decay, weight_out, return_state, cu_seqlens = inputs[2], inputs[count - 3], inputs[count - 1], inputs[-2]
-        sequences = len(x) if cu_seqlens is None else len(cu_seqlens) - 1
+    def fake(x, *rest):
+        of = dict(zip(names[1:], rest, strict=True))
+        sequences = len(x) if of["cu_seqlens"] is None else len(of["cu_seqlens"]) - 1
         # Both directions have a row in the weights of a damped average, but only a causal one has states.
-        shape = weight_out.shape if kind == "complex" else (weight_out.shape[0], x.shape[2])
-        return x.new_empty(x.shape), log_decay.new_empty((sequences, *shape) if return_state else 0)
+        shape = of["weight_out"].shape if kind == "complex" else (of["weight_out"].shape[0], x.shape[2])
+        return x.new_empty(x.shape), of["log_decay"].new_empty((sequences, *shape) if of["return_state"] else 0)
 
-    @average_backward.register_fake
-    def _(gradient, last_gradient, x, mask, *inputs):
-        rest = (x, *inputs[: count - 2])
-        return [x.new_empty(0) if tensor is None else tensor.new_empty(tensor.shape) for tensor in rest]
+    def run_backward(gradient, last_gradient, x, *rest):
+        return backward(gradient, _contiguous(last_gradient), x, *map(_contiguous, rest))
 
-    def save(ctx, inputs, output):
-        ctx.return_state, *ctx.options, cu_seqlens, ctx.max_seqlen = inputs[count:]
-        ctx.save_for_backward(*inputs[:count], cu_seqlens)
-        ctx.set_materialize_grads(False)
-
-    def differentiate(ctx, gradient, last_gradient):
-        *given, cu_seqlens = ctx.saved_tensors
-        if gradient is None:
-            gradient = torch.zeros_like(given[0])
-        last_gradient = last_gradient if ctx.return_state else None
-        grads = average_backward(gradient, last_gradient, *given, *ctx.options, cu_seqlens, ctx.max_seqlen)
-        x, _, *rest = given
-        grad_x, *grads = (None if tensor is None else grad for tensor, grad in zip((x, *rest), grads, strict=True))
-        return grad_x, None, *grads, *[None] * (3 + len(ctx.options))
-
-    average.register_autograd(differentiate, setup_context=save)
+    differentiable = [n for n in ("x", "skip", "log_decay", "turn", "weight_in", "weight_out", "initial") if n in names]
+    outputs = "(Tensor, Tensor)"
+    register(name, inputs, outputs, run, fake, run_backward, differentiable=differentiable, gradients=(0, 1))
 
 
-def _damped_backward(gradient, last_gradient, *inputs):
-    return triton_damped_backward.backward(gradient, *contiguous(last_gradient), *inputs)
+def _contiguous(x):
+    return x.contiguous() if isinstance(x, torch.Tensor) else x
 
 
-_register_average("luna_mega::damped_ema_triton", "damped", triton_damped_forward.forward, _damped_backward)
+_register_average(
+    "luna_mega::damped_ema_triton", "damped", triton_damped_forward.forward, triton_damped_backward.backward
+)
 _register_average("luna_mega::complex_ema_triton", "complex", triton_complex.forward, triton_complex.backward)
 
 

@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import torch
 
+from luna_mega.kernels._operator import register
 from luna_mega.kernels.timestep_norm.reference import TimestepNormState
 from luna_mega.kernels.timestep_norm.statistics import counts, distances, over_time
 from luna_mega.kernels.upcast import upcast_dtype
@@ -22,7 +23,7 @@ def timestep_norm(x, groups, weight=None, bias=None, eps=1e-5, mask=None, initia
     """Return `reference.timestep_norm`; `run` is the operator, None = this file's."""
     count, mean, variance = initial_state
     if run is None:
-        run = _in_program if torch.compiler.is_exporting() else _operator
+        run = _in_program if torch.compiler.is_exporting() else torch.ops.luna_mega.timestep_norm
     y, _, _, _, mean, variance = run(x, weight, bias, mask, count, mean, variance, groups, eps)
     return y, TimestepNormState(count + (x.shape[1] if mask is None else mask.sum(1)), mean, variance)
 
@@ -212,7 +213,7 @@ def _backward(
     passes, gradient, grad_mean, grad_variance, own, means, rstd,
     x, weight, bias, mask, count, mean, variance, groups, eps,
 ):  # fmt: skip
-    """Return the gradients of x, weight, bias and the initial mean and variance; empty if the input is None."""
+    """Return the gradients of x, weight, bias and the initial mean and variance, None for None."""
     dtype, width = rstd.dtype, x.shape[2] // groups
     rows, kept, middles, rstds = _rows(x, mask, means.to(dtype), rstd)
     gradients = gradient.reshape(rows.shape)
@@ -230,17 +231,10 @@ def _backward(
     stretch = of_spread.mul(2.0)
     *_, shifts, stretches = _rows(x, None, (of_own - stretch * own).to(dtype), stretch.to(dtype))
     grad_x = passes.apply_backward(gradients, rows, kept, stretches, shifts, rstds, weight)
-    grads = [grad if t is None else grad.to(t.dtype) for grad, t in ((grad_weight, weight), (grad_bias, bias))]
+    grads = [None if t is None else grad.to(t.dtype) for grad, t in ((grad_weight, weight), (grad_bias, bias))]
     started = count[:, None] * width
     of_mean, of_variance = started * before[0] - width * before[2], started * before[1]
     return [grad_x.view(x.shape), *grads, of_mean, of_variance]
-
-
-def _backward_fake(
-    gradient, grad_mean, grad_variance, own, means, rstd, x, weight, bias, mask, count, mean, variance, *_
-):
-    inputs = (x, weight, bias, mean, variance)
-    return [rstd.new_empty(0) if t is None else torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in inputs]
 
 
 def _back_in_time(sums, products, rstd, away, number, last, mask):
@@ -268,43 +262,20 @@ def _sums_from_end(x, last):
     return (before[:, -1:] + x[:, -1:] + last[:, None]) - before
 
 
-def operator(name: str, passes: Passes) -> Callable:
-    """Return the operator `luna_mega::name` and its backward, computed with these passes."""
-    forward = torch.library.custom_op(
-        f"luna_mega::{name}",
+def register_passes(name: str, passes: Passes) -> None:
+    """Register the operator `name` and its backward, computed with these passes."""
+    register(
+        name,
+        INPUTS,
+        "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
         partial(_forward, passes),
-        mutates_args=(),
-        schema=f"({INPUTS}) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
-    )
-    backward = torch.library.custom_op(
-        f"luna_mega::{name}_backward",
+        _forward_fake,
         partial(_backward, passes),
-        mutates_args=(),
-        schema="(Tensor gradient, Tensor? grad_mean, Tensor? grad_variance, Tensor own, Tensor means, Tensor rstd, "
-        f"{INPUTS}) -> Tensor[]",
+        differentiable=("x", "weight", "bias", "mean", "variance"),
+        gradients=(0, 4, 5),
+        saved="Tensor own, Tensor means, Tensor rstd",
+        save=lambda inputs, outputs: outputs[1:4],
     )
-    forward.register_fake(_forward_fake)
-    backward.register_fake(_backward_fake)
-
-    def differentiate(ctx, gradient, _own, _means, _rstd, grad_mean, grad_variance):
-        *made, x, weight, bias, mask, count, mean, variance = ctx.saved_tensors
-        if gradient is None:
-            gradient = torch.zeros_like(x)
-        inputs = x, weight, bias, mask, count, mean, variance, ctx.groups, ctx.eps
-        grads = backward(gradient, grad_mean, grad_variance, *made, *inputs)
-        grad_x, grad_weight, grad_bias, grad_first, grad_spread = grads
-        grad_weight, grad_bias = (None if t is None else g for t, g in ((weight, grad_weight), (bias, grad_bias)))
-        return grad_x, grad_weight, grad_bias, None, None, grad_first, grad_spread, None, None
-
-    forward.register_autograd(differentiate, setup_context=_save_for_backward)
-    return forward
 
 
-def _save_for_backward(ctx, inputs, output):
-    *tensors, ctx.groups, ctx.eps = inputs
-    ctx.save_for_backward(*output[1:4], *tensors)
-    ctx.mark_non_differentiable(*output[1:4])
-    ctx.set_materialize_grads(False)
-
-
-_operator = operator("timestep_norm", Passes(_moments, _apply, _sums, _apply_backward))
+register_passes("luna_mega::timestep_norm", Passes(_moments, _apply, _sums, _apply_backward))

@@ -5,8 +5,8 @@ import torch
 from luna_mega.kernels.timestep_norm import torch_backend, triton_kernels
 from luna_mega.kernels.timestep_norm.reference import TimestepNormState
 
-_operator = torch_backend.operator(
-    "timestep_norm_triton",
+torch_backend.register_passes(
+    "luna_mega::timestep_norm_triton",
     torch_backend.Passes(
         triton_kernels.moments, triton_kernels.apply, triton_kernels.sums, triton_kernels.apply_backward
     ),
@@ -15,7 +15,7 @@ _operator = torch_backend.operator(
 
 def timestep_norm(x, groups, **call):
     """Return `reference.timestep_norm`."""
-    return torch_backend.timestep_norm(x, groups, run=_operator, **call)
+    return torch_backend.timestep_norm(x, groups, run=torch.ops.luna_mega.timestep_norm_triton, **call)
 
 
 def step(x, state, groups, weight, bias, eps, mask):

@@ -27,7 +27,7 @@ def call(
     initial = state if stateful else None
     inputs = (x, mask, weight, numbers, turn, numbers, meta(channels, states, 2), initial)
     triton_complex.forward(*inputs, stateful, cu_seqlens, length)
-    triton_complex.backward(x, initial, *inputs, cu_seqlens, length)
+    triton_complex.backward(x, initial, *inputs, stateful, cu_seqlens, length)
 
 
 def cases():

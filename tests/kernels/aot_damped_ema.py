@@ -28,7 +28,7 @@ def call(
     initial = state if stateful else None
     inputs, options = (x, mask, weight, *parameters[1:], initial), (shift, cu_seqlens, length)
     triton_damped_forward.forward(*inputs, stateful, *options)
-    triton_damped_backward.backward(x, initial, *inputs, *options)
+    triton_damped_backward.backward(x, initial, *inputs, stateful, *options)
 
 
 def cases():

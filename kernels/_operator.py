@@ -1,0 +1,85 @@
+"""Registration of custom operators whose gradients are computed by a second operator, `<name>_backward`."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from luna_mega.kernels._op import without_autocast
+
+Outputs = tuple[Any, ...]  # tensors and lists of tensors
+
+
+def register(
+    name: str,
+    inputs: str,
+    outputs: str,
+    forward: Callable[..., Outputs],
+    fake: Callable[..., Outputs],
+    backward: Callable[..., Sequence[torch.Tensor | None]],
+    *,
+    differentiable: Sequence[str],
+    gradients: Sequence[int] = (0,),
+    saved: str = "",
+    save: Callable[[Outputs, Outputs], Outputs] = lambda inputs, outputs: (),
+) -> None:
+    """Register the operators `name` and `<name>_backward`. Both run without autocast.
+
+    Args:
+        name: name with namespace, `"luna_mega::..."`. The first input and the first output are tensors.
+        inputs: schema of the inputs.
+        outputs: schema of the outputs.
+        forward: computes the outputs.
+        fake: returns empty outputs.
+        backward: returns the gradients of the `differentiable` inputs, contiguous, or None for inputs that are None.
+            Its arguments are the gradients of the outputs at `gradients` (only the first is never None), the `saved`
+            tensors and all inputs.
+        differentiable: names of the inputs with a gradient.
+        gradients: indices of the outputs with a gradient.
+        saved: schema of the results of `save`.
+        save: maps (inputs, outputs) to the tensors, lists of tensors and None that the backward pass needs as well.
+    """
+    names = [argument.split()[-1] for argument in inputs.split(", ")]
+    tensors = [argument.startswith("Tensor") for argument in inputs.split(", ")]
+    given = ["Tensor grad_0", *(f"Tensor? grad_{index}" for index in gradients[1:]), *([saved] if saved else [])]
+
+    def run(x: torch.Tensor, *rest: Any) -> Outputs:
+        with without_autocast(x.device.type):
+            return forward(x, *rest)
+
+    def run_backward(grad: torch.Tensor, *rest: Any) -> list[torch.Tensor]:
+        with without_autocast(grad.device.type):
+            return [grad.new_empty(0) if x is None else x for x in backward(grad, *rest)]
+
+    def fake_backward(grad: torch.Tensor, *rest: Any) -> list[torch.Tensor]:
+        values = dict(zip(names, rest[-len(names) :], strict=True))
+        of_inputs = (values[name] for name in differentiable)
+        return [grad.new_empty(0) if x is None else x.new_empty(x.shape) for x in of_inputs]
+
+    operator = torch.library.custom_op(name, run, mutates_args=(), schema=f"({inputs}) -> {outputs}")
+    operator.register_fake(fake)
+    operator_backward = torch.library.custom_op(
+        f"{name}_backward", run_backward, mutates_args=(), schema=f"({', '.join(given)}, {inputs}) -> Tensor[]"
+    )
+    operator_backward.register_fake(fake_backward)
+
+    def setup_context(ctx: Any, inputs: Outputs, output: Outputs) -> None:
+        kept = save(inputs, output)
+        ctx.sizes = [len(x) if isinstance(x, list) else None for x in kept]
+        flat = [tensor for x in kept for tensor in (x if isinstance(x, list) else [x])]
+        ctx.options = [x for x, is_tensor in zip(inputs, tensors, strict=True) if not is_tensor]
+        ctx.save_for_backward(*flat, *(x for x, is_tensor in zip(inputs, tensors, strict=True) if is_tensor))
+        ctx.set_materialize_grads(False)
+        others = (x for index, x in enumerate(output) if index not in gradients and isinstance(x, torch.Tensor))
+        ctx.mark_non_differentiable(*others)
+
+    def differentiate(ctx: Any, *grads: Any) -> Outputs:
+        flat, options = iter(ctx.saved_tensors), iter(ctx.options)
+        kept = [next(flat) if size is None else [next(flat) for _ in range(size)] for size in ctx.sizes]
+        inputs = [next(flat) if is_tensor else next(options) for is_tensor in tensors]
+        first = torch.zeros_like(fake(*inputs)[0]) if grads[0] is None else grads[0]
+        made = operator_backward(first, *(grads[index] for index in gradients[1:]), *kept, *inputs)
+        of_names = dict(zip(differentiable, made, strict=True))
+        return tuple(of_names.get(name) if x is not None else None for name, x in zip(names, inputs, strict=True))
+
+    operator.register_autograd(differentiate, setup_context=setup_context)
