@@ -3,26 +3,22 @@
 import torch
 
 from luna_mega.kernels._op import Op
-from luna_mega.kernels.checks import check_average, check_lengths, check_position, check_sequences, count_sequences
+from luna_mega.kernels.checks import check_average, check_position
 from luna_mega.kernels.context_parallel import ContextShard
-from luna_mega.kernels.moving_average import export, reference, torch_backend
+from luna_mega.kernels.moving_average import reference, torch_backend
 from luna_mega.kernels.moving_average.coefficients import complex_coefficients, complex_ema_coefficients
 from luna_mega.kernels.moving_average.wiring import (
+    check_call,
     from_coefficients,
     from_parameters,
     make_average,
-    state_after,
+    run_call,
     unsupported_reason,
 )
 from luna_mega.kernels.upcast import upcast_dtype
 
 # The limit of the Triton kernels, which store the states of a channel in registers.
 MAX_STATES = 32
-
-
-def _torch(x, **call):
-    run = export.average if torch.compiler.is_exporting() else torch_backend.average
-    return run(x, **call)
 
 
 def _triton(x, **call):
@@ -50,11 +46,8 @@ def _reference_step(x, state, parameters, coefficients, skip, mask):
 
 EMA = make_average(
     "complex_ema",
-    {
-        "reference": from_parameters(reference.complex_ema, reference.complex_coefficients),
-        "torch": from_parameters(_torch, complex_coefficients),
-        "triton": from_parameters(_triton, complex_coefficients),
-    },
+    from_parameters(reference.complex_ema, reference.complex_coefficients),
+    _triton,
     complex_coefficients,
     _unsupported,
     state=3,
@@ -101,22 +94,15 @@ def complex_ema(
         phase_logit: `[D]`; theta.
         projection: `[D, N, 2]`, real and imaginary part; gamma (eta of the paper).
         skip: `[D]`; omega. None = no skip.
-        mask: `[B, T]` bool, True = keep; None = all. Masked positions contribute 0 to the average and the skip; the
-            states still decay there.
+        mask: as in `damped_ema`, but masked positions also contribute 0 to the skip.
         initial_state: `[B, D, N, 2]` float32 or float64, real and imaginary part: the states before the first
             position; None = 0.
         return_state: also return the states after the last position.
-        lengths: `[B]` integers: the states are returned after this many positions of each row. The mask must drop the
-            positions that follow. None = T.
-        cu_seqlens: `[S + 1]` int32 or int64, for S varlen sequences: x is `[1, total, D]`, the mask `[1, total]`, and
-            sequence s is `[cu_seqlens[s], cu_seqlens[s+1])`. States are `[S, D, N, 2]`. Each result equals that of a
-            separate call.
-        max_seqlen: length of the longest sequence; None = computed from `cu_seqlens`, which synchronizes the device.
-        shard: context-parallel shard; x and the mask are this rank's part of longer sequences. The ranks exchange
-            their states, `[B, D, N, 2]`. None = x is complete. Not supported with states or `cu_seqlens`.
-        backend: one of `"auto"`, `"reference"`, `"torch"`, `"triton"`; None = the setting of
-            `luna_mega.kernels.api.use_backend` or `LUNA_MEGA_BACKEND`. Triton supports up to 32 states per channel, and
-            no float64. The other backends pad varlen sequences, or process them sequentially if there are states.
+        lengths: as in `damped_ema`.
+        cu_seqlens: as in `damped_ema`; states are `[S, D, N, 2]`.
+        max_seqlen: as in `damped_ema`.
+        shard: as in `damped_ema`. Not supported with states or `cu_seqlens`.
+        backend: as in `damped_ema`. Triton supports up to 32 states per channel.
 
     Returns:
         `[B, T, D]` in the dtype of `x`, or (output, states `[B, D, N, 2]`) if `return_state` is set. States and
@@ -135,24 +121,16 @@ def complex_ema(
         >>> torch.allclose(torch.cat([first, second], 1), complex_ema(x, *parameters), atol=1e-5)
         True
     """
-    check_sequences("complex_ema", x, mask, "channels")
-    parameters = (input_logit, damping_logit, phase_logit, projection)
-    EMA.check_shard_options(shard, initial_state=initial_state, return_state=return_state, cu_seqlens=cu_seqlens)
-    check_lengths("complex_ema", lengths, x, mask, return_state, cu_seqlens)
-    sequences, max_seqlen = count_sequences("complex_ema", x, cu_seqlens, max_seqlen, "channels")
-    _check("complex_ema", x, parameters, skip, initial_state, sequences)
+    check_call(EMA, x, mask, initial_state, return_state, lengths, cu_seqlens, shard)
     call = {
         "x": x,
-        "parameters": parameters,
+        "parameters": (input_logit, damping_logit, phase_logit, projection),
         "skip": skip,
         "mask": mask,
         "initial_state": initial_state,
-        "return_state": return_state and lengths is None,
+        "return_state": return_state,
     }
-    output, state = EMA(backend, call, cu_seqlens, max_seqlen, shard=shard)
-    if lengths is not None:
-        state = state_after(EMA, complex_coefficients, backend, call, lengths)
-    return (output, state) if return_state else output
+    return run_call(EMA, complex_coefficients, _check, backend, call, lengths, cu_seqlens, max_seqlen, shard)
 
 
 def complex_ema_step(

@@ -3,27 +3,23 @@
 import torch
 
 from luna_mega.kernels._op import Op
-from luna_mega.kernels.checks import check_average, check_lengths, check_mask, check_sequences, count_sequences
+from luna_mega.kernels.checks import check_average, check_mask
 from luna_mega.kernels.context_parallel import ContextShard
-from luna_mega.kernels.moving_average import export, reference, torch_backend
+from luna_mega.kernels.moving_average import reference, torch_backend
 from luna_mega.kernels.moving_average.coefficients import damped_coefficients, ema_coefficients
 from luna_mega.kernels.moving_average.truncated import TruncatedEmaState, truncated
 from luna_mega.kernels.moving_average.wiring import (
+    check_call,
     from_coefficients,
     from_parameters,
     make_average,
-    state_after,
+    run_call,
     unsupported_reason,
 )
 from luna_mega.kernels.upcast import upcast_dtype
 
 # The limit of the Triton kernels, which store the states of a channel in registers.
 MAX_STATES = 64
-
-
-def _torch(x, **call):
-    run = export.average if torch.compiler.is_exporting() else torch_backend.average
-    return run(x, **call)
 
 
 def _triton(x, truncation, **call):
@@ -53,11 +49,8 @@ def _unsupported_step(x, parameters, **_):
 
 EMA = make_average(
     "damped_ema",
-    {
-        "reference": from_parameters(reference.damped_ema, reference.damped_coefficients),
-        "torch": from_parameters(_torch, damped_coefficients),
-        "triton": from_parameters(_triton, damped_coefficients),
-    },
+    from_parameters(reference.damped_ema, reference.damped_coefficients),
+    _triton,
     damped_coefficients,
     _unsupported,
     state=0,
@@ -147,13 +140,14 @@ def damped_ema(
     """
     if truncation is not None and truncation < 1:
         truncation = None
-    _check_sequence(x, input_logit, mask, shift, truncation, initial_state, return_state)
+    check_call(EMA, x, mask, initial_state, return_state, lengths, cu_seqlens, shard)
+    _check_directions(x, input_logit, shift, truncation, initial_state, return_state)
     parameters = (input_logit, damping_logit, expansion, projection)
-    EMA.check_shard_options(shard, initial_state=initial_state, return_state=return_state, cu_seqlens=cu_seqlens)
-    check_lengths("damped_ema", lengths, x, mask, return_state, cu_seqlens)
     if truncation is not None and (return_state or initial_state is not None):
         if cu_seqlens is not None:
-            raise ValueError("damped_ema: truncation with states does not support cu_seqlens; omit one of them")
+            raise ValueError(
+                "damped_ema: truncation with states does not support cu_seqlens; omit truncation or cu_seqlens"
+            )
 
         def run_again(x, state, parameters):
             options = {"initial_state": state, "return_state": True, "lengths": lengths, "backend": backend}
@@ -161,8 +155,6 @@ def damped_ema(
 
         output, state = truncated(run_again, x, parameters, skip, mask, truncation, initial_state, lengths)
         return (output, state) if return_state else output
-    sequences, max_seqlen = count_sequences("damped_ema", x, cu_seqlens, max_seqlen, "channels")
-    _check("damped_ema", x, parameters, skip, initial_state, sequences)
     call = {
         "x": x,
         "parameters": parameters,
@@ -171,12 +163,9 @@ def damped_ema(
         "shift": shift,
         "truncation": truncation,
         "initial_state": initial_state,
-        "return_state": return_state and lengths is None,
+        "return_state": return_state,
     }
-    output, state = EMA(backend, call, cu_seqlens, max_seqlen, shard=shard)
-    if lengths is not None:
-        state = state_after(EMA, damped_coefficients, backend, call, lengths)
-    return (output, state) if return_state else output
+    return run_call(EMA, damped_coefficients, _check, backend, call, lengths, cu_seqlens, max_seqlen, shard)
 
 
 def damped_ema_step(
@@ -192,12 +181,12 @@ def damped_ema_step(
     coefficients: tuple[torch.Tensor, ...] | None = None,
     backend: str | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | TruncatedEmaState]:
-    """Continue the causal `damped_ema` by one position x `[B, D]`: return y `[B, D]` and the next state `[B, D, N]`.
+    """Apply the causal `damped_ema` to one further position x `[B, D]`; return y `[B, D]` and the state `[B, D, N]`.
 
-    Arguments and errors as in `damped_ema`, with R = D and `mask` `[B]`: rows that it drops keep their states; their y
-    is meaningless. The given state is not changed. With a `TruncatedEmaState` the average is truncated at the length
-    of its inputs. `coefficients`: the `ema_coefficients` of the four parameters, which save half of the step; None =
-    computed. They are not supported with a `TruncatedEmaState`.
+    Arguments and errors are those of `damped_ema`, with R = D and `mask` `[B]`. Masked rows keep their states, and
+    their y is undefined. The given state is not modified. A `TruncatedEmaState` truncates at the length of its inputs.
+    `coefficients` are the `ema_coefficients` of the four parameters; None = computed, which takes half of the time of a
+    step. They are not supported with a `TruncatedEmaState`.
     """
     if x.dim() != 2 or input_logit.shape[:1] != x.shape[1:]:
         raise ValueError(
@@ -223,8 +212,7 @@ def damped_ema_step(
     return STEP(backend, call)
 
 
-def _check_sequence(x, input_logit, mask, shift, truncation, initial_state, return_state):
-    check_sequences("damped_ema", x, mask, "channels")
+def _check_directions(x, input_logit, shift, truncation, initial_state, return_state):
     channels, rows = x.shape[2], len(input_logit)
     if rows not in (channels, 2 * channels):
         raise ValueError(
@@ -232,10 +220,10 @@ def _check_sequence(x, input_logit, mask, shift, truncation, initial_state, retu
             "(bidirectional)"
         )
     if shift and rows == channels:
-        raise ValueError("damped_ema: shift=True needs two directions, these parameters are causal; leave shift out")
+        raise ValueError("damped_ema: shift=True needs two directions, but these parameters are causal; omit shift")
     stateful = return_state or initial_state is not None
     if stateful and rows != channels:
-        raise ValueError("damped_ema: a bidirectional average has no state; leave out initial_state and return_state")
+        raise ValueError("damped_ema: a bidirectional average has no state; omit initial_state and return_state")
     if truncation is None and isinstance(initial_state, TruncatedEmaState):
         raise ValueError("damped_ema: initial_state is a TruncatedEmaState; pass its truncation too")
 

@@ -14,26 +14,21 @@ import torch
 import triton
 import triton.language as tl
 
-from luna_mega.kernels.common import triton_launch
-from luna_mega.kernels.moving_average.triton_damped_forward import choose, place, position, tile_of
-
-
-@triton.jit
-def _times(a_real, a_imaginary, b_real, b_imaginary):
-    return a_real * b_real - a_imaginary * b_imaginary, a_real * b_imaginary + a_imaginary * b_real
-
-
-@triton.jit
-def _load(pointer, rows, states, tile):
-    """Return real and imaginary parts."""
-    return tl.load(pointer + rows, tile, other=0.0), tl.load(pointer + states + rows, tile, other=0.0)
+from luna_mega.kernels.moving_average.triton_damped_forward import (
+    choose,
+    place,
+    position,
+    sequence_slots,
+    tile_of,
+)
+from luna_mega.kernels.moving_average.triton_step import load_pair, times
 
 
 @triton.jit
 def _rate(factors, rows, states, tile, UNROLL: tl.constexpr):
     """Return q, and the part of a state that is lost to the rounding of q in UNROLL steps."""
-    q_real, q_imaginary = _load(factors, rows, states, tile)
-    lost_real, lost_imaginary = _load(factors + 2 * states, rows, states, tile)
+    q_real, q_imaginary = load_pair(factors, rows, states, tile)
+    lost_real, lost_imaginary = load_pair(factors + 2 * states, rows, states, tile)
     return q_real, q_imaginary, lost_real * UNROLL, lost_imaginary * UNROLL
 
 
@@ -58,12 +53,12 @@ def _chunk_state_kernel(
     real, imaginary = tl.zeros([BLOCK_N, BLOCK_D], tl.float32), tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     slope_real, slope_imaginary = tl.zeros([BLOCK_N, BLOCK_D], tl.float32), tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     if GRADIENT:
-        out_real, out_imaginary = _load(weight_out, rows, states, tile)
+        out_real, out_imaginary = load_pair(weight_out, rows, states, tile)
     else:
         entry = tl.load(weight_in + rows, tile, other=0.0)
     if starts is not None:
         if (begin + chunk >= size) if GRADIENT else (number == 0):
-            real, imaginary = _load(starts + 2 * sequence * states, rows, states, tile)
+            real, imaginary = load_pair(starts + 2 * sequence * states, rows, states, tile)
     values = signal + row * stride_b + (first + begin) * stride_t + d * stride_d
     token = row * length + first + begin
     for start in range(0, count, UNROLL):
@@ -74,26 +69,26 @@ def _chunk_state_kernel(
             if mask is not None:
                 value = tl.where(tl.load(mask + token + t, t < count, other=0), value, 0.0)
             entering += (value[None, :],)
-        gain_real, gain_imaginary = _times(real, imaginary, lost_real, lost_imaginary)
+        gain_real, gain_imaginary = times(real, imaginary, lost_real, lost_imaginary)
         real, imaginary = real + gain_real, imaginary + gain_imaginary
         if SLOPE:
-            gain_real, gain_imaginary = _times(slope_real, slope_imaginary, lost_real, lost_imaginary)
+            gain_real, gain_imaginary = times(slope_real, slope_imaginary, lost_real, lost_imaginary)
             slope_real, slope_imaginary = slope_real + gain_real, slope_imaginary + gain_imaginary
         for i in tl.static_range(UNROLL):
             if SLOPE:
-                turned_real, turned_imaginary = _times(slope_real, slope_imaginary, q_real, q_imaginary)
+                turned_real, turned_imaginary = times(slope_real, slope_imaginary, q_real, q_imaginary)
                 slope_real, slope_imaginary = turned_real + real, turned_imaginary + imaginary
             if GRADIENT:
                 real += out_real * entering[i]
                 imaginary += out_imaginary * entering[i]
-                next_real, next_imaginary = _times(real, imaginary, q_real, q_imaginary)
+                next_real, next_imaginary = times(real, imaginary, q_real, q_imaginary)
                 if starts is not None:
                     t = position(start + i, count, UNROLL, GRADIENT)
                     next_real = tl.where(t < count, next_real, real)
                     next_imaginary = tl.where(t < count, next_imaginary, imaginary)
                 real, imaginary = next_real, next_imaginary
             else:
-                next_real, imaginary = _times(real, imaginary, q_real, q_imaginary)
+                next_real, imaginary = times(real, imaginary, q_real, q_imaginary)
                 real = next_real + entry * entering[i]
     kept = ends + (4 if SLOPE else 2) * slot * states + rows
     tl.store(kept, real, tile)
@@ -114,38 +109,34 @@ def _state_passing_kernel(
     """
     program = tl.program_id(0).to(tl.int64)
     block, sequence = program % own_blocks, program // own_blocks
-    if cu_seqlens is None:
-        first_slot, size = sequence * chunks, sequence * 0 + length
-    else:
-        first = tl.load(cu_seqlens + sequence).to(tl.int64)
-        first_slot, size = first // chunk + sequence, tl.load(cu_seqlens + sequence + 1).to(tl.int64) - first
+    first_slot, size = sequence_slots(cu_seqlens, sequence, length, chunk, chunks)
     states = channels * N
     rows = block * BLOCK + tl.arange(0, BLOCK)
     tile = rows < states
-    power_real, power_imaginary = _load(factors + 4 * states, rows, states, tile)
-    by_real, by_imaginary = _load(factors + 6 * states, rows, states, tile)
+    power_real, power_imaginary = load_pair(factors + 4 * states, rows, states, tile)
+    by_real, by_imaginary = load_pair(factors + 6 * states, rows, states, tile)
     count = tl.maximum(tl.cdiv(size, chunk), 1)
     real, imaginary = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32)
     slope_real, slope_imaginary = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32)
     if starts is not None:
-        real, imaginary = _load(starts + 2 * sequence * states, rows, states, tile)
+        real, imaginary = load_pair(starts + 2 * sequence * states, rows, states, tile)
     for step in range(0, count):
         number = count - 1 - step if GRADIENT else step
         values = ends + (4 if SLOPE else 2) * (first_slot + number) * states + rows
-        end_real, end_imaginary = _load(values, 0, states, tile)
+        end_real, end_imaginary = load_pair(values, 0, states, tile)
         tl.store(values, real, tile)
         tl.store(values + states, imaginary, tile)
         if SLOPE:
-            slope_end_real, slope_end_imaginary = _load(values + 2 * states, 0, states, tile)
+            slope_end_real, slope_end_imaginary = load_pair(values + 2 * states, 0, states, tile)
             tl.store(values + 2 * states, slope_real, tile)
             tl.store(values + 3 * states, slope_imaginary, tile)
             # The end of the first chunk includes the decayed initial states.
-            turned_real, turned_imaginary = _times(slope_real, slope_imaginary, power_real, power_imaginary)
-            gained_real, gained_imaginary = _times(real, imaginary, by_real, by_imaginary)
+            turned_real, turned_imaginary = times(slope_real, slope_imaginary, power_real, power_imaginary)
+            gained_real, gained_imaginary = times(real, imaginary, by_real, by_imaginary)
             slope_real = slope_end_real + tl.where(step == 0, 0.0, slope_real + turned_real + gained_real)
             slope_imaginary += turned_imaginary + gained_imaginary
             slope_imaginary = slope_end_imaginary + tl.where(step == 0, 0.0, slope_imaginary)
-        turned_real, turned_imaginary = _times(real, imaginary, power_real, power_imaginary)
+        turned_real, turned_imaginary = times(real, imaginary, power_real, power_imaginary)
         real = end_real + tl.where(step == 0, 0.0, real + turned_real)
         imaginary = end_imaginary + tl.where(step == 0, 0.0, imaginary + turned_imaginary)
 
@@ -169,10 +160,10 @@ def _scan_kernel(
     rows, states, end = n * channels + d[None, :], channels * N, tl.where(inside, count, 0)
     q_real, q_imaginary, lost_real, lost_imaginary = _rate(factors, rows, states, tile, UNROLL)
     entry = tl.load(weight_in + rows, tile, other=0.0)
-    out_real, out_imaginary = _load(weight_out, rows, states, tile)
+    out_real, out_imaginary = load_pair(weight_out, rows, states, tile)
     real, imaginary = tl.zeros([BLOCK_N, BLOCK_D], tl.float32), tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     if starts is not None:
-        real, imaginary = _load(starts + 2 * slot * states, rows, states, tile)
+        real, imaginary = load_pair(starts + 2 * slot * states, rows, states, tile)
     if skip is not None:
         skip_weight = tl.load(skip + d, inside, other=0.0)
     if GRADIENT:
@@ -192,7 +183,7 @@ def _scan_kernel(
             if GRADIENT:
                 value = tl.load(inputs + t * x_stride_t, t < end, other=0.0).to(tl.float32)
                 multiplied += (tl.where(keep, value, 0.0),)
-        gain_real, gain_imaginary = _times(real, imaginary, lost_real, lost_imaginary)
+        gain_real, gain_imaginary = times(real, imaginary, lost_real, lost_imaginary)
         real, imaginary = real + gain_real, imaginary + gain_imaginary
         for i in tl.static_range(UNROLL):
             t = position(start + i, count, UNROLL, GRADIENT)
@@ -204,7 +195,7 @@ def _scan_kernel(
                 imaginary += out_imaginary * value[None, :]
                 result = tl.sum(entry * real, 0)
                 total += real * multiplied[i][None, :]
-            next_real, next_imaginary = _times(real, imaginary, q_real, q_imaginary)
+            next_real, next_imaginary = times(real, imaginary, q_real, q_imaginary)
             if not GRADIENT:
                 next_real += entry * value[None, :]
             if last is not None or (GRADIENT and starts is not None):
@@ -247,9 +238,9 @@ def _gradient_kernel(
     zeros = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     real, imaginary, slope_real, slope_imaginary = zeros, zeros, zeros, zeros
     if starts is not None:
-        real, imaginary = _load(starts + (4 if CARRIED else 2) * slot * states, rows, states, tile)
+        real, imaginary = load_pair(starts + (4 if CARRIED else 2) * slot * states, rows, states, tile)
         if CARRIED:
-            slope_real, slope_imaginary = _load(starts + (4 * slot + 2) * states, rows, states, tile)
+            slope_real, slope_imaginary = load_pair(starts + (4 * slot + 2) * states, rows, states, tile)
     sum_real, sum_imaginary, by_real, by_imaginary = zeros, zeros, zeros, zeros
     skip_sum = tl.zeros([BLOCK_D], tl.float32)
     values = gradient + row * stride_b + (first + begin) * stride_t + d * stride_d
@@ -264,15 +255,15 @@ def _gradient_kernel(
                 value = tl.where(tl.load(mask + token + t, t < count, other=0), value, 0.0)
             entering += (value,)
             received += (tl.load(values + t * stride_t, t < end, other=0.0).to(tl.float32),)
-        gain_real, gain_imaginary = _times(real, imaginary, lost_real, lost_imaginary)
+        gain_real, gain_imaginary = times(real, imaginary, lost_real, lost_imaginary)
         real, imaginary = real + gain_real, imaginary + gain_imaginary
-        gain_real, gain_imaginary = _times(slope_real, slope_imaginary, lost_real, lost_imaginary)
+        gain_real, gain_imaginary = times(slope_real, slope_imaginary, lost_real, lost_imaginary)
         slope_real, slope_imaginary = slope_real + gain_real, slope_imaginary + gain_imaginary
         for i in tl.static_range(UNROLL):
-            next_slope_real, next_slope_imaginary = _times(slope_real, slope_imaginary, q_real, q_imaginary)
+            next_slope_real, next_slope_imaginary = times(slope_real, slope_imaginary, q_real, q_imaginary)
             next_slope_real += real
             next_slope_imaginary += imaginary
-            next_real, next_imaginary = _times(real, imaginary, q_real, q_imaginary)
+            next_real, next_imaginary = times(real, imaginary, q_real, q_imaginary)
             next_real += entry * entering[i][None, :]
             if last_gradient is not None:
                 used = start + i < count
@@ -288,12 +279,12 @@ def _gradient_kernel(
             by_real += gained * slope_real
             by_imaginary += gained * slope_imaginary
             skip_sum += received[i] * entering[i]
-    out_real, out_imaginary = _load(weight_out, rows, states, tile)
-    by_real, by_imaginary = _times(by_real, by_imaginary, out_real, out_imaginary)
+    out_real, out_imaginary = load_pair(weight_out, rows, states, tile)
+    by_real, by_imaginary = times(by_real, by_imaginary, out_real, out_imaginary)
     if last_gradient is not None:
         if begin + chunk >= size:
-            of_last_real, of_last_imaginary = _load(last_gradient + 2 * sequence * states, rows, states, tile)
-            more_real, more_imaginary = _times(slope_real, slope_imaginary, of_last_real, of_last_imaginary)
+            of_last_real, of_last_imaginary = load_pair(last_gradient + 2 * sequence * states, rows, states, tile)
+            more_real, more_imaginary = times(slope_real, slope_imaginary, of_last_real, of_last_imaginary)
             by_real += more_real
             by_imaginary += more_imaginary
     kept = sums + 4 * slot * states + rows
@@ -302,45 +293,6 @@ def _gradient_kernel(
     tl.store(kept + 2 * states, by_real, tile)
     tl.store(kept + 3 * states, by_imaginary, tile)
     tl.store(skip_sums + slot * channels + d, skip_sum, inside)
-
-
-@triton.jit
-def _step_kernel(
-    x, state, change, weight_in, weight_out, skip, mask, output, next_state, channels, blocks, stride_b, stride_d,
-    N: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
-):  # fmt: skip
-    """Process one position; all arguments except x and the skip are real pairs `[..., D, N, 2]`.
-
-    Program `(block, row)`.
-    """
-    program = tl.program_id(0).to(tl.int64)
-    row = program // blocks
-    n, d = tl.arange(0, BLOCK_N)[None, :], program % blocks * BLOCK_D + tl.arange(0, BLOCK_D)
-    inside = d < channels
-    tile = (n < N) & inside[:, None]
-    rows = 2 * (d[:, None] * N + n)
-    before = state + row * channels * N * 2
-    real, imaginary = _load(before, rows, 1, tile)
-    change_real, change_imaginary = _load(change, rows, 1, tile)
-    value = tl.load(x + row * stride_b + d * stride_d, inside, other=0.0).to(tl.float32)
-    if mask is not None:
-        value = tl.where(tl.load(mask + row), value, 0.0)
-    # q - 1, not q: rounding errors of q would accumulate over many steps.
-    gain_real, gain_imaginary = _times(real, imaginary, change_real, change_imaginary)
-    gain_real += tl.load(weight_in + rows, tile, other=0.0) * value[:, None]
-    if mask is not None:  # masked positions do not change the state
-        keep = tl.load(mask + row)
-        gain_real, gain_imaginary = tl.where(keep, gain_real, 0.0), tl.where(keep, gain_imaginary, 0.0)
-    real += gain_real
-    imaginary += gain_imaginary
-    after = next_state + row * channels * N * 2
-    tl.store(after + rows, real, tile)
-    tl.store(after + 1 + rows, imaginary, tile)
-    out_real, out_imaginary = _load(weight_out, rows, 1, tile)
-    average = tl.sum(out_real * real + out_imaginary * imaginary, 1)
-    if skip is not None:
-        average += value * tl.load(skip + d, inside, other=0.0)
-    tl.store(output + row * channels + d, average.to(output.dtype.element_ty), inside)
 
 
 def _factors(log_decay, turn, chunk):
@@ -370,39 +322,18 @@ def _states_before(plan, signal, mask, factors, weights, starts, *, slope=False,
         return starts
     ends = factors.new_empty(plan.slots, 4 if slope else 2, plan.states, plan.channels)
     options = {"SLOPE": slope, "GRADIENT": gradient}
-    triton_launch.launch(
-        _chunk_state_kernel,
-        (plan.programs,),
-        *(signal, mask, factors, *weights, starts, ends, *plan.sizes, *signal.stride()),
-        **plan.constants,
-        **options,
-        num_warps=1,
-        num_stages=1,
-    )
-    blocks = triton.cdiv(plan.states * plan.channels, 128)
-    triton_launch.launch(
-        _state_passing_kernel,
-        (blocks * plan.sequences,),
-        *(ends, factors, starts, blocks, *plan.sizes),
-        **options,
-        N=plan.states,
-        BLOCK=128,
-        num_warps=4,
-        num_stages=1,
-    )
+    inputs = (signal, mask, factors, *weights, starts, ends, *plan.sizes, *signal.stride())
+    plan.launch(_chunk_state_kernel, *inputs, **options)
+    plan.pass_states(_state_passing_kernel, ends, factors, starts, **options)
     return ends
 
 
 def _scan(plan, signal, mask, factors, weights, skip, starts, output, last, x=None, sums=None):
-    triton_launch.launch(
+    plan.launch(
         _scan_kernel,
-        (plan.programs,),
         *(signal, mask, factors, *weights, skip, starts, x, output, last, sums, *plan.sizes),
         *(*signal.stride(), *((0, 0, 0) if x is None else x.stride())),
-        **plan.constants,
         GRADIENT=x is not None,
-        num_warps=1,
-        num_stages=1,
     )
 
 
@@ -432,20 +363,17 @@ def backward(
 
     def run(plan):
         plan = _fitting(plan)
-        factors, options = _factors(log_decay, turn, plan.chunk), {"num_warps": 1, "num_stages": 1}
+        factors = _factors(log_decay, turn, plan.chunk)
         starts = _states_before(plan, x, mask, factors, weights, planes(initial), slope=True)
         # Varlen sequences leave slots unused.
         sums = factors.new_zeros(plan.slots, 4, plan.states, plan.channels)
         skip_sums = factors.new_zeros(plan.slots, plan.channels)
-        triton_launch.launch(
+        plan.launch(
             _gradient_kernel,
-            (plan.programs,),
             *(gradient, x, mask, factors, *weights, starts, arriving, sums, skip_sums, *plan.sizes),
             *(*gradient.stride(), *x.stride()),
-            # Four pairs of tiles leave fewer registers for inputs than one.
-            **(plan.constants | {"UNROLL": plan.unroll // 2}),
+            UNROLL=plan.unroll // 2,  # four pairs of tiles leave fewer registers for inputs than one
             CARRIED=plan.chunks > 1,
-            **options,
         )
         starts = _states_before(plan, gradient, None, factors, weights, arriving, gradient=True)
         before = None
@@ -473,23 +401,3 @@ def backward(
 
 def _conjugate(pairs):
     return pairs * pairs.new_tensor((1.0, -1.0))
-
-
-def step(x, state, change, weight_in, weight_out, skip, mask):
-    """Return (y `[B, D]`, next state) from the coefficients of `complex_ema_coefficients`."""
-    (channels, states), output = change.shape[:2], x.new_empty(x.shape)
-    next_state = torch.empty_like(state)
-    block_n = triton.next_power_of_2(states)
-    block = max(16, 512 // block_n)
-    blocks = triton.cdiv(channels, block)
-    triton_launch.launch(
-        _step_kernel,
-        (blocks * len(x),),
-        *(x, state, change, weight_in, weight_out, skip, mask, output, next_state, channels, blocks, *x.stride()),
-        N=states,
-        BLOCK_N=block_n,
-        BLOCK_D=block,
-        num_warps=4,
-        num_stages=1,
-    )
-    return output, next_state

@@ -9,7 +9,6 @@ import torch
 import triton
 import triton.language as tl
 
-from luna_mega.kernels.common import triton_launch
 from luna_mega.kernels.moving_average.triton_damped_forward import (
     LOWEST_LOG_Q,
     choose,
@@ -175,20 +174,16 @@ def _parameter_sums(plan, gradient, last_gradient, x, mask, skip, coefficients, 
             other = scan(plan, 1, x, mask, coefficients, starts, log_q.new_empty(x.shape))
     finish = (None,) * 4 if skip is None else (skip, other, gradient, skip_sums)
     for direction in range(plan.directions):
-        triton_launch.launch(
+        plan.launch(
             _gradient_kernel,
-            (plan.programs,),
             *(received, x, mask, *(rows[:, direction * plan.channels :] for rows in coefficients)),
             *(starts[direction], last_gradient, sums[direction], *finish, *plan.sizes),
             *(*received.stride(), *x.stride()),
-            # Four tiles of states leave fewer registers for inputs than two.
-            **(plan.constants | {"UNROLL": plan.unroll // 2}),
+            UNROLL=plan.unroll // 2,  # four tiles of states leave fewer registers for inputs than two
             REVERSED=direction == 1,
             SHIFT=plan.shift and direction == 1,
             SCALED=scaled,
             CARRIED=plan.chunks > 1,
-            num_warps=1,
-            num_stages=1,
         )
         received, finish = gradient, (None,) * 4
     sums = sums.sum(1).permute(1, 2, 0, 3).flatten(2)

@@ -66,6 +66,16 @@ def place(cu_seqlens, length, chunk, chunks, blocks):
 
 
 @triton.jit
+def sequence_slots(cu_seqlens, sequence, length, chunk, chunks):
+    """Return the first slot of a sequence among the values stored per chunk, and its length."""
+    if cu_seqlens is None:
+        return sequence * chunks, sequence * 0 + length
+    else:
+        first = tl.load(cu_seqlens + sequence).to(tl.int64)
+        return first // chunk + sequence, tl.load(cu_seqlens + sequence + 1).to(tl.int64) - first
+
+
+@triton.jit
 def tile_of(block, channels, N: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr):
     """Return the states and channels of a block, a mask of existing channels, and a mask of existing states."""
     n, d = tl.arange(0, BLOCK_N)[:, None], tl.multiple_of(block * BLOCK_D + tl.arange(0, BLOCK_D), 1)
@@ -143,11 +153,7 @@ def _state_passing_kernel(
     """
     program = tl.program_id(0).to(tl.int64)
     block, sequence = program % own_blocks, program // own_blocks
-    if cu_seqlens is None:
-        first_slot, size = sequence * chunks, sequence * 0 + length
-    else:
-        first = tl.load(cu_seqlens + sequence).to(tl.int64)
-        first_slot, size = first // chunk + sequence, tl.load(cu_seqlens + sequence + 1).to(tl.int64) - first
+    first_slot, size = sequence_slots(cu_seqlens, sequence, length, chunk, chunks)
     direction = tl.program_id(1).to(tl.int64)
     from_end = (direction == 1) != FLIPPED
     states = channels * N
@@ -316,10 +322,18 @@ class Plan(NamedTuple):
         width = self.directions * self.channels
         return self.cu_seqlens, self.length, self.chunk, self.chunks, self.channels, self.blocks, width, self.slots
 
-    @property
-    def constants(self) -> dict:
-        block_n = triton.next_power_of_2(self.states)
-        return {"N": self.states, "BLOCK_N": block_n, "BLOCK_D": self.block, "UNROLL": self.unroll}
+    def launch(self, kernel, *arguments, directions: int = 1, **constants) -> None:
+        """Launch a kernel with one warp per chunk and block of channels."""
+        tile = {"N": self.states, "BLOCK_N": triton.next_power_of_2(self.states), "BLOCK_D": self.block}
+        constants = {**tile, "UNROLL": self.unroll, "num_warps": 1, "num_stages": 1, **constants}
+        triton_launch.launch(kernel, (self.programs, directions), *arguments, **constants)
+
+    def pass_states(self, kernel, ends, rates, initial, *, directions: int = 1, **constants) -> None:
+        """Launch the kernel that replaces the states at the end of each chunk by the states before it."""
+        blocks = triton.cdiv(self.states * self.channels, 128)
+        constants = {"N": self.states, "BLOCK": 128, "num_warps": 4, "num_stages": 1, **constants}
+        grid = (blocks * self.sequences, directions)
+        triton_launch.launch(kernel, grid, ends, rates, initial, blocks, *self.sizes, **constants)
 
 
 def make_plan(configuration: Configuration, x, log_q, shift, cu_seqlens, max_seqlen) -> Plan:
@@ -360,28 +374,10 @@ def states_before(plan, signal, mask, log_q, weight, initial, *, flipped=False, 
     if plan.chunks == 1:
         return [initial] * plan.directions
     ends = log_q.new_empty(plan.directions, *(2,) * slope, plan.slots, plan.states, plan.channels)
-    options = {"FLIPPED": flipped, "SLOPE": slope}
-    triton_launch.launch(
-        _chunk_state_kernel,
-        (plan.programs, plan.directions),
-        *(signal, mask, log_q, weight, ends, *plan.sizes, *signal.stride()),
-        **plan.constants,
-        **options,
-        num_warps=1,
-        num_stages=1,
-    )
-    blocks = triton.cdiv(plan.states * plan.channels, 128)
-    triton_launch.launch(
-        _state_passing_kernel,
-        (blocks * plan.sequences, plan.directions),
-        *(ends, log_q, initial, blocks, *plan.sizes),
-        **options,
-        N=plan.states,
-        BLOCK=128,
-        AHEAD=8,
-        num_warps=4,
-        num_stages=1,
-    )
+    options = {"directions": plan.directions, "FLIPPED": flipped, "SLOPE": slope}
+    inputs = (signal, mask, log_q, weight, ends, *plan.sizes, *signal.stride())
+    plan.launch(_chunk_state_kernel, *inputs, **options)
+    plan.pass_states(_state_passing_kernel, ends, log_q, initial, **options, AHEAD=8)
     return ends
 
 
@@ -390,19 +386,15 @@ def scan(
     *, scaled=False, skip=None, other=None, last=None, x=None, sums=None, gradient=False,
 ):  # fmt: skip
     """Write one direction of the average of `signal` into `output`, as `_scan_kernel` does, and return it."""
-    triton_launch.launch(
+    plan.launch(
         _scan_kernel,
-        (plan.programs,),
         *(signal, mask, *(rows[:, direction * plan.channels :] for rows in coefficients), skip),
         *(starts[direction], other, x, output, last, sums, *plan.sizes),
         *(*signal.stride(), *((0, 0, 0) if x is None else x.stride())),
-        **plan.constants,
         REVERSED=(direction == 1) != gradient,
         SHIFT=plan.shift and direction == 1,
         SCALED=scaled,
         GRADIENT=gradient,
-        num_warps=1,
-        num_stages=1,
     )
     return output
 

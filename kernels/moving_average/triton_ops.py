@@ -4,12 +4,7 @@ import torch
 
 from luna_mega.kernels._operator import register
 from luna_mega.kernels.common.triton_launch import contiguous
-from luna_mega.kernels.moving_average import (
-    triton_complex,
-    triton_damped_backward,
-    triton_damped_forward,
-    triton_damped_step,
-)
+from luna_mega.kernels.moving_average import triton_complex, triton_damped_backward, triton_damped_forward, triton_step
 from luna_mega.kernels.moving_average.coefficients import times
 
 TENSORS = "Tensor x, Tensor? mask, Tensor? skip, {}, Tensor? initial"
@@ -163,5 +158,5 @@ def _complex_step_backward(
     )
 
 
-_register_step("luna_mega::damped_ema_step_triton", "damped", triton_damped_step.forward_step, _damped_step_backward)
-_register_step("luna_mega::complex_ema_step_triton", "complex", triton_complex.step, _complex_step_backward)
+_register_step("luna_mega::damped_ema_step_triton", "damped", triton_step.damped_step, _damped_step_backward)
+_register_step("luna_mega::complex_ema_step_triton", "complex", triton_step.complex_step, _complex_step_backward)

@@ -1,31 +1,36 @@
-"""Backends of both averages: coefficients from parameters, padding-free batches with states, shards."""
+"""Code of both public averages: backends, checks, varlen calls with states, states after some positions."""
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
 from luna_mega.kernels import varlen
 from luna_mega.kernels._op import Op, for_ranks, without_autocast
+from luna_mega.kernels.checks import check_lengths, check_sequences, count_sequences
 from luna_mega.kernels.gated_attention.columns import to_end
-from luna_mega.kernels.moving_average import sharded
+from luna_mega.kernels.moving_average import export, sharded, torch_backend
 from luna_mega.kernels.moving_average.coefficients import powers, times
 from luna_mega.kernels.upcast import upcast_dtype
 
+Call = dict[str, Any]
+
 
 def make_average(
-    name: str, backends: dict[str, Callable], coefficients: Callable, unsupported: Callable, state: int
+    name: str, reference: Callable, triton: Callable, coefficients: Callable, unsupported: Callable, state: int
 ) -> Op:
     """Return the `Op` of an average of sequences.
 
     Args:
-        name: Name of the public function.
-        backends: The functions that compute a call, which take `parameters`, by the name of the backend.
-        coefficients: Returns the `Coefficients` of the parameters.
-        unsupported: Returns the reason why Triton kernels cannot compute a call, else None.
-        state: Index of a parameter that has the shape of a state.
+        name: name of the public function.
+        reference: computes a call, including the coefficients.
+        triton: computes a call from its coefficients with Triton kernels.
+        coefficients: returns the `Coefficients` of the parameters.
+        unsupported: returns the reason why Triton kernels cannot compute a call, else None.
+        state: index of a parameter that has the shape of a state.
     """
 
-    def one_by_one(run, call, cu_seqlens, max_seqlen):
+    def run_varlen(run, call, cu_seqlens, max_seqlen):
         if call["initial_state"] is None and not call["return_state"]:
             return op.run_padded(run, call, cu_seqlens, max_seqlen)
         x, parameters = call["x"], call["parameters"]
@@ -34,8 +39,19 @@ def make_average(
     def on_ranks(run, shard, **call):
         return sharded.average(run, shard, name, coefficients, **call)
 
-    op = Op(name, backends, unsupported, tokens=("x",), run_varlen=one_by_one, on_ranks=for_ranks(on_ranks, backends))
+    backends = {
+        "reference": reference,
+        "torch": from_parameters(_torch, coefficients),
+        "triton": from_parameters(triton, coefficients),
+    }
+    on_ranks = for_ranks(on_ranks, backends)
+    op = Op(name, backends, unsupported, tokens=("x",), run_varlen=run_varlen, on_ranks=on_ranks)
     return op
+
+
+def _torch(x, **call):
+    run = export.average if torch.compiler.is_exporting() else torch_backend.average
+    return run(x, **call)
 
 
 def from_parameters(run: Callable, coefficients: Callable) -> Callable:
@@ -64,7 +80,28 @@ def from_coefficients(run: Callable, compute: Callable) -> Callable:
     return run_step
 
 
-def state_after(op: Op, coefficients: Callable, backend: str | None, call: dict, lengths: torch.Tensor) -> torch.Tensor:
+def check_call(op: Op, x, mask, initial_state, return_state, lengths, cu_seqlens, shard) -> None:
+    """Raise `ValueError` for arguments that do not match each other."""
+    check_sequences(op.name, x, mask, "channels")
+    op.check_shard_options(shard, initial_state=initial_state, return_state=return_state, cu_seqlens=cu_seqlens)
+    check_lengths(op.name, lengths, x, mask, return_state, cu_seqlens)
+
+
+def run_call(
+    op: Op, coefficients: Callable, check: Callable, backend, call: Call, lengths, cu_seqlens, max_seqlen, shard
+):
+    """Return the output and, if requested, the states; `check(name, x, parameters, skip, state, sequences)` first."""
+    sequences, max_seqlen = count_sequences(op.name, call["x"], cu_seqlens, max_seqlen, "channels")
+    check(op.name, call["x"], call["parameters"], call["skip"], call["initial_state"], sequences)
+    return_state = call["return_state"]
+    call["return_state"] = return_state and lengths is None
+    output, state = op(backend, call, cu_seqlens, max_seqlen, shard=shard)
+    if lengths is not None:
+        state = _state_after(op, coefficients, backend, call, lengths)
+    return (output, state) if return_state else output
+
+
+def _state_after(op: Op, coefficients: Callable, backend, call: Call, lengths: torch.Tensor) -> torch.Tensor:
     """Return the states after the first `lengths` `[B]` positions of each row, without decay at dropped positions."""
     rows = {name: to_end(call[name], lengths) for name in ("x", "mask")}
     _, state = op(backend, call | rows | {"skip": None, "initial_state": None, "return_state": True})

@@ -4,7 +4,7 @@ from functools import partial
 
 import torch
 
-from luna_mega.kernels.moving_average import triton_complex
+from luna_mega.kernels.moving_average import triton_complex, triton_step
 
 
 def call(
@@ -19,7 +19,7 @@ def call(
     if step:
         x, mask = meta(batch, channels, dtype=dtype), meta(batch, dtype=torch.bool) if masked else None
         maps = (meta(channels, states, 2) for _ in range(3))
-        triton_complex.step(x, state, *maps, weight, mask)
+        triton_step.complex_step(x, state, *maps, weight, mask)
         return
     cu_seqlens = meta(batch + 1, dtype=torch.int32) if varlen else None
     x = meta(*((1, batch * length) if varlen else (batch, length)), channels, dtype=dtype)

@@ -4,7 +4,7 @@ from functools import partial
 
 import torch
 
-from luna_mega.kernels.moving_average import triton_damped_backward, triton_damped_forward, triton_damped_step
+from luna_mega.kernels.moving_average import triton_damped_backward, triton_damped_forward, triton_step
 
 
 def call(
@@ -18,9 +18,7 @@ def call(
     weight, state = meta(channels) if skip else None, meta(batch, states, channels)
     if step:
         x, state, *parameters = meta(batch, channels, dtype=dtype), state.mT, *(rows.mT for rows in parameters)
-        triton_damped_step.forward_step(
-            x, state, *parameters, weight, meta(batch, dtype=torch.bool) if masked else None
-        )
+        triton_step.damped_step(x, state, *parameters, weight, meta(batch, dtype=torch.bool) if masked else None)
         return
     cu_seqlens = meta(batch + 1, dtype=torch.int32) if varlen else None
     x = meta(*((1, batch * length) if varlen else (batch, length)), channels, dtype=dtype)
