@@ -4,11 +4,17 @@ Exported programs must not depend on this package, so these helpers use only PyT
 """
 
 import torch
+from torch import Tensor
 
 
 def in_program() -> bool:
     """Return whether the call is being compiled, exported or traced."""
-    return torch.compiler.is_compiling() or torch.jit.is_tracing()
+    return torch.compiler.is_compiling() or is_tracing()
+
+
+def is_tracing() -> bool:
+    """Return whether the call is being traced by `torch.jit.trace`."""
+    return bool(torch.jit.is_tracing())  # type: ignore[attr-defined, no-untyped-call]
 
 
 def count_chunks(length: int, size: int, device: torch.device) -> int:
@@ -19,28 +25,28 @@ def count_chunks(length: int, size: int, device: torch.device) -> int:
     """
     if not torch.compiler.is_exporting():
         return -(-length // size) + 1
-    chunks = ((torch.full((), length, device=device) + size - 1) // size + 1).item()
+    chunks: int = ((torch.full((), length, device=device) + size - 1) // size + 1).item()  # type: ignore[assignment]
     torch._check(chunks >= 2)
     return chunks
 
 
-def chunk_positions(length: int, size: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+def chunk_positions(length: int, size: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """Return positions `[chunks, size]`, padded with the last one, and a mask that is False for padding."""
     chunks = count_chunks(length, size, device)
     position = torch.arange(chunks * size, device=device).view(chunks, size)
     return position.clamp(max=length - 1), position < length
 
 
-def log1p(x: torch.Tensor) -> torch.Tensor:
+def log1p(x: Tensor) -> Tensor:
     """Return log(1 + x), accurate near 0, unlike the ONNX export of `torch.log1p`."""
     return 2.0 * torch.atanh(x / (2.0 + x)) if torch.compiler.is_exporting() else torch.log1p(x)
 
 
-def expm1(x: torch.Tensor) -> torch.Tensor:
+def expm1(x: Tensor) -> Tensor:
     """Return exp(x) - 1, accurate near 0, unlike the ONNX export of `torch.expm1`."""
     return torch.tanh(0.5 * x) * (torch.exp(x) + 1.0) if torch.compiler.is_exporting() else torch.expm1(x)
 
 
-def lerp(start: torch.Tensor, end: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+def lerp(start: Tensor, end: Tensor, weight: Tensor) -> Tensor:
     """Return start + weight (end - start); exporters decompose `torch.lerp` into ops that some runtimes lack."""
     return start + weight * (end - start) if torch.compiler.is_exporting() else torch.lerp(start, end, weight)

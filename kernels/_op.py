@@ -10,8 +10,10 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from luna_mega.kernels import varlen
 from luna_mega.kernels.context_parallel import ContextShard
@@ -42,6 +44,8 @@ def use_backend(name: str) -> Iterator[None]:
         _override = previous
 
 
+Call = dict[str, Any]
+
 FLOAT32_PRECISIONS = ("tf32x3", "ieee")
 _float32_precision = "tf32x3"
 
@@ -67,7 +71,7 @@ def float32_precision() -> str:
     return _float32_precision
 
 
-def without_autocast(device: str) -> AbstractContextManager:
+def without_autocast(device: str) -> AbstractContextManager[Any]:
     """Return a context in which ops on this type of device keep the dtypes of their inputs."""
     # The meta device does not support autocast.
     if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
@@ -98,26 +102,21 @@ class Op:
     """
 
     name: str
-    backends: dict[str, Callable]
+    backends: dict[str, Callable[..., Any]]
     unsupported: Callable[..., str | None]
     tokens: tuple[str, ...]
     mask: str | None = "mask"
     tokens_out: bool = True
     native: tuple[str, ...] = ("triton",)
-    with_weights: Callable | None = None
-    under_autocast: Callable[[dict], dict] | None = None
-    run_varlen: Callable | None = None
-    on_ranks: dict[str, Callable] = field(default_factory=dict)
+    with_weights: Callable[..., Any] | None = None
+    under_autocast: Callable[[Call], Call] | None = None
+    run_varlen: Callable[..., Any] | None = None
+    on_ranks: dict[str, Callable[..., Any]] = field(default_factory=dict)
 
     def __call__(
-        self,
-        backend: str | None,
-        call: dict,
-        cu_seqlens: torch.Tensor | None = None,
-        max_seqlen: int | None = None,
-        return_weights: bool = False,
-        shard: ContextShard | None = None,
-    ):
+        self, backend: str | None, call: Call, cu_seqlens: Tensor | None = None, max_seqlen: int | None = None,
+        return_weights: bool = False, shard: ContextShard | None = None,
+    ) -> Any:  # fmt: skip
         """Compute a call, varlen if `cu_seqlens` is given, with the requested or the best backend."""
         device = call[self.tokens[0]].device
         if return_weights:
@@ -126,7 +125,7 @@ class Op:
                     f"{self.name} does not return weights with cu_seqlens; omit return_weights or cu_seqlens"
                 )
             with without_autocast(device.type):
-                run = self.with_weights if shard is None else partial(self.on_ranks["weights"], shard)
+                run: Any = self.with_weights if shard is None else partial(self.on_ranks["weights"], shard)
                 return run(**call)
         chosen = self.choose(backend, device, self.unsupported(**call, max_seqlen=max_seqlen))
         if chosen == "triton" and self.under_autocast is not None and torch.is_autocast_enabled(device.type):
@@ -139,11 +138,12 @@ class Op:
                 return run(**call)
             if chosen in self.native:
                 return run(**call, cu_seqlens=cu_seqlens, max_seqlen=max_seqlen)
+            assert max_seqlen is not None  # `check_cu_seqlens` returns it
             return (self.run_varlen or self.run_padded)(run, call, cu_seqlens, max_seqlen)
 
-    def run_padded(self, run: Callable, call: dict, cu_seqlens: torch.Tensor, max_seqlen: int):
+    def run_padded(self, run: Callable[..., Any], call: Call, cu_seqlens: Tensor, max_seqlen: int) -> Any:
         """Compute a varlen call with a backend that requires padded input."""
-        total, filled = call[self.tokens[0]].shape[1], {}
+        total, filled = call[self.tokens[0]].shape[1], dict[str, Tensor]()
         for name in self.tokens:
             same = next((other for other in filled if call[other] is call[name]), None)
             filled[name] = varlen.pad(call[name], cu_seqlens, max_seqlen) if same is None else filled[same]
@@ -154,11 +154,11 @@ class Op:
         result = run(**call | filled)
         if not self.tokens_out:
             return result
-        if isinstance(result, torch.Tensor):
+        if isinstance(result, Tensor):
             return varlen.unpad(result, cu_seqlens, total)
         return varlen.unpad(result[0], cu_seqlens, total), *result[1:]
 
-    def check_shard_options(self, shard: ContextShard | None, **arguments) -> None:
+    def check_shard_options(self, shard: ContextShard | None, **arguments: Any) -> None:
         """Raise `ValueError` if the shard is combined with one of the arguments."""
         given = [name for name, value in arguments.items() if value is not None and value is not False]
         if shard is not None and given:
@@ -199,7 +199,7 @@ class Op:
         return wanted, f"chosen by {source}"
 
 
-def for_ranks(compute: Callable, backends: dict[str, Callable]) -> dict[str, Callable]:
+def for_ranks(compute: Callable[..., Any], backends: dict[str, Callable[..., Any]]) -> dict[str, Callable[..., Any]]:
     """Return the `on_ranks` functions of an `Op`: `compute(run, shard, **call)` with `run` from `backends`."""
     return {name: partial(compute, run) for name, run in backends.items()}
 
@@ -208,7 +208,7 @@ _FALLBACK = "no Triton kernel: "
 _warned: set[str] = set()
 
 
-@torch.compiler.assume_constant_result
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _why_not(device: torch.device) -> str | None:
     """Return the reason why Triton kernels cannot run on `device`, or None if they can."""
     try:

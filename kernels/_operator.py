@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from luna_mega.kernels._op import without_autocast
 
@@ -16,7 +17,7 @@ def register(
     outputs: str,
     forward: Callable[..., Outputs],
     fake: Callable[..., Outputs],
-    backward: Callable[..., Sequence[torch.Tensor | None]],
+    backward: Callable[..., Sequence[Tensor | None]],
     *,
     differentiable: Sequence[str],
     gradients: Sequence[int] = (0,),
@@ -43,15 +44,15 @@ def register(
     tensors = [argument.startswith("Tensor") for argument in inputs.split(", ")]
     given = ["Tensor grad_0", *(f"Tensor? grad_{index}" for index in gradients[1:]), *([saved] if saved else [])]
 
-    def run(x: torch.Tensor, *rest: Any) -> Outputs:
+    def run(x: Tensor, *rest: Any) -> Outputs:
         with without_autocast(x.device.type):
             return forward(x, *rest)
 
-    def run_backward(grad: torch.Tensor, *rest: Any) -> list[torch.Tensor]:
+    def run_backward(grad: Tensor, *rest: Any) -> list[Tensor]:
         with without_autocast(grad.device.type):
             return [grad.new_empty(0) if x is None else x for x in backward(grad, *rest)]
 
-    def fake_backward(grad: torch.Tensor, *rest: Any) -> list[torch.Tensor]:
+    def fake_backward(grad: Tensor, *rest: Any) -> list[Tensor]:
         values = dict(zip(names, rest[-len(names) :], strict=True))
         of_inputs = (values[name] for name in differentiable)
         return [grad.new_empty(0) if x is None else x.new_empty(x.shape) for x in of_inputs]
@@ -70,7 +71,7 @@ def register(
         ctx.options = [x for x, is_tensor in zip(inputs, tensors, strict=True) if not is_tensor]
         ctx.save_for_backward(*flat, *(x for x, is_tensor in zip(inputs, tensors, strict=True) if is_tensor))
         ctx.set_materialize_grads(False)
-        others = (x for index, x in enumerate(output) if index not in gradients and isinstance(x, torch.Tensor))
+        others = (x for index, x in enumerate(output) if index not in gradients and isinstance(x, Tensor))
         ctx.mark_non_differentiable(*others)
 
     def differentiate(ctx: Any, *grads: Any) -> Outputs:

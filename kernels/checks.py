@@ -3,11 +3,12 @@
 from collections.abc import Iterable
 
 import torch
+from torch import Tensor
 
 from luna_mega.kernels.varlen import check_cu_seqlens
 
 
-def check_mask(op: str, mask: torch.Tensor | None, shape: torch.Size, name: str = "mask") -> None:
+def check_mask(op: str, mask: Tensor | None, shape: torch.Size, name: str = "mask") -> None:
     """Raise `ValueError` unless `mask` is None or a bool tensor of this shape."""
     if mask is not None and (mask.dtype != torch.bool or mask.shape != shape):
         raise ValueError(
@@ -27,14 +28,14 @@ def check_dropout(op: str, dropout: float) -> None:
         raise ValueError(f"{op}: dropout must be in [0, 1), got {dropout}")
 
 
-def check_sequences(op: str, x: torch.Tensor, mask: torch.Tensor | None, features: str) -> None:
+def check_sequences(op: str, x: Tensor, mask: Tensor | None, features: str) -> None:
     """Raise `ValueError` unless x is `[B, T, D]` with T at least 1 and the mask fits; `features` is the name of D."""
     if x.dim() != 3 or x.shape[1] < 1:
         raise ValueError(f"{op} needs x [batch, length, {features}] of length 1 or more, got {list(x.shape)}")
     check_mask(op, mask, x.shape[:2])
 
 
-def check_position(op: str, x: torch.Tensor, mask: torch.Tensor | None, features: str) -> None:
+def check_position(op: str, x: Tensor, mask: Tensor | None, features: str) -> None:
     """Raise `ValueError` unless x is one position per sequence, `[B, D]`, and the mask fits."""
     if x.dim() != 2:
         raise ValueError(f"{op} needs x [batch, {features}], got {list(x.shape)}")
@@ -42,7 +43,7 @@ def check_position(op: str, x: torch.Tensor, mask: torch.Tensor | None, features
 
 
 def count_sequences(
-    op: str, x: torch.Tensor, cu_seqlens: torch.Tensor | None, max_seqlen: int | None, features: str
+    op: str, x: Tensor, cu_seqlens: Tensor | None, max_seqlen: int | None, features: str
 ) -> tuple[int, int | None]:
     """Return the number of sequences in `[B, T, D]` or, with `cu_seqlens`, `[1, total, D]`, and `max_seqlen`."""
     if cu_seqlens is None:
@@ -57,11 +58,11 @@ def count_sequences(
 
 def check_lengths(
     op: str,
-    lengths: torch.Tensor | None,
-    x: torch.Tensor,
-    mask: torch.Tensor | None,
+    lengths: Tensor | None,
+    x: Tensor,
+    mask: Tensor | None,
     return_state: bool,
-    cu_seqlens: torch.Tensor | None,
+    cu_seqlens: Tensor | None,
 ) -> None:
     """Raise `ValueError` unless `lengths` are `[B]` integers and the call uses them."""
     if lengths is None:
@@ -74,10 +75,10 @@ def check_lengths(
 
 def check_average(
     op: str,
-    x: torch.Tensor,
-    parameters: Iterable[torch.Tensor],
-    skip: torch.Tensor | None,
-    state: torch.Tensor | None,
+    x: Tensor,
+    parameters: Iterable[Tensor],
+    skip: Tensor | None,
+    state: Tensor | None,
     state_shape: list[int],
 ) -> None:
     """Raise `ValueError` unless dtypes, skip and state fit a moving average of D channels."""

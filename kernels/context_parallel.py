@@ -6,10 +6,11 @@ ranks must call them, and run their backward, in the same order. If one rank use
 it too, if necessary multiplied by 0.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.autograd import Function
 
 from luna_mega.kernels.gated_attention.columns import to_end
@@ -26,7 +27,7 @@ class ContextShard(NamedTuple):
 
     group: "dist.ProcessGroup"
     lengths: tuple[int, ...]
-    kept: torch.Tensor | None = None
+    kept: Tensor | None = None
 
     @classmethod
     def of(cls, group: "dist.ProcessGroup", length: int, device: torch.device, **same: int) -> "ContextShard":
@@ -71,7 +72,7 @@ class ContextShard(NamedTuple):
         """Return the number of positions on all ranks."""
         return sum(self.lengths)
 
-    def gaps(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    def gaps(self, device: torch.device) -> tuple[Tensor, Tensor]:
         """Return the number of positions between this shard and each earlier shard, and each later shard.
 
         Both are float64 `[ranks, B]`, or `[ranks, 1]` if all positions belong to the sequences.
@@ -81,7 +82,7 @@ class ContextShard(NamedTuple):
         after = kept.cumsum(dim=0)
         return after[rank] - kept[rank] - after[:rank], (after - kept)[rank + 1 :] - after[rank]
 
-    def to_end(self, x: torch.Tensor) -> torch.Tensor:
+    def to_end(self, x: Tensor) -> Tensor:
         """Return this rank's `[B, T, ...]` with the positions of the sequences last instead of first."""
         return x if self.kept is None else to_end(x, self.kept[self.rank])
 
@@ -90,21 +91,21 @@ class ContextShard(NamedTuple):
         if length != (here := self.lengths[self.rank]):
             raise ValueError(f"{op}: the shard has {here} positions on this rank, but x has length {length}")
 
-    def all_gather(self, x: torch.Tensor) -> torch.Tensor:
+    def all_gather(self, x: Tensor) -> Tensor:
         """Return the stacked tensors `x` of all ranks, `[ranks, ...]`; shapes must be equal."""
-        return _AllGather.apply(x, self.group)
+        return _AllGather.apply(x, self.group)  # type: ignore[no-untyped-call]
 
-    def all_reduce_sum(self, x: torch.Tensor) -> torch.Tensor:
+    def all_reduce_sum(self, x: Tensor) -> Tensor:
         """Return the sum of the tensors `x` of all ranks; shapes must be equal. The backward sums the gradients."""
-        return _AllReduceSum.apply(x, self.group)
+        return _AllReduceSum.apply(x, self.group)  # type: ignore[no-untyped-call]
 
-    def all_reduce_max(self, x: torch.Tensor) -> torch.Tensor:
+    def all_reduce_max(self, x: Tensor) -> Tensor:
         """Return the element-wise maximum of the tensors `x` of all ranks, without gradient."""
         largest = x.detach().clone(memory_format=torch.contiguous_format)
         dist.all_reduce(largest, dist.ReduceOp.MAX, group=self.group)
         return largest
 
-    def broadcast_first(self, x: torch.Tensor) -> torch.Tensor:
+    def broadcast_first(self, x: Tensor) -> Tensor:
         """Return the first rank's tensor `x`, without gradient, so that all ranks use the same random numbers."""
         x = x.detach().clone(memory_format=torch.contiguous_format)
         dist.broadcast(x, group=self.group, group_src=0)
@@ -113,38 +114,38 @@ class ContextShard(NamedTuple):
 
 class _AllGather(Function):
     @staticmethod
-    def forward(ctx, x, group):
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
         ctx.group = group
         rows = x.new_empty(group.size(), *x.shape)
         dist.all_gather(list(rows), x.contiguous(), group=group)
         return rows
 
     @staticmethod
-    def backward(ctx, grad):
-        return _ReduceScatter.apply(grad, ctx.group), None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return _ReduceScatter.apply(grad, ctx.group), None  # type: ignore[no-untyped-call]
 
 
 class _ReduceScatter(Function):
     @staticmethod
-    def forward(ctx, rows, group):
+    def forward(ctx: Any, rows: Tensor, group: dist.ProcessGroup) -> Tensor:
         ctx.group = group
         x = rows.new_empty(rows.shape[1:])
         dist.reduce_scatter(x, list(rows.contiguous()), group=group)
         return x
 
     @staticmethod
-    def backward(ctx, grad):
-        return _AllGather.apply(grad, ctx.group), None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return _AllGather.apply(grad, ctx.group), None  # type: ignore[no-untyped-call]
 
 
 class _AllReduceSum(Function):
     @staticmethod
-    def forward(ctx, x, group):
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
         ctx.group = group
         total = x.clone(memory_format=torch.contiguous_format)
         dist.all_reduce(total, group=group)
         return total
 
     @staticmethod
-    def backward(ctx, grad):
-        return _AllReduceSum.apply(grad, ctx.group), None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return _AllReduceSum.apply(grad, ctx.group), None  # type: ignore[no-untyped-call]

@@ -5,11 +5,13 @@
 
 from collections.abc import Callable
 from itertools import pairwise
+from typing import Any
 
 import torch
+from torch import Tensor
 
 
-def check_cu_seqlens(op: str, cu_seqlens: torch.Tensor, max_seqlen: int | None, total: int) -> int:
+def check_cu_seqlens(op: str, cu_seqlens: Tensor, max_seqlen: int | None, total: int) -> int:
     """Check `cu_seqlens` and return `max_seqlen`; if it is None, compute it, which synchronizes with the device.
 
     On a GPU and in compiled programs the values are checked on the device, without synchronization. Invalid values stop
@@ -30,18 +32,18 @@ def check_cu_seqlens(op: str, cu_seqlens: torch.Tensor, max_seqlen: int | None, 
     return int(lengths.max()) if max_seqlen is None else max_seqlen
 
 
-def _assert_on_device(op, cu_seqlens, lengths, most, total):
+def _assert_on_device(op: str, cu_seqlens: Tensor, lengths: Tensor, most: int, total: int) -> None:
     # The layers of a model share one tensor, so it is checked once.
     if not (torch.compiler.is_compiling() or cu_seqlens.is_inference()):
         seen = most, total, cu_seqlens._version
         if getattr(cu_seqlens, "_luna_mega_checked", None) == seen:
             return
-        cu_seqlens._luna_mega_checked = seen
+        cu_seqlens._luna_mega_checked = seen  # type: ignore[attr-defined]
     right = (cu_seqlens[0] == 0) & (cu_seqlens[-1] == total) & ((lengths >= 0) & (lengths <= most)).all()
     torch._assert_async(right, f"{op}: cu_seqlens must rise from 0 to the length, by at most max_seqlen")
 
 
-def pad(x: torch.Tensor, cu_seqlens: torch.Tensor, max_seqlen: int) -> torch.Tensor:
+def pad(x: Tensor, cu_seqlens: Tensor, max_seqlen: int) -> Tensor:
     """Return `[1, total, ...]` as `[B, max_seqlen, ...]`, right-padded with zeros."""
     position = torch.arange(max_seqlen, device=x.device) + cu_seqlens[:-1, None]
     kept = keep(cu_seqlens, max_seqlen)
@@ -49,25 +51,27 @@ def pad(x: torch.Tensor, cu_seqlens: torch.Tensor, max_seqlen: int) -> torch.Ten
     return rows.masked_fill(~kept.view(*kept.shape, *(1,) * (x.dim() - 2)), 0)
 
 
-def unpad(x: torch.Tensor, cu_seqlens: torch.Tensor, total: int) -> torch.Tensor:
+def unpad(x: Tensor, cu_seqlens: Tensor, total: int) -> Tensor:
     """Return `[B, max_seqlen, ...]` as `[1, total, ...]`, without the padding of `pad`."""
     row, position = locate(cu_seqlens, total)
     return x[row, position][None]
 
 
-def locate(cu_seqlens: torch.Tensor, total: int) -> tuple[torch.Tensor, torch.Tensor]:
+def locate(cu_seqlens: Tensor, total: int) -> tuple[Tensor, Tensor]:
     """Return the sequence index of every token and its position in the sequence, `[total]` each."""
     token = torch.arange(total, device=cu_seqlens.device)
     row = torch.searchsorted(cu_seqlens[1:], token, right=True)
     return row, token - cu_seqlens[row]
 
 
-def keep(cu_seqlens: torch.Tensor, max_seqlen: int) -> torch.Tensor:
+def keep(cu_seqlens: Tensor, max_seqlen: int) -> Tensor:
     """Return a mask `[B, max_seqlen]` that is True for the tokens that `pad` copies."""
     return torch.arange(max_seqlen, device=cu_seqlens.device) < cu_seqlens.diff()[:, None]
 
 
-def one_by_one(run: Callable, call: dict, cu_seqlens: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype):
+def one_by_one(
+    run: Callable[..., Any], call: dict[str, Any], cu_seqlens: Tensor, shape: tuple[int, ...], dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
     """Compute a varlen call with states one sequence at a time, because padding would decay the states.
 
     `run` returns the output and the last state. `shape` and `dtype` are those of a state, used if none is given.

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 import triton
+from torch import Tensor
 from triton.runtime.autotuner import Autotuner
 from triton.runtime.errors import OutOfResources, PTXASError
 
@@ -23,11 +24,11 @@ REFUSALS = (OutOfResources, PTXASError)
 # Relative to the norm: the results of two configurations differ only by rounding.
 TOLERANCES = {torch.float32: 1e-4, torch.float16: 4e-3, torch.bfloat16: 2e-2}
 
-_instead: Callable | None = None
+_instead: Callable[..., Any] | None = None
 
 
 @contextmanager
-def choosing(instead: Callable) -> Iterator[None]:
+def choosing(instead: Callable[..., Any]) -> Iterator[None]:
     """Use `instead(kernel, key, configurations, run)` for every selection inside the block."""
     global _instead
     previous, _instead = _instead, instead
@@ -39,9 +40,9 @@ def choosing(instead: Callable) -> Iterator[None]:
 
 def choose(
     kernel: Any,
-    kind: Sequence,
+    kind: Sequence[Any],
     sizes: dict[str, int],
-    configurations: Sequence,
+    configurations: Sequence[Any],
     run: Callable[[Any], Any],
     device: torch.device,
 ) -> Any:
@@ -64,15 +65,17 @@ def choose(
 
 
 @cache
-def _tuner(kernel: Any, configurations: tuple) -> "_Tuner":
+def _tuner(kernel: Any, configurations: tuple[Any, ...]) -> "_Tuner":
     return _Tuner(kernel, configurations)
 
 
 class _Tuner:
     """The launches of one kind of call, as a kernel that Triton's autotuner runs with the fields of a configuration."""
 
-    def __init__(self, kernel: Any, configurations: tuple):
-        self.fn, self.default, self.benchmarked, self.expected = kernel, configurations[0], None, None
+    def __init__(self, kernel: Any, configurations: tuple[Any, ...]) -> None:
+        self.fn, self.default = kernel, configurations[0]
+        self.benchmarked: list[Any] | None = None
+        self.expected: list[Tensor] | None = None
         self.autotuner = Autotuner(
             self,
             ["call", "key"],
@@ -84,7 +87,7 @@ class _Tuner:
             cache_results=True,
         )
 
-    def __call__(self, call: Callable, key: str, device: torch.device) -> Any:
+    def __call__(self, call: Callable[..., Any], key: str, device: torch.device) -> Any:
         """Return the result of `call` with the fastest configuration."""
         key = f"{key} on {torch.cuda.get_device_name(device)}"
         # Benchmarking is not possible during CUDA graph capture.
@@ -95,7 +98,7 @@ class _Tuner:
         self.expected = None
         return result
 
-    def run(self, call: Callable, key: str, **options) -> Any:
+    def run(self, call: Callable[..., Any], key: str, **options: Any) -> Any:
         """Return the result of a call; `options` are the fields of a configuration and Triton launch options."""
         kind = type(self.default)
         result = call(kind(**{name: options[name] for name in kind._fields}))
@@ -103,12 +106,13 @@ class _Tuner:
             self.benchmarked.append(result)
         return result
 
-    def bench(self, launch: Callable, quantiles: Sequence[float]) -> list[float]:
+    def bench(self, launch: Callable[..., Any], quantiles: Sequence[float]) -> list[float]:
         """Return the time of a configuration in ms, infinite if its result differs from the first configuration's."""
-        self.benchmarked = []
+        results: list[Any] = []
+        self.benchmarked = results
         try:
             launch()
-            (result,) = map(tensors, self.benchmarked)
+            (result,) = map(tensors, results)
         finally:
             self.benchmarked = None
         self.expected = result if self.expected is None else self.expected
@@ -117,14 +121,14 @@ class _Tuner:
         return triton.testing.do_bench(launch, warmup=5, rep=20, quantiles=quantiles)
 
 
-def tensors(result: Any) -> list[torch.Tensor]:
+def tensors(result: Any) -> list[Tensor]:
     """Return all tensors in nested tuples and lists of tensors and None."""
-    if isinstance(result, torch.Tensor):
+    if isinstance(result, Tensor):
         return [result]
     return [] if result is None else [tensor for part in result for tensor in tensors(part)]
 
 
-def difference(result: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> str | None:
+def difference(result: Sequence[Tensor], expected: Sequence[Tensor]) -> str | None:
     """Return a description of how a result differs from the first configuration's, or None if it does not."""
     for index, (mine, theirs) in enumerate(zip(result, expected, strict=True)):
         tolerance = TOLERANCES.get(theirs.dtype)

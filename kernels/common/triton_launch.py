@@ -4,27 +4,31 @@ Only `triton_*.py` files import this file. Ops import those lazily because Trito
 are interpreted.
 """
 
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVarTuple
 
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
+Ts = TypeVarTuple("Ts")
 INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
 
 
-def contiguous(*tensors: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+def contiguous(*tensors: *Ts) -> tuple[*Ts]:
     """Return the tensors, copied if they are not contiguous."""
-    return tuple(None if x is None else x.contiguous() for x in tensors)
+    return tuple(x.contiguous() if isinstance(x, Tensor) else x for x in tensors)  # type: ignore[return-value]
 
 
-def rows_contiguous(*tensors: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+def rows_contiguous(*tensors: *Ts) -> tuple[*Ts]:
     """Return the tensors, copied if the last dimension is not contiguous."""
-    return tuple(x if x is None or x.stride(-1) == 1 else x.contiguous() for x in tensors)
+    copies = (x.contiguous() if isinstance(x, Tensor) and x.stride(-1) != 1 else x for x in tensors)
+    return tuple(copies)  # type: ignore[return-value]
 
 
-def strides(*tensors: torch.Tensor | None, number: int) -> tuple[int, ...]:
+def strides(*tensors: Tensor | None, number: int) -> tuple[int, ...]:
     """Return the first `number` strides of every tensor, 0 for None."""
     return tuple(s for x in tensors for s in ((0,) * number if x is None else x.stride()[:number]))
 
@@ -35,7 +39,7 @@ def block_of(size: int, largest: int | None = None) -> int:
     return block if largest is None else min(block, largest)
 
 
-def random_seed(dropout: float, device: torch.device) -> torch.Tensor | None:
+def random_seed(dropout: float, device: torch.device) -> Tensor | None:
     """Return the dropout seed of a call, which its backward pass uses again; None without dropout."""
     return torch.randint(2**63 - 1, (1,), device=device) if dropout > 0.0 else None
 
@@ -45,7 +49,7 @@ class Launch(NamedTuple):
 
     kernel: Any
     grid: tuple[int, ...]
-    arguments: tuple
+    arguments: tuple[Any, ...]
     constants: dict[str, Any]
     num_warps: int
     num_stages: int
@@ -69,7 +73,7 @@ _target = Target()
 
 
 @contextmanager
-def recording(target: Target):
+def recording(target: Target) -> Iterator[list[Launch]]:
     """Record launches for `target` in the yielded list instead of running them; for meta tensors."""
     global _recorded, _target
     previous, (_recorded, _target) = (_recorded, _target), ([], target)
@@ -90,10 +94,13 @@ def target(device: torch.device) -> Target:
         return _target
     properties = torch.cuda.get_device_properties(device)
     capability = properties.major, properties.minor
-    return Target(capability, properties.multi_processor_count, properties.shared_memory_per_block_optin)
+    shared_memory = properties.shared_memory_per_block_optin  # type: ignore[attr-defined]
+    return Target(capability, properties.multi_processor_count, shared_memory)
 
 
-def launch(kernel, grid: tuple[int, ...], *arguments, num_warps: int, num_stages: int, **constants) -> None:
+def launch(
+    kernel: Any, grid: tuple[int, ...], *arguments: Any, num_warps: int, num_stages: int, **constants: Any
+) -> None:
     """Run `kernel[grid](*arguments, **constants)` on the device of its first argument, a tensor.
 
     `arguments` are tensors, None, ints and floats in the order of the kernel's parameters, `constants` its constexprs.

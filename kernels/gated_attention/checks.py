@@ -1,12 +1,14 @@
 """Argument checks of `gated_attention` and its step."""
 
 import torch
+from torch import Tensor
 
+from luna_mega.kernels._export import is_tracing
 from luna_mega.kernels.checks import check_dropout, check_mask
 from luna_mega.kernels.gated_attention import reference
 
 
-def check_tensors(op, query, key, value, mask):
+def check_tensors(op: str, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> None:
     if not query.dim() == key.dim() == value.dim() == 3:
         raise ValueError(
             f"{op} needs [batch, length, size] tensors, got query {list(query.shape)}, key {list(key.shape)} and value "
@@ -25,7 +27,10 @@ def check_tensors(op, query, key, value, mask):
     check_mask(op, mask, key.shape[:2])
 
 
-def check_options(op, query, key, function, causal, chunk_size, offset, dropout):
+def check_options(
+    op: str, query: Tensor, key: Tensor, function: str, causal: bool, chunk_size: int | None, offset: int,
+    dropout: float,
+) -> None:  # fmt: skip
     queries, keys = query.shape[1], key.shape[1]
     if function not in reference.FUNCTIONS:
         raise ValueError(f"{op} does not support function {function!r}; choose one of {', '.join(reference.FUNCTIONS)}")
@@ -39,7 +44,10 @@ def check_options(op, query, key, function, causal, chunk_size, offset, dropout)
     check_dropout(op, dropout)
 
 
-def check_rows(op, query, causal, chunk_size, offset, row_offset, start, column=None, slots=None):
+def check_rows(
+    op: str, query: Tensor, causal: bool, chunk_size: int | None, offset: int, row_offset: Tensor | None,
+    start: Tensor | None, column: Tensor | None = None, slots: Tensor | None = None,
+) -> None:  # fmt: skip
     for name, rows in (("row_offset", row_offset), ("start", start), ("column", column), ("slots", slots)):
         if rows is not None and (rows.dtype not in (torch.int32, torch.int64) or rows.shape != query.shape[:1]):
             raise ValueError(
@@ -50,14 +58,14 @@ def check_rows(op, query, causal, chunk_size, offset, row_offset, start, column=
     if start is None or chunk_size in (None, 1) or offset > 0 or start.device.type != "cpu":
         return
     # Reading the values on a GPU would synchronize the device.
-    if not torch.compiler.is_compiling() and not torch.jit.is_tracing() and (start > 0).any():
+    if not torch.compiler.is_compiling() and not is_tracing() and (start > 0).any():
         raise ValueError(
             f"{op}: start is {start.tolist()}, so the first keys of a chunk are missing; pass the number of earlier "
             "keys as offset"
         )
 
 
-def check_bias(op, bias, positions):
+def check_bias(op: str, bias: Tensor | None, positions: int) -> None:
     if bias is None:
         return
     if bias.dim() != 1 or bias.shape[0] % 2 == 0 or not bias.is_floating_point():

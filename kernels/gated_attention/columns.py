@@ -1,15 +1,21 @@
 """Aligns the rows of a batch so that chunks start at multiples of their size and padding does not affect positions."""
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+
+from luna_mega.kernels._export import is_tracing
 
 
-def in_columns(run: Callable) -> Callable:
+def in_columns(run: Callable[..., Any]) -> Callable[..., Any]:
     """Return a function for any call, based on `run`, which requires chunks to start at multiples of their size."""
 
-    def run_any(query, key, value, mask, chunk_size, offset, start, **rest):
+    def run_any(
+        query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, chunk_size: int | None, offset: int,
+        start: Tensor | None, **rest: Any,
+    ) -> Any:  # fmt: skip
         if start is not None:
             started = torch.arange(key.shape[1], device=key.device) + start[:, None] >= 0
             mask = started if mask is None else mask & started
@@ -22,23 +28,28 @@ def in_columns(run: Callable) -> Callable:
         )
         if columns is None:
             return result
-        if isinstance(result, torch.Tensor):
+        if isinstance(result, Tensor):
             return take_columns(result, columns)
         return take_columns(result[0], columns), *result[1:]
 
     return run_any
 
 
-def in_last_column(run: Callable) -> Callable:
+def in_last_column(run: Callable[..., Any]) -> Callable[..., Any]:
     """Return a step whose query is in `column` `[B]` of the keys (None: the last), based on a causal `run`."""
 
-    def run_step(key, value, mask, column, start, slots, **call):
+    def run_step(
+        key: Tensor, value: Tensor, mask: Tensor | None, column: Tensor | None, start: Tensor | None,
+        slots: Tensor | None, **call: Any,
+    ) -> Tensor:  # fmt: skip
         if slots is not None:
             key, value = key[slots], value[slots]
         if column is not None:
             # Keys after the query move to the start, before the first position.
             shift = column + 1 - key.shape[1]
-            key, value, mask = (take_columns(x, roll_columns(shift, key.shape[1])) for x in (key, value, mask))
+            columns = roll_columns(shift, key.shape[1])
+            key, value = take_columns(key, columns), take_columns(value, columns)
+            mask = None if mask is None else take_columns(mask, columns)
             start = shift if start is None else shift + start
         tokens = {"key": key, "value": value, "mask": mask, "start": start, "offset": key.shape[1] - 1}
         return run(**tokens, causal=True, chunk_size=None, row_offset=None, **call)
@@ -47,14 +58,14 @@ def in_last_column(run: Callable) -> Callable:
 
 
 def with_chunks_in_columns(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: torch.Tensor | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
     chunk_size: int,
     offset: int,
-    start: torch.Tensor | None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    start: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Move every row so that its chunks start at multiples of `chunk_size`; return also where the queries are.
 
     With offset 0 the first token moves to column 0, and the padding before it to the end. Otherwise the first chunk may
@@ -75,33 +86,33 @@ def with_chunks_in_columns(
     return query, key, value, mask, back
 
 
-def roll_columns(shift: torch.Tensor, count: int) -> torch.Tensor:
+def roll_columns(shift: Tensor, count: int) -> Tensor:
     """Return the column indices `[B, count]` that rotate each row of `count` columns left by its `shift` `[B]`."""
     # A tensor, because ONNX does not support the remainder of a dynamic size.
     return (torch.arange(count, device=shift.device) + shift[:, None]) % torch.full((), max(count, 1))
 
 
-def to_end(x: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+def to_end(x: Tensor, lengths: Tensor) -> Tensor:
     """Return `[B, T, ...]` with the first `lengths` `[B]` positions of each row moved to its end."""
     return take_columns(x, roll_columns(lengths - x.shape[1], x.shape[1]))
 
 
-def take_columns(x: torch.Tensor | None, columns: torch.Tensor) -> torch.Tensor | None:
-    """Return the columns `[B, C]` of `[B, T]` or `[B, T, W]`; None for None."""
-    if x is None or x.dim() == 2:
-        return None if x is None else x.gather(1, columns)
+def take_columns(x: Tensor, columns: Tensor) -> Tensor:
+    """Return the columns `[B, C]` of `[B, T]` or `[B, T, W]`."""
+    if x.dim() == 2:
+        return x.gather(1, columns)
     # take_along_dim would fix the batch size of an exported program.
     return x.gather(1, columns[..., None].expand(-1, -1, x.shape[2]))
 
 
-def pad_columns(x: torch.Tensor, before: int, count: int) -> torch.Tensor:
+def pad_columns(x: Tensor, before: int, count: int) -> Tensor:
     """Zero-pad `[B, T]` or `[B, T, W]` to `count` columns, with `before` of the new columns at the start."""
     after = count - before - x.shape[1]
     return x if before == after == 0 else nn.functional.pad(x, (*(0, 0) * (x.dim() - 2), before, after))
 
 
-def unless_zero(rows: torch.Tensor | None) -> torch.Tensor | None:
+def unless_zero(rows: Tensor | None) -> Tensor | None:
     """Return None if all rows are zero and this can be checked without device synchronization, else the rows."""
-    if type(rows) is not torch.Tensor or rows.device.type != "cpu" or torch.jit.is_tracing():
+    if type(rows) is not Tensor or rows.device.type != "cpu" or is_tracing():
         return rows
     return rows if torch.compiler.is_compiling() or rows.any() else None

@@ -1,10 +1,13 @@
 """Attention of Mega's gated layer: one head, three attention functions, a relative bias, full or in chunks."""
 
+from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
+from torch import Tensor
 
-from luna_mega.kernels._op import Op
+from luna_mega.kernels._op import Call, Op
 from luna_mega.kernels.gated_attention import reference, torch_backend, torch_step
 from luna_mega.kernels.gated_attention.checks import check_bias, check_options, check_rows, check_tensors
 from luna_mega.kernels.gated_attention.columns import (
@@ -18,11 +21,14 @@ from luna_mega.kernels.gated_attention.columns import (
 from luna_mega.kernels.varlen import check_cu_seqlens
 
 
-def _reference(**call):
+def _reference(**call: Any) -> Tensor:
     return reference.attend(**call)[0]
 
 
-def _triton(query, key, value, bias, mask, function, causal, chunk_size, offset, row_offset, start, dropout, **varlen):
+def _triton(
+    query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, mask: Tensor | None, function: str, causal: bool,
+    chunk_size: int | None, offset: int, row_offset: Tensor | None, start: Tensor | None, dropout: float, **varlen: Any,
+) -> Tensor:  # fmt: skip
     # Imported lazily because Triton decides at import time whether kernels are interpreted.
     from luna_mega.kernels.gated_attention import triton_ops
 
@@ -36,12 +42,16 @@ def _triton(query, key, value, bias, mask, function, causal, chunk_size, offset,
     # The kernels do not support an offset per row, so padding moves to the end.
     query = take_columns(query, roll_columns(-row_offset.clamp(max=0), query.shape[1]))
     columns = roll_columns(row_offset.clamp(min=0), key.shape[1])
-    key, value, mask = (take_columns(x, columns) for x in (key, value, mask))
+    key, value = take_columns(key, columns), take_columns(value, columns)
+    mask = None if mask is None else take_columns(mask, columns)
     attended = triton_ops.attend(query, key, value, bias, mask, *options)
     return take_columns(attended, roll_columns(row_offset.clamp(max=0), query.shape[1]))
 
 
-def _with_weights(query, key, value, bias, mask, chunk_size, dropout, heads=None, **rest):
+def _with_weights(
+    query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, mask: Tensor | None, chunk_size: int | None,
+    dropout: float, heads: int | None = None, **rest: Any,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Return the output and the weights `[B, chunks, C, C]`, or `[B, 1, T, S]` without chunks."""
     batch, length, _ = query.shape
     if chunk_size is not None:
@@ -60,7 +70,7 @@ def _with_weights(query, key, value, bias, mask, chunk_size, dropout, heads=None
     return output.flatten(1, 2)[:, :length], weights
 
 
-def _unsupported(query, value, offset, row_offset, **_):
+def _unsupported(query: Tensor, value: Tensor, offset: int, row_offset: Tensor | None, **_: object) -> str | None:
     for name, dtype in (("query and key are", query.dtype), ("value is", value.dtype)):
         if dtype not in (torch.float32, torch.float16, torch.bfloat16):
             return f"{name} {dtype}; the kernels support float32, float16 and bfloat16"
@@ -71,16 +81,16 @@ def _unsupported(query, value, offset, row_offset, **_):
     return None
 
 
-def _round(call):
+def _round(call: Call) -> Call:
     # Tensor cores need 16-bit operands, as autocast would produce.
     return call | {name: call[name].to(call["value"].dtype) for name in ("query", "key")}
 
 
-def _fast(run):
+def _fast(run: Callable[..., Any]) -> Callable[..., Any]:
     """Return `run`, except that single queries with a row_offset use the reference, because `run` is not faster."""
     run = in_columns(run)
 
-    def run_any(**call):
+    def run_any(**call: Any) -> Any:
         single = call["row_offset"] is not None and call["query"].shape[1] == 1
         return _reference(**call) if single else run(**call)
 
@@ -113,30 +123,30 @@ ARGUMENTS = (
 )  # fmt: skip
 
 
-def _named(*arguments):
+def _named(*arguments: Any) -> Call:
     return dict(zip(ARGUMENTS, arguments, strict=True))
 
 
 def gated_attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    bias: torch.Tensor | None = None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    bias: Tensor | None = None,
     *,
     function: str = "softmax",
     causal: bool = False,
     chunk_size: int | None = None,
-    mask: torch.Tensor | None = None,
+    mask: Tensor | None = None,
     offset: int = 0,
-    row_offset: torch.Tensor | None = None,
-    start: torch.Tensor | None = None,
+    row_offset: Tensor | None = None,
+    start: Tensor | None = None,
     dropout: float = 0.0,
     return_weights: bool = False,
     heads: int | None = None,
-    cu_seqlens: torch.Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
     max_seqlen: int | None = None,
     backend: str | None = None,
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+) -> Tensor | tuple[Tensor, Tensor]:
     """Compute f(Q K^T / divisor + bias) V with one head and a value of any width (Mega sections 3.2 to 3.5).
 
     Chunks and the divisor of causal attention count from the first token of a sequence (`start`). The result for a
@@ -208,20 +218,20 @@ def gated_attention(
 
 
 def gated_attention_step(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    bias: torch.Tensor | None = None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    bias: Tensor | None = None,
     *,
     function: str = "softmax",
     chunk_size: int | None = None,
-    mask: torch.Tensor | None = None,
-    start: torch.Tensor | None = None,
-    column: torch.Tensor | None = None,
-    slots: torch.Tensor | None = None,
+    mask: Tensor | None = None,
+    start: Tensor | None = None,
+    column: Tensor | None = None,
+    slots: Tensor | None = None,
     dropout: float = 0.0,
     backend: str | None = None,
-) -> torch.Tensor:
+) -> Tensor:
     """Compute the last position of a causal `gated_attention`, `[B, V]`, over the keys so far, including its own.
 
     Arguments and errors are those of `gated_attention`, with query `[B, Z]`. Only the last `chunk_size` of the keys
@@ -238,8 +248,8 @@ def gated_attention_step(
     query = query[:, None]
     if slots is not None and mask is not None:
         raise ValueError(f"{op} does not support mask with slots; omit mask, or select the rows of key and value first")
-    rows = (x if slots is None else x[:1].expand(len(query), -1, -1) for x in (key, value))
-    check_tensors(op, query, *rows, mask)
+    rows = [x if slots is None else x[:1].expand(len(query), -1, -1) for x in (key, value)]
+    check_tensors(op, query, rows[0], rows[1], mask)
     check_options(op, query, key, function, True, chunk_size, 0, dropout)
     check_rows(op, query, True, chunk_size, 1, None, start, column, slots)
     if column is not None and chunk_size is not None:
@@ -251,17 +261,21 @@ def gated_attention_step(
             start = torch.zeros_like(key[:, 0, 0], dtype=torch.int64) if start is None else start
         else:
             window = last % chunk_size if start is None else min(last, chunk_size - 1)
-        key, value, mask = (None if x is None else x[:, last - window :] for x in (key, value, mask))
+        key, value = key[:, last - window :], value[:, last - window :]
+        mask = None if mask is None else mask[:, last - window :]
         start = None if start is None else (start + last) % chunk_size - window
     check_bias(op, bias, key.shape[1])
-    call = {"query": query, "key": key, "value": value, "bias": bias, "mask": mask, "function": function}
+    call: Call = {"query": query, "key": key, "value": value, "bias": bias, "mask": mask, "function": function}
     call |= {"column": column, "start": unless_zero(start), "slots": slots, "dropout": dropout}
     return STEP(backend, call)[:, 0]
 
 
-def _run(op, backend, call, cu_seqlens=None, max_seqlen=None, return_weights=False):
+def _run(
+    op: Op, backend: str | None, call: Call, cu_seqlens: Tensor | None = None, max_seqlen: int | None = None,
+    return_weights: bool = False,
+) -> Any:  # fmt: skip
     query, key, chunk_size, start = (call[name] for name in ("query", "key", "chunk_size", "start"))
-    longest = max(call["offset"] + query.shape[1], key.shape[1]) if cu_seqlens is None else max_seqlen
+    longest: Any = max(call["offset"] + query.shape[1], key.shape[1]) if cu_seqlens is None else max_seqlen
     # In an exported or compiled program the length may vary, so chunks longer than the input are padded.
     short = chunk_size is not None and not torch.compiler.is_compiling() and call["offset"] == 0
     short = short and longest <= chunk_size

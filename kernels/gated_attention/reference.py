@@ -5,8 +5,10 @@ Z]`, value `[B, S, V]`; one head. Masks are boolean, True = attend.
 """
 
 import math
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from luna_mega.kernels.upcast import upcast
 
@@ -17,28 +19,28 @@ FUNCTIONS = ("softmax", "laplace", "relu2")
 LAPLACE_MEAN, LAPLACE_DEVIATION = 0.707107, 0.282095
 
 
-def laplace(scores: torch.Tensor) -> torch.Tensor:
+def laplace(scores: Tensor) -> Tensor:
     """Return (1 + erf((s - mean) / (deviation sqrt(2)))) / 2."""
     return 0.5 * (1.0 + torch.erf((scores - LAPLACE_MEAN) / (LAPLACE_DEVIATION * math.sqrt(2.0))))
 
 
-def relu2(scores: torch.Tensor) -> torch.Tensor:
+def relu2(scores: Tensor) -> Tensor:
     """Return the squared ReLU."""
     return torch.relu(scores).square()
 
 
 def weights(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    bias: torch.Tensor | None,
-    mask: torch.Tensor | None,
+    query: Tensor,
+    key: Tensor,
+    bias: Tensor | None,
+    mask: Tensor | None,
     function: str,
     causal: bool,
     chunk_size: int | None = None,
     offset: int = 0,
-    row_offset: torch.Tensor | None = None,
-    start: torch.Tensor | None = None,
-) -> torch.Tensor:
+    row_offset: Tensor | None = None,
+    start: Tensor | None = None,
+) -> Tensor:
     """Return f(Q K^T / divisor + bias) for query `[..., T, Z]`, key `[..., S, Z]` and mask `[..., S]`: `[..., T, S]`.
 
     Query i is in column offset + row_offset + i of the keys; column 0 is position `start` of its sequence. The bias
@@ -60,7 +62,7 @@ def weights(
         keep = keep & (column // chunk_size == row // chunk_size)
         row = row % chunk_size
     if function == "softmax":
-        divisor = math.sqrt(query.shape[-1])
+        divisor: float | Tensor = math.sqrt(query.shape[-1])
     else:
         divisor = (row + 1 if causal else keep.sum(dim=-1, keepdim=True)).clamp(min=1)
     query, key = upcast(query), upcast(key)
@@ -75,8 +77,8 @@ def weights(
 
 
 def attend(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *scoring, dropout: float = 0.0, **options
-) -> tuple[torch.Tensor, torch.Tensor]:
+    query: Tensor, key: Tensor, value: Tensor, *scoring: Any, dropout: float = 0.0, **options: Any
+) -> tuple[Tensor, Tensor]:
     """Return f(Q K^T / divisor + bias) V, `[B, T, V]`, and the weights before dropout, `[B, T, S]`.
 
     `scoring` and `options` are the arguments of `weights` after the key. The bias is a vector `[2M - 1]` with the entry

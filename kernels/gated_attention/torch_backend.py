@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterator
 
 import torch
+from torch import Tensor
 
 from luna_mega.kernels._export import chunk_positions
 from luna_mega.kernels._operator import register
@@ -23,7 +24,10 @@ INPUTS = (
 )
 
 
-def attend(query, key, value, bias, mask, function, causal, chunk_size, offset, row_offset, start, dropout):
+def attend(
+    query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, mask: Tensor | None, function: str, causal: bool,
+    chunk_size: int | None, offset: int, row_offset: Tensor | None, start: Tensor | None, dropout: float,
+) -> Tensor:  # fmt: skip
     """Return `reference.attend` without the weights.
 
     With chunks, there must be one query per key, both starting at position 0. `mask` must also exclude keys before
@@ -37,16 +41,19 @@ def attend(query, key, value, bias, mask, function, causal, chunk_size, offset, 
     batch, length, _ = query.shape
     complete = length - length % chunk_size
     parts = []
-    for start, stop, size in ((0, complete, chunk_size), (complete, length, length - complete)):
-        if start < stop:
-            q, k, v = (x[:, start:stop].reshape(-1, size, x.shape[2]) for x in (query, key, value))
-            m = None if mask is None else mask[:, start:stop].reshape(-1, size)
+    for first, stop, size in ((0, complete, chunk_size), (complete, length, length - complete)):
+        if first < stop:
+            q, k, v = (x[:, first:stop].reshape(-1, size, x.shape[2]) for x in (query, key, value))
+            m = None if mask is None else mask[:, first:stop].reshape(-1, size)
             output = _attend_full(q, k, v, bias, m, function, causal, 0, None, None, dropout)
-            parts.append(output.view(batch, stop - start, value.shape[2]))
+            parts.append(output.view(batch, stop - first, value.shape[2]))
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
 
 
-def _attend_in_program(query, key, value, bias, mask, function, causal, chunk_size, dropout):
+def _attend_in_program(
+    query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, mask: Tensor | None, function: str, causal: bool,
+    chunk_size: int, dropout: float,
+) -> Tensor:  # fmt: skip
     """Attend in chunks for any length in one exported program, even if it is not a multiple of the chunk."""
     batch, length, _ = query.shape
     position, real = chunk_positions(length, chunk_size, query.device)
@@ -56,7 +63,10 @@ def _attend_in_program(query, key, value, bias, mask, function, causal, chunk_si
     return output.unflatten(0, (batch, -1)).flatten(1, 2)[:, torch.arange(length, device=query.device)]
 
 
-def _attend_full(query, key, value, bias, mask, function, causal, offset, row_offset, start, dropout):
+def _attend_full(
+    query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, mask: Tensor | None, function: str, causal: bool,
+    offset: int, row_offset: Tensor | None, start: Tensor | None, dropout: float,
+) -> Tensor:  # fmt: skip
     # Exported programs must not depend on this package, so export uses PyTorch's own operators.
     if torch.compiler.is_exporting():
         scoring = (bias, mask, function, causal, None, offset, row_offset, start)
@@ -77,7 +87,7 @@ def _attend_full(query, key, value, bias, mask, function, causal, offset, row_of
     return torch.ops.luna_mega.gated_attend(*inputs, keep)[0]
 
 
-def _scores_are_few(query, key, value):
+def _scores_are_few(query: Tensor, key: Tensor, value: Tensor) -> bool:
     queries, keys = query.shape[1], key.shape[1]
     scores = queries * keys * upcast_dtype(query, value).itemsize
     few = scores <= KEPT * (queries + keys) * value.shape[2] * value.dtype.itemsize
@@ -86,11 +96,13 @@ def _scores_are_few(query, key, value):
     return few
 
 
-def _positions(query, key, offset):
+def _positions(query: Tensor, key: Tensor, offset: int) -> int:
     return max(1, offset + query.shape[1], key.shape[1])
 
 
-def _divisor(query, key, mask, start, function, causal, offset):
+def _divisor(
+    query: Tensor, key: Tensor, mask: Tensor | None, start: Tensor | None, function: str, causal: bool, offset: int
+) -> float | Tensor:
     """Return the divisor of the scores, a number or `[B or 1, T or 1, 1]`."""
     if function == "softmax":
         return math.sqrt(query.shape[2])
@@ -103,7 +115,10 @@ def _divisor(query, key, mask, start, function, causal, offset):
 class _Blocks:
     """The scores and weights of N sequences or chunks, iterated in blocks (some sequences, some queries)."""
 
-    def __init__(self, query, key, value, bias, mask, start, function, causal, offset, dropout, seed):
+    def __init__(
+        self, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, mask: Tensor | None, start: Tensor | None,
+        function: str, causal: bool, offset: int, dropout: float, seed: Tensor | None,
+    ) -> None:  # fmt: skip
         self.function, self.causal, self.offset, self.dropout = function, causal, offset, dropout
         self.dtype = upcast_dtype(query, value)
         # The products with the value dominate: they use its dtype, unless it is slow (float16 on CPU).
@@ -144,7 +159,7 @@ class _Blocks:
         first = self.positions - self.offset - rows.stop
         return n if self.row_bias else slice(0, 1), slice(first, first + rows.stop - rows.start + keys.stop - 1)
 
-    def scores(self, n: slice, rows: slice, keys: slice, out: torch.Tensor | None = None) -> torch.Tensor:
+    def scores(self, n: slice, rows: slice, keys: slice, out: Tensor | None = None) -> Tensor:
         bias = self.bias[self.lags(n, rows, keys)].unfold(1, keys.stop, 1).flip(1)
         scores = torch.baddbmm(bias, self.query[n, rows], self.key[n, keys].transpose(1, 2), out=out)
         # The lowest number instead of -inf: the softmax of a query without keys stays finite until it is set to 0.
@@ -152,7 +167,7 @@ class _Blocks:
             scores.masked_fill_(self.masked[n, :, keys], torch.finfo(self.dtype).min)
         return scores
 
-    def weights(self, scores: torch.Tensor, n: slice, rows: slice, out: torch.Tensor | None = None) -> torch.Tensor:
+    def weights(self, scores: Tensor, n: slice, rows: slice, out: Tensor | None = None) -> Tensor:
         """Return the weights, bitwise equal to the reference; `out` is used for softmax only."""
         if self.function == "relu2":
             return torch.relu(scores).square_()
@@ -162,7 +177,7 @@ class _Blocks:
         weights = torch.softmax(scores, dim=-1, out=out)
         return weights if self.keyless is None else weights.masked_fill_(self.keyless[n, rows], 0.0)
 
-    def through_function(self, grad: torch.Tensor, scores: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    def through_function(self, grad: Tensor, scores: Tensor, weights: Tensor) -> Tensor:
         """Return the gradient of the scores from the gradient of the weights."""
         if self.function == "softmax":
             return torch._softmax_backward_data(grad, weights, -1, self.dtype)
@@ -172,12 +187,15 @@ class _Blocks:
         density = scores.sub(reference.LAPLACE_MEAN).div_(deviation).square_().mul_(-0.5).exp_()
         return density.mul_(grad).div_(deviation * math.sqrt(2.0 * math.pi))
 
-    def dropped(self, weights: torch.Tensor) -> torch.Tensor:
+    def dropped(self, weights: Tensor) -> Tensor:
         """Draw the dropout factors of the weights."""
         return dropout_factors(weights, self.dropout, self.generator)
 
 
-def _forward(query, key, value, bias, mask, start, function, causal, offset, dropout, seed, keep):
+def _forward(
+    query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, mask: Tensor | None, start: Tensor | None,
+    function: str, causal: bool, offset: int, dropout: float, seed: Tensor | None, keep: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Return the output and, with `keep`, the scores (of softmax the weights) for the backward pass."""
     blocks = _Blocks(query, key, value, bias, mask, start, function, causal, offset, dropout, seed)
     output, kept = _empty(query, key, value, bias, mask, start, function, causal, offset, dropout, seed, keep)
@@ -193,14 +211,19 @@ def _forward(query, key, value, bias, mask, start, function, causal, offset, dro
     return output, kept
 
 
-def _empty(query, key, value, bias, mask, start, function, causal, offset, dropout, seed, keep):
+def _empty(
+    query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, mask: Tensor | None, start: Tensor | None,
+    function: str, causal: bool, offset: int, dropout: float, seed: Tensor | None, keep: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     kept = query.new_empty((*query.shape[:2], key.shape[1]) if keep else 0, dtype=upcast_dtype(query, value))
     return value.new_empty(*query.shape[:2], value.shape[2]), kept
 
 
 def _backward(
-    grad_output, kept, query, key, value, bias, mask, start, function, causal, offset, dropout, seed, keep
-):  # fmt: skip
+    grad_output: Tensor, kept: Tensor, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None,
+    mask: Tensor | None, start: Tensor | None, function: str, causal: bool, offset: int, dropout: float,
+    seed: Tensor | None, keep: bool,
+) -> list[Tensor | None]:  # fmt: skip
     blocks = _Blocks(query, key, value, bias, mask, start, function, causal, offset, dropout, seed)
     # The first block of a sequence overwrites the gradients of keys and values if it sees all of them.
     set_first = 0 < query.shape[1] and (not causal or offset + min(query.shape[1], BLOCK_ROWS) == key.shape[1])
@@ -224,29 +247,29 @@ def _backward(
         _set_product(grad_query[n, rows], grad, blocks.key[n, keys])
         write(grad_key[n, keys], grad.transpose(1, 2), blocks.query[n, rows])
         if bias is not None:
-            of_bias = grad if blocks.row_bias else grad.sum(dim=0, keepdim=True)
-            grad_bias[blocks.lags(n, rows, keys)] += _diagonal_sums(of_bias)
+            grad = grad if blocks.row_bias else grad.sum(dim=0, keepdim=True)
+            grad_bias[blocks.lags(n, rows, keys)] += _diagonal_sums(grad)
     grad_query /= blocks.divisor
     gradients = zip((grad_query, grad_key, grad_value), (query, key, value), strict=True)
-    grad_bias = None if bias is None else grad_bias.view(bias.shape).to(bias.dtype)
-    return [*(grad.to(x.dtype) for grad, x in gradients), grad_bias]
+    of_bias = None if bias is None else grad_bias.view(bias.shape).to(bias.dtype)
+    return [*(grad.to(x.dtype) for grad, x in gradients), of_bias]
 
 
-def _set_product(out: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
+def _set_product(out: Tensor, left: Tensor, right: Tensor) -> None:
     if out.dtype == left.dtype:
         torch.bmm(left, right, out=out)
     else:
         out.copy_(torch.bmm(left, right))
 
 
-def _add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
+def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
     if total.dtype == left.dtype:
         total.baddbmm_(left, right)
     else:
         total += torch.bmm(left, right)
 
 
-def _diagonal_sums(matrices: torch.Tensor) -> torch.Tensor:
+def _diagonal_sums(matrices: Tensor) -> Tensor:
     """Return the sums over the diagonals of `[N, R, S]`, `[N, R + S - 1]`, starting at the lower left corner."""
     _, rows, columns = matrices.shape
     # Rows are one element longer than in the next view, so each shifts one column relative to the row above.

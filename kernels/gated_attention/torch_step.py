@@ -1,13 +1,19 @@
 """One query of causal gated attention in PyTorch: two vector-matrix products, without blocks."""
 
+from typing import Any
+
 import torch
+from torch import Tensor
 
 from luna_mega.kernels._export import in_program
 from luna_mega.kernels.gated_attention import reference
 from luna_mega.kernels.upcast import upcast_dtype
 
 
-def step(query, key, value, bias, mask, function, column, start, slots, dropout):
+def step(
+    query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, mask: Tensor | None, function: str,
+    column: Tensor | None, start: Tensor | None, slots: Tensor | None, dropout: float,
+) -> Tensor:  # fmt: skip
     """Return `reference.attend` for one query `[B, 1, Z]` in `column` `[B]` of the keys, None = the last."""
     keys = key.shape[1]
     if slots is not None and (key.device.type != "cpu" or torch.is_grad_enabled() or in_program()):
@@ -22,7 +28,7 @@ def step(query, key, value, bias, mask, function, column, start, slots, dropout)
     elif column is None and start is None:
         scale = 1.0 / keys
     else:
-        seen = keys if column is None else column + 1
+        seen: Any = keys if column is None else column + 1
         query = query / (seen if start is None else (seen + start).clamp(min=1))[:, None, None]
     # [B, S, 1]: on CPU, many short rows times a column take half the time of one row times many columns.
     bias = query.new_zeros(()) if bias is None else _select(bias, keys, column)
@@ -55,7 +61,7 @@ def step(query, key, value, bias, mask, function, column, start, slots, dropout)
     return attended.to(value.dtype)
 
 
-def _select(bias, keys, column):
+def _select(bias: Tensor, keys: int, column: Tensor | None) -> Tensor:
     """Return the bias between the query and each key, `[S, 1]` or `[B, S, 1]`."""
     middle = bias.shape[0] // 2
     if column is None:
@@ -64,7 +70,9 @@ def _select(bias, keys, column):
     return bias[place.clamp(0, bias.shape[0] - 1)][..., None]
 
 
-def _keep(keys, mask, column, start, device):
+def _keep(
+    keys: int, mask: Tensor | None, column: Tensor | None, start: Tensor | None, device: torch.device
+) -> Tensor | None:
     """Return the mask of the visible keys, `[B, 1, S]`, or None if all are visible."""
     keep = None if mask is None else mask[:, None]
     if column is None and start is None:

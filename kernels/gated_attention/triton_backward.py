@@ -5,11 +5,12 @@ to a buffer of fixed size. Every gradient is a product with one of the two, and 
 program.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from luna_mega.kernels.common import triton_launch
 from luna_mega.kernels.common.triton_launch import block_of, rows_contiguous, strides
@@ -237,8 +238,8 @@ class _Part(NamedTuple):
     first_segment: int
     segments: int
     first_query: int
-    weights: torch.Tensor
-    grad_scores: torch.Tensor
+    weights: Tensor
+    grad_scores: Tensor
 
     @property
     def band(self) -> int:
@@ -261,24 +262,26 @@ def _configurations(call: Call) -> list[Configuration]:
 
 
 def backward(
-    grad_output: torch.Tensor, output: torch.Tensor | None, lse: torch.Tensor, *arguments
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    grad_output: Tensor, output: Tensor | None, lse: Tensor, *arguments: Any
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Return the gradients of query, key, value and bias; `arguments` as in `forward`.
 
-    `output` and `lse` come from the forward pass and are used for softmax only.
+    `output` and `lse` come from the forward pass and are used for softmax only; else `output` is None.
     """
     bias, call = arguments[3], prepare(*arguments)
     (grad_output,) = rows_contiguous(grad_output)
-    delta = _delta(output, grad_output) if call.constants["FUNCTION"] == "softmax" else None
+    delta = None if output is None else _delta(output, grad_output)
 
-    def run(blocks: Configuration):
+    def run(blocks: Configuration) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         return _gradients(call, blocks, grad_output, lse, delta)
 
     *grads, grad_bias = choose(_scores_kernel, call, _configurations(call), run)
     return *grads, None if bias is None else grad_bias.to(bias.dtype)
 
 
-def _gradients(call: Call, blocks: Configuration, grad_output, lse, delta):
+def _gradients(
+    call: Call, blocks: Configuration, grad_output: Tensor, lse: Tensor, delta: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Return the gradients; the gradient of the bias is float32."""
     query, key, value, bias = call.query, call.key, call.value, call.bias
     stride = _whole(call.keys, blocks.keys)
@@ -305,7 +308,7 @@ def _gradients(call: Call, blocks: Configuration, grad_output, lse, delta):
     return grad_query, grad_key.to(key.dtype), grad_value.to(value.dtype), grad_bias
 
 
-def _delta(output, grad_output):
+def _delta(output: Tensor, grad_output: Tensor) -> Tensor:
     batch, length, width = output.shape
     delta = output.new_empty(batch, length, dtype=torch.float32)
     triton_launch.launch(
@@ -320,7 +323,7 @@ def _whole(size: int, block: int) -> int:
     return max(1, triton.cdiv(size, block)) * block
 
 
-def _scores(part: _Part, grad_output, lse, delta):
+def _scores(part: _Part, grad_output: Tensor, lse: Tensor, delta: Tensor | None) -> None:
     call, blocks = part.call, part.blocks
     row_blocks, key_blocks = part.band // blocks.queries, part.stride // blocks.keys
     numbers, unit = call.numbers(grad_output)
@@ -333,7 +336,9 @@ def _scores(part: _Part, grad_output, lse, delta):
     )  # fmt: skip
 
 
-def _product(part: _Part, scores, x, output, *, transposed, scaled, add):
+def _product(
+    part: _Part, scores: Tensor, x: Tensor, output: Tensor, *, transposed: bool, scaled: bool, add: bool
+) -> None:
     call, blocks, columns = part.call, part.blocks, x.shape[2]
     rows, outer, inner = part.band, blocks.queries, blocks.keys
     if transposed:
@@ -353,7 +358,7 @@ def _product(part: _Part, scores, x, output, *, transposed, scaled, add):
     )  # fmt: skip
 
 
-def _add_diagonals(grad_bias, part: _Part):
+def _add_diagonals(grad_bias: Tensor, part: _Part) -> None:
     """Add the sums over the diagonals of the gradient of the scores."""
     call, size = part.call, min(64, part.blocks.queries, part.blocks.keys)
     blocks = part.band // size

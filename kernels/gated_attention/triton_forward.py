@@ -6,11 +6,12 @@ of keys are relative to the start of the segment.
 
 import math
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from luna_mega.kernels.common import triton_choice, triton_launch
 from luna_mega.kernels.common.triton_launch import block_of, rows_contiguous, strides
@@ -198,19 +199,19 @@ def _forward_kernel(
 class Call(NamedTuple):
     """The arguments of one call in the form required by the kernels."""
 
-    query: torch.Tensor
-    key: torch.Tensor
-    value: torch.Tensor
-    bias: torch.Tensor | None
-    mask: torch.Tensor | None
-    live: torch.Tensor | None
-    bounds: torch.Tensor | None
-    seed: torch.Tensor | None
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    bias: Tensor | None
+    mask: Tensor | None
+    live: Tensor | None
+    bounds: Tensor | None
+    seed: Tensor | None
     chunk: int
     segments: int
     offset: int
     dropout: float
-    constants: dict
+    constants: dict[str, Any]
 
     @property
     def queries(self) -> int:
@@ -225,7 +226,7 @@ class Call(NamedTuple):
     def width(self) -> int:
         return self.value.shape[2]
 
-    def numbers(self, *gradients: torch.Tensor) -> tuple[tuple, int]:
+    def numbers(self, *gradients: Tensor) -> tuple[tuple[Any, ...], int]:
         """Return the kernel arguments from `BIAS` to the strides of query, key, value and gradients, and UNIT.
 
         Width and strides are in multiples of UNIT. The compiler only vectorizes loads if it knows that rows start and
@@ -239,7 +240,7 @@ class Call(NamedTuple):
         return (*tensors, *sizes, *(length // unit for length in lengths)), unit
 
     @property
-    def sizes(self) -> tuple:
+    def sizes(self) -> tuple[Any, ...]:
         """Return the kernel arguments from `queries` to `center`, except the width."""
         chunks = self.segments // max(1, self.query.shape[0]) if self.bounds is None else 1
         center = 0 if self.bias is None else self.bias.shape[0] // 2
@@ -251,7 +252,10 @@ class Call(NamedTuple):
         return self.query.dtype.itemsize == self.value.dtype.itemsize == 2
 
 
-def prepare(query, key, value, bias, mask, bounds, function, causal, chunk, offset, dropout, seed, precision) -> Call:
+def prepare(
+    query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, mask: Tensor | None, bounds: Tensor | None,
+    function: str, causal: bool, chunk: int, offset: int, dropout: float, seed: Tensor | None, precision: str,
+) -> Call:  # fmt: skip
     """Convert the operator's arguments to a `Call`."""
     query, key, value = rows_contiguous(query, key, value)
     batch, length, size = query.shape
@@ -269,7 +273,7 @@ def prepare(query, key, value, bias, mask, bounds, function, causal, chunk, offs
     return call
 
 
-def _count_live(mask, bounds, chunk, segments):
+def _count_live(mask: Tensor, bounds: Tensor | None, chunk: int, segments: int) -> Tensor:
     """Return the number of keys kept by the mask, for every segment."""
     if bounds is not None:
         seen = torch.nn.functional.pad(mask[0].cumsum(0, dtype=torch.int32), (1, 0))
@@ -316,12 +320,12 @@ def _configurations(call: Call) -> list[Configuration]:
     return [default, Configuration(rows, 64, columns, 8, 2), Configuration(rows, 32, columns, 8, 3)]
 
 
-def forward(*arguments) -> tuple[torch.Tensor, torch.Tensor]:
+def forward(*arguments: Any) -> tuple[Tensor, Tensor]:
     """Return the output `[B, T, V]` and, for softmax, log2 of its denominators, `[B, T]` float32."""
     call = prepare(*arguments)
     batch, length = call.query.shape[:2]
 
-    def run(c: Configuration) -> tuple[torch.Tensor, torch.Tensor]:
+    def run(c: Configuration) -> tuple[Tensor, Tensor]:
         output = call.value.new_empty(batch, length, call.width)
         lse = call.query.new_empty(
             (batch, length) if call.constants["FUNCTION"] == "softmax" else 0, dtype=torch.float32
@@ -346,7 +350,7 @@ def forward(*arguments) -> tuple[torch.Tensor, torch.Tensor]:
     return choose(_forward_kernel, call, _configurations(call), run)
 
 
-def choose(kernel, call: Call, configurations: list, run: Callable):
+def choose(kernel: Any, call: Call, configurations: list[Any], run: Callable[..., Any]) -> Any:
     """Return the result of `run` for the configuration selected from `configurations`."""
     query, value = call.query, call.value
     kind = [query.dtype, *([value.dtype] if value.dtype != query.dtype else []), call.constants["FUNCTION"]]

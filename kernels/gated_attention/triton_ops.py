@@ -1,6 +1,7 @@
 """Gated attention with Triton kernels, as custom operators."""
 
 import torch
+from torch import Tensor
 
 from luna_mega.kernels import _op
 from luna_mega.kernels._operator import register
@@ -14,8 +15,9 @@ INPUTS = (
 
 
 def attend(
-    query, key, value, bias, mask, function, causal, chunk_size, offset, dropout, cu_seqlens=None, max_seqlen=None
-) -> torch.Tensor:
+    query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, mask: Tensor | None, function: str, causal: bool,
+    chunk_size: int | None, offset: int, dropout: float, cu_seqlens: Tensor | None = None, max_seqlen: int = 0,
+) -> Tensor:  # fmt: skip
     """Return `reference.attend`, for varlen sequences if `cu_seqlens` is given."""
     bounds = None
     if cu_seqlens is not None:
@@ -30,7 +32,7 @@ def attend(
     )[0]  # fmt: skip
 
 
-def segment_bounds(cu_seqlens: torch.Tensor, chunk_size: int | None, total: int) -> torch.Tensor:
+def segment_bounds(cu_seqlens: Tensor, chunk_size: int | None, total: int) -> Tensor:
     """Return the start and the end (exclusive) of every chunk as tokens, `[segments, 2]` int32.
 
     The table has the maximum possible number of rows, `total // chunk_size` plus one per sequence; unused rows are
@@ -48,7 +50,10 @@ def segment_bounds(cu_seqlens: torch.Tensor, chunk_size: int | None, total: int)
     return torch.stack((torch.minimum(start, stop), torch.minimum(start + chunk_size, stop)), dim=1)
 
 
-def _fake(query, key, value, bias, mask, bounds, function, *_):
+def _fake(
+    query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, mask: Tensor | None, bounds: Tensor | None,
+    function: str, *_: object,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     lse = query.shape[:2] if function == "softmax" else (0,)
     return value.new_empty(*query.shape[:2], value.shape[2]), query.new_empty(lse, dtype=torch.float32)
 

@@ -2,9 +2,10 @@
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from luna_mega.kernels._op import Op
 from luna_mega.kernels.checks import check_dropout, check_mask, check_shape
@@ -13,7 +14,10 @@ from luna_mega.kernels.luna_attention import reference, sharded, torch_backend
 from luna_mega.kernels.varlen import check_cu_seqlens
 
 
-def _triton(varlen_side, query, key, value, mask, scale, dropout, cu_seqlens=None, max_seqlen=0):
+def _triton(
+    varlen_side: str | None, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float,
+    dropout: float, cu_seqlens: Tensor | None = None, max_seqlen: int = 0,
+) -> Tensor:  # fmt: skip
     # Imported lazily because Triton decides at import time whether kernels are interpreted.
     from luna_mega.kernels.luna_attention import triton_ops
 
@@ -24,11 +28,11 @@ def _triton(varlen_side, query, key, value, mask, scale, dropout, cu_seqlens=Non
     return triton_ops.attend(query, key, value, mask, scale, dropout, cu_seqlens, varlen_side, max_seqlen)
 
 
-def _reference(**call):
+def _reference(**call: Any) -> Tensor:
     return reference.attend(**call)[0]
 
 
-def _unsupported(query, **_):
+def _unsupported(query: Tensor, **_: object) -> str | None:
     if query.dtype not in (torch.float32, torch.float16, torch.bfloat16):
         return f"the kernels support float32, float16 and bfloat16, not {query.dtype}"
     if query.shape[-1] > 128:
@@ -36,8 +40,12 @@ def _unsupported(query, **_):
     return None
 
 
-def _op(name, varlen_side, **options):
-    backends = {"reference": _reference, "torch": torch_backend.attend, "triton": partial(_triton, varlen_side)}
+def _op(name: str, varlen_side: str, **options: Any) -> Op:
+    backends: dict[str, Callable[..., Any]] = {
+        "reference": _reference,
+        "torch": torch_backend.attend,
+        "triton": partial(_triton, varlen_side),
+    }
     return Op(name, backends, _unsupported, with_weights=reference.attend, **options)
 
 
@@ -46,18 +54,18 @@ UNPACK = _op("luna_unpack", "query", tokens=("query",), mask=None)
 
 
 def luna_pack(
-    pack_query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: torch.Tensor | None = None,
+    pack_query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None = None,
     *,
     dropout: float = 0.0,
     return_weights: bool = False,
     backend: str | None = None,
-    cu_seqlens: torch.Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
     max_seqlen: int | None = None,
     shard: ContextShard | None = None,
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+) -> Tensor | tuple[Tensor, Tensor]:
     """Pack a context of any length into L rows: softmax(P K^T / sqrt(K)) V per head (Luna eq. 3).
 
     Args:
@@ -89,18 +97,18 @@ def luna_pack(
 
 
 def luna_unpack(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: torch.Tensor | None = None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None = None,
     *,
-    bias: torch.Tensor | None = None,
+    bias: Tensor | None = None,
     dropout: float = 0.0,
     return_weights: bool = False,
     backend: str | None = None,
-    cu_seqlens: torch.Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
     max_seqlen: int | None = None,
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+) -> Tensor | tuple[Tensor, Tensor]:
     """Unpack for every query: softmax(Q K^T / sqrt(K) + bias) V over the L packed rows (Luna eq. 4).
 
     Arguments, result and errors are those of `luna_pack`, with `query` `[B, T, H, K]`, `key` and `value` `[B, L, H,
@@ -122,21 +130,21 @@ def luna_unpack(
 
 
 def luna_attention(
-    query: torch.Tensor,
-    pack_query: torch.Tensor,
-    pack_key: torch.Tensor,
-    pack_value: torch.Tensor,
-    project: Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]],
+    query: Tensor,
+    pack_query: Tensor,
+    pack_key: Tensor,
+    pack_value: Tensor,
+    project: Callable[[Tensor], tuple[Tensor, Tensor]],
     *,
-    context_mask: torch.Tensor | None = None,
-    pack_mask: torch.Tensor | None = None,
+    context_mask: Tensor | None = None,
+    pack_mask: Tensor | None = None,
     dropout: float = 0.0,
     return_weights: bool = False,
     backend: str | None = None,
-    cu_seqlens: torch.Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
     max_seqlen: int | None = None,
     shard: ContextShard | None = None,
-) -> tuple[torch.Tensor, ...]:
+) -> tuple[Tensor, ...]:
     """Compute linear unified nested attention (Luna section 3.1): pack the context, project the result, unpack it.
 
     Args:
@@ -169,7 +177,7 @@ def luna_attention(
         >>> output.shape, packed.shape
         (torch.Size([2, 100, 4, 16]), torch.Size([2, 8, 4, 16]))
     """
-    options = {"dropout": dropout, "return_weights": return_weights, "backend": backend}
+    options: dict[str, Any] = {"dropout": dropout, "return_weights": return_weights, "backend": backend}
     if cu_seqlens is not None:
         if query.shape[:2] != pack_key.shape[:2]:
             raise ValueError(
@@ -179,16 +187,17 @@ def luna_attention(
         if max_seqlen is None:
             max_seqlen = check_cu_seqlens("luna_attention", cu_seqlens, None, query.shape[1])
         options |= {"cu_seqlens": cu_seqlens, "max_seqlen": max_seqlen}
-    packed = luna_pack(pack_query, pack_key, pack_value, context_mask, **options, shard=shard)
-    if return_weights:
-        packed, pack_weights = packed
-    output = luna_unpack(query, *project(packed), pack_mask, **options)
-    return (output[0], packed, output[1], pack_weights) if return_weights else (output, packed)
+    packed: Any = luna_pack(pack_query, pack_key, pack_value, context_mask, **options, shard=shard)
+    packed, *pack_weights = packed if return_weights else (packed,)
+    output: Any = luna_unpack(query, *project(packed), pack_mask, **options)
+    return (output[0], packed, output[1], *pack_weights) if return_weights else (output, packed)
 
 
 def _attend(
-    op, query, key, value, mask, dropout, return_weights, backend, cu_seqlens, max_seqlen, shard=None, scale=None
-):
+    op: Op, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout: float, return_weights: bool,
+    backend: str | None, cu_seqlens: Tensor | None, max_seqlen: int | None, shard: ContextShard | None = None,
+    scale: float | None = None,
+) -> Any:  # fmt: skip
     op.check_shard_options(shard, return_weights=return_weights, cu_seqlens=cu_seqlens)
     _check(op, query, key, value, mask, dropout, cu_seqlens)
     if cu_seqlens is not None:
@@ -199,7 +208,7 @@ def _attend(
     return op(backend, call, cu_seqlens, max_seqlen, return_weights, shard)
 
 
-def _sdpa_is_best(query, key, value, mask) -> bool:
+def _sdpa_is_best(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> bool:
     """Return whether PyTorch's flash kernels on a GPU are optimal in memory traffic, with and without dropout.
 
     They do not support masks, fill their tiles from 128 queries on, and load keys and values separately. The separate
@@ -214,28 +223,30 @@ def _sdpa_is_best(query, key, value, mask) -> bool:
     return keys <= max(queries, 256) or (key is not value and queries >= 128)
 
 
-def _check(op, query, key, value, mask, dropout, cu_seqlens):
-    op, varlen_side = op.name, op.tokens[0]
+def _check(
+    op: Op, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout: float, cu_seqlens: Tensor | None
+) -> None:
+    name, varlen_side = op.name, op.tokens[0]
     if query.dim() != 4 or key.dim() != 4:
         raise ValueError(
-            f"{op} needs [batch, length, heads, head size] tensors, got {list(query.shape)} and {list(key.shape)}"
+            f"{name} needs [batch, length, heads, head size] tensors, got {list(query.shape)} and {list(key.shape)}"
         )
     if key.shape != value.shape or query.shape[2:] != key.shape[2:]:
         raise ValueError(
-            f"{op}: query {list(query.shape)}, key {list(key.shape)} and value {list(value.shape)} must agree in heads "
-            "and head size, and key and value in all dimensions"
+            f"{name}: query {list(query.shape)}, key {list(key.shape)} and value {list(value.shape)} must agree in "
+            "heads and head size, and key and value in all dimensions"
         )
     if cu_seqlens is None:
         if query.shape[0] != key.shape[0]:  # len() would fix the batch size of an exported program
-            raise ValueError(f"{op}: query {list(query.shape)} and key {list(key.shape)} differ in batch size")
+            raise ValueError(f"{name}: query {list(query.shape)} and key {list(key.shape)} differ in batch size")
     else:
         flat, other = (query, key) if varlen_side == "query" else (key, query)
         if len(flat) != 1 or len(other) != cu_seqlens.numel() - 1:
             raise ValueError(
-                f"{op} with cu_seqlens {list(cu_seqlens.shape)} needs {varlen_side} [1, total, heads, head size] and "
+                f"{name} with cu_seqlens {list(cu_seqlens.shape)} needs {varlen_side} [1, total, heads, head size] and "
                 f"{cu_seqlens.numel() - 1} rows in the other batch, got {list(flat.shape)} and {list(other.shape)}"
             )
     if not query.dtype == key.dtype == value.dtype:
-        raise ValueError(f"{op}: dtypes differ: query {query.dtype}, key {key.dtype}, value {value.dtype}")
-    check_mask(op, mask, key.shape[:2])
-    check_dropout(op, dropout)
+        raise ValueError(f"{name}: dtypes differ: query {query.dtype}, key {key.dtype}, value {value.dtype}")
+    check_mask(name, mask, key.shape[:2])
+    check_dropout(name, dropout)

@@ -4,19 +4,22 @@ This file is the specification: all faster implementations are tested against it
 sequence P `[B, L, H, K]`, query `[B, T, H, K]`. Masks are boolean, True = attend.
 """
 
+from collections.abc import Callable
+
 import torch
+from torch import Tensor
 
 from luna_mega.kernels.upcast import upcast
 
 
 def attend(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: torch.Tensor | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
     scale: float,
     dropout: float = 0.0,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[Tensor, Tensor]:
     """Return softmax(scale * Q K^T) V per head, `[B, T, H, K]`, and the weights `[B, H, T, M]`.
 
     The softmax is computed in float32 (float64 for float64 inputs). The result of a query without visible keys is 0.
@@ -33,14 +36,14 @@ def attend(
 
 
 def luna_attention(
-    query: torch.Tensor,
-    pack_query: torch.Tensor,
-    pack_key: torch.Tensor,
-    pack_value: torch.Tensor,
-    project,
-    context_mask: torch.Tensor | None = None,
-    pack_mask: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    query: Tensor,
+    pack_query: Tensor,
+    pack_key: Tensor,
+    pack_value: Tensor,
+    project: Callable[[Tensor], tuple[Tensor, Tensor]],
+    context_mask: Tensor | None = None,
+    pack_mask: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
     """Pack the context, Y_P = Attn(P, C), unpack it for every query, Y_X = Attn(X, Y_P), and return (Y_X, Y_P)."""
     packed, _ = attend(pack_query, pack_key, pack_value, context_mask, pack_query.shape[-1] ** -0.5)
     key, value = project(packed)

@@ -6,11 +6,12 @@ of P for any length. A backward kernel that receives the result and the log-sum-
 exact gradients of a shard.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 from torch.autograd import Function
 
 from luna_mega.kernels import _op
@@ -32,20 +33,26 @@ class Kernels(NamedTuple):
         log: logarithm in the base of the log-sum-exp.
     """
 
-    forward: Callable[..., tuple[torch.Tensor, torch.Tensor]]
-    backward: Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
-    exp: Callable[[torch.Tensor], torch.Tensor] = torch.exp
-    log: Callable[[torch.Tensor], torch.Tensor] = torch.log
+    forward: Callable[..., tuple[Tensor, Tensor]]
+    backward: Callable[..., Sequence[Tensor | None]]
+    exp: Callable[[Tensor], Tensor] = torch.exp
+    log: Callable[[Tensor], Tensor] = torch.log
 
 
-def attend(kernels: Callable[..., Kernels], shard, query, key, value, mask, scale, dropout) -> torch.Tensor:
+def attend(
+    kernels: Callable[..., Kernels], shard: ContextShard, query: Tensor, key: Tensor, value: Tensor,
+    mask: Tensor | None, scale: float, dropout: float,
+) -> Tensor:  # fmt: skip
     """Return `reference.attend` for a sharded context, without the weights."""
-    return _Pack.apply(query, key, value, mask, scale, dropout, shard, kernels(query, dropout))
+    return _Pack.apply(query, key, value, mask, scale, dropout, shard, kernels(query, dropout))  # type: ignore[no-untyped-call]
 
 
 class _Pack(Function):
     @staticmethod
-    def forward(ctx, query, key, value, mask, scale, dropout, shard: ContextShard, kernels: Kernels):
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float, dropout: float,
+        shard: ContextShard, kernels: Kernels,
+    ) -> Tensor:  # fmt: skip
         # The backward pass drops the same weights. Each rank uses its own seed because its positions differ.
         seed = torch.randint(2**63 - 1, (1,), device=query.device) if dropout > 0.0 else None
         output, log_sum_exp = kernels.forward(query, key, value, mask, scale, dropout, seed)
@@ -65,7 +72,7 @@ class _Pack(Function):
         return output
 
     @staticmethod
-    def backward(ctx, grad_output):
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         output, log_sum_exp, query, key, value, mask, seed = ctx.saved_tensors
         scale, dropout, shard, kernels = ctx.options
         value = key if value is None else value
@@ -77,20 +84,23 @@ class _Pack(Function):
         return *gradients, None, None, None, None, None
 
 
-def _scores(query, key, mask, scale):
+def _scores(query: Tensor, key: Tensor, mask: Tensor | None, scale: float) -> Tensor:
     scores = upcast(torch.einsum("blhk,bmhk->bhlm", query * scale, key))
     return scores if mask is None else scores.masked_fill(~mask[:, None, None], float("-inf"))
 
 
-def _kept(weights, dropout, seed):
+def _kept(weights: Tensor, dropout: float, seed: Tensor | None) -> float | Tensor:
     """Return the factor of each weight: 0 or 1 / (1 - dropout)."""
     if dropout == 0.0:
         return 1.0
+    assert seed is not None
     generator = torch.Generator(weights.device).manual_seed(int(seed))
     return dropout_factors(weights, dropout, generator)
 
 
-def _step_forward(query, key, value, mask, scale, dropout, seed):
+def _step_forward(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float, dropout: float, seed: Tensor | None
+) -> tuple[Tensor, Tensor]:
     scores = _scores(query, key, mask, scale)
     log_sum_exp = scores.logsumexp(dim=-1)
     weights = (scores - log_sum_exp.masked_fill(log_sum_exp == float("-inf"), 0.0)[..., None]).exp()
@@ -98,7 +108,10 @@ def _step_forward(query, key, value, mask, scale, dropout, seed):
     return torch.einsum("bhlm,bmhk->blhk", weights, value), log_sum_exp
 
 
-def _step_backward(grad_output, output, log_sum_exp, query, key, value, mask, scale, dropout, seed):
+def _step_backward(
+    grad_output: Tensor, output: Tensor, log_sum_exp: Tensor, query: Tensor, key: Tensor, value: Tensor,
+    mask: Tensor | None, scale: float, dropout: float, seed: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     weights = (_scores(query, key, mask, scale) - log_sum_exp[..., None]).exp()
     kept, dtype = _kept(weights, dropout, seed), weights.dtype
     grad_output = grad_output.to(dtype)
@@ -108,29 +121,34 @@ def _step_backward(grad_output, output, log_sum_exp, query, key, value, mask, sc
     grad_scores = weights * (grad_weights - mean) * scale
     grad_query = torch.einsum("bhlm,bmhk->blhk", grad_scores, key.to(dtype))
     grad_key = torch.einsum("bhlm,blhk->bmhk", grad_scores, query.to(dtype))
-    return tuple(x.to(query.dtype) for x in (grad_query, grad_key, grad_value))
+    return grad_query.to(query.dtype), grad_key.to(query.dtype), grad_value.to(query.dtype)
 
 
-def _flash_forward(query, key, value, mask, scale, dropout, seed):
+def _flash_forward(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float, dropout: float, seed: Tensor | None
+) -> tuple[Tensor, Tensor]:
     return torch_backend.flash(query, key, value, mask, scale)
 
 
-def _flash_backward(grad_output, output, log_sum_exp, query, key, value, mask, scale, dropout, seed):
+def _flash_backward(
+    grad_output: Tensor, output: Tensor, log_sum_exp: Tensor, query: Tensor, key: Tensor, value: Tensor,
+    mask: Tensor | None, scale: float, dropout: float, seed: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     return torch_backend.flash_backward(grad_output, output, log_sum_exp, query, key, value, mask, scale)
 
 
-def _triton(query, dropout) -> Kernels:
+def _triton(query: Tensor, dropout: float) -> Kernels:
     # Imported where it is needed: the import decides whether kernels are interpreted.
     from luna_mega.kernels.luna_attention import triton_ops
 
     return Kernels(triton_ops.pack, triton_ops.pack_backward, torch.exp2, torch.log2)
 
 
-def _step(query, dropout) -> Kernels:
+def _step(query: Tensor, dropout: float) -> Kernels:
     return Kernels(_step_forward, _step_backward)
 
 
-def _torch(query, dropout) -> Kernels:
+def _torch(query: Tensor, dropout: float) -> Kernels:
     if query.device.type != "cpu" or dropout > 0.0:
         return _step(query, dropout)
     return Kernels(_flash_forward, _flash_backward)

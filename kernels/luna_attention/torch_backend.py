@@ -1,16 +1,14 @@
 """Pack and unpack attention in PyTorch, with the fused SDPA kernels and memory linear in the length."""
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from luna_mega.kernels._operator import register
 from luna_mega.kernels.dropout import dropout as drop
 from luna_mega.kernels.upcast import upcast_dtype
 
 
-def attend(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, scale: float, dropout: float
-) -> torch.Tensor:
+def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float, dropout: float) -> Tensor:
     """Return `reference.attend` without the weights. Shapes `[B, T, H, K]`, mask `[B, M]`."""
     # Exported programs must not depend on this package, so export uses PyTorch's own operator.
     if query.device.type != "cpu" or torch.compiler.is_exporting():
@@ -25,7 +23,7 @@ def attend(
     return flash(query, key, value, mask, scale)[0]
 
 
-def _in_steps(query, key, value, mask, scale, dropout):
+def _in_steps(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float, dropout: float) -> Tensor:
     """Attend with dropout; PyTorch has no fused CPU kernel for it, and its math path is half as fast."""
     batch, _, heads, _ = query.shape
     tied = key is value
@@ -43,9 +41,7 @@ def _in_steps(query, key, value, mask, scale, dropout):
     return output.unflatten(0, (batch, heads)).transpose(1, 2)
 
 
-def sdpa(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, scale: float, dropout: float
-) -> torch.Tensor:
+def sdpa(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float, dropout: float) -> Tensor:
     """Attend with the kernel selected by PyTorch, on any device."""
     query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
     if mask is None:
@@ -60,15 +56,13 @@ def sdpa(
     return output.transpose(1, 2).masked_fill(~any_key[:, :, None, None], 0.0)
 
 
-def _additive(mask: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:
+def _additive(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
     if mask is None:
         return None
     return torch.where(mask[:, None, None], 0.0, float("-inf")).to(dtype)
 
 
-def flash(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, scale: float
-) -> tuple[torch.Tensor, torch.Tensor]:
+def flash(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
     """Return the result of the CPU flash attention kernel and its log-sum-exp `[B, H, T]`.
 
     The inputs are `[B, H, T, K]` views with any strides. The softmax is computed in float32. Result and log-sum-exp are
@@ -85,15 +79,15 @@ def flash(
 
 
 def flash_backward(
-    grad_output: torch.Tensor,
-    output: torch.Tensor,
-    log_sum_exp: torch.Tensor,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: torch.Tensor | None,
+    grad_output: Tensor,
+    output: Tensor,
+    log_sum_exp: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
     scale: float,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of query, key and value, computed with the backward kernel of `flash`."""
     gradients = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
         *(x.transpose(1, 2) for x in (grad_output, query, key, value, output)),
@@ -106,7 +100,7 @@ def flash_backward(
     return tuple(x.transpose(1, 2) for x in gradients)
 
 
-def _fake(query, key, value, mask, scale):
+def _fake(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
     batch, length, heads, _ = query.shape
     return query.new_empty(query.shape), query.new_empty((batch, heads, length), dtype=upcast_dtype(query))
 

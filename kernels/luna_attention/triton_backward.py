@@ -1,8 +1,11 @@
 """Triton backward of pack and unpack; each gradient is written by one program or as partial sums in a fixed order."""
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from luna_mega.kernels.common import triton_launch
 from luna_mega.kernels.common.triton_tiles import LOG2_E, dot, load_kept, load_tile, store_tile, undropped
@@ -148,15 +151,15 @@ def _key_configurations(call: Call) -> list[Configuration]:
     return [Configuration(64, 32, 4, 2), Configuration(64, 64, 8, 2)]
 
 
-def backward(
-    grad_output: torch.Tensor, output: torch.Tensor, log_sum_exp: torch.Tensor, *arguments
-) -> list[torch.Tensor | None]:
+def backward(grad_output: Tensor, output: Tensor, log_sum_exp: Tensor, *arguments: Any) -> list[Tensor | None]:
     """Return the gradients of query, key and value, None for None; `arguments` as in `forward`."""
     call = prepare(*arguments)
     query, key, plan, grad_output = call.query, call.key, call.plan, grad_output.contiguous()
     delta = torch.empty_like(log_sum_exp)
 
-    def run(kernel, grid, configuration: Configuration, tensors: tuple, split_rows: int):
+    def run(
+        kernel: Any, grid: tuple[int, int], configuration: Configuration, tensors: tuple[Any, ...], split_rows: int
+    ) -> None:
         blocks, splits = grid
         triton_launch.launch(
             kernel,
@@ -166,7 +169,7 @@ def backward(
             **plan.constants,
         )
 
-    def query_gradient(configuration: Configuration) -> torch.Tensor:
+    def query_gradient(configuration: Configuration) -> Tensor:
         block_q, block_m, *_ = configuration = configuration.fitted(plan)
         splits = plan.splits(plan.longest_query, block_q, plan.longest_key, block_m)
         gradient, grid = _partial(query, splits), (triton.cdiv(plan.longest_query, block_q), splits)
@@ -174,7 +177,7 @@ def backward(
         run(_query_kernel, grid, configuration, tensors, log_sum_exp.numel())
         return _summed(gradient, query)
 
-    def key_gradients(configuration: Configuration) -> tuple[torch.Tensor | None, ...]:
+    def key_gradients(configuration: Configuration) -> tuple[Tensor | None, ...]:
         block_q, block_m, *_ = configuration = configuration.fitted(plan)
         splits = plan.splits(plan.longest_key, block_m, plan.longest_query, block_q)
         gradients = [_partial(key, splits) for _ in range(1 if call.value is None else 2)]
@@ -188,11 +191,11 @@ def backward(
     return [of_query, *call.choose(_key_kernel, _key_configurations, key_gradients)]
 
 
-def _partial(x: torch.Tensor, splits: int) -> torch.Tensor:
+def _partial(x: Tensor, splits: int) -> Tensor:
     if splits == 1:
         return x.new_empty(x.shape)
     return x.new_empty((splits, *x.shape), dtype=torch.float32)
 
 
-def _summed(partial: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+def _summed(partial: Tensor, x: Tensor) -> Tensor:
     return partial if partial.dim() == x.dim() else partial.sum(dim=0).to(x.dtype)

@@ -4,11 +4,13 @@
 batch size 1, and `cu_seqlens` bounds its sequences.
 """
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from luna_mega.kernels.common import triton_choice, triton_launch
 from luna_mega.kernels.common.triton_launch import block_of, contiguous, rows_contiguous, strides
@@ -141,7 +143,7 @@ class Plan(NamedTuple):
     longest_query: int
     longest_key: int
     processors: int
-    constants: dict
+    constants: dict[str, Any]
 
     def splits(self, owned: int, owned_block: int, walked: int, walked_block: int) -> int:
         """Return the number of splits of the walked side that results in two programs per multiprocessor.
@@ -155,27 +157,29 @@ class Plan(NamedTuple):
 class Call(NamedTuple):
     """The arguments of one call in the form required by the kernels."""
 
-    query: torch.Tensor
-    key: torch.Tensor
-    value: torch.Tensor | None
-    mask: torch.Tensor | None
-    cu_seqlens: torch.Tensor | None
-    seed: torch.Tensor | None
+    query: Tensor
+    key: Tensor
+    value: Tensor | None
+    mask: Tensor | None
+    cu_seqlens: Tensor | None
+    seed: Tensor | None
     scale: float
     dropout: float
     plan: Plan
 
     @property
-    def tensors(self) -> tuple:
+    def tensors(self) -> tuple[Any, ...]:
         """Return the arguments of the kernels from `Q` to `SEED`."""
         return self[:6]
 
-    def numbers(self, blocks: int, split_rows: int) -> tuple:
+    def numbers(self, blocks: int, split_rows: int) -> tuple[Any, ...]:
         """Return the arguments of the kernels from `queries` to `v_head`."""
         sizes = self.query.shape[1], self.key.shape[1], self.plan.heads, blocks, split_rows
         return *sizes, self.scale, *dropping(self.dropout), *strides(self.query, self.key, self.value, number=3)
 
-    def choose(self, kernel, configurations, run):
+    def choose(
+        self, kernel: Any, configurations: Callable[["Call"], list["Configuration"]], run: Callable[..., Any]
+    ) -> Any:
         """Return the result of `run` for the configuration selected from `configurations(call)`."""
         plan, precision = self.plan, self.plan.constants["PRECISION"]
         kind = [self.query.dtype, f"heads of {plan.block_k}"]
@@ -186,12 +190,15 @@ class Call(NamedTuple):
         return triton_choice.choose(kernel, kind, sizes, configurations(self), run, self.query.device)
 
 
-def prepare(query, key, value, mask, cu_seqlens, seed, varlen_side, max_seqlen, scale, dropout, precision) -> Call:
+def prepare(
+    query: Tensor, key: Tensor, value: Tensor | None, mask: Tensor | None, cu_seqlens: Tensor | None,
+    seed: Tensor | None, varlen_side: str | None, max_seqlen: int, scale: float, dropout: float, precision: str,
+) -> Call:  # fmt: skip
     """Convert the operator's arguments to a `Call`."""
     query, key, value = rows_contiguous(query, key, value)
     _, queries, heads, head_size = query.shape
     plan = Plan(
-        len(query) if varlen_side is None else len(cu_seqlens) - 1,
+        len(query) if cu_seqlens is None else len(cu_seqlens) - 1,
         heads,
         head_size,
         block_of(head_size),
@@ -242,13 +249,13 @@ def _configurations(call: Call) -> list[Configuration]:
     return [Configuration(64, 64, 4, 2), Configuration(128, 64, 8, 2)]
 
 
-def forward(*arguments) -> tuple[torch.Tensor, torch.Tensor]:
+def forward(*arguments: Any) -> tuple[Tensor, Tensor]:
     """Return the output `[B, T, H, K]`, and log2 of the sum of exponentials `[B, H, T]`, -inf without keys."""
     call = prepare(*arguments)
     query, plan = call.query, call.plan
     batch, queries, heads, head_size = query.shape
 
-    def run(configuration: Configuration) -> tuple[torch.Tensor, torch.Tensor]:
+    def run(configuration: Configuration) -> tuple[Tensor, Tensor]:
         block_q, block_m, *_ = configuration = configuration.fitted(plan)
         blocks = triton.cdiv(plan.longest_query, block_q)
         splits = plan.splits(plan.longest_query, block_q, plan.longest_key, block_m)

@@ -1,6 +1,9 @@
 """Pack and unpack attention with Triton kernels, as custom operators."""
 
+from typing import Any
+
 import torch
+from torch import Tensor
 
 from luna_mega.kernels import _op
 from luna_mega.kernels._operator import register
@@ -14,38 +17,46 @@ INPUTS = (
 
 
 def attend(
-    query, key, value, mask, scale, dropout, cu_seqlens=None, varlen_side: str | None = None, max_seqlen=0
-) -> torch.Tensor:
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float, dropout: float,
+    cu_seqlens: Tensor | None = None, varlen_side: str | None = None, max_seqlen: int = 0,
+) -> Tensor:  # fmt: skip
     """Return `reference.attend` without the weights, computed with the kernels for all sizes.
 
     Shapes are `[B, T, H, K]`, mask `[B, M]`. With `cu_seqlens`, `varlen_side` (`"query"` or `"key"`) is `[1, total, H,
     K]` (a mask of keys `[1, total]`), and the other side has one batch row per sequence.
     """
     precision = _op.float32_precision() if query.dtype == torch.float32 else "tf32"
-    value = None if key is value else value
     seed = random_seed(dropout, query.device)
     return torch.ops.luna_mega.luna_attention_triton(
-        query, key, value, mask, cu_seqlens, seed, varlen_side, max_seqlen, scale, dropout, precision
-    )[0]
+        query, key, None if key is value else value, mask, cu_seqlens, seed, varlen_side, max_seqlen, scale, dropout,
+        precision,
+    )[0]  # fmt: skip
 
 
-def pack(query, key, value, mask, scale, dropout, seed) -> tuple[torch.Tensor, torch.Tensor]:
+def pack(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float, dropout: float, seed: Tensor | None
+) -> tuple[Tensor, Tensor]:
     """Return the result of `attend` for dense input and the log2-sum-exp `[B, H, T]`, without gradients."""
     return torch.ops.luna_mega.luna_attention_triton(*_dense(query, key, value, mask, scale, dropout, seed))
 
 
-def pack_backward(grad_output, output, log_sum_exp, query, key, value, mask, scale, dropout, seed):
+def pack_backward(
+    grad_output: Tensor, output: Tensor, log_sum_exp: Tensor, query: Tensor, key: Tensor, value: Tensor,
+    mask: Tensor | None, scale: float, dropout: float, seed: Tensor | None,
+) -> list[Tensor | None]:  # fmt: skip
     """Return the gradients of query, key and value; if value is key, the gradient of the key is the sum of both."""
     inputs = _dense(query, key, value, mask, scale, dropout, seed)
     return triton_backward.backward(grad_output, output, log_sum_exp, *inputs)
 
 
-def _dense(query, key, value, mask, scale, dropout, seed):
+def _dense(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float, dropout: float, seed: Tensor | None
+) -> tuple[Any, ...]:
     precision = _op.float32_precision() if query.dtype == torch.float32 else "tf32"
     return query, key, None if key is value else value, mask, None, seed, None, 0, scale, dropout, precision
 
 
-def _fake(query, *_):
+def _fake(query: Tensor, *_rest: object) -> tuple[Tensor, Tensor]:
     batch, length, heads, _ = query.shape
     return query.new_empty(query.shape), query.new_empty((batch, heads, length), dtype=torch.float32)
 

@@ -1,8 +1,12 @@
 """Luna's causal attention for a sequence or segment, and for one token (`luna_causal_attention_step`)."""
 
-import torch
+from collections.abc import Callable
+from typing import Any
 
-from luna_mega.kernels._op import Op, for_ranks
+import torch
+from torch import Tensor
+
+from luna_mega.kernels._op import Call, Op, for_ranks
 from luna_mega.kernels.checks import check_dropout, check_mask
 from luna_mega.kernels.context_parallel import ContextShard
 from luna_mega.kernels.luna_causal_attention import reference, sharded, torch_backend
@@ -10,24 +14,24 @@ from luna_mega.kernels.luna_causal_attention.reference import LunaCausalState
 from luna_mega.kernels.varlen import check_cu_seqlens
 
 
-def _triton_attend(**call):
+def _triton_attend(**call: Any) -> tuple[Tensor, LunaCausalState]:
     # Imported lazily because Triton decides at import time whether kernels are interpreted.
     from luna_mega.kernels.luna_causal_attention import triton_ops
 
     return triton_ops.attend(**call)
 
 
-def _triton_step(**call):
+def _triton_step(**call: Any) -> tuple[Tensor, LunaCausalState]:
     from luna_mega.kernels.luna_causal_attention import triton_ops
 
     return triton_ops.step(**call)
 
 
-def _reference_step(inplace, **call):
+def _reference_step(inplace: bool, **call: Any) -> tuple[Tensor, LunaCausalState]:
     return reference.step(**call)
 
 
-def _unsupported(query, pack_query, value, **_):
+def _unsupported(query: Tensor, pack_query: Tensor, value: Tensor, **_: object) -> str | None:
     if query.dtype not in (torch.float32, torch.float16, torch.bfloat16):
         return f"the kernels support float32, float16 and bfloat16, not {query.dtype}"
     if max(query.shape[-1], value.shape[-1]) > 128:
@@ -38,7 +42,11 @@ def _unsupported(query, pack_query, value, **_):
     return None
 
 
-_BACKENDS = {"reference": reference.attend, "torch": torch_backend.attend, "triton": _triton_attend}
+_BACKENDS: dict[str, Callable[..., Any]] = {
+    "reference": reference.attend,
+    "torch": torch_backend.attend,
+    "triton": _triton_attend,
+}
 ATTEND = Op(
     "luna_causal_attention",
     _BACKENDS,
@@ -61,29 +69,29 @@ ARGUMENTS = (
 )  # fmt: skip
 
 
-def _named(*arguments):
+def _named(*arguments: Any) -> Call:
     return dict(zip(ARGUMENTS, arguments, strict=True))
 
 
 def luna_causal_attention(
-    query: torch.Tensor,
-    pack_query: torch.Tensor,
-    pack_key: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
+    query: Tensor,
+    pack_query: Tensor,
+    pack_key: Tensor,
+    key: Tensor,
+    value: Tensor,
     *,
-    mask: torch.Tensor | None = None,
-    pack_mask: torch.Tensor | None = None,
+    mask: Tensor | None = None,
+    pack_mask: Tensor | None = None,
     activation: str = "softplus",
     state: LunaCausalState | None = None,
     return_state: bool = False,
     return_weights: bool = False,
     dropout: float = 0.0,
-    cu_seqlens: torch.Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
     max_seqlen: int | None = None,
     backend: str | None = None,
     shard: ContextShard | None = None,
-) -> torch.Tensor | tuple:
+) -> Tensor | tuple[Any, ...]:
     """Compute causal linear unified nested attention (Luna section 3.3), with time and memory linear in T.
 
     With z = K^-1/2 and the pack weights a_t = act(z pack_query pack_key_t), every token t attends to the L rows of P,
@@ -156,20 +164,20 @@ def luna_causal_attention(
 
 
 def luna_causal_attention_step(
-    query: torch.Tensor,
-    pack_query: torch.Tensor,
-    pack_key: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
+    query: Tensor,
+    pack_query: Tensor,
+    pack_key: Tensor,
+    key: Tensor,
+    value: Tensor,
     state: LunaCausalState | None,
     *,
-    mask: torch.Tensor | None = None,
-    pack_mask: torch.Tensor | None = None,
+    mask: Tensor | None = None,
+    pack_mask: Tensor | None = None,
     activation: str = "softplus",
     dropout: float = 0.0,
     inplace: bool = False,
     backend: str | None = None,
-) -> tuple[torch.Tensor, LunaCausalState]:
+) -> tuple[Tensor, LunaCausalState]:
     """Apply `luna_causal_attention` to one further token; return y `[B, H, V]` and the next state.
 
     Arguments and errors are those of `luna_causal_attention` without the dimension T: query, pack_key and key are `[B,
@@ -184,7 +192,7 @@ def luna_causal_attention_step(
     if inplace and (state is None or torch.is_grad_enabled()):
         raise ValueError(f"{STEP.name} with inplace needs a state, and torch.no_grad()")
     output, following = STEP(backend, call | {"inplace": inplace})
-    if inplace:
+    if state is not None and inplace:
         for before, after in zip(state, following, strict=True):
             if before is not after:
                 before.copy_(after)
@@ -192,7 +200,7 @@ def luna_causal_attention_step(
     return output, following
 
 
-def _check_varlen(op, query, rest, mask):
+def _check_varlen(op: str, query: Tensor, rest: tuple[Tensor, ...], mask: Tensor | None) -> None:
     shapes = [list(x.shape[:2]) for x in (query, *rest, *(() if mask is None else (mask,)))]
     if any(shape != [1, query.shape[1]] for shape in shapes):
         raise ValueError(
@@ -200,7 +208,10 @@ def _check_varlen(op, query, rest, mask):
         )
 
 
-def _check(op, batch, query, pack_query, pack_key, key, value, mask, pack_mask, activation, state, dropout):
+def _check(
+    op: str, batch: int, query: Tensor, pack_query: Tensor, pack_key: Tensor, key: Tensor, value: Tensor,
+    mask: Tensor | None, pack_mask: Tensor | None, activation: str, state: LunaCausalState | None, dropout: float,
+) -> None:  # fmt: skip
     heads, size = query.shape[-2:]
     if pack_key.shape != query.shape or key.shape != query.shape or value.shape[:-1] != query.shape[:-1]:
         raise ValueError(
@@ -225,11 +236,11 @@ def _check(op, batch, query, pack_query, pack_key, key, value, mask, pack_mask, 
         _check_state(op, state, (batch, heads, size, rows, value.shape[-1]))
 
 
-def _check_state(op, state, sizes):
+def _check_state(op: str, state: LunaCausalState, sizes: tuple[int, ...]) -> None:
     (batch, heads, size, rows, width), (key_mean, value_mean, count) = sizes, state
-    needed = ((batch, heads, size, rows), (batch, heads, rows, width), (batch,))
-    if (key_mean.shape, value_mean.shape, count.shape) != needed:
-        got, needed = (dict(zip(state._fields, map(list, x), strict=True)) for x in ([x.shape for x in state], needed))
+    shapes = ((batch, heads, size, rows), (batch, heads, rows, width), (batch,))
+    if (key_mean.shape, value_mean.shape, count.shape) != shapes:
+        got, needed = (dict(zip(state._fields, map(list, x), strict=True)) for x in ([x.shape for x in state], shapes))
         raise ValueError(f"{op}: a state of shapes {got} does not fit these inputs, which need {needed}")
     means = {key_mean.dtype, value_mean.dtype}
     if count.dtype != torch.int64 or not means <= {torch.float32, torch.float64}:

@@ -5,10 +5,10 @@ H, K]`, value `[B, T, H, V]`, pack query `[B, L, H, K]`. Masks are boolean, True
 """
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from luna_mega.kernels.upcast import upcast
 
@@ -22,12 +22,12 @@ class LunaCausalState(NamedTuple):
     float32 or float64. `count` `[B]` int64 is the number of unmasked tokens of the row.
     """
 
-    key_mean: torch.Tensor
-    value_mean: torch.Tensor
-    count: torch.Tensor
+    key_mean: Tensor
+    value_mean: Tensor
+    count: Tensor  # type: ignore[assignment]  # of tuple.count
 
 
-def activate(scores: torch.Tensor, activation: str) -> torch.Tensor:
+def activate(scores: Tensor, activation: str) -> Tensor:
     """Return log2(1 + 2^s), or elu(s) + 1; both keep their relative precision if s is very negative."""
     if activation == "elu":
         return scores.clamp(max=0.0).exp() + scores.relu()
@@ -35,7 +35,7 @@ def activate(scores: torch.Tensor, activation: str) -> torch.Tensor:
     return nn.functional.softplus(scores, beta=math.log(2.0), threshold=40.0)
 
 
-def unpack_weights(scores: torch.Tensor, masked: torch.Tensor | None) -> torch.Tensor:
+def unpack_weights(scores: Tensor, masked: Tensor | None) -> Tensor:
     """Return the softmax over L of `[..., L]`, 0 for masked entries and rows."""
     if masked is None:
         return scores.softmax(dim=-1)
@@ -44,12 +44,12 @@ def unpack_weights(scores: torch.Tensor, masked: torch.Tensor | None) -> torch.T
 
 
 def pack_weights(
-    pack_key: torch.Tensor,
-    pack_query: torch.Tensor,
-    mask: torch.Tensor | None,
-    pack_mask: torch.Tensor | None,
+    pack_key: Tensor,
+    pack_query: Tensor,
+    mask: Tensor | None,
+    pack_mask: Tensor | None,
     activation: str,
-) -> torch.Tensor:
+) -> Tensor:
     """Return a_t, `[B, H, T, L]`, 0 for masked tokens and masked rows of P."""
     scale = pack_key.shape[-1] ** -0.5
     weights = activate(torch.einsum("bthk,blhk->bhtl", pack_key, pack_query * scale), activation)
@@ -60,7 +60,7 @@ def pack_weights(
     return weights
 
 
-def token_count(mask: torch.Tensor | None, query: torch.Tensor, seen: torch.Tensor | None) -> torch.Tensor:
+def token_count(mask: Tensor | None, query: Tensor, seen: Tensor | None) -> Tensor:
     """Return the number of kept tokens up to and including each, `[B, T]`, plus `seen` `[B]` earlier ones."""
     kept = torch.ones(query.shape[:2], dtype=torch.int64, device=query.device) if mask is None else mask
     count = kept.cumsum(dim=1)
@@ -68,17 +68,17 @@ def token_count(mask: torch.Tensor | None, query: torch.Tensor, seen: torch.Tens
 
 
 def attend_with_weights(
-    query: torch.Tensor,
-    pack_query: torch.Tensor,
-    pack_key: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: torch.Tensor | None,
-    pack_mask: torch.Tensor | None,
+    query: Tensor,
+    pack_query: Tensor,
+    pack_key: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    pack_mask: Tensor | None,
     activation: str,
     state: LunaCausalState | None,
     dropout: float = 0.0,
-) -> tuple[torch.Tensor, torch.Tensor, LunaCausalState]:
+) -> tuple[Tensor, Tensor, LunaCausalState]:
     """Compute y_t = w_t (1/t) sum_{j<=t} a_j^T v_j with w_t = softmax(q_t / sqrt(K) (1/t) sum_{j<=t} k_j^T a_j).
 
     Returns y `[B, T, H, V]`, w `[B, H, T, L]` and the state after the last token, computed in float32 (float64 for
@@ -108,20 +108,15 @@ def attend_with_weights(
     return output.to(dtype), weights, LunaCausalState(key_mean[:, :, -1], value_mean[:, :, -1], count[:, -1])
 
 
-def attend(*args, **call) -> tuple[torch.Tensor, LunaCausalState]:
+def attend(*args: Any, **call: Any) -> tuple[Tensor, LunaCausalState]:
     """Return the output and the state of `attend_with_weights`."""
     output, _, state = attend_with_weights(*args, **call)
     return output, state
 
 
 def step(
-    query: torch.Tensor,
-    pack_key: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: torch.Tensor | None,
-    **rest,
-) -> tuple[torch.Tensor, LunaCausalState]:
+    query: Tensor, pack_key: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **rest: Any
+) -> tuple[Tensor, LunaCausalState]:
     """Attend with one token: query, pack key, key `[B, H, K]`, value `[B, H, V]`, mask `[B]`; return y `[B, H, V]`.
 
     `rest` as in `attend_with_weights`.

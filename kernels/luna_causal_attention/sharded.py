@@ -5,8 +5,10 @@ state before each shard, from which any backend continues.
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
+from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from luna_mega.kernels.context_parallel import ContextShard
@@ -15,14 +17,15 @@ from luna_mega.kernels.luna_causal_attention.reference import LunaCausalState
 from luna_mega.kernels.upcast import upcast
 
 
-def attend(run: Callable, shard: ContextShard, **call):
+def attend(run: Callable[..., Any], shard: ContextShard, **call: Any) -> Any:
     """Compute the attention of this rank's tokens, continuing from the state after the previous ranks' tokens."""
     return run(**call | {"state": _state_before(shard, **call)})
 
 
 def _state_before(
-    shard: ContextShard, query, pack_query, pack_key, key, value, mask, pack_mask, activation, state, dropout
-) -> LunaCausalState:
+    shard: ContextShard, query: Tensor, pack_query: Tensor, pack_key: Tensor, key: Tensor, value: Tensor,
+    mask: Tensor | None, pack_mask: Tensor | None, activation: str, state: None, dropout: float,
+) -> LunaCausalState:  # fmt: skip
     """Return the state after the tokens of previous ranks; the ranks exchange the sums over their tokens."""
     # The weights of all tokens are as large as L / K keys, so the backward pass recomputes them.
     key_sum, value_sum = checkpoint(
@@ -36,7 +39,10 @@ def _state_before(
     return LunaCausalState(means[0].view_as(key_sum), means[1].view_as(value_sum), counts)
 
 
-def _sums(pack_query, pack_key, key, value, mask, pack_mask, activation, dropout):
+def _sums(
+    pack_query: Tensor, pack_key: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, pack_mask: Tensor | None,
+    activation: str, dropout: float,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Return the sums of k_t^T a_t `[B, H, K, L]` and of a_t^T v_t `[B, H, L, V]` over the tokens."""
     pack_query, pack_key, key, value = (upcast(x) for x in (pack_query, pack_key, key, value))
     if mask is not None:

@@ -1,11 +1,12 @@
 """Causal Luna attention in PyTorch: chunks and prefix sums, recomputed in the backward pass."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from luna_mega.kernels._export import chunk_positions, lerp
 from luna_mega.kernels._operator import register
@@ -24,15 +25,18 @@ INPUTS = (
 )
 
 
-def attend(query, pack_query, pack_key, key, value, mask, pack_mask, activation, state, dropout):
+def attend(
+    query: Tensor, pack_query: Tensor, pack_key: Tensor, key: Tensor, value: Tensor, mask: Tensor | None,
+    pack_mask: Tensor | None, activation: str, state: LunaCausalState | None, dropout: float,
+) -> tuple[Tensor, LunaCausalState]:  # fmt: skip
     """Return `reference.attend`."""
     tokens = (query, pack_key, key, value)
     # Exported programs must not depend on this package, so export uses PyTorch's own operators.
     if torch.compiler.is_exporting():
         return _exported(tokens, pack_query, mask, pack_mask, activation, state, dropout)
     if query.shape[1] == 1:
-        tokens = (query[:, 0], pack_query, pack_key[:, 0], key[:, 0], value[:, 0])
-        output, state = step(*tokens, None if mask is None else mask[:, 0], pack_mask, activation, state, dropout)
+        one = (query[:, 0], pack_query, pack_key[:, 0], key[:, 0], value[:, 0])
+        output, state = step(*one, None if mask is None else mask[:, 0], pack_mask, activation, state, dropout)
         return output[:, None], state
     # Evaluated in this order, because comparing a length adds a guard to a compiled program.
     if state is None and not torch.compiler.is_compiling() and query.shape[1] <= SHORT:
@@ -47,7 +51,10 @@ def attend(query, pack_query, pack_key, key, value, mask, pack_mask, activation,
     return output, LunaCausalState(key_mean, value_mean, count[:, -1].clone())
 
 
-def step(query, pack_query, pack_key, key, value, mask, pack_mask, activation, state, dropout, inplace=False):
+def step(
+    query: Tensor, pack_query: Tensor, pack_key: Tensor, key: Tensor, value: Tensor, mask: Tensor | None,
+    pack_mask: Tensor | None, activation: str, state: LunaCausalState | None, dropout: float, inplace: bool = False,
+) -> tuple[Tensor, LunaCausalState]:  # fmt: skip
     """Return `reference.step`; each mean moves by 1 / count of the distance to the new token.
 
     With `inplace`, the means and the count of the state are overwritten if they have the dtype of the result.
@@ -86,7 +93,10 @@ def step(query, pack_query, pack_key, key, value, mask, pack_mask, activation, s
     return output.to(dtype), LunaCausalState(key_mean, value_mean, count)
 
 
-def _rate(mask, batch, state, dtype, device, inplace):
+def _rate(
+    mask: Tensor | None, batch: int, state: LunaCausalState | None, dtype: torch.dtype, device: torch.device,
+    inplace: bool,
+) -> tuple[Any, Tensor]:  # fmt: skip
     """Return the update rate of the means, `[B, 1, 1, 1]`, and the new token count `[B]`."""
     if state is None:
         count = torch.ones((batch,), dtype=torch.int64, device=device) if mask is None else mask.long()
@@ -100,7 +110,10 @@ def _rate(mask, batch, state, dtype, device, inplace):
     return rate.masked_fill_(~mask & (count > 0), 0.0).view(-1, 1, 1, 1), count
 
 
-def _short(query, pack_key, key, value, pack_query, mask, pack_mask, activation, dropout):
+def _short(
+    query: Tensor, pack_key: Tensor, key: Tensor, value: Tensor, pack_query: Tensor, mask: Tensor | None,
+    pack_mask: Tensor | None, activation: str, dropout: float,
+) -> tuple[Tensor, LunaCausalState]:  # fmt: skip
     """Attend from the start of the sequence with few calls, each differentiated by autograd."""
     (batch, length, heads, size), dtype, working = query.shape, query.dtype, upcast_dtype(query)
     if mask is not None:
@@ -128,12 +141,15 @@ def _short(query, pack_key, key, value, pack_query, mask, pack_mask, activation,
         weights = torch.dropout(weights, dropout, train=True)
     output = torch.bmm(torch.bmm(weights, packed.mT).tril(), value) * rate
     packed_mean = packed.mT * rate[:, -1:]
-    means = (x.unflatten(0, (batch, heads)) for x in ((packed_mean @ key).mT, packed_mean @ value))
+    key_mean, value_mean = (x.unflatten(0, (batch, heads)) for x in ((packed_mean @ key).mT, packed_mean @ value))
     output = output.unflatten(0, (batch, heads)).transpose(1, 2).to(dtype)
-    return output, LunaCausalState(*means, count[:, -1].clone())
+    return output, LunaCausalState(key_mean, value_mean, count[:, -1].clone())
 
 
-def _exported(tokens, pack_query, mask, pack_mask, activation, state, dropout):
+def _exported(
+    tokens: Sequence[Tensor], pack_query: Tensor, mask: Tensor | None, pack_mask: Tensor | None, activation: str,
+    state: LunaCausalState | None, dropout: float,
+) -> tuple[Tensor, LunaCausalState]:  # fmt: skip
     """Attend for any length in one exported program."""
     batch, length = tokens[0].shape[:2]
     device = tokens[0].device
@@ -141,10 +157,10 @@ def _exported(tokens, pack_query, mask, pack_mask, activation, state, dropout):
     kept = kept.expand(batch, -1)
     if mask is not None:
         kept = kept & mask[:, position]
-    state = (None, None, None) if state is None else state
-    count = reference.token_count(kept, kept, state[2])
+    before = (None, None, None) if state is None else state
+    count = reference.token_count(kept, kept, before[2])
     tokens = [x[:, position] for x in tokens]
-    block = _Block(tokens, pack_query, count, (kept, pack_mask), state, activation, CHUNK)
+    block = _Block(tokens, pack_query, count, (kept, pack_mask), before, activation, CHUNK)
     block.weigh(dropout, None)
     output = block.tokens(block.output())[:, torch.arange(length, device=device)]
     return output.to(pack_query.dtype), LunaCausalState(*block.means(), count[:, -1])
@@ -157,7 +173,10 @@ class _Block:
     form.
     """
 
-    def __init__(self, tokens, pack_query, count, masks, state, activation, chunk):
+    def __init__(
+        self, tokens: Sequence[Tensor], pack_query: Tensor, count: Tensor, masks: tuple[Tensor | None, Tensor | None],
+        state: Sequence[Tensor | None], activation: str, chunk: int,
+    ) -> None:  # fmt: skip
         (query, pack_key, key, value), (mask, pack_mask), (key_mean, value_mean, seen) = tokens, masks, state
         self.batch, _, self.heads, size = query.shape
         self.chunk, self.activation, self.scale = chunk, activation, size**-0.5
@@ -180,44 +199,44 @@ class _Block:
             masked = self.per_head(~pack_mask[:, None, None])
             self.masked = masked.expand(-1, rate.shape[1] // chunk, -1, -1).flatten(0, 1)
 
-    def chunks(self, x: torch.Tensor) -> torch.Tensor:
+    def chunks(self, x: Tensor) -> Tensor:
         """Return `[B, T, H, K]` as `[R, C, K]`, padded with zeros."""
         x = x.permute(2, 0, 1, 3).to(self.dtype)
         return nn.functional.pad(x, (0, 0, 0, -x.shape[2] % self.chunk)).reshape(-1, self.chunk, x.shape[3])
 
-    def tokens(self, x: torch.Tensor) -> torch.Tensor:
+    def tokens(self, x: Tensor) -> Tensor:
         """Return `[R, C, K]` as `[B, T, H, K]`, including the padding."""
         return x.reshape(self.heads, self.batch, -1, x.shape[2]).permute(1, 2, 0, 3)
 
-    def per_row(self, x: torch.Tensor) -> torch.Tensor:
+    def per_row(self, x: Tensor) -> Tensor:
         """Return `[R, C, K]` as `[H B, T, K]`."""
         return x.view(self.pack_query.shape[0], -1, x.shape[2])
 
-    def per_head(self, x: torch.Tensor) -> torch.Tensor:
+    def per_head(self, x: Tensor) -> Tensor:
         """Return `[B, ...]` as `[H B, ...]`."""
         return x.expand(self.heads, *x.shape).flatten(0, 1)
 
-    def state_sum(self, mean: torch.Tensor | None, factor: torch.Tensor) -> torch.Tensor | float:
+    def state_sum(self, mean: Tensor | None, factor: Any) -> Tensor | float:
         """Return `[B, H, K, L]` as `[H B, 1, K, L]`, times the factor of each row."""
         return 0.0 if mean is None else mean.transpose(0, 1).flatten(0, 1)[:, None].to(self.dtype) * factor
 
-    def state(self, x: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
+    def state(self, x: Tensor, factor: Any) -> Tensor:
         """Return sums `[H B, 1, K, L]` times the factor as `[B, H, K, L]`."""
         return (x * factor).unflatten(0, (self.heads, self.batch)).squeeze(2).transpose(0, 1)
 
-    def before(self, sums: torch.Tensor, first: torch.Tensor | float) -> tuple[torch.Tensor, torch.Tensor]:
+    def before(self, sums: Tensor, first: Tensor | float) -> tuple[Tensor, Tensor]:
         """Return `first` plus the sums of earlier chunks, `[R, K, L]`, and plus all sums, `[H B, 1, K, L]`."""
         sums = sums.unflatten(0, (self.heads * self.batch, -1))
         sums = _prefix_sums(torch.cat([torch.zeros_like(sums[:, :1]) + first, sums], dim=1))
         return sums[:, :-1].flatten(0, 1), sums[:, -1:]
 
-    def after(self, sums: torch.Tensor, last: torch.Tensor | float) -> tuple[torch.Tensor, torch.Tensor]:
+    def after(self, sums: Tensor, last: Tensor | float) -> tuple[Tensor, Tensor]:
         """Return the equivalent of `before` in reversed time."""
         turn = (self.heads * self.batch, -1)
         sums, total = self.before(sums.unflatten(0, turn).flip(1).flatten(0, 1), last)
         return sums.unflatten(0, turn).flip(1).flatten(0, 1), total
 
-    def weigh(self, dropout: float, generator: torch.Generator | None):
+    def weigh(self, dropout: float, generator: torch.Generator | None) -> None:
         """Compute pack weights, the sums before every chunk, and unpack weights."""
         scores = torch.bmm(self.per_row(self.pack_key), self.pack_query.mT)
         self.pack_scores = scores.view(-1, self.chunk, scores.shape[2])
@@ -233,14 +252,16 @@ class _Block:
         self.used, self.unpack_dropped = _dropped(self.weights, dropout, generator)
         self.blend = torch.bmm(self.used, self.packed.mT).tril_()
 
-    def output(self) -> torch.Tensor:
+    def output(self) -> Tensor:
         return torch.baddbmm(torch.bmm(self.used, self.value_sum), self.blend, self.value) * self.rate
 
-    def means(self) -> tuple[torch.Tensor, torch.Tensor]:
+    def means(self) -> tuple[Tensor, Tensor]:
         """Return the means after the last token, `[B, H, K, L]` and `[B, H, L, V]`."""
-        return tuple(self.state(total, self.last_rate) for total in (self.key_total, self.value_total))
+        return self.state(self.key_total, self.last_rate), self.state(self.value_total, self.last_rate)
 
-    def backward(self, grad_output, grad_key_mean, grad_value_mean):
+    def backward(
+        self, grad_output: Tensor, grad_key_mean: Tensor | None, grad_value_mean: Tensor | None
+    ) -> tuple[Tensor, ...]:
         """Return the gradients of query, pack key, key and value `[R, C, K]`, pack query and both initial sums."""
         grad = self.chunks(grad_output) * self.rate
         after_key, after_value = (self.state_sum(x, self.last_rate) for x in (grad_key_mean, grad_value_mean))
@@ -269,7 +290,7 @@ class _Block:
         return grad_query, grad_pack_key, grad_key, grad_value, grad_pack_query, grad_initial_key, grad_initial_value
 
 
-def _prefix_sums(x):
+def _prefix_sums(x: Tensor) -> Tensor:
     if x.device.type != "cpu" or torch.compiler.is_exporting():
         return x.cumsum(dim=1)
     for before, row in pairwise(x.unbind(1)):  # four times as fast as cumsum, whose access is strided here
@@ -277,7 +298,7 @@ def _prefix_sums(x):
     return x
 
 
-def _dropped(weights, dropout, generator):
+def _dropped(weights: Tensor, dropout: float, generator: torch.Generator | None) -> tuple[Tensor, Tensor | None]:
     """Return the weights after dropout, and their dropout factors."""
     if dropout == 0.0:
         return weights, None
@@ -285,7 +306,7 @@ def _dropped(weights, dropout, generator):
     return weights * factors, factors
 
 
-def _slope(scores, activation):
+def _slope(scores: Tensor, activation: str) -> Tensor:
     """Return the derivative of `reference.activate`."""
     if activation == "elu":
         return scores.clamp(max=0.0).exp()
@@ -293,8 +314,9 @@ def _slope(scores, activation):
 
 
 def _blocks(
-    query, pack_key, key, value, pack_query, count, mask, pack_mask, key_mean, value_mean, seen, activation, dropout,
-    seed,
+    query: Tensor, pack_key: Tensor, key: Tensor, value: Tensor, pack_query: Tensor, count: Tensor, mask: Tensor | None,
+    pack_mask: Tensor | None, key_mean: Tensor | None, value_mean: Tensor | None, seen: Tensor | None, activation: str,
+    dropout: float, seed: Tensor | None,
 ) -> Iterator[tuple[slice, _Block]]:  # fmt: skip
     """Yield slices of the heads and their blocks, in a fixed order that the random generator depends on."""
     (batch, length, heads, _), device, tokens = query.shape, query.device, (query, pack_key, key, value)
@@ -309,27 +331,31 @@ def _blocks(
         yield some, block
 
 
-def _forward(query, pack_key, key, value, pack_query, *rest):
+def _forward(
+    query: Tensor, pack_key: Tensor, key: Tensor, value: Tensor, pack_query: Tensor, *rest: Any
+) -> tuple[Tensor, Tensor, Tensor]:
     """Return the result and the means after the last token."""
-    output, *means = _empty(query, pack_key, key, value, pack_query)
+    output, key_mean, value_mean = _empty(query, pack_key, key, value, pack_query)
     for heads, block in _blocks(query, pack_key, key, value, pack_query, *rest):
         output[:, :, heads] = block.tokens(block.output())[:, : query.shape[1]]
-        for mean, of_block in zip(means, block.means(), strict=True):
-            mean[:, heads] = of_block
-    return output, *means
+        key_mean[:, heads], value_mean[:, heads] = block.means()
+    return output, key_mean, value_mean
 
 
-def _empty(query, pack_key, key, value, pack_query, *_):
-    batch, _, heads, size = query.shape
-    rows, dtype = pack_query.shape[1], upcast_dtype(query)
+def _empty(
+    query: Tensor, pack_key: Tensor, key: Tensor, value: Tensor, pack_query: Tensor, *_rest: object
+) -> tuple[Tensor, Tensor, Tensor]:
+    (batch, _, heads, size), rows, dtype = query.shape, pack_query.shape[1], upcast_dtype(query)
     key_mean = query.new_empty((batch, heads, size, rows), dtype=dtype)
     return value.new_empty(value.shape), key_mean, query.new_empty((batch, heads, rows, value.shape[3]), dtype=dtype)
 
 
-def _backward(grad_output, grad_key_mean, grad_value_mean, *inputs):
+def _backward(
+    grad_output: Tensor, grad_key_mean: Tensor | None, grad_value_mean: Tensor | None, *inputs: Any
+) -> list[Tensor | None]:
     """Return the gradients of query, pack_key, key, value, pack_query and of the means."""
     length, mask, means = inputs[0].shape[1], inputs[6], inputs[8:10]
-    grads = [None if x is None else x.new_empty(x.shape) for x in (*inputs[:5], *means)]
+    grads: list[Any] = [None if x is None else x.new_empty(x.shape) for x in (*inputs[:5], *means)]
     for heads, block in _blocks(*inputs):
         of_means = (None if x is None else x[:, heads] for x in (grad_key_mean, grad_value_mean))
         *of_tokens, of_pack_query, of_key, of_value = block.backward(grad_output[:, :, heads], *of_means)

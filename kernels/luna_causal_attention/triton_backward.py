@@ -1,8 +1,12 @@
 """Triton backward of causal Luna attention, with the strategy of the forward pass."""
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from luna_mega.kernels.common.triton_launch import rows_contiguous
 from luna_mega.kernels.common.triton_tiles import dot, load_kept, load_tile, store_tile
@@ -131,7 +135,9 @@ def _key_kernel(
         store_sums(DPQ, number, d_pack_query, SIZE, L, BK, BL, True)
 
 
-def _fused(call: Fused, grad_output, *grad_means):
+def _fused(
+    call: Fused, grad_output: Tensor, *grad_means: Tensor | None
+) -> tuple[list[Tensor], Sequence[Tensor | None]]:
     grads = [x.new_empty(x.shape) for x in call.tokens[:4]]
     size = (2, call.batch, call.heads, call.length, call.rows)
     weights, grad_scores = call.query.new_empty(size, dtype=call.kind)
@@ -153,7 +159,9 @@ def _fused(call: Fused, grad_output, *grad_means):
     return [*grads, of_pack_query.sum(2).transpose(1, 2).to(call.dtype).contiguous()], first
 
 
-def _scans(call: Scans, grad_output, *grad_means):
+def _scans(
+    call: Scans, grad_output: Tensor, *grad_means: Tensor | None
+) -> tuple[list[Tensor], Sequence[Tensor | None]]:
     first_key, first_value = call.first()
     after_key, after_value = (None if x is None else per_row(x, call.last_rate()) for x in grad_means)
     packed, scores, grad = call.pack(), call.empty(torch.float32), call.empty(torch.float32)
@@ -181,21 +189,21 @@ def _scans(call: Scans, grad_output, *grad_means):
     return [grad_query, grad_pack_key, grad_key, grad_value, grad_pack_query], (_transposed(end_key), end_value)
 
 
-def _transposed(x: torch.Tensor | None) -> torch.Tensor | None:
+def _transposed(x: Tensor | None) -> Tensor | None:
     return None if x is None else x.mT.contiguous()
 
 
 def backward(
-    grad_output: torch.Tensor, grad_key_mean: torch.Tensor | None, grad_value_mean: torch.Tensor | None, *arguments
-) -> list[torch.Tensor | None]:
+    grad_output: Tensor, grad_key_mean: Tensor | None, grad_value_mean: Tensor | None, *arguments: Any
+) -> list[Tensor | None]:
     """Return the gradients of query, pack_key, key, value, pack_query, and of both means, None for None.
 
     `arguments` as in `forward`.
     """
     call = prepare(*arguments)
     of_outputs = *rows_contiguous(grad_output), grad_key_mean, grad_value_mean
-    run = _fused if isinstance(call, Fused) else _scans
+    run: Any = _fused if isinstance(call, Fused) else _scans
     grads, first = choose("backward", call, lambda: run(call, *of_outputs))
     for mean, grad in zip(call.means, first, strict=True):
-        grads.append(None if mean is None else per_row(grad, call.seen).to(mean.dtype))
+        grads.append(None if mean is None or call.seen is None else per_row(grad, call.seen).to(mean.dtype))
     return grads

@@ -8,12 +8,13 @@ Sums of `a^T value` are transposed in registers, `[V, L]`, so that tiles have 64
 unpack weights and the gradients of both are stored in memory, `[B, H, T, L]`.
 """
 
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from luna_mega.kernels.common import triton_choice, triton_launch
 from luna_mega.kernels.common.triton_launch import block_of, contiguous, rows_contiguous, strides
@@ -236,13 +237,15 @@ class Call:
     """The arguments of one call in the form required by the kernels, with their sizes and dtypes."""
 
     def __init__(
-        self, query, pack_key, key, value, pack_query, count, mask, pack_mask, key_mean, value_mean, seen, activation,
-        dropout, seed, precision,
-    ):  # fmt: skip
+        self, query: Tensor, pack_key: Tensor, key: Tensor, value: Tensor, pack_query: Tensor, count: Tensor,
+        mask: Tensor | None, pack_mask: Tensor | None, key_mean: Tensor | None, value_mean: Tensor | None,
+        seen: Tensor | None, activation: str, dropout: float, seed: Tensor | None, precision: str,
+    ) -> None:  # fmt: skip
         tokens = rows_contiguous(query, pack_key, key, value, pack_query)
         self.query, self.pack_key, self.key, self.value, self.pack_query = tokens
         self.count, self.mask, self.pack_mask, self.seen = contiguous(count, mask, pack_mask, seen)
-        self.means, self.seed, self.dropping = (key_mean, value_mean), seed, dropping(dropout)
+        self.means: tuple[Any, Any] = (key_mean, value_mean)
+        self.seed, self.dropping = seed, dropping(dropout)
         self.batch, self.length, self.heads, self.size = query.shape
         self.rows, self.width, self.scale = pack_query.shape[1], value.shape[3], self.size**-0.5
         self.device, self.dtype = query.device, query.dtype
@@ -251,16 +254,18 @@ class Call:
         self.precision = precision if self.dtype == torch.float32 else "tf32"
         self.elu = activation == "elu"
 
-    def first(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    def first(self) -> tuple[Tensor | None, Tensor | None]:
         """Return both sums before the first token."""
-        return (None, None) if self.seen is None else tuple(per_row(mean, self.seen) for mean in self.means)
+        if self.seen is None:
+            return None, None
+        return per_row(self.means[0], self.seen), per_row(self.means[1], self.seen)
 
-    def last_rate(self) -> torch.Tensor:
+    def last_rate(self) -> Tensor:
         """Return 1 / t of the last token, `[B]`."""
         return self.count[:, -1].clamp(min=1).float().reciprocal()
 
 
-def per_row(x: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
+def per_row(x: Tensor, factor: Tensor) -> Tensor:
     """Return `[B, H, ...]` times `[B]`, in float32."""
     return (x.float() * factor[:, None, None, None]).contiguous()
 
@@ -299,28 +304,30 @@ class Fused(Call):
         few, many = Configuration(16, 4), Configuration(16, 8)
         return [few, many] if tile <= 64 * 64 else [many, few]
 
-    def launch(self, kernel, *tensors, of: tuple[torch.Tensor, ...], **constants):
+    def launch(self, kernel: Any, *tensors: Tensor | None, of: tuple[Tensor, ...], **constants: Any) -> None:
         """Launch a kernel over all segments, with the strides of the tensors `of`."""
         numbers = (self.scale, *self.dropping, *strides(*of, number=3), self.length, self.heads, self.segment)
         triton_launch.launch(
             kernel, (self.batch * self.heads * self.segments,), *tensors, *numbers, **self.constants, **constants
         )
 
-    def empty_sums(self, *leading: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def empty_sums(self, *leading: int) -> tuple[Tensor, Tensor]:
         leading = (self.batch, self.heads, *leading)
-        sizes = (self.size, self.rows), (self.rows, self.width)
-        return tuple(self.query.new_empty((*leading, *size), dtype=torch.float32) for size in sizes)
+        key_sums = self.query.new_empty((*leading, self.size, self.rows), dtype=torch.float32)
+        return key_sums, key_sums.new_empty((*leading, self.rows, self.width))
 
     @property
-    def tokens(self) -> tuple[torch.Tensor, ...]:
+    def tokens(self) -> tuple[Tensor, ...]:
         return self.query, self.pack_key, self.key, self.value, self.pack_query
 
     @property
-    def options(self) -> tuple[torch.Tensor | None, ...]:
+    def options(self) -> tuple[Tensor | None, ...]:
         """Return the arguments of the kernels from `COUNT` to `SEED`."""
         return self.count, self.mask, self.pack_mask, self.seed
 
-    def sums(self, x, z, y, w, first, pack: bool):
+    def sums(
+        self, x: Tensor, z: Tensor, y: Tensor, w: Tensor, first: Sequence[Tensor | None], pack: bool
+    ) -> Sequence[Tensor | None]:
         """Return the sums before (`pack`) or after each segment; `first` contains the sums before or after all."""
         if self.segments == 1:
             return first
@@ -328,11 +335,11 @@ class Fused(Call):
         self.launch(_sums_kernel, *of, *self.options, *sums, of=of, PACK=pack)
         return tuple(prefix_sums(s, f, reverse=not pack) for s, f in zip(sums, first, strict=True))
 
-    def before(self):
+    def before(self) -> Sequence[Tensor | None]:
         """Return the sums before each segment."""
         return self.sums(self.key, self.value, self.pack_key, self.pack_key, self.first(), True)
 
-    def forward(self):
+    def forward(self) -> tuple[Tensor, Tensor, Tensor]:
         output, end = self.value.new_empty(self.value.shape), self.empty_sums()
         self.launch(_forward_kernel, *self.tokens, *self.options, *self.before(), output, *end, of=self.tokens)
         return output, *end
@@ -347,17 +354,17 @@ class ScanConfiguration(NamedTuple):
 
 
 class Scans(Call):
-    def __init__(self, *arguments):
+    def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
         if self.mask is not None:
             self.key, self.value = (x.masked_fill(~self.mask[:, :, None, None], 0.0) for x in (self.key, self.value))
 
-    def empty(self, dtype):
+    def empty(self, dtype: torch.dtype) -> Tensor:
         """Return an empty `[B, T, H, L]`, stored as `[B, H, T, L]`."""
         size = (self.batch, self.heads, self.length, self.rows)
         return torch.empty(size, dtype=dtype, device=self.device).transpose(1, 2)
 
-    def pack(self, grad=None):
+    def pack(self, grad: Tensor | None = None) -> Tensor:
         """Return pack weights, or the gradients of their scores."""
         output, chunk = self.empty(self.kind), 16 if self.dtype == torch.float32 else 64
         numbers = (self.scale, *self.dropping, *strides(self.pack_key, self.pack_query, number=3))
@@ -370,7 +377,7 @@ class Scans(Call):
         )  # fmt: skip
         return output
 
-    def weigh(self, scores, grad=None):
+    def weigh(self, scores: Tensor, grad: Tensor | None = None) -> Tensor:
         """Return the unpack weights of scores, or the gradients of the scores."""
         output = self.empty(self.kind)
         inputs = (scores, self.count, self.pack_mask, self.seed, grad, output)
@@ -382,8 +389,9 @@ class Scans(Call):
         return output
 
     def scan(
-        self, x, y, z, output, *, first=None, ends=False, scale=1.0, reverse=False, rate=False, inside=False, add=False
-    ):
+        self, x: Tensor, y: Tensor, z: Tensor, output: Tensor, *, first: Tensor | None = None, ends: bool = False,
+        scale: float = 1.0, reverse: bool = False, rate: bool = False, inside: bool = False, add: bool = False,
+    ) -> Tensor | None:  # fmt: skip
         """Run `_scan_kernel` into `output`; if `ends`, return the sum over all tokens, else None."""
         n, m = y.shape[3], z.shape[3]
         # A tall sum leaves no registers for large tiles.
@@ -403,12 +411,26 @@ class Scans(Call):
         grid, start = (self.batch * self.heads * segments * blocks,), first
         if segments > 1:
             start = torch.empty((self.batch, self.heads, segments, n, m), device=self.device)
-            tensors = (x, y, z, self.count, None, output, start)
-            triton_launch.launch(_scan_kernel, grid, *tensors, *numbers, SUMS=True, RATE=False, ADD=False, **constants)
+            tensors = (x, y, z, self.count)
+            triton_launch.launch(
+                _scan_kernel,
+                grid,
+                *tensors,
+                None,
+                output,
+                start,
+                *numbers,
+                SUMS=True,
+                RATE=False,
+                ADD=False,
+                **constants,
+            )
             prefix_sums(start, first, reverse)
         end = torch.empty((self.batch, self.heads, n, m), device=self.device) if ends else None
-        tensors = (x, y, z, self.count, start, output, end)
-        triton_launch.launch(_scan_kernel, grid, *tensors, *numbers, SUMS=False, RATE=rate, ADD=add, **constants)
+        tensors = (x, y, z, self.count)
+        triton_launch.launch(
+            _scan_kernel, grid, *tensors, start, output, end, *numbers, SUMS=False, RATE=rate, ADD=add, **constants
+        )
         return end
 
     def configure(self, configuration: ScanConfiguration) -> None:
@@ -426,13 +448,14 @@ class Scans(Call):
         default = ScanConfiguration(64 if self.hopper else 32, 64, 8)
         return [default, default._replace(columns=32), default._replace(warps=4)]
 
-    def forward(self):
+    def forward(self) -> tuple[Tensor, Tensor, Tensor]:
         packed, scores, output = self.pack(), self.empty(torch.float32), self.value.new_empty(self.value.shape)
         first_key, first_value = self.first()
         options = {"ends": True, "rate": True}
         key_sum = self.scan(self.query, self.key, packed, scores, first=first_key, scale=self.scale, **options)
         value_sum = self.scan(self.weigh(scores), packed, self.value, output, first=first_value, **options)
-        return output, *(per_row(x, self.last_rate()) for x in (key_sum, value_sum))
+        assert key_sum is not None and value_sum is not None  # of `ends`
+        return output, per_row(key_sum, self.last_rate()), per_row(value_sum, self.last_rate())
 
 
 def segment_length(heads: int, length: int, chunk: int, device: torch.device) -> int:
@@ -445,7 +468,7 @@ def segment_length(heads: int, length: int, chunk: int, device: torch.device) ->
     return triton.cdiv(max(triton.cdiv(length, segments), MIN_SEGMENT), chunk) * chunk
 
 
-def prefix_sums(sums: torch.Tensor, first: torch.Tensor | None, reverse: bool = False) -> torch.Tensor:
+def prefix_sums(sums: Tensor, first: Tensor | None, reverse: bool = False) -> Tensor:
     """Overwrite `sums` `[B, H, segments, K, L]` with the sums before (`reverse`: after) each segment; return it."""
     batch, heads, segments, *size = sums.shape
     numbers = size[0] * size[1]
@@ -455,7 +478,7 @@ def prefix_sums(sums: torch.Tensor, first: torch.Tensor | None, reverse: bool = 
     return sums
 
 
-def prepare(*arguments) -> Fused | Scans:
+def prepare(*arguments: Any) -> Fused | Scans:
     """Convert the operator's arguments to a call of the strategy whose sums fit the registers."""
     query, value, pack_query = arguments[0], arguments[3], arguments[4]
     fits = pack_query.shape[1] <= FUSED_ROWS
@@ -466,10 +489,10 @@ def prepare(*arguments) -> Fused | Scans:
     return (Fused if fits else Scans)(*arguments)
 
 
-def choose(direction: str, call: Fused | Scans, run: Callable[[], tuple]) -> tuple:
+def choose(direction: str, call: Fused | Scans, run: Callable[[], tuple[Any, ...]]) -> tuple[Any, ...]:
     """Return the result of `run`, the forward or backward pass, with the configuration selected for the call."""
 
-    def configured(configuration):
+    def configured(configuration: Any) -> Any:
         call.configure(configuration)
         return run()
 
@@ -482,7 +505,7 @@ def choose(direction: str, call: Fused | Scans, run: Callable[[], tuple]) -> tup
     return triton_choice.choose(kernel, kind, sizes, call.configurations(), configured, call.device)
 
 
-def forward(*arguments) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def forward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
     """Return the result and both means after the last token, in float32."""
     call = prepare(*arguments)
     return choose("forward", call, call.forward)

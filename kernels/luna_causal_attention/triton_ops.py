@@ -1,6 +1,10 @@
 """Causal Luna attention with Triton kernels, as custom operators."""
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
+from torch import Tensor
 
 from luna_mega.kernels import _op
 from luna_mega.kernels._operator import register
@@ -17,8 +21,9 @@ DIFFERENTIABLE = ("query", "pack_key", "key", "value", "pack_query", "key_mean",
 
 
 def attend(
-    query, pack_query, pack_key, key, value, mask, pack_mask, activation, state: LunaCausalState | None, dropout
-):
+    query: Tensor, pack_query: Tensor, pack_key: Tensor, key: Tensor, value: Tensor, mask: Tensor | None,
+    pack_mask: Tensor | None, activation: str, state: LunaCausalState | None, dropout: float,
+) -> tuple[Tensor, LunaCausalState]:  # fmt: skip
     """Return `reference.attend`."""
     if query.shape[1] == 1:
         tokens = (query[:, 0], pack_query, pack_key[:, 0], key[:, 0], value[:, 0])
@@ -34,21 +39,24 @@ def attend(
 
 
 def step(
-    query, pack_query, pack_key, key, value, mask, pack_mask, activation, state: LunaCausalState | None, dropout,
-    inplace=False,
-):  # fmt: skip
+    query: Tensor, pack_query: Tensor, pack_key: Tensor, key: Tensor, value: Tensor, mask: Tensor | None,
+    pack_mask: Tensor | None, activation: str, state: LunaCausalState | None, dropout: float, inplace: bool = False,
+) -> tuple[Tensor, LunaCausalState]:  # fmt: skip
     """Return `reference.step`; with `inplace`, float32 means of the state are overwritten."""
-    inputs = (query, pack_key, key, value, pack_query, mask, pack_mask, *(state or (None, None, None)), activation)
-    options = (dropout, random_seed(dropout, query.device))
-    if inplace and all(mean.dtype == torch.float32 and mean.is_contiguous() for mean in state[:2]):
-        output, *state = triton_step.forward_step(*inputs, *options, into=state[:2])
+    before: Sequence[Any] = state or (None, None, None)
+    inputs: list[Any] = [query, pack_key, key, value, pack_query, mask, pack_mask, *before, activation, dropout]
+    inputs.append(random_seed(dropout, query.device))
+    if inplace and all(mean.dtype == torch.float32 and mean.is_contiguous() for mean in before[:2]):
+        output, *after = triton_step.forward_step(*inputs, into=before[:2])
     else:
         precision = _op.float32_precision()
-        output, *state = torch.ops.luna_mega.luna_causal_attention_step_triton(*inputs, *options, precision)
-    return output, LunaCausalState(*state)
+        output, *after = torch.ops.luna_mega.luna_causal_attention_step_triton(*inputs, precision)
+    return output, LunaCausalState(*after)
 
 
-def _fake(query, pack_key, key, value, pack_query, *_):
+def _fake(
+    query: Tensor, pack_key: Tensor, key: Tensor, value: Tensor, pack_query: Tensor, *_rest: object
+) -> tuple[Tensor, Tensor, Tensor]:
     (batch, _, heads, size), rows, width = query.shape, pack_query.shape[1], value.shape[3]
     key_mean = query.new_empty((batch, heads, size, rows), dtype=torch.float32)
     return value.new_empty(value.shape), key_mean, key_mean.new_empty((batch, heads, rows, width))
@@ -66,14 +74,16 @@ register(
 )
 
 
-def _step_backward(grad_output, grad_key_mean, grad_value_mean, count, *inputs):
+def _step_backward(
+    grad_output: Tensor, grad_key_mean: Tensor | None, grad_value_mean: Tensor | None, count: Tensor, *inputs: Any
+) -> list[Tensor | None]:
     """Return the gradients of a sequence of one token."""
     *tokens, pack_query, mask, pack_mask = inputs[:7]
     grad_output, count, *tokens = (x[:, None] for x in (grad_output, count, *tokens))
     mask = None if mask is None else mask[:, None]
     inputs = (*tokens, pack_query, count, mask, pack_mask, *inputs[7:])
     grads = triton_backward.backward(grad_output, grad_key_mean, grad_value_mean, *inputs)
-    return [*(grad[:, 0].contiguous() for grad in grads[:4]), *grads[4:]]
+    return [*(None if grad is None else grad[:, 0].contiguous() for grad in grads[:4]), *grads[4:]]
 
 
 register(

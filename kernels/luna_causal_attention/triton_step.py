@@ -1,8 +1,11 @@
 """One token of causal Luna attention in Triton."""
 
+from collections.abc import Sequence
+
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from luna_mega.kernels.common import triton_launch
 from luna_mega.kernels.common.triton_launch import block_of, contiguous, rows_contiguous, strides
@@ -72,9 +75,10 @@ def _step_kernel(
 
 
 def forward_step(
-    query, pack_key, key, value, pack_query, mask, pack_mask, key_mean, value_mean, seen, activation, dropout, seed,
-    into=None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    query: Tensor, pack_key: Tensor, key: Tensor, value: Tensor, pack_query: Tensor, mask: Tensor | None,
+    pack_mask: Tensor | None, key_mean: Tensor | None, value_mean: Tensor | None, seen: Tensor | None, activation: str,
+    dropout: float, seed: Tensor | None, *, into: Sequence[Tensor] | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Return the result and the next state, whose means are written to `into`; `into` may be the given means."""
     *tokens, pack_query = rows_contiguous(query, pack_key, key, value, pack_query)
     mask, pack_mask, seen = contiguous(mask, pack_mask, seen)
@@ -92,11 +96,13 @@ def forward_step(
     return outputs
 
 
-def empty_step(query, value, pack_query, means=None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+def empty_step(
+    query: Tensor, value: Tensor, pack_query: Tensor, means: Sequence[Tensor] | None = None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return empty tensors for the result and the next state, using `means` if given."""
     (batch, heads, size), rows, width = query.shape, pack_query.shape[1], value.shape[2]
     if means is None:
         shapes = ((batch, heads, size, rows), (batch, heads, rows, width))
-        means = (query.new_empty(shape, dtype=torch.float32) for shape in shapes)
+        means = [query.new_empty(shape, dtype=torch.float32) for shape in shapes]
     # Every head reads the old count, so the new count needs separate memory.
-    return value.new_empty(value.shape), *means, query.new_empty((batch,), dtype=torch.int64)
+    return value.new_empty(value.shape), means[0], means[1], query.new_empty((batch,), dtype=torch.int64)

@@ -8,9 +8,10 @@ numbers, which takes as long as the average of a short batch. Compiled, exported
 """
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 from torch.autograd import Function
 
 from luna_mega.kernels._export import expm1, in_program
@@ -26,10 +27,15 @@ class Coefficients(NamedTuple):
     `[R, N]` each. The last weight of a complex average is `[D, N, 2]`, real pairs.
     """
 
-    log_decay: torch.Tensor
-    turn: torch.Tensor | None
-    weight_in: torch.Tensor
-    weight_out: torch.Tensor
+    log_decay: Tensor
+    turn: Tensor | None
+    weight_in: Tensor
+    weight_out: Tensor
+
+    def rows(self, block: slice) -> "Coefficients":
+        """Return the coefficients of some rows."""
+        turn = None if self.turn is None else self.turn[block]
+        return Coefficients(self.log_decay[block], turn, self.weight_in[block], self.weight_out[block])
 
     @property
     def parts(self) -> int:
@@ -37,7 +43,7 @@ class Coefficients(NamedTuple):
         return 1 if self.turn is None else 2
 
 
-def damped_coefficients(*parameters: torch.Tensor) -> Coefficients:
+def damped_coefficients(*parameters: Tensor) -> Coefficients:
     """Return `reference.damped_coefficients`."""
     compute = reference.damped_coefficients if in_program() else _Coefficients.apply
     log_decay, weight_in, weight_out = compute(*parameters)
@@ -45,7 +51,7 @@ def damped_coefficients(*parameters: torch.Tensor) -> Coefficients:
 
 
 def complex_coefficients(
-    input_logit: torch.Tensor, damping_logit: torch.Tensor, phase_logit: torch.Tensor, projection: torch.Tensor
+    input_logit: Tensor, damping_logit: Tensor, phase_logit: Tensor, projection: Tensor
 ) -> Coefficients:
     """Return the coefficients of the recurrence; |q| and p are those of a damped average without expansion."""
     states = input_logit.shape[1]
@@ -56,12 +62,12 @@ def complex_coefficients(
     return Coefficients(log_decay, turn, weight_in, projection / math.sqrt(states))
 
 
-def angle(turn: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def angle(turn: Tensor, dtype: torch.dtype) -> Tensor:
     """Return the angle of a number of turns, without entire turns."""
     return (turn - torch.round(turn)).to(dtype) * (2 * math.pi)
 
 
-def powers(log_decay: torch.Tensor, turn: torch.Tensor | None, exponents: torch.Tensor) -> torch.Tensor:
+def powers(log_decay: Tensor, turn: Tensor | None, exponents: Tensor) -> Tensor:
     """Return q^t as numbers of P real parts, `[R, N, P, E]`, for the integers t `[E]`."""
     size = torch.exp(log_decay[..., None] * exponents.to(log_decay.dtype))
     if turn is None:
@@ -70,7 +76,7 @@ def powers(log_decay: torch.Tensor, turn: torch.Tensor | None, exponents: torch.
     return torch.stack((size * torch.cos(phase), size * torch.sin(phase)), -2)
 
 
-def powers_less_one(log_decay: torch.Tensor, turn: torch.Tensor | None, exponent: int) -> torch.Tensor:
+def powers_less_one(log_decay: Tensor, turn: Tensor | None, exponent: int) -> Tensor:
     """Return q^t - 1 for one exponent, `[R, N, P]`, accurate for q close to 1."""
     loss = expm1(log_decay * exponent)
     if turn is None:
@@ -80,7 +86,7 @@ def powers_less_one(log_decay: torch.Tensor, turn: torch.Tensor | None, exponent
     return torch.stack((real, (loss + 1.0) * torch.sin(phase)), -1)
 
 
-def times(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+def times(a: Tensor, b: Tensor) -> Tensor:
     """Return the product of numbers whose 1 or 2 real parts are the last dimension."""
     if a.shape[-1] == 1:
         return a * b
@@ -88,13 +94,13 @@ def times(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 
 def ema_coefficients(
-    input_logit: torch.Tensor,
-    damping_logit: torch.Tensor,
-    expansion: torch.Tensor,
-    projection: torch.Tensor,
+    input_logit: Tensor,
+    damping_logit: Tensor,
+    expansion: Tensor,
+    projection: Tensor,
     *,
     dtype: torch.dtype = torch.float32,
-) -> tuple[torch.Tensor, ...]:
+) -> tuple[Tensor, ...]:
     """Return the coefficients that `damped_ema_step` computes from the four parameters `[D, N]`.
 
     They are valid until the parameters change: q - 1, the weight of the input in the state, and the weight of the state
@@ -107,13 +113,13 @@ def ema_coefficients(
 
 
 def complex_ema_coefficients(
-    input_logit: torch.Tensor,
-    damping_logit: torch.Tensor,
-    phase_logit: torch.Tensor,
-    projection: torch.Tensor,
+    input_logit: Tensor,
+    damping_logit: Tensor,
+    phase_logit: Tensor,
+    projection: Tensor,
     *,
     dtype: torch.dtype = torch.float32,
-) -> tuple[torch.Tensor, ...]:
+) -> tuple[Tensor, ...]:
     """Return the coefficients that `complex_ema_step` computes from the four parameters, as real pairs `[D, N, 2]`.
 
     They are valid until the parameters change: q - 1, the weight of the input in the state, and the weights of the real
@@ -128,15 +134,15 @@ def complex_ema_coefficients(
 
 class _Coefficients(Function):
     @staticmethod
-    def forward(*parameters):
+    def forward(*parameters: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         return reference.damped_coefficients(*parameters)
 
     @staticmethod
-    def setup_context(ctx, inputs, output):
+    def setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, ...]) -> None:
         ctx.save_for_backward(*inputs[:3])
 
     @staticmethod
-    def backward(ctx, grad_log_q, grad_in, grad_out):
+    def backward(ctx: Any, grad_log_q: Tensor, grad_in: Tensor, grad_out: Tensor) -> tuple[Tensor, ...]:
         input_logit, damping_logit, expansion = ctx.saved_tensors
         weight, damping = torch.sigmoid(input_logit), torch.sigmoid(damping_logit)
         rest, undamped = torch.sigmoid(-input_logit), torch.sigmoid(-damping_logit)

@@ -1,6 +1,8 @@
 """Megalodon's moving average: `complex_ema` for a sequence or a segment, `complex_ema_step` for one position."""
 
-import torch
+from typing import Any
+
+from torch import Tensor
 
 from luna_mega.kernels._op import Op
 from luna_mega.kernels.checks import check_average, check_position
@@ -21,24 +23,33 @@ from luna_mega.kernels.upcast import upcast_dtype
 MAX_STATES = 32
 
 
-def _triton(x, **call):
+def _triton(x: Tensor, **call: Any) -> tuple[Tensor, Tensor | None]:
     # Imported lazily because Triton decides at import time whether kernels are interpreted.
     from luna_mega.kernels.moving_average import triton_ops
 
     return triton_ops.complex_ema(x, **call)
 
 
-def _triton_step(x, state, coefficients, skip, mask):
+def _triton_step(
+    x: Tensor, state: Tensor, coefficients: tuple[Tensor, ...], skip: Tensor | None, mask: Tensor | None
+) -> tuple[Tensor, Tensor]:
     from luna_mega.kernels.moving_average import triton_ops
 
     return triton_ops.complex_step(x, state, coefficients, skip, mask)
 
 
-def _unsupported(x, parameters, **_):
+def _unsupported(x: Tensor, parameters: tuple[Tensor, ...], **_: object) -> str | None:
     return unsupported_reason(x, parameters, MAX_STATES)
 
 
-def _reference_step(x, state, parameters, coefficients, skip, mask):
+def _reference_step(
+    x: Tensor,
+    state: Tensor,
+    parameters: tuple[Tensor, ...],
+    coefficients: object,
+    skip: Tensor | None,
+    mask: Tensor | None,
+) -> tuple[Tensor, Tensor]:
     dtype = upcast_dtype(x, *parameters)
     made = reference.complex_coefficients(*(parameter.to(dtype) for parameter in parameters))
     return reference.complex_step(x, state.to(dtype), made, None if skip is None else skip.to(dtype), mask)
@@ -65,22 +76,22 @@ STEP = Op(
 
 
 def complex_ema(
-    x: torch.Tensor,
-    input_logit: torch.Tensor,
-    damping_logit: torch.Tensor,
-    phase_logit: torch.Tensor,
-    projection: torch.Tensor,
-    skip: torch.Tensor | None = None,
+    x: Tensor,
+    input_logit: Tensor,
+    damping_logit: Tensor,
+    phase_logit: Tensor,
+    projection: Tensor,
+    skip: Tensor | None = None,
     *,
-    mask: torch.Tensor | None = None,
-    initial_state: torch.Tensor | None = None,
+    mask: Tensor | None = None,
+    initial_state: Tensor | None = None,
     return_state: bool = False,
-    lengths: torch.Tensor | None = None,
-    cu_seqlens: torch.Tensor | None = None,
+    lengths: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
     max_seqlen: int | None = None,
     shard: ContextShard | None = None,
     backend: str | None = None,
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+) -> Tensor | tuple[Tensor, Tensor]:
     """Compute the complex exponential moving average of every channel (Megalodon section 3.2, as in its code).
 
     With p = sigmoid(input_logit) and q_n = (1 - p sigmoid(damping_logit)) exp(2 pi i n sigmoid(phase_logit) / N), n =
@@ -134,18 +145,18 @@ def complex_ema(
 
 
 def complex_ema_step(
-    x: torch.Tensor,
-    state: torch.Tensor,
-    input_logit: torch.Tensor,
-    damping_logit: torch.Tensor,
-    phase_logit: torch.Tensor,
-    projection: torch.Tensor,
-    skip: torch.Tensor | None = None,
+    x: Tensor,
+    state: Tensor,
+    input_logit: Tensor,
+    damping_logit: Tensor,
+    phase_logit: Tensor,
+    projection: Tensor,
+    skip: Tensor | None = None,
     *,
-    mask: torch.Tensor | None = None,
-    coefficients: tuple[torch.Tensor, ...] | None = None,
+    mask: Tensor | None = None,
+    coefficients: tuple[Tensor, ...] | None = None,
     backend: str | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[Tensor, Tensor]:
     """Apply `complex_ema` to one further position x `[B, D]`; return y `[B, D]` and the next state `[B, D, N, 2]`.
 
     Arguments and errors are those of `complex_ema`, with `mask` `[B]`. Masked rows keep their states, and their y is
@@ -159,7 +170,9 @@ def complex_ema_step(
     return STEP(backend, call)
 
 
-def _check(op, x, parameters, skip, state, sequences):
+def _check(
+    op: str, x: Tensor, parameters: tuple[Tensor, ...], skip: Tensor | None, state: Tensor | None, sequences: int
+) -> None:
     channels, states = x.shape[-1], parameters[0].shape[-1]
     shapes = [list(parameter.shape) for parameter in parameters]
     if shapes != [[channels, states], [channels, states], [channels], [channels, states, 2]]:

@@ -1,8 +1,11 @@
 """Mega's moving average: `damped_ema` for a sequence or a segment, `damped_ema_step` for one position."""
 
-import torch
+from typing import Any
 
-from luna_mega.kernels._op import Op
+import torch
+from torch import Tensor
+
+from luna_mega.kernels._op import Call, Op
 from luna_mega.kernels.checks import check_average, check_mask
 from luna_mega.kernels.context_parallel import ContextShard
 from luna_mega.kernels.moving_average import reference, torch_backend
@@ -22,20 +25,22 @@ from luna_mega.kernels.upcast import upcast_dtype
 MAX_STATES = 64
 
 
-def _triton(x, truncation, **call):
+def _triton(x: Tensor, truncation: object, **call: Any) -> tuple[Tensor, Tensor | None]:
     # Imported lazily because Triton decides at import time whether kernels are interpreted.
     from luna_mega.kernels.moving_average import triton_ops
 
     return triton_ops.damped_ema(x, **call)
 
 
-def _triton_step(x, state, coefficients, **call):
+def _triton_step(x: Tensor, state: Tensor, coefficients: object, **call: Any) -> tuple[Tensor, Tensor]:
     from luna_mega.kernels.moving_average import triton_ops
 
     return triton_ops.damped_step(x, state.to(torch.float32), **call)
 
 
-def _unsupported(x, parameters, truncation=None, max_seqlen=None, **_):
+def _unsupported(
+    x: Tensor, parameters: tuple[Tensor, ...], truncation: int | None = None, max_seqlen: int | None = None, **_: object
+) -> str | None:
     # Comparing with the length would restrict an exported program to lengths on one side of it.
     length = max_seqlen or x.shape[1]
     if truncation is not None and (torch.compiler.is_exporting() or truncation < length):
@@ -43,7 +48,7 @@ def _unsupported(x, parameters, truncation=None, max_seqlen=None, **_):
     return unsupported_reason(x, parameters, MAX_STATES)
 
 
-def _unsupported_step(x, parameters, **_):
+def _unsupported_step(x: Tensor, parameters: tuple[Tensor, ...], **_: object) -> str | None:
     return "x or a parameter is float64" if upcast_dtype(x, *parameters) == torch.float64 else None
 
 
@@ -68,24 +73,24 @@ STEP = Op(
 
 
 def damped_ema(
-    x: torch.Tensor,
-    input_logit: torch.Tensor,
-    damping_logit: torch.Tensor,
-    expansion: torch.Tensor,
-    projection: torch.Tensor,
-    skip: torch.Tensor | None = None,
+    x: Tensor,
+    input_logit: Tensor,
+    damping_logit: Tensor,
+    expansion: Tensor,
+    projection: Tensor,
+    skip: Tensor | None = None,
     *,
-    mask: torch.Tensor | None = None,
+    mask: Tensor | None = None,
     shift: bool = False,
     truncation: int | None = None,
-    initial_state: torch.Tensor | TruncatedEmaState | None = None,
+    initial_state: Tensor | TruncatedEmaState | None = None,
     return_state: bool = False,
-    lengths: torch.Tensor | None = None,
-    cu_seqlens: torch.Tensor | None = None,
+    lengths: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
     max_seqlen: int | None = None,
     shard: ContextShard | None = None,
     backend: str | None = None,
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor | TruncatedEmaState]:
+) -> Tensor | tuple[Tensor, Tensor | TruncatedEmaState]:
     """Compute the damped multi-dimensional exponential moving average of every channel (Mega section 3.1).
 
     With p = sigmoid(input_logit) and q = 1 - p sigmoid(damping_logit), the N states of a channel follow
@@ -149,8 +154,8 @@ def damped_ema(
                 "damped_ema: truncation with states does not support cu_seqlens; omit truncation or cu_seqlens"
             )
 
-        def run_again(x, state, parameters):
-            options = {"initial_state": state, "return_state": True, "lengths": lengths, "backend": backend}
+        def run_again(x: Tensor, state: Tensor | None, parameters: tuple[Tensor, ...]) -> Any:
+            options: Call = {"initial_state": state, "return_state": True, "lengths": lengths, "backend": backend}
             return damped_ema(x, *parameters, mask=None if lengths is None else mask, **options)
 
         output, state = truncated(run_again, x, parameters, skip, mask, truncation, initial_state, lengths)
@@ -169,18 +174,18 @@ def damped_ema(
 
 
 def damped_ema_step(
-    x: torch.Tensor,
-    state: torch.Tensor | TruncatedEmaState,
-    input_logit: torch.Tensor,
-    damping_logit: torch.Tensor,
-    expansion: torch.Tensor,
-    projection: torch.Tensor,
-    skip: torch.Tensor | None = None,
+    x: Tensor,
+    state: Tensor | TruncatedEmaState,
+    input_logit: Tensor,
+    damping_logit: Tensor,
+    expansion: Tensor,
+    projection: Tensor,
+    skip: Tensor | None = None,
     *,
-    mask: torch.Tensor | None = None,
-    coefficients: tuple[torch.Tensor, ...] | None = None,
+    mask: Tensor | None = None,
+    coefficients: tuple[Tensor, ...] | None = None,
     backend: str | None = None,
-) -> tuple[torch.Tensor, torch.Tensor | TruncatedEmaState]:
+) -> tuple[Tensor, Tensor | TruncatedEmaState]:
     """Apply the causal `damped_ema` to one further position x `[B, D]`; return y `[B, D]` and the state `[B, D, N]`.
 
     Arguments and errors are those of `damped_ema`, with R = D and `mask` `[B]`. Masked rows keep their states, and
@@ -199,9 +204,9 @@ def damped_ema_step(
         if coefficients is not None:
             raise ValueError("damped_ema_step: `coefficients` do not apply to a `TruncatedEmaState`; omit them")
 
-        def run_again(x, state, parameters):
-            output, state = damped_ema_step(x[:, 0], state, *parameters, backend=backend)
-            return output[:, None], state
+        def run_again(x: Tensor, state: Tensor, parameters: tuple[Tensor, ...]) -> tuple[Tensor, Any]:
+            output, after = damped_ema_step(x[:, 0], state, *parameters, backend=backend)
+            return output[:, None], after
 
         column = None if mask is None else mask[:, None]
         output, after = truncated(run_again, x[:, None], parameters, skip, column, state.inputs.shape[1], state)
@@ -212,7 +217,10 @@ def damped_ema_step(
     return STEP(backend, call)
 
 
-def _check_directions(x, input_logit, shift, truncation, initial_state, return_state):
+def _check_directions(
+    x: Tensor, input_logit: Tensor, shift: bool, truncation: int | None,
+    initial_state: Tensor | TruncatedEmaState | None, return_state: bool,
+) -> None:  # fmt: skip
     channels, rows = x.shape[2], len(input_logit)
     if rows not in (channels, 2 * channels):
         raise ValueError(
@@ -228,7 +236,9 @@ def _check_directions(x, input_logit, shift, truncation, initial_state, return_s
         raise ValueError("damped_ema: initial_state is a TruncatedEmaState; pass its truncation too")
 
 
-def _check(op, x, parameters, skip, state, sequences):
+def _check(
+    op: str, x: Tensor, parameters: tuple[Tensor, ...], skip: Tensor | None, state: Tensor | None, sequences: int
+) -> None:
     shapes = [list(parameter.shape) for parameter in parameters]
     if parameters[0].dim() != 2 or any(shape != shapes[0] for shape in shapes):
         raise ValueError(

@@ -5,7 +5,7 @@ D N (T / 2048)^2 for the decays between groups. A complex state is a pair of rea
 """
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from luna_mega.kernels._export import chunk_positions
 from luna_mega.kernels.moving_average import tables
@@ -18,8 +18,9 @@ GROUP = 32
 
 
 def average(
-    x, coefficients, skip=None, mask=None, shift=False, truncation=None, initial_state=None, return_state=False
-):  # fmt: skip
+    x: Tensor, coefficients: Coefficients, skip: Tensor | None = None, mask: Tensor | None = None, shift: bool = False,
+    truncation: int | None = None, initial_state: Tensor | None = None, return_state: bool = False,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """Return `reference.damped_ema` or `reference.complex_ema`; the final state only on request."""
     of, channels = coefficients, x.shape[2]
     signal = (x if mask is None else x.masked_fill(~mask[..., None], 0.0)).to(of.log_decay.dtype)
@@ -42,7 +43,7 @@ def average(
     return finish(result, x, skip), state
 
 
-def _chunk_maps(of, channels, shift):
+def _chunk_maps(of: Coefficients, channels: int, shift: bool) -> tuple[Tensor, Tensor, Tensor]:
     """Return `tables.chunk_maps` in real operators."""
     if of.turn is None:
         return tables.chunk_maps(of, channels, CHUNK, shift)[:3]
@@ -53,7 +54,10 @@ def _chunk_maps(of, channels, shift):
     return taps, input_map.flatten(1, 2), output_map[..., 1:].flatten(1, 2)
 
 
-def _in_chunks(signal, taps, center, input_map, output_map, of, initial):
+def _in_chunks(
+    signal: Tensor, taps: Tensor, center: int, input_map: Tensor, output_map: Tensor, of: Coefficients,
+    initial: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Return the average of a signal `[B, T, D]`, the states before the last chunk `[D, N, P, B]`, and that chunk.
 
     The chunk is `[D, C, B]`. Also return its length, and for every position the number of positions after it.
@@ -73,13 +77,13 @@ def _in_chunks(signal, taps, center, input_map, output_map, of, initial):
     return result, states[..., -2], chunks[:, :, -2].mT, rest, since
 
 
-def _truncated(signal, taps, center):
+def _truncated(signal: Tensor, taps: Tensor, center: int) -> Tensor:
     """Apply all lags, the taps `[D, K]`, to a signal `[B, T, D]`."""
     padded = nn.functional.pad(signal.mT, (taps.shape[1] - center - 1, center))
     return nn.functional.conv1d(padded, taps.flip(1)[:, None], groups=len(taps)).mT
 
 
-def _states(chunk_states, of: Coefficients, initial):
+def _states(chunk_states: Tensor, of: Coefficients, initial: Tensor | None) -> Tensor:
     """Return the states before each chunk, `[D, N', P, B, M]` of the chunk_states of the chunks."""
     first = torch.zeros_like(chunk_states[..., :1])
     rate, turn = of.log_decay * CHUNK, None if of.turn is None else of.turn * CHUNK
@@ -95,7 +99,7 @@ def _states(chunk_states, of: Coefficients, initial):
     return torch.cat([forward, backward.flip(-1)], dim=1)
 
 
-def _scan(x, rate, turn):
+def _scan(x: Tensor, rate: Tensor, turn: Tensor | None) -> Tensor:
     """Return s_i = q s_{i-1} + x_i along the last dimension of `[D, N, P, B, M]`; `rate`, `turn`: of q, `[D, N]`."""
     # The values that fill up the last group follow all others.
     position, _ = chunk_positions(x.shape[-1], GROUP, x.device)
@@ -109,7 +113,7 @@ def _scan(x, rate, turn):
     return states.flatten(4)[..., torch.arange(x.shape[-1], device=x.device)]
 
 
-def _product(x, matrix):
+def _product(x: Tensor, matrix: Tensor) -> Tensor:
     """Return the product of numbers `[D, N, P, B, ..., J]` and a matrix `[D, N, P, I, J]`."""
     rows, parts = x.flatten(3, -2), matrix.mT.unbind(2)
     if len(parts) == 1:
@@ -120,7 +124,7 @@ def _product(x, matrix):
     return product.unflatten(3, x.shape[3:-1])
 
 
-def _lags(rate, turn, index, least):
+def _lags(rate: Tensor, turn: Tensor | None, index: Tensor, least: int) -> Tensor:
     """Return q^(i - j - least), `[D, N, P, index, index]`, and 0 if the exponent is below 0."""
     lag = index[:, None] - index - least
     table = powers(rate, turn, lag.clamp(min=0).flatten()).unflatten(-1, lag.shape)

@@ -9,12 +9,12 @@ projections and states are real pairs, `[D, N, 2]` and `[B, D, N, 2]`. Masks are
 import math
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from luna_mega.kernels._export import log1p
 
 
-def log_decay(input_logit: torch.Tensor, damping_logit: torch.Tensor) -> torch.Tensor:
+def log_decay(input_logit: Tensor, damping_logit: Tensor) -> Tensor:
     """Return log q = log(1 - sigmoid(input_logit) sigmoid(damping_logit)), at least log(1e-30), with finite gradients.
 
     For the product p, log(1 - p) loses slow decays, for which p is below the rounding error of 1; log1p(-p) loses fast
@@ -29,16 +29,16 @@ def log_decay(input_logit: torch.Tensor, damping_logit: torch.Tensor) -> torch.T
 
 
 def damped_coefficients(
-    input_logit: torch.Tensor, damping_logit: torch.Tensor, expansion: torch.Tensor, projection: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    input_logit: Tensor, damping_logit: Tensor, expansion: Tensor, projection: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
     """Return log q, the weight p beta of the input in the state, and the weight eta / sqrt(N) of the state."""
     weight_in = torch.sigmoid(input_logit) * expansion
     return log_decay(input_logit, damping_logit), weight_in, projection / math.sqrt(projection.shape[-1])
 
 
 def complex_coefficients(
-    input_logit: torch.Tensor, damping_logit: torch.Tensor, phase_logit: torch.Tensor, projection: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    input_logit: Tensor, damping_logit: Tensor, phase_logit: Tensor, projection: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
     """Return p, q and gamma / sqrt(N), `[D, N]` each, the last two complex."""
     states = input_logit.shape[1]
     p = torch.sigmoid(input_logit)
@@ -48,7 +48,7 @@ def complex_coefficients(
     return p, q, torch.view_as_complex(projection.contiguous()) / math.sqrt(states)
 
 
-def finish(average: torch.Tensor, x: torch.Tensor, skip: torch.Tensor | None) -> torch.Tensor:
+def finish(average: Tensor, x: Tensor, skip: Tensor | None) -> Tensor:
     """Return silu(average + skip x) in the dtype of x, or the average if there is no skip."""
     if skip is not None:
         average = nn.functional.silu(average + skip * x)
@@ -56,12 +56,12 @@ def finish(average: torch.Tensor, x: torch.Tensor, skip: torch.Tensor | None) ->
 
 
 def damped_step(
-    x: torch.Tensor,
-    state: torch.Tensor,
-    coefficients: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
-    skip: torch.Tensor | None,
-    mask: torch.Tensor | None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    x: Tensor,
+    state: Tensor,
+    coefficients: tuple[Tensor, Tensor, Tensor],
+    skip: Tensor | None,
+    mask: Tensor | None,
+) -> tuple[Tensor, Tensor]:
     """Return y_t = <eta / sqrt(N), h_t> and h_t = q h_{t-1} + p beta x_t of one position, x `[B, D]`, mask `[B]`.
 
     At a dropped position h_t = h_{t-1}. The first coefficient is q - 1.
@@ -73,12 +73,12 @@ def damped_step(
 
 
 def complex_step(
-    x: torch.Tensor,
-    state: torch.Tensor,
-    coefficients: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
-    skip: torch.Tensor | None,
-    mask: torch.Tensor | None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    x: Tensor,
+    state: Tensor,
+    coefficients: tuple[Tensor, Tensor, Tensor],
+    skip: Tensor | None,
+    mask: Tensor | None,
+) -> tuple[Tensor, Tensor]:
     """Return y_t = Re <gamma / sqrt(N), h_t> + omega x_t and h_t = q h_{t-1} + p x_t of one position, x `[B, D]`.
 
     At a position that the mask `[B]` drops, x_t = 0 and h_t = h_{t-1}.
@@ -93,21 +93,21 @@ def complex_step(
     return average.to(x.dtype), torch.view_as_real(hidden)
 
 
-def hold(after: torch.Tensor, before: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+def hold(after: Tensor, before: Tensor, mask: Tensor | None) -> Tensor:
     """Return the states `[B, ...]` after a position that `mask` `[B]` keeps, else those before it; None = all kept."""
     return after if mask is None else torch.where(mask.view(-1, *(1,) * (after.dim() - 1)), after, before)
 
 
 def damped_ema(
-    x: torch.Tensor,
-    coefficients: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
-    skip: torch.Tensor | None = None,
-    mask: torch.Tensor | None = None,
+    x: Tensor,
+    coefficients: tuple[Tensor, Tensor, Tensor],
+    skip: Tensor | None = None,
+    mask: Tensor | None = None,
     shift: bool = False,
     truncation: int | None = None,
-    initial_state: torch.Tensor | None = None,
+    initial_state: Tensor | None = None,
     return_state: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+) -> tuple[Tensor, Tensor | None]:
     """Return y_t = sum_j k_j x_{t-j}, k_j = sum_n eta_n / sqrt(N) q_n^j p_n beta_n, and on request the final state."""
     log_q, weight_in, weight_out = coefficients
     length, channels = x.shape[1:]
@@ -125,18 +125,18 @@ def damped_ema(
     if initial_state is not None:
         decayed = powers * (initial_state * log_q.exp())[..., None]
         average = average + torch.einsum("dn,bdnt->btd", weight_out, decayed)
-        state = state + decayed[..., -1] if return_state else None
+        state = None if state is None else state + decayed[..., -1]
     return finish(average, x, skip), state
 
 
 def complex_ema(
-    x: torch.Tensor,
-    coefficients: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
-    skip: torch.Tensor | None = None,
-    mask: torch.Tensor | None = None,
-    initial_state: torch.Tensor | None = None,
+    x: Tensor,
+    coefficients: tuple[Tensor, Tensor, Tensor],
+    skip: Tensor | None = None,
+    mask: Tensor | None = None,
+    initial_state: Tensor | None = None,
     return_state: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+) -> tuple[Tensor, Tensor | None]:
     """Return the results of steps at all positions, and on request the final state.
 
     States decay at dropped positions, too.
@@ -152,7 +152,8 @@ def complex_ema(
     return torch.stack(outputs, 1), state if return_state else None
 
 
-def _convolve(x, kernel, truncation):
+def _convolve(x: Tensor, kernel: Tensor, truncation: int | None) -> Tensor:
     """Convolve x `[B, T, D]` with the kernel `[D, T]`, one lag after the other."""
     length = x.shape[1] if truncation is None else min(truncation, x.shape[1])
-    return sum(nn.functional.pad(kernel[:, j] * x[:, : x.shape[1] - j], (0, 0, j, 0)) for j in range(length))
+    lags = [nn.functional.pad(kernel[:, j] * x[:, : x.shape[1] - j], (0, 0, j, 0)) for j in range(length)]
+    return sum(lags[1:], lags[0])

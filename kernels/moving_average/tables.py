@@ -7,9 +7,10 @@ numbers from compilers.
 """
 
 import math
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from luna_mega.kernels.moving_average.coefficients import Coefficients, angle, powers_less_one
 
@@ -17,7 +18,7 @@ from luna_mega.kernels.moving_average.coefficients import Coefficients, angle, p
 BLOCK, LEAST_CHANNELS = 1 << 12, 32
 
 
-def lags(of: Coefficients, channels: int, length: int, shift: bool) -> tuple[torch.Tensor, list[torch.Tensor]]:
+def lags(of: Coefficients, channels: int, length: int, shift: bool) -> tuple[Tensor, list[Tensor]]:
     """Return the first lags of both directions, `[D, K]`, and tables for `lags_backward`."""
     if of.turn is not None:
         return complex_series(of, length), []
@@ -33,17 +34,18 @@ def center(of: Coefficients, channels: int, length: int, shift: bool) -> int:
 
 
 def lags_backward(
-    of: Coefficients, channels: int, length: int, shift: bool, kept: list, grad_taps: torch.Tensor
-) -> list:
+    of: Coefficients, channels: int, length: int, shift: bool, kept: list[Any], grad_taps: Tensor
+) -> list[Any]:
     """Return the gradients of the coefficients from that of `lags`; `kept`: its tables."""
     if of.turn is not None:
         return _complex_series_backward(of, grad_taps)
-    return _series_backward(of, *kept, _split(grad_taps, len(of.log_decay), channels, length, shift))
+    coarse, fine = kept
+    return _series_backward(of, coarse, fine, _split(grad_taps, len(of.log_decay), channels, length, shift))
 
 
 def chunk_maps(
     of: Coefficients, channels: int, chunk: int, shift: bool
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, list[torch.Tensor]]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, list[Tensor]]:
     """Return the taps of a chunk, the matrices to the states and back, q^C - 1, and tables for `chunk_maps_backward`.
 
     The matrices are `[D, N', C]`, q^C - 1 is `[D, N']`, complex `[D, N, 2]`. N' = P N with P = 2 parts of complex
@@ -67,7 +69,9 @@ def chunk_maps(
     return taps, input_map, output_map, torch.cat([decay[:channels], decay[channels:]], dim=1), [powers]
 
 
-def chunk_maps_backward(of: Coefficients, channels: int, chunk: int, shift: bool, kept: list, *gradients) -> list:
+def chunk_maps_backward(
+    of: Coefficients, channels: int, chunk: int, shift: bool, kept: list[Any], *gradients: Tensor
+) -> list[Any]:
     """Return the gradients of the coefficients from those of `chunk_maps`; `kept`: its tables."""
     if of.turn is not None:
         return _complex_chunk_maps_backward(of, chunk, *gradients)
@@ -97,7 +101,7 @@ def chunk_maps_backward(of: Coefficients, channels: int, chunk: int, shift: bool
     return [slopes + chunk * grad_decay * powers[..., chunk], None, grad_in, grad_out]
 
 
-def _join(kernel, channels, shift):
+def _join(kernel: Tensor, channels: int, shift: bool) -> Tensor:
     """Return the lags of both directions, `[D or 2 D, K]`, in one row per channel."""
     length = kernel.shape[1]
     if len(kernel) == channels:
@@ -107,27 +111,27 @@ def _join(kernel, channels, shift):
     return forward + nn.functional.pad(kernel[channels:].flip(1), (0, before))
 
 
-def _split(gradient, rows, channels, length, shift):
+def _split(gradient: Tensor, rows: int, channels: int, length: int, shift: bool) -> Tensor:
     """Return the gradients of both directions, the transpose of `_join`."""
     if rows == channels:
         return gradient
     return torch.cat((gradient[:, length if shift else length - 1 :], gradient[:, :length].flip(1)))
 
 
-def series(of: Coefficients, length: int, coarse: torch.Tensor, fine: torch.Tensor) -> torch.Tensor:
+def series(of: Coefficients, length: int, coarse: Tensor, fine: Tensor) -> Tensor:
     """Return sum_n p_n g_n q_n^t for t < length and real q, `[R, length]`: q^(i c + j) = q^(i c) q^j."""
     weight = of.weight_in * of.weight_out
     return ((coarse * weight[..., None]).mT @ fine).flatten(-2)[..., :length]
 
 
-def _series_tables(log_q, length):
+def _series_tables(log_q: Tensor, length: int) -> list[Tensor]:
     inner = 16 if length <= 256 else 64
     outer = torch.arange(-(-length // inner), device=log_q.device, dtype=log_q.dtype) * inner
     fine = torch.exp(log_q[..., None] * torch.arange(inner, device=log_q.device, dtype=log_q.dtype))
     return [torch.exp(log_q[..., None] * outer), fine]
 
 
-def _series_backward(of, coarse, fine, grad):
+def _series_backward(of: Coefficients, coarse: Tensor, fine: Tensor, grad: Tensor) -> list[Tensor | None]:
     blocks, inner = coarse.shape[2], fine.shape[2]
     grad = nn.functional.pad(grad, (0, blocks * inner - grad.shape[1])).unflatten(1, (blocks, inner))
     position = torch.arange(blocks * inner, device=grad.device, dtype=grad.dtype).view(blocks, inner)
@@ -136,12 +140,12 @@ def _series_backward(of, coarse, fine, grad):
     return [lagged * of.weight_in * of.weight_out, None, plain * of.weight_out, plain * of.weight_in]
 
 
-def _power(of: Coefficients, exponent: float) -> torch.Tensor:
-    log_decay, turn = of[:2]
-    return torch.polar(torch.exp(log_decay * exponent), angle(turn * exponent, log_decay.dtype))
+def _power(of: Coefficients, exponent: float) -> Tensor:
+    assert of.turn is not None
+    return torch.polar(torch.exp(of.log_decay * exponent), angle(of.turn * exponent, of.log_decay.dtype))
 
 
-def _table(of: Coefficients, count: int, step: int = 1) -> torch.Tensor:
+def _table(of: Coefficients, count: int, step: int = 1) -> Tensor:
     """Return q^(step t) for t < count, `[count, D, N]`, by doubling: a product has few factors and little error."""
     first = torch.view_as_complex(of.weight_out)
     rows = first.new_empty(count, *first.shape)
@@ -154,18 +158,18 @@ def _table(of: Coefficients, count: int, step: int = 1) -> torch.Tensor:
     return rows
 
 
-def _pairs(rows: torch.Tensor) -> torch.Tensor:
+def _pairs(rows: Tensor) -> Tensor:
     """Return complex numbers `[E, D, N]` as real pairs `[D, 2 N, E]`."""
     matrix = torch.view_as_real(rows).flatten(1).t().contiguous()
     return matrix.view(rows.shape[1], -1, rows.shape[0])
 
 
-def _real(weight: torch.Tensor) -> torch.Tensor:
+def _real(weight: Tensor) -> Tensor:
     """Return real weights `[D, N]` as pairs `[D, 2 N]`."""
     return torch.stack((weight, torch.zeros_like(weight)), -1).flatten(1)
 
 
-def _complex_chunk_maps(of, chunk):
+def _complex_chunk_maps(of: Coefficients, chunk: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     rows = _table(of, chunk + 1)
     input_map = _pairs(rows[:chunk].flip(0).mul_(of.weight_in))
     output_map = _pairs(rows.mul_(torch.view_as_complex(of.weight_out)).conj_physical_())
@@ -173,17 +177,19 @@ def _complex_chunk_maps(of, chunk):
     return taps[:, 0], input_map, output_map[..., 1:], powers_less_one(of.log_decay, of.turn, chunk)
 
 
-def _complex_chunk_maps_backward(of, chunk, *gradients):
+def _complex_chunk_maps_backward(of: Coefficients, chunk: int, *gradients: Tensor) -> list[Tensor]:
     """Compute the gradients of some channels at a time."""
     parts, size = [], max(LEAST_CHANNELS, BLOCK // chunk)
-    for start in range(0, len(of.turn), size):
+    for start in range(0, len(of.log_decay), size):
         block = slice(start, start + size)
-        some = Coefficients(*(numbers[block] for numbers in of))
+        some = of.rows(block)
         parts.append(_of_channels(some, chunk, *(gradient[block] for gradient in gradients)))
     return [torch.cat(grads) for grads in zip(*parts, strict=True)]
 
 
-def _of_channels(of, chunk, grad_taps, grad_input_map, grad_output_map, grad_decay):
+def _of_channels(
+    of: Coefficients, chunk: int, grad_taps: Tensor, grad_input_map: Tensor, grad_output_map: Tensor, grad_decay: Tensor
+) -> list[Tensor]:
     powers, weight_out = _table(of, chunk + 1), torch.view_as_complex(of.weight_out)
     now, later = powers[:chunk], powers[1:]
     # The derivative for a complex number x + i y is that for x, less i times that for y; the output side is conjugate.
@@ -197,14 +203,14 @@ def _of_channels(of, chunk, grad_taps, grad_input_map, grad_output_map, grad_dec
     return _of_slopes(of.weight_in * slopes + weight_out * out_slopes + chunk * last, grad_in, grad_out)
 
 
-def complex_series(of: Coefficients, length: int) -> torch.Tensor:
+def complex_series(of: Coefficients, length: int) -> Tensor:
     """Return Re sum_n p_n g_n q_n^t for t < length and complex q, `[D, length]`: q^(i c + j) = q^(i c) q^j."""
     inner, outer = _factors(length)
     coarse = _table(of, outer, inner).mul_(of.weight_in * torch.view_as_complex(of.weight_out)).conj_physical_()
     return (_pairs(coarse).mT @ _pairs(_table(of, inner))).flatten(1)[:, :length]
 
 
-def _complex_series_backward(of, grad_taps):
+def _complex_series_backward(of: Coefficients, grad_taps: Tensor) -> list[Tensor]:
     length = grad_taps.shape[1]
     inner, outer = _factors(length)
     grad = torch.nn.functional.pad(grad_taps, (0, outer * inner - length)).unflatten(1, (outer, inner))
@@ -224,26 +230,27 @@ def _complex_series_backward(of, grad_taps):
     return _of_slopes(slopes, (weight_out * plain).real, of.weight_in * plain)
 
 
-def _factors(length):
+def _factors(length: int) -> tuple[int, int]:
     inner = 1 << (max(length - 1, 1).bit_length() + 1) // 2
     return inner, -(-length // inner)
 
 
-def _rows(pairs: torch.Tensor) -> torch.Tensor:
+def _rows(pairs: Tensor) -> Tensor:
     """Return real pairs `[D, 2 N, E]` as complex numbers `[E, D, N]`."""
     matrix = pairs.flatten(0, 1).t().contiguous()
     return torch.view_as_complex(matrix.view(pairs.shape[2], pairs.shape[0], -1, 2))
 
 
-def _sums(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _sums(rows: Tensor) -> tuple[Tensor, Tensor]:
     """Return the sums over t of complex numbers `[E, D, N]`, and of t times them, `[D, N]`, by a product."""
     pairs = torch.view_as_real(rows)
     ramp = torch.arange(len(rows), device=pairs.device, dtype=pairs.dtype)
     sums = torch.stack((torch.ones_like(ramp), ramp)) @ pairs.flatten(1)
-    return torch.view_as_complex(sums.view(2, *pairs.shape[1:])).unbind()
+    first, second = torch.view_as_complex(sums.view(2, *pairs.shape[1:]))
+    return first, second
 
 
-def _of_slopes(slopes, grad_in, grad_out):
+def _of_slopes(slopes: Tensor, grad_in: Tensor, grad_out: Tensor) -> list[Tensor]:
     """Return the gradients of the coefficients; `slopes`: of log q, the others as complex derivatives."""
     return [
         slopes.real.contiguous(),

@@ -4,9 +4,10 @@ The lags are real. A complex state is two real ones, the real and imaginary part
 """
 
 import functools
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from luna_mega.kernels._export import in_program
 from luna_mega.kernels._operator import register
@@ -29,8 +30,9 @@ INPUTS = (
 
 
 def average(
-    x, coefficients, skip=None, mask=None, shift=False, truncation=None, initial_state=None, return_state=False
-):  # fmt: skip
+    x: Tensor, coefficients: Coefficients, skip: Tensor | None = None, mask: Tensor | None = None, shift: bool = False,
+    truncation: int | None = None, initial_state: Tensor | None = None, return_state: bool = False,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """Return `reference.damped_ema` or `reference.complex_ema`; the final state only on request."""
     length = x.shape[1]
     chunk = chunk_length(x, return_state or initial_state is not None)
@@ -41,7 +43,7 @@ def average(
     return output, _final_state(x, mask, coefficients, last, chunk) if return_state else None
 
 
-def chunk_length(x, stateful):
+def chunk_length(x: Tensor, stateful: bool) -> int:
     """Return the positions in a chunk of x `[B, T, D]`; 0 = no chunks, an FFT of all positions is faster."""
     if torch.compiler.is_compiling():
         return CHUNK  # a compiled program must not depend on the length
@@ -51,7 +53,9 @@ def chunk_length(x, stateful):
     return next((chunk for chunk, most in SHORT_CHUNKS if length <= chunk or positions <= most), CHUNK)
 
 
-def damped_step(x, state, coefficients, skip, mask):
+def damped_step(
+    x: Tensor, state: Tensor, coefficients: tuple[Tensor, Tensor, Tensor], skip: Tensor | None, mask: Tensor | None
+) -> tuple[Tensor, Tensor]:
     """Return `reference.damped_step`, but add (q - 1) h: rounding errors of q would accumulate over many steps."""
     change, weight_in, weight_out = coefficients
     kept = x if mask is None else x.masked_fill(~mask[:, None], 0.0)
@@ -60,7 +64,9 @@ def damped_step(x, state, coefficients, skip, mask):
     return finish((weight_out * state).sum(-1), x, skip), state
 
 
-def complex_step(x, state, coefficients, skip, mask):
+def complex_step(
+    x: Tensor, state: Tensor, coefficients: tuple[Tensor, Tensor, Tensor], skip: Tensor | None, mask: Tensor | None
+) -> tuple[Tensor, Tensor]:
     """Return `reference.complex_step`, but add (q - 1) h, as in `damped_step`."""
     change, weight_in, weight_out = coefficients
     kept = (x if mask is None else x.masked_fill(~mask[:, None], 0.0)).to(change.dtype)
@@ -76,7 +82,7 @@ def complex_step(x, state, coefficients, skip, mask):
     return average.to(x.dtype), state
 
 
-def _final_state(x, mask, of, last, chunk):
+def _final_state(x: Tensor, mask: Tensor | None, of: Coefficients, last: Tensor, chunk: int) -> Tensor:
     """Return the state after the last position, from the state before the last chunk, which may be short."""
     rest = (x.shape[1] - 1) % chunk + 1
     exponents = torch.arange(rest - 1, -1, -1, device=x.device)
@@ -91,7 +97,7 @@ def _final_state(x, mask, of, last, chunk):
 
 
 @functools.lru_cache
-def _fft_length(at_least):
+def _fft_length(at_least: int) -> int:
     """Return the next number without prime factors above 5; other sizes of an FFT take up to six times as long."""
     while True:
         rest = at_least
@@ -103,19 +109,19 @@ def _fft_length(at_least):
         at_least += 1
 
 
-def _spectrum(taps, center, size):
+def _spectrum(taps: Tensor, center: int, size: int) -> Tensor:
     """Return the spectrum of the taps on a circle of `size` positions, with negative lags at the end."""
     circle = torch.roll(nn.functional.pad(taps, (0, size - taps.shape[1])), -center, 1)
     return torch.fft.rfft(circle)[:, None]
 
 
-def _convolve(signal, taps, center, size):
+def _convolve(signal: Tensor, taps: Tensor, center: int, size: int) -> Tensor:
     """Apply every lag of `taps` `[D, K]` to a signal `[D, B, T]` at once."""
     spectrum = torch.fft.rfft(signal, n=size) * _spectrum(taps, center, size)
     return torch.fft.irfft(spectrum, n=size)[..., : signal.shape[-1]]
 
 
-def _convolve_backward(gradient, signal, taps, center):
+def _convolve_backward(gradient: Tensor, signal: Tensor, taps: Tensor, center: int) -> tuple[Tensor, Tensor]:
     length, size = signal.shape[-1], _circle(signal, taps, center)
     spectrum = torch.fft.rfft(gradient, n=size)
     grad_signal = torch.fft.irfft(spectrum * _spectrum(taps, center, size).conj(), n=size)[..., :length]
@@ -123,17 +129,17 @@ def _convolve_backward(gradient, signal, taps, center):
     return grad_signal, torch.roll(lags, center, 1)[:, : taps.shape[1]]
 
 
-def _circle(signal, taps, center):
+def _circle(signal: Tensor, taps: Tensor, center: int) -> int:
     return _fft_length(signal.shape[-1] + max(center, taps.shape[1] - center - 1))
 
 
-def toeplitz(taps, center, chunk):
+def toeplitz(taps: Tensor, center: int, chunk: int) -> Tensor:
     """Return the matrix `[D, C, C]` of the taps; row: position of the input, column: position of the output."""
     taps = nn.functional.pad(taps, (chunk - 1 - center, 0))
     return taps.unfold(1, chunk, 1).flip(1)
 
 
-def _lag_sums(products, center):
+def _lag_sums(products: Tensor, center: int) -> Tensor:
     """Return the sums over the diagonals, the transpose of `toeplitz`."""
     chunk = products.shape[-1]
     # With 2 C - 1 columns instead of 2 C, each row starts one column further right.
@@ -142,7 +148,7 @@ def _lag_sums(products, center):
     return nn.functional.pad(sums, (center - chunk + 1, 0))
 
 
-def _scan_chunks(chunk_states, decay, first, forward, backward):
+def _scan_chunks(chunk_states: Tensor, decay: Tensor, first: float | Tensor, forward: slice, backward: slice) -> Tensor:
     """Return the states before each chunk, s_i = q^C s_{i-1} + chunk_states_{i-1}, stored in `chunk_states`.
 
     `chunk_states` is `[D, B, chunks, N']`. `decay` is q^C - 1; if it is complex, pairs of states are complex numbers.
@@ -160,28 +166,33 @@ def _scan_chunks(chunk_states, decay, first, forward, backward):
     return chunk_states
 
 
-def _numbers(states, decay):
+def _numbers(states: Tensor, decay: Tensor) -> Tensor:
     """Return states in the form that `decay` multiplies: pairs as complex numbers if it is complex."""
     return torch.view_as_complex(states.unflatten(-1, (-1, 2))) if decay.is_complex() else states
 
 
-def _pairs(numbers):
+def _pairs(numbers: Tensor) -> Tensor:
     """Return complex numbers as pairs of real ones."""
     return torch.view_as_real(numbers).flatten(-2) if numbers.is_complex() else numbers
 
 
-def _directions(input_map, center):
+def _directions(input_map: Tensor, center: int) -> tuple[slice, slice]:
     count = input_map.shape[1] if center == 0 else input_map.shape[1] // 2
     return slice(0, count), slice(count, None)
 
 
-def _states(chunks, input_map, decay, initial, directions):
+def _states(
+    chunks: Tensor, input_map: Tensor, decay: Tensor, initial: Tensor | None, directions: tuple[slice, slice]
+) -> Tensor:
     chunk_states = (chunks.flatten(1, 2) @ input_map.mT).unflatten(1, chunks.shape[1:3])
     first = 0.0 if initial is None else initial.transpose(0, 1)
     return _scan_chunks(chunk_states, decay, first, *directions)
 
 
-def _scan(chunks, taps, center, input_map, output_map, decay, initial):
+def _scan(
+    chunks: Tensor, taps: Tensor, center: int, input_map: Tensor, output_map: Tensor, decay: Tensor,
+    initial: Tensor | None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Return the average of chunks `[D, B, chunks, C]`, in the same shape, and the state before the last chunk."""
     states = _states(chunks, input_map, decay, initial, _directions(input_map, center))
     rows = chunks.flatten(1, 2) @ toeplitz(taps, center, chunks.shape[-1])
@@ -189,7 +200,10 @@ def _scan(chunks, taps, center, input_map, output_map, decay, initial):
     return rows.view(chunks.shape), states[:, :, -1]
 
 
-def _scan_backward(gradient, grad_last, chunks, taps, center, input_map, output_map, decay, initial):
+def _scan_backward(
+    gradient: Tensor, grad_last: Tensor | None, chunks: Tensor, taps: Tensor, center: int, input_map: Tensor,
+    output_map: Tensor, decay: Tensor, initial: Tensor | None,
+) -> tuple[Tensor, ...]:  # fmt: skip
     forward, backward = _directions(input_map, center)
     states = _states(chunks, input_map, decay, initial, (forward, backward))
     rows, grad_rows = chunks.flatten(1, 2), gradient.flatten(1, 2)
@@ -209,7 +223,7 @@ def _scan_backward(gradient, grad_last, chunks, taps, center, input_map, output_
     return grad_chunks.view(chunks.shape), grad_taps, grad_input_map, grad_output_map, grad_decay, grad_initial
 
 
-def _decay_gradient(gradients, states):
+def _decay_gradient(gradients: Tensor, states: Tensor) -> Tensor:
     """Return the sums of complex gradients times conjugate states: `[D, R, 2 N]` to `[D, 2 N]`, all as pairs.
 
     A matrix product of all states takes less time and memory than a product of complex tensors and a sum.
@@ -219,7 +233,7 @@ def _decay_gradient(gradients, states):
     return torch.stack((real, imaginary), -1).flatten(1)
 
 
-def _blocks(x):
+def _blocks(x: Tensor) -> list[slice]:
     """Return slices of the channels on CPU; on other devices many small kernels cost more than the memory they save."""
     batch, length, channels = x.shape
     size = channels
@@ -228,7 +242,7 @@ def _blocks(x):
     return [slice(start, min(start + size, channels)) for start in range(0, channels, size)]
 
 
-def _rows(x, mask, multiple):
+def _rows(x: Tensor, mask: Tensor | None, multiple: int) -> Tensor:
     """Return `[B, T, D]` as `[D, B, T']`, with zeros where masked and up to T', a multiple of `multiple`."""
     if mask is not None:
         x = x.masked_fill(~mask[..., None], 0.0)
@@ -237,27 +251,34 @@ def _rows(x, mask, multiple):
     return x.flatten(0, 1).t().contiguous().view(x.shape[2], *x.shape[:2])
 
 
-def _maps(of, skip, channels, chunk, length, shift):
+def _maps(
+    of: Coefficients, skip: Tensor | None, channels: int, chunk: int, length: int, shift: bool
+) -> tuple[Tensor, list[Any], list[Tensor]]:
     """Return the lags, the maps of chunks (None without chunks), and tables for the backward pass.
 
     The skip of a complex average is added to lag 0.
     """
+    maps: list[Any]
     if chunk:
         taps, *maps, kept = tables.chunk_maps(of, channels, chunk, shift)
     else:
-        (taps, kept), maps = tables.lags(of, channels, length, shift), [None] * 3
+        taps, kept = tables.lags(of, channels, length, shift)
+        maps = [None, None, None]
     if of.turn is not None and skip is not None:
         taps = taps.clone()
         taps[:, 0] += skip
     return taps, maps, kept
 
 
-def _keep(of, taps, maps, kept):
+def _keep(of: Coefficients, taps: Tensor, maps: list[Any], kept: list[Tensor]) -> list[Tensor]:
     """Return the results of `_maps` that the backward pass does not recompute: those of a real average."""
     return [taps, *(table for table in maps if table is not None), *kept] if of.turn is None else []
 
 
-def _average(x, mask, skip, log_decay, turn, weight_in, weight_out, initial, chunk, length, shift):
+def _average(
+    x: Tensor, mask: Tensor | None, skip: Tensor | None, log_decay: Tensor, turn: Tensor | None, weight_in: Tensor,
+    weight_out: Tensor, initial: Tensor | None, chunk: int, length: int, shift: bool,
+) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:  # fmt: skip
     """Return the result, the argument of silu, the states before the last chunk, and tables for the backward pass.
 
     All but the result may be empty.
@@ -283,9 +304,12 @@ def _average(x, mask, skip, log_decay, turn, weight_in, weight_out, initial, chu
     return result, average, last, _keep(of, taps, maps, kept)
 
 
-def _average_fake(x, mask, skip, log_decay, turn, weight_in, weight_out, initial, chunk, length, shift):
+def _average_fake(
+    x: Tensor, mask: Tensor | None, skip: Tensor | None, log_decay: Tensor, turn: Tensor | None, weight_in: Tensor,
+    weight_out: Tensor, initial: Tensor | None, chunk: int, length: int, shift: bool,
+) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:  # fmt: skip
     average = log_decay.new_empty(0 if skip is None or turn is not None else x.shape)
-    states, kept = weight_out.numel() // x.shape[2], []
+    states, kept = weight_out.numel() // x.shape[2], list[Tensor]()
     if turn is None:
         of = Coefficients(log_decay, turn, weight_in, weight_out)
         kept = _keep(of, *_maps(of, None, x.shape[2], chunk, length, shift))
@@ -294,20 +318,22 @@ def _average_fake(x, mask, skip, log_decay, turn, weight_in, weight_out, initial
 
 
 def _average_backward(
-    gradient, grad_last, average, kept, x, mask, skip, log_decay, turn, weight_in, weight_out, initial,
-    chunk, length, shift,
-):  # fmt: skip
+    gradient: Tensor, grad_last: Tensor | None, average: Tensor, kept: list[Tensor], x: Tensor, mask: Tensor | None,
+    skip: Tensor | None, log_decay: Tensor, turn: Tensor | None, weight_in: Tensor, weight_out: Tensor,
+    initial: Tensor | None, chunk: int, length: int, shift: bool,
+) -> list[Tensor | None]:  # fmt: skip
     """Return the gradients of x, skip, the coefficients and initial, None for None."""
     of, (channels, dtype) = Coefficients(log_decay, turn, weight_in, weight_out), (x.shape[2], log_decay.dtype)
     if kept:
         taps, *kept = kept
-        maps, kept = (kept[:3], kept[3:]) if chunk else ([None] * 3, kept)
+        maps: list[Any] = kept[:3] if chunk else [None] * 3
+        kept = kept[3:] if chunk else kept
     else:
         taps, maps, kept = _maps(of, skip, channels, chunk, length, shift)
     center = tables.center(of, channels, chunk or length, shift)
     gate = skip if turn is None else None
     like = (x, skip, initial, taps, *maps)
-    empty = [None if tensor is None else tensor.new_empty(tensor.shape) for tensor in like]
+    empty: list[Any] = [None if tensor is None else tensor.new_empty(tensor.shape) for tensor in like]
     grad_x, grad_skip, grad_initial, grad_taps, *grad_maps = empty
     for block in _blocks(x):
         inputs, grad_average = x[..., block].to(dtype), gradient[..., block].to(dtype)
@@ -344,7 +370,7 @@ def _average_backward(
     return [grad_x, grad_skip, *grads, grad_initial]
 
 
-def _of_block(block, maps, initial):
+def _of_block(block: slice, maps: list[Any], initial: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     input_map, output_map, decay = (table[block] for table in maps)
     decay = torch.view_as_complex(decay) if decay.dim() == 3 else decay
     return input_map, output_map, decay, None if initial is None else initial[:, block]

@@ -9,12 +9,15 @@ r is a complex derivative, dL = Re(r dh); the carried value is q r_{t+1}.
 """
 
 import math
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from luna_mega.kernels.moving_average.triton_damped_forward import (
+    Plan,
     choose,
     place,
     position,
@@ -295,7 +298,7 @@ def _gradient_kernel(
     tl.store(skip_sums + slot * channels + d, skip_sum, inside)
 
 
-def _factors(log_decay, turn, chunk):
+def _factors(log_decay: Tensor, turn: Tensor, chunk: int) -> Tensor:
     """Return q, the part of it that is lost to rounding, q^C - 1 and C q^(C-1), `[4, 2, N, D]` float32."""
     log_q = torch.complex(log_decay.double(), (turn - torch.round(turn)) * (2 * math.pi))
     q = torch.exp(log_q)
@@ -306,17 +309,20 @@ def _factors(log_decay, turn, chunk):
     return rows.permute(0, 3, 2, 1).float().contiguous()
 
 
-def planes(states):
+def planes(states: Tensor) -> Tensor:
     """Convert pairs `[..., D, N, 2]` to `[..., 2, N, D]`, or back."""
-    return None if states is None else states.transpose(-1, -3).contiguous()
+    return states.transpose(-1, -3).contiguous()
 
 
-def _fitting(plan):
+def _fitting(plan: Plan) -> Plan:
     """Return the plan with 8 complex states per thread."""
     return plan._replace(block=max(1, min(32, 256 // triton.next_power_of_2(plan.states))))
 
 
-def _states_before(plan, signal, mask, factors, weights, starts, *, slope=False, gradient=False):
+def _states_before(
+    plan: Plan, signal: Tensor, mask: Tensor | None, factors: Tensor, weights: tuple[Tensor, Tensor],
+    starts: Tensor | None, *, slope: bool = False, gradient: bool = False,
+) -> Tensor | None:  # fmt: skip
     """Return the states before every chunk, `[slots, 2, N, D]`, with slopes `[slots, 4, N, D]`."""
     if plan.chunks == 1:
         return starts
@@ -328,7 +334,11 @@ def _states_before(plan, signal, mask, factors, weights, starts, *, slope=False,
     return ends
 
 
-def _scan(plan, signal, mask, factors, weights, skip, starts, output, last, x=None, sums=None):
+def _scan(
+    plan: Plan, signal: Tensor, mask: Tensor | None, factors: Tensor, weights: tuple[Tensor, Tensor],
+    skip: Tensor | None, starts: Tensor | None, output: Tensor, last: Tensor | None, x: Tensor | None = None,
+    sums: Tensor | None = None,
+) -> None:  # fmt: skip
     plan.launch(
         _scan_kernel,
         *(signal, mask, factors, *weights, skip, starts, x, output, last, sums, *plan.sizes),
@@ -337,11 +347,15 @@ def _scan(plan, signal, mask, factors, weights, skip, starts, output, last, x=No
     )
 
 
-def forward(x, mask, skip, log_decay, turn, weight_in, weight_out, initial, return_state, cu_seqlens, max_seqlen):
+def forward(
+    x: Tensor, mask: Tensor | None, skip: Tensor | None, log_decay: Tensor, turn: Tensor, weight_in: Tensor,
+    weight_out: Tensor, initial: Tensor | None, return_state: bool, cu_seqlens: Tensor | None, max_seqlen: int,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Return the result and the final states `[S, D, N, 2]`, empty unless requested."""
-    weights, initial = (planes(weight_in[..., None]), planes(weight_out)), planes(initial)
+    weights = (planes(weight_in[..., None]), planes(weight_out))
+    initial = None if initial is None else planes(initial)
 
-    def run(plan):
+    def run(plan: Plan) -> Any:
         plan = _fitting(plan)
         factors = _factors(log_decay, turn, plan.chunk)
         last = factors.new_empty(plan.sequences, 2, plan.states, plan.channels) if return_state else None
@@ -353,18 +367,20 @@ def forward(x, mask, skip, log_decay, turn, weight_in, weight_out, initial, retu
 
 
 def backward(
-    gradient, last_gradient, x, mask, skip, log_decay, turn, weight_in, weight_out, initial, return_state, cu_seqlens,
-    max_seqlen,
-):  # fmt: skip
+    gradient: Tensor, last_gradient: Tensor | None, x: Tensor, mask: Tensor | None, skip: Tensor | None,
+    log_decay: Tensor, turn: Tensor, weight_in: Tensor, weight_out: Tensor, initial: Tensor | None, return_state: bool,
+    cu_seqlens: Tensor | None, max_seqlen: int,
+) -> list[Tensor | None]:  # fmt: skip
     """Return the gradients of x, skip, the four coefficients and the initial states, None for None."""
     weights = (planes(weight_in[..., None]), planes(weight_out))
+    first = None if initial is None else planes(initial)
     # dL = Re(r dh): r is the conjugate of the pair of derivatives.
     arriving = planes(_conjugate(last_gradient)) if return_state and last_gradient is not None else None
 
-    def run(plan):
+    def run(plan: Plan) -> Any:
         plan = _fitting(plan)
         factors = _factors(log_decay, turn, plan.chunk)
-        starts = _states_before(plan, x, mask, factors, weights, planes(initial), slope=True)
+        starts = _states_before(plan, x, mask, factors, weights, first, slope=True)
         # Varlen sequences leave slots unused.
         sums = factors.new_zeros(plan.slots, 4, plan.states, plan.channels)
         skip_sums = factors.new_zeros(plan.slots, plan.channels)
@@ -399,5 +415,5 @@ def backward(
     ]
 
 
-def _conjugate(pairs):
+def _conjugate(pairs: Tensor) -> Tensor:
     return pairs * pairs.new_tensor((1.0, -1.0))

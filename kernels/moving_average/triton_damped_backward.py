@@ -5,12 +5,16 @@ to q, s_t = q s_{t-1} + h_{t-1}. The gradient of x is the scan of the result's g
 weights exchanged.
 """
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from luna_mega.kernels.moving_average.triton_damped_forward import (
     LOWEST_LOG_Q,
+    Plan,
     choose,
     decay,
     place,
@@ -118,20 +122,24 @@ def _gradient_kernel(
 
 
 def backward(
-    gradient, last_gradient, x, mask, skip, log_q, weight_in, weight_out, initial_state, return_state, shift,
-    cu_seqlens, max_seqlen,
-):  # fmt: skip
+    gradient: Tensor, last_gradient: Tensor | None, x: Tensor, mask: Tensor | None, skip: Tensor | None, log_q: Tensor,
+    weight_in: Tensor, weight_out: Tensor, initial_state: Tensor | None, return_state: bool, shift: bool,
+    cu_seqlens: Tensor | None, max_seqlen: int,
+) -> list[Tensor | None]:  # fmt: skip
     """Return the gradients of x, skip, log_q, weight_in, weight_out and the initial states, None for None."""
     if not return_state:
         last_gradient = None
 
-    def run(plan):
+    def run(plan: Plan) -> list[Tensor | None]:
         return _backward(plan, gradient, last_gradient, x, mask, skip, log_q, weight_in, weight_out, initial_state)
 
     return choose(_gradient_kernel, run, x, log_q, shift, cu_seqlens, max_seqlen)
 
 
-def _backward(plan, gradient, last_gradient, x, mask, skip, log_q, weight_in, weight_out, initial_state):
+def _backward(
+    plan: Plan, gradient: Tensor, last_gradient: Tensor | None, x: Tensor, mask: Tensor | None, skip: Tensor | None,
+    log_q: Tensor, weight_in: Tensor, weight_out: Tensor, initial_state: Tensor | None,
+) -> list[Tensor | None]:  # fmt: skip
     scaled = initial_state is not None or last_gradient is not None
     coefficients, q = (log_q, weight_in, weight_out), log_q.exp()
     gradient, sums, grad_skip = _parameter_sums(
@@ -143,7 +151,8 @@ def _backward(plan, gradient, last_gradient, x, mask, skip, log_q, weight_in, we
         # At its first position, a scan has decayed its initial states once already.
         after = last_gradient * torch.exp(-log_q.clamp(min=LOWEST_LOG_Q.value))
     starts = states_before(plan, gradient, None, log_q, weight_out if scaled else None, after, flipped=True)
-    coefficients, options = (log_q, weight_out, weight_in), {"scaled": scaled, "gradient": True}
+    coefficients = (log_q, weight_out, weight_in)
+    options: dict[str, Any] = {"scaled": scaled, "gradient": True}
     other = None
     if plan.directions == 2:
         other = scan(plan, 1, gradient, mask, coefficients, starts, log_q.new_empty(x.shape), **options)
@@ -160,7 +169,10 @@ def _backward(plan, gradient, last_gradient, x, mask, skip, log_q, weight_in, we
     return [grad_x, grad_skip, grad_log_q, weight_out * state_sums, weight_in * state_sums, None]
 
 
-def _parameter_sums(plan, gradient, last_gradient, x, mask, skip, coefficients, initial_state, scaled):
+def _parameter_sums(
+    plan: Plan, gradient: Tensor, last_gradient: Tensor | None, x: Tensor, mask: Tensor | None, skip: Tensor | None,
+    coefficients: tuple[Tensor, Tensor, Tensor], initial_state: Tensor | None, scaled: bool,
+) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
     """Return the gradient of the average, both sums of `_gradient_kernel`, `[N, R]`, and the gradient of the skip."""
     log_q, weight_in, _ = coefficients
     starts = states_before(plan, x, mask, log_q, weight_in if scaled else None, initial_state, slope=True)

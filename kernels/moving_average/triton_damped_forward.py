@@ -8,12 +8,12 @@ states, the other carries them from chunk to chunk. The layout of per-state valu
 channels of every fourth state at once. With it, a thread holds columns of the tile, and sums over states stay in it.
 """
 
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
-import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from luna_mega.kernels.common import triton_choice, triton_launch
 
@@ -295,7 +295,7 @@ CONFIGURATIONS = tuple(Configuration(*numbers) for numbers in ((8, 8), (4, 8), (
 class Plan(NamedTuple):
     """The division of a call into programs. `slots` store values per chunk; varlen calls leave some unused."""
 
-    cu_seqlens: torch.Tensor | None
+    cu_seqlens: Tensor | None
     sequences: int
     length: int
     channels: int
@@ -317,18 +317,20 @@ class Plan(NamedTuple):
         return self.blocks * self.chunks * self.sequences
 
     @property
-    def sizes(self) -> tuple:
+    def sizes(self) -> tuple[Any, ...]:
         """Return the arguments of every kernel of the scan, from `cu_seqlens` on."""
         width = self.directions * self.channels
         return self.cu_seqlens, self.length, self.chunk, self.chunks, self.channels, self.blocks, width, self.slots
 
-    def launch(self, kernel, *arguments, directions: int = 1, **constants) -> None:
+    def launch(self, kernel: Any, *arguments: Any, directions: int = 1, **constants: Any) -> None:
         """Launch a kernel with one warp per chunk and block of channels."""
         tile = {"N": self.states, "BLOCK_N": triton.next_power_of_2(self.states), "BLOCK_D": self.block}
         constants = {**tile, "UNROLL": self.unroll, "num_warps": 1, "num_stages": 1, **constants}
         triton_launch.launch(kernel, (self.programs, directions), *arguments, **constants)
 
-    def pass_states(self, kernel, ends, rates, initial, *, directions: int = 1, **constants) -> None:
+    def pass_states(
+        self, kernel: Any, ends: Tensor, rates: Tensor, initial: Tensor | None, *, directions: int = 1, **constants: Any
+    ) -> None:
         """Launch the kernel that replaces the states at the end of each chunk by the states before it."""
         blocks = triton.cdiv(self.states * self.channels, 128)
         constants = {"N": self.states, "BLOCK": 128, "num_warps": 4, "num_stages": 1, **constants}
@@ -336,7 +338,9 @@ class Plan(NamedTuple):
         triton_launch.launch(kernel, grid, ends, rates, initial, blocks, *self.sizes, **constants)
 
 
-def make_plan(configuration: Configuration, x, log_q, shift, cu_seqlens, max_seqlen) -> Plan:
+def make_plan(
+    configuration: Configuration, x: Tensor, log_q: Tensor, shift: bool, cu_seqlens: Tensor | None, max_seqlen: int
+) -> Plan:
     """Return the division of a call into programs for one configuration."""
     batch, length, channels = x.shape
     states, width = log_q.shape
@@ -353,7 +357,10 @@ def make_plan(configuration: Configuration, x, log_q, shift, cu_seqlens, max_seq
     )  # fmt: skip
 
 
-def choose(kernel, run: Callable[[Plan], tuple], x, log_q, shift, cu_seqlens, max_seqlen) -> tuple:
+def choose(
+    kernel: Any, run: Callable[[Plan], Any], x: Tensor, log_q: Tensor, shift: bool, cu_seqlens: Tensor | None,
+    max_seqlen: int,
+) -> Any:  # fmt: skip
     """Return the result of `run` for the plan of the selected configuration."""
     (batch, length, channels), (states, width) = x.shape, log_q.shape
     sequences, longest = (batch, length) if cu_seqlens is None else (len(cu_seqlens) - 1, max_seqlen)
@@ -366,7 +373,10 @@ def choose(kernel, run: Callable[[Plan], tuple], x, log_q, shift, cu_seqlens, ma
     )  # fmt: skip
 
 
-def states_before(plan, signal, mask, log_q, weight, initial, *, flipped=False, slope=False):
+def states_before(
+    plan: Plan, signal: Tensor, mask: Tensor | None, log_q: Tensor, weight: Tensor | None, initial: Tensor | None, *,
+    flipped: bool = False, slope: bool = False,
+) -> Sequence[Tensor | None] | Tensor:  # fmt: skip
     """Return the states before every chunk, `[directions, slots, N, D]`; with slopes `[directions, 2, slots, N, D]`.
 
     The signal is multiplied by `weight`, None = 1. With one chunk per sequence the states are `initial`.
@@ -382,9 +392,11 @@ def states_before(plan, signal, mask, log_q, weight, initial, *, flipped=False, 
 
 
 def scan(
-    plan, direction, signal, mask, coefficients, starts, output,
-    *, scaled=False, skip=None, other=None, last=None, x=None, sums=None, gradient=False,
-):  # fmt: skip
+    plan: Plan, direction: int, signal: Tensor, mask: Tensor | None, coefficients: tuple[Tensor, Tensor, Tensor],
+    starts: Sequence[Tensor | None] | Tensor, output: Tensor, *, scaled: bool = False, skip: Tensor | None = None,
+    other: Tensor | None = None, last: Tensor | None = None, x: Tensor | None = None, sums: Tensor | None = None,
+    gradient: bool = False,
+) -> Tensor:  # fmt: skip
     """Write one direction of the average of `signal` into `output`, as `_scan_kernel` does, and return it."""
     plan.launch(
         _scan_kernel,
@@ -399,18 +411,26 @@ def scan(
     return output
 
 
-def forward(x, mask, skip, log_q, weight_in, weight_out, initial_state, return_state, shift, cu_seqlens, max_seqlen):
+def forward(
+    x: Tensor, mask: Tensor | None, skip: Tensor | None, log_q: Tensor, weight_in: Tensor, weight_out: Tensor,
+    initial_state: Tensor | None, return_state: bool, shift: bool, cu_seqlens: Tensor | None, max_seqlen: int,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Return the result and the final states `[S, N, D]`, empty unless requested."""
     coefficients, scaled = (log_q, weight_in, weight_out), initial_state is not None
 
-    def run(plan: Plan) -> tuple[torch.Tensor, torch.Tensor]:
+    def run(plan: Plan) -> tuple[Tensor, Tensor]:
         last = log_q.new_empty((plan.sequences, plan.states, plan.channels) if return_state else 0)
         starts = states_before(plan, x, mask, log_q, weight_in if scaled else None, initial_state)
         other = None
         if plan.directions == 2:
             # In float32 until the other direction is added.
             other = scan(plan, 1, x, mask, coefficients, starts, log_q.new_empty(x.shape))
-        options = {"scaled": scaled, "skip": skip, "other": other, "last": last if return_state else None}
+        options: dict[str, Any] = {
+            "scaled": scaled,
+            "skip": skip,
+            "other": other,
+            "last": last if return_state else None,
+        }
         return scan(plan, 0, x, mask, coefficients, starts, x.new_empty(x.shape), **options), last
 
     return choose(_scan_kernel, run, x, log_q, shift, cu_seqlens, max_seqlen)

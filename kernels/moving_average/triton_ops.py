@@ -1,11 +1,15 @@
 """Both averages with Triton kernels, as custom operators."""
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
+from torch import Tensor
 
 from luna_mega.kernels._operator import register
 from luna_mega.kernels.common.triton_launch import contiguous
 from luna_mega.kernels.moving_average import triton_complex, triton_damped_backward, triton_damped_forward, triton_step
-from luna_mega.kernels.moving_average.coefficients import times
+from luna_mega.kernels.moving_average.coefficients import Coefficients, times
 
 TENSORS = "Tensor x, Tensor? mask, Tensor? skip, {}, Tensor? initial"
 COEFFICIENTS = {
@@ -23,23 +27,26 @@ STEPS = {
 
 
 def damped_ema(
-    x, coefficients, skip=None, mask=None, shift=False, initial_state=None, return_state=False,
-    cu_seqlens=None, max_seqlen=0,
-):  # fmt: skip
+    x: Tensor, coefficients: Coefficients, skip: Tensor | None = None, mask: Tensor | None = None, shift: bool = False,
+    initial_state: Tensor | None = None, return_state: bool = False, cu_seqlens: Tensor | None = None,
+    max_seqlen: int = 0,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """Return `reference.damped_ema` without truncation, for varlen sequences if `cu_seqlens` is given."""
     log_decay, _, *weights = coefficients
     # A program reads adjacent channels, so channels are the last dimension.
-    coefficients = (rows.mT.contiguous() for rows in (log_decay, *weights))
+    rows = (x.mT.contiguous() for x in (log_decay, *weights))
     initial = None if initial_state is None else initial_state.mT.contiguous()
     output, last = torch.ops.luna_mega.damped_ema_triton(
-        x, mask, skip, *coefficients, initial, return_state, shift, cu_seqlens, max_seqlen
+        x, mask, skip, *rows, initial, return_state, shift, cu_seqlens, max_seqlen
     )
     return output, last.mT.contiguous() if return_state else None
 
 
 def complex_ema(
-    x, coefficients, skip=None, mask=None, initial_state=None, return_state=False, cu_seqlens=None, max_seqlen=0
-):
+    x: Tensor, coefficients: Coefficients, skip: Tensor | None = None, mask: Tensor | None = None,
+    initial_state: Tensor | None = None, return_state: bool = False, cu_seqlens: Tensor | None = None,
+    max_seqlen: int = 0,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """Return `reference.complex_ema`, for varlen sequences if `cu_seqlens` is given."""
     output, last = torch.ops.luna_mega.complex_ema_triton(
         x, mask, skip, *coefficients, initial_state, return_state, cu_seqlens, max_seqlen
@@ -47,32 +54,36 @@ def complex_ema(
     return output, last if return_state else None
 
 
-def damped_step(x, state, parameters, skip, mask):
+def damped_step(
+    x: Tensor, state: Tensor, parameters: tuple[Tensor, ...], skip: Tensor | None, mask: Tensor | None
+) -> tuple[Tensor, Tensor]:
     """Return `reference.damped_step` from the parameters: computing coefficients would take longer than the step."""
     return torch.ops.luna_mega.damped_ema_step_triton(x, state, *parameters, skip, mask)
 
 
-def complex_step(x, state, coefficients, skip, mask):
+def complex_step(
+    x: Tensor, state: Tensor, coefficients: tuple[Tensor, ...], skip: Tensor | None, mask: Tensor | None
+) -> tuple[Tensor, Tensor]:
     """Return `reference.complex_step`."""
     return torch.ops.luna_mega.complex_ema_step_triton(x, state, *coefficients, skip, mask)
 
 
-def _register_average(name: str, kind: str, forward, backward) -> None:
+def _register_average(name: str, kind: str, forward: Callable[..., Any], backward: Callable[..., Any]) -> None:
     """Register the operators of an average and of its gradient, whose functions take contiguous tensors except x."""
     inputs = f"{TENSORS.format(COEFFICIENTS[kind])}, bool return_state, {OPTIONS[kind]}"
     names = [argument.split()[-1] for argument in inputs.split(", ")]
 
-    def run(x, *rest):
+    def run(x: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
         return forward(x, *map(_contiguous, rest))
 
-    def fake(x, *rest):
+    def fake(x: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
         of = dict(zip(names[1:], rest, strict=True))
         sequences = len(x) if of["cu_seqlens"] is None else len(of["cu_seqlens"]) - 1
         # Both directions have a row in the weights of a damped average, but only a causal one has states.
         shape = of["weight_out"].shape if kind == "complex" else (of["weight_out"].shape[0], x.shape[2])
         return x.new_empty(x.shape), of["log_decay"].new_empty((sequences, *shape) if of["return_state"] else 0)
 
-    def run_backward(gradient, last_gradient, x, *rest):
+    def run_backward(gradient: Tensor, last_gradient: Tensor | None, x: Tensor, *rest: Any) -> list[Tensor | None]:
         return backward(gradient, _contiguous(last_gradient), x, *map(_contiguous, rest))
 
     differentiable = [n for n in ("x", "skip", "log_decay", "turn", "weight_in", "weight_out", "initial") if n in names]
@@ -80,8 +91,8 @@ def _register_average(name: str, kind: str, forward, backward) -> None:
     register(name, inputs, outputs, run, fake, run_backward, differentiable=differentiable, gradients=(0, 1))
 
 
-def _contiguous(x):
-    return x.contiguous() if isinstance(x, torch.Tensor) else x
+def _contiguous(x: Any) -> Any:
+    return x.contiguous() if isinstance(x, Tensor) else x
 
 
 _register_average(
@@ -90,23 +101,23 @@ _register_average(
 _register_average("luna_mega::complex_ema_triton", "complex", triton_complex.forward, triton_complex.backward)
 
 
-def _register_step(name: str, kind: str, forward, backward) -> None:
+def _register_step(name: str, kind: str, forward: Callable[..., Any], backward: Callable[..., Any]) -> None:
     """Register the operator of a step; `backward` takes the inputs, the next state and the gradients of the results."""
     schema = f"(Tensor x, Tensor state, {STEPS[kind]}, Tensor? skip, Tensor? mask) -> (Tensor, Tensor)"
 
-    def run(x, *inputs):
+    def run(x: Tensor, *inputs: Any) -> tuple[Tensor, Tensor]:
         return forward(x, *contiguous(*inputs))
 
     step = torch.library.custom_op(name, run, mutates_args=(), schema=schema)
     step.register_fake(lambda x, state, *_: (x.new_empty(x.shape), state.new_empty(state.shape)))
 
-    def save(ctx, inputs, output):
+    def save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
         ctx.save_for_backward(*inputs, output[1])
 
     step.register_autograd(lambda ctx, *grads: backward(*ctx.saved_tensors, *grads), setup_context=save)
 
 
-def _damped_step_backward(x, state, *rest):
+def _damped_step_backward(x: Tensor, state: Tensor, *rest: Any) -> tuple[Tensor | None, ...]:
     *parameters, skip, mask, after, gradient, next_gradient = rest
     input_logit, damping_logit, expansion, projection = (parameter.float() for parameter in parameters)
     value, gradient, scale = x.float(), gradient.float(), projection.shape[1] ** -0.5
@@ -129,13 +140,14 @@ def _damped_step_backward(x, state, *rest):
         grad_entry * gate,
         scale * (gradient[..., None] * after).sum(0),
     )
-    grads = (grad.to(parameter.dtype) for grad, parameter in zip(grads, parameters, strict=True))
-    return grad_x.to(x.dtype), arriving - received * gate * damping, *grads, grad_skip, None
+    of_parameters = (grad.to(parameter.dtype) for grad, parameter in zip(grads, parameters, strict=True))
+    return grad_x.to(x.dtype), arriving - received * gate * damping, *of_parameters, grad_skip, None
 
 
 def _complex_step_backward(
-    x, state, change, weight_in, weight_out, skip, mask, after, gradient, next_gradient
-):  # fmt: skip
+    x: Tensor, state: Tensor, change: Tensor, weight_in: Tensor, weight_out: Tensor, skip: Tensor | None,
+    mask: Tensor | None, after: Tensor, gradient: Tensor, next_gradient: Tensor,
+) -> tuple[Tensor | None, ...]:  # fmt: skip
     gradient, value = gradient.float(), x.float()
     kept = value if mask is None else value.masked_fill(~mask[:, None], 0.0)
     arriving = next_gradient + gradient[..., None, None] * weight_out

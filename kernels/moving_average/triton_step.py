@@ -1,8 +1,11 @@
 """One position of both averages in Triton. Tiles are `[BLOCK_D, BLOCK_N]`: channels by states."""
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from luna_mega.kernels.common import triton_launch
 
@@ -88,18 +91,26 @@ def _complex_step_kernel(
     tl.store(output + row * channels + d, average.to(output.dtype.element_ty), inside)
 
 
-def damped_step(x, state, input_logit, damping_logit, expansion, projection, skip, mask):
+def damped_step(
+    x: Tensor, state: Tensor, input_logit: Tensor, damping_logit: Tensor, expansion: Tensor, projection: Tensor,
+    skip: Tensor | None, mask: Tensor | None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Return (y `[B, D]`, next state); the parameters may have any dtype."""
     parameters, scale = (input_logit, damping_logit, expansion, projection), input_logit.shape[1] ** -0.5
     return _step(_damped_step_kernel, 1024, x, state, *parameters, skip, mask, numbers=(scale,))
 
 
-def complex_step(x, state, change, weight_in, weight_out, skip, mask):
+def complex_step(
+    x: Tensor, state: Tensor, change: Tensor, weight_in: Tensor, weight_out: Tensor, skip: Tensor | None,
+    mask: Tensor | None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Return (y `[B, D]`, next state) from the coefficients of `complex_ema_coefficients`."""
     return _step(_complex_step_kernel, 512, x, state, change, weight_in, weight_out, skip, mask)
 
 
-def _step(kernel, tile, x, state, *inputs, numbers=()):
+def _step(
+    kernel: Any, tile: int, x: Tensor, state: Tensor, *inputs: Any, numbers: tuple[float, ...] = ()
+) -> tuple[Tensor, Tensor]:
     """Launch a kernel with `tile` states per program."""
     (channels, states), output, next_state = state.shape[1:3], x.new_empty(x.shape), torch.empty_like(state)
     block_n = triton.next_power_of_2(states)

@@ -4,20 +4,25 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from luna_mega.kernels import varlen
-from luna_mega.kernels._op import Op, for_ranks, without_autocast
+from luna_mega.kernels._op import Call, Op, for_ranks, without_autocast
 from luna_mega.kernels.checks import check_lengths, check_sequences, count_sequences
+from luna_mega.kernels.context_parallel import ContextShard
 from luna_mega.kernels.gated_attention.columns import to_end
 from luna_mega.kernels.moving_average import export, sharded, torch_backend
 from luna_mega.kernels.moving_average.coefficients import powers, times
 from luna_mega.kernels.upcast import upcast_dtype
 
-Call = dict[str, Any]
-
 
 def make_average(
-    name: str, reference: Callable, triton: Callable, coefficients: Callable, unsupported: Callable, state: int
+    name: str,
+    reference: Callable[..., Any],
+    triton: Callable[..., Any],
+    coefficients: Callable[..., Any],
+    unsupported: Callable[..., Any],
+    state: int,
 ) -> Op:
     """Return the `Op` of an average of sequences.
 
@@ -30,13 +35,13 @@ def make_average(
         state: index of a parameter that has the shape of a state.
     """
 
-    def run_varlen(run, call, cu_seqlens, max_seqlen):
+    def run_varlen(run: Callable[..., Any], call: Call, cu_seqlens: Tensor, max_seqlen: int) -> Any:
         if call["initial_state"] is None and not call["return_state"]:
             return op.run_padded(run, call, cu_seqlens, max_seqlen)
         x, parameters = call["x"], call["parameters"]
         return varlen.one_by_one(run, call, cu_seqlens, parameters[state].shape, upcast_dtype(x, *parameters))
 
-    def on_ranks(run, shard, **call):
+    def on_ranks(run: Callable[..., Any], shard: ContextShard, **call: Any) -> Any:
         return sharded.average(run, shard, name, coefficients, **call)
 
     backends = {
@@ -44,20 +49,20 @@ def make_average(
         "torch": from_parameters(_torch, coefficients),
         "triton": from_parameters(triton, coefficients),
     }
-    on_ranks = for_ranks(on_ranks, backends)
-    op = Op(name, backends, unsupported, tokens=("x",), run_varlen=run_varlen, on_ranks=on_ranks)
+    ranks = for_ranks(on_ranks, backends)
+    op = Op(name, backends, unsupported, tokens=("x",), run_varlen=run_varlen, on_ranks=ranks)
     return op
 
 
-def _torch(x, **call):
+def _torch(x: Tensor, **call: Any) -> tuple[Tensor, Tensor | None]:
     run = export.average if torch.compiler.is_exporting() else torch_backend.average
     return run(x, **call)
 
 
-def from_parameters(run: Callable, coefficients: Callable) -> Callable:
+def from_parameters(run: Callable[..., Any], coefficients: Callable[..., Any]) -> Callable[..., Any]:
     """Return a function that takes parameters and calls `run` with the coefficients, in float32 or float64."""
 
-    def run_parameters(x, parameters, **rest):
+    def run_parameters(x: Tensor, parameters: tuple[Tensor, ...], **rest: Any) -> Any:
         dtype = upcast_dtype(x, *parameters)
         made = coefficients(*(parameter.to(dtype) for parameter in parameters))
         for name in ("skip", "state", "initial_state"):
@@ -68,10 +73,13 @@ def from_parameters(run: Callable, coefficients: Callable) -> Callable:
     return run_parameters
 
 
-def from_coefficients(run: Callable, compute: Callable) -> Callable:
+def from_coefficients(run: Callable[..., Any], compute: Callable[..., Any]) -> Callable[..., Any]:
     """Return a step that computes the coefficients if the call has none."""
 
-    def run_step(x, parameters, coefficients, skip, state, mask):
+    def run_step(
+        x: Tensor, parameters: tuple[Tensor, ...], coefficients: tuple[Tensor, ...] | None, skip: Tensor | None,
+        state: Tensor, mask: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
         dtype = upcast_dtype(x, *parameters)
         if coefficients is None:
             coefficients = compute(*parameters, dtype=dtype)
@@ -80,7 +88,10 @@ def from_coefficients(run: Callable, compute: Callable) -> Callable:
     return run_step
 
 
-def check_call(op: Op, x, mask, initial_state, return_state, lengths, cu_seqlens, shard) -> None:
+def check_call(
+    op: Op, x: Tensor, mask: Tensor | None, initial_state: Tensor | tuple[Tensor, ...] | None, return_state: bool,
+    lengths: Tensor | None, cu_seqlens: Tensor | None, shard: ContextShard | None,
+) -> None:  # fmt: skip
     """Raise `ValueError` for arguments that do not match each other."""
     check_sequences(op.name, x, mask, "channels")
     op.check_shard_options(shard, initial_state=initial_state, return_state=return_state, cu_seqlens=cu_seqlens)
@@ -88,8 +99,9 @@ def check_call(op: Op, x, mask, initial_state, return_state, lengths, cu_seqlens
 
 
 def run_call(
-    op: Op, coefficients: Callable, check: Callable, backend, call: Call, lengths, cu_seqlens, max_seqlen, shard
-):
+    op: Op, coefficients: Callable[..., Any], check: Callable[..., Any], backend: str | None, call: Call,
+    lengths: Tensor | None, cu_seqlens: Tensor | None, max_seqlen: int | None, shard: ContextShard | None,
+) -> Any:  # fmt: skip
     """Return the output and, if requested, the states; `check(name, x, parameters, skip, state, sequences)` first."""
     sequences, max_seqlen = count_sequences(op.name, call["x"], cu_seqlens, max_seqlen, "channels")
     check(op.name, call["x"], call["parameters"], call["skip"], call["initial_state"], sequences)
@@ -101,7 +113,7 @@ def run_call(
     return (output, state) if return_state else output
 
 
-def _state_after(op: Op, coefficients: Callable, backend, call: Call, lengths: torch.Tensor) -> torch.Tensor:
+def _state_after(op: Op, coefficients: Callable[..., Any], backend: str | None, call: Call, lengths: Tensor) -> Tensor:
     """Return the states after the first `lengths` `[B]` positions of each row, without decay at dropped positions."""
     rows = {name: to_end(call[name], lengths) for name in ("x", "mask")}
     _, state = op(backend, call | rows | {"skip": None, "initial_state": None, "return_state": True})
@@ -114,7 +126,7 @@ def _state_after(op: Op, coefficients: Callable, backend, call: Call, lengths: t
         return state + times(decays, initial.to(dtype).reshape(decays.shape)).reshape(state.shape)
 
 
-def unsupported_reason(x: torch.Tensor, parameters: tuple[torch.Tensor, ...], most: int) -> str | None:
+def unsupported_reason(x: Tensor, parameters: tuple[Tensor, ...], most: int) -> str | None:
     """Return the reason why Triton kernels for up to `most` states per channel cannot compute a call, else None."""
     if upcast_dtype(x, *parameters) == torch.float64:
         return "x or a parameter is float64"

@@ -1,6 +1,10 @@
 """Megalodon's timestep norm: `timestep_norm` for a sequence or a segment, `timestep_norm_step` for one position."""
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
+from torch import Tensor
 
 from luna_mega.kernels._op import Op, for_ranks
 from luna_mega.kernels.checks import check_position, check_sequences, count_sequences
@@ -9,26 +13,33 @@ from luna_mega.kernels.timestep_norm import reference, sharded, torch_backend
 from luna_mega.kernels.timestep_norm.reference import TimestepNormState, empty_state
 
 
-def _triton(x, groups, **call):
+def _triton(x: Tensor, groups: int, **call: Any) -> tuple[Tensor, TimestepNormState]:
     # Imported lazily because Triton decides at import time whether kernels are interpreted.
     from luna_mega.kernels.timestep_norm import triton_ops
 
     return triton_ops.timestep_norm(x, groups, **call)
 
 
-def _triton_step(x, state, groups, weight, bias, eps, mask):
+def _triton_step(
+    x: Tensor, state: TimestepNormState, groups: int, weight: Tensor | None, bias: Tensor | None, eps: float,
+    mask: Tensor | None,
+) -> tuple[Tensor, TimestepNormState]:  # fmt: skip
     from luna_mega.kernels.timestep_norm import triton_ops
 
     return triton_ops.step(x, state, groups, weight, bias, eps, mask)
 
 
-def _unsupported(x, weight, bias, **_):
+def _unsupported(x: Tensor, weight: Tensor | None, bias: Tensor | None, **_: object) -> str | None:
     if torch.float64 in {tensor.dtype for tensor in (x, weight, bias) if tensor is not None}:
         return "x or a parameter is float64"
     return None
 
 
-_BACKENDS = {"reference": reference.timestep_norm, "torch": torch_backend.timestep_norm, "triton": _triton}
+_BACKENDS: dict[str, Callable[..., Any]] = {
+    "reference": reference.timestep_norm,
+    "torch": torch_backend.timestep_norm,
+    "triton": _triton,
+}
 NORM = Op(
     "timestep_norm", _BACKENDS, _unsupported, tokens=("x",), native=(), on_ranks=for_ranks(sharded.norm, _BACKENDS)
 )
@@ -41,20 +52,20 @@ STEP = Op(
 
 
 def timestep_norm(
-    x: torch.Tensor,
+    x: Tensor,
     groups: int,
-    weight: torch.Tensor | None = None,
-    bias: torch.Tensor | None = None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
     *,
     eps: float = 1e-5,
-    mask: torch.Tensor | None = None,
+    mask: Tensor | None = None,
     initial_state: TimestepNormState | None = None,
     return_state: bool = False,
-    cu_seqlens: torch.Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
     max_seqlen: int | None = None,
     shard: ContextShard | None = None,
     backend: str | None = None,
-) -> torch.Tensor | tuple[torch.Tensor, TimestepNormState]:
+) -> Tensor | tuple[Tensor, TimestepNormState]:
     """Normalize every group of features by mean and variance of all positions so far (Megalodon section 3.3).
 
     The D features of a position are divided into G groups of adjacent features. M_t and S_t are the mean and variance
@@ -119,16 +130,16 @@ def timestep_norm(
 
 
 def timestep_norm_step(
-    x: torch.Tensor,
+    x: Tensor,
     state: TimestepNormState | None,
     groups: int,
-    weight: torch.Tensor | None = None,
-    bias: torch.Tensor | None = None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
     *,
     eps: float = 1e-5,
-    mask: torch.Tensor | None = None,
+    mask: Tensor | None = None,
     backend: str | None = None,
-) -> tuple[torch.Tensor, TimestepNormState]:
+) -> tuple[Tensor, TimestepNormState]:
     """Apply `timestep_norm` to one further position x `[B, D]`; return y `[B, D]` and the next state.
 
     Arguments and errors are those of `timestep_norm`, with `mask` `[B]`. The given state is not modified.
@@ -140,7 +151,7 @@ def timestep_norm_step(
     return STEP(backend, call)
 
 
-def _check(op, x, groups, weight, bias):
+def _check(op: str, x: Tensor, groups: int, weight: Tensor | None, bias: Tensor | None) -> None:
     features = x.shape[-1]
     if groups < 1 or features % groups:
         raise ValueError(f"{op}: {groups} groups do not divide {features} features; choose a divisor")
@@ -151,7 +162,9 @@ def _check(op, x, groups, weight, bias):
         raise ValueError(f"{op} needs floating-point x, weight and bias")
 
 
-def _checked_state(op, x, groups, state, sequences):
+def _checked_state(
+    op: str, x: Tensor, groups: int, state: TimestepNormState | None, sequences: int
+) -> TimestepNormState:
     """Return the state in float64, with mean and variance 0 if the count is 0."""
     if state is None:
         return empty_state(x, groups, sequences)

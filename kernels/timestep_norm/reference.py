@@ -7,6 +7,7 @@ into G groups of D / G adjacent features; counts `[B]`, means and variances `[B,
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 
 class TimestepNormState(NamedTuple):
@@ -17,26 +18,26 @@ class TimestepNormState(NamedTuple):
     by 1 / count is below its rounding error.
     """
 
-    count: torch.Tensor
-    mean: torch.Tensor
-    variance: torch.Tensor
+    count: Tensor  # type: ignore[assignment]  # of tuple.count
+    mean: Tensor
+    variance: Tensor
 
 
-def empty_state(x: torch.Tensor, groups: int, sequences: int) -> TimestepNormState:
+def empty_state(x: Tensor, groups: int, sequences: int) -> TimestepNormState:
     """Return the statistics of zero positions."""
     zeros = x.new_zeros(sequences, groups, dtype=torch.float64)
     return TimestepNormState(x.new_zeros(sequences, dtype=torch.int64), zeros, zeros.clone())
 
 
 def step(
-    x: torch.Tensor,
+    x: Tensor,
     state: TimestepNormState,
     groups: int,
-    weight: torch.Tensor | None,
-    bias: torch.Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
     eps: float,
-    mask: torch.Tensor | None,
-) -> tuple[torch.Tensor, TimestepNormState]:
+    mask: Tensor | None,
+) -> tuple[Tensor, TimestepNormState]:
     """Return y and the statistics after one position x `[B, D]`; if masked, y is 0 and the statistics do not change."""
     count, mean, variance = state
     kept = x if mask is None else x.masked_fill(~mask[:, None], 0.0)
@@ -64,14 +65,14 @@ def step(
 
 
 def timestep_norm(
-    x: torch.Tensor,
+    x: Tensor,
     groups: int,
-    weight: torch.Tensor | None = None,
-    bias: torch.Tensor | None = None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
     eps: float = 1e-5,
-    mask: torch.Tensor | None = None,
+    mask: Tensor | None = None,
     initial_state: TimestepNormState | None = None,
-) -> tuple[torch.Tensor, TimestepNormState]:
+) -> tuple[Tensor, TimestepNormState]:
     """Return the results of `step` at all positions, and the final statistics."""
     state = empty_state(x, groups, x.shape[0]) if initial_state is None else initial_state
     outputs = []

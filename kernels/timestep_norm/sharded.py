@@ -1,15 +1,25 @@
 """Context-parallel timestep norm; the ranks exchange only their statistics."""
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from luna_mega.kernels.context_parallel import ContextShard
 from luna_mega.kernels.timestep_norm.reference import TimestepNormState
 from luna_mega.kernels.upcast import upcast
 
 
-def norm(run: Callable, shard: ContextShard, x, groups, mask, initial_state, **call):
+def norm(
+    run: Callable[..., Any],
+    shard: ContextShard,
+    x: Tensor,
+    groups: int,
+    mask: Tensor | None,
+    initial_state: object,
+    **call: Any,
+) -> tuple[Tensor, TimestepNormState]:
     """Return the norm of the complete sequence at this rank's positions, and the statistics so far."""
     shard.check("timestep_norm", x.shape[1])
     kept = x if mask is None else x.masked_fill(~mask[..., None], 0.0)
@@ -24,7 +34,7 @@ def norm(run: Callable, shard: ContextShard, x, groups, mask, initial_state, **c
     return run(x=x, groups=groups, mask=mask, initial_state=state, **call)
 
 
-def _pooled(weights, means, variances, dim):
+def _pooled(weights: Tensor, means: Tensor, variances: Tensor, dim: int) -> tuple[Tensor, Tensor, Tensor]:
     """Return the sum of the weights and the pooled mean and variance."""
     total = weights.sum(dim)
     shares = weights / total.clamp(min=1.0).unsqueeze(dim)

@@ -10,9 +10,10 @@ No term of the second sum is negative, so there is no cancellation, even if the 
 """
 
 import torch
+from torch import Tensor
 
 
-def counts(count: torch.Tensor, mask: torch.Tensor | None, length: int) -> torch.Tensor:
+def counts(count: Tensor, mask: Tensor | None, length: int) -> Tensor:
     """Return the number of kept positions up to each one, `[B, T, 1]` float64, at least 1, with initial `count`."""
     if mask is None:
         kept = torch.arange(1, length + 1, device=count.device).expand(len(count), -1)
@@ -21,7 +22,9 @@ def counts(count: torch.Tensor, mask: torch.Tensor | None, length: int) -> torch
     return (count[:, None] + kept).clamp(min=1).double()[..., None]
 
 
-def over_time(count, mean, variance, number, means, variances, mask) -> tuple[torch.Tensor, torch.Tensor]:
+def over_time(
+    count: Tensor, mean: Tensor, variance: Tensor, number: Tensor, means: Tensor, variances: Tensor, mask: Tensor | None
+) -> tuple[Tensor, Tensor]:
     """Return M_t and n_t S_t, `[B, T, G]`, for m_t and v_t, `[B, T, G]`.
 
     `count`, `mean`, `variance` are n_0 `[B]`, M_0 and S_0 `[B, G]`; `number` is n_t `[B, T, 1]`.
@@ -32,10 +35,10 @@ def over_time(count, mean, variance, number, means, variances, mask) -> tuple[to
     return so_far, gained.cumsum(1).add_((count[:, None] * variance)[:, None])
 
 
-def distances(means, first, mean, mask):
+def distances(means: Tensor, first: Tensor, mean: Tensor, mask: Tensor | None) -> Tensor:
     """Return m_t - M_{t-1}, 0 if masked; `first` `[B, 1, G]` is M_0, `mean` is M_1 to M_T."""
     return _kept(means - torch.cat((first, mean), 1)[:, : mean.shape[1]], mask)
 
 
-def _kept(x, mask):
+def _kept(x: Tensor, mask: Tensor | None) -> Tensor:
     return x if mask is None else x.masked_fill(~mask[..., None], 0.0)

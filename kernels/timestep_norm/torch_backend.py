@@ -1,10 +1,11 @@
 """Timestep norm in PyTorch: blocks of positions that fit the cache, and float64 sums over time."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from luna_mega.kernels._operator import register
 from luna_mega.kernels.timestep_norm.reference import TimestepNormState
@@ -19,7 +20,10 @@ INPUTS = (
 )
 
 
-def timestep_norm(x, groups, weight=None, bias=None, eps=1e-5, mask=None, initial_state=None, run=None):
+def timestep_norm(
+    x: Tensor, groups: int, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5,
+    mask: Tensor | None = None, *, initial_state: TimestepNormState, run: Callable[..., Any] | None = None,
+) -> tuple[Tensor, TimestepNormState]:  # fmt: skip
     """Return `reference.timestep_norm`; `run` is the operator, None = this file's."""
     count, mean, variance = initial_state
     if run is None:
@@ -28,7 +32,10 @@ def timestep_norm(x, groups, weight=None, bias=None, eps=1e-5, mask=None, initia
     return y, TimestepNormState(count + (x.shape[1] if mask is None else mask.sum(1)), mean, variance)
 
 
-def step(x, state, groups, weight, bias, eps, mask):
+def step(
+    x: Tensor, state: TimestepNormState, groups: int, weight: Tensor | None, bias: Tensor | None, eps: float,
+    mask: Tensor | None,
+) -> tuple[Tensor, TimestepNormState]:  # fmt: skip
     """Return `reference.step` in few operations, because call overhead dominates for one position."""
     dtype, count = upcast_dtype(x, weight), state.count + (1 if mask is None else mask)
     share = count.double().reciprocal()[:, None]
@@ -46,7 +53,10 @@ def step(x, state, groups, weight, bias, eps, mask):
     return y, TimestepNormState(count, mean, variance)
 
 
-def _in_program(x, weight, bias, mask, count, mean, variance, groups, eps):
+def _in_program(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, mask: Tensor | None, count: Tensor, mean: Tensor,
+    variance: Tensor, groups: int, eps: float,
+) -> tuple[Tensor, None, None, None, Tensor, Tensor]:  # fmt: skip
     """Compute the operator with native PyTorch operators, for exported programs."""
     number = counts(count, mask, x.shape[1])
     rows = x.to(upcast_dtype(x, weight))
@@ -54,7 +64,7 @@ def _in_program(x, weight, bias, mask, count, mean, variance, groups, eps):
     rows = rows.unflatten(2, (groups, -1))
     middle = rows.mean(-1)
     around = rows - middle[..., None]
-    of_each = (values.double() for values in (middle, around.square().mean(-1)))
+    of_each = middle.double(), around.square().mean(-1).double()
     means, totals = over_time(count, mean, variance, number, *of_each, mask)
     variances = totals / number
     rstd = torch.rsqrt(variances + eps).to(rows.dtype)
@@ -65,7 +75,7 @@ def _in_program(x, weight, bias, mask, count, mean, variance, groups, eps):
     return y, None, None, None, means[:, -1], variances[:, -1]
 
 
-def _affine(y, weight, bias, into=None):
+def _affine(y: Tensor, weight: Tensor | None, bias: Tensor | None, into: Tensor | None = None) -> Tensor:
     """Return y times weight plus bias, written to `into` if given."""
     out = into if into is not None and into.dtype == y.dtype else None
     if weight is not None:
@@ -75,7 +85,7 @@ def _affine(y, weight, bias, into=None):
     return y if into is None or y is out else into.copy_(y)
 
 
-def _blocks(rows, groups, dtype, tensors):
+def _blocks(rows: Tensor, groups: int, dtype: torch.dtype, tensors: int) -> Iterator[tuple[slice, list[Tensor]]]:
     """Yield slices of rows `[R, D]`, each with `tensors` scratch tensors `[R, G, D / G]`.
 
     On CPU a slice and its tensors fit the cache. The tensors of the previous slice are reused, because allocation would
@@ -89,13 +99,13 @@ def _blocks(rows, groups, dtype, tensors):
         yield block, [tensor[: block.stop - start] for tensor in scratch]
 
 
-def _rows(x, mask, *of_groups):
+def _rows(x: Tensor, mask: Tensor | None, *of_groups: Tensor) -> Any:
     """Return x `[B, T, D]` as rows `[R, D]`, the mask as `[R]`, and per-group numbers `[B, T, G]` as `[R, G, 1]`."""
     numbers = (number.reshape(-1, number.shape[2], 1) for number in of_groups)
     return x.reshape(-1, x.shape[2]), None if mask is None else mask.reshape(-1), *numbers
 
 
-def _of_block(rows, kept, block, scratch):
+def _of_block(rows: Tensor, kept: Tensor | None, block: slice, scratch: Tensor) -> Tensor:
     """Return a block of rows in groups, 0 if masked, in the dtype of the scratch tensor, which may be overwritten."""
     rows = rows[block].view(scratch.shape)
     if kept is None and rows.dtype == scratch.dtype:
@@ -104,12 +114,12 @@ def _of_block(rows, kept, block, scratch):
     return scratch if kept is None else scratch.masked_fill_(~kept[block, None, None], 0.0)
 
 
-def _means(rows):
+def _means(rows: Tensor) -> Tensor:
     """Return the means of the last dimension as a matrix product, which is faster than summing short rows."""
     return rows @ rows.new_full(rows.shape[-1:], 1.0 / rows.shape[-1])
 
 
-def _column_sums(rows):
+def _column_sums(rows: Tensor) -> Tensor:
     """Return the sums of `[R, G, D / G]` over the rows, `[D]`."""
     return rows.new_ones(len(rows)) @ rows.flatten(1)
 
@@ -127,13 +137,13 @@ class Passes(NamedTuple):
     stretches + shifts.
     """
 
-    moments: Callable
-    apply: Callable
-    sums: Callable
-    apply_backward: Callable
+    moments: Callable[..., Any]
+    apply: Callable[..., Any]
+    sums: Callable[..., Any]
+    apply_backward: Callable[..., Any]
 
 
-def _moments(rows, kept, groups, dtype):
+def _moments(rows: Tensor, kept: Tensor | None, groups: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     own, spread = (torch.empty(len(rows), groups, dtype=dtype, device=rows.device) for _ in range(2))
     for block, (around,) in _blocks(rows, groups, dtype, 1):
         values = _of_block(rows, kept, block, around)
@@ -143,7 +153,9 @@ def _moments(rows, kept, groups, dtype):
     return own, spread
 
 
-def _apply(rows, kept, means, rstds, weight, bias):
+def _apply(
+    rows: Tensor, kept: Tensor | None, means: Tensor, rstds: Tensor, weight: Tensor | None, bias: Tensor | None
+) -> Tensor:
     y, groups = torch.empty(rows.shape, dtype=rows.dtype, device=rows.device), means.shape[1]
     same = rows.dtype == means.dtype  # intermediate values of a block are then stored in the result
     for block, scratch in _blocks(rows, groups, means.dtype, 0 if same else 1):
@@ -155,7 +167,10 @@ def _apply(rows, kept, means, rstds, weight, bias):
     return y
 
 
-def _sums(gradients, rows, kept, means, rstds, weight, bias):
+def _sums(
+    gradients: Tensor, rows: Tensor, kept: Tensor | None, means: Tensor, rstds: Tensor, weight: Tensor | None,
+    bias: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     dtype, groups = means.dtype, means.shape[1]
     scale = None if weight is None else weight.to(dtype).view(groups, -1)
     grad_weight, grad_bias = (rstds.new_zeros(0 if t is None else t.shape) for t in (weight, bias))
@@ -167,7 +182,7 @@ def _sums(gradients, rows, kept, means, rstds, weight, bias):
         torch.mul(gradient, rstds[block], out=received)
         torch.sub(_of_block(rows, kept, block, product), means[block], out=product)
         product.mul_(received)
-        if weight is not None:
+        if scale is not None:
             grad_weight += _column_sums(product)
             product.mul_(scale)
             received.mul_(scale)
@@ -175,7 +190,10 @@ def _sums(gradients, rows, kept, means, rstds, weight, bias):
     return sums, products, grad_weight, grad_bias
 
 
-def _apply_backward(gradients, rows, kept, stretches, shifts, rstds, weight):
+def _apply_backward(
+    gradients: Tensor, rows: Tensor, kept: Tensor | None, stretches: Tensor, shifts: Tensor, rstds: Tensor,
+    weight: Tensor | None,
+) -> Tensor:  # fmt: skip
     grad_x = torch.empty(rows.shape, dtype=rows.dtype, device=rows.device)
     for block, (received, inner) in _blocks(rows, shifts.shape[1], shifts.dtype, 2):
         torch.mul(_of_block(rows, kept, block, inner), stretches[block], out=inner)
@@ -185,7 +203,10 @@ def _apply_backward(gradients, rows, kept, stretches, shifts, rstds, weight):
     return grad_x
 
 
-def _forward(passes, x, weight, bias, mask, count, mean, variance, groups, eps):
+def _forward(
+    passes: Passes, x: Tensor, weight: Tensor | None, bias: Tensor | None, mask: Tensor | None, count: Tensor,
+    mean: Tensor, variance: Tensor, groups: int, eps: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Return the result, three statistics per position for the backward pass, and the last mean and variance.
 
     The statistics `[B, T, G]` are the means of single positions, the means of all positions so far and their rstd.
@@ -194,7 +215,7 @@ def _forward(passes, x, weight, bias, mask, count, mean, variance, groups, eps):
     rows, kept = _rows(x, mask)
     own, spread = passes.moments(rows, kept, groups, dtype)
     number = counts(count, mask, x.shape[1])
-    of_each = (values.view(shape).double() for values in (own, spread))
+    of_each = own.view(shape).double(), spread.view(shape).double()
     means, totals = over_time(count, mean, variance, number, *of_each, mask)
     last = totals[:, -1] / number[:, -1]
     rstd = totals.div_(number).to(dtype).add_(eps).rsqrt_()
@@ -203,30 +224,34 @@ def _forward(passes, x, weight, bias, mask, count, mean, variance, groups, eps):
     return y.view(x.shape), own.view(shape), means, rstd, means[:, -1].clone(), last
 
 
-def _forward_fake(x, weight, bias, mask, count, mean, variance, groups, eps):
+def _forward_fake(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, mask: Tensor | None, count: Tensor, mean: Tensor,
+    variance: Tensor, groups: int, eps: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     means = mean.new_empty(*x.shape[:2], groups)
     own, rstd = (torch.empty_like(means, dtype=upcast_dtype(x, weight)) for _ in range(2))
     return x.new_empty(x.shape), own, means, rstd, torch.empty_like(mean), torch.empty_like(mean)
 
 
 def _backward(
-    passes, gradient, grad_mean, grad_variance, own, means, rstd,
-    x, weight, bias, mask, count, mean, variance, groups, eps,
-):  # fmt: skip
+    passes: Passes, gradient: Tensor, grad_mean: Tensor | None, grad_variance: Tensor | None, own: Tensor,
+    means: Tensor, rstd: Tensor, x: Tensor, weight: Tensor | None, bias: Tensor | None, mask: Tensor | None,
+    count: Tensor, mean: Tensor, variance: Tensor, groups: int, eps: float,
+) -> list[Tensor | None]:  # fmt: skip
     """Return the gradients of x, weight, bias and the initial mean and variance, None for None."""
     dtype, width = rstd.dtype, x.shape[2] // groups
     rows, kept, middles, rstds = _rows(x, mask, means.to(dtype), rstd)
     gradients = gradient.reshape(rows.shape)
-    *made, grad_weight, grad_bias = passes.sums(gradients, rows, kept, middles, rstds, weight, bias)
+    sums, products, grad_weight, grad_bias = passes.sums(gradients, rows, kept, middles, rstds, weight, bias)
     # Means over the features of a group, so that the gradients of m and v are per feature.
-    made = (numbers.view(means.shape).double() for numbers in made)
+    sums, products = (numbers.view(means.shape).double() for numbers in (sums, products))
     number = counts(count, mask, x.shape[1])
     last = [
         torch.zeros_like(mean) if grad is None else grad / (width * number[:, -1])
         for grad in (grad_mean, grad_variance)
     ]
     away = distances(own.double(), mean[:, None], means, mask)
-    of_own, of_spread, before = _back_in_time(*made, rstd, away, number, last, mask)
+    of_own, of_spread, before = _back_in_time(sums, products, rstd, away, number, last, mask)
     # The gradient of x is that of x - M, plus of_own + 2 of_spread (x - m).
     stretch = of_spread.mul(2.0)
     *_, shifts, stretches = _rows(x, None, (of_own - stretch * own).to(dtype), stretch.to(dtype))
@@ -237,7 +262,9 @@ def _backward(
     return [grad_x.view(x.shape), *grads, of_mean, of_variance]
 
 
-def _back_in_time(sums, products, rstd, away, number, last, mask):
+def _back_in_time(
+    sums: Tensor, products: Tensor, rstd: Tensor, away: Tensor, number: Tensor, last: list[Tensor], mask: Tensor | None
+) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor, Tensor]]:
     """Return the gradients of the means and variances of single positions, `[B, T, G]`, and of the initial statistics.
 
     `sums` and `products` are those of the gradient of x - M, and of that times x - M. `away` is m_t - M_{t-1}. `last`
@@ -256,7 +283,7 @@ def _back_in_time(sums, products, rstd, away, number, last, mask):
     return own, of_total, before
 
 
-def _sums_from_end(x, last):
+def _sums_from_end(x: Tensor, last: Tensor) -> Tensor:
     """Return the sums from every position to the end, of x `[B, T, G]` followed by `last` `[B, G]`."""
     before = x.cumsum(1).sub_(x)
     return (before[:, -1:] + x[:, -1:] + last[:, None]) - before

@@ -7,6 +7,7 @@ compute float64 sums over time of 2 G numbers per position.
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from luna_mega.kernels.common import triton_launch
 
@@ -168,7 +169,7 @@ def _step_kernel(
         tl.store(NEXT_COUNT + batch, following)
 
 
-def _sizes(total, groups, width):
+def _sizes(total: int, groups: int, width: int) -> tuple[tuple[int, int, int], dict[str, int], int]:
     """Return the shared arguments of the row kernels, their tile, and the number of tiles."""
     block_w = triton.next_power_of_2(width)
     block_r = max(1, min(TILE // block_w, 128))
@@ -176,7 +177,7 @@ def _sizes(total, groups, width):
     return (total, groups, width), tile, triton.cdiv(total, block_r)
 
 
-def moments(rows, kept, groups, dtype):
+def moments(rows: Tensor, kept: Tensor | None, groups: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Return mean and variance of the groups of each row, `[R, G]`."""
     (total, features), (mean, spread) = rows.shape, (rows.new_empty(len(rows), groups, dtype=dtype) for _ in range(2))
     sizes, tile, tiles = _sizes(total, groups, features // groups)
@@ -184,7 +185,9 @@ def moments(rows, kept, groups, dtype):
     return mean, spread
 
 
-def apply(rows, kept, means, rstds, weight, bias):
+def apply(
+    rows: Tensor, kept: Tensor | None, means: Tensor, rstds: Tensor, weight: Tensor | None, bias: Tensor | None
+) -> Tensor:
     """Return (rows - means) rstds weight + bias, 0 if masked."""
     groups, y = means.shape[1], rows.new_empty(rows.shape)
     sizes, tile, tiles = _sizes(len(rows), groups, rows.shape[1] // groups)
@@ -193,7 +196,10 @@ def apply(rows, kept, means, rstds, weight, bias):
     return y
 
 
-def sums(gradients, rows, kept, means, rstds, weight, bias):
+def sums(
+    gradients: Tensor, rows: Tensor, kept: Tensor | None, means: Tensor, rstds: Tensor, weight: Tensor | None,
+    bias: Tensor | None,
+) -> tuple[Tensor, ...]:  # fmt: skip
     """Return the sums of `torch_backend.Passes`."""
     groups, features = means.shape[1], rows.shape[1]
     sizes, tile, tiles = _sizes(len(rows), groups, features // groups)
@@ -206,7 +212,10 @@ def sums(gradients, rows, kept, means, rstds, weight, bias):
     return summed, products, *(means.new_empty(0) if t is None else t.sum(0) for t in (of_weight, of_bias))
 
 
-def apply_backward(gradients, rows, kept, stretches, shifts, rstds, weight):
+def apply_backward(
+    gradients: Tensor, rows: Tensor, kept: Tensor | None, stretches: Tensor, shifts: Tensor, rstds: Tensor,
+    weight: Tensor | None,
+) -> Tensor:  # fmt: skip
     """Return gradients rstds weight + rows stretches + shifts."""
     groups, grad_x = shifts.shape[1], rows.new_empty(rows.shape)
     sizes, tile, tiles = _sizes(len(rows), groups, rows.shape[1] // groups)
@@ -215,13 +224,16 @@ def apply_backward(gradients, rows, kept, stretches, shifts, rstds, weight):
     return grad_x
 
 
-def step(x, weight, bias, mask, count, mean, variance, groups, eps):
+def step(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, mask: Tensor | None, count: Tensor, mean: Tensor,
+    variance: Tensor, groups: int, eps: float,
+) -> tuple[Tensor, ...]:  # fmt: skip
     """Return y and the next count, mean and variance."""
     width, y = x.shape[1] // groups, x.new_empty(x.shape)
     block_w = triton.next_power_of_2(width)
     block_g = max(1, min(TILE // block_w, triton.next_power_of_2(groups)))
     state = triton_launch.contiguous(count, mean, variance)
-    following = tuple(map(torch.empty_like, state))
+    following = tuple(torch.empty_like(x) for x in state)
     inputs = triton_launch.contiguous(x, *state, weight, bias, mask)
     triton_launch.launch(
         _step_kernel,

@@ -1,6 +1,9 @@
 """Timestep norm with Triton kernels, as custom operators."""
 
+from typing import Any
+
 import torch
+from torch import Tensor
 
 from luna_mega.kernels.timestep_norm import torch_backend, triton_kernels
 from luna_mega.kernels.timestep_norm.reference import TimestepNormState
@@ -13,12 +16,15 @@ torch_backend.register_passes(
 )
 
 
-def timestep_norm(x, groups, **call):
+def timestep_norm(x: Tensor, groups: int, **call: Any) -> tuple[Tensor, TimestepNormState]:
     """Return `reference.timestep_norm`."""
     return torch_backend.timestep_norm(x, groups, run=torch.ops.luna_mega.timestep_norm_triton, **call)
 
 
-def step(x, state, groups, weight, bias, eps, mask):
+def step(
+    x: Tensor, state: TimestepNormState, groups: int, weight: Tensor | None, bias: Tensor | None, eps: float,
+    mask: Tensor | None,
+) -> tuple[Tensor, TimestepNormState]:  # fmt: skip
     """Return `reference.step`, in one launch if no gradient is required."""
     tensors = (x, weight, bias, state.mean, state.variance)
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
@@ -34,10 +40,13 @@ def step(x, state, groups, weight, bias, eps, mask):
     mutates_args=(),
     schema=f"({torch_backend.INPUTS}) -> (Tensor, Tensor, Tensor, Tensor)",
 )
-def _step(*inputs):
+def _step(*inputs: Any) -> tuple[Tensor, ...]:
     return triton_kernels.step(*inputs)
 
 
 @_step.register_fake
-def _(x, weight, bias, mask, count, mean, variance, groups, eps):
+def _(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, mask: Tensor | None, count: Tensor, mean: Tensor,
+    variance: Tensor, groups: int, eps: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     return x.new_empty(x.shape), torch.empty_like(count), torch.empty_like(mean), torch.empty_like(variance)
