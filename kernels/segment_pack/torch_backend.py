@@ -55,7 +55,7 @@ def segment_pack(
     index, batch = row_index(row, rows, cu_seqlens)
     dropped = None if mask is None else ~mask.flatten()
     flat = states.flatten(0, 1), score.flatten().to(upcast_dtype(states))
-    packed, entropy, total = _SegmentPack.apply(*flat, index, dropped, batch * rows)
+    packed, entropy, total = _SegmentPack.apply(*flat, index, dropped, batch * rows)  # type: ignore[no-untyped-call]
     return packed.to(states.dtype).unflatten(0, (batch, rows)), entropy.view(batch, rows), total.view(batch, rows) != 0
 
 

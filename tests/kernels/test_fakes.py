@@ -38,7 +38,7 @@ class Promises(TorchDispatchMode):
         if operator.namespace == "luna_mega":
             self.seen.add(operator._schema.name.partition("::")[2])
             with FakeTensorMode() as mode:
-                fakes = operator(*(mode.from_tensor(x) if isinstance(x, torch.Tensor) else x for x in arguments))
+                fakes = operator(*torch.utils._pytree.tree_map_only(torch.Tensor, mode.from_tensor, arguments))
             for number, pair in enumerate(zip(*map(torch.utils._pytree.tree_leaves, (results, fakes)), strict=True)):
                 result, promise = map(described, pair)
                 assert result == promise, f"{operator}, result {number}: {result} is promised as {promise}"
