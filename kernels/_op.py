@@ -183,20 +183,24 @@ class Op:
     def decide(self, backend: str | None, device: torch.device, unsupported: str | None = None) -> tuple[str, str]:
         """Return the name of the backend and the reason for its selection."""
         if backend is not None:
-            wanted, source = _checked(backend, f"{self.name}'s argument backend"), "its argument"
+            requested, source = _checked(backend, f"{self.name}'s argument backend"), "its argument"
         elif _override is not None:
-            wanted, source = _override, "use_backend"
+            requested, source = _override, "use_backend"
         else:
-            wanted, source = _default, "LUNA_MEGA_BACKEND"
-        if wanted == "auto":
+            requested, source = _default, "LUNA_MEGA_BACKEND"
+        if requested == "auto":
             # Interpreted kernels are for tests only, so they must be selected by name.
-            against = f"the tensors are on {device.type}" if device.type != "cuda" else _why_not(device) or unsupported
+            against = (
+                f"the tensors are on {device.type}"
+                if device.type != "cuda"
+                else _unavailable_reason(device) or unsupported
+            )
             if torch.compiler.is_exporting():
                 against = "exported programs must not depend on this package"
             return ("triton", "automatic choice") if against is None else ("torch", _FALLBACK + against)
-        if wanted == "triton" and (against := _why_not(device) or unsupported) is not None:
+        if requested == "triton" and (against := _unavailable_reason(device) or unsupported) is not None:
             raise ValueError(f"{self.name} cannot run on 'triton': {against}; choose 'torch' or 'auto'")
-        return wanted, f"chosen by {source}"
+        return requested, f"chosen by {source}"
 
 
 def for_ranks(compute: Callable[..., Any], backends: dict[str, Callable[..., Any]]) -> dict[str, Callable[..., Any]]:
@@ -209,7 +213,7 @@ _warned: set[str] = set()
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def _why_not(device: torch.device) -> str | None:
+def _unavailable_reason(device: torch.device) -> str | None:
     """Return the reason why Triton kernels cannot run on `device`, or None if they can."""
     try:
         import triton
@@ -220,5 +224,5 @@ def _why_not(device: torch.device) -> str | None:
         return None if major >= 8 else f"compute capability {major}.{minor} is below 8.0"
     if triton.knobs.runtime.interpret:
         return None
-    where = "a ROCm device" if device.type == "cuda" else device.type
-    return f"the tensors are on {where}; the kernels need CUDA, or TRITON_INTERPRET=1 set before the first kernel runs"
+    kind = "a ROCm device" if device.type == "cuda" else device.type
+    return f"the tensors are on {kind}; the kernels need CUDA, or TRITON_INTERPRET=1 set before the first kernel runs"

@@ -57,13 +57,8 @@ def count_sequences(
 
 
 def check_lengths(
-    op: str,
-    lengths: Tensor | None,
-    x: Tensor,
-    mask: Tensor | None,
-    return_state: bool,
-    cu_seqlens: Tensor | None,
-) -> None:
+    op: str, lengths: Tensor | None, x: Tensor, mask: Tensor | None, return_state: bool, cu_seqlens: Tensor | None,
+) -> None:  # fmt: skip
     """Raise `ValueError` unless `lengths` are `[B]` integers and the call uses them."""
     if lengths is None:
         return
@@ -74,13 +69,8 @@ def check_lengths(
 
 
 def check_average(
-    op: str,
-    x: Tensor,
-    parameters: Iterable[Tensor],
-    skip: Tensor | None,
-    state: Tensor | None,
-    state_shape: list[int],
-) -> None:
+    op: str, x: Tensor, parameters: Iterable[Tensor], skip: Tensor | None, state: Tensor | None, state_shape: list[int],
+) -> None:  # fmt: skip
     """Raise `ValueError` unless dtypes, skip and state fit a moving average of D channels."""
     tensors = (x, *parameters)
     if not all(tensor.is_floating_point() for tensor in tensors):

@@ -30,17 +30,9 @@ def relu2(scores: Tensor) -> Tensor:
 
 
 def weights(
-    query: Tensor,
-    key: Tensor,
-    bias: Tensor | None,
-    mask: Tensor | None,
-    function: str,
-    causal: bool,
-    chunk_size: int | None = None,
-    offset: int = 0,
-    row_offset: Tensor | None = None,
-    start: Tensor | None = None,
-) -> Tensor:
+    query: Tensor, key: Tensor, bias: Tensor | None, mask: Tensor | None, function: str, causal: bool,
+    chunk_size: int | None = None, offset: int = 0, row_offset: Tensor | None = None, start: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """Return f(Q K^T / divisor + bias) for query `[..., T, Z]`, key `[..., S, Z]` and mask `[..., S]`: `[..., T, S]`.
 
     Query i is in column offset + row_offset + i of the keys; column 0 is position `start` of its sequence. The bias

@@ -266,11 +266,12 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Return the gradients of query, key, value and bias; `arguments` as in `forward`.
 
-    `output` and `lse` come from the forward pass and are used for softmax only; else `output` is None.
+    `output` and `lse` come from the forward pass and are used for softmax only.
     """
     bias, call = arguments[3], prepare(*arguments)
     (grad_output,) = rows_contiguous(grad_output)
-    delta = None if output is None else _delta(output, grad_output)
+    softmax = call.constants["FUNCTION"] == "softmax"
+    delta = _delta(output, grad_output) if softmax and output is not None else None
 
     def run(blocks: Configuration) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         return _gradients(call, blocks, grad_output, lse, delta)

@@ -42,10 +42,10 @@ def segment_bounds(cu_seqlens: Tensor, chunk_size: int | None, total: int) -> Te
     if chunk_size is None:
         return torch.stack((cu_seqlens[:-1], cu_seqlens[1:]), dim=1)
     chunks = (cu_seqlens.diff() + chunk_size - 1) // chunk_size
-    behind = chunks.cumsum(0, dtype=torch.int32)
+    ends = chunks.cumsum(0, dtype=torch.int32)
     segment = torch.arange(total // chunk_size + len(chunks), device=cu_seqlens.device, dtype=torch.int32)
-    sequence = torch.searchsorted(behind, segment, right=True).clamp(max=len(chunks) - 1)
-    start = cu_seqlens[sequence] + (segment - behind[sequence] + chunks[sequence]) * chunk_size
+    sequence = torch.searchsorted(ends, segment, right=True).clamp(max=len(chunks) - 1)
+    start = cu_seqlens[sequence] + (segment - ends[sequence] + chunks[sequence]) * chunk_size
     stop = cu_seqlens[sequence + 1]
     return torch.stack((torch.minimum(start, stop), torch.minimum(start + chunk_size, stop)), dim=1)
 

@@ -13,13 +13,8 @@ from luna_mega.kernels.upcast import upcast
 
 
 def attend(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    scale: float,
-    dropout: float = 0.0,
-) -> tuple[Tensor, Tensor]:
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float, dropout: float = 0.0,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Return softmax(scale * Q K^T) V per head, `[B, T, H, K]`, and the weights `[B, H, T, M]`.
 
     The softmax is computed in float32 (float64 for float64 inputs). The result of a query without visible keys is 0.
@@ -36,14 +31,10 @@ def attend(
 
 
 def luna_attention(
-    query: Tensor,
-    pack_query: Tensor,
-    pack_key: Tensor,
-    pack_value: Tensor,
-    project: Callable[[Tensor], tuple[Tensor, Tensor]],
-    context_mask: Tensor | None = None,
+    query: Tensor, pack_query: Tensor, pack_key: Tensor, pack_value: Tensor,
+    project: Callable[[Tensor], tuple[Tensor, Tensor]], context_mask: Tensor | None = None,
     pack_mask: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Pack the context, Y_P = Attn(P, C), unpack it for every query, Y_X = Attn(X, Y_P), and return (Y_X, Y_P)."""
     packed, _ = attend(pack_query, pack_key, pack_value, context_mask, pack_query.shape[-1] ** -0.5)
     key, value = project(packed)

@@ -138,7 +138,7 @@ def _flash_backward(
 
 
 def _triton(query: Tensor, dropout: float) -> Kernels:
-    # Imported where it is needed: the import decides whether kernels are interpreted.
+    # Imported lazily because Triton decides at import time whether kernels are interpreted.
     from luna_mega.kernels.luna_attention import triton_ops
 
     return Kernels(triton_ops.pack, triton_ops.pack_backward, torch.exp2, torch.log2)

@@ -79,15 +79,9 @@ def flash(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale:
 
 
 def flash_backward(
-    grad_output: Tensor,
-    output: Tensor,
-    log_sum_exp: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:
+    grad_output: Tensor, output: Tensor, log_sum_exp: Tensor, query: Tensor, key: Tensor, value: Tensor,
+    mask: Tensor | None, scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Return the gradients of query, key and value, computed with the backward kernel of `flash`."""
     gradients = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
         *(x.transpose(1, 2) for x in (grad_output, query, key, value, output)),

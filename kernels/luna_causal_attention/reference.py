@@ -44,12 +44,8 @@ def unpack_weights(scores: Tensor, masked: Tensor | None) -> Tensor:
 
 
 def pack_weights(
-    pack_key: Tensor,
-    pack_query: Tensor,
-    mask: Tensor | None,
-    pack_mask: Tensor | None,
-    activation: str,
-) -> Tensor:
+    pack_key: Tensor, pack_query: Tensor, mask: Tensor | None, pack_mask: Tensor | None, activation: str,
+) -> Tensor:  # fmt: skip
     """Return a_t, `[B, H, T, L]`, 0 for masked tokens and masked rows of P."""
     scale = pack_key.shape[-1] ** -0.5
     weights = activate(torch.einsum("bthk,blhk->bhtl", pack_key, pack_query * scale), activation)
@@ -68,17 +64,9 @@ def token_count(mask: Tensor | None, query: Tensor, seen: Tensor | None) -> Tens
 
 
 def attend_with_weights(
-    query: Tensor,
-    pack_query: Tensor,
-    pack_key: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    pack_mask: Tensor | None,
-    activation: str,
-    state: LunaCausalState | None,
-    dropout: float = 0.0,
-) -> tuple[Tensor, Tensor, LunaCausalState]:
+    query: Tensor, pack_query: Tensor, pack_key: Tensor, key: Tensor, value: Tensor, mask: Tensor | None,
+    pack_mask: Tensor | None, activation: str, state: LunaCausalState | None, dropout: float = 0.0,
+) -> tuple[Tensor, Tensor, LunaCausalState]:  # fmt: skip
     """Compute y_t = w_t (1/t) sum_{j<=t} a_j^T v_j with w_t = softmax(q_t / sqrt(K) (1/t) sum_{j<=t} k_j^T a_j).
 
     Returns y `[B, T, H, V]`, w `[B, H, T, L]` and the state after the last token, computed in float32 (float64 for

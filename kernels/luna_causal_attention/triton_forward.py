@@ -409,28 +409,17 @@ class Scans(Call):
             "num_warps": warps, "num_stages": 1,
         }  # fmt: skip
         grid, start = (self.batch * self.heads * segments * blocks,), first
+
+        def launch(before: Tensor | None, sums: Tensor | None, **options: bool) -> None:
+            tensors = (x, y, z, self.count, before, output, sums)
+            triton_launch.launch(_scan_kernel, grid, *tensors, *numbers, **options, **constants)
+
         if segments > 1:
             start = torch.empty((self.batch, self.heads, segments, n, m), device=self.device)
-            tensors = (x, y, z, self.count)
-            triton_launch.launch(
-                _scan_kernel,
-                grid,
-                *tensors,
-                None,
-                output,
-                start,
-                *numbers,
-                SUMS=True,
-                RATE=False,
-                ADD=False,
-                **constants,
-            )
+            launch(None, start, SUMS=True, RATE=False, ADD=False)
             prefix_sums(start, first, reverse)
         end = torch.empty((self.batch, self.heads, n, m), device=self.device) if ends else None
-        tensors = (x, y, z, self.count)
-        triton_launch.launch(
-            _scan_kernel, grid, *tensors, start, output, end, *numbers, SUMS=False, RATE=rate, ADD=add, **constants
-        )
+        launch(start, end, SUMS=False, RATE=rate, ADD=add)
         return end
 
     def configure(self, configuration: ScanConfiguration) -> None:

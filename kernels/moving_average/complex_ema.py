@@ -43,13 +43,9 @@ def _unsupported(x: Tensor, parameters: tuple[Tensor, ...], **_: object) -> str 
 
 
 def _reference_step(
-    x: Tensor,
-    state: Tensor,
-    parameters: tuple[Tensor, ...],
-    coefficients: object,
-    skip: Tensor | None,
+    x: Tensor, state: Tensor, parameters: tuple[Tensor, ...], coefficients: object, skip: Tensor | None,
     mask: Tensor | None,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     dtype = upcast_dtype(x, *parameters)
     made = reference.complex_coefficients(*(parameter.to(dtype) for parameter in parameters))
     return reference.complex_step(x, state.to(dtype), made, None if skip is None else skip.to(dtype), mask)

@@ -56,12 +56,8 @@ def finish(average: Tensor, x: Tensor, skip: Tensor | None) -> Tensor:
 
 
 def damped_step(
-    x: Tensor,
-    state: Tensor,
-    coefficients: tuple[Tensor, Tensor, Tensor],
-    skip: Tensor | None,
-    mask: Tensor | None,
-) -> tuple[Tensor, Tensor]:
+    x: Tensor, state: Tensor, coefficients: tuple[Tensor, Tensor, Tensor], skip: Tensor | None, mask: Tensor | None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Return y_t = <eta / sqrt(N), h_t> and h_t = q h_{t-1} + p beta x_t of one position, x `[B, D]`, mask `[B]`.
 
     At a dropped position h_t = h_{t-1}. The first coefficient is q - 1.
@@ -73,12 +69,8 @@ def damped_step(
 
 
 def complex_step(
-    x: Tensor,
-    state: Tensor,
-    coefficients: tuple[Tensor, Tensor, Tensor],
-    skip: Tensor | None,
-    mask: Tensor | None,
-) -> tuple[Tensor, Tensor]:
+    x: Tensor, state: Tensor, coefficients: tuple[Tensor, Tensor, Tensor], skip: Tensor | None, mask: Tensor | None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Return y_t = Re <gamma / sqrt(N), h_t> + omega x_t and h_t = q h_{t-1} + p x_t of one position, x `[B, D]`.
 
     At a position that the mask `[B]` drops, x_t = 0 and h_t = h_{t-1}.
@@ -99,15 +91,9 @@ def hold(after: Tensor, before: Tensor, mask: Tensor | None) -> Tensor:
 
 
 def damped_ema(
-    x: Tensor,
-    coefficients: tuple[Tensor, Tensor, Tensor],
-    skip: Tensor | None = None,
-    mask: Tensor | None = None,
-    shift: bool = False,
-    truncation: int | None = None,
-    initial_state: Tensor | None = None,
-    return_state: bool = False,
-) -> tuple[Tensor, Tensor | None]:
+    x: Tensor, coefficients: tuple[Tensor, Tensor, Tensor], skip: Tensor | None = None, mask: Tensor | None = None,
+    shift: bool = False, truncation: int | None = None, initial_state: Tensor | None = None, return_state: bool = False,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """Return y_t = sum_j k_j x_{t-j}, k_j = sum_n eta_n / sqrt(N) q_n^j p_n beta_n, and on request the final state."""
     log_q, weight_in, weight_out = coefficients
     length, channels = x.shape[1:]
@@ -130,13 +116,9 @@ def damped_ema(
 
 
 def complex_ema(
-    x: Tensor,
-    coefficients: tuple[Tensor, Tensor, Tensor],
-    skip: Tensor | None = None,
-    mask: Tensor | None = None,
-    initial_state: Tensor | None = None,
-    return_state: bool = False,
-) -> tuple[Tensor, Tensor | None]:
+    x: Tensor, coefficients: tuple[Tensor, Tensor, Tensor], skip: Tensor | None = None, mask: Tensor | None = None,
+    initial_state: Tensor | None = None, return_state: bool = False,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """Return the results of steps at all positions, and on request the final state.
 
     States decay at dropped positions, too.

@@ -243,7 +243,7 @@ def _blocks(x: Tensor) -> list[slice]:
 
 
 def _rows(x: Tensor, mask: Tensor | None, multiple: int) -> Tensor:
-    """Return `[B, T, D]` as `[D, B, T']`, with zeros where masked and up to T', a multiple of `multiple`."""
+    """Return `[B, T, D]` as `[D, B, T']`, with zeros at masked positions and up to T', a multiple of `multiple`."""
     if mask is not None:
         x = x.masked_fill(~mask[..., None], 0.0)
     x = nn.functional.pad(x, (0, 0, 0, -x.shape[1] % multiple)).contiguous()

@@ -4,8 +4,8 @@ The division into programs is that of `damped_ema`: a program of one warp proces
 channels in two tiles `[BLOCK_N, BLOCK_D]`, real and imaginary parts. The layout of states is `[..., 2, N, D]`.
 
 The backward pass stores no states. A second scan of x computes each state and its derivative with respect to q,
-s_t = q s_{t-1} + h_{t-1}. The gradient of x is a scan of the gradient in reversed time: r_t = g dy_t + q r_{t+1}, where
-r is a complex derivative, dL = Re(r dh); the carried value is q r_{t+1}.
+s_t = q s_{t-1} + h_{t-1}. The gradient of x is a scan of the gradient in reversed time: r_t = g dy_t + q r_{t+1}. Here
+r is a complex derivative, dL = Re(r dh); the state of the scan is q r_{t+1}.
 """
 
 import math

@@ -25,15 +25,9 @@ class TruncatedEmaState(NamedTuple):
 
 
 def truncated(
-    run: Callable[..., Any],
-    x: Tensor,
-    parameters: tuple[Tensor, ...],
-    skip: Tensor | None,
-    mask: Tensor | None,
-    truncation: int,
-    state: Tensor | TruncatedEmaState | None,
-    lengths: Tensor | None = None,
-) -> tuple[Tensor, TruncatedEmaState]:
+    run: Callable[..., Any], x: Tensor, parameters: tuple[Tensor, ...], skip: Tensor | None, mask: Tensor | None,
+    truncation: int, state: Tensor | TruncatedEmaState | None, lengths: Tensor | None = None,
+) -> tuple[Tensor, TruncatedEmaState]:  # fmt: skip
     """Return the average of the last `truncation` inputs; `run` averages all inputs and also returns its state.
 
     The average of the older inputs is subtracted from the average of all inputs: it is the average `truncation`

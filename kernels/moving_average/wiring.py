@@ -17,13 +17,9 @@ from luna_mega.kernels.upcast import upcast_dtype
 
 
 def make_average(
-    name: str,
-    reference: Callable[..., Any],
-    triton: Callable[..., Any],
-    coefficients: Callable[..., Any],
-    unsupported: Callable[..., Any],
-    state: int,
-) -> Op:
+    name: str, reference: Callable[..., Any], triton: Callable[..., Any], coefficients: Callable[..., Any],
+    unsupported: Callable[..., Any], state: int,
+) -> Op:  # fmt: skip
     """Return the `Op` of an average of sequences.
 
     Args:

@@ -43,14 +43,9 @@ def _fill(weight: torch.Tensor, budget: int) -> torch.Tensor:
 
 
 def segment_pack(
-    states: torch.Tensor,
-    score: torch.Tensor,
-    row: torch.Tensor,
-    mask: torch.Tensor | None,
-    rows: int,
-    cu_seqlens: torch.Tensor | None = None,
-    max_seqlen: int | None = None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    states: torch.Tensor, score: torch.Tensor, row: torch.Tensor, mask: torch.Tensor | None, rows: int,
+    cu_seqlens: torch.Tensor | None = None, max_seqlen: int | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     """Return `reference.segment_pack`; with `cu_seqlens` the tokens are `[1, total]`, and `row` counts per sequence."""
     index, batch = row_index(row, rows, cu_seqlens)
     dropped = None if mask is None else ~mask.flatten()
@@ -81,13 +76,9 @@ class _SegmentPack(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        states: torch.Tensor,
-        score: torch.Tensor,
-        index: torch.Tensor,
-        dropped: torch.Tensor | None,
+        ctx: Any, states: torch.Tensor, score: torch.Tensor, index: torch.Tensor, dropped: torch.Tensor | None,
         rows: int,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
         if dropped is not None:
             score = score.masked_fill(dropped, float("-inf"))
         peak = score.new_zeros(rows).scatter_reduce(0, index, score, "amax", include_self=False)

@@ -30,14 +30,9 @@ def empty_state(x: Tensor, groups: int, sequences: int) -> TimestepNormState:
 
 
 def step(
-    x: Tensor,
-    state: TimestepNormState,
-    groups: int,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    eps: float,
+    x: Tensor, state: TimestepNormState, groups: int, weight: Tensor | None, bias: Tensor | None, eps: float,
     mask: Tensor | None,
-) -> tuple[Tensor, TimestepNormState]:
+) -> tuple[Tensor, TimestepNormState]:  # fmt: skip
     """Return y and the statistics after one position x `[B, D]`; if masked, y is 0 and the statistics do not change."""
     count, mean, variance = state
     kept = x if mask is None else x.masked_fill(~mask[:, None], 0.0)
@@ -65,14 +60,9 @@ def step(
 
 
 def timestep_norm(
-    x: Tensor,
-    groups: int,
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    eps: float = 1e-5,
-    mask: Tensor | None = None,
-    initial_state: TimestepNormState | None = None,
-) -> tuple[Tensor, TimestepNormState]:
+    x: Tensor, groups: int, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5,
+    mask: Tensor | None = None, initial_state: TimestepNormState | None = None,
+) -> tuple[Tensor, TimestepNormState]:  # fmt: skip
     """Return the results of `step` at all positions, and the final statistics."""
     state = empty_state(x, groups, x.shape[0]) if initial_state is None else initial_state
     outputs = []

@@ -12,14 +12,9 @@ from luna_mega.kernels.upcast import upcast
 
 
 def norm(
-    run: Callable[..., Any],
-    shard: ContextShard,
-    x: Tensor,
-    groups: int,
-    mask: Tensor | None,
-    initial_state: object,
+    run: Callable[..., Any], shard: ContextShard, x: Tensor, groups: int, mask: Tensor | None, initial_state: object,
     **call: Any,
-) -> tuple[Tensor, TimestepNormState]:
+) -> tuple[Tensor, TimestepNormState]:  # fmt: skip
     """Return the norm of the complete sequence at this rank's positions, and the statistics so far."""
     shard.check("timestep_norm", x.shape[1])
     kept = x if mask is None else x.masked_fill(~mask[..., None], 0.0)
