@@ -8,22 +8,14 @@ from torch import Tensor
 
 from luna_mega.kernels._op import without_autocast
 
-Outputs = tuple[Any, ...]  # tensors and lists of tensors
+Values = Sequence[Any]  # tensors, lists of tensors, numbers and None
 
 
 def register(
-    name: str,
-    inputs: str,
-    outputs: str,
-    forward: Callable[..., Outputs],
-    fake: Callable[..., Outputs],
-    backward: Callable[..., Sequence[Tensor | None]],
-    *,
-    differentiable: Sequence[str],
-    gradients: Sequence[int] = (0,),
-    saved: str = "",
-    save: Callable[[Outputs, Outputs], Outputs] = lambda inputs, outputs: (),
-) -> None:
+    name: str, inputs: str, outputs: str, forward: Callable[..., Values], fake: Callable[..., Values],
+    backward: Callable[..., Sequence[Tensor | None]], *, differentiable: Sequence[str], gradients: Sequence[int] = (0,),
+    saved: str = "", save: Callable[[Values, Values], Values] = lambda inputs, outputs: (),
+) -> None:  # fmt: skip
     """Register the operators `name` and `<name>_backward`. Both run without autocast.
 
     Args:
@@ -43,28 +35,23 @@ def register(
     names = [argument.split()[-1] for argument in inputs.split(", ")]
     tensors = [argument.startswith("Tensor") for argument in inputs.split(", ")]
     given = ["Tensor grad_0", *(f"Tensor? grad_{index}" for index in gradients[1:]), *([saved] if saved else [])]
-
-    def run(x: Tensor, *rest: Any) -> Outputs:
-        with without_autocast(x.device.type):
-            return forward(x, *rest)
-
-    def run_backward(grad: Tensor, *rest: Any) -> list[Tensor]:
-        with without_autocast(grad.device.type):
-            return [grad.new_empty(0) if x is None else x for x in backward(grad, *rest)]
-
-    def fake_backward(grad: Tensor, *rest: Any) -> list[Tensor]:
-        values = dict(zip(names, rest[-len(names) :], strict=True))
-        of_inputs = (values[name] for name in differentiable)
-        return [grad.new_empty(0) if x is None else x.new_empty(x.shape) for x in of_inputs]
-
-    operator = torch.library.custom_op(name, run, mutates_args=(), schema=f"({inputs}) -> {outputs}")
+    run, schema = _without_autocast(forward), f"({inputs}) -> {outputs}"
+    operator = torch.library.custom_op(name, run, mutates_args=(), schema=schema)
     operator.register_fake(fake)
     operator_backward = torch.library.custom_op(
-        f"{name}_backward", run_backward, mutates_args=(), schema=f"({', '.join(given)}, {inputs}) -> Tensor[]"
+        f"{name}_backward",
+        _without_autocast(lambda grad, *rest: [_or_empty(x, grad) for x in backward(grad, *rest)]),
+        mutates_args=(),
+        schema=f"({', '.join(given)}, {inputs}) -> Tensor[]",
     )
-    operator_backward.register_fake(fake_backward)
 
-    def setup_context(ctx: Any, inputs: Outputs, output: Outputs) -> None:
+    @operator_backward.register_fake
+    def _(grad: Tensor, *rest: Any) -> list[Tensor]:
+        values = dict(zip(names, rest[-len(names) :], strict=True))
+        of_inputs = (values[name] for name in differentiable)
+        return [_or_empty(None if x is None else x.new_empty(x.shape), grad) for x in of_inputs]
+
+    def setup_context(ctx: Any, inputs: Values, output: Values) -> None:
         kept = save(inputs, output)
         ctx.sizes = [len(x) if isinstance(x, list) else None for x in kept]
         flat = [tensor for x in kept for tensor in (x if isinstance(x, list) else [x])]
@@ -74,7 +61,7 @@ def register(
         others = (x for index, x in enumerate(output) if index not in gradients and isinstance(x, Tensor))
         ctx.mark_non_differentiable(*others)
 
-    def differentiate(ctx: Any, *grads: Any) -> Outputs:
+    def differentiate(ctx: Any, *grads: Any) -> Values:
         flat, options = iter(ctx.saved_tensors), iter(ctx.options)
         kept = [next(flat) if size is None else [next(flat) for _ in range(size)] for size in ctx.sizes]
         inputs = [next(flat) if is_tensor else next(options) for is_tensor in tensors]
@@ -84,3 +71,15 @@ def register(
         return tuple(of_names.get(name) if x is not None else None for name, x in zip(names, inputs, strict=True))
 
     operator.register_autograd(differentiate, setup_context=setup_context)
+
+
+def _without_autocast(function: Callable[..., Values]) -> Callable[..., Values]:
+    def run(x: Tensor, *rest: Any) -> Values:
+        with without_autocast(x.device.type):
+            return function(x, *rest)
+
+    return run
+
+
+def _or_empty(x: Tensor | None, like: Tensor) -> Tensor:
+    return like.new_empty(0) if x is None else x
