@@ -8,9 +8,9 @@ from luna_mega.kernels import varlen
 from luna_mega.kernels.api import luna_pack
 
 WRONG = {
-    "begins behind 0": ([1, 4, 10], 6, "must rise from 0 to 10"),
+    "starts after 0": ([1, 4, 10], 6, "must rise from 0 to 10"),
     "ends before the last token": ([0, 4, 9], 6, "must rise from 0 to 10"),
-    "ends behind the last token": ([0, 4, 11], 7, "must rise from 0 to 10"),
+    "ends after the last token": ([0, 4, 11], 7, "must rise from 0 to 10"),
     "falls": ([0, 12, 10], 12, "must rise from 0 to 10"),
     "longer than max_seqlen": ([0, 4, 10], 5, "max_seqlen is 5, but a sequence has length 6"),
 }
@@ -18,7 +18,7 @@ WRONG = {
 
 @pytest.mark.parametrize("bounds, longest, message", WRONG.values(), ids=WRONG)
 def test_wrong_bounds(bounds, longest, message):
-    """A compiled program sees no values; it checks them as a GPU does, when it runs."""
+    """Compiled programs check the values at run time, like calls on a GPU."""
     bounds = torch.tensor(bounds)
     with pytest.raises(ValueError, match=message):
         varlen.check_cu_seqlens("an op", bounds, longest, 10)
