@@ -80,7 +80,7 @@ def form(request, monkeypatch):
     """Blocks of a few positions, all in one block, and the form of exported programs."""
     monkeypatch.setattr(torch_backend, "BLOCK", 1 << 40 if request.param == "whole" else 80)
     if request.param == "program":
-        monkeypatch.setattr(torch_backend, "_operator", torch_backend._in_program)
+        monkeypatch.setattr(torch.ops.luna_mega, "timestep_norm", torch_backend._in_program)
 
 
 @pytest.mark.parametrize("kind", KINDS)

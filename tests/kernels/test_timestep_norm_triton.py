@@ -101,7 +101,7 @@ def test_step(device, masked, groups, width):
 
 @pytest.mark.slow
 def test_operator(device):
-    from luna_mega.kernels.timestep_norm import triton_ops
+    from luna_mega.kernels.timestep_norm import triton_ops  # noqa: F401, registers the operators
 
     inputs = Inputs(10, "states", "some", dtype=torch.float32)
     (x, groups, weight, bias), state = inputs.arguments(*(leaf.detach().to(device) for leaf in inputs.leaves))
@@ -109,7 +109,11 @@ def test_operator(device):
     mask, count = inputs.mask.to(device), inputs.count.to(device)
     leaves = [t.requires_grad_() for t in (x, weight, bias, *state[1:])]
     x, weight, bias, mean, variance = leaves
-    opcheck(triton_ops._operator, (x, weight, bias, mask, count, mean, variance, groups, 1e-5), test_utils=tests)
+    opcheck(
+        torch.ops.luna_mega.timestep_norm_triton,
+        (x, weight, bias, mask, count, mean, variance, groups, 1e-5),
+        test_utils=tests,
+    )
 
 
 @pytest.mark.slow
