@@ -1,5 +1,5 @@
 # Copyright 2026 The luna-mega authors. Licensed under the Apache License, Version 2.0.
-"""Our classes in the ``Auto*`` classes of transformers."""
+"""Registration of all classes with the `Auto*` classes of transformers."""
 
 import warnings
 
@@ -22,8 +22,8 @@ _MODULES += [configuration_megalodon, generation_megalodon, heads_megalodon, mod
 _CLASSES = {name: getattr(module, name) for module in _MODULES for name in module.__all__}
 CONFIGS = {cls.model_type: cls for name, cls in _CLASSES.items() if name.endswith("Config")}
 
-# Auto class -> (suffix of our class, table of class names in transformers). Trainer and pipelines look a class up
-# by its name in that table; the Auto class itself knows only class objects.
+# Auto class -> (suffix of our class, table of class names in transformers). `register` does not update the table,
+# which Trainer and pipelines use.
 _AUTO_CLASSES = {
     "AutoModel": ("Model", "MODEL_MAPPING_NAMES"),
     "AutoModelForPreTraining": ("ForMaskedLM", "MODEL_FOR_PRETRAINING_MAPPING_NAMES"),
@@ -42,7 +42,7 @@ _AUTO_CLASSES = {
 
 
 def model_classes(config: type) -> dict[str, type]:
-    """Return the classes of models of this class of configuration, by their names."""
+    """Return name -> class of the models with this configuration class."""
     ours = {name: cls for name, cls in _CLASSES.items() if getattr(cls, "config_class", None) is config}
     return {name: cls for name, cls in ours.items() if not name.endswith("PreTrainedModel")}
 
@@ -82,8 +82,8 @@ def _warn_of_others(model_type: str, config: type) -> None:
     # The code of a bundle, or this package after a reload, is the same model.
     if other is not config and other.__module__.split(".")[0] not in ("luna_mega", "transformers_modules"):
         warnings.warn(
-            f"the model type {model_type!r} was {other.__module__}.{other.__qualname__}, and now belongs to luna_mega: "
-            f"AutoConfig and AutoModel read its folders as {config.__name__}. To use the other model, load it by its "
-            "own class, or in a process that does not import luna_mega",
+            f"luna_mega replaces {other.__module__}.{other.__qualname__} as the class of model type {model_type!r}: "
+            f"AutoConfig and AutoModel load its folders as {config.__name__}; to use the other model, load it with its "
+            "own class, or do not import luna_mega",
             stacklevel=3,
         )

@@ -1,4 +1,4 @@
-"""Model folders as ONNX programs, which are compared with the model before they are kept (`luna-mega onnx`)."""
+"""Export of model folders to ONNX programs, with a comparison (`luna-mega onnx`)."""
 
 import copy
 import io
@@ -26,7 +26,7 @@ from luna_mega.hub.output import check_new_file, check_output, complete_folder, 
 from luna_mega.inspection.costs import stacks
 from luna_mega.inspection.verify import quiet_transformers, random_inputs
 
-# The oldest operator set that PyTorch's exporter writes.
+# Oldest operator set that the exporter of PyTorch writes.
 OLDEST_OPSET = 18
 TOLERANCE = 1e-4
 RUNS = 3
@@ -66,40 +66,40 @@ class OnnxReport:
 
 
 def export_onnx(folder: str | Path, output: str | Path, opset: int | None = None, progress: bool = False) -> OnnxReport:
-    """Write a model folder as ONNX, for any batch and length (pictures: their size), and compare it with the model.
+    """Export a model folder to ONNX, for any batch and length (images: one size), and compare it with the model.
 
-    A model that generates becomes the programs `prefill` and `decode`, an encoder-decoder `encoder` too; another class
-    becomes `model`. The comparison runs three inputs: shorter than P or a chunk, of a length that is no
+    A model that generates is exported as programs `prefill` and `decode`, an encoder-decoder also as `encoder`, and
+    other classes as `model`. The comparison runs three inputs: shorter than P or a chunk, of a length that is not a
     multiple of either, and a batch with padding.
 
     Args:
-        folder: what `save_pretrained` or `luna-mega convert` wrote.
-        output: a folder that is absent or empty, or for one program a new file `*.onnx`.
-        opset: version of the ONNX operators, 18 or later; None = the exporter's default.
-        progress: show a progress bar of the three steps on stderr if that is a terminal.
+        folder: Folder of `save_pretrained` or `luna-mega convert`.
+        output: Folder to write, absent or empty, or for one program a new file `*.onnx`.
+        opset: Version of the ONNX operators, 18 or later. None = default of the exporter.
+        progress: Show a progress bar of the three steps on stderr if it is a terminal.
 
     Raises:
-        ConversionError: the folder, the output, the opset or the installation is at fault, or a difference exceeds
-            1e-4. Nothing is left at `output`.
+        ConversionError: The folder, the output, the opset or the installation is invalid, or a difference exceeds
+            1e-4. Nothing is written to `output`.
     """
     _check_installation()
     if opset is not None and opset < OLDEST_OPSET:
-        raise ConversionError(f"--opset {opset}: the programs need ONNX operators of version {OLDEST_OPSET} or later")
+        raise ConversionError(f"--opset {opset}: the version of ONNX operators must be at least {OLDEST_OPSET}")
     source = read_folder(folder)
     _check_class(source)
     single = Path(output).suffix == ".onnx"
     if single and source.model_class.can_generate():
         raise ConversionError(
-            f"{output}: {source.model_class.__name__} becomes several programs; give --output a folder"
+            f"{output}: {source.model_class.__name__} is exported as several programs; use a folder for --output"
         )
     target = check_new_file(output) if single else check_output(output)
-    # The bar has stderr before it is silenced.
+    # Created before stderr is redirected.
     bar = tqdm(desc="export, write, compare", total=3, file=sys.stderr, disable=None if progress else True, delay=1)
     with bar, _quiet():
         model = source.load(dtype=torch.float32)
         try:
             exported = _export(model, source, opset)
-        except Exception as error:  # torch.export, torch.onnx and transformers raise many kinds of errors
+        except Exception as error:  # torch.export, torch.onnx and transformers raise many types of errors
             reason = str(error.__cause__ or error).strip().partition("\n")[0]
             raise ConversionError(
                 f"{source.path}: {type(model).__name__} cannot be exported with opset {opset or 'by default'}: {reason}"
@@ -112,7 +112,7 @@ def export_onnx(folder: str | Path, output: str | Path, opset: int | None = None
                 checks = tuple(_checks(model, source, exported))
             except Exception as error:  # of onnxruntime
                 reason = str(error).strip().partition("\n")[0]
-                raise ConversionError(f"{source.path}: onnxruntime does not run the programs: {reason}") from error
+                raise ConversionError(f"{source.path}: onnxruntime cannot run the programs: {reason}") from error
             bar.update()
             worst = max(checks, key=lambda check: check.difference)
             if not worst.difference <= TOLERANCE:
@@ -134,12 +134,12 @@ def _check_class(folder: ModelFolder) -> None:
     config, name = folder.config, folder.model_class.__name__
     if getattr(config, "adaptive_input_cutoffs", None) or getattr(config, "adaptive_softmax_cutoffs", None):
         raise ConversionError(
-            f"{folder.path}: {name} with an adaptive vocabulary chooses bands by the tokens, which a program cannot; "
-            "export a model without adaptive_input_cutoffs and adaptive_softmax_cutoffs"
+            f"{folder.path}: {name} with an adaptive vocabulary selects bands by the tokens, which ONNX does not "
+            "support; export a model without adaptive_input_cutoffs and adaptive_softmax_cutoffs"
         )
     if config.add_cross_attention and not config.is_encoder_decoder:
         raise ConversionError(
-            f"{folder.path}: a decoder with cross-attention is exported with its encoder, as one model"
+            f"{folder.path}: a decoder with cross-attention requires its encoder; export the encoder-decoder"
         )
     if config.is_decoder and not (folder.model_class.can_generate() or name.endswith("Classification")):
         raise ConversionError(f"{folder.path}: {name} is a decoder without a head; export the class that generates")
@@ -164,7 +164,7 @@ def _quiet() -> Iterator[None]:
 
 @contextmanager
 def _place(target: Path, single: bool) -> Iterator[Path]:
-    """Yield the path to write to; what is there becomes `target` if the block raises no exception."""
+    """Yield a temporary path, which becomes `target` if the block raises no exception."""
     if not single:
         with complete_folder(target) as partial:
             yield partial
@@ -184,14 +184,14 @@ def _write(exported: Any, place: Path, single: bool) -> None:
         exported.save_pretrained(place)
 
 
-# The exporters cast inputs to the model's dtype. Ours have the right one: statistics of Megalodon's norms are float64.
+# The exporters cast inputs to the dtype of the model, but statistics of Megalodon's norms are float64.
 @patch("transformers.exporters.utils.cast_leaf_tensors", lambda inputs, **_: inputs)
 def _export(model: PreTrainedModel, folder: ModelFolder, opset: int | None) -> Any:
     """Return the `ExportedModel`, with dynamic batch and lengths."""
     exporter, config = exporters.OnnxExporter(), {"dynamic": True, "opset_version": opset}
     sample = _inputs(folder, 2, _period(folder) + 1)
     if not model.can_generate():
-        shapes = {  # pictures are of one size
+        shapes = {  # images have one size
             name: dict.fromkeys(range(1 if name == "pixel_values" else x.dim()), torch.export.Dim.DYNAMIC)
             for name, x in sample.items()
         }
@@ -204,7 +204,7 @@ def _export(model: PreTrainedModel, folder: ModelFolder, opset: int | None) -> A
 
 
 def _checks(model: PreTrainedModel, folder: ModelFolder, exported: Any) -> Iterator[Check]:
-    """Run the programs and the model on inputs that the export has not seen."""
+    """Run the programs and the model on other inputs than those of the export."""
     import onnxruntime
 
     options = onnxruntime.SessionOptions()
@@ -230,7 +230,7 @@ def _parts(model: PreTrainedModel, inputs: dict[str, torch.Tensor]) -> dict[str,
 def _compare(
     name: str, model: PreTrainedModel, runner: Any, inputs: dict[str, Any], earlier: dict[str, Any]
 ) -> tuple[Check, Any]:
-    """Return the check of a program, and its results; it reads those of the programs before it."""
+    """Return the check of a program, and its results; `earlier` has the results of previous programs."""
     traced = {key: value for key, value in inputs.items() if key in runner.metadata.kwargs}
     if "encoder_outputs" in traced:
         traced["encoder_outputs"] = earlier["encoder"]
@@ -257,7 +257,7 @@ def _compare(
 
 
 def _difference(expected: Any, actual: Any, mask: torch.Tensor | None) -> float:
-    """Return the largest difference of the results; at padding they are meaningless."""
+    """Return the largest difference of the results, except at padding."""
     largest = 0.0
     for name in ("logits", "start_logits", "end_logits", "last_hidden_state", "pooler_output"):
         if (reference := expected.get(name)) is None:
@@ -265,13 +265,13 @@ def _difference(expected: Any, actual: Any, mask: torch.Tensor | None) -> float:
         difference = (reference - actual[name]).abs()
         if mask is not None and difference.shape[: mask.dim()] == mask.shape:
             difference = difference[mask]
-        # Python's max() would lose NaN.
+        # `max` would ignore NaN.
         largest = torch.maximum(torch.tensor(largest), difference.max()).item()
     return largest
 
 
 def _inputs(folder: ModelFolder, batch: int, length: int) -> dict[str, torch.Tensor]:
-    """Return random inputs of a forward, or of `generate`; in a batch every second sequence is shorter."""
+    """Return random inputs of `forward` or `generate`; every second sequence of a batch is shorter."""
     inputs = random_inputs(folder, batch, length, seed=length)
     if folder.config.is_encoder_decoder:
         return {name: value for name, value in inputs.items() if not name.startswith("decoder_")}
@@ -281,7 +281,7 @@ def _inputs(folder: ModelFolder, batch: int, length: int) -> dict[str, torch.Ten
 
 
 def _period(folder: ModelFolder) -> int:
-    """Return the length from which P or a chunk is full, or half of the model's limit."""
+    """Return the length that fills P or a chunk, or half of the maximum length."""
     periods = []
     for config in stacks(folder.config).values():
         period = config.projection_length if config.model_type == "luna" else config.attention_chunk or 32

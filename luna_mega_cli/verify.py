@@ -35,11 +35,7 @@ def add(commands: Commands) -> None:
     parser.add_argument("--length", metavar="N", type=positive, help="length of the random sequences (default: 64)")
     parser.add_argument("--seed", metavar="S", type=seed, help="seed of the random sequences (default: 0)")
     parser.add_argument(
-        "--tolerance",
-        metavar="T",
-        type=float,
-        default=1e-5,
-        help="largest difference of equal models (default: 1e-5)",
+        "--tolerance", metavar="T", type=float, default=1e-5, help="largest difference of equal models (default: 1e-5)"
     )
     add_conventions(
         parser,

@@ -64,7 +64,7 @@ def test_another_model_of_the_same_type_is_named():
     copy = type("LunaConfig", (luna_mega.LunaConfig,), {"__module__": "transformers_modules.x.configuration_luna"})
     try:
         transformers.AutoConfig.register("luna", others, exist_ok=True)
-        with pytest.warns(UserWarning, match=r"the model type 'luna' was speech\.luna\.LunaConfig, .* own class"):
+        with pytest.warns(UserWarning, match=r"luna_mega replaces speech\.luna\.LunaConfig as .* own class"):
             luna_mega.register_auto_classes()
         assert transformers.AutoConfig.for_model("luna").__class__ is luna_mega.LunaConfig
         transformers.AutoConfig.register("luna", copy, exist_ok=True)

@@ -242,7 +242,7 @@ def _add_attention(gradio, demo: Demo) -> None:
         token = gradio.Slider(1, LONGEST, 1, step=1, label="Token")
     button = gradio.Button("Show", variant="primary")
     marked = _marked(gradio, "Weights of this token for all tokens")
-    picture = _image(gradio, "Attention weights (vertical: queries, horizontal: keys)")
+    image = _image(gradio, "Attention weights (vertical: queries, horizontal: keys)")
 
     def show_token(text, layer, token):
         weights = demo.look(text)
@@ -253,7 +253,7 @@ def _add_attention(gradio, demo: Demo) -> None:
         return _pixels(weights.attention[int(layer) - 1]), gradio.update(maximum=len(weights.tokens))
 
     _draw(gradio, show_token, [text, layer, token], marked, [button.click, layer.release, token.release])
-    _draw(gradio, show_all, [text, layer], [picture, token], [button.click, layer.release])
+    _draw(gradio, show_all, [text, layer], [image, token], [button.click, layer.release])
 
 
 def _add_moving_average(gradio, demo: Demo) -> None:
@@ -275,7 +275,7 @@ def _add_moving_average(gradio, demo: Demo) -> None:
         height=380,
         x_title="distance (tokens)",
     )
-    picture = _image(
+    image = _image(
         gradio,
         f"Absolute values of all kernels (vertical: channels, longest memory first; horizontal: {_LAGS} distances)",
     )
@@ -290,8 +290,8 @@ def _add_moving_average(gradio, demo: Demo) -> None:
         sizes = sizes / sizes.amax(dim=1, keepdim=True).clamp_min(1e-30)
         return pandas.concat(rows), _pixels(sizes[sizes.sum(1).argsort(descending=True)])
 
-    _draw(gradio, show_kernels, [layer, channel], [chart, picture], [layer.release, channel.release])
-    gradio.on(None, _with_errors(gradio, show_kernels), [layer, channel], [chart, picture], api_name=False)
+    _draw(gradio, show_kernels, [layer, channel], [chart, image], [layer.release, channel.release])
+    gradio.on(None, _with_errors(gradio, show_kernels), [layer, channel], [chart, image], api_name=False)
 
 
 def _layers(gradio, config):

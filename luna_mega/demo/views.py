@@ -7,12 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from transformers import (
-    PreTrainedModel,
-    StoppingCriteriaList,
-    TextIteratorStreamer,
-    pipeline,
-)
+from transformers import PreTrainedModel, StoppingCriteriaList, TextIteratorStreamer, pipeline
 
 from luna_mega.errors import ConversionError
 from luna_mega.hub.card import task_of

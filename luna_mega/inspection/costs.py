@@ -31,7 +31,7 @@ def fields(config: PreTrainedConfig) -> dict[str, int | str | bool]:
 
 
 def usual_length(config: PreTrainedConfig) -> int:
-    """Return the number of positions that a model is made for, or the chunk of one that is made for any number."""
+    """Return the maximum number of positions of a model, or its chunk size if there is no maximum."""
     return config.max_position_embeddings if hasattr(config, "max_position_embeddings") else config.chunk_size
 
 
@@ -41,7 +41,7 @@ def formulas(config: PreTrainedConfig) -> dict[str, str]:
 
 
 def count_parameters(model: PreTrainedModel) -> dict[str, int]:
-    """Return the unique parameters (a tied weight counts once) of embeddings, stacks and head, and their total."""
+    """Return the numbers of parameters of embeddings, stacks and head, and the total; tied weights count once."""
     counts = dict.fromkeys(("embeddings", *stacks(model.config), "head"), 0)
     for name, parameter in model.named_parameters():
         counts[_part(model, name)] += parameter.numel()
@@ -51,7 +51,7 @@ def count_parameters(model: PreTrainedModel) -> dict[str, int]:
 def flops_per_token(model: PreTrainedModel, length: int) -> dict[str, float]:
     """Return the FLOPs of a forward pass over one sequence of `length` positions, divided by `length`.
 
-    An encoder-decoder reads a source and a target of `length` positions each; names of parts begin with the stack.
+    Source and target of an encoder-decoder have `length` positions each; names of parts start with the stack.
     """
     counts = {}
     for name, config in stacks(model.config).items():
@@ -63,7 +63,7 @@ def flops_per_token(model: PreTrainedModel, length: int) -> dict[str, float]:
 
 
 def inference_activations(model: PreTrainedModel, length: int) -> int:
-    """Return the numbers alive at the peak of a forward pass without gradient, for one sequence, without a cache."""
+    """Return the peak number of elements in memory in inference, for one sequence, without a cache."""
     family, config = _family(model.config), model.config
     peaks = {name: family.inference_activations(stack, length) for name, stack in stacks(config).items()}
     if (kind := _kind(model)) in _LANGUAGE_MODELS:
@@ -78,7 +78,7 @@ def inference_activations(model: PreTrainedModel, length: int) -> int:
 
 
 def training_activations(model: PreTrainedModel, length: int) -> int:
-    """Return the numbers kept for the backward pass, for one sequence, without checkpointing."""
+    """Return the number of elements saved for the backward pass, for one sequence, without checkpointing."""
     family, sides = _family(model.config), stacks(model.config)
     kept = sum(family.training_activations(stack, length) for stack in sides.values())
     if (kind := _kind(model)) in _LANGUAGE_MODELS:
@@ -87,9 +87,9 @@ def training_activations(model: PreTrainedModel, length: int) -> int:
 
 
 def cache_numbers(model: PreTrainedModel, length: int) -> int | None:
-    """Return how many numbers a decoder's cache holds after `length` positions of a sequence and of its source.
+    """Return the number of elements of the cache of a decoder after `length` positions of target and source.
 
-    None: an encoder has no cache.
+    Encoders have no cache: None.
     """
     decoder = stacks(model.config).get("decoder")
     return None if decoder is None else _family(decoder).cache_numbers(decoder, length)
@@ -102,7 +102,7 @@ def _family(config: PreTrainedConfig):
 
 
 def _kind(model: PreTrainedModel) -> str:
-    """Return the name of the head, "" for a model without one."""
+    """Return the name of the head, or "" if there is none."""
     return type(model).__name__.partition("For")[2]
 
 

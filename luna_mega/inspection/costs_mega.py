@@ -6,25 +6,11 @@ from luna_mega import MegaConfig, MegaForCausalLM
 from luna_mega.kernels.moving_average.torch_backend import CHUNK, MANY_POSITIONS
 
 FIELDS = (
-    "num_hidden_layers",
-    "hidden_size",
-    "intermediate_size",
-    "shared_representation_size",
-    "ema_projection_size",
-    "nffn_hidden_size",
-    "attention_activation",
-    "attention_chunk",
-    "relative_positional_bias",
-    "normalization_type",
-    "ema_shift",
-    "truncation",
-    "input_type",
-    "image_size",
-    "patch_size",
-    "vocab_size",
-    "adaptive_softmax_cutoffs",
+    "num_hidden_layers", "hidden_size", "intermediate_size", "shared_representation_size", "ema_projection_size",
+    "nffn_hidden_size", "attention_activation", "attention_chunk", "relative_positional_bias", "normalization_type",
+    "ema_shift", "truncation", "input_type", "image_size", "patch_size", "vocab_size", "adaptive_softmax_cutoffs",
     "max_positions",
-)
+)  # fmt: skip
 # Numbers that a norm stores for the backward pass in addition to those of layer norm, in units of d.
 _OF_NORM = {"scalenorm": 1.0, "rmsnorm": 1.0, "batchnorm": 2.5, "syncbatchnorm": 2.5}
 FORMULAS = {

@@ -5,20 +5,10 @@ from transformers import PreTrainedModel
 from luna_mega import MegalodonConfig
 
 FIELDS = (
-    "num_hidden_layers",
-    "hidden_size",
-    "num_attention_heads",
-    "shared_representation_size",
-    "value_size",
-    "intermediate_size",
-    "ema_projection_size",
-    "norm_num_groups",
-    "chunk_size",
-    "rope_theta",
-    "swiglu",
-    "vocab_size",
+    "num_hidden_layers", "hidden_size", "num_attention_heads", "shared_representation_size", "value_size",
+    "intermediate_size", "ema_projection_size", "norm_num_groups", "chunk_size", "rope_theta", "swiglu", "vocab_size",
     "output_size",
-)
+)  # fmt: skip
 FORMULAS = {
     "FLOPs/token": "2 for each multiply-add; d width, z width of queries and keys, v of values, H heads, N complex "
     "states of the moving average, f feed-forward width, C chunk, c keys of a query (n, or the chunk), G groups of "

@@ -1,4 +1,4 @@
-"""`luna-mega eval`: language models by lm-eval's own command line in this process, embeddings by mteb."""
+"""`luna-mega eval`: evaluation of language models with lm-eval, and of embeddings with mteb."""
 
 import json
 import logging
@@ -19,16 +19,16 @@ def scores(folder: str | Path, arguments: Sequence[str]) -> dict[str, Any]:
     """Run `evaluate`, and return the results that lm-eval writes; its tables go to stderr.
 
     Raises:
-        ConversionError: as `evaluate`, or the arguments name another `--output_path`, or nothing was evaluated.
+        ConversionError: As in `evaluate`; the arguments contain `--output_path`; or there are no results.
     """
     if any(argument.split("=")[0] == "--output_path" for argument in arguments):
-        raise ConversionError("--json with --output_path, which writes the same JSON: leave one out")
+        raise ConversionError("--json and --output_path write the same JSON; omit one of them")
     with TemporaryDirectory() as place:
         with redirect_stdout(sys.stderr):
             evaluate(folder, [*arguments, "--output_path", place])
         files = sorted(Path(place).rglob("results_*.json"))
         if not files:
-            raise ConversionError("lm-eval wrote no results")
+            raise ConversionError("lm-eval wrote no results; check the tasks")
         return json.loads(files[-1].read_text(encoding="utf-8-sig"))
 
 
@@ -36,8 +36,8 @@ def evaluate(folder: str | Path, arguments: Sequence[str]) -> None:
     """Run `lm-eval run --model hf --model_args pretrained=FOLDER` with further arguments.
 
     Args:
-        folder: a folder with a causal language model of this package and its tokenizer.
-        arguments: arguments of `lm-eval run`; `--model_args` among them add to those of the model.
+        folder: Folder with a causal language model of this package and its tokenizer.
+        arguments: Arguments of `lm-eval run`. `--model_args` is added to that of the model.
 
     Raises:
         ConversionError: lm-eval is not installed or rejects the arguments, or the folder has no causal language model.
@@ -46,7 +46,7 @@ def evaluate(folder: str | Path, arguments: Sequence[str]) -> None:
     model_class = read_folder(folder).model_class.__name__
     if not model_class.endswith("ForCausalLM"):
         raise ConversionError(
-            f"{folder}: holds a {model_class}; lm-eval evaluates causal language models, ...ForCausalLM"
+            f"{folder}: contains a {model_class}; lm-eval requires a causal language model, ...ForCausalLM"
         )
     try:
         from lm_eval.__main__ import cli_evaluate
@@ -56,7 +56,7 @@ def evaluate(folder: str | Path, arguments: Sequence[str]) -> None:
     own, sys.argv = sys.argv, ["lm-eval", "run", *model, *arguments]
     try:
         cli_evaluate()
-    except Exception as error:  # lm-eval raises many kinds of errors for a bad task, bad data or a bad argument
+    except Exception as error:  # lm-eval raises many types of errors for invalid tasks, data or arguments
         logger.debug("lm-eval ended with an error", exc_info=True)
         raise ConversionError(f"lm-eval: {type(error).__name__}: {error}") from error
     finally:
@@ -67,9 +67,9 @@ def embedding_scores(folder: str | Path, tasks: str) -> dict[str, float]:
     """Return the main score of each task of mteb for the embeddings of an encoder.
 
     Args:
-        folder: a folder with an encoder of this package and its tokenizer, or one of sentence-transformers with its
-            pooling; without one, an embedding is the mean over the tokens.
-        tasks: names of tasks, with commas between.
+        folder: Folder with an encoder of this package and its tokenizer, or folder of sentence-transformers. Without
+            the pooling of sentence-transformers, an embedding is the mean over the tokens.
+        tasks: Names of tasks, separated by commas.
 
     Raises:
         ConversionError: mteb is not installed or has no such task, or the folder has no encoder of tokens.
@@ -85,7 +85,7 @@ def embedding_scores(folder: str | Path, tasks: str) -> dict[str, float]:
     try:
         chosen = mteb.get_tasks(tasks=[name.strip() for name in tasks.split(",")])
         results = mteb.evaluate(SentenceTransformer(str(folder)), chosen, cache=None).task_results
-    except Exception as error:  # mteb raises many kinds of errors for a bad task, bad data or a bad folder
+    except Exception as error:  # mteb raises many types of errors for invalid tasks, data or folders
         logger.debug("mteb ended with an error", exc_info=True)
         raise ConversionError(f"mteb: {type(error).__name__}: {error}") from error
     return {result.task_name: float(result.get_score()) for result in results}

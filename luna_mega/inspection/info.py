@@ -1,4 +1,4 @@
-"""The description of a model folder or checkpoint: architecture, sizes, costs, heads, origin (`luna-mega info`)."""
+"""Description of a model folder or checkpoint: architecture, sizes, costs, heads, origin (`luna-mega info`)."""
 
 import textwrap
 from collections import Counter
@@ -25,9 +25,9 @@ _LANGUAGE_MODELS = {
 
 @dataclass(frozen=True)
 class Info:
-    """The description of a model. Bytes are for one sequence of `length` positions, in the dtype of the weights.
+    """Description of a model. Bytes are for one sequence of `length` positions, in the dtype of the weights.
 
-    An encoder-decoder reads a source and a target of `length` positions each.
+    Source and target of an encoder-decoder have `length` positions each.
     """
 
     path: str
@@ -68,7 +68,7 @@ class Info:
 
     @property
     def explanation(self) -> str:
-        """The formulas as lines of at most 100 columns."""
+        """Return the formulas as lines of at most 100 columns."""
         return "\n".join(textwrap.fill(f"{name}: {text}", 100) for name, text in self.formulas.items())
 
 
@@ -85,29 +85,29 @@ def _short(number: float) -> str:
 
 
 def describe(path: str | Path, length: int | None = None, progress: bool = False) -> Info:
-    """Describe a model without building it in memory.
+    """Describe a model without allocating its weights.
 
     Args:
-        path: model folder, or checkpoint of the original code.
-        length: positions for memory and FLOPs; None = `max_position_embeddings` or `max_positions`, of Megalodon one
-            chunk.
-        progress: show a progress bar on stderr if that is a terminal.
+        path: Model folder, or checkpoint of the original code.
+        length: Number of positions for memory and FLOPs. None = `max_position_embeddings` or `max_positions`, for
+            Megalodon one chunk.
+        progress: Show a progress bar on stderr if it is a terminal.
 
     Raises:
-        ConversionError: `path` is neither, or the model has fewer positions.
+        ConversionError: `path` is neither, or `length` exceeds the positions of the model.
     """
     description = _read_checkpoint(path, progress) if is_checkpoint(path) else _read_folder(path)
     config, model_class, written_by, heads, dtypes, warnings = description
     limit = _length_limit(config)
     if length is not None and limit is not None and length > limit:
-        raise ConversionError(f"--length {length}: the model has {limit} learned positions")
+        raise ConversionError(f"--length {length}: the model has {limit} learned positions; use a smaller length")
     usual = costs.usual_length(config)
     length = length or min(usual, limit or usual)
     try:
         with torch.device("meta"):
             model = model_class(config)
     except (RuntimeError, TypeError, ValueError, OverflowError) as error:  # of torch, for sizes that no tensor has
-        raise ConversionError(f"{path}: no model has the sizes of its configuration: {reason(error)}") from error
+        raise ConversionError(f"{path}: the sizes of the configuration are invalid: {reason(error)}") from error
     parameters = costs.count_parameters(model)
     dtype = dtypes.most_common(1)[0][0]
     size = getattr(torch, dtype).itemsize
@@ -134,7 +134,7 @@ def describe(path: str | Path, length: int | None = None, progress: bool = False
 
 
 def _length_limit(config: PreTrainedConfig) -> int | None:
-    """Return the longest sequence that every table of positions serves, None = there is no table."""
+    """Return the longest sequence that all position tables support, or None if there are none."""
     stacks = costs.stacks(config).values()
     limits = [position_limit(stack) for stack in stacks]
     limits += [
@@ -155,7 +155,7 @@ def _read_folder(path: str | Path):
         if names[info.dtype] is not None:
             dtypes[names[info.dtype]] += torch.Size(info.shape).numel()
     if not dtypes:
-        raise ConversionError(f"{path}: the weights have no tensor of numbers; give the folder of a model")
+        raise ConversionError(f"{path}: the weights contain no floating-point tensor; use a model folder")
     return folder.config, folder.model_class, _origin(folder), _folder_heads(folder), dtypes, []
 
 

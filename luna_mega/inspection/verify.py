@@ -1,4 +1,4 @@
-"""The comparison of two models, layer by layer, on the same inputs (`luna-mega verify`)."""
+"""Comparison of two models, layer by layer, on the same inputs (`luna-mega verify`)."""
 
 import inspect
 import math
@@ -25,19 +25,10 @@ from luna_mega.inspection.costs import stacks
 from luna_mega.modeling_common.masks import find_mask
 
 _INPUTS = (
-    "input_ids",
-    "attention_mask",
-    "input_values",
-    "pixel_values",
-    "pair_input_ids",
-    "pair_attention_mask",
-    "pair_input_values",
-    "decoder_input_ids",
-    "decoder_attention_mask",
-    "encoder_hidden_states",
-    "encoder_attention_mask",
-    "packed_states",
-)
+    "input_ids", "attention_mask", "input_values", "pixel_values", "pair_input_ids", "pair_attention_mask",
+    "pair_input_values", "decoder_input_ids", "decoder_attention_mask", "encoder_hidden_states",
+    "encoder_attention_mask", "packed_states",
+)  # fmt: skip
 _RESULTS = ("logits", "start_logits", "end_logits", "last_hidden_state")
 # Two models must agree in these fields; otherwise their layers cannot be compared.
 _SHAPE_FIELDS = ("input_type", "vocab_size", "num_hidden_layers", "hidden_size")
@@ -48,9 +39,9 @@ _LUNA_SHAPE_FIELDS = ("projection_length", "dynamic_projection_length", "drop_fi
 class Comparison:
     """Largest absolute differences between two models `a` and `b`.
 
-    `layers` has a row `{"layer", "hidden"}` for each layer, layer 0 = the embeddings, with "packed" for the P of Luna,
-    and for an encoder-decoder with "stack", "encoder" or "decoder". `results` has the outputs. None = NaN or Inf in one
-    model and not in the other. Padding is not compared.
+    `layers` has a row `{"layer", "hidden"}` for each layer, where layer 0 is the embeddings. Rows of Luna also have
+    "packed" for P, and those of an encoder-decoder "stack", "encoder" or "decoder". `results` has the outputs. None =
+    NaN or Inf in only one of the models. Padding is not compared.
     """
 
     a: str
@@ -63,7 +54,7 @@ class Comparison:
 
     @property
     def largest(self) -> float | None:
-        """The largest of all differences; None as in `layers`."""
+        """Return the largest of all differences; None as in `layers`."""
         differences = [row[name] for row in self.layers for name in _columns(row)] + list(self.results.values())
         return None if None in differences else max(differences)
 
@@ -108,25 +99,29 @@ def compare(
     ema_convention: str = "auto",
     progress: bool = False,
 ) -> Comparison:
-    """Run two models of one kind in float32 and evaluation mode on the same inputs.
+    """Run two models of the same class in float32 and evaluation mode on the same inputs.
 
     Args:
-        a, b: model folders, or checkpoints of the original code, which are converted into a temporary folder.
-        inputs: safetensors file with arguments of the model's forward, such as `input_ids` `[B, T]`.
-        texts: sentences for the tokenizer of the folder `a` (or `b`); for multiple choice the options of one question.
-        batch, length, seed: number, length and seed of the random sequences that are made if neither is given. Every
-            second sequence is shorter, so that padding is covered.
-        tolerance: largest difference that counts as equal.
-        head, layer_norm, ema_convention: for checkpoints, as in `convert_checkpoint`.
-        progress: show a progress bar on stderr if that is a terminal.
+        a: Model folder, or checkpoint of the original code, which is converted to a temporary folder.
+        b: The second model folder or checkpoint.
+        inputs: Safetensors file with arguments of `forward`, such as `input_ids` `[B, T]`.
+        texts: Sentences for the tokenizer of `a` (or `b`); for multiple choice the options of one question.
+        batch: Number of random sequences if neither `inputs` nor `texts` is given.
+        length: Length of random sequences. Every second sequence is shorter, so that there is padding.
+        seed: Seed of random sequences.
+        tolerance: Largest difference that counts as equal.
+        head: Option of `convert_checkpoint` for checkpoints.
+        layer_norm: Option of `convert_checkpoint`.
+        ema_convention: Option of `convert_checkpoint`.
+        progress: Show a progress bar on stderr if it is a terminal.
 
     Raises:
-        ConversionError: a model or the inputs are at fault, or the models are of different kinds.
+        ConversionError: A model or the inputs are invalid, or the models are not comparable.
     """
     options = {"head": head, "layer_norm": layer_norm, "ema_convention": ema_convention}
     given = [f"--{name.replace('_', '-')}" for name, value in options.items() if value not in (None, "auto")]
     if given and not (is_checkpoint(a) or is_checkpoint(b)):
-        raise ConversionError(f"{', '.join(given)} applies to checkpoints, but A and B are model folders; leave it out")
+        raise ConversionError(f"{', '.join(given)} applies to checkpoints, but A and B are model folders; omit it")
     with quiet_transformers(), _folder(a, options, progress) as first, _folder(b, options, progress) as second:
         _check_same_kind(a, first, b, second)
         if inputs is not None:
@@ -154,7 +149,7 @@ def compare(
 
 @contextmanager
 def quiet_transformers() -> Iterator[None]:
-    """Silence bars and advice of transformers: missing and unexpected weights are errors here, or expected."""
+    """Disable progress bars and warnings of transformers; missing weights are errors in this module."""
     verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity_error()
     logging.disable_progress_bar()
@@ -186,7 +181,7 @@ def _check_same_kind(a, first: ModelFolder, b, second: ModelFolder) -> None:
             pairs += [(label + name, getattr(ours, name), getattr(theirs, name)) for name in fields]
     if different := [f"{name}: {shown(ours)} and {shown(theirs)}" for name, ours, theirs in pairs if ours != theirs]:
         raise ConversionError(
-            f"{a} and {b} are not models of one kind ({'; '.join(different)}); --head chooses the head of a checkpoint"
+            f"{a} and {b} cannot be compared ({'; '.join(different)}); --head chooses the head of a checkpoint"
         )
 
 
@@ -199,10 +194,10 @@ def _read_inputs(path: Path, folder: ModelFolder) -> dict[str, torch.Tensor]:
     known = [name for name in _INPUTS if _reads(model_class, name)]
     if unknown := sorted(tensors.keys() - set(known)):
         raise ConversionError(
-            f"{path}: {few(unknown)}: {model_class.__name__} has no such inputs; it takes {', '.join(known)}"
+            f"{path}: {few(unknown)}: {model_class.__name__} has no such inputs; it supports {', '.join(known)}"
         )
     if not tensors:
-        raise ConversionError(f"{path}: holds no tensors; {model_class.__name__} takes {', '.join(known)}")
+        raise ConversionError(f"{path}: contains no tensors; {model_class.__name__} supports {', '.join(known)}")
     for name, tensor in tensors.items():
         if not name.endswith("input_ids"):
             continue
@@ -218,26 +213,24 @@ def _tokenize(texts: Sequence[str], *folders: ModelFolder) -> dict[str, torch.Te
     model_class = folders[0].model_class
     for name, what in (("pair_input_ids", "pairs of sequences"), ("decoder_input_ids", "a source and a target")):
         if _reads(model_class, name):
-            raise ConversionError(f"--text: this model reads {what}; give --inputs")
+            raise ConversionError(f"--text: this model requires {what}; use --inputs")
     for folder in folders:
         if not (folder.path / "tokenizer_config.json").is_file():
             continue
         tokenizer = read_tokenizer(folder.path)
         limit = position_limit(folder.config)
         options = {"truncation": limit is not None, "max_length": limit}
-        if tokenizer.pad_token is None:  # the mask says what is padding
+        if tokenizer.pad_token is None:  # the mask marks padding
             tokenizer.pad_token = tokenizer.eos_token or tokenizer.unk_token
         try:
             tokens = tokenizer(list(texts), padding=True, return_tensors="pt", **options)
         except (ValueError, TypeError) as error:  # such as a tokenizer without a padding token
-            raise ConversionError(
-                f"--text: the tokenizer of {folder.path} does not take it: {reason(error)}"
-            ) from error
+            raise ConversionError(f"--text: the tokenizer of {folder.path} raises an error: {reason(error)}") from error
         tensors = {name: tokens[name] for name in ("input_ids", "attention_mask")}
         if _has_options(model_class):
             return {name: tensor[None] for name, tensor in tensors.items()}
         return tensors
-    raise ConversionError("--text: neither of the models has a tokenizer; convert with --bpe, or give --inputs")
+    raise ConversionError("--text: neither model has a tokenizer; convert with --bpe, or use --inputs")
 
 
 def _reads(model_class: type, name: str) -> bool:
@@ -249,7 +242,7 @@ def _has_options(model_class: type) -> bool:
 
 
 def random_inputs(folder: ModelFolder, batch: int, length: int, seed: int) -> dict[str, torch.Tensor]:
-    """Return random inputs of the class of a folder, `[batch, length]` or shorter; every second sequence is half."""
+    """Return random inputs for a model, `[batch, length]` or shorter; every second sequence has half the length."""
     generator, options = torch.Generator().manual_seed(seed), (2,) if _has_options(folder.model_class) else ()
     sides = stacks(folder.config)
     prefixes = dict.fromkeys(sides, "")
@@ -271,7 +264,7 @@ def random_inputs(folder: ModelFolder, batch: int, length: int, seed: int) -> di
                 tokens = torch.randint(first, config.vocab_size, shape, generator=generator)
                 tensors[f"{tower}input_ids"] = tokens.masked_fill(~mask, config.pad_token_id or 0)
             tensors[f"{tower}attention_mask"] = mask.long()
-    if folder.config.add_cross_attention:  # a decoder whose encoder is elsewhere
+    if folder.config.add_cross_attention:  # a decoder without its encoder
         source = (batch, length, folder.config.hidden_size)
         tensors["encoder_hidden_states"] = torch.randn(source, generator=generator)
         tensors["encoder_attention_mask"] = _shorter_second(source[:2]).long()
@@ -301,9 +294,9 @@ def _run(folder: ModelFolder, tensors: Mapping[str, torch.Tensor]) -> Mapping:
 
 
 def _mask(tensors: Mapping[str, torch.Tensor], config: PreTrainedConfig, prefix: str = "") -> torch.Tensor:
-    """Return a mask of the positions that count, `[B, T]` (the options of multiple choice one after the other).
+    """Return a mask of the compared positions, `[B, T]`, or `[B options, T]` for multiple choice.
 
-    The positions are the source's, or with `prefix` "decoder_" the target's; for pairs the first sequence's.
+    The positions are those of the source, with `prefix` "decoder_" of the target, and of the first sequence of pairs.
     """
     if f"{prefix}attention_mask" in tensors:
         mask = tensors[f"{prefix}attention_mask"].bool()
@@ -317,7 +310,7 @@ def _mask(tensors: Mapping[str, torch.Tensor], config: PreTrainedConfig, prefix:
     else:
         mask = torch.ones_like(tensors["input_values"], dtype=torch.bool)
     mask = mask.flatten(0, -2)
-    # Leave out the first token of each sequence, wherever the padding is.
+    # Without the first token of each sequence, for padding on both sides.
     return mask[:, 1:] & mask[:, :-1] if getattr(config, "drop_first_token", False) else mask
 
 
@@ -347,7 +340,7 @@ def _layers(first: Mapping, second: Mapping, tensors: Mapping, config: PreTraine
 
 
 def _used_rows(packed: torch.Tensor, mask: torch.Tensor, config: PreTrainedConfig) -> torch.Tensor | None:
-    """Return a mask of the rows of P that are in use, `[B, L]`, None = all are."""
+    """Return a mask of the used rows of P, `[B, L]`, or None for all."""
     if config.add_cross_attention or not config.dynamic_projection_length:
         return None
     return torch.arange(packed.shape[1]) < mask.sum(dim=1, keepdim=True)
@@ -360,7 +353,7 @@ def _results(first: Mapping, second: Mapping, mask: torch.Tensor) -> dict[str, f
             shapes = [list(output[name].shape) for output in (first, second)]
             if shapes[0] != shapes[1]:
                 raise ConversionError(
-                    f"{name} of A and B have shapes {shapes[0]} and {shapes[1]}: the models differ in classes"
+                    f"{name} of A and B have shapes {shapes[0]} and {shapes[1]}; compare models with equal heads"
                 )
             a_position_each = first[name].dim() == 3 or name in ("start_logits", "end_logits")
             results[name] = _difference(first[name], second[name], mask if a_position_each else None)

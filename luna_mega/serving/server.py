@@ -34,15 +34,7 @@ from transformers.cli.serving.utils import BaseHandler, GenerateManager, Generat
 
 from luna_mega.errors import shown
 from luna_mega.hub.folder import ModelFolder, position_limit, read_tokenizer
-from luna_mega.serving.requests import (
-    CHAT,
-    COMPLETIONS,
-    RESPONSES,
-    Endpoint,
-    RequestError,
-    check_request,
-    parse_json,
-)
+from luna_mega.serving.requests import CHAT, COMPLETIONS, RESPONSES, Endpoint, RequestError, check_request, parse_json
 
 DEFAULT_MAX_TOKENS = 1024
 SHUTDOWN_SECONDS = 5  # for the responses in progress when the server is told to stop

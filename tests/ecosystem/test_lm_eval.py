@@ -194,7 +194,7 @@ def test_invalid_inputs_raise(folder, tasks, tmp_path, capsys, monkeypatch):
     assert "tokenizer" in error(bare, "--tasks", "choice", *include)
     encoder = tmp_path / "encoder"
     save("luna", encoder, "ForMaskedLM", is_decoder=False)
-    assert "holds a LunaForMaskedLM; lm-eval evaluates causal" in error(encoder, "--tasks", "choice", *include)
+    assert "contains a LunaForMaskedLM; lm-eval requires a causal" in error(encoder, "--tasks", "choice", *include)
     monkeypatch.setitem(sys.modules, "lm_eval.__main__", None)
     assert "`pip install '.[eval]'`" in error(folder, "--tasks", "choice", *include)
 

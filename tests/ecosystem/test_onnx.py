@@ -85,7 +85,7 @@ def test_failed_program_leaves_no_files(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(onnx, "_checks", fail)
     folder = saved(tmp_path / "model", ENCODERS["luna"]())
     assert main(["onnx", str(folder), "--output", str(tmp_path / "model.onnx")]) == 1
-    assert "onnxruntime does not run the programs: no such operator\n" in capsys.readouterr().err
+    assert "onnxruntime cannot run the programs: no such operator\n" in capsys.readouterr().err
     assert not (tmp_path / "model.onnx").exists()
 
 
@@ -139,9 +139,9 @@ def test_steps_continue_from_the_model_cache(name, tmp_path):
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ("opset", "--opset 11: the programs need ONNX operators of version 18 or later"),
+        ("opset", "--opset 11: the version of ONNX operators must be at least 18"),
         ("no folder", "no such folder"),
-        ("file", "becomes several programs; give --output a folder"),
+        ("file", "is exported as several programs; use a folder for --output"),
         ("package", "onnxruntime not installed; run `pip install '.\\[onnx\\]'`"),
         ("wrong", "onnxruntime differs from the model by .* nothing was written"),
         ("failure", "cannot be exported"),

@@ -247,7 +247,7 @@ def test_inputs_of_a_source_and_a_target(tmp_path, capsys):
     assert main(["verify", str(folder), str(folder), "--inputs", str(file)]) == 1
     assert "decoder_input_ids has ids outside of the vocabulary, 0 to 34" in capsys.readouterr().err
     assert main(["verify", str(folder), str(folder), "--text", "x"]) == 1
-    assert "--text: this model reads a source and a target; give --inputs" in capsys.readouterr().err
+    assert "--text: this model requires a source and a target; use --inputs" in capsys.readouterr().err
 
 
 def test_decoders_of_different_sizes(tmp_path):

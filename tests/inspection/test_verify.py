@@ -148,8 +148,8 @@ def test_input_file(tmp_path, capsys):
     ("tensors", "expected"),
     [
         ({"tokens": torch.zeros(1, 4).long()}, "tokens: LunaForMaskedLM has no such inputs"),
-        ({"pair_input_ids": torch.zeros(1, 4).long()}, "it takes input_ids, attention_mask"),
-        ({}, "holds no tensors"),
+        ({"pair_input_ids": torch.zeros(1, 4).long()}, "it supports input_ids, attention_mask"),
+        ({}, "contains no tensors"),
         ({"input_ids": torch.tensor([[0, 17]])}, "outside of the vocabulary, 0 to 16"),
         ({"input_ids": torch.zeros(1, 21).long()}, "21 exceeds the 20 learned positions"),
         ({"input_ids": torch.zeros(1, 4)}, "input_ids has dtype torch.float32; ids must be integers"),
@@ -175,7 +175,7 @@ def fails(capsys, *arguments):
 @pytest.mark.parametrize("model_class", [LunaForMaskedLM, LunaForMultipleChoice])
 def test_text(tmp_path, capsys, model_class):
     first, second = save(tmp_path / "a", model_class), save(tmp_path / "b", model_class)
-    assert "neither of the models has a tokenizer" in fails(capsys, first, second, "--text", "w1")
+    assert "neither model has a tokenizer" in fails(capsys, first, second, "--text", "w1")
     words = {"<s>": 0, "<pad>": 1, "</s>": 2, "<unk>": 3} | {f"w{index}": 4 + index for index in range(13)}
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
