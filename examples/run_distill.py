@@ -41,7 +41,7 @@ from luna_mega.distillation.record import Record, describe_distillation
 from luna_mega.distillation.stages import (
     AlignTrainer,
     DistillTrainer,
-    Judge,
+    Evaluator,
     StageTrainer,
     plan_alignment,
     some_batches,
@@ -111,7 +111,7 @@ class Task:
     tokenizer: PreTrainedTokenizerBase
     splits: dict[str, Any]
     collate: Callable
-    judge: Judge = field(init=False)
+    evaluator: Evaluator = field(init=False)
 
 
 def load_classes(
@@ -215,7 +215,7 @@ def make_trainer(
         callbacks=make_callbacks(task.data),
         teacher=task.teacher,
         options=task.model,
-        judge=task.judge,
+        evaluator=task.evaluator,
     )
 
 
@@ -252,18 +252,20 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     is_initialized = model.is_new and not checkpoint
     copying = copy_student(teacher, student, model) if is_initialized else None
     move_teacher(teacher, model, training)
-    task.judge = Judge(teacher, splits.get("validation"), collate, training, reads_all(teacher, data.block_size))
-    record.teacher = task.judge.teacher_scores
+    task.evaluator = Evaluator(
+        teacher, splits.get("validation"), collate, training, reads_all(teacher, data.block_size)
+    )
+    record.teacher = task.evaluator.teacher_scores
     if copying:
         if teacher.family.is_decoder and not model.align_steps:  # alignment reads the norm as it is
             scale_student(student.to(training.device), some_batches(draw_examples(task, first), collate, training, 1))
         record.say(copying.text)
-        record.add_row("copy", copying, task.judge.score_student(student.to(training.device)))
+        record.add_row("copy", copying, task.evaluator.score_student(student.to(training.device)))
     if is_initialized and calibrates(teacher, student, model):
         batches = some_batches(draw_examples(task, first), collate, training, model.calibration_batches + 1)
         calibration = calibrate_student(teacher, student, model, batches)
         record.say(calibration.text)
-        record.add_row("calibrate", calibration, task.judge.score_student(student))
+        record.add_row("calibrate", calibration, task.evaluator.score_student(student))
     if model.align_steps and not run.checkpoint:
         align_student(student, first, task, record, aligning)
         student = make_student(teacher, model, data.block_size, first.output_dir).to(training.device)

@@ -1,4 +1,4 @@
-"""Alignment: every layer of the student learns what the teacher's does on the teacher's own states."""
+"""Alignment: train every layer of the student to reproduce the teacher's layer on the teacher's states."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -24,11 +24,11 @@ class AlignmentPlan:
     """The pairs of states that alignment compares.
 
     Args:
-        pairs: for each layer the index of the teacher's states that it reads, and of the states it should return.
-        attention: whether it should return the teacher's attention output, as the rest of the layer is copied; else
-            it returns the states behind the teacher's layer.
-        shifts: the student's positions differ from the teacher's, which has none or fewer; what this makes in the
-            embeddings is added to all these states.
+        pairs: for each layer, the indices of the teacher's input states and of the target states.
+        attention: compare the attention outputs, because the rest of the layer is copied; otherwise compare the layer
+            outputs.
+        shifts: the teacher has no or fewer positions than the student; add the resulting difference of the embeddings
+            to all states of the teacher.
     """
 
     pairs: list[tuple[int, int]]
@@ -39,11 +39,11 @@ class AlignmentPlan:
 def plan_alignment(
     teacher: Teacher, own: Parts, layers: Sequence[int] | None = None, whole: bool = False
 ) -> AlignmentPlan:
-    """Return what the layers of a student are aligned with; `layers` and `whole` as for `align`."""
+    """Return the alignment plan of a student; `layers` and `whole` as for `align`."""
     matched = match_layers(teacher, own, layers)
     shifts = _adds_positions(teacher, own)
     is_encoder = own.config.model_type == "luna" and not own.config.is_decoder
-    adds = "output" in teacher.family.layer  # a Mega mixes its attention into the input, by a gate
+    adds = "output" in teacher.family.layer  # a Mega combines attention and input with a gate
     if is_encoder and adds and not whole and same_layers(teacher, own):
         return AlignmentPlan([(index, index) for index in matched], attention=True, shifts=shifts)
     ends = [index + 1 for index in matched]
@@ -61,7 +61,7 @@ def _adds_positions(teacher: Teacher, own: Parts) -> bool:
 
 
 def aligned_parameters(teacher: Teacher, student: PreTrainedModel, whole: bool = False) -> list[str]:
-    """Return the names of the student's parameters that `align` has gradients for: attentions or layers, and P."""
+    """Return the names of the student's parameters that `align` trains: attentions or layers, and P."""
     own = check_pair(teacher, student)
     attention = "attention." if plan_alignment(teacher, own, whole=whole).attention else ""
     prefixes = [f"{own.family.layers}.{index}.{attention}" for index in range(len(own.layers))]
@@ -69,15 +69,15 @@ def aligned_parameters(teacher: Teacher, student: PreTrainedModel, whole: bool =
     unread = set(map(id, own.model.unread_parameters()))
     names = [name for name, tensor in own.model.named_parameters() if id(tensor) not in unread]
     if own.config.model_type == "luna" and not own.pre_norm:
-        # P goes on to the next layer without gradients, so that layers are independent.
+        # P is passed to the next layer without gradients, so that layers are independent.
         names = [name for name in names if not name.startswith(own.family.layers) or "packed_layer_norm" not in name]
     return [name for name in names if name.startswith(tuple(prefixes))]
 
 
 def train_only(student: PreTrainedModel, names: Iterable[str] | None) -> list[nn.Parameter]:
-    """Let gradients reach the named parameters of a student alone, and return them; None = all that a loss reads.
+    """Enable gradients only for the named parameters of a student and return these; None = all that a loss uses.
 
-    DDP and FSDP2 ask for it: each parameter that requires a gradient must get one. Call it before they wrap the model.
+    Call it before DDP or FSDP2 wrap the model: they require a gradient for each parameter with `requires_grad`.
     """
     unread = set(map(id, student.unread_parameters()))
     chosen = None if names is None else set(names)
@@ -93,24 +93,24 @@ def align(
     layers: Sequence[int] | None = None,
     whole: bool = False,
 ) -> torch.Tensor:
-    """Return for each of the student's N layers how far it is from the teacher's, `[N]`; 0 = equal, 1 = a constant.
+    """Return the alignment loss of each of the student's N layers `[N]`; 0 = equal, 1 = a constant output.
 
-    Each layer reads the teacher's states and none of the student's, but for the first of layers that are aligned as a
-    whole, which reads the student's embeddings. Where the rest of the layer is copied, it is the attention outputs that
-    are compared, else what leaves the layer. The loss of a layer has gradients for that layer alone (of a Luna encoder
-    the first one's also for P). Padding counts nowhere.
+    Each layer receives the teacher's states. If complete layers are aligned, the first one receives the student's
+    embeddings. Attention outputs are compared if the rest of the layer is copied, otherwise layer outputs. The loss of
+    a layer only has gradients for that layer; that of the first layer of a Luna encoder also for P. Padding does not
+    count.
 
-    The student is called once, as a whole, so that it may be wrapped by DDP or FSDP2. Train `aligned_parameters`.
+    The student is called once, so it can be wrapped by DDP or FSDP2. Train `aligned_parameters`.
 
     Args:
-        student: a model, maybe wrapped.
-        batch: `input_ids` `[B, T]`, and `attention_mask` where there is padding.
+        student: model, possibly wrapped.
+        batch: `input_ids` `[B, T]`, and `attention_mask` if there is padding.
         layers: as for `copy_weights`.
-        whole: compare what leaves the layer everywhere, and give the same to `aligned_parameters`.
+        whole: compare the outputs of complete layers. Pass the same value to `aligned_parameters`.
 
     Raises:
-        ValueError: the batch is longer than teacher or student read, or the student has gradient checkpointing or
-            layerdrop; see also `check_pair` and `match_layers`.
+        ValueError: If the batch exceeds the length limit of teacher or student, or the student uses gradient
+            checkpointing or layerdrop; see also `check_pair` and `match_layers`.
     """
     own = check_pair(teacher, student)
     repeats = any(getattr(module, "gradient_checkpointing", False) for module in own.model.modules())
@@ -126,7 +126,7 @@ def align(
 
 
 class _Alignment:
-    """Hooks on the layers of a student, while it runs once: they exchange what goes in and compare what comes out."""
+    """Hooks on the layers of a student during one call: they replace the inputs and compare the outputs."""
 
     def __init__(self, plan: AlignmentPlan, own: Parts, observed: Observed):
         self.plan, self.own, self.observed = plan, own, observed
@@ -144,7 +144,7 @@ class _Alignment:
             handle.remove()
 
     def exchange(self, index: int):
-        """Return a hook that lets a layer read the teacher's states, and P without gradients."""
+        """Return a hook that passes the teacher's states, and P without gradients, to a layer."""
 
         def hook(module, args):
             hidden, *others = args
@@ -160,10 +160,9 @@ class _Alignment:
         return hook
 
     def expose_attention(self, layer: nn.Module) -> list:
-        """Let a layer return its attention's output in place of the tokens.
+        """Make a layer return its attention output instead of the tokens.
 
-        The output has to leave through the layer, whose hooks of FSDP2 then gather its weights for the backward pass:
-        therefore this hook goes before those.
+        The hook runs before those of FSDP2 on the layer, which gather the weights for the backward pass of its output.
         """
         outputs = []
         keep = layer.attention.register_forward_hook(lambda module, args, output: outputs.append(output[0]))
@@ -176,10 +175,10 @@ class _Alignment:
         def hook(module, args, output):
             got, target = output[0] if isinstance(output, tuple) else output, self.plan.pairs[index][1]
             if self.plan.attention:
-                want = self.layout.gather(self.observed.attended[target])
+                reference = self.layout.gather(self.observed.attended[target])
             else:
-                want = self.state(target, got) + self.shift
-            self.losses.append(_distance(got.float(), want.float(), self.layout.mask, self.plan.attention))
+                reference = self.state(target, got) + self.shift
+            self.losses.append(_distance(got.float(), reference.float(), self.layout.mask, self.plan.attention))
 
         return hook
 
@@ -187,15 +186,15 @@ class _Alignment:
         return self.layout.gather(self.observed.states[index]).to(like.dtype)
 
 
-def _distance(got: torch.Tensor, want: torch.Tensor, mask: torch.Tensor | None, together: bool) -> torch.Tensor:
-    """Return the mean square of the difference, relative to the variance of `want` `[B, T, d]`.
+def _distance(got: torch.Tensor, reference: torch.Tensor, mask: torch.Tensor | None, together: bool) -> torch.Tensor:
+    """Return the mean square of the difference, relative to the variance of `reference` `[B, T, d]`.
 
-    The variance is taken over all entries together, or for each token by itself: in states of layers that begin with
-    a norm, a few tokens are far larger than all others. Where no token is kept, it is 0.
+    The variance is computed over all entries together or per token: in pre-norm layers, a few tokens are far larger
+    than all others. The result is 0 if no token is kept.
     """
-    got, want = (x.flatten(0, 1) if mask is None else x[mask] for x in (got, want))
+    got, reference = (x.flatten(0, 1) if mask is None else x[mask] for x in (got, reference))
     if not len(got):
         return got.sum()
     if together:
-        return (got - want).square().mean() / want.var()
-    return ((got - want).square().mean(dim=-1) / want.var(dim=-1)).mean()
+        return (got - reference).square().mean() / reference.var()
+    return ((got - reference).square().mean(dim=-1) / reference.var(dim=-1)).mean()

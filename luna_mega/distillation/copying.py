@@ -22,10 +22,11 @@ class CopyReport:
     """Record of `copy_weights`, by names of parameters.
 
     Args:
-        copied: student's -> teacher's.
-        started: student's -> teacher's, where the meaning is nearly the same: the weight of an RMSNorm in a LayerNorm.
-        new: the student's that the teacher has nothing for.
-        left: the teacher's that the student has no place for.
+        copied: student's name -> teacher's name.
+        started: student's name -> teacher's name of similar parameters, such as the weight of an RMSNorm for a
+            LayerNorm.
+        new: parameters of the student without a counterpart.
+        left: parameters of the teacher without a counterpart.
     """
 
     copied: dict[str, str] = field(default_factory=dict)
@@ -44,13 +45,13 @@ def extend_positions(table: torch.Tensor, length: int, how: str = "windows") -> 
     """Return a table of positions `[length, d]` for a longer (or shorter) input from a learned one `[n, d]`.
 
     Args:
-        how: `"copy"`: rows beyond n are the first ones again, as Longformer was made of RoBERTa; `"windows"`: to each
-            of these copies a vector of its own is added, so that a Luna can tell them apart; `"mirror"`: the table runs
-            back and forth, so that neighbors stay neighbors; `"interpolate"`: the n rows are stretched over the
-            length, which moves the positions of short inputs too. A shorter table is cut, but for `"interpolate"`.
+        how: `"copy"`: repeat the n rows, as Longformer does with those of RoBERTa; `"windows"`: add a distinct vector
+            to each repetition, which lets a Luna distinguish them; `"mirror"`: alternate the direction, so that
+            neighbors stay neighbors; `"interpolate"`: stretch the n rows over the length, which also changes the
+            positions of short inputs. Except for `"interpolate"`, a shorter table is truncated.
 
     Raises:
-        ValueError: `how` is none of these, or the length is less than 1.
+        ValueError: If `how` is none of these, or the length is less than 1.
     """
     if length < 1:
         raise ValueError(f"a table of positions needs a length of at least 1, got {length}")

@@ -1,4 +1,4 @@
-"""Distillation end to end: labels and the teacher's distribution, at the predicted positions alone."""
+"""Distillation of the complete model with labels and the teacher's distribution at the predicted positions."""
 
 from typing import Any, NamedTuple
 
@@ -42,25 +42,25 @@ def distill(
 ) -> Distilled:
     """Return the losses of a batch.
 
-    Teacher and student compute logits of the predicted positions alone, and what a loss needs in float32 is made for
-    1,024 of them at a time, so that a vocabulary of 250,000 tokens fits. With `share=0` the teacher does not run, and
-    the batch may be longer than it reads.
+    Teacher and student only compute logits at the predicted positions. The losses are computed in float32 for 1,024
+    positions at a time, which limits the memory for vocabularies of 250,000 tokens. With `share=0` the teacher is not
+    called, and the batch may exceed its length limit.
 
-    The student is called once, as a whole, so that it may be wrapped by DDP or FSDP2. It may have another width and
-    depth than the teacher.
+    The student is called once, so it can be wrapped by DDP or FSDP2. Its width and depth may differ from those of the
+    teacher.
 
     Args:
-        student: a model, maybe wrapped.
-        batch: `input_ids` `[B, T]`, `attention_mask` where there is padding, and `labels`: `[B, T]` with -100 = not
-            predicted (a causal model shifts them), or `[B]` of a classifier.
-        share: of the teacher's loss, from 0 to 1.
-        temperature: divides the logits in the teacher's loss.
-        num_items_in_batch: predicted positions, or labels of a classifier, of all batches that make one step, by which
-            Trainer wants losses divided; None = those of this batch.
+        student: model, possibly wrapped.
+        batch: `input_ids` `[B, T]`, `attention_mask` if there is padding, and `labels`: `[B, T]` with -100 = ignored
+            (shifted by a causal model), or `[B]` for a classifier.
+        share: weight of the teacher's loss, from 0 to 1.
+        temperature: divisor of the logits in the teacher's loss.
+        num_items_in_batch: number of predicted positions, or of labels of a classifier, in all batches of a step, by
+            which the losses are divided; None = that of this batch.
 
     Raises:
-        ValueError: no labels, a share or a temperature out of range, a batch longer than teacher or student read; see
-            also `check_pair`.
+        ValueError: If labels are missing, share or temperature is out of range, or the batch exceeds the length limit
+            of teacher or student; see also `check_pair`.
     """
     if not 0.0 <= share <= 1.0 or not 0.0 < temperature < float("inf"):
         raise ValueError(f"share must be from 0 to 1 and temperature a number above 0, got {share} and {temperature}")
@@ -85,46 +85,46 @@ def distill(
         places = targets != -100
         with own.logits_at(places):
             got = student(**inputs).logits
-        want = teacher.logits(batch, places) if share else None
-        own_loss, theirs = _token_losses(got, want, targets[places], temperature)
+        reference = teacher.logits(batch, places) if share else None
+        own_loss, theirs = _token_losses(got, reference, targets[places], temperature)
         scale = 1.0 / max(1, len(got) if num_items_in_batch is None else num_items_in_batch)
     own_loss, theirs = own_loss * scale, theirs * scale
     return Distilled((1.0 - share) * own_loss + share * theirs, own_loss.detach(), theirs.detach(), got.detach())
 
 
 def _token_losses(
-    got: torch.Tensor, want: torch.Tensor | None, targets: torch.Tensor, temperature: float
+    got: torch.Tensor, reference: torch.Tensor | None, targets: torch.Tensor, temperature: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the sums of both losses over logits `[M, V]` and targets `[M]`."""
 
-    def of_rows(got, want, targets):
+    def of_rows(got, reference, targets):
         got = got if got.dtype == torch.float64 else got.float()
         own_loss = functional.cross_entropy(got, targets, reduction="sum")
-        if want is None:
+        if reference is None:
             return own_loss, 0.0 * own_loss
-        return own_loss, _divergence(got, want.to(got.dtype), temperature)
+        return own_loss, _divergence(got, reference.to(got.dtype), temperature)
 
     starts = range(0, max(1, len(got)), _ROWS)
     parts = []
     for start in starts:
         rows = slice(start, start + _ROWS)
-        taken = (got[rows], None if want is None else want[rows], targets[rows])
+        taken = (got[rows], None if reference is None else reference[rows], targets[rows])
         parts.append(of_rows(*taken) if len(starts) == 1 else checkpoint(of_rows, *taken, use_reentrant=False))
     return tuple(torch.stack(losses).sum() for losses in zip(*parts, strict=True))
 
 
-def _divergence(got: torch.Tensor, want: torch.Tensor, temperature: float) -> torch.Tensor:
+def _divergence(got: torch.Tensor, reference: torch.Tensor, temperature: float) -> torch.Tensor:
     """Return the sum over rows of the squared temperature times KL(teacher || student)."""
-    got, want = (functional.log_softmax(x / temperature, dim=-1) for x in (got, want))
-    return temperature**2 * functional.kl_div(got, want, reduction="sum", log_target=True)
+    got, reference = (functional.log_softmax(x / temperature, dim=-1) for x in (got, reference))
+    return temperature**2 * functional.kl_div(got, reference, reduction="sum", log_target=True)
 
 
-def _label_loss(own: Parts, got: torch.Tensor, want: torch.Tensor, temperature: float) -> torch.Tensor:
-    """Return the mean loss of a classifier's logits `[B, C]` beside the teacher's."""
+def _label_loss(own: Parts, got: torch.Tensor, reference: torch.Tensor, temperature: float) -> torch.Tensor:
+    """Return the mean loss of a classifier's logits `[B, C]` with respect to the teacher's."""
     kind = own.config.problem_type
     if kind == "regression" or (kind is None and own.config.num_labels == 1):
-        return functional.mse_loss(got, want)
+        return functional.mse_loss(got, reference)
     if kind == "multi_label_classification":
-        scores = (want / temperature).sigmoid()
+        scores = (reference / temperature).sigmoid()
         return temperature**2 * functional.binary_cross_entropy_with_logits(got / temperature, scores)
-    return _divergence(got, want, temperature) / len(got)
+    return _divergence(got, reference, temperature) / len(got)

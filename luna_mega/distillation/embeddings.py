@@ -85,6 +85,6 @@ def embedding_loss(
         raise ValueError(
             f"window={window} must be from 3 to the {teacher.config.max_position_embeddings} positions of the teacher"
         )
-    want = teacher_vectors(teacher, modules, batch, window)
+    reference = teacher_vectors(teacher, modules, batch, window)
     got = modules.embed(student(**batch).last_hidden_state, batch["attention_mask"].bool())
-    return 1 - functional.cosine_similarity(got, want, dim=-1).mean()
+    return 1 - functional.cosine_similarity(got, reference, dim=-1).mean()

@@ -1,4 +1,4 @@
-"""Families of transformers: where each keeps the parts that models have in common. A family is one row of names."""
+"""Families of transformers: the names of the parts that models have in common, one row per family."""
 
 import re
 from collections.abc import Iterator, Mapping
@@ -20,15 +20,15 @@ class Family:
     Args:
         layers: the list of layers, as seen from the model with its head.
         layer: our name of a part of a layer -> the family's name in the layer. `query`, `key` and `value` may be one
-            module, whose output is theirs side by side. A family without `fc1` has layers that no student can copy.
+            fused module. The layers of a family without `fc1` cannot be copied.
         model: our name of a part outside the layers -> the family's name. `head_...` and `decoder` belong to the
             language-modelling head, `class_...` to a sequence classifier.
         heads: other heads, by the end of the names of their classes -> the names of their parts, `class_...`.
-        entry: the first module of the head; where there are several names, the first one that the model has.
+        entry: names of the first module of the head; the first existing name is used.
         activation, head_activation: field of the configuration that holds the activation of the feed-forward layers and
             of the head, or the activation itself; None = the head has no layer that ours has.
         class_activation: activation of the classifier's hidden layer, None = ours differs from it.
-        pre_norm: norms stand before attention and feed-forward layer, else after them. Luna and Mega say it themselves.
+        pre_norm: norms are before attention and feed-forward layer, else after them; Luna and Mega have a field for it.
         is_decoder: the family is causal.
     """
 
@@ -230,7 +230,7 @@ FAMILIES: dict[str, Family] = {
 
 
 def find_family(config: PreTrainedConfig) -> Family | None:
-    """Return the family of a configuration, None where there is none."""
+    """Return the family of a configuration, None if there is none."""
     is_decoder = getattr(config, "is_decoder", False) and not getattr(FAMILIES.get(config.model_type), "is_decoder", 0)
     return FAMILIES.get(f"{config.model_type} decoder" if is_decoder else config.model_type)
 
@@ -240,7 +240,7 @@ class Parts:
 
     Args:
         model: a model with its head.
-        family: where its parts are.
+        family: names of its parts.
     """
 
     def __init__(self, model: PreTrainedModel, family: Family):
@@ -253,7 +253,7 @@ class Parts:
 
     @property
     def pre_norm(self) -> bool:
-        """Whether norms stand before attention and feed-forward layer."""
+        """Whether norms are before attention and feed-forward layer."""
         config = self.config
         return getattr(config, "pre_norm", getattr(config, "normalize_before_ffn", self.family.pre_norm))
 
@@ -264,7 +264,7 @@ class Parts:
 
     @property
     def head_activation(self) -> str | None:
-        """The activation of the head of a language model; None = it has no layer that ours has."""
+        """The activation of the head of a language model; None if the head has no corresponding layer."""
         name = self.family.head_activation
         return name and getattr(self.config, name, name)
 
@@ -286,7 +286,7 @@ class Parts:
         return path and self._find(path)
 
     def tensors(self, name: str, layer: int | None = None) -> dict[str, torch.Tensor]:
-        """Return weight and bias of a part, laid out as in `nn.Linear`; nothing if there is no such part."""
+        """Return weight and bias of a part in the layout of `nn.Linear`; empty if there is no such part."""
         module = self.module(name, layer)
         if module is None:
             return {}
@@ -300,9 +300,9 @@ class Parts:
 
     @contextmanager
     def logits_at(self, places: torch.Tensor | None) -> Iterator[None]:
-        """Let the language-modelling head compute logits `[M, vocab_size]` at the M True places of `[B, T]` alone.
+        """Make the language-modeling head compute logits `[M, vocab_size]` only at the M True places of `[B, T]`.
 
-        A vocabulary of 250,000 tokens then costs M rows in place of B T. None = the head is as it was.
+        With large vocabularies, M rows need less memory than B T rows. None = the head is unchanged.
         """
         handle = None
         if places is not None:

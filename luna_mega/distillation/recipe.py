@@ -64,20 +64,18 @@ class DistillArguments:
     )
     num_hidden_layers: int | None = field(default=None, metadata={"help": "layers of a new student"})
     layers: list[int] | None = field(
-        default=None, metadata={"help": "the teacher's layers that the student's stand for, from 0 on: 0 3 7 11"}
+        default=None, metadata={"help": "teacher layers of the student's layers, from 0 on: 0 3 7 11"}
     )
     positions: str = field(
         default="windows",
-        metadata={"help": "how a table of positions is made longer: windows, copy, mirror or interpolate"},
+        metadata={"help": "extension of the position table: windows, copy, mirror or interpolate"},
     )
     config_overrides: str = field(
         default="", metadata={"help": "fields of a new student: use_chunking=true,chunk_size=128"}
     )
-    calibration_batches: int = field(
-        default=6, metadata={"help": "training batches from which a Luna's packs or a Mega's head are solved; 0 = none"}
-    )
+    calibration_batches: int = field(default=6, metadata={"help": "training batches for the calibration; 0 = none"})
     calibration_gain: float | None = field(
-        default=None, metadata={"help": "how sharply a head reads its part; default: 12 for single positions, else 6"}
+        default=None, metadata={"help": "sharpness of the pack heads; default: 12 for single positions, else 6"}
     )
     calibration_ridge: float = field(default=0.01, metadata={"help": "strength of the regularization"})
     max_calibration_error: float = field(
@@ -86,13 +84,11 @@ class DistillArguments:
     )
     align_steps: int = field(default=200, metadata={"help": "steps of alignment, layer by layer; 0 = none"})
     align_learning_rate: float = field(default=1e-3, metadata={"help": "learning rate of alignment"})
-    align_whole: bool = field(
-        default=False, metadata={"help": "align whole layers, also where attention is all that differs"}
-    )
+    align_whole: bool = field(default=False, metadata={"help": "align complete layers, even if only attention differs"})
     distill_share: float = field(
-        default=0.5, metadata={"help": "share of the teacher's distribution in the loss; the rest is the labels'"}
+        default=0.5, metadata={"help": "weight of the teacher's loss; the labels have the rest"}
     )
-    distill_temperature: float = field(default=1.0, metadata={"help": "divides the logits in the teacher's loss"})
+    distill_temperature: float = field(default=1.0, metadata={"help": "divisor of the logits in the teacher's loss"})
     license: str | None = field(
         default=None, metadata={"help": "license of the weights, for the model card: apache-2.0"}
     )
@@ -104,13 +100,13 @@ class DistillArguments:
 
     @property
     def is_new(self) -> bool:
-        """Whether the student is made here."""
+        """Whether a new student is created."""
         return self.student in ("luna", "mega")
 
 
 @contextlib.contextmanager
 def one_line(about: str) -> Iterator[None]:
-    """End the script with one line about an option if the library raises an error."""
+    """Exit with a one-line error about an option if the library raises an error."""
     try:
         yield
     except (ValueError, OSError, StrictDataclassError, yaml.YAMLError) as error:
@@ -251,7 +247,7 @@ def calibrate_student(
     tokens = sum(int(batch.get("attention_mask", torch.ones_like(batch["input_ids"])).sum()) for batch in batches)
     shown = ", ".join(f"{share:.2f}" for share in shares)
     if student.config.model_type == "luna":
-        text = f"layers tell {shown} of the positions\n{_check_errors(teacher, student, model, held_out)}"
+        text = f"layers identify {shown} of the positions\n{_check_errors(teacher, student, model, held_out)}"
     else:
         text = f"head explain {shown} of its output"
     return Done(f"stage calibrate: the states of the {text}", tokens, time.perf_counter() - start)
@@ -260,7 +256,7 @@ def calibrate_student(
 def _check_errors(
     teacher: Teacher, student: PreTrainedModel, model: DistillArguments, batch: dict[str, torch.Tensor]
 ) -> str:
-    """Return a line with the error of every layer; end the script if the error of a calibrated attention is too large.
+    """Return a line with the error of every layer; exit if that of a calibrated attention is too large.
 
     If the other weights of the layers are not copied, the error is not that of the calibration.
     """

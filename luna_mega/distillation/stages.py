@@ -25,8 +25,8 @@ def has_checkpoints(folder: str) -> bool:
 def plan_alignment(model: DistillArguments, training: TrainingArguments) -> TrainingArguments:
     """Return the options of alignment, and leave those of distillation in `training`.
 
-    Each stage has a schedule of its own, with a warm-up of at most a quarter of its steps. `--resume_from_checkpoint`
-    goes to the stage that was running.
+    Each stage has its own schedule with a warm-up of at most a quarter of its steps. `--resume_from_checkpoint` applies
+    to the interrupted stage.
     """
     first, wanted = copy.copy(training), training.resume_from_checkpoint
     first.output_dir = str(Path(training.output_dir, "_align"))  # Trainer pushes nothing with _ to the Hub
@@ -46,18 +46,18 @@ def plan_alignment(model: DistillArguments, training: TrainingArguments) -> Trai
 
 
 def targets_of(teacher: Teacher, labels: torch.Tensor) -> torch.Tensor:
-    """Return what is predicted at every position `[B, T]`, or of every sequence; -100 = nothing."""
+    """Return the targets of all positions `[B, T]`, or of all sequences; -100 = ignored."""
     if teacher.is_classifier or not teacher.family.is_decoder:
         return labels
     return functional.pad(labels[:, 1:], (0, 1), value=-100)
 
 
-class Judge:
+class Evaluator:
     """Evaluation of student and teacher on the validation split.
 
     Args:
-        split: None = nothing is scored.
-        agrees: whether the teacher is asked for its guesses; it has to read the examples.
+        split: validation split, None to disable the evaluation.
+        agrees: whether to evaluate the teacher and the agreement; requires examples within its length limit.
 
     Attributes:
         teacher_scores: loss and accuracy of the teacher.
@@ -74,10 +74,10 @@ class Judge:
         # All processes call the student equally often, which sharded models require.
         self.groups += [(group, False) for group in groups[:1]] * (math.ceil(len(groups) / count) - len(self.groups))
         self.guesses: list[torch.Tensor] = []
-        self.teacher_scores = self.score(self.ask_teacher) if agrees else {}
+        self.teacher_scores = self.score(self.evaluate_teacher) if agrees else {}
         self.teacher_scores.pop("agreement", None)
 
-    def ask_teacher(self, batch: dict[str, torch.Tensor]) -> tuple[float, torch.Tensor]:
+    def evaluate_teacher(self, batch: dict[str, torch.Tensor]) -> tuple[float, torch.Tensor]:
         """Return the sum of the teacher's losses, and its logits."""
         targets = targets_of(self.teacher, batch["labels"])
         kept = targets != -100
@@ -91,26 +91,26 @@ class Judge:
         return float(loss), logits
 
     def score_student(self, student: PreTrainedModel) -> dict[str, float]:
-        """Return loss, accuracy, and the share of the predictions whose first guess is the teacher's."""
+        """Return loss, accuracy, and the fraction of predictions that equal the teacher's."""
         was_training = student.training
         student.eval()
 
-        def ask(batch):
+        def evaluate(batch):
             seen = distill(self.teacher, student, batch, share=0.0)
             return float(seen.labels) * len(seen.logits), seen.logits
 
-        scores = self.score(ask)
+        scores = self.score(evaluate)
         student.train(was_training)
         return scores
 
     @torch.no_grad()
-    def score(self, ask: Callable) -> dict[str, float]:
+    def score(self, evaluate: Callable) -> dict[str, float]:
         device, sums = self.training.device, [0.0] * 4
         half = torch.bfloat16 if self.training.bf16 else torch.float16
         for index, (group, counts) in enumerate(self.groups):
             batch = {name: x.to(device) for name, x in self.collate([self.split[row] for row in group]).items()}
             with torch.autocast(device.type, half, enabled=self.training.bf16 or self.training.fp16):
-                loss, logits = ask(batch)
+                loss, logits = evaluate(batch)
             guesses, targets = logits.argmax(dim=-1).cpu(), targets_of(self.teacher, batch["labels"]).cpu()
             targets = targets[targets != -100]
             agree = (guesses == self.guesses[index]).sum() if self.guesses else 0
@@ -142,7 +142,7 @@ class StageTrainer(StreamingTrainer):
     """Trainer of one stage.
 
     Args:
-        judge: scores the student in place of Trainer.
+        evaluator: evaluates the student instead of Trainer.
 
     Attributes:
         stage: its name.
@@ -152,16 +152,16 @@ class StageTrainer(StreamingTrainer):
     stage = ""
     counts_items = True
 
-    def __init__(self, *args, teacher: Teacher, options: DistillArguments, judge: Judge, **others):
+    def __init__(self, *args, teacher: Teacher, options: DistillArguments, evaluator: Evaluator, **others):
         super().__init__(*args, **others)
-        self.teacher, self.options, self.judge = teacher, options, judge
+        self.teacher, self.options, self.evaluator = teacher, options, evaluator
         self.model_accepts_loss_kwargs = self.counts_items
         if self.pop_callback(ProgressCallback):
             self.add_callback(StageBar(self.stage))
 
     def evaluate(self, eval_dataset=None, ignore_keys=None, metric_key_prefix="eval") -> dict[str, float]:
         with self.averaged():
-            scores = self.judge.score_student(self.model)
+            scores = self.evaluator.score_student(self.model)
         metrics = {f"{metric_key_prefix}_{name}": value for name, value in scores.items()}
         self.log(metrics)
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
@@ -169,7 +169,7 @@ class StageTrainer(StreamingTrainer):
 
 
 class AlignTrainer(StageTrainer):
-    """Trainer of alignment: every layer learns what the teacher's does on the teacher's states."""
+    """Trainer of alignment: every layer is trained to reproduce the teacher's layer on the teacher's states."""
 
     stage = "align"
     counts_items = False

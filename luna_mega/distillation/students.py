@@ -23,20 +23,20 @@ _CLASSES = {
     "luna": (LunaForMaskedLM, LunaForCausalLM, LunaForSequenceClassification),
     "mega": (MegaForMaskedLM, MegaForCausalLM, MegaForSequenceClassification),
 }
-_LONGEST_NEW_TABLE = 4096  # rows of learned positions, where the teacher has none and says that it reads very much
+_LONGEST_NEW_TABLE = 4096  # rows of learned positions if the teacher has none and a very large limit
 
 
 def student_config(teacher: Teacher, kind: str, **options: Any) -> LunaConfig | MegaConfig:
-    """Return the configuration of a student that takes over as much of the teacher as it can.
+    """Return the configuration of a student with the sizes and options of the teacher.
 
     Args:
-        teacher: decides vocabulary, width, layers, norms, activations, special tokens and labels.
-        kind: `"luna"` or `"mega"`; a Luna or Mega as teacher has a student of its own kind.
-        options: fields of `LunaConfig` or `MegaConfig`, which win: `projection_length=256`,
+        teacher: determines vocabulary, width, layers, norms, activations, special tokens and labels.
+        kind: `"luna"` or `"mega"`.
+        options: fields of `LunaConfig` or `MegaConfig`, which take precedence: `projection_length=256`,
             `max_position_embeddings=4096`, `num_hidden_layers=6`, `use_chunking=True`, `chunk_size=512`, ...
 
     Raises:
-        ValueError: `kind` is neither, or the fields do not fit together.
+        ValueError: If `kind` is neither, or the fields are inconsistent.
     """
     if kind not in _CLASSES:
         raise ValueError(f"a student is 'luna' or 'mega', got {kind!r}")
@@ -49,7 +49,7 @@ def student_config(teacher: Teacher, kind: str, **options: Any) -> LunaConfig | 
         "vocab_size": config.vocab_size,
         "hidden_size": config.hidden_size,
         "num_hidden_layers": config.num_hidden_layers,
-        # A teacher without padding lends its end of text; masks say what is padding.
+        # Without a padding token, the end-of-text token is used; masks determine the padding.
         "pad_token_id": next((token for token in (pad, last) if token is not None), 0),
         "bos_token_id": bos,
         "eos_token_id": eos,
@@ -76,7 +76,7 @@ def _luna_fields(teacher: Teacher) -> dict[str, Any]:
         "embedding_size": config.embedding_size if teacher.module("embedding_projection") is not None else None,
         # A single type, as in RoBERTa, is added to the positions.
         "type_vocab_size": types if types > 1 else 0,
-        # Luna's table begins behind the row of the padding token, which here may be the last of many.
+        # Luna's table starts after the row of the padding token, which may be one of the last tokens here.
         "first_position": None if padded or config.pad_token_id == 0 else 0,
         "num_attention_heads": config.num_attention_heads,
         "intermediate_size": _feed_forward_width(teacher),
@@ -133,21 +133,21 @@ def build_student(teacher: Teacher, config: LunaConfig | MegaConfig) -> PreTrain
     masked, causal, classifier = _CLASSES[config.model_type]
     model_class = classifier if teacher.is_classifier else causal if config.is_decoder else masked
     if teacher.family.is_decoder != config.is_decoder:
-        _refuse_direction(teacher, type(config).__name__)
+        _raise_direction(teacher, type(config).__name__)
     student = model_class(config)
     check_pair(teacher, student)
     return student
 
 
 def check_pair(teacher: Teacher, student: PreTrainedModel, same_width: bool = True) -> Parts:
-    """Return the parts of a student that the teacher can teach; DDP or FSDP2 may have wrapped it.
+    """Check a student, possibly wrapped by DDP or FSDP2, and return its parts.
 
     Args:
-        same_width: the student has to have the teacher's width, which distillation alone does not need.
+        same_width: whether the student must have the teacher's width; `distill` does not require it.
 
     Raises:
-        ValueError: the student is no Luna or Mega of tokens, or has another direction, vocabulary, width, special
-            tokens or labels; one line says which, and the way out.
+        ValueError: If the student is no Luna or Mega of tokens, or has another direction, vocabulary, width, special
+            tokens or labels.
     """
     if hasattr(student, "_orig_mod") or getattr(student, "_compiled_call_impl", None) is not None:
         raise ValueError("the student is compiled, and hooks on its layers would not run: compile it when it is made")
@@ -162,7 +162,7 @@ def check_pair(teacher: Teacher, student: PreTrainedModel, same_width: bool = Tr
     if getattr(config, "share_layers", False) or getattr(config, "adaptive_input_cutoffs", None):
         raise ValueError("a student has layers of its own and one table of words: set share_layers=False, no cutoffs")
     if teacher.family.is_decoder != config.is_decoder:
-        _refuse_direction(teacher, type(student).__name__)
+        _raise_direction(teacher, type(student).__name__)
     sizes = ["vocab_size", *(["hidden_size"] if same_width else [])]
     for name in sizes:
         if getattr(config, name) != getattr(theirs, name):
@@ -185,7 +185,7 @@ def check_pair(teacher: Teacher, student: PreTrainedModel, same_width: bool = Tr
     return own
 
 
-def _refuse_direction(teacher: Teacher, student: str) -> None:
+def _raise_direction(teacher: Teacher, student: str) -> None:
     has, is_not = ("a decoder", "an encoder") if teacher.family.is_decoder else ("an encoder", "a decoder")
     raise ValueError(
         f"the teacher ({teacher.config.model_type}) is {has} and {student} is for {is_not}: set "
@@ -194,9 +194,9 @@ def _refuse_direction(teacher: Teacher, student: str) -> None:
 
 
 def same_layers(teacher: Teacher, own: Parts) -> bool:
-    """Return whether feed-forward layers and norms of a layer mean the same in teacher and student.
+    """Return whether feed-forward layers and norms have the same role in teacher and student.
 
-    A Luna then has the teacher's heads too, and as an encoder it differs in the attention alone.
+    A Luna then also has the teacher's heads, and an encoder only differs in the attention.
     """
     theirs, ours = teacher.tensors("fc1", 0), own.tensors("fc1", 0)
     if not (theirs and ours and theirs["weight"].shape == ours["weight"].shape):

@@ -35,18 +35,18 @@ class Observed:
 class Teacher(Parts):
     """A trained transformer, with names for its parts that do not depend on its family.
 
-    It holds the model and is no module: optimizers, DDP and checkpoints of the student do not see it. Move it with
-    `teacher.model.to(device)`, and to half precision, once its weights are copied, with
-    `teacher.model.to(torch.bfloat16)`.
+    It is not a module, so optimizers, DDP and checkpoints of the student do not include it. Move it with
+    `teacher.model.to(device)`. To keep it in half precision, call `teacher.model.to(torch.bfloat16)` after its weights
+    have been copied.
 
     Args:
-        model: a masked or causal language model, or a sequence classifier, of one of `FAMILIES`. It is put into
-            evaluation mode and is only read.
-        window: a language model reads longer inputs in windows of so many positions, each by itself; None = it refuses
-            inputs that are too long for it.
+        model: a masked or causal language model, or a sequence classifier, of one of `FAMILIES`. It is set to
+            evaluation mode and not modified.
+        window: number of positions of the independent windows in which a language model processes longer inputs;
+            None = inputs that are too long raise an error.
 
     Raises:
-        ValueError: the model cannot be a teacher; one line says why, and what can.
+        ValueError: If the model cannot be a teacher.
     """
 
     heads: tuple[str, ...] = ("ForMaskedLM", "ForCausalLM", "LMHeadModel", "ForSequenceClassification")
@@ -83,7 +83,7 @@ class Teacher(Parts):
 
     @property
     def max_length(self) -> int | None:
-        """The longest input that the teacher reads; None = any."""
+        """The length limit of the teacher's inputs; None = unlimited."""
         if self.config.model_type in ("luna", "mega"):
             return position_limit(self.config)
         module = self.module("positions")
@@ -94,15 +94,15 @@ class Teacher(Parts):
         module = self.module("positions")
         if module is None:
             return None
-        # As in fairseq, the first token stands behind the row of padding.
+        # As in fairseq, the first token uses the row after that of padding.
         first = 0 if module.padding_idx is None else module.padding_idx + 1
         return module.weight.detach()[first:]
 
     def inputs(self, batch: dict[str, Any]) -> dict[str, torch.Tensor]:
-        """Return what the teacher reads of a batch `[B, T]`, where it reads windows `[B * windows, window]`.
+        """Return the teacher's inputs of a batch `[B, T]`, in windows `[B * windows, window]` if `window` is set.
 
         Raises:
-            ValueError: batch or window are longer than the teacher's inputs may be.
+            ValueError: If batch or window exceed the length limit of the teacher.
         """
         length = batch["input_ids"].shape[1]
         size = length if self.window is None or self.is_classifier else min(length, self.window)
@@ -115,12 +115,12 @@ class Teacher(Parts):
         inputs = {name: self.cut(tensor) for name, tensor in inputs.items()}
         module = self.module("positions")
         if module is not None and module.padding_idx is None and self.config.model_type != "luna":
-            # Left to itself the model counts padding, so that its states depended on the side of it.
+            # By default the model counts padding, so its states would depend on the padding side.
             inputs["position_ids"] = positions_of(inputs["attention_mask"])
         return inputs
 
     def cut(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return `[B, T]` as windows `[B * windows, window]`, filled up with zeros where they are longer than T."""
+        """Return `[B, T]` as windows `[B * windows, window]`; the last one is padded with zeros."""
         length = tensor.shape[1]
         if self.window is None or self.is_classifier or length <= self.window:
             return tensor
@@ -128,7 +128,7 @@ class Teacher(Parts):
 
     @contextmanager
     def observe(self) -> Iterator[Observed]:
-        """Record the states and attention outputs of what the teacher computes within the block."""
+        """Record the states and attention outputs of the teacher's calls within the block."""
         observed, hooks, layers = Observed(), [], self.layers
 
         def keep_input(module, args, kwargs):
@@ -153,7 +153,7 @@ class Teacher(Parts):
     def show(self, batch: dict[str, Any]) -> Observed:
         """Return states and attention outputs for a batch with `input_ids` `[B, T]`; at padding they are 0."""
         inputs, (count, length) = self.inputs(batch), batch["input_ids"].shape
-        nowhere = torch.zeros_like(inputs["input_ids"], dtype=torch.bool)  # logits are of no use here
+        nowhere = torch.zeros_like(inputs["input_ids"], dtype=torch.bool)  # no logits are required
         with self.observe() as observed, self.logits_at(None if self.is_classifier else nowhere):
             self.model(**inputs)
         padding = inputs["attention_mask"][..., None] == 0
@@ -171,9 +171,9 @@ class Teacher(Parts):
 
 
 def inputs_of(batch: dict[str, Any], token_types: bool) -> dict[str, torch.Tensor]:
-    """Return tokens and mask of a batch, and its token types where they are asked for.
+    """Return tokens and mask of a batch, and its token types if `token_types` is set.
 
-    Without a mask every token is kept: a teacher that has no padding token lends the student its end of text for that.
+    Without a mask every token is kept, because the padding token may be the end-of-text token of the teacher.
     """
     ids, mask = batch["input_ids"], batch.get("attention_mask")
     inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids) if mask is None else mask}
@@ -181,7 +181,7 @@ def inputs_of(batch: dict[str, Any], token_types: bool) -> dict[str, torch.Tenso
 
 
 def positions_of(mask: torch.Tensor) -> torch.Tensor:
-    """Return the position of every kept token among those of its sequence `[B, T]`; at padding it means nothing."""
+    """Return the position of every kept token among those of its sequence `[B, T]`; meaningless at padding."""
     return (mask.long().cumsum(dim=1) - 1).clamp(min=0)
 
 
