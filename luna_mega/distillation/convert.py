@@ -70,7 +70,7 @@ def convert_teacher(
 
 
 def _read_lines(path: Path) -> list[str]:
-    lines = [line.strip() for line in path.read_text(encoding="utf-8").splitlines()]
+    lines = [line.strip() for line in path.read_text(encoding="utf-8-sig").splitlines()]
     if not (lines := [line for line in lines if line]):
         raise ValueError(f"{path} has no text; it must have one text per line")
     return lines
