@@ -51,7 +51,7 @@ def convert_teacher(
     Raises:
         ConversionError: The teacher is not supported, an option is out of range, or a file is invalid.
     """
-    output = check_output(output)
+    place = check_output(output)
     try:
         modules = read_modules(teacher)
         lines = None if texts is None else _read_lines(Path(texts))
@@ -59,14 +59,15 @@ def convert_teacher(
         model, tokenizer, report = from_teacher(teacher, **options, position_extension=position_extension, texts=lines)
     except ValueError as error:
         raise ConversionError(str(error)) from error
-    with complete_folder(output) as folder:
+    with complete_folder(place) as folder:
         model.save_pretrained(folder)
-        tokenizer.save_pretrained(folder)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(folder)
         if modules is not None:
             modules.write(folder, max_length)
         (folder / "README.md").write_text(_card(teacher, type(model).__name__, projection_length), encoding="utf-8")
     name = type(model).__name__
-    return DistillReport(name, output, projection_length, max_length, modules is not None, report)
+    return DistillReport(name, place, projection_length, max_length, modules is not None, report)
 
 
 def _read_lines(path: Path) -> list[str]:

@@ -79,8 +79,9 @@ class EncoderTeacher(Teacher):
     def model_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
         _check_type(config)
         named = getattr(transformers, str((config.architectures or [""])[0]), None)
-        supported = isinstance(named, type) and any(named.__name__.endswith(head) for head in _CLASSES if head)
-        return named if supported else MODEL_MAPPING[type(config)]
+        if isinstance(named, type) and named.__name__.endswith(tuple(filter(None, _CLASSES))):
+            return named
+        return MODEL_MAPPING[type(config)]
 
     @torch.no_grad()
     def logits(self, batch: dict[str, Any], places: torch.Tensor | None = None) -> torch.Tensor:
