@@ -22,7 +22,7 @@ class Floor:
 
 @dataclass(frozen=True)
 class Rates:
-    """Speed of the machine a second; None = not known, not counted."""
+    """Measured operations and bytes per second of the machine; None = unknown and not counted."""
 
     bytes: float
     flops: float

@@ -46,12 +46,12 @@ def test_long_texts_have_the_mean_of_their_windows(teacher, pooling):
     ids = batch["input_ids"]
     parts = [torch.cat([ids[0, :1], ids[0, 1:9], ids[0, 14:]]), torch.cat([ids[0, :1], ids[0, 9:14], ids[0, 14:]])]
     parts.append(ids[1, :7])
-    alone = [
+    separate = [
         modules.embed(teacher(part[None]).last_hidden_state, torch.ones(1, len(part), dtype=torch.bool))[0]
         for part in parts
     ]
-    mean = torch.nn.functional.normalize(alone[0] + alone[1], dim=-1)
-    torch.testing.assert_close(got, torch.stack([mean, alone[2]]), rtol=0, atol=1e-5)
+    mean = torch.nn.functional.normalize(separate[0] + separate[1], dim=-1)
+    torch.testing.assert_close(got, torch.stack([mean, separate[2]]), rtol=0, atol=1e-5)
 
 
 def test_errors(teacher):

@@ -51,9 +51,11 @@ def expected(model, batch):
     return model(**batch)
 
 
-def compare(got, want, mask, head):
-    got, want = (x[:2] if head == "ForQuestionAnswering" else x[:1] for x in (got.to_tuple(), want.to_tuple()))
-    for ours, theirs in zip(got, want, strict=True):
+def compare(got, reference, mask, head):
+    got, reference = (
+        x[:2] if head == "ForQuestionAnswering" else x[:1] for x in (got.to_tuple(), reference.to_tuple())
+    )
+    for ours, theirs in zip(got, reference, strict=True):
         if theirs.shape[:2] == mask.shape:
             ours, theirs = ours[mask], theirs[mask]
         torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5)
@@ -70,10 +72,10 @@ def test_equals_its_teacher(name, head, tmp_path):
         batch = batch_of(name, side)
         if head == "ForMultipleChoice":
             batch = {key: tensor[None] for key, tensor in batch.items()}
-            got, want = student(**batch), teacher(**batch)
+            got, reference = student(**batch), teacher(**batch)
         else:
-            got, want = student(**batch), expected(teacher, batch)
-        compare(got, want, MASKS[side], head)
+            got, reference = student(**batch), expected(teacher, batch)
+        compare(got, reference, MASKS[side], head)
     student.save_pretrained(tmp_path)
     again = type(student).from_pretrained(tmp_path)
     torch.testing.assert_close(again(**batch)[0], got[0], rtol=0, atol=1e-6)
@@ -116,8 +118,8 @@ def test_fit_of_the_salience():
     shares, tokens = fit_salience(EncoderTeacher(model), fitted, batches, ridge=1e-6)
     assert tokens == 8 * 64 * 16 and len(shares) == 1 and 0.9 < shares[0] <= 1
     assert model.config._attn_implementation == "sdpa"
-    want = model(**batches[0]).last_hidden_state
-    errors = [(student(**batches[0]).last_hidden_state - want).norm() for student in (plain, fitted)]
+    reference = model(**batches[0]).last_hidden_state
+    errors = [(student(**batches[0]).last_hidden_state - reference).norm() for student in (plain, fitted)]
     assert errors[1] < 0.1 * errors[0]
 
 

@@ -53,10 +53,10 @@ def test_command(sentence_teacher, tmp_path, capsys):
     assert tokenizer.model_max_length == 64 and model.config.projection_length == 9
     batch = tokenizer(["a b c d", "e f"], return_tensors="pt", padding=True)
     with torch.no_grad():
-        want = AutoModel.from_pretrained(sentence_teacher)(**batch).last_hidden_state
+        reference = AutoModel.from_pretrained(sentence_teacher)(**batch).last_hidden_state
         got = model(**batch).last_hidden_state
     kept = batch["attention_mask"].bool()
-    torch.testing.assert_close(got[kept], want[kept], rtol=0, atol=1e-5)
+    torch.testing.assert_close(got[kept], reference[kept], rtol=0, atol=1e-5)
     assert json.loads((output / "sentence_bert_config.json").read_text()) == {
         "max_seq_length": 64,
         "do_lower_case": True,

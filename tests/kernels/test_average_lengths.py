@@ -39,10 +39,10 @@ def test_state_after_lengths(name, stateful, backend, triton_device):
     total, results = 0.0, []
     for row, length in enumerate(LENGTHS[:-1]):
         first = initial[row : row + 1] if stateful else None
-        alone, last = op(x[row : row + 1, :length], *parameters, initial_state=first, **options)
-        torch.testing.assert_close(output[row : row + 1, :length], alone)
+        separate, last = op(x[row : row + 1, :length], *parameters, initial_state=first, **options)
+        torch.testing.assert_close(output[row : row + 1, :length], separate)
         torch.testing.assert_close(state[row : row + 1], last)
-        total = total + last.sin().sum() + alone.sin().sum()
+        total = total + last.sin().sum() + separate.sin().sum()
         results.append(output[row, :length].sin().sum() + state[row].sin().sum())
     torch.testing.assert_close(state[-1], initial[-1] if stateful else torch.zeros_like(state[-1]))
     wanted, got = (torch.autograd.grad(sum_, leaves) for sum_ in (total, sum(results)))
@@ -77,8 +77,8 @@ def test_truncated_states(backend):
     for row, length in enumerate(LENGTHS):
         rows = torch.cat([x[row, :9], x[row, :length], *([x[row, 3:4]] if mask[row] else [])])[None]
         _, last = op(rows, *parameters, **options)
-        for got, want in zip(after, last, strict=True):
-            torch.testing.assert_close(got[row], want[0])
+        for got, reference in zip(after, last, strict=True):
+            torch.testing.assert_close(got[row], reference[0])
 
 
 @pytest.mark.parametrize("name", OPS)

@@ -18,14 +18,14 @@ from luna_mega.kernels.api import (
 from luna_mega.kernels.moving_average import export, torch_backend
 from tests.kernels.test_damped_ema import MASKS, assert_same, relative_error
 
-KINDS = ["alone", "states"]
+KINDS = ["plain", "states"]
 NAMES = ("x", "input_logit", "damping_logit", "phase_logit", "projection", "skip")
 
 
 class Inputs:
     """Tensors of one call, in the order of the gradients: x, four parameters, skip, initial state."""
 
-    def __init__(self, length, kind="alone", masking="none", states=3, batch=2, channels=5, skip=True, dtype=None):
+    def __init__(self, length, kind="plain", masking="none", states=3, batch=2, channels=5, skip=True, dtype=None):
         generator = torch.Generator().manual_seed(100 * length + states)
 
         def normal(*shape):
@@ -242,7 +242,7 @@ def test_varlen_sequences(form, kind):
     if kind == "states":
         inputs.leaves[-1] = torch.randn(4, 5, 3, 2, dtype=torch.float64, requires_grad=True)
 
-    def alone(*leaves):
+    def separate(*leaves):
         (x, *rest), states = inputs.arguments(*leaves)
         outputs, lasts = [], []
         for index, (start, end) in enumerate(zip(bounds, bounds[1:], strict=False)):
@@ -254,7 +254,7 @@ def test_varlen_sequences(form, kind):
             lasts.append(state)
         return (torch.cat(outputs, 1), torch.cat(lasts)) if kind == "states" else torch.cat(outputs, 1)
 
-    assert_same(inputs.run(cu_seqlens=torch.tensor(bounds)), inputs.run(alone))
+    assert_same(inputs.run(cu_seqlens=torch.tensor(bounds)), inputs.run(separate))
 
 
 def test_padding_does_not_affect_outputs(any_form):
@@ -328,7 +328,7 @@ def test_determinism_and_strides(form):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind, skip", [("alone", True), ("states", False)])
+@pytest.mark.parametrize("kind, skip", [("plain", True), ("states", False)])
 def test_registration(form, kind, skip, monkeypatch):
     calls = []
     operator = torch.ops.luna_mega.moving_average
@@ -341,7 +341,7 @@ def test_registration(form, kind, skip, monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind, dynamic", [("alone", True), ("states", False)])
+@pytest.mark.parametrize("kind, dynamic", [("plain", True), ("states", False)])
 def test_compile_fullgraph(form, kind, dynamic):
     torch.compiler.reset()
     for length in (40, 90) if dynamic else (90,):

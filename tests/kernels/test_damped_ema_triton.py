@@ -153,7 +153,7 @@ def test_varlen_sequences(device, backend, kind):
         state = torch.randn(len(bounds) - 1, *inputs.leaves[-1].shape[1:])
         exact.leaves[-1], inputs.leaves[-1] = state.double().requires_grad_(), state.requires_grad_()
 
-    def alone(x, *rest):
+    def separate(x, *rest):
         *parameters, states = rest if kind == "states" else (*rest, None)
         outputs, lasts = [], []
         for index, (start, end) in enumerate(zip(bounds, bounds[1:], strict=False)):
@@ -176,7 +176,7 @@ def test_varlen_sequences(device, backend, kind):
 
     cu_seqlens = torch.tensor(bounds, dtype=torch.int32, device=device)
     actual = run(inputs, device, backend=backend, cu_seqlens=cu_seqlens, max_seqlen=18 if kind == "causal" else None)
-    assert_same(actual, run(exact, function=alone), FLOAT32)
+    assert_same(actual, run(exact, function=separate), FLOAT32)
 
 
 @pytest.mark.slow
@@ -188,11 +188,11 @@ def test_varlen_sequences_of_one_chunk_each(triton_device, kind):
         cu_seqlens = torch.tensor([0, 7, 12], device=x.device)
         return damped_ema(x, *parameters, cu_seqlens=cu_seqlens, **options)
 
-    def alone(x, *parameters):
+    def separate(x, *parameters):
         return torch.cat([damped_ema(part, *parameters, backend="reference") for part in x.split([7, 5], 1)], 1)
 
     actual = run(inputs, triton_device, varlen, backend="triton")
-    assert_same(actual, run(exact, function=alone), FLOAT32)
+    assert_same(actual, run(exact, function=separate), FLOAT32)
 
 
 @pytest.mark.slow

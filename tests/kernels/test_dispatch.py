@@ -43,7 +43,7 @@ CALLS = {
 }
 
 
-REFUSED = {
+UNSUPPORTED = {
     "luna_attention": ("luna_pack", {"return_weights": True}),
     "luna_pack": ("luna_pack", {"cu_seqlens": torch.tensor([0, 4])}),
     "luna_causal_attention": ("luna_causal_attention", {"cu_seqlens": torch.tensor([0, 4])}),
@@ -53,9 +53,9 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("op", REFUSED)
+@pytest.mark.parametrize("op", UNSUPPORTED)
 def test_arguments_that_a_shard_excludes(op):
-    name, options = REFUSED[op]
+    name, options = UNSUPPORTED[op]
     message = f"{name} does not support shard with {next(iter(options))}; pass only one of them"
     with pytest.raises(ValueError, match=message):
         CALLS[op](shard=ContextShard(None, (4,)), **options)

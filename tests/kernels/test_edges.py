@@ -131,8 +131,8 @@ def test_edges(name, edge, backend, triton_device):
         assert actual == expected and "of length 1 or more" in expected
         return
     assert edge != "no sequence" or len(expected[0]) == 0
-    for got, want in zip(actual, expected, strict=True):
-        if want is None:
+    for got, reference in zip(actual, expected, strict=True):
+        if reference is None:
             assert got is None or not got.any()
         else:
-            torch.testing.assert_close(got, want, atol=2e-5, rtol=2e-4)
+            torch.testing.assert_close(got, reference, atol=2e-5, rtol=2e-4)

@@ -183,8 +183,8 @@ def test_padding_and_other_rows_do_not_affect_outputs(function, chunk):
         mask = torch.arange(40) < torch.tensor([[40], [21], [3]])
         batch = gated_attention(query, key, value, bias, mask=mask, **options)
         for row, length in enumerate((40, 21, 3)):
-            alone = (x[row : row + 1, :length] for x in (query, key, value))
-            expected = gated_attention(*alone, bias, **options)
+            separate = (x[row : row + 1, :length] for x in (query, key, value))
+            expected = gated_attention(*separate, bias, **options)
             torch.testing.assert_close(batch[row : row + 1, :length], expected, rtol=1e-12, atol=1e-12)
 
 
@@ -235,8 +235,8 @@ def test_left_padding_does_not_affect_outputs(function, causal, chunk, backend):
     torch.testing.assert_close(same[0][mask], output[mask], rtol=1e-12, atol=1e-12)
     if chunk is not None:
         assert weights.shape[2:] == same[1].shape[2:] == (chunk, chunk)
-        whole = 19 // chunk
-        torch.testing.assert_close(same[1][:, :whole], weights[:, :whole], rtol=1e-12, atol=1e-12)
+        complete = 19 // chunk
+        torch.testing.assert_close(same[1][:, :complete], weights[:, :complete], rtol=1e-12, atol=1e-12)
     gradients = torch.autograd.grad((output * mask[..., None]).sum(), inputs)
     for gradient in gradients[:3]:
         assert (gradient[~mask] == 0).all()

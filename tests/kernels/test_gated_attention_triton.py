@@ -279,12 +279,12 @@ def test_dropout(triton_device, function, varlen):
         return gated_attention(*tensors, **on_triton)
 
     query, key, value, bias = (x.detach().double().requires_grad_() for x in inputs)
-    whole = gated_attention(query, key, identity.double(), bias, backend="reference", **options)
+    complete = gated_attention(query, key, identity.double(), bias, backend="reference", **options)
     shown = seeded(*inputs[:2], identity, inputs[3]).detach().double()
-    multiplier = (shown > 0.5 * whole) / (1.0 - rate)
-    dropped = whole * multiplier
+    multiplier = (shown > 0.5 * complete) / (1.0 - rate)
+    dropped = complete * multiplier
     torch.testing.assert_close(shown, dropped.detach(), rtol=1e-4, atol=1e-5)
-    gone = multiplier[whole > 1e-3] == 0
+    gone = multiplier[complete > 1e-3] == 0
     assert abs(gone.double().mean() - rate) < 0.05
     assert not torch.equal(multiplier[0, :24, :24], multiplier[0, 24:48, 24:48])
     output, expected = seeded(*inputs), dropped @ value

@@ -278,7 +278,7 @@ def test_varlen_sequences(monkeypatch, triton_device, backend, stateful):
         output, state = luna_causal_attention(query, pack_query, *rest[:3], **options)
         return output, *state[:2]
 
-    def alone(query, pack_query, *rest):
+    def separate(query, pack_query, *rest):
         outputs, states = [], []
         for i, (start, end) in enumerate(zip(bounds[:-1], bounds[1:], strict=True)):
             row = slice(i, i + 1)
@@ -296,7 +296,7 @@ def test_varlen_sequences(monkeypatch, triton_device, backend, stateful):
             states.append(after[:2])
         return torch.cat(outputs, 1), *map(torch.cat, zip(*states, strict=True))
 
-    outputs = varlen(*leaves), alone(*leaves)
+    outputs = varlen(*leaves), separate(*leaves)
     weights = [torch.randn(x.shape, generator=generator).to(triton_device) for x in outputs[0]]
     gradients = [torch.autograd.grad(x, leaves, weights) for x in outputs]
     for actual, right in zip((*outputs[0], *gradients[0]), (*outputs[1], *gradients[1]), strict=True):

@@ -38,8 +38,8 @@ def test_causal_weights(backend):
     torch.testing.assert_close((output, *after), (expected[0], *expected[1]))
     torch.testing.assert_close(weights.sum(dim=-1), torch.ones_like(weights[..., 0]))
     assert (weights.movedim(-1, 1)[~inputs.pack_mask] == 0).all()
-    alone = luna_causal_attention(*inputs.leaves[:5], return_weights=True, **options)
-    assert len(alone) == 2 and torch.equal(alone[1], weights)
+    separate = luna_causal_attention(*inputs.leaves[:5], return_weights=True, **options)
+    assert len(separate) == 2 and torch.equal(separate[1], weights)
     flat = [x[:1].detach() for x in inputs.leaves[:5]]
     with pytest.raises(ValueError, match="luna_causal_attention does not return weights with cu_seqlens"):
         luna_causal_attention(*flat, cu_seqlens=torch.tensor([0, 9]), return_weights=True)

@@ -14,14 +14,14 @@ from luna_mega.kernels.api import (
 from luna_mega.kernels.timestep_norm import torch_backend
 from tests.kernels.test_damped_ema import MASKS, assert_same, relative_error
 
-KINDS = ["alone", "states"]
+KINDS = ["plain", "states"]
 
 
 class Inputs:
     """Tensors of one call, in the order of the gradients: x, weight, bias, mean and variance of the state."""
 
     def __init__(
-        self, length, kind="alone", masking="none", groups=3, width=4, batch=2, affine=True, offset=0.5, dtype=None
+        self, length, kind="plain", masking="none", groups=3, width=4, batch=2, affine=True, offset=0.5, dtype=None
     ):
         generator = torch.Generator().manual_seed(100 * length + groups)
 
@@ -75,10 +75,10 @@ class Inputs:
         return [output.detach() for output in outputs] + list(gradients)
 
 
-@pytest.fixture(params=["cache", "whole", "program"])
+@pytest.fixture(params=["cache", "complete", "program"])
 def form(request, monkeypatch):
     """Blocks of a few positions, all in one block, and the form of exported programs."""
-    monkeypatch.setattr(torch_backend, "BLOCK", 1 << 40 if request.param == "whole" else 80)
+    monkeypatch.setattr(torch_backend, "BLOCK", 1 << 40 if request.param == "complete" else 80)
     if request.param == "program":
         monkeypatch.setattr(torch.ops.luna_mega, "timestep_norm", torch_backend._in_program)
 
@@ -100,11 +100,11 @@ def test_reference_is_the_norm_of_all_so_far(kind, masking):
             count, variance, mean = rows.shape[1] // 4, *torch.var_mean(rows, 1, correction=0)
             if state is not None:
                 n = count + state.count[b]
-                whole = (count * mean + state.count[b] * state.mean[b]) / n
-                variance = count * (variance + (mean - whole) ** 2) + state.count[b] * (
-                    state.variance[b] + (state.mean[b] - whole) ** 2
+                complete = (count * mean + state.count[b] * state.mean[b]) / n
+                variance = count * (variance + (mean - complete) ** 2) + state.count[b] * (
+                    state.variance[b] + (state.mean[b] - complete) ** 2
                 )
-                mean, variance = whole, variance / n
+                mean, variance = complete, variance / n
             mean, variance = (v.repeat_interleave(4) for v in (mean, variance))
             expected = (x[b, t] - mean) / torch.sqrt(variance + 1e-5) * weight + bias
             torch.testing.assert_close(actual[b, t], expected)
@@ -226,7 +226,7 @@ def test_varlen_sequences(form, kind):
         inputs.leaves[-2:] = [torch.rand(4, 3, dtype=torch.float64, requires_grad=True) for _ in range(2)]
         inputs.count = torch.tensor([0, 5, 1, 70])
 
-    def alone(*leaves):
+    def separate(*leaves):
         (x, *rest), states = inputs.arguments(*leaves)
         outputs, lasts = [], []
         for index, (start, end) in enumerate(zip(bounds, bounds[1:], strict=False)):
@@ -238,7 +238,7 @@ def test_varlen_sequences(form, kind):
             lasts.append(state[1:] if state is not None else 2 * [torch.zeros(1, 3, dtype=torch.float64)])
         return torch.cat(outputs, 1), *(torch.cat(parts) for parts in zip(*lasts, strict=True))
 
-    assert_same(inputs.run(cu_seqlens=torch.tensor(bounds)), inputs.run(alone), 1e-11)
+    assert_same(inputs.run(cu_seqlens=torch.tensor(bounds)), inputs.run(separate), 1e-11)
 
 
 def test_padding_does_not_affect_outputs(form):
@@ -306,7 +306,7 @@ def test_registration(affine):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind, dynamic", [("alone", True), ("states", False)])
+@pytest.mark.parametrize("kind, dynamic", [("plain", True), ("states", False)])
 def test_compile_fullgraph(kind, dynamic):
     torch.compiler.reset()
     for length in (40, 90) if dynamic else (90,):

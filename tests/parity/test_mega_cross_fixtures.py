@@ -94,7 +94,7 @@ def test_steps(module, parity, length):
 
 @pytest.mark.parametrize("name", FOLDERS)
 def test_v4_decoder(parity_folder, parity, name):
-    """The result of v4 in one piece; its steps count the query's position from 1 from the second token on."""
+    """Compare with v4 in one call; from its second decoding step on, query positions are too high by one."""
     folder = parity_folder("mega", name)
     io = load_file(folder / "io.safetensors")
     model, loading = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
