@@ -310,7 +310,7 @@ class ClassNames(DictionaryKind):
         if len(names) != self.num_labels:
             raise ConversionError(f"{path}: {len(names)} lines for {self.num_labels} classes; give one name a line")
         if not all(names):
-            raise ConversionError(f"{path}: line {names.index('') + 1} is empty; give one name a line")
+            raise ConversionError(f"{path}: line {names.index('') + 1} is empty; write one name per line")
         return Dictionaries(None, None, [], [], class_names=names)
 
     def export(self, given: list[str | Path], folder: Path, class_names: dict[int, str]) -> tuple[Files, list[str]]:

@@ -22,7 +22,7 @@ class Family:
         layer: our name of a part of a layer -> the family's name in the layer. `query`, `key` and `value` may be one
             fused module. The layers of a family without `fc1` cannot be copied.
         model: our name of a part outside the layers -> the family's name. `head_...` and `decoder` belong to the
-            language-modelling head, `class_...` to a sequence classifier.
+            language-modeling head, `class_...` to a sequence classifier.
         heads: other heads, by the end of the names of their classes -> the names of their parts, `class_...`.
         entry: names of the first module of the head; the first existing name is used.
         activation, head_activation: field of the configuration that holds the activation of the feed-forward layers and

@@ -108,7 +108,7 @@ def training_activations(config: LunaConfig, length: int) -> int:
 
 
 def language_model_activations(config: LunaConfig, kind: str) -> int:
-    """Return the numbers per token that a language-modelling head keeps for the backward pass."""
+    """Return the numbers per token that a language-modeling head stores for the backward pass."""
     return (
         3 * config.embedding_size + config.hidden_size + 2 if kind == "MaskedLM" else config.hidden_size
     ) + 2 * config.vocab_size

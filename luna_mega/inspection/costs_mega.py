@@ -131,7 +131,7 @@ def training_activations(config: MegaConfig, length: int) -> float:
 
 
 def language_model_activations(config: MegaConfig, kind: str) -> int:
-    """Return the numbers per token that a language-modelling head keeps for the backward pass."""
+    """Return the numbers per token that a language-modeling head keeps for the backward pass."""
     masks, cutoffs = config.dropout_prob > 0, config.adaptive_softmax_cutoffs
     of_width = {"MaskedLM": 1 + 2 * masks, "CausalLM": 1 + masks, "ConditionalGeneration": 1}[kind]
     return of_width * config.hidden_size + (2 * config.vocab_size if cutoffs is None else cutoffs[0] + len(cutoffs))

@@ -49,7 +49,7 @@ def prepare(
 
 
 def _check_key(key: str | None) -> None:
-    """Raise an error for a key that no client can send in an HTTP header."""
+    """Raise an error for a key that an HTTP header cannot contain."""
     if key is not None and not (key and key.isascii() and key.isprintable() and " " not in key):
         raise ConversionError(f"the key {shown(key)} cannot be sent in a header; use ASCII characters without spaces")
 

@@ -115,7 +115,7 @@ def outputs(source: str | Path, auto_class: str, inputs: dict[str, list], **opti
 
 
 def generate(source: str | Path, inputs: dict[str, list], settings: dict[str, Any], **options: Any) -> list[list[int]]:
-    """The tokens that a language model writes, the prompt before them."""
+    """Return the prompt and the tokens that a language model generates."""
     model = transformers.AutoModelForCausalLM.from_pretrained(source, **options).eval()
     return model.generate(**{name: torch.tensor(value) for name, value in inputs.items()}, **settings).tolist()
 

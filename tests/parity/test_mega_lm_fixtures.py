@@ -1,7 +1,7 @@
 """Converted Mega language models against the original, by command line and Auto classes.
 
-Every hidden state, features, logits, log-probabilities, the loss and the gradient of every parameter; streams in one
-piece, token by token, in segments that carry the state on, and at a longer chunk. To the tolerance of each `meta.json`.
+Compared are hidden states, features, logits, log-probabilities, the loss and the gradients of all parameters, for
+sequences in one call, token by token, in segments and with a longer chunk, within the tolerance of each `meta.json`.
 """
 
 import json
