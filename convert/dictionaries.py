@@ -308,7 +308,7 @@ class ClassNames(DictionaryKind):
         path = Path(given[0])
         names = tuple(line.strip() for line in read_text(path).removesuffix("\n").split("\n"))
         if len(names) != self.num_labels:
-            raise ConversionError(f"{path}: {len(names)} lines for {self.num_labels} classes; give one name a line")
+            raise ConversionError(f"{path}: {len(names)} lines for {self.num_labels} classes; write one name per line")
         if not all(names):
             raise ConversionError(f"{path}: line {names.index('') + 1} is empty; write one name per line")
         return Dictionaries(None, None, [], [], class_names=names)

@@ -87,7 +87,7 @@ def pieces(*, kinds=PIECES, model_type=2, byte_fallback=0, normalizer=b""):
 
 
 def folder(path, *, tensors=None, ranks=1, dtype="fp32", extra=0, tokenizer="tokenizer.model", **settings):
-    """Writes a folder in the format of the original's loader."""
+    """Write a folder in the format that the original loader reads."""
     path.mkdir(parents=True)
     tensors = state(len(PIECES) + extra, **settings) if tensors is None else tensors
     if dtype == "bf16":
