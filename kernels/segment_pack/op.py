@@ -64,7 +64,6 @@ def assign_rows(
     if cu_seqlens is None:
         mask = torch.ones_like(score, dtype=torch.bool) if mask is None else mask
         return torch_backend.assign_rows(score, mask, rows)
-    assert max_seqlen is not None  # `count_sequences` returns it with `cu_seqlens`
     total = score.shape[1]
     if score.shape[0] != 1:
         raise ValueError(f"assign_rows needs score [1, total] with cu_seqlens, got {list(score.shape)}")
