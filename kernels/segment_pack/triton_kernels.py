@@ -118,21 +118,18 @@ def forward(
 
 
 def backward(
-    grad_packed: torch.Tensor,
-    grad_entropy: torch.Tensor,
-    x: torch.Tensor,
-    score: torch.Tensor,
-    kept: torch.Tensor | None,
+    grad_packed: torch.Tensor, grad_entropy: torch.Tensor | None, packed: torch.Tensor, entropy: torch.Tensor,
+    peak: torch.Tensor, total: torch.Tensor, x: torch.Tensor, score: torch.Tensor, kept: torch.Tensor | None,
     starts: torch.Tensor,
-    *results: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the gradients of `x` and `score`; `results` are those of `forward`."""
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """Return the gradients of `x` and `score`; `packed` to `total` are the results of `forward`."""
+    grad_entropy = torch.zeros_like(entropy) if grad_entropy is None else grad_entropy
     grad_packed, grad_entropy, x, score, kept = contiguous(grad_packed, grad_entropy, x, score, kept)
     rows, width = grad_packed.shape
     grad_x, grad_score = x.new_empty(x.shape), score.new_empty(score.shape)
     launch(
         _backward_kernel, (rows,),
-        grad_packed, grad_entropy, x, score, kept, starts, *results, grad_x, grad_score, width,
+        grad_packed, grad_entropy, x, score, kept, starts, packed, entropy, peak, total, grad_x, grad_score, width,
         BLOCK_T=BLOCK_T, BLOCK_D=block_of(width, LARGEST_D), num_warps=4, num_stages=2,
     )  # fmt: skip
     return grad_x, grad_score

@@ -1,13 +1,10 @@
 """Position-aware pack with Triton kernels, as custom operators."""
 
-from typing import Any
-
 import torch
 
+from luna_mega.kernels._operator import Values, register
 from luna_mega.kernels.segment_pack import triton_kernels
 from luna_mega.kernels.segment_pack.torch_backend import row_index
-
-INPUTS = "Tensor states, Tensor score, Tensor? mask, Tensor starts"
 
 
 def segment_pack(
@@ -28,45 +25,21 @@ def segment_pack(
     return packed.to(states.dtype).unflatten(0, (batch, rows)), entropy.view(batch, rows), total.view(batch, rows) != 0
 
 
-@torch.library.custom_op(
-    "luna_mega::segment_pack_triton", mutates_args=(), schema=f"({INPUTS}) -> (Tensor, Tensor, Tensor, Tensor)"
-)
-def _pack(*inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    return triton_kernels.forward(*inputs)
-
-
-@_pack.register_fake
-def _(states: torch.Tensor, score: torch.Tensor, mask: torch.Tensor, starts: torch.Tensor) -> tuple[torch.Tensor, ...]:
+def _fake(states: torch.Tensor, score: torch.Tensor, mask: torch.Tensor | None, starts: torch.Tensor) -> Values:
     rows = starts.shape[0] - 1
     sums = (states.new_empty(rows, dtype=torch.float32) for _ in range(3))
     return states.new_empty(rows, states.shape[1], dtype=torch.float32), *sums
 
 
-@torch.library.custom_op(
-    "luna_mega::segment_pack_triton_backward",
-    mutates_args=(),
-    schema=(
-        f"(Tensor grad_packed, Tensor grad_entropy, {INPUTS}, Tensor packed, Tensor entropy, Tensor peak, "
-        "Tensor total) -> (Tensor, Tensor)"
-    ),
+register(
+    "luna_mega::segment_pack_triton",
+    "Tensor states, Tensor score, Tensor? mask, Tensor starts",
+    "(Tensor, Tensor, Tensor, Tensor)",
+    triton_kernels.forward,
+    _fake,
+    triton_kernels.backward,
+    differentiable=("states", "score"),
+    gradients=(0, 1),
+    saved="Tensor packed, Tensor entropy, Tensor peak, Tensor total",
+    save=lambda inputs, outputs: outputs,
 )
-def _pack_backward(*inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    return triton_kernels.backward(*inputs)
-
-
-@_pack_backward.register_fake
-def _(grad_packed: torch.Tensor, grad_entropy: torch.Tensor, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    return inputs[0].new_empty(inputs[0].shape), inputs[1].new_empty(inputs[1].shape)
-
-
-def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
-    ctx.save_for_backward(*inputs, *output)
-    ctx.mark_non_differentiable(*output[2:])
-
-
-def _backward(ctx: Any, grad_packed: torch.Tensor, grad_entropy: torch.Tensor, *_: Any) -> tuple[Any, ...]:
-    gradients = torch.ops.luna_mega.segment_pack_triton_backward(grad_packed, grad_entropy, *ctx.saved_tensors)
-    return *gradients, None, None
-
-
-_pack.register_autograd(_backward, setup_context=_save_for_backward)

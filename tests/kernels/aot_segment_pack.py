@@ -15,7 +15,7 @@ def call(dtype=torch.bfloat16, width=768, masked=False, batch=8, length=2048, ro
     states, kept = meta(tokens, width, dtype=dtype), meta(tokens, dtype=torch.bool) if masked else None
     inputs = states, meta(tokens), kept, meta(batch * rows + 1, dtype=torch.int64)
     results = triton_kernels.forward(*inputs)
-    triton_kernels.backward(*results[:2], *inputs, *results)
+    triton_kernels.backward(*results[:2], *results, *inputs)
 
 
 def cases():

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.library import opcheck
 
-from luna_mega.kernels.api import assign_rows, luna_unpack
+from luna_mega.kernels.api import assign_rows, luna_unpack, segment_pack
 from tests.kernels.test_segment_pack import MASKS, make_inputs, run
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
@@ -42,6 +42,19 @@ def test_masked_tokens_are_not_loaded(device):
     hidden = states.masked_fill(~mask[..., None], float("nan")), score.masked_fill(~mask, float("nan"))
     for a, b in zip(run(*hidden, row, mask, 4, device, backend="triton"), expected, strict=True):
         assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("output", [0, 1])
+def test_gradients_of_one_output(device, output):
+    states, score, mask = make_inputs(20, dtype=torch.float32)
+    row, gradients = assign_rows(score, mask, 4), []
+    for backend, place in (("reference", "cpu"), ("triton", device)):
+        leaves = [x.to(place).requires_grad_() for x in (states.clone(), score.clone())]
+        results = segment_pack(*leaves, row.to(place), mask.to(place), 4, backend=backend)
+        results[output].sin().sum().backward()
+        gradients.append([torch.zeros_like(x) if x.grad is None else x.grad.cpu() for x in leaves])
+    for expected, actual in zip(*gradients, strict=True):
+        torch.testing.assert_close(actual, expected.to(actual), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("masked", [False, True])
