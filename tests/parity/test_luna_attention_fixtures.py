@@ -65,7 +65,10 @@ def _compare(parity, attention, io, batch, masking, output_weights):
     context_mask = packed_mask = None
     if masking == "masked":
         context_mask, packed_mask = (io[f"{batch}.{name}"] == 0 for name in ("context_mask", "pmask"))
-    layout, options = DenseLayout(context_mask), {"output_weights": output_weights, "context": inputs.get("context")}
+    layout, options = (
+        DenseLayout(context_mask),
+        {"output_weights": output_weights, "encoder_hidden_states": inputs.get("context")},
+    )
     output, packed, weights, _ = attention(inputs["query"], inputs["pquery"], layout, packed_mask, **options)
     parity.check(f"{prefix}.out", output.transpose(0, 1), io[f"{prefix}.out"])
     parity.check(f"{prefix}.pout", packed.transpose(0, 1), io[f"{prefix}.pout"])
