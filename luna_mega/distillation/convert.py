@@ -52,6 +52,8 @@ def convert_teacher(
         ConversionError: The teacher is not supported, an option is out of range, or a file is invalid.
     """
     place = check_output(output)
+    if len(Path(teacher).parts) > 2 and not Path(teacher).is_dir():  # a name on the Hub has at most two parts
+        raise ConversionError(f"{teacher}: no such folder or model; pass a folder or a name on the Hub")
     try:
         modules = read_modules(teacher)
         lines = None if texts is None else _read_lines(Path(texts))
@@ -71,7 +73,10 @@ def convert_teacher(
 
 
 def _read_lines(path: Path) -> list[str]:
-    lines = [line.strip() for line in path.read_text(encoding="utf-8-sig").splitlines()]
+    try:
+        lines = [line.strip() for line in path.read_text(encoding="utf-8-sig").splitlines()]
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not UTF-8 text ({error.reason} at byte {error.start}); convert it") from error
     if not (lines := [line for line in lines if line]):
         raise ValueError(f"{path} has no text; it must have one text per line")
     return lines

@@ -7,7 +7,9 @@ from torch import nn
 from torch.nn import functional
 from transformers import PreTrainedModel
 
+from luna_mega.distillation.families import Parts
 from luna_mega.distillation.sentences import SentenceModules
+from luna_mega.distillation.teachers import check_teacher
 
 SALIENCE_LEARNING_RATE = 3e-3
 
@@ -45,23 +47,25 @@ def teacher_vectors(
 
     Every window has the first and the last token of the text, as the tokenizer adds them to a text.
     """
-    mask = batch["attention_mask"].bool()
-    lengths = mask.sum(dim=1).tolist()
-    if max(lengths) <= window:
-        return modules.embed(teacher(**batch).last_hidden_state, mask)
-    pieces: list[torch.Tensor] = []
+    pieces: list[torch.Tensor] = []  # the columns of every window
     owners: list[int] = []
-    for index, (ids, kept) in enumerate(zip(batch["input_ids"], mask, strict=True)):
-        ids = ids[kept]
-        parts = ids[1:-1].split(window - 2) if len(ids) > window else (ids[1:-1],)
-        pieces += [torch.cat([ids[:1], part, ids[-1:]]) for part in parts]
+    for index, kept in enumerate(batch["attention_mask"].bool()):
+        columns = kept.nonzero().flatten()
+        parts = (columns,)
+        if len(columns) > window:
+            parts = [torch.cat([columns[:1], part, columns[-1:]]) for part in columns[1:-1].split(window - 2)]
+        pieces += parts
         owners += [index] * len(parts)
-    ids = nn.utils.rnn.pad_sequence(pieces, batch_first=True)
-    kept = nn.utils.rnn.pad_sequence([torch.ones_like(piece) for piece in pieces], batch_first=True)
-    vectors = modules.embed(teacher(input_ids=ids, attention_mask=kept).last_hidden_state, kept.bool())
-    owner = torch.tensor(owners, device=vectors.device)
-    total = vectors.new_zeros(len(lengths), vectors.shape[1]).index_add_(0, owner, vectors)
-    mean = total / owner.bincount(minlength=len(lengths))[:, None]
+    columns, mask = (
+        nn.utils.rnn.pad_sequence(rows, batch_first=True)
+        for rows in (pieces, [torch.ones_like(piece) for piece in pieces])
+    )
+    owner = torch.tensor(owners, device=mask.device)
+    inputs = {name: tensor[owner[:, None], columns] for name, tensor in batch.items()} | {"attention_mask": mask}
+    vectors = modules.embed(teacher(**inputs).last_hidden_state, mask.bool())
+    count = len(batch["attention_mask"])
+    total = vectors.new_zeros(count, vectors.shape[1]).index_add_(0, owner, vectors)
+    mean = total / owner.bincount(minlength=count)[:, None]
     return functional.normalize(mean, dim=-1) if modules.normalizes else mean
 
 
@@ -81,10 +85,10 @@ def embedding_loss(
         batch: `input_ids`, `attention_mask` and if the tokenizer returns them `token_type_ids`, `[B, T]`.
         window: longest text that the teacher reads at once; see `teacher_vectors`.
     """
-    if not 3 <= window <= teacher.config.max_position_embeddings:
-        raise ValueError(
-            f"window={window} must be from 3 to the {teacher.config.max_position_embeddings} positions of the teacher"
-        )
+    table = Parts(teacher, check_teacher(teacher.config)).positions()
+    if window < 3 or (table is not None and window > len(table)):
+        limit = "" if table is None else f" to the {len(table)} positions of the teacher"
+        raise ValueError(f"window={window} must be from 3{limit}")
     reference = teacher_vectors(teacher, modules, batch, window)
     got = modules.embed(student(**batch).last_hidden_state, batch["attention_mask"].bool())
     return 1 - functional.cosine_similarity(got, reference, dim=-1).mean()

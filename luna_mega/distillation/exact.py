@@ -200,6 +200,7 @@ def from_teacher(
         projection_length=projection_length,
         pack_method="importance",
         position_extension=position_extension,
+        type_vocab_size=len(source.tensors("token_types").get("weight", ())),
         **_dropouts(source.config),
     )
     model = _CLASSES[find_head(source.model)](config).to(source.model.device, source.model.dtype).eval()

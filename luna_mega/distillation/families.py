@@ -285,6 +285,15 @@ class Parts:
         path = self.path(name, layer)
         return path and self._find(path)
 
+    def positions(self) -> torch.Tensor | None:
+        """Return the learned positions `[n, d]`, the first token's first; None = the model has none."""
+        module = self.module("positions")
+        if module is None:
+            return None
+        # As in fairseq, the first token uses the row after that of padding.
+        first = 0 if module.padding_idx is None else module.padding_idx + 1
+        return module.weight.detach()[first:]
+
     def tensors(self, name: str, layer: int | None = None) -> dict[str, torch.Tensor]:
         """Return weight and bias of a part in the layout of `nn.Linear`; empty if there is no such part."""
         module = self.module(name, layer)

@@ -21,7 +21,7 @@ from transformers.utils import (
 )
 
 from luna_mega.convert.safe_load.reader import read_tensors
-from luna_mega.distillation.families import Family
+from luna_mega.distillation.families import Family, find_head
 from luna_mega.distillation.teachers import Teacher, check_teacher
 from luna_mega.errors import ConversionError, reason
 from luna_mega.hub.folder import largest_id, open_weights, read_weight_map
@@ -149,8 +149,7 @@ def check_tokenizer(teacher: Teacher, tokenizer: PreTrainedTokenizerBase) -> Non
         ValueError: it lacks a mask token for a masked language model, or has larger ids than the teacher or other
             padding.
     """
-    masked = not (teacher.family.is_decoder or teacher.is_classifier)
-    if masked and tokenizer.mask_token_id is None:
+    if find_head(teacher.model) == "ForMaskedLM" and tokenizer.mask_token_id is None:
         raise ValueError("the tokenizer has no mask token, which a masked language model needs: take the teacher's own")
     if (largest := largest_id(tokenizer)) >= teacher.config.vocab_size:
         raise ValueError(

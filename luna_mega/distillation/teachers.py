@@ -89,15 +89,6 @@ class Teacher(Parts):
         module = self.module("positions")
         return self.config.max_position_embeddings if module is None else len(self.positions())
 
-    def positions(self) -> torch.Tensor | None:
-        """Return the learned positions `[n, d]`, the first token's first; None = the teacher has none."""
-        module = self.module("positions")
-        if module is None:
-            return None
-        # As in fairseq, the first token uses the row after that of padding.
-        first = 0 if module.padding_idx is None else module.padding_idx + 1
-        return module.weight.detach()[first:]
-
     def inputs(self, batch: dict[str, Any]) -> dict[str, torch.Tensor]:
         """Return the teacher's inputs of a batch `[B, T]`, in windows `[B * windows, window]` if `window` is set.
 

@@ -53,11 +53,18 @@ def load_tokenizer(source: str) -> PreTrainedTokenizerBase:
     names = {path.name for path in Path(source).glob("*")}
     bare = {"vocab.json", "merges.txt"} <= names and not names & {"tokenizer.json", "tokenizer_config.json"}
     try:
-        return (RobertaTokenizer if bare else AutoTokenizer).from_pretrained(source)
+        tokenizer = (RobertaTokenizer if bare else AutoTokenizer).from_pretrained(source)
     except OSError:
         raise
     except Exception as error:  # damaged files raise many types of errors
         raise ValueError(f"{source}: the tokenizer cannot be read ({type(error).__name__}: {reason(error)})") from error
+    if len(tokenizer) <= len(
+        tokenizer.all_special_ids
+    ):  # transformers 5 returns one without words if there are no files
+        raise ValueError(
+            f"{source}: there is no tokenizer, or its vocabulary is empty; save the tokenizer in the folder"
+        )
+    return tokenizer
 
 
 def make_tokenizer(model: ModelArguments, texts: Iterable[str], max_length: int) -> PreTrainedTokenizerBase:

@@ -6,7 +6,7 @@ import torch
 from luna_mega.distillation import from_teacher
 from luna_mega.distillation.embeddings import embedding_loss, parameter_groups, set_projection_length, teacher_vectors
 from luna_mega.distillation.sentences import SentenceModules
-from tests.distillation.models import make_model
+from tests.distillation.models import PLAIN, make_model
 
 MODULES = SentenceModules(("mean",), True, None, {}, {}, {})
 
@@ -52,6 +52,34 @@ def test_long_texts_have_the_mean_of_their_windows(teacher, pooling):
     ]
     mean = torch.nn.functional.normalize(separate[0] + separate[1], dim=-1)
     torch.testing.assert_close(got, torch.stack([mean, separate[2]]), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", PLAIN)
+@torch.no_grad()
+def test_vectors_do_not_depend_on_padding_and_batch(name):
+    """Short and long texts, padded on either side, with the same token types next to other texts."""
+    model, lengths = make_model(name, "Model").eval(), (9, 1, 16)
+    batch = batch_of(*lengths)
+    if name in ("bert", "electra"):
+        batch["token_type_ids"] = (torch.arange(16) > 4).long().repeat(3, 1)
+    vectors = teacher_vectors(model, MODULES, batch, window=10)
+    for row, length in enumerate(lengths):
+        text = {key: tensor[row : row + 1, :length] for key, tensor in batch.items()}
+        padded = {key: torch.nn.functional.pad(x, (4, 0), value=int(key == "input_ids")) for key, x in text.items()}
+        for inputs in (text, padded):
+            got = teacher_vectors(model, MODULES, inputs, window=10)
+            torch.testing.assert_close(got[0], vectors[row], rtol=0, atol=1e-5)
+        if length <= 10:
+            want = MODULES.embed(model(**text).last_hidden_state, text["attention_mask"].bool())
+            torch.testing.assert_close(got, want, rtol=0, atol=1e-5)
+
+
+def test_window_of_a_table_with_a_padding_row():
+    roberta = make_model("roberta", "Model").eval()
+    student = from_teacher(roberta, projection_length=12).model
+    assert embedding_loss(roberta, student, MODULES, batch_of(24), window=18).isfinite()
+    with pytest.raises(ValueError, match="window=19 must be from 3 to the 18 positions"):
+        embedding_loss(roberta, student, MODULES, batch_of(24), window=19)
 
 
 def test_errors(teacher):

@@ -125,6 +125,43 @@ def test_damaged_modules(sentence_teacher):
 def test_files_that_do_not_exist(teacher, tmp_path, capsys):
     argv = ["distill", str(teacher), "--output", str(tmp_path / "out")]
     (tmp_path / "empty.txt").write_text("\n")
-    for texts, message in (("none.txt", "No such file"), ("empty.txt", "has no text; it must have one text per line")):
+    (tmp_path / "latin.txt").write_bytes("caf\xe9".encode("latin-1"))
+    cases = {
+        "none.txt": "No such file",
+        "empty.txt": "has no text; it must have one text per line",
+        "latin.txt": "latin.txt is not UTF-8 text (unexpected end of data at byte 3); convert it",
+    }
+    for texts, message in cases.items():
         assert luna_mega_cli.main([*argv, "--texts", str(tmp_path / texts)]) == 1
         assert message in capsys.readouterr().err
+
+
+def test_teachers_that_do_not_exist(teacher, tmp_path, capsys):
+    """A folder without a tokenizer, for which transformers returns an empty one, and no folder."""
+    for file in teacher.glob("tokenizer*"):
+        file.unlink()
+    cases = {teacher: "there is no tokenizer, or its vocabulary is empty", tmp_path / "none": "no such folder or model"}
+    for folder, message in cases.items():
+        assert luna_mega_cli.main(["distill", str(folder), "--output", str(tmp_path / "out")]) == 1
+        error = capsys.readouterr().err
+        assert message in error and str(folder) in error and error.count("\n") == 1
+        assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("head", ["Model", "ForTokenClassification"])
+def test_only_a_masked_language_model_needs_a_mask_token(head, teacher, tmp_path):
+    make_model("bert", head, pad_token_id=0).save_pretrained(teacher)
+    file = teacher / "tokenizer_config.json"
+    write(file, json.loads(file.read_text()) | {"mask_token": None})
+    assert AutoTokenizer.from_pretrained(teacher).mask_token is None
+    convert_teacher(str(teacher), tmp_path / "out")
+
+
+def test_a_single_token_type(teacher, tmp_path):
+    """The tokenizer returns `token_type_ids`, which the student must accept."""
+    make_model("bert", "Model", pad_token_id=0, type_vocab_size=1).save_pretrained(teacher)
+    convert_teacher(str(teacher), tmp_path / "out", projection_length=16)
+    batch = AutoTokenizer.from_pretrained(tmp_path / "out")("a b c", return_tensors="pt")
+    got, want = (AutoModel.from_pretrained(folder)(**batch).last_hidden_state for folder in (tmp_path / "out", teacher))
+    assert "token_type_ids" in batch
+    torch.testing.assert_close(got, want, rtol=0, atol=1e-5)
