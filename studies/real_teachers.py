@@ -1,15 +1,14 @@
 """Compare a sentence encoder of the Hub with the Luna that `from_teacher` makes of it.
 
-    python studies/real_teachers.py --teacher FOLDER --data FOLDER --part exact stsb long speed [--steps 100]
+    python studies/real_teachers.py --teacher FOLDER --data FOLDER --part exact stsb long speed [--trained FOLDER]
 
 Prints one JSON line per measurement. FOLDER of `--data` contains the parquet files of GLUE's STS-B (`glue_stsb`) and of
 IMDB (`imdb`). Parts: `exact` (largest difference for texts of up to l tokens), `stsb` (Spearman correlation on the
-validation pairs), `long` (cosine of the vectors of packed texts to the teacher's; `--steps` trains before), `speed`
-(seconds of a forward pass next to the teacher with SDPA).
+validation pairs), `long` (cosine of the vectors of packed texts to the teacher's; also for `--trained`, an output of
+run_distill_embeddings.py), `speed` (seconds of a forward pass next to the teacher with SDPA).
 """
 
 import argparse
-import copy
 import json
 import random
 import resource
@@ -21,8 +20,7 @@ import torch
 from transformers import AutoModel, BertConfig, BertModel
 
 from luna_mega.distillation import from_teacher
-from luna_mega.distillation.embeddings import embedding_loss, parameter_groups, set_projection_length
-from luna_mega.distillation.sentences import read_modules
+from luna_mega.distillation.embeddings import load_sentence_teacher, set_projection_length
 
 PAIRS = ((256, 128), (256, 64), (512, 256), (512, 128))  # tokens and rows
 FIT = 120  # texts
@@ -36,8 +34,8 @@ class Study:
         self.data, self.random = Path(args.data), random.Random(args.seed)
         self.train = self.reviews("train")
         self.student, self.tokenizer, report = from_teacher(args.teacher, args.rows, texts=self.train[:FIT])
-        self.modules = read_modules(args.teacher)
-        self.teacher = AutoModel.from_pretrained(args.teacher, add_pooling_layer=False).eval().requires_grad_(False)
+        teacher = load_sentence_teacher(args.teacher)
+        self.teacher, self.modules = teacher.model, teacher.modules
         self.rows, self.seed = args.rows, args.seed
         seconds = round(time.perf_counter() - start, 1)
         show("conversion", seconds=seconds, memory=memory(), r2=[round(share, 3) for share in report.fit])
@@ -108,30 +106,6 @@ class Study:
                 cosine = torch.cosine_similarity(got, want).mean().item()
                 show(f"long: {name}", tokens=length, rows=rows, cosine=round(cosine, 4))
 
-    def distill(self, steps, length=256):
-        """Train a copy of the Luna by the cosine of its vectors, with several numbers of rows."""
-        student = copy.deepcopy(self.student).train()
-        groups, start = parameter_groups(student, 2e-4), time.perf_counter()
-        for module in student.modules():
-            if isinstance(module, torch.nn.Dropout):
-                module.p = 0.0
-        optimizer = torch.optim.AdamW(groups, weight_decay=0.0)
-        schedule = torch.optim.lr_scheduler.OneCycleLR(
-            optimizer, [group["lr"] for group in groups], steps, pct_start=0.1
-        )
-        for step in range(1, steps + 1):
-            set_projection_length(student, self.random.choice((32, 64, 128)))
-            batch = self.encode(self.random.sample(self.train, 8), length)
-            loss = embedding_loss(self.teacher, student, self.modules, batch, window=length)
-            optimizer.zero_grad()
-            loss.backward()
-            torch.nn.utils.clip_grad_norm_(student.parameters(), 1.0)
-            optimizer.step()
-            schedule.step()
-            if step % 20 == 0:
-                show("distill", step=step, loss=round(loss.item(), 4), seconds=round(time.perf_counter() - start))
-        return student.eval()
-
     @torch.no_grad()
     def speed(self):
         """Show seconds per forward pass of one text; the teacher has SDPA and a position table of that length."""
@@ -165,7 +139,7 @@ def main(argv=None):
     parser.add_argument("--data", required=True, help="folder with glue_stsb and imdb")
     parser.add_argument("--part", nargs="+", choices=("exact", "stsb", "long", "speed"), default=["exact"])
     parser.add_argument("--rows", type=int, default=128, help="rows l of the Luna")
-    parser.add_argument("--steps", type=int, default=0, help="steps of distillation before `long` is repeated")
+    parser.add_argument("--trained", help="output folder of run_distill_embeddings.py, for the part `long`")
     parser.add_argument("--threads", type=int, default=1, help="threads of PyTorch")
     parser.add_argument("--seed", type=int, default=0, help="seed of the texts")
     args = parser.parse_args(argv)
@@ -175,8 +149,8 @@ def main(argv=None):
     for part in args.part:
         if part == "long":
             study.long(study.student, "no training")
-            if args.steps:
-                study.long(study.distill(args.steps), f"{args.steps} steps")
+            if args.trained:
+                study.long(AutoModel.from_pretrained(args.trained).eval(), "trained")
         else:
             getattr(study, part)()
 

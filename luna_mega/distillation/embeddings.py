@@ -1,5 +1,6 @@
 """Distillation of sentence vectors: a Luna that packs long texts reproduces the vectors of its teacher."""
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -7,11 +8,50 @@ from torch import nn
 from torch.nn import functional
 from transformers import PreTrainedModel
 
+from luna_mega.distillation.exact import EncoderTeacher
 from luna_mega.distillation.families import Parts
-from luna_mega.distillation.sentences import SentenceModules
+from luna_mega.distillation.loading import load_model
+from luna_mega.distillation.sentences import SentenceModules, read_modules
 from luna_mega.distillation.teachers import check_teacher
 
 SALIENCE_LEARNING_RATE = 3e-3
+
+
+@dataclass
+class SentenceTeacher:
+    """A sentence encoder.
+
+    Args:
+        model: the encoder without a head.
+        modules: pooling and normalization.
+        window: longest text that the encoder reads at once; see `teacher_vectors`.
+    """
+
+    model: PreTrainedModel
+    modules: SentenceModules
+    window: int
+
+
+def load_sentence_teacher(name: str, window: int | None = None) -> SentenceTeacher:
+    """Load a sentence-transformers model, or an encoder, whose token states are then averaged.
+
+    Args:
+        name: folder or name on the Hub.
+        window: longest text that the teacher reads at once; None = its own limit.
+
+    Raises:
+        ValueError: The teacher is not supported or damaged, or the window is out of range.
+        OSError: There is no such folder or model.
+    """
+    modules = read_modules(name) or SentenceModules(("mean",))
+    modules.check_supported()
+    teacher = load_model(EncoderTeacher, name, dtype=torch.float32)
+    limit = teacher.max_length
+    if window is None:
+        window = min(modules.max_seq_length or limit, limit)
+    if not 3 <= window <= limit:
+        raise ValueError(f"window={window} must be from 3 to the {limit} positions of the teacher")
+    return SentenceTeacher(teacher.model.base_model.requires_grad_(False), modules, window)
 
 
 def set_projection_length(student: PreTrainedModel, rows: int) -> None:
@@ -26,16 +66,30 @@ def set_projection_length(student: PreTrainedModel, rows: int) -> None:
         layer.attention.projection_length = rows
 
 
-def parameter_groups(student: nn.Module, learning_rate: float) -> list[dict[str, Any]]:
-    """Return the groups of an optimizer: the salience has a higher learning rate; the embeddings are not trained."""
+def disable_dropout(student: PreTrainedModel) -> None:
+    """Set the probabilities of dropout to 0, but not those of the configuration, for later fine-tuning."""
+    for module in student.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+    for layer in student.base_model.encoder.layers:
+        layer.attention.dropout = 0.0
+
+
+def parameter_groups(
+    student: nn.Module,
+    learning_rate: float,
+    salience_learning_rate: float = SALIENCE_LEARNING_RATE,
+    weight_decay: float = 0.0,
+) -> list[dict[str, Any]]:
+    """Return the groups of an optimizer: the salience has its own learning rate; the embeddings are not trained."""
     groups: dict[bool, list[nn.Parameter]] = {False: [], True: []}
     for name, parameter in student.named_parameters():
         parameter.requires_grad_("embeddings." not in name)
         if parameter.requires_grad:
             groups[name.endswith("salience")].append(parameter)
     return [
-        {"params": groups[False], "lr": learning_rate},
-        {"params": groups[True], "lr": max(learning_rate, SALIENCE_LEARNING_RATE), "weight_decay": 0.0},
+        {"params": groups[False], "lr": learning_rate, "weight_decay": weight_decay},
+        {"params": groups[True], "lr": salience_learning_rate, "weight_decay": 0.0},
     ]
 
 
@@ -69,6 +123,14 @@ def teacher_vectors(
     return functional.normalize(mean, dim=-1) if modules.normalizes else mean
 
 
+def cosines(
+    student: nn.Module, modules: SentenceModules, batch: dict[str, torch.Tensor], reference: torch.Tensor
+) -> torch.Tensor:
+    """Return the cosines `[B]` of the student's vectors to those of `teacher_vectors`."""
+    got = modules.embed(student(**batch).last_hidden_state, batch["attention_mask"].bool())
+    return functional.cosine_similarity(got, reference, dim=-1)
+
+
 def embedding_loss(
     teacher: PreTrainedModel,
     student: nn.Module,
@@ -89,6 +151,4 @@ def embedding_loss(
     if window < 3 or (table is not None and window > len(table)):
         limit = "" if table is None else f" to the {len(table)} positions of the teacher"
         raise ValueError(f"window={window} must be from 3{limit}")
-    reference = teacher_vectors(teacher, modules, batch, window)
-    got = modules.embed(student(**batch).last_hidden_state, batch["attention_mask"].bool())
-    return 1 - functional.cosine_similarity(got, reference, dim=-1).mean()
+    return 1 - cosines(student, modules, batch, teacher_vectors(teacher, modules, batch, window)).mean()

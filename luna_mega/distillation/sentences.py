@@ -2,7 +2,7 @@
 
 import json
 import shutil
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -38,38 +38,63 @@ class SentenceModules:
     """
 
     pooling: tuple[str, ...]
-    normalizes: bool
-    max_seq_length: int | None
-    prompts: dict[str, str]
-    files: dict[str, Path]
-    settings: dict[str, Any]
+    normalizes: bool = False
+    max_seq_length: int | None = None
+    prompts: dict[str, str] = field(default_factory=dict)
+    files: dict[str, Path] = field(default_factory=dict)
+    settings: dict[str, Any] = field(default_factory=dict)
     others: tuple[str, ...] = ()
 
     def write(self, folder: Path, max_length: int) -> None:
-        """Write the modules next to a saved transformer for texts of `max_length` tokens."""
+        """Write the modules next to a saved transformer for texts of `max_length` tokens.
+
+        Without `files`, these are mean pooling. A folder without modules would be truncated to the position table.
+        """
+        if not self.files:
+            _write_mean(folder)
         for name, path in self.files.items():
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(path, folder / name)
         settings = self.settings | {"max_seq_length": max_length}
         (folder / _CONFIGS[0]).write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
 
-    def embed(self, states: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        """Return the vectors `[B, d]` of the last states `[B, T, d]`; `mask` `[B, T]` is bool, True = keep.
-
-        Raises:
-            ValueError: The folder has other pooling than `"cls"` or `"mean"`, or other modules.
-        """
+    def check_supported(self) -> None:
+        """Raise `ValueError` if the folder has other pooling than `"cls"` or `"mean"`, or other modules."""
         if self.pooling not in (("cls",), ("mean",)) or self.others:
             raise ValueError(
                 f"sentence vectors by {', '.join(self.pooling + self.others)} are not supported for distillation; use "
                 "a teacher whose only modules are pooling by cls or mean, and normalization"
             )
+
+    def embed(self, states: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        """Return the vectors `[B, d]` of the last states `[B, T, d]`; `mask` `[B, T]` is bool, True = keep.
+
+        Raises:
+            ValueError: See `check_supported`.
+        """
+        self.check_supported()
         if self.pooling == ("cls",):
             vectors = states[torch.arange(len(states)), mask.int().argmax(dim=1)]
         else:
             weights = mask[..., None].to(states.dtype)
             vectors = (states * weights).sum(dim=1) / weights.sum(dim=1).clamp(min=1)
         return functional.normalize(vectors, dim=-1) if self.normalizes else vectors
+
+
+def _write_mean(folder: Path) -> None:
+    """Write mean pooling next to a saved transformer."""
+    kinds = {"": "Transformer", "1_Pooling": "Pooling"}
+    modules = [
+        {"idx": index, "name": str(index), "path": path, "type": f"sentence_transformers.models.{kind}"}
+        for index, (path, kind) in enumerate(kinds.items())
+    ]
+    width = json.loads((folder / "config.json").read_text(encoding="utf-8"))["hidden_size"]
+    (folder / "1_Pooling").mkdir(exist_ok=True)
+    for path, content in (
+        ("modules.json", modules),
+        ("1_Pooling/config.json", {"word_embedding_dimension": width, "pooling_mode_mean_tokens": True}),
+    ):
+        (folder / path).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
 def read_modules(name: str) -> SentenceModules | None:

@@ -13,6 +13,7 @@ from tests.examples import test_run_audio as audio, test_run_image_classificatio
 from tests.examples.conftest import EXAMPLES
 from tests.examples.runs import QUIET, TINY, write, write_splits
 from tests.examples.test_run_distill import SIZES, make_teacher  # noqa: F401 (a fixture)
+from tests.examples.test_run_distill_embeddings import save_encoder
 from tests.examples.test_run_mlm import texts
 
 SCRIPTS = sorted(EXAMPLES.glob("run_*.py"))
@@ -58,6 +59,10 @@ OPTIONS = {
     ],
     "run_translation": lambda to: [*LUNA, "--dataset_path", lines(to, "en", "de")],
     "run_distill": lambda to: ["--block_size", 32, "--align_steps", 1, "--dataset_path", lines(to, "text")],
+    "run_distill_embeddings": lambda to: [
+        *("--teacher", save_encoder(to.with_name("teacher")), "--projection_lengths", 2, 4, "--projection_length", 4),
+        *("--dataset_path", lines(to, "text")),
+    ],
     "run_mlm_accelerate": lambda to: [
         *LUNA,
         "--block_size",

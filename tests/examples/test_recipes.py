@@ -38,7 +38,7 @@ def parsed(script, tmp_path, monkeypatch):
         options = ["--recipe", str(path), "--output_dir", str(tmp_path), *source, "--bf16", "false"]
         if "pretrained" in path.stem or "continued" in path.stem:
             options += ["--model_name_or_path", "x"]
-        if task == "distill":
+        if task.startswith("distill"):
             options += ["--teacher", "x"]
         if path.stem.startswith("pretrained"):
             options += ["--task_name", "rte"]

@@ -1,0 +1,147 @@
+"""Distill a sentence encoder into a Luna for long texts by the cosine of their vectors.
+
+    python examples/run_distill_embeddings.py --teacher sentence-transformers/all-MiniLM-L6-v2 \
+        --dataset_name stanfordnlp/imdb --validation_split test --max_steps 100 --output_dir OUT
+
+The teacher is a sentence-transformers model, or an encoder, whose token states are then averaged. After
+`import luna_mega`, `SentenceTransformer("OUT")` loads the output folder. All fields of TrainingArguments are options.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from datasets import Dataset
+from transformers import DataCollatorWithPadding, PreTrainedModel, PreTrainedTokenizerBase, TrainingArguments
+
+from luna_mega.distillation import from_teacher
+from luna_mega.distillation.embedding_trainer import EmbeddingTrainer
+from luna_mega.distillation.embeddings import SALIENCE_LEARNING_RATE, SentenceTeacher, load_sentence_teacher
+from luna_mega.distillation.recipe import one_line
+from luna_mega.training.arguments import RunArguments, check_choice, check_least, fail, parse_arguments
+from luna_mega.training.data import (
+    LimitArguments,
+    SourceArguments,
+    check_source,
+    check_texts,
+    choose_splits,
+    load_splits,
+)
+from luna_mega.training.models import load_tokenizer
+from luna_mega.training.report import describe, finish
+from luna_mega.training.runs import begin_run, check_run, make_callbacks, score, train
+
+TITLE, METRIC = "distillation of embeddings", "eval_loss"
+
+
+@dataclass
+class DataArguments(SourceArguments, LimitArguments):
+    text_column: str = field(default="text", metadata={"help": "column with the texts"})
+    validation_split: str = field(default="validation", metadata={"help": "split of the evaluation"})
+    max_seq_length: int = field(default=256, metadata={"help": "tokens of a text; longer texts are truncated"})
+    salience_texts: int = field(default=120, metadata={"help": "training texts that the salience is fitted on"})
+
+
+@dataclass
+class ModelArguments:
+    teacher: str = field(default="", metadata={"help": "sentence-transformers model or encoder: folder or Hub name"})
+    teacher_window: int | None = field(
+        default=None,
+        metadata={"help": "of longer texts, the target is the mean of windows of so many tokens; default: its limit"},
+    )
+    projection_length: int = field(default=128, metadata={"help": "rows l of the packed sequence that is saved"})
+    projection_lengths: list[int] = field(
+        default_factory=lambda: [32, 64, 128], metadata={"help": "rows of the training steps and evaluations"}
+    )
+    max_length: int = field(default=4096, metadata={"help": "longest text in tokens"})
+    position_extension: str = field(
+        default="interpolate", metadata={"help": "positions beyond the teacher's: interpolate or wrap"}
+    )
+    salience_learning_rate: float = field(
+        default=SALIENCE_LEARNING_RATE, metadata={"help": "learning rate of the salience"}
+    )
+    license: str | None = field(
+        default=None, metadata={"help": "license of the weights, for the model card: apache-2.0"}
+    )
+    model_name_or_path: str | None = field(default=None, init=False)
+    model_type: str = field(default="luna", init=False)
+
+    def __post_init__(self):
+        self.model_name_or_path = self.teacher
+
+
+def parse(argv: list[str] | None) -> tuple[DataArguments, ModelArguments, TrainingArguments, RunArguments]:
+    """Parse the options; exit if they contradict each other."""
+    kinds = (DataArguments, ModelArguments, TrainingArguments, RunArguments)
+    data, model, training, run = parse_arguments(kinds, argv, do_train=True, do_eval=True, learning_rate=2e-4)
+    check_run(TITLE, data, model, training, run, predicts=False)
+    check_source(data)
+    if not model.teacher:
+        fail("pass --teacher: a folder or a name on the Hub")
+    check_choice(model, "position_extension", ("interpolate", "wrap"))
+    check_least(model, 1, "projection_length", "projection_lengths")
+    check_least(data, 1, "salience_texts")
+    check_least(data, 3, "max_seq_length")
+    if data.max_seq_length > model.max_length:
+        fail(f"--max_seq_length {data.max_seq_length} exceeds --max_length {model.max_length}; raise the latter")
+    return data, model, training, run
+
+
+def load_data(data: DataArguments, training: TrainingArguments) -> dict[str, Dataset]:
+    """Return the texts; those of training are also required for the salience of an evaluation."""
+    limits = {"train": data.max_train_samples} | choose_splits(training, data, (data.validation_split,))
+    splits = load_splits(limits, data.dataset_path, data.dataset_name, data.dataset_config)
+    for name, split in splits.items():
+        check_texts(split, name, (data.text_column,))
+    return splits
+
+
+def make_model(
+    model: ModelArguments, texts: list[str], training: TrainingArguments
+) -> tuple[SentenceTeacher, PreTrainedModel, PreTrainedTokenizerBase]:
+    """Return the teacher, the student that is converted from it, and the tokenizer."""
+    with one_line(f"--teacher {model.teacher}"):
+        teacher = load_sentence_teacher(model.teacher, model.teacher_window)
+        sizes = (model.projection_length, model.max_length, model.position_extension)
+        student, tokenizer, report = from_teacher(teacher.model, *sizes, texts, load_tokenizer(model.teacher))
+    if training.process_index == 0:
+        print(report, flush=True)
+    return teacher, student, tokenizer
+
+
+def main(argv: list[str] | None = None) -> dict[str, Any]:
+    data, model, training, run = parse(argv)
+    begin_run(__file__, argv, data, model, training, run)
+    run.model = f"luna from {model.teacher}"
+    run.card |= {"origin": "distilled", "split": data.validation_split}
+
+    with training.main_process_first(desc="reading the data"):
+        splits = load_data(data, training)
+    count = min(data.salience_texts, len(splits["train"]))
+    texts = list(splits["train"].shuffle(training.seed).take(count)[data.text_column])
+    teacher, student, tokenizer = make_model(model, texts, training)
+
+    def tokenize(batch: dict[str, list[str]]) -> dict[str, list]:
+        return dict(tokenizer(batch[data.text_column], truncation=True, max_length=data.max_seq_length))
+
+    encoded = {name: x.map(tokenize, batched=True, remove_columns=x.column_names) for name, x in splits.items()}
+    trainer = EmbeddingTrainer(
+        student,
+        training,
+        train_dataset=encoded["train"],
+        eval_dataset=encoded.get(data.validation_split),
+        processing_class=tokenizer,
+        data_collator=DataCollatorWithPadding(tokenizer),
+        callbacks=make_callbacks(data),
+        teacher=teacher,
+        projection_length=model.projection_length,
+        projection_lengths=model.projection_lengths,
+        salience_learning_rate=model.salience_learning_rate,
+    )
+    summary = {"task": TITLE, "metric": METRIC, **describe(trainer, run)}
+    summary |= train(trainer, run)
+    summary |= score(trainer)
+    return finish(trainer, run, summary)
+
+
+if __name__ == "__main__":
+    main()
