@@ -74,7 +74,6 @@ class EmbeddingTrainer(OrderedTrainer):
 
     @torch.no_grad()
     def prediction_step(self, model: nn.Module, inputs: dict[str, torch.Tensor], *args, **kwargs):
-        inputs = self._prepare_inputs(inputs)
         kept = self._kept(inputs["input_ids"])
         modules = self.teacher.modules
         reference = teacher_vectors(self.teacher.model, modules, inputs, self.teacher.window)

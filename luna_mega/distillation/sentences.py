@@ -88,7 +88,7 @@ def _write_mean(folder: Path) -> None:
         {"idx": index, "name": str(index), "path": path, "type": f"sentence_transformers.models.{kind}"}
         for index, (path, kind) in enumerate(kinds.items())
     ]
-    width = json.loads((folder / "config.json").read_text(encoding="utf-8"))["hidden_size"]
+    width = json.loads((folder / "config.json").read_text(encoding="utf-8-sig"))["hidden_size"]
     (folder / "1_Pooling").mkdir(exist_ok=True)
     for path, content in (
         ("modules.json", modules),
