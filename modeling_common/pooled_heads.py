@@ -196,7 +196,8 @@ class GenericForSequencePairClassification(PooledHead):
             count, second = flatten_options(**second)
         drop_first_token = getattr(self.config, "drop_first_token", False)
         one, outputs, reductions = self.pool(first | {"attention_mask": attention_mask}, drop_first_token, **kwargs)
-        other, *_ = self.pool(second, **{name: value for name, value in kwargs.items() if name == "cp_group"})
+        shared: dict[str, Any] = {name: value for name, value in kwargs.items() if name == "cp_group"}
+        other, *_ = self.pool(second, **shared)
         if count is None:
             return self.make_output(
                 self.classifier(pair_features(self.config, one, other), reductions), outputs, labels
