@@ -42,6 +42,8 @@ _DROPOUTS = {
     "attention_dropout": ("attention_probs_dropout_prob", "attention_dropout"),
     "classifier_dropout": ("classifier_dropout", "seq_classif_dropout", "hidden_dropout_prob"),
 }
+# Fields in which sentence-transformers stores the activation of the scores of a cross-encoder.
+_SCORES = ("sentence_transformers", "sbert_ce_default_activation_function")
 
 
 class EncoderTeacher(Teacher):
@@ -202,6 +204,7 @@ def from_teacher(
         position_extension=position_extension,
         type_vocab_size=len(source.tensors("token_types").get("weight", ())),
         **_dropouts(source.config),
+        **{name: getattr(source.config, name) for name in _SCORES if hasattr(source.config, name)},
     )
     model = _CLASSES[find_head(source.model)](config).to(source.model.device, source.model.dtype).eval()
     report = ConversionReport(copy_encoder(source, model))

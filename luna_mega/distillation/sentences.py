@@ -28,7 +28,7 @@ class SentenceModules:
     """The modules of a sentence-transformers folder after its transformer.
 
     Args:
-        pooling: modes of the pooling, whose vectors are concatenated.
+        pooling: modes of the pooling, whose vectors are concatenated; empty for a cross-encoder.
         normalizes: whether the vectors are scaled to length 1.
         max_seq_length: longest text in tokens; None = not specified.
         prompts: texts before an input, by name.
@@ -61,9 +61,10 @@ class SentenceModules:
     def check_supported(self) -> None:
         """Raise `ValueError` if the folder has other pooling than `"cls"` or `"mean"`, or other modules."""
         if self.pooling not in (("cls",), ("mean",)) or self.others:
+            modules = ", ".join(self.pooling + self.others) or "a cross-encoder"
             raise ValueError(
-                f"sentence vectors by {', '.join(self.pooling + self.others)} are not supported for distillation; use "
-                "a teacher whose only modules are pooling by cls or mean, and normalization"
+                f"sentence vectors by {modules} are not supported for distillation; use a teacher whose only modules "
+                "are pooling by cls or mean, and normalization"
             )
 
     def embed(self, states: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
@@ -122,9 +123,9 @@ def read_modules(name: str) -> SentenceModules | None:
         files |= found
         if kind == "Pooling":
             pooling = _pooling(name, f"{path}/config.json")
-    if not pooling:
-        raise ValueError(f"{name}: modules.json contains no Pooling; add one, or pass a folder without modules.json")
     settings, prompts = _read(name, _CONFIGS[0]) or {}, _read(name, _CONFIGS[1]) or {}
+    if not pooling and prompts.get("model_type") != "CrossEncoder":
+        raise ValueError(f"{name}: modules.json contains no Pooling; add one, or pass a folder without modules.json")
     others = tuple(kind for kind, _ in kinds[1:] if kind not in ("Pooling", "Normalize"))
     normalizes = any(kind == "Normalize" for kind, _ in kinds)
     length = settings.get("max_seq_length")

@@ -85,6 +85,31 @@ def test_sentence_transformers_loads_the_folder(sentence_teacher, tmp_path):
     assert abs(ours.encode(texts) - theirs.encode(texts)).max() < 1e-5
 
 
+def test_cross_encoder(teacher, tmp_path):
+    """A folder without pooling, and the activation of its scores."""
+    model = make_model("bert", "ForSequenceClassification", pad_token_id=0, num_labels=1)
+    model.config.sentence_transformers = {"activation_fn": "torch.nn.modules.linear.Identity"}
+    model.save_pretrained(teacher)
+    kind = "sentence_transformers.base.modules.transformer.Transformer"
+    write(teacher / "modules.json", [{"idx": 0, "name": "0", "path": "", "type": kind}])
+    task = {"text": {"method": "forward", "method_output_name": "logits"}}
+    settings = {"transformer_task": "sequence-classification", "modality_config": task, "module_output_name": "scores"}
+    write(teacher / "sentence_bert_config.json", settings)
+    write(teacher / "config_sentence_transformers.json", {"model_type": "CrossEncoder"})
+    report = convert_teacher(str(teacher), tmp_path / "out", projection_length=16, max_length=32)
+    assert report.model_class == "LunaForSequenceClassification" and report.sentence_transformers
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config["sentence_transformers"] == model.config.sentence_transformers
+    with pytest.raises(ValueError, match="sentence vectors by a cross-encoder are not supported"):
+        read_modules(str(tmp_path / "out")).embed(torch.zeros(1, 2, 16), torch.ones(1, 2, dtype=torch.bool))
+    encoders = pytest.importorskip("sentence_transformers", reason="sentence-transformers is not installed")
+    pairs = [("a b c", "d e"), ("w1", "w2 f")]
+    ours, theirs = (
+        encoders.CrossEncoder(str(folder), device="cpu").predict(pairs) for folder in (tmp_path / "out", teacher)
+    )
+    assert abs(ours - theirs).max() < 1e-5
+
+
 def test_json_without_texts(teacher, tmp_path, capsys):
     assert luna_mega_cli.main(["distill", str(teacher), "--output", str(tmp_path / "out"), "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
