@@ -181,6 +181,8 @@ def from_teacher(
     for name, value in (("projection_length", projection_length), ("max_length", max_length)):
         if value < 1:
             raise ValueError(f"{name} must be at least 1, got {value}")
+    if isinstance(texts, str):
+        raise ValueError(f"`texts` must be a list of texts, got the str {texts[:20]!r}; pass [text] for a single text")
     if isinstance(teacher, str):
         source = load_model(EncoderTeacher, teacher, dtype=torch.float32)
         tokenizer = load_tokenizer(teacher) if tokenizer is None else tokenizer

@@ -154,6 +154,8 @@ def test_rejected_models(tmp_path):
     model = make("bert")
     with pytest.raises(ValueError, match="`texts` require a `tokenizer`"):
         from_teacher(model, texts=["a"])
+    with pytest.raises(ValueError, match="`texts` must be a list of texts, got the str 'a b'"):
+        from_teacher(model, texts="a b")
     with pytest.raises(ValueError, match="projection_length must be at least 1, got 0"):
         from_teacher(model, projection_length=0)
     with pytest.raises(ValueError, match="BertForNextSentencePrediction has a head that Luna does not have"):
