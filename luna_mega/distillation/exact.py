@@ -1,7 +1,7 @@
 """Luna encoders that equal a trained encoder on texts of up to `projection_length` tokens; nothing is trained."""
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -118,7 +118,6 @@ class ConversionReport:
     copied: CopyReport
     fit: list[float] | None = None
     tokens: int = 0
-    notes: list[str] = field(default_factory=list)
 
     def __str__(self) -> str:
         if self.fit is None:
@@ -127,7 +126,7 @@ class ConversionReport:
             shares = ", ".join(f"{share:.2f}" for share in self.fit)
             fit = f"salience: fitted on {self.tokens:,} tokens, r2 per layer {shares}"
         left = [f"left: {name}" for name in self.copied.left]
-        return "\n".join([f"copied: {len(self.copied.copied)} tensors", *left, fit, *self.notes])
+        return "\n".join([f"copied: {len(self.copied.copied)} tensors", *left, fit])
 
 
 class Converted(NamedTuple):
