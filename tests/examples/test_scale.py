@@ -53,7 +53,7 @@ def test_launch_on_gpus(name, corpus, tmp_path):
 def test_launch_on_cpus(corpus, tmp_path):
     """The summary reports it if accelerate cannot shard and runs DDP."""
     parallel = launch("fsdp2", corpus, tmp_path / "out", "--use_cpu", "true")["parallel"]
-    assert parallel == "DDP, not FSDP: accelerate does not shard on CPUs"
+    assert parallel == "DDP, not FSDP: Accelerate does not shard on CPUs"
 
 
 def launch(config: str, corpus: Path, output: Path, *more: str) -> dict:
