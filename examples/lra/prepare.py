@@ -167,7 +167,10 @@ def convert(arguments: argparse.Namespace, features: Features, cache: str) -> di
         splits |= {"train": train.select(order[validation:]), "validation": train.select(order[:validation])}
         if task == "text":
             return {name: splits[name].select_columns([column, "label"]).cast(features) for name in SPLITS}
-        gray = lambda row: {"image": row[column].convert("L"), "label": row["label"]}  # noqa: E731
+
+        def gray(row: dict[str, Any]) -> dict[str, Any]:
+            return {"image": row[column].convert("L"), "label": row["label"]}
+
         return {
             name: splits[name].map(gray, remove_columns=splits[name].column_names, features=features) for name in SPLITS
         }
