@@ -14,6 +14,7 @@ from typing import Any
 import matplotlib.pyplot as plt
 import torch
 from transformers import HfArgumentParser, PreTrainedModel
+from transformers.hf_argparser import HfArg
 
 import luna_mega
 from luna_mega.training.arguments import check_choice, check_least, fail
@@ -26,20 +27,16 @@ plt.rcParams["text.parse_math"] = False  # names may contain $
 
 @dataclass(kw_only=True)
 class Arguments(SourceArguments):
-    model_name_or_path: str = field(metadata={"help": "folder or Hub name of the model"})
-    output_dir: str = field(metadata={"help": "output folder for scores and plots"})
-    split: str = field(default="validation", metadata={"help": "split to evaluate"})
-    last_share: float = field(default=1.0, metadata={"help": "evaluate only this last share of the tokens: 0.1"})
-    text_column: str = field(default="text", metadata={"help": "column with the text"})
-    line_end: str = field(default="eos", metadata={"help": "separator of the texts: newline, or eos (</s>)"})
-    context: list[int] = field(
-        default_factory=lambda: [128, 512, 2048, 8192], metadata={"help": "block lengths in tokens"}
-    )
-    chunk: list[int] = field(
-        default_factory=list, metadata={"help": "attention chunk sizes; default: that of the model"}
-    )
-    segment: int = field(default=1024, metadata={"help": "tokens of a forward pass"})
-    batch_size: int = field(default=8, metadata={"help": "number of blocks of a forward pass"})
+    model_name_or_path: str = HfArg(help="folder or Hub name of the model")
+    output_dir: str = HfArg(help="output folder for scores and plots")
+    split: str = HfArg(default="validation", help="split to evaluate")
+    last_share: float = HfArg(default=1.0, help="evaluate only this last share of the tokens: 0.1")
+    text_column: str = HfArg(default="text", help="column with the text")
+    line_end: str = HfArg(default="eos", help="separator of the texts: newline, or eos (</s>)")
+    context: list[int] = HfArg(default_factory=lambda: [128, 512, 2048, 8192], help="block lengths in tokens")
+    chunk: list[int] = HfArg(default_factory=list, help="attention chunk sizes; default: that of the model")
+    segment: int = HfArg(default=1024, help="tokens of a forward pass")
+    batch_size: int = HfArg(default=8, help="number of blocks of a forward pass")
     device: str = field(default="cuda" if torch.cuda.is_available() else "cpu")
 
 

@@ -6,12 +6,13 @@ Print speed and memory at regular intervals. Both are constant for Luna, and for
 """
 
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import HfArgumentParser, TextStreamer, set_seed
+from transformers.hf_argparser import HfArg
 
 import luna_mega
 from luna_mega.compat import CACHE_NAME
@@ -22,15 +23,13 @@ from luna_mega.training.report import peak_memory_gb, print_table, save_json, sh
 
 @dataclass
 class Arguments:
-    model_name_or_path: str = field(metadata={"help": "folder or Hub name of the model"})
-    prompt: str = field(metadata={"help": "prompt of the text"})
-    output_dir: str = field(metadata={"help": "output folder for text.txt and all_results.json"})
-    max_new_tokens: int = field(default=1000, metadata={"help": "number of tokens to generate"})
-    temperature: float = field(default=1.0, metadata={"help": "sampling temperature; 0 = greedy decoding"})
-    top_k: int = field(default=0, metadata={"help": "sample from the k most likely tokens; 0 = from all"})
-    report_every: int = field(
-        default=1000, metadata={"help": "number of tokens between two reports of speed and memory"}
-    )
+    model_name_or_path: str = HfArg(help="folder or Hub name of the model")
+    prompt: str = HfArg(help="prompt of the text")
+    output_dir: str = HfArg(help="output folder for text.txt and all_results.json")
+    max_new_tokens: int = HfArg(default=1000, help="number of tokens to generate")
+    temperature: float = HfArg(default=1.0, help="sampling temperature; 0 = greedy decoding")
+    top_k: int = HfArg(default=0, help="sample from the k most likely tokens; 0 = from all")
+    report_every: int = HfArg(default=1000, help="number of tokens between two reports of speed and memory")
     seed: int = 42
     device: str = "cuda" if torch.cuda.is_available() else "cpu"
 

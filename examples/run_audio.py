@@ -6,7 +6,7 @@ All fields of TrainingArguments are options. A recipe contains defaults, which t
 """
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -20,6 +20,7 @@ from transformers import (
     TrainingArguments,
     Wav2Vec2FeatureExtractor,
 )
+from transformers.hf_argparser import HfArg
 
 from luna_mega.training.arguments import RunArguments, check_least, fail, parse_arguments
 from luna_mega.training.classification import accuracy, class_names, class_numbers, write_predictions
@@ -41,30 +42,16 @@ TITLE, METRIC = "audio classification", "eval_accuracy"
 
 @dataclass
 class DataArguments(SourceArguments, ClassifierArguments):
-    audio_column: str = field(
-        default="audio",
-        metadata={"help": "column with the clips: audio files, lists of numbers, or bytes of 16-bit samples"},
-    )
-    rate_column: str = field(
-        default="sampling_rate", metadata={"help": "column with the sampling rate, for lists and bytes"}
-    )
-    label_column: str = field(default="label", metadata={"help": "column with the labels: names or ids"})
-    hold_out: str | None = field(
-        default=None, metadata={"help": "condition of the training rows that form the validation split: take=5,6"}
-    )
-    sampling_rate: int | None = field(
-        default=None,
-        metadata={"help": "sampling rate of the model; default: that of the loaded model or of the first clip"},
-    )
-    max_seconds: float | None = field(default=None, metadata={"help": "maximum length; longer clips are truncated"})
-    random_shift: float = field(default=0.0, metadata={"help": "maximum shift of training clips in seconds"})
-    random_speed: float = field(
-        default=0.0, metadata={"help": "maximum relative change of the speed of training clips: 0.1"}
-    )
-    random_gain: float = field(default=0.0, metadata={"help": "maximum change of the volume of training clips in dB"})
-    random_noise: float = field(
-        default=0.0, metadata={"help": "maximum noise, relative to the standard deviation of a clip: 0.1"}
-    )
+    audio_column: str = HfArg(default="audio", help="clips: audio files, lists of numbers, or bytes of 16-bit samples")
+    rate_column: str = HfArg(default="sampling_rate", help="column with the sampling rate, for lists and bytes")
+    label_column: str = HfArg(default="label", help="column with the labels: names or ids")
+    hold_out: str | None = HfArg(default=None, help="condition of training rows for the validation split: take=5,6")
+    sampling_rate: int | None = HfArg(default=None, help="default: the rate of the loaded model or first clip")
+    max_seconds: float | None = HfArg(default=None, help="maximum length; longer clips are truncated")
+    random_shift: float = HfArg(default=0.0, help="maximum shift of training clips in seconds")
+    random_speed: float = HfArg(default=0.0, help="maximum relative change of the speed of training clips: 0.1")
+    random_gain: float = HfArg(default=0.0, help="maximum change of the volume of training clips in dB")
+    random_noise: float = HfArg(default=0.0, help="maximum noise, relative to the standard deviation of a clip: 0.1")
 
 
 def hold_out(split: Dataset, condition: str) -> tuple[Dataset, Dataset]:

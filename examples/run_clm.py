@@ -7,13 +7,14 @@ All fields of TrainingArguments are options. A recipe contains defaults, which t
 """
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from datasets import IterableDataset
 from torch.utils.data import SequentialSampler, default_collate
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedTokenizerBase, TrainingArguments
+from transformers.hf_argparser import HfArg
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from luna_mega.compat import CACHE_NAME
@@ -36,31 +37,15 @@ RECURRENT = ("luna", "mega", "megalodon")
 
 @dataclass
 class DataArguments(SourceArguments):
-    text_column: str = field(
-        default="text", metadata={"help": "column with the text; a txt file has one text per line"}
-    )
-    validation_share: float = field(
-        default=0.0, metadata={"help": "last share of the training tokens that forms the validation split: 0.1"}
-    )
-    tokenization: str = field(
-        default="bpe", metadata={"help": "tokenizer that is trained without --tokenizer_name: char, byte, bpe or word"}
-    )
-    line_end: str = field(default="eos", metadata={"help": "separator of the texts: newline, or eos (</s>)"})
-    block_size: int = field(
-        default=512,
-        metadata={"help": "tokens of a training block; a multiple of the chunk size for models with chunks"},
-    )
-    min_block_size: int | None = field(
-        default=None, metadata={"help": "minimum tokens of a block; blocks are truncated to a random number of chunks"}
-    )
-    carry_state: bool = field(
-        default=False,
-        metadata={"help": "carry the recurrent state from block to block (truncated BPTT)"},
-    )
-    eval_context: int = field(
-        default=8192, metadata={"help": "tokens of an evaluation block, which starts with an empty cache"}
-    )
-    eval_segment: int = field(default=1024, metadata={"help": "tokens of a forward pass in evaluation"})
+    text_column: str = HfArg(default="text", help="column with the text; a txt file has one text per line")
+    validation_share: float = HfArg(default=0.0, help="last share of the training tokens, for validation: 0.1")
+    tokenization: str = HfArg(default="bpe", help="tokenizer without --tokenizer_name: char, byte, bpe or word")
+    line_end: str = HfArg(default="eos", help="separator of the texts: newline, or eos (</s>)")
+    block_size: int = HfArg(default=512, help="tokens of a training block; a multiple of the chunk size, if any")
+    min_block_size: int | None = HfArg(default=None, help="truncate blocks at random, to at least N tokens")
+    carry_state: bool = HfArg(default=False, help="carry the recurrent state from block to block (truncated BPTT)")
+    eval_context: int = HfArg(default=8192, help="tokens of an evaluation block, which starts with an empty cache")
+    eval_segment: int = HfArg(default=1024, help="tokens of a forward pass in evaluation")
 
 
 class BlockCollator:

@@ -23,6 +23,7 @@ from transformers import (
     TrainingArguments,
     default_data_collator,
 )
+from transformers.hf_argparser import HfArg
 
 from luna_mega.distillation import Teacher, aligned_parameters, train_only
 from luna_mega.distillation.recipe import (
@@ -68,16 +69,10 @@ TITLE, METRIC = "distillation", "eval_loss"
 
 @dataclass
 class DataArguments(TextArguments):
-    block_size: int = field(
-        default=512, metadata={"help": "tokens of an input; texts of a classifier are truncated to it"}
-    )
-    line_end: str = field(
-        default="eos", metadata={"help": "end of a row of text for a causal model: newline, or eos (</s>)"}
-    )
-    pair_column: str | None = field(default=None, metadata={"help": "column with the second texts of a classifier"})
-    label_column: str = field(
-        default="label", metadata={"help": "column with the labels of a classifier: names of the teacher, or ids"}
-    )
+    block_size: int = HfArg(default=512, help="tokens of an input; texts of a classifier are truncated to it")
+    line_end: str = HfArg(default="eos", help="end of a row of text for a causal model: newline, or eos (</s>)")
+    pair_column: str | None = HfArg(default=None, help="column with the second texts of a classifier")
+    label_column: str = HfArg(default="label", help="labels of a classifier: names of the teacher, or ids")
 
 
 def parse(argv: list[str] | None) -> tuple[DataArguments, DistillArguments, TrainingArguments, RunArguments]:

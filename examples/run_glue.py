@@ -7,13 +7,14 @@ All fields of TrainingArguments are options. A recipe contains defaults, which t
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import evaluate
 import numpy as np
 from datasets import Dataset
 from transformers import EvalPrediction, PreTrainedTokenizerBase, Trainer, TrainingArguments
+from transformers.hf_argparser import HfArg
 
 from luna_mega.training.arguments import RunArguments, check_choice, fail, parse_arguments
 from luna_mega.training.data import check_labels, check_texts, choose_splits, load_splits
@@ -60,18 +61,11 @@ TASKS = {
 
 @dataclass
 class DataArguments(TextArguments):
-    task_name: str | None = field(default=None, metadata={"help": f"task: {', '.join(TASKS)}"})
-    dataset_name: str = field(
-        default="nyu-mll/glue", metadata={"help": "dataset on the Hub, with the task as its configuration"}
-    )
-    dataset_path: str | None = field(
-        default=None,
-        metadata={"help": "local folder with parquet, json(l) or csv files named by split, instead of the Hub"},
-    )
-    metric_path: str = field(
-        default="glue", metadata={"help": "metric for evaluate.load: glue on the Hub, or the path of a local module"}
-    )
-    max_seq_length: int = field(default=128, metadata={"help": "maximum length; longer inputs are truncated"})
+    task_name: str | None = HfArg(default=None, help=f"task: {', '.join(TASKS)}")
+    dataset_name: str = HfArg(default="nyu-mll/glue", help="dataset on the Hub, with the task as its configuration")
+    dataset_path: str | None = HfArg(default=None, help="local folder with parquet, json(l) or csv files by split")
+    metric_path: str = HfArg(default="glue", help="metric for evaluate.load: glue, or the path of a local module")
+    max_seq_length: int = HfArg(default=128, help="maximum length; longer inputs are truncated")
 
     @property
     def dataset_config(self) -> str:

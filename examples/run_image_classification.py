@@ -7,7 +7,7 @@ All fields of TrainingArguments are options. A recipe contains defaults, which t
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ import torch
 from datasets import Dataset, load_dataset
 from datasets.exceptions import DatasetsError
 from transformers import AutoConfig, AutoModelForImageClassification, PreTrainedConfig, TrainingArguments
+from transformers.hf_argparser import HfArg
 from transformers.image_processing_utils import BaseImageProcessor
 
 from luna_mega.training.arguments import RunArguments, check_least, fail, parse_arguments
@@ -60,32 +61,18 @@ _GRAY = ([0.5], [0.25])
 
 @dataclass
 class DataArguments(SourceArguments, ClassifierArguments, AugmentArguments):
-    image_column: str = field(
-        default="image", metadata={"help": "column with the images: files, or pixels of square gray images"}
-    )
-    label_column: str = field(default="label", metadata={"help": "column with the labels: names or ids"})
-    image_size: int | None = field(
-        default=None, metadata={"help": "side of an image in pixels; default: that of the first image"}
-    )
-    channels: int | None = field(
-        default=None, metadata={"help": "1 = gray, 3 = color; default: that of the first image"}
-    )
-    image_mean: list[float] | None = field(
-        default=None, metadata={"help": "mean for normalization; default: that of ImageNet, 0.5 for gray"}
-    )
-    image_std: list[float] | None = field(
-        default=None,
-        metadata={"help": "standard deviation for normalization; default: that of ImageNet, 0.25 for gray"},
-    )
-    center_crop: bool = field(
-        default=True,
-        metadata={"help": "evaluate on the center crop of a resized image; false = only resize"},
-    )
+    image_column: str = HfArg(default="image", help="column with the images: files, or pixels of square gray images")
+    label_column: str = HfArg(default="label", help="column with the labels: names or ids")
+    image_size: int | None = HfArg(default=None, help="side of an image in pixels; default: that of the first image")
+    channels: int | None = HfArg(default=None, help="1 = gray, 3 = color; default: that of the first image")
+    image_mean: list[float] | None = HfArg(default=None, help="mean; default: ImageNet's, 0.5 for gray")
+    image_std: list[float] | None = HfArg(default=None, help="deviation; default: ImageNet's, 0.25 for gray")
+    center_crop: bool = HfArg(default=True, help="evaluate on the center crop of a resized image; false = only resize")
 
 
 @dataclass
 class ModelArguments(CheckpointArguments):
-    patch_size: int = field(default=16, metadata={"help": "side of a patch in pixels, for a new model"})
+    patch_size: int = HfArg(default=16, help="side of a patch in pixels, for a new model")
 
 
 class ImageTrainer(OrderedTrainer):

@@ -14,7 +14,7 @@ import re
 import shutil
 import time
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import lru_cache
 from pathlib import Path
@@ -29,6 +29,7 @@ from torch.distributed.checkpoint import state_dict as states
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from transformers import AutoModelForMaskedLM, PreTrainedModel, get_linear_schedule_with_warmup, set_seed
+from transformers.hf_argparser import HfArg
 
 from luna_mega.training.arguments import check_launch, check_least, fail, parse_arguments
 from luna_mega.training.data import SourceArguments, check_source, check_texts, load_splits
@@ -66,40 +67,24 @@ def save_checkpoint(accelerator: Accelerator, state: dict[str, Any], output: Pat
 
 @dataclass
 class Arguments(SourceArguments):
-    output_dir: str = field(
-        default="outputs/mlm", metadata={"help": "output folder for checkpoints, losses and the model"}
-    )
-    text_column: str = field(
-        default="text", metadata={"help": "column with the text; a txt file has one text per line"}
-    )
-    block_size: int = field(default=512, metadata={"help": "tokens of an input, including <s>"})
-    mlm_probability: float = field(default=0.15, metadata={"help": "share of the tokens to predict"})
-    preprocessing_num_workers: int | None = field(
-        default=None, metadata={"help": "number of processes for tokenization"}
-    )
-    max_steps: int = field(default=1000, metadata={"help": "number of optimizer steps"})
-    batch_size: int = field(default=32, metadata={"help": "inputs of an optimizer step over all processes"})
-    gradient_accumulation_steps: int = field(
-        default=1, metadata={"help": "number of forward passes of an optimizer step"}
-    )
-    learning_rate: float = field(
-        default=5e-4, metadata={"help": "learning rate after the warmup; it decreases to 0 at max_steps"}
-    )
-    warmup_steps: int = field(default=0, metadata={"help": "number of warmup steps"})
-    save_steps: int = field(default=100, metadata={"help": "steps between checkpoints, of which the last two are kept"})
-    resume: bool = field(
-        default=False, metadata={"help": "resume from the last checkpoint in output_dir, if it exists"}
-    )
-    seed: int = field(default=42, metadata={"help": "seed of weights, data order, masks and dropout"})
-    use_cpu: bool = field(default=False, metadata={"help": "use the CPU even if there is a GPU"})
-    fsdp: bool = field(default=False, metadata={"help": "use FSDP2 even if Accelerate does not support it, as on CPUs"})
-    timeout: int = field(
-        default=60, metadata={"help": "seconds after which all processes exit if one does not respond"}
-    )
-    peak_flops: float | None = field(
-        default=None, metadata={"help": "peak FLOP/s of one device; default: measured on a CPU"}
-    )
-    push_to_hub: str | None = field(default=None, metadata={"help": "repository on the Hub for the trained model"})
+    output_dir: str = HfArg(default="outputs/mlm", help="output folder for checkpoints, losses and the model")
+    text_column: str = HfArg(default="text", help="column with the text; a txt file has one text per line")
+    block_size: int = HfArg(default=512, help="tokens of an input, including <s>")
+    mlm_probability: float = HfArg(default=0.15, help="share of the tokens to predict")
+    preprocessing_num_workers: int | None = HfArg(default=None, help="number of processes for tokenization")
+    max_steps: int = HfArg(default=1000, help="number of optimizer steps")
+    batch_size: int = HfArg(default=32, help="inputs of an optimizer step over all processes")
+    gradient_accumulation_steps: int = HfArg(default=1, help="number of forward passes of an optimizer step")
+    learning_rate: float = HfArg(default=5e-4, help="learning rate after the warmup; it decreases to 0 at max_steps")
+    warmup_steps: int = HfArg(default=0, help="number of warmup steps")
+    save_steps: int = HfArg(default=100, help="steps between checkpoints, of which the last two are kept")
+    resume: bool = HfArg(default=False, help="resume from the last checkpoint in output_dir, if it exists")
+    seed: int = HfArg(default=42, help="seed of weights, data order, masks and dropout")
+    use_cpu: bool = HfArg(default=False, help="use the CPU even if there is a GPU")
+    fsdp: bool = HfArg(default=False, help="use FSDP2 even if Accelerate does not support it, as on CPUs")
+    timeout: int = HfArg(default=60, help="seconds after which all processes exit if one does not respond")
+    peak_flops: float | None = HfArg(default=None, help="peak FLOP/s of one device; default: measured on a CPU")
+    push_to_hub: str | None = HfArg(default=None, help="repository on the Hub for the trained model")
 
 
 class Loop:

@@ -7,7 +7,7 @@ All fields of TrainingArguments are options. A recipe contains defaults, which t
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -20,6 +20,7 @@ from transformers import (
     Trainer,
     TrainingArguments,
 )
+from transformers.hf_argparser import HfArg
 
 from luna_mega.training.arguments import RunArguments, check_choice, fail, parse_arguments
 from luna_mega.training.data import ClassifierArguments, check_columns, check_texts, choose_splits, load_splits
@@ -51,28 +52,12 @@ class Task:
 
 @dataclass
 class DataArguments(ClassifierArguments):
-    task: str = field(default="race", metadata={"help": "task: race or csqa"})
-    dataset_config: str | None = field(
-        default=None, metadata={"help": "configuration of the dataset: middle or high for RACE"}
-    )
-    dataset_path: list[str] | None = field(
-        default=None,
-        metadata={"help": "local folders with parquet or json(l) files named by split, instead of the Hub"},
-    )
-    max_option_length: int = field(
-        default=128,
-        metadata={"help": "maximum length of question and option (RACE), or of an option with --two_towers"},
-    )
-    max_seq_length: int = field(
-        default=512,
-        metadata={"help": "maximum length; longer inputs of RACE are truncated, those of CommonsenseQA are an error"},
-    )
-    two_towers: bool = field(
-        default=False,
-        metadata={
-            "help": "encode the text with its question once and each option separately, and score pairs of vectors"
-        },
-    )
+    task: str = HfArg(default="race", help="task: race or csqa")
+    dataset_config: str | None = HfArg(default=None, help="configuration of the dataset: middle or high for RACE")
+    dataset_path: list[str] | None = HfArg(default=None, help="local folders with parquet or json(l) files by split")
+    max_option_length: int = HfArg(default=128, help="maximum length of question and option, or of a tower's option")
+    max_seq_length: int = HfArg(default=512, help="maximum length; RACE is truncated, longer CommonsenseQA fails")
+    two_towers: bool = HfArg(default=False, help="encode text and options separately, and score pairs of vectors")
 
     @property
     def dataset_name(self) -> str:

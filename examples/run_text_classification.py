@@ -7,12 +7,13 @@ All fields of TrainingArguments are options. A recipe contains defaults, which t
 run_glue.py.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from datasets import Dataset
 from transformers import PreTrainedTokenizerBase, TrainingArguments
+from transformers.hf_argparser import HfArg
 
 from luna_mega.training.arguments import RunArguments, fail, parse_arguments
 from luna_mega.training.classification import accuracy, class_names, class_numbers, write_predictions
@@ -34,14 +35,10 @@ TITLE, METRIC = "text classification", "eval_accuracy"
 
 @dataclass
 class DataArguments(SourceArguments, TextArguments):
-    text_columns: list[str] = field(
-        default_factory=lambda: ["text"], metadata={"help": "text column, or two columns for pairs"}
-    )
-    label_column: str = field(default="label", metadata={"help": "column with the labels: names or ids"})
-    validation_share: float = field(
-        default=0.0, metadata={"help": "share of the training rows that forms the validation split"}
-    )
-    max_seq_length: int = field(default=512, metadata={"help": "maximum length; longer inputs are truncated"})
+    text_columns: list[str] = HfArg(default_factory=lambda: ["text"], help="text column, or two columns for pairs")
+    label_column: str = HfArg(default="label", help="column with the labels: names or ids")
+    validation_share: float = HfArg(default=0.0, help="share of the training rows that forms the validation split")
+    max_seq_length: int = HfArg(default=512, help="maximum length; longer inputs are truncated")
 
 
 def parse(argv: list[str] | None) -> tuple[DataArguments, ModelArguments, TrainingArguments, RunArguments]:

@@ -6,7 +6,7 @@
 All fields of Seq2SeqTrainingArguments are options. A recipe contains defaults, which the command line overrides.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from transformers import (
     Seq2SeqTrainer,
     Seq2SeqTrainingArguments,
 )
+from transformers.hf_argparser import HfArg
 
 from luna_mega.training.arguments import RunArguments, check_choice, check_least, fail, parse_arguments
 from luna_mega.training.data import (
@@ -94,40 +95,20 @@ METRIC = "eval_bleu"
 
 @dataclass
 class DataArguments(SourceArguments, LimitArguments):
-    source_lang: str = field(default="en", metadata={"help": "name of the source language in the data"})
-    target_lang: str = field(default="de", metadata={"help": "name of the target language in the data"})
-    test_paths: list[str] | None = field(
-        default=None,
-        metadata={"help": "local folders with a split test for --do_predict, instead of that of the dataset"},
-    )
-    max_source_length: int = field(default=128, metadata={"help": "maximum tokens of a source, including </s>"})
-    max_target_length: int = field(default=128, metadata={"help": "maximum tokens of a target, including </s>"})
-    num_beams: int = field(
-        default=5,
-        metadata={"help": "beams of the final evaluation; --generation_num_beams are those during training"},
-    )
-    length_penalty: float = field(default=1.0, metadata={"help": "exponent of the length in beam search"})
-    milestones: list[int] | None = field(
-        default=None,
-        metadata={
-            "help": "steps at which the learning rate decreases; requires lr_scheduler_type constant_with_warmup"
-        },
-    )
-    milestone_factor: float = field(default=0.1, metadata={"help": "factor of the learning rate at a milestone"})
-    warmup_init_lr: float = field(
-        default=0.0, metadata={"help": "learning rate of the first step; requires --milestones"}
-    )
-    apollo: bool = field(
-        default=False,
-        metadata={"help": "use the optimizer Apollo with adam_beta1 and adam_epsilon; requires pytorch_optimizer"},
-    )
-    clip_each: float | None = field(default=None, metadata={"help": "maximum gradient norm of each parameter"})
-    average_checkpoints: int = field(
-        default=0, metadata={"help": "number of checkpoints whose mean is evaluated and saved"}
-    )
-    average_by: str = field(
-        default="last", metadata={"help": "checkpoints to average: last, or best by metric_for_best_model"}
-    )
+    source_lang: str = HfArg(default="en", help="name of the source language in the data")
+    target_lang: str = HfArg(default="de", help="name of the target language in the data")
+    test_paths: list[str] | None = HfArg(default=None, help="local folders with a split test for --do_predict")
+    max_source_length: int = HfArg(default=128, help="maximum tokens of a source, including </s>")
+    max_target_length: int = HfArg(default=128, help="maximum tokens of a target, including </s>")
+    num_beams: int = HfArg(default=5, help="beams after training; --generation_num_beams: during training")
+    length_penalty: float = HfArg(default=1.0, help="exponent of the length in beam search")
+    milestones: list[int] | None = HfArg(default=None, help="steps of decreases, for the schedule constant_with_warmup")
+    milestone_factor: float = HfArg(default=0.1, help="factor of the learning rate at a milestone")
+    warmup_init_lr: float = HfArg(default=0.0, help="learning rate of the first step; requires --milestones")
+    apollo: bool = HfArg(default=False, help="optimizer Apollo with adam_beta1 and adam_epsilon (pytorch_optimizer)")
+    clip_each: float | None = HfArg(default=None, help="maximum gradient norm of each parameter")
+    average_checkpoints: int = HfArg(default=0, help="number of checkpoints whose mean is evaluated and saved")
+    average_by: str = HfArg(default="last", help="checkpoints to average: last, or best by metric_for_best_model")
 
 
 class TranslationTrainer(OrderedTrainer, Seq2SeqTrainer):

@@ -9,12 +9,13 @@ The loss is MultipleNegativesRankingLoss. The evaluation compares cosine similar
 SentenceTransformerTrainingArguments are options.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from tempfile import TemporaryDirectory
 from typing import Any
 
 from datasets import Dataset
 from transformers import AutoModel, PreTrainedTokenizerBase
+from transformers.hf_argparser import HfArg
 
 from luna_mega.training.arguments import RunArguments, check_choice, check_least, fail, parse_arguments
 from luna_mega.training.data import (
@@ -47,26 +48,22 @@ POOLINGS = ("mean", "cls", "max", "mean_sqrt_len_tokens")
 
 @dataclass
 class DataArguments(SourceArguments, LimitArguments):
-    text_columns: list[str] = field(
+    text_columns: list[str] = HfArg(
         default_factory=lambda: ["sentence1", "sentence2"],
-        metadata={"help": "columns of anchor, positive and, optionally, negative sentences"},
+        help="columns of anchor, positive and, optionally, negative sentences",
     )
-    score_column: str | None = field(
-        default=None, metadata={"help": "column with the score of a training pair, for --min_score"}
-    )
-    min_score: float = field(default=0.0, metadata={"help": "minimum score of a training pair"})
-    sts_name: str | None = field(
-        default=None, metadata={"help": "dataset of scored pairs on the Hub, for the evaluation"}
-    )
-    sts_path: str | None = field(default=None, metadata={"help": "local folder with the scored pairs"})
-    sts_split: str = field(default="validation", metadata={"help": "split of the scored pairs"})
-    sts_columns: list[str] = field(
+    score_column: str | None = HfArg(default=None, help="column with the score of a training pair, for --min_score")
+    min_score: float = HfArg(default=0.0, help="minimum score of a training pair")
+    sts_name: str | None = HfArg(default=None, help="dataset of scored pairs on the Hub, for the evaluation")
+    sts_path: str | None = HfArg(default=None, help="local folder with the scored pairs")
+    sts_split: str = HfArg(default="validation", help="split of the scored pairs")
+    sts_columns: list[str] = HfArg(
         default_factory=lambda: ["sentence1", "sentence2", "score"],
-        metadata={"help": "columns of the scored pairs: two text columns and the score"},
+        help="columns of the scored pairs: two text columns and the score",
     )
-    max_seq_length: int = field(default=128, metadata={"help": "maximum length; longer sentences are truncated"})
-    pooling: str = field(default="mean", metadata={"help": f"pooling of token embeddings: {', '.join(POOLINGS)}"})
-    scale: float = field(default=20.0, metadata={"help": "factor of the cosine similarities in the loss"})
+    max_seq_length: int = HfArg(default=128, help="maximum length; longer sentences are truncated")
+    pooling: str = HfArg(default="mean", help=f"pooling of token embeddings: {', '.join(POOLINGS)}")
+    scale: float = HfArg(default=20.0, help="factor of the cosine similarities in the loss")
 
 
 def parse(

@@ -25,6 +25,7 @@ from torch.nn import functional
 from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 from transformers import HfArgumentParser, PreTrainedTokenizerBase
+from transformers.hf_argparser import HfArg
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
 
@@ -45,17 +46,15 @@ Batch = dict[str, torch.Tensor]
 
 @dataclass(kw_only=True)
 class Arguments(SourceArguments):
-    models: list[str] = field(metadata={"help": "folders or Hub names of masked language models"})
-    output_dir: str = field(metadata={"help": "output folder for report.md, report.png and scores.json"})
-    lengths: list[int] = field(
-        default_factory=lambda: [128, 256, 512, 1024, 2048], metadata={"help": "tokens of a block, including <s>"}
-    )
-    split: str = field(default="validation", metadata={"help": "split to evaluate"})
-    text_column: str = field(default="text", metadata={"help": "column with the text"})
-    max_tokens: int = field(default=100_000, metadata={"help": "maximum number of tokens"})
-    mlm_probability: float = field(default=0.15, metadata={"help": "share of the tokens to predict"})
-    batch_tokens: int = field(default=2048, metadata={"help": "tokens of a batch, or of a block if it is longer"})
-    seed: int = field(default=42, metadata={"help": "seed of the masks"})
+    models: list[str] = HfArg(help="folders or Hub names of masked language models")
+    output_dir: str = HfArg(help="output folder for report.md, report.png and scores.json")
+    lengths: list[int] = HfArg(default_factory=lambda: [128, 256, 512, 1024, 2048], help="tokens of a block")
+    split: str = HfArg(default="validation", help="split to evaluate")
+    text_column: str = HfArg(default="text", help="column with the text")
+    max_tokens: int = HfArg(default=100_000, help="maximum number of tokens")
+    mlm_probability: float = HfArg(default=0.15, help="share of the tokens to predict")
+    batch_tokens: int = HfArg(default=2048, help="tokens of a batch, or of a block if it is longer")
+    seed: int = HfArg(default=42, help="seed of the masks")
     device: str = field(default="cuda" if torch.cuda.is_available() else "cpu")
 
 

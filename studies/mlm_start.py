@@ -10,7 +10,7 @@ is initialized in the same way, with `--local_options` as `initialization_option
 
 import math
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ import torch
 from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 from transformers import AutoModelForMaskedLM, PreTrainedConfig, RobertaForMaskedLM
+from transformers.hf_argparser import HfArg
 from yaml import YAMLError
 
 from luna_mega import LunaConfig, LunaForMaskedLM
@@ -37,14 +38,9 @@ PARTS = ("positions", "packed", "identity")
 
 @dataclass
 class StudyArguments(ModelArguments):
-    without: str | None = field(
-        default=None,
-        metadata={"help": f"part of the local initialization of Luna to replace by random values: {', '.join(PARTS)}"},
-    )
-    local_start: bool = field(default=False, metadata={"help": "use the local initialization of Luna for RoBERTa"})
-    local_options: str = field(
-        default="", metadata={"help": "options of the local initialization of RoBERTa: base=16,strength=8"}
-    )
+    without: str | None = HfArg(default=None, help=f"part to initialize at random: {', '.join(PARTS)}")
+    local_start: bool = HfArg(default=False, help="use the local initialization of Luna for RoBERTa")
+    local_options: str = HfArg(default="", help="options of the local initialization of RoBERTa: base=16,strength=8")
 
 
 @torch.no_grad()

@@ -10,7 +10,7 @@ All fields of TrainingArguments are options. A recipe contains defaults, which t
 
 import platform
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ from transformers import (
     PreTrainedTokenizerFast,
     TrainingArguments,
 )
+from transformers.hf_argparser import HfArg
 
 import luna_mega
 from lra import pretraining, transformer
@@ -68,37 +69,19 @@ _NO_TOKENS = 8  # vocabulary of a model that reads values
 
 @dataclass
 class DataArguments(SourceArguments, ClassifierArguments):
-    task: str = field(default="text", metadata={"help": f"task: {' | '.join(TASKS)}"})
-    convention: str = field(
-        default="ours", metadata={"help": f"conventions of data and evaluation: {' | '.join(CONVENTIONS)}"}
-    )
-    max_length: int | None = field(
-        default=None, metadata={"help": "maximum input length; default: that of the benchmark"}
-    )
-    pixels: str | None = field(
-        default=None, metadata={"help": "representation of pixels: values | tokens; default: that of the convention"}
-    )
-    self_pretraining_steps: int = field(
-        default=0, metadata={"help": "number of steps of self-pretraining on masked inputs of the task"}
-    )
-    masked_share: float = field(
-        default=0.15, metadata={"help": "share of the inputs that are masked in self-pretraining"}
-    )
-    warmup_power: float = field(
-        default=1.0,
-        metadata={"help": "power of the step in the warmup; requires the linear schedule unless 1"},
-    )
+    task: str = HfArg(default="text", help=f"task: {' | '.join(TASKS)}")
+    convention: str = HfArg(default="ours", help=f"conventions of data and evaluation: {' | '.join(CONVENTIONS)}")
+    max_length: int | None = HfArg(default=None, help="maximum input length; default: that of the benchmark")
+    pixels: str | None = HfArg(default=None, help="values | tokens; default: that of the convention")
+    self_pretraining_steps: int = HfArg(default=0, help="steps of self-pretraining on masked inputs of the task")
+    masked_share: float = HfArg(default=0.15, help="share of the inputs that are masked in self-pretraining")
+    warmup_power: float = HfArg(default=1.0, help="power of the step in the warmup; 1 unless the schedule is linear")
 
 
 @dataclass
 class ModelArguments(CheckpointArguments):
-    model_type: str = field(
-        default="luna", metadata={"help": "type of a new model: luna | mega | transformer, or another encoder"}
-    )
-    paper_model: bool = field(
-        default=False,
-        metadata={"help": "use the model of the Luna or Mega paper for the task; --config_overrides still apply"},
-    )
+    model_type: str = HfArg(default="luna", help="type of a new model: luna | mega | transformer, or another encoder")
+    paper_model: bool = HfArg(default=False, help="use the model of the paper; --config_overrides still apply")
 
 
 class LraTrainer(OrderedTrainer):

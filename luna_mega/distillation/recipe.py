@@ -19,6 +19,7 @@ from transformers import (
     PreTrainedTokenizerBase,
     TrainingArguments,
 )
+from transformers.hf_argparser import HfArg
 
 from luna_mega import LunaConfig, MegaConfig
 from luna_mega.distillation import (
@@ -45,53 +46,26 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
 class DistillArguments:
     """Options of teacher, student and stages."""
 
-    teacher: str = field(default="", metadata={"help": "trained transformer: a folder or a name on the Hub"})
-    teacher_dtype: str = field(
-        default="auto", metadata={"help": "type of the teacher's weights: float32, bfloat16, float16; auto = as saved"}
-    )
-    teacher_window: int | None = field(
-        default=None, metadata={"help": "the teacher reads longer blocks in windows of so many tokens"}
-    )
-    student: str = field(
-        default="luna", metadata={"help": "luna, mega, or the folder of one that was made before, to go on with it"}
-    )
-    projection_length: int | None = field(default=None, metadata={"help": "rows of a new Luna's packed sequence"})
-    max_length: int | None = field(
-        default=None,
-        metadata={
-            "help": "positions of a new student; default: the teacher's, or the length of a block if that is longer"
-        },
-    )
-    num_hidden_layers: int | None = field(default=None, metadata={"help": "layers of a new student"})
-    layers: list[int] | None = field(
-        default=None, metadata={"help": "teacher layers of the student's layers, from 0 on: 0 3 7 11"}
-    )
-    positions: str = field(
-        default="windows",
-        metadata={"help": "extension of the position table: windows, copy, mirror or interpolate"},
-    )
-    config_overrides: str = field(
-        default="", metadata={"help": "fields of a new student: use_chunking=true,chunk_size=128"}
-    )
-    calibration_batches: int = field(default=6, metadata={"help": "training batches for the calibration; 0 = none"})
-    calibration_gain: float | None = field(
-        default=None, metadata={"help": "sharpness of the pack heads; default: 12 for single positions, else 6"}
-    )
-    calibration_ridge: float = field(default=0.01, metadata={"help": "strength of the regularization"})
-    max_calibration_error: float = field(
-        default=1.0,
-        metadata={"help": "largest error of a calibrated attention, in standard deviations of the teacher's output"},
-    )
-    align_steps: int = field(default=200, metadata={"help": "steps of alignment, layer by layer; 0 = none"})
-    align_learning_rate: float = field(default=1e-3, metadata={"help": "learning rate of alignment"})
-    align_whole: bool = field(default=False, metadata={"help": "align complete layers, even if only attention differs"})
-    distill_share: float = field(
-        default=0.5, metadata={"help": "weight of the teacher's loss; the labels have the rest"}
-    )
-    distill_temperature: float = field(default=1.0, metadata={"help": "divisor of the logits in the teacher's loss"})
-    license: str | None = field(
-        default=None, metadata={"help": "license of the weights, for the model card: apache-2.0"}
-    )
+    teacher: str = HfArg(default="", help="trained transformer: a folder or a name on the Hub")
+    teacher_dtype: str = HfArg(default="auto", help="dtype of the teacher: float32, bfloat16, float16; auto = as saved")
+    teacher_window: int | None = HfArg(default=None, help="window in which the teacher reads longer blocks")
+    student: str = HfArg(default="luna", help="luna, mega, or the folder of one that was made before, to go on with it")
+    projection_length: int | None = HfArg(default=None, help="rows of a new Luna's packed sequence")
+    max_length: int | None = HfArg(default=None, help="positions; default: those of the teacher or of a longer block")
+    num_hidden_layers: int | None = HfArg(default=None, help="layers of a new student")
+    layers: list[int] | None = HfArg(default=None, help="teacher layers of the student's layers, from 0 on: 0 3 7 11")
+    positions: str = HfArg(default="windows", help="extension of positions: windows, copy, mirror or interpolate")
+    config_overrides: str = HfArg(default="", help="fields of a new student: use_chunking=true,chunk_size=128")
+    calibration_batches: int = HfArg(default=6, help="training batches for the calibration; 0 = none")
+    calibration_gain: float | None = HfArg(default=None, help="sharpness; default: 12 for single positions, else 6")
+    calibration_ridge: float = HfArg(default=0.01, help="strength of the regularization")
+    max_calibration_error: float = HfArg(default=1.0, help="maximum error of the attention, in standard deviations")
+    align_steps: int = HfArg(default=200, help="steps of alignment, layer by layer; 0 = none")
+    align_learning_rate: float = HfArg(default=1e-3, help="learning rate of alignment")
+    align_whole: bool = HfArg(default=False, help="align complete layers, even if only attention differs")
+    distill_share: float = HfArg(default=0.5, help="weight of the teacher's loss; the labels have the rest")
+    distill_temperature: float = HfArg(default=1.0, help="divisor of the logits in the teacher's loss")
+    license: str | None = HfArg(default=None, help="license of the weights, for the model card: apache-2.0")
     model_name_or_path: str | None = field(default=None, init=False)
     model_type: str = field(default="", init=False)
 

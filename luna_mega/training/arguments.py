@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 import torch
 import yaml
 from transformers import HfArgumentParser
+from transformers.hf_argparser import HfArg
 
 from luna_mega.escaping import terminal
 
@@ -32,18 +33,12 @@ class RunArguments:
         card: Entries of the model card: dataset, base model and license.
     """
 
-    streaming: bool = field(
-        default=False, metadata={"help": "stream the training data instead of loading it; requires --max_steps"}
+    streaming: bool = HfArg(default=False, help="stream the training data instead of loading it; requires --max_steps")
+    shuffle_buffer: int = HfArg(default=10_000, help="buffer size of the shuffling with --streaming")
+    peak_flops: float | None = HfArg(
+        default=None, help="peak FLOP/s of a device, for the MFU; measured on CPUs if None"
     )
-    shuffle_buffer: int = field(default=10_000, metadata={"help": "buffer size of the shuffling with --streaming"})
-    peak_flops: float | None = field(
-        default=None,
-        metadata={"help": "peak FLOP/s of one device, for the MFU; default: measured on a CPU"},
-    )
-    ema_decay: float = field(
-        default=0.0,
-        metadata={"help": "decay of the moving average of weights that is evaluated and saved: 0.99; 0 = none"},
-    )
+    ema_decay: float = HfArg(default=0.0, help="decay of the average of weights that is saved; 0 = none")
     title: str = field(default="", init=False)
     command: tuple[str, list[str] | None] = field(default=("", None), init=False)
     start: float = field(default_factory=time.perf_counter, init=False)

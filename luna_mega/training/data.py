@@ -4,11 +4,12 @@ import glob
 import math
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from datasets import ClassLabel, Dataset, IterableDataset, load_dataset
 from transformers import TrainingArguments
+from transformers.hf_argparser import HfArg
 
 from luna_mega.errors import reason
 from luna_mega.training.arguments import fail
@@ -20,31 +21,25 @@ READERS = {".parquet": "parquet", ".json": "json", ".jsonl": "json", ".csv": "cs
 class SourceArguments:
     """Options that specify the dataset."""
 
-    dataset_name: str | None = field(default=None, metadata={"help": "dataset on the Hub: Salesforce/wikitext"})
-    dataset_config: str | None = field(
-        default=None, metadata={"help": "configuration of the dataset: wikitext-103-raw-v1"}
-    )
-    dataset_path: str | None = field(
-        default=None, metadata={"help": "local folder with parquet, json(l), csv or txt files named by split"}
-    )
+    dataset_name: str | None = HfArg(default=None, help="dataset on the Hub: Salesforce/wikitext")
+    dataset_config: str | None = HfArg(default=None, help="configuration of the dataset: wikitext-103-raw-v1")
+    dataset_path: str | None = HfArg(default=None, help="local folder with parquet, json(l), csv or txt files by split")
 
 
 @dataclass
 class LimitArguments:
     """Options that limit the number of rows."""
 
-    max_train_samples: int | None = field(default=None, metadata={"help": "use only the first N"})
-    max_eval_samples: int | None = field(default=None, metadata={"help": "use only the first N"})
-    max_predict_samples: int | None = field(default=None, metadata={"help": "use only the first N"})
+    max_train_samples: int | None = HfArg(default=None, help="use only the first N")
+    max_eval_samples: int | None = HfArg(default=None, help="use only the first N")
+    max_predict_samples: int | None = HfArg(default=None, help="use only the first N")
 
 
 @dataclass
 class ClassifierArguments(LimitArguments):
     """Options of tasks that select the best checkpoint by a metric."""
 
-    early_stopping_patience: int | None = field(
-        default=None, metadata={"help": "stop after N evaluations without an improvement of metric_for_best_model"}
-    )
+    early_stopping_patience: int | None = HfArg(default=None, help="stop after N evaluations without a better metric")
 
 
 def check_source(data: SourceArguments) -> None:

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from datasets import Dataset, Image as DatasetImage
 from PIL import Image
 from torch.utils.data import Sampler
 from transformers import AutoImageProcessor
+from transformers.hf_argparser import HfArg
 from transformers.image_processing_utils import BaseImageProcessor
 from transformers.models.levit.image_processing_pil_levit import LevitImageProcessorPil
 from transformers.models.vit.image_processing_pil_vit import ViTImageProcessorPil
@@ -30,23 +31,13 @@ Transform = Callable[[Image.Image], torch.Tensor]
 class AugmentArguments:
     """Options of augmentation; all except crop and flip require timm (extra `vision`)."""
 
-    crop_padding: int = field(default=0, metadata={"help": "shift images by up to N pixels, with reflected borders"})
-    horizontal_flip: bool = field(default=False, metadata={"help": "mirror half of the images"})
-    auto_augment: str | None = field(
-        default=None,
-        metadata={"help": "timm's training transform, with a policy such as rand-m9-mstd0.5-inc1 or none"},
-    )
-    random_erasing: float = field(
-        default=0.0, metadata={"help": "probability of erasing a rectangle; requires --auto_augment"}
-    )
-    mixup: float = field(
-        default=0.0,
-        metadata={"help": "alpha of mixup; with --cutmix, each batch uses one of the two at random"},
-    )
-    cutmix: float = field(default=0.0, metadata={"help": "alpha of cutmix"})
-    repeated_augmentation: int = field(
-        default=1, metadata={"help": "draw each image N times in succession; an epoch contains 1/N of the images"}
-    )
+    crop_padding: int = HfArg(default=0, help="shift images by up to N pixels, with reflected borders")
+    horizontal_flip: bool = HfArg(default=False, help="mirror half of the images")
+    auto_augment: str | None = HfArg(default=None, help="timm's transform with a policy: rand-m9-mstd0.5-inc1, or none")
+    random_erasing: float = HfArg(default=0.0, help="probability of erasing a rectangle; requires --auto_augment")
+    mixup: float = HfArg(default=0.0, help="alpha of mixup; with --cutmix, each batch uses one of the two at random")
+    cutmix: float = HfArg(default=0.0, help="alpha of cutmix")
+    repeated_augmentation: int = HfArg(default=1, help="draw each image N times; an epoch contains 1/N of the images")
 
 
 def check_augmentation(data: AugmentArguments) -> None:

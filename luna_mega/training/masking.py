@@ -1,6 +1,6 @@
 """Blocks of text with masked tokens."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
@@ -12,6 +12,7 @@ from transformers import (
     PreTrainedTokenizerBase,
     TrainingArguments,
 )
+from transformers.hf_argparser import HfArg
 
 from luna_mega.training.arguments import RunArguments, check_least, fail
 from luna_mega.training.data import SourceArguments, choose_splits, load_splits
@@ -21,21 +22,15 @@ from luna_mega.training.streams import check_split
 
 @dataclass
 class MaskedTextArguments(SourceArguments):
-    train_files: list[str] | None = field(default=None, metadata={"help": "local training files instead of a folder"})
-    validation_files: list[str] | None = field(default=None, metadata={"help": "local files of the validation split"})
-    text_column: str = field(
-        default="text", metadata={"help": "column with the text; a txt file has one text per line"}
-    )
-    block_size: int = field(default=512, metadata={"help": "tokens of an input, including <s>"})
-    short_seq_prob: float = field(
-        default=0.0, metadata={"help": "share of the training inputs with a random shorter length"}
-    )
-    mlm_probability: float = field(default=0.15, metadata={"help": "share of the tokens to predict"})
-    max_train_samples: int | None = field(default=None, metadata={"help": "maximum number of texts"})
-    max_eval_samples: int | None = field(default=None, metadata={"help": "maximum number of texts"})
-    preprocessing_num_workers: int | None = field(
-        default=None, metadata={"help": "number of processes for tokenization"}
-    )
+    train_files: list[str] | None = HfArg(default=None, help="local training files instead of a folder")
+    validation_files: list[str] | None = HfArg(default=None, help="local files of the validation split")
+    text_column: str = HfArg(default="text", help="column with the text; a txt file has one text per line")
+    block_size: int = HfArg(default=512, help="tokens of an input, including <s>")
+    short_seq_prob: float = HfArg(default=0.0, help="share of the training inputs with a random shorter length")
+    mlm_probability: float = HfArg(default=0.15, help="share of the tokens to predict")
+    max_train_samples: int | None = HfArg(default=None, help="maximum number of texts")
+    max_eval_samples: int | None = HfArg(default=None, help="maximum number of texts")
+    preprocessing_num_workers: int | None = HfArg(default=None, help="number of processes for tokenization")
 
 
 class Masking:

@@ -1,7 +1,7 @@
 """Loading and creation of configuration, model and tokenizer."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,6 +16,7 @@ from transformers import (
     PreTrainedTokenizerBase,
     RobertaTokenizer,
 )
+from transformers.hf_argparser import HfArg
 from transformers.utils import cached_file
 
 from luna_mega.errors import reason
@@ -29,23 +30,17 @@ COUNT_FROM_PADDING = ("camembert", "longformer", "mpnet", "roberta", "xlm-robert
 
 @dataclass
 class CheckpointArguments:
-    model_name_or_path: str | None = field(
-        default=None, metadata={"help": "folder or Hub name of a model; default: train from scratch"}
-    )
-    model_type: str = field(default="luna", metadata={"help": "type of a new model: luna, mega, roberta, bart, ..."})
-    config_overrides: str = field(default="", metadata={"help": "configuration fields: hidden_size=128,pooling=mean"})
-    ignore_mismatched_sizes: bool = field(default=False, metadata={"help": "replace heads of another size"})
-    license: str | None = field(default=None, metadata={"help": "license of the weights in the model card: apache-2.0"})
+    model_name_or_path: str | None = HfArg(default=None, help="folder or Hub name; default: train from scratch")
+    model_type: str = HfArg(default="luna", help="type of a new model: luna, mega, roberta, bart, ...")
+    config_overrides: str = HfArg(default="", help="configuration fields: hidden_size=128,pooling=mean")
+    ignore_mismatched_sizes: bool = HfArg(default=False, help="replace heads of another size")
+    license: str | None = HfArg(default=None, help="license of the weights in the model card: apache-2.0")
 
 
 @dataclass
 class ModelArguments(CheckpointArguments):
-    tokenizer_name: str | None = field(
-        default=None, metadata={"help": "folder or Hub name of the tokenizer; default: that of the model"}
-    )
-    vocab_size: int = field(
-        default=8000, metadata={"help": "vocabulary size of the BPE that is trained if there is no tokenizer"}
-    )
+    tokenizer_name: str | None = HfArg(default=None, help="folder or Hub name; default: that of the model")
+    vocab_size: int = HfArg(default=8000, help="vocabulary size of the BPE that is trained if there is no tokenizer")
 
 
 def load_tokenizer(source: str) -> PreTrainedTokenizerBase:

@@ -1,7 +1,7 @@
 """Texts and text pairs of classifiers; a pair is one sequence, or each text has a separate tower."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
+from transformers.hf_argparser import HfArg
 
 import luna_mega
 from luna_mega.training.arguments import fail
@@ -24,14 +25,8 @@ from luna_mega.training.seeded import Redrawn
 class TextArguments(ClassifierArguments):
     """Options of text classifiers."""
 
-    two_towers: bool = field(
-        default=False,
-        metadata={"help": "encode the two texts of a pair separately, and classify the pair of their vectors"},
-    )
-    token_dropout: float = field(
-        default=0.0,
-        metadata={"help": "share of the training tokens to replace by the mask token, different in each epoch"},
-    )
+    two_towers: bool = HfArg(default=False, help="encode the texts of a pair separately, and classify their vectors")
+    token_dropout: float = HfArg(default=0.0, help="share of the training tokens to replace by the mask token")
 
 
 def check_pairs(data: TextArguments, columns: Sequence[str]) -> None:
