@@ -19,9 +19,8 @@ from baselines import (
     sdpa_luna_attention,
 )
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from transformers import RobertaConfig, RobertaModel
 
-from luna_mega import LunaConfig, LunaModel, MegaConfig, MegalodonConfig, MegaModel
+from luna_mega import LunaConfig, LunaModel, MegaConfig, MegalodonConfig
 from luna_mega.kernels.api import (
     complex_ema,
     damped_ema,
@@ -231,18 +230,6 @@ def _long_sizes(d):
     return {"hidden_size": d, "intermediate_size": 2 * d, "shared_representation_size": 64}
 
 
-def _model(make, device, dtype, n, b=1, within=nullcontext):
-    torch.manual_seed(0)
-    model = make(n).to(device, dtype)
-    ids = torch.randint(4, 1000, (b, n), device=device)
-
-    def forward():
-        with within():
-            return (model(ids).last_hidden_state,)
-
-    return _model_work(forward, model)
-
-
 def _model_work(forward, model):
     leaves = [p for p in model.parameters() if p.requires_grad]
     return Work(forward, leaves, models.count_parameters(model))
@@ -256,12 +243,13 @@ def _model_and_tokens(make, device, dtype, n, b, fields):
     return model, ids
 
 
-def _encoder(make, device, dtype, n, b=1, **fields):
+def _encoder(make, device, dtype, n, b=1, within=nullcontext, **fields):
     model, ids = _model_and_tokens(make, device, dtype, n, b, fields)
 
     def forward():
         model.train(torch.is_grad_enabled())
-        return (model(ids).last_hidden_state,)
+        with within():
+            return (model(ids).last_hidden_state,)
 
     return _model_work(forward, model)
 
@@ -310,21 +298,30 @@ def _luna_base(n):
     return LunaModel(LunaConfig.base_512(max_position_embeddings=n, dropout=0.0, attention_dropout=0.0))
 
 
-def _roberta_base(n):
-    dropouts = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-    config = RobertaConfig(vocab_size=50265, max_position_embeddings=n + 2, type_vocab_size=1, **dropouts)
-    return RobertaModel._from_config(config, attn_implementation="sdpa", add_pooling_layer=False)
+_roberta_base = partial(
+    models.roberta,
+    vocab_size=50265,
+    hidden_size=768,
+    num_hidden_layers=12,
+    num_attention_heads=12,
+    intermediate_size=3072,
+)
 
 
-def _mega_base(n):
-    """Return a Mega with attention in chunks, of RoBERTa-base's depth and width."""
-    sizes = {"vocab_size": 50265, "hidden_size": 768, "num_hidden_layers": 12, "shared_representation_size": 128}
-    sizes |= {"intermediate_size": 1536, "nffn_hidden_size": 1536, "chunk_size": 128}
-    return MegaModel(_mega_config(attention_activation="softmax", use_chunking=True, **sizes), add_pooling_layer=False)
+def _op(name, make, function, original, compiles=True, gpu_variants=None, **options):
+    """Return the case of an op, with the original code as its baseline, compiled as well on a GPU."""
+    return Case(
+        name,
+        {"luna_mega": partial(make, function), "original": partial(make, original)},
+        gpu_variants={"torch": partial(make, _by_torch(function)), **(gpu_variants or {})},
+        compiled={"original_compiled": partial(make, _compiled(original))} if compiles else {},
+        **options,
+    )
 
 
 _TOKENS = ((512, 128), (4096, 16), (32768, 2))  # (n, b): 65,536 tokens
 _MODEL_TOKENS = tuple({"n": n, "b": 65536 // n} for n in (512, 1024, 2048, 4096, 16384, 32768))
+_FORWARD_AND_BOTH = {name: name for name in ("forward", "both")}
 _TRAINING = {"both": "Training step (forward and backward)"}
 
 _LONG = {"luna_32": _long_luna, "mega_chunk_128": _long_mega, "megalodon_chunk_128": _long_megalodon}
@@ -332,12 +329,11 @@ _LONG = {"luna_32": _long_luna, "mega_chunk_128": _long_mega, "megalodon_chunk_1
 CASES = {
     case.name: case
     for case in (
-        Case(
+        _op(
             "luna_attention",
-            {
-                "luna_mega": partial(_attention, luna_attention),
-                "original": partial(_attention, original_luna_attention),
-            },
+            _attention,
+            luna_attention,
+            original_luna_attention,
             sizes=tuple({"l": l, "n": n} for l in (16, 128, 256) for n in (512, 2048, 8192, 32768)),  # noqa: E741
             quick=({"l": 128, "n": 512}, {"l": 128, "n": 4096}),
             repeats=7,
@@ -347,19 +343,16 @@ CASES = {
                 {"l": 128, "n": 4096, "b": 16, "masked": 0},
             ),
             gpu_variants={
-                "torch": partial(_attention, _by_torch(luna_attention)),
                 "sdpa_cudnn": partial(_attention, partial(sdpa_luna_attention, SDPBackend.CUDNN_ATTENTION)),
                 "sdpa_flash": partial(_attention, partial(sdpa_luna_attention, SDPBackend.FLASH_ATTENTION)),
             },
-            compiled={"original_compiled": partial(_attention, _compiled(original_luna_attention))},
             floor=floors.luna_attention,
         ),
-        Case(
+        _op(
             "luna_causal_attention",
-            {
-                "luna_mega": partial(_causal_attention, luna_causal_attention),
-                "original": partial(_causal_attention, original_causal_attention),
-            },
+            _causal_attention,
+            luna_causal_attention,
+            original_causal_attention,
             sizes=(
                 *({"l": 32, "n": n} for n in (4, 64, 512, 2048)),
                 {"l": 16, "n": 2048},
@@ -374,8 +367,6 @@ CASES = {
                 {"l": 128, "n": 4096, "b": 8},
                 {"l": 32, "n": 65536, "b": 1},
             ),
-            gpu_variants={"torch": partial(_causal_attention, _by_torch(luna_causal_attention))},
-            compiled={"original_compiled": partial(_causal_attention, _compiled(original_causal_attention))},
             floor=floors.luna_causal_attention,
         ),
         Case(
@@ -386,9 +377,11 @@ CASES = {
             repeats=3,
             floor=floors.luna_causal_attention,
         ),
-        Case(
+        _op(
             "damped_ema",
-            {"luna_mega": partial(_ema, damped_ema), "original": partial(_ema, original_damped_ema)},
+            _ema,
+            damped_ema,
+            original_damped_ema,
             sizes=tuple(
                 {"b": b, "n": n, "directions": directions}
                 for b, n in ((1, 1024), (1, 4096), (8, 1024))
@@ -402,8 +395,7 @@ CASES = {
                 for b, n in ((8, 4096), (32, 1024), (1, 65536))
                 for directions in (1, 2)
             ),
-            gpu_variants={"torch": partial(_ema, _by_torch(damped_ema)), "fft": partial(_ema, fft_damped_ema)},
-            compiled={"original_compiled": partial(_ema, _compiled(original_damped_ema))},
+            gpu_variants={"fft": partial(_ema, fft_damped_ema)},
             floor=floors.damped_ema,
         ),
         Case(
@@ -414,18 +406,17 @@ CASES = {
             repeats=3,
             floor=floors.damped_ema,
         ),
-        Case(
+        _op(
             "complex_ema",
-            {
-                "luna_mega": partial(_complex_ema, complex_ema),
-                "original": partial(_complex_ema, original_complex_ema),
-            },
+            _complex_ema,
+            complex_ema,
+            original_complex_ema,
             sizes=tuple({"b": b, "n": n} for b, n in ((1, 1024), (1, 4096), (8, 1024))),
             quick=({"b": 1, "n": 1024},),
             repeats=5,
             parity=({"b": 2, "n": 77}, {"b": 1, "n": 4100}),
             gpu=({"b": 1, "n": 4096, "d": 4096}, {"b": 8, "n": 2048, "d": 1024}),
-            gpu_variants={"torch": partial(_complex_ema, _by_torch(complex_ema))},
+            compiles=False,
             floor=floors.complex_ema,
         ),
         Case(
@@ -445,12 +436,11 @@ CASES = {
             gpu_variants={"torch": partial(_norm, _by_torch(timestep_norm))},
             floor=floors.timestep_norm,
         ),
-        Case(
+        _op(
             "gated_attention",
-            {
-                "luna_mega": partial(_gated, gated_attention),
-                "original": partial(_gated, original_gated_attention),
-            },
+            _gated,
+            gated_attention,
+            original_gated_attention,
             sizes=tuple(
                 {"n": 2048, "function": function, "chunk": chunk}
                 for function in ("softmax", "laplace")
@@ -470,16 +460,13 @@ CASES = {
                 {"n": 4096, "b": 16, "function": "laplace", "chunk": 2048, "causal": 1},
                 {"n": 2048, "b": 16, "function": "softmax", "chunk": 0},
             ),
-            gpu_variants={"torch": partial(_gated, _by_torch(gated_attention))},
-            compiled={"original_compiled": partial(_gated, _compiled(original_gated_attention))},
             floor=floors.gated_attention,
         ),
-        Case(
+        _op(
             "mega_layer",
-            {
-                "luna_mega": partial(_mega_layer, lambda layer, x: layer(x, DENSE)[0]),
-                "original": partial(_mega_layer, original_mega_layer),
-            },
+            _mega_layer,
+            lambda layer, x: layer(x, DENSE)[0],
+            original_mega_layer,
             sizes=tuple(
                 {"n": n, "function": function, "chunk": chunk}
                 for n in (1024, 4096)
@@ -494,8 +481,6 @@ CASES = {
                 for chunk in (0, 16)
             ),
             gpu=({"n": 4096, "b": 8, "function": "laplace", "chunk": 128},),
-            gpu_variants={"torch": partial(_mega_layer, _by_torch(lambda layer, x: layer(x, DENSE)[0]))},
-            compiled={"original_compiled": partial(_mega_layer, _compiled(original_mega_layer))},
         ),
         Case(
             "long",
@@ -503,24 +488,22 @@ CASES = {
             sizes=tuple({"n": n} for n in (16_384, 65_536, 262_144, 1_048_576)),
             quick=({"n": 16_384},),
             repeats=1,
-            passes={name: name for name in ("forward", "both")},
+            passes=_FORWARD_AND_BOTH,
         ),
         Case(
             "base_model",
-            {"luna_128": partial(_model, _luna_base), "roberta_sdpa": partial(_model, _roberta_base)},
+            {"luna_128": partial(_encoder, _luna_base), "roberta_sdpa": partial(_encoder, _roberta_base)},
             sizes=tuple({"n": n} for n in (512, 1024, 2048, 4096, 8192)),
             quick=({"n": 512},),
             repeats=3,
-            passes={name: name for name in ("forward", "both")},
+            passes=_FORWARD_AND_BOTH,
             gpu=_MODEL_TOKENS,
             gpu_variants={
-                "roberta_cudnn": partial(
-                    _model, _roberta_base, within=partial(sdpa_kernel, SDPBackend.CUDNN_ATTENTION)
-                ),
-                "roberta_flash": partial(
-                    _model, _roberta_base, within=partial(sdpa_kernel, SDPBackend.FLASH_ATTENTION)
-                ),
-                "luna_torch": partial(_model, _luna_base, within=partial(use_backend, "torch")),
+                **{
+                    f"roberta_{name}": partial(_encoder, _roberta_base, within=partial(sdpa_kernel, backend))
+                    for name, backend in (("cudnn", SDPBackend.CUDNN_ATTENTION), ("flash", SDPBackend.FLASH_ATTENTION))
+                },
+                "luna_torch": partial(_encoder, _luna_base, within=partial(use_backend, "torch")),
             },
         ),
         Case(
@@ -530,16 +513,6 @@ CASES = {
             quick=(),
             repeats=3,
             gpu=({"n": 512, "b": 128}, {"n": 4096, "b": 16}),
-        ),
-        Case(
-            "mega_model",
-            {"mega_chunk": partial(_model, _mega_base), "roberta_sdpa": partial(_model, _roberta_base)},
-            sizes=tuple({"n": n} for n in (512, 2048)),
-            quick=({"n": 512},),
-            repeats=3,
-            passes={name: name for name in ("forward", "both")},
-            gpu=_MODEL_TOKENS,
-            gpu_variants={"mega_torch": partial(_model, _mega_base, within=partial(use_backend, "torch"))},
         ),
         Case(
             "encoders",

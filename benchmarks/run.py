@@ -7,8 +7,8 @@
     python benchmarks/run.py timestep_norm --turns 21     alternating variants, for machines whose speed drifts
     python benchmarks/run.py --device cuda --dtype bfloat16    on a GPU, with the Triton kernels
 
-Prints a table and writes results.json, results.csv, results.md (tables to paste) and one plot for each case into
---output. Nothing is measured if the variants of a case do not agree, or if compared models differ in size.
+Prints the tables, and writes them to results.md, all figures to results.json and results.csv, and one plot for each case
+to --output. Nothing is measured if the variants of a case do not agree, or if compared models differ in size.
 """
 
 import argparse
@@ -26,7 +26,7 @@ import torch
 from cases import CASES
 from floors import rates
 from measure import agree, limit_memory, measure, parameters, take_turns
-from tables import SIZES, markdown, plot, print_table
+from tables import SIZES, markdown, plot
 from tqdm import tqdm
 from transformers import __version__ as transformers_version
 
@@ -82,8 +82,6 @@ def main(argv: list[str] | None = None) -> int:
             row["parameters"] = counts[row["case"]][row["variant"]]
         row |= _per_second(CASES[row["case"]], row, peaks, getattr(torch, arguments.dtype).itemsize)
     _write(rows, peaks, arguments)
-    for name in dict.fromkeys(row["case"] for row in rows):
-        print_table(CASES[name], [row for row in rows if row["case"] == name])
     return 0
 
 
@@ -175,7 +173,7 @@ def _write(rows, peaks, arguments):
         plot(case, found, arguments.output / f"{name}.png")
         text += f"\n## {name}\n\n{markdown(case, found)}"
     (arguments.output / "results.md").write_text(text)
-    print(json.dumps(about))
+    print(text)
 
 
 if __name__ == "__main__":

@@ -1,31 +1,10 @@
-"""Tables and plots of the rows that `run.py` measures: as text on the screen, and as Markdown to paste."""
+"""Tables in Markdown and plots of the rows that `run.py` measures."""
 
 SIZES = ("b", "l", "n", "directions", "function", "chunk", "causal", "masked", "shared", "values")
 
 
 def key(row, without=()):
     return tuple((field, row[field]) for field in SIZES if field in row and field not in without)
-
-
-def print_table(case, rows):
-    ours = {key(row): row for row in rows if row["variant"] == case.ours}
-    print(f"\n{case.name}: median ms and peak MB; ratios: variant of the row / {case.ours}")
-    columns = " ".join(f"{name + ' ms':>11} {'MB':>7}" for name in case.passes)
-    print(
-        f"{'size':40} {'variant':18} {columns}   ratios{'' if case.floor is None else 31 * ' ' + 'GB/s TFLOP/s %floor'}"
-    )
-    for row in rows:
-        mine, size = ours[key(row)], " ".join(f"{name}={value}" for name, value in key(row))
-        line = f"{size:40} {row['variant']:18} "
-        if "error" in row:
-            print(f"{line}{row['error']}")
-            continue
-        line += " ".join(f"{row[f'{name}_ms']:11.3f} {row[f'{name}_mb']:7.0f}" for name in case.passes)
-        line += f"   {' '.join(f'{ratio:7.2f}x' for ratio in _ratios(case, row, mine)):35}"
-        for name in () if case.floor is None else ("forward", "backward"):
-            values = [row[f"{name}_{field}"] for field in ("gb_per_s", "tflop_per_s", "percent_of_floor")]
-            line += " {:7.0f} {:7.2f} {:6.1f}".format(*values)
-        print(line)
 
 
 def _ratios(case, row, mine):

@@ -57,7 +57,7 @@ def test_written_files(runner, tmp_path, capsys):
             assert float(row[f"{name}_ms"]) == written[f"{name}_ms"] > 0
         assert 0 < float(row["forward_percent_of_floor"]) < 150
     assert (tmp_path / "gated_attention.png").stat().st_size > 5000
-    assert "luna_mega" in printed and "%floor" in printed
+    assert "luna_mega" in printed and "of the floor" in printed
     lines = [line for line in (tmp_path / "results.md").read_text().splitlines() if line.startswith("|")]
     assert lines[0].startswith("| n | function | chunk | luna_mega: forward, backward, both (ms), peak (MB) |")
     assert lines[2].startswith("| 1024 | laplace | 128 |") and len({line.count("|") for line in lines}) == 1
