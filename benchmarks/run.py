@@ -7,8 +7,8 @@
     python benchmarks/run.py timestep_norm --turns 21     alternating variants, for machines whose speed drifts
     python benchmarks/run.py --device cuda --dtype bfloat16    on a GPU, with the Triton kernels
 
-Prints the tables, and writes them to results.md, all figures to results.json and results.csv, and one plot for each case
-to --output. Nothing is measured if the variants of a case do not agree, or if compared models differ in size.
+Prints the tables and writes them to results.md in --output, all figures to results.json and results.csv, and one plot
+for each case. Nothing is measured if the variants of a case do not agree, or if compared models differ in size.
 """
 
 import argparse
