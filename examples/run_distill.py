@@ -25,28 +25,8 @@ from transformers import (
 )
 from transformers.hf_argparser import HfArg
 
-from luna_mega.distillation import Teacher, aligned_parameters, train_only
-from luna_mega.distillation.recipe import (
-    DistillArguments,
-    calibrate_student,
-    calibrates,
-    check_options,
-    copy_student,
-    make_student,
-    make_teacher,
-    move_teacher,
-    reads_all,
-    scale_student,
-)
+from luna_mega.distillation import Teacher, aligned_parameters, recipe, stages, train_only
 from luna_mega.distillation.record import Record, describe_distillation
-from luna_mega.distillation.stages import (
-    AlignTrainer,
-    DistillTrainer,
-    Evaluator,
-    StageTrainer,
-    plan_alignment,
-    some_batches,
-)
 from luna_mega.training.arguments import RunArguments, check_choice, fail, parse_arguments
 from luna_mega.training.classification import class_numbers
 from luna_mega.training.data import check_columns, check_texts
@@ -75,15 +55,15 @@ class DataArguments(TextArguments):
     label_column: str = HfArg(default="label", help="labels of a classifier: names of the teacher, or ids")
 
 
-def parse(argv: list[str] | None) -> tuple[DataArguments, DistillArguments, TrainingArguments, RunArguments]:
+def parse(argv: list[str] | None) -> tuple[DataArguments, recipe.DistillArguments, TrainingArguments, RunArguments]:
     """Parse the options; exit if they contradict each other."""
-    kinds = (DataArguments, DistillArguments, TrainingArguments, RunArguments)
+    kinds = (DataArguments, recipe.DistillArguments, TrainingArguments, RunArguments)
     defaults = {"learning_rate": 1e-3, "warmup_steps": 100, "weight_decay": 0.01, "adam_beta2": 0.98}
     data, model, training, run = parse_arguments(kinds, argv, do_train=True, do_eval=True, **defaults)
     check_run(TITLE, data, model, training, run, streams=True, predicts=False)
     if training.max_steps:
         check_streaming(training, run)
-    check_options(model, training)
+    recipe.check_options(model, training)
     check_choice(data, "line_end", ("newline", "eos"))
     check_data(data)
     training.remove_unused_columns = False
@@ -100,13 +80,13 @@ class Task:
     """
 
     data: DataArguments
-    model: DistillArguments
+    model: recipe.DistillArguments
     run: RunArguments
     teacher: Teacher
     tokenizer: PreTrainedTokenizerBase
     splits: dict[str, Any]
     collate: Callable
-    evaluator: Evaluator = field(init=False)
+    evaluator: stages.Evaluator = field(init=False)
 
 
 def load_classes(
@@ -197,8 +177,8 @@ def keep(block: dict[str, torch.Tensor], numbers: torch.Generator) -> dict[str, 
 
 
 def make_trainer(
-    kind: type[StageTrainer], student: PreTrainedModel, training: TrainingArguments, task: Task
-) -> StageTrainer:
+    kind: type[stages.StageTrainer], student: PreTrainedModel, training: TrainingArguments, task: Task
+) -> stages.StageTrainer:
     """Return the Trainer of a stage."""
     return kind(
         student,
@@ -222,7 +202,7 @@ def align_student(
     run.checkpoint, run.ema_decay = checkpoint, 0.0
     record.say(f"stage align: {model.align_steps} steps")
     train_only(student, aligned_parameters(task.teacher, student, model.align_whole))
-    trainer = make_trainer(AlignTrainer, student, training, task)
+    trainer = make_trainer(stages.AlignTrainer, student, training, task)
     train(trainer, run, head_share=0.0)
     score(trainer)
     record.add_training(trainer)
@@ -231,44 +211,46 @@ def align_student(
 
 def main(argv: list[str] | None = None) -> dict[str, Any]:
     data, model, training, run = parse(argv)
-    first = plan_alignment(model, training)
+    first = stages.plan_alignment(model, training)
     begin_run(__file__, argv, data, model, training, run)
     run.model = f"{model.student} from {model.teacher}"
     aligning = None if run.checkpoint else find_checkpoint(first)
     checkpoint = run.checkpoint or aligning
 
-    teacher, tokenizer = make_teacher(model, data.block_size)
+    teacher, tokenizer = recipe.make_teacher(model, data.block_size)
     with training.main_process_first(desc="reading the data"):
         splits, collate = load_data(data, training, run, teacher, tokenizer)
     task = Task(data, model, run, teacher, tokenizer, splits, collate)
 
+    def sample(count: int) -> list[dict[str, torch.Tensor]]:
+        return stages.some_batches(draw_examples(task, first), collate, training, count)
+
     record = Record(training, resumed=bool(checkpoint))
-    student = make_student(teacher, model, data.block_size, checkpoint)
+    student = recipe.make_student(teacher, model, data.block_size, checkpoint)
     is_initialized = model.is_new and not checkpoint
-    copying = copy_student(teacher, student, model) if is_initialized else None
-    move_teacher(teacher, model, training)
-    task.evaluator = Evaluator(
-        teacher, splits.get("validation"), collate, training, reads_all(teacher, data.block_size)
+    copying = recipe.copy_student(teacher, student, model) if is_initialized else None
+    recipe.move_teacher(teacher, model, training)
+    task.evaluator = stages.Evaluator(
+        teacher, splits.get("validation"), collate, training, recipe.reads_all(teacher, data.block_size)
     )
     record.teacher = task.evaluator.teacher_scores
     if copying:
         if teacher.family.is_decoder and not model.align_steps:  # alignment reads the norm as it is
-            scale_student(student.to(training.device), some_batches(draw_examples(task, first), collate, training, 1))
+            recipe.scale_student(student.to(training.device), sample(1))
         record.say(copying.text)
         record.add_row("copy", copying, task.evaluator.score_student(student.to(training.device)))
-    if is_initialized and calibrates(teacher, student, model):
-        batches = some_batches(draw_examples(task, first), collate, training, model.calibration_batches + 1)
-        calibration = calibrate_student(teacher, student, model, batches)
+    if is_initialized and recipe.calibrates(teacher, student, model):
+        calibration = recipe.calibrate_student(teacher, student, model, sample(model.calibration_batches + 1))
         record.say(calibration.text)
         record.add_row("calibrate", calibration, task.evaluator.score_student(student))
     if model.align_steps and not run.checkpoint:
         align_student(student, first, task, record, aligning)
-        student = make_student(teacher, model, data.block_size, first.output_dir).to(training.device)
+        student = recipe.make_student(teacher, model, data.block_size, first.output_dir).to(training.device)
         if teacher.family.is_decoder:
-            scale_student(student, some_batches(draw_examples(task, first), collate, training, 1))
+            recipe.scale_student(student, sample(1))
 
     train_only(student, None)
-    trainer = make_trainer(DistillTrainer, student, training, task)
+    trainer = make_trainer(stages.DistillTrainer, student, training, task)
     summary = {"task": TITLE, "metric": METRIC, **describe(trainer, run)}
     if training.max_steps:
         record.say(f"stage distill: {training.max_steps} steps" if training.max_steps > 0 else "stage distill")

@@ -18,6 +18,7 @@ from transformers import AutoConfig, AutoModelForImageClassification, PreTrained
 from transformers.hf_argparser import HfArg
 from transformers.image_processing_utils import BaseImageProcessor
 
+from luna_mega.training import images
 from luna_mega.training.arguments import RunArguments, check_least, fail, parse_arguments
 from luna_mega.training.classification import (
     accuracy,
@@ -34,21 +35,6 @@ from luna_mega.training.data import (
     choose_splits,
     load_splits,
 )
-from luna_mega.training.images import (
-    AugmentArguments,
-    Transform,
-    augment_split,
-    check_augmentation,
-    evaluation_transform,
-    holds_pixels,
-    load_processor,
-    make_mix,
-    make_processor,
-    make_sampler,
-    read_image,
-    training_transform,
-    undecoded,
-)
 from luna_mega.training.models import CheckpointArguments, label_fields, make_config, make_model
 from luna_mega.training.report import describe, finish
 from luna_mega.training.runs import OrderedTrainer, begin_run, check_run, make_callbacks, score, train
@@ -60,7 +46,7 @@ _GRAY = ([0.5], [0.25])
 
 
 @dataclass
-class DataArguments(SourceArguments, ClassifierArguments, AugmentArguments):
+class DataArguments(SourceArguments, ClassifierArguments, images.AugmentArguments):
     image_column: str = HfArg(default="image", help="column with the images: files, or pixels of square gray images")
     label_column: str = HfArg(default="label", help="column with the labels: names or ids")
     image_size: int | None = HfArg(default=None, help="side of an image in pixels; default: that of the first image")
@@ -98,7 +84,7 @@ class ImageTrainer(OrderedTrainer):
 
     def _get_train_sampler(self, train_dataset: Dataset | None = None) -> torch.utils.data.Sampler | None:
         if self.repeats > 1:
-            return make_sampler(self.train_dataset, self.repeats)
+            return images.make_sampler(self.train_dataset, self.repeats)
         return super()._get_train_sampler(train_dataset)
 
 
@@ -106,7 +92,7 @@ def load_images(data: DataArguments, limits: dict[str, int | None]) -> dict[str,
     """Load the splits from the Hub, from files, or from one folder per split with one subfolder per class."""
     path = data.dataset_path
     if path is None or not any(Path(path, name).is_dir() for name in limits):
-        return undecoded(load_splits(limits, path, data.dataset_name, data.dataset_config))
+        return images.undecoded(load_splits(limits, path, data.dataset_name, data.dataset_config))
     try:
         splits = load_dataset("imagefolder", data_dir=path)
     except (DatasetsError, OSError, ValueError) as error:
@@ -114,22 +100,22 @@ def load_images(data: DataArguments, limits: dict[str, int | None]) -> dict[str,
     if missing := [name for name in limits if name not in splits]:
         fail(f"{path} has no folder {', '.join(missing)} with images")
     splits = {name: splits[name] if limit is None else splits[name].take(limit) for name, limit in limits.items()}
-    return undecoded(splits)
+    return images.undecoded(splits)
 
 
 def encode_split(
-    split: Dataset, name: str, data: DataArguments, channels: int, transform: Transform, names: list[str]
+    split: Dataset, name: str, data: DataArguments, channels: int, transform: images.Transform, names: list[str]
 ) -> Dataset:
     """Return the split with `labels` (-100 = unknown), and `pixel_values` that are transformed on access."""
     labels = class_numbers(split, data.label_column, names, name)
-    images = split.select_columns([data.image_column]).add_column("labels", labels)
-    pixels = holds_pixels(split, data.image_column)
+    rows = split.select_columns([data.image_column]).add_column("labels", labels)
+    pixels = images.holds_pixels(split, data.image_column)
 
     def encode(batch: dict[str, list]) -> dict[str, list]:
-        read = [read_image(value, channels, pixels) for value in batch[data.image_column]]
+        read = [images.read_image(value, channels, pixels) for value in batch[data.image_column]]
         return {"pixel_values": [transform(image) for image in read], "labels": batch["labels"]}
 
-    return images.with_transform(encode)
+    return rows.with_transform(encode)
 
 
 def make_loss(smoothing: float) -> Callable:
@@ -150,7 +136,7 @@ def parse(argv: list[str] | None) -> tuple[DataArguments, ModelArguments, Traini
     check_run(TITLE, data, model, training, run)
     training.include_num_input_tokens_seen = "no"  # images are counted instead
     check_source(data)
-    check_augmentation(data)
+    images.check_augmentation(data)
     if data.mixup or data.cutmix:
         if training.per_device_train_batch_size % 2:
             fail("--mixup and --cutmix mix pairs; --per_device_train_batch_size must be even")
@@ -186,10 +172,10 @@ def choose_config(
 def choose_processor(data: DataArguments, model: ModelArguments, size: int, channels: int) -> BaseImageProcessor:
     """Load or create the evaluation transform."""
     if model.model_name_or_path:
-        return load_processor(model.model_name_or_path)
+        return images.load_processor(model.model_name_or_path)
     mean, std = _GRAY if channels == 1 else _COLOR
     mean, std = data.image_mean or mean, data.image_std or std
-    return make_processor(size, channels, mean, std, data.center_crop)
+    return images.make_processor(size, channels, mean, std, data.center_crop)
 
 
 def load_data(
@@ -201,15 +187,17 @@ def load_data(
         check_columns(split, name, [data.image_column] + [data.label_column] * (name != "test"))
     names = class_names(splits.get("train"), data.label_column, model.model_name_or_path)
     split = next(iter(splits.values()))
-    first = read_image(split[0][data.image_column], pixels=holds_pixels(split, data.image_column))
+    first = images.read_image(split[0][data.image_column], pixels=images.holds_pixels(split, data.image_column))
     channels = data.channels or (1 if first.mode == "L" else 3)
     config, size = choose_config(data, model, min(first.size), channels, names)
     processor = choose_processor(data, model, size, channels)
     for name, split in splits.items():
-        train = name == "train"
-        transform = training_transform(data, processor, size) if train else evaluation_transform(processor)
-        encoded = encode_split(split, name, data, channels, transform, names)
-        splits[name] = augment_split(encoded, data, training.seed) if train else encoded
+        if name == "train":
+            transform = images.training_transform(data, processor, size)
+            encoded = encode_split(split, name, data, channels, transform, names)
+            splits[name] = images.augment_split(encoded, data, training.seed)
+        else:
+            splits[name] = encode_split(split, name, data, channels, images.evaluation_transform(processor), names)
     return splits, processor, config
 
 
@@ -231,7 +219,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
         compute_metrics=accuracy,
         callbacks=make_callbacks(data),
     )
-    trainer.repeats, trainer.mix = data.repeated_augmentation, make_mix(data, config.num_labels, smoothing)
+    trainer.repeats, trainer.mix = data.repeated_augmentation, images.make_mix(data, config.num_labels, smoothing)
 
     summary = {"task": TITLE, "metric": METRIC, **describe(trainer, run)}
     summary |= train(trainer, run) | examples_per_second(trainer, "images_per_second")

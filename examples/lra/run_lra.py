@@ -30,20 +30,8 @@ from transformers import (
 from transformers.hf_argparser import HfArg
 
 import luna_mega
-from lra import pretraining, transformer
-from lra.tasks import (
-    CONVENTIONS,
-    TASKS,
-    Convention,
-    Task,
-    choose_splits as choose_conventional_splits,
-    encode_images,
-    encode_texts,
-    label_names,
-    make_collator,
-    make_tokenizer,
-    name_variant,
-)
+from lra import pretraining, tasks, transformer
+from lra.tasks import CONVENTIONS, TASKS
 from luna_mega.training.arguments import RunArguments, check_choice, check_least, fail, parse_arguments
 from luna_mega.training.classification import accuracy, examples_per_second, write_predictions
 from luna_mega.training.data import (
@@ -133,17 +121,17 @@ def reads_values(data: DataArguments) -> bool:
 
 
 def load_rows(
-    data: DataArguments, training: TrainingArguments, task: Task, convention: Convention
+    data: DataArguments, training: TrainingArguments, task: tasks.Task, convention: tasks.Convention
 ) -> tuple[dict[str, Dataset], tuple[str, ...]]:
     """Return the required splits of the convention, with checked columns, and the label names."""
     limits = choose_splits(training, data)
     needed = {"train", "validation", "test"} if data.task in convention.tests_on else limits
     splits = load_splits(dict.fromkeys(needed), data.dataset_path, data.dataset_name, data.dataset_config)
-    splits = choose_conventional_splits(splits, data.task, convention)
+    splits = tasks.choose_splits(splits, data.task, convention)
     for name, limit in limits.items():  # the rows may be sorted by label
         splits[name] = splits[name] if limit is None else splits[name].shuffle(seed=0).take(limit)
     splits = {name: splits[name] for name in limits}
-    labels = label_names(next(iter(splits.values())), task.classes)
+    labels = tasks.label_names(next(iter(splits.values())), task.classes)
     for name, split in splits.items():
         if task.kind == "pixels":
             check_columns(split, name, task.columns)
@@ -158,7 +146,7 @@ def choose_tokenizer(data: DataArguments, model: ModelArguments) -> PreTrainedTo
     if reads_values(data):
         return None
     if not model.model_name_or_path:
-        return make_tokenizer(TASKS[data.task].kind, CONVENTIONS[data.convention], data.max_length)
+        return tasks.make_tokenizer(TASKS[data.task].kind, CONVENTIONS[data.convention], data.max_length)
     try:
         return load_tokenizer(model.model_name_or_path)
     except (OSError, ValueError) as error:
@@ -177,7 +165,7 @@ def choose_config(
     return make_config(model, tokenizer, data.max_length, kind, **fields)
 
 
-def paper_fields(model: ModelArguments, task: Task, tokenizer: PreTrainedTokenizerFast | None) -> dict[str, Any]:
+def paper_fields(model: ModelArguments, task: tasks.Task, tokenizer: PreTrainedTokenizerFast | None) -> dict[str, Any]:
     """Return the fields of the model of the paper if `--paper_model` is set."""
     if not model.paper_model:
         return {}
@@ -198,10 +186,10 @@ def load_data(
     config = choose_config(data, model, tokenizer, labels)
     for name, split in splits.items():
         if task.kind == "pixels":
-            splits[name] = encode_images(split, name, task, tokenizer, convention, data.max_length)
+            splits[name] = tasks.encode_images(split, name, task, tokenizer, convention, data.max_length)
         else:
             options = {"keep_in_memory": training.world_size == 1, "desc": name}
-            splits[name] = encode_texts(split, task, tokenizer, convention, data.max_length, **options)
+            splits[name] = tasks.encode_texts(split, task, tokenizer, convention, data.max_length, **options)
     return splits, tokenizer, config
 
 
@@ -219,7 +207,7 @@ def make_trainer(
         train_dataset=splits.get("train"),
         eval_dataset=splits.get("validation"),
         processing_class=tokenizer,
-        data_collator=make_collator(0 if tokenizer is None else tokenizer.pad_token_id),
+        data_collator=tasks.make_collator(0 if tokenizer is None else tokenizer.pad_token_id),
         compute_metrics=accuracy,
         callbacks=make_callbacks(data),
     )
@@ -259,7 +247,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
         pretrained = pretraining.pretrain(network, splits["train"], *options)
     trainer = make_trainer(network, data, training, splits, tokenizer)
 
-    summary = {"task": data.task, "metric": METRIC, "variant": name_variant(config)}
+    summary = {"task": data.task, "metric": METRIC, "variant": tasks.name_variant(config)}
     summary |= describe_setting(data, model, training) | describe(trainer, run)
     summary |= {"self_pretraining_steps": data.self_pretraining_steps, **pretrained}
     summary |= train(trainer, run) | examples_per_second(trainer, "examples_per_second")
