@@ -353,11 +353,7 @@ CASES = {
             _causal_attention,
             luna_causal_attention,
             original_causal_attention,
-            sizes=(
-                *({"l": 32, "n": n} for n in (4, 64, 512, 2048)),
-                {"l": 16, "n": 2048},
-                {"l": 128, "n": 512},
-            ),
+            sizes=(*({"l": 32, "n": n} for n in (4, 64, 512, 2048)), {"l": 16, "n": 2048}, {"l": 128, "n": 512}),
             quick=({"l": 32, "n": 2048},),
             repeats=5,
             parity=({"l": 16, "n": 33}, {"l": 32, "n": 200}),

@@ -71,10 +71,7 @@ def pretrain(
         data_collator=make_masked_collator(0 if tokenizer is None else tokenizer.pad_token_id),
     )
     output = trainer.train()
-    return {
-        "self_pretraining_loss": output.training_loss,
-        "self_pretraining_seconds": output.metrics["train_runtime"],
-    }
+    return {"self_pretraining_loss": output.training_loss, "self_pretraining_seconds": output.metrics["train_runtime"]}
 
 
 def make_masked_collator(pad_token_id: int):

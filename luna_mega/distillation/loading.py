@@ -7,18 +7,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from transformers import (
-    AutoConfig,
-    PreTrainedConfig,
-    PreTrainedTokenizerBase,
-)
-from transformers.utils import (
-    SAFE_WEIGHTS_INDEX_NAME,
-    SAFE_WEIGHTS_NAME,
-    WEIGHTS_INDEX_NAME,
-    WEIGHTS_NAME,
-    cached_file,
-)
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedTokenizerBase
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGHTS_INDEX_NAME, WEIGHTS_NAME, cached_file
 
 from luna_mega.convert.safe_load.reader import read_tensors
 from luna_mega.distillation.families import Family, find_head

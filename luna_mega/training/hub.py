@@ -53,10 +53,7 @@ def one_line(name: str, folder: Path) -> Iterator[None]:
 
 
 def publish(
-    trainer: Trainer,
-    command: tuple[str, list[str] | None],
-    summary: dict[str, Any],
-    card: dict[str, Any],
+    trainer: Trainer, command: tuple[str, list[str] | None], summary: dict[str, Any], card: dict[str, Any]
 ) -> None:
     """Write README.md and, with `--push_to_hub`, push the output folder.
 

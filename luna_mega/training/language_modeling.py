@@ -85,10 +85,7 @@ class Streams(Dataset):
 
 
 def _segment(stream: torch.LongTensor, start: int, length: int) -> dict[str, torch.Tensor]:
-    return {
-        "input_ids": stream[start : start + length],
-        "shift_labels": stream[start + 1 : start + length + 1],
-    }
+    return {"input_ids": stream[start : start + length], "shift_labels": stream[start + 1 : start + length + 1]}
 
 
 @dataclass

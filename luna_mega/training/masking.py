@@ -7,11 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 from datasets import Dataset, IterableDataset
-from transformers import (
-    DataCollatorForLanguageModeling,
-    PreTrainedTokenizerBase,
-    TrainingArguments,
-)
+from transformers import DataCollatorForLanguageModeling, PreTrainedTokenizerBase, TrainingArguments
 from transformers.hf_argparser import HfArg
 
 from luna_mega.training.arguments import RunArguments, check_least, fail

@@ -36,10 +36,7 @@ def throughput(
     `length` is the mean length of the sequences, `peak` the peak FLOP/s of a device (None = measured on a CPU), and
     `head_share` the share of the tokens for which the head computes logits.
     """
-    speeds = {
-        "tokens_per_second": tokens_per_second,
-        "tokens_per_second_per_process": tokens_per_second / processes,
-    }
+    speeds = {"tokens_per_second": tokens_per_second, "tokens_per_second_per_process": tokens_per_second / processes}
     if model.config.is_encoder_decoder:
         return speeds | {"mfu": "not known: the formulas require source and target of equal length"}
     if model.config.model_type not in ("luna", "mega"):
