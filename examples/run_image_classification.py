@@ -8,12 +8,10 @@ All fields of TrainingArguments are options. A recipe contains defaults, which t
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
-from datasets import Dataset, load_dataset
-from datasets.exceptions import DatasetsError
+from datasets import Dataset
 from transformers import AutoConfig, AutoModelForImageClassification, PreTrainedConfig, TrainingArguments
 from transformers.hf_argparser import HfArg
 from transformers.image_processing_utils import BaseImageProcessor
@@ -86,21 +84,6 @@ class ImageTrainer(OrderedTrainer):
         if self.repeats > 1:
             return images.make_sampler(self.train_dataset, self.repeats)
         return super()._get_train_sampler(train_dataset)
-
-
-def load_images(data: DataArguments, limits: dict[str, int | None]) -> dict[str, Dataset]:
-    """Load the splits from the Hub, from files, or from one folder per split with one subfolder per class."""
-    path = data.dataset_path
-    if path is None or not any(Path(path, name).is_dir() for name in limits):
-        return images.undecoded(load_splits(limits, path, data.dataset_name, data.dataset_config))
-    try:
-        splits = load_dataset("imagefolder", data_dir=path)
-    except (DatasetsError, OSError, ValueError) as error:
-        fail(f"cannot load {path}: {error}")
-    if missing := [name for name in limits if name not in splits]:
-        fail(f"{path} has no folder {', '.join(missing)} with images")
-    splits = {name: splits[name] if limit is None else splits[name].take(limit) for name, limit in limits.items()}
-    return images.undecoded(splits)
 
 
 def encode_split(
@@ -182,7 +165,8 @@ def load_data(
     data: DataArguments, model: ModelArguments, training: TrainingArguments
 ) -> tuple[dict[str, Dataset | Redrawn], BaseImageProcessor, PreTrainedConfig]:
     """Return the encoded splits, the evaluation transform, and the configuration of the model."""
-    splits = load_images(data, choose_splits(training, data))
+    source = (data.dataset_path, data.dataset_name, data.dataset_config)
+    splits = images.undecoded(load_splits(choose_splits(training, data), *source))
     for name, split in splits.items():
         check_columns(split, name, [data.image_column] + [data.label_column] * (name != "test"))
     names = class_names(splits.get("train"), data.label_column, model.model_name_or_path)

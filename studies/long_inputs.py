@@ -22,9 +22,8 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 import torch
 from torch.nn import functional
-from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
-from transformers import HfArgumentParser, PreTrainedTokenizerBase
+from transformers import DataCollatorForTokenClassification, HfArgumentParser, PreTrainedTokenizerBase
 from transformers.hf_argparser import HfArg
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
@@ -107,17 +106,9 @@ def make_batches(
     bos, _ = boundary_ids(tokenizer)
     blocks = [functional.pad(block, (1, 0), value=bos) for block in ids.split(length - 1)]
     places = [functional.pad(block, (1, 0), value=-100) for block in labels.split(length - 1)]
-    batches = []
-    for start in range(0, len(blocks), size):
-        inputs, targets = blocks[start : start + size], places[start : start + size]
-        batches.append(
-            {
-                "input_ids": pad_sequence(inputs, batch_first=True, padding_value=tokenizer.pad_token_id),
-                "attention_mask": pad_sequence([torch.ones_like(block) for block in inputs], batch_first=True),
-                "labels": pad_sequence(targets, batch_first=True, padding_value=-100),
-            }
-        )
-    return batches
+    rows = [{"input_ids": block, "labels": labels} for block, labels in zip(blocks, places, strict=True)]
+    collate = DataCollatorForTokenClassification(tokenizer)
+    return [dict(collate(rows[start : start + size])) for start in range(0, len(rows), size)]
 
 
 def peak_memory(call: Callable[[], object], device: torch.device) -> float:

@@ -2,9 +2,8 @@
 
 import shutil
 import sys
-from collections.abc import Callable
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import torch
 import transformers
@@ -143,16 +142,13 @@ def _gradio():
     return gradio
 
 
-def _with_errors(gradio, function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the function with `ValueError` converted to an error on the page."""
-
-    def call(*arguments):
-        try:
-            return function(*arguments)
-        except ValueError as error:
-            raise gradio.Error(str(error), print_exception=False) from error
-
-    return call
+@contextmanager
+def _errors(gradio):
+    """Convert a `ValueError` to an error on the page; also a decorator."""
+    try:
+        yield
+    except ValueError as error:
+        raise gradio.Error(str(error), print_exception=False) from error
 
 
 def _add_task(gradio, demo: Demo) -> None:
@@ -162,7 +158,7 @@ def _add_task(gradio, demo: Demo) -> None:
         text = gradio.Textbox(_EXAMPLE if mask is None else _EXAMPLE.replace("lazy", mask), label=label, lines=3)
         button = gradio.Button(_TITLES[demo.task], variant="primary")
         scores = gradio.Label(label="Scores", num_top_classes=8)
-        button.click(_with_errors(gradio, demo.score), text, scores, api_name="score")
+        button.click(_errors(gradio)(demo.score), text, scores, api_name="score")
         return
     text = gradio.Textbox(_EXAMPLE, label="Text", lines=3)
     with gradio.Row():
@@ -173,10 +169,8 @@ def _add_task(gradio, demo: Demo) -> None:
     written = gradio.Textbox(label="Generated text", lines=8)
 
     def write(*arguments):
-        try:
+        with _errors(gradio):
             yield from demo.write(*arguments)
-        except ValueError as error:
-            raise gradio.Error(str(error), print_exception=False) from error
 
     running = button.click(write, [text, longest, temperature], written, api_name="write")
     stop.click(None, cancels=running, api_name=False)
@@ -291,7 +285,7 @@ def _add_moving_average(gradio, demo: Demo) -> None:
         return pandas.concat(rows), _pixels(sizes[sizes.sum(1).argsort(descending=True)])
 
     _draw(gradio, show_kernels, [layer, channel], [chart, image], [layer.release, channel.release])
-    gradio.on(None, _with_errors(gradio, show_kernels), [layer, channel], [chart, image], api_name=False)
+    gradio.on(None, _errors(gradio)(show_kernels), [layer, channel], [chart, image], api_name=False)
 
 
 def _layers(gradio, config):
@@ -313,9 +307,7 @@ def _image(gradio, label: str, visible: bool = True):
 
 
 def _draw(gradio, function, inputs, outputs, events) -> None:
-    gradio.on(
-        events, _with_errors(gradio, function), inputs, outputs, api_name=function.__name__, show_progress="hidden"
-    )
+    gradio.on(events, _errors(gradio)(function), inputs, outputs, api_name=function.__name__, show_progress="hidden")
 
 
 def _marks(tokens: list[str], weights: torch.Tensor) -> list[tuple[str, float]]:

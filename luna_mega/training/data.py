@@ -116,7 +116,7 @@ def load_splits(
 
     Args:
         limits: Maximum number of rows of each split (None = all).
-        path: Folder with files named by split.
+        path: Folder with files named by split, or with one subfolder per split.
         hub_name: Dataset on the Hub, if `path` and `files` are None.
         hub_config: Configuration of that dataset.
         files: Files of each split.
@@ -126,6 +126,8 @@ def load_splits(
     try:
         if path is None and files is None:
             splits = load_dataset(hub_name, hub_config, streaming=streaming)
+        elif files is None and any(Path(path, name).is_dir() for name in limits):  # such as images
+            splits = load_dataset(path, streaming=streaming)
         else:
             files = find_files(path) if files is None else files
             splits = load_files({name: files[name] for name in limits if name in files}, streaming)
