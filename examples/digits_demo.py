@@ -16,12 +16,10 @@ import pandas as pd
 import torch
 from datasets import Dataset
 from sklearn.datasets import load_digits
-from sklearn.metrics import accuracy_score
 from sklearn.model_selection import train_test_split
 from transformers import (
     AutoConfig,
     AutoModelForSequenceClassification,
-    EvalPrediction,
     PreTrainedModel,
     Trainer,
     TrainingArguments,
@@ -30,6 +28,7 @@ from transformers import (
 
 import luna_mega
 from luna_mega.training.arguments import fail
+from luna_mega.training.classification import accuracy
 from luna_mega.training.hub import check_login, publish
 from luna_mega.training.report import save_json, show
 
@@ -109,10 +108,6 @@ def load_data(seed: int) -> tuple[Dataset, Dataset]:
 
 def train(model_type: str, arguments: argparse.Namespace, train_set: Dataset, test_set: Dataset) -> Trainer:
     config = AutoConfig.for_model(model_type, input_type="values", num_labels=CLASSES, **CONFIGS[model_type])
-
-    def compute_metrics(prediction: EvalPrediction) -> dict[str, float]:
-        return {"accuracy": float(accuracy_score(prediction.label_ids, prediction.predictions.argmax(-1)))}
-
     trainer = Trainer(
         model=AutoModelForSequenceClassification.from_config(config),
         args=TrainingArguments(
@@ -134,7 +129,7 @@ def train(model_type: str, arguments: argparse.Namespace, train_set: Dataset, te
         ),
         train_dataset=train_set,
         eval_dataset=test_set,
-        compute_metrics=compute_metrics,
+        compute_metrics=accuracy,
     )
     trainer.train()
     trainer.save_model(_internal_call=True)  # `publish` pushes the model with its card

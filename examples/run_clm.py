@@ -97,11 +97,7 @@ class LanguageModelTrainer(StreamingTrainer):
         with self.averaged():
             lengths = (data.eval_context, data.eval_segment, args.eval_batch_size)
             result = score_stream(self.model, stream, *lengths, ranks=ranks)
-        result = Score(*total([result.total, result.tokens], args))
-        metrics = {f"{metric_key_prefix}_{name}": value for name, value in result.metrics.items()}
-        self.log(metrics)
-        self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
-        return metrics
+        return self.report(Score(*total([result.total, result.tokens], args)).metrics, metric_key_prefix)
 
 
 def parse(argv: list[str] | None) -> tuple[DataArguments, ModelArguments, TrainingArguments, RunArguments]:

@@ -215,9 +215,7 @@ def calibrate_student(
     options = {"gain": model.calibration_gain, "ridge": model.calibration_ridge}
     with one_line("stage calibrate"):
         shares = calibrate(teacher, student, batches, model.layers, **options)
-    if dist.is_initialized():  # rounding differs between processes
-        for parameter in student.parameters():
-            dist.broadcast(parameter.data, 0)
+    _broadcast(student)
     tokens = sum(int(batch.get("attention_mask", torch.ones_like(batch["input_ids"])).sum()) for batch in batches)
     shown = ", ".join(f"{share:.2f}" for share in shares)
     if student.config.model_type == "luna":
@@ -252,6 +250,10 @@ def _check_errors(
 def scale_student(student: PreTrainedModel, batches: list[dict[str, torch.Tensor]]) -> None:
     """Scale the logits of a causal student to a loss of at most that of uniform predictions."""
     scale_logits(student, batches[0])
+    _broadcast(student)
+
+
+def _broadcast(student: PreTrainedModel) -> None:
     if dist.is_initialized():  # rounding differs between processes
         for parameter in student.parameters():
             dist.broadcast(parameter.data, 0)

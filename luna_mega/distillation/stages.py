@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch.nn import functional
 from torch.utils.data import Dataset
-from transformers import PreTrainedModel, ProgressCallback, TrainingArguments
+from transformers import PreTrainedModel, TrainingArguments
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from luna_mega.distillation import Teacher, align, distill
@@ -125,19 +125,6 @@ class Evaluator:
         return scores if self.teacher.is_classifier else scores | {"perplexity": math.exp(min(scores["loss"], 700))}
 
 
-class StageBar(ProgressCallback):
-    """Progress bar with the name of the stage."""
-
-    def __init__(self, stage: str):
-        super().__init__()
-        self.stage = stage
-
-    def on_train_begin(self, args, state, control, **kwargs):
-        super().on_train_begin(args, state, control, **kwargs)
-        if self.training_bar is not None:
-            self.training_bar.set_description(self.stage)
-
-
 class StageTrainer(StreamingTrainer):
     """Trainer of one stage.
 
@@ -156,16 +143,11 @@ class StageTrainer(StreamingTrainer):
         super().__init__(*args, **others)
         self.teacher, self.options, self.evaluator = teacher, options, evaluator
         self.model_accepts_loss_kwargs = self.counts_items
-        if self.pop_callback(ProgressCallback):
-            self.add_callback(StageBar(self.stage))
 
     def evaluate(self, eval_dataset=None, ignore_keys=None, metric_key_prefix="eval") -> dict[str, float]:
         with self.averaged():
             scores = self.evaluator.score_student(self.model)
-        metrics = {f"{metric_key_prefix}_{name}": value for name, value in scores.items()}
-        self.log(metrics)
-        self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
-        return metrics
+        return self.report(scores, metric_key_prefix)
 
 
 class AlignTrainer(StageTrainer):

@@ -102,6 +102,13 @@ class OrderedTrainer(Trainer):
             self.losses = [self.losses[0] + float(loss) * count, self.losses[1] + count]
         return loss, logits, found
 
+    def report(self, scores: dict[str, float], prefix: str) -> dict[str, float]:
+        """Log the scores of an evaluation, and return them with the prefix."""
+        metrics = {f"{prefix}_{name}": value for name, value in scores.items()}
+        self.log(metrics)
+        self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
+        return metrics
+
     def _kept(self, labels: torch.Tensor | None) -> int:
         """Return the number of examples of a batch without those that Accelerate repeats to fill the last batch."""
         state, size = self.accelerator.gradient_state, 0 if labels is None else len(labels)
