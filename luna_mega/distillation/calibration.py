@@ -1,6 +1,6 @@
-"""Calibration in closed form: row r of a Luna's P packs the r-th stretch of the positions, before any training.
+"""Calibration in closed form: row r of the packed sequence P of a Luna packs the r-th range of positions.
 
-Each head of the row packs a part of that stretch: one position, if the stretch has no more positions than heads.
+Each head of the row packs a part of that range: one position if the range has no more positions than heads.
 """
 
 import math
@@ -25,12 +25,12 @@ from luna_mega.modeling_common.masks import drop_if_full
 
 _BOUND = 0.99  # of tanh in a Mega's head
 _LEAST_FACTOR, _MARGIN = 1e-4, 1e-2  # of the last norm, so that all weights have gradients; of the loss, in nats
-_ROWS = 1024  # are compared with all parts at a time
+_ROWS = 1024  # number of states that are compared with all parts at a time
 
 
 @dataclass
 class _Sample:
-    """A batch: its tokens, their positions and which are kept `[B, T]`, and the inputs of all layers `[B, T, d]`."""
+    """A batch: tokens, positions and mask `[B, T]`, and the inputs of all layers `[B, T, d]`."""
 
     ids: torch.Tensor
     positions: torch.Tensor
@@ -39,13 +39,13 @@ class _Sample:
 
 
 class _Discriminant:
-    """Linear discriminant analysis (Fisher 1936) of states by their part, summed up batch by batch in float64."""
+    """Linear discriminant analysis (Fisher 1936) of states by part, accumulated over batches in float64."""
 
     def __init__(self, count: int):
         self.count, self.numbers, self.sums, self.gram = count, 0.0, 0.0, 0.0
 
     def add(self, states: torch.Tensor, parts: torch.Tensor):
-        """Add states `[M, d]` and the parts that they stand in `[M]`."""
+        """Add states `[M, d]` and their parts `[M]`."""
         states = states.double()
         self.numbers = self.numbers + parts.bincount(minlength=self.count).double()
         self.sums = self.sums + states.new_zeros(self.count, states.shape[1]).index_add_(0, parts, states)
@@ -54,7 +54,7 @@ class _Discriminant:
     def solve(self, size: int, ridge: float) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return weight `[size, d]` and bias `[size]` of the codes of states, and the codes of the means `[N, size]`.
 
-        The codes of a part scatter by 1 in every direction, and no other `size` directions set the means further apart.
+        The codes of a part have unit variance, and the `size` directions maximize the distance of the means.
         """
         numbers, total = self.numbers[:, None], self.numbers.sum()
         mean, means = self.sums.sum(dim=0) / total, self.sums / numbers.clamp(min=1)
@@ -63,14 +63,14 @@ class _Discriminant:
         factor = torch.linalg.cholesky(scatter)
         apart = torch.linalg.solve_triangular(factor, ((means - mean) * (numbers > 0)).T, upper=False)
         directions, lengths, _ = torch.linalg.svd(apart * self.numbers.sqrt(), full_matrices=False)
-        directions = (directions * (lengths > 1e-6 * lengths[0]))[:, :size]  # others tell nothing
+        directions = (directions * (lengths > 1e-6 * lengths[0]))[:, :size]  # the others are noise
         directions = nn.functional.pad(directions, (0, size - directions.shape[1]))
         weight = torch.linalg.solve_triangular(factor.T, directions, upper=True).T
         return weight, -weight @ mean, apart.T @ directions
 
 
 class _Ridge:
-    """Ridge regression from rows `[M, d]` to rows `[M, k]`, summed up batch by batch in float64."""
+    """Ridge regression from rows `[M, d]` to rows `[M, k]`, accumulated over batches in float64."""
 
     def __init__(self, ridge: float):
         self.ridge, self.gram, self.moment, self.square = ridge, 0.0, 0.0, 0.0
@@ -79,14 +79,11 @@ class _Ridge:
     def add(self, x: torch.Tensor, y: torch.Tensor):
         x, y = nn.functional.pad(x.double(), (0, 1), value=1.0), y.double()
         self.gram, self.moment = self.gram + x.T @ x, self.moment + x.T @ y
-        self.square, self.total, self.rows = (
-            self.square + y.square().sum(),
-            self.total + y.sum(dim=0),
-            self.rows + len(y),
-        )
+        self.square, self.total = self.square + y.square().sum(), self.total + y.sum(dim=0)
+        self.rows += len(y)
 
     def write(self, linear: nn.Linear) -> float:
-        """Write the map into a linear layer, and return the share of the variance that it explains."""
+        """Write the solution to a linear layer, and return the share of the variance that it explains."""
         penalty = self.ridge * self.gram.diagonal().mean() * torch.eye(len(self.gram)).to(self.gram)
         weight = torch.linalg.solve(self.gram + penalty, self.moment)
         linear.weight.copy_(weight[:-1].T)
@@ -117,43 +114,36 @@ def calibrate(
     gain: float | None = None,
     ridge: float = 1e-2,
 ) -> list[float]:
-    """Let row r of P pack the r-th stretch of the positions, in every layer of a Luna encoder; nothing is trained.
+    """Initialize the pack attention of a Luna encoder, or the dense layer of a Mega's masked-LM head, in closed form.
 
-    Of a Mega that predicts masked tokens it is the dense layer of the head that is solved for: from the teacher's last
-    states it reads what the teacher's head gives to the words, which are copied.
-
-    The positions of the longest input are cut into stretches, one for each row of P, which hold about equally many
-    tokens of the batches. A stretch is cut into parts, one for each pack head (or for each position, if these are
-    fewer). The pack keys become what tells the parts apart best among all linear maps of the teacher's hidden states
-    (linear discriminant analysis), the pack queries lie between the means of the parts and their least-squares inverse,
-    and the pack values are the states themselves. P begins as the queries of all layers, each of which reads its own
-    from it. With a row for each position, and states that tell all positions, P is the sequence itself, and a student
-    whose other weights are copied is its teacher.
+    The positions are divided into ranges with about equally many tokens, one for each row of P, and each range into
+    parts, one for each pack head. The pack keys are the linear map of the teacher's states that separates the parts
+    best (linear discriminant analysis), the pack queries select the parts, and the pack values are the states. If P has
+    a row for each position and the states identify all positions, the student equals the teacher.
 
     Args:
-        batches: a few, with `input_ids` `[B, T]` and `attention_mask`; padding is left out. The states of all layers
-            are kept for all of them.
-        layers: as for `copy_weights`, which comes first.
-        gain: by how much the score of a head at the mean of its own part is above that at other ones: a token of
-            another part gets about exp(-gain) of the weight that one of its own gets. Where parts are single positions,
-            some or all, that is the next best one, and None = 12; else the others on average, and None = 6: sharper
-            heads weigh the tokens of a part less evenly, and are harder to train.
-        ridge: strength of the regularization, as a share of the mean square of the states. A Mega has no other option.
+        teacher: Teacher of the student.
+        student: Luna or Mega to calibrate, after `copy_weights`.
+        batches: Batches with `input_ids` `[B, T]` and `attention_mask`. The states of all layers are kept in memory.
+        layers: As for `copy_weights`.
+        gain: Difference of the scores of a head between its own part and others, whose tokens have about exp(-gain) of
+            the weight. If parts are single positions, the next best one counts, and the default is 12; else the mean of
+            the others, and the default is 6. Higher values weight the tokens of a part less evenly.
+        ridge: Strength of the regularization relative to the mean square of the states; the only option for a Mega.
 
     Returns:
-        For every layer the share of tokens whose part its states tell, 1 at best. It does not measure the accuracy of
-        the attention, see `calibration_error`. Of a Mega the share of the variance of the head's output that is
-        explained.
+        For each layer, the share of the tokens whose part the states identify, which is not the accuracy of the
+        attention, see `calibration_error`. For a Mega, the explained share of the variance of the head's output.
 
     Raises:
-        ValueError: the student packs nothing, or has tied keys and values; an option is out of range, or the batches
-            have no tokens; see also `check_pair` and `match_layers`.
+        ValueError: The student has no pack attention, or tied keys and values; an option is out of range, or the
+            batches have no tokens; see also `check_pair` and `match_layers`.
     """
     own, batches = check_pair(teacher, student), list(batches)
     _check_student(teacher, own)
     _check_options(gain, ridge)
     if not any(inputs_of(batch, token_types=False)["attention_mask"].any() for batch in batches):
-        raise ValueError("calibrate needs at least one batch with tokens that are no padding")
+        raise ValueError("calibrate requires at least one batch with tokens that are not padding")
     if own.config.model_type == "mega":
         return [_calibrate_head(teacher, own, batches, ridge)]
     was_training = own.model.training
@@ -225,18 +215,15 @@ def scale_logits(student: PreTrainedModel, batch: dict[str, Any]) -> float:
 
 
 def _cut(tokens: list[int], rows: int, heads: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cut positions into stretches of about as many tokens, and stretches into parts of about as many positions.
-
-    Args:
-        tokens: how many there are at each position.
+    """Divide positions, with their numbers of `tokens`, into ranges of equal tokens, and ranges into parts.
 
     Returns:
-        The part of every position `[T]`, and the part that each head of a row packs `[rows, heads]`.
+        The part of each position `[T]`, and the part that each head of a row packs `[rows, heads]`.
     """
     parts, of_heads, start, left = [], [], 0, sum(tokens)
     for behind in reversed(range(rows)):
         end, held = start + 1, tokens[start]
-        # A position is taken also where a tenth of it is too much, so that blocks of nearly one length are cut evenly.
+        # A tolerance of a tenth of a position, so that blocks of similar lengths are divided evenly.
         while end + behind < len(tokens) and (not behind or held + 0.9 * tokens[end] <= left / (behind + 1)):
             end, held = end + 1, held + tokens[end]
         size, first = end - start, parts[-1] + 1 if parts else 0
@@ -250,10 +237,7 @@ def _cut(tokens: list[int], rows: int, heads: int) -> tuple[torch.Tensor, torch.
 def _solve_keys(
     own: Parts, index: int, samples: list[_Sample], parts: list[torch.Tensor], count: int, ridge: float
 ) -> tuple[torch.Tensor, float]:
-    """Write pack key and value of a layer; return the codes of the parts `[N, K]`, and how many tokens they tell.
-
-    All heads have the same key, so that a query means the same to each.
-    """
+    """Write pack key and value of a layer, equal for all heads; return the codes `[N, K]` and their accuracy."""
     attention, heads = own.layers[index].attention, own.config.num_pack_attention_heads
     analysis = _Discriminant(count)
     states = [_normed(own, index, sample.states[index])[sample.kept] for sample in samples]
@@ -266,7 +250,7 @@ def _solve_keys(
         for rows, here in zip(states, parts, strict=True)
         for some, places in zip(rows.split(_ROWS), here.split(_ROWS), strict=True)
     ]
-    size = codes.square().mean().sqrt().clamp(min=1e-9)  # keys of the size of other activations train best
+    size = codes.square().mean().sqrt().clamp(min=1e-9)  # the scale of other activations
     attention.pack_key.weight.copy_((weight / size).repeat(heads, 1))
     attention.pack_key.bias.copy_((bias / size).repeat(heads))
     nn.init.eye_(attention.pack_value.weight)
@@ -275,17 +259,17 @@ def _solve_keys(
 
 
 def _normed(own: Parts, index: int, states: torch.Tensor, packed: bool = False) -> torch.Tensor:
-    """Return tokens, or P, as the attention of a layer reads them."""
+    """Return the inputs of the attention of a layer: tokens, or P."""
     layer = own.layers[index]
     norm = layer.packed_layer_norm if packed else layer.attention_layer_norm
     return norm(states) if own.pre_norm else states
 
 
 def _queries(codes: torch.Tensor, gain: float, alone: bool) -> torch.Tensor:
-    """Return a query for every part `[N, K]`, that has the gain; `alone`: parts are single positions.
+    """Return a query with the gain for each part `[N, K]`; `alone`: parts are single positions.
 
-    A query along the code of its part is best against scatter, one of least squares against parts whose codes are near.
-    Of those between them it is the one by which parts stand out most, measured by their scatter.
+    The candidates are between the codes of the parts, which are best against noise, and their least-squares inverse,
+    which is best against similar parts.
     """
     gram = codes.T @ codes
     unit = gram.diagonal().mean() * torch.eye(len(gram)).to(gram)
@@ -299,14 +283,14 @@ def _queries(codes: torch.Tensor, gain: float, alone: bool) -> torch.Tensor:
             other = torch.cat([scores.amax(dim=1) for scores in others])
         else:
             other = (queries @ codes.sum(dim=0) - own) / max(1, len(codes) - 1)
-        margin = own - other.clamp(max=0.9 * own)  # a code that hardly stands out is not blown up
+        margin = own - other.clamp(max=0.9 * own)  # limits the norm of similar codes
         queries = queries / margin.clamp(min=1e-12)[:, None]
         candidates.append((queries.norm(dim=1).mean().item(), queries))
     return math.sqrt(codes.shape[1]) * gain * min(candidates, key=lambda pair: pair[0])[1]
 
 
 def _begin_packed(own: Parts, queries: list[torch.Tensor]):
-    """Let P begin as rows of equal length, from which the queries of all layers can be read by linear maps."""
+    """Initialize P with rows of equal norm, from which linear maps compute the queries of all layers."""
     table, together = own.model.luna.embeddings.packed_embeddings, torch.cat(queries, dim=1)
     basis, lengths, _ = torch.linalg.svd(together, full_matrices=False)
     basis = (basis * lengths)[:, : table.shape[-1]]
@@ -316,7 +300,7 @@ def _begin_packed(own: Parts, queries: list[torch.Tensor]):
 
 
 def _solve_queries(own: Parts, samples: list[_Sample], queries: list[torch.Tensor]):
-    """Write the pack queries `[L, d]` of all layers, which read P as the layers before have left it."""
+    """Write the pack queries `[L, d]` of all layers, whose input is the P of the previous layer."""
     embeddings, states = own.model.luna.embeddings, []
     for sample in samples:
         layout, words = DenseLayout(drop_if_full(sample.kept)), embeddings.word_embeddings(sample.ids)
@@ -358,17 +342,15 @@ def _check_student(teacher: Teacher, own: Parts):
     if solves_head(teacher, own):
         return
     if own.config.model_type != "luna" or own.config.is_decoder:
-        raise ValueError(
-            f"{type(own.model).__name__} packs nothing, so that there is nothing to calibrate: align its layers at once"
-        )
+        raise ValueError(f"{type(own.model).__name__} packs nothing; skip calibration, and align its layers")
     if own.config.tie_key_value:
-        raise ValueError("keys that are values too cannot be codes of positions: set tie_key_value=False")
+        raise ValueError("calibration requires keys that differ from values; set tie_key_value=False")
 
 
 def _check_options(gain: float | None, ridge: float):
     for name, value in (("gain", gain), ("ridge", ridge)):
         if value is not None and not 0 < value < math.inf:
-            raise ValueError(f"{name}={value} is out of range: it has to be a number above 0")
+            raise ValueError(f"{name}={value} is out of range; it must be a number above 0")
 
 
 def _sample(teacher: Teacher, own: Parts, plan: AlignmentPlan, batch: dict[str, Any]) -> _Sample:

@@ -88,14 +88,14 @@ def one_line(about: str) -> Iterator[None]:
 
 
 def check_options(model: DistillArguments, training: TrainingArguments) -> None:
-    """End the script when options of teacher, student and stages contradict each other."""
+    """Exit if options of teacher, student and stages contradict each other."""
     if not model.teacher:
         fail("pass --teacher: a folder or a name on the Hub")
     if not (model.is_new or Path(model.student).is_dir()):
         fail(f"--student {model.student} is neither luna, mega, nor the folder of one")
     named = ("projection_length", "max_length", "num_hidden_layers", "config_overrides")
     if given := [name for name in named if getattr(model, name) not in (None, "") and not model.is_new]:
-        fail(f"--{given[0]} is for a new student, and {model.student} is made already: leave it out")
+        fail(f"--{given[0]} is for a new student, but {model.student} is trained; omit it")
     check_choice(model, "teacher_dtype", DTYPES)
     check_choice(model, "positions", ("windows", "copy", "mirror", "interpolate"))
     check_least(model, 0, "align_steps", "calibration_batches")
@@ -104,11 +104,11 @@ def check_options(model: DistillArguments, training: TrainingArguments) -> None:
     if training.n_gpu > 1:
         fail(f"{training.n_gpu} GPUs need a process each: launch with torchrun or accelerate")
     if training.torch_compile:
-        fail("--torch_compile: the stages look into the student's layers, which a compiled model hides: leave it out")
+        fail("--torch_compile: the stages require the layers of the student, which a compiled model hides; omit it")
 
 
 def make_teacher(model: DistillArguments, block_size: int) -> tuple[Teacher, PreTrainedTokenizerBase]:
-    """Return the teacher, with weights as they were saved, and its tokenizer."""
+    """Return the teacher, in the dtype of its weights, and its tokenizer."""
     with one_line(f"--teacher {model.teacher}"):
         teacher, tokenizer = load_teacher(model.teacher, dtype="auto"), load_tokenizer(model.teacher)
         check_tokenizer(teacher, tokenizer)
@@ -116,7 +116,7 @@ def make_teacher(model: DistillArguments, block_size: int) -> tuple[Teacher, Pre
             teacher = Teacher(teacher.model, model.teacher_window)
     kind, count = teacher.config.problem_type, teacher.config.num_labels
     if teacher.is_classifier and (kind == "multi_label_classification" or (kind == "regression" and count > 1)):
-        fail(f"{model.teacher} gives a text several labels: take a classifier that gives it one")
+        fail(f"{model.teacher} predicts several labels; use a classifier with one label per text")
     asked = model.distill_share or model.align_steps or (model.is_new and model.calibration_batches)
     if asked and not reads_all(teacher, block_size):
         fail(
@@ -129,18 +129,18 @@ def make_teacher(model: DistillArguments, block_size: int) -> tuple[Teacher, Pre
 
 
 def reads_all(teacher: Teacher, block_size: int) -> bool:
-    """Return whether the teacher reads blocks of this size, maybe in windows."""
+    """Return whether the teacher supports blocks of this size, possibly in windows."""
     return teacher.max_length is None or min(block_size, teacher.window or block_size) <= teacher.max_length
 
 
 def move_teacher(teacher: Teacher, model: DistillArguments, training: TrainingArguments) -> None:
-    """Bring the teacher, whose weights are copied, to the device of the training, and to its type."""
+    """Move the teacher to the device of the training, and to its dtype, after its weights were copied."""
     dtype = None if model.teacher_dtype == "auto" else getattr(torch, model.teacher_dtype)
     teacher.model.to(training.device, dtype)
 
 
 def make_student(teacher: Teacher, model: DistillArguments, block_size: int, folder: str | None) -> PreTrainedModel:
-    """Return the student: from `folder`, from the one that `--student` names, or new with random weights."""
+    """Return the student: loaded from `folder` or from `--student`, or new with random weights."""
     source = folder or (None if model.is_new else model.student)
     with one_line(f"--student {source or model.student}"):
         if source:
@@ -155,22 +155,18 @@ def make_student(teacher: Teacher, model: DistillArguments, block_size: int, fol
         fail("alignment runs every layer: set layerdrop=0.0, or --align_steps 0")
     limit = position_limit(student.config)
     if limit is not None and limit < block_size:
-        fail(f"--block_size {block_size} is more than the {limit} positions of the student: see --max_length")
+        fail(f"--block_size {block_size} is more than the {limit} positions of the student; raise --max_length")
     return student
 
 
 def configure(teacher: Teacher, model: DistillArguments, block_size: int) -> LunaConfig | MegaConfig:
-    """Return the configuration of a new student, which has the teacher's positions, or those of a longer block."""
+    """Return the configuration of a new student, with the positions of the teacher or of a longer block."""
     kind = {"luna": LunaConfig, "mega": MegaConfig}[model.student]
     depth = model.num_hidden_layers
     if depth is None and model.layers is not None:
         depth = len(model.layers)
-    options = {
-        "max_position_embeddings": model.max_length,
-        "num_hidden_layers": depth,
-        "projection_length": model.projection_length,
-    }
-    fields = {name: value for name, value in options.items() if value is not None}
+    options = {"max_position_embeddings": model.max_length, "projection_length": model.projection_length}
+    fields = {name: value for name, value in (options | {"num_hidden_layers": depth}).items() if value is not None}
     fields |= parse_fields(model.config_overrides)
     if unknown := [name for name in fields if not hasattr(kind(), name)]:
         fail(f"a {model.student} has no field {', '.join(unknown)}: see --projection_length and --config_overrides")
@@ -183,14 +179,14 @@ def configure(teacher: Teacher, model: DistillArguments, block_size: int) -> Lun
 
 
 def calibrates(teacher: Teacher, student: PreTrainedModel, model: DistillArguments) -> bool:
-    """Return whether there is something to calibrate: packs of a Luna encoder whose teacher has none, a Mega's head."""
+    """Return whether the student has a pack attention that the teacher has not, or a Mega's head, to calibrate."""
     is_encoder = student.config.model_type == "luna" and not student.config.is_decoder
     packs = is_encoder and teacher.config.model_type != "luna"
     return bool(model.calibration_batches) and (packs or solves_head(teacher, check_pair(teacher, student)))
 
 
 class Done(NamedTuple):
-    """A stage that is no training: what it says, and what it took."""
+    """Result of a stage without training: its message, tokens and seconds."""
 
     text: str
     tokens: int
@@ -209,7 +205,7 @@ def copy_student(teacher: Teacher, student: PreTrainedModel, model: DistillArgum
 def calibrate_student(
     teacher: Teacher, student: PreTrainedModel, model: DistillArguments, batches: list[dict[str, torch.Tensor]]
 ) -> Done:
-    """Calibrate a student, on all processes alike; the last batch, if there are several, is held out."""
+    """Calibrate a student, identically on all processes; the last of several batches is held out."""
     start = time.perf_counter()
     batches, held_out = batches[: max(1, len(batches) - 1)], batches[-1]
     options = {"gain": model.calibration_gain, "ridge": model.calibration_ridge}

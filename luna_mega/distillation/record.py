@@ -1,4 +1,4 @@
-"""Record of a distillation: what the student scores after each stage, as JSON and for the model card."""
+"""Record of a distillation: scores of the student after each stage, as JSON and for the model card."""
 
 import json
 from pathlib import Path
@@ -18,9 +18,9 @@ STAGES = ("copy", "calibrate", "align", "distill")
 
 
 class Record:
-    """Rows of `stages.json`: what the student scores after so many tokens and seconds of all stages.
+    """Rows of `stages.json`: scores of the student, and the tokens and seconds of all stages until then.
 
-    The teacher's time is in the seconds, and the tokens are those of calibration, alignment and distillation.
+    Tokens are those of calibration, alignment and distillation. Seconds include those of the teacher.
     """
 
     def __init__(self, training: TrainingArguments, resumed: bool):
@@ -56,11 +56,11 @@ class Record:
         )
 
     def add_row(self, stage: str, done: Done, scores: dict[str, float]) -> None:
-        """Add a stage that is no training, and the scores of the student after it."""
+        """Add a stage without training, and the scores of the student after it."""
         self.add(stage, [{"step": 0, "tokens": done.tokens, "seconds": done.seconds, **scores}])
 
     def add_training(self, trainer: StageTrainer) -> None:
-        """Add what a stage has logged: its evaluations, and its end."""
+        """Add the logged evaluations and the end of a stage."""
         entries: dict[int, dict[str, float]] = {}
         for logged in trainer.state.log_history:
             if "eval_loss" in logged or "train_loss" in logged:
@@ -90,7 +90,7 @@ class Record:
 
 
 def license_of(teacher: str) -> str | None:
-    """Return the license that a model's card names, if there is one in its folder, or one on the Hub can be read."""
+    """Return the license in the card of a model, in its folder or on the Hub; None if it is unknown."""
     try:
         file = Path(teacher, "README.md")
         return (ModelCard.load(file) if Path(teacher).is_dir() else ModelCard.load(teacher)).data.license
@@ -99,13 +99,13 @@ def license_of(teacher: str) -> str | None:
 
 
 def describe_distillation(model: DistillArguments, record: Record) -> dict[str, Any]:
-    """Return the entries of the model card that say what the student was made of, and what was kept."""
+    """Return the entries of the model card: teacher, license and the results of the stages."""
     license = license_of(model.teacher)
     licensed = f"Its card names the license {markdown(license)}." if license else "No license of it is known."
     name = Path(model.teacher).resolve().name if Path(model.teacher).exists() else model.teacher
     text = (
-        f"The teacher is {code(name)}. {licensed} Below are the teacher, and the student after each stage, on the same "
-        "validation examples, with the tokens and seconds of all stages so far. Agreement is the share of the "
-        f"predictions in which the student's first guess is the teacher's.\n\n{record.table}"
+        f"The teacher is {code(name)}. {licensed} The table compares the teacher and the student after each stage on "
+        "the same validation examples, with the tokens and seconds of all stages so far. Agreement is the share of "
+        f"predictions that equal those of the teacher.\n\n{record.table}"
     )
     return {"origin": "distilled", "sections": {"Distillation": text}}

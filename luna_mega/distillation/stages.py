@@ -32,8 +32,8 @@ def plan_alignment(model: DistillArguments, training: TrainingArguments) -> Trai
     first.output_dir = str(Path(training.output_dir, "_align"))  # Trainer pushes nothing with _ to the Hub
     first.max_steps, first.learning_rate = model.align_steps, model.align_learning_rate
     first.load_best_model_at_end = first.push_to_hub = first.gradient_checkpointing = False
-    first.ddp_find_unused_parameters = False  # DDP would look for them in logits, and losses are of the layers
-    first.seed = training.seed + 1  # other blocks than distillation begins with
+    first.ddp_find_unused_parameters = False  # DDP searches the logits, but the losses are those of the layers
+    first.seed = training.seed + 1  # other blocks than at the start of distillation
     if wanted:
         early = Path(wanted).resolve().parent == Path(first.output_dir).resolve()
         if wanted == "last":
@@ -56,11 +56,11 @@ class Evaluator:
     """Evaluation of student and teacher on the validation split.
 
     Args:
-        split: validation split, None to disable the evaluation.
-        agrees: whether to evaluate the teacher and the agreement; requires examples within its length limit.
+        split: Validation split, None to disable the evaluation.
+        agrees: Whether to evaluate the teacher and the agreement; requires examples within its length limit.
 
     Attributes:
-        teacher_scores: loss and accuracy of the teacher.
+        teacher_scores: Loss and accuracy of the teacher.
     """
 
     def __init__(
@@ -129,11 +129,11 @@ class StageTrainer(StreamingTrainer):
     """Trainer of one stage.
 
     Args:
-        evaluator: evaluates the student instead of Trainer.
+        evaluator: Evaluates the student instead of Trainer.
 
     Attributes:
-        stage: its name.
-        counts_items: whether the loss is divided by the number of predictions of a step.
+        stage: Name of the stage.
+        counts_items: Whether the loss is divided by the number of predictions of a step.
     """
 
     stage = ""
