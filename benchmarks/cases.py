@@ -105,12 +105,14 @@ def _by_torch(function):
     return run
 
 
-def _attention(attend, device, dtype, l, n, b=1, masked=1, heads=12, head_size=64):  # noqa: E741 - the paper's l
+def _draw(device, dtype, *shapes):
+    """Return random leaves."""
     generator = torch.Generator().manual_seed(0)
-    query, context, packed = (
-        torch.randn(b, length, heads, head_size, generator=generator).to(device, dtype).requires_grad_()
-        for length in (n, n, l)
-    )
+    return [torch.randn(shape, generator=generator).to(device, dtype).requires_grad_() for shape in shapes]
+
+
+def _attention(attend, device, dtype, l, n, b=1, masked=1, heads=12, head_size=64):  # noqa: E741 - the paper's l
+    query, context, packed = _draw(device, dtype, *((b, length, heads, head_size) for length in (n, n, l)))
     mask = (torch.arange(n) < n - n // 8).expand(b, n).to(device) if masked else None
 
     def forward():
@@ -121,13 +123,8 @@ def _attention(attend, device, dtype, l, n, b=1, masked=1, heads=12, head_size=6
 
 
 def _causal_attention(attend, device, dtype, l, n, b=1, heads=8, head_size=64):  # noqa: E741 - the paper's l
-    generator = torch.Generator().manual_seed(0)
-    query, pack_query, pack_key, context = (
-        torch.randn(b, length, heads, head_size, generator=generator).to(device, dtype).requires_grad_()
-        for length in (n, l, n, n)
-    )
-    leaves = [query, pack_query, pack_key, context]
-    return Work(lambda: (attend(*leaves, context),), leaves)
+    leaves = _draw(device, dtype, *((b, length, heads, head_size) for length in (n, l, n, n)))
+    return Work(lambda: (attend(*leaves, leaves[-1]),), leaves)
 
 
 def _ema(average, device, dtype, b, n, directions, d=512, states=16):
@@ -187,7 +184,7 @@ def _mega_layer(run, device, dtype, n, function, chunk, d=512, values=1024, shar
     layer = MegaGatedAttention(config)
     layer.apply(MegaPreTrainedModel(config)._init_weights)
     layer = layer.to(device, dtype)
-    x = torch.randn(b, n, d, generator=torch.Generator().manual_seed(0)).to(device, dtype).requires_grad_()
+    (x,) = _draw(device, dtype, (b, n, d))
     return Work(lambda: (run(layer, x),), [x, *layer.parameters()])
 
 
@@ -196,7 +193,7 @@ def _long_layer(make, device, dtype, n, d=128):
     torch.manual_seed(0)
     layer, others = make(d)
     layer = layer.to(device, dtype)
-    x = torch.randn(1, n, d, generator=torch.Generator().manual_seed(0)).to(device, dtype).requires_grad_()
+    (x,) = _draw(device, dtype, (1, n, d))
 
     def forward():
         output = layer(x, *others(x))

@@ -91,14 +91,11 @@ def pair_class(model_type: str, option: str, others: str = "luna or mega") -> ty
 
 def make_pair_collator(tokenizer: PreTrainedTokenizerBase) -> Callable[[list[dict[str, Any]]], dict[str, torch.Tensor]]:
     """Return a collator that pads each tower to its longest text."""
-    collate_first = DataCollatorWithPadding(tokenizer)
+    pad = DataCollatorWithPadding(tokenizer)
 
     def collate(rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
-        names = [name for name in rows[0] if name.startswith("pair_")]
-        padded = tokenizer.pad(
-            {name.removeprefix("pair_"): [row[name] for row in rows] for name in names}, return_tensors="pt"
-        )
-        first = [{name: value for name, value in row.items() if name not in names} for row in rows]
-        return dict(collate_first(first)) | {f"pair_{name}": value for name, value in padded.items()}
+        first = [{name: x for name, x in row.items() if not name.startswith("pair_")} for row in rows]
+        second = [{name.removeprefix("pair_"): x for name, x in row.items() if name not in first[0]} for row in rows]
+        return dict(pad(first)) | {f"pair_{name}": x for name, x in pad(second).items()}
 
     return collate
