@@ -304,17 +304,11 @@ def _generation_config(text: str) -> dict[str, Any]:
         ) from error
     checked = {}
     for name, value in fields.items():
-        if name in GENERATION and value is not None:
+        if value is None or name.startswith("_") or name == "transformers_version":
+            continue
+        if name in GENERATION:
             checked[name] = _checked(f"generation_config.{name}", GENERATION[name], value)
-        elif (
-            name not in GENERATION and value not in (None, _GENERATION_DEFAULTS.get(name, False)) and not _is_note(name)
-        ):
-            raise RequestError(
-                f"`generation_config.{name}` = {shown(value)} is not supported by this server; omit it",
-                "generation_config",
-            )
+        elif value != _GENERATION_DEFAULTS.get(name, False):
+            message = f"`generation_config.{name}` = {shown(value)} is not supported by this server; omit it"
+            raise RequestError(message, "generation_config")
     return checked
-
-
-def _is_note(name: str) -> bool:
-    return name.startswith("_") or name == "transformers_version"

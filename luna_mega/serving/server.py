@@ -96,12 +96,13 @@ def build_app(
 
     def route(path: str, handler: type[BaseHandler], endpoint: Endpoint) -> Route:
         template = "" if endpoint is COMPLETIONS else tokenizer.chat_template
-        return Route(path, _Service(handler(**arguments), endpoint, manager, template).answer, methods=["POST"])
+        sampling = type(handler.__name__, (_Sampling, handler), {})(**arguments)
+        return Route(path, _Service(sampling, endpoint, manager, template).answer, methods=["POST"])
 
     routes = [
-        route("/v1/completions", _Completions, COMPLETIONS),
-        route("/v1/chat/completions", _Chat, CHAT),
-        route("/v1/responses", _Responses, RESPONSES),
+        route("/v1/completions", CompletionHandler, COMPLETIONS),
+        route("/v1/chat/completions", ChatCompletionHandler, CHAT),
+        route("/v1/responses", ResponseHandler, RESPONSES),
         Route("/v1/models", lambda request: JSONResponse({"object": "list", "data": [entry]}), methods=["GET"]),
         Route("/health", lambda request: JSONResponse({"status": "ok"}), methods=["GET"]),
     ]
@@ -182,18 +183,6 @@ class _Sampling(BaseHandler):
             config.max_new_tokens = None  # set by `_Manager`, which knows the length of the prompt
         config.seed = seed
         return config
-
-
-class _Completions(_Sampling, CompletionHandler):
-    pass
-
-
-class _Chat(_Sampling, ChatCompletionHandler):
-    pass
-
-
-class _Responses(_Sampling, ResponseHandler):
-    pass
 
 
 class _Models:
