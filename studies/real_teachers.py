@@ -2,15 +2,17 @@
 
     python studies/real_teachers.py --teacher FOLDER --data FOLDER --part exact stsb long speed [--trained FOLDER]
 
-Prints one JSON line per measurement. FOLDER of `--data` contains the parquet files of GLUE's STS-B (`glue_stsb`) and of
-IMDB (`imdb`). Parts: `exact` (largest difference for texts of up to l tokens), `stsb` (Spearman correlation on the
-validation pairs), `long` (cosine of the vectors of packed texts to the teacher's; also for `--trained`, an output of
-run_distill_embeddings.py), `speed` (seconds of a forward pass next to the teacher with SDPA).
+Prints one JSON line per measurement. FOLDER of `--data` contains the parquet files of GLUE's STS-B (`glue_stsb`), IMDB
+(`imdb`) and WikiText-2 (`wikitext2_raw`). Parts: `exact` (largest difference for texts of up to l tokens), `stsb`
+(Spearman correlation on the validation pairs), `long` (cosine of the vectors of packed texts to the teacher's; also for
+`--trained`, an output of run_distill_embeddings.py), `speed` (seconds of a forward pass next to the teacher with SDPA).
 """
 
 import argparse
+import itertools
 import json
 import random
+import re
 import resource
 import time
 from pathlib import Path
@@ -23,7 +25,7 @@ from luna_mega.distillation import from_teacher
 from luna_mega.distillation.embeddings import load_sentence_teacher, set_projection_length
 
 PAIRS = ((256, 128), (256, 64), (512, 256), (512, 128))  # tokens and rows
-FIT = 120  # texts
+FIT, TEXTS = 120, 24  # texts that the salience is fitted on, and that are compared
 
 
 class Study:
@@ -35,7 +37,7 @@ class Study:
         self.train = self.reviews("train")
         self.student, self.tokenizer, report = from_teacher(args.teacher, args.rows, texts=self.train[:FIT])
         teacher = load_sentence_teacher(args.teacher)
-        self.teacher, self.modules = teacher.model, teacher.modules
+        self.teacher, self.modules, self.window = teacher.model, teacher.modules, teacher.window
         self.rows, self.seed = args.rows, args.seed
         seconds = round(time.perf_counter() - start, 1)
         show("conversion", seconds=seconds, memory=memory(), r2=[round(share, 3) for share in report.fit])
@@ -47,6 +49,11 @@ class Study:
         texts = [text.replace("<br />", " ") for text in self.table("imdb", split).text if len(text.split()) > 420]
         self.random.shuffle(texts)
         return texts
+
+    def articles(self):
+        """Return the articles of the validation and test splits of WikiText-2, without their titles."""
+        texts = ["".join(self.table("wikitext2_raw", split).text) for split in ("validation", "test")]
+        return [article for text in texts for article in re.split(r"\n ?= (?!=)[^\n]* = \n", text) if article.strip()]
 
     def encode(self, texts, length):
         return dict(self.tokenizer(texts, truncation=True, max_length=length, padding=True, return_tensors="pt"))
@@ -97,14 +104,15 @@ class Study:
 
     def long(self, student, name):
         """Show the mean cosine to the vectors of the teacher, which reads the complete text."""
-        texts = self.reviews("test")[:24]
-        for length in sorted({length for length, _ in PAIRS}):
-            want = self.embed(self.teacher, texts, length, size=8)
+        long = [article for article in self.articles() if len(article.split()) > 420]
+        corpora = {"IMDB": self.reviews("test"), "Wikipedia": long}
+        for (corpus, texts), length in itertools.product(corpora.items(), sorted({length for length, _ in PAIRS})):
+            want = self.embed(self.teacher, texts[:TEXTS], length, size=8)
             for rows in (rows for other, rows in PAIRS if other == length):
                 set_projection_length(student, rows)
-                got = self.embed(student, texts, length, size=8)
+                got = self.embed(student, texts[:TEXTS], length, size=8)
                 cosine = torch.cosine_similarity(got, want).mean().item()
-                show(f"long: {name}", tokens=length, rows=rows, cosine=round(cosine, 4))
+                show(f"long: {name}", texts=corpus, tokens=length, rows=rows, cosine=round(cosine, 4))
 
     @torch.no_grad()
     def speed(self):
@@ -136,7 +144,7 @@ def show(name, **values):
 def main(argv=None):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--teacher", required=True, help="sentence-transformers model: a folder or a name on the Hub")
-    parser.add_argument("--data", required=True, help="folder with glue_stsb and imdb")
+    parser.add_argument("--data", required=True, help="folder with glue_stsb, imdb and wikitext2_raw")
     parser.add_argument("--part", nargs="+", choices=("exact", "stsb", "long", "speed"), default=["exact"])
     parser.add_argument("--rows", type=int, default=128, help="rows l of the Luna")
     parser.add_argument("--trained", help="output folder of run_distill_embeddings.py, for the part `long`")

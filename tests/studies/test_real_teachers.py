@@ -1,0 +1,72 @@
+"""Studies of a sentence encoder and its Luna, with a random BERT and small data."""
+
+import json
+import random
+
+import pandas
+import pytest
+import torch
+from transformers import BertConfig, BertModel, BertTokenizer
+
+WORDS = [f"{first}{second}" for first in "bdfgklmnprst" for second in ("a", "e", "i", "o", "u")]
+PAIRS = ((256, 128), (256, 64), (512, 256), (512, 128))  # tokens and rows
+SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "."]
+
+
+@pytest.fixture
+def folders(tmp_path):
+    """Folders of a teacher with 600 positions and of data with reviews, pairs and articles of 500 words."""
+    torch.manual_seed(0)
+    draw = random.Random(0)
+    teacher, data = tmp_path / "teacher", tmp_path / "data"
+    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 16}
+    BertModel(BertConfig(vocab_size=66, **sizes, initializer_range=0.3)).save_pretrained(teacher)
+    (teacher / "vocab.txt").write_text("\n".join([*SPECIAL, *WORDS]))
+    BertTokenizer(str(teacher / "vocab.txt"), model_max_length=512).save_pretrained(teacher)
+
+    def text(count=500):
+        return " ".join("." if index % 15 == 14 else draw.choice(WORDS) for index in range(count))
+
+    pairs = {"sentence1": [text(9) for _ in range(14)], "sentence2": [text(9) for _ in range(14)], "label": range(14)}
+    articles = [line for _ in range(4) for line in (" = Title = \n", text(1200) + " \n")]
+    tables = {
+        "imdb": {split: {"text": [text() for _ in range(14)]} for split in ("train", "test")},
+        "glue_stsb": {"validation": pairs},
+        "wikitext2_raw": {split: {"text": ["\n", *articles]} for split in ("validation", "test")},
+    }
+    for name, splits in tables.items():
+        for split, table in splits.items():
+            (data / name).mkdir(parents=True, exist_ok=True)
+            pandas.DataFrame(table).to_parquet(data / name / f"{split}-00000.parquet")
+    return ["--teacher", teacher, "--data", data, "--rows", "24"]
+
+
+@pytest.fixture
+def measure(script, folders, capsys):
+    """Calls a study and returns the measurements it prints."""
+
+    def main(name, *options):
+        script(name).main([*map(str, folders), *options])
+        return [json.loads(line) for line in capsys.readouterr().out.splitlines() if line.startswith("{")]
+
+    return main
+
+
+def test_teacher_and_luna(measure):
+    found = measure("real_teachers", "--part", "stsb", "long")
+    teacher, luna = (row["spearman"] for row in found if row["what"].startswith("stsb"))
+    assert teacher == luna
+    kinds = {(row["texts"], row["tokens"], row["rows"]) for row in found if row["what"].startswith("long")}
+    assert kinds == {(name, *pair) for name in ("IMDB", "Wikipedia") for pair in PAIRS}
+
+
+def test_long_documents(measure):
+    found = measure("long_documents", "--lengths", "40", "640", "--most", "4")
+    same = {row["what"]: row for row in found if row.get("tokens") == 40}
+    longer = {row["what"]: row for row in found if row.get("tokens") == 640}
+    assert len(same) == len(longer) == 5
+    # 40 tokens are within the window and the rows of the larger Luna.
+    for name in ("windows", "full attention", "Luna, l = 48"):
+        for score in ("half", "sentence"):
+            assert same[f"documents: {name}"][score] == same["documents: teacher, truncated"][score]
+    assert all(row["articles"] == 4 and row["seconds"] > 0 for row in longer.values())
