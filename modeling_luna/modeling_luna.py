@@ -358,9 +358,9 @@ class LunaCausalAttention(LunaProjections):
         self, hidden_states: torch.Tensor, layout: Layout, packed_mask: torch.Tensor | None, cache: LunaCacheLayer
     ) -> torch.Tensor:
         """Return what `forward` returns for one token, `[B, 1, d]`, after those of a filled `cache`."""
-        query, pack_key = (_split(linear(hidden_states), self.head_size) for linear in (self.query, self.pack_key))
-        key, value = self.project(hidden_states)
-        query, pack_key, key, value = (x[:, 0] for x in (query, pack_key, key, value))
+        token = hidden_states[:, 0]
+        query, pack_key = (_split(linear(token), self.head_size) for linear in (self.query, self.pack_key))
+        key, value = self.project(token)
         options: dict[str, Any] = {"mask": None if layout.mask is None else layout.mask[:, 0], "pack_mask": packed_mask}
         options |= {"activation": self.activation, "dropout": self.dropout if self.training else 0.0}
         output, state = luna_causal_attention_step(

@@ -8,8 +8,15 @@ from transformers import (
     pipeline,
 )
 
-from luna_mega import LunaConfig, LunaForMaskedLM, LunaForSequenceClassification, LunaForSequencePairClassification
+from luna_mega import (
+    LunaConfig,
+    LunaForCausalLM,
+    LunaForMaskedLM,
+    LunaForSequenceClassification,
+    LunaForSequencePairClassification,
+)
 from luna_mega.modeling_common.layout import DENSE, DenseLayout
+from luna_mega.modeling_luna import modeling_luna
 
 from .luna import HEADS, POOLINGS, VALUES, VARIANTS, head_inputs, labels, make, tiny_config
 from .saving import comes_back, masked_lm_comes_back
@@ -210,6 +217,20 @@ def test_dropout_is_drawn_for_every_sequence():
     embeds, layout = model.get_input_embeddings()(twice["input_ids"]), DenseLayout(twice["attention_mask"].bool())
     tokens, ((packed,), _) = model.embeddings(embeds, layout, torch.arange(9)[None], with_packed=True)
     assert not torch.equal(tokens[0], tokens[1]) and not torch.equal(packed[0], packed[1])
+
+
+def test_decoding_step_keeps_keys_and_values_tied(monkeypatch):
+    """The operator multiplies P with one state instead of two if the key is the value."""
+    given, step = [], modeling_luna.luna_causal_attention_step
+
+    def record(query, pack_query, pack_key, key, value, *rest, **options):
+        given.append(key is value)
+        return step(query, pack_query, pack_key, key, value, *rest, **options)
+
+    monkeypatch.setattr(modeling_luna, "luna_causal_attention_step", record)
+    model = LunaForCausalLM(tiny_config(is_decoder=True)).eval()
+    model.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=3, min_new_tokens=3)
+    assert given == [True] * (2 * model.config.num_hidden_layers)
 
 
 def test_sinusoids_equal_those_of_fairseq():
