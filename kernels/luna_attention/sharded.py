@@ -124,19 +124,6 @@ def _step_backward(
     return grad_query.to(query.dtype), grad_key.to(query.dtype), grad_value.to(query.dtype)
 
 
-def _flash_forward(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float, dropout: float, seed: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    return torch_backend.flash(query, key, value, mask, scale)
-
-
-def _flash_backward(
-    grad_output: Tensor, output: Tensor, log_sum_exp: Tensor, query: Tensor, key: Tensor, value: Tensor,
-    mask: Tensor | None, scale: float, dropout: float, seed: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    return torch_backend.flash_backward(grad_output, output, log_sum_exp, query, key, value, mask, scale)
-
-
 def _triton(query: Tensor, dropout: float) -> Kernels:
     # Imported lazily because Triton decides at import time whether kernels are interpreted.
     from luna_mega.kernels.luna_attention import triton_ops
@@ -151,7 +138,8 @@ def _step(query: Tensor, dropout: float) -> Kernels:
 def _torch(query: Tensor, dropout: float) -> Kernels:
     if query.device.type != "cpu" or dropout > 0.0:
         return _step(query, dropout)
-    return Kernels(_flash_forward, _flash_backward)
+    # Without the last two arguments, `dropout` and `seed`.
+    return Kernels(lambda *x: torch_backend.flash(*x[:-2]), lambda *x: torch_backend.flash_backward(*x[:-2]))
 
 
 _KERNELS = {"reference": _step, "torch": _torch, "triton": _triton}

@@ -14,7 +14,6 @@ from torch.utils.checkpoint import checkpoint
 from luna_mega.kernels.context_parallel import ContextShard
 from luna_mega.kernels.luna_causal_attention import reference
 from luna_mega.kernels.luna_causal_attention.reference import LunaCausalState
-from luna_mega.kernels.upcast import upcast
 
 
 def attend(run: Callable[..., Any], shard: ContextShard, **call: Any) -> Any:
@@ -39,17 +38,7 @@ def _state_before(
     return LunaCausalState(means[0].view_as(key_sum), means[1].view_as(value_sum), counts)
 
 
-def _sums(
-    pack_query: Tensor, pack_key: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, pack_mask: Tensor | None,
-    activation: str, dropout: float,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+def _sums(*tokens: Any) -> tuple[Tensor, Tensor]:
     """Return the sums of k_t^T a_t `[B, H, K, L]` and of a_t^T v_t `[B, H, L, V]` over the tokens."""
-    pack_query, pack_key, key, value = (upcast(x) for x in (pack_query, pack_key, key, value))
-    if mask is not None:
-        pack_key, key, value = (x.masked_fill(~mask[..., None, None], 0.0) for x in (pack_key, key, value))
-    if pack_mask is not None:
-        pack_query = pack_query.masked_fill(~pack_mask[..., None, None], 0.0)
-    packed = torch.dropout(
-        reference.pack_weights(pack_key, pack_query, mask, pack_mask, activation), dropout, train=True
-    )
+    key, value, packed = reference.pack_tokens(*tokens)
     return torch.einsum("bthk,bhtl->bhkl", key, packed), torch.einsum("bhtl,bthv->bhlv", packed, value)

@@ -335,16 +335,17 @@ def _forward(
     query: Tensor, pack_key: Tensor, key: Tensor, value: Tensor, pack_query: Tensor, *rest: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the result and the means after the last token."""
-    output, key_mean, value_mean = _empty(query, pack_key, key, value, pack_query)
+    output, key_mean, value_mean = empty(query, pack_key, key, value, pack_query)
     for heads, block in _blocks(query, pack_key, key, value, pack_query, *rest):
         output[:, :, heads] = block.tokens(block.output())[:, : query.shape[1]]
         key_mean[:, heads], value_mean[:, heads] = block.means()
     return output, key_mean, value_mean
 
 
-def _empty(
+def empty(
     query: Tensor, pack_key: Tensor, key: Tensor, value: Tensor, pack_query: Tensor, *_rest: object
 ) -> tuple[Tensor, Tensor, Tensor]:
+    """Return empty tensors for the result and the means after the last token."""
     (batch, _, heads, size), rows, dtype = query.shape, pack_query.shape[1], upcast_dtype(query)
     key_mean = query.new_empty((batch, heads, size, rows), dtype=dtype)
     return value.new_empty(value.shape), key_mean, query.new_empty((batch, heads, rows, value.shape[3]), dtype=dtype)
@@ -376,7 +377,7 @@ register(
     INPUTS,
     "(Tensor, Tensor, Tensor)",
     _forward,
-    _empty,
+    empty,
     _backward,
     differentiable=("query", "pack_key", "key", "value", "pack_query", "key_mean", "value_mean"),
     gradients=(0, 1, 2),

@@ -9,7 +9,13 @@ from torch import Tensor
 from luna_mega.kernels import _op
 from luna_mega.kernels._operator import register
 from luna_mega.kernels.common.triton_launch import random_seed
-from luna_mega.kernels.luna_causal_attention import reference, triton_backward, triton_forward, triton_step
+from luna_mega.kernels.luna_causal_attention import (
+    reference,
+    torch_backend,
+    triton_backward,
+    triton_forward,
+    triton_step,
+)
 from luna_mega.kernels.luna_causal_attention.reference import LunaCausalState
 
 TOKENS = "Tensor query, Tensor pack_key, Tensor key, Tensor value, Tensor pack_query"
@@ -54,20 +60,12 @@ def step(
     return output, LunaCausalState(*after)
 
 
-def _fake(
-    query: Tensor, pack_key: Tensor, key: Tensor, value: Tensor, pack_query: Tensor, *_rest: object
-) -> tuple[Tensor, Tensor, Tensor]:
-    (batch, _, heads, size), rows, width = query.shape, pack_query.shape[1], value.shape[3]
-    key_mean = query.new_empty((batch, heads, size, rows), dtype=torch.float32)
-    return value.new_empty(value.shape), key_mean, key_mean.new_empty((batch, heads, rows, width))
-
-
 register(
     "luna_mega::luna_causal_attention_triton",
     f"{TOKENS}, Tensor count, {REST}",
     "(Tensor, Tensor, Tensor)",
     triton_forward.forward,
-    _fake,
+    torch_backend.empty,
     triton_backward.backward,
     differentiable=DIFFERENTIABLE,
     gradients=(0, 1, 2),

@@ -23,19 +23,10 @@ from luna_mega.kernels.upcast import upcast_dtype
 MAX_STATES = 32
 
 
-def _triton(x: Tensor, **call: Any) -> tuple[Tensor, Tensor | None]:
-    # Imported lazily because Triton decides at import time whether kernels are interpreted.
+def _triton_step(*call: Any) -> tuple[Tensor, Tensor]:
     from luna_mega.kernels.moving_average import triton_ops
 
-    return triton_ops.complex_ema(x, **call)
-
-
-def _triton_step(
-    x: Tensor, state: Tensor, coefficients: tuple[Tensor, ...], skip: Tensor | None, mask: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    from luna_mega.kernels.moving_average import triton_ops
-
-    return triton_ops.complex_step(x, state, coefficients, skip, mask)
+    return triton_ops.complex_step(*call)
 
 
 def _unsupported(x: Tensor, parameters: tuple[Tensor, ...], **_: object) -> str | None:
@@ -54,7 +45,6 @@ def _reference_step(
 EMA = make_average(
     "complex_ema",
     from_parameters(reference.complex_ema, reference.complex_coefficients),
-    _triton,
     complex_coefficients,
     _unsupported,
     state=3,

@@ -25,13 +25,6 @@ from luna_mega.kernels.upcast import upcast_dtype
 MAX_STATES = 64
 
 
-def _triton(x: Tensor, truncation: object, **call: Any) -> tuple[Tensor, Tensor | None]:
-    # Imported lazily because Triton decides at import time whether kernels are interpreted.
-    from luna_mega.kernels.moving_average import triton_ops
-
-    return triton_ops.damped_ema(x, **call)
-
-
 def _triton_step(x: Tensor, state: Tensor, coefficients: object, **call: Any) -> tuple[Tensor, Tensor]:
     from luna_mega.kernels.moving_average import triton_ops
 
@@ -55,7 +48,6 @@ def _unsupported_step(x: Tensor, parameters: tuple[Tensor, ...], **_: object) ->
 EMA = make_average(
     "damped_ema",
     from_parameters(reference.damped_ema, reference.damped_coefficients),
-    _triton,
     damped_coefficients,
     _unsupported,
     state=0,

@@ -54,12 +54,9 @@ def truncated(
         projection = projection * torch.exp(truncation * reference.log_decay(*rest[:2]))
         late, forgotten = run(recent[:, :length], forgotten_state, (*rest, projection))
         skip = None if skip is None else skip.to(dtype)
-        # A copy, so that the older inputs are freed.
-        recent = recent[:, length:].clone() if lengths is None else take_columns(recent, _window(lengths, truncation))
+        if lengths is None:
+            recent = recent[:, length:].clone()  # a copy, so that the older inputs are freed
+        else:
+            recent = take_columns(recent, lengths[:, None] + torch.arange(truncation, device=x.device))
         state = TruncatedEmaState(now, forgotten, recent)
         return reference.finish(average - late, x, skip), state
-
-
-def _window(start: Tensor, size: int) -> Tensor:
-    """Return the `size` columns from `start` `[B]` on, `[B, size]`."""
-    return start[:, None] + torch.arange(size, device=start.device)

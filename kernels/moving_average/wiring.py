@@ -17,15 +17,14 @@ from luna_mega.kernels.upcast import upcast_dtype
 
 
 def make_average(
-    name: str, reference: Callable[..., Any], triton: Callable[..., Any], coefficients: Callable[..., Any],
-    unsupported: Callable[..., Any], state: int,
+    name: str, reference: Callable[..., Any], coefficients: Callable[..., Any], unsupported: Callable[..., Any],
+    state: int,
 ) -> Op:  # fmt: skip
     """Return the `Op` of an average of sequences.
 
     Args:
-        name: name of the public function.
+        name: name of the public function, and of the function in `triton_ops` that computes it from coefficients.
         reference: computes a call, including the coefficients.
-        triton: computes a call from its coefficients with Triton kernels.
         coefficients: returns the `Coefficients` of the parameters.
         unsupported: returns the reason why Triton kernels cannot compute a call, else None.
         state: index of a parameter that has the shape of a state.
@@ -39,6 +38,13 @@ def make_average(
 
     def on_ranks(run: Callable[..., Any], shard: ContextShard, **call: Any) -> Any:
         return sharded.average(run, shard, name, coefficients, **call)
+
+    def triton(x: Tensor, truncation: object = None, **call: Any) -> tuple[Tensor, Tensor | None]:
+        # Imported lazily because Triton decides at import time whether kernels are interpreted.
+        from luna_mega.kernels.moving_average import triton_ops
+
+        run: Any = getattr(triton_ops, name)
+        return run(x, **call)
 
     backends = {
         "reference": reference,

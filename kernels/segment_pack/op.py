@@ -10,11 +10,11 @@ from luna_mega.kernels.checks import check_mask, count_sequences
 from luna_mega.kernels.segment_pack import reference, torch_backend
 
 
-def _triton(*arguments: Any, **options: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _triton(**call: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     # Imported lazily because Triton decides at import time whether kernels are interpreted.
     from luna_mega.kernels.segment_pack import triton_ops
 
-    return triton_ops.segment_pack(*arguments, **options)
+    return triton_ops.segment_pack(**call)
 
 
 def _unsupported(states: torch.Tensor, **_: Any) -> str | None:

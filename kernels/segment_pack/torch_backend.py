@@ -1,5 +1,6 @@
 """Position-aware pack in PyTorch: sums over the tokens of each row, linear in the length."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -44,23 +45,20 @@ def _fill(weight: torch.Tensor, budget: int) -> torch.Tensor:
 
 def segment_pack(
     states: torch.Tensor, score: torch.Tensor, row: torch.Tensor, mask: torch.Tensor | None, rows: int,
-    cu_seqlens: torch.Tensor | None = None, max_seqlen: int | None = None,
+    cu_seqlens: torch.Tensor | None = None, max_seqlen: int | None = None, run: Callable[..., Any] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    """Return `reference.segment_pack`; with `cu_seqlens` the tokens are `[1, total]`, and `row` counts per sequence."""
-    index, batch = row_index(row, rows, cu_seqlens)
-    dropped = None if mask is None else ~mask.flatten()
-    flat = states.flatten(0, 1), score.flatten().to(upcast_dtype(states))
-    packed, entropy, total = _SegmentPack.apply(*flat, index, dropped, batch * rows)  # type: ignore[no-untyped-call]
-    return packed.to(states.dtype).unflatten(0, (batch, rows)), entropy.view(batch, rows), total.view(batch, rows) != 0
+    """Return `reference.segment_pack`; with `cu_seqlens` the tokens are `[1, total]`, and `row` counts per sequence.
 
-
-def row_index(row: torch.Tensor, rows: int, cu_seqlens: torch.Tensor | None) -> tuple[torch.Tensor, int]:
-    """Return the row of every token among the rows of all sequences, flat, and the number of sequences."""
+    `run` packs the rows of all sequences, None = this file's function.
+    """
     if cu_seqlens is None:
         sequence, batch = torch.arange(row.shape[0], device=row.device)[:, None], row.shape[0]
     else:
         sequence, batch = locate(cu_seqlens, row.shape[1])[0], cu_seqlens.shape[0] - 1
-    return (row + rows * sequence).flatten(), batch
+    flat = states.flatten(0, 1), score.flatten().to(upcast_dtype(states)), None if mask is None else mask.flatten()
+    index = (row + rows * sequence).flatten()  # the row of every token among the rows of all sequences
+    packed, entropy, total = (run or _SegmentPack.apply)(*flat, index, batch * rows)
+    return packed.to(states.dtype).unflatten(0, (batch, rows)), entropy.view(batch, rows), total.view(batch, rows) != 0
 
 
 def _sums(x: torch.Tensor, index: torch.Tensor, rows: int) -> torch.Tensor:
@@ -76,9 +74,9 @@ class _SegmentPack(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, states: torch.Tensor, score: torch.Tensor, index: torch.Tensor, dropped: torch.Tensor | None,
-        rows: int,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+        ctx: Any, states: torch.Tensor, score: torch.Tensor, mask: torch.Tensor | None, index: torch.Tensor, rows: int
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        dropped = None if mask is None else ~mask
         if dropped is not None:
             score = score.masked_fill(dropped, float("-inf"))
         peak = score.new_zeros(rows).scatter_reduce(0, index, score, "amax", include_self=False)

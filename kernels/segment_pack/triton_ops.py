@@ -1,28 +1,25 @@
 """Position-aware pack with Triton kernels, as custom operators."""
 
+from typing import Any
+
 import torch
 
 from luna_mega.kernels._operator import Values, register
-from luna_mega.kernels.segment_pack import triton_kernels
-from luna_mega.kernels.segment_pack.torch_backend import row_index
+from luna_mega.kernels.segment_pack import torch_backend, triton_kernels
 
 
-def segment_pack(
-    states: torch.Tensor,
-    score: torch.Tensor,
-    row: torch.Tensor,
-    mask: torch.Tensor | None,
-    rows: int,
-    cu_seqlens: torch.Tensor | None = None,
-    max_seqlen: int | None = None,
+def segment_pack(**call: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return `torch_backend.segment_pack`."""
+    return torch_backend.segment_pack(**call, run=_pack)
+
+
+def _pack(
+    states: torch.Tensor, score: torch.Tensor, mask: torch.Tensor | None, index: torch.Tensor, rows: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return `reference.segment_pack`; with `cu_seqlens` as `torch_backend.segment_pack`."""
-    index, batch = row_index(row, rows, cu_seqlens)
     # The tokens of a row follow each other.
-    starts = torch.searchsorted(index, torch.arange(batch * rows + 1, device=row.device))
-    flat = states.flatten(0, 1), score.flatten().float(), None if mask is None else mask.flatten()
-    packed, entropy, _, total = torch.ops.luna_mega.segment_pack_triton(*flat, starts)
-    return packed.to(states.dtype).unflatten(0, (batch, rows)), entropy.view(batch, rows), total.view(batch, rows) != 0
+    starts = torch.searchsorted(index, torch.arange(rows + 1, device=index.device))
+    packed, entropy, _, total = torch.ops.luna_mega.segment_pack_triton(states, score, mask, starts)
+    return packed, entropy, total
 
 
 def _fake(states: torch.Tensor, score: torch.Tensor, mask: torch.Tensor | None, starts: torch.Tensor) -> Values:
