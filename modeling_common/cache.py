@@ -8,6 +8,7 @@ import torch
 from transformers.cache_utils import Cache, CacheLayerMixin, EncoderDecoderCache
 from transformers.configuration_utils import PreTrainedConfig
 
+ANOTHER_SOURCE = "has another source, of another batch or model"
 _PREFIX_TUNING = "prefix tuning, which passes keys and values, is not supported: use prompt tuning or LoRA"
 
 
@@ -160,10 +161,26 @@ class StateCache(Cache):
 
     def check(self, config: PreTrainedConfig, batch: int, ranks: int) -> None:
         """Raise `ValueError` unless the cache fits a model of `config`, distributed over `ranks`, and the batch."""
+        # Comparing sizes would specialize an exported program on the cache of the example.
+        if self.layers[0].is_initialized and not torch.compiler.is_exporting():
+            self.require_shapes(*self.shapes(config, batch, ranks), config.num_hidden_layers)
+
+    def shapes(self, config: PreTrainedConfig, batch: int, ranks: int) -> tuple[str, Any, Any]:
+        """Return a description of the tensors of the first layer, their shapes, and the shapes that fit."""
         raise NotImplementedError
 
     def check_source(self, config: PreTrainedConfig, batch: int, length: int | None, ranks: int) -> None:
         """Raise `ValueError` unless the cache fits the encoder's output; `length` None = it is not given again."""
+
+    def require_shapes(
+        self, what: str, given: Any, needed: Any, layers: int, problem: str = "does not fit this model and batch"
+    ) -> None:
+        """Raise `ValueError` unless the shapes and the number of layers are the needed ones."""
+        if given != needed or len(self) != layers:
+            raise ValueError(
+                f"`past_key_values` {problem}: it has {len(self)} layers with {what} of {given}, not {layers} with "
+                f"{needed}; pass a new cache"
+            )
 
     @property
     def nbytes(self) -> int:
@@ -203,8 +220,7 @@ def split_cache(cache: Cache | None) -> tuple[StateCache | None, StateCache | No
     parts: Any = (cache, None)
     if isinstance(cache, EncoderDecoderCache):
         parts = cache.self_attention_cache, cache.cross_attention_cache
-    own, cross = parts
-    return own, cross
+    return parts
 
 
 def layer_caches(

@@ -1,10 +1,12 @@
 """Caches of Luna decoders, whose size is constant: `LunaCache`, and with an encoder `LunaSeq2SeqCache`."""
 
+from typing import Any
+
 import torch
 from transformers.configuration_utils import PreTrainedConfig
 
 from luna_mega.kernels.api import LunaCausalState
-from luna_mega.modeling_common.cache import StateCache, StateLayer, StateSeq2SeqCache
+from luna_mega.modeling_common.cache import ANOTHER_SOURCE, StateCache, StateLayer, StateSeq2SeqCache
 
 
 class LunaCacheLayer(StateLayer):
@@ -48,31 +50,21 @@ class LunaCache(StateCache):
 
     layer_class = LunaCacheLayer
 
-    def check(self, config: PreTrainedConfig, batch: int, ranks: int) -> None:
-        if not self.get_seq_length():
-            return
+    def shapes(self, config: PreTrainedConfig, batch: int, ranks: int) -> tuple[str, Any, Any]:
         heads, width = config.num_attention_heads, config.hidden_size // config.num_attention_heads
         layer, rows = self.layers[0], config.projection_length
-        given = tuple(layer.tensors["key_mean"].shape)
+        given = tuple(layer.key_mean.shape)
         if not getattr(layer, "learned", False) or (config.dynamic_projection_length and given[3] < rows):
             rows = given[3]  # P was passed, or is cut to the length of the first input
         needed = (batch, heads // ranks, width, rows)
-        if given != needed or len(self) != config.num_hidden_layers:
-            raise ValueError(
-                f"past_key_values does not fit this model and batch: {len(self)} layers with states of (batch, "
-                f"heads, head size, rows of P) {given}, needed are {config.num_hidden_layers} with {needed}"
-            )
+        return "states (batch, heads, head size, rows of P)", given, needed
 
     def check_source(self, config: PreTrainedConfig, batch: int, length: int | None, ranks: int) -> None:
         # The source is packed into rows of P, so that its length is unknown.
         heads, width = config.num_attention_heads, config.hidden_size // config.num_attention_heads
         key = self.layers[0].key
         needed, given = (batch, key.shape[1], heads // ranks, width), tuple(key.shape)
-        if given != needed or len(self) != config.num_hidden_layers:
-            raise ValueError(
-                f"past_key_values has another source, of another batch or model: {len(self)} layers with keys of "
-                f"{given}, needed are {config.num_hidden_layers} with {needed}; start with a new cache"
-            )
+        self.require_shapes("keys", given, needed, config.num_hidden_layers, ANOTHER_SOURCE)
 
 
 class LunaSeq2SeqCache(StateSeq2SeqCache):

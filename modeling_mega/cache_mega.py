@@ -1,9 +1,11 @@
 """Caches of Mega decoders. Their size is constant if attention is in chunks."""
 
+from typing import Any
+
 import torch
 from transformers.configuration_utils import PreTrainedConfig
 
-from luna_mega.modeling_common.cache import StateCache, StateLayer, StateSeq2SeqCache
+from luna_mega.modeling_common.cache import ANOTHER_SOURCE, StateCache, StateLayer, StateSeq2SeqCache
 from luna_mega.modeling_common.key_cache import KeyValueCacheLayer
 
 
@@ -41,11 +43,8 @@ class MegaCache(StateCache):
 
     layer_class = MegaCacheLayer
 
-    def check(self, config: PreTrainedConfig, batch: int, ranks: int) -> None:
+    def shapes(self, config: PreTrainedConfig, batch: int, ranks: int) -> tuple[str, Any, Any]:
         layer = self.layers[0]
-        # Comparing sizes would specialize an exported program on the cache of the example.
-        if not layer.is_initialized or torch.compiler.is_exporting():
-            return
         kept = max(layer.seen, layer.keys.shape[1]) if config.attention_chunk is None else config.attention_chunk
         needed = [
             (batch, config.hidden_size, config.ema_projection_size),
@@ -56,11 +55,7 @@ class MegaCache(StateCache):
             needed.append((batch, config.truncation, config.hidden_size))
         tensors = (layer.average, layer.keys, layer.values, layer.inputs)
         given = [tuple(tensor.shape) for tensor in tensors if tensor is not None]
-        if given != needed or len(self) != config.num_hidden_layers:
-            raise ValueError(
-                f"`past_key_values` does not fit this model and batch: it has {len(self)} layers with states, keys and "
-                f"values of {given}, not {config.num_hidden_layers} with {needed}; pass a new cache"
-            )
+        return "states, keys and values", given, needed
 
 
 class MegaCrossCache(StateCache):
@@ -73,11 +68,7 @@ class MegaCrossCache(StateCache):
         length = keys.shape[1] if length is None else length
         needed = [(batch, length, config.shared_representation_size), (batch, length, config.hidden_size // ranks)]
         given = [tuple(keys.shape), tuple(values.shape)]
-        if given != needed or len(self) != config.num_hidden_layers:
-            raise ValueError(
-                f"`past_key_values` has another source, of another batch or model: {len(self)} layers with keys and "
-                f"values of {given}, not {config.num_hidden_layers} with {needed}; pass a new cache"
-            )
+        self.require_shapes("keys and values", given, needed, config.num_hidden_layers, ANOTHER_SOURCE)
 
 
 class MegaSeq2SeqCache(StateSeq2SeqCache):

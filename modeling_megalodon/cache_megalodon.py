@@ -1,5 +1,7 @@
 """Cache of Megalodon. Its size does not depend on the length of the sequences."""
 
+from typing import Any
+
 import torch
 from transformers.configuration_utils import PreTrainedConfig
 
@@ -39,11 +41,8 @@ class MegalodonCache(StateCache):
 
     layer_class = MegalodonCacheLayer
 
-    def check(self, config: PreTrainedConfig, batch: int, ranks: int) -> None:
+    def shapes(self, config: PreTrainedConfig, batch: int, ranks: int) -> tuple[str, Any, Any]:
         layer = self.layers[0]
-        # Comparing sizes would specialize an exported program on the cache of the example.
-        if not layer.is_initialized or torch.compiler.is_exporting():
-            return
         needed = [
             (batch, config.hidden_size, config.ema_projection_size, 2),
             (batch, config.chunk_size, config.shared_representation_size // ranks),
@@ -51,11 +50,7 @@ class MegalodonCache(StateCache):
             (batch, config.norm_num_groups),
         ]
         given = [tuple(x.shape) for x in (layer.average, layer.keys, layer.values, layer.norm_mean)]
-        if given != needed or len(self) != config.num_hidden_layers:
-            raise ValueError(
-                f"`past_key_values` does not fit this model and batch: it has {len(self)} layers with states, "
-                f"keys, values and means of {given}, not {config.num_hidden_layers} with {needed}; pass a new cache"
-            )
+        return "states, keys, values and means", given, needed
 
 
 __all__ = ["MegalodonCache"]
