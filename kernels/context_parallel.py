@@ -97,7 +97,7 @@ class ContextShard(NamedTuple):
 
     def all_reduce_sum(self, x: Tensor) -> Tensor:
         """Return the sum of the tensors `x` of all ranks; shapes must be equal. The backward sums the gradients."""
-        return _AllReduceSum.apply(x, self.group)  # type: ignore[no-untyped-call]
+        return all_reduce_sum(x, self.group)
 
     def all_reduce_max(self, x: Tensor) -> Tensor:
         """Return the element-wise maximum of the tensors `x` of all ranks, without gradient."""
@@ -110,6 +110,11 @@ class ContextShard(NamedTuple):
         x = x.detach().clone(memory_format=torch.contiguous_format)
         dist.broadcast(x, group=self.group, group_src=0)
         return x
+
+
+def all_reduce_sum(x: Tensor, group: "dist.ProcessGroup | None" = None) -> Tensor:
+    """Return the sum of `x` over a process group, None = the default group. The backward sums the gradients."""
+    return _AllReduceSum.apply(x, group)  # type: ignore[no-untyped-call]
 
 
 class _AllGather(Function):
@@ -140,7 +145,7 @@ class _ReduceScatter(Function):
 
 class _AllReduceSum(Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
         ctx.group = group
         total = x.clone(memory_format=torch.contiguous_format)
         dist.all_reduce(total, group=group)

@@ -61,7 +61,8 @@ def attend(
         return attend_step(query, window, chunk_size, heads, **options), None
     if window.varlen is not None:
         options |= dict(zip(("cu_seqlens", "max_seqlen"), window.varlen, strict=True))
-        query = _place(query, window)
+        if window.places is not None:  # zeros in the columns of earlier keys
+            query = query.new_zeros(1, window.keys.shape[1], query.shape[2]).index_copy(1, window.places, query)
     else:
         options |= {"mask": window.mask, "start": window.start}
     options |= {"chunk_size": chunk_size, "offset": window.offset, "return_weights": return_weights}
@@ -111,10 +112,3 @@ def by_head(x: torch.Tensor, heads: int, varlen: bool = False) -> torch.Tensor:
     """Return the heads of `[B, T, H K]` as rows `[B H, T, K]`, or with `varlen` those of one row as `[1, H T, K]`."""
     x = x.unflatten(-1, (heads, -1)).transpose(1, 2)
     return x.flatten(1, 2) if varlen else x.flatten(0, 1)
-
-
-def _place(query: torch.Tensor, window: KeyWindow) -> torch.Tensor:
-    """Return queries in the columns of the keys of one row, and zeros in the columns of earlier keys."""
-    if window.places is None:
-        return query
-    return query.new_zeros(1, window.keys.shape[1], query.shape[2]).index_copy(1, window.places, query)

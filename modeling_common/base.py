@@ -10,7 +10,7 @@ from transformers.modeling_utils import PreTrainedModel
 
 from luna_mega.compat import accept_cache_names
 from luna_mega.modeling_common.sharding import ShardedLayout
-from luna_mega.modeling_common.tensor_parallel import TensorParallelMixin, wildcard
+from luna_mega.modeling_common.tensor_parallel import RankBoundary, check_plan, known_rules, wildcard
 from luna_mega.modeling_common.validation import INPUT_NAMES
 
 # Fields of the configuration that only apply to one kind of input.
@@ -26,9 +26,12 @@ def exact_dtype() -> torch.dtype:
     return torch.promote_types(torch.get_default_dtype(), torch.float32)
 
 
-class CommonPreTrainedModel(TensorParallelMixin):
-    """Base of `LunaPreTrainedModel` and `MegaPreTrainedModel`."""
+class CommonPreTrainedModel(PreTrainedModel):
+    """Base of the `PreTrainedModel` of each family."""
 
+    ranks = 1  # that share the heads or columns of a layer (tensor parallelism)
+    body_class: Any  # the model without a head: `LunaModel`, `MegaModel` or `MegalodonModel`
+    body_options: dict[str, Any] = {}  # of its constructor in models with a head
     supports_gradient_checkpointing = True
     # "sdpa" (default) is `luna_mega.kernels`; "eager" computes attention step by step and returns its weights.
     _supports_sdpa = True
@@ -76,17 +79,35 @@ class CommonPreTrainedModel(TensorParallelMixin):
         rules = {wildcard(name) for name, _ in self.named_modules()} - tied
         self._fsdp_plan = {rule: style for rule, style in (self._fsdp_plan or {}).items() if rule in rules}
 
+    def init_parallel_plans(self) -> None:
+        """Collect the plans of the configuration and the classes, and remove rules that match no module."""
+        super().init_parallel_plans()
+        self._tp_plan = known_rules(self, self._tp_plan or {})
+
     @classmethod
     def maybe_distribute_model(cls, model: Any, distributed_config: Any, mesh: Any) -> PreTrainedModel:
-        """Distribute a model after tying its weights; transformers calls this before it loads them.
+        """Distribute a model over `mesh`, None = a single process; transformers calls this before it loads weights.
 
-        transformers ties weights after FSDP2 has split them. If the number of processes does not divide their rows, an
-        update would then change only one of the two. Tensor parallelism splits the names of a plan separately.
+        Weights are tied before: transformers ties them after FSDP2 has split them. If the number of processes does not
+        divide their rows, an update would then change only one of the two. Tensor parallelism splits the names of a
+        plan separately.
+
+        Raises:
+            ValueError: If a plan of tensor parallelism would give wrong results.
         """
+        plan = None if distributed_config is None else distributed_config.tp_plan
+        if isinstance(plan, str) and plan != "auto":
+            raise ValueError(f"`tp_plan` must be 'auto' or a dictionary from modules to styles, got {plan!r}")
         if mesh is not None and distributed_config.tp_size == 1:
             model.tie_weights(recompute_mapping=False)
             model.share_modules()
-        return super().maybe_distribute_model(model, distributed_config, mesh)
+        planned = model._tp_plan or {}
+        model = super().maybe_distribute_model(model, distributed_config, mesh)
+        if mesh is not None and distributed_config.tp_size > 1:
+            check_plan(model, planned, distributed_config.tp_size)
+            for part in (module for module in model.modules() if isinstance(module, CommonPreTrainedModel)):
+                part.ranks = max((x.ranks for x in part.modules() if isinstance(x, RankBoundary)), default=1)
+        return model
 
     def tie_weights(self, *args: Any, **kwargs: Any) -> None:
         """Tie weights, and freeze the parameters that no loss depends on; checkpoints contain them.
@@ -136,11 +157,12 @@ class BodyMixin(ModelMixin):
     returns_cached_weights = False
     packs = False
     closes_gaps: bool = True
-    embeddings_name: str  # of the module that contains `word_embeddings` or `value_embeddings`
+    embeddings_name: str = ""  # of the module that contains the embedding of inputs; "" = the model
+    embedding_names = EMBEDDINGS  # of that embedding, by `config.input_type`
 
     def __init__(self, config: PreTrainedConfig):
         super().__init__(config)
-        self._input_embed_layer = EMBEDDINGS[config.input_type]
+        self._input_embed_layer = self.embedding_names[config.input_type]
         if config.is_encoder_decoder:
             family = type(self).__name__.removesuffix("Model")
             raise ValueError(
@@ -159,4 +181,4 @@ class BodyMixin(ModelMixin):
     def set_input_embeddings(self, value: nn.Module) -> None:
         """Replace the embedding of tokens."""
         self.require_tokens()
-        getattr(self, self.embeddings_name).word_embeddings = value
+        setattr(self.get_submodule(self.embeddings_name), self._input_embed_layer, value)

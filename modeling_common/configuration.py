@@ -46,11 +46,13 @@ class SharedConfig(ConfigMixin):
     """Base of all configurations of this package.
 
     Attributes:
+        default_fields: for each field that can be None, the field that applies then.
         decoder_fields: for each field of the decoder, the field of the encoder that it replaces unless it is None.
         seq2seq_class: class of the configuration of an encoder-decoder of the family, or None.
         side_class: class of the configurations of encoder and decoder; None unless the class has both.
     """
 
+    default_fields: dict[str, str] = {}
     decoder_fields: dict[str, str] = {}
     auto_map: dict[str, str] = _NoCode()  # TRL requires the attribute
     seq2seq_class: type["SharedConfig"] | None = None
@@ -70,6 +72,9 @@ class SharedConfig(ConfigMixin):
         decoder_start_token_id: int | None
 
     def __post_init__(self, **kwargs: Any) -> None:
+        for name, other in self.default_fields.items():
+            if getattr(self, name) is None:
+                setattr(self, name, getattr(self, other))
         kwargs.pop("model_type", None)  # of a file; a user's subclass has a different one than the folders it reads
         super().__post_init__(**kwargs)
 
@@ -106,13 +111,10 @@ class SharedConfig(ConfigMixin):
         given = {part.partition("=")[0] for part in update_str.split(",")}
         given = {self.attribute_map.get(name, name) for name in given}
         unset = [item.name for item in dataclasses.fields(self) if item.default is None and item.name not in given]
-        derived = [name for name in unset if self._rebuilt({name: None}, name) == getattr(self, name)]
+        rebuilt = {name: type(self).from_dict(self.to_dict() | {name: None}) for name in unset}
+        derived = [name for name in unset if getattr(rebuilt[name], name) == getattr(self, name)]
         super().update_from_string(update_str)
         vars(self).update(vars(type(self).from_dict(self.to_dict() | dict.fromkeys(derived))))
-
-    def _rebuilt(self, changes: dict[str, Any], name: str) -> Any:
-        """Return the value of a field in a configuration that differs from this one by `changes`."""
-        return getattr(type(self).from_dict(self.to_dict() | changes), name)
 
     @classmethod
     def with_encoder(cls) -> Any:
@@ -208,7 +210,8 @@ class SharedConfig(ConfigMixin):
     def _check_counts(self, fields: Iterable[str], least: int = 1, most: int = MOST) -> None:
         """Raise `ValueError` for integers below `least` or above `most`; ignore values of other types, such as None."""
         for field in fields:
-            if _is_number(value := getattr(self, field)) and not least <= value <= most:
+            value = getattr(self, field)
+            if isinstance(value, int) and not isinstance(value, bool) and not least <= value <= most:
                 limit = f"at least {least}" if value < least else f"at most {most}"
                 raise ValueError(f"{field} must be {limit}, got {value}")
 
@@ -272,7 +275,3 @@ def _has_code(code: Any, config_class: type, folder: str | os.PathLike[str]) -> 
         return True
     names = [name for name in (code if isinstance(code, list | tuple) else [code]) if name]
     return all(os.path.isfile(os.path.join(folder, f"{str(name).partition('.')[0]}.py")) for name in names)
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)

@@ -67,8 +67,9 @@ class StateGenerationMixin(GenerativeMixin):
         if mask is None and inputs.dim() == 2:
             mask = find_mask(inputs, self.get_decoder().config)
         if mask is not None and not mask[:, -1].all():
+            prompts = "targets" if self.config.is_encoder_decoder else "prompts"
             logger.warning(
-                f"Right-padding was detected in the {self._prompts_name}, so that the first generated token follows a "
+                f"Right-padding was detected in the {prompts}, so that the first generated token follows a "
                 "padding token. For correct results, set `padding_side='left'` in the tokenizer."
             )
 
@@ -103,10 +104,6 @@ class StateGenerationMixin(GenerativeMixin):
             for name, given in (("guidance_scale", guided), ("prefill_chunk_size", chunked), ("token_healing", healed)):
                 if given:
                     raise ValueError(f"`{name}` is not supported by encoder-decoders; omit the argument")
-
-    @property
-    def _prompts_name(self) -> str:
-        return "targets" if self.config.is_encoder_decoder else "prompts"
 
     @property
     def _inputs_name(self) -> str:

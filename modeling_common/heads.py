@@ -19,19 +19,6 @@ from luna_mega.modeling_common.padding_free import find_starts
 from luna_mega.modeling_common.pooling import LOCAL, Reductions
 from luna_mega.modeling_common.sharding import find_reductions
 
-_RECORDED = ("hidden_states", "attentions", "packed_hidden_states", "packed_attentions")
-
-
-def recorded(outputs: BodyOutput) -> dict[str, tuple[torch.Tensor, ...] | None]:
-    """Return the hidden states and attention weights of all layers, as far as they were requested."""
-    return {name: getattr(outputs, name) for name in _RECORDED if hasattr(outputs, name)}
-
-
-def carried_over(outputs: BodyOutput, output_class: Any) -> dict[str, Any]:
-    """Return the fields of `output_class` that the outputs of the model without a head have: cache, states, weights."""
-    fields = output_class.__dataclass_fields__  # torch.compile does not support dataclasses.fields
-    return {name: value for name, value in outputs.items() if name in fields}
-
 
 def model_inputs(
     input_ids: torch.Tensor | None,
@@ -54,7 +41,7 @@ def find_kept(config: PreTrainedConfig, inputs: dict[str, Any], length: int) -> 
 class Head(ModelMixin):
     """Base of the generic heads: the body under its name in checkpoints, then the layers of the head.
 
-    Classes of a family implement `make_body` and set `output_class`, the class of the outputs.
+    Classes of a family set `output_class`, the class of the outputs.
     """
 
     output_class: Any
@@ -66,20 +53,21 @@ class Head(ModelMixin):
         if self.needs_tokens:
             self.require_tokens()
         self.check_config(config)
-        setattr(self, self.base_model_prefix, self.make_body(config))
+        setattr(self, self.base_model_prefix, self.body_class(config, **self.body_options))
         self.make_head(config)
         self.post_init()
 
     def check_config(self, config: Any) -> None:
         """Raise `ValueError` for a configuration that this class does not support."""
 
-    def make_body(self, config: Any) -> nn.Module:
-        """Return the model without a head."""
-        raise NotImplementedError
-
     def make_head(self, config: Any) -> None:
         """Make the layers of the head."""
         raise NotImplementedError
+
+    def carried_over(self, outputs: BodyOutput) -> dict[str, Any]:
+        """Return the fields of `output_class` that the outputs of the body have: cache, states, attention weights."""
+        fields = self.output_class.__dataclass_fields__  # torch.compile does not support dataclasses.fields
+        return {name: value for name, value in outputs.items() if name in fields}
 
 
 class TokenHead(Head):
@@ -100,6 +88,7 @@ class LMHead(Head):
 
     needs_tokens = True
     output_layer = "lm_head"  # the layer with a row for every token
+    _tp_plan = {"lm_head": "colwise_gather_output"}
 
     def get_output_embeddings(self) -> nn.Module | None:
         """Return the output layer."""
@@ -134,11 +123,14 @@ class GenericForMaskedLM(LMHead, TokenHead):
         if labels is not None:
             arguments = {"logits": logits, "labels": labels, "vocab_size": self.config.vocab_size}
             loss = reductions.mean_loss(self.loss_function, labels, **arguments, **kwargs)
-        return self.output_class(loss=loss, logits=logits, **recorded(outputs))
+        return self.output_class(loss=loss, logits=logits, **self.carried_over(outputs))
 
 
 class GenericForCausalLM(LMHead):
     """Causal language model."""
+
+    def make_head(self, config: Any) -> None:
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
 
     def predict_next(
         self,
@@ -168,7 +160,7 @@ class GenericForCausalLM(LMHead):
             mask, starts = (None if x is None else keep_positions(x, logits_to_keep) for x in (mask, starts))
             targets = next_tokens(labels, shift_labels, mask, starts, reductions)
         loss, logits = self.score_next(hidden_states, labels, targets, reductions, **kwargs)
-        return self.output_class(loss=loss, logits=logits, **carried_over(outputs, self.output_class))
+        return self.output_class(loss=loss, logits=logits, **self.carried_over(outputs))
 
     def score_next(
         self,
@@ -203,7 +195,7 @@ class GenericForTokenClassification(TokenHead):
         if labels is not None:
             arguments = {"logits": logits, "labels": labels, "config": self.config}
             loss = reductions.mean_loss(self.loss_function, labels, **arguments, **kwargs)
-        return self.output_class(loss=loss, logits=logits, **recorded(outputs))
+        return self.output_class(loss=loss, logits=logits, **self.carried_over(outputs))
 
 
 class GenericForQuestionAnswering(TokenHead):
@@ -240,4 +232,4 @@ class GenericForQuestionAnswering(TokenHead):
                 )
             reductions = find_reductions(kwargs, scores)
             loss = reductions.position_loss(self.loss_function, logits, positions, mask, **kwargs)
-        return self.output_class(loss=loss, start_logits=logits[0], end_logits=logits[1], **recorded(outputs))
+        return self.output_class(loss=loss, start_logits=logits[0], end_logits=logits[1], **self.carried_over(outputs))

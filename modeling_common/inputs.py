@@ -13,7 +13,7 @@ from luna_mega.modeling_common.layout import DENSE, DenseLayout, Layout, close_g
 from luna_mega.modeling_common.masks import clean, drop_if_full, find_mask, read_mask
 from luna_mega.modeling_common.padding_free import VARLEN_OPTIONS, find_padding_free, unpad
 from luna_mega.modeling_common.pooling import without_first
-from luna_mega.modeling_common.sharding import prepare_sharded, raise_together
+from luna_mega.modeling_common.sharding import check_tokens, prepare_sharded, raise_together
 from luna_mega.modeling_common.validation import (
     check_inputs,
     check_padding_free,
@@ -159,11 +159,9 @@ def embed(model: Any, inputs: Inputs) -> torch.Tensor:
         return inputs.layout.gather(given)
     try:
         return inputs.layout.gather(module(given))
-    except IndexError as error:  # only on a CPU: a GPU would have to wait
-        raise ValueError(
-            f"`input_ids` are from {given.min()} to {given.max()}, but the vocabulary of this model has "
-            f"{model.config.vocab_size} tokens; use the tokenizer of this model"
-        ) from error
+    except IndexError:  # only on a CPU: a GPU would have to wait
+        check_tokens(given, model.config.vocab_size)
+        raise
 
 
 def read_sequences(

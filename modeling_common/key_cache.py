@@ -8,6 +8,7 @@ from torch import nn
 from luna_mega.kernels.gated_attention.columns import roll_columns, take_columns
 from luna_mega.modeling_common.attention import KeyWindow
 from luna_mega.modeling_common.cache import StateLayer
+from luna_mega.modeling_common.masks import can_look
 
 
 class KeyValueCacheLayer(StateLayer):
@@ -75,17 +76,13 @@ class KeyValueCacheLayer(StateLayer):
             self._used = column + 1
             return KeyWindow(self.keys[:, : self._used], self.values[:, : self._used], offset=column, step=True)
         self.mask[rows, column] = mask[:, 0]
-        self._used = self._count_used(column, chunk_size)
+        if chunk_size is None:
+            self._used = self.seen + 1
+        else:  # all columns if reading values is not free
+            self._used = int(column.max()) + 1 if can_look(column) else chunk_size
         self.store(1, position=self.position + mask[:, 0])
         keys, values, mask = (x[:, : self._used] for x in (self.keys, self.values, self.mask))
         return KeyWindow(keys, values, mask, offset=self._used - 1, step=True, column=column)
-
-    def _count_used(self, column: torch.Tensor, chunk_size: int | None) -> int:
-        """Return the number of columns in use, or all columns if reading `column` `[B]` is not free."""
-        if chunk_size is None:
-            return self.seen + 1
-        free = column.device.type == "cpu" and not torch.compiler.is_compiling()
-        return int(column.max()) + 1 if free else chunk_size
 
     def _make_room(self, keys: torch.Tensor, values: torch.Tensor, columns: int, chunk_size: int | None) -> None:
         """Extend the buffers to `columns` at least: to the size of a chunk, or to twice their size."""

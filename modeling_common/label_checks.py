@@ -81,21 +81,16 @@ def validate_span(
 
 
 def validate_pooled(
-    config: PreTrainedConfig, inputs: dict[str, Any], labels: torch.Tensor, options: Mapping[str, Any]
+    config: PreTrainedConfig | None, inputs: dict[str, Any], labels: torch.Tensor, options: Mapping[str, Any]
 ) -> None:
-    """Raise `ValueError` for labels of another shape than the sequences of `inputs` have."""
+    """Raise `ValueError` for labels of other sequences than those of `inputs`; `config` None: of other options."""
     given = given_input(inputs)
     if given is not None:
         with raise_together(options.get("cp_group"), given.device):
-            check_pooled_labels(config, labels, len(given))
-
-
-def validate_choice(inputs: dict[str, torch.Tensor | None], labels: torch.Tensor, options: Mapping[str, Any]) -> None:
-    """Raise `ValueError` for labels of other options `[B, C, ...]` than those of `inputs`."""
-    given = given_input(inputs)
-    if given is not None:
-        with raise_together(options.get("cp_group"), given.device):
-            check_labels("labels", labels, given.shape[:1])
+            if config is None:
+                check_labels("labels", labels, given.shape[:1])
+            else:
+                check_pooled_labels(config, labels, len(given))
 
 
 def validate_pairs(

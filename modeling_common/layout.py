@@ -10,10 +10,11 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import nn
 
+from luna_mega.kernels.gated_attention.columns import take_columns
 from luna_mega.modeling_common.attention import KeyWindow
 from luna_mega.modeling_common.cache import StateCache
 from luna_mega.modeling_common.masks import can_look
-from luna_mega.modeling_common.pooling import LOCAL, Reductions, take
+from luna_mega.modeling_common.pooling import LOCAL, Reductions
 
 
 class Layout(Protocol):
@@ -36,9 +37,6 @@ class Layout(Protocol):
 
     def options(self) -> dict[str, Any]:
         """Return the keyword arguments that specify the layout in an op."""
-
-    def bounds(self) -> dict[str, Any]:
-        """Return the keyword arguments of an op that requires only the bounds of sequences in one row."""
 
     def gather(self, x: torch.Tensor) -> torch.Tensor:
         """Return `[B, T, ...]` of the batch in the layout."""
@@ -111,14 +109,11 @@ class DenseLayout(NamedTuple):
     def options(self) -> dict[str, Any]:
         return {"mask": self.mask}
 
-    def bounds(self) -> dict[str, Any]:
-        return {}
-
     def gather(self, x: torch.Tensor) -> torch.Tensor:
-        return x if self.columns is None else take(x, self.columns)
+        return x if self.columns is None else take_columns(x, self.columns)
 
     def scatter(self, x: torch.Tensor) -> torch.Tensor:
-        return x if self.back is None else take(x, self.back)
+        return x if self.back is None else take_columns(x, self.back)
 
     def scatter_weights(self, weights: torch.Tensor, *dims: int) -> torch.Tensor:
         if (back := self.back) is None:

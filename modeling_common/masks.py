@@ -4,6 +4,8 @@ import torch
 from transformers.configuration_utils import PreTrainedConfig
 from transformers.utils import logging
 
+from luna_mega.kernels._export import in_program
+
 logger = logging.get_logger(__name__)
 
 # Attention with squared scores computes the fourth power of a state, which overflows in float32 above 10^9.
@@ -12,13 +14,7 @@ _LARGEST = 2.0**16
 
 def can_look(x: torch.Tensor) -> bool:
     """Return whether reading the values is free: on a CPU, unless a model is being traced, compiled or exported."""
-    program = torch.compiler.is_compiling() or torch.jit.is_tracing()  # type: ignore[attr-defined]
-    return type(x) is torch.Tensor and x.device.type == "cpu" and not program
-
-
-def is_program() -> bool:
-    """Return whether a model is being traced, compiled or exported, so that it must not branch on values."""
-    return torch.compiler.is_compiling() or torch.jit.is_tracing()  # type: ignore[attr-defined]
+    return type(x) is torch.Tensor and x.device.type == "cpu" and not in_program()
 
 
 def read_mask(name: str, mask: torch.Tensor | None) -> torch.Tensor | None:
@@ -52,7 +48,7 @@ def find_mask(input_ids: torch.Tensor, config: PreTrainedConfig) -> torch.Tensor
     if pad is None:
         return None
     if config.is_decoder and pad in (end if isinstance(end, list | tuple) else [end]):
-        if not is_program():
+        if not in_program():
             logger.warning_once(
                 f"`pad_token_id` and `eos_token_id` are both {pad}, so that the decoder does not infer an attention "
                 "mask from `input_ids`; pass `attention_mask` if the batch has padding."

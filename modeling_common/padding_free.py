@@ -6,10 +6,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from luna_mega.kernels._export import in_program
 from luna_mega.kernels.varlen import check_cu_seqlens, locate
 from luna_mega.modeling_common.attention import KeyWindow
 from luna_mega.modeling_common.layout import DENSE, DenseLayout
-from luna_mega.modeling_common.masks import can_look, is_program
+from luna_mega.modeling_common.masks import can_look
 from luna_mega.modeling_common.pooling import LOCAL, Reductions
 
 # Keyword arguments of a padding-free batch, as `DataCollatorWithFlattening` returns them.
@@ -25,6 +26,7 @@ class PaddingFreeLayout(NamedTuple):
         places: `[total]`, the position of each token in the flattened batch; None = the same.
         shape: `(B, T)` of the batch.
         unpadded: whether the sequences are the rows of the batch.
+        mask, lengths: None, because every position is a token.
     """
 
     cu_seqlens: torch.Tensor
@@ -32,14 +34,8 @@ class PaddingFreeLayout(NamedTuple):
     places: torch.Tensor | None = None
     shape: tuple[int, int] = (0, 0)
     unpadded: bool = False
-
-    @property
-    def mask(self) -> None:
-        return None
-
-    @property
-    def lengths(self) -> None:
-        return None
+    mask: None = None
+    lengths: None = None
 
     @property
     def reductions(self) -> Reductions:
@@ -50,9 +46,6 @@ class PaddingFreeLayout(NamedTuple):
 
     def options(self) -> dict[str, Any]:
         return {"cu_seqlens": self.cu_seqlens, "max_seqlen": self.max_seqlen}
-
-    def bounds(self) -> dict[str, Any]:
-        return self.options()
 
     def gather(self, x: torch.Tensor) -> torch.Tensor:
         x = x.flatten(0, 1)
@@ -121,7 +114,7 @@ def find_padding_free(
         ValueError: `cu_seq_lens_q` does not increase from 0 to B T, or another argument contradicts it.
     """
     cu_seqlens, starts = _bounds(options), None
-    if not is_program():
+    if not in_program():
         if options.get("seq_idx") is not None:
             check_seq_idx(options["seq_idx"], shape)
             starts = options["seq_idx"].diff(dim=1) != 0
@@ -144,7 +137,7 @@ def unpad(mask: torch.Tensor | None) -> PaddingFreeLayout | None:
 
     A batch without any kept token remains dense, because ops require a token.
     """
-    if mask is None or is_program() or not mask.any():
+    if mask is None or in_program() or not mask.any():
         return None
     first = torch.arange(mask.shape[1], device=mask.device).expand(mask.shape) == 0
     return _flatten(mask, first)._replace(unpadded=True)
@@ -164,7 +157,7 @@ def find_starts(shape: tuple[int, int], inputs: Mapping[str, Any], options: Mapp
     """
     if options.get("cu_seq_lens_q") is not None:
         return _starts(options["cu_seq_lens_q"], shape)
-    if is_program():
+    if in_program():
         return None
     positions = inputs.get("position_ids", options.get("position_ids"))
     if options.get("seq_idx") is not None:

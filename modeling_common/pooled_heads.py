@@ -11,9 +11,9 @@ from transformers.configuration_utils import PreTrainedConfig
 from transformers.modeling_outputs import SequenceClassifierOutput
 from transformers.utils.generic import can_return_tuple
 
-from luna_mega.modeling_common.heads import Head, recorded
+from luna_mega.modeling_common.heads import Head
 from luna_mega.modeling_common.inputs import read_sequences
-from luna_mega.modeling_common.label_checks import validate_choice, validate_pairs, validate_pooled
+from luna_mega.modeling_common.label_checks import validate_pairs, validate_pooled
 from luna_mega.modeling_common.masks import read_mask
 from luna_mega.modeling_common.outputs import BodyOutput
 from luna_mega.modeling_common.pooling import LOCAL, Reductions
@@ -82,8 +82,7 @@ class PooledHead(Head):
         others = inputs | kwargs
         mask = others.pop("attention_mask", None)
         given = {name: others.pop(name, None) for name in ("input_ids", "inputs_embeds", "input_values")}
-        name = type(self).__name__
-        mask, given = read_sequences(self.base_model, name, mask, given, others, drop_first_token)
+        mask, given = read_sequences(self.base_model, type(self).__name__, mask, given, others, drop_first_token)
         given = {key: value for key, value in given.items() if value is not None}
         outputs = self.base_model(attention_mask=mask, **given, **others)
         reductions = find_reductions(others, outputs.last_hidden_state)
@@ -94,7 +93,15 @@ class PooledHead(Head):
         loss = None
         if labels is not None:
             loss = self.loss_function(labels=labels, pooled_logits=logits, config=self.config)
-        return self.output_class(loss=loss, logits=logits, **recorded(outputs))
+        return self.output_class(loss=loss, logits=logits, **self.carried_over(outputs))
+
+    def choose_option(
+        self, scores: torch.Tensor, options: int, outputs: BodyOutput, labels: torch.Tensor | None
+    ) -> Any:
+        """Return the output with logits `[B, C]` for scores `[B C, 1]` of C options, and their loss."""
+        logits = scores.view(-1, options)
+        loss = None if labels is None else nn.functional.cross_entropy(logits, labels)
+        return self.output_class(loss=loss, logits=logits, **self.carried_over(outputs))
 
 
 class GenericForSequenceClassification(PooledHead):
@@ -119,10 +126,10 @@ class GenericForMultipleChoice(PooledHead):
     def choose(self, inputs: dict[str, torch.Tensor | None], labels: torch.Tensor | None, **kwargs: Any) -> Any:
         """Return the output for C options `[B, C, ...]` of the inputs of the body, with logits `[B, C]`."""
         if labels is not None:
-            validate_choice(inputs, labels, kwargs)
+            validate_pooled(None, inputs, labels, kwargs)
         options, inputs = flatten_options(**inputs)
         features, outputs, reductions = self.pool(inputs, **kwargs)
-        return self.output_class(**choose_option(self.score_options(features, reductions), options, outputs, labels))
+        return self.choose_option(self.score_options(features, reductions), options, outputs, labels)
 
     def score_options(self, features: torch.Tensor, reductions: Reductions) -> torch.Tensor:
         """Return the scores `[B C, 1]` of options."""
@@ -188,10 +195,8 @@ class GenericForSequencePairClassification(PooledHead):
             "attention_mask": read_mask("pair_attention_mask", pair_attention_mask),
         }
         candidates, count = validate_pairs(self.config, first, second, kwargs), None
-        if labels is not None and candidates:
-            validate_choice(second, labels, kwargs)
-        elif labels is not None:
-            validate_pooled(self.config, first, labels, kwargs)
+        if labels is not None:
+            validate_pooled(None if candidates else self.config, second if candidates else first, labels, kwargs)
         if candidates:
             count, second = flatten_options(**second)
         drop_first_token = getattr(self.config, "drop_first_token", False)
@@ -203,7 +208,7 @@ class GenericForSequencePairClassification(PooledHead):
                 self.classifier(pair_features(self.config, one, other), reductions), outputs, labels
             )
         scores = self.classifier(pair_features(self.config, one.repeat_interleave(count, dim=0), other), reductions)
-        return self.output_class(**choose_option(scores, count, outputs, labels))
+        return self.choose_option(scores, count, outputs, labels)
 
 
 def flatten_options(**inputs: torch.Tensor | None) -> tuple[int, dict[str, torch.Tensor | None]]:
@@ -214,12 +219,3 @@ def flatten_options(**inputs: torch.Tensor | None) -> tuple[int, dict[str, torch
         raise ValueError(f"multiple choice requires input_ids [B, options, T] or inputs_embeds, got {shape}")
     flat = {name: None if tensor is None else tensor.flatten(0, 1) for name, tensor in inputs.items()}
     return given.shape[1], flat
-
-
-def choose_option(
-    scores: torch.Tensor, options: int, outputs: BodyOutput, labels: torch.Tensor | None
-) -> dict[str, Any]:
-    """Return logits `[B, C]` for scores `[B C, 1]`, and the loss."""
-    logits = scores.view(-1, options)
-    loss = None if labels is None else nn.functional.cross_entropy(logits, labels)
-    return {"loss": loss, "logits": logits, **recorded(outputs)}

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from luna_mega.kernels.gated_attention.columns import take_columns
+
 Loss = Callable[..., torch.Tensor]
 Pair = tuple[torch.Tensor, torch.Tensor]
 
@@ -84,14 +86,9 @@ def first_position(mask: torch.Tensor) -> torch.Tensor:
     return mask.int().argmax(dim=1)
 
 
-def take(states: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-    """Return the positions `index` `[B, S]` of `[B, T]` or `[B, T, d]`."""
-    return states.gather(1, index if states.dim() == 2 else index[..., None].expand(-1, -1, states.shape[2]))
-
-
 def first_token(states: torch.Tensor, mask: torch.Tensor | None, reductions: Reductions = LOCAL) -> torch.Tensor:
     """Return the first position of `[B, T, d]` that the mask keeps, `[B, d]`."""
-    first = states[:, 0] if mask is None else take(states, first_position(mask)[:, None])[:, 0]
+    first = states[:, 0] if mask is None else take_columns(states, first_position(mask)[:, None])[:, 0]
     return reductions.first(first, mask)
 
 
@@ -100,7 +97,7 @@ def last_token(states: torch.Tensor, mask: torch.Tensor | None, reductions: Redu
     if mask is None:
         return reductions.last(states[:, -1], mask)
     position = states.shape[1] - 1 - first_position(mask.flip(1))
-    return reductions.last(take(states, position[:, None])[:, 0], mask)
+    return reductions.last(take_columns(states, position[:, None])[:, 0], mask)
 
 
 def without_first(states: torch.Tensor | None, mask: torch.Tensor | None) -> torch.Tensor | None:
@@ -108,7 +105,7 @@ def without_first(states: torch.Tensor | None, mask: torch.Tensor | None) -> tor
     if states is None or mask is None:
         return states if states is None else states[:, 1:]
     index = torch.arange(mask.shape[1] - 1, device=mask.device)
-    return take(states, index + (index >= first_position(mask)[:, None]).long())
+    return take_columns(states, index + (index >= first_position(mask)[:, None]).long())
 
 
 def masked_mean(states: torch.Tensor, mask: torch.Tensor | None, reductions: Reductions = LOCAL) -> torch.Tensor:

@@ -8,9 +8,9 @@ from transformers.cache_utils import EncoderDecoderCache
 from transformers.modeling_outputs import BaseModelOutput
 from transformers.utils.generic import ModelOutput, can_return_tuple
 
-from luna_mega.modeling_common.base import CommonPreTrainedModel, ModelMixin
+from luna_mega.modeling_common.base import ModelMixin
 from luna_mega.modeling_common.cache import keeps_cache
-from luna_mega.modeling_common.heads import LMHead, carried_over, find_kept, model_inputs
+from luna_mega.modeling_common.heads import LMHead, find_kept, model_inputs
 from luna_mega.modeling_common.label_checks import given_input, validate_labels
 from luna_mega.modeling_common.labels import count_kept, keep_positions, shift_right
 from luna_mega.modeling_common.masks import drop_if_full, find_mask, read_mask
@@ -26,10 +26,8 @@ class EncoderDecoder(ModelMixin):
 
     def __init__(self, config: Any):
         if getattr(config, "side_class", None) is None:
-            name = type(self).__name__
-            raise ValueError(
-                f"{name} requires a {cast(type, self.config_class).__name__}, got a {type(config).__name__}"
-            )
+            needed = cast(type, self.config_class).__name__
+            raise ValueError(f"{type(self).__name__} requires a {needed}, got a {type(config).__name__}")
         super().__init__(config)
 
     def share_modules(self) -> None:
@@ -57,7 +55,7 @@ class EncoderDecoder(ModelMixin):
 class Seq2SeqBody(EncoderDecoder):
     """Encoder-decoder without a head: two models of one family, `encoder` and `decoder`.
 
-    Classes of a family implement `make_side`, and can override `read_outputs`, `decoder_inputs` and `make_output`.
+    Classes of a family can override `read_outputs`, `decoder_inputs` and `make_output`.
     """
 
     encoder_output_class: Any = BaseModelOutput
@@ -67,12 +65,9 @@ class Seq2SeqBody(EncoderDecoder):
         super().__init__(config)
         if not config.shares_embeddings:
             self._tied_weights_keys = {}
-        self.encoder, self.decoder = self.make_side(config.encoder_config), self.make_side(config.decoder_config)
+        sides = config.encoder_config, config.decoder_config
+        self.encoder, self.decoder = (self.body_class(side, **self.body_options) for side in sides)
         self.post_init()
-
-    def make_side(self, config: Any) -> CommonPreTrainedModel:
-        """Return the encoder or the decoder for the configuration of this side."""
-        raise NotImplementedError
 
     def get_input_embeddings(self) -> nn.Module:
         return self.encoder.get_input_embeddings()
@@ -208,13 +203,19 @@ class Seq2SeqBody(EncoderDecoder):
 
 
 class Seq2SeqLM(EncoderDecoder, LMHead):
-    """Encoder-decoder with an output layer. Classes of a family implement `make_body` and set `output_class`."""
+    """Encoder-decoder with an output layer. Classes of a family set `body_class` and `output_class`."""
+
+    body_options = {}
+    _tied_weights_keys: dict[str, str]
 
     def __init__(self, config: Any):
         super().__init__(config)
         self.loss_type = "ForMaskedLM"  # each position has its own label
 
     def make_head(self, config: Any) -> None:
+        if config.shares_embeddings:  # the decoder's embedding is then the encoder's
+            tied = {name: other.replace(".decoder.", ".encoder.") for name, other in self._tied_weights_keys.items()}
+            self._tied_weights_keys = tied
         self.lm_head = nn.Linear(config.decoder_config.hidden_size, config.decoder_config.vocab_size, bias=False)
 
     def prepare_decoder_input_ids_from_labels(self, labels: torch.Tensor) -> torch.Tensor:
@@ -272,7 +273,7 @@ class Seq2SeqLM(EncoderDecoder, LMHead):
             arguments = {"logits": logits, "labels": counted, "vocab_size": logits.shape[-1]}
             options.pop("cp_group", None)
             loss = reductions.mean_loss(self.loss_function, counted, **arguments, **options)
-        return self.output_class(loss=loss, logits=logits, **carried_over(outputs, self.output_class))
+        return self.output_class(loss=loss, logits=logits, **self.carried_over(outputs))
 
     def read_target(
         self,

@@ -9,11 +9,11 @@ import torch.distributed as dist
 from torch import nn
 
 from luna_mega.kernels.context_parallel import ContextShard
-from luna_mega.kernels.gated_attention.columns import roll_columns
+from luna_mega.kernels.gated_attention.columns import roll_columns, take_columns
 from luna_mega.modeling_common.attention import KeyWindow
 from luna_mega.modeling_common.layout import DenseLayout, align
 from luna_mega.modeling_common.masks import can_look
-from luna_mega.modeling_common.pooling import LOCAL, Loss, Pair, Reductions, take
+from luna_mega.modeling_common.pooling import LOCAL, Loss, Pair, Reductions
 
 
 def shard_sequence(batch: dict[str, Any], group: "dist.ProcessGroup", multiple: int = 1) -> dict[str, Any]:
@@ -67,6 +67,7 @@ class ShardedLayout(NamedTuple):
         before: `[B]`, the number of tokens that earlier shards keep; None for the output of an encoder.
         columns, back: see `DenseLayout`.
         counts_padding: whether padding has positions, as in one process after the last token.
+        lengths: None, because shards do not continue a cache.
     """
 
     mask: torch.Tensor | None
@@ -75,10 +76,7 @@ class ShardedLayout(NamedTuple):
     columns: torch.Tensor | None = None
     back: torch.Tensor | None = None
     counts_padding: bool = False
-
-    @property
-    def lengths(self) -> None:
-        return None
+    lengths: None = None
 
     @classmethod
     def of(cls, group: "dist.ProcessGroup", mask: torch.Tensor | None, states: torch.Tensor) -> "ShardedLayout":
@@ -153,7 +151,7 @@ class ShardedLayout(NamedTuple):
             columns, _, mask = align(mask)
             shift = roll_columns(start, mask.shape[1])
             columns, mask = columns.gather(1, shift), mask.gather(1, shift)
-            key, value = take(key, columns), take(value, columns)
+            key, value = take_columns(key, columns), take_columns(value, columns)
         return KeyWindow(key, value, mask, start, offset)
 
     def _mask_of_all(self) -> torch.Tensor | None:
@@ -173,9 +171,6 @@ class ShardedLayout(NamedTuple):
 
     def has_rows(self) -> bool:
         return True
-
-    def bounds(self) -> dict[str, Any]:
-        return {}
 
     def gather(self, x: torch.Tensor) -> torch.Tensor:
         return self.rows().gather(x)

@@ -5,8 +5,6 @@ layers have the styles of transformers. At a `RankBoundary`, a tensor changes be
 """
 
 import re
-from collections.abc import Iterator
-from typing import Any
 
 import torch
 from torch import nn
@@ -108,8 +106,11 @@ def check_plan(model: PreTrainedModel, planned: dict[str, str], size: int) -> No
                 f"`tp_plan` changes only {changed}, but the {len(kept)} rules of {group} are correct only together; "
                 "change all or none of them"
             )
-    for name, module, style in _planned_linears(model, plan):
-        width = module.out_features if style == "colwise" else module.in_features
+    for name, module in model.named_modules():
+        split = plan.get(wildcard(name))
+        if not isinstance(module, nn.Linear) or split not in ("colwise", "rowwise"):
+            continue
+        width = module.out_features if split == "colwise" else module.in_features
         parent, _, child = name.rpartition(".")
         attribute = "pack_head_size" if child.startswith("pack_") else "head_size"
         part = getattr(model.get_submodule(parent), attribute, 1)
@@ -118,43 +119,3 @@ def check_plan(model: PreTrainedModel, planned: dict[str, str], size: int) -> No
                 f"`tp_size={size}` does not divide the {width // part} {'columns' if part == 1 else 'heads'} of {name}"
                 f"; change `tp_size`, or pass a `tp_plan` without the layers of {wildcard(parent)}"
             )
-
-
-def _planned_linears(model: PreTrainedModel, plan: dict[str, str]) -> Iterator[tuple[str, nn.Linear, str]]:
-    for name, module in model.named_modules():
-        style = plan.get(wildcard(name))
-        if isinstance(module, nn.Linear) and style in ("colwise", "rowwise"):
-            yield name, module, style
-
-
-class TensorParallelMixin(PreTrainedModel):
-    """Tensor parallelism of `CommonPreTrainedModel`.
-
-    Attributes:
-        ranks (`int`): number of ranks that share the heads or columns of a layer.
-    """
-
-    ranks = 1
-
-    def init_parallel_plans(self) -> None:
-        """Collect the plans of the configuration and the classes, and remove rules that match no module."""
-        super().init_parallel_plans()
-        self._tp_plan = known_rules(self, self._tp_plan or {})
-
-    @classmethod
-    def maybe_distribute_model(cls, model: Any, distributed_config: Any, mesh: Any) -> PreTrainedModel:
-        """Distribute a model over `mesh`, None = a single process; `from_pretrained` calls this before loading.
-
-        Raises:
-            ValueError: If the plan would give wrong results.
-        """
-        plan = None if distributed_config is None else distributed_config.tp_plan
-        if isinstance(plan, str) and plan != "auto":
-            raise ValueError(f"`tp_plan` must be 'auto' or a dictionary from modules to styles, got {plan!r}")
-        planned = model._tp_plan or {}
-        model = super().maybe_distribute_model(model, distributed_config, mesh)
-        if mesh is not None and distributed_config.tp_size > 1:
-            check_plan(model, planned, distributed_config.tp_size)
-            for part in (module for module in model.modules() if isinstance(module, TensorParallelMixin)):
-                part.ranks = max((x.ranks for x in part.modules() if isinstance(x, RankBoundary)), default=1)
-        return model

@@ -6,8 +6,9 @@ from typing import Any, TypedDict
 import torch
 import torch.distributed as dist
 
+from luna_mega.kernels._export import in_program
 from luna_mega.modeling_common.cache import StateCache
-from luna_mega.modeling_common.masks import can_look, is_program, read_mask
+from luna_mega.modeling_common.masks import can_look, read_mask
 from luna_mega.modeling_common.padding_free import VARLEN_OPTIONS, PaddingFreeLayout
 
 # Argument with the input of a model, by `config.input_type`.
@@ -68,7 +69,7 @@ def validate(
         if seen and value is not None and value.dim() > 1 and attention_mask.dim() == 2:
             length = value.shape[1]
             # The mask may cover all positions. In an exported program `seen` is a flag.
-            if is_program() or attention_mask.shape[1] == seen + length:
+            if in_program() or attention_mask.shape[1] == seen + length:
                 attention_mask = attention_mask[:, -length:]
     mask = read_mask("attention_mask", attention_mask)
     checked = check_inputs(model, mask, given, grid)

@@ -139,6 +139,10 @@ class LunaConfig(LunaPresets, SharedConfig, PreTrainedConfig):
     """
 
     model_type = "luna"
+    default_fields = {
+        "num_pack_attention_heads": "num_attention_heads", "embedding_size": "hidden_size",
+        "classifier_hidden_size": "hidden_size",
+    }  # fmt: skip
     decoder_fields = DECODER_FIELDS
     base_model_tp_plan = TP_PLAN
     attribute_map = {"d_model": "hidden_size", "encoder_layers": "num_hidden_layers"}
@@ -212,12 +216,6 @@ class LunaConfig(LunaPresets, SharedConfig, PreTrainedConfig):
     use_cache: bool = True
 
     def __post_init__(self, **kwargs: Any) -> None:
-        if self.num_pack_attention_heads is None:
-            self.num_pack_attention_heads = self.num_attention_heads
-        if self.embedding_size is None:
-            self.embedding_size = self.hidden_size
-        if self.classifier_hidden_size is None:
-            self.classifier_hidden_size = self.hidden_size
         if self.scale_embedding is None:
             self.scale_embedding = self.position_embedding_type == "sinusoidal"
         for field in ("dynamic_projection_length", "contextual_projection"):

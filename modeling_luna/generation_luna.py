@@ -4,7 +4,6 @@ from dataclasses import dataclass
 from typing import Any, Unpack
 
 import torch
-from torch import nn
 from transformers.modeling_outputs import CausalLMOutputWithPast, Seq2SeqLMOutput, Seq2SeqModelOutput
 from transformers.utils.generic import ModelOutput, can_return_tuple
 
@@ -15,7 +14,7 @@ from luna_mega.modeling_common.seq2seq import Seq2SeqBody, Seq2SeqLM
 from luna_mega.modeling_common.validation import HeadKwargs
 from luna_mega.modeling_luna.cache_luna import LunaCache
 from luna_mega.modeling_luna.configuration_luna import LunaConfig, LunaSeq2SeqConfig
-from luna_mega.modeling_luna.modeling_luna import LunaModel, LunaModelOutput, LunaPreTrainedModel
+from luna_mega.modeling_luna.modeling_luna import LunaModelOutput, LunaPreTrainedModel
 
 
 @with_cache_alias
@@ -69,7 +68,6 @@ class LunaForCausalLM(GenericForCausalLM, StateGenerationMixin, LunaPreTrainedMo
     """
 
     _tied_weights_keys = {"lm_head.weight": "luna.embeddings.word_embeddings.weight"}
-    _tp_plan = {"lm_head": "colwise_gather_output"}
     output_class = LunaCausalLMOutput
 
     def check_config(self, config: LunaConfig) -> None:
@@ -77,12 +75,6 @@ class LunaForCausalLM(GenericForCausalLM, StateGenerationMixin, LunaPreTrainedMo
             raise ValueError(
                 "LunaForCausalLM requires a configuration with is_decoder=True and add_cross_attention=False"
             )
-
-    def make_body(self, config: LunaConfig) -> LunaModel:
-        return LunaModel(config)
-
-    def make_head(self, config: LunaConfig) -> None:
-        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
 
     @can_return_tuple
     def forward(
@@ -127,11 +119,7 @@ class LunaSeq2SeqModel(Seq2SeqBody, LunaPreTrainedModel):
     config_class = LunaSeq2SeqConfig
     _tied_weights_keys = {"decoder.embeddings.word_embeddings.weight": "encoder.embeddings.word_embeddings.weight"}
     encoder_output_class = LunaModelOutput
-
     body_output_class = LunaSeq2SeqModelOutput
-
-    def make_side(self, config: LunaConfig) -> LunaModel:
-        return LunaModel(config)
 
     def read_outputs(self, outputs: ModelOutput | tuple[torch.Tensor, ...] | None) -> LunaModelOutput | None:
         if outputs is None or isinstance(outputs, LunaModelOutput):
@@ -173,14 +161,9 @@ class LunaForConditionalGeneration(Seq2SeqLM, Seq2SeqGenerationMixin, LunaPreTra
     """Luna encoder-decoder with a language-modeling head, for translation and other sequence-to-sequence tasks."""
 
     config_class = LunaSeq2SeqConfig
+    body_class = LunaSeq2SeqModel
     _tied_weights_keys = {"lm_head.weight": "luna.decoder.embeddings.word_embeddings.weight"}
-    _tp_plan = {"lm_head": "colwise_gather_output"}
     output_class = LunaSeq2SeqLMOutput
-
-    def make_body(self, config: LunaSeq2SeqConfig) -> LunaSeq2SeqModel:
-        if config.shares_embeddings:
-            self._tied_weights_keys = {"lm_head.weight": "luna.encoder.embeddings.word_embeddings.weight"}
-        return LunaSeq2SeqModel(config)
 
 
 __all__ = ["LunaForCausalLM", "LunaForConditionalGeneration", "LunaSeq2SeqModel"]

@@ -21,7 +21,6 @@ from luna_mega.modeling_common.heads import (
     GenericForMaskedLM,
     GenericForQuestionAnswering,
     GenericForTokenClassification,
-    Head,
     model_inputs,
 )
 from luna_mega.modeling_common.pooled_heads import (
@@ -84,14 +83,7 @@ class LunaLMHead(nn.Module):
         return self.decoder(self.layer_norm(self.activation(self.dense(hidden_states))))
 
 
-class LunaHead(Head):
-    """Base of the classes with a head: the body is a `LunaModel`."""
-
-    def make_body(self, config: LunaConfig) -> LunaModel:
-        return LunaModel(config)
-
-
-class LunaForMaskedLM(LunaHead, GenericForMaskedLM, LunaPreTrainedModel):
+class LunaForMaskedLM(GenericForMaskedLM, LunaPreTrainedModel):
     """Luna with a masked-language-modeling head (`luna_bert` of the original code)."""
 
     _tied_weights_keys = {"lm_head.decoder.weight": "luna.embeddings.word_embeddings.weight"}
@@ -182,12 +174,11 @@ class LunaPooler(nn.Module):
         return self.layer_norm(self.attention(first, packed, packed_mask))
 
 
-class LunaPooledHead(LunaHead, PooledHead):
+class LunaPooledHead(PooledHead):
     """Base of the heads for sequences, which read the outputs by `config.pooling`."""
 
     pooler: LunaPooler
     luna: LunaModel
-
     _keys_to_ignore_on_load_unexpected = [r"^lm_head\."]
 
     def make_head(self, config: LunaConfig) -> None:
@@ -265,7 +256,7 @@ class LunaForMultipleChoice(LunaPooledHead, GenericForMultipleChoice, LunaPreTra
         return self.choose(inputs, labels, **kwargs)
 
 
-class LunaForTokenClassification(LunaHead, GenericForTokenClassification, LunaPreTrainedModel):
+class LunaForTokenClassification(GenericForTokenClassification, LunaPreTrainedModel):
     """Luna with a label for every token."""
 
     _keys_to_ignore_on_load_unexpected = [r"^lm_head\."]
@@ -292,7 +283,7 @@ class LunaForTokenClassification(LunaHead, GenericForTokenClassification, LunaPr
         return self.label_tokens(inputs, labels, **kwargs)
 
 
-class LunaForQuestionAnswering(LunaHead, GenericForQuestionAnswering, LunaPreTrainedModel):
+class LunaForQuestionAnswering(GenericForQuestionAnswering, LunaPreTrainedModel):
     """Luna with start and end scores for extractive question answering."""
 
     _keys_to_ignore_on_load_unexpected = [r"^lm_head\."]

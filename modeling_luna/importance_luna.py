@@ -5,12 +5,12 @@ from typing import Any
 
 import torch
 
+from luna_mega.kernels._export import in_program
 from luna_mega.kernels._op import without_autocast
 from luna_mega.kernels.api import assign_rows, segment_pack
 from luna_mega.kernels.upcast import upcast
 from luna_mega.modeling_common.inputs import Inputs
 from luna_mega.modeling_common.layout import Layout
-from luna_mega.modeling_common.masks import is_program
 from luna_mega.modeling_luna.packed_luna import Packed
 
 
@@ -18,7 +18,7 @@ def pack_by_importance(
     states: torch.Tensor, salience: torch.Tensor, layout: Layout, most: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return at most `most` packed rows `[B, L, d]` of states `[B, T, d]`, their entropy and mask, `[B, L]` each."""
-    rows = most if is_program() else min(most, layout.sizes(states)[1])
+    rows = most if in_program() else min(most, layout.sizes(states)[1])
     with without_autocast(states.device.type):
         score = upcast(states) @ upcast(salience)
     options = layout.options()
@@ -49,5 +49,5 @@ def rows_in_use(
     (batch, length), count = inputs.layout.sizes(inputs.given), inputs.layout.counts()
     if count is None:
         count = inputs.given.new_full((batch, 1), length, dtype=torch.long)
-    rows = config.projection_length if is_program() else min(config.projection_length, length)
+    rows = config.projection_length if in_program() else min(config.projection_length, length)
     return [None] * config.num_hidden_layers, torch.arange(rows, device=count.device) < count

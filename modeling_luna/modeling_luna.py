@@ -3,7 +3,7 @@
 Attention to a context of length n has two steps: a short *packed* sequence P of l rows attends to the context (pack),
 and every token attends to the resulting l rows (unpack). Time and memory are linear in n. Each layer returns P in
 addition to the tokens. A decoder attends to the tokens so far through sums over them (section 3.3). From top to bottom:
-outputs, embeddings, attention, causal attention, layers, encoder, decoder, model. The heads are in `heads_luna.py`,
+outputs, embeddings, attention, causal attention, layers, stack of layers, model. The heads are in `heads_luna.py`,
 language models and translation in `generation_luna.py`.
 """
 
@@ -42,7 +42,7 @@ from luna_mega.modeling_luna.cache_luna import LunaCache, LunaCacheLayer, LunaSe
 from luna_mega.modeling_luna.configuration_luna import LunaConfig
 from luna_mega.modeling_luna.importance_luna import pack_by_importance, rows_in_use
 from luna_mega.modeling_luna.initialization_luna import blind_queries, start_attention, start_embeddings
-from luna_mega.modeling_luna.packed_luna import Packed, PackedStates, keep_of_empty_rows, read_packed, select_layers
+from luna_mega.modeling_luna.packed_luna import Packed, PackedStates, read_packed, select_layers
 from luna_mega.modeling_luna.positions_luna import interpolate, number_positions, read_token_types, sinusoids
 
 
@@ -173,13 +173,27 @@ class LunaEmbeddings(nn.Module):
 
 
 class LunaProjections(nn.Module):
-    """Base of the attentions: projections of keys and values, split into heads."""
+    """Base of the attentions: linear layers by name, and projections of keys and values, split into heads."""
 
-    tied: bool
-    head_size: int
-    key_value: nn.Linear
+    query: nn.Linear
+    output: nn.Linear
+    key_value: nn.Linear  # if keys and values are tied, else `key` and `value`
     key: nn.Linear
     value: nn.Linear
+    pack_query: nn.Linear
+    pack_key_value: nn.Linear
+    pack_key: nn.Linear
+    pack_value: nn.Linear
+
+    def __init__(self, config: LunaConfig):
+        super().__init__()
+        self.head_size = config.hidden_size // config.num_attention_heads
+        self.dropout, self.tied = config.attention_dropout, config.tie_key_value
+        self.all_heads = RankBoundary()
+
+    def add_linears(self, width: int, *names: str) -> None:
+        for name in names:
+            self.add_module(name, nn.Linear(width, width))
 
     def project(self, states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the unpack keys and values of states `[B, L, d]`, `[B, L, heads, K]` each."""
@@ -193,28 +207,17 @@ class LunaAttention(LunaProjections):
     """Pack and unpack attention with its projections (section 3.1, `LunarMultiheadAttention` of the original)."""
 
     def __init__(self, config: LunaConfig):
-        super().__init__()
+        super().__init__(config)
         width = config.hidden_size
-        self.head_size = width // config.num_attention_heads
         self.pack_head_size = width // cast(int, config.num_pack_attention_heads)
-        self.dropout, self.projection_length = config.attention_dropout, config.projection_length
-        self.by_importance, self.tied = config.pack_method == "importance", config.tie_key_value
+        self.projection_length, self.by_importance = config.projection_length, config.pack_method == "importance"
+        keys = ("key_value",) if self.tied else ("key", "value")
         if self.by_importance:
             self.salience = nn.Parameter(torch.empty(width))
             self.entropy = RankBoundary()
+            self.add_linears(width, "query", *keys, "output")
         else:
-            self.pack_query = nn.Linear(width, width)
-        self.query = nn.Linear(width, width)
-        if self.tied:
-            if not self.by_importance:
-                self.pack_key_value = nn.Linear(width, width)
-            self.key_value = nn.Linear(width, width)
-        else:
-            if not self.by_importance:
-                self.pack_key, self.pack_value = nn.Linear(width, width), nn.Linear(width, width)
-            self.key, self.value = nn.Linear(width, width), nn.Linear(width, width)
-        self.output = nn.Linear(width, width)
-        self.all_heads = RankBoundary()
+            self.add_linears(width, "pack_query", "query", *(f"pack_{name}" for name in keys), *keys, "output")
 
     def forward(
         self,
@@ -226,7 +229,7 @@ class LunaAttention(LunaProjections):
         encoder_hidden_states: torch.Tensor | None = None,
         cache: LunaCacheLayer | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
-        """Attend from queries `[B, T, d]` through P `[B, L, d]` to a context `[B, M, d]`.
+        """Attend from queries `[B, T, d]` through P `[B, L, d]` (eq. 4) to a context `[B, M, d]`.
 
         The context is `encoder_hidden_states`, or `hidden_states` if it is None. A filled `cache` contains the packed
         context already, so that P, `encoder_hidden_states` and the returned packed context are None. `layout` is that
@@ -252,8 +255,12 @@ class LunaAttention(LunaProjections):
             key, value = self.project(packed_context)
             if cache is not None:
                 cache.store(key.shape[1], key=key, value=value)
-        output, weights = self.unpack(query, key, value, packed_mask, layout, output_weights, bias)
-        return output, packed_context, weights, pack_weights
+        # The mask and the shard are those of the context.
+        options = {name: value for name, value in layout.options().items() if name not in ("mask", "shard")}
+        options["dropout"] = self.dropout if self.training else 0.0
+        result: Any = luna_unpack(query, key, value, packed_mask, bias=bias, return_weights=output_weights, **options)
+        heads, weights = (result[0], self.all_heads.join_heads(result[1])) if output_weights else (result, None)
+        return self.output(heads.flatten(2)), packed_context, weights, pack_weights
 
     def pack(
         self, packed: torch.Tensor | None, context: torch.Tensor, layout: Layout, output_weights: bool
@@ -266,24 +273,8 @@ class LunaAttention(LunaProjections):
             key, value = (_split(linear(context), self.pack_head_size) for linear in (self.pack_key, self.pack_value))
         options: dict[str, Any] = {"dropout": self.dropout if self.training else 0.0, **layout.options()}
         result: Any = luna_pack(query, key, value, return_weights=output_weights, **options)
-        heads, weights = result if output_weights else (result, None)
-        return self.all_heads(heads).flatten(2), self.all_heads.join_heads(weights) if output_weights else None
-
-    def unpack(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        packed_mask: torch.Tensor | None,
-        layout: Layout,
-        output_weights: bool,
-        bias: torch.Tensor | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return the attention of queries to the packed context (eq. 4), `[B, T, d]`, and the weights or None."""
-        options: dict[str, Any] = {"dropout": self.dropout if self.training else 0.0, **layout.bounds()}
-        result: Any = luna_unpack(query, key, value, packed_mask, bias=bias, return_weights=output_weights, **options)
-        heads, weights = result if output_weights else (result, None)
-        return self.output(heads.flatten(2)), self.all_heads.join_heads(weights) if output_weights else None
+        heads, weights = (result[0], self.all_heads.join_heads(result[1])) if output_weights else (result, None)
+        return self.all_heads(heads).flatten(2), weights
 
 
 def _split(projected: torch.Tensor, head_size: int) -> torch.Tensor:
@@ -298,21 +289,10 @@ class LunaCausalAttention(LunaProjections):
     """
 
     def __init__(self, config: LunaConfig):
-        super().__init__()
-        width = config.hidden_size
-        self.head_size = width // config.num_attention_heads
+        super().__init__(config)
         self.activation = config.causal_activation
-        self.dropout = config.attention_dropout
-        self.pack_query = nn.Linear(width, width)
-        self.pack_key = nn.Linear(width, width)
-        self.query = nn.Linear(width, width)
-        self.tied = config.tie_key_value
-        if self.tied:
-            self.key_value = nn.Linear(width, width)
-        else:
-            self.key, self.value = nn.Linear(width, width), nn.Linear(width, width)
-        self.output = nn.Linear(width, width)
-        self.all_heads = RankBoundary()
+        keys = ("key_value",) if self.tied else ("key", "value")
+        self.add_linears(config.hidden_size, "pack_query", "pack_key", "query", *keys, "output")
 
     def forward(
         self,
@@ -330,18 +310,22 @@ class LunaCausalAttention(LunaProjections):
         """
         state = None
         if cache is not None and cache.is_initialized:
-            if hidden_states.shape[1] == 1 and not output_weights:
-                return self.step(hidden_states, layout, packed_mask, cache), None
             pack_query, state = cache.pack_query, cache.state
         else:
             pack_query = self.project_packed(packed)
-        key, value = self.project(hidden_states)
-        query, pack_key = (_split(linear(hidden_states), self.head_size) for linear in (self.query, self.pack_key))
-        options = {"pack_mask": packed_mask, "return_weights": output_weights, **layout.options()}
-        options |= {"activation": self.activation, "dropout": self.dropout if self.training else 0.0}
-        output, *weights, following = luna_causal_attention(
-            query, pack_query, pack_key, key, value, state=state, return_state=True, **options
-        )
+        is_step = state is not None and hidden_states.shape[1] == 1 and not output_weights
+        tokens = hidden_states[:, 0] if is_step else hidden_states  # now, so that tied keys and values are one tensor
+        key, value = self.project(tokens)
+        query, pack_key = (_split(linear(tokens), self.head_size) for linear in (self.query, self.pack_key))
+        options: dict[str, Any] = {"activation": self.activation, "dropout": self.dropout if self.training else 0.0}
+        options |= {"pack_mask": packed_mask, "state": state}
+        if cache is not None and is_step:
+            options |= {"mask": None if layout.mask is None else layout.mask[:, 0], "inplace": cache.writes_over()}
+            output, following = luna_causal_attention_step(query, pack_query, pack_key, key, value, **options)
+            cache.store_state(following, 1)
+            return self.output(output.flatten(1)[:, None]), None
+        options |= {"return_state": True, "return_weights": output_weights, **layout.options()}
+        output, *weights, following = luna_causal_attention(query, pack_query, pack_key, key, value, **options)
         if cache is not None:
             if state is None:
                 # In the memory order of the steps, `[B, H, L, K]`.
@@ -353,21 +337,6 @@ class LunaCausalAttention(LunaProjections):
     def project_packed(self, packed: torch.Tensor | None) -> torch.Tensor:
         """Return the projected P, `[B, L, H, K]`."""
         return _split(self.pack_query(packed), self.head_size)
-
-    def step(
-        self, hidden_states: torch.Tensor, layout: Layout, packed_mask: torch.Tensor | None, cache: LunaCacheLayer
-    ) -> torch.Tensor:
-        """Return what `forward` returns for one token, `[B, 1, d]`, after those of a filled `cache`."""
-        token = hidden_states[:, 0]
-        query, pack_key = (_split(linear(token), self.head_size) for linear in (self.query, self.pack_key))
-        key, value = self.project(token)
-        options: dict[str, Any] = {"mask": None if layout.mask is None else layout.mask[:, 0], "pack_mask": packed_mask}
-        options |= {"activation": self.activation, "dropout": self.dropout if self.training else 0.0}
-        output, state = luna_causal_attention_step(
-            query, cache.pack_query, pack_key, key, value, cache.state, inplace=cache.writes_over(), **options
-        )
-        cache.store_state(state, 1)
-        return self.output(output.reshape(hidden_states.shape[0], 1, -1))
 
 
 class LunaBlock(GradientCheckpointingLayer):
@@ -502,13 +471,11 @@ class LunaDecoderLayer(LunaBlock):
 class LunaStack(nn.Module):
     """The layers of an encoder or a decoder; with `share_layers` one layer, applied `num_hidden_layers` times."""
 
-    layer_class: Any
-
-    def __init__(self, config: LunaConfig):
+    def __init__(self, config: LunaConfig, layer_class: type[LunaLayer | LunaDecoderLayer]):
         super().__init__()
         self.config = config
         layers = 1 if config.share_layers else config.num_hidden_layers
-        self.layers: Any = nn.ModuleList(self.layer_class(config) for _ in range(layers))
+        self.layers: Any = nn.ModuleList(layer_class(config) for _ in range(layers))
         if config.pre_norm:
             self.layer_norm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
             if config.pack_method == "attention" and not config.learns_causal_projection:
@@ -594,18 +561,6 @@ class LunaStack(nn.Module):
         return [parameter for module in unread if module is not None for parameter in module.parameters()]
 
 
-class LunaEncoder(LunaStack):
-    """The stack of encoder layers."""
-
-    layer_class = LunaLayer
-
-
-class LunaDecoder(LunaStack):
-    """The stack of decoder layers."""
-
-    layer_class = LunaDecoderLayer
-
-
 class LunaPreTrainedModel(CommonPreTrainedModel):
     """Base of the Luna models, with the configuration and the initialization of weights."""
 
@@ -684,9 +639,9 @@ class LunaModel(BodyMixin, LunaPreTrainedModel):
         super().__init__(config)
         self.embeddings = LunaEmbeddings(config)
         if config.is_decoder:
-            self.decoder = LunaDecoder(config)
+            self.decoder = LunaStack(config, LunaDecoderLayer)
         else:
-            self.encoder = LunaEncoder(config)
+            self.encoder = LunaStack(config, LunaLayer)
         self.post_init()
 
     @property
@@ -782,8 +737,8 @@ class LunaModel(BodyMixin, LunaPreTrainedModel):
             hidden_states, packed = self.decoder(hidden_states, packed, layout, packed_mask, weights, others)
         else:
             hidden_states, packed = self.encoder(hidden_states, packed, layout, packed_mask, weights)
-            if packed_states is not None:
-                packed[-1] = keep_of_empty_rows(packed[-1], packed_states, layout.counts())
+            if packed_states is not None and (counts := layout.counts()) is not None:
+                packed[-1] = torch.where(counts[..., None] > 0, packed[-1], packed_states)  # of empty sequences
         returns_packed = inputs.output_states and packed[-1] is not None
         return LunaModelOutput(
             last_hidden_state=layout.scatter(hidden_states),
@@ -800,5 +755,7 @@ class LunaModel(BodyMixin, LunaPreTrainedModel):
                 "pack_method='importance' does not support `cp_group`, because rows would extend over shards"
             )
 
+
+LunaPreTrainedModel.body_class = LunaModel
 
 __all__ = ["LunaModel", "LunaPreTrainedModel"]

@@ -51,11 +51,6 @@ def _check(states: torch.Tensor | None, mask: torch.Tensor | None, shape: tuple[
         raise ValueError(f"`packed_mask` must have the shape [{batch}, {rows}] of P, got {list(mask.shape)}")
 
 
-def keep_of_empty_rows(packed: torch.Tensor, packed_states: torch.Tensor, counts: torch.Tensor | None) -> torch.Tensor:
-    """Return P, except for sequences without a token, whose `packed_states` remain; `counts` `[B, 1]`, None = none."""
-    return packed if counts is None else torch.where(counts[..., None] > 0, packed, packed_states)
-
-
 def select_layers(packed: list[torch.Tensor], options: Mapping[str, Any]) -> tuple[torch.Tensor | None, ...]:
     """Return P of the layers that `output_hidden_states` selects, and None for the others, as transformers does."""
     selected = selected_hidden_states(options.get("output_hidden_states"))

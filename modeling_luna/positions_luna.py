@@ -6,9 +6,10 @@ import torch
 from torch import nn
 from transformers.configuration_utils import PreTrainedConfig
 
+from luna_mega.kernels._export import in_program
 from luna_mega.modeling_common.inputs import Inputs
 from luna_mega.modeling_common.layout import Layout
-from luna_mega.modeling_common.masks import can_look, is_program
+from luna_mega.modeling_common.masks import can_look
 
 
 def sinusoids(positions: torch.Tensor, width: int) -> torch.Tensor:
@@ -50,7 +51,7 @@ def number_positions(config: PreTrainedConfig, inputs: Inputs) -> torch.Tensor:
                 f"`position_ids` are from {first} to {last}; they must be at least 0, and less than the {limit} "
                 "learned positions (`max_position_embeddings`)"
             )
-    if extension is not None and (is_program() or length > table):
+    if extension is not None and (in_program() or length > table):
         positions = extend_positions(positions, layout, length, config)
     return positions
 

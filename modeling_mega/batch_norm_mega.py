@@ -6,9 +6,10 @@ from typing import Self
 import torch
 from torch import nn
 
+from luna_mega.kernels.context_parallel import all_reduce_sum
 from luna_mega.kernels.upcast import upcast
 from luna_mega.modeling_common.pooling import LOCAL, Reductions
-from luna_mega.modeling_common.processes import are_joined, sum_over_processes
+from luna_mega.modeling_common.processes import are_joined
 
 
 class MegaBatchNorm(nn.BatchNorm1d):
@@ -23,6 +24,7 @@ class MegaBatchNorm(nn.BatchNorm1d):
     running_var: torch.Tensor
     num_batches_tracked: torch.Tensor
     momentum: float
+    synchronized = False  # whether all processes of the default group, if there is one, share the statistics
 
     def __init__(self, width: int, eps: float, affine: bool, padded_statistics: bool):
         super().__init__(width, eps=eps, affine=affine)
@@ -94,19 +96,14 @@ class MegaBatchNorm(nn.BatchNorm1d):
         self.num_batches_tracked.add_(1)
 
     def _is_shared(self) -> bool:
-        """Return whether the statistics are computed over all processes of the default group."""
-        return False
+        return self.synchronized and are_joined()
 
     def _total(self, sums: torch.Tensor, reductions: Reductions) -> torch.Tensor:
         """Return the sums over all processes over which the statistics are computed."""
-        return reductions.total(sums)
+        return all_reduce_sum(sums) if self._is_shared() else reductions.total(sums)
 
 
 class MegaSyncBatchNorm(MegaBatchNorm):
     """Batch norm over the batches of all processes of the default group, if there is one."""
 
-    def _is_shared(self) -> bool:
-        return are_joined()
-
-    def _total(self, sums: torch.Tensor, reductions: Reductions) -> torch.Tensor:
-        return sum_over_processes(sums) if self._is_shared() else sums
+    synchronized = True

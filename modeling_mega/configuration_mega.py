@@ -126,6 +126,10 @@ class MegaConfig(MegaPresets, SharedConfig, PreTrainedConfig):
     """
 
     model_type = "mega"
+    default_fields = {
+        "classifier_hidden_size": "hidden_size", "embedding_size": "hidden_size",
+        "classifier_dropout": "hidden_dropout_prob",
+    }  # fmt: skip
     decoder_fields = DECODER_FIELDS
     base_model_tp_plan = TP_PLAN
     attribute_map = {"d_model": "hidden_size", "max_position_embeddings": "max_positions"}
@@ -222,12 +226,6 @@ class MegaConfig(MegaPresets, SharedConfig, PreTrainedConfig):
     def __post_init__(self, **kwargs: Any) -> None:
         if self.bidirectional is None:
             self.bidirectional = not self.is_decoder
-        if self.classifier_hidden_size is None:
-            self.classifier_hidden_size = self.hidden_size
-        if self.embedding_size is None:
-            self.embedding_size = self.hidden_size
-        if self.classifier_dropout is None:
-            self.classifier_dropout = self.hidden_dropout_prob
         if self.truncation is not None and self.truncation < 1:
             self.truncation = None
         super().__post_init__(**kwargs)

@@ -27,8 +27,7 @@ class MegaForCausalLM(GenericForCausalLM, StateGenerationMixin, MegaPreTrainedMo
     Requires `is_decoder=True` and `bidirectional=False`.
     """
 
-    _tied_weights_keys = {"lm_head.weight": "mega.embedding_layer.word_embeddings.weight"}
-    _tp_plan = {"lm_head": "colwise_gather_output"}
+    _tied_weights_keys = {"lm_head.weight": f"mega.{_WORDS}"}
     output_class = CausalLMOutputWithCrossAttentions
     mega: MegaModel
     lm_head: Any  # nn.Linear or MegaAdaptiveSoftmax
@@ -36,9 +35,6 @@ class MegaForCausalLM(GenericForCausalLM, StateGenerationMixin, MegaPreTrainedMo
     def check_config(self, config: MegaConfig) -> None:
         if not config.is_decoder:
             raise ValueError("MegaForCausalLM requires a configuration with is_decoder=True and bidirectional=False")
-
-    def make_body(self, config: MegaConfig) -> MegaModel:
-        return MegaModel(config, add_pooling_layer=False)
 
     def make_head(self, config: MegaConfig) -> None:
         self.dense = nn.Linear(config.hidden_size, config.hidden_size) if config.add_lm_hidden_dense_layer else None
@@ -97,7 +93,6 @@ class MegaForCausalLM(GenericForCausalLM, StateGenerationMixin, MegaPreTrainedMo
         return self.predict_next(inputs, labels, logits_to_keep, **kwargs)
 
     def score_tokens(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """Return logits for states `[..., d]`."""
         return self.lm_head(self.dropout(self._project(hidden_states)))
 
     def score_next(
@@ -135,25 +130,16 @@ class MegaSeq2SeqModel(Seq2SeqBody, MegaPreTrainedModel):
     config_class = MegaSeq2SeqConfig
     _tied_weights_keys = {f"decoder.{_WORDS}": f"encoder.{_WORDS}"}
 
-    def make_side(self, config: MegaConfig) -> MegaModel:
-        return MegaModel(config, add_pooling_layer=False)
-
 
 class MegaForConditionalGeneration(Seq2SeqLM, Seq2SeqGenerationMixin, MegaPreTrainedModel):
     """Mega encoder-decoder with a language-modeling head, for translation and other sequence-to-sequence tasks."""
 
     config_class = MegaSeq2SeqConfig
-    _tied_weights_keys = {"lm_head.weight": f"mega.encoder.{_WORDS}"}
-    _tp_plan = {"lm_head": "colwise_gather_output"}
-
+    body_class = MegaSeq2SeqModel
+    _tied_weights_keys = {"lm_head.weight": f"mega.decoder.{_WORDS}"}
     output_class = Seq2SeqLMOutput
     mega: MegaSeq2SeqModel
     lm_head: nn.Linear
-
-    def make_body(self, config: MegaSeq2SeqConfig) -> MegaSeq2SeqModel:
-        if not config.shares_embeddings:
-            self._tied_weights_keys = {"lm_head.weight": f"mega.decoder.{_WORDS}"}
-        return MegaSeq2SeqModel(config)
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:

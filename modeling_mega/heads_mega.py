@@ -19,7 +19,6 @@ from luna_mega.modeling_common.heads import (
     GenericForMaskedLM,
     GenericForQuestionAnswering,
     GenericForTokenClassification,
-    Head,
     model_inputs,
 )
 from luna_mega.modeling_common.label_checks import check_pooled_labels
@@ -33,17 +32,10 @@ from luna_mega.modeling_common.pooled_heads import (
 )
 from luna_mega.modeling_common.pooling import LOCAL, Reductions, first_token, masked_mean
 from luna_mega.modeling_mega.configuration_mega import MegaConfig, check_tied_widths
-from luna_mega.modeling_mega.modeling_mega import MegaModel, MegaPreTrainedModel
+from luna_mega.modeling_mega.modeling_mega import MegaPreTrainedModel
 
 
-class MegaHead(Head):
-    """Base class of the heads: the body is a `MegaModel` without a pooler."""
-
-    def make_body(self, config: MegaConfig) -> MegaModel:
-        return MegaModel(config, add_pooling_layer=False)
-
-
-class MegaForMaskedLM(MegaHead, GenericForMaskedLM, MegaPreTrainedModel):
+class MegaForMaskedLM(GenericForMaskedLM, MegaPreTrainedModel):
     """Mega with a masked-language-modeling head."""
 
     _tied_weights_keys = {"mlm_head.weight": "mega.embedding_layer.word_embeddings.weight"}
@@ -58,7 +50,6 @@ class MegaForMaskedLM(MegaHead, GenericForMaskedLM, MegaPreTrainedModel):
         self.mlm_head = nn.Linear(config.hidden_size, config.vocab_size)
 
     def score_tokens(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """Return logits for states `[..., d]`."""
         if self.dense is not None:
             hidden_states = torch.tanh(self.dense(hidden_states))
         return self.mlm_head(self.dropout(hidden_states))
@@ -92,7 +83,7 @@ class MegaClassificationHead(ClassificationHead):
         return [] if self.dense is None else [self.dense, *self.deeper]
 
 
-class MegaPooledHead(MegaHead, PooledHead):
+class MegaPooledHead(PooledHead):
     """Base class of the heads on pooled states (`config.pooling`)."""
 
     head_class = MegaClassificationHead
@@ -106,7 +97,6 @@ class MegaPooledHead(MegaHead, PooledHead):
                 init.xavier_uniform_(module.weight)
 
     def summarize(self, outputs: Any, mask: torch.Tensor | None, reductions: Reductions = LOCAL) -> torch.Tensor:
-        """Return the representation of each sequence, `[B, d]`."""
         pool = first_token if self.config.pooling == "cls" else masked_mean
         return pool(outputs.last_hidden_state, mask, reductions)
 
@@ -182,18 +172,15 @@ class MegaForSequencePairClassification(MegaPooledHead, GenericForSequencePairCl
 class MegaForMultipleChoice(GenericForMultipleChoice, MegaPreTrainedModel):
     """Mega with a multiple choice head."""
 
+    body_options = {}
     output_class = MultipleChoiceModelOutput
     classifier: Any  # an nn.Linear, not a classification head
-
-    def make_body(self, config: MegaConfig) -> MegaModel:
-        return MegaModel(config)
 
     def make_head(self, config: MegaConfig) -> None:
         self.dropout = nn.Dropout(config.classifier_dropout or 0.0)
         self.classifier = nn.Linear(config.hidden_size, 1)
 
     def summarize(self, outputs: Any, mask: torch.Tensor | None, reductions: Reductions = LOCAL) -> torch.Tensor:
-        """Return the representation of each sequence, `[B, d]`."""
         return outputs.pooler_output
 
     def score_options(self, features: torch.Tensor, reductions: Reductions) -> torch.Tensor:
@@ -214,7 +201,7 @@ class MegaForMultipleChoice(GenericForMultipleChoice, MegaPreTrainedModel):
         return self.choose(inputs, labels, **kwargs)
 
 
-class MegaForTokenClassification(MegaHead, GenericForTokenClassification, MegaPreTrainedModel):
+class MegaForTokenClassification(GenericForTokenClassification, MegaPreTrainedModel):
     """Mega with a token classification head."""
 
     output_class = TokenClassifierOutput
@@ -240,7 +227,7 @@ class MegaForTokenClassification(MegaHead, GenericForTokenClassification, MegaPr
         return self.label_tokens(inputs, labels, **kwargs)
 
 
-class MegaForQuestionAnswering(MegaHead, GenericForQuestionAnswering, MegaPreTrainedModel):
+class MegaForQuestionAnswering(GenericForQuestionAnswering, MegaPreTrainedModel):
     """Mega with a head for extractive question answering."""
 
     output_class = QuestionAnsweringModelOutput

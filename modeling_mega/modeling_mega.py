@@ -164,11 +164,6 @@ class MegaGatedAttention(nn.Module):
         self.whole, self.own_columns = RankBoundary(), RankBoundary()
         self.drop_path = MegaDropPath(drop_path_rate)
 
-    @property
-    def chunk_size(self) -> int | None:
-        """Return the positions of a chunk in the current configuration, or None without chunks."""
-        return self.config.attention_chunk
-
     def forward(
         self,
         hidden_states: torch.Tensor,
@@ -190,7 +185,7 @@ class MegaGatedAttention(nn.Module):
         update, shared, reset, candidate = self.mx_proj(smoothed).split(self.sizes, dim=-1)
         shared, reset = nn.functional.silu(shared), self.own_columns(nn.functional.silu(reset))
         query, key = (self.whole(shared * self.qk_weight[row] + self.qk_bias[row]) for row in (0, 1))
-        chunk = self.chunk_size
+        chunk = self.config.attention_chunk
         window = layout.key_window(key, value, chunk) if cache is None else cache.extend(key, value, layout.mask, chunk)
         dropout = self.config.attention_probs_dropout_prob if self.training else 0.0
         options: dict[str, Any] = {"bias": self.bias(window, output_weights, cache, grid), "dropout": dropout}
@@ -214,7 +209,7 @@ class MegaGatedAttention(nn.Module):
 
         A step reuses the bias in the cache. It has more positions than necessary, so that it is rarely computed again.
         """
-        length, chunk = window.length(), self.chunk_size
+        length, chunk = window.length(), self.config.attention_chunk
         if cache is None or not window.step or output_weights:
             # After an offset, the queries may be at any position of a chunk.
             length = length if window.offset == 0 or chunk is None else chunk
@@ -234,7 +229,7 @@ class MegaGatedAttention(nn.Module):
 
     def relative_bias(self, length: int, grid: tuple[int, int] | None = None) -> torch.Tensor:
         """Return the bias of `length` positions, or with chunks of a chunk."""
-        if (chunk := self.chunk_size) is not None:
+        if (chunk := self.config.attention_chunk) is not None:
             length, grid = self.chunk_positions(length, chunk), None
         return relative_bias(self.config, self.rel_pos_bias, length, grid)
 
@@ -308,6 +303,7 @@ class MegaPreTrainedModel(CommonPreTrainedModel):
     config_class = MegaConfig
     config: MegaConfig
     base_model_prefix = "mega"
+    body_options = {"add_pooling_layer": False}
     cache_class, seq2seq_cache_class = MegaCache, MegaSeq2SeqCache
     _no_split_modules = ["MegaBlock"]
     # Half precision cannot represent decays near 1 (1 - q down to 1e-5).
@@ -531,5 +527,7 @@ class MegaModel(BodyMixin, MegaPreTrainedModel):
             hidden_states = self.final_norm(hidden_states, layout)
         return hidden_states if self.output_projection is None else self.output_projection(hidden_states)
 
+
+MegaPreTrainedModel.body_class = MegaModel
 
 __all__ = ["MegaModel", "MegaPreTrainedModel"]

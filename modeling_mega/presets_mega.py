@@ -1,17 +1,11 @@
 # Copyright 2026 The luna-mega authors. Licensed under the Apache License, Version 2.0.
 """Published sizes and recipes of Mega as class methods of `MegaConfig`. Keyword arguments override a recipe."""
 
-from typing import TYPE_CHECKING, Any, Self
-
-from luna_mega.modeling_common.configuration import SharedConfig
+from typing import Any, Self
 
 
-class MegaPresets(SharedConfig):
+class MegaPresets:
     """Base class of `MegaConfig` with its presets."""
-
-    if TYPE_CHECKING:
-
-        def __init__(self, **fields: Any) -> None: ...
 
     @classmethod
     def _lra(cls, width: int, values: int, overrides: dict[str, Any], **fields: Any) -> Self:
@@ -165,8 +159,8 @@ class MegaPresets(SharedConfig):
             "relative_positional_bias": "simple", "normalization_type": "layernorm", "normalize_before_mega": False,
             "normalize_before_ffn": False, "scale_embedding": True, "dropout_prob": dropout,
         }  # fmt: skip
-        config_class: Any = cls.with_encoder()
-        return config_class(**fields | overrides)
+        config_class: Any = cls
+        return config_class.with_encoder()(**fields | overrides)
 
     @classmethod
     def wmt_en_de(cls, vocab_size: int = 33000, **overrides: Any) -> Any:

@@ -1,8 +1,6 @@
 # Copyright 2026 The luna-mega authors. Licensed under the Apache License, Version 2.0.
 """Configuration of the Megalodon models."""
 
-from typing import Any
-
 from huggingface_hub.dataclasses import strict
 from transformers.configuration_utils import PreTrainedConfig
 
@@ -77,6 +75,7 @@ class MegalodonConfig(MegalodonPresets, SharedConfig, PreTrainedConfig):
     model_type = "megalodon"
     input_type = "tokens"
     add_token_type_embeddings = False
+    default_fields = {"classifier_hidden_size": "hidden_size", "classifier_dropout": "hidden_dropout_prob"}
     base_model_tp_plan = TP_PLAN
     base_model_fsdp_plan = {"embed_tokens": "free_full_weight", "layers.*": "free_full_weight"}
     attribute_map = {"d_model": "hidden_size", "attention_chunk": "chunk_size"}
@@ -118,13 +117,6 @@ class MegalodonConfig(MegalodonPresets, SharedConfig, PreTrainedConfig):
     is_decoder: bool = True
     is_encoder_decoder: bool = False
     add_cross_attention: bool = False
-
-    def __post_init__(self, **kwargs: Any) -> None:
-        if self.classifier_hidden_size is None:
-            self.classifier_hidden_size = self.hidden_size
-        if self.classifier_dropout is None:
-            self.classifier_dropout = self.hidden_dropout_prob
-        super().__post_init__(**kwargs)
 
     @property
     def scores(self) -> int:

@@ -11,18 +11,14 @@ from luna_mega.modeling_common.heads import GenericForCausalLM, model_inputs
 from luna_mega.modeling_common.outputs import CausalLMOutputWithPast
 from luna_mega.modeling_megalodon.cache_megalodon import MegalodonCache
 from luna_mega.modeling_megalodon.configuration_megalodon import MegalodonConfig
-from luna_mega.modeling_megalodon.modeling_megalodon import MegalodonModel, MegalodonPreTrainedModel
+from luna_mega.modeling_megalodon.modeling_megalodon import MegalodonPreTrainedModel
 
 
 class MegalodonForCausalLM(GenericForCausalLM, StateGenerationMixin, MegalodonPreTrainedModel):
     """Megalodon with a language-modeling head. Generation uses constant memory, because attention is in chunks."""
 
     _tied_weights_keys = {"lm_head.weight": "megalodon.embed_tokens.weight"}
-    _tp_plan = {"lm_head": "colwise_gather_output"}
     output_class = CausalLMOutputWithPast
-
-    def make_body(self, config: MegalodonConfig) -> MegalodonModel:
-        return MegalodonModel(config)
 
     def make_head(self, config: MegalodonConfig) -> None:
         self.lm_head = nn.Linear(config.hidden_size, config.scores, bias=False)

@@ -8,8 +8,7 @@ from transformers.utils.generic import TransformersKwargs, can_return_tuple
 
 from luna_mega.modeling_common.pooled_heads import GenericForSequenceClassification
 from luna_mega.modeling_common.pooling import LOCAL, Reductions, last_token, masked_mean
-from luna_mega.modeling_megalodon.configuration_megalodon import MegalodonConfig
-from luna_mega.modeling_megalodon.modeling_megalodon import MegalodonModel, MegalodonPreTrainedModel
+from luna_mega.modeling_megalodon.modeling_megalodon import MegalodonPreTrainedModel
 
 
 class MegalodonForSequenceClassification(GenericForSequenceClassification, MegalodonPreTrainedModel):
@@ -17,11 +16,7 @@ class MegalodonForSequenceClassification(GenericForSequenceClassification, Megal
 
     output_class = SequenceClassifierOutput
 
-    def make_body(self, config: MegalodonConfig) -> MegalodonModel:
-        return MegalodonModel(config)
-
     def summarize(self, outputs: Any, mask: torch.Tensor | None, reductions: Reductions = LOCAL) -> torch.Tensor:
-        """Return the representation of each sequence, `[B, d]`."""
         pool = last_token if self.config.pooling == "last" else masked_mean
         return pool(outputs.last_hidden_state, mask, reductions)
 

@@ -287,6 +287,8 @@ class MegalodonPreTrainedModel(CommonPreTrainedModel):
 class MegalodonModel(BodyMixin, MegalodonPreTrainedModel):
     """Megalodon without a head."""
 
+    embedding_names = {"tokens": "embed_tokens"}
+
     def __init__(self, config: MegalodonConfig):
         super().__init__(config)
         self.embed_tokens: nn.Module = nn.Embedding(config.vocab_size, config.hidden_size)
@@ -298,14 +300,6 @@ class MegalodonModel(BodyMixin, MegalodonPreTrainedModel):
         self.final_norm = MegalodonTimestepNorm(config, "final")
         self.gradient_checkpointing = False
         self.post_init()
-
-    def get_input_embeddings(self) -> nn.Module:
-        """Return the embedding of tokens."""
-        return self.embed_tokens
-
-    def set_input_embeddings(self, value: nn.Module) -> None:
-        """Replace the embedding of tokens."""
-        self.embed_tokens = value
 
     def check_shards(self, layout: ShardedLayout) -> None:
         check_shards(layout, self.config.chunk_size)
@@ -356,7 +350,8 @@ class MegalodonModel(BodyMixin, MegalodonPreTrainedModel):
             cp_group=cp_group,
         )
         windowed = self.config.windowed_statistics and not self.training and needs_windows(self, inputs, options)
-        hidden_states = self.scale_embeddings(embed(self, inputs))
+        embeddings = embed(self, inputs)
+        hidden_states = self.dropout(embeddings if self.scale == 1.0 else embeddings * self.scale)
         if windowed:
             hidden_states = run_in_windows(self, hidden_states, inputs)
         else:
@@ -364,10 +359,6 @@ class MegalodonModel(BodyMixin, MegalodonPreTrainedModel):
         return BaseModelOutputWithPast(
             last_hidden_state=inputs.layout.scatter(hidden_states), cache=inputs.past_key_values
         )
-
-    def scale_embeddings(self, embeddings: torch.Tensor) -> torch.Tensor:
-        """Return the input of the first layer."""
-        return self.dropout(embeddings if self.scale == 1.0 else embeddings * self.scale)
 
     def run_layers(self, hidden_states: torch.Tensor, inputs: Inputs, cache: StateCache | None) -> torch.Tensor:
         """Return the states after all layers and the last norm; `cache` is updated in place."""
@@ -383,5 +374,7 @@ class MegalodonModel(BodyMixin, MegalodonPreTrainedModel):
                 recorded = self.recorder(recorded, layout.scatter(hidden_states))
         return self.final_norm(hidden_states, layout, caches[-1])
 
+
+MegalodonPreTrainedModel.body_class = MegalodonModel
 
 __all__ = ["MegalodonModel", "MegalodonPreTrainedModel"]

@@ -5,15 +5,11 @@ The first five are those of the published code, with chunks of 2,048 positions. 
 default vocabulary of 32,000 tokens.
 """
 
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 
 class MegalodonPresets:
     """Base class of `MegalodonConfig` with its presets."""
-
-    if TYPE_CHECKING:
-
-        def __init__(self, **fields: Any) -> None: ...
 
     @classmethod
     def mega_200m(cls, **overrides: Any) -> Self:
