@@ -12,11 +12,9 @@ _LARGEST = 2**31 - 1
 
 def flag(value: Any) -> bool:
     """Return a bool; 0 and 1 are converted."""
-    if isinstance(value, bool):
-        return value
-    if isinstance(value, Integral) and value in (0, 1):
-        return bool(value)
-    raise ValueError("is neither True nor False")
+    if not isinstance(value, Integral) or value not in (0, 1):
+        raise ValueError("is neither True nor False")
+    return bool(value)
 
 
 def integer(value: Any) -> int:
@@ -60,10 +58,11 @@ def language(value: Any) -> str:
 
 def cutoffs(value: Any) -> Any:
     """Return the cutoffs of an adaptive vocabulary: a list of integers or, in the original, its text."""
-    numbers = value if isinstance(value, (list, tuple)) else None
     if isinstance(value, str) and re.fullmatch(r"[\d\s,()\[\]]*", value, re.ASCII):
         numbers = [int(digits[:11]) for digits in re.findall(r"\d+", value)]
-    if numbers is None:
+    elif isinstance(value, (list, tuple)):
+        numbers = value
+    else:
         raise ValueError("is not a list of integers such as '20000,60000'")
     for end in numbers:
         size(end)

@@ -29,24 +29,11 @@ def check_choice(name: str, value: str | None, choices: tuple[str | None, ...]) 
 
 @dataclass(frozen=True)
 class Decision:
-    """Convention to use.
-
-    Args:
-        convention: Name of the convention.
-        suggested: Convention that the tensors suggest; None if they suggest none.
-        conflict: Warning if the two differ.
-        mean: Mean of all norm weights; 1 or 0 in an untrained model.
-    """
+    """Convention to use, a warning if the tensors suggest another one, and the mean of the norm weights."""
 
     convention: str
-    suggested: str | None
-    conflict: str
+    warning: str | None
     mean: float | None = None
-
-    @property
-    def warning(self) -> str | None:
-        """Return the warning if the tensors suggest another convention."""
-        return None if self.suggested in (None, self.convention) else self.conflict
 
 
 def decide_layer_norm(weights: list[torch.Tensor], choice: str) -> Decision:
@@ -59,7 +46,9 @@ def decide_layer_norm(weights: list[torch.Tensor], choice: str) -> Decision:
             "minus one, the 2023 code); pass --layer-norm standard or --layer-norm plus-one"
         )
     conflict = f"contradicts the norm weights: their mean is {mean:.3f}, which looks like {suggested}"
-    return Decision(suggested if choice == "auto" else choice, suggested, f"--layer-norm {choice} {conflict}", mean)
+    differs = choice != "auto" and suggested not in (None, choice)
+    convention = suggested if choice == "auto" else choice
+    return Decision(convention, f"--layer-norm {choice} {conflict}" if differs else None, mean)
 
 
 def order_of(keys: Iterable[str]) -> str | None:
@@ -85,4 +74,5 @@ def decide_ema_convention(tensors: Mapping, choice: str) -> Decision:
             "flash's (alpha, delta, beta, ...); pass --ema-convention main or --ema-convention flash"
         )
     conflict = f"--ema-convention {choice} contradicts the order of the tensors, which comes from the {by_order} branch"
-    return Decision(by_order if choice == "auto" else choice, by_order, conflict)
+    differs = choice != "auto" and by_order not in (None, choice)
+    return Decision(by_order if choice == "auto" else choice, conflict if differs else None)

@@ -7,7 +7,7 @@ SentencePiece model.
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from luna_mega.errors import ConversionError, shown
@@ -95,21 +95,21 @@ class Dictionaries:
 
     Args:
         vocabulary: Vocabulary, of the source for an encoder-decoder.
-        labels: Names of the classes.
+        target: Vocabulary of the target of an encoder-decoder.
+        labels: Dictionary of the classes.
+        class_names: Names of the classes.
+        pieces: SentencePiece model.
         notes: Notes.
         warnings: Warnings.
-        target: Vocabulary of the target of an encoder-decoder.
-        class_names: Names of the classes of a model without a vocabulary.
-        pieces: SentencePiece model.
     """
 
-    vocabulary: Dictionary | None
-    labels: Dictionary | None
-    notes: list[str]
-    warnings: list[str]
+    vocabulary: Dictionary | None = None
     target: Dictionary | None = None
-    class_names: tuple[str, ...] | None = None
+    labels: Dictionary | None = None
+    class_names: tuple[str, ...] = ()
     pieces: Path | None = None
+    notes: list[str] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
 
     def has_vocabulary(self, bpe: str | Path | None) -> bool:
         """Return whether there is a vocabulary; an error if `--bpe` is given without one."""
@@ -165,7 +165,7 @@ class VocabularyAndLabels(DictionaryKind):
     labeled: bool = True
 
     def find(self, given: list[str | Path], folder: Path) -> Dictionaries:
-        dictionaries = Dictionaries(None, None, [], [])
+        dictionaries = Dictionaries()
         for path in given or self._search(folder):
             dictionary = read_dictionary(path)
             if self.vocab_size is not None and dictionary.size(self.appended) == self.vocab_size:
@@ -174,10 +174,9 @@ class VocabularyAndLabels(DictionaryKind):
                 role = "labels"
             elif dictionary.path.parent.name in ("label-bin", "label"):
                 # fairseq reads the number of classes from its args and does not compare it with the labels.
-                dictionaries.warnings.append(
-                    f"{dictionary.path.parent.name}/{dictionary.path.name}: {len(dictionary.labels)} labels for "
-                    f"{self.num_labels or 'no'} classes: not used, classes keep their numbers"
-                )
+                name = f"{dictionary.path.parent.name}/{dictionary.path.name}"
+                counts = f"{len(dictionary.labels)} labels for {self.num_labels or 'no'} classes"
+                dictionaries.warnings.append(f"{name}: {counts}: not used, classes keep their numbers")
                 continue
             else:
                 raise ConversionError(self._no_fit(dictionary))
@@ -185,10 +184,11 @@ class VocabularyAndLabels(DictionaryKind):
             if other is not None and other.symbols != dictionary.symbols:
                 raise ConversionError(f"{path}: fits as {role}, and so does {other.path}; give one of them")
             setattr(dictionaries, role, other or dictionary)
+        if dictionaries.labels is not None:
+            dictionaries.class_names = dictionaries.labels.labels
         if self.vocab_size is not None and dictionaries.vocabulary is None:
-            dictionaries.notes.append(
-                "no dictionary: the folder has no dict.txt, and a tokenizer needs one; --dict adds it"
-            )
+            note = "no dictionary: the folder has no dict.txt, and a tokenizer needs one; --dict adds it"
+            dictionaries.notes.append(note)
         return dictionaries
 
     def export(self, given: list[str | Path], folder: Path, class_names: dict[int, str]) -> tuple[Files, list[str]]:
@@ -259,15 +259,15 @@ class LanguagePair(DictionaryKind):
             if any(other.symbols != first.symbols for other in others):
                 raise ConversionError(f"{others[0].path}: differs from {first.path}, but the model has one embedding")
             by_role = dict.fromkeys(_ROLES, first)
-        notes = []
         if not by_role:
-            notes.append(f"no dictionary: there is no {' or '.join(names)}, which the tokenizers need; --dict adds it")
-        elif missing := [name for role, name in zip(_ROLES, names, strict=True) if role not in by_role]:
+            note = f"no dictionary: there is no {' or '.join(names)}, which the tokenizers need; --dict adds it"
+            return Dictionaries(notes=[note])
+        if missing := [name for role, name in zip(_ROLES, names, strict=True) if role not in by_role]:
             raise ConversionError(
                 f"{next(iter(by_role.values())).path}: the dictionary of the other language, {missing[0]}, is missing; "
                 "give both with --dict"
             )
-        return Dictionaries(by_role.get("source"), None, notes, [], by_role.get("target"))
+        return Dictionaries(by_role["source"], by_role["target"])
 
     def export(self, given: list[str | Path], folder: Path, class_names: dict[int, str]) -> tuple[Files, list[str]]:
         dictionaries = self.find(given or _inside(folder, VOCABULARY_FILE, TARGET_FILE), folder)
@@ -284,9 +284,8 @@ class LanguagePair(DictionaryKind):
         if dictionary.path.name in names and names[0] != names[1]:
             fitting = [role for role in fitting if role == _ROLES[names.index(dictionary.path.name)]]
         if not fitting:
-            rows = " and ".join(
-                f"{size} embeddings of the {role}" for role, size in zip(_ROLES, self.sizes, strict=True)
-            )
+            sizes = zip(_ROLES, self.sizes, strict=True)
+            rows = " and ".join(f"{size} embeddings of the {role}" for role, size in sizes)
             raise ConversionError(
                 f"{dictionary.path}: {len(dictionary.symbols)} symbols and {len(SPECIALS)} specials do not fit the "
                 f"{rows}, which are in {' and '.join(names)}; give the dictionaries it was trained with (--dict)"
@@ -302,7 +301,7 @@ class ClassNames(DictionaryKind):
 
     def find(self, given: list[str | Path], folder: Path) -> Dictionaries:
         if not given:
-            return Dictionaries(None, None, ["classes have numbers; --dict FILE gives them names, one a line"], [])
+            return Dictionaries(notes=["classes have numbers; --dict FILE gives them names, one a line"])
         if len(given) > 1:
             raise ConversionError(f"{given[1]}: the names of the classes are in one file; give one --dict")
         path = Path(given[0])
@@ -311,7 +310,7 @@ class ClassNames(DictionaryKind):
             raise ConversionError(f"{path}: {len(names)} lines for {self.num_labels} classes; write one name per line")
         if not all(names):
             raise ConversionError(f"{path}: line {names.index('') + 1} is empty; write one name per line")
-        return Dictionaries(None, None, [], [], class_names=names)
+        return Dictionaries(class_names=names)
 
     def export(self, given: list[str | Path], folder: Path, class_names: dict[int, str]) -> tuple[Files, list[str]]:
         if given:
@@ -335,7 +334,7 @@ class PieceFile(DictionaryKind):
                 f"--dict {given[0]}: the original has no dictionary; --bpe gives the SentencePiece model"
             )
         names = [PIECES_FILE, *([Path(self.named).name] if self.named else [])]
-        return Dictionaries(None, None, [], [], pieces=next(iter(_inside(folder, *names)), None))
+        return Dictionaries(pieces=next(iter(_inside(folder, *names)), None))
 
     def export(self, given: list[str | Path], folder: Path, class_names: dict[int, str]) -> tuple[Files, list[str]]:
         if len(given) > 1:

@@ -26,7 +26,6 @@ class Target:
 
 
 def is_classifier(model_class: type[PreTrainedModel]) -> bool:
-    """Return whether a model class has a classification head."""
     return model_class.__name__.endswith(("Classification", "MultipleChoice"))
 
 
@@ -61,13 +60,14 @@ class Evidence:
 
     def arg(self, name: str) -> Any:
         """Return the argument, or the default of the architecture if it is missing."""
-        value, default = self.args.get(name), self._default(name)
-        if value is None and default is None:
+        if (value := self.args.get(name)) is not None:
+            return value
+        if (default := self._default(name)) is None:
             raise ConversionError(
                 f"args.{name} is missing and args.arch = {shown(self.args.get('arch'))} has no known default for it; "
                 "add it to the checkpoint's args"
             )
-        return default if value is None else value
+        return default
 
     def _default(self, name: str) -> Any:
         default = self.defaults.get(name)
@@ -87,7 +87,6 @@ class Evidence:
         return shape
 
     def warn(self, text: str) -> None:
-        """Add a warning, once."""
         if text not in self.warnings:
             self.warnings.append(text)
 

@@ -25,36 +25,16 @@ from luna_mega.errors import ConversionError, shown
 Tensors = dict[str, torch.Tensor]
 # Fields for initialization and execution, which a checkpoint does not contain.
 _NOT_IN_A_FILE = {"initializer_range", "sparse_prediction", "unpad_inputs", "use_cache"}
-_OF_CLASSIFIERS = {
-    "pooling",
-    "pool_padding",
-    "drop_first_token",
-    "classifier_num_layers",
-    "classifier_hidden_size",
-    "classifier_activation",
-    "classifier_dropout",
-    "classifier_bias",
-    "pair_features",
-    "num_labels",
-}
+_OF_CLASSIFIERS = tuple(
+    "pooling pool_padding drop_first_token classifier_num_layers classifier_hidden_size classifier_activation "
+    "classifier_dropout classifier_bias pair_features num_labels".split()
+)
 _OPTIONAL_IDS = ("bos_token_id", "eos_token_id")
 
 
 @dataclass
 class Choice:
-    """A model as a checkpoint of one format and revision.
-
-    Args:
-        format: Format of the checkpoint.
-        target: Model to export.
-        args: Arguments of the checkpoint.
-        tensors: Tensors of the checkpoint.
-        read: Model that the converter reads from `args` and `tensors`.
-        evidence: Evidence of `args` and `tensors`.
-        notes: Notes on tensors that the model lacks.
-        warnings: Warnings on settings that the export changes.
-        mapping: Places of the tensors in `read`.
-    """
+    """A model as a checkpoint: its args and tensors, and the model `read` that the converter reads from them."""
 
     format: Format
     target: Target
@@ -69,7 +49,7 @@ class Choice:
     @property
     def layout(self) -> str:
         """Return the description of the format in this revision."""
-        return _layout(self.format, self.target)
+        return self.format.facts.revisions[self.target.revision].format
 
 
 class _Inexpressible(ConversionError):
@@ -80,10 +60,6 @@ class _Inexpressible(ConversionError):
         self.distance = (not was_read, len(problems))
 
 
-def _layout(fmt: Format, target: Target) -> str:
-    return fmt.facts.revisions[target.revision].format
-
-
 def choose_export(
     model_class: type[PreTrainedModel],
     config: PreTrainedConfig,
@@ -91,18 +67,10 @@ def choose_export(
     head: str | None,
     report: dict[str, Any],
 ) -> Choice:
-    """Return a model as a checkpoint; a converted model keeps the format of its file.
-
-    Args:
-        model_class: Class of the model.
-        config: Configuration of the model.
-        tensors: Weights of the model.
-        head: Value of `--head`.
-        report: Record of the conversion.
-    """
+    """Return a model as a checkpoint; a converted model keeps the format in `report`, the record of its conversion."""
     given = report["source"]
     formats = [find_format(given["layout"])] if given else registered_formats()
-    if given and _known(given["revision"], formats[0]) not in formats[0].facts.revisions:
+    if given and given["revision"] not in formats[0].facts.revisions.keys() - {"unknown"}:
         raise ConversionError(f"format {given['layout']} has no revision {shown(given['revision'])}")
     wanted = head or report["decisions"].get("head")
     targets = [
@@ -116,7 +84,11 @@ def choose_export(
     if wanted is not None and not re.fullmatch(r"[\w-]+", wanted):
         raise ConversionError(f"--head {shown(wanted)}: a name has letters, digits, '_' and '-' only")
     built = cache(partial(weights_of, config))
-    _check_tied(built(model_class), tensors)
+    for name, other in built(model_class).tied.items():
+        if {name, other} <= tensors.keys() and not same_bits(tensors[name], tensors[other]):
+            raise ConversionError(
+                f"config.json ties {name} to {other}, but their weights differ; set tie_word_embeddings to false"
+            )
     failures = []
     for fmt, target in targets:
         try:
@@ -137,19 +109,6 @@ def choose_export(
     return chosen
 
 
-def _known(revision: str, fmt: Format) -> str:
-    return fmt.facts.export_revisions[0] if revision == "unknown" else revision
-
-
-def _check_tied(weights: Weights, tensors: Tensors) -> None:
-    """Raise `ConversionError` if tied weights are both in the folder and differ."""
-    for name, other in weights.tied.items():
-        if {name, other} <= tensors.keys() and not same_bits(tensors[name], tensors[other]):
-            raise ConversionError(
-                f"config.json ties {name} to {other}, but their weights differ; set tie_word_embeddings to false"
-            )
-
-
 def _no_format(model_class: type, config: PreTrainedConfig, fmt: Format, given: dict[str, Any]) -> str:
     family = [known.facts for known in registered_formats() if known.facts.config_class is type(config)]
     names = sorted({known.__name__ for facts in family for known in facts.model_classes})
@@ -164,7 +123,7 @@ def _choice(
     fmt: Format, target: Target, ours: Tensors, report: dict[str, Any], built: Callable[..., Weights]
 ) -> Choice:
     """Return the model as a checkpoint of a format; an error if the format does not support it."""
-    layout = _layout(fmt, target)
+    layout = fmt.facts.revisions[target.revision].format
     if problems := list(unsupported_values(fmt.table, target)):
         raise _Inexpressible(layout, problems, was_read=False)
     tied = built(target.model_class, *fmt.facts.additional_classes).tied
@@ -255,15 +214,13 @@ def _differences(fmt: Format, target: Target, read: Target) -> Iterator[tuple[st
 
 def _unused(fmt: Format, target: Target) -> set[str]:
     """Return the fields that a checkpoint of the model does not determine, so that they may differ."""
-    config, name, unused = target.config, target.model_class.__name__, _NOT_IN_A_FILE | fmt.facts.unused(target)
-    if config.input_type != "tokens":
-        unused |= {"vocab_size", "pad_token_id", *_OPTIONAL_IDS}
-    if not is_classifier(target.model_class):
-        unused |= _OF_CLASSIFIERS
-    if not name.endswith("PairClassification"):
-        unused |= {"pair_features"}
-    if not name.endswith("ForSequenceClassification"):
-        unused |= {"problem_type"}
-    if config.classifier_num_layers == 0:
-        unused |= {"classifier_hidden_size", "classifier_activation"}
-    return unused
+    config, name = target.config, target.model_class.__name__
+    conditions = {
+        ("vocab_size", "pad_token_id", *_OPTIONAL_IDS): config.input_type != "tokens",
+        _OF_CLASSIFIERS: not is_classifier(target.model_class),
+        ("pair_features",): not name.endswith("PairClassification"),
+        ("problem_type",): not name.endswith("ForSequenceClassification"),
+        ("classifier_hidden_size", "classifier_activation"): config.classifier_num_layers == 0,
+    }
+    unused = _NOT_IN_A_FILE | fmt.facts.unused(target)
+    return unused.union(*(names for names, applies in conditions.items() if applies))

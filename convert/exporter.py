@@ -132,28 +132,20 @@ def export_checkpoint(
 
 
 def _recorded(source: ModelFolder) -> dict[str, Any]:
-    """Return the record of the conversion that wrote the folder, or an empty one."""
-    if source.report is None:
+    """Return the record of the conversion that wrote the folder, or an empty one; `read_folder` checked its types."""
+    if (report := source.report) is None:
         return _NOT_CONVERTED
-    if not _is_record(source.report):
+    if not (
+        isinstance(report["source"].get("num_updates"), (int, NoneType))
+        and isinstance(report["decisions"].get("head"), (str, NoneType))
+        and report["decisions"].get("layer_norm") in (None, *NORMS)
+        and all(isinstance(row, dict) and isinstance(row.get("source"), str) for row in report["dropped"])
+        and all(isinstance(getattr(torch, name, None), torch.dtype) for name in report["dtype_in"])
+    ):
         raise ConversionError(
             f"{source.path / REPORT_NAME}: not as luna-mega convert writes it; remove it, or convert the file again"
         )
-    return source.report
-
-
-def _is_record(report: dict[str, Any]) -> bool:
-    origin, decisions, dropped, dtypes = (report[name] for name in ("source", "decisions", "dropped", "dtype_in"))
-    return (
-        all(isinstance(part, dict) for part in (origin, decisions, dtypes, report["args"]))
-        and all(isinstance(origin.get(name), str) for name in ("layout", "revision"))
-        and isinstance(origin.get("num_updates"), (int, NoneType))
-        and isinstance(decisions.get("head"), (str, NoneType))
-        and decisions.get("layer_norm") in (None, *NORMS)
-        and isinstance(dropped, list)
-        and all(isinstance(row, dict) and isinstance(row.get("source"), str) for row in dropped)
-        and all(isinstance(getattr(torch, name, None), torch.dtype) for name in dtypes)
-    )
+    return report
 
 
 def _non_finite(folder: Path, chosen: Choice, tensors: Tensors, dtype: str) -> list[str]:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 from safetensors import SafetensorError
+from transformers import PreTrainedModel
 
 from luna_mega.convert.conventions import (
     MINUS_ONE,
@@ -22,7 +23,7 @@ from luna_mega.convert.conventions import (
 )
 from luna_mega.convert.dictionaries import Dictionaries
 from luna_mega.convert.evidence import Evidence, Target
-from luna_mega.convert.formats import Companions, Format, Notes, registered_formats
+from luna_mega.convert.formats import Format, Notes, registered_formats
 from luna_mega.convert.formats.format import read_model
 from luna_mega.convert.formats.registry import detect, open_checkpoint
 from luna_mega.convert.report import Report, without_folders
@@ -111,25 +112,46 @@ def convert_checkpoint(
     output = check_output(output)
     source = _identify(open_checkpoint(path, progress), head, layer_norm, ema_convention)
     config, tensors = source.target.config, source.checkpoint.tensors
-    companions, words = (
-        make(source.target, source.evidence) for make in (source.format.companions, source.format.report)
-    )
+    companions = source.format.companions(source.target, source.evidence)
+    words = source.format.report(source.target, source.evidence)
     chosen = companions.dictionaries.find(list(dictionaries), source.checkpoint.folder)
-    names = chosen.class_names or (chosen.labels and chosen.labels.labels)
-    if names:
-        config.id2label = dict(enumerate(names))
+    if chosen.class_names:
+        config.id2label = dict(enumerate(chosen.class_names))
         config.label2id = {label: index for index, label in config.id2label.items()}
     tokenizer = companions.tokenizer(chosen, bpe, words.notes)
     dtype = dtype or source.format.facts.container.stored_dtype(tensors)
     converted = convert_tensors(source.mapping, tensors, source.minus_one, getattr(torch, dtype))
-    report = _report(output, source, words, chosen, tokenizer, converted, dtype)
+    model = meta_model(source.target.model_class, config).to(getattr(torch, dtype))
+    if companions.generation:
+        model.generation_config.update(**companions.generation)
+    report = _report(output, source, words, chosen, tokenizer, converted, model)
+    card = conversion_card(
+        output.name,
+        report.model_class,
+        config,
+        report.source,
+        str(report),
+        parameters=report.parameters["model"],
+        tokenizer=tokenizer is not None,
+        license=license,
+    )
     with complete_folder(output) as folder:
+        try:
+            model.save_pretrained(folder, state_dict=converted, max_shard_size="50GB")
+        except SafetensorError as error:  # safetensors raises it if the disk is full
+            raise ConversionError(f"{output}: cannot write model.safetensors: {error}") from error
         if source.minus_one:
             save_source_norms({key: tensors[key] for key in source.mapping.norm_weights}, folder)
         if companions.preprocessor is not None:
             content = json.dumps(companions.preprocessor, indent=2) + "\n"
             (folder / "preprocessor_config.json").write_text(content, encoding="utf-8")
-        _write(folder, source.target, companions, converted, chosen, tokenizer, report, license)
+        for name, file in chosen.files.items():
+            shutil.copyfile(file, folder / name)
+        if tokenizer is not None:
+            tokenizer.save(folder)
+        card.save(folder / "README.md")
+        report.files = [*sorted(file.name for file in folder.iterdir()), REPORT_NAME]
+        report.save(folder)
     return report
 
 
@@ -152,15 +174,11 @@ def _identify(checkpoint: Checkpoint, head: str | None, layer_norm: str, ema_con
         mapping = map_tensors(fmt.keymap(target), weights, tensors)
         if checkpoint.unchecked:
             check_unshared(mapping, tensors)
-        norm = (
-            decide_layer_norm([tensors[key] for key in mapping.norm_weights], layer_norm)
-            if mapping.norm_weights
-            else None
-        )
+        norms = [tensors[key] for key in mapping.norm_weights]
+        norm = decide_layer_norm(norms, layer_norm) if norms else None
     except ConversionError as error:
         raise ConversionError(f"{checkpoint.path}: {error}") from error
-    decisions += filter(None, [norm])
-    warnings = [*evidence.warnings, *(decision.warning for decision in decisions if decision.warning)]
+    warnings = [*evidence.warnings, *(made.warning for made in (*decisions, norm) if made and made.warning)]
     return _Source(checkpoint, fmt, target, evidence, mapping, norm, notes, warnings)
 
 
@@ -171,7 +189,7 @@ def _report(
     dictionaries: Dictionaries,
     tokenizer: ConvertedTokenizer | None,
     converted: dict[str, torch.Tensor],
-    dtype: str,
+    model: PreTrainedModel,
 ) -> Report:
     checkpoint, target, norm, facts = source.checkpoint, source.target, source.norm, source.format.facts
     task = checkpoint.args.get("task")
@@ -181,7 +199,6 @@ def _report(
         warnings.append(non_finite(infinite, converted))
         if facts.finite:
             raise ConversionError(f"{checkpoint.path}: {warnings[-1]}; copy it again, or give an earlier checkpoint")
-    model = meta_model(target.model_class, target.config)
     statistics = {name for name, _ in model.named_buffers()}
     shape = {key: list(tensor.shape) for key, tensor in checkpoint.tensors.items()}
     mapped, dropped = source.mapping.mapped.items(), source.mapping.dropped.items()
@@ -205,7 +222,7 @@ def _report(
         mapped=[{"source": key, "target": target, "shape": shape[key]} for key, target in mapped],
         dropped=[{"source": key, "shape": shape[key], "reason": reason} for key, reason in dropped],
         dtype_in=dict(Counter(dtype_name(tensor.dtype) for tensor in checkpoint.tensors.values())),
-        dtype_out=dtype,
+        dtype_out=dtype_name(model.dtype),
         parameters={
             "model": model.num_parameters(),
             "file": sum(tensor.numel() for name, tensor in converted.items() if name not in statistics),
@@ -217,39 +234,3 @@ def _report(
         warnings=warnings,
         code=facts.revisions[target.revision].name,
     )
-
-
-def _write(
-    folder: Path,
-    target: Target,
-    companions: Companions,
-    converted: dict[str, torch.Tensor],
-    dictionaries: Dictionaries,
-    tokenizer: ConvertedTokenizer | None,
-    report: Report,
-    license: str | None,
-) -> None:
-    model = meta_model(target.model_class, target.config).to(getattr(torch, report.dtype_out))
-    if companions.generation:
-        model.generation_config.update(**companions.generation)
-    try:
-        model.save_pretrained(folder, state_dict=converted, max_shard_size="50GB")
-    except SafetensorError as error:  # safetensors raises it if the disk is full
-        raise ConversionError(f"{report.output}: cannot write model.safetensors: {error}") from error
-    for name, path in dictionaries.files.items():
-        shutil.copyfile(path, folder / name)
-    if tokenizer is not None:
-        tokenizer.save(folder)
-    card = conversion_card(
-        Path(report.output).name,
-        report.model_class,
-        target.config,
-        report.source,
-        str(report),
-        parameters=report.parameters["model"],
-        tokenizer=tokenizer is not None,
-        license=license,
-    )
-    card.save(folder / "README.md")
-    report.files = [*sorted(file.name for file in folder.iterdir()), REPORT_NAME]
-    report.save(folder)

@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cache
+from typing import NamedTuple
 
 import torch
 
@@ -65,13 +66,12 @@ def rows(source: str, target: str, names: Iterable[str] | dict[str, str], transf
     return [Row(f"{source}.{a}.{{part}}", f"{target}.{b}.{{part}}", transform) for a, b in pairs.items()]
 
 
-@dataclass(frozen=True)
-class Match:
+class Match(NamedTuple):
     """Row that matches a name, the name on the other side, and the reason of a dropped tensor."""
 
     row: Row
     key: str | None
-    reason: str | None = None
+    reason: str | None
 
 
 class KeyMap:
@@ -105,18 +105,12 @@ class KeyMap:
             if pattern is not None and (match := _compile(pattern).fullmatch(key)):
                 found = match.groupdict()
                 if row.except_name is None or found["name"] != row.except_name:
-                    if other is None:
-                        return Match(row, None, row.reason.format(**found))
-                    return Match(row, other.format(**found))
+                    return Match(row, *(text and text.format(**found) for text in (other, row.reason)))
         return None
 
 
 @cache
 def _compile(pattern: str) -> re.Pattern:
-    literal_and_field = re.split(r"\{(\w+)\}", pattern)
-    return re.compile(
-        "".join(
-            f"(?P<{text}>{_FIELDS[text]})" if index % 2 else re.escape(text)
-            for index, text in enumerate(literal_and_field)
-        )
-    )
+    literals, fields = (re.split(r"\{(\w+)\}", pattern)[start::2] for start in (0, 1))
+    groups = [*(f"(?P<{name}>{_FIELDS[name]})" for name in fields), ""]
+    return re.compile("".join(re.escape(text) + group for text, group in zip(literals, groups, strict=True)))

@@ -70,7 +70,7 @@ class Report:
             f"{len(self.missing)} missing, {len(self.unexpected)} unexpected",
             "parameters": f"{self.parameters['model']:,} in the model, {self.parameters['file']:,} in the file",
             "dtype": f"{', '.join(self.dtype_in)} -> {self.dtype_out}",
-            "tokenizer": _tokenizer_row(**self.tokenizer) if self.tokenizer else "none",
+            "tokenizer": _tokenizer_row(self.tokenizer) if self.tokenizer else "none",
         }
         reasons = Counter(row["reason"] for row in self.dropped)
         lines = [
@@ -90,11 +90,10 @@ def _shown(value: Any) -> str:
     return ", ".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
-def _tokenizer_row(kind: str, size: int, missing_pieces: list[str], **of_class: str) -> str:
-    row = f"{of_class['class']}, {kind}, {size:,} ids"
-    if missing_pieces:
-        row += f", {len(missing_pieces):,} pieces become <unk>: {few(missing_pieces)}"
-    return row
+def _tokenizer_row(tokenizer: dict[str, Any]) -> str:
+    missing = tokenizer["missing_pieces"]
+    lost = f", {len(missing):,} pieces become <unk>: {few(missing)}" if missing else ""
+    return f"{tokenizer['class']}, {tokenizer['kind']}, {tokenizer['size']:,} ids{lost}"
 
 
 def without_folders(value: Any) -> Any:

@@ -24,23 +24,21 @@ class Codec:
     encode: Callable[[Any], Any]
 
 
-_ACTIVATIONS = {
-    "gelu": "gelu",
-    "gelu_accurate": "gelu_new",
-    "gelu_fast": "gelu_new",
-    "relu": "relu",
-    "tanh": "tanh",
-    "silu": "silu",
-    "linear": "linear",
-}
+def names_codec(ours: dict[str, str]) -> Codec:
+    """Return the codec of names in the original -> in the configuration."""
+
+    def decode(value: Any) -> str:
+        if not isinstance(value, str) or value not in ours:
+            raise ValueError(f"is not one of {', '.join(ours)}")
+        return ours[value]
+
+    return Codec(decode, {field: name for name, field in ours.items()}.__getitem__)
+
+
+_ACTIVATIONS = {"gelu": "gelu", "gelu_accurate": "gelu_new", "gelu_fast": "gelu_new", "relu": "relu", "tanh": "tanh"}
+_ACTIVATIONS |= {"silu": "silu", "linear": "linear"}
 # Our name -> fairseq's. fairseq has two names for gelu_new; gelu_fast is deprecated.
 FAIRSEQ_ACTIVATIONS = {ours: theirs for theirs, ours in _ACTIVATIONS.items() if theirs != "gelu_fast"}
-
-
-def _activation(value: Any) -> str:
-    if not isinstance(value, str) or value not in _ACTIVATIONS:
-        raise ValueError(f"is not one of {', '.join(_ACTIVATIONS)}")
-    return _ACTIVATIONS[value]
 
 
 # Keys next to fields of the configuration, in the result of `Arg.read`: the model class, and the name of the head.
@@ -48,7 +46,7 @@ MODEL, HEAD = "model_class", "head"
 SAME = Codec(lambda value: value, lambda value: value)
 NOT = Codec(lambda value: not value, lambda value: not value)
 # A model whose activation has no name in fairseq does not use it, so any name is valid.
-ACTIVATION = Codec(_activation, lambda value: FAIRSEQ_ACTIVATIONS.get(value, "gelu"))
+ACTIVATION = Codec(names_codec(_ACTIVATIONS).decode, lambda value: FAIRSEQ_ACTIVATIONS.get(value, "gelu"))
 
 
 def _always(_: Evidence | Target) -> bool:
@@ -126,8 +124,7 @@ Table = tuple[Arg, ...]
 
 def fixed(name: str, value: Any, **options: Any) -> Arg:
     """Return the row of an argument that is not read and is always written with this value."""
-    kind = flag if isinstance(value, bool) else anything
-    return Arg(name, write=lambda target: value, **{"kind": kind} | options)
+    return Arg(name, write=lambda target: value, **{"kind": flag if isinstance(value, bool) else anything} | options)
 
 
 def read_only(name: str, field: str, **options: Any) -> Arg:

@@ -54,13 +54,7 @@ class Mapping:
 
 @dataclass(frozen=True)
 class Weights:
-    """Weights of a model class, and of the classes that load from the same folder.
-
-    Args:
-        name: Name of the class.
-        shapes: Name -> tensor on the meta device.
-        tied: Copy -> original of tied weights; only the original is saved.
-    """
+    """Weights of the class `name` on the meta device, and copy -> original of tied ones; only originals are saved."""
 
     name: str
     shapes: dict[str, torch.Tensor]
@@ -78,7 +72,11 @@ def weights_of(config: PreTrainedConfig, *model_classes: type[PreTrainedModel]) 
 def map_tensors(keymap: KeyMap, weights: Weights, tensors: dict[str, torch.Tensor]) -> Mapping:
     """Return the places of all tensors; an error if names, shapes or dtypes differ from those of the model."""
     mapped, dropped, transforms, unexpected = {}, {}, {}, []
-    _check_copies(keymap, tensors)
+    for row in keymap.rows:
+        if row.copy_of is not None:  # the model lacks the copy
+            if row.source not in tensors:
+                raise ConversionError(f"tensor {row.source!r} is missing; the file is incomplete")
+            _check_tied(row.source, row.copy_of, tensors)
     expected = weights.shapes
     for key in tensors:
         match = keymap.forward(key)
@@ -94,8 +92,7 @@ def map_tensors(keymap: KeyMap, weights: Weights, tensors: dict[str, torch.Tenso
     unfilled = ((target, keymap.backward(target)) for target in without if target not in absent)
     missing = [target if match is None else match.key for target, match in unfilled]
     named = {"missing": missing, "unexpected": unexpected}
-    problems = [f"{problem}: {few(keys)}" for problem, keys in named.items() if keys]
-    if problems:
+    if problems := [f"{problem}: {few(keys)}" for problem, keys in named.items() if keys]:
         raise ConversionError(
             f"the tensors are not those of {weights.name} ({'; '.join(problems)}); the file is incomplete or of a "
             "changed model"
@@ -108,15 +105,6 @@ def map_tensors(keymap: KeyMap, weights: Weights, tensors: dict[str, torch.Tenso
         if copy in sources and original in sources:
             _check_tied(sources[copy], sources[original], tensors)
     return mapping
-
-
-def _check_copies(keymap: KeyMap, tensors: dict[str, torch.Tensor]) -> None:
-    """Check the tied copies that a file has and a model lacks."""
-    for row in keymap.rows:
-        if row.copy_of is not None:
-            if row.source not in tensors:
-                raise ConversionError(f"tensor {row.source!r} is missing; the file is incomplete")
-            _check_tied(row.source, row.copy_of, tensors)
 
 
 def _check_tied(copy: str, original: str, tensors: dict[str, torch.Tensor]) -> None:
@@ -169,7 +157,6 @@ def check_unshared(mapping: Mapping, tensors: dict[str, torch.Tensor]) -> None:
 
 
 def meta_model(model_class: type[PreTrainedModel], config: PreTrainedConfig) -> PreTrainedModel:
-    """Return the model on the meta device."""
     with torch.device("meta"):
         return model_class(config)
 
@@ -190,7 +177,6 @@ def readable(text: str) -> str:
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """Return the name of a dtype, such as `float16`."""
     return str(dtype).removeprefix("torch.")
 
 

@@ -10,7 +10,7 @@ from luna_mega.convert.dictionaries import Dictionaries, VocabularyAndLabels
 from luna_mega.convert.evidence import Evidence, Target
 from luna_mega.convert.formats.containers import FairseqFile
 from luna_mega.convert.formats.format import Bpe, Companions
-from luna_mega.convert.table import ACTIVATION, Arg, Codec, fields, fixed, size_of
+from luna_mega.convert.table import ACTIVATION, Arg, fields, fixed, names_codec, size_of
 from luna_mega.convert.tokenizers import WORDS, ConvertedTokenizer
 from luna_mega.convert.tokenizers.words import word_tokenizer
 from luna_mega.errors import ConversionError
@@ -18,10 +18,8 @@ from luna_mega.errors import ConversionError
 _CLS, _TASKS_OF_WORDS = "<CLS>", ("long_range_arena", "lra-text")
 CONTAINER = FairseqFile({"lra_cross_entropy": "LRACrossEntropyCriterion"})
 BODY, OUT = "encoder.encoder", "sentence_projection_layer.weight"
-_INPUT_TYPE = Codec(
-    {"text": "tokens", "image": "values"}.__getitem__, {"tokens": "text", "values": "image"}.__getitem__
-)
-REPRESENTATION = Codec({"cls": "cls", "mp": "mean"}.__getitem__, {"cls": "cls", "mean": "mp"}.__getitem__)
+_INPUT_TYPE = names_codec({"text": "tokens", "image": "values"})
+REPRESENTATION = names_codec({"cls": "cls", "mp": "mean"})
 CLASSES = Arg("sentence_class_num", "num_labels", measure=size_of(OUT, "classes", "features"), kind=integer)
 CRITERION, NO_REGRESSION = fixed("criterion", "lra_cross_entropy"), fixed("regression_target", False)
 
@@ -32,20 +30,16 @@ def classifier_activation(default: str, **options: Any) -> Arg:
 
 
 def is_pair(target: Target) -> bool:
-    """Return whether a model classifies pairs."""
     return target.model_class.__name__.endswith("PairClassification")
 
 
 def input_type(tokens: Callable[[Evidence], bool], **options: Any) -> Arg:
     """Return the row of the input; `tokens` returns whether a file has an embedding of tokens."""
-    return Arg(
-        "input_type",
-        "input_type",
-        _INPUT_TYPE,
-        measure=lambda evidence: "text" if tokens(evidence) else "image",
-        kind=word,
-        **options,
-    )
+
+    def measure(evidence: Evidence) -> str:
+        return "text" if tokens(evidence) else "image"
+
+    return Arg("input_type", "input_type", _INPUT_TYPE, measure=measure, kind=word, **options)
 
 
 def vocabulary(embedding: Callable[[Evidence], tuple[int, ...]]) -> Arg:
@@ -74,10 +68,10 @@ def choose_class(
 
 def representation(evidence: Evidence) -> str:
     """Return the field `pooling` for args.sen_rep_type."""
-    name = evidence.arg("sen_rep_type")
-    if name not in ("cls", "mp"):
-        raise ConversionError(f"{evidence.shown('sen_rep_type')} is not one of cls, mp")
-    return REPRESENTATION.decode(name)
+    try:
+        return REPRESENTATION.decode(evidence.arg("sen_rep_type"))
+    except ValueError as error:
+        raise ConversionError(f"{evidence.shown('sen_rep_type')} {error}") from error
 
 
 def first_token_note(config: PreTrainedConfig) -> str:
@@ -101,8 +95,6 @@ def companions(target: Target, evidence: Evidence, starts_with_cls: bool) -> Com
         words = word_tokenizer(dictionaries.vocabulary, _CLS, starts_with_cls, config.max_position_embeddings)
         return ConvertedTokenizer(words, WORDS, [])
 
-    labeled = config.problem_type != "regression"
-    kind = VocabularyAndLabels(
-        target.vocab_size, _CLS if tokens else None, config.num_labels, labeled=labeled, **places
-    )
+    labels = {"labeled": config.problem_type != "regression"} | places
+    kind = VocabularyAndLabels(target.vocab_size, _CLS if tokens else None, config.num_labels, **labels)
     return Companions(kind, tokenizer)

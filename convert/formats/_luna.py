@@ -16,6 +16,7 @@ from luna_mega.convert.table import (
     NOT,
     Arg,
     Table,
+    equals,
     fixed,
     limited,
     size_of,
@@ -26,17 +27,8 @@ from luna_mega.modeling_luna.positions_luna import sinusoids
 
 SINUSOIDS = "sinusoids of P: checked against the formula, not stored"
 PLACEHOLDER = "placeholder buffer of the original, no content"
-ATTENTION = {
-    "pq_proj": "pack_query",
-    "pc_proj": "pack_key_value",
-    "pk_proj": "pack_key",
-    "pv_proj": "pack_value",
-    "q_proj": "query",
-    "c_proj": "key_value",
-    "k_proj": "key",
-    "v_proj": "value",
-    "out_proj": "output",
-}
+ATTENTION = {"pq_proj": "pack_query", "pc_proj": "pack_key_value", "pk_proj": "pack_key", "pv_proj": "pack_value"}
+ATTENTION |= {"q_proj": "query", "c_proj": "key_value", "k_proj": "key", "v_proj": "value", "out_proj": "output"}
 _LAYER_NORMS = {
     "self_attn_layer_norm": "attention_layer_norm",
     "self_atten_proj_layer_norm": "packed_layer_norm",  # the spelling is the original's
@@ -48,26 +40,15 @@ FACTS = {
     "config_class": LunaConfig,
     "advice": "to export only the encoder, load the folder as LunaModel and save it",
     "unsupported_options": {"ema-convention": "Luna has no moving average"},
-    "training_fields": (
-        "dropout",
-        "attention_dropout",
-        "activation_dropout",
-        "word_dropout",
-        "layerdrop",
-        "classifier_dropout",
-        "problem_type",
+    "training_fields": tuple(
+        "dropout attention_dropout activation_dropout word_dropout layerdrop classifier_dropout problem_type".split()
     ),
 }
 
 
-def code_of_2021(name: str) -> Revision:
-    """Return the description of the code of the paper; `name` describes the format."""
-    return Revision(name, "2021 code", "the 2021 fairseq code")
-
-
-def code_of_2023(name: str) -> Revision:
-    """Return the description of the later code; `name` describes the format."""
-    return Revision(name, "2023 code", "the 2023 fairseq code")
+def code_of(year: int, name: str) -> Revision:
+    """Return the description of the code of a year; `name` describes the format."""
+    return Revision(name, f"{year} code", f"the {year} fairseq code")
 
 
 def encoder_rows(
@@ -92,22 +73,15 @@ def encoder_rows(
     ]
 
 
-def encoder_arguments(body: str, layers: Callable, width: Callable, positions: Arg) -> Table:
-    """Return the rows of the common arguments of encoders.
-
-    Args:
-        body: Prefix of the encoder in the file.
-        layers: Measure of the number of layers.
-        width: Measure of the width.
-        positions: Row of `max_positions`.
-    """
+def encoder_arguments(body: str, layers: Callable, width: Callable, positions: Callable) -> Table:
+    """Return the rows of the common arguments of encoders; `layers`, `width` and `positions` are measures."""
     return (
         *COMMON,
         Arg("encoder_layers", "num_hidden_layers", measure=layers, kind=size),
         Arg("encoder_embed_dim", "hidden_size", measure=width, kind=size),
         Arg("encoder_ffn_embed_dim", "intermediate_size", measure=feed_forward(body), kind=size),
         Arg("encoder_attention_heads", "num_attention_heads", kind=size),
-        positions,
+        Arg("max_positions", "max_position_embeddings", measure=positions, kind=size),
         write_only("tokens_per_sample", "max_position_embeddings", kind=size),
         Arg("activation_fn", "hidden_act", ACTIVATION, "gelu", kind=word, only=activations),
         Arg("dropout", "dropout", default=0.1, kind=number),
@@ -121,6 +95,11 @@ def feed_forward(body: str) -> Callable[[Evidence], int]:
     return size_of(f"{body}.layers.0.fc1.weight", "ffn width", "width")
 
 
+def positions(body: str) -> Callable[[Evidence], int]:
+    """Return the measure of learned positions under `body`, whose first two rows are padding and the one before it."""
+    return lambda evidence: evidence.shape(f"{body}.embed_positions.weight", "positions + 2", "width")[0] - 2
+
+
 def packed_length(body: str) -> Callable[[Evidence], int]:
     """Return the measure of the number of rows of P under `body`."""
     return size_of(f"{body}.projected_embeddings", "projection length", "width")
@@ -129,6 +108,11 @@ def packed_length(body: str) -> Callable[[Evidence], int]:
 def tied_key_value(evidence: Evidence) -> bool:
     """Return whether keys and values share one projection, in place of `pk_proj` and `pv_proj`."""
     return not any(".self_attn.pk_proj." in key for key in evidence.tensors)
+
+
+def learned(name: str, read: Callable[[Evidence], dict], field: str = "position_embedding_type") -> Arg:
+    """Return the row of an argument for learned positions."""
+    return Arg(name, default=False, read=read, write=equals(field, "learned"), kind=flag)
 
 
 # Rows of luna_bert and luna_seq2seq.
@@ -160,28 +144,22 @@ def sinusoid_rows(body: str, config: LunaConfig) -> list[Row]:
     def table(dtype: torch.dtype) -> torch.Tensor:
         return sinusoids(torch.arange(config.projection_length), config.hidden_size).to(dtype)
 
+    def zero(dtype: torch.dtype) -> torch.Tensor:
+        return torch.zeros(1, dtype=dtype)
+
     sinusoidal = config.position_embedding_type == "sinusoidal"
     packs = sinusoidal and not config.add_cross_attention
     return [
-        Row(
-            f"{body}.embed_positions._float_tensor", None, reason=PLACEHOLDER, fill=placeholder if sinusoidal else None
-        ),
+        Row(f"{body}.embed_positions._float_tensor", None, reason=PLACEHOLDER, fill=zero if sinusoidal else None),
         Row(f"{body}.projected_positions", None, reason=SINUSOIDS, fill=table if packs else None),
     ]
-
-
-def placeholder(dtype: torch.dtype) -> torch.Tensor:
-    """Return a placeholder buffer."""
-    return torch.zeros(1, dtype=dtype)
 
 
 LIMITS = (
     limited("contextual_projection", (True,)),
     limited("pack_method", ("attention",)),
     limited("position_extension", (None,)),
-    limited(
-        "pad_token_id", lambda target: (1 if target.config.input_type == "tokens" else target.config.pad_token_id,)
-    ),
+    limited("pad_token_id", lambda x: (1 if x.config.input_type == "tokens" else x.config.pad_token_id,)),
     limited("first_position", (None,)),
     limited("type_vocab_size", (0,)),
     limited("embedding_size", lambda target: (target.config.hidden_size,)),

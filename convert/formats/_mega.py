@@ -20,14 +20,9 @@ from luna_mega.convert.safe_load import Checkpoint
 from luna_mega.convert.table import ACTIVATION, FAIRSEQ_ACTIVATIONS, NOT, Arg, Table, limited
 from luna_mega.errors import ConversionError
 
-PLACEHOLDER = "placeholder buffer of the original, no content"
-DECIDED = (
-    "normalization_type",
-    "normalize_before_mega",
-    "attention_activation",
-    "relative_positional_bias",
-    "attention_chunk",
-    "truncation",
+DECIDED = tuple(
+    "normalization_type normalize_before_mega attention_activation relative_positional_bias attention_chunk "
+    "truncation".split()
 )
 # The first of these parts in a norm determines its kind.
 _NORMS = {"scalar": "scalenorm", "running_mean": "batchnorm", "bias": "layernorm", "weight": "rmsnorm"}
@@ -40,16 +35,8 @@ _EMA_OF_BOTH = {"beta": "ema_expansion_matrix", "gamma": "kernel_projection_matr
 # Fields for initialization, without effect, or for the output layer of a language model.
 _UNUSED_FIELDS = {"ema_beta_range", "ema_delta_alpha_range", "ema_gamma_omega_range", "type_vocab_size"}
 FIELDS_OF_LM = frozenset(
-    {
-        "add_lm_hidden_dense_layer",
-        "lm_head_bias",
-        "tie_word_embeddings",
-        "adaptive_softmax_cutoffs",
-        "adaptive_softmax_factor",
-        "adaptive_softmax_dropout",
-        "tie_adaptive_projections",
-        "legacy_adaptive_loss",
-    }
+    "add_lm_hidden_dense_layer lm_head_bias tie_word_embeddings adaptive_softmax_cutoffs adaptive_softmax_factor "
+    "adaptive_softmax_dropout tie_adaptive_projections legacy_adaptive_loss".split()
 )
 
 
@@ -65,40 +52,27 @@ def revisions(name: str) -> dict[str, Revision]:
 
 def unused(target: Target, unread: frozenset[str] = FIELDS_OF_LM) -> set[str]:
     """Return the fields that a model of this configuration does not use; `unread` are the fields of other heads."""
-    config, found = target.config, _UNUSED_FIELDS | unread
-    if config.input_type != "patches":
-        found |= {"image_size", "patch_size", "num_channels", "use_absolute_position_embeddings"}
-    if config.adaptive_input_cutoffs is None:
-        found |= {"adaptive_input_factor"}
-    if config.adaptive_softmax_cutoffs is None:
-        found |= {"adaptive_softmax_factor", "adaptive_softmax_dropout", "legacy_adaptive_loss"}
-    if config.tie_word_embeddings:
-        found |= {"adaptive_softmax_factor"}
-    if not config.final_norm:
-        found |= {"final_norm_affine"}
-    if not config.use_chunking:
-        found |= {"chunk_size"}
-    if not config.use_normalized_ffn:
-        found |= {"nffn_hidden_size", "nffn_activation_dropout_prob", "normalize_before_ffn"}
-    return found
+    config, no_softmax = target.config, target.config.adaptive_softmax_cutoffs is None
+    conditions = {
+        "image_size patch_size num_channels use_absolute_position_embeddings": config.input_type != "patches",
+        "adaptive_input_factor": config.adaptive_input_cutoffs is None,
+        "adaptive_softmax_dropout legacy_adaptive_loss": no_softmax,
+        "adaptive_softmax_factor": no_softmax or config.tie_word_embeddings,
+        "final_norm_affine": not config.final_norm,
+        "chunk_size": not config.use_chunking,
+        "nffn_hidden_size nffn_activation_dropout_prob normalize_before_ffn": not config.use_normalized_ffn,
+    }
+    return (_UNUSED_FIELDS | unread).union(*(names.split() for names, applies in conditions.items() if applies))
 
 
 FACTS = {
     "config_class": MegaConfig,
     "unsupported_options": {"layer-norm": "Mega stores norm weights as they are"},
     "export_revisions": tuple(ORDER),
-    "training_fields": (
-        "dropout_prob",
-        "hidden_dropout_prob",
-        "attention_probs_dropout_prob",
-        "nffn_activation_dropout_prob",
-        "classifier_dropout",
-        "drop_path_rate",
-        "problem_type",
-        "use_feature_dropout",
-        "padded_batch_statistics",
-        "adaptive_softmax_dropout",
-        "legacy_adaptive_loss",
+    "training_fields": tuple(
+        "dropout_prob hidden_dropout_prob attention_probs_dropout_prob nffn_activation_dropout_prob classifier_dropout "
+        "drop_path_rate problem_type use_feature_dropout padded_batch_statistics adaptive_softmax_dropout "
+        "legacy_adaptive_loss".split()
     ),
     "unused": unused,
 }
@@ -208,11 +182,14 @@ class Stack:
 
     def normalize_embedding(self) -> Arg:
         """Return the row of the norm of the embeddings."""
-
-        def measure(evidence: Evidence) -> bool:
-            return self._has_norm(evidence, "normalize_embedding", "embed_norm")
-
-        return Arg("normalize_embedding", "embedding_norm", measure=measure, kind=flag, only=_embedding_norms)
+        name = "normalize_embedding"
+        return Arg(
+            name,
+            "embedding_norm",
+            measure=lambda evidence: self._has_norm(evidence, name, "embed_norm"),
+            kind=flag,
+            only=lambda target: (False,) if target.config.normalize_before_mega else (False, True),
+        )
 
     def affine_final_norm(self, **options: Any) -> Arg:
         """Return the row of a final norm without parameters; tensors override the argument."""
@@ -245,15 +222,6 @@ class Stack:
         return bool(evidence.args.get(name)) or any(key.startswith(f"{self.body}.{norm}.") for key in evidence.tensors)
 
 
-def _embedding_norms(target: Target) -> tuple[bool, ...]:
-    return (False,) if target.config.normalize_before_mega else (False, True)
-
-
-def activations(target: Target) -> tuple[str, ...]:
-    """Return the activation functions of the code."""
-    return tuple(name for name in FAIRSEQ_ACTIVATIONS if name != "tanh")
-
-
 def _truncation(evidence: Evidence) -> dict[str, int | None]:
     name = "truncation_length"
     if evidence.args.get(name, evidence.defaults.get(name)) is None:
@@ -263,7 +231,8 @@ def _truncation(evidence: Evidence) -> dict[str, int | None]:
 
 
 TRUNCATION = Arg("truncation_length", "truncation", read=_truncation, kind=integer)
-ACTIVATION_FUNCTION = Arg("activation_fn", "activation", ACTIVATION, kind=word, only=activations)
+ACTIVATIONS = tuple(name for name in FAIRSEQ_ACTIVATIONS if name != "tanh")
+ACTIVATION_FUNCTION = Arg("activation_fn", "activation", ACTIVATION, kind=word, only=ACTIVATIONS)
 FEATURE_DROPOUT = Arg("feature_dropout", "use_feature_dropout", default=False, kind=flag)
 DROPOUTS = (
     FEATURE_DROPOUT,
@@ -287,22 +256,22 @@ def options(stack: Stack, truncation: int) -> Table:
     )
 
 
-def _before(target: Target) -> tuple[bool, ...]:
-    return (target.config.normalize_before_mega,)
-
-
 AFFINE_NORMS = limited("norm_affine", (True,))  # the parameters of a norm determine its kind
-NORMS = (AFFINE_NORMS, limited("normalize_before_ffn", _before), limited("final_norm", _before))
+NORMS = (
+    AFFINE_NORMS,
+    *(limited(name, lambda x: (x.config.normalize_before_mega,)) for name in ("normalize_before_ffn", "final_norm")),
+)
 
 
-def placeholder(_: torch.dtype) -> torch.Tensor:
-    """Return a placeholder buffer."""
-    return torch.zeros(1)
+def placeholder_row(source: str, values: tuple[float] | None = (0.0,)) -> Row:
+    """Return the row of a buffer that the model lacks; an export writes `values` unless they are None."""
+    fill = None if values is None else lambda dtype: torch.tensor(values)
+    return Row(source, None, reason="placeholder buffer of the original, no content", fill=fill)
 
 
-def version(_: torch.dtype) -> torch.Tensor:
-    """Return the version of the file format."""
-    return torch.tensor([3.0])
+def version_row(body: str) -> Row:
+    """Return the row of the version of the file format."""
+    return placeholder_row(f"{body}.version", (3.0,))
 
 
 def layer_rows(body: str, revision: str, config: MegaConfig, model: str = "mega", cross: bool = False) -> list[Row]:
@@ -319,6 +288,12 @@ def block_rows(layer: str, to_layer: str, revision: str, rotary: bool = False, c
     """Return the rows of a layer with the prefix `layer` in the file and `to_layer` in the model."""
     ema = _EMA[revision] | _EMA_OF_BOTH
     attention, to_attention = f"{layer}.mega_layer", f"{to_layer}.mega_layer"
+    source, target = f"{layer}.cross_attn", f"{to_layer}.cross_attn"
+    cross_attention = [
+        *norm_rows(f"{source}.norm", f"{target}.norm"),
+        *rows(source, target, ("k_proj", "v_proj", "q_proj", "h_proj")),
+        *_bias_rows(source, target, rotary),
+    ]
     return [
         Row(f"{attention}.gamma", f"{to_attention}.qk_weight"),
         Row(f"{attention}.beta", f"{to_attention}.qk_bias"),
@@ -326,17 +301,9 @@ def block_rows(layer: str, to_layer: str, revision: str, rotary: bool = False, c
         *(Row(f"{attention}.move.{name}", f"{to_attention}.ema_gate.{ema[name]}") for name in ORDER[revision]),
         *rows(attention, to_attention, ("v_proj", "mx_proj", "h_proj")),
         *_bias_rows(attention, to_attention, rotary),
-        *(_cross_attention_rows(f"{layer}.cross_attn", f"{to_layer}.cross_attn", rotary) if cross else ()),
+        *(cross_attention if cross else ()),
         *norm_rows(f"{layer}.nffn.norm", f"{to_layer}.nffn.norm"),
         *rows(f"{layer}.nffn", f"{to_layer}.nffn", ("fc1", "fc2")),
-    ]
-
-
-def _cross_attention_rows(source: str, target: str, rotary: bool) -> list[Row]:
-    return [
-        *norm_rows(f"{source}.norm", f"{target}.norm"),
-        *rows(source, target, ("k_proj", "v_proj", "q_proj", "h_proj")),
-        *_bias_rows(source, target, rotary),
     ]
 
 
@@ -345,10 +312,9 @@ def _bias_rows(source: str, target: str, rotary: bool) -> list[Row]:
         Row(f"{source}.rel_pos_bias.rel_pos_bias", f"{target}.rel_pos_bias.rel_pos_bias"),
         Row(f"{source}.rel_pos_bias.alpha", f"{target}.rel_pos_bias.alpha"),
         Row(f"{source}.rel_pos_bias.beta", f"{target}.rel_pos_bias.b_param"),
-        Row(f"{source}.rel_pos_bias._float_tensor", None, reason=PLACEHOLDER, fill=placeholder if rotary else None),
+        placeholder_row(f"{source}.rel_pos_bias._float_tensor", (0.0,) if rotary else None),
     ]
 
 
 def norm_rows(source: str, target: str) -> list[Row]:
-    """Return the rows of a norm."""
     return [Row(f"{source}.norm.{part}", f"{target}.norm.{part}") for part in _NORM_PARTS]

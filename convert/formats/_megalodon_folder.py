@@ -10,13 +10,13 @@ import re
 from pathlib import Path
 from typing import Any
 
-from luna_mega import MegalodonConfig
 from luna_mega.convert.argtypes import flag, integer, size, word
 from luna_mega.convert.dictionaries import PIECES_FILE
 from luna_mega.convert.formats._shards import Tensors, join_shards, split_shards
 from luna_mega.convert.formats.containers import Export, Files, Folder
-from luna_mega.convert.safe_load import Checkpoint, TensorFile, read_tensors
+from luna_mega.convert.safe_load import Checkpoint, read_tensors
 from luna_mega.convert.safe_load.plain import plain_args
+from luna_mega.convert.table import names_codec
 from luna_mega.convert.tensors import DTYPES, dtype_name
 from luna_mega.convert.tokenizers.sentencepiece import PieceModel, parse_pieces
 from luna_mega.errors import ConversionError, shown
@@ -24,19 +24,11 @@ from luna_mega.hub.folder import read_json
 
 EMBEDDING = "embed.weight"
 CONFIG, CONSOLIDATED = "config.json", "consolidate_config.json"
-_FILE_DTYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
+_DTYPE_NAMES = names_codec({"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"})
 # Names of the args in addition to those of the model.
 TOKENIZER, SHARDS = "tokenizer", "model_parallel_size"
 _EXTRA = 256  # the number of tokens after the pieces is a multiple of this
 _WEIGHTS, _TRAINING = "consolidated*.pth", "model.ckpt.*.pth"
-
-
-def _has_width(file: Path) -> bool:
-    try:
-        model = read_json(file).get("model")
-    except ConversionError:
-        return False
-    return isinstance(model, dict) and "model_dim" in model
 
 
 def _files(folder: Path, pattern: str) -> list[str]:
@@ -82,8 +74,7 @@ def _consolidated(folder: Path) -> tuple[int, str]:
         name, value = SHARDS, content.get(SHARDS)
         count = size(value)
         name, value = "dtype", content.get("dtype")
-        if not isinstance(value, str) or value not in _FILE_DTYPES:
-            raise ValueError(f"is not one of {', '.join(_FILE_DTYPES)}")
+        _DTYPE_NAMES.decode(value)
     except ValueError as error:
         raise ConversionError(f"{file}: {name} = {shown(value)} {error}") from error
     return count, value
@@ -105,30 +96,20 @@ def _settings(folder: Path) -> dict[str, Any]:
 
 def _check_files(folder: Path, count: int) -> None:
     """Raise an error if a shard is missing, or if there are too many."""
-    found, expected = _files(folder, _WEIGHTS), set()
-    for name in _shard_names(min(count, len(found) + 1)) if count > 1 else _shard_names(1):
-        expected.add(name)
-        if name not in found:
-            raise ConversionError(
-                f"{folder}: {name} is missing, and {CONSOLIDATED} has {SHARDS} = {count}; copy all shards there"
-            )
-    if extra := sorted(set(found) - expected):
+    found = _files(folder, _WEIGHTS)
+    expected = _shard_names(min(count, len(found) + 1) if count > 1 else 1)  # `count` is a number from a file
+    if missing := [name for name in expected if name not in found]:
+        raise ConversionError(
+            f"{folder}: {missing[0]} is missing, and {CONSOLIDATED} has {SHARDS} = {count}; copy all shards there"
+        )
+    if extra := sorted(set(found) - set(expected)):
         raise ConversionError(
             f"{folder}: {extra[0]} is not one of the {count} files of {CONSOLIDATED}; remove the files of another "
             "checkpoint"
         )
 
 
-def _check_archives(files: dict[str, TensorFile]) -> None:
-    """Raise `ConversionError` if a file was saved with the name of another shard."""
-    for name, file in files.items():
-        if file.archive != Path(name).stem and re.fullmatch(r"consolidated(\.\d+)?", file.archive or ""):
-            raise ConversionError(
-                f"{name} was saved as {file.archive}.pth; shards are in the order of their names, so restore them"
-            )
-
-
-def _digest(files: dict[str, TensorFile]) -> str:
+def _digest(files: dict[str, Checkpoint]) -> str:
     """Return the SHA-256 of the file; with shards, of the lines that `sha256sum consolidated.*.pth` prints."""
     if len(files) == 1:
         return next(iter(files.values())).sha256
@@ -145,7 +126,11 @@ class MegalodonFolder(Folder):
         """Return whether a folder contains a Megalodon checkpoint; Llama's weights have the same file names."""
         if _files(folder, CONSOLIDATED) or _files(folder, _TRAINING):
             return True
-        return bool(_files(folder, _WEIGHTS)) and (folder / CONFIG).is_file() and _has_width(folder / CONFIG)
+        try:
+            model = read_json(folder / CONFIG).get("model") if _files(folder, _WEIGHTS) else None
+        except (ConversionError, OSError):
+            return False
+        return isinstance(model, dict) and "model_dim" in model
 
     def read(self, folder: Path, progress: bool) -> Checkpoint:
         """Return the checkpoint; its args are the settings of model and tokenizer, and the number of shards."""
@@ -153,14 +138,19 @@ class MegalodonFolder(Folder):
         args = _settings(folder) | {SHARDS: count}
         _check_files(folder, count)
         files = {name: read_tensors(folder / name, progress) for name in _shard_names(count)}
+        for name, file in files.items():
+            if file.archive != Path(name).stem and re.fullmatch(r"consolidated(\.\d+)?", file.archive or ""):
+                raise ConversionError(
+                    f"{folder}: {name} was saved as {file.archive}.pth; shards are in the order of their names, so "
+                    "restore them"
+                )
         try:
-            _check_archives(files)
             tensors = join_shards({name: file.tensors for name, file in files.items()})
         except ConversionError as error:
             raise ConversionError(f"{folder}: {error}") from error
         warnings = {f"{name}: {file.unchecked}" for name, file in files.items() if file.unchecked}
-        stored = _dtypes(tensors)
-        if stored != {_FILE_DTYPES[dtype]}:
+        unchecked, stored = next(iter(warnings), None), _dtypes(tensors)
+        if stored != {_DTYPE_NAMES.decode(dtype)}:
             words = ", ".join(sorted(stored))
             warnings.add(f"{CONSOLIDATED}: dtype = {dtype!r} but the tensors are {words}: using the tensors")
         return Checkpoint(
@@ -169,9 +159,8 @@ class MegalodonFolder(Folder):
             next(iter(files.values())).serialization,
             args,
             tensors,
-            num_updates=None,
             warnings=tuple(sorted(warnings)),
-            unchecked=any(file.unchecked for file in files.values()),
+            unchecked=unchecked,
         )
 
     def architecture(self, args: dict[str, Any]) -> str:
@@ -184,22 +173,24 @@ class MegalodonFolder(Folder):
     def files(self, export: Export) -> Files:
         args, config, companions = export.args, export.target.config, export.companions
         count = export.shards or args[SHARDS]
-        _check_split(config, count)
+        sizes = ("num_attention_heads", "norm_num_groups", "intermediate_size")
+        if uneven := [f"{name} = {getattr(config, name)}" for name in sizes if getattr(config, name) % count]:
+            raise ConversionError(f"--shards {count}: does not divide {', '.join(uneven)}; give a number that does")
+        if count > 1 and config.rescale_nffn:
+            raise ConversionError(
+                f"--shards {count}: the original runs rescale_nffn in one shard only; leave the option out"
+            )
         model = {name: value for name, value in args.items() if name not in (TOKENIZER, SHARDS)}
         tokenizer = args[TOKENIZER]
         if PIECES_FILE in companions:
             settings, pieces = tokenizer_settings(tokenizer), parse_pieces(companions[PIECES_FILE], Path(PIECES_FILE))
             extra = additional_tokens(pieces, settings, config.vocab_size)
             tokenizer = settings | {"path": PIECES_FILE, "additional_vocab_size": extra}
-        stored = dtype_name(export.tensors[EMBEDDING].dtype)
-        words = next(short for short, long in _FILE_DTYPES.items() if long == stored)
+        dtype = _DTYPE_NAMES.encode(dtype_name(export.tensors[EMBEDDING].dtype))
+        contents = {CONFIG: {"model": model, "tokenizer": tokenizer}, CONSOLIDATED: {SHARDS: count, "dtype": dtype}}
+        written = {name: (json.dumps(content, indent=2) + "\n").encode() for name, content in contents.items()}
         parts = zip(_shard_names(count), split_shards(export.tensors, count), strict=True)
-        return {
-            CONFIG: _json({"model": model, "tokenizer": tokenizer}),
-            CONSOLIDATED: _json({"model_parallel_size": count, "dtype": words}),
-            **companions,
-            **dict(parts),
-        }
+        return written | companions | dict(parts)
 
 
 def _dtypes(tensors: Tensors) -> set[str]:
@@ -216,18 +207,3 @@ def additional_tokens(model: PieceModel, settings: dict[str, Any], rows: int) ->
             f"vocabulary has {rows}; give the SentencePiece model that it was trained with"
         )
     return extra
-
-
-def _check_split(config: MegalodonConfig, count: int) -> None:
-    """Raise an error for a number of shards that the original does not support."""
-    sizes = ("num_attention_heads", "norm_num_groups", "intermediate_size")
-    if uneven := [f"{name} = {getattr(config, name)}" for name in sizes if getattr(config, name) % count]:
-        raise ConversionError(f"--shards {count}: does not divide {', '.join(uneven)}; give a number that does")
-    if count > 1 and config.rescale_nffn:
-        raise ConversionError(
-            f"--shards {count}: the original runs rescale_nffn in one shard only; leave the option out"
-        )
-
-
-def _json(content: dict[str, Any]) -> bytes:
-    return (json.dumps(content, indent=2) + "\n").encode()

@@ -36,15 +36,14 @@ def join_shards(shards: Mapping[str, Tensors]) -> Tensors:
             raise ConversionError(f"{lacks} lacks {shown(different[0])}, which {has} has: {_OTHER_RUN}")
         for name, tensor in tensors.items():
             _check_part(name, tensor, file, first[name], first_file)
-    _check_copies(shards)
-    return {name: _joined(name, [tensors[name] for tensors in shards.values()]) for name in first}
-
-
-def _check_copies(shards: Mapping[str, Tensors]) -> None:
-    """Raise `ConversionError` if two shards are equal in every tensor that is split."""
-    for (first_file, first), (file, tensors) in combinations(shards.items(), 2):
-        if all(same_bits(tensor, first[name]) for name, tensor in tensors.items() if _dimension(name) is not None):
-            raise ConversionError(f"{file} has the same tensors as {first_file}; give the shard of its rank")
+    for (other_file, others), (file, tensors) in combinations(shards.items(), 2):
+        if all(same_bits(tensor, others[name]) for name, tensor in tensors.items() if _dimension(name) is not None):
+            raise ConversionError(f"{file} has the same tensors as {other_file}; give the shard of its rank")
+    parts = {name: [tensors[name] for tensors in shards.values()] for name in first}
+    return {
+        name: part[0] if len(part) == 1 or (dimension := _dimension(name)) is None else torch.cat(part, dimension)
+        for name, part in parts.items()
+    }
 
 
 _OTHER_RUN = "they are not shards of one checkpoint; give those that were saved together"
@@ -61,11 +60,6 @@ def _check_part(name: str, tensor: torch.Tensor, file: str, first: torch.Tensor,
         raise ConversionError(f"{shown(name)}, equal in all shards, differs in {file} and {first_file}: {_OTHER_RUN}")
     if dimension is not None and tensor.dim() <= dimension:
         raise ConversionError(f"{shown(name)} has shape {list(tensor.shape)} in {file}, and no dimension {dimension}")
-
-
-def _joined(name: str, parts: list[torch.Tensor]) -> torch.Tensor:
-    dimension = _dimension(name)
-    return parts[0] if dimension is None or len(parts) == 1 else torch.cat(parts, dimension)
 
 
 def split_shards(tensors: Tensors, count: int) -> list[Tensors]:

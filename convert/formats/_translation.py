@@ -1,8 +1,6 @@
 """Common parts of luna_seq2seq and mega_seq2seq, the formats of encoder-decoders."""
 
 import copy
-import re
-from typing import Any
 
 from transformers import PreTrainedConfig
 
@@ -84,7 +82,7 @@ def resolve(config: PreTrainedConfig, decoder_fields: dict[str, str]) -> PreTrai
 def companions(target: Target, evidence: Evidence, positions: int) -> Companions:
     """Return dictionaries, tokenizers and generation settings; `positions` is the decoder's number of positions."""
     config = target.config
-    languages = (_language(evidence, "source_lang"), _language(evidence, "target_lang"))
+    languages = tuple(evidence.args.get(f"{name}_lang") or name for name in ("source", "target"))
     sizes = (config.vocab_size, config.get_text_config(decoder=True).vocab_size)
 
     def tokenizer(dictionaries: Dictionaries, bpe: Bpe, notes: list[str]) -> ConvertedTokenizer | None:
@@ -99,15 +97,10 @@ def companions(target: Target, evidence: Evidence, positions: int) -> Companions
         return ConvertedTokenizer(made[source], kind, [], None if other is source else made[other])
 
     pair = LanguagePair(languages, sizes, config.share_encoder_decoder_embeddings)
-    return Companions(pair, tokenizer, generation=_generation(positions))
-
-
-def _language(evidence: Evidence, name: str) -> str:
-    """Return the name of a language, which is part of file names."""
-    language = evidence.args.get(name) or name.removesuffix("_lang")
-    if not isinstance(language, str) or not re.fullmatch(r"[\w.@+-]+", language):
-        raise ConversionError(f"{evidence.shown(name)} is not the name of a language: letters, digits and .@+_- only")
-    return language
+    # Equivalent to `fairseq-generate` without options; the length includes the start and the end of the sentence.
+    beams = {"num_beams": 5, "length_penalty": 1.0, "early_stopping": True, "min_new_tokens": 1, "suppress_tokens": [1]}
+    length = min(_LONGEST, positions - 1) + 2
+    return Companions(pair, tokenizer, generation=beams | {"forced_eos_token_id": 2, "max_length": length})
 
 
 def field_of(side: str, field: str, decoder_fields: dict[str, str]) -> str:
@@ -136,16 +129,3 @@ def vocabularies(evidence: Evidence) -> dict[str, int]:
         )
     (vocabulary, _), (target, _) = _embeddings(evidence)
     return {"vocab_size": vocabulary, "decoder_vocab_size": target}
-
-
-def _generation(positions: int) -> dict[str, Any]:
-    """Return generation settings that are equivalent to `fairseq-generate` without options."""
-    return {
-        "num_beams": 5,
-        "length_penalty": 1.0,
-        "early_stopping": True,
-        "min_new_tokens": 1,
-        "suppress_tokens": [1],
-        "forced_eos_token_id": 2,
-        "max_length": min(_LONGEST, positions - 1) + 2,  # including the start and the end of the sentence
-    }

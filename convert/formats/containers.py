@@ -103,12 +103,8 @@ class FairseqFile(Container):
             "num_updates": export.updates,
         }
         iterator = {"epoch": 1, "iterations_in_epoch": 0, "shuffle": True}
-        return {
-            "args": argparse.Namespace(**export.args),
-            "model": export.tensors,
-            "optimizer_history": [history],
-            "extra_state": {"train_iterator": iterator, "val_loss": None},
-        }
+        args, extra = argparse.Namespace(**export.args), {"train_iterator": iterator, "val_loss": None}
+        return {"args": args, "model": export.tensors, "optimizer_history": [history], "extra_state": extra}
 
     def write(self, output: Path, export: Export, progress: bool) -> list[str]:
         companions = export.companions
@@ -119,7 +115,11 @@ class FairseqFile(Container):
             for name in names[:-1]:
                 (folder / name).parent.mkdir(exist_ok=True)
                 (folder / name).write_bytes(companions[name])
-            _save(folder / output.name, self.state(export), export.tensors, progress)
+            size = sum({id(tensor): tensor.nbytes for tensor in export.tensors.values()}.values())
+            bar = {"desc": output.name, "total": size, "disable": None if progress else True, "delay": 1}
+            with _full_disk(output.name), (folder / output.name).open("wb") as file:
+                with tqdm.wrapattr(file, "write", **bar) as writer:
+                    torch.save(self.state(export), writer)
             publish({folder / name: output.parent / name for name in names})
         return names
 
@@ -133,14 +133,8 @@ class DeitFile(FairseqFile):
         return str(args.get("model"))
 
     def state(self, export: Export) -> dict[str, Any]:
-        return {
-            "model": export.tensors,
-            "epoch": 0,
-            "steps": export.updates,
-            "model_ema": None,
-            "scaler": {},
-            "args": argparse.Namespace(**export.args),
-        }
+        training = {"epoch": 0, "steps": export.updates, "model_ema": None, "scaler": {}}
+        return {"model": export.tensors, **training, "args": argparse.Namespace(**export.args)}
 
 
 def _check_companions(output: Path, companions: dict[str, bytes]) -> None:
@@ -158,13 +152,6 @@ def _check_companions(output: Path, companions: dict[str, bytes]) -> None:
             )
         if path.parent.exists() and not path.parent.is_dir():
             raise ConversionError(f"{path.parent}: is a file, but the export needs a folder of this name; move it")
-
-
-def _save(path: Path, state: dict[str, Any], tensors: Tensors, progress: bool) -> None:
-    size = sum({id(tensor): tensor.nbytes for tensor in tensors.values()}.values())
-    bar = {"desc": path.name, "total": size, "disable": None if progress else True, "delay": 1}
-    with _full_disk(path.name), path.open("wb") as file, tqdm.wrapattr(file, "write", **bar) as writer:
-        torch.save(state, writer)
 
 
 @contextmanager

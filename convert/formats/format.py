@@ -39,14 +39,6 @@ class Revision:
     code: str
 
 
-def _nothing(_: Target) -> set[str]:
-    return set()
-
-
-def _unchanged(config: PreTrainedConfig) -> PreTrainedConfig:
-    return config
-
-
 def no_tokenizer(dictionaries: Dictionaries, bpe: Bpe, notes: list[str]) -> None:
     """Return None, the tokenizer of a model without one."""
     if bpe is not None:
@@ -95,8 +87,8 @@ class Facts:
     unsupported_options: dict[str, str] = field(default_factory=dict)
     training_fields: tuple[str, ...] = ()
     decided: tuple[str, ...] = ()
-    unused: Callable[[Target], set[str]] = _nothing
-    resolve: Callable[[PreTrainedConfig], PreTrainedConfig] = _unchanged
+    unused: Callable[[Target], set[str]] = lambda target: set()
+    resolve: Callable[[PreTrainedConfig], PreTrainedConfig] = lambda config: config
     usual_head: Callable[[PreTrainedConfig], str] | None = None
     advice: str | None = None
     finite: bool = False

@@ -1,7 +1,7 @@
 """luna_bert: masked language models, and the models that were fine-tuned from them."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import cache
 from itertools import product
 from typing import Any
@@ -18,7 +18,7 @@ from luna_mega.convert.formats.containers import FairseqFile
 from luna_mega.convert.formats.format import Bpe, Companions, Facts, Format, Notes
 from luna_mega.convert.keymap import LAYER_NORM, KeyMap, Row, rows
 from luna_mega.convert.safe_load import Checkpoint
-from luna_mega.convert.table import ACTIVATION, HEAD, MODEL, NOT, Arg, derived, fields, limited
+from luna_mega.convert.table import ACTIVATION, HEAD, MODEL, NOT, Arg, derived, fields, limited, size_of
 from luna_mega.convert.tokenizers import PIECES, ConvertedTokenizer
 from luna_mega.convert.tokenizers.gpt2_bpe import bpe_tokenizer, read_gpt2_bpe
 from luna_mega.errors import ConversionError
@@ -26,6 +26,13 @@ from luna_mega.modeling_luna.heads_luna import LunaLMHead
 
 _FRESH = "the folder has no LM head, which fairseq's loader requires: a new, untrained one is written"
 _BODY, _LM_HEAD = "encoder.sentence_encoder", "encoder.lm_head"
+_NOTE = "early file: its prefix 'decoder.' is today's 'encoder.'"
+_EARLY_PREFIX = (r"^decoder\.(?=(sentence_encoder|lm_head)\.)", "encoder.", _NOTE)
+_CRITERIA = {
+    "masked_lm": "MaskedLmLoss",
+    "sentence_prediction": "SentencePredictionCriterion",
+    "sentence_ranking": "SentenceRankingCriterion",
+}
 _RANKING_TASKS = ("sentence_ranking", "commonsense_qa")
 _FINE_TUNING_TASKS = ("sentence_prediction", *_RANKING_TASKS)
 _HEAD_OF_POOLING = {
@@ -35,13 +42,9 @@ _HEAD_OF_POOLING = {
 }
 # A head with any other name reads the first token.
 _POOLING_OF_HEAD = {head: pooling for pooling, head in _HEAD_OF_POOLING.items()}
-_SIZES = (
-    "encoder_layers",
-    "encoder_embed_dim",
-    "encoder_ffn_embed_dim",
-    "encoder_attention_heads",
-    "max_positions",
-    "projection_length",
+_SIZES = tuple(
+    "encoder_layers encoder_embed_dim encoder_ffn_embed_dim encoder_attention_heads max_positions "
+    "projection_length".split()
 )
 
 
@@ -49,10 +52,9 @@ def _sizes(*values: int) -> dict[str, int]:
     return dict(zip(_SIZES, values, strict=True))
 
 
+_OF_512 = ("luna_bert", "luna_base_512", "luna_base_tied_512", "luna_base_untied_512")
 _ARCHITECTURES = {
-    **dict.fromkeys(
-        ("luna_bert", "luna_base_512", "luna_base_tied_512", "luna_base_untied_512"), {"encoder_attention_heads": 12}
-    ),
+    **dict.fromkeys(_OF_512, {"encoder_attention_heads": 12}),
     "luna_base_2048": _sizes(12, 768, 3072, 12, 2048, 256),
     "luna_large_512": _sizes(24, 1024, 4096, 16, 512, 128),
     "luna_large_2048": _sizes(24, 1024, 4096, 16, 512, 256),
@@ -85,15 +87,6 @@ def _classifies(target: Target) -> bool:
     return _has_head(target) and not _ranks(target)
 
 
-def _regression(target: Target) -> bool:
-    return problem_type(target.config) == "regression"
-
-
-def _positions(evidence: Evidence) -> int:
-    rows, _ = evidence.shape(f"{_BODY}.embed_positions.weight", "positions + 2", "width")
-    return rows - 2  # padding and the row before it
-
-
 def _tied_lm(evidence: Evidence) -> dict[str, bool]:
     evidence.shape(f"{_LM_HEAD}.weight", "vocabulary", "width")
     same = same_bits(evidence.tensors[f"{_LM_HEAD}.weight"], evidence.tensors[f"{_BODY}.embed_tokens.weight"])
@@ -103,17 +96,15 @@ def _tied_lm(evidence: Evidence) -> dict[str, bool]:
     return {"tie_word_embeddings": same and not untied}
 
 
-def _names_of_heads(evidence: Evidence) -> list[str]:
-    names = sorted({key.split(".")[1] for key in evidence.tensors if key.startswith("classification_heads.")})
-    for name in names:
-        if not re.fullmatch(r"[\w-]+", name):
-            raise ConversionError(f"classification head {name!r}: a name has letters, digits, '_' and '-' only")
-    return names
+def _names_of_heads(keys: Iterable[str]) -> list[str]:
+    return sorted({key.split(".")[1] for key in keys if key.startswith("classification_heads.")})
 
 
 def _head(evidence: Evidence) -> dict[str, Any]:
     """Return class, name and fields of the head: the requested one or the only one of a fine-tuned model."""
-    names, name, task = _names_of_heads(evidence), evidence.head, evidence.args.get("task")
+    names, name, task = _names_of_heads(evidence.tensors), evidence.head, evidence.args.get("task")
+    if wrong := next((name for name in names if not re.fullmatch(r"[\w-]+", name)), None):
+        raise ConversionError(f"classification head {wrong!r}: a name has letters, digits, '_' and '-' only")
     if name is not None and name not in names:
         has = f"has {', '.join(names)}" if names else "has no classification head"
         raise ConversionError(f"--head {name}: the file {has}")
@@ -138,12 +129,13 @@ def _activations_of_head(target: Target) -> tuple[str, ...]:
     return _luna.activations(target) if _has_head(target) else (target.config.classifier_activation,)
 
 
+_EMBEDDING = (f"{_BODY}.embed_tokens.weight", "vocabulary", "width")
 _TABLE = (
     *_luna.encoder_arguments(
         _BODY,
         layers=lambda evidence: evidence.unshared_layers(f"{_BODY}.layers"),
-        width=lambda evidence: evidence.shape(f"{_BODY}.embed_tokens.weight", "vocabulary", "width")[1],
-        positions=Arg("max_positions", "max_position_embeddings", measure=_positions, kind=size),
+        width=size_of(*_EMBEDDING, index=1),
+        positions=_luna.positions(_BODY),
     ),
     Arg("arch", write=_arch, kind=word),
     Arg("task", write=_task, kind=word),
@@ -166,9 +158,9 @@ _TABLE = (
     Arg("pooler_dropout", "classifier_dropout", default=0.0, write_if=_has_head, kind=number),
     Arg("ranking_head_name", write=lambda target: target.head, write_if=_ranks, kind=word),
     Arg("num_classes", write=lambda target: target.config.num_labels, write_if=_classifies, kind=integer),
-    Arg("regression_target", write=_regression, write_if=_classifies, kind=flag),
+    Arg("regression_target", write=lambda x: problem_type(x.config) == "regression", write_if=_classifies, kind=flag),
     Arg("classification_head_name", write=lambda target: target.head, write_if=_classifies, kind=word),
-    derived("vocab_size", lambda evidence: evidence.shape(f"{_BODY}.embed_tokens.weight", "vocabulary", "width")[0]),
+    derived("vocab_size", size_of(*_EMBEDDING)),
     fields(_head),
     limited("classifier_hidden_size", _widths_of_head),
     limited("input_type", ("tokens",)),
@@ -183,30 +175,16 @@ class LunaBert(Format):
 
     facts = Facts(
         name="luna_bert",
-        revisions={"r21": _luna.code_of_2021("luna_bert"), "head": _luna.code_of_2023("luna_bert of the 2023 code")},
+        revisions={"r21": _luna.code_of(2021, "luna_bert"), "head": _luna.code_of(2023, "luna_bert of the 2023 code")},
         export_revisions=("r21",),
         model_classes=(LunaForMaskedLM, LunaModel, LunaForMultipleChoice, LunaForSequenceClassification),
         additional_classes=(LunaForMaskedLM,),
         stacks=frozenset({("luna", _BODY)}),
         architectures=_ARCHITECTURES,
-        container=FairseqFile(
-            {
-                "masked_lm": "MaskedLmLoss",
-                "sentence_prediction": "SentencePredictionCriterion",
-                "sentence_ranking": "SentenceRankingCriterion",
-            }
-        ),
+        container=FairseqFile(_CRITERIA),
         norms={"r21": "standard", "head": "standard"},
-        aliases=(
-            (
-                r"^decoder\.(?=(sentence_encoder|lm_head)\.)",
-                "encoder.",
-                "early file: its prefix 'decoder.' is today's 'encoder.'",
-            ),
-        ),
-        unused=lambda target: (
-            {"num_labels", "drop_first_token"} if target.model_class is LunaForMultipleChoice else set()
-        ),
+        aliases=(_EARLY_PREFIX,),
+        unused=lambda x: {"num_labels", "drop_first_token"} if x.model_class is LunaForMultipleChoice else set(),
         usual_head=lambda config: _HEAD_OF_POOLING.get(config.pooling, _HEAD_OF_POOLING["cls"]),
         decided=("tie_key_value", "tie_word_embeddings", "dynamic_projection_length"),
         **_luna.FACTS,
@@ -267,18 +245,12 @@ class LunaBert(Format):
             for key, tensor in evidence.tensors.items()
             if key.startswith("classification_heads.") and key.endswith(".out_proj.weight") and ".attn." not in key
         ]
-        if lost := sorted(
-            {name.split(".")[1] for name in evidence.left_out if name.startswith("classification_heads.")}
-        ):
+        if lost := _names_of_heads(evidence.left_out):
             exported.append(f"the conversion left out the heads {', '.join(lost)}: they are not in the file")
         if head is not None and evidence.args.get("task") == "masked_lm":
             exported.append(f"the task in args is masked_lm: luna-mega convert takes the head with --head {head}")
-        return Notes(
-            {"head": head},
-            [] if head is None else ["the LM head is kept: AutoModelForMaskedLM loads from the same folder"],
-            exported,
-            ["masked LM", *named],
-        )
+        notes = [] if head is None else ["the LM head is kept: AutoModelForMaskedLM loads from the same folder"]
+        return Notes({"head": head}, notes, exported, ["masked LM", *named])
 
 
 def _lm_head_rows(config: LunaConfig) -> Iterator[Row]:

@@ -21,9 +21,7 @@ _IMDB = {"encoder_layers": 4, "encoder_attention_heads": 4, "max_positions": 400
 _PF32 = {"encoder_layers": 1, "encoder_attention_heads": 4, "max_positions": 1026, "sen_rep_type": "mp"}
 _ARCHITECTURES = {
     "luna_lra_listop": _LISTOP,
-    "luna_lra_imdb": _IMDB,
-    "luna_lra_imdb_eff": _IMDB,
-    "luna_lra_aan": _IMDB,
+    **dict.fromkeys(("luna_lra_imdb", "luna_lra_imdb_eff", "luna_lra_aan"), _IMDB),
     "luna_lra_cifar10": {"encoder_layers": 1, "encoder_attention_heads": 8, "max_positions": 1024},
     "luna_lra_pf32": _PF32,
     "luna_lra_pf128": _PF32 | {"max_positions": 16386},
@@ -58,9 +56,8 @@ def _shares_layers(evidence: Evidence) -> bool:
 
 
 def _layers(evidence: Evidence) -> int:
-    if _shares_layers(evidence):
-        return evidence.arg("encoder_layers")
-    return evidence.unshared_layers(f"{BODY}.layers")
+    shared = _shares_layers(evidence)
+    return evidence.arg("encoder_layers") if shared else evidence.unshared_layers(f"{BODY}.layers")
 
 
 def _embedding_norm(evidence: Evidence) -> dict[str, bool]:
@@ -101,31 +98,22 @@ def _pooling(evidence: Evidence) -> dict[str, Any]:
     return {"pooling": "mean", "pool_padding": first}
 
 
-def _first_layer(evidence: Evidence) -> tuple[int, int] | None:
-    """Return width and features of the first classifier layer; None if there is only the output layer."""
-    key = "classifier.0.weight" if evidence.revision == "r21" else _PRE_LOGITS
-    if evidence.revision == "head" and key not in evidence.tensors:
-        return None
-    return evidence.shape(key, "hidden", "features")
-
-
 def _pre_logits(evidence: Evidence) -> dict[str, Any]:
-    return {"classifier_activation": "gelu", "classifier_num_layers": int(_first_layer(evidence) is not None)}
+    return {"classifier_activation": "gelu", "classifier_num_layers": int(_PRE_LOGITS in evidence.tensors)}
 
 
 def _head(evidence: Evidence) -> dict[str, Any]:
     """Return width and class of the head; its number of features determines whether it classifies pairs."""
-    first = _first_layer(evidence)
-    found = {} if first is None else {"classifier_hidden_size": first[0]}
-    features = evidence.shape(OUT, "classes", "features")[1] if first is None else first[1]
+    if evidence.revision == "head" and _PRE_LOGITS not in evidence.tensors:
+        found, features = {}, evidence.shape(OUT, "classes", "features")[1]
+    else:
+        first = "classifier.0.weight" if evidence.revision == "r21" else _PRE_LOGITS
+        hidden, features = evidence.shape(first, "hidden", "features")
+        found = {"classifier_hidden_size": hidden}
     factor, combined = _PAIRS[evidence.revision]
     model_class = _lra.choose_class(features, _embedding(evidence)[-1], factor, *_CLASSES)
     pair = {"pair_features": combined} if model_class is LunaForSequencePairClassification else {}
     return found | pair | {MODEL: model_class}
-
-
-def _is_image(target: Target) -> bool:
-    return target.config.input_type == "values"
 
 
 def _arch(target: Target) -> str:
@@ -136,7 +124,7 @@ def _arch(target: Target) -> str:
 def _task(target: Target) -> str:
     if target.revision == "r21":
         return "long_range_arena"
-    return "lra-image" if _is_image(target) else "lra-text"
+    return "lra-image" if target.config.input_type == "values" else "lra-text"
 
 
 def _classifier_layers(evidence: Evidence) -> int:
@@ -148,15 +136,11 @@ def _in_features(target: Target) -> int:
 
 
 def _representation(target: Target) -> str:
-    return "mp" if target.config.pooling == "mean" or _is_image(target) else "cls"
+    return "mp" if target.config.pooling == "mean" or target.config.input_type == "values" else "cls"
 
 
 def _is_later(target: Target) -> bool:
     return target.revision == "head"
-
-
-def _layers_of_head(target: Target) -> tuple[int, ...]:
-    return (0, 1) if _is_later(target) else (target.config.classifier_num_layers or 1,)
 
 
 def _widths_of_head(target: Target) -> tuple[int, ...]:
@@ -170,7 +154,7 @@ _TABLE = (
         BODY,
         layers=_layers,
         width=lambda evidence: _embedding(evidence)[-1],
-        positions=Arg("max_positions", "max_position_embeddings", measure=_positions, kind=size),
+        positions=_positions,
     ),
     Arg("arch", write=_arch, kind=word),
     _lra.CRITERION,
@@ -179,13 +163,7 @@ _TABLE = (
     Arg("act_dropout", "activation_dropout", default=0.0, kind=number),
     Arg("tie_kv", "tie_key_value", measure=_luna.tied_key_value, kind=flag),
     Arg("tie_layer_weights", "share_layers", default=False, measure=_shares_layers, kind=flag),
-    Arg(
-        "encoder_learned_pos",
-        default=False,
-        read=_position_type,
-        write=equals("position_embedding_type", "learned"),
-        kind=flag,
-    ),
+    _luna.learned("encoder_learned_pos", _position_type),
     Arg("encoder_normalize_before", "embedding_norm", read=_embedding_norm, kind=flag),
     _lra.CLASSES,
     Arg("sen_rep_type", default="cls", write=_representation, kind=word),
@@ -203,7 +181,7 @@ _TABLE = (
     derived("classifier_bias", lambda evidence: False),
     _lra.vocabulary(_embedding),
     fields(_head),
-    limited("classifier_num_layers", _layers_of_head),
+    limited("classifier_num_layers", lambda x: (0, 1) if _is_later(x) else (x.config.classifier_num_layers or 1,)),
     limited("classifier_hidden_size", _widths_of_head),
     *_luna.LIMITS,
 )
@@ -215,8 +193,8 @@ class LunaLra(Format):
     facts = Facts(
         name="luna_lra",
         revisions={
-            "r21": _luna.code_of_2021("Luna LRA of the 2021 code"),
-            "head": _luna.code_of_2023("Luna LRA of the 2023 code"),
+            "r21": _luna.code_of(2021, "Luna LRA of the 2021 code"),
+            "head": _luna.code_of(2023, "Luna LRA of the 2023 code"),
         },
         export_revisions=("r21", "head"),
         model_classes=_CLASSES,
@@ -224,15 +202,9 @@ class LunaLra(Format):
         architectures=_ARCHITECTURES,
         container=_lra.CONTAINER,
         norms={"r21": "standard", "head": "plus-one"},
-        decided=(
-            "tie_key_value",
-            "share_layers",
-            "position_embedding_type",
-            "embedding_norm",
-            "input_type",
-            "pooling",
-            "pool_padding",
-            "drop_first_token",
+        decided=tuple(
+            "tie_key_value share_layers position_embedding_type embedding_norm input_type pooling pool_padding "
+            "drop_first_token".split()
         ),
         **_luna.FACTS,
     )
@@ -245,21 +217,13 @@ class LunaLra(Format):
 
     def keymap(self, target: Target) -> KeyMap:
         embedding = {"tokens": "word_embeddings", "values": "value_embeddings"}[target.config.input_type]
-        classifier = {
-            "r21": [Row("classifier.{n}.{part}", "classifier.dense.{n}.{part}")],
-            "head": [
-                Row("pre_logits.0.{part}", "classifier.dense.0.{part}"),
-                *_luna.sinusoid_rows(BODY, target.config),
-            ],
-        }
-        return KeyMap(
-            [
-                *rows(BODY, "luna.embeddings", {"embed_tokens": embedding}),
-                *_luna.encoder_rows(BODY),
-                *classifier[target.revision],
-                Row(OUT, "classifier.out_proj.weight"),
-            ]
-        )
+        classifier = [Row("classifier.{n}.{part}", "classifier.dense.{n}.{part}")]
+        if _is_later(target):
+            classifier = [Row("pre_logits.0.{part}", "classifier.dense.0.{part}")]
+            classifier += _luna.sinusoid_rows(BODY, target.config)
+        embeddings = rows(BODY, "luna.embeddings", {"embed_tokens": embedding})
+        out = Row(OUT, "classifier.out_proj.weight")
+        return KeyMap([*embeddings, *_luna.encoder_rows(BODY), *classifier, out])
 
     def companions(self, target: Target, evidence: Evidence) -> Companions:
         return _lra.companions(target, evidence, _starts_with_cls(target, evidence))

@@ -17,23 +17,15 @@ from luna_mega.convert.table import ACTIVATION, NOT, Arg, Table, equals, fields,
 from luna_mega.errors import ConversionError
 from luna_mega.modeling_luna.configuration_luna import DECODER_FIELDS
 
-_DECIDED = (
-    "tie_key_value",
-    "tie_word_embeddings",
-    "share_encoder_decoder_embeddings",
-    "dynamic_projection_length",
-    "position_embedding_type",
-    "decoder_position_embedding_type",
-    "embedding_norm",
-    "pre_norm",
-    "decoder_pre_norm",
-    "causal_activation",
+_DECIDED = tuple(
+    "tie_key_value tie_word_embeddings share_encoder_decoder_embeddings dynamic_projection_length "
+    "position_embedding_type decoder_position_embedding_type embedding_norm pre_norm decoder_pre_norm "
+    "causal_activation".split()
 )
 _ACTIVATION_NOTE = (
     "the causal activation is softplus, as in the code since August 2021, but a file does not record it; for a file of "
     'earlier code, which used elu + 1, set causal_activation to "elu" in config.json'
 )
-_VERSION = "version of the file format"
 
 
 def _there(key: str) -> Callable[[Evidence], bool]:
@@ -48,24 +40,22 @@ def _positions(side: str) -> Callable[[Evidence], int]:
     """Return the measure of the positions of a side: the rows of its table, or the argument."""
 
     def measure(evidence: Evidence) -> int:
-        table = f"{side}.embed_positions.weight"
-        if table not in evidence.tensors:
+        if f"{side}.embed_positions.weight" not in evidence.tensors:
             return evidence.arg(_translation.SIDES[side])
-        return evidence.shape(table, "positions + 2", "width")[0] - 2  # padding and the row before it
+        return _luna.positions(side)(evidence)
 
     return measure
 
 
 def _type(side: str, field: str) -> Callable[[Evidence], dict[str, str]]:
     def read(evidence: Evidence) -> dict[str, str]:
-        table = f"{side}.embed_positions.weight"
-        if table in evidence.tensors:
+        if f"{side}.embed_positions.weight" in evidence.tensors:
             evidence.prefer(f"{side}_learned_pos", True)
             return {field: "learned"}
         if evidence.arg("no_token_positional_embeddings"):
             return {field: "none"}
         if evidence.arg(f"{side}_learned_pos"):
-            evidence.shape(table, "positions + 2", "width")
+            _luna.positions(side)(evidence)  # an error
         if side == "encoder":
             _luna.check_sinusoids(evidence, "encoder.projected_positions")
         return {field: "sinusoidal"}
@@ -110,13 +100,7 @@ def _side(side: str) -> Table:
         Arg(f"{side}_ffn_embed_dim", field("intermediate_size"), measure=_luna.feed_forward(side), kind=size),
         Arg(f"{side}_attention_heads", field("num_attention_heads"), default=_heads, kind=size),
         Arg(f"{side}_projected_attention_heads", field("num_pack_attention_heads"), default=pack_heads, kind=size),
-        Arg(
-            f"{side}_learned_pos",
-            default=False,
-            read=_type(side, positions),
-            write=equals(positions, "learned"),
-            kind=flag,
-        ),
+        _luna.learned(f"{side}_learned_pos", _type(side, positions), positions),
         Arg(f"{side}_normalize_before", field("pre_norm"), measure=_there(f"{side}.layer_norm.weight"), kind=flag),
         drop,
         fixed(f"{side}_layers_to_keep", None),
@@ -157,7 +141,7 @@ class LunaSeq2Seq(Format):
 
     facts = Facts(
         name="luna_seq2seq",
-        revisions={"r21": _luna.code_of_2021("Luna translation")},
+        revisions={"r21": _luna.code_of(2021, "Luna translation")},
         export_revisions=("r21",),
         model_classes=(LunaForConditionalGeneration,),
         stacks=frozenset({("luna", "encoder"), ("luna", "decoder")}),
@@ -180,7 +164,7 @@ class LunaSeq2Seq(Format):
 
     def keymap(self, target: Target) -> KeyMap:
         config, encoder, decoder = target.config, "luna.encoder", "luna.decoder"
-        versions = [Row(f"{side}.version", None, reason=_VERSION, fill=_version) for side in _translation.SIDES]
+        version = {"reason": "version of the file format", "fill": lambda _: torch.tensor([3.0])}
         return KeyMap(
             [
                 # The spelling is the original's.
@@ -193,13 +177,9 @@ class LunaSeq2Seq(Format):
                 Row("decoder.output_projection.weight", "lm_head.weight"),
                 *_luna.sinusoid_rows("encoder", config),
                 *_luna.sinusoid_rows("decoder", config.decoder_config),
-                *versions,
+                *(Row(f"{side}.version", None, **version) for side in _translation.SIDES),
             ]
         )
-
-
-def _version(_: torch.dtype) -> torch.Tensor:
-    return torch.tensor([3.0])
 
 
 def _rows_of_side(source: str, model: str) -> list[Row]:

@@ -11,11 +11,12 @@ from luna_mega.convert.formats.containers import DeitFile
 from luna_mega.convert.formats.format import Companions, Facts, Format, Notes, Revision
 from luna_mega.convert.keymap import KeyMap, Reshape, Row
 from luna_mega.convert.safe_load import Checkpoint
-from luna_mega.convert.table import NOT, Arg, fields, fixed, limited, size_of
+from luna_mega.convert.table import NOT, Arg, derived, fields, fixed, limited, size_of
 from luna_mega.errors import ConversionError
 
 _PATCHES = "patch_embed.pemb.proj.weight"
 _STACK = _mega.Stack("", "blocks")
+_UNSUPPORTED = _mega.FACTS["unsupported_options"] | {"ema-convention": "the code for images has one convention"}
 # Widths of tokens, values and the feed-forward layer, and of queries and keys -> the architecture.
 _NAMES = {(768, 1536, 1536, 256): "mega_base_patch16_224", (192, 384, 384, 64): "mega_tiny_patch16_224"}
 
@@ -38,12 +39,6 @@ def _patches(evidence: Evidence) -> tuple[int, int, int]:
     if 3 * size * size != numbers:
         raise ConversionError(f"tensor {_PATCHES!r} has shape {[width, numbers]}, which no square patch has")
     return width, 3, size
-
-
-def _reshape(config: MegaConfig) -> Reshape:
-    """Return the transform of linear patches into an equivalent convolution."""
-    shape = (-1, config.num_channels, config.patch_size, config.patch_size)
-    return Reshape(lambda weight: weight.reshape(shape), lambda weight: weight.flatten(1))
 
 
 def _no_positions(evidence: Evidence) -> bool:
@@ -69,21 +64,6 @@ def _name(target: Target) -> str:
     return _NAMES.get(widths if sizes == (12, 16, 16, 224) else None, "mega")
 
 
-def _widths(evidence: Evidence) -> dict[str, int]:
-    """Return the sizes that the args do not have."""
-    width, channels, patch = _patches(evidence)
-    return {
-        "hidden_size": width,
-        "num_channels": channels,
-        "patch_size": patch,
-        "num_hidden_layers": evidence.layers("blocks"),
-        "intermediate_size": _STACK.values(evidence),
-        "nffn_hidden_size": evidence.shape("blocks.0.nffn.fc1.weight", "ffn width", "width")[0],
-        "shared_representation_size": _STACK.shared(evidence),
-        "ema_projection_size": _STACK.dimensions(evidence),
-    }
-
-
 _TABLE = (
     Arg("model", write=_name, kept=True, kind=word),
     Arg("input_size", "image_size", measure=lambda evidence: _side(evidence) * _patches(evidence)[2], kind=size),
@@ -95,7 +75,13 @@ _TABLE = (
     Arg("drop", "dropout_prob", default=0.0, kind=number),
     Arg("drop_path", "drop_path_rate", default=0.2, kind=number),
     fixed("model_ema", False),
-    fields(_widths),
+    # The args do not have these sizes.
+    fields(lambda evidence: dict(zip(("hidden_size", "num_channels", "patch_size"), _patches(evidence), strict=True))),
+    derived("num_hidden_layers", lambda evidence: evidence.layers("blocks")),
+    derived("intermediate_size", _STACK.values),
+    derived("nffn_hidden_size", size_of("blocks.0.nffn.fc1.weight", "ffn width", "width")),
+    derived("shared_representation_size", _STACK.shared),
+    derived("ema_projection_size", _STACK.dimensions),
     limited("num_channels", (3,)),
     limited("normalization_type", ("layernorm", "scalenorm", "batchnorm", "syncbatchnorm")),
     limited("relative_positional_bias", ("simple",)),
@@ -118,12 +104,7 @@ class MegaImage(Format):
         make_config=MegaConfig.image_base_patch16_224,
         container=DeitFile(),
         decided=("normalization_type", "use_absolute_position_embeddings"),
-        **_mega.FACTS
-        | {
-            "export_revisions": ("conv",),
-            "unsupported_options": _mega.FACTS["unsupported_options"]
-            | {"ema-convention": "the code for images has one convention"},
-        },
+        **_mega.FACTS | {"export_revisions": ("conv",), "unsupported_options": _UNSUPPORTED},
     )
     table = _TABLE
 
@@ -134,11 +115,13 @@ class MegaImage(Format):
 
     def keymap(self, target: Target) -> KeyMap:
         to_patches = "mega.embedding_layer.patch_embeddings.projection"
-        reshape = _reshape(target.config) if target.revision == "linear" else None
+        config, linear = target.config, target.revision == "linear"
+        shape = (-1, config.num_channels, config.patch_size, config.patch_size)
+        convolution = Reshape(lambda weight: weight.reshape(shape), lambda weight: weight.flatten(1))  # equivalent
         return KeyMap(
             [
                 Row("pos_embed", "mega.embedding_layer.position_embeddings"),
-                Row(_PATCHES, f"{to_patches}.weight", reshape),
+                Row(_PATCHES, f"{to_patches}.weight", convolution if linear else None),
                 Row("patch_embed.pemb.proj.bias", f"{to_patches}.bias"),
                 *_mega.block_rows("blocks.{layer}", "mega.layers.{layer}", "flash"),
                 *_mega.norm_rows("final_norm", "mega.final_norm"),

@@ -1,9 +1,8 @@
 """mega_lm: Mega language models, with an ordinary vocabulary or an adaptive one."""
 
 import re
-from itertools import accumulate
-
-import torch
+from functools import partial
+from itertools import accumulate, product
 
 from luna_mega import MegaConfig, MegaForCausalLM
 from luna_mega.convert.argtypes import cutoffs, flag, number, size, word
@@ -14,14 +13,8 @@ from luna_mega.convert.formats.containers import FairseqFile
 from luna_mega.convert.formats.format import Bpe, Companions, Facts, Notes
 from luna_mega.convert.keymap import KeyMap, Row
 from luna_mega.convert.table import COMMON, NOT, Arg, Codec, derived, fields, fixed, limited, write_only
-from luna_mega.convert.tokenizers import PIECES, WORDS, ConvertedTokenizer
-from luna_mega.convert.tokenizers.gpt2_bpe import read_gpt2_bpe
-from luna_mega.convert.tokenizers.language_models import (
-    byte_tokenizer,
-    holds_bytes,
-    lm_bpe_tokenizer,
-    lm_word_tokenizer,
-)
+from luna_mega.convert.tokenizers import ConvertedTokenizer
+from luna_mega.convert.tokenizers.language_models import lm_tokenizer
 from luna_mega.hub.folder import position_limit
 
 _BODY = "decoder"
@@ -46,13 +39,7 @@ _ARCHITECTURES = {
     "mega_lm_pg19_base": {"dropout": 0.0, "activation_dropout": 0.0},
 }
 _LISTED = Codec(lambda value: value, lambda cutoffs: None if cutoffs is None else ",".join(map(str, cutoffs)))
-_DECIDED = (
-    *_mega.DECIDED,
-    "scale_embedding",
-    "tie_word_embeddings",
-    "adaptive_input_cutoffs",
-    "adaptive_softmax_cutoffs",
-)
+_CUTOFFS = ("adaptive_input_cutoffs", "adaptive_softmax_cutoffs")
 
 
 def _has_bands(evidence: Evidence) -> bool:
@@ -114,12 +101,14 @@ def _ties_bands(evidence: Evidence) -> bool:
 
 def _shares_words(evidence: Evidence) -> dict[str, bool]:
     """Return whether an ordinary output layer is tied to the embedding."""
-    tensors = evidence.tensors
+    tensors, name = evidence.tensors, "share_decoder_input_output_embed"
+    if _is_adaptive(evidence):
+        return {}
     evidence.shape(_OUT, "vocabulary", "width")
     same = _EMBEDDING in tensors and same_bits(tensors[_OUT], tensors[_EMBEDDING])
     if not same:
-        evidence.prefer("share_decoder_input_output_embed", False)
-    return {"tie_word_embeddings": same and evidence.args.get("share_decoder_input_output_embed") is not False}
+        evidence.prefer(name, False)
+    return {"tie_word_embeddings": same and evidence.args.get(name) is not False}
 
 
 def _shares_projections(evidence: Evidence) -> dict[str, bool]:
@@ -142,8 +131,12 @@ def _adaptive(target: Target) -> bool:
     return target.config.adaptive_softmax_cutoffs is not None
 
 
-def _tied(target: Target, adaptive: bool) -> bool:
-    return target.config.tie_word_embeddings and _adaptive(target) is adaptive
+def _tied(target: Target) -> bool:
+    return target.config.tie_word_embeddings and not _adaptive(target)
+
+
+def _ties_adaptive(target: Target) -> bool:
+    return target.config.tie_word_embeddings and _adaptive(target)
 
 
 def _softmax_factor(target: Target) -> float:
@@ -152,15 +145,10 @@ def _softmax_factor(target: Target) -> float:
 
 
 # Common fields of all language models; fairseq prepends `</s>`, id 2.
-_CONSTANTS = {
-    "is_decoder": True,
-    "bidirectional": False,
-    "add_lm_hidden_dense_layer": False,
-    "lm_head_bias": False,
-    "bos_token_id": 2,
-}
-
-
+_CONSTANTS = dict.fromkeys(("bidirectional", "add_lm_hidden_dense_layer", "lm_head_bias"), False)
+_CONSTANTS |= {"is_decoder": True, "bos_token_id": 2}
+_of_bands = partial(Arg, read_if=_has_bands)
+_of_softmax = partial(Arg, read_if=_is_adaptive)
 _TABLE = (
     *COMMON,
     fixed("task", "language_modeling", kept=True),
@@ -171,10 +159,7 @@ _TABLE = (
     write_only("tokens_per_sample", "max_positions", kind=size),
     _STACK.positions("max_target_positions", "decoder_chunk_size", default=1024),
     fixed("output_dictionary_size", -1),
-    fixed("self_target", False),
-    fixed("future_target", False),
-    fixed("past_target", False),
-    fixed("add_bos_token", False),
+    *(fixed(name, False) for name in ("self_target", "future_target", "past_target", "add_bos_token")),
     fixed("shorten_method", "none"),
     fixed("shorten_data_split_list", ""),
     fixed("variant_block_multiple_min", 1),
@@ -193,62 +178,21 @@ _TABLE = (
     _STACK.affine_final_norm(),
     Arg("no_scale_embedding", "scale_embedding", NOT, False, kind=flag),
     *_mega.DROPOUTS,
-    Arg(
-        "share_decoder_input_output_embed",
-        read=_shares_words,
-        write=lambda target: _tied(target, adaptive=False),
-        read_if=lambda evidence: not _is_adaptive(evidence),
-        kind=flag,
-    ),
+    Arg("share_decoder_input_output_embed", read=_shares_words, write=_tied, kind=flag),
     fixed("share_all_embeddings", False),
     Arg("adaptive_input", write=lambda target: target.config.adaptive_input_cutoffs is not None, kind=flag),
-    Arg(
-        "adaptive_input_cutoff",
-        "adaptive_input_cutoffs",
-        _LISTED,
-        read=_input_cutoffs,
-        read_if=_has_bands,
-        kind=cutoffs,
-    ),
-    Arg("adaptive_input_factor", "adaptive_input_factor", default=4, read_if=_has_bands, kind=number),
-    Arg(
-        "adaptive_softmax_cutoff",
-        "adaptive_softmax_cutoffs",
-        _LISTED,
-        read=_softmax_cutoffs,
-        read_if=_is_adaptive,
-        kind=cutoffs,
-    ),
-    Arg(
-        "adaptive_softmax_factor",
-        "adaptive_softmax_factor",
-        default=4,
-        read_if=_is_adaptive,
-        write=_softmax_factor,
-        kind=number,
-    ),
-    Arg("adaptive_softmax_dropout", "adaptive_softmax_dropout", default=0.0, read_if=_is_adaptive, kind=number),
-    Arg(
-        "tie_adaptive_weights",
-        "tie_word_embeddings",
-        measure=_ties_bands,
-        write=lambda target: _tied(target, adaptive=True),
-        read_if=_is_adaptive,
-        kind=flag,
-    ),
-    Arg(
-        "tie_adaptive_proj",
-        "tie_adaptive_projections",
-        default=False,
-        read=_shares_projections,
-        read_if=_is_adaptive,
-        kind=flag,
-    ),
+    _of_bands("adaptive_input_cutoff", "adaptive_input_cutoffs", _LISTED, read=_input_cutoffs, kind=cutoffs),
+    _of_bands("adaptive_input_factor", "adaptive_input_factor", default=4, kind=number),
+    _of_softmax("adaptive_softmax_cutoff", "adaptive_softmax_cutoffs", _LISTED, read=_softmax_cutoffs, kind=cutoffs),
+    _of_softmax("adaptive_softmax_factor", "adaptive_softmax_factor", default=4, write=_softmax_factor, kind=number),
+    _of_softmax("adaptive_softmax_dropout", "adaptive_softmax_dropout", default=0.0, kind=number),
+    _of_softmax("tie_adaptive_weights", "tie_word_embeddings", measure=_ties_bands, write=_ties_adaptive, kind=flag),
+    _of_softmax("tie_adaptive_proj", "tie_adaptive_projections", default=False, read=_shares_projections, kind=flag),
     derived("vocab_size", _vocabulary),
     fields(lambda evidence: _CONSTANTS),
     *_mega.NORMS,
-    limited("embedding_size", lambda x: (x.config.hidden_size if _tied(x, False) else x.config.embedding_size,)),
-    limited("adaptive_input_cutoffs", lambda x: (None if _tied(x, False) else x.config.adaptive_input_cutoffs,)),
+    limited("embedding_size", lambda x: (x.config.hidden_size if _tied(x) else x.config.embedding_size,)),
+    limited("adaptive_input_cutoffs", lambda x: (None if _tied(x) else x.config.adaptive_input_cutoffs,)),
 )
 
 
@@ -262,7 +206,7 @@ class MegaLM(_mega.MegaFormat):
         stacks=frozenset({("mega", _BODY)}),
         architectures=_ARCHITECTURES,
         container=FairseqFile({"adaptive_loss": "AdaptiveLoss"}),
-        decided=_DECIDED,
+        decided=(*_mega.DECIDED, "scale_embedding", "tie_word_embeddings", *_CUTOFFS),
         **_mega.FACTS | {"unused": lambda target: _mega.unused(target, frozenset({"bos_token_id"}))},
     )
     table = _TABLE
@@ -271,13 +215,14 @@ class MegaLM(_mega.MegaFormat):
         config, words = target.config, "mega.embedding_layer.word_embeddings"
         embedding = [Row(_EMBEDDING, f"{words}.weight")]
         if config.adaptive_input_cutoffs is not None:
-            embedding = [_float_tensor(f"{_BODY}.embed_tokens")]
-            for band in range(len(config.adaptive_input_cutoffs) + 1):
-                embedding.append(Row(f"{_BANDS}.{band}.0.weight", f"{words}.words.{band}.weight"))
-                embedding.append(Row(f"{_BANDS}.{band}.1.weight", f"{words}.projections.{band}.weight"))
+            bands = product(range(len(config.adaptive_input_cutoffs) + 1), enumerate(("words", "projections")))
+            embedding = [
+                _mega.placeholder_row(f"{_BODY}.embed_tokens._float_tensor"),
+                *(Row(f"{_BANDS}.{band}.{n}.weight", f"{words}.{part}.{band}.weight") for band, (n, part) in bands),
+            ]
         return KeyMap(
             [
-                Row(f"{_BODY}.version", None, reason=_mega.PLACEHOLDER, fill=_mega.version),
+                _mega.version_row(_BODY),
                 *embedding,
                 Row(_PROJECTION, "mega.embedding_layer.projection.weight"),
                 *_mega.layer_rows(_BODY, target.revision, config),
@@ -286,17 +231,9 @@ class MegaLM(_mega.MegaFormat):
         )
 
     def companions(self, target: Target, evidence: Evidence) -> Companions:
-        length = position_limit(target.config)
-
         def tokenizer(dictionaries: Dictionaries, bpe: Bpe, notes: list[str]) -> ConvertedTokenizer | None:
-            if not dictionaries.has_vocabulary(bpe):
-                return None
-            dictionary = dictionaries.vocabulary
-            if bpe is not None:
-                return ConvertedTokenizer(lm_bpe_tokenizer(dictionary, read_gpt2_bpe(bpe), length), PIECES, [])
-            if holds_bytes(dictionary):
-                return ConvertedTokenizer(byte_tokenizer(dictionary, length), "bytes", [])
-            return ConvertedTokenizer(lm_word_tokenizer(dictionary, length), WORDS, [])
+            found = dictionaries.has_vocabulary(bpe)
+            return lm_tokenizer(dictionaries.vocabulary, bpe, position_limit(target.config)) if found else None
 
         return Companions(VocabularyAndLabels(target.vocab_size, None, None), tokenizer)
 
@@ -307,39 +244,28 @@ class MegaLM(_mega.MegaFormat):
         return Notes({"ema_convention": target.revision}, notes, heads=["causal LM"])
 
 
-def _float_tensor(name: str) -> Row:
-    return Row(f"{name}._float_tensor", None, reason=_mega.PLACEHOLDER, fill=_mega.placeholder)
-
-
-def _words_of_head(config: MegaConfig) -> str:
-    projected = config.embedding_size != config.hidden_size
-    return f"{_ADAPTIVE}.head.word_proj.{'1.' if projected else ''}weight"
-
-
 def _softmax_rows(config: MegaConfig) -> list[Row]:
     """Return the rows of an adaptive softmax; if it is tied, its words and projections are copies."""
-    tied, copies = config.tie_word_embeddings, {}
-    rows = [Row(f"{_ADAPTIVE}.version", None, reason=_mega.PLACEHOLDER, fill=lambda _: torch.tensor([1]))]
+
+    def copy(source: str, of: str) -> Row:
+        return Row(source, None, reason="tied to the embedding", copy_of=f"{_BANDS}.{of}.weight")
+
+    head, tied = f"{_ADAPTIVE}.head", config.tie_word_embeddings
+    rows = [_mega.placeholder_row(f"{_ADAPTIVE}.version", (1,))]
     if tied:
-        words = _words_of_head(config)
-        copies[words] = f"{_BANDS}.0.0.weight"
-        names = {
-            f"{_ADAPTIVE}.head.word_proj.0.weight": "lm_head.head_projection.weight",
-            words: None,
-            f"{_ADAPTIVE}.head.class_proj.weight": "lm_head.head.weight",
-        }
-        rows.append(_float_tensor(f"{_ADAPTIVE}.head"))
-    else:
-        names = {f"{_ADAPTIVE}.head.weight": "lm_head.head.weight"}
+        projected = config.embedding_size != config.hidden_size
+        rows += [
+            _mega.placeholder_row(f"{head}._float_tensor"),
+            Row(f"{head}.word_proj.0.weight", "lm_head.head_projection.weight"),
+            copy(f"{head}.word_proj.{'1.' if projected else ''}weight", "0.0"),
+        ]
+    rows.append(Row(f"{head}.{'class_proj.' if tied else ''}weight", "lm_head.head.weight"))
     for tail in range(len(config.adaptive_softmax_cutoffs)):
-        projection, output = (f"{_ADAPTIVE}.tail.{tail}.{part}.weight" for part in (0, 2))
-        names |= {projection: f"lm_head.projections.{tail}.weight", output: f"lm_head.words.{tail}.weight"}
+        projection = Row(f"{_ADAPTIVE}.tail.{tail}.0.weight", f"lm_head.projections.{tail}.weight")
+        words = Row(f"{_ADAPTIVE}.tail.{tail}.2.weight", f"lm_head.words.{tail}.weight")
         if tied:
-            copies[output] = f"{_BANDS}.{tail + 1}.0.weight"
-            copies |= {projection: f"{_BANDS}.{tail + 1}.1.weight"} if config.tie_adaptive_projections else {}
-    return rows + [
-        Row(source, None, reason="tied to the embedding", copy_of=copies[source])
-        if source in copies
-        else Row(source, target)
-        for source, target in names.items()
-    ]
+            words = copy(words.source, f"{tail + 1}.0")
+        if tied and config.tie_adaptive_projections:
+            projection = copy(projection.source, f"{tail + 1}.1")
+        rows += [projection, words]
+    return rows

@@ -18,26 +18,14 @@ _WORDS, _VALUES = f"{BODY}.embed_tokens.embed.weight", f"{BODY}.embed_tokens.wei
 _STACK = _mega.Stack(BODY)
 _TEXT = {"activation_fn": "silu", "truncation_length": 1024, "max_positions": 4002}
 _IMAGE = {"activation_fn": "silu", "truncation_length": 1024, "chunk_size": 1024, "max_positions": 1024}
-_SPEECH = {
-    "activation_fn": "silu",
-    "attention_activation_fn": "laplace",
-    "chunk_size": 1000,
-    "truncation_length": 1000,
-    "max_positions": 16000,
-    "dropout": 0.0,
-    "attention_dropout": 0.0,
-}
+_SPEECH = {"activation_fn": "silu", "attention_activation_fn": "laplace", "chunk_size": 1000, "truncation_length": 1000}
+_SPEECH |= {"max_positions": 16000, "dropout": 0.0, "attention_dropout": 0.0}
 _ARCHITECTURES = {
     "mega_lra_listop": _TEXT | {"max_positions": 2002},
-    "mega_lra_imdb": _TEXT,
-    "mega_lra_aan": _TEXT,
-    "mega_lra_cifar10": _IMAGE,
-    "mega_lra_pf32": _IMAGE,
+    **dict.fromkeys(("mega_lra_imdb", "mega_lra_aan"), _TEXT),
+    **dict.fromkeys(("mega_lra_cifar10", "mega_lra_pf32"), _IMAGE),
     "mega_lra_pf128": _IMAGE | {"truncation_length": 4096, "chunk_size": 16384, "max_positions": 16384},
-    "sc_raw": _SPEECH,
-    "mega_sc_raw": _SPEECH,
-    "mega_sc_raw_base": _SPEECH,
-    "mega_sc_raw_big": _SPEECH,
+    **dict.fromkeys(("sc_raw", "mega_sc_raw", "mega_sc_raw_base", "mega_sc_raw_big"), _SPEECH),
 }
 # Width -> architecture. The args have all sizes, so another architecture is valid as well.
 _OF_TEXT = {80: "mega_lra_listop"}
@@ -76,9 +64,12 @@ def _pooling(evidence: Evidence) -> dict[str, str]:
     return {"pooling": pooling}
 
 
+def _poolings(target: Target) -> tuple[str, ...]:
+    return ("cls", "mean") if target.config.input_type == "tokens" else ("mean",)
+
+
 def _activations_of_head(target: Target) -> tuple[str, ...]:
-    config = target.config
-    return _mega.activations(target) if config.classifier_num_layers else (config.classifier_activation,)
+    return _mega.ACTIVATIONS if target.config.classifier_num_layers else (target.config.classifier_activation,)
 
 
 def _in_features(target: Target) -> int:
@@ -138,15 +129,7 @@ _TABLE = (
     Arg("act_dropout", "hidden_dropout_prob", default=0.0, kind=number),
     read_only("act_dropout", "nffn_activation_dropout_prob"),
     _lra.CLASSES,
-    Arg(
-        "sen_rep_type",
-        "pooling",
-        _lra.REPRESENTATION,
-        "mp",
-        read=_pooling,
-        kind=word,
-        only=lambda target: ("cls", "mean") if target.config.input_type == "tokens" else ("mean",),
-    ),
+    Arg("sen_rep_type", "pooling", _lra.REPRESENTATION, "mp", read=_pooling, kind=word, only=_poolings),
     Arg("classifier_layers", "classifier_num_layers", default=1, read=_classifier, kind=integer),
     Arg("classifier_in_dim", write=_in_features, kind=integer),
     Arg("classifier_out_dim", write=_out_features, kind=integer),

@@ -17,13 +17,7 @@ _OUT = "decoder.output_projection.weight"
 _WMT = {"attention_dropout": 0.1, "hidden_dropout": 0.1, "activation_dropout": 0.1}
 _ARCHITECTURES = {"mega_wmt_en_de": _WMT, "mega_wmt_en_de_big": _WMT | {"dropout": 0.3}}
 _OWN = DECODER_FIELDS | {"decoder_chunk_size": "chunk_size"}
-_DECIDED = (
-    *_mega.DECIDED,
-    "decoder_chunk_size",
-    "scale_embedding",
-    "tie_word_embeddings",
-    "share_encoder_decoder_embeddings",
-)
+_DECIDED = ("decoder_chunk_size", "scale_embedding", "tie_word_embeddings", "share_encoder_decoder_embeddings")
 
 
 def _options(side: str) -> Table:
@@ -89,39 +83,6 @@ _TABLE = (
 )
 
 
-class MegaSeq2Seq(_mega.MegaFormat):
-    """Files of `mega` and `mega_wmt_*`."""
-
-    facts = Facts(
-        name="mega_seq2seq",
-        revisions=_mega.revisions("Mega translation"),
-        model_classes=(MegaForConditionalGeneration,),
-        stacks=frozenset({("mega", side) for side in SIDES}),
-        architectures=_ARCHITECTURES,
-        container=_translation.CONTAINER,
-        decided=_DECIDED,
-        resolve=lambda config: _resolve(config),
-        **_mega.FACTS | {"config_class": MegaSeq2SeqConfig, "unused": lambda target: _unused(target)},
-    )
-    table = _TABLE
-
-    def keymap(self, target: Target) -> KeyMap:
-        rows, config = [], target.config
-        for side, own in zip(SIDES, (config.encoder_config, config.decoder_config), strict=True):
-            rows += [
-                Row(f"{side}.version", None, reason=_mega.PLACEHOLDER, fill=_mega.version),
-                Row(f"{side}.embed_tokens.weight", f"mega.{side}.embedding_layer.word_embeddings.weight"),
-                *_mega.layer_rows(side, target.revision, own, f"mega.{side}", cross=side == "decoder"),
-            ]
-        return KeyMap([*rows, Row(_OUT, "lm_head.weight")])
-
-    def companions(self, target: Target, evidence: Evidence) -> Companions:
-        return _translation.companions(target, evidence, target.config.decoder_config.max_positions)
-
-    def report(self, target: Target, evidence: Evidence) -> Notes:
-        return Notes({"ema_convention": target.revision}, heads=_translation.HEADS)
-
-
 def _resolve(config: MegaSeq2SeqConfig) -> MegaSeq2SeqConfig:
     full = _translation.resolve(config, DECODER_FIELDS)
     full.decoder_chunk_size = config.decoder_config.attention_chunk or -1
@@ -132,3 +93,36 @@ def _resolve(config: MegaSeq2SeqConfig) -> MegaSeq2SeqConfig:
 def _unused(target: Target) -> set[str]:
     without = set() if target.config.use_normalized_ffn else {"decoder_nffn_hidden_size"}
     return _mega.unused(target, _mega.FIELDS_OF_LM - {"tie_word_embeddings"}) | without | {"bos_token_id"}
+
+
+class MegaSeq2Seq(_mega.MegaFormat):
+    """Files of `mega` and `mega_wmt_*`."""
+
+    facts = Facts(
+        name="mega_seq2seq",
+        revisions=_mega.revisions("Mega translation"),
+        model_classes=(MegaForConditionalGeneration,),
+        stacks=frozenset({("mega", side) for side in SIDES}),
+        architectures=_ARCHITECTURES,
+        container=_translation.CONTAINER,
+        decided=(*_mega.DECIDED, *_DECIDED),
+        resolve=_resolve,
+        **_mega.FACTS | {"config_class": MegaSeq2SeqConfig, "unused": _unused},
+    )
+    table = _TABLE
+
+    def keymap(self, target: Target) -> KeyMap:
+        rows, config = [], target.config
+        for side, own in zip(SIDES, (config.encoder_config, config.decoder_config), strict=True):
+            rows += [
+                _mega.version_row(side),
+                Row(f"{side}.embed_tokens.weight", f"mega.{side}.embedding_layer.word_embeddings.weight"),
+                *_mega.layer_rows(side, target.revision, own, f"mega.{side}", cross=side == "decoder"),
+            ]
+        return KeyMap([*rows, Row(_OUT, "lm_head.weight")])
+
+    def companions(self, target: Target, evidence: Evidence) -> Companions:
+        return _translation.companions(target, evidence, target.config.decoder_config.max_positions)
+
+    def report(self, target: Target, evidence: Evidence) -> Notes:
+        return Notes({"ema_convention": target.revision}, heads=_translation.HEADS)

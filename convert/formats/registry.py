@@ -34,17 +34,15 @@ def register_format(checkpoint_format: Format) -> None:
         ValueError: If another format has this name, or the same stacks under the same names.
     """
     facts = checkpoint_format.facts
-    for known in _FORMATS.values():
-        if known is not checkpoint_format and known.facts.name == facts.name:
+    for known in (other.facts for other in _FORMATS.values() if other is not checkpoint_format):
+        if known.name == facts.name:
             raise ValueError(f"format {facts.name!r} is registered already; give another name")
-        same = (known.facts.stacks, known.facts.aliases) == (facts.stacks, facts.aliases)
-        if known is not checkpoint_format and facts.stacks and same:
-            raise ValueError(f"format {facts.name!r} has the same stacks as {known.facts.name!r}: {set(facts.stacks)}")
+        if facts.stacks and (known.stacks, known.aliases) == (facts.stacks, facts.aliases):
+            raise ValueError(f"format {facts.name!r} has the same stacks as {known.name!r}: {set(facts.stacks)}")
     _FORMATS[facts.name] = checkpoint_format
 
 
 def registered_formats() -> tuple[Format, ...]:
-    """Return all formats, in the order of registration."""
     return tuple(_FORMATS.values())
 
 
@@ -73,15 +71,7 @@ def is_checkpoint(path: str | Path) -> bool:
 
 
 def open_checkpoint(path: str | Path, progress: bool = False) -> Checkpoint:
-    """Open a checkpoint: a folder of a format, or a file of fairseq.
-
-    Args:
-        path: File or folder.
-        progress: Show a progress bar if stderr is a terminal.
-
-    Raises:
-        ConversionError: If there is no such checkpoint, it is damaged, or it would run code.
-    """
+    """Open a folder of a format, or a file of fairseq; an error if it is neither, damaged, or would run code."""
     path = Path(path)
     if path.is_dir() and (fmt := _folder_format(path)) is not None:
         return fmt.facts.container.read(path, progress)

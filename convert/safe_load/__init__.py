@@ -1,5 +1,5 @@
 """Reading of checkpoints without executing code in them; this package does not depend on any model."""
 
-from luna_mega.convert.safe_load.reader import Checkpoint, TensorFile, read_checkpoint, read_tensors
+from luna_mega.convert.safe_load.reader import Checkpoint, read_checkpoint, read_tensors
 
-__all__ = ["Checkpoint", "TensorFile", "read_checkpoint", "read_tensors"]
+__all__ = ["Checkpoint", "read_checkpoint", "read_tensors"]

@@ -40,41 +40,33 @@ class Checksums:
     archive: str | None = None
 
 
-@dataclass(frozen=True)
-class _Entry:
-    """The bytes `start` to `end` of the file, and their CRC-32 in the directory."""
-
-    name: str
-    start: int
-    end: int
-    crc: int
-
-
 def read_checksums(path: Path, is_zip: bool, progress: bool = False) -> Checksums:
     """Return the SHA-256 of a file, and check the CRC-32 of every zip entry; the legacy format has no checksums."""
     digest = hashlib.sha256()
     with path.open("rb") as file:
         entries = _entries(path, file) if is_zip else []
         # The CRC-32 of a single entry can be 0; without CRCs, torch.save writes 0 for all.
-        with_crc = any(entry.crc for entry in entries)
+        with_crc = any(info.CRC for info, _ in entries)
         file.seek(0)
         bar = {"desc": path.name, "total": path.stat().st_size, "disable": None if progress else True, "delay": 1}
         with tqdm.wrapattr(file, "read", **bar) as reader:
-            for entry in entries:
-                for block in _blocks(reader, entry.start):
+            for info, start in entries:
+                for block in _blocks(reader, start):
                     digest.update(block)
                 crc = 0
-                for block in _blocks(reader, entry.end):
+                for block in _blocks(reader, start + info.compress_size):
                     digest.update(block)
                     crc = zlib.crc32(block, crc)
-                if with_crc and crc != entry.crc:
-                    raise _damaged(path, f"entry {shown(entry.name)} has CRC-32 {crc:08x} in place of {entry.crc:08x}")
+                if with_crc and crc != info.CRC:
+                    reason = f"entry {shown(info.filename)} has CRC-32 {crc:08x} in place of {info.CRC:08x}"
+                    raise _damaged(path, reason)
             while block := reader.read(_BLOCK):
                 digest.update(block)
     # torch ignores the case of names.
-    pickles = tuple(entry.start for entry in entries if entry.name.lower().endswith("data.pkl"))
+    pickles = tuple(start for info, start in entries if info.filename.lower().endswith("data.pkl"))
     unchecked = None if with_crc else _NO_CRC if is_zip else _LEGACY
-    archive = next((entry.name.rpartition("/")[0] for entry in entries if entry.name.endswith("/data.pkl")), None)
+    names = (info.filename for info, _ in entries)
+    archive = next((name.rpartition("/")[0] for name in names if name.endswith("/data.pkl")), None)
     return Checksums(digest.hexdigest(), pickles, unchecked, archive)
 
 
@@ -84,8 +76,11 @@ def _blocks(file: BinaryIO, end: int) -> Iterator[bytes]:
         yield block
 
 
-def _entries(path: Path, file: BinaryIO) -> list[_Entry]:
-    """Return the entries in the order of the file; an error unless they are uncompressed and follow their headers."""
+def _entries(path: Path, file: BinaryIO) -> list[tuple[zipfile.ZipInfo, int]]:
+    """Return the entries and the offsets of their data, in the order of the file.
+
+    It is an error unless they are uncompressed and follow their headers.
+    """
     try:
         if not zipfile.is_zipfile(file):
             raise _damaged(path, "the zip directory at its end is missing")
@@ -99,7 +94,7 @@ def _entries(path: Path, file: BinaryIO) -> list[_Entry]:
             end = start + info.compress_size
             if end > directory or info.compress_type != zipfile.ZIP_STORED or info.file_size != info.compress_size:
                 raise _damaged(path, f"entry {shown(info.filename)} is compressed or cut off, and torch writes neither")
-            entries.append(_Entry(info.filename, start, end, info.CRC))
+            entries.append((info, start))
     except ConversionError:
         raise
     except Exception as error:  # zipfile raises many types for a damaged directory

@@ -46,7 +46,8 @@ class Checkpoint:
         num_updates: Number of training steps, if it is recorded.
         warnings: Warnings about the file.
         missing_args: Error message if the file has no args.
-        unchecked: Whether the file has no checksums.
+        unchecked: Reason why damage to the file is not detected; None if it has checksums.
+        archive: Name of the zip archive, see `Checksums`.
     """
 
     path: Path
@@ -54,26 +55,16 @@ class Checkpoint:
     serialization: str
     args: dict
     tensors: dict[str, torch.Tensor]
-    num_updates: int | None
+    num_updates: int | None = None
     warnings: tuple[str, ...] = ()
     missing_args: str | None = None
-    unchecked: bool = False
+    unchecked: str | None = None
+    archive: str | None = None
 
     @property
     def folder(self) -> Path:
         """Return the folder of the checkpoint and its dictionaries."""
         return self.path if self.path.is_dir() else self.path.parent
-
-
-@dataclass(frozen=True)
-class TensorFile:
-    """Content of a file with only the tensors of a model; see `Checksums` for `unchecked` and `archive`."""
-
-    sha256: str
-    serialization: str
-    tensors: dict[str, torch.Tensor]
-    unchecked: str | None
-    archive: str | None
 
 
 def _inert_types() -> list:
@@ -129,12 +120,12 @@ def read_checkpoint(path: str | Path, progress: bool = False) -> Checkpoint:
         _num_updates(state),
         warnings=(checksums.unchecked,) if checksums.unchecked else (),
         missing_args=missing[0] if missing else None,
-        unchecked=checksums.unchecked is not None,
+        unchecked=checksums.unchecked,
     )
 
 
-def read_tensors(path: Path, progress: bool = False) -> TensorFile:
-    """Open a file with a state dict, in zip or legacy serialization.
+def read_tensors(path: Path, progress: bool = False) -> Checkpoint:
+    """Open a file with only a state dict, in zip or legacy serialization.
 
     Args:
         path: The file.
@@ -150,7 +141,8 @@ def read_tensors(path: Path, progress: bool = False) -> TensorFile:
             check_storages({"model": tensors})
     except ConversionError as error:
         raise ConversionError(f"{path}: {error}") from error
-    return TensorFile(checksums.sha256, serialization, tensors, checksums.unchecked, checksums.archive)
+    found = {"unchecked": checksums.unchecked, "archive": checksums.archive}
+    return Checkpoint(path, checksums.sha256, serialization, {}, tensors, **found)
 
 
 def _open(path: Path, progress: bool) -> tuple[Any, str, Checksums]:

@@ -5,39 +5,44 @@ replace a newline by `</s>` and prepend `</s>`, except for a model of bytes.
 """
 
 import re
+from pathlib import Path
 
-from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import GPT2Tokenizer, TokenizersBackend
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from luna_mega.convert.dictionaries import Dictionary, vocabulary
-from luna_mega.convert.tokenizers.converted import OPTIONS
-from luna_mega.convert.tokenizers.gpt2_bpe import Gpt2Bpe, missing_pieces, piece_names
-from luna_mega.convert.tokenizers.words import split_at_white_space
+from luna_mega.convert.tokenizers.converted import OPTIONS, PIECES, WORDS, ConvertedTokenizer
+from luna_mega.convert.tokenizers.gpt2_bpe import Gpt2Bpe, missing_pieces, piece_names, read_gpt2_bpe
+from luna_mega.convert.tokenizers.words import template, word_level, wrap
 from luna_mega.errors import ConversionError
 
 _END = "</s>"
+_STARTS_WITH_END = template(f"{_END} $A", {_END: 2})
 
 
-def holds_bytes(dictionary: Dictionary) -> bool:
-    """Return whether every symbol is a decimal byte, as in the enwik8 recipe."""
-    return bool(dictionary.labels) and all(_byte(symbol) is not None for symbol in dictionary.labels)
+def lm_tokenizer(dictionary: Dictionary, bpe: str | Path | None, max_length: int | None) -> ConvertedTokenizer:
+    """Return the tokenizer of a dictionary: of bytes if every symbol is a decimal byte, as in the enwik8 recipe."""
+    if bpe is not None:
+        return ConvertedTokenizer(_pieces(dictionary, read_gpt2_bpe(bpe), max_length), PIECES, [])
+    if dictionary.labels and all(_byte(symbol) is not None for symbol in dictionary.labels):
+        return ConvertedTokenizer(_bytes(dictionary, max_length), "bytes", [])
+    return ConvertedTokenizer(_words(dictionary, max_length), WORDS, [])
 
 
 def _byte(symbol: str) -> int | None:
     return int(symbol) if re.fullmatch(r"0|[1-9][0-9]{0,2}", symbol) and int(symbol) < 256 else None
 
 
-def lm_word_tokenizer(dictionary: Dictionary, max_length: int | None) -> TokenizersBackend:
+def _words(dictionary: Dictionary, max_length: int | None) -> TokenizersBackend:
     """Return a tokenizer that splits text at white space and looks up every symbol."""
-    backend = Tokenizer(models.WordLevel(vocabulary(dictionary.symbols, None), unk_token="<unk>"))
+    backend = word_level(dictionary)
     backend.normalizer = normalizers.Replace("\n", f" {_END} ")
-    backend.pre_tokenizer = split_at_white_space()
-    backend.post_processor = _starts_with(_END)
-    return _wrap(backend, _END, max_length)
+    backend.post_processor = _STARTS_WITH_END
+    return wrap(backend, max_length, bos_token=_END, eos_token=_END)
 
 
-def byte_tokenizer(dictionary: Dictionary, max_length: int | None) -> TokenizersBackend:
+def _bytes(dictionary: Dictionary, max_length: int | None) -> TokenizersBackend:
     """Return a tokenizer that looks up the decimal number of every UTF-8 byte.
 
     If the dictionary has no symbol 10, a newline is `</s>`. Decoding restores the text.
@@ -50,10 +55,10 @@ def byte_tokenizer(dictionary: Dictionary, max_length: int | None) -> Tokenizers
     backend = Tokenizer(models.BPE(vocab, [], unk_token="<unk>"))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.decoder = decoders.ByteLevel()
-    return _wrap(backend, end, max_length)
+    return wrap(backend, max_length, bos_token=end, eos_token=end)
 
 
-def lm_bpe_tokenizer(dictionary: Dictionary, bpe: Gpt2Bpe, max_length: int | None) -> TokenizersBackend:
+def _pieces(dictionary: Dictionary, bpe: Gpt2Bpe, max_length: int | None) -> TokenizersBackend:
     """Return a tokenizer of GPT-2's byte-pair encoding for a dictionary of its ids."""
     vocab = vocabulary(piece_names(dictionary, bpe, None), None)
     if missing := missing_pieces(bpe, vocab):
@@ -64,22 +69,5 @@ def lm_bpe_tokenizer(dictionary: Dictionary, bpe: Gpt2Bpe, max_length: int | Non
     tokenizer = GPT2Tokenizer(
         vocab=vocab, merges=list(bpe.merges), bos_token=_END, eos_token=_END, model_max_length=max_length, **OPTIONS
     )
-    tokenizer.backend_tokenizer.post_processor = _starts_with(_END)
+    tokenizer.backend_tokenizer.post_processor = _STARTS_WITH_END
     return tokenizer
-
-
-def _starts_with(token: str) -> processors.TemplateProcessing:
-    return processors.TemplateProcessing(
-        single=f"{token} $A", pair=f"{token} $A {token} $B", special_tokens=[(token, 2)]
-    )
-
-
-def _wrap(backend: Tokenizer, end: str, max_length: int | None) -> TokenizersBackend:
-    return TokenizersBackend(
-        tokenizer_object=backend,
-        bos_token=end,
-        eos_token=end,
-        model_max_length=max_length,
-        split_special_tokens=True,
-        **OPTIONS,
-    )

@@ -7,10 +7,11 @@ import struct
 from dataclasses import dataclass
 from pathlib import Path
 
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import TokenizersBackend
 from transformers.convert_slow_tokenizer import generate_merges
 
+from luna_mega.convert.tokenizers.words import template
 from luna_mega.errors import ConversionError, shown
 
 _SPACE = "\u2581"
@@ -84,15 +85,10 @@ def parse_pieces(content: bytes, path: Path) -> PieceModel:
     if kind != _BPE or suffix:
         what = "with spaces after words" if kind == _BPE else f"of kind {_MODEL_TYPES.get(kind, shown(kind))}"
         raise ConversionError(f"{path}: a SentencePiece model {what}; only byte-pair encoding is converted")
-    _check(read)
+    texts = [text for text, _, _ in pieces]
+    if len(set(texts)) != len(texts) or [kind for _, _, kind in pieces].count(_UNKNOWN) != 1 or "" in texts:
+        raise ConversionError(f"{path}: its pieces are not unique, or none is for unknown text; copy it again")
     return read
-
-
-def _check(model: PieceModel) -> None:
-    texts = [text for text, _, _ in model.pieces]
-    unknown = [text for text, _, kind in model.pieces if kind == _UNKNOWN]
-    if len(set(texts)) != len(texts) or len(unknown) != 1 or "" in texts:
-        raise ConversionError(f"{model.path}: its pieces are not unique, or none is for unknown text; copy it again")
 
 
 def _fields(message: bytes) -> Fields:
@@ -150,20 +146,21 @@ def sentencepiece_tokenizer(model: PieceModel, size: int) -> TokenizersBackend:
     if defined:
         pattern = "|".join("".join(f"\\x{{{ord(c):x}}}" for c in text) for text in defined)
         backend.pre_tokenizer = pre_tokenizers.Split(Regex(pattern), behavior="isolated")
-    backend.decoder = _decoder(model)
+    fallback, strip = [decoders.ByteFallback()] * model.byte_fallback, [decoders.Strip(" ", 1, 0)] * model.adds_prefix
+    backend.decoder = decoders.Sequence([decoders.Replace(_SPACE, " "), *fallback, decoders.Fuse(), *strip])
     ids, texts = model.special_ids(size - len(model.pieces)), [text for text, _, _ in model.pieces]
     for index in range(len(texts), size):
         role = next((role for role, place in ids.items() if place == index), None)
-        texts.append(_unused(model.names[role] if role else f"<extra_{index}>", texts))
+        text = model.names[role] if role else f"<extra_{index}>"
+        while text in texts:
+            text += "_"
+        texts.append(text)
     control = [text for text, _, kind in model.pieces if kind == _CONTROL]
     special = [*control, model.unknown, *texts[len(model.pieces) :]]
     backend.add_special_tokens([AddedToken(text, normalized=False, special=True) for text in special])
     names = {f"{role}_token": texts[place] for role, place in ids.items() if place is not None}
-    if "bos_token" in names:
-        bos = names["bos_token"]
-        backend.post_processor = processors.TemplateProcessing(
-            single=f"{bos} $A", pair=f"{bos} $A {bos} $B", special_tokens=[(bos, ids["bos"])]
-        )
+    if bos := names.get("bos_token"):
+        backend.post_processor = template(f"{bos} $A", {bos: ids["bos"]})
     return TokenizersBackend(
         tokenizer_object=backend,
         unk_token=model.unknown,
@@ -172,20 +169,6 @@ def sentencepiece_tokenizer(model: PieceModel, size: int) -> TokenizersBackend:
         model_input_names=["input_ids", "attention_mask"],
         **names,
     )
-
-
-def _decoder(model: PieceModel) -> decoders.Decoder:
-    steps = [decoders.Replace(_SPACE, " "), decoders.Fuse()]
-    if model.byte_fallback:
-        steps.insert(1, decoders.ByteFallback())
-    return decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)] if model.adds_prefix else steps)
-
-
-def _unused(text: str, texts: list[str]) -> str:
-    """Return the text, with underscores appended until no piece has it."""
-    while text in texts:
-        text += "_"
-    return text
 
 
 def _byte_pairs(model: PieceModel) -> models.BPE:

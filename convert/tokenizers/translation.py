@@ -1,14 +1,15 @@
 """Fast tokenizers for translation models: pieces of subword-nmt, or whitespace-separated symbols."""
 
+from functools import partial
 from pathlib import Path
 
-from tokenizers import Regex, Tokenizer, decoders, models, processors
+from tokenizers import Regex, Tokenizer, decoders, models
 from transformers import TokenizersBackend
 
 from luna_mega import LunaTokenizer
 from luna_mega.convert.dictionaries import FILLER, Dictionary, read_text, vocabulary
 from luna_mega.convert.tokenizers.converted import OPTIONS
-from luna_mega.convert.tokenizers.words import split_at_white_space
+from luna_mega.convert.tokenizers.words import split_at_white_space, template, word_level
 from luna_mega.errors import ConversionError
 
 _CONTINUES = "@@"
@@ -32,31 +33,31 @@ def translation_tokenizer(
     Returns:
         A `TokenizersBackend`, or a `LunaTokenizer` if merges create pieces that the dictionary lacks.
     """
-    options = OPTIONS | {
-        "bos_token": "<s>",
-        "eos_token": "</s>",
-        "model_max_length": max_length,
-        "padding_side": "right",
-        "split_special_tokens": True,
-        "clean_up_tokenization_spaces": False,
-    }
-    if codes is None:
-        return TokenizersBackend(tokenizer_object=_symbols(dictionary), **options)
-    backend, size = _pieces(dictionary, codes)
-    if backend.get_vocab_size() == size:
-        return TokenizersBackend(tokenizer_object=backend, **options)
-    return LunaTokenizer(tokenizer_object=backend, dictionary_size=size, **options)
+    backend, size = (_symbols(dictionary), None) if codes is None else _pieces(dictionary, codes)
+    backend.post_processor = template("$A </s>", {"</s>": 2})
+    lacks_pieces = size not in (None, backend.get_vocab_size())
+    make = partial(LunaTokenizer, dictionary_size=size) if lacks_pieces else TokenizersBackend
+    return make(
+        tokenizer_object=backend,
+        bos_token="<s>",
+        eos_token="</s>",
+        model_max_length=max_length,
+        padding_side="right",
+        split_special_tokens=True,
+        clean_up_tokenization_spaces=False,
+        **OPTIONS,
+    )
 
 
 def _symbols(dictionary: Dictionary) -> Tokenizer:
-    backend = Tokenizer(models.WordLevel(vocabulary(dictionary.symbols, None), unk_token="<unk>"))
+    backend = word_level(dictionary)
     if any(_SENTENCEPIECE_SPACE in symbol for symbol in dictionary.symbols):
         joined = [decoders.Replace(_SENTENCEPIECE_SPACE, " "), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
     else:
         joined = [decoders.Replace(Regex("$"), " "), decoders.Replace(f"{_CONTINUES} ", ""), decoders.Fuse()]
         joined.append(decoders.Strip(" ", 0, 1))
     backend.decoder = decoders.Sequence(joined)
-    return _framed(backend)
+    return backend
 
 
 def _pieces(dictionary: Dictionary, codes: str | Path) -> tuple[Tokenizer, int]:
@@ -73,10 +74,11 @@ def _pieces(dictionary: Dictionary, codes: str | Path) -> tuple[Tokenizer, int]:
             # The tokenizers library merges only pieces with an id; LunaTokenizer replaces these by <unk>.
             vocab.setdefault(piece, len(vocab))
     backend = Tokenizer(models.BPE(vocab, merges, unk_token="<unk>", end_of_word_suffix=_WORD_END))
+    backend.pre_tokenizer = split_at_white_space()
     backend.decoder = decoders.Sequence(
         [decoders.Replace("<unk>", f"<unk>{_WORD_END}"), decoders.BPEDecoder(_WORD_END)]
     )
-    return _framed(backend), size
+    return backend, size
 
 
 def _piece(symbol: str) -> str:
@@ -86,14 +88,6 @@ def _piece(symbol: str) -> str:
     if symbol.endswith(_CONTINUES) and symbol != _CONTINUES:
         return symbol.removesuffix(_CONTINUES)
     return symbol + _WORD_END
-
-
-def _framed(backend: Tokenizer) -> Tokenizer:
-    backend.pre_tokenizer = split_at_white_space()
-    backend.post_processor = processors.TemplateProcessing(
-        single="$A </s>", pair="$A </s> $B </s>", special_tokens=[("</s>", 2)]
-    )
-    return backend
 
 
 def read_codes(path: str | Path) -> list[tuple[str, str]]:

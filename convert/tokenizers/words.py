@@ -15,6 +15,27 @@ def split_at_white_space() -> pre_tokenizers.PreTokenizer:
     return pre_tokenizers.Split(Regex(_WHITE_SPACE), behavior="removed")
 
 
+def word_level(dictionary: Dictionary, appended: str | None = None) -> Tokenizer:
+    """Return a tokenizer that splits text like fairseq and looks up every symbol."""
+    backend = Tokenizer(models.WordLevel(vocabulary(dictionary.symbols, appended), unk_token="<unk>"))
+    backend.pre_tokenizer = split_at_white_space()
+    return backend
+
+
+def template(single: str, ids: dict[str, int]) -> processors.TemplateProcessing:
+    """Return the processor of a template such as `"$A </s>"`; a pair is two sequences. `ids` are special tokens."""
+    pair = f"{single} {single.replace('$A', '$B')}"
+    return processors.TemplateProcessing(single=single, pair=pair, special_tokens=list(ids.items()))
+
+
+def wrap(backend: Tokenizer, max_length: int | None, **options: str) -> TokenizersBackend:
+    """Return the tokenizer of transformers with `options`, which encodes special tokens in a text as text."""
+    options = OPTIONS | options
+    return TokenizersBackend(
+        tokenizer_object=backend, model_max_length=max_length, split_special_tokens=True, **options
+    )
+
+
 def word_tokenizer(dictionary: Dictionary, cls_token: str, prepend_cls: bool, max_length: int) -> TokenizersBackend:
     """Return a tokenizer that splits text at white space and looks up every symbol, like fairseq-preprocess.
 
@@ -27,22 +48,7 @@ def word_tokenizer(dictionary: Dictionary, cls_token: str, prepend_cls: bool, ma
         prepend_cls: Whether sequences start with this symbol.
         max_length: Number of positions of the model.
     """
-    vocab = vocabulary(dictionary.symbols, cls_token)
-    backend = Tokenizer(models.WordLevel(vocab, unk_token="<unk>"))
-    backend.pre_tokenizer = split_at_white_space()
-    single = f"{cls_token} $A </s>" if prepend_cls else "$A </s>"
-    backend.post_processor = processors.TemplateProcessing(
-        single=single,
-        pair=f"{single} {single.replace('$A', '$B')}",
-        special_tokens=[(token, vocab[token]) for token in (cls_token, "</s>")],
-    )
-    return TokenizersBackend(
-        tokenizer_object=backend,
-        bos_token="<s>",
-        eos_token="</s>",
-        sep_token="</s>",
-        cls_token=cls_token,
-        model_max_length=max_length,
-        split_special_tokens=True,
-        **OPTIONS,
-    )
+    backend = word_level(dictionary, cls_token)
+    ids = {token: backend.token_to_id(token) for token in (cls_token, "</s>")}
+    backend.post_processor = template(f"{cls_token} $A </s>" if prepend_cls else "$A </s>", ids)
+    return wrap(backend, max_length, bos_token="<s>", eos_token="</s>", sep_token="</s>", cls_token=cls_token)
