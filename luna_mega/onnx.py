@@ -22,7 +22,7 @@ from transformers.exporters.utils import decompose_for_generation
 from luna_mega.compat import CACHE_NAME, WRITES_EXPORT_FOLDERS
 from luna_mega.errors import ConversionError, install
 from luna_mega.hub.folder import ModelFolder, position_limit, read_folder
-from luna_mega.hub.output import check_new_file, check_output, complete_folder, publish, temporary_folder
+from luna_mega.hub.output import check_new_file, check_output, complete_output
 from luna_mega.inspection.costs import stacks
 from luna_mega.inspection.verify import quiet_transformers, random_inputs
 
@@ -82,7 +82,10 @@ def export_onnx(folder: str | Path, output: str | Path, opset: int | None = None
         ConversionError: The folder, the output, the opset or the installation is invalid, or a difference exceeds
             1e-4. Nothing is written to `output`.
     """
-    _check_installation()
+    if missing := [name for name in _PACKAGES if find_spec(name) is None]:
+        raise ConversionError(f"{', '.join(missing)} not installed; run {install('onnx')}")
+    if not WRITES_EXPORT_FOLDERS:
+        raise ConversionError(f"this version of transformers does not write export folders; run {install('onnx')}")
     if opset is not None and opset < OLDEST_OPSET:
         raise ConversionError(f"--opset {opset}: the version of ONNX operators must be at least {OLDEST_OPSET}")
     source = read_folder(folder)
@@ -105,8 +108,13 @@ def export_onnx(folder: str | Path, output: str | Path, opset: int | None = None
                 f"{source.path}: {type(model).__name__} cannot be exported with opset {opset or 'by default'}: {reason}"
             ) from error
         bar.update()
-        with _place(target, single) as place:
-            _write(exported, place, single)
+        with complete_output(target) as place:
+            if single:
+                import onnx_ir
+
+                onnx_ir.save(exported.program, str(place))
+            else:
+                exported.save_pretrained(place)
             bar.update()
             try:
                 checks = tuple(_checks(model, source, exported))
@@ -123,28 +131,22 @@ def export_onnx(folder: str | Path, output: str | Path, opset: int | None = None
     return OnnxReport(type(model).__name__, target, checks)
 
 
-def _check_installation() -> None:
-    if missing := [name for name in _PACKAGES if find_spec(name) is None]:
-        raise ConversionError(f"{', '.join(missing)} not installed; run {install('onnx')}")
-    if not WRITES_EXPORT_FOLDERS:
-        raise ConversionError(f"this version of transformers does not write export folders; run {install('onnx')}")
-
-
 def _check_class(folder: ModelFolder) -> None:
     config, name = folder.config, folder.model_class.__name__
+    reason = None
     if getattr(config, "adaptive_input_cutoffs", None) or getattr(config, "adaptive_softmax_cutoffs", None):
-        raise ConversionError(
-            f"{folder.path}: {name} with an adaptive vocabulary selects bands by the tokens, which ONNX does not "
-            "support; export a model without adaptive_input_cutoffs and adaptive_softmax_cutoffs"
+        reason = (
+            f"{name} with an adaptive vocabulary selects bands by the tokens, which ONNX does not support; export a "
+            "model without adaptive_input_cutoffs and adaptive_softmax_cutoffs"
         )
-    if config.add_cross_attention and not config.is_encoder_decoder:
-        raise ConversionError(
-            f"{folder.path}: a decoder with cross-attention requires its encoder; export the encoder-decoder"
-        )
-    if config.is_decoder and not (folder.model_class.can_generate() or name.endswith("Classification")):
-        raise ConversionError(f"{folder.path}: {name} is a decoder without a head; export the class that generates")
-    if config.is_encoder_decoder and not folder.model_class.can_generate():
-        raise ConversionError(f"{folder.path}: {name} has no head; export the class that generates")
+    elif config.add_cross_attention and not config.is_encoder_decoder:
+        reason = "a decoder with cross-attention requires its encoder; export the encoder-decoder"
+    elif (config.is_encoder_decoder or config.is_decoder and not name.endswith("Classification")) and (
+        not folder.model_class.can_generate()
+    ):
+        reason = f"{name} has no head; export the class that generates"
+    if reason is not None:
+        raise ConversionError(f"{folder.path}: {reason}")
 
 
 @contextmanager
@@ -160,28 +162,6 @@ def _quiet() -> Iterator[None]:
         logging.disable(logging.WARNING)
         stack.callback(logging.disable, level)
         yield
-
-
-@contextmanager
-def _place(target: Path, single: bool) -> Iterator[Path]:
-    """Yield a temporary path, which becomes `target` if the block raises no exception."""
-    if not single:
-        with complete_folder(target) as partial:
-            yield partial
-        return
-    parent = next(folder for folder in target.parents if folder.is_dir())
-    with temporary_folder(parent, target.name) as partial:
-        yield partial / target.name
-        publish({partial / target.name: target})
-
-
-def _write(exported: Any, place: Path, single: bool) -> None:
-    if single:
-        import onnx_ir
-
-        onnx_ir.save(exported.program, str(place))
-    else:
-        exported.save_pretrained(place)
 
 
 # The exporters cast inputs to the dtype of the model, but statistics of Megalodon's norms are float64.

@@ -13,7 +13,7 @@ import signal
 import sys
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import NoReturn
 
 from luna_mega_cli import bundle, convert, demo, distill, eval, export, info, onnx, serve, verify
@@ -35,7 +35,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     parser = _parser()
     if "_ARGCOMPLETE" in os.environ:  # set by a shell that completes a command line
-        _complete(parser)
+        with suppress(ImportError):
+            import argcomplete
+
+            argcomplete.autocomplete(parser)  # exits
     options = parser.parse_args(argv)
     try:
         with _exit_on_sigterm():
@@ -63,8 +66,7 @@ def _run(options: argparse.Namespace) -> int:
         logging.disable_progress_bar()  # the progress bars of this package check for a terminal themselves
     try:
         check_text(options)
-        status: int = options.run(options)
-        return status
+        return int(options.run(options) or 0)
     except torch.OutOfMemoryError as error:
         reason = str(error).strip().partition(". ")[0]
         message = f"out of memory ({reason}); use shorter inputs, or set CUDA_VISIBLE_DEVICES= to run on the CPU"
@@ -129,12 +131,3 @@ def _parser() -> argparse.ArgumentParser:
     for command in COMMANDS:
         command.add(commands)
     return parser
-
-
-def _complete(parser: argparse.ArgumentParser) -> None:
-    """Print completions for a shell and exit, if argcomplete is installed."""
-    try:
-        import argcomplete
-    except ImportError:
-        return
-    argcomplete.autocomplete(parser)

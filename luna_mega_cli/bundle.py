@@ -20,10 +20,9 @@ def add(commands: Commands) -> None:
     parser.add_argument("--output", metavar="DIR", help="output folder, absent or empty (default: FOLDER itself)")
 
 
-def run(options: argparse.Namespace) -> int:
+def run(options: argparse.Namespace) -> None:
     from luna_mega.hub.bundle import bundle
 
     files, output = bundle(options.folder, options.output), options.output or options.folder
     text = f"written to {output}: {', '.join(files)}; config.json names them in auto_map"
     show(options, text, {"output": output, "files": files})
-    return 0

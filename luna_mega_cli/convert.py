@@ -2,9 +2,8 @@
 """`luna-mega convert`: convert a checkpoint of the original code."""
 
 import argparse
-from dataclasses import asdict
 
-from luna_mega_cli.options import DTYPES, Commands, add_command, add_conventions, add_dictionaries, chosen, show
+from luna_mega_cli.options import DTYPES, FILES, Commands, add_command, add_conventions, chosen, show
 
 
 def add(commands: Commands) -> None:
@@ -25,9 +24,10 @@ def add(commands: Commands) -> None:
     )
     parser.add_argument("checkpoint", metavar="CHECKPOINT", help=".pt file of fairseq, or Megalodon folder")
     parser.add_argument("--output", metavar="DIR", required=True, help="output folder, which must be absent or empty")
-    add_dictionaries(
-        parser,
-        "dictionaries: dict.txt of the vocabulary, and of the labels if there is one; for translation one of the "
+    parser.add_argument(
+        "--dict",
+        **FILES,
+        help="dictionaries: dict.txt of the vocabulary, and of the labels if there is one; for translation one of the "
         "source and one of the target (default: those in the checkpoint's directory)",
     )
     parser.add_argument(
@@ -59,12 +59,11 @@ def add(commands: Commands) -> None:
     )
 
 
-def run(options: argparse.Namespace) -> int:
+def run(options: argparse.Namespace) -> None:
     from luna_mega.convert.importer import convert_checkpoint
 
     arguments = chosen(options, "bpe", "head", "layer_norm", "ema_convention", "dtype", "license")
     report = convert_checkpoint(
         options.checkpoint, options.output, dictionaries=options.dict, progress=not options.json, **arguments
     )
-    show(options, report, asdict(report))
-    return 0
+    show(options, report)

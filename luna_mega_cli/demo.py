@@ -37,7 +37,7 @@ def check(options: argparse.Namespace) -> str | None:
     return None
 
 
-def run(options: argparse.Namespace) -> int:
+def run(options: argparse.Namespace) -> None:
     from luna_mega.demo.page import serve, write_space
 
     if options.space:
@@ -45,4 +45,3 @@ def run(options: argparse.Namespace) -> int:
         show(options, f"written to {options.space}: {', '.join(files)}", {"output": options.space, "files": files})
     else:
         serve(options.folder, options.host, options.port)
-    return 0

@@ -2,7 +2,6 @@
 """`luna-mega distill`: convert a trained encoder to a Luna model with linear time and memory."""
 
 import argparse
-from dataclasses import asdict
 
 from luna_mega_cli.options import Commands, add_command, chosen, positive, show
 
@@ -44,10 +43,9 @@ def add(commands: Commands) -> None:
     )
 
 
-def run(options: argparse.Namespace) -> int:
+def run(options: argparse.Namespace) -> None:
     from luna_mega.distillation.convert import convert_teacher
 
     names = ("teacher", "output", "projection_length", "max_length", "position_extension", "texts")
     report = convert_teacher(**chosen(options, *names))
-    show(options, report, asdict(report))
-    return 0
+    show(options, report)

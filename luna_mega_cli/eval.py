@@ -43,7 +43,7 @@ def check(options: argparse.Namespace) -> str | None:
     return None
 
 
-def run(options: argparse.Namespace) -> int:
+def run(options: argparse.Namespace) -> None:
     from luna_mega.inspection.evaluation import embedding_scores, evaluate, scores
 
     if options.mteb is not None:
@@ -53,4 +53,3 @@ def run(options: argparse.Namespace) -> int:
         show(options, None, scores(options.folder, options.arguments))
     else:
         evaluate(options.folder, options.arguments)
-    return 0

@@ -2,19 +2,8 @@
 """`luna-mega export`: write a checkpoint of the original code."""
 
 import argparse
-from dataclasses import asdict
 
-from luna_mega_cli.options import (
-    DTYPES,
-    FOLDER,
-    LAYER_NORMS,
-    Commands,
-    add_command,
-    add_dictionaries,
-    chosen,
-    positive,
-    show,
-)
+from luna_mega_cli.options import DTYPES, FILES, FOLDER, LAYER_NORMS, Commands, add_command, chosen, positive, show
 
 
 def add(commands: Commands) -> None:
@@ -54,9 +43,10 @@ def add(commands: Commands) -> None:
         choices=DTYPES,
         help="dtype of the exported weights (default: as in the converted file, if that is lossless)",
     )
-    add_dictionaries(
-        parser,
-        "dictionaries to write to the directory of the file: dict.txt of the vocabulary and of the labels, or for "
+    parser.add_argument(
+        "--dict",
+        **FILES,
+        help="dictionaries to write to the directory of the file: dict.txt of the vocabulary and of the labels, or for "
         "Megalodon the SentencePiece model (default: those in the folder)",
     )
     parser.add_argument(
@@ -68,12 +58,11 @@ def add(commands: Commands) -> None:
     )
 
 
-def run(options: argparse.Namespace) -> int:
+def run(options: argparse.Namespace) -> None:
     from luna_mega.convert.exporter import export_checkpoint
 
     arguments = chosen(options, "head", "layer_norm", "dtype", "shards")
     report = export_checkpoint(
         options.folder, options.output, dictionaries=options.dict, progress=not options.json, **arguments
     )
-    show(options, report, asdict(report))
-    return 0
+    show(options, report)

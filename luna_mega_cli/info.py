@@ -24,10 +24,9 @@ def add(commands: Commands) -> None:
     parser.add_argument("--explain", action="store_true", help="also print the formulas of the numbers")
 
 
-def run(options: argparse.Namespace) -> int:
+def run(options: argparse.Namespace) -> None:
     from luna_mega.inspection.info import describe
 
     description = describe(options.path, options.length, progress=not options.json)
     text = f"{description}\n\n{description.explanation}" if options.explain else description
     show(options, text, asdict(description))
-    return 0

@@ -2,7 +2,6 @@
 """`luna-mega onnx`: export a model folder to ONNX."""
 
 import argparse
-from dataclasses import asdict
 
 from luna_mega_cli.options import FOLDER, Commands, add_command, positive, show
 
@@ -28,9 +27,8 @@ def add(commands: Commands) -> None:
     parser.add_argument("--opset", metavar="N", type=positive, help="version of the ONNX operators, at least 18")
 
 
-def run(options: argparse.Namespace) -> int:
+def run(options: argparse.Namespace) -> None:
     from luna_mega.onnx import export_onnx
 
     report = export_onnx(options.folder, options.output, options.opset, progress=not options.json)
-    show(options, report, asdict(report))
-    return 0
+    show(options, report)

@@ -5,15 +5,17 @@ import argparse
 import json
 import os
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from typing import Any
 
 DTYPES = ("float32", "float16", "bfloat16")
 LAYER_NORMS = ("standard", "plus-one")
 EMA_CONVENTIONS = ("main", "flash")
+FILES: dict[str, Any] = {"metavar": "FILE", "nargs": "+", "action": "extend", "default": []}  # `--dict`
 FOLDER = "model folder, written by luna-mega convert or save_pretrained"
 
 Commands = Any  # the action that `ArgumentParser.add_subparsers` returns, whose class is private
-Run = Callable[[argparse.Namespace], int]
+Run = Callable[[argparse.Namespace], int | None]
 Check = Callable[[argparse.Namespace], str | None]
 
 _PATHS = {"checkpoint", "folder", "path", "a", "b", "inputs", "dict", "bpe", "output", "space", "teacher", "texts"}
@@ -43,7 +45,7 @@ def add_command(
     Args:
         commands: Return value of `ArgumentParser.add_subparsers`.
         name: Name of the command.
-        run: Function of the parsed options that returns the exit status.
+        run: Function of the parsed options that returns the exit status, or None for 0.
         help: Line in the list of commands.
         description: Paragraph in the help of the command.
         examples: Arguments of example calls.
@@ -59,10 +61,6 @@ def add_command(
     return parser
 
 
-def add_dictionaries(parser: argparse.ArgumentParser, help: str) -> None:
-    parser.add_argument("--dict", metavar="FILE", nargs="+", action="extend", default=[], help=help)
-
-
 def add_conventions(parser: argparse.ArgumentParser, *, head: str, layer_norm: str, ema_convention: str) -> None:
     """Add the options that specify how a checkpoint is read."""
     parser.add_argument("--head", metavar="NAME", help=head)
@@ -70,22 +68,21 @@ def add_conventions(parser: argparse.ArgumentParser, *, head: str, layer_norm: s
     parser.add_argument("--ema-convention", choices=("auto", *EMA_CONVENTIONS), default="auto", help=ema_convention)
 
 
-def positive(text: str) -> int:
-    if not text.isdecimal() or len(text) > 10 or not 1 <= int(text) < 2**31:
-        raise argparse.ArgumentTypeError(f"must be an integer from 1 to 2^31 - 1, got {text[:40]}")
-    return int(text)
+def _integer(first: int, last: int, expected: str) -> Callable[[str], int]:
+    """Return the type of an option for integers from `first` to `last`."""
+
+    def integer(text: str) -> int:
+        # `int` takes quadratic time for a long text.
+        if not text.removeprefix("-").isdecimal() or len(text) > 20 or not first <= int(text) <= last:
+            raise argparse.ArgumentTypeError(f"must be an integer {expected}, got {text[:40]}")
+        return int(text)
+
+    return integer
 
 
-def seed(text: str) -> int:
-    if not text.removeprefix("-").isdecimal() or len(text) > 20 or not -(2**63) <= int(text) < 2**64:
-        raise argparse.ArgumentTypeError(f"must be an integer of at most 64 bits, got {text[:40]}")
-    return int(text)
-
-
-def port(text: str) -> int:
-    if not text.isdecimal() or len(text) > 5 or not 1 <= int(text) < 2**16:
-        raise argparse.ArgumentTypeError(f"must be an integer from 1 to 65535, got {text[:40]}")
-    return int(text)
+positive = _integer(1, 2**31 - 1, "from 1 to 2^31 - 1")
+seed = _integer(-(2**63), 2**64 - 1, "of at most 64 bits")
+port = _integer(1, 2**16 - 1, "from 1 to 65535")
 
 
 def chosen(options: argparse.Namespace, *names: str) -> dict[str, Any]:
@@ -93,10 +90,11 @@ def chosen(options: argparse.Namespace, *names: str) -> dict[str, Any]:
     return {name: getattr(options, name) for name in names}
 
 
-def show(options: argparse.Namespace, report: Any, content: dict[str, Any]) -> None:
-    """Print a report, or with `--json` its content."""
+def show(options: argparse.Namespace, report: Any, content: dict[str, Any] | None = None) -> None:
+    """Print a report, or with `--json` its content, by default the fields of the report."""
     from luna_mega.escaping import terminal
 
+    content = asdict(report) if content is None and options.json else content
     print(json.dumps(content, indent=2, default=str) if options.json else terminal(str(report)))
 
 

@@ -61,7 +61,7 @@ def check(options: argparse.Namespace) -> str | None:
     return None
 
 
-def run(options: argparse.Namespace) -> int:
+def run(options: argparse.Namespace) -> None:
     from luna_mega.serving.engines import prepare
 
     limits = chosen(options, "max_length", "max_prompt", "max_requests")
@@ -70,4 +70,3 @@ def run(options: argparse.Namespace) -> int:
     show(options, f"{options.folder} at {address}", {"address": address, "model": options.folder})
     sys.stdout.flush()
     start()
-    return 0

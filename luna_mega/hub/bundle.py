@@ -48,16 +48,16 @@ def bundle(folder: str | Path, output: str | Path | None = None) -> list[str]:
     Raises:
         ConversionError: If `folder` or `output` is invalid.
     """
-    folder, config = Path(folder), _read_config(folder)
+    config, folder = read_config(folder), Path(folder)
+    weight_files(folder)  # an error if there are none
+    build_config(folder, config)
     if output is None:
         return _add_code(folder, config)
     with complete_folder(check_output(output)) as target:
         copy_model(folder, target)
-        tokenizer_code = Path(tokenization_luna.__file__)
-        if (
-            folder / tokenizer_code.name
-        ).exists():  # LunaTokenizer saves its code, which is taken from the package instead
-            shutil.copyfile(tokenizer_code, target / tokenizer_code.name)
+        code = Path(tokenization_luna.__file__)
+        if (folder / code.name).exists():  # LunaTokenizer saves its code, which is taken from the package instead
+            shutil.copyfile(code, target / code.name)
         return _add_code(target, config)
 
 
@@ -80,13 +80,6 @@ def register_for_auto_class(model: PreTrainedModel) -> None:
 
 def _add_code_after_save(folder: str | Path) -> None:
     _add_code(Path(folder), read_config(folder))
-
-
-def _read_config(folder: str | Path) -> dict[str, Any]:
-    config = read_config(folder)
-    weight_files(Path(folder))
-    build_config(folder, config)
-    return config
 
 
 def _add_code(folder: Path, config: dict) -> list[str]:
@@ -147,8 +140,8 @@ def write_code(model_type: str, folder: Path) -> tuple[list[Path], dict[str, str
     texts[_flat_name(config.__module__)] += (
         f"\nfrom typing import TYPE_CHECKING\n\nif TYPE_CHECKING:\n    from .{entry} import {config.__name__}\n"
     )
+    header = f"{_GENERATED}{luna_mega.__version__}. Licensed under the Apache License, Version 2.0.\n"
     for name, text in texts.items():
-        header = f"{_GENERATED}{luna_mega.__version__}. Licensed under the Apache License, Version 2.0.\n"
         (folder / f"{name}.py").write_text(header + text, encoding="utf-8")
     _check(folder / f"{entry}.py")
     return sorted(folder.glob("*.py")), {name: f"{entry}.{cls.__name__}" for name, cls in classes.items()}
@@ -156,17 +149,14 @@ def write_code(model_type: str, folder: Path) -> tuple[list[Path], dict[str, str
 
 def _flat_texts(modules: Iterable[str]) -> dict[str, str]:
     """Return flat name -> text for these modules and all modules of this package that they import."""
-    texts, waiting, seen = {}, list(modules), set()
+    texts, waiting, seen = {}, set(modules), set()
     while waiting:
-        module = waiting.pop()
-        if module in seen:
-            continue
-        seen.add(module)
+        seen.add(module := waiting.pop())
         name = _flat_name(module)
         if name in texts:
             raise RuntimeError(f"{module}: another module has the flat name {name} as well; rename one of them")
         texts[name], needed = _flat_text(module)
-        waiting += needed
+        waiting |= needed - seen
     return texts
 
 
@@ -193,8 +183,15 @@ def _flat_text(module: str) -> tuple[str, set[str]]:
         for alias in node.names:
             home, name = _home(node.module, alias.name)
             needed.add(home)
-            imports += [indent + line for line in _import_lines(_flat_name(home), name, alias.asname or alias.name)]
-        lines[first:last] = imports
+            file, bound = _flat_name(home), alias.asname or alias.name
+            if name is None:
+                imports += [
+                    f"from . import {file} as {bound}",
+                    f"from .{file} import __name__ as _  # for transformers",
+                ]
+            else:
+                imports.append(f"from .{file} import {name}" + f" as {bound}" * (bound != name))
+        lines[first:last] = [indent + line for line in imports]
     # Files with kernels are imported only if Triton is used, but transformers would require Triton in any case.
     lines = [_TRITON_IMPORT.sub(r"try:\n    \g<0>\nexcept ImportError:\n    raise", line) for line in lines]
     return _own_operators(module, "\n".join(lines) + "\n"), needed
@@ -217,33 +214,23 @@ def _home(module: str, name: str) -> tuple[str, str | None]:
     The name is None if a module itself is imported. Re-exports are resolved, so that the bundle does not contain
     everything else that the module re-exports.
     """
+    named = f"{module}.{name}"
     try:
         value = getattr(importlib.import_module(module), name, None)
         # The name may be that of a module that is not imported yet.
-        value = importlib.import_module(f"{module}.{name}") if value is None else value
+        value = importlib.import_module(named) if value is None else value
     except ModuleNotFoundError as error:
         if error.name != "triton":
             raise
-        named = f"{module}.{name}"
-        return (module, name) if _find(named) is None else (named, None)
+        try:
+            return (module, name) if importlib.util.find_spec(named) is None else (named, None)
+        except ModuleNotFoundError:  # its parent is not a package, or requires Triton
+            return module, name
     if isinstance(value, ModuleType):
         return value.__name__, None
     home = str(getattr(value, "__module__", ""))
     defined = home.startswith("luna_mega.") and getattr(sys.modules[home], name, None) is value
     return (home if defined else module), name
-
-
-def _find(module):
-    try:
-        return importlib.util.find_spec(module)
-    except ModuleNotFoundError:  # its parent is not a package, or requires Triton
-        return None
-
-
-def _import_lines(file: str, name: str | None, bound: str) -> list[str]:
-    if name is None:
-        return [f"from . import {file} as {bound}", f"from .{file} import __name__ as _  # for transformers"]
-    return [f"from .{file} import {name}" + (f" as {bound}" if bound != name else "")]
 
 
 def _own_operators(module: str, text: str) -> str:

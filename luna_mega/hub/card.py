@@ -188,10 +188,6 @@ def _card(
         **metadata,
     )
     family = config.model_type.removesuffix("_seq2seq")
-    if family in FIELDS:
-        fields = [field for field in FIELDS[family] if INPUT_OF_FIELD.get(field) in (None, config.input_type)]
-    else:
-        family, fields = None, [field for field in _COMMON_FIELDS if hasattr(config, field)]
     suffix, loader = _suffix(model_class, config), _auto_class(model_class, config)
     imports = [loader, *["AutoImageProcessor"] * (suffix == "ForImageClassification"), *["AutoTokenizer"] * tokenizer]
     return ModelCard.from_template(
@@ -199,13 +195,21 @@ def _card(
         template_path=_TEMPLATE,
         name=markdown(name),
         model_class=model_class,
-        family=family,
+        family=family if family in FIELDS else None,
         imports=[part for part in imports if not part.startswith("luna_mega.")],
         loader=loader,
         pairs=tokenizer and suffix == "ForSequencePairClassification",
-        architecture=_cells({field: getattr(config, field) for field in fields} | {"parameters": f"{parameters:,}"}),
+        architecture=_cells(architecture(config) | {"parameters": f"{parameters:,}"}),
         **content,
     )
+
+
+def architecture(config: PreTrainedConfig) -> dict[str, Any]:
+    """Return the fields of the configuration that describe the architecture of a model, and their values."""
+    fields = FIELDS.get(config.model_type.removesuffix("_seq2seq"))
+    if fields is None:
+        return {field: getattr(config, field) for field in _COMMON_FIELDS if hasattr(config, field)}
+    return {field: getattr(config, field) for field in fields if INPUT_OF_FIELD.get(field) in (None, config.input_type)}
 
 
 def _auto_class(model_class: str, config: PreTrainedConfig) -> str:

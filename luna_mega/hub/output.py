@@ -18,11 +18,7 @@ except ImportError:  # Windows has no advisory locks
 
 
 def check_path(path: str | Path) -> Path:
-    """Return the path if it is valid UTF-8 without NUL, as the libraries for weights require.
-
-    Raises:
-        ConversionError: If it is not.
-    """
+    """Return the path; an error unless it is valid UTF-8 without NUL, as the libraries for weights require."""
     text = os.fspath(path)
     if not is_utf8(text):
         raise ConversionError(f"{shown(text)}: the name is not UTF-8; {locale_hint() or 'use another name'}")
@@ -32,11 +28,7 @@ def check_path(path: str | Path) -> Path:
 
 
 def resolve_output(output: str | Path) -> Path:
-    """Return an output path with symbolic links resolved.
-
-    Raises:
-        ConversionError: If the name is invalid, its links are circular, or a parent is a file.
-    """
+    """Return an output path with symbolic links resolved; an error if they are circular, or a parent is a file."""
     path = Path(os.path.realpath(check_path(output)))
     if path.is_symlink():
         raise ConversionError(f"{output}: the symbolic link is circular; use another name")
@@ -47,11 +39,7 @@ def resolve_output(output: str | Path) -> Path:
 
 
 def check_output(output: str | Path) -> Path:
-    """Return the resolved output path, which must be absent or an empty folder.
-
-    Raises:
-        ConversionError: If the path is invalid, a file, or a folder that is not empty.
-    """
+    """Return the resolved output path; an error unless it is absent or an empty folder."""
     output = resolve_output(output)
     if output.is_dir():
         if any(output.iterdir()):
@@ -62,11 +50,7 @@ def check_output(output: str | Path) -> Path:
 
 
 def check_new_file(output: str | Path) -> Path:
-    """Return the resolved path of a file to write, which must be absent.
-
-    Raises:
-        ConversionError: If the path is invalid or exists.
-    """
+    """Return the resolved path of a file to write; an error if it exists."""
     output = resolve_output(output)
     if output.exists():
         raise ConversionError(f"{output}: already exists; use a new file name or remove it")
@@ -101,27 +85,33 @@ def _lock(folder: Path) -> Iterator[bool]:
         yield False
         return
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        locked = True
-    except OSError:
-        locked = False
-    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            locked = True
+        except OSError:
+            locked = False
         yield locked
     finally:
         os.close(descriptor)
 
 
 @contextmanager
-def complete_folder(output: Path) -> Iterator[Path]:
-    """Yield a temporary folder on the same file system, which becomes `output` if the block raises no exception."""
+def complete_output(output: Path) -> Iterator[Path]:
+    """Yield a temporary path on the same file system, which becomes `output` if the block raises no exception."""
     parent = next(folder for folder in output.parents if folder.is_dir())
     with temporary_folder(parent, output.name) as temporary:
-        partial = temporary / output.name
-        partial.mkdir()
-        yield partial
+        yield temporary / output.name
         if output.is_dir():
             output.rmdir()
-        publish({partial: output})
+        publish({temporary / output.name: output})
+
+
+@contextmanager
+def complete_folder(output: Path) -> Iterator[Path]:
+    """Yield a new folder, see `complete_output`."""
+    with complete_output(output) as partial:
+        partial.mkdir()
+        yield partial
 
 
 def publish(places: Mapping[Path, Path]) -> None:

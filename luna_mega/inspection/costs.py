@@ -4,8 +4,8 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from luna_mega import LunaConfig, MegalodonConfig
+from luna_mega.hub.card import architecture
 from luna_mega.inspection import costs_luna, costs_mega, costs_megalodon
-from luna_mega.modeling_common.base import INPUT_OF_FIELD
 
 _EMBEDDINGS = ("embeddings", "embedding_layer", "embedding_norm", "embed_tokens")
 _STACKS = ("encoder", "decoder", "layers", "final_norm", "output_projection")
@@ -22,11 +22,10 @@ def stacks(config: PreTrainedConfig) -> dict[str, PreTrainedConfig]:
 
 def fields(config: PreTrainedConfig) -> dict[str, int | str | bool]:
     """Return the fields of the configuration that size the model, and those of a decoder that differ from them."""
-    names = [name for name in _family(config).FIELDS if INPUT_OF_FIELD.get(name) in (None, config.input_type)]
-    values = {name: getattr(config, name) for name in names}
+    values = architecture(config)
     if config.is_encoder_decoder:
-        decoder = {f"decoder_{name}": getattr(config.decoder_config, name) for name in names}
-        values |= {name: value for name, value in decoder.items() if value != values[name.removeprefix("decoder_")]}
+        own = architecture(config.decoder_config).items()
+        values |= {f"decoder_{name}": value for name, value in own if value != values[name]}
     return values
 
 
@@ -68,9 +67,8 @@ def inference_activations(model: PreTrainedModel, length: int) -> int:
     peaks = {name: family.inference_activations(stack, length) for name, stack in stacks(config).items()}
     if (kind := _kind(model)) in _LANGUAGE_MODELS:
         last = list(stacks(config).values())[-1]
-        scores = getattr(last, "scores", last.vocab_size) * (
-            2 if getattr(last, "adaptive_softmax_cutoffs", None) else 1
-        )
+        scores = getattr(last, "scores", last.vocab_size)
+        scores *= 2 if getattr(last, "adaptive_softmax_cutoffs", None) else 1
         peaks["head"] = length * (scores + (2 if kind == "MaskedLM" else 1) * last.hidden_size)
     if config.is_encoder_decoder:  # the output of the encoder is kept during decoding
         peaks = {name: peak + length * config.hidden_size * (name != "encoder") for name, peak in peaks.items()}

@@ -5,11 +5,6 @@ from transformers import PreTrainedModel
 
 from luna_mega import LunaConfig
 
-FIELDS = (
-    "num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "projection_length",
-    "pack_method", "tie_key_value", "share_layers", "input_type", "vocab_size", "position_embedding_type",
-    "max_position_embeddings",
-)  # fmt: skip
 FORMULAS = {
     "FLOPs/token": "2 for each multiply-add; d width, f intermediate size, L = min(l, n) rows of P, r = L / n. Per "
     "layer: projections (6 + 4r) d^2, untied (8 + 6r) d^2; attention 8 L d; feed-forward 4 d f. In a decoder: "

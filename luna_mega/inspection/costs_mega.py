@@ -1,16 +1,12 @@
 """FLOPs and memory of Mega layers for one sequence; `FORMULAS` describes them."""
 
+import math
+
 from transformers import PreTrainedModel
 
 from luna_mega import MegaConfig, MegaForCausalLM
 from luna_mega.kernels.moving_average.torch_backend import CHUNK, MANY_POSITIONS
 
-FIELDS = (
-    "num_hidden_layers", "hidden_size", "intermediate_size", "shared_representation_size", "ema_projection_size",
-    "nffn_hidden_size", "attention_activation", "attention_chunk", "relative_positional_bias", "normalization_type",
-    "ema_shift", "truncation", "input_type", "image_size", "patch_size", "vocab_size", "adaptive_softmax_cutoffs",
-    "max_positions",
-)  # fmt: skip
 # Numbers that a norm stores for the backward pass in addition to those of layer norm, in units of d.
 _OF_NORM = {"scalenorm": 1.0, "rmsnorm": 1.0, "batchnorm": 2.5, "syncbatchnorm": 2.5}
 FORMULAS = {
@@ -50,7 +46,7 @@ def flops_per_token(config: MegaConfig, length: int) -> dict[str, float]:
         "projections": layers * 2 * width * (3 * values + shared + 2 * width)
         + _embedding_flops(config)
         + 2 * width**2 * config.output_projection,
-        "attention": layers * 2 * _keys(config, length) * (shared + values),
+        "attention": layers * 2 * pairs(config.attention_chunk, length) / length * (shared + values),
         "moving_average": layers * 6 * config.ema_projection_size * _rows(config),
         "feed_forward": layers * 4 * width * config.nffn_hidden_size * config.use_normalized_ffn,
     }
@@ -66,21 +62,17 @@ def _embedding_flops(config: MegaConfig) -> int:
     return 2 * config.embedding_size * config.hidden_size * (projected and config.input_type == "tokens")
 
 
-def _keys(config: MegaConfig, length: int) -> float:
-    """Return the keys that a query sees, on average: the last chunk may be short."""
-    chunk = min(config.attention_chunk or length, length)
-    rest = length % chunk
-    return ((length - rest) * chunk + rest**2) / length
+def pairs(chunk: int | None, length: int, longest: float = math.inf) -> int:
+    """Return the pairs of query and key in all chunks of at most `longest` positions; the last one may be short."""
+    chunk = min(chunk or length, length)
+    chunks = ((length // chunk, chunk), (1, length % chunk))
+    return sum(count * keys**2 for count, keys in chunks if keys <= longest)
 
 
 def _kept_scores(config: MegaConfig, length: int) -> int:
     """Return the attention scores of one layer that are no more bytes than value and output, and so are kept."""
-    chunk = min(config.attention_chunk or length, length)
-    chunks, rest = divmod(length, chunk)
-    segments = [(chunks, chunk, config.intermediate_size), (1, rest, config.intermediate_size)]
-    if config.add_cross_attention:
-        segments.append((1, length, config.hidden_size))
-    return sum(count * keys**2 for count, keys, width in segments if keys <= 2 * width)
+    cross = pairs(None, length, 2 * config.hidden_size) if config.add_cross_attention else 0
+    return pairs(config.attention_chunk, length, 2 * config.intermediate_size) + cross
 
 
 def _rows(config: MegaConfig) -> int:

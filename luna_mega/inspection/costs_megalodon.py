@@ -3,12 +3,8 @@
 from transformers import PreTrainedModel
 
 from luna_mega import MegalodonConfig
+from luna_mega.inspection.costs_mega import pairs
 
-FIELDS = (
-    "num_hidden_layers", "hidden_size", "num_attention_heads", "shared_representation_size", "value_size",
-    "intermediate_size", "ema_projection_size", "norm_num_groups", "chunk_size", "rope_theta", "swiglu", "vocab_size",
-    "output_size",
-)  # fmt: skip
 FORMULAS = {
     "FLOPs/token": "2 for each multiply-add; d width, z width of queries and keys, v of values, H heads, N complex "
     "states of the moving average, f feed-forward width, C chunk, c keys of a query (n, or the chunk), G groups of "
@@ -33,22 +29,11 @@ def flops_per_token(config: MegalodonConfig, length: int) -> dict[str, float]:
     width, values, shared = config.hidden_size, config.value_size, config.shared_representation_size
     counts = {
         "projections": 2 * width * (3 * values + shared + width),
-        "attention": 2 * _pairs(config, length) / length * (shared + values),
+        "attention": 2 * pairs(config.chunk_size, length) / length * (shared + values),
         "moving_average": 14 * config.ema_projection_size * width,
         "feed_forward": (6 if config.swiglu else 4) * width * config.intermediate_size,
     }
     return {part: config.num_hidden_layers * flops for part, flops in counts.items()}
-
-
-def _chunks(config: MegalodonConfig, length: int) -> list[tuple[int, int]]:
-    """Return the number of chunks and the positions of each, and the same of the last, which may be short."""
-    chunk = min(config.chunk_size, length)
-    return [(length // chunk, chunk), (1, length % chunk)]
-
-
-def _pairs(config: MegalodonConfig, length: int) -> int:
-    """Return the pairs of query and key of one head."""
-    return sum(count * keys**2 for count, keys in _chunks(config, length))
 
 
 def head_flops(model: PreTrainedModel, length: int) -> dict[str, float]:
@@ -73,7 +58,7 @@ def training_activations(config: MegalodonConfig, length: int) -> float:
     of_token += (6 + hidden_masks) * values + (2 + 2 * config.swiglu + hidden_masks) * config.intermediate_size
     of_token += 4 * shared + 4 * groups + 1.25 * heads + 3
     average = 7 * states * width + 5 * width + 2 * states + 2 * shared + 4 * groups
-    scores = heads * _pairs(config, length) if min(config.chunk_size, length) <= 2 * values / heads else 0
+    scores = heads * pairs(config.chunk_size, length) if min(config.chunk_size, length) <= 2 * values / heads else 0
     once = (1 + masks) * width + 4 * groups + shared / heads + 2
     return config.num_hidden_layers * (length * of_token + average + scores) + length * once
 

@@ -133,9 +133,8 @@ def compare(
                 tensors = random_inputs(first, batch, length, seed)
             except RuntimeError as error:  # of torch: not enough memory, or a number that is too large
                 raise ConversionError(f"--batch {batch} --length {length} --seed {seed}: {error}") from error
-        outputs = []
-        for folder in tqdm((first, second), desc="models", delay=1, disable=None if progress else True):
-            outputs.append(_run(folder, tensors))
+        folders = tqdm((first, second), desc="models", delay=1, disable=None if progress else True)
+        outputs = [_run(folder, tensors) for folder in folders]
     return Comparison(
         a=str(a),
         b=str(b),
@@ -327,23 +326,18 @@ def _layers(first: Mapping, second: Mapping, tensors: Mapping, config: PreTraine
     for stack, (hidden, keep, packed) in names.items():
         compared = {"hidden": (hidden, keep)}
         if first.get(packed) is not None:
-            compared["packed"] = packed, _used_rows(first[packed][0], mask, config)
+            used = None  # all rows of P
+            if config.dynamic_projection_length and not config.add_cross_attention:
+                used = torch.arange(first[packed][0].shape[1]) < mask.sum(dim=1, keepdim=True)
+            compared["packed"] = packed, used
         columns = {
             column: [_difference(*pair, keep) for pair in zip(first[name], second[name], strict=True)]
             for column, (name, keep) in compared.items()
         }
+        start = {"stack": stack} if stack else {}
         for layer, values in enumerate(zip(*columns.values(), strict=True)):
-            rows.append(
-                ({"stack": stack} if stack else {}) | {"layer": layer} | dict(zip(columns, values, strict=True))
-            )
+            rows.append(start | {"layer": layer} | dict(zip(columns, values, strict=True)))
     return rows
-
-
-def _used_rows(packed: torch.Tensor, mask: torch.Tensor, config: PreTrainedConfig) -> torch.Tensor | None:
-    """Return a mask of the used rows of P, `[B, L]`, or None for all."""
-    if config.add_cross_attention or not config.dynamic_projection_length:
-        return None
-    return torch.arange(packed.shape[1]) < mask.sum(dim=1, keepdim=True)
 
 
 def _results(first: Mapping, second: Mapping, mask: torch.Tensor) -> dict[str, float | None]:
