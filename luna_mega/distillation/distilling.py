@@ -20,10 +20,10 @@ class Distilled(NamedTuple):
     """Losses of one batch.
 
     Args:
-        loss: `(1 - share) labels + share * teacher`, the one to train on.
-        labels: cross-entropy with the labels; of a classifier its own loss.
-        teacher: squared temperature times the divergence of the student's distribution from the teacher's.
-        logits: the student's, `[M, vocab_size]` at the M predicted positions, or `[B, num_labels]`.
+        loss: `(1 - share) * labels + share * teacher`, the training loss.
+        labels: Cross-entropy with the labels, or the loss of a classifier.
+        teacher: Squared temperature times the divergence of the student's distribution from the teacher's.
+        logits: Logits of the student, `[M, vocab_size]` at the M predicted positions, or `[B, num_labels]`.
     """
 
     loss: torch.Tensor
@@ -66,7 +66,7 @@ def distill(
         raise ValueError(f"share must be from 0 to 1 and temperature a number above 0, got {share} and {temperature}")
     if batch.get("labels") is None:
         raise ValueError(
-            "distill needs labels in the batch: the masked tokens, the next tokens, or the classes of the sequences"
+            "the batch needs labels; add the masked tokens, the next tokens, or the classes of the sequences"
         )
     own = check_pair(teacher, student, same_width=False)
     if own.is_classifier != teacher.is_classifier:

@@ -27,8 +27,8 @@ def load_teacher(name_or_path: str, **options: Any) -> Teacher:
     `options` are passed to `from_pretrained` (`revision`, `dtype`, `device_map`, ...).
 
     Raises:
-        ValueError: the model cannot be a teacher, is damaged, lacks weights, or requires its own code.
-        OSError: there is no such folder or model.
+        ValueError: The model cannot be a teacher, is damaged, lacks weights, or requires its own code.
+        OSError: There is no such folder or model.
     """
     return load_model(Teacher, name_or_path, **options)
 
@@ -36,7 +36,7 @@ def load_teacher(name_or_path: str, **options: Any) -> Teacher:
 def load_model(teacher_class: type[TeacherClass], name_or_path: str, **options: Any) -> TeacherClass:
     """Load a teacher of a class; see `load_teacher`."""
     if options.pop("trust_remote_code", False):
-        raise ValueError("trust_remote_code=True runs code of the teacher: leave it out, and take one of transformers")
+        raise ValueError("trust_remote_code=True runs code of the teacher; omit it, and use a model of transformers")
     # Flash attention of some families concatenates batches, which changes the shape of the states.
     options.setdefault("attn_implementation", "sdpa")
     places = {key: options.pop(key) for key in ("revision", "cache_dir", "token", "subfolder") if key in options}
@@ -64,7 +64,7 @@ def load_model(teacher_class: type[TeacherClass], name_or_path: str, **options: 
     if missing:
         raise ValueError(
             f"{name_or_path} lacks {len(missing)} weights of {type(model).__name__} ({missing[0]}, ...), which would "
-            "be random: take a checkpoint with its head"
+            "be random; use a checkpoint with its head"
         )
     teacher = teacher_class(model)
     with _one_line(name_or_path):  # invalid values of the configuration may only show in a forward pass
@@ -140,7 +140,7 @@ def check_tokenizer(teacher: Teacher, tokenizer: PreTrainedTokenizerBase) -> Non
             padding.
     """
     if find_head(teacher.model) == "ForMaskedLM" and tokenizer.mask_token_id is None:
-        raise ValueError("the tokenizer has no mask token, which a masked language model needs: take the teacher's own")
+        raise ValueError("the tokenizer has no mask token, which a masked language model requires; use the teacher's")
     if (largest := largest_id(tokenizer)) >= teacher.config.vocab_size:
         raise ValueError(
             f"the tokenizer has token id {largest}, but the teacher's vocab_size is {teacher.config.vocab_size}; use "
@@ -148,4 +148,4 @@ def check_tokenizer(teacher: Teacher, tokenizer: PreTrainedTokenizerBase) -> Non
         )
     own, padding = getattr(teacher.config, "pad_token_id", None), tokenizer.pad_token_id
     if own is not None and padding is not None and own != padding:
-        raise ValueError(f"the tokenizer pads with {padding} and the teacher with {own}: take the teacher's own")
+        raise ValueError(f"the tokenizer pads with {padding} and the teacher with {own}; use the teacher's")

@@ -25,7 +25,7 @@ class Observed:
 
     Args:
         states: N + 1 tensors `[B, T, d]`, the input of each layer and the output of the last one, before a last norm.
-        attended: N tensors `[B, T, d]`, what the attention of each layer adds to its input.
+        attended: N tensors `[B, T, d]`, the output of the attention of each layer.
     """
 
     states: list[torch.Tensor] = field(default_factory=list)
@@ -54,22 +54,22 @@ class Teacher(Parts):
     def __init__(self, model: PreTrainedModel, window: int | None = None):
         if find_head(model) not in self.heads:
             raise ValueError(
-                f"a {type(model).__name__} has no head to learn from: take a masked or causal language model, or a "
+                f"a {type(model).__name__} has no head to learn from; use a masked or causal language model, or a "
                 "sequence classifier"
             )
         super().__init__(model.eval(), check_teacher(model.config))
         self.window = window
         if self.family.is_decoder and self.is_classifier:
             raise ValueError(
-                f"{type(model).__name__} classifies with a decoder, and the students that classify are encoders: "
-                "take a fine-tuned encoder"
+                f"{type(model).__name__} classifies with a decoder, but only encoders are supported as classifiers; "
+                "use a fine-tuned encoder"
             )
         if window is not None and (self.is_classifier or window < 1):
-            raise ValueError(f"window={window} needs a language model and at least 1 position: leave it out")
+            raise ValueError(f"window={window} needs a language model and at least 1 position; omit it")
         broken = [name for name, tensor in model.named_parameters() if not torch.isfinite(tensor).all()]
         if broken:
             raise ValueError(
-                f"the teacher's weights are not finite in {len(broken)} tensors ({broken[0]}, ...): take another "
+                f"the teacher's weights are not finite in {len(broken)} tensors ({broken[0]}, ...); take another "
                 "checkpoint"
             )
 
@@ -99,8 +99,8 @@ class Teacher(Parts):
         size = length if self.window is None or self.is_classifier else min(length, self.window)
         if self.max_length is not None and size > self.max_length:
             raise ValueError(
-                f"the batch has {length} positions and the teacher reads {self.max_length}: cut it, let a language "
-                f"model read windows (teacher.window = {self.max_length}), or train on labels alone (share=0)"
+                f"the batch has {length} positions and the teacher reads {self.max_length}: truncate it, use windows "
+                f"for a language model (teacher.window = {self.max_length}), or only train on labels (share=0)"
             )
         inputs = inputs_of(batch, token_types="token_type_ids" in batch and bool(self.tensors("token_types")))
         inputs = {name: self.cut(tensor) for name, tensor in inputs.items()}
@@ -180,7 +180,7 @@ def check_teacher(config: PreTrainedConfig) -> Family:
     """Return the family of a teacher's configuration.
 
     Raises:
-        ValueError: a model of this configuration cannot be a teacher; one line says why, and what can.
+        ValueError: A model of this configuration cannot be a teacher.
     """
     family, kind = find_family(config), config.model_type
     known = ", ".join(name for name in FAMILIES if " " not in name)
@@ -190,8 +190,8 @@ def check_teacher(config: PreTrainedConfig) -> Family:
     bias = getattr(config, "relative_attention", False) or hasattr(config, "relative_attention_num_buckets")
     if bias or (positions or "").startswith("relative"):
         raise ValueError(
-            f"the teacher ({kind}) has relative biases, which no student can take over; take one with learned or "
-            f"rotary positions: {known}"
+            f"the teacher ({kind}) has relative biases, which no student supports; use one with learned or rotary "
+            f"positions: {known}"
         )
     tokens = getattr(config, "input_type", "tokens") == "tokens"
     if family is None or not tokens:
