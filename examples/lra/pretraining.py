@@ -68,19 +68,7 @@ def pretrain(
         Reconstruction(model, GRAYS if tokenizer is None else len(tokenizer)),
         options,
         train_dataset=mask_split(split, task, tokenizer, share, training.seed),
-        data_collator=make_masked_collator(0 if tokenizer is None else tokenizer.pad_token_id),
+        data_collator=make_collator(0 if tokenizer is None else tokenizer.pad_token_id),
     )
     output = trainer.train()
     return {"self_pretraining_loss": output.training_loss, "self_pretraining_seconds": output.metrics["train_runtime"]}
-
-
-def make_masked_collator(pad_token_id: int):
-    """Return `make_collator` for rows whose labels are as long as their inputs."""
-    collate = make_collator(pad_token_id)
-
-    def collate_masked(rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
-        labels = nn.utils.rnn.pad_sequence([row["labels"] for row in rows], batch_first=True, padding_value=-100)
-        inputs = [{name: value for name, value in row.items() if name != "labels"} for row in rows]
-        return collate(inputs) | {"labels": labels}
-
-    return collate_masked

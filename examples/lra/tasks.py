@@ -210,6 +210,9 @@ def make_collator(pad_token_id: int) -> Callable[[list[dict[str, Any]]], dict[st
         batch = {}
         for name in rows[0]:
             columns = [torch.as_tensor(row[name]) for row in rows]
+            if name == "labels" and columns[0].dim():  # of self-pretraining
+                batch[name] = pad_sequence(columns, batch_first=True, padding_value=-100)
+                continue
             if not name.endswith("input_ids"):
                 batch[name] = torch.stack(columns)
                 continue
