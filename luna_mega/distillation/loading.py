@@ -140,7 +140,7 @@ def check_tokenizer(teacher: Teacher, tokenizer: PreTrainedTokenizerBase) -> Non
             padding.
     """
     if find_head(teacher.model) == "ForMaskedLM" and tokenizer.mask_token_id is None:
-        raise ValueError("the tokenizer has no mask token, which a masked language model requires; use the teacher's")
+        raise ValueError("the tokenizer has no mask token, which a masked language model needs; take the teacher's own")
     if (largest := largest_id(tokenizer)) >= teacher.config.vocab_size:
         raise ValueError(
             f"the tokenizer has token id {largest}, but the teacher's vocab_size is {teacher.config.vocab_size}; use "
@@ -148,4 +148,4 @@ def check_tokenizer(teacher: Teacher, tokenizer: PreTrainedTokenizerBase) -> Non
         )
     own, padding = getattr(teacher.config, "pad_token_id", None), tokenizer.pad_token_id
     if own is not None and padding is not None and own != padding:
-        raise ValueError(f"the tokenizer pads with {padding} and the teacher with {own}; use the teacher's")
+        raise ValueError(f"the tokenizer pads with {padding} and the teacher with {own}; take the teacher's own")

@@ -190,8 +190,8 @@ def check_teacher(config: PreTrainedConfig) -> Family:
     bias = getattr(config, "relative_attention", False) or hasattr(config, "relative_attention_num_buckets")
     if bias or (positions or "").startswith("relative"):
         raise ValueError(
-            f"the teacher ({kind}) has relative biases, which no student supports; use one with learned or rotary "
-            f"positions: {known}"
+            f"the teacher ({kind}) has relative biases, which no student can take over; take one with learned or "
+            f"rotary positions: {known}"
         )
     tokens = getattr(config, "input_type", "tokens") == "tokens"
     if family is None or not tokens:
