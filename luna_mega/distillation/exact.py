@@ -18,7 +18,7 @@ from luna_mega import (
     LunaModel,
 )
 from luna_mega.distillation.copying import CopyReport, copy_encoder
-from luna_mega.distillation.families import find_head
+from luna_mega.distillation.families import Family, find_head
 from luna_mega.distillation.loading import check_tokenizer, load_model
 from luna_mega.distillation.students import student_config
 from luna_mega.distillation.teachers import Teacher, check_teacher
@@ -56,7 +56,7 @@ class EncoderTeacher(Teacher):
     heads = tuple(_CLASSES)
 
     def __init__(self, model: PreTrainedModel, window: int | None = None):
-        _check_type(model.config)
+        self.check(model.config)
         head = find_head(model)
         if head not in self.heads:
             raise ValueError(
@@ -78,8 +78,17 @@ class EncoderTeacher(Teacher):
             )
 
     @staticmethod
+    def check(config: PreTrainedConfig) -> Family:
+        family = check_teacher(config, _TYPES)
+        if config.model_type not in _TYPES:
+            raise ValueError(
+                f"the teacher ({config.model_type}) does not have the layers and learned positions of BERT, so that no "
+                f"Luna equals it; supported are {', '.join(_TYPES)}, for others see examples/run_distill.py"
+            )
+        return family
+
+    @staticmethod
     def model_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
-        _check_type(config)
         named = getattr(transformers, str((config.architectures or [""])[0]), None)
         if isinstance(named, type) and named.__name__.endswith(tuple(filter(None, _CLASSES))):
             return named
@@ -92,16 +101,6 @@ class EncoderTeacher(Teacher):
         if find_head(self.model) == "ForMultipleChoice":
             inputs = {name: tensor[:, None] for name, tensor in inputs.items()}
         return self.model(**inputs)[0]
-
-
-def _check_type(config: PreTrainedConfig) -> None:
-    """Raise `ValueError` unless Luna has the layers and positions of this type of model."""
-    check_teacher(config)
-    if config.model_type not in _TYPES:
-        raise ValueError(
-            f"the teacher ({config.model_type}) does not have the layers and learned positions of BERT, so that no "
-            f"Luna equals it; supported are {', '.join(_TYPES)}, for others see examples/run_distill.py"
-        )
 
 
 @dataclass

@@ -12,7 +12,7 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGH
 
 from luna_mega.convert.safe_load.reader import read_tensors
 from luna_mega.distillation.families import Family, find_head
-from luna_mega.distillation.teachers import Teacher, check_teacher
+from luna_mega.distillation.teachers import Teacher
 from luna_mega.errors import ConversionError, reason
 from luna_mega.hub.folder import largest_id, open_weights, read_weight_map
 
@@ -39,10 +39,16 @@ def load_model(teacher_class: type[TeacherClass], name_or_path: str, **options: 
         raise ValueError("trust_remote_code=True runs code of the teacher; omit it, and use a model of transformers")
     # Flash attention of some families concatenates batches, which changes the shape of the states.
     options.setdefault("attn_implementation", "sdpa")
+    folder = Path(name_or_path)
+    if folder.suffix == ".gguf" or (any(folder.glob("*.gguf")) and not (folder / "config.json").exists()):
+        raise ValueError(
+            f"{name_or_path} is a GGUF checkpoint; save it once as a folder of transformers, as in 'GGUF checkpoints' "
+            "of docs/distillation.md"
+        )
     places = {key: options.pop(key) for key in ("revision", "cache_dir", "token", "subfolder") if key in options}
     with _one_line(name_or_path):
         config = AutoConfig.from_pretrained(name_or_path, trust_remote_code=False, **places)
-    family = check_teacher(config)
+    family = teacher_class.check(config)
     with _one_line(name_or_path):
         model_class = teacher_class.model_class(config)
         tensors, shapes = _read_weights(name_or_path, places)

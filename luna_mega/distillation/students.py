@@ -39,7 +39,8 @@ def student_config(teacher: Teacher, kind: str, **options: Any) -> LunaConfig | 
         ValueError: If `kind` is neither, or the fields are inconsistent.
     """
     if kind not in _CLASSES:
-        raise ValueError(f"a student is 'luna' or 'mega', got {kind!r}")
+        hint = "; no norm or layer of a Megalodon corresponds to one of a transformer" if kind == "megalodon" else ""
+        raise ValueError(f"a student is 'luna' or 'mega', got {kind!r}{hint}")
     config = teacher.config
     if config.model_type == kind:
         return type(config)(**config.to_dict() | options)

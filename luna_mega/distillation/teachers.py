@@ -1,6 +1,6 @@
 """Trained transformers as teachers: their requirements, and the states that they return."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -57,7 +57,7 @@ class Teacher(Parts):
                 f"a {type(model).__name__} has no head to learn from; use a masked or causal language model, or a "
                 "sequence classifier"
             )
-        super().__init__(model.eval(), check_teacher(model.config))
+        super().__init__(model.eval(), self.check(model.config))
         self.window = window
         if self.family.is_decoder and self.is_classifier:
             raise ValueError(
@@ -72,6 +72,11 @@ class Teacher(Parts):
                 f"the teacher's weights are not finite in {len(broken)} tensors ({broken[0]}, ...); take another "
                 "checkpoint"
             )
+
+    @staticmethod
+    def check(config: PreTrainedConfig) -> Family:
+        """Return the family of a teacher's configuration; raise `ValueError` if it is not supported."""
+        return check_teacher(config)
 
     @staticmethod
     def model_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
@@ -176,22 +181,24 @@ def positions_of(mask: torch.Tensor) -> torch.Tensor:
     return (mask.long().cumsum(dim=1) - 1).clamp(min=0)
 
 
-def check_teacher(config: PreTrainedConfig) -> Family:
+def check_teacher(config: PreTrainedConfig, types: Iterable[str] = FAMILIES) -> Family:
     """Return the family of a teacher's configuration.
+
+    Args:
+        types: model types that the errors name.
 
     Raises:
         ValueError: A model of this configuration cannot be a teacher.
     """
     family, kind = find_family(config), config.model_type
-    known = ", ".join(name for name in FAMILIES if " " not in name)
+    known = ", ".join(name for name in types if " " not in name)
     positions = getattr(config, "position_embedding_type", None)
     if config.is_encoder_decoder:
         raise ValueError(f"{kind} is an encoder-decoder and cannot be a teacher; those that can are {known}")
     bias = getattr(config, "relative_attention", False) or hasattr(config, "relative_attention_num_buckets")
     if bias or (positions or "").startswith("relative"):
         raise ValueError(
-            f"the teacher ({kind}) has relative biases, which no student can take over; take one with learned or "
-            f"rotary positions: {known}"
+            f"the teacher ({kind}) has relative biases, which no student can take over; take one without: {known}"
         )
     tokens = getattr(config, "input_type", "tokens") == "tokens"
     if family is None or not tokens:

@@ -18,6 +18,7 @@ from luna_mega.distillation import (
     copy_weights,
     distill,
     extend_positions,
+    from_teacher,
     load_teacher,
     student_config,
 )
@@ -46,6 +47,16 @@ def test_unsupported_teachers(case, tmp_path):
     with pytest.raises(ValueError, match=message) as error:
         load_teacher(str(tmp_path))
     one_line(error)
+
+
+@pytest.mark.parametrize("load", [load_teacher, from_teacher])
+def test_gguf_checkpoints(load, tmp_path):
+    file = tmp_path / "model-Q4.gguf"
+    file.write_bytes(b"GGUF")
+    for name in (tmp_path, file):
+        with pytest.raises(ValueError, match="is a GGUF checkpoint; save it once as a folder of transformers") as error:
+            load(str(name))
+        one_line(error)
 
 
 def test_weights_that_are_not_finite():
@@ -184,7 +195,9 @@ def test_layers_missing_from_the_teacher(layers):
 
 def test_options():
     teacher = make_teacher("bert")
-    with pytest.raises(ValueError, match="a student is 'luna' or 'mega', got 'lstm'"):
+    with pytest.raises(ValueError, match="got 'megalodon'; no norm or layer of a Megalodon corresponds"):
+        student_config(make_teacher("llama"), "megalodon")
+    with pytest.raises(ValueError, match="a student is 'luna' or 'mega', got 'lstm'$"):
         student_config(teacher, "lstm")
     with pytest.raises(ValueError, match="how is 'windows', 'copy', 'mirror' or 'interpolate', got 'sinusoids'"):
         extend_positions(torch.ones(3, 4), 5, "sinusoids")
