@@ -37,3 +37,13 @@ def test_causal_students_start_at_most_at_the_uniform_loss(name, kind):
     layer = next(parameter for key, parameter in student.named_parameters() if "layers.1" in key)
     assert layer.grad is not None and layer.grad.abs().max() > 0
     assert torch.isfinite(layer.grad).all()
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "bias"), [("llama", "mega", -2.0), ("modernbert", "mega", -2.0), ("gpt2", "mega", 0.0)]
+)
+def test_new_layers_of_a_mega_keep_most_of_their_input(name, kind, bias):
+    """With a bias of 0, the update gates of the 30 layers of SmolLM2 leave 2^-30 of the embeddings."""
+    for layer in make_student(make_teacher(name), kind).mega.layers:
+        gates, others = layer.mega_layer.mx_proj.bias.detach().split([16, len(layer.mega_layer.mx_proj.bias) - 16])
+        assert (gates == bias).all() and not others.any()
