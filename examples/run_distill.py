@@ -235,10 +235,12 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     )
     record.teacher = task.evaluator.teacher_scores
     if copying:
-        if teacher.family.is_decoder and not model.align_steps:  # alignment reads the norm as it is
-            recipe.scale_student(student.to(training.device), sample(1))
+        student = student.to(training.device)
+        unscaled = recipe.scale_student(student, sample(1)) if teacher.family.is_decoder else {}
         record.say(copying.text)
-        record.add_row("copy", copying, task.evaluator.score_student(student.to(training.device)))
+        record.add_row("copy", copying, task.evaluator.score_student(student))
+        if model.align_steps:  # aligned layers require the norm of the teacher
+            student.load_state_dict(unscaled, strict=False)
     if is_initialized and recipe.calibrates(teacher, student, model):
         calibration = recipe.calibrate_student(teacher, student, model, sample(model.calibration_batches + 1))
         record.say(calibration.text)

@@ -34,6 +34,7 @@ from luna_mega.distillation import (
 )
 from luna_mega.distillation.alignment import plan_alignment
 from luna_mega.distillation.calibration import calibration_error, scale_logits, solves_head
+from luna_mega.distillation.families import Parts, find_family
 from luna_mega.distillation.students import match_layers
 from luna_mega.hub.folder import position_limit
 from luna_mega.training.arguments import check_choice, check_least, fail
@@ -243,10 +244,18 @@ def _check_errors(
     return f"error of the {'attention' if is_attention else 'layers'} on a held-out batch: {shown}"
 
 
-def scale_student(student: PreTrainedModel, batches: list[dict[str, torch.Tensor]]) -> None:
-    """Scale the logits of a causal student to a loss of at most that of uniform predictions."""
+def scale_student(student: PreTrainedModel, batches: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """Scale the logits of a causal student to a loss of at most that of uniform predictions.
+
+    Returns:
+        The parameters of the last norm before the change, with their names in the student.
+    """
+    own = Parts(student, find_family(student.config))
+    prefix = own.path("last_norm")
+    before = {name: x.clone() for name, x in student.state_dict().items() if prefix and name.startswith(f"{prefix}.")}
     scale_logits(student, batches[0])
     _broadcast(student)
+    return before
 
 
 def _broadcast(student: PreTrainedModel) -> None:

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch.nn.functional import cross_entropy
 from transformers import (
     AutoModelForCausalLM,
@@ -186,7 +187,19 @@ def test_causal(name, kind, run, script, make_teacher, corpus, tmp_path):
         tokenizer.bos_token = None
         tokenizer.save_pretrained(teacher)
     summary = run(*command(teacher, corpus, tmp_path / "out"), "--student", kind, "--per_device_eval_batch_size", 2)
-    assert [row["stage"] for row in read_rows(tmp_path / "out")] == ["copy", "align", "distill"]
+    rows = read_rows(tmp_path / "out")
+    assert [row["stage"] for row in rows] == ["copy", "align", "distill"]
+    assert rows[0]["loss"] < math.log(300) + 0.1  # that of uniform predictions
+    norms = {
+        "gpt2": "transformer.ln_f.",
+        "llama": "model.norm.",
+        "luna": "luna.decoder.layer_norm.",
+        "mega": "mega.final_norm.norm.",
+    }
+    theirs, ours = load_file(teacher / WEIGHTS), load_file(tmp_path / "out" / "_align" / WEIGHTS)
+    for parameter in ("weight", "bias"):
+        if norms[name] + parameter in theirs:  # alignment has the norm of the teacher
+            assert torch.equal(theirs[norms[name] + parameter], ours[norms[kind] + parameter])
     tokenizer, module = AutoTokenizer.from_pretrained(tmp_path / "out"), language_modeling
     split = load_splits({"validation": None}, str(corpus), None, None)["validation"]
     stream = module.encode(split["text"], tokenizer, "eos")
