@@ -25,7 +25,7 @@ from luna_mega.modeling_common.masks import drop_if_full
 
 _BOUND = 0.99  # of tanh in a Mega's head
 _LEAST_FACTOR, _MARGIN = 1e-4, 1e-2  # of the last norm, so that all weights have gradients; of the loss, in nats
-_ROWS = 1024  # number of states that are compared with all parts at a time
+_ROWS = 1024  # number of states that are compared with all parts at a time, and of logits
 
 
 @dataclass
@@ -186,9 +186,9 @@ def calibration_error(
 def scale_logits(student: PreTrainedModel, batch: dict[str, Any]) -> float:
     """Scale the last norm of a causal student whose loss is above that of uniform predictions; return the factor.
 
-    The copied head reads random states if the layers are not copied. The factor minimizes the loss on the batch. The
-    loss is a convex function of it, and that of the factor 0 is uniform. It is called before distillation, after
-    alignment.
+    The copied head reads random states if the layers are not copied. The factor minimizes the loss on the first 1,024
+    predictions of the batch. The loss is a convex function of it, and that of the factor 0 is uniform. It is called
+    before distillation, after alignment.
     """
     own = Parts(student, find_family(student.config))
     norm, was_training = own.module("last_norm"), student.training
@@ -197,6 +197,7 @@ def scale_logits(student: PreTrainedModel, batch: dict[str, Any]) -> float:
     inputs = inputs_of(batch, token_types=False)
     targets = next_tokens(inputs["input_ids"], None, inputs["attention_mask"].bool())
     places = targets != -100
+    places &= places.flatten().cumsum(dim=0).view_as(places) <= _ROWS
     with own.logits_at(places):
         logits = student.eval()(**inputs).logits.float()
     student.train(was_training)

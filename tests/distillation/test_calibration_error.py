@@ -39,6 +39,14 @@ def test_causal_students_start_at_most_at_the_uniform_loss(name, kind):
     assert torch.isfinite(layer.grad).all()
 
 
+def test_the_scale_of_logits_requires_few_of_them():
+    """All logits of 16 blocks of 1,024 tokens of SmolLM2 have 3.2 GB."""
+    student, rows = make_student(make_teacher("llama"), "mega"), []
+    student.lm_head.register_forward_hook(lambda module, args, output: rows.append(len(output)))
+    scale_logits(student, {"input_ids": torch.randint(3, 40, (200, 12))})
+    assert rows == [1024]
+
+
 @pytest.mark.parametrize(
     ("name", "kind", "bias"), [("llama", "mega", -2.0), ("modernbert", "mega", -2.0), ("gpt2", "mega", 0.0)]
 )
