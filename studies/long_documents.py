@@ -122,7 +122,7 @@ def percent(right):
 
 def peak():
     """Return the peak memory of the process since `reset_peak`, in MiB."""
-    return int(re.search(r"VmHWM:\s+(\d+)", Path("/proc/self/status").read_text())[1]) // 1024
+    return int(re.search(r"VmHWM:\s+(\d+)", Path("/proc/self/status").read_text(encoding="utf-8-sig"))[1]) // 1024
 
 
 def reset_peak():
