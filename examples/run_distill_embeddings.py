@@ -1,4 +1,4 @@
-"""Distill a sentence encoder into a Luna for long texts by the cosine of their vectors.
+"""Distill a sentence encoder into a Luna for long texts by the cosine of their vectors and states.
 
     python examples/run_distill_embeddings.py --teacher sentence-transformers/all-MiniLM-L6-v2 \
         --dataset_name stanfordnlp/imdb --validation_split test --max_steps 100 --output_dir OUT
@@ -15,7 +15,12 @@ from transformers import DataCollatorWithPadding, PreTrainedModel, PreTrainedTok
 
 from luna_mega.distillation import from_teacher
 from luna_mega.distillation.embedding_trainer import EmbeddingTrainer
-from luna_mega.distillation.embeddings import SALIENCE_LEARNING_RATE, SentenceTeacher, load_sentence_teacher
+from luna_mega.distillation.embeddings import (
+    SALIENCE_LEARNING_RATE,
+    STATE_WEIGHT,
+    SentenceTeacher,
+    load_sentence_teacher,
+)
 from luna_mega.distillation.recipe import one_line
 from luna_mega.training.arguments import RunArguments, check_choice, check_least, fail, parse_arguments
 from luna_mega.training.data import (
@@ -59,6 +64,10 @@ class ModelArguments:
     salience_learning_rate: float = field(
         default=SALIENCE_LEARNING_RATE, metadata={"help": "learning rate of the salience"}
     )
+    state_weight: float = field(
+        default=STATE_WEIGHT,
+        metadata={"help": "weight of the cosine distance of the states of all tokens and layers; 0 = only vectors"},
+    )
     license: str | None = field(
         default=None, metadata={"help": "license of the weights, for the model card: apache-2.0"}
     )
@@ -79,6 +88,7 @@ def parse(argv: list[str] | None) -> tuple[DataArguments, ModelArguments, Traini
         fail("pass --teacher: a folder or a name on the Hub")
     check_choice(model, "position_extension", ("interpolate", "wrap"))
     check_least(model, 1, "projection_length", "projection_lengths")
+    check_least(model, 0, "state_weight")
     check_least(data, 1, "salience_texts")
     check_least(data, 3, "max_seq_length")
     if data.max_seq_length > model.max_length:
@@ -136,6 +146,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
         projection_length=model.projection_length,
         projection_lengths=model.projection_lengths,
         salience_learning_rate=model.salience_learning_rate,
+        state_weight=model.state_weight,
     )
     summary = {"task": TITLE, "metric": METRIC, **describe(trainer, run)}
     summary |= train(trainer, run)

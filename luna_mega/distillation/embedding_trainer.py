@@ -10,6 +10,7 @@ from torch import nn
 
 from luna_mega.distillation.embeddings import (
     SALIENCE_LEARNING_RATE,
+    STATE_WEIGHT,
     SentenceTeacher,
     cosines,
     disable_dropout,
@@ -22,7 +23,7 @@ from luna_mega.training.runs import OrderedTrainer, total
 
 
 class EmbeddingTrainer(OrderedTrainer):
-    """Trainer of 1 - cosine to the teacher's vectors, with a random number of rows in every step.
+    """Trainer of `embedding_loss`, with a random number of rows in every step.
 
     The evaluation reports the mean cosine for every number of rows, and 1 - the mean of these as loss. Dropout is
     disabled, because the student equals its teacher for short texts. The modules of the teacher are saved next to the
@@ -33,6 +34,7 @@ class EmbeddingTrainer(OrderedTrainer):
         projection_length: number of rows of the saved student.
         projection_lengths: numbers of rows in training and evaluation.
         salience_learning_rate: learning rate of the salience.
+        state_weight: weight of the states of all tokens and layers in the loss; see `embedding_loss`.
     """
 
     def __init__(
@@ -42,11 +44,12 @@ class EmbeddingTrainer(OrderedTrainer):
         projection_length: int,
         projection_lengths: Sequence[int],
         salience_learning_rate: float = SALIENCE_LEARNING_RATE,
+        state_weight: float = STATE_WEIGHT,
         **others: Any,
     ):
         super().__init__(*args, **others)
         disable_dropout(self.model)
-        self.teacher, self.salience_learning_rate = teacher, salience_learning_rate
+        self.teacher, self.salience_learning_rate, self.state_weight = teacher, salience_learning_rate, state_weight
         self.projection_length, self.projection_lengths = projection_length, projection_lengths
         self.teacher.model.to(self.args.device)
         self.model_accepts_loss_kwargs = False  # the loss is a mean over texts
@@ -61,7 +64,8 @@ class EmbeddingTrainer(OrderedTrainer):
         # By the step, so that all processes and resumed runs have the same number.
         numbers = random.Random(f"{self.args.seed} {self.state.global_step}")
         set_projection_length(self.model, numbers.choice(self.projection_lengths))
-        return embedding_loss(self.teacher.model, model, self.teacher.modules, inputs, self.teacher.window)
+        teacher = self.teacher
+        return embedding_loss(teacher.model, model, teacher.modules, inputs, teacher.window, self.state_weight)
 
     def evaluation_loop(self, *args, metric_key_prefix="eval", **kwargs):
         self.cosines = [0.0] * len(self.projection_lengths)

@@ -1,7 +1,7 @@
 """Distillation of sentence vectors: a Luna that packs long texts reproduces the vectors of its teacher."""
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -15,6 +15,7 @@ from luna_mega.distillation.sentences import SentenceModules, read_modules
 from luna_mega.distillation.teachers import check_teacher
 
 SALIENCE_LEARNING_RATE = 3e-3
+STATE_WEIGHT = 10.0
 
 
 @dataclass
@@ -93,6 +94,55 @@ def parameter_groups(
     ]
 
 
+class _Windows(NamedTuple):
+    """Windows of the texts of a batch; a short text is one window.
+
+    Args:
+        owner: number of the text, `[W]`.
+        columns: columns of the tokens in the batch, `[W, T]`.
+        mask: True for the tokens of a window, `[W, T]`.
+        counts: number of windows of every text, `[B]`.
+    """
+
+    owner: torch.Tensor
+    columns: torch.Tensor
+    mask: torch.Tensor
+    counts: torch.Tensor
+
+
+def _split(mask: torch.Tensor, window: int) -> _Windows:
+    """Split texts, of which `mask` `[B, T]` keeps the tokens, into windows.
+
+    Every window has the first and the last token of the text, as the tokenizer adds them to a text.
+    """
+    pieces: list[torch.Tensor] = []
+    owners: list[int] = []
+    for index, kept in enumerate(mask):
+        columns = kept.nonzero().flatten()
+        parts = (columns,)
+        if len(columns) > window:
+            parts = [torch.cat([columns[:1], part, columns[-1:]]) for part in columns[1:-1].split(window - 2)]
+        pieces += parts
+        owners += [index] * len(parts)
+    ones = [torch.ones_like(piece, dtype=torch.bool) for piece in pieces]
+    columns, kept = (nn.utils.rnn.pad_sequence(rows, batch_first=True) for rows in (pieces, ones))
+    owner = torch.tensor(owners, device=mask.device)
+    return _Windows(owner, columns, kept, owner.bincount(minlength=len(mask)))
+
+
+def _read(
+    teacher: PreTrainedModel, modules: SentenceModules, batch: dict[str, torch.Tensor], windows: _Windows
+) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
+    """Return the teacher's vectors `[B, d]` and its states after every layer `[W, T, d]`."""
+    inputs = {name: tensor[windows.owner[:, None], windows.columns] for name, tensor in batch.items()}
+    inputs["attention_mask"] = windows.mask.to(batch["attention_mask"])
+    outputs = teacher(**inputs, output_hidden_states=True)
+    vectors = modules.embed(outputs.last_hidden_state, windows.mask)
+    total = vectors.new_zeros(len(windows.counts), vectors.shape[1]).index_add_(0, windows.owner, vectors)
+    mean = total / windows.counts[:, None]
+    return functional.normalize(mean, dim=-1) if modules.normalizes else mean, outputs.hidden_states[1:]
+
+
 @torch.no_grad()
 def teacher_vectors(
     teacher: PreTrainedModel, modules: SentenceModules, batch: dict[str, torch.Tensor], window: int
@@ -101,26 +151,7 @@ def teacher_vectors(
 
     Every window has the first and the last token of the text, as the tokenizer adds them to a text.
     """
-    pieces: list[torch.Tensor] = []  # the columns of every window
-    owners: list[int] = []
-    for index, kept in enumerate(batch["attention_mask"].bool()):
-        columns = kept.nonzero().flatten()
-        parts = (columns,)
-        if len(columns) > window:
-            parts = [torch.cat([columns[:1], part, columns[-1:]]) for part in columns[1:-1].split(window - 2)]
-        pieces += parts
-        owners += [index] * len(parts)
-    columns, mask = (
-        nn.utils.rnn.pad_sequence(rows, batch_first=True)
-        for rows in (pieces, [torch.ones_like(piece) for piece in pieces])
-    )
-    owner = torch.tensor(owners, device=mask.device)
-    inputs = {name: tensor[owner[:, None], columns] for name, tensor in batch.items()} | {"attention_mask": mask}
-    vectors = modules.embed(teacher(**inputs).last_hidden_state, mask.bool())
-    count = len(batch["attention_mask"])
-    total = vectors.new_zeros(count, vectors.shape[1]).index_add_(0, owner, vectors)
-    mean = total / owner.bincount(minlength=count)[:, None]
-    return functional.normalize(mean, dim=-1) if modules.normalizes else mean
+    return _read(teacher, modules, batch, _split(batch["attention_mask"].bool(), window))[0]
 
 
 def cosines(
@@ -137,6 +168,7 @@ def embedding_loss(
     modules: SentenceModules,
     batch: dict[str, torch.Tensor],
     window: int,
+    state_weight: float = 0.0,
 ) -> torch.Tensor:
     """Return 1 - cosine of the vectors of student and teacher, averaged over the texts of a batch.
 
@@ -146,9 +178,24 @@ def embedding_loss(
         modules: pooling and normalization of the teacher.
         batch: `input_ids`, `attention_mask` and if the tokenizer returns them `token_type_ids`, `[B, T]`.
         window: longest text that the teacher reads at once; see `teacher_vectors`.
+        state_weight: weight of a second term: 1 - cosine of the states of every token after every layer, averaged over
+            the tokens of the texts that the teacher reads at once, and over the layers.
     """
     table = Parts(teacher, check_teacher(teacher.config)).positions()
     if window < 3 or (table is not None and window > len(table)):
         limit = "" if table is None else f" to the {len(table)} positions of the teacher"
         raise ValueError(f"window={window} must be from 3{limit}")
-    return 1 - cosines(student, modules, batch, teacher_vectors(teacher, modules, batch, window)).mean()
+    mask = batch["attention_mask"].bool()
+    windows = _split(mask, window)
+    with torch.no_grad():
+        reference, wanted = _read(teacher, modules, batch, windows)
+    outputs = student(**batch, output_hidden_states=state_weight > 0)
+    vectors = modules.embed(outputs.last_hidden_state, mask)
+    loss = 1 - functional.cosine_similarity(vectors, reference, dim=-1).mean()
+    alone = windows.mask & (windows.counts[windows.owner] == 1)[:, None]
+    if state_weight > 0 and alone.any():
+        rows, columns = windows.owner[:, None].expand_as(alone)[alone], windows.columns[alone]
+        pairs = zip(outputs.hidden_states[1:], wanted, strict=True)
+        equal = [functional.cosine_similarity(got[rows, columns], want[alone], dim=-1) for got, want in pairs]
+        loss = loss + state_weight * (1 - torch.stack(equal).mean())
+    return loss

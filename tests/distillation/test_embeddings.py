@@ -39,6 +39,24 @@ def test_training_step(teacher):
     torch.optim.AdamW(groups).step()
 
 
+def test_states_of_short_texts_are_in_the_loss(teacher):
+    student = from_teacher(teacher, projection_length=12).model
+    set_projection_length(student, 4)
+    batch, both = batch_of(15, 9, 3), {"window": 10, "state_weight": 2.0}
+    vectors = embedding_loss(teacher, student, MODULES, batch, window=10)
+    distances = []
+    for length, row in ((9, 1), (3, 2)):  # the first text is longer than the window
+        text = {name: tensor[row : row + 1, :length] for name, tensor in batch.items()}
+        got, want = (model(**text, output_hidden_states=True).hidden_states[1:] for model in (student, teacher))
+        distances.append(1 - torch.cosine_similarity(torch.stack(got), torch.stack(want), dim=-1).flatten(1))
+    expected = vectors + 2 * torch.cat(distances, dim=1).mean()
+    torch.testing.assert_close(embedding_loss(teacher, student, MODULES, batch, **both), expected, rtol=0, atol=1e-6)
+    long = batch_of(15)
+    assert embedding_loss(teacher, student, MODULES, long, **both) == embedding_loss(
+        teacher, student, MODULES, long, window=10
+    )
+
+
 @pytest.mark.parametrize("pooling", ["mean", "cls"])
 def test_long_texts_have_the_mean_of_their_windows(teacher, pooling):
     modules, batch = SentenceModules((pooling,), True, None, {}, {}, {}), batch_of(15, 7)
