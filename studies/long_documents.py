@@ -9,7 +9,7 @@ of run_distill_embeddings.py. Prints one JSON line per method and length:
 
 - half: percentage of articles whose first half is closest to its own second half;
 - sentence: percentage of sentences that are closest to their own article; `beyond`: of those after token 512;
-- seconds per article and peak memory above that before the first article in MiB (Linux), one article at a time.
+- CPU seconds per article and peak memory above that before the first article in MiB (Linux), one article at a time.
 """
 
 import argparse
@@ -22,7 +22,6 @@ from pathlib import Path
 import torch
 from real_teachers import Study, show
 from torch.nn import functional
-from transformers import AutoModel
 
 from luna_mega.distillation.embeddings import set_projection_length, teacher_vectors
 
@@ -91,9 +90,9 @@ class Documents(Study):
         self.tables = {size: self.stretched(size) for size in {length, middle + 2} if size > self.limit}
         for name, encode in methods.items():
             before = reset_peak()
-            start = time.perf_counter()
+            start = time.process_time()
             documents = self.vectors(encode, articles)
-            seconds, used = (time.perf_counter() - start) / len(articles), peak() - before
+            seconds, used = (time.process_time() - start) / len(articles), peak() - before
             former, latter = (self.vectors(encode, half) for half in halves)
             found = self.vectors(encode, [ids for _, _, ids in spans]) @ documents.T
             right = found.argmax(1) == owner
@@ -146,12 +145,9 @@ def main(argv=None):
     random.seed(args.seed)
     study = Documents(args)
     methods = {"teacher, truncated": study.truncated, "windows": study.windows, "full attention": study.full}
-    for rows in (args.rows, 2 * args.rows):
-        methods[f"Luna, l = {rows}"] = study.luna(study.student, rows)
-    if args.trained:
-        trained = AutoModel.from_pretrained(args.trained).eval()
+    for name, student in study.students.items():
         for rows in (args.rows, 2 * args.rows):
-            methods[f"trained Luna, l = {rows}"] = study.luna(trained, rows)
+            methods[f"{name}, l = {rows}"] = study.luna(student, rows)
     for length in args.lengths:
         study.measure(length, methods, args.most)
 

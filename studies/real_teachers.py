@@ -4,8 +4,9 @@
 
 Prints one JSON line per measurement. FOLDER of `--data` contains the parquet files of GLUE's STS-B (`glue_stsb`), IMDB
 (`imdb`) and WikiText-2 (`wikitext2_raw`). Parts: `exact` (largest difference for texts of up to l tokens), `stsb`
-(Spearman correlation on the validation pairs), `long` (cosine of the vectors of packed texts to the teacher's; also for
-`--trained`, an output of run_distill_embeddings.py), `speed` (seconds of a forward pass next to the teacher with SDPA).
+(Spearman correlation on the validation pairs), `long` (cosine of the vectors of packed texts to the teacher's), `speed`
+(seconds of a forward pass next to the teacher with SDPA). `stsb` and `long` also measure `--trained`, an output of
+run_distill_embeddings.py.
 """
 
 import argparse
@@ -38,6 +39,9 @@ class Study:
         self.student, self.tokenizer, report = from_teacher(args.teacher, args.rows, texts=self.train[:FIT])
         teacher = load_sentence_teacher(args.teacher)
         self.teacher, self.modules, self.window = teacher.model, teacher.modules, teacher.window
+        self.students = {"Luna": self.student}
+        if args.trained:
+            self.students["trained Luna"] = AutoModel.from_pretrained(args.trained).eval()
         self.rows, self.seed = args.rows, args.seed
         seconds = round(time.perf_counter() - start, 1)
         show("conversion", seconds=seconds, memory=memory(), r2=[round(share, 3) for share in report.fit])
@@ -94,7 +98,7 @@ class Study:
     def stsb(self):
         """Show the Spearman correlation on all validation pairs of STS-B."""
         pairs = self.table("glue_stsb", "validation")
-        for name, model in (("teacher", self.teacher), ("Luna", self.student)):
+        for name, model in {"teacher": self.teacher, **self.students}.items():
             start = time.perf_counter()
             texts = [*pairs.sentence1, *pairs.sentence2]
             vectors = self.embed(model, texts, self.rows, size=64)
@@ -102,22 +106,20 @@ class Study:
             ranks = pandas.Series(scores.numpy()).rank().corr(pairs.label.rank())
             show(f"stsb: {name}", spearman=round(100 * ranks, 4), seconds=round(time.perf_counter() - start, 1))
 
-    def long(self, student, name):
+    def long(self):
         """Show the mean cosine to the vectors of the teacher, which reads the complete text."""
-        long = [article for article in self.articles() if len(article.split()) > 420]
-        corpora = {"IMDB": self.reviews("test"), "Wikipedia": long}
-        for (corpus, texts), length in itertools.product(corpora.items(), sorted({length for length, _ in PAIRS})):
-            want = self.embed(self.teacher, texts[:TEXTS], length, size=8)
-            for rows in (rows for other, rows in PAIRS if other == length):
+        articles = [article for article in self.articles() if len(article.split()) > 420]
+        corpora = {"IMDB": self.reviews("test")[:TEXTS], "Wikipedia": articles[:TEXTS]}
+        for (corpus, texts), (length, rows) in itertools.product(corpora.items(), PAIRS):
+            want = self.embed(self.teacher, texts, length, size=8)
+            for name, student in self.students.items():
                 set_projection_length(student, rows)
-                got = self.embed(student, texts[:TEXTS], length, size=8)
-                cosine = torch.cosine_similarity(got, want).mean().item()
+                cosine = torch.cosine_similarity(self.embed(student, texts, length, size=8), want).mean().item()
                 show(f"long: {name}", texts=corpus, tokens=length, rows=rows, cosine=round(cosine, 4))
 
     @torch.no_grad()
     def speed(self):
         """Show seconds per forward pass of one text; the teacher has SDPA and a position table of that length."""
-        set_projection_length(self.student, self.rows)
         for length in (512, 2048, 8192):
             ids = torch.randint(5, 1000, (1, length))
             fields = self.teacher.config.to_dict() | {"max_position_embeddings": length}
@@ -147,7 +149,7 @@ def main(argv=None):
     parser.add_argument("--data", required=True, help="folder with glue_stsb, imdb and wikitext2_raw")
     parser.add_argument("--part", nargs="+", choices=("exact", "stsb", "long", "speed"), default=["exact"])
     parser.add_argument("--rows", type=int, default=128, help="rows l of the Luna")
-    parser.add_argument("--trained", help="output folder of run_distill_embeddings.py, for the part `long`")
+    parser.add_argument("--trained", help="output folder of run_distill_embeddings.py")
     parser.add_argument("--threads", type=int, default=1, help="threads of PyTorch")
     parser.add_argument("--seed", type=int, default=0, help="seed of the texts")
     args = parser.parse_args(argv)
@@ -155,12 +157,9 @@ def main(argv=None):
     torch.manual_seed(args.seed)
     study = Study(args)
     for part in args.part:
-        if part == "long":
-            study.long(study.student, "no training")
-            if args.trained:
-                study.long(AutoModel.from_pretrained(args.trained).eval(), "trained")
-        else:
-            getattr(study, part)()
+        for student in study.students.values():
+            set_projection_length(student, args.rows)
+        getattr(study, part)()
 
 
 if __name__ == "__main__":
