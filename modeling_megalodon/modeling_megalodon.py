@@ -350,8 +350,10 @@ class MegalodonModel(BodyMixin, MegalodonPreTrainedModel):
             cp_group=cp_group,
         )
         windowed = self.config.windowed_statistics and not self.training and needs_windows(self, inputs, options)
-        embeddings = embed(self, inputs)
-        hidden_states = self.dropout(embeddings if self.scale == 1.0 else embeddings * self.scale)
+        hidden_states = embed(self, inputs)
+        if self.scale != 1.0:
+            hidden_states = hidden_states * self.scale
+        hidden_states = self.dropout(hidden_states)
         if windowed:
             hidden_states = run_in_windows(self, hidden_states, inputs)
         else:
