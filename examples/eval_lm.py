@@ -34,7 +34,7 @@ class Arguments(SourceArguments):
     text_column: str = HfArg(default="text", help="column with the text")
     line_end: str = HfArg(default="eos", help="separator of the texts: newline, or eos (</s>)")
     context: list[int] = HfArg(default_factory=lambda: [128, 512, 2048, 8192], help="block lengths in tokens")
-    chunk: list[int] = HfArg(default_factory=list, help="attention chunk sizes; default: that of the model")
+    chunk: list[int] = HfArg(default_factory=list, help="attention chunk sizes; default: the model's")
     segment: int = HfArg(default=1024, help="tokens of a forward pass")
     batch_size: int = HfArg(default=8, help="number of blocks of a forward pass")
     device: str = field(default="cuda" if torch.cuda.is_available() else "cpu")

@@ -4,15 +4,14 @@
 
 FOLDER of `--data` contains the parquet files of WikiText-2 (`wikitext2_raw`) and of IMDB (`imdb`), which the salience
 is fitted on. The methods are the teacher on its first 512 tokens, the mean of the teacher's windows, the teacher with
-its position table stretched to the length of the text, and Lunas with several numbers of rows; `--trained` is an output
-of run_distill_embeddings.py. Prints one JSON line per method and length:
+its position table stretched to the length of the text, and Lunas with `--rows` rows and with twice as many; `--trained`
+is an output of run_distill_embeddings.py. Prints one JSON line per method and length:
 
 - half: percentage of articles whose first half is closest to its own second half;
 - sentence: percentage of sentences that are closest to their own article; `beyond`: of those after token 512;
-- CPU seconds per article and peak memory above that before the first article in MiB (Linux), one article at a time.
+- CPU seconds per article, and increase of the peak memory in MiB (Linux), one article at a time.
 """
 
-import argparse
 import copy
 import ctypes
 import random
@@ -21,7 +20,7 @@ import time
 from pathlib import Path
 
 import torch
-from real_teachers import Study, show
+from real_teachers import Study, make_parser, show
 from torch.nn import functional
 
 from luna_mega.distillation.embeddings import set_projection_length, teacher_vectors
@@ -134,15 +133,9 @@ def reset_peak():
 
 
 def main(argv=None):
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--teacher", required=True, help="sentence-transformers model: a folder or a name on the Hub")
-    parser.add_argument("--data", required=True, help="folder with wikitext2_raw and imdb")
+    parser = make_parser(__doc__)
     parser.add_argument("--lengths", nargs="+", type=int, default=[1024, 2048, 4096], help="tokens of an article")
-    parser.add_argument("--rows", type=int, default=128, help="rows l of the smallest Luna; another has twice as many")
     parser.add_argument("--most", type=int, default=120, help="number of articles")
-    parser.add_argument("--trained", help="output folder of run_distill_embeddings.py")
-    parser.add_argument("--threads", type=int, default=1, help="threads of PyTorch")
-    parser.add_argument("--seed", type=int, default=0, help="seed of the texts and sentences")
     args = parser.parse_args(argv)
     torch.set_num_threads(args.threads)
     random.seed(args.seed)

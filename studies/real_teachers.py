@@ -143,15 +143,21 @@ def show(name, **values):
     print(json.dumps({"what": name, **values}), flush=True)
 
 
-def main(argv=None):
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def make_parser(description):
+    """Return a parser with the options of `Study`."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--teacher", required=True, help="sentence-transformers model: a folder or a name on the Hub")
-    parser.add_argument("--data", required=True, help="folder with glue_stsb, imdb and wikitext2_raw")
-    parser.add_argument("--part", nargs="+", choices=("exact", "stsb", "long", "speed"), default=["exact"])
+    parser.add_argument("--data", required=True, help="folder with the data sets")
     parser.add_argument("--rows", type=int, default=128, help="rows l of the Luna")
     parser.add_argument("--trained", help="output folder of run_distill_embeddings.py")
     parser.add_argument("--threads", type=int, default=1, help="threads of PyTorch")
     parser.add_argument("--seed", type=int, default=0, help="seed of the texts")
+    return parser
+
+
+def main(argv=None):
+    parser = make_parser(__doc__)
+    parser.add_argument("--part", nargs="+", choices=("exact", "stsb", "long", "speed"), default=["exact"])
     args = parser.parse_args(argv)
     torch.set_num_threads(args.threads)
     torch.manual_seed(args.seed)

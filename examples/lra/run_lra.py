@@ -59,8 +59,8 @@ _NO_TOKENS = 8  # vocabulary of a model that reads values
 class DataArguments(SourceArguments, ClassifierArguments):
     task: str = HfArg(default="text", help=f"task: {' | '.join(TASKS)}")
     convention: str = HfArg(default="ours", help=f"conventions of data and evaluation: {' | '.join(CONVENTIONS)}")
-    max_length: int | None = HfArg(default=None, help="maximum input length; default: that of the benchmark")
-    pixels: str | None = HfArg(default=None, help="values | tokens; default: that of the convention")
+    max_length: int | None = HfArg(default=None, help="maximum input length; default: the benchmark's")
+    pixels: str | None = HfArg(default=None, help="values | tokens; default: the convention's")
     self_pretraining_steps: int = HfArg(default=0, help="steps of self-pretraining on masked inputs of the task")
     masked_share: float = HfArg(default=0.15, help="share of the inputs that are masked in self-pretraining")
     warmup_power: float = HfArg(default=1.0, help="power of the step in the warmup; 1 unless the schedule is linear")

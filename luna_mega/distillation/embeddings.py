@@ -131,16 +131,17 @@ def _split(mask: torch.Tensor, window: int) -> _Windows:
 
 
 def _read(
-    teacher: PreTrainedModel, modules: SentenceModules, batch: dict[str, torch.Tensor], windows: _Windows
+    teacher: PreTrainedModel, modules: SentenceModules, batch: dict[str, torch.Tensor], windows: _Windows, states: bool
 ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
-    """Return the teacher's vectors `[B, d]` and its states after every layer `[W, T, d]`."""
+    """Return the teacher's vectors `[B, d]` and, if `states` is set, its states after every layer `[W, T, d]`."""
     inputs = {name: tensor[windows.owner[:, None], windows.columns] for name, tensor in batch.items()}
     inputs["attention_mask"] = windows.mask.to(batch["attention_mask"])
-    outputs = teacher(**inputs, output_hidden_states=True)
+    outputs = teacher(**inputs, output_hidden_states=states)
     vectors = modules.embed(outputs.last_hidden_state, windows.mask)
     total = vectors.new_zeros(len(windows.counts), vectors.shape[1]).index_add_(0, windows.owner, vectors)
     mean = total / windows.counts[:, None]
-    return functional.normalize(mean, dim=-1) if modules.normalizes else mean, outputs.hidden_states[1:]
+    mean = functional.normalize(mean, dim=-1) if modules.normalizes else mean
+    return mean, outputs.hidden_states[1:] if states else ()
 
 
 @torch.no_grad()
@@ -151,7 +152,8 @@ def teacher_vectors(
 
     Every window has the first and the last token of the text, as the tokenizer adds them to a text.
     """
-    return _read(teacher, modules, batch, _split(batch["attention_mask"].bool(), window))[0]
+    windows = _split(batch["attention_mask"].bool(), window)
+    return _read(teacher, modules, batch, windows, states=False)[0]
 
 
 def cosines(
@@ -188,14 +190,14 @@ def embedding_loss(
     mask = batch["attention_mask"].bool()
     windows = _split(mask, window)
     with torch.no_grad():
-        reference, wanted = _read(teacher, modules, batch, windows)
+        reference, wanted = _read(teacher, modules, batch, windows, states=state_weight > 0)
     outputs = student(**batch, output_hidden_states=state_weight > 0)
     vectors = modules.embed(outputs.last_hidden_state, mask)
     loss = 1 - functional.cosine_similarity(vectors, reference, dim=-1).mean()
-    alone = windows.mask & (windows.counts[windows.owner] == 1)[:, None]
-    if state_weight > 0 and alone.any():
-        rows, columns = windows.owner[:, None].expand_as(alone)[alone], windows.columns[alone]
+    single = windows.mask & (windows.counts[windows.owner] == 1)[:, None]
+    if state_weight > 0 and single.any():
+        rows, columns = windows.owner[:, None].expand_as(single)[single], windows.columns[single]
         pairs = zip(outputs.hidden_states[1:], wanted, strict=True)
-        equal = [functional.cosine_similarity(got[rows, columns], want[alone], dim=-1) for got, want in pairs]
+        equal = [functional.cosine_similarity(got[rows, columns], want[single], dim=-1) for got, want in pairs]
         loss = loss + state_weight * (1 - torch.stack(equal).mean())
     return loss

@@ -52,7 +52,7 @@ class DistillArguments:
     teacher_window: int | None = HfArg(default=None, help="window in which the teacher reads longer blocks")
     student: str = HfArg(default="luna", help="luna, mega, or the folder of one that was made before, to go on with it")
     projection_length: int | None = HfArg(default=None, help="rows of a new Luna's packed sequence")
-    max_length: int | None = HfArg(default=None, help="positions; default: those of the teacher or of a longer block")
+    max_length: int | None = HfArg(default=None, help="positions; default: the teacher's, or a longer block")
     num_hidden_layers: int | None = HfArg(default=None, help="layers of a new student")
     layers: list[int] | None = HfArg(default=None, help="teacher layers of the student's layers, from 0 on: 0 3 7 11")
     positions: str = HfArg(default="windows", help="extension of positions: windows, copy, mirror or interpolate")

@@ -39,7 +39,7 @@ class CheckpointArguments:
 
 @dataclass
 class ModelArguments(CheckpointArguments):
-    tokenizer_name: str | None = HfArg(default=None, help="folder or Hub name; default: that of the model")
+    tokenizer_name: str | None = HfArg(default=None, help="folder or Hub name; default: the model's")
     vocab_size: int = HfArg(default=8000, help="vocabulary size of the BPE that is trained if there is no tokenizer")
 
 
