@@ -41,11 +41,17 @@ def add(commands: Commands) -> None:
     parser.add_argument(
         "--texts", metavar="FILE", help="text file to fit the packing on, one text per line; about 100 are enough"
     )
+    parser.add_argument(
+        "--num-labels",
+        metavar="N",
+        type=positive,
+        help="write a classifier to fine-tune, with N labels or 1 for regression; a BERT's pooling layer is its start",
+    )
 
 
 def run(options: argparse.Namespace) -> None:
     from luna_mega.distillation.convert import convert_teacher
 
-    names = ("teacher", "output", "projection_length", "max_length", "position_extension", "texts")
+    names = ("teacher", "output", "projection_length", "max_length", "position_extension", "texts", "num_labels")
     report = convert_teacher(**chosen(options, *names))
     show(options, report)

@@ -40,6 +40,7 @@ def convert_teacher(
     max_length: int = 4096,
     position_extension: str | None = "interpolate",
     texts: str | Path | None = None,
+    num_labels: int | None = None,
 ) -> DistillReport:
     """Write a trained encoder as a folder with a Luna model and its tokenizer; see `from_teacher`.
 
@@ -47,18 +48,20 @@ def convert_teacher(
         teacher: name on the Hub or folder; of sentence-transformers, its modules are copied.
         output: folder, absent or empty.
         texts: text file to fit the salience on, with one text per line.
+        num_labels: see `from_teacher`; a classifier is saved without the modules of sentence-transformers.
 
     Raises:
         ConversionError: The teacher is not supported, an option is out of range, or a file is invalid.
     """
     place = check_output(output)
-    if len(Path(teacher).parts) > 2 and not Path(teacher).is_dir():  # a name on the Hub has at most two parts
+    if len(Path(teacher).parts) > 2 and not Path(teacher).exists():  # a name on the Hub has at most two parts
         raise ConversionError(f"{teacher}: no such folder or model; pass a folder or a name on the Hub")
     try:
-        modules = read_modules(teacher)
+        modules = read_modules(teacher) if num_labels is None else None
         lines = None if texts is None else _read_lines(Path(texts))
-        options: dict[str, Any] = {"projection_length": projection_length, "max_length": max_length}
-        model, tokenizer, report = from_teacher(teacher, **options, position_extension=position_extension, texts=lines)
+        model, tokenizer, report = from_teacher(
+            teacher, projection_length, max_length, position_extension, texts=lines, num_labels=num_labels
+        )
     except ValueError as error:
         raise ConversionError(str(error)) from error
     with complete_folder(place) as folder:

@@ -149,6 +149,7 @@ def from_teacher(
     position_extension: str | None = "interpolate",
     texts: Iterable[str] | None = None,
     tokenizer: PreTrainedTokenizerBase | None = None,
+    num_labels: int | None = None,
 ) -> Converted:
     """Convert a trained encoder to a Luna model with linear time and memory.
 
@@ -165,6 +166,8 @@ def from_teacher(
             raise an error.
         texts: texts to fit the salience on, which decides how longer texts are packed. About 100 are enough.
         tokenizer: tokenizer of a teacher that is given as a model; only required for `texts`.
+        num_labels: make a sequence classifier of that many labels for fine-tuning, 1 for regression. If the checkpoint
+            has no such head, its output layer is new, and its dense layer is the pooling layer of a BERT.
 
     Returns:
         The model, the tokenizer, and a report.
@@ -176,16 +179,22 @@ def from_teacher(
     Example:
         >>> model, tokenizer, report = from_teacher("sentence-transformers/all-MiniLM-L6-v2")  # doctest: +SKIP
     """
-    for name, value in (("projection_length", projection_length), ("max_length", max_length)):
-        if value < 1:
+    numbers = {"projection_length": projection_length, "max_length": max_length, "num_labels": num_labels}
+    for name, value in numbers.items():
+        if value is not None and value < 1:
             raise ValueError(f"{name} must be at least 1, got {value}")
     if isinstance(texts, str):
         raise ValueError(f"`texts` must be a list of texts, got the str {texts[:20]!r}; pass [text] for a single text")
     if isinstance(teacher, str):
-        source = load_model(EncoderTeacher, teacher, dtype=torch.float32)
+        source = load_model(EncoderTeacher, teacher, num_labels, dtype=torch.float32)
         tokenizer = load_tokenizer(teacher) if tokenizer is None else tokenizer
-    else:
+    elif num_labels is None:
         source = EncoderTeacher(teacher)
+    else:
+        raise ValueError(
+            f"num_labels={num_labels} requires the name or folder of the teacher; for a loaded teacher, load it with "
+            f"AutoModelForSequenceClassification and num_labels={num_labels}"
+        )
     if tokenizer is not None:
         check_tokenizer(source, tokenizer)
     elif texts is not None:

@@ -7,7 +7,12 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from transformers import AutoConfig, PreTrainedConfig, PreTrainedTokenizerBase
+from transformers import (
+    MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
+    AutoConfig,
+    PreTrainedConfig,
+    PreTrainedTokenizerBase,
+)
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGHTS_INDEX_NAME, WEIGHTS_NAME, cached_file
 
 from luna_mega.convert.safe_load.reader import read_tensors
@@ -33,8 +38,13 @@ def load_teacher(name_or_path: str, **options: Any) -> Teacher:
     return load_model(Teacher, name_or_path, **options)
 
 
-def load_model(teacher_class: type[TeacherClass], name_or_path: str, **options: Any) -> TeacherClass:
-    """Load a teacher of a class; see `load_teacher`."""
+def load_model(
+    teacher_class: type[TeacherClass], name_or_path: str, num_labels: int | None = None, **options: Any
+) -> TeacherClass:
+    """Load a teacher of a class; see `load_teacher`.
+
+    With `num_labels`, it is a sequence classifier, whose head is new unless the checkpoint has one of that size.
+    """
     if options.pop("trust_remote_code", False):
         raise ValueError("trust_remote_code=True runs code of the teacher; omit it, and use a model of transformers")
     # Flash attention of some families concatenates batches, which changes the shape of the states.
@@ -50,23 +60,31 @@ def load_model(teacher_class: type[TeacherClass], name_or_path: str, **options: 
         config = AutoConfig.from_pretrained(name_or_path, trust_remote_code=False, **places)
     family = teacher_class.check(config)
     with _one_line(name_or_path):
-        model_class = teacher_class.model_class(config)
+        if num_labels is None:
+            model_class = teacher_class.model_class(config)
+        else:
+            config.num_labels, model_class = num_labels, MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING[type(config)]
         tensors, shapes = _read_weights(name_or_path, places)
     _check_sizes(name_or_path, model_class, config, family, shapes)
     with _one_line(name_or_path):
-        source = {"pretrained_model_name_or_path": name_or_path, "use_safetensors": True} | places
-        if tensors is not None:
-            source = {"pretrained_model_name_or_path": None, "config": config, "state_dict": tensors} | places
+        source = {"config": config} | places
+        if tensors is None:
+            source |= {"pretrained_model_name_or_path": name_or_path, "use_safetensors": True}
+        else:
+            source |= {"pretrained_model_name_or_path": None, "state_dict": tensors}
         # Sizes that do not match are collected, to name one of them in the error below.
         collected = {"output_loading_info": True, "ignore_mismatched_sizes": True}
         model, info = model_class.from_pretrained(**source, **collected, **options)
-    for key, stored, expected in sorted(info["mismatched_keys"]):
+    # With `num_labels`, the head may be new, and only the weights of the body are required.
+    body = "" if num_labels is None else f"{model.base_model_prefix}."
+    for key, stored, expected in sorted(entry for entry in info["mismatched_keys"] if entry[0].startswith(body)):
         raise ValueError(
             f"{name_or_path}: {key} has shape {list(stored)}, but config.json specifies {list(expected)}; pass the "
             "checkpoint's own config.json"
         )
-    # A bare encoder is saved without the pooler that its class has, and nothing here reads it.
-    missing = sorted(key for key in info["missing_keys"] if model.base_model is not model or "pooler." not in key)
+    missing = sorted(key for key in info["missing_keys"] if key.startswith(body))
+    if num_labels is not None or model.base_model is model:  # a bare encoder may be saved without the pooler
+        missing = [key for key in missing if "pooler." not in key]
     if missing:
         raise ValueError(
             f"{name_or_path} lacks {len(missing)} weights of {type(model).__name__} ({missing[0]}, ...), which would "
@@ -88,6 +106,8 @@ def _one_line(name: str) -> Iterator[None]:
     except (OSError, ConversionError, MemoryError, torch.OutOfMemoryError):
         raise
     except Exception as error:
+        if "trust_remote_code" in str(error):
+            raise ValueError(f"{name} requires its own code, which is not run; use a model of transformers") from error
         raise ValueError(f"{name}: {type(error).__name__}: {reason(error)}") from error
 
 

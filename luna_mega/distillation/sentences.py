@@ -104,7 +104,7 @@ def read_modules(name: str) -> SentenceModules | None:
     Raises:
         ValueError: The folder is damaged, or its first module is not a transformer in the same folder.
     """
-    listed = _read(name, "modules.json")
+    listed = None if Path(name).is_file() else _read(name, "modules.json", list)
     if listed is None:
         return None
     try:
@@ -137,6 +137,12 @@ def _pooling(name: str, path: str) -> tuple[str, ...]:
     config = _read(name, path) or {}
     given = config.get("pooling_mode", [mode for field, mode in _LEGACY.items() if config.get(field)])
     modes = (given,) if isinstance(given, str) else tuple(given)
+    width, own = config.get("word_embedding_dimension"), _read(name, "config.json") or {}
+    if width is not None and width != own.get("hidden_size", own.get("dim", width)):
+        raise ValueError(
+            f"{name}: {path} is for vectors of {width} numbers, but config.json specifies "
+            f"{own.get('hidden_size', own.get('dim'))}; pass the folder's own files"
+        )
     unknown = [str(mode) for mode in modes if mode not in _MODES]
     unknown += [field for field in config if field.startswith("pooling_mode_") and field not in _LEGACY]
     if unknown or not modes:
@@ -151,11 +157,14 @@ def _find(name: str, path: str) -> Path | None:
     return Path(file) if file else None
 
 
-def _read(name: str, path: str) -> Any:
-    """Return the content of a JSON file; None if there is none."""
+def _read(name: str, path: str, kind: type = dict) -> Any:
+    """Return the content of a JSON file, which must be of a type; None if there is no file."""
     if (file := _find(name, path)) is None:
         return None
     try:
-        return json.loads(file.read_text(encoding="utf-8-sig"))
+        content = json.loads(file.read_text(encoding="utf-8-sig"))
     except ValueError as error:
         raise ValueError(f"{name}: {path} is not valid JSON ({error}); repair it") from error
+    if not isinstance(content, kind):
+        raise ValueError(f"{name}: {path} contains a {type(content).__name__} instead of a {kind.__name__}; repair it")
+    return content

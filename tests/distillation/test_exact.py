@@ -185,9 +185,44 @@ def test_a_bare_encoder_leaves_its_pooler(tmp_path):
     assert "left: pooler.dense.weight" in str(report) and "salience: 0" in str(report)
 
 
+@pytest.mark.parametrize("name", PLAIN)
+def test_a_new_classifier(name, tmp_path):
+    """`num_labels` makes a classifier of a bare encoder, with the pooling layer of a BERT, or of one with a head."""
+    model = make(name, "Model", pad_token_id=0)
+    model.save_pretrained(tmp_path / "bare")
+    torch.manual_seed(3)
+    student = from_teacher(str(tmp_path / "bare"), LENGTH, num_labels=5, tokenizer=_tokenizer()).model
+    assert type(student) is LunaForSequenceClassification and student.config.num_labels == 5
+    torch.manual_seed(3)
+    auto = transformers.AutoModelForSequenceClassification
+    teacher = auto.from_pretrained(tmp_path / "bare", num_labels=5).eval()
+    if name == "bert":
+        assert torch.equal(student.classifier.dense[0].weight, model.pooler.dense.weight)
+    compare(student(**batch_of(name)), expected(teacher, batch_of(name)), MASKS["right"], "ForSequenceClassification")
+    make(name, "ForSequenceClassification", pad_token_id=0, num_labels=3).save_pretrained(tmp_path / "head")
+    with pytest.raises(ValueError, match="pass the checkpoint's own config.json|lacks"):
+        folder = tmp_path / "damaged"
+        damaged = make(name, "Model", pad_token_id=0, intermediate_size=8, hidden_dim=8)
+        damaged.save_pretrained(folder)
+        model.config.save_pretrained(folder)
+        from_teacher(str(folder), num_labels=2)
+    for labels, kept in ((3, True), (2, False)):
+        student = from_teacher(str(tmp_path / "head"), LENGTH, num_labels=labels, tokenizer=_tokenizer()).model
+        teacher = auto.from_pretrained(tmp_path / "head")
+        outputs = [module for key, module in teacher.named_modules() if key.endswith(("out_proj", "classifier"))][-1:]
+        assert student.config.num_labels == labels
+        assert (student.classifier.out_proj.weight.equal(outputs[0].weight)) == kept
+    with pytest.raises(ValueError, match="num_labels=2 requires the name or folder"):
+        from_teacher(model, num_labels=2)
+
+
+def _tokenizer():
+    return transformers.BertTokenizer(vocab={word: i for i, word in enumerate(_words())}, pad_token="[PAD]")
+
+
 def test_a_fine_tuned_model_of_another_head_is_read_by_its_architecture(tmp_path):
     """`from_teacher` reads the head that config.json names, and an unknown head as a bare encoder."""
-    tokenizer = transformers.BertTokenizer(vocab={word: i for i, word in enumerate(_words())}, pad_token="[PAD]")
+    tokenizer = _tokenizer()
     for head, kind in (("ForSequenceClassification", LunaForSequenceClassification), ("ForPreTraining", None)):
         folder = tmp_path / head
         make("bert", head, pad_token_id=0).save_pretrained(folder)

@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from transformers import AutoModel, AutoTokenizer, BertTokenizer
+from transformers import AutoModel, AutoModelForSequenceClassification, AutoTokenizer, BertTokenizer
 
 import luna_mega_cli
 from luna_mega.distillation.convert import convert_teacher
@@ -71,6 +71,15 @@ def test_command(sentence_teacher, tmp_path, capsys):
     assert "the output folder is not empty" in capsys.readouterr().err
 
 
+def test_classifier(sentence_teacher, tmp_path):
+    output = tmp_path / "out"
+    assert luna_mega_cli.main(["distill", str(sentence_teacher), "--output", str(output), "--num-labels", "3"]) == 0
+    model = AutoModelForSequenceClassification.from_pretrained(output)
+    pooler = AutoModel.from_pretrained(sentence_teacher).pooler.dense
+    assert model.config.num_labels == 3 and torch.equal(model.classifier.dense[0].weight, pooler.weight)
+    assert not (output / "modules.json").exists()
+
+
 def test_sentence_transformers_loads_the_folder(sentence_teacher, tmp_path):
     sentence_transformers = pytest.importorskip(
         "sentence_transformers", reason="sentence-transformers is not installed"
@@ -123,10 +132,11 @@ def test_json_without_texts(teacher, tmp_path, capsys):
         ({"pooling_mode_mean_tokens": False}, "has the pooling none; supported are cls, max, mean"),
         ({"pooling_mode": "attention"}, "has the pooling attention; supported are cls, max, mean"),
         ({"pooling_mode_new": False}, "has the pooling pooling_mode_new; supported"),
+        ({"word_embedding_dimension": 8}, "is for vectors of 8 numbers, but config.json specifies 16"),
     ],
-    ids=["none", "mode", "field"],
+    ids=["none", "mode", "field", "width"],
 )
-def test_unknown_pooling(change, message, sentence_teacher, tmp_path, capsys):
+def test_unsupported_pooling(change, message, sentence_teacher, tmp_path, capsys):
     write(sentence_teacher / "1_Pooling" / "config.json", POOLING | change)
     assert luna_mega_cli.main(["distill", str(sentence_teacher), "--output", str(tmp_path / "out")]) == 1
     error = capsys.readouterr().err
@@ -138,6 +148,7 @@ def test_damaged_modules(sentence_teacher):
     entries = json.loads(modules.read_text())
     for content, message in (
         ("[", "modules.json is not valid JSON"),
+        ("{}", "modules.json contains a dict instead of a list"),
         ("[1]", "is not a list of modules with type and path"),
         (json.dumps(entries[1:]), "the first module in modules.json must be a Transformer in the same folder"),
         (json.dumps(entries[:1]), "contains no Pooling"),
@@ -161,11 +172,20 @@ def test_files_that_do_not_exist(teacher, tmp_path, capsys):
         assert message in capsys.readouterr().err
 
 
-def test_teachers_that_do_not_exist(teacher, tmp_path, capsys):
-    """A folder without a tokenizer, for which transformers returns an empty one, and no folder."""
+def test_teachers_that_cannot_be_loaded(teacher, tmp_path, capsys):
+    """For a folder without a tokenizer, transformers returns an empty one."""
     for file in teacher.glob("tokenizer*"):
         file.unlink()
-    cases = {teacher: "there is no tokenizer, or its vocabulary is empty", tmp_path / "none": "no such folder or model"}
+    gguf, own_code = tmp_path / "model.gguf", tmp_path / "code"
+    gguf.touch()
+    own_code.mkdir()
+    write(own_code / "config.json", {"model_type": "new", "auto_map": {"AutoConfig": "new.NewConfig"}})
+    cases = {
+        teacher: "there is no tokenizer, or its vocabulary is empty",
+        tmp_path / "none": "no such folder or model",
+        gguf: "is a GGUF checkpoint; save it once as a folder",
+        own_code: "requires its own code, which is not run",
+    }
     for folder, message in cases.items():
         assert luna_mega_cli.main(["distill", str(folder), "--output", str(tmp_path / "out")]) == 1
         error = capsys.readouterr().err

@@ -2,6 +2,7 @@
 
 import json
 import random
+import types
 
 import pandas
 import pytest
@@ -32,13 +33,14 @@ def folders(tmp_path):
     tables = {
         "imdb": {split: {"text": [text() for _ in range(14)]} for split in ("train", "test")},
         "glue_stsb": {"validation": pairs},
+        "race_high": {split: {"article": [text(100) for _ in range(9)]} for split in ("train", "validation")},
         "wikitext2_raw": {split: {"text": ["\n", *articles]} for split in ("validation", "test")},
     }
     for name, splits in tables.items():
         for split, table in splits.items():
             (data / name).mkdir(parents=True, exist_ok=True)
             pandas.DataFrame(table).to_parquet(data / name / f"{split}-00000.parquet")
-    return ["--teacher", teacher, "--data", data, "--rows", "24"]
+    return ["--teacher", teacher, "--data", data]
 
 
 @pytest.fixture
@@ -53,7 +55,7 @@ def measure(script, folders, capsys):
 
 
 def test_teacher_and_luna(measure):
-    found = measure("real_teachers", "--part", "stsb", "long")
+    found = measure("real_teachers", "--rows", "24", "--part", "stsb", "long")
     teacher, luna = (row["spearman"] for row in found if row["what"].startswith("stsb"))
     assert teacher == luna
     kinds = {(row["texts"], row["tokens"], row["rows"]) for row in found if row["what"].startswith("long")}
@@ -61,7 +63,7 @@ def test_teacher_and_luna(measure):
 
 
 def test_long_documents(measure):
-    found = measure("long_documents", "--lengths", "40", "640", "--most", "4")
+    found = measure("long_documents", "--rows", "24", "--lengths", "40", "640", "--most", "4")
     same = {row["what"]: row for row in found if row.get("tokens") == 40}
     longer = {row["what"]: row for row in found if row.get("tokens") == 640}
     assert len(same) == len(longer) == 5
@@ -70,3 +72,23 @@ def test_long_documents(measure):
         for score in ("half", "sentence"):
             assert same[f"documents: {name}"][score] == same["documents: teacher, truncated"][score]
     assert all(row["articles"] == 4 and row["seconds"] > 0 for row in longer.values())
+
+
+def test_far_evidence(measure):
+    options = ["--length", "32", "--steps", "2", "--batch_size", "3", "--eval_batches", "2"]
+    methods = ("full", "half", "quarter", "linear", "mlp", "attention")
+    found = measure("far_evidence", "--methods", *methods, *options)
+    assert [row["what"] for row in found] == [f"far evidence: {method}" for method in methods]
+    assert all(row["texts"] == 6 and 0 <= row["accuracy"] <= 100 and row["memory"] >= 0 for row in found)
+
+
+def test_halves_of_other_passages(script, folders):
+    """The label is 1 exactly if the second half follows the first in its passage."""
+    study = script("far_evidence")
+    args = types.SimpleNamespace(length=32, data=folders[3])
+    texts = study.Texts(args, BertTokenizer.from_pretrained(folders[1]))
+    passages = [texts.tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts.passages["train"]]
+    (batch, labels), *others = texts.batches("train", 0, 1, 8)
+    assert not others and batch.shape == (8, 32) and len(set(labels.tolist())) == 2
+    for ids, label in zip(batch.tolist(), labels, strict=True):
+        assert (ids[1:-1] in [passage[:30] for passage in passages]) == bool(label)
