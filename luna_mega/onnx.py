@@ -175,7 +175,10 @@ def _export(model: PreTrainedModel, folder: ModelFolder, opset: int | None) -> A
             name: dict.fromkeys(range(1 if name == "pixel_values" else x.dim()), torch.export.Dim.DYNAMIC)
             for name, x in sample.items()
         }
-        return exporter.export(model, sample, exporters.OnnxConfig(dynamic_shapes=shapes, **config))
+        exported = exporter.export(model, sample, exporters.OnnxConfig(dynamic_shapes=shapes, **config))
+        for value in exported.program.graph.inputs:  # the exporter renames an input that is also an output
+            value.name = value.name.removeprefix("input.")
+        return exported
     exported = exporter.export_for_generation(model, dict(sample), exporters.OnnxConfig(**config))
     if model.config.is_encoder_decoder:
         encoder = exporter.export(model.get_encoder(), sample, exporters.OnnxConfig(**config))

@@ -43,6 +43,7 @@ def test_floors(runner):
     assert Rates(10.0, 5.0, None, 2.0).milliseconds(Floor(20.0, 5.0, 9.0, 8.0)) == 4000.0
 
 
+@pytest.mark.slow
 def test_written_files(runner, tmp_path, capsys):
     arguments = ["gated_attention", "--quick", "--device", "cpu", "--threads", "1", "--output", str(tmp_path)]
     assert runner.main(arguments) == 0

@@ -2,6 +2,7 @@
 
 import ast
 import configparser
+import functools
 import graphlib
 import re
 import sys
@@ -87,14 +88,19 @@ FILES = packaged_files()
 SOURCES = {module: file.read_text(encoding="utf-8") for module, file in sorted(FILES.items())}
 
 
+@functools.cache
+def nodes_of(source: str) -> tuple[ast.AST, ...]:
+    return tuple(ast.walk(ast.parse(source)))
+
+
 def imports(source: str) -> Iterator[str]:
     """Dotted names that the source imports anywhere, including in functions; a relative import keeps its dots."""
-    yield from imported_names(ast.walk(ast.parse(source)))
+    yield from imported_names(nodes_of(source))
 
 
 def targets(source: str) -> Iterator[str]:
     """Dotted names that the source imports by a string, an argument of `import_module`."""
-    for node in ast.walk(ast.parse(source)):
+    for node in nodes_of(source):
         if isinstance(node, ast.Call) and getattr(node.func, "attr", getattr(node.func, "id", "")) == "import_module":
             yield from (value.value for value in node.args if isinstance(getattr(value, "value", None), str))
 
@@ -131,7 +137,7 @@ def violations(module: str, source: str) -> list[str]:
 
 def inside_functions(source: str) -> list[str]:
     """Names that are imported inside functions, except optional packages and modules that need them."""
-    functions = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.FunctionDef)]
+    functions = [node for node in nodes_of(source) if isinstance(node, ast.FunctionDef)]
     names = imported_names(inner for function in functions for inner in ast.walk(function))
     return [name for name in names if name.split(".")[0] not in OPTIONAL and "triton" not in name]
 

@@ -174,14 +174,15 @@ def test_source_distribution_contains_tests_and_examples(checkout, built):
     assert {file.relative_to(checkout).as_posix() for file in scripts} <= names
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("way", "place", "with_kernels"),
     [
         ("wheel", "outside", False),
-        pytest.param("wheel", "root", True, marks=pytest.mark.slow),
-        pytest.param("editable", "outside", True, marks=pytest.mark.slow),
-        pytest.param("editable", "root", True, marks=pytest.mark.slow),
-        pytest.param("none", "root", False, marks=pytest.mark.slow),
+        ("wheel", "root", True),
+        ("editable", "outside", True),
+        ("editable", "root", True),
+        ("none", "root", False),
     ],
 )
 def test_installed_package_works(way, place, with_kernels, checkout, installed, fake_kernels, tmp_path):

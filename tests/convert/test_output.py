@@ -10,6 +10,7 @@ from huggingface_hub import ModelCard
 from luna_mega import cli
 from luna_mega.convert import ConversionError, convert_checkpoint, importer
 from luna_mega.hub.output import temporary_folder
+from tests.marks import slow_but
 
 
 def test_empty_output_folder_and_new_parents(convert, make):
@@ -68,7 +69,11 @@ sys.exit(cli.main(sys.argv[2:]))
 
 @pytest.mark.parametrize(
     ("name", "status", "screen"),
-    [("SIGINT", 130, "luna-mega convert: interrupted\n"), ("SIGTERM", 143, ""), ("SIGKILL", -9, "")],
+    [
+        ("SIGINT", 130, "luna-mega convert: interrupted\n"),
+        pytest.param("SIGTERM", 143, "", marks=pytest.mark.slow),
+        pytest.param("SIGKILL", -9, "", marks=pytest.mark.slow),
+    ],
 )
 def test_signals_leave_no_files(convert, make, repo_root, name, status, screen):
     """A killed process cannot clean up; the next conversion removes its files, but none of a running process."""
@@ -219,7 +224,7 @@ def test_module_and_console_command_agree(convert, make, repo_root):
     assert cli.main(["convert", str(convert.file), "--output", str(by_command)]) == 1
 
 
-@pytest.mark.parametrize("locale", ["POSIX", "C.UTF-8"])
+@pytest.mark.parametrize("locale", slow_but(["POSIX"], ["POSIX", "C.UTF-8"]))
 def test_locale_without_utf8_is_named(convert, make, repo_root, locale):
     """A link avoids reading the file name, but the libraries that write weights need UTF-8."""
     convert.save(make.bert())

@@ -19,6 +19,7 @@ if not WRITES_EXPORT_FOLDERS:
     pytest.skip("this transformers writes no export folders", allow_module_level=True)
 
 ENCODERS = {
+    "luna without a head": lambda: luna.make("Model", num_hidden_layers=1),  # returns its mask as well
     "luna": lambda: luna.make("ForMaskedLM", num_hidden_layers=1),
     "luna, importance": lambda: luna.make(
         "ForMaskedLM", num_hidden_layers=1, pack_method="importance", position_extension="interpolate"

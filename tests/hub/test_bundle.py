@@ -149,7 +149,10 @@ def test_mega_language_model(stranger, tmp_path, adaptive):
     assert stranger(on_client.generate, tmp_path, lists(inputs), options, **REMOTE) == written
 
 
-@pytest.mark.parametrize("auto_class", ["AutoModel", "AutoModelForCausalLM", "AutoModelForSequenceClassification"])
+@pytest.mark.parametrize(
+    "auto_class",
+    slow_but(["AutoModel"], ["AutoModel", "AutoModelForCausalLM", "AutoModelForSequenceClassification"]),
+)
 def test_megalodon(stranger, tmp_path, auto_class):
     head = auto_class.removeprefix("AutoModel") or "Model"
     model = megalodon_decoders.make(head, dtype=torch.float32, use_cache=False)
@@ -175,6 +178,7 @@ def test_tokenizer_with_custom_code(stranger, saved, tmp_path):
     assert stranger(on_client.encode, tmp_path / "bundle", ["ab"], **REMOTE) == [[0, 4, 3, 2]]
 
 
+@pytest.mark.slow
 def test_imported_package_takes_precedence_over_a_bundle(client, saved):
     folder, model, inputs = saved
     assert bundle(folder) == 0
@@ -195,6 +199,7 @@ def test_through_the_hub(hub, stranger, saved):
     assert "trust_remote_code=True" in error
 
 
+@pytest.mark.slow
 def test_several_bundles_and_the_package_in_one_process(client, tmp_path, saved):
     """Each runs separate operators, forward, backward and compiled, also next to a version with other results."""
     folder, _, inputs = saved
@@ -211,6 +216,7 @@ def test_several_bundles_and_the_package_in_one_process(client, tmp_path, saved)
     assert equal == (True, False, True, True)
 
 
+@pytest.mark.slow
 def test_bundle_saved_again_is_a_bundle(stranger, tmp_path):
     """The imports of the saved model's class, which transformers copies, must be the code of all heads."""
     model, inputs = make("ForSequenceClassification"), head_inputs("ForSequenceClassification", [7, 3])
@@ -371,7 +377,7 @@ def registered():
         config.code_writer = None
 
 
-@pytest.mark.parametrize("head", ["ForMaskedLM", "ForSequenceClassification"])
+@pytest.mark.parametrize("head", slow_but(["ForMaskedLM"], ["ForMaskedLM", "ForSequenceClassification"]))
 def test_a_registered_model_is_saved_as_a_bundle(stranger, registered, tmp_path, head):
     model, inputs = make(head), head_inputs(head, [7, 3])
     registered(model)

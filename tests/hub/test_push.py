@@ -45,6 +45,7 @@ def test_model_tokenizer_and_card(hub, client, folder):
     )
 
 
+@pytest.mark.slow
 def test_registered_models_are_pushed_with_their_code(hub, client, stranger, folder, tmp_path):
     client(on_client.train_and_push_with_code, folder, tmp_path / "trained", REPOSITORY, "tester/model")
     places = [REPOSITORY, "tester/model-model", "tester/model-saved"]

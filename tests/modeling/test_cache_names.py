@@ -15,6 +15,7 @@ from transformers.utils import ModelOutput
 
 from luna_mega.compat import CACHE_NAME, WRITES_EXPORT_FOLDERS
 from luna_mega.modeling_common.base import CommonPreTrainedModel
+from tests.marks import slow_but
 
 from . import luna, mega
 from .decoders import PLAIN, make_plain, own_cache, padded, prompt, source, target
@@ -151,7 +152,7 @@ def test_prepare_inputs_for_generation(model):
         model.prepare_inputs_for_generation(ids, cache=cache, past_key_values=cache)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", slow_but([CACHE_NAME], NAMES))
 @plain
 def test_compile(model, name):
     """Dynamo traces both names of argument and output without a graph break."""
