@@ -11,6 +11,7 @@ from transformers import (
     MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
     AutoConfig,
     PreTrainedConfig,
+    PreTrainedModel,
     PreTrainedTokenizerBase,
 )
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGHTS_INDEX_NAME, WEIGHTS_NAME, cached_file
@@ -75,11 +76,21 @@ def load_model(
         # Sizes that do not match are collected, to name one of them in the error below.
         collected = {"output_loading_info": True, "ignore_mismatched_sizes": True}
         model, info = model_class.from_pretrained(**source, **collected, **options)
-    # With `num_labels`, the head may be new, and only the weights of the body are required.
+    _check_loaded(name_or_path, model, info, num_labels)
+    teacher = teacher_class(model)
+    with _one_line(name_or_path):  # invalid values of the configuration may only show in a forward pass
+        logits = teacher.logits({"input_ids": torch.zeros(1, 2, dtype=torch.long, device=model.device)}, None)
+    if not torch.isfinite(logits).all():
+        raise ValueError(f"{name_or_path}: the teacher's logits are not finite; take another checkpoint")
+    return teacher
+
+
+def _check_loaded(name: str, model: PreTrainedModel, info: dict[str, Any], num_labels: int | None) -> None:
+    """Raise if weights of the model are missing, or have another shape; with `num_labels`, the head may be new."""
     body = "" if num_labels is None else f"{model.base_model_prefix}."
     for key, stored, expected in sorted(entry for entry in info["mismatched_keys"] if entry[0].startswith(body)):
         raise ValueError(
-            f"{name_or_path}: {key} has shape {list(stored)}, but config.json specifies {list(expected)}; pass the "
+            f"{name}: {key} has shape {list(stored)}, but config.json specifies {list(expected)}; pass the "
             "checkpoint's own config.json"
         )
     missing = sorted(key for key in info["missing_keys"] if key.startswith(body))
@@ -87,15 +98,9 @@ def load_model(
         missing = [key for key in missing if "pooler." not in key]
     if missing:
         raise ValueError(
-            f"{name_or_path} lacks {len(missing)} weights of {type(model).__name__} ({missing[0]}, ...), which would "
-            "be random; use a checkpoint with its head"
+            f"{name} lacks {len(missing)} weights of {type(model).__name__} ({missing[0]}, ...), which would be "
+            "random; use a checkpoint with its head"
         )
-    teacher = teacher_class(model)
-    with _one_line(name_or_path):  # invalid values of the configuration may only show in a forward pass
-        logits = teacher.logits({"input_ids": torch.zeros(1, 2, dtype=torch.long, device=model.device)}, None)
-    if not torch.isfinite(logits).all():
-        raise ValueError(f"{name_or_path}: the teacher's logits are not finite; take another checkpoint")
-    return teacher
 
 
 @contextmanager
