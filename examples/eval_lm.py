@@ -18,7 +18,7 @@ from transformers.hf_argparser import HfArg
 
 import luna_mega
 from luna_mega.training.arguments import check_choice, check_least, fail
-from luna_mega.training.data import SourceArguments, check_source, check_texts, load_splits
+from luna_mega.training.data import SourceArguments, load_splits
 from luna_mega.training.language_modeling import Score, encode, load_language_model, score_stream
 from luna_mega.training.report import peak_memory_gb, print_table, save_json
 
@@ -43,7 +43,6 @@ class Arguments(SourceArguments):
 def parse(argv: list[str] | None) -> Arguments:
     (arguments,) = HfArgumentParser(Arguments, allow_abbrev=False).parse_args_into_dataclasses(argv)
     check_least(arguments, 1, "context", "chunk", "segment", "batch_size")
-    check_source(arguments)
     check_choice(arguments, "line_end", ("newline", "eos"))
     if not 0 < arguments.last_share <= 1:
         fail(f"--last_share {arguments.last_share} must be in (0, 1]")
@@ -53,9 +52,7 @@ def parse(argv: list[str] | None) -> Arguments:
 def load(arguments: Arguments) -> tuple[PreTrainedModel, torch.LongTensor]:
     """Return the model and the tokens to evaluate."""
     model, tokenizer = load_language_model(arguments.model_name_or_path, arguments.device)
-    name, source = arguments.split, (arguments.dataset_path, arguments.dataset_name, arguments.dataset_config)
-    split = load_splits({name: None}, *source)[name]
-    check_texts(split, name, (arguments.text_column,))
+    (split,) = load_splits({arguments.split: None}, arguments, [arguments.text_column]).values()
     stream = encode(split[arguments.text_column], tokenizer, arguments.line_end)
     return model, stream[-round(len(stream) * arguments.last_share) :]
 

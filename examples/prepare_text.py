@@ -47,7 +47,10 @@ def read_texts(source: str, column: str) -> list[str]:
     """Return the stripped texts of a source in order, without duplicates."""
     name, _, configuration = source.partition("@")
     try:
-        found = load_files(find_files(source)) if Path(source).is_dir() else load_dataset(name, configuration or None)
+        if Path(source).is_dir():
+            found = load_files({split: files for split in SPLITS if (files := find_files(source, split))})
+        else:
+            found = load_dataset(name, configuration or None)
     except (DatasetsError, OSError, ValueError) as error:
         fail(f"cannot load {source}: {error}")
     splits = [found[split].flatten() for split in SPLITS if split in found]

@@ -7,6 +7,7 @@ All fields of TrainingArguments are options. A recipe contains defaults, which t
 
 import math
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -24,14 +25,7 @@ from transformers.hf_argparser import HfArg
 
 from luna_mega.training.arguments import RunArguments, check_least, fail, parse_arguments
 from luna_mega.training.classification import accuracy, class_names, class_numbers, write_predictions
-from luna_mega.training.data import (
-    ClassifierArguments,
-    SourceArguments,
-    check_columns,
-    check_source,
-    choose_splits,
-    load_splits,
-)
+from luna_mega.training.data import ClassifierArguments, SourceArguments, check_split, choose_splits, load_splits
 from luna_mega.training.models import CheckpointArguments, label_fields, make_config, make_model
 from luna_mega.training.report import describe, finish
 from luna_mega.training.runs import OrderedTrainer, begin_run, check_run, make_callbacks, score, train
@@ -154,7 +148,6 @@ def parse(argv: list[str] | None) -> tuple[DataArguments, CheckpointArguments, T
     kinds = (DataArguments, CheckpointArguments, TrainingArguments, RunArguments)
     data, model, training, run = parse_arguments(kinds, argv, metric_for_best_model="accuracy")
     check_run(TITLE, data, model, training, run)
-    check_source(data)
     for name in ("sampling_rate", "max_seconds"):
         if getattr(data, name) is not None and getattr(data, name) <= 0:
             fail(f"--{name} {getattr(data, name)} must be above 0")
@@ -166,17 +159,12 @@ def parse(argv: list[str] | None) -> tuple[DataArguments, CheckpointArguments, T
 
 def load_clips(data: DataArguments, training: TrainingArguments) -> dict[str, Dataset]:
     """Return the required splits, with checked clips and labels."""
-    limits = choose_splits(training, data)
-    sources = [("train" if data.hold_out and name == "validation" else name) for name in limits]
-    splits = load_splits(dict.fromkeys(sources), data.dataset_path, data.dataset_name, data.dataset_config)
-    if data.hold_out and "train" in splits:
-        splits["train"], splits["validation"] = hold_out(splits["train"], data.hold_out)
-    clips = {name: splits[name] if limit is None else splits[name].take(limit) for name, limit in limits.items()}
+    divide = partial(hold_out, condition=data.hold_out) if data.hold_out else None
+    columns = {"columns": [data.audio_column], "label": data.label_column}
+    clips = load_splits(choose_splits(training, data), data, **columns, divide=divide)
     for name, split in clips.items():
-        columns = [data.audio_column] + [data.label_column] * (name != "test")
-        if not isinstance(split.features.get(data.audio_column), Audio):
-            columns.append(data.rate_column)
-        check_columns(split, name, columns)
+        if not isinstance(split.features[data.audio_column], Audio):
+            check_split(split, name, (), [data.rate_column])
         try:
             split[0]
         except ImportError as error:

@@ -19,13 +19,13 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from luna_mega.compat import CACHE_NAME
 from luna_mega.training.arguments import RunArguments, check_choice, check_least, fail, parse_arguments
-from luna_mega.training.data import SourceArguments, check_source, choose_splits, load_splits
+from luna_mega.training.data import SourceArguments, choose_splits, load_splits
 from luna_mega.training.language_modeling import Score, Streams, cut_stream, draw_windows, encode, score_stream
 from luna_mega.training.models import ModelArguments, make_config, make_model, make_tokenizer
 from luna_mega.training.report import describe, finish
 from luna_mega.training.runs import begin_run, check_run, make_callbacks, score, total, train
 from luna_mega.training.seeded import Redrawn
-from luna_mega.training.streams import Stream, StreamingTrainer, check_split, check_streaming, some_texts
+from luna_mega.training.streams import Stream, StreamingTrainer, check_streaming, some_texts
 from luna_mega.training.tokenizers import make_bytes, train_characters, train_words
 
 TITLE, METRIC = "causal language model", "eval_loss"
@@ -106,7 +106,6 @@ def parse(argv: list[str] | None) -> tuple[DataArguments, ModelArguments, Traini
     data, model, training, run = parse_arguments(kinds, argv, model_type="mega")
     check_run(TITLE, data, model, training, run, streams=True, predicts=False)
     check_streaming(training, run)
-    check_source(data)
     check_choice(data, "tokenization", ("char", "byte", "bpe", "word"))
     check_choice(data, "line_end", ("newline", "eos"))
     if model.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
@@ -141,10 +140,7 @@ def load_data(
 ) -> tuple[dict[str, torch.LongTensor | IterableDataset], PreTrainedTokenizerBase]:
     """Return the splits as streams of tokens, or as texts with `--streaming`, and the tokenizer."""
     limits = {"train": None} if data.validation_share else choose_splits(training, data)
-    source = (data.dataset_path, data.dataset_name, data.dataset_config)
-    splits = load_splits(limits, *source, streaming=run.streaming)
-    for name, split in splits.items():
-        check_split(split, name, data.text_column)
+    splits = load_splits(limits, data, [data.text_column], streaming=run.streaming)
     texts = some_texts(splits["train"], data.text_column) if "train" in splits else []
     tokenizer = choose_tokenizer(data, model, texts)
     for name, split in splits.items():

@@ -29,7 +29,7 @@ from luna_mega.distillation import Teacher, aligned_parameters, recipe, stages, 
 from luna_mega.distillation.record import Record, describe_distillation
 from luna_mega.training.arguments import RunArguments, check_choice, fail, parse_arguments
 from luna_mega.training.classification import class_numbers
-from luna_mega.training.data import check_columns, check_texts
+from luna_mega.training.data import check_split
 from luna_mega.training.language_modeling import cut_stream, draw_windows, encode
 from luna_mega.training.masking import (
     MaskedTextArguments as TextArguments,
@@ -100,8 +100,7 @@ def load_classes(
         return dict(tokenizer(*(batch[column] for column in columns), truncation=True, max_length=data.block_size))
 
     for name, split in splits.items():
-        check_texts(split, name, tuple(columns))
-        check_columns(split, name, [data.label_column])
+        check_split(split, name, columns, [data.label_column])
         values, feature = list(split[data.label_column]), split.features[data.label_column]
         known = set(feature.names if isinstance(feature, ClassLabel) else map(str, values)) <= set(names)
         if teacher.config.num_labels == 1:

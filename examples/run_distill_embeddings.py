@@ -23,14 +23,7 @@ from luna_mega.distillation.embeddings import (
 )
 from luna_mega.distillation.recipe import one_line
 from luna_mega.training.arguments import RunArguments, check_choice, check_least, fail, parse_arguments
-from luna_mega.training.data import (
-    LimitArguments,
-    SourceArguments,
-    check_source,
-    check_texts,
-    choose_splits,
-    load_splits,
-)
+from luna_mega.training.data import LimitArguments, SourceArguments, choose_splits, load_splits
 from luna_mega.training.models import load_tokenizer
 from luna_mega.training.report import describe, finish
 from luna_mega.training.runs import begin_run, check_run, make_callbacks, score, train
@@ -83,7 +76,6 @@ def parse(argv: list[str] | None) -> tuple[DataArguments, ModelArguments, Traini
     kinds = (DataArguments, ModelArguments, TrainingArguments, RunArguments)
     data, model, training, run = parse_arguments(kinds, argv, do_train=True, do_eval=True, learning_rate=2e-4)
     check_run(TITLE, data, model, training, run, predicts=False)
-    check_source(data)
     if not model.teacher:
         fail("pass --teacher: a folder or a name on the Hub")
     check_choice(model, "position_extension", ("interpolate", "wrap"))
@@ -99,10 +91,7 @@ def parse(argv: list[str] | None) -> tuple[DataArguments, ModelArguments, Traini
 def load_data(data: DataArguments, training: TrainingArguments) -> dict[str, Dataset]:
     """Return the texts; those of training are also required for the salience of an evaluation."""
     limits = {"train": data.max_train_samples} | choose_splits(training, data, (data.validation_split,))
-    splits = load_splits(limits, data.dataset_path, data.dataset_name, data.dataset_config)
-    for name, split in splits.items():
-        check_texts(split, name, (data.text_column,))
-    return splits
+    return load_splits(limits, data, [data.text_column])
 
 
 def make_model(

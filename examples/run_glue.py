@@ -17,7 +17,7 @@ from transformers import EvalPrediction, PreTrainedTokenizerBase, Trainer, Train
 from transformers.hf_argparser import HfArg
 
 from luna_mega.training.arguments import RunArguments, check_choice, fail, parse_arguments
-from luna_mega.training.data import check_labels, check_texts, choose_splits, load_splits
+from luna_mega.training.data import check_labels, check_split, choose_splits, load_splits
 from luna_mega.training.models import ModelArguments, label_fields, make_config, make_model, make_tokenizer
 from luna_mega.training.report import describe, finish
 from luna_mega.training.runs import OrderedTrainer, begin_run, check_run, make_callbacks, score, train, write_lines
@@ -95,12 +95,10 @@ def load_data(
     """Return the encoded splits and the tokenizer."""
     task = TASKS[data.task_name]
     sides = [tuple(task.splits(name).values()) for name in ("validation", "test")]
-    splits = load_splits(
-        choose_splits(training, data, *sides), data.dataset_path, data.dataset_name, data.dataset_config
-    )
+    splits = load_splits(choose_splits(training, data, *sides), data, task.columns)
     for name, split in splits.items():
-        check_texts(split, name, task.columns)
         if not name.startswith("test"):
+            check_split(split, name, (), ["label"])
             check_labels(split, name, task.labels)
     texts = (text for column in task.columns for text in splits["train"][column])
     tokenizer = make_tokenizer(model, texts, data.max_seq_length)

@@ -25,14 +25,7 @@ from luna_mega.training.classification import (
     examples_per_second,
     write_predictions,
 )
-from luna_mega.training.data import (
-    ClassifierArguments,
-    SourceArguments,
-    check_columns,
-    check_source,
-    choose_splits,
-    load_splits,
-)
+from luna_mega.training.data import ClassifierArguments, SourceArguments, choose_splits, load_splits
 from luna_mega.training.models import CheckpointArguments, label_fields, make_config, make_model
 from luna_mega.training.report import describe, finish
 from luna_mega.training.runs import OrderedTrainer, begin_run, check_run, make_callbacks, score, train
@@ -118,7 +111,6 @@ def parse(argv: list[str] | None) -> tuple[DataArguments, ModelArguments, Traini
     data, model, training, run = parse_arguments(kinds, argv, **defaults)
     check_run(TITLE, data, model, training, run)
     training.include_num_input_tokens_seen = "no"  # images are counted instead
-    check_source(data)
     images.check_augmentation(data)
     if data.mixup or data.cutmix:
         if training.per_device_train_batch_size % 2:
@@ -165,10 +157,8 @@ def load_data(
     data: DataArguments, model: ModelArguments, training: TrainingArguments
 ) -> tuple[dict[str, Dataset | Redrawn], BaseImageProcessor, PreTrainedConfig]:
     """Return the encoded splits, the evaluation transform, and the configuration of the model."""
-    source = (data.dataset_path, data.dataset_name, data.dataset_config)
-    splits = images.undecoded(load_splits(choose_splits(training, data), *source))
-    for name, split in splits.items():
-        check_columns(split, name, [data.image_column] + [data.label_column] * (name != "test"))
+    columns = {"columns": [data.image_column], "label": data.label_column}
+    splits = images.undecoded(load_splits(choose_splits(training, data), data, **columns))
     names = class_names(splits.get("train"), data.label_column, model.model_name_or_path)
     split = next(iter(splits.values()))
     first = images.read_image(split[0][data.image_column], pixels=images.holds_pixels(split, data.image_column))

@@ -32,7 +32,7 @@ from transformers import AutoModelForMaskedLM, PreTrainedModel, get_linear_sched
 from transformers.hf_argparser import HfArg
 
 from luna_mega.training.arguments import check_launch, check_least, fail, parse_arguments
-from luna_mega.training.data import SourceArguments, check_source, check_texts, load_splits
+from luna_mega.training.data import SourceArguments, load_splits
 from luna_mega.training.hub import check_login, push_folder
 from luna_mega.training.masking import Masking, cut_blocks
 from luna_mega.training.models import ModelArguments, make_config, make_model, make_tokenizer
@@ -178,7 +178,6 @@ def read_parts(
 
 def main(argv: list[str] | None = None) -> dict[str, Any]:
     options, source = parse_arguments((Arguments, ModelArguments), argv)
-    check_source(options)
     if options.push_to_hub:
         check_login()
     check_least(options, 1, "max_steps", "batch_size", "gradient_accumulation_steps", "save_steps", "timeout")
@@ -195,9 +194,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     set_seed(options.seed)
     with accelerator.main_process_first():
         remove_incomplete(output)
-        names = (options.dataset_path, options.dataset_name, options.dataset_config)
-        split = load_splits({"train": None}, *names)["train"]
-        check_texts(split, "train", (options.text_column,))
+        split = load_splits({"train": None}, options, [options.text_column])["train"]
         tokenizer = make_tokenizer(source, split[options.text_column], options.block_size)
         blocks = cut_blocks(split, "train", tokenizer, options)
     config = make_config(source, tokenizer, options.block_size, sparse_prediction=True)

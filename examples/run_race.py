@@ -7,7 +7,7 @@ All fields of TrainingArguments are options. A recipe contains defaults, which t
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -23,7 +23,7 @@ from transformers import (
 from transformers.hf_argparser import HfArg
 
 from luna_mega.training.arguments import RunArguments, check_choice, fail, parse_arguments
-from luna_mega.training.data import ClassifierArguments, check_columns, check_texts, choose_splits, load_splits
+from luna_mega.training.data import ClassifierArguments, check_split, choose_splits, load_splits
 from luna_mega.training.models import ModelArguments, boundary_ids, make_config, make_model, make_tokenizer
 from luna_mega.training.report import describe, finish
 from luna_mega.training.runs import OrderedTrainer, begin_run, check_run, make_callbacks, score, train, write_lines
@@ -191,8 +191,7 @@ def load_split(name: str, task: Task, data: DataArguments, limit: int | None) ->
     columns = [task.name, *task.texts, task.options, task.answer]
     parts = []
     for path in data.dataset_path or [None]:
-        part = load_splits({name: None}, path, data.dataset_name, data.dataset_config or task.hub_config)[name]
-        check_columns(part, name, columns)
+        part = load_splits({name: None}, replace(data, dataset_path=path), columns=columns)[name]
         parts.append(part.select_columns(columns))
     features = parts[0].features
     try:
@@ -200,7 +199,7 @@ def load_split(name: str, task: Task, data: DataArguments, limit: int | None) ->
     except (ValueError, TypeError) as error:
         fail(f"split {name} of the folders has different columns: {error}")
     split = split if limit is None else split.take(limit)
-    check_texts(split, name, (task.name, *task.texts))
+    check_split(split, name, (task.name, *task.texts))
     check_answers(split, name, task)
     return split
 

@@ -17,14 +17,7 @@ from transformers.hf_argparser import HfArg
 
 from luna_mega.training.arguments import RunArguments, fail, parse_arguments
 from luna_mega.training.classification import accuracy, class_names, class_numbers, write_predictions
-from luna_mega.training.data import (
-    SourceArguments,
-    check_columns,
-    check_source,
-    check_texts,
-    choose_splits,
-    load_splits,
-)
+from luna_mega.training.data import SourceArguments, choose_splits, load_splits
 from luna_mega.training.models import ModelArguments, label_fields, make_config, make_model, make_tokenizer
 from luna_mega.training.report import describe, finish
 from luna_mega.training.runs import OrderedTrainer, begin_run, check_run, make_callbacks, score, train
@@ -46,7 +39,6 @@ def parse(argv: list[str] | None) -> tuple[DataArguments, ModelArguments, Traini
     kinds = (DataArguments, ModelArguments, TrainingArguments, RunArguments)
     data, model, training, run = parse_arguments(kinds, argv, metric_for_best_model="accuracy")
     check_run(TITLE, data, model, training, run)
-    check_source(data)
     if not 0 <= data.validation_share < 1:
         fail(f"--validation_share {data.validation_share} must be in [0, 1)")
     if len(data.text_columns) > 2:
@@ -55,27 +47,18 @@ def parse(argv: list[str] | None) -> tuple[DataArguments, ModelArguments, Traini
     return data, model, training, run
 
 
-def load_texts(data: DataArguments, training: TrainingArguments) -> dict[str, Dataset]:
-    """Return the required splits, with checked texts and labels."""
-    limits = choose_splits(training, data)
-    held = data.validation_share > 0 and "validation" in limits
-    sources = ["train" if held and name == "validation" else name for name in limits]
-    splits = load_splits(dict.fromkeys(sources), data.dataset_path, data.dataset_name, data.dataset_config)
-    if held:
-        parts = splits["train"].train_test_split(data.validation_share, seed=0)  # independent of --seed
-        splits |= {"train": parts["train"], "validation": parts["test"]}
-    splits = {name: splits[name] if limit is None else splits[name].take(limit) for name, limit in limits.items()}
-    for name, split in splits.items():
-        check_texts(split, name, tuple(data.text_columns))
-        check_columns(split, name, [data.label_column] * (name != "test"))
-    return splits
-
-
 def load_data(
     data: DataArguments, model: ModelArguments, training: TrainingArguments
 ) -> tuple[dict[str, Dataset], PreTrainedTokenizerBase, list[str]]:
     """Return the encoded splits, the tokenizer and the label names."""
-    splits = load_texts(data, training)
+
+    def divide(train: Dataset) -> tuple[Dataset, Dataset]:
+        parts = train.train_test_split(data.validation_share, seed=0)  # independent of --seed
+        return parts["train"], parts["test"]
+
+    limits, held = choose_splits(training, data), data.validation_share > 0 and training.do_eval
+    columns = {"texts": data.text_columns, "label": data.label_column}
+    splits = load_splits(limits, data, **columns, divide=divide if held else None)
     names = class_names(splits.get("train"), data.label_column, model.model_name_or_path)
     texts = [text for column in data.text_columns for text in splits["train"][column]] if "train" in splits else []
     tokenizer = make_tokenizer(model, texts, data.max_seq_length)

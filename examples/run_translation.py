@@ -24,14 +24,7 @@ from transformers import (
 from transformers.hf_argparser import HfArg
 
 from luna_mega.training.arguments import RunArguments, check_choice, check_least, fail, parse_arguments
-from luna_mega.training.data import (
-    LimitArguments,
-    SourceArguments,
-    check_source,
-    check_texts,
-    choose_splits,
-    load_splits,
-)
+from luna_mega.training.data import LimitArguments, SourceArguments, check_split, choose_splits, load_splits
 from luna_mega.training.models import ModelArguments, Tokenizers, make_both_tokenizers, make_config, make_model
 from luna_mega.training.optimization import ClipEach, apollo, milestone_schedule
 from luna_mega.training.report import describe, finish
@@ -44,7 +37,7 @@ def read_pairs(split: Dataset, name: str, source: str, target: str) -> Dataset:
     prefix = "translation." if "translation" in split.column_names else ""
     columns = {prefix + source: "source", prefix + target: "target"}
     split = split.flatten()
-    check_texts(split, name, tuple(columns))
+    check_split(split, name, tuple(columns))
     return split.select_columns(list(columns)).rename_columns(columns)
 
 
@@ -157,8 +150,6 @@ def parse(argv: list[str] | None) -> tuple[DataArguments, ModelArguments, Seq2Se
     kinds = (DataArguments, ModelArguments, Seq2SeqTrainingArguments, RunArguments)
     data, model, training, run = parse_arguments(kinds, argv)
     check_run(name_task(data), data, model, training, run)
-    if training.do_train or training.do_eval or not data.test_paths:
-        check_source(data)
     check_least(data, 2, "max_source_length", "max_target_length")
     check_least(data, 1, "num_beams")
     check_choice(data, "average_by", ("last", "best"))
@@ -189,11 +180,10 @@ def load_pairs(data: DataArguments, training: Seq2SeqTrainingArguments) -> dict[
     limits = choose_splits(training, data, test=() if folders else ("test",))
     if folders and (len(folders) < len(data.test_paths) or folders.keys() & limits.keys()):
         fail(f"--test_paths: the folders must have different names, none of them {' or '.join(limits)}")
-    splits = {}
-    if limits:
-        splits = load_splits(limits, data.dataset_path, data.dataset_name, data.dataset_config)
+    splits = load_splits(limits, data) if limits else {}
     for name, path in folders.items():
-        splits[name] = load_splits({"test": data.max_predict_samples}, path, None, None)["test"]
+        source = SourceArguments(dataset_path=path)
+        splits[name] = load_splits({"test": data.max_predict_samples}, source)["test"]
     return {name: read_pairs(split, name, data.source_lang, data.target_lang) for name, split in splits.items()}
 
 

@@ -18,14 +18,7 @@ from transformers import AutoModel, PreTrainedTokenizerBase
 from transformers.hf_argparser import HfArg
 
 from luna_mega.training.arguments import RunArguments, check_choice, check_least, fail, parse_arguments
-from luna_mega.training.data import (
-    LimitArguments,
-    SourceArguments,
-    check_columns,
-    check_source,
-    check_texts,
-    load_splits,
-)
+from luna_mega.training.data import LimitArguments, SourceArguments, load_splits
 from luna_mega.training.models import ModelArguments, make_config, make_model, make_tokenizer
 from luna_mega.training.report import describe, save_summary
 from luna_mega.training.runs import begin_run, check_run, score, train
@@ -76,7 +69,6 @@ def parse(
     check_run(TITLE, data, model, training, run, predicts=False)
     training.include_num_input_tokens_seen = "no"  # Trainer cannot count the tokens of pairs
     if training.do_train:
-        check_source(data)
         if len(data.text_columns) not in (2, 3):
             fail(f"--text_columns {' '.join(data.text_columns)} must be two or three columns")
     if evaluates(training) and (data.sts_name is None) == (data.sts_path is None):
@@ -95,11 +87,9 @@ def evaluates(training: SentenceTransformerTrainingArguments) -> bool:
 
 def load_pairs(data: DataArguments) -> Dataset:
     """Return the training pairs or triplets."""
-    source, columns = (data.dataset_path, data.dataset_name, data.dataset_config), data.text_columns
-    split = load_splits({"train": data.max_train_samples}, *source)["train"]
-    check_texts(split, "train", tuple(columns))
+    limits, columns = {"train": data.max_train_samples}, data.text_columns
+    split = load_splits(limits, data, columns, [data.score_column] if data.score_column else [])["train"]
     if data.score_column is not None:
-        check_columns(split, "train", [data.score_column])
         split = split.filter(lambda row: row[data.score_column] >= data.min_score)
         if len(split) == 0:
             fail(f"no training pair has a {data.score_column} of at least --min_score {data.min_score}")
@@ -109,9 +99,8 @@ def load_pairs(data: DataArguments) -> Dataset:
 def make_evaluator(data: DataArguments, batch_size: int) -> EmbeddingSimilarityEvaluator:
     """Return the evaluator, which computes the rank correlation of scores and cosine similarities."""
     first, second, rating = data.sts_columns
-    split = load_splits({data.sts_split: data.max_eval_samples}, data.sts_path, data.sts_name, None)[data.sts_split]
-    check_texts(split, data.sts_split, (first, second))
-    check_columns(split, data.sts_split, [rating])
+    limits, source = {data.sts_split: data.max_eval_samples}, SourceArguments(data.sts_name, None, data.sts_path)
+    (split,) = load_splits(limits, source, (first, second), [rating]).values()
     return EmbeddingSimilarityEvaluator(split[first], split[second], split[rating], batch_size=batch_size, name="sts")
 
 

@@ -32,7 +32,7 @@ import luna_mega
 from luna_mega.distillation import Teacher, check_tokenizer, load_teacher
 from luna_mega.distillation.recipe import one_line
 from luna_mega.training.arguments import check_least, fail
-from luna_mega.training.data import SourceArguments, check_source, check_texts, load_splits
+from luna_mega.training.data import SourceArguments, load_splits
 from luna_mega.training.language_modeling import encode
 from luna_mega.training.masking import Masking
 from luna_mega.training.models import boundary_ids, load_tokenizer
@@ -59,7 +59,6 @@ class Arguments(SourceArguments):
 
 def parse(argv: list[str] | None) -> Arguments:
     (arguments,) = HfArgumentParser(Arguments, allow_abbrev=False).parse_args_into_dataclasses(argv)
-    check_source(arguments)
     check_least(arguments, 2, "lengths", "max_tokens")
     check_least(arguments, 1, "batch_tokens")
     if not 0 < arguments.mlm_probability < 1:
@@ -87,9 +86,7 @@ def load(arguments: Arguments) -> tuple[dict[str, Teacher], PreTrainedTokenizerB
 
 def read_text(arguments: Arguments, tokenizer: PreTrainedTokenizerBase) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the masked tokens of the text, and the labels (-100 = not masked), `[N]`."""
-    source = (arguments.dataset_path, arguments.dataset_name, arguments.dataset_config)
-    split = load_splits({arguments.split: None}, *source)[arguments.split]
-    check_texts(split, arguments.split, (arguments.text_column,))
+    (split,) = load_splits({arguments.split: None}, arguments, [arguments.text_column]).values()
     tokenizer.eos_token_id = boundary_ids(tokenizer)[1]
     stream = encode(split[arguments.text_column], tokenizer, "eos")[: arguments.max_tokens]
     if len(stream) < max(arguments.lengths) - 1:

@@ -34,16 +34,7 @@ from lra import pretraining, tasks, transformer
 from lra.tasks import CONVENTIONS, TASKS
 from luna_mega.training.arguments import RunArguments, check_choice, check_least, fail, parse_arguments
 from luna_mega.training.classification import accuracy, examples_per_second, write_predictions
-from luna_mega.training.data import (
-    ClassifierArguments,
-    SourceArguments,
-    check_columns,
-    check_labels,
-    check_source,
-    check_texts,
-    choose_splits,
-    load_splits,
-)
+from luna_mega.training.data import ClassifierArguments, SourceArguments, check_labels, choose_splits, load_splits
 from luna_mega.training.images import undecoded
 from luna_mega.training.models import CheckpointArguments, label_fields, load_tokenizer, make_config, make_model
 from luna_mega.training.optimization import power_warmup_schedule
@@ -99,7 +90,6 @@ def parse(argv: list[str] | None) -> tuple[DataArguments, ModelArguments, Traini
     if data.pixels is not None:
         check_choice(data, "pixels", ("values", "tokens"))
     check_run(TITLE, data, model, training, run)
-    check_source(data)
     task = TASKS[data.task]
     data.pixels = data.pixels or CONVENTIONS[data.convention].pixels
     data.max_length = task.max_length if data.max_length is None else data.max_length
@@ -126,17 +116,14 @@ def load_rows(
     """Return the required splits of the convention, with checked columns, and the label names."""
     limits = choose_splits(training, data)
     needed = {"train", "validation", "test"} if data.task in convention.tests_on else limits
-    splits = load_splits(dict.fromkeys(needed), data.dataset_path, data.dataset_name, data.dataset_config)
+    texts, columns = ((), task.columns) if task.kind == "pixels" else (task.columns, ())
+    splits = load_splits(dict.fromkeys(needed), data, texts, [*columns, "label"])
     splits = tasks.choose_splits(splits, data.task, convention)
     for name, limit in limits.items():  # the rows may be sorted by label
         splits[name] = splits[name] if limit is None else splits[name].shuffle(seed=0).take(limit)
     splits = {name: splits[name] for name in limits}
     labels = tasks.label_names(next(iter(splits.values())), task.classes)
     for name, split in splits.items():
-        if task.kind == "pixels":
-            check_columns(split, name, task.columns)
-        else:
-            check_texts(split, name, task.columns)
         check_labels(split, name, labels)
     return undecoded(splits), labels
 

@@ -3,7 +3,7 @@
 import glob
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,8 +13,6 @@ from transformers.hf_argparser import HfArg
 
 from luna_mega.errors import reason
 from luna_mega.training.arguments import fail
-
-READERS = {".parquet": "parquet", ".json": "json", ".jsonl": "json", ".csv": "csv", ".txt": "text"}
 
 
 @dataclass
@@ -42,12 +40,6 @@ class ClassifierArguments(LimitArguments):
     early_stopping_patience: int | None = HfArg(default=None, help="stop after N evaluations without a better metric")
 
 
-def check_source(data: SourceArguments) -> None:
-    """Exit unless exactly one dataset is specified."""
-    if (data.dataset_name is None) == (data.dataset_path is None):
-        fail("pass one of --dataset_name and --dataset_path")
-
-
 def name_source(data: object) -> dict[str, str | None]:
     """Return the arguments of `training_card` for the dataset: a path, names of folders, or a Hub name."""
     paths = getattr(data, "train_files", None) or data.dataset_path
@@ -73,96 +65,92 @@ def choose_splits(
     return splits
 
 
-def find_files(folder: str) -> dict[str, list[str]]:
-    """Return the data files of a folder by split.
-
-    Names are `train.jsonl`, `train-00000-of-00001.parquet` for shards, or `train.txt.gz` for compressed files.
-    """
-    files: dict[str, list[str]] = {}
-    for file in sorted(Path(folder).iterdir()):
-        name = Path(file.name.removesuffix(".gz"))
-        if name.suffix in READERS:
-            files.setdefault(re.sub(r"-\d{5}-of-\d{5}$", "", name.stem), []).append(str(file))
-    return files
+def find_files(folder: str, split: str) -> list[str]:
+    """Return the data files of a split: `train.jsonl`, `train.txt.gz` or shards `train-00000-of-00001.parquet`."""
+    name = re.compile(rf"{re.escape(split)}(-\d+-of-\d+)?\..+")
+    return sorted(str(file) for file in Path(folder).iterdir() if name.fullmatch(file.name))
 
 
-def load_files(files: dict[str, list[str]], streaming: bool = False) -> dict[str, Dataset]:
+def load_files(files: dict[str, list[str]], streaming: bool = False) -> dict[str, Dataset | IterableDataset]:
     """Load splits from files of one format; a text file has one row per line."""
-    suffixes = {Path(file.removesuffix(".gz")).suffix for shards in files.values() for file in shards}
-    if unknown := suffixes - READERS.keys():
-        fail(f"cannot read {' or '.join(sorted(unknown))} files, only {', '.join(READERS)}")
-    readers = {READERS[suffix] for suffix in suffixes}
-    if len(readers) > 1:
-        fail(f"all files must be of one kind, not {' and '.join(sorted(readers))}")
-    if not files:
-        return {}
-    reader = readers.pop()
+    paths = {name: [Path(file).resolve() for file in shards] for name, shards in files.items()}
+    first = next(iter(paths.values()))[0]
     # datasets removes a byte order mark from csv and json files, but not from text files.
-    options = {"encoding": "utf-8-sig"} if reader == "text" else {}
-    files = {name: [glob.escape(file) for file in shards] for name, shards in files.items()}  # for glob
-    return load_dataset(reader, data_files=files, streaming=streaming, **options)
+    options = {"encoding": "utf-8-sig"} if ".txt" in first.suffixes else {}
+    escaped = {name: [glob.escape(str(path)) for path in shards] for name, shards in paths.items()}  # for glob
+    return load_dataset(str(first.parent), data_files=escaped, streaming=streaming, **options)
 
 
 def load_splits(
     limits: dict[str, int | None],
-    path: str | None,
-    hub_name: str | None,
-    hub_config: str | None,
+    data: object,
+    texts: Sequence[str] = (),
+    columns: Sequence[str] = (),
     *,
+    label: str | None = None,
+    divide: Callable[[Dataset], tuple[Dataset, Dataset]] | None = None,
     files: dict[str, list[str]] | None = None,
     streaming: bool = False,
 ) -> dict[str, Dataset | IterableDataset]:
-    """Load splits from a folder, from files or from the Hub.
+    """Load splits from a folder, from files or from the Hub, and check their columns.
 
     Args:
         limits: Maximum number of rows of each split (None = all).
-        path: Folder with files named by split, or with one subfolder per split.
-        hub_name: Dataset on the Hub, if `path` and `files` are None.
-        hub_config: Configuration of that dataset.
-        files: Files of each split.
+        data: Options `dataset_path`, a folder with files named by split or with one subfolder per split, or
+            `dataset_name` and `dataset_config` of a dataset on the Hub.
+        texts: Columns that must contain text.
+        columns: Other required columns.
+        label: Column that is required except in the split `test`.
+        divide: Function that divides the split `train` into `train` and `validation`.
+        files: Files of each split, instead of the dataset.
         streaming: Whether to stream the split `train`; the others are loaded.
     """
-    source = path or ("the files" if files else hub_name)
+    path, name = data.dataset_path, data.dataset_name
+    if isinstance(data, SourceArguments) and files is None and (path is None) == (name is None):
+        fail("pass one of --dataset_name and --dataset_path")
+    source = "the files" if files else path or name
+    needed = {"train" if divide and split == "validation" else split for split in limits}
     try:
-        if path is None and files is None:
-            splits = load_dataset(hub_name, hub_config, streaming=streaming)
-        elif files is None and any(Path(path, name).is_dir() for name in limits):  # such as images
+        if files is None and path is None:
+            splits = load_dataset(name, data.dataset_config, streaming=streaming)
+        elif files is None and any(Path(path, split).is_dir() for split in needed):  # such as images
             splits = load_dataset(path, streaming=streaming)
         else:
-            files = find_files(path) if files is None else files
-            splits = load_files({name: files[name] for name in limits if name in files}, streaming)
+            files = {split: files[split] if files else find_files(path, split) for split in sorted(needed)}
+            found = {split: shards for split, shards in files.items() if shards}
+            splits = load_files(found, streaming) if found else {}
         if streaming:
             next(iter(splits.get("train", [None])))
     except Exception as error:  # datasets raises the errors of its readers, and StopIteration for an empty file
         fail(f"cannot load {source}: {reason(error)}")
-    if missing := [name for name in limits if name not in splits]:
-        fail(f"{source} has no split {', '.join(missing)}; files are called NAME{'|'.join(READERS)}")
-    splits = {name: splits[name] if limit is None else splits[name].take(limit) for name, limit in limits.items()}
-    if streaming:
-        return {name: split if name == "train" else Dataset.from_list(list(split)) for name, split in splits.items()}
-    return splits
+    if missing := sorted(needed - set(splits)):
+        fail(f"{source} has no split {', '.join(missing)}; files are called NAME.parquet, .json, .jsonl, .csv or .txt")
+    splits = dict(splits)
+    if divide and "train" in needed:
+        splits["train"], splits["validation"] = divide(splits["train"])
+    for split, limit in limits.items():
+        splits[split] = splits[split] if limit is None else splits[split].take(limit)
+        if streaming and split != "train":
+            splits[split] = Dataset.from_list(list(splits[split]))
+        check_split(splits[split], split, texts, [*columns, label] if label and split != "test" else columns)
+    return {split: splits[split] for split in limits}
 
 
-def check_columns(split: Dataset, name: str, columns: Iterable[str]) -> None:
-    """Exit unless `split` has rows and all of `columns`."""
-    if len(split) == 0:
+def check_split(split: Dataset | IterableDataset, name: str, texts: Sequence[str], columns: Sequence[str] = ()) -> None:
+    """Exit unless a split has rows, `columns` and text in `texts`; only the first row of a stream is checked."""
+    rows = Dataset.from_list(list(split.take(1))) if isinstance(split, IterableDataset) else split
+    if len(rows) == 0:
         fail(f"split {name} is empty")
-    if missing := [column for column in columns if column not in split.column_names]:
-        fail(f"split {name} has no column {', '.join(missing)}, only {', '.join(split.column_names)}")
-
-
-def check_texts(split: Dataset, name: str, columns: tuple[str, ...]) -> None:
-    """Exit unless `split` has text in all of `columns`."""
-    check_columns(split, name, columns)
-    for column in columns:
-        for row, text in enumerate(split[column]):
+    if missing := [column for column in [*texts, *columns] if column not in rows.column_names]:
+        fail(f"split {name} has no column {', '.join(missing)}, only {', '.join(rows.column_names)}")
+    for column in texts:
+        for row, text in enumerate(rows[column]):
             if not isinstance(text, str):
                 fail(f"split {name}, row {row}: {column} is {text!r} instead of text")
 
 
 def check_labels(split: Dataset, name: str, labels: tuple[str, ...]) -> None:
     """Exit unless all labels of `split` are ids of `labels` or, for regression without `labels`, finite numbers."""
-    check_columns(split, name, ["label"])
     feature = split.features["label"]
     if isinstance(feature, ClassLabel) and tuple(feature.names) != labels:
         fail(f"split {name}: the labels are {', '.join(feature.names)} instead of {', '.join(labels)}")

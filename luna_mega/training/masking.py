@@ -13,7 +13,6 @@ from transformers.hf_argparser import HfArg
 from luna_mega.training.arguments import RunArguments, check_least, fail
 from luna_mega.training.data import SourceArguments, choose_splits, load_splits
 from luna_mega.training.models import boundary_ids
-from luna_mega.training.streams import check_split
 
 
 @dataclass
@@ -108,11 +107,7 @@ def load_texts(
         files = {"train": data.train_files, "validation": data.validation_files}
         if missing := [name for name in limits if not files[name]]:
             fail(f"pass --{missing[0]}_files as well")
-    source = (data.dataset_path, data.dataset_name, data.dataset_config)
-    splits = load_splits(limits, *source, files=files, streaming=run.streaming)
-    for name, split in splits.items():
-        check_split(split, name, data.text_column)
-    return splits
+    return load_splits(limits, data, [data.text_column], files=files, streaming=run.streaming)
 
 
 def make_blocks(

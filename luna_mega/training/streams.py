@@ -10,7 +10,6 @@ from torch.utils.data import DataLoader, IterableDataset
 from transformers import TrainingArguments
 
 from luna_mega.training.arguments import RunArguments, check_least, fail
-from luna_mega.training.data import check_texts
 from luna_mega.training.runs import OrderedTrainer
 from luna_mega.training.seeded import Change, Example, draw
 
@@ -24,16 +23,6 @@ def check_streaming(training: TrainingArguments, run: RunArguments) -> None:
     if training.dataloader_num_workers > 1:
         fail(f"--dataloader_num_workers {training.dataloader_num_workers}: --streaming supports at most 1 worker")
     check_least(run, 1, "shuffle_buffer")
-
-
-def check_split(split: Dataset | datasets.IterableDataset, name: str, column: str) -> None:
-    """Exit unless `split` has text in `column`; only the first row of a stream is checked."""
-    if not isinstance(split, datasets.IterableDataset):
-        check_texts(split, name, (column,))
-        return
-    row = next(iter(split), {})
-    if not isinstance(row.get(column), str):
-        fail(f"split {name} has no text in a column {column}, only {', '.join(row) or 'no rows'}")
 
 
 def some_texts(split: Dataset | datasets.IterableDataset, column: str) -> Iterable[str]:

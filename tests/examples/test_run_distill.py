@@ -29,7 +29,7 @@ from luna_mega import LunaConfig, LunaForMaskedLM, MegaConfig, MegaForMaskedLM
 from luna_mega.distillation import extend_positions, stages
 from luna_mega.distillation.stages import AlignTrainer
 from luna_mega.training import language_modeling, masking
-from luna_mega.training.data import load_splits
+from luna_mega.training.data import SourceArguments, load_splits
 from luna_mega.training.tokenizers import train_bpe
 from tests.examples import runs
 from tests.examples.runs import assert_complete, assert_error
@@ -106,7 +106,7 @@ def read_rows(output: Path) -> list[dict]:
 def masked_scores(script, model, corpus: Path, folder: Path, block: int = 32, window: int = 32) -> dict[str, float]:
     """Return loss and accuracy of a model of transformers' own, in windows of blocks, at the tokens that are masked."""
     tokenizer, data = AutoTokenizer.from_pretrained(folder), masking.MaskedTextArguments(block_size=block)
-    split = load_splits({"validation": None}, str(corpus), None, None)["validation"]
+    split = load_splits({"validation": None}, SourceArguments(dataset_path=str(corpus)))["validation"]
     masked = masking.mask_once(masking.cut_blocks(split, "validation", tokenizer, data), tokenizer, data, seed=42)
     ids, labels = (torch.tensor(masked[name]).reshape(-1, window) for name in ("input_ids", "labels"))
     with torch.no_grad():
@@ -201,7 +201,7 @@ def test_causal(name, kind, run, script, make_teacher, corpus, tmp_path):
         if norms[name] + parameter in theirs:  # alignment has the norm of the teacher
             assert torch.equal(theirs[norms[name] + parameter], ours[norms[kind] + parameter])
     tokenizer, module = AutoTokenizer.from_pretrained(tmp_path / "out"), language_modeling
-    split = load_splits({"validation": None}, str(corpus), None, None)["validation"]
+    split = load_splits({"validation": None}, SourceArguments(dataset_path=str(corpus)))["validation"]
     stream = module.encode(split["text"], tokenizer, "eos")
     for folder, key in ((tmp_path / "out", "eval"), (teacher, "teacher")):
         model, total, right, count = AutoModelForCausalLM.from_pretrained(folder).eval(), 0.0, 0, 0

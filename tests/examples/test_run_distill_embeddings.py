@@ -11,7 +11,7 @@ from luna_mega import LunaModel
 from luna_mega.distillation.embedding_trainer import EmbeddingTrainer
 from luna_mega.distillation.embeddings import load_sentence_teacher
 from luna_mega.distillation.sentences import read_modules
-from luna_mega.training.data import load_splits
+from luna_mega.training.data import SourceArguments, load_splits
 from luna_mega.training.tokenizers import train_bpe
 from tests.examples.runs import assert_complete, assert_error, assert_resumes
 from tests.examples.test_run_mlm import texts, write
@@ -67,7 +67,7 @@ def mean_cosine(output: Path, teacher: Path, corpus: Path, rows: int) -> float:
     tokenizer, encoder = AutoTokenizer.from_pretrained(output), AutoModel.from_pretrained(teacher)
     student, window = LunaModel.from_pretrained(output, projection_length=rows), 16
     values = []
-    for text in load_splits({"held": None}, str(corpus), None, None)["held"]["text"]:
+    for text in load_splits({"held": None}, SourceArguments(dataset_path=str(corpus)))["held"]["text"]:
         ids = tokenizer(text, truncation=True, max_length=40, return_tensors="pt")["input_ids"]
         parts = [torch.cat([ids[:, :1], part, ids[:, -1:]], 1) for part in ids[:, 1:-1].split(window - 2, dim=1)]
         parts = parts if ids.shape[1] > window else [ids]
