@@ -18,7 +18,7 @@ from datasets import Dataset, load_dataset
 from datasets.exceptions import DatasetsError
 from huggingface_hub import DatasetCard, DatasetCardData
 
-from luna_mega.training.arguments import fail
+from luna_mega.training.arguments import fail, one_line
 from luna_mega.training.data import find_files, load_files
 
 SPLITS = ("train", "unsupervised")
@@ -46,13 +46,11 @@ Created by `examples/prepare_text.py` of luna-mega.
 def read_texts(source: str, column: str) -> list[str]:
     """Return the stripped texts of a source in order, without duplicates."""
     name, _, configuration = source.partition("@")
-    try:
+    with one_line(f"cannot load {source}", DatasetsError):
         if Path(source).is_dir():
             found = load_files({split: files for split in SPLITS if (files := find_files(source, split))})
         else:
             found = load_dataset(name, configuration or None)
-    except (DatasetsError, OSError, ValueError) as error:
-        fail(f"cannot load {source}: {error}")
     splits = [found[split].flatten() for split in SPLITS if split in found]
     if not splits:
         fail(f"{source} has no split {' or '.join(SPLITS)}, only {', '.join(found)}")

@@ -23,7 +23,7 @@ from transformers import (
 )
 from transformers.hf_argparser import HfArg
 
-from luna_mega.training.arguments import RunArguments, check_least, fail, parse_arguments
+from luna_mega.training.arguments import RunArguments, check_least, fail, one_line, parse_arguments
 from luna_mega.training.classification import accuracy, class_names, class_numbers, write_predictions
 from luna_mega.training.data import ClassifierArguments, SourceArguments, check_split, choose_splits, load_splits
 from luna_mega.training.models import CheckpointArguments, label_fields, make_config, make_model
@@ -83,10 +83,7 @@ def make_extractor(
     if not model.model_name_or_path:
         _, rate = read_clip(next(iter(clips.values()))[0], data)
         return Wav2Vec2FeatureExtractor(sampling_rate=data.sampling_rate or rate, return_attention_mask=True)
-    try:
-        extractor = Wav2Vec2FeatureExtractor.from_pretrained(model.model_name_or_path)
-    except OSError as error:
-        fail(error)
+    extractor = Wav2Vec2FeatureExtractor.from_pretrained(model.model_name_or_path)
     if data.sampling_rate not in (None, extractor.sampling_rate):
         fail(f"--sampling_rate {data.sampling_rate}: {model.model_name_or_path} has {extractor.sampling_rate}")
     return extractor
@@ -165,10 +162,6 @@ def load_clips(data: DataArguments, training: TrainingArguments) -> dict[str, Da
     for name, split in clips.items():
         if not isinstance(split.features[data.audio_column], Audio):
             check_split(split, name, (), [data.rate_column])
-        try:
-            split[0]
-        except ImportError as error:
-            fail(f"{data.audio_column} cannot be decoded: {error}")
     return clips
 
 
@@ -192,7 +185,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     data, model, training, run = parse(argv)
     begin_run(__file__, argv, data, model, training, run)
 
-    with training.main_process_first(desc="reading the data"):
+    with training.main_process_first(desc="reading the data"), one_line():
         splits, extractor, config = load_data(data, model, training)
 
     trainer = OrderedTrainer(

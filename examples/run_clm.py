@@ -18,7 +18,7 @@ from transformers.hf_argparser import HfArg
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from luna_mega.compat import CACHE_NAME
-from luna_mega.training.arguments import RunArguments, check_choice, check_least, fail, parse_arguments
+from luna_mega.training.arguments import RunArguments, check_choice, check_least, fail, one_line, parse_arguments
 from luna_mega.training.data import SourceArguments, choose_splits, load_splits
 from luna_mega.training.language_modeling import Score, Streams, cut_stream, draw_windows, encode, score_stream
 from luna_mega.training.models import ModelArguments, make_config, make_model, make_tokenizer
@@ -183,7 +183,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     training.remove_unused_columns = False
     begin_run(__file__, argv, data, model, training, run)
 
-    with training.main_process_first(desc="reading the data"):
+    with training.main_process_first(desc="reading the data"), one_line():
         streams, tokenizer = load_data(data, model, training, run)
         config = make_config(model, tokenizer, data.block_size, **DECODER)
         collator = make_collator(data, config)

@@ -27,7 +27,7 @@ from transformers.hf_argparser import HfArg
 
 from luna_mega.distillation import Teacher, aligned_parameters, recipe, stages, train_only
 from luna_mega.distillation.record import Record, describe_distillation
-from luna_mega.training.arguments import RunArguments, check_choice, fail, parse_arguments
+from luna_mega.training.arguments import RunArguments, check_choice, fail, one_line, parse_arguments
 from luna_mega.training.classification import class_numbers
 from luna_mega.training.data import check_split
 from luna_mega.training.language_modeling import cut_stream, draw_windows, encode
@@ -217,7 +217,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     checkpoint = run.checkpoint or aligning
 
     teacher, tokenizer = recipe.make_teacher(model, data.block_size)
-    with training.main_process_first(desc="reading the data"):
+    with training.main_process_first(desc="reading the data"), one_line():
         splits, collate = load_data(data, training, run, teacher, tokenizer)
     task = Task(data, model, run, teacher, tokenizer, splits, collate)
 

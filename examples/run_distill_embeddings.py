@@ -21,8 +21,7 @@ from luna_mega.distillation.embeddings import (
     SentenceTeacher,
     load_sentence_teacher,
 )
-from luna_mega.distillation.recipe import one_line
-from luna_mega.training.arguments import RunArguments, check_choice, check_least, fail, parse_arguments
+from luna_mega.training.arguments import RunArguments, check_choice, check_least, fail, one_line, parse_arguments
 from luna_mega.training.data import LimitArguments, SourceArguments, choose_splits, load_splits
 from luna_mega.training.models import load_tokenizer
 from luna_mega.training.report import describe, finish
@@ -113,7 +112,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     run.model = f"luna from {model.teacher}"
     run.card |= {"origin": "distilled", "split": data.validation_split}
 
-    with training.main_process_first(desc="reading the data"):
+    with training.main_process_first(desc="reading the data"), one_line():
         splits = load_data(data, training)
     count = min(data.salience_texts, len(splits["train"]))
     texts = list(splits["train"].shuffle(training.seed).take(count)[data.text_column])

@@ -16,7 +16,7 @@ from datasets import Dataset
 from transformers import EvalPrediction, PreTrainedTokenizerBase, Trainer, TrainingArguments
 from transformers.hf_argparser import HfArg
 
-from luna_mega.training.arguments import RunArguments, check_choice, fail, parse_arguments
+from luna_mega.training.arguments import RunArguments, check_choice, one_line, parse_arguments
 from luna_mega.training.data import check_labels, check_split, choose_splits, load_splits
 from luna_mega.training.models import ModelArguments, label_fields, make_config, make_model, make_tokenizer
 from luna_mega.training.report import describe, finish
@@ -119,10 +119,8 @@ def load_data(
 def make_metrics(data: DataArguments) -> Callable[[EvalPrediction], dict[str, float]]:
     """Return a function that computes the metrics of a task and their mean `combined_score`."""
     task = TASKS[data.task_name]
-    try:
+    with one_line(f"--metric_path {data.metric_path} (without network access, pass examples/metrics/glue_metrics)"):
         metric = evaluate.load(data.metric_path, data.task_name, keep_in_memory=True)
-    except (OSError, ValueError) as error:
-        fail(f"--metric_path {data.metric_path}: {error}; without network access, pass examples/metrics/glue_metrics")
 
     def compute_metrics(prediction: EvalPrediction) -> dict[str, float]:
         scores = metric.compute(predictions=task.decode(prediction.predictions), references=prediction.label_ids)
@@ -151,7 +149,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     task = TASKS[data.task_name]
     begin_run(__file__, argv, data, model, training, run)
 
-    with training.main_process_first(desc="reading the data"):
+    with training.main_process_first(desc="reading the data"), one_line():
         splits, tokenizer = load_data(data, model, training)
 
     config = make_config(

@@ -17,7 +17,7 @@ from transformers.hf_argparser import HfArg
 from transformers.image_processing_utils import BaseImageProcessor
 
 from luna_mega.training import images
-from luna_mega.training.arguments import RunArguments, check_least, fail, parse_arguments
+from luna_mega.training.arguments import RunArguments, check_least, fail, one_line, parse_arguments
 from luna_mega.training.classification import (
     accuracy,
     class_names,
@@ -179,7 +179,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     data, model, training, run = parse(argv)
     begin_run(__file__, argv, data, model, training, run)
 
-    with training.main_process_first(desc="reading the data"):
+    with training.main_process_first(desc="reading the data"), one_line():
         splits, processor, config = load_data(data, model, training)
 
     smoothing, training.label_smoothing_factor = training.label_smoothing_factor, 0.0  # applied by `make_loss`

@@ -21,7 +21,7 @@ from transformers import (
     default_data_collator,
 )
 
-from luna_mega.training.arguments import RunArguments, fail, parse_arguments
+from luna_mega.training.arguments import RunArguments, fail, one_line, parse_arguments
 from luna_mega.training.masking import (
     MaskedTextArguments as DataArguments,
     Masking,
@@ -119,7 +119,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     data, model, training, run = parse(argv)
     begin_run(__file__, argv, data, model, training, run)
 
-    with training.main_process_first(desc="reading the data"):
+    with training.main_process_first(desc="reading the data"), one_line():
         blocks, tokenizer, config = load_data(data, model, training, run)
 
     network = make_model(AutoModelForMaskedLM, model, config)

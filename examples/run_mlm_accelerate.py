@@ -31,7 +31,7 @@ from torch.distributed.fsdp import fully_shard
 from transformers import AutoModelForMaskedLM, PreTrainedModel, get_linear_schedule_with_warmup, set_seed
 from transformers.hf_argparser import HfArg
 
-from luna_mega.training.arguments import check_launch, check_least, fail, parse_arguments
+from luna_mega.training.arguments import check_launch, check_least, fail, one_line, parse_arguments
 from luna_mega.training.data import SourceArguments, load_splits
 from luna_mega.training.hub import check_login, push_folder
 from luna_mega.training.masking import Masking, cut_blocks
@@ -192,7 +192,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     if (found := find_checkpoints(output)) and not options.resume:
         fail(f"{found[-1]} already exists: pass --resume true, or another --output_dir")
     set_seed(options.seed)
-    with accelerator.main_process_first():
+    with accelerator.main_process_first(), one_line():
         remove_incomplete(output)
         split = load_splits({"train": None}, options, [options.text_column])["train"]
         tokenizer = make_tokenizer(source, split[options.text_column], options.block_size)

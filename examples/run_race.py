@@ -22,7 +22,7 @@ from transformers import (
 )
 from transformers.hf_argparser import HfArg
 
-from luna_mega.training.arguments import RunArguments, check_choice, fail, parse_arguments
+from luna_mega.training.arguments import RunArguments, check_choice, fail, one_line, parse_arguments
 from luna_mega.training.data import ClassifierArguments, check_split, choose_splits, load_splits
 from luna_mega.training.models import ModelArguments, boundary_ids, make_config, make_model, make_tokenizer
 from luna_mega.training.report import describe, finish
@@ -194,10 +194,8 @@ def load_split(name: str, task: Task, data: DataArguments, limit: int | None) ->
         part = load_splits({name: None}, replace(data, dataset_path=path), columns=columns)[name]
         parts.append(part.select_columns(columns))
     features = parts[0].features
-    try:
+    with one_line(f"split {name} of the folders has different columns"):
         split = concatenate_datasets([part if part.features == features else part.cast(features) for part in parts])
-    except (ValueError, TypeError) as error:
-        fail(f"split {name} of the folders has different columns: {error}")
     split = split if limit is None else split.take(limit)
     check_split(split, name, (task.name, *task.texts))
     check_answers(split, name, task)
@@ -287,7 +285,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     task, towers = TASKS[data.task], data.two_towers
     begin_run(__file__, argv, data, model, training, run)
 
-    with training.main_process_first(desc="reading the data"):
+    with training.main_process_first(desc="reading the data"), one_line():
         splits, tokenizer = load_data(data, model, training)
 
     # Concatenated vectors do not represent the similarity of a text and an option; their product does.

@@ -15,7 +15,7 @@ from datasets import Dataset
 from transformers import PreTrainedTokenizerBase, TrainingArguments
 from transformers.hf_argparser import HfArg
 
-from luna_mega.training.arguments import RunArguments, fail, parse_arguments
+from luna_mega.training.arguments import RunArguments, fail, one_line, parse_arguments
 from luna_mega.training.classification import accuracy, class_names, class_numbers, write_predictions
 from luna_mega.training.data import SourceArguments, choose_splits, load_splits
 from luna_mega.training.models import ModelArguments, label_fields, make_config, make_model, make_tokenizer
@@ -80,7 +80,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     data, model, training, run = parse(argv)
     begin_run(__file__, argv, data, model, training, run)
 
-    with training.main_process_first(desc="reading the data"):
+    with training.main_process_first(desc="reading the data"), one_line():
         splits, tokenizer, names = load_data(data, model, training)
 
     fields = label_fields(names) | {"problem_type": "single_label_classification"}

@@ -23,7 +23,7 @@ from transformers import (
 )
 from transformers.hf_argparser import HfArg
 
-from luna_mega.training.arguments import RunArguments, check_choice, check_least, fail, parse_arguments
+from luna_mega.training.arguments import RunArguments, check_choice, check_least, fail, one_line, parse_arguments
 from luna_mega.training.data import LimitArguments, SourceArguments, check_split, choose_splits, load_splits
 from luna_mega.training.models import ModelArguments, Tokenizers, make_both_tokenizers, make_config, make_model
 from luna_mega.training.optimization import ClipEach, apollo, milestone_schedule
@@ -249,7 +249,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     training.generation_num_beams = training.generation_num_beams or 1
     begin_run(__file__, argv, data, model, training, run)
 
-    with training.main_process_first(desc="reading the data"):
+    with training.main_process_first(desc="reading the data"), one_line():
         splits, tokenizers, config = load_data(data, model, training)
 
     network = make_model(AutoModelForSeq2SeqLM, model, config)

@@ -17,7 +17,7 @@ from datasets import Dataset
 from transformers import AutoModel, PreTrainedTokenizerBase
 from transformers.hf_argparser import HfArg
 
-from luna_mega.training.arguments import RunArguments, check_choice, check_least, fail, parse_arguments
+from luna_mega.training.arguments import RunArguments, check_choice, check_least, fail, one_line, parse_arguments
 from luna_mega.training.data import LimitArguments, SourceArguments, load_splits
 from luna_mega.training.models import ModelArguments, make_config, make_model, make_tokenizer
 from luna_mega.training.report import describe, save_summary
@@ -140,7 +140,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     data, model, training, run = parse(argv)
     begin_run(__file__, argv, data, model, training, run)
 
-    with training.main_process_first(desc="reading the data"):
+    with training.main_process_first(desc="reading the data"), one_line():
         pairs, tokenizer, evaluator = load_data(data, model, training)
 
     embedder = make_embedder(data, model, tokenizer, str(training.device))

@@ -30,8 +30,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
 
 import luna_mega
 from luna_mega.distillation import Teacher, check_tokenizer, load_teacher
-from luna_mega.distillation.recipe import one_line
-from luna_mega.training.arguments import check_least, fail
+from luna_mega.training.arguments import check_least, fail, one_line
 from luna_mega.training.data import SourceArguments, load_splits
 from luna_mega.training.language_modeling import encode
 from luna_mega.training.masking import Masking

@@ -15,11 +15,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 from transformers import AutoModelForMaskedLM, PreTrainedConfig, RobertaForMaskedLM
 from transformers.hf_argparser import HfArg
-from yaml import YAMLError
 
 from luna_mega import LunaConfig, LunaForMaskedLM
 from luna_mega.modeling_luna.initialization_luna import LocalStart, blind, paired_sinusoids, rotation
@@ -28,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
 
 import run_mlm
 
-from luna_mega.training.arguments import check_choice, fail
+from luna_mega.training.arguments import check_choice, fail, one_line
 from luna_mega.training.models import ModelArguments, make_model, parse_fields
 from luna_mega.training.report import describe, finish
 from luna_mega.training.runs import begin_run, score, train
@@ -90,12 +88,10 @@ def read_start(model: StudyArguments, config: PreTrainedConfig, block_size: int)
         fail("--without requires local initialization: add initialization=local to --config_overrides")
     if not model.local_start:
         return None
-    try:
+    with one_line("--local_options"):
         options = parse_fields(model.local_options)
         sizes = {"vocab_size": config.vocab_size, "max_position_embeddings": block_size}
         return LocalStart.of(LunaConfig(**sizes, initialization="local", initialization_options=options))
-    except (ValueError, StrictDataclassError, YAMLError) as error:
-        fail(f"--local_options: {error}")
 
 
 def main(argv: list[str] | None = None) -> dict[str, Any]:
@@ -103,7 +99,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     check_study(model)
     begin_run(__file__, argv, data, model, training, run)
 
-    with training.main_process_first(desc="reading the data"):
+    with training.main_process_first(desc="reading the data"), one_line():
         blocks, tokenizer, config = run_mlm.load_data(data, model, training, run)
         local_start = read_start(model, config, data.block_size)
 

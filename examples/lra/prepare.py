@@ -32,8 +32,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from lra import drawing, listops, pathfinder, released
 from lra.released import SPLITS
-from luna_mega.errors import reason
-from luna_mega.training.arguments import fail
+from luna_mega.training.arguments import fail, one_line
 
 TEXT, TWO = Value("string"), ClassLabel(num_classes=2)
 OBJECTS = ["airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck"]
@@ -215,13 +214,10 @@ def main(argv: list[str] | None = None) -> None:
     if output.is_dir() and any(output.iterdir()):
         fail(f"{output} contains other files; choose another --output")
     command = shlex.join(["python", "examples/lra/prepare.py", *(argv or sys.argv[1:])])
-    try:
-        with TemporaryDirectory() as cache:
-            splits = (convert if arguments.source else generate)(arguments, features, cache)
-            output.mkdir(parents=True, exist_ok=True)
-            save(splits, arguments.task, command, output)
-    except (DatasetsError, OSError, ValueError) as error:
-        fail(reason(error.__cause__ or error) if isinstance(error, DatasetsError) else error)
+    with one_line("", DatasetsError), TemporaryDirectory() as cache:
+        splits = (convert if arguments.source else generate)(arguments, features, cache)
+        output.mkdir(parents=True, exist_ok=True)
+        save(splits, arguments.task, command, output)
 
 
 if __name__ == "__main__":

@@ -6,9 +6,15 @@ from typing import Any
 import torch
 from datasets import Dataset
 from torch import nn
-from transformers import PreTrainedModel, PreTrainedTokenizerFast, TrainingArguments
+from transformers import (
+    DataCollatorForTokenClassification,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    TrainingArguments,
+    default_data_collator,
+)
 
-from lra.tasks import GRAYS, Task, gray_levels, make_collator
+from lra.tasks import GRAYS, Task, gray_levels
 from luna_mega.training.runs import OrderedTrainer
 from luna_mega.training.seeded import Redrawn
 
@@ -68,7 +74,7 @@ def pretrain(
         Reconstruction(model, GRAYS if tokenizer is None else len(tokenizer)),
         options,
         train_dataset=mask_split(split, task, tokenizer, share, training.seed),
-        data_collator=make_collator(0 if tokenizer is None else tokenizer.pad_token_id),
+        data_collator=DataCollatorForTokenClassification(tokenizer) if tokenizer else default_data_collator,
     )
     output = trainer.train()
     return {"self_pretraining_loss": output.training_loss, "self_pretraining_seconds": output.metrics["train_runtime"]}

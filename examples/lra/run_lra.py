@@ -22,17 +22,19 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for the package 
 from datasets import Dataset
 from transformers import (
     AutoModelForSequenceClassification,
+    DataCollatorWithPadding,
     PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerFast,
     TrainingArguments,
+    default_data_collator,
 )
 from transformers.hf_argparser import HfArg
 
 import luna_mega
 from lra import pretraining, tasks, transformer
 from lra.tasks import CONVENTIONS, TASKS
-from luna_mega.training.arguments import RunArguments, check_choice, check_least, fail, parse_arguments
+from luna_mega.training.arguments import RunArguments, check_choice, check_least, fail, one_line, parse_arguments
 from luna_mega.training.classification import accuracy, examples_per_second, write_predictions
 from luna_mega.training.data import ClassifierArguments, SourceArguments, check_labels, choose_splits, load_splits
 from luna_mega.training.images import undecoded
@@ -40,7 +42,7 @@ from luna_mega.training.models import CheckpointArguments, label_fields, load_to
 from luna_mega.training.optimization import power_warmup_schedule
 from luna_mega.training.report import describe, finish
 from luna_mega.training.runs import OrderedTrainer, begin_run, check_run, make_callbacks, score, train
-from luna_mega.training.texts import pair_class
+from luna_mega.training.texts import make_pair_collator, pair_class
 
 TITLE, METRIC = "Long Range Arena", "eval_accuracy"
 _NO_TOKENS = 8  # vocabulary of a model that reads values
@@ -134,10 +136,7 @@ def choose_tokenizer(data: DataArguments, model: ModelArguments) -> PreTrainedTo
         return None
     if not model.model_name_or_path:
         return tasks.make_tokenizer(TASKS[data.task].kind, CONVENTIONS[data.convention], data.max_length)
-    try:
-        return load_tokenizer(model.model_name_or_path)
-    except (OSError, ValueError) as error:
-        fail(f"no tokenizer in {model.model_name_or_path}: {error}")
+    return load_tokenizer(model.model_name_or_path)
 
 
 def choose_config(
@@ -188,13 +187,14 @@ def make_trainer(
     tokenizer: PreTrainedTokenizerFast | None,
 ) -> LraTrainer:
     """Return the Trainer, with the weight decay of the convention."""
+    collator = make_pair_collator if TASKS[data.task].pairs else DataCollatorWithPadding
     trainer = LraTrainer(
         network,
         training,
         train_dataset=splits.get("train"),
         eval_dataset=splits.get("validation"),
         processing_class=tokenizer,
-        data_collator=tasks.make_collator(0 if tokenizer is None else tokenizer.pad_token_id),
+        data_collator=collator(tokenizer) if tokenizer else default_data_collator,
         compute_metrics=accuracy,
         callbacks=make_callbacks(data),
     )
@@ -222,7 +222,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     task = TASKS[data.task]
     begin_run(__file__, argv, data, model, training, run)
 
-    with training.main_process_first(desc="reading the data"):
+    with training.main_process_first(desc="reading the data"), one_line():
         splits, tokenizer, config = load_data(data, model, training)
 
     model_class = AutoModelForSequenceClassification

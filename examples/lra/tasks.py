@@ -1,7 +1,6 @@
 """The tasks of Long Range Arena as a model reads them, and the points in which the papers' code differs."""
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -9,7 +8,6 @@ import numpy as np
 import torch
 from datasets import ClassLabel, Dataset, concatenate_datasets
 from tokenizers import processors
-from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedConfig, PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
@@ -201,25 +199,3 @@ def gray_levels(values: torch.Tensor, task: Task) -> torch.Tensor:
     """Return the gray levels 0 to 255 of input values."""
     mean, deviation = task.scale
     return ((values * deviation + mean) * (GRAYS - 1)).round().long()
-
-
-def make_collator(pad_token_id: int) -> Callable[[list[dict[str, Any]]], dict[str, torch.Tensor]]:
-    """Return a collator; `input_ids` are padded on the right, with an attention mask."""
-
-    def collate(rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
-        batch = {}
-        for name in rows[0]:
-            columns = [torch.as_tensor(row[name]) for row in rows]
-            if name == "labels" and columns[0].dim():  # of self-pretraining
-                batch[name] = pad_sequence(columns, batch_first=True, padding_value=-100)
-                continue
-            if not name.endswith("input_ids"):
-                batch[name] = torch.stack(columns)
-                continue
-            batch[name] = pad_sequence(columns, batch_first=True, padding_value=pad_token_id)
-            lengths = torch.tensor([len(column) for column in columns])
-            mask = torch.arange(batch[name].shape[1]) < lengths[:, None]
-            batch[name.replace("input_ids", "attention_mask")] = mask.long()
-        return batch
-
-    return collate

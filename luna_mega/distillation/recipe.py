@@ -1,16 +1,12 @@
 """Options of a distillation, and creation of teacher and student."""
 
-import contextlib
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-import yaml
-from huggingface_hub.errors import StrictDataclassError
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForMaskedLM,
@@ -37,7 +33,7 @@ from luna_mega.distillation.calibration import calibration_error, scale_logits, 
 from luna_mega.distillation.families import Parts, find_family
 from luna_mega.distillation.students import match_layers
 from luna_mega.hub.folder import position_limit
-from luna_mega.training.arguments import check_choice, check_least, fail
+from luna_mega.training.arguments import check_choice, check_least, fail, one_line
 from luna_mega.training.models import load_tokenizer, parse_fields
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -77,15 +73,6 @@ class DistillArguments:
     def is_new(self) -> bool:
         """Whether a new student is created."""
         return self.student in ("luna", "mega")
-
-
-@contextlib.contextmanager
-def one_line(about: str) -> Iterator[None]:
-    """Exit with a one-line error about an option if the library raises an error."""
-    try:
-        yield
-    except (ValueError, OSError, StrictDataclassError, yaml.YAMLError) as error:
-        fail(f"{about}: {error}")
 
 
 def check_options(model: DistillArguments, training: TrainingArguments) -> None:

@@ -4,20 +4,25 @@ import argparse
 import math
 import os
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
 import yaml
+from huggingface_hub.errors import HTTPError, StrictDataclassError
 from transformers import HfArgumentParser
 from transformers.hf_argparser import HfArg
 
+from luna_mega.errors import reason
 from luna_mega.escaping import terminal
 
 # Environment variables in which torchrun, accelerate and MPI launchers store the number of processes.
 WORLD_SIZES = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE")
+# Errors of libraries about invalid options, files and data.
+INVALID = (OSError, ValueError, TypeError, ImportError, HTTPError, StrictDataclassError, yaml.YAMLError)
 
 
 @dataclass
@@ -50,6 +55,19 @@ class RunArguments:
 def fail(message: object) -> NoReturn:
     """Exit with status 1 and a one-line message without control characters."""
     raise SystemExit(f"error: {terminal(' '.join(str(message).split()))}")
+
+
+@contextmanager
+def one_line(about: str = "", *wrappers: type[Exception]) -> Iterator[None]:
+    """Exit with status 1 and a one-line message if options, files or data are invalid.
+
+    The errors `wrappers` are replaced by their cause.
+    """
+    try:
+        yield
+    except (*INVALID, *wrappers) as error:
+        cause = reason(error if isinstance(error, INVALID) else error.__cause__ or error)
+        fail(f"{about}: {cause}" if about else cause)
 
 
 def read_recipe(path: str, options: set[str], readers: tuple[Path, ...] = ()) -> dict[str, Any]:
@@ -92,12 +110,10 @@ def parse_arguments(dataclasses: tuple[type, ...], argv: list[str] | None, **def
         parser.set_defaults(
             **read_recipe(known.recipe, {field.name for kind in dataclasses for field in fields(kind) if field.init})
         )
-    try:
+    with one_line():
         *parsed, _, unknown = parser.parse_args_into_dataclasses(
             argv, return_remaining_strings=True, look_for_args_file=False
         )
-    except ValueError as error:
-        fail(error)
     if unknown:
         parser.error(terminal(f"unknown option {' '.join(unknown)}"))
     for arguments in parsed:

@@ -12,15 +12,13 @@ from transformers import Trainer, TrainingArguments
 
 from luna_mega.hub.card import FILE_NAME, training_card
 from luna_mega.hub.licenses import license_metadata
-from luna_mega.training.arguments import fail
+from luna_mega.training.arguments import fail, one_line
 
 
 def check_hub(training: TrainingArguments, license: str | None = None) -> None:
     """Exit if the license is invalid or the model cannot be pushed."""
-    try:
+    with one_line("--license"):
         license_metadata(license)
-    except ValueError as error:
-        fail(f"--{error}")
     if training.hub_token:
         fail("--hub_token: Trainer would push it with training_args.bin; use `hf auth login` or HF_TOKEN instead")
     if training.push_to_hub:
@@ -29,21 +27,19 @@ def check_hub(training: TrainingArguments, license: str | None = None) -> None:
 
 def check_login() -> None:
     """Exit if there is no valid token for the Hub."""
-    try:
+    with one_line("--push_to_hub"):
         HfApi().whoami()
-    except (HTTPError, OSError) as error:
-        fail(f"--push_to_hub: {error}")
 
 
 def push_folder(name: str, folder: Path) -> None:
     """Upload a folder without its checkpoints to the repository `name`, which is created if it does not exist."""
-    with one_line(name, folder):
+    with explain_push(name, folder):
         repository = HfApi().create_repo(name, exist_ok=True).repo_id
         HfApi().upload_folder(repo_id=repository, folder_path=folder, ignore_patterns="checkpoint-*")
 
 
 @contextmanager
-def one_line(name: str, folder: Path) -> Iterator[None]:
+def explain_push(name: str, folder: Path) -> Iterator[None]:
     """Exit with a one-line message if the upload of `folder` to the repository `name` fails."""
     try:
         yield
@@ -77,5 +73,5 @@ def publish(
         trainer.create_model_card()
     if not trainer.args.push_to_hub:
         return
-    with one_line(trainer.hub_model_id, output):
+    with explain_push(trainer.hub_model_id, output):
         trainer.push_to_hub()

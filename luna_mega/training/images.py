@@ -21,7 +21,7 @@ from transformers.models.levit.image_processing_pil_levit import LevitImageProce
 from transformers.models.vit.image_processing_pil_vit import ViTImageProcessorPil
 
 from luna_mega.errors import install
-from luna_mega.training.arguments import check_least, fail
+from luna_mega.training.arguments import check_least, fail, one_line
 from luna_mega.training.seeded import Redrawn
 
 Transform = Callable[[Image.Image], torch.Tensor]
@@ -53,10 +53,8 @@ def check_augmentation(data: AugmentArguments) -> None:
 
 
 def _timm():
-    try:
+    with one_line(f"this augmentation requires timm, run {install('vision')}"):
         import timm.data
-    except ImportError as error:
-        fail(f"this augmentation requires timm ({error}); run {install('vision')}")
     return timm.data
 
 
@@ -125,11 +123,8 @@ def make_processor(size: int, channels: int, mean: list[float], std: list[float]
 def load_processor(model: str) -> BaseImageProcessor:
     """Load the image processor of a model; processors of `make_processor` do not require torchvision."""
     ours = {"LevitImageProcessor": LevitImageProcessorPil, "ViTImageProcessor": ViTImageProcessorPil}
-    try:
-        fields, _ = BaseImageProcessor.get_image_processor_dict(model)
-        return ours.get(fields.get("image_processor_type"), AutoImageProcessor).from_pretrained(model)
-    except (OSError, ImportError) as error:
-        fail(f"the evaluation transform of {model} cannot be loaded: {error}")
+    fields, _ = BaseImageProcessor.get_image_processor_dict(model)
+    return ours.get(fields.get("image_processor_type"), AutoImageProcessor).from_pretrained(model)
 
 
 def evaluation_transform(processor: BaseImageProcessor) -> Transform:

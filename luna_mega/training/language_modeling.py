@@ -11,17 +11,15 @@ from tqdm import tqdm
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
 from luna_mega.compat import CACHE_NAME
-from luna_mega.training.arguments import fail
+from luna_mega.training.arguments import fail, one_line
 from luna_mega.training.models import load_tokenizer
 from luna_mega.training.seeded import Redrawn
 
 
 def load_language_model(source: str, device: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Load a causal language model in evaluation mode, and its tokenizer."""
-    try:
+    with one_line():
         return AutoModelForCausalLM.from_pretrained(source).to(device).eval(), load_tokenizer(source)
-    except (OSError, ValueError) as error:
-        fail(error)
 
 
 def encode(texts: Iterable[str], tokenizer: PreTrainedTokenizerBase, line_end: str) -> torch.LongTensor:

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import yaml
-from huggingface_hub.errors import StrictDataclassError
 from transformers import (
     CONFIG_MAPPING,
     AutoConfig,
@@ -21,7 +20,7 @@ from transformers.utils import cached_file
 
 from luna_mega.errors import reason
 from luna_mega.hub.folder import largest_id
-from luna_mega.training.arguments import fail
+from luna_mega.training.arguments import fail, one_line
 from luna_mega.training.tokenizers import train_bpe, train_joint_bpe
 
 # Models of transformers whose position ids start after the padding id.
@@ -65,12 +64,8 @@ def load_tokenizer(source: str) -> PreTrainedTokenizerBase:
 def make_tokenizer(model: ModelArguments, texts: Iterable[str], max_length: int) -> PreTrainedTokenizerBase:
     """Load the tokenizer of `model`, or train a BPE on `texts`."""
     source = model.tokenizer_name or model.model_name_or_path
-    try:
-        if source:
-            return load_tokenizer(source)
-        return train_bpe(texts, model.vocab_size, max_length)
-    except (OSError, ValueError) as error:
-        fail(f"no tokenizer in {source} (pass another --tokenizer_name): {error}" if source else error)
+    with one_line(f"no tokenizer in {source} (pass another --tokenizer_name)" if source else ""):
+        return load_tokenizer(source) if source else train_bpe(texts, model.vocab_size, max_length)
 
 
 class Tokenizers(NamedTuple):
@@ -83,15 +78,13 @@ class Tokenizers(NamedTuple):
 def make_both_tokenizers(model: ModelArguments, texts: Iterable[str], max_length: int) -> Tokenizers:
     """Load the tokenizers of `model` (the subfolder `target` contains the target's), or train one on `texts`."""
     source = model.tokenizer_name or model.model_name_or_path
-    try:
-        if not source:
-            joint = train_joint_bpe(texts, model.vocab_size, max_length)
-            return Tokenizers(joint, joint)
+    if not source:
+        joint = train_joint_bpe(texts, model.vocab_size, max_length)
+        return Tokenizers(joint, joint)
+    with one_line(f"no tokenizer in {source} (pass another --tokenizer_name)"):
         first = second = load_tokenizer(source)
         if cached_file(source, "target/tokenizer_config.json", _raise_exceptions_for_missing_entries=False):
             second = AutoTokenizer.from_pretrained(source, subfolder="target")
-    except (OSError, ValueError) as error:
-        fail(f"no tokenizer in {source} (pass another --tokenizer_name): {error}")
     for tokenizer in (first, second):
         if tokenizer("a")["input_ids"][-1] != tokenizer.eos_token_id:
             fail(f"the tokenizer of {source} does not end a sentence with its eos_token {tokenizer.eos_token}")
@@ -124,7 +117,7 @@ def make_config(
         values: Fields of the task, set if the configuration has them.
     """
     kind = kind or ("values" if tokenizer is None else "tokens")
-    try:
+    with one_line("configuration"):
         overrides = parse_fields(model.config_overrides)
         loaded = {}
         if model.model_name_or_path:
@@ -145,8 +138,6 @@ def make_config(
         # A field can have two names, such as max_position_embeddings and Mega's max_positions; the last value is used.
         pairs = [*loaded.items(), *values.items(), *overrides.items()]
         config = type(config).from_dict({config.attribute_map.get(name, name): value for name, value in pairs})
-    except (OSError, ValueError, TypeError, StrictDataclassError, yaml.YAMLError) as error:
-        fail(f"configuration: {error}")
     if (reads := getattr(config, "input_type", "patches" if hasattr(config, "patch_size") else "tokens")) != kind:
         fail(f"{model.model_name_or_path or 'the model'} reads {reads} (input_type), not {kind}")
     if kind == "patches":

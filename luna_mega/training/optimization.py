@@ -8,7 +8,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import TrainerCallback, TrainingArguments
 
-from luna_mega.training.arguments import fail
+from luna_mega.training.arguments import one_line
 
 
 def milestone_schedule(
@@ -39,10 +39,8 @@ def apollo(training: TrainingArguments) -> tuple[type[Optimizer], dict[str, Any]
 
     `adam_beta1` and `adam_epsilon` are its beta and epsilon. Weight decay is L2, as in its code.
     """
-    try:
+    with one_line("--apollo requires `pip install 'pytorch_optimizer>=4.1'`"):
         from pytorch_optimizer import ApolloDQN
-    except ImportError:
-        fail("--apollo needs the package pytorch_optimizer: pip install 'pytorch_optimizer>=4.1'")
     options = {"lr": training.learning_rate, "beta": training.adam_beta1, "eps": training.adam_epsilon}
     return ApolloDQN, options | {"warmup_steps": 0}  # its warmup would replace the schedule
 

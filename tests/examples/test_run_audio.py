@@ -176,7 +176,7 @@ def test_audio_files(run, tmp_path):
     if find_spec("torchcodec"):
         assert run(*arguments)["train_samples"] == 8
     else:
-        with pytest.raises(SystemExit, match="clip cannot be decoded: .*torchcodec"):
+        with pytest.raises(SystemExit, match="torchcodec"):
             run(*arguments)
 
 

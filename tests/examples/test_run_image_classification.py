@@ -122,7 +122,7 @@ def test_a_model_without_an_evaluation_transform(run, folder, tmp_path):
     run(*options(folder, tmp_path / "first", "--max_steps", 1))
     (tmp_path / "first" / "preprocessor_config.json").unlink()
     source = ["--dataset_path", folder, "--model_name_or_path", tmp_path / "first"]
-    message = "the evaluation transform of .*first cannot be loaded"
+    message = "first.*preprocessor_config.json"
     assert_error(run, message, *source, "--output_dir", tmp_path / "second", "--do_eval", output=tmp_path / "second")
 
 
@@ -249,7 +249,7 @@ def test_missing_package(run, folder, tmp_path):
     try:
         import timm  # noqa: F401
     except ImportError:
-        message = r"this augmentation requires timm .*run `pip install '\.\[vision\]'`"
+        message = r"this augmentation requires timm, run `pip install '\.\[vision\]'`"
         assert_error(run, message, *options(folder, tmp_path / "out", "--mixup", 0.8), output=tmp_path / "out")
     else:
         summary = run(*options(folder, tmp_path / "out", "--mixup", 0.8, "--cutmix", 1.0, "--max_steps", 2))

@@ -231,7 +231,7 @@ def test_apollo_follows_the_schedule_and_clips_each_gradient(run, script, monkey
 
 def test_apollo_without_its_package(run, monkeypatch):
     monkeypatch.setitem(sys.modules, "pytorch_optimizer", None)
-    assert_error(run, "--apollo needs the package pytorch_optimizer: pip install", *TRAIN, "--apollo", "true")
+    assert_error(run, "--apollo requires `pip install .pytorch_optimizer", *TRAIN, "--apollo", "true")
 
 
 @pytest.mark.parametrize(
