@@ -48,12 +48,12 @@ def read_texts(source: str, column: str) -> list[str]:
     name, _, configuration = source.partition("@")
     with one_line(f"cannot load {source}", DatasetsError):
         if Path(source).is_dir():
-            found = load_files({split: files for split in SPLITS if (files := find_files(source, split))})
+            found = load_files({split: find_files(source, split) for split in SPLITS})
         else:
             found = load_dataset(name, configuration or None)
     splits = [found[split].flatten() for split in SPLITS if split in found]
     if not splits:
-        fail(f"{source} has no split {' or '.join(SPLITS)}, only {', '.join(found)}")
+        fail(f"{source} has no split {' or '.join(SPLITS)}")
     texts: dict[str, None] = {}
     for split in splits:
         if column not in split.column_names:

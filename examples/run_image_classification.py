@@ -12,7 +12,13 @@ from typing import Any
 
 import torch
 from datasets import Dataset
-from transformers import AutoConfig, AutoModelForImageClassification, PreTrainedConfig, TrainingArguments
+from transformers import (
+    AutoConfig,
+    AutoImageProcessor,
+    AutoModelForImageClassification,
+    PreTrainedConfig,
+    TrainingArguments,
+)
 from transformers.hf_argparser import HfArg
 from transformers.image_processing_utils import BaseImageProcessor
 
@@ -61,6 +67,7 @@ class ImageTrainer(OrderedTrainer):
     def training_step(self, model: torch.nn.Module, inputs: dict[str, Any], *args, **kwargs) -> torch.Tensor:
         counted = self.sequences + len(inputs["pixel_values"])
         if self.mix is not None:
+            self.mix.device = inputs["pixel_values"].device
             inputs["pixel_values"], inputs["labels"] = self.mix(inputs["pixel_values"], inputs["labels"])
         loss = super().training_step(model, inputs, *args, **kwargs)
         self.sequences = counted
@@ -145,9 +152,9 @@ def choose_config(
 
 
 def choose_processor(data: DataArguments, model: ModelArguments, size: int, channels: int) -> BaseImageProcessor:
-    """Load or create the evaluation transform."""
+    """Load or create the evaluation transform, which does not require torchvision."""
     if model.model_name_or_path:
-        return images.load_processor(model.model_name_or_path)
+        return AutoImageProcessor.from_pretrained(model.model_name_or_path, backend="pil")
     mean, std = _GRAY if channels == 1 else _COLOR
     mean, std = data.image_mean or mean, data.image_std or std
     return images.make_processor(size, channels, mean, std, data.center_crop)

@@ -73,7 +73,9 @@ def find_files(folder: str, split: str) -> list[str]:
 
 def load_files(files: dict[str, list[str]], streaming: bool = False) -> dict[str, Dataset | IterableDataset]:
     """Load splits from files of one format; a text file has one row per line."""
-    paths = {name: [Path(file).resolve() for file in shards] for name, shards in files.items()}
+    paths = {name: [Path(file).resolve() for file in shards] for name, shards in files.items() if shards}
+    if not paths:
+        return {}
     first = next(iter(paths.values()))[0]
     # datasets removes a byte order mark from csv and json files, but not from text files.
     options = {"encoding": "utf-8-sig"} if ".txt" in first.suffixes else {}
@@ -109,21 +111,19 @@ def load_splits(
     if isinstance(data, SourceArguments) and files is None and (path is None) == (name is None):
         fail("pass one of --dataset_name and --dataset_path")
     source = "the files" if files else path or name
-    needed = {"train" if divide and split == "validation" else split for split in limits}
+    needed = dict.fromkeys("train" if divide and split == "validation" else split for split in limits)
     try:
         if files is None and path is None:
             splits = load_dataset(name, data.dataset_config, streaming=streaming)
         elif files is None and any(Path(path, split).is_dir() for split in needed):  # such as images
             splits = load_dataset(path, streaming=streaming)
         else:
-            files = {split: files[split] if files else find_files(path, split) for split in sorted(needed)}
-            found = {split: shards for split, shards in files.items() if shards}
-            splits = load_files(found, streaming) if found else {}
+            splits = load_files(files or {split: find_files(path, split) for split in needed}, streaming)
         if streaming:
             next(iter(splits.get("train", [None])))
     except Exception as error:  # datasets raises the errors of its readers, and StopIteration for an empty file
         fail(f"cannot load {source}: {reason(error)}")
-    if missing := sorted(needed - set(splits)):
+    if missing := [split for split in needed if split not in splits]:
         fail(f"{source} has no split {', '.join(missing)}; files are called NAME.parquet, .json, .jsonl, .csv or .txt")
     splits = dict(splits)
     if divide and "train" in needed:

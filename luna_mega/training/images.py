@@ -14,7 +14,6 @@ import torch
 from datasets import Dataset, Image as DatasetImage
 from PIL import Image
 from torch.utils.data import Sampler
-from transformers import AutoImageProcessor
 from transformers.hf_argparser import HfArg
 from transformers.image_processing_utils import BaseImageProcessor
 from transformers.models.levit.image_processing_pil_levit import LevitImageProcessorPil
@@ -120,20 +119,12 @@ def make_processor(size: int, channels: int, mean: list[float], std: list[float]
     return ViTImageProcessorPil(size=square, resample=Image.Resampling.BICUBIC, **options)
 
 
-def load_processor(model: str) -> BaseImageProcessor:
-    """Load the image processor of a model; processors of `make_processor` do not require torchvision."""
-    ours = {"LevitImageProcessor": LevitImageProcessorPil, "ViTImageProcessor": ViTImageProcessorPil}
-    fields, _ = BaseImageProcessor.get_image_processor_dict(model)
-    return ours.get(fields.get("image_processor_type"), AutoImageProcessor).from_pretrained(model)
-
-
 def evaluation_transform(processor: BaseImageProcessor) -> Transform:
     """Return a function that converts an image to pixels `[C, H, W]`."""
 
     def transform(image: Image.Image) -> torch.Tensor:
-        pixels = np.asarray(image)
-        pixels = pixels[None] if pixels.ndim == 2 else pixels.transpose(2, 0, 1)
-        return processor(pixels, input_data_format="channels_first", return_tensors="pt")["pixel_values"][0]
+        options = {"input_data_format": "channels_last"} if image.mode == "RGB" else {}
+        return processor(image, **options, return_tensors="pt")["pixel_values"][0]
 
     return transform
 
@@ -178,13 +169,7 @@ def make_mix(data: AugmentArguments, classes: int, smoothing: float) -> Callable
     """Return a function that applies mixup or cutmix to pixels and labels `[B]`, or None."""
     if not (data.mixup or data.cutmix):
         return None
-    mix = _timm().Mixup(data.mixup, data.cutmix, label_smoothing=smoothing, num_classes=classes)
-
-    def apply(pixels: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        mix.device = pixels.device
-        return mix(pixels, labels)
-
-    return apply
+    return _timm().Mixup(data.mixup, data.cutmix, label_smoothing=smoothing, num_classes=classes)
 
 
 def make_sampler(dataset: Dataset, repeats: int) -> Sampler:

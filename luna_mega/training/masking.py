@@ -104,7 +104,7 @@ def load_texts(
     """Return the required splits, with checked text."""
     limits, files = choose_splits(training, data), None
     if not (data.dataset_name or data.dataset_path):
-        files = {"train": data.train_files, "validation": data.validation_files}
+        files = {name: getattr(data, f"{name}_files") for name in limits}
         if missing := [name for name in limits if not files[name]]:
             fail(f"pass --{missing[0]}_files as well")
     return load_splits(limits, data, [data.text_column], files=files, streaming=run.streaming)

@@ -52,7 +52,7 @@ def test_byte_order_mark_is_not_part_of_a_text(script, tmp_path, name):
         (["--validation", "5"], "--validation 5 must be between 0 and the 5 texts"),
         (["--source", "{plain}", "txt"], "has no column txt, only text"),
         (["--source", "{numbers}", "text"], "row 0: text is 7 instead of text"),
-        (["--source", "{tests}", "text"], "has no split train or unsupervised, only test"),
+        (["--source", "{tests}", "text"], "has no split train or unsupervised"),
     ],
 )
 def test_unsupported_inputs_raise(script, sources, tmp_path, change, message):

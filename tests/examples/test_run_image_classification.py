@@ -8,10 +8,9 @@ import pytest
 import torch
 from datasets import Dataset, Image as ImageFeature
 from PIL import Image
-from transformers import AutoModelForImageClassification, pipeline
+from transformers import AutoImageProcessor, AutoModelForImageClassification, pipeline
 
 from luna_mega import MegaForImageClassification
-from luna_mega.training.images import load_processor
 from tests.examples import runs
 from tests.examples.runs import assert_error, write_splits
 from tests.marks import slow_but
@@ -63,7 +62,7 @@ def test_mega_from_scratch(run, script, folder, tmp_path):
     model = AutoModelForImageClassification.from_pretrained(output)
     assert type(model) is MegaForImageClassification and model.config.id2label == dict(enumerate(NAMES))
     assert (model.config.image_size, model.config.max_positions, model.config.num_channels) == (SIDE, 4, 1)
-    processor = load_processor(output)
+    processor = AutoImageProcessor.from_pretrained(output, backend="pil")
     classify = pipeline("image-classification", model=model, image_processor=processor)
     bright = Image.fromarray(draw_pixels(1, np.random.default_rng(3)))
     pixels = processor(np.asarray(bright)[None], input_data_format="channels_first", return_tensors="pt")
