@@ -27,7 +27,7 @@ from luna_mega.training.arguments import RunArguments, check_least, fail, one_li
 from luna_mega.training.classification import accuracy, class_names, class_numbers, write_predictions
 from luna_mega.training.data import ClassifierArguments, SourceArguments, check_split, choose_splits, load_splits
 from luna_mega.training.models import CheckpointArguments, label_fields, make_config, make_model
-from luna_mega.training.report import describe, finish
+from luna_mega.training.report import finish
 from luna_mega.training.runs import OrderedTrainer, begin_run, check_run, make_callbacks, score, train
 from luna_mega.training.seeded import Redrawn
 
@@ -199,10 +199,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
         callbacks=make_callbacks(data),
     )
 
-    summary = {"task": TITLE, "metric": METRIC, **describe(trainer, run)}
-    summary |= train(trainer, run)
-    summary |= score(trainer)
-    summary |= write_predictions(trainer, splits)
+    summary = train(trainer, run, TITLE, METRIC) | score(trainer) | write_predictions(trainer, splits)
     return finish(trainer, run, summary)
 
 

@@ -22,7 +22,7 @@ from luna_mega.training.arguments import RunArguments, check_choice, check_least
 from luna_mega.training.data import SourceArguments, choose_splits, load_splits
 from luna_mega.training.language_modeling import Score, Streams, cut_stream, draw_windows, encode, score_stream
 from luna_mega.training.models import ModelArguments, make_config, make_model, make_tokenizer
-from luna_mega.training.report import describe, finish
+from luna_mega.training.report import finish
 from luna_mega.training.runs import begin_run, check_run, make_callbacks, score, total, train
 from luna_mega.training.seeded import Redrawn
 from luna_mega.training.streams import Stream, StreamingTrainer, check_streaming, some_texts
@@ -200,9 +200,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
         callbacks=make_callbacks(data),
     )
 
-    summary = {"task": TITLE, "metric": METRIC, **describe(trainer, run)}
-    summary |= train(trainer, run)
-    summary |= score(trainer)
+    summary = train(trainer, run, TITLE, METRIC) | score(trainer)
     return finish(trainer, run, summary)
 
 

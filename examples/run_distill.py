@@ -202,7 +202,7 @@ def align_student(
     record.say(f"stage align: {model.align_steps} steps")
     train_only(student, aligned_parameters(task.teacher, student, model.align_whole))
     trainer = make_trainer(stages.AlignTrainer, student, training, task)
-    train(trainer, run, head_share=0.0)
+    train(trainer, run, TITLE, METRIC, head_share=0.0)
     score(trainer)
     record.add_training(trainer)
     trainer.accelerator.wait_for_everyone()
@@ -252,11 +252,11 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
 
     train_only(student, None)
     trainer = make_trainer(stages.DistillTrainer, student, training, task)
-    summary = {"task": TITLE, "metric": METRIC, **describe(trainer, run)}
     if training.max_steps:
         record.say(f"stage distill: {training.max_steps} steps" if training.max_steps > 0 else "stage distill")
-        summary |= train(trainer, run, 1.0 if teacher.family.is_decoder else data.mlm_probability)
+        summary = train(trainer, run, TITLE, METRIC, 1.0 if teacher.family.is_decoder else data.mlm_probability)
     else:
+        summary = {"task": TITLE, "metric": METRIC, **describe(trainer, run)}
         trainer.save_model(_internal_call=True)
     summary |= score(trainer)
     if training.max_steps:

@@ -12,6 +12,7 @@ from typing import Any
 
 from datasets import Dataset
 from transformers import DataCollatorWithPadding, PreTrainedModel, PreTrainedTokenizerBase, TrainingArguments
+from transformers.hf_argparser import HfArg
 
 from luna_mega.distillation import from_teacher
 from luna_mega.distillation.embedding_trainer import EmbeddingTrainer
@@ -24,7 +25,7 @@ from luna_mega.distillation.embeddings import (
 from luna_mega.training.arguments import RunArguments, check_choice, check_least, fail, one_line, parse_arguments
 from luna_mega.training.data import LimitArguments, SourceArguments, choose_splits, load_splits
 from luna_mega.training.models import load_tokenizer
-from luna_mega.training.report import describe, finish
+from luna_mega.training.report import finish
 from luna_mega.training.runs import begin_run, check_run, make_callbacks, score, train
 
 TITLE, METRIC = "distillation of embeddings", "eval_loss"
@@ -32,37 +33,30 @@ TITLE, METRIC = "distillation of embeddings", "eval_loss"
 
 @dataclass
 class DataArguments(SourceArguments, LimitArguments):
-    text_column: str = field(default="text", metadata={"help": "column with the texts"})
-    validation_split: str = field(default="validation", metadata={"help": "split of the evaluation"})
-    max_seq_length: int = field(default=256, metadata={"help": "tokens of a text; longer texts are truncated"})
-    salience_texts: int = field(default=120, metadata={"help": "training texts that the salience is fitted on"})
+    text_column: str = HfArg(default="text", help="column with the texts")
+    validation_split: str = HfArg(default="validation", help="split of the evaluation")
+    max_seq_length: int = HfArg(default=256, help="tokens of a text; longer texts are truncated")
+    salience_texts: int = HfArg(default=120, help="training texts that the salience is fitted on")
 
 
 @dataclass
 class ModelArguments:
-    teacher: str = field(default="", metadata={"help": "sentence-transformers model or encoder: folder or Hub name"})
-    teacher_window: int | None = field(
-        default=None,
-        metadata={"help": "of longer texts, the target is the mean of windows of so many tokens; default: its limit"},
+    teacher: str = HfArg(default="", help="sentence-transformers model or encoder: folder or Hub name")
+    teacher_window: int | None = HfArg(
+        default=None, help="of longer texts, the target is the mean of windows of so many tokens; default: its limit"
     )
-    projection_length: int = field(default=128, metadata={"help": "rows l of the packed sequence that is saved"})
-    projection_lengths: list[int] = field(
-        default_factory=lambda: [32, 64, 128], metadata={"help": "rows of the training steps and evaluations"}
+    projection_length: int = HfArg(default=128, help="rows l of the packed sequence that is saved")
+    projection_lengths: list[int] = HfArg(
+        default_factory=lambda: [32, 64, 128], help="rows of the training steps and evaluations"
     )
-    max_length: int = field(default=4096, metadata={"help": "longest text in tokens"})
-    position_extension: str = field(
-        default="interpolate", metadata={"help": "positions beyond the teacher's: interpolate or wrap"}
-    )
-    salience_learning_rate: float = field(
-        default=SALIENCE_LEARNING_RATE, metadata={"help": "learning rate of the salience"}
-    )
-    state_weight: float = field(
+    max_length: int = HfArg(default=4096, help="longest text in tokens")
+    position_extension: str = HfArg(default="interpolate", help="positions beyond the teacher's: interpolate or wrap")
+    salience_learning_rate: float = HfArg(default=SALIENCE_LEARNING_RATE, help="learning rate of the salience")
+    state_weight: float = HfArg(
         default=STATE_WEIGHT,
-        metadata={"help": "weight of the cosine distance of the states of all tokens and layers; 0 = only vectors"},
+        help="weight of the cosine distance of the states of all tokens and layers; 0 = only vectors",
     )
-    license: str | None = field(
-        default=None, metadata={"help": "license of the weights, for the model card: apache-2.0"}
-    )
+    license: str | None = HfArg(default=None, help="license of the weights, for the model card: apache-2.0")
     model_name_or_path: str | None = field(default=None, init=False)
     model_type: str = field(default="luna", init=False)
 
@@ -136,9 +130,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
         salience_learning_rate=model.salience_learning_rate,
         state_weight=model.state_weight,
     )
-    summary = {"task": TITLE, "metric": METRIC, **describe(trainer, run)}
-    summary |= train(trainer, run)
-    summary |= score(trainer)
+    summary = train(trainer, run, TITLE, METRIC) | score(trainer)
     return finish(trainer, run, summary)
 
 

@@ -19,7 +19,7 @@ from transformers.hf_argparser import HfArg
 from luna_mega.training.arguments import RunArguments, check_choice, one_line, parse_arguments
 from luna_mega.training.data import check_labels, check_split, choose_splits, load_splits
 from luna_mega.training.models import ModelArguments, label_fields, make_config, make_model, make_tokenizer
-from luna_mega.training.report import describe, finish
+from luna_mega.training.report import finish
 from luna_mega.training.runs import OrderedTrainer, begin_run, check_run, make_callbacks, score, train, write_lines
 from luna_mega.training.texts import TextArguments, check_pairs, choose_model, encode_texts, hide_tokens
 
@@ -172,9 +172,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
         callbacks=make_callbacks(data),
     )
 
-    summary = {"task": data.task_name, "metric": f"eval_{task.metric}", **describe(trainer, run)}
-    summary |= train(trainer, run)
-    summary |= score(trainer)
+    summary = train(trainer, run, data.task_name, f"eval_{task.metric}") | score(trainer)
     if training.do_predict:
         summary |= predict(trainer, splits, task)
     return finish(trainer, run, summary)

@@ -33,7 +33,7 @@ from luna_mega.training.classification import (
 )
 from luna_mega.training.data import ClassifierArguments, SourceArguments, choose_splits, load_splits
 from luna_mega.training.models import CheckpointArguments, label_fields, make_config, make_model
-from luna_mega.training.report import describe, finish
+from luna_mega.training.report import finish
 from luna_mega.training.runs import OrderedTrainer, begin_run, check_run, make_callbacks, score, train
 from luna_mega.training.seeded import Redrawn
 
@@ -202,10 +202,8 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     )
     trainer.repeats, trainer.mix = data.repeated_augmentation, images.make_mix(data, config.num_labels, smoothing)
 
-    summary = {"task": TITLE, "metric": METRIC, **describe(trainer, run)}
-    summary |= train(trainer, run) | examples_per_second(trainer, "images_per_second")
-    summary |= score(trainer)
-    summary |= write_predictions(trainer, splits)
+    summary = train(trainer, run, TITLE, METRIC) | examples_per_second(trainer, "images_per_second")
+    summary |= score(trainer) | write_predictions(trainer, splits)
     return finish(trainer, run, summary)
 
 

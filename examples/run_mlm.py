@@ -30,7 +30,7 @@ from luna_mega.training.masking import (
     make_blocks,
 )
 from luna_mega.training.models import ModelArguments, make_config, make_model, make_tokenizer
-from luna_mega.training.report import describe, finish
+from luna_mega.training.report import finish
 from luna_mega.training.runs import begin_run, check_run, make_callbacks, score, train
 from luna_mega.training.seeded import Redrawn
 from luna_mega.training.streams import Stream, StreamingTrainer, check_streaming, some_texts
@@ -125,9 +125,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     network = make_model(AutoModelForMaskedLM, model, config)
     trainer = make_trainer(network, data, training, blocks, tokenizer)
 
-    summary = {"task": TITLE, "metric": METRIC, **describe(trainer, run)}
-    summary |= train(trainer, run, head_share(data, config))
-    summary |= score(trainer)
+    summary = train(trainer, run, TITLE, METRIC, head_share(data, config)) | score(trainer)
     return finish(trainer, run, summary)
 
 

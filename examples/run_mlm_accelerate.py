@@ -10,7 +10,6 @@ continues exactly, also with another number of processes, except for dropout.
 
 import json
 import math
-import re
 import shutil
 import time
 from contextlib import nullcontext
@@ -30,6 +29,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from transformers import AutoModelForMaskedLM, PreTrainedModel, get_linear_schedule_with_warmup, set_seed
 from transformers.hf_argparser import HfArg
+from transformers.trainer_utils import rotate_checkpoints, sort_checkpoints
 
 from luna_mega.training.arguments import check_launch, check_least, fail, one_line, parse_arguments
 from luna_mega.training.data import SourceArguments, load_splits
@@ -40,29 +40,6 @@ from luna_mega.training.report import print_table, save_json
 from luna_mega.training.runs import DIVERGED, count_broken
 from luna_mega.training.seeded import draw
 from luna_mega.training.speed import throughput
-
-
-def find_checkpoints(output: Path) -> list[Path]:
-    """Return the complete checkpoints of a run in order."""
-    found = [path for path in output.glob("checkpoint-*") if re.fullmatch(r"checkpoint-\d+", path.name)]
-    return sorted(found, key=lambda path: int(path.name.rpartition("-")[2]))
-
-
-def remove_incomplete(output: Path) -> None:
-    """Remove incomplete checkpoints of a run that was killed while it saved."""
-    for path in output.glob("checkpoint-*.tmp"):
-        shutil.rmtree(path)
-
-
-def save_checkpoint(accelerator: Accelerator, state: dict[str, Any], output: Path, step: int, keep: int = 2) -> None:
-    """Write `state` to a folder that is renamed when all processes have finished; keep the last `keep` checkpoints."""
-    folder = output / f"checkpoint-{step}"
-    dcp.save(state, checkpoint_id=folder.with_suffix(".tmp"))
-    accelerator.wait_for_everyone()
-    if accelerator.is_main_process:
-        folder.with_suffix(".tmp").rename(folder)
-        for old in find_checkpoints(output)[:-keep]:
-            shutil.rmtree(old)
 
 
 @dataclass
@@ -134,9 +111,15 @@ class Loop:
         return {"model": model, "optimizer": optimizer, "schedule": self.schedule.state_dict(), "step": self.step}
 
     def save(self) -> None:
-        save_checkpoint(self.accelerator, self.state(), Path(self.options.output_dir), self.step)
+        """Write a folder that is renamed when all processes have finished; keep the last two checkpoints."""
+        folder = Path(self.options.output_dir, f"checkpoint-{self.step}")
+        dcp.save(self.state(), checkpoint_id=folder.with_suffix(".tmp"))
+        self.accelerator.wait_for_everyone()
+        if self.accelerator.is_main_process:
+            folder.with_suffix(".tmp").rename(folder)
+            rotate_checkpoints(self.options.output_dir, save_total_limit=2)
 
-    def load(self, folder: Path) -> None:
+    def load(self, folder: str) -> None:
         """Load a checkpoint that was saved by any number of processes."""
         state = self.state()
         dcp.load(state, checkpoint_id=folder)
@@ -189,11 +172,12 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     if options.batch_size % (processes * options.gradient_accumulation_steps):
         parts = f"{processes} processes x {options.gradient_accumulation_steps} parts"
         fail(f"--batch_size {options.batch_size} must be a multiple of {parts}")
-    if (found := find_checkpoints(output)) and not options.resume:
-        fail(f"{found[-1]} already exists: pass --resume true, or another --output_dir")
     set_seed(options.seed)
     with accelerator.main_process_first(), one_line():
-        remove_incomplete(output)
+        for path in output.glob("checkpoint-*.tmp"):  # of a run that was killed while it saved
+            shutil.rmtree(path)
+        if (found := sort_checkpoints(options.output_dir)) and not options.resume:
+            fail(f"{found[-1]} already exists: pass --resume true, or another --output_dir")
         split = load_splits({"train": None}, options, [options.text_column])["train"]
         tokenizer = make_tokenizer(source, split[options.text_column], options.block_size)
         blocks = cut_blocks(split, "train", tokenizer, options)

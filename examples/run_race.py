@@ -25,7 +25,7 @@ from transformers.hf_argparser import HfArg
 from luna_mega.training.arguments import RunArguments, check_choice, fail, one_line, parse_arguments
 from luna_mega.training.data import ClassifierArguments, check_split, choose_splits, load_splits
 from luna_mega.training.models import ModelArguments, boundary_ids, make_config, make_model, make_tokenizer
-from luna_mega.training.report import describe, finish
+from luna_mega.training.report import finish
 from luna_mega.training.runs import OrderedTrainer, begin_run, check_run, make_callbacks, score, train, write_lines
 from luna_mega.training.texts import pair_class
 
@@ -305,9 +305,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
         callbacks=make_callbacks(data),
     )
 
-    summary = {"task": data.task, "metric": "eval_accuracy", **describe(trainer, run)}
-    summary |= train(trainer, run)
-    summary |= score(trainer)
+    summary = train(trainer, run, data.task, "eval_accuracy") | score(trainer)
     if training.do_predict:
         summary |= predict(trainer, splits["test"], task)
     return finish(trainer, run, summary)

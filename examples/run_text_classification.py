@@ -19,7 +19,7 @@ from luna_mega.training.arguments import RunArguments, fail, one_line, parse_arg
 from luna_mega.training.classification import accuracy, class_names, class_numbers, write_predictions
 from luna_mega.training.data import SourceArguments, choose_splits, load_splits
 from luna_mega.training.models import ModelArguments, label_fields, make_config, make_model, make_tokenizer
-from luna_mega.training.report import describe, finish
+from luna_mega.training.report import finish
 from luna_mega.training.runs import OrderedTrainer, begin_run, check_run, make_callbacks, score, train
 from luna_mega.training.texts import TextArguments, check_pairs, choose_model, encode_texts, hide_tokens
 
@@ -98,10 +98,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     )
 
     task = Path(data.dataset_path or data.dataset_name).name
-    summary = {"task": task, "metric": METRIC, **describe(trainer, run)}
-    summary |= train(trainer, run)
-    summary |= score(trainer)
-    summary |= write_predictions(trainer, splits)
+    summary = train(trainer, run, task, METRIC) | score(trainer) | write_predictions(trainer, splits)
     return finish(trainer, run, summary)
 
 

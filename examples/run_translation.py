@@ -27,7 +27,7 @@ from luna_mega.training.arguments import RunArguments, check_choice, check_least
 from luna_mega.training.data import LimitArguments, SourceArguments, check_split, choose_splits, load_splits
 from luna_mega.training.models import ModelArguments, Tokenizers, make_both_tokenizers, make_config, make_model
 from luna_mega.training.optimization import ClipEach, apollo, milestone_schedule
-from luna_mega.training.report import describe, finish
+from luna_mega.training.report import finish
 from luna_mega.training.runs import OrderedTrainer, begin_run, check_run, make_callbacks, score, train, write_lines
 from luna_mega.training.weight_average import average, choose_checkpoints
 
@@ -48,10 +48,12 @@ def encode(pairs: Dataset, name: str, tokenizers: Tokenizers, max_source: int, m
     long sides are truncated, and pairs are sorted by length, so that batches need fewer decoding steps.
     """
 
+    options = {"truncation": name != "train", "verbose": False}
+
     def tokenize(batch: dict[str, list[Any]], indices: list[int]) -> dict[str, list[Any]]:
         inputs, labels = (
-            tokenizer([text.strip() for text in batch[side]], verbose=False)["input_ids"]
-            for side, tokenizer in zip(("source", "target"), tokenizers, strict=True)
+            tokenizer([text.strip() for text in batch[side]], max_length=most, **options)["input_ids"]
+            for side, tokenizer, most in zip(("source", "target"), tokenizers, (max_source, max_target), strict=True)
         )
         length = [len(first) + len(second) for first, second in zip(inputs, labels, strict=True)]
         return {"input_ids": inputs, "labels": labels, "length": length, "row": indices}
@@ -60,15 +62,11 @@ def encode(pairs: Dataset, name: str, tokenizers: Tokenizers, max_source: int, m
         empty = not pair["source"].strip() or not pair["target"].strip()
         return not empty and len(pair["input_ids"]) <= max_source and len(pair["labels"]) <= max_target
 
-    def cut(pair: dict[str, Any]) -> dict[str, list[int]]:
-        limits = {"input_ids": max_source, "labels": max_target}
-        return {side: [*pair[side][:-1][: limit - 1], pair[side][-1]] for side, limit in limits.items()}
-
     encoded = pairs.map(tokenize, batched=True, with_indices=True, desc=name)
     if name != "train":
         lengths = list(encoded["length"])
         longest_first = sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True)
-        return encoded.map(cut, desc=f"{name}: cut").select(longest_first)
+        return encoded.select(longest_first)
     encoded = encoded.filter(fits, desc=f"{name}: filter")
     if len(encoded) == 0:
         fail("all training pairs are too long; increase --max_source_length and --max_target_length")
@@ -268,10 +266,9 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
         callbacks=make_callbacks(data),
     )
 
-    summary = {"task": run.title, "metric": METRIC, **describe(trainer, run)}
+    summary = train(trainer, run, run.title, METRIC)
     if training.do_train:
         summary["vocabulary"] = len(tokenizers.source)
-    summary |= train(trainer, run)
     if data.average_checkpoints:
         folder = training.output_dir if training.do_train else run.card["base_model"]
         summary["averaged"] = average_weights(trainer, folder)

@@ -20,7 +20,7 @@ from transformers.hf_argparser import HfArg
 from luna_mega.training.arguments import RunArguments, check_choice, check_least, fail, one_line, parse_arguments
 from luna_mega.training.data import LimitArguments, SourceArguments, load_splits
 from luna_mega.training.models import ModelArguments, make_config, make_model, make_tokenizer
-from luna_mega.training.report import describe, save_summary
+from luna_mega.training.report import save_summary
 from luna_mega.training.runs import begin_run, check_run, score, train
 
 try:
@@ -147,10 +147,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     loss = MultipleNegativesRankingLoss(embedder, scale=data.scale)
     trainer = SentenceTransformerTrainer(embedder, training, train_dataset=pairs, loss=loss, evaluator=evaluator)
 
-    summary = {"task": TITLE, "metric": METRIC, **describe(trainer, run)}
-    summary |= train(trainer, run)
-    summary |= pairs_per_second(trainer)
-    summary |= score(trainer)
+    summary = train(trainer, run, TITLE, METRIC) | pairs_per_second(trainer) | score(trainer)
     summary = save_summary(trainer, run, summary)
     if training.do_train:  # sentence-transformers writes the model card
         if model.license:

@@ -28,7 +28,7 @@ import run_mlm
 
 from luna_mega.training.arguments import check_choice, fail, one_line
 from luna_mega.training.models import ModelArguments, make_model, parse_fields
-from luna_mega.training.report import describe, finish
+from luna_mega.training.report import finish
 from luna_mega.training.runs import begin_run, score, train
 
 PARTS = ("positions", "packed", "identity")
@@ -110,9 +110,8 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     if local_start:
         start_roberta(network, local_start)
 
-    summary = {"task": run_mlm.TITLE, "metric": run_mlm.METRIC, **describe(trainer, run)}
-    summary |= train(trainer, run, run_mlm.head_share(data, config))
-    summary |= score(trainer)
+    share = run_mlm.head_share(data, config)
+    summary = train(trainer, run, run_mlm.TITLE, run_mlm.METRIC, share) | score(trainer)
     return finish(trainer, run, summary)
 
 

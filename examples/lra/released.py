@@ -67,18 +67,10 @@ def read_pathfinder(source: str, split: str, size: int) -> Rows:
     sizes = dict(zip(SPLITS, (train, validation, None), strict=True))
     for index in order[ends[split] :][: sizes[split]]:
         file, label = found[index]
-        yield {"image": read_gray(file.read_bytes(), size, str(file)), "label": label}
-
-
-def read_gray(file: bytes, size: int, name: str) -> Image.Image:
-    """Return a gray image of `size` x `size` pixels."""
-    try:
-        image = Image.open(io.BytesIO(file)).convert("L")
-    except (OSError, SyntaxError) as error:
-        raise ValueError(f"{name} is not an image: {error}") from error
-    if image.size != (size, size):
-        raise ValueError(f"{name} has {image.width} x {image.height} pixels, not {size} x {size}")
-    return image
+        image = Image.open(file).convert("L")
+        if image.size != (size, size):
+            raise ValueError(f"{file} has {image.width} x {image.height} pixels, not {size} x {size}")
+        yield {"image": image, "label": label}
 
 
 def read_pairs(source: str, split: str) -> Rows:

@@ -40,7 +40,7 @@ from luna_mega.training.data import ClassifierArguments, SourceArguments, check_
 from luna_mega.training.images import undecoded
 from luna_mega.training.models import CheckpointArguments, label_fields, load_tokenizer, make_config, make_model
 from luna_mega.training.optimization import power_warmup_schedule
-from luna_mega.training.report import describe, finish
+from luna_mega.training.report import finish
 from luna_mega.training.runs import OrderedTrainer, begin_run, check_run, make_callbacks, score, train
 from luna_mega.training.texts import make_pair_collator, pair_class
 
@@ -210,6 +210,7 @@ def describe_setting(data: DataArguments, model: ModelArguments, training: Train
         "max_length": data.max_length,
         "config_overrides": "".join(model.config_overrides.split()),
         "learning_rate": training.learning_rate,
+        "self_pretraining_steps": data.self_pretraining_steps,
         "batch": training.train_batch_size * training.gradient_accumulation_steps * training.world_size,
         "hardware": torch.cuda.get_device_name(training.device)
         if cuda
@@ -234,12 +235,9 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
         pretrained = pretraining.pretrain(network, splits["train"], *options)
     trainer = make_trainer(network, data, training, splits, tokenizer)
 
-    summary = {"task": data.task, "metric": METRIC, "variant": tasks.name_variant(config)}
-    summary |= describe_setting(data, model, training) | describe(trainer, run)
-    summary |= {"self_pretraining_steps": data.self_pretraining_steps, **pretrained}
-    summary |= train(trainer, run) | examples_per_second(trainer, "examples_per_second")
-    summary |= score(trainer)
-    summary |= write_predictions(trainer, splits)
+    summary = {"variant": tasks.name_variant(config), **describe_setting(data, model, training), **pretrained}
+    summary |= train(trainer, run, data.task, METRIC) | examples_per_second(trainer, "examples_per_second")
+    summary |= score(trainer) | write_predictions(trainer, splits)
     return finish(trainer, run, summary)
 
 

@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
+from itertools import chain
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -116,17 +117,11 @@ def parse_arguments(dataclasses: tuple[type, ...], argv: list[str] | None, **def
         )
     if unknown:
         parser.error(terminal(f"unknown option {' '.join(unknown)}"))
-    for arguments in parsed:
-        check_finite(arguments)
-    return tuple(parsed)
-
-
-def check_finite(arguments: object) -> None:
-    """Exit if an option is NaN or infinite."""
-    for name, value in vars(arguments).items():
+    for name, value in chain.from_iterable(vars(arguments).items() for arguments in parsed):
         for number in value if isinstance(value, list | tuple) else [value]:
             if isinstance(number, float) and not math.isfinite(number):
                 fail(f"--{name} {number} must be a finite number")
+    return tuple(parsed)
 
 
 def check_launch(processes: int) -> None:

@@ -145,7 +145,10 @@ def make_config(
     if max_length > (positions := longest_input(config)):
         fail(f"inputs of {max_length} {kind} do not fit in the {positions} positions of the model")
     if tokenizer is not None:
-        check_tokenizer(tokenizer, config)
+        if (largest := largest_id(tokenizer)) >= config.vocab_size:
+            fail(f"the tokenizer has token id {largest}, but the model has vocab_size={config.vocab_size}")
+        if tokenizer.pad_token_id != config.pad_token_id:
+            fail(f"the tokenizer pads with id {tokenizer.pad_token_id}, the model with {config.pad_token_id}")
         # A tokenizer of run_mlm.py has the block size as its maximum.
         tokenizer.model_max_length = max(tokenizer.model_max_length, max_length)
     return config
@@ -154,13 +157,6 @@ def make_config(
 def label_fields(names: Sequence[str]) -> dict[str, Any]:
     """Return the configuration fields of the label names."""
     return {"id2label": dict(enumerate(names)), "label2id": {name: index for index, name in enumerate(names)}}
-
-
-def check_tokenizer(tokenizer: PreTrainedTokenizerBase, config: PreTrainedConfig) -> None:
-    if (largest := largest_id(tokenizer)) >= config.vocab_size:
-        fail(f"the tokenizer has token id {largest}, but the model has vocab_size={config.vocab_size}")
-    if tokenizer.pad_token_id != config.pad_token_id:
-        fail(f"the tokenizer pads with id {tokenizer.pad_token_id}, the model with {config.pad_token_id}")
 
 
 def first_position(model_type: str, pad_token_id: int) -> int:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from transformers import Trainer, TrainerCallback, TrainerState, TrainingArguments
 from transformers.trainer import TRAINER_STATE_NAME
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+from transformers.trainer_utils import sort_checkpoints
 
 from luna_mega.training.arguments import fail
 
@@ -17,8 +17,7 @@ def find_checkpoint(training: TrainingArguments, *files: str) -> str | None:
     `last` is the newest complete checkpoint in the output folder; the newest one is incomplete if the run was killed
     while it saved. A run that does not resume exits if the output folder contains checkpoints.
     """
-    found = list(Path(training.output_dir).glob(f"{PREFIX_CHECKPOINT_DIR}-*[0-9]"))
-    found.sort(key=lambda path: int(path.name.rpartition("-")[2]), reverse=True)
+    found = [Path(path) for path in reversed(sort_checkpoints(training.output_dir))]
     source = training.resume_from_checkpoint
     if not source:
         if found and training.do_train:

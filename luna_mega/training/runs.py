@@ -19,7 +19,7 @@ from luna_mega.training.arguments import RunArguments, check_launch, fail
 from luna_mega.training.data import name_source
 from luna_mega.training.hub import check_hub
 from luna_mega.training.models import CheckpointArguments
-from luna_mega.training.report import SpeedCallback
+from luna_mega.training.report import SpeedCallback, describe
 from luna_mega.training.resuming import find_checkpoint, resume
 from luna_mega.training.seeded import SeededSampler
 from luna_mega.training.speed import throughput, warn_of_slow_bfloat16
@@ -241,13 +241,19 @@ def total(values: list[float], training: TrainingArguments) -> list[float]:
     return sums.tolist()
 
 
-def train(trainer: Trainer, run: RunArguments, head_share: float = 1.0) -> dict[str, Any]:
-    """With `--do_train`, train and save the model; return the results.
+def train(trainer: Trainer, run: RunArguments, task: str, metric: str, head_share: float = 1.0) -> dict[str, Any]:
+    """With `--do_train`, train and save the model; return the description of the run and the results.
 
-    `head_share` is the share of the tokens for which the head computes logits.
+    Args:
+        trainer: The Trainer.
+        run: Options and state of the run.
+        task: Name of the task in the results.
+        metric: Name of the main metric.
+        head_share: Share of the tokens for which the head computes logits.
     """
+    summary = {"task": task, "metric": metric, **describe(trainer, run)}
     if not trainer.args.do_train:
-        return {}
+        return summary
     if run.ema_decay:
         add_average(trainer, run.ema_decay, run.checkpoint)
     speed = SpeedCallback()
@@ -270,7 +276,9 @@ def train(trainer: Trainer, run: RunArguments, head_share: float = 1.0) -> dict[
     elif (tokens := trainer.state.num_input_tokens_seen) and speed.total_seconds:
         speeds = {"tokens_per_second": tokens / speed.total_seconds}
     trainer.save_metrics("train", metrics, combined=False)
-    return metrics | {
+    return {
+        **summary,
+        **metrics,
         "train_samples": len(trainer.train_dataset) if has_length(trainer.train_dataset) else None,
         "epochs": trainer.state.epoch,
         "steps": trainer.state.global_step,

@@ -1,6 +1,5 @@
 """Averages of weights: exponential moving average during training, and mean of checkpoints."""
 
-import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -9,8 +8,9 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
-from transformers import Trainer, TrainerCallback
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+from transformers import Trainer, TrainerCallback, TrainerState
+from transformers.trainer import TRAINER_STATE_NAME
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, sort_checkpoints
 from transformers.utils import SAFE_WEIGHTS_NAME
 
 from luna_mega.training.arguments import fail
@@ -71,21 +71,16 @@ def choose_checkpoints(folder: str, count: int, metric: str | None) -> list[Path
 
     Higher values are better unless the name ends with "loss".
     """
-    checkpoints = {
-        int(path.parent.name.rpartition("-")[2]): path.parent
-        for path in Path(folder).glob(f"{PREFIX_CHECKPOINT_DIR}-*/{SAFE_WEIGHTS_NAME}")
-    }
+    checkpoints = [path for path in map(Path, sort_checkpoints(folder)) if (path / SAFE_WEIGHTS_NAME).is_file()]
     if len(checkpoints) < count:
         fail(f"{folder} has {len(checkpoints)} checkpoints, too few for --average_checkpoints {count}")
-    steps = sorted(checkpoints)
     if metric is not None:
-        state = json.loads((checkpoints[steps[-1]] / "trainer_state.json").read_text(encoding="utf-8-sig"))
-        history = state["log_history"]
-        scores = {entry["step"]: entry[metric] for entry in history if metric in entry}
-        if unknown := [step for step in steps if step not in scores]:
-            fail(f"the checkpoint of step {unknown[0]} has no {metric}; evaluate whenever a checkpoint is saved")
-        steps.sort(key=scores.get, reverse=metric.endswith("loss"))
-    return [checkpoints[step] for step in steps[-count:]]
+        history = TrainerState.load_from_json(str(checkpoints[-1] / TRAINER_STATE_NAME)).log_history
+        scores = {f"{PREFIX_CHECKPOINT_DIR}-{entry['step']}": entry[metric] for entry in history if metric in entry}
+        if unknown := [path.name for path in checkpoints if path.name not in scores]:
+            fail(f"{unknown[0]} has no {metric}; evaluate whenever a checkpoint is saved")
+        checkpoints.sort(key=lambda path: scores[path.name], reverse=metric.endswith("loss"))
+    return checkpoints[-count:]
 
 
 def average(checkpoints: list[Path]) -> dict[str, torch.Tensor]:

@@ -138,7 +138,10 @@ def test_averages_of_checkpoints(script, checkpoints):
         mean = averaging.average(chosen)
         assert mean["weight"].tolist() == [sum(steps) / 2] * 2 and mean["weight"].dtype is torch.bfloat16
         assert mean["count"] == steps[-1]
-    for count, metric, message in ((5, None, "has 4 checkpoints, too few"), (2, "eval_x", "step 5 has no eval_x")):
+    for count, metric, message in (
+        (5, None, "has 4 checkpoints, too few"),
+        (2, "eval_x", "-5 has no eval_x"),
+    ):
         with pytest.raises(SystemExit, match=message):
             averaging.choose_checkpoints(str(checkpoints), count, metric)
     save_file({"other": torch.zeros(1)}, checkpoints / "checkpoint-100" / "model.safetensors")
