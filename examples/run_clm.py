@@ -7,6 +7,7 @@ All fields of TrainingArguments are options. A recipe contains defaults, which t
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,20 +47,6 @@ class DataArguments(SourceArguments):
     carry_state: bool = HfArg(default=False, help="carry the recurrent state from block to block (truncated BPTT)")
     eval_context: int = HfArg(default=8192, help="tokens of an evaluation block, which starts with an empty cache")
     eval_segment: int = HfArg(default=1024, help="tokens of a forward pass in evaluation")
-
-
-class BlockCollator:
-    """Stack blocks and, with `shortest`, truncate them to a random number of chunks, as the original code does."""
-
-    def __init__(self, length: int, shortest: int | None, chunk: int):
-        self.length, self.shortest, self.chunk = length, shortest, chunk
-
-    def __call__(self, items: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-        batch = default_collate(items)
-        if self.shortest is None:
-            return batch
-        chunks = torch.randint(self.shortest // self.chunk, self.length // self.chunk + 1, ())
-        return {name: tensor[:, : int(chunks) * self.chunk] for name, tensor in batch.items()}
 
 
 class LanguageModelTrainer(StreamingTrainer):
@@ -169,13 +156,21 @@ def cut_training(
     return draw_windows(stream, data.block_size, training.seed)
 
 
-def make_collator(data: DataArguments, config: PreTrainedConfig) -> BlockCollator:
-    """Return the collator; exit if block sizes are not multiples of the chunk size."""
+def make_collator(data: DataArguments, config: PreTrainedConfig) -> Callable:
+    """Return the collator; exit if block sizes are not multiples of the chunk size.
+
+    With `--min_block_size`, it truncates blocks to a random number of chunks, as the original code does.
+    """
     shortest, length = data.min_block_size, data.block_size
     chunk = getattr(config, "attention_chunk", None) or 1
     if shortest and (shortest % chunk or length % chunk):
         fail(f"--min_block_size {shortest} and --block_size {length} must be multiples of the chunk size {chunk}")
-    return BlockCollator(length, shortest, chunk)
+
+    def collate(items: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+        most = int(torch.randint(shortest // chunk, length // chunk + 1, ())) * chunk
+        return {name: tensor[:, :most] for name, tensor in default_collate(items).items()}
+
+    return collate if shortest else default_collate
 
 
 def main(argv: list[str] | None = None) -> dict[str, Any]:

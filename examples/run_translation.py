@@ -47,7 +47,6 @@ def encode(pairs: Dataset, name: str, tokenizers: Tokenizers, max_source: int, m
     Training pairs with an empty side, or a side longer than `max_source` or `max_target`, are removed. In other splits,
     long sides are truncated, and pairs are sorted by length, so that batches need fewer decoding steps.
     """
-
     options = {"truncation": name != "train", "verbose": False}
 
     def tokenize(batch: dict[str, list[Any]], indices: list[int]) -> dict[str, list[Any]]:
@@ -64,9 +63,7 @@ def encode(pairs: Dataset, name: str, tokenizers: Tokenizers, max_source: int, m
 
     encoded = pairs.map(tokenize, batched=True, with_indices=True, desc=name)
     if name != "train":
-        lengths = list(encoded["length"])
-        longest_first = sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True)
-        return encoded.select(longest_first)
+        return encoded.sort("length", reverse=True)
     encoded = encoded.filter(fits, desc=f"{name}: filter")
     if len(encoded) == 0:
         fail("all training pairs are too long; increase --max_source_length and --max_target_length")

@@ -129,13 +129,6 @@ def make_embedder(
     return SentenceTransformer(modules=[transformer, Pooling(config.hidden_size, data.pooling)], device=device)
 
 
-def pairs_per_second(trainer: SentenceTransformerTrainer) -> dict[str, float | None]:
-    """Return the training speed in pairs per second."""
-    history = trainer.state.log_history
-    speeds = [entry["train_samples_per_second"] for entry in history if "train_samples_per_second" in entry]
-    return {"tokens_per_second": None, "pairs_per_second": speeds[-1] if speeds else None}
-
-
 def main(argv: list[str] | None = None) -> dict[str, Any]:
     data, model, training, run = parse(argv)
     begin_run(__file__, argv, data, model, training, run)
@@ -147,8 +140,9 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     loss = MultipleNegativesRankingLoss(embedder, scale=data.scale)
     trainer = SentenceTransformerTrainer(embedder, training, train_dataset=pairs, loss=loss, evaluator=evaluator)
 
-    summary = train(trainer, run, TITLE, METRIC) | pairs_per_second(trainer) | score(trainer)
-    summary = save_summary(trainer, run, summary)
+    summary = train(trainer, run, TITLE, METRIC)
+    summary |= {"tokens_per_second": None, "pairs_per_second": summary.get("train_samples_per_second")}
+    summary = save_summary(trainer, run, summary | score(trainer))
     if training.do_train:  # sentence-transformers writes the model card
         if model.license:
             trainer.model.model_card_data.set_license(model.license)

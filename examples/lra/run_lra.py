@@ -146,20 +146,15 @@ def choose_config(
     task = TASKS[data.task]
     fields = label_fields(labels) | {"problem_type": "single_label_classification", "pairs": task.pairs}
     if not model.model_name_or_path:
-        fields = paper_fields(model, task, tokenizer) | CONVENTIONS[data.convention].fields | fields
+        fields = CONVENTIONS[data.convention].fields | fields
+        if model.paper_model:
+            classes = {"luna": luna_mega.LunaConfig, "mega": luna_mega.MegaConfig}
+            if model.model_type not in classes:
+                fail(f"--paper_model is not available for {model.model_type}; pass --config_overrides")
+            size = _NO_TOKENS if tokenizer is None else len(tokenizer)
+            fields = getattr(classes[model.model_type], task.preset)(vocab_size=size).to_diff_dict() | fields
     kind = "values" if tokenizer is None else "tokens"
     return make_config(model, tokenizer, data.max_length, kind, **fields)
-
-
-def paper_fields(model: ModelArguments, task: tasks.Task, tokenizer: PreTrainedTokenizerFast | None) -> dict[str, Any]:
-    """Return the fields of the model of the paper if `--paper_model` is set."""
-    if not model.paper_model:
-        return {}
-    classes = {"luna": luna_mega.LunaConfig, "mega": luna_mega.MegaConfig}
-    if model.model_type not in classes:
-        fail(f"--paper_model is not available for {model.model_type}; pass --config_overrides")
-    size = _NO_TOKENS if tokenizer is None else len(tokenizer)
-    return getattr(classes[model.model_type], task.preset)(vocab_size=size).to_diff_dict()
 
 
 def load_data(

@@ -102,7 +102,7 @@ def load_splits(
             `dataset_name` and `dataset_config` of a dataset on the Hub.
         texts: Columns that must contain text.
         columns: Other required columns.
-        label: Column that is required except in the split `test`.
+        label: Column that is required except in test splits.
         divide: Function that divides the split `train` into `train` and `validation`.
         files: Files of each split, instead of the dataset.
         streaming: Whether to stream the split `train`; the others are loaded.
@@ -132,7 +132,9 @@ def load_splits(
         splits[split] = splits[split] if limit is None else splits[split].take(limit)
         if streaming and split != "train":
             splits[split] = Dataset.from_list(list(splits[split]))
-        check_split(splits[split], split, texts, [*columns, label] if label and split != "test" else columns)
+        check_split(
+            splits[split], split, texts, [*columns, label] if label and not split.startswith("test") else columns
+        )
     return {split: splits[split] for split in limits}
 
 

@@ -4,7 +4,7 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from transformers import Trainer, TrainerCallback, TrainerState, TrainingArguments
+from transformers import Trainer, TrainerState, TrainingArguments
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import sort_checkpoints
 
@@ -36,14 +36,6 @@ def is_complete(checkpoint: Path, files: Sequence[str]) -> bool:
     except (OSError, ValueError):
         return False
     return all((checkpoint / name).is_file() for name in files)
-
-
-def resume(trainer: Trainer, speed: TrainerCallback, checkpoint: str) -> dict[str, float]:
-    """Resume from a checkpoint, or only load its state if it has all steps; return the training metrics."""
-    if load_finished(trainer, checkpoint):
-        speed.on_train_begin(trainer.args, trainer.state, trainer.control)
-        return {}
-    return trainer.train(resume_from_checkpoint=checkpoint).metrics
 
 
 def load_finished(trainer: Trainer, checkpoint: str) -> bool:

@@ -20,7 +20,7 @@ from luna_mega.training.data import name_source
 from luna_mega.training.hub import check_hub
 from luna_mega.training.models import CheckpointArguments
 from luna_mega.training.report import SpeedCallback, describe
-from luna_mega.training.resuming import find_checkpoint, resume
+from luna_mega.training.resuming import find_checkpoint, load_finished
 from luna_mega.training.seeded import SeededSampler
 from luna_mega.training.speed import throughput, warn_of_slow_bfloat16
 from luna_mega.training.weight_average import add_average
@@ -45,8 +45,10 @@ class OrderedTrainer(Trainer):
     weight_average = None
 
     def __init__(self, model: torch.nn.Module, args: TrainingArguments, **options: Any):
-        if args.do_train and has_length(options.get("train_dataset")):
-            check_batch(args, options["train_dataset"])
+        needed, split = args.train_batch_size * args.world_size, options.get("train_dataset")
+        if args.do_train and args.world_size > 1 and has_length(split) and len(split) < needed:
+            batch = f"{args.world_size} processes with --per_device_train_batch_size {args.per_device_train_batch_size}"
+            fail(f"{batch} need {needed} examples for a batch; the split train has {len(split)}")
         if args.push_to_hub:
             with suppress(ValueError):  # other models, and classes without an Auto class
                 register_for_auto_class(model)
@@ -195,16 +197,6 @@ class EpochCallback(TrainerCallback):
                 part.set_epoch(epoch)
 
 
-def check_batch(training: TrainingArguments, split: Dataset) -> None:
-    """Exit if the split has fewer examples than one batch of all processes."""
-    needed = training.train_batch_size * training.world_size
-    if training.world_size > 1 and len(split) < needed:
-        fail(
-            f"{training.world_size} processes with --per_device_train_batch_size {training.per_device_train_batch_size}"
-            f" need {needed} examples for a batch; the split train has {len(split)}"
-        )
-
-
 def begin_run(
     script: str,
     argv: list[str] | None,
@@ -258,7 +250,11 @@ def train(trainer: Trainer, run: RunArguments, task: str, metric: str, head_shar
         add_average(trainer, run.ema_decay, run.checkpoint)
     speed = SpeedCallback()
     trainer.add_callback(speed)
-    metrics = resume(trainer, speed, run.checkpoint) if run.checkpoint else trainer.train().metrics
+    if run.checkpoint and load_finished(trainer, run.checkpoint):
+        speed.on_train_begin(trainer.args, trainer.state, trainer.control)
+        metrics = {}
+    else:
+        metrics = trainer.train(resume_from_checkpoint=run.checkpoint).metrics
     check_model(trainer)
     if trainer.is_fsdp_enabled:  # for the final model
         trainer.accelerator.state.fsdp_plugin.set_state_dict_type("FULL_STATE_DICT")
