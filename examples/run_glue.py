@@ -17,7 +17,7 @@ from transformers import EvalPrediction, PreTrainedTokenizerBase, Trainer, Train
 from transformers.hf_argparser import HfArg
 
 from luna_mega.training.arguments import RunArguments, check_choice, one_line, parse_arguments
-from luna_mega.training.data import check_labels, check_split, choose_splits, load_splits
+from luna_mega.training.data import check_labels, choose_splits, load_splits
 from luna_mega.training.models import ModelArguments, label_fields, make_config, make_model, make_tokenizer
 from luna_mega.training.report import finish
 from luna_mega.training.runs import OrderedTrainer, begin_run, check_run, make_callbacks, score, train, write_lines
@@ -95,10 +95,9 @@ def load_data(
     """Return the encoded splits and the tokenizer."""
     task = TASKS[data.task_name]
     sides = [tuple(task.splits(name).values()) for name in ("validation", "test")]
-    splits = load_splits(choose_splits(training, data, *sides), data, task.columns)
+    splits = load_splits(choose_splits(training, data, *sides), data, task.columns, label="label")
     for name, split in splits.items():
         if not name.startswith("test"):
-            check_split(split, name, (), ["label"])
             check_labels(split, name, task.labels)
     texts = (text for column in task.columns for text in splits["train"][column])
     tokenizer = make_tokenizer(model, texts, data.max_seq_length)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 from datasets import Audio, ClassLabel, Dataset, load_dataset
 from datasets.exceptions import DatasetsError
 from PIL import Image
@@ -61,11 +62,9 @@ def read_pathfinder(source: str, split: str, size: int) -> Rows:
                 found.append((file, int(label)))
             elif split == "train":
                 print(f"skipped, it is empty: {file}")
-    order = np.random.default_rng(_PATHFINDER_SEED).permutation(len(found)).tolist()
+    order = np.random.default_rng(_PATHFINDER_SEED).permutation(len(found))
     train, validation = int(0.8 * len(found)), int(0.1 * len(found))
-    ends = dict(zip(SPLITS, (0, train, train + validation), strict=True))
-    sizes = dict(zip(SPLITS, (train, validation, None), strict=True))
-    for index in order[ends[split] :][: sizes[split]]:
+    for index in np.split(order, [train, train + validation])[SPLITS.index(split)]:
         file, label = found[index]
         image = Image.open(file).convert("L")
         if image.size != (size, size):
@@ -143,11 +142,8 @@ def _samples(file: bytes, rate: int, name: str) -> bytes:
 
 
 def _table(path: Path, names: list[str] | None) -> list[dict[str, str]]:
-    if not path.is_file():
-        raise ValueError(f"{path.parent} has no file {path.name}")
-    csv.field_size_limit(2**30)  # a field contains an entire paper
-    with path.open(encoding="utf-8-sig", newline="") as file:
-        return list(csv.DictReader(file, names, delimiter="\t", quoting=csv.QUOTE_NONE))
+    options = {"sep": "\t", "quoting": csv.QUOTE_NONE, "dtype": str, "keep_default_na": False}
+    return pd.read_csv(path, names=names, **options, encoding="utf-8-sig").to_dict("records")
 
 
 def load(source: str, *columns: str, splits: Sequence[str] = SPLITS) -> dict[str, Dataset]:

@@ -14,6 +14,8 @@ from transformers.hf_argparser import HfArg
 from luna_mega.errors import reason
 from luna_mega.training.arguments import fail
 
+SUFFIX = r"\.(parquet|jsonl?|csv|txt)(\.gz)?"  # of data files
+
 
 @dataclass
 class SourceArguments:
@@ -67,7 +69,7 @@ def choose_splits(
 
 def find_files(folder: str, split: str) -> list[str]:
     """Return the data files of a split: `train.jsonl`, `train.txt.gz` or shards `train-00000-of-00001.parquet`."""
-    name = re.compile(rf"{re.escape(split)}(-\d+-of-\d+)?\..+")
+    name = re.compile(rf"{re.escape(split)}(-\d+-of-\d+)?{SUFFIX}")
     return sorted(str(file) for file in Path(folder).iterdir() if name.fullmatch(file.name))
 
 
@@ -76,6 +78,8 @@ def load_files(files: dict[str, list[str]], streaming: bool = False) -> dict[str
     paths = {name: [Path(file).resolve() for file in shards] for name, shards in files.items() if shards}
     if not paths:
         return {}
+    if wrong := [path for shards in paths.values() for path in shards if not re.search(f"{SUFFIX}$", path.name)]:
+        fail(f"{wrong[0]} cannot be read; use .parquet, .json, .jsonl, .csv or .txt files, possibly with .gz")
     first = next(iter(paths.values()))[0]
     # datasets removes a byte order mark from csv and json files, but not from text files.
     options = {"encoding": "utf-8-sig"} if ".txt" in first.suffixes else {}
@@ -132,9 +136,8 @@ def load_splits(
         splits[split] = splits[split] if limit is None else splits[split].take(limit)
         if streaming and split != "train":
             splits[split] = Dataset.from_list(list(splits[split]))
-        check_split(
-            splits[split], split, texts, [*columns, label] if label and not split.startswith("test") else columns
-        )
+        required = [*columns, label] if label and not split.startswith("test") else columns
+        check_split(splits[split], split, texts, required)
     return {split: splits[split] for split in limits}
 
 

@@ -308,7 +308,7 @@ def test_wrong_files(run, tmp_path):
         ([], "pass one of --dataset_name"),
         (["--validation_files", tmp_path / "a.txt"], "pass --train_files as well"),
         (["--train_files", tmp_path / "b.txt"], "cannot load the files"),
-        (["--train_files", tmp_path / "a.md"], "cannot read .md files, only .parquet"),
+        (["--train_files", tmp_path / "a.md"], "a.md cannot be read; use .parquet"),
         (["--dataset_name", "Salesforce/wikitext"], "cannot load Salesforce/wikitext"),
     ):
         with pytest.raises(SystemExit, match=message):
