@@ -72,10 +72,7 @@ class DataArguments(TextArguments):
         return self.task_name
 
 
-Options = tuple[DataArguments, ModelArguments, TrainingArguments, RunArguments]
-
-
-def parse(argv: list[str] | None) -> Options:
+def parse(argv: list[str] | None) -> tuple[DataArguments, ModelArguments, TrainingArguments, RunArguments]:
     """Parse the options; exit if they contradict each other."""
     kinds = (DataArguments, ModelArguments, TrainingArguments, RunArguments)
     # "task" is replaced by the main metric of the task, which is only known after parsing.

@@ -3,6 +3,8 @@
 In addition to ModernBERT, it supports real numbers and pairs, and has the classifier of Luna and Mega.
 """
 
+from typing import Literal
+
 import torch
 from huggingface_hub.dataclasses import strict
 from torch import nn
@@ -32,10 +34,10 @@ class TransformerConfig(ModernBertConfig):
     eos_token_id: int | list[int] | None = 2
     cls_token_id: int | None = None
     sep_token_id: int | None = None
-    input_type: str = "tokens"
+    input_type: Literal["tokens", "values"] = "tokens"
     pairs: bool = False
     pair_features: str = "concat"
-    pooling: str = "mean"
+    pooling: Literal["cls", "mean"] = "mean"
     classifier_num_layers: int = 1
     classifier_hidden_size: int | None = None
     classifier_bias: bool = True
@@ -46,14 +48,6 @@ class TransformerConfig(ModernBertConfig):
         if self.classifier_hidden_size is None:
             self.classifier_hidden_size = self.hidden_size
         super().__post_init__(**kwargs)
-
-    def validate_architecture(self):
-        """Validate the configuration; `@strict` calls this after `__init__` and before saving."""
-        super().validate_architecture()
-        if self.input_type not in ("tokens", "values"):
-            raise ValueError(f"input_type must be one of tokens, values, got {self.input_type!r}")
-        if self.pooling not in ("cls", "mean"):
-            raise ValueError(f"pooling must be one of cls, mean, got {self.pooling!r}")
 
 
 class TransformerPreTrainedModel(ModernBertPreTrainedModel):

@@ -83,10 +83,8 @@ def read_recipe(path: str, options: set[str], readers: tuple[Path, ...] = ()) ->
     """
     if (file := Path(path).resolve()) in readers:
         fail(f"recipe {path} is its own base: change its option `recipe`")
-    try:
+    with one_line(f"recipe {path}", RecursionError):
         recipe = yaml.safe_load(file.read_text(encoding="utf-8-sig"))
-    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
-        fail(f"recipe {path}: {error}")
     if not isinstance(recipe, dict):
         fail(f"recipe {path}: must contain `option: value` lines")
     base = recipe.pop("recipe", None)

@@ -89,22 +89,18 @@ def read_image(value: Any, channels: int | None = None, pixels: bool = False) ->
         channels: Number of channels; None keeps that of the file.
         pixels: Whether `value` contains the pixels 0 to 255 of a square gray image instead, as bytes or a list.
     """
-    if pixels:
-        numbers = np.frombuffer(value, np.uint8) if isinstance(value, bytes) else np.asarray(value, np.uint8)
-        side = math.isqrt(numbers.size)
-        if side * side != numbers.size or not side:
-            fail(f"{numbers.size} pixels are not a square image")
-        image = Image.fromarray(numbers.reshape(side, side))
-    elif not isinstance(value, bytes | dict):
-        fail(f"{str(value)[:40]!r} is not an image")
     try:
-        if not pixels:
+        if pixels:
+            numbers = np.frombuffer(value, np.uint8) if isinstance(value, bytes) else np.asarray(value, np.uint8)
+            side = math.isqrt(numbers.size)
+            image = Image.fromarray(numbers.reshape(side, side))
+        else:
             file = value["bytes"] or Path(value["path"]).read_bytes() if isinstance(value, dict) else value
             image = Image.open(BytesIO(file))
         if channels is None:
             channels = 1 if image.mode in ("1", "L", "I", "I;16", "F") else 3
         return image.convert("L" if channels == 1 else "RGB")
-    except (OSError, SyntaxError, ValueError) as error:  # raised by open or by convert
+    except (OSError, SyntaxError, TypeError, ValueError) as error:  # raised by reshape, open or convert
         fail(f"an image cannot be read: {error}")
 
 
