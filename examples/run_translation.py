@@ -144,7 +144,7 @@ def parse(argv: list[str] | None) -> tuple[DataArguments, ModelArguments, Seq2Se
     """Parse the options; exit if they contradict each other."""
     kinds = (DataArguments, ModelArguments, Seq2SeqTrainingArguments, RunArguments)
     data, model, training, run = parse_arguments(kinds, argv)
-    check_run(name_task(data), data, model, training, run)
+    check_run(f"{data.source_lang}-{data.target_lang} translation", data, model, training, run)
     check_least(data, 2, "max_source_length", "max_target_length")
     check_least(data, 1, "num_beams")
     check_choice(data, "average_by", ("last", "best"))
@@ -161,10 +161,6 @@ def parse(argv: list[str] | None) -> tuple[DataArguments, ModelArguments, Seq2Se
     if data.average_checkpoints > (training.save_total_limit or data.average_checkpoints):
         fail(f"--average_checkpoints {data.average_checkpoints} is above --save_total_limit")
     return data, model, training, run
-
-
-def name_task(data: DataArguments) -> str:
-    return f"{data.source_lang}-{data.target_lang} translation"
 
 
 def load_pairs(data: DataArguments, training: Seq2SeqTrainingArguments) -> dict[str, Dataset]:

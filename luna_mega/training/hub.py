@@ -1,13 +1,11 @@
 """Model cards of training runs, and uploads to the Hub."""
 
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 from huggingface_hub import HfApi
-from huggingface_hub.errors import HTTPError
 from transformers import Trainer, TrainingArguments
 
 from luna_mega.hub.card import FILE_NAME, training_card
@@ -38,14 +36,10 @@ def push_folder(name: str, folder: Path) -> None:
         HfApi().upload_folder(repo_id=repository, folder_path=folder, ignore_patterns="checkpoint-*")
 
 
-@contextmanager
-def explain_push(name: str, folder: Path) -> Iterator[None]:
-    """Exit with a one-line message if the upload of `folder` to the repository `name` fails."""
-    try:
-        yield
-    except (HTTPError, OSError, RuntimeError) as error:
-        again = f'hf upload {name} {folder} . --exclude "checkpoint-*"'
-        fail(f"the push failed: {error} {error.__cause__ or ''} {folder} is complete; push it with `{again}`")
+def explain_push(name: str, folder: Path) -> AbstractContextManager:
+    """Return a context that exits with a one-line message if the push of `folder` to the repository `name` fails."""
+    again = f'hf upload {name} {folder} . --exclude "checkpoint-*"'
+    return one_line(f"the push failed, but {folder} is complete; push it with `{again}`", RuntimeError)
 
 
 def publish(
