@@ -1,15 +1,16 @@
 """Compare a sentence encoder of the Hub with the Luna that `from_teacher` makes of it.
 
-    python studies/real_teachers.py --teacher FOLDER --data FOLDER --part exact stsb long speed [--trained FOLDER]
+    python studies/real_teachers.py --teacher FOLDER --data FOLDER --part exact stsb long packed [--trained FOLDER]
 
 Prints one JSON line per measurement. FOLDER of `--data` contains the parquet files of GLUE's STS-B (`glue_stsb`), IMDB
 (`imdb`) and WikiText-2 (`wikitext2_raw`). Parts: `exact` (largest difference for texts of up to l tokens), `stsb`
-(Spearman correlation on the validation pairs), `long` (cosine of the vectors of packed texts to the teacher's), `speed`
-(seconds of a forward pass next to the teacher with SDPA). `stsb` and `long` also measure `--trained`, an output of
-run_distill_embeddings.py.
+(Spearman correlation on the validation pairs), `long` (cosine of the vectors of packed texts to the teacher's),
+`packed` (the same for Lunas with a packed sequence P that is calibrated for that length), `speed` (seconds of a forward
+pass next to the teacher with SDPA). `stsb` and `long` also measure `--trained`, an output of run_distill_embeddings.py.
 """
 
 import argparse
+import functools
 import itertools
 import json
 import random
@@ -20,9 +21,9 @@ from pathlib import Path
 
 import pandas
 import torch
-from transformers import AutoModel, BertConfig, BertModel
+from transformers import AutoModel, AutoModelForMaskedLM, BertConfig, BertModel
 
-from luna_mega.distillation import from_teacher
+from luna_mega.distillation import Teacher, build_student, calibrate, copy_weights, from_teacher, student_config
 from luna_mega.distillation.embeddings import load_sentence_teacher, set_projection_length
 
 PAIRS = ((256, 128), (256, 64), (512, 256), (512, 128))  # tokens and rows
@@ -35,7 +36,7 @@ class Study:
     def __init__(self, args):
         start = time.perf_counter()
         self.data, self.random = Path(args.data), random.Random(args.seed)
-        self.train = self.reviews("train")
+        self.train, self.name = self.reviews("train"), args.teacher
         self.student, self.tokenizer, report = from_teacher(args.teacher, args.rows, texts=self.train[:FIT])
         teacher = load_sentence_teacher(args.teacher)
         self.teacher, self.modules, self.window = teacher.model, teacher.modules, teacher.window
@@ -53,6 +54,10 @@ class Study:
         texts = [text.replace("<br />", " ") for text in self.table("imdb", split).text if len(text.split()) > 420]
         self.random.shuffle(texts)
         return texts
+
+    @functools.cached_property
+    def test(self):
+        return self.reviews("test")[:TEXTS]
 
     def articles(self):
         """Return the articles of the validation and test splits of WikiText-2, without their titles."""
@@ -78,7 +83,7 @@ class Study:
     def exact(self):
         """Show the largest difference of the last states for texts of up to l tokens."""
         short = list(self.table("glue_stsb", "validation").sentence1[:12])
-        batch = self.encode(self.reviews("test")[:12] + short, self.rows)
+        batch = self.encode(self.test[:12] + short, self.rows)
         kept = batch["attention_mask"].bool()
         generator = torch.Generator().manual_seed(self.seed)
         gaps = kept & (torch.rand(kept.shape, generator=generator) > 0.2)
@@ -107,15 +112,28 @@ class Study:
             show(f"stsb: {name}", spearman=round(100 * ranks, 4), seconds=round(time.perf_counter() - start, 1))
 
     def long(self):
+        """Show the cosine for all students."""
+        for (name, student), (length, rows) in itertools.product(self.students.items(), PAIRS):
+            set_projection_length(student, rows)
+            self.compare(f"long: {name}", student, length, rows)
+
+    def packed(self):
+        """Show the cosine for a Luna with P, which is calibrated on training texts of the length."""
+        teacher = Teacher(AutoModelForMaskedLM.from_pretrained(self.name))  # the head is new and not used
+        for length, rows in PAIRS:
+            student = build_student(teacher, student_config(teacher, "luna", projection_length=rows)).eval()
+            copy_weights(teacher, student)
+            texts = [self.train[start : start + 8] for start in range(0, min(64, len(self.train)), 8)]
+            calibrate(teacher, student, [self.encode(batch, length) for batch in texts])
+            self.compare("packed: Luna with P", student.base_model, length, rows)
+
+    def compare(self, name, student, length, rows):
         """Show the mean cosine to the vectors of the teacher, which reads the complete text."""
         articles = [article for article in self.articles() if len(article.split()) > 420]
-        corpora = {"IMDB": self.reviews("test")[:TEXTS], "Wikipedia": articles[:TEXTS]}
-        for (corpus, texts), (length, rows) in itertools.product(corpora.items(), PAIRS):
-            want = self.embed(self.teacher, texts, length, size=8)
-            for name, student in self.students.items():
-                set_projection_length(student, rows)
-                cosine = torch.cosine_similarity(self.embed(student, texts, length, size=8), want).mean().item()
-                show(f"long: {name}", texts=corpus, tokens=length, rows=rows, cosine=round(cosine, 4))
+        for corpus, texts in {"IMDB": self.test, "Wikipedia": articles[:TEXTS]}.items():
+            got, want = (self.embed(model, texts, length, size=8) for model in (student, self.teacher))
+            cosine = torch.cosine_similarity(got, want).mean().item()
+            show(name, texts=corpus, tokens=length, rows=rows, cosine=round(cosine, 4))
 
     @torch.no_grad()
     def speed(self):
@@ -157,7 +175,7 @@ def make_parser(description):
 
 def main(argv=None):
     parser = make_parser(__doc__)
-    parser.add_argument("--part", nargs="+", choices=("exact", "stsb", "long", "speed"), default=["exact"])
+    parser.add_argument("--part", nargs="+", choices=("exact", "stsb", "long", "packed", "speed"), default=["exact"])
     args = parser.parse_args(argv)
     torch.set_num_threads(args.threads)
     torch.manual_seed(args.seed)

@@ -34,6 +34,7 @@ def folders(tmp_path):
         "imdb": {split: {"text": [text() for _ in range(14)]} for split in ("train", "test")},
         "glue_stsb": {"validation": pairs},
         "race_high": {split: {"article": [text(100) for _ in range(9)]} for split in ("train", "validation")},
+        "wikitext2": {"train": {"text": [text(), " <unk> "]}},
         "wikitext2_raw": {split: {"text": ["\n", *articles]} for split in ("validation", "test")},
     }
     for name, splits in tables.items():
@@ -55,11 +56,12 @@ def measure(script, folders, capsys):
 
 
 def test_teacher_and_luna(measure):
-    found = measure("real_teachers", "--rows", "24", "--part", "stsb", "long")
+    found = measure("real_teachers", "--rows", "24", "--part", "stsb", "long", "packed")
     teacher, luna = (row["spearman"] for row in found if row["what"].startswith("stsb"))
     assert teacher == luna
-    kinds = {(row["texts"], row["tokens"], row["rows"]) for row in found if row["what"].startswith("long")}
-    assert kinds == {(name, *pair) for name in ("IMDB", "Wikipedia") for pair in PAIRS}
+    for part in ("long: Luna", "packed: Luna with P"):
+        kinds = {(row["texts"], row["tokens"], row["rows"]) for row in found if row["what"] == part}
+        assert kinds == {(name, *pair) for name in ("IMDB", "Wikipedia") for pair in PAIRS}
 
 
 def test_long_documents(measure):
@@ -92,3 +94,13 @@ def test_halves_of_other_passages(script, folders):
     assert not others and batch.shape == (8, 32) and len(set(labels.tolist())) == 2
     for ids, label in zip(batch.tolist(), labels, strict=True):
         assert (ids[1:-1] in [passage[:30] for passage in passages]) == bool(label)
+
+
+def test_texts(script, folders, tmp_path):
+    script("sentence_texts").main(["--data", str(folders[3]), "--output", str(tmp_path / "texts")])
+    texts = pandas.read_parquet(tmp_path / "texts" / "train.parquet").text
+    assert [len(text.split()) for text in texts[:2]] == [250, 250] and "<unk>" not in "".join(texts)
+    assert len(texts) == 4 and set(texts[2:]) < set(
+        pandas.read_parquet(folders[3] / "imdb" / "train-00000.parquet").text
+    )
+    assert len(pandas.read_parquet(tmp_path / "texts" / "test.parquet")) == 14
