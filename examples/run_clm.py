@@ -150,7 +150,7 @@ def cut_training(
     if run.streaming:
         blocks = cut_stream(stream, data.text_column, tokenizer, data.line_end, data.block_size)
         shuffled = blocks.shuffle(training.seed, buffer_size=run.shuffle_buffer)
-        return Stream(shuffled, lambda block, _: block, training)
+        return Stream(shuffled, None, training)
     if data.carry_state:
         return Streams(stream, data.block_size, training.train_batch_size)
     return draw_windows(stream, data.block_size, training.seed)

@@ -162,17 +162,12 @@ def draw_examples(task: Task, training: TrainingArguments) -> Any:
         if not task.run.streaming:
             return draw_windows(split, data.block_size, training.seed)
         split = cut_stream(split, data.text_column, task.tokenizer, data.line_end, data.block_size)
-        change: Callable = keep
+        change: Callable | None = None
     else:
         change = Masking(task.tokenizer, data.mlm_probability)
     if task.run.streaming:
         return Stream(split.shuffle(training.seed, buffer_size=task.run.shuffle_buffer), change, training)
     return Redrawn(split, change, training.seed)
-
-
-def keep(block: dict[str, torch.Tensor], numbers: torch.Generator) -> dict[str, torch.Tensor]:
-    """Return the block; a `Stream` requires a function that may change it."""
-    return block
 
 
 def make_trainer(

@@ -71,18 +71,13 @@ def parse(
     if training.do_train:
         if len(data.text_columns) not in (2, 3):
             fail(f"--text_columns {' '.join(data.text_columns)} must be two or three columns")
-    if evaluates(training) and (data.sts_name is None) == (data.sts_path is None):
+    if training.do_eval and (data.sts_name is None) == (data.sts_path is None):
         fail("evaluation requires one of --sts_name and --sts_path")
     if len(data.sts_columns) != 3:
         fail(f"--sts_columns {' '.join(data.sts_columns)} must be two text columns and the score")
     check_choice(data, "pooling", POOLINGS)
     check_least(data, 2, "max_seq_length")
     return data, model, training, run
-
-
-def evaluates(training: SentenceTransformerTrainingArguments) -> bool:
-    """Return whether the run evaluates during or after training."""
-    return training.do_eval or training.eval_strategy != "no"
 
 
 def load_pairs(data: DataArguments) -> Dataset:
@@ -111,7 +106,7 @@ def load_data(
     pairs = load_pairs(data) if training.do_train else None
     texts = (text for column in data.text_columns for text in pairs[column]) if pairs else ()
     tokenizer = make_tokenizer(model, texts, data.max_seq_length)
-    return pairs, tokenizer, make_evaluator(data, training.per_device_eval_batch_size) if evaluates(training) else None
+    return pairs, tokenizer, make_evaluator(data, training.per_device_eval_batch_size) if training.do_eval else None
 
 
 def make_embedder(

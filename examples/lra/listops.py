@@ -35,10 +35,9 @@ class Shape:
     def __post_init__(self):
         if self.max_depth < 2 or self.max_args < 2:
             raise ValueError(f"--max_depth {self.max_depth} and --max_args {self.max_args} must be at least 2")
-        if not 0 <= self.min_length < self.max_length - 1:
-            raise ValueError(f"no tree has more than {self.min_length} and less than {self.max_length} tokens")
-        if self.min_length < 1:
-            raise ValueError("--min_length 0 would keep trees of one digit: pass at least 1")
+        if not 0 < self.min_length < self.max_length - 1:
+            limits = f"more than {self.min_length} and less than {self.max_length} tokens"
+            raise ValueError(f"there are no trees of several nodes with {limits}; change --min_length or --max_length")
 
 
 def evaluate(source: str) -> int:

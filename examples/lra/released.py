@@ -17,6 +17,7 @@ from datasets.exceptions import DatasetsError
 from PIL import Image
 
 from lra import listops
+from luna_mega.training.arguments import one_line
 
 Rows = Iterator[dict[str, Any]]
 SPLITS = ("train", "validation", "test")
@@ -148,10 +149,8 @@ def _table(path: Path, names: list[str] | None) -> list[dict[str, str]]:
 
 def load(source: str, *columns: str, splits: Sequence[str] = SPLITS) -> dict[str, Dataset]:
     """Load splits with these columns from the Hub or a folder."""
-    try:
+    with one_line(f"cannot load {source}", DatasetsError):
         loaded = load_dataset(source)
-    except (DatasetsError, OSError, ValueError) as error:
-        raise ValueError(f"cannot load {source}: {error}") from error
     for split in splits:
         if split not in loaded or set(columns) - set(loaded[split].column_names):
             raise ValueError(f"{source} has no split {split} with the columns {', '.join(columns)}")

@@ -33,13 +33,13 @@ def some_texts(split: Dataset | datasets.IterableDataset, column: str) -> Iterab
 
 
 class Stream(IterableDataset):
-    """Infinite stream of examples, in another order in each epoch.
+    """Infinite stream of examples, which `change` may modify, in another order in each epoch.
 
     If the number of files is a multiple of the number of processes, each process reads its own files. Otherwise each
     process reads all files and keeps its share, so that batches do not depend on the number of processes.
     """
 
-    def __init__(self, examples: datasets.IterableDataset, change: Change, training: TrainingArguments):
+    def __init__(self, examples: datasets.IterableDataset, change: Change | None, training: TrainingArguments):
         self.rank, self.count = training.process_index, training.world_size
         self.own_files = self.count > 1 and examples.num_shards % self.count == 0
         if self.own_files:
@@ -52,10 +52,9 @@ class Stream(IterableDataset):
             self.examples.set_epoch(epoch)
             start = position
             for example in self.examples:
-                if self.own_files:
-                    yield self.change(example, draw(self.seed, epoch, position * self.count + self.rank))
-                elif position % self.count == self.rank:
-                    yield self.change(example, draw(self.seed, epoch, position))
+                if self.own_files or position % self.count == self.rank:
+                    index = position * self.count + self.rank if self.own_files else position
+                    yield self.change(example, draw(self.seed, epoch, index)) if self.change else example
                 position += 1
             if position == start:
                 raise ValueError("the streamed training data have no examples; reduce --block_size")
