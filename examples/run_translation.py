@@ -47,12 +47,11 @@ def encode(pairs: Dataset, name: str, tokenizers: Tokenizers, max_source: int, m
     Training pairs with an empty side, or a side longer than `max_source` or `max_target`, are removed. In other splits,
     long sides are truncated, and pairs are sorted by length, so that batches need fewer decoding steps.
     """
-    options = {"truncation": name != "train", "verbose": False}
 
     def tokenize(batch: dict[str, list[Any]], indices: list[int]) -> dict[str, list[Any]]:
         inputs, labels = (
-            tokenizer([text.strip() for text in batch[side]], max_length=most, **options)["input_ids"]
-            for side, tokenizer, most in zip(("source", "target"), tokenizers, (max_source, max_target), strict=True)
+            tokenizer([text.strip() for text in batch[side]], verbose=False)["input_ids"]
+            for side, tokenizer in zip(("source", "target"), tokenizers, strict=True)
         )
         length = [len(first) + len(second) for first, second in zip(inputs, labels, strict=True)]
         return {"input_ids": inputs, "labels": labels, "length": length, "row": indices}
@@ -61,9 +60,13 @@ def encode(pairs: Dataset, name: str, tokenizers: Tokenizers, max_source: int, m
         empty = not pair["source"].strip() or not pair["target"].strip()
         return not empty and len(pair["input_ids"]) <= max_source and len(pair["labels"]) <= max_target
 
+    def cut(pair: dict[str, Any]) -> dict[str, list[int]]:
+        limits = {"input_ids": max_source, "labels": max_target}
+        return {side: [*pair[side][:-1][: limit - 1], pair[side][-1]] for side, limit in limits.items()}
+
     encoded = pairs.map(tokenize, batched=True, with_indices=True, desc=name)
     if name != "train":
-        return encoded.sort("length", reverse=True)
+        return encoded.map(cut, desc=f"{name}: cut").sort("length", reverse=True)
     encoded = encoded.filter(fits, desc=f"{name}: filter")
     if len(encoded) == 0:
         fail("all training pairs are too long; increase --max_source_length and --max_target_length")
