@@ -1,10 +1,7 @@
 """One pass over a checkpoint for its SHA-256 and, in a zip archive, the CRC-32 of every entry."""
 
 import hashlib
-import struct
 import zipfile
-import zlib
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
@@ -14,8 +11,6 @@ from tqdm import tqdm
 from luna_mega.errors import ConversionError, shown
 
 _BLOCK = 1 << 20
-# Signature, 22 bytes that the directory repeats, lengths of the name and of the extra field.
-_LOCAL_HEADER = struct.Struct("<4s22xHH")
 _UNCHECKED = "damage to it goes unnoticed, unless you compare its SHA-256 with the original's"
 _LEGACY = f"it has torch's legacy format, which has no checksums: {_UNCHECKED}"
 _NO_CRC = (
@@ -44,72 +39,55 @@ def read_checksums(path: Path, is_zip: bool, progress: bool = False) -> Checksum
     """Return the SHA-256 of a file, and check the CRC-32 of every zip entry; the legacy format has no checksums."""
     digest = hashlib.sha256()
     with path.open("rb") as file:
-        entries = _entries(path, file) if is_zip else []
-        # The CRC-32 of a single entry can be 0; without CRCs, torch.save writes 0 for all.
-        with_crc = any(info.CRC for info, _ in entries)
-        file.seek(0)
         bar = {"desc": path.name, "total": path.stat().st_size, "disable": None if progress else True, "delay": 1}
         with tqdm.wrapattr(file, "read", **bar) as reader:
-            for info, start in entries:
-                for block in _blocks(reader, start):
-                    digest.update(block)
-                crc = 0
-                for block in _blocks(reader, start + info.compress_size):
-                    digest.update(block)
-                    crc = zlib.crc32(block, crc)
-                if with_crc and crc != info.CRC:
-                    reason = f"entry {shown(info.filename)} has CRC-32 {crc:08x} in place of {info.CRC:08x}"
-                    raise _damaged(path, reason)
             while block := reader.read(_BLOCK):
                 digest.update(block)
+        if not is_zip:
+            return Checksums(digest.hexdigest(), (), _LEGACY)
+        try:
+            entries, with_crc = _check_entries(path, file)
+        except ConversionError:
+            raise
+        except Exception as error:  # zipfile raises many types for a damaged directory
+            raise _damaged(path, f"the zip directory cannot be read: {error}") from error
     # torch ignores the case of names.
-    pickles = tuple(start for info, start in entries if info.filename.lower().endswith("data.pkl"))
-    unchecked = None if with_crc else _NO_CRC if is_zip else _LEGACY
-    names = (info.filename for info, _ in entries)
-    archive = next((name.rpartition("/")[0] for name in names if name.endswith("/data.pkl")), None)
-    return Checksums(digest.hexdigest(), pickles, unchecked, archive)
+    pickles = tuple(start for name, start in entries if name.lower().endswith("data.pkl"))
+    archive = next((name.rpartition("/")[0] for name, _ in entries if name.endswith("/data.pkl")), None)
+    return Checksums(digest.hexdigest(), pickles, None if with_crc else _NO_CRC, archive)
 
 
-def _blocks(file: BinaryIO, end: int) -> Iterator[bytes]:
-    """Yield the file from its position to `end`."""
-    while block := file.read(min(_BLOCK, end - file.tell())):
-        yield block
+def _check_entries(path: Path, file: BinaryIO) -> tuple[list[tuple[str, int]], bool]:
+    """Return the name and the offset of the data of each entry, and whether there are CRCs.
 
-
-def _entries(path: Path, file: BinaryIO) -> list[tuple[zipfile.ZipInfo, int]]:
-    """Return the entries and the offsets of their data, in the order of the file.
-
-    It is an error unless they are uncompressed and follow their headers.
+    It is an error unless the entries are uncompressed, follow their headers and have their CRC-32.
     """
-    try:
-        if not zipfile.is_zipfile(file):
-            raise _damaged(path, "the zip directory at its end is missing")
-        with zipfile.ZipFile(file) as archive:
-            infos, directory = archive.infolist(), archive.start_dir
-        entries, end = [], 0
-        for info in sorted(infos, key=lambda info: info.header_offset):
-            start = _start(info, file)
-            if start is None or info.header_offset < end:
-                raise _damaged(path, f"entry {shown(info.filename)} is not at the offset in the zip directory")
+    if not zipfile.is_zipfile(file):
+        raise _damaged(path, "the zip directory at its end is missing")
+    entries, end = [], 0
+    with zipfile.ZipFile(file) as archive:
+        infos = sorted(archive.infolist(), key=lambda info: info.header_offset)
+        # The CRC-32 of a single entry can be 0; without CRCs, torch.save writes 0 for all.
+        with_crc = any(info.CRC for info in infos)
+        for info in infos:
+            name = f"entry {shown(info.filename)}"
+            try:
+                entry, start = archive.open(info), file.tell()  # the header has been read
+            except zipfile.BadZipFile:
+                start = -1
+            if start < 0 or info.header_offset < end:
+                raise _damaged(path, f"{name} is not at the offset in the zip directory")
+            entries.append((info.filename, start))
             end = start + info.compress_size
-            if end > directory or info.compress_type != zipfile.ZIP_STORED or info.file_size != info.compress_size:
-                raise _damaged(path, f"entry {shown(info.filename)} is compressed or cut off, and torch writes neither")
-            entries.append((info, start))
-    except ConversionError:
-        raise
-    except Exception as error:  # zipfile raises many types for a damaged directory
-        raise _damaged(path, f"the zip directory cannot be read: {error}") from error
-    return entries
-
-
-def _start(info: zipfile.ZipInfo, file: BinaryIO) -> int | None:
-    """Return the offset of an entry's data from its header; None without a header."""
-    file.seek(info.header_offset)
-    signature, name_length, extra_length = _LOCAL_HEADER.unpack(file.read(_LOCAL_HEADER.size))
-    name = info.orig_filename.encode("utf-8" if info.flag_bits & 0x800 else "cp437")
-    if signature != b"PK\x03\x04" or file.read(name_length) != name:
-        return None
-    return info.header_offset + _LOCAL_HEADER.size + name_length + extra_length
+            stored = info.compress_type == zipfile.ZIP_STORED and info.file_size == info.compress_size
+            if end > archive.start_dir or not stored:
+                raise _damaged(path, f"{name} is compressed or cut off, and torch writes neither")
+            try:
+                while with_crc and entry.read(_BLOCK):
+                    pass
+            except zipfile.BadZipFile as error:
+                raise _damaged(path, f"{name} has CRC-32 errors") from error
+    return entries, with_crc
 
 
 def _damaged(path: Path, reason: str) -> ConversionError:
