@@ -6,6 +6,7 @@ model are those of Mega in transformers v4.
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -97,9 +98,32 @@ class Stack:
     body: str
     blocks: str | None = None
 
-    def layers(self, name: str) -> Callable[[Evidence], int]:
-        """Return the measure of the number of layers, argument `name`."""
-        return lambda evidence: evidence.unshared_layers(self._layers, name)
+    def sizes(
+        self,
+        side: str,
+        width: Callable[[Evidence], int],
+        field: Callable[[str], str] = lambda name: name,
+        short: str | None = None,
+    ) -> Table:
+        """Return the rows of the sizes of a side.
+
+        Args:
+            side: Prefix of the arguments.
+            width: Measure of the width.
+            field: Function that returns the name of a field on this side.
+            short: Prefix of `z_dim`, `n_dim` and `chunk_size`, if it differs.
+        """
+        layers, short = f"{side}_layers", f"{side}_" if short is None else short
+        depth = partial(Evidence.unshared_layers, prefix=self._layers, name=layers)
+        return (
+            Arg(layers, field("num_hidden_layers"), measure=depth, kind=size),
+            Arg(f"{side}_embed_dim", "hidden_size", measure=width, kind=size),
+            Arg(f"{side}_hidden_dim", field("intermediate_size"), measure=self.values, kind=size),
+            self.feed_forward(f"{side}_ffn_embed_dim", field("nffn_hidden_size")),
+            Arg(f"{short}z_dim", field("shared_representation_size"), measure=self.shared, kind=size),
+            Arg(f"{short}n_dim", field("ema_projection_size"), measure=self.dimensions, kind=size),
+            self.chunk(f"{short}chunk_size", field("chunk_size")),
+        )
 
     def values(self, evidence: Evidence) -> int:
         """Return the width of the values."""

@@ -10,7 +10,7 @@ from luna_mega.convert.formats import _lra, _mega
 from luna_mega.convert.formats._lra import BODY, OUT, is_pair
 from luna_mega.convert.formats.format import Companions, Facts, Notes
 from luna_mega.convert.keymap import KeyMap, Row, rows
-from luna_mega.convert.table import COMMON, MODEL, Arg, derived, fixed, never, read_only, write_only
+from luna_mega.convert.table import COMMON, MODEL, Arg, derived, fixed, limited, never, read_only, write_only
 from luna_mega.errors import ConversionError
 
 _CLASSES = (MegaForSequenceClassification, MegaForSequencePairClassification)
@@ -64,10 +64,6 @@ def _pooling(evidence: Evidence) -> dict[str, str]:
     return {"pooling": pooling}
 
 
-def _poolings(target: Target) -> tuple[str, ...]:
-    return ("cls", "mean") if target.config.input_type == "tokens" else ("mean",)
-
-
 def _activations_of_head(target: Target) -> tuple[str, ...]:
     return _mega.ACTIVATIONS if target.config.classifier_num_layers else (target.config.classifier_activation,)
 
@@ -105,13 +101,7 @@ _TABLE = (
     _lra.CRITERION,
     _lra.layer_type("mega"),
     fixed("apply_bert_init", False),
-    Arg("encoder_layers", "num_hidden_layers", measure=_STACK.layers("encoder_layers"), kind=size),
-    Arg("encoder_embed_dim", "hidden_size", measure=lambda evidence: _embedding(evidence)[-1], kind=size),
-    Arg("encoder_hidden_dim", "intermediate_size", measure=_STACK.values, kind=size),
-    _STACK.feed_forward("encoder_ffn_embed_dim"),
-    Arg("z_dim", "shared_representation_size", measure=_STACK.shared, kind=size),
-    Arg("n_dim", "ema_projection_size", measure=_STACK.dimensions, kind=size),
-    _STACK.chunk("chunk_size"),
+    *_STACK.sizes("encoder", lambda evidence: _embedding(evidence)[-1], short=""),
     _mega.TRUNCATION,
     Arg("rel_pos_bias", "relative_positional_bias", measure=_STACK.bias, kind=word),
     _STACK.positions("max_positions", "chunk_size"),
@@ -129,7 +119,8 @@ _TABLE = (
     Arg("act_dropout", "hidden_dropout_prob", default=0.0, kind=number),
     read_only("act_dropout", "nffn_activation_dropout_prob"),
     _lra.CLASSES,
-    Arg("sen_rep_type", "pooling", _lra.REPRESENTATION, "mp", read=_pooling, kind=word, only=_poolings),
+    Arg("sen_rep_type", "pooling", _lra.REPRESENTATION, "mp", read=_pooling, kind=word),
+    limited("pooling", lambda target: ("mean", "cls")[: 1 + (target.config.input_type == "tokens")]),
     Arg("classifier_layers", "classifier_num_layers", default=1, read=_classifier, kind=integer),
     Arg("classifier_in_dim", write=_in_features, kind=integer),
     Arg("classifier_out_dim", write=_out_features, kind=integer),

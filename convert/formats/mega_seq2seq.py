@@ -1,9 +1,10 @@
 """mega_seq2seq: Mega encoder-decoders for translation."""
 
+from functools import partial
 from typing import Any
 
 from luna_mega import MegaForConditionalGeneration, MegaSeq2SeqConfig
-from luna_mega.convert.argtypes import flag, size
+from luna_mega.convert.argtypes import flag
 from luna_mega.convert.evidence import Evidence, Target
 from luna_mega.convert.formats import _mega, _translation
 from luna_mega.convert.formats._translation import SIDES
@@ -31,34 +32,19 @@ def _options(side: str) -> Table:
     )
 
 
-def _positions(side: str) -> Arg:
-    stack, field = _mega.Stack(side), _field(side, "max_positions")
-    return stack.positions(SIDES[side], f"{side}_chunk_size", field, default=1024)
-
-
 def _sizes(side: str) -> Table:
     """Return the rows of the sizes of one side."""
-    stack = _mega.Stack(side)
+    stack, field = _mega.Stack(side), partial(_translation.field_of, side, decoder_fields=_OWN)
     return (
+        stack.positions(SIDES[side], f"{side}_chunk_size", field("max_positions"), default=1024),
         fixed(f"{side}_embed_path", None),
-        Arg(f"{side}_layers", _field(side, "num_hidden_layers"), measure=stack.layers(f"{side}_layers"), kind=size),
-        Arg(f"{side}_embed_dim", "hidden_size", measure=_translation.width, kind=size),
-        Arg(f"{side}_hidden_dim", _field(side, "intermediate_size"), measure=stack.values, kind=size),
-        stack.feed_forward(f"{side}_ffn_embed_dim", _field(side, "nffn_hidden_size")),
-        Arg(f"{side}_z_dim", _field(side, "shared_representation_size"), measure=stack.shared, kind=size),
-        Arg(f"{side}_n_dim", _field(side, "ema_projection_size"), measure=stack.dimensions, kind=size),
-        stack.chunk(f"{side}_chunk_size", _field(side, "chunk_size")),
+        *stack.sizes(side, _translation.width, field),
     )
-
-
-def _field(side: str, field: str) -> str:
-    return _translation.field_of(side, field, _OWN)
 
 
 def _common(evidence: Evidence) -> dict[str, Any]:
     """Return the common fields of encoder and decoder; an error if the two sides differ."""
-    sides = [read_fields((_positions(side), *_options(side), *_sizes(side)), evidence) for side in SIDES]
-    encoder, decoder = sides
+    encoder, decoder = (read_fields((*_options(side), *_sizes(side)), evidence) for side in SIDES)
     for name in ("use_normalized_ffn", *decoder):
         if name not in _OWN and encoder.get(name) != decoder.get(name):
             raise ConversionError(
@@ -71,8 +57,6 @@ def _common(evidence: Evidence) -> dict[str, Any]:
 _TABLE = (
     *_translation.task_arguments(fixed("arch", "mega", kept=True)),  # the args have all sizes
     fields(_translation.vocabularies),
-    _positions("encoder"),
-    _positions("decoder"),
     *_options("encoder"),
     *_translation.SHARING,
     *_sizes("encoder"),

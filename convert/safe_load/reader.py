@@ -6,10 +6,8 @@
 import argparse
 import pickle
 import re
-import tempfile
 import warnings
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -86,7 +84,7 @@ def read_checkpoint(path: str | Path, progress: bool = False) -> Checkpoint:
         ConversionError: If the file is no such checkpoint, is damaged, would run code, or comes from a later fairseq.
     """
     path = Path(path)
-    state, serialization, checksums = _open(path, progress)
+    state, found = _open(path, progress)
     if not isinstance(state, dict):
         raise ConversionError(f"{path}: holds a {type(state).__name__}, not the dict that fairseq saves")
     if state.get("cfg") is not None:
@@ -107,21 +105,12 @@ def read_checkpoint(path: str | Path, progress: bool = False) -> Checkpoint:
         raise ConversionError(f"{path}: field 'args' is a {type(named).__name__}, not an argparse.Namespace")
     try:
         tensors, args = _tensors(state["model"], "field 'model'"), plain_args(named)
-        if checksums.unchecked:
+        if found["unchecked"]:
             check_storages(state)
     except ConversionError as error:
         raise ConversionError(f"{path}: {error}") from error
-    return Checkpoint(
-        path,
-        checksums.sha256,
-        serialization,
-        args,
-        tensors,
-        _num_updates(state),
-        warnings=(checksums.unchecked,) if checksums.unchecked else (),
-        missing_args=missing[0] if missing else None,
-        unchecked=checksums.unchecked,
-    )
+    found |= {"num_updates": _num_updates(state), "missing_args": missing[0] if missing else None}
+    return Checkpoint(args=args, tensors=tensors, **found)
 
 
 def read_tensors(path: Path, progress: bool = False) -> Checkpoint:
@@ -134,21 +123,29 @@ def read_tensors(path: Path, progress: bool = False) -> Checkpoint:
     Raises:
         ConversionError: If the file contains something else, is damaged, or would run code.
     """
-    state, serialization, checksums = _open(path, progress)
+    state, found = _open(path, progress)
     try:
         tensors = _tensors(state, "the file")
-        if checksums.unchecked:
+        if found["unchecked"]:
             check_storages({"model": tensors})
     except ConversionError as error:
         raise ConversionError(f"{path}: {error}") from error
-    found = {"unchecked": checksums.unchecked, "archive": checksums.archive}
-    return Checkpoint(path, checksums.sha256, serialization, {}, tensors, **found)
+    return Checkpoint(args={}, tensors=tensors, **found)
 
 
-def _open(path: Path, progress: bool) -> tuple[Any, str, Checksums]:
+def _open(path: Path, progress: bool) -> tuple[Any, dict[str, Any]]:
+    """Return the content of a file, and fields of its `Checkpoint`."""
     serialization = _serialization(path)
     checksums = read_checksums(path, serialization == "zip", progress)
-    return _load(path, serialization, checksums), serialization, checksums
+    found = {
+        "path": path,
+        "sha256": checksums.sha256,
+        "serialization": serialization,
+        "warnings": (checksums.unchecked,) if checksums.unchecked else (),
+        "unchecked": checksums.unchecked,
+        "archive": checksums.archive,
+    }
+    return _load(path, serialization, checksums), found
 
 
 def _serialization(path: Path) -> str:
@@ -177,9 +174,11 @@ def _load(path: Path, serialization: str, checksums: Checksums) -> Any:
             if serialization == "zip":
                 for start in checksums.pickles:
                     check_zip_pickle(file, start)
-                # A mapped file keeps the optimizer state, two thirds of a training checkpoint, out of memory.
-                with _encodable(path) as name:
-                    return torch.load(name, map_location="cpu", weights_only=True, mmap=True)
+                file.seek(0)
+                # A mapped file keeps the optimizer state, two thirds of a training checkpoint, out of memory. torch
+                # maps only files with UTF-8 names.
+                mapped = is_utf8(str(path))
+                return torch.load(str(path) if mapped else file, map_location="cpu", weights_only=True, mmap=mapped)
             check_legacy_pickles(file)
             file.seek(0)
             state = torch.load(file, map_location="cpu", weights_only=True)
@@ -190,18 +189,6 @@ def _load(path: Path, serialization: str, checksums: Checksums) -> Any:
         raise
     except Exception as error:  # a broken or hostile pickle can raise any type
         raise ConversionError(f"{path}: {_reason(error)}") from error
-
-
-@contextmanager
-def _encodable(path: Path) -> Iterator[str]:
-    """Yield a UTF-8 name of the file, which torch requires for memory mapping."""
-    if is_utf8(str(path)):
-        yield str(path)
-    else:
-        with tempfile.TemporaryDirectory() as folder:
-            link = Path(folder) / "checkpoint.pt"
-            link.symlink_to(path.resolve())
-            yield str(link)
 
 
 def _reason(error: Exception) -> str:
