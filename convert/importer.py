@@ -37,12 +37,12 @@ from luna_mega.convert.tensors import (
     map_tensors,
     meta_model,
     non_finite,
-    readable,
     save_source_norms,
     weights_of,
 )
 from luna_mega.convert.tokenizers import ConvertedTokenizer
 from luna_mega.errors import ConversionError
+from luna_mega.escaping import one_line
 from luna_mega.hub.card import conversion_card
 from luna_mega.hub.folder import REPORT_NAME
 from luna_mega.hub.licenses import license_metadata
@@ -211,8 +211,8 @@ def _report(
             "software": facts.container.software,
             "layout": facts.name,
             "revision": target.revision,
-            "arch": readable(without_folders(facts.container.architecture(checkpoint.args))),
-            "task": task if task is None else readable(without_folders(str(task))),
+            "arch": one_line(without_folders(facts.container.architecture(checkpoint.args))),
+            "task": task if task is None else one_line(without_folders(str(task))),
             "num_updates": checkpoint.num_updates,
         },
         model_class=target.model_class.__name__,

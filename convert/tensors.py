@@ -10,6 +10,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from luna_mega.convert.evidence import same_bits
 from luna_mega.convert.keymap import LAYER_NORM, WIDE, KeyMap, Reshape
 from luna_mega.errors import ConversionError, shown
+from luna_mega.escaping import one_line
 
 DTYPES = ("float32", "float16", "bfloat16")
 # Norm weights of a plus-one checkpoint. Adding 1 rounds them, so an export writes the saved ones.
@@ -163,17 +164,12 @@ def meta_model(model_class: type[PreTrainedModel], config: PreTrainedConfig) -> 
 
 def few(keys: list[str]) -> str:
     """Return the first five names and the number of the others."""
-    return ", ".join(map(readable, keys[:5])) + (f" and {len(keys) - 5} more" if len(keys) > 5 else "")
+    return ", ".join(map(one_line, keys[:5])) + (f" and {len(keys) - 5} more" if len(keys) > 5 else "")
 
 
 def non_finite(names: list[str], tensors: dict[str, torch.Tensor]) -> str:
     """Return the message that `names` of the tensors have NaN or Inf."""
     return f"NaN or Inf in {len(names)} of {len(tensors)} tensors: {few(names)}"
-
-
-def readable(text: str) -> str:
-    """Return a text for a message: one line of at most 200 characters, without control characters."""
-    return shown(" ".join(text.split()))[1:-1]
 
 
 def dtype_name(dtype: torch.dtype) -> str:

@@ -1,5 +1,6 @@
 """luna_lra: Luna encoders of the Long Range Arena, of the 2021 code ("r21") and the 2023 code ("head")."""
 
+from functools import partial
 from typing import Any
 
 from luna_mega import LunaForSequenceClassification, LunaForSequencePairClassification
@@ -15,7 +16,7 @@ from luna_mega.errors import ConversionError
 
 _CLASSES = (LunaForSequenceClassification, LunaForSequencePairClassification)
 _EMBEDDING, _POSITIONS = f"{BODY}.embed_tokens.weight", f"{BODY}.embed_positions.weight"
-_PRE_LOGITS = "pre_logits.0.weight"
+_PRE_LOGITS, _DEPTH = "pre_logits.0.weight", partial(Evidence.layers, prefix="classifier")
 _LISTOP = {"encoder_layers": 6, "encoder_attention_heads": 8, "max_positions": 2002, "tie_layer_weights": True}
 _IMDB = {"encoder_layers": 4, "encoder_attention_heads": 4, "max_positions": 4002}
 _PF32 = {"encoder_layers": 1, "encoder_attention_heads": 4, "max_positions": 1026, "sen_rep_type": "mp"}
@@ -127,10 +128,6 @@ def _task(target: Target) -> str:
     return "lra-image" if target.config.input_type == "values" else "lra-text"
 
 
-def _classifier_layers(evidence: Evidence) -> int:
-    return evidence.layers("classifier")
-
-
 def _in_features(target: Target) -> int:
     return (_PAIRS[target.revision][0] if is_pair(target) else 1) * target.config.hidden_size
 
@@ -170,7 +167,7 @@ _TABLE = (
     Arg("use_p", default=False, read=_pooling, write=equals("pooling", "packed_mean"), kind=flag),
     _lra.NO_REGRESSION,
     Arg("task", write=_task, kind=word),
-    Arg("classifier_layers", "classifier_num_layers", measure=_classifier_layers, revision="r21", kind=integer),
+    Arg("classifier_layers", "classifier_num_layers", measure=_DEPTH, revision="r21", kind=integer),
     _lra.input_type(_tokens, write_if=_is_later, only=lambda target: ("tokens", "values")[: 1 + _is_later(target)]),
     Arg("classifier_in_dim", write=_in_features, kind=integer),
     write_only("classifier_out_dim", "classifier_hidden_size", revision="r21", kind=integer),

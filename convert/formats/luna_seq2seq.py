@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -30,10 +31,6 @@ _ACTIVATION_NOTE = (
 
 def _there(key: str) -> Callable[[Evidence], bool]:
     return lambda evidence: key in evidence.tensors
-
-
-def _layers(side: str) -> Callable[[Evidence], int]:
-    return lambda evidence: evidence.unshared_layers(f"{side}.layers", f"{side}_layers")
 
 
 def _positions(side: str) -> Callable[[Evidence], int]:
@@ -82,11 +79,9 @@ def _heads_of_decoder(evidence: Evidence) -> int:
 
 def _side(side: str) -> Table:
     """Return the rows of the arguments and fields of one side."""
-
-    def field(name: str) -> str:
-        return _translation.field_of(side, name, DECODER_FIELDS)
-
-    positions = field("position_embedding_type")
+    field = partial(_translation.field_of, side, decoder_fields=DECODER_FIELDS)
+    positions, layers = field("position_embedding_type"), f"{side}_layers"
+    depth = partial(Evidence.unshared_layers, prefix=f"{side}.layers", name=layers)
     width = Arg("encoder_embed_dim", "hidden_size", measure=_translation.width, kind=size)
     drop = Arg("encoder_layerdrop", "layerdrop", default=0.0, kind=number)
     pack_heads = _heads if side == "encoder" else _heads_of_decoder
@@ -95,7 +90,7 @@ def _side(side: str) -> Table:
         drop = replace(drop, name="decoder_layerdrop", read=_decoder_layerdrop)
     return (
         fixed(f"{side}_embed_path", None),
-        Arg(f"{side}_layers", field("num_hidden_layers"), measure=_layers(side), kind=size),
+        Arg(layers, field("num_hidden_layers"), measure=depth, kind=size),
         width,
         Arg(f"{side}_ffn_embed_dim", field("intermediate_size"), measure=_luna.feed_forward(side), kind=size),
         Arg(f"{side}_attention_heads", field("num_attention_heads"), default=_heads, kind=size),

@@ -72,7 +72,7 @@ def _base(evidence: Evidence) -> dict[str, float]:
 
 def _checked(evidence: Evidence) -> dict[str, Any]:
     """Raise `ConversionError` for an unknown setting, or for statistics before the first position."""
-    if unknown := sorted(evidence.args.keys() - {row.name for row in Megalodon.table}):
+    if unknown := sorted(evidence.args.keys() - {row.name for row in _TABLE}):
         raise ConversionError(f"{evidence.shown(unknown[0])}: the released code has no such field; take it out")
     tensors = evidence.tensors
     if prior := next((key for key, tensor in tensors.items() if key.endswith("prior_count") and tensor.any()), None):
@@ -81,10 +81,6 @@ def _checked(evidence: Evidence) -> dict[str, Any]:
             "released model has, are not supported; give a checkpoint whose norms begin with a count of 0"
         )
     return {}
-
-
-def _output_size(target: Target) -> int:
-    return -1 if target.config.scores == target.config.vocab_size else target.config.scores
 
 
 _TABLE = (
@@ -99,7 +95,8 @@ _TABLE = (
     fixed("efficient_attn", None, kept=True, kind=_one_of(*_ATTENTIONS)),
     Arg("init_mode", "initializer", default="he", kind=_one_of("he", "bert", "gaussian", "xavier", "none")),
     Arg("vocab_size", "vocab_size", default=-1, read=_vocabulary, kind=integer),
-    Arg("output_size", default=-1, read=_scores, write=_output_size, kind=integer),
+    Arg("output_size", default=-1, read=_scores, kind=integer,
+        write=lambda target: -1 if target.config.scores == target.config.vocab_size else target.config.scores),
     Arg("norm_num_groups", "norm_num_groups", default=32, kind=size),
     Arg("norm_affine", "norm_affine", default=True, kind=flag),
     Arg("norm_eps", "norm_eps", default=1e-5, kind=number),
@@ -113,13 +110,11 @@ _TABLE = (
     Arg("scale_emb", "scale_embedding", default=False, kind=flag),
     Arg("share_emb", "tie_word_embeddings", default=False, kind=flag),
     fixed("layerwise_ckpt", False, kept=True),
-)  # fmt: skip
-# The tokenizer and the number of shards.
-_BESIDE = (
+    # The tokenizer and the number of shards.
     Arg(TOKENIZER, write=lambda target: tokenizer_settings({}), kept=True, kind=tokenizer_settings),
     fixed(SHARDS, 1, kept=True, kind=size),
     fields(_checked),
-)
+)  # fmt: skip
 
 
 def _resolve(config: MegalodonConfig) -> MegalodonConfig:
@@ -149,7 +144,7 @@ class Megalodon(Format):
         resolve=_resolve,
         finite=True,
     )
-    table = (*_TABLE, *_BESIDE)
+    table = _TABLE
 
     def recognize(self, file: Checkpoint) -> str | None:
         return "release" if SHARDS in file.args else None

@@ -94,17 +94,10 @@ def missing_pieces(bpe: Gpt2Bpe, vocab: Container[str]) -> list[str]:
 
 def piece_names(dictionary: Dictionary, bpe: Gpt2Bpe, mask: str | None) -> list[str]:
     """Return the piece for each symbol of a dictionary, a GPT-2 id; fillers and `mask` stay unchanged."""
-    return [_name(symbol, dictionary, bpe, mask) for symbol in dictionary.symbols]
-
-
-def _name(symbol: str, dictionary: Dictionary, bpe: Gpt2Bpe, mask: str | None) -> str:
-    if symbol == mask or FILLER.fullmatch(symbol):
-        return symbol
-    number = int(symbol) if symbol.isascii() and symbol.isdigit() else -1
-    if str(number) != symbol:
-        raise ConversionError(
-            f"{dictionary.path}: symbol {symbol!r} is not a number; --bpe is for dictionaries of GPT-2 ids"
-        )
-    if number >= len(bpe.pieces):
-        raise ConversionError(f"{dictionary.path}: symbol {symbol!r} is no GPT-2 id; they end at {len(bpe.pieces) - 1}")
-    return bpe.pieces[number]
+    ids = {str(number): piece for number, piece in enumerate(bpe.pieces)}
+    ids |= {symbol: symbol for symbol in dictionary.symbols if symbol == mask or FILLER.fullmatch(symbol)}
+    if wrong := next((symbol for symbol in dictionary.symbols if symbol not in ids), None):
+        end = f"no GPT-2 id; they end at {len(bpe.pieces) - 1}"
+        problem = end if wrong.isdecimal() else "not a number; --bpe is for dictionaries of GPT-2 ids"
+        raise ConversionError(f"{dictionary.path}: symbol {wrong!r} is {problem}")
+    return [ids[symbol] for symbol in dictionary.symbols]

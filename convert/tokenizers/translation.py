@@ -8,8 +8,7 @@ from transformers import TokenizersBackend
 
 from luna_mega import LunaTokenizer
 from luna_mega.convert.dictionaries import FILLER, Dictionary, read_text, vocabulary
-from luna_mega.convert.tokenizers.converted import OPTIONS
-from luna_mega.convert.tokenizers.words import split_at_white_space, template, word_level
+from luna_mega.convert.tokenizers.words import split_at_white_space, template, word_level, wrap
 from luna_mega.errors import ConversionError
 
 _CONTINUES = "@@"
@@ -37,16 +36,8 @@ def translation_tokenizer(
     backend.post_processor = template("$A </s>", {"</s>": 2})
     lacks_pieces = size not in (None, backend.get_vocab_size())
     make = partial(LunaTokenizer, dictionary_size=size) if lacks_pieces else TokenizersBackend
-    return make(
-        tokenizer_object=backend,
-        bos_token="<s>",
-        eos_token="</s>",
-        model_max_length=max_length,
-        padding_side="right",
-        split_special_tokens=True,
-        clean_up_tokenization_spaces=False,
-        **OPTIONS,
-    )
+    options = {"padding_side": "right", "clean_up_tokenization_spaces": False}
+    return wrap(backend, max_length, make, bos_token="<s>", eos_token="</s>", **options)
 
 
 def _symbols(dictionary: Dictionary) -> Tokenizer:

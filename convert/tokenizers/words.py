@@ -1,5 +1,7 @@
 """Fast tokenizer for whitespace-separated symbols (words, characters, pixel values, operators)."""
 
+from collections.abc import Callable
+
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers, processors
 from transformers import TokenizersBackend
 
@@ -28,12 +30,12 @@ def template(single: str, ids: dict[str, int]) -> processors.TemplateProcessing:
     return processors.TemplateProcessing(single=single, pair=pair, special_tokens=list(ids.items()))
 
 
-def wrap(backend: Tokenizer, max_length: int | None, **options: str) -> TokenizersBackend:
+def wrap(
+    backend: Tokenizer, max_length: int | None, make: Callable[..., TokenizersBackend] = TokenizersBackend, **options
+) -> TokenizersBackend:
     """Return the tokenizer of transformers with `options`, which encodes special tokens in a text as text."""
-    options = OPTIONS | options
-    return TokenizersBackend(
-        tokenizer_object=backend, model_max_length=max_length, split_special_tokens=True, **options
-    )
+    options = OPTIONS | {"model_max_length": max_length} | options
+    return make(tokenizer_object=backend, split_special_tokens=True, **options)
 
 
 def word_tokenizer(dictionary: Dictionary, cls_token: str, prepend_cls: bool, max_length: int) -> TokenizersBackend:
