@@ -105,7 +105,7 @@ def export_checkpoint(
         raise ConversionError(f"{source.path}: {error}") from error
     output = check_output(output) if facts.container.is_folder else check_new_file(output)
     mapping, tensors = chosen.mapping, chosen.tensors
-    convention = layer_norm or report["decisions"].get("layer_norm") or facts.norms.get(target.revision)
+    convention = layer_norm or report["decisions"].get("layer_norm") or facts.revisions[target.revision].norms
     lowered = {}
     if convention == MINUS_ONE:
         lowered = norms_minus_one(source.path, {key: tensors[key] for key in mapping.norm_weights})

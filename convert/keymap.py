@@ -93,10 +93,9 @@ class KeyMap:
         for index, row in enumerate(self.rows):
             if match := _compile(row.source).fullmatch(key):
                 fields = match.groupdict()
-                block = index
-                while "layer" in fields and block and "{layer}" in self.rows[block - 1].source:
-                    block -= 1  # the rows with {layer} are one block
-                return block, int(fields.get("layer", 0)), index, fields.get("part") == "bias"
+                # Rows with {layer} are one block, after the same number of other rows.
+                block = sum("{layer}" not in other.source for other in self.rows[:index])
+                return block, "layer" not in fields, int(fields.get("layer", 0)), index, fields.get("part") == "bias"
         raise KeyError(key)
 
     def _match(self, key: str, from_side: str, to_side: str) -> Match | None:

@@ -73,12 +73,7 @@ def weights_of(config: PreTrainedConfig, *model_classes: type[PreTrainedModel]) 
 def map_tensors(keymap: KeyMap, weights: Weights, tensors: dict[str, torch.Tensor]) -> Mapping:
     """Return the places of all tensors; an error if names, shapes or dtypes differ from those of the model."""
     mapped, dropped, transforms, unexpected = {}, {}, {}, []
-    for row in keymap.rows:
-        if row.copy_of is not None:  # the model lacks the copy
-            if row.source not in tensors:
-                raise ConversionError(f"tensor {row.source!r} is missing; the file is incomplete")
-            _check_tied(row.source, row.copy_of, tensors)
-    expected = weights.shapes
+    expected, tied = weights.shapes, {row.source: row.copy_of for row in keymap.rows if row.copy_of is not None}
     for key in tensors:
         match = keymap.forward(key)
         if match is None or match.key not in (None, *expected):
@@ -87,11 +82,12 @@ def map_tensors(keymap: KeyMap, weights: Weights, tensors: dict[str, torch.Tenso
             dropped[key] = match.reason
         else:
             mapped[key], transforms[key] = match.key, match.row.transform
-    filled = set(mapped.values())
-    without = [target for target in expected if target not in filled]
+    sources = {target: key for key, target in mapped.items()}
+    without = [target for target in expected if target not in sources]
     absent = [target for target in without if target.endswith(".num_batches_tracked")]
     unfilled = ((target, keymap.backward(target)) for target in without if target not in absent)
     missing = [target if match is None else match.key for target, match in unfilled]
+    missing += [copy for copy in tied if copy not in tensors]
     named = {"missing": missing, "unexpected": unexpected}
     if problems := [f"{problem}: {few(keys)}" for problem, keys in named.items() if keys]:
         raise ConversionError(
@@ -101,18 +97,13 @@ def map_tensors(keymap: KeyMap, weights: Weights, tensors: dict[str, torch.Tenso
     mapping = Mapping(mapped, dropped, transforms, absent, frozenset(weights.tied))
     for key, target in mapped.items():
         _check(key, mapping.reshape(key, tensors[key]), expected[target])
-    sources = {target: key for key, target in mapped.items()}
-    for copy, original in weights.tied.items():
-        if copy in sources and original in sources:
-            _check_tied(sources[copy], sources[original], tensors)
+    tied |= {sources[a]: sources[b] for a, b in weights.tied.items() if {a, b} <= sources.keys()}
+    for copy, original in tied.items():
+        if not same_bits(tensors[copy], tensors[original]):
+            raise ConversionError(
+                f"tensors {copy!r} and {original!r} are tied in the original but differ; the file was changed"
+            )
     return mapping
-
-
-def _check_tied(copy: str, original: str, tensors: dict[str, torch.Tensor]) -> None:
-    if original in tensors and not same_bits(tensors[copy], tensors[original]):
-        raise ConversionError(
-            f"tensors {copy!r} and {original!r} are tied in the original but differ; the file was changed"
-        )
 
 
 def _check(key: str, tensor: torch.Tensor, expected: torch.Tensor) -> None:

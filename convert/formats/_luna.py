@@ -46,9 +46,9 @@ FACTS = {
 }
 
 
-def code_of(year: int, name: str) -> Revision:
+def code_of(year: int, name: str, norms: str = "standard") -> Revision:
     """Return the description of the code of a year; `name` describes the format."""
-    return Revision(name, f"{year} code", f"the {year} fairseq code")
+    return Revision(name, f"{year} code", f"the {year} fairseq code", norms)
 
 
 def encoder_rows(

@@ -32,11 +32,15 @@ MakeTokenizer = Callable[[Dictionaries, Bpe, list[str]], ConvertedTokenizer | No
 
 @dataclass(frozen=True)
 class Revision:
-    """Descriptions of one revision of the original code: of the format, of the revision, of the code."""
+    """Descriptions of one revision of the original code: of the format, of the revision, of the code.
+
+    `norms` is "standard" or "plus-one", the storage of norm weights; None if it is always the same.
+    """
 
     format: str
     name: str
     code: str
+    norms: str | None = None
 
 
 def no_tokenizer(dictionaries: Dictionaries, bpe: Bpe, notes: list[str]) -> None:
@@ -60,7 +64,6 @@ class Facts:
         make_config: Function that returns the configuration, if the defaults of the class do not apply.
         architectures: Name of an architecture -> defaults of arguments that override those of the table.
         container: Layout on disk.
-        norms: Revision -> "standard" or "plus-one", the storage of norm weights; empty if it is always the same.
         aliases: Patterns in early names of tensors, with replacement and note.
         unsupported_options: Option (`layer-norm`, `ema-convention`) -> reason why it does not apply.
         training_fields: Fields of the configuration for training; a difference is a warning.
@@ -82,7 +85,6 @@ class Facts:
     make_config: Callable[..., PreTrainedConfig] | None = None
     architectures: dict[str, dict[str, Any]] = field(default_factory=dict)
     container: Container = FairseqFile()
-    norms: dict[str, str] = field(default_factory=dict)
     aliases: tuple[tuple[str, str, str], ...] = ()
     unsupported_options: dict[str, str] = field(default_factory=dict)
     training_fields: tuple[str, ...] = ()

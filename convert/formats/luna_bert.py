@@ -182,7 +182,6 @@ class LunaBert(Format):
         stacks=frozenset({("luna", _BODY)}),
         architectures=_ARCHITECTURES,
         container=FairseqFile(_CRITERIA),
-        norms={"r21": "standard", "head": "standard"},
         aliases=(_EARLY_PREFIX,),
         unused=lambda x: {"num_labels", "drop_first_token"} if x.model_class is LunaForMultipleChoice else set(),
         usual_head=lambda config: _HEAD_OF_POOLING.get(config.pooling, _HEAD_OF_POOLING["cls"]),

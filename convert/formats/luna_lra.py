@@ -5,6 +5,7 @@ from typing import Any
 
 from luna_mega import LunaForSequenceClassification, LunaForSequencePairClassification
 from luna_mega.convert.argtypes import flag, integer, number, size, word
+from luna_mega.convert.conventions import MINUS_ONE
 from luna_mega.convert.evidence import Evidence, Target
 from luna_mega.convert.formats import _lra, _luna
 from luna_mega.convert.formats._lra import BODY, OUT, is_pair
@@ -191,14 +192,13 @@ class LunaLra(Format):
         name="luna_lra",
         revisions={
             "r21": _luna.code_of(2021, "Luna LRA of the 2021 code"),
-            "head": _luna.code_of(2023, "Luna LRA of the 2023 code"),
+            "head": _luna.code_of(2023, "Luna LRA of the 2023 code", MINUS_ONE),
         },
         export_revisions=("r21", "head"),
         model_classes=_CLASSES,
         stacks=frozenset({("luna", BODY)}),
         architectures=_ARCHITECTURES,
         container=_lra.CONTAINER,
-        norms={"r21": "standard", "head": "plus-one"},
         decided=tuple(
             "tie_key_value share_layers position_embedding_type embedding_norm input_type pooling pool_padding "
             "drop_first_token".split()

@@ -141,7 +141,6 @@ class LunaSeq2Seq(Format):
         model_classes=(LunaForConditionalGeneration,),
         stacks=frozenset({("luna", "encoder"), ("luna", "decoder")}),
         container=_translation.CONTAINER,
-        norms={"r21": "standard"},
         resolve=lambda config: _translation.resolve(config, DECODER_FIELDS),
         decided=_DECIDED,
         **_luna.FACTS | {"config_class": LunaSeq2SeqConfig},

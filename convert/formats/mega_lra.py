@@ -120,7 +120,7 @@ _TABLE = (
     read_only("act_dropout", "nffn_activation_dropout_prob"),
     _lra.CLASSES,
     Arg("sen_rep_type", "pooling", _lra.REPRESENTATION, "mp", read=_pooling, kind=word),
-    limited("pooling", lambda target: ("mean", "cls")[: 1 + (target.config.input_type == "tokens")]),
+    limited("pooling", lambda x: ("cls", "mean") if x.config.input_type == "tokens" else ("mean",)),
     Arg("classifier_layers", "classifier_num_layers", default=1, read=_classifier, kind=integer),
     Arg("classifier_in_dim", write=_in_features, kind=integer),
     Arg("classifier_out_dim", write=_out_features, kind=integer),

@@ -26,24 +26,18 @@ class _Item(NamedTuple):
     depth: int = 0
 
 
-def check_zip_pickle(file: BinaryIO, start: int) -> None:
-    """Check the pickle at the offset `start` of an archive."""
-    file.seek(start)
-    _scan(file)
-
-
 def check_legacy_pickles(file: BinaryIO) -> None:
     """Check the five pickles of the legacy format: magic number, version, system, content, and keys of the storages."""
     file.seek(0)
     for _ in range(3):
-        _scan(file)
-    _, storages = _scan(file)
-    listed, _ = _scan(file)
+        check_pickle(file)
+    _, storages = check_pickle(file)
+    listed, _ = check_pickle(file)
     if not storages <= listed:
         raise InvalidPickle(f"the file has no data for {len(storages - listed)} of its storages")
 
 
-def _scan(file: BinaryIO) -> tuple[set[Any], set[Any]]:
+def check_pickle(file: BinaryIO) -> tuple[set[Any], set[Any]]:
     """Interpret a pickle without creating objects; return its strings and the keys of its storages.
 
     torch reports a damaged pickle.

@@ -16,7 +16,7 @@ import numpy
 import torch
 
 from luna_mega.convert.safe_load.checksums import Checksums, read_checksums
-from luna_mega.convert.safe_load.pickles import InvalidPickle, check_legacy_pickles, check_zip_pickle
+from luna_mega.convert.safe_load.pickles import InvalidPickle, check_legacy_pickles, check_pickle
 from luna_mega.convert.safe_load.plain import plain_args
 from luna_mega.convert.safe_load.storages import check_bytes, check_storages, is_dense
 from luna_mega.errors import ConversionError, shown
@@ -173,7 +173,8 @@ def _load(path: Path, serialization: str, checksums: Checksums) -> Any:
             warnings.simplefilter("ignore")  # torch's warning about pickles of other protocols
             if serialization == "zip":
                 for start in checksums.pickles:
-                    check_zip_pickle(file, start)
+                    file.seek(start)
+                    check_pickle(file)
                 file.seek(0)
                 # A mapped file keeps the optimizer state, two thirds of a training checkpoint, out of memory. torch
                 # maps only files with UTF-8 names.
