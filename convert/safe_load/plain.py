@@ -32,10 +32,6 @@ def plain_args(namespace: argparse.Namespace) -> dict[str, Any]:
         if count > MOST_VALUES:
             raise ConversionError(f"field 'args' holds more than {MOST_VALUES:,} values, and a model has some hundred")
 
-    def key_of(key: Any) -> str:
-        check(key, 0)
-        return key if isinstance(key, str) else str(key)
-
     def plain(value: Any, depth: int = 0) -> Any:
         if isinstance(value, argparse.Namespace):
             value = vars(value)
@@ -43,7 +39,7 @@ def plain_args(namespace: argparse.Namespace) -> dict[str, Any]:
         if isinstance(value, numpy.generic) or is_dense(value):
             return value.tolist()
         if isinstance(value, Mapping):
-            return {key_of(key): plain(inner, depth + 1) for key, inner in value.items()}
+            return {str(plain(key, depth + 1)): plain(inner, depth + 1) for key, inner in value.items()}
         if isinstance(value, (list, tuple)):
             return (list if isinstance(value, list) else tuple)(plain(inner, depth + 1) for inner in value)
         return value
