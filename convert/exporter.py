@@ -17,7 +17,6 @@ from luna_mega.hub.folder import REPORT_NAME, ModelFolder, read_folder
 from luna_mega.hub.output import check_new_file, check_output
 
 Tensors = dict[str, torch.Tensor]
-_ORIGIN = ("arch", "task")
 _NOT_CONVERTED = {"source": {}, "decisions": {}, "dropped": [], "dtype_in": {}, "args": None}
 
 
@@ -39,7 +38,7 @@ class ExportReport:
     warnings: list[str] = field(default_factory=list)
 
     def __str__(self) -> str:
-        origin = [f"{name} {self.args[name]}" for name in _ORIGIN if name in self.args]
+        origin = [f"{name} {self.args[name]}" for name in ("arch", "task") if name in self.args]
         lines = [
             ("read", f"{self.folder}: {self.model_class}"),
             ("layout", ", ".join([self.layout, *origin])),

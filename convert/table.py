@@ -175,11 +175,6 @@ def equals(field: str, value: Any) -> Callable[[Target], bool]:
 COMMON = (fixed("data", "."), fixed("seed", 1), fixed("no_save_optimizer_state", True))
 
 
-def defaults(table: Table) -> dict[str, Any]:
-    """Return the defaults of the arguments."""
-    return {row.name: row.default for row in table if row.default is not None}
-
-
 def typed_args(table: Table, args: dict[str, Any], revision: str, settings: str = "args") -> dict[str, Any]:
     """Return the args of a file in the types of the table; arguments that are not in the table stay unchanged."""
     rows = [row for row in table if row.revision in (None, revision) and row.name in args]

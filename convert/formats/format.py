@@ -20,7 +20,7 @@ from luna_mega.convert.evidence import Evidence, Target, is_classifier
 from luna_mega.convert.formats.containers import Container, FairseqFile
 from luna_mega.convert.keymap import KeyMap
 from luna_mega.convert.safe_load import Checkpoint
-from luna_mega.convert.table import HEAD, MODEL, Table, build_config, defaults, read_fields, typed_args
+from luna_mega.convert.table import HEAD, MODEL, Table, build_config, read_fields, typed_args
 from luna_mega.convert.tokenizers import ConvertedTokenizer
 from luna_mega.errors import ConversionError
 
@@ -163,9 +163,10 @@ def read_model(
     `head` is the name of the classification head; None if the table determines it.
     """
     facts, container = fmt.facts, fmt.facts.container
-    own = facts.architectures.get(container.architecture(args), {})
+    defaults = {row.name: row.default for row in fmt.table if row.default is not None}
+    defaults |= facts.architectures.get(container.architecture(args), {})
     typed = typed_args(fmt.table, args, revision, container.settings)
-    evidence = Evidence(tensors, typed, revision, defaults(fmt.table) | own, container.settings, head)
+    evidence = Evidence(tensors, typed, revision, defaults, container.settings, head)
     fields = read_fields(fmt.table, evidence)
     model_class, head = fields.pop(MODEL, facts.model_classes[0]), fields.pop(HEAD, None)
     config = build_config(facts.make_config or facts.config_class, fmt.table, evidence, **fields)
