@@ -147,6 +147,7 @@ def _softmax_factor(target: Target) -> float:
 # Common fields of all language models; fairseq prepends `</s>`, id 2.
 _CONSTANTS = dict.fromkeys(("bidirectional", "add_lm_hidden_dense_layer", "lm_head_bias"), False)
 _CONSTANTS |= {"is_decoder": True, "bos_token_id": 2}
+_SIZES = _STACK.sizes("decoder", lambda evidence: _widths(evidence)[0])
 _of_bands = partial(Arg, read_if=_has_bands)
 _of_softmax = partial(Arg, read_if=_is_adaptive)
 _TABLE = (
@@ -165,8 +166,9 @@ _TABLE = (
     fixed("variant_block_multiple_min", 1),
     fixed("variant_block_multiple_max", 1),
     fixed("valid_block", "splits:10"),
-    *_STACK.sizes("decoder", lambda evidence: _widths(evidence)[0]),
+    *_SIZES[:2],
     Arg("decoder_input_dim", "embedding_size", measure=lambda evidence: _widths(evidence)[1], kind=size),
+    *_SIZES[2:],
     fixed("decoder_embed_path", None),
     *_mega.options(_STACK, truncation=2048),
     _STACK.affine_final_norm(),

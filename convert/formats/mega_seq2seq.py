@@ -32,19 +32,20 @@ def _options(side: str) -> Table:
     )
 
 
+def _positions(side: str) -> Arg:
+    field = _translation.field_of(side, "max_positions", _OWN)
+    return _mega.Stack(side).positions(SIDES[side], f"{side}_chunk_size", field, default=1024)
+
+
 def _sizes(side: str) -> Table:
     """Return the rows of the sizes of one side."""
-    stack, field = _mega.Stack(side), partial(_translation.field_of, side, decoder_fields=_OWN)
-    return (
-        stack.positions(SIDES[side], f"{side}_chunk_size", field("max_positions"), default=1024),
-        fixed(f"{side}_embed_path", None),
-        *stack.sizes(side, _translation.width, field),
-    )
+    field = partial(_translation.field_of, side, decoder_fields=_OWN)
+    return fixed(f"{side}_embed_path", None), *_mega.Stack(side).sizes(side, _translation.width, field)
 
 
 def _common(evidence: Evidence) -> dict[str, Any]:
     """Return the common fields of encoder and decoder; an error if the two sides differ."""
-    encoder, decoder = (read_fields((*_options(side), *_sizes(side)), evidence) for side in SIDES)
+    encoder, decoder = (read_fields((_positions(side), *_options(side), *_sizes(side)), evidence) for side in SIDES)
     for name in ("use_normalized_ffn", *decoder):
         if name not in _OWN and encoder.get(name) != decoder.get(name):
             raise ConversionError(
@@ -57,6 +58,8 @@ def _common(evidence: Evidence) -> dict[str, Any]:
 _TABLE = (
     *_translation.task_arguments(fixed("arch", "mega", kept=True)),  # the args have all sizes
     fields(_translation.vocabularies),
+    _positions("encoder"),
+    _positions("decoder"),
     *_options("encoder"),
     *_translation.SHARING,
     *_sizes("encoder"),

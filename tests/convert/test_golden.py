@@ -112,7 +112,9 @@ def record(build, fields, folder):
 
 @pytest.mark.parametrize("case", CASES)
 def test_golden(tmp_path, case):
-    assert record(*CASES[case], tmp_path) == json.loads(FILE.read_text(encoding="utf-8"))[case]
+    found, expected = record(*CASES[case], tmp_path), json.loads(FILE.read_text(encoding="utf-8"))[case]
+    assert found == expected
+    assert json.dumps(found) == json.dumps(expected)  # args and fields in the same order
 
 
 if __name__ == "__main__":
