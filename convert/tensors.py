@@ -74,6 +74,8 @@ def map_tensors(keymap: KeyMap, weights: Weights, tensors: dict[str, torch.Tenso
     """Return the places of all tensors; an error if names, shapes or dtypes differ from those of the model."""
     mapped, dropped, transforms, unexpected = {}, {}, {}, []
     expected, tied = weights.shapes, {row.source: row.copy_of for row in keymap.rows if row.copy_of is not None}
+    if lost := next((copy for copy in tied if copy not in tensors), None):  # the model lacks the copy
+        raise ConversionError(f"tensor {lost!r} is missing; the file is incomplete")
     for key in tensors:
         match = keymap.forward(key)
         if match is None or match.key not in (None, *expected):
@@ -87,7 +89,6 @@ def map_tensors(keymap: KeyMap, weights: Weights, tensors: dict[str, torch.Tenso
     absent = [target for target in without if target.endswith(".num_batches_tracked")]
     unfilled = ((target, keymap.backward(target)) for target in without if target not in absent)
     missing = [target if match is None else match.key for target, match in unfilled]
-    missing += [copy for copy in tied if copy not in tensors]
     named = {"missing": missing, "unexpected": unexpected}
     if problems := [f"{problem}: {few(keys)}" for problem, keys in named.items() if keys]:
         raise ConversionError(
