@@ -155,7 +155,7 @@ def read_parts(
             epoch, place = divmod(position, len(blocks))
             index = shuffle(len(blocks), seed + epoch)[place]
             masked.append(masking(blocks[index], draw(seed, epoch, index)))
-        parts.append({name: torch.stack([block[name] for block in masked]) for name in ("input_ids", "labels")})
+        parts.append({name: torch.stack([block[name] for block in masked]) for name in masked[0]})
     return parts
 
 

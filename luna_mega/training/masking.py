@@ -29,7 +29,10 @@ class MaskedTextArguments(SourceArguments):
 
 
 class Masking:
-    """Function that masks tokens of a block with a given random generator."""
+    """Function that masks tokens of a block with a given random generator.
+
+    It returns an `attention_mask` of ones, because a random replacement can be the padding token.
+    """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, probability: float):
         self.collator = DataCollatorForLanguageModeling(tokenizer, mlm_probability=probability)
@@ -37,7 +40,7 @@ class Masking:
     def __call__(self, block: dict[str, Any], numbers: torch.Generator) -> dict[str, torch.Tensor]:
         self.collator.generator = numbers
         input_ids, labels = self.collator.torch_mask_tokens(torch.tensor([block["input_ids"]]))
-        return {"input_ids": input_ids[0], "labels": labels[0]}
+        return {"input_ids": input_ids[0], "attention_mask": torch.ones_like(input_ids[0]), "labels": labels[0]}
 
 
 def cut_blocks(
@@ -81,8 +84,7 @@ def mask_once(blocks: Dataset, tokenizer: PreTrainedTokenizerBase, data: MaskedT
     collator.generator = torch.Generator().manual_seed(seed)
 
     def mask(batch: dict[str, list[list[int]]]) -> dict[str, torch.Tensor]:
-        masked = collator([{"input_ids": ids} for ids in batch["input_ids"]])
-        return {name: masked[name] for name in ("input_ids", "labels")}
+        return dict(collator([{"input_ids": ids} for ids in batch["input_ids"]]))
 
     return blocks.map(mask, batched=True, keep_in_memory=True, load_from_cache_file=False, desc="masking")
 

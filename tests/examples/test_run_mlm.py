@@ -139,8 +139,10 @@ def test_masking_is_dynamic_in_training_and_fixed_in_evaluation(script, tokenize
     assert (shown == original[chosen]).float().mean().item() == pytest.approx(0.1, abs=0.03)
 
     data = module.MaskedTextArguments()
-    masked = [module.mask_once(blocks, tokenizer, data, seed=seed)["labels"] for seed in (1, 1, 2)]
-    assert masked[0] == masked[1] != masked[2]
+    masked = [module.mask_once(blocks, tokenizer, data, seed=seed) for seed in (1, 1, 2)]
+    assert masked[0]["labels"] == masked[1]["labels"] != masked[2]["labels"]
+    # Without a mask, models drop a token that is replaced by the padding token.
+    assert first["attention_mask"].all() and torch.tensor(masked[0]["attention_mask"]).all()
 
 
 def test_pretraining_learns_and_its_perplexity_is_exact(run, script, corpus, tmp_path):
