@@ -1,4 +1,4 @@
-"""One pass over a checkpoint for its SHA-256 and, in a zip archive, the CRC-32 of every entry."""
+"""SHA-256 of a checkpoint and, in a zip archive, a check of the CRC-32 of every entry."""
 
 import hashlib
 import zipfile
