@@ -40,7 +40,7 @@ class Study:
         self.student, self.tokenizer, report = from_teacher(args.teacher, args.rows, texts=self.train[:FIT])
         teacher = load_sentence_teacher(args.teacher)
         self.teacher, self.modules, self.window = teacher.model, teacher.modules, teacher.window
-        self.students = {"Luna": self.student}
+        self.students, self.references = {"Luna": self.student}, {}
         if args.trained:
             self.students["trained Luna"] = AutoModel.from_pretrained(args.trained).eval()
         self.rows, self.seed = args.rows, args.seed
@@ -58,6 +58,11 @@ class Study:
     @functools.cached_property
     def test(self):
         return self.reviews("test")[:TEXTS]
+
+    @functools.cached_property
+    def corpora(self):
+        articles = [article for article in self.articles() if len(article.split()) > 420]
+        return {"IMDB": self.test, "Wikipedia": articles[:TEXTS]}
 
     def articles(self):
         """Return the articles of the validation and test splits of WikiText-2, without their titles."""
@@ -96,9 +101,9 @@ class Study:
         ):
             given = batch | {"attention_mask": mask.long()}
             positions = (mask.cumsum(dim=1) - 1).clamp(min=0)
-            want = self.teacher(**given, position_ids=positions).last_hidden_state[mask]
-            got = model(**given).last_hidden_state[mask]
-            show(f"exact: {name}", difference=f"{(got - want).abs().max():.1e}", largest=f"{want.abs().max():.1f}")
+            reference = self.teacher(**given, position_ids=positions).last_hidden_state[mask]
+            difference = (model(**given).last_hidden_state[mask] - reference).abs().max()
+            show(f"exact: {name}", difference=f"{difference:.1e}", largest=f"{reference.abs().max():.1f}")
 
     def stsb(self):
         """Show the Spearman correlation on all validation pairs of STS-B."""
@@ -129,10 +134,11 @@ class Study:
 
     def compare(self, name, student, length, rows):
         """Show the mean cosine to the vectors of the teacher, which reads the complete text."""
-        articles = [article for article in self.articles() if len(article.split()) > 420]
-        for corpus, texts in {"IMDB": self.test, "Wikipedia": articles[:TEXTS]}.items():
-            got, want = (self.embed(model, texts, length, size=8) for model in (student, self.teacher))
-            cosine = torch.cosine_similarity(got, want).mean().item()
+        for corpus, texts in self.corpora.items():
+            if (corpus, length) not in self.references:
+                self.references[corpus, length] = self.embed(self.teacher, texts, length, size=8)
+            vectors = self.embed(student, texts, length, size=8)
+            cosine = torch.cosine_similarity(vectors, self.references[corpus, length]).mean().item()
             show(name, texts=corpus, tokens=length, rows=rows, cosine=round(cosine, 4))
 
     @torch.no_grad()

@@ -160,8 +160,8 @@ def cosines(
     student: nn.Module, modules: SentenceModules, batch: dict[str, torch.Tensor], reference: torch.Tensor
 ) -> torch.Tensor:
     """Return the cosines `[B]` of the student's vectors to those of `teacher_vectors`."""
-    got = modules.embed(student(**batch).last_hidden_state, batch["attention_mask"].bool())
-    return functional.cosine_similarity(got, reference, dim=-1)
+    vectors = modules.embed(student(**batch).last_hidden_state, batch["attention_mask"].bool())
+    return functional.cosine_similarity(vectors, reference, dim=-1)
 
 
 def embedding_loss(
@@ -190,14 +190,14 @@ def embedding_loss(
     mask = batch["attention_mask"].bool()
     windows = _split(mask, window)
     with torch.no_grad():
-        reference, wanted = _read(teacher, modules, batch, windows, states=state_weight > 0)
+        reference, teacher_states = _read(teacher, modules, batch, windows, states=state_weight > 0)
     outputs = student(**batch, output_hidden_states=state_weight > 0)
     vectors = modules.embed(outputs.last_hidden_state, mask)
     loss = 1 - functional.cosine_similarity(vectors, reference, dim=-1).mean()
     single = windows.mask & (windows.counts[windows.owner] == 1)[:, None]
     if state_weight > 0 and single.any():
         rows, columns = windows.owner[:, None].expand_as(single)[single], windows.columns[single]
-        pairs = zip(outputs.hidden_states[1:], wanted, strict=True)
-        equal = [functional.cosine_similarity(got[rows, columns], want[single], dim=-1) for got, want in pairs]
-        loss = loss + state_weight * (1 - torch.stack(equal).mean())
+        layers = zip(outputs.hidden_states[1:], teacher_states, strict=True)
+        similarities = [functional.cosine_similarity(x[rows, columns], y[single], dim=-1) for x, y in layers]
+        loss = loss + state_weight * (1 - torch.stack(similarities).mean())
     return loss

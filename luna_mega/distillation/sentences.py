@@ -137,11 +137,12 @@ def _pooling(name: str, path: str) -> tuple[str, ...]:
     config = _read(name, path) or {}
     given = config.get("pooling_mode", [mode for field, mode in _LEGACY.items() if config.get(field)])
     modes = (given,) if isinstance(given, str) else tuple(given)
-    width, own = config.get("word_embedding_dimension"), _read(name, "config.json") or {}
-    if width is not None and width != own.get("hidden_size", own.get("dim", width)):
+    width, model = config.get("word_embedding_dimension"), _read(name, "config.json") or {}
+    size = model.get("hidden_size", model.get("dim"))
+    if None not in (width, size) and width != size:
         raise ValueError(
-            f"{name}: {path} is for vectors of {width} numbers, but config.json specifies "
-            f"{own.get('hidden_size', own.get('dim'))}; pass the folder's own files"
+            f"{name}: {path} is for vectors of {width} numbers, but config.json specifies {size}; pass the "
+            "folder's own files"
         )
     unknown = [str(mode) for mode in modes if mode not in _MODES]
     unknown += [field for field in config if field.startswith("pooling_mode_") and field not in _LEGACY]
