@@ -39,22 +39,25 @@ def read_mask(name: str, mask: torch.Tensor | None) -> torch.Tensor | None:
     return kept
 
 
-def find_mask(input_ids: torch.Tensor, config: PreTrainedConfig) -> torch.Tensor | None:
-    """Return the bool mask of the tokens that are not `pad_token_id`; None if that token does not only mark padding.
+def padding_token(config: PreTrainedConfig) -> int | None:
+    """Return `pad_token_id`, or None if that token does not only mark padding.
 
     A decoder whose padding token is also an end token must read the end tokens within a text.
     """
     pad, end = config.pad_token_id, config.eos_token_id
-    if pad is None:
-        return None
-    if config.is_decoder and pad in (end if isinstance(end, list | tuple) else [end]):
-        if not in_program():
-            logger.warning_once(
-                f"`pad_token_id` and `eos_token_id` are both {pad}, so that the decoder does not infer an attention "
-                "mask from `input_ids`; pass `attention_mask` if the batch has padding."
-            )
-        return None
-    return input_ids != pad
+    return None if config.is_decoder and pad in (end if isinstance(end, list | tuple) else [end]) else pad
+
+
+def find_mask(input_ids: torch.Tensor, config: PreTrainedConfig) -> torch.Tensor | None:
+    """Return the bool mask of the tokens that are not padding, see `padding_token`; None if there is no such token."""
+    if (pad := padding_token(config)) is not None:
+        return input_ids != pad
+    if config.pad_token_id is not None and not in_program():
+        logger.warning_once(
+            f"`pad_token_id` and `eos_token_id` are both {config.pad_token_id}, so that the decoder does not infer an "
+            "attention mask from `input_ids`; pass `attention_mask` if the batch has padding."
+        )
+    return None
 
 
 def drop_if_full(mask: torch.Tensor | None) -> torch.Tensor | None:

@@ -34,6 +34,7 @@ from luna_mega.modeling_common.base import BodyMixin, CommonPreTrainedModel
 from luna_mega.modeling_common.cache import layer_caches
 from luna_mega.modeling_common.inputs import ValueEmbeddings, embed, prepare
 from luna_mega.modeling_common.layout import DENSE, Layout
+from luna_mega.modeling_common.masks import padding_token
 from luna_mega.modeling_common.processes import has_peers
 from luna_mega.modeling_common.sharding import ShardedLayout
 from luna_mega.modeling_common.tensor_parallel import RankBoundary
@@ -81,7 +82,7 @@ class LunaEmbeddings(nn.Module):
         self.config = config
         width, narrow = config.hidden_size, cast(int, config.embedding_size)
         if config.input_type == "tokens":
-            self.word_embeddings = nn.Embedding(config.vocab_size, narrow, padding_idx=config.pad_token_id)
+            self.word_embeddings = nn.Embedding(config.vocab_size, narrow, padding_idx=padding_token(config))
         else:
             self.value_embeddings = ValueEmbeddings(width)
         if config.position_embedding_type == "learned":

@@ -28,6 +28,7 @@ from luna_mega.modeling_common.base import BodyMixin, CommonPreTrainedModel, Sta
 from luna_mega.modeling_common.cache import layer_caches
 from luna_mega.modeling_common.inputs import ValueEmbeddings, embed, prepare
 from luna_mega.modeling_common.layout import DENSE, Layout
+from luna_mega.modeling_common.masks import padding_token
 from luna_mega.modeling_common.outputs import BaseModelOutputWithPoolingAndCrossAttentions
 from luna_mega.modeling_common.pooling import first_token
 from luna_mega.modeling_common.sharding import ShardedLayout, check_shards, raise_together
@@ -68,7 +69,7 @@ class MegaEmbeddings(nn.Module):
             self.word_embeddings = MegaAdaptiveEmbedding(config)
         else:
             size = config.embedding_size or config.hidden_size
-            self.word_embeddings = nn.Embedding(config.vocab_size, size, padding_idx=config.pad_token_id)
+            self.word_embeddings = nn.Embedding(config.vocab_size, size, padding_idx=padding_token(config))
             if size != config.hidden_size:
                 self.projection = nn.Linear(size, config.hidden_size, bias=False)
         if config.add_token_type_embeddings:

@@ -49,6 +49,15 @@ def test_training_equals_generation(family):
     assert chosen == model(ids).logits[0, -1].argmax()
 
 
+@FAMILIES
+def test_embeddings_of_end_tokens_are_trained(family):
+    model = decoders.make_plain(family, pad_token_id=1, eos_token_id=[7, 1], tie_word_embeddings=False)
+    ids = torch.tensor([[4, 1, 5, 6, 1, 7]])
+    model(ids, torch.ones_like(ids), labels=ids).loss.backward()
+    assert model.get_input_embeddings().weight.grad[1].any()
+    assert type(model)(model.config).get_input_embeddings().weight[1].any()
+
+
 @torch.no_grad()
 @FAMILIES
 def test_other_padding_tokens_are_found(family, messages):
