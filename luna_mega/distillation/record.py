@@ -93,9 +93,10 @@ def license_of(teacher: str) -> str | None:
     """Return the license in the card of a model, in its folder or on the Hub; None if it is unknown."""
     try:
         file = Path(teacher, "README.md")
-        return (ModelCard.load(file) if Path(teacher).is_dir() else ModelCard.load(teacher)).data.license
-    except (HTTPError, OSError, ValueError, yaml.YAMLError):
+        license = (ModelCard.load(file) if Path(teacher).is_dir() else ModelCard.load(teacher)).data.license
+    except (HTTPError, OSError, ValueError, RecursionError, yaml.YAMLError):
         return None
+    return license if isinstance(license, str) else None
 
 
 def describe_distillation(model: DistillArguments, record: Record) -> dict[str, Any]:

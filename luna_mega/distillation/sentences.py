@@ -10,6 +10,8 @@ import torch
 from torch.nn import functional
 from transformers.utils import cached_file
 
+from luna_mega.errors import shown
+
 _MODES = ("cls", "max", "mean", "mean_sqrt_len_tokens", "weightedmean", "lasttoken")
 _LEGACY = {
     "pooling_mode_cls_token": "cls",
@@ -116,6 +118,10 @@ def read_modules(name: str) -> SentenceModules | None:
             f"{name}: the first module in modules.json must be a Transformer in the same folder, got {kinds[:1]}; pass "
             "the folder of the transformer"
         )
+    if outside := [path for _, path in kinds if Path(path).is_absolute() or ".." in Path(path).parts]:
+        raise ValueError(
+            f"{name}: modules.json names {shown(outside[0])}, which is not in the folder; copy the module there"
+        )
     pooling: tuple[str, ...] = ()
     files = {path: file for path in ("modules.json", _CONFIGS[1]) if (file := _find(name, path))}
     for kind, path in kinds[1:]:
@@ -128,15 +134,21 @@ def read_modules(name: str) -> SentenceModules | None:
         raise ValueError(f"{name}: modules.json contains no Pooling; add one, or pass a folder without modules.json")
     others = tuple(kind for kind, _ in kinds[1:] if kind not in ("Pooling", "Normalize"))
     normalizes = any(kind == "Normalize" for kind, _ in kinds)
-    length = settings.get("max_seq_length")
-    return SentenceModules(pooling, normalizes, length, prompts.get("prompts") or {}, files, settings, others)
+    length, texts = settings.get("max_seq_length"), prompts.get("prompts") or {}
+    if length is not None and (type(length) is not int or length < 1):
+        raise ValueError(
+            f"{name}: max_seq_length must be a positive integer, got {shown(length)}; repair {_CONFIGS[0]}"
+        )
+    if not isinstance(texts, dict) or not all(isinstance(text, str) for text in texts.values()):
+        raise ValueError(f"{name}: prompts must be texts by name, got {shown(texts)}; repair {_CONFIGS[1]}")
+    return SentenceModules(pooling, normalizes, length, texts, files, settings, others)
 
 
 def _pooling(name: str, path: str) -> tuple[str, ...]:
     """Return the modes of a pooling."""
     config = _read(name, path) or {}
     given = config.get("pooling_mode", [mode for field, mode in _LEGACY.items() if config.get(field)])
-    modes = (given,) if isinstance(given, str) else tuple(given)
+    modes = tuple(given) if isinstance(given, list) else (given,)
     width, model = config.get("word_embedding_dimension"), _read(name, "config.json") or {}
     size = model.get("hidden_size", model.get("dim"))
     if None not in (width, size) and width != size:
@@ -164,7 +176,7 @@ def _read(name: str, path: str, kind: type = dict) -> Any:
         return None
     try:
         content = json.loads(file.read_text(encoding="utf-8-sig"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{name}: {path} is not valid JSON ({error}); repair it") from error
     if not isinstance(content, kind):
         raise ValueError(f"{name}: {path} contains a {type(content).__name__} instead of a {kind.__name__}; repair it")

@@ -8,6 +8,7 @@ from transformers import AutoModel, AutoModelForSequenceClassification, AutoToke
 
 import luna_mega_cli
 from luna_mega.distillation.convert import convert_teacher
+from luna_mega.distillation.record import license_of
 from luna_mega.distillation.sentences import read_modules
 from tests.distillation.models import make_model
 
@@ -148,14 +149,40 @@ def test_damaged_modules(sentence_teacher):
     entries = json.loads(modules.read_text())
     for content, message in (
         ("[", "modules.json is not valid JSON"),
+        ("[" * 100_000, "modules.json is not valid JSON"),
         ("{}", "modules.json contains a dict instead of a list"),
         ("[1]", "is not a list of modules with type and path"),
         (json.dumps(entries[1:]), "the first module in modules.json must be a Transformer in the same folder"),
         (json.dumps(entries[:1]), "contains no Pooling"),
+        (json.dumps([*entries, {"path": "../elsewhere", "type": "Dense"}]), "names '../elsewhere', which is not in"),
+        (json.dumps([*entries, {"path": str(sentence_teacher), "type": "Dense"}]), "which is not in the folder"),
     ):
         modules.write_text(content)
         with pytest.raises(ValueError, match=message):
             read_modules(str(sentence_teacher))
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("sentence_bert_config.json", {"max_seq_length": "8"}, "max_seq_length must be a positive integer, got '8'"),
+        ("sentence_bert_config.json", {"max_seq_length": -1}, "max_seq_length must be a positive integer, got -1"),
+        ("config_sentence_transformers.json", {"prompts": "a"}, "prompts must be texts by name, got 'a'"),
+        ("config_sentence_transformers.json", {"prompts": {"a": 1}}, "prompts must be texts by name"),
+        ("1_Pooling/config.json", {"pooling_mode": 5}, "has the pooling 5; supported are"),
+        ("1_Pooling/config.json", {"pooling_mode": None}, "has the pooling None; supported are"),
+    ],
+)
+def test_damaged_settings(name, content, message, sentence_teacher):
+    write(sentence_teacher / name, content)
+    with pytest.raises(ValueError, match=message):
+        read_modules(str(sentence_teacher))
+
+
+@pytest.mark.parametrize("license", ["[" * 2000, "[mit, other]", "{a: 1}", "5"])
+def test_the_license_of_a_damaged_card_is_unknown(license, teacher):
+    (teacher / "README.md").write_text(f"---\nlicense: {license}\n---\n")
+    assert license_of(str(teacher)) is None
 
 
 def test_files_that_do_not_exist(teacher, tmp_path, capsys):
