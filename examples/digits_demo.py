@@ -27,10 +27,11 @@ from transformers import (
 )
 
 import luna_mega
-from luna_mega.training.arguments import fail
+from luna_mega.training.arguments import check_finite, fail
 from luna_mega.training.classification import accuracy
 from luna_mega.training.hub import check_login, publish
 from luna_mega.training.report import save_json, show
+from luna_mega.training.runs import check_model
 
 CLASSES, PIXELS = 10, 64
 CONFIGS = {
@@ -86,6 +87,10 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--min_accuracy", type=float, default=0.95, help="test accuracy below which the demo fails")
     parser.add_argument("--push_to_hub", action="store_true", help="push the models as digits-luna and digits-mega")
     arguments = parser.parse_args(argv)
+    check_finite(arguments)
+    for name in ("epochs", "learning_rate"):
+        if (value := getattr(arguments, name)) is not None and value <= 0:
+            fail(f"--{name} {value} must be above 0")
     if arguments.push_to_hub:
         check_login()
     if arguments.output_dir.exists() and not (arguments.output_dir / "all_results.json").is_file():
@@ -132,6 +137,7 @@ def train(model_type: str, arguments: argparse.Namespace, train_set: Dataset, te
         compute_metrics=accuracy,
     )
     trainer.train()
+    check_model(trainer)
     trainer.save_model(_internal_call=True)  # `publish` pushes the model with its card
     return trainer
 

@@ -17,7 +17,7 @@ from transformers import HfArgumentParser, PreTrainedModel
 from transformers.hf_argparser import HfArg
 
 import luna_mega
-from luna_mega.training.arguments import check_choice, check_least, fail
+from luna_mega.training.arguments import check_choice, check_finite, check_least, fail
 from luna_mega.training.data import SourceArguments, load_splits
 from luna_mega.training.language_modeling import Score, encode, load_language_model, score_stream
 from luna_mega.training.report import peak_memory_gb, print_table, save_json
@@ -42,6 +42,7 @@ class Arguments(SourceArguments):
 
 def parse(argv: list[str] | None) -> Arguments:
     (arguments,) = HfArgumentParser(Arguments, allow_abbrev=False).parse_args_into_dataclasses(argv)
+    check_finite(arguments)
     check_least(arguments, 1, "context", "chunk", "segment", "batch_size")
     check_choice(arguments, "line_end", ("newline", "eos"))
     if not 0 < arguments.last_share <= 1:

@@ -16,7 +16,7 @@ from transformers.hf_argparser import HfArg
 
 import luna_mega
 from luna_mega.compat import CACHE_NAME
-from luna_mega.training.arguments import check_least, fail
+from luna_mega.training.arguments import check_finite, check_least, fail
 from luna_mega.training.language_modeling import load_language_model
 from luna_mega.training.report import peak_memory_gb, print_table, save_json, show
 
@@ -72,6 +72,7 @@ def cache_bytes(cache) -> int:
 
 def main(argv: list[str] | None = None) -> dict[str, Any]:
     (arguments,) = HfArgumentParser(Arguments, allow_abbrev=False).parse_args_into_dataclasses(argv)
+    check_finite(arguments)
     check_least(arguments, 1, "max_new_tokens", "report_every")
     check_least(arguments, 0, "temperature", "top_k")
     set_seed(arguments.seed)

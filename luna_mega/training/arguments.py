@@ -115,10 +115,7 @@ def parse_arguments(dataclasses: tuple[type, ...], argv: list[str] | None, **def
         )
     if unknown:
         parser.error(terminal(f"unknown option {' '.join(unknown)}"))
-    for name, value in chain.from_iterable(vars(arguments).items() for arguments in parsed):
-        for number in value if isinstance(value, list | tuple) else [value]:
-            if isinstance(number, float) and not math.isfinite(number):
-                fail(f"--{name} {number} must be a finite number")
+    check_finite(*parsed)
     return tuple(parsed)
 
 
@@ -129,6 +126,14 @@ def check_launch(processes: int) -> None:
         if int(os.environ.get("RANK") or 0):  # only the first process prints the message
             raise SystemExit(1)
         fail(f"{launched} processes were launched, but they would train independently; on CPUs, pass --use_cpu true")
+
+
+def check_finite(*groups: object) -> None:
+    """Exit if an option of `groups` is NaN or infinite, or a list with such a number."""
+    for name, value in chain.from_iterable(vars(group).items() for group in groups):
+        for number in value if isinstance(value, list | tuple) else [value]:
+            if isinstance(number, float) and not math.isfinite(number):
+                fail(f"--{name} {number} must be a finite number")
 
 
 def check_least(arguments: object, least: float, *names: str) -> None:

@@ -15,7 +15,7 @@ from transformers.trainer_pt_utils import LengthGroupedSampler
 from transformers.trainer_utils import has_length
 
 from luna_mega.hub.bundle import register_for_auto_class
-from luna_mega.training.arguments import RunArguments, check_launch, fail
+from luna_mega.training.arguments import RunArguments, check_launch, check_least, fail
 from luna_mega.training.data import name_source
 from luna_mega.training.hub import check_hub
 from luna_mega.training.models import CheckpointArguments
@@ -104,6 +104,10 @@ class OrderedTrainer(Trainer):
             self.losses = [self.losses[0] + float(loss) * count, self.losses[1] + count]
         return loss, logits, found
 
+    def _save_checkpoint(self, model, trial) -> None:
+        check_model(self)  # Trainer also pushes checkpoints
+        super()._save_checkpoint(model, trial)
+
     def report(self, scores: dict[str, float], prefix: str) -> dict[str, float]:
         """Log the scores of an evaluation, and return them with the prefix."""
         metrics = {f"{prefix}_{name}": value for name, value in scores.items()}
@@ -142,8 +146,11 @@ def check_run(
         fail("nothing to do: pass --do_train, --do_eval or --do_predict")
     if not (training.do_train or model.model_name_or_path):
         fail("--do_eval and --do_predict without --do_train need --model_name_or_path")
-    if getattr(data, "early_stopping_patience", None) and not training.load_best_model_at_end:
-        fail("--early_stopping_patience needs --load_best_model_at_end with equal --eval_strategy and --save_strategy")
+    if getattr(data, "early_stopping_patience", None) is not None:
+        check_least(data, 1, "early_stopping_patience")
+        if not training.load_best_model_at_end:
+            needed = "--load_best_model_at_end with equal --eval_strategy and --save_strategy"
+            fail(f"--early_stopping_patience needs {needed}")
     if training.push_to_hub or training.hub_token or model.license:
         check_hub(training, model.license)
     if run.streaming and not streams:

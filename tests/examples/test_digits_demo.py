@@ -40,6 +40,21 @@ def test_low_accuracy_fails_and_the_folder_can_be_reused(demo, tmp_path):
     assert not list(tmp_path.glob("*/checkpoint-*"))
 
 
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        ("--learning_rate=nan", "--learning_rate nan must be a finite number"),
+        ("--min_accuracy=nan", "--min_accuracy nan must be a finite number"),
+        ("--epochs=0", "--epochs 0.0 must be above 0"),
+        ("--learning_rate=1e30", "the training diverged"),
+    ],
+)
+def test_no_model_that_diverged(demo, tmp_path, option, message):
+    with pytest.raises(SystemExit, match=message):
+        demo.main(["--epochs=0.06", "--model_type=luna", option, "--output_dir", str(tmp_path / "out")])
+    assert not list(tmp_path.rglob("model.safetensors"))
+
+
 def test_folder_with_other_files_is_not_modified(demo, tmp_path):
     (tmp_path / "notes.txt").write_text("mine")
     with pytest.raises(SystemExit, match="contains files of other programs"):

@@ -3,6 +3,7 @@
 import shutil
 
 import pytest
+from safetensors.torch import load_file
 
 from luna_mega.training.arguments import read_recipe
 from tests.examples.runs import TINY, assert_error, write
@@ -61,6 +62,15 @@ def test_a_model_that_diverges_is_not_saved(call, sentences, tmp_path, steps):
     message = "the training diverged|the gradients are NaN"
     assert_error(call, f"({message}).* no model was saved", "run_glue", *glue(sentences, tmp_path / "out", *options))
     assert not {"README.md", "model.safetensors"} & {file.name for file in (tmp_path / "out").glob("*")}
+
+
+def test_checkpoints_are_finite(call, sentences, tmp_path):
+    """Trainer pushes checkpoints; no loss or gradient is logged here."""
+    options = ["--learning_rate", 1e30, "--weight_decay", 1e30, "--max_grad_norm", 0, "--logging_steps", 100]
+    options += ["--save_strategy", "steps", "--save_steps", 1]
+    assert_error(call, "the training diverged.* no model was saved", "run_glue", *glue(sentences, tmp_path, *options))
+    for file in tmp_path.glob("checkpoint-*/model.safetensors"):
+        assert all(tensor.isfinite().all() for tensor in load_file(file).values())
 
 
 def test_a_loop_that_diverges_saves_no_model(script, corpus, tmp_path):  # noqa: F811
