@@ -30,6 +30,9 @@ _LATER_FAIRSEQ = (
     "that this code saved"
 )
 
+# Prefix of the names in a state dict -> the wrapper that adds it, and its attribute with the model.
+_WRAPPERS = {"module.": ("DistributedDataParallel", "module"), "_orig_mod.": ("torch.compile", "_orig_mod")}
+
 
 @dataclass(frozen=True)
 class Checkpoint:
@@ -224,11 +227,12 @@ def _tensors(model: Any, place: str) -> dict[str, torch.Tensor]:
                 f"{place}: tensor {shown(key)} has dtype {str(value.dtype).removeprefix('torch.')}, which the "
                 "original never saves; the file was changed"
             )
-    if model and all(key.startswith("module.") for key in model):
-        raise ConversionError(
-            f"{place}: all names start with 'module.', the prefix of DistributedDataParallel; save "
-            "model.module.state_dict(), or remove the prefix"
-        )
+    for prefix, (wrapper, attribute) in _WRAPPERS.items():
+        if model and all(key.startswith(prefix) for key in model):
+            raise ConversionError(
+                f"{place}: all names start with {prefix!r}, the prefix of {wrapper}; save "
+                f"model.{attribute}.state_dict(), or remove the prefix"
+            )
     check_bytes(model)
     # A tensor with the negative bit stores the negated values.
     return {key: value.detach().resolve_neg() for key, value in model.items()}

@@ -90,10 +90,12 @@ def test_unsupported_checkpoints_raise(convert, make, arch):
     assert expected in message and f"'{arch}'" in message and str(convert.file) in message
 
 
-def test_prefix_of_distributed_training(convert, make):
+@pytest.mark.parametrize("prefix", ["module.", "_orig_mod."])
+def test_prefix_of_a_wrapper(convert, make, prefix):
     state = make.bert()
-    state["model"] = {f"module.{key}": tensor for key, tensor in state["model"].items()}
-    assert "all names start with 'module.'" in convert.error(state)
+    state["model"] = {f"{prefix}{key}": tensor for key, tensor in state["model"].items()}
+    message = convert.error(state)
+    assert f"all names start with '{prefix}'" in message and f"save model.{prefix}state_dict()" in message
 
 
 @pytest.mark.parametrize("field", ["args", "model"])
