@@ -144,18 +144,24 @@ class GenericForCausalLM(LMHead):
 
         `shift_labels` is no parameter of `forward`, because Trainer would treat it as a second label.
         """
-        if labels is not None or shift_labels is not None:
+        counted = labels is not None or shift_labels is not None
+        if counted:
             given: Any = {"labels": labels} if shift_labels is None else {"shift_labels": shift_labels}
             validate_labels(inputs, given, kwargs, logits_to_keep)
         outputs = self.base_model(**inputs, **kwargs)
-        reductions, hidden_states, targets = LOCAL, outputs.last_hidden_state, None
+        reductions, hidden_states, targets, mask = LOCAL, outputs.last_hidden_state, None, None
         if kwargs.get("cp_group") is not None:
             reductions = find_reductions(kwargs, hidden_states)
         kwargs.pop("cp_group", None)
+        if counted or hidden_states.requires_grad:
+            mask = find_kept(self.config, inputs, hidden_states.shape[1])
+        if mask is not None and hidden_states.requires_grad:
+            # Losses outside of the model, such as label smoothing of Trainer, count the token that padding predicts.
+            # States of padding have no variance, so that norms could multiply their gradients by 1 / sqrt(eps) each.
+            hidden_states = torch.where(mask[..., None], hidden_states, hidden_states.detach())
         if not isinstance(logits_to_keep, int) or logits_to_keep != 0:
             hidden_states = keep_positions(hidden_states, logits_to_keep, reductions)
-        if labels is not None or shift_labels is not None:
-            mask = find_kept(self.config, inputs, outputs.last_hidden_state.shape[1])
+        if counted:
             starts = find_starts(outputs.last_hidden_state.shape[:2], inputs, kwargs)
             mask, starts = (None if x is None else keep_positions(x, logits_to_keep) for x in (mask, starts))
             targets = next_tokens(labels, shift_labels, mask, starts, reductions)

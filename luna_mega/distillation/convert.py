@@ -98,5 +98,6 @@ def _card(teacher: str, model_class: str, projection_length: int) -> str:
         f"---\n{yaml.safe_dump(data)}---\n\n# Luna from {name}\n\n`{model_class}` with the weights of {name}. It\n"
         f"equals that model for texts of up to {projection_length} tokens. Longer texts are packed\n"
         f"into {projection_length} rows per layer, so that time and memory are linear in their length.\n"
-        "`import luna_mega` registers the model with transformers.\n"
+        "\n```python\nimport luna_mega  # registers the model with transformers\n\n"
+        f"model = luna_mega.{model_class}.from_pretrained(...)  # this repository, or a folder with its files\n```\n"
     )

@@ -18,7 +18,9 @@ from luna_mega.errors import shown
 
 LONGEST_STOP, MOST_STOPS = 256, 16
 TEXT_PARTS = ("text", "input_text", "output_text")
-_TEMPLATE_ARGUMENTS = frozenset(inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters)
+# Arguments that the handlers or transformers pass.
+_TEMPLATE_ARGUMENTS = {*inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters}
+_TEMPLATE_ARGUMENTS |= {"load_audio_from_video", "messages"}
 
 
 class RequestError(ValueError):
@@ -82,10 +84,18 @@ def _is_text_part(part: Any) -> bool:
 def _is_call(call: Any) -> bool:
     function = call.get("function", call) if isinstance(call, dict) else None
     return (
-        isinstance(function, dict)
-        and isinstance(function.get("name"), str)
-        and isinstance(function.get("arguments"), str | dict)
+        isinstance(function, dict) and isinstance(function.get("name"), str) and _is_object(function.get("arguments"))
     )
+
+
+def _is_object(value: Any) -> bool:
+    """Return whether `value` is an object or its JSON text."""
+    if isinstance(value, str):
+        try:
+            value = parse_json(value)
+        except RequestError:
+            return False
+    return isinstance(value, dict)
 
 
 def _is_message(message: Any) -> bool:
@@ -108,7 +118,9 @@ def _is_item(item: Any) -> bool:
         return has_id and isinstance(item.get("output"), str)
     content = item.get("content") or []
     return (
-        kind == "reasoning" and isinstance(content, list) and all(isinstance(p, dict) and "text" in p for p in content)
+        kind == "reasoning"
+        and isinstance(content, list)
+        and all(isinstance(part, dict) and isinstance(part.get("text"), str) for part in content)
     )
 
 
@@ -154,9 +166,9 @@ GENERATION = {
     "no_repeat_ngram_size": _integer(0, 2**31 - 1),
     "max_new_tokens": COUNT,
     "min_new_tokens": COUNT,
-    "bos_token_id": TOKEN_IDS,
+    "bos_token_id": _integer(0, 2**31 - 1),
     "eos_token_id": TOKEN_IDS,
-    "pad_token_id": TOKEN_IDS,
+    "pad_token_id": _integer(0, 2**31 - 1),
 }
 _GENERATION_DEFAULTS = {"num_beams": 1, "num_return_sequences": 1, "length_penalty": 1.0, "use_cache": True}
 
@@ -273,6 +285,8 @@ def check_request(endpoint: Endpoint, body: dict[str, Any]) -> dict[str, Any]:
         served["generation_config"] = json.dumps(_generation_config(served["generation_config"]))
     if not served.get("stop", True):
         del served["stop"]
+    if "logit_bias" in served:  # transformers rejects integers
+        served["logit_bias"] = {token: float(bias) for token, bias in served["logit_bias"].items()}
     if "max_completion_tokens" in served:  # transformers before 5.23 only reads the older name
         served["max_tokens"] = served.pop("max_completion_tokens")
     return served

@@ -17,7 +17,6 @@ from urllib.parse import urlsplit
 
 import torch
 import uvicorn
-from jinja2 import TemplateError
 from starlette.applications import Starlette
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
@@ -32,7 +31,7 @@ from transformers.cli.serving.completion import CompletionHandler
 from transformers.cli.serving.response import ResponseHandler
 from transformers.cli.serving.utils import BaseHandler, GenerateManager, GenerationState, Modality
 
-from luna_mega.errors import shown
+from luna_mega.errors import reason, shown
 from luna_mega.hub.folder import ModelFolder, position_limit, read_tokenizer
 from luna_mega.serving.requests import CHAT, COMPLETIONS, RESPONSES, Endpoint, RequestError, check_request, parse_json
 
@@ -109,7 +108,7 @@ def build_app(
     return Starlette(
         routes=routes,
         middleware=[Middleware(Gate, host=host, key=key)],
-        exception_handlers=dict.fromkeys((HTTPException, ValueError, TemplateError), _error_response),
+        exception_handlers=dict.fromkeys((HTTPException, ValueError), _error_response),
     )
 
 
@@ -190,6 +189,15 @@ class _Models:
 
     def __init__(self, name: str, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase):
         self.force_model, self.loaded = name, (model, tokenizer)
+        self.template, tokenizer.apply_chat_template = tokenizer.apply_chat_template, self.render
+
+    def render(self, *args: Any, **options: Any) -> Any:
+        """Apply the chat template, which raises any type of error for values that it does not expect."""
+        try:
+            return self.template(*args, **options)
+        except Exception as error:
+            message = f"the chat template of this model rejects the request ({type(error).__name__}: {reason(error)})"
+            raise RequestError(message) from error
 
     def process_model_name(self, model_id: str) -> str:
         return self.force_model

@@ -50,6 +50,7 @@ def test_command(sentence_teacher, tmp_path, capsys):
     assert luna_mega_cli.main([*argv, "--texts", str(texts)]) == 0
     out = capsys.readouterr().out
     assert "equals the teacher for texts of up to 9 tokens, reads 64" in out and "salience: fitted on 18 tokens" in out
+    assert "```python\nimport luna_mega" in (output / "README.md").read_text()
     model, tokenizer = AutoModel.from_pretrained(output), AutoTokenizer.from_pretrained(output)
     assert tokenizer.model_max_length == 64 and model.config.projection_length == 9
     batch = tokenizer(["a b c d", "e f"], return_tensors="pt", padding=True)

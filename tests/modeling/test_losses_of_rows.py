@@ -171,3 +171,16 @@ def test_loss_and_gradients_are_those_of_the_rows(case, layout, option, monkeypa
             atol=1e-6 * scale,
             msg=lambda text, n=name: f"{n}: {text}",
         )
+
+
+@pytest.mark.parametrize("layout", COLUMNS)
+@pytest.mark.parametrize("case", [case for case in CASES if CASES[case][1] == "ForCausalLM"])
+def test_no_gradient_flows_through_padding(case, layout):
+    """Losses outside of the model, such as label smoothing of Trainer, count logits at padding before a token."""
+    model, batch = make(case, "dense"), collate(case, COLUMNS[layout])
+    del batch["labels"]
+    logits = model(**batch, **options(model)).logits
+    logits[batch["attention_mask"] == 0].square().sum().backward()
+    assert not [
+        name for name, x in model.named_parameters() if "layers." in name and x.grad is not None and x.grad.any()
+    ]

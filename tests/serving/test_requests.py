@@ -31,7 +31,17 @@ WRONG = {
     "seed": [2**63, -(2**63) - 1, 1.5, "1", True],
     "stream": [1, "true", []],
     "model": [5, []],
-    "generation_config": [{}, 5, "[]", "{", "5", '{"temperature": NaN}', '{"max_new_tokens": [1]}', '{"num_beams": 2}'],
+    "generation_config": [
+        {},
+        5,
+        "[]",
+        "{",
+        "5",
+        '{"pad_token_id": [1]}',
+        '{"temperature": NaN}',
+        '{"max_new_tokens": [1]}',
+        '{"num_beams": 2}',
+    ],
 }
 WRONG["generation_config"] += ['{"num_return_sequences": 3}', '{"return_dict_in_generate": true}', '{"top_k": 1.5}']
 SAMPLED = {
@@ -67,7 +77,13 @@ OWN = {
         "max_completion_tokens": [0, [1], 1.5],
         "logit_bias": [5, {"a": 1}, {"1": "a"}, {"-1": 1}, {"9" * 30: 1}, {"1": 101}],
         "tools": [5, [5], [{}], [{"type": "function", "function": 5}]],
-        "chat_template_kwargs": [5, {"tokenize": False}, {"chat_template": "a"}, {"return_tensors": "np"}],
+        "chat_template_kwargs": [
+            5,
+            {"tokenize": False},
+            {"chat_template": "a"},
+            {"return_tensors": "np"},
+            {"messages": []},
+        ],
         "top_logprobs": [1, True],
         "tool_choice": ["required", {"type": "function"}],
     },
@@ -85,9 +101,11 @@ OWN["chat"]["messages"] += [
     [{"role": "user", "content": [{"type": "text"}]}],
     [{"role": "assistant", "tool_calls": [{"function": {"name": "f"}}]}],
     [{"role": "assistant", "tool_calls": {"a": 1}}],
+    *([{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": text}}]}] for text in TEXTS[:-1]),
 ]
 OWN["responses"]["input"] += [
     [MESSAGE, {"type": "function_call", "name": "f"}],
+    [MESSAGE, {"type": "reasoning", "content": [{"text": 5}]}],
     [MESSAGE, {"type": "function_call_output", "call_id": "a"}],
     [MESSAGE, {"type": "item_reference", "id": "a"}],
     [{"type": "function_call", "name": "f", "arguments": "{}", "call_id": "a"}],
@@ -127,14 +145,16 @@ def test_an_invalid_value_is_an_error_that_names_its_field(endpoint, name, value
         ("completions", {"stop": ["a", "b"], "seed": -1, "top_p": 1}, {"stop": ["a", "b"], "seed": -1, "top_p": 1}),
         ("chat", {"max_completion_tokens": 4}, {"max_tokens": 4}),
         ("chat", {"logprobs": False, "tool_choice": "auto", "response_format": {"type": "text"}, "metadata": {}}, {}),
-        ("chat", {"logit_bias": {"5": -100}}, {"logit_bias": {"5": -100}}),
+        ("chat", {"logit_bias": {"5": -100}}, {"logit_bias": {"5": -100.0}}),
         ("responses", {"store": False, "truncation": "disabled", "tools": []}, {"tools": []}),
         ("responses", {"input": [MESSAGE]}, {"input": [MESSAGE]}),
     ],
 )
 def test_valid_fields_are_served_or_change_nothing(endpoint, fields, served):
     expected = {"stream": False} | VALID[endpoint] | served
-    assert check_request(ENDPOINTS[endpoint], VALID[endpoint] | fields) == expected
+    checked = check_request(ENDPOINTS[endpoint], VALID[endpoint] | fields)
+    assert checked == expected
+    assert all(type(bias) is float for bias in checked.get("logit_bias", {}).values())  # which transformers requires
 
 
 def test_generation_config_of_the_client_of_transformers():

@@ -16,7 +16,10 @@ from tests.serving.loopback import client_of, send, serving, status_of  # noqa: 
 from tests.serving.test_requests import TEXTS, VALID, malformed  # noqa: E402
 
 pytestmark = pytest.mark.slow
-TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+TEMPLATE = (
+    "{% for message in messages %}{{ message['content'] + (message['tool_call_id'] or '') }}{% endfor %}"
+    "{% for tool in tools or [] %}{{ '' + tool['function']['name'] }}{% endfor %}{{ 1 // (divisor or 1) }}"
+)
 PROMPT = {"prompt": "Hello world", "max_tokens": 8, "temperature": 0}
 PATHS = {"completions": "/v1/completions", "chat": "/v1/chat/completions", "responses": "/v1/responses"}
 
@@ -115,6 +118,16 @@ def test_malformed_requests_are_errors_before_a_stream_starts(server):
         (PATHS[endpoint], json.dumps(VALID[endpoint] | {name: value}).encode())
         for endpoint, name, value in malformed()
         if endpoint == "responses"
+    ]
+    requests += [
+        (PATHS["chat"], json.dumps(VALID["chat"] | fields | {"stream": stream}).encode())
+        for fields in (
+            {"messages": [{"role": "user", "content": "a", "tool_call_id": 5}]},
+            {"tools": [{"type": "function", "function": {"name": 5}}]},
+            {"chat_template_kwargs": {"divisor": "a"}},
+            {"chat_template_kwargs": {"load_audio_from_video": True}},
+        )
+        for stream in (False, True)
     ]
     for fields in (
         {"prompt": ""},
