@@ -84,7 +84,17 @@ def load_files(files: dict[str, list[str]], streaming: bool = False) -> dict[str
     # datasets removes a byte order mark from csv and json files, but not from text files.
     options = {"encoding": "utf-8-sig"} if ".txt" in first.suffixes else {}
     escaped = {name: [glob.escape(str(path)) for path in shards] for name, shards in paths.items()}  # for glob
-    return load_dataset(str(first.parent), data_files=escaped, streaming=streaming, **options)
+    loaded = load_dataset(str(first.parent), data_files=escaped, streaming=streaming, **options)
+    if first.name.endswith(".txt.gz"):  # datasets ignores the encoding of compressed files
+        loaded = loaded.map(lambda rows: {"text": [text.removeprefix("\ufeff") for text in rows["text"]]}, batched=True)
+    return loaded
+
+
+def load_folder(path: str, streaming: bool = False) -> dict[str, Dataset | IterableDataset]:
+    """Load the splits that datasets finds in a folder."""
+    if glob.has_magic(str(Path(path).resolve())):
+        fail(f"{path}: datasets reads *, ? and [ in the name of a folder as a pattern; rename the folder")
+    return load_dataset(path, streaming=streaming)
 
 
 def load_splits(
@@ -120,7 +130,7 @@ def load_splits(
         if files is None and path is None:
             splits = load_dataset(name, data.dataset_config, streaming=streaming)
         elif files is None and any(Path(path, split).is_dir() for split in needed):  # such as images
-            splits = load_dataset(path, streaming=streaming)
+            splits = load_folder(path, streaming)
         else:
             splits = load_files(files or {split: find_files(path, split) for split in needed}, streaming)
         if streaming:

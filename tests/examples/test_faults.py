@@ -6,6 +6,7 @@ import pytest
 from safetensors.torch import load_file
 
 from luna_mega.training.arguments import read_recipe
+from luna_mega.training.data import SourceArguments, load_splits
 from tests.examples.runs import TINY, assert_error, write
 from tests.examples.test_run_distill import (  # noqa: F401 (fixtures)
     command,
@@ -131,3 +132,10 @@ def test_folder_names_are_not_glob_patterns(run, roberta, corpus, tmp_path, name
     shutil.copytree(corpus, tmp_path / name)
     options = ["--align_steps", 0, "--max_steps", 1]
     assert run(*command(roberta, tmp_path / name, tmp_path / "out"), *options)["steps"] == 1
+
+
+def test_folders_of_splits_whose_name_is_a_pattern(tmp_path):
+    """The library searches such a folder, as of images, by patterns."""
+    (tmp_path / "a[b]" / "train").mkdir(parents=True)
+    with pytest.raises(SystemExit, match=r"a\[b\]: datasets reads .* as a pattern; rename the folder"):
+        load_splits({"train": None}, SourceArguments(dataset_path=str(tmp_path / "a[b]")))

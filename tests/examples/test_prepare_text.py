@@ -1,5 +1,7 @@
 """The folder of text that is made of several data sets."""
 
+import gzip
+
 import pandas as pd
 import pytest
 from datasets import load_dataset
@@ -38,10 +40,11 @@ def test_text_of_several_sources(script, sources, tmp_path):
     assert {split: len(rows) for split, rows in load_dataset(str(folders[0])).items()} == {"train": 3, "validation": 2}
 
 
-@pytest.mark.parametrize("name", ["train.txt", "train.jsonl", "train.csv"])
+@pytest.mark.parametrize("name", ["train.txt", "train.jsonl", "train.csv", "train.txt.gz", "train.csv.gz"])
 def test_byte_order_mark_is_not_part_of_a_text(script, tmp_path, name):
-    rows = {"train.txt": "One .", "train.jsonl": '{"text": "One ."}', "train.csv": "text\nOne ."}
-    (tmp_path / name).write_text(f"\ufeff{rows[name]}\n", encoding="utf-8")
+    rows = {"txt": "One .", "jsonl": '{"text": "One ."}', "csv": "text\nOne ."}
+    content = f"\ufeff{rows[name.split('.')[1]]}\n".encode()
+    (tmp_path / name).write_bytes(gzip.compress(content) if name.endswith(".gz") else content)
     assert script("prepare_text").read_texts(str(tmp_path), "text") == ["One ."]
 
 
