@@ -6,8 +6,10 @@ The texts are passages of RACE (parquet files in the folder `race_high` of `--da
 of the texts, the second half is that of another passage. The methods are the teacher with full attention (`full`),
 Lunas that pack a text into `length / 2` and `length / 4` rows (`half`, `quarter`), and the teacher on both halves
 separately, with a classifier on the mean of the two vectors (`linear`), with a hidden layer on the vectors, their
-product and their difference (`mlp`), or after an attention layer (`attention`). Prints one JSON line per method and
-seed: accuracy in percent, CPU seconds per training step, and increase of the peak memory in MiB (Linux).
+product and their difference (`mlp`), or after an attention layer (`attention`). The Lunas are conversions of the
+teacher, or `--trained`, an output of run_distill_embeddings.py. Prints one JSON line per method and seed: accuracy in
+percent, CPU seconds per training step, and increase of the peak memory in training in MiB (Linux). Compare the memory
+of methods only between runs of one method each, because a process keeps some of the memory of an earlier method.
 """
 
 import argparse
@@ -104,16 +106,20 @@ def make_model(method, args, texts):
     if method == "full":
         model = AutoModelForSequenceClassification.from_pretrained(args.teacher, num_labels=2)
     else:
-        passages = texts.passages["train"][:FIT]
-        model = from_teacher(args.teacher, args.length // ROWS[method], texts=passages, num_labels=2).model
+        rows = args.length // ROWS[method]
+        if args.trained:
+            load = AutoModelForSequenceClassification.from_pretrained
+            model = load(args.trained, projection_length=rows, num_labels=2)
+        else:
+            model = from_teacher(args.teacher, rows, texts=texts.passages["train"][:FIT], num_labels=2).model
     return model, lambda ids: model(ids, attention_mask=torch.ones_like(ids)).logits
 
 
 def run(method, seed, args, texts):
     """Train and evaluate one model."""
-    before = reset_peak()
     set_seed(seed)
     model, logits = make_model(method, args, texts)
+    before = reset_peak()
     names = dict(model.named_parameters())
     salience = [parameter for name, parameter in names.items() if name.endswith("salience")]
     others = [parameter for name, parameter in names.items() if not name.endswith("salience")]
@@ -147,6 +153,7 @@ def main(argv=None):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--teacher", required=True, help="BERT-like encoder: a folder or a name on the Hub")
     parser.add_argument("--data", required=True, help="folder with the data sets")
+    parser.add_argument("--trained", help="output folder of run_distill_embeddings.py for `half` and `quarter`")
     parser.add_argument("--methods", nargs="+", choices=("full", *ROWS, *HEADS), default=["full"])
     parser.add_argument("--length", type=int, default=256, help="tokens of a text, a multiple of 4")
     parser.add_argument("--steps", type=int, default=300, help="training steps")

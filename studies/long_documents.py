@@ -1,11 +1,11 @@
 """Compare encodings of Wikipedia articles: a Luna from `from_teacher`, and what its teacher can do with long texts.
 
-    python studies/long_documents.py --teacher FOLDER --data FOLDER --lengths 1024 2048 4096 [--trained FOLDER]
+    python studies/long_documents.py --teacher FOLDER --data FOLDER --lengths 1024 2048 4096 [--trained FOLDER ...]
 
 FOLDER of `--data` contains the parquet files of WikiText-2 (`wikitext2_raw`) and of IMDB (`imdb`), which the salience
 is fitted on. The methods are the teacher on its first 512 tokens, the mean of the teacher's windows, the teacher with
 its position table stretched to the length of the text, and Lunas with `--rows` rows and with twice as many; `--trained`
-is an output of run_distill_embeddings.py. Prints one JSON line per method and length:
+are outputs of run_distill_embeddings.py. Prints one JSON line per method and length:
 
 - half: percentage of articles whose first half is closest to its own second half;
 - sentence: percentage of sentences that are closest to their own article; `beyond`: of those after token 512;

@@ -6,7 +6,7 @@ Prints one JSON line per measurement. FOLDER of `--data` contains the parquet fi
 (`imdb`) and WikiText-2 (`wikitext2_raw`). Parts: `exact` (largest difference for texts of up to l tokens), `stsb`
 (Spearman correlation on the validation pairs), `long` (cosine of the vectors of packed texts to the teacher's),
 `packed` (the same for Lunas with a packed sequence P that is calibrated for that length), `speed` (seconds of a forward
-pass next to the teacher with SDPA). `stsb` and `long` also measure `--trained`, an output of run_distill_embeddings.py.
+pass next to the teacher with SDPA). `stsb` and `long` also measure `--trained`, outputs of run_distill_embeddings.py.
 """
 
 import argparse
@@ -41,8 +41,8 @@ class Study:
         teacher = load_sentence_teacher(args.teacher)
         self.teacher, self.modules, self.window = teacher.model, teacher.modules, teacher.window
         self.students, self.references = {"Luna": self.student}, {}
-        if args.trained:
-            self.students["trained Luna"] = AutoModel.from_pretrained(args.trained).eval()
+        for folder in args.trained:
+            self.students[f"trained Luna {folder}"] = AutoModel.from_pretrained(folder).eval()
         self.rows, self.seed = args.rows, args.seed
         seconds = round(time.perf_counter() - start, 1)
         show("conversion", seconds=seconds, memory=memory(), r2=[round(share, 3) for share in report.fit])
@@ -173,7 +173,7 @@ def make_parser(description):
     parser.add_argument("--teacher", required=True, help="sentence-transformers model: a folder or a name on the Hub")
     parser.add_argument("--data", required=True, help="folder with the data sets")
     parser.add_argument("--rows", type=int, default=128, help="rows l of the Luna")
-    parser.add_argument("--trained", help="output folder of run_distill_embeddings.py")
+    parser.add_argument("--trained", nargs="+", default=[], help="output folders of run_distill_embeddings.py")
     parser.add_argument("--threads", type=int, default=1, help="threads of PyTorch")
     parser.add_argument("--seed", type=int, default=0, help="seed of the texts")
     return parser

@@ -9,6 +9,8 @@ import pytest
 import torch
 from transformers import BertConfig, BertModel, BertTokenizer
 
+from luna_mega.distillation import from_teacher
+
 WORDS = [f"{first}{second}" for first in "bdfgklmnprst" for second in ("a", "e", "i", "o", "u")]
 PAIRS = ((256, 128), (256, 64), (512, 256), (512, 128))  # tokens and rows
 SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "."]
@@ -45,42 +47,51 @@ def folders(tmp_path):
 
 
 @pytest.fixture
+def trained(folders, tmp_path):
+    """Folder of a Luna."""
+    from_teacher(str(folders[1]), 24).model.save_pretrained(tmp_path / "trained")
+    return tmp_path / "trained"
+
+
+@pytest.fixture
 def measure(script, folders, capsys):
     """Calls a study and returns the measurements it prints."""
 
     def main(name, *options):
-        script(name).main([*map(str, folders), *options])
+        script(name).main([*map(str, folders), *map(str, options)])
         return [json.loads(line) for line in capsys.readouterr().out.splitlines() if line.startswith("{")]
 
     return main
 
 
-def test_teacher_and_luna(measure):
-    found = measure("real_teachers", "--rows", "24", "--part", "stsb", "long", "packed")
-    teacher, luna = (row["spearman"] for row in found if row["what"].startswith("stsb"))
-    assert teacher == luna
-    for part in ("long: Luna", "packed: Luna with P"):
+def test_teacher_and_luna(measure, trained):
+    found = measure("real_teachers", "--rows", "24", "--part", "stsb", "long", "packed", "--trained", trained)
+    teacher, *lunas = (row["spearman"] for row in found if row["what"].startswith("stsb"))
+    assert lunas == [teacher, teacher]
+    for part in ("long: Luna", f"long: trained Luna {trained}", "packed: Luna with P"):
         kinds = {(row["texts"], row["tokens"], row["rows"]) for row in found if row["what"] == part}
         assert kinds == {(name, *pair) for name in ("IMDB", "Wikipedia") for pair in PAIRS}
 
 
-def test_long_documents(measure):
-    found = measure("long_documents", "--rows", "24", "--lengths", "40", "640", "--most", "4")
+def test_long_documents(measure, trained):
+    options = ["--rows", "24", "--lengths", "40", "640", "--most", "4", "--trained", trained]
+    found = measure("long_documents", *options)
     same = {row["what"]: row for row in found if row.get("tokens") == 40}
     longer = {row["what"]: row for row in found if row.get("tokens") == 640}
-    assert len(same) == len(longer) == 5
+    assert len(same) == len(longer) == 7
     # 40 tokens are within the window and the rows of the larger Luna.
-    for name in ("windows", "full attention", "Luna, l = 48"):
+    for name in ("windows", "full attention", "Luna, l = 48", f"trained Luna {trained}, l = 48"):
         for score in ("half", "sentence"):
             assert same[f"documents: {name}"][score] == same["documents: teacher, truncated"][score]
     assert all(row["articles"] == 4 and row["seconds"] > 0 for row in longer.values())
 
 
-def test_far_evidence(measure):
+def test_far_evidence(measure, trained):
     options = ["--length", "32", "--steps", "2", "--batch_size", "3", "--eval_batches", "2"]
     methods = ("full", "half", "quarter", "linear", "mlp", "attention")
     found = measure("far_evidence", "--methods", *methods, *options)
-    assert [row["what"] for row in found] == [f"far evidence: {method}" for method in methods]
+    found += measure("far_evidence", "--methods", "half", "--trained", trained, *options)
+    assert [row["what"] for row in found] == [f"far evidence: {method}" for method in (*methods, "half")]
     assert all(row["texts"] == 6 and 0 <= row["accuracy"] <= 100 and row["memory"] >= 0 for row in found)
 
 
