@@ -99,6 +99,26 @@ def test_gradients_are_the_teachers():
         torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-5)
 
 
+@pytest.mark.parametrize(
+    ("name", "head"),
+    [
+        ("bert", "Model"),
+        ("bert", "ForMaskedLM"),
+        ("roberta", "ForTokenClassification"),
+        ("roberta", "ForSequenceClassification"),
+    ],
+)
+def test_dropout_is_the_teachers(name, head):
+    """With the same random numbers, outputs in training are equal too. BERT's pooling layer has no dropout."""
+    teacher = make(name, head, hidden_dropout_prob=0.3, attention_probs_dropout_prob=0.2)
+    student = from_teacher(teacher, projection_length=LENGTH).model
+    results = []
+    for model in (student, teacher):
+        torch.manual_seed(5)
+        results.append(model.train()(**batch_of(name)))
+    compare(*results, MASKS["right"], head)
+
+
 def test_fields_of_the_teacher():
     teacher = make("distilbert", "ForSequenceClassification", num_labels=3, dropout=0.2, seq_classif_dropout=0.3)
     config = from_teacher(teacher, projection_length=5).model.config
