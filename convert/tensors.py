@@ -9,7 +9,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from luna_mega.convert.evidence import same_bits
 from luna_mega.convert.keymap import LAYER_NORM, WIDE, KeyMap, Reshape
-from luna_mega.errors import ConversionError, shown
+from luna_mega.errors import ConversionError, reason, shown
 from luna_mega.escaping import one_line
 
 DTYPES = ("float32", "float16", "bfloat16")
@@ -150,8 +150,11 @@ def check_unshared(mapping: Mapping, tensors: dict[str, torch.Tensor]) -> None:
 
 
 def meta_model(model_class: type[PreTrainedModel], config: PreTrainedConfig) -> PreTrainedModel:
-    with torch.device("meta"):
-        return model_class(config)
+    try:
+        with torch.device("meta"):
+            return model_class(config)
+    except (RuntimeError, TypeError, ValueError, OverflowError) as error:  # of torch, for sizes that no tensor has
+        raise ConversionError(f"the sizes of the configuration are invalid: {reason(error)}") from error
 
 
 def few(keys: list[str]) -> str:

@@ -11,8 +11,8 @@ from transformers import PreTrainedConfig
 from luna_mega.convert.formats import Format
 from luna_mega.convert.formats.format import read_model
 from luna_mega.convert.formats.registry import detect, find_format, is_checkpoint, open_checkpoint
-from luna_mega.convert.tensors import dtype_name
-from luna_mega.errors import ConversionError, reason, shown
+from luna_mega.convert.tensors import dtype_name, meta_model
+from luna_mega.errors import ConversionError, shown
 from luna_mega.hub.folder import REPORT_NAME, ModelFolder, position_limit, read_folder
 from luna_mega.inspection import costs
 
@@ -104,10 +104,9 @@ def describe(path: str | Path, length: int | None = None, progress: bool = False
     usual = costs.usual_length(config)
     length = length or min(usual, limit or usual)
     try:
-        with torch.device("meta"):
-            model = model_class(config)
-    except (RuntimeError, TypeError, ValueError, OverflowError) as error:  # of torch, for sizes that no tensor has
-        raise ConversionError(f"{path}: the sizes of the configuration are invalid: {reason(error)}") from error
+        model = meta_model(model_class, config)
+    except ConversionError as error:
+        raise ConversionError(f"{path}: {error}") from error
     parameters = costs.count_parameters(model)
     dtype = dtypes.most_common(1)[0][0]
     size = getattr(torch, dtype).itemsize

@@ -108,3 +108,10 @@ def test_a_tied_tensor_is_written_once(convert, tmp_path):
     tensors = torch.load(tmp_path / "model.pt", weights_only=False)["model"]
     copies = "decoder.adaptive_softmax.tail.0.2.weight", "decoder.embed_tokens.embeddings.1.0.weight"
     assert len({tensors[name].data_ptr() for name in copies}) == 1
+
+
+def test_sizes_that_the_model_rejects(tmp_path, capsys):
+    folder = save(tmp_path / "model", embedding_size=12, tie_word_embeddings=False)
+    edit(folder, tie_word_embeddings=True)
+    error = fails(capsys, folder, tmp_path / "model.pt")
+    assert "the sizes of the configuration are invalid: tie_word_embeddings=True needs embedding_size" in error
