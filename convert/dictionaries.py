@@ -182,7 +182,7 @@ class VocabularyAndLabels(DictionaryKind):
                 raise ConversionError(self._no_fit(dictionary))
             other = getattr(dictionaries, role)
             if other is not None and other.symbols != dictionary.symbols:
-                raise ConversionError(f"{path}: fits as {role}, and so does {other.path}; give one of them")
+                raise ConversionError(f"{path}: fits as {role}, and so does {other.path}; pass one of them")
             setattr(dictionaries, role, other or dictionary)
         if dictionaries.labels is not None:
             dictionaries.class_names = dictionaries.labels.labels
@@ -219,7 +219,7 @@ class VocabularyAndLabels(DictionaryKind):
             expected.append(f"{self.num_labels} classes ({len(dictionary.labels)} labels)")
         model = " or ".join(expected) or "no vocabulary and no classes"
         return (
-            f"{dictionary.path}: {symbols} symbols do not fit the model, which has {model}; give the dictionary it was "
+            f"{dictionary.path}: {symbols} symbols do not fit the model, which has {model}; pass the dictionary it was "
             "trained with (--dict)"
         )
 
@@ -252,7 +252,7 @@ class LanguagePair(DictionaryKind):
             free = [role for role in fitting if role not in by_role]
             if not free:
                 other = by_role[fitting[-1]].path
-                raise ConversionError(f"{path}: fits as {fitting[-1]}, and so does {other}; give one of them")
+                raise ConversionError(f"{path}: fits as {fitting[-1]}, and so does {other}; pass one of them")
             by_role[free[0]] = dictionary
         if by_role and self.joint:
             first, *others = by_role.values()
@@ -265,7 +265,7 @@ class LanguagePair(DictionaryKind):
         if missing := [name for role, name in zip(_ROLES, names, strict=True) if role not in by_role]:
             raise ConversionError(
                 f"{next(iter(by_role.values())).path}: the dictionary of the other language, {missing[0]}, is missing; "
-                "give both with --dict"
+                "pass both with --dict"
             )
         return Dictionaries(by_role["source"], by_role["target"])
 
@@ -288,7 +288,7 @@ class LanguagePair(DictionaryKind):
             rows = " and ".join(f"{size} embeddings of the {role}" for role, size in sizes)
             raise ConversionError(
                 f"{dictionary.path}: {len(dictionary.symbols)} symbols and {len(SPECIALS)} specials do not fit the "
-                f"{rows}, which are in {' and '.join(names)}; give the dictionaries it was trained with (--dict)"
+                f"{rows}, which are in {' and '.join(names)}; pass the dictionaries it was trained with (--dict)"
             )
         return fitting
 
@@ -303,7 +303,7 @@ class ClassNames(DictionaryKind):
         if not given:
             return Dictionaries(notes=["classes have numbers; --dict FILE gives them names, one a line"])
         if len(given) > 1:
-            raise ConversionError(f"{given[1]}: the names of the classes are in one file; give one --dict")
+            raise ConversionError(f"{given[1]}: the names of the classes are in one file; pass one --dict")
         path = Path(given[0])
         names = tuple(line.strip() for line in read_text(path).removesuffix("\n").split("\n"))
         if len(names) != self.num_labels:
@@ -314,7 +314,7 @@ class ClassNames(DictionaryKind):
 
     def export(self, given: list[str | Path], folder: Path, class_names: dict[int, str]) -> tuple[Files, list[str]]:
         if given:
-            raise ConversionError(f"--dict {given[0]}: the original code reads no dictionary; leave the option out")
+            raise ConversionError(f"--dict {given[0]}: the original code reads no dictionary; omit the option")
         return {}, []
 
 
@@ -338,7 +338,7 @@ class PieceFile(DictionaryKind):
 
     def export(self, given: list[str | Path], folder: Path, class_names: dict[int, str]) -> tuple[Files, list[str]]:
         if len(given) > 1:
-            raise ConversionError(f"--dict {given[1]}: the original reads one SentencePiece model; give one --dict")
+            raise ConversionError(f"--dict {given[1]}: the original reads one SentencePiece model; pass one --dict")
         path = Path(given[0]) if given else next(iter(_inside(folder, PIECES_FILE)), None)
         if path is None:
             return {}, [f"no {PIECES_FILE} in the folder, which the original needs next to the weights; --dict adds it"]
@@ -353,6 +353,6 @@ def _label_dictionary(names: list[str]) -> bytes:
     for name in names:
         if not re.fullmatch(r"\S+( \S+)*", name) or name in SPECIALS or names.count(name) > 1:
             raise ConversionError(
-                f"config.json: id2label has {shown(name)}, which no dictionary can hold; rename the class"
+                f"config.json: id2label has {shown(name)}, which a dictionary cannot contain; rename the class"
             )
     return "".join(f"{name} 1\n" for name in names).encode()

@@ -97,9 +97,9 @@ def export_checkpoint(
         chosen = choose_export(source.model_class, source.config, source.tensors(), head, report)
         facts, target = chosen.format.facts, chosen.target
         if layer_norm is not None and "layer-norm" in facts.unsupported_options:
-            raise ConversionError(f"--layer-norm {layer_norm}: {facts.unsupported_options['layer-norm']}; leave it out")
+            raise ConversionError(f"--layer-norm {layer_norm}: {facts.unsupported_options['layer-norm']}; omit it")
         if shards is not None and not facts.container.is_folder:
-            raise ConversionError(f"--shards {shards}: a {facts.name} checkpoint is one file; leave the option out")
+            raise ConversionError(f"--shards {shards}: a {facts.name} checkpoint is one file; omit the option")
     except ConversionError as error:
         raise ConversionError(f"{source.path}: {error}") from error
     output = check_output(output) if facts.container.is_folder else check_new_file(output)

@@ -161,10 +161,10 @@ def _identify(checkpoint: Checkpoint, head: str | None, layer_norm: str, ema_con
     try:
         if head is not None and facts.usual_head is None:
             named = ", ".join(known.facts.name for known in registered_formats() if known.facts.usual_head)
-            raise ConversionError(f"--head {head}: only {named} files have named heads; leave the option out")
+            raise ConversionError(f"--head {head}: only {named} files have named heads; omit the option")
         for name, value in (("layer-norm", layer_norm), ("ema-convention", ema_convention)):
             if value != "auto" and name in facts.unsupported_options:
-                raise ConversionError(f"--{name} {value}: {facts.unsupported_options[name]}; leave the option out")
+                raise ConversionError(f"--{name} {value}: {facts.unsupported_options[name]}; omit the option")
         decisions: list[Decision] = []
         if "ema-convention" not in facts.unsupported_options:
             decisions.append(decide_ema_convention(tensors, ema_convention))
@@ -198,7 +198,7 @@ def _report(
     if infinite:
         warnings.append(non_finite(infinite, converted))
         if facts.finite:
-            raise ConversionError(f"{checkpoint.path}: {warnings[-1]}; copy it again, or give an earlier checkpoint")
+            raise ConversionError(f"{checkpoint.path}: {warnings[-1]}; copy it again, or pass an earlier checkpoint")
     statistics = {name for name, _ in model.named_buffers()}
     shape = {key: list(tensor.shape) for key, tensor in checkpoint.tensors.items()}
     mapped, dropped = source.mapping.mapped.items(), source.mapping.dropped.items()

@@ -92,8 +92,8 @@ def map_tensors(keymap: KeyMap, weights: Weights, tensors: dict[str, torch.Tenso
     named = {"missing": missing, "unexpected": unexpected}
     if problems := [f"{problem}: {few(keys)}" for problem, keys in named.items() if keys]:
         raise ConversionError(
-            f"the tensors are not those of {weights.name} ({'; '.join(problems)}); the file is incomplete or of a "
-            "changed model"
+            f"the tensors do not match {weights.name} ({'; '.join(problems)}); the file is incomplete or of a "
+            "modified model"
         )
     mapping = Mapping(mapped, dropped, transforms, absent, frozenset(weights.tied))
     for key, target in mapped.items():
@@ -102,7 +102,7 @@ def map_tensors(keymap: KeyMap, weights: Weights, tensors: dict[str, torch.Tenso
     for copy, original in tied.items():
         if original in tensors and not same_bits(tensors[copy], tensors[original]):
             raise ConversionError(
-                f"tensors {copy!r} and {original!r} are tied in the original but differ; the file was changed"
+                f"tensors {copy!r} and {original!r} are tied in the original but differ; the file was modified"
             )
     return mapping
 

@@ -141,7 +141,7 @@ def choose_config(
         size, patch = loaded.image_size, loaded.patch_size
         if data.image_size not in (None, size) or loaded.num_channels != channels:
             fail(
-                f"{model.model_name_or_path} takes images of {size} x {size} in {loaded.num_channels} "
+                f"{model.model_name_or_path} reads images of {size} x {size} in {loaded.num_channels} "
                 f"channels, not of {data.image_size or size} in {channels} (--image_size, --channels)"
             )
     if size % patch:

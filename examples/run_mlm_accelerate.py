@@ -177,7 +177,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
         for path in output.glob("checkpoint-*.tmp"):  # of a run that was killed while it saved
             shutil.rmtree(path)
         if (found := sort_checkpoints(options.output_dir)) and not options.resume:
-            fail(f"{found[-1]} already exists: pass --resume true, or another --output_dir")
+            fail(f"{found[-1]} already exists; pass --resume true, or another --output_dir")
         split = load_splits({"train": None}, options, [options.text_column])["train"]
         tokenizer = make_tokenizer(source, split[options.text_column], options.block_size)
         blocks = cut_blocks(split, "train", tokenizer, options)

@@ -33,7 +33,7 @@ try:
     from sentence_transformers.sentence_transformer.losses import MultipleNegativesRankingLoss
     from sentence_transformers.sentence_transformer.modules import Pooling, Transformer
 except ImportError:
-    fail("sentence-transformers is not installed: pip install '.[examples,ecosystem]'")
+    fail("sentence-transformers is not installed; run pip install '.[examples,ecosystem]'")
 
 TITLE, METRIC = "Sentence embeddings", "eval_sts_spearman_cosine"
 POOLINGS = ("mean", "cls", "max", "mean_sqrt_len_tokens")

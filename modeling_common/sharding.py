@@ -49,7 +49,7 @@ def shard_sequence(batch: dict[str, Any], group: "dist.ProcessGroup", multiple: 
         if units < ranks:
             raise ValueError(
                 f"{name} of length {value.shape[axis]} has {units} parts of {multiple} positions, fewer than the "
-                f"{ranks} ranks of the group: use fewer ranks or longer sequences"
+                f"{ranks} ranks of the group; use fewer ranks or longer sequences"
             )
         start = units * rank // ranks * multiple
         stop = min(units * (rank + 1) // ranks * multiple, value.shape[axis])

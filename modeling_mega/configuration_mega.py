@@ -316,7 +316,7 @@ class MegaConfig(MegaPresets, SharedConfig, PreTrainedConfig):
         if self.relative_positional_bias == "simple" and not self.use_chunking and self.max_positions != patches:
             raise ValueError(f"`max_positions` must be {patches}, the number of patches, got {self.max_positions}")
         if self.is_decoder:
-            raise ValueError("input_type='patches' needs an encoder: omit is_decoder=True")
+            raise ValueError("input_type='patches' requires an encoder; omit is_decoder=True")
         if self.unpad_inputs:
             raise ValueError("input_type='patches' has no padding to remove; omit unpad_inputs=True")
 

@@ -85,7 +85,7 @@ def check_study(model: StudyArguments) -> None:
 def read_start(model: StudyArguments, config: PreTrainedConfig, block_size: int) -> LocalStart | None:
     """Return the options of the local initialization for this vocabulary and length; None without `--local_start`."""
     if model.without and config.initialization != "local":
-        fail("--without requires local initialization: add initialization=local to --config_overrides")
+        fail("--without requires local initialization; add initialization=local to --config_overrides")
     if not model.local_start:
         return None
     with one_line("--local_options"):

@@ -122,7 +122,7 @@ def models(runs: list[dict[str, Any]], output: Path) -> tuple[Table, str | None]
         if run["task"] in PREDICTED:
             curve = read_history(run["folder"]).dropna(subset=["tokens", "seconds", "loss"])
             if curve.empty:
-                fail(f"{run['folder']}/trainer_state.json has no evaluations: pretrain with --eval_strategy steps")
+                fail(f"{run['folder']}/trainer_state.json has no evaluations; pretrain with --eval_strategy steps")
             curves.append(curve.assign(run=len(rows), row=row["row"]))
         else:
             scratch = run["model"].endswith("from scratch")

@@ -124,10 +124,10 @@ def test_reports_as_json(encoder, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("argv", "answer"),
     [
-        (["convert", "FOLDER", "--output", "NEW"], "is a folder; give the checkpoint file itself"),
+        (["convert", "FOLDER", "--output", "NEW"], "is a folder; pass the checkpoint file itself"),
         (
             ["convert", "WEIGHTS", "--output", "NEW"],
-            "a safetensors file, which has no fairseq 'args'; give the .pt file",
+            "a safetensors file, which has no fairseq 'args'; pass the .pt file",
         ),
         (["convert", "TEXT", "--output", "NEW"], "not a checkpoint"),
         (["convert", "NEW", "--output", "NEW2"], "no such file"),

@@ -89,7 +89,7 @@ def companions(target: Target, evidence: Evidence, starts_with_cls: bool) -> Com
 
     def tokenizer(dictionaries: Dictionaries, bpe: Bpe, notes: list[str]) -> ConvertedTokenizer | None:
         if bpe is not None:
-            raise ConversionError(f"--bpe {bpe}: LRA has no byte-pair encoding; leave the option out")
+            raise ConversionError(f"--bpe {bpe}: LRA has no byte-pair encoding; omit the option")
         if dictionaries.vocabulary is None:
             return None
         words = word_tokenizer(dictionaries.vocabulary, _CLS, starts_with_cls, config.max_position_embeddings)

@@ -63,7 +63,7 @@ def _consolidated(folder: Path) -> tuple[int, str]:
         if not weights:
             raise ConversionError(
                 f"{folder / training[0]}: sharded training state (FSDP), which the original cannot load again either; "
-                "give the folder of the consolidated checkpoint, with consolidate_config.json"
+                "pass the folder of the consolidated checkpoint, with consolidate_config.json"
             )
         raise ConversionError(
             f"{folder}: {weights[0]} without {CONSOLIDATED}, which has the number of shards; copy it there, or write "
@@ -87,7 +87,9 @@ def _settings(folder: Path) -> dict[str, Any]:
     content = read_json(file)
     model, tokenizer = content.get("model"), content.get(TOKENIZER, {})
     if not isinstance(model, dict) or {TOKENIZER, SHARDS} & model.keys():
-        raise ConversionError(f"{file}: 'model' does not hold the settings of a Megalodon model; copy the file again")
+        raise ConversionError(
+            f"{file}: 'model' does not contain the settings of a Megalodon model; copy the file again"
+        )
     try:
         return plain_args(argparse.Namespace(**model, **{TOKENIZER: tokenizer}))
     except ConversionError as error:
@@ -175,10 +177,10 @@ class MegalodonFolder(Folder):
         count = export.shards or args[SHARDS]
         sizes = ("num_attention_heads", "norm_num_groups", "intermediate_size")
         if uneven := [f"{name} = {getattr(config, name)}" for name in sizes if getattr(config, name) % count]:
-            raise ConversionError(f"--shards {count}: does not divide {', '.join(uneven)}; give a number that does")
+            raise ConversionError(f"--shards {count}: does not divide {', '.join(uneven)}; pass a number that does")
         if count > 1 and config.rescale_nffn:
             raise ConversionError(
-                f"--shards {count}: the original runs rescale_nffn in one shard only; leave the option out"
+                f"--shards {count}: the original runs rescale_nffn in one shard only; omit the option"
             )
         model = {name: value for name, value in args.items() if name not in (TOKENIZER, SHARDS)}
         tokenizer = args[TOKENIZER]
@@ -204,6 +206,6 @@ def additional_tokens(model: PieceModel, settings: dict[str, Any], rows: int) ->
     if extra < 0 or extra % _EXTRA or pieces + extra != rows:
         raise ConversionError(
             f"{model.path}: {pieces} pieces and {max(extra, 0)} additional tokens do not fit the model, whose "
-            f"vocabulary has {rows}; give the SentencePiece model that it was trained with"
+            f"vocabulary has {rows}; pass the SentencePiece model that it was trained with"
         )
     return extra

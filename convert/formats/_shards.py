@@ -38,7 +38,7 @@ def join_shards(shards: Mapping[str, Tensors]) -> Tensors:
             _check_part(name, tensor, file, first[name], first_file)
     for (other_file, others), (file, tensors) in combinations(shards.items(), 2):
         if all(same_bits(tensor, others[name]) for name, tensor in tensors.items() if _dimension(name) is not None):
-            raise ConversionError(f"{file} has the same tensors as {other_file}; give the shard of its rank")
+            raise ConversionError(f"{file} has the same tensors as {other_file}; pass the shard of its rank")
     parts = {name: [tensors[name] for tensors in shards.values()] for name in first}
     return {
         name: part[0] if len(part) == 1 or (dimension := _dimension(name)) is None else torch.cat(part, dimension)

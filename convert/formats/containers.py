@@ -142,7 +142,7 @@ def _check_companions(output: Path, companions: dict[str, bytes]) -> None:
     for name, content in companions.items():
         if output.name == name.partition("/")[0]:
             raise ConversionError(
-                f"{output}: the export also writes {name} into this folder; give the checkpoint another name"
+                f"{output}: the export also writes {name} into this folder; use another name for the checkpoint"
             )
         path = output.parent / name
         if path.exists() and (path.is_dir() or path.read_bytes() != content):

@@ -46,7 +46,7 @@ class Revision:
 def no_tokenizer(dictionaries: Dictionaries, bpe: Bpe, notes: list[str]) -> None:
     """Return None, the tokenizer of a model without one."""
     if bpe is not None:
-        raise ConversionError(f"--bpe {bpe}: the model has no tokenizer; leave the option out")
+        raise ConversionError(f"--bpe {bpe}: the model has no tokenizer; omit the option")
 
 
 @dataclass(frozen=True)

@@ -73,12 +73,12 @@ def _base(evidence: Evidence) -> dict[str, float]:
 def _checked(evidence: Evidence) -> dict[str, Any]:
     """Raise `ConversionError` for an unknown setting, or for statistics before the first position."""
     if unknown := sorted(evidence.args.keys() - {row.name for row in _TABLE}):
-        raise ConversionError(f"{evidence.shown(unknown[0])}: the released code has no such field; take it out")
+        raise ConversionError(f"{evidence.shown(unknown[0])}: the released code has no such field; remove it")
     tensors = evidence.tensors
     if prior := next((key for key, tensor in tensors.items() if key.endswith("prior_count") and tensor.any()), None):
         raise ConversionError(
             f"tensor {shown(prior)} is {tensors[prior].tolist()}: statistics before the first position, which no "
-            "released model has, are not supported; give a checkpoint whose norms begin with a count of 0"
+            "released model has, are not supported; pass a checkpoint whose norms begin with a count of 0"
         )
     return {}
 

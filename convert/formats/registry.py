@@ -36,7 +36,7 @@ def register_format(checkpoint_format: Format) -> None:
     facts = checkpoint_format.facts
     for known in (other.facts for other in _FORMATS.values() if other is not checkpoint_format):
         if known.name == facts.name:
-            raise ValueError(f"format {facts.name!r} is registered already; give another name")
+            raise ValueError(f"format {facts.name!r} is registered already; use another name")
         if facts.stacks and (known.stacks, known.aliases) == (facts.stacks, facts.aliases):
             raise ValueError(f"format {facts.name!r} has the same stacks as {known.name!r}: {set(facts.stacks)}")
     _FORMATS[facts.name] = checkpoint_format
@@ -80,7 +80,7 @@ def open_checkpoint(path: str | Path, progress: bool = False) -> Checkpoint:
     except ConversionError:
         if (fmt := _folder_format(path.parent)) is None:
             raise
-        raise ConversionError(f"{path}: one file of a {fmt.facts.name} checkpoint; give its folder") from None
+        raise ConversionError(f"{path}: one file of a {fmt.facts.name} checkpoint; pass its folder") from None
 
 
 def detect(checkpoint: Checkpoint) -> tuple[Format, str, Checkpoint, list[str]]:
@@ -113,7 +113,7 @@ def _reason(tensors: dict, arch: str, foreign: bool) -> str:
     if foreign:
         return (
             f"a Megalodon-line checkpoint (arch {arch}: complex EMA, timestep norm), but not as the released code "
-            "saves it; give the folder with consolidate_config.json and consolidated.pth"
+            "saves it; pass the folder with consolidate_config.json and consolidated.pth"
         )
     if any(re.search(_MEGA, key) for key in tensors):
         return (

@@ -89,5 +89,5 @@ def _key_of(persistent_id: Any) -> str:
 def _tuple_of(items: list[_Item]) -> _Item:
     found = _Item(items, 1 + sum(item.values for item in items), 1 + max((item.depth for item in items), default=0))
     if found.values > MOST_VALUES or found.depth > DEEPEST:
-        raise InvalidPickle(f"a tuple is nested more than {DEEPEST} deep or holds more than {MOST_VALUES:,} values")
+        raise InvalidPickle(f"a tuple is nested more than {DEEPEST} deep or contains more than {MOST_VALUES:,} values")
     return found

@@ -21,7 +21,7 @@ def plain_args(namespace: argparse.Namespace) -> dict[str, Any]:
     def check(value: Any, depth: int) -> None:
         nonlocal count
         if depth > DEEPEST:
-            raise ConversionError(f"field 'args' holds itself, or is nested more than {DEEPEST} deep")
+            raise ConversionError(f"field 'args' contains itself, or is nested more than {DEEPEST} deep")
         count += 1
         if isinstance(value, torch.Tensor):
             count += value.numel() if is_dense(value) else 0
@@ -30,7 +30,9 @@ def plain_args(namespace: argparse.Namespace) -> dict[str, Any]:
         elif isinstance(value, (set, frozenset)):
             count += len(value)
         if count > MOST_VALUES:
-            raise ConversionError(f"field 'args' holds more than {MOST_VALUES:,} values, and a model has some hundred")
+            raise ConversionError(
+                f"field 'args' contains more than {MOST_VALUES:,} values, but a model has a few hundred"
+            )
 
     def plain(value: Any, depth: int = 0) -> Any:
         if isinstance(value, argparse.Namespace):

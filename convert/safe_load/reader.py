@@ -26,7 +26,7 @@ _NUMPY_SCALARS = "?bhilqBHILQefd"
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 _DTYPES = (*_FLOATS, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool)
 _LATER_FAIRSEQ = (
-    "written by a later fairseq (hydra configuration); the Luna and Mega code writes 'args'; give a checkpoint "
+    "written by a later fairseq (hydra configuration); the Luna and Mega code writes 'args'; pass a checkpoint "
     "that this code saved"
 )
 
@@ -89,14 +89,14 @@ def read_checkpoint(path: str | Path, progress: bool = False) -> Checkpoint:
     path = Path(path)
     state, found = _open(path, progress)
     if not isinstance(state, dict):
-        raise ConversionError(f"{path}: holds a {type(state).__name__}, not the dict that fairseq saves")
+        raise ConversionError(f"{path}: contains a {type(state).__name__}, not the dict that fairseq saves")
     if state.get("cfg") is not None:
         raise ConversionError(f"{path}: field 'cfg': {_LATER_FAIRSEQ}")
     fields = ", ".join(key if isinstance(key, str) else shown(key) for key in list(state)[:5]) or "nothing"
     missing = [
-        f"{path}: field '{field}' is None, not as fairseq saves it; give the file that fairseq saved"
+        f"{path}: field '{field}' is None, not as fairseq saves it; pass the file that fairseq saved"
         if field in state
-        else f"{path}: no field '{field}' (found: {shown(fields)[1:-1]}): not a fairseq checkpoint; give the file "
+        else f"{path}: no field '{field}' (found: {shown(fields)[1:-1]}): not a fairseq checkpoint; pass the file "
         "that fairseq saved"
         for field in ("args", "model")
         if state.get(field) is None
@@ -154,7 +154,7 @@ def _open(path: Path, progress: bool) -> tuple[Any, dict[str, Any]]:
 def _serialization(path: Path) -> str:
     if path.is_dir():
         inside = ", ".join(sorted(p.name for p in path.glob("*.pt"))[:3]) or "none of its files ends in .pt"
-        raise ConversionError(f"{path}: is a folder; give the checkpoint file itself ({inside})")
+        raise ConversionError(f"{path}: is a folder; pass the checkpoint file itself ({inside})")
     if not path.is_file():
         raise ConversionError(f"{path}: no such file")
     with path.open("rb") as file:
@@ -164,10 +164,10 @@ def _serialization(path: Path) -> str:
     if start.startswith(b"PK\x03\x04"):
         return "zip"
     if start[8:10] == b'{"':  # checked first: the length at the start of a safetensors file can be 0x80
-        raise ConversionError(f"{path}: a safetensors file, which has no fairseq 'args'; give the .pt file")
+        raise ConversionError(f"{path}: a safetensors file, which has no fairseq 'args'; pass the .pt file")
     if start.startswith(b"\x80"):
         return "legacy"
-    raise ConversionError(f"{path}: not a checkpoint (neither of torch's formats); give the file that fairseq saved")
+    raise ConversionError(f"{path}: not a checkpoint (neither of torch's formats); pass the file that fairseq saved")
 
 
 def _load(path: Path, serialization: str, checksums: Checksums) -> Any:
@@ -225,7 +225,7 @@ def _tensors(model: Any, place: str) -> dict[str, torch.Tensor]:
         if value.dtype not in _DTYPES:
             raise ConversionError(
                 f"{place}: tensor {shown(key)} has dtype {str(value.dtype).removeprefix('torch.')}, which the "
-                "original never saves; the file was changed"
+                "original never saves; the file was modified"
             )
     for prefix, (wrapper, attribute) in _WRAPPERS.items():
         if model and all(key.startswith(prefix) for key in model):

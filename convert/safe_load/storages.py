@@ -26,7 +26,7 @@ def check_bytes(tensors: Mapping[str, torch.Tensor]) -> None:
     if needed > _MOST_TIMES * stored + _ALWAYS_ALLOWED:
         raise ConversionError(
             f"field 'model': its tensors need {needed:,} bytes of memory and repeat {stored:,} of the file, which "
-            "the original never saves; the file was changed"
+            "the original never saves; the file was modified"
         )
 
 

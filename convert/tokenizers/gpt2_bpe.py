@@ -33,7 +33,7 @@ def read_gpt2_bpe(folder: str | Path) -> Gpt2Bpe:
     files = next((names for names in _FILES if all((folder / name).is_file() for name in names)), None)
     if files is None:
         pairs = " nor ".join(" and ".join(names) for names in _FILES)
-        raise ConversionError(f"--bpe {folder}: has neither {pairs}; give the folder with GPT-2's files")
+        raise ConversionError(f"--bpe {folder}: has neither {pairs}; pass the folder with GPT-2's files")
     vocabulary_file, merges_file = (folder / name for name in files)
     merges = _read_merges(merges_file)
     pieces = (*sorted(pre_tokenizers.ByteLevel.alphabet()), *map("".join, merges), _END_OF_TEXT)

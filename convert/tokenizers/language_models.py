@@ -64,7 +64,7 @@ def _pieces(dictionary: Dictionary, bpe: Gpt2Bpe, max_length: int | None) -> Tok
     if missing := missing_pieces(bpe, vocab):
         raise ConversionError(
             f"{dictionary.path}: lacks {len(missing)} of GPT-2's pieces, which a tokenizer of a language model "
-            "requires; leave --bpe out for a tokenizer of whitespace-separated GPT-2 ids"
+            "requires; omit --bpe for a tokenizer of whitespace-separated GPT-2 ids"
         )
     tokenizer = GPT2Tokenizer(
         vocab=vocab, merges=list(bpe.merges), bos_token=_END, eos_token=_END, model_max_length=max_length, **OPTIONS

@@ -59,7 +59,7 @@ def read_pieces(path: str | Path) -> PieceModel:
     """Read a SentencePiece model."""
     path = Path(path)
     if not path.is_file():
-        raise ConversionError(f"{path}: no such file; give the SentencePiece model, tokenizer.model")
+        raise ConversionError(f"{path}: no such file; pass the SentencePiece model, tokenizer.model")
     return parse_pieces(path.read_bytes(), path)
 
 

@@ -55,7 +55,7 @@ def _pieces(dictionary: Dictionary, codes: str | Path) -> tuple[Tokenizer, int]:
     """Return the backend, in which the last ids are pieces that the dictionary lacks, and the dictionary's size."""
     if not any(symbol.endswith(_CONTINUES) for symbol in dictionary.symbols):
         raise ConversionError(
-            f"{dictionary.path}: no symbol ends with {_CONTINUES}, so {codes} cannot be its codes; leave them out"
+            f"{dictionary.path}: no symbol ends with {_CONTINUES}, so {codes} cannot be its codes; omit them"
         )
     merges = read_codes(codes)
     vocab = vocabulary(map(_piece, dictionary.symbols), None)

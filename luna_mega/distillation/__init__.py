@@ -1,4 +1,4 @@
-"""Lunas and Megas made out of trained transformers: copy weights, calibrate, align, distill (docs/distillation.md)."""
+"""Distillation of transformers into Luna and Mega: copy, calibrate, align, distill (docs/distillation.md)."""
 
 from luna_mega.distillation.alignment import (
     align as align,

@@ -97,12 +97,13 @@ def align(
 
     Each layer receives the teacher's states. If complete layers are aligned, the first one receives the student's
     embeddings. Attention outputs are compared if the rest of the layer is copied, otherwise layer outputs. The loss of
-    a layer only has gradients for that layer; that of the first layer of a Luna encoder also for P. Padding does not
-    count.
+    a layer only has gradients for that layer. The loss of the first layer of a Luna encoder also has gradients for P.
+    Padding is ignored.
 
     The student is called once, so it can be wrapped by DDP or FSDP2. Train `aligned_parameters`.
 
     Args:
+        teacher: the teacher of the student.
         student: model, possibly wrapped.
         batch: `input_ids` `[B, T]`, and `attention_mask` if there is padding.
         layers: as for `copy_weights`.
@@ -115,7 +116,7 @@ def align(
     own = check_pair(teacher, student)
     repeats = any(getattr(module, "gradient_checkpointing", False) for module in own.model.modules())
     if own.model.training and (repeats or getattr(own.config, "layerdrop", 0.0)):
-        raise ValueError("align runs every layer once: turn gradient checkpointing and layerdrop off")
+        raise ValueError("align requires one call of every layer; disable gradient checkpointing and layerdrop")
     seen = _Alignment(plan_alignment(teacher, own, layers, whole), own, teacher.show(batch))
     types = "token_type_ids" in batch and bool(own.tensors("token_types"))
     inputs = inputs_of(batch, types)
@@ -162,7 +163,7 @@ class _Alignment:
     def expose_attention(self, layer: nn.Module) -> list:
         """Make a layer return its attention output instead of the tokens.
 
-        The hook runs before those of FSDP2 on the layer, which gather the weights for the backward pass of its output.
+        The hook runs before the FSDP2 hooks of the layer, which gather the weights for the backward pass of its output.
         """
         outputs = []
         keep = layer.attention.register_forward_hook(lambda module, args, output: outputs.append(output[0]))

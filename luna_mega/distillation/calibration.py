@@ -184,11 +184,11 @@ def calibration_error(
 
 @torch.no_grad()
 def scale_logits(student: PreTrainedModel, batch: dict[str, Any]) -> float:
-    """Scale the last norm of a causal student whose loss is above that of uniform predictions; return the factor.
+    """Scale the last norm of a causal student whose loss exceeds the loss of uniform predictions; return the factor.
 
     The copied head reads random states if the layers are not copied. The factor minimizes the loss on the first 1,024
-    predictions of the batch. The loss is a convex function of it, and that of the factor 0 is uniform. It is called
-    before distillation, after alignment.
+    predictions of the batch. The loss is a convex function of the factor, and the factor 0 gives uniform predictions.
+    Call it after alignment and before distillation.
     """
     own = Parts(student, find_family(student.config))
     norm, was_training = own.module("last_norm"), student.training
@@ -343,7 +343,7 @@ def _check_student(teacher: Teacher, own: Parts):
     if solves_head(teacher, own):
         return
     if own.config.model_type != "luna" or own.config.is_decoder:
-        raise ValueError(f"{type(own.model).__name__} packs nothing; skip calibration, and align its layers")
+        raise ValueError(f"{type(own.model).__name__} has no pack attention; skip calibration and align its layers")
     if own.config.tie_key_value:
         raise ValueError("calibration requires keys that differ from values; set tie_key_value=False")
 

@@ -45,8 +45,11 @@ def convert_teacher(
     """Write a trained encoder as a folder with a Luna model and its tokenizer; see `from_teacher`.
 
     Args:
-        teacher: name on the Hub or folder; of sentence-transformers, its modules are copied.
-        output: folder, absent or empty.
+        teacher: name on the Hub or folder. If it is a sentence-transformers model, its modules are copied.
+        output: output folder, which must not exist or be empty.
+        projection_length: see `from_teacher`.
+        max_length: see `from_teacher`.
+        position_extension: see `from_teacher`.
         texts: text file to fit the salience on, with one text per line.
         num_labels: see `from_teacher`; a classifier is saved without the modules of sentence-transformers.
 

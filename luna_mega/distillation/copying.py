@@ -1,4 +1,4 @@
-"""Copying of weights: what means the same in teacher and student, bit for bit, with a report."""
+"""Copying of the weights that have the same role in teacher and student, bit for bit, with a report."""
 
 import math
 import re
@@ -45,16 +45,18 @@ def extend_positions(table: torch.Tensor, length: int, how: str = "windows") -> 
     """Return a table of positions `[length, d]` for a longer (or shorter) input from a learned one `[n, d]`.
 
     Args:
-        how: `"copy"`: repeat the n rows, as Longformer does with those of RoBERTa; `"windows"`: add a distinct vector
+        table: learned position embeddings `[n, d]`.
+        length: number of rows of the result.
+        how: `"copy"`: repeat the n rows, as Longformer does with RoBERTa's table; `"windows"`: add a distinct vector
             to each repetition, which lets a Luna distinguish them; `"mirror"`: alternate the direction, so that
             neighbors stay neighbors; `"interpolate"`: stretch the n rows over the length, which also changes the
             positions of short inputs. Except for `"interpolate"`, a shorter table is truncated.
 
     Raises:
-        ValueError: If `how` is none of these, or the length is less than 1.
+        ValueError: If `how` is unknown, or `length` is less than 1.
     """
     if length < 1:
-        raise ValueError(f"a table of positions needs a length of at least 1, got {length}")
+        raise ValueError(f"`length` must be at least 1, got {length}")
     if how == "interpolate":
         rows = nn.functional.interpolate(table.T[None].float(), size=length, mode="linear", align_corners=True)
         return rows[0].T.to(table.dtype)
@@ -68,23 +70,26 @@ def extend_positions(table: torch.Tensor, length: int, how: str = "windows") -> 
     if how == "mirror":
         index = index % (2 * size)
         return table[torch.where(index < size, index, 2 * size - 1 - index)]
-    raise ValueError(f"how is 'windows', 'copy', 'mirror' or 'interpolate', got {how!r}")
+    raise ValueError(f"`how` must be 'windows', 'copy', 'mirror' or 'interpolate', got {how!r}")
 
 
 @torch.no_grad()
 def copy_weights(
     teacher: Teacher, student: PreTrainedModel, layers: Sequence[int] | None = None, positions: str = "windows"
 ) -> CopyReport:
-    """Copy what means the same in both, and return a report. The student's other weights stay as they are.
+    """Copy the weights that have the same role in teacher and student, and return a report.
 
-    Copied weights equal the teacher's bit for bit; a bias that the teacher lacks becomes 0, and a single token type is
-    added to the positions of a Luna. A Luna from a Luna and a Mega from a Mega take weights of equal names: rows of P
-    are means of neighbors, and a table of relative positions loses its ends.
+    All other weights of the student are unchanged. Copied weights equal the teacher's bit for bit. Biases that the
+    teacher does not have become 0, and a single token type is added to the positions of a Luna. From a Luna to a Luna
+    and from a Mega to a Mega, weights with equal names are copied: rows of P are averaged over neighbors, and a table
+    of relative positions is truncated at both ends.
 
     Args:
-        layers: for each layer of the student one of the teacher's, counted from 0; None = evenly, first and last among
-            them.
-        positions: how a table of learned positions is made longer, see `extend_positions`.
+        teacher: the teacher.
+        student: Luna or Mega of a compatible size; see `student_config`.
+        layers: for each layer of the student, the index of the teacher's layer; None = evenly spaced, including the
+            first and the last one.
+        positions: method that extends a table of learned positions, see `extend_positions`.
 
     Raises:
         ValueError: see `check_pair`, `match_layers` and `extend_positions`.
@@ -153,7 +158,7 @@ class _Copier:
         given = dict(module.named_parameters(recurse=False))
         words = self.own.module("words").weight
         for key, parameter in target.named_parameters(recurse=False):
-            if name == "decoder" and parameter is words:  # copied as such, or the teacher's is another one
+            if name == "decoder" and parameter is words:  # already copied, or another one in the teacher
                 continue
             tensor = tensors.get(key)
             if tensor is None and key == "bias":
@@ -194,7 +199,7 @@ class _Copier:
                 self.used.add(id(theirs[source]))
 
     def fit(self, name: str, tensor: torch.Tensor, shape: torch.Size) -> torch.Tensor | None:
-        """Return a tensor of this shape with the meaning of the given one; None if there is none."""
+        """Return the tensor converted to this shape; None if that is impossible."""
         if tensor.shape == shape:
             return tensor
         last = name.rpartition(".")[2]

@@ -46,27 +46,27 @@ def distill(
     positions at a time, which limits the memory for vocabularies of 250,000 tokens. With `share=0` the teacher is not
     called, and the batch may exceed its length limit.
 
-    The student is called once, so it can be wrapped by DDP or FSDP2. Its width and depth may differ from those of the
-    teacher.
+    The student is called once, so it can be wrapped by DDP or FSDP2. Its width and depth may differ from the teacher's.
 
     Args:
+        teacher: the teacher of the student.
         student: model, possibly wrapped.
         batch: `input_ids` `[B, T]`, `attention_mask` if there is padding, and `labels`: `[B, T]` with -100 = ignored
             (shifted by a causal model), or `[B]` for a classifier.
         share: weight of the teacher's loss, from 0 to 1.
         temperature: divisor of the logits in the teacher's loss.
         num_items_in_batch: number of predicted positions, or of labels of a classifier, in all batches of a step, by
-            which the losses are divided; None = that of this batch.
+            which the losses are divided; None = the number in this batch.
 
     Raises:
         ValueError: If labels are missing, share or temperature is out of range, or the batch exceeds the length limit
             of teacher or student; see also `check_pair`.
     """
     if not 0.0 <= share <= 1.0 or not 0.0 < temperature < float("inf"):
-        raise ValueError(f"share must be from 0 to 1 and temperature a number above 0, got {share} and {temperature}")
+        raise ValueError(f"`share` must be from 0 to 1 and `temperature` above 0, got {share} and {temperature}")
     if batch.get("labels") is None:
         raise ValueError(
-            "the batch needs labels; add the masked tokens, the next tokens, or the classes of the sequences"
+            "the batch has no `labels`; add the masked tokens, the next tokens, or the classes of the sequences"
         )
     own = check_pair(teacher, student, same_width=False)
     if own.is_classifier != teacher.is_classifier:

@@ -68,7 +68,7 @@ def set_projection_length(student: PreTrainedModel, rows: int) -> None:
 
 
 def disable_dropout(student: PreTrainedModel) -> None:
-    """Set the probabilities of dropout to 0, but not those of the configuration, for later fine-tuning."""
+    """Set the dropout probabilities of the modules to 0. The configuration keeps its values for later fine-tuning."""
     for module in student.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
@@ -148,7 +148,7 @@ def _read(
 def teacher_vectors(
     teacher: PreTrainedModel, modules: SentenceModules, batch: dict[str, torch.Tensor], window: int
 ) -> torch.Tensor:
-    """Return the teacher's vectors `[B, d]`: of longer texts the mean over windows of `window` tokens.
+    """Return the teacher's vectors `[B, d]`; the vector of a longer text is the mean over windows of `window` tokens.
 
     Every window has the first and the last token of the text, as the tokenizer adds them to a text.
     """
@@ -159,7 +159,7 @@ def teacher_vectors(
 def cosines(
     student: nn.Module, modules: SentenceModules, batch: dict[str, torch.Tensor], reference: torch.Tensor
 ) -> torch.Tensor:
-    """Return the cosines `[B]` of the student's vectors to those of `teacher_vectors`."""
+    """Return the cosine similarity `[B]` of the student's vectors and `teacher_vectors`."""
     vectors = modules.embed(student(**batch).last_hidden_state, batch["attention_mask"].bool())
     return functional.cosine_similarity(vectors, reference, dim=-1)
 

@@ -82,8 +82,9 @@ class EncoderTeacher(Teacher):
         family = check_teacher(config, _TYPES)
         if config.model_type not in _TYPES:
             raise ValueError(
-                f"the teacher ({config.model_type}) does not have the layers and learned positions of BERT, so that no "
-                f"Luna equals it; supported are {', '.join(_TYPES)}, for others see examples/run_distill.py"
+                f"the teacher ({config.model_type}) does not have the layers and learned positions of BERT, so an "
+                f"exact conversion is impossible; supported are {', '.join(_TYPES)}, for others see "
+                "examples/run_distill.py"
             )
         return family
 

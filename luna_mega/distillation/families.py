@@ -26,7 +26,7 @@ class Family:
         heads: other heads, by the end of the names of their classes -> the names of their parts, `class_...`.
         entry: names of the first module of the head; the first existing name is used.
         activation, head_activation: field of the configuration that holds the activation of the feed-forward layers and
-            of the head, or the activation itself; None = the head has no layer that ours has.
+            of the head, or the activation itself; None = the head has no corresponding layer.
         class_activation: activation of the classifier's hidden layer, None = ours differs from it.
         pre_norm: norms are before attention and feed-forward layer, else after them; Luna and Mega have a field for it.
         is_decoder: the family is causal.

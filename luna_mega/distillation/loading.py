@@ -81,7 +81,7 @@ def load_model(
     with _one_line(name_or_path):  # invalid values of the configuration may only show in a forward pass
         logits = teacher.logits({"input_ids": torch.zeros(1, 2, dtype=torch.long, device=model.device)}, None)
     if not torch.isfinite(logits).all():
-        raise ValueError(f"{name_or_path}: the teacher's logits are not finite; take another checkpoint")
+        raise ValueError(f"{name_or_path}: the teacher's logits are not finite; use another checkpoint")
     return teacher
 
 
@@ -167,11 +167,11 @@ def check_tokenizer(teacher: Teacher, tokenizer: PreTrainedTokenizerBase) -> Non
     """Check that a tokenizer is the teacher's, and that the teacher can be distilled with it.
 
     Raises:
-        ValueError: it lacks a mask token for a masked language model, or has larger ids than the teacher or other
-            padding.
+        ValueError: If it has no mask token for a masked language model, larger ids than the teacher, or another
+            padding token.
     """
     if find_head(teacher.model) == "ForMaskedLM" and tokenizer.mask_token_id is None:
-        raise ValueError("the tokenizer has no mask token, which a masked language model needs; take the teacher's own")
+        raise ValueError("the tokenizer has no mask token, which a masked LM requires; use the teacher's tokenizer")
     if (largest := largest_id(tokenizer)) >= teacher.config.vocab_size:
         raise ValueError(
             f"the tokenizer has token id {largest}, but the teacher's vocab_size is {teacher.config.vocab_size}; use "
@@ -179,4 +179,4 @@ def check_tokenizer(teacher: Teacher, tokenizer: PreTrainedTokenizerBase) -> Non
         )
     own, padding = getattr(teacher.config, "pad_token_id", None), tokenizer.pad_token_id
     if own is not None and padding is not None and own != padding:
-        raise ValueError(f"the tokenizer pads with {padding} and the teacher with {own}; take the teacher's own")
+        raise ValueError(f"the tokenizer pads with {padding} and the teacher with {own}; use the teacher's tokenizer")

@@ -90,7 +90,7 @@ def check_options(model: DistillArguments, training: TrainingArguments) -> None:
     if not (0 <= model.distill_share <= 1 and model.distill_temperature > 0):
         fail("--distill_share must be from 0 to 1, and --distill_temperature above 0")
     if training.n_gpu > 1:
-        fail(f"{training.n_gpu} GPUs need a process each: launch with torchrun or accelerate")
+        fail(f"{training.n_gpu} GPUs require one process each; launch with torchrun or accelerate")
     if training.torch_compile:
         fail("--torch_compile: the stages require the layers of the student, which a compiled model hides; omit it")
 
@@ -108,7 +108,7 @@ def make_teacher(model: DistillArguments, block_size: int) -> tuple[Teacher, Pre
     asked = model.distill_share or model.align_steps or (model.is_new and model.calibration_batches)
     if asked and not reads_all(teacher, block_size):
         fail(
-            f"--block_size {block_size} is more than the {teacher.max_length} tokens that the teacher reads: pass "
+            f"--block_size {block_size} is more than the {teacher.max_length} tokens that the teacher supports; pass "
             f"--teacher_window {teacher.max_length} (language models), or --distill_share 0 --align_steps 0 "
             "--calibration_batches 0"
         )
@@ -140,7 +140,7 @@ def make_student(teacher: Teacher, model: DistillArguments, block_size: int, fol
         own = check_pair(teacher, student, same_width=bool(model.align_steps))
         match_layers(teacher, own, model.layers)
     if model.align_steps and getattr(student.config, "layerdrop", 0.0):
-        fail("alignment runs every layer: set layerdrop=0.0, or --align_steps 0")
+        fail("alignment runs every layer; set layerdrop=0.0, or --align_steps 0")
     limit = position_limit(student.config)
     if limit is not None and limit < block_size:
         fail(f"--block_size {block_size} is more than the {limit} positions of the student; raise --max_length")
@@ -157,7 +157,7 @@ def configure(teacher: Teacher, model: DistillArguments, block_size: int) -> Lun
     fields = {name: value for name, value in (options | {"num_hidden_layers": depth}).items() if value is not None}
     fields |= parse_fields(model.config_overrides)
     if unknown := [name for name in fields if not hasattr(kind(), name)]:
-        fail(f"a {model.student} has no field {', '.join(unknown)}: see --projection_length and --config_overrides")
+        fail(f"a {model.student} has no field {', '.join(unknown)}; see --projection_length and --config_overrides")
     fields = {kind.attribute_map.get(name, name): value for name, value in fields.items()}
     config = student_config(teacher, model.student, **fields)
     if model.max_length is None and (position_limit(config) or block_size) < block_size:
@@ -167,7 +167,7 @@ def configure(teacher: Teacher, model: DistillArguments, block_size: int) -> Lun
 
 
 def calibrates(teacher: Teacher, student: PreTrainedModel, model: DistillArguments) -> bool:
-    """Return whether the student has a pack attention that the teacher has not, or a Mega's head, to calibrate."""
+    """Return whether the student has a pack attention or a Mega's head to calibrate, and the teacher has none."""
     is_encoder = student.config.model_type == "luna" and not student.config.is_decoder
     packs = is_encoder and teacher.config.model_type != "luna"
     return bool(model.calibration_batches) and (packs or solves_head(teacher, check_pair(teacher, student)))
@@ -212,9 +212,9 @@ def calibrate_student(
 def _check_errors(
     teacher: Teacher, student: PreTrainedModel, model: DistillArguments, batch: dict[str, torch.Tensor]
 ) -> str:
-    """Return a line with the error of every layer; exit if that of a calibrated attention is too large.
+    """Return a line with the error of every layer; exit if the error of a calibrated attention is too large.
 
-    If the other weights of the layers are not copied, the error is not that of the calibration.
+    If the other weights of the layers are not copied, the error has other causes than the calibration.
     """
     with one_line("stage calibrate"):
         errors = calibration_error(teacher, student, batch, model.layers)
@@ -232,7 +232,7 @@ def _check_errors(
 
 
 def scale_student(student: PreTrainedModel, batches: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-    """Scale the logits of a causal student to a loss of at most that of uniform predictions.
+    """Scale the logits of a causal student so that its loss does not exceed the loss of uniform predictions.
 
     Returns:
         The parameters of the last norm before the change, with their names in the student.

@@ -20,7 +20,7 @@ STAGES = ("copy", "calibrate", "align", "distill")
 class Record:
     """Rows of `stages.json`: scores of the student, and the tokens and seconds of all stages until then.
 
-    Tokens are those of calibration, alignment and distillation. Seconds include those of the teacher.
+    Tokens are counted in calibration, alignment and distillation. Seconds include the teacher's.
     """
 
     def __init__(self, training: TrainingArguments, resumed: bool):

@@ -23,7 +23,7 @@ def has_checkpoints(folder: str) -> bool:
 
 
 def plan_alignment(model: DistillArguments, training: TrainingArguments) -> TrainingArguments:
-    """Return the options of alignment, and leave those of distillation in `training`.
+    """Return the options of alignment; `training` keeps the options of distillation.
 
     Each stage has its own schedule with a warm-up of at most a quarter of its steps. `--resume_from_checkpoint` applies
     to the interrupted stage.
@@ -32,7 +32,7 @@ def plan_alignment(model: DistillArguments, training: TrainingArguments) -> Trai
     first.output_dir = str(Path(training.output_dir, "_align"))  # Trainer pushes nothing with _ to the Hub
     first.max_steps, first.learning_rate = model.align_steps, model.align_learning_rate
     first.load_best_model_at_end = first.push_to_hub = first.gradient_checkpointing = False
-    first.ddp_find_unused_parameters = False  # DDP searches the logits, but the losses are those of the layers
+    first.ddp_find_unused_parameters = False  # DDP searches the logits, but the losses come from the layers
     first.seed = training.seed + 1  # other blocks than at the start of distillation
     if wanted:
         early = Path(wanted).resolve().parent == Path(first.output_dir).resolve()

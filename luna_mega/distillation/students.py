@@ -1,4 +1,4 @@
-"""Students: Lunas and Megas of a teacher's size, and whether a teacher and a student fit together."""
+"""Students: Luna and Mega models of a teacher's size, and checks that teacher and student are compatible."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -133,7 +133,7 @@ def build_student(teacher: Teacher, config: LunaConfig | MegaConfig) -> PreTrain
     The update gates of a pre-norm Mega whose layers cannot be copied are initialized to keep most of the input.
 
     Raises:
-        ValueError: teacher and configuration do not fit together, see `check_pair`.
+        ValueError: If teacher and configuration are not compatible, see `check_pair`.
     """
     masked, causal, classifier = _CLASSES[config.model_type]
     model_class = classifier if teacher.is_classifier else causal if config.is_decoder else masked
@@ -152,6 +152,8 @@ def check_pair(teacher: Teacher, student: PreTrainedModel, same_width: bool = Tr
     """Check a student, possibly wrapped by DDP or FSDP2, and return its parts.
 
     Args:
+        teacher: the teacher.
+        student: model, possibly wrapped.
         same_width: whether the student must have the teacher's width; `distill` does not require it.
 
     Raises:
@@ -159,37 +161,39 @@ def check_pair(teacher: Teacher, student: PreTrainedModel, same_width: bool = Tr
             tokens or labels.
     """
     if hasattr(student, "_orig_mod") or getattr(student, "_compiled_call_impl", None) is not None:
-        raise ValueError("the student is compiled, and hooks on its layers would not run: compile it when it is made")
+        raise ValueError("the student is compiled, so hooks on its layers do not run; compile it after distillation")
     student = getattr(student, "module", student)
     if not isinstance(student, PreTrainedModel):
-        raise ValueError(f"the student has to be a model of luna_mega or DDP of one, got a {type(student).__name__}")
+        raise ValueError(f"the student must be a model of luna_mega or DDP of one, got a {type(student).__name__}")
     config, theirs = student.config, teacher.config
     if not isinstance(student, sum(_CLASSES.values(), ())):
         raise ValueError(
-            f"{type(student).__name__} cannot be a student: make one with student_config and build_student"
+            f"{type(student).__name__} cannot be a student; create one with student_config and build_student"
         )
     if getattr(config, "share_layers", False) or getattr(config, "adaptive_input_cutoffs", None):
-        raise ValueError("a student has layers of its own and one table of words: set share_layers=False, no cutoffs")
+        raise ValueError(
+            "a student must not share layers or use cutoffs; set share_layers=False and adaptive_input_cutoffs=None"
+        )
     if teacher.family.is_decoder != config.is_decoder:
         _raise_direction(teacher, type(student).__name__)
     sizes = ["vocab_size", *(["hidden_size"] if same_width else [])]
     for name in sizes:
         if getattr(config, name) != getattr(theirs, name):
             raise ValueError(
-                f"the student's {name} is {getattr(config, name)} and the teacher's {getattr(theirs, name)}: they must "
+                f"the student's {name} is {getattr(config, name)} and the teacher's {getattr(theirs, name)}; they must "
                 "be equal, as in student_config(teacher, ...)"
             )
     for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
         token = getattr(theirs, name, None)
         if token is not None and getattr(config, name) != token:
             raise ValueError(
-                f"the student's {name} is {getattr(config, name)} and the teacher's {token}: they must be equal, as "
-                "both read the same tokens"
+                f"the student's {name} is {getattr(config, name)} and the teacher's {token}; they must be equal, "
+                "because both read the same tokens"
             )
     own = Parts(student, find_family(config))
     if own.is_classifier and teacher.is_classifier and config.id2label != theirs.id2label:
         raise ValueError(
-            f"the student's labels are {config.id2label} and the teacher's {theirs.id2label}: they must be equal"
+            f"the student's labels are {config.id2label} and the teacher's {theirs.id2label}; they must be equal"
         )
     return own
 
@@ -197,8 +201,8 @@ def check_pair(teacher: Teacher, student: PreTrainedModel, same_width: bool = Tr
 def _raise_direction(teacher: Teacher, student: str) -> None:
     has, is_not = ("a decoder", "an encoder") if teacher.family.is_decoder else ("an encoder", "a decoder")
     raise ValueError(
-        f"the teacher ({teacher.config.model_type}) is {has} and {student} is for {is_not}: set "
-        f"is_decoder={teacher.family.is_decoder}, or take another teacher"
+        f"the teacher ({teacher.config.model_type}) is {has} and {student} is for {is_not}; set "
+        f"is_decoder={teacher.family.is_decoder}, or use another teacher"
     )
 
 
@@ -215,13 +219,15 @@ def same_layers(teacher: Teacher, own: Parts) -> bool:
 
 
 def match_layers(teacher: Teacher, own: Parts, layers: Sequence[int] | None = None) -> list[int]:
-    """Return for each layer of the student the teacher's that it stands for, counted from 0.
+    """Return the index of the teacher's layer for each layer of the student.
 
     Args:
-        layers: that list itself; None = evenly, the first and the last one among them.
+        teacher: the teacher.
+        own: parts of the student.
+        layers: the list of indices; None = evenly spaced, including the first and the last layer.
 
     Raises:
-        ValueError: the list has another length than the student, or names a layer that the teacher lacks.
+        ValueError: If the list does not have one index per layer of the student, or an index is out of range.
     """
     mine, theirs = len(own.layers), len(teacher.layers)
     if layers is None:

@@ -54,7 +54,7 @@ class Teacher(Parts):
     def __init__(self, model: PreTrainedModel, window: int | None = None):
         if find_head(model) not in self.heads:
             raise ValueError(
-                f"a {type(model).__name__} has no head to learn from; use a masked or causal language model, or a "
+                f"a {type(model).__name__} has no head to distill; use a masked or causal language model, or a "
                 "sequence classifier"
             )
         super().__init__(model.eval(), self.check(model.config))
@@ -65,11 +65,11 @@ class Teacher(Parts):
                 "use a fine-tuned encoder"
             )
         if window is not None and (self.is_classifier or window < 1):
-            raise ValueError(f"window={window} needs a language model and at least 1 position; omit it")
+            raise ValueError(f"window={window} requires a language model and at least 1 position; omit it")
         broken = [name for name, tensor in model.named_parameters() if not torch.isfinite(tensor).all()]
         if broken:
             raise ValueError(
-                f"the teacher's weights are not finite in {len(broken)} tensors ({broken[0]}, ...); take another "
+                f"the teacher's weights are not finite in {len(broken)} tensors ({broken[0]}, ...); use another "
                 "checkpoint"
             )
 
@@ -104,8 +104,8 @@ class Teacher(Parts):
         size = length if self.window is None or self.is_classifier else min(length, self.window)
         if self.max_length is not None and size > self.max_length:
             raise ValueError(
-                f"the batch has {length} positions and the teacher reads {self.max_length}: truncate it, use windows "
-                f"for a language model (teacher.window = {self.max_length}), or only train on labels (share=0)"
+                f"the batch has {length} positions and the teacher supports {self.max_length}; truncate it, use "
+                f"windows for a language model (teacher.window = {self.max_length}), or only train on labels (share=0)"
             )
         inputs = inputs_of(batch, token_types="token_type_ids" in batch and bool(self.tensors("token_types")))
         inputs = {name: self.cut(tensor) for name, tensor in inputs.items()}
@@ -177,7 +177,7 @@ def inputs_of(batch: dict[str, Any], token_types: bool) -> dict[str, torch.Tenso
 
 
 def positions_of(mask: torch.Tensor) -> torch.Tensor:
-    """Return the position of every kept token among those of its sequence `[B, T]`; meaningless at padding."""
+    """Return the index of every kept token in its sequence `[B, T]`; undefined at padding."""
     return (mask.long().cumsum(dim=1) - 1).clamp(min=0)
 
 
@@ -185,23 +185,24 @@ def check_teacher(config: PreTrainedConfig, types: Iterable[str] = FAMILIES) -> 
     """Return the family of a teacher's configuration.
 
     Args:
-        types: model types that the errors name.
+        config: the configuration.
+        types: supported model types, for the error messages.
 
     Raises:
-        ValueError: A model of this configuration cannot be a teacher.
+        ValueError: If a model of this configuration cannot be a teacher.
     """
     family, kind = find_family(config), config.model_type
     known = ", ".join(name for name in types if " " not in name)
     positions = getattr(config, "position_embedding_type", None)
     if config.is_encoder_decoder:
-        raise ValueError(f"{kind} is an encoder-decoder and cannot be a teacher; those that can are {known}")
+        raise ValueError(f"{kind} is an encoder-decoder and cannot be a teacher; supported are {known}")
     bias = getattr(config, "relative_attention", False) or hasattr(config, "relative_attention_num_buckets")
     if bias or (positions or "").startswith("relative"):
         raise ValueError(
-            f"the teacher ({kind}) has relative biases, which no student can take over; take one without: {known}"
+            f"the teacher ({kind}) has relative position biases, which students do not support; use one of {known}"
         )
     tokens = getattr(config, "input_type", "tokens") == "tokens"
     if family is None or not tokens:
         case = " of other inputs than tokens" if not tokens else " as a decoder" if kind in FAMILIES else ""
-        raise ValueError(f"{kind}{case} cannot be a teacher; those that can are {known}")
+        raise ValueError(f"{kind}{case} cannot be a teacher; supported are {known}")
     return family

@@ -82,7 +82,7 @@ def read_recipe(path: str, options: set[str], readers: tuple[Path, ...] = ()) ->
         readers: Recipes that have this one as a base, to detect cycles.
     """
     if (file := Path(path).resolve()) in readers:
-        fail(f"recipe {path} is its own base: change its option `recipe`")
+        fail(f"recipe {path} is its own base; change its option `recipe`")
     with one_line(f"recipe {path}", RecursionError):
         recipe = yaml.safe_load(file.read_text(encoding="utf-8-sig"))
     if not isinstance(recipe, dict):

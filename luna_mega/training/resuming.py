@@ -21,7 +21,7 @@ def find_checkpoint(training: TrainingArguments, *files: str) -> str | None:
     source = training.resume_from_checkpoint
     if not source:
         if found and training.do_train:
-            fail(f"{found[0]} already exists: pass --resume_from_checkpoint last, or another --output_dir")
+            fail(f"{found[0]} already exists; pass --resume_from_checkpoint last, or another --output_dir")
         return None
     for path in found if source == "last" else [Path(source)]:
         if is_complete(path, files):

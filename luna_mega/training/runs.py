@@ -143,7 +143,7 @@ def check_run(
     if training.do_predict and not predicts:
         fail(f"--do_predict: a {title} has no test predictions; pass --do_eval")
     if not (training.do_train or training.do_eval or training.do_predict):
-        fail("nothing to do: pass --do_train, --do_eval or --do_predict")
+        fail("nothing to do; pass --do_train, --do_eval or --do_predict")
     if not (training.do_train or model.model_name_or_path):
         fail("--do_eval and --do_predict without --do_train need --model_name_or_path")
     if getattr(data, "early_stopping_patience", None) is not None:

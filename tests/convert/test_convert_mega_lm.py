@@ -212,7 +212,7 @@ def test_dictionary_of_another_size(convert):
 def test_bpe_of_a_dictionary_that_lacks_pieces(convert, shared_dir):
     dictionary(convert, range(28))
     message = convert.error(mega_lm(), "--bpe", shared_dir / "data" / "gpt2_bpe")
-    assert "of GPT-2's pieces" in message and "leave --bpe out" in message
+    assert "of GPT-2's pieces" in message and "omit --bpe" in message
     (convert.source / "dict.txt").unlink()
     assert "no dictionary next to" in convert.error(mega_lm(), "--bpe", shared_dir / "data" / "gpt2_bpe")
 

@@ -109,7 +109,7 @@ def test_missing_and_ambiguous_files(convert, make, tmp_path):
     assert "no such dictionary" in convert.error(make.bert(), "--dict", tmp_path / "nowhere.txt")
     first = make.dictionary(tmp_path / "a.txt")
     second = make.dictionary(tmp_path / "b.txt", prefix="v")
-    assert "give one of them" in convert.error(make.bert(), "--dict", first, second)
+    assert "pass one of them" in convert.error(make.bert(), "--dict", first, second)
     convert(make.bert(), "--dict", first, make.dictionary(tmp_path / "copy.txt"))
 
 

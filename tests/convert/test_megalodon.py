@@ -250,7 +250,7 @@ BAD = {
     "an unknown tokenizer": (1, lambda path: (path / "tokenizer.model").write_bytes(b"no model"), "not a Sentence"),
     "another tokenizer": (1, lambda path: (path / "tokenizer.model").write_bytes(pieces(kinds=PIECES[:8])), "8 pieces"),
     "unigram": (1, lambda path: (path / "tokenizer.model").write_bytes(pieces(model_type=1)), "of kind unigram"),
-    "no tokenizer": (1, lambda path: (path / "tokenizer.model").unlink(), "give it with --bpe"),
+    "no tokenizer": (1, lambda path: (path / "tokenizer.model").unlink(), "pass it with --bpe"),
     "truncated": (1, cut, "damaged or truncated"),
     "a count": (1, broken(lambda x: x["output.final_norm.prior_count"].fill_(3)), "prior_count' is 3"),
     "tied but different": (1, settings(share_emb=True), "are tied in the original but differ"),
@@ -295,7 +295,7 @@ def test_inapplicable_options(tmp_path, capsys, options, words):
 def test_a_single_file_of_a_folder(tmp_path, capsys):
     source = folder(tmp_path / "source")
     assert main(["convert", str(source / "consolidated.pth"), "--output", str(tmp_path / "model")]) == 1
-    assert "one file of a megalodon checkpoint; give its folder" in capsys.readouterr().err
+    assert "one file of a megalodon checkpoint; pass its folder" in capsys.readouterr().err
 
 
 def test_shards_of_an_export_name_their_rank(tmp_path, capsys):

@@ -120,7 +120,7 @@ def test_info_describes_it(tmp_path, exported):
 
 
 def test_unsupported_models_and_options(tmp_path, exported):
-    with pytest.raises(ConversionError, match="--layer-norm standard: it has one way; leave the option out"):
+    with pytest.raises(ConversionError, match="--layer-norm standard: it has one way; omit the option"):
         convert_checkpoint(exported, tmp_path / "back", layer_norm="standard")
     with pytest.raises(ConversionError, match="--head a: only luna_bert files have named heads"):
         convert_checkpoint(exported, tmp_path / "back", head="a")

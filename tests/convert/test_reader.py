@@ -289,7 +289,7 @@ def test_args_become_plain_values(convert, make):
 def test_recursive_args(convert, make):
     loop = []
     loop.append(loop)
-    assert "'args' holds itself" in convert.error(make.bert(loop=loop))
+    assert "'args' contains itself" in convert.error(make.bert(loop=loop))
 
 
 @pytest.mark.parametrize("change", [torch.Tensor.to_sparse, lambda tensor: tensor.to("meta"), "nothing"])

@@ -386,7 +386,7 @@ ERRORS = {
     "no teacher": (["--teacher", ""], "pass --teacher"),
     "teacher": (["--teacher", "nowhere"], "--teacher nowhere: "),
     "student": (["--student", "bert"], "--student bert is neither luna, mega, nor the folder of one"),
-    "block": (["--block_size", 40], "more than the 32 tokens that the teacher reads: pass --teacher_window 32"),
+    "block": (["--block_size", 40], "more than the 32 tokens that the teacher supports; pass --teacher_window 32"),
     "window": (["--block_size", 40, "--teacher_window", 33], "--block_size 40 is more than the 32 tokens"),
     "positions": (["--max_length", 8], "--block_size 32 is more than the 8 positions of the student"),
     "steps": (["--streaming", "true", "--max_steps", -1], "--streaming needs --max_steps"),
@@ -397,7 +397,7 @@ ERRORS = {
     "decoder": (["--config_overrides", "is_decoder=true"], "roberta. is an encoder and .* set is_decoder=False"),
     "width": (["--config_overrides", "hidden_size=64"], "hidden_size is 64 and the teacher's 32"),
     "layers": (["--layers", 0, 7], "must name one of the teacher's 3 layers"),
-    "layerdrop": (["--config_overrides", "layerdrop=0.1"], "alignment runs every layer: set layerdrop=0.0"),
+    "layerdrop": (["--config_overrides", "layerdrop=0.1"], "alignment runs every layer; set layerdrop=0.0"),
     "share": (["--distill_share", 1.5], "--distill_share must be from 0 to 1"),
     "dtype": (["--teacher_dtype", "int8"], "--teacher_dtype int8 must be one of auto"),
     "tied": (["--config_overrides", "tie_key_value=true"], "set tie_key_value=False"),
@@ -424,10 +424,10 @@ def test_unsupported_teachers(run, roberta, corpus, tmp_path):
     shutil.copytree(roberta, tmp_path / "bare")
     (tmp_path / "bare" / WEIGHTS).unlink()
     for name, message in (
-        ("t5", "t5 is an encoder-decoder and cannot be a teacher; those that can are bert"),
-        ("deberta", "has relative biases, which no student can take over; take one with"),
-        ("nan", "weights are not finite in 1 tensors .* take another checkpoint"),
-        ("unmasked", "the tokenizer has no mask token, .* take the teacher's own"),
+        ("t5", "t5 is an encoder-decoder and cannot be a teacher; supported are bert"),
+        ("deberta", "has relative position biases, which students do not support; use one of"),
+        ("nan", "weights are not finite in 1 tensors .* use another checkpoint"),
+        ("unmasked", "the tokenizer has no mask token, .* use the teacher's tokenizer"),
         ("bare", "no weights in model.safetensors or pytorch_model.bin; pass a checkpoint"),
     ):
         assert_error(run, f"--teacher .*{name}: .*{message}", *command(tmp_path / name, corpus, tmp_path / "out"))

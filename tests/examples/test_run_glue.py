@@ -216,7 +216,7 @@ def test_nothing_to_do_and_nothing_to_evaluate(run, tmp_path):
 
 def test_checkpoints_of_another_run_are_not_overwritten(run, sst2, tmp_path):
     (tmp_path / "out" / "checkpoint-5").mkdir(parents=True)
-    with pytest.raises(SystemExit, match="checkpoint-5 already exists: pass --resume_from_checkpoint last"):
+    with pytest.raises(SystemExit, match="checkpoint-5 already exists; pass --resume_from_checkpoint last"):
         run(*scratch("sst2", sst2, tmp_path / "out"))
 
 

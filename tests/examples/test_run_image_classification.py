@@ -110,7 +110,7 @@ def test_continued_training_of_a_model(run, folder, tmp_path):
     assert summary["eval_accuracy"] == 1.0
     assert_error(
         run,
-        r"takes images of 8 x 8 in 1 channels, not of 12",
+        r"reads images of 8 x 8 in 1 channels, not of 12",
         *source,
         *("--output_dir", tmp_path / "third", "--do_eval", "--image_size", 12),
         output=tmp_path / "third",

@@ -81,5 +81,5 @@ def test_unsupported_inputs_raise(script, write, tmp_path):
         (folder / "all_results.json").write_text(content)
         assert_error(lambda: main(["models", str(folder)]), message)
     (folder / "all_results.json").write_text(json.dumps(pretrained(4.0)))
-    assert_error(lambda: main(["models", str(folder)]), "has no evaluations: pretrain with --eval_strategy steps")
+    assert_error(lambda: main(["models", str(folder)]), "has no evaluations; pretrain with --eval_strategy steps")
     assert_error(lambda: main(["models", str(tmp_path / "nowhere")]), "there is no all_results.json of a run")

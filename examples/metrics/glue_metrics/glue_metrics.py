@@ -21,7 +21,7 @@ _SCORES = dict.fromkeys(("sst2", "mnli", "qnli", "rte", "wnli"), _ACCURACY) | {
 class GlueMetrics(evaluate.Metric):
     def _info(self):
         if self.config_name not in _SCORES:
-            raise ValueError(f"no metric for task {self.config_name!r}: choose one of {', '.join(_SCORES)}")
+            raise ValueError(f"no metric for task {self.config_name!r}; choose one of {', '.join(_SCORES)}")
         value = datasets.Value("float32" if self.config_name == "stsb" else "int64")
         return evaluate.MetricInfo(
             description=__doc__,
