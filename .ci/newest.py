@@ -1,4 +1,4 @@
-"""Print the requirements of setup.cfg without upper bounds: those of the package and of the extras in the argument."""
+"""Print the requirements of setup.cfg without upper bounds, for the package and the extras in the argument."""
 
 import configparser
 import re

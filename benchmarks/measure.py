@@ -144,7 +144,7 @@ def _status(field):
 
 
 def agree(case_name: str, size: Size, device: str, dtype: str) -> str | None:
-    """Compare our outputs and gradients with those of the baseline in float64; return the first difference, or None.
+    """Compare our outputs and gradients with the baseline's in float64; return the first difference, or None.
 
     They agree to rounding in float64, and to the accuracy of the type in float32 and `dtype`.
     """

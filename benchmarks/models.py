@@ -1,4 +1,4 @@
-"""Models of equal size, ours and those of transformers: about 23 million parameters, and two image models.
+"""Models of equal size from this package and from transformers: about 23 million parameters, and two image models.
 
 By default they have a width of 512 and a vocabulary of 8,000. The width of the feed-forward layers, and for Mamba the
 number of layers, makes up for differences elsewhere. Dropout is off; everything else has the default of each model.

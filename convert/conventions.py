@@ -42,8 +42,8 @@ def decide_layer_norm(weights: list[torch.Tensor], choice: str) -> Decision:
     suggested = next((name for name, center in _CENTER.items() if abs(mean - center) <= _MARGIN), None)
     if choice == "auto" and suggested is None:
         raise ConversionError(
-            f"LayerNorm: the mean of the norm weights is {mean:.3f}, close to neither 1 (stored as they are) nor 0 (stored "
-            "minus one, the 2023 code); pass --layer-norm standard or --layer-norm plus-one"
+            f"LayerNorm: the mean of the norm weights is {mean:.3f}, close to neither 1 (stored as they are) nor 0 "
+            "(stored minus one, the 2023 code); pass --layer-norm standard or --layer-norm plus-one"
         )
     conflict = f"contradicts the norm weights: their mean is {mean:.3f}, which looks like {suggested}"
     differs = choice != "auto" and suggested not in (None, choice)

@@ -114,7 +114,7 @@ def _no_format(model_class: type, config: PreTrainedConfig, fmt: Format, given: 
     names = sorted({known.__name__ for facts in family for known in facts.model_classes})
     advice = next((facts.advice for facts in family if facts.advice), None)
     layout = fmt.facts.revisions[given["revision"]].format if given else "the fairseq code"
-    return f"{layout} has no head like that of {model_class.__name__}; " + (
+    return f"{layout} has no head like {model_class.__name__}'s; " + (
         advice or f"these can be exported: {', '.join(names)}"
     )
 

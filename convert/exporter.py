@@ -69,15 +69,15 @@ def export_checkpoint(
         folder: Output of `luna-mega convert` or `save_pretrained`.
         output: File to write, which must not exist; a folder, absent or empty, if checkpoints of the model are folders.
             It is not changed if the export fails.
-        head: Name of the classification head, if heads have names. Default: that of the converted file, or the usual
-            one.
-        layer_norm: "standard" or "plus-one" (the original stores weight - 1). Default: that of the converted file, or
-            of the original code.
-        dtype: "float32", "float16" or "bfloat16". Default: that of the converted file if it is lossless, or of the
+        head: Name of the classification head, if heads have names. Default: the name in the converted file, or the
+            usual one.
+        layer_norm: "standard" or "plus-one" (the original stores weight - 1). Default: the converted file's convention,
+            or the original code's.
+        dtype: "float32", "float16" or "bfloat16". Default: the dtype of the converted file if it is lossless, or of the
             folder.
         dictionaries: Vocabulary and label dictionary in any order, or a SentencePiece model. Default: the files in the
             folder.
-        shards: Number of shards, if checkpoints are folders. Default: that of the converted folder, or 1.
+        shards: Number of shards, if checkpoints are folders. Default: the number in the converted folder, or 1.
         progress: Show a progress bar if stderr is a terminal.
 
     Returns:

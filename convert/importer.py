@@ -94,7 +94,7 @@ def convert_checkpoint(
             model, or the language model.
         layer_norm: "auto", "standard" or "plus-one" (the original stores weight - 1).
         ema_convention: Branch of the code that wrote a moving average; "auto" uses the order of the tensors.
-        dtype: "float32", "float16" or "bfloat16". Default: float32, or that of the checkpoint for Megalodon.
+        dtype: "float32", "float16" or "bfloat16". Default: float32; for Megalodon, the dtype of the checkpoint.
         license: Identifier of the license of the weights on the Hub, or "other:NAME", for the model card.
         progress: Show a progress bar if stderr is a terminal.
 

@@ -71,7 +71,7 @@ def weights_of(config: PreTrainedConfig, *model_classes: type[PreTrainedModel]) 
 
 
 def map_tensors(keymap: KeyMap, weights: Weights, tensors: dict[str, torch.Tensor]) -> Mapping:
-    """Return the places of all tensors; an error if names, shapes or dtypes differ from those of the model."""
+    """Return the places of all tensors; an error if names, shapes or dtypes differ from the model's."""
     mapped, dropped, transforms, unexpected = {}, {}, {}, []
     expected, tied = weights.shapes, {row.source: row.copy_of for row in keymap.rows if row.copy_of is not None}
     if lost := next((copy for copy in tied if copy not in tensors), None):  # the model lacks the copy
@@ -199,8 +199,8 @@ def store_tensors(
     Args:
         tensors: Name in the file -> tensor; a tensor with two names is stored once.
         mapping: Places of the tensors in the model.
-        lowered: Norm weights to write instead of those of the model.
-        dtype: Dtype of the file; None for that of the converted file if it is lossless, else that of `tensors`.
+        lowered: Norm weights to write instead of the model's.
+        dtype: Dtype of the file; None = the converted file's if it is lossless, else the dtype of `tensors`.
         in_file: Dtypes of the converted file, with their numbers of tensors.
     """
     notes, originals = [], {name for name in in_file if getattr(torch, name).is_floating_point}

@@ -82,7 +82,7 @@ def parse(argv: list[str] | None) -> tuple[DataArguments, ModelArguments, Traini
 
 
 def load_data(data: DataArguments, training: TrainingArguments) -> dict[str, Dataset]:
-    """Return the texts; those of training are also required for the salience of an evaluation."""
+    """Return the texts; the training texts are also required for the salience of an evaluation."""
     limits = {"train": data.max_train_samples} | choose_splits(training, data, (data.validation_split,))
     return load_splits(limits, data, [data.text_column])
 

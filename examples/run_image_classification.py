@@ -134,7 +134,7 @@ def parse(argv: list[str] | None) -> tuple[DataArguments, ModelArguments, Traini
 def choose_config(
     data: DataArguments, model: ModelArguments, side: int, channels: int, names: list[str]
 ) -> tuple[PreTrainedConfig, int]:
-    """Return the configuration and the image size, which is that of the options, the model or the data."""
+    """Return the configuration and the image size, from the options, the model or the data."""
     size, patch, fields = data.image_size or side, model.patch_size, {"num_channels": channels}
     if model.model_name_or_path:
         loaded = AutoConfig.from_pretrained(model.model_name_or_path)

@@ -41,7 +41,7 @@ TITLE, METRIC = "masked language model", "eval_perplexity"
 def token_scores(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     """Return the negative log-likelihood of each masked token, and whether the prediction is correct, `[B, T, 2]`.
 
-    `logits` are those of all positions or, with `sparse_prediction`, of the masked positions.
+    `logits` belong to all positions or, with `sparse_prediction`, to the masked positions.
     """
     masked = labels != -100
     logits, targets = (logits[masked] if logits.dim() == 3 else logits).float(), labels[masked]

@@ -214,7 +214,7 @@ def encode_split(
 ) -> Dataset:
     """Return a split with `input_ids` (one list per option), their maximum `length`, and `labels` (-100 = unknown).
 
-    With two towers, `input_ids` and `length` are those of the text, and `pair_input_ids` those of the options.
+    With two towers, `input_ids` and `length` belong to the text, and `pair_input_ids` to the options.
     """
     task = TASKS[data.task]
     size = len(task.letters)

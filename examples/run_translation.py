@@ -126,7 +126,7 @@ class TranslationTrainer(OrderedTrainer, Seq2SeqTrainer):
 
     def evaluation_loop(self, dataloader, description, prediction_loss_only=None, *args, **kwargs):
         self.references = list(dataloader.dataset["target"])
-        self.gather_function = self.accelerator.gather_for_metrics  # that of Seq2SeqTrainer repeats examples
+        self.gather_function = self.accelerator.gather_for_metrics  # Seq2SeqTrainer's function repeats examples
         loss_only = prediction_loss_only or not self.args.predict_with_generate
         return super().evaluation_loop(dataloader, description, loss_only, *args, **kwargs)
 
@@ -231,7 +231,7 @@ def predict(trainer: TranslationTrainer, splits: dict[str, Dataset]) -> dict[str
 
 
 def write_translations(trainer: TranslationTrainer, split: Dataset, name: str) -> str:
-    """Write the last translations, those of the split `name`, in the order of the data."""
+    """Write the translations of the split `name`, the last ones, in the order of the data."""
     ordered = sorted(zip(split["row"], trainer.translations, strict=True))
     return write_lines(trainer, f"translations.{name}.{trainer.data.target_lang}", (text for _, text in ordered))
 

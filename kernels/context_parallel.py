@@ -64,7 +64,7 @@ class ContextShard(NamedTuple):
 
     @property
     def start(self) -> int:
-        """Return the number of positions before those of this rank."""
+        """Return the number of positions before this rank's."""
         return sum(self.lengths[: self.rank])
 
     @property

@@ -74,7 +74,7 @@ def one_by_one(
 ) -> tuple[Tensor, Tensor]:
     """Compute a varlen call with states one sequence at a time, because padding would decay the states.
 
-    `run` returns the output and the last state. `shape` and `dtype` are those of a state, used if none is given.
+    `run` returns the output and the last state. `shape` and `dtype` of a state are used if none is given.
     """
     x, mask, first = call["x"], call["mask"], call["initial_state"]
     bounds, outputs, lasts = cu_seqlens.tolist(), [], []

@@ -146,7 +146,7 @@ def with_cache_alias(output_class: type, module: str | None = None) -> type:
 
     Args:
         output_class: A data class derived from `ModelOutput`.
-        module: The module that stores the result under the name of `output_class`; None = that of `output_class`.
+        module: The module that stores the result under the name of `output_class`; None = the module of `output_class`.
     """
     if CACHE_NAME == "cache":
         return output_class

@@ -187,7 +187,7 @@ def _export(model: PreTrainedModel, folder: ModelFolder, opset: int | None) -> A
 
 
 def _checks(model: PreTrainedModel, folder: ModelFolder, exported: Any) -> Iterator[Check]:
-    """Run the programs and the model on other inputs than those of the export."""
+    """Run the programs and the model on inputs that differ from the sample inputs of the export."""
     import onnxruntime
 
     options = onnxruntime.SessionOptions()

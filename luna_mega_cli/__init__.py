@@ -25,7 +25,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command that the arguments name.
 
     Args:
-        argv: Arguments without the program name; None means those of the process.
+        argv: Arguments without the program name; None = `sys.argv`.
 
     Returns:
         Exit status: 0 if the command succeeded, 1 if its input is invalid (one line on stderr), 130 after Ctrl-C.

@@ -49,7 +49,7 @@ def add(commands: Commands) -> None:
         metavar="N",
         type=positive,
         help="maximum number of simultaneous requests; further ones get an error 503, or wait with --engine vllm "
-        "(default: that of the server)",
+        "(default: the server's limit)",
     )
 
 

@@ -109,6 +109,6 @@ def attend_by_head(
 
 
 def by_head(x: torch.Tensor, heads: int, varlen: bool = False) -> torch.Tensor:
-    """Return the heads of `[B, T, H K]` as rows `[B H, T, K]`, or with `varlen` those of one row as `[1, H T, K]`."""
+    """Return the heads of `[B, T, H K]` as rows `[B H, T, K]`, or one row with `varlen` as `[1, H T, K]`."""
     x = x.unflatten(-1, (heads, -1)).transpose(1, 2)
     return x.flatten(1, 2) if varlen else x.flatten(0, 1)

@@ -143,7 +143,7 @@ class BodyMixin(ModelMixin):
 
     The attributes specify which inputs the model supports:
 
-    * `own_options`: keyword arguments of this model in addition to those of every model.
+    * `own_options`: keyword arguments of this model in addition to the common ones.
     * `weight_options`: keyword arguments that request attention weights.
     * `uses_positions`: whether the model uses `position_ids`; else they only mark boundaries of sequences.
     * `returns_cached_weights`: whether attention to a filled cache returns its weights.

@@ -216,7 +216,7 @@ class StateSeq2SeqCache(EncoderDecoderCache):
 
 
 def split_cache(cache: Cache | None) -> tuple[StateCache | None, StateCache | None]:
-    """Return the cache of the self-attention and that of the cross-attention."""
+    """Return the caches of the self-attention and of the cross-attention."""
     parts: Any = (cache, None)
     if isinstance(cache, EncoderDecoderCache):
         parts = cache.self_attention_cache, cache.cross_attention_cache
@@ -244,7 +244,7 @@ def _cache_class(model: Any) -> Callable[[PreTrainedConfig], Cache]:
 
 
 def check_class(model: Any, cache: Cache | None) -> None:
-    """Raise `ValueError` for a cache of another class than that of the decoder of `model`."""
+    """Raise `ValueError` if the class of the cache does not match the decoder of `model`."""
     kind: Any = _cache_class(model)
     if cache is not None and not isinstance(cache, kind):
         raise ValueError(
@@ -256,7 +256,7 @@ def check_class(model: Any, cache: Cache | None) -> None:
 def keeps_cache(model: Any) -> bool:
     """Return whether a decoder creates a cache by default: `config.use_cache`, except in training and export.
 
-    In export, the lengths of a cache that is no input would be those of the example.
+    In export, the lengths of a cache that is no input would be constants of the example inputs.
     """
     return model.config.use_cache and not model.training and not torch.compiler.is_exporting()
 

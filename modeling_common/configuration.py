@@ -170,7 +170,7 @@ class SharedConfig(ConfigMixin):
         config = copy.deepcopy(self)
         config.__class__ = self.side_class or type(self)  # type: ignore[assignment]
         config.is_encoder_decoder = config.is_decoder = config.add_cross_attention = False
-        vars(config).pop("auto_map", None)  # the code of a bundle is that of the encoder-decoder
+        vars(config).pop("auto_map", None)  # a bundle contains the code of the encoder-decoder
         return config
 
     @property

@@ -107,7 +107,7 @@ class GenericForMaskedLM(LMHead, TokenHead):
     """Masked language model."""
 
     def predict_tokens(self, inputs: dict[str, Any], labels: torch.Tensor | None, **kwargs: Any) -> Any:
-        """Return the output for the `inputs` of the body; the other arguments are those of `forward`.
+        """Return the output for the `inputs` of the body; for the other arguments, see `forward`.
 
         The logits are `[B, T, vocab_size]`, with `sparse_prediction` and labels `[M, vocab_size]`.
         """
@@ -140,7 +140,7 @@ class GenericForCausalLM(LMHead):
         shift_labels: torch.Tensor | None = None,
         **kwargs: Any,
     ) -> Any:
-        """Return the output for the `inputs` of the body; the other arguments are those of `forward`.
+        """Return the output for the `inputs` of the body; for the other arguments, see `forward`.
 
         `shift_labels` is no parameter of `forward`, because Trainer would treat it as a second label.
         """

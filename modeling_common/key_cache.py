@@ -55,7 +55,7 @@ class KeyValueCacheLayer(StateLayer):
     def start(self, mask: torch.Tensor | None) -> Any:
         """Return the position of the next column in each sequence, `[B]`: below 0 with padding before it; None = 0.
 
-        `mask` `[B, T]` is that of the next columns; None = all are kept.
+        `mask` `[B, T]` applies to the next columns; None = all are kept.
         """
         if mask is None:
             return self.position

@@ -83,7 +83,7 @@ def validate_span(
 def validate_pooled(
     config: PreTrainedConfig | None, inputs: dict[str, Any], labels: torch.Tensor, options: Mapping[str, Any]
 ) -> None:
-    """Raise `ValueError` for labels of other sequences than those of `inputs`; `config` None: of other options."""
+    """Raise `ValueError` unless labels and `inputs` have equal numbers of sequences (`config` None: of options)."""
     given = given_input(inputs)
     if given is not None:
         with raise_together(options.get("cp_group"), given.device):

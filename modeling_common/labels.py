@@ -1,7 +1,7 @@
 """Labels of the heads: decoder inputs, the token that each position predicts, and positions that do not count.
 
-A label counts only at a position that the attention mask keeps, so that a loss equals that of the sequence without
-padding.
+A label counts only at a position that the attention mask keeps, so that a loss equals the loss of the sequence
+without padding.
 """
 
 import torch
@@ -19,7 +19,7 @@ def shift_right(
 
     The input is the previous label, or `start` before the first one. Labels of -100 are padding on either side or
     between the others; their inputs are `pad`, except that the last label is also the input of the position after it.
-    `reductions` are those of the labels.
+    `reductions` belong to the labels.
     """
     here = _columns(labels, reductions)
     labels = reductions.gather_columns(labels)

@@ -63,7 +63,7 @@ class Layout(Protocol):
         """Return the position of every token of the batch `x`, in the layout: the number of kept tokens before it."""
 
     def columns_from(self, start: torch.Tensor | None, x: torch.Tensor) -> torch.Tensor:
-        """Return the position of every column of `x`, `[B or 1, T]`; `start` `[S]` is that of the first ones."""
+        """Return the position of every column of `x`, `[B or 1, T]`; `start` `[S]` is the position of the first one."""
 
     def spread(self, factors: torch.Tensor, length: int) -> torch.Tensor:
         """Return random factors of sequences, `[S, width]`, for their positions: `[B, 1 or T, width]`."""

@@ -178,7 +178,7 @@ class GenericForSequencePairClassification(PooledHead):
         """Classify pairs of sequences, the first `[B, T]` and the second (`pair_*`) `[B, T']`.
 
         `labels`: `[B]` class ids, or numbers for regression. `logits`: `[B, num_labels]`. Hidden states and attentions
-        are those of the first sequence.
+        belong to the first sequence.
 
         With `num_labels=1`, the second inputs can be C candidates for each first one, `[B, C, T']`, with one score
         each. Then `logits` are `[B, C]`, `labels` `[B]` the indices of the correct ones, and the loss is their

@@ -1,6 +1,6 @@
 """Reductions over the positions of sequences: first and last token, mean, and losses.
 
-Masks are bool, `[B, T]`, True = keep; None = all. With context parallelism, states and masks are those of shards, and
+Masks are bool, `[B, T]`, True = keep; None = all. With context parallelism, states and masks belong to shards, and
 `reductions` returns the results of the complete sequences.
 """
 
@@ -47,11 +47,11 @@ class Reductions:
         return x.mean(dim=1)
 
     def first(self, first: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
-        """Return the first token of each sequence; `first` `[B, d]` are those of the shards with the masks `[B, T]`."""
+        """Return the first token of each sequence from the first tokens `[B, d]` and masks `[B, T]` of the shards."""
         return first
 
     def last(self, last: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
-        """Return the last token of each sequence; `last` `[B, d]` are those of the shards with the masks `[B, T]`."""
+        """Return the last token of each sequence from the last tokens `[B, d]` and masks `[B, T]` of the shards."""
         return last
 
     def mean_loss(self, loss_function: Loss, counted: torch.Tensor, **arguments: Any) -> torch.Tensor:

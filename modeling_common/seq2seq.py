@@ -241,8 +241,8 @@ class Seq2SeqLM(EncoderDecoder, LMHead):
         """Predict the tokens of the target from the inputs of `Seq2SeqBody.forward`.
 
         `labels` `[B, T]` are the tokens of the target including its end, -100 = not counted. If no other target is
-        given, the decoder inputs are the shifted labels. `logits` are `[B, T, target vocabulary]`, or those of the last
-        `logits_to_keep` positions, or of the positions in `logits_to_keep` if it is a tensor.
+        given, the decoder inputs are the shifted labels. `logits` are `[B, T, target vocabulary]`, restricted to the
+        last `logits_to_keep` positions or to the positions in `logits_to_keep` if it is a tensor.
 
         Raises:
             ValueError: As in `Seq2SeqBody.forward`, and if labels do not match the positions of `logits_to_keep`.

@@ -147,7 +147,7 @@ class ShardedLayout(NamedTuple):
         key, value = (gather_shards(self.shard, x) for x in (key, value))
         offset, mask, start = self.shard.start, self._mask_of_all(), self.before - self.shard.start
         if mask is not None:
-            # The positions of all shards follow each other, and those of this one begin in the column `offset`.
+            # The positions of all shards are consecutive, and this shard starts at the column `offset`.
             columns, _, mask = align(mask)
             shift = roll_columns(start, mask.shape[1])
             columns, mask = columns.gather(1, shift), mask.gather(1, shift)

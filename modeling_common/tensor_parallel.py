@@ -1,4 +1,4 @@
-"""Styles and checks of tensor parallelism plans, in addition to those of transformers.
+"""Styles and checks of tensor parallelism plans, in addition to transformers' styles.
 
 A `base_model_tp_plan` maps names of modules to the styles in which transformers distributes them over the ranks. Linear
 layers have the styles of transformers. At a `RankBoundary`, a tensor changes between replicated and sharded.
@@ -24,7 +24,7 @@ class RankBoundary(nn.Identity):
     ranks = 1
 
     def join_heads(self, weights: torch.Tensor | None) -> torch.Tensor | None:
-        """Return the attention weights of all heads from those of this rank, `[B, heads, ...]`; None for None.
+        """Gather the attention weights of all heads from the weights of this rank, `[B, heads, ...]`; None for None.
 
         The style of the boundary must join `[..., heads, K]`. In a single process the result is the same tensor, so
         that it has a gradient.
@@ -89,7 +89,7 @@ def check_plan(model: PreTrainedModel, planned: dict[str, str], size: int) -> No
 
     Args:
         model: model with the plan of the caller.
-        planned: rules of the model without those of the caller.
+        planned: rules of the model without the caller's.
         size: number of ranks.
 
     Raises:

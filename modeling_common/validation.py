@@ -54,7 +54,7 @@ def validate(
 ) -> tuple[torch.Tensor, torch.Tensor | None, bool]:
     """Return the input, its bool mask `[B, T]`, and whether attention returns its weights.
 
-    The arguments are those of `read`, `given` the inputs by name, and `seen` the number of positions in the cache.
+    For the arguments, see `read`; `given` are the inputs by name, and `seen` is the number of positions in the cache.
     """
     config = model.config
     if unknown := options.keys() - COMMON_OPTIONS - model.own_options:

@@ -49,7 +49,7 @@ TP_PLAN = {"embeddings.word_embeddings": "embedding_rowwise"} | {
 class LunaConfig(LunaPresets, SharedConfig, PreTrainedConfig):
     """Configuration of a Luna model (Linear Unified Nested Attention, Ma et al. 2021).
 
-    The defaults are those of `luna_base_tied_512`, RoBERTa-size with 132 M parameters.
+    The defaults equal `luna_base_tied_512`, which has the size of RoBERTa and 132 M parameters.
 
     Args:
         vocab_size: number of tokens; unused if `input_type` is `"values"`.

@@ -154,7 +154,7 @@ def paired_sinusoids(positions: torch.Tensor, width: int, base: float) -> torch.
 
 
 def rotation(width: int, base: float, heads: int, offsets: Sequence[int]) -> torch.Tensor:
-    """Return `[width, width]`, which maps `paired_sinusoids` of i to those of i + offsets[h] in each head h."""
+    """Return `[width, width]`, which maps `paired_sinusoids` of i to the sinusoids of i + offsets[h] in each head h."""
     by_head = torch.tensor([offsets[head % len(offsets)] for head in range(heads)], dtype=torch.float32)
     angle = by_head.repeat_interleave(width // heads // 2) * frequencies(width, base)
     sin, cos = angle.sin(), angle.cos()

@@ -63,8 +63,8 @@ class LunaModelOutput(BaseModelOutputWithPastAndCrossAttentions):
             with `pack_method="importance"`, N `packed_hidden_states`, the rows of each layer.
         attentions: with `output_attentions=True`, the unpack weights of every layer, `[B, heads, T, L]`.
         cross_attentions: the same for the cross-attention of a decoder.
-        packed_attentions: with `output_packed_attentions=True`, the pack weights, `[B, pack heads, L, T]`; of a decoder
-            those of the cross-attention.
+        packed_attentions: with `output_packed_attentions=True`, the pack weights, `[B, pack heads, L, T]`; in a
+            decoder, the weights of the cross-attention.
     """
 
     packed_last_hidden_state: torch.FloatTensor | None = None
@@ -233,8 +233,8 @@ class LunaAttention(LunaProjections):
         """Attend from queries `[B, T, d]` through P `[B, L, d]` (eq. 4) to a context `[B, M, d]`.
 
         The context is `encoder_hidden_states`, or `hidden_states` if it is None. A filled `cache` contains the packed
-        context already, so that P, `encoder_hidden_states` and the returned packed context are None. `layout` is that
-        of the context, and `packed_mask` `[B, L]` is bool, True = keep.
+        context already, so that P, `encoder_hidden_states` and the returned packed context are None. `layout` is
+        the layout of the context, and `packed_mask` `[B, L]` is bool, True = keep.
 
         Returns:
             The output `[B, T, d]`, the packed context `[B, L, d]`, and with `output_weights` the unpack weights
@@ -256,7 +256,7 @@ class LunaAttention(LunaProjections):
             key, value = self.project(packed_context)
             if cache is not None:
                 cache.store(key.shape[1], key=key, value=value)
-        # The mask and the shard are those of the context.
+        # The mask and the shard belong to the context.
         options = {name: value for name, value in layout.options().items() if name not in ("mask", "shard")}
         options["dropout"] = self.dropout if self.training else 0.0
         result: Any = luna_unpack(query, key, value, packed_mask, bias=bias, return_weights=output_weights, **options)
@@ -689,10 +689,10 @@ class LunaModel(BodyMixin, LunaPreTrainedModel):
                 the output of the encoder. `attention_mask` covers the T positions, or these and all before them.
             use_cache: return the cache; `is_decoder` only. None = `config.use_cache`, except in training.
             cp_group: the ranks that share the B sequences. Each passes its contiguous shard, in the order of ranks, as
-                `shard_sequence` returns it; T is the length of the shard. Outputs at positions are those of the shard,
-                and P is the same on all ranks. Gradients are those of the sum of the losses of all ranks; see "Context
-                parallelism" in docs/distributed.md. Not supported with a cache, `position_ids`, attention weights or
-                padding-free batches.
+                `shard_sequence` returns it; T is the length of the shard. Outputs at positions belong to the shard,
+                and P is the same on all ranks. Gradients are computed for the sum of the losses of all ranks; see
+                "Context parallelism" in docs/distributed.md. Not supported with a cache, `position_ids`, attention
+                weights or padding-free batches.
             token_type_ids: `[B, T]`, with `type_vocab_size`; None = all 0.
             options: `output_hidden_states`, `output_attentions`, `output_packed_attentions`, `return_dict`; for
                 padding-free batches also `cu_seq_lens_q` `[S + 1]` and `max_length_q` (`cu_seq_lens_k` and

@@ -78,7 +78,7 @@ def read_token_types(config: PreTrainedConfig, inputs: Inputs, token_type_ids: t
 def extend_positions(positions: torch.Tensor, layout: Layout, length: int, config: PreTrainedConfig) -> torch.Tensor:
     """Return positions `[B or 1, T]` within the table: integers for "wrap", real numbers for "interpolate".
 
-    `length` is that of sequences of which the layout keeps all tokens.
+    `length` is the length of sequences without dropped tokens.
     """
     last = config.max_position_embeddings - 1
     if config.position_extension == "wrap":

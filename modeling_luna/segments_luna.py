@@ -30,7 +30,7 @@ def read_segments(
             of a document does not change after its end.
         segment_length: tokens per segment; the last one can be shorter.
         gradient_segments: detach P from the graph before each segment whose index is a multiple of this; None = never.
-        packed_states: `[B, l, d]`, initial P, such as that of an earlier part of the documents; None = the parameter.
+        packed_states: `[B, l, d]`, initial P, for example from an earlier part of the documents; None = the parameter.
 
     Yields:
         The output of each segment. `packed_last_hidden_state` of the last one represents the document.

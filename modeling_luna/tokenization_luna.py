@@ -12,7 +12,7 @@ class LunaTokenizer(TokenizersBackend):
     """Byte-pair encoding of GPT-2 or subword-nmt and a dictionary, as in fairseq: unknown pieces are `<unk>`.
 
     The BPE of the tokenizers library requires an id for every piece, also of merges. The backend therefore has all
-    pieces, the missing ones with ids after the dictionary, and this class replaces these ids by that of `<unk>`. Only
+    pieces, the missing ones with ids after the dictionary, and this class replaces these ids by the id of `<unk>`. Only
     `encodings` of a `BatchEncoding` contain the original ids.
 
     Args:

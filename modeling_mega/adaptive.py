@@ -112,9 +112,9 @@ class MegaAdaptiveEmbedding(nn.Module):
 class MegaAdaptiveSoftmax(nn.Module):
     """Adaptive softmax over hidden states `[M, d]`.
 
-    If `tie_word_embeddings` is True, the word embeddings are those of the `MegaAdaptiveEmbedding` whose `__call__` is
-    passed as `embedding`. If `tie_adaptive_projections` is True, so are the transposed projections of the tails. Tied
-    weights are not parameters of this module.
+    If `tie_word_embeddings` is True, the word embeddings are shared with the `MegaAdaptiveEmbedding` whose `__call__`
+    is passed as `embedding`. If `tie_adaptive_projections` is True, so are the transposed projections of the tails.
+    Tied weights are not parameters of this module.
     """
 
     def __init__(self, config: PreTrainedConfig):

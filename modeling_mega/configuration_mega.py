@@ -232,7 +232,7 @@ class MegaConfig(MegaPresets, SharedConfig, PreTrainedConfig):
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Self:
-        """Return a configuration; those of transformers v4 get the legacy fields that their weights require."""
+        """Return a configuration, with legacy fields if it was saved by transformers v4."""
         if str(config_dict.get("transformers_version", "")).startswith("4."):
             config_dict = {
                 "legacy_rms_norm": config_dict.get("normalization_type") == "rmsnorm",

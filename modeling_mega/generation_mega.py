@@ -80,7 +80,7 @@ class MegaForCausalLM(GenericForCausalLM, StateGenerationMixin, MegaPreTrainedMo
         `labels` `[B, T]` are token ids, usually `input_ids`; the loss shifts them and ignores -100. The keyword
         argument `shift_labels` `[B, T]` replaces them: the token that follows each position, including the last.
 
-        `logits` are `[B, T, vocab_size]`, or those of the last `logits_to_keep` positions, or of the positions in
+        `logits` are `[B, T, vocab_size]`, restricted to the last `logits_to_keep` positions or to the positions in
         `logits_to_keep` if it is a tensor. With an adaptive softmax they are log-probabilities, or None if labels are
         given.
 

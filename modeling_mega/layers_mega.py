@@ -51,7 +51,7 @@ def build_norm(
     padded_statistics: bool = False,
     legacy_rms_norm: bool = False,
 ) -> nn.Module:
-    """Return a norm of `[B, T, width]` over the last dimension; `norm_type` is that of `MegaConfig`.
+    """Return a norm of `[B, T, width]` over the last dimension; `norm_type` is defined in `MegaConfig`.
 
     Batch norms accept a mask `[B, T]`, and with `padded_statistics` include padding. With `legacy_rms_norm`, the RMS
     norm does not normalize, see `MegaRMSNorm`.
@@ -187,7 +187,7 @@ def relative_bias(
 ) -> torch.Tensor:
     """Return the bias of `positions` positions as a vector over their differences, `[2 positions - 1]`.
 
-    A simple bias is interpolated for `grid`, the rows and columns of patches of images. None = those of the
+    A simple bias is interpolated for `grid`, the rows and columns of patches of images; None = as in the
     configuration.
     """
     if config.relative_positional_bias == "simple" and grid is not None:

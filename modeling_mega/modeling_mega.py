@@ -6,7 +6,7 @@ carries information. The order is: embeddings, moving average, gated attention, 
 heads are in `heads_mega.py`, language models and translation in `generation_mega.py`.
 
 Modules and parameters have the names of the Mega of transformers v4, so that its checkpoints load. They swap two names
-of the paper: `damping_factor` holds the logits of alpha (weight of the input), `decay_factor` those of delta.
+of the paper: `damping_factor` holds the logits of alpha (weight of the input), `decay_factor` the logits of delta.
 """
 
 import math
@@ -435,8 +435,8 @@ class MegaModel(BodyMixin, MegaPreTrainedModel):
             encoder_hidden_states: `[B, S, d]`, only with `add_cross_attention`: the source, which is also cached.
             encoder_attention_mask: `[B, S]`, 1 = keep. None = all. Attention to a source without tokens is 0.
             cp_group: Context-parallel ranks. Each passes its shard of the B sequences, in the order of ranks, as
-                `shard_sequence` returns them; T is the length of the shard and may differ between ranks. Outputs are
-                those of the shard. Gradients are those of the sum of the losses of all ranks, see "Context
+                `shard_sequence` returns them; T is the length of the shard and may differ between ranks. Outputs
+                belong to the shard. Gradients are computed for the sum of the losses of all ranks, see "Context
                 parallelism" in docs/distributed.md. Not supported with a cache, cross-attention, a truncation,
                 attention weights or a padding-free batch.
             pixel_values: `[B, C, H, W]` images (`input_type="patches"`); the T positions are their patches in
@@ -447,7 +447,7 @@ class MegaModel(BodyMixin, MegaPreTrainedModel):
                 `DataCollatorWithFlattening`) `position_ids` `[B, T]`, which restart at every sequence, `seq_idx`
                 `[B, T]`, or `cu_seq_lens_q` `[S + 1]` and `max_length_q` (`cu_seq_lens_k` and `max_length_k` must be
                 equal). Padding-free batches support no cache, and only `seq_idx` supports an `attention_mask`.
-                Otherwise `position_ids` must be those of the mask, `attention_mask.cumsum(1) - 1`.
+                Otherwise `position_ids` must equal `attention_mask.cumsum(1) - 1`.
 
         Returns:
             `last_hidden_state` `[B, T, d]` (undefined at padding), `pooler_output` `[B, d]` or None (also for

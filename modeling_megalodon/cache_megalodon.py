@@ -14,8 +14,8 @@ class MegalodonCacheLayer(KeyValueCacheLayer):
     """Recurrent state of one block for B sequences, and the rotated keys and the values of the current chunk.
 
     `average` `[B, D, N, 2]` has the real and imaginary parts of the moving average. `norm_count` `[B]`, `norm_mean` and
-    `norm_variance` `[B, G]` are the statistics of the timestep norm. The last block also has those of the final norm,
-    `final_count`, `final_mean` and `final_variance`. Statistics are float64 for every dtype of the model.
+    `norm_variance` `[B, G]` are the statistics of the timestep norm. The last block also has the statistics of the
+    final norm, `final_count`, `final_mean` and `final_variance`. Statistics are float64 for every dtype of the model.
     """
 
     average: torch.Tensor | None

@@ -52,7 +52,7 @@ class MegalodonConfig(MegalodonPresets, SharedConfig, PreTrainedConfig):
         attention_probs_dropout_prob: Dropout of attention weights.
         windowed_statistics: In evaluation, the norms use statistics of the last 6 chunks, as inference of the published
             code does. From 8 chunks on, the prompt is processed in pairs of chunks, and after each pair the statistics
-            are replaced by those of a second pass over the last 6 chunks. Such a prompt must be passed in one call
+            are replaced by a second pass over the last 6 chunks. Such a prompt must be passed in one call
             without padding. Single positions never restart the statistics. False = statistics of all positions.
         unpad_inputs: Layers skip padding. States at padding are 0. No effect if states or weights are returned, with a
             cache, and in compiled or exported programs.

@@ -2,11 +2,12 @@
 
 A block normalizes its input by statistics of all positions so far, smooths it with a complex exponential moving
 average, and attends within chunks with queries and keys of unit length. The average and the statistics carry
-information across chunks. The residual of the feed-forward layer is the input of the block ("two-hop"). The order is
-that of the paper: timestep norm, moving average, attention, feed-forward layer, block, model. The language model is in
+information across chunks. The residual of the feed-forward layer is the input of the block ("two-hop"). The order
+follows
+the paper: timestep norm, moving average, attention, feed-forward layer, block, model. The language model is in
 `generation_megalodon.py`, the classifier in `heads_megalodon.py`.
 
-Names and values of parameters are those of the published code: scales are stored as scale - 1, so that weight decay
+Names and values of parameters match the published code: scales are stored as scale - 1, so that weight decay
 draws them to 1.
 """
 
@@ -229,7 +230,7 @@ class MegalodonBlock(GradientCheckpointingLayer):
 
 
 def draw_matrix(weight: torch.Tensor, initializer: str, deviation: float = 1.0) -> None:
-    """Initialize a matrix with an `initializer` of the configuration; `deviation` is that of `"gaussian"`."""
+    """Initialize a matrix with an `initializer` of the configuration; `deviation` applies to `"gaussian"`."""
     if initializer == "he":
         init.kaiming_normal_(weight, a=math.sqrt(5.0))
     elif initializer == "bert":

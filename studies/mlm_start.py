@@ -57,7 +57,7 @@ def leave_out(model: LunaForMaskedLM, part: str) -> None:
 
 @torch.no_grad()
 def start_roberta(model: RobertaForMaskedLM, start: LocalStart) -> None:
-    """Initialize positions and heads of RoBERTa like those of Luna with local initialization."""
+    """Initialize positions and heads of RoBERTa like Luna with local initialization."""
     config, table = model.config, model.roberta.embeddings.position_embeddings.weight
     width, heads, first = config.hidden_size, config.num_attention_heads, config.pad_token_id + 1
     base = start.base or start.length or len(table) - first

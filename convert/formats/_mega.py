@@ -1,7 +1,7 @@
 """Common parts of the formats of Mega: arguments of the layers, and names of the tensors.
 
 The two branches of the code swap the names of the input weight and the damping, see conventions.py. The names in the
-model are those of Mega in transformers v4.
+model match Mega in transformers v4.
 """
 
 from collections.abc import Callable

@@ -1,6 +1,7 @@
 """Megalodon folders: their files, their settings, and shards.
 
-`consolidate_config.json` marks a folder that the original's loader reads; without it the weights are those of training.
+`consolidate_config.json` marks a folder that the original's loader reads; without it, the weights have the layout of
+training.
 """
 
 import argparse
@@ -25,7 +26,7 @@ from luna_mega.hub.folder import read_json
 EMBEDDING = "embed.weight"
 CONFIG, CONSOLIDATED = "config.json", "consolidate_config.json"
 _DTYPE_NAMES = names_codec({"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"})
-# Names of the args in addition to those of the model.
+# Args in addition to the model's.
 TOKENIZER, SHARDS = "tokenizer", "model_parallel_size"
 _EXTRA = 256  # the number of tokens after the pieces is a multiple of this
 _WEIGHTS, _TRAINING = "consolidated*.pth", "model.ckpt.*.pth"

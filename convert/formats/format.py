@@ -62,7 +62,7 @@ class Facts:
         stacks: Signature of the layers in a file, see `registry.stacks_of`; empty if `recognize` checks everything.
         additional_classes: Classes that load from the folder of every other class.
         make_config: Function that returns the configuration, if the defaults of the class do not apply.
-        architectures: Name of an architecture -> defaults of arguments that override those of the table.
+        architectures: Name of an architecture -> defaults of arguments, which take precedence over the table.
         container: Layout on disk.
         aliases: Patterns in early names of tensors, with replacement and note.
         unsupported_options: Option (`layer-norm`, `ema-convention`) -> reason why it does not apply.
@@ -138,11 +138,11 @@ class Format(ABC):
 
     @abstractmethod
     def companions(self, target: Target, evidence: Evidence) -> Companions:
-        """Return the files next to the weights of a model; `evidence` is that of its checkpoint."""
+        """Return the files next to the weights of a model; `evidence` comes from its checkpoint."""
 
     @abstractmethod
     def report(self, target: Target, evidence: Evidence) -> Notes:
-        """Return decisions and notes on a model; `evidence` is that of its checkpoint."""
+        """Return decisions and notes on a model; `evidence` comes from its checkpoint."""
 
 
 def rename_tensors(fmt: Format, tensors: Tensors) -> tuple[Tensors, list[str]]:

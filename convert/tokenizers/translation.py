@@ -95,7 +95,7 @@ def read_codes(path: str | Path) -> list[tuple[str, str]]:
             raise ConversionError(f"{path}: line {number} is not a pair of pieces: {line[:40]!r}")
         if not header and not counted:
             raise ConversionError(
-                f"{path}: neither '#version: 0.2' nor counts: codes of subword-nmt before 0.2 are not supported; leave "
+                f"{path}: neither '#version: 0.2' nor counts: codes of subword-nmt before 0.2 are not supported; omit "
                 "them out, and split the text with subword-nmt"
             )
         merges.setdefault((parts[0], parts[1]))

@@ -48,7 +48,7 @@ class Drawing:
     contrast: float
 
 
-# 32 and 128 are those of the benchmark. The parameters of 64 and 256 are not published; these are estimates.
+# The benchmark has 32 and 128. The parameters of 64 and 256 are not published; these are estimates.
 _DRAWINGS = {
     32: Drawing(32, 14, 2, 0.5, (1,), 1, 7, 1.5, 1.0, 5, 4, 1.5),
     64: Drawing(64, 14, 3, 1.0, (1, 2), 1, 12, 2.0, 1.4, 6, 4, 1.0),

@@ -32,8 +32,8 @@ def documents(
 
     Args:
         pretrained: Folder of the model.
-        tokenizer: Folder of the tokenizer, if it is not that of the model.
-        max_length: Maximum input length of lm-eval; None = that of the configuration, or 2,048.
+        tokenizer: Folder of the tokenizer, if it is not the model's folder.
+        max_length: Maximum input length of lm-eval; None = the value in the configuration, or 2,048.
         max_seq_lengths: Tokens of a document with its answer, up to one sentence of `FILL`.
         num_samples: Number of documents per length and depth.
 

@@ -167,8 +167,8 @@ def gated_attention(
         offset: column of the first query among the keys, for cached decoding (S = number of keys so far) or
             cross-attention.
         row_offset: `[B]` integers added to `offset`, for cross-attention (not causal, no chunks) with left padding of
-            different lengths: n is the padding of the keys minus that of the queries. If n > 0, the first n keys must
-            be masked; if n < 0, the first -n queries are padding.
+            different lengths: n is the padding of the keys minus the padding of the queries. If n > 0, the first n keys
+            must be masked; if n < 0, the first -n queries are padding.
         start: `[B]` integers, the position of the first column in its sequence; None = 0. It is negative for left
             padding and positive if old keys were dropped. Keys before position 0 are masked, and outputs of queries
             before position 0 are undefined. With chunks and offset 0 it must be at most 0.
@@ -234,7 +234,7 @@ def gated_attention_step(
 ) -> Tensor:
     """Compute the last position of a causal `gated_attention`, `[B, V]`, over the keys so far, including its own.
 
-    Arguments and errors are those of `gated_attention`, with query `[B, Z]`. Only the last `chunk_size` of the keys
+    For arguments and errors, see `gated_attention`; query is `[B, Z]`. Only the last `chunk_size` of the keys
     `[B, S, Z]` are read. `column` `[B]` is the column of the query's own key, from 0 to S - 1, if it is not the last.
     Later keys are ignored, the keys must belong to one chunk, and `chunk_size` must be None. With `slots` `[B]`, key
     and value may have any number of rows; `slots` are the row indices of the queries.

@@ -111,7 +111,7 @@ def luna_unpack(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Unpack for every query: softmax(Q K^T / sqrt(K) + bias) V over the L packed rows (Luna eq. 4).
 
-    Arguments, result and errors are those of `luna_pack`, with `query` `[B, T, H, K]`, `key` and `value` `[B, L, H,
+    For arguments, result and errors, see `luna_pack`; here, `query` is `[B, T, H, K]`, `key` and `value` `[B, L, H,
     K]`, `mask` `[B, L]` and weights `[B, H, T, L]`. With `cu_seqlens`, queries and result are varlen, `[1, total, H,
     K]`. `bias` `[B, L]` is added to the logits of all heads, and has a gradient; None = 0. It adds one feature to the
     heads, so Triton then supports head sizes up to 127.

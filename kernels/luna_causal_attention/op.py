@@ -180,7 +180,7 @@ def luna_causal_attention_step(
 ) -> tuple[Tensor, LunaCausalState]:
     """Apply `luna_causal_attention` to one further token; return y `[B, H, V]` and the next state.
 
-    Arguments and errors are those of `luna_causal_attention` without the dimension T: query, pack_key and key are `[B,
+    Arguments and errors match `luna_causal_attention` without the dimension T: query, pack_key and key are `[B,
     H, K]`, value is `[B, H, V]`, mask is `[B]`. The given state is not modified unless `inplace` is set. `inplace`
     overwrites it with the next state, which avoids an allocation. It requires that no gradient is computed and that
     nothing else uses the tensors of the state.

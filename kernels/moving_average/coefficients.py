@@ -53,7 +53,7 @@ def damped_coefficients(*parameters: Tensor) -> Coefficients:
 def complex_coefficients(
     input_logit: Tensor, damping_logit: Tensor, phase_logit: Tensor, projection: Tensor
 ) -> Coefficients:
-    """Return the coefficients of the recurrence; |q| and p are those of a damped average without expansion."""
+    """Return the coefficients of the recurrence; |q| and p equal a damped average's without expansion."""
     states = input_logit.shape[1]
     one = torch.ones_like(input_logit)
     log_decay, _, weight_in, _ = damped_coefficients(input_logit, damping_logit, one, one)

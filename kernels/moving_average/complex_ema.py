@@ -145,7 +145,7 @@ def complex_ema_step(
 ) -> tuple[Tensor, Tensor]:
     """Apply `complex_ema` to one further position x `[B, D]`; return y `[B, D]` and the next state `[B, D, N, 2]`.
 
-    Arguments and errors are those of `complex_ema`, with `mask` `[B]`. Masked rows keep their states, and their y is
+    For arguments and errors, see `complex_ema`; `mask` is `[B]`. Masked rows keep their states, and their y is
     undefined. The given state is not modified. `coefficients` are the `complex_ema_coefficients` of the four
     parameters; None = computed, which takes most of the time of a step.
     """

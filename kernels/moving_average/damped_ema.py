@@ -107,8 +107,8 @@ def damped_ema(
         lengths: `[B]` integers: the states are returned after this many positions of each row. The mask must drop the
             positions that follow. None = T.
         cu_seqlens: `[S + 1]` int32 or int64, for S varlen sequences: x is `[1, total, D]`, the mask `[1, total]`, and
-            sequence s is `[cu_seqlens[s], cu_seqlens[s+1])`. States are `[S, D, N]`. Each result equals that of a
-            separate call.
+            sequence s is `[cu_seqlens[s], cu_seqlens[s+1])`. States are `[S, D, N]`. Each result equals the
+            result of a separate call.
         max_seqlen: length of the longest sequence; None = computed from `cu_seqlens`, which synchronizes the device.
         shard: context-parallel shard; x and the mask are this rank's part of longer sequences. The ranks exchange
             their states, `[B, R, N]`. None = x is complete. Not supported with states, `cu_seqlens`, or a truncation
@@ -180,7 +180,7 @@ def damped_ema_step(
 ) -> tuple[Tensor, Tensor | TruncatedEmaState]:
     """Apply the causal `damped_ema` to one further position x `[B, D]`; return y `[B, D]` and the state `[B, D, N]`.
 
-    Arguments and errors are those of `damped_ema`, with R = D and `mask` `[B]`. Masked rows keep their states, and
+    For arguments and errors, see `damped_ema`; R = D, and `mask` is `[B]`. Masked rows keep their states, and
     their y is undefined. The given state is not modified. A `TruncatedEmaState` truncates at the length of its inputs.
     `coefficients` are the `ema_coefficients` of the four parameters; None = computed, which takes half of the time of a
     step. They are not supported with a `TruncatedEmaState`.

@@ -36,7 +36,7 @@ def center(of: Coefficients, channels: int, length: int, shift: bool) -> int:
 def lags_backward(
     of: Coefficients, channels: int, length: int, shift: bool, kept: list[Any], grad_taps: Tensor
 ) -> list[Any]:
-    """Return the gradients of the coefficients from that of `lags`; `kept`: its tables."""
+    """Return the gradients of the coefficients from the gradient of `lags`; `kept`: its tables."""
     if of.turn is not None:
         return _complex_series_backward(of, grad_taps)
     coarse, fine = kept
@@ -72,7 +72,7 @@ def chunk_maps(
 def chunk_maps_backward(
     of: Coefficients, channels: int, chunk: int, shift: bool, kept: list[Any], *gradients: Tensor
 ) -> list[Any]:
-    """Return the gradients of the coefficients from those of `chunk_maps`; `kept`: its tables."""
+    """Return the gradients of the coefficients from the gradients of `chunk_maps`; `kept`: its tables."""
     if of.turn is not None:
         return _complex_chunk_maps_backward(of, chunk, *gradients)
     grad_taps, grad_input_map, grad_output_map, grad_decay = gradients

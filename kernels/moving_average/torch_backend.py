@@ -271,7 +271,7 @@ def _maps(
 
 
 def _keep(of: Coefficients, taps: Tensor, maps: list[Any], kept: list[Tensor]) -> list[Tensor]:
-    """Return the results of `_maps` that the backward pass does not recompute: those of a real average."""
+    """Return the results of `_maps` that the backward pass does not recompute, only for a real average."""
     return [taps, *(table for table in maps if table is not None), *kept] if of.turn is None else []
 
 

@@ -1,7 +1,7 @@
 """The complex average in Triton: a scan in registers, in chunks that run in parallel, forward and backward.
 
-The division into programs is that of `damped_ema`: a program of one warp processes one chunk with the states of BLOCK_D
-channels in two tiles `[BLOCK_N, BLOCK_D]`, real and imaginary parts. The layout of states is `[..., 2, N, D]`.
+The division into programs is the same as in `damped_ema`: a program of one warp processes one chunk with the states of
+BLOCK_D channels in two tiles `[BLOCK_N, BLOCK_D]`, real and imaginary parts. The layout of states is `[..., 2, N, D]`.
 
 The backward pass stores no states. A second scan of x computes each state and its derivative with respect to q,
 s_t = q s_{t-1} + h_{t-1}. The gradient of x is a scan of the gradient in reversed time: r_t = g dy_t + q r_{t+1}. Here

@@ -15,7 +15,7 @@ from luna_mega.kernels.upcast import upcast_dtype
 class TruncatedEmaState(NamedTuple):
     """The state of a truncated average: the states of all and of truncated positions, and recent inputs.
 
-    `average` `[B, D, N]` contains the states of all positions, `forgotten` `[B, D, N]` those of positions at least
+    `average` `[B, D, N]` contains the states of all positions, `forgotten` `[B, D, N]` of the positions at least
     `truncation` away, and `inputs` `[B, truncation, D]` the last inputs, which will be truncated next.
     """
 

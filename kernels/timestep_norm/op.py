@@ -87,8 +87,8 @@ def timestep_norm(
             no earlier positions. If the count is 0, mean and variance are ignored.
         return_state: also return the statistics of all positions.
         cu_seqlens: `[S + 1]` int32 or int64, for S varlen sequences: x is `[1, total, D]`, the mask `[1, total]`, and
-            sequence s is `[cu_seqlens[s], cu_seqlens[s+1])`. States have S rows. Each result equals that of a separate
-            call.
+            sequence s is `[cu_seqlens[s], cu_seqlens[s+1])`. States have S rows. Each result equals the result of a
+            separate call.
         max_seqlen: length of the longest sequence; None = computed from `cu_seqlens`, which synchronizes the device.
         shard: context-parallel shard; x and the mask are this rank's part of longer sequences. The ranks exchange
             their statistics, 2 G + 1 numbers per sequence. None = x is complete. Not supported with states or
@@ -142,7 +142,7 @@ def timestep_norm_step(
 ) -> tuple[Tensor, TimestepNormState]:
     """Apply `timestep_norm` to one further position x `[B, D]`; return y `[B, D]` and the next state.
 
-    Arguments and errors are those of `timestep_norm`, with `mask` `[B]`. The given state is not modified.
+    For arguments and errors, see `timestep_norm`; `mask` is `[B]`. The given state is not modified.
     """
     check_position("timestep_norm_step", x, mask, "features")
     _check("timestep_norm_step", x, groups, weight, bias)

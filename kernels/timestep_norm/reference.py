@@ -13,9 +13,9 @@ from torch import Tensor
 class TimestepNormState(NamedTuple):
     """The statistics of all positions so far.
 
-    `count` `[B]` int64 is the number of positions. `mean` and `variance`, `[B, G]` float64, are those of all features
-    of a group at all positions; the variance is biased. Calls also accept float32, but at a million positions an update
-    by 1 / count is below its rounding error.
+    `count` `[B]` int64 is the number of positions. `mean` and `variance`, `[B, G]` float64, are computed over all
+    features of a group at all positions; the variance is biased. Calls also accept float32, but at a million positions
+    an update by 1 / count is below its rounding error.
     """
 
     count: Tensor  # type: ignore[assignment]  # of tuple.count

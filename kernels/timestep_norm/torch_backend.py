@@ -252,7 +252,7 @@ def _backward(
     ]
     away = distances(own.double(), mean[:, None], means, mask)
     of_own, of_spread, before = _back_in_time(sums, products, rstd, away, number, last, mask)
-    # The gradient of x is that of x - M, plus of_own + 2 of_spread (x - m).
+    # The gradient of x is the gradient of x - M, plus of_own + 2 of_spread (x - m).
     stretch = of_spread.mul(2.0)
     *_, shifts, stretches = _rows(x, None, (of_own - stretch * own).to(dtype), stretch.to(dtype))
     grad_x = passes.apply_backward(gradients, rows, kept, stretches, shifts, rstds, weight)
@@ -267,9 +267,9 @@ def _back_in_time(
 ) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor, Tensor]]:
     """Return the gradients of the means and variances of single positions, `[B, T, G]`, and of the initial statistics.
 
-    `sums` and `products` are those of the gradient of x - M, and of that times x - M. `away` is m_t - M_{t-1}. `last`
-    holds the gradients of n M and n S after the last position. The initial gradients are those of n M, n S and M before
-    the first position.
+    `sums` and `products` are the sums of the gradient of x - M, and of its product with x - M. `away` is m_t - M_{t-1}.
+    `last` holds the gradients of n M and n S after the last position. The gradients of n M, n S and M before the first
+    position are the initial gradients.
     """
     share = 1.0 / number
     of_total = _sums_from_end(-0.5 * rstd.double().square() * products * share, last[1])

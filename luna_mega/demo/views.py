@@ -59,7 +59,7 @@ class Demo:
         folder: Folder of `luna-mega convert` or `save_pretrained`, with its tokenizer.
 
     Raises:
-        ConversionError: If the folder is invalid, has no tokenizer or that of another model, or its task has no page.
+        ConversionError: If the folder is invalid, has no tokenizer or another model's, or its task has no page.
     """
 
     def __init__(self, folder: str | Path):

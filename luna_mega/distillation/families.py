@@ -290,7 +290,7 @@ class Parts:
         module = self.module("positions")
         if module is None:
             return None
-        # As in fairseq, the first token uses the row after that of padding.
+        # As in fairseq, the first token uses the row after the padding row.
         first = 0 if module.padding_idx is None else module.padding_idx + 1
         return module.weight.detach()[first:]
 

@@ -107,6 +107,6 @@ def describe_distillation(model: DistillArguments, record: Record) -> dict[str, 
     text = (
         f"The teacher is {code(name)}. {licensed} The table compares the teacher and the student after each stage on "
         "the same validation examples, with the tokens and seconds of all stages so far. Agreement is the share of "
-        f"predictions that equal those of the teacher.\n\n{record.table}"
+        f"predictions that equal the teacher's.\n\n{record.table}"
     )
     return {"origin": "distilled", "sections": {"Distillation": text}}

@@ -40,7 +40,8 @@ def bundle(folder: str | Path, output: str | Path | None = None) -> list[str]:
     Args:
         folder: Folder of `save_pretrained` with a model of this package.
         output: Folder to write, absent or empty. It receives the code and a copy of the files that belong to a model
-            (`luna_mega/hub/files.py`). If None, the code is added to `folder` and replaces that of an earlier bundle.
+            (`luna_mega/hub/files.py`). If None, the code is added to `folder` and replaces the code of an earlier
+            bundle.
 
     Returns:
         Names of the code files.
@@ -217,7 +218,7 @@ def _home(module: str, name: str) -> tuple[str, str | None]:
     named = f"{module}.{name}"
     try:
         value = getattr(importlib.import_module(module), name, None)
-        # The name may be that of a module that is not imported yet.
+        # The name may belong to a module that is not imported yet.
         value = importlib.import_module(named) if value is None else value
     except ModuleNotFoundError as error:
         if error.name != "triton":

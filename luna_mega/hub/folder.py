@@ -18,7 +18,7 @@ from luna_mega.errors import ConversionError, reason, shown
 from luna_mega.hub.output import check_path
 
 REPORT_NAME = "conversion_report.json"
-TARGET_FOLDER = "target"  # tokenizer of the target of an encoder-decoder, if it differs from that of the source
+TARGET_FOLDER = "target"  # tokenizer of the target of an encoder-decoder, if it differs from the source's
 _REPORT_FIELDS = {"source": dict, "decisions": dict, "dropped": list, "dtype_in": dict, "args": dict}
 _SOURCE_FIELDS = ("file", "layout", "revision", "arch")
 
@@ -155,7 +155,7 @@ def position_limit(config: PreTrainedConfig) -> int | None:
 
 
 def read_config(path: str | Path) -> dict[str, Any]:
-    """Return config.json of a folder; an error unless it is that of a model of this package."""
+    """Return config.json of a folder; an error unless it belongs to a model of this package."""
     path = check_path(path)
     if not path.is_dir():
         raise ConversionError(f"{path}: {'is a file; use a model folder' if path.exists() else 'no such folder'}")

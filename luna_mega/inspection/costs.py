@@ -21,7 +21,7 @@ def stacks(config: PreTrainedConfig) -> dict[str, PreTrainedConfig]:
 
 
 def fields(config: PreTrainedConfig) -> dict[str, int | str | bool]:
-    """Return the fields of the configuration that size the model, and those of a decoder that differ from them."""
+    """Return the configuration fields with the sizes of the model, and the decoder's fields if they differ."""
     values = architecture(config)
     if config.is_encoder_decoder:
         own = architecture(config.decoder_config).items()

@@ -7,12 +7,12 @@ from transformers import PreTrainedModel
 from luna_mega import MegaConfig, MegaForCausalLM
 from luna_mega.kernels.moving_average.torch_backend import CHUNK, MANY_POSITIONS
 
-# Numbers that a norm stores for the backward pass in addition to those of layer norm, in units of d.
+# Numbers that a norm stores for the backward pass in addition to layer norm's, in units of d.
 _OF_NORM = {"scalenorm": 1.0, "rmsnorm": 1.0, "batchnorm": 2.5, "syncbatchnorm": 2.5}
 FORMULAS = {
     "FLOPs/token": "2 for each multiply-add; d width, v value width, z shared width, h dimensions of the moving "
     "average, f feed-forward width, c keys of a query (n, or the chunk). Per layer: projections 2 d (3v + z + 2d), in "
-    "the embedding 2 e d for a width e (with an adaptive embedding that of the first band), or 2 C p^2 d for patches "
+    "the embedding 2 e d for a width e (with an adaptive embedding, the width of the first band), or 2 C p^2 d for patches "
     "of p x p pixels in C colors; output projection 2 d^2; attention 2 c (z + v); moving average 6 h d for each "
     "direction, counted as the recurrence in any implementation; cross-attention 4 d (2d + z) + 2 n (z + d); "
     "feed-forward 4 d f. Head: 2 for each weight, for every token (language models; an adaptive softmax scores all "
@@ -29,7 +29,7 @@ FORMULAS = {
     "2V), in an adaptive softmax n ((1 + m) d + W); W is the size of the first band plus the number of tails, and "
     "each word of a tail adds the size of the tail. Each cross-attention has n ((12 + m + k + b) d + 3z + 3), and n d "
     "once. m, b, a = 1 with dropout, hidden dropout and dropout of the feed-forward layer, k = 1 (scale, RMS) or 2.5 "
-    "(batch norm). The attention scores, n c numbers in each layer, are stored if c is at most 2 v, and those of "
+    "(batch norm). The attention scores, n c numbers in each layer, are stored if c is at most 2 v, and the scores of "
     "cross-attention, n^2, if n is at most 2 d; otherwise they are recomputed in the backward pass. Dropout masks are "
     "counted as numbers; on a GPU they are bytes.",
     "cache": "generation with a decoder: in each layer d h + c (z + v) with c = n (up to 2 n after decoding steps, "

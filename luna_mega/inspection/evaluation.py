@@ -37,7 +37,7 @@ def evaluate(folder: str | Path, arguments: Sequence[str]) -> None:
 
     Args:
         folder: Folder with a causal language model of this package and its tokenizer.
-        arguments: Arguments of `lm-eval run`. `--model_args` is added to that of the model.
+        arguments: Arguments of `lm-eval run`. Its `--model_args` is added to the model's.
 
     Raises:
         ConversionError: lm-eval is not installed or rejects the arguments, or the folder has no causal language model.

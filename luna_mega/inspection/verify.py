@@ -40,7 +40,7 @@ class Comparison:
     """Largest absolute differences between two models `a` and `b`.
 
     `layers` has a row `{"layer", "hidden"}` for each layer, where layer 0 is the embeddings. Rows of Luna also have
-    "packed" for P, and those of an encoder-decoder "stack", "encoder" or "decoder". `results` has the outputs. None =
+    "packed" for P, and rows of an encoder-decoder "stack", "encoder" or "decoder". `results` has the outputs. None =
     NaN or Inf in only one of the models. Padding is not compared.
     """
 
@@ -295,7 +295,7 @@ def _run(folder: ModelFolder, tensors: Mapping[str, torch.Tensor]) -> Mapping:
 def _mask(tensors: Mapping[str, torch.Tensor], config: PreTrainedConfig, prefix: str = "") -> torch.Tensor:
     """Return a mask of the compared positions, `[B, T]`, or `[B options, T]` for multiple choice.
 
-    The positions are those of the source, with `prefix` "decoder_" of the target, and of the first sequence of pairs.
+    The positions belong to the source, with `prefix` "decoder_" to the target, and of the first sequence of pairs.
     """
     if f"{prefix}attention_mask" in tensors:
         mask = tensors[f"{prefix}attention_mask"].bool()

@@ -1,5 +1,5 @@
 # Copyright 2026 The luna-mega authors. Licensed under the Apache License, Version 2.0.
-"""Servers that `luna-mega serve` starts for the folder of a language model: that of transformers or vLLM."""
+"""Servers that `luna-mega serve` starts for a language model: transformers' own server or vLLM."""
 
 import importlib
 import os

@@ -77,7 +77,7 @@ class ServedModel(nn.Module):
     ) -> torch.Tensor:
         """Run a layer over `[tokens, d]`, with one call per group of sequences.
 
-        Rows after those of the last group are padding, and the result is zero there.
+        Rows after the last group are padding, and the result is zero there.
         """
         parts, begin = [], 0
         for sequences in groups:

@@ -86,7 +86,7 @@ def read_image(value: Any, channels: int | None = None, pixels: bool = False) ->
 
     Args:
         value: An image file, as bytes or as the dictionary of `datasets.Image(decode=False)`.
-        channels: Number of channels; None keeps that of the file.
+        channels: Number of channels; None = as in the file.
         pixels: Whether `value` contains the pixels 0 to 255 of a square gray image instead, as bytes or a list.
     """
     try:

@@ -38,7 +38,7 @@ def check_pairs(data: TextArguments, columns: Sequence[str]) -> None:
 def encode_texts(
     tokenizer: PreTrainedTokenizerBase, texts: Sequence[list[str]], max_length: int, two_towers: bool
 ) -> dict[str, list]:
-    """Return the inputs of a model for one or two text columns; those of a second tower have the prefix `pair_`."""
+    """Return the inputs of a model for one or two text columns, with the prefix `pair_` for a second tower."""
     cut = {"truncation": True, "max_length": max_length}
     if not two_towers:
         return dict(tokenizer(*texts, **cut))

@@ -84,7 +84,7 @@ def choose_checkpoints(folder: str, count: int, metric: str | None) -> list[Path
 
 
 def average(checkpoints: list[Path]) -> dict[str, torch.Tensor]:
-    """Return the mean of the weights, summed in float32; integer tensors are those of the last checkpoint."""
+    """Return the mean of the weights, summed in float32; integer tensors come from the last checkpoint."""
     total: dict[str, torch.Tensor] = {}
     for path in checkpoints:
         weights = load_file(path / SAFE_WEIGHTS_NAME)
