@@ -7,10 +7,14 @@ import pytest
 import yaml
 from markdown_it import MarkdownIt
 
-from tests.docs.blocks import DOCS, PAGES, ROOT, read
+from tests.docs.blocks import ROOT, read
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-TABLE_PAGES = sorted({*PAGES, "CONTRIBUTING.md", "CHANGELOG.md", *DOCS, "tests/README.md"})
+FOLDERS = ("docs", "examples", "kernels", "studies", "tests")
+TABLE_PAGES = sorted(
+    page.relative_to(ROOT).as_posix()
+    for page in [*ROOT.glob("*.md"), *(page for folder in FOLDERS for page in (ROOT / folder).rglob("*.md"))]
+)
 
 
 def project_urls() -> dict[str, str]:
