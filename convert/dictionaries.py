@@ -301,7 +301,7 @@ class ClassNames(DictionaryKind):
 
     def find(self, given: list[str | Path], folder: Path) -> Dictionaries:
         if not given:
-            return Dictionaries(notes=["classes have numbers; --dict FILE gives them names, one a line"])
+            return Dictionaries(notes=["classes have numbers; --dict FILE specifies their names, one per line"])
         if len(given) > 1:
             raise ConversionError(f"{given[1]}: the names of the classes are in one file; pass one --dict")
         path = Path(given[0])
@@ -331,7 +331,7 @@ class PieceFile(DictionaryKind):
     def find(self, given: list[str | Path], folder: Path) -> Dictionaries:
         if given:
             raise ConversionError(
-                f"--dict {given[0]}: the original has no dictionary; --bpe gives the SentencePiece model"
+                f"--dict {given[0]}: the original has no dictionary; pass the SentencePiece model with --bpe"
             )
         names = [PIECES_FILE, *([Path(self.named).name] if self.named else [])]
         return Dictionaries(pieces=next(iter(_inside(folder, *names)), None))

@@ -155,7 +155,7 @@ def _choice(
 
 
 def _rename(keymap: KeyMap, ours: Tensors) -> tuple[Tensors, list[str], list[str]]:
-    """Return the tensors of a file in its order, the names without a place, and notes on tensors that are added."""
+    """Return the tensors of the file in its order, the names that it does not support, and notes on added tensors."""
     tensors, unknown, notes = {}, [], {}
     for name, tensor in ours.items():
         if (match := keymap.backward(name)) is None:

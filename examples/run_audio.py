@@ -55,7 +55,7 @@ def hold_out(split: Dataset, condition: str) -> tuple[Dataset, Dataset]:
         fail(f"--hold_out {condition}: split train has no column {column}, only {', '.join(split.column_names)}")
     chosen = np.isin([str(value) for value in split[column]], values.split(","))
     if chosen.all() or not chosen.any():
-        fail(f"--hold_out {condition}: selects {chosen.sum()} of the {len(split)} training rows")
+        fail(f"--hold_out {condition} must select some of the {len(split)} training rows, got {chosen.sum()}")
     return split.select(np.flatnonzero(~chosen)), split.select(np.flatnonzero(chosen))
 
 

@@ -1,6 +1,6 @@
-"""Labels of the heads: decoder inputs, the token that each position predicts, and positions that do not count.
+"""Labels of the heads: decoder inputs, the target of each position, and ignored positions.
 
-A label counts only at a position that the attention mask keeps, so that a loss equals the loss of the sequence
+Labels are ignored at positions that the attention mask drops, so that a loss equals the loss of the sequence
 without padding.
 """
 

@@ -66,7 +66,7 @@ class Reductions:
     ) -> torch.Tensor:
         """Return the mean cross-entropy of the two labels `positions`, `[B]` each, for the two `logits` `[B, T]`.
 
-        Labels after the end of the sequences, or at positions that the bool `mask` `[B, T]` drops, do not count.
+        Labels after the end of the sequences, or at positions that the bool `mask` `[B, T]` drops, are ignored.
         """
         if mask is not None:
             length = mask.shape[1]

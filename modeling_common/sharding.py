@@ -370,7 +370,7 @@ def find_reductions(options: dict[str, Any], states: torch.Tensor) -> Reductions
 def raise_together(group: "dist.ProcessGroup | None", device: torch.device) -> AbstractContextManager[None]:
     """Return a context that lets the other ranks of a group raise an error too if the block raises one.
 
-    The other ranks detect it in the `ContextShard.of` with their batch size that follows the block.
+    The other ranks detect the error in their next call of `ContextShard.of`.
     """
     return nullcontext() if group is None else _raise_on_others(group, device)
 

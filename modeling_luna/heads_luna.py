@@ -305,7 +305,7 @@ class LunaForQuestionAnswering(GenericForQuestionAnswering, LunaPreTrainedModel)
 
         `start_logits`, `end_logits`: `[B, T]`, the lowest number of the dtype at positions that the mask drops.
         `start_positions`, `end_positions`: `[B]`, the columns of the answer. Columns that the mask drops and columns
-        after the end do not count.
+        after the end are ignored.
         """
         inputs = model_inputs(input_ids, attention_mask, inputs_embeds, position_ids=position_ids)
         inputs["token_type_ids"] = token_type_ids

@@ -6,7 +6,7 @@ carries information. The order is: embeddings, moving average, gated attention, 
 heads are in `heads_mega.py`, language models and translation in `generation_mega.py`.
 
 Modules and parameters have the names of the Mega of transformers v4, so that its checkpoints load. They swap two names
-of the paper: `damping_factor` holds the logits of alpha (weight of the input), `decay_factor` the logits of delta.
+of the paper: `damping_factor` contains the logits of alpha (weight of the input), `decay_factor` the logits of delta.
 """
 
 import math

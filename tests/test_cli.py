@@ -1,4 +1,4 @@
-"""The command line `luna-mega`: commands, exit statuses, and how soon it answers."""
+"""The command line `luna-mega`: commands, exit statuses, and startup time."""
 
 import json
 import os
@@ -110,7 +110,7 @@ def encoder(tmp_path):
 
 
 def test_reports_as_json(encoder, tmp_path, capsys):
-    """Those of convert, export, onnx and eval are in the tests of these commands' formats and packages."""
+    """Reports of convert, export, onnx and eval are tested with these commands' formats and packages."""
     found = {}
     for argv in (["info", encoder], ["verify", encoder, encoder], ["bundle", encoder, "--output", tmp_path / "bundle"]):
         status, output = run([*map(str, argv), "--json"], capsys)
@@ -239,8 +239,8 @@ def test_invalid_input_is_one_line(name, error, monkeypatch, capsys):
         ("export", export_checkpoint, "dtype"),
     ],
 )
-def test_choices_equal_those_of_the_function(command, function, option, tmp_path, capsys):
-    """They are written twice, because the help does not import the package."""
+def test_choices_equal_the_function_choices(command, function, option, tmp_path, capsys):
+    """The choices are duplicated because the help does not import the package."""
     with pytest.raises(ValueError, match=f"{option} must be one of") as raised:
         function(tmp_path / "a", tmp_path / "b", **{option: "nonsense"})
     _, output = run([command, "--help"], capsys)

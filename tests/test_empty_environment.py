@@ -1,4 +1,4 @@
-"""The package in an empty environment, with the versions that pip chooses today."""
+"""The package in an empty environment, with the versions that pip selects."""
 
 import os
 import shutil

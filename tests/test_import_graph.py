@@ -154,20 +154,20 @@ def test_modules_import_only_from_lower_layers():
 
 
 def exists(name: str) -> bool:
-    """Return whether a name in one of our rooms is a module, a package, or a word of the module before its last dot."""
+    """Return whether a name in one of our packages is a module, a package, or an attribute of a module."""
     home, _, last = name.rpartition(".")
     is_module = name in FILES or any(module.startswith(f"{name}.") for module in FILES)
     return is_module or re.search(rf"\b{last}\b", SOURCES.get(home, "")) is not None
 
 
 def test_imported_names_of_the_package_exist():
-    """An editable install of another checkout would step in for a module that is gone."""
+    """An editable install of another checkout would hide a missing module."""
     ours = {(module, name) for module, source in SOURCES.items() for name in imports(source) if room_of(name)}
     assert {(module, name) for module, name in ours if not exists(name)} == set()
 
 
 def test_only_the_registry_imports_formats_by_name():
-    """Generic code finds a format by its description."""
+    """Generic code finds a format by its facts."""
     public = {"", "containers", "format", "registry"}
     for module, source in SOURCES.items():
         if not module.startswith("luna_mega.convert.formats."):

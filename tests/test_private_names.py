@@ -1,4 +1,4 @@
-"""Private and undocumented names of other packages that the code uses are those of the table in docs/development.md."""
+"""The private and undocumented names in the code match the table in docs/development.md."""
 
 import ast
 import re

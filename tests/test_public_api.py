@@ -73,7 +73,7 @@ def test_another_model_of_the_same_type_is_named():
             luna_mega.register_auto_classes()
 
 
-def test_supported_versions_are_those_of_setup(repo_root):
+def test_supported_versions_match_setup(repo_root):
     setup = (repo_root / "setup.cfg").read_text()
     assert f"python_requires = >={'.'.join(map(str, compat.PYTHON))}\n" in setup
     for name, (oldest, untested) in compat.SUPPORTED.items():

@@ -37,7 +37,7 @@ def test_subjects_of_commits(repo_root, message, right):
     assert bool(commit_hook(repo_root).search(message)) == right
 
 
-def test_tags_equal_those_of_contributing(repo_root):
+def test_tags_match_contributing(repo_root):
     commits = (repo_root / "CONTRIBUTING.md").read_text(encoding="utf-8").partition("## Commits")[2]
     for tag in re.findall(r"`\[(\w+)\]`", commits):
         assert commit_hook(repo_root).search(f"[{tag}] A change")

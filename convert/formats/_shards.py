@@ -46,7 +46,7 @@ def join_shards(shards: Mapping[str, Tensors]) -> Tensors:
     }
 
 
-_OTHER_RUN = "they are not shards of one checkpoint; give those that were saved together"
+_OTHER_RUN = "they are not shards of one checkpoint; pass shards that were saved together"
 
 
 def _check_part(name: str, tensor: torch.Tensor, file: str, first: torch.Tensor, first_file: str) -> None:

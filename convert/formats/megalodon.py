@@ -173,10 +173,10 @@ class Megalodon(Format):
             if path is None:
                 if named is not None:
                     raise ConversionError(
-                        f"no {PIECES_FILE} in the folder, though {CONFIG} names {shown(named)}; copy it there, or give "
+                        f"no {PIECES_FILE} in the folder, though {CONFIG} names {shown(named)}; copy it there, or pass "
                         "it with --bpe"
                     )
-                notes.append(f"no tokenizer: {CONFIG} names none; --bpe FILE gives a SentencePiece model")
+                notes.append(f"no tokenizer: {CONFIG} names none; --bpe FILE specifies a SentencePiece model")
                 return None
             model = read_pieces(path)
             extra = additional_tokens(model, settings, config.vocab_size)

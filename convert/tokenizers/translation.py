@@ -85,7 +85,7 @@ def read_codes(path: str | Path) -> list[tuple[str, str]]:
     """Read merges such as `a b</w>`, which fastBPE writes with a count; repeated merges are ignored."""
     path = Path(path)
     binary = "not codes of subword-nmt, but a binary file"
-    lines = read_text(path, "no such file; give subword-nmt's codes", binary).rstrip("\n").split("\n")
+    lines = read_text(path, "no such file; pass subword-nmt's codes", binary).rstrip("\n").split("\n")
     header = lines[0].rstrip() == "#version: 0.2"
     merges = {}
     for number, line in enumerate(lines[header:], start=1 + header):

@@ -39,7 +39,7 @@ def read_listops(source: str, split: str) -> Rows:
         except ValueError as error:
             raise ValueError(f"{name}, line {number}: {error}; is this the copy that lost its brackets?") from error
         if str(value) != row.get("Target"):
-            raise ValueError(f"{name}, line {number}: the tree has the value {value}, the file {row.get('Target')}")
+            raise ValueError(f"{name}, line {number}: the tree evaluates to {value}, but Target is {row.get('Target')}")
         yield {"source": tree, "label": value}
 
 

@@ -38,7 +38,9 @@ class CopyReport:
         lines = [f"{ours} <- {theirs}" for ours, theirs in self.copied.items()]
         lines += [f"{ours} <~ {theirs}" for ours, theirs in self.started.items()]
         lines += [f"new: {name}" for name in self.new] + [f"left: {name}" for name in self.left]
-        return "\n".join(dict.fromkeys(re.sub(r"\.\d+\.", ".*.", line) for line in lines))  # layers are alike
+        return "\n".join(
+            dict.fromkeys(re.sub(r"\.\d+\.", ".*.", line) for line in lines)
+        )  # equal lines of different layers
 
 
 def extend_positions(table: torch.Tensor, length: int, how: str = "windows") -> torch.Tensor:

@@ -25,7 +25,7 @@ class Family:
             language-modeling head, `class_...` to a sequence classifier.
         heads: other heads, by the end of the names of their classes -> the names of their parts, `class_...`.
         entry: names of the first module of the head; the first existing name is used.
-        activation, head_activation: field of the configuration that holds the activation of the feed-forward layers and
+        activation, head_activation: configuration field that contains the activation of the feed-forward layers and
             of the head, or the activation itself; None = the head has no corresponding layer.
         class_activation: activation of the classifier's hidden layer, None = ours differs from it.
         pre_norm: norms are before attention and feed-forward layer, else after them; Luna and Mega have a field for it.

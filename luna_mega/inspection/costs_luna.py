@@ -110,6 +110,6 @@ def language_model_activations(config: LunaConfig, kind: str) -> int:
 
 
 def cache_numbers(config: LunaConfig, length: int) -> int:
-    """Return how many numbers a decoder's cache holds: the projected P, two sums and the packed source."""
+    """Return how many numbers a decoder's cache contains: the projected P, two sums and the packed source."""
     tensors = 3 + (config.add_cross_attention and (1 if config.tie_key_value else 2))
     return config.num_hidden_layers * tensors * _rows(config, length) * config.hidden_size

@@ -69,7 +69,7 @@ def language_model_activations(config: MegalodonConfig, kind: str) -> int:
 
 
 def cache_numbers(config: MegalodonConfig, length: int) -> int:
-    """Return how many numbers a cache holds, of which statistics of the norms, in float64, count twice."""
+    """Return how many float32 numbers a cache contains; a statistic of a norm, in float64, counts as two."""
     keys = config.chunk_size * (config.shared_representation_size + config.value_size)
     average, statistics = 2 * config.ema_projection_size * config.hidden_size, 4 * config.norm_num_groups
     return config.num_hidden_layers * (keys + average + statistics) + statistics

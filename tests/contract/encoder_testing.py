@@ -15,7 +15,7 @@ from .test_training_mixin import TrainingTesterMixin
 
 
 class EncoderTester:
-    """Small configuration and inputs for the common tests. `config_class` and `small` are those of the model."""
+    """Small configuration and inputs for the common tests. `config_class` and `small` belong to the model."""
 
     batch_size = 13
     seq_length = 7

@@ -197,7 +197,7 @@ class MegaCausalModelTest(GenerationTesterMixin, MegaModelTest):
 
 
 class MegaCausalChunkModelTest(MegaChunkModelTest, MegaCausalModelTest):
-    """The language model in chunks that neither prompt nor output is a multiple of."""
+    """The language model in chunks that divide neither prompt nor output."""
 
 
 class MegaAdaptiveModelTest(MegaCausalModelTest):

@@ -93,7 +93,7 @@ class MegalodonModelTest(GenerationTesterMixin, EncoderTests, unittest.TestCase)
 
 
 class MegalodonChunkModelTest(MegalodonModelTest):
-    """Short chunks that the length is no multiple of, one head, gated feed-forward layers, tied words."""
+    """Short chunks that do not divide the length, one head, gated feed-forward layers, tied words."""
 
     fields = {
         "norm_num_groups": 4,

@@ -11,7 +11,7 @@ if hasattr(original, "_init_distributed"):  # transformers 5.17 starts processes
 class TensorParallelTests(original.TensorParallelTesterMixin):
     """The tests of a language model on two processes. `model_tester_class`: a tester without dropout.
 
-    `all_model_classes` are those whose plans are looked at.
+    The plans of `all_model_classes` are checked.
     """
 
     @property

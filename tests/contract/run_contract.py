@@ -2,13 +2,13 @@
 
     python tests/contract/run_contract.py [--workers N] [pytest arguments]      # -k "" runs those in LEFT_OUT too
 
-The tests are those of exactly the installed transformers: `tests/*.py` of its source distribution, downloaded once with
-pip to a cache folder and run from a temporary folder together with the files `*_tester.py` of this directory. The
+The tests belong to exactly the installed version of transformers: `tests/*.py` of its source distribution, downloaded
+once with pip to a cache folder and run from a temporary folder together with the files `*_tester.py` of this directory. The
 source distribution has no subfolders of `tests/`, so the few names that the common tests import from there are replaced
 by stand-ins (`STAND_INS`). The generation tests, `tests/generation/test_utils.py`, are downloaded from the repository
 at that version. If it cannot be reached, the run reports this and continues without them.
 
-The exit status is that of pytest, or 77 if the source distribution cannot be obtained. Without a network, put
+The exit status is pytest's, or 77 if the source distribution cannot be obtained. Without a network, put
 `transformers-X.Y.Z.tar.gz` into the cache folder, `$LUNA_MEGA_CONTRACT_CACHE`, else `luna-mega/contract` in
 `$XDG_CACHE_HOME` or `~/.cache`, and the generation tests into its `transformers-X.Y.Z`.
 """
@@ -81,7 +81,7 @@ LEFT_OUT = {
 
 
 class SourceUnavailableError(Exception):
-    """The source distribution is neither in the cache nor to be had from the package index."""
+    """The source distribution is neither in the cache nor available from the package index."""
 
 
 def cache_folder() -> Path:
@@ -94,8 +94,8 @@ def cache_folder() -> Path:
 def download_sdist(version: str, archive: Path) -> None:
     """Download the source distribution of transformers `version` to `archive` with pip.
 
-    pip reads the metadata of its downloads, for which it needs setuptools: that of this environment, or one that pip
-    installs into an isolated environment.
+    pip reads the metadata of its downloads, for which it requires setuptools: the one in this environment, or one that
+    pip installs into an isolated environment.
     """
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps"]
     command += ["--no-binary", "transformers", f"transformers=={version}"]

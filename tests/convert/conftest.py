@@ -30,7 +30,7 @@ class Convert:
         return self.output
 
     def error(self, state=None, *options):
-        """Returns the one-line error of a conversion that must fail without leaving files."""
+        """Return the one-line error of a conversion that must fail without leaving files."""
         if state is not None:
             self.save(state)
         before = sorted(self.output.parent.iterdir())
@@ -49,5 +49,5 @@ def convert(tmp_path, capsys):
 
 @pytest.fixture
 def make():
-    """Returns the builders of `luna.py`."""
+    """Return the builders of `luna.py`."""
     return luna

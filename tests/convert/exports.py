@@ -12,7 +12,7 @@ from luna_mega.convert import convert_checkpoint, export_checkpoint
 
 
 def load(folder, model_class=None):
-    """Returns the model of a folder, through its auto class if it has one; every weight must come from there."""
+    """Return the model of a folder, through its auto class if it has one; every weight must come from there."""
     name = json.loads((folder / "config.json").read_text())["architectures"][0]
     model_class = model_class or getattr(transformers, f"AutoModel{name[4:]}", None) or getattr(luna_mega, name)
     model, info = model_class.from_pretrained(folder, output_loading_info=True)
@@ -21,7 +21,7 @@ def load(folder, model_class=None):
 
 
 def save(folder, model):
-    """Saves a model without conversion record, with weights that are distinct in all rows and columns."""
+    """Save a model without conversion record, with weights that are distinct in all rows and columns."""
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter), alpha=0.1)
@@ -41,7 +41,7 @@ def edit(folder, name="config.json", **changes):
 
 
 def fails(capsys, folder, output, *options):
-    """Returns the one-line error of an export that must fail without leaving new files."""
+    """Return the one-line error of an export that must fail without leaving new files."""
     capsys.readouterr()
     there = output.exists()
     assert main(["export", str(folder), "--output", str(output), *map(str, options)]) == 1
@@ -52,13 +52,13 @@ def fails(capsys, folder, output, *options):
 
 
 def cannot_express(capsys, folder, layout, field):
-    """Asserts that the export fails because the original's `layout` does not support `field`."""
+    """Assert that the export fails because the original's `layout` does not support `field`."""
     message = fails(capsys, folder, folder.with_name("model.pt"))
     assert field in message and f"{layout} cannot express" in message
 
 
 def read(path):
-    """Returns the content of a checkpoint."""
+    """Return the content of a checkpoint."""
     with torch.serialization.safe_globals([argparse.Namespace]):
         return torch.load(path, weights_only=True)
 
@@ -78,7 +78,7 @@ TRANSLATION = {
 
 
 def translation_comes_back(fixture, tmp_path):
-    """Converts a translation model of the original and exports it. Returns the content of both files."""
+    """Convert a translation model of the original, export it, and return the content of both files."""
     convert_checkpoint(fixture / "checkpoint.pt", tmp_path / "folder")
     export_checkpoint(tmp_path / "folder", tmp_path / "out" / "checkpoint.pt")
     expected, actual = read(fixture / "checkpoint.pt"), read(tmp_path / "out" / "checkpoint.pt")
@@ -93,7 +93,7 @@ def translation_comes_back(fixture, tmp_path):
 
 
 def translation_goes_there_and_back(ours, tmp_path):
-    """Exports a translation model made here and converts that: the same model. Returns the report of the export."""
+    """Export a new translation model, convert it again, compare, and return the report of the export."""
     ours.save_pretrained(tmp_path / "ours")
     sizes = (ours.config.vocab_size, ours.config.decoder_config.vocab_size)
     files = [dictionary(tmp_path / f"{name}.txt", rows) for name, rows in zip("ab", sizes, strict=True)]

@@ -77,7 +77,7 @@ def _json(content):
 
 
 def survives(state, folder, description):
-    """Convert the checkpoint; return whether there is a model. Failure messages include `description`."""
+    """Convert the checkpoint; return whether a model was written. Failure messages include `description`."""
     place, output = save(state, folder), folder / "output"
     try:
         report = convert_checkpoint(place, output)

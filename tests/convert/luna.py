@@ -105,7 +105,7 @@ def lra21(arch="luna_lra_imdb", tied=False, layers=LAYERS, classes=2, towers=1, 
 
 
 def sinusoids(length, width):
-    """fairseq's, written out number by number."""
+    """Sinusoids of fairseq, computed number by number."""
     half = width // 2
     rows = [[position / 10000 ** (k / (half - 1)) for k in range(half)] for position in range(length)]
     angles = torch.tensor(rows)
@@ -130,7 +130,7 @@ def lra23(arch="luna_lra_imdb", classes=2, towers=1, pre_logits=False, learned=F
 
 
 def minus_one(model):
-    """The same model with norm weights stored as the 2023 code does."""
+    """The same model with norm weights stored minus one, as in the 2023 code."""
     is_norm = ("layer_norm.weight", "layernorm.weight")
     return {key: tensor - 1 if key.endswith(is_norm) else tensor for key, tensor in model.items()}
 

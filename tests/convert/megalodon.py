@@ -31,7 +31,7 @@ SPLIT = {
 
 
 def state(vocabulary=9, **settings):
-    """Returns the tensors of a model under the original's names."""
+    """Return the tensors of a model under the original's names."""
     c = MODEL | settings
     d, z, v, f, n, groups = (c[name] for name in
         ("model_dim", "z_dim", "value_dim", "ffn_hidden_dim", "cema_ndim", "norm_num_groups"))  # fmt: skip
@@ -66,7 +66,7 @@ def state(vocabulary=9, **settings):
 
 
 def part(name, tensor, rank, ranks):
-    """Returns the part of a tensor that a rank saves."""
+    """Return the part of a tensor that a rank saves."""
     for dimension, names in SPLIT.items():
         if name.endswith(names):
             return tensor.chunk(ranks, dimension)[rank].clone()
@@ -74,7 +74,7 @@ def part(name, tensor, rank, ranks):
 
 
 def pieces(*, kinds=PIECES, model_type=2, byte_fallback=0, normalizer=b""):
-    """Returns the bytes of a SentencePiece model; `normalizer` is its NormalizerSpec."""
+    """Return the bytes of a SentencePiece model; `normalizer` is its NormalizerSpec."""
 
     def field(number, content):
         return bytes([number << 3 | 2, len(content)]) + content

@@ -245,7 +245,7 @@ def test_counters_may_be_absent(convert):
 
 
 def test_dropout_of_the_head(convert):
-    """Before every layer of the head, with the probability of the encoder."""
+    """Dropout is applied before every layer of the head, with the probability of the encoder."""
     head, inputs = load(convert(mega(dropout=0.5, act_dropout=0.0))).classifier.train(), []
     for linear in (head.dense, head.out_proj):
         linear.register_forward_pre_hook(lambda module, args: inputs.append(args[0]))

@@ -84,7 +84,7 @@ def test_missing_activation_dropout_is_zero(convert, arch):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_args_of_the_architecture(convert, kind):
-    """Only the name of the architecture and fields that tensors do not determine."""
+    """The args contain only the name of the architecture and fields that tensors do not determine."""
     state = mega_lm(**KINDS[kind])
     keep = ("arch", "task", "decoder_chunk_size", "normalize_before", "no_affine_final_norm", "no_scale_embedding")
     keep += ("adaptive_input_factor", "adaptive_softmax_factor", "truncation_length", "attention_activation_fn")
@@ -138,7 +138,7 @@ def test_missing_tensors(convert):
 
 
 def test_cutoffs_in_the_args(convert):
-    """They may end with the vocabulary; others are a warning."""
+    """Cutoffs may end with the vocabulary; others cause a warning."""
     convert(mega_lm(**KINDS["adaptive"] | {"adaptive_input_cutoff": f"12, 20,{VOCABULARY}"}))
     assert "warning" not in convert.screen
     convert.output = convert.output.with_name("other")
@@ -197,7 +197,7 @@ def test_bytes(convert):
     assert "bytes, 32 ids" in convert.screen
 
 
-def test_bytes_with_a_newline_of_its_own(convert):
+def test_bytes_with_a_separate_newline(convert):
     dictionary(convert, range(28))
     load(convert(mega_lm()))
     tokenizer = AutoTokenizer.from_pretrained(convert.output)
@@ -218,7 +218,7 @@ def test_bpe_of_a_dictionary_that_lacks_pieces(convert, shared_dir):
 
 
 def test_bpe(convert, shared_dir):
-    """All of GPT-2's pieces, in another order than its own."""
+    """All of GPT-2's pieces, in a different order."""
     dictionary(convert, [*range(50256, -1, -1)])
     state = mega_lm()
     for name in (WORDS, OUT):

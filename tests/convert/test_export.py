@@ -1,4 +1,4 @@
-"""`luna-mega export`: back to the layout of fairseq, from converted folders and from models made here."""
+"""`luna-mega export`: converted folders and new models are written in the layout of fairseq."""
 
 import json
 
@@ -45,7 +45,7 @@ def weights(folder):
 
 
 def convert_again(tmp_path, folder, *, head=None):
-    """Exports the folder and converts that: the same tensors in the same model, the same logits in every bit."""
+    """Export the folder and convert the result: tensors, model and logits are bitwise equal."""
     report = export_checkpoint(folder, tmp_path / "fairseq" / "model.pt")
     back = tmp_path / "back"
     convert_checkpoint(tmp_path / "fairseq" / "model.pt", back, head=head)
@@ -108,7 +108,7 @@ def test_plus_one(convert, make, tmp_path, name):
 
 
 def test_plus_one_after_training(convert, make, tmp_path):
-    """A norm weight that was trained on is not the one of the file any more."""
+    """After further training, a norm weight differs from the weight in the file."""
     state = PLUS_ONE_CHECKPOINTS["bert23"](make)
     folder = convert(state)
     model = LunaForMaskedLM.from_pretrained(folder)
@@ -137,7 +137,7 @@ def test_half_precision_comes_back(convert, make, tmp_path, name):
 
 @pytest.mark.parametrize("plus_one", [False, True])
 def test_half_precision_is_left_where_it_would_lose(convert, make, tmp_path, plus_one):
-    """The folder was trained on: its float32 weights have more bits than the file had."""
+    """After further training, the float32 weights have more bits than the file."""
     state = PLUS_ONE_CHECKPOINTS["bert23"](make) if plus_one else make.bert()
     state["model"] = {key: tensor.half() for key, tensor in state["model"].items()}
     folder = convert(state)
@@ -359,7 +359,7 @@ def test_layout_of_the_file(tmp_path):
 
 @pytest.mark.slow
 def test_every_fixture(parity_folder, tmp_path):
-    """The checkpoints that the original code wrote: back bit for bit."""
+    """Exports of checkpoints of the original code are bitwise equal to them."""
     for fixture in parity_folder.all("luna", "bert_*", "head_bert_*", "lra*"):
         meta = json.loads((fixture / "meta.json").read_text())
         source = read_checkpoint(fixture / "checkpoint.pt")

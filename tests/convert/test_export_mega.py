@@ -1,4 +1,4 @@
-"""`luna-mega export` of Mega: back to the file in every bit and in its order, and from models made here."""
+"""`luna-mega export` of Mega: converted files are reproduced in every bit and in order, and new models are exported."""
 
 import pytest
 from safetensors.torch import load_file
@@ -43,7 +43,7 @@ def save(folder, model_class=MegaForSequenceClassification, **fields):
 
 
 def convert_again(tmp_path, folder):
-    """Exports the folder and converts that: the same tensors in the same model, the same logits in every bit."""
+    """Export the folder and convert the result: tensors, model and logits are bitwise equal."""
     report = export_checkpoint(folder, tmp_path / "fairseq" / "model.pt")
     back = tmp_path / "back"
     convert_checkpoint(tmp_path / "fairseq" / "model.pt", back)
@@ -229,7 +229,7 @@ def test_dictionaries(convert, make, tmp_path):
 
 @pytest.mark.slow
 def test_every_fixture(parity_folder, tmp_path):
-    """The checkpoints that the original code wrote: back bit for bit, in their order."""
+    """Exports of checkpoints of the original code are bitwise equal to them, in the same order."""
     for fixture in parity_folder.all("mega", "07_*", "08_*", "1[1-4]_*"):
         source = read_checkpoint(fixture / "checkpoint.pt")
         convert_checkpoint(fixture / "checkpoint.pt", tmp_path / fixture.name / "model")

@@ -1,4 +1,4 @@
-"""Every parity fixture that part A converts, through the command line. Numbers are compared in tests/parity."""
+"""Conversion of every parity fixture through the command line. Numbers are compared in tests/parity."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""Damaged files, hostile pickles and weights of the wrong kind: 1,000 tries of each, the same every time."""
+"""Damaged files, hostile pickles and weights of the wrong kind: 1,000 reproducible examples of each."""
 
 import argparse
 import collections
@@ -30,7 +30,7 @@ FORBIDDEN = ("weights_only", "add_safe_globals", "\x1b", "\n", "Traceback")
 
 @pytest.fixture
 def watched():
-    """Returns the calls that would execute a program; the list must stay empty."""
+    """Return the calls that would execute a program; the list must stay empty."""
     calls, active = [], [True]
     running = {"os.system", "os.exec", "os.posix_spawn", "os.spawn", "subprocess.Popen", "pty.spawn"}
     # An audit hook cannot be removed; it does nothing after the test.
@@ -86,7 +86,7 @@ def test_flipped_bits(tmp_path, watched, form):
 
 @pytest.mark.parametrize("form", ["zip", "legacy"])
 def test_failed_conversions_of_flipped_files_leave_no_files(tmp_path, form, watched):
-    """The same through the door, with an output folder: fewer, because each writes one."""
+    """The same through the command line, with fewer examples because each writes a folder."""
     file, output, choose = tmp_path / "model.pt", tmp_path / "output", random.Random(form)
     save(luna.bert(), file, form)
     content = file.read_bytes()
@@ -143,7 +143,7 @@ GLOBALS = [
 
 
 def instruction(choose):
-    """One random instruction of a pickle, sound or not."""
+    """One random instruction of a pickle, valid or not."""
     text = choose.choice(
         [b"model", b"args", b"touch hacked", b"cfg", b"storage", b"0", b"\xed\xa0\x80", b"a\nb\x1b[2J"]
     )
@@ -166,7 +166,7 @@ def instruction(choose):
 
 
 def hostile_pickle(choose):
-    """A pickle that is a dict with a model and args, each random, or that is random from its start."""
+    """A pickle of a dict with a random model and random args, or a completely random pickle."""
     body = b"".join(instruction(choose) for _ in range(choose.randrange(1, 12)))
     if choose.random() < 0.3:
         return b"\x80" + bytes([choose.choice([2, 2, 2, 3, 4])]) + body + b"."
@@ -201,7 +201,7 @@ def test_hostile_pickles(tmp_path, watched, legacy, monkeypatch):
 
 
 def changed(tensor, choose):
-    """The tensor, of another kind, shape, dtype or layout."""
+    """The tensor with another kind, shape, dtype or layout."""
     dtypes = [torch.float16, torch.bfloat16, torch.float64, torch.int8, torch.int64, torch.bool, torch.uint8]
     dtypes += [torch.complex64, torch.complex32, torch.float8_e4m3fn, torch.float8_e5m2, torch.uint16, torch.uint64]
     return choose.choice(

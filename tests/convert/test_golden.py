@@ -1,4 +1,4 @@
-"""Conversions and exports give the results in `golden.json`.
+"""Conversions and exports return the results in `golden.json`.
 
 `python -m tests.convert.test_golden` writes it after an intended change; it depends on no version or random number.
 """

@@ -1,4 +1,4 @@
-"""Files that strangers made: unchecked ones, hostile pickles, odd args, tensors and names."""
+"""Untrusted files: missing checksums, hostile pickles, invalid args, tensors and names."""
 
 import argparse
 import functools

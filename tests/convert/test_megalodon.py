@@ -178,7 +178,7 @@ def test_info_verify_and_card(tmp_path, capsys):
 
 
 def broken(change):
-    """Returns a change of a tensor of the first shard, or of the only one."""
+    """Return a function that changes a tensor of the first or only shard."""
 
     def apply(path):
         file = next(iter(sorted(path.glob("consolidated*.pth"))))
@@ -256,7 +256,7 @@ BAD = {
     "tied but different": (1, settings(share_emb=True), "are tied in the original but differ"),
     "dtype": (1, lambda path: edit(path, "consolidate_config.json", dtype="int4"), "is not one of fp32, fp16, bf16"),
     "number of shards": (1, lambda path: edit(path, "consolidate_config.json", model_parallel_size=2**31), "is not"),
-    "settings": (1, lambda path: edit(path, model=[]), "'model' does not hold"),
+    "settings": (1, lambda path: edit(path, model=[]), "'model' does not contain"),
     "a type": (1, settings(chunk_size="x"), "model.chunk_size = 'x' is not an integer"),
     "extra tokens": (1, lambda path: edit(path, tokenizer={"additional_vocab_size": 5}), "no multiple of 256"),
     "a word": (1, lambda path: edit(path, tokenizer={"path": "a\x1bb"}), "tokenizer = "),
@@ -280,7 +280,7 @@ def test_bad_input_is_one_line_and_writes_nothing(tmp_path, capsys, name):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (["--dict", "dict.txt"], "--bpe gives the SentencePiece model"),
+        (["--dict", "dict.txt"], "pass the SentencePiece model with --bpe"),
         (["--bpe", "missing.model"], "missing.model: no such file"),
         (["--layer-norm", "standard"], "Megalodon stores norm weights minus 1"),
         (["--ema-convention", "main"], "one form of its moving average"),

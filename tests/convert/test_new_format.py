@@ -1,4 +1,4 @@
-"""A format that is registered from outside: converted, exported and described with no file of the package touched."""
+"""A format that is registered by a user: convert, export and info work without changes to the package."""
 
 import argparse
 import ast

@@ -18,7 +18,7 @@ from luna_mega.inspection.info import describe
 
 
 class Attack:
-    """Unpickling this the ordinary way creates a file."""
+    """An object that creates a file when it is unpickled by an ordinary unpickler."""
 
     def __init__(self, command):
         self.command = command
@@ -133,7 +133,7 @@ def test_both_serialisations_and_ordered_dict(tmp_path, make, legacy):
 
 
 def flipped(content, place, choose):
-    """The bytes with one bit of one of them changed."""
+    """The bytes with one changed bit."""
     return content[:place] + bytes([content[place] ^ 1 << choose.randrange(8)]) + content[place + 1 :]
 
 

@@ -59,7 +59,7 @@ def test_an_activation_that_means_nothing(value):
 
 @pytest.mark.parametrize("found", registered_formats(), ids=lambda found: found.facts.name)
 def test_every_argument_stands_once(found):
-    """Rows with the same name belong to different revisions, or all except one only read what that one writes."""
+    """Rows with the same name belong to different revisions, or all except one are only read."""
     for revision in found.facts.export_revisions:
         rows = [row for row in found.table if row.revision in (None, revision)]
         names = [row.name for row in rows if row.write_if is not never]
@@ -118,7 +118,7 @@ CASES += [(kind, name, x) for kind, names in FAULTS_OF_TYPE.items() for name, va
 
 @pytest.mark.parametrize("found", registered_formats(), ids=lambda found: found.facts.name)
 def test_every_argument_has_one_type(found):
-    """An argument with several rows, each for its field, has its type in one of them."""
+    """Exactly one of several rows for an argument specifies its type."""
     for revision in found.facts.export_revisions:
         rows = [row for row in found.table if row.revision in (None, revision)]
         for name in {row.name for row in rows} - {""}:

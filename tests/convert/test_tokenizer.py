@@ -1,4 +1,4 @@
-"""GPT-2 BPE and a dictionary as a fast tokenizer, against the same in plain Python; small files made here."""
+"""GPT-2 BPE and a dictionary as a fast tokenizer, compared with plain Python on small files."""
 
 import json
 import pickle
@@ -32,7 +32,7 @@ TEXTS = [
 
 
 def byte_alphabet():
-    """GPT-2's characters for the 256 bytes, as its encoder.py makes them."""
+    """GPT-2's characters for the 256 bytes, as in its encoder.py."""
     shown = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     hidden = [byte for byte in range(256) if byte not in shown]
     return dict(zip(shown + hidden, map(chr, shown + [256 + n for n in range(len(hidden))]), strict=True))

@@ -185,7 +185,7 @@ def test_sentencepiece(tmp_path):
 
 
 def test_fixture(parity_folder):
-    """The vocabulary of a checkpoint of the original, whose ids go from 4 on."""
+    """The vocabulary of a checkpoint of the original, with ids from 4."""
     dictionary = read_dictionary(parity_folder("luna", "s2s_tied") / "dict.en.txt")
     tokenizer = translation_tokenizer(dictionary)
     assert tokenizer("w000@@ w001 nothing").input_ids == [4, 5, 3, 2]

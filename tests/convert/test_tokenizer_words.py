@@ -51,7 +51,7 @@ def test_ids(tmp_path, prepend_cls):
 
 
 def test_special_tokens_only_match_complete_symbols(tmp_path):
-    """Special tokens are looked up like every symbol; none is cut out of the text."""
+    """Special tokens are looked up like every symbol, and are not matched inside words."""
     assert build(tmp_path)("x</s>y", add_special_tokens=False).input_ids == [3]
 
 

@@ -1,4 +1,4 @@
-"""Tiny teachers of every family, and students that learn from them."""
+"""Tiny teachers of every family, and their students."""
 
 from typing import Any
 

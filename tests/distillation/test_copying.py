@@ -56,7 +56,7 @@ def test_fused_projections_are_split():
 
 @pytest.mark.parametrize("name", [*PLAIN, "modernbert", "gpt2", "llama"])
 def test_embeddings_are_copied(name):
-    """Tokens, positions and types embed alike in padded sequences; a Luna of a rotary teacher adds positions."""
+    """Embeddings of tokens, positions and types are equal with padding; a Luna of a rotary teacher adds positions."""
     teacher = make_teacher(name)
     student, batch = make_student(teacher, "luna"), make_batch(teacher)
     copy_weights(teacher, student)

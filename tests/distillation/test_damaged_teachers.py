@@ -85,7 +85,7 @@ def test_weights_too_large_to_calibrate(folder):
 
 
 def test_constant_states():
-    """The embeddings of a real report: all weights are finite, and no layer computes NaN."""
+    """Regression test: all weights are finite, but the embeddings make all states constant."""
     teacher = make_teacher("bert")
     teacher.model.bert.embeddings.word_embeddings.weight.data.fill_(1e30)
     with pytest.raises(ValueError, match="calibration failed"):
@@ -94,7 +94,7 @@ def test_constant_states():
 
 @pytest.mark.parametrize("largest", [40, 10**6])
 def test_the_largest_id_of_a_tokenizer_counts(largest):
-    """Not the number of tokens, which is small in this test."""
+    """The largest id is compared with the vocabulary, not the number of tokens, which is small here."""
     words = {"<mask>": 0, "<pad>": 1, "a": 2, "b": largest}
     model = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="a"))
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=model, mask_token="<mask>", pad_token="<pad>")

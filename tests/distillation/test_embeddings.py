@@ -75,7 +75,7 @@ def test_long_texts_have_the_mean_of_their_windows(teacher, pooling):
 @pytest.mark.parametrize("name", PLAIN)
 @torch.no_grad()
 def test_vectors_do_not_depend_on_padding_and_batch(name):
-    """Short and long texts, padded on either side, with the same token types next to other texts."""
+    """Short and long texts have the same vectors with padding on either side and with other texts in the batch."""
     model, lengths = make_model(name, "Model").eval(), (9, 1, 16)
     batch = batch_of(*lengths)
     if name in ("bert", "electra"):

@@ -38,7 +38,7 @@ def batch_of(name, side="right"):
 
 
 def expected(model, batch):
-    """The teacher's first output, with positions that count the kept tokens; RoBERTa counts them by itself."""
+    """The teacher's first output, with positions of the kept tokens; RoBERTa computes them itself."""
     if model.config.model_type in ("bert", "electra"):
         batch = batch | {"position_ids": (batch["attention_mask"].cumsum(-1) - 1).clamp(min=0)}
     if model.config.model_type == "distilbert":
@@ -129,7 +129,7 @@ def test_fields_of_the_teacher():
 
 @torch.no_grad()
 def test_fit_of_the_salience():
-    """If the logits of a layer are a function of the key alone, packing with the fitted salience loses nothing."""
+    """If the logits of a layer depend only on the key, packing with the fitted salience is lossless."""
     model = make("bert", num_hidden_layers=1, num_attention_heads=1)
     model.encoder.layer[0].attention.self.query.weight.zero_()
     plain, fitted = (from_teacher(model, projection_length=4).model for _ in range(2))
@@ -153,11 +153,17 @@ def test_longer_than_the_teacher():
 
 REJECTED = {
     "t5": (lambda: transformers.T5Config(), "t5 is an encoder-decoder"),
-    "mpnet": (lambda: transformers.MPNetConfig(), r"\(mpnet\) has relative biases"),
-    "deberta": (lambda: transformers.DebertaV2Config(relative_attention=True), r"\(deberta-v2\) has relative biases"),
+    "mpnet": (lambda: transformers.MPNetConfig(), r"\(mpnet\) has relative position biases"),
+    "deberta": (
+        lambda: transformers.DebertaV2Config(relative_attention=True),
+        r"\(deberta-v2\) has relative position biases",
+    ),
     "modernbert": (lambda: transformers.ModernBertConfig(), r"\(modernbert\) does not have the layers and learned pos"),
     "gpt2": (lambda: transformers.GPT2Config(), r"\(gpt2\) does not have the layers and learned positions of BERT"),
-    "relative keys": (lambda: transformers.BertConfig(position_embedding_type="relative_key"), "has relative biases"),
+    "relative keys": (
+        lambda: transformers.BertConfig(position_embedding_type="relative_key"),
+        "has relative position biases",
+    ),
 }
 
 
@@ -207,7 +213,7 @@ def test_a_bare_encoder_leaves_its_pooler(tmp_path):
 
 @pytest.mark.parametrize("name", PLAIN)
 def test_a_new_classifier(name, tmp_path):
-    """`num_labels` makes a classifier of a bare encoder, with the pooling layer of a BERT, or of one with a head."""
+    """`num_labels` converts an encoder with or without a head to a classifier, with the pooling layer of a BERT."""
     model = make(name, "Model", pad_token_id=0)
     model.save_pretrained(tmp_path / "bare")
     torch.manual_seed(3)

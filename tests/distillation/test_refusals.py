@@ -1,4 +1,4 @@
-"""Unsupported teachers and students raise a one-line error with a fix. Then the loading of teachers."""
+"""Unsupported teachers and students raise a one-line error with a fix; loading of teachers."""
 
 import json
 import re
@@ -26,8 +26,11 @@ from tests.distillation.models import DECODERS, ENCODERS, make_batch, make_model
 
 OTHERS = {
     "encoder-decoder": (lambda: transformers.T5Config(), "t5 is an encoder-decoder"),
-    "relative biases": (lambda: transformers.DebertaV2Config(relative_attention=True), "has relative biases"),
-    "relative keys": (lambda: transformers.BertConfig(position_embedding_type="relative_key"), "has relative biases"),
+    "relative biases": (lambda: transformers.DebertaV2Config(relative_attention=True), "has relative position biases"),
+    "relative keys": (
+        lambda: transformers.BertConfig(position_embedding_type="relative_key"),
+        "has relative position biases",
+    ),
     "real values": (lambda: LunaConfig(input_type="values"), "luna of other inputs than tokens cannot be a teacher"),
     "speech": (lambda: transformers.Wav2Vec2Config(), "wav2vec2 cannot be a teacher; supported are bert"),
     "BERT as a decoder": (lambda: transformers.BertConfig(is_decoder=True), "bert as a decoder cannot be a teacher"),
@@ -181,7 +184,7 @@ def test_stages_that_do_not_apply():
     student.train().gradient_checkpointing_enable()
     with pytest.raises(ValueError, match="disable gradient checkpointing and layerdrop"):
         align(teacher, student, batch)
-    with pytest.raises(ValueError, match="needs labels"):
+    with pytest.raises(ValueError, match="has no `labels`"):
         distill(teacher, student, make_batch(teacher, labels=False))
     for options in ({"share": 1.5}, {"share": -0.1}, {"temperature": 0.0}, {"temperature": float("inf")}):
         with pytest.raises(ValueError, match="`share` must be from 0 to 1 and `temperature` above 0"):

@@ -45,7 +45,7 @@ def told_apart(model):
 @pytest.mark.parametrize("pre_norm", [False, True])
 @pytest.mark.parametrize("kind", ["luna", "mega"])
 def test_luna_and_mega_are_teachers_of_each_other(kind, pre_norm):
-    """A Mega adds its attention to the input through a gate, so complete layers are aligned in both directions."""
+    """A Mega combines attention and input by a gate, so complete layers are aligned in both directions."""
     sizes = {"vocab_size": 40, "hidden_size": 16, "num_hidden_layers": 3, "initializer_range": 0.3}
     torch.manual_seed(0)
     if kind == "luna":
@@ -131,7 +131,7 @@ def test_segments_have_equal_numbers_of_tokens(tokens, rows, sizes):
 
 
 def test_codes_of_parts_are_linear_discriminants():
-    """Distances of their means are those of Mahalanobis, and within a part they scatter by 1 in every direction."""
+    """Distances of the means are Mahalanobis distances, and the variance within a part is 1 in every direction."""
     torch.manual_seed(0)
     places = torch.randint(5, (400,))
     states = torch.randn(400, 8).double() @ torch.randn(8, 8).double() + torch.randn(5, 8).double()[places]
@@ -223,7 +223,7 @@ def test_padding_does_not_affect_losses(name, kind):
 @pytest.mark.parametrize("kind", ["luna", "mega"])
 @pytest.mark.parametrize("name", ["bert", "distilbert", "roberta", "modernbert", "gpt2", "llama"])
 def test_padding_side_does_not_affect_losses(name, kind):
-    """A teacher of transformers that is left to itself may count padding among the positions."""
+    """Without `position_ids`, a teacher may include padding in its positions."""
     teacher = make_teacher(name)
     student, right = make_student(teacher, kind), make_batch(teacher)
     copy_weights(teacher, student)
@@ -291,7 +291,7 @@ def test_a_teacher_reads_longer_inputs_in_windows(name):
 
 @pytest.mark.parametrize("kind", [pytest.param("luna", marks=pytest.mark.slow), "mega"])
 def test_a_run_that_is_resumed_equals_one_that_was_not(kind, tmp_path):
-    """With Trainer, as a script does it: one line of `compute_loss`."""
+    """With Trainer and a `compute_loss` of one line, as in a script."""
 
     class Distiller(Trainer):
         def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
@@ -378,7 +378,7 @@ def test_fewer_layers_are_aligned_with_their_teacher_layers():
 
 
 def expected_losses(got, reference, targets, temperature):
-    """Return cross-entropy and squared temperature times KL, as the formulas say it."""
+    """Return cross-entropy and squared temperature times KL, computed directly."""
     own = -got.log_softmax(-1)[torch.arange(len(got)), targets].mean()
     theirs = (reference / temperature).softmax(-1)
     difference = theirs.log() - (got / temperature).log_softmax(-1)

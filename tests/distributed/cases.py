@@ -1,4 +1,4 @@
-"""Small models of every class with batches of theirs, trained on one process and on several."""
+"""Small models of every class and batches for them, trained on one process and on several."""
 
 import tempfile
 import warnings
@@ -106,7 +106,7 @@ def batch(name: str, step: int) -> dict[str, torch.Tensor]:
 def own_rows(complete: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Return this process's rows of a batch, cut to the longest source or target among them.
 
-    Those of answers are not cut: their loss is over all positions, padding as well, as everywhere in transformers.
+    Batches of question answering are not cut, because their loss includes padding, as in all models of transformers.
     """
     rows = slice(dist.get_rank() * ROWS // dist.get_world_size(), (dist.get_rank() + 1) * ROWS // dist.get_world_size())
     own = {name: value[rows] for name, value in complete.items()}

@@ -23,7 +23,7 @@ MODEL = (
 
 
 def write_corpus(folder: Path) -> Path:
-    """Write lines that count, and return their folder."""
+    """Write lines of consecutive numbers, and return their folder."""
     folder.mkdir(parents=True)
     (folder / "train.txt").write_text("\n".join(texts(200, seed=0)) + "\n")
     return folder

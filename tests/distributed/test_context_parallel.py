@@ -48,7 +48,7 @@ def exchange():
 
 
 @pytest.mark.parametrize("count", [1, 2, 4])
-def test_gradients_equal_those_of_the_summed_losses(ranks, count):
+def test_gradients_equal_the_summed_losses(ranks, count):
     x = torch.arange(6.0).view(2, 3).T + 10.0 * torch.arange(count)[:, None, None]
     for rank, (mine, rows, gathered, total, summed, largest, first) in enumerate(ranks(count, exchange)):
         assert torch.equal(mine, x[rank]) and torch.equal(rows, x) and torch.equal(total, x.sum(dim=0))

@@ -1,4 +1,4 @@
-"""Labels of context-parallel shards: which labels count, what is predicted, and errors raised on all ranks."""
+"""Labels of context-parallel shards: ignored labels, targets, and errors raised on all ranks."""
 
 import pytest
 import torch
@@ -26,7 +26,7 @@ MASK = torch.tensor(
 
 
 def compare_labels(seed):
-    """Return whether the shards of targets, decoder inputs and losses are those of the complete sequences."""
+    """Return whether the shards of targets, decoder inputs and losses match the complete sequences."""
     generator = torch.Generator().manual_seed(seed)
     labels = torch.randint(3, 30, MASK.shape, generator=generator)
     scores = torch.randn(2, *MASK.shape, generator=generator).masked_fill(~MASK, torch.finfo(torch.float32).min)
@@ -90,7 +90,7 @@ def wrong_labels():
 
 
 def test_labels_rejected_by_one_rank(ranks):
-    """No rank waits for the others."""
+    """All ranks raise an error, so none waits for the others."""
     first, last = ranks(2, wrong_labels)
     assert first.keys() == last.keys() == CASES.keys()
     assert all("a rank has no positions, or its inputs were invalid" in text for text in first.values())

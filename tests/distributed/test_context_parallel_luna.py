@@ -37,7 +37,7 @@ def complete_batch(head, side):
 
 
 def cut(batch, lengths):
-    """Return this rank's part of all tensors `[..., T]`; the two towers and the options are cut alike."""
+    """Return this rank's shard of all tensors `[..., T]`, including pairs and options."""
     start = sum(lengths[: dist.get_rank()])
     stop = start + lengths[dist.get_rank()]
     return {name: x[..., start:stop] if x.shape[-1] == TOTAL else x for name, x in batch.items()}

@@ -72,7 +72,7 @@ def batch_norm_step() -> float:
 
 
 def test_batch_norm_uses_the_rows_of_its_process(ranks):
-    """A step normalizes by the rows of its process; DDP hands running statistics of process 0 on beforehand."""
+    """A step normalizes by the rows of its process; DDP broadcasts the running statistics of rank 0 before."""
     first, second = ranks(2, batch_norm_step)
     assert first == second
 

@@ -1,4 +1,4 @@
-"""Alignment and distillation under DDP and FSDP2: gradients are the means over ranks of those of one process."""
+"""Alignment and distillation under DDP and FSDP2: mean gradients over ranks equal the gradients of one process."""
 
 import copy
 
@@ -14,7 +14,7 @@ PAIRS = [("bert", "luna"), *(pytest.param(*pair, marks=pytest.mark.slow) for pai
 
 
 def difference(name: str, kind: str, wrap, stage: str) -> float:
-    """Return the largest difference of gradients between ranks that have a part of a batch each and one process."""
+    """Return the largest difference of gradients between ranks with a part of the batch and one process."""
     teacher = make_teacher(name)
     student, batch = make_student(teacher, kind), make_batch(teacher)
     copy_weights(teacher, student)

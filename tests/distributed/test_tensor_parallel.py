@@ -228,7 +228,7 @@ def save(folder, inputs, target):
     "name",
     slow_but(["mega adaptive"], ["luna two vocabularies", "mega adaptive", "mega translation"]),
 )
-def test_saved_folder_equals_that_of_one_process(ranks, tmp_path, name):
+def test_saved_folder_equals_one_process(ranks, tmp_path, name):
     model, inputs = make_decoder(name)
     model.save_pretrained(tmp_path / "before")
     folders = str(tmp_path / "before"), str(tmp_path / "after")

@@ -132,7 +132,7 @@ def test_all_task_types_are_independent_of_the_batch_size(folder, tasks):
             assert next(scores) == pytest.approx(next(scores), rel=1e-5)
 
 
-def test_scores_are_those_of_the_model(folder, tasks, tokenizer):
+def test_scores_match_the_model(folder, tasks, tokenizer):
     found = simple_evaluate(
         model="hf",
         model_args={"pretrained": str(folder), "dtype": "float32"},

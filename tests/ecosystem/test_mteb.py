@@ -44,7 +44,7 @@ def test_score_is_the_correlation_of_the_cosines(family, task, tokenizer, tmp_pa
 
 
 def test_unsupported_inputs_raise(task, tokenizer, tmp_path, capsys):
-    """A decoder, a task that is not there, arguments of lm-eval: one line each."""
+    """A decoder, an unknown task and arguments of lm-eval raise errors of one line."""
 
     def error(*arguments, status=1):
         assert cli.main(["eval", "--mteb", *map(str, arguments)]) == status

@@ -1,4 +1,4 @@
-"""ONNX: the results of onnxruntime equal those of the model, for lengths and batch sizes not used in the export."""
+"""ONNX: the results of onnxruntime equal the model's, for lengths and batch sizes not used in the export."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""OpenVINO by transformers' exporter: encoders, prompts and steps, for lengths that the export has not seen."""
+"""OpenVINO by transformers' exporter: encoders, prompts and steps, for lengths not used in the export."""
 
 import pytest
 import torch

@@ -157,7 +157,7 @@ def test_virtual_tokens(family, name, kind, tmp_path):
 
 @pytest.mark.parametrize(("family", "name"), TASK_CASES)
 def test_prefix_tuning_raises(family, name):
-    """The tuned keys and values have no place in a state."""
+    """A recurrent state does not support tuned keys and values."""
     options = {"num_virtual_tokens": 3, "num_attention_heads": 1, "num_layers": 2, "token_dim": 12}
     model = peft.get_peft_model(make(family, name), peft.PrefixTuningConfig(task_type=TASKS[name], **options))
     with pytest.raises(ValueError, match="prefix tuning") as error:
@@ -199,7 +199,7 @@ def test_gradient_checkpointing(family, name):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_trainer_fine_tunes_a_classifier(family, tmp_path):
-    """The adapter and the head learn, and the folder that Trainer has saved brings both back."""
+    """The adapter and the head are trained, and the folder that Trainer saves contains both."""
     name = "ForSequenceClassification"
     draw = torch.Generator().manual_seed(0)
     rows = [{"input_ids": torch.randint(4, 40, (9,), generator=draw), "labels": index % 2} for index in range(32)]

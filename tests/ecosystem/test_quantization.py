@@ -30,7 +30,7 @@ def model(request):
 
 @torch.no_grad()
 def check(quantized, model, limit):
-    """The difference is a part of the largest score: families draw their heads of different widths."""
+    """The difference is relative to the largest score, because families initialize heads with different widths."""
     scores = model(**INPUTS).logits
     difference = quantized(**INPUTS).logits.float() - scores
     assert 0 < difference.abs().max() / scores.abs().max() < limit

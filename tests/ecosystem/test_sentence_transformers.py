@@ -55,7 +55,7 @@ def encode(model, texts, **options):
 
 
 def test_embeddings_do_not_depend_on_the_batch(folder):
-    """Neither on the order or the padding (sentence-transformers sorts by length); the mean leaves padding out."""
+    """Neither on the order or the padding (sentence-transformers sorts by length); the mean excludes padding."""
     model = SentenceTransformer(str(folder), device="cpu")
     separate = torch.cat([encode(model, [text]) for text in TEXTS])
     for size in (2, 5, len(TEXTS)):
@@ -67,7 +67,7 @@ def test_embeddings_do_not_depend_on_the_batch(folder):
 
 
 def test_training_ranks_pairs(folder, tmp_path):
-    """The loss falls, similar pairs come out more similar, and the saved folder embeds the same."""
+    """The loss decreases, similar pairs become more similar, and the saved folder returns the same embeddings."""
     model = SentenceTransformer(str(folder), device="cpu")
     first, second = ([pair[side] for pair in PAIRS] for side in (0, 1))
     evaluator = EmbeddingSimilarityEvaluator(first * 2, second + second[1:] + second[:1], [1.0] * 24 + [0.0] * 24)

@@ -1,4 +1,4 @@
-"""Trackio writes down a training, on this machine."""
+"""Trackio records a training run locally."""
 
 import pytest
 import torch

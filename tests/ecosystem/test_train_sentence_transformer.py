@@ -28,7 +28,7 @@ def run(call):  # noqa: F811
 
 @pytest.fixture
 def data(tmp_path):
-    """Reviews that agree belong together; scores are 0 to 5."""
+    """Pairs of reviews with the same label are similar; scores are from 0 to 5."""
     draw = random.Random(0)
     for name, size in (("train", 64), ("validation", 32)):
         rows = []

@@ -1,4 +1,4 @@
-"""TRL with the causal models. Its losses come from the body and `lm_head.weight`, and must be those of the model."""
+"""TRL with the causal models. Losses are computed from the body and `lm_head.weight`, and must equal the model's."""
 
 import copy
 import math
@@ -67,7 +67,7 @@ def sft(model, tokenizer, folder, peft_config=None, **options):
 @pytest.mark.parametrize("method", ["padded", "packing", "padding_free", "LoRA", "checkpointing", "by name"])
 @pytest.mark.parametrize("name", MODELS)
 def test_sft(name, method, tokenizer, tmp_path):
-    """The loss equals that of separate texts, before and after training, for any batching."""
+    """The loss equals the loss of separate texts, before and after training, for any batching."""
     model, options, given = make(name), {"gradient_checkpointing": method == "checkpointing"}, tokenizer
     if method == "packing":
         options |= {"packing": True, "eval_packing": True}
@@ -100,7 +100,7 @@ def test_layers_ignored_by_trl_raise(fields, tokenizer, tmp_path):
 @pytest.mark.parametrize("reference", ["explicit", "by name"])
 @pytest.mark.parametrize("name", MODELS)
 def test_dpo(name, reference, tokenizer, tmp_path):
-    """At first the model is its reference, and the loss ln 2."""
+    """Initially the model equals its reference, and the loss is ln 2."""
     rows = {"prompt": TEXTS, "chosen": [" w3 w4"] * len(TEXTS), "rejected": [" w5"] * len(TEXTS)}
     model = make(name)
     if reference == "by name":
@@ -120,7 +120,7 @@ def test_dpo(name, reference, tokenizer, tmp_path):
 
 @pytest.mark.parametrize("name", MODELS)
 def test_grpo(name, tokenizer, tmp_path):
-    """Completions of prompts of several lengths are written, rewarded and learned from."""
+    """Completions of prompts of several lengths are generated, scored and used in training."""
     model, written = make(name), []
 
     def reward(completions, **kwargs):

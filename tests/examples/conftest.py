@@ -24,7 +24,7 @@ def examples_dir() -> Path:
 
 @pytest.fixture(scope="session")
 def script() -> Iterator[Callable[[str], ModuleType]]:
-    """Imports a module of examples/ or studies/ as the interpreter does when it runs a script there."""
+    """Import a module of examples/ or studies/ as the interpreter does when it runs a script there."""
     sys.path[:0] = [str(EXAMPLES), str(STUDIES)]
     yield importlib.import_module
     for folder in (EXAMPLES, STUDIES):
@@ -33,7 +33,7 @@ def script() -> Iterator[Callable[[str], ModuleType]]:
 
 @pytest.fixture
 def call(script, monkeypatch) -> Callable[..., dict]:
-    """Calls a script in this process, quietly and on CPU; returns its summary, which must equal the saved one.
+    """Call a script in this process, quietly and on CPU; returns its summary, which must equal the saved one.
 
     The peak throughput of the CPU is measured with small products, because large ones take many seconds in bfloat16.
     """
@@ -52,13 +52,13 @@ def call(script, monkeypatch) -> Callable[..., dict]:
 
 @pytest.fixture
 def run(call, request) -> Callable[..., dict]:
-    """Calls the script of the test module, with the options that the module's RUN has for all of its tests."""
+    """Call the script of the test module, with the options that the module's RUN has for all of its tests."""
     return partial(call, *request.module.RUN)
 
 
 @pytest.fixture(autouse=True)
 def offline(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Any access to the Hub fails, and data set caches go away with the test."""
+    """Disable access to the Hub, and delete data set caches after the test."""
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")

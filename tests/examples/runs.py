@@ -1,4 +1,4 @@
-"""Pieces that the tests of several example scripts share."""
+"""Helpers shared by the tests of several example scripts."""
 
 import random
 from collections.abc import Callable

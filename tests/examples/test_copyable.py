@@ -77,7 +77,7 @@ OPTIONS = {
 
 @pytest.fixture
 def copied(tmp_path, monkeypatch):
-    """Returns a function that imports the copy of a script, while no other script can be imported."""
+    """Return a function that imports the copy of a script, while no other script can be imported."""
 
     def load(path: Path):
         (tmp_path / "empty").mkdir()

@@ -92,7 +92,7 @@ def test_a_recipe_that_is_its_own_base(call, sentences, tmp_path):
 
 
 def test_a_recipe_is_read_twice_by_two_recipes(script, tmp_path):
-    """A base of two recipes is no circle."""
+    """A common base of two recipes is not a cycle."""
     (tmp_path / "base.yaml").write_text("seed: 5\n")
     (tmp_path / "middle.yaml").write_text("recipe: base.yaml\n")
     (tmp_path / "top.yaml").write_text("recipe: middle.yaml\nmax_steps: 3\n")

@@ -27,7 +27,7 @@ def files(folder: Path) -> dict[str, bytes]:
 
 
 def value(tokens: list[str]) -> int:
-    """Evaluate a ListOps tree another way than the generator does: with numpy, from the first token on."""
+    """Evaluate a ListOps tree independently of the generator: with NumPy, from the first token."""
     token = tokens.pop(0)
     if token.isdigit():
         return int(token)
@@ -40,7 +40,7 @@ def value(tokens: list[str]) -> int:
 
 
 def test_listops(prepare, tmp_path):
-    """Every value is right, lengths are within their limits, no tree comes twice, and the splits load by name."""
+    """Every value is correct, lengths are within their limits, trees are unique, and the splits load by name."""
     prepare("listops", "--output", tmp_path, "--processes", 1, *ROWS, *SHORT)
     splits = load_dataset(str(tmp_path))
     assert {name: len(split) for name, split in splits.items()} == {"train": 40, "validation": 8, "test": 8}
@@ -142,7 +142,7 @@ def test_released_pathfinder(prepare, tmp_path, capsys):
 
 
 def test_text_and_image(prepare, tmp_path):
-    """A part of the training rows is for validation; the test rows stay together and in order."""
+    """Validation rows come from the training rows; the test rows keep their order."""
     for name, size in (("train", 10), ("test", 3)):
         rows = [{"text": f"{name} {index}", "label": index % 2} for index in range(size)]
         runs.write(rows, tmp_path / "reviews" / f"{name}-00000-of-00001.parquet")

@@ -1,4 +1,4 @@
-"""Mega in the scripts whose options and data the tests of each script cover with Luna."""
+"""Mega in the example scripts, whose options and data are tested with Luna."""
 
 import math
 import random
@@ -48,7 +48,7 @@ def corpus(tmp_path):
 
 @pytest.fixture
 def race(tmp_path):
-    """The right option is the good one."""
+    """The correct option is the one with the word "good"."""
     draw = random.Random(0)
     for name in ("train", "validation"):
         examples = []

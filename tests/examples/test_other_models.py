@@ -1,4 +1,4 @@
-"""Models of transformers in the scripts, to compare: they train, on inputs of the full length, up to the model card."""
+"""Models of transformers as baselines in the scripts: training on inputs of full length, and the model card."""
 
 import random
 from pathlib import Path
@@ -16,7 +16,7 @@ LENGTH = 12
 
 @pytest.fixture
 def run(call, tmp_path):
-    """Trains for two steps and evaluates; returns the summary and the model card."""
+    """Train for two steps and evaluates; returns the summary and the model card."""
 
     def main(name: str, model_type: str, overrides: str, *arguments: object) -> tuple[dict, str]:
         model = ["--model_type", model_type, "--config_overrides", overrides, "--vocab_size", 300]

@@ -1,4 +1,4 @@
-"""The folder of text that is made of several data sets."""
+"""The folder of text from several data sets."""
 
 import gzip
 

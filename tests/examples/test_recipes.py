@@ -29,7 +29,7 @@ class Parsed(NamedTuple):
 
 @pytest.fixture
 def parsed(script, tmp_path, monkeypatch):
-    """Parses a recipe with its script, also without timm, which one of them needs."""
+    """Parse a recipe with its script, also without timm, which one of them needs."""
 
     def parse(path: Path):
         monkeypatch.setattr("luna_mega.training.images._timm", lambda: None)
@@ -90,7 +90,7 @@ def test_language_model_of_a_recipe(path, parsed, script):
 
 @pytest.mark.parametrize("size, parameters", [("base", 343e3), ("big", 476e3)])
 def test_speech_model_of_the_paper(size, parameters, parsed, script):
-    """It is the preset, and has the number of parameters of the original."""
+    """The recipe equals the preset, and the model has the original's number of parameters."""
     task = parsed(EXAMPLES / "recipes" / "audio" / f"speech_commands_mega_{size}.yaml")
     config = make_config(task.model, None, 16_000, **label_fields("0123456789"))
     preset = getattr(MegaConfig, f"sc_{size}")(label2id=config.label2id, id2label=config.id2label)

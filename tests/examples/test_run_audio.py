@@ -184,8 +184,11 @@ ERRORS = {
     "two sources": (["--dataset_name", "x"], "pass one of --dataset_name and --dataset_path"),
     "no validation": (["--do_eval"], "has no split validation"),
     "rows of no column": (["--do_eval", "--hold_out", "speaker=3"], "split train has no column speaker, only clip"),
-    "rows of no value": (["--do_eval", "--hold_out", "take=9"], "take=9: selects 0 of the 64 training rows"),
-    "all rows": (["--do_eval", "--hold_out", "take=0,1,2,3"], "selects 64 of the 64 training rows"),
+    "rows of no value": (
+        ["--do_eval", "--hold_out", "take=9"],
+        "take=9 must select some of the 64 training rows, got 0",
+    ),
+    "all rows": (["--do_eval", "--hold_out", "take=0,1,2,3"], "must select some of the 64 training rows, got 64"),
     "no clips": (["--audio_column", "audio"], "split train has no column audio, only clip"),
     "no rate": (["--rate_column", "rate"], "split train has no column rate"),
     "negative": (["--random_noise", "-1"], "--random_noise -1.0 must be at least 0"),

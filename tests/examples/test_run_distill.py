@@ -70,7 +70,7 @@ def corpus(tmp_path):
 
 @pytest.fixture
 def make_teacher(script, tmp_path):
-    """Saves a random model as teacher, with a tokenizer."""
+    """Save a random model as teacher, with a tokenizer."""
 
     def make(model_class, config) -> Path:
         torch.manual_seed(0)
@@ -251,7 +251,7 @@ def test_classifier(labels, kind, run, make_teacher, tmp_path):
 
 @pytest.mark.slow
 def test_continued_distillation_of_a_student(run, roberta, corpus, tmp_path):
-    """A student that was made before is neither copied nor calibrated again."""
+    """An existing student is neither copied nor calibrated again."""
     first = run(*command(roberta, corpus, tmp_path / "first"))
     again = run(*command(roberta, corpus, tmp_path / "again", 1, 0, 1), "--student", tmp_path / "first")
     assert [row["stage"] for row in read_rows(tmp_path / "again")] == ["distill"]

@@ -78,7 +78,7 @@ def mean_cosine(output: Path, teacher: Path, corpus: Path, rows: int) -> float:
     return torch.stack(values).mean().item()
 
 
-def test_results_are_those_of_the_folder(run, corpus, tmp_path):
+def test_results_match_the_folder(run, corpus, tmp_path):
     teacher, output = save_sentence_encoder(tmp_path / "teacher"), tmp_path / "out"
     summary = run(*command(teacher, corpus, output), "--max_steps", 3, "--eval_on_start", "true")
     assert_complete(output, summary)

@@ -46,7 +46,7 @@ def rows(task: str, size: int, script) -> list[dict]:
 
 @pytest.fixture
 def folder(script, tmp_path):
-    """Makes the files of a task as `prepare.py` does."""
+    """Make the files of a task as `prepare.py` does."""
 
     def make(task: str, **changes) -> Path:
         classes = script("lra.tasks").TASKS[task].classes
@@ -119,7 +119,7 @@ def encode(script, task: str, convention: str, **fields) -> dict:
 
 
 def test_conventions_of_sequences(script):
-    """`</s>` survives truncation only in ours; `<CLS>` is in Luna's, which cuts the last pixel of an image."""
+    """Truncation keeps `</s>` only in `ours`; `luna` adds `<CLS>` and cuts the last pixel of an image."""
     cls, end, a = 0, 2, encode(script, "text", "ours", value="a", max_length=9)["input_ids"][0]
     full, long = {"value": "aaa", "max_length": 9}, {"value": "a" * 9, "max_length": 4}
     for convention, first in (("ours", []), ("luna", [cls]), ("mega", [])):
@@ -135,7 +135,7 @@ def test_conventions_of_sequences(script):
 
 
 @pytest.mark.parametrize("convention", ["ours", "luna"])
-def test_bytes_are_those_of_the_tokenizer(script, convention):
+def test_bytes_match_the_tokenizer(script, convention):
     """A text of two-byte and four-byte characters, complete and cut within a character."""
     module, text = script("lra.tasks"), "Größe \n 🦀 <s>"
     tokenizer = module.make_tokenizer("bytes", module.CONVENTIONS[convention], 99)
@@ -149,7 +149,7 @@ def test_bytes_are_those_of_the_tokenizer(script, convention):
 
 
 def test_convention_of_the_luna_paper(run, folder, tmp_path):
-    """Text is validated on the test rows; the paper's model uses the first token and decays all parameters."""
+    """Text is validated on the test rows; the model uses the first token and weight decay of all parameters."""
     output = tmp_path / "out"
     arguments = options("text", folder("text"), output, "--do_eval", "--do_predict", *TWO_STEPS, model="luna")
     summary = run(*arguments, "--convention", "luna", "--paper_model", "true")
@@ -160,7 +160,7 @@ def test_convention_of_the_luna_paper(run, folder, tmp_path):
 
 
 def test_sizes_of_the_paper_models(script, tmp_path):
-    """The parameters of the original's models, counted there."""
+    """Numbers of parameters, counted in the original's models."""
     module, recipes = script("lra.run_lra"), Path(__file__).resolve().parents[2] / "examples" / "recipes" / "lra"
     for name, millions in (("image_mega", 2.839), ("pathfinder_mega", 1.387), ("pathx_mega", 0.382)):
         arguments = ["--recipe", recipes / f"{name}.yaml", "--dataset_path", "x", "--output_dir", tmp_path, "--use_cpu"]

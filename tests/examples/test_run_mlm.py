@@ -245,7 +245,7 @@ def test_resumed_run_continues_where_it_stopped(run, corpus, tmp_path):
 @pytest.mark.slow
 @pytest.mark.slow
 def test_resumed_run_keeps_the_order_by_length(run, corpus, tmp_path):
-    """In every epoch, at its beginning and in its middle, the losses are those of a run without a stop."""
+    """The losses equal an uninterrupted run, at the beginning and in the middle of an epoch."""
     options = ["--short_seq_prob", 0.9, "--train_sampling_strategy", "group_by_length", "--num_train_epochs", 3]
     options += ["--save_steps", 3, "--save_total_limit", 100, "--logging_steps", 1]
     arguments = scratch(corpus, tmp_path / "out")
@@ -264,7 +264,7 @@ def test_resumed_run_keeps_the_order_by_length(run, corpus, tmp_path):
 
 @pytest.mark.slow
 def test_finished_run_is_not_continued(run, corpus, tmp_path):
-    """It was killed after its last checkpoint; it ends with the average of the weights, or the best ones, as before."""
+    """A run killed after its last checkpoint ends with the same average of the weights, or the same best weights."""
     higher = ["--metric_for_best_model", "loss", "--greater_is_better", 1]  # the first step's
     best = ["--load_best_model_at_end", "--eval_strategy", "steps", "--eval_steps", 1, *higher]
     for name, options in (("plain", []), ("average", ["--ema_decay", 0.5]), ("best", best)):

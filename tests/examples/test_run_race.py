@@ -21,7 +21,7 @@ BOS, EOS = 0, 2
 
 
 def race_rows(size: int, seed: int, level: str = "middle") -> list[dict]:
-    """The right option is "good" anything: learnable without the passage."""
+    """The correct option contains "good", so the task can be learned without the passage."""
     draw = random.Random(seed)
     examples = []
     for index in range(size):
@@ -99,7 +99,7 @@ def fairseq_race(row: dict, tokenizer, max_option_length: int, max_positions: in
 @pytest.mark.parametrize(
     ("option_length", "length"), [(128, 512), (9, 512), (8, 40), (128, 12), (5, 5)], ids=lambda value: str(value)
 )
-def test_race_inputs_equal_those_of_fairseq(option_length, length, script, tokenizer):
+def test_race_inputs_equal_fairseq(option_length, length, script, tokenizer):
     examples = race_rows(30, seed=2)
     inputs = encode(script, tokenizer, examples, "race", max_option_length=option_length, max_seq_length=length)
     assert inputs == [fairseq_race(row, tokenizer, option_length, length) for row in examples]
@@ -112,7 +112,7 @@ def test_race_truncation(script, tokenizer):
         assert option == [BOS, *[red] * 127, EOS, *[blue] * 383]  # without the </s> of either
 
 
-def test_csqa_inputs_equal_those_of_fairseq(script, tokenizer):
+def test_csqa_inputs_equal_fairseq(script, tokenizer):
     examples = csqa_rows(20, seed=2)
 
     def binarize(text: str) -> list[int]:

@@ -48,7 +48,7 @@ def corpus(tmp_path) -> Path:
 
 @pytest.fixture
 def run(call, corpus, tmp_path):
-    """Runs with a tiny model; returns the summary."""
+    """Run with a tiny model; returns the summary."""
     short = ["--max_source_length", 16, "--max_target_length", 16, "--logging_steps", 10]
 
     def main(*arguments, model_type="luna", **settings):
@@ -119,7 +119,7 @@ def test_milestones(script):
 
 @pytest.fixture
 def checkpoints(tmp_path):
-    """Four checkpoints, of which those of steps 5 and 100 have the lowest loss."""
+    """Four checkpoints; the loss is lowest at steps 5 and 100."""
     losses = {5: 1.0, 20: 3.0, 30: 4.0, 100: 2.0}
     for step in losses:
         (tmp_path / f"checkpoint-{step}").mkdir()

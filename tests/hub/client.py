@@ -121,7 +121,7 @@ def generate(source: str | Path, inputs: dict[str, list], settings: dict[str, An
 
 
 def train(examples: Path, folder: Path, output: Path, **options: Any) -> None:
-    """Four steps with a checkpoint in the middle, as the scripts in examples/ do it."""
+    """Train four steps with a checkpoint in the middle, like the scripts in examples/."""
     sys.path.insert(0, str(examples))
     from luna_mega.training.hub import check_hub, publish
 

@@ -99,7 +99,7 @@ class Handler(BaseHTTPRequestHandler):
         self.reply({"error": message}, status, X_Error_Code=code, X_Error_Message=message, **headers)
 
     def authorized(self, code: str = "Unauthorized") -> bool:
-        """Replies 401 without the token."""
+        """Reply with status 401 if the token is missing."""
         if self.headers.get("Authorization") == f"Bearer {TOKEN}":
             return True
         self.error(401, code, "Invalid username or password.")
@@ -233,7 +233,7 @@ class LoopbackHub:
         self.start()
 
     def start(self):
-        """Starts, or starts again on the same port."""
+        """Start the server, or restart it on the same port."""
         self.server = ThreadingHTTPServer(self.address, type("BoundHandler", (Handler,), {"hub": self}))
         self.address = self.server.server_address
         self.url = f"http://127.0.0.1:{self.address[1]}"

@@ -48,7 +48,7 @@ def lists(inputs):
 
 
 def on_remote_code(result):
-    """Removes class and module from a client's result, and checks that the code came from the bundle."""
+    """Remove class and module from a client's result, and checks that the code came from the bundle."""
     assert result.pop("module").startswith("transformers_modules.")
     return result.pop("class"), result
 
@@ -329,7 +329,7 @@ def test_invalid_output(saved, tmp_path, capsys):
     ],
 )
 def test_unsupported_source(monkeypatch, tmp_path, line, message):
-    """A source that the rewriting does not understand ends it."""
+    """An unsupported statement in a source file raises an error."""
     read = hub_bundle._source
 
     def changed(module):
@@ -371,7 +371,7 @@ write_code({model_type!r}, Path({str(tmp_path / "without")!r}))
 
 @pytest.fixture
 def registered():
-    """Returns a function that registers a model; afterwards no class is registered."""
+    """Return a function that registers a model; afterwards no class is registered."""
     yield hub_bundle.register_for_auto_class
     for config in CONFIGS.values():
         config.code_writer = None

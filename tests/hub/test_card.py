@@ -134,7 +134,7 @@ def test_training_from_a_teacher(trainer):
 
 @pytest.mark.parametrize("head", HEADS)
 def test_usage_runs(trainer, tmp_path, head):
-    """The lines in the card load the model, in a session like the reader's."""
+    """The code in the card loads the model in a new session."""
     built = trainer(head)
     built.save_model()
     lines = python(parts(training_card(built, COMMAND, "imdb"))["Use"]).replace(

@@ -1,4 +1,4 @@
-"""Texts by strangers stay text: on the screen, in the metadata and on the page of a model card."""
+"""Untrusted texts are escaped on the screen, in the metadata and on the page of a model card."""
 
 import random
 import re

@@ -133,7 +133,7 @@ def _causal(n, toy, rows=32, masked=False, stateful=False, activation="softplus"
 
 
 def _parameters(channels, directions):
-    """Return logits small enough that states last, as those of a trained average do."""
+    """Return logits small enough for slow decays, as in a trained average."""
     names = ("input_logit", "damping_logit", "expansion", "projection")
     leaves = _randoms(**dict.fromkeys(names, (directions * channels, 16)), skip=(channels,))
     return leaves | {name: (0.5 * leaves[name]).bfloat16().double() for name in names[:2]}

@@ -97,7 +97,7 @@ def form(request, monkeypatch):
 
 @pytest.fixture(params=["fft", "chunks", "export"])
 def any_form(request, monkeypatch):
-    """The forms of the torch backend, and that of exported programs with small groups."""
+    """The forms of the torch backend, and the form of exported programs with small groups."""
     choose_form(request.param, monkeypatch)
 
 
@@ -112,7 +112,7 @@ def choose_form(name, monkeypatch):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("masking", MASKS)
 def test_reference_is_the_recurrence(kind, masking):
-    """The equations once more, over Python numbers."""
+    """The equations evaluated with Python numbers."""
     inputs = Inputs(7, kind, masking, channels=2)
     x, alpha, delta, theta, gamma, omega, *initial = (leaf.tolist() for leaf in inputs.leaves)
     count = len(alpha[0])
@@ -187,7 +187,7 @@ def test_low_precision(form, kind, dtype):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_slow_decay_in_low_precision(any_form, dtype):
-    """Half-precision tensors, states that live for 400 to 20,000 positions: within 1 % of float64 on these numbers."""
+    """In half precision, states with lifetimes of 400 to 20,000 positions are within 1 % of float64."""
     inputs = Inputs(1000, states=4, skip=False)
     with torch.no_grad():
         rows = inputs.leaves[1]

@@ -101,7 +101,7 @@ def test_it_is_opt_in(choice, monkeypatch):
 
 
 def test_a_choice_that_is_made_elsewhere(choice):
-    """`choosing` replaces the choice of a configuration."""
+    """`choosing` overrides the choice of a configuration."""
     seen = []
 
     def last(kernel, key, configurations, run):

@@ -95,7 +95,7 @@ def form(request, monkeypatch):
 
 @pytest.fixture(params=["fft", "chunks", "export"])
 def any_form(request, monkeypatch):
-    """The forms of the torch backend, and that of exported programs with small groups."""
+    """The forms of the torch backend, and the form of exported programs with small groups."""
     choose_form(request.param, monkeypatch)
 
 

@@ -18,7 +18,7 @@ def assert_same(closed, plain, dtype):
 
 @DTYPES
 def test_closed_form_of_the_gradients(dtype):
-    """The coefficients equal those of plain operators bit for bit, and the gradients those of autograd."""
+    """Coefficients equal plain operators bit for bit, and gradients equal autograd's."""
     values = [-1e4, -80.0, -20.0, -3.0, -0.7, 0.0, 0.9, 6.0, 15.0, 30.0, 50.0, 90.0, 1e4]
     pairs = torch.cartesian_prod(torch.tensor(values), torch.tensor(values)).to(dtype)
     shapes = torch.randn(2, len(pairs), 1, generator=torch.Generator().manual_seed(1)).to(dtype)
@@ -35,7 +35,7 @@ def test_closed_form_of_the_gradients(dtype):
 @pytest.mark.parametrize("length", [1, 16, 100, 300])
 @DTYPES
 def test_closed_form_of_the_maps(dtype, length, direction):
-    """The gradients of lags and of the matrices of chunks are those of autograd."""
+    """The gradients of lags and of the matrices of chunks equal autograd's."""
     rows, shift = 5 if direction == "causal" else 10, direction == "shifted"
     leaves = [torch.randn(rows, 3, dtype=dtype) for _ in range(3)]
     leaves[0] = -leaves[0].exp()

@@ -131,7 +131,7 @@ def test_results_are_what_the_fakes_promise(triton_device, monkeypatch, call, op
 
 @pytest.mark.slow
 def test_inductor_trains(triton_device):
-    """All ops in one program, forward and backward, from tensors whose strides are not those of new ones."""
+    """All ops in one program, forward and backward, from tensors with the strides of views."""
     backend = "triton"
 
     def loss(*x):

@@ -249,7 +249,7 @@ def test_dropout(device, dtype, tied):
     alive = weights != 0
     seen = alive[..., mask[0]].double()
     assert abs(seen.mean() - (1 - rate)) < 4 * (rate * (1 - rate) / seen.numel()) ** 0.5
-    # Neither rows nor columns are alike: their means spread as those of independent draws.
+    # Rows and columns are independent: their means vary like means of independent draws.
     for dim, length in ((-1, seen.shape[-1]), (-2, queries)):
         spread = seen.mean(dim).std() / (rate * (1 - rate) / length) ** 0.5
         assert 0.8 < spread < 1.2, (dim, spread)
@@ -355,7 +355,7 @@ def test_large_gradients_in_float16(device):
 @pytest.mark.slow
 def test_calls_that_use_pytorch_attention():
     class On:
-        """A CUDA tensor, as far as the choice looks at it."""
+        """Mock of a CUDA tensor for the choice of a backend."""
 
         def __init__(self, length, dtype=torch.bfloat16, size=64, device="cuda"):
             self.shape, self.dtype, self.device = (8, length, 12, size), dtype, torch.device(device)

@@ -212,7 +212,7 @@ def test_segments_and_steps_are_one_call(masking, stateful, backend):
 
 
 def test_thousands_of_steps_in_float32():
-    """The error of the carried means stays at that of float32, and no step changes the state it is given."""
+    """The error of the means does not exceed float32 rounding, and no step modifies its input state."""
     inputs = Inputs(3000)
     exact = inputs.call(*inputs.leaves)
     query, pack_query, pack_key, key, value = (leaf.detach().float() for leaf in inputs.leaves)
@@ -299,7 +299,7 @@ def test_rows_without_tokens_and_without_p(backend, length):
 @pytest.mark.parametrize("backend", ["reference", "torch"])
 @pytest.mark.parametrize("length", [1, 70])
 def test_masked_rows_of_p_are_as_if_absent(backend, length):
-    """Results and gradients equal those without the masked rows, for any content; their state is 0."""
+    """Results and gradients equal a call without the masked rows, for any content; their state is 0."""
     inputs = Inputs(length)
     keep = torch.tensor([True, False, True, True])
 

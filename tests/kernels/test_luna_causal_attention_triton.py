@@ -256,7 +256,7 @@ def test_steps_in_place(triton_device):
 @pytest.mark.parametrize("backend", ["reference", "torch", "triton"])
 @pytest.mark.parametrize("stateful", [False, True])
 def test_varlen_sequences(monkeypatch, triton_device, backend, stateful):
-    """Outputs, states and gradients equal those of separate calls, also over two segments."""
+    """Outputs, states and gradients equal separate calls, also over two segments."""
     from luna_mega.kernels.luna_causal_attention import triton_forward
 
     monkeypatch.setattr(triton_forward, "MIN_SEGMENT", 32)

@@ -53,7 +53,7 @@ def test_reference_is_a_mean_by_softmax():
 
 
 def test_reference_costs_are_water_filling():
-    """By bisection: the costs sum to the rows, and a token of cost 1 has a row of its own."""
+    """By bisection: the costs sum to the rows, and a token of cost 1 has a separate row."""
     score = torch.randn(1, 40, generator=torch.Generator().manual_seed(0)).mul(2).double()
     weight = score.exp()[0]
     low, high = 0.0, 1e6
@@ -113,7 +113,7 @@ def test_torch_backend(length, rows, masking, dtype):
         assert torch.equal(a, c)
 
 
-def test_gradients_are_those_of_differences():
+def test_gradients_equal_finite_differences():
     states, score, mask = make_inputs(9)
     row = assign_rows(score, mask, 4)
 

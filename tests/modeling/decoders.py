@@ -1,4 +1,4 @@
-"""Small decoders of all families, with and without an encoder, called alike."""
+"""Small decoders of all families, with and without an encoder, with a common interface."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""Small Mega models for the tests; their inputs are those of `luna.py`."""
+"""Small Mega models for the tests; their inputs are in `luna.py`."""
 
 import luna_mega
 

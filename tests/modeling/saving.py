@@ -5,7 +5,7 @@ from transformers import AutoModel, AutoModelForMaskedLM, AutoModelForSequenceCl
 
 
 def comes_back(folder, model, inputs):
-    """The auto class loads a classifier from several files: same class, configuration and logits."""
+    """Check that the Auto class loads a sharded classifier with equal class, configuration and logits."""
     model.save_pretrained(folder, max_shard_size="10KB")
     assert len(list(folder.glob("model-*.safetensors"))) > 1
     loaded, report = AutoModelForSequenceClassification.from_pretrained(folder, output_loading_info=True)

@@ -45,7 +45,7 @@ def signatures():
 
 
 def configurations():
-    """Return the fields of every public configuration, without those of every transformers configuration."""
+    """Return the fields of every public configuration, without the common fields of transformers."""
     names = [name for name in sorted(luna_mega.__all__) if name.endswith("Config")]
     return {name: " ".join(sorted(set(getattr(luna_mega, name)().to_dict()) - _base_fields())) for name in names}
 

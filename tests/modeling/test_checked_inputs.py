@@ -121,7 +121,7 @@ def test_packed_sequence_with_a_cache():
 @torch.no_grad()
 @pytest.mark.parametrize("family", decoders.TRANSLATING)
 def test_cache_with_another_source(family):
-    """The parts of a cache are those of one batch and of this model."""
+    """All parts of a cache must belong to one batch and to this model."""
     model = decoders.make_plain(family, is_encoder_decoder=True)
     ids = torch.tensor([[2, 5, 6], [2, 7, 8]])
     past = model(**decoders.source(model, 2), decoder_input_ids=ids, use_cache=True).past_key_values

@@ -137,7 +137,7 @@ def test_attention_implementations(family, tmp_path):
 
 @family
 def test_weights_are_in_the_graph(family):
-    """A loss reaches the attention weights that are returned, also those in chunks."""
+    """Returned attention weights have gradients, also in chunks."""
     for fields in [{}] if family is luna else [{}, {"use_chunking": True, "chunk_size": 4}]:
         output = family.make("Model", **fields)(**luna.tokens([9, 4]), output_attentions=True)
         for weights in output.attentions:

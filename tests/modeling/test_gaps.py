@@ -106,7 +106,7 @@ def test_gradients_through_a_cache(name):
     "name", slow_but(["luna: softplus", "mega: laplace chunks", "megalodon: heads"], decoders.DECODER_ONLY)
 )
 def test_generate_continues_a_batch_of_turns(name):
-    """A second turn after a cache, left-padded: the result for each row equals that of its unpadded tokens."""
+    """A second turn after a cache, left-padded: the result for each row equals the result for its unpadded tokens."""
     model = decoders.make(name)
     turns = [[[5, 6, 7, 8, 9], [10, 11]], [[12, 13], [14, 15, 16, 17, 18, 19]]]
     ids = torch.tensor([[0, 0, 0, 5, 6, 7, 8, 9, 0, 0, 0, 0, 10, 11], [0] * 6 + [12, 13, 14, 15, 16, 17, 18, 19]])
@@ -160,7 +160,7 @@ def test_cross_attention_weights_are_in_the_order_of_the_batch(place):
     "name", ["mega: softmax", "mega: laplace chunks", "mega seq2seq: softmax", "megalodon: heads", "luna: softplus"]
 )
 def test_recorded_states_and_weights_have_gradients(name, place):
-    """The loss depends on every recorded tensor; gradients of states are those of each row without its gaps."""
+    """The loss depends on every recorded tensor; gradients of states equal the gradients of each row without gaps."""
     model = decoders.make(name)
     sources, ids, mask = batch(model)
     kept = {"target": mask[2].bool()}
@@ -186,7 +186,7 @@ def test_recorded_states_and_weights_have_gradients(name, place):
     "name", ["mega: laplace chunks", "mega seq2seq: softmax", "megalodon: heads", "luna: softplus"]
 )
 def test_programs(name):
-    """Compiled and exported programs look at no values: one serves every mask."""
+    """Compiled and exported programs do not depend on mask values: one program supports every mask."""
     torch.compiler.reset()
     model = decoders.make(name, num_hidden_layers=1)
     sources, ids, mask = batch(model)

@@ -71,7 +71,7 @@ class Run:
         return not torch.equal(torch.stack(self.output.scores), torch.stack(self.output.logits))
 
     def check_logits(self):
-        """Compare the logits of every step with those of one call on the complete sequence."""
+        """Compare the logits of every step with one call on the complete sequence."""
         inputs = {name: self.inputs[name] for name in ("input_ids", "attention_mask")}
         rows = len(self.sequences) // len(inputs["input_ids"])
         inputs = {name: value.repeat_interleave(rows, 0) for name, value in inputs.items()}
@@ -380,7 +380,7 @@ def test_no_effect(model):
 
 
 def rows():
-    """Return the verdicts of the page: option -> of decoders and of encoder-decoders."""
+    """Return the table of the page: option -> support by decoders and by encoder-decoders."""
     verdicts = {}
     for line in PAGE.read_text(encoding="utf-8").splitlines():
         if line.startswith("| `"):

@@ -1,4 +1,4 @@
-"""Labels of the heads: their shapes, and the positions that count."""
+"""Labels of the heads: shapes and ignored positions."""
 
 import pytest
 import torch

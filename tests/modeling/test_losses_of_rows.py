@@ -1,4 +1,4 @@
-"""Losses and gradients of every class: those of a batch with padding are those of its rows without padding."""
+"""Losses and gradients of every class: a batch with padding equals its rows without padding."""
 
 import pytest
 import torch
@@ -65,7 +65,7 @@ def draw(kind, row, length):
 
 
 def rows_of(case, row):
-    """Return the inputs of a row without padding: those by position, and the others."""
+    """Return the inputs of a row without padding: inputs by position, and the others."""
     _, head, fields = CASES[case]
     length = LENGTHS[row]
     names = ["input_values" if fields.get("input_type") == "values" else "input_ids"]
@@ -152,7 +152,7 @@ def expected(model, case):
 @pytest.mark.parametrize("option", OPTIONS)
 @pytest.mark.parametrize("layout", COLUMNS)
 @pytest.mark.parametrize("case", CASES)
-def test_loss_and_gradients_are_those_of_the_rows(case, layout, option, monkeypatch):
+def test_loss_and_gradients_equal_the_rows(case, layout, option, monkeypatch):
     """The inputs and labels at padding are arbitrary."""
     total, gradients = expected(make(case, "dense"), case)
     model, batch = make(case, option), collate(case, COLUMNS[layout])

@@ -140,7 +140,7 @@ def layouts(lengths):
     }
 
 
-def test_gradients_are_those_of_differences():
+def test_gradients_equal_finite_differences():
     """Of the states with respect to the salience, for rows that do not change."""
     model = make(num_hidden_layers=1).double()
     inputs, salience = luna.tokens([13, 9]), model.encoder.layers[0].attention.salience

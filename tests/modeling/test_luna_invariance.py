@@ -23,7 +23,7 @@ def test_poolings(head, pooling):
 
 @pytest.mark.parametrize("pooling", POOLINGS)
 def test_dropping_the_first_token(pooling):
-    """The same as leaving it out by hand; with padding on either side."""
+    """The result equals removing the token from the inputs, with padding on either side."""
     model = make("ForSequenceClassification", pooling=pooling, drop_first_token=True)
     plain = make("ForSequenceClassification", pooling=pooling)
     plain.load_state_dict(model.state_dict())

@@ -1,4 +1,4 @@
-"""The Luna models as users of transformers meet them: precision, compiling, export, saving, pipelines."""
+"""The Luna models with the features of transformers: precision, compiling, export, saving, pipelines."""
 
 import pytest
 import torch
@@ -183,7 +183,7 @@ def test_masked_lm_weights(tmp_path, tied):
 
 
 def test_every_parameter_is_initialized():
-    """Also the ones that a checkpoint lacks: built on the meta device, none may be left as it was in memory."""
+    """Parameters missing in a checkpoint are also initialized if the model is built on the meta device."""
     for overrides in (*VARIANTS.values(), VALUES):
         model = HEADS["ForSequenceClassification"].from_pretrained(
             None, config=tiny_config(pooling="packed_attention", **overrides), state_dict={}
@@ -233,7 +233,7 @@ def test_decoding_step_keeps_keys_and_values_tied(monkeypatch):
     assert given == [True] * (2 * model.config.num_hidden_layers)
 
 
-def test_sinusoids_equal_those_of_fairseq():
+def test_sinusoids_equal_fairseq():
     """Half sines, half cosines, frequencies 10000^(-k / (d/2 - 1)); the first token is at pad + 1, P at 0."""
     model = HEADS["Model"](tiny_config(position_embedding_type="sinusoidal", embedding_norm=False)).eval()
     ids = torch.full((1, 3), 7)

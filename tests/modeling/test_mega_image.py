@@ -97,7 +97,7 @@ def test_images_of_another_size(model):
         assert logits.shape == (2, 5) and logits.isfinite().all() and pictures.grad.abs().sum() > 0
 
 
-def test_positions_are_interpolated_like_those_of_vit():
+def test_positions_are_interpolated_as_in_vit():
     config = ViTConfig(hidden_size=16, image_size=32, patch_size=8)
     vit = ViTEmbeddings(config)
     nn.init.normal_(vit.position_embeddings)

@@ -1,4 +1,4 @@
-"""The Mega models as users of transformers meet them: compiling, export, saving, training, dropout."""
+"""The Mega models with the features of transformers: compiling, export, saving, training, dropout."""
 
 import pytest
 import torch
@@ -105,7 +105,7 @@ def test_masked_lm_weights(tmp_path, tied):
 
 
 def test_every_parameter_is_initialized():
-    """Also the ones that a checkpoint lacks: built on the meta device, none may be left as it was in memory."""
+    """Parameters missing in a checkpoint are also initialized if the model is built on the meta device."""
     for overrides in (*VARIANTS.values(), VALUES):
         config = tiny_config(add_token_type_embeddings=True, **overrides)
         model = HEADS["ForSequenceClassification"].from_pretrained(None, config=config, state_dict={})
@@ -235,7 +235,7 @@ def test_auto_classes_know_mega():
 
 
 def test_evaluation_does_not_use_old_weights():
-    """The original caches the kernel of the moving average in evaluation mode, until it is wrong."""
+    """The original caches the kernel of the moving average in evaluation mode and does not update it."""
     model, inputs = make("Model"), tokens([21])
     model(**inputs).last_hidden_state.sum().backward()
     changed = {name: 0.5 * value for name, value in model.state_dict().items()}

@@ -20,7 +20,7 @@ BATCH_NORMS = NORMS[3:]
 
 
 def make_norm(norm_type, width=5, **options):
-    """A norm with parameters and running statistics that show."""
+    """A norm with parameters and running statistics that affect the result."""
     norm = build_norm(norm_type, width, **options)
     with torch.no_grad():
         for tensor in (*norm.parameters(), *norm.buffers()):
@@ -75,7 +75,7 @@ def test_unknown_norm():
 
 
 @pytest.mark.parametrize("norm_type", BATCH_NORMS)
-def test_batch_norm_equals_that_of_pytorch(norm_type):
+def test_batch_norm_equals_pytorch(norm_type):
     x = torch.randn(3, 7, 5, dtype=torch.float64, requires_grad=True)
     norm = make_norm(norm_type).double()
     plain = nn.BatchNorm1d(5).double()

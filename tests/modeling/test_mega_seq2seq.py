@@ -33,7 +33,7 @@ def batch(source_side="right", target_side="right"):
 
 
 @torch.no_grad()
-def test_weights_are_those_of_the_output(model):
+def test_weights_match_the_output(model):
     """`output_attentions=True` uses another code path of cross-attention."""
     inputs = batch("left", "left")
     keep = inputs["decoder_attention_mask"].bool()

@@ -240,7 +240,7 @@ def write_folder(folder, name):
 @pytest.mark.parametrize("name", FOLDERS)
 @torch.no_grad()
 def test_folder(tmp_path, name):
-    """All weights arrive; results depend on no batch mate; the folder comes back as safetensors."""
+    """All weights are loaded; results do not depend on the batch; the folder is saved as safetensors."""
     config, weights = write_folder(tmp_path / "v4", name)
     model_class = getattr(luna_mega, config["architectures"][0])
     model, report = model_class.from_pretrained(tmp_path / "v4", output_loading_info=True)

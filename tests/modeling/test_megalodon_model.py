@@ -101,7 +101,7 @@ def test_decays_near_one_and_zero_are_finite(logit):
 @torch.no_grad()
 @pytest.mark.parametrize("autocast", [False, True])
 def test_states_in_half_precision(autocast):
-    """Statistics of 100 positions, one by one, are those of one call: float64, as the averages are float32."""
+    """Statistics of 100 single steps equal one call: they are float64, and averages are float32."""
     model, ids = make(dtype=torch.float32, num_hidden_layers=1), torch.randint(3, 30, (2, 100))
     model = model if autocast else model.bfloat16()
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):

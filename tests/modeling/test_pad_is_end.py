@@ -29,7 +29,7 @@ def messages():
 @FAMILIES
 @pytest.mark.parametrize("end", [1, [7, 1]])
 def test_end_tokens_are_not_masked(family, end, messages):
-    """Without a mask the result equals that with a mask of ones; the message about it is logged once."""
+    """Without a mask the result equals the result with a mask of ones; the message is logged once."""
     model = decoders.make_plain(family, pad_token_id=1, eos_token_id=end)
     ids = torch.tensor([[4, 1, 5, 6, 1, 7], [1, 8, 9, 1, 1, 4]])
     expected = model(ids, torch.ones_like(ids), labels=ids)
@@ -42,7 +42,7 @@ def test_end_tokens_are_not_masked(family, end, messages):
 @torch.no_grad()
 @FAMILIES
 def test_training_equals_generation(family):
-    """The logits of the next token are those from which `generate` selects it."""
+    """The logits of the next token equal the logits that `generate` uses."""
     model = decoders.make_plain(family, pad_token_id=2, eos_token_id=2)
     ids = torch.tensor([[4, 2, 5, 6, 2, 7]])
     chosen = model.generate(ids, max_new_tokens=1, do_sample=False)[0, -1]

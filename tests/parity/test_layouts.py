@@ -57,7 +57,7 @@ class Case:
         return {name: output.logits.log_softmax(-1) if name == "lprobs" else output.logits for name in self.expected}
 
     def check(self, parity, results, places):
-        """Compare the results at the bool mask `places` with those of the kept tokens, row by row."""
+        """Compare the results at the bool mask `places` with the kept tokens, row by row."""
         for name, expected in self.expected.items():
             parity.check(name, results[name][places], expected[self.mask], scaled=True, **self.tolerance)
 

@@ -65,7 +65,7 @@ class Fixture:
         return model.eval()
 
     def add_gradients(self, model, head=None):
-        """Add the gradients of `model` to those of its parameters in the original."""
+        """Add the gradients of `model` to the sums by the original's parameter names."""
         report = json.loads((self.convert(head) / "conversion_report.json").read_text())
         parameters = {name: p.grad for name, p in model.named_parameters(remove_duplicate=False)}
         for entry in report["mapped"]:

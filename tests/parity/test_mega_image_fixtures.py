@@ -102,7 +102,7 @@ def test_training(fixture, parity):
 
 
 def test_stochastic_depth(fixture, parity, monkeypatch):
-    """Replace the random factors by those that the original drew."""
+    """Replace the random factors by the original's."""
     _, output, io, tolerance = fixture
     model = load(output, drop_path_rate=0.5).train()
     for index, layer in enumerate(model.mega.layers):

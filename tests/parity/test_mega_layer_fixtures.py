@@ -198,7 +198,7 @@ def check_gradients(fixture: Fixture, parity, module: nn.Module, prefix: str):
     "fixture", [case for case in MODULES if "bidir" in case and "batchnorm" in case], indirect=True
 )
 def test_batch_norm_in_training(fixture, parity):
-    """The statistics after a step count padding, as configured by `padded_batch_statistics`."""
+    """The statistics after a step include padding, as configured by `padded_batch_statistics`."""
     layer = gated_attention(fixture).train()
     output, _ = layer(fixture.time_major("x"), DenseLayout(fixture.io["padding_mask"] == 0))
     parity.check("train_out_padded", output.transpose(0, 1), fixture.io["train_out_padded"], **fixture.tight)

@@ -131,7 +131,7 @@ def check_gradients(parity, model, io):
 
 @pytest.mark.parametrize("case", DECODERS)
 def test_v4_decoder_with_cache(parity_folder, parity, case):
-    """One position at a time with a cache: the logits equal those of v4 without a cache.
+    """One position at a time with a cache: the logits equal v4's without a cache.
 
     With a cache, which its `generate` always uses, v4 is wrong: its laplace and relu2 divide by 1, truncation is
     ignored and chunks are not supported. Therefore only the greedy tokens of the other cases are compared.

@@ -193,7 +193,7 @@ def test_streams_and_caches(case, parity):
 
 @torch.no_grad()
 def test_windowed_statistics(case, parity):
-    """Losses of the original's inference, with statistics that are cut off and with those of all positions."""
+    """Losses of the original's inference, with windowed statistics and with statistics of all positions."""
     ids, targets = case.io["window.ids"], case.io["window.targets"]
     complete = losses(case.model(ids).logits, targets)
     check(parity, "not windowed", complete, case.io["window.token_loss_not_windowed"])
@@ -218,7 +218,7 @@ def test_greedy_tokens(case):
 
 @torch.no_grad()
 def test_half_precision_matches_the_original(parity_folder):
-    """The original's own numbers in bf16 are no truth, and 1e-2 from float32; ours are not further away."""
+    """The original's bfloat16 results differ from float32 by 1e-2; ours must not differ more."""
     case = Case(parity_folder("megalodon", "06_bf16_checkpoint"))
     model, ids, expected = case.build().bfloat16(), case.io["C.ids"], case.io["C.logits"]
     ours = (model(ids).logits.float() - expected).abs().max()

@@ -81,7 +81,7 @@ def test_cema_in_steps(fixture, parity):
 @pytest.mark.parametrize("fixture", cases("11_op_timestep_norm", range(9)), indirect=True)
 @pytest.mark.parametrize("norm_backend", ["reference", "torch"])
 def test_timestep_norm(fixture, parity, norm_backend):
-    """Gradients after masked positions are not compared, because those of the original are wrong."""
+    """Gradients after masked positions are not compared, because the original's are wrong."""
     sizes, io = fixture.sizes, fixture.io
     x, weight, bias = fixture.leaves("x", "weights.weight", "weights.bias")
     leaves, state = {"grad_x": x, "grad.weight": weight, "grad.bias": bias}, None

@@ -1,4 +1,4 @@
-"""The packages that `make test-serving` installs for vLLM are those of its wheel, without CUDA."""
+"""The packages that `make test-serving` installs for vLLM match its wheel, without CUDA."""
 
 import re
 from importlib import metadata
@@ -16,7 +16,7 @@ def name(requirement: str) -> str:
     return re.match(r"[\w.-]+", requirement)[0].lower().replace("_", "-")
 
 
-def test_requirements_equal_those_of_the_wheel(repo_root):
+def test_requirements_match_the_wheel(repo_root):
     pytest.importorskip("vllm", reason="vllm is not installed; make test-serving has an environment with it")
     lines = (repo_root / "requirements/ci-serving.txt").read_text().splitlines()
     ours = {name(line) for line in lines if line and line[0] not in "#-"}

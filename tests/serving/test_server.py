@@ -156,7 +156,7 @@ def test_the_last_position_can_be_used(server, complete):
         assert client.completions.create(**request | {"max_tokens": None}).usage.total_tokens <= 513
 
 
-def test_temperature_samples_and_seeds_are_those_of_their_request(server):
+def test_temperature_and_seed_apply_to_their_request(server):
     """The generation config of the folder is greedy."""
     with client_of(server[0]) as client:
 

@@ -56,7 +56,7 @@ class Server:
         return self.family.score(self.family.finish(hidden)[lengths.cumsum(0) - 1]).log_softmax(-1)
 
     def serve(self, requests, leave=()):
-        """Return tokens and log-probabilities of each request; those in `leave` are aborted half way."""
+        """Return tokens and log-probabilities of each request; requests in `leave` are aborted halfway."""
         waiting, running, results = list(range(len(requests))), {}, {}
         while waiting or running:
             while waiting and self.free:

@@ -1,4 +1,4 @@
-"""vLLM plugin: the tokens equal those of `generate` with continuous batching and prefix caching."""
+"""vLLM plugin: the tokens equal the output of `generate` with continuous batching and prefix caching."""
 
 import copy
 import os
@@ -81,7 +81,7 @@ SETTINGS = {
 
 @pytest.mark.parametrize("setting", SETTINGS)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_tokens_are_those_of_generate(family, setting, folders, served):
+def test_tokens_equal_generate(family, setting, folders, served):
     _, requests = served(family, COUNT)
     requests = requests[:25] if setting == "pieces-of-1" else requests
     llm = start(folders(family), **SETTINGS[setting])
@@ -94,7 +94,7 @@ def test_tokens_are_those_of_generate(family, setting, folders, served):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_bfloat16_error_equals_that_of_transformers(family, served, tmp_path):
+def test_bfloat16_error_equals_transformers(family, served, tmp_path):
     model, requests = served(family, 6)
     model_class = type(model)
     copy.deepcopy(model).to(torch.bfloat16).save_pretrained(tmp_path)

@@ -1,4 +1,4 @@
-"""The table that compares runs, checked against figures worked out by hand."""
+"""The table that compares runs, checked against figures computed by hand."""
 
 import json
 from pathlib import Path
@@ -10,7 +10,7 @@ from tests.examples.runs import assert_error
 
 @pytest.fixture
 def write(tmp_path):
-    """Writes the files of a run: its summary and, for pretraining, evaluations (tokens, seconds, loss, accuracy)."""
+    """Write the files of a run: its summary and, for pretraining, evaluations (tokens, seconds, loss, accuracy)."""
 
     def files(name: str, summary: dict, points: tuple = ()) -> Path:
         folder = tmp_path / name

@@ -13,7 +13,7 @@ SCRATCH = {"task": "masked language model", "metric": "eval_perplexity", "model"
 
 @pytest.fixture
 def write(tmp_path):
-    """Writes the files of a run: its summary, and the log or the stages."""
+    """Write the files of a run: its summary, and the log or the stages."""
 
     def files(name: str, summary: dict, log: tuple = (), stages: dict | None = None) -> Path:
         folder = tmp_path / name
@@ -32,7 +32,7 @@ def write(tmp_path):
 
 @pytest.fixture
 def student(write):
-    """Writes a run of run_distill.py with two seeds; all results of the second except the teacher's are 0.2 worse."""
+    """Write a run of run_distill.py with two seeds; all results of the second except the teacher's are 0.2 worse."""
 
     def runs(name: str, teacher: str, rows: list[dict]) -> None:
         for seed in (1, 2):

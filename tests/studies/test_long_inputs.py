@@ -38,7 +38,7 @@ MODELS = {
 
 @pytest.fixture
 def save(script, tmp_path):
-    """Saves a random model with a tokenizer."""
+    """Save a random model with a tokenizer."""
 
     def models(name: str, model_class: type, config, seed: int = 1):
         torch.manual_seed(0)

@@ -55,7 +55,7 @@ def trained(folders, tmp_path):
 
 @pytest.fixture
 def measure(script, folders, capsys):
-    """Calls a study and returns the measurements it prints."""
+    """Call a study and returns the measurements it prints."""
 
     def main(name, *options):
         script(name).main([*map(str, folders), *map(str, options)])
