@@ -268,8 +268,8 @@ def _back_in_time(
     """Return the gradients of the means and variances of single positions, `[B, T, G]`, and of the initial statistics.
 
     `sums` and `products` are the sums of the gradient of x - M, and of its product with x - M. `away` is m_t - M_{t-1}.
-    `last` contains the gradients of n M and n S after the last position. The initial gradients are taken before the first
-    position, of n M, n S and M.
+    `last` contains the gradients of n M and n S after the last position. The initial gradients are the gradients of
+    n M, n S and M before the first position.
     """
     share = 1.0 / number
     of_total = _sums_from_end(-0.5 * rstd.double().square() * products * share, last[1])

@@ -13,8 +13,8 @@ FORMULAS = {
     "FLOPs/token": "2 for each multiply-add; d width, v value width, z shared width, h dimensions of the moving "
     "average, f feed-forward width, c keys of a query (n, or the chunk). Per layer: projections 2 d (3v + z + 2d), in "
     "the embedding 2 e d for a width e (with an adaptive embedding, the width of the first band), or 2 C p^2 d for "
-    "patches of p x p pixels in C colors; output projection 2 d^2; attention 2 c (z + v); moving average 6 h d for each "
-    "direction, counted as the recurrence in any implementation; cross-attention 4 d (2d + z) + 2 n (z + d); "
+    "patches of p x p pixels in C colors; output projection 2 d^2; attention 2 c (z + v); moving average 6 h d for "
+    "each direction, counted as the recurrence in any implementation; cross-attention 4 d (2d + z) + 2 n (z + d); "
     "feed-forward 4 d f. Head: 2 for each weight, for every token (language models; an adaptive softmax scores all "
     "words) or once per sequence. Norms, softmax and activations are not counted. A training step takes about three "
     "times the FLOPs. Source and target of an encoder-decoder have n positions each.",

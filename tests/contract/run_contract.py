@@ -3,10 +3,10 @@
     python tests/contract/run_contract.py [--workers N] [pytest arguments]      # -k "" runs those in LEFT_OUT too
 
 The tests belong to exactly the installed version of transformers: `tests/*.py` of its source distribution, downloaded
-once with pip to a cache folder and run from a temporary folder together with the files `*_tester.py` of this directory. The
-source distribution has no subfolders of `tests/`, so the few names that the common tests import from there are replaced
-by stand-ins (`STAND_INS`). The generation tests, `tests/generation/test_utils.py`, are downloaded from the repository
-at that version. If it cannot be reached, the run reports this and continues without them.
+once with pip to a cache folder and run from a temporary folder together with the files `*_tester.py` of this directory.
+The source distribution has no subfolders of `tests/`, so the few names that the common tests import from there are
+replaced by stand-ins (`STAND_INS`). The generation tests, `tests/generation/test_utils.py`, are downloaded from the
+repository at that version. If it cannot be reached, the run reports this and continues without them.
 
 The exit status is pytest's, or 77 if the source distribution cannot be obtained. Without a network, put
 `transformers-X.Y.Z.tar.gz` into the cache folder, `$LUNA_MEGA_CONTRACT_CACHE`, else `luna-mega/contract` in

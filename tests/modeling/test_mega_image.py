@@ -172,7 +172,7 @@ def test_a_label_out_of_range(model):
     [
         ({"patch_size": 7}, "patch_size=7 does not divide image_size=32"),
         ({"max_positions": 20}, "`max_positions` must be 16, the number of patches, got 20"),
-        ({"is_decoder": True, "bidirectional": False, "ema_shift": False}, "input_type='patches' needs an encoder"),
+        ({"is_decoder": True, "bidirectional": False, "ema_shift": False}, "input_type='patches' requires an encoder"),
         ({"drop_path_rate": 1.0}, r"drop_path_rate must be in \[0, 1\)"),
         ({"unpad_inputs": True}, "omit unpad_inputs=True"),
         ({"num_channels": 0}, "num_channels must be at least 1"),
