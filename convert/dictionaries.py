@@ -112,7 +112,7 @@ class Dictionaries:
     warnings: list[str] = field(default_factory=list)
 
     def has_vocabulary(self, bpe: str | Path | None) -> bool:
-        """Return whether there is a vocabulary; an error if `--bpe` is given without one."""
+        """Return whether there is a vocabulary; raise an error if `--bpe` is given without one."""
         if self.vocabulary is None and bpe is not None:
             raise ConversionError(f"--bpe {bpe}: there is no dictionary next to the checkpoint; pass it with --dict")
         return self.vocabulary is not None

@@ -78,7 +78,7 @@ class Evidence:
         return f"{self.settings}.{name} = {shown(self.args.get(name, self._default(name)))}"
 
     def shape(self, key: str, *dims: str) -> tuple[int, ...]:
-        """Return the shape of a tensor; an error if it is missing or its dimensions are not `dims`."""
+        """Return the shape of a tensor; raise an error if it is missing or its dimensions are not `dims`."""
         if key not in self.tensors:
             raise ConversionError(f"tensor {key!r} is missing; the file is incomplete")
         shape = tuple(self.tensors[key].shape)
@@ -98,14 +98,14 @@ class Evidence:
         return from_file
 
     def layers(self, prefix: str) -> int:
-        """Return the number of layers in the file; an error unless they are numbered 0 to n - 1."""
+        """Return the number of layers in the file; raise an error unless they are numbered 0 to n - 1."""
         numbers = {int(match[1]) for key in self.tensors if (match := re.match(rf"{re.escape(prefix)}\.(\d+)\.", key))}
         if numbers != set(range(len(numbers))) or not numbers:
             raise ConversionError(f"layers {sorted(numbers)} of '{prefix}' are not 0 to n-1; the file is incomplete")
         return len(numbers)
 
     def unshared_layers(self, prefix: str, name: str = "encoder_layers") -> int:
-        """Return the number of layers in the file; an error if the argument `name` differs."""
+        """Return the number of layers in the file; raise an error if the argument `name` differs."""
         in_file, in_args = self.layers(prefix), self.args.get(name)
         if in_args not in (None, in_file):
             raise ConversionError(

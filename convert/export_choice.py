@@ -122,7 +122,7 @@ def _no_format(model_class: type, config: PreTrainedConfig, fmt: Format, given: 
 def _choice(
     fmt: Format, target: Target, ours: Tensors, report: dict[str, Any], built: Callable[..., Weights]
 ) -> Choice:
-    """Return the model as a checkpoint of a format; an error if the format does not support it."""
+    """Return the model as a checkpoint of a format; raise an error if the format does not support it."""
     layout = fmt.facts.revisions[target.revision].format
     if problems := list(unsupported_values(fmt.table, target)):
         raise _Inexpressible(layout, problems, was_read=False)

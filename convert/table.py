@@ -162,7 +162,7 @@ def unsupported_values(table: Table, target: Target) -> Iterator[str]:
 
 
 def size_of(key: str, *dims: str, index: int = 0) -> Callable[[Evidence], int]:
-    """Return a `measure` of one size of the tensor `key`; errors call its dimensions `dims`."""
+    """Return a function that reads one size of the tensor `key`; `dims` are its dimensions in errors."""
     return lambda evidence: evidence.shape(key, *dims)[index]
 
 
@@ -199,7 +199,7 @@ def write_args(table: Iterable[Arg], target: Target) -> dict[str, Any]:
 def build_config(
     config_class: type[PreTrainedConfig], table: Table, evidence: Evidence, **fields: Any
 ) -> PreTrainedConfig:
-    """Return the configuration; an error names the arguments of invalid fields."""
+    """Return the configuration; errors name the arguments of invalid fields."""
     try:
         return config_class(**fields)
     except (ValueError, TypeError, StrictDataclassError) as error:

@@ -71,7 +71,7 @@ def weights_of(config: PreTrainedConfig, *model_classes: type[PreTrainedModel]) 
 
 
 def map_tensors(keymap: KeyMap, weights: Weights, tensors: dict[str, torch.Tensor]) -> Mapping:
-    """Return the places of all tensors; an error if names, shapes or dtypes differ from the model's."""
+    """Return the places of all tensors; raise an error if names, shapes or dtypes differ from the model's."""
     mapped, dropped, transforms, unexpected = {}, {}, {}, []
     expected, tied = weights.shapes, {row.source: row.copy_of for row in keymap.rows if row.copy_of is not None}
     if lost := next((copy for copy in tied if copy not in tensors), None):  # the model lacks the copy

@@ -43,7 +43,8 @@ class DataArguments(SourceArguments, LimitArguments):
 class ModelArguments:
     teacher: str = HfArg(default="", help="sentence-transformers model or encoder: folder or Hub name")
     teacher_window: int | None = HfArg(
-        default=None, help="of longer texts, the target is the mean of windows of so many tokens; default: its limit"
+        default=None,
+        help="tokens per window of the teacher; longer texts use the mean over windows (default: its limit)",
     )
     projection_length: int = HfArg(default=128, help="rows l of the packed sequence that is saved")
     projection_lengths: list[int] = HfArg(

@@ -49,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(options: argparse.Namespace) -> int:
-    """Run a command; an error that its input causes is one line on stderr."""
+    """Run a command; print errors caused by its input as one line on stderr."""
     if options.check is not None and (wrong := options.check(options)) is not None:
         options.error(wrong)
     import torch

@@ -276,7 +276,7 @@ def begin_cache(owner: Any, cache: Cache | None, use_cache: bool | None) -> Cach
     if not config.is_decoder:
         if cache is not None or use_cache:
             raise ValueError(
-                "past_key_values and use_cache=True need a decoder (is_decoder=True), because the outputs of an "
+                "past_key_values and use_cache=True require a decoder (is_decoder=True), because the outputs of an "
                 f"encoder depend on later positions; omit them; {_PREFIX_TUNING}"
             )
         return None

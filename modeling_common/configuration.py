@@ -88,7 +88,7 @@ class SharedConfig(ConfigMixin):
             raise ValueError(
                 "`push_to_hub=True` uploads a configuration without its code; use `config.push_to_hub(...)` instead"
             )
-        loaded = vars(self).pop("auto_map", None)  # of a bundle, whose code stays in the folder that it was loaded from
+        loaded = vars(self).pop("auto_map", None)  # refers to the folder that a bundle was loaded from
         if present := {
             name: code for name, code in (loaded or {}).items() if _has_code(code, type(self), save_directory)
         }:

@@ -91,12 +91,12 @@ def encoder_arguments(body: str, layers: Callable, width: Callable, positions: C
 
 
 def feed_forward(body: str) -> Callable[[Evidence], int]:
-    """Return the measure of the feed-forward width of the layers under `body`."""
+    """Return a function that reads the feed-forward width from the layers under `body`."""
     return size_of(f"{body}.layers.0.fc1.weight", "ffn width", "width")
 
 
 def positions(body: str) -> Callable[[Evidence], int]:
-    """Return the measure of learned positions under `body`, whose first two rows are padding and the one before it."""
+    """Return a function that counts the learned positions under `body`, without the first two rows."""
     return lambda evidence: evidence.shape(f"{body}.embed_positions.weight", "positions + 2", "width")[0] - 2
 
 

@@ -44,13 +44,13 @@ def _sizes(side: str) -> Table:
 
 
 def _common(evidence: Evidence) -> dict[str, Any]:
-    """Return the common fields of encoder and decoder; an error if the two sides differ."""
+    """Return the common fields of encoder and decoder; raise an error if the two sides differ."""
     encoder, decoder = (read_fields((_positions(side), *_options(side), *_sizes(side)), evidence) for side in SIDES)
     for name in ("use_normalized_ffn", *decoder):
         if name not in _OWN and encoder.get(name) != decoder.get(name):
             raise ConversionError(
-                f"encoder and decoder differ in {name} ({encoder.get(name)!r} and {decoder.get(name)!r}), which is "
-                "one field here"
+                f"encoder and decoder differ in {name} ({encoder.get(name)!r} and {decoder.get(name)!r}), but "
+                "the model has one field for both"
             )
     return encoder | decoder
 

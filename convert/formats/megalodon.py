@@ -56,7 +56,7 @@ def _scores(evidence: Evidence) -> dict[str, int | None]:
 
 
 def _base(evidence: Evidence) -> dict[str, float]:
-    """Return the base of the rotary frequencies; an error if the tensor has another one."""
+    """Return the base of the rotary frequencies; raise an error if the tensor has another one."""
     given = evidence.args.get("rope_base")
     base = _USUAL_BASE if given is None else float(given)
     (pairs,) = evidence.shape(_FREQUENCIES, "pairs of features")

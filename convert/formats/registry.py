@@ -71,7 +71,7 @@ def is_checkpoint(path: str | Path) -> bool:
 
 
 def open_checkpoint(path: str | Path, progress: bool = False) -> Checkpoint:
-    """Open a folder of a format, or a file of fairseq; an error if it is neither, damaged, or would run code."""
+    """Open a folder of a format, or a file of fairseq; raise an error if it is neither, damaged, or would run code."""
     path = Path(path)
     if path.is_dir() and (fmt := _folder_format(path)) is not None:
         return fmt.facts.container.read(path, progress)

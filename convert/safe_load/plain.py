@@ -15,7 +15,7 @@ _CHARACTERS_OF_A_VALUE = 100  # number of characters of a text that count as one
 
 
 def plain_args(namespace: argparse.Namespace) -> dict[str, Any]:
-    """Return the args as a dict of plain values; an error if there are more values than in any model."""
+    """Return the args as a dict of plain values; raise an error if there are more values than in any model."""
     count = 0
 
     def check(value: Any, depth: int) -> None:

@@ -225,7 +225,7 @@ def _backward(
     seed: Tensor | None, keep: bool,
 ) -> list[Tensor | None]:  # fmt: skip
     blocks = _Blocks(query, key, value, bias, mask, start, function, causal, offset, dropout, seed)
-    # The first block of a sequence overwrites the gradients of keys and values if it sees all of them.
+    # The first block of a sequence overwrites the gradients of keys and values if it attends to all of them.
     set_first = 0 < query.shape[1] and (not causal or offset + min(query.shape[1], BLOCK_ROWS) == key.shape[1])
     make = torch.empty if set_first else torch.zeros
     grad_query, grad_key, grad_value = (make(x.shape, dtype=blocks.dtype, device=x.device) for x in (query, key, value))

@@ -192,7 +192,7 @@ def _of_channels(
 ) -> list[Tensor]:
     powers, weight_out = _table(of, chunk + 1), torch.view_as_complex(of.weight_out)
     now, later = powers[:chunk], powers[1:]
-    # The derivative for a complex number x + i y is that for x, less i times that for y; the output side is conjugate.
+    # The derivative for x + i y is the derivative for x minus i times the derivative for y; the output is conjugate.
     sums, slopes = _sums(_rows(grad_input_map).flip(0).conj_physical_().mul_(now))
     out_sums, out_slopes = _sums(_rows(grad_output_map).mul_(later))
     tap_sums, tap_slopes = _sums(torch.view_as_complex(torch.view_as_real(now) * grad_taps.t()[..., None, None]))

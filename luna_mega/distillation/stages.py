@@ -83,7 +83,7 @@ class Evaluator:
         kept = targets != -100
         logits = self.teacher.logits(batch, None if self.teacher.is_classifier else kept)
         if self.has_guesses:
-            rows = zip(logits.split(1024), targets[kept].split(1024), strict=True)  # in float32 a few at a time
+            rows = zip(logits.split(1024), targets[kept].split(1024), strict=True)  # limits the float32 copies
             loss = sum(functional.cross_entropy(x.float(), y, reduction="sum") for x, y in rows)
         else:
             loss = functional.mse_loss(logits.float().view(-1), targets.float(), reduction="sum")

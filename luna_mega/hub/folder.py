@@ -101,7 +101,7 @@ class ModelFolder:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """Return the safetensors files of a model folder; an error if one is missing."""
+    """Return the safetensors files of a model folder; raise an error if one is missing."""
     index = folder / SAFE_WEIGHTS_INDEX_NAME
     names = set(read_weight_map(index).values()) if index.is_file() else {SAFE_WEIGHTS_NAME}
     files = [folder / name for name in sorted(names)]
@@ -118,7 +118,7 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def read_weight_map(index: Path) -> dict[str, str]:
-    """Return name of a tensor -> name of its file, from the index of sharded weights; an error for a path."""
+    """Return the file name of each tensor from the index of sharded weights; raise an error for paths."""
     places = read_json(index).get("weight_map")
     if not isinstance(places, dict) or not places or not all(map(_is_file_name, places.values())):
         raise ConversionError(f"{index}: weight_map must name files of this folder, got {shown(places)}")
@@ -130,7 +130,7 @@ def _is_file_name(name: Any) -> bool:
 
 
 def read_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
-    """Return the tokenizer of a model folder, without running code of the folder; an error if there is none."""
+    """Return the tokenizer of a model folder, without running code of the folder; raise an error if there is none."""
     try:
         return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     except Exception as error:  # damaged files cause exceptions of any type in transformers and tokenizers
@@ -155,7 +155,7 @@ def position_limit(config: PreTrainedConfig) -> int | None:
 
 
 def read_config(path: str | Path) -> dict[str, Any]:
-    """Return config.json of a folder; an error unless it belongs to a model of this package."""
+    """Return config.json of a folder; raise an error unless it belongs to a model of this package."""
     path = check_path(path)
     if not path.is_dir():
         raise ConversionError(f"{path}: {'is a file; use a model folder' if path.exists() else 'no such folder'}")
@@ -174,7 +174,7 @@ def read_config(path: str | Path) -> dict[str, Any]:
 
 
 def build_config(path: str | Path, content: dict[str, Any]) -> PreTrainedConfig:
-    """Return the configuration with the content of the config.json of a folder; an error for unsupported values."""
+    """Return the configuration from the content of config.json; raise an error for unsupported values."""
     try:
         return CONFIGS[content["model_type"]].from_dict(dict(content))
     except Exception as error:  # transformers raises many types of errors for a value of a wrong type
@@ -182,7 +182,7 @@ def build_config(path: str | Path, content: dict[str, Any]) -> PreTrainedConfig:
 
 
 def read_folder(path: str | Path) -> ModelFolder:
-    """Open a folder with a model of this package; an error if it is another one, or is damaged."""
+    """Open a folder with a model of this package; raise an error if it is another one, or is damaged."""
     content, path = read_config(path), Path(path)
     files, file = weight_files(path), path / "config.json"
     config = build_config(path, content)
@@ -210,7 +210,7 @@ def _read_report(folder: Path) -> dict[str, Any] | None:
 
 
 def open_weights(file: Path) -> safe_open:
-    """Open a safetensors file; an error if it is damaged."""
+    """Open a safetensors file; raise an error if it is damaged."""
     try:
         return safe_open(file, framework="pt")
     except SafetensorError as error:
@@ -218,7 +218,7 @@ def open_weights(file: Path) -> safe_open:
 
 
 def read_json(file: Path) -> dict[str, Any]:
-    """Return the object in a JSON file; an error if there is none."""
+    """Return the object in a JSON file; raise an error if there is none."""
     try:
         content = json.loads(file.read_text(encoding="utf-8-sig"))
     except (ValueError, RecursionError) as error:

@@ -18,7 +18,7 @@ except ImportError:  # Windows has no advisory locks
 
 
 def check_path(path: str | Path) -> Path:
-    """Return the path; an error unless it is valid UTF-8 without NUL, as the libraries for weights require."""
+    """Return the path; raise an error unless it is valid UTF-8 without NUL, as the libraries for weights require."""
     text = os.fspath(path)
     if not is_utf8(text):
         raise ConversionError(f"{shown(text)}: the name is not UTF-8; {locale_hint() or 'use another name'}")
@@ -28,7 +28,7 @@ def check_path(path: str | Path) -> Path:
 
 
 def resolve_output(output: str | Path) -> Path:
-    """Return an output path with symbolic links resolved; an error if they are circular, or a parent is a file."""
+    """Return an output path without symbolic links; raise an error if they are circular, or a parent is a file."""
     path = Path(os.path.realpath(check_path(output)))
     if path.is_symlink():
         raise ConversionError(f"{output}: the symbolic link is circular; use another name")
@@ -39,7 +39,7 @@ def resolve_output(output: str | Path) -> Path:
 
 
 def check_output(output: str | Path) -> Path:
-    """Return the resolved output path; an error unless it is absent or an empty folder."""
+    """Return the resolved output path; raise an error unless it is absent or an empty folder."""
     output = resolve_output(output)
     if output.is_dir():
         if any(output.iterdir()):
@@ -50,7 +50,7 @@ def check_output(output: str | Path) -> Path:
 
 
 def check_new_file(output: str | Path) -> Path:
-    """Return the resolved path of a file to write; an error if it exists."""
+    """Return the resolved path of a file to write; raise an error if it exists."""
     output = resolve_output(output)
     if output.exists():
         raise ConversionError(f"{output}: already exists; use a new file name or remove it")

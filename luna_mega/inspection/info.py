@@ -186,7 +186,7 @@ def _folder_heads(folder: ModelFolder) -> list[str]:
     elif kind == "TokenClassification":
         heads.append(f"{kind}: {config.num_labels} classes")
     elif "Classification" in kind or kind == "MultipleChoice":
-        scores = "one score an option" if kind == "MultipleChoice" else f"{config.num_labels} classes"
+        scores = "one score per option" if kind == "MultipleChoice" else f"{config.num_labels} classes"
         heads.append(f"{kind}: {scores}, pooling {config.pooling}")
     return heads
 
@@ -194,7 +194,7 @@ def _folder_heads(folder: ModelFolder) -> list[str]:
 def _read_checkpoint(path: str | Path, progress: bool):
     fmt, revision, checkpoint, _ = detect(open_checkpoint(path, progress))
     facts = fmt.facts
-    assumed = facts.export_revisions[0] if revision == "unknown" else revision  # a description is the same for all
+    assumed = facts.export_revisions[0] if revision == "unknown" else revision  # descriptions do not depend on it
     target, evidence = read_model(fmt, checkpoint.tensors, checkpoint.args, assumed)
     dtypes = Counter()
     for tensor in filter(torch.is_floating_point, checkpoint.tensors.values()):

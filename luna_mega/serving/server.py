@@ -258,7 +258,7 @@ class _Manager(GenerateManager):
         return await super().generate_non_streaming(call, processor, inputs, gen_config, request_id=request_id)
 
     async def wait(self, request: Request) -> None:
-        """Wait for the first token of the stream that was created last; an error before it is raised.
+        """Wait for the first token of the stream that was created last; raise errors that occur before.
 
         A handler creates a stream and returns its response without awaiting, so that no other stream is in between.
         """

@@ -148,7 +148,7 @@ def make_config(
         if (largest := largest_id(tokenizer)) >= config.vocab_size:
             fail(f"the tokenizer has token id {largest}, but the model has vocab_size={config.vocab_size}")
         if tokenizer.pad_token_id != config.pad_token_id:
-            fail(f"the tokenizer pads with id {tokenizer.pad_token_id}, the model with {config.pad_token_id}")
+            fail(f"the tokenizer pads with id {tokenizer.pad_token_id}, but the model with {config.pad_token_id}")
         # A tokenizer of run_mlm.py has the block size as its maximum.
         tokenizer.model_max_length = max(tokenizer.model_max_length, max_length)
     return config

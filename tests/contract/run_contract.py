@@ -148,7 +148,7 @@ def add_generation_tests(version: str, tests: Path) -> bool:
 
 
 def assemble(tests: Path, folder: Path) -> list[Path]:
-    """Create the package `tests` in `folder`: common tests, stand-ins and our testers, whose paths are returned."""
+    """Create the package `tests` in `folder`: common tests, stand-ins and our testers; return their paths."""
     package = folder / "tests"
     shutil.copytree(tests, package)
     for path, text in STAND_INS.items():

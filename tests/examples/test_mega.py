@@ -68,7 +68,7 @@ def race(tmp_path):
 
 @pytest.fixture
 def words(tmp_path):
-    """A tokenizer with a word each token: the v4 folders have 100 entries, fewer than a byte-level BPE needs."""
+    """A tokenizer with one token per word: the v4 folders have 100 entries, fewer than a byte-level BPE needs."""
     vocabulary = {token: index for index, token in enumerate([*SPECIALS, *WORDS])}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()

@@ -167,7 +167,7 @@ ERRORS = {
     "bad choice": (["--config_overrides", "pooling=max"], "pooling must be one of"),
     "small vocabulary": (["--vocab_size", "100"], r"vocab_size \(100\) must be at least 261"),
     "vocabulary above the model's": (["--config_overrides", f"{TINY},vocab_size=200"], "the model has vocab_size=200"),
-    "other padding": (["--config_overrides", f"{TINY},pad_token_id=5"], "pads with id 1, the model with 5"),
+    "other padding": (["--config_overrides", f"{TINY},pad_token_id=5"], "pads with id 1, but the model with 5"),
     "too long": (
         ["--config_overrides", f"{TINY},max_position_embeddings=8"],
         "32 tokens do not fit in the 8 positions",

@@ -189,7 +189,7 @@ HEADS = {
     "LunaModel": [],
     "LunaForTokenClassification": ["TokenClassification: 2 classes"],
     "LunaForQuestionAnswering": ["QuestionAnswering: start and end"],
-    "LunaForMultipleChoice": ["MultipleChoice: one score an option, pooling cls"],
+    "LunaForMultipleChoice": ["MultipleChoice: one score per option, pooling cls"],
     "LunaForSequencePairClassification": ["SequencePairClassification: 2 classes, pooling cls"],
 }
 

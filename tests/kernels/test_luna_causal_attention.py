@@ -458,7 +458,7 @@ def test_dropout(backend, length):
         samples = dropped.unflatten(0, (200, 2))
         assert ((samples.mean(0) - right).abs() <= 6 * samples.std(0) / math.sqrt(200) + 1e-6).all()
     assert (output.unflatten(0, (200, 2)).std(0) > 1e-3).all()
-    if length == 1:  # key and value sums see the same dropped pack weights
+    if length == 1:  # key and value sums use the same dropped pack weights
         packed = state.value_mean[..., 0] / leaves[4][:, 0, :, None, 0]
         torch.testing.assert_close(state.key_mean[..., 0, :], packed * leaves[3][:, 0, :, :1])
         assert 0.25 < (packed == 0).float().mean() < 0.35

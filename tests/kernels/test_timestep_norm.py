@@ -162,9 +162,9 @@ def test_values_far_from_zero(form):
 
 
 def test_a_million_positions():
-    """One position after the other is one call to 1e-5, also with a state that has seen a million.
+    """Single steps equal one call up to 1e-5, also with a state of a million positions.
 
-    The means drift, so that statistics that stood still were off by far more.
+    The means drift, so constant statistics would have much larger errors.
     """
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(1, 4000, 8, generator=generator) + torch.linspace(0, 1, 4000)[:, None]

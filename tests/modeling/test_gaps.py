@@ -1,4 +1,4 @@
-"""Positions that a mask drops between others do not exist, in every layout, option, cache and program."""
+"""Positions that a mask drops between others have no effect in any layout, option, cache or program."""
 
 import pytest
 import torch

@@ -226,7 +226,7 @@ def write_folder(folder, name):
     (folder / "config.json").write_text(json.dumps(config))
     if file.endswith(".bin"):
         torch.save(weights, folder / file)
-    else:  # v4 left the second name of a weight out
+    else:  # v4 omitted the second name of a tied weight
         tied = {"mlm_head.weight", "lm_head.weight"}
         kept = {name: value for name, value in weights.items() if name not in tied}
         save_file(kept, folder / file, metadata={"format": "pt"})
@@ -281,7 +281,7 @@ def test_decoder_generates(tmp_path, name):
 
 @torch.no_grad()
 def test_auto_classes_and_types(tmp_path):
-    """A masked LM is an encoder as well, and token types count."""
+    """A masked LM also loads as an encoder, and token types affect the output."""
     name = "pszemraj/mega-small-2048-C1024-MR50-sw_minipile-tk_ema32"
     write_folder(tmp_path / "v4", name)
     model, encoder = (kind.from_pretrained(tmp_path / "v4") for kind in (AutoModelForMaskedLM, AutoModel))
