@@ -44,7 +44,7 @@ class Work:
 
     forward: Callable[[], tuple[torch.Tensor, ...]]
     leaves: list[torch.Tensor]
-    parameters: int = 0  # of a model, as far as they cost time
+    parameters: int = 0  # parameters of a model that cost time
 
 
 PASSES = {name: name for name in ("forward", "backward", "both")}

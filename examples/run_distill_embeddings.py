@@ -71,7 +71,7 @@ def parse(argv: list[str] | None) -> tuple[DataArguments, ModelArguments, Traini
     data, model, training, run = parse_arguments(kinds, argv, do_train=True, do_eval=True, learning_rate=2e-4)
     check_run(TITLE, data, model, training, run, predicts=False)
     if not model.teacher:
-        fail("pass --teacher: a folder or a name on the Hub")
+        fail("--teacher is missing; pass a folder or a name on the Hub")
     check_choice(model, "position_extension", ("interpolate", "wrap"))
     check_least(model, 1, "projection_length", "projection_lengths")
     check_least(model, 0, "state_weight")

@@ -174,7 +174,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
         fail(f"--batch_size {options.batch_size} must be a multiple of {parts}")
     set_seed(options.seed)
     with accelerator.main_process_first(), one_line():
-        for path in output.glob("checkpoint-*.tmp"):  # of a run that was killed while it saved
+        for path in output.glob("checkpoint-*.tmp"):  # from a run that was killed while saving
             shutil.rmtree(path)
         if (found := sort_checkpoints(options.output_dir)) and not options.resume:
             fail(f"{found[-1]} already exists; pass --resume true, or another --output_dir")

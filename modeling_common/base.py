@@ -31,7 +31,7 @@ class CommonPreTrainedModel(PreTrainedModel):
 
     ranks = 1  # that share the heads or columns of a layer (tensor parallelism)
     body_class: Any  # the model without a head: `LunaModel`, `MegaModel` or `MegalodonModel`
-    body_options: dict[str, Any] = {}  # of its constructor in models with a head
+    body_options: dict[str, Any] = {}  # constructor arguments of the body in models with a head
     supports_gradient_checkpointing = True
     # "sdpa" (default) is `luna_mega.kernels`; "eager" computes attention step by step and returns its weights.
     _supports_sdpa = True
@@ -157,8 +157,8 @@ class BodyMixin(ModelMixin):
     returns_cached_weights = False
     packs = False
     closes_gaps: bool = True
-    embeddings_name: str = ""  # of the module that contains the embedding of inputs; "" = the model
-    embedding_names = EMBEDDINGS  # of that embedding, by `config.input_type`
+    embeddings_name: str = ""  # name of the module with the input embedding; "" = the model
+    embedding_names = EMBEDDINGS  # name of that embedding by `config.input_type`
 
     def __init__(self, config: PreTrainedConfig):
         super().__init__(config)

@@ -75,7 +75,7 @@ class SharedConfig(ConfigMixin):
         for name, other in self.default_fields.items():
             if getattr(self, name) is None:
                 setattr(self, name, getattr(self, other))
-        kwargs.pop("model_type", None)  # of a file; a user's subclass has a different one than the folders it reads
+        kwargs.pop("model_type", None)  # differs between a user's subclass and the folders it reads
         super().__post_init__(**kwargs)
 
     def save_pretrained(self, save_directory: str | os.PathLike[str], push_to_hub: bool = False, **kwargs: Any) -> None:

@@ -294,7 +294,9 @@ class LunaConfig(LunaPresets, SharedConfig, PreTrainedConfig):
         if self.pool_padding and self.pooling not in ("mean", "packed_mean"):
             raise ValueError(f"pool_padding applies to pooling 'mean' and 'packed_mean', not to {self.pooling!r}")
         if self.pool_padding and self.unpad_inputs and self.pooling == "mean":
-            raise ValueError("pool_padding=True counts states at padding, which unpad_inputs=True does not compute")
+            raise ValueError(
+                "pool_padding=True reads states at padding, which unpad_inputs=True does not compute; set one to False"
+            )
 
     def _check_pack_method(self) -> None:
         encoder: dict[str, Any] = {"is_decoder": False, "is_encoder_decoder": False}

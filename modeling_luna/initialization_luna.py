@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from transformers import initialization as init
 
-SINUSOIDAL_BASE = 10000.0  # of position_embedding_type="sinusoidal"
+SINUSOIDAL_BASE = 10000.0  # base of position_embedding_type="sinusoidal"
 CAUSAL_BASE = 8.0  # causal weights are linear in the scores, so that only high frequencies separate neighbors
 
 

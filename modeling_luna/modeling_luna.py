@@ -739,7 +739,7 @@ class LunaModel(BodyMixin, LunaPreTrainedModel):
         else:
             hidden_states, packed = self.encoder(hidden_states, packed, layout, packed_mask, weights)
             if packed_states is not None and (counts := layout.counts()) is not None:
-                packed[-1] = torch.where(counts[..., None] > 0, packed[-1], packed_states)  # of empty sequences
+                packed[-1] = torch.where(counts[..., None] > 0, packed[-1], packed_states)  # empty sequences
         returns_packed = inputs.output_states and packed[-1] is not None
         return LunaModelOutput(
             last_hidden_state=layout.scatter(hidden_states),

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pandas
 
-WORDS = 250  # of a passage
+WORDS = 250  # per passage
 
 
 def read_texts(folder, split):

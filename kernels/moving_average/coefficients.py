@@ -18,7 +18,7 @@ from luna_mega.kernels._export import expm1, in_program
 from luna_mega.kernels._op import without_autocast
 from luna_mega.kernels.moving_average import reference
 
-LEAST = 1e-30  # of q; below it the gradient of log q is 0
+LEAST = 1e-30  # lower bound of q, where the gradient of log q is 0
 
 
 class Coefficients(NamedTuple):

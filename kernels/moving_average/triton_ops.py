@@ -133,7 +133,7 @@ def _damped_step_backward(x: Tensor, state: Tensor, *rest: Any) -> tuple[Tensor 
     if skip is not None:
         grad_x = grad_x + gradient * skip.float()
     grad_entry = (received * value[..., None]).sum(0)
-    grad_loss = -(received * state).sum(0)  # of gate damping = 1 - q
+    grad_loss = -(received * state).sum(0)  # gradient of gate damping = 1 - q
     grads = (
         (grad_entry * expansion + grad_loss * damping) * gate * (1 - gate),
         grad_loss * gate * damping * (1 - damping),

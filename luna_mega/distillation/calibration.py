@@ -23,9 +23,9 @@ from luna_mega.modeling_common.labels import next_tokens
 from luna_mega.modeling_common.layout import DenseLayout
 from luna_mega.modeling_common.masks import drop_if_full
 
-_BOUND = 0.99  # of tanh in a Mega's head
-_LEAST_FACTOR, _MARGIN = 1e-4, 1e-2  # of the last norm, so that all weights have gradients; of the loss, in nats
-_ROWS = 1024  # number of states that are compared with all parts at a time, and of logits
+_BOUND = 0.99  # largest target of tanh in a Mega's head
+_LEAST_FACTOR, _MARGIN = 1e-4, 1e-2  # smallest factor of the last norm, above 0 for gradients; nats
+_ROWS = 1024  # number of states that are compared with all parts at a time, and number of logits
 
 
 @dataclass

@@ -13,7 +13,7 @@ from luna_mega.distillation.teachers import Teacher, inputs_of
 from luna_mega.modeling_common.label_checks import check_labels
 from luna_mega.modeling_common.labels import count_kept, next_tokens
 
-_ROWS = 1024  # of logits in float32 at a time
+_ROWS = 1024  # rows of float32 logits at a time
 
 
 class Distilled(NamedTuple):

@@ -33,9 +33,9 @@ _CLASSES: dict[str, type[PreTrainedModel]] = {
     "ForMultipleChoice": LunaForMultipleChoice,
 }
 _TYPES = ("bert", "roberta", "xlm-roberta", "camembert", "distilbert", "electra")
-_FIT_LENGTH, _FIT_TOKENS = 256, 4096  # of a text, and about of a batch
+_FIT_LENGTH, _FIT_TOKENS = 256, 4096  # tokens per text, and approximately per batch
 _RIDGE = 1e-2
-_LEAST = 1e-6  # attention that a token receives, of which the logarithm is taken
+_LEAST = 1e-6  # lower bound of the attention that a token receives, before the logarithm
 # Field of Luna -> the first of the teacher's fields that is set.
 _DROPOUTS = {
     "dropout": ("hidden_dropout_prob", "dropout"),

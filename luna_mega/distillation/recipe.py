@@ -78,7 +78,7 @@ class DistillArguments:
 def check_options(model: DistillArguments, training: TrainingArguments) -> None:
     """Exit if options of teacher, student and stages contradict each other."""
     if not model.teacher:
-        fail("pass --teacher: a folder or a name on the Hub")
+        fail("--teacher is missing; pass a folder or a name on the Hub")
     if not (model.is_new or Path(model.student).is_dir()):
         fail(f"--student {model.student} is neither luna, mega, nor the folder of one")
     named = ("projection_length", "max_length", "num_hidden_layers", "config_overrides")

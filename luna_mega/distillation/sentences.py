@@ -22,7 +22,7 @@ _LEGACY = {
     "pooling_mode_lasttoken": "lasttoken",
 }
 _CONFIGS = ("sentence_bert_config.json", "config_sentence_transformers.json")
-_FILES = ("config.json", "model.safetensors", "pytorch_model.bin")  # of a module
+_FILES = ("config.json", "model.safetensors", "pytorch_model.bin")  # files of a module
 
 
 @dataclass

@@ -131,7 +131,7 @@ def compare(
         else:
             try:
                 tensors = random_inputs(first, batch, length, seed)
-            except RuntimeError as error:  # of torch: not enough memory, or a number that is too large
+            except RuntimeError as error:  # raised by torch: not enough memory, or a number that is too large
                 raise ConversionError(f"--batch {batch} --length {length} --seed {seed}: {error}") from error
         folders = tqdm((first, second), desc="models", delay=1, disable=None if progress else True)
         outputs = [_run(folder, tensors) for folder in folders]

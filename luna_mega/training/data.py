@@ -14,7 +14,7 @@ from transformers.hf_argparser import HfArg
 from luna_mega.errors import reason
 from luna_mega.training.arguments import fail
 
-SUFFIX = r"\.(parquet|jsonl?|csv|txt)(\.gz)?"  # of data files
+SUFFIX = r"\.(parquet|jsonl?|csv|txt)(\.gz)?"  # suffixes of data files
 
 
 @dataclass

@@ -198,7 +198,7 @@ def test_causal(name, kind, run, script, make_teacher, corpus, tmp_path):
     }
     theirs, ours = load_file(teacher / WEIGHTS), load_file(tmp_path / "out" / "_align" / WEIGHTS)
     for parameter in ("weight", "bias"):
-        if norms[name] + parameter in theirs:  # alignment has the norm of the teacher
+        if norms[name] + parameter in theirs:  # alignment keeps the teacher's last norm
             assert torch.equal(theirs[norms[name] + parameter], ours[norms[kind] + parameter])
     tokenizer, module = AutoTokenizer.from_pretrained(tmp_path / "out"), language_modeling
     split = load_splits({"validation": None}, SourceArguments(dataset_path=str(corpus)))["validation"]
@@ -383,7 +383,7 @@ def test_a_killed_run_is_resumed_exactly(case, trainer, step, run, script, make_
 
 
 ERRORS = {
-    "no teacher": (["--teacher", ""], "pass --teacher"),
+    "no teacher": (["--teacher", ""], "--teacher is missing"),
     "teacher": (["--teacher", "nowhere"], "--teacher nowhere: "),
     "student": (["--student", "bert"], "--student bert is neither luna, mega, nor the folder of one"),
     "block": (["--block_size", 40], "more than the 32 tokens that the teacher supports; pass --teacher_window 32"),

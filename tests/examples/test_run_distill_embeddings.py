@@ -127,7 +127,7 @@ def test_resumed_run_is_equal(run, corpus, tmp_path):
 
 
 ERRORS = {
-    "no teacher": (["--teacher", ""], "pass --teacher"),
+    "no teacher": (["--teacher", ""], "--teacher is missing"),
     "teacher": (["--teacher", "nowhere"], "--teacher nowhere: "),
     "window": (["--teacher_window", 33], "window=33 must be from 3 to the 32 positions of the teacher"),
     "no window": (["--teacher_window", 0], "window=0 must be from 3"),

@@ -27,7 +27,7 @@ def described(x):
 
 
 class Promises(TorchDispatchMode):
-    """Compare the results of this package's operators with those of their fakes."""
+    """Compare the results of this package's operators with their fakes."""
 
     def __init__(self):
         super().__init__()
