@@ -118,7 +118,7 @@ def export_onnx(folder: str | Path, output: str | Path, opset: int | None = None
             bar.update()
             try:
                 checks = tuple(_checks(model, source, exported))
-            except Exception as error:  # onnxruntime has no common base class
+            except Exception as error:  # raised by onnxruntime
                 reason = str(error).strip().partition("\n")[0]
                 raise ConversionError(f"{source.path}: onnxruntime cannot run the programs: {reason}") from error
             bar.update()

@@ -1,9 +1,9 @@
-"""Fine-tune encoders for a task that no part of a text can answer: does its second half continue the first?
+"""Fine-tune encoders for a task that requires both halves of a text: does the second continue the first?
 
     python studies/far_evidence.py --teacher FOLDER --data FOLDER --methods full half quarter linear mlp attention
 
 The texts are passages of RACE (parquet files in the folder `race_high` of `--data`), cut to `--length` tokens. In half
-of the texts, the second half is that of another passage. The methods are the teacher with full attention (`full`),
+of the texts, the second half belongs to another passage. The methods are the teacher with full attention (`full`),
 Lunas that pack a text into `length / 2` and `length / 4` rows (`half`, `quarter`), and the teacher on both halves
 separately, with a classifier on the mean of the two vectors (`linear`), with a hidden layer on the vectors, their
 product and their difference (`mlp`), or after an attention layer (`attention`). The Lunas are conversions of the

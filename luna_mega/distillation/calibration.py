@@ -24,7 +24,7 @@ from luna_mega.modeling_common.layout import DenseLayout
 from luna_mega.modeling_common.masks import drop_if_full
 
 _BOUND = 0.99  # largest target of tanh in a Mega's head
-_LEAST_FACTOR, _MARGIN = 1e-4, 1e-2  # smallest factor of the last norm, above 0 for gradients; nats
+_LEAST_FACTOR, _MARGIN = 1e-4, 1e-2  # smallest factor of the last norm, for gradients; nats
 _ROWS = 1024  # number of states that are compared with all parts at a time, and number of logits
 
 

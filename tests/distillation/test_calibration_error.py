@@ -10,7 +10,7 @@ from tests.distillation.models import make_batch, make_student, make_teacher
 
 
 def test_error_of_the_attention():
-    """It is 0 with a row for every position, larger with fewer rows, and about 1 without calibration."""
+    """The error is 0 with a row for every position, larger with fewer rows, and about 1 without calibration."""
     teacher = make_teacher("bert")
     batch, errors = make_batch(teacher), {}
     for rows in (12, 6):

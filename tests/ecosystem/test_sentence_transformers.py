@@ -55,7 +55,7 @@ def encode(model, texts, **options):
 
 
 def test_embeddings_do_not_depend_on_the_batch(folder):
-    """Neither on the order or the padding (sentence-transformers sorts by length); the mean excludes padding."""
+    """Order and padding have no effect (sentence-transformers sorts by length); the mean excludes padding."""
     model = SentenceTransformer(str(folder), device="cpu")
     separate = torch.cat([encode(model, [text]) for text in TEXTS])
     for size in (2, 5, len(TEXTS)):

@@ -168,7 +168,7 @@ def test_inputs_longer_than_the_positions(case, script, words):
     module = training_models
     model = module.ModelArguments(model_type="mega", config_overrides=overrides, tokenizer_name=words[1])
     tokenizer = module.make_tokenizer(model, [], 24)
-    tokenizer.model_max_length = 8  # of blocks that the model was pretrained on
+    tokenizer.model_max_length = 8  # length of the blocks in pretraining
     if fits:
         input_ids = torch.randint(5, len(tokenizer), (2, 24))
         module.make_model(AutoModelForMaskedLM, model, module.make_config(model, tokenizer, 24))(input_ids)

@@ -286,7 +286,7 @@ def test_options_of_teacher_student_and_data(run, make_teacher, corpus, tmp_path
 
 @pytest.mark.parametrize("how", slow_but(["windows"], ["windows", "copy", "mirror", "interpolate"]))
 def test_a_longer_student(how, run, script, roberta, corpus, tmp_path):
-    """Its position embeddings are extended as configured, and the teacher processes its blocks in windows."""
+    """Position embeddings are extended as configured, and the teacher processes its blocks in windows."""
     options = ["--block_size", 48, "--teacher_window", 16, "--max_length", 80, "--positions", how]
     summary = run(*command(roberta, corpus, tmp_path / "out", 0, 0, 0), *options)
     teacher, student = (AutoModelForMaskedLM.from_pretrained(folder) for folder in (roberta, tmp_path / "out"))

@@ -93,7 +93,7 @@ def test_results_match_the_folder(run, corpus, tmp_path):
 
 
 def test_teacher_with_a_head(run, corpus, tmp_path):
-    """Its encoder is distilled with mean pooling, and its own limit is the window."""
+    """The encoder is distilled with mean pooling, and its length limit is the window."""
     teacher = save_encoder(tmp_path / "teacher", BertForMaskedLM)
     loaded = load_sentence_teacher(str(teacher))
     assert loaded.window == 32 and loaded.modules.pooling == ("mean",) and type(loaded.model) is BertModel

@@ -127,7 +127,7 @@ def test_a_model_without_an_evaluation_transform(run, folder, tmp_path):
 
 @pytest.mark.slow
 def test_average_of_the_weights(run, folder, tmp_path):
-    """It is evaluated, saved with checkpoints, resumed, and left in the model at the end."""
+    """The average is evaluated, saved with checkpoints, resumed, and stored in the final model."""
     average = [*options(folder, tmp_path / "complete", "--ema_decay", 0.5), "--max_steps", 4, "--save_steps", 2]
     complete = run(*average, "--do_eval")
     average[3] = tmp_path / "resumed"

@@ -350,7 +350,7 @@ def test_optional_package_in_a_try_is_allowed(monkeypatch, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("model_type", ["luna", "mega", "megalodon"])
 def test_bundle_contains_the_kernels(model_type, tmp_path, repo_root):
-    """Also if the bundle is created on a machine without Triton."""
+    """Bundles contain the kernels even if they are created on a machine without Triton."""
     code = f"""
 import sys
 sys.modules["triton"] = None

@@ -62,7 +62,7 @@ def test_folder_loads_with_the_package(releases, release, name):
 
 @pytest.mark.parametrize("release", FOLDERS)
 def test_bundle_loads_without_the_package(releases, release, stranger, repo_root, tmp_path):
-    """Its own code runs, or fails with an error that the documentation explains; recreated, it always runs."""
+    """The code of a bundle runs, or raises a documented error; recreated bundles always run."""
     auto_class, inputs, logits = read(
         folder := shutil.copytree(releases / release / "luna_masked_bundle", tmp_path / "bundle")
     )

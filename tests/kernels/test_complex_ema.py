@@ -292,7 +292,7 @@ def test_a_row_of_padding(form, kind):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("kind", KINDS)
 def test_saturated_logits(any_form, backend, dtype, kind):
-    """Also if the original computes NaN as the power of a decay of 0."""
+    """Results are finite, even if the original computes NaN as the power of a decay of 0."""
     inputs = saturated(130, kind)
     for tensor in inputs.to(dtype).run(backend=backend):
         assert torch.isfinite(tensor).all()

@@ -217,7 +217,7 @@ def shifted(x, by, total):
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("function", FUNCTIONS)
 def test_left_padding_does_not_affect_outputs(function, causal, chunk, backend):
-    """Nor does it matter in how many calls a causal attention is computed, from all keys or from the last ones."""
+    """Causal attention may also be computed in several calls, from all keys or from the last ones."""
     query, key, value, bias = (x.detach() for x in make_inputs(19, batch=3, positions=24))
     options = {"function": function, "causal": causal, "chunk_size": chunk, "backend": backend}
     expected, weights = gated_attention(query, key, value, bias, return_weights=True, **options)

@@ -25,7 +25,7 @@ IDS = torch.tensor([[4, 5, 6, 7, 8, 9]])
 @torch.no_grad()
 @pytest.mark.parametrize("token", [-1, -40, 30, 1000])
 def test_tokens_outside_adaptive_bands(token):
-    """They have no embedding; each token of the vocabulary has one."""
+    """Tokens outside the bands raise an error; each token of the vocabulary has an embedding."""
     model = mega_decoders.make(**BANDS, adaptive_softmax_factor=2)
     vocabulary = torch.arange(30)[None]
     assert model.get_input_embeddings()(vocabulary).abs().sum(dim=-1).gt(0).sum() >= 29  # all but the padding token

@@ -39,7 +39,7 @@ family = pytest.mark.parametrize("family", FAMILIES, ids=["luna", "mega"])
     ],
 )
 def test_inputs(family, change, message):
-    """Also if a head reads the inputs before the base model does."""
+    """Errors are raised even if a head reads the inputs before the base model."""
     fields = {"drop_first_token": True} if family is luna else {}
     for model in (family.make("Model"), family.make("ForSequenceClassification", **fields)):
         with pytest.raises(ValueError, match=message):
@@ -149,7 +149,7 @@ def test_weights_are_in_the_graph(family):
 @pytest.mark.parametrize("fields", [{}, {"is_encoder_decoder": True}], ids=["plain", "encoder-decoder"])
 @family
 def test_eager_decoders(family, fields):
-    """They generate the same, with a cache and without."""
+    """Eager decoders generate the same tokens, with and without a cache."""
     torch.manual_seed(0)
     name, decoder = family.__name__.split(".")[-1].capitalize(), fields or {"is_decoder": True}
     kind = "ForConditionalGeneration" if fields else "ForCausalLM"

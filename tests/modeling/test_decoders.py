@@ -208,7 +208,7 @@ def test_cache_operations(model):
 
 @pytest.mark.parametrize(("family", "with_encoder"), PLAIN)
 def test_use_cache_defaults_to_the_configuration(family, with_encoder):
-    """Also if the field is changed on an existing model; not in training."""
+    """The default follows changes of the field in an existing model, but is False in training."""
     model = make_plain(family, is_encoder_decoder=with_encoder)
     inputs = source(model, 2) | target(model, padded([5, 5], 5, "none")[0])
     assert type(model(**inputs).past_key_values) is type(new_cache(model))

@@ -235,7 +235,7 @@ def test_folders(tmp_path):
     assert set(gone) < set(report["missing_keys"])
     found = part.state_dict()
     assert all(torch.equal(found[name], value) for name, value in kept.items() if name in found)
-    torch.testing.assert_close(found[gone[0]], state[gone[0]])  # the start of P has no random numbers
+    torch.testing.assert_close(found[gone[0]], state[gone[0]])  # P is initialized without random numbers
     difference = found[gone[1]] - state[gone[1]]
     assert 0 < difference.abs().max() < 0.5  # other random numbers, the same rotation
 

@@ -43,7 +43,7 @@ def test_dropping_the_first_token(pooling):
     [(head, "cls") for head in HEADS] + [("ForSequenceClassification", pooling) for pooling in POOLINGS[1:]],
 )
 def test_a_row_of_padding(head, pooling):
-    """It has finite results and gradients and does not affect other rows."""
+    """A row of padding has finite results and gradients and does not affect other rows."""
     model = make(head, pooling=pooling)
     inputs = head_inputs(head, [7, 7])
     expected = model(**inputs)[0][0].detach()

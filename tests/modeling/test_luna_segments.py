@@ -20,7 +20,7 @@ def last(model, *args, **options):
 @torch.no_grad()
 @pytest.mark.parametrize("variant", [name for name in VARIANTS if name != "P not contextual"])
 def test_a_document_does_not_depend_on_its_batch(variant):
-    """It depends neither on longer rows nor on right padding."""
+    """P of a document depends neither on longer rows nor on right padding."""
     model = make("Model", **VARIANTS[variant] | FIXED).double()
     lengths = [23, 9, 16]
     ids, mask = padded(lengths, 23, "right")

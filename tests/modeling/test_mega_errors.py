@@ -95,7 +95,7 @@ def v4_folder(tmp_path):
 
 
 def test_v4_folder_with_an_unknown_field(v4_folder, tmp_path):
-    """It is kept and saved again, as transformers does with every configuration."""
+    """An unknown field is kept and saved again, as transformers does with every configuration."""
     config = AutoConfig.from_pretrained(v4_folder)
     assert isinstance(config, MegaConfig) and config.house_style == "gothic"
     config.save_pretrained(tmp_path / "again")

@@ -97,7 +97,7 @@ def test_tokens_without_mask_are_masked_at_the_padding_token():
     [("ForSequenceClassification", variant) for variant in VARIANTS] + [(head, "laplace chunks") for head in HEADS],
 )
 def test_a_row_of_padding(head, variant):
-    """It has finite results and gradients, also in training, and does not affect other rows."""
+    """A row of padding has finite results and gradients, also in training, and does not affect others."""
     model = make(head, pooling="mean", **VARIANTS[variant])
     inputs = head_inputs(head, [9, 9])
     expected = model(**inputs)[0][0].detach()

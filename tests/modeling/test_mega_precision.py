@@ -79,7 +79,7 @@ def test_saturated_logits(weight, damping, dtype):
 
 @pytest.mark.parametrize("dtype", HALF, ids=str)
 def test_slow_decay_is_exact_in_a_half_precision_model(tmp_path, dtype):
-    """Its parameters are loaded in float32: with q = 1 - 2^-12 in bfloat16 it would not forget at all."""
+    """The average is loaded in float32, because q = 1 - 2^-12 in bfloat16 would be 1."""
     model = make("ForMaskedLM", num_hidden_layers=1).double()
     average = model.mega.layers[0].mega_layer.ema_gate
     with torch.no_grad():

@@ -39,7 +39,7 @@ def test_the_residual_is_the_input_of_the_block():
 
 
 def test_initial_scales_are_one():
-    """They are stored minus 1, so that new norms only normalize."""
+    """Scales are stored minus 1, so that new norms only normalize."""
     model = MegalodonForCausalLM(tiny_config())
     block, states = model.megalodon.layers[0], torch.randn(2, 3, 12)
     assert not any(x.any() for name, x in model.named_parameters() if "norm." in name or name.endswith("beta"))

@@ -109,7 +109,7 @@ def cut(item, length):
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_unpadded_equals_padded(language_model, side):
-    """Also if an entire row is padding; in training, so that batch norm computes its statistics."""
+    """Results are equal, also for a row of padding; in training, because of batch norm statistics."""
     inputs = luna.tokens(LENGTHS, side)
     inputs["attention_mask"][1] = 0
     kept, results = inputs["attention_mask"].bool(), []
@@ -250,7 +250,7 @@ def test_all_outputs_of_the_collator(family):
 
 
 def test_position_ids_of_mega():
-    """They define the starts of the sequences and must be consistent with a given mask."""
+    """Position ids define the starts of the sequences and must be consistent with a given mask."""
     inputs = luna.tokens([9, 4])
     positions = torch.arange(1, 10).expand(2, -1)
     with pytest.raises(ValueError, match="`position_ids` differ from the positions of `attention_mask`"):

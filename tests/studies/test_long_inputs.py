@@ -102,7 +102,7 @@ def test_memory(script):
 
 
 def test_the_tokens_of_bert(script, save, data, tmp_path):
-    """Its tokenizer has neither `<s>` nor `</s>`."""
+    """The tokenizer of BERT has neither `<s>` nor `</s>`."""
     folder = save("bert", BertForMaskedLM, BertConfig(**SIZES, num_attention_heads=2))
     tokenizer = AutoTokenizer.from_pretrained(folder)
     tokenizer.add_special_tokens({"cls_token": "<s>", "sep_token": "</s>"})
