@@ -40,7 +40,9 @@ class DataArguments(SourceArguments, ClassifierArguments):
     rate_column: str = HfArg(default="sampling_rate", help="column with the sampling rate, for lists and bytes")
     label_column: str = HfArg(default="label", help="column with the labels: names or ids")
     hold_out: str | None = HfArg(default=None, help="condition of training rows for the validation split: take=5,6")
-    sampling_rate: int | None = HfArg(default=None, help="default: the rate of the loaded model or first clip")
+    sampling_rate: int | None = HfArg(
+        default=None, help="sampling rate in Hz (default: the rate of the loaded model or first clip)"
+    )
     max_seconds: float | None = HfArg(default=None, help="maximum length; longer clips are truncated")
     random_shift: float = HfArg(default=0.0, help="maximum shift of training clips in seconds")
     random_speed: float = HfArg(default=0.0, help="maximum relative change of the speed of training clips: 0.1")

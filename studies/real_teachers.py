@@ -1,4 +1,4 @@
-"""Compare a sentence encoder of the Hub with the Luna that `from_teacher` makes of it.
+"""Compare a sentence encoder of the Hub with its Luna from `from_teacher`.
 
     python studies/real_teachers.py --teacher FOLDER --data FOLDER --part exact stsb long packed [--trained FOLDER]
 

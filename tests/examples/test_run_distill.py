@@ -78,7 +78,7 @@ def make_teacher(script, tmp_path):
         model = model_class(config)
         if model_class is RobertaForMaskedLM:
             frequent = tokenizer.encode("one two three", add_special_tokens=False)
-            model.lm_head.bias.data[frequent] = 8.0  # some guesses are right, or a student's as well
+            model.lm_head.bias.data[frequent] = 8.0  # some predictions of teacher and student are correct
         model.save_pretrained(tmp_path / "teacher")
         tokenizer.save_pretrained(tmp_path / "teacher")
         return tmp_path / "teacher"

@@ -22,7 +22,7 @@ def spans(family, **fields):
 @family
 @pytest.mark.parametrize("mask_given", [True, False])
 def test_span_scores_at_padding(family, mask_given):
-    """Scores at padding are the lowest number, also if the mask comes from the padding token, so that `argmax` finds a token."""
+    """Scores at padding are the lowest number, also with an inferred mask, so that `argmax` returns a token."""
     model, inputs = spans(family), luna.tokens([9, 4], "left", 14)
     kept = inputs["attention_mask"].bool()
     output = model(**inputs if mask_given else {"input_ids": inputs["input_ids"]})
