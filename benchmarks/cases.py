@@ -67,7 +67,7 @@ class Case:
     compiled: dict[str, Callable[..., Work]] = field(default_factory=dict)
     # Function of (bytes of an element, **size) that returns the floors of forward and backward.
     floor: Callable[..., tuple[floors.Floor, floors.Floor]] | None = None
-    # What is measured, with its name in the tables; a forward pass is without gradient, "both" is a training step.
+    # Measured passes -> names in the tables; a forward pass is without gradient, "both" is a training step.
     passes: dict[str, str] = field(default_factory=PASSES.copy)
     # Models of equal size, "tokens" or "images" a second; None = milliseconds.
     unit: str | None = None

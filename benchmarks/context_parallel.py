@@ -1,4 +1,4 @@
-"""Measures the bytes that ranks with parts of long sequences exchange, and their time, on gloo and CPUs.
+"""Measure the bytes that context-parallel ranks exchange, and the time, on gloo and CPUs.
 
     python benchmarks/context_parallel.py
     python benchmarks/context_parallel.py --ranks 4 --lengths 1024 4096 --models luna

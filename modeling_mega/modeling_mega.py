@@ -229,7 +229,7 @@ class MegaGatedAttention(nn.Module):
         return min(chunk, length)
 
     def relative_bias(self, length: int, grid: tuple[int, int] | None = None) -> torch.Tensor:
-        """Return the bias of `length` positions, or with chunks of a chunk."""
+        """Return the bias of `length` positions, or of one chunk if attention is chunked."""
         if (chunk := self.config.attention_chunk) is not None:
             length, grid = self.chunk_positions(length, chunk), None
         return relative_bias(self.config, self.rel_pos_bias, length, grid)

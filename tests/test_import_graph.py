@@ -198,7 +198,7 @@ def test_import_by_a_string_is_detected():
 
 
 def test_no_import_inside_a_function():
-    """Except in the command line, which imports the modules of a command when it runs."""
+    """Only the command line imports inside functions: the modules of a command when it runs."""
     modules = {module for module, source in SOURCES.items() if inside_functions(source)}
     assert {module for module in modules if room_of(module) != "luna_mega_cli"} == set()
 

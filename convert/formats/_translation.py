@@ -116,7 +116,7 @@ def width(evidence: Evidence) -> int:
     """Return the common width of encoder and decoder."""
     (_, width), (_, target_width) = _embeddings(evidence)
     if width != target_width:
-        raise ConversionError(f"the encoder has a width of {width}, the decoder of {target_width}: they must agree")
+        raise ConversionError(f"the encoder has a width of {width}, the decoder of {target_width}; they must be equal")
     return width
 
 

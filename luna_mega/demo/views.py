@@ -110,7 +110,7 @@ class Demo:
             _check_length(text)
             mask = self.tokenizer.mask_token
             if text.count(mask) != 1:
-                raise ValueError(f"the text must contain {mask} once, got it {text.count(mask)} times")
+                raise ValueError(f"the text must contain {mask} exactly once, but contains it {text.count(mask)} times")
             rows = reversed(run(text, top_k=8))  # keeps the most likely of the tokens with the same text
             return {row["token_str"].strip() or repr(row["token_str"]): row["score"] for row in rows}
 

@@ -167,7 +167,7 @@ def assemble(tests: Path, folder: Path) -> list[Path]:
 
 
 def run(workers: int, pytest_arguments: list[str]) -> int:
-    """Run the contract on the installed transformers; returns the exit status."""
+    """Run the contract on the installed transformers; return the exit status."""
     version = importlib.metadata.version("transformers")
     try:
         tests = common_tests(version)

@@ -96,7 +96,7 @@ STUDENTS = {
     "one layer for all": ({"share_layers": True}, "share_layers=False"),
     "decoder": (
         {"is_decoder": True},
-        r"the teacher \(bert\) is an encoder and .* is for a decoder: set is_decoder=False",
+        r"the teacher \(bert\) is an encoder and .* is for a decoder; set is_decoder=False",
     ),
 }
 

@@ -88,7 +88,7 @@ def check_pip(words: list[str]) -> None:
 
 
 def check_foreign(words: list[str]) -> None:
-    """Programs that are not ours are called with something."""
+    """Check that programs of other packages are called with arguments."""
     assert words
 
 

@@ -33,7 +33,7 @@ def script() -> Iterator[Callable[[str], ModuleType]]:
 
 @pytest.fixture
 def call(script, monkeypatch) -> Callable[..., dict]:
-    """Call a script in this process, quietly and on CPU; returns its summary, which must equal the saved one.
+    """Call a script in this process, quietly and on CPU; return its summary, which must equal the saved one.
 
     The peak throughput of the CPU is measured with small products, because large ones take many seconds in bfloat16.
     """

@@ -14,7 +14,7 @@ CHUNKS = {"use_chunking": True, "chunk_size": 8}
 
 @pytest.fixture
 def generate(script, tmp_path):
-    """Generate with an untrained model of characters; returns the summary and the text."""
+    """Generate with an untrained model of characters; return the summary and the text."""
     tokenizer = train_characters(["abcdefgh \n"])
     tokenizer.save_pretrained(tmp_path / "model")
 

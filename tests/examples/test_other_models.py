@@ -16,7 +16,7 @@ LENGTH = 12
 
 @pytest.fixture
 def run(call, tmp_path):
-    """Train for two steps and evaluates; returns the summary and the model card."""
+    """Train for two steps and evaluate; return the summary and the model card."""
 
     def main(name: str, model_type: str, overrides: str, *arguments: object) -> tuple[dict, str]:
         model = ["--model_type", model_type, "--config_overrides", overrides, "--vocab_size", 300]

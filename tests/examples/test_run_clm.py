@@ -35,7 +35,7 @@ def corpus(tmp_path) -> Path:
 
 @pytest.fixture
 def run(call, corpus, tmp_path):
-    """Train the tiny model; returns the summary."""
+    """Train the tiny model; return the summary."""
     small = ["--block_size", 32, "--eval_context", 64, "--eval_segment", 16, "--per_device_train_batch_size", 4]
     model = ["--config_overrides", TINY, "--output_dir", tmp_path / "out", "--do_train"]
     return partial(call, "run_clm", "--dataset_path", corpus, *small, *model)

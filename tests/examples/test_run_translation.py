@@ -48,7 +48,7 @@ def corpus(tmp_path) -> Path:
 
 @pytest.fixture
 def run(call, corpus, tmp_path):
-    """Run with a tiny model; returns the summary."""
+    """Run with a tiny model; return the summary."""
     short = ["--max_source_length", 16, "--max_target_length", 16, "--logging_steps", 10]
 
     def main(*arguments, model_type="luna", **settings):

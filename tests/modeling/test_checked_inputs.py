@@ -96,7 +96,7 @@ def test_cache_of_another_projection_length():
         with pytest.raises(ValueError, match=r"rows of P\) of \(1, 4, 6, 4\), not 2 with \(1, 4, 6, 6\)"):
             model(IDS, past_key_values=cache)
     assert model(IDS, past_key_values=model(IDS, use_cache=True).past_key_values).logits.isfinite().all()
-    # A P that is passed may have any number of rows.
+    # A given P may have any number of rows.
     packed = torch.randn(1, 3, 24, dtype=torch.float64)
     past = model(IDS, packed_states=packed, use_cache=True).past_key_values
     assert model(IDS, past_key_values=past).logits.isfinite().all()
