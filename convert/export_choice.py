@@ -176,9 +176,9 @@ def _rename(keymap: KeyMap, ours: Tensors) -> tuple[Tensors, list[str], list[str
 def _choose_args(
     fmt: Format, target: Target, tensors: Tensors, report: dict[str, Any]
 ) -> tuple[dict[str, Any], Target, Evidence]:
-    """Return the args of the converted file if they still describe the model, else args made of its configuration.
+    """Return the args of the converted file if they still describe the model, else args created from its configuration.
 
-    The model that is read from them, and its evidence, are returned as well.
+    Also return the model that is read from the args, and its evidence.
     """
     recorded = report["args"]
     kept = {row.name: recorded[row.name] for row in fmt.table if row.kept and row.name in recorded} if recorded else {}

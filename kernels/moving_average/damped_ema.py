@@ -98,8 +98,8 @@ def damped_ema(
         skip: `[D]`; if given, the result is silu(y + skip x), otherwise y.
         mask: `[B, T]` bool, True = keep; None = all. Masked positions contribute 0 to the average (the states still
             decay there); the skip uses x unmasked.
-        shift: bidirectional only. The average from the end starts at the next position, so that every position counts
-            once; otherwise the position itself counts in both directions.
+        shift: bidirectional only. The average from the end starts at the next position, so that every position is
+            included once; otherwise the position itself is included in both directions.
         truncation: inputs that are at least this many positions away are excluded; None or below 1: no truncation.
         initial_state: `[B, D, N]` float32 or float64, causal only: the states before the first position; None = 0. With
             a truncation it is a `TruncatedEmaState` returned by an earlier call.

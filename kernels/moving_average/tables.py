@@ -30,7 +30,7 @@ def center(of: Coefficients, channels: int, length: int, shift: bool) -> int:
     """Return the index of lag 0 among the lags of chunks or sequences of this length."""
     if len(of.log_decay) == channels:
         return 0
-    return length if shift else length - 1  # without shift lag 0 counts in both directions
+    return length if shift else length - 1  # without shift, both directions include lag 0
 
 
 def lags_backward(

@@ -17,7 +17,7 @@ def corpus(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def sharded(corpus, tmp_path_factory):
-    """The losses of two processes that share a model and are not killed."""
+    """Losses of an uninterrupted run of two processes with a sharded model."""
     return killing.finish(2, corpus, tmp_path_factory.mktemp("sharded"))
 
 
