@@ -80,7 +80,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         "--output_dir", type=Path, default=Path("outputs/digits"), help="folder for the models and all_results.json"
     )
     parser.add_argument("--epochs", type=float, help=f"number of epochs; None: {EPOCHS}")
-    parser.add_argument("--learning_rate", type=float, help=f"peak learning rate; None: {LEARNING_RATES}")
+    parser.add_argument("--learning_rate", type=float, help=f"peak learning rate; None = {LEARNING_RATES}")
     parser.add_argument(
         "--seed", type=int, default=0, help="seed of the split, the weights and the order of the images"
     )

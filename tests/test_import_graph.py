@@ -111,7 +111,7 @@ def imported_names(nodes) -> Iterator[str]:
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             module = "." * node.level + (node.module or "")
-            # `from luna_mega import kernels` imports luna_mega.kernels; of any other package only the package counts.
+            # `from luna_mega import kernels` imports luna_mega.kernels; for other packages only the package is listed.
             ours = module.split(".")[0] in ("luna_mega", "luna_mega_cli")
             yield from (f"{module}.{alias.name}" if ours else module for alias in node.names)
 

@@ -169,7 +169,7 @@ def encode_images(
         image = read_image(value, 1, pixels)
         if image.size != (side, side):
             size = " x ".join(map(str, image.size))
-            fail(f"split {name}: an image of {size} pixels; {max_length} positions are {side} x {side}")
+            fail(f"split {name}: an image has {size} pixels, but {max_length} positions require {side} x {side}")
         grays = torch.from_numpy(np.array(image).reshape(-1))
         if tokenizer is None:
             return (grays / (GRAYS - 1) - mean) / deviation

@@ -284,7 +284,7 @@ def test_bad_data(run, folder, tmp_path):
     fails("text", folder("text", label=2), "row 0: label 2 is not one of 0 to 1")
     fails("text", folder("pathfinder"), "split train has no column text, only image, label")
     fails("image", tmp_path / "pathfinder", "the labels have 2 classes; this task has 10")
-    fails("image", folder("image"), "an image of 8 x 8 pixels; 256 positions are 16 x 16", "--max_length", 256)
+    fails("image", folder("image"), "an image has 8 x 8 pixels, but 256 positions require 16 x 16", "--max_length", 256)
     fails("pathx", folder("pathx", image={"bytes": b"\x89PNG", "path": None}), "an image cannot be read")
     file = tmp_path / "text" / "train-00000-of-00001.parquet"
     file.write_bytes(file.read_bytes()[:-30])

@@ -161,7 +161,7 @@ def main() -> None:
     parser.add_argument("ops", nargs="*", default=[], help=f"of {', '.join(OPS)}; all by default")
     parser.add_argument("--arch", type=int, choices=TARGETS, action="append")
     parser.add_argument("--json", type=Path, help="file that the reports are written to")
-    parser.add_argument("--budgets", action="store_true", help="allow what is reported in aot_budgets.csv")
+    parser.add_argument("--budgets", action="store_true", help="raise limits in aot_budgets.csv to the reported values")
     arguments = parser.parse_args()
     if triton.knobs.runtime.interpret:
         parser.error("needs TRITON_INTERPRET=0")
