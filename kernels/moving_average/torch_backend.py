@@ -16,7 +16,7 @@ from luna_mega.kernels.moving_average.coefficients import Coefficients, powers, 
 from luna_mega.kernels.moving_average.reference import finish, hold
 
 CHUNK = 64
-# Shorter chunks, whose matrices take less time to make, and the positions in a batch up to which they are faster.
+# Shorter chunks, whose matrices take less time to compute, and the positions in a batch up to which they are faster.
 SHORT_CHUNKS = ((16, 1024), (32, 4096))
 # From this number of positions in the batch on, chunks are faster than the FFT (README).
 MANY_POSITIONS = 512

@@ -51,7 +51,7 @@ def test_table(script, write, tmp_path, capsys):
     assert cells["model"] == [
         "parameters", "tokens/s in training", "masked tokens after 1,000 tokens", "after 1.0 minutes", "sst2",
     ]  # fmt: skip
-    # Half of luna's way for tokens, its end for time; the standard deviation of two is their distance / sqrt(2).
+    # luna: equal tokens after half of its training, equal time at its end; std of two values = difference / sqrt(2).
     assert cells["luna"] == ["1,234", "2,000", "6.25 ± 0.35, 15.0 ± 7.1 %", "4.50 ± 0.71, 30.0 ± 14.1 %", "85.0 ± 7.1"]
     assert cells["mega"] == ["1,234", "1,000", "3.00, 50.0 %", "5.50, 25.0 %", "–"]
     assert cells["mega from scratch"] == ["1,234", "–", "–", "–", "50.0"]
