@@ -116,7 +116,7 @@ def _attention(attend, device, dtype, l, n, b=1, masked=1, heads=12, head_size=6
     mask = (torch.arange(n) < n - n // 8).expand(b, n).to(device) if masked else None
 
     def forward():
-        # Keys and values are tied. The projections of the packed rows, the same for every variant, are left out.
+        # Keys and values are tied. The projections of the packed rows, the same for every variant, are excluded.
         return attend(query, packed, context, context, lambda rows: (rows, rows), context_mask=mask)
 
     return Work(forward, [query, context, packed])
@@ -277,7 +277,7 @@ def _images(make, device, dtype, b, size=224, **fields):
 
 
 def _padded(make, unpad, device, dtype, n, b):
-    """Time a batch with lengths from n / 8 to n in equal steps, 44 % of it padding; padded outputs are left out."""
+    """Time a batch with lengths from n / 8 to n in equal steps, 44 % of it padding; padded outputs are excluded."""
     torch.manual_seed(0)
     model = make(n).to(device, dtype)
     model.config.unpad_inputs = unpad

@@ -35,7 +35,7 @@ import luna_mega
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("cases", nargs="*", help=f"of {', '.join(CASES)}; default all")
+    parser.add_argument("cases", nargs="*", help=f"cases to run (default: all): {', '.join(CASES)}")
     parser.add_argument("--quick", action="store_true", help="a few sizes only")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=("cpu", "cuda"))
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16", "float16"))

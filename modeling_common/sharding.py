@@ -368,7 +368,7 @@ def find_reductions(options: dict[str, Any], states: torch.Tensor) -> Reductions
 
 
 def raise_together(group: "dist.ProcessGroup | None", device: torch.device) -> AbstractContextManager[None]:
-    """Return a context that lets the other ranks of a group raise an error too if the block raises one.
+    """Return a context that makes all ranks of a group raise an error if the block raises one on any rank.
 
     The other ranks detect the error in their next call of `ContextShard.of`.
     """

@@ -109,7 +109,7 @@ def finished(runs: list[dict[str, Any]], metric: str | None = None) -> list[dict
         if (metric or run.get("metric")) in run:
             found.append(run)
         else:
-            print(f"left out, it has no evaluation at the end: {run['folder']}")
+            print(f"skipped, because it has no evaluation at the end: {run['folder']}")
     return found
 
 
@@ -228,7 +228,7 @@ def students(runs: list[dict[str, Any]], output: Path) -> tuple[Table, None]:
     )]  # fmt: skip
     for run in (run for run in runs if run["task"] != "distillation" and run["folder"].resolve() not in used):
         if not run["model"].endswith("from scratch"):
-            print(f"left out, it has no teacher and was not trained from scratch: {run['folder']}")
+            print(f"skipped, because it has no teacher and was not trained from scratch: {run['folder']}")
             continue
         about = {"student": run["name"], "seed": run["seed"], "stage": "from scratch"}
         if len(names) == 1 and (names[0], run["seed"]) in teachers:

@@ -13,9 +13,9 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 
-# Room -> the packages that it may import besides the standard library. A room imports from itself and from the rooms
-# above it, and from nothing below. A module belongs to the room with the longest name that it begins with.
-ROOMS = {
+# Layer -> the packages that it may import in addition to the standard library. A layer imports from itself and from the
+# layers above it in this list. A module belongs to the layer with the longest name that it begins with.
+LAYERS = {
     "luna_mega.compat": {"packaging"},
     "luna_mega.escaping": set(),
     "luna_mega.errors": set(),
@@ -116,20 +116,20 @@ def imported_names(nodes) -> Iterator[str]:
             yield from (f"{module}.{alias.name}" if ours else module for alias in node.names)
 
 
-def room_of(name: str) -> str | None:
-    rooms = [room for room in ROOMS if f"{name}.".startswith(f"{room}.")]
-    return max(rooms, key=len, default=None)
+def layer_of(name: str) -> str | None:
+    layers = [layer for layer in LAYERS if f"{name}.".startswith(f"{layer}.")]
+    return max(layers, key=len, default=None)
 
 
 def violations(module: str, source: str) -> list[str]:
-    own, order = room_of(module), list(ROOMS)
+    own, order = layer_of(module), list(LAYERS)
     wrong = []
     for name in imports(source):
-        room = room_of(name)
-        if room is None:
-            allowed = name.split(".")[0] in ROOMS[own] | sys.stdlib_module_names
+        layer = layer_of(name)
+        if layer is None:
+            allowed = name.split(".")[0] in LAYERS[own] | sys.stdlib_module_names
         else:
-            allowed = order.index(room) <= order.index(own) and (room == own or not {room, own} <= APART)
+            allowed = order.index(layer) <= order.index(own) and (layer == own or not {layer, own} <= APART)
         if not allowed:
             wrong.append(name)
     return wrong
@@ -146,7 +146,7 @@ def test_every_package_is_listed_and_has_a_layer():
     listed = set(setup()["packages"].split())
     packages = {module if file.name == "__init__.py" else module.rpartition(".")[0] for module, file in FILES.items()}
     assert packages - {""} == listed
-    assert all(room_of(module) for module in FILES)
+    assert all(layer_of(module) for module in FILES)
 
 
 def test_modules_import_only_from_lower_layers():
@@ -162,7 +162,7 @@ def exists(name: str) -> bool:
 
 def test_imported_names_of_the_package_exist():
     """An editable install of another checkout would hide a missing module."""
-    ours = {(module, name) for module, source in SOURCES.items() for name in imports(source) if room_of(name)}
+    ours = {(module, name) for module, source in SOURCES.items() for name in imports(source) if layer_of(name)}
     assert {(module, name) for module, name in ours if not exists(name)} == set()
 
 
@@ -188,7 +188,7 @@ def test_no_import_cycles():
 
 def test_command_line_only_imports_the_standard_library_at_module_level():
     """`luna-mega --help` does not wait for torch."""
-    for module in filter(lambda name: room_of(name) == "luna_mega_cli", SOURCES):
+    for module in filter(lambda name: layer_of(name) == "luna_mega_cli", SOURCES):
         names = imported_names(ast.parse(SOURCES[module]).body)
         assert {name.split(".")[0] for name in names} <= sys.stdlib_module_names | {"luna_mega_cli"}, module
 
@@ -200,7 +200,7 @@ def test_import_by_a_string_is_detected():
 def test_no_import_inside_a_function():
     """Only the command line imports inside functions: the modules of a command when it runs."""
     modules = {module for module, source in SOURCES.items() if inside_functions(source)}
-    assert {module for module in modules if room_of(module) != "luna_mega_cli"} == set()
+    assert {module for module in modules if layer_of(module) != "luna_mega_cli"} == set()
 
 
 def test_nothing_imports_tests_or_scripts():

@@ -128,7 +128,8 @@ def _damped_step_backward(x: Tensor, state: Tensor, *rest: Any) -> tuple[Tensor 
         gradient = torch.ops.aten.silu_backward(gradient, average)
         grad_skip = (gradient * value).sum(0).to(skip.dtype)
     arriving = next_gradient + gradient[..., None] * (scale * projection)
-    received = arriving if mask is None else arriving.masked_fill(~mask[:, None, None], 0.0)  # dropped: the state holds
+    # A dropped position does not change the state.
+    received = arriving if mask is None else arriving.masked_fill(~mask[:, None, None], 0.0)
     grad_x = (received * gate * expansion).sum(-1)
     if skip is not None:
         grad_x = grad_x + gradient * skip.float()

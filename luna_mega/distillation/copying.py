@@ -50,7 +50,7 @@ def extend_positions(table: torch.Tensor, length: int, how: str = "windows") -> 
         table: learned position embeddings `[n, d]`.
         length: number of rows of the result.
         how: `"copy"`: repeat the n rows, as Longformer does with RoBERTa's table; `"windows"`: add a distinct vector
-            to each repetition, which lets a Luna distinguish them; `"mirror"`: alternate the direction, so that
+            to each repetition, so that a Luna can distinguish them; `"mirror"`: alternate the direction, so that
             neighbors stay neighbors; `"interpolate"`: stretch the n rows over the length, which also changes the
             positions of short inputs. Except for `"interpolate"`, a shorter table is truncated.
 

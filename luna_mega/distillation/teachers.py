@@ -111,7 +111,7 @@ class Teacher(Parts):
         inputs = {name: self.cut(tensor) for name, tensor in inputs.items()}
         module = self.module("positions")
         if module is not None and module.padding_idx is None and self.config.model_type != "luna":
-            # By default the model counts padding, so its states would depend on the padding side.
+            # By default, positions include padding, so the states would depend on the padding side.
             inputs["position_ids"] = positions_of(inputs["attention_mask"])
         return inputs
 

@@ -27,7 +27,7 @@ def test_mask_predictions(folder, family):
     expected = demo.model(ids).logits[0, 2].softmax(-1).max().item()
     assert max(found.values()) == pytest.approx(expected) and 0 < sum(found.values()) < 1
     for text in ("a b", "<mask> <mask>"):
-        with pytest.raises(ValueError, match="must contain <mask> once"):
+        with pytest.raises(ValueError, match="must contain <mask> exactly once"):
             demo.score(text)
 
 

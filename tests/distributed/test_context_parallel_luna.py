@@ -173,7 +173,7 @@ def collect_errors():
         with pytest.raises(ValueError) as error:
             build(head, **overrides)(**batch, **options, cp_group=dist.group.WORLD)
         errors.append(str(error.value))
-    with pytest.raises(ValueError) as error:  # of another batch size on the last rank, which the others learn
+    with pytest.raises(ValueError) as error:  # another batch size on the last rank, which the others receive
         build("Model")(torch.ones(1 + dist.get_rank(), 5, dtype=torch.long), cp_group=dist.group.WORLD)
     with pytest.raises(Exception, match="no positions|`input_ids` are from"):  # raised only on the last rank
         build("ForMaskedLM")(torch.full((1, 5), 99 * dist.get_rank()), cp_group=dist.group.WORLD)

@@ -1,4 +1,4 @@
-"""The messages in docs/troubleshooting.md are those that a user sees."""
+"""The messages in docs/troubleshooting.md are the actual messages."""
 
 import re
 

@@ -154,7 +154,7 @@ def test_flops_equal_the_count_of_pytorch(name):
 
 
 def test_chunks_see_their_own_keys():
-    """The number of keys that a token sees is the same in one chunk and in several; the last chunk may be short."""
+    """The number of keys visible to a token is the same in one chunk and in several; the last chunk may be short."""
     complete, chunks = (MegaModel(MegaConfig(**SIZES | fields)) for fields in ({}, CHUNKS))
     of_chunks = {length: costs.flops_per_token(chunks, length)["attention"] for length in (8, 21, 24)}
     assert of_chunks[8] == of_chunks[24]

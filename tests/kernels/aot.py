@@ -128,7 +128,7 @@ def report(compiled) -> dict[str, int]:
             spills = len(re.findall(r"\b(LDL|STL)\b", code))
     wgmma, mma = (len(re.findall(rf"\b{name}\b", compiled.asm["ptx"])) for name in INSTRUCTIONS.values())
     used = registers, stack, spills, compiled.metadata.shared + static, wgmma, mma
-    # Tensor cores cut float32 off to TF32, so it must be rounded before.
+    # Tensor cores truncate float32 to TF32, so it must be rounded before.
     tf32 = re.search(r"mma\S*\.tf32", compiled.asm["ptx"])
     cut_off = tf32 is not None and "cvt.rna.tf32" not in compiled.asm["ptx"]
     return dict(zip(COLUMNS, used, strict=True)) | {"cut_off": cut_off}

@@ -36,7 +36,7 @@ def test_budgets(op, tmp_path, repo_root):
     with open(HERE / "aot_budgets.csv", newline="") as file:
         budgets = {(row["kernel"], row["case"], row["arch"]): row for row in csv.DictReader(file) if row["op"] == op}
     used = {(row["kernel"], row["case"], str(row["arch"])): row for row in rows}
-    assert used.keys() == budgets.keys(), "run tests/kernels/aot.py --budgets and look at what changed"
+    assert used.keys() == budgets.keys(), "run tests/kernels/aot.py --budgets and check the differences"
     for key, row in used.items():
         allowed = budgets[key]
         for column in MOST:

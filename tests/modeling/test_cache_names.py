@@ -213,7 +213,7 @@ def test_generation_in_training_mode(model):
 
 
 def test_deprecated_names_in_our_code_are_errors(repo_root):
-    """The fixture `deprecation_errors` sees a warning that a file outside of `tests` causes."""
+    """The fixture `deprecation_errors` detects a warning that a file outside of `tests` causes."""
     if CACHE_NAME != "cache":
         pytest.skip("the installed transformers has no deprecated name")
     output = CausalLMOutputWithPast(logits=torch.zeros(1))

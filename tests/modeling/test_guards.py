@@ -152,7 +152,7 @@ def test_new_tokens_after_a_cache(case):
 
 @pytest.fixture
 def warnings():
-    """The warnings of padding on the right, transformers' and ours."""
+    """Warnings of transformers and of this package about padding on the right."""
     records, handler = [], logging.Handler(logging.WARNING)
     handler.emit = lambda record: records.append(record.getMessage())
     loggers = [generation.logger, logging.getLogger("transformers.generation.utils")]

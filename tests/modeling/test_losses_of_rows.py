@@ -36,7 +36,7 @@ CASES |= {
     "megalodon mean": (megalodon_decoders, "ForSequenceClassification", {"num_labels": 3, "pooling": "mean"}),
     "megalodon last": (megalodon_decoders, "ForSequenceClassification", {"num_labels": 3, "pooling": "last"}),
 }
-# "device": masks whose values are not free to look at, as on a GPU.
+# "device": masks whose values are expensive to read, as on a GPU.
 OPTIONS = ["dense", "device", "unpadded", "eager", "triton"]
 
 

@@ -9,7 +9,7 @@ import torch
 
 vllm = pytest.importorskip("vllm", reason="vllm is not installed; make test-serving has an environment with it")
 if os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING") != "0":
-    pytest.skip("the tests look into vLLM's process; make test-serving sets what they need", allow_module_level=True)
+    pytest.skip("the tests access vLLM's process; make test-serving sets what they need", allow_module_level=True)
 
 from luna_mega.serving import vllm_plugin  # noqa: E402
 from luna_mega.serving.slots import Sequences  # noqa: E402

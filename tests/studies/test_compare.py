@@ -45,7 +45,7 @@ def test_table(script, write, tmp_path, capsys):
 
     folders = [str(tmp_path / name) for name in ("pretrained", "tuned")]
     paths = main(["models", *folders, "--output_dir", str(tmp_path / "report")])
-    assert "left out, it has no evaluation at the end: " in capsys.readouterr().out
+    assert "skipped, because it has no evaluation at the end: " in capsys.readouterr().out
     lines = Path(paths["report"]).read_text().splitlines()
     cells = {line.split(" | ")[0].strip("| "): line.strip("| ").split(" | ")[1:] for line in lines[:5]}
     assert cells["model"] == [

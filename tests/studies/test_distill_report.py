@@ -77,8 +77,10 @@ def test_table(script, write, student, tmp_path, capsys):
         ["luna-nothing", "from scratch", "2,000", "100 %", "40", "6.000", "2.000", "25.0 %", "", "2"],
     ]
     said = capsys.readouterr().out
-    assert f"left out, it has no teacher and was not trained from scratch: {tmp_path / 'out' / 'tuned-1'}" in said
-    assert f"left out, it has no evaluation at the end: {tmp_path / 'out' / 'unfinished-1'}" in said
+    assert (
+        f"skipped, because it has no teacher and was not trained from scratch: {tmp_path / 'out' / 'tuned-1'}" in said
+    )
+    assert f"skipped, because it has no evaluation at the end: {tmp_path / 'out' / 'unfinished-1'}" in said
 
 
 def test_several_teachers(script, write, student, tmp_path):
