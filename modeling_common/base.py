@@ -29,7 +29,7 @@ def exact_dtype() -> torch.dtype:
 class CommonPreTrainedModel(PreTrainedModel):
     """Base of the `PreTrainedModel` of each family."""
 
-    ranks = 1  # that share the heads or columns of a layer (tensor parallelism)
+    ranks = 1  # ranks that share the heads or columns of a layer (tensor parallelism)
     body_class: Any  # the model without a head: `LunaModel`, `MegaModel` or `MegalodonModel`
     body_options: dict[str, Any] = {}  # constructor arguments of the body in models with a head
     supports_gradient_checkpointing = True

@@ -360,7 +360,7 @@ def _has_any(x: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
 
 
 def find_reductions(options: dict[str, Any], states: torch.Tensor) -> Reductions:
-    """Return the reductions over sequences with `states` `[B, T, ...]`; removes `cp_group` from `options`."""
+    """Return the reductions over sequences with `states` `[B, T, ...]`; remove `cp_group` from `options`."""
     group = options.pop("cp_group", None)
     if group is None:
         return LOCAL

@@ -144,8 +144,8 @@ class MegalodonFolder(Folder):
         for name, file in files.items():
             if file.archive != Path(name).stem and re.fullmatch(r"consolidated(\.\d+)?", file.archive or ""):
                 raise ConversionError(
-                    f"{folder}: {name} was saved as {file.archive}.pth; shards are in the order of their names, so "
-                    "restore them"
+                    f"{folder}: {name} was saved as {file.archive}.pth; shards are read by name; "
+                    "restore the original names"
                 )
         try:
             tensors = join_shards({name: file.tensors for name, file in files.items()})

@@ -38,9 +38,8 @@ class CopyReport:
         lines = [f"{ours} <- {theirs}" for ours, theirs in self.copied.items()]
         lines += [f"{ours} <~ {theirs}" for ours, theirs in self.started.items()]
         lines += [f"new: {name}" for name in self.new] + [f"left: {name}" for name in self.left]
-        return "\n".join(
-            dict.fromkeys(re.sub(r"\.\d+\.", ".*.", line) for line in lines)
-        )  # equal lines of different layers
+        # Layers have equal lines.
+        return "\n".join(dict.fromkeys(re.sub(r"\.\d+\.", ".*.", line) for line in lines))
 
 
 def extend_positions(table: torch.Tensor, length: int, how: str = "windows") -> torch.Tensor:

@@ -252,7 +252,7 @@ def test_weights_of_the_wrong_kind(tmp_path, watched):
 
 
 def planned(checkpoint):
-    """The configuration that a fixture becomes, or for a part of a model the end of the error."""
+    """The configuration converted from a fixture, or the end of the error if it is only a part of a model."""
     try:
         return _identify(checkpoint, None, "auto", "auto").target.config.to_dict()
     except ConversionError as error:
