@@ -26,7 +26,7 @@ class Rates:
 
     bytes: float
     flops: float
-    float32: float | None
+    float32: float
     exponentials: float | None
 
     def milliseconds(self, floor: Floor) -> float:
@@ -102,10 +102,7 @@ def rates(device: str, dtype: str) -> Rates:
         return Rates(copied, multiplied, multiplied, None)
     # A multiprocessor issues 16 exponentials a clock, and 64 (compute capability 8.0) or 128 multiply-adds.
     properties = torch.cuda.get_device_properties(device)
-    clock = getattr(properties, "clock_rate", None)  # kHz; missing in older versions of torch
-    if clock is None:
-        return Rates(copied, multiplied, None, None)
-    clocks = 1000.0 * clock * properties.multi_processor_count
+    clocks = 1000.0 * properties.clock_rate * properties.multi_processor_count
     lanes = 64 if (properties.major, properties.minor) == (8, 0) else 128
     return Rates(copied, multiplied, 2 * lanes * clocks, 16 * clocks)
 

@@ -52,8 +52,20 @@ check_versions()
 
 _TRANSFORMERS = (installed("transformers") or Version(SUPPORTED["transformers"][0])).release
 
-# transformers 5.23 added `exporters.ExportedModel`, which ONNX export requires; remove when 5.23 is the oldest version.
+# transformers 5.23 added `exporters.ExportedModel`, which ONNX export requires; remove when 5.23 is the
+# oldest supported version.
 WRITES_EXPORT_FOLDERS = _TRANSFORMERS >= (5, 23)
+
+# `output_hidden_states` selects layers since transformers 5.23; remove when 5.23 is the oldest supported version.
+SELECTS_HIDDEN_STATES = _TRANSFORMERS >= (5, 23)
+
+# Tensor parallelism splits a vocabulary that the number of ranks does not divide since transformers 5.21, which a test
+# requires; remove when 5.21 is the oldest supported version.
+SPLITS_UNEVENLY = _TRANSFORMERS >= (5, 21)
+
+# `tp_plan` extends the plan of the model since transformers 5.23, before it replaced that plan, which tests require;
+# remove when 5.23 is the oldest supported version.
+MERGES_PLANS = _TRANSFORMERS >= (5, 23)
 
 # transformers before 5.23 requires integer buffers in half precision in its test of `_keep_in_fp32_modules`; remove
 # when 5.23 is the oldest supported version.

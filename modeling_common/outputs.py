@@ -8,7 +8,7 @@ from transformers.generation import utils as generation
 from transformers.utils import output_capturing
 from transformers.utils.generic import ModelOutput
 
-from luna_mega.compat import with_cache_alias
+from luna_mega.compat import SELECTS_HIDDEN_STATES, with_cache_alias
 
 if TYPE_CHECKING:
     from transformers.modeling_outputs import (
@@ -45,13 +45,10 @@ class BodyOutput(Protocol):
 
 def generated(output: ModelOutput) -> ModelOutput:
     """Return an output of `generate` with both names of its cache."""
-    return globals()[type(output).__name__](**output)
+    output_class = globals().get(type(output).__name__)
+    return output if output_class is None else output_class(**output)  # None: of `custom_generate`
 
 
 def selected_hidden_states(selection: bool | int | list[int] | None) -> list[int] | None:
-    """Return the indices that `output_hidden_states` selects, or None if all hidden states are returned.
-
-    transformers 5.20 returns all of them, 5.23 and later those that the indices select.
-    """
-    function = getattr(output_capturing, "selected_hidden_states", None)
-    return None if function is None else function(selection)
+    """Return the indices that `output_hidden_states` selects, or None if all hidden states are returned."""
+    return output_capturing.selected_hidden_states(selection) if SELECTS_HIDDEN_STATES else None

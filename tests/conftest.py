@@ -149,7 +149,7 @@ def deprecation_errors() -> Iterator[None]:
     warning_once = logging.Logger.warning_once
 
     def check(self: logging.Logger, message: str, *args, **kwargs) -> None:
-        if "deprecated" in message:
+        if "deprecated" in message or "removed" in message:
             callers = (Path(frame.filename) for frame in reversed(traceback.extract_stack()[:-1]))
             caller = next(file for file in callers if "site-packages" not in file.parts)
             ours = caller.is_relative_to(ROOT) and not caller.is_relative_to(ROOT / "tests")

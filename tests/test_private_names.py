@@ -21,9 +21,12 @@ PACKAGES = (
 BASES = (PreTrainedModel, GenerationMixin, PreTrainedConfig, TokenizersBackend, Cache, CacheLayerMixin)
 BASES += (EncoderDecoderCache, torch.nn.Module)
 UNDOCUMENTED = (
+    "transformers.cli.serving",
+    "transformers.convert_slow_tokenizer",
     "transformers.dynamic_module_utils",
     "transformers.exporters.utils",
     "transformers.integrations.tensor_parallel",
+    "transformers.modelcard",
     "transformers.models.auto",
     "transformers.utils.import_utils",
     "transformers.utils.output_capturing",
@@ -42,9 +45,32 @@ def defined_names(statement):
     return [node.id for node in ast.walk(statement) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)]
 
 
+def undocumented_names(tree):
+    """Return the names of undocumented modules that a file imports, reads from an imported module, or patches."""
+    names, modules = set(), set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom):
+            for alias in node.names:
+                if f"{node.module}.{alias.name}" in UNDOCUMENTED:
+                    modules.add(alias.asname or alias.name)
+                if f"{node.module}.{alias.name}".startswith(UNDOCUMENTED):
+                    names.add(alias.name)
+        elif isinstance(node, ast.Constant) and str(node.value).startswith(UNDOCUMENTED):
+            names.add(node.value.rpartition(".")[2])
+    attributes = [node for node in ast.walk(tree) if isinstance(node, ast.Attribute)]
+    return names | {node.attr for node in attributes if ast.unparse(node.value) in modules}
+
+
+def checked_names(node):
+    """Return the private name that a call of `getattr` or `hasattr` reads."""
+    is_check = isinstance(node, ast.Call) and ast.unparse(node.func) in ("getattr", "hasattr")
+    return {node.args[1].value} if is_check and is_private(str(getattr(node.args[1], "value", ""))) else set()
+
+
 def used_names():
     files = [file for package in PACKAGES for file in (ROOT / package).rglob("*.py")]
-    nodes = [node for file in files for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))]
+    trees = [ast.parse(file.read_text(encoding="utf-8")) for file in files]
+    nodes = [node for tree in trees for node in ast.walk(tree)]
     attributes = [node for node in nodes if isinstance(node, ast.Attribute) and is_private(node.attr)]
     in_classes = {
         name for node in nodes if isinstance(node, ast.ClassDef) for x in node.body for name in defined_names(x)
@@ -52,10 +78,8 @@ def used_names():
     own = in_classes | {node.attr for node in attributes if isinstance(node.ctx, ast.Store)} | NAMED_TUPLE
     inherited = {name for base in BASES for name in dir(base) if is_private(name)}
     read = {node.attr for node in attributes if ast.unparse(node) != "os._exit"}  # documented
-    undocumented = [
-        node for node in nodes if isinstance(node, ast.ImportFrom) and (node.module or "").startswith(UNDOCUMENTED)
-    ]
-    return (in_classes | read) & inherited | read - own | {alias.name for node in undocumented for alias in node.names}
+    read = read.union(*map(checked_names, nodes))
+    return ((in_classes | read) & inherited | read - own).union(*map(undocumented_names, trees))
 
 
 def test_table_of_private_names_is_complete():

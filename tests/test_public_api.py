@@ -99,16 +99,31 @@ def test_supported_versions_do_not_warn(monkeypatch, caplog):
 
 
 def version_checks(source):
-    """Return the lines that compare a version, or import functions that compare versions."""
-    lines = []
-    for node in ast.walk(ast.parse(source)):
+    """Return the lines that compare a version, import functions that do so, or check whether a package has a name."""
+    lines, nodes = [], [*ast.walk(ast.parse(source))]
+    imports = [node for node in nodes if isinstance(node, ast.Import | ast.ImportFrom)]
+    packages = re.compile("torch|transformers|triton")
+    names = {
+        alias.asname or alias.name.partition(".")[0]
+        for node in imports
+        for alias in node.names
+        if packages.match(getattr(node, "module", None) or alias.name)
+    }
+    for node in nodes:
         imported = (node.module or "") if isinstance(node, ast.ImportFrom) else ""
         imported += " ".join(alias.name for alias in node.names) if isinstance(node, ast.Import) else ""
         ordered = isinstance(node, ast.Compare) and any(
             isinstance(x, ast.Lt | ast.LtE | ast.Gt | ast.GtE) for x in node.ops
         )
         compared = ast.unparse(node) if ordered else ""
-        if "packaging" in imported.split(".") or re.search(r"\b(version_info|__version__|version\()", compared):
+        function = node.func.id if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) else ""
+        optional = function == "hasattr" or function == "getattr" and len(node.args) == 3
+        # Not a name that is computed, and not an operator, which a native library registers.
+        owner = ast.unparse(node.args[0]) if optional and isinstance(node.args[1], ast.Constant) else ""
+        checked = re.fullmatch(r"[\w.]+", owner) and not owner.startswith("torch.ops.")
+        checked = checked and owner.partition(".")[0] in names
+        compared_version = re.search(r"\b(version_info|__version__|version\()", compared)
+        if "packaging" in imported.split(".") or compared_version or checked:
             lines.append(node.lineno)
     return lines
 
@@ -128,6 +143,8 @@ def test_only_compat_checks_versions(repo_root):
         "import sys\nif sys.version_info >= (3, 12): pass",
         "import torch\nnew = torch.__version__ >= '2.14'",
         "from importlib.metadata import version\nnew = version('torch') > '2'",
+        "from transformers.utils import generic\nnew = getattr(generic, 'name', None)",
+        "import torch\nnew = hasattr(torch.nn.functional, 'name')",
     ],
 )
 def test_version_check_is_found(line):

@@ -4,8 +4,7 @@ from . import test_tensor_parallel_mixin as original
 from .distributed_testing_utils import run_distributed
 
 original.TP_DISTRIBUTED_TEST_MODEL_TYPES = None
-if hasattr(original, "_init_distributed"):  # transformers 5.17 starts processes for every test
-    original._init_distributed = lambda tp: run_distributed(tp)
+original._init_distributed = lambda tp: run_distributed(tp)  # transformers 5.20 starts processes for every test
 
 
 class TensorParallelTests(original.TensorParallelTesterMixin):

@@ -6,19 +6,16 @@ import torch.distributed as dist
 import transformers
 from torch.distributed.tensor import DTensor
 from transformers.distributed import DistributedConfig
-from transformers.distributed.mixin import DistributedMixin
-from transformers.integrations.tensor_parallel import TensorParallelLayer, replace_layer_number_by_wildcard
+from transformers.integrations.tensor_parallel import replace_layer_number_by_wildcard
 
 import luna_mega
+from luna_mega.compat import MERGES_PLANS, SPLITS_UNEVENLY
 from tests.marks import slow_but
 from tests.modeling import decoders, luna, mega, megalodon_decoders
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the ranks are a gloo group on CPUs")
 
-# Features added to transformers after 5.17.
-MERGES_PLANS = hasattr(DistributedMixin, "_resolve_parallel_plans")
-SPLITS_UNEVENLY = hasattr(TensorParallelLayer, "_from_local_last_dim_shard")
-merges_plans = pytest.mark.skipif(not MERGES_PLANS, reason="this transformers takes a plan in place of the model's own")
+merges_plans = pytest.mark.skipif(not MERGES_PLANS, reason="this transformers replaces the plan of the model")
 NO_DROPOUT = {"luna": {"dropout": 0.0, "attention_dropout": 0.0}, "mega": mega.NO_DROPOUT, "megalodon": {}}
 # Cases of the encoder test: head, fields.
 ENCODERS = {

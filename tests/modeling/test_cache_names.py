@@ -141,6 +141,14 @@ def test_generate(model, options):
     assert torch.equal(*(result.sequences for result in results))
 
 
+def test_custom_generate_with_its_own_output_class():
+    class Output(ModelOutput):
+        pass
+
+    output = Output(sequences=torch.ones(1, 2))
+    assert make_plain("luna").generate(torch.full((1, 2), 5), custom_generate=lambda *_, **__: output) is output
+
+
 @plain
 def test_prepare_inputs_for_generation(model):
     cache, ids = first_pass(model)[CACHE_NAME], torch.full((2, 8), 5)
