@@ -3,6 +3,7 @@
 import copy
 import inspect
 import pickle
+from dataclasses import dataclass
 
 import numpy as np
 import pytest
@@ -142,8 +143,9 @@ def test_generate(model, options):
 
 
 def test_custom_generate_with_its_own_output_class():
+    @dataclass
     class Output(ModelOutput):
-        pass
+        sequences: torch.Tensor | None = None
 
     output = Output(sequences=torch.ones(1, 2))
     assert make_plain("luna").generate(torch.full((1, 2), 5), custom_generate=lambda *_, **__: output) is output
