@@ -48,8 +48,12 @@ class DataArguments(SourceArguments, ClassifierArguments, images.AugmentArgument
     label_column: str = HfArg(default="label", help="column with the labels: names or ids")
     image_size: int | None = HfArg(default=None, help="side of an image in pixels; default: as the first image")
     channels: int | None = HfArg(default=None, help="1 = gray, 3 = color; default: as the first image")
-    image_mean: list[float] | None = HfArg(default=None, help="mean; default: ImageNet's, 0.5 for gray")
-    image_std: list[float] | None = HfArg(default=None, help="deviation; default: ImageNet's, 0.25 for gray")
+    image_mean: list[float] | None = HfArg(
+        default=None, help="means of the channels (default: ImageNet's, 0.5 for gray)"
+    )
+    image_std: list[float] | None = HfArg(
+        default=None, help="deviations of the channels (default: ImageNet's, 0.25 for gray)"
+    )
     center_crop: bool = HfArg(default=True, help="evaluate on the center crop of a resized image; false = only resize")
 
 

@@ -24,7 +24,7 @@ def check_cu_seqlens(op: str, cu_seqlens: Tensor, max_seqlen: int | None, total:
     lengths = cu_seqlens.diff()
     if cu_seqlens.device.type == "cpu" and not torch.compiler.is_compiling():
         if cu_seqlens[0] != 0 or cu_seqlens[-1] != total or (lengths < 0).any():
-            raise ValueError(f"{op}: cu_seqlens must rise from 0 to {total}, the length, got {cu_seqlens.tolist()}")
+            raise ValueError(f"{op}: cu_seqlens must increase from 0 to {total}, the length, got {cu_seqlens.tolist()}")
         if max_seqlen is not None and max_seqlen < lengths.max():
             raise ValueError(f"{op}: max_seqlen is {max_seqlen}, but a sequence has length {int(lengths.max())}")
     elif not torch.compiler.is_exporting():  # PyTorch's native operators do not read past the end
@@ -40,7 +40,7 @@ def _assert_on_device(op: str, cu_seqlens: Tensor, lengths: Tensor, most: int, t
             return
         cu_seqlens._luna_mega_checked = seen  # type: ignore[attr-defined]
     right = (cu_seqlens[0] == 0) & (cu_seqlens[-1] == total) & ((lengths >= 0) & (lengths <= most)).all()
-    torch._assert_async(right, f"{op}: cu_seqlens must rise from 0 to the length, by at most max_seqlen")
+    torch._assert_async(right, f"{op}: cu_seqlens must increase from 0 to the length, by at most max_seqlen")
 
 
 def pad(x: Tensor, cu_seqlens: Tensor, max_seqlen: int) -> Tensor:

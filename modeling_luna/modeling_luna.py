@@ -542,7 +542,7 @@ class LunaStack(nn.Module):
         return hidden_states, packed_states
 
     def unread_parameters(self, tokens: bool, packed: bool) -> list[nn.Parameter]:
-        """Return the parameters on which no output depends that is used.
+        """Return the parameters that do not affect any output in use.
 
         `tokens` and `packed` specify whether the tokens and P after the last layer are used.
         """

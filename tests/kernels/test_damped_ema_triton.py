@@ -372,7 +372,7 @@ def test_invalid_cu_seqlens_raise():
     with pytest.raises(ValueError, match="requires cu_seqlens"):
         damped_ema(*leaves, max_seqlen=6)
     leaves = Inputs(6, batch=1).leaves
-    with pytest.raises(ValueError, match="must rise from 0 to 6"):
+    with pytest.raises(ValueError, match="must increase from 0 to 6"):
         damped_ema(*leaves, cu_seqlens=cu_seqlens - 1)
     with pytest.raises(ValueError, match="state .1, 5, 3., got"):
         damped_ema(*leaves, cu_seqlens=cu_seqlens, initial_state=torch.zeros(2, 5, 3))

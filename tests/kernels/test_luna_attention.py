@@ -253,7 +253,7 @@ def test_invalid_cu_seqlens_raise():
         luna_pack(p[:3], key, value, cu_seqlens=cu_seqlens)
     with pytest.raises(ValueError, match="needs query .1, total"):
         luna_unpack(x.expand(2, -1, -1, -1), p, p, cu_seqlens=cu_seqlens)
-    with pytest.raises(ValueError, match="must rise from 0 to 10"):
+    with pytest.raises(ValueError, match="must increase from 0 to 10"):
         luna_pack(p, key[:, :10], value[:, :10], cu_seqlens=cu_seqlens)
     with pytest.raises(ValueError, match="max_seqlen is 6"):
         luna_unpack(x, p, p, cu_seqlens=cu_seqlens, max_seqlen=6)

@@ -8,10 +8,10 @@ from luna_mega.kernels import varlen
 from luna_mega.kernels.api import luna_pack
 
 WRONG = {
-    "starts after 0": ([1, 4, 10], 6, "must rise from 0 to 10"),
-    "ends before the last token": ([0, 4, 9], 6, "must rise from 0 to 10"),
-    "ends after the last token": ([0, 4, 11], 7, "must rise from 0 to 10"),
-    "falls": ([0, 12, 10], 12, "must rise from 0 to 10"),
+    "starts after 0": ([1, 4, 10], 6, "must increase from 0 to 10"),
+    "ends before the last token": ([0, 4, 9], 6, "must increase from 0 to 10"),
+    "ends after the last token": ([0, 4, 11], 7, "must increase from 0 to 10"),
+    "falls": ([0, 12, 10], 12, "must increase from 0 to 10"),
     "longer than max_seqlen": ([0, 4, 10], 5, "max_seqlen is 5, but a sequence has length 6"),
 }
 
@@ -22,7 +22,7 @@ def test_wrong_bounds(bounds, longest, message):
     bounds = torch.tensor(bounds)
     with pytest.raises(ValueError, match=message):
         varlen.check_cu_seqlens("an op", bounds, longest, 10)
-    with pytest.raises(RuntimeError, match="cu_seqlens must rise from 0 to the length, by at most max_seqlen"):
+    with pytest.raises(RuntimeError, match="cu_seqlens must increase from 0 to the length, by at most max_seqlen"):
         varlen._assert_on_device("an op", bounds, bounds.diff(), longest, 10)
 
 
@@ -36,7 +36,7 @@ def test_a_compiled_program_checks_its_bounds(triton_device):
     right = torch.tensor([0, 4, 10], device=triton_device)
     assert torch.equal(compiled(right), pack(right))
     if triton_device.type == "cpu":  # on a GPU the assertion ends the process
-        with pytest.raises(RuntimeError, match="luna_pack: cu_seqlens must rise from 0"):
+        with pytest.raises(RuntimeError, match="luna_pack: cu_seqlens must increase from 0"):
             compiled(torch.tensor([0, 4, 9]))
 
 

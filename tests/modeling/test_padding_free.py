@@ -195,7 +195,7 @@ def test_unsupported_padding_free_batches_raise():
             family.make("Model")(**two_rows, output_hidden_states=True)
         assert len(family.make("Model")(**batch, output_hidden_states=True).hidden_states) == 3
         wrong = torch.tensor([0, 5, 4], dtype=torch.int32)
-        with pytest.raises(ValueError, match="cu_seqlens must rise"):
+        with pytest.raises(ValueError, match="cu_seqlens must increase"):
             family.make("Model")(batch["input_ids"], cu_seq_lens_q=wrong)
     for model in (family.make(vocab_size=40) for family in decoders.FAMILIES.values()):
         with pytest.raises(ValueError, match="no cache"):
