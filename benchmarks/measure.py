@@ -33,7 +33,7 @@ def measure(case_name: str, variant: str, size: Size, device: str, dtype: str, t
 
 
 def parameters(case_name: str) -> dict[str, int]:
-    """Return the number of parameters of the model of every variant, that cost time."""
+    """Return the number of parameters of every variant that cost time."""
     case, device = CASES[case_name], torch.device("meta")
     with device:
         works = {name: case.make(name, device, torch.float32, case.quick[0]) for name in case.variants}

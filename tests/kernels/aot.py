@@ -158,7 +158,7 @@ def widen_budgets(rows: list[dict]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("ops", nargs="*", default=[], help=f"of {', '.join(OPS)}; all by default")
+    parser.add_argument("ops", nargs="*", default=[], help=f"ops (default: all): {', '.join(OPS)}")
     parser.add_argument("--arch", type=int, choices=TARGETS, action="append")
     parser.add_argument("--json", type=Path, help="file that the reports are written to")
     parser.add_argument("--budgets", action="store_true", help="raise limits in aot_budgets.csv to the reported values")
