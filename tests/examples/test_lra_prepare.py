@@ -111,7 +111,7 @@ def test_released_listops(prepare, script, tmp_path):
     assert row == {"source": "[MAX 2 [MIN 4 7 ] 0 ]", "label": 4}
     for harm, message in [
         (("] ", ""), "line 2: .* lost its brackets"),
-        (("\t4", "\t5"), "has the value 4, the file 5"),
+        (("\t4", "\t5"), "evaluates to 4, but Target is 5"),
     ]:
         (source / "basic_val.tsv").write_text(f"Source\tTarget\n{line.replace(*harm)}\n")
         with pytest.raises(SystemExit, match=message):
