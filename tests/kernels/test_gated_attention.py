@@ -435,7 +435,7 @@ def test_backend_choice():
         (lambda *x: x, {"offset": -1}, "offset must not be negative"),
         (lambda *x: x, {"dropout": 1.0}, "dropout must be in"),
         (lambda *x: x, {"cu_seqlens": torch.tensor([0, 9])}, "batch size 1"),
-        (lambda *x: (*(t[:1] for t in x[:3]), x[3]), {"cu_seqlens": torch.tensor([0, 8])}, "rise from 0 to 9"),
+        (lambda *x: (*(t[:1] for t in x[:3]), x[3]), {"cu_seqlens": torch.tensor([0, 8])}, "increase from 0 to 9"),
         (
             lambda *x: (*(t[:1] for t in x[:3]), x[3]),
             {"cu_seqlens": torch.tensor([0, 9]), "start": torch.tensor([0])},
