@@ -8,8 +8,8 @@ Lunas that pack a text into `length / 2` and `length / 4` rows (`half`, `quarter
 separately, with a classifier on the mean of the two vectors (`linear`), with a hidden layer on the vectors, their
 product and their difference (`mlp`), or after an attention layer (`attention`). The Lunas are conversions of the
 teacher, or `--trained`, an output of run_distill_embeddings.py. Prints one JSON line per method and seed: accuracy in
-percent, CPU seconds per training step, and increase of the peak memory in training in MiB (Linux). Compare the memory
-of methods only between runs of one method each, because a process keeps some of the memory of an earlier method.
+percent, CPU seconds per training step, and increase of the peak memory in training in MiB (Linux). Only compare the
+memory of the first method of a process, not after a conversion: memory that was used before is not counted.
 """
 
 import argparse
