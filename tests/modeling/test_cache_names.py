@@ -83,7 +83,7 @@ def test_models_without_a_cache(family, name):
     """Every class accepts both names, including subclasses whose `forward` passes them on."""
     cache = first_pass(make_plain(family.__name__.split(".")[-1]))[CACHE_NAME]
     for head in ("Model", "ForMaskedLM", "ForSequenceClassification"):
-        with pytest.raises(ValueError, match="need a decoder"):
+        with pytest.raises(ValueError, match="require a decoder"):
             family.make(head)(torch.full((2, 1), 5), **{name: cache})
 
 

@@ -35,7 +35,7 @@ family = pytest.mark.parametrize("family", FAMILIES, ids=["luna", "mega"])
         ({"attention_mask": torch.ones(2, 1, 9, 9)}, "attention_mask must have the shape"),
         ({"head_mask": torch.zeros(2, 9)}, "(Luna|Mega) models do not support head_mask; omit the argument"),
         ({"is_causal": True}, "(Luna|Mega) models do not support is_causal"),
-        ({"use_cache": True}, "need a decoder"),
+        ({"use_cache": True}, "require a decoder"),
     ],
 )
 def test_inputs(family, change, message):

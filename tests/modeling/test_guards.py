@@ -106,7 +106,7 @@ FORWARD = {
         lambda m: run(m, seq_idx=torch.tensor([[0, 0, 1, 1, 1]] * 2), use_cache=True),
     ),
     "states of an encoder": (
-        "(do not support|has no) .*encoder_hidden_states|encoder_hidden_states need a decoder",
+        "(do not support|has no) .*encoder_hidden_states|encoder_hidden_states require a decoder",
         lambda m: run(m, encoder_hidden_states=torch.randn(2, 4, 12)),
     ),
     "a cache with checkpoints": (

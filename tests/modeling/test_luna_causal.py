@@ -112,7 +112,7 @@ def test_errors_specific_to_decoders():
         model(ids, packed_mask=torch.ones(2, 6))
     with pytest.raises(ValueError, match="is_decoder=True"):
         LunaForCausalLM(LunaConfig())
-    with pytest.raises(ValueError, match="need a decoder"):
+    with pytest.raises(ValueError, match="require a decoder"):
         LunaForMaskedLM(LunaConfig(vocab_size=30))(ids, use_cache=True)
     with pytest.raises(StrictDataclassError, match="contextual_projection=True requires an encoder"):
         LunaConfig(is_decoder=True, contextual_projection=True)

@@ -173,7 +173,7 @@ def test_errors():
     context = {"packed_states": torch.zeros(2, 6, 24).double(), "encoder_hidden_states": torch.zeros(2, 9, 24).double()}
     with pytest.raises(ValueError, match=r"encoder_attention_mask must have the shape \[2, 9\]"):
         decoder(ids, **context, encoder_attention_mask=torch.ones(2, 5))
-    with pytest.raises(ValueError, match="need a decoder with add_cross_attention=True"):
+    with pytest.raises(ValueError, match="require a decoder with add_cross_attention=True"):
         model.get_encoder()(ids, encoder_hidden_states=context["encoder_hidden_states"])
 
 

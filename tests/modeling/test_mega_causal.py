@@ -116,5 +116,5 @@ def test_errors():
         model(ids, past_key_values=past, output_attentions=True)
     with pytest.raises(ValueError, match="is_decoder=True"):
         MegaForCausalLM(MegaConfig())
-    with pytest.raises(ValueError, match="need a decoder"):
+    with pytest.raises(ValueError, match="require a decoder"):
         MegaForMaskedLM(MegaConfig(vocab_size=30))(ids, use_cache=True)

@@ -104,7 +104,7 @@ def test_classes_and_configurations_that_do_not_fit():
     for cls in (MegaSeq2SeqModel, MegaForConditionalGeneration):
         with pytest.raises(ValueError, match="requires a MegaSeq2SeqConfig, got a MegaConfig"):
             cls(MegaConfig())
-    with pytest.raises(ValueError, match="encoder_hidden_states need a decoder"):
+    with pytest.raises(ValueError, match="encoder_hidden_states require a decoder"):
         MegaModel(config.encoder_config)(torch.tensor([[4]]), encoder_hidden_states=torch.zeros(1, 2, 12))
     decoder = MegaModel(config.decoder_config)
     with pytest.raises(ValueError, match=r"needs encoder_hidden_states \[B, S, d\]"):
