@@ -181,7 +181,7 @@ def check_source(model: Any, inputs: Any, states: torch.Tensor | None, mask: tor
     """Return whether the cache contains the encoder's output; raise `ValueError` for one that does not fit."""
     config = model.config
     if not config.add_cross_attention:
-        raise ValueError("encoder_hidden_states need a decoder with add_cross_attention=True; omit them")
+        raise ValueError("encoder_hidden_states require a decoder with add_cross_attention=True; omit them")
     cached = inputs.cross_cache is not None and inputs.cross_cache.layers[0].is_initialized
     if states is None and not cached:
         raise ValueError("a decoder with add_cross_attention=True needs encoder_hidden_states [B, S, d]")
