@@ -42,7 +42,7 @@ def test_luna(client):
     page = client("LunaForMaskedLM")
     scores = page.predict("a <mask> b", api_name="/score")
     assert scores["label"] and len(scores["confidences"]) > 1
-    with pytest.raises(Exception, match="must contain <mask> once"):
+    with pytest.raises(Exception, match="must contain <mask> exactly once"):
         page.predict("a b", api_name="/score")
     pack, unpack, *pictures, token = page.predict(TEXT, 2, 3, api_name="/show_rows")
     for marks in (pack, unpack, page.predict(TEXT, 1, 4, api_name="/show_token")):
