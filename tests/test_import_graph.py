@@ -64,7 +64,7 @@ LAYERS = {
 APART = {"luna_mega.modeling_luna", "luna_mega.modeling_mega", "luna_mega.modeling_megalodon"}
 OPTIONAL = {"triton", "onnx_ir", "onnxruntime", "lm_eval", "mteb", "sentence_transformers", "gradio", "pandas"}
 OPTIONAL |= {"argcomplete", "starlette", "timm", "pytorch_optimizer"}
-NEVER_IMPORTED = {"examples", "studies", "benchmarks", "tests"}
+NEVER_IMPORTED = {"examples", "benchmarks", "tests"}
 
 
 def setup() -> configparser.SectionProxy:

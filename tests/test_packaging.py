@@ -22,7 +22,7 @@ import luna_mega
 from tests.distributed.ranks import PATIENCE
 
 ROOT = Path(__file__).resolve().parent.parent
-SCRIPT_FOLDERS = ["requirements", "docs", "tests", "examples", "studies", "benchmarks"]
+SCRIPT_FOLDERS = ["requirements", "docs", "tests", "examples", "benchmarks"]
 
 # Runs in each installation; one process gathers all facts, because every start imports torch and transformers.
 PROBE = """

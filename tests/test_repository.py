@@ -67,7 +67,7 @@ def test_commands_of_workflows_exist(repo_root):
 
 def test_text_is_read_without_its_byte_order_mark(repo_root):
     """Editors on Windows start a file with U+FEFF, which plain UTF-8 keeps as part of the first word."""
-    folders = ["benchmarks", "convert", "examples", "kernels", "luna_mega", "studies", *repo_root.glob("modeling_*")]
+    folders = ["benchmarks", "convert", "examples", "kernels", "luna_mega", *repo_root.glob("modeling_*")]
     files = [file for folder in folders for file in (repo_root / folder).rglob("*.py")]
     reads = re.compile(r"\.read_text\((?:encoding=[^()]*)?\)|open\([^()\n]*encoding=[^()\n]*\)")
     found = {(file.name, call) for file in files for call in reads.findall(file.read_text(encoding="utf-8"))}

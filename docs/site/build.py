@@ -27,7 +27,6 @@ PAGES = [
     "LICENSE",
     "docs/**/*.*",
     "examples/**/README.md",
-    "studies/README.md",
 ]
 PAGES += ["kernels/*/README.md"]
 SOURCE_LINK = re.compile(r"\((?:\.\./)+([\w/]+(?:\.py)?)\)")

@@ -4,8 +4,8 @@ r"""Train Luna, Mega, or a Transformer with rotary positions on a task of Long R
         --dataset_path data/text --output_dir outputs/text
 
 `--dataset_path` is a folder of `prepare.py`, or another folder with the same columns; `--dataset_name` is such a
-dataset on the Hub. `studies/report.py lra` writes a table of several runs.
-All fields of TrainingArguments are options. A recipe contains defaults, which the command line overrides.
+dataset on the Hub. All fields of TrainingArguments are options. A recipe contains defaults, which the command line
+overrides.
 """
 
 import platform

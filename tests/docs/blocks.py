@@ -11,7 +11,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = sorted(f"docs/{page.name}" for page in (ROOT / "docs").glob("*.md"))
-PAGES = ["README.md", "examples/README.md", "examples/lra/README.md", "studies/README.md", *DOCS]
+PAGES = ["README.md", "examples/README.md", "examples/lra/README.md", *DOCS]
 LANGUAGES = {"python", "bash", "bibtex"}
 BLOCK = re.compile(
     r"^(?:<!-- not run: (?P<reason>[^\n]+?) -->\n+)?(?P<fence> *```)(?P<language>\w*)\n(?P<code>.*?)^(?P=fence)$",

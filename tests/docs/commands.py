@@ -53,7 +53,7 @@ def check_python(words: list[str]) -> None:
     if words[0] == "-m":
         if words[1] == "luna_mega.convert":
             check_luna_mega(["convert", *words[2:]])
-    elif words[0].startswith(("examples/", "studies/", "benchmarks/")):
+    elif words[0].startswith(("examples/", "benchmarks/")):
         main = entry(words[0])
         with only_parse():
             main(words[1:])

@@ -9,7 +9,6 @@ from tests.docs.blocks import ROOT, read
 # Tables of measurements with the commands that reproduce them, the notes on one operator, and the list of all changes.
 EXCEPTIONS = {
     "CHANGELOG.md",
-    "docs/distillation_results.md",
     "docs/performance.md",
     "docs/results.md",
     "kernels/moving_average/README.md",

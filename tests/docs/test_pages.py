@@ -1,4 +1,4 @@
-"""Every code block of README, docs, examples and studies runs offline on small data, or states why it does not."""
+"""Every code block of README, docs and examples runs offline on small data, or states why it does not."""
 
 import sys
 

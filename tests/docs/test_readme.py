@@ -10,7 +10,7 @@ from markdown_it import MarkdownIt
 from tests.docs.blocks import ROOT, read
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-FOLDERS = ("docs", "examples", "kernels", "studies", "tests")
+FOLDERS = ("docs", "examples", "kernels", "tests")
 TABLE_PAGES = sorted(
     page.relative_to(ROOT).as_posix()
     for page in [*ROOT.glob("*.md"), *(page for folder in FOLDERS for page in (ROOT / folder).rglob("*.md"))]

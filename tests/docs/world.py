@@ -91,8 +91,7 @@ def make_data(folder: Path) -> None:
 
 def make_files(folder: Path) -> None:
     """Recipes, one of which is made small, and the download of a checkpoint."""
-    for scripts in ("examples", "studies"):
-        shutil.copytree(ROOT / scripts / "recipes", folder / scripts / "recipes")
+    shutil.copytree(ROOT / "examples" / "recipes", folder / "examples" / "recipes")
     recipe = folder / "examples" / "recipes" / "clm" / "wikitext2_words_mega_adaptive.yaml"
     text = recipe.read_text()
     for long, short in TINY_RECIPE.items():

@@ -14,7 +14,7 @@ from luna_mega.training import speed
 from tests.examples.runs import QUIET
 
 ROOT = Path(__file__).resolve().parents[2]
-EXAMPLES, STUDIES = ROOT / "examples", ROOT / "studies"
+EXAMPLES = ROOT / "examples"
 
 
 @pytest.fixture(scope="session")
@@ -24,11 +24,10 @@ def examples_dir() -> Path:
 
 @pytest.fixture(scope="session")
 def script() -> Iterator[Callable[[str], ModuleType]]:
-    """Import a module of examples/ or studies/ as the interpreter does when it runs a script there."""
-    sys.path[:0] = [str(EXAMPLES), str(STUDIES)]
+    """Import a module of examples/ as the interpreter does when it runs a script there."""
+    sys.path.insert(0, str(EXAMPLES))
     yield importlib.import_module
-    for folder in (EXAMPLES, STUDIES):
-        sys.path.remove(str(folder))
+    sys.path.remove(str(EXAMPLES))
 
 
 @pytest.fixture

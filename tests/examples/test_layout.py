@@ -7,8 +7,8 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples"
-FILES = sorted([*EXAMPLES.rglob("*.py"), *(ROOT / "studies").rglob("*.py")])
-SCRIPTS = [*sorted(EXAMPLES.glob("run_*.py")), EXAMPLES / "lra" / "run_lra.py", ROOT / "studies" / "mlm_start.py"]
+FILES = sorted(EXAMPLES.rglob("*.py"))
+SCRIPTS = [*sorted(EXAMPLES.glob("run_*.py")), EXAMPLES / "lra" / "run_lra.py"]
 
 
 def parse(path: Path) -> ast.Module:

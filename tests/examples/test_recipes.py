@@ -14,8 +14,8 @@ from luna_mega.training.models import label_fields, make_config
 from luna_mega.training.tokenizers import train_joint_bpe, train_words
 
 ROOT = Path(__file__).resolve().parents[2]
-EXAMPLES, STUDIES = ROOT / "examples", ROOT / "studies"
-RECIPES = sorted([*(EXAMPLES / "recipes").rglob("*.yaml"), *(STUDIES / "recipes").rglob("*.yaml")])
+EXAMPLES = ROOT / "examples"
+RECIPES = sorted((EXAMPLES / "recipes").rglob("*.yaml"))
 
 
 class Parsed(NamedTuple):
@@ -113,11 +113,7 @@ def test_translation_model_of_a_recipe(recipe, parsed, script):
 
 @pytest.mark.parametrize(
     "path",
-    [
-        *sorted(EXAMPLES.glob("*.py")),
-        EXAMPLES / "lra" / "run_lra.py",
-        *sorted(STUDIES.glob("*.py")),
-    ],
+    [*sorted(EXAMPLES.glob("*.py")), EXAMPLES / "lra" / "run_lra.py"],
     ids=lambda path: path.stem,
 )
 def test_script_answers_help(path, script, monkeypatch, capsys):

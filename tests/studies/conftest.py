@@ -1,1 +1,0 @@
-from tests.examples.conftest import call, offline, script  # noqa: F401  (fixtures)
