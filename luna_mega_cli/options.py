@@ -19,7 +19,7 @@ Run = Callable[[argparse.Namespace], int | None]
 Check = Callable[[argparse.Namespace], str | None]
 
 _PATHS = {"checkpoint", "folder", "path", "a", "b", "inputs", "dict", "bpe", "output", "space", "teacher", "texts"}
-_WORDS = {"head", "license", "host", "key", "mteb"}
+_WORDS = {"head", "license", "host", "key"}
 
 
 class _Help(argparse.HelpFormatter):

@@ -17,7 +17,7 @@ from luna_mega import cli
 from luna_mega.convert import ConversionError, convert_checkpoint
 from luna_mega.convert.exporter import export_checkpoint
 
-COMMANDS = ("convert", "export", "distill", "verify", "info", "bundle", "onnx", "eval", "demo", "serve")
+COMMANDS = ("convert", "export", "distill", "verify", "info", "bundle", "onnx", "demo", "serve")
 
 
 def replace(monkeypatch, name, function):
@@ -110,7 +110,7 @@ def encoder(tmp_path):
 
 
 def test_reports_as_json(encoder, tmp_path, capsys):
-    """Reports of convert, export, onnx and eval are tested with these commands' formats and packages."""
+    """Reports of convert, export and onnx are tested with these commands' formats and packages."""
     found = {}
     for argv in (["info", encoder], ["verify", encoder, encoder], ["bundle", encoder, "--output", tmp_path / "bundle"]):
         status, output = run([*map(str, argv), "--json"], capsys)
@@ -138,7 +138,6 @@ def test_reports_as_json(encoder, tmp_path, capsys):
         (["bundle", "TEXT"], "is a file; use a model folder"),
         (["bundle", "ROBERTA"], "model_type 'roberta' is not supported; expected 'luna', "),
         (["demo", "TEXT"], "is a file; use a model folder"),
-        (["eval", "TEXT"], "is a file; use a model folder"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else None,
 )

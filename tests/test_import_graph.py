@@ -28,15 +28,7 @@ LAYERS = {
     "luna_mega": {"packaging", "transformers"},
     "luna_mega.hub": {"huggingface_hub", "safetensors", "torch", "transformers"},
     "luna_mega.convert": {"huggingface_hub", "numpy", "safetensors", "tokenizers", "torch", "tqdm", "transformers"},
-    "luna_mega.inspection": {
-        "lm_eval",
-        "mteb",
-        "safetensors",
-        "sentence_transformers",
-        "torch",
-        "tqdm",
-        "transformers",
-    },  # fmt: skip
+    "luna_mega.inspection": {"safetensors", "torch", "tqdm", "transformers"},
     "luna_mega.training": {
         "accelerate",
         "datasets",
@@ -62,7 +54,7 @@ LAYERS = {
     "luna_mega.cli": set(),
 }
 APART = {"luna_mega.modeling_luna", "luna_mega.modeling_mega", "luna_mega.modeling_megalodon"}
-OPTIONAL = {"triton", "onnx_ir", "onnxruntime", "lm_eval", "mteb", "sentence_transformers", "gradio", "pandas"}
+OPTIONAL = {"triton", "onnx_ir", "onnxruntime", "gradio", "pandas"}
 OPTIONAL |= {"argcomplete", "starlette", "timm", "pytorch_optimizer"}
 NEVER_IMPORTED = {"examples", "benchmarks", "tests"}
 

@@ -1,6 +1,6 @@
 """Documents of the lm-eval task `passkey`: a number hidden in filler sentences, and a question for it at the end.
 
-lm-eval calls `documents` with the arguments of the model and the values of `--metadata`.
+lm-eval calls `documents` with the `metadata` of the task manager, which includes the arguments of the model.
 """
 
 import random
@@ -43,8 +43,8 @@ def documents(
     limit = max_length or getattr(AutoConfig.from_pretrained(pretrained), "max_position_embeddings", 2048)
     if (longest := max(max_seq_lengths)) > limit:
         raise ValueError(
-            f"passkey of {longest} tokens exceeds the maximum length {limit}: add --model_args max_length={longest} if "
-            f"the model supports any length, or --metadata max_seq_lengths=[{limit}]"
+            f"passkey of {longest} tokens exceeds the maximum length {limit}: set max_length={longest} in "
+            f"model_args and metadata if the model supports any length, or max_seq_lengths=[{limit}] in metadata"
         )
     encoder = AutoTokenizer.from_pretrained(tokenizer or pretrained)
     rows = []

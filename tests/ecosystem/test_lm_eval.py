@@ -1,4 +1,4 @@
-"""lm-eval loads causal folders, through its Python interface and `luna-mega eval`."""
+"""lm-eval evaluates folders of causal language models."""
 
 import functools
 import json
@@ -16,7 +16,6 @@ from lm_eval import simple_evaluate
 from lm_eval.tasks import TaskManager
 
 import luna_mega
-from luna_mega import cli
 
 SPECIAL = ["<s>", "<pad>", "</s>", "<unk>"]
 SIZES = {"vocab_size": len(SPECIAL) + 256, "hidden_size": 16, "num_hidden_layers": 2, "intermediate_size": 24}
@@ -34,7 +33,8 @@ ROWS = [
     {"text": "Nothing", "choices": [" else", " more"], "label": 1},
 ]
 TASKS = {
-    "choice": 'output_type: multiple_choice\ndoc_to_choice: choices\ndoc_to_target: label\ndoc_to_text: "{{text}}"',
+    "choice": 'output_type: multiple_choice\ndoc_to_choice: choices\ndoc_to_target: label\ndoc_to_text: "{{text}}"\n'
+    'target_delimiter: ""',
     "rolling": 'output_type: loglikelihood_rolling\ndoc_to_text: ""\ndoc_to_target: "{{text}}"\n'
     "metric_list:\n  - metric: byte_perplexity",
     "writing": 'output_type: generate_until\ndoc_to_text: "{{text}}"\ndoc_to_target: "{{choices[label]}}"\n'
@@ -100,103 +100,39 @@ def without_its_own_tasks(monkeypatch):
     monkeypatch.setattr(logging, "raiseExceptions", False)
 
 
-def run(*arguments):
-    """The exit status of `luna-mega eval`."""
-    try:
-        return cli.main(["eval", *map(str, arguments)])
-    except SystemExit as stop:
-        return stop.code
+def evaluate(folder, manager, names, **options):
+    """Return the results of `simple_evaluate` on a CPU."""
+    arguments = {"pretrained": str(folder), "dtype": "float32"}
+    options |= {"task_manager": manager, "device": "cpu", "bootstrap_iters": 0}
+    return simple_evaluate(model="hf", model_args=arguments, tasks=names, **options)
 
 
-def test_all_task_types_are_independent_of_the_batch_size(folder, tasks):
+@pytest.mark.parametrize("batch_size", [1, 4])
+def test_results_match_the_model(folder, tasks, tokenizer, batch_size):
+    """Log-likelihoods of choices, rolling log-likelihoods and generation do not depend on the batch size."""
     manager = TaskManager(include_path=str(tasks))
-    found = []
-    for batch_size in (1, 4):
-        found.append(
-            simple_evaluate(
-                model="hf",
-                model_args={"pretrained": str(folder), "dtype": "float32"},
-                tasks=list(TASKS),
-                task_manager=manager,
-                batch_size=batch_size,
-                device="cpu",
-                bootstrap_iters=0,
-            )
-        )
-    one, four = ({name: [row["resps"] for row in rows] for name, rows in each["samples"].items()} for each in found)
-    assert one.keys() == TASKS.keys() and all(len(rows) == len(ROWS) for rows in one.values())
-    assert one["writing"] == four["writing"] and all(isinstance(text, str) for [[text]] in one["writing"])
-    for name in ("choice", "rolling"):
-        for ours, theirs in zip(one[name], four[name], strict=True):
-            scores = ([resp[0][0] if name == "choice" else resp[0] for resp in rows] for rows in (ours, theirs))
-            assert next(scores) == pytest.approx(next(scores), rel=1e-5)
-
-
-def test_scores_match_the_model(folder, tasks, tokenizer):
-    found = simple_evaluate(
-        model="hf",
-        model_args={"pretrained": str(folder), "dtype": "float32"},
-        tasks=["rolling"],
-        task_manager=TaskManager(include_path=str(tasks)),
-        device="cpu",
-        bootstrap_iters=0,
-    )
+    samples = evaluate(folder, manager, list(TASKS), batch_size=batch_size)["samples"]
+    found = {name: {row["doc"]["text"]: row["resps"] for row in rows} for name, rows in samples.items()}
     model = load(folder)
-    for row in found["samples"]["rolling"]:
-        ids = tokenizer(row["doc"]["text"], return_tensors="pt").input_ids
-        ids = torch.cat([torch.tensor([[tokenizer.bos_token_id]]), ids], dim=1)  # lm-eval puts it before a text
-        with torch.no_grad():
-            expected = -model(ids, labels=ids).loss * (ids.shape[1] - 1)
-        assert row["resps"][0][0] == pytest.approx(expected.item(), rel=1e-5)
 
+    def encode(text):
+        return tokenizer(text, return_tensors="pt").input_ids
 
-def test_command_line(folder, tasks, tmp_path, capsys):
-    before = list(sys.argv)
-    options = ["--include_path", tasks, "--device", "cpu", "--batch_size", 2, "--limit", 3]
-    options += ["--model_args", "dtype=float32", "--output_path", tmp_path]
-    assert run(folder, "--tasks", "choice,writing", *options) == 0
-    assert sys.argv == before
-    output = capsys.readouterr().out
-    assert "|choice " in output and "exact_match" in output and "limit: 3.0" in output
-    [written] = tmp_path.rglob("results_*.json")
-    written = json.loads(written.read_text())
-    assert written["config"]["model_args"] == {"pretrained": str(folder), "dtype": "float32"}
-    assert written["config"]["model_num_parameters"] > 0
+    def log_likelihood(context, ids):
+        ids = torch.cat([context, ids], dim=1)
+        labels = ids.masked_fill(torch.arange(ids.shape[1]) < context.shape[1], -100)
+        return -model(ids, labels=labels).loss.item() * (ids.shape[1] - context.shape[1])
 
-
-def test_results_as_json(folder, tasks, tmp_path, capsys):
-    options = ["--tasks", "choice", "--include_path", tasks, "--device", "cpu", "--limit", 3]
-    assert run("--json", folder, *options) == 0
-    output = capsys.readouterr()
-    assert json.loads(output.out)["results"].keys() == {"choice"} and "|choice" in output.err
-    assert run("--json", folder, *options, "--output_path", tmp_path) == 1
-
-
-def test_invalid_inputs_raise(folder, tasks, tmp_path, capsys, monkeypatch):
-    def error(*arguments):
-        assert run(*arguments) == 1
-        line = capsys.readouterr().err.strip().splitlines()
-        assert not any("Traceback" in text for text in line)
-        assert sum(text.startswith("luna-mega eval: error: ") for text in line) == 1
-        return line[-1]
-
-    include = ["--include_path", tasks, "--device", "cpu"]
-    assert "nowhere: no such folder" in error(tmp_path / "nowhere", "--tasks", "choice")
-    missing = tmp_path / "missing.yaml"
-    assert f"Tasks not found: {missing}" in error(folder, "--tasks", missing, *include)
-    assert "Tasks not found: nothing" in error(folder, "--tasks", "nothing", *include)
-    assert "No tasks specified" in error(folder)
-    assert "Tasks not found: choice" in error(folder, "--tasks", "choice", "--include_path", tmp_path / "no folder")
-    assert run(folder, "--tasks", "choice", "--no_such_option") == 2
-    capsys.readouterr()
-    bare = tmp_path / "bare"
-    save("mega", bare)
-    assert "tokenizer" in error(bare, "--tasks", "choice", *include)
-    encoder = tmp_path / "encoder"
-    save("luna", encoder, "ForMaskedLM", is_decoder=False)
-    assert "contains a LunaForMaskedLM; lm-eval requires a causal" in error(encoder, "--tasks", "choice", *include)
-    monkeypatch.setitem(sys.modules, "lm_eval.__main__", None)
-    assert "`pip install '.[eval]'`" in error(folder, "--tasks", "choice", *include)
+    with torch.no_grad():
+        for row in ROWS:
+            prompt = encode(row["text"])
+            choices = [log_likelihood(prompt, encode(choice)) for choice in row["choices"]]
+            assert [resp[0][0] for resp in found["choice"][row["text"]]] == pytest.approx(choices, rel=1e-5)
+            start = torch.tensor([[tokenizer.bos_token_id]])  # lm-eval prepends it
+            assert found["rolling"][row["text"]][0][0] == pytest.approx(log_likelihood(start, prompt), rel=1e-5)
+            new = model.generate(prompt, max_new_tokens=7, do_sample=False, pad_token_id=1)[0, prompt.shape[1] :]
+            text = tokenizer.decode(new, skip_special_tokens=True)
+            assert found["writing"][row["text"]] == [[text.partition("\n")[0]]]
 
 
 @pytest.fixture
@@ -237,10 +173,8 @@ def test_state_size_does_not_depend_on_the_length(folder, tokenizer, passkey):
     assert max(found[4096]) <= max(found[1024])
 
 
-def test_the_passkey_task_by_the_command_line(folder, repo_root, capsys):
-    options = ["--tasks", "passkey", "--include_path", repo_root / "examples" / "passkey", "--device", "cpu"]
-    short = ["--metadata", "max_seq_lengths=[1024]", "num_samples=1"]
-    assert run(folder, *options, *short, "--model_args", "max_length=1024") == 0
-    assert "|passkey|" in (table := capsys.readouterr().out) and "1024" in table
-    assert run(folder, *options) == 1
-    assert "add --model_args max_length=65536" in capsys.readouterr().err.splitlines()[-1]
+def test_passkey_task(folder, repo_root):
+    metadata = {"pretrained": str(folder), "max_length": 1024, "max_seq_lengths": [1024], "num_samples": 1}
+    manager = TaskManager(include_path=str(repo_root / "examples" / "passkey"), metadata=metadata)
+    results = evaluate(folder, manager, ["passkey"])["results"]["passkey"]
+    assert results["1024,none"] == 0 and results["4096,none"] == -1

@@ -104,7 +104,7 @@ INDEXES = [
 ]  # fmt: skip
 COMMANDS = [
     ["info", "MODEL"], ["verify", "MODEL", "MODEL"], ["bundle", "MODEL"], ["export", "MODEL", "--output", "NEW"],
-    ["bundle", "MODEL", "--output", "NEW"], ["eval", "MODEL"],
+    ["bundle", "MODEL", "--output", "NEW"],
 ]  # fmt: skip
 
 
@@ -230,7 +230,7 @@ WORDS = ["a\0b", "\udcff", "\ud800"]
     "argv",
     [
         ["info", "WORD"], ["verify", "MODEL", "WORD"], ["verify", "MODEL", "MODEL", "--text", "WORD"],
-        ["verify", "MODEL", "MODEL", "--inputs", "WORD"], ["bundle", "WORD"], ["eval", "MODEL", "WORD"],
+        ["verify", "MODEL", "MODEL", "--inputs", "WORD"], ["bundle", "WORD"],
         ["demo", "WORD"], ["onnx", "WORD", "--output", "NEW"], ["export", "MODEL", "--output", "NEW", "--head", "WORD"],
         ["convert", "WORD", "--output", "NEW"], ["convert", "x", "--output", "NEW", "--bpe", "WORD"],
     ],
