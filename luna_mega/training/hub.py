@@ -29,13 +29,6 @@ def check_login() -> None:
         HfApi().whoami()
 
 
-def push_folder(name: str, folder: Path) -> None:
-    """Upload a folder without its checkpoints to the repository `name`, which is created if it does not exist."""
-    with explain_push(name, folder):
-        repository = HfApi().create_repo(name, exist_ok=True).repo_id
-        HfApi().upload_folder(repo_id=repository, folder_path=folder, ignore_patterns="checkpoint-*")
-
-
 def explain_push(name: str, folder: Path) -> AbstractContextManager:
     """Return a context that exits with a one-line message if the push of `folder` to the repository `name` fails."""
     again = f'hf upload {name} {folder} . --exclude "checkpoint-*"'

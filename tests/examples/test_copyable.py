@@ -63,15 +63,6 @@ OPTIONS = {
         *("--teacher", save_encoder(to.with_name("teacher")), "--projection_lengths", 2, 4, "--projection_length", 4),
         *("--dataset_path", lines(to, "text")),
     ],
-    "run_mlm_accelerate": lambda to: [
-        *LUNA,
-        "--block_size",
-        16,
-        "--batch_size",
-        4,
-        "--dataset_path",
-        lines(to, "text"),
-    ],
 }
 
 
@@ -102,14 +93,12 @@ def test_a_copied_script_trains(path, copied, tmp_path, request):
     if path.stem == "run_distill":
         config = RobertaConfig(**SIZES, max_position_embeddings=34)
         options += ["--teacher", request.getfixturevalue("make_teacher")(RobertaForMaskedLM, config)]
-    loop = path.stem == "run_mlm_accelerate"
-    options += ["--use_cpu", "true"] if loop else [*QUIET, "--do_train", "--do_eval", "--save_strategy", "no"]
+    options += [*QUIET, "--do_train", "--do_eval", "--save_strategy", "no"]
     results = copied(path).main([str(option) for option in options])
     assert json.loads(Path("out", "all_results.json").read_text()) == results and results["steps"] == 2
     assert Path("out", "model.safetensors").is_file()
-    if not loop:
-        assert results["train_loss"] > 0 and results["eval_loss"] > 0 and results["train_runtime"] > 0
-        assert f"python {path.name} " in Path("out", "README.md").read_text()
+    assert results["train_loss"] > 0 and results["eval_loss"] > 0 and results["train_runtime"] > 0
+    assert f"python {path.name} " in Path("out", "README.md").read_text()
 
 
 @pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.stem)

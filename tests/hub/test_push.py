@@ -80,18 +80,6 @@ def test_demo(hub, client, tmp_path, examples):
     assert "python digits_demo.py --model_type mega" in files["README.md"].decode()
 
 
-def test_loop_without_trainer(hub, client, tmp_path, examples):
-    (tmp_path / "text").mkdir()
-    (tmp_path / "text" / "train.txt").write_text("the cat sat on the mat\n" * 40)
-    options = ["--dataset_path", str(tmp_path / "text"), "--output_dir", str(tmp_path / "out"), "--use_cpu", "true"]
-    options += ["--config_overrides", "hidden_size=16,num_hidden_layers=1,num_attention_heads=2,intermediate_size=16"]
-    options += ["--vocab_size", "280", "--block_size", "16", "--batch_size", "2", "--max_steps", "2"]
-    client(on_client.run_example, examples, "run_mlm_accelerate", [*options, "--push_to_hub", REPOSITORY])
-    files = hub.repositories[REPOSITORY].files
-    assert {"model.safetensors", "config.json", "tokenizer.json"} <= set(files)
-    assert not any(name.startswith("checkpoint") for name in files)
-
-
 def test_training_script_whose_push_fails(hub, client, folder, tmp_path, examples):
     output = tmp_path / "trained"
     hub.fail("POST .*/commit/main", 500)
