@@ -39,7 +39,7 @@ test-newest: ## run the fast tests with the newest versions of all dependencies 
 
 test-ecosystem: ## run the tests with PEFT, TRL, sentence-transformers and other tools, in an environment of their own
 	$(MAKE) test VENV=.venv-ecosystem CONSTRAINTS=requirements/ci-ecosystem.txt EXTRAS=$(EXTRAS),ecosystem MARK= \
-	    TESTS="tests/ecosystem tests/demo tests/test_cli.py"
+	    TESTS="tests/ecosystem tests/test_cli.py"
 
 test-serving: ## run the tests of serving, with vLLM's own wheel on a CPU, in an environment of their own
 	test -x .venv-serving/bin/python || $(PYTHON) -m venv .venv-serving

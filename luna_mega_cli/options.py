@@ -18,7 +18,7 @@ Commands = Any  # the action that `ArgumentParser.add_subparsers` returns, whose
 Run = Callable[[argparse.Namespace], int | None]
 Check = Callable[[argparse.Namespace], str | None]
 
-_PATHS = {"checkpoint", "folder", "path", "a", "b", "inputs", "dict", "bpe", "output", "space", "teacher", "texts"}
+_PATHS = {"checkpoint", "folder", "path", "a", "b", "inputs", "dict", "bpe", "output", "teacher", "texts"}
 _WORDS = {"head", "license", "host", "key"}
 
 

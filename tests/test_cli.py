@@ -17,7 +17,7 @@ from luna_mega import cli
 from luna_mega.convert import ConversionError, convert_checkpoint
 from luna_mega.convert.exporter import export_checkpoint
 
-COMMANDS = ("convert", "export", "distill", "verify", "info", "bundle", "onnx", "demo", "serve")
+COMMANDS = ("convert", "export", "distill", "verify", "info", "bundle", "onnx", "serve")
 
 
 def replace(monkeypatch, name, function):
@@ -137,12 +137,10 @@ def test_reports_as_json(encoder, tmp_path, capsys):
         (["info", "ROBERTA"], "model_type 'roberta' is not supported; expected 'luna', "),
         (["bundle", "TEXT"], "is a file; use a model folder"),
         (["bundle", "ROBERTA"], "model_type 'roberta' is not supported; expected 'luna', "),
-        (["demo", "TEXT"], "is a file; use a model folder"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else None,
 )
 def test_common_beginner_mistakes(argv, answer, encoder, tmp_path, capsys):
-    pytest.importorskip("gradio", reason="gradio is not installed") if argv[0] == "demo" else None
     (tmp_path / "notes.txt").write_text("no checkpoint")
     for name in ("empty", "roberta"):
         (tmp_path / name).mkdir()
@@ -191,9 +189,6 @@ def test_version_option(capsys):
         ),
         (["verify", "a", "b", "--seed", "9" * 30], "must be an integer of at most 64 bits, got 999"),
         (["verify", "a", "b", "--batch", "9" * 9999], "must be an integer from 1 to 2^31 - 1"),
-        (["demo", "a", "--port", "65536"], "argument --port: must be an integer from 1 to 65535, got 65536"),
-        (["demo", "a", "--space", "b", "--port", "80"], "--host and --port have no effect with --space"),
-        (["demo", "a", "--json"], "--json applies to --space only"),
         (["info", "x", "--len\x1b[31m"], r"--len\x1b[31m"),
         (["convert", "x", "--output", "y", "--dtype", "int8"], "invalid choice: 'int8'"),
     ],

@@ -46,7 +46,6 @@ LAYERS = {
         "yaml",
     },
     "luna_mega.distillation": {"huggingface_hub", "torch", "transformers", "yaml"},
-    "luna_mega.demo": {"gradio", "huggingface_hub", "pandas", "torch", "transformers"},
     "luna_mega.serving": {"jinja2", "starlette", "torch", "transformers", "uvicorn", "vllm"},
     "luna_mega.onnx": {"onnx_ir", "onnxruntime", "torch", "tqdm", "transformers"},
     "luna_mega_cli": {"argcomplete", "torch", "transformers"},
@@ -54,7 +53,7 @@ LAYERS = {
     "luna_mega.cli": set(),
 }
 APART = {"luna_mega.modeling_luna", "luna_mega.modeling_mega", "luna_mega.modeling_megalodon"}
-OPTIONAL = {"triton", "onnx_ir", "onnxruntime", "gradio", "pandas"}
+OPTIONAL = {"triton", "onnx_ir", "onnxruntime"}
 OPTIONAL |= {"argcomplete", "starlette", "timm", "pytorch_optimizer"}
 NEVER_IMPORTED = {"examples", "benchmarks", "tests"}
 

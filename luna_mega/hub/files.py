@@ -1,4 +1,4 @@
-"""Files that belong to a model folder, and their copies (`luna-mega bundle`, `luna-mega demo --space`)."""
+"""Files that belong to a model folder, and their copies (`luna-mega bundle`)."""
 
 import re
 import shutil

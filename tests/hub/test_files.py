@@ -231,7 +231,7 @@ WORDS = ["a\0b", "\udcff", "\ud800"]
     [
         ["info", "WORD"], ["verify", "MODEL", "WORD"], ["verify", "MODEL", "MODEL", "--text", "WORD"],
         ["verify", "MODEL", "MODEL", "--inputs", "WORD"], ["bundle", "WORD"],
-        ["demo", "WORD"], ["onnx", "WORD", "--output", "NEW"], ["export", "MODEL", "--output", "NEW", "--head", "WORD"],
+        ["onnx", "WORD", "--output", "NEW"], ["export", "MODEL", "--output", "NEW", "--head", "WORD"],
         ["convert", "WORD", "--output", "NEW"], ["convert", "x", "--output", "NEW", "--bpe", "WORD"],
     ],
     ids=" ".join,
