@@ -13,7 +13,6 @@ from transformers.utils import logging
 
 import luna_mega
 import luna_mega_cli
-from luna_mega import cli
 from luna_mega.convert import ConversionError, convert_checkpoint
 from luna_mega.convert.exporter import export_checkpoint
 
@@ -27,7 +26,7 @@ def replace(monkeypatch, name, function):
 
 def run(argv, capsys):
     try:
-        status = cli.main(argv)
+        status = luna_mega_cli.main(argv)
     except SystemExit as stop:
         status = stop.code
     return status, capsys.readouterr()
@@ -202,7 +201,12 @@ def test_wrong_usage_exits_with_2(argv, named, capsys):
 def test_command_receives_its_options_and_returns_its_status(monkeypatch):
     received = []
     replace(monkeypatch, "convert", lambda options: received.append(vars(options)) or 1)
-    assert cli.main(["convert", "--head", "mnli", "model.pt", "--output", "x", "--dict", "a", "b", "--dict", "c"]) == 1
+    assert (
+        luna_mega_cli.main(
+            ["convert", "--head", "mnli", "model.pt", "--output", "x", "--dict", "a", "b", "--dict", "c"]
+        )
+        == 1
+    )
     expected = {"checkpoint": "model.pt", "head": "mnli", "output": "x", "dict": ["a", "b", "c"], "dtype": None}
     assert expected.items() <= received[0].items()
 

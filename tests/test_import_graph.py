@@ -50,7 +50,6 @@ LAYERS = {
     "luna_mega.onnx": {"onnx_ir", "onnxruntime", "torch", "tqdm", "transformers"},
     "luna_mega_cli": {"argcomplete", "torch", "transformers"},
     "luna_mega.convert.__main__": set(),
-    "luna_mega.cli": set(),
 }
 APART = {"luna_mega.modeling_luna", "luna_mega.modeling_mega", "luna_mega.modeling_megalodon"}
 OPTIONAL = {"triton", "onnx_ir", "onnxruntime"}
@@ -238,8 +237,7 @@ def test_no_postponed_annotations():
         ("luna_mega.convert.importer", "import fairseq.models"),
         ("luna_mega.convert.importer", "import tests.helpers"),
         ("luna_mega.convert.importer", "from luna_mega.inspection.info import describe"),
-        ("luna_mega.convert.importer", "from luna_mega import cli"),
-        ("luna_mega.inspection.info", "from luna_mega.cli import main"),
+        ("luna_mega.inspection.info", "from luna_mega_cli import main"),
     ],
 )
 def test_invalid_import_is_detected(module, line):

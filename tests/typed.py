@@ -5,7 +5,7 @@ from typing import assert_type
 import torch
 
 import luna_mega
-import luna_mega.cli
+import luna_mega_cli
 from luna_mega import LunaConfig, LunaForMaskedLM, MegaConfig, MegaForCausalLM
 from luna_mega.convert import convert_checkpoint
 from luna_mega.convert.report import Report
@@ -52,4 +52,4 @@ def tools() -> None:
     assert_type(describe("folder").heads, list[str])
     assert_type(describe("folder"), Info)
     assert_type(bundle("folder"), list[str])
-    assert_type(luna_mega.cli.main(["info", "folder"]), int)
+    assert_type(luna_mega_cli.main(["info", "folder"]), int)

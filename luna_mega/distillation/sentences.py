@@ -11,6 +11,7 @@ from torch.nn import functional
 from transformers.utils import cached_file
 
 from luna_mega.errors import shown
+from luna_mega.hub.folder import read_json
 
 _MODES = ("cls", "max", "mean", "mean_sqrt_len_tokens", "weightedmean", "lasttoken")
 _LEGACY = {
@@ -171,13 +172,6 @@ def _find(name: str, path: str) -> Path | None:
 
 
 def _read(name: str, path: str, kind: type = dict) -> Any:
-    """Return the content of a JSON file, which must be of a type; None if there is no file."""
-    if (file := _find(name, path)) is None:
-        return None
-    try:
-        content = json.loads(file.read_text(encoding="utf-8-sig"))
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{name}: {path} is not valid JSON ({error}); repair it") from error
-    if not isinstance(content, kind):
-        raise ValueError(f"{name}: {path} contains a {type(content).__name__} instead of a {kind.__name__}; repair it")
-    return content
+    """Return the content of a JSON file, or None if there is no file."""
+    file = _find(name, path)
+    return None if file is None else read_json(file, kind)

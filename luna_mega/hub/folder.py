@@ -217,12 +217,12 @@ def open_weights(file: Path) -> safe_open:
         raise ConversionError(f"{file}: damaged or truncated ({error}); copy or download it again") from error
 
 
-def read_json(file: Path) -> dict[str, Any]:
-    """Return the object in a JSON file; raise an error if there is none."""
+def read_json(file: Path, kind: type = dict) -> Any:
+    """Return the content of a JSON file; raise an error unless it is an object or, if `kind` is `list`, an array."""
     try:
         content = json.loads(file.read_text(encoding="utf-8-sig"))
     except (ValueError, RecursionError) as error:
-        raise ConversionError(f"{file}: not JSON ({error})") from error
-    if not isinstance(content, dict):
-        raise ConversionError(f"{file}: not a JSON object")
+        raise ConversionError(f"{file}: not JSON ({error}); repair it") from error
+    if not isinstance(content, kind):
+        raise ConversionError(f"{file}: not a JSON {'object' if kind is dict else 'array'}; repair it")
     return content

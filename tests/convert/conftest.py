@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from luna_mega.cli import main
+from luna_mega_cli import main
 from tests.convert import luna
 
 

@@ -7,8 +7,8 @@ import torch
 import transformers
 
 import luna_mega
-from luna_mega.cli import main
 from luna_mega.convert import convert_checkpoint, export_checkpoint
+from luna_mega_cli import main
 
 
 def load(folder, model_class=None):

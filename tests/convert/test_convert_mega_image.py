@@ -8,8 +8,8 @@ import torch
 from transformers import AutoConfig, AutoModelForImageClassification
 
 from luna_mega import MegaConfig, MegaForImageClassification
-from luna_mega.cli import main
 from luna_mega.inspection.verify import compare
+from luna_mega_cli import main
 from tests.convert.mega import FFN, LAYERS, WIDTH, layer, linear, norm
 
 PATCH, SIDE, CLASSES, HIDDEN = 4, 3, 5, 6

@@ -5,10 +5,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from luna_mega import LunaConfig, LunaForMaskedLM, LunaForSequenceClassification
-from luna_mega.cli import main
 from luna_mega.convert import ConversionError, convert_checkpoint, exporter as export
 from luna_mega.convert.exporter import export_checkpoint
 from luna_mega.convert.safe_load.reader import read_checkpoint
+from luna_mega_cli import main
 from tests.convert.exports import edit, fails
 
 

@@ -7,8 +7,8 @@ import torch
 from transformers import AutoModelForMaskedLM, AutoModelForMultipleChoice, AutoModelForSequenceClassification
 
 from luna_mega import LunaForSequencePairClassification
-from luna_mega.cli import main
 from luna_mega.convert.safe_load.reader import read_checkpoint
+from luna_mega_cli import main
 
 CLASSES = {
     "LunaForMaskedLM": AutoModelForMaskedLM,

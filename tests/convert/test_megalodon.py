@@ -9,10 +9,10 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
 from luna_mega import MegalodonConfig, MegalodonForCausalLM, MegalodonForSequenceClassification
-from luna_mega.cli import main
 from luna_mega.convert import convert_checkpoint, export_checkpoint
 from luna_mega.inspection.info import describe
 from luna_mega.inspection.verify import compare
+from luna_mega_cli import main
 from tests.convert.exports import edit, fails, identical, load, save
 from tests.convert.megalodon import MODEL, PIECES, folder, pieces, state
 

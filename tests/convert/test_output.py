@@ -7,7 +7,7 @@ import sys
 import pytest
 from huggingface_hub import ModelCard
 
-from luna_mega import cli
+import luna_mega_cli
 from luna_mega.convert import ConversionError, convert_checkpoint, importer
 from luna_mega.hub.output import temporary_folder
 from tests.marks import slow_but
@@ -56,14 +56,14 @@ def test_failed_write_leaves_no_files(convert, make, monkeypatch, error, there):
 
 STOPPED_HALFWAY = """
 import os, signal, sys
-from luna_mega import cli
+import luna_mega_cli
 from luna_mega.convert import importer
 
 def stop(report, folder):
     os.kill(os.getpid(), getattr(signal, sys.argv[1]))
 
 importer.Report.save = stop
-sys.exit(cli.main(sys.argv[2:]))
+sys.exit(luna_mega_cli.main(sys.argv[2:]))
 """
 
 
@@ -102,7 +102,7 @@ def test_full_disk(convert, make):
     convert.save(make.bert())
     resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limits[1]))
     try:
-        status = cli.main(["convert", str(convert.file), "--output", str(convert.output)])
+        status = luna_mega_cli.main(["convert", str(convert.file), "--output", str(convert.output)])
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert status == 1
@@ -199,7 +199,7 @@ def test_multi_line_name_raises(convert, make):
 @pytest.mark.parametrize("argv", [[], ["model.pt"], ["--output", "x"], ["model.pt", "--output", "x", "--vocab", "y"]])
 def test_usage_errors_exit_with_2(argv, capsys):
     with pytest.raises(SystemExit) as exit_:
-        cli.main(["convert", *argv])
+        luna_mega_cli.main(["convert", *argv])
     assert exit_.value.code == 2
 
 
@@ -219,9 +219,9 @@ def test_module_and_console_command_agree(convert, make, repo_root):
     command = [sys.executable, "-m", "luna_mega.convert", str(convert.file), "--output", str(by_module)]
     done = subprocess.run(command, cwd=repo_root, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert cli.main(["convert", str(convert.file), "--output", str(by_command)]) == 0
+    assert luna_mega_cli.main(["convert", str(convert.file), "--output", str(by_command)]) == 0
     assert (by_module / "model.safetensors").read_bytes() == (by_command / "model.safetensors").read_bytes()
-    assert cli.main(["convert", str(convert.file), "--output", str(by_command)]) == 1
+    assert luna_mega_cli.main(["convert", str(convert.file), "--output", str(by_command)]) == 1
 
 
 @pytest.mark.parametrize("locale", slow_but(["POSIX"], ["POSIX", "C.UTF-8"]))

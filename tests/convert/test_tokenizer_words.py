@@ -8,9 +8,9 @@ import sys
 import pytest
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, TokenizersBackend
 
-from luna_mega.cli import main
 from luna_mega.convert.dictionaries import SPECIALS, read_dictionary
 from luna_mega.convert.tokenizers.words import word_tokenizer
+from luna_mega_cli import main
 
 SYMBOLS = ["[MAX", "]", "9", "a", "é", "😀", "255", "the", "madeupword0000"]
 CLS = 4 + len(SYMBOLS)

@@ -149,9 +149,9 @@ def test_damaged_modules(sentence_teacher):
     modules = sentence_teacher / "modules.json"
     entries = json.loads(modules.read_text())
     for content, message in (
-        ("[", "modules.json is not valid JSON"),
-        ("[" * 100_000, "modules.json is not valid JSON"),
-        ("{}", "modules.json contains a dict instead of a list"),
+        ("[", "modules.json: not JSON"),
+        ("[" * 100_000, "modules.json: not JSON"),
+        ("{}", "modules.json: not a JSON array"),
         ("[1]", "is not a list of modules with type and path"),
         (json.dumps(entries[1:]), "the first module in modules.json must be a Transformer in the same folder"),
         (json.dumps(entries[:1]), "contains no Pooling"),

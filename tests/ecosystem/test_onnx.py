@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from luna_mega import MegaConfig, MegaForImageClassification, onnx
-from luna_mega.cli import main
 from luna_mega.compat import CACHE_NAME, WRITES_EXPORT_FOLDERS
 from luna_mega.modeling_common.cache import new_cache
+from luna_mega_cli import main
 from tests.modeling import luna, mega, megalodon_decoders
 from tests.modeling.decoders import make
 

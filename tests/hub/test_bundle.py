@@ -11,7 +11,8 @@ import torch
 from transformers import BertConfig, BertModel, RobertaTokenizer
 
 import luna_mega
-from luna_mega import LunaTokenizer, MegaConfig, cli
+import luna_mega_cli
+from luna_mega import LunaTokenizer, MegaConfig
 from luna_mega._register import CONFIGS
 from luna_mega.hub import bundle as hub_bundle
 from tests.hub import client as on_client
@@ -35,7 +36,7 @@ REMOTE = {"trust_remote_code": True}
 
 
 def bundle(*arguments):
-    return cli.main(["bundle", *map(str, arguments)])
+    return luna_mega_cli.main(["bundle", *map(str, arguments)])
 
 
 def expected(model, inputs):

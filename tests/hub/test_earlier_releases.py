@@ -14,7 +14,7 @@ import pytest
 import torch
 import transformers
 
-from luna_mega import cli
+import luna_mega_cli
 from tests.hub import client as on_client
 
 FOLDERS = {
@@ -73,7 +73,7 @@ def test_bundle_loads_without_the_package(releases, release, stranger, repo_root
         rows = (repo_root / "docs" / "troubleshooting.md").read_text(encoding="utf-8").splitlines()
         (row,) = [row for row in rows if error.partition(": ")[2] in row]
         assert "`luna-mega bundle FOLDER`" in row
-    assert cli.main(["bundle", str(folder)]) == 0
+    assert luna_mega_cli.main(["bundle", str(folder)]) == 0
     result = stranger(on_client.outputs, folder, auto_class, inputs, trust_remote_code=True)
     assert result["module"].startswith("transformers_modules.")
     torch.testing.assert_close(torch.tensor(result["logits"]), logits, atol=1e-6, rtol=1e-5)

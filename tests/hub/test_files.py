@@ -6,7 +6,7 @@ import os
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from luna_mega import cli
+import luna_mega_cli
 from luna_mega.errors import ConversionError
 from luna_mega.hub.files import copy_model
 from luna_mega.hub.folder import read_folder, read_json
@@ -84,7 +84,7 @@ def folder(tmp_path):
 
 def error(capsys, *argv):
     capsys.readouterr()
-    assert cli.main([*map(str, argv)]) == 1
+    assert luna_mega_cli.main([*map(str, argv)]) == 1
     printed = capsys.readouterr().err
     assert printed.startswith(f"luna-mega {argv[0]}: error: ") and printed.count("\n") == 1
     return printed
@@ -156,7 +156,7 @@ def test_a_bundle_of_any_auto_map(folder, auto_map, tmp_path, capsys):
     if not isinstance(auto_map, dict) and auto_map:
         assert "auto_map" in error(capsys, "bundle", folder)
         return
-    assert cli.main(["bundle", str(folder), "--output", str(tmp_path / "out")]) == 0
+    assert luna_mega_cli.main(["bundle", str(folder), "--output", str(tmp_path / "out")]) == 0
     written = json.loads((tmp_path / "out" / "config.json").read_text())["auto_map"]
     assert set(written.values()) == {f"auto_luna.{code.partition('.')[2]}" for code in written.values()}
 
@@ -203,7 +203,7 @@ def test_damaged_tokenizer_raises(folder, damage, capsys):
 
 def test_names_of_folders_on_the_screen(folder, capsys):
     odd = folder.rename(folder.parent / "a\x1b[31mb\u202ec")
-    assert cli.main(["info", str(odd)]) == 0
+    assert luna_mega_cli.main(["info", str(odd)]) == 0
     printed = capsys.readouterr().out
     assert r"a\x1b[31mb\u202ec" in printed and "\x1b" not in printed and "\u202e" not in printed
     assert r"a\x1b[31mb" in error(capsys, "info", f"{odd}/nothing")

@@ -8,12 +8,12 @@ from safetensors.torch import load_file, save_file
 from torch.utils.flop_counter import FlopCounterMode
 
 import luna_mega
-from luna_mega.cli import main
 from luna_mega.convert import ConversionError
 from luna_mega.inspection import costs
 from luna_mega.inspection.info import describe
 from luna_mega.inspection.verify import compare
 from luna_mega.kernels.api import use_backend
+from luna_mega_cli import main
 from tests.inspection.counting import Peak, numbers_kept, padded
 from tests.marks import slow_but
 

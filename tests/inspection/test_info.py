@@ -8,7 +8,6 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import luna_mega
 from luna_mega import LunaConfig, LunaForMaskedLM, LunaForSequenceClassification, LunaModel
-from luna_mega.cli import main
 from luna_mega.inspection import costs_luna, costs_mega, costs_megalodon
 from luna_mega.inspection.costs import (
     count_parameters,
@@ -18,6 +17,7 @@ from luna_mega.inspection.costs import (
 )
 from luna_mega.inspection.info import describe
 from luna_mega.kernels.api import use_backend
+from luna_mega_cli import main
 from tests.inspection.counting import Peak, numbers_kept, padded
 
 SIZES = {

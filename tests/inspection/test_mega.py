@@ -17,11 +17,11 @@ from luna_mega import (
     MegaForSequenceClassification,
     MegaModel,
 )
-from luna_mega.cli import main
 from luna_mega.convert import ConversionError
 from luna_mega.inspection import costs, info
 from luna_mega.inspection.verify import compare
 from luna_mega.kernels.api import use_backend
+from luna_mega_cli import main
 from tests.convert.mega import BODY, POSITIONS, mega
 from tests.convert.mega_lm import KINDS, mega_lm
 from tests.inspection.counting import Peak, numbers_kept, padded

@@ -5,11 +5,11 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from luna_mega import MegalodonConfig, MegalodonForCausalLM, MegalodonModel
-from luna_mega.cli import main
 from luna_mega.inspection import costs
 from luna_mega.inspection.info import describe
 from luna_mega.inspection.verify import compare
 from luna_mega.kernels.api import use_backend
+from luna_mega_cli import main
 from tests.inspection.counting import Peak, numbers_kept, padded
 
 SIZES = {

@@ -10,9 +10,9 @@ from transformers import PreTrainedTokenizerFast
 
 import luna_mega
 from luna_mega import LunaConfig, LunaForMaskedLM, LunaForMultipleChoice, LunaForSequenceClassification, LunaModel
-from luna_mega.cli import main
 from luna_mega.convert import ConversionError
 from luna_mega.inspection.verify import compare
+from luna_mega_cli import main
 
 SIZES = {
     "vocab_size": 17,

@@ -18,7 +18,7 @@ from transformers import (
 from transformers.models.auto import modeling_auto
 
 import luna_mega
-from luna_mega import cli
+import luna_mega_cli
 from tests.modeling.decoders import TRANSLATING, make_plain, padded, source, target
 
 PRESETS = {"luna": lambda config: config.wmt(30), "mega": lambda config: config.wmt_en_de(30)}
@@ -121,7 +121,7 @@ def test_encoder_decoder_folder_of_an_early_type_loads_after_an_edit(family, tmp
         with pytest.raises((ValueError, StrictDataclassError), match=re.escape(wrong_type(family))):
             cls.from_pretrained(tmp_path)
     for command in ("info", "bundle"):
-        assert cli.main([command, str(tmp_path)]) == 1
+        assert luna_mega_cli.main([command, str(tmp_path)]) == 1
         message = capsys.readouterr().err
         assert wrong_type(family) in message and message.count("\n") == 1
     assert not list(tmp_path.glob("*.py"))
@@ -132,7 +132,7 @@ def test_encoder_decoder_folder_of_an_early_type_loads_after_an_edit(family, tmp
 
 def test_bundle_of_an_encoder_decoder(family, tmp_path):
     with_encoder(family).save_pretrained(tmp_path)
-    assert cli.main(["bundle", str(tmp_path)]) == 0
+    assert luna_mega_cli.main(["bundle", str(tmp_path)]) == 0
     entry = f"auto_{family.name}_seq2seq"
     assert json.loads((tmp_path / "config.json").read_text())["auto_map"] == {
         "AutoConfig": f"{entry}.{family.Seq2SeqConfig.__name__}",

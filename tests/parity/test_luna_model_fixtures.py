@@ -12,7 +12,7 @@ from torch.nn.functional import cross_entropy
 from transformers import AutoConfig, AutoModel, AutoModelForMaskedLM
 
 import luna_mega
-from luna_mega.cli import main
+from luna_mega_cli import main
 
 BERT = [
     "bert_fixlen",

@@ -13,7 +13,7 @@ from torch.nn.functional import cross_entropy
 from transformers import AutoModel, AutoModelForImageClassification
 
 from luna_mega import MegaForImageClassification
-from luna_mega.cli import main
+from luna_mega_cli import main
 
 CASES = [
     "16_image_batchnorm_linear_nopos_rep",

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from luna_mega.cli import main
+from luna_mega_cli import main
 
 CASES = [
     "07_lm_enwik8_tied_rotary_chunk",

@@ -14,8 +14,8 @@ from torch.nn.functional import cross_entropy
 from transformers import AutoModelForSequenceClassification
 
 from luna_mega import MegaForSequencePairClassification
-from luna_mega.cli import main
 from luna_mega.convert.safe_load.reader import read_checkpoint
+from luna_mega_cli import main
 
 CASES = [
     "11_lra_text_cls_prenorm_chunk",

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
 from transformers.trainer_pt_utils import LabelSmoother
 
-from luna_mega.cli import main
+from luna_mega_cli import main
 
 CASES = [
     "09_mt_softmax_shared",

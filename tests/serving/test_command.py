@@ -6,7 +6,7 @@ import socket
 import pytest
 
 import luna_mega
-from luna_mega import cli
+import luna_mega_cli
 from luna_mega.serving import engines
 
 
@@ -28,7 +28,7 @@ def folders(tmp_path_factory):
 
 
 def run(capsys, *argv):
-    status = cli.main(["serve", *map(str, argv)])
+    status = luna_mega_cli.main(["serve", *map(str, argv)])
     return status, capsys.readouterr()
 
 
@@ -97,7 +97,7 @@ def test_address_in_use_raises(folders, capsys):
 )
 def test_a_limit_of_the_other_engine_is_an_error(options, message, folders, capsys):
     with pytest.raises(SystemExit) as stop:
-        cli.main(["serve", str(folders / "luna"), *options])
+        luna_mega_cli.main(["serve", str(folders / "luna"), *options])
     assert stop.value.code == 2 and message in capsys.readouterr().err
 
 
