@@ -11,7 +11,7 @@ DTYPE ?= float32
 # Named after the constraints, so that changing them in the same environment installs again.
 INSTALLED := $(VENV)/.installed-$(notdir $(CONSTRAINTS))
 
-.PHONY: help demo parity parity-released test test-slow test-newest test-ecosystem test-serving docs style typing audit bench gpu clean
+.PHONY: help demo parity parity-released test test-slow test-newest test-ecosystem test-vllm docs style typing audit bench gpu clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*## ' Makefile | sed -E 's/:[^#]*## /\t/' | expand -t 16
@@ -41,14 +41,14 @@ test-ecosystem: ## run the tests with PEFT, TRL, sentence-transformers and other
 	$(MAKE) test VENV=.venv-ecosystem CONSTRAINTS=requirements/ci-ecosystem.txt EXTRAS=$(EXTRAS),ecosystem MARK= \
 	    TESTS="tests/ecosystem tests/test_cli.py"
 
-test-serving: ## run the tests of serving, with vLLM's own wheel on a CPU, in an environment of their own
-	test -x .venv-serving/bin/python || $(PYTHON) -m venv .venv-serving
-	.venv-serving/bin/python -m pip install --quiet --requirement requirements/ci-serving.txt
-	.venv-serving/bin/python -m pip install --quiet --no-deps vllm==0.33.0
-	.venv-serving/bin/python -m pip install --quiet --no-deps --editable .
+test-vllm: ## run the tests of the vLLM plugin, with vLLM's own wheel on a CPU, in an environment of their own
+	test -x .venv-vllm/bin/python || $(PYTHON) -m venv .venv-vllm
+	.venv-vllm/bin/python -m pip install --quiet --requirement requirements/ci-vllm.txt
+	.venv-vllm/bin/python -m pip install --quiet --no-deps vllm==0.33.0
+	.venv-vllm/bin/python -m pip install --quiet --no-deps --editable .
 	VLLM_TARGET_DEVICE=cpu VLLM_ENABLE_V1_MULTIPROCESSING=0 VLLM_CPU_KVCACHE_SPACE=1 VLLM_NO_USAGE_STATS=1 \
-	    HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 PYTHONPATH=tests/serving \
-	    .venv-serving/bin/python -m pytest --durations=20 tests/serving
+	    HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 PYTHONPATH=tests/vllm \
+	    .venv-vllm/bin/python -m pytest --durations=20 tests/vllm
 
 # Further fixtures for `make parity`, with folders DIR/<family>/<name>.
 FIXTURES ?=
@@ -96,7 +96,7 @@ gpu: ## check the kernels on a GPU and measure them with the installed python3 (
 	    PYTHONPATH=. python3 benchmarks/decoding.py --contexts 512 --batches 1 | tee outputs/gpu/decoding.md && exit $$status
 
 clean: ## remove the environments and what was built
-	rm -rf $(VENV) .venv-oldest .venv-newest .venv-ecosystem .venv-serving .venv-docs build dist *.egg-info .pytest_cache .ruff_cache
+	rm -rf $(VENV) .venv-oldest .venv-newest .venv-ecosystem .venv-vllm .venv-docs build dist *.egg-info .pytest_cache .ruff_cache
 
 $(INSTALLED): setup.cfg pyproject.toml $(wildcard requirements/*.txt)
 	@$(PYTHON) -c 'import sys; assert sys.version_info >= (3, 11), "luna-mega needs Python >= 3.11: make PYTHON=..."'

@@ -16,9 +16,9 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import NoReturn
 
-from luna_mega_cli import bundle, convert, distill, export, info, onnx, serve, verify
+from luna_mega_cli import bundle, convert, distill, export, info, onnx, verify
 
-COMMANDS = (convert, export, distill, verify, info, bundle, onnx, serve)
+COMMANDS = (convert, export, distill, verify, info, bundle, onnx)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -82,7 +82,6 @@ def _integer(first: int, last: int, expected: str) -> Callable[[str], int]:
 
 positive = _integer(1, 2**31 - 1, "from 1 to 2^31 - 1")
 seed = _integer(-(2**63), 2**64 - 1, "of at most 64 bits")
-port = _integer(1, 2**16 - 1, "from 1 to 65535")
 
 
 def chosen(options: argparse.Namespace, *names: str) -> dict[str, Any]:

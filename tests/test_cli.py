@@ -16,7 +16,7 @@ import luna_mega_cli
 from luna_mega.convert import ConversionError, convert_checkpoint
 from luna_mega.convert.exporter import export_checkpoint
 
-COMMANDS = ("convert", "export", "distill", "verify", "info", "bundle", "onnx", "serve")
+COMMANDS = ("convert", "export", "distill", "verify", "info", "bundle", "onnx")
 
 
 def replace(monkeypatch, name, function):

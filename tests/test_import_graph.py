@@ -46,14 +46,14 @@ LAYERS = {
         "yaml",
     },
     "luna_mega.distillation": {"huggingface_hub", "torch", "transformers", "yaml"},
-    "luna_mega.serving": {"jinja2", "starlette", "torch", "transformers", "uvicorn", "vllm"},
+    "luna_mega.vllm": {"torch", "transformers", "vllm"},
     "luna_mega.onnx": {"onnx_ir", "onnxruntime", "torch", "tqdm", "transformers"},
     "luna_mega_cli": {"argcomplete", "torch", "transformers"},
     "luna_mega.convert.__main__": set(),
 }
 APART = {"luna_mega.modeling_luna", "luna_mega.modeling_mega", "luna_mega.modeling_megalodon"}
 OPTIONAL = {"triton", "onnx_ir", "onnxruntime"}
-OPTIONAL |= {"argcomplete", "starlette", "timm", "pytorch_optimizer"}
+OPTIONAL |= {"argcomplete", "timm", "pytorch_optimizer"}
 NEVER_IMPORTED = {"examples", "benchmarks", "tests"}
 
 

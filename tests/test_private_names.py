@@ -21,7 +21,6 @@ PACKAGES = (
 BASES = (PreTrainedModel, GenerationMixin, PreTrainedConfig, TokenizersBackend, Cache, CacheLayerMixin)
 BASES += (EncoderDecoderCache, torch.nn.Module)
 UNDOCUMENTED = (
-    "transformers.cli.serving",
     "transformers.convert_slow_tokenizer",
     "transformers.dynamic_module_utils",
     "transformers.exporters.utils",
@@ -75,7 +74,9 @@ def used_names():
     in_classes = {
         name for node in nodes if isinstance(node, ast.ClassDef) for x in node.body for name in defined_names(x)
     }
-    own = in_classes | {node.attr for node in attributes if isinstance(node.ctx, ast.Store)} | NAMED_TUPLE
+    stored = [node for node in attributes if isinstance(node.ctx, ast.Store)]
+    stored = {node.attr for node in stored if ast.unparse(node.value) == "self" or "luna_mega" in node.attr}
+    own = in_classes | stored | NAMED_TUPLE
     inherited = {name for base in BASES for name in dir(base) if is_private(name)}
     read = {node.attr for node in attributes if ast.unparse(node) != "os._exit"}  # documented
     read = read.union(*map(checked_names, nodes))

@@ -105,4 +105,5 @@ CHECKS = {
     "pip": check_pip,
     "python": check_python,
     "torchrun": check_launcher,
+    "vllm": check_foreign,
 }

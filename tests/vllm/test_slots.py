@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from luna_mega.modeling_common.padding_free import PaddingFreeLayout
-from luna_mega.serving.families import FAMILIES
-from luna_mega.serving.slots import Sequences
+from luna_mega.vllm.families import FAMILIES
+from luna_mega.vllm.slots import Sequences
 
 MODELS = {
     "mega": ("mega", {}),

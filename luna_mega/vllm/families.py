@@ -15,7 +15,7 @@ from luna_mega.modeling_common.padding_free import PaddingFreeLayout
 from luna_mega.modeling_luna.generation_luna import LunaForCausalLM
 from luna_mega.modeling_mega.generation_mega import MegaForCausalLM
 from luna_mega.modeling_megalodon.generation_megalodon import MegalodonForCausalLM
-from luna_mega.serving.slots import LunaSlots, MegalodonSlots, MegaSlots, Sequences
+from luna_mega.vllm.slots import LunaSlots, MegalodonSlots, MegaSlots, Sequences
 
 Shapes = tuple[tuple[int, ...], ...]
 
@@ -25,7 +25,6 @@ class ServedModel(nn.Module):
 
     model_class: type[PreTrainedModel]
     states: int  # number of state tensors per layer
-    any_length = False  # whether sequences may exceed the positions of the configuration
 
     def __init__(self, config: PreTrainedConfig, dtype: torch.dtype):
         super().__init__()
@@ -111,7 +110,7 @@ class ServedModel(nn.Module):
 class ServedMega(ServedModel):
     """Mega with chunked attention: a slot stores the moving average, and keys and values of the current chunk."""
 
-    model_class, states, any_length = MegaForCausalLM, 3, True
+    model_class, states = MegaForCausalLM, 3
 
     @classmethod
     def unsupported(cls, config: PreTrainedConfig) -> str | None:

@@ -5,6 +5,7 @@ The entry point of vLLM calls `register` in each of its processes. A layer is a 
 does not trace into it. Decoding does not synchronize with the device, so that it can be captured in a CUDA graph.
 """
 
+import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
@@ -13,23 +14,31 @@ import torch
 from torch import nn
 from vllm import ModelRegistry
 from vllm.compilation.decorators import support_torch_compile
-from vllm.config import CompilationConfig, VllmConfig
+from vllm.config import CompilationConfig, VllmConfig, model as model_settings
 from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers.mamba.abstract import MambaBase
 from vllm.model_executor.layers.mamba.mamba_utils import get_temporal_copy_spec
 from vllm.model_executor.models.config import MODELS_CONFIG_MAP, MambaModelConfig
 from vllm.model_executor.models.interfaces import HasInnerState, IsAttentionFree, SupportsMambaPrefixCaching
+from vllm.transformers_utils.model_arch_config_convertor import (
+    MODEL_ARCH_CONFIG_CONVERTORS,
+    ModelArchConfigConvertorBase,
+)
 from vllm.utils.torch_utils import direct_register_custom_op
 from vllm.v1.attention.backend import AttentionCGSupport
 from vllm.v1.attention.backends.linear_attn import LinearAttentionBackend
 from vllm.v1.attention.backends.mamba_attn import BaseMambaAttentionMetadata, BaseMambaAttentionMetadataBuilder
 from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
 
+from luna_mega.hub.folder import position_limit
 from luna_mega.modeling_common.padding_free import PaddingFreeLayout
-from luna_mega.serving.families import FAMILIES, ServedModel
-from luna_mega.serving.slots import Sequences
+from luna_mega.vllm.families import FAMILIES, ServedModel
+from luna_mega.vllm.slots import Sequences
 
 OPERATOR = "vllm::luna_mega_layer"
+DEFAULT_LENGTH = 32_768  # at least, for models without a limit; finite, because vLLM allocates memory for each token
+MODEL_TYPES = {family.model_class.config_class.model_type for family in FAMILIES.values()}
+_resolve_auto_dtype = model_settings._resolve_auto_dtype
 
 
 def register():
@@ -37,8 +46,27 @@ def register():
     for name in FAMILIES:
         ModelRegistry.register_model(name, f"{__name__}:{name}")
         MODELS_CONFIG_MAP[name] = SlotConfig
+    MODEL_ARCH_CONFIG_CONVERTORS.update(dict.fromkeys(MODEL_TYPES, SlotArchitecture))
+    model_settings._resolve_auto_dtype = resolve_auto_dtype
     if OPERATOR not in CompilationConfig._attention_ops:  # operators at which compiled programs are split
         CompilationConfig._attention_ops.append(OPERATOR)
+
+
+def resolve_auto_dtype(model_type: str, config_dtype: torch.dtype, **options) -> torch.dtype:
+    """Keep float32 weights for `dtype="auto"`, which vLLM converts to 16 bits before the hooks of a model run."""
+    if model_type in MODEL_TYPES and config_dtype == torch.float32:
+        return config_dtype
+    return _resolve_auto_dtype(model_type, config_dtype, **options)
+
+
+class SlotArchitecture(ModelArchConfigConvertorBase):
+    """Maximum length of a sequence: the position table, or any `max_model_len` if there is none."""
+
+    def derive_max_model_len_and_key(self) -> tuple[float, str | None]:
+        if position_limit(self.hf_text_config) is not None:
+            return super().derive_max_model_len_and_key()
+        self.hf_text_config.model_max_length = sys.maxsize  # vLLM accepts a `max_model_len` up to this field
+        return max(DEFAULT_LENGTH, getattr(self.hf_text_config, "max_position_embeddings", 0)), None
 
 
 class SlotConfig(MambaModelConfig):

@@ -7,12 +7,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-vllm = pytest.importorskip("vllm", reason="vllm is not installed; make test-serving has an environment with it")
+vllm = pytest.importorskip("vllm", reason="vllm is not installed; make test-vllm has an environment with it")
 if os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING") != "0":
-    pytest.skip("the tests access vLLM's process; make test-serving sets what they need", allow_module_level=True)
+    pytest.skip("the tests access vLLM's process; make test-vllm sets what they need", allow_module_level=True)
 
-from luna_mega.serving import vllm_plugin  # noqa: E402
-from luna_mega.serving.slots import Sequences  # noqa: E402
+from luna_mega.vllm import plugin  # noqa: E402
+from luna_mega.vllm.slots import Sequences  # noqa: E402
 
 FAMILIES = ("mega", "megalodon", "luna")
 COUNT = 100
@@ -41,8 +41,8 @@ def cpu():
 
 
 def start(folder: str, **options):
-    common = {"skip_tokenizer_init": True, "dtype": "float32", "max_model_len": 256, "generation_config": "vllm"}
-    common |= {"enforce_eager": True, "enable_prefix_caching": False, "max_num_seqs": 8}
+    common = {"skip_tokenizer_init": True, "generation_config": "vllm", "enforce_eager": True}
+    common |= {"enable_prefix_caching": False, "max_num_seqs": 8}
     return vllm.LLM(model=folder, **common | options)
 
 
@@ -94,11 +94,61 @@ def test_tokens_equal_generate(family, setting, folders, served):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
+def test_a_folder_without_options_equals_generate(family, folder, complete):
+    llm, prompts = vllm.LLM(folder(family)), ["Hello world", "x", "".join(map(chr, range(33, 127))) * 5]
+    outputs = llm.generate(prompts, vllm.SamplingParams(temperature=0, max_tokens=12), use_tqdm=False)
+    assert [output.outputs[0].text for output in outputs] == [complete(family, prompt, 12) for prompt in prompts]
+
+
+@pytest.mark.parametrize(
+    ("family", "fields", "options", "dtype", "length"),
+    [
+        ("mega", {}, {}, "float32", plugin.DEFAULT_LENGTH),
+        ("mega", {}, {"max_model_len": 100_000}, "float32", 100_000),
+        ("mega", {"max_positions": 65_536}, {}, "float32", 65_536),
+        ("mega", {}, {"max_model_len": 64, "dtype": "bfloat16"}, "bfloat16", 64),
+        ("mega", {"dtype": "bfloat16"}, {}, "bfloat16", plugin.DEFAULT_LENGTH),
+        ("mega", {"dtype": "bfloat16"}, {"dtype": "float32"}, "float32", plugin.DEFAULT_LENGTH),
+        ("mega", {"dtype": None}, {}, "float32", plugin.DEFAULT_LENGTH),
+        ("megalodon", {}, {"max_model_len": -1}, "float32", plugin.DEFAULT_LENGTH),
+        ("megalodon", {}, {"max_model_len": 100_000}, "float32", 100_000),
+        ("luna", {}, {}, "float32", 512),
+        ("luna", {}, {"max_model_len": 513}, "float32", None),
+        ("luna", {"position_embedding_type": "sinusoidal"}, {"max_model_len": 40_000}, "float32", 40_000),
+    ],
+)
+def test_dtype_and_length(family, fields, options, dtype, length, folders):
+    arguments = vllm.EngineArgs(model=folders(family), skip_tokenizer_init=True, hf_overrides=fields, **options)
+    if length is None:
+        with pytest.raises(ValueError, match="max_position_embeddings=512"):
+            arguments.create_model_config()
+        return
+    config = arguments.create_model_config()
+    assert (config.dtype, config.max_model_len) == (getattr(torch, dtype), length)
+
+
+def test_dtype_of_other_models_is_decided_by_vllm():
+    decide = plugin.model_settings._resolve_auto_dtype
+    assert decide("llama", torch.float32, is_pooling_model=False) != torch.float32
+
+
+@pytest.mark.parametrize("family", ["mega", "megalodon"])
+def test_prompt_above_the_default_length(family, folders, served):
+    length, model = plugin.DEFAULT_LENGTH + 100, served(family, COUNT)[0]
+    prompt = torch.randint(3, 101, (1, length), generator=torch.Generator().manual_seed(3))
+    options = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": []}
+    text = model.generate(prompt, attention_mask=torch.ones_like(prompt), **options)
+    request = SimpleNamespace(prompt=prompt[0].tolist(), tokens=text[0, length:].tolist())
+    (output,) = send(start(folders(family), max_model_len=length + 8), [request])
+    assert list(output.outputs[0].token_ids) == request.tokens
+
+
+@pytest.mark.parametrize("family", FAMILIES)
 def test_bfloat16_error_equals_transformers(family, served, tmp_path):
     model, requests = served(family, 6)
     model_class = type(model)
     copy.deepcopy(model).to(torch.bfloat16).save_pretrained(tmp_path)
-    outputs = send(start(str(tmp_path), dtype="bfloat16", max_num_batched_tokens=64), requests)
+    outputs = send(start(str(tmp_path), max_num_batched_tokens=64), requests)
 
     def chances(dtype):
         """Return the log-probabilities of the tokens of vLLM, from one call of the model per text."""
@@ -175,9 +225,9 @@ def test_unsupported_calls_name_the_argument(options, reason, folders):
 
 
 def test_registering_again_changes_nothing():
-    operators = list(vllm_plugin.CompilationConfig._attention_ops)
-    vllm_plugin.register()
-    assert vllm_plugin.CompilationConfig._attention_ops == operators and operators.count(vllm_plugin.OPERATOR) == 1
+    operators = list(plugin.CompilationConfig._attention_ops)
+    plugin.register()
+    assert plugin.CompilationConfig._attention_ops == operators and operators.count(plugin.OPERATOR) == 1
 
 
 def test_padding_rows_of_a_captured_graph_have_no_positions():
@@ -187,5 +237,5 @@ def test_padding_rows_of_a_captured_graph_have_no_positions():
         seq_lens=torch.tensor([7, 0, 0], dtype=torch.int32),
         state_indices_tensor_d=torch.tensor([[4], [0], [0]], dtype=torch.int32),
     )
-    (group,) = vllm_plugin.SlotMetadata.groups.func(filled)
+    (group,) = plugin.SlotMetadata.groups.func(filled)
     assert group.before.tolist() == [6, 0, 0] and group.slots.tolist() == [4, 0, 0]
