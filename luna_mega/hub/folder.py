@@ -154,6 +154,24 @@ def position_limit(config: PreTrainedConfig) -> int | None:
     return config.max_positions if table else None
 
 
+def stacks(config: PreTrainedConfig) -> dict[str, PreTrainedConfig]:
+    """Return the configuration of each stack of layers: of the encoder, of the decoder, or of both."""
+    if config.is_encoder_decoder:
+        return {"encoder": config.encoder_config, "decoder": config.decoder_config}
+    return {"decoder" if config.is_decoder else "encoder": config}
+
+
+def length_limit(config: PreTrainedConfig) -> int | None:
+    """Return the longest sequence that all position tables of a model support; None if there are none."""
+    limits = [position_limit(stack) for stack in stacks(config).values()]
+    limits += [
+        stack.cross_positions
+        for stack in stacks(config).values()
+        if stack.add_cross_attention and getattr(stack, "relative_positional_bias", None) == "simple"
+    ]
+    return min((limit for limit in limits if limit is not None), default=None)
+
+
 def read_config(path: str | Path) -> dict[str, Any]:
     """Return config.json of a folder; raise an error unless it belongs to a model of this package."""
     path = check_path(path)
