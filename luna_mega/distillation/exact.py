@@ -20,6 +20,7 @@ from luna_mega import (
 from luna_mega.distillation.copying import CopyReport, copy_encoder
 from luna_mega.distillation.families import Family, find_head
 from luna_mega.distillation.loading import check_tokenizer, load_model
+from luna_mega.distillation.originals import check_original
 from luna_mega.distillation.students import student_config
 from luna_mega.distillation.teachers import Teacher, check_teacher
 from luna_mega.training.models import load_tokenizer
@@ -55,7 +56,8 @@ class EncoderTeacher(Teacher):
 
     heads = tuple(_CLASSES)
 
-    def __init__(self, model: PreTrainedModel, window: int | None = None):
+    def __init__(self, model: nn.Module, window: int | None = None):
+        model = check_original(model)
         self.check(model.config)
         head = find_head(model)
         if head not in self.heads:
@@ -90,10 +92,21 @@ class EncoderTeacher(Teacher):
 
     @staticmethod
     def model_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
-        named = getattr(transformers, str((config.architectures or [""])[0]), None)
-        if isinstance(named, type) and named.__name__.endswith(tuple(filter(None, _CLASSES))):
-            return named
-        return MODEL_MAPPING[type(config)]
+        bare = MODEL_MAPPING[type(config)]
+        name = str((config.architectures or [bare.__name__])[0])
+        named = bare if name == bare.__name__ else getattr(transformers, name, None)
+        if not isinstance(named, type) or named is not bare and not name.endswith(tuple(filter(None, _CLASSES))):
+            raise ValueError(
+                f"the teacher is a {name}, whose head Luna does not have; for the encoder only, save "
+                f"AutoModel.from_pretrained(...) with its tokenizer, or set num_labels to fine-tune a new classifier"
+            )
+        return named
+
+    @property
+    def pads_positions(self) -> bool:
+        """Whether positions depend on the padding token, as in RoBERTa."""
+        module = self.module("positions")
+        return module is not None and module.padding_idx is not None
 
     @torch.no_grad()
     def logits(self, batch: dict[str, Any], places: torch.Tensor | None = None) -> torch.Tensor:
@@ -197,7 +210,7 @@ def from_teacher(
             f"AutoModelForSequenceClassification and num_labels={num_labels}"
         )
     if tokenizer is not None:
-        check_tokenizer(source, tokenizer)
+        check_tokenizer(source, tokenizer, same_padding=source.pads_positions)
     elif texts is not None:
         raise ValueError("`texts` require a `tokenizer` if the teacher is given as a model; pass the teacher's own")
     table = source.positions()
@@ -206,9 +219,12 @@ def from_teacher(
             f"max_length={max_length} exceeds the {len(table)} positions of the teacher; pass max_length={len(table)}, "
             "or position_extension='interpolate'"
         )
+    # The padding token only marks positions that the mask drops, so that any token of the tokenizer can be it.
+    padding = None if tokenizer is None else tokenizer.pad_token_id
     config = student_config(
         source,
         "luna",
+        **({} if padding is None else {"pad_token_id": padding}),
         projection_length=projection_length,
         pack_method="importance",
         position_extension=position_extension,
