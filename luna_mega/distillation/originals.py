@@ -27,8 +27,8 @@ def check_original(model: nn.Module) -> PreTrainedModel:
         if type(module).__module__.partition(".")[0] == "peft":
             raise ValueError(f"the teacher has an adapter ({name or kind.__name__}); {_MERGE}")
     if not isinstance(model, PreTrainedModel):
-        inner = "; pass `model.module`" if isinstance(getattr(model, "module", None), PreTrainedModel) else ""
-        raise ValueError(f"the teacher must be a name, a folder or a model of transformers, got a {kind.__name__}{inner}")
+        fix = "its folder or `model.module`" if hasattr(model, "module") else "its folder"
+        raise ValueError(f"the teacher must be a model of transformers, got a {kind.__name__}; pass {fix}")
     if getattr(transformers, kind.__name__, None) is not kind:
         bases = [base.__name__ for base in kind.__mro__[1:] if getattr(transformers, base.__name__, None) is base]
         fix = "" if not bases or bases[0].endswith("PreTrainedModel") else f"an instance of {bases[0]}, or "
