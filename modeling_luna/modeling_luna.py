@@ -86,7 +86,7 @@ class LunaEmbeddings(nn.Module):
         else:
             self.value_embeddings = ValueEmbeddings(width)
         if config.position_embedding_type == "learned":
-            rows = config.max_position_embeddings + config.position_offset
+            rows = config.num_learned_positions + config.position_offset
             padding_row = config.position_offset - 1 if config.position_offset else None
             self.position_embeddings = nn.Embedding(rows, narrow, padding_idx=padding_row)
         if config.type_vocab_size:

@@ -22,9 +22,9 @@ def sinusoids(positions: torch.Tensor, width: int) -> torch.Tensor:
 
 def number_positions(config: PreTrainedConfig, inputs: Inputs) -> torch.Tensor:
     """Return the position of every token in the layout, `[B or 1, T]`: the number of kept tokens before it."""
-    layout, given, table = inputs.layout, inputs.given, config.max_position_embeddings
+    layout, given, table = inputs.layout, inputs.given, config.num_learned_positions
     extension, length = config.position_extension, layout.sizes(given)[1] + inputs.seen
-    learned = config.position_embedding_type == "learned"
+    learned, longest = config.position_embedding_type == "learned", config.longest_input
     if inputs.position_ids is not None:
         positions = layout.gather(inputs.position_ids.expand(given.shape[:2]))
         # Positions of padding have no effect and may be invalid.
@@ -33,13 +33,17 @@ def number_positions(config: PreTrainedConfig, inputs: Inputs) -> torch.Tensor:
         positions = layout.positions(given)
         if inputs.cache is not None and inputs.seen:
             positions = positions + inputs.cache.layers[0].tensors["count"][:, None]
-    limited = learned and extension is None
     # With a cache the length includes padding, which has no positions.
-    if limited and length > table and inputs.past_key_values is not None:
+    if longest is not None and length > longest and inputs.past_key_values is not None:
         length = int(positions.max()) + 1
-    if limited and length > table:
+    if longest is not None and length > longest:
+        if extension is not None:
+            raise ValueError(
+                f"the sequence length {length} exceeds the `max_position_embeddings` {longest} of the model; truncate "
+                "the input, or set a larger value in the configuration"
+            )
         raise ValueError(
-            f"the sequence length {length} exceeds the {table} learned positions of the model; truncate the input "
+            f"the sequence length {length} exceeds the {longest} learned positions of the model; truncate the input "
             "or train with a larger `max_position_embeddings` (`max_target_positions` of a decoder), or set "
             "`position_extension` of an encoder"
         )
@@ -80,7 +84,7 @@ def extend_positions(positions: torch.Tensor, layout: Layout, length: int, confi
 
     `length` is the length of sequences without dropped tokens.
     """
-    last = config.max_position_embeddings - 1
+    last = config.num_learned_positions - 1
     if config.position_extension == "wrap":
         return torch.where(positions <= last, positions, 1 + (positions - 1) % last)
     count = layout.counts()

@@ -148,8 +148,7 @@ def largest_id(tokenizer: PreTrainedTokenizerBase) -> int:
 def position_limit(config: PreTrainedConfig) -> int | None:
     """Return the largest number of positions of the model; None if there is no limit."""
     if isinstance(config, LunaConfig):
-        limited = config.position_embedding_type == "learned" and config.position_extension is None
-        return config.max_position_embeddings if limited else None
+        return config.longest_input
     table = getattr(config, "relative_positional_bias", None) == "simple" and not config.use_chunking
     return config.max_positions if table else None
 

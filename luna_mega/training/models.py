@@ -168,7 +168,7 @@ def longest_input(config: PreTrainedConfig) -> float:
     """Return the maximum input length; infinite without position embeddings, such as for Mega with chunks."""
     mega = config.model_type in ("mega", "mega_seq2seq")
     any_length = mega and (config.use_chunking or config.relative_positional_bias == "rotary")
-    any_length = any_length or getattr(config, "position_extension", None) is not None
+    any_length = any_length or getattr(config, "longest_input", 0) is None
     positions = float("inf") if any_length else getattr(config, "max_position_embeddings", float("inf"))
     return positions - first_position(config.model_type, config.pad_token_id)
 
