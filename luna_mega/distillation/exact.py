@@ -1,5 +1,6 @@
 """Luna encoders that equal a trained encoder on texts of up to `projection_length` tokens; nothing is trained."""
 
+import copy
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -24,6 +25,7 @@ from luna_mega.distillation.originals import check_original
 from luna_mega.distillation.students import student_config
 from luna_mega.distillation.teachers import Teacher, check_teacher
 from luna_mega.training.models import load_tokenizer
+from luna_mega.training.tokenizers import set_max_length
 
 _CLASSES: dict[str, type[PreTrainedModel]] = {
     "": LunaModel,
@@ -175,7 +177,8 @@ def from_teacher(
     Args:
         teacher: name on the Hub, folder, or model: BERT, RoBERTa, XLM-RoBERTa, CamemBERT, DistilBERT or ELECTRA.
         projection_length: number of rows l that a layer packs a text into.
-        max_length: longest text in tokens, which is set as `model_max_length` of the tokenizer.
+        max_length: longest text in tokens: `max_position_embeddings` of the model, and `model_max_length` of the
+            tokenizer.
         position_extension: positions of texts longer than the teacher's table, see `LunaConfig`; None = such texts
             raise an error.
         texts: texts to fit the salience on, which decides how longer texts are packed. About 100 are enough.
@@ -227,7 +230,9 @@ def from_teacher(
         **({} if padding is None else {"pad_token_id": padding}),
         projection_length=projection_length,
         pack_method="importance",
-        position_extension=position_extension,
+        max_position_embeddings=max_length,
+        position_extension=position_extension if table is None or max_length > len(table) else None,
+        position_table_size=None if table is None or max_length == len(table) else len(table),
         type_vocab_size=len(source.tensors("token_types").get("weight", ())),
         **_dropouts(source.config),
         **{name: getattr(source.config, name) for name in _SCORES if hasattr(source.config, name)},
@@ -237,10 +242,11 @@ def from_teacher(
     if new := [name for name in report.copied.new if not name.endswith("salience")]:
         raise ValueError(f"the teacher has no weights for {len(new)} parameters ({new[0]}, ...); pass a complete model")
     if tokenizer is not None:
-        tokenizer.model_max_length = max_length
+        tokenizer = copy.deepcopy(tokenizer)  # a tokenizer of the caller keeps its length
         if texts is not None:
             length = min(_FIT_LENGTH, source.max_length or _FIT_LENGTH)
             report.fit, report.tokens = fit_salience(source, model, _batches(tokenizer, texts, length))
+        set_max_length(tokenizer, max_length)
     return Converted(model, tokenizer, report)
 
 

@@ -122,7 +122,8 @@ def test_fields_of_the_teacher():
     teacher = make("distilbert", "ForSequenceClassification", num_labels=3, dropout=0.2, seq_classif_dropout=0.3)
     config = from_teacher(teacher, projection_length=5).model.config
     assert (config.num_labels, config.dropout, config.classifier_dropout) == (3, 0.2, 0.3)
-    assert (config.projection_length, config.max_position_embeddings, config.pad_token_id) == (5, 20, 1)
+    assert (config.projection_length, config.max_position_embeddings, config.pad_token_id) == (5, 4096, 1)
+    assert (config.position_table_size, config.position_extension) == (20, "interpolate")
     assert config.classifier_activation == "relu" and not config.type_vocab_size
 
 

@@ -89,6 +89,9 @@ def test_results_match_the_folder(run, corpus, tmp_path):
     assert first["step"] == 0 and first["eval_cosine_4"] != cosines[0]
     assert json.loads((output / "config.json").read_text())["projection_length"] == 16
     assert json.loads((output / "sentence_bert_config.json").read_text())["max_seq_length"] == 64
+    assert json.loads((output / "config.json").read_text())["max_position_embeddings"] == 64
+    tokenizer = json.loads((output / "tokenizer.json").read_text())
+    assert tokenizer["truncation"] is None and tokenizer["padding"] is None
     assert "distilled from `teacher` on corpus" in (output / "README.md").read_text()
 
 
