@@ -8,6 +8,7 @@ language models and translation in `generation_luna.py`.
 """
 
 import math
+import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Unpack, cast
@@ -343,13 +344,15 @@ class LunaCausalAttention(LunaProjections):
 class LunaBlock(GradientCheckpointingLayer):
     """Base of encoder and decoder layers: attention, norms of tokens and P, and a feed-forward network.
 
-    `attention` is the first attention of the layer. `packs` specifies whether the layer updates P.
+    `attention` is the first attention of the layer. `packs` specifies whether the layer updates P. `layer_idx` is the
+    row of `packed_embeddings` of the layer, unless P is contextual.
     """
 
     packed_layer_norm: Any
 
-    def __init__(self, config: LunaConfig, attention: nn.Module, packs: bool):
+    def __init__(self, config: LunaConfig, attention: nn.Module, packs: bool, layer_idx: int):
         super().__init__()
+        self.layer_idx = layer_idx
         width, eps = config.hidden_size, config.layer_norm_eps
         self.pre_norm = config.pre_norm
         self.attention = attention
@@ -394,8 +397,8 @@ class LunaBlock(GradientCheckpointingLayer):
 class LunaLayer(LunaBlock):
     """An encoder layer (Figure 2): attention and a feed-forward network for the tokens; P has a separate norm."""
 
-    def __init__(self, config: LunaConfig):
-        super().__init__(config, LunaAttention(config), packs=config.pack_method == "attention")
+    def __init__(self, config: LunaConfig, layer_idx: int):
+        super().__init__(config, LunaAttention(config), config.pack_method == "attention", layer_idx)
 
     def forward(
         self,
@@ -424,8 +427,8 @@ class LunaLayer(LunaBlock):
 class LunaDecoderLayer(LunaBlock):
     """A decoder layer (section 3.3): causal attention, attention to an encoder, feed-forward network."""
 
-    def __init__(self, config: LunaConfig):
-        super().__init__(config, LunaCausalAttention(config), packs=config.add_cross_attention)
+    def __init__(self, config: LunaConfig, layer_idx: int):
+        super().__init__(config, LunaCausalAttention(config), config.add_cross_attention, layer_idx)
         crosses = config.add_cross_attention
         self.cross_attention = LunaAttention(config) if crosses else None
         self.cross_attention_layer_norm: Any = None
@@ -476,12 +479,18 @@ class LunaStack(nn.Module):
         super().__init__()
         self.config = config
         layers = 1 if config.share_layers else config.num_hidden_layers
-        self.layers: Any = nn.ModuleList(layer_class(config) for _ in range(layers))
+        self.layers: Any = nn.ModuleList(layer_class(config, index) for index in range(layers))
         if config.pre_norm:
             self.layer_norm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
             if config.pack_method == "attention" and not config.learns_causal_projection:
                 self.packed_layer_norm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
         self.gradient_checkpointing = False
+
+    def packed_rows(self) -> list[int]:
+        """Return the row of `packed_embeddings` of every step. It does not change if other layers are removed."""
+        if self.config.share_layers:
+            return list(range(self.config.num_hidden_layers))
+        return [layer.layer_idx for layer in self.layers]
 
     def used_layers(self, layout: Layout) -> Iterator[tuple[int, LunaBlock, bool]]:
         """Yield the index and layer of every step, and whether layerdrop skips it.
@@ -596,8 +605,25 @@ class LunaPreTrainedModel(CommonPreTrainedModel):
         if self.config.is_encoder_decoder:
             encoder = body.encoder.encoder.unread_parameters(tokens=True, packed=True)
             return [*encoder, *body.decoder.decoder.unread_parameters(tokens=True, packed=False)]
-        stack = body.decoder if self.config.is_decoder else body.encoder
-        return stack.unread_parameters(tokens=True, packed=False)
+        return body.stack.unread_parameters(tokens=True, packed=False)
+
+    def save_pretrained(
+        self,
+        save_directory: str | os.PathLike[str],
+        is_main_process: bool = True,
+        state_dict: dict[str, torch.Tensor] | None = None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> None:
+        """Save the model. The saved `packed_embeddings` have one row per layer, also if layers have been removed."""
+        for path, body in self.named_modules():
+            if isinstance(body, LunaModel) and body.embeddings.has_projection and not body.config.contextual_projection:
+                rows, count = body.stack.packed_rows(), len(body.embeddings.packed_embeddings)
+                if rows != [*range(count)]:
+                    name = f"{path}.embeddings.packed_embeddings".lstrip(".")
+                    state_dict = self.state_dict() if state_dict is None else {**state_dict}
+                    state_dict[name] = state_dict[name][rows]
+        super().save_pretrained(save_directory, is_main_process, state_dict, *args, **kwargs)
 
     def _initialize_weights(self, module: nn.Module, is_custom_code: bool = False) -> None:
         # In custom code, transformers does not initialize modules whose parameters are all in their submodules.
@@ -644,6 +670,11 @@ class LunaModel(BodyMixin, LunaPreTrainedModel):
         else:
             self.encoder = LunaStack(config, LunaLayer)
         self.post_init()
+
+    @property
+    def stack(self) -> LunaStack:
+        """The layers."""
+        return self.decoder if self.config.is_decoder else self.encoder
 
     @property
     def input_width(self) -> int:
@@ -732,6 +763,8 @@ class LunaModel(BodyMixin, LunaPreTrainedModel):
         types = None if token_type_ids is None else layout.gather(read_token_types(self.config, inputs, token_type_ids))
         hidden_states, learned = self.embeddings(embed(self, inputs), layout, positions, given is None, types)
         packed, packed_mask = learned if given is None else given
+        if given is None and not self.config.contextual_projection:
+            packed = [packed[row] for row in self.stack.packed_rows()]
         if self.config.is_decoder:
             encoder, layers = (inputs.encoder_hidden_states, inputs.encoder_layout), self.config.num_hidden_layers
             others = [(*encoder, *caches) for caches in layer_caches(inputs.cache, inputs.cross_cache, layers)]
