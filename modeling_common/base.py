@@ -154,15 +154,17 @@ class BodyMixin(ModelMixin):
     * `weight_options`: keyword arguments that request attention weights.
     * `uses_positions`: whether the model uses `position_ids`; else they only mark boundaries of sequences.
     * `returns_cached_weights`: whether attention to a filled cache returns its weights.
+    * `token_types`: the number of token types; 0 = the model has no type embeddings.
     * `packs`: whether the model has a packed sequence P.
     * `closes_gaps`: whether layers require the kept positions of a row to follow each other, as moving averages do.
     """
 
-    own_options: frozenset[str] = frozenset({"position_ids"})
+    own_options: frozenset[str] = frozenset({"position_ids", "token_type_ids"})
     weight_options: tuple[str, ...] = ("output_attentions",)
     uses_positions = False
     returns_cached_weights = False
     packs = False
+    has_read_types = False  # whether the values of a batch of token types have been checked
     closes_gaps: bool = True
     embeddings_name: str = ""  # name of the module with the input embedding; "" = the model
     embedding_names = EMBEDDINGS  # name of that embedding by `config.input_type`
@@ -176,6 +178,10 @@ class BodyMixin(ModelMixin):
                 f"{type(self).__name__} is an encoder or a decoder, but the configuration has is_encoder_decoder=True; "
                 f"use {family}Seq2SeqModel, {family}ForConditionalGeneration or their Auto classes"
             )
+
+    @property
+    def token_types(self) -> int:
+        return 0
 
     @property
     def input_width(self) -> int:

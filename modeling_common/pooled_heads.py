@@ -84,7 +84,7 @@ class PooledHead(Head):
         given = {name: others.pop(name, None) for name in ("input_ids", "inputs_embeds", "input_values")}
         mask, given = read_sequences(self.base_model, type(self).__name__, mask, given, others, drop_first_token)
         given = {key: value for key, value in given.items() if value is not None}
-        outputs = self.base_model(attention_mask=mask, **given, **others)
+        outputs = self.base_model(attention_mask=mask, **others | given)
         reductions = find_reductions(others, outputs.last_hidden_state)
         return self.summarize(outputs, mask, reductions), outputs, reductions
 
@@ -152,7 +152,7 @@ class GenericForSequencePairClassification(PooledHead):
     """Classification of pairs of sequences, or the choice among several second ones."""
 
     output_class = SequenceClassifierOutput
-    unsupported_options: dict[str, str]  # keyword arguments of the body -> the reason
+    unsupported_options: dict[str, str] = {}  # keyword arguments of the body -> the reason
 
     def __init__(self, config: PreTrainedConfig):
         super().__init__(config)
@@ -177,8 +177,8 @@ class GenericForSequencePairClassification(PooledHead):
     ) -> SequenceClassifierOutput:
         """Classify pairs of sequences, the first `[B, T]` and the second (`pair_*`) `[B, T']`.
 
-        `labels`: `[B]` class ids, or numbers for regression. `logits`: `[B, num_labels]`. Hidden states and attentions
-        belong to the first sequence.
+        `labels`: `[B]` class ids, or numbers for regression. `logits`: `[B, num_labels]`. Hidden states, attentions
+        and `token_type_ids` belong to the first sequence.
 
         With `num_labels=1`, the second inputs can be C candidates for each first one, `[B, C, T']`, with one score
         each. Then `logits` are `[B, C]`, `labels` `[B]` the indices of the correct ones, and the loss is their

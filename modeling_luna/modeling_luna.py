@@ -45,7 +45,7 @@ from luna_mega.modeling_luna.configuration_luna import LunaConfig
 from luna_mega.modeling_luna.importance_luna import pack_by_importance, rows_in_use
 from luna_mega.modeling_luna.initialization_luna import blind_queries, start_attention, start_embeddings
 from luna_mega.modeling_luna.packed_luna import Packed, PackedStates, read_packed, select_layers
-from luna_mega.modeling_luna.positions_luna import interpolate, number_positions, read_token_types, sinusoids
+from luna_mega.modeling_luna.positions_luna import interpolate, number_positions, sinusoids
 
 
 @with_cache_alias
@@ -672,6 +672,10 @@ class LunaModel(BodyMixin, LunaPreTrainedModel):
         self.post_init()
 
     @property
+    def token_types(self) -> int:
+        return self.config.type_vocab_size
+
+    @property
     def stack(self) -> LunaStack:
         """The layers."""
         return self.decoder if self.config.is_decoder else self.encoder
@@ -724,7 +728,7 @@ class LunaModel(BodyMixin, LunaPreTrainedModel):
                 and P is the same on all ranks. Gradients are computed for the sum of the losses of all ranks; see
                 "Context parallelism" in docs/distributed.md. Not supported with a cache, `position_ids`, attention
                 weights or padding-free batches.
-            token_type_ids: `[B, T]`, with `type_vocab_size`; None = all 0.
+            token_type_ids: `[B, T]`, less than `type_vocab_size`, without which only 0 is supported; None = all 0.
             options: `output_hidden_states`, `output_attentions`, `output_packed_attentions`, `return_dict`; for
                 padding-free batches also `cu_seq_lens_q` `[S + 1]` and `max_length_q` (`cu_seq_lens_k` and
                 `max_length_k` must be the same), or `seq_idx` `[B, T]`.
@@ -736,8 +740,6 @@ class LunaModel(BodyMixin, LunaPreTrainedModel):
             ValueError: Not exactly one kind of input, an empty batch, an invalid mask, positions below 0 or above the
                 learned ones, a cache of another model or batch, or an unsupported argument.
         """
-        if token_type_ids is not None and not self.config.type_vocab_size:
-            options["token_type_ids"] = token_type_ids  # type: ignore[typeddict-unknown-key]  # reported as unknown
         inputs = prepare(
             self,
             input_ids=input_ids,
@@ -745,6 +747,7 @@ class LunaModel(BodyMixin, LunaPreTrainedModel):
             inputs_embeds=inputs_embeds,
             input_values=input_values,
             position_ids=position_ids,
+            token_type_ids=token_type_ids,
             encoder_hidden_states=encoder_hidden_states,
             encoder_attention_mask=encoder_attention_mask,
             past_key_values=past_key_values,
@@ -760,7 +763,7 @@ class LunaModel(BodyMixin, LunaPreTrainedModel):
             given = read_packed(self.config, inputs, packed_states, packed_mask)
         positions = number_positions(self.config, inputs)
         # One call: FSDP and offloading load the weights of a module only during its `forward`.
-        types = None if token_type_ids is None else layout.gather(read_token_types(self.config, inputs, token_type_ids))
+        types = None if inputs.token_type_ids is None else layout.gather(inputs.token_type_ids)
         hidden_states, learned = self.embeddings(embed(self, inputs), layout, positions, given is None, types)
         packed, packed_mask = learned if given is None else given
         if given is None and not self.config.contextual_projection:

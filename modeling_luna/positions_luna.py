@@ -1,4 +1,4 @@
-"""Positions of tokens: their numbers, sinusoids, and positions of texts longer than the table; token types."""
+"""Positions of tokens: their numbers, sinusoids, and positions of texts longer than the table."""
 
 import math
 
@@ -58,25 +58,6 @@ def number_positions(config: PreTrainedConfig, inputs: Inputs) -> torch.Tensor:
     if extension is not None and (in_program() or length > table):
         positions = extend_positions(positions, layout, length, config)
     return positions
-
-
-def read_token_types(config: PreTrainedConfig, inputs: Inputs, token_type_ids: torch.Tensor) -> torch.Tensor:
-    """Return `token_type_ids` `[B, T]` of the batch; types of padding have no effect and may be invalid."""
-    shape = inputs.given.shape[:2]
-    if token_type_ids.shape != shape:
-        raise ValueError(
-            f"`token_type_ids` must have the shape {list(shape)} of the input, got {list(token_type_ids.shape)}"
-        )
-    if inputs.mask is not None:
-        token_type_ids = token_type_ids.masked_fill(~inputs.mask, 0)
-    if can_look(token_type_ids):
-        first, last = (x.item() for x in token_type_ids.aminmax())
-        if first < 0 or last >= config.type_vocab_size:
-            raise ValueError(
-                f"`token_type_ids` are from {first} to {last}; they must be at least 0, and less than the "
-                f"`type_vocab_size` {config.type_vocab_size} of the model"
-            )
-    return token_type_ids
 
 
 def extend_positions(positions: torch.Tensor, layout: Layout, length: int, config: PreTrainedConfig) -> torch.Tensor:

@@ -166,8 +166,6 @@ class MegaForImageClassification(MegaPooledHead, MegaPreTrainedModel):
 class MegaForSequencePairClassification(MegaPooledHead, GenericForSequencePairClassification, MegaPreTrainedModel):
     """Classification of pairs of sequences, encoded separately with the same weights (LRA Retrieval)."""
 
-    unsupported_options = {"token_type_ids": "the sequences of a pair have no token types"}
-
 
 class MegaForMultipleChoice(GenericForMultipleChoice, MegaPreTrainedModel):
     """Mega with a multiple choice head."""

@@ -391,6 +391,10 @@ class MegaModel(BodyMixin, MegaPreTrainedModel):
         self.post_init()
 
     @property
+    def token_types(self) -> int:
+        return self.config.type_vocab_size if self.config.add_token_type_embeddings else 0
+
+    @property
     def input_width(self) -> int:
         config = self.config
         projects = config.input_type == "tokens" and config.adaptive_input_cutoffs is None
@@ -428,7 +432,8 @@ class MegaModel(BodyMixin, MegaPreTrainedModel):
                 compiled and exported programs; otherwise all values but 0 keep.
             inputs_embeds: `[B, T, d]` embeddings instead of tokens, values or patches.
             input_values: `[B, T]` real numbers (`input_type="values"`).
-            token_type_ids: `[B, T]`, with `add_token_type_embeddings`. None = all 0.
+            token_type_ids: `[B, T]`, less than `type_vocab_size` with `add_token_type_embeddings`, without which only 0
+                is supported. None = all 0.
             past_key_values: Only with `is_decoder`: cache of the positions before these, which is updated in place.
                 `attention_mask` is for the T positions, or for these and all before them.
             use_cache: Only with `is_decoder`: return `past_key_values`. None = `config.use_cache`, but not in training.
@@ -483,7 +488,7 @@ class MegaModel(BodyMixin, MegaPreTrainedModel):
             cp_group=cp_group,
         )
         layout, encoder = inputs.layout, (inputs.encoder_hidden_states, inputs.encoder_layout)
-        types = None if token_type_ids is None else layout.gather(token_type_ids)
+        types = None if inputs.token_type_ids is None else layout.gather(inputs.token_type_ids)
         hidden_states = self.start(embed(self, inputs), layout, types, grid)
         recorded = layout.scatter(hidden_states) if inputs.output_states else None
         caches: Sequence[tuple[Any, Any]] = [(None, None)] * len(self.layers)

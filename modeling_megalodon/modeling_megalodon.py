@@ -330,6 +330,7 @@ class MegalodonModel(BodyMixin, MegalodonPreTrainedModel):
                 `shard_sequence(batch, group, multiple=config.chunk_size)`; see `MegaModel.forward`.
             options: `output_hidden_states`, `output_attentions`, `return_dict`, and for padding-free batches
                 `position_ids`, `seq_idx`, or `cu_seq_lens_q` and `max_length_q`; see `MegaModel.forward`.
+                `token_type_ids` must be 0.
 
         Returns:
             `last_hidden_state` `[B, T, d]` (undefined at padding), `past_key_values` or None, `hidden_states` N + 1 of
@@ -345,6 +346,7 @@ class MegalodonModel(BodyMixin, MegalodonPreTrainedModel):
             attention_mask=attention_mask,
             inputs_embeds=inputs_embeds,
             position_ids=options.get("position_ids"),
+            token_type_ids=options.get("token_type_ids"),
             past_key_values=past_key_values,
             use_cache=use_cache,
             options=options,
