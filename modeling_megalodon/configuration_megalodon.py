@@ -74,6 +74,7 @@ class MegalodonConfig(MegalodonPresets, SharedConfig, PreTrainedConfig):
 
     model_type = "megalodon"
     input_type = "tokens"
+    add_token_type_embeddings = False
     default_fields = {"classifier_hidden_size": "hidden_size", "classifier_dropout": "hidden_dropout_prob"}
     base_model_tp_plan = TP_PLAN
     base_model_fsdp_plan = {"embed_tokens": "free_full_weight", "layers.*": "free_full_weight"}
