@@ -37,7 +37,7 @@ def number_positions(config: PreTrainedConfig, inputs: Inputs) -> torch.Tensor:
     if longest is not None and length > longest and inputs.past_key_values is not None:
         length = int(positions.max()) + 1
     if longest is not None and length > longest:
-        if extension is not None:
+        if config.position_table_size is not None:
             raise ValueError(
                 f"the sequence length {length} exceeds the `max_position_embeddings` {longest} of the model; truncate "
                 "the input, or set a larger value in the configuration"

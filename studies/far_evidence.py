@@ -111,7 +111,7 @@ def make_model(method, args, texts):
             load = AutoModelForSequenceClassification.from_pretrained
             model = load(args.trained, projection_length=rows, num_labels=2)
         else:
-            model = from_teacher(args.teacher, rows, texts=texts.passages["train"][:FIT], num_labels=2).model
+            model = from_teacher(args.teacher, rows, 4096, texts=texts.passages["train"][:FIT], num_labels=2).model
     return model, lambda ids: model(ids, attention_mask=torch.ones_like(ids)).logits
 
 

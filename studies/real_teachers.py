@@ -37,7 +37,7 @@ class Study:
         start = time.perf_counter()
         self.data, self.random = Path(args.data), random.Random(args.seed)
         self.train, self.name = self.reviews("train"), args.teacher
-        self.student, self.tokenizer, report = from_teacher(args.teacher, args.rows, texts=self.train[:FIT])
+        self.student, self.tokenizer, report = from_teacher(args.teacher, args.rows, 8192, texts=self.train[:FIT])
         teacher = load_sentence_teacher(args.teacher)
         self.teacher, self.modules, self.window = teacher.model, teacher.modules, teacher.window
         self.students, self.references = {"Luna": self.student}, {}

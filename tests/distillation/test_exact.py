@@ -122,8 +122,8 @@ def test_fields_of_the_teacher():
     teacher = make("distilbert", "ForSequenceClassification", num_labels=3, dropout=0.2, seq_classif_dropout=0.3)
     config = from_teacher(teacher, projection_length=5).model.config
     assert (config.num_labels, config.dropout, config.classifier_dropout) == (3, 0.2, 0.3)
-    assert (config.projection_length, config.max_position_embeddings, config.pad_token_id) == (5, 4096, 1)
-    assert (config.position_table_size, config.position_extension) == (20, "interpolate")
+    assert (config.projection_length, config.max_position_embeddings, config.pad_token_id) == (5, 20, 1)
+    assert (config.position_table_size, config.position_extension) == (None, None)
     assert config.classifier_activation == "relu" and not config.type_vocab_size
 
 
@@ -144,11 +144,14 @@ def test_fit_of_the_salience():
 
 
 def test_longer_than_the_teacher():
-    model = from_teacher(make("bert"), projection_length=6).model
+    model = from_teacher(make("bert"), projection_length=6, max_length=50).model
+    assert (model.config.position_table_size, model.config.position_extension) == (20, "interpolate")
     ids = torch.randint(3, 40, (1, 50))
     assert torch.isfinite(model(input_ids=ids).last_hidden_state).all()
-    with pytest.raises(ValueError, match="max_length=4096 exceeds the 20 positions of the teacher; pass max_length=20"):
-        from_teacher(make("bert"), position_extension=None)
+    with pytest.raises(ValueError, match="max_length=50 exceeds the 20 positions of the teacher; pass max_length=20"):
+        from_teacher(make("bert"), max_length=50, position_extension=None)
+    with pytest.raises(ValueError, match="position_extension must be one of None, interpolate, wrap, got 'mirror'"):
+        from_teacher(make("bert"), position_extension="mirror")
 
 
 REJECTED = {

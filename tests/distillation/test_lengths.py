@@ -161,3 +161,64 @@ def test_the_tokenizer_of_the_caller_is_unchanged(tmp_path):
     own = AutoTokenizer.from_pretrained(teacher)
     student = from_teacher(AutoModel.from_pretrained(teacher), max_length=48, tokenizer=own)
     assert (own.model_max_length, student.tokenizer.model_max_length) == (READS, 48)
+
+
+HEADS = ("Model", "ForMaskedLM", "ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering",
+         "ForMultipleChoice")  # fmt: skip
+TOKEN_HEADS = ("ForMaskedLM", "ForTokenClassification", "ForQuestionAnswering")
+
+
+def save_head(head: str, folder: Path) -> Path:
+    make_model("bert", head, pad_token_id=0, max_position_embeddings=TABLE).save_pretrained(folder)
+    BertTokenizer(vocab={word: index for index, word in enumerate(WORDS)}).save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("head", HEADS)
+def test_default_lengths(head, tmp_path, capsys):
+    """The command, a loaded teacher and its name have the same; heads that read tokens equal the teacher everywhere."""
+    teacher = save_head(head, tmp_path / "teacher")
+    loaded = getattr(transformers, f"Bert{head}").from_pretrained(teacher)
+    assert luna_mega_cli.main(["distill", str(teacher), "--output", str(tmp_path / "out")]) == 0
+    output = capsys.readouterr().out
+    assert f"equals the teacher for texts of up to {TABLE} tokens, reads {TABLE}\n" in output and "note" not in output
+    configs = [from_teacher(source).model.config for source in (loaded, str(teacher))]
+    for config in (*configs, AutoConfig.from_pretrained(tmp_path / "out")):
+        assert config.projection_length == (TABLE if head in TOKEN_HEADS else 128)
+        assert (config.max_position_embeddings, config.position_extension) == (TABLE, None)
+        assert config.position_table_size is None
+
+
+NOTES = {
+    "vectors": ("Model", {"max_length": 64}, 32, "texts of more than 32 tokens have squeezed positions"),
+    "short vectors": ("Model", {"max_length": 16}, 16, ""),
+    "rows": ("Model", {"projection_length": 8}, 8, ""),
+    "class": ("ForSequenceClassification", {"max_length": 64}, 32, "texts of more than 32 tokens have squeezed"),
+    "rows of labels": ("ForTokenClassification", {"projection_length": 8}, 8, "differ from the teacher's beyond 8"),
+    "short labels": ("ForTokenClassification", {"max_length": 16}, 16, ""),
+    "answer": ("ForQuestionAnswering", {"max_length": 64}, 32, "texts of more than 32 tokens have squeezed"),
+}
+
+
+@pytest.mark.parametrize(("head", "options", "exact", "note"), NOTES.values(), ids=NOTES)
+def test_one_line_about_longer_texts(head, options, exact, note):
+    report = from_teacher(make_model("bert", head, max_position_embeddings=TABLE), **options).report
+    assert report.lengths.exact == exact
+    lines = [line for line in str(report).splitlines() if line.startswith("note: ")]
+    assert len(lines) == bool(note) and note in "".join(lines)
+    assert not note or "docs/distillation.md" in lines[0]
+
+
+def test_labels_of_tokens_beyond_the_table(tmp_path, capsys):
+    teacher = save_head("ForTokenClassification", tmp_path / "teacher")
+    argv = ["distill", str(teacher), "--output", str(tmp_path / "out"), "--max-length", "33"]
+    capsys.readouterr()
+    assert luna_mega_cli.main(argv) == 1
+    error = capsys.readouterr().err
+    assert "max_length=33 exceeds the 32 positions of the teacher" in error and error.count("\n") == 1
+    assert "pipeline('token-classification', TEACHER, aggregation_strategy='simple', stride=8)" in error
+    student = from_teacher(str(teacher)).model
+    with pytest.raises(ValueError, match="the sequence length 33 exceeds the 32 learned positions"):
+        student(torch.full((1, 33), 7))
+    with pytest.raises(ValueError, match="max_length=33 exceeds the 32 positions of the teacher"):
+        from_teacher(make_model("bert", "ForTokenClassification", max_position_embeddings=TABLE), max_length=33)

@@ -49,7 +49,7 @@ def folders(tmp_path):
 @pytest.fixture
 def trained(folders, tmp_path):
     """Folder of a Luna."""
-    from_teacher(str(folders[1]), 24).model.save_pretrained(tmp_path / "trained")
+    from_teacher(str(folders[1]), 24, 1024).model.save_pretrained(tmp_path / "trained")
     return tmp_path / "trained"
 
 
