@@ -11,6 +11,8 @@ from transformers import AddedToken, PreTrainedTokenizerBase, PreTrainedTokenize
 
 NAMED_TOKENS = {"bos_token": "<s>", "pad_token": "<pad>", "eos_token": "</s>", "unk_token": "<unk>"}
 SPECIAL_TOKENS = list(NAMED_TOKENS.values())
+# By default, a PreTrainedTokenizerFast also returns token types.
+WITHOUT_TYPES = {"model_input_names": ["input_ids", "attention_mask"]}
 MASK_TOKEN = "<mask>"
 
 
@@ -48,7 +50,7 @@ def train_joint_bpe(texts: Iterable[str], vocab_size: int, model_max_length: int
         tokenizer_object=backend,
         **NAMED_TOKENS,
         model_max_length=model_max_length,
-        model_input_names=["input_ids", "attention_mask"],
+        **WITHOUT_TYPES,
         clean_up_tokenization_spaces=False,
     )
 
@@ -67,7 +69,7 @@ def _train(texts: Iterable[str], vocab_size: int, added: Sequence[str] = ()) -> 
 
 
 def _wrap(tokenizer: Tokenizer) -> PreTrainedTokenizerFast:
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **NAMED_TOKENS)
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **NAMED_TOKENS, **WITHOUT_TYPES)
 
 
 def _word_level(words: Iterable[str]) -> Tokenizer:

@@ -117,7 +117,7 @@ def encode(script, split: Dataset, rate: int, **options) -> list[np.ndarray]:
     module = script("run_audio")
     data = module.DataArguments(**options)
     extractor = module.Wav2Vec2FeatureExtractor(sampling_rate=rate)
-    return [np.array(clip) for clip in module.encode_split(split, "test", data, extractor, ["0"])["input_values"]]
+    return [np.array(clip) for clip in module.encode_split(split, "test", data, extractor, {"0": 0})["input_values"]]
 
 
 def test_bytes_equal_lists_and_resampling_keeps_the_tone(script):
