@@ -11,6 +11,7 @@ from transformers.configuration_utils import PreTrainedConfig
 from transformers.modeling_outputs import SequenceClassifierOutput
 from transformers.utils.generic import can_return_tuple
 
+from luna_mega.kernels.upcast import upcast
 from luna_mega.modeling_common.heads import Head
 from luna_mega.modeling_common.inputs import read_sequences
 from luna_mega.modeling_common.label_checks import validate_pairs, validate_pooled
@@ -92,7 +93,7 @@ class PooledHead(Head):
         """Return the output with the logits `[B, num_labels]` and their loss."""
         loss = None
         if labels is not None:
-            loss = self.loss_function(labels=labels, pooled_logits=logits, config=self.config)
+            loss = self.loss_function(labels=labels, pooled_logits=upcast(logits), config=self.config)
         return self.output_class(loss=loss, logits=logits, **self.carried_over(outputs))
 
     def choose_option(
@@ -100,7 +101,7 @@ class PooledHead(Head):
     ) -> Any:
         """Return the output with logits `[B, C]` for scores `[B C, 1]` of C options, and their loss."""
         logits = scores.view(-1, options)
-        loss = None if labels is None else nn.functional.cross_entropy(logits, labels)
+        loss = None if labels is None else nn.functional.cross_entropy(upcast(logits), labels)
         return self.output_class(loss=loss, logits=logits, **self.carried_over(outputs))
 
 

@@ -14,6 +14,7 @@ from luna_mega.distillation.loading import load_model
 from luna_mega.distillation.sentences import SentenceModules, read_modules
 from luna_mega.distillation.teachers import check_teacher
 from luna_mega.distillation.windows import Windows, split_windows
+from luna_mega.kernels.upcast import upcast
 
 SALIENCE_LEARNING_RATE = 3e-3
 STATE_WEIGHT = 10.0
@@ -122,7 +123,7 @@ def cosines(
 ) -> torch.Tensor:
     """Return the cosine similarity `[B]` of the student's vectors and `teacher_vectors`."""
     vectors = modules.embed(student(**batch).last_hidden_state, batch["attention_mask"].bool())
-    return functional.cosine_similarity(vectors, reference, dim=-1)
+    return functional.cosine_similarity(upcast(vectors), reference, dim=-1)
 
 
 def embedding_loss(
@@ -154,11 +155,12 @@ def embedding_loss(
         reference, teacher_states = _read(teacher, modules, batch, windows, states=state_weight > 0)
     outputs = student(**batch, output_hidden_states=state_weight > 0)
     vectors = modules.embed(outputs.last_hidden_state, mask)
-    loss = 1 - functional.cosine_similarity(vectors, reference, dim=-1).mean()
+    loss = 1 - functional.cosine_similarity(upcast(vectors), reference, dim=-1).mean()
     single = windows.mask & (windows.counts[windows.owner] == 1)[:, None]
     if state_weight > 0 and single.any():
         rows, columns = windows.owner[:, None].expand_as(single)[single], windows.columns[single]
         layers = zip(outputs.hidden_states[1:], teacher_states, strict=True)
-        similarities = [functional.cosine_similarity(x[rows, columns], y[single], dim=-1) for x, y in layers]
+        layers = ((upcast(x[rows, columns]), upcast(y[single])) for x, y in layers)
+        similarities = [functional.cosine_similarity(*pair, dim=-1) for pair in layers]
         loss = loss + state_weight * (1 - torch.stack(similarities).mean())
     return loss

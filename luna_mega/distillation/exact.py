@@ -309,7 +309,7 @@ def fit_salience(
             tokens += int(kept.sum())
             output = body(**inputs, output_hidden_states=True, output_attentions=True)
             for layer in range(count):
-                received = (output.attentions[layer] * kept[:, None, :, None]).sum(dim=2).mean(dim=1)
+                received = (output.attentions[layer].float() * kept[:, None, :, None]).sum(dim=2).mean(dim=1)
                 target = received[kept].clamp(min=_LEAST).log()[:, None]
                 states = output.hidden_states[layer][kept]
                 rows = torch.cat([states, torch.ones_like(target), target], dim=1).double()

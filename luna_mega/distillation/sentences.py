@@ -11,6 +11,7 @@ from torch.nn import functional
 from transformers.utils import cached_file
 
 from luna_mega.errors import shown
+from luna_mega.modeling_common.pooling import first_token, masked_mean
 
 _MODES = ("cls", "max", "mean", "mean_sqrt_len_tokens", "weightedmean", "lasttoken")
 _LEGACY = {
@@ -76,11 +77,7 @@ class SentenceModules:
             ValueError: See `check_supported`.
         """
         self.check_supported()
-        if self.pooling == ("cls",):
-            vectors = states[torch.arange(len(states)), mask.int().argmax(dim=1)]
-        else:
-            weights = mask[..., None].to(states.dtype)
-            vectors = (states * weights).sum(dim=1) / weights.sum(dim=1).clamp(min=1)
+        vectors = (first_token if self.pooling == ("cls",) else masked_mean)(states, mask)
         return functional.normalize(vectors, dim=-1) if self.normalizes else vectors
 
 

@@ -7,6 +7,8 @@ import torch
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
+from luna_mega.kernels.upcast import upcast
+
 _TOKENS = 4096  # approximately, per batch
 
 
@@ -31,7 +33,8 @@ class Windows(NamedTuple):
         return inputs | {"attention_mask": self.mask.to(batch["attention_mask"])}
 
     def mean(self, values: torch.Tensor) -> torch.Tensor:
-        """Return the means `[B, d]` of the values `[W, d]` of the windows of every text."""
+        """Return the means `[B, d]`, at least in float32, of the values `[W, d]` of the windows of every text."""
+        values = upcast(values)
         total = values.new_zeros(len(self.counts), values.shape[1]).index_add_(0, self.owner, values)
         return total / self.counts[:, None]
 
