@@ -10,7 +10,7 @@ from transformers.cache_utils import Cache
 
 from luna_mega.modeling_common.cache import StateCache, begin_cache, split_cache
 from luna_mega.modeling_common.layout import DENSE, DenseLayout, Layout, close_gaps
-from luna_mega.modeling_common.masks import clean, drop_if_full, find_mask, read_mask
+from luna_mega.modeling_common.masks import can_look, clean, drop_if_full, find_mask, read_mask
 from luna_mega.modeling_common.padding_free import VARLEN_OPTIONS, find_padding_free, unpad
 from luna_mega.modeling_common.pooling import without_first
 from luna_mega.modeling_common.sharding import check_tokens, prepare_sharded, raise_together
@@ -170,6 +170,21 @@ def embed(model: Any, inputs: Inputs) -> torch.Tensor:
     except IndexError:  # only on a CPU: a GPU would have to wait
         check_tokens(given, model.config.vocab_size)
         raise
+
+
+def scatter_states(inputs: Inputs, hidden_states: torch.Tensor) -> torch.Tensor:
+    """Return the states after the last layer as `[B, T, d]` of the batch, with zeros in rows without a token.
+
+    Otherwise results for such a row would depend on dropped inputs and on the other rows. Rows that continue a cache
+    have tokens in earlier calls.
+    """
+    states, mask = inputs.layout.scatter(hidden_states), inputs.layout.mask
+    if mask is None or inputs.seen:
+        return states
+    has_tokens = mask.any(dim=1)
+    if can_look(has_tokens) and has_tokens.all():
+        return states
+    return states.masked_fill(~has_tokens[:, None, None], 0.0)
 
 
 def read_sequences(

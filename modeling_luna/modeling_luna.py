@@ -33,7 +33,7 @@ from luna_mega.kernels.api import (
 from luna_mega.kernels.dropout import Dropout
 from luna_mega.modeling_common.base import BodyMixin, CommonPreTrainedModel
 from luna_mega.modeling_common.cache import layer_caches
-from luna_mega.modeling_common.inputs import ValueEmbeddings, embed, prepare
+from luna_mega.modeling_common.inputs import ValueEmbeddings, embed, prepare, scatter_states
 from luna_mega.modeling_common.layout import DENSE, Layout
 from luna_mega.modeling_common.masks import padding_token
 from luna_mega.modeling_common.processes import has_peers
@@ -778,7 +778,7 @@ class LunaModel(BodyMixin, LunaPreTrainedModel):
                 packed[-1] = torch.where(counts[..., None] > 0, packed[-1], packed_states)  # empty sequences
         returns_packed = inputs.output_states and packed[-1] is not None
         return LunaModelOutput(
-            last_hidden_state=layout.scatter(hidden_states),
+            last_hidden_state=scatter_states(inputs, hidden_states),
             packed_last_hidden_state=packed[-1],
             packed_mask=None if packed_mask is None else packed_mask.long(),
             attention_mask=None if inputs.mask is None or self.config.is_decoder else inputs.mask.long(),

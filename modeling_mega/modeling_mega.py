@@ -26,7 +26,7 @@ from luna_mega.kernels.api import TruncatedEmaState, damped_ema, damped_ema_step
 from luna_mega.modeling_common.attention import KeyWindow, attend
 from luna_mega.modeling_common.base import BodyMixin, CommonPreTrainedModel, StateRecorder, exact_dtype
 from luna_mega.modeling_common.cache import layer_caches
-from luna_mega.modeling_common.inputs import ValueEmbeddings, embed, prepare
+from luna_mega.modeling_common.inputs import ValueEmbeddings, embed, prepare, scatter_states
 from luna_mega.modeling_common.layout import DENSE, Layout
 from luna_mega.modeling_common.masks import padding_token
 from luna_mega.modeling_common.outputs import BaseModelOutputWithPoolingAndCrossAttentions
@@ -500,7 +500,7 @@ class MegaModel(BodyMixin, MegaPreTrainedModel):
             hidden_states = layer(hidden_states, layout, inputs.output_weights, cache, *encoder, cross_cache, grid)
             if recorded is not None:
                 recorded = self.recorder(recorded, layout.scatter(hidden_states))
-        hidden_states = layout.scatter(self.finish(hidden_states, layout))
+        hidden_states = scatter_states(inputs, self.finish(hidden_states, layout))
         pooled = None
         if self.pooler is not None and layout.has_rows():
             pooled = self.pooler(first_token(hidden_states, inputs.mask, layout.reductions))

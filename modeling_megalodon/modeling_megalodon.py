@@ -35,7 +35,7 @@ from luna_mega.kernels.dropout import Dropout
 from luna_mega.kernels.upcast import upcast
 from luna_mega.modeling_common.base import BodyMixin, CommonPreTrainedModel, StateRecorder, exact_dtype
 from luna_mega.modeling_common.cache import StateCache
-from luna_mega.modeling_common.inputs import Inputs, embed, prepare
+from luna_mega.modeling_common.inputs import Inputs, embed, prepare, scatter_states
 from luna_mega.modeling_common.layout import Layout
 from luna_mega.modeling_common.outputs import BaseModelOutputWithPast
 from luna_mega.modeling_common.sharding import ShardedLayout, check_shards
@@ -362,7 +362,7 @@ class MegalodonModel(BodyMixin, MegalodonPreTrainedModel):
         else:
             hidden_states = self.run_layers(hidden_states, inputs, inputs.cache)
         return BaseModelOutputWithPast(
-            last_hidden_state=inputs.layout.scatter(hidden_states), cache=inputs.past_key_values
+            last_hidden_state=scatter_states(inputs, hidden_states), cache=inputs.past_key_values
         )
 
     def run_layers(self, hidden_states: torch.Tensor, inputs: Inputs, cache: StateCache | None) -> torch.Tensor:
