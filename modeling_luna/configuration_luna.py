@@ -113,7 +113,7 @@ class LunaConfig(LunaPresets, SharedConfig, PreTrainedConfig):
         pad_token_id: also fixes the first learned or sinusoidal position, `pad_token_id` + 1, as in fairseq.
         first_position: first position; None = `pad_token_id` + 1. 0 saves rows if `pad_token_id` is large.
         tie_word_embeddings: the masked-LM output weight is the embedding.
-        sparse_prediction: with labels, the masked-LM head computes logits only for the M predicted positions,
+        sparse_prediction: in training, the masked-LM head computes logits only for the M predicted positions,
             `[M, vocab_size]`, which reduces cost and memory.
         unpad_inputs: remove padding before the layers; states at padding are 0. Without effect if states or weights are
             returned, with a cache, and in compiled or exported programs.

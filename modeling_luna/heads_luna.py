@@ -108,8 +108,8 @@ class LunaForMaskedLM(GenericForMaskedLM, LunaPreTrainedModel):
     ) -> LunaMaskedLMOutput:
         """Predict tokens from the inputs of `LunaModel.forward`.
 
-        `labels`: `[B, T]` tokens, -100 = not predicted. `logits`: `[B, T, vocab_size]`; with `sparse_prediction` and
-        labels there are logits of the M predicted positions only, `[M, vocab_size]`.
+        `labels`: `[B, T]` tokens, -100 = not predicted. `logits`: `[B, T, vocab_size]`; in training with
+        `sparse_prediction` there are logits of the M predicted positions only, `[M, vocab_size]`.
         """
         inputs = model_inputs(input_ids, attention_mask, inputs_embeds, position_ids=position_ids)
         inputs["token_type_ids"] = token_type_ids

@@ -33,8 +33,8 @@ def number_positions(config: PreTrainedConfig, inputs: Inputs) -> torch.Tensor:
         positions = layout.positions(given)
         if inputs.cache is not None and inputs.seen:
             positions = positions + inputs.cache.layers[0].tensors["count"][:, None]
-    # With a cache the length includes padding, which has no positions.
-    if longest is not None and length > longest and inputs.past_key_values is not None:
+    # Padding has no positions. Programs contain no branch on values.
+    if longest is not None and length > longest and (inputs.past_key_values is not None or not in_program()):
         length = int(positions.max()) + 1
     if longest is not None and length > longest:
         if config.position_table_size is not None:

@@ -10,7 +10,7 @@ of the paper: `damping_factor` contains the logits of alpha (weight of the input
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Unpack
 
 import torch
@@ -211,16 +211,22 @@ class MegaGatedAttention(nn.Module):
         A step reuses the bias in the cache. It has more positions than necessary, so that it is rarely computed again.
         """
         length, chunk = window.length(), self.config.attention_chunk
+
+        def count() -> int:
+            if cache is not None:
+                return int(cache.position.max())
+            return length if window.mask is None else int(window.mask.sum(dim=1).max())
+
         if cache is None or not window.step or output_weights:
             # After an offset, the queries may be at any position of a chunk.
             length = length if window.offset == 0 or chunk is None else chunk
-            return self.whole(self.relative_bias(length, grid))
+            return self.whole(self.relative_bias(length, grid, count))
         if chunk is not None:
             length = self.chunk_positions(2 ** max(6, (length - 1).bit_length()), chunk)
         elif isinstance(self.rel_pos_bias, MegaRotaryRelativeBias):
             length = max(length, cache.keys.shape[1])
         weights = tuple(self.rel_pos_bias.parameters())
-        return cache.constants.get("bias", weights, lambda: self.whole(self.relative_bias(length)), length)
+        return cache.constants.get("bias", weights, lambda: self.whole(self.relative_bias(length, count=count)), length)
 
     def chunk_positions(self, length: int, chunk: int) -> int:
         """Return for how many positions of a chunk the bias of `length` positions is computed."""
@@ -228,11 +234,13 @@ class MegaGatedAttention(nn.Module):
             return chunk  # a table contains all, and compiled programs support every length
         return min(chunk, length)
 
-    def relative_bias(self, length: int, grid: tuple[int, int] | None = None) -> torch.Tensor:
+    def relative_bias(
+        self, length: int, grid: tuple[int, int] | None = None, count: Callable[[], int] | None = None
+    ) -> torch.Tensor:
         """Return the bias of `length` positions, or of one chunk if attention is chunked."""
         if (chunk := self.config.attention_chunk) is not None:
             length, grid = self.chunk_positions(length, chunk), None
-        return relative_bias(self.config, self.rel_pos_bias, length, grid)
+        return relative_bias(self.config, self.rel_pos_bias, length, grid, count)
 
 
 class MegaNormalizedFeedForwardNetwork(nn.Module):
