@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError
 from transformers import PreTrainedModel
 
 from luna_mega.convert.conventions import (
@@ -136,10 +135,7 @@ def convert_checkpoint(
         license=license,
     )
     with complete_folder(output) as folder:
-        try:
-            model.save_pretrained(folder, state_dict=converted, max_shard_size="50GB")
-        except SafetensorError as error:  # safetensors raises it if the disk is full
-            raise ConversionError(f"{output}: cannot write model.safetensors: {error}") from error
+        model.save_pretrained(folder, state_dict=converted, max_shard_size="50GB")
         if source.minus_one:
             save_source_norms({key: tensors[key] for key in source.mapping.norm_weights}, folder)
         if companions.preprocessor is not None:

@@ -24,7 +24,7 @@ from transformers import (
 from transformers.hf_argparser import HfArg
 
 from luna_mega.training.arguments import RunArguments, check_least, fail, one_line, parse_arguments
-from luna_mega.training.classification import accuracy, class_names, class_numbers, write_predictions
+from luna_mega.training.classification import accuracy, class_names, class_numbers, match_labels, write_predictions
 from luna_mega.training.data import ClassifierArguments, SourceArguments, check_split, choose_splits, load_splits
 from luna_mega.training.models import CheckpointArguments, label_fields, make_config, make_model
 from luna_mega.training.report import finish
@@ -96,12 +96,12 @@ def encode_split(
     name: str,
     data: DataArguments,
     extractor: Wav2Vec2FeatureExtractor,
-    labels: list[str],
+    outputs: dict[str, int],
     in_memory: bool = True,
 ) -> Dataset:
     """Return a split with the columns `input_values` and `labels` (-100 = unknown)."""
     rate = extractor.sampling_rate
-    numbers = class_numbers(split, data.label_column, labels, name)
+    numbers = class_numbers(split, data.label_column, outputs, name)
 
     def encode(row: dict[str, Any], index: int) -> dict[str, Any]:
         samples, own_rate = read_clip(row, data)
@@ -173,10 +173,11 @@ def load_data(
     """Return the encoded splits, the extractor, and the configuration of the model."""
     clips, in_memory = load_clips(data, training), training.world_size == 1
     extractor = make_extractor(data, model, clips)
-    rate, labels = extractor.sampling_rate, class_names(clips.get("train"), data.label_column, model.model_name_or_path)
-    splits = {name: encode_split(split, name, data, extractor, labels, in_memory) for name, split in clips.items()}
+    labels, outputs = match_labels(model, class_names(clips, data.label_column), training)
+    splits = {name: encode_split(split, name, data, extractor, outputs, in_memory) for name, split in clips.items()}
     longest = max(len(clip) for split in splits.values() for clip in split["input_values"])
     if "train" in splits:
+        rate = extractor.sampling_rate
         longest = math.ceil(longest / (1 - data.random_speed)) + round(data.random_shift * rate)
         splits["train"] = augment_split(splits["train"], rate, data, training.seed)
     fields = {**label_fields(labels), "problem_type": "single_label_classification"}

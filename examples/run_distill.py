@@ -38,6 +38,7 @@ from luna_mega.training.masking import (
     load_texts,
     make_blocks,
 )
+from luna_mega.training.models import label_fields
 from luna_mega.training.report import describe, finish
 from luna_mega.training.resuming import find_checkpoint
 from luna_mega.training.runs import begin_run, check_run, make_callbacks, score, train
@@ -108,7 +109,7 @@ def load_classes(
         elif not known and all(isinstance(value, int) and 0 <= value < len(names) for value in values):
             labels = values
         else:
-            labels = class_numbers(split, data.label_column, names, name)
+            labels = class_numbers(split, data.label_column, label_fields(names)["label2id"], name)
         encoded = split.map(tokenize, batched=True, remove_columns=split.column_names, desc=name)
         splits[name] = encoded.add_column("labels", labels)
     return splits

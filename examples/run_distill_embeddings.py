@@ -35,7 +35,9 @@ TITLE, METRIC = "distillation of embeddings", "eval_loss"
 class DataArguments(SourceArguments, LimitArguments):
     text_column: str = HfArg(default="text", help="column with the texts")
     validation_split: str = HfArg(default="validation", help="split of the evaluation")
-    max_seq_length: int = HfArg(default=256, help="tokens of a text; longer texts are truncated")
+    max_seq_length: int | None = HfArg(
+        default=None, help="longest training and validation text in tokens (default: --max_length)"
+    )
     salience_texts: int = HfArg(default=120, help="training texts that the salience is fitted on")
 
 
@@ -50,7 +52,9 @@ class ModelArguments:
     projection_lengths: list[int] = HfArg(
         default_factory=lambda: [32, 64, 128], help="rows of the training steps and evaluations"
     )
-    max_length: int = HfArg(default=4096, help="longest text in tokens")
+    max_length: int | None = HfArg(
+        default=None, help="longest text of the student in tokens (default: the teacher's number of positions)"
+    )
     position_extension: str = HfArg(default="interpolate", help="positions beyond the teacher's: interpolate or wrap")
     salience_learning_rate: float = HfArg(default=SALIENCE_LEARNING_RATE, help="learning rate of the salience")
     state_weight: float = HfArg(
@@ -77,9 +81,14 @@ def parse(argv: list[str] | None) -> tuple[DataArguments, ModelArguments, Traini
     check_least(model, 0, "state_weight")
     check_least(data, 1, "salience_texts")
     check_least(data, 3, "max_seq_length")
-    if data.max_seq_length > model.max_length:
-        fail(f"--max_seq_length {data.max_seq_length} exceeds --max_length {model.max_length}; raise the latter")
+    check_least(model, 3, "max_length")
+    check_longest(data, model.max_length)
     return data, model, training, run
+
+
+def check_longest(data: DataArguments, max_length: int | None):
+    if max_length is not None and (data.max_seq_length or 0) > max_length:
+        fail(f"--max_seq_length {data.max_seq_length} exceeds --max_length {max_length}; raise the latter")
 
 
 def load_data(data: DataArguments, training: TrainingArguments) -> dict[str, Dataset]:
@@ -112,9 +121,11 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     count = min(data.salience_texts, len(splits["train"]))
     texts = list(splits["train"].shuffle(training.seed).take(count)[data.text_column])
     teacher, student, tokenizer = make_model(model, texts, training)
+    check_longest(data, tokenizer.model_max_length)
+    longest = data.max_seq_length or tokenizer.model_max_length
 
     def tokenize(batch: dict[str, list[str]]) -> dict[str, list]:
-        return dict(tokenizer(batch[data.text_column], truncation=True, max_length=data.max_seq_length))
+        return dict(tokenizer(batch[data.text_column], truncation=True, max_length=longest))
 
     encoded = {name: x.map(tokenize, batched=True, remove_columns=x.column_names) for name, x in splits.items()}
     trainer = EmbeddingTrainer(
@@ -130,6 +141,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
         projection_lengths=model.projection_lengths,
         salience_learning_rate=model.salience_learning_rate,
         state_weight=model.state_weight,
+        max_length=longest,
     )
     summary = train(trainer, run, TITLE, METRIC) | score(trainer)
     return finish(trainer, run, summary)

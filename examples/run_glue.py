@@ -13,11 +13,12 @@ from typing import Any
 import evaluate
 import numpy as np
 from datasets import Dataset
-from transformers import EvalPrediction, PreTrainedTokenizerBase, Trainer, TrainingArguments
+from transformers import EvalPrediction, PreTrainedConfig, PreTrainedTokenizerBase, Trainer, TrainingArguments
 from transformers.hf_argparser import HfArg
 
 from luna_mega.training.arguments import RunArguments, check_choice, one_line, parse_arguments
-from luna_mega.training.data import check_labels, choose_splits, load_splits
+from luna_mega.training.classification import Labels, match_labels, number_labels
+from luna_mega.training.data import check_scores, choose_splits, load_splits
 from luna_mega.training.models import ModelArguments, label_fields, make_config, make_model, make_tokenizer
 from luna_mega.training.report import finish
 from luna_mega.training.runs import OrderedTrainer, begin_run, check_run, make_callbacks, score, train, write_lines
@@ -38,9 +39,9 @@ class Task:
         """Return the splits of "validation" or "test" by the prefix of their metrics."""
         return {side: f"{name}_{side}" for side in ("matched", "mismatched")} if self.file == "MNLI" else {"": name}
 
-    def decode(self, predictions: np.ndarray) -> np.ndarray:
-        """Return label ids or scores from logits `[N, labels]`."""
-        return predictions.argmax(-1) if self.labels else predictions.squeeze(-1)
+    def decode(self, predictions: np.ndarray, outputs: list[int]) -> np.ndarray:
+        """Return label ids or scores from logits `[N, outputs]`; `outputs` are those of the labels."""
+        return predictions[:, outputs].argmax(-1) if self.labels else predictions.squeeze(-1)
 
 
 PAIR = ("sentence1", "sentence2")
@@ -88,16 +89,22 @@ def parse(argv: list[str] | None) -> tuple[DataArguments, ModelArguments, Traini
 
 def load_data(
     data: DataArguments, model: ModelArguments, training: TrainingArguments
-) -> tuple[dict[str, Dataset], PreTrainedTokenizerBase]:
-    """Return the encoded splits and the tokenizer."""
+) -> tuple[dict[str, Dataset], PreTrainedTokenizerBase, PreTrainedConfig, list[int]]:
+    """Return the encoded splits, the tokenizer, the configuration, and the output of each label of the task."""
     task = TASKS[data.task_name]
     sides = [tuple(task.splits(name).values()) for name in ("validation", "test")]
     splits = load_splits(choose_splits(training, data, *sides), data, task.columns, label="label")
+    labels = match_labels(model, task.labels, training) if task.labels else Labels(["score"], {})
     for name, split in splits.items():
         if not name.startswith("test"):
-            check_labels(split, name, task.labels)
+            if task.labels:
+                splits[name] = number_labels(split, labels.outputs, name, task.labels)
+            else:
+                check_scores(split, name)
     texts = (text for column in task.columns for text in splits["train"][column])
     tokenizer = make_tokenizer(model, texts, data.max_seq_length)
+    kind = "single_label_classification" if task.labels else "regression"
+    config = make_config(model, tokenizer, data.max_seq_length, **label_fields(labels.names), problem_type=kind)
 
     def encode(batch: dict[str, list]) -> dict[str, list]:
         texts = [batch[column] for column in task.columns]
@@ -109,17 +116,23 @@ def load_data(
         splits[name] = split.map(encode, batched=True, **options, desc=name)
     if training.do_train:
         splits["train"] = hide_tokens(splits["train"], tokenizer, data.token_dropout, training.seed)
-    return splits, tokenizer
+    return splits, tokenizer, config, [labels.outputs[name] for name in task.labels]
 
 
-def make_metrics(data: DataArguments) -> Callable[[EvalPrediction], dict[str, float]]:
-    """Return a function that computes the metrics of a task and their mean `combined_score`."""
+def make_metrics(data: DataArguments, outputs: list[int]) -> Callable[[EvalPrediction], dict[str, float]]:
+    """Return a function that computes the metrics of a task and their mean `combined_score`.
+
+    `outputs` are those of the labels of the task, because F1 and correlations depend on the ids of the labels.
+    """
     task = TASKS[data.task_name]
     with one_line(f"--metric_path {data.metric_path} (without network access, pass examples/metrics/glue_metrics)"):
         metric = evaluate.load(data.metric_path, data.task_name, keep_in_memory=True)
 
     def compute_metrics(prediction: EvalPrediction) -> dict[str, float]:
-        scores = metric.compute(predictions=task.decode(prediction.predictions), references=prediction.label_ids)
+        known = prediction.label_ids
+        references = [outputs.index(label) for label in known] if task.labels else known
+        predictions = task.decode(prediction.predictions, outputs)
+        scores = metric.compute(predictions=predictions, references=references)
         # The correlation of constant predictions is NaN, which cannot be compared.
         scores = {name: 0.0 if math.isnan(score) else float(score) for name, score in scores.items()}
         return scores | ({"combined_score": float(np.mean(list(scores.values())))} if len(scores) > 1 else {})
@@ -127,11 +140,11 @@ def make_metrics(data: DataArguments) -> Callable[[EvalPrediction], dict[str, fl
     return compute_metrics
 
 
-def predict(trainer: Trainer, splits: dict[str, Dataset], task: Task) -> dict[str, str]:
+def predict(trainer: Trainer, splits: dict[str, Dataset], task: Task, outputs: list[int]) -> dict[str, str]:
     """Write one file per test split in the format of the GLUE server, and return the paths."""
     paths = {}
     for side, name in task.splits("test").items():
-        predicted = task.decode(trainer.predict(splits[name]).predictions)
+        predicted = task.decode(trainer.predict(splits[name]).predictions, outputs)
         values = predicted if task.labels else [f"{score:.3f}" for score in predicted]
         values = [task.labels[index] for index in predicted] if task.predicts_names else values
         lines = ["index\tprediction", *(f"{index}\t{value}" for index, value in enumerate(values))]
@@ -146,15 +159,8 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     begin_run(__file__, argv, data, model, training, run)
 
     with training.main_process_first(desc="reading the data"), one_line():
-        splits, tokenizer = load_data(data, model, training)
+        splits, tokenizer, config, outputs = load_data(data, model, training)
 
-    config = make_config(
-        model,
-        tokenizer,
-        data.max_seq_length,
-        **label_fields(task.labels or ("score",)),
-        problem_type="single_label_classification" if task.labels else "regression",
-    )
     model_class, collator = choose_model(data, config.model_type, tokenizer)
     validation = {side: splits[name] for side, name in task.splits("validation").items() if name in splits}
     trainer = OrderedTrainer(
@@ -164,13 +170,13 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
         eval_dataset=validation.get("", validation) or None,
         processing_class=tokenizer,
         data_collator=collator,
-        compute_metrics=make_metrics(data),
+        compute_metrics=make_metrics(data, outputs),
         callbacks=make_callbacks(data),
     )
 
     summary = train(trainer, run, data.task_name, f"eval_{task.metric}") | score(trainer)
     if training.do_predict:
-        summary |= predict(trainer, splits, task)
+        summary |= predict(trainer, splits, task, outputs)
     return finish(trainer, run, summary)
 
 

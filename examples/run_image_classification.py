@@ -29,6 +29,7 @@ from luna_mega.training.classification import (
     class_names,
     class_numbers,
     examples_per_second,
+    match_labels,
     write_predictions,
 )
 from luna_mega.training.data import ClassifierArguments, SourceArguments, choose_splits, load_splits
@@ -91,10 +92,10 @@ class ImageTrainer(OrderedTrainer):
 
 
 def encode_split(
-    split: Dataset, name: str, data: DataArguments, channels: int, transform: images.Transform, names: list[str]
+    split: Dataset, name: str, data: DataArguments, channels: int, transform: images.Transform, outputs: dict[str, int]
 ) -> Dataset:
     """Return the split with `labels` (-100 = unknown), and `pixel_values` that are transformed on access."""
-    labels = class_numbers(split, data.label_column, names, name)
+    labels = class_numbers(split, data.label_column, outputs, name)
     rows = split.select_columns([data.image_column]).add_column("labels", labels)
     pixels = images.holds_pixels(split, data.image_column)
 
@@ -170,7 +171,7 @@ def load_data(
     """Return the encoded splits, the evaluation transform, and the configuration of the model."""
     columns = {"columns": [data.image_column], "label": data.label_column}
     splits = images.undecoded(load_splits(choose_splits(training, data), data, **columns))
-    names = class_names(splits.get("train"), data.label_column, model.model_name_or_path)
+    names, outputs = match_labels(model, class_names(splits, data.label_column), training)
     split = next(iter(splits.values()))
     first = images.read_image(split[0][data.image_column], pixels=images.holds_pixels(split, data.image_column))
     channels = data.channels or (1 if first.mode == "L" else 3)
@@ -179,10 +180,10 @@ def load_data(
     for name, split in splits.items():
         if name == "train":
             transform = images.training_transform(data, processor, size)
-            encoded = encode_split(split, name, data, channels, transform, names)
+            encoded = encode_split(split, name, data, channels, transform, outputs)
             splits[name] = images.augment_split(encoded, data, training.seed)
         else:
-            splits[name] = encode_split(split, name, data, channels, images.evaluation_transform(processor), names)
+            splits[name] = encode_split(split, name, data, channels, images.evaluation_transform(processor), outputs)
     return splits, processor, config
 
 

@@ -39,12 +39,9 @@ TITLE, METRIC = "masked language model", "eval_perplexity"
 
 
 def token_scores(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """Return the negative log-likelihood of each masked token, and whether the prediction is correct, `[B, T, 2]`.
-
-    `logits` belong to all positions or, with `sparse_prediction`, to the masked positions.
-    """
+    """Return the negative log-likelihood of each masked token, and whether the prediction is correct, `[B, T, 2]`."""
     masked = labels != -100
-    logits, targets = (logits[masked] if logits.dim() == 3 else logits).float(), labels[masked]
+    logits, targets = logits[masked].float(), labels[masked]
     scores = logits.new_zeros(*labels.shape, 2)
     loss = cross_entropy(logits, targets, reduction="none")
     scores[masked] = torch.stack([loss, logits.argmax(-1) == targets], dim=-1)

@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from datasets import Dataset
-from transformers import PreTrainedTokenizerBase, TrainingArguments
+from transformers import PreTrainedConfig, PreTrainedTokenizerBase, TrainingArguments
 from transformers.hf_argparser import HfArg
 
 from luna_mega.training.arguments import RunArguments, fail, one_line, parse_arguments
-from luna_mega.training.classification import accuracy, class_names, class_numbers, write_predictions
+from luna_mega.training.classification import accuracy, class_names, class_numbers, match_labels, write_predictions
 from luna_mega.training.data import SourceArguments, choose_splits, load_splits
 from luna_mega.training.models import ModelArguments, label_fields, make_config, make_model, make_tokenizer
 from luna_mega.training.report import finish
@@ -49,8 +49,8 @@ def parse(argv: list[str] | None) -> tuple[DataArguments, ModelArguments, Traini
 
 def load_data(
     data: DataArguments, model: ModelArguments, training: TrainingArguments
-) -> tuple[dict[str, Dataset], PreTrainedTokenizerBase, list[str]]:
-    """Return the encoded splits, the tokenizer and the label names."""
+) -> tuple[dict[str, Dataset], PreTrainedTokenizerBase, PreTrainedConfig]:
+    """Return the encoded splits, the tokenizer, and the configuration of the model."""
 
     def divide(train: Dataset) -> tuple[Dataset, Dataset]:
         parts = train.train_test_split(data.validation_share, seed=0)  # independent of --seed
@@ -59,21 +59,23 @@ def load_data(
     limits, held = choose_splits(training, data), data.validation_share > 0 and training.do_eval
     columns = {"texts": data.text_columns, "label": data.label_column}
     splits = load_splits(limits, data, **columns, divide=divide if held else None)
-    names = class_names(splits.get("train"), data.label_column, model.model_name_or_path)
+    labels = match_labels(model, class_names(splits, data.label_column), training)
     texts = [text for column in data.text_columns for text in splits["train"][column]] if "train" in splits else []
     tokenizer = make_tokenizer(model, texts, data.max_seq_length)
+    fields = label_fields(labels.names) | {"problem_type": "single_label_classification"}
+    config = make_config(model, tokenizer, data.max_seq_length, **fields)
 
     def encode(batch: dict[str, list]) -> dict[str, list]:
         texts = [batch[column] for column in data.text_columns]
         return encode_texts(tokenizer, texts, data.max_seq_length, data.two_towers)
 
     for name, split in splits.items():
-        labels = class_numbers(split, data.label_column, names, name)
+        numbers = class_numbers(split, data.label_column, labels.outputs, name)
         options = {"remove_columns": split.column_names, "keep_in_memory": training.world_size == 1}
-        splits[name] = split.map(encode, batched=True, **options, desc=name).add_column("labels", labels)
+        splits[name] = split.map(encode, batched=True, **options, desc=name).add_column("labels", numbers)
     if training.do_train:
         splits["train"] = hide_tokens(splits["train"], tokenizer, data.token_dropout, training.seed)
-    return splits, tokenizer, names
+    return splits, tokenizer, config
 
 
 def main(argv: list[str] | None = None) -> dict[str, Any]:
@@ -81,10 +83,8 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     begin_run(__file__, argv, data, model, training, run)
 
     with training.main_process_first(desc="reading the data"), one_line():
-        splits, tokenizer, names = load_data(data, model, training)
+        splits, tokenizer, config = load_data(data, model, training)
 
-    fields = label_fields(names) | {"problem_type": "single_label_classification"}
-    config = make_config(model, tokenizer, data.max_seq_length, **fields)
     model_class, collator = choose_model(data, config.model_type, tokenizer)
     trainer = OrderedTrainer(
         make_model(model_class, model, config),

@@ -29,6 +29,7 @@ from luna_mega.training.models import ModelArguments, Tokenizers, make_both_toke
 from luna_mega.training.optimization import ClipEach, apollo, milestone_schedule
 from luna_mega.training.report import finish
 from luna_mega.training.runs import OrderedTrainer, begin_run, check_run, make_callbacks, score, train, write_lines
+from luna_mega.training.tokenizers import remove_truncation
 from luna_mega.training.weight_average import average, choose_checkpoints
 
 
@@ -140,6 +141,7 @@ class TranslationTrainer(OrderedTrainer, Seq2SeqTrainer):
     def _save(self, output_dir=None, state_dict=None):
         super()._save(output_dir, state_dict)
         if self.tokenizers.target is not self.tokenizers.source:
+            remove_truncation(self.tokenizers.target)
             self.tokenizers.target.save_pretrained(Path(output_dir or self.args.output_dir, "target"))
 
 

@@ -21,9 +21,8 @@ from transformers.exporters.utils import decompose_for_generation
 
 from luna_mega.compat import CACHE_NAME, WRITES_EXPORT_FOLDERS
 from luna_mega.errors import ConversionError, install
-from luna_mega.hub.folder import ModelFolder, position_limit, read_folder
+from luna_mega.hub.folder import ModelFolder, position_limit, read_folder, stacks
 from luna_mega.hub.output import check_new_file, check_output, complete_output
-from luna_mega.inspection.costs import stacks
 from luna_mega.inspection.verify import quiet_transformers, random_inputs
 
 # Oldest operator set that the exporter of PyTorch writes.

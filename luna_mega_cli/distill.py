@@ -13,8 +13,9 @@ def add(commands: Commands) -> None:
         run,
         help="convert a trained encoder to a Luna with linear time and memory",
         description="Converts BERT, RoBERTa, XLM-RoBERTa, CamemBERT, DistilBERT or ELECTRA, with or without a head, to "
-        "a Luna model that equals it on texts of up to --projection-length tokens. Longer texts are packed. Nothing is "
-        "trained. A sentence-transformers model becomes a sentence-transformers folder.",
+        "a Luna model that equals it on texts of up to --projection-length tokens. Longer texts are packed. By "
+        "default, no text is longer than the teacher's limit, and heads that read tokens equal the teacher everywhere. "
+        "Nothing is trained. A sentence-transformers model becomes a sentence-transformers folder.",
         examples=(
             "sentence-transformers/all-MiniLM-L6-v2 --output my-encoder --texts texts.txt",
             "my-fine-tuned-bert --output my-classifier --projection-length 256",
@@ -26,11 +27,15 @@ def add(commands: Commands) -> None:
         "--projection-length",
         metavar="N",
         type=positive,
-        default=128,
-        help="rows per layer that a text is packed into (default: 128)",
+        help="rows per layer that a text is packed into (default: 128, or --max-length for masked language modeling, "
+        "token classification and question answering)",
     )
     parser.add_argument(
-        "--max-length", metavar="N", type=positive, default=4096, help="longest text in tokens (default: 4096)"
+        "--max-length",
+        metavar="N",
+        type=positive,
+        help="longest text in tokens (default: the teacher's number of positions); longer texts are worth less than "
+        "windows of the teacher, see docs/distillation.md",
     )
     parser.add_argument(
         "--position-extension",
@@ -39,7 +44,9 @@ def add(commands: Commands) -> None:
         help="positions of texts longer than the teacher's limit (default: interpolate)",
     )
     parser.add_argument(
-        "--texts", metavar="FILE", help="text file to fit the packing on, one text per line; about 100 are enough"
+        "--texts",
+        metavar="FILE",
+        help="text file to fit the packing on and to compare with the teacher, one text per line; about 100 are enough",
     )
     parser.add_argument(
         "--num-labels",

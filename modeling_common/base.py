@@ -66,13 +66,23 @@ class CommonPreTrainedModel(PreTrainedModel):
         """Return the parameters that no loss of this class depends on."""
         return ()
 
+    def freeze_unread(self) -> None:
+        """Freeze the parameters that no loss of a head of this package depends on; checkpoints contain them.
+
+        A class of a user, also a subclass of such a head, may read every output.
+        """
+        if type(self).__module__.partition(".")[0] == __name__.partition(".")[0]:
+            for parameter in self.unread_parameters():
+                parameter.requires_grad_(False)
+
     def post_init(self) -> None:
-        """Finish construction, and remove classes and rules that do not match this instance.
+        """Finish construction: freeze unread parameters, and remove classes and rules that do not match this instance.
 
         Accelerate raises an error for a class without a module, and transformers warns about unused rules. FSDP2 does
         not support a weight in two groups: tied weights belong to the root group.
         """
         super().post_init()
+        self.freeze_unread()
         classes = {type(module).__name__ for module in self.modules()}
         self._no_split_modules = {*(self._no_split_modules or ())} & classes
         tied = {name.rpartition(".")[0] for pair in self.all_tied_weights_keys.items() for name in pair}
@@ -110,15 +120,12 @@ class CommonPreTrainedModel(PreTrainedModel):
         return model
 
     def tie_weights(self, *args: Any, **kwargs: Any) -> None:
-        """Tie weights, and freeze the parameters that no loss depends on; checkpoints contain them.
-
-        transformers calls this after constructing and after loading a model.
-        """
+        """Tie weights; transformers calls this after constructing, loading and resizing a model."""
         super().tie_weights(*args, **kwargs)
         if self.device.type != "meta":  # transformers loads every name of a model
             self.share_modules()
-        for parameter in self.unread_parameters():
-            parameter.requires_grad_(False)
+        if kwargs.get("missing_keys") is not None:  # `from_pretrained` has replaced the parameters
+            self.freeze_unread()
 
 
 class StateRecorder(nn.Module):
@@ -147,15 +154,17 @@ class BodyMixin(ModelMixin):
     * `weight_options`: keyword arguments that request attention weights.
     * `uses_positions`: whether the model uses `position_ids`; else they only mark boundaries of sequences.
     * `returns_cached_weights`: whether attention to a filled cache returns its weights.
+    * `token_types`: the number of token types; 0 = the model has no type embeddings.
     * `packs`: whether the model has a packed sequence P.
     * `closes_gaps`: whether layers require the kept positions of a row to follow each other, as moving averages do.
     """
 
-    own_options: frozenset[str] = frozenset({"position_ids"})
+    own_options: frozenset[str] = frozenset({"position_ids", "token_type_ids"})
     weight_options: tuple[str, ...] = ("output_attentions",)
     uses_positions = False
     returns_cached_weights = False
     packs = False
+    has_read_types = False  # whether the values of a batch of token types have been checked
     closes_gaps: bool = True
     embeddings_name: str = ""  # name of the module with the input embedding; "" = the model
     embedding_names = EMBEDDINGS  # name of that embedding by `config.input_type`
@@ -169,6 +178,10 @@ class BodyMixin(ModelMixin):
                 f"{type(self).__name__} is an encoder or a decoder, but the configuration has is_encoder_decoder=True; "
                 f"use {family}Seq2SeqModel, {family}ForConditionalGeneration or their Auto classes"
             )
+
+    @property
+    def token_types(self) -> int:
+        return 0
 
     @property
     def input_width(self) -> int:

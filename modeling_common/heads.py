@@ -109,14 +109,15 @@ class GenericForMaskedLM(LMHead, TokenHead):
     def predict_tokens(self, inputs: dict[str, Any], labels: torch.Tensor | None, **kwargs: Any) -> Any:
         """Return the output for the `inputs` of the body; for the other arguments, see `forward`.
 
-        The logits are `[B, T, vocab_size]`, with `sparse_prediction` and labels `[M, vocab_size]`.
+        The logits are `[B, T, vocab_size]`, in training with `sparse_prediction` `[M, vocab_size]`. In evaluation,
+        Trainer requires predictions and labels of the same positions.
         """
         if labels is not None:
             validate_labels(inputs, {"labels": labels}, kwargs)
         outputs = self.base_model(**inputs, **kwargs)
         hidden_states, loss = outputs.last_hidden_state, None
         labels, reductions = self.read_labels(inputs, labels, outputs, kwargs)
-        if labels is not None and self.config.sparse_prediction:
+        if labels is not None and self.training and self.config.sparse_prediction:
             predicted = labels != -100
             hidden_states, labels = hidden_states[predicted], labels[predicted]
         logits = self.score_tokens(hidden_states)

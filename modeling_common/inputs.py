@@ -10,7 +10,7 @@ from transformers.cache_utils import Cache
 
 from luna_mega.modeling_common.cache import StateCache, begin_cache, split_cache
 from luna_mega.modeling_common.layout import DENSE, DenseLayout, Layout, close_gaps
-from luna_mega.modeling_common.masks import clean, drop_if_full, find_mask, read_mask
+from luna_mega.modeling_common.masks import can_look, clean, drop_if_full, find_mask, read_mask
 from luna_mega.modeling_common.padding_free import VARLEN_OPTIONS, find_padding_free, unpad
 from luna_mega.modeling_common.pooling import without_first
 from luna_mega.modeling_common.sharding import check_tokens, prepare_sharded, raise_together
@@ -19,6 +19,7 @@ from luna_mega.modeling_common.validation import (
     check_padding_free,
     check_source,
     find_boundaries,
+    read_token_types,
     validate,
 )
 
@@ -50,6 +51,7 @@ class Inputs(NamedTuple):
         position_ids: `[B or 1, T]` of the batch, or None.
         encoder_hidden_states: `[B, S, d]`, or None.
         encoder_layout: the positions of its tokens.
+        token_type_ids: `[B, T]` of the batch; None = all 0.
     """
 
     given: torch.Tensor
@@ -64,6 +66,7 @@ class Inputs(NamedTuple):
     position_ids: torch.Tensor | None
     encoder_hidden_states: torch.Tensor | None = None
     encoder_layout: Layout = DENSE
+    token_type_ids: torch.Tensor | None = None
 
 
 def prepare(
@@ -114,14 +117,19 @@ def read(
         updated = begin_cache(model, past_key_values, use_cache)
         cache, cross_cache = split_cache(updated)
     seen = 0 if cache is None else cache.get_seq_length()
-    given, mask, output_weights = validate(model, values, grid, attention_mask, token_type_ids, cache, seen, options)
+    given, mask, output_weights = validate(model, values, grid, attention_mask, cache, seen, options)
     shape = (given.shape[0], given.shape[1] if grid is None else grid[0] * grid[1])
     if mask is not None:
         mask = drop_if_full(mask)
     elif given.dim() == 2 and not given.is_floating_point():
         mask = drop_if_full(find_mask(given, model.config))
+    if token_type_ids is not None:
+        token_type_ids = read_token_types(model, token_type_ids, shape, mask)
     output_states = bool(options.get("output_hidden_states", model.config.output_hidden_states))
-    inputs = Inputs(given, mask, DENSE, updated, cache, cross_cache, seen, output_weights, output_states, None)
+    requested = (output_weights, output_states)
+    inputs = Inputs(
+        given, mask, DENSE, updated, cache, cross_cache, seen, *requested, None, token_type_ids=token_type_ids
+    )
     boundaries = None
     if position_ids is not None:
         position_ids, boundaries = find_boundaries(model, position_ids, shape, attention_mask, cache, options)
@@ -164,6 +172,21 @@ def embed(model: Any, inputs: Inputs) -> torch.Tensor:
         raise
 
 
+def scatter_states(inputs: Inputs, hidden_states: torch.Tensor) -> torch.Tensor:
+    """Return the states after the last layer as `[B, T, d]` of the batch, with zeros in rows without a token.
+
+    Otherwise results for such a row would depend on dropped inputs and on the other rows. Rows that continue a cache
+    have tokens in earlier calls.
+    """
+    states, mask = inputs.layout.scatter(hidden_states), inputs.layout.mask
+    if mask is None or inputs.seen:
+        return states
+    has_tokens = mask.any(dim=1)
+    if can_look(has_tokens) and has_tokens.all():
+        return states
+    return states.masked_fill(~has_tokens[:, None, None], 0.0)
+
+
 def read_sequences(
     model: Any,
     name: str,
@@ -197,6 +220,8 @@ def read_sequences(
     if mask is None and inputs["input_ids"] is not None:
         mask = find_mask(inputs["input_ids"], model.config)
     if drop_first_token:
+        if (types := options.get("token_type_ids")) is not None:
+            inputs = inputs | {"token_type_ids": read_token_types(model, types, shape, mask)}
         inputs = {key: without_first(value, mask) for key, value in inputs.items()}
         mask = without_first(mask, mask)
     return mask, inputs

@@ -12,6 +12,13 @@ logger = logging.get_logger(__name__)
 _LARGEST = 2.0**16
 
 
+def can_read(x: torch.Tensor) -> bool:
+    """Return whether the values can be read: not while a model is being traced, compiled, exported or captured."""
+    if type(x) is not torch.Tensor or x.is_meta or in_program():
+        return False
+    return not (x.is_cuda and torch.cuda.is_current_stream_capturing())
+
+
 def can_look(x: torch.Tensor) -> bool:
     """Return whether reading the values is free: on a CPU, unless a model is being traced, compiled or exported."""
     return type(x) is torch.Tensor and x.device.type == "cpu" and not in_program()

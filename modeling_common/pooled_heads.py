@@ -11,6 +11,7 @@ from transformers.configuration_utils import PreTrainedConfig
 from transformers.modeling_outputs import SequenceClassifierOutput
 from transformers.utils.generic import can_return_tuple
 
+from luna_mega.kernels.upcast import upcast
 from luna_mega.modeling_common.heads import Head
 from luna_mega.modeling_common.inputs import read_sequences
 from luna_mega.modeling_common.label_checks import validate_pairs, validate_pooled
@@ -84,7 +85,7 @@ class PooledHead(Head):
         given = {name: others.pop(name, None) for name in ("input_ids", "inputs_embeds", "input_values")}
         mask, given = read_sequences(self.base_model, type(self).__name__, mask, given, others, drop_first_token)
         given = {key: value for key, value in given.items() if value is not None}
-        outputs = self.base_model(attention_mask=mask, **given, **others)
+        outputs = self.base_model(attention_mask=mask, **others | given)
         reductions = find_reductions(others, outputs.last_hidden_state)
         return self.summarize(outputs, mask, reductions), outputs, reductions
 
@@ -92,7 +93,7 @@ class PooledHead(Head):
         """Return the output with the logits `[B, num_labels]` and their loss."""
         loss = None
         if labels is not None:
-            loss = self.loss_function(labels=labels, pooled_logits=logits, config=self.config)
+            loss = self.loss_function(labels=labels, pooled_logits=upcast(logits), config=self.config)
         return self.output_class(loss=loss, logits=logits, **self.carried_over(outputs))
 
     def choose_option(
@@ -100,7 +101,7 @@ class PooledHead(Head):
     ) -> Any:
         """Return the output with logits `[B, C]` for scores `[B C, 1]` of C options, and their loss."""
         logits = scores.view(-1, options)
-        loss = None if labels is None else nn.functional.cross_entropy(logits, labels)
+        loss = None if labels is None else nn.functional.cross_entropy(upcast(logits), labels)
         return self.output_class(loss=loss, logits=logits, **self.carried_over(outputs))
 
 
@@ -152,7 +153,7 @@ class GenericForSequencePairClassification(PooledHead):
     """Classification of pairs of sequences, or the choice among several second ones."""
 
     output_class = SequenceClassifierOutput
-    unsupported_options: dict[str, str]  # keyword arguments of the body -> the reason
+    unsupported_options: dict[str, str] = {}  # keyword arguments of the body -> the reason
 
     def __init__(self, config: PreTrainedConfig):
         super().__init__(config)
@@ -177,8 +178,8 @@ class GenericForSequencePairClassification(PooledHead):
     ) -> SequenceClassifierOutput:
         """Classify pairs of sequences, the first `[B, T]` and the second (`pair_*`) `[B, T']`.
 
-        `labels`: `[B]` class ids, or numbers for regression. `logits`: `[B, num_labels]`. Hidden states and attentions
-        belong to the first sequence.
+        `labels`: `[B]` class ids, or numbers for regression. `logits`: `[B, num_labels]`. Hidden states, attentions
+        and `token_type_ids` belong to the first sequence.
 
         With `num_labels=1`, the second inputs can be C candidates for each first one, `[B, C, T']`, with one score
         each. Then `logits` are `[B, C]`, `labels` `[B]` the indices of the correct ones, and the loss is their

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from luna_mega.kernels.gated_attention.columns import take_columns
+from luna_mega.kernels.upcast import upcast, upcast_dtype
 
 Loss = Callable[..., torch.Tensor]
 Pair = tuple[torch.Tensor, torch.Tensor]
@@ -43,8 +44,8 @@ class Reductions:
         return x
 
     def mean(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the mean over all positions of `[B, T, d]`."""
-        return x.mean(dim=1)
+        """Return the mean over all positions of `[B, T, d]`, at least in float32."""
+        return x.mean(dim=1, dtype=upcast_dtype(x))
 
     def first(self, first: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
         """Return the first token of each sequence from the first tokens `[B, d]` and masks `[B, T]` of the shards."""
@@ -68,6 +69,7 @@ class Reductions:
 
         Labels after the end of the sequences, or at positions that the bool `mask` `[B, T]` drops, are ignored.
         """
+        logits = upcast(logits[0]), upcast(logits[1])
         if mask is not None:
             length = mask.shape[1]
             padded = nn.functional.pad(mask, (0, 1))
@@ -109,8 +111,12 @@ def without_first(states: torch.Tensor | None, mask: torch.Tensor | None) -> tor
 
 
 def masked_mean(states: torch.Tensor, mask: torch.Tensor | None, reductions: Reductions = LOCAL) -> torch.Tensor:
-    """Return the mean over the rows of `[B, T, d]` that the mask `[B or 1, T]` keeps; 0 if it keeps none."""
+    """Return the mean over the rows of `[B, T, d]` that the mask `[B or 1, T]` keeps; 0 if it keeps none.
+
+    Half precision cannot represent the sums of long sequences.
+    """
     if mask is None:
-        return reductions.mean(states)
-    kept, count = states.masked_fill(~mask[..., None], 0.0).sum(dim=1), mask.sum(dim=1, keepdim=True)
-    return reductions.total(kept) / reductions.total(count).clamp(min=1)
+        return reductions.mean(states).to(states.dtype)
+    kept = states.masked_fill(~mask[..., None], 0.0).sum(dim=1, dtype=upcast_dtype(states))
+    count = reductions.total(mask.sum(dim=1, keepdim=True)).clamp(min=1)
+    return (reductions.total(kept) / count).to(states.dtype)

@@ -104,7 +104,8 @@ class Seq2SeqBody(EncoderDecoder):
             inputs_embeds: `[B, S, d]`, embeddings instead of `input_ids`.
             decoder_inputs_embeds: `[B, T, d]`, embeddings instead of `decoder_input_ids`.
             use_cache: return a cache. None = `config.use_cache`, except in training.
-            kwargs: `output_hidden_states`, `output_attentions`, `return_dict`, options of the decoder, and `cp_group`
+            kwargs: `output_hidden_states`, `output_attentions`, `return_dict`, `token_type_ids` `[B, S]` of the source,
+                options of the decoder, and `cp_group`
                 if encoder and decoder support it (each rank passes its shards of sources and targets).
 
         Returns:
@@ -162,9 +163,10 @@ class Seq2SeqBody(EncoderDecoder):
             source: `input_ids`, `attention_mask` and `inputs_embeds`.
             encoded: outputs of the encoder instead of a source, or None.
             cache: cache of the decoder; if it is filled, the outputs may be empty.
-            options: see `read_options`.
+            options: see `read_options`; `token_type_ids` are removed.
         """
         mask = source["attention_mask"] = read_mask("attention_mask", source["attention_mask"])
+        source = source | {"token_type_ids": options.pop("token_type_ids", None)}
         given = source["input_ids"] is not None or source["inputs_embeds"] is not None
         if encoded is None and not given and isinstance(cache, EncoderDecoderCache) and cache.get_seq_length() > 0:
             encoded = self.encoder_output_class()

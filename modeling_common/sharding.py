@@ -10,6 +10,7 @@ from torch import nn
 
 from luna_mega.kernels.context_parallel import ContextShard
 from luna_mega.kernels.gated_attention.columns import roll_columns, take_columns
+from luna_mega.kernels.upcast import upcast, upcast_dtype
 from luna_mega.modeling_common.attention import KeyWindow
 from luna_mega.modeling_common.layout import DenseLayout, align
 from luna_mega.modeling_common.masks import can_look
@@ -309,7 +310,7 @@ class ShardedReductions(Reductions):
         return gather_shards(self.shard, x.long()[..., None])[..., 0].to(x.dtype)
 
     def mean(self, x: torch.Tensor) -> torch.Tensor:
-        return self.total(x.sum(dim=1)) / self.shard.total
+        return self.total(x.sum(dim=1, dtype=upcast_dtype(x))) / self.shard.total
 
     def first(self, first: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
         is_first = self.shard.all_gather(_has_any(first, mask)).argmax(dim=0) == self.shard.rank
@@ -340,7 +341,7 @@ class ShardedReductions(Reductions):
         num_items_in_batch: torch.Tensor | int | None,
     ) -> torch.Tensor:
         """Return the cross-entropy of one label."""
-        length = logits.shape[1]
+        logits, length = upcast(logits), logits.shape[1]
         column = positions.clamp(min=0)[:, None] - self.offset()
         place = column.clamp(0, length - 1)
         found = (column == place)[:, 0]  # on this rank

@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from luna_mega.kernels._export import in_program
 from luna_mega.modeling_common.cache import StateCache
-from luna_mega.modeling_common.masks import can_look, read_mask
+from luna_mega.modeling_common.masks import can_look, can_read, read_mask
 from luna_mega.modeling_common.padding_free import VARLEN_OPTIONS, PaddingFreeLayout
 
 # Argument with the input of a model, by `config.input_type`.
@@ -47,7 +47,6 @@ def validate(
     given: dict[str, torch.Tensor | None],
     grid: tuple[int, int] | None,
     attention_mask: torch.Tensor | None,
-    token_type_ids: torch.Tensor | None,
     cache: StateCache | None,
     seen: int,
     options: Mapping[str, Any],
@@ -60,8 +59,6 @@ def validate(
     if unknown := options.keys() - COMMON_OPTIONS - model.own_options:
         family = config.model_type.capitalize()
         raise ValueError(f"{family} models do not support {', '.join(sorted(unknown))}; omit the argument")
-    if token_type_ids is not None and not config.add_token_type_embeddings:
-        raise ValueError("`token_type_ids` require `add_token_type_embeddings=True`; omit them")
     if attention_mask is not None:
         if options.get("cu_seq_lens_q") is not None:
             raise ValueError("`attention_mask` is not supported with `cu_seq_lens_q`; pass only one of them")
@@ -111,6 +108,37 @@ def check_inputs(
     if mask is not None and mask.shape != shape:
         raise ValueError(f"attention_mask must have the shape {list(shape)} of the input, got {list(mask.shape)}")
     return given
+
+
+def read_token_types(
+    model: Any, token_type_ids: torch.Tensor, shape: tuple[int, int], mask: torch.Tensor | None
+) -> torch.Tensor | None:
+    """Return `token_type_ids` `[B, T]` with 0 at positions that the bool mask drops; None = no type embeddings.
+
+    The values are read if that is free, on other devices only for the first batch of a model.
+
+    Raises:
+        ValueError: The shape is another one, or a value is not a type of the model. A model without type embeddings
+            only supports 0, which tokenizers of BERT return for single texts.
+    """
+    if token_type_ids.shape != shape:
+        raise ValueError(
+            f"`token_type_ids` must have the shape {list(shape)} of the input, got {list(token_type_ids.shape)}"
+        )
+    if mask is not None:
+        token_type_ids = token_type_ids.masked_fill(~mask, 0)
+    if can_look(token_type_ids) or (not model.has_read_types and can_read(token_type_ids)):
+        first, last = (x.item() for x in token_type_ids.aminmax())
+        if first < 0 or last >= max(model.token_types, 1):
+            reason = (
+                f"; they must be at least 0, and less than the `type_vocab_size` {model.token_types} of the model"
+                if model.token_types
+                else ", but the model has no type embeddings; omit them, or create the model with them (Luna: "
+                "`type_vocab_size=2`, Mega: `add_token_type_embeddings=True`)"
+            )
+            raise ValueError(f"`token_type_ids` are from {first} to {last}{reason}")
+        model.has_read_types = True
+    return token_type_ids if model.token_types else None
 
 
 def find_boundaries(

@@ -81,10 +81,13 @@ class LunaConfig(LunaPresets, SharedConfig, PreTrainedConfig):
         layerdrop: probability of skipping a layer in training.
         input_type: `"tokens"` (`input_ids`) or `"values"` (`input_values`, one real number a position).
         max_position_embeddings: longest sequence with learned positions.
+        position_table_size: number of learned positions; None = `max_position_embeddings`. A smaller table requires
+            `position_extension`.
         position_embedding_type: `"learned"`, `"sinusoidal"` (any length; also added to P) or `"none"`.
-        position_extension: learned positions of texts longer than `max_position_embeddings` (encoders only).
+        position_extension: positions of texts longer than the table of learned positions (encoders only).
             `"interpolate"` squeezes the positions of such a text into the table, by its own length; `"wrap"` counts
-            0 to `max_position_embeddings` - 1, then again from 1. None = such a text is an error.
+            from 0 to the last position, then again from 1. None = such a text is an error. Without
+            `position_table_size`, texts have no greatest length.
         scale_embedding: multiply embeddings and P by sqrt(d); None = only with sinusoidal positions, as the original.
         embedding_norm: LayerNorm on the embeddings and on P.
         pre_norm: LayerNorm before attention and feed-forward, and once at the end; False = after each (section 3.1).
@@ -110,7 +113,7 @@ class LunaConfig(LunaPresets, SharedConfig, PreTrainedConfig):
         pad_token_id: also fixes the first learned or sinusoidal position, `pad_token_id` + 1, as in fairseq.
         first_position: first position; None = `pad_token_id` + 1. 0 saves rows if `pad_token_id` is large.
         tie_word_embeddings: the masked-LM output weight is the embedding.
-        sparse_prediction: with labels, the masked-LM head computes logits only for the M predicted positions,
+        sparse_prediction: in training, the masked-LM head computes logits only for the M predicted positions,
             `[M, vocab_size]`, which reduces cost and memory.
         unpad_inputs: remove padding before the layers; states at padding are 0. Without effect if states or weights are
             returned, with a cache, and in compiled or exported programs.
@@ -174,6 +177,7 @@ class LunaConfig(LunaPresets, SharedConfig, PreTrainedConfig):
     max_position_embeddings: int = 512
     position_embedding_type: str = "learned"
     position_extension: str | None = None
+    position_table_size: int | None = None
     scale_embedding: bool | None = None
     embedding_norm: bool = True
     pre_norm: bool = False
@@ -245,6 +249,17 @@ class LunaConfig(LunaPresets, SharedConfig, PreTrainedConfig):
             return self.first_position
         return 0 if self.input_type == "values" else (self.pad_token_id or 0) + 1
 
+    @property
+    def num_learned_positions(self) -> int:
+        """Number of rows of the position table from the first position on."""
+        return self.max_position_embeddings if self.position_table_size is None else self.position_table_size
+
+    @property
+    def longest_input(self) -> int | None:
+        """The greatest number of positions of a text; None = no limit."""
+        extends = self.position_extension is not None and self.position_table_size is None
+        return None if extends or self.position_embedding_type != "learned" else self.max_position_embeddings
+
     def validate_architecture(self) -> None:
         """Check the fields; `@strict` calls this after `__init__` and before saving."""
         self._check_fields()
@@ -273,7 +288,7 @@ class LunaConfig(LunaPresets, SharedConfig, PreTrainedConfig):
         sizes = (
             "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_pack_attention_heads",
             "intermediate_size", "projection_length", "max_position_embeddings", "classifier_hidden_size",
-            "embedding_size",
+            "embedding_size", "position_table_size",
         )  # fmt: skip
         self._check_counts(sizes)
         self._check_counts(["classifier_num_layers", "first_position", "type_vocab_size"], least=0)
@@ -287,6 +302,7 @@ class LunaConfig(LunaPresets, SharedConfig, PreTrainedConfig):
                 raise ValueError(
                     f"hidden_size ({self.hidden_size}) must be divisible by {field} ({getattr(self, field)})"
                 )
+        self._check_positions()
         self._check_pack_method()
         if self.position_embedding_type == "sinusoidal" and self.hidden_size < 4:
             raise ValueError(f"sinusoidal positions need a hidden_size of at least 4, got {self.hidden_size}")
@@ -299,32 +315,42 @@ class LunaConfig(LunaPresets, SharedConfig, PreTrainedConfig):
             )
 
     def _check_pack_method(self) -> None:
-        encoder: dict[str, Any] = {"is_decoder": False, "is_encoder_decoder": False}
-        required: dict[str, dict[str, Any]] = {}
-        if self.position_extension is not None:
-            required["position_extension"] = encoder | {"position_embedding_type": "learned"}
-            if self.max_position_embeddings < 2:
-                raise ValueError(
-                    f"position_extension={self.position_extension!r} requires max_position_embeddings of at least 2, "
-                    f"got {self.max_position_embeddings}"
-                )
         if self.pack_method == "importance":
-            required["pack_method"] = encoder | {
+            fields = {
                 "dynamic_projection_length": True,
                 "contextual_projection": True,
                 "num_pack_attention_heads": self.num_attention_heads,
             }
+            self._check_required("pack_method", fields)
             if self.pooling.startswith("packed"):
                 raise ValueError(
                     f"pooling={self.pooling!r} reads the packed sequence P, which pack_method='importance' does not "
                     "have; set pooling to 'cls' or 'mean'"
                 )
-        for name, fields in required.items():
-            for field, value in fields.items():
-                if getattr(self, field) != value:
-                    raise ValueError(
-                        f"{name}={getattr(self, name)!r} requires {field}={value!r}, got {getattr(self, field)!r}"
-                    )
+
+    def _check_positions(self) -> None:
+        table, length = self.position_table_size, self.max_position_embeddings
+        for name in ("position_extension", "position_table_size"):
+            if getattr(self, name) is not None:
+                self._check_required(name, {"position_embedding_type": "learned"})
+        if self.position_extension is None and table is not None and table < length:
+            raise ValueError(
+                f"position_table_size={table} is less than max_position_embeddings={length}; set position_extension"
+            )
+        if self.position_extension is not None and self.num_learned_positions < 2:
+            name = "max_position_embeddings" if table is None else "position_table_size"
+            raise ValueError(
+                f"position_extension={self.position_extension!r} requires {name} of at least 2, got "
+                f"{self.num_learned_positions}"
+            )
+
+    def _check_required(self, name: str, fields: dict[str, Any]) -> None:
+        """Raise `ValueError` unless the model is an encoder with these fields, which the field `name` requires."""
+        for field, value in ({"is_decoder": False, "is_encoder_decoder": False} | fields).items():
+            if getattr(self, field) != value:
+                raise ValueError(
+                    f"{name}={getattr(self, name)!r} requires {field}={value!r}, got {getattr(self, field)!r}"
+                )
 
 
 @strict

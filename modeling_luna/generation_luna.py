@@ -89,6 +89,7 @@ class LunaForCausalLM(GenericForCausalLM, StateGenerationMixin, LunaPreTrainedMo
         use_cache: bool | None = None,
         labels: torch.LongTensor | None = None,
         logits_to_keep: int | torch.Tensor = 0,
+        token_type_ids: torch.LongTensor | None = None,
         **kwargs: Unpack[HeadKwargs],
     ) -> LunaCausalLMOutput:
         """Predict the next token of each position from the inputs of `LunaModel.forward`.
@@ -104,7 +105,7 @@ class LunaForCausalLM(GenericForCausalLM, StateGenerationMixin, LunaPreTrainedMo
         """
         inputs = model_inputs(input_ids, attention_mask, inputs_embeds, position_ids=position_ids)
         inputs |= {"packed_states": packed_states, "packed_mask": packed_mask}
-        inputs |= {"past_key_values": past_key_values, "use_cache": use_cache}
+        inputs |= {"past_key_values": past_key_values, "use_cache": use_cache, "token_type_ids": token_type_ids}
         return self.predict_next(inputs, labels, logits_to_keep, **kwargs)
 
 

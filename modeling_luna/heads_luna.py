@@ -108,8 +108,8 @@ class LunaForMaskedLM(GenericForMaskedLM, LunaPreTrainedModel):
     ) -> LunaMaskedLMOutput:
         """Predict tokens from the inputs of `LunaModel.forward`.
 
-        `labels`: `[B, T]` tokens, -100 = not predicted. `logits`: `[B, T, vocab_size]`; with `sparse_prediction` and
-        labels there are logits of the M predicted positions only, `[M, vocab_size]`.
+        `labels`: `[B, T]` tokens, -100 = not predicted. `logits`: `[B, T, vocab_size]`; in training with
+        `sparse_prediction` there are logits of the M predicted positions only, `[M, vocab_size]`.
         """
         inputs = model_inputs(input_ids, attention_mask, inputs_embeds, position_ids=position_ids)
         inputs["token_type_ids"] = token_type_ids
@@ -216,9 +216,8 @@ class LunaForSequenceClassification(LunaPooledHead, GenericForSequenceClassifica
 
         `labels`: `[B]` class ids, or numbers for regression. `logits`: `[B, num_labels]`.
         """
-        for name, value in (("position_ids", position_ids), ("token_type_ids", token_type_ids)):
-            if self.config.drop_first_token and value is not None:
-                raise ValueError(f"`{name}` are not supported with `drop_first_token=True`; omit them")
+        if self.config.drop_first_token and position_ids is not None:
+            raise ValueError("`position_ids` are not supported with `drop_first_token=True`; omit them")
         inputs = model_inputs(input_ids, attention_mask, inputs_embeds, input_values=input_values)
         inputs |= {"position_ids": position_ids, "token_type_ids": token_type_ids}
         return self.classify(inputs, labels, drop_first_token=self.config.drop_first_token, **kwargs)
@@ -228,10 +227,7 @@ class LunaForSequencePairClassification(LunaPooledHead, GenericForSequencePairCl
     """Two towers with one set of weights, classified together (LRA Retrieval; paper section 4.1)."""
 
     output_class = LunaSequenceClassifierOutput
-    unsupported_options = {
-        "position_ids": "the positions of pairs are counted from the attention masks",
-        "token_type_ids": "the sequences of a pair have no token types",
-    }
+    unsupported_options = {"position_ids": "the positions of pairs are counted from the attention masks"}
 
 
 class LunaForMultipleChoice(LunaPooledHead, GenericForMultipleChoice, LunaPreTrainedModel):

@@ -51,7 +51,7 @@ class LocalStart:
         _check_model(config)
         _check_options(start, config)
         if start.length is None:
-            start = replace(start, length=config.max_position_embeddings)
+            start = replace(start, length=config.num_learned_positions)
         if start.base is None:
             base = CAUSAL_BASE if config.learns_causal_projection else max(start.length or 1, 2)
             learned = config.position_embedding_type == "learned"
@@ -105,7 +105,7 @@ def _check_options(start: LocalStart, config: Any) -> None:
 
     learned = config.position_embedding_type == "learned"
     if start.length is not None:
-        limit = config.max_position_embeddings if learned else math.inf
+        limit = config.num_learned_positions if learned else math.inf
         if type(start.length) is not int or not 1 <= start.length <= limit:
             fail("length", f"an integer from 1 to {limit}" + " (max_position_embeddings)" * learned)
     if start.base is not None and not learned:
@@ -189,7 +189,7 @@ def start_embeddings(embeddings: Any, config: Any, size: float) -> None:
     """
     start, first = LocalStart.of(config), config.position_offset
     if config.position_embedding_type == "learned" and not is_loaded(table := embeddings.position_embeddings.weight):
-        positions = torch.arange(config.max_position_embeddings)
+        positions = torch.arange(config.num_learned_positions)
         values = math.sqrt(2) * size * paired_sinusoids(positions, config.hidden_size, cast(float, start.base))
         table[first:] = values.to(table)
     if embeddings.has_projection and not is_loaded(packed := embeddings.packed_embeddings):

@@ -8,6 +8,7 @@ language models and translation in `generation_luna.py`.
 """
 
 import math
+import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Unpack, cast
@@ -32,7 +33,7 @@ from luna_mega.kernels.api import (
 from luna_mega.kernels.dropout import Dropout
 from luna_mega.modeling_common.base import BodyMixin, CommonPreTrainedModel
 from luna_mega.modeling_common.cache import layer_caches
-from luna_mega.modeling_common.inputs import ValueEmbeddings, embed, prepare
+from luna_mega.modeling_common.inputs import ValueEmbeddings, embed, prepare, scatter_states
 from luna_mega.modeling_common.layout import DENSE, Layout
 from luna_mega.modeling_common.masks import padding_token
 from luna_mega.modeling_common.processes import has_peers
@@ -44,7 +45,7 @@ from luna_mega.modeling_luna.configuration_luna import LunaConfig
 from luna_mega.modeling_luna.importance_luna import pack_by_importance, rows_in_use
 from luna_mega.modeling_luna.initialization_luna import blind_queries, start_attention, start_embeddings
 from luna_mega.modeling_luna.packed_luna import Packed, PackedStates, read_packed, select_layers
-from luna_mega.modeling_luna.positions_luna import interpolate, number_positions, read_token_types, sinusoids
+from luna_mega.modeling_luna.positions_luna import interpolate, number_positions, sinusoids
 
 
 @with_cache_alias
@@ -86,7 +87,7 @@ class LunaEmbeddings(nn.Module):
         else:
             self.value_embeddings = ValueEmbeddings(width)
         if config.position_embedding_type == "learned":
-            rows = config.max_position_embeddings + config.position_offset
+            rows = config.num_learned_positions + config.position_offset
             padding_row = config.position_offset - 1 if config.position_offset else None
             self.position_embeddings = nn.Embedding(rows, narrow, padding_idx=padding_row)
         if config.type_vocab_size:
@@ -343,13 +344,15 @@ class LunaCausalAttention(LunaProjections):
 class LunaBlock(GradientCheckpointingLayer):
     """Base of encoder and decoder layers: attention, norms of tokens and P, and a feed-forward network.
 
-    `attention` is the first attention of the layer. `packs` specifies whether the layer updates P.
+    `attention` is the first attention of the layer. `packs` specifies whether the layer updates P. `layer_idx` is the
+    row of `packed_embeddings` of the layer, unless P is contextual.
     """
 
     packed_layer_norm: Any
 
-    def __init__(self, config: LunaConfig, attention: nn.Module, packs: bool):
+    def __init__(self, config: LunaConfig, attention: nn.Module, packs: bool, layer_idx: int):
         super().__init__()
+        self.layer_idx = layer_idx
         width, eps = config.hidden_size, config.layer_norm_eps
         self.pre_norm = config.pre_norm
         self.attention = attention
@@ -394,8 +397,8 @@ class LunaBlock(GradientCheckpointingLayer):
 class LunaLayer(LunaBlock):
     """An encoder layer (Figure 2): attention and a feed-forward network for the tokens; P has a separate norm."""
 
-    def __init__(self, config: LunaConfig):
-        super().__init__(config, LunaAttention(config), packs=config.pack_method == "attention")
+    def __init__(self, config: LunaConfig, layer_idx: int):
+        super().__init__(config, LunaAttention(config), config.pack_method == "attention", layer_idx)
 
     def forward(
         self,
@@ -424,8 +427,8 @@ class LunaLayer(LunaBlock):
 class LunaDecoderLayer(LunaBlock):
     """A decoder layer (section 3.3): causal attention, attention to an encoder, feed-forward network."""
 
-    def __init__(self, config: LunaConfig):
-        super().__init__(config, LunaCausalAttention(config), packs=config.add_cross_attention)
+    def __init__(self, config: LunaConfig, layer_idx: int):
+        super().__init__(config, LunaCausalAttention(config), config.add_cross_attention, layer_idx)
         crosses = config.add_cross_attention
         self.cross_attention = LunaAttention(config) if crosses else None
         self.cross_attention_layer_norm: Any = None
@@ -476,12 +479,18 @@ class LunaStack(nn.Module):
         super().__init__()
         self.config = config
         layers = 1 if config.share_layers else config.num_hidden_layers
-        self.layers: Any = nn.ModuleList(layer_class(config) for _ in range(layers))
+        self.layers: Any = nn.ModuleList(layer_class(config, index) for index in range(layers))
         if config.pre_norm:
             self.layer_norm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
             if config.pack_method == "attention" and not config.learns_causal_projection:
                 self.packed_layer_norm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
         self.gradient_checkpointing = False
+
+    def packed_rows(self) -> list[int]:
+        """Return the row of `packed_embeddings` of every step. It does not change if other layers are removed."""
+        if self.config.share_layers:
+            return list(range(self.config.num_hidden_layers))
+        return [layer.layer_idx for layer in self.layers]
 
     def used_layers(self, layout: Layout) -> Iterator[tuple[int, LunaBlock, bool]]:
         """Yield the index and layer of every step, and whether layerdrop skips it.
@@ -596,8 +605,25 @@ class LunaPreTrainedModel(CommonPreTrainedModel):
         if self.config.is_encoder_decoder:
             encoder = body.encoder.encoder.unread_parameters(tokens=True, packed=True)
             return [*encoder, *body.decoder.decoder.unread_parameters(tokens=True, packed=False)]
-        stack = body.decoder if self.config.is_decoder else body.encoder
-        return stack.unread_parameters(tokens=True, packed=False)
+        return body.stack.unread_parameters(tokens=True, packed=False)
+
+    def save_pretrained(
+        self,
+        save_directory: str | os.PathLike[str],
+        is_main_process: bool = True,
+        state_dict: dict[str, torch.Tensor] | None = None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> None:
+        """Save the model. The saved `packed_embeddings` have one row per layer, also if layers have been removed."""
+        for path, body in self.named_modules():
+            if isinstance(body, LunaModel) and body.embeddings.has_projection and not body.config.contextual_projection:
+                rows, count = body.stack.packed_rows(), len(body.embeddings.packed_embeddings)
+                if rows != [*range(count)]:
+                    name = f"{path}.embeddings.packed_embeddings".lstrip(".")
+                    state_dict = self.state_dict() if state_dict is None else {**state_dict}
+                    state_dict[name] = state_dict[name][rows]
+        super().save_pretrained(save_directory, is_main_process, state_dict, *args, **kwargs)
 
     def _initialize_weights(self, module: nn.Module, is_custom_code: bool = False) -> None:
         # In custom code, transformers does not initialize modules whose parameters are all in their submodules.
@@ -644,6 +670,15 @@ class LunaModel(BodyMixin, LunaPreTrainedModel):
         else:
             self.encoder = LunaStack(config, LunaLayer)
         self.post_init()
+
+    @property
+    def token_types(self) -> int:
+        return self.config.type_vocab_size
+
+    @property
+    def stack(self) -> LunaStack:
+        """The layers."""
+        return self.decoder if self.config.is_decoder else self.encoder
 
     @property
     def input_width(self) -> int:
@@ -693,7 +728,7 @@ class LunaModel(BodyMixin, LunaPreTrainedModel):
                 and P is the same on all ranks. Gradients are computed for the sum of the losses of all ranks; see
                 "Context parallelism" in docs/distributed.md. Not supported with a cache, `position_ids`, attention
                 weights or padding-free batches.
-            token_type_ids: `[B, T]`, with `type_vocab_size`; None = all 0.
+            token_type_ids: `[B, T]`, less than `type_vocab_size`, without which only 0 is supported; None = all 0.
             options: `output_hidden_states`, `output_attentions`, `output_packed_attentions`, `return_dict`; for
                 padding-free batches also `cu_seq_lens_q` `[S + 1]` and `max_length_q` (`cu_seq_lens_k` and
                 `max_length_k` must be the same), or `seq_idx` `[B, T]`.
@@ -705,8 +740,6 @@ class LunaModel(BodyMixin, LunaPreTrainedModel):
             ValueError: Not exactly one kind of input, an empty batch, an invalid mask, positions below 0 or above the
                 learned ones, a cache of another model or batch, or an unsupported argument.
         """
-        if token_type_ids is not None and not self.config.type_vocab_size:
-            options["token_type_ids"] = token_type_ids  # type: ignore[typeddict-unknown-key]  # reported as unknown
         inputs = prepare(
             self,
             input_ids=input_ids,
@@ -714,6 +747,7 @@ class LunaModel(BodyMixin, LunaPreTrainedModel):
             inputs_embeds=inputs_embeds,
             input_values=input_values,
             position_ids=position_ids,
+            token_type_ids=token_type_ids,
             encoder_hidden_states=encoder_hidden_states,
             encoder_attention_mask=encoder_attention_mask,
             past_key_values=past_key_values,
@@ -729,9 +763,11 @@ class LunaModel(BodyMixin, LunaPreTrainedModel):
             given = read_packed(self.config, inputs, packed_states, packed_mask)
         positions = number_positions(self.config, inputs)
         # One call: FSDP and offloading load the weights of a module only during its `forward`.
-        types = None if token_type_ids is None else layout.gather(read_token_types(self.config, inputs, token_type_ids))
+        types = None if inputs.token_type_ids is None else layout.gather(inputs.token_type_ids)
         hidden_states, learned = self.embeddings(embed(self, inputs), layout, positions, given is None, types)
         packed, packed_mask = learned if given is None else given
+        if given is None and not self.config.contextual_projection:
+            packed = [packed[row] for row in self.stack.packed_rows()]
         if self.config.is_decoder:
             encoder, layers = (inputs.encoder_hidden_states, inputs.encoder_layout), self.config.num_hidden_layers
             others = [(*encoder, *caches) for caches in layer_caches(inputs.cache, inputs.cross_cache, layers)]
@@ -742,7 +778,7 @@ class LunaModel(BodyMixin, LunaPreTrainedModel):
                 packed[-1] = torch.where(counts[..., None] > 0, packed[-1], packed_states)  # empty sequences
         returns_packed = inputs.output_states and packed[-1] is not None
         return LunaModelOutput(
-            last_hidden_state=layout.scatter(hidden_states),
+            last_hidden_state=scatter_states(inputs, hidden_states),
             packed_last_hidden_state=packed[-1],
             packed_mask=None if packed_mask is None else packed_mask.long(),
             attention_mask=None if inputs.mask is None or self.config.is_decoder else inputs.mask.long(),

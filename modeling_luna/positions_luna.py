@@ -1,4 +1,4 @@
-"""Positions of tokens: their numbers, sinusoids, and positions of texts longer than the table; token types."""
+"""Positions of tokens: their numbers, sinusoids, and positions of texts longer than the table."""
 
 import math
 
@@ -22,9 +22,9 @@ def sinusoids(positions: torch.Tensor, width: int) -> torch.Tensor:
 
 def number_positions(config: PreTrainedConfig, inputs: Inputs) -> torch.Tensor:
     """Return the position of every token in the layout, `[B or 1, T]`: the number of kept tokens before it."""
-    layout, given, table = inputs.layout, inputs.given, config.max_position_embeddings
+    layout, given, table = inputs.layout, inputs.given, config.num_learned_positions
     extension, length = config.position_extension, layout.sizes(given)[1] + inputs.seen
-    learned = config.position_embedding_type == "learned"
+    learned, longest = config.position_embedding_type == "learned", config.longest_input
     if inputs.position_ids is not None:
         positions = layout.gather(inputs.position_ids.expand(given.shape[:2]))
         # Positions of padding have no effect and may be invalid.
@@ -33,13 +33,17 @@ def number_positions(config: PreTrainedConfig, inputs: Inputs) -> torch.Tensor:
         positions = layout.positions(given)
         if inputs.cache is not None and inputs.seen:
             positions = positions + inputs.cache.layers[0].tensors["count"][:, None]
-    limited = learned and extension is None
-    # With a cache the length includes padding, which has no positions.
-    if limited and length > table and inputs.past_key_values is not None:
-        length = int(positions.max()) + 1
-    if limited and length > table:
+    # Padding has no positions. Programs contain no branch on values.
+    if longest is not None and length > longest and (inputs.past_key_values is not None or not in_program()):
+        length = min(length, int(positions.max()) + 1)
+    if longest is not None and length > longest:
+        if config.position_table_size is not None:
+            raise ValueError(
+                f"the sequence length {length} exceeds the `max_position_embeddings` {longest} of the model; truncate "
+                "the input, or set a larger value in the configuration"
+            )
         raise ValueError(
-            f"the sequence length {length} exceeds the {table} learned positions of the model; truncate the input "
+            f"the sequence length {length} exceeds the {longest} learned positions of the model; truncate the input "
             "or train with a larger `max_position_embeddings` (`max_target_positions` of a decoder), or set "
             "`position_extension` of an encoder"
         )
@@ -56,31 +60,12 @@ def number_positions(config: PreTrainedConfig, inputs: Inputs) -> torch.Tensor:
     return positions
 
 
-def read_token_types(config: PreTrainedConfig, inputs: Inputs, token_type_ids: torch.Tensor) -> torch.Tensor:
-    """Return `token_type_ids` `[B, T]` of the batch; types of padding have no effect and may be invalid."""
-    shape = inputs.given.shape[:2]
-    if token_type_ids.shape != shape:
-        raise ValueError(
-            f"`token_type_ids` must have the shape {list(shape)} of the input, got {list(token_type_ids.shape)}"
-        )
-    if inputs.mask is not None:
-        token_type_ids = token_type_ids.masked_fill(~inputs.mask, 0)
-    if can_look(token_type_ids):
-        first, last = (x.item() for x in token_type_ids.aminmax())
-        if first < 0 or last >= config.type_vocab_size:
-            raise ValueError(
-                f"`token_type_ids` are from {first} to {last}; they must be at least 0, and less than the "
-                f"`type_vocab_size` {config.type_vocab_size} of the model"
-            )
-    return token_type_ids
-
-
 def extend_positions(positions: torch.Tensor, layout: Layout, length: int, config: PreTrainedConfig) -> torch.Tensor:
     """Return positions `[B or 1, T]` within the table: integers for "wrap", real numbers for "interpolate".
 
     `length` is the length of sequences without dropped tokens.
     """
-    last = config.max_position_embeddings - 1
+    last = config.num_learned_positions - 1
     if config.position_extension == "wrap":
         return torch.where(positions <= last, positions, 1 + (positions - 1) % last)
     count = layout.counts()

@@ -105,7 +105,7 @@ class MegaConfig(MegaPresets, SharedConfig, PreTrainedConfig):
             returns log-probabilities. `adaptive_softmax_dropout` applies to its inputs and within its tails.
         tie_adaptive_projections: An adaptive softmax with tied embeddings also uses the projections of the input.
         legacy_adaptive_loss: The loss ignores one token of every tail, as the original does by mistake.
-        sparse_prediction: With labels, the masked-LM head projects only the M predicted positions, and `logits` are
+        sparse_prediction: In training, the masked-LM head projects only the M predicted positions, and `logits` are
             `[M, vocab_size]`.
         unpad_inputs: Layers skip padding. States at padding are 0. No effect if states or weights are returned, with a
             cache, and in compiled or exported programs.

@@ -4,6 +4,7 @@ The paper evaluates it on WMT'16 (section 4.4) but does not define it. This impl
 with the names and parameters of transformers v4.
 """
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -82,7 +83,8 @@ class MegaGatedCrossAttention(nn.Module):
         value = self.hidden_dropout(value)
         positions, offset, row_offset = self.positions(query, key, layout, encoder_layout, cache)
         dropout, weights = self.config.attention_probs_dropout_prob if self.training else 0.0, None
-        bias = self.whole(relative_bias(self.config, self.rel_pos_bias, positions))
+        count = partial(self.count_tokens, query, key, layout, encoder_layout, cache)
+        bias = self.whole(relative_bias(self.config, self.rel_pos_bias, positions, count=count))
         options: dict[str, Any] = {"mask": encoder_layout.mask, "offset": offset, "row_offset": row_offset}
         options |= {"function": self.config.attention_activation, "dropout": dropout}
         attended: Any = gated_attention(query, key, value, bias, return_weights=output_weights, **options)
@@ -94,6 +96,14 @@ class MegaGatedCrossAttention(nn.Module):
         if not self.config.normalize_before_mega:
             output = self.norm(output, layout)
         return output, weights
+
+    def count_tokens(
+        self, query: torch.Tensor, key: torch.Tensor, layout: Layout, source: Layout, cache: MegaCacheLayer | None
+    ) -> int:
+        """Return the greatest number of tokens of a target or a source; arguments as in `positions`."""
+        target = layout.counts() if cache is None else cache.position
+        pairs = (target, query.shape[1]), (source.counts(), key.shape[1])
+        return max(size if count is None else int(count.max()) for count, size in pairs)
 
     def positions(
         self, query: torch.Tensor, key: torch.Tensor, layout: Layout, source: Layout, cache: MegaCacheLayer | None

@@ -66,8 +66,8 @@ class MegaForMaskedLM(GenericForMaskedLM, MegaPreTrainedModel):
     ) -> MaskedLMOutput:
         """Predict tokens from the inputs of `MegaModel.forward`.
 
-        `labels`: `[B, T]` tokens, -100 = not predicted. `logits`: `[B, T, vocab_size]`; with `sparse_prediction` and
-        labels there are logits of the M predicted positions only, `[M, vocab_size]`.
+        `labels`: `[B, T]` tokens, -100 = not predicted. `logits`: `[B, T, vocab_size]`; in training with
+        `sparse_prediction` there are logits of the M predicted positions only, `[M, vocab_size]`.
         """
         inputs = model_inputs(input_ids, attention_mask, inputs_embeds, token_type_ids=token_type_ids)
         return self.predict_tokens(inputs, labels, **kwargs)
@@ -165,8 +165,6 @@ class MegaForImageClassification(MegaPooledHead, MegaPreTrainedModel):
 
 class MegaForSequencePairClassification(MegaPooledHead, GenericForSequencePairClassification, MegaPreTrainedModel):
     """Classification of pairs of sequences, encoded separately with the same weights (LRA Retrieval)."""
-
-    unsupported_options = {"token_type_ids": "the sequences of a pair have no token types"}
 
 
 class MegaForMultipleChoice(GenericForMultipleChoice, MegaPreTrainedModel):

@@ -1,10 +1,12 @@
 """Layers that both attentions of a Mega block use: norms, dropout and relative position biases (section 3.2)."""
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch import nn
 
+from luna_mega.kernels._export import in_program
 from luna_mega.kernels.dropout import dropout
 from luna_mega.kernels.upcast import upcast, upcast_dtype
 from luna_mega.modeling_common.layout import DENSE, Layout
@@ -129,19 +131,28 @@ class MegaSimpleRelativeBias(nn.Module):
         super().__init__()
         self.rel_pos_bias = nn.Parameter(torch.empty(2 * max_positions - 1))
 
-    def forward(self, length: int, center: int | None = None) -> torch.Tensor:
+    def forward(self, length: int, center: int | None = None, count: Callable[[], int] | None = None) -> torch.Tensor:
         """Return the biases of the distances j - i from `1 - length` to `length - 1`, `[2 length - 1]` float32.
 
-        `center`: the entry of distance 0; None = the middle one. Raises `ValueError` if the table has too few entries.
+        Args:
+            length: number of columns.
+            center: the entry of distance 0; None = the middle one.
+            count: returns the greatest number of tokens of a sequence if other columns are padding, whose bias is 0.
+
+        Raises:
+            ValueError: The table has too few entries.
         """
         entries = self.rel_pos_bias.shape[0]
         if center is None:
             center = entries // 2
         longest = min(center + 1, entries - center)
         if length > longest:
+            tokens = length if count is None or in_program() else count()
+            if tokens <= longest:
+                return nn.functional.pad(self(longest, center), [length - longest] * 2)
             raise ValueError(
                 f"a simple relative bias with {entries} entries, distance 0 at entry {center}, supports at most "
-                f"{longest} positions, got {length}; shorten the input or increase `max_positions` (with chunks "
+                f"{longest} positions, got {tokens}; shorten the input or increase `max_positions` (with chunks "
                 "`chunk_size`)"
             )
         return upcast(self.rel_pos_bias[center - length + 1 : center + length])
@@ -183,17 +194,21 @@ def build_relative_bias(config: MegaConfig, positions: int) -> MegaSimpleRelativ
 
 
 def relative_bias(
-    config: MegaConfig, module: nn.Module, positions: int, grid: tuple[int, int] | None = None
+    config: MegaConfig,
+    module: nn.Module,
+    positions: int,
+    grid: tuple[int, int] | None = None,
+    count: Callable[[], int] | None = None,
 ) -> torch.Tensor:
     """Return the bias of `positions` positions as a vector over their differences, `[2 positions - 1]`.
 
     A simple bias is interpolated for `grid`, the rows and columns of patches of images; None = as in the
-    configuration.
+    configuration. `count` returns the greatest number of tokens of a sequence, None = all positions.
     """
     if config.relative_positional_bias == "simple" and grid is not None:
         return interpolate_raster_bias(module(config.max_positions), grid)
-    if config.relative_positional_bias == "simple" and config.legacy_bias_table:
-        return module(positions, center=config.chunk_size - 1)
+    if config.relative_positional_bias == "simple":
+        return module(positions, config.chunk_size - 1 if config.legacy_bias_table else None, count)
     return module(positions)
 
 

@@ -10,7 +10,7 @@ of the paper: `damping_factor` contains the logits of alpha (weight of the input
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Unpack
 
 import torch
@@ -26,7 +26,7 @@ from luna_mega.kernels.api import TruncatedEmaState, damped_ema, damped_ema_step
 from luna_mega.modeling_common.attention import KeyWindow, attend
 from luna_mega.modeling_common.base import BodyMixin, CommonPreTrainedModel, StateRecorder, exact_dtype
 from luna_mega.modeling_common.cache import layer_caches
-from luna_mega.modeling_common.inputs import ValueEmbeddings, embed, prepare
+from luna_mega.modeling_common.inputs import ValueEmbeddings, embed, prepare, scatter_states
 from luna_mega.modeling_common.layout import DENSE, Layout
 from luna_mega.modeling_common.masks import padding_token
 from luna_mega.modeling_common.outputs import BaseModelOutputWithPoolingAndCrossAttentions
@@ -211,16 +211,22 @@ class MegaGatedAttention(nn.Module):
         A step reuses the bias in the cache. It has more positions than necessary, so that it is rarely computed again.
         """
         length, chunk = window.length(), self.config.attention_chunk
+
+        def count() -> int:
+            if cache is not None:
+                return int(cache.position.max())
+            return length if window.mask is None else int(window.mask.sum(dim=1).max())
+
         if cache is None or not window.step or output_weights:
             # After an offset, the queries may be at any position of a chunk.
             length = length if window.offset == 0 or chunk is None else chunk
-            return self.whole(self.relative_bias(length, grid))
+            return self.whole(self.relative_bias(length, grid, count))
         if chunk is not None:
             length = self.chunk_positions(2 ** max(6, (length - 1).bit_length()), chunk)
         elif isinstance(self.rel_pos_bias, MegaRotaryRelativeBias):
             length = max(length, cache.keys.shape[1])
         weights = tuple(self.rel_pos_bias.parameters())
-        return cache.constants.get("bias", weights, lambda: self.whole(self.relative_bias(length)), length)
+        return cache.constants.get("bias", weights, lambda: self.whole(self.relative_bias(length, count=count)), length)
 
     def chunk_positions(self, length: int, chunk: int) -> int:
         """Return for how many positions of a chunk the bias of `length` positions is computed."""
@@ -228,11 +234,13 @@ class MegaGatedAttention(nn.Module):
             return chunk  # a table contains all, and compiled programs support every length
         return min(chunk, length)
 
-    def relative_bias(self, length: int, grid: tuple[int, int] | None = None) -> torch.Tensor:
+    def relative_bias(
+        self, length: int, grid: tuple[int, int] | None = None, count: Callable[[], int] | None = None
+    ) -> torch.Tensor:
         """Return the bias of `length` positions, or of one chunk if attention is chunked."""
         if (chunk := self.config.attention_chunk) is not None:
             length, grid = self.chunk_positions(length, chunk), None
-        return relative_bias(self.config, self.rel_pos_bias, length, grid)
+        return relative_bias(self.config, self.rel_pos_bias, length, grid, count)
 
 
 class MegaNormalizedFeedForwardNetwork(nn.Module):
@@ -391,6 +399,10 @@ class MegaModel(BodyMixin, MegaPreTrainedModel):
         self.post_init()
 
     @property
+    def token_types(self) -> int:
+        return self.config.type_vocab_size if self.config.add_token_type_embeddings else 0
+
+    @property
     def input_width(self) -> int:
         config = self.config
         projects = config.input_type == "tokens" and config.adaptive_input_cutoffs is None
@@ -428,7 +440,8 @@ class MegaModel(BodyMixin, MegaPreTrainedModel):
                 compiled and exported programs; otherwise all values but 0 keep.
             inputs_embeds: `[B, T, d]` embeddings instead of tokens, values or patches.
             input_values: `[B, T]` real numbers (`input_type="values"`).
-            token_type_ids: `[B, T]`, with `add_token_type_embeddings`. None = all 0.
+            token_type_ids: `[B, T]`, less than `type_vocab_size` with `add_token_type_embeddings`, without which only 0
+                is supported. None = all 0.
             past_key_values: Only with `is_decoder`: cache of the positions before these, which is updated in place.
                 `attention_mask` is for the T positions, or for these and all before them.
             use_cache: Only with `is_decoder`: return `past_key_values`. None = `config.use_cache`, but not in training.
@@ -483,7 +496,7 @@ class MegaModel(BodyMixin, MegaPreTrainedModel):
             cp_group=cp_group,
         )
         layout, encoder = inputs.layout, (inputs.encoder_hidden_states, inputs.encoder_layout)
-        types = None if token_type_ids is None else layout.gather(token_type_ids)
+        types = None if inputs.token_type_ids is None else layout.gather(inputs.token_type_ids)
         hidden_states = self.start(embed(self, inputs), layout, types, grid)
         recorded = layout.scatter(hidden_states) if inputs.output_states else None
         caches: Sequence[tuple[Any, Any]] = [(None, None)] * len(self.layers)
@@ -495,7 +508,7 @@ class MegaModel(BodyMixin, MegaPreTrainedModel):
             hidden_states = layer(hidden_states, layout, inputs.output_weights, cache, *encoder, cross_cache, grid)
             if recorded is not None:
                 recorded = self.recorder(recorded, layout.scatter(hidden_states))
-        hidden_states = layout.scatter(self.finish(hidden_states, layout))
+        hidden_states = scatter_states(inputs, self.finish(hidden_states, layout))
         pooled = None
         if self.pooler is not None and layout.has_rows():
             pooled = self.pooler(first_token(hidden_states, inputs.mask, layout.reductions))

@@ -42,6 +42,7 @@ class MegalodonForCausalLM(GenericForCausalLM, StateGenerationMixin, MegalodonPr
         use_cache: bool | None = None,
         labels: torch.LongTensor | None = None,
         logits_to_keep: int | torch.Tensor = 0,
+        token_type_ids: torch.LongTensor | None = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> CausalLMOutputWithPast:
         """Predict the next tokens from the inputs of `MegalodonModel.forward`.
@@ -54,7 +55,7 @@ class MegalodonForCausalLM(GenericForCausalLM, StateGenerationMixin, MegalodonPr
         Raises:
             ValueError: As in `MegalodonModel.forward`, and if labels do not match the positions of `logits_to_keep`.
         """
-        inputs = model_inputs(input_ids, attention_mask, inputs_embeds)
+        inputs = model_inputs(input_ids, attention_mask, inputs_embeds, token_type_ids=token_type_ids)
         inputs |= {"past_key_values": past_key_values, "use_cache": use_cache}
         return self.predict_next(inputs, labels, logits_to_keep, **kwargs)
 

@@ -35,7 +35,7 @@ from luna_mega.kernels.dropout import Dropout
 from luna_mega.kernels.upcast import upcast
 from luna_mega.modeling_common.base import BodyMixin, CommonPreTrainedModel, StateRecorder, exact_dtype
 from luna_mega.modeling_common.cache import StateCache
-from luna_mega.modeling_common.inputs import Inputs, embed, prepare
+from luna_mega.modeling_common.inputs import Inputs, embed, prepare, scatter_states
 from luna_mega.modeling_common.layout import Layout
 from luna_mega.modeling_common.outputs import BaseModelOutputWithPast
 from luna_mega.modeling_common.sharding import ShardedLayout, check_shards
@@ -330,6 +330,7 @@ class MegalodonModel(BodyMixin, MegalodonPreTrainedModel):
                 `shard_sequence(batch, group, multiple=config.chunk_size)`; see `MegaModel.forward`.
             options: `output_hidden_states`, `output_attentions`, `return_dict`, and for padding-free batches
                 `position_ids`, `seq_idx`, or `cu_seq_lens_q` and `max_length_q`; see `MegaModel.forward`.
+                `token_type_ids` must be 0.
 
         Returns:
             `last_hidden_state` `[B, T, d]` (undefined at padding), `past_key_values` or None, `hidden_states` N + 1 of
@@ -345,6 +346,7 @@ class MegalodonModel(BodyMixin, MegalodonPreTrainedModel):
             attention_mask=attention_mask,
             inputs_embeds=inputs_embeds,
             position_ids=options.get("position_ids"),
+            token_type_ids=options.get("token_type_ids"),
             past_key_values=past_key_values,
             use_cache=use_cache,
             options=options,
@@ -360,7 +362,7 @@ class MegalodonModel(BodyMixin, MegalodonPreTrainedModel):
         else:
             hidden_states = self.run_layers(hidden_states, inputs, inputs.cache)
         return BaseModelOutputWithPast(
-            last_hidden_state=inputs.layout.scatter(hidden_states), cache=inputs.past_key_values
+            last_hidden_state=scatter_states(inputs, hidden_states), cache=inputs.past_key_values
         )
 
     def run_layers(self, hidden_states: torch.Tensor, inputs: Inputs, cache: StateCache | None) -> torch.Tensor:

@@ -159,6 +159,7 @@ LIMITS = (
     limited("contextual_projection", (True,)),
     limited("pack_method", ("attention",)),
     limited("position_extension", (None,)),
+    limited("position_table_size", lambda target: (None, target.config.max_position_embeddings)),
     limited("pad_token_id", lambda x: (1 if x.config.input_type == "tokens" else x.config.pad_token_id,)),
     limited("first_position", (None,)),
     limited("type_vocab_size", (0,)),

@@ -8,8 +8,10 @@ import pickletools
 from typing import Any, BinaryIO, NamedTuple
 
 MOST_VALUES, DEEPEST = 100_000, 50
-# torch creates these from storages that it fills later, or without a storage.
-_UNSUPPORTED = {f"torch._utils.{name}" for name in ("_rebuild_nested_tensor", "_rebuild_wrapper_subclass")}
+# torch creates these from storages that it fills later, without a storage, or only in some versions (jagged tensors).
+_UNSUPPORTED = {f"torch._utils.{name}" for name in ("_rebuild_nested_tensor", "_rebuild_wrapper_subclass")} | {
+    "torch.nested._internal.nested_tensor._rebuild_njt"
+}
 _TUPLES = {"EMPTY_TUPLE": 0, "TUPLE1": 1, "TUPLE2": 2, "TUPLE3": 3}
 _POPS = {"APPEND": 1, "SETITEM": 2, "BUILD": 1}
 

@@ -10,6 +10,7 @@ overrides.
 
 import platform
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,8 +36,14 @@ import luna_mega
 from lra import pretraining, tasks, transformer
 from lra.tasks import CONVENTIONS, TASKS
 from luna_mega.training.arguments import RunArguments, check_choice, check_least, fail, one_line, parse_arguments
-from luna_mega.training.classification import accuracy, examples_per_second, write_predictions
-from luna_mega.training.data import ClassifierArguments, SourceArguments, check_labels, choose_splits, load_splits
+from luna_mega.training.classification import (
+    accuracy,
+    examples_per_second,
+    match_labels,
+    number_labels,
+    write_predictions,
+)
+from luna_mega.training.data import ClassifierArguments, SourceArguments, choose_splits, load_splits
 from luna_mega.training.images import undecoded
 from luna_mega.training.models import CheckpointArguments, label_fields, load_tokenizer, make_config, make_model
 from luna_mega.training.optimization import power_warmup_schedule
@@ -113,9 +120,13 @@ def reads_values(data: DataArguments) -> bool:
 
 
 def load_rows(
-    data: DataArguments, training: TrainingArguments, task: tasks.Task, convention: tasks.Convention
-) -> tuple[dict[str, Dataset], tuple[str, ...]]:
-    """Return the required splits of the convention, with checked columns, and the label names."""
+    data: DataArguments,
+    model: ModelArguments,
+    training: TrainingArguments,
+    task: tasks.Task,
+    convention: tasks.Convention,
+) -> tuple[dict[str, Dataset], list[str]]:
+    """Return the required splits of the convention, with outputs as labels, and the label names of the head."""
     limits = choose_splits(training, data)
     needed = {"train", "validation", "test"} if data.task in convention.tests_on else limits
     texts, columns = ((), task.columns) if task.kind == "pixels" else (task.columns, ())
@@ -124,10 +135,10 @@ def load_rows(
     for name, limit in limits.items():  # the rows may be sorted by label
         splits[name] = splits[name] if limit is None else splits[name].shuffle(seed=0).take(limit)
     splits = {name: splits[name] for name in limits}
-    labels = tasks.label_names(next(iter(splits.values())), task.classes)
-    for name, split in splits.items():
-        check_labels(split, name, labels)
-    return undecoded(splits), labels
+    classes = tasks.label_names(next(iter(splits.values())), task.classes)
+    names, outputs = match_labels(model, classes, training)
+    splits = {name: number_labels(split, outputs, name, classes) for name, split in splits.items()}
+    return undecoded(splits), names
 
 
 def choose_tokenizer(data: DataArguments, model: ModelArguments) -> PreTrainedTokenizerFast | None:
@@ -140,7 +151,7 @@ def choose_tokenizer(data: DataArguments, model: ModelArguments) -> PreTrainedTo
 
 
 def choose_config(
-    data: DataArguments, model: ModelArguments, tokenizer: PreTrainedTokenizerFast | None, labels: tuple[str, ...]
+    data: DataArguments, model: ModelArguments, tokenizer: PreTrainedTokenizerFast | None, labels: Sequence[str]
 ) -> PreTrainedConfig:
     """Return the configuration; new models have the fields of the paper and of the convention."""
     task = TASKS[data.task]
@@ -162,7 +173,7 @@ def load_data(
 ) -> tuple[dict[str, Dataset], PreTrainedTokenizerFast | None, PreTrainedConfig]:
     """Return the encoded splits, the tokenizer, and the configuration of the model."""
     task, convention = TASKS[data.task], CONVENTIONS[data.convention]
-    splits, labels = load_rows(data, training, task, convention)
+    splits, labels = load_rows(data, model, training, task, convention)
     tokenizer = choose_tokenizer(data, model)
     config = choose_config(data, model, tokenizer, labels)
     for name, split in splits.items():

@@ -14,7 +14,7 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 from lra.listops import TOKENS
 from luna_mega.training.arguments import fail
 from luna_mega.training.images import holds_pixels, read_image
-from luna_mega.training.tokenizers import MASK_TOKEN, NAMED_TOKENS, make_bytes, make_words
+from luna_mega.training.tokenizers import MASK_TOKEN, NAMED_TOKENS, WITHOUT_TYPES, make_bytes, make_words
 
 GRAYS = 256
 
@@ -107,7 +107,7 @@ def make_tokenizer(kind: str, convention: Convention, max_length: int) -> PreTra
     words = {"words": TOKENS, "pixels": map(str, range(GRAYS))}
     made = make_bytes() if kind == "bytes" else make_words(words[kind])
     # Texts contain no special tokens.
-    options = {"mask_token": MASK_TOKEN, "model_max_length": max_length, "split_special_tokens": True}
+    options = {"mask_token": MASK_TOKEN, "model_max_length": max_length, "split_special_tokens": True, **WITHOUT_TYPES}
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=made.backend_tokenizer, **NAMED_TOKENS, **options)
     ends = [(token, tokenizer.convert_tokens_to_ids(token)) for token in ("<s>", "</s>")]
     template = "<s> $A </s>" if convention.first_token else "$A </s>"

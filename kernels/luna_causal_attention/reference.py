@@ -30,7 +30,8 @@ class LunaCausalState(NamedTuple):
 def activate(scores: Tensor, activation: str) -> Tensor:
     """Return log2(1 + 2^s), or elu(s) + 1; both keep their relative precision if s is very negative."""
     if activation == "elu":
-        return scores.clamp(max=0.0).exp() + scores.relu()
+        # Not `clamp`, whose gradient at its limit is 0 since torch 2.14: the derivative at 0 is 1.
+        return torch.where(scores > 0.0, 0.0, scores).exp() + scores.relu()
     # PyTorch returns s itself above a threshold. A threshold of 40 is exact in float64; the default of 20 is not.
     return nn.functional.softplus(scores, beta=math.log(2.0), threshold=40.0)
 

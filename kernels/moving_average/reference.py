@@ -22,10 +22,12 @@ def log_decay(input_logit: Tensor, damping_logit: Tensor) -> Tensor:
     """
     product = torch.sigmoid(input_logit) * torch.sigmoid(damping_logit)
     log_product = nn.functional.logsigmoid(input_logit) + nn.functional.logsigmoid(damping_logit)
-    # Both forms are evaluated everywhere, so each gets an argument at which its gradient is finite.
-    slow = log1p(-product.clamp(max=0.5))
-    fast = torch.log(-torch.expm1(log_product.clamp(-math.log(2), -1e-30)))
-    return torch.where(product > 0.5, fast, slow)
+    is_fast = product > 0.5
+    # Both forms are evaluated everywhere, so each gets an argument at which its gradient is finite. The gradient of
+    # `clamp` at a limit is 0 since torch 2.14, so `clamp` cannot select a product of exactly 0.5.
+    slow = log1p(-torch.where(is_fast, 0.5, product))
+    fast = torch.log(-torch.expm1(torch.where(is_fast, log_product, -math.log(2)).clamp(max=-1e-30)))
+    return torch.where(is_fast, fast, slow)
 
 
 def damped_coefficients(

@@ -19,11 +19,15 @@ from luna_mega.distillation.embeddings import (
     set_projection_length,
     teacher_vectors,
 )
+from luna_mega.distillation.windows import cut_texts
 from luna_mega.training.runs import OrderedTrainer, total
 
 
 class EmbeddingTrainer(OrderedTrainer):
-    """Trainer of `embedding_loss`, with a random number of rows in every step.
+    """Trainer of `embedding_loss`, with a random number of rows and a random length in every step.
+
+    The texts of a step are truncated to a length between the smallest number of rows and `max_length`, whose logarithm
+    is uniformly distributed.
 
     The evaluation reports the mean cosine for every number of rows, and 1 - the mean of these as loss. Dropout is
     disabled, because the student equals its teacher for short texts. The modules of the teacher are saved next to the
@@ -35,6 +39,7 @@ class EmbeddingTrainer(OrderedTrainer):
         projection_lengths: numbers of rows in training and evaluation.
         salience_learning_rate: learning rate of the salience.
         state_weight: weight of the states of all tokens and layers in the loss; see `embedding_loss`.
+        max_length: greatest length of the texts of a step.
     """
 
     def __init__(
@@ -45,12 +50,14 @@ class EmbeddingTrainer(OrderedTrainer):
         projection_lengths: Sequence[int],
         salience_learning_rate: float = SALIENCE_LEARNING_RATE,
         state_weight: float = STATE_WEIGHT,
+        max_length: int,
         **others: Any,
     ):
         super().__init__(*args, **others)
         disable_dropout(self.model)
         self.teacher, self.salience_learning_rate, self.state_weight = teacher, salience_learning_rate, state_weight
         self.projection_length, self.projection_lengths = projection_length, projection_lengths
+        self.max_length = max_length
         self.teacher.model.to(self.args.device)
         self.model_accepts_loss_kwargs = False  # the loss is a mean over texts
 
@@ -64,6 +71,8 @@ class EmbeddingTrainer(OrderedTrainer):
         # By the step, so that all processes and resumed runs have the same number.
         numbers = random.Random(f"{self.args.seed} {self.state.global_step}")
         set_projection_length(self.model, numbers.choice(self.projection_lengths))
+        shortest = min(max(3, min(self.projection_lengths)), self.max_length)
+        inputs = cut_texts(inputs, round(shortest * (self.max_length / shortest) ** numbers.random()))
         teacher = self.teacher
         return embedding_loss(teacher.model, model, teacher.modules, inputs, teacher.window, self.state_weight)
 

@@ -1,7 +1,7 @@
 """Distillation of sentence vectors: a Luna that packs long texts reproduces the vectors of its teacher."""
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -13,6 +13,8 @@ from luna_mega.distillation.families import Parts
 from luna_mega.distillation.loading import load_model
 from luna_mega.distillation.sentences import SentenceModules, read_modules
 from luna_mega.distillation.teachers import check_teacher
+from luna_mega.distillation.windows import Windows, split_windows
+from luna_mega.kernels.upcast import upcast
 
 SALIENCE_LEARNING_RATE = 3e-3
 STATE_WEIGHT = 10.0
@@ -94,52 +96,12 @@ def parameter_groups(
     ]
 
 
-class _Windows(NamedTuple):
-    """Windows of the texts of a batch; a short text is one window.
-
-    Args:
-        owner: number of the text, `[W]`.
-        columns: columns of the tokens in the batch, `[W, T]`.
-        mask: True for the tokens of a window, `[W, T]`.
-        counts: number of windows of every text, `[B]`.
-    """
-
-    owner: torch.Tensor
-    columns: torch.Tensor
-    mask: torch.Tensor
-    counts: torch.Tensor
-
-
-def _split(mask: torch.Tensor, window: int) -> _Windows:
-    """Split texts, of which `mask` `[B, T]` keeps the tokens, into windows.
-
-    Every window has the first and the last token of the text, as the tokenizer adds them to a text.
-    """
-    pieces: list[torch.Tensor] = []
-    owners: list[int] = []
-    for index, kept in enumerate(mask):
-        columns = kept.nonzero().flatten()
-        parts = (columns,)
-        if len(columns) > window:
-            parts = [torch.cat([columns[:1], part, columns[-1:]]) for part in columns[1:-1].split(window - 2)]
-        pieces += parts
-        owners += [index] * len(parts)
-    ones = [torch.ones_like(piece, dtype=torch.bool) for piece in pieces]
-    columns, kept = (nn.utils.rnn.pad_sequence(rows, batch_first=True) for rows in (pieces, ones))
-    owner = torch.tensor(owners, device=mask.device)
-    return _Windows(owner, columns, kept, owner.bincount(minlength=len(mask)))
-
-
 def _read(
-    teacher: PreTrainedModel, modules: SentenceModules, batch: dict[str, torch.Tensor], windows: _Windows, states: bool
+    teacher: PreTrainedModel, modules: SentenceModules, batch: dict[str, torch.Tensor], windows: Windows, states: bool
 ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
     """Return the teacher's vectors `[B, d]` and, if `states` is set, its states after every layer `[W, T, d]`."""
-    inputs = {name: tensor[windows.owner[:, None], windows.columns] for name, tensor in batch.items()}
-    inputs["attention_mask"] = windows.mask.to(batch["attention_mask"])
-    outputs = teacher(**inputs, output_hidden_states=states)
-    vectors = modules.embed(outputs.last_hidden_state, windows.mask)
-    total = vectors.new_zeros(len(windows.counts), vectors.shape[1]).index_add_(0, windows.owner, vectors)
-    mean = total / windows.counts[:, None]
+    outputs = teacher(**windows.inputs(batch), output_hidden_states=states)
+    mean = windows.mean(modules.embed(outputs.last_hidden_state, windows.mask))
     mean = functional.normalize(mean, dim=-1) if modules.normalizes else mean
     return mean, outputs.hidden_states[1:] if states else ()
 
@@ -152,7 +114,7 @@ def teacher_vectors(
 
     Every window has the first and the last token of the text, as the tokenizer adds them to a text.
     """
-    windows = _split(batch["attention_mask"].bool(), window)
+    windows = split_windows(batch["attention_mask"].bool(), window)
     return _read(teacher, modules, batch, windows, states=False)[0]
 
 
@@ -161,7 +123,7 @@ def cosines(
 ) -> torch.Tensor:
     """Return the cosine similarity `[B]` of the student's vectors and `teacher_vectors`."""
     vectors = modules.embed(student(**batch).last_hidden_state, batch["attention_mask"].bool())
-    return functional.cosine_similarity(vectors, reference, dim=-1)
+    return functional.cosine_similarity(upcast(vectors), reference, dim=-1)
 
 
 def embedding_loss(
@@ -188,16 +150,17 @@ def embedding_loss(
         limit = "" if table is None else f" to the {len(table)} positions of the teacher"
         raise ValueError(f"window={window} must be from 3{limit}")
     mask = batch["attention_mask"].bool()
-    windows = _split(mask, window)
+    windows = split_windows(mask, window)
     with torch.no_grad():
         reference, teacher_states = _read(teacher, modules, batch, windows, states=state_weight > 0)
     outputs = student(**batch, output_hidden_states=state_weight > 0)
     vectors = modules.embed(outputs.last_hidden_state, mask)
-    loss = 1 - functional.cosine_similarity(vectors, reference, dim=-1).mean()
+    loss = 1 - functional.cosine_similarity(upcast(vectors), reference, dim=-1).mean()
     single = windows.mask & (windows.counts[windows.owner] == 1)[:, None]
     if state_weight > 0 and single.any():
         rows, columns = windows.owner[:, None].expand_as(single)[single], windows.columns[single]
         layers = zip(outputs.hidden_states[1:], teacher_states, strict=True)
-        similarities = [functional.cosine_similarity(x[rows, columns], y[single], dim=-1) for x, y in layers]
+        layers = ((upcast(x[rows, columns]), upcast(y[single])) for x, y in layers)
+        similarities = [functional.cosine_similarity(*pair, dim=-1) for pair in layers]
         loss = loss + state_weight * (1 - torch.stack(similarities).mean())
     return loss

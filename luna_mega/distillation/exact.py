@@ -1,6 +1,7 @@
 """Luna encoders that equal a trained encoder on texts of up to `projection_length` tokens; nothing is trained."""
 
-from collections.abc import Iterable, Iterator
+import copy
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -17,12 +18,17 @@ from luna_mega import (
     LunaForTokenClassification,
     LunaModel,
 )
+from luna_mega.distillation.agreement import Agreement
 from luna_mega.distillation.copying import CopyReport, copy_encoder
 from luna_mega.distillation.families import Family, find_head
+from luna_mega.distillation.lengths import Lengths, choose_lengths
 from luna_mega.distillation.loading import check_tokenizer, load_model
+from luna_mega.distillation.originals import check_original
 from luna_mega.distillation.students import student_config
 from luna_mega.distillation.teachers import Teacher, check_teacher
+from luna_mega.distillation.windows import make_batches
 from luna_mega.training.models import load_tokenizer
+from luna_mega.training.tokenizers import set_max_length
 
 _CLASSES: dict[str, type[PreTrainedModel]] = {
     "": LunaModel,
@@ -33,7 +39,7 @@ _CLASSES: dict[str, type[PreTrainedModel]] = {
     "ForMultipleChoice": LunaForMultipleChoice,
 }
 _TYPES = ("bert", "roberta", "xlm-roberta", "camembert", "distilbert", "electra")
-_FIT_LENGTH, _FIT_TOKENS = 256, 4096  # tokens per text, and approximately per batch
+_FIT_LENGTH = 256  # tokens per text
 _RIDGE = 1e-2
 _LEAST = 1e-6  # lower bound of the attention that a token receives, before the logarithm
 # Field of Luna -> the first of the teacher's fields that is set.
@@ -55,7 +61,8 @@ class EncoderTeacher(Teacher):
 
     heads = tuple(_CLASSES)
 
-    def __init__(self, model: PreTrainedModel, window: int | None = None):
+    def __init__(self, model: nn.Module, window: int | None = None):
+        model = check_original(model)
         self.check(model.config)
         head = find_head(model)
         if head not in self.heads:
@@ -90,10 +97,21 @@ class EncoderTeacher(Teacher):
 
     @staticmethod
     def model_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
-        named = getattr(transformers, str((config.architectures or [""])[0]), None)
-        if isinstance(named, type) and named.__name__.endswith(tuple(filter(None, _CLASSES))):
-            return named
-        return MODEL_MAPPING[type(config)]
+        bare = MODEL_MAPPING[type(config)]
+        name = str((config.architectures or [bare.__name__])[0])
+        named = bare if name == bare.__name__ else getattr(transformers, name, None)
+        if not isinstance(named, type) or named is not bare and not name.endswith(tuple(filter(None, _CLASSES))):
+            raise ValueError(
+                f"the teacher is a {name}, whose head Luna does not have; for the encoder only, save "
+                f"AutoModel.from_pretrained(...) with its tokenizer, or set num_labels to fine-tune a new classifier"
+            )
+        return named
+
+    @property
+    def pads_positions(self) -> bool:
+        """Whether positions depend on the padding token, as in RoBERTa."""
+        module = self.module("positions")
+        return module is not None and module.padding_idx is not None
 
     @torch.no_grad()
     def logits(self, batch: dict[str, Any], places: torch.Tensor | None = None) -> torch.Tensor:
@@ -110,14 +128,18 @@ class ConversionReport:
 
     Args:
         copied: the copied weights.
+        lengths: number of rows, longest text and positions.
         fit: for every layer the share of the variance of the log of received attention that the fitted salience
             explains; None = there were no texts, and the salience is 0.
         tokens: number of tokens of the fit.
+        agreement: the comparison with the teacher at several lengths; None = there were no texts.
     """
 
     copied: CopyReport
+    lengths: Lengths
     fit: list[float] | None = None
     tokens: int = 0
+    agreement: Agreement | None = None
 
     def __str__(self) -> str:
         if self.fit is None:
@@ -126,7 +148,9 @@ class ConversionReport:
             shares = ", ".join(f"{share:.2f}" for share in self.fit)
             fit = f"salience: fitted on {self.tokens:,} tokens, r2 per layer {shares}"
         left = [f"left: {name}" for name in self.copied.left]
-        return "\n".join([f"copied: {len(self.copied.copied)} tensors", *left, fit])
+        lines = [f"copied: {len(self.copied.copied)} tensors", *left, fit]
+        lines += [] if self.agreement is None else [str(self.agreement)]
+        return "\n".join([*lines, self.lengths.note] if self.lengths.note else lines)
 
 
 class Converted(NamedTuple):
@@ -145,8 +169,8 @@ class Converted(NamedTuple):
 
 def from_teacher(
     teacher: str | PreTrainedModel,
-    projection_length: int = 128,
-    max_length: int = 4096,
+    projection_length: int | None = None,
+    max_length: int | None = None,
     position_extension: str | None = "interpolate",
     texts: Iterable[str] | None = None,
     tokenizer: PreTrainedTokenizerBase | None = None,
@@ -155,16 +179,20 @@ def from_teacher(
     """Convert a trained encoder to a Luna model with linear time and memory.
 
     The model equals the teacher, up to rounding, for texts of up to `projection_length` tokens. Longer texts are packed
-    by importance (`pack_method="importance"`), and are close to the teacher. The head is converted as well: masked
-    language modeling, sequence and token classification, question answering and multiple choice. Padding does not
-    affect the result: positions count the tokens that `attention_mask` keeps.
+    by importance (`pack_method="importance"`). By default, no text is longer than the teacher's table of positions, and
+    heads that read tokens (masked language modeling, token classification, question answering) equal the teacher for
+    every text. docs/distillation.md has measurements for longer texts. The head is converted as well: the named ones,
+    sequence classification and multiple choice. Padding does not affect the result: positions count the tokens that
+    `attention_mask` keeps.
 
     Args:
         teacher: name on the Hub, folder, or model: BERT, RoBERTa, XLM-RoBERTa, CamemBERT, DistilBERT or ELECTRA.
-        projection_length: number of rows l that a layer packs a text into.
-        max_length: longest text in tokens, which is set as `model_max_length` of the tokenizer.
-        position_extension: positions of texts longer than the teacher's table, see `LunaConfig`; None = such texts
-            raise an error.
+        projection_length: number of rows l that a layer packs a text into; None = 128, and `max_length` for a head that
+            reads tokens.
+        max_length: longest text in tokens: `max_position_embeddings` of the model, and `model_max_length` of the
+            tokenizer; None = the number of positions of the teacher. Token classification requires at most that many.
+        position_extension: positions of texts longer than the teacher's table, see `LunaConfig`; None = a larger
+            `max_length` is an error. Without effect for the default `max_length`.
         texts: texts to fit the salience on, which decides how longer texts are packed. About 100 are enough.
         tokenizer: tokenizer of a teacher that is given as a model; only required for `texts`.
         num_labels: make a sequence classifier of that many labels for fine-tuning, 1 for regression. If the checkpoint
@@ -180,15 +208,8 @@ def from_teacher(
     Example:
         >>> model, tokenizer, report = from_teacher("sentence-transformers/all-MiniLM-L6-v2")  # doctest: +SKIP
     """
-    numbers = {"projection_length": projection_length, "max_length": max_length, "num_labels": num_labels}
-    for name, value in numbers.items():
-        if value is not None and value < 1:
-            raise ValueError(f"{name} must be at least 1, got {value}")
-    if isinstance(texts, str):
-        raise ValueError(f"`texts` must be a list of texts, got the str {texts[:20]!r}; pass [text] for a single text")
     if isinstance(teacher, str):
-        source = load_model(EncoderTeacher, teacher, num_labels, dtype=torch.float32)
-        tokenizer = load_tokenizer(teacher) if tokenizer is None else tokenizer
+        source, tokenizer = load_source(teacher, num_labels, tokenizer)
     elif num_labels is None:
         source = EncoderTeacher(teacher)
     else:
@@ -196,35 +217,59 @@ def from_teacher(
             f"num_labels={num_labels} requires the name or folder of the teacher; for a loaded teacher, load it with "
             f"AutoModelForSequenceClassification and num_labels={num_labels}"
         )
+    return convert_encoder(source, tokenizer, projection_length, max_length, position_extension, texts)
+
+
+def load_source(
+    name: str, num_labels: int | None = None, tokenizer: PreTrainedTokenizerBase | None = None
+) -> tuple[EncoderTeacher, PreTrainedTokenizerBase]:
+    """Return a teacher and its tokenizer, from a folder or the Hub; see `from_teacher`."""
+    if num_labels is not None and num_labels < 1:
+        raise ValueError(f"num_labels must be at least 1, got {num_labels}")
+    source = load_model(EncoderTeacher, name, num_labels, dtype=torch.float32)
+    return source, load_tokenizer(name) if tokenizer is None else tokenizer
+
+
+def convert_encoder(
+    source: EncoderTeacher,
+    tokenizer: PreTrainedTokenizerBase | None,
+    projection_length: int | None = None,
+    max_length: int | None = None,
+    position_extension: str | None = "interpolate",
+    texts: Iterable[str] | None = None,
+) -> Converted:
+    """Convert a loaded teacher; see `from_teacher`."""
+    lengths = choose_lengths(source, projection_length, max_length, position_extension)
+    if isinstance(texts, str):
+        raise ValueError(f"`texts` must be a list of texts, got the str {texts[:20]!r}; pass [text] for a single text")
     if tokenizer is not None:
-        check_tokenizer(source, tokenizer)
+        check_tokenizer(source, tokenizer, same_padding=source.pads_positions)
     elif texts is not None:
         raise ValueError("`texts` require a `tokenizer` if the teacher is given as a model; pass the teacher's own")
-    table = source.positions()
-    if position_extension is None and table is not None and max_length > len(table):
-        raise ValueError(
-            f"max_length={max_length} exceeds the {len(table)} positions of the teacher; pass max_length={len(table)}, "
-            "or position_extension='interpolate'"
-        )
+    # The padding token only marks positions that the mask drops, so that any token of the tokenizer can be it.
+    padding = None if tokenizer is None else tokenizer.pad_token_id
     config = student_config(
         source,
         "luna",
-        projection_length=projection_length,
+        **({} if padding is None else {"pad_token_id": padding}),
+        **lengths.fields(),
         pack_method="importance",
-        position_extension=position_extension,
         type_vocab_size=len(source.tensors("token_types").get("weight", ())),
         **_dropouts(source.config),
         **{name: getattr(source.config, name) for name in _SCORES if hasattr(source.config, name)},
     )
     model = _CLASSES[find_head(source.model)](config).to(source.model.device, source.model.dtype).eval()
-    report = ConversionReport(copy_encoder(source, model))
+    report = ConversionReport(copy_encoder(source, model), lengths)
     if new := [name for name in report.copied.new if not name.endswith("salience")]:
         raise ValueError(f"the teacher has no weights for {len(new)} parameters ({new[0]}, ...); pass a complete model")
     if tokenizer is not None:
-        tokenizer.model_max_length = max_length
+        tokenizer = copy.deepcopy(tokenizer)  # a tokenizer of the caller keeps its length
         if texts is not None:
-            length = min(_FIT_LENGTH, source.max_length or _FIT_LENGTH)
-            report.fit, report.tokens = fit_salience(source, model, _batches(tokenizer, texts, length))
+            if not (texts := list(texts)):
+                raise ValueError("`texts` is empty; pass at least one text, or None")
+            batches = make_batches(tokenizer, texts, min(_FIT_LENGTH, lengths.table))
+            report.fit, report.tokens = fit_salience(source, model, batches)
+        set_max_length(tokenizer, lengths.max_length)
     return Converted(model, tokenizer, report)
 
 
@@ -232,20 +277,6 @@ def _dropouts(config: PreTrainedConfig) -> dict[str, float]:
     """Return the dropout of Luna that corresponds to the teacher's."""
     given = {ours: [getattr(config, name, None) for name in names] for ours, names in _DROPOUTS.items()}
     return {ours: next((value for value in values if value is not None), 0.0) for ours, values in given.items()}
-
-
-def _batches(
-    tokenizer: PreTrainedTokenizerBase, texts: Iterable[str], length: int
-) -> Iterator[dict[str, torch.Tensor]]:
-    """Yield padded batches of texts of similar lengths."""
-    texts = list(texts)
-    if not texts:
-        raise ValueError("`texts` is empty; pass at least one text, or None")
-    rows = sorted(tokenizer(texts, truncation=True, max_length=length)["input_ids"], key=len, reverse=True)
-    while rows:
-        count = max(1, _FIT_TOKENS // len(rows[0]))
-        yield dict(tokenizer.pad({"input_ids": rows[:count]}, return_tensors="pt"))
-        rows = rows[count:]
 
 
 @torch.no_grad()
@@ -278,7 +309,7 @@ def fit_salience(
             tokens += int(kept.sum())
             output = body(**inputs, output_hidden_states=True, output_attentions=True)
             for layer in range(count):
-                received = (output.attentions[layer] * kept[:, None, :, None]).sum(dim=2).mean(dim=1)
+                received = (output.attentions[layer].float() * kept[:, None, :, None]).sum(dim=2).mean(dim=1)
                 target = received[kept].clamp(min=_LEAST).log()[:, None]
                 states = output.hidden_states[layer][kept]
                 rows = torch.cat([states, torch.ones_like(target), target], dim=1).double()

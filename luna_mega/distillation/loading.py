@@ -18,6 +18,7 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGH
 
 from luna_mega.convert.safe_load.reader import read_tensors
 from luna_mega.distillation.families import Family, find_head
+from luna_mega.distillation.originals import check_folder
 from luna_mega.distillation.teachers import Teacher
 from luna_mega.errors import ConversionError, reason
 from luna_mega.hub.folder import largest_id, open_weights, read_weight_map
@@ -59,6 +60,7 @@ def load_model(
     places = {key: options.pop(key) for key in ("revision", "cache_dir", "token", "subfolder") if key in options}
     with _one_line(name_or_path):
         config = AutoConfig.from_pretrained(name_or_path, trust_remote_code=False, **places)
+    check_folder(name_or_path, config, places)
     family = teacher_class.check(config)
     with _one_line(name_or_path):
         if num_labels is None:
@@ -163,8 +165,13 @@ def _check_sizes(name: str, model_class: type, config: PreTrainedConfig, family:
         )
 
 
-def check_tokenizer(teacher: Teacher, tokenizer: PreTrainedTokenizerBase) -> None:
+def check_tokenizer(teacher: Teacher, tokenizer: PreTrainedTokenizerBase, same_padding: bool = True) -> None:
     """Check that a tokenizer is the teacher's, and that the teacher can be distilled with it.
+
+    Args:
+        teacher: the teacher.
+        tokenizer: the tokenizer.
+        same_padding: whether both must have the same padding token.
 
     Raises:
         ValueError: If it has no mask token for a masked language model, larger ids than the teacher, or another
@@ -178,5 +185,5 @@ def check_tokenizer(teacher: Teacher, tokenizer: PreTrainedTokenizerBase) -> Non
             "the teacher's tokenizer"
         )
     own, padding = getattr(teacher.config, "pad_token_id", None), tokenizer.pad_token_id
-    if own is not None and padding is not None and own != padding:
+    if same_padding and own is not None and padding is not None and own != padding:
         raise ValueError(f"the tokenizer pads with {padding} and the teacher with {own}; use the teacher's tokenizer")

@@ -12,6 +12,7 @@ from transformers.utils import cached_file
 
 from luna_mega.errors import shown
 from luna_mega.hub.folder import read_json
+from luna_mega.modeling_common.pooling import first_token, masked_mean
 
 _MODES = ("cls", "max", "mean", "mean_sqrt_len_tokens", "weightedmean", "lasttoken")
 _LEGACY = {
@@ -58,7 +59,7 @@ class SentenceModules:
         for name, path in self.files.items():
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(path, folder / name)
-        settings = self.settings | {"max_seq_length": max_length}
+        settings = _without_limits(self.settings, max_length) | {"max_seq_length": max_length}
         (folder / _CONFIGS[0]).write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
 
     def check_supported(self) -> None:
@@ -77,12 +78,24 @@ class SentenceModules:
             ValueError: See `check_supported`.
         """
         self.check_supported()
-        if self.pooling == ("cls",):
-            vectors = states[torch.arange(len(states)), mask.int().argmax(dim=1)]
-        else:
-            weights = mask[..., None].to(states.dtype)
-            vectors = (states * weights).sum(dim=1) / weights.sum(dim=1).clamp(min=1)
+        vectors = (first_token if self.pooling == ("cls",) else masked_mean)(states, mask)
         return functional.normalize(vectors, dim=-1) if self.normalizes else vectors
+
+
+def _without_limits(settings: dict[str, Any], max_length: int) -> dict[str, Any]:
+    """Return settings without limits of the length, except for shorter ones of queries and documents."""
+    kept = dict(settings)
+    longest = min(kept.get("max_seq_length") or max_length, max_length)
+    for name in ("query_length", "document_length"):
+        if (kept.get(name) or 0) >= longest:
+            del kept[name]
+    if isinstance(options := kept.get("processing_kwargs"), dict):
+        kept["processing_kwargs"] = {key: _without(value, "max_length") for key, value in options.items()}
+    return kept
+
+
+def _without(options: Any, name: str) -> Any:
+    return {key: value for key, value in options.items() if key != name} if isinstance(options, dict) else options
 
 
 def _write_mean(folder: Path) -> None:

@@ -65,11 +65,12 @@ def student_config(teacher: Teacher, kind: str, **options: Any) -> LunaConfig | 
     if teacher.is_classifier or teacher.family.class_activation:
         fields |= {"classifier_activation": teacher.family.class_activation or "gelu", "classifier_num_layers": 1}
         fields |= {"pooling": getattr(config, "classifier_pooling", "cls"), "classifier_dropout": 0.0}
-    own = _luna_fields(teacher) if kind == "luna" else _mega_fields(teacher)
-    return (LunaConfig if kind == "luna" else MegaConfig)(**fields | own | options)
+    fields |= options
+    own = _luna_fields(teacher, fields["pad_token_id"]) if kind == "luna" else _mega_fields(teacher)
+    return (LunaConfig if kind == "luna" else MegaConfig)(**own | fields)
 
 
-def _luna_fields(teacher: Teacher) -> dict[str, Any]:
+def _luna_fields(teacher: Teacher, padding: int) -> dict[str, Any]:
     config, positions = teacher.config, teacher.positions()
     names = ("layer_norm_eps", "layer_norm_epsilon", "norm_eps", "rms_norm_eps")
     length = min(config.max_position_embeddings, _LONGEST_NEW_TABLE) if positions is None else len(positions)
@@ -80,7 +81,7 @@ def _luna_fields(teacher: Teacher) -> dict[str, Any]:
         # A single type, as in RoBERTa, is added to the positions.
         "type_vocab_size": types if types > 1 else 0,
         # Luna's table starts after the row of the padding token, which may be one of the last tokens here.
-        "first_position": None if padded or config.pad_token_id == 0 else 0,
+        "first_position": None if padded or padding == 0 else 0,
         "num_attention_heads": config.num_attention_heads,
         "intermediate_size": _feed_forward_width(teacher),
         "hidden_act": teacher.activation,

@@ -40,7 +40,8 @@ FIELDS = {
         "num_hidden_layers", "share_layers", "hidden_size", "intermediate_size", "num_attention_heads",
         "num_pack_attention_heads", "pack_method", "projection_length", "dynamic_projection_length",
         "contextual_projection", "tie_key_value", "hidden_act", "pre_norm", "input_type", "vocab_size",
-        "max_position_embeddings", "position_embedding_type", "position_extension", "pooling", "pool_padding",
+        "max_position_embeddings", "position_embedding_type", "position_extension", "position_table_size", "pooling",
+        "pool_padding",
     ),
     "mega": (
         "num_hidden_layers", "hidden_size", "intermediate_size", "shared_representation_size",

@@ -148,10 +148,27 @@ def largest_id(tokenizer: PreTrainedTokenizerBase) -> int:
 def position_limit(config: PreTrainedConfig) -> int | None:
     """Return the largest number of positions of the model; None if there is no limit."""
     if isinstance(config, LunaConfig):
-        limited = config.position_embedding_type == "learned" and config.position_extension is None
-        return config.max_position_embeddings if limited else None
+        return config.longest_input
     table = getattr(config, "relative_positional_bias", None) == "simple" and not config.use_chunking
     return config.max_positions if table else None
+
+
+def stacks(config: PreTrainedConfig) -> dict[str, PreTrainedConfig]:
+    """Return the configuration of each stack of layers: of the encoder, of the decoder, or of both."""
+    if config.is_encoder_decoder:
+        return {"encoder": config.encoder_config, "decoder": config.decoder_config}
+    return {"decoder" if config.is_decoder else "encoder": config}
+
+
+def length_limit(config: PreTrainedConfig) -> int | None:
+    """Return the longest sequence that all position tables of a model support; None if there are none."""
+    limits = [position_limit(stack) for stack in stacks(config).values()]
+    limits += [
+        stack.cross_positions
+        for stack in stacks(config).values()
+        if stack.add_cross_attention and getattr(stack, "relative_positional_bias", None) == "simple"
+    ]
+    return min((limit for limit in limits if limit is not None), default=None)
 
 
 def read_config(path: str | Path) -> dict[str, Any]:

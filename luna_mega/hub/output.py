@@ -8,7 +8,9 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
-from luna_mega.errors import ConversionError, shown
+from safetensors import SafetensorError
+
+from luna_mega.errors import ConversionError, reason, shown
 from luna_mega.escaping import is_utf8, locale_hint
 
 try:
@@ -97,10 +99,21 @@ def _lock(folder: Path) -> Iterator[bool]:
 
 @contextmanager
 def complete_output(output: Path) -> Iterator[Path]:
-    """Yield a temporary path on the same file system, which becomes `output` if the block raises no exception."""
+    """Yield a temporary path on the same file system, which becomes `output` if the block raises no exception.
+
+    Raises:
+        ConversionError: A file cannot be written, for example because the disk is full.
+    """
     parent = next(folder for folder in output.parents if folder.is_dir())
     with temporary_folder(parent, output.name) as temporary:
-        yield temporary / output.name
+        try:
+            yield temporary / output.name
+        except SafetensorError as error:
+            raise ConversionError(f"{output}: cannot write model.safetensors: {reason(error)}") from error
+        except Exception as error:
+            if type(error) is not Exception or "os error" not in str(error):  # tokenizers does not raise OSError
+                raise
+            raise ConversionError(f"{output}: cannot write tokenizer.json: {reason(error)}") from error
         if output.is_dir():
             output.rmdir()
         publish({temporary / output.name: output})

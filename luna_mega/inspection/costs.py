@@ -5,19 +5,13 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from luna_mega import LunaConfig, MegalodonConfig
 from luna_mega.hub.card import architecture
+from luna_mega.hub.folder import stacks
 from luna_mega.inspection import costs_luna, costs_mega, costs_megalodon
 
 _EMBEDDINGS = ("embeddings", "embedding_layer", "embedding_norm", "embed_tokens")
 _STACKS = ("encoder", "decoder", "layers", "final_norm", "output_projection")
 _LANGUAGE_MODELS = ("MaskedLM", "CausalLM", "ConditionalGeneration")
 _HEADS_FOR_EVERY_TOKEN = (*_LANGUAGE_MODELS, "TokenClassification", "QuestionAnswering")
-
-
-def stacks(config: PreTrainedConfig) -> dict[str, PreTrainedConfig]:
-    """Return the configuration of each stack of layers: of the encoder, of the decoder, or of both."""
-    if config.is_encoder_decoder:
-        return {"encoder": config.encoder_config, "decoder": config.decoder_config}
-    return {"decoder" if config.is_decoder else "encoder": config}
 
 
 def fields(config: PreTrainedConfig) -> dict[str, int | str | bool]:

@@ -6,14 +6,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from transformers import PreTrainedConfig
 
 from luna_mega.convert.formats import Format
 from luna_mega.convert.formats.format import read_model
 from luna_mega.convert.formats.registry import detect, find_format, is_checkpoint, open_checkpoint
 from luna_mega.convert.tensors import dtype_name, meta_model
 from luna_mega.errors import ConversionError, shown
-from luna_mega.hub.folder import REPORT_NAME, ModelFolder, position_limit, read_folder
+from luna_mega.hub.folder import REPORT_NAME, ModelFolder, length_limit, read_folder
 from luna_mega.inspection import costs
 
 _LANGUAGE_MODELS = {
@@ -98,7 +97,7 @@ def describe(path: str | Path, length: int | None = None, progress: bool = False
     """
     description = _read_checkpoint(path, progress) if is_checkpoint(path) else _read_folder(path)
     config, model_class, written_by, heads, dtypes, warnings = description
-    limit = _length_limit(config)
+    limit = length_limit(config)
     if length is not None and limit is not None and length > limit:
         raise ConversionError(f"--length {length}: the model has {limit} learned positions; use a smaller length")
     usual = costs.usual_length(config)
@@ -130,18 +129,6 @@ def describe(path: str | Path, length: int | None = None, progress: bool = False
         formulas=costs.formulas(config),
         warnings=warnings,
     )
-
-
-def _length_limit(config: PreTrainedConfig) -> int | None:
-    """Return the longest sequence that all position tables support, or None if there are none."""
-    stacks = costs.stacks(config).values()
-    limits = [position_limit(stack) for stack in stacks]
-    limits += [
-        stack.cross_positions
-        for stack in stacks
-        if stack.add_cross_attention and getattr(stack, "relative_positional_bias", None) == "simple"
-    ]
-    return min((limit for limit in limits if limit is not None), default=None)
 
 
 def _read_folder(path: str | Path):

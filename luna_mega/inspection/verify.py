@@ -20,8 +20,7 @@ from luna_mega.convert.formats.registry import is_checkpoint
 from luna_mega.convert.importer import convert_checkpoint
 from luna_mega.convert.tensors import few
 from luna_mega.errors import ConversionError, reason, shown
-from luna_mega.hub.folder import ModelFolder, position_limit, read_folder, read_tokenizer
-from luna_mega.inspection.costs import stacks
+from luna_mega.hub.folder import ModelFolder, position_limit, read_folder, read_tokenizer, stacks
 from luna_mega.modeling_common.masks import find_mask
 
 _INPUTS = (

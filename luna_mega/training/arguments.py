@@ -137,10 +137,10 @@ def check_finite(*groups: object) -> None:
 
 
 def check_least(arguments: object, least: float, *names: str) -> None:
-    """Exit if one of the options `names`, numbers or lists of numbers, is below `least`."""
+    """Exit if one of the options `names`, numbers, lists of numbers or None, is below `least`."""
     for name in names:
         value = getattr(arguments, name)
-        if any(number < least for number in (value if isinstance(value, list) else [value])):
+        if any(number < least for number in (value if isinstance(value, list) else [value]) if number is not None):
             fail(f"--{name} {value} must be at least {least}")
 
 

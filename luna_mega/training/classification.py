@@ -1,41 +1,130 @@
 """Labels, accuracy and test predictions of classifiers."""
 
-from typing import Any
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
 
 from datasets import ClassLabel, Dataset
-from transformers import AutoConfig, EvalPrediction, Trainer
+from transformers import EvalPrediction, Trainer, TrainingArguments
 
+from luna_mega.escaping import terminal
 from luna_mega.training.arguments import fail
+from luna_mega.training.models import CheckpointArguments, are_default, label_names
 from luna_mega.training.report import SpeedCallback
 from luna_mega.training.runs import OrderedTrainer, total, write_lines
 
 
-def class_names(train: Dataset | None, column: str, model: str | None) -> list[str]:
-    """Return the label names of the training split or, if it is None, of the configuration of `model`."""
-    if train is None:
-        return list(AutoConfig.from_pretrained(model).id2label.values())
-    feature = train.features[column]
-    if isinstance(feature, ClassLabel):
-        return feature.names
-    return [str(label) for label in sorted(set(train[column]) - {None})]
+class Labels(NamedTuple):
+    """Labels of a classifier.
+
+    Attributes:
+        names: Label names of the head, in the order of its outputs.
+        outputs: Output of each label name of the data.
+    """
+
+    names: list[str]
+    outputs: dict[str, int]
 
 
-def class_numbers(split: Dataset, column: str, names: list[str], name: str) -> list[int]:
-    """Return the label ids of a split; exit if a label is not in `names`.
+def class_names(splits: dict[str, Dataset], column: str) -> list[str]:
+    """Return the label names of the training split or, without one, of all splits; empty without labels."""
+    chosen = {"train": splits["train"]} if "train" in splits else splits
+    chosen = {name: split for name, split in chosen.items() if column in split.column_names}
+    for split in chosen.values():
+        if isinstance(split.features[column], ClassLabel):
+            return split.features[column].names
+    labels = {label for name, split in chosen.items() for label in split[column] if not _is_hidden(label, name)}
+    return [str(label) for label in sorted(labels - {None})]
 
-    Missing labels are -100: all of them if there is no such column, and None and -1 in the split "test".
+
+def match_labels(model: CheckpointArguments, names: Sequence[str], training: TrainingArguments) -> Labels:
+    """Match the label `names` of the data with the names of the model; the case of letters may differ.
+
+    A head whose names contain those of the data keeps its names and their order. A new head, and a head whose names are
+    transformers' defaults (`LABEL_0`), have the names of the data. Exit if the names differ, unless a new head is
+    trained (`--ignore_mismatched_sizes`).
+    """
+    own, source = label_names(model), model.model_name_or_path
+    if own is None or (are_default(own) and not set(own) & set(names)):
+        return _match_order(source, own, names, training)
+    outputs = {name: index for index, name in enumerate(own)}
+    folded = {name.casefold(): index for name, index in outputs.items()}
+    if len(folded) == len(own):
+        outputs |= {name: folded[name.casefold()] for name in names if name.casefold() in folded}
+    unknown = [name for name in names if name not in outputs]
+    if unknown and training.do_train and model.ignore_mismatched_sizes:
+        _say(training, f"the labels {_listed(own)} of {source} are replaced by a new head for {_listed(names)}")
+        return Labels(list(names), {name: index for index, name in enumerate(names)})
+    if unknown:
+        advice = "pass --ignore_mismatched_sizes to train a new head" if training.do_train else "rename the latter"
+        fail(f"{source} has the labels {_listed(own)}, but not {_listed(unknown)} of the data; {advice}")
+    if names and list(names) != own:
+        _say(training, f"labels are matched by name: {source} keeps {_listed(own)}; the data has {_listed(names)}")
+    return Labels(own, outputs)
+
+
+def _match_order(
+    source: str | None, own: list[str] | None, names: Sequence[str], training: TrainingArguments
+) -> Labels:
+    """Return the labels of a head without names."""
+    outputs = {name: index for index, name in enumerate(names)}
+    if training.do_train or own is None:
+        return Labels(list(names), outputs)
+    if all(name.isdecimal() and int(name) < len(own) for name in names):  # ids, or no labels
+        return Labels(own, {name: int(name) for name in names})
+    if len(names) != len(own):
+        fail(f"{source} has {len(own)} labels without names, but the data has {len(names)}: {_listed(names)}")
+    _say(training, f"{source} has no label names; its outputs are, in the order of the data, {_listed(names)}")
+    return Labels(list(names), outputs)
+
+
+def _say(training: TrainingArguments, line: str) -> None:
+    if training.process_index == 0:
+        print(terminal(" ".join(line.split())), flush=True)
+
+
+def _listed(names: Iterable[str], most: int = 20) -> str:
+    """Return the first names, separated by commas."""
+    names = list(names)
+    return ", ".join(names[:most]) + (f", ... ({len(names)} labels)" if len(names) > most else "")
+
+
+def _is_hidden(label: Any, name: str) -> bool:
+    """Return whether a label of the split `name` is not known: None and -1 in a test split."""
+    return name.startswith("test") and label in (None, -1)
+
+
+def class_numbers(
+    split: Dataset, column: str, outputs: dict[str, int], name: str, classes: Sequence[str] = ()
+) -> list[int]:
+    """Return the outputs of the head for the labels of a split; exit if a label is not in `outputs`.
+
+    Missing labels are -100: all of them if there is no such column, and None and -1 in a test split.
+
+    Args:
+        split: The split.
+        column: Column with label names, or with ids if it is a `ClassLabel` or `classes` are given.
+        outputs: Output of each label name.
+        name: Name of the split.
+        classes: Names of the ids of a column without names.
     """
     if column not in split.column_names:
         return [-100] * len(split)
     feature, numbers = split.features[column], []
+    classes = feature.names if isinstance(feature, ClassLabel) else classes
     for row, label in enumerate(split[column]):
-        if isinstance(feature, ClassLabel) and label in range(feature.num_classes):
-            label = feature.int2str(label)
-        unknown = name == "test" and label in (None, -1)
-        if not unknown and str(label) not in names:
-            fail(f"split {name}, row {row}: label {label!r} is not one of {', '.join(names)}")
-        numbers.append(-100 if unknown else names.index(str(label)))
+        if isinstance(label, int) and 0 <= label < len(classes):
+            label = classes[label]
+        hidden = _is_hidden(label, name)
+        if not hidden and str(label) not in outputs:
+            fail(f"split {name}, row {row}: label {label!r} is not one of {_listed(outputs)}")
+        numbers.append(-100 if hidden else outputs[str(label)])
     return numbers
+
+
+def number_labels(split: Dataset, outputs: dict[str, int], name: str, classes: Sequence[str] = ()) -> Dataset:
+    """Return the split with the outputs of the head in the column `label`, see `class_numbers`."""
+    numbers = class_numbers(split, "label", outputs, name, classes)
+    return split.remove_columns("label").add_column("label", numbers)
 
 
 def accuracy(prediction: EvalPrediction) -> dict[str, float]:

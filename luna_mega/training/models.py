@@ -1,10 +1,13 @@
 """Loading and creation of configuration, model and tokenizer."""
 
+import copy
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
 import yaml
 from transformers import (
     CONFIG_MAPPING,
@@ -32,7 +35,7 @@ class CheckpointArguments:
     model_name_or_path: str | None = HfArg(default=None, help="folder or Hub name; default: train from scratch")
     model_type: str = HfArg(default="luna", help="type of a new model: luna, mega, roberta, bart, ...")
     config_overrides: str = HfArg(default="", help="configuration fields: hidden_size=128,pooling=mean")
-    ignore_mismatched_sizes: bool = HfArg(default=False, help="replace heads of another size")
+    ignore_mismatched_sizes: bool = HfArg(default=False, help="replace heads of another size or with other labels")
     license: str | None = HfArg(default=None, help="license of the weights in the model card: apache-2.0")
 
 
@@ -129,6 +132,8 @@ def make_config(
             config = AutoConfig.for_model(seq2seq if own else model.model_type)
             values |= {"input_type": kind, "max_position_embeddings": max_length}
             if tokenizer is not None:
+                if not (config.is_encoder_decoder or own or values.get("is_decoder")):
+                    values |= type_fields(tokenizer, config)
                 values["vocab_size"] = largest_id(tokenizer) + 1
                 values |= {name: getattr(tokenizer, name) for name in ("pad_token_id", "bos_token_id", "eos_token_id")}
                 values["max_position_embeddings"] += first_position(config.model_type, tokenizer.pad_token_id)
@@ -151,7 +156,41 @@ def make_config(
             fail(f"the tokenizer pads with id {tokenizer.pad_token_id}, but the model with {config.pad_token_id}")
         # A tokenizer of run_mlm.py has the block size as its maximum.
         tokenizer.model_max_length = max(tokenizer.model_max_length, max_length)
+        fit_types(tokenizer, config)
     return config
+
+
+def count_types(tokenizer: PreTrainedTokenizerBase) -> int:
+    """Return the number of token types that the tokenizer returns for pairs, 0 if it returns none."""
+    return max(tokenizer("a", "a").get("token_type_ids") or [-1]) + 1
+
+
+def type_fields(tokenizer: PreTrainedTokenizerBase, config: PreTrainedConfig) -> dict[str, Any]:
+    """Return the configuration fields with which a new model has embeddings of the tokenizer's types."""
+    if (types := count_types(tokenizer)) < 2:
+        return {}
+    return {"type_vocab_size": max(types, getattr(config, "type_vocab_size", 0)), "add_token_type_embeddings": True}
+
+
+def fit_types(tokenizer: PreTrainedTokenizerBase, config: PreTrainedConfig) -> None:
+    """Let the tokenizer, also when it is loaded again, return no token types if the model does not have all of them."""
+    types = getattr(config, "type_vocab_size", 0) if getattr(config, "add_token_type_embeddings", True) else 0
+    if count_types(tokenizer) > types:
+        names = [name for name in tokenizer.model_input_names if name != "token_type_ids"]
+        tokenizer.model_input_names = tokenizer.init_kwargs["model_input_names"] = names
+
+
+def label_names(model: CheckpointArguments) -> list[str] | None:
+    """Return the label names of a saved model, in the order of its outputs; None for a new model."""
+    if not model.model_name_or_path:
+        return None
+    names = AutoConfig.from_pretrained(model.model_name_or_path).id2label or {}
+    return [str(names[index]) for index in sorted(names)]
+
+
+def are_default(names: Sequence[str]) -> bool:
+    """Return whether label names are transformers' defaults, which do not describe the labels."""
+    return all(re.fullmatch(r"LABEL_\d+", name) for name in names)
 
 
 def label_fields(names: Sequence[str]) -> dict[str, Any]:
@@ -168,18 +207,29 @@ def longest_input(config: PreTrainedConfig) -> float:
     """Return the maximum input length; infinite without position embeddings, such as for Mega with chunks."""
     mega = config.model_type in ("mega", "mega_seq2seq")
     any_length = mega and (config.use_chunking or config.relative_positional_bias == "rotary")
-    any_length = any_length or getattr(config, "position_extension", None) is not None
+    any_length = any_length or getattr(config, "longest_input", 0) is None
     positions = float("inf") if any_length else getattr(config, "max_position_embeddings", float("inf"))
     return positions - first_position(config.model_type, config.pad_token_id)
 
 
 def make_model(model_class: type, model: CheckpointArguments, config: PreTrainedConfig) -> PreTrainedModel:
     """Load the model, or create a new one from `config`; `model_class` may be an Auto class."""
+    create = getattr(model_class, "from_config", model_class)
     if not model.model_name_or_path:
-        return getattr(model_class, "from_config", model_class)(config)
-    return model_class.from_pretrained(
+        return create(config)
+    network = model_class.from_pretrained(
         model.model_name_or_path, config=config, ignore_mismatched_sizes=model.ignore_mismatched_sizes
     )
+    own = label_names(model) if model.ignore_mismatched_sizes else []
+    if not are_default(own) and config.num_labels > 1 and set(own) != set(config.id2label.values()):
+        # transformers only replaces an output layer of another size.
+        wider = copy.deepcopy(config)
+        wider.num_labels = config.num_labels + 1
+        with torch.device("meta"):
+            shapes = create(wider).state_dict()
+        outputs = {name: x for name, x in create(config).state_dict().items() if x.shape != shapes[name].shape}
+        network.load_state_dict(outputs, strict=False)
+    return network
 
 
 def boundary_ids(tokenizer: PreTrainedTokenizerBase) -> tuple[int, int]:

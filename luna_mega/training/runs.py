@@ -23,6 +23,7 @@ from luna_mega.training.report import SpeedCallback, describe
 from luna_mega.training.resuming import find_checkpoint, load_finished
 from luna_mega.training.seeded import SeededSampler
 from luna_mega.training.speed import throughput, warn_of_slow_bfloat16
+from luna_mega.training.tokenizers import remove_truncation
 from luna_mega.training.weight_average import add_average
 
 DIVERGED = "Lower --learning_rate, raise --warmup_steps, or train in float32"
@@ -103,6 +104,10 @@ class OrderedTrainer(Trainer):
                 loss = (logits[:kept].float().view_as(found[:kept]) - found[:kept]).square().mean()
             self.losses = [self.losses[0] + float(loss) * count, self.losses[1] + count]
         return loss, logits, found
+
+    def _save(self, output_dir=None, state_dict=None):
+        remove_truncation(self.processing_class)
+        super()._save(output_dir, state_dict)
 
     def _save_checkpoint(self, model, trial) -> None:
         check_model(self)  # Trainer also pushes checkpoints

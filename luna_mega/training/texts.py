@@ -42,7 +42,8 @@ def encode_texts(
     cut = {"truncation": True, "max_length": max_length}
     if not two_towers:
         return dict(tokenizer(*texts, **cut))
-    first, second = (tokenizer(column, **cut) for column in texts)
+    # The texts of a pair have no token types.
+    first, second = (tokenizer(column, **cut, return_token_type_ids=False) for column in texts)
     return dict(first) | {f"pair_{name}": value for name, value in second.items()}
 
 

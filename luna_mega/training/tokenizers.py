@@ -4,12 +4,15 @@ import json
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from itertools import chain
+from typing import Any
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
-from transformers import AddedToken, PreTrainedTokenizerFast, RobertaTokenizer
+from transformers import AddedToken, PreTrainedTokenizerBase, PreTrainedTokenizerFast, RobertaTokenizer
 
 NAMED_TOKENS = {"bos_token": "<s>", "pad_token": "<pad>", "eos_token": "</s>", "unk_token": "<unk>"}
 SPECIAL_TOKENS = list(NAMED_TOKENS.values())
+# By default, a PreTrainedTokenizerFast also returns token types.
+WITHOUT_TYPES = {"model_input_names": ["input_ids", "attention_mask"]}
 MASK_TOKEN = "<mask>"
 
 
@@ -47,7 +50,7 @@ def train_joint_bpe(texts: Iterable[str], vocab_size: int, model_max_length: int
         tokenizer_object=backend,
         **NAMED_TOKENS,
         model_max_length=model_max_length,
-        model_input_names=["input_ids", "attention_mask"],
+        **WITHOUT_TYPES,
         clean_up_tokenization_spaces=False,
     )
 
@@ -66,7 +69,7 @@ def _train(texts: Iterable[str], vocab_size: int, added: Sequence[str] = ()) -> 
 
 
 def _wrap(tokenizer: Tokenizer) -> PreTrainedTokenizerFast:
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **NAMED_TOKENS)
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **NAMED_TOKENS, **WITHOUT_TYPES)
 
 
 def _word_level(words: Iterable[str]) -> Tokenizer:
@@ -102,3 +105,18 @@ def make_words(words: Iterable[str]) -> PreTrainedTokenizerFast:
     tokenizer = _word_level(words)
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     return _wrap(tokenizer)
+
+
+def set_max_length(tokenizer: PreTrainedTokenizerBase, max_length: int) -> None:
+    """Set the greatest length of a tokenizer, and remove the truncation and padding of its last call."""
+    tokenizer.model_max_length = max_length
+    for name in ("max_length", "stride", "truncation_strategy"):  # of the truncation in the file that was read
+        tokenizer.init_kwargs.pop(name, None)
+    remove_truncation(tokenizer)
+
+
+def remove_truncation(processor: Any) -> None:
+    """Remove the truncation and padding of the last call, which `save_pretrained` would write to tokenizer.json."""
+    if isinstance(processor, PreTrainedTokenizerBase) and processor.is_fast:
+        processor.backend_tokenizer.no_truncation()
+        processor.backend_tokenizer.no_padding()

@@ -225,7 +225,7 @@ TENSORS = {
     "conjugate": (lambda bias: bias.to(torch.complex64).conj(), "has dtype complex64, which the original never saves"),
     "unsigned": (lambda bias: bias.to(torch.uint16), "has dtype uint16, which the original never saves"),
     "nested": (lambda bias: torch.nested.nested_tensor([bias, bias[:3]]), "a tensor that is not dense"),
-    "jagged": (lambda bias: torch.nested.nested_tensor([bias, bias], layout=torch.jagged), "is not a dense tensor"),
+    "jagged": (lambda bias: torch.nested.nested_tensor([bias], layout=torch.jagged), "a tensor that is not dense"),
 }
 
 

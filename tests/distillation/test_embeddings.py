@@ -6,6 +6,7 @@ import torch
 from luna_mega.distillation import from_teacher
 from luna_mega.distillation.embeddings import embedding_loss, parameter_groups, set_projection_length, teacher_vectors
 from luna_mega.distillation.sentences import SentenceModules
+from luna_mega.distillation.windows import cut_texts
 from tests.distillation.models import PLAIN, make_model
 
 MODULES = SentenceModules(("mean",), True, None, {}, {}, {})
@@ -92,9 +93,25 @@ def test_vectors_do_not_depend_on_padding_and_batch(name):
             torch.testing.assert_close(got, want, rtol=0, atol=1e-5)
 
 
+@pytest.mark.parametrize("side", ["right", "left"])
+def test_cut_texts(side):
+    """The first tokens and the last one of a text remain, as if the tokenizer had truncated it."""
+    batch = batch_of(9)
+    if side == "left":
+        batch = {name: tensor.flip(1) for name, tensor in batch.items()}
+    for length in (3, 5, 9, 12):
+        cut = cut_texts(batch, length)
+        for name in batch:
+            assert cut[name].shape == cut["attention_mask"].shape and cut[name].dtype == batch[name].dtype
+        for row, mask in enumerate(batch["attention_mask"].bool()):
+            ids = batch["input_ids"][row][mask].tolist()
+            expected = ids if len(ids) <= length else [*ids[: length - 1], ids[-1]]
+            assert cut["input_ids"][row][cut["attention_mask"][row].bool()].tolist() == expected
+
+
 def test_window_of_a_table_with_a_padding_row():
     roberta = make_model("roberta", "Model").eval()
-    student = from_teacher(roberta, projection_length=12).model
+    student = from_teacher(roberta, projection_length=12, max_length=24).model
     assert embedding_loss(roberta, student, MODULES, batch_of(24), window=18).isfinite()
     with pytest.raises(ValueError, match="window=19 must be from 3 to the 18 positions"):
         embedding_loss(roberta, student, MODULES, batch_of(24), window=19)

@@ -3,7 +3,6 @@
 import pytest
 import torch
 import transformers
-from transformers import AutoModel
 
 from luna_mega import LunaForSequenceClassification
 from luna_mega.distillation import fit_salience, from_teacher
@@ -124,6 +123,7 @@ def test_fields_of_the_teacher():
     config = from_teacher(teacher, projection_length=5).model.config
     assert (config.num_labels, config.dropout, config.classifier_dropout) == (3, 0.2, 0.3)
     assert (config.projection_length, config.max_position_embeddings, config.pad_token_id) == (5, 20, 1)
+    assert (config.position_table_size, config.position_extension) == (None, None)
     assert config.classifier_activation == "relu" and not config.type_vocab_size
 
 
@@ -144,11 +144,14 @@ def test_fit_of_the_salience():
 
 
 def test_longer_than_the_teacher():
-    model = from_teacher(make("bert"), projection_length=6).model
+    model = from_teacher(make("bert"), projection_length=6, max_length=50).model
+    assert (model.config.position_table_size, model.config.position_extension) == (20, "interpolate")
     ids = torch.randint(3, 40, (1, 50))
     assert torch.isfinite(model(input_ids=ids).last_hidden_state).all()
-    with pytest.raises(ValueError, match="max_length=4096 exceeds the 20 positions of the teacher; pass max_length=20"):
-        from_teacher(make("bert"), position_extension=None)
+    with pytest.raises(ValueError, match="max_length=50 exceeds the 20 positions of the teacher; pass max_length=20"):
+        from_teacher(make("bert"), max_length=50, position_extension=None)
+    with pytest.raises(ValueError, match="position_extension must be one of None, interpolate, wrap, got 'mirror'"):
+        from_teacher(make("bert"), position_extension="mirror")
 
 
 REJECTED = {
@@ -246,16 +249,13 @@ def _tokenizer():
     return transformers.BertTokenizer(vocab={word: i for i, word in enumerate(_words())}, pad_token="[PAD]")
 
 
-def test_a_fine_tuned_model_of_another_head_is_read_by_its_architecture(tmp_path):
-    """`from_teacher` reads the head that config.json names, and an unknown head as a bare encoder."""
-    tokenizer = _tokenizer()
-    for head, kind in (("ForSequenceClassification", LunaForSequenceClassification), ("ForPreTraining", None)):
-        folder = tmp_path / head
-        make("bert", head, pad_token_id=0).save_pretrained(folder)
-        tokenizer.save_pretrained(folder)
-        model, own, report = from_teacher(str(folder), texts=["a b c", "d e"], max_length=100)
-        assert type(model) is (kind or AutoModel.from_config(model.config).__class__)
-        assert own.model_max_length == 100 and len(report.fit) == 3 and report.tokens == 9
+def test_a_folder_is_read_with_the_head_of_its_architecture(tmp_path):
+    folder = tmp_path / "head"
+    make("bert", "ForSequenceClassification", pad_token_id=0).save_pretrained(folder)
+    _tokenizer().save_pretrained(folder)
+    model, own, report = from_teacher(str(folder), texts=["a b c", "d e"], max_length=100)
+    assert type(model) is LunaForSequenceClassification
+    assert own.model_max_length == 100 and len(report.fit) == 3 and report.tokens == 9
 
 
 def _words():

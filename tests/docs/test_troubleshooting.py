@@ -77,7 +77,7 @@ def chosen_backend(folder):
         ),
         lambda folder: luna(folder, torch.full((1, 10), 99)),
         lambda folder: luna(folder, torch.full((1, 70), 5)),
-        lambda folder: luna(folder, token_type_ids=torch.zeros(2, 10).long()),
+        lambda folder: luna(folder, token_type_ids=torch.ones(2, 10).long()),
         lambda folder: luna(folder, inputs_embeds=torch.zeros(2, 10, 16)),
         lambda folder: luna(folder, attention_mask=torch.ones(2, 12)),
         lambda folder: luna_mega.LunaConfig(hidden_size=16, num_attention_heads=3),

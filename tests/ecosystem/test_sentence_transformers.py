@@ -8,6 +8,7 @@ import sys
 import pytest
 import torch
 from datasets import Dataset
+from transformers import BertTokenizer
 
 from luna_mega.hub.bundle import bundle
 from tests.modeling import luna, mega
@@ -102,6 +103,21 @@ def test_cross_encoder(folder, tmp_path):
     assert together == pytest.approx(separate, abs=1e-6)
     model.save_pretrained(str(tmp_path / "trained"))
     assert CrossEncoder(str(tmp_path / "trained"), device="cpu").predict(pairs) == pytest.approx(together, abs=1e-6)
+
+
+@pytest.mark.parametrize("family", [luna, mega], ids=["luna", "mega"])
+def test_tokenizer_with_types(family, tmp_path):
+    """BERT's tokenizer returns token types: zeros for texts, and ones for pairs, which require type embeddings."""
+    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *[f"w{number}" for number in range(35)]]
+    tokenizer = BertTokenizer(vocab={word: index for index, word in enumerate(words)}, model_max_length=32)
+    family.make("Model", pad_token_id=0).save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    model = SentenceTransformer(str(tmp_path), device="cpu")
+    assert "token_type_ids" in model.tokenizer(TEXTS[0])
+    separate = torch.cat([encode(model, [text]) for text in TEXTS])
+    torch.testing.assert_close(encode(model, TEXTS), separate, atol=1e-6, rtol=0)
+    with pytest.raises(ValueError, match="no type embeddings"):
+        CrossEncoder(str(tmp_path), num_labels=1, device="cpu").predict(PAIRS)
 
 
 def test_folder_of_v4_encodes(tokenizer, tmp_path):

@@ -117,7 +117,7 @@ def encode(script, split: Dataset, rate: int, **options) -> list[np.ndarray]:
     module = script("run_audio")
     data = module.DataArguments(**options)
     extractor = module.Wav2Vec2FeatureExtractor(sampling_rate=rate)
-    return [np.array(clip) for clip in module.encode_split(split, "test", data, extractor, ["0"])["input_values"]]
+    return [np.array(clip) for clip in module.encode_split(split, "test", data, extractor, {"0": 0})["input_values"]]
 
 
 def test_bytes_equal_lists_and_resampling_keeps_the_tone(script):
@@ -218,10 +218,10 @@ def test_other_sampling_rate_or_label_than_the_model(run, folder, tmp_path):
     examples = rows(8, seed=0)
     examples[5]["label"] = 7
     pd.DataFrame(examples).to_parquet(folder / "validation.parquet")
-    with pytest.raises(SystemExit, match="split validation, row 5: label 7 is not one of 0, 1"):
+    with pytest.raises(SystemExit, match="out has the labels 0, 1, but not 7 of the data; rename the latter"):
         run("--dataset_path", folder, *model, "--do_eval")
     pd.DataFrame(examples).to_parquet(folder / "test-00000-of-00001.parquet")
-    with pytest.raises(SystemExit, match="split test, row 5: label 7 is not one of 0, 1"):
+    with pytest.raises(SystemExit, match="out has the labels 0, 1, but not 7 of the data; rename the latter"):
         run("--dataset_path", folder, *model, "--do_predict")
     examples[5]["label"] = -1  # unknown
     pd.DataFrame(examples).to_parquet(folder / "test-00000-of-00001.parquet")

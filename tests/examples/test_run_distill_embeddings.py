@@ -8,8 +8,9 @@ import torch
 from transformers import AutoModel, AutoTokenizer, BertConfig, BertForMaskedLM, BertModel
 
 from luna_mega import LunaModel
+from luna_mega.distillation import embedding_trainer
 from luna_mega.distillation.embedding_trainer import EmbeddingTrainer
-from luna_mega.distillation.embeddings import load_sentence_teacher
+from luna_mega.distillation.embeddings import embedding_loss, load_sentence_teacher
 from luna_mega.distillation.sentences import read_modules
 from luna_mega.training.data import SourceArguments, load_splits
 from luna_mega.training.tokenizers import train_bpe
@@ -89,6 +90,9 @@ def test_results_match_the_folder(run, corpus, tmp_path):
     assert first["step"] == 0 and first["eval_cosine_4"] != cosines[0]
     assert json.loads((output / "config.json").read_text())["projection_length"] == 16
     assert json.loads((output / "sentence_bert_config.json").read_text())["max_seq_length"] == 64
+    assert json.loads((output / "config.json").read_text())["max_position_embeddings"] == 64
+    tokenizer = json.loads((output / "tokenizer.json").read_text())
+    assert tokenizer["truncation"] is None and tokenizer["padding"] is None
     assert "distilled from `teacher` on corpus" in (output / "README.md").read_text()
 
 
@@ -118,6 +122,23 @@ def test_optimizer_and_dropout(run, corpus, tmp_path, monkeypatch):
     student.train()
     ids = torch.arange(5, 35)[None]
     torch.testing.assert_close(student(ids)[0], student.eval()(ids)[0])
+
+
+@pytest.mark.parametrize(("options", "longest"), [([], 32), (["--max_length", 48], 48)])
+def test_steps_have_lengths_up_to_the_greatest(options, longest, run, corpus, tmp_path, monkeypatch):
+    """By default, the greatest length is the one of the teacher's table."""
+    sizes = []
+
+    def loss(teacher, student, modules, batch, *others):
+        sizes.append(int(batch["attention_mask"].sum(dim=1).max()))
+        return embedding_loss(teacher, student, modules, batch, *others)
+
+    monkeypatch.setattr(embedding_trainer, "embedding_loss", loss)
+    argv = command(save_encoder(tmp_path / "teacher"), corpus, tmp_path / "out")
+    del argv[argv.index("--max_seq_length") : argv.index("--projection_length")]
+    run(*argv, *options, "--max_steps", 20, "--do_eval", "false")
+    assert AutoTokenizer.from_pretrained(tmp_path / "out").model_max_length == longest
+    assert len(set(sizes)) > 8 and 4 <= min(sizes) < 10 and longest - 8 < max(sizes) <= longest
 
 
 def test_resumed_run_is_equal(run, corpus, tmp_path):

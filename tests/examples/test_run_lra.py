@@ -281,7 +281,7 @@ def test_bad_data(run, folder, tmp_path):
     def fails(task: str, path: Path, message: str, *more):
         assert_error(run, message, *options(task, path, output, *TWO_STEPS, *more), output=output)
 
-    fails("text", folder("text", label=2), "row 0: label 2 is not one of 0 to 1")
+    fails("text", folder("text", label=2), "row 0: label 2 is not one of 0, 1")
     fails("text", folder("pathfinder"), "split train has no column text, only image, label")
     fails("image", tmp_path / "pathfinder", "the labels have 2 classes; this task has 10")
     fails("image", folder("image"), "an image has 8 x 8 pixels, but 256 positions require 16 x 16", "--max_length", 256)

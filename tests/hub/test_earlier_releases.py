@@ -15,6 +15,8 @@ import torch
 import transformers
 
 import luna_mega_cli
+from luna_mega.hub.folder import position_limit
+from luna_mega.inspection.costs import stacks
 from tests.hub import client as on_client
 
 FOLDERS = {
@@ -58,6 +60,22 @@ def test_folder_loads_with_the_package(releases, release, name):
     with torch.no_grad():
         output = model.eval()(**{name: torch.tensor(value) for name, value in inputs.items()})
     torch.testing.assert_close(output.logits, logits, atol=1e-6, rtol=1e-5)
+
+
+LUNAS = [(release, name) for release in FOLDERS for name in FOLDERS[release] if name.startswith("luna")]
+
+
+@pytest.mark.parametrize(("release", "name"), LUNAS)
+def test_length_and_table_are_unchanged(releases, release, name):
+    auto_class, *_ = read(folder := releases / release / name)
+    saved = json.loads((folder / "config.json").read_text())
+    model = getattr(transformers, auto_class).from_pretrained(folder)
+    for config in stacks(model.config).values():
+        limited = config.position_embedding_type == "learned"
+        assert position_limit(config) == (saved["max_position_embeddings"] if limited else None)
+    tables = [x for key, x in model.state_dict().items() if key.endswith("embeddings.position_embeddings.weight")]
+    for table in tables:
+        assert len(table) == saved["max_position_embeddings"] + model.config.position_offset
 
 
 @pytest.mark.parametrize("release", FOLDERS)

@@ -86,7 +86,7 @@ def assert_same(actual, expected, bound=1e-12):
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_activations_are_exact_in_both_tails(activation, dtype):
     """Value and slope; at s = 29 PyTorch's softplus is off by 3e-9, elu(s) + 1 is 0 from s = -37 on."""
-    numbers = [-700.0, -80.0, -40.0, -9.0, -1.0, -1e-3, 1e-3, 1.0, 9.0, 28.0, 29.0, 57.0, 58.0, 100.0, 1e4]
+    numbers = [-700.0, -80.0, -40.0, -9.0, -1.0, -1e-3, 0.0, 1e-3, 1.0, 9.0, 28.0, 29.0, 57.0, 58.0, 100.0, 1e4]
     scores = torch.tensor([s for s in numbers if dtype == torch.float64 or s > -90], dtype=dtype, requires_grad=True)
     actual = reference.activate(scores, activation)
     (slope,) = torch.autograd.grad(actual.sum(), scores)

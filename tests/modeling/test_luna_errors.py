@@ -1,7 +1,6 @@
 """Invalid fields and inputs raise a one-sentence error that names the field and how to fix it."""
 
 import pytest
-import torch
 
 from luna_mega import LunaConfig
 
@@ -11,11 +10,6 @@ from .luna import head_inputs, make
 def test_configuration_checks_types():
     with pytest.raises(Exception, match="projection_length"):
         LunaConfig(projection_length="long")
-
-
-def test_no_token_types():
-    with pytest.raises(ValueError, match="Luna models do not support token_type_ids"):
-        make("Model")(**head_inputs("Model", [9, 4]), token_type_ids=torch.zeros(2, 9))
 
 
 def test_sequence_longer_than_the_positions():

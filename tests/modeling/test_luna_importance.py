@@ -287,6 +287,25 @@ def test_position_extension(extension, pack_method):
             torch.testing.assert_close(actual, expected, atol=1e-6, rtol=1e-6)
 
 
+@pytest.mark.parametrize("table", [6, 10, 16])
+def test_table_of_another_size(table, tmp_path):
+    """`max_position_embeddings` is the greatest length, and `position_table_size` the number of learned positions."""
+    fields = {"max_position_embeddings": 10, "position_extension": "interpolate" if table < 10 else None}
+    model = make(position_table_size=table, **fields)
+    assert len(model.embeddings.position_embeddings.weight) == 2 + table
+    model.save_pretrained(tmp_path)
+    loaded = type(model).from_pretrained(tmp_path)
+    unlimited = make(max_position_embeddings=table, position_extension="interpolate")
+    unlimited.load_state_dict(model.state_dict())
+    for length in (table // 2, 10):
+        ids = luna.tokens([length])["input_ids"]
+        expected = unlimited(ids).last_hidden_state
+        torch.testing.assert_close(model(ids).last_hidden_state, expected)
+        torch.testing.assert_close(loaded(ids).last_hidden_state, expected)
+    with pytest.raises(ValueError, match="the sequence length 11 exceeds the .*10"):
+        model(luna.tokens([11])["input_ids"])
+
+
 def test_position_ids_beyond_the_table():
     ids = torch.full((1, 12), 7)
     for extension, limit in ((None, 10), ("wrap", 12)):
@@ -313,6 +332,19 @@ def test_position_ids_beyond_the_table():
         (
             {"position_extension": "wrap", "max_position_embeddings": 1},
             "position_extension='wrap' requires max_position_embeddings of at least 2, got 1",
+        ),
+        (
+            {"position_extension": "wrap", "position_table_size": 1},
+            "position_extension='wrap' requires position_table_size of at least 2, got 1",
+        ),
+        (
+            {"position_table_size": 5, "max_position_embeddings": 9},
+            "position_table_size=5 is less than max_position_embeddings=9; set position_extension",
+        ),
+        ({"position_table_size": 0}, "position_table_size must be at least 1, got 0"),
+        (
+            {"position_table_size": 9, "position_embedding_type": "sinusoidal"},
+            "position_table_size=9 requires position_embedding_type='learned', got 'sinusoidal'",
         ),
         (
             {"position_extension": "wrap", "pack_method": "attention", "is_decoder": True},

@@ -159,8 +159,6 @@ def test_errors():
         from transformers import DynamicCache
 
         model(**inputs, past_key_values=DynamicCache())
-    with pytest.raises(ValueError, match="do not support token_type_ids"):
-        model(**inputs, token_type_ids=ids)
     with pytest.raises(ValueError, match="is an encoder or a decoder"):
         LunaModel(model.config)
     with pytest.raises(ValueError, match="requires a LunaSeq2SeqConfig, got a LunaConfig"):

@@ -10,7 +10,7 @@ from transformers import AutoConfig, AutoModelForMaskedLM
 import luna_mega
 from luna_mega import MegaConfig
 
-from .luna import head_inputs, tokens
+from .luna import tokens
 from .mega import make, tiny_config
 
 
@@ -39,11 +39,6 @@ def test_no_truncation(truncation):
     assert config.truncation is None
     expected = make("Model")(**inputs).last_hidden_state
     assert torch.equal(make("Model", truncation=truncation)(**inputs).last_hidden_state, expected)
-
-
-def test_no_token_types():
-    with pytest.raises(ValueError, match="require `add_token_type_embeddings=True`; omit"):
-        make("Model")(**head_inputs("Model", [9, 4]), token_type_ids=torch.zeros(2, 9, dtype=torch.long))
 
 
 def test_narrow_word_vectors():
@@ -76,12 +71,6 @@ def test_sequence_longer_than_the_bias_table(legacy):
         model(**tokens([length + 1]))
     make("Model")(**tokens([49]))
     make("Model", relative_positional_bias="simple", use_chunking=True, chunk_size=24)(**tokens([49]))
-
-
-def test_pairs_have_no_token_types():
-    model, inputs = make("ForSequencePairClassification"), head_inputs("ForSequencePairClassification", [9, 4])
-    with pytest.raises(ValueError, match="a pair have no token types; omit `token_type_ids`"):
-        model(**inputs, token_type_ids=inputs["input_ids"])
 
 
 @pytest.fixture

@@ -259,7 +259,6 @@ def test_inconsistent_fields_raise(fields, message):
 @pytest.mark.parametrize(
     "options, message",
     [
-        ({"token_type_ids": torch.zeros(2, 9)}, "omit them|do not support token_type_ids"),
         ({"encoder_hidden_states": torch.zeros(2, 9, 12)}, "encoder_hidden_states"),
         ({"input_values": torch.zeros(2, 9)}, "do not support input_values"),
         ({"cu_seq_lens_q": BOUNDS, "attention_mask": None, "use_cache": True}, "has no cache"),

@@ -5,7 +5,7 @@ import torch
 
 from luna_mega import LunaForMaskedLM
 
-from .luna import HEADS, VALUES, check_invariance, head_inputs, make, tiny_config, tokens
+from .luna import HEADS, VALUES, check_invariance, make, tiny_config, tokens
 
 FIELDS = {"type_vocab_size": 3, "embedding_size": 10}
 
@@ -65,13 +65,17 @@ def test_wrong_types(types, message):
         make("Model", **FIELDS)(**tokens([9, 9]), token_type_ids=types)
 
 
-def test_types_that_have_no_place():
-    inputs = head_inputs("ForSequencePairClassification", [9, 4])
-    with pytest.raises(ValueError, match="no token types; omit `token_type_ids`"):
-        make("ForSequencePairClassification", **FIELDS)(**inputs, token_type_ids=inputs["input_ids"])
-    inputs = typed(tokens([9, 4]))
-    with pytest.raises(ValueError, match="`token_type_ids` are not supported with `drop_first_token=True`"):
-        make("ForSequenceClassification", **FIELDS, drop_first_token=True)(**inputs)
+def test_dropped_first_tokens_lose_their_types():
+    model = make("ForSequenceClassification", **FIELDS, drop_first_token=True)
+    inputs = typed(tokens([9, 4], "left"))
+    cut = typed(tokens([9, 4], "left"))
+    keep = torch.ones(2, 9, dtype=torch.bool)
+    keep[[0, 1], [0, 5]] = False  # the first tokens
+    model.config.drop_first_token = False
+    cut = {name: value[keep].view(2, 8) for name, value in cut.items()}
+    expected = model(**cut).logits
+    model.config.drop_first_token = True
+    assert torch.equal(model(**inputs).logits, expected)
 
 
 @pytest.mark.parametrize(

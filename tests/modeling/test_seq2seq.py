@@ -188,8 +188,6 @@ def test_bad_input(family):
         model(given["input_ids"][:, :0], decoder_input_ids=ids)
     with pytest.raises(ValueError, match="batch is empty: 2 sequences of length 0"):
         model(**given, decoder_input_ids=ids[:, :0])
-    with pytest.raises(ValueError, match="do not support token_type_ids|`token_type_ids` require"):
-        model(**given, decoder_input_ids=ids, token_type_ids=ids)
     with pytest.raises(ValueError, match="pass exactly one of input_ids and inputs_embeds"):
         model(decoder_input_ids=ids)
     with pytest.raises(ValueError, match="is an encoder or a decoder"):

@@ -1,5 +1,7 @@
 """Parameters that do not affect any loss of a head do not require gradients and remain in checkpoints."""
 
+import copy
+
 import pytest
 import torch
 
@@ -84,3 +86,53 @@ def test_loaded_and_saved(tmp_path):
     assert all(parameter.requires_grad for parameter in luna_mega.LunaModel.from_pretrained(tmp_path).parameters())
     pooled = luna_mega.LunaForSequenceClassification.from_pretrained(tmp_path, pooling="packed_attention")
     assert all(parameter.requires_grad for parameter in pooled.parameters())
+
+
+class OwnHead(luna_mega.modeling_luna.modeling_luna.LunaPreTrainedModel):
+    """A head on P, written by a user."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.luna = luna_mega.LunaModel(config)
+        self.head = torch.nn.Linear(config.hidden_size, 2)
+        self.post_init()
+
+    def forward(self, input_ids):
+        return self.head(self.luna(input_ids).packed_last_hidden_state.mean(1))
+
+
+class OwnMaskedLM(luna_mega.LunaForMaskedLM):
+    """A head of the package with a second loss, written by a user."""
+
+
+def own_seq2seq():
+    own = type("OwnSeq2Seq", (luna_mega.LunaForConditionalGeneration,), {"__module__": __name__})
+    return own(luna_decoders.make(is_encoder_decoder=True, num_decoder_layers=2).config)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: OwnHead(luna.make("Model").config),
+        lambda: OwnHead(luna.make("Model", pre_norm=True).config),
+        lambda: OwnMaskedLM(luna.make("Model").config),
+        own_seq2seq,
+    ],
+)
+def test_classes_of_users_are_never_frozen(make, tmp_path):
+    """Neither at construction, after a resize and a copy, nor when they are loaded."""
+    model = make()
+    assert all(parameter.requires_grad for parameter in model.parameters())
+    model.resize_token_embeddings(model.config.vocab_size + 3)
+    model.tie_weights()
+    model.save_pretrained(tmp_path)
+    for other in (model, copy.deepcopy(model), type(model).from_pretrained(tmp_path)):
+        assert all(parameter.requires_grad for parameter in other.parameters())
+
+
+@pytest.mark.parametrize("head", ["ForMaskedLM", POOLED])
+def test_parameters_that_a_user_unfreezes_stay_trainable(head):
+    model = luna.make(head).requires_grad_(True)
+    model.resize_token_embeddings(model.config.vocab_size + 3)
+    model.tie_weights()
+    assert all(parameter.requires_grad for parameter in model.parameters())

@@ -1,0 +1,196 @@
+"""Agreement of a converted encoder with its teacher, on texts of several lengths."""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.nn import functional
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from luna_mega.distillation.families import find_head
+from luna_mega.distillation.lengths import TOKEN_HEADS, Lengths
+from luna_mega.distillation.sentences import SentenceModules
+from luna_mega.distillation.teachers import Teacher
+from luna_mega.distillation.windows import Windows, make_batches, split_windows
+
+_TEXTS, _TOKENS, _FEWEST = 64, 100_000, 8  # texts per length: at most 64, and fewer if they are long
+_OUTSIDE = "O"  # label of tokens that a token classifier finds nothing in
+Measure = Callable[[Iterable[dict[str, torch.Tensor]]], dict[str, float]]
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """Agreement with the teacher by length.
+
+    Args:
+        rows: for every length `length`, `texts` (their number), `windows` (whether the teacher read windows) and the
+            measured values.
+        missing: lengths for which there were too few texts that are longer than the previous length.
+    """
+
+    rows: list[dict[str, Any]] = field(default_factory=list)
+    missing: list[int] = field(default_factory=list)
+
+    def __str__(self) -> str:
+        lines = []
+        if self.rows:
+            names = [name for name in self.rows[0] if name not in ("length", "texts", "windows")]
+            lines += ["agreement with the teacher on the texts, truncated to these lengths:", ""]
+            lines += [f"| tokens | texts | {' | '.join(names)} |", "|---" * (2 + len(names)) + "|"]
+            for row in self.rows:
+                length = f"{row['length']:,}" + " (mean of the teacher's windows)" * row["windows"]
+                values = " | ".join("-" if row[name] is None else f"{row[name]:.3f}" for name in names)
+                lines.append(f"| {length} | {row['texts']} | {values} |")
+            lines.append("")
+        if self.missing:
+            lengths = ", ".join(f"{length:,}" for length in self.missing)
+            lines.append(f"not compared, because too few of the texts are longer: {lengths} tokens")
+        return "\n".join(lines)
+
+
+@torch.no_grad()
+def compare_lengths(
+    teacher: Teacher,
+    student: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    texts: Sequence[str],
+    lengths: Lengths,
+    modules: SentenceModules | None = None,
+    vectors: bool = False,
+) -> Agreement:
+    """Compare a student with its teacher at l, 2 l, the teacher's table and the longest text.
+
+    For an encoder, the values are the mean cosine of the vectors, from which the teacher's mean is subtracted, and the
+    share of texts with the same nearest neighbor. For a head, they are the share of equal predictions: of texts, of
+    answers, or of tokens, without the tokens that both label `O`. Scores without labels have the share of pairs of
+    texts in the same order. Beyond the table, the teacher reads windows: vectors and scores are their mean.
+
+    Args:
+        teacher: the teacher.
+        student: the student.
+        tokenizer: tokenizer of both.
+        texts: the texts. At each length, up to 64 of those that are longer than the previous length are compared.
+        lengths: lengths of the student.
+        modules: the teacher's modules of sentence-transformers.
+        vectors: compare vectors although the model has a head.
+    """
+    head = find_head(student)
+    by_vectors = vectors or not head or bool(modules and modules.pooling)
+    measure = _vectors(teacher, student, lengths, modules) if by_vectors else _predictions(teacher, student, lengths)
+    sizes = [len(ids) for ids in tokenizer(list(texts), truncation=True, max_length=lengths.max_length)["input_ids"]]
+    least = 3 if by_vectors or _gives_scores(student) else 1
+    rows, missing, shorter = [], [], 0
+    steps = (lengths.projection_length, 2 * lengths.projection_length, lengths.table, lengths.max_length)
+    for length in sorted({min(step, lengths.max_length) for step in steps}):
+        chosen = [text for text, size in zip(texts, sizes, strict=True) if size > shorter]
+        count = min(len(chosen), _TEXTS, max(_FEWEST, _TOKENS // length))
+        shorter = length
+        if count < least:
+            missing.append(length)
+            continue
+        chosen = [chosen[index * len(chosen) // count] for index in range(count)]
+        values = measure(make_batches(tokenizer, chosen, length))
+        rows.append({"length": length, "texts": count, "windows": length > lengths.table} | values)
+    return Agreement(rows, missing)
+
+
+def _vectors(teacher: Teacher, student: PreTrainedModel, lengths: Lengths, modules: SentenceModules | None) -> Measure:
+    """Return the function that compares vectors; poolings that have no function here are replaced by the mean."""
+    known = modules is not None and modules.pooling in (("cls",), ("mean",)) and not modules.others
+    modules = modules if known else SentenceModules(("mean",), normalizes=True)
+
+    def measure(batches):
+        ours, theirs = [], []
+        for batch in _on_device(batches, student):
+            mask = batch["attention_mask"].bool()
+            windows = split_windows(mask, lengths.table)
+            states = teacher.model.base_model(**windows.inputs(batch)).last_hidden_state
+            mean = windows.mean(modules.embed(states, windows.mask))
+            theirs.append(functional.normalize(mean, dim=-1) if modules.normalizes else mean)
+            ours.append(modules.embed(student.base_model(**batch).last_hidden_state, mask))
+        ours, theirs = torch.cat(ours).double(), torch.cat(theirs).double()
+        center = theirs.mean(dim=0)
+        cosine = functional.cosine_similarity(ours - center, theirs - center, dim=-1).mean()
+        same = (_neighbors(ours) == _neighbors(theirs)).double().mean()
+        return {"centered cosine": cosine.item(), "same nearest neighbor": same.item()}
+
+    return measure
+
+
+def _neighbors(vectors: torch.Tensor) -> torch.Tensor:
+    """Return the index of the nearest other vector, `[n]`."""
+    normal = functional.normalize(vectors, dim=-1)
+    return (normal @ normal.T).fill_diagonal_(-torch.inf).argmax(dim=-1)
+
+
+def _predictions(teacher: Teacher, student: PreTrainedModel, lengths: Lengths) -> Measure:
+    """Return the function that compares the predictions of a head."""
+    config, head = student.config, find_head(student)
+    outside = [index for index, label in config.id2label.items() if label == _OUTSIDE]
+
+    def measure(batches):
+        ours, theirs = [], []
+        for batch in _on_device(batches, student):
+            windows = split_windows(batch["attention_mask"].bool(), lengths.table)
+            own = _read(student, head, batch)
+            given = _join(_read(teacher.model, head, windows.inputs(batch)), windows, batch, head)
+            if head in ("ForMaskedLM", "ForTokenClassification"):
+                kept = batch["attention_mask"].bool()
+                own, given = own[kept], given[kept]
+            elif head == "ForQuestionAnswering":  # start and end
+                own, given = own.argmax(dim=1), given.argmax(dim=1)
+            ours.append(own)
+            theirs.append(given)
+        ours, theirs = torch.cat(ours), torch.cat(theirs)
+        if _gives_scores(student):
+            above = [x.flatten()[:, None] > x.flatten() for x in (ours, theirs)]
+            return {"pairs in the same order": _share((above[0] == above[1])[_above_diagonal(len(ours), ours.device)])}
+        if head == "ForSequenceClassification":
+            multiple = config.problem_type == "multi_label_classification"
+            ours, theirs = (x > 0 if multiple else x.argmax(dim=-1) for x in (ours, theirs))
+        equal = ours == theirs
+        if head == "ForTokenClassification" and outside:
+            equal = equal[(ours != outside[0]) | (theirs != outside[0])]
+        return {"equal predictions": _share(equal.all(dim=-1) if head == "ForQuestionAnswering" else equal)}
+
+    return measure
+
+
+def _on_device(batches: Iterable[dict[str, torch.Tensor]], model: PreTrainedModel):
+    return ({name: tensor.to(model.device) for name, tensor in batch.items()} for batch in batches)
+
+
+def _gives_scores(model: PreTrainedModel) -> bool:
+    """Return whether the head returns one number per text, which only ranks it."""
+    head = find_head(model)
+    return head == "ForMultipleChoice" or (head == "ForSequenceClassification" and model.config.num_labels == 1)
+
+
+def _above_diagonal(size: int, device: torch.device) -> torch.Tensor:
+    return torch.ones(size, size, dtype=torch.bool, device=device).triu(1)
+
+
+def _share(equal: torch.Tensor) -> float | None:
+    return equal.double().mean().item() if equal.numel() else None
+
+
+def _read(model: PreTrainedModel, head: str, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
+    """Return scores `[B, C]` of a text, scores `[B, T, 2]` of an answer, or predicted classes `[B, T]` of tokens."""
+    if head == "ForMultipleChoice":
+        inputs = {name: tensor[:, None] for name, tensor in inputs.items()}
+    output = model(**inputs)
+    if head == "ForQuestionAnswering":
+        return torch.stack([output.start_logits, output.end_logits], dim=-1)
+    return output.logits.argmax(dim=-1) if head in TOKEN_HEADS else output.logits
+
+
+def _join(values: torch.Tensor, windows: Windows, batch: dict[str, torch.Tensor], head: str) -> torch.Tensor:
+    """Return the values of texts from the values of their windows: the mean, or the values of their tokens."""
+    if head not in TOKEN_HEADS:
+        return windows.mean(values)
+    lowest = -torch.inf if values.is_floating_point() else 0
+    joined = values.new_full((*batch["input_ids"].shape, *values.shape[2:]), lowest)
+    rows = windows.owner[:, None].expand_as(windows.columns)
+    joined[rows[windows.mask], windows.columns[windows.mask]] = values[windows.mask]
+    return joined

@@ -1,0 +1,81 @@
+"""Batches of texts, and windows of texts that a teacher does not read at once."""
+
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
+
+import torch
+from torch import nn
+from transformers import PreTrainedTokenizerBase
+
+from luna_mega.kernels.upcast import upcast
+
+_TOKENS = 4096  # approximately, per batch
+
+
+class Windows(NamedTuple):
+    """Windows of the texts of a batch; a short text is one window.
+
+    Args:
+        owner: number of the text, `[W]`.
+        columns: columns of the tokens in the batch, `[W, T]`.
+        mask: True for the tokens of a window, `[W, T]`.
+        counts: number of windows of every text, `[B]`.
+    """
+
+    owner: torch.Tensor
+    columns: torch.Tensor
+    mask: torch.Tensor
+    counts: torch.Tensor
+
+    def inputs(self, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Return the inputs of the windows `[W, T]`."""
+        inputs = {name: tensor[self.owner[:, None], self.columns] for name, tensor in batch.items()}
+        return inputs | {"attention_mask": self.mask.to(batch["attention_mask"])}
+
+    def mean(self, values: torch.Tensor) -> torch.Tensor:
+        """Return the means `[B, d]`, at least in float32, of the values `[W, d]` of the windows of every text."""
+        values = upcast(values)
+        total = values.new_zeros(len(self.counts), values.shape[1]).index_add_(0, self.owner, values)
+        return total / self.counts[:, None]
+
+
+def split_windows(mask: torch.Tensor, window: int) -> Windows:
+    """Split texts, of which `mask` `[B, T]` keeps the tokens, into windows.
+
+    Every window has the first and the last token of the text, as the tokenizer adds them to a text.
+    """
+    pieces: list[torch.Tensor] = []
+    owners: list[int] = []
+    for index, kept in enumerate(mask):
+        columns = kept.nonzero().flatten()
+        parts = (columns,)
+        if len(columns) > window:
+            parts = [torch.cat([columns[:1], part, columns[-1:]]) for part in columns[1:-1].split(window - 2)]
+        pieces += parts
+        owners += [index] * len(parts)
+    return _windows(pieces, owners, mask)
+
+
+def cut_texts(batch: dict[str, torch.Tensor], length: int) -> dict[str, torch.Tensor]:
+    """Return a batch whose texts have at most `length` tokens: the first ones, and the last one of the text."""
+    kept = [row.nonzero().flatten() for row in batch["attention_mask"]]
+    pieces = [row if len(row) <= length else torch.cat([row[: length - 1], row[-1:]]) for row in kept]
+    return _windows(pieces, list(range(len(pieces))), batch["attention_mask"]).inputs(batch)
+
+
+def _windows(pieces: list[torch.Tensor], owners: list[int], mask: torch.Tensor) -> Windows:
+    ones = [torch.ones_like(piece, dtype=torch.bool) for piece in pieces]
+    columns, kept = (nn.utils.rnn.pad_sequence(rows, batch_first=True) for rows in (pieces, ones))
+    owner = torch.tensor(owners, device=mask.device)
+    return Windows(owner, columns, kept, owner.bincount(minlength=len(mask)))
+
+
+def make_batches(
+    tokenizer: PreTrainedTokenizerBase, texts: Iterable[str], length: int
+) -> Iterator[dict[str, torch.Tensor]]:
+    """Yield padded batches of texts of similar lengths."""
+    rows = sorted(tokenizer(list(texts), truncation=True, max_length=length)["input_ids"], key=len, reverse=True)
+    while rows:
+        count = max(1, _TOKENS // len(rows[0]))
+        yield dict(tokenizer.pad({"input_ids": rows[:count]}, return_tensors="pt"))
+        rows = rows[count:]

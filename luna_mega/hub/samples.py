@@ -1,0 +1,169 @@
+"""Sample inputs of a model, for exports and for comparisons of two models."""
+
+import inspect
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from luna_mega.hub.folder import ModelFolder, length_limit, stacks
+
+_LENGTH = 32  # longer than the states of a moving average, for models without a fixed number of rows or a chunk
+
+
+def sample_inputs(
+    model: PreTrainedModel | ModelFolder, processor: Any = None, longest: int | None = None, seed: int = 0
+) -> dict[str, dict[str, torch.Tensor]]:
+    """Return batches that together contain every kind of input that a user can pass to a model.
+
+    Texts are shorter, as long as, and longer than the packed sequence P, a chunk and a window of statistics, and as
+    long as the table of positions. Batches have padding on either side, and masks with gaps. See `make_inputs` for the
+    arguments of `forward`.
+
+    Args:
+        model: Model or model folder of this package.
+        processor: Tokenizer or processor of the model, see `make_inputs`.
+        longest: Length of the longest text; None = that of the model.
+        seed: Seed of the random numbers.
+
+    Returns:
+        Name of a batch -> name of an argument -> tensor. Batches of one length have one sequence.
+    """
+    model_class, config = _parts(model)
+    options: dict[str, Any] = {"processor": processor, "seed": seed}
+    if config.input_type == "patches":
+        return {f"{count} images": make_inputs(model, [0] * count, **options) for count in (1, 3)}
+    most = min((n for n in (longest, length_limit(config)) if n is not None), default=None)
+    least = 1 + getattr(config, "drop_first_token", False)
+    changes = borders(config)
+
+    def cut(lengths: Sequence[int]) -> list[int]:
+        return [max(least, length if most is None else min(length, most)) for length in lengths]
+
+    singles = {1, *(border + step for border in changes for step in (-1, 0)), 2 * changes[-1] + 1, most or 1}
+    batches = {f"length {n}": make_inputs(model, [n], **options) for n in sorted({*cut(sorted(singles))})}
+    # Statistics of windows do not support padding.
+    last = changes[0 if getattr(config, "windowed_statistics", False) else -1]
+    padded = cut([2 * last + 1, last, (last + 1) // 2, 1])
+    for side in ("right", "left"):
+        batches[f"padded {side}"] = make_inputs(model, padded, side=side, **options)
+    batches["gaps"] = make_inputs(model, padded, gaps=True, **options)
+    if _reads(model_class, "packed_mask") and config.pack_method == "attention":
+        batches["packed"] = make_inputs(model, padded, **options) | _packed(config, len(padded), seed)
+    if _reads(model_class, "pair_attention_mask") and config.num_labels == 1:
+        second = [make_inputs(model, padded, **options | {"seed": seed + index}) for index in range(2)]
+        pairs = {name: torch.stack([x[name] for x in second], 1) for name in second[0] if name.startswith("pair_")}
+        batches["candidates"] = second[0] | pairs
+    return batches
+
+
+def make_inputs(
+    model: PreTrainedModel | ModelFolder,
+    lengths: Sequence[int],
+    side: str = "right",
+    gaps: bool = False,
+    processor: Any = None,
+    seed: int = 0,
+) -> dict[str, torch.Tensor]:
+    """Return a random batch with the arguments of `forward` that a tokenizer or processor provides.
+
+    These are token ids, values or images, masks, token types (as of pairs of texts), the second sequences of pairs, two
+    options for multiple choice, and the target of an encoder-decoder, or for a decoder without its encoder the states
+    of a source. Second sequences, targets and sources have about half of the lengths, in reversed order.
+
+    Args:
+        model: Model or model folder of this package.
+        lengths: Numbers of tokens of the sequences.
+        side: Side of the padding, "right" or "left".
+        gaps: Drop tokens within the sequences by the mask.
+        processor: Tokenizer or processor. If its `model_input_names` do not contain `token_type_ids`, the batch
+            contains them only if the model has several types, and its `pad_token_id` replaces the model's.
+        seed: Seed of the random numbers.
+    """
+    model_class, config = _parts(model)
+    generator = torch.Generator().manual_seed(seed)
+    if config.input_type == "patches":
+        shape = (len(lengths), config.num_channels, config.image_size, config.image_size)
+        return {"pixel_values": torch.randn(shape, generator=generator)}
+    halves = [(length + 1) // 2 for length in reversed(lengths)]
+    sides = {"": (config, lengths)}
+    if config.is_encoder_decoder:
+        sides = {"": (config.encoder_config, lengths), "decoder_": (config.decoder_config, halves)}
+    elif _reads(model_class, "pair_attention_mask"):
+        sides["pair_"] = (config, [halves[-1], *halves[:-1]])
+    inputs = {}
+    for prefix, (stack, counts) in sides.items():
+        if model_class.__name__.endswith("ForMultipleChoice"):
+            counts = torch.tensor([counts, [(count + 1) // 2 for count in counts]]).T
+        mask = _mask(torch.as_tensor(counts), side, gaps)
+        if stack.input_type == "values":
+            values = torch.randn(mask.shape, generator=generator)
+            inputs[f"{prefix}input_values"] = values.masked_fill(~mask, 0.0)
+        else:
+            inputs[f"{prefix}input_ids"] = _ids(stack, mask, processor, generator)
+        inputs[f"{prefix}attention_mask"] = mask.long()
+    if (types := _types(model_class, config, processor)) is not None:
+        position, count = mask.cumsum(-1) - 1, mask.sum(-1, keepdim=True)
+        inputs["token_type_ids"] = (position * types // count.clamp(min=1)).masked_fill(~mask, 0)
+    if config.add_cross_attention and not config.is_encoder_decoder:
+        mask = _mask(torch.tensor(halves), side, gaps)
+        states = torch.randn(*mask.shape, config.hidden_size, generator=generator)
+        inputs |= {"encoder_hidden_states": states, "encoder_attention_mask": mask.long()}
+        if _reads(model_class, "packed_states"):
+            inputs["packed_states"] = _packed(config, len(lengths), seed)["packed_states"]
+    return inputs
+
+
+def borders(config: PreTrainedConfig) -> list[int]:
+    """Return the lengths from which a model computes in another way: rows of P, a chunk, a window of statistics."""
+    found = set()
+    for stack in stacks(config).values():
+        length = stack.projection_length if stack.model_type == "luna" else stack.attention_chunk
+        found |= {length or _LENGTH, (length or 1) * (6 if getattr(stack, "windowed_statistics", False) else 1)}
+    return sorted(found - {1}) or [_LENGTH]
+
+
+def _parts(model: PreTrainedModel | ModelFolder) -> tuple[type, PreTrainedConfig]:
+    return getattr(model, "model_class", type(model)), model.config
+
+
+def _reads(model_class: type, name: str) -> bool:
+    return name in inspect.signature(model_class.forward).parameters
+
+
+def _mask(lengths: torch.Tensor, side: str, gaps: bool) -> torch.Tensor:
+    """Return the bool mask `[..., T]` of sequences of the lengths `[...]`."""
+    lengths = lengths[..., None]
+    columns = torch.arange(int(lengths.max()))
+    mask = columns < lengths
+    if gaps:  # every fourth token, but not the first or the last one
+        mask &= (columns % 4 != 2) | (columns == lengths - 1)
+    return mask.flip(-1) if side == "left" else mask
+
+
+def _ids(config: Any, mask: torch.Tensor, processor: Any, generator: torch.Generator) -> torch.Tensor:
+    """Return ids for a mask, with as many different ones as the vocabulary has."""
+    pad = getattr(processor, "pad_token_id", None)
+    pad = config.pad_token_id if pad is None else pad
+    ids = torch.arange(config.vocab_size)
+    ids = ids[~torch.isin(ids, torch.tensor([i for i in (pad, config.pad_token_id) if i is not None]))]
+    rounds = [torch.randperm(len(ids), generator=generator) for _ in range(-(-mask.numel() // len(ids)))]
+    return ids[torch.cat(rounds)[: mask.numel()].view(mask.shape)].masked_fill(~mask, pad or 0)
+
+
+def _types(model_class: type, config: Any, processor: Any) -> int | None:
+    """Return the number of token types of the inputs; None = the inputs have no `token_type_ids`."""
+    if not _reads(model_class, "token_type_ids"):
+        return None
+    types = config.type_vocab_size if getattr(config, "add_token_type_embeddings", True) else 0
+    named = "token_type_ids" in getattr(processor, "model_input_names", ())
+    return max(types, 1) if types > 1 or named else None
+
+
+def _packed(config: Any, rows: int, seed: int) -> dict[str, torch.Tensor]:
+    """Return a P for each sequence, and a mask that drops its last row in every second one."""
+    shape = (rows, config.projection_length, config.hidden_size)
+    mask = torch.ones(shape[:2], dtype=torch.long)
+    mask[1::2, -1] = shape[1] == 1
+    return {"packed_states": torch.randn(shape, generator=torch.Generator().manual_seed(seed)), "packed_mask": mask}

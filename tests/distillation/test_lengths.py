@@ -1,0 +1,224 @@
+"""The greatest length of a converted folder is the same for every reader, and equals the printed one.
+
+`tests/ecosystem/test_lengths.py` has the readers of sentence-transformers.
+"""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from tokenizers import Tokenizer
+from transformers import AutoConfig, AutoModel, AutoTokenizer, BertTokenizer, pipeline
+
+import luna_mega_cli
+from luna_mega.distillation import from_teacher
+from luna_mega.hub.folder import position_limit
+from luna_mega.training.models import longest_input
+from tests.distillation.models import make_model
+
+TABLE, READS = 32, 16  # learned positions of the teacher, and the length that its files specify
+KINDS = {  # head, fields
+    "encoder": ("Model", {}),
+    "sentence-transformers": ("Model", {}),
+    "cross-encoder": ("ForSequenceClassification", {"num_labels": 1}),
+    "sparse encoder": ("ForMaskedLM", {}),
+    "token classifier": ("ForTokenClassification", {"num_labels": 3}),
+}
+LENGTHS = (12, TABLE, 48)
+CASES = [(kind, n) for kind in KINDS for n in LENGTHS if kind != "token classifier" or n <= TABLE]
+WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *"abcdefghij", *[f"w{i}" for i in range(25)]]
+TEXT = " ".join(f"w{i % 25}" for i in range(100))  # 102 tokens
+
+
+def write(path: Path, content: object) -> None:
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(json.dumps(content))
+
+
+def save_teacher(kind: str, folder: Path) -> Path:
+    """Save a teacher, whose files truncate and pad texts, as in all-MiniLM-L6-v2."""
+    head, fields = KINDS[kind]
+    make_model("bert", head, pad_token_id=0, max_position_embeddings=TABLE, **fields).save_pretrained(folder)
+    tokenizer = BertTokenizer(vocab={word: index for index, word in enumerate(WORDS)}, model_max_length=READS)
+    tokenizer.backend_tokenizer.enable_truncation(READS)
+    tokenizer.backend_tokenizer.enable_padding(length=READS)
+    tokenizer.save_pretrained(folder)
+    if kind == "sentence-transformers":
+        types = {"": "Transformer", "1_Pooling": "Pooling"}
+        entries = [
+            {"idx": i, "name": str(i), "path": path, "type": f"sentence_transformers.models.{name}"}
+            for i, (path, name) in enumerate(types.items())
+        ]
+        write(folder / "modules.json", entries)
+        write(folder / "1_Pooling" / "config.json", {"word_embedding_dimension": 16, "pooling_mode_mean_tokens": True})
+        options = {"text": {"max_length": READS, "padding": True}}
+        write(
+            folder / "sentence_bert_config.json",
+            {"max_seq_length": READS, "document_length": READS, "query_length": 8, "processing_kwargs": options},
+        )
+    return folder
+
+
+def convert(kind: str, length: int, tmp_path: Path, capsys) -> tuple[Path, int]:
+    """Return the folder of the command, and the greatest length that it prints."""
+    output = tmp_path / "out"
+    argv = ["distill", str(save_teacher(kind, tmp_path / "teacher")), "--output", str(output)]
+    assert luna_mega_cli.main([*argv, "--max-length", str(length)]) == 0
+    printed = int(re.search(r"reads ([\d,]+)", capsys.readouterr().out)[1].replace(",", ""))
+    assert printed == length
+    return output, printed
+
+
+def longest_of_the_model(folder: Path) -> int:
+    """Return the greatest length for which the model raises no error."""
+    name = json.loads((folder / "config.json").read_text())["architectures"][0]
+    model, length = getattr(transformers, name, None) or getattr(__import__("luna_mega"), name), 0
+    model = model.from_pretrained(folder)
+    with torch.no_grad():
+        for length in range(8, 102):
+            try:
+                model(torch.full((1, length), 7))
+            except ValueError as error:
+                assert f"the sequence length {length} exceeds the" in str(error)
+                return length - 1
+    return length
+
+
+def read_by_pipeline(folder: Path) -> int:
+    """Return the number of tokens that the pipeline of the head passes to the model."""
+    head = json.loads((folder / "config.json").read_text())["architectures"][0]
+    task, options = {
+        "LunaForSequenceClassification": ("text-classification", {"truncation": True}),
+        "LunaForTokenClassification": ("token-classification", {}),
+        "LunaForMaskedLM": ("fill-mask", {"tokenizer_kwargs": {"truncation": True}}),
+    }.get(head, ("feature-extraction", {"truncation": True}))
+    call, sizes = pipeline(task, model=str(folder), device="cpu"), []
+    call.model.register_forward_pre_hook(
+        lambda module, args, kwargs: sizes.append(kwargs["input_ids"].shape[1]), with_kwargs=True
+    )
+    call("[MASK] " + TEXT if task == "fill-mask" else TEXT, **options)
+    return sizes[0]
+
+
+def read_by_vllm(folder: Path) -> int:
+    """Return the smallest limit of the fields that vLLM reads from the configurations of a folder."""
+    names = ("max_position_embeddings", "n_positions", "max_seq_len", "model_max_length", "max_seq_length")
+    files = [folder / name for name in ("config.json", "sentence_bert_config.json", "tokenizer_config.json")]
+    contents = [json.loads(file.read_text()) for file in files if file.exists()]
+    return min(content[name] for content in contents for name in names if name in content)
+
+
+def read_by_tokenizers(folder: Path) -> int:
+    """Return the greatest length of tokenizer.json, which must neither truncate nor pad."""
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    assert tokenizer.truncation is None and tokenizer.padding is None
+    assert len(tokenizer.encode(TEXT).ids) == 102 and len(tokenizer.encode("w1").ids) == 3
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    return config.get("max_length") or config["model_max_length"]
+
+
+READERS = {
+    "AutoTokenizer": lambda folder: len(AutoTokenizer.from_pretrained(folder)(TEXT, truncation=True)["input_ids"]),
+    "AutoConfig": lambda folder: AutoConfig.from_pretrained(folder).max_position_embeddings,
+    "position_limit": lambda folder: position_limit(AutoConfig.from_pretrained(folder)),
+    "training scripts": lambda folder: longest_input(AutoConfig.from_pretrained(folder)),
+    "tokenizers": read_by_tokenizers,
+    "model": longest_of_the_model,
+    "pipeline": read_by_pipeline,
+    "vLLM": read_by_vllm,
+}
+
+
+@pytest.mark.parametrize(("kind", "length"), CASES)
+def test_every_reader_has_the_printed_length(kind, length, tmp_path, capsys):
+    folder, printed = convert(kind, length, tmp_path, capsys)
+    assert {name: read(folder) for name, read in READERS.items()} == dict.fromkeys(READERS, printed)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_saved_again(kind, tmp_path, capsys):
+    """`from_teacher` and `save_pretrained`, also of a loaded folder."""
+    teacher, texts = save_teacher(kind, tmp_path / "teacher"), [TEXT, "w1 w2"]
+    model, tokenizer, _ = from_teacher(str(teacher), projection_length=8, max_length=20, texts=texts)
+    for folder in (tmp_path / "first", tmp_path / "second"):
+        model.save_pretrained(folder), tokenizer.save_pretrained(folder)
+        assert {name: read(folder) for name, read in READERS.items()} == dict.fromkeys(READERS, 20)
+        model, tokenizer = type(model).from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+
+
+def test_limits_of_the_modules(tmp_path, capsys):
+    """A shorter limit of queries remains; the teacher's limits do not."""
+    folder, _ = convert("sentence-transformers", 48, tmp_path, capsys)
+    settings = json.loads((folder / "sentence_bert_config.json").read_text())
+    assert settings == {"max_seq_length": 48, "query_length": 8, "processing_kwargs": {"text": {"padding": True}}}
+
+
+def test_the_tokenizer_of_the_caller_is_unchanged(tmp_path):
+    teacher = save_teacher("encoder", tmp_path / "teacher")
+    own = AutoTokenizer.from_pretrained(teacher)
+    student = from_teacher(AutoModel.from_pretrained(teacher), max_length=48, tokenizer=own)
+    assert (own.model_max_length, student.tokenizer.model_max_length) == (READS, 48)
+
+
+HEADS = ("Model", "ForMaskedLM", "ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering",
+         "ForMultipleChoice")  # fmt: skip
+TOKEN_HEADS = ("ForMaskedLM", "ForTokenClassification", "ForQuestionAnswering")
+
+
+def save_head(head: str, folder: Path) -> Path:
+    make_model("bert", head, pad_token_id=0, max_position_embeddings=TABLE).save_pretrained(folder)
+    BertTokenizer(vocab={word: index for index, word in enumerate(WORDS)}).save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("head", HEADS)
+def test_default_lengths(head, tmp_path, capsys):
+    """The command, a loaded teacher and its name have the same; heads that read tokens equal the teacher everywhere."""
+    teacher = save_head(head, tmp_path / "teacher")
+    loaded = getattr(transformers, f"Bert{head}").from_pretrained(teacher)
+    assert luna_mega_cli.main(["distill", str(teacher), "--output", str(tmp_path / "out")]) == 0
+    output = capsys.readouterr().out
+    assert f"equals the teacher for texts of up to {TABLE} tokens, reads {TABLE}\n" in output and "note" not in output
+    configs = [from_teacher(source).model.config for source in (loaded, str(teacher))]
+    for config in (*configs, AutoConfig.from_pretrained(tmp_path / "out")):
+        assert config.projection_length == (TABLE if head in TOKEN_HEADS else 128)
+        assert (config.max_position_embeddings, config.position_extension) == (TABLE, None)
+        assert config.position_table_size is None
+
+
+NOTES = {
+    "vectors": ("Model", {"max_length": 64}, 32, "texts of more than 32 tokens have squeezed positions"),
+    "short vectors": ("Model", {"max_length": 16}, 16, ""),
+    "rows": ("Model", {"projection_length": 8}, 8, ""),
+    "class": ("ForSequenceClassification", {"max_length": 64}, 32, "texts of more than 32 tokens have squeezed"),
+    "rows of labels": ("ForTokenClassification", {"projection_length": 8}, 8, "differ from the teacher's beyond 8"),
+    "short labels": ("ForTokenClassification", {"max_length": 16}, 16, ""),
+    "answer": ("ForQuestionAnswering", {"max_length": 64}, 32, "texts of more than 32 tokens have squeezed"),
+}
+
+
+@pytest.mark.parametrize(("head", "options", "exact", "note"), NOTES.values(), ids=NOTES)
+def test_one_line_about_longer_texts(head, options, exact, note):
+    report = from_teacher(make_model("bert", head, max_position_embeddings=TABLE), **options).report
+    assert report.lengths.exact == exact
+    lines = [line for line in str(report).splitlines() if line.startswith("note: ")]
+    assert len(lines) == bool(note) and note in "".join(lines)
+    assert not note or "docs/distillation.md" in lines[0]
+
+
+def test_labels_of_tokens_beyond_the_table(tmp_path, capsys):
+    teacher = save_head("ForTokenClassification", tmp_path / "teacher")
+    argv = ["distill", str(teacher), "--output", str(tmp_path / "out"), "--max-length", "33"]
+    capsys.readouterr()
+    assert luna_mega_cli.main(argv) == 1
+    error = capsys.readouterr().err
+    assert "max_length=33 exceeds the 32 positions of the teacher" in error and error.count("\n") == 1
+    assert "pipeline('token-classification', TEACHER, aggregation_strategy='simple', stride=8)" in error
+    student = from_teacher(str(teacher)).model
+    with pytest.raises(ValueError, match="the sequence length 33 exceeds the 32 learned positions"):
+        student(torch.full((1, 33), 7))
+    with pytest.raises(ValueError, match="max_length=33 exceeds the 32 positions of the teacher"):
+        from_teacher(make_model("bert", "ForTokenClassification", max_position_embeddings=TABLE), max_length=33)

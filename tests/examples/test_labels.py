@@ -1,0 +1,227 @@
+"""Labels by name in every script with labels: the head of a saved model and the data may have another order."""
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from datasets import ClassLabel, Dataset
+from transformers import (
+    AutoConfig,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    BertConfig,
+    EvalPrediction,
+    ViTConfig,
+    Wav2Vec2FeatureExtractor,
+)
+
+import luna_mega
+from luna_mega import LunaConfig
+from luna_mega.training.classification import match_labels
+from luna_mega.training.models import CheckpointArguments, label_fields, make_model
+from luna_mega.training.tokenizers import train_bpe
+from tests.examples.runs import QUIET, assert_error
+
+SIZES = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+# Options, the name of the label column, and the label names of the data, in the order of their ids.
+SCRIPTS = {
+    "run_glue": (["--task_name", "rte", "--max_seq_length", 16], ["entailment", "not_entailment"]),
+    "run_text_classification": (["--max_seq_length", 16], ["bad", "good"]),
+    "run_audio": ([], ["high", "low"]),
+    "run_image_classification": ([], ["left", "right"]),
+    "lra.run_lra": (["--task", "text", "--max_length", 16], ["neg", "pos"]),
+}
+
+
+def save_head(script, name: str, labels: list[str], folder: Path) -> Path:
+    """Save the configuration and the tokenizer or processor of a classifier with these labels."""
+    fields = {**SIZES, **label_fields(labels)}
+    if name == "run_audio":
+        fields |= {"input_type": "values", "max_position_embeddings": 50}
+        Wav2Vec2FeatureExtractor(sampling_rate=1000, return_attention_mask=True).save_pretrained(folder)
+    elif name == "run_image_classification":
+        fields |= {"image_size": 8, "patch_size": 4, "num_channels": 1}
+        script(name).images.make_processor(8, 1, [0.5], [0.5], False).save_pretrained(folder)
+    else:
+        tasks = script("lra.tasks")
+        lra = name == "lra.run_lra"
+        made = tasks.make_tokenizer("bytes", tasks.CONVENTIONS["ours"], 16) if lra else train_bpe(["a b"], 300, 16)
+        made.save_pretrained(folder)
+        fields |= {"vocab_size": len(made), "pad_token_id": 1, "max_position_embeddings": 16}
+    (ViTConfig if name == "run_image_classification" else LunaConfig)(**fields).save_pretrained(folder)
+    return folder
+
+
+def save_data(name: str, labels: list[str], folder: Path) -> Path:
+    """Save splits with the ids of named labels, 0, 1, 1, 0."""
+    columns = {
+        "run_glue": {"sentence1": "a b", "sentence2": "b"},
+        "run_text_classification": {"text": "a b"},
+        "run_audio": {"audio": [0.1, -0.1, 0.3] * 10, "sampling_rate": 1000},
+        "run_image_classification": {"image": bytes(range(64))},
+        "lra.run_lra": {"text": "a b"},
+    }[name]
+    table = Dataset.from_list([columns | {"label": label} for label in (0, 1, 1, 0)])
+    folder.mkdir()
+    for split in ("train", "validation"):
+        table.cast_column("label", ClassLabel(names=labels)).to_parquet(folder / f"{split}.parquet")
+    return folder
+
+
+@pytest.fixture
+def load(script, tmp_path):
+    """Load the data of a script for a head with `head` labels; return the outputs of the rows, and the label names."""
+
+    def call(name: str, head: list[str], *more: str) -> tuple[list[int], list[str]]:
+        options, labels = SCRIPTS[name]
+        model, data = save_head(script, name, head, tmp_path / "model"), save_data(name, labels, tmp_path / "data")
+        paths = ["--model_name_or_path", model, "--dataset_path", data, "--output_dir", tmp_path / "out"]
+        module = script(name)
+        parsed = module.parse([*map(str, [*paths, *options, *more, *QUIET])])
+        splits, config = {}, None
+        for part in module.load_data(*parsed[:3]):
+            splits, config = (part, config) if isinstance(part, dict) else (splits, part)
+            if hasattr(part, "id2label"):
+                break
+        (split,) = splits.values()
+        row = split[0]
+        column = split["label" if "label" in row else "labels"]
+        return [int(label) for label in column], [config.id2label[index] for index in range(config.num_labels)]
+
+    return call
+
+
+@pytest.mark.parametrize("side", ["--do_train", "--do_eval"])
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_the_head_keeps_its_order(name, side, load, capsys):
+    labels = SCRIPTS[name][1]
+    head = [label.upper() for label in reversed(labels)]
+    assert load(name, head, side) == ([1, 0, 0, 1], head)
+    (line,) = capsys.readouterr().out.splitlines()
+    assert line.startswith("labels are matched by name") and line.endswith(f"the data has {', '.join(labels)}")
+
+
+@pytest.mark.parametrize("side", ["--do_train", "--do_eval"])
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_equal_and_default_names(name, side, load, capsys, tmp_path):
+    labels = SCRIPTS[name][1]
+    assert load(name, labels, side) == ([0, 1, 1, 0], labels)
+    assert capsys.readouterr().out == ""
+    for folder in ("model", "data"):
+        (tmp_path / folder).rename(tmp_path / f"first {folder}")
+    assert load(name, ["LABEL_0", "LABEL_1"], side) == ([0, 1, 1, 0], labels)
+    assert capsys.readouterr().out.count("has no label names") == (side == "--do_eval")
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_another_name_is_an_error(name, load, capsys, tmp_path):
+    """In training, the option for a new head is required, so that outputs never change their meaning."""
+    first, second = SCRIPTS[name][1]
+    head = [first, "other"]
+    words = f"has the labels {first}, other, but not {second} of the data"
+    assert_error(load, f"{words}; rename the latter", name, head, "--do_eval", "--ignore_mismatched_sizes")
+    for folder in ("model", "data"):
+        (tmp_path / folder).rename(tmp_path / f"first {folder}")
+    assert_error(load, f"{words}; pass --ignore_mismatched_sizes to train a new head", name, head, "--do_train")
+    for folder in ("model", "data"):
+        (tmp_path / folder).rename(tmp_path / f"second {folder}")
+    assert load(name, head, "--do_train", "--ignore_mismatched_sizes") == ([0, 1, 1, 0], [first, second])
+    assert "are replaced by a new head" in capsys.readouterr().out
+
+
+NLI = ["contradiction", "entailment", "neutral"]  # cross-encoder/nli-deberta-v3-base
+
+
+@pytest.fixture
+def mnli(script, tmp_path):
+    """A random model with the labels of the task, the same model with its outputs in the order of `NLI`, and data."""
+    order = ["entailment", "neutral", "contradiction"]
+    first = save_head(script, "run_glue", order, tmp_path / "task order")
+    config = AutoConfig.from_pretrained(first, pooling="mean", initializer_range=1.0)  # predicts several classes
+    torch.manual_seed(0)
+    model = AutoModelForSequenceClassification.from_config(config)
+    model.save_pretrained(first)
+    rows = [order.index(label) for label in NLI]
+    for parameter in model.classifier.out_proj.parameters():
+        parameter.data = parameter.data[rows]
+    model.config.update(label_fields(NLI))
+    AutoTokenizer.from_pretrained(first).save_pretrained(tmp_path / "nli order")
+    model.save_pretrained(tmp_path / "nli order")
+    (tmp_path / "data").mkdir()
+    for split in ("train", "validation_matched", "validation_mismatched", "test_matched", "test_mismatched"):
+        texts = [{"premise": chr(97 + index), "hypothesis": chr(99 + index)} for index in range(24)]
+        table = Dataset.from_list([text | {"label": index % 3} for index, text in enumerate(texts)])
+        table.cast_column("label", ClassLabel(names=order)).to_parquet(tmp_path / "data" / f"{split}.parquet")
+    return first, tmp_path / "nli order", tmp_path / "data"
+
+
+def test_glue_with_the_labels_of_a_cross_encoder(call, mnli, tmp_path):
+    """Scores and predictions of a model do not depend on the order of its outputs, before and after training."""
+    *models, data = mnli
+    options = ["--task_name", "mnli", "--dataset_path", data, "--max_seq_length", 16, "--do_eval", "--do_predict"]
+    train = ["--do_train", "--learning_rate", 1e-4, "--max_steps", 2, "--save_strategy", "no"]
+    for more in ([], train):
+        outputs = [tmp_path / f"{index} {len(more)}" for index in range(2)]
+        scores = [
+            call("run_glue", *options, *more, "--model_name_or_path", model, "--output_dir", output)
+            for model, output in zip(models, outputs, strict=True)
+        ]
+        names = [name for name in scores[0] if name.endswith(("accuracy", "_loss"))]
+        assert "eval_matched_accuracy" in names and "eval_mismatched_loss" in names
+        assert [scores[0][name] for name in names] == pytest.approx([scores[1][name] for name in names], rel=1e-4)
+        first, second = ((output / "MNLI-m.tsv").read_text() for output in outputs)
+        assert first == second and len({line.split("\t")[1] for line in first.splitlines()[1:]}) > 1
+    assert list(AutoConfig.from_pretrained(outputs[1]).id2label.values()) == NLI
+
+
+def test_metrics_of_a_head_in_another_order(script, examples_dir):
+    """F1 counts the predictions of the label 1 of the task."""
+    module, draw = script("run_glue"), np.random.default_rng(0)
+    data = module.DataArguments(task_name="mrpc", metric_path=str(examples_dir / "metrics" / "glue_metrics"))
+    logits, labels = draw.normal(size=(30, 2)), draw.integers(0, 2, 30)
+    expected = module.make_metrics(data, [0, 1])(EvalPrediction(logits, labels))
+    assert module.make_metrics(data, [1, 0])(EvalPrediction(logits[:, ::-1], 1 - labels)) == expected
+    assert expected["f1"] != pytest.approx(expected["accuracy"])
+
+
+@pytest.mark.parametrize("kind", ["luna", "pair", "bert"])
+def test_new_head_of_the_same_size(kind, tmp_path):
+    """Only the output layer is new, as for a head of another size."""
+    config = (BertConfig if kind == "bert" else LunaConfig)(vocab_size=20, **SIZES, **label_fields(["a", "b", "c"]))
+    auto = luna_mega.LunaForSequencePairClassification if kind == "pair" else AutoModelForSequenceClassification
+    saved = make_model(auto, CheckpointArguments(), config)
+    saved.save_pretrained(tmp_path)
+    for names, labels in ((["a", "b", "d"], "new"), (["c", "b", "a"], "same"), (["x", "y"], "fewer")):
+        arguments = CheckpointArguments(str(tmp_path), ignore_mismatched_sizes=True)
+        config = AutoConfig.from_pretrained(tmp_path)
+        config.update(label_fields(names))
+        made = make_model(auto, arguments, config).state_dict()
+        changed = {name for name, value in saved.state_dict().items() if not torch.equal(made[name], value)}
+        assert len(changed) == {"same": 0, "new": 1, "fewer": 2}[labels]  # the bias is initialized to 0
+        assert all(name.startswith("classifier") and len(made[name]) == len(names) for name in changed)
+
+
+CASES = {
+    "a subset": (["a", "b", "c"], ["c", "a"], {"c": 2, "a": 0}),
+    "no labels": (["a", "b"], [], {}),
+    "names that differ in case": (["A", "a"], ["a"], {"a": 1}),
+    "ids": (["LABEL_0", "LABEL_1", "LABEL_2"], ["0", "2"], {"0": 0, "2": 2}),
+    "default names": (["LABEL_0", "LABEL_1"], ["LABEL_1", "LABEL_0"], {"LABEL_1": 1, "LABEL_0": 0}),
+    "ids of names": (["a", "b"], ["0", "1"], "has the labels a, b, but not 0, 1 of the data; rename the latter"),
+    "fewer names": (["LABEL_0", "LABEL_1", "LABEL_2"], ["a", "b"], "3 labels without names, but the data has 2: a, b"),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_evaluation(case, tmp_path):
+    own, names, expected = CASES[case]
+    LunaConfig(**label_fields(own)).save_pretrained(tmp_path)
+    training = SimpleNamespace(do_train=False, process_index=0)
+    arguments = CheckpointArguments(str(tmp_path))
+    if isinstance(expected, str):
+        assert_error(match_labels, expected, arguments, names, training)
+    else:
+        labels = match_labels(arguments, names, training)
+        assert labels.names == own and {name: labels.outputs[name] for name in names} == expected

@@ -1,0 +1,178 @@
+"""Sums over 70,000 positions with a mean of 12 in half precision, which cannot represent them."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import luna_mega
+from luna_mega.distillation.embeddings import cosines, teacher_vectors
+from luna_mega.distillation.sentences import SentenceModules
+from luna_mega.modeling_common.layout import DENSE, DenseLayout
+from luna_mega.modeling_common.pooling import masked_mean
+from luna_mega.modeling_luna.importance_luna import pack_by_importance
+from luna_mega.modeling_luna.modeling_luna import LunaModelOutput
+from luna_mega.modeling_mega.batch_norm_mega import MegaBatchNorm
+
+from . import luna, mega, megalodon_decoders
+
+LENGTH, MEAN = 70_000, 12
+DTYPES = [torch.float16, torch.bfloat16]
+KEEP = torch.arange(LENGTH)[None] < LENGTH - 5_000  # padding at the end
+MASKS = {"no mask": None, "all": torch.ones_like(KEEP), "padded": KEEP}
+
+
+def draw(*shape, dtype, seed=0):
+    """Numbers with a mean of 12 that `dtype` represents exactly."""
+    return (MEAN + torch.randn(shape, generator=torch.Generator().manual_seed(seed))).to(dtype)
+
+
+def assert_near(actual, expected, dtype, roundings=4):
+    """Compare with a result in float64: a few roundings of the dtype."""
+    assert actual.isfinite().all()
+    error = (actual.double() - expected).abs().max() / expected.abs().max()
+    assert error < roundings * torch.finfo(dtype).eps
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("mask", MASKS)
+def test_mean(mask, dtype):
+    states, mask = draw(1, LENGTH, 4, dtype=dtype), MASKS[mask]
+    result = masked_mean(states, mask)
+    assert result.dtype == dtype
+    assert_near(result, (states if mask is None else states[:, mask[0]]).double().mean(1), dtype)
+    states.requires_grad_(True)
+    masked_mean(states, mask).sum().backward()
+    kept = LENGTH if mask is None else int(mask.sum())
+    assert states.grad[0, 0, 0].item() == pytest.approx(1 / kept, rel=0.01)
+
+
+HEADS = {
+    **{f"luna {pooling}": lambda pooling=pooling: luna.make("ForSequenceClassification", pooling=pooling)
+       for pooling in ("mean", "packed_mean", "packed_attention")},
+    "luna pairs": lambda: luna.make("ForSequencePairClassification", pooling="mean"),
+    "luna choices": lambda: luna.make("ForMultipleChoice", pooling="mean"),
+    "luna tokens": lambda: luna.make("ForTokenClassification"),
+    "luna masked LM": lambda: luna.make("ForMaskedLM"),
+    "luna answers": lambda: luna.make("ForQuestionAnswering"),
+    "luna regression": lambda: luna.make("ForSequenceClassification", pooling="mean", num_labels=1),
+    "mega mean": lambda: mega.make("ForSequenceClassification", pooling="mean"),
+    "mega pairs": lambda: mega.make("ForSequencePairClassification", pooling="mean"),
+    "mega tokens": lambda: mega.make("ForTokenClassification"),
+    "mega masked LM": lambda: mega.make("ForMaskedLM"),
+    "mega answers": lambda: mega.make("ForQuestionAnswering"),
+    "megalodon mean": lambda: megalodon_decoders.make(
+        "ForSequenceClassification", hidden_size=24, pooling="mean", num_labels=3
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", HEADS)
+@torch.no_grad()
+def test_heads_and_losses(name, dtype):
+    """Every head computes its result and its loss from the states of 70,000 tokens."""
+    model = HEADS[name]().to(dtype)
+    ids = torch.full((1, LENGTH), 5)
+    inputs = {"input_ids": ids, "attention_mask": KEEP.long()}
+    labels = {"labels": torch.tensor([0])}
+    if "pairs" in name:
+        inputs |= {f"pair_{key}": value for key, value in inputs.items()}
+    elif "choices" in name:
+        inputs = {key: value[:, None].expand(1, 2, LENGTH) for key, value in inputs.items()}
+    elif "tokens" in name or "LM" in name:
+        labels = {"labels": torch.arange(LENGTH)[None] % 3}
+    elif "answers" in name:
+        labels = {"start_positions": torch.tensor([40_000]), "end_positions": torch.tensor([60_000])}
+    elif "regression" in name:
+        labels = {"labels": torch.tensor([-300.0], dtype=dtype)}  # the square overflows in float16
+    outputs, rows = [], 1 + ("choices" in name)
+    given = [draw(rows, LENGTH, 24, dtype=dtype, seed=seed) for seed in (1, 2)]
+    for each in (dtype, torch.float64):
+        states, packed = (x.to(each) for x in given)
+        body = LunaModelOutput(states, packed_last_hidden_state=packed, packed_mask=KEEP.long().expand(rows, LENGTH))
+        model.base_model.forward = lambda body=body, **inputs: body
+        outputs.append(model.to(each)(**inputs, **labels))
+    assert_near(outputs[0].loss, outputs[1].loss.double(), dtype, roundings=16)
+    for field in ("logits", "start_logits", "end_logits"):
+        if (expected := getattr(outputs[1], field, None)) is not None:
+            kept = KEEP if expected.shape[:2] == KEEP.shape else slice(None)
+            assert_near(getattr(outputs[0], field)[kept], expected[kept], dtype, roundings=16)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_sentence_vectors(dtype):
+    states, modules = draw(1, LENGTH, 4, dtype=dtype), SentenceModules(("mean",))
+    assert_near(modules.embed(states, KEEP), states[:, KEEP[0]].double().mean(1), dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_vectors_of_windows(dtype):
+    """The mean over the windows of a teacher, and its cosine with a student's vector."""
+    table = draw(1000, 4, dtype=dtype) * torch.linspace(-1, 1, 4).to(dtype)
+    batch = {"input_ids": torch.arange(LENGTH)[None] % 1000, "attention_mask": torch.ones(1, LENGTH).long()}
+
+    def encoder(table):
+        return lambda input_ids, **others: SimpleNamespace(last_hidden_state=table[input_ids], hidden_states=None)
+
+    modules = SentenceModules(("mean",))
+    expected = teacher_vectors(encoder(table.double()), modules, batch, 128)
+    vectors = teacher_vectors(encoder(table), modules, batch, 128)
+    assert_near(vectors, expected, dtype, roundings=1)
+    assert cosines(encoder(table), modules, batch, vectors).item() == pytest.approx(1, abs=1e-4)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("mask", MASKS)
+def test_statistics_of_batch_norm(mask, dtype):
+    states, mask = draw(1, LENGTH, 4, dtype=dtype), MASKS[mask]
+    results = []
+    for x in (states, states.double()):
+        norm = MegaBatchNorm(4, 1e-5, affine=False, padded_statistics=False).to(x.dtype).train()
+        results.append((norm(x, mask), norm))
+    (normed, norm), (expected, reference) = results
+    assert_near(normed, expected, dtype)
+    for name in ("running_mean", "running_var"):
+        torch.testing.assert_close(getattr(norm, name).double(), getattr(reference, name), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("mask", MASKS)
+def test_rows_by_importance(mask, dtype):
+    states, layout = draw(1, LENGTH, 4, dtype=dtype), DENSE if MASKS[mask] is None else DenseLayout(MASKS[mask])
+    salience = torch.tensor([0.01, -0.02, 0.0, 0.01]).to(dtype)
+    rows, entropy, _ = pack_by_importance(states, salience, layout, 3)
+    expected, entropies, _ = pack_by_importance(states.double(), salience.double(), layout, 3)
+    assert_near(rows, expected, dtype)
+    assert_near(entropy, entropies, torch.float16)
+
+
+SIZES = {"vocab_size": 20, "hidden_size": 8, "num_hidden_layers": 1, "intermediate_size": 8, "num_labels": 3}
+MODELS = {
+    "Luna": {"num_attention_heads": 2, "projection_length": 4, "position_embedding_type": "sinusoidal"},
+    "Luna, importance": {
+        "num_attention_heads": 2,
+        "projection_length": 4,
+        "position_embedding_type": "sinusoidal",
+        "pack_method": "importance",
+    },
+    "Mega": {"shared_representation_size": 4, "ema_projection_size": 2, "nffn_hidden_size": 8, "chunk_size": 32,
+             "use_chunking": True, "final_norm": True},
+    "Megalodon": {"shared_representation_size": 4, "value_size": 4, "ema_projection_size": 2, "norm_num_groups": 2,
+                  "chunk_size": 32},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MODELS)
+@torch.no_grad()
+def test_models(name):
+    """Complete models, whose last norm returns a feature with a mean of 12."""
+    family, inputs = name.split(",")[0], torch.randint(3, 20, (1, LENGTH), generator=torch.Generator().manual_seed(0))
+    config = getattr(luna_mega, f"{family}Config")(**SIZES, **MODELS[name], pooling="mean")
+    model = luna.enlarged(getattr(luna_mega, f"{family}ForSequenceClassification"), config)
+    for key, parameter in model.named_parameters():
+        if key.endswith(("final_layer_norm.bias", "final_norm.bias", "final_norm.norm.bias")):
+            parameter[5] = MEAN
+    for dtype in DTYPES:
+        logits = [model.to(each)(inputs, attention_mask=KEEP.long()).logits for each in (dtype, torch.float32)]
+        assert_near(logits[0], logits[1].double(), dtype, roundings=16)

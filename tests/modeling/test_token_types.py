@@ -1,0 +1,167 @@
+"""Models without type embeddings accept token types of 0, which BERT's tokenizer returns, and no others."""
+
+import pytest
+import torch
+from datasets import Dataset
+from transformers import BertTokenizer, Trainer, TrainingArguments, pipeline
+
+from luna_mega.modeling_common import masks, validation
+
+from . import decoders, luna, mega, megalodon_decoders
+
+CLASSES = {
+    **{f"luna {head}": (lambda head=head, **fields: luna.make(head, **fields), head) for head in luna.HEADS},
+    **{f"mega {head}": (lambda head=head, **fields: mega.make(head, **fields), head) for head in mega.HEADS},
+    **{
+        f"megalodon {head}": (lambda head=head, **fields: megalodon_decoders.make(head, **fields).float(), head)
+        for head in ("Model", "ForCausalLM", "ForSequenceClassification")
+    },
+    **{
+        f"{family} decoder{', encoder' * encoder}": (
+            lambda family=family, encoder=encoder, **fields: (
+                decoders.make_plain(family, is_encoder_decoder=encoder, **fields)
+                if encoder
+                else decoders.make_plain(family, **fields)
+            ),
+            "seq2seq" if encoder else "ForCausalLM",
+        )
+        for family, encoder in decoders.PLAIN
+        if family != "megalodon"
+    },
+}
+TYPED = {"luna": {"type_vocab_size": 2}, "mega": {"add_token_type_embeddings": True}}
+PAIR = "ForSequencePairClassification"
+
+
+def inputs_of(head, side="right"):
+    inputs = luna.head_inputs(head, [9, 4], side)
+    inputs = {name: x % 30 if "ids" in name else x for name, x in inputs.items()}
+    return inputs | ({"decoder_input_ids": inputs["input_ids"]} if head == "seq2seq" else {})
+
+
+def result(model, **inputs):
+    output = model(**inputs)
+    return [x for x in output.to_tuple() if isinstance(x, torch.Tensor)]
+
+
+@pytest.mark.parametrize("unpad", [False, True], ids=["padded", "unpadded"])
+@pytest.mark.parametrize("name", CLASSES)
+@torch.no_grad()
+def test_only_zeros(name, unpad):
+    make, head = CLASSES[name]
+    model, inputs = make(unpad_inputs=unpad), inputs_of(head)
+    expected, types = result(model, **inputs), torch.zeros_like(inputs["input_ids"])
+    padding = types.masked_fill(inputs["attention_mask"] == 0, 1)
+    for zeros in (types, types.int(), padding):
+        for one, other in zip(result(model, **inputs, token_type_ids=zeros), expected, strict=True):
+            torch.testing.assert_close(one, other, rtol=0, atol=0)
+    for ones in (types + 1, types - 1, (inputs["input_ids"] > 9).long()):
+        with pytest.raises(ValueError, match="no type embeddings; omit them"):
+            model(**inputs, token_type_ids=ones)
+    with pytest.raises(ValueError, match="`token_type_ids` must have the shape"):
+        model(**inputs, token_type_ids=types[..., :-1])
+
+
+@pytest.mark.parametrize("name", [name for name in CLASSES if "encoder" not in name and "megalodon" not in name])
+@torch.no_grad()
+def test_types_below_the_number_of_embeddings(name):
+    make, head = CLASSES[name]
+    model, inputs = make(**TYPED[name.split()[0]]), inputs_of(head)
+    expected, types = result(model, **inputs), torch.zeros_like(inputs["input_ids"])
+    assert torch.equal(result(model, **inputs, token_type_ids=types)[0], expected[0])
+    assert not torch.equal(result(model, **inputs, token_type_ids=types + 1)[0], expected[0])
+    padding = types.masked_fill(inputs["attention_mask"] == 0, 9)
+    torch.testing.assert_close(result(model, **inputs, token_type_ids=padding)[0], expected[0], rtol=0, atol=0)
+    with pytest.raises(ValueError, match="from [02] to 2; they must be .* the `type_vocab_size` 2 of"):
+        model(**inputs, token_type_ids=types + 2)
+
+
+@pytest.mark.parametrize("fields", [{}, TYPED["luna"]], ids=["without", "with"])
+def test_first_batch_on_other_devices(fields, monkeypatch):
+    """Values are read until a batch has been checked, since reading waits for the device."""
+    monkeypatch.setattr(validation, "can_look", lambda x: False)
+    model, inputs = luna.make("ForMaskedLM", **fields), luna.tokens([9, 4])
+    types, reads = torch.zeros_like(inputs["input_ids"]), []
+    monkeypatch.setattr(torch.Tensor, "aminmax", lambda x: reads.append(x) or (x.min(), x.max()))
+    model(**inputs)
+    for _ in range(2):
+        with pytest.raises(ValueError, match="`token_type_ids` are from 0 to 5"):
+            model(**inputs, token_type_ids=types + 5)
+    for _ in range(3):
+        model(**inputs, token_type_ids=types)
+    assert len(reads) == 3
+
+
+def test_values_that_cannot_be_read():
+    assert not masks.can_read(torch.zeros(2, device="meta"))
+    assert torch.jit.trace(lambda x: x + int(masks.can_read(x)), torch.zeros(2))(torch.zeros(2)).sum() == 0
+
+
+@pytest.mark.filterwarnings("ignore")  # of the tracer
+@pytest.mark.parametrize("typed", [False, True], ids=["without", "with"])
+@pytest.mark.parametrize("family", ["luna", "mega"])
+@torch.no_grad()
+def test_programs_do_not_read_values(family, typed):
+    """Traced and exported programs contain no branch on the values."""
+    make = {"luna": luna.make, "mega": mega.make}[family]
+    fields = TYPED[family] if typed else {}
+    model = make("ForSequenceClassification", num_hidden_layers=1, **fields).requires_grad_(False)
+    inputs = luna.tokens([9, 4])
+    inputs["token_type_ids"] = torch.zeros_like(inputs["input_ids"])
+    ones = inputs | {"token_type_ids": inputs["attention_mask"]}
+    expected = model(**ones if typed else inputs).logits
+    names = [*inputs]
+    function = torch.jit.trace(
+        lambda *tensors: model(**dict(zip(names, tensors, strict=True))).logits, tuple(inputs.values())
+    )
+    torch.testing.assert_close(function(*ones.values()), expected, rtol=0, atol=1e-5)
+    if family == "luna":
+        program = torch.export.export(model, (), inputs, strict=False).module()
+        torch.testing.assert_close(program(**ones).logits, expected, rtol=0, atol=1e-5)
+
+
+@pytest.fixture
+def tokenizer():
+    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *[f"w{number}" for number in range(25)]]
+    return BertTokenizer(vocab={word: index for index, word in enumerate(words)}, model_max_length=32)
+
+
+@pytest.mark.parametrize("name", [name for name in CLASSES if name.endswith("ForSequenceClassification")])
+def test_trainer(name, tokenizer, tmp_path):
+    model = CLASSES[name][0](pad_token_id=0, num_labels=2)
+    rows = Dataset.from_list([dict(tokenizer(f"w{row} w2")) | {"labels": row % 2} for row in range(4)])
+    assert "token_type_ids" in rows.column_names
+    options = {"max_steps": 2, "use_cpu": True, "report_to": [], "save_strategy": "no", "disable_tqdm": True}
+    for unused in (True, False):
+        arguments = TrainingArguments(str(tmp_path), remove_unused_columns=unused, **options)
+        trainer = Trainer(model, arguments, train_dataset=rows, eval_dataset=rows, processing_class=tokenizer)
+        assert trainer.train().training_loss > 0 and trainer.evaluate()["eval_loss"] > 0
+
+
+PIPELINES = {
+    "text-classification": ("ForSequenceClassification", "w1 w2"),
+    "token-classification": ("ForTokenClassification", "w1 w2"),
+    "fill-mask": ("ForMaskedLM", "w1 [MASK]"),
+    "feature-extraction": ("Model", "w1 w2"),
+}
+
+
+@pytest.mark.parametrize("task", PIPELINES)
+@pytest.mark.parametrize("family", ["luna", "mega", "megalodon"])
+def test_pipelines(task, family, tokenizer):
+    head, text = PIPELINES[task]
+    if (name := f"{family} {head}") in CLASSES:
+        model = CLASSES[name][0](pad_token_id=0, vocab_size=len(tokenizer))
+        assert pipeline(task, model=model, tokenizer=tokenizer)([text, f"{text} w3"], batch_size=2)
+
+
+@pytest.mark.parametrize(("family", "encoder"), decoders.PLAIN)
+def test_generate(family, encoder, tokenizer):
+    model = decoders.make_plain(family, **({"is_encoder_decoder": True} if encoder else {}))
+    ids, mask = decoders.padded([5, 3], 5, "left")
+    options = {"input_ids": ids, "attention_mask": mask, "max_new_tokens": 3, "do_sample": False}
+    for other in ({}, {"num_beams": 2}, {"use_cache": False}):
+        got = model.generate(**options, **other, token_type_ids=torch.zeros_like(ids))
+        assert torch.equal(got, model.generate(**options, **other))
+    with pytest.raises(ValueError, match="no type embeddings"):
+        model.generate(**options, token_type_ids=torch.ones_like(ids))
