@@ -3,6 +3,8 @@
 Exported programs must not depend on this package, so these helpers use only PyTorch operators that ONNX supports.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -15,6 +17,14 @@ def in_program() -> bool:
 def is_tracing() -> bool:
     """Return whether the call is being traced by `torch.jit.trace`."""
     return bool(torch.jit.is_tracing())  # type: ignore[attr-defined, no-untyped-call]
+
+
+def longer(first: int, second: int) -> int:
+    """Return the larger one of two lengths, which a traced program computes at run time."""
+    if not is_tracing():
+        return max(first, second)
+    larger: Any = torch.maximum(torch.as_tensor(first), torch.as_tensor(second))
+    return larger  # type: ignore[no-any-return]
 
 
 def count_chunks(length: int, size: int, device: torch.device) -> int:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from luna_mega.kernels import varlen
+from luna_mega.kernels._export import is_tracing
 from luna_mega.kernels.context_parallel import ContextShard
 
 NAMES = ("auto", "reference", "torch", "triton")
@@ -200,6 +201,10 @@ class Op:
             return ("triton", "automatic choice") if against is None else ("torch", _FALLBACK + against)
         if requested == "triton" and (against := _unavailable_reason(device) or unsupported) is not None:
             raise ValueError(f"{self.name} cannot run on 'triton': {against}; choose 'torch' or 'auto'")
+        if requested == "reference" and is_tracing():
+            raise ValueError(
+                f"{self.name}: torch.jit.trace would fix the number of steps of the backend 'reference'; choose 'torch'"
+            )
         return requested, f"chosen by {source}"
 
 

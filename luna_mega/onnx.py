@@ -21,9 +21,10 @@ from transformers.exporters.utils import decompose_for_generation
 
 from luna_mega.compat import CACHE_NAME, WRITES_EXPORT_FOLDERS
 from luna_mega.errors import ConversionError, install
-from luna_mega.hub.folder import ModelFolder, position_limit, read_folder, stacks
+from luna_mega.hub.folder import ModelFolder, length_limit, read_folder, read_tokenizer
 from luna_mega.hub.output import check_new_file, check_output, complete_output
-from luna_mega.inspection.verify import quiet_transformers, random_inputs
+from luna_mega.hub.samples import borders, make_inputs
+from luna_mega.inspection.verify import quiet_transformers
 
 # Oldest operator set that the exporter of PyTorch writes.
 OLDEST_OPSET = 18
@@ -101,6 +102,11 @@ def export_onnx(folder: str | Path, output: str | Path, opset: int | None = None
         model = source.load(dtype=torch.float32)
         try:
             exported = _export(model, source, opset)
+            for program in (part.program for part in exported.components.values()):
+                # Quantization by onnxruntime changes the weights, and fails if their shapes are recorded as well.
+                for weight in program.graph.initializers.values():
+                    weight.shape = weight.type = None
+                    weight.metadata_props.clear()
         except Exception as error:  # torch.export, torch.onnx and transformers raise many types of errors
             reason = str(error.__cause__ or error).strip().partition("\n")[0]
             raise ConversionError(
@@ -168,7 +174,8 @@ def _quiet() -> Iterator[None]:
 def _export(model: PreTrainedModel, folder: ModelFolder, opset: int | None) -> Any:
     """Return the `ExportedModel`, with dynamic batch and lengths."""
     exporter, config = exporters.OnnxExporter(), {"dynamic": True, "opset_version": opset}
-    sample = _inputs(folder, 2, _period(folder) + 1)
+    period = _period(folder)
+    sample = _inputs(folder, [period + 1, (period + 2) // 2])
     if not model.can_generate():
         shapes = {  # images have one size
             name: dict.fromkeys(range(1 if name == "pixel_values" else x.dim()), torch.export.Dim.DYNAMIC)
@@ -193,9 +200,10 @@ def _checks(model: PreTrainedModel, folder: ModelFolder, exported: Any) -> Itera
     options.log_severity_level = 4
     options.intra_op_num_threads = torch.get_num_threads()
     runners, period = exported.to(device="cpu", session_options=options).runners, _period(folder)
-    for batch, length in ((1, max(1, period // 2)), (1, period + period // 2 + 1), (3, 2 * period)):
-        results = {}
-        for name, (part, given) in _parts(model, _inputs(folder, batch, length)).items():
+    short, long = max(1, period // 2), 2 * period
+    for lengths, gaps in (([short], False), ([period + short + 1], False), ([long, period, long], True)):
+        results, inputs = {}, _inputs(folder, lengths, gaps=gaps and not folder.config.is_decoder)
+        for name, (part, given) in _parts(model, inputs).items():
             check, results[name] = _compare(name, part, runners[name], given, results)
             yield check
 
@@ -252,20 +260,18 @@ def _difference(expected: Any, actual: Any, mask: torch.Tensor | None) -> float:
     return largest
 
 
-def _inputs(folder: ModelFolder, batch: int, length: int) -> dict[str, torch.Tensor]:
-    """Return random inputs of `forward` or `generate`; every second sequence of a batch is shorter."""
-    inputs = random_inputs(folder, batch, length, seed=length)
-    if folder.config.is_encoder_decoder:
-        return {name: value for name, value in inputs.items() if not name.startswith("decoder_")}
+def _inputs(folder: ModelFolder, lengths: list[int], **options: Any) -> dict[str, torch.Tensor]:
+    """Return random inputs of `forward` or `generate`: the ones that the tokenizer of the folder returns, if any."""
+    tokenizer = read_tokenizer(folder.path) if (folder.path / "tokenizer_config.json").is_file() else None
     if folder.config.is_decoder:  # a prompt ends at the start of its continuation
-        return {name: value.flip(-1) for name, value in inputs.items()}
-    return inputs
+        options["side"] = "left"
+    inputs = make_inputs(folder, lengths, processor=tokenizer, seed=sum(lengths), **options)
+    if tokenizer is not None and "token_type_ids" not in tokenizer.model_input_names:
+        inputs.pop("token_type_ids", None)
+    return {name: value for name, value in inputs.items() if not name.startswith("decoder_")}
 
 
 def _period(folder: ModelFolder) -> int:
     """Return the length that fills P or a chunk, or half of the maximum length."""
-    periods = []
-    for config in stacks(folder.config).values():
-        period = config.projection_length if config.model_type == "luna" else config.attention_chunk or 32
-        periods.append(min(period, max(2, ((position_limit(config) or 4 * period) - 2) // 2)))
-    return min(periods)
+    period, limit = borders(folder.config)[-1], length_limit(folder.config)
+    return period if limit is None else min(period, max(2, (limit - 2) // 2))

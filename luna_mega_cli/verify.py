@@ -31,9 +31,14 @@ def add(commands: Commands) -> None:
         "--inputs", metavar="FILE", help="safetensors file with the inputs of the models: input_ids [B, T], ..."
     )
     source.add_argument("--text", metavar="TEXT", nargs="+", default=[], help="texts for the tokenizer of A or B")
-    parser.add_argument("--batch", metavar="N", type=positive, help="number of random sequences (default: 2)")
-    parser.add_argument("--length", metavar="N", type=positive, help="length of the random sequences (default: 64)")
-    parser.add_argument("--seed", metavar="S", type=seed, help="seed of the random sequences (default: 0)")
+    parser.add_argument("--batch", metavar="N", type=positive, help="number of random sequences of one length")
+    parser.add_argument(
+        "--length",
+        metavar="N",
+        type=positive,
+        help="length of random sequences; default: shorter and longer than P and a chunk",
+    )
+    parser.add_argument("--seed", metavar="S", type=seed, help="seed of the random inputs (default: 0)")
     parser.add_argument(
         "--tolerance", metavar="T", type=float, default=1e-5, help="largest difference of equal models (default: 1e-5)"
     )

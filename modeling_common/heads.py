@@ -114,7 +114,7 @@ class GenericForMaskedLM(LMHead, TokenHead):
         """
         if labels is not None:
             validate_labels(inputs, {"labels": labels}, kwargs)
-        outputs = self.base_model(**inputs, **kwargs)
+        outputs = self.base_model(**inputs, **kwargs, return_dict=True)
         hidden_states, loss = outputs.last_hidden_state, None
         labels, reductions = self.read_labels(inputs, labels, outputs, kwargs)
         if labels is not None and self.training and self.config.sparse_prediction:
@@ -149,7 +149,7 @@ class GenericForCausalLM(LMHead):
         if counted:
             given: Any = {"labels": labels} if shift_labels is None else {"shift_labels": shift_labels}
             validate_labels(inputs, given, kwargs, logits_to_keep)
-        outputs = self.base_model(**inputs, **kwargs)
+        outputs = self.base_model(**inputs, **kwargs, return_dict=True)
         reductions, hidden_states, targets, mask = LOCAL, outputs.last_hidden_state, None, None
         if kwargs.get("cp_group") is not None:
             reductions = find_reductions(kwargs, hidden_states)
@@ -196,7 +196,7 @@ class GenericForTokenClassification(TokenHead):
         """Return the output for the `inputs` of the body, with logits `[B, T, num_labels]`."""
         if labels is not None:
             validate_labels(inputs, {"labels": labels}, kwargs)
-        outputs = self.base_model(**inputs, **kwargs)
+        outputs = self.base_model(**inputs, **kwargs, return_dict=True)
         labels, reductions = self.read_labels(inputs, labels, outputs, kwargs)
         logits, loss = self.classifier(self.dropout(outputs.last_hidden_state)), None
         if labels is not None:
@@ -225,7 +225,7 @@ class GenericForQuestionAnswering(TokenHead):
         The scores of dropped positions are the minimum of the dtype, so that no softmax or maximum depends on them.
         """
         positions = validate_span(inputs, start_positions, end_positions, kwargs)
-        outputs = self.base_model(**inputs, **kwargs)
+        outputs = self.base_model(**inputs, **kwargs, return_dict=True)
         scores, loss = self.qa_outputs(outputs.last_hidden_state), None
         mask = find_kept(self.config, inputs, scores.shape[1])
         if mask is not None:

@@ -107,7 +107,7 @@ def validate_pairs(
                 "the second inputs are candidates [B, C, ...], which have one score each; set num_labels=1, got "
                 f"{config.num_labels}"
             )
-        if len(one) != len(other):
+        if one.shape[0] != other.shape[0]:
             raise ValueError(
                 f"there are {len(one)} first inputs, but {len(other)} second inputs or sets of candidates; pass the "
                 "same number of both"

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import nn
 
+from luna_mega.kernels._export import is_tracing
 from luna_mega.kernels.gated_attention.columns import take_columns
 from luna_mega.modeling_common.attention import KeyWindow
 from luna_mega.modeling_common.cache import StateCache
@@ -195,7 +196,7 @@ def close_gaps(mask: torch.Tensor | None, cache: StateCache | None = None) -> De
         return DENSE
     begins = cache is None or not cache.get_seq_length()
     lengths = None if begins else mask.sum(dim=1)
-    if mask.shape[1] == 1 or (can_look(mask) and _is_aligned(mask, cache is not None, begins)):
+    if (mask.shape[1] == 1 and not is_tracing()) or (can_look(mask) and _is_aligned(mask, cache is not None, begins)):
         return DenseLayout(mask, lengths=lengths)
     columns, back, mask = align(mask, right=cache is not None and begins)
     return DenseLayout(mask, columns, back, lengths)

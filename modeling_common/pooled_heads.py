@@ -85,7 +85,7 @@ class PooledHead(Head):
         given = {name: others.pop(name, None) for name in ("input_ids", "inputs_embeds", "input_values")}
         mask, given = read_sequences(self.base_model, type(self).__name__, mask, given, others, drop_first_token)
         given = {key: value for key, value in given.items() if value is not None}
-        outputs = self.base_model(attention_mask=mask, **others | given)
+        outputs = self.base_model(attention_mask=mask, **others | given, return_dict=True)
         reductions = find_reductions(others, outputs.last_hidden_state)
         return self.summarize(outputs, mask, reductions), outputs, reductions
 
@@ -97,10 +97,10 @@ class PooledHead(Head):
         return self.output_class(loss=loss, logits=logits, **self.carried_over(outputs))
 
     def choose_option(
-        self, scores: torch.Tensor, options: int, outputs: BodyOutput, labels: torch.Tensor | None
+        self, scores: torch.Tensor, shape: tuple[int, int], outputs: BodyOutput, labels: torch.Tensor | None
     ) -> Any:
         """Return the output with logits `[B, C]` for scores `[B C, 1]` of C options, and their loss."""
-        logits = scores.view(-1, options)
+        logits = scores.view(shape)  # -1 would exclude a batch of 1 from an exported program
         loss = None if labels is None else nn.functional.cross_entropy(upcast(logits), labels)
         return self.output_class(loss=loss, logits=logits, **self.carried_over(outputs))
 
@@ -128,9 +128,9 @@ class GenericForMultipleChoice(PooledHead):
         """Return the output for C options `[B, C, ...]` of the inputs of the body, with logits `[B, C]`."""
         if labels is not None:
             validate_pooled(None, inputs, labels, kwargs)
-        options, inputs = flatten_options(**inputs)
+        shape, inputs = flatten_options(**inputs)
         features, outputs, reductions = self.pool(inputs, **kwargs)
-        return self.choose_option(self.score_options(features, reductions), options, outputs, labels)
+        return self.choose_option(self.score_options(features, reductions), shape, outputs, labels)
 
     def score_options(self, features: torch.Tensor, reductions: Reductions) -> torch.Tensor:
         """Return the scores `[B C, 1]` of options."""
@@ -195,28 +195,28 @@ class GenericForSequencePairClassification(PooledHead):
             "input_values": pair_input_values,
             "attention_mask": read_mask("pair_attention_mask", pair_attention_mask),
         }
-        candidates, count = validate_pairs(self.config, first, second, kwargs), None
+        candidates, shape = validate_pairs(self.config, first, second, kwargs), None
         if labels is not None:
             validate_pooled(None if candidates else self.config, second if candidates else first, labels, kwargs)
         if candidates:
-            count, second = flatten_options(**second)
+            shape, second = flatten_options(**second)
         drop_first_token = getattr(self.config, "drop_first_token", False)
         one, outputs, reductions = self.pool(first | {"attention_mask": attention_mask}, drop_first_token, **kwargs)
         shared: dict[str, Any] = {name: value for name, value in kwargs.items() if name == "cp_group"}
         other, *_ = self.pool(second, **shared)
-        if count is None:
+        if shape is None:
             return self.make_output(
                 self.classifier(pair_features(self.config, one, other), reductions), outputs, labels
             )
-        scores = self.classifier(pair_features(self.config, one.repeat_interleave(count, dim=0), other), reductions)
-        return self.choose_option(scores, count, outputs, labels)
+        scores = self.classifier(pair_features(self.config, one.repeat_interleave(shape[1], dim=0), other), reductions)
+        return self.choose_option(scores, shape, outputs, labels)
 
 
-def flatten_options(**inputs: torch.Tensor | None) -> tuple[int, dict[str, torch.Tensor | None]]:
-    """Return the number of options C and the inputs `[B, C, ...]` as `[B C, ...]`."""
+def flatten_options(**inputs: torch.Tensor | None) -> tuple[tuple[int, int], dict[str, torch.Tensor | None]]:
+    """Return B, the number of options C, and the inputs `[B, C, ...]` as `[B C, ...]`."""
     given = inputs["input_ids"] if inputs["inputs_embeds"] is None else inputs["inputs_embeds"]
     if given is None or given.dim() < 3:
         shape = None if given is None else list(given.shape)
         raise ValueError(f"multiple choice requires input_ids [B, options, T] or inputs_embeds, got {shape}")
     flat = {name: None if tensor is None else tensor.flatten(0, 1) for name, tensor in inputs.items()}
-    return given.shape[1], flat
+    return (given.shape[0], given.shape[1]), flat

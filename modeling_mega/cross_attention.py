@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from transformers.activations import ACT2FN
 
+from luna_mega.kernels._export import longer
 from luna_mega.kernels.api import gated_attention
 from luna_mega.modeling_common.layout import DenseLayout, Layout
 from luna_mega.modeling_common.tensor_parallel import RankBoundary
@@ -113,7 +114,7 @@ class MegaGatedCrossAttention(nn.Module):
         If `cache` is given, the queries are the last positions of the sequences.
         """
         seen, start, source_start = query.shape[1], layout.start(), source.start()
-        offset, positions = 0, max(seen, key.shape[1])
+        offset, positions = 0, longer(seen, key.shape[1])
         if cache is not None:
             start = cache.position - (seen if layout.lengths is None else layout.lengths)
             if not torch.compiler.is_exporting():

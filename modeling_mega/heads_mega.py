@@ -157,6 +157,7 @@ class MegaForImageClassification(MegaPooledHead, MegaPreTrainedModel):
             attention_mask=attention_mask,
             pixel_values=pixel_values,
             interpolate_pos_encoding=interpolate_pos_encoding,
+            return_dict=True,
             **kwargs,
         )
         features = self.summarize(outputs, read_mask("attention_mask", attention_mask))

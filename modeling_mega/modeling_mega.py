@@ -22,6 +22,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils.generic import TransformersKwargs
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
+from luna_mega.kernels._export import in_program
 from luna_mega.kernels.api import TruncatedEmaState, damped_ema, damped_ema_step, ema_coefficients
 from luna_mega.modeling_common.attention import KeyWindow, attend
 from luna_mega.modeling_common.base import BodyMixin, CommonPreTrainedModel, StateRecorder, exact_dtype
@@ -230,8 +231,8 @@ class MegaGatedAttention(nn.Module):
 
     def chunk_positions(self, length: int, chunk: int) -> int:
         """Return for how many positions of a chunk the bias of `length` positions is computed."""
-        if isinstance(self.rel_pos_bias, MegaSimpleRelativeBias) or torch.compiler.is_compiling():
-            return chunk  # a table contains all, and compiled programs support every length
+        if isinstance(self.rel_pos_bias, MegaSimpleRelativeBias) or in_program():
+            return chunk  # a table contains all, and programs support every length
         return min(chunk, length)
 
     def relative_bias(

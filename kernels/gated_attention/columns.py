@@ -102,7 +102,9 @@ def take_columns(x: Tensor, columns: Tensor) -> Tensor:
 def pad_columns(x: Tensor, before: int, count: int) -> Tensor:
     """Zero-pad `[B, T]` or `[B, T, W]` to `count` columns, with `before` of the new columns at the start."""
     after = count - before - x.shape[1]
-    return x if before == after == 0 else nn.functional.pad(x, (*(0, 0) * (x.dim() - 2), before, after))
+    if before == after == 0 and not is_tracing():
+        return x
+    return nn.functional.pad(x, (*(0, 0) * (x.dim() - 2), before, after))
 
 
 def unless_zero(rows: Tensor | None) -> Tensor | None:

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from luna_mega.kernels._export import in_program, longer
 from luna_mega.kernels._op import Call, Op
 from luna_mega.kernels.gated_attention import reference, torch_backend, torch_step
 from luna_mega.kernels.gated_attention.checks import check_bias, check_options, check_rows, check_tensors
@@ -55,7 +56,7 @@ def _with_weights(
     """Return the output and the weights `[B, chunks, C, C]`, or `[B, 1, T, S]` without chunks."""
     batch, length, _ = query.shape
     if chunk_size is not None:
-        size = max(min(chunk_size, length), 1)
+        size = max(-longer(-chunk_size, -length), 1)
         if mask is None:
             mask = torch.ones(query.shape[:2], dtype=torch.bool, device=query.device)
         # Pad an incomplete last chunk.
@@ -276,8 +277,8 @@ def _run(
 ) -> Any:  # fmt: skip
     query, key, chunk_size, start = (call[name] for name in ("query", "key", "chunk_size", "start"))
     longest: Any = max(call["offset"] + query.shape[1], key.shape[1]) if cu_seqlens is None else max_seqlen
-    # In an exported or compiled program the length may vary, so chunks longer than the input are padded.
-    short = chunk_size is not None and not torch.compiler.is_compiling() and call["offset"] == 0
+    # In a program the length may vary, so chunks longer than the input are padded.
+    short = chunk_size is not None and not in_program() and call["offset"] == 0
     short = short and longest <= chunk_size
     check_bias(op.name, call["bias"], longest if chunk_size is None or short else chunk_size)
     if short and not return_weights:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from luna_mega.kernels._export import chunk_positions
+from luna_mega.kernels._export import chunk_positions, in_program, longer
 from luna_mega.kernels._operator import register
 from luna_mega.kernels.dropout import dropout_factors
 from luna_mega.kernels.gated_attention import reference
@@ -36,7 +36,7 @@ def attend(
     if chunk_size is None:
         options = (function, causal, offset, row_offset, start, dropout)
         return _attend_full(query, key, value, bias, mask, *options)
-    if torch.compiler.is_compiling():
+    if in_program():
         return _attend_in_program(query, key, value, bias, mask, function, causal, chunk_size, dropout)
     batch, length, _ = query.shape
     complete = length - length % chunk_size
@@ -97,7 +97,7 @@ def _scores_are_few(query: Tensor, key: Tensor, value: Tensor) -> bool:
 
 
 def _positions(query: Tensor, key: Tensor, offset: int) -> int:
-    return max(1, offset + query.shape[1], key.shape[1])
+    return max(longer(offset + query.shape[1], key.shape[1]), 1)
 
 
 def _divisor(

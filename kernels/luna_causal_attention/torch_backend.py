@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from luna_mega.kernels._export import chunk_positions, lerp
+from luna_mega.kernels._export import chunk_positions, in_program, is_tracing, lerp
 from luna_mega.kernels._operator import register
 from luna_mega.kernels.dropout import dropout_factors
 from luna_mega.kernels.luna_causal_attention import reference
@@ -34,12 +34,12 @@ def attend(
     # Exported programs must not depend on this package, so export uses PyTorch's own operators.
     if torch.compiler.is_exporting():
         return _exported(tokens, pack_query, mask, pack_mask, activation, state, dropout)
-    if query.shape[1] == 1:
+    if query.shape[1] == 1 and not is_tracing():
         one = (query[:, 0], pack_query, pack_key[:, 0], key[:, 0], value[:, 0])
         output, state = step(*one, None if mask is None else mask[:, 0], pack_mask, activation, state, dropout)
         return output[:, None], state
     # Evaluated in this order, because comparing a length adds a guard to a compiled program.
-    if state is None and not torch.compiler.is_compiling() and query.shape[1] <= SHORT:
+    if state is None and not in_program() and query.shape[1] <= SHORT:
         return _short(*tokens, pack_query, mask, pack_mask, activation, dropout)
     key_mean, value_mean, seen = (None, None, None) if state is None else state
     count = reference.token_count(mask, query, seen)

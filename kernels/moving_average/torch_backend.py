@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from luna_mega.kernels._export import in_program
+from luna_mega.kernels._export import in_program, is_tracing
 from luna_mega.kernels._operator import register
 from luna_mega.kernels.moving_average import tables
 from luna_mega.kernels.moving_average.coefficients import Coefficients, powers, powers_less_one, times
@@ -36,7 +36,7 @@ def average(
     """Return `reference.damped_ema` or `reference.complex_ema`; the final state only on request."""
     length = x.shape[1]
     chunk = chunk_length(x, return_state or initial_state is not None)
-    if truncation is not None and truncation < length:
+    if truncation is not None and (is_tracing() or truncation < length):
         chunk, length = 0, truncation
     initial = None if initial_state is None else initial_state.flatten(2)
     output, _, last, _ = torch.ops.luna_mega.moving_average(x, mask, skip, *coefficients, initial, chunk, length, shift)
@@ -45,8 +45,8 @@ def average(
 
 def chunk_length(x: Tensor, stateful: bool) -> int:
     """Return the positions in a chunk of x `[B, T, D]`; 0 = no chunks, an FFT of all positions is faster."""
-    if torch.compiler.is_compiling():
-        return CHUNK  # a compiled program must not depend on the length
+    if in_program():
+        return CHUNK  # a program must not depend on the length
     positions, length = x.shape[0] * x.shape[1], x.shape[1]
     if positions < MANY_POSITIONS and not stateful:
         return 0

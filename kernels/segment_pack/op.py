@@ -5,6 +5,7 @@ from typing import Any
 import torch
 
 from luna_mega.kernels import varlen
+from luna_mega.kernels._export import in_program
 from luna_mega.kernels._op import Op
 from luna_mega.kernels.checks import check_mask, count_sequences
 from luna_mega.kernels.segment_pack import reference, torch_backend
@@ -122,7 +123,7 @@ def segment_pack(
             f"{list(states.shape)}, {list(score.shape)} and {row.dtype} {list(row.shape)}"
         )
     _check_tokens("segment_pack", score, mask, rows)
-    if row.device.type == "cpu" and not torch.compiler.is_compiling() and row.numel():
+    if row.device.type == "cpu" and not in_program() and row.numel():
         first, last = (int(x) for x in row.aminmax())
         if first < 0 or last >= rows:
             raise ValueError(f"segment_pack: row must be from 0 to {rows - 1}, got {first} to {last}")

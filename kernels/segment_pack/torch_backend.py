@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
+from luna_mega.kernels._export import in_program, is_tracing
 from luna_mega.kernels.upcast import upcast_dtype
 from luna_mega.kernels.varlen import locate
 
@@ -13,7 +14,7 @@ from luna_mega.kernels.varlen import locate
 def assign_rows(score: torch.Tensor, mask: torch.Tensor, rows: int) -> torch.Tensor:
     """Return `reference.assign_rows`; the rows of masked positions keep the order."""
     rank = (mask.cumsum(dim=-1) - 1).clamp(min=0)
-    if not torch.compiler.is_compiling() and mask.shape[1] <= rows:
+    if not in_program() and mask.shape[1] <= rows:
         return rank
     score = score.float()
     peak = score.masked_fill(~mask, float("-inf")).amax(dim=-1, keepdim=True)
@@ -57,7 +58,9 @@ def segment_pack(
         sequence, batch = locate(cu_seqlens, row.shape[1])[0], cu_seqlens.shape[0] - 1
     flat = states.flatten(0, 1), score.flatten().to(upcast_dtype(states)), None if mask is None else mask.flatten()
     index = (row + rows * sequence).flatten()  # the row of every token among the rows of all sequences
-    packed, entropy, total = (run or _SegmentPack.apply)(*flat, index, batch * rows)
+    if run is None:
+        run = _traced if is_tracing() else _SegmentPack.apply
+    packed, entropy, total = run(*flat, index, batch * rows)
     return packed.to(states.dtype).unflatten(0, (batch, rows)), entropy.view(batch, rows), total.view(batch, rows) != 0
 
 
@@ -69,6 +72,33 @@ def _sums(x: torch.Tensor, index: torch.Tensor, rows: int) -> torch.Tensor:
     return zeros.index_add(0, index, x)
 
 
+def _pack(
+    states: torch.Tensor, score: torch.Tensor, mask: torch.Tensor | None, index: torch.Tensor, rows: int
+) -> tuple[Any, ...]:
+    """Return the packed rows, entropy and total weight, and the tensors that the backward pass reads."""
+    dropped = None if mask is None else ~mask
+    if dropped is not None:
+        score = score.masked_fill(dropped, float("-inf"))
+    peak = score.new_zeros(rows).scatter_reduce(0, index, score.detach(), "amax", include_self=False)
+    relative = score - peak[index]
+    weight = relative.exp()
+    if dropped is not None:  # -inf * 0 is NaN
+        relative, weight = relative.masked_fill(dropped, 0.0), weight.masked_fill(dropped, 0.0)
+    total = _sums(weight, index, rows)  # 0: a row without tokens, else at least 1
+    divisor = total.masked_fill(total == 0, 1.0)
+    weight = weight / divisor[index]
+    entropy = divisor.log() - _sums(weight * relative, index, rows)
+    weighted = weight[:, None] * states
+    if dropped is not None:
+        weighted = weighted.masked_fill(dropped[:, None], 0.0)
+    return _sums(weighted, index, rows), entropy, total, dropped, weight, relative, divisor
+
+
+def _traced(*call: Any) -> tuple[torch.Tensor, ...]:
+    """Return the results of `_pack`: `torch.jit.trace` does not support numbers in an autograd function."""
+    return _pack(*call)[:3]
+
+
 class _SegmentPack(torch.autograd.Function):
     """Pack of tokens `[N, D]`. The backward pass contains no sums over the tokens of a row."""
 
@@ -76,22 +106,7 @@ class _SegmentPack(torch.autograd.Function):
     def forward(
         ctx: Any, states: torch.Tensor, score: torch.Tensor, mask: torch.Tensor | None, index: torch.Tensor, rows: int
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        dropped = None if mask is None else ~mask
-        if dropped is not None:
-            score = score.masked_fill(dropped, float("-inf"))
-        peak = score.new_zeros(rows).scatter_reduce(0, index, score, "amax", include_self=False)
-        relative = score - peak[index]
-        weight = relative.exp()
-        if dropped is not None:  # -inf * 0 is NaN
-            relative, weight = relative.masked_fill(dropped, 0.0), weight.masked_fill(dropped, 0.0)
-        total = _sums(weight, index, rows)  # 0: a row without tokens, else at least 1
-        divisor = total.masked_fill(total == 0, 1.0)
-        weight = weight / divisor[index]
-        entropy = divisor.log() - _sums(weight * relative, index, rows)
-        weighted = weight[:, None] * states
-        if dropped is not None:
-            weighted = weighted.masked_fill(dropped[:, None], 0.0)
-        packed = _sums(weighted, index, rows)
+        packed, entropy, total, dropped, weight, relative, divisor = _pack(states, score, mask, index, rows)
         ctx.save_for_backward(states, index, dropped, weight, relative, packed, entropy, divisor)
         ctx.mark_non_differentiable(total)
         return packed, entropy, total

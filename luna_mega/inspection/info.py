@@ -1,18 +1,20 @@
 """Description of a model folder or checkpoint: architecture, sizes, costs, heads, origin (`luna-mega info`)."""
 
+import re
 import textwrap
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from transformers import PreTrainedModel
 
 from luna_mega.convert.formats import Format
 from luna_mega.convert.formats.format import read_model
 from luna_mega.convert.formats.registry import detect, find_format, is_checkpoint, open_checkpoint
-from luna_mega.convert.tensors import dtype_name, meta_model
+from luna_mega.convert.tensors import dtype_name, few, meta_model
 from luna_mega.errors import ConversionError, shown
-from luna_mega.hub.folder import REPORT_NAME, ModelFolder, length_limit, read_folder
+from luna_mega.hub.folder import REPORT_NAME, ModelFolder, TensorInfo, length_limit, read_folder
 from luna_mega.inspection import costs
 
 _LANGUAGE_MODELS = {
@@ -96,7 +98,7 @@ def describe(path: str | Path, length: int | None = None, progress: bool = False
         ConversionError: `path` is neither, or `length` exceeds the positions of the model.
     """
     description = _read_checkpoint(path, progress) if is_checkpoint(path) else _read_folder(path)
-    config, model_class, written_by, heads, dtypes, warnings = description
+    config, model_class, written_by, heads, dtypes, warnings, tensors = description
     limit = length_limit(config)
     if length is not None and limit is not None and length > limit:
         raise ConversionError(f"--length {length}: the model has {limit} learned positions; use a smaller length")
@@ -106,6 +108,8 @@ def describe(path: str | Path, length: int | None = None, progress: bool = False
         model = meta_model(model_class, config)
     except ConversionError as error:
         raise ConversionError(f"{path}: {error}") from error
+    if tensors is not None:
+        warnings = [*warnings, *_compare_weights(path, model, tensors)]
     parameters = costs.count_parameters(model)
     dtype = dtypes.most_common(1)[0][0]
     size = getattr(torch, dtype).itemsize
@@ -142,7 +146,26 @@ def _read_folder(path: str | Path):
             dtypes[names[info.dtype]] += torch.Size(info.shape).numel()
     if not dtypes:
         raise ConversionError(f"{path}: the weights contain no floating-point tensor; use a model folder")
-    return folder.config, folder.model_class, _origin(folder), _folder_heads(folder), dtypes, []
+    return folder.config, folder.model_class, _origin(folder), _folder_heads(folder), dtypes, [], folder.tensor_info
+
+
+def _compare_weights(path: str | Path, model: PreTrainedModel, tensors: dict[str, TensorInfo]) -> list[str]:
+    """Return a warning about weights without a place in the model; raise an error for missing ones and other shapes."""
+    prefix = f"{model.base_model_prefix}."
+    shapes = {name.removeprefix(prefix): tuple(info.shape) for name, info in tensors.items()}
+    expected = {name.removeprefix(prefix): tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    tied = {name.removeprefix(prefix) for pair in model.all_tied_weights_keys.items() for name in pair}
+    if missing := sorted(expected.keys() - shapes.keys() - tied):
+        raise ConversionError(f"{path}: the weights lack {few(missing)}; save the model again")
+    for name in sorted(expected.keys() & shapes.keys()):
+        if shapes[name] != expected[name]:
+            raise ConversionError(
+                f"{path}: {name} has the shape {list(shapes[name])}, but by config.json {list(expected[name])}; "
+                "use the config.json of these weights"
+            )
+    ignored = model._keys_to_ignore_on_load_unexpected or []
+    more = sorted(name for name in shapes.keys() - expected.keys() if not any(re.search(x, name) for x in ignored))
+    return [f"{few(more)}: {type(model).__name__} has no such weights and ignores them"] if more else []
 
 
 def _origin(folder: ModelFolder) -> str:
@@ -190,4 +213,4 @@ def _read_checkpoint(path: str | Path, progress: bool):
     warnings = [*checkpoint.warnings, *evidence.warnings]
     name, config = target.model_class.__name__.rpartition("For")[2], target.config
     heads = fmt.report(target, evidence).heads or [f"{name}: {config.num_labels} classes, pooling {config.pooling}"]
-    return config, target.model_class, origin, heads, dtypes, warnings
+    return config, target.model_class, origin, heads, dtypes, warnings, None

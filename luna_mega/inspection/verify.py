@@ -20,13 +20,14 @@ from luna_mega.convert.formats.registry import is_checkpoint
 from luna_mega.convert.importer import convert_checkpoint
 from luna_mega.convert.tensors import few
 from luna_mega.errors import ConversionError, reason, shown
-from luna_mega.hub.folder import ModelFolder, position_limit, read_folder, read_tokenizer, stacks
+from luna_mega.hub.folder import ModelFolder, length_limit, position_limit, read_folder, read_tokenizer, stacks
+from luna_mega.hub.samples import make_inputs, sample_inputs
 from luna_mega.modeling_common.masks import find_mask
 
 _INPUTS = (
-    "input_ids", "attention_mask", "input_values", "pixel_values", "pair_input_ids", "pair_attention_mask",
-    "pair_input_values", "decoder_input_ids", "decoder_attention_mask", "encoder_hidden_states",
-    "encoder_attention_mask", "packed_states",
+    "input_ids", "attention_mask", "token_type_ids", "position_ids", "input_values", "pixel_values", "pair_input_ids",
+    "pair_attention_mask", "pair_input_values", "decoder_input_ids", "decoder_attention_mask", "encoder_hidden_states",
+    "encoder_attention_mask", "packed_states", "packed_mask",
 )  # fmt: skip
 _RESULTS = ("logits", "start_logits", "end_logits", "last_hidden_state")
 # Two models must agree in these fields; otherwise their layers cannot be compared.
@@ -38,15 +39,18 @@ _LUNA_SHAPE_FIELDS = ("projection_length", "dynamic_projection_length", "drop_fi
 class Comparison:
     """Largest absolute differences between two models `a` and `b`.
 
+    `inputs` has the shapes of the arguments of `forward` by batch, and the differences are the largest of all batches.
+
     `layers` has a row `{"layer", "hidden"}` for each layer, where layer 0 is the embeddings. Rows of Luna also have
-    "packed" for P, and rows of an encoder-decoder "stack", "encoder" or "decoder". `results` has the outputs. None =
+    "packed" for P (with `pack_method="importance"` from layer 1), and rows of an encoder-decoder "stack", "encoder" or
+    "decoder". `results` has the outputs. None =
     NaN or Inf in only one of the models. Padding is not compared.
     """
 
     a: str
     b: str
     model_class: str
-    inputs: dict[str, list[int]]
+    inputs: dict[str, dict[str, list[int]]]
     layers: list[dict[str, str | int | float | None]]
     results: dict[str, float | None]
     tolerance: float
@@ -63,16 +67,32 @@ class Comparison:
         return self.largest is not None and self.largest <= self.tolerance
 
     def __str__(self) -> str:
-        inputs = ", ".join(f"{name} {shape}" for name, shape in self.inputs.items())
-        lines = [f"A        {self.a}", f"B        {self.b}", f"class    {self.model_class}", f"inputs   {inputs}", ""]
-        columns = _columns(self.layers[0])
+        lines = [
+            f"A        {self.a}",
+            f"B        {self.b}",
+            f"class    {self.model_class}",
+            f"inputs   {_listed(self.inputs)}",
+            "",
+        ]
+        columns = list(dict.fromkeys(name for row in self.layers for name in _columns(row)))
         lines.append(f"{'layer':<20}" + "".join(f"{name:>10}" for name in columns))
         for row in self.layers:
             name = f"{row.get('stack', '')} {row['layer'] or 'embeddings'}".lstrip()
-            lines.append(f"{name:<20}" + "".join(f"{_number(row[column]):>10}" for column in columns))
+            lines.append(
+                f"{name:<20}" + "".join(f"{_number(row[column]) if column in row else '-':>10}" for column in columns)
+            )
         lines += [f"{name:<20}{_number(value):>10}" for name, value in self.results.items()]
         verdict = "equal in every number" if self.largest == 0 else f"largest difference {_number(self.largest)}"
         return "\n".join([*lines, "", f"{verdict}: {'within' if self.within else 'MORE THAN'} {self.tolerance:g}"])
+
+
+def _listed(inputs: dict[str, dict[str, list[int]]]) -> str:
+    """Return the shapes of one batch, or the arguments and the shapes of the first one in every batch."""
+    if len(inputs) == 1:
+        return ", ".join(f"{name} {shape}" for shapes in inputs.values() for name, shape in shapes.items())
+    names = dict.fromkeys(name for shapes in inputs.values() for name in shapes)
+    batches = [f"{batch} {next(iter(shapes.values()))}" for batch, shapes in inputs.items()]
+    return f"{', '.join(names)}: {', '.join(batches)}"
 
 
 def _columns(row: Mapping) -> list[str]:
@@ -89,8 +109,8 @@ def compare(
     *,
     inputs: str | Path | None = None,
     texts: Sequence[str] = (),
-    batch: int = 2,
-    length: int = 64,
+    batch: int | None = None,
+    length: int | None = None,
     seed: int = 0,
     tolerance: float = 1e-5,
     head: str | None = None,
@@ -105,9 +125,10 @@ def compare(
         b: The second model folder or checkpoint.
         inputs: Safetensors file with arguments of `forward`, such as `input_ids` `[B, T]`.
         texts: Sentences for the tokenizer of `a` (or `b`); for multiple choice the options of one question.
-        batch: Number of random sequences if neither `inputs` nor `texts` is given.
-        length: Length of random sequences. Every second sequence is shorter, so that there is padding.
-        seed: Seed of random sequences.
+        batch: Number of random sequences (default: 2). Without `inputs`, `texts`, `batch` and `length`, all batches of
+            `sample_inputs` are compared.
+        length: Length of the random sequences (default: 64). Every second one is shorter, so that there is padding.
+        seed: Seed of random inputs.
         tolerance: Largest difference that counts as equal.
         head: Option of `convert_checkpoint` for checkpoints.
         layer_norm: Option of `convert_checkpoint`.
@@ -124,25 +145,50 @@ def compare(
     with quiet_transformers(), _folder(a, options, progress) as first, _folder(b, options, progress) as second:
         _check_same_kind(a, first, b, second)
         if inputs is not None:
-            tensors = _read_inputs(Path(inputs), first)
+            batches = {"file": _read_inputs(Path(inputs), first)}
         elif texts:
-            tensors = _tokenize(texts, first, second)
+            batches = {"texts": _tokenize(texts, first, second)}
         else:
-            try:
-                tensors = random_inputs(first, batch, length, seed)
-            except RuntimeError as error:  # raised by torch: not enough memory, or a number that is too large
-                raise ConversionError(f"--batch {batch} --length {length} --seed {seed}: {error}") from error
+            batches = _random(first, batch, length, seed)
         folders = tqdm((first, second), desc="models", delay=1, disable=None if progress else True)
-        outputs = [_run(folder, tensors) for folder in folders]
+        outputs = [_run(folder, batches) for folder in folders]
+    layers, results = [], []
+    for tensors, pair in zip(batches.values(), zip(*outputs, strict=True), strict=True):
+        layers.append(_layers(*pair, tensors, first.config))
+        results.append(_results(*pair, _mask(tensors, first.config, "decoder_" * first.config.is_encoder_decoder)))
     return Comparison(
         a=str(a),
         b=str(b),
         model_class=first.model_class.__name__,
-        inputs={name: list(tensor.shape) for name, tensor in tensors.items()},
-        layers=_layers(*outputs, tensors, first.config),
-        results=_results(*outputs, _mask(tensors, first.config, "decoder_" * first.config.is_encoder_decoder)),
+        inputs={
+            batch: {name: list(tensor.shape) for name, tensor in tensors.items()} for batch, tensors in batches.items()
+        },
+        layers=[_largest(rows) for rows in zip(*layers, strict=True)],
+        results=_largest(results),
         tolerance=tolerance,
     )
+
+
+def _random(folder: ModelFolder, batch: int | None, length: int | None, seed: int) -> dict[str, dict]:
+    """Return the batches of `sample_inputs`, or one of the given size."""
+    try:
+        if batch is None and length is None:
+            return sample_inputs(folder, seed=seed)
+        batch, length = batch or 2, length or 64
+        longest = min(length, length_limit(folder.config) or length)
+        lengths = [(longest, (longest + 1) // 2)[index % 2] for index in range(batch)]
+        return {"random": make_inputs(folder, lengths, seed=seed)}
+    except RuntimeError as error:  # raised by torch: not enough memory, or a number that is too large
+        raise ConversionError(f"--batch {batch} --length {length} --seed {seed}: {error}") from error
+
+
+def _largest(rows: Sequence[Mapping]) -> dict:
+    """Return the largest differences of rows of one layer, or of results."""
+    largest = dict(rows[0])
+    for name in _columns(largest):
+        values = [row[name] for row in rows]
+        largest[name] = None if None in values else max(values)
+    return largest
 
 
 @contextmanager
@@ -224,8 +270,11 @@ def _tokenize(texts: Sequence[str], *folders: ModelFolder) -> dict[str, torch.Te
             tokens = tokenizer(list(texts), padding=True, return_tensors="pt", **options)
         except (ValueError, TypeError) as error:  # such as a tokenizer without a padding token
             raise ConversionError(f"--text: the tokenizer of {folder.path} raises an error: {reason(error)}") from error
-        tensors = {name: tokens[name] for name in ("input_ids", "attention_mask")}
-        if _has_options(model_class):
+        names = ["input_ids", "attention_mask"]
+        if "token_type_ids" in tokens and "token_type_ids" in make_inputs(folders[0], [1]):
+            names.append("token_type_ids")
+        tensors = {name: tokens[name] for name in names}
+        if model_class.__name__.endswith("ForMultipleChoice"):
             return {name: tensor[None] for name, tensor in tensors.items()}
         return tensors
     raise ConversionError("--text: neither model has a tokenizer; convert with --bpe, or use --inputs")
@@ -235,58 +284,15 @@ def _reads(model_class: type, name: str) -> bool:
     return name in inspect.signature(model_class.forward).parameters
 
 
-def _has_options(model_class: type) -> bool:
-    return model_class.__name__.endswith("ForMultipleChoice")
-
-
-def random_inputs(folder: ModelFolder, batch: int, length: int, seed: int) -> dict[str, torch.Tensor]:
-    """Return random inputs for a model, `[batch, length]` or shorter; every second sequence has half the length."""
-    generator, options = torch.Generator().manual_seed(seed), (2,) if _has_options(folder.model_class) else ()
-    sides = stacks(folder.config)
-    prefixes = dict.fromkeys(sides, "")
-    if folder.config.is_encoder_decoder:
-        prefixes["decoder"] = "decoder_"
-    tensors = {}
-    if folder.config.input_type == "patches":
-        shape = (batch, folder.config.num_channels, folder.config.image_size, folder.config.image_size)
-        return {"pixel_values": torch.randn(shape, generator=generator)}
-    for side, config in sides.items():
-        shape = (batch, *options, min(length, position_limit(config) or length))
-        mask = _shorter_second(shape)
-        towers = ("", "pair_") if _reads(folder.model_class, "pair_input_ids") else (prefixes[side],)
-        for tower in towers:
-            if config.input_type == "values":
-                tensors[f"{tower}input_values"] = torch.randn(shape, generator=generator)
-            else:
-                first = min(4, config.vocab_size - 1)  # after the special symbols of fairseq
-                tokens = torch.randint(first, config.vocab_size, shape, generator=generator)
-                tensors[f"{tower}input_ids"] = tokens.masked_fill(~mask, config.pad_token_id or 0)
-            tensors[f"{tower}attention_mask"] = mask.long()
-    if folder.config.add_cross_attention:  # a decoder without its encoder
-        source = (batch, length, folder.config.hidden_size)
-        tensors["encoder_hidden_states"] = torch.randn(source, generator=generator)
-        tensors["encoder_attention_mask"] = _shorter_second(source[:2]).long()
-        if _reads(folder.model_class, "packed_states"):
-            rows = (batch, folder.config.projection_length, folder.config.hidden_size)
-            tensors["packed_states"] = torch.randn(rows, generator=generator)
-    return tensors
-
-
-def _shorter_second(shape: Sequence[int]) -> torch.Tensor:
-    """Return a mask in which every second sequence has half the length."""
-    lengths = torch.full(shape[:-1], shape[-1])
-    lengths[1::2] = (shape[-1] + 1) // 2
-    return torch.arange(shape[-1]) < lengths[..., None]
-
-
 @torch.no_grad()
-def _run(folder: ModelFolder, tensors: Mapping[str, torch.Tensor]) -> Mapping:
+def _run(folder: ModelFolder, batches: Mapping[str, Mapping[str, torch.Tensor]]) -> list[Mapping]:
+    """Return the output of every batch."""
     model = folder.load(dtype=torch.float32)
     # Products can differ in the last bit if equal weights have different offsets in their mapped files.
     for parameter in model.parameters():
         parameter.data = parameter.data.clone()
     try:
-        return model(**tensors, output_hidden_states=True)
+        return [model(**tensors, output_hidden_states=True) for tensors in batches.values()]
     except (ValueError, IndexError, RuntimeError, TypeError) as error:
         raise ConversionError(f"the inputs do not fit {folder.path}: {reason(error)}") from error
 
@@ -326,16 +332,22 @@ def _layers(first: Mapping, second: Mapping, tensors: Mapping, config: PreTraine
         compared = {"hidden": (hidden, keep)}
         if first.get(packed) is not None:
             used = None  # all rows of P
-            if config.dynamic_projection_length and not config.add_cross_attention:
-                used = torch.arange(first[packed][0].shape[1]) < mask.sum(dim=1, keepdim=True)
+            if "packed_mask" in tensors:
+                used = tensors["packed_mask"].bool()
+            elif (config.dynamic_projection_length or config.pack_method == "importance") and (
+                not config.add_cross_attention
+            ):
+                used = torch.arange(first[packed][-1].shape[1]) < mask.sum(dim=1, keepdim=True)
             compared["packed"] = packed, used
         columns = {
             column: [_difference(*pair, keep) for pair in zip(first[name], second[name], strict=True)]
             for column, (name, keep) in compared.items()
         }
-        start = {"stack": stack} if stack else {}
-        for layer, values in enumerate(zip(*columns.values(), strict=True)):
-            rows.append(start | {"layer": layer} | dict(zip(columns, values, strict=True)))
+        start, count = {"stack": stack} if stack else {}, len(columns["hidden"])
+        for layer in range(count):
+            # With pack_method="importance" there is no P before the first layer.
+            values = {column: found[layer - count] for column, found in columns.items() if len(found) >= count - layer}
+            rows.append(start | {"layer": layer} | values)
     return rows
 
 

@@ -5,6 +5,7 @@ import re
 
 import pytest
 import torch
+from tokenizers import processors
 
 from luna_mega import MegaConfig, MegaForImageClassification, onnx
 from luna_mega.compat import CACHE_NAME, WRITES_EXPORT_FOLDERS
@@ -15,6 +16,7 @@ from tests.modeling.decoders import make
 
 pytest.importorskip("onnxscript", reason="onnxscript is not installed")
 onnxruntime = pytest.importorskip("onnxruntime", reason="onnxruntime is not installed")
+quantization = pytest.importorskip("onnxruntime.quantization", reason="onnxruntime is not installed")
 if not WRITES_EXPORT_FOLDERS:
     pytest.skip("this transformers writes no export folders", allow_module_level=True)
 
@@ -54,6 +56,32 @@ def test_encoders(name, tmp_path, capsys):
     session = onnxruntime.InferenceSession(str(output))
     assert [x.name for x in session.get_inputs()] == ["input_ids", "attention_mask"]
     assert {"CustomOp", "DFT", "Loop"}.isdisjoint(_operators(output)) and list(output.parent.iterdir()) == [output]
+
+
+@pytest.mark.parametrize("types", [0, 2])
+def test_programs_read_what_the_tokenizer_returns(types, tmp_path, tokenizer, capsys):
+    """In float32 and in int8; a model without types reads zeros."""
+    names = ["input_ids", "token_type_ids", "attention_mask"]
+    tokenizer.model_input_names = names if types else names[::2]
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single="<s> $A </s>", pair="<s> $A </s> $B:1 </s>:1", special_tokens=[("<s>", 0), ("</s>", 2)]
+    )
+    model, file = (
+        luna.make("ForSequenceClassification", num_hidden_layers=1, type_vocab_size=types),
+        tmp_path / "a.onnx",
+    )
+    folder = saved(tmp_path / "model", model)
+    tokenizer.save_pretrained(folder)
+    assert main(["onnx", str(folder), "--output", str(file)]) == 0
+    quantization.quantize_dynamic(file, tmp_path / "int8.onnx")
+    for texts in (["w1"], ["w1 w2 w3 w4 w5 w6", "w7 w8 w9"], ["w1 w2", "w3"]):
+        inputs = tokenizer([texts[0]] * 2, [texts[-1]] * 2, return_tensors="pt")
+        with torch.no_grad():
+            expected = model(**inputs).logits
+        for path, tolerance in ((file, 1e-5), (tmp_path / "int8.onnx", 0.1)):
+            session = onnxruntime.InferenceSession(str(path))
+            (logits,) = session.run(None, {name: x.numpy() for name, x in inputs.items()})
+            torch.testing.assert_close(torch.tensor(logits), expected, atol=tolerance, rtol=tolerance)
 
 
 def test_answers(tmp_path, capsys):

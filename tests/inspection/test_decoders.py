@@ -239,7 +239,7 @@ def test_inputs_of_a_source_and_a_target(tmp_path, capsys):
     make("luna other decoder").save_pretrained(folder)
     ids = torch.tensor([[5, 6, 2]])
     save_file({"input_ids": ids, "decoder_input_ids": ids[:, :2].clone()}, file)
-    assert compare(folder, folder, inputs=file, tolerance=0.0).inputs == {
+    assert compare(folder, folder, inputs=file, tolerance=0.0).inputs["file"] == {
         "decoder_input_ids": [1, 2],
         "input_ids": [1, 3],
     }

@@ -4,10 +4,11 @@ import json
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch.utils.flop_counter import FlopCounterMode
 
 import luna_mega
-from luna_mega import LunaConfig, LunaForMaskedLM, LunaForSequenceClassification, LunaModel
+from luna_mega import LunaConfig, LunaForMaskedLM, LunaForSequenceClassification, LunaModel, MegaConfig
 from luna_mega.inspection import costs_luna, costs_mega, costs_megalodon
 from luna_mega.inspection.costs import (
     count_parameters,
@@ -240,6 +241,36 @@ def test_bad_input(tmp_path, capsys, damage, options, expected):
     assert main(["info", str(folder), *options]) == 1
     printed = capsys.readouterr()
     assert expected in printed.err and printed.err.count("\n") == 1 and printed.out == ""
+
+
+@pytest.mark.parametrize("name", ["LunaForMaskedLM", "LunaModel", "MegaForCausalLM"])
+@pytest.mark.parametrize(
+    ("change", "code", "expected"),
+    [
+        (lambda tensors, last: tensors.pop(last), 1, "the weights lack {}; save the model again"),
+        (lambda tensors, last: tensors.update({last: tensors[last][:-1].clone()}), 1, "{} has the shape"),
+        (
+            lambda tensors, last: tensors.update({"pruned.weight": torch.zeros(2)}),
+            0,
+            "pruned.weight: {class} has no such",
+        ),
+    ],
+    ids=["missing", "shape", "more"],
+)
+def test_weights_are_compared_with_the_configuration(tmp_path, capsys, name, change, code, expected):
+    sizes = {key: SIZES[key] for key in ("vocab_size", "hidden_size", "num_hidden_layers", "intermediate_size")}
+    config = MegaConfig(**sizes, is_decoder=True, bidirectional=False) if "Mega" in name else LunaConfig(**SIZES)
+    getattr(luna_mega, name)(config).save_pretrained(tmp_path)
+    file = tmp_path / "model.safetensors"
+    assert main(["info", str(tmp_path)]) == 0 and "warning" not in capsys.readouterr().out
+    tensors = load_file(file)
+    last = next(key for key in sorted(tensors) if "layers.1." in key and key.endswith("bias"))
+    change(tensors, last)
+    save_file(tensors, file, metadata={"format": "pt"})
+    assert main(["info", str(tmp_path)]) == code
+    printed = capsys.readouterr()
+    bare = last.removeprefix("luna.").removeprefix("mega.")
+    assert expected.replace("{class}", name).format(bare) in printed.out + printed.err
 
 
 def test_usage(tmp_path, capsys):

@@ -1,6 +1,7 @@
 """`luna-mega verify`: two models on the same inputs."""
 
 import json
+import re
 
 import pytest
 import torch
@@ -9,7 +10,15 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 import luna_mega
-from luna_mega import LunaConfig, LunaForMaskedLM, LunaForMultipleChoice, LunaForSequenceClassification, LunaModel
+from luna_mega import (
+    LunaConfig,
+    LunaForMaskedLM,
+    LunaForMultipleChoice,
+    LunaForSequenceClassification,
+    LunaModel,
+    MegaConfig,
+    MegaForMaskedLM,
+)
 from luna_mega.convert import ConversionError
 from luna_mega.inspection.verify import compare
 from luna_mega_cli import main
@@ -51,6 +60,54 @@ def test_a_model_equals_itself(tmp_path, name):
     assert [row["layer"] for row in comparison.layers] == [0, 1, 2, 3]
     expected = {"LunaModel": ["last_hidden_state"], "LunaForQuestionAnswering": ["start_logits", "end_logits"]}
     assert list(comparison.results) == expected.get(name, ["logits"])
+
+
+def change_last_row(table):
+    table[-1] += torch.linspace(20, 40, table[-1].numel()).view_as(table[-1])
+
+
+IMPORTANCE, EMBEDDINGS = {"pack_method": "importance"}, "luna.embeddings.{}_embeddings"
+MEGA = {"nffn_hidden_size": 8, "shared_representation_size": 8, "ema_projection_size": 2}
+SIMPLE = {"relative_positional_bias": "simple", "max_positions": 70, **MEGA}
+# Class, fields, and the tensor whose last row changes: the last token type, position, row of P and relative position.
+UNUSUAL = {
+    "types": (LunaForSequenceClassification, {"type_vocab_size": 3}, EMBEDDINGS.format("token_type") + ".weight"),
+    "types, importance": (
+        *(LunaForSequenceClassification, {"type_vocab_size": 2, **IMPORTANCE}),
+        EMBEDDINGS.format("token_type") + ".weight",
+    ),
+    "types of options": (LunaForMultipleChoice, {"type_vocab_size": 2}, EMBEDDINGS.format("token_type") + ".weight"),
+    "positions": (LunaForMaskedLM, {"max_position_embeddings": 99}, EMBEDDINGS.format("position") + ".weight"),
+    "P": (LunaForMaskedLM, {"projection_length": 30, "max_position_embeddings": 99}, EMBEDDINGS.format("packed")),
+    "types of Mega": (
+        *(MegaForMaskedLM, {"add_token_type_embeddings": True, **MEGA}),
+        "mega.embedding_layer.token_type_embeddings.weight",
+    ),
+    "bias": (MegaForMaskedLM, SIMPLE, "mega.layers.0.mega_layer.rel_pos_bias.rel_pos_bias"),
+    "bias in chunks": (
+        *(MegaForMaskedLM, {"use_chunking": True, "chunk_size": 40, **SIMPLE}),
+        "mega.layers.0.mega_layer.rel_pos_bias.rel_pos_bias",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", UNUSUAL)
+def test_differences_of_every_input_are_seen(tmp_path, name):
+    model_class, fields, tensor = UNUSUAL[name]
+    sizes = {name: SIZES[name] for name in ("vocab_size", "hidden_size", "num_hidden_layers", "intermediate_size")}
+    config = MegaConfig(**sizes | fields) if model_class is MegaForMaskedLM else LunaConfig(**SIZES | fields)
+    model_class(config).save_pretrained(tmp_path / "a")
+    other = change(tmp_path / "a", tmp_path / "b", tensor, change_last_row)
+    assert compare(tmp_path / "a", tmp_path / "a", tolerance=0.0).within
+    assert not compare(tmp_path / "a", other).within
+
+
+def test_importance_has_no_P_before_the_first_layer(tmp_path, capsys):
+    folder = save(tmp_path / "a", LunaForSequenceClassification, type_vocab_size=2, **IMPORTANCE)
+    assert main(["verify", str(folder), str(folder)]) == 0
+    printed = capsys.readouterr().out
+    assert "input_ids, attention_mask, token_type_ids: length 1 [1, 1], length 5 [1, 5], length 6 [1, 6]" in printed
+    assert re.search(r"embeddings +0 +-\n1 +0 +0\n2 +0 +0\n", printed)
 
 
 @pytest.mark.parametrize(
@@ -113,7 +170,7 @@ def test_json(tmp_path, capsys):
     assert main(["verify", str(folder), str(folder), "--json", "--batch", "3", "--length", "7", "--seed", "5"]) == 0
     printed = capsys.readouterr()
     found = json.loads(printed.out)
-    assert found["inputs"] == {"input_ids": [3, 2, 7], "attention_mask": [3, 2, 7]}
+    assert found["inputs"]["random"] == {"input_ids": [3, 2, 7], "attention_mask": [3, 2, 7]}
     assert found["within"] is True and found["largest"] == 0 and len(found["layers"]) == 4
 
 
@@ -182,8 +239,8 @@ def test_text(tmp_path, capsys, model_class):
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", unk_token="<unk>").save_pretrained(second)
     comparison = compare(first, second, texts=["w1 w2 w3", "w4"])
     choices = [1] if model_class is LunaForMultipleChoice else []
-    assert comparison.inputs["input_ids"] == [*choices, 2, 3] and not comparison.within
-    assert compare(second, second, texts=["w1 " * 30], tolerance=0.0).inputs["input_ids"] == [*choices, 1, 20]
+    assert comparison.inputs["texts"]["input_ids"] == [*choices, 2, 3] and not comparison.within
+    assert compare(second, second, texts=["w1 " * 30], tolerance=0.0).inputs["texts"]["input_ids"] == [*choices, 1, 20]
 
 
 @pytest.mark.parametrize(
@@ -202,7 +259,7 @@ def test_other_kinds(tmp_path, capsys, fields, expected):
 def test_other_classes(tmp_path, capsys):
     first = save(tmp_path / "a", LunaForSequenceClassification, num_labels=2)
     second = save(tmp_path / "b", LunaForSequenceClassification, num_labels=3)
-    assert "shapes [2, 2] and [2, 3]" in fails(capsys, first, second)
+    assert "shapes [1, 2] and [1, 3]" in fails(capsys, first, second)
 
 
 def test_incomplete_weights(tmp_path, capsys):

@@ -1,0 +1,113 @@
+"""Programs of every kind equal the model for texts shorter and longer than the sample, P and a chunk."""
+
+import warnings
+
+import pytest
+import torch
+
+from luna_mega.hub.samples import borders, make_inputs
+from luna_mega.kernels.api import use_backend
+from tests.marks import slow_but
+
+from . import luna, mega, megalodon_decoders
+from .decoders import make
+
+CHUNKS, SIMPLE = mega.VARIANTS["laplace chunks"], mega.VARIANTS["relu2 simple post-norm"]
+IMPORTANCE = {"pack_method": "importance", "position_extension": "interpolate", "max_position_embeddings": 10}
+MODELS = {
+    "luna": lambda: luna.make("ForMaskedLM"),
+    "luna, fixed P": lambda: luna.make("Model", dynamic_projection_length=False, position_embedding_type="sinusoidal"),
+    "luna, importance": lambda: luna.make("ForSequenceClassification", **IMPORTANCE),
+    "luna, types": lambda: luna.make("ForMultipleChoice", type_vocab_size=2),
+    "luna, pairs": lambda: luna.make("ForSequencePairClassification"),
+    "luna, values": lambda: luna.make("ForSequenceClassification", **luna.VALUES),
+    "mega": lambda: mega.make("ForMaskedLM"),
+    "mega, truncated": lambda: mega.make("ForTokenClassification", **mega.VARIANTS["one direction, truncated"]),
+    "mega, chunks": lambda: mega.make("ForQuestionAnswering", **CHUNKS),
+    "mega, simple": lambda: mega.make("Model", **SIMPLE | {"max_positions": 99}),
+    "megalodon": lambda: megalodon_decoders.make("ForSequenceClassification", torch.float32),
+    "luna decoder": lambda: make("luna: softplus").float(),
+    "mega decoder": lambda: make("mega: softmax").float(),
+    "mega decoder, chunks": lambda: make("mega: laplace chunks").float(),
+    "megalodon decoder": lambda: make("megalodon: heads").float(),
+    "luna seq2seq": lambda: make("luna seq2seq: translation").float(),
+    "mega seq2seq": lambda: make("mega seq2seq: softmax").float(),
+}
+
+
+def trace(model, sample):
+    return torch.jit.trace(model, example_kwarg_inputs=sample, check_trace=False)
+
+
+def export(model, sample):
+    shapes = {name: dict.fromkeys(range(x.dim()), torch.export.Dim.DYNAMIC) for name, x in sample.items()}
+    return torch.export.export(model, (), sample, dynamic_shapes=shapes, strict=False).module()
+
+
+def compiled(model, sample):
+    torch.compiler.reset()
+    program = torch.compile(model, backend="eager", dynamic=True, fullgraph=True)
+    program(**sample)
+    return program
+
+
+def check(way, name, lengths, attention=None):
+    """Compare a program that is made from texts of these lengths with the model, for other lengths."""
+    model = MODELS[name]().eval()
+    if attention is not None:
+        model.set_attn_implementation(attention)
+    model.config.return_dict = model.config.use_cache = False
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        last = borders(model.config)[-1]
+        program = way(model, make_inputs(model, lengths(last)))
+        for others, side in (([2, 1], "right"), ([last - 1 or 1], "right"), ([2 * last + 3, last, 3], "left")):
+            inputs = make_inputs(model, others, side, seed=1)
+            actual, expected = program(**inputs)[0], model(**inputs)[0]
+            mask = inputs.get("decoder_attention_mask", inputs["attention_mask"]).bool()
+            if actual.shape[: mask.dim()] == mask.shape:
+                actual, expected = actual[mask], expected[mask]
+            torch.testing.assert_close(actual, expected, atol=2e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("lengths", [lambda last: [1], lambda last: [2, 1], lambda last: [last + 2, 2]], ids="1sl")
+@pytest.mark.parametrize("name", slow_but(["luna", "luna, importance", "mega", "mega, truncated", "megalodon"], MODELS))
+def test_traced_programs(name, lengths):
+    check(trace, name, lengths)
+
+
+@pytest.mark.parametrize("lengths", [lambda last: [2, 1], lambda last: [last + 2, 2]], ids="sl")
+@pytest.mark.parametrize("name", slow_but(["megalodon"], MODELS))
+def test_traced_programs_with_eager_attention(name, lengths):
+    check(trace, name, lengths, "eager")
+
+
+@pytest.mark.parametrize("lengths", [lambda last: [3, 2], lambda last: [last + 2, 2]], ids="sl")
+@pytest.mark.parametrize("name", slow_but(["luna, importance", "megalodon"], MODELS))
+def test_exported_programs(name, lengths):
+    check(export, name, lengths)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lengths", [lambda last: [3, 2], lambda last: [last + 2, 2]], ids="sl")
+@pytest.mark.parametrize("name", MODELS)
+def test_compiled_programs(name, lengths):
+    check(compiled, name, lengths)
+
+
+def test_the_reference_cannot_be_traced():
+    with use_backend("reference"), pytest.raises(ValueError, match="trace would fix the number of steps.*'torch'"):
+        check(trace, "mega", lambda last: [3, 2])
+
+
+@pytest.mark.parametrize("name", ["luna, importance", "megalodon"])
+def test_traced_programs_of_trained_parameters(name):
+    """Without `torch.no_grad`, operators of the package record gradients."""
+    model = MODELS[name]().eval()
+    model.config.return_dict = False
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        program = trace(model, make_inputs(model, [4, 2]))
+    for lengths in ([2], [15, 3]):
+        inputs = make_inputs(model, lengths)
+        torch.testing.assert_close(program(**inputs)[0], model(**inputs)[0], atol=1e-5, rtol=1e-5)
