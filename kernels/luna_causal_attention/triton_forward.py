@@ -297,8 +297,8 @@ class Fused(Call):
             return [Configuration(16, 8), Configuration(16, 4)]
         tile = block_of(max(self.size, self.width)) * block_of(self.rows)
         if tile <= 64 * 32 and (hopper or self.dtype == torch.bfloat16):
-            large = hopper and self.dtype == torch.bfloat16
-            return [Configuration(64, 4) if large else Configuration(32, 4), Configuration(64 if large else 32, 8)]
+            # Not (64, 4): `ptxas` 12.8 of Triton 3.6 and 3.7 compiles `_sums_kernel` incorrectly.
+            return [Configuration(32, 4), Configuration(64 if hopper and self.dtype == torch.bfloat16 else 32, 8)]
         if hopper:
             return [Configuration(32, 8), Configuration(16, 4)]
         few, many = Configuration(16, 4), Configuration(16, 8)
