@@ -18,7 +18,8 @@ from luna_mega.kernels.api import (
     use_float32_precision,
 )
 from luna_mega.kernels.luna_causal_attention import reference
-from tests.kernels.test_luna_causal_attention import Inputs, assert_same, check_steps_in_place, relative_error
+from tests.kernels.errors import relative_error
+from tests.kernels.test_luna_causal_attention import Inputs, assert_same, check_steps_in_place
 
 # Maximum error of the norm. The interpreter truncates float32 to bfloat16; a GPU rounds. For float16 inputs, a GPU
 # multiplies converted float32 operands in TF32, truncated to 10 bits; the interpreter multiplies in float32.
