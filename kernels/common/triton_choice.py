@@ -47,6 +47,7 @@ def choose(
     that must be equal, and on `sizes`, which are rounded up to the next power of two. `run` must have no side effects.
     """
     tuned = os.environ.get("LUNA_MEGA_AUTOTUNE") == "1" and device.type == "cuda" and not triton_launch.is_recording()
+    tuned = tuned and not torch.are_deterministic_algorithms_enabled()
     if _instead is None and not tuned:
         return run(configurations[0])
     sizes = {name: triton.next_power_of_2(max(size, 1)) for name, size in sizes.items()}

@@ -281,7 +281,7 @@ class Fused(Call):
     def configure(self, configuration: Configuration) -> None:
         """Divide the call into programs for this configuration."""
         chunk, warps = configuration
-        self.segment = segment_length(self.batch * self.heads, self.length, chunk, self.device)
+        self.segment = segment_length(self.batch, self.heads, self.length, chunk, self.device)
         self.segments = triton.cdiv(self.length, self.segment)
         self.constants = {
             "SIZE": self.size, "WIDTH": self.width, "L": self.rows, "ELU": self.elu, "INNER": self.inner,
@@ -400,7 +400,7 @@ class Scans(Call):
             chunk, columns = min(chunk, 32), columns if self.hopper and not full_precision else 16
         columns = block_of(m, columns)
         blocks = triton.cdiv(m, columns)
-        segment = segment_length(self.batch * self.heads * blocks, self.length, chunk, self.device)
+        segment = segment_length(self.batch, self.heads * blocks, self.length, chunk, self.device)
         segments = triton.cdiv(self.length, segment)
         numbers = (scale, *strides(x, y, z, output, number=3), self.length, self.heads, segment)
         constants = {
@@ -447,13 +447,14 @@ class Scans(Call):
         return output, per_row(key_sum, self.last_rate()), per_row(value_sum, self.last_rate())
 
 
-def segment_length(heads: int, length: int, chunk: int, device: torch.device) -> int:
+def segment_length(batch: int, heads: int, length: int, chunk: int, device: torch.device) -> int:
     """Return the number of tokens per segment, a multiple of the chunk, so that the segments fill the device.
 
-    Four programs per multiprocessor run in two waves; one more program would start a third wave.
+    `heads` is the number of programs per sequence and segment. Four programs per multiprocessor run in two waves; one
+    more program would start a third wave.
     """
-    processors = triton_launch.target(device).processors
-    segments = 1 if heads >= 2 * processors else max(1, 4 * processors // heads)
+    processors, programs = triton_launch.processors(device, batch), batch * heads
+    segments = 1 if programs >= 2 * processors else max(1, 4 * processors // programs)
     return triton.cdiv(max(triton.cdiv(length, segments), MIN_SEGMENT), chunk) * chunk
 
 

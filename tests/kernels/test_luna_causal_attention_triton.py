@@ -140,7 +140,7 @@ def test_segments_fill_the_device_in_two_waves(triton_device, heads):
     from luna_mega.kernels.luna_causal_attention import triton_forward
 
     processors = triton_forward.triton_launch.target(triton_device).processors
-    segments = math.ceil(2**20 / triton_forward.segment_length(heads, 2**20, 64, triton_device))
+    segments = math.ceil(2**20 / triton_forward.segment_length(1, heads, 2**20, 64, triton_device))
     assert segments == 1 if heads == 1000 else 3 * processors < heads * segments <= 4 * processors
 
 
