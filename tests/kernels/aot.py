@@ -146,8 +146,14 @@ def report(compiled) -> dict:
     # Tensor cores truncate float32 to TF32, so it must be rounded before.
     tf32 = re.search(r"mma\S*\.tf32", compiled.asm["ptx"])
     cut_off = tf32 is not None and "cvt.rna.tf32" not in compiled.asm["ptx"]
-    faults = {"cut_off": cut_off, "unwritten": sass.unwritten_reads(code)}
+    faults = {"cut_off": cut_off, "unwritten": sass.unwritten_reads(code), "narrow": narrow_sums(compiled.asm["ttir"])}
     return dict(zip(COLUMNS, used, strict=True)) | faults
+
+
+def narrow_sums(ttir: str) -> list[str]:
+    """Return the matrix products and reductions that accumulate in 16 bits."""
+    product, reduction = r"tt\.dot .*-> tensor<[^>]*x(?:bf16|f16)", r"^ *\}\) : \(.*tensor<[^>]*x(?:bf16|f16)"
+    return re.findall(rf"{product}|{reduction}", ttir, re.MULTILINE)
 
 
 def read_budgets() -> dict[tuple[str, ...], dict[str, int]]:
