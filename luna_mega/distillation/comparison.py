@@ -20,13 +20,14 @@ from luna_mega.training.models import load_tokenizer
 Differences = dict[str, float | None]
 # Largest difference that rounding explains, relative to the largest output if that is above 1.
 _TOLERANCES = {torch.float64: 1e-9, torch.float32: 3e-5, torch.float16: 2e-2, torch.bfloat16: 1e-1}
+_PADDED = 128  # longest text of a padded batch: the logits of a large vocabulary require much memory
 # Fields in which sentence-transformers stores the activation of the scores of a cross-encoder.
 SCORES = ("sentence_transformers", "sbert_ce_default_activation_function")
 _VECTORS = {"SentenceTransformer": "sentence vectors", "SparseEncoder": "sparse vectors", "CrossEncoder": "scores"}
 
 
 def compare_models(teacher: Teacher, student: PreTrainedModel) -> Differences:
-    """Return the largest difference of the outputs of a model and its teacher, for one padded batch.
+    """Return the largest difference of the outputs of a model and its teacher, for one text and a padded batch.
 
     Raises:
         ConversionError: Rounding does not explain the difference.
@@ -35,8 +36,10 @@ def compare_models(teacher: Teacher, student: PreTrainedModel) -> Differences:
     if not torch.equal(ours, theirs.to(ours.device)):
         raise _error("the word embeddings of the copy are not those of the teacher")
     length = _longest(teacher, student)
-    batch = make_inputs(student, [length, (length + 1) // 2, 1])
-    return {"outputs": _compare_outputs(teacher, student, {"a padded batch": batch})}
+    padded = min(length, _PADDED)
+    batches = {f"length {length}": [length], "a padded batch": [padded, (padded + 1) // 2, 1]}
+    inputs = {name: make_inputs(student, lengths) for name, lengths in batches.items()}
+    return {"outputs": _compare_outputs(teacher, student, inputs)}
 
 
 def compare_folder(
@@ -69,6 +72,11 @@ def compare_folder(
             f"the tokenizer pads with {tokenizer.pad_token_id}, but the model with {loaded.config.pad_token_id}"
         )
     batches = sample_inputs(loaded, tokenizer, longest=length)
+    batches |= {
+        name: batch
+        for name, batch in sample_inputs(loaded, tokenizer, longest=min(length, _PADDED)).items()
+        if not name.startswith("length")
+    }
     differences: Differences = {"outputs": _compare_outputs(teacher, loaded, batches)}
     # With a row of P for every position, all texts that the teacher reads are exact.
     table = min(teacher.max_length, student.config.max_position_embeddings)

@@ -83,7 +83,10 @@ FAULTS = {
         content("1_Pooling/config.json", pooling_mode_cls_token=True),
         "1_Pooling/config.json' in the folder is",
     ),
-    "padding": (content("tokenizer_config.json", pad_token="[MASK]"), "the tokenizer pads with 4, but the model with 0"),
+    "padding": (
+        content("tokenizer_config.json", pad_token="[MASK]"),
+        "the tokenizer pads with 4, but the model with 0",
+    ),
     "both paddings": (another_padding, "the tokenizer in the folder returns other input_ids"),
     "tokens": (lambda folder: xlm_tokenizer().save_pretrained(folder), "pads with 1, but the model with 0"),
 }
