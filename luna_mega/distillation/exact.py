@@ -28,6 +28,7 @@ from luna_mega.distillation.originals import check_original
 from luna_mega.distillation.students import student_config
 from luna_mega.distillation.teachers import Teacher, check_teacher
 from luna_mega.distillation.windows import make_batches
+from luna_mega.errors import ConversionError
 from luna_mega.training.models import load_tokenizer
 from luna_mega.training.tokenizers import set_max_length
 
@@ -101,9 +102,9 @@ class EncoderTeacher(Teacher):
         name = str((config.architectures or [bare.__name__])[0])
         named = bare if name == bare.__name__ else getattr(transformers, name, None)
         if not isinstance(named, type) or named is not bare and not name.endswith(tuple(filter(None, _CLASSES))):
-            raise ValueError(
+            raise ConversionError(
                 f"the teacher is a {name}, whose head Luna does not have; for the encoder only, save "
-                f"AutoModel.from_pretrained(...) with its tokenizer, or set num_labels to fine-tune a new classifier"
+                "AutoModel.from_pretrained(...) with its tokenizer, or set num_labels to fine-tune a new classifier"
             )
         return named
 
