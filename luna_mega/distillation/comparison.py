@@ -43,7 +43,12 @@ def compare_models(teacher: Teacher, student: PreTrainedModel) -> Differences:
 
 
 def compare_folder(
-    teacher: Teacher, name: str, student: PreTrainedModel, folder: Path, modules: SentenceModules | None
+    teacher: Teacher,
+    name: str,
+    student: PreTrainedModel,
+    folder: Path,
+    modules: SentenceModules | None = None,
+    new_head: bool = False,
 ) -> Differences:
     """Return the largest differences of a saved model and its teacher, by kind of output.
 
@@ -57,6 +62,7 @@ def compare_folder(
         student: the model that was saved.
         folder: the folder.
         modules: the modules of the teacher that were copied, if it is a model of sentence-transformers.
+        new_head: whether the folder `name` has another head, or none.
 
     Raises:
         ConversionError: Weights, tokenizers or modules differ, or rounding does not explain the difference of outputs.
@@ -91,10 +97,10 @@ def compare_folder(
     kind = modules.kind if modules else None
     if modules:
         _compare_modules(modules, folder)
-    elif find_head(student) == "ForSequenceClassification" and any(hasattr(student.config, field) for field in SCORES):
-        kind = "CrossEncoder"
-    if kind:
-        texts = pairs if kind == "CrossEncoder" else singles
+    elif find_head(student) == "ForSequenceClassification" and not new_head:
+        kind = "CrossEncoder" if any(hasattr(student.config, field) for field in SCORES) else None
+    texts = pairs if kind == "CrossEncoder" else singles
+    if kind and texts:
         differences[_VECTORS[kind]] = _compare_vectors(kind, name, folder, texts, longest)
     return differences
 
@@ -199,4 +205,4 @@ def _compare_vectors(kind: str, name: str, folder: Path, texts: list[Any], longe
             raise ConversionError(f"{where}: sentence-transformers: {type(error).__name__}: {reason(error)}") from error
         vectors = torch.as_tensor(np.asarray(vectors)) if not isinstance(vectors, torch.Tensor) else vectors
         found.append(vectors.to_dense() if vectors.is_sparse else vectors)
-    return _difference(*found, _VECTORS[kind], torch.float32) if texts else None
+    return _difference(*found, _VECTORS[kind], torch.float32)

@@ -82,7 +82,7 @@ def convert_teacher(
         if modules is not None:
             modules.write(folder, lengths.max_length)
         (folder / "README.md").write_text(_card(teacher, type(model).__name__, report), encoding="utf-8")
-        report.differences = compare_folder(source, teacher, model, folder, modules)
+        report.differences = compare_folder(source, teacher, model, folder, modules, num_labels is not None)
     name = type(model).__name__
     return DistillReport(name, place, lengths.projection_length, lengths.max_length, modules is not None, report)
 

@@ -98,9 +98,9 @@ def test_faults_in_the_folder(case, tmp_path, monkeypatch, capsys):
     save_teacher(tmp_path / "teacher", modules=True)
     compare = convert.compare_folder
 
-    def damage(teacher, name, student, folder, modules):
+    def damage(teacher, name, student, folder, *options):
         fault(folder)
-        return compare(teacher, name, student, folder, modules)
+        return compare(teacher, name, student, folder, *options)
 
     monkeypatch.setattr(convert, "compare_folder", damage)
     capsys.readouterr()

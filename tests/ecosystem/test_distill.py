@@ -121,6 +121,8 @@ def test_scores_of_cross_encoders(labels, stored, tmp_path, capsys):
     assert line.count("scores ") == stored
     ours, theirs = (CrossEncoder(str(path), device="cpu").predict(PAIRS) for path in (tmp_path / "out", folder))
     assert abs(ours - theirs).max() < 1e-5
+    assert luna_mega_cli.main([*argv[:2], "--output", str(tmp_path / "new"), "--num-labels", "2"]) == 0
+    assert "scores" not in next(line for line in capsys.readouterr().out.splitlines() if line.startswith("largest"))
 
 
 @pytest.mark.parametrize("teacher", ["dense"], indirect=True)
