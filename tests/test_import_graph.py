@@ -53,7 +53,7 @@ LAYERS = {
         "transformers",
         "yaml",
     },
-    "luna_mega.distillation": {"huggingface_hub", "torch", "transformers", "yaml"},
+    "luna_mega.distillation": {"huggingface_hub", "sentence_transformers", "torch", "transformers", "yaml"},
     "luna_mega.demo": {"gradio", "huggingface_hub", "pandas", "torch", "transformers"},
     "luna_mega.serving": {"jinja2", "starlette", "torch", "transformers", "uvicorn", "vllm"},
     "luna_mega.onnx": {"onnx_ir", "onnxruntime", "torch", "tqdm", "transformers"},

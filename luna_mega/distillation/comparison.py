@@ -5,7 +5,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -196,13 +195,10 @@ def _compare_vectors(kind: str, name: str, folder: Path, texts: list[Any], longe
         try:
             model = getattr(sentence_transformers, kind)(path, device="cpu", model_kwargs={"dtype": torch.float32})
             model.max_seq_length = longest  # a default prompt may exceed the teacher's limit
-            if kind == "CrossEncoder":
-                vectors = model.predict(texts, show_progress_bar=False)
-            else:
-                vectors = model.encode(texts, show_progress_bar=False, convert_to_tensor=True)
+            read = model.predict if kind == "CrossEncoder" else model.encode
+            vectors = read(texts, show_progress_bar=False, convert_to_tensor=True)
         except Exception as error:  # damaged files of modules cause exceptions of many types
             where = "the copy" if path == str(folder) else name
             raise ConversionError(f"{where}: sentence-transformers: {type(error).__name__}: {reason(error)}") from error
-        vectors = torch.as_tensor(np.asarray(vectors)) if not isinstance(vectors, torch.Tensor) else vectors
         found.append(vectors.to_dense() if vectors.is_sparse else vectors)
     return _difference(*found, _VECTORS[kind], torch.float32)
