@@ -24,7 +24,7 @@ def longer(first: int, second: int) -> int:
     if not is_tracing():
         return max(first, second)
     larger: Any = torch.maximum(torch.as_tensor(first), torch.as_tensor(second))
-    return larger  # type: ignore[no-any-return]
+    return larger
 
 
 def count_chunks(length: int, size: int, device: torch.device) -> int:

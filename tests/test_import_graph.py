@@ -45,7 +45,7 @@ LAYERS = {
         "transformers",
         "yaml",
     },
-    "luna_mega.distillation": {"huggingface_hub", "torch", "transformers", "yaml"},
+    "luna_mega.distillation": {"huggingface_hub", "sentence_transformers", "torch", "transformers", "yaml"},
     "luna_mega.vllm": {"torch", "transformers", "vllm"},
     "luna_mega.onnx": {"onnx_ir", "onnxruntime", "torch", "tqdm", "transformers"},
     "luna_mega_cli": {"argcomplete", "torch", "transformers"},

@@ -98,6 +98,17 @@ def target(device: torch.device) -> Target:
     return Target(capability, properties.multi_processor_count, shared_memory)
 
 
+def processors(device: torch.device, sequences: int) -> int:
+    """Return the number of multiprocessors that the programs of a call with `sequences` sequences should fill.
+
+    With `torch.use_deterministic_algorithms`, every sequence is divided as if it were the only one on an H100. Then the
+    division, and therefore the rounding, depends neither on the batch size nor on the device.
+    """
+    if torch.are_deterministic_algorithms_enabled():
+        return Target().processors * max(sequences, 1)
+    return target(device).processors
+
+
 def launch(
     kernel: Any, grid: tuple[int, ...], *arguments: Any, num_warps: int, num_stages: int, **constants: Any
 ) -> None:

@@ -364,7 +364,8 @@ def _add_diagonals(grad_bias: Tensor, part: _Part) -> None:
     call, size = part.call, min(64, part.blocks.queries, part.blocks.keys)
     blocks = part.band // size
     diagonals = blocks + part.stride // size - 1
-    shares = min(part.segments, triton.cdiv(4 * triton_launch.target(grad_bias.device).processors, diagonals))
+    processors = triton_launch.processors(grad_bias.device, call.query.shape[0])
+    shares = min(part.segments, triton.cdiv(4 * processors, diagonals))
     share = triton.cdiv(part.segments, max(1, shares))
     shares = triton.cdiv(part.segments, max(1, share))
     tiles = grad_bias.new_empty(shares, diagonals, size, size)

@@ -334,7 +334,8 @@ def forward(*arguments: Any) -> tuple[Tensor, Tensor]:
         blocks, slices = triton.cdiv(call.queries, c.rows), triton.cdiv(call.width, c.columns)
         if resident:
             # A program processes several slices if every multiprocessor is still occupied.
-            enough = triton.cdiv(2 * triton_launch.target(call.query.device).processors, max(1, call.segments * blocks))
+            processors = triton_launch.processors(call.query.device, batch)
+            enough = triton.cdiv(2 * processors, max(1, call.segments * blocks))
             slices = max(1, min(slices, enough))
         numbers, unit = call.numbers()
         triton_launch.launch(

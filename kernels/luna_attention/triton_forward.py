@@ -197,14 +197,15 @@ def prepare(
     """Convert the operator's arguments to a `Call`."""
     query, key, value = rows_contiguous(query, key, value)
     _, queries, heads, head_size = query.shape
+    sequences = len(query) if cu_seqlens is None else len(cu_seqlens) - 1
     plan = Plan(
-        len(query) if cu_seqlens is None else len(cu_seqlens) - 1,
+        sequences,
         heads,
         head_size,
         block_of(head_size),
         max_seqlen if varlen_side == "query" else queries,
         max_seqlen if varlen_side == "key" else key.shape[1],
-        triton_launch.target(query.device).processors,
+        triton_launch.processors(query.device, sequences),
         {
             "HEAD_SIZE": head_size,
             "BLOCK_K": block_of(head_size),

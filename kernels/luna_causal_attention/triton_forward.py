@@ -281,7 +281,7 @@ class Fused(Call):
     def configure(self, configuration: Configuration) -> None:
         """Divide the call into programs for this configuration."""
         chunk, warps = configuration
-        self.segment = segment_length(self.batch * self.heads, self.length, chunk, self.device)
+        self.segment = segment_length(self.batch, self.heads, self.length, chunk, self.device)
         self.segments = triton.cdiv(self.length, self.segment)
         self.constants = {
             "SIZE": self.size, "WIDTH": self.width, "L": self.rows, "ELU": self.elu, "INNER": self.inner,
@@ -297,8 +297,8 @@ class Fused(Call):
             return [Configuration(16, 8), Configuration(16, 4)]
         tile = block_of(max(self.size, self.width)) * block_of(self.rows)
         if tile <= 64 * 32 and (hopper or self.dtype == torch.bfloat16):
-            large = hopper and self.dtype == torch.bfloat16
-            return [Configuration(64, 4) if large else Configuration(32, 4), Configuration(64 if large else 32, 8)]
+            # Not (64, 4): `ptxas` 12.8 of Triton 3.6 and 3.7 compiles `_sums_kernel` incorrectly.
+            return [Configuration(32, 4), Configuration(64 if hopper and self.dtype == torch.bfloat16 else 32, 8)]
         if hopper:
             return [Configuration(32, 8), Configuration(16, 4)]
         few, many = Configuration(16, 4), Configuration(16, 8)
@@ -400,7 +400,7 @@ class Scans(Call):
             chunk, columns = min(chunk, 32), columns if self.hopper and not full_precision else 16
         columns = block_of(m, columns)
         blocks = triton.cdiv(m, columns)
-        segment = segment_length(self.batch * self.heads * blocks, self.length, chunk, self.device)
+        segment = segment_length(self.batch, self.heads * blocks, self.length, chunk, self.device)
         segments = triton.cdiv(self.length, segment)
         numbers = (scale, *strides(x, y, z, output, number=3), self.length, self.heads, segment)
         constants = {
@@ -447,13 +447,14 @@ class Scans(Call):
         return output, per_row(key_sum, self.last_rate()), per_row(value_sum, self.last_rate())
 
 
-def segment_length(heads: int, length: int, chunk: int, device: torch.device) -> int:
+def segment_length(batch: int, heads: int, length: int, chunk: int, device: torch.device) -> int:
     """Return the number of tokens per segment, a multiple of the chunk, so that the segments fill the device.
 
-    Four programs per multiprocessor run in two waves; one more program would start a third wave.
+    `heads` is the number of programs per sequence and segment. Four programs per multiprocessor run in two waves; one
+    more program would start a third wave.
     """
-    processors = triton_launch.target(device).processors
-    segments = 1 if heads >= 2 * processors else max(1, 4 * processors // heads)
+    processors, programs = triton_launch.processors(device, batch), batch * heads
+    segments = 1 if programs >= 2 * processors else max(1, 4 * processors // programs)
     return triton.cdiv(max(triton.cdiv(length, segments), MIN_SEGMENT), chunk) * chunk
 
 

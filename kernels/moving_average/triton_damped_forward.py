@@ -11,6 +11,7 @@ channels of every fourth state at once. With it, a thread holds columns of the t
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -346,8 +347,10 @@ def make_plan(
     states, width = log_q.shape
     sequences, longest = (batch, length) if cu_seqlens is None else (len(cu_seqlens) - 1, max_seqlen)
     block = min(32, 512 // triton.next_power_of_2(states))  # 16 states per thread
-    programs = configuration.programs * triton_launch.target(x.device).processors
-    work = batch * length * triton.cdiv(channels, block) // programs
+    programs = configuration.programs * triton_launch.processors(x.device, sequences)
+    # The total number of tokens depends on the batch, also per sequence.
+    tokens = sequences * longest if torch.are_deterministic_algorithms_enabled() else batch * length
+    work = tokens * triton.cdiv(channels, block) // programs
     chunk = max(SHORTEST_CHUNK, 1 << (max(work, 1).bit_length() - 1))
     chunks = triton.cdiv(max(longest, 1), chunk)
     slots = sequences * chunks if cu_seqlens is None or chunks == 1 else length // chunk + sequences

@@ -7,6 +7,7 @@ from typing import Any
 import yaml
 
 from luna_mega.distillation.agreement import compare_lengths
+from luna_mega.distillation.comparison import compare_folder
 from luna_mega.distillation.exact import ConversionReport, convert_encoder, load_source
 from luna_mega.distillation.record import license_of
 from luna_mega.distillation.sentences import read_modules
@@ -56,7 +57,8 @@ def convert_teacher(
         num_labels: see `from_teacher`; a classifier is saved without the modules of sentence-transformers.
 
     Raises:
-        ConversionError: The teacher is not supported, an option is out of range, or a file is invalid.
+        ConversionError: The teacher is not supported, an option is out of range, a file is invalid, or the folder
+            differs from the teacher; see `compare_folder`.
     """
     place = check_output(output)
     if len(Path(teacher).parts) > 2 and not Path(teacher).exists():  # a name on the Hub has at most two parts
@@ -80,6 +82,7 @@ def convert_teacher(
         if modules is not None:
             modules.write(folder, lengths.max_length)
         (folder / "README.md").write_text(_card(teacher, type(model).__name__, report), encoding="utf-8")
+        report.differences = compare_folder(source, teacher, model, folder, modules, num_labels is not None)
     name = type(model).__name__
     return DistillReport(name, place, lengths.projection_length, lengths.max_length, modules is not None, report)
 

@@ -2,7 +2,7 @@
 
 import copy
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -19,6 +19,7 @@ from luna_mega import (
     LunaModel,
 )
 from luna_mega.distillation.agreement import Agreement
+from luna_mega.distillation.comparison import SCORES, Differences, compare_models
 from luna_mega.distillation.copying import CopyReport, copy_encoder
 from luna_mega.distillation.families import Family, find_head
 from luna_mega.distillation.lengths import Lengths, choose_lengths
@@ -27,6 +28,7 @@ from luna_mega.distillation.originals import check_original
 from luna_mega.distillation.students import student_config
 from luna_mega.distillation.teachers import Teacher, check_teacher
 from luna_mega.distillation.windows import make_batches
+from luna_mega.errors import ConversionError
 from luna_mega.training.models import load_tokenizer
 from luna_mega.training.tokenizers import set_max_length
 
@@ -48,8 +50,7 @@ _DROPOUTS = {
     "attention_dropout": ("attention_probs_dropout_prob", "attention_dropout"),
     "classifier_dropout": ("classifier_dropout", "seq_classif_dropout", "hidden_dropout_prob"),
 }
-# Fields in which sentence-transformers stores the activation of the scores of a cross-encoder.
-_SCORES = ("sentence_transformers", "sbert_ce_default_activation_function")
+_KEPT_FIELDS = (*SCORES, "output_hidden_states")
 
 
 class EncoderTeacher(Teacher):
@@ -101,9 +102,9 @@ class EncoderTeacher(Teacher):
         name = str((config.architectures or [bare.__name__])[0])
         named = bare if name == bare.__name__ else getattr(transformers, name, None)
         if not isinstance(named, type) or named is not bare and not name.endswith(tuple(filter(None, _CLASSES))):
-            raise ValueError(
+            raise ConversionError(
                 f"the teacher is a {name}, whose head Luna does not have; for the encoder only, save "
-                f"AutoModel.from_pretrained(...) with its tokenizer, or set num_labels to fine-tune a new classifier"
+                "AutoModel.from_pretrained(...) with its tokenizer, or set num_labels to fine-tune a new classifier"
             )
         return named
 
@@ -113,13 +114,19 @@ class EncoderTeacher(Teacher):
         module = self.module("positions")
         return module is not None and module.padding_idx is not None
 
+    def inputs(self, batch: dict[str, Any]) -> dict[str, torch.Tensor]:
+        """Return the teacher's inputs of a batch `[B, T]` or, for multiple choice, `[B, options, T]`."""
+        shape = batch["input_ids"].shape
+        inputs = super().inputs({name: tensor.flatten(0, -2) for name, tensor in batch.items()})
+        # DistilBERT does not reshape `position_ids`, and the others accept them as `[B * options, T]`.
+        return {name: x if name == "position_ids" else x.reshape(shape) for name, x in inputs.items()}
+
     @torch.no_grad()
     def logits(self, batch: dict[str, Any], places: torch.Tensor | None = None) -> torch.Tensor:
         """Return the first output of the model, with one option per row of the batch for multiple choice."""
-        inputs = self.inputs(batch)
         if find_head(self.model) == "ForMultipleChoice":
-            inputs = {name: tensor[:, None] for name, tensor in inputs.items()}
-        return self.model(**inputs)[0]
+            batch = {name: tensor[:, None] for name, tensor in batch.items()}
+        return self.model(**self.inputs(batch))[0]
 
 
 @dataclass
@@ -133,6 +140,8 @@ class ConversionReport:
             explains; None = there were no texts, and the salience is 0.
         tokens: number of tokens of the fit.
         agreement: the comparison with the teacher at several lengths; None = there were no texts.
+        differences: largest differences from the teacher for texts of at most `projection_length` tokens, by kind of
+            output; None = not compared, because sentence-transformers is not installed.
     """
 
     copied: CopyReport
@@ -140,6 +149,7 @@ class ConversionReport:
     fit: list[float] | None = None
     tokens: int = 0
     agreement: Agreement | None = None
+    differences: Differences = field(default_factory=dict)
 
     def __str__(self) -> str:
         if self.fit is None:
@@ -148,7 +158,10 @@ class ConversionReport:
             shares = ", ".join(f"{share:.2f}" for share in self.fit)
             fit = f"salience: fitted on {self.tokens:,} tokens, r2 per layer {shares}"
         left = [f"left: {name}" for name in self.copied.left]
-        lines = [f"copied: {len(self.copied.copied)} tensors", *left, fit]
+        unknown = "not compared; install sentence-transformers"
+        found = [f"{name} {unknown if x is None else f'{x:.1e}'}" for name, x in self.differences.items()]
+        largest = f"largest difference from the teacher: {', '.join(found)}"
+        lines = [f"copied: {len(self.copied.copied)} tensors", *left, largest, fit]
         lines += [] if self.agreement is None else [str(self.agreement)]
         return "\n".join([*lines, self.lengths.note] if self.lengths.note else lines)
 
@@ -202,7 +215,8 @@ def from_teacher(
         The model, the tokenizer, and a report.
 
     Raises:
-        ValueError: The teacher is not supported or damaged, or an option is out of range.
+        ValueError: The teacher is not supported or damaged, an option is out of range, or the model differs from the
+            teacher.
         OSError: There is no such folder or model.
 
     Example:
@@ -256,7 +270,7 @@ def convert_encoder(
         pack_method="importance",
         type_vocab_size=len(source.tensors("token_types").get("weight", ())),
         **_dropouts(source.config),
-        **{name: getattr(source.config, name) for name in _SCORES if hasattr(source.config, name)},
+        **{name: getattr(source.config, name) for name in _KEPT_FIELDS if hasattr(source.config, name)},
     )
     model = _CLASSES[find_head(source.model)](config).to(source.model.device, source.model.dtype).eval()
     report = ConversionReport(copy_encoder(source, model), lengths)
@@ -270,6 +284,7 @@ def convert_encoder(
             batches = make_batches(tokenizer, texts, min(_FIT_LENGTH, lengths.table))
             report.fit, report.tokens = fit_salience(source, model, batches)
         set_max_length(tokenizer, lengths.max_length)
+    report.differences = compare_models(source, model)
     return Converted(model, tokenizer, report)
 
 

@@ -18,7 +18,7 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGH
 
 from luna_mega.convert.safe_load.reader import read_tensors
 from luna_mega.distillation.families import Family, find_head
-from luna_mega.distillation.originals import check_folder
+from luna_mega.distillation.originals import check_adapter, check_quantization
 from luna_mega.distillation.teachers import Teacher
 from luna_mega.errors import ConversionError, reason
 from luna_mega.hub.folder import largest_id, open_weights, read_weight_map
@@ -59,8 +59,9 @@ def load_model(
         )
     places = {key: options.pop(key) for key in ("revision", "cache_dir", "token", "subfolder") if key in options}
     with _one_line(name_or_path):
+        check_adapter(name_or_path, places)
         config = AutoConfig.from_pretrained(name_or_path, trust_remote_code=False, **places)
-    check_folder(name_or_path, config, places)
+    check_quantization(name_or_path, config)
     family = teacher_class.check(config)
     with _one_line(name_or_path):
         if num_labels is None:

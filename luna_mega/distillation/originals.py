@@ -5,9 +5,11 @@ from typing import Any
 import torch
 import transformers
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
-from transformers.utils import cached_file
+from transformers.utils import find_adapter_config_file
+
+from luna_mega.errors import ConversionError
 
 _LAYERS = (nn.Linear, nn.Embedding, nn.LayerNorm, Conv1D)
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -42,7 +44,7 @@ def check_original(model: nn.Module) -> PreTrainedModel:
 
 def _check_weights(model: PreTrainedModel) -> None:
     if getattr(model, "is_quantized", False):
-        raise ValueError(f"the teacher is {quantization(model.config)}; {_DEQUANTIZE}")
+        raise ValueError(f"the teacher is {_quantization(model.config)}; {_DEQUANTIZE}")
     for name, module in model.named_modules():
         if isinstance(module, _LAYERS) and type(module) not in _LAYERS:
             raise ValueError(
@@ -59,7 +61,7 @@ def _check_weights(model: PreTrainedModel) -> None:
             raise ValueError(f"{name} of the teacher is on the device meta; load it without `device_map`")
 
 
-def quantization(config: Any) -> str | None:
+def _quantization(config: PreTrainedConfig) -> str | None:
     """Return how the weights are quantized, for a message; None if they are not."""
     if not (given := getattr(config, "quantization_config", None)):
         return None
@@ -67,9 +69,13 @@ def quantization(config: Any) -> str | None:
     return f"quantized ({getattr(method, 'value', method)})"
 
 
-def check_folder(name: str, config: Any, places: dict[str, Any]) -> None:
-    """Raise `ValueError` if the weights in a folder or repository are quantized or belong to an adapter."""
-    if cached_file(name, "adapter_config.json", _raise_exceptions_for_missing_entries=False, **places):
-        raise ValueError(f"{name} contains an adapter (adapter_config.json); {_MERGE}, and pass its folder")
-    if method := quantization(config):
+def check_adapter(name: str, places: dict[str, Any]) -> None:
+    """Raise `ConversionError` if a folder or repository contains an adapter; `places` specify the revision, ..."""
+    if find_adapter_config_file(name, **places):
+        raise ConversionError(f"{name} contains an adapter (adapter_config.json); {_MERGE}, and pass its folder")
+
+
+def check_quantization(name: str, config: PreTrainedConfig) -> None:
+    """Raise `ValueError` if the weights of a folder or repository are quantized."""
+    if method := _quantization(config):
         raise ValueError(f"{name}: the teacher is {method}; {_DEQUANTIZE}")

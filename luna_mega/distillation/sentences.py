@@ -25,6 +25,10 @@ _LEGACY = {
 }
 _CONFIGS = ("sentence_bert_config.json", "config_sentence_transformers.json")
 _FILES = ("config.json", "model.safetensors", "pytorch_model.bin")  # files of a module
+_TRANSFORMERS = ("Transformer", "MLMTransformer")
+_POOLING = ("Pooling", "SpladePooling")
+_MODULES = (*_POOLING, "Normalize", "Dense", "LayerNorm", "Dropout", "WeightedLayerPooling", "SparseAutoEncoder")
+_MODELS = ("SentenceTransformer", "SparseEncoder", "CrossEncoder")
 
 
 @dataclass
@@ -39,6 +43,7 @@ class SentenceModules:
         files: relative paths -> the files to copy.
         settings: contents of `sentence_bert_config.json`.
         others: types of modules that are neither pooling nor normalization.
+        kind: class of sentence-transformers that loads the folder.
     """
 
     pooling: tuple[str, ...]
@@ -48,6 +53,7 @@ class SentenceModules:
     files: dict[str, Path] = field(default_factory=dict)
     settings: dict[str, Any] = field(default_factory=dict)
     others: tuple[str, ...] = ()
+    kind: str = "SentenceTransformer"
 
     def write(self, folder: Path, max_length: int) -> None:
         """Write the modules next to a saved transformer for texts of `max_length` tokens.
@@ -124,10 +130,10 @@ def read_modules(name: str) -> SentenceModules | None:
     if listed is None:
         return None
     try:
-        kinds = [(str(entry["type"]).rpartition(".")[2], str(entry["path"])) for entry in listed]
+        kinds = [(_short(str(entry["type"])), str(entry["path"])) for entry in listed]
     except (TypeError, KeyError) as error:
         raise ValueError(f"{name}: modules.json is not a list of modules with type and path; repair it") from error
-    if not kinds or kinds[0] != ("Transformer", ""):
+    if not kinds or kinds[0] not in [(kind, "") for kind in _TRANSFORMERS]:
         raise ValueError(
             f"{name}: the first module in modules.json must be a Transformer in the same folder, got {kinds[:1]}; pass "
             "the folder of the transformer"
@@ -135,6 +141,11 @@ def read_modules(name: str) -> SentenceModules | None:
     if outside := [path for _, path in kinds if Path(path).is_absolute() or ".." in Path(path).parts]:
         raise ValueError(
             f"{name}: modules.json names {shown(outside[0])}, which is not in the folder; copy the module there"
+        )
+    if unknown := [kind for kind, _ in kinds[1:] if kind not in _MODULES]:
+        raise ValueError(
+            f"{name}: the module {shown(unknown[0])} in modules.json is not supported; supported are "
+            f"{', '.join(_MODULES)}"
         )
     pooling: tuple[str, ...] = ()
     files = {path: file for path in ("modules.json", _CONFIGS[1]) if (file := _find(name, path))}
@@ -144,7 +155,11 @@ def read_modules(name: str) -> SentenceModules | None:
         if kind == "Pooling":
             pooling = _pooling(name, f"{path}/config.json")
     settings, prompts = _read(name, _CONFIGS[0]) or {}, _read(name, _CONFIGS[1]) or {}
-    if not pooling and prompts.get("model_type") != "CrossEncoder":
+    sparse = any(kind == "SpladePooling" for kind, _ in kinds)
+    model = prompts.get("model_type", _MODELS[sparse])
+    if model not in _MODELS:
+        raise ValueError(f"{name}: a {shown(model)} is not supported; supported are {', '.join(_MODELS)}")
+    if model != "CrossEncoder" and not any(kind in _POOLING for kind, _ in kinds):
         raise ValueError(f"{name}: modules.json contains no Pooling; add one, or pass a folder without modules.json")
     others = tuple(kind for kind, _ in kinds[1:] if kind not in ("Pooling", "Normalize"))
     normalizes = any(kind == "Normalize" for kind, _ in kinds)
@@ -155,7 +170,12 @@ def read_modules(name: str) -> SentenceModules | None:
         )
     if not isinstance(texts, dict) or not all(isinstance(text, str) for text in texts.values()):
         raise ValueError(f"{name}: prompts must be texts by name, got {shown(texts)}; repair {_CONFIGS[1]}")
-    return SentenceModules(pooling, normalizes, length, texts, files, settings, others)
+    return SentenceModules(pooling, normalizes, length, texts, files, settings, others, model)
+
+
+def _short(kind: str) -> str:
+    """Return the class of a module of sentence-transformers, and the complete name of any other class."""
+    return kind.rpartition(".")[2] if kind.startswith("sentence_transformers.") else kind
 
 
 def _pooling(name: str, path: str) -> tuple[str, ...]:

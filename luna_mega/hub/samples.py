@@ -95,7 +95,7 @@ def make_inputs(
     inputs = {}
     for prefix, (stack, counts) in sides.items():
         if model_class.__name__.endswith("ForMultipleChoice"):
-            counts = torch.tensor([counts, [(count + 1) // 2 for count in counts]]).T
+            counts = torch.tensor([counts, [(count + 1) // 2 for count in counts]]).T.contiguous()
         mask = _mask(torch.as_tensor(counts), side, gaps)
         if stack.input_type == "values":
             values = torch.randn(mask.shape, generator=generator)

@@ -15,6 +15,7 @@ import luna_mega_cli
 from luna_mega import LunaTokenizer, MegaConfig
 from luna_mega._register import CONFIGS
 from luna_mega.hub import bundle as hub_bundle
+from luna_mega.hub.samples import make_inputs
 from tests.hub import client as on_client
 from tests.marks import slow_but
 from tests.modeling import luna_decoders, megalodon_decoders
@@ -67,7 +68,8 @@ def saved(tmp_path, tokenizer):
 @pytest.mark.parametrize("auto_class", slow_but(["AutoModelForQuestionAnswering"], AUTO_CLASSES))
 def test_every_auto_class(stranger, tmp_path, auto_class):
     head = AUTO_CLASSES[auto_class]
-    model, inputs = make(head), head_inputs(head, [7, 3])
+    model = make(head, type_vocab_size=2)
+    inputs = make_inputs(model, [9, 3], side="left", gaps=True)
     model.save_pretrained(tmp_path / "saved")
     assert bundle(tmp_path / "saved", "--output", tmp_path / "bundle") == 0
     name, result = on_remote_code(stranger(on_client.outputs, tmp_path / "bundle", auto_class, lists(inputs), **REMOTE))
@@ -80,14 +82,13 @@ def test_every_auto_class(stranger, tmp_path, auto_class):
     [
         {"tie_key_value": False, "pooling": "packed_attention"},
         {"pooling": "mean", **VALUES},
+        pytest.param({"pack_method": "importance", "type_vocab_size": 2}, marks=pytest.mark.slow),
     ],
-    ids=["packed_attention", "values"],
+    ids=["packed_attention", "values", "importance"],
 )
 def test_other_configurations(stranger, tmp_path, fields):
     model = make("ForSequenceClassification", **fields)
-    inputs = head_inputs("ForSequenceClassification", [7, 3])
-    if "input_type" in fields:
-        inputs = {"input_values": torch.rand(2, 7), "attention_mask": inputs["attention_mask"]}
+    inputs = make_inputs(model, [7, 3])
     model.save_pretrained(tmp_path)
     assert bundle(tmp_path) == 0
     result = stranger(on_client.outputs, tmp_path, "AutoModelForSequenceClassification", lists(inputs), **REMOTE)

@@ -1,11 +1,12 @@
 """Compile the launches of every Triton backend for several targets, without a GPU, and report their resource usage.
 
 This is a script because a process that interprets kernels cannot compile them:
-`TRITON_INTERPRET=0 python tests/kernels/aot.py [op ...] [--arch 90] [--json FILE] [--budgets]`.
+`TRITON_INTERPRET=0 python tests/kernels/aot.py [op ...] [--arch 90] [--every] [--json FILE] [--budgets]`.
 
 The launches come from `cases()` of `aot_<op>.py` in this directory, which yields (name, function without arguments).
 The function calls the op's Python functions with meta tensors, and their launches are compiled without changes for
 sm_80 and sm_90. `edges()` yields (name, targets, function): sizes, dtypes and targets with the tightest limits.
+`dtypes()` yields cases in further dtypes; `--every` compiles them, and all configurations that tuning may select.
 `of_length()` launches kernels that must not be recompiled for another of `LENGTHS`.
 """
 
@@ -20,12 +21,13 @@ import time
 from collections import Counter
 from pathlib import Path
 
+import sass
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from luna_mega.kernels.common import triton_launch
+from luna_mega.kernels.common import triton_choice, triton_launch
 
 HERE = Path(__file__).resolve().parent
 OPS = (
@@ -38,6 +40,7 @@ TARGETS = {
     90: triton_launch.Target((9, 0), 132, 227 * 1024),
     120: triton_launch.Target((12, 0), 170, 99 * 1024),
 }
+MAIN_TARGETS = 80, 90
 TYPES = {
     torch.bfloat16: "bf16",
     torch.float16: "fp16",
@@ -62,10 +65,14 @@ def _cases(op: str):
     return cases
 
 
+def _run_all(kernel, key, configurations, run):
+    return [run(configuration) for configuration in configurations][0]
+
+
 def launches(op: str, arch: int):
     """Yield (case, launch) of every kernel that the cases of an op launch."""
     cases = _cases(op)
-    runs = [(name, (80, 90), run) for name, run in cases.cases()]
+    runs = [(name, MAIN_TARGETS, run) for name, run in cases.cases()]
     for name, targets, run in (*runs, *cases.edges()):
         if arch not in targets:
             continue
@@ -73,6 +80,17 @@ def launches(op: str, arch: int):
             run()
         for launch in recorded:
             yield name, launch
+
+
+def further_launches(op: str, arch: int):
+    """Yield (case, launch) of further dtypes, and of all configurations that tuning may select."""
+    with triton_choice.choosing(_run_all):
+        yield from launches(op, arch)
+        for name, run in _cases(op).dtypes():
+            with triton_launch.recording(TARGETS[arch]) as recorded:
+                run()
+            for launch in recorded:
+                yield name, launch
 
 
 def keys_of_lengths(op: str) -> list[list[str]]:
@@ -110,28 +128,32 @@ def compile_launch(launch: triton_launch.Launch, arch: int):
     return key, lambda: triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
 
 
-def report(compiled) -> dict[str, int]:
-    """Return registers and stack bytes per thread, spills, shared memory bytes, tensor core instructions.
+def report(compiled) -> dict:
+    """Return registers and stack bytes per thread, spills, shared memory bytes, tensor core instructions and faults.
 
-    Disassembly takes as long as compilation, so it is skipped if there is nothing to find: spills use the stack, and
-    `ptxas` emits at least one tensor core instruction for each one in PTX.
+    Tensor core instructions are counted in PTX: `ptxas` emits at least one for each.
     """
+    code = sass.disassemble(compiled.asm["cubin"])
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(compiled.asm["cubin"])
         file.flush()
         usage = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
-        registers, stack, static = map(int, re.search(r"REG:(\d+) STACK:(\d+) SHARED:(\d+)", usage).groups())
-        spills = 0
-        if stack:
-            code = subprocess.run([tool, "-sass", file.name], capture_output=True, text=True, check=True).stdout
-            spills = len(re.findall(r"\b(LDL|STL)\b", code))
+    registers, stack, static = map(int, re.search(r"REG:(\d+) STACK:(\d+) SHARED:(\d+)", usage).groups())
+    spills = len(re.findall(r"\b(LDL|STL)\b", code)) if stack else 0
     wgmma, mma = (len(re.findall(rf"\b{name}\b", compiled.asm["ptx"])) for name in INSTRUCTIONS.values())
     used = registers, stack, spills, compiled.metadata.shared + static, wgmma, mma
     # Tensor cores truncate float32 to TF32, so it must be rounded before.
     tf32 = re.search(r"mma\S*\.tf32", compiled.asm["ptx"])
     cut_off = tf32 is not None and "cvt.rna.tf32" not in compiled.asm["ptx"]
-    return dict(zip(COLUMNS, used, strict=True)) | {"cut_off": cut_off}
+    faults = {"cut_off": cut_off, "unwritten": sass.unwritten_reads(code), "narrow": narrow_sums(compiled.asm["ttir"])}
+    return dict(zip(COLUMNS, used, strict=True)) | faults
+
+
+def narrow_sums(ttir: str) -> list[str]:
+    """Return the matrix products and reductions that accumulate in 16 bits."""
+    product, reduction = r"tt\.dot .*-> tensor<[^>]*x(?:bf16|f16)", r"^ *\}\) : \(.*tensor<[^>]*x(?:bf16|f16)"
+    return re.findall(rf"{product}|{reduction}", ttir, re.MULTILINE)
 
 
 def read_budgets() -> dict[tuple[str, ...], dict[str, int]]:
@@ -143,6 +165,7 @@ def read_budgets() -> dict[tuple[str, ...], dict[str, int]]:
 
 def widen_budgets(rows: list[dict]) -> None:
     """Raise the limits to the values of these reports. Rows of removed kernels of the same ops are deleted."""
+    rows = [row for row in rows if row["default"]]
     table = read_budgets() if BUDGETS.exists() else {}
     ops, reported = {row["op"] for row in rows}, {tuple(str(row[name]) for name in KEY): row for row in rows}
     table = {key: limits for key, limits in table.items() if key[0] not in ops or key in reported}
@@ -156,47 +179,51 @@ def widen_budgets(rows: list[dict]) -> None:
         writer.writerows((*key, *limits.values()) for key, limits in sorted(table.items()))
 
 
+def reports(op: str, arch: int, every: bool):
+    """Compile the kernels of an op, print and yield their reports."""
+    seen, variants = set(), Counter()
+    further = further_launches(op, arch) if every and arch in MAIN_TARGETS else ()
+    for default, launched in ((True, launches(op, arch)), (False, further)):
+        for case, launch in launched:
+            key, compile_it = compile_launch(launch, arch)
+            if key in seen:
+                continue
+            seen.add(key)
+            start, kernel = time.perf_counter(), launch.kernel.fn.__name__
+            used = report(compile_it())
+            variants[kernel, case] += 1
+            if variants[kernel, case] > 1:  # of one case, the forward and the backward pass may launch the same
+                case += f" ({variants[kernel, case]})"
+            label, seconds = f"{op} {kernel}, {case}", time.perf_counter() - start
+            print(f"{label:<72} sm_{arch}", *(f"{used[c]:>9}" for c in COLUMNS), f"{seconds:7.1f}", flush=True)
+            for fault in used["unwritten"]:
+                print(f"    reads a register that was never written: {fault}")
+            available = TARGETS[arch].shared_memory
+            yield {
+                "op": op, "kernel": kernel, "case": case, "arch": arch, "default": default, "available": available,
+                **used,
+            }  # fmt: skip
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("ops", nargs="*", default=[], help=f"ops (default: all): {', '.join(OPS)}")
     parser.add_argument("--arch", type=int, choices=TARGETS, action="append")
+    parser.add_argument("--every", action="store_true", help="compile further dtypes and all configurations")
     parser.add_argument("--json", type=Path, help="file that the reports are written to")
     parser.add_argument("--budgets", action="store_true", help="raise limits in aot_budgets.csv to the reported values")
     arguments = parser.parse_args()
     if triton.knobs.runtime.interpret:
         parser.error("needs TRITON_INTERPRET=0")
-    rows = []
     print(
         f"Triton {triton.__version__}\n{'kernel, case':<72} arch ", *(f"{column:>9}" for column in COLUMNS), "seconds"
     )
-    for op in arguments.ops or OPS:
-        for arch in arguments.arch or TARGETS:
-            seen, variants = set(), Counter()
-            for case, launch in launches(op, arch):
-                key, compile_it = compile_launch(launch, arch)
-                if key in seen:
-                    continue
-                seen.add(key)
-                start = time.perf_counter()
-                used = report(compile_it())
-                kernel = launch.kernel.fn.__name__
-                variants[kernel, case] += 1
-                if variants[kernel, case] > 1:  # of one case, the forward and the backward pass may launch the same
-                    case += f" ({variants[kernel, case]})"
-                rows.append(
-                    {
-                        "op": op,
-                        "kernel": kernel,
-                        "case": case,
-                        "arch": arch,
-                        "available": TARGETS[arch].shared_memory,
-                        **used,
-                    }
-                )
-                label = f"{op} {kernel}, {case}"
-                print(
-                    f"{label:<72} sm_{arch}", *(f"{used[c]:>9}" for c in COLUMNS), f"{time.perf_counter() - start:7.1f}"
-                )
+    rows = [
+        row
+        for op in arguments.ops or OPS
+        for arch in arguments.arch or TARGETS
+        for row in reports(op, arch, arguments.every)
+    ]
     if arguments.budgets:
         widen_budgets(rows)
     if arguments.json:

@@ -45,6 +45,19 @@ def of_length(length):
     run(8, 1, length, length, 128, 1024, "laplace", True, True, torch.bfloat16)
 
 
+def dtypes():
+    """Yield (name, function) of further dtypes and functions."""
+    relu2 = *LRA[:6], "relu2", *LRA[7:]
+    for backward in (False, True):
+        words = " backward" if backward else ""
+        yield f"relu2 bf16{words}", functools.partial(run, *relu2, torch.bfloat16, backward=backward)
+        yield f"LRA text fp16{words}", functools.partial(run, *LRA, torch.float16, backward=backward)
+        for dtype in (torch.float16, torch.float32):
+            yield f"full {dtype}{words}", functools.partial(run, *FULL[:-1], dtype, backward=backward)
+    for dtype in (torch.float16, torch.float32):
+        yield f"step enwik8 {dtype}", functools.partial(run, *STEP_ENWIK8[:-1], dtype)
+
+
 def edges():
     """Yield (name, targets, function): consumer GPUs with the least shared memory, sizes that are not powers of two."""
     bfloat16, shape = torch.bfloat16, (4, 4096, 4096)

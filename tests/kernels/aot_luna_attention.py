@@ -56,6 +56,15 @@ def of_length(length):
         _run(op, 128, varlen=True, length=length)
 
 
+def dtypes():
+    """Yield (name, function) of further dtypes."""
+    for name, dtype in (("fp16", torch.float16), ("fp32", torch.float32)):
+        yield f"pack l=128 {name}", partial(_run, "pack", 128, dtype=dtype)
+        yield f"pack l=256 varlen {name}", partial(_run, "pack", 256, masked=False, varlen=True, dtype=dtype)
+        yield f"pack l=128 untied dropout {name}", partial(_run, "pack", 128, tied=False, dropout=0.1, dtype=dtype)
+        yield f"unpack l=128 {name}", partial(_run, "unpack", 128, dtype=dtype)
+
+
 def edges():
     """Yield (name, targets, function): heads smaller than a tile, on the targets with the least memory."""
     fp32, fp16 = torch.float32, torch.float16

@@ -61,6 +61,19 @@ def of_length(length):
     both(8, 128, torch.bfloat16, length=length)
 
 
+def dtypes():
+    """Yield (name, function) of further dtypes and numbers of rows. With 8 sequences, a head has several segments."""
+    bfloat16, float16, float32 = torch.bfloat16, torch.float16, torch.float32
+    yield "l=16 bf16", functools.partial(both, 8, 16, bfloat16)
+    yield "l=64 bf16, segments", functools.partial(both, 8, 64, bfloat16)
+    for dtype in (bfloat16, float16, float32):
+        yield f"l=32 {dtype}, mask, state, dropout", functools.partial(both, 8, 32, dtype, stateful=True, dropout=0.1)
+    for dtype in (float16, float32):
+        yield f"l=64 {dtype}", functools.partial(both, 8, 64, dtype)
+        yield f"l=128 {dtype}", functools.partial(both, 8, 128, dtype)
+        yield f"step, l=128 {dtype}", functools.partial(step, 8, 128, dtype)
+
+
 def edges():
     """Yield (name, targets, function) of the widest heads and the largest P."""
     wide = functools.partial(both, 32, size=128)

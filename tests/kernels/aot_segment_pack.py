@@ -34,6 +34,11 @@ def of_length(length):
     call(length=length)
 
 
+def dtypes():
+    """Yield (name, function) of further dtypes."""
+    yield "fp16 D=384 mask", partial(call, torch.float16, width=384, masked=True)
+
+
 def edges():
     """Yield (name, targets, function)."""
     yield "fp32 D=77", (120,), partial(call, torch.float32, width=77, masked=True)

@@ -16,7 +16,8 @@ from luna_mega.kernels.api import (
     use_backend,
 )
 from luna_mega.kernels.moving_average import export, torch_backend
-from tests.kernels.test_damped_ema import MASKS, assert_same, relative_error
+from tests.kernels.errors import relative_error
+from tests.kernels.test_damped_ema import MASKS, assert_same
 
 KINDS = ["plain", "states"]
 NAMES = ("x", "input_logit", "damping_logit", "phase_logit", "projection", "skip")

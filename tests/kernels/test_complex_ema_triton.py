@@ -8,8 +8,9 @@ from torch.library import opcheck
 
 from luna_mega.kernels.api import complex_ema, complex_ema_step
 from luna_mega.kernels.moving_average import coefficients
+from tests.kernels.errors import relative_error
 from tests.kernels.test_complex_ema import KINDS, Inputs, saturated
-from tests.kernels.test_damped_ema import MASKS, assert_same, relative_error
+from tests.kernels.test_damped_ema import MASKS, assert_same
 
 CHUNK = 8
 FLOAT32 = 5e-6

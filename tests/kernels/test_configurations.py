@@ -1,9 +1,5 @@
 """The choice of a kernel's configuration: the default, or the fastest one by Triton's autotuner."""
 
-import os
-import subprocess
-import sys
-from pathlib import Path
 from types import SimpleNamespace
 from typing import NamedTuple
 
@@ -11,7 +7,6 @@ import pytest
 import torch
 
 pytest.importorskip("triton", reason="Triton is not installed")
-CASES = ("pack l=16 fp16", "l=32 bf16, segments", "LRA text bf16")
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 
 
@@ -59,7 +54,7 @@ def choice(monkeypatch):
 
 
 def pick(choice, kind="bfloat16", length=500, tiles=tuple(SECONDS), device=GPU):
-    """Return the configuration of a call, whose result differs for the wrong configuration."""
+    """Return the configuration of a call, whose result differs at one position for the wrong configuration."""
     from triton.runtime.errors import OutOfResources
 
     def run(tiles):
@@ -67,11 +62,12 @@ def pick(choice, kind="bfloat16", length=500, tiles=tuple(SECONDS), device=GPU):
         choice.ran.append(tiles)
         if tiles == TOO_LARGE:
             raise OutOfResources(200_000, 100_000, "shared memory")
-        return [torch.full((4,), 5.0 if tiles == WRONG else 1.0), None]
+        lost = torch.arange(3000) == (1234 if tiles == WRONG else -1)
+        return [(~lost).bfloat16()[:, None].expand(-1, 4), None]
 
     choice.ran.clear()
     result = choice.module.choose(Kernel, [kind], {"length": length}, tiles, run, device)
-    assert torch.equal(result[0], torch.ones(4))
+    assert (result[0] == 1.0).all()
     return choice.last
 
 
@@ -111,12 +107,3 @@ def test_a_choice_that_is_made_elsewhere(choice):
     with choice.module.choosing(last):
         assert pick(choice, tiles=(A, B, B)) == B
     assert seen == [("bfloat16 length=512", (A, B))]
-
-
-@pytest.mark.slow
-def test_they_fit_an_h100(repo_root):
-    """One case of every op that needs shared memory; `aot_candidates.py` without arguments compiles all."""
-    environment = os.environ | {"TRITON_INTERPRET": "0", "PYTHONPATH": str(repo_root)}
-    command = [sys.executable, Path(__file__).with_name("aot_candidates.py"), *CASES]
-    run = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert run.returncode == 0, run.stdout[-4000:] + run.stderr[-4000:]

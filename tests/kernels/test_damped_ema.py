@@ -9,6 +9,7 @@ from torch.library import opcheck
 
 from luna_mega.kernels.api import TruncatedEmaState, damped_ema, damped_ema_step, explain, use_backend
 from luna_mega.kernels.moving_average import export, reference, torch_backend
+from tests.kernels.errors import relative_error
 
 KINDS = ["causal", "states", "bidirectional", "shifted"]
 MASKS = ["none", "some", "all of one row"]
@@ -105,10 +106,6 @@ def choose_form(name, monkeypatch):
     if name == "export":
         monkeypatch.setattr(torch_backend, "average", export.average)
         monkeypatch.setattr(export, "GROUP", 4)
-
-
-def relative_error(actual, exact):
-    return ((actual.double() - exact).norm() / exact.norm().clamp(min=1.0)).item()
 
 
 def assert_same(actual, expected, bound=1e-12):

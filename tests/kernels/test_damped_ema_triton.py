@@ -8,7 +8,8 @@ from torch.library import opcheck
 
 from luna_mega.kernels.api import damped_ema, damped_ema_step
 from luna_mega.kernels.moving_average import reference
-from tests.kernels.test_damped_ema import KINDS, Inputs, assert_same, relative_error, saturated
+from tests.kernels.errors import relative_error
+from tests.kernels.test_damped_ema import KINDS, Inputs, assert_same, saturated
 
 CHUNK = 8
 FLOAT32 = 5e-6

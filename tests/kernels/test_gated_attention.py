@@ -8,6 +8,7 @@ from torch.library import opcheck
 
 from luna_mega.kernels.api import explain, gated_attention, gated_attention_step
 from luna_mega.kernels.gated_attention import reference, torch_backend
+from tests.kernels.errors import relative_error
 
 FUNCTIONS = reference.FUNCTIONS
 CHUNK = 8
@@ -43,11 +44,6 @@ def run(inputs, **options):
     output = gated_attention(*inputs, **options)
     weight = torch.randn(output.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64).to(output.dtype)
     return [output.detach(), *torch.autograd.grad(output, inputs, weight)]
-
-
-def relative_error(actual, exact):
-    """Return the norm of the error relative to the exact norm; absolute if that is below 1."""
-    return ((actual.double() - exact).norm() / exact.norm().clamp(min=1.0)).item()
 
 
 def by_loops(query, key, value, bias, mask, function, causal, chunk, offset):

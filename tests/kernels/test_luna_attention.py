@@ -9,6 +9,7 @@ from torch.library import opcheck
 from luna_mega.kernels import _op
 from luna_mega.kernels.api import explain, luna_attention, luna_pack, luna_unpack, use_backend
 from luna_mega.kernels.luna_attention import reference, torch_backend
+from tests.kernels.errors import relative_error
 
 LENGTHS = [(1, 1), (2, 16), (16, 63), (24, 500), (128, 65), (500, 24)]  # queries, keys
 MASKS = ["none", "some", "all of one row"]
@@ -32,11 +33,6 @@ def run(attend, inputs, mask):
     output = attend(*inputs, mask)
     weight = torch.randn(output.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64).to(output.dtype)
     return [output.detach(), *torch.autograd.grad(output, inputs, weight)]
-
-
-def relative_error(actual, exact):
-    """Return the relative error of the norm; absolute below 1 (with one key, the gradient of the query is 0)."""
-    return ((actual.double() - exact).norm() / exact.norm().clamp(min=1.0)).item()
 
 
 @pytest.mark.parametrize("masking", MASKS)

@@ -10,6 +10,7 @@ from torch.library import opcheck
 
 from luna_mega.kernels.api import LunaCausalState, explain, luna_causal_attention, luna_causal_attention_step
 from luna_mega.kernels.luna_causal_attention import reference, torch_backend
+from tests.kernels.errors import relative_error
 
 CHUNK = torch_backend.CHUNK
 ACTIVATIONS = reference.ACTIVATIONS
@@ -68,11 +69,6 @@ class Inputs:
         weights = [torch.randn(o.shape, generator=generator, dtype=torch.float64).to(o.dtype) for o in outputs]
         gradients = torch.autograd.grad(outputs, self.leaves, weights)
         return [output.detach() for output in outputs] + list(gradients)
-
-
-def relative_error(actual, exact):
-    """Return the norm of the error relative to the exact norm; absolute if that is below 1."""
-    return ((actual.double() - exact).norm() / exact.norm().clamp(min=1.0)).item()
 
 
 def assert_same(actual, expected, bound=1e-12):

@@ -18,7 +18,8 @@ from luna_mega.kernels.api import (
     use_float32_precision,
 )
 from luna_mega.kernels.luna_causal_attention import reference
-from tests.kernels.test_luna_causal_attention import Inputs, assert_same, check_steps_in_place, relative_error
+from tests.kernels.errors import relative_error
+from tests.kernels.test_luna_causal_attention import Inputs, assert_same, check_steps_in_place
 
 # Maximum error of the norm. The interpreter truncates float32 to bfloat16; a GPU rounds. For float16 inputs, a GPU
 # multiplies converted float32 operands in TF32, truncated to 10 bits; the interpreter multiplies in float32.
@@ -139,7 +140,7 @@ def test_segments_fill_the_device_in_two_waves(triton_device, heads):
     from luna_mega.kernels.luna_causal_attention import triton_forward
 
     processors = triton_forward.triton_launch.target(triton_device).processors
-    segments = math.ceil(2**20 / triton_forward.segment_length(heads, 2**20, 64, triton_device))
+    segments = math.ceil(2**20 / triton_forward.segment_length(1, heads, 2**20, 64, triton_device))
     assert segments == 1 if heads == 1000 else 3 * processors < heads * segments <= 4 * processors
 
 

@@ -12,7 +12,8 @@ from luna_mega.kernels.api import (
     use_backend,
 )
 from luna_mega.kernels.timestep_norm import torch_backend
-from tests.kernels.test_damped_ema import MASKS, assert_same, relative_error
+from tests.kernels.errors import relative_error
+from tests.kernels.test_damped_ema import MASKS, assert_same
 
 KINDS = ["plain", "states"]
 

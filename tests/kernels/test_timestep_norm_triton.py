@@ -7,7 +7,8 @@ import torch
 from torch.library import opcheck
 
 from luna_mega.kernels.api import TimestepNormState, timestep_norm_step
-from tests.kernels.test_damped_ema import MASKS, assert_same, relative_error
+from tests.kernels.errors import relative_error
+from tests.kernels.test_damped_ema import MASKS, assert_same
 from tests.kernels.test_timestep_norm import KINDS, Inputs
 
 FLOAT32 = 2e-6

@@ -1,0 +1,82 @@
+"""One wrong position among thousands is found by every comparison: of tests, on GPUs or interpreted, and of tuning."""
+
+import pytest
+import torch
+
+from tests.kernels import test_damped_ema, test_luna_causal_attention
+from tests.kernels.errors import relative_error
+
+pytest.importorskip("triton", reason="Triton is not installed")
+
+from luna_mega.kernels.common import triton_choice  # noqa: E402
+from luna_mega.kernels.common.comparison import row_error  # noqa: E402
+from tests.kernels import (  # noqa: E402
+    test_gated_attention_triton,
+    test_gpu,
+    test_luna_attention_triton,
+    test_luna_causal_attention_triton,
+)
+
+
+def on_a_gpu(actual, expected):
+    test_gpu.check({"output": actual}, {"output": expected}, actual.dtype)
+
+
+def luna_attention(actual, expected):
+    test_luna_attention_triton.check([actual], [expected], test_luna_attention_triton.DTYPES[actual.dtype])
+
+
+def luna_causal_attention(actual, expected):
+    bound = test_luna_causal_attention_triton.BOUNDS[actual.dtype]
+    test_luna_causal_attention.assert_same([actual], [expected], bound)
+
+
+def averages_and_norm(actual, expected):
+    test_damped_ema.assert_same([actual], [expected], {torch.float32: 1e-5}.get(actual.dtype, 3e-2))
+
+
+def gated_attention(actual, expected):
+    assert relative_error(actual, expected) <= test_gated_attention_triton.TOLERANCE[actual.dtype]
+
+
+def tuning(actual, expected):
+    assert triton_choice.difference([actual], [expected.to(actual.dtype)]) is None
+
+
+COMPARISONS = [on_a_gpu, luna_attention, luna_causal_attention, averages_and_norm, gated_attention, tuning]
+
+
+def results(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return exact numbers `[1, 4000, 2, 16]` with norms that decrease over the positions, and them with rounding."""
+    generator, length = torch.Generator().manual_seed(0), 4000
+    exact = torch.randn(1, length, 2, 16, dtype=torch.float64, generator=generator)
+    exact /= torch.arange(1, length + 1)[:, None, None] ** 0.25
+    noise = torch.randn(exact.shape, dtype=torch.float64, generator=generator)
+    return (exact + torch.finfo(dtype).eps / 4 * exact.abs() * noise).to(dtype), exact
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("compare", COMPARISONS)
+def test_one_wrong_position(compare, dtype):
+    right, exact = results(dtype)
+    compare(right, exact)
+    row = right[0, 1234, 1]
+    for wrong in (0 * row, -row, row.roll(1), row * torch.nan):
+        actual = right.clone()
+        actual[0, 1234, 1] = wrong
+        error = (actual.double() - exact).norm() / exact.norm()
+        assert error < 3e-2 or error.isnan(), "the norm of all positions hides it"
+        with pytest.raises(AssertionError):
+            compare(actual, exact)
+
+
+def test_error_of_a_row():
+    exact = torch.tensor([[3.0, 4.0], [0.0, 0.0], [0.3, 0.4], [30.0, 40.0]])  # the median of the norms above 0 is 5
+    for row, size in ((0, 5.0), (1, 5.0), (2, 5.0), (3, 50.0)):
+        actual = exact.clone()
+        actual[row, 0] += 1.0
+        assert row_error(actual, exact) == pytest.approx(1 / size)
+    assert row_error(exact, exact) == 0.0 and row_error(exact[:0], exact[:0]) == 0.0
+    assert row_error(0 * exact + 1e-3, 0 * exact, least=1.0) == pytest.approx(1e-3)
+    empty = torch.tensor([1.0, -torch.inf])  # the logarithm of an empty sum
+    assert row_error(empty, empty) == 0.0 and row_error(torch.ones(2), empty) > 0.5

@@ -1,0 +1,128 @@
+"""The division of a call into programs, for several GPUs and batch sizes; nothing is launched on a GPU."""
+
+from collections.abc import Iterator
+from fractions import Fraction
+from functools import partial
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="Triton is not installed")
+
+from luna_mega.kernels import api  # noqa: E402
+from luna_mega.kernels.common import triton_choice, triton_launch  # noqa: E402
+from luna_mega.kernels.luna_causal_attention import triton_forward  # noqa: E402
+from luna_mega.kernels.moving_average import triton_damped_forward  # noqa: E402
+from tests.kernels import (  # noqa: E402
+    aot_complex_ema,
+    aot_damped_ema,
+    aot_gated_attention,
+    aot_luna_attention,
+    aot_luna_causal_attention,
+)  # fmt: skip
+
+
+def attention(op: str, varlen: bool, batch: int) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(aot_luna_attention, "BATCH", batch)
+        aot_luna_attention._run(op, 64, masked=not varlen, varlen=varlen)
+
+
+def gated(backward: bool, batch: int) -> None:
+    aot_gated_attention.run(batch, *aot_gated_attention.LRA[1:], torch.bfloat16, backward=backward)
+
+
+def causal(rows: int, batch: int) -> None:
+    aot_luna_causal_attention.both(batch, rows, torch.bfloat16)
+
+
+CALLS = {
+    "luna_pack": partial(attention, "pack", False),
+    "luna_pack varlen": partial(attention, "pack", True),
+    "luna_unpack": partial(attention, "unpack", False),
+    "luna_causal_attention fused": partial(causal, 32),
+    "luna_causal_attention scans": partial(causal, 128),
+    "gated_attention": partial(gated, False),
+    "gated_attention backward": partial(gated, True),
+    "damped_ema": lambda batch: aot_damped_ema.call(batch=batch, directions=2),
+    "damped_ema varlen": lambda batch: aot_damped_ema.call(batch=batch, varlen=True),
+    "complex_ema": lambda batch: aot_complex_ema.call(batch=batch),
+}
+GPUS = 58, 132  # multiprocessors of an L4 and of an H100
+
+
+@pytest.fixture
+def deterministic() -> Iterator[None]:
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def plans(name: str) -> list:
+    """Return the launches of a call for all GPUs and batch sizes, with programs counted per sequence."""
+    results = []
+    for processors in GPUS:
+        for batch in (1, 6):
+            with triton_launch.recording(triton_launch.Target(processors=processors)) as launches:
+                CALLS[name](batch)
+            results.append(
+                [(x.kernel.fn.__name__, Fraction(x.grid[0], batch), x.grid[1:], x.constants) for x in launches]
+            )
+    return results
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_deterministic_plans_do_not_depend_on_the_gpu_and_the_batch(name, deterministic):
+    first, *others = plans(name)
+    assert first and all(other == first for other in others)
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_other_plans_fill_the_gpu(name):
+    first, *others = plans(name)
+    assert any(other != first for other in others)
+
+
+def results(op: str, batch: int, processors: int, monkeypatch) -> list[torch.Tensor]:
+    """Return outputs and gradients of the first sequence of a batch."""
+    monkeypatch.setattr(triton_launch, "_target", triton_launch.Target(processors=processors))
+    monkeypatch.setattr(triton_forward, "MIN_SEGMENT", 16)
+    monkeypatch.setattr(triton_damped_forward, "SHORTEST_CHUNK", 16)
+    generator, length = torch.Generator().manual_seed(0), 260 if op == "luna_pack" else 40
+
+    def randoms(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator)
+
+    if op == "luna_pack":
+        leaves = [randoms(2, n, 1, 16) for n in (5, length, length)]
+        run = api.luna_pack
+    elif op == "luna_causal_attention":
+        leaves = [randoms(2, n, 1, 16) for n in (length, 5, length, length, length)]
+        run = api.luna_causal_attention
+    else:
+        leaves, parameters = [randoms(2, length, 16)], [randoms(16, 16) for _ in range(4)]
+        run = partial(api.damped_ema, **dict(zip(("input_logit", "damping_logit", "expansion", "projection"),
+                                                 parameters, strict=True)))  # fmt: skip
+    leaves = [x[:batch].clone().requires_grad_() for x in leaves]
+    output = run(*leaves, backend="triton")
+    gradients = torch.autograd.grad(output, leaves, randoms(2, *output.shape[1:])[:batch])
+    return [x[0] for x in (output, *gradients)]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(torch.cuda.is_available(), reason="replaces the target of interpreted kernels")
+@pytest.mark.parametrize("op", ["luna_pack", "luna_causal_attention", "damped_ema"])
+def test_deterministic_results_do_not_depend_on_the_gpu_and_the_batch(op, deterministic, monkeypatch):
+    """Bit for bit."""
+    first, second = results(op, 1, 4, monkeypatch), results(op, 2, 132, monkeypatch)
+    assert all(map(torch.equal, first, second))
+
+
+def test_deterministic_calls_are_not_tuned(deterministic, monkeypatch):
+    """The fastest configuration depends on the GPU."""
+    monkeypatch.setenv("LUNA_MEGA_AUTOTUNE", "1")
+    device = torch.device("cuda")
+    assert (
+        triton_choice.choose(None, [], {}, ["default", "other"], lambda configuration: configuration, device)
+        == "default"
+    )
