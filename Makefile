@@ -11,7 +11,7 @@ DTYPE ?= float32
 # Named after the constraints, so that changing them in the same environment installs again.
 INSTALLED := $(VENV)/.installed-$(notdir $(CONSTRAINTS))
 
-.PHONY: help demo parity parity-released test test-slow test-newest test-ecosystem test-vllm docs style typing audit bench gpu clean
+.PHONY: help demo parity parity-released test test-slow test-exhaustive test-newest test-ecosystem test-vllm docs style typing audit bench gpu clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*## ' Makefile | sed -E 's/:[^#]*## /\t/' | expand -t 16
@@ -27,7 +27,10 @@ test: $(INSTALLED) ## run the fast tests, or those named by TESTS="..."
 	$(RUN_TESTS)
 
 test-slow: ## run the tests that `make test` leaves out
-	$(MAKE) test MARK=slow
+	$(MAKE) test MARK="slow and not exhaustive"
+
+test-exhaustive: ## check the machine code of every configuration of the kernels with three versions of Triton (an hour or more)
+	$(MAKE) test MARK=exhaustive
 
 test-newest: VENV = .venv-newest
 # A constraint of pip's configuration would cap versions, and an empty PIP_CONSTRAINT does not override it.

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 from filelock import FileLock
+from packaging.version import Version
 
 triton = pytest.importorskip("triton", reason="Triton is not installed")
 
@@ -108,15 +109,15 @@ def folder_of_triton(version: str, root: Path) -> Path:
 def check_machine_code(content: dict, version: str) -> None:
     """Check all kernels of a report."""
     rows = content["kernels"]
-    assert content["triton"] == version and {row["arch"] for row in rows} >= {80, 90}
-    assert any(row["default"] for row in rows) and not all(row["default"] for row in rows)
+    assert content["triton"] == version and any(row["arch"] == 90 for row in rows)
     faults = {(row["kernel"], row["case"], row["arch"]): row["unwritten"] for row in rows if row["unwritten"]}
     assert not faults, "these kernels read registers that were never written"
     assert not [row for row in rows if row["narrow"]], "these kernels accumulate in 16 bits"
 
 
-def test_the_installed_compiler_is_correct(repo_root):
-    assert json.loads(run_script("-c", KNOWN_FAULT, root=repo_root)) == []
+def test_the_known_fault_with_the_installed_compiler(repo_root):
+    faults = json.loads(run_script("-c", KNOWN_FAULT, root=repo_root))
+    assert bool(faults) == (Version(triton.__version__) < Version("3.8"))
 
 
 @pytest.mark.slow
@@ -130,26 +131,38 @@ def test_the_known_fault_is_found(version, repo_root):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("op", OPS)
-@pytest.mark.parametrize("version", OLDER)
-def test_machine_code_of_older_versions(version, op, tmp_path, repo_root):
+def test_machine_code_of_the_triton_of_torch_2_13(op, tmp_path, repo_root):
+    """The default configurations for sm_90; `test_budgets` checks the installed version."""
+    command = [HERE / "aot.py", op, "--arch", "90", "--json", tmp_path / "report.json"]
+    run_script(*command, root=repo_root, triton_folder=folder_of_triton("3.7.1", repo_root))
+    check_machine_code(json.loads((tmp_path / "report.json").read_text()), "3.7.1")
+
+
+@pytest.mark.slow
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("version", [None, *OLDER])
+def test_machine_code_of_every_configuration(version, op, tmp_path, repo_root):
+    """Further dtypes and all configurations that tuning may select are compiled correctly, and fit an H100."""
+    folder = None if version is None else folder_of_triton(version, repo_root)
     command = [HERE / "aot.py", op, "--arch", "80", "--arch", "90", "--every", "--json", tmp_path / "report.json"]
-    run_script(*command, root=repo_root, triton_folder=folder_of_triton(version, repo_root))
-    check_machine_code(json.loads((tmp_path / "report.json").read_text()), version)
+    run_script(*command, root=repo_root, triton_folder=folder)
+    content = json.loads((tmp_path / "report.json").read_text())
+    check_machine_code(content, version or triton.__version__)
+    assert not all(row["default"] for row in content["kernels"])
+    for row in content["kernels"]:
+        if row["arch"] == 90:
+            assert row["shared"] <= row["available"], f"{row}: remove this configuration"
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("op", OPS)
 def test_budgets(op, tmp_path, repo_root):
-    """The default configurations stay within their budgets, and all configurations fit the memory of an H100."""
-    run_script(HERE / "aot.py", op, "--every", "--json", tmp_path / "report.json", root=repo_root)
+    run_script(HERE / "aot.py", op, "--json", tmp_path / "report.json", root=repo_root)
     content = json.loads((tmp_path / "report.json").read_text())
     check_machine_code(content, triton.__version__)
     rows, (keys, *of_other_lengths) = content["kernels"], content["lengths"][op]
     assert all(other == keys for other in of_other_lengths), "another length of sequences compiles other kernels"
-    for row in rows:
-        if row["arch"] == 90:
-            assert row["shared"] <= row["available"], f"{row}: remove this configuration"
-    rows = [row for row in rows if row["default"]]
     with open(HERE / "aot_budgets.csv", newline="") as file:
         budgets = {(row["kernel"], row["case"], row["arch"]): row for row in csv.DictReader(file) if row["op"] == op}
     used = {(row["kernel"], row["case"], str(row["arch"])): row for row in rows}
