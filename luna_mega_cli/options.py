@@ -19,7 +19,7 @@ Run = Callable[[argparse.Namespace], int | None]
 Check = Callable[[argparse.Namespace], str | None]
 
 _PATHS = {"checkpoint", "folder", "path", "a", "b", "inputs", "dict", "bpe", "output", "teacher", "texts"}
-_WORDS = {"head", "license", "host", "key"}
+_WORDS = {"head", "license"}
 
 
 class _Help(argparse.HelpFormatter):
