@@ -178,13 +178,12 @@ def scatter_states(inputs: Inputs, hidden_states: torch.Tensor) -> torch.Tensor:
     Otherwise results for such a row would depend on dropped inputs and on the other rows. Rows that continue a cache
     have tokens in earlier calls.
     """
-    states, mask = inputs.layout.scatter(hidden_states), inputs.layout.mask
-    if mask is None or inputs.seen:
+    states, counts = inputs.layout.scatter(hidden_states), inputs.layout.counts()
+    if inputs.layout.mask is None or counts is None or inputs.seen:
         return states
-    has_tokens = mask.any(dim=1)
-    if can_look(has_tokens) and has_tokens.all():
+    if can_look(counts) and counts.all():
         return states
-    return states.masked_fill(~has_tokens[:, None, None], 0.0)
+    return states.masked_fill((counts == 0)[..., None], 0.0)
 
 
 def read_sequences(

@@ -35,7 +35,11 @@ def number_positions(config: PreTrainedConfig, inputs: Inputs) -> torch.Tensor:
             positions = positions + inputs.cache.layers[0].tensors["count"][:, None]
     # Padding has no positions. Programs contain no branch on values.
     if longest is not None and length > longest and (inputs.past_key_values is not None or not in_program()):
-        length = min(length, int(positions.max()) + 1)
+        if inputs.position_ids is None and not inputs.seen:  # of the complete sequences, also in context parallelism
+            counts = layout.counts()
+            length = length if counts is None else min(length, int(counts.max()))
+        else:
+            length = min(length, int(positions.max()) + 1)
     if longest is not None and length > longest:
         if config.position_table_size is not None:
             raise ValueError(
