@@ -30,6 +30,8 @@ test-slow: ## run the tests that `make test` leaves out
 	$(MAKE) test MARK=slow
 
 test-newest: VENV = .venv-newest
+# A constraint of pip's configuration would cap versions, and an empty PIP_CONSTRAINT does not override it.
+test-newest: export PIP_CONSTRAINT = /dev/null
 test-newest: ## run the fast tests with the newest versions of all dependencies (PRE=1: also pre-releases), in .venv-newest
 	$(PYTHON) -m venv --clear $(VENV)
 	$(PYTHON) .ci/newest.py $(EXTRAS) > $(VENV)/requirements.txt
