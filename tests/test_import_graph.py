@@ -52,7 +52,7 @@ LAYERS = {
     "luna_mega.convert.__main__": set(),
 }
 APART = {"luna_mega.modeling_luna", "luna_mega.modeling_mega", "luna_mega.modeling_megalodon"}
-OPTIONAL = {"triton", "onnx_ir", "onnxruntime"}
+OPTIONAL = {"triton", "onnx_ir", "onnxruntime", "sentence_transformers"}
 OPTIONAL |= {"argcomplete", "timm", "pytorch_optimizer"}
 NEVER_IMPORTED = {"examples", "benchmarks", "tests"}
 
