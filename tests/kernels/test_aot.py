@@ -14,7 +14,6 @@ from pathlib import Path
 
 import pytest
 from filelock import FileLock
-from packaging.version import Version
 
 triton = pytest.importorskip("triton", reason="Triton is not installed")
 
@@ -117,7 +116,7 @@ def check_machine_code(content: dict, version: str) -> None:
 
 def test_the_known_fault_with_the_installed_compiler(repo_root):
     faults = json.loads(run_script("-c", KNOWN_FAULT, root=repo_root))
-    assert bool(faults) == (Version(triton.__version__) < Version("3.8"))
+    assert bool(faults) == triton.__version__.startswith(("3.6.", "3.7."))
 
 
 @pytest.mark.slow
