@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from luna_mega.kernels._flops import register_flops
 from luna_mega.kernels._op import without_autocast
 
 Values = Sequence[Any]  # tensors, lists of tensors, numbers and None
@@ -13,8 +14,9 @@ Values = Sequence[Any]  # tensors, lists of tensors, numbers and None
 
 def register(
     name: str, inputs: str, outputs: str, forward: Callable[..., Values], fake: Callable[..., Values],
-    backward: Callable[..., Sequence[Tensor | None]], *, differentiable: Sequence[str], gradients: Sequence[int] = (0,),
-    saved: str = "", save: Callable[[Values, Values], Values] = lambda inputs, outputs: (),
+    backward: Callable[..., Sequence[Tensor | None]], *, flops: Callable[..., tuple[int, int]],
+    differentiable: Sequence[str], gradients: Sequence[int] = (0,), saved: str = "",
+    save: Callable[[Values, Values], Values] = lambda inputs, outputs: (),
 ) -> None:  # fmt: skip
     """Register the operators `name` and `<name>_backward`. Both run without autocast.
 
@@ -27,6 +29,7 @@ def register(
         backward: returns the gradients of the `differentiable` inputs, contiguous, or None for inputs that are None.
             Its arguments are the gradients of the outputs at `gradients` (only the first is never None), the `saved`
             tensors and all inputs.
+        flops: returns the FLOPs of both operators from the inputs, counted as in `_flops`.
         differentiable: names of the inputs with a gradient.
         gradients: indices of the outputs with a gradient.
         saved: schema of the results of `save`.
@@ -71,6 +74,8 @@ def register(
         return tuple(of_names.get(name) if x is not None else None for name, x in zip(names, inputs, strict=True))
 
     operator.register_autograd(differentiate, setup_context=setup_context)
+    register_flops(name, lambda *inputs: flops(*inputs)[0])
+    register_flops(f"{name}_backward", lambda *given: flops(*given[-len(names) :])[1])
 
 
 def _without_autocast(function: Callable[..., Values]) -> Callable[..., Values]:

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -277,6 +278,16 @@ def _diagonal_sums(matrices: Tensor) -> Tensor:
     return skewed[:, : rows * (rows + columns - 1)].view(-1, rows, rows + columns - 1).sum(dim=1)
 
 
+def _flops(query: Tensor, key: Tensor, value: Tensor, *options: Any) -> tuple[int, int]:
+    return count_flops(query, value, query.shape[1] * key.shape[1] * len(query), recompute=not options[-1])
+
+
+def count_flops(query: Tensor, value: Tensor, pairs: int, recompute: bool) -> tuple[int, int]:
+    """Return the FLOPs of an operator and of its gradient for all pairs of a query and a key."""
+    scores, output = 2 * pairs * query.shape[2], 2 * pairs * value.shape[2]
+    return scores + output, 2 * (scores + output) + scores * recompute
+
+
 register(
     "luna_mega::gated_attend",
     INPUTS,
@@ -284,6 +295,7 @@ register(
     _forward,
     _empty,
     _backward,
+    flops=_flops,
     differentiable=("query", "key", "value", "bias"),
     saved="Tensor kept",
     save=lambda inputs, outputs: outputs[1:],

@@ -6,7 +6,7 @@ from torch import Tensor
 from luna_mega.kernels import _op
 from luna_mega.kernels._operator import register
 from luna_mega.kernels.common.triton_launch import random_seed
-from luna_mega.kernels.gated_attention import triton_backward, triton_forward
+from luna_mega.kernels.gated_attention import torch_backend, triton_backward, triton_forward
 
 INPUTS = (
     "Tensor query, Tensor key, Tensor value, Tensor? bias, Tensor? mask, Tensor? bounds, str function, bool causal, "
@@ -58,6 +58,21 @@ def _fake(
     return value.new_empty(*query.shape[:2], value.shape[2]), query.new_empty(lse, dtype=torch.float32)
 
 
+def _flops(
+    query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, mask: Tensor | None, bounds: Tensor | None,
+    function: str, causal: bool, chunk: int, *_: object,
+) -> tuple[int, int]:  # fmt: skip
+    if bounds is None:
+        keys = key.shape[1]
+        of_row = query.shape[1] * keys if chunk >= keys else keys // chunk * chunk**2 + (keys % chunk) ** 2
+        pairs = len(query) * of_row
+    elif bounds.is_meta or type(bounds) is not Tensor:  # without values, such as fake tensors: the longest sequences
+        pairs = query.shape[1] * min(chunk, key.shape[1])
+    else:
+        pairs = int(bounds.long().diff().square().sum())
+    return torch_backend.count_flops(query, value, pairs, recompute=True)
+
+
 register(
     "luna_mega::gated_attention_triton",
     INPUTS,
@@ -65,6 +80,7 @@ register(
     triton_forward.forward,
     _fake,
     triton_backward.backward,
+    flops=_flops,
     differentiable=("query", "key", "value", "bias"),
     saved="Tensor? output, Tensor lse",
     save=lambda inputs, outputs: (outputs[0] if inputs[6] == "softmax" else None, outputs[1]),

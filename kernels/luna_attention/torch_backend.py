@@ -99,6 +99,12 @@ def _fake(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale:
     return query.new_empty(query.shape), query.new_empty((batch, heads, length), dtype=upcast_dtype(query))
 
 
+def flops(query: Tensor, key: Tensor, *_: object) -> tuple[int, int]:
+    """Return the FLOPs of an operator and of its gradient; with varlen tokens one of the two has a batch size of 1."""
+    product = 2 * min(len(query), len(key)) * query.shape[1] * key.shape[1] * query.shape[2] * query.shape[3]
+    return 2 * product, 5 * product
+
+
 register(
     "luna_mega::attend",
     "Tensor query, Tensor key, Tensor value, Tensor? mask, float scale",
@@ -106,6 +112,7 @@ register(
     lambda *inputs: tuple(x.contiguous() for x in flash(*inputs)),
     _fake,
     lambda *inputs: [x.contiguous() for x in flash_backward(*inputs)],
+    flops=flops,
     differentiable=("query", "key", "value"),
     saved="Tensor output, Tensor log_sum_exp",
     save=lambda inputs, outputs: outputs,

@@ -8,7 +8,7 @@ from torch import Tensor
 from luna_mega.kernels import _op
 from luna_mega.kernels._operator import register
 from luna_mega.kernels.common.triton_launch import random_seed
-from luna_mega.kernels.luna_attention import triton_backward, triton_forward
+from luna_mega.kernels.luna_attention import torch_backend, triton_backward, triton_forward
 
 INPUTS = (
     "Tensor query, Tensor key, Tensor? value, Tensor? mask, Tensor? cu_seqlens, Tensor? seed, str? varlen_side, "
@@ -68,6 +68,7 @@ register(
     triton_forward.forward,
     _fake,
     triton_backward.backward,
+    flops=torch_backend.flops,
     differentiable=("query", "key", "value"),
     saved="Tensor output, Tensor log_sum_exp",
     save=lambda inputs, outputs: outputs,

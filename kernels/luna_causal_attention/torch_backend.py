@@ -372,6 +372,16 @@ def _backward(
     return grads
 
 
+def flops(
+    query: Tensor, pack_key: Tensor, key: Tensor, value: Tensor, pack_query: Tensor, *_: object
+) -> tuple[int, int]:
+    """Return the FLOPs of an operator and of its gradient for `[B, T, H, K]`, or one token `[B, H, K]`."""
+    of_key, of_value = (2 * pack_query.shape[1] * x.numel() for x in (query, value))
+    # Pack scores, sum of keys and unpack scores; sum of values and output, which alone is not recomputed.
+    forward = 3 * of_key + 2 * of_value
+    return forward, 2 * forward + 3 * of_key + of_value
+
+
 register(
     "luna_mega::luna_causal_attention",
     INPUTS,
@@ -379,6 +389,7 @@ register(
     _forward,
     empty,
     _backward,
+    flops=flops,
     differentiable=("query", "pack_key", "key", "value", "pack_query", "key_mean", "value_mean"),
     gradients=(0, 1, 2),
 )

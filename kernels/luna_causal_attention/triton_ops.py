@@ -67,6 +67,7 @@ register(
     triton_forward.forward,
     torch_backend.empty,
     triton_backward.backward,
+    flops=torch_backend.flops,
     differentiable=DIFFERENTIABLE,
     gradients=(0, 1, 2),
 )
@@ -91,6 +92,7 @@ register(
     lambda *inputs: triton_step.forward_step(*inputs[:-1]),  # the precision is used by the backward pass only
     lambda query, pack_key, key, value, pack_query, *_: triton_step.empty_step(query, value, pack_query),
     _step_backward,
+    flops=torch_backend.flops,
     differentiable=DIFFERENTIABLE,
     gradients=(0, 1, 2),
     saved="Tensor count",

@@ -376,6 +376,21 @@ def _of_block(block: slice, maps: list[Any], initial: Tensor | None) -> tuple[Te
     return input_map, output_map, decay, None if initial is None else initial[:, block]
 
 
+def flops(states: int, is_complex: bool) -> tuple[int, int]:
+    """Return the FLOPs of an operator and of its gradient, counted as the recurrence, for the states at all positions.
+
+    Multiply-adds are q h + p x (of a complex average, q and h are complex), and the real part of eta h.
+    """
+    update, output = (5, 2) if is_complex else (2, 1)
+    return 2 * states * (update + output), 2 * states * (3 * update + 2 * output)
+
+
+def _flops(
+    x: Tensor, mask: Tensor | None, skip: Tensor | None, log_decay: Tensor, turn: Tensor | None, *_: object
+) -> tuple[int, int]:
+    return flops(x.shape[0] * x.shape[1] * log_decay.numel(), turn is not None)
+
+
 register(
     "luna_mega::moving_average",
     INPUTS,
@@ -383,6 +398,7 @@ register(
     _average,
     _average_fake,
     _average_backward,
+    flops=_flops,
     differentiable=("x", "skip", "log_decay", "turn", "weight_in", "weight_out", "initial"),
     gradients=(0, 2),
     saved="Tensor average, Tensor[] kept",

@@ -6,10 +6,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from luna_mega.kernels._flops import register_flops
 from luna_mega.kernels._operator import register
 from luna_mega.kernels.common.triton_launch import contiguous
 from luna_mega.kernels.moving_average import triton_complex, triton_damped_backward, triton_damped_forward, triton_step
 from luna_mega.kernels.moving_average.coefficients import Coefficients, times
+from luna_mega.kernels.moving_average.torch_backend import flops
 
 TENSORS = "Tensor x, Tensor? mask, Tensor? skip, {}, Tensor? initial"
 COEFFICIENTS = {
@@ -87,8 +89,19 @@ def _register_average(name: str, kind: str, forward: Callable[..., Any], backwar
         return backward(gradient, _contiguous(last_gradient), x, *map(_contiguous, rest))
 
     differentiable = [n for n in ("x", "skip", "log_decay", "turn", "weight_in", "weight_out", "initial") if n in names]
-    outputs = "(Tensor, Tensor)"
-    register(name, inputs, outputs, run, fake, run_backward, differentiable=differentiable, gradients=(0, 1))
+    register(
+        name,
+        inputs,
+        "(Tensor, Tensor)",
+        run,
+        fake,
+        run_backward,
+        flops=lambda x, mask, skip, log_decay, *_: flops(
+            x.shape[0] * x.shape[1] * log_decay.numel(), kind == "complex"
+        ),
+        differentiable=differentiable,
+        gradients=(0, 1),
+    )
 
 
 def _contiguous(x: Any) -> Any:
@@ -115,6 +128,8 @@ def _register_step(name: str, kind: str, forward: Callable[..., Any], backward: 
         ctx.save_for_backward(*inputs, output[1])
 
     step.register_autograd(lambda ctx, *grads: backward(*ctx.saved_tensors, *grads), setup_context=save)
+    is_complex = kind == "complex"
+    register_flops(name, lambda x, state, *_: flops(state.numel() // (1 + is_complex), is_complex)[0])
 
 
 def _damped_step_backward(x: Tensor, state: Tensor, *rest: Any) -> tuple[Tensor | None, ...]:

@@ -35,6 +35,7 @@ register(
     triton_kernels.forward,
     _fake,
     triton_kernels.backward,
+    flops=lambda states, *_: (2 * states.numel(), 4 * states.numel()),
     differentiable=("states", "score"),
     gradients=(0, 1),
     saved="Tensor packed, Tensor entropy, Tensor peak, Tensor total",

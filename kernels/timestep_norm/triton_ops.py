@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from luna_mega.kernels._flops import register_flops
 from luna_mega.kernels.timestep_norm import torch_backend, triton_kernels
 from luna_mega.kernels.timestep_norm.reference import TimestepNormState
 
@@ -50,3 +51,6 @@ def _(
     variance: Tensor, groups: int, eps: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     return x.new_empty(x.shape), torch.empty_like(count), torch.empty_like(mean), torch.empty_like(variance)
+
+
+register_flops("luna_mega::timestep_norm_step_triton", lambda *_: 0)
