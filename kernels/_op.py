@@ -8,8 +8,7 @@ import logging
 import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,7 +16,6 @@ from torch import Tensor
 
 from luna_mega.kernels import varlen
 from luna_mega.kernels._export import is_tracing
-from luna_mega.kernels.context_parallel import ContextShard
 
 NAMES = ("auto", "reference", "torch", "triton")
 logger = logging.getLogger("luna_mega.kernels")
@@ -98,8 +96,6 @@ class Op:
         with_weights: computes the output, the weights and further results with the reference.
         under_autocast: converts a call under autocast to the call that the Triton kernels compute.
         run_varlen: runs a varlen call on a backend that is not in `native`; None = pad the tokens.
-        on_ranks: maps backend names, or "weights" for `with_weights`, to the functions that compute a context-parallel
-            call. Their first argument is the `ContextShard` of this rank.
     """
 
     name: str
@@ -112,11 +108,10 @@ class Op:
     with_weights: Callable[..., Any] | None = None
     under_autocast: Callable[[Call], Call] | None = None
     run_varlen: Callable[..., Any] | None = None
-    on_ranks: dict[str, Callable[..., Any]] = field(default_factory=dict)
 
     def __call__(
         self, backend: str | None, call: Call, cu_seqlens: Tensor | None = None, max_seqlen: int | None = None,
-        return_weights: bool = False, shard: ContextShard | None = None,
+        return_weights: bool = False,
     ) -> Any:  # fmt: skip
         """Compute a call, varlen if `cu_seqlens` is given, with the requested or the best backend."""
         device = call[self.tokens[0]].device
@@ -126,14 +121,14 @@ class Op:
                     f"{self.name} does not return weights with cu_seqlens; omit return_weights or cu_seqlens"
                 )
             with without_autocast(device.type):
-                run: Any = self.with_weights if shard is None else partial(self.on_ranks["weights"], shard)
-                return run(**call)
+                with_weights: Any = self.with_weights
+                return with_weights(**call)
         chosen = self.choose(backend, device, self.unsupported(**call, max_seqlen=max_seqlen))
         if chosen == "triton" and self.under_autocast is not None and torch.is_autocast_enabled(device.type):
             call = self.under_autocast(call)
         if not torch.compiler.is_compiling() and len(call[self.tokens[0]]) == 0:
             chosen = "reference"  # fast paths divide by the batch size
-        run = self.backends[chosen] if shard is None else partial(self.on_ranks[chosen], shard)
+        run = self.backends[chosen]
         with without_autocast(device.type):
             if cu_seqlens is None:
                 return run(**call)
@@ -158,12 +153,6 @@ class Op:
         if isinstance(result, Tensor):
             return varlen.unpad(result, cu_seqlens, total)
         return varlen.unpad(result[0], cu_seqlens, total), *result[1:]
-
-    def check_shard_options(self, shard: ContextShard | None, **arguments: Any) -> None:
-        """Raise `ValueError` if the shard is combined with one of the arguments."""
-        given = [name for name, value in arguments.items() if value is not None and value is not False]
-        if shard is not None and given:
-            raise ValueError(f"{self.name} does not support shard with {' and '.join(given)}; pass only one of them")
 
     def choose(self, backend: str | None, device: torch.device, unsupported: str | None = None) -> str:
         """Return the name of the backend for a call on `device`; log once why a CUDA call does not use Triton.
@@ -206,11 +195,6 @@ class Op:
                 f"{self.name}: torch.jit.trace would fix the number of steps of the backend 'reference'; choose 'torch'"
             )
         return requested, f"chosen by {source}"
-
-
-def for_ranks(compute: Callable[..., Any], backends: dict[str, Callable[..., Any]]) -> dict[str, Callable[..., Any]]:
-    """Return the `on_ranks` functions of an `Op`: `compute(run, shard, **call)` with `run` from `backends`."""
-    return {name: partial(compute, run) for name, run in backends.items()}
 
 
 _FALLBACK = "no Triton kernel: "

@@ -11,7 +11,6 @@ if (_root := Path(__file__).resolve().parent.parent).joinpath("setup.cfg").is_fi
 
 from luna_mega import compat  # noqa: F401  # first, because it checks the versions of what is imported next
 from luna_mega._register import register_auto_classes
-from luna_mega.modeling_common.sharding import shard_sequence
 from luna_mega.modeling_luna.cache_luna import LunaCache, LunaSeq2SeqCache
 from luna_mega.modeling_luna.configuration_luna import LunaConfig, LunaSeq2SeqConfig
 from luna_mega.modeling_luna.generation_luna import LunaForCausalLM, LunaForConditionalGeneration, LunaSeq2SeqModel
@@ -86,7 +85,6 @@ __all__ = [
     "MegalodonPreTrainedModel",
     "read_segments",
     "register_auto_classes",
-    "shard_sequence",
 ]
 
 register_auto_classes()

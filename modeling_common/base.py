@@ -9,7 +9,6 @@ from transformers.configuration_utils import PreTrainedConfig
 from transformers.modeling_utils import PreTrainedModel
 
 from luna_mega.compat import accept_cache_names
-from luna_mega.modeling_common.sharding import ShardedLayout
 from luna_mega.modeling_common.tensor_parallel import RankBoundary, check_plan, known_rules, wildcard
 from luna_mega.modeling_common.validation import INPUT_NAMES
 
@@ -187,9 +186,6 @@ class BodyMixin(ModelMixin):
     def input_width(self) -> int:
         """Return the width of `inputs_embeds`."""
         return self.config.hidden_size
-
-    def check_shards(self, layout: ShardedLayout) -> None:
-        """Raise `ValueError` for context-parallel shards that the model does not support."""
 
     def set_input_embeddings(self, value: nn.Module) -> None:
         """Replace the embedding of tokens."""

@@ -28,7 +28,7 @@ class _RecurrentLayer(str):
     """Layer type for which the context parallelism of other tools raises an error; the `repr` says what to use."""
 
     def __repr__(self) -> str:
-        return f"{str(self)!r} (set cp_size and sp_size to 1, and pass cp_group to the forward of the model)"
+        return f"{str(self)!r} (set cp_size and sp_size to 1)"
 
 
 class _NoCode(dict[str, str]):

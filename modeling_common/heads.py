@@ -10,14 +10,13 @@ import torch
 from torch import nn
 from transformers.configuration_utils import PreTrainedConfig
 
+from luna_mega.kernels.upcast import upcast
 from luna_mega.modeling_common.base import ModelMixin
 from luna_mega.modeling_common.label_checks import validate_labels, validate_span
-from luna_mega.modeling_common.labels import count_kept, keep_positions, next_tokens
+from luna_mega.modeling_common.labels import count_columns, count_kept, keep_positions, next_tokens
 from luna_mega.modeling_common.masks import drop_if_full, find_mask, read_mask
 from luna_mega.modeling_common.outputs import BodyOutput
 from luna_mega.modeling_common.padding_free import find_starts
-from luna_mega.modeling_common.pooling import LOCAL, Reductions
-from luna_mega.modeling_common.sharding import find_reductions
 
 
 def model_inputs(
@@ -36,6 +35,11 @@ def find_kept(config: PreTrainedConfig, inputs: dict[str, Any], length: int) -> 
     if mask is not None:
         return drop_if_full(read_mask("attention_mask", mask[:, -length:]))
     return None if tokens is None else drop_if_full(find_mask(tokens, config))
+
+
+def count_labels(config: PreTrainedConfig, inputs: dict[str, Any], labels: torch.Tensor) -> torch.Tensor:
+    """Return labels `[B, T]` of the positions of `inputs`, -100 at positions that the body drops."""
+    return count_kept(labels, find_kept(config, inputs, labels.shape[1])).contiguous()
 
 
 class Head(ModelMixin):
@@ -70,19 +74,6 @@ class Head(ModelMixin):
         return {name: value for name, value in outputs.items() if name in fields}
 
 
-class TokenHead(Head):
-    """Base of the encoder heads with outputs for every position."""
-
-    def read_labels(
-        self, inputs: dict[str, Any], labels: torch.Tensor | None, outputs: BodyOutput, options: dict[str, Any]
-    ) -> tuple[torch.Tensor | None, Reductions]:
-        """Return labels of -100 at dropped positions, and the reductions; remove `cp_group` from `options`."""
-        if labels is None:
-            return None, LOCAL
-        mask = find_kept(self.config, inputs, labels.shape[1])
-        return count_kept(labels, mask).contiguous(), find_reductions(options, outputs.last_hidden_state)
-
-
 class LMHead(Head):
     """Base of the language models, whose output layer is `lm_head` unless `score_tokens` is overridden."""
 
@@ -103,7 +94,7 @@ class LMHead(Head):
         return self.lm_head(hidden_states)
 
 
-class GenericForMaskedLM(LMHead, TokenHead):
+class GenericForMaskedLM(LMHead):
     """Masked language model."""
 
     def predict_tokens(self, inputs: dict[str, Any], labels: torch.Tensor | None, **kwargs: Any) -> Any:
@@ -113,17 +104,17 @@ class GenericForMaskedLM(LMHead, TokenHead):
         Trainer requires predictions and labels of the same positions.
         """
         if labels is not None:
-            validate_labels(inputs, {"labels": labels}, kwargs)
+            validate_labels(inputs, {"labels": labels})
         outputs = self.base_model(**inputs, **kwargs, return_dict=True)
         hidden_states, loss = outputs.last_hidden_state, None
-        labels, reductions = self.read_labels(inputs, labels, outputs, kwargs)
-        if labels is not None and self.training and self.config.sparse_prediction:
-            predicted = labels != -100
-            hidden_states, labels = hidden_states[predicted], labels[predicted]
+        if labels is not None:
+            labels = count_labels(self.config, inputs, labels)
+            if self.training and self.config.sparse_prediction:
+                predicted = labels != -100
+                hidden_states, labels = hidden_states[predicted], labels[predicted]
         logits = self.score_tokens(hidden_states)
         if labels is not None:
-            arguments = {"logits": logits, "labels": labels, "vocab_size": self.config.vocab_size}
-            loss = reductions.mean_loss(self.loss_function, labels, **arguments, **kwargs)
+            loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
         return self.output_class(loss=loss, logits=logits, **self.carried_over(outputs))
 
 
@@ -148,25 +139,21 @@ class GenericForCausalLM(LMHead):
         counted = labels is not None or shift_labels is not None
         if counted:
             given: Any = {"labels": labels} if shift_labels is None else {"shift_labels": shift_labels}
-            validate_labels(inputs, given, kwargs, logits_to_keep)
+            validate_labels(inputs, given, logits_to_keep)
         outputs = self.base_model(**inputs, **kwargs, return_dict=True)
-        reductions, hidden_states, targets, mask = LOCAL, outputs.last_hidden_state, None, None
-        if kwargs.get("cp_group") is not None:
-            reductions = find_reductions(kwargs, hidden_states)
-        kwargs.pop("cp_group", None)
+        hidden_states, targets, mask = outputs.last_hidden_state, None, None
         if counted or hidden_states.requires_grad:
             mask = find_kept(self.config, inputs, hidden_states.shape[1])
         if mask is not None and hidden_states.requires_grad:
             # Losses outside of the model, such as label smoothing of Trainer, count the token that padding predicts.
             # States of padding have no variance, so that norms could multiply their gradients by 1 / sqrt(eps) each.
             hidden_states = torch.where(mask[..., None], hidden_states, hidden_states.detach())
-        if not isinstance(logits_to_keep, int) or logits_to_keep != 0:
-            hidden_states = keep_positions(hidden_states, logits_to_keep, reductions)
+        hidden_states = keep_positions(hidden_states, logits_to_keep)
         if counted:
             starts = find_starts(outputs.last_hidden_state.shape[:2], inputs, kwargs)
             mask, starts = (None if x is None else keep_positions(x, logits_to_keep) for x in (mask, starts))
-            targets = next_tokens(labels, shift_labels, mask, starts, reductions)
-        loss, logits = self.score_next(hidden_states, labels, targets, reductions, **kwargs)
+            targets = next_tokens(labels, shift_labels, mask, starts)
+        loss, logits = self.score_next(hidden_states, labels, targets, **kwargs)
         return self.output_class(loss=loss, logits=logits, **self.carried_over(outputs))
 
     def score_next(
@@ -174,18 +161,17 @@ class GenericForCausalLM(LMHead):
         hidden_states: torch.Tensor,
         labels: torch.Tensor | None,
         targets: torch.Tensor | None,
-        reductions: Reductions,
         **kwargs: Any,
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """Return the loss of states `[B, T, d]` for the next tokens `targets` `[B, T]`, and the logits."""
         logits, loss = self.score_tokens(hidden_states), None
         if targets is not None:
             arguments = {"labels": labels, "vocab_size": logits.shape[-1], "shift_labels": targets}
-            loss = reductions.mean_loss(self.loss_function, targets, logits=logits, **arguments, **kwargs)
+            loss = self.loss_function(logits=logits, **arguments, **kwargs)
         return loss, logits
 
 
-class GenericForTokenClassification(TokenHead):
+class GenericForTokenClassification(Head):
     """A label for every token."""
 
     def make_head(self, config: Any) -> None:
@@ -195,17 +181,16 @@ class GenericForTokenClassification(TokenHead):
     def label_tokens(self, inputs: dict[str, Any], labels: torch.Tensor | None, **kwargs: Any) -> Any:
         """Return the output for the `inputs` of the body, with logits `[B, T, num_labels]`."""
         if labels is not None:
-            validate_labels(inputs, {"labels": labels}, kwargs)
+            validate_labels(inputs, {"labels": labels})
         outputs = self.base_model(**inputs, **kwargs, return_dict=True)
-        labels, reductions = self.read_labels(inputs, labels, outputs, kwargs)
         logits, loss = self.classifier(self.dropout(outputs.last_hidden_state)), None
         if labels is not None:
-            arguments = {"logits": logits, "labels": labels, "config": self.config}
-            loss = reductions.mean_loss(self.loss_function, labels, **arguments, **kwargs)
+            labels = count_labels(self.config, inputs, labels)
+            loss = self.loss_function(logits=logits, labels=labels, config=self.config, **kwargs)
         return self.output_class(loss=loss, logits=logits, **self.carried_over(outputs))
 
 
-class GenericForQuestionAnswering(TokenHead):
+class GenericForQuestionAnswering(Head):
     """Start and end of an answer."""
 
     needs_tokens = True
@@ -224,7 +209,7 @@ class GenericForQuestionAnswering(TokenHead):
 
         The scores of dropped positions are the minimum of the dtype, so that no softmax or maximum depends on them.
         """
-        positions = validate_span(inputs, start_positions, end_positions, kwargs)
+        positions = validate_span(inputs, start_positions, end_positions)
         outputs = self.base_model(**inputs, **kwargs, return_dict=True)
         scores, loss = self.qa_outputs(outputs.last_hidden_state), None
         mask = find_kept(self.config, inputs, scores.shape[1])
@@ -237,6 +222,6 @@ class GenericForQuestionAnswering(TokenHead):
                     f"{type(self).__name__} has no loss for a padding-free batch; pad the batch, or omit "
                     "`start_positions` and `end_positions`"
                 )
-            reductions = find_reductions(kwargs, scores)
-            loss = reductions.position_loss(self.loss_function, logits, positions, mask, **kwargs)
+            columns = (count_columns(column, mask) for column in positions)
+            loss = self.loss_function(*(upcast(x) for x in logits), *columns, **kwargs)
         return self.output_class(loss=loss, start_logits=logits[0], end_logits=logits[1], **self.carried_over(outputs))

@@ -4,7 +4,6 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from transformers.cache_utils import Cache
 
@@ -13,11 +12,11 @@ from luna_mega.modeling_common.layout import DENSE, DenseLayout, Layout, close_g
 from luna_mega.modeling_common.masks import can_look, clean, drop_if_full, find_mask, read_mask
 from luna_mega.modeling_common.padding_free import VARLEN_OPTIONS, find_padding_free, unpad
 from luna_mega.modeling_common.pooling import without_first
-from luna_mega.modeling_common.sharding import check_tokens, prepare_sharded, raise_together
 from luna_mega.modeling_common.validation import (
     check_inputs,
     check_padding_free,
     check_source,
+    check_tokens,
     find_boundaries,
     read_token_types,
     validate,
@@ -74,7 +73,6 @@ def prepare(
     *,
     encoder_hidden_states: torch.Tensor | None = None,
     encoder_attention_mask: torch.Tensor | None = None,
-    cp_group: "dist.ProcessGroup | None" = None,
     **arguments: Any,
 ) -> Inputs:
     """Return the inputs of a forward pass of `model`, a model without a head.
@@ -83,17 +81,13 @@ def prepare(
         model: model whose attributes specify the supported inputs, see `BodyMixin`.
         encoder_hidden_states: `[B, S, d]`, output of an encoder, or None.
         encoder_attention_mask: `[B, S]`, 1 = keep; None = all.
-        cp_group: the ranks of context parallelism, or None.
         arguments: further arguments of `forward`, its keyword arguments as `options`, and as `grid` the rows and
             columns of patches of images.
 
     Raises:
         ValueError: The arguments do not fit together or are not supported by the model.
     """
-    if cp_group is not None:
-        inputs = prepare_sharded(model, read, cp_group, arguments)
-    else:
-        inputs = read(model, **arguments)
+    inputs = read(model, **arguments)
     if model.config.add_cross_attention or encoder_hidden_states is not None or encoder_attention_mask is not None:
         inputs = _read_source(model, inputs, encoder_hidden_states, encoder_attention_mask)
     return inputs
@@ -111,7 +105,7 @@ def read(
     grid: tuple[int, int] | None = None,
     **values: torch.Tensor | None,
 ) -> Inputs:
-    """Return the inputs of a forward pass in one process, after all checks."""
+    """Return the inputs without the output of an encoder, after all checks."""
     updated = cache = cross_cache = None
     if past_key_values is not None or use_cache or (use_cache is None and model.config.is_decoder):
         updated = begin_cache(model, past_key_values, use_cache)
@@ -153,7 +147,7 @@ def _read_source(
     layout: Layout = DenseLayout(mask)
     if states is not None and not cached:
         states = clean(states, mask)
-        layout = close_gaps(mask) if model.closes_gaps else inputs.layout.of_source(states, mask)
+        layout = close_gaps(mask) if model.closes_gaps else layout
         states = layout.gather(states)
     return inputs._replace(encoder_hidden_states=states, encoder_layout=layout)
 
@@ -202,20 +196,12 @@ def read_sequences(
     Raises:
         ValueError: As `prepare`; and if the batch is padding-free.
     """
-    given = next((x for x in inputs.values() if x is not None), None)
-    group = options.get("cp_group")
-    with raise_together(group, torch.device("cpu") if given is None else given.device):
-        mask = read_mask("attention_mask", attention_mask)
-        check_inputs(model, mask, inputs)
-        positions = options.get("position_ids") if mask is None else None
-        shape = (0, 0) if given is None else (given.shape[0], given.shape[1])
-        if find_padding_free(shape, None, positions, options) is not None:
-            raise ValueError(f"{name} does not support padding-free batches; pad the batch")
-        if drop_first_token and group is not None:
-            raise ValueError(
-                "`drop_first_token` is not supported with `cp_group`; remove the first tokens from the inputs, "
-                "and set drop_first_token=False"
-            )
+    mask = read_mask("attention_mask", attention_mask)
+    given = check_inputs(model, mask, inputs)
+    shape = (given.shape[0], given.shape[1])
+    positions = options.get("position_ids") if mask is None else None
+    if find_padding_free(shape, None, positions, options) is not None:
+        raise ValueError(f"{name} does not support padding-free batches; pad the batch")
     if mask is None and inputs["input_ids"] is not None:
         mask = find_mask(inputs["input_ids"], model.config)
     if drop_first_token:

@@ -1,17 +1,11 @@
-"""Checks of the labels of a head, which run before the body.
+"""Checks of the labels of a head, which run before the body."""
 
-`options` are the keyword arguments of a `forward`. With `cp_group`, an error is raised on all ranks.
-"""
-
-from collections.abc import Mapping
 from typing import Any
 
 import torch
 from transformers.configuration_utils import PreTrainedConfig
 
 from luna_mega.modeling_common.labels import keep_positions
-from luna_mega.modeling_common.pooling import Pair
-from luna_mega.modeling_common.sharding import raise_together
 
 
 def check_labels(name: str, labels: torch.Tensor, shape: tuple[int, ...]) -> None:
@@ -46,70 +40,58 @@ def given_input(inputs: dict[str, Any]) -> torch.Tensor | None:
 def validate_labels(
     inputs: dict[str, Any],
     labels: dict[str, torch.Tensor],
-    options: Mapping[str, Any],
     logits_to_keep: int | torch.Tensor = 0,
 ) -> None:
     """Raise `ValueError` for labels, by name, of another shape than the positions `[B, T]` that have logits."""
     given = given_input(inputs)
     if given is None or given.dim() < 2:
         return  # the body raises the error
-    with raise_together(options.get("cp_group"), given.device):
-        kept = keep_positions(given, logits_to_keep)
-        for name, value in labels.items():
-            check_labels(name, value, kept.shape[:2])
+    kept = keep_positions(given, logits_to_keep)
+    for name, value in labels.items():
+        check_labels(name, value, kept.shape[:2])
 
 
 def validate_span(
-    inputs: dict[str, Any],
-    start_positions: torch.Tensor | None,
-    end_positions: torch.Tensor | None,
-    options: Mapping[str, Any],
-) -> Pair | None:
+    inputs: dict[str, Any], start_positions: torch.Tensor | None, end_positions: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor] | None:
     """Return both labels as `[B]`, or None; raise `ValueError` for one without the other or another shape."""
     given = given_input(inputs)
     if given is None or given.dim() < 2 or (start_positions is None and end_positions is None):
         return None
-    with raise_together(options.get("cp_group"), given.device):
-        if start_positions is None or end_positions is None:
-            name = "end_positions" if end_positions is None else "start_positions"
-            raise ValueError(f"`{name}` is missing; pass `start_positions` and `end_positions`, or neither")
-        pair = {"start_positions": start_positions, "end_positions": end_positions}
-        for name, value in pair.items():
-            if value.shape not in ((len(given),), (len(given), 1)):
-                raise ValueError(f"`{name}` must have the shape [{len(given)}], got {list(value.shape)}")
+    if start_positions is None or end_positions is None:
+        name = "end_positions" if end_positions is None else "start_positions"
+        raise ValueError(f"`{name}` is missing; pass `start_positions` and `end_positions`, or neither")
+    for name, value in {"start_positions": start_positions, "end_positions": end_positions}.items():
+        if value.shape not in ((len(given),), (len(given), 1)):
+            raise ValueError(f"`{name}` must have the shape [{len(given)}], got {list(value.shape)}")
     return start_positions.view(-1), end_positions.view(-1)
 
 
-def validate_pooled(
-    config: PreTrainedConfig | None, inputs: dict[str, Any], labels: torch.Tensor, options: Mapping[str, Any]
-) -> None:
+def validate_pooled(config: PreTrainedConfig | None, inputs: dict[str, Any], labels: torch.Tensor) -> None:
     """Raise `ValueError` unless labels and `inputs` have equal numbers of sequences (`config` None: of options)."""
     given = given_input(inputs)
-    if given is not None:
-        with raise_together(options.get("cp_group"), given.device):
-            if config is None:
-                check_labels("labels", labels, given.shape[:1])
-            else:
-                check_pooled_labels(config, labels, len(given))
+    if given is None:
+        return  # the body raises the error
+    if config is None:
+        check_labels("labels", labels, given.shape[:1])
+    else:
+        check_pooled_labels(config, labels, len(given))
 
 
-def validate_pairs(
-    config: PreTrainedConfig, first: dict[str, Any], second: dict[str, Any], options: Mapping[str, Any]
-) -> bool:
+def validate_pairs(config: PreTrainedConfig, first: dict[str, Any], second: dict[str, Any]) -> bool:
     """Return whether the second inputs are candidates `[B, C, ...]`; raise `ValueError` unless they fit the first."""
     one, other = given_input(first), given_input(second)
     if one is None or other is None:
         return False  # the body raises the error
     candidates = other.dim() == 3 + (other is second["inputs_embeds"]) and other is not second["input_values"]
-    with raise_together(options.get("cp_group"), one.device):
-        if candidates and config.num_labels != 1:
-            raise ValueError(
-                "the second inputs are candidates [B, C, ...], which have one score each; set num_labels=1, got "
-                f"{config.num_labels}"
-            )
-        if one.shape[0] != other.shape[0]:
-            raise ValueError(
-                f"there are {len(one)} first inputs, but {len(other)} second inputs or sets of candidates; pass the "
-                "same number of both"
-            )
+    if candidates and config.num_labels != 1:
+        raise ValueError(
+            "the second inputs are candidates [B, C, ...], which have one score each; set num_labels=1, got "
+            f"{config.num_labels}"
+        )
+    if one.shape[0] != other.shape[0]:
+        raise ValueError(
+            f"there are {len(one)} first inputs, but {len(other)} second inputs or sets of candidates; pass the "
+            "same number of both"
+        )
     return candidates

@@ -7,22 +7,15 @@ without padding.
 import torch
 from torch import nn
 
-from luna_mega.modeling_common.pooling import LOCAL, Reductions
-
 IGNORED = -100
 
 
-def shift_right(
-    labels: torch.Tensor, start: int, pad: int, reductions: Reductions = LOCAL
-) -> tuple[torch.Tensor, torch.Tensor]:
+def shift_right(labels: torch.Tensor, start: int, pad: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Return decoder inputs for labels, and the bool mask of those that are no padding, `[B, T]` each.
 
     The input is the previous label, or `start` before the first one. Labels of -100 are padding on either side or
     between the others; their inputs are `pad`, except that the last label is also the input of the position after it.
-    `reductions` belong to the labels.
     """
-    here = _columns(labels, reductions)
-    labels = reductions.gather_columns(labels)
     counted = labels != IGNORED
     columns = torch.arange(labels.shape[1], device=labels.device)
     last = torch.where(counted, columns, -1).cummax(dim=1).values
@@ -30,16 +23,14 @@ def shift_right(
     inputs = labels.gather(1, previous.clamp(min=0)).masked_fill(previous < 0, start)
     kept = counted | ((previous == columns - 1) & (columns > last[:, -1:]) & (previous >= 0))
     kept[:, 0] |= ~counted.any(dim=1)
-    return inputs.masked_fill(~kept, pad)[:, here], kept[:, here]
+    return inputs.masked_fill(~kept, pad), kept
 
 
-def keep_positions(
-    hidden_states: torch.Tensor, logits_to_keep: int | torch.Tensor, reductions: Reductions = LOCAL
-) -> torch.Tensor:
+def keep_positions(hidden_states: torch.Tensor, logits_to_keep: int | torch.Tensor) -> torch.Tensor:
     """Return the last `logits_to_keep` positions of `[B, T, ...]` (0 = all), or the positions of these indices."""
-    if not (isinstance(logits_to_keep, int) and logits_to_keep == 0):
-        reductions.require_complete("`logits_to_keep` is not supported with `cp_group`; omit it")
-    return hidden_states[:, slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep]
+    if isinstance(logits_to_keep, int):
+        return hidden_states if logits_to_keep == 0 else hidden_states[:, -logits_to_keep:]
+    return hidden_states[:, logits_to_keep]
 
 
 def count_kept(labels: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
@@ -47,12 +38,20 @@ def count_kept(labels: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
     return labels if mask is None else labels.masked_fill(~mask, IGNORED)
 
 
+def count_columns(columns: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+    """Return `columns` `[B]` with T, which a loss ignores, in place of columns that the bool `mask` `[B, T]` drops."""
+    if mask is None:
+        return columns
+    length = mask.shape[1]
+    kept = nn.functional.pad(mask, (0, 1)).gather(1, columns.clamp(0, length)[:, None])[:, 0]
+    return columns.masked_fill(~kept, length)
+
+
 def next_tokens(
     labels: torch.Tensor | None,
     shift_labels: torch.Tensor | None,
     mask: torch.Tensor | None = None,
     starts: torch.Tensor | None = None,
-    reductions: Reductions = LOCAL,
 ) -> torch.Tensor | None:
     """Return the token `[B, T]` that each position of a language model predicts, -100 = none; None without labels.
 
@@ -61,34 +60,23 @@ def next_tokens(
         shift_labels: `[B, T]`, the targets themselves. They take precedence over `labels`.
         mask: `[B, T]` bool, True = keep; None = all. Positions that it drops predict nothing and are not predicted.
         starts: `[B, T]` bool, True = the first token of a sequence of a padding-free batch; it is not predicted.
-        reductions: the context-parallel shards of the sequences.
     """
     if shift_labels is not None:
         return count_kept(shift_labels, mask).contiguous()
     if labels is None:
         return None
-    here = _columns(labels, reductions)
-    labels = reductions.gather_columns(labels)
-    kept = mask
-    if not reductions.is_local():  # on other ranks the mask may drop positions
-        kept = reductions.gather_columns(torch.ones_like(labels[:, here], dtype=torch.bool) if mask is None else mask)
     sequence = None if starts is None else starts.cumsum(dim=1)
-    if kept is None:
+    if mask is None:
         targets = nn.functional.pad(labels[:, 1:], (0, 1), value=IGNORED)
         if sequence is not None:
             targets = targets.masked_fill(nn.functional.pad(sequence.diff(dim=1) > 0, (0, 1)), IGNORED)
-        return targets[:, here].contiguous()
-    following = _next_kept(kept)
+        return targets.contiguous()
+    following = _next_kept(mask)
     targets = nn.functional.pad(labels, (0, 1), value=IGNORED).gather(1, following)
     if sequence is not None:
         later = nn.functional.pad(sequence, (0, 1), value=-1).gather(1, following)
         targets = targets.masked_fill(later != sequence, IGNORED)
-    return count_kept(targets, kept)[:, here].contiguous()
-
-
-def _columns(x: torch.Tensor, reductions: Reductions) -> slice:
-    """Return the columns of this rank's shard `[B, T]` in the complete sequences."""
-    return slice(reductions.offset(), reductions.offset() + x.shape[1])
+    return count_kept(targets, mask).contiguous()
 
 
 def _next_kept(mask: torch.Tensor) -> torch.Tensor:

@@ -1,8 +1,8 @@
 """Layouts: the positions of the tokens of a batch.
 
-A model chooses one of three classes once, and its layers only call methods: `DenseLayout` has one sequence per row,
-`PaddingFreeLayout` (`padding_free.py`) has all sequences in one row, and `ShardedLayout` (`sharding.py`) has a shard of
-each sequence. They are NamedTuples, because Accelerate's hooks move the tensors inside tuples.
+A model chooses one of two classes once, and its layers only call methods: `DenseLayout` has one sequence per row, and
+`PaddingFreeLayout` (`padding_free.py`) has all sequences in one row. They are NamedTuples, because Accelerate's hooks
+move the tensors inside tuples.
 """
 
 from typing import Any, NamedTuple, Protocol
@@ -15,11 +15,10 @@ from luna_mega.kernels.gated_attention.columns import take_columns
 from luna_mega.modeling_common.attention import KeyWindow
 from luna_mega.modeling_common.cache import StateCache
 from luna_mega.modeling_common.masks import can_look
-from luna_mega.modeling_common.pooling import LOCAL, Reductions
 
 
 class Layout(Protocol):
-    """Interface of the three layouts. T is the number of columns, and S the number of sequences."""
+    """Interface of the layouts. T is the number of columns, and S the number of sequences."""
 
     @property
     def mask(self) -> torch.Tensor | None:
@@ -28,10 +27,6 @@ class Layout(Protocol):
     @property
     def lengths(self) -> torch.Tensor | None:
         """`[B]`, the number of positions that continue each sequence of a filled cache; None = all."""
-
-    @property
-    def reductions(self) -> Reductions:
-        """Reductions over the positions of the sequences."""
 
     def has_rows(self) -> bool:
         """Return whether every row of the batch is one sequence."""
@@ -72,17 +67,8 @@ class Layout(Protocol):
     def drop_features(self, x: torch.Tensor, probability: float) -> torch.Tensor:
         """Return `[B, T, d]` after dropout of channels, at all positions of a sequence."""
 
-    def drop_shared(self, dropout: nn.Module, x: torch.Tensor) -> torch.Tensor:
-        """Return `x`, a tensor of sequences and not of positions, after dropout."""
-
-    def draw(self) -> float:
-        """Return a random number from 0 to 1 for the batch."""
-
-    def key_window(self, key: torch.Tensor, value: torch.Tensor, chunk_size: int | None) -> KeyWindow:
+    def key_window(self, key: torch.Tensor, value: torch.Tensor) -> KeyWindow:
         """Return the keys and values that are visible to the queries of the layout."""
-
-    def of_source(self, states: torch.Tensor, mask: torch.Tensor | None) -> "Layout":
-        """Return the layout of an encoder's output `[B, S, d]` with the mask `[B, S]`."""
 
 
 class DenseLayout(NamedTuple):
@@ -99,10 +85,6 @@ class DenseLayout(NamedTuple):
     columns: torch.Tensor | None = None
     back: torch.Tensor | None = None
     lengths: torch.Tensor | None = None
-
-    @property
-    def reductions(self) -> Reductions:
-        return LOCAL
 
     def has_rows(self) -> bool:
         return True
@@ -152,17 +134,8 @@ class DenseLayout(NamedTuple):
     def drop_features(self, x: torch.Tensor, probability: float) -> torch.Tensor:
         return nn.functional.dropout1d(x.transpose(1, 2), probability).transpose(1, 2)
 
-    def drop_shared(self, dropout: nn.Module, x: torch.Tensor) -> torch.Tensor:
-        return dropout(x)
-
-    def draw(self) -> float:
-        return torch.rand(()).item()
-
-    def key_window(self, key: torch.Tensor, value: torch.Tensor, chunk_size: int | None) -> KeyWindow:
+    def key_window(self, key: torch.Tensor, value: torch.Tensor) -> KeyWindow:
         return KeyWindow(key, value, self.mask, self.start())
-
-    def of_source(self, states: torch.Tensor, mask: torch.Tensor | None) -> "DenseLayout":
-        return DenseLayout(mask)
 
 
 DENSE = DenseLayout()  # no padding

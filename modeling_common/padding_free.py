@@ -9,9 +9,7 @@ from torch import nn
 from luna_mega.kernels._export import in_program
 from luna_mega.kernels.varlen import check_cu_seqlens, locate
 from luna_mega.modeling_common.attention import KeyWindow
-from luna_mega.modeling_common.layout import DENSE, DenseLayout
 from luna_mega.modeling_common.masks import can_look
-from luna_mega.modeling_common.pooling import LOCAL, Reductions
 
 # Keyword arguments of a padding-free batch, as `DataCollatorWithFlattening` returns them.
 VARLEN_OPTIONS = frozenset({"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx"})
@@ -36,10 +34,6 @@ class PaddingFreeLayout(NamedTuple):
     unpadded: bool = False
     mask: None = None
     lengths: None = None
-
-    @property
-    def reductions(self) -> Reductions:
-        return LOCAL
 
     def has_rows(self) -> bool:
         return self.unpadded
@@ -89,17 +83,8 @@ class PaddingFreeLayout(NamedTuple):
         factors = x.new_ones(len(self.cu_seqlens) - 1, x.shape[2])
         return x * self.spread(nn.functional.dropout(factors, probability), x.shape[1])
 
-    def drop_shared(self, dropout: nn.Module, x: torch.Tensor) -> torch.Tensor:
-        return DENSE.drop_shared(dropout, x)
-
-    def draw(self) -> float:
-        return DENSE.draw()
-
-    def key_window(self, key: torch.Tensor, value: torch.Tensor, chunk_size: int | None) -> KeyWindow:
+    def key_window(self, key: torch.Tensor, value: torch.Tensor) -> KeyWindow:
         return KeyWindow(key, value, varlen=(self.cu_seqlens, self.max_seqlen))
-
-    def of_source(self, states: torch.Tensor, mask: torch.Tensor | None) -> DenseLayout:
-        return DenseLayout(mask)
 
 
 def find_padding_free(

@@ -17,8 +17,6 @@ from luna_mega.modeling_common.inputs import read_sequences
 from luna_mega.modeling_common.label_checks import validate_pairs, validate_pooled
 from luna_mega.modeling_common.masks import read_mask
 from luna_mega.modeling_common.outputs import BodyOutput
-from luna_mega.modeling_common.pooling import LOCAL, Reductions
-from luna_mega.modeling_common.sharding import find_reductions
 from luna_mega.modeling_common.validation import HeadKwargs
 
 
@@ -41,11 +39,11 @@ class ClassificationHead(nn.Module):
         """Return the linear layers in their order."""
         return self.dense
 
-    def forward(self, features: torch.Tensor, reductions: Reductions = LOCAL) -> torch.Tensor:
+    def forward(self, features: torch.Tensor) -> torch.Tensor:
         """Return logits `[B, num_labels]` for features `[B, ...]` of sequences."""
-        features = reductions.dropout(self.dropout, features)
+        features = self.dropout(features)
         for dense in self.dense_layers():
-            features = reductions.dropout(self.dropout, self.activation(dense(features)))
+            features = self.dropout(self.activation(dense(features)))
         return self.out_proj(features)
 
 
@@ -63,14 +61,14 @@ class PooledHead(Head):
         """Return the number of features and of scores of the classifier."""
         return config.hidden_size, config.num_labels
 
-    def summarize(self, outputs: Any, mask: torch.Tensor | None, reductions: Reductions = LOCAL) -> torch.Tensor:
+    def summarize(self, outputs: Any, mask: torch.Tensor | None) -> torch.Tensor:
         """Return the representation of sequences `[B, d]`; `mask` is `[B, T]` bool, True = keep, None = all."""
         raise NotImplementedError
 
     def pool(
         self, inputs: dict[str, Any], drop_first_token: bool = False, **kwargs: Any
-    ) -> tuple[torch.Tensor, BodyOutput, Reductions]:
-        """Return the representation of sequences `[B, d]`, the outputs of the body, and the reductions.
+    ) -> tuple[torch.Tensor, BodyOutput]:
+        """Return the representation of sequences `[B, d]`, and the outputs of the body.
 
         Args:
             inputs: arguments of the body.
@@ -86,8 +84,7 @@ class PooledHead(Head):
         mask, given = read_sequences(self.base_model, type(self).__name__, mask, given, others, drop_first_token)
         given = {key: value for key, value in given.items() if value is not None}
         outputs = self.base_model(attention_mask=mask, **others | given, return_dict=True)
-        reductions = find_reductions(others, outputs.last_hidden_state)
-        return self.summarize(outputs, mask, reductions), outputs, reductions
+        return self.summarize(outputs, mask), outputs
 
     def make_output(self, logits: torch.Tensor, outputs: BodyOutput, labels: torch.Tensor | None) -> Any:
         """Return the output with the logits `[B, num_labels]` and their loss."""
@@ -111,9 +108,9 @@ class GenericForSequenceClassification(PooledHead):
     def classify(self, inputs: dict[str, Any], labels: torch.Tensor | None, **kwargs: Any) -> Any:
         """Return the output for the `inputs` of the body, with logits `[B, num_labels]`."""
         if labels is not None:
-            validate_pooled(self.config, inputs, labels, kwargs)
-        features, outputs, reductions = self.pool(inputs, **kwargs)
-        return self.make_output(self.classifier(features, reductions), outputs, labels)
+            validate_pooled(self.config, inputs, labels)
+        features, outputs = self.pool(inputs, **kwargs)
+        return self.make_output(self.classifier(features), outputs, labels)
 
 
 class GenericForMultipleChoice(PooledHead):
@@ -127,14 +124,14 @@ class GenericForMultipleChoice(PooledHead):
     def choose(self, inputs: dict[str, torch.Tensor | None], labels: torch.Tensor | None, **kwargs: Any) -> Any:
         """Return the output for C options `[B, C, ...]` of the inputs of the body, with logits `[B, C]`."""
         if labels is not None:
-            validate_pooled(None, inputs, labels, kwargs)
+            validate_pooled(None, inputs, labels)
         shape, inputs = flatten_options(**inputs)
-        features, outputs, reductions = self.pool(inputs, **kwargs)
-        return self.choose_option(self.score_options(features, reductions), shape, outputs, labels)
+        features, outputs = self.pool(inputs, **kwargs)
+        return self.choose_option(self.score_options(features), shape, outputs, labels)
 
-    def score_options(self, features: torch.Tensor, reductions: Reductions) -> torch.Tensor:
+    def score_options(self, features: torch.Tensor) -> torch.Tensor:
         """Return the scores `[B C, 1]` of options."""
-        return self.classifier(features, reductions)
+        return self.classifier(features)
 
 
 def pair_features(config: Any, first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
@@ -195,20 +192,17 @@ class GenericForSequencePairClassification(PooledHead):
             "input_values": pair_input_values,
             "attention_mask": read_mask("pair_attention_mask", pair_attention_mask),
         }
-        candidates, shape = validate_pairs(self.config, first, second, kwargs), None
+        candidates, shape = validate_pairs(self.config, first, second), None
         if labels is not None:
-            validate_pooled(None if candidates else self.config, second if candidates else first, labels, kwargs)
+            validate_pooled(None if candidates else self.config, second if candidates else first, labels)
         if candidates:
             shape, second = flatten_options(**second)
         drop_first_token = getattr(self.config, "drop_first_token", False)
-        one, outputs, reductions = self.pool(first | {"attention_mask": attention_mask}, drop_first_token, **kwargs)
-        shared: dict[str, Any] = {name: value for name, value in kwargs.items() if name == "cp_group"}
-        other, *_ = self.pool(second, **shared)
+        one, outputs = self.pool(first | {"attention_mask": attention_mask}, drop_first_token, **kwargs)
+        other, _ = self.pool(second)
         if shape is None:
-            return self.make_output(
-                self.classifier(pair_features(self.config, one, other), reductions), outputs, labels
-            )
-        scores = self.classifier(pair_features(self.config, one.repeat_interleave(shape[1], dim=0), other), reductions)
+            return self.make_output(self.classifier(pair_features(self.config, one, other)), outputs, labels)
+        scores = self.classifier(pair_features(self.config, one.repeat_interleave(shape[1], dim=0), other))
         return self.choose_option(scores, shape, outputs, labels)
 
 

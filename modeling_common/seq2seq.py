@@ -15,8 +15,6 @@ from luna_mega.modeling_common.label_checks import given_input, validate_labels
 from luna_mega.modeling_common.labels import count_kept, keep_positions, shift_right
 from luna_mega.modeling_common.masks import drop_if_full, find_mask, read_mask
 from luna_mega.modeling_common.outputs import Seq2SeqLMOutput, Seq2SeqModelOutput
-from luna_mega.modeling_common.pooling import LOCAL, Reductions
-from luna_mega.modeling_common.sharding import find_reductions, raise_together
 from luna_mega.modeling_common.tensor_parallel import known_rules
 from luna_mega.modeling_common.validation import HeadKwargs
 
@@ -105,8 +103,7 @@ class Seq2SeqBody(EncoderDecoder):
             decoder_inputs_embeds: `[B, T, d]`, embeddings instead of `decoder_input_ids`.
             use_cache: return a cache. None = `config.use_cache`, except in training.
             kwargs: `output_hidden_states`, `output_attentions`, `return_dict`, `token_type_ids` `[B, S]` of the source,
-                options of the decoder, and `cp_group`
-                if encoder and decoder support it (each rank passes its shards of sources and targets).
+                and options of the decoder.
 
         Returns:
             `last_hidden_state` `[B, T, d]`, the cache or None, `encoder_last_hidden_state` `[B, S, d]` (undefined at
@@ -146,7 +143,7 @@ class Seq2SeqBody(EncoderDecoder):
         if sum(target is not None for target in targets) != 1:
             raise ValueError("pass exactly one of decoder_input_ids and decoder_inputs_embeds")
         if use_cache is None:
-            use_cache = keeps_cache(self) and options.get("cp_group") is None
+            use_cache = keeps_cache(self)
         recorded = {name: getattr(self.config, name) for name in ("output_hidden_states", "output_attentions")}
         return recorded | options | {"use_cache": use_cache, "return_dict": True}
 
@@ -171,8 +168,8 @@ class Seq2SeqBody(EncoderDecoder):
         if encoded is None and not given and isinstance(cache, EncoderDecoderCache) and cache.get_seq_length() > 0:
             encoded = self.encoder_output_class()
         elif encoded is None:
-            names = [name for name in options if name.startswith("output_") or name == "cp_group"]
-            encoded = self.encoder(**source, return_dict=True, **{name: options[name] for name in names})
+            recorded = {name: value for name, value in options.items() if name.startswith("output_")}
+            encoded = self.encoder(**source, return_dict=True, **recorded)
         if mask is None:
             mask = getattr(encoded, "attention_mask", None)
         if mask is None and source["input_ids"] is not None:
@@ -250,8 +247,8 @@ class Seq2SeqLM(EncoderDecoder, LMHead):
             ValueError: As in `Seq2SeqBody.forward`, and if labels do not match the positions of `logits_to_keep`.
         """
         target = model_inputs(decoder_input_ids, decoder_attention_mask, decoder_inputs_embeds)
-        options: dict[str, Any] = {**kwargs}
-        reductions = LOCAL if labels is None else self.read_target(target, labels, logits_to_keep, options)
+        if labels is not None:
+            self.read_target(target, labels, logits_to_keep)
         outputs = self.base_model(
             input_ids,
             attention_mask,
@@ -263,38 +260,24 @@ class Seq2SeqLM(EncoderDecoder, LMHead):
             decoder_inputs_embeds,
             use_cache,
             return_dict=True,
-            **options,
+            **kwargs,
         )
-        if labels is None:
-            reductions = find_reductions(options, outputs.last_hidden_state)
-        hidden_states, loss = keep_positions(outputs.last_hidden_state, logits_to_keep, reductions), None
+        hidden_states, loss = keep_positions(outputs.last_hidden_state, logits_to_keep), None
         logits = self.lm_head(hidden_states)
         if labels is not None:
             mask = find_kept(self.get_decoder().config, target, outputs.last_hidden_state.shape[1])
             counted = count_kept(labels, None if mask is None else keep_positions(mask, logits_to_keep)).contiguous()
-            arguments = {"logits": logits, "labels": counted, "vocab_size": logits.shape[-1]}
-            options.pop("cp_group", None)
-            loss = reductions.mean_loss(self.loss_function, counted, **arguments, **options)
+            loss = self.loss_function(logits=logits, labels=counted, vocab_size=logits.shape[-1], **kwargs)
         return self.output_class(loss=loss, logits=logits, **self.carried_over(outputs))
 
-    def read_target(
-        self,
-        target: dict[str, Any],
-        labels: torch.Tensor,
-        logits_to_keep: int | torch.Tensor,
-        options: dict[str, Any],
-    ) -> Reductions:
-        """Check the labels, add the `target` for them if it is empty, and return the reductions of the target."""
+    def read_target(self, target: dict[str, Any], labels: torch.Tensor, logits_to_keep: int | torch.Tensor) -> None:
+        """Check the labels, and add the `target` for them if it is empty."""
         is_given = given_input(target) is not None
-        if not is_given:
-            with raise_together(options.get("cp_group"), labels.device):
-                if labels.dim() != 2:
-                    raise ValueError(f"`labels` must have the shape [B, T] of a target, got {list(labels.shape)}")
-        validate_labels(target if is_given else {"input_ids": labels}, {"labels": labels}, options, logits_to_keep)
-        reductions = find_reductions(dict(options), labels)
+        if not is_given and labels.dim() != 2:
+            raise ValueError(f"`labels` must have the shape [B, T] of a target, got {list(labels.shape)}")
+        validate_labels(target if is_given else {"input_ids": labels}, {"labels": labels}, logits_to_keep)
         if not is_given:
             start, config = self.config.decoder_start_token_id, self.get_decoder().config
-            target["input_ids"], kept = shift_right(labels, start, config.pad_token_id, reductions)
+            target["input_ids"], kept = shift_right(labels, start, config.pad_token_id)
             if target["attention_mask"] is None and find_mask(target["input_ids"], config) is None:
                 target["attention_mask"] = kept
-        return reductions

@@ -4,7 +4,6 @@ from collections.abc import Mapping
 from typing import Any, TypedDict
 
 import torch
-import torch.distributed as dist
 
 from luna_mega.kernels._export import in_program
 from luna_mega.modeling_common.cache import StateCache
@@ -36,7 +35,6 @@ class HeadKwargs(ModelKwargs, total=False):
     """Keyword arguments of the models with a head."""
 
     shift_labels: torch.Tensor | None
-    cp_group: "dist.ProcessGroup | None"
 
 
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
@@ -108,6 +106,17 @@ def check_inputs(
     if mask is not None and mask.shape != shape:
         raise ValueError(f"attention_mask must have the shape {list(shape)} of the input, got {list(mask.shape)}")
     return given
+
+
+def check_tokens(given: torch.Tensor, vocab_size: int) -> None:
+    """Raise `ValueError` for token ids `[B, T]` outside the vocabulary."""
+    if given.dim() == 2 and not given.is_floating_point():
+        first, last = (x.item() for x in given.aminmax())
+        if first < 0 or last >= vocab_size:
+            raise ValueError(
+                f"`input_ids` are from {first} to {last}, but the vocabulary of this model has {vocab_size} tokens; "
+                "use the tokenizer of this model"
+            )
 
 
 def read_token_types(

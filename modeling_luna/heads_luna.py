@@ -29,7 +29,7 @@ from luna_mega.modeling_common.pooled_heads import (
     GenericForSequencePairClassification,
     PooledHead,
 )
-from luna_mega.modeling_common.pooling import LOCAL, Reductions, first_token, masked_mean
+from luna_mega.modeling_common.pooling import first_token, masked_mean
 from luna_mega.modeling_common.validation import HeadKwargs
 from luna_mega.modeling_luna.configuration_luna import LunaConfig
 from luna_mega.modeling_luna.modeling_luna import LunaModel, LunaModelOutput, LunaPreTrainedModel
@@ -148,15 +148,13 @@ class LunaPooler(nn.Module):
             self.attention = LunaPoolerAttention(config)
             self.layer_norm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
 
-    def forward(
-        self, outputs: LunaModelOutput, mask: torch.Tensor | None, reductions: Reductions = LOCAL
-    ) -> torch.Tensor:
+    def forward(self, outputs: LunaModelOutput, mask: torch.Tensor | None) -> torch.Tensor:
         """Return `[B, d]`; `mask` is `[B, T]` bool, True = keep, None = all."""
         states: Any = outputs.last_hidden_state, outputs.packed_last_hidden_state
         tokens, packed = states
         packed_mask = None if outputs.packed_mask is None else outputs.packed_mask.bool()
         if self.pooling == "mean":
-            return masked_mean(tokens, None if self.pool_padding else mask, reductions)
+            return masked_mean(tokens, None if self.pool_padding else mask)
         if self.pooling == "packed_mean":
             if self.pool_padding and packed_mask is not None:
                 # The original averages over the rows that the longest sequence of the batch uses.
@@ -168,7 +166,7 @@ class LunaPooler(nn.Module):
                 return packed.amax(dim=1)
             packed = packed.masked_fill(~packed_mask[..., None], torch.finfo(packed.dtype).min).amax(dim=1)
             return packed.masked_fill(~packed_mask.any(dim=1, keepdim=True), 0.0)
-        first = first_token(tokens, mask, reductions)
+        first = first_token(tokens, mask)
         if self.pooling == "cls":
             return first
         return self.layer_norm(self.attention(first, packed, packed_mask))
@@ -185,10 +183,8 @@ class LunaPooledHead(PooledHead):
         self.pooler = LunaPooler(config)
         super().make_head(config)
 
-    def summarize(
-        self, outputs: LunaModelOutput, mask: torch.Tensor | None, reductions: Reductions = LOCAL
-    ) -> torch.Tensor:
-        return self.pooler(outputs, mask, reductions)
+    def summarize(self, outputs: LunaModelOutput, mask: torch.Tensor | None) -> torch.Tensor:
+        return self.pooler(outputs, mask)
 
     def unread_parameters(self) -> Iterable[nn.Parameter]:
         """Return the parameters that no loss depends on."""

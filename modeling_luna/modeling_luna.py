@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from typing import Any, Unpack, cast
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from transformers import initialization as init
 from transformers.activations import ACT2FN
@@ -37,7 +36,6 @@ from luna_mega.modeling_common.inputs import ValueEmbeddings, embed, prepare, sc
 from luna_mega.modeling_common.layout import DENSE, Layout
 from luna_mega.modeling_common.masks import padding_token
 from luna_mega.modeling_common.processes import has_peers
-from luna_mega.modeling_common.sharding import ShardedLayout
 from luna_mega.modeling_common.tensor_parallel import RankBoundary
 from luna_mega.modeling_common.validation import ModelKwargs
 from luna_mega.modeling_luna.cache_luna import LunaCache, LunaCacheLayer, LunaSeq2SeqCache
@@ -168,7 +166,7 @@ class LunaEmbeddings(nn.Module):
             packed = self.packed_layer_norm(packed)
         layers = [packed] if self.config.contextual_projection else [*packed.unbind()]
         # Expanded before dropout, so that every sequence has its own dropout mask.
-        layers = [layout.drop_shared(self.dropout, packed.expand(batch, -1, -1)) for packed in layers]
+        layers = [self.dropout(packed.expand(batch, -1, -1)) for packed in layers]
         if packed_mask is not None:
             layers = [packed.masked_fill(~packed_mask[..., None], 0.0) for packed in layers]
         return layers, packed_mask
@@ -257,9 +255,8 @@ class LunaAttention(LunaProjections):
             key, value = self.project(packed_context)
             if cache is not None:
                 cache.store(key.shape[1], key=key, value=value)
-        # The mask and the shard belong to the context.
-        options = {name: value for name, value in layout.options().items() if name not in ("mask", "shard")}
-        options["dropout"] = self.dropout if self.training else 0.0
+        options = layout.options() | {"dropout": self.dropout if self.training else 0.0}
+        options.pop("mask", None)  # it belongs to the context
         result: Any = luna_unpack(query, key, value, packed_mask, bias=bias, return_weights=output_weights, **options)
         heads, weights = (result[0], self.all_heads.join_heads(result[1])) if output_weights else (result, None)
         return self.output(heads.flatten(2)), packed_context, weights, pack_weights
@@ -420,7 +417,7 @@ class LunaLayer(LunaBlock):
         hidden_states = self.after(norm, hidden_states, self.dropout(output))
         if packed_norm is None:
             return self.feed_forward(hidden_states), packed_output
-        packed = self.after(packed_norm, packed, layout.drop_shared(self.dropout, packed_output))
+        packed = self.after(packed_norm, packed, self.dropout(packed_output))
         return self.feed_forward(hidden_states), packed
 
 
@@ -467,8 +464,7 @@ class LunaDecoderLayer(LunaBlock):
             )
             hidden_states = self.after(norm, hidden_states, self.dropout(output))
             if packed is not None and packed_output is not None:
-                packed_output = encoder_layout.drop_shared(self.dropout, packed_output)
-                packed = self.after(packed_norm, packed, packed_output)
+                packed = self.after(packed_norm, packed, self.dropout(packed_output))
         return self.feed_forward(hidden_states), packed
 
 
@@ -492,7 +488,7 @@ class LunaStack(nn.Module):
             return list(range(self.config.num_hidden_layers))
         return [layer.layer_idx for layer in self.layers]
 
-    def used_layers(self, layout: Layout) -> Iterator[tuple[int, LunaBlock, bool]]:
+    def used_layers(self) -> Iterator[tuple[int, LunaBlock, bool]]:
         """Yield the index and layer of every step, and whether layerdrop skips it.
 
         With several processes, skipped layers are yielded as well, see `choose`.
@@ -500,7 +496,7 @@ class LunaStack(nn.Module):
         probability = self.config.layerdrop if self.training else 0.0
         layers = [*self.layers] * (self.config.num_hidden_layers if self.config.share_layers else 1)
         for index, layer in enumerate(layers):
-            dropped = probability > 0.0 and layout.draw() < probability
+            dropped = probability > 0.0 and torch.rand(()).item() < probability
             if not dropped or has_peers():
                 yield index, layer, dropped
 
@@ -534,7 +530,7 @@ class LunaStack(nn.Module):
         arguments of each layer.
         """
         packed_states, contextual = [packed_inputs[0]], self.config.contextual_projection
-        for index, layer, dropped in self.used_layers(layout):
+        for index, layer, dropped in self.used_layers():
             packed = packed_states[-1] if contextual else packed_inputs[index]
             further = () if others is None else others[index]
             states = layer(hidden_states, packed, layout, packed_mask, output_weights, *further)
@@ -698,7 +694,6 @@ class LunaModel(BodyMixin, LunaPreTrainedModel):
         encoder_attention_mask: torch.Tensor | None = None,
         past_key_values: LunaCache | LunaSeq2SeqCache | None = None,
         use_cache: bool | None = None,
-        cp_group: "dist.ProcessGroup | None" = None,
         token_type_ids: torch.LongTensor | None = None,
         # Not named `**kwargs`: `generate` would forward decoder arguments to the encoder.
         **options: Unpack[ModelKwargs],
@@ -723,11 +718,6 @@ class LunaModel(BodyMixin, LunaPreTrainedModel):
             past_key_values: cache of the previous positions, which is updated in place; `is_decoder` only. It contains
                 the output of the encoder. `attention_mask` covers the T positions, or these and all before them.
             use_cache: return the cache; `is_decoder` only. None = `config.use_cache`, except in training.
-            cp_group: the ranks that share the B sequences. Each passes its contiguous shard, in the order of ranks, as
-                `shard_sequence` returns it; T is the length of the shard. Outputs at positions belong to the shard,
-                and P is the same on all ranks. Gradients are computed for the sum of the losses of all ranks; see
-                "Context parallelism" in docs/distributed.md. Not supported with a cache, `position_ids`, attention
-                weights or padding-free batches.
             token_type_ids: `[B, T]`, less than `type_vocab_size`, without which only 0 is supported; None = all 0.
             options: `output_hidden_states`, `output_attentions`, `output_packed_attentions`, `return_dict`; for
                 padding-free batches also `cu_seq_lens_q` `[S + 1]` and `max_length_q` (`cu_seq_lens_k` and
@@ -753,7 +743,6 @@ class LunaModel(BodyMixin, LunaPreTrainedModel):
             past_key_values=past_key_values,
             use_cache=use_cache,
             options=options,
-            cp_group=cp_group,
         )
         layout, weights = inputs.layout, inputs.output_weights
         given: Packed | None = None
@@ -785,12 +774,6 @@ class LunaModel(BodyMixin, LunaPreTrainedModel):
             cache=inputs.past_key_values,
             packed_hidden_states=select_layers(packed, options) if returns_packed else None,
         )
-
-    def check_shards(self, layout: ShardedLayout) -> None:
-        if self.config.pack_method == "importance":
-            raise ValueError(
-                "pack_method='importance' does not support `cp_group`, because rows would extend over shards"
-            )
 
 
 LunaPreTrainedModel.body_class = LunaModel

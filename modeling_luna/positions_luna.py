@@ -35,7 +35,7 @@ def number_positions(config: PreTrainedConfig, inputs: Inputs) -> torch.Tensor:
             positions = positions + inputs.cache.layers[0].tensors["count"][:, None]
     # Padding has no positions. Programs contain no branch on values.
     if longest is not None and length > longest and (inputs.past_key_values is not None or not in_program()):
-        if inputs.position_ids is None and not inputs.seen:  # of the complete sequences, also in context parallelism
+        if inputs.position_ids is None and not inputs.seen:
             counts = layout.counts()
             length = length if counts is None else min(length, int(counts.max()))
         else:

@@ -6,10 +6,8 @@ from typing import Self
 import torch
 from torch import nn
 
-from luna_mega.kernels.context_parallel import all_reduce_sum
 from luna_mega.kernels.upcast import upcast
-from luna_mega.modeling_common.pooling import LOCAL, Reductions
-from luna_mega.modeling_common.processes import are_joined
+from luna_mega.modeling_common.processes import all_reduce_sum, are_joined
 
 
 class MegaBatchNorm(nn.BatchNorm1d):
@@ -39,18 +37,16 @@ class MegaBatchNorm(nn.BatchNorm1d):
             self.running_mean, self.running_var = (x.to(self.running_mean.device) for x in statistics)
         return self
 
-    def forward(
-        self, x: torch.Tensor, mask: torch.Tensor | None = None, reductions: Reductions = LOCAL
-    ) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
         values = upcast(x)
         mean, variance = self.running_mean, self.running_var
         if self.training:
             # Gradient checkpointing repeats the step in the backward pass, which must not update the statistics again.
             counts = torch.compiler.is_compiling() or torch._C._current_graph_task_id() == -1
             mask = None if self.padded_statistics else mask
-            if mask is None and reductions.is_local() and not self._is_shared() and self._fits_pytorch(values):
+            if mask is None and not self._is_shared() and self._fits_pytorch(values):
                 return self._normalize_at_once(values, counts).to(x.dtype)
-            mean, variance, count = self._batch_statistics(values, mask, reductions)
+            mean, variance, count = self._batch_statistics(values, mask)
             if counts:
                 self._update(mean, variance, count)
         normed = (values - mean) * torch.rsqrt(variance + self.eps)
@@ -77,15 +73,15 @@ class MegaBatchNorm(nn.BatchNorm1d):
         return output.view(x.shape)
 
     def _batch_statistics(
-        self, x: torch.Tensor, mask: torch.Tensor | None, reductions: Reductions
+        self, x: torch.Tensor, mask: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         x = x.flatten(0, 1)
         keep = x.new_ones(x.shape[0], 1) if mask is None else mask.reshape(-1, 1).to(x.dtype)
-        totals = self._total(torch.cat(((x * keep).sum(dim=0), keep.sum(dim=0))), reductions)
+        totals = self._total(torch.cat(((x * keep).sum(dim=0), keep.sum(dim=0))))
         sums, count = totals[:-1], totals[-1:]
         some = count.clamp(min=1.0)
         mean = sums / some
-        return mean, self._total(((x - mean).square() * keep).sum(dim=0), reductions) / some, count
+        return mean, self._total(((x - mean).square() * keep).sum(dim=0)) / some, count
 
     @torch.no_grad()
     def _update(self, mean: torch.Tensor, variance: torch.Tensor, count: torch.Tensor) -> None:
@@ -98,9 +94,9 @@ class MegaBatchNorm(nn.BatchNorm1d):
     def _is_shared(self) -> bool:
         return self.synchronized and are_joined()
 
-    def _total(self, sums: torch.Tensor, reductions: Reductions) -> torch.Tensor:
+    def _total(self, sums: torch.Tensor) -> torch.Tensor:
         """Return the sums over all processes over which the statistics are computed."""
-        return all_reduce_sum(sums) if self._is_shared() else reductions.total(sums)
+        return all_reduce_sum(sums) if self._is_shared() else sums
 
 
 class MegaSyncBatchNorm(MegaBatchNorm):

@@ -11,7 +11,6 @@ from transformers.utils.generic import TransformersKwargs, can_return_tuple
 from luna_mega.modeling_common.generation import Seq2SeqGenerationMixin, StateGenerationMixin
 from luna_mega.modeling_common.heads import GenericForCausalLM, model_inputs
 from luna_mega.modeling_common.outputs import CausalLMOutputWithCrossAttentions, Seq2SeqLMOutput
-from luna_mega.modeling_common.pooling import Reductions
 from luna_mega.modeling_common.seq2seq import Seq2SeqBody, Seq2SeqLM
 from luna_mega.modeling_mega.adaptive import MegaAdaptiveSoftmax
 from luna_mega.modeling_mega.cache_mega import MegaCache, MegaSeq2SeqCache
@@ -100,12 +99,11 @@ class MegaForCausalLM(GenericForCausalLM, StateGenerationMixin, MegaPreTrainedMo
         hidden_states: torch.Tensor,
         labels: torch.Tensor | None,
         targets: torch.Tensor | None,
-        reductions: Reductions,
         **kwargs: Any,
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """Return the loss and the logits. An adaptive softmax returns only one of the two, the loss if labels exist."""
         if self.config.adaptive_softmax_cutoffs is None:
-            return super().score_next(hidden_states, labels, targets, reductions, **kwargs)
+            return super().score_next(hidden_states, labels, targets, **kwargs)
         hidden_states = self._project(hidden_states)
         # Not the module itself: accelerate moves modules in arguments, and fails if the weights are offloaded.
         embedding = self.mega.get_input_embeddings().__call__
@@ -113,7 +111,6 @@ class MegaForCausalLM(GenericForCausalLM, StateGenerationMixin, MegaPreTrainedMo
             return None, self.lm_head(hidden_states.flatten(0, 1), embedding).unflatten(0, hidden_states.shape[:2])
         counted = targets != -100
         total, count = self.lm_head.loss(hidden_states[counted], targets[counted], embedding), counted.sum()
-        total, count = reductions.total(total), reductions.total(count)
         items = kwargs.get("num_items_in_batch")
         return total / (count if items is None else items), None
 

@@ -30,7 +30,7 @@ from luna_mega.modeling_common.pooled_heads import (
     GenericForSequencePairClassification,
     PooledHead,
 )
-from luna_mega.modeling_common.pooling import LOCAL, Reductions, first_token, masked_mean
+from luna_mega.modeling_common.pooling import first_token, masked_mean
 from luna_mega.modeling_mega.configuration_mega import MegaConfig, check_tied_widths
 from luna_mega.modeling_mega.modeling_mega import MegaPreTrainedModel
 
@@ -96,9 +96,9 @@ class MegaPooledHead(PooledHead):
             if module in (*head.dense_layers(), head.out_proj):
                 init.xavier_uniform_(module.weight)
 
-    def summarize(self, outputs: Any, mask: torch.Tensor | None, reductions: Reductions = LOCAL) -> torch.Tensor:
+    def summarize(self, outputs: Any, mask: torch.Tensor | None) -> torch.Tensor:
         pool = first_token if self.config.pooling == "cls" else masked_mean
-        return pool(outputs.last_hidden_state, mask, reductions)
+        return pool(outputs.last_hidden_state, mask)
 
 
 class MegaForSequenceClassification(MegaPooledHead, GenericForSequenceClassification, MegaPreTrainedModel):
@@ -179,11 +179,11 @@ class MegaForMultipleChoice(GenericForMultipleChoice, MegaPreTrainedModel):
         self.dropout = nn.Dropout(config.classifier_dropout or 0.0)
         self.classifier = nn.Linear(config.hidden_size, 1)
 
-    def summarize(self, outputs: Any, mask: torch.Tensor | None, reductions: Reductions = LOCAL) -> torch.Tensor:
+    def summarize(self, outputs: Any, mask: torch.Tensor | None) -> torch.Tensor:
         return outputs.pooler_output
 
-    def score_options(self, features: torch.Tensor, reductions: Reductions) -> torch.Tensor:
-        return self.classifier(reductions.dropout(self.dropout, features))
+    def score_options(self, features: torch.Tensor) -> torch.Tensor:
+        return self.classifier(self.dropout(features))
 
     @can_return_tuple
     def forward(

@@ -85,8 +85,9 @@ class MegaSequenceNorm(nn.Module):
         )
 
     def forward(self, hidden_states: torch.Tensor, layout: Layout) -> torch.Tensor:
-        statistics = (layout.mask, layout.reductions) if isinstance(self.norm, MegaBatchNorm) else ()
-        return self.norm(hidden_states, *statistics)
+        if isinstance(self.norm, MegaBatchNorm):
+            return self.norm(hidden_states, layout.mask)
+        return self.norm(hidden_states)
 
 
 class MegaDropout(nn.Module):

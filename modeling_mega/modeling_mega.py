@@ -14,7 +14,6 @@ from collections.abc import Callable, Sequence
 from typing import Any, Unpack
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from transformers import initialization as init
 from transformers.activations import ACT2FN
@@ -32,7 +31,6 @@ from luna_mega.modeling_common.layout import DENSE, Layout
 from luna_mega.modeling_common.masks import padding_token
 from luna_mega.modeling_common.outputs import BaseModelOutputWithPoolingAndCrossAttentions
 from luna_mega.modeling_common.pooling import first_token
-from luna_mega.modeling_common.sharding import ShardedLayout, check_shards, raise_together
 from luna_mega.modeling_common.tensor_parallel import RankBoundary
 from luna_mega.modeling_mega.adaptive import MegaAdaptiveEmbedding, MegaBandProjection
 from luna_mega.modeling_mega.cache_mega import MegaCache, MegaCacheLayer, MegaCrossCacheLayer, MegaSeq2SeqCache
@@ -188,7 +186,7 @@ class MegaGatedAttention(nn.Module):
         shared, reset = nn.functional.silu(shared), self.own_columns(nn.functional.silu(reset))
         query, key = (self.whole(shared * self.qk_weight[row] + self.qk_bias[row]) for row in (0, 1))
         chunk = self.config.attention_chunk
-        window = layout.key_window(key, value, chunk) if cache is None else cache.extend(key, value, layout.mask, chunk)
+        window = layout.key_window(key, value) if cache is None else cache.extend(key, value, layout.mask, chunk)
         dropout = self.config.attention_probs_dropout_prob if self.training else 0.0
         options: dict[str, Any] = {"bias": self.bias(window, output_weights, cache, grid), "dropout": dropout}
         options |= {"function": self.config.attention_activation, "causal": self.config.is_decoder}
@@ -409,10 +407,6 @@ class MegaModel(BodyMixin, MegaPreTrainedModel):
         projects = config.input_type == "tokens" and config.adaptive_input_cutoffs is None
         return (config.embedding_size if projects else None) or config.hidden_size
 
-    def check_shards(self, layout: ShardedLayout) -> None:
-        config = self.config
-        check_shards(layout, config.attention_chunk, config.truncation, config.padded_batch_statistics)
-
     @capture_outputs
     def forward(
         self,
@@ -425,7 +419,6 @@ class MegaModel(BodyMixin, MegaPreTrainedModel):
         use_cache: bool | None = None,
         encoder_hidden_states: torch.FloatTensor | None = None,
         encoder_attention_mask: torch.Tensor | None = None,
-        cp_group: "dist.ProcessGroup | None" = None,
         pixel_values: torch.FloatTensor | None = None,
         interpolate_pos_encoding: bool = False,
         # Not named `**kwargs`: `generate` would pass arguments of the decoder to the encoder.
@@ -448,11 +441,6 @@ class MegaModel(BodyMixin, MegaPreTrainedModel):
             use_cache: Only with `is_decoder`: return `past_key_values`. None = `config.use_cache`, but not in training.
             encoder_hidden_states: `[B, S, d]`, only with `add_cross_attention`: the source, which is also cached.
             encoder_attention_mask: `[B, S]`, 1 = keep. None = all. Attention to a source without tokens is 0.
-            cp_group: Context-parallel ranks. Each passes its shard of the B sequences, in the order of ranks, as
-                `shard_sequence` returns them; T is the length of the shard and may differ between ranks. Outputs
-                belong to the shard. Gradients are computed for the sum of the losses of all ranks, see "Context
-                parallelism" in docs/distributed.md. Not supported with a cache, cross-attention, a truncation,
-                attention weights or a padding-free batch.
             pixel_values: `[B, C, H, W]` images (`input_type="patches"`); the T positions are their patches in
                 row-major order.
             interpolate_pos_encoding: Support images of any size that is a multiple of the patch size: interpolate
@@ -474,11 +462,10 @@ class MegaModel(BodyMixin, MegaPreTrainedModel):
         """
         grid = None
         if pixel_values is not None:
-            with raise_together(cp_group, pixel_values.device):
-                if self.config.input_type != "patches":
-                    kind = self.config.input_type
-                    raise ValueError(f"`pixel_values` require input_type='patches', got {kind!r}; omit them")
-                grid = self.embedding_layer.patch_embeddings.find_grid(pixel_values, interpolate_pos_encoding)
+            if self.config.input_type != "patches":
+                kind = self.config.input_type
+                raise ValueError(f"`pixel_values` require input_type='patches', got {kind!r}; omit them")
+            grid = self.embedding_layer.patch_embeddings.find_grid(pixel_values, interpolate_pos_encoding)
         inputs = prepare(
             self,
             input_ids=input_ids,
@@ -494,7 +481,6 @@ class MegaModel(BodyMixin, MegaPreTrainedModel):
             past_key_values=past_key_values,
             use_cache=use_cache,
             options=options,
-            cp_group=cp_group,
         )
         layout, encoder = inputs.layout, (inputs.encoder_hidden_states, inputs.encoder_layout)
         types = None if inputs.token_type_ids is None else layout.gather(inputs.token_type_ids)
@@ -512,7 +498,7 @@ class MegaModel(BodyMixin, MegaPreTrainedModel):
         hidden_states = scatter_states(inputs, self.finish(hidden_states, layout))
         pooled = None
         if self.pooler is not None and layout.has_rows():
-            pooled = self.pooler(first_token(hidden_states, inputs.mask, layout.reductions))
+            pooled = self.pooler(first_token(hidden_states, inputs.mask))
         return BaseModelOutputWithPoolingAndCrossAttentions(
             last_hidden_state=hidden_states, cache=inputs.past_key_values, pooler_output=pooled
         )

@@ -7,7 +7,7 @@ from transformers.modeling_outputs import SequenceClassifierOutput
 from transformers.utils.generic import TransformersKwargs, can_return_tuple
 
 from luna_mega.modeling_common.pooled_heads import GenericForSequenceClassification
-from luna_mega.modeling_common.pooling import LOCAL, Reductions, last_token, masked_mean
+from luna_mega.modeling_common.pooling import last_token, masked_mean
 from luna_mega.modeling_megalodon.modeling_megalodon import MegalodonPreTrainedModel
 
 
@@ -16,9 +16,9 @@ class MegalodonForSequenceClassification(GenericForSequenceClassification, Megal
 
     output_class = SequenceClassifierOutput
 
-    def summarize(self, outputs: Any, mask: torch.Tensor | None, reductions: Reductions = LOCAL) -> torch.Tensor:
+    def summarize(self, outputs: Any, mask: torch.Tensor | None) -> torch.Tensor:
         pool = last_token if self.config.pooling == "last" else masked_mean
-        return pool(outputs.last_hidden_state, mask, reductions)
+        return pool(outputs.last_hidden_state, mask)
 
     @can_return_tuple
     def forward(

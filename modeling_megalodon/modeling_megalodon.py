@@ -16,7 +16,6 @@ from collections.abc import Sequence
 from typing import Any, Unpack
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.nn.functional import layer_norm, rms_norm, silu
 from transformers import initialization as init
@@ -38,7 +37,6 @@ from luna_mega.modeling_common.cache import StateCache
 from luna_mega.modeling_common.inputs import Inputs, embed, prepare, scatter_states
 from luna_mega.modeling_common.layout import Layout
 from luna_mega.modeling_common.outputs import BaseModelOutputWithPast
-from luna_mega.modeling_common.sharding import ShardedLayout, check_shards
 from luna_mega.modeling_common.tensor_parallel import RankBoundary
 from luna_mega.modeling_megalodon.attention_megalodon import MegalodonChunkAttention, MegalodonRotary, Rotation
 from luna_mega.modeling_megalodon.cache_megalodon import MegalodonCache, MegalodonCacheLayer
@@ -302,9 +300,6 @@ class MegalodonModel(BodyMixin, MegalodonPreTrainedModel):
         self.gradient_checkpointing = False
         self.post_init()
 
-    def check_shards(self, layout: ShardedLayout) -> None:
-        check_shards(layout, self.config.chunk_size)
-
     @capture_outputs
     def forward(
         self,
@@ -313,7 +308,6 @@ class MegalodonModel(BodyMixin, MegalodonPreTrainedModel):
         inputs_embeds: torch.FloatTensor | None = None,
         past_key_values: MegalodonCache | None = None,
         use_cache: bool | None = None,
-        cp_group: "dist.ProcessGroup | None" = None,
         **options: Unpack[TransformersKwargs],
     ) -> BaseModelOutputWithPast:
         """Run the model on B sequences of T positions.
@@ -326,8 +320,6 @@ class MegalodonModel(BodyMixin, MegalodonPreTrainedModel):
             past_key_values: Cache of the positions before these, which is updated in place. `attention_mask` is for the
                 T positions, or for these and all before them.
             use_cache: Return `past_key_values`. None = `config.use_cache`, but not in training.
-            cp_group: Context-parallel ranks, each of which passes its shard of the sequences, from
-                `shard_sequence(batch, group, multiple=config.chunk_size)`; see `MegaModel.forward`.
             options: `output_hidden_states`, `output_attentions`, `return_dict`, and for padding-free batches
                 `position_ids`, `seq_idx`, or `cu_seq_lens_q` and `max_length_q`; see `MegaModel.forward`.
                 `token_type_ids` must be 0.
@@ -350,7 +342,6 @@ class MegalodonModel(BodyMixin, MegalodonPreTrainedModel):
             past_key_values=past_key_values,
             use_cache=use_cache,
             options=options,
-            cp_group=cp_group,
         )
         windowed = self.config.windowed_statistics and not self.training and needs_windows(self, inputs, options)
         hidden_states = embed(self, inputs)

@@ -17,14 +17,14 @@ def needs_windows(model: Any, inputs: Inputs, options: Mapping[str, Any]) -> boo
     """Return whether the sequences are so long that statistics restart.
 
     Raises:
-        ValueError: Such a call has padding, a filled cache or shards, or requests states or weights of layers.
+        ValueError: Such a call has padding or a filled cache, or requests states or weights of layers.
     """
     config, layout, length, seen = model.config, inputs.layout, inputs.given.shape[1], inputs.seen
     if length == 1 or seen + layout.sizes(inputs.given)[1] <= LONG * config.chunk_size:
         return False
     if not isinstance(layout, DenseLayout) or layout.mask is not None:
         raise ValueError(
-            f"windowed_statistics=True does not support padding, padding-free batches or `cp_group` after {LONG} "
+            f"windowed_statistics=True does not support padding or padding-free batches after {LONG} "
             f"chunks of {config.chunk_size} positions; pass sequences of one length, or set it to False"
         )
     if seen or inputs.output_states or options.get("output_attentions", config.output_attentions):

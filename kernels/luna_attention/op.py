@@ -9,8 +9,7 @@ from torch import Tensor, nn
 
 from luna_mega.kernels._op import Op
 from luna_mega.kernels.checks import check_dropout, check_mask, check_shape
-from luna_mega.kernels.context_parallel import ContextShard
-from luna_mega.kernels.luna_attention import reference, sharded, torch_backend
+from luna_mega.kernels.luna_attention import reference, torch_backend
 from luna_mega.kernels.varlen import check_cu_seqlens
 
 
@@ -49,7 +48,7 @@ def _op(name: str, varlen_side: str, **options: Any) -> Op:
     return Op(name, backends, _unsupported, with_weights=reference.attend, **options)
 
 
-PACK = _op("luna_pack", "key", tokens=("key", "value"), tokens_out=False, on_ranks=sharded.BACKENDS)
+PACK = _op("luna_pack", "key", tokens=("key", "value"), tokens_out=False)
 UNPACK = _op("luna_unpack", "query", tokens=("query",), mask=None)
 
 
@@ -64,7 +63,6 @@ def luna_pack(
     backend: str | None = None,
     cu_seqlens: Tensor | None = None,
     max_seqlen: int | None = None,
-    shard: ContextShard | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Pack a context of any length into L rows: softmax(P K^T / sqrt(K)) V per head (Luna eq. 3).
 
@@ -82,8 +80,6 @@ def luna_pack(
         cu_seqlens: `[B + 1]` int32 or int64, `[0, ..., total]`, for varlen contexts: `key` and `value` are `[1, total,
             H, K]` and `mask` is `[1, total]`. `pack_query` and the result have one row per context.
         max_seqlen: length of the longest context; None = computed from `cu_seqlens`, which synchronizes the device.
-        shard: context-parallel shard; `key`, `value` and `mask` are this rank's part of the context. `pack_query` and
-            the result are equal on all ranks. Not supported with `cu_seqlens` or `return_weights`.
 
     Returns:
         `[B, L, H, K]` in the dtype of `pack_query`, or (output, weights) if `return_weights` is set. The softmax is
@@ -92,8 +88,7 @@ def luna_pack(
     Raises:
         ValueError: if shapes, dtypes or devices do not match, or the backend does not exist or does not support them.
     """
-    options = (dropout, return_weights, backend, cu_seqlens, max_seqlen, shard)
-    return _attend(PACK, pack_query, key, value, mask, *options)
+    return _attend(PACK, pack_query, key, value, mask, dropout, return_weights, backend, cu_seqlens, max_seqlen)
 
 
 def luna_unpack(
@@ -143,7 +138,6 @@ def luna_attention(
     backend: str | None = None,
     cu_seqlens: Tensor | None = None,
     max_seqlen: int | None = None,
-    shard: ContextShard | None = None,
 ) -> tuple[Tensor, ...]:
     """Compute linear unified nested attention (Luna section 3.1): pack the context, project the result, unpack it.
 
@@ -161,7 +155,6 @@ def luna_attention(
         cu_seqlens: as in `luna_pack`. Queries and context are then the same B varlen sequences: `query` is `[1, total,
             H, K]`, the context `[1, total, Hp, Kp]` and `context_mask` `[1, total]`.
         max_seqlen: length of the longest sequence, as in `luna_pack`.
-        shard: as in `luna_pack`; queries and output are also sharded.
 
     Returns:
         (output `[B, T, H, K]`, packed context `[B, L, Hp, Kp]`). If `return_weights` is set, unpack weights `[B, H, T,
@@ -187,7 +180,7 @@ def luna_attention(
         if max_seqlen is None:
             max_seqlen = check_cu_seqlens("luna_attention", cu_seqlens, None, query.shape[1])
         options |= {"cu_seqlens": cu_seqlens, "max_seqlen": max_seqlen}
-    packed: Any = luna_pack(pack_query, pack_key, pack_value, context_mask, **options, shard=shard)
+    packed: Any = luna_pack(pack_query, pack_key, pack_value, context_mask, **options)
     packed, *pack_weights = packed if return_weights else (packed,)
     output: Any = luna_unpack(query, *project(packed), pack_mask, **options)
     return (output[0], packed, output[1], *pack_weights) if return_weights else (output, packed)
@@ -195,17 +188,15 @@ def luna_attention(
 
 def _attend(
     op: Op, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout: float, return_weights: bool,
-    backend: str | None, cu_seqlens: Tensor | None, max_seqlen: int | None, shard: ContextShard | None = None,
-    scale: float | None = None,
+    backend: str | None, cu_seqlens: Tensor | None, max_seqlen: int | None, scale: float | None = None,
 ) -> Any:  # fmt: skip
-    op.check_shard_options(shard, return_weights=return_weights, cu_seqlens=cu_seqlens)
     _check(op, query, key, value, mask, dropout, cu_seqlens)
     if cu_seqlens is not None:
         total = (query if op is UNPACK else key).shape[1]
         max_seqlen = check_cu_seqlens(op.name, cu_seqlens, max_seqlen, total)
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     call = {"query": query, "key": key, "value": value, "mask": mask, "scale": scale, "dropout": dropout}
-    return op(backend, call, cu_seqlens, max_seqlen, return_weights, shard)
+    return op(backend, call, cu_seqlens, max_seqlen, return_weights)
 
 
 def _sdpa_is_best(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> bool:

@@ -1,7 +1,5 @@
 """Pack and unpack attention with Triton kernels, as custom operators."""
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -31,29 +29,6 @@ def attend(
         query, key, None if key is value else value, mask, cu_seqlens, seed, varlen_side, max_seqlen, scale, dropout,
         precision,
     )[0]  # fmt: skip
-
-
-def pack(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float, dropout: float, seed: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """Return the result of `attend` for dense input and the log2-sum-exp `[B, H, T]`, without gradients."""
-    return torch.ops.luna_mega.luna_attention_triton(*_dense(query, key, value, mask, scale, dropout, seed))
-
-
-def pack_backward(
-    grad_output: Tensor, output: Tensor, log_sum_exp: Tensor, query: Tensor, key: Tensor, value: Tensor,
-    mask: Tensor | None, scale: float, dropout: float, seed: Tensor | None,
-) -> list[Tensor | None]:  # fmt: skip
-    """Return the gradients of query, key and value; if value is key, the gradient of the key is the sum of both."""
-    inputs = _dense(query, key, value, mask, scale, dropout, seed)
-    return triton_backward.backward(grad_output, output, log_sum_exp, *inputs)
-
-
-def _dense(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float, dropout: float, seed: Tensor | None
-) -> tuple[Any, ...]:
-    precision = _op.float32_precision() if query.dtype == torch.float32 else "tf32"
-    return query, key, None if key is value else value, mask, None, seed, None, 0, scale, dropout, precision
 
 
 def _fake(query: Tensor, *_rest: object) -> tuple[Tensor, Tensor]:

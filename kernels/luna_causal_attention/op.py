@@ -1,15 +1,13 @@
 """Luna's causal attention for a sequence or segment, and for one token (`luna_causal_attention_step`)."""
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from luna_mega.kernels._op import Call, Op, for_ranks
+from luna_mega.kernels._op import Call, Op
 from luna_mega.kernels.checks import check_dropout, check_mask
-from luna_mega.kernels.context_parallel import ContextShard
-from luna_mega.kernels.luna_causal_attention import reference, sharded, torch_backend
+from luna_mega.kernels.luna_causal_attention import reference, torch_backend
 from luna_mega.kernels.luna_causal_attention.reference import LunaCausalState
 from luna_mega.kernels.varlen import check_cu_seqlens
 
@@ -42,19 +40,13 @@ def _unsupported(query: Tensor, pack_query: Tensor, value: Tensor, **_: object) 
     return None
 
 
-_BACKENDS: dict[str, Callable[..., Any]] = {
-    "reference": reference.attend,
-    "torch": torch_backend.attend,
-    "triton": _triton_attend,
-}
 ATTEND = Op(
     "luna_causal_attention",
-    _BACKENDS,
+    {"reference": reference.attend, "torch": torch_backend.attend, "triton": _triton_attend},
     _unsupported,
     tokens=("query", "pack_key", "key", "value"),
     native=(),
     with_weights=reference.attend_with_weights,
-    on_ranks=for_ranks(sharded.attend, _BACKENDS | {"weights": reference.attend_with_weights}),
 )
 STEP = Op(
     "luna_causal_attention_step",
@@ -90,7 +82,6 @@ def luna_causal_attention(
     cu_seqlens: Tensor | None = None,
     max_seqlen: int | None = None,
     backend: str | None = None,
-    shard: ContextShard | None = None,
 ) -> Tensor | tuple[Any, ...]:
     """Compute causal linear unified nested attention (Luna section 3.3), with time and memory linear in T.
 
@@ -122,10 +113,6 @@ def luna_causal_attention(
         max_seqlen: upper bound of the sequence lengths; None = computed, which synchronizes the device.
         backend: one of `"auto"`, `"reference"`, `"torch"`, `"triton"`; None = the setting of
             `luna_mega.kernels.api.use_backend` or `LUNA_MEGA_BACKEND`.
-        shard: context-parallel shard; the tokens and their mask are this rank's part. pack_query and pack_mask are
-            equal on all ranks. The ranks exchange states, whose size is independent of the length. The returned state
-            is the state after this rank's last token. Dropout draws separate pack weights for the state that later
-            ranks receive. Not supported with `state` or `cu_seqlens`.
 
     Returns:
         `[B, T, H, V]` in the dtype of the inputs, or a tuple with the weights and the state, if requested. The state
@@ -155,10 +142,9 @@ def luna_causal_attention(
         _check_varlen(ATTEND.name, query, (pack_key, key, value), mask)
         max_seqlen = check_cu_seqlens(ATTEND.name, cu_seqlens, max_seqlen, query.shape[1])
         batch = cu_seqlens.numel() - 1
-    ATTEND.check_shard_options(shard, state=state, cu_seqlens=cu_seqlens)
     call = _named(query, pack_query, pack_key, key, value, mask, pack_mask, activation, state, dropout)
     _check(ATTEND.name, batch, **call)
-    *result, state = ATTEND(backend, call, cu_seqlens, max_seqlen, return_weights, shard)
+    *result, state = ATTEND(backend, call, cu_seqlens, max_seqlen, return_weights)
     result = (*result, state) if return_state else tuple(result)
     return result if len(result) > 1 else result[0]
 

@@ -57,20 +57,6 @@ def pack_weights(
     return weights
 
 
-def pack_tokens(
-    pack_query: Tensor, pack_key: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, pack_mask: Tensor | None,
-    activation: str, dropout: float,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Return keys and values, 0 for masked tokens, and the pack weights after dropout, in float32 or float64."""
-    pack_query, pack_key, key, value = (upcast(x) for x in (pack_query, pack_key, key, value))
-    if mask is not None:
-        pack_key, key, value = (x.masked_fill(~mask[..., None, None], 0.0) for x in (pack_key, key, value))
-    if pack_mask is not None:
-        pack_query = pack_query.masked_fill(~pack_mask[..., None, None], 0.0)
-    weights = pack_weights(pack_key, pack_query, mask, pack_mask, activation)
-    return key, value, torch.dropout(weights, dropout, train=True)
-
-
 def token_count(mask: Tensor | None, query: Tensor, seen: Tensor | None) -> Tensor:
     """Return the number of kept tokens up to and including each, `[B, T]`, plus `seen` `[B]` earlier ones."""
     kept = torch.ones(query.shape[:2], dtype=torch.int64, device=query.device) if mask is None else mask
@@ -87,8 +73,13 @@ def attend_with_weights(
     Returns y `[B, T, H, V]`, w `[B, H, T, L]` and the state after the last token, computed in float32 (float64 for
     float64 inputs).
     """
-    dtype, query = query.dtype, upcast(query)
-    key, value, packed = pack_tokens(pack_query, pack_key, key, value, mask, pack_mask, activation, dropout)
+    dtype = query.dtype
+    query, pack_query, pack_key, key, value = (upcast(x) for x in (query, pack_query, pack_key, key, value))
+    if mask is not None:
+        pack_key, key, value = (x.masked_fill(~mask[..., None, None], 0.0) for x in (pack_key, key, value))
+    if pack_mask is not None:
+        pack_query = pack_query.masked_fill(~pack_mask[..., None, None], 0.0)
+    packed = torch.dropout(pack_weights(pack_key, pack_query, mask, pack_mask, activation), dropout, train=True)
     count = token_count(mask, query, None if state is None else state.count)
     key_sum = torch.einsum("bthk,bhtl->bhtkl", key, packed).cumsum(dim=2)
     value_sum = torch.einsum("bhtl,bthv->bhtlv", packed, value).cumsum(dim=2)

@@ -6,7 +6,6 @@ from torch import Tensor
 
 from luna_mega.kernels._op import Op
 from luna_mega.kernels.checks import check_average, check_position
-from luna_mega.kernels.context_parallel import ContextShard
 from luna_mega.kernels.moving_average import reference, torch_backend
 from luna_mega.kernels.moving_average.coefficients import complex_coefficients, complex_ema_coefficients
 from luna_mega.kernels.moving_average.wiring import (
@@ -75,7 +74,6 @@ def complex_ema(
     lengths: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
     max_seqlen: int | None = None,
-    shard: ContextShard | None = None,
     backend: str | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Compute the complex exponential moving average of every channel (Megalodon section 3.2, as in its code).
@@ -98,7 +96,6 @@ def complex_ema(
         lengths: as in `damped_ema`.
         cu_seqlens: as in `damped_ema`; states are `[S, D, N, 2]`.
         max_seqlen: as in `damped_ema`.
-        shard: as in `damped_ema`. Not supported with states or `cu_seqlens`.
         backend: as in `damped_ema`. Triton supports up to 32 states per channel.
 
     Returns:
@@ -118,7 +115,7 @@ def complex_ema(
         >>> torch.allclose(torch.cat([first, second], 1), complex_ema(x, *parameters), atol=1e-5)
         True
     """
-    check_call(EMA, x, mask, initial_state, return_state, lengths, cu_seqlens, shard)
+    check_call(EMA, x, mask, return_state, lengths, cu_seqlens)
     call = {
         "x": x,
         "parameters": (input_logit, damping_logit, phase_logit, projection),
@@ -127,7 +124,7 @@ def complex_ema(
         "initial_state": initial_state,
         "return_state": return_state,
     }
-    return run_call(EMA, complex_coefficients, _check, backend, call, lengths, cu_seqlens, max_seqlen, shard)
+    return run_call(EMA, complex_coefficients, _check, backend, call, lengths, cu_seqlens, max_seqlen)
 
 
 def complex_ema_step(

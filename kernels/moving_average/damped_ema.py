@@ -7,7 +7,6 @@ from torch import Tensor
 
 from luna_mega.kernels._op import Call, Op
 from luna_mega.kernels.checks import check_average, check_mask
-from luna_mega.kernels.context_parallel import ContextShard
 from luna_mega.kernels.moving_average import reference, torch_backend
 from luna_mega.kernels.moving_average.coefficients import damped_coefficients, ema_coefficients
 from luna_mega.kernels.moving_average.truncated import TruncatedEmaState, truncated
@@ -80,7 +79,6 @@ def damped_ema(
     lengths: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
     max_seqlen: int | None = None,
-    shard: ContextShard | None = None,
     backend: str | None = None,
 ) -> Tensor | tuple[Tensor, Tensor | TruncatedEmaState]:
     """Compute the damped multi-dimensional exponential moving average of every channel (Mega section 3.1).
@@ -110,9 +108,6 @@ def damped_ema(
             sequence s is `[cu_seqlens[s], cu_seqlens[s+1])`. States are `[S, D, N]`. Each result equals the
             result of a separate call.
         max_seqlen: length of the longest sequence; None = computed from `cu_seqlens`, which synchronizes the device.
-        shard: context-parallel shard; x and the mask are this rank's part of longer sequences. The ranks exchange
-            their states, `[B, R, N]`. None = x is complete. Not supported with states, `cu_seqlens`, or a truncation
-            below the length of the complete sequence.
         backend: one of `"auto"`, `"reference"`, `"torch"`, `"triton"`; None = the setting of
             `luna_mega.kernels.api.use_backend` or `LUNA_MEGA_BACKEND`. Triton supports up to 64 states per channel, and
             neither truncation nor float64. The other backends pad varlen sequences, or process them sequentially if
@@ -137,7 +132,7 @@ def damped_ema(
     """
     if truncation is not None and truncation < 1:
         truncation = None
-    check_call(EMA, x, mask, initial_state, return_state, lengths, cu_seqlens, shard)
+    check_call(EMA, x, mask, return_state, lengths, cu_seqlens)
     _check_directions(x, input_logit, shift, truncation, initial_state, return_state)
     parameters = (input_logit, damping_logit, expansion, projection)
     if truncation is not None and (return_state or initial_state is not None):
@@ -162,7 +157,7 @@ def damped_ema(
         "initial_state": initial_state,
         "return_state": return_state,
     }
-    return run_call(EMA, damped_coefficients, _check, backend, call, lengths, cu_seqlens, max_seqlen, shard)
+    return run_call(EMA, damped_coefficients, _check, backend, call, lengths, cu_seqlens, max_seqlen)
 
 
 def damped_ema_step(

@@ -7,11 +7,10 @@ import torch
 from torch import Tensor
 
 from luna_mega.kernels import varlen
-from luna_mega.kernels._op import Call, Op, for_ranks, without_autocast
+from luna_mega.kernels._op import Call, Op, without_autocast
 from luna_mega.kernels.checks import check_lengths, check_sequences, count_sequences
-from luna_mega.kernels.context_parallel import ContextShard
 from luna_mega.kernels.gated_attention.columns import to_end
-from luna_mega.kernels.moving_average import export, sharded, torch_backend
+from luna_mega.kernels.moving_average import export, torch_backend
 from luna_mega.kernels.moving_average.coefficients import powers, times
 from luna_mega.kernels.upcast import upcast_dtype
 
@@ -36,9 +35,6 @@ def make_average(
         x, parameters = call["x"], call["parameters"]
         return varlen.one_by_one(run, call, cu_seqlens, parameters[state].shape, upcast_dtype(x, *parameters))
 
-    def on_ranks(run: Callable[..., Any], shard: ContextShard, **call: Any) -> Any:
-        return sharded.average(run, shard, name, coefficients, **call)
-
     def triton(x: Tensor, truncation: object = None, **call: Any) -> tuple[Tensor, Tensor | None]:
         # Imported lazily because Triton decides at import time whether kernels are interpreted.
         from luna_mega.kernels.moving_average import triton_ops
@@ -51,8 +47,7 @@ def make_average(
         "torch": from_parameters(_torch, coefficients),
         "triton": from_parameters(triton, coefficients),
     }
-    ranks = for_ranks(on_ranks, backends)
-    op = Op(name, backends, unsupported, tokens=("x",), run_varlen=run_varlen, on_ranks=ranks)
+    op = Op(name, backends, unsupported, tokens=("x",), run_varlen=run_varlen)
     return op
 
 
@@ -91,25 +86,23 @@ def from_coefficients(run: Callable[..., Any], compute: Callable[..., Any]) -> C
 
 
 def check_call(
-    op: Op, x: Tensor, mask: Tensor | None, initial_state: Tensor | tuple[Tensor, ...] | None, return_state: bool,
-    lengths: Tensor | None, cu_seqlens: Tensor | None, shard: ContextShard | None,
-) -> None:  # fmt: skip
+    op: Op, x: Tensor, mask: Tensor | None, return_state: bool, lengths: Tensor | None, cu_seqlens: Tensor | None
+) -> None:
     """Raise `ValueError` for arguments that do not match each other."""
     check_sequences(op.name, x, mask, "channels")
-    op.check_shard_options(shard, initial_state=initial_state, return_state=return_state, cu_seqlens=cu_seqlens)
     check_lengths(op.name, lengths, x, mask, return_state, cu_seqlens)
 
 
 def run_call(
     op: Op, coefficients: Callable[..., Any], check: Callable[..., Any], backend: str | None, call: Call,
-    lengths: Tensor | None, cu_seqlens: Tensor | None, max_seqlen: int | None, shard: ContextShard | None,
+    lengths: Tensor | None, cu_seqlens: Tensor | None, max_seqlen: int | None,
 ) -> Any:  # fmt: skip
     """Return the output and, if requested, the states; `check(name, x, parameters, skip, state, sequences)` first."""
     sequences, max_seqlen = count_sequences(op.name, call["x"], cu_seqlens, max_seqlen, "channels")
     check(op.name, call["x"], call["parameters"], call["skip"], call["initial_state"], sequences)
     return_state = call["return_state"]
     call["return_state"] = return_state and lengths is None
-    output, state = op(backend, call, cu_seqlens, max_seqlen, shard=shard)
+    output, state = op(backend, call, cu_seqlens, max_seqlen)
     if lengths is not None:
         state = _state_after(op, coefficients, backend, call, lengths)
     return (output, state) if return_state else output

@@ -1,15 +1,13 @@
 """Megalodon's timestep norm: `timestep_norm` for a sequence or a segment, `timestep_norm_step` for one position."""
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from luna_mega.kernels._op import Op, for_ranks
+from luna_mega.kernels._op import Op
 from luna_mega.kernels.checks import check_position, check_sequences, count_sequences
-from luna_mega.kernels.context_parallel import ContextShard
-from luna_mega.kernels.timestep_norm import reference, sharded, torch_backend
+from luna_mega.kernels.timestep_norm import reference, torch_backend
 from luna_mega.kernels.timestep_norm.reference import TimestepNormState, empty_state
 
 
@@ -35,13 +33,12 @@ def _unsupported(x: Tensor, weight: Tensor | None, bias: Tensor | None, **_: obj
     return None
 
 
-_BACKENDS: dict[str, Callable[..., Any]] = {
-    "reference": reference.timestep_norm,
-    "torch": torch_backend.timestep_norm,
-    "triton": _triton,
-}
 NORM = Op(
-    "timestep_norm", _BACKENDS, _unsupported, tokens=("x",), native=(), on_ranks=for_ranks(sharded.norm, _BACKENDS)
+    "timestep_norm",
+    {"reference": reference.timestep_norm, "torch": torch_backend.timestep_norm, "triton": _triton},
+    _unsupported,
+    tokens=("x",),
+    native=(),
 )
 STEP = Op(
     "timestep_norm_step",
@@ -63,7 +60,6 @@ def timestep_norm(
     return_state: bool = False,
     cu_seqlens: Tensor | None = None,
     max_seqlen: int | None = None,
-    shard: ContextShard | None = None,
     backend: str | None = None,
 ) -> Tensor | tuple[Tensor, TimestepNormState]:
     """Normalize every group of features by mean and variance of all positions so far (Megalodon section 3.3).
@@ -90,9 +86,6 @@ def timestep_norm(
             sequence s is `[cu_seqlens[s], cu_seqlens[s+1])`. States have S rows. Each result equals the result of a
             separate call.
         max_seqlen: length of the longest sequence; None = computed from `cu_seqlens`, which synchronizes the device.
-        shard: context-parallel shard; x and the mask are this rank's part of longer sequences. The ranks exchange
-            their statistics, 2 G + 1 numbers per sequence. None = x is complete. Not supported with states or
-            `cu_seqlens`.
         backend: one of `"auto"`, `"reference"`, `"torch"`, `"triton"`; None = the setting of
             `luna_mega.kernels.api.use_backend` or `LUNA_MEGA_BACKEND`. Triton does not support float64. Varlen
             sequences are padded.
@@ -113,7 +106,6 @@ def timestep_norm(
         True
     """
     check_sequences("timestep_norm", x, mask, "features")
-    NORM.check_shard_options(shard, initial_state=initial_state, return_state=return_state, cu_seqlens=cu_seqlens)
     sequences, max_seqlen = count_sequences("timestep_norm", x, cu_seqlens, max_seqlen, "features")
     _check("timestep_norm", x, groups, weight, bias)
     call = {
@@ -125,7 +117,7 @@ def timestep_norm(
         "mask": mask,
         "initial_state": _checked_state("timestep_norm", x, groups, initial_state, sequences),
     }
-    output, state = NORM(backend, call, cu_seqlens, max_seqlen, shard=shard)
+    output, state = NORM(backend, call, cu_seqlens, max_seqlen)
     return (output, state) if return_state else output
 
 

@@ -14,9 +14,8 @@ from luna_mega.distillation.teachers import Observed, Teacher, inputs_of
 from luna_mega.hub.folder import position_limit
 from luna_mega.modeling_common.layout import DenseLayout
 from luna_mega.modeling_common.padding_free import PaddingFreeLayout
-from luna_mega.modeling_common.sharding import ShardedLayout
 
-LAYOUTS = (DenseLayout, PaddingFreeLayout, ShardedLayout)
+LAYOUTS = (DenseLayout, PaddingFreeLayout)
 
 
 @dataclass(frozen=True)

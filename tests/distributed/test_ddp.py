@@ -135,6 +135,6 @@ def test_the_others_end_when_a_process_dies(ranks):
 @pytest.mark.parametrize("hook", [_attach_context_parallel_hooks, _refuse_recurrent_layers_under_sequence_parallelism])
 @pytest.mark.parametrize("name", cases.CASES)
 def test_every_class_rejects_ddp_across_the_sequence(name, hook):
-    with pytest.raises(ValueError, match="pass cp_group to the forward of the model"):
+    with pytest.raises(ValueError, match="set cp_size and sp_size to 1"):
         hook(cases.make(name))
     assert not cases.make(name).supports_context_parallel

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from luna_mega.kernels import _op, api
-from luna_mega.kernels.context_parallel import ContextShard
 from tests.distributed.ranks import PATIENCE
 
 CUDA = torch.device("cuda")
@@ -41,24 +40,6 @@ CALLS = {
         normal(4, 8), normal(4), torch.zeros(1, 4, dtype=torch.long), None, 2, **options
     )[0],
 }
-
-
-UNSUPPORTED = {
-    "luna_attention": ("luna_pack", {"return_weights": True}),
-    "luna_pack": ("luna_pack", {"cu_seqlens": torch.tensor([0, 4])}),
-    "luna_causal_attention": ("luna_causal_attention", {"cu_seqlens": torch.tensor([0, 4])}),
-    "damped_ema": ("damped_ema", {"return_state": True}),
-    "complex_ema": ("complex_ema", {"cu_seqlens": torch.tensor([0, 4])}),
-    "timestep_norm": ("timestep_norm", {"return_state": True}),
-}
-
-
-@pytest.mark.parametrize("op", UNSUPPORTED)
-def test_arguments_that_a_shard_excludes(op):
-    name, options = UNSUPPORTED[op]
-    message = f"{name} does not support shard with {next(iter(options))}; pass only one of them"
-    with pytest.raises(ValueError, match=message):
-        CALLS[op](shard=ContextShard(None, (4,)), **options)
 
 
 @pytest.fixture(params=CALLS)
