@@ -37,9 +37,7 @@ test-newest: VENV = .venv-newest
 test-newest: export PIP_CONSTRAINT = /dev/null
 test-newest: ## run the fast tests with the newest versions of all dependencies (PRE=1: also pre-releases), in .venv-newest
 	$(PYTHON) -m venv --clear $(VENV)
-	$(PYTHON) .ci/newest.py $(EXTRAS) > $(VENV)/requirements.txt
-	$(VENV)/bin/python -m pip install $(if $(PRE),--pre) --requirement $(VENV)/requirements.txt
-	$(VENV)/bin/python -m pip install --no-deps --editable .
+	$(VENV)/bin/python -m pip install $(if $(PRE),--pre) --editable '.[$(EXTRAS)]'
 	$(RUN_TESTS)
 
 test-ecosystem: ## run the tests with PEFT, TRL, sentence-transformers and other tools, in an environment of their own

@@ -9,6 +9,14 @@ import torch
 from torch import Tensor
 
 
+def is_exporting() -> bool:
+    """Return whether the call is being exported.
+
+    Before torch 2.13, `torch.compiler.is_exporting()` is always True under Dynamo, also in `torch.compile`.
+    """
+    return bool(torch.compiler._is_exporting_flag)
+
+
 def in_program() -> bool:
     """Return whether the call is being compiled, exported or traced."""
     return torch.compiler.is_compiling() or is_tracing()
@@ -33,7 +41,7 @@ def count_chunks(length: int, size: int, device: torch.device) -> int:
     If it were computed from a shape, the exported program would only accept lengths similar to the example's. The
     result is one more than needed because compilers treat a size of 1 as a constant.
     """
-    if not torch.compiler.is_exporting():
+    if not is_exporting():
         return -(-length // size) + 1
     chunks: int = ((torch.full((), length, device=device) + size - 1) // size + 1).item()  # type: ignore[assignment]
     torch._check(chunks >= 2)
@@ -49,14 +57,14 @@ def chunk_positions(length: int, size: int, device: torch.device) -> tuple[Tenso
 
 def log1p(x: Tensor) -> Tensor:
     """Return log(1 + x), accurate near 0, unlike the ONNX export of `torch.log1p`."""
-    return 2.0 * torch.atanh(x / (2.0 + x)) if torch.compiler.is_exporting() else torch.log1p(x)
+    return 2.0 * torch.atanh(x / (2.0 + x)) if is_exporting() else torch.log1p(x)
 
 
 def expm1(x: Tensor) -> Tensor:
     """Return exp(x) - 1, accurate near 0, unlike the ONNX export of `torch.expm1`."""
-    return torch.tanh(0.5 * x) * (torch.exp(x) + 1.0) if torch.compiler.is_exporting() else torch.expm1(x)
+    return torch.tanh(0.5 * x) * (torch.exp(x) + 1.0) if is_exporting() else torch.expm1(x)
 
 
 def lerp(start: Tensor, end: Tensor, weight: Tensor) -> Tensor:
     """Return start + weight (end - start); exporters decompose `torch.lerp` into ops that some runtimes lack."""
-    return start + weight * (end - start) if torch.compiler.is_exporting() else torch.lerp(start, end, weight)
+    return start + weight * (end - start) if is_exporting() else torch.lerp(start, end, weight)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from luna_mega.kernels import varlen
-from luna_mega.kernels._export import is_tracing
+from luna_mega.kernels._export import is_exporting, is_tracing
 
 NAMES = ("auto", "reference", "torch", "triton")
 logger = logging.getLogger("luna_mega.kernels")
@@ -73,7 +73,7 @@ def float32_precision() -> str:
 def without_autocast(device: str) -> AbstractContextManager[Any]:
     """Return a context in which ops on this type of device keep the dtypes of their inputs."""
     # The meta device does not support autocast.
-    if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
+    if device != "meta" and torch.is_autocast_enabled(device):
         return torch.autocast(device, enabled=False)
     return nullcontext()
 
@@ -185,7 +185,7 @@ class Op:
                 if device.type != "cuda"
                 else _unavailable_reason(device) or unsupported
             )
-            if torch.compiler.is_exporting():
+            if is_exporting():
                 against = "exported programs must not depend on this package"
             return ("triton", "automatic choice") if against is None else ("torch", _FALLBACK + against)
         if requested == "triton" and (against := _unavailable_reason(device) or unsupported) is not None:

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from luna_mega.kernels._export import is_exporting
+
 
 def check_cu_seqlens(op: str, cu_seqlens: Tensor, max_seqlen: int | None, total: int) -> int:
     """Check `cu_seqlens` and return `max_seqlen`; if it is None, compute it, which synchronizes with the device.
@@ -27,7 +29,7 @@ def check_cu_seqlens(op: str, cu_seqlens: Tensor, max_seqlen: int | None, total:
             raise ValueError(f"{op}: cu_seqlens must increase from 0 to {total}, the length, got {cu_seqlens.tolist()}")
         if max_seqlen is not None and max_seqlen < lengths.max():
             raise ValueError(f"{op}: max_seqlen is {max_seqlen}, but a sequence has length {int(lengths.max())}")
-    elif not torch.compiler.is_exporting():  # PyTorch's native operators do not read past the end
+    elif not is_exporting():  # PyTorch's native operators do not read past the end
         _assert_on_device(op, cu_seqlens, lengths, total if max_seqlen is None else max_seqlen, total)
     return int(lengths.max()) if max_seqlen is None else max_seqlen
 

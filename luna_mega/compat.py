@@ -14,9 +14,9 @@ from typing import Any
 
 from packaging.version import Version
 
-# The oldest Python, and of each package the oldest version and the first one that has not been tested, as in setup.cfg.
+# The oldest Python, and of each package the oldest version, as in setup.cfg, and the first one that is not tested.
 PYTHON = (3, 11)
-SUPPORTED = {"torch": ("2.13", "2.16"), "transformers": ("5.20", "5.25"), "triton": ("3.6", "3.10")}
+SUPPORTED = {"torch": ("2.11", "2.16"), "transformers": ("5.20", "5.25"), "triton": ("3.6", "3.10")}
 
 
 def installed(name: str) -> Version | None:
@@ -40,7 +40,7 @@ def check_versions() -> None:
     for name, (oldest, untested) in SUPPORTED.items():
         found = installed(name)
         if found is not None and not Version(oldest) <= Version(found.base_version) < Version(untested):
-            unsupported.append(f"{name} {found} is installed, supported is {name}>={oldest},<{untested}")
+            unsupported.append(f"{name} {found} is installed, tested is {name}>={oldest},<{untested}")
     if unsupported:
         logging.getLogger(__name__).warning(
             f"luna_mega has not been tested with the installed versions: {'; '.join(unsupported)}. If an error occurs, "

@@ -8,6 +8,8 @@ import torch
 from transformers.cache_utils import Cache, CacheLayerMixin, EncoderDecoderCache
 from transformers.configuration_utils import PreTrainedConfig
 
+from luna_mega.kernels._export import is_exporting
+
 ANOTHER_SOURCE = "has another source, of another batch or model"
 _PREFIX_TUNING = "prefix tuning, which passes keys and values, is not supported: use prompt tuning or LoRA"
 
@@ -162,7 +164,7 @@ class StateCache(Cache):
     def check(self, config: PreTrainedConfig, batch: int, ranks: int) -> None:
         """Raise `ValueError` unless the cache fits a model of `config`, distributed over `ranks`, and the batch."""
         # Comparing sizes would specialize an exported program on the cache of the example.
-        if self.layers[0].is_initialized and not torch.compiler.is_exporting():
+        if self.layers[0].is_initialized and not is_exporting():
             self.require_shapes(*self.shapes(config, batch, ranks), config.num_hidden_layers)
 
     def shapes(self, config: PreTrainedConfig, batch: int, ranks: int) -> tuple[str, Any, Any]:
@@ -258,7 +260,7 @@ def keeps_cache(model: Any) -> bool:
 
     In export, the lengths of a cache that is no input would be constants of the example inputs.
     """
-    return model.config.use_cache and not model.training and not torch.compiler.is_exporting()
+    return model.config.use_cache and not model.training and not is_exporting()
 
 
 def begin_cache(owner: Any, cache: Cache | None, use_cache: bool | None) -> Cache | None:

@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from luna_mega.kernels._export import is_exporting
 from luna_mega.kernels.gated_attention.columns import roll_columns, take_columns
 from luna_mega.modeling_common.attention import KeyWindow
 from luna_mega.modeling_common.cache import StateLayer
@@ -38,7 +39,7 @@ class KeyValueCacheLayer(StateLayer):
         self, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor | None, chunk_size: int | None
     ) -> KeyWindow:
         """Add keys, values and mask (None = all) of T positions, and return those visible to these positions."""
-        exporting = torch.compiler.is_exporting()
+        exporting = is_exporting()
         self._aligned = aligned = mask is None and not exporting and getattr(self, "_aligned", False)
         if not aligned and mask is None:
             mask = torch.ones(keys.shape[:2], dtype=torch.bool, device=keys.device)
@@ -126,7 +127,7 @@ class KeyValueCacheLayer(StateLayer):
         if self.keys is not None:
             before = begun if chunk_size is None else begun % chunk_size
             width = self.keys.shape[1] if chunk_size is None else chunk_size - 1
-            if not torch.compiler.is_exporting():
+            if not is_exporting():
                 width = min(width, self.seen)
             columns = roll_columns(before - width, width)
             old: Any = (take_columns(x[:, :width], columns) for x in (self.keys, self.values, self.mask))

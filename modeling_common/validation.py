@@ -5,7 +5,7 @@ from typing import Any, TypedDict
 
 import torch
 
-from luna_mega.kernels._export import in_program
+from luna_mega.kernels._export import in_program, is_exporting
 from luna_mega.modeling_common.cache import StateCache
 from luna_mega.modeling_common.masks import can_look, can_read, read_mask
 from luna_mega.modeling_common.padding_free import VARLEN_OPTIONS, PaddingFreeLayout
@@ -73,7 +73,7 @@ def validate(
     requested = any(options.get(name, getattr(config, name, False)) for name in model.weight_options)
     if not seen or model.returns_cached_weights:
         return checked, mask, requested or config._attn_implementation == "eager"
-    if requested and not torch.compiler.is_exporting():
+    if requested and not is_exporting():
         raise ValueError("`output_attentions=True` requires a new cache; pass `use_cache=False` for the weights")
     return checked, mask, False
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from transformers.activations import ACT2FN
 
-from luna_mega.kernels._export import longer
+from luna_mega.kernels._export import is_exporting, longer
 from luna_mega.kernels.api import gated_attention
 from luna_mega.modeling_common.layout import DenseLayout, Layout
 from luna_mega.modeling_common.tensor_parallel import RankBoundary
@@ -117,7 +117,7 @@ class MegaGatedCrossAttention(nn.Module):
         offset, positions = 0, longer(seen, key.shape[1])
         if cache is not None:
             start = cache.position - (seen if layout.lengths is None else layout.lengths)
-            if not torch.compiler.is_exporting():
+            if not is_exporting():
                 offset, positions = cache.seen - seen, max(cache.seen, key.shape[1])
                 start = start - offset
             elif self.config.relative_positional_bias == "simple":

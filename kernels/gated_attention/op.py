@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from luna_mega.kernels._export import in_program, longer
+from luna_mega.kernels._export import in_program, is_exporting, longer
 from luna_mega.kernels._op import Call, Op
 from luna_mega.kernels.gated_attention import reference, torch_backend, torch_step
 from luna_mega.kernels.gated_attention.checks import check_bias, check_options, check_rows, check_tensors
@@ -258,7 +258,7 @@ def gated_attention_step(
     if chunk_size is not None:
         # The chunk's first position becomes position 0, so earlier keys are masked.
         last = window = key.shape[1] - 1
-        if torch.compiler.is_exporting():  # slicing would fix the length of the keys
+        if is_exporting():  # slicing would fix the length of the keys
             start = torch.zeros_like(key[:, 0, 0], dtype=torch.int64) if start is None else start
         else:
             window = last % chunk_size if start is None else min(last, chunk_size - 1)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from luna_mega.kernels._export import chunk_positions, in_program, longer
+from luna_mega.kernels._export import chunk_positions, in_program, is_exporting, longer
 from luna_mega.kernels._operator import register
 from luna_mega.kernels.dropout import dropout_factors
 from luna_mega.kernels.gated_attention import reference
@@ -69,7 +69,7 @@ def _attend_full(
     offset: int, row_offset: Tensor | None, start: Tensor | None, dropout: float,
 ) -> Tensor:  # fmt: skip
     # Exported programs must not depend on this package, so export uses PyTorch's own operators.
-    if torch.compiler.is_exporting():
+    if is_exporting():
         scoring = (bias, mask, function, causal, None, offset, row_offset, start)
         return reference.attend(query, key, value, *scoring, dropout=dropout)[0]
     if bias is not None:

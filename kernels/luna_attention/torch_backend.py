@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor, nn
 
+from luna_mega.kernels._export import is_exporting
 from luna_mega.kernels._operator import register
 from luna_mega.kernels.dropout import dropout as drop
 from luna_mega.kernels.upcast import upcast_dtype
@@ -11,7 +12,7 @@ from luna_mega.kernels.upcast import upcast_dtype
 def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float, dropout: float) -> Tensor:
     """Return `reference.attend` without the weights. Shapes `[B, T, H, K]`, mask `[B, M]`."""
     # Exported programs must not depend on this package, so export uses PyTorch's own operator.
-    if query.device.type != "cpu" or torch.compiler.is_exporting():
+    if query.device.type != "cpu" or is_exporting():
         return sdpa(query, key, value, mask, scale, dropout)
     if dropout > 0.0 and not torch.compiler.is_compiling():
         return _in_steps(query, key, value, mask, scale, dropout)

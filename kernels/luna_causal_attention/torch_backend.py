@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from luna_mega.kernels._export import chunk_positions, in_program, is_tracing, lerp
+from luna_mega.kernels._export import chunk_positions, in_program, is_exporting, is_tracing, lerp
 from luna_mega.kernels._operator import register
 from luna_mega.kernels.dropout import dropout_factors
 from luna_mega.kernels.luna_causal_attention import reference
@@ -32,7 +32,7 @@ def attend(
     """Return `reference.attend`."""
     tokens = (query, pack_key, key, value)
     # Exported programs must not depend on this package, so export uses PyTorch's own operators.
-    if torch.compiler.is_exporting():
+    if is_exporting():
         return _exported(tokens, pack_query, mask, pack_mask, activation, state, dropout)
     if query.shape[1] == 1 and not is_tracing():
         one = (query[:, 0], pack_query, pack_key[:, 0], key[:, 0], value[:, 0])
@@ -291,7 +291,7 @@ class _Block:
 
 
 def _prefix_sums(x: Tensor) -> Tensor:
-    if x.device.type != "cpu" or torch.compiler.is_exporting():
+    if x.device.type != "cpu" or is_exporting():
         return x.cumsum(dim=1)
     for before, row in pairwise(x.unbind(1)):  # four times as fast as cumsum, whose access is strided here
         row += before

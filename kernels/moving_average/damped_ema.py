@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from luna_mega.kernels._export import is_exporting
 from luna_mega.kernels._op import Call, Op
 from luna_mega.kernels.checks import check_average, check_mask
 from luna_mega.kernels.moving_average import reference, torch_backend
@@ -35,7 +36,7 @@ def _unsupported(
 ) -> str | None:
     # Comparing with the length would restrict an exported program to lengths on one side of it.
     length = max_seqlen or x.shape[1]
-    if truncation is not None and (torch.compiler.is_exporting() or truncation < length):
+    if truncation is not None and (is_exporting() or truncation < length):
         return f"its average has no truncation, and truncation={truncation} is below the length {length}"
     return unsupported_reason(x, parameters, MAX_STATES)
 

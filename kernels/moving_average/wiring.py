@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from luna_mega.kernels import varlen
+from luna_mega.kernels._export import is_exporting
 from luna_mega.kernels._op import Call, Op, without_autocast
 from luna_mega.kernels.checks import check_lengths, check_sequences, count_sequences
 from luna_mega.kernels.gated_attention.columns import to_end
@@ -52,7 +53,7 @@ def make_average(
 
 
 def _torch(x: Tensor, **call: Any) -> tuple[Tensor, Tensor | None]:
-    run = export.average if torch.compiler.is_exporting() else torch_backend.average
+    run = export.average if is_exporting() else torch_backend.average
     return run(x, **call)
 
 

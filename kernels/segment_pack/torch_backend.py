@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
-from luna_mega.kernels._export import in_program, is_tracing
+from luna_mega.kernels._export import in_program, is_exporting, is_tracing
 from luna_mega.kernels.upcast import upcast_dtype
 from luna_mega.kernels.varlen import locate
 
@@ -25,7 +25,7 @@ def assign_rows(score: torch.Tensor, mask: torch.Tensor, rows: int) -> torch.Ten
     end = cost.cumsum(dim=-1, dtype=torch.float64)
     middle = (end - cost / 2) * rows / end[:, -1:].clamp(min=1e-30)
     assigned = middle.long().clamp(min=0, max=rows - 1)
-    if not torch.compiler.is_exporting():  # ONNX has no such operator
+    if not is_exporting():  # ONNX has no such operator
         # A parallel sum may decrease by a rounding error.
         assigned = assigned.cummax(dim=-1).values
     return torch.where(mask.sum(dim=-1, keepdim=True) <= rows, rank, assigned)

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from luna_mega.kernels._export import is_exporting
 from luna_mega.kernels._operator import register
 from luna_mega.kernels.timestep_norm.reference import TimestepNormState
 from luna_mega.kernels.timestep_norm.statistics import counts, distances, over_time
@@ -27,7 +28,7 @@ def timestep_norm(
     """Return `reference.timestep_norm`; `run` is the operator, None = this file's."""
     count, mean, variance = initial_state
     if run is None:
-        run = _in_program if torch.compiler.is_exporting() else torch.ops.luna_mega.timestep_norm
+        run = _in_program if is_exporting() else torch.ops.luna_mega.timestep_norm
     y, _, _, _, mean, variance = run(x, weight, bias, mask, count, mean, variance, groups, eps)
     return y, TimestepNormState(count + (x.shape[1] if mask is None else mask.sum(1)), mean, variance)
 
