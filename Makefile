@@ -10,13 +10,15 @@ DTYPE ?= float32
 
 # Named after the constraints, so that changing them in the same environment installs again.
 INSTALLED := $(VENV)/.installed-$(notdir $(CONSTRAINTS))
+# `make demo` installs less.
+INSTALLED_DEMO := $(VENV)/.installed-demo-$(notdir $(CONSTRAINTS))
 
 .PHONY: help demo parity parity-released test test-slow test-exhaustive test-newest test-ecosystem test-vllm docs style typing audit bench gpu clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*## ' Makefile | sed -E 's/:[^#]*## /\t/' | expand -t 16
 
-demo: $(INSTALLED) ## train, save, reload and evaluate a Luna and a Mega on handwritten digits (5 minutes including the setup)
+demo: $(INSTALLED_DEMO) ## train, save, reload and evaluate a Luna and a Mega on handwritten digits (5 minutes including the setup)
 	$(VENV)/bin/python examples/digits_demo.py
 
 # The tests start Python many times; without byte code each start would compile the package.
@@ -101,9 +103,11 @@ gpu: ## check the kernels on a GPU and measure them with the installed python3 (
 clean: ## remove the environments and what was built
 	rm -rf $(VENV) .venv-oldest .venv-newest .venv-ecosystem .venv-vllm .venv-docs build dist *.egg-info .pytest_cache .ruff_cache
 
-$(INSTALLED): setup.cfg pyproject.toml $(wildcard requirements/*.txt)
+$(INSTALLED_DEMO): EXTRAS = examples
+# Python compiles a module when it is first imported; pip would compile all of them, most of which nothing imports.
+$(INSTALLED) $(INSTALLED_DEMO): setup.cfg pyproject.toml $(wildcard requirements/*.txt)
 	@$(PYTHON) -c 'import sys; assert sys.version_info >= (3, 11), "luna-mega needs Python >= 3.11: make PYTHON=..."'
 	$(PYTHON) -m venv $(VENV)
 	rm -f $(VENV)/.installed-*
-	$(VENV)/bin/python -m pip install --constraint $(CONSTRAINTS) --editable '.[$(EXTRAS)]'
-	touch $@
+	$(VENV)/bin/python -m pip install --no-compile --constraint $(CONSTRAINTS) --editable '.[$(EXTRAS)]'
+	touch $@ $(INSTALLED_DEMO)
