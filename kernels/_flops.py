@@ -28,8 +28,9 @@ from torch.utils.flop_counter import flop_registry, register_flop_formula, sdpa_
 
 
 def register_flops(name: str, flops: Callable[..., int]) -> None:
-    """Register the function that returns the FLOPs of an operator, `"luna_mega::..."`, from its inputs."""
-    operator = getattr(torch.ops.luna_mega, name.removeprefix("luna_mega::"))
+    """Register the function that returns the FLOPs of an operator, `"namespace::name"`, from its inputs."""
+    namespace, _, operation = name.partition("::")
+    operator = getattr(getattr(torch.ops, namespace), operation)
     register_flop_formula(operator, get_raw=True)(lambda *inputs, out_val=None, **_: flops(*inputs))
 
 
