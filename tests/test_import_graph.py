@@ -26,7 +26,7 @@ LAYERS = {
     "luna_mega.modeling_mega": {"huggingface_hub", "torch", "transformers"},
     "luna_mega.modeling_megalodon": {"huggingface_hub", "torch", "transformers"},
     "luna_mega": {"packaging", "transformers"},
-    "luna_mega.hub": {"huggingface_hub", "safetensors", "torch", "transformers"},
+    "luna_mega.hub": {"huggingface_hub", "safetensors", "torch", "transformers", "yaml"},
     "luna_mega.convert": {"huggingface_hub", "numpy", "safetensors", "tokenizers", "torch", "tqdm", "transformers"},
     "luna_mega.inspection": {"safetensors", "torch", "tqdm", "transformers"},
     "luna_mega.training": {
@@ -45,7 +45,7 @@ LAYERS = {
         "transformers",
         "yaml",
     },
-    "luna_mega.distillation": {"huggingface_hub", "sentence_transformers", "torch", "transformers", "yaml"},
+    "luna_mega.distillation": {"sentence_transformers", "torch", "transformers", "yaml"},
     "luna_mega.vllm": {"torch", "transformers", "vllm"},
     "luna_mega.onnx": {"onnx_ir", "onnxruntime", "torch", "tqdm", "transformers"},
     "luna_mega_cli": {"argcomplete", "torch", "transformers"},

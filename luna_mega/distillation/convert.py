@@ -9,10 +9,10 @@ import yaml
 from luna_mega.distillation.agreement import compare_lengths
 from luna_mega.distillation.comparison import compare_folder
 from luna_mega.distillation.exact import ConversionReport, convert_encoder, load_source
-from luna_mega.distillation.record import license_of
 from luna_mega.distillation.sentences import read_modules
 from luna_mega.errors import ConversionError
 from luna_mega.escaping import code
+from luna_mega.hub.licenses import license_of
 from luna_mega.hub.output import check_output, complete_folder
 from luna_mega.training.tokenizers import set_max_length
 

@@ -8,9 +8,8 @@ from torch import nn
 from torch.nn import functional
 from transformers import PreTrainedModel
 
-from luna_mega.distillation.exact import EncoderTeacher
 from luna_mega.distillation.families import Parts
-from luna_mega.distillation.loading import load_model
+from luna_mega.distillation.loading import load_teacher
 from luna_mega.distillation.sentences import SentenceModules, read_modules
 from luna_mega.distillation.teachers import check_teacher
 from luna_mega.distillation.windows import Windows, split_windows
@@ -48,7 +47,7 @@ def load_sentence_teacher(name: str, window: int | None = None) -> SentenceTeach
     """
     modules = read_modules(name) or SentenceModules(("mean",))
     modules.check_supported()
-    teacher = load_model(EncoderTeacher, name, dtype=torch.float32)
+    teacher = load_teacher(name, dtype=torch.float32)
     limit = teacher.max_length
     if window is None:
         window = min(modules.max_seq_length or limit, limit)
@@ -145,10 +144,9 @@ def embedding_loss(
         state_weight: weight of a second term: 1 - cosine of the states of every token after every layer, averaged over
             the tokens of the texts that the teacher reads at once, and over the layers.
     """
-    table = Parts(teacher, check_teacher(teacher.config)).positions()
-    if window < 3 or (table is not None and window > len(table)):
-        limit = "" if table is None else f" to the {len(table)} positions of the teacher"
-        raise ValueError(f"window={window} must be from 3{limit}")
+    limit = len(Parts(teacher, check_teacher(teacher.config)).positions())
+    if not 3 <= window <= limit:
+        raise ValueError(f"window={window} must be from 3 to the {limit} positions of the teacher")
     mask = batch["attention_mask"].bool()
     windows = split_windows(mask, window)
     with torch.no_grad():

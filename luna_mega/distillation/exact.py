@@ -3,14 +3,14 @@
 import copy
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
-import transformers
 from torch import nn
-from transformers import MODEL_MAPPING, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from luna_mega import (
+    LunaConfig,
     LunaForMaskedLM,
     LunaForMultipleChoice,
     LunaForQuestionAnswering,
@@ -21,26 +21,22 @@ from luna_mega import (
 from luna_mega.distillation.agreement import Agreement
 from luna_mega.distillation.comparison import SCORES, Differences, compare_models
 from luna_mega.distillation.copying import CopyReport, copy_encoder
-from luna_mega.distillation.families import Family, find_head
+from luna_mega.distillation.families import find_head
 from luna_mega.distillation.lengths import Lengths, choose_lengths
-from luna_mega.distillation.loading import check_tokenizer, load_model
-from luna_mega.distillation.originals import check_original
-from luna_mega.distillation.students import student_config
-from luna_mega.distillation.teachers import Teacher, check_teacher
+from luna_mega.distillation.loading import check_tokenizer, load_teacher
+from luna_mega.distillation.teachers import HEADS, Teacher
 from luna_mega.distillation.windows import make_batches
-from luna_mega.errors import ConversionError
 from luna_mega.training.models import load_tokenizer
 from luna_mega.training.tokenizers import set_max_length
 
-_CLASSES: dict[str, type[PreTrainedModel]] = {
-    "": LunaModel,
-    "ForMaskedLM": LunaForMaskedLM,
-    "ForSequenceClassification": LunaForSequenceClassification,
-    "ForTokenClassification": LunaForTokenClassification,
-    "ForQuestionAnswering": LunaForQuestionAnswering,
-    "ForMultipleChoice": LunaForMultipleChoice,
-}
-_TYPES = ("bert", "roberta", "xlm-roberta", "camembert", "distilbert", "electra")
+_CLASSES: tuple[type[PreTrainedModel], ...] = (
+    LunaModel,
+    LunaForMaskedLM,
+    LunaForSequenceClassification,
+    LunaForTokenClassification,
+    LunaForQuestionAnswering,
+    LunaForMultipleChoice,
+)
 _FIT_LENGTH = 256  # tokens per text
 _RIDGE = 1e-2
 _LEAST = 1e-6  # lower bound of the attention that a token receives, before the logarithm
@@ -51,82 +47,6 @@ _DROPOUTS = {
     "classifier_dropout": ("classifier_dropout", "seq_classif_dropout", "hidden_dropout_prob"),
 }
 _KEPT_FIELDS = (*SCORES, "output_hidden_states")
-
-
-class EncoderTeacher(Teacher):
-    """A trained encoder with absolute positions, with any head of `LunaFor...` or without a head.
-
-    Raises:
-        ValueError: The model is not supported; the message names the models that are.
-    """
-
-    heads = tuple(_CLASSES)
-
-    def __init__(self, model: nn.Module, window: int | None = None):
-        model = check_original(model)
-        self.check(model.config)
-        head = find_head(model)
-        if head not in self.heads:
-            raise ValueError(
-                f"{type(model).__name__} has a head that Luna does not have; pass `model.base_model`, or a model with "
-                f"one of the heads {', '.join(filter(None, self.heads))}"
-            )
-        super().__init__(model, window)
-        config = self.config
-        if head == "ForMaskedLM" and self.head_activation != self.activation:
-            raise ValueError(
-                f"the head of the teacher ({config.model_type}) has the activation {self.head_activation!r}, but its "
-                f"layers have {self.activation!r}, and Luna has one for both; pass `model.base_model`"
-            )
-        summary = [getattr(config, f"summary_{name}", None) for name in ("type", "use_proj", "activation")]
-        if head == "ForMultipleChoice" and config.model_type == "electra" and summary != ["first", True, "gelu"]:
-            raise ValueError(
-                f"the teacher (electra) summarizes options by {summary[0]!r} and {summary[2]!r}; only summary_type="
-                "'first' with a projection and 'gelu' is supported"
-            )
-
-    @staticmethod
-    def check(config: PreTrainedConfig) -> Family:
-        family = check_teacher(config, _TYPES)
-        if config.model_type not in _TYPES:
-            raise ValueError(
-                f"the teacher ({config.model_type}) does not have the layers and learned positions of BERT, so an "
-                f"exact conversion is impossible; supported are {', '.join(_TYPES)}, for others see "
-                "examples/run_distill.py"
-            )
-        return family
-
-    @staticmethod
-    def model_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
-        bare = MODEL_MAPPING[type(config)]
-        name = str((config.architectures or [bare.__name__])[0])
-        named = bare if name == bare.__name__ else getattr(transformers, name, None)
-        if not isinstance(named, type) or named is not bare and not name.endswith(tuple(filter(None, _CLASSES))):
-            raise ConversionError(
-                f"the teacher is a {name}, whose head Luna does not have; for the encoder only, save "
-                "AutoModel.from_pretrained(...) with its tokenizer, or set num_labels to fine-tune a new classifier"
-            )
-        return named
-
-    @property
-    def pads_positions(self) -> bool:
-        """Whether positions depend on the padding token, as in RoBERTa."""
-        module = self.module("positions")
-        return module is not None and module.padding_idx is not None
-
-    def inputs(self, batch: dict[str, Any]) -> dict[str, torch.Tensor]:
-        """Return the teacher's inputs of a batch `[B, T]` or, for multiple choice, `[B, options, T]`."""
-        shape = batch["input_ids"].shape
-        inputs = super().inputs({name: tensor.flatten(0, -2) for name, tensor in batch.items()})
-        # DistilBERT does not reshape `position_ids`, and the others accept them as `[B * options, T]`.
-        return {name: x if name == "position_ids" else x.reshape(shape) for name, x in inputs.items()}
-
-    @torch.no_grad()
-    def logits(self, batch: dict[str, Any], places: torch.Tensor | None = None) -> torch.Tensor:
-        """Return the first output of the model, with one option per row of the batch for multiple choice."""
-        if find_head(self.model) == "ForMultipleChoice":
-            batch = {name: tensor[:, None] for name, tensor in batch.items()}
-        return self.model(**self.inputs(batch))[0]
 
 
 @dataclass
@@ -225,7 +145,7 @@ def from_teacher(
     if isinstance(teacher, str):
         source, tokenizer = load_source(teacher, num_labels, tokenizer)
     elif num_labels is None:
-        source = EncoderTeacher(teacher)
+        source = Teacher(teacher)
     else:
         raise ValueError(
             f"num_labels={num_labels} requires the name or folder of the teacher; for a loaded teacher, load it with "
@@ -236,16 +156,16 @@ def from_teacher(
 
 def load_source(
     name: str, num_labels: int | None = None, tokenizer: PreTrainedTokenizerBase | None = None
-) -> tuple[EncoderTeacher, PreTrainedTokenizerBase]:
+) -> tuple[Teacher, PreTrainedTokenizerBase]:
     """Return a teacher and its tokenizer, from a folder or the Hub; see `from_teacher`."""
     if num_labels is not None and num_labels < 1:
         raise ValueError(f"num_labels must be at least 1, got {num_labels}")
-    source = load_model(EncoderTeacher, name, num_labels, dtype=torch.float32)
+    source = load_teacher(name, num_labels, dtype=torch.float32)
     return source, load_tokenizer(name) if tokenizer is None else tokenizer
 
 
 def convert_encoder(
-    source: EncoderTeacher,
+    source: Teacher,
     tokenizer: PreTrainedTokenizerBase | None,
     projection_length: int | None = None,
     max_length: int | None = None,
@@ -257,22 +177,12 @@ def convert_encoder(
     if isinstance(texts, str):
         raise ValueError(f"`texts` must be a list of texts, got the str {texts[:20]!r}; pass [text] for a single text")
     if tokenizer is not None:
-        check_tokenizer(source, tokenizer, same_padding=source.pads_positions)
+        check_tokenizer(source, tokenizer)
     elif texts is not None:
         raise ValueError("`texts` require a `tokenizer` if the teacher is given as a model; pass the teacher's own")
-    # The padding token only marks positions that the mask drops, so that any token of the tokenizer can be it.
-    padding = None if tokenizer is None else tokenizer.pad_token_id
-    config = student_config(
-        source,
-        "luna",
-        **({} if padding is None else {"pad_token_id": padding}),
-        **lengths.fields(),
-        pack_method="importance",
-        type_vocab_size=len(source.tensors("token_types").get("weight", ())),
-        **_dropouts(source.config),
-        **{name: getattr(source.config, name) for name in _KEPT_FIELDS if hasattr(source.config, name)},
-    )
-    model = _CLASSES[find_head(source.model)](config).to(source.model.device, source.model.dtype).eval()
+    config = _luna_config(source, None if tokenizer is None else tokenizer.pad_token_id, lengths)
+    model_class = dict(zip(HEADS, _CLASSES, strict=True))[find_head(source.model)]
+    model = model_class(config).to(source.model.device, source.model.dtype).eval()
     report = ConversionReport(copy_encoder(source, model), lengths)
     if new := [name for name in report.copied.new if not name.endswith("salience")]:
         raise ValueError(f"the teacher has no weights for {len(new)} parameters ({new[0]}, ...); pass a complete model")
@@ -288,10 +198,46 @@ def convert_encoder(
     return Converted(model, tokenizer, report)
 
 
-def _dropouts(config: PreTrainedConfig) -> dict[str, float]:
-    """Return the dropout of Luna that corresponds to the teacher's."""
-    given = {ours: [getattr(config, name, None) for name in names] for ours, names in _DROPOUTS.items()}
-    return {ours: next((value for value in values if value is not None), 0.0) for ours, values in given.items()}
+def _luna_config(teacher: Teacher, padding: int | None, lengths: Lengths) -> LunaConfig:
+    """Return the configuration of a Luna with the sizes and options of the teacher.
+
+    Args:
+        teacher: the teacher.
+        padding: padding token of the tokenizer. It only marks positions that the mask drops, so that any token of the
+            tokenizer can be it. None = that of the teacher.
+        lengths: lengths of the Luna.
+    """
+    config = teacher.config
+    if padding is None:
+        padding = getattr(config, "pad_token_id", None) or 0
+    names = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "tie_word_embeddings")
+    names += ("initializer_range", *_KEPT_FIELDS)
+    if find_head(teacher.model) not in ("", "ForMaskedLM"):
+        names += ("id2label", "label2id", "problem_type")
+    dropouts = {ours: [getattr(config, name, None) for name in theirs] for ours, theirs in _DROPOUTS.items()}
+    types = teacher.module("token_types")
+    return LunaConfig(
+        **{name: getattr(config, name) for name in names if hasattr(config, name)},
+        **{ours: next((value for value in values if value is not None), 0.0) for ours, values in dropouts.items()},
+        **lengths.fields(),
+        pack_method="importance",
+        pad_token_id=padding,
+        bos_token_id=getattr(config, "bos_token_id", None),
+        eos_token_id=getattr(config, "eos_token_id", None),
+        # Luna's table starts after the row of the padding token, which may be one of the last tokens here.
+        first_position=None if teacher.pads_positions or padding == 0 else 0,
+        embedding_size=config.embedding_size if teacher.module("embedding_projection") is not None else None,
+        type_vocab_size=0 if types is None else len(types.weight),
+        intermediate_size=len(teacher.module("fc1", 0).weight),
+        hidden_act=teacher.activation,
+        layer_norm_eps=getattr(config, "layer_norm_eps", 1e-12),
+        embedding_norm=True,
+        pre_norm=False,
+        tie_key_value=False,
+        classifier_activation=teacher.family.class_activation,
+        classifier_num_layers=1,
+        pooling="cls",
+    )
 
 
 @torch.no_grad()

@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from transformers import (
@@ -19,57 +19,44 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGH
 from luna_mega.convert.safe_load.reader import read_tensors
 from luna_mega.distillation.families import Family, find_head
 from luna_mega.distillation.originals import check_adapter, check_quantization
-from luna_mega.distillation.teachers import Teacher
+from luna_mega.distillation.teachers import Teacher, check_teacher, model_class
 from luna_mega.errors import ConversionError, reason
 from luna_mega.hub.folder import largest_id, open_weights, read_weight_map
 
-TeacherClass = TypeVar("TeacherClass", bound=Teacher)
 
-
-def load_teacher(name_or_path: str, **options: Any) -> Teacher:
+def load_teacher(name_or_path: str, num_labels: int | None = None, **options: Any) -> Teacher:
     """Load a teacher from a folder or the Hub, with the head that its `config.json` specifies.
 
     Weights are read from safetensors or, if there are none, from `pytorch_model.bin` by a reader that executes nothing.
     Their sizes are compared with the configuration before a model is built. Code that comes with a model is not run.
-    `options` are passed to `from_pretrained` (`revision`, `dtype`, `device_map`, ...).
+
+    Args:
+        name_or_path: folder or name on the Hub.
+        num_labels: load a sequence classifier, whose head is new unless the checkpoint has one of that size.
+        options: passed to `from_pretrained` (`revision`, `dtype`, `device_map`, ...).
 
     Raises:
         ValueError: The model cannot be a teacher, is damaged, lacks weights, or requires its own code.
         OSError: There is no such folder or model.
     """
-    return load_model(Teacher, name_or_path, **options)
-
-
-def load_model(
-    teacher_class: type[TeacherClass], name_or_path: str, num_labels: int | None = None, **options: Any
-) -> TeacherClass:
-    """Load a teacher of a class; see `load_teacher`.
-
-    With `num_labels`, it is a sequence classifier, whose head is new unless the checkpoint has one of that size.
-    """
     if options.pop("trust_remote_code", False):
         raise ValueError("trust_remote_code=True runs code of the teacher; omit it, and use a model of transformers")
-    # Flash attention of some families concatenates batches, which changes the shape of the states.
-    options.setdefault("attn_implementation", "sdpa")
     folder = Path(name_or_path)
     if folder.suffix == ".gguf" or (any(folder.glob("*.gguf")) and not (folder / "config.json").exists()):
-        raise ValueError(
-            f"{name_or_path} is a GGUF checkpoint; save it once as a folder of transformers, as in 'GGUF checkpoints' "
-            "of docs/distillation.md"
-        )
+        raise ValueError(f"{name_or_path} is a GGUF checkpoint; pass a checkpoint in safetensors")
     places = {key: options.pop(key) for key in ("revision", "cache_dir", "token", "subfolder") if key in options}
     with _one_line(name_or_path):
         check_adapter(name_or_path, places)
         config = AutoConfig.from_pretrained(name_or_path, trust_remote_code=False, **places)
     check_quantization(name_or_path, config)
-    family = teacher_class.check(config)
+    family = check_teacher(config)
     with _one_line(name_or_path):
         if num_labels is None:
-            model_class = teacher_class.model_class(config)
+            kind = model_class(config)
         else:
-            config.num_labels, model_class = num_labels, MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING[type(config)]
+            config.num_labels, kind = num_labels, MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING[type(config)]
         tensors, shapes = _read_weights(name_or_path, places)
-    _check_sizes(name_or_path, model_class, config, family, shapes)
+    _check_sizes(name_or_path, kind, config, family, shapes)
     with _one_line(name_or_path):
         source = {"config": config} | places
         if tensors is None:
@@ -78,11 +65,13 @@ def load_model(
             source |= {"pretrained_model_name_or_path": None, "state_dict": tensors}
         # Sizes that do not match are collected, to name one of them in the error below.
         collected = {"output_loading_info": True, "ignore_mismatched_sizes": True}
-        model, info = model_class.from_pretrained(**source, **collected, **options)
+        model, info = kind.from_pretrained(**source, **collected, **options)
     _check_loaded(name_or_path, model, info, num_labels)
-    teacher = teacher_class(model)
-    with _one_line(name_or_path):  # invalid values of the configuration may only show in a forward pass
-        logits = teacher.logits({"input_ids": torch.zeros(1, 2, dtype=torch.long, device=model.device)}, None)
+    teacher = Teacher(model)
+    ids = torch.zeros(1, 2, dtype=torch.long, device=model.device)
+    ids = ids[:, None] if find_head(model) == "ForMultipleChoice" else ids
+    with _one_line(name_or_path), torch.no_grad():  # invalid values of the configuration may only show here
+        logits = model(**teacher.inputs({"input_ids": ids}))[0]
     if not torch.isfinite(logits).all():
         raise ValueError(f"{name_or_path}: the teacher's logits are not finite; use another checkpoint")
     return teacher
@@ -145,7 +134,7 @@ def _find(name: str, single: str, index: str, places: dict[str, Any]) -> list[Pa
     return []
 
 
-def _check_sizes(name: str, model_class: type, config: PreTrainedConfig, family: Family, shapes: dict[str, torch.Size]):
+def _check_sizes(name: str, kind: type, config: PreTrainedConfig, family: Family, shapes: dict[str, torch.Size]):
     """Raise if the weights have other layers, or less than half of the parameters, than the configuration specifies.
 
     `from_pretrained` reports smaller differences, but allocates and initializes missing parameters first.
@@ -153,12 +142,12 @@ def _check_sizes(name: str, model_class: type, config: PreTrainedConfig, family:
     layer = re.compile(rf"(?:^|\.){re.escape(family.layers.rpartition('.')[2])}\.(\d+)\.")
     layers = 1 + max((int(match[1]) for key in shapes if (match := layer.search(key))), default=-1)
     wanted = config.num_hidden_layers
-    if wanted != layers and not getattr(config, "share_layers", False):
+    if wanted != layers:
         raise ValueError(
             f"{name}: config.json specifies {wanted} layers, but the weights have {layers}; pass a complete checkpoint"
         )
     with _one_line(name), torch.device("meta"):
-        parameters = model_class(config).num_parameters()
+        parameters = kind(config).num_parameters()
     if parameters > 2 * (present := sum(shape.numel() for shape in shapes.values())):
         raise ValueError(
             f"{name}: config.json specifies {parameters:,} parameters, but the weights have {present:,}; pass a "
@@ -166,17 +155,11 @@ def _check_sizes(name: str, model_class: type, config: PreTrainedConfig, family:
         )
 
 
-def check_tokenizer(teacher: Teacher, tokenizer: PreTrainedTokenizerBase, same_padding: bool = True) -> None:
-    """Check that a tokenizer is the teacher's, and that the teacher can be distilled with it.
+def check_tokenizer(teacher: Teacher, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Raise `ValueError` if a tokenizer is not the teacher's.
 
-    Args:
-        teacher: the teacher.
-        tokenizer: the tokenizer.
-        same_padding: whether both must have the same padding token.
-
-    Raises:
-        ValueError: If it has no mask token for a masked language model, larger ids than the teacher, or another
-            padding token.
+    It has larger ids than the teacher, no mask token for a masked language model, or another padding token, if
+    positions depend on it.
     """
     if find_head(teacher.model) == "ForMaskedLM" and tokenizer.mask_token_id is None:
         raise ValueError("the tokenizer has no mask token, which a masked LM requires; use the teacher's tokenizer")
@@ -186,5 +169,5 @@ def check_tokenizer(teacher: Teacher, tokenizer: PreTrainedTokenizerBase, same_p
             "the teacher's tokenizer"
         )
     own, padding = getattr(teacher.config, "pad_token_id", None), tokenizer.pad_token_id
-    if same_padding and own is not None and padding is not None and own != padding:
+    if teacher.pads_positions and None not in (own, padding) and own != padding:
         raise ValueError(f"the tokenizer pads with {padding} and the teacher with {own}; use the teacher's tokenizer")

@@ -1,6 +1,11 @@
 """Licenses with an identifier of the Hub, https://huggingface.co/docs/hub/repositories-licenses."""
 
 import re
+from pathlib import Path
+
+import yaml
+from huggingface_hub import ModelCard
+from huggingface_hub.errors import HTTPError
 
 from luna_mega.errors import ConversionError, shown
 
@@ -40,3 +45,12 @@ def license_metadata(license: str | None) -> dict[str, str]:
         f"license {shown(license)} is not one of the Hub's identifiers, such as mit, apache-2.0 or cc-by-4.0; use "
         "other:NAME for any other license, with lowercase letters, digits, - and . in NAME"
     )
+
+
+def license_of(name: str) -> str | None:
+    """Return the license in the card of a model, in its folder or on the Hub; None if it is unknown."""
+    try:
+        license = ModelCard.load(Path(name, "README.md") if Path(name).is_dir() else name).data.license
+    except (HTTPError, OSError, ValueError, RecursionError, yaml.YAMLError):
+        return None
+    return license if isinstance(license, str) else None

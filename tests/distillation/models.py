@@ -1,11 +1,13 @@
-"""Tiny teachers of every family, and their students."""
+"""Tiny encoders of every family, their tokenizers and folders."""
 
+import json
+from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
-
-from luna_mega.distillation import Teacher, build_student, student_config
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from transformers import BertTokenizer, PreTrainedTokenizerFast
 
 _SIZES = {
     "vocab_size": 40,
@@ -18,64 +20,83 @@ _SIZES = {
     "bos_token_id": 0,
     "eos_token_id": 2,
 }
-_HEADS = {"num_key_value_heads": 1, "head_dim": 8}
-_GPT2 = {"n_embd": 16, "n_layer": 3, "n_head": 2, "n_inner": 24, "n_positions": 18}
-_DISTIL = {"dim": 16, "n_layers": 3, "n_heads": 2, "hidden_dim": 24}
-_MODERN = {"cls_token_id": 0, "sep_token_id": 2, "local_attention": 8}
 # Name -> (stem of the classes, fields of the configuration).
 ENCODERS = {
     "bert": ("Bert", {}),
-    "roberta": ("Roberta", {"max_position_embeddings": 20, "type_vocab_size": 1}),
+    "roberta": ("Roberta", {"type_vocab_size": 1}),
     "xlm-roberta": ("XLMRoberta", {"type_vocab_size": 1}),
     "camembert": ("Camembert", {"type_vocab_size": 1}),
-    "distilbert": ("DistilBert", _DISTIL),
-    "electra": ("Electra", {"embedding_size": 16}),
-    "modernbert": ("ModernBert", _MODERN),
+    "distilbert": ("DistilBert", {"dim": 16, "n_layers": 3, "n_heads": 2, "hidden_dim": 24}),
+    "electra": ("Electra", {"embedding_size": 12}),
 }
-DECODERS = {
-    "gpt2": ("GPT2", _GPT2),
-    "llama": ("Llama", _HEADS),
-    "mistral": ("Mistral", _HEADS),
-    "qwen2": ("Qwen2", {"num_key_value_heads": 1}),
-    "qwen3": ("Qwen3", _HEADS),
-    "smollm3": ("SmolLM3", {"num_key_value_heads": 1}),
-}
-PLAIN = ("bert", "roberta", "xlm-roberta", "camembert", "distilbert", "electra")  # Luna has their layers
+HEADS = (
+    "Model", "ForMaskedLM", "ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering",
+    "ForMultipleChoice",
+)  # fmt: skip
+WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *"abcdefghij", *[f"w{i}" for i in range(25)]]
+POOLING = {"word_embedding_dimension": 16, "pooling_mode_cls_token": False, "pooling_mode_mean_tokens": True}
 
 
-def make_model(name: str, head: str | None = None, scale: float = 0.3, **fields: Any) -> transformers.PreTrainedModel:
+def make_model(name: str, head: str = "Model", **fields: Any) -> transformers.PreTrainedModel:
     """Return a random model whose weights are large enough for its layers to matter."""
     torch.manual_seed(0)
-    stem, own = (ENCODERS | DECODERS)[name]
-    suffix = head or ("ForMaskedLM" if name in ENCODERS else "ForCausalLM")
-    suffix = "LMHeadModel" if name == "gpt2" and head is None else suffix
-    config = getattr(transformers, f"{stem}Config")(**_SIZES | own | fields)
-    model = getattr(transformers, stem + suffix)(config)
+    stem, own = ENCODERS[name]
+    model = getattr(transformers, stem + head)(getattr(transformers, f"{stem}Config")(**_SIZES | own | fields))
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter) * scale)
-    return model
+            parameter.add_(torch.randn_like(parameter) * 0.3)
+    return model.eval()
 
 
-def make_teacher(name: str, head: str | None = None, **fields: Any) -> Teacher:
-    return Teacher(make_model(name, head, **fields))
+def bert_tokenizer(**options: Any) -> BertTokenizer:
+    return BertTokenizer(vocab={word: index for index, word in enumerate(WORDS)}, **options)
 
 
-def make_student(teacher: Teacher, kind: str, **options: Any) -> transformers.PreTrainedModel:
-    torch.manual_seed(1)
-    if kind == "luna":
-        options = {"projection_length": 6} | options
-    return build_student(teacher, student_config(teacher, kind, **options)).eval()
+def xlm_tokenizer(fill: str = "") -> PreTrainedTokenizerFast:
+    """Return a tokenizer with 40 tokens, the special tokens of XLM-R among them; it pads with 1."""
+    names = ["<s>", "<pad>", "</s>", "<unk>", "<mask>", *[f"w{i}{fill}" for i in range(35)]]
+    tokenizer = Tokenizer(models.WordLevel({name: i for i, name in enumerate(names)}, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="<s> $A </s>", pair="<s> $A </s> </s> $B </s>", special_tokens=[("<s>", 0), ("</s>", 2)]
+    )
+    special = {"bos": "<s>", "cls": "<s>", "eos": "</s>", "sep": "</s>", "pad": "<pad>", "unk": "<unk>"}
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        **{f"{name}_token": word for name, word in special.items()},
+        mask_token="<mask>",
+        model_input_names=["input_ids", "attention_mask"],
+    )
 
 
-def make_batch(teacher: Teacher, length: int = 12, labels: bool = True) -> dict[str, torch.Tensor]:
-    """Return three sequences: one unpadded, one padded, one of a single token; every third token is predicted."""
-    generator = torch.Generator().manual_seed(2)
-    ids = torch.randint(3, teacher.config.vocab_size, (3, length), generator=generator)
-    mask = torch.arange(length) < torch.tensor([[length], [length - 4], [1]])
-    ids = ids.masked_fill(~mask, 1)
-    batch = {"input_ids": ids, "attention_mask": mask.long()}
-    if teacher.is_classifier:
-        return batch | {"labels": torch.tensor([0, 1, 2])}
-    chosen = mask if teacher.family.is_decoder else mask & (torch.arange(length) % 3 == 1)
-    return batch | ({"labels": ids.masked_fill(~chosen, -100)} if labels else {})
+def write(path: Path, content: object) -> None:
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(json.dumps(content))
+
+
+def change(path: Path, **fields: Any) -> None:
+    """Change fields of a JSON file."""
+    write(path, json.loads(path.read_text()) | fields)
+
+
+def save_teacher(
+    folder: Path,
+    name: str = "bert",
+    head: str = "Model",
+    modules: tuple[str, ...] = (),
+    tokenizer: transformers.PreTrainedTokenizerBase | None = None,
+    **fields: Any,
+) -> Path:
+    """Save a model with a tokenizer, and with modules of sentence-transformers if any are named."""
+    make_model(name, head, **{"pad_token_id": 0} | fields).save_pretrained(folder)
+    (tokenizer or bert_tokenizer()).save_pretrained(folder)
+    if modules:
+        paths = ["", *(f"{i}_{kind}" for i, kind in enumerate(modules, 1))]
+        kinds = zip(paths, ("Transformer", *modules), strict=True)
+        entries = [
+            {"idx": i, "name": str(i), "path": path, "type": f"sentence_transformers.models.{kind}"}
+            for i, (path, kind) in enumerate(kinds)
+        ]
+        write(folder / "modules.json", entries)
+        write(folder / "1_Pooling" / "config.json", POOLING)
+    return folder

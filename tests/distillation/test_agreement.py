@@ -4,14 +4,13 @@ import json
 
 import pytest
 import torch
-from transformers import BertTokenizer
 
 import luna_mega_cli
+from luna_mega.distillation import Teacher
 from luna_mega.distillation.agreement import compare_lengths
-from luna_mega.distillation.exact import EncoderTeacher, convert_encoder
+from luna_mega.distillation.exact import convert_encoder
 from luna_mega.distillation.sentences import SentenceModules
-from tests.distillation.models import make_model
-from tests.distillation.test_lengths import WORDS, save_head
+from tests.distillation.models import bert_tokenizer, make_model, save_teacher
 
 TABLE, ROWS, LONGEST = 20, 6, 48
 GENERATOR = torch.Generator().manual_seed(4)
@@ -26,9 +25,8 @@ CENTERED, NEIGHBOR, EQUAL, ORDER = (
 
 def prepare(head, rows=ROWS, longest=LONGEST, **fields):
     torch.manual_seed(5)
-    teacher = EncoderTeacher(make_model("bert", head, pad_token_id=0, **fields))
-    tokenizer = BertTokenizer(vocab={word: index for index, word in enumerate(WORDS)})
-    student, tokenizer, report = convert_encoder(teacher, tokenizer, rows, longest)
+    teacher = Teacher(make_model("bert", head, pad_token_id=0, **fields))
+    student, tokenizer, report = convert_encoder(teacher, bert_tokenizer(), rows, longest)
     with torch.no_grad():
         for layer in student.base_model.encoder.layers:
             layer.attention.salience.normal_()
@@ -144,7 +142,7 @@ def test_texts_that_are_too_short():
 
 @pytest.mark.parametrize("head", ["Model", "ForSequenceClassification"])
 def test_report_and_card(head, tmp_path, capsys):
-    teacher, texts = save_head(head, tmp_path / "teacher"), tmp_path / "texts.txt"
+    teacher, texts = save_teacher(tmp_path / "teacher", head=head, max_position_embeddings=32), tmp_path / "texts.txt"
     texts.write_text("\n".join(TEXTS))
     argv = ["distill", str(teacher), "--texts", str(texts), "--projection-length", "6", "--max-length", "48"]
     assert luna_mega_cli.main([*argv, "--output", str(tmp_path / "out")]) == 0

@@ -11,13 +11,14 @@ import pytest
 import torch
 import transformers
 from tokenizers import Tokenizer
-from transformers import AutoConfig, AutoModel, AutoTokenizer, BertTokenizer, pipeline
+from transformers import AutoConfig, AutoModel, AutoTokenizer, pipeline
 
 import luna_mega_cli
 from luna_mega.distillation import from_teacher
 from luna_mega.hub.folder import position_limit
 from luna_mega.training.models import longest_input
-from tests.distillation.models import make_model
+from tests.distillation.models import HEADS, bert_tokenizer, make_model, save_teacher, write
+from tests.errors import check_error, command_error
 
 TABLE, READS = 32, 16  # learned positions of the teacher, and the length that its files specify
 KINDS = {  # head, fields
@@ -29,31 +30,18 @@ KINDS = {  # head, fields
 }
 LENGTHS = (12, TABLE, 48)
 CASES = [(kind, n) for kind in KINDS for n in LENGTHS if kind != "token classifier" or n <= TABLE]
-WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *"abcdefghij", *[f"w{i}" for i in range(25)]]
 TEXT = " ".join(f"w{i % 25}" for i in range(100))  # 102 tokens
 
 
-def write(path: Path, content: object) -> None:
-    path.parent.mkdir(exist_ok=True)
-    path.write_text(json.dumps(content))
-
-
-def save_teacher(kind: str, folder: Path) -> Path:
+def save_kind(kind: str, folder: Path) -> Path:
     """Save a teacher, whose files truncate and pad texts, as in all-MiniLM-L6-v2."""
     head, fields = KINDS[kind]
-    make_model("bert", head, pad_token_id=0, max_position_embeddings=TABLE, **fields).save_pretrained(folder)
-    tokenizer = BertTokenizer(vocab={word: index for index, word in enumerate(WORDS)}, model_max_length=READS)
+    tokenizer = bert_tokenizer(model_max_length=READS)
     tokenizer.backend_tokenizer.enable_truncation(READS)
     tokenizer.backend_tokenizer.enable_padding(length=READS)
-    tokenizer.save_pretrained(folder)
-    if kind == "sentence-transformers":
-        types = {"": "Transformer", "1_Pooling": "Pooling"}
-        entries = [
-            {"idx": i, "name": str(i), "path": path, "type": f"sentence_transformers.models.{name}"}
-            for i, (path, name) in enumerate(types.items())
-        ]
-        write(folder / "modules.json", entries)
-        write(folder / "1_Pooling" / "config.json", {"word_embedding_dimension": 16, "pooling_mode_mean_tokens": True})
+    modules = ("Pooling",) if kind == "sentence-transformers" else ()
+    save_teacher(folder, "bert", head, modules, tokenizer, max_position_embeddings=TABLE, **fields)
+    if modules:
         options = {"text": {"max_length": READS, "padding": True}}
         write(
             folder / "sentence_bert_config.json",
@@ -65,7 +53,7 @@ def save_teacher(kind: str, folder: Path) -> Path:
 def convert(kind: str, length: int, tmp_path: Path, capsys) -> tuple[Path, int]:
     """Return the folder of the command, and the greatest length that it prints."""
     output = tmp_path / "out"
-    argv = ["distill", str(save_teacher(kind, tmp_path / "teacher")), "--output", str(output)]
+    argv = ["distill", str(save_kind(kind, tmp_path / "teacher")), "--output", str(output)]
     assert luna_mega_cli.main([*argv, "--max-length", str(length)]) == 0
     printed = int(re.search(r"reads ([\d,]+)", capsys.readouterr().out)[1].replace(",", ""))
     assert printed == length
@@ -141,7 +129,7 @@ def test_every_reader_has_the_printed_length(kind, length, tmp_path, capsys):
 @pytest.mark.parametrize("kind", KINDS)
 def test_saved_again(kind, tmp_path, capsys):
     """`from_teacher` and `save_pretrained`, also of a loaded folder."""
-    teacher, texts = save_teacher(kind, tmp_path / "teacher"), [TEXT, "w1 w2"]
+    teacher, texts = save_kind(kind, tmp_path / "teacher"), [TEXT, "w1 w2"]
     model, tokenizer, _ = from_teacher(str(teacher), projection_length=8, max_length=20, texts=texts)
     for folder in (tmp_path / "first", tmp_path / "second"):
         model.save_pretrained(folder), tokenizer.save_pretrained(folder)
@@ -157,27 +145,19 @@ def test_limits_of_the_modules(tmp_path, capsys):
 
 
 def test_the_tokenizer_of_the_caller_is_unchanged(tmp_path):
-    teacher = save_teacher("encoder", tmp_path / "teacher")
+    teacher = save_kind("encoder", tmp_path / "teacher")
     own = AutoTokenizer.from_pretrained(teacher)
     student = from_teacher(AutoModel.from_pretrained(teacher), max_length=48, tokenizer=own)
     assert (own.model_max_length, student.tokenizer.model_max_length) == (READS, 48)
 
 
-HEADS = ("Model", "ForMaskedLM", "ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering",
-         "ForMultipleChoice")  # fmt: skip
 TOKEN_HEADS = ("ForMaskedLM", "ForTokenClassification", "ForQuestionAnswering")
-
-
-def save_head(head: str, folder: Path) -> Path:
-    make_model("bert", head, pad_token_id=0, max_position_embeddings=TABLE).save_pretrained(folder)
-    BertTokenizer(vocab={word: index for index, word in enumerate(WORDS)}).save_pretrained(folder)
-    return folder
 
 
 @pytest.mark.parametrize("head", HEADS)
 def test_default_lengths(head, tmp_path, capsys):
     """The command, a loaded teacher and its name have the same; heads that read tokens equal the teacher everywhere."""
-    teacher = save_head(head, tmp_path / "teacher")
+    teacher = save_teacher(tmp_path / "teacher", head=head, max_position_embeddings=TABLE)
     loaded = getattr(transformers, f"Bert{head}").from_pretrained(teacher)
     assert luna_mega_cli.main(["distill", str(teacher), "--output", str(tmp_path / "out")]) == 0
     output = capsys.readouterr().out
@@ -210,15 +190,9 @@ def test_one_line_about_longer_texts(head, options, exact, note):
 
 
 def test_labels_of_tokens_beyond_the_table(tmp_path, capsys):
-    teacher = save_head("ForTokenClassification", tmp_path / "teacher")
-    argv = ["distill", str(teacher), "--output", str(tmp_path / "out"), "--max-length", "33"]
-    capsys.readouterr()
-    assert luna_mega_cli.main(argv) == 1
-    error = capsys.readouterr().err
-    assert "max_length=33 exceeds the 32 positions of the teacher" in error and error.count("\n") == 1
-    assert "pipeline('token-classification', TEACHER, aggregation_strategy='simple', stride=8)" in error
+    teacher = save_teacher(tmp_path / "teacher", head="ForTokenClassification", max_position_embeddings=TABLE)
+    error = command_error(capsys, "distill", teacher, "--output", tmp_path / "out", "--max-length", 33)
+    assert "max_length=33" in error and "stride=8" in error
     student = from_teacher(str(teacher)).model
-    with pytest.raises(ValueError, match="the sequence length 33 exceeds the 32 learned positions"):
-        student(torch.full((1, 33), 7))
-    with pytest.raises(ValueError, match="max_length=33 exceeds the 32 positions of the teacher"):
-        from_teacher(make_model("bert", "ForTokenClassification", max_position_embeddings=TABLE), max_length=33)
+    check_error(lambda: student(torch.full((1, 33), 7)), ValueError, "sequence length 33")
+    check_error(lambda: from_teacher(str(teacher), max_length=33), ValueError, "max_length=33")

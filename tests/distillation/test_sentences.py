@@ -4,43 +4,28 @@ import json
 
 import pytest
 import torch
-from transformers import AutoModel, AutoModelForSequenceClassification, AutoTokenizer, BertTokenizer
+from transformers import AutoModel, AutoModelForSequenceClassification, AutoTokenizer
 
 import luna_mega_cli
 from luna_mega.distillation.convert import convert_teacher
-from luna_mega.distillation.record import license_of
 from luna_mega.distillation.sentences import read_modules
-from tests.distillation.models import make_model
-
-WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *"abcdefghij", *[f"w{i}" for i in range(25)]]
-POOLING = {"word_embedding_dimension": 16, "pooling_mode_cls_token": False, "pooling_mode_mean_tokens": True}
-TYPES = ("", "Transformer"), ("1_Pooling", "Pooling"), ("2_Normalize", "Normalize")
+from luna_mega.hub.licenses import license_of
+from tests.damage import NOT_OBJECTS
+from tests.distillation.models import ENCODERS, change, make_model, save_teacher, write, xlm_tokenizer
+from tests.errors import check_error, command_error
 
 
 @pytest.fixture
 def teacher(tmp_path):
-    folder = tmp_path / "teacher"
-    make_model("bert", "Model", pad_token_id=0).save_pretrained(folder)
-    BertTokenizer(vocab={word: index for index, word in enumerate(WORDS)}).save_pretrained(folder)
-    return folder
+    return save_teacher(tmp_path / "teacher")
 
 
 @pytest.fixture
-def sentence_teacher(teacher):
-    entries = [
-        {"idx": i, "name": str(i), "path": path, "type": f"sentence_transformers.models.{kind}"}
-        for i, (path, kind) in enumerate(TYPES)
-    ]
-    (teacher / "1_Pooling").mkdir()
-    write(teacher / "modules.json", entries)
-    write(teacher / "1_Pooling" / "config.json", POOLING)
-    write(teacher / "sentence_bert_config.json", {"max_seq_length": 16, "do_lower_case": True})
-    write(teacher / "config_sentence_transformers.json", {"prompts": {"query": "w1 "}, "default_prompt_name": None})
-    return teacher
-
-
-def write(path, content):
-    path.write_text(json.dumps(content))
+def sentence_teacher(tmp_path):
+    folder = save_teacher(tmp_path / "teacher", modules=("Pooling", "Normalize"))
+    write(folder / "sentence_bert_config.json", {"max_seq_length": 16, "do_lower_case": True})
+    write(folder / "config_sentence_transformers.json", {"prompts": {"query": "w1 "}, "default_prompt_name": None})
+    return folder
 
 
 def test_command(sentence_teacher, tmp_path, capsys):
@@ -69,8 +54,7 @@ def test_command(sentence_teacher, tmp_path, capsys):
     assert modules.pooling == ("mean",) and modules.normalizes and modules.prompts == {"query": "w1 "}
     vectors = modules.embed(got, kept)
     assert torch.allclose(vectors.norm(dim=-1), torch.ones(2))
-    assert luna_mega_cli.main([*argv, "--json"]) == 1
-    assert "the output folder is not empty" in capsys.readouterr().err
+    assert "not empty" in command_error(capsys, *argv, "--json")
 
 
 def test_classifier(sentence_teacher, tmp_path):
@@ -80,20 +64,6 @@ def test_classifier(sentence_teacher, tmp_path):
     pooler = AutoModel.from_pretrained(sentence_teacher).pooler.dense
     assert model.config.num_labels == 3 and torch.equal(model.classifier.dense[0].weight, pooler.weight)
     assert not (output / "modules.json").exists()
-
-
-def test_sentence_transformers_loads_the_folder(sentence_teacher, tmp_path):
-    sentence_transformers = pytest.importorskip(
-        "sentence_transformers", reason="sentence-transformers is not installed"
-    )
-    convert_teacher(str(sentence_teacher), tmp_path / "out", projection_length=16, max_length=32)
-    texts = ["a b c", "d e f g h"]
-    ours, theirs = (
-        sentence_transformers.SentenceTransformer(str(folder), device="cpu")
-        for folder in (tmp_path / "out", sentence_teacher)
-    )
-    assert ours.max_seq_length == 32
-    assert abs(ours.encode(texts) - theirs.encode(texts)).max() < 1e-5
 
 
 def test_cross_encoder(teacher, tmp_path):
@@ -111,14 +81,8 @@ def test_cross_encoder(teacher, tmp_path):
     assert report.model_class == "LunaForSequenceClassification" and report.sentence_transformers
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert config["sentence_transformers"] == model.config.sentence_transformers
-    with pytest.raises(ValueError, match="sentence vectors by a cross-encoder are not supported"):
-        read_modules(str(tmp_path / "out")).embed(torch.zeros(1, 2, 16), torch.ones(1, 2, dtype=torch.bool))
-    encoders = pytest.importorskip("sentence_transformers", reason="sentence-transformers is not installed")
-    pairs = [("a b c", "d e"), ("w1", "w2 f")]
-    ours, theirs = (
-        encoders.CrossEncoder(str(folder), device="cpu").predict(pairs) for folder in (tmp_path / "out", teacher)
-    )
-    assert abs(ours - theirs).max() < 1e-5
+    modules, states = read_modules(str(tmp_path / "out")), torch.zeros(1, 2, 16)
+    check_error(lambda: modules.embed(states, torch.ones(1, 2, dtype=torch.bool)), ValueError, "cross-encoder")
 
 
 def test_json_without_texts(teacher, tmp_path, capsys):
@@ -128,56 +92,42 @@ def test_json_without_texts(teacher, tmp_path, capsys):
     assert not report["sentence_transformers"] and not (tmp_path / "out" / "modules.json").exists()
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"pooling_mode_mean_tokens": False}, "has the pooling none; supported are cls, max, mean"),
-        ({"pooling_mode": "attention"}, "has the pooling attention; supported are cls, max, mean"),
-        ({"pooling_mode_new": False}, "has the pooling pooling_mode_new; supported"),
-        ({"word_embedding_dimension": 8}, "is for vectors of 8 numbers, but config.json specifies 16"),
-    ],
-    ids=["none", "mode", "field", "width"],
-)
-def test_unsupported_pooling(change, message, sentence_teacher, tmp_path, capsys):
-    write(sentence_teacher / "1_Pooling" / "config.json", POOLING | change)
-    assert luna_mega_cli.main(["distill", str(sentence_teacher), "--output", str(tmp_path / "out")]) == 1
-    error = capsys.readouterr().err
-    assert message in error and error.count("\n") == 1 and not (tmp_path / "out").exists()
+MODULES = {
+    "no modules": [1],
+    "no transformer": [{"path": "1_Pooling", "type": "sentence_transformers.models.Pooling"}],
+    "no pooling": [{"path": "", "type": "sentence_transformers.models.Transformer"}],
+}
+OUTSIDE = ("../elsewhere", "/elsewhere")
+SETTINGS = {
+    "no pooling": ("1_Pooling/config.json", {"pooling_mode_mean_tokens": False}, "none"),
+    "mode": ("1_Pooling/config.json", {"pooling_mode": "attention"}, "attention"),
+    "number": ("1_Pooling/config.json", {"pooling_mode": 5}, "5"),
+    "null": ("1_Pooling/config.json", {"pooling_mode": None}, "None"),
+    "field": ("1_Pooling/config.json", {"pooling_mode_new": False}, "pooling_mode_new"),
+    "width": ("1_Pooling/config.json", {"word_embedding_dimension": 8}, "vectors of 8 numbers"),
+    "length": ("sentence_bert_config.json", {"max_seq_length": "8"}, "max_seq_length"),
+    "negative length": ("sentence_bert_config.json", {"max_seq_length": -1}, "max_seq_length"),
+    "prompts": ("config_sentence_transformers.json", {"prompts": "a"}, "prompts"),
+    "prompt": ("config_sentence_transformers.json", {"prompts": {"a": 1}}, "prompts"),
+    "class": ("config_sentence_transformers.json", {"model_type": "Other"}, "Other"),
+}
+
+
+@pytest.mark.parametrize(("file", "fields", "named"), SETTINGS.values(), ids=SETTINGS)
+def test_settings(file, fields, named, sentence_teacher, tmp_path, capsys):
+    change(sentence_teacher / file, **fields)
+    assert named in command_error(capsys, "distill", sentence_teacher, "--output", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
 
 
 def test_damaged_modules(sentence_teacher):
-    modules = sentence_teacher / "modules.json"
-    entries = json.loads(modules.read_text())
-    for content, message in (
-        ("[", "modules.json: not JSON"),
-        ("[" * 100_000, "modules.json: not JSON"),
-        ("{}", "modules.json: not a JSON array"),
-        ("[1]", "is not a list of modules with type and path"),
-        (json.dumps(entries[1:]), "the first module in modules.json must be a Transformer in the same folder"),
-        (json.dumps(entries[:1]), "contains no Pooling"),
-        (json.dumps([*entries, {"path": "../elsewhere", "type": "Dense"}]), "names '../elsewhere', which is not in"),
-        (json.dumps([*entries, {"path": str(sentence_teacher), "type": "Dense"}]), "which is not in the folder"),
-    ):
-        modules.write_text(content)
-        with pytest.raises(ValueError, match=message):
-            read_modules(str(sentence_teacher))
-
-
-@pytest.mark.parametrize(
-    ("name", "content", "message"),
-    [
-        ("sentence_bert_config.json", {"max_seq_length": "8"}, "max_seq_length must be a positive integer, got '8'"),
-        ("sentence_bert_config.json", {"max_seq_length": -1}, "max_seq_length must be a positive integer, got -1"),
-        ("config_sentence_transformers.json", {"prompts": "a"}, "prompts must be texts by name, got 'a'"),
-        ("config_sentence_transformers.json", {"prompts": {"a": 1}}, "prompts must be texts by name"),
-        ("1_Pooling/config.json", {"pooling_mode": 5}, "has the pooling 5; supported are"),
-        ("1_Pooling/config.json", {"pooling_mode": None}, "has the pooling None; supported are"),
-    ],
-)
-def test_damaged_settings(name, content, message, sentence_teacher):
-    write(sentence_teacher / name, content)
-    with pytest.raises(ValueError, match=message):
-        read_modules(str(sentence_teacher))
+    file = sentence_teacher / "modules.json"
+    entries = json.loads(file.read_text())
+    changes = [json.dumps(content).encode() for content in MODULES.values()]
+    changes += [json.dumps([*entries, {"path": path, "type": "Dense"}]).encode() for path in OUTSIDE]
+    for content in changes + [content for content in NOT_OBJECTS.values() if content != b"[1]"]:
+        file.write_bytes(content)
+        check_error(lambda: read_modules(str(sentence_teacher)), ValueError, "modules.json")
 
 
 @pytest.mark.parametrize("license", ["[" * 2000, "[mit, other]", "{a: 1}", "5"])
@@ -186,46 +136,71 @@ def test_the_license_of_a_damaged_card_is_unknown(license, teacher):
     assert license_of(str(teacher)) is None
 
 
-def test_files_that_do_not_exist(teacher, tmp_path, capsys):
-    argv = ["distill", str(teacher), "--output", str(tmp_path / "out")]
+def test_texts(teacher, tmp_path, capsys):
     (tmp_path / "empty.txt").write_text("\n")
     (tmp_path / "latin.txt").write_bytes("caf\xe9".encode("latin-1"))
-    cases = {
-        "none.txt": "No such file",
-        "empty.txt": "has no text; it must have one text per line",
-        "latin.txt": "latin.txt is not UTF-8 text (unexpected end of data at byte 3); convert it",
-    }
-    for texts, message in cases.items():
-        assert luna_mega_cli.main([*argv, "--texts", str(tmp_path / texts)]) == 1
-        assert message in capsys.readouterr().err
+    for texts, named in {"none.txt": "No such file", "empty.txt": "no text", "latin.txt": "UTF-8"}.items():
+        argv = ["--output", tmp_path / "out", "--texts", tmp_path / texts]
+        error = command_error(capsys, "distill", teacher, *argv)
+        assert named in error and texts in error
 
 
-def test_teachers_that_cannot_be_loaded(teacher, tmp_path, capsys):
+def test_folders(teacher, tmp_path, capsys):
     """For a folder without a tokenizer, transformers returns an empty one."""
     for file in teacher.glob("tokenizer*"):
         file.unlink()
-    gguf, own_code = tmp_path / "model.gguf", tmp_path / "code"
-    gguf.touch()
-    own_code.mkdir()
-    write(own_code / "config.json", {"model_type": "new", "auto_map": {"AutoConfig": "new.NewConfig"}})
-    cases = {
-        teacher: "there is no tokenizer, or its vocabulary is empty",
-        tmp_path / "none": "no such folder or model",
-        gguf: "is a GGUF checkpoint; save it once as a folder",
-        own_code: "requires its own code, which is not run",
-    }
-    for folder, message in cases.items():
-        assert luna_mega_cli.main(["distill", str(folder), "--output", str(tmp_path / "out")]) == 1
-        error = capsys.readouterr().err
-        assert message in error and str(folder) in error and error.count("\n") == 1
-        assert not (tmp_path / "out").exists()
+    write(tmp_path / "code" / "config.json", {"model_type": "new", "auto_map": {"AutoConfig": "new.NewConfig"}})
+    for folder, named in {"teacher": "tokenizer", "none": "no such folder", "code": "own code"}.items():
+        error = command_error(capsys, "distill", tmp_path / folder, "--output", tmp_path / "out")
+        assert named in error and str(tmp_path / folder) in error and not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("file", ["model.safetensors", "tokenizer.json"])
+def test_full_disk(file, tmp_path, capsys):
+    """One line, and nothing is left. Words of 4,000 characters are larger than the weights."""
+    resource = pytest.importorskip("resource")
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    tokenizer = xlm_tokenizer(fill="a" * 4_000)
+    teacher = save_teacher(tmp_path / "teacher", head="ForSequenceClassification", tokenizer=tokenizer)
+    sizes = {name: (teacher / name).stat().st_size for name in ("model.safetensors", "tokenizer.json")}
+    limit = sizes[file] - 1000
+    assert file == "model.safetensors" or limit > sizes["model.safetensors"] + 1000
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limits[1]))
+    try:
+        assert file in command_error(capsys, "distill", teacher, "--output", tmp_path / "out")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert [path.name for path in tmp_path.iterdir()] == ["teacher"]
+
+
+@pytest.mark.parametrize(("name", "own"), [*((name, 0) for name in ENCODERS), ("bert", 3), ("bert", None)])
+@torch.no_grad()
+def test_padding_of_another_tokenizer(name, own, tmp_path):
+    """The student pads with the tokenizer's token, unless positions depend on the teacher's, as in RoBERTa.
+
+    multilingual-e5-small is a BERT that pads with 1; its config.json says 0.
+    """
+    folder, output = (
+        save_teacher(tmp_path / "teacher", name, tokenizer=xlm_tokenizer(), pad_token_id=own),
+        tmp_path / "out",
+    )
+    if name not in ("bert", "distilbert", "electra"):
+        check_error(lambda: convert_teacher(str(folder), output), ValueError, "pads with 1")
+        return
+    convert_teacher(str(folder), output, projection_length=12)
+    student, tokenizer = AutoModel.from_pretrained(output), AutoTokenizer.from_pretrained(output)
+    assert student.config.pad_token_id == tokenizer.pad_token_id == 1
+    batch = tokenizer(["w0 w1 w2 w3", "w4"], padding=True, return_tensors="pt")
+    mask = batch["attention_mask"].bool()
+    expected = AutoModel.from_pretrained(folder)(**batch).last_hidden_state[mask]
+    for inputs in (batch, {"input_ids": batch["input_ids"]}):  # the mask of the latter is inferred
+        torch.testing.assert_close(student(**inputs).last_hidden_state[mask], expected, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("head", ["Model", "ForTokenClassification"])
 def test_only_a_masked_language_model_needs_a_mask_token(head, teacher, tmp_path):
     make_model("bert", head, pad_token_id=0).save_pretrained(teacher)
-    file = teacher / "tokenizer_config.json"
-    write(file, json.loads(file.read_text()) | {"mask_token": None})
+    change(teacher / "tokenizer_config.json", mask_token=None)
     assert AutoTokenizer.from_pretrained(teacher).mask_token is None
     convert_teacher(str(teacher), tmp_path / "out")
 

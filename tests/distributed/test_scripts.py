@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 from accelerate.state import AcceleratorState
-from transformers import RobertaConfig, RobertaForMaskedLM
 
 import luna_mega  # noqa: F401  (registers the models with the Auto classes)
 from tests.examples import (
@@ -135,35 +134,6 @@ def test_two_processes_equal_one(name, ranks, tmp_path):
     if name in WRITTEN:
         one, two = ((output / WRITTEN[name]).read_text() for output in outputs.values())
         assert one == two
-
-
-@pytest.mark.slow
-def test_distillation_on_two_processes(ranks, tmp_path):
-    """All stages; one process makes a step of the batches that two share."""
-    data, sizes = write_texts(tmp_path / "data"), {"vocab_size": 300, "hidden_size": 16, "num_attention_heads": 2}
-    sys.path.insert(0, str(EXAMPLES))
-    importlib.import_module("luna_mega.training.tokenizers").train_bpe(mlm.texts(50, seed=1), 300, 32).save_pretrained(
-        tmp_path / "teacher"
-    )
-    sizes |= {"intermediate_size": 16, "num_hidden_layers": 2, "max_position_embeddings": 34, "pad_token_id": 1}
-    RobertaForMaskedLM(RobertaConfig(**sizes, initializer_range=0.2)).save_pretrained(tmp_path / "teacher")
-    options = ["--teacher", str(tmp_path / "teacher"), "--dataset_path", str(data), "--block_size", "32"]
-    options += ["--per_device_train_batch_size", "4", "--per_device_eval_batch_size", "2", "--calibration_batches", "2"]
-    options += ["--align_steps", "3", "--max_steps", "3", "--optim", "sgd", "--align_learning_rate", "0.1"]
-    rows, summaries = [], []
-    for processes in (1, 2):
-        output = tmp_path / str(processes)
-        own = ["--gradient_accumulation_steps", str(2 // processes), "--output_dir", str(output)]
-        found = ranks(processes, call, "run_distill", [*QUIET, *options, *own, "--learning_rate", "0.1"])
-        assert "error" not in found[0], found
-        assert found[0]["processes"] == processes and found[0]["eval_loss"] == found[-1]["eval_loss"]
-        rows.append([{**row, "seconds": 0} for row in json.loads((output / "stages.json").read_text())["rows"]])
-        summaries.append(found[0])
-    assert [row["stage"] for row in rows[0]] == ["copy", "calibrate", "align", "distill"]
-    for one, two in zip(*rows, strict=True):
-        assert two.pop("stage") == one.pop("stage") and two == pytest.approx(one, rel=1e-5)
-    assert summaries[1]["teacher_loss"] == pytest.approx(summaries[0]["teacher_loss"], rel=1e-6)
-    assert read_losses(tmp_path / "2") == pytest.approx(read_losses(tmp_path / "1"), rel=1e-5)
 
 
 @pytest.mark.slow

@@ -5,15 +5,12 @@ import importlib.util
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import BertTokenizer
 
 import luna_mega_cli
 from luna_mega.distillation import comparison, from_teacher
 from luna_mega.distillation.convert import convert_teacher
 from luna_mega.errors import ConversionError
-from tests.distillation.models import make_model
-from tests.distillation.test_originals import xlm_tokenizer
-from tests.distillation.test_sentences import WORDS
+from tests.distillation.models import bert_tokenizer, make_model, save_teacher, xlm_tokenizer
 
 pytest.importorskip("sentence_transformers", reason="sentence-transformers is not installed")
 
@@ -26,12 +23,8 @@ TEXTS = ["a b c", "d", "e f g h i j a b", ""]
 PAIRS = [(first, second) for first in TEXTS for second in TEXTS[:2]]
 
 
-def save(folder, name="bert", head="Model", tokenizer=None, **fields):
-    model = make_model(name, head, **{"pad_token_id": 0} | fields).eval()
-    model.save_pretrained(folder)
-    tokenizer = tokenizer or BertTokenizer(vocab={word: index for index, word in enumerate(WORDS)})
-    tokenizer.save_pretrained(folder)
-    return str(folder)
+def save(folder, name="bert", **options):
+    return str(save_teacher(folder, name, **options))
 
 
 def mean(folder):
@@ -186,7 +179,7 @@ def test_weights_of_few_bits(bits, tmp_path):
     how = BitsAndBytesConfig(**{f"load_in_{bits}bit": True})
     teacher = AutoModelForSequenceClassification.from_pretrained(folder, quantization_config=how, device_map="cpu")
     teacher.save_pretrained(tmp_path / "few")
-    BertTokenizer(vocab={word: index for index, word in enumerate(WORDS)}).save_pretrained(tmp_path / "few")
+    bert_tokenizer().save_pretrained(tmp_path / "few")
     for source in (teacher, str(tmp_path / "few")):
         with pytest.raises(ValueError, match=r"quantized \(bitsandbytes\); pass the original checkpoint, or save"):
             from_teacher(source)

@@ -1,6 +1,7 @@
 """TRL with the causal models. Losses are computed from the body and `lm_head.weight`, and must equal the model's."""
 
 import copy
+import logging
 import math
 
 import pytest
@@ -142,3 +143,32 @@ def test_grpo(name, tokenizer, tmp_path):
     assert len(changed) > len(before) / 2
     entropies = [entry["entropy"] for entry in trainer.state.log_history if "entropy" in entry]
     assert all(map(math.isfinite, entropies))
+
+
+@pytest.mark.parametrize("name", ["luna", "mega"])
+def test_gkd(name, tokenizer, tmp_path, monkeypatch):
+    """A student approaches the distribution of a Luna, on texts and on its own completions."""
+    from trl.experimental.gkd import GKDConfig, GKDTrainer
+
+    # TRL 1.16 passes `generation_config` and an option to `generate`, which transformers deprecates.
+    monkeypatch.setattr(logging.Logger, "warning_once", lambda *args, **kwargs: None)
+    tokenizer.chat_template = "{% for message in messages %}{{ message['content'] }} {% endfor %}"
+    roles = [{"role": "user", "content": "w1 w2"}, {"role": "assistant", "content": "w3 w4 w5 w6"}]
+    teacher, student, ids = make("luna", initializer_range=1.0), make(name), torch.tensor([[5, 6, 7, 8, 9, 10]])
+
+    def divergence():
+        with torch.no_grad():
+            ours, theirs = (model.eval()(ids).logits.log_softmax(-1) for model in (student, teacher))
+        return torch.nn.functional.kl_div(ours, theirs, log_target=True, reduction="batchmean").item()
+
+    before = divergence()
+    options = {"lmbda": 0.5, "max_new_tokens": 4, "max_length": 16, "max_steps": 8, "learning_rate": 1e-2}
+    trainer = GKDTrainer(
+        student,
+        teacher,
+        arguments(GKDConfig, tmp_path / "out", **options),
+        train_dataset=Dataset.from_dict({"messages": [roles] * 32}),
+        processing_class=tokenizer,
+    )
+    trainer.train()
+    assert divergence() < 0.9 * before

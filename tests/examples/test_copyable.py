@@ -7,12 +7,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from transformers import RobertaConfig, RobertaForMaskedLM
 
 from tests.examples import test_run_audio as audio, test_run_image_classification as image, test_run_race as race
 from tests.examples.conftest import EXAMPLES
 from tests.examples.runs import QUIET, TINY, write, write_splits
-from tests.examples.test_run_distill import SIZES, make_teacher  # noqa: F401 (a fixture)
 from tests.examples.test_run_distill_embeddings import save_encoder
 from tests.examples.test_run_mlm import texts
 
@@ -58,7 +56,6 @@ OPTIONS = {
         *("--dataset_path", splits(image.rows, to)),
     ],
     "run_translation": lambda to: [*LUNA, "--dataset_path", lines(to, "en", "de")],
-    "run_distill": lambda to: ["--block_size", 32, "--align_steps", 1, "--dataset_path", lines(to, "text")],
     "run_distill_embeddings": lambda to: [
         *("--teacher", save_encoder(to.with_name("teacher")), "--projection_lengths", 2, 4, "--projection_length", 4),
         *("--dataset_path", lines(to, "text")),
@@ -88,11 +85,8 @@ def copied(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.stem)
-def test_a_copied_script_trains(path, copied, tmp_path, request):
+def test_a_copied_script_trains(path, copied, tmp_path):
     options = [*OPTIONS[path.stem](tmp_path / "data"), "--output_dir", "out", "--max_steps", 2]
-    if path.stem == "run_distill":
-        config = RobertaConfig(**SIZES, max_position_embeddings=34)
-        options += ["--teacher", request.getfixturevalue("make_teacher")(RobertaForMaskedLM, config)]
     options += [*QUIET, "--do_train", "--do_eval", "--save_strategy", "no"]
     results = copied(path).main([str(option) for option in options])
     assert json.loads(Path("out", "all_results.json").read_text()) == results and results["steps"] == 2

@@ -8,14 +8,7 @@ from safetensors.torch import load_file
 from luna_mega.training.arguments import read_recipe
 from luna_mega.training.data import SourceArguments, load_splits
 from tests.examples.runs import TINY, assert_error, write
-from tests.examples.test_run_distill import (  # noqa: F401 (fixtures)
-    command,
-    corpus,
-    make_teacher,
-    roberta,
-)
-
-RUN = ["run_distill"]
+from tests.examples.test_run_mlm import texts
 
 
 @pytest.fixture
@@ -47,14 +40,6 @@ def glue(data, output, *options):
 def test_numbers_are_finite(call, sentences, tmp_path, option, value):
     options = glue(sentences, tmp_path / "out", f"--{option}", value)
     assert_error(call, f"--{option} {value} must be a finite number", "run_glue", *options, output=tmp_path / "out")
-
-
-@pytest.mark.parametrize(
-    "option", ["distill_temperature", "calibration_gain", "calibration_ridge", "align_learning_rate"]
-)
-def test_numbers_of_a_distillation_are_finite(run, roberta, corpus, tmp_path, option):  # noqa: F811
-    options = [*command(roberta, corpus, tmp_path / "out"), f"--{option}", "inf"]
-    assert_error(run, f"--{option} inf must be a finite number", *options)
 
 
 @pytest.mark.parametrize("steps", [1, 3])  # the gradients, and only the last step
@@ -103,27 +88,25 @@ def test_control_characters_are_not_printed(call, tmp_path):
     assert_error(call, r"\\x1b\[31m", "run_glue", *glue("\x1b[31mdata", tmp_path / "out"))
 
 
-def test_no_layer_is_not_the_default(run, roberta, corpus, tmp_path):  # noqa: F811
-    for option in ("num_hidden_layers", "max_length", "projection_length", "teacher_window", "block_size"):
-        assert_error(run, f"{option}|at least", *command(roberta, corpus, tmp_path / "out"), f"--{option}", 0)
+def mlm(data, output):
+    model = ["--config_overrides", TINY, "--vocab_size", 300, "--block_size", 32]
+    return ["--dataset_path", data, "--output_dir", output, "--do_train", "--max_steps", 1, *model]
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "txt", "csv"])
 @pytest.mark.parametrize("content", ["", "\n", " \n\n"])
-def test_files_without_text(run, roberta, tmp_path, kind, content):  # noqa: F811
+def test_files_without_text(call, tmp_path, kind, content):
     (tmp_path / "empty").mkdir()
     for split in ("train", "validation"):
         (tmp_path / "empty" / f"{split}.{kind}").write_text(content)
-    for options in ([], ["--streaming", "true", "--max_steps", 2]):
-        options = [*command(roberta, tmp_path / "empty", tmp_path / "out"), *options]
-        assert_error(run, "split (train|validation)|cannot load", *options)
+    options = mlm(tmp_path / "empty", tmp_path / "out")
+    assert_error(call, "split (train|validation)|cannot load", "run_mlm", *options)
 
 
 @pytest.mark.parametrize("name", ["a[b]", "[a", "a*b", "what?"])
-def test_folder_names_are_not_glob_patterns(run, roberta, corpus, tmp_path, name):  # noqa: F811
-    shutil.copytree(corpus, tmp_path / name)
-    options = ["--align_steps", 0, "--max_steps", 1]
-    assert run(*command(roberta, tmp_path / name, tmp_path / "out"), *options)["steps"] == 1
+def test_folder_names_are_not_glob_patterns(call, tmp_path, name):
+    write([{"text": text} for text in texts(40, seed=1)], tmp_path / name / "train.jsonl")
+    assert call("run_mlm", *mlm(tmp_path / name, tmp_path / "out"))["steps"] == 1
 
 
 def test_folders_of_splits_whose_name_is_a_pattern(tmp_path):
