@@ -81,15 +81,16 @@ class LunaForCausalLM(GenericForCausalLM, StateGenerationMixin, LunaPreTrainedMo
         self,
         input_ids: torch.LongTensor | None = None,
         attention_mask: torch.Tensor | None = None,
-        inputs_embeds: torch.FloatTensor | None = None,
+        token_type_ids: torch.LongTensor | None = None,
         position_ids: torch.LongTensor | None = None,
+        inputs_embeds: torch.FloatTensor | None = None,
+        *,
         packed_states: torch.FloatTensor | None = None,
         packed_mask: torch.Tensor | None = None,
         past_key_values: LunaCache | None = None,
         use_cache: bool | None = None,
         labels: torch.LongTensor | None = None,
         logits_to_keep: int | torch.Tensor = 0,
-        token_type_ids: torch.LongTensor | None = None,
         **kwargs: Unpack[HeadKwargs],
     ) -> LunaCausalLMOutput:
         """Predict the next token of each position from the inputs of `LunaModel.forward`.

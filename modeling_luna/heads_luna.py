@@ -100,10 +100,11 @@ class LunaForMaskedLM(GenericForMaskedLM, LunaPreTrainedModel):
         self,
         input_ids: torch.LongTensor | None = None,
         attention_mask: torch.Tensor | None = None,
-        inputs_embeds: torch.FloatTensor | None = None,
-        position_ids: torch.LongTensor | None = None,
-        labels: torch.LongTensor | None = None,
         token_type_ids: torch.LongTensor | None = None,
+        position_ids: torch.LongTensor | None = None,
+        inputs_embeds: torch.FloatTensor | None = None,
+        *,
+        labels: torch.LongTensor | None = None,
         **kwargs: Unpack[HeadKwargs],
     ) -> LunaMaskedLMOutput:
         """Predict tokens from the inputs of `LunaModel.forward`.
@@ -201,11 +202,12 @@ class LunaForSequenceClassification(LunaPooledHead, GenericForSequenceClassifica
         self,
         input_ids: torch.LongTensor | None = None,
         attention_mask: torch.Tensor | None = None,
-        inputs_embeds: torch.FloatTensor | None = None,
-        input_values: torch.FloatTensor | None = None,
-        position_ids: torch.LongTensor | None = None,
-        labels: torch.Tensor | None = None,
         token_type_ids: torch.LongTensor | None = None,
+        position_ids: torch.LongTensor | None = None,
+        inputs_embeds: torch.FloatTensor | None = None,
+        *,
+        input_values: torch.FloatTensor | None = None,
+        labels: torch.Tensor | None = None,
         **kwargs: Unpack[HeadKwargs],
     ) -> LunaSequenceClassifierOutput:
         """Classify the inputs of `LunaModel.forward`.
@@ -236,10 +238,11 @@ class LunaForMultipleChoice(LunaPooledHead, GenericForMultipleChoice, LunaPreTra
         self,
         input_ids: torch.LongTensor | None = None,
         attention_mask: torch.Tensor | None = None,
-        inputs_embeds: torch.FloatTensor | None = None,
-        position_ids: torch.LongTensor | None = None,
-        labels: torch.LongTensor | None = None,
         token_type_ids: torch.LongTensor | None = None,
+        position_ids: torch.LongTensor | None = None,
+        inputs_embeds: torch.FloatTensor | None = None,
+        *,
+        labels: torch.LongTensor | None = None,
         **kwargs: Unpack[HeadKwargs],
     ) -> LunaMultipleChoiceOutput:
         """Score C options, `[B, C, T]`; `labels` `[B]` are the right options, and `logits` are `[B, C]`."""
@@ -259,11 +262,12 @@ class LunaForTokenClassification(GenericForTokenClassification, LunaPreTrainedMo
         self,
         input_ids: torch.LongTensor | None = None,
         attention_mask: torch.Tensor | None = None,
-        inputs_embeds: torch.FloatTensor | None = None,
-        input_values: torch.FloatTensor | None = None,
-        position_ids: torch.LongTensor | None = None,
-        labels: torch.LongTensor | None = None,
         token_type_ids: torch.LongTensor | None = None,
+        position_ids: torch.LongTensor | None = None,
+        inputs_embeds: torch.FloatTensor | None = None,
+        *,
+        input_values: torch.FloatTensor | None = None,
+        labels: torch.LongTensor | None = None,
         **kwargs: Unpack[HeadKwargs],
     ) -> LunaTokenClassifierOutput:
         """Label the positions of the inputs of `LunaModel.forward`.
@@ -286,11 +290,12 @@ class LunaForQuestionAnswering(GenericForQuestionAnswering, LunaPreTrainedModel)
         self,
         input_ids: torch.LongTensor | None = None,
         attention_mask: torch.Tensor | None = None,
-        inputs_embeds: torch.FloatTensor | None = None,
+        token_type_ids: torch.LongTensor | None = None,
         position_ids: torch.LongTensor | None = None,
+        inputs_embeds: torch.FloatTensor | None = None,
+        *,
         start_positions: torch.LongTensor | None = None,
         end_positions: torch.LongTensor | None = None,
-        token_type_ids: torch.LongTensor | None = None,
         **kwargs: Unpack[HeadKwargs],
     ) -> LunaQuestionAnsweringOutput:
         """Score the positions of the inputs of `LunaModel.forward` as start and end of the answer.

@@ -685,16 +685,17 @@ class LunaModel(BodyMixin, LunaPreTrainedModel):
         self,
         input_ids: torch.LongTensor | None = None,
         attention_mask: torch.Tensor | None = None,
-        inputs_embeds: torch.FloatTensor | None = None,
-        input_values: torch.FloatTensor | None = None,
+        token_type_ids: torch.LongTensor | None = None,
         position_ids: torch.LongTensor | None = None,
+        inputs_embeds: torch.FloatTensor | None = None,
+        *,
+        input_values: torch.FloatTensor | None = None,
         packed_states: torch.FloatTensor | None = None,
         packed_mask: torch.Tensor | None = None,
         encoder_hidden_states: torch.FloatTensor | None = None,
         encoder_attention_mask: torch.Tensor | None = None,
         past_key_values: LunaCache | LunaSeq2SeqCache | None = None,
         use_cache: bool | None = None,
-        token_type_ids: torch.LongTensor | None = None,
         # Not named `**kwargs`: `generate` would forward decoder arguments to the encoder.
         **options: Unpack[ModelKwargs],
     ) -> LunaModelOutput:
@@ -704,11 +705,12 @@ class LunaModel(BodyMixin, LunaPreTrainedModel):
             input_ids: `[B, T]` tokens (`input_type="tokens"`).
             attention_mask: `[B, T]`, 1 = keep, 0 = drop; None = all positions, with `input_ids` all that are not
                 `pad_token_id`. Dropped inputs have no effect, even if they are NaN.
-            inputs_embeds: `[B, T, d]` embeddings instead of tokens or values; `[B, T, E]` with `embedding_size` E.
-            input_values: `[B, T]` real numbers (`input_type="values"`).
+            token_type_ids: `[B, T]`, less than `type_vocab_size`, without which only 0 is supported; None = all 0.
             position_ids: `[B, T]`, starting at 0; None = the number of kept tokens before each token. If they do not
                 increase within a row and there is no `attention_mask`, the batch is padding-free: S sequences in one
                 row, as returned by `DataCollatorWithFlattening`. It has one P per sequence, `[S, L, d]`, and no cache.
+            inputs_embeds: `[B, T, d]` embeddings instead of tokens or values; `[B, T, E]` with `embedding_size` E.
+            input_values: `[B, T]` real numbers (`input_type="values"`).
             packed_states: `[B, L, d]`, P instead of the learned one, such as the `packed_last_hidden_state` of the
                 previous segment of a document, of an encoder, or of a `LunaModel` for a prefix (section 3.3). An
                 encoder returns it unchanged for a sequence without a token.
@@ -718,7 +720,6 @@ class LunaModel(BodyMixin, LunaPreTrainedModel):
             past_key_values: cache of the previous positions, which is updated in place; `is_decoder` only. It contains
                 the output of the encoder. `attention_mask` covers the T positions, or these and all before them.
             use_cache: return the cache; `is_decoder` only. None = `config.use_cache`, except in training.
-            token_type_ids: `[B, T]`, less than `type_vocab_size`, without which only 0 is supported; None = all 0.
             options: `output_hidden_states`, `output_attentions`, `output_packed_attentions`, `return_dict`; for
                 padding-free batches also `cu_seq_lens_q` `[S + 1]` and `max_length_q` (`cu_seq_lens_k` and
                 `max_length_k` must be the same), or `seq_idx` `[B, T]`.

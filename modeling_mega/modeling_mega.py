@@ -412,9 +412,10 @@ class MegaModel(BodyMixin, MegaPreTrainedModel):
         self,
         input_ids: torch.LongTensor | None = None,
         attention_mask: torch.Tensor | None = None,
-        inputs_embeds: torch.FloatTensor | None = None,
-        input_values: torch.FloatTensor | None = None,
         token_type_ids: torch.LongTensor | None = None,
+        inputs_embeds: torch.FloatTensor | None = None,
+        *,
+        input_values: torch.FloatTensor | None = None,
         past_key_values: MegaCache | MegaSeq2SeqCache | None = None,
         use_cache: bool | None = None,
         encoder_hidden_states: torch.FloatTensor | None = None,
@@ -432,10 +433,10 @@ class MegaModel(BodyMixin, MegaPreTrainedModel):
                 `pad_token_id`. Dropped positions have no effect, even between kept positions (patches keep their
                 positions), and their inputs may be NaN. Values other than 0 and 1 raise an error on CPU outside of
                 compiled and exported programs; otherwise all values but 0 keep.
-            inputs_embeds: `[B, T, d]` embeddings instead of tokens, values or patches.
-            input_values: `[B, T]` real numbers (`input_type="values"`).
             token_type_ids: `[B, T]`, less than `type_vocab_size` with `add_token_type_embeddings`, without which only 0
                 is supported. None = all 0.
+            inputs_embeds: `[B, T, d]` embeddings instead of tokens, values or patches.
+            input_values: `[B, T]` real numbers (`input_type="values"`).
             past_key_values: Only with `is_decoder`: cache of the positions before these, which is updated in place.
                 `attention_mask` is for the T positions, or for these and all before them.
             use_cache: Only with `is_decoder`: return `past_key_values`. None = `config.use_cache`, but not in training.

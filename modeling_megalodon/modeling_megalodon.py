@@ -306,6 +306,7 @@ class MegalodonModel(BodyMixin, MegalodonPreTrainedModel):
         input_ids: torch.LongTensor | None = None,
         attention_mask: torch.Tensor | None = None,
         inputs_embeds: torch.FloatTensor | None = None,
+        *,
         past_key_values: MegalodonCache | None = None,
         use_cache: bool | None = None,
         **options: Unpack[TransformersKwargs],

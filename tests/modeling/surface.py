@@ -40,6 +40,9 @@ def signatures():
         if isinstance(cls, type) and issubclass(cls, nn.Module):
             parameters = list(inspect.signature(cls.forward).parameters.values())[1:]
             texts = [str(x.replace(annotation=inspect.Parameter.empty)) for x in parameters]
+            named = [index for index, x in enumerate(parameters) if x.kind is x.KEYWORD_ONLY]
+            if named:
+                texts.insert(named[0], "*")
             table[name] = " ".join("past_key_values=None" if text == "cache=None" else text for text in texts)
     return table
 
