@@ -6,7 +6,6 @@ scikit-learn contains the 1,797 images of 8x8 pixels. Each is read as a sequence
 """
 
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -19,8 +18,8 @@ from transformers.hf_argparser import HfArg
 from luna_mega.training.arguments import RunArguments, check_choice, check_least, fail, parse_arguments
 from luna_mega.training.classification import accuracy
 from luna_mega.training.data import SourceArguments
+from luna_mega.training.hub import publish
 from luna_mega.training.models import CheckpointArguments, label_fields, make_config, make_model
-from luna_mega.training.report import finish, save_json
 from luna_mega.training.runs import OrderedTrainer, begin_run, check_run, make_callbacks, score, train
 
 # Mega is like the image models of the paper: batch norm before every sub-layer, Laplace attention, no dropout.
@@ -42,7 +41,7 @@ STEPS |= {"per_device_train_batch_size": 32, "per_device_eval_batch_size": 120, 
 @dataclass
 class Arguments:
     model_type: str = HfArg(default="both", help="model to train: luna, mega or both")
-    output_dir: str = HfArg(default="outputs/digits", help="folder for the models and all_results.json")
+    output_dir: str = HfArg(default="outputs/digits", help="folder for the models and their results")
     epochs: float = HfArg(default=0.0, help=f"number of epochs; 0 = {EPOCHS}")
     learning_rate: float = HfArg(default=0.0, help=f"peak learning rate; 0 = {RATES}")
     seed: int = HfArg(default=0, help="seed of the split, the weights and the order of the images")
@@ -58,38 +57,38 @@ def load_data(seed: int) -> list[Dataset]:
     return [Dataset.from_dict({"input_values": parts[i], "labels": parts[i + 2]}) for i in range(2)]
 
 
-def run_model(name: str, options: Arguments, argv: list[str] | None) -> dict:
-    """Train, save, evaluate and reload one model; return its results."""
+def run_model(name: str, options: Arguments) -> dict[str, float]:
+    """Train, save, evaluate and reload one model; return its metrics."""
     place = {"output_dir": f"{options.output_dir}/{name}", "hub_model_id": f"digits-{name}"}
     steps = {"num_train_epochs": options.epochs or EPOCHS[name], "learning_rate": options.learning_rate or RATES[name]}
     own = {"seed": options.seed, "push_to_hub": options.push_to_hub}
     training, run = TrainingArguments(**place, **steps, **own, **STEPS), RunArguments()
-    data = SourceArguments(dataset_name="digits of scikit-learn")
+    data = SourceArguments(dataset_path="digits of scikit-learn")
     model = CheckpointArguments(model_type=name, config_overrides=f"{SIZES},{MODELS[name]}")
     check_run("handwritten digits", data, model, training, run)
-    training.include_num_input_tokens_seen = "no"  # images are counted instead
-    begin_run(__file__, argv, data, model, training, run)
+    training.include_num_input_tokens_seen = "no"  # images have no tokens
+    begin_run(data, model, training, run)
     train_set, test_set = load_data(options.seed)
     config = make_config(model, None, 64, **label_fields("0123456789"))
     network = make_model(AutoModelForSequenceClassification, model, config)
     parts = {"train_dataset": train_set, "eval_dataset": test_set, "callbacks": make_callbacks(data)}
     trainer = OrderedTrainer(network, training, **parts, compute_metrics=accuracy)
-    summary = train(trainer, run, run.title, "eval_accuracy") | score(trainer)
+    metrics = train(trainer, run) | score(trainer)
     reloaded = AutoModelForSequenceClassification.from_pretrained(training.output_dir)
     with torch.no_grad():
         again = reloaded(input_values=torch.tensor(test_set["input_values"][:])).logits.numpy()
-    summary["reloaded_difference"] = difference = float(np.abs(again - trainer.predict(test_set).predictions).max())
+    difference = float(np.abs(again - trainer.predict(test_set).predictions).max())
     if difference > 1e-4:
         fail(f"the logits of the model reloaded from {training.output_dir} differ by {difference:.2g}")
-    return finish(trainer, run, summary)
+    publish(trainer, run)
+    return metrics
 
 
-def main(argv: list[str] | None = None) -> dict:
+def main(argv: list[str] | None = None) -> dict[str, dict[str, float]]:
     (options,) = parse_arguments((Arguments,), argv)
     check_choice(options, "model_type", [*MODELS, "both"])
     check_least(options, 0, "epochs", "learning_rate")
-    results = {name: run_model(name, options, argv) for name in MODELS if options.model_type in (name, "both")}
-    save_json(results, Path(options.output_dir, "all_results.json"))
+    results = {name: run_model(name, options) for name in MODELS if options.model_type in (name, "both")}
     for name, result in results.items():
         if result["eval_accuracy"] < options.min_accuracy:
             fail(f"{name}: test accuracy {result['eval_accuracy']:.4f} is below {options.min_accuracy}")

@@ -6,21 +6,18 @@ Plot the perplexity over the context length and, for models with a rotary bias, 
 can be evaluated with longer chunks than in training (Mega, appendix D.3 and Figure 6).
 """
 
-import time
+import json
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import matplotlib.pyplot as plt
 import torch
 from transformers import HfArgumentParser, PreTrainedModel
 from transformers.hf_argparser import HfArg
 
-import luna_mega
 from luna_mega.training.arguments import check_choice, check_finite, check_least, fail
 from luna_mega.training.data import SourceArguments, load_splits
 from luna_mega.training.language_modeling import Score, encode, load_language_model, score_stream
-from luna_mega.training.report import peak_memory_gb, print_table, save_json
 
 plt.rcParams["text.parse_math"] = False  # names may contain $
 
@@ -88,8 +85,7 @@ def plot(results: list[tuple[int | None, int, Score]], path: Path) -> None:
     plt.close(figure)
 
 
-def main(argv: list[str] | None = None) -> dict[str, Any]:
-    start = time.perf_counter()
+def main(argv: list[str] | None = None) -> list[dict[str, float | None]]:
     arguments = parse(argv)
     model, stream = load(arguments)
     results = []
@@ -99,26 +95,13 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
         for context in arguments.context:
             result = score_stream(model, stream, context, arguments.segment, arguments.batch_size, progress=True)
             results.append((chunk, context, result))
-            print_table(f"chunk {chunk}, context {context}", result.metrics)
+            print(f"chunk {chunk}, context {context}: {result.metrics}", flush=True)
     output = Path(arguments.output_dir)
     output.mkdir(parents=True, exist_ok=True)
     plot(results, output / "context.png")
-    best_chunk, best_context, best = min(results, key=lambda result: result[2].loss)
-    summary = {
-        "model": arguments.model_name_or_path,
-        "luna_mega": luna_mega.__version__,
-        "tokens": best.tokens,
-        "best_chunk": best_chunk,
-        "best_context": best_context,
-        **best.metrics,
-        "curve": str(output / "context.png"),
-        "peak_memory_gb": peak_memory_gb(model.device),
-        "total_seconds": time.perf_counter() - start,
-    }
-    scores = [{"chunk": chunk, "context": context, "loss": result.loss} for chunk, context, result in results]
-    save_json(summary | {"scores": scores}, output / "scores.json")
-    print_table("scores", summary)
-    return summary
+    scores = [{"chunk": chunk, "context": context, **result.metrics} for chunk, context, result in results]
+    (output / "scores.json").write_text(json.dumps(scores, indent=2) + "\n", encoding="utf-8")
+    return scores
 
 
 if __name__ == "__main__":

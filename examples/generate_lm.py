@@ -2,44 +2,42 @@
 
     python examples/generate_lm.py --model_name_or_path OUT --prompt "ROMEO:" --max_new_tokens 20000 --output_dir TEXT
 
-Print speed and memory at regular intervals. Both are constant for Luna, and for Mega with chunked attention.
+Print speed and cache size at regular intervals. Both are constant for Luna, and for Mega with chunked attention.
 """
 
+import json
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from transformers import HfArgumentParser, TextStreamer, set_seed
 from transformers.hf_argparser import HfArg
 
-import luna_mega
 from luna_mega.compat import CACHE_NAME
 from luna_mega.training.arguments import check_finite, check_least, fail
 from luna_mega.training.language_modeling import load_language_model
-from luna_mega.training.report import peak_memory_gb, print_table, save_json, show
 
 
 @dataclass
 class Arguments:
     model_name_or_path: str = HfArg(help="folder or Hub name of the model")
     prompt: str = HfArg(help="prompt of the text")
-    output_dir: str = HfArg(help="output folder for text.txt and all_results.json")
+    output_dir: str = HfArg(help="output folder for text.txt and speed.json")
     max_new_tokens: int = HfArg(default=1000, help="number of tokens to generate")
     temperature: float = HfArg(default=1.0, help="sampling temperature; 0 = greedy decoding")
     top_k: int = HfArg(default=0, help="sample from the k most likely tokens; 0 = from all")
-    report_every: int = HfArg(default=1000, help="number of tokens between two reports of speed and memory")
+    report_every: int = HfArg(default=1000, help="number of tokens between two reports of speed and cache size")
     seed: int = 42
     device: str = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 class MeasuredStreamer(TextStreamer):
-    """Streamer that writes the text to a file, and reports speed and memory at regular intervals."""
+    """Streamer that writes the text to a file, and reports speed and cache size at regular intervals."""
 
-    def __init__(self, tokenizer, file, every: int, device: torch.device):
+    def __init__(self, tokenizer, file, every: int):
         super().__init__(tokenizer, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-        self.file, self.every, self.device = file, every, device
+        self.file, self.every = file, every
         self.count, self.reports, self.start = 0, [], None
 
     def save_cache(self, module, arguments, output):  # a forward hook
@@ -54,8 +52,8 @@ class MeasuredStreamer(TextStreamer):
         self.count += 1
         if self.count % self.every == 0:
             report = {"tokens": self.count, "tokens_per_second": self.every / (now - self.start)}
-            report |= {"cache_bytes": cache_bytes(self.cache), "peak_memory_gb": peak_memory_gb(self.device)}
-            print("  ".join(f"{name} {show(value)}" for name, value in report.items()), flush=True)
+            report["cache_bytes"] = cache_bytes(self.cache)
+            print("  ".join(f"{name} {value:,.0f}" for name, value in report.items()), flush=True)
             self.reports.append(report)
             self.start = now
 
@@ -70,7 +68,7 @@ def cache_bytes(cache) -> int:
     return sum(tensor.untyped_storage().nbytes() for tensor in tensors)
 
 
-def main(argv: list[str] | None = None) -> dict[str, Any]:
+def main(argv: list[str] | None = None) -> list[dict[str, float]]:
     (arguments,) = HfArgumentParser(Arguments, allow_abbrev=False).parse_args_into_dataclasses(argv)
     check_finite(arguments)
     check_least(arguments, 1, "max_new_tokens", "report_every")
@@ -87,15 +85,11 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     output = Path(arguments.output_dir)
     output.mkdir(parents=True, exist_ok=True)
     with (output / "text.txt").open("w", encoding="utf-8") as file:
-        streamer = MeasuredStreamer(tokenizer, file, arguments.report_every, model.device)
+        streamer = MeasuredStreamer(tokenizer, file, arguments.report_every)
         model.register_forward_hook(streamer.save_cache)
         model.generate(prompt, attention_mask=torch.ones_like(prompt), streamer=streamer, **options)
-    summary = {"model": arguments.model_name_or_path, "luna_mega": luna_mega.__version__, "tokens": streamer.count}
-    for name, report in zip(("first", "last"), streamer.reports[:1] + streamer.reports[-1:], strict=False):
-        summary |= {f"{name}_{key}": value for key, value in report.items() if key != "tokens"}
-    save_json(summary | {"rows": streamer.reports}, output / "all_results.json")
-    print_table("generation", summary | {"text": str(output / "text.txt")})
-    return summary
+    (output / "speed.json").write_text(json.dumps(streamer.reports, indent=2) + "\n", encoding="utf-8")
+    return streamer.reports
 
 
 if __name__ == "__main__":

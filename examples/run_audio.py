@@ -26,12 +26,12 @@ from transformers.hf_argparser import HfArg
 from luna_mega.training.arguments import RunArguments, check_least, fail, one_line, parse_arguments
 from luna_mega.training.classification import accuracy, class_names, class_numbers, match_labels, write_predictions
 from luna_mega.training.data import ClassifierArguments, SourceArguments, check_split, choose_splits, load_splits
+from luna_mega.training.hub import publish
 from luna_mega.training.models import CheckpointArguments, label_fields, make_config, make_model
-from luna_mega.training.report import finish
 from luna_mega.training.runs import OrderedTrainer, begin_run, check_run, make_callbacks, score, train
 from luna_mega.training.seeded import Redrawn
 
-TITLE, METRIC = "audio classification", "eval_accuracy"
+TITLE = "audio classification"
 
 
 @dataclass
@@ -184,9 +184,9 @@ def load_data(
     return splits, extractor, make_config(model, None, longest, **fields)
 
 
-def main(argv: list[str] | None = None) -> dict[str, Any]:
+def main(argv: list[str] | None = None) -> dict[str, float]:
     data, model, training, run = parse(argv)
-    begin_run(__file__, argv, data, model, training, run)
+    begin_run(data, model, training, run)
 
     with training.main_process_first(desc="reading the data"), one_line():
         splits, extractor, config = load_data(data, model, training)
@@ -202,8 +202,9 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
         callbacks=make_callbacks(data),
     )
 
-    summary = train(trainer, run, TITLE, METRIC) | score(trainer) | write_predictions(trainer, splits)
-    return finish(trainer, run, summary)
+    metrics = train(trainer, run) | score(trainer) | write_predictions(trainer, splits)
+    publish(trainer, run)
+    return metrics
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ All fields of TrainingArguments are options. A recipe contains defaults, which t
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from datasets import IterableDataset
@@ -21,15 +20,15 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from luna_mega.compat import CACHE_NAME
 from luna_mega.training.arguments import RunArguments, check_choice, check_least, fail, one_line, parse_arguments
 from luna_mega.training.data import SourceArguments, choose_splits, load_splits
+from luna_mega.training.hub import publish
 from luna_mega.training.language_modeling import Score, Streams, cut_stream, draw_windows, encode, score_stream
 from luna_mega.training.models import ModelArguments, make_config, make_model, make_tokenizer
-from luna_mega.training.report import finish
 from luna_mega.training.runs import begin_run, check_run, make_callbacks, score, total, train
 from luna_mega.training.seeded import Redrawn
 from luna_mega.training.streams import Stream, StreamingTrainer, check_streaming, some_texts
 from luna_mega.training.tokenizers import make_bytes, train_characters, train_words
 
-TITLE, METRIC = "causal language model", "eval_loss"
+TITLE = "causal language model"
 # Fields of Luna and Mega, which can also be encoders.
 DECODER = {"is_decoder": True, "bidirectional": False}
 # Models with a recurrent state that can be detached.
@@ -173,10 +172,10 @@ def make_collator(data: DataArguments, config: PreTrainedConfig) -> Callable:
     return collate if shortest else default_collate
 
 
-def main(argv: list[str] | None = None) -> dict[str, Any]:
+def main(argv: list[str] | None = None) -> dict[str, float]:
     data, model, training, run = parse(argv)
     training.remove_unused_columns = False
-    begin_run(__file__, argv, data, model, training, run)
+    begin_run(data, model, training, run)
 
     with training.main_process_first(desc="reading the data"), one_line():
         streams, tokenizer = load_data(data, model, training, run)
@@ -195,8 +194,9 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
         callbacks=make_callbacks(data),
     )
 
-    summary = train(trainer, run, TITLE, METRIC) | score(trainer)
-    return finish(trainer, run, summary)
+    metrics = train(trainer, run) | score(trainer)
+    publish(trainer, run)
+    return metrics
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ The teacher is a sentence-transformers model, or an encoder, whose token states 
 """
 
 from dataclasses import dataclass, field
-from typing import Any
 
 from datasets import Dataset
 from transformers import DataCollatorWithPadding, PreTrainedModel, PreTrainedTokenizerBase, TrainingArguments
@@ -24,11 +23,11 @@ from luna_mega.distillation.embeddings import (
 )
 from luna_mega.training.arguments import RunArguments, check_choice, check_least, fail, one_line, parse_arguments
 from luna_mega.training.data import LimitArguments, SourceArguments, choose_splits, load_splits
+from luna_mega.training.hub import publish
 from luna_mega.training.models import load_tokenizer
-from luna_mega.training.report import finish
 from luna_mega.training.runs import begin_run, check_run, make_callbacks, score, train
 
-TITLE, METRIC = "distillation of embeddings", "eval_loss"
+TITLE = "distillation of embeddings"
 
 
 @dataclass
@@ -110,11 +109,9 @@ def make_model(
     return teacher, student, tokenizer
 
 
-def main(argv: list[str] | None = None) -> dict[str, Any]:
+def main(argv: list[str] | None = None) -> dict[str, float]:
     data, model, training, run = parse(argv)
-    begin_run(__file__, argv, data, model, training, run)
-    run.model = f"luna from {model.teacher}"
-    run.card |= {"origin": "distilled", "split": data.validation_split}
+    begin_run(data, model, training, run)
 
     with training.main_process_first(desc="reading the data"), one_line():
         splits = load_data(data, training)
@@ -143,8 +140,9 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
         state_weight=model.state_weight,
         max_length=longest,
     )
-    summary = train(trainer, run, TITLE, METRIC) | score(trainer)
-    return finish(trainer, run, summary)
+    metrics = train(trainer, run) | score(trainer)
+    publish(trainer, run)
+    return metrics
 
 
 if __name__ == "__main__":

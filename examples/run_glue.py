@@ -8,7 +8,6 @@ All fields of TrainingArguments are options. A recipe contains defaults, which t
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import evaluate
 import numpy as np
@@ -19,8 +18,8 @@ from transformers.hf_argparser import HfArg
 from luna_mega.training.arguments import RunArguments, check_choice, one_line, parse_arguments
 from luna_mega.training.classification import Labels, match_labels, number_labels
 from luna_mega.training.data import check_scores, choose_splits, load_splits
+from luna_mega.training.hub import publish
 from luna_mega.training.models import ModelArguments, label_fields, make_config, make_model, make_tokenizer
-from luna_mega.training.report import finish
 from luna_mega.training.runs import OrderedTrainer, begin_run, check_run, make_callbacks, score, train, write_lines
 from luna_mega.training.texts import TextArguments, check_pairs, choose_model, encode_texts, hide_tokens
 
@@ -140,23 +139,21 @@ def make_metrics(data: DataArguments, outputs: list[int]) -> Callable[[EvalPredi
     return compute_metrics
 
 
-def predict(trainer: Trainer, splits: dict[str, Dataset], task: Task, outputs: list[int]) -> dict[str, str]:
-    """Write one file per test split in the format of the GLUE server, and return the paths."""
-    paths = {}
+def predict(trainer: Trainer, splits: dict[str, Dataset], task: Task, outputs: list[int]) -> None:
+    """Write one file per test split in the format of the GLUE server."""
     for side, name in task.splits("test").items():
         predicted = task.decode(trainer.predict(splits[name]).predictions, outputs)
         values = predicted if task.labels else [f"{score:.3f}" for score in predicted]
         values = [task.labels[index] for index in predicted] if task.predicts_names else values
         lines = ["index\tprediction", *(f"{index}\t{value}" for index, value in enumerate(values))]
         suffix = {"": "", "matched": "-m", "mismatched": "-mm"}[side]
-        paths[name] = write_lines(trainer, f"{task.file}{suffix}.tsv", lines)
-    return paths
+        write_lines(trainer, f"{task.file}{suffix}.tsv", lines)
 
 
-def main(argv: list[str] | None = None) -> dict[str, Any]:
+def main(argv: list[str] | None = None) -> dict[str, float]:
     data, model, training, run = parse(argv)
     task = TASKS[data.task_name]
-    begin_run(__file__, argv, data, model, training, run)
+    begin_run(data, model, training, run)
 
     with training.main_process_first(desc="reading the data"), one_line():
         splits, tokenizer, config, outputs = load_data(data, model, training)
@@ -174,10 +171,11 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
         callbacks=make_callbacks(data),
     )
 
-    summary = train(trainer, run, data.task_name, f"eval_{task.metric}") | score(trainer)
+    metrics = train(trainer, run) | score(trainer)
     if training.do_predict:
-        summary |= predict(trainer, splits, task, outputs)
-    return finish(trainer, run, summary)
+        predict(trainer, splits, task, outputs)
+    publish(trainer, run)
+    return metrics
 
 
 if __name__ == "__main__":

@@ -28,17 +28,16 @@ from luna_mega.training.classification import (
     accuracy,
     class_names,
     class_numbers,
-    examples_per_second,
     match_labels,
     write_predictions,
 )
 from luna_mega.training.data import ClassifierArguments, SourceArguments, choose_splits, load_splits
+from luna_mega.training.hub import publish
 from luna_mega.training.models import CheckpointArguments, label_fields, make_config, make_model
-from luna_mega.training.report import finish
 from luna_mega.training.runs import OrderedTrainer, begin_run, check_run, make_callbacks, score, train
 from luna_mega.training.seeded import Redrawn
 
-TITLE, METRIC = "image classification", "eval_accuracy"
+TITLE = "image classification"
 _COLOR = ([0.485, 0.456, 0.406], [0.229, 0.224, 0.225])  # mean and standard deviation of ImageNet
 _GRAY = ([0.5], [0.25])
 
@@ -70,13 +69,10 @@ class ImageTrainer(OrderedTrainer):
     mix: Callable | None = None
 
     def training_step(self, model: torch.nn.Module, inputs: dict[str, Any], *args, **kwargs) -> torch.Tensor:
-        counted = self.sequences + len(inputs["pixel_values"])
         if self.mix is not None:
             self.mix.device = inputs["pixel_values"].device
             inputs["pixel_values"], inputs["labels"] = self.mix(inputs["pixel_values"], inputs["labels"])
-        loss = super().training_step(model, inputs, *args, **kwargs)
-        self.sequences = counted
-        return loss
+        return super().training_step(model, inputs, *args, **kwargs)
 
     def get_decay_parameter_names(self, model: torch.nn.Module) -> list[str]:
         return [
@@ -122,7 +118,7 @@ def parse(argv: list[str] | None) -> tuple[DataArguments, ModelArguments, Traini
     defaults = {"metric_for_best_model": "accuracy", "remove_unused_columns": False}
     data, model, training, run = parse_arguments(kinds, argv, **defaults)
     check_run(TITLE, data, model, training, run)
-    training.include_num_input_tokens_seen = "no"  # images are counted instead
+    training.include_num_input_tokens_seen = "no"  # images have no tokens
     images.check_augmentation(data)
     if data.mixup or data.cutmix:
         if training.per_device_train_batch_size % 2:
@@ -187,9 +183,9 @@ def load_data(
     return splits, processor, config
 
 
-def main(argv: list[str] | None = None) -> dict[str, Any]:
+def main(argv: list[str] | None = None) -> dict[str, float]:
     data, model, training, run = parse(argv)
-    begin_run(__file__, argv, data, model, training, run)
+    begin_run(data, model, training, run)
 
     with training.main_process_first(desc="reading the data"), one_line():
         splits, processor, config = load_data(data, model, training)
@@ -207,9 +203,9 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     )
     trainer.repeats, trainer.mix = data.repeated_augmentation, images.make_mix(data, config.num_labels, smoothing)
 
-    summary = train(trainer, run, TITLE, METRIC) | examples_per_second(trainer, "images_per_second")
-    summary |= score(trainer) | write_predictions(trainer, splits)
-    return finish(trainer, run, summary)
+    metrics = train(trainer, run) | score(trainer) | write_predictions(trainer, splits)
+    publish(trainer, run)
+    return metrics
 
 
 if __name__ == "__main__":

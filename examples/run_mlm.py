@@ -22,6 +22,7 @@ from transformers import (
 )
 
 from luna_mega.training.arguments import RunArguments, fail, one_line, parse_arguments
+from luna_mega.training.hub import publish
 from luna_mega.training.masking import (
     MaskedTextArguments as DataArguments,
     Masking,
@@ -30,12 +31,11 @@ from luna_mega.training.masking import (
     make_blocks,
 )
 from luna_mega.training.models import ModelArguments, make_config, make_model, make_tokenizer
-from luna_mega.training.report import finish
 from luna_mega.training.runs import begin_run, check_run, make_callbacks, score, train
 from luna_mega.training.seeded import Redrawn
 from luna_mega.training.streams import Stream, StreamingTrainer, check_streaming, some_texts
 
-TITLE, METRIC = "masked language model", "eval_perplexity"
+TITLE = "masked language model"
 
 
 def token_scores(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
@@ -54,11 +54,9 @@ def compute_metrics(prediction: EvalPrediction) -> dict[str, float]:
     return {"perplexity": float(np.exp(loss)), "accuracy": float(right)}
 
 
-def parse(
-    argv: list[str] | None, model_arguments: type[ModelArguments] = ModelArguments
-) -> tuple[DataArguments, ModelArguments, TrainingArguments, RunArguments]:
+def parse(argv: list[str] | None) -> tuple[DataArguments, ModelArguments, TrainingArguments, RunArguments]:
     """Parse the options; exit if they contradict each other."""
-    kinds = (DataArguments, model_arguments, TrainingArguments, RunArguments)
+    kinds = (DataArguments, ModelArguments, TrainingArguments, RunArguments)
     data, model, training, run = parse_arguments(kinds, argv)
     check_run(TITLE, data, model, training, run, streams=True, predicts=False)
     check_streaming(training, run)
@@ -107,14 +105,9 @@ def make_trainer(
     )
 
 
-def head_share(data: DataArguments, config: PreTrainedConfig) -> float:
-    """Return the share of the tokens for which the head computes logits."""
-    return data.mlm_probability if getattr(config, "sparse_prediction", False) else 1.0
-
-
-def main(argv: list[str] | None = None) -> dict[str, Any]:
+def main(argv: list[str] | None = None) -> dict[str, float]:
     data, model, training, run = parse(argv)
-    begin_run(__file__, argv, data, model, training, run)
+    begin_run(data, model, training, run)
 
     with training.main_process_first(desc="reading the data"), one_line():
         blocks, tokenizer, config = load_data(data, model, training, run)
@@ -122,8 +115,9 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     network = make_model(AutoModelForMaskedLM, model, config)
     trainer = make_trainer(network, data, training, blocks, tokenizer)
 
-    summary = train(trainer, run, TITLE, METRIC, head_share(data, config)) | score(trainer)
-    return finish(trainer, run, summary)
+    metrics = train(trainer, run) | score(trainer)
+    publish(trainer, run)
+    return metrics
 
 
 if __name__ == "__main__":

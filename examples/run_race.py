@@ -24,9 +24,18 @@ from transformers.hf_argparser import HfArg
 
 from luna_mega.training.arguments import RunArguments, check_choice, fail, one_line, parse_arguments
 from luna_mega.training.data import ClassifierArguments, check_split, choose_splits, load_splits
+from luna_mega.training.hub import publish
 from luna_mega.training.models import ModelArguments, boundary_ids, make_config, make_model, make_tokenizer
-from luna_mega.training.report import finish
-from luna_mega.training.runs import OrderedTrainer, begin_run, check_run, make_callbacks, score, train, write_lines
+from luna_mega.training.runs import (
+    OrderedTrainer,
+    begin_run,
+    check_run,
+    make_callbacks,
+    save,
+    score,
+    train,
+    write_lines,
+)
 from luna_mega.training.texts import pair_class
 
 Batch = dict[str, list]
@@ -267,23 +276,22 @@ def load_data(
     return {name: encode_split(split, name, tokenizer, data, in_memory) for name, split in splits.items()}, tokenizer
 
 
-def predict(trainer: Trainer, split: Dataset, task: Task) -> dict[str, Any]:
-    """Write the predicted letters of the test split; return the path, and metrics if the answers are known."""
+def predict(trainer: Trainer, split: Dataset, task: Task) -> dict[str, float]:
+    """Write the predicted letters of the test split; return the metrics, which require known answers."""
     known = -100 not in split["labels"]
     trainer.compute_metrics = make_metrics(split, task) if known else None
     output = trainer.predict(split)
     lines = [f"index\t{task.name}\tprediction"]
     for index, (name, best) in enumerate(zip(split[task.name], output.predictions.argmax(-1), strict=True)):
         lines.append(f"{index}\t{name}\t{task.letters[best]}")
-    read = ("_loss", "accuracy") if known else ()
-    scores = {name: value for name, value in output.metrics.items() if name.endswith(read)}
-    return scores | {"predictions": write_lines(trainer, "predictions.tsv", lines)}
+    write_lines(trainer, "predictions.tsv", lines)
+    return save(trainer, "test", output.metrics)
 
 
-def main(argv: list[str] | None = None) -> dict[str, Any]:
+def main(argv: list[str] | None = None) -> dict[str, float]:
     data, model, training, run = parse(argv)
     task, towers = TASKS[data.task], data.two_towers
-    begin_run(__file__, argv, data, model, training, run)
+    begin_run(data, model, training, run)
 
     with training.main_process_first(desc="reading the data"), one_line():
         splits, tokenizer = load_data(data, model, training)
@@ -305,10 +313,11 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
         callbacks=make_callbacks(data),
     )
 
-    summary = train(trainer, run, data.task, "eval_accuracy") | score(trainer)
+    metrics = train(trainer, run) | score(trainer)
     if training.do_predict:
-        summary |= predict(trainer, splits["test"], task)
-    return finish(trainer, run, summary)
+        metrics |= predict(trainer, splits["test"], task)
+    publish(trainer, run)
+    return metrics
 
 
 if __name__ == "__main__":

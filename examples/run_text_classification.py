@@ -8,8 +8,6 @@ run_glue.py.
 """
 
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 from datasets import Dataset
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase, TrainingArguments
@@ -18,12 +16,12 @@ from transformers.hf_argparser import HfArg
 from luna_mega.training.arguments import RunArguments, fail, one_line, parse_arguments
 from luna_mega.training.classification import accuracy, class_names, class_numbers, match_labels, write_predictions
 from luna_mega.training.data import SourceArguments, choose_splits, load_splits
+from luna_mega.training.hub import publish
 from luna_mega.training.models import ModelArguments, label_fields, make_config, make_model, make_tokenizer
-from luna_mega.training.report import finish
 from luna_mega.training.runs import OrderedTrainer, begin_run, check_run, make_callbacks, score, train
 from luna_mega.training.texts import TextArguments, check_pairs, choose_model, encode_texts, hide_tokens
 
-TITLE, METRIC = "text classification", "eval_accuracy"
+TITLE = "text classification"
 
 
 @dataclass
@@ -78,9 +76,9 @@ def load_data(
     return splits, tokenizer, config
 
 
-def main(argv: list[str] | None = None) -> dict[str, Any]:
+def main(argv: list[str] | None = None) -> dict[str, float]:
     data, model, training, run = parse(argv)
-    begin_run(__file__, argv, data, model, training, run)
+    begin_run(data, model, training, run)
 
     with training.main_process_first(desc="reading the data"), one_line():
         splits, tokenizer, config = load_data(data, model, training)
@@ -97,9 +95,9 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
         callbacks=make_callbacks(data),
     )
 
-    task = Path(data.dataset_path or data.dataset_name).name
-    summary = train(trainer, run, task, METRIC) | score(trainer) | write_predictions(trainer, splits)
-    return finish(trainer, run, summary)
+    metrics = train(trainer, run) | score(trainer) | write_predictions(trainer, splits)
+    publish(trainer, run)
+    return metrics
 
 
 if __name__ == "__main__":

@@ -25,10 +25,19 @@ from transformers.hf_argparser import HfArg
 
 from luna_mega.training.arguments import RunArguments, check_choice, check_least, fail, one_line, parse_arguments
 from luna_mega.training.data import LimitArguments, SourceArguments, check_split, choose_splits, load_splits
+from luna_mega.training.hub import publish
 from luna_mega.training.models import ModelArguments, Tokenizers, make_both_tokenizers, make_config, make_model
 from luna_mega.training.optimization import ClipEach, apollo, milestone_schedule
-from luna_mega.training.report import finish
-from luna_mega.training.runs import OrderedTrainer, begin_run, check_run, make_callbacks, score, train, write_lines
+from luna_mega.training.runs import (
+    OrderedTrainer,
+    begin_run,
+    check_run,
+    make_callbacks,
+    save,
+    score,
+    train,
+    write_lines,
+)
 from luna_mega.training.tokenizers import remove_truncation
 from luna_mega.training.weight_average import average, choose_checkpoints
 
@@ -80,9 +89,6 @@ class PairCollator(DataCollatorForSeq2Seq):
     def __call__(self, features: list[dict[str, Any]], return_tensors: str | None = None) -> dict[str, Any]:
         needed = [{name: feature[name] for name in ("input_ids", "labels")} for feature in features]
         return super().__call__(needed, return_tensors)
-
-
-METRIC = "eval_bleu"
 
 
 @dataclass
@@ -149,7 +155,7 @@ def parse(argv: list[str] | None) -> tuple[DataArguments, ModelArguments, Seq2Se
     """Parse the options; exit if they contradict each other."""
     kinds = (DataArguments, ModelArguments, Seq2SeqTrainingArguments, RunArguments)
     data, model, training, run = parse_arguments(kinds, argv)
-    check_run(f"{data.source_lang}-{data.target_lang} translation", data, model, training, run)
+    check_run("translation model", data, model, training, run)
     check_least(data, 2, "max_source_length", "max_target_length")
     check_least(data, 1, "num_beams")
     check_choice(data, "average_by", ("last", "best"))
@@ -202,8 +208,8 @@ def load_data(
     return splits, tokenizers, config
 
 
-def average_weights(trainer: TranslationTrainer, folder: str) -> str:
-    """Load the mean of several checkpoints in `folder` into the model and save it; return the checkpoint names."""
+def average_weights(trainer: TranslationTrainer, folder: str) -> None:
+    """Load the mean of several checkpoints in `folder` into the model, and save it."""
     data = trainer.data
     metric = trainer.args.metric_for_best_model or "eval_loss"
     metric = metric if metric.startswith("eval_") else f"eval_{metric}"
@@ -211,39 +217,39 @@ def average_weights(trainer: TranslationTrainer, folder: str) -> str:
     chosen = choose_checkpoints(folder, data.average_checkpoints, metric if data.average_by == "best" else None)
     trainer.accelerator.unwrap_model(trainer.model).load_state_dict(average(chosen), strict=False)
     trainer.save_model(_internal_call=True)
-    return ", ".join(path.name for path in chosen)
+    if trainer.is_world_process_zero():
+        print(f"averaged {', '.join(path.name for path in chosen)}", flush=True)
 
 
 def evaluate(trainer: TranslationTrainer, split: Dataset) -> dict[str, Any]:
     """Evaluate and write the translations of the validation split."""
-    history = list(trainer.state.log_history)
-    summary = score(trainer) | {"translations": write_translations(trainer, split, "validation")}
-    trainer.state.log_history = history  # keep only the history of training
-    return summary | {"bleu_signature": str(trainer.bleu.get_signature())}
+    metrics = score(trainer)
+    write_translations(trainer, split, "validation")
+    return metrics | save(trainer, "eval", {"bleu_signature": str(trainer.bleu.get_signature())})
 
 
 def predict(trainer: TranslationTrainer, splits: dict[str, Dataset]) -> dict[str, Any]:
-    """Translate the test sets; return the metrics and the paths of the translations."""
-    summary = {}
+    """Translate the test sets; return the metrics."""
+    found = {}
     for name in [name for name in splits if name not in ("train", "validation")]:
         metrics = trainer.predict(splits[name], metric_key_prefix=name).metrics
-        summary |= {f"{name}_{key}": metrics[f"{name}_{key}"] for key in ("loss", "bleu", "runtime")}
-        summary[f"{name}_translations"] = write_translations(trainer, splits[name], name)
-    return summary | {"bleu_signature": str(trainer.bleu.get_signature())}
+        found |= save(trainer, name, metrics | {"bleu_signature": str(trainer.bleu.get_signature())})
+        write_translations(trainer, splits[name], name)
+    return found
 
 
-def write_translations(trainer: TranslationTrainer, split: Dataset, name: str) -> str:
+def write_translations(trainer: TranslationTrainer, split: Dataset, name: str) -> None:
     """Write the translations of the split `name`, the last ones, in the order of the data."""
     ordered = sorted(zip(split["row"], trainer.translations, strict=True))
-    return write_lines(trainer, f"translations.{name}.{trainer.data.target_lang}", (text for _, text in ordered))
+    write_lines(trainer, f"translations.{name}.{trainer.data.target_lang}", (text for _, text in ordered))
 
 
-def main(argv: list[str] | None = None) -> dict[str, Any]:
+def main(argv: list[str] | None = None) -> dict[str, float]:
     data, model, training, run = parse(argv)
     # The collator selects the columns; evaluation requires the texts, and grouping by length the lengths.
     training.remove_unused_columns = False
     training.generation_num_beams = training.generation_num_beams or 1
-    begin_run(__file__, argv, data, model, training, run)
+    begin_run(data, model, training, run)
 
     with training.main_process_first(desc="reading the data"), one_line():
         splits, tokenizers, config = load_data(data, model, training)
@@ -264,18 +270,16 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
         callbacks=make_callbacks(data),
     )
 
-    summary = train(trainer, run, run.title, METRIC)
-    if training.do_train:
-        summary["vocabulary"] = len(tokenizers.source)
+    metrics = train(trainer, run)
     if data.average_checkpoints:
-        folder = training.output_dir if training.do_train else run.card["base_model"]
-        summary["averaged"] = average_weights(trainer, folder)
+        average_weights(trainer, training.output_dir if training.do_train else run.base_model)
     training.predict_with_generate, training.generation_num_beams = True, data.num_beams
     if training.do_eval:
-        summary |= evaluate(trainer, splits["validation"])
+        metrics |= evaluate(trainer, splits["validation"])
     if training.do_predict:
-        summary |= predict(trainer, splits)
-    return finish(trainer, run, summary)
+        metrics |= predict(trainer, splits)
+    publish(trainer, run)
+    return metrics
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ SentenceTransformerTrainingArguments are options.
 
 from dataclasses import dataclass
 from tempfile import TemporaryDirectory
-from typing import Any
 
 from datasets import Dataset
 from transformers import AutoModel, PreTrainedTokenizerBase
@@ -20,7 +19,6 @@ from transformers.hf_argparser import HfArg
 from luna_mega.training.arguments import RunArguments, check_choice, check_least, fail, one_line, parse_arguments
 from luna_mega.training.data import LimitArguments, SourceArguments, load_splits
 from luna_mega.training.models import ModelArguments, make_config, make_model, make_tokenizer
-from luna_mega.training.report import save_summary
 from luna_mega.training.runs import begin_run, check_run, score, train
 
 try:
@@ -35,7 +33,7 @@ try:
 except ImportError:
     fail("sentence-transformers is not installed; run pip install '.[examples,ecosystem]'")
 
-TITLE, METRIC = "Sentence embeddings", "eval_sts_spearman_cosine"
+TITLE = "sentence embedding model"
 POOLINGS = ("mean", "cls", "max", "mean_sqrt_len_tokens")
 
 
@@ -124,9 +122,9 @@ def make_embedder(
     return SentenceTransformer(modules=[transformer, Pooling(config.hidden_size, data.pooling)], device=device)
 
 
-def main(argv: list[str] | None = None) -> dict[str, Any]:
+def main(argv: list[str] | None = None) -> dict[str, float]:
     data, model, training, run = parse(argv)
-    begin_run(__file__, argv, data, model, training, run)
+    begin_run(data, model, training, run)
 
     with training.main_process_first(desc="reading the data"), one_line():
         pairs, tokenizer, evaluator = load_data(data, model, training)
@@ -135,16 +133,14 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     loss = MultipleNegativesRankingLoss(embedder, scale=data.scale)
     trainer = SentenceTransformerTrainer(embedder, training, train_dataset=pairs, loss=loss, evaluator=evaluator)
 
-    summary = train(trainer, run, TITLE, METRIC)
-    summary |= {"tokens_per_second": None, "pairs_per_second": summary.get("train_samples_per_second")}
-    summary = save_summary(trainer, run, summary | score(trainer))
+    metrics = train(trainer, run) | score(trainer)
     if training.do_train:  # sentence-transformers writes the model card
         if model.license:
             trainer.model.model_card_data.set_license(model.license)
         trainer.create_model_card()
         if training.push_to_hub:
             trainer.push_to_hub()
-    return summary
+    return metrics
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from transformers import (
 )
 
 from lra.tasks import GRAYS, Task, gray_levels
-from luna_mega.training.runs import OrderedTrainer
+from luna_mega.training.runs import OrderedTrainer, save
 from luna_mega.training.seeded import Redrawn
 
 
@@ -62,11 +62,8 @@ def pretrain(
     training: TrainingArguments,
     steps: int,
     share: float,
-) -> dict[str, float]:
-    """Train the body of `model`, in place, for `steps` steps with the other options of `training`.
-
-    Return entries of the summary: the mean loss, and the seconds.
-    """
+) -> None:
+    """Train the body of `model`, in place, for `steps` steps with the other options of `training`."""
     options = copy.copy(training)
     options.max_steps, options.load_best_model_at_end = steps, False
     options.eval_strategy = options.save_strategy = "no"
@@ -76,5 +73,4 @@ def pretrain(
         train_dataset=mask_split(split, task, tokenizer, share, training.seed),
         data_collator=DataCollatorForTokenClassification(tokenizer) if tokenizer else default_data_collator,
     )
-    output = trainer.train()
-    return {"self_pretraining_loss": output.training_loss, "self_pretraining_seconds": output.metrics["train_runtime"]}
+    save(trainer, "self_pretraining", {"self_pretraining_loss": trainer.train().training_loss})

@@ -8,12 +8,10 @@ dataset on the Hub. All fields of TrainingArguments are options. A recipe contai
 overrides.
 """
 
-import platform
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -36,22 +34,16 @@ import luna_mega
 from lra import pretraining, tasks, transformer
 from lra.tasks import CONVENTIONS, TASKS
 from luna_mega.training.arguments import RunArguments, check_choice, check_least, fail, one_line, parse_arguments
-from luna_mega.training.classification import (
-    accuracy,
-    examples_per_second,
-    match_labels,
-    number_labels,
-    write_predictions,
-)
+from luna_mega.training.classification import accuracy, match_labels, number_labels, write_predictions
 from luna_mega.training.data import ClassifierArguments, SourceArguments, choose_splits, load_splits
+from luna_mega.training.hub import publish
 from luna_mega.training.images import undecoded
 from luna_mega.training.models import CheckpointArguments, label_fields, load_tokenizer, make_config, make_model
 from luna_mega.training.optimization import power_warmup_schedule
-from luna_mega.training.report import finish
 from luna_mega.training.runs import OrderedTrainer, begin_run, check_run, make_callbacks, score, train
 from luna_mega.training.texts import make_pair_collator, pair_class
 
-TITLE, METRIC = "Long Range Arena", "eval_accuracy"
+TITLE = "Long Range Arena"
 _NO_TOKENS = 8  # vocabulary of a model that reads values
 
 
@@ -108,9 +100,8 @@ def parse(argv: list[str] | None) -> tuple[DataArguments, ModelArguments, Traini
         fail(f"--masked_share {data.masked_share} must be between 0 and 1")
     if data.warmup_power != 1.0 and training.lr_scheduler_type != "linear":
         fail(f"--warmup_power {data.warmup_power} requires --lr_scheduler_type linear")
-    # Pairs are counted as sequences; values have no padding.
-    counted = "no" if task.pairs else "all" if reads_values(data) else "non_padding"
-    training.include_num_input_tokens_seen = counted
+    # Trainer counts only the first sequence of a pair; values have no padding.
+    training.include_num_input_tokens_seen = "no" if task.pairs else "all" if reads_values(data) else "non_padding"
     return data, model, training, run
 
 
@@ -208,26 +199,10 @@ def make_trainer(
     return trainer
 
 
-def describe_setting(data: DataArguments, model: ModelArguments, training: TrainingArguments) -> dict[str, Any]:
-    """Return the entries of the summary by which reports group runs."""
-    cuda = training.device.type == "cuda"
-    return {
-        "convention": data.convention,
-        "max_length": data.max_length,
-        "config_overrides": "".join(model.config_overrides.split()),
-        "learning_rate": training.learning_rate,
-        "self_pretraining_steps": data.self_pretraining_steps,
-        "batch": training.train_batch_size * training.gradient_accumulation_steps * training.world_size,
-        "hardware": torch.cuda.get_device_name(training.device)
-        if cuda
-        else f"{platform.machine()} CPU, threads: {torch.get_num_threads()}",
-    }
-
-
-def main(argv: list[str] | None = None) -> dict[str, Any]:
+def main(argv: list[str] | None = None) -> dict[str, float]:
     data, model, training, run = parse(argv)
     task = TASKS[data.task]
-    begin_run(__file__, argv, data, model, training, run)
+    begin_run(data, model, training, run)
 
     with training.main_process_first(desc="reading the data"), one_line():
         splits, tokenizer, config = load_data(data, model, training)
@@ -235,16 +210,15 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     model_class = AutoModelForSequenceClassification
     if task.pairs and config.model_type != transformer.TransformerConfig.model_type:
         model_class = pair_class(config.model_type, f"--task {data.task}", "luna, mega or transformer")
-    network, pretrained = make_model(model_class, model, config), {}
+    network = make_model(model_class, model, config)
     if data.self_pretraining_steps and training.do_train and not model.model_name_or_path:
         options = (task, tokenizer, training, data.self_pretraining_steps, data.masked_share)
-        pretrained = pretraining.pretrain(network, splits["train"], *options)
+        pretraining.pretrain(network, splits["train"], *options)
     trainer = make_trainer(network, data, training, splits, tokenizer)
 
-    summary = {"variant": tasks.name_variant(config), **describe_setting(data, model, training), **pretrained}
-    summary |= train(trainer, run, data.task, METRIC) | examples_per_second(trainer, "examples_per_second")
-    summary |= score(trainer) | write_predictions(trainer, splits)
-    return finish(trainer, run, summary)
+    metrics = train(trainer, run) | score(trainer) | write_predictions(trainer, splits)
+    publish(trainer, run)
+    return metrics
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from datasets import ClassLabel, Dataset, concatenate_datasets
 from tokenizers import processors
-from transformers import PreTrainedConfig, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from lra.listops import TOKENS
@@ -184,15 +184,6 @@ def encode_images(
 
     encode_one(split[0][column])
     return split.with_transform(encode)
-
-
-def name_variant(config: PreTrainedConfig) -> str:
-    """Return the name of a model in the tables of the papers."""
-    if config.model_type == "luna":
-        return f"Luna-{config.projection_length}"
-    if config.model_type == "mega":
-        return "Mega-chunk" if config.use_chunking else "Mega"
-    return config.model_type.capitalize()
 
 
 def gray_levels(values: torch.Tensor, task: Task) -> torch.Tensor:

@@ -3,7 +3,6 @@
 import argparse
 import math
 import os
-import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
@@ -31,26 +30,19 @@ class RunArguments:
     """Options of all training scripts, and the state of the run.
 
     Attributes:
-        title: Name of the task in messages.
-        command: Script and its arguments; None stands for the arguments of the process.
-        start: Start time of the run.
-        model: Name of the model in the results.
         checkpoint: Checkpoint from which the run resumes.
-        card: Entries of the model card: dataset, base model and license.
+        base_model: Model that is fine-tuned.
+        license: License in the model card.
+        source: Arguments of `Trainer.create_model_card` for the dataset.
     """
 
     streaming: bool = HfArg(default=False, help="stream the training data instead of loading it; requires --max_steps")
     shuffle_buffer: int = HfArg(default=10_000, help="buffer size of the shuffling with --streaming")
-    peak_flops: float | None = HfArg(
-        default=None, help="peak FLOP/s of a device, for the MFU; measured on CPUs if None"
-    )
     ema_decay: float = HfArg(default=0.0, help="decay of the average of weights that is saved; 0 = none")
-    title: str = field(default="", init=False)
-    command: tuple[str, list[str] | None] = field(default=("", None), init=False)
-    start: float = field(default_factory=time.perf_counter, init=False)
-    model: str = field(default="", init=False)
     checkpoint: str | None = field(default=None, init=False)
-    card: dict[str, Any] = field(default_factory=dict, init=False)
+    base_model: str | None = field(default=None, init=False)
+    license: str | None = field(default=None, init=False)
+    source: dict[str, str | None] = field(default_factory=dict, init=False)
 
 
 def fail(message: object) -> NoReturn:

@@ -9,8 +9,7 @@ from transformers import EvalPrediction, Trainer, TrainingArguments
 from luna_mega.escaping import terminal
 from luna_mega.training.arguments import fail
 from luna_mega.training.models import CheckpointArguments, are_default, label_names
-from luna_mega.training.report import SpeedCallback
-from luna_mega.training.runs import OrderedTrainer, total, write_lines
+from luna_mega.training.runs import save, write_lines
 
 
 class Labels(NamedTuple):
@@ -134,20 +133,12 @@ def accuracy(prediction: EvalPrediction) -> dict[str, float]:
     return {"accuracy": float(right[known].mean())} if known.any() else {}
 
 
-def examples_per_second(trainer: OrderedTrainer, name: str) -> dict[str, float]:
-    """Return the training speed without evaluation as the result `name`; empty if no step was taken."""
-    callbacks = trainer.callback_handler.callbacks
-    seconds = sum(callback.seconds for callback in callbacks if isinstance(callback, SpeedCallback))
-    (examples,) = total([trainer.sequences], trainer.args)
-    return {name: examples / seconds} if seconds else {}
-
-
 def write_predictions(trainer: Trainer, splits: dict[str, Dataset]) -> dict[str, Any]:
-    """With `--do_predict`, write the predicted test labels; return the path and, if known, the accuracy."""
+    """With `--do_predict`, write the predicted test labels; return the metrics."""
     if not trainer.args.do_predict:
         return {}
     output = trainer.predict(splits["test"])
     names = trainer.model.config.id2label
     lines = [f"{index}\t{names[best]}" for index, best in enumerate(output.predictions.argmax(-1))]
-    scores = {name: value for name, value in output.metrics.items() if name == "test_accuracy"}
-    return scores | {"predictions": write_lines(trainer, "predictions.tsv", ["index\tprediction", *lines])}
+    write_lines(trainer, "predictions.tsv", ["index\tprediction", *lines])
+    return save(trainer, "test", output.metrics)

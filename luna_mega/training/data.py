@@ -42,14 +42,6 @@ class ClassifierArguments(LimitArguments):
     early_stopping_patience: int | None = HfArg(default=None, help="stop after N evaluations without a better metric")
 
 
-def name_source(data: object) -> dict[str, str | None]:
-    """Return the arguments of `training_card` for the dataset: a path, names of folders, or a Hub name."""
-    paths = getattr(data, "train_files", None) or data.dataset_path
-    if isinstance(paths, list):
-        paths = paths[0] if len(paths) == 1 else " and ".join(Path(path).name for path in paths)
-    return {"dataset": paths} if paths else {"dataset": data.dataset_name, "dataset_config": data.dataset_config}
-
-
 def choose_splits(
     training: TrainingArguments,
     data: object,

@@ -1,16 +1,15 @@
 """Model cards of training runs, and uploads to the Hub."""
 
-import sys
-from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import HfApi
+from huggingface_hub import HfApi, ModelCard
 from transformers import Trainer, TrainingArguments
 
-from luna_mega.hub.card import FILE_NAME, training_card
+from luna_mega.escaping import code, markdown
+from luna_mega.hub.card import FILE_NAME, task_of
 from luna_mega.hub.licenses import license_metadata
-from luna_mega.training.arguments import fail, one_line
+from luna_mega.training.arguments import RunArguments, fail, one_line
 
 
 def check_hub(training: TrainingArguments, license: str | None = None) -> None:
@@ -20,45 +19,53 @@ def check_hub(training: TrainingArguments, license: str | None = None) -> None:
     if training.hub_token:
         fail("--hub_token: Trainer would push it with training_args.bin; use `hf auth login` or HF_TOKEN instead")
     if training.push_to_hub:
-        check_login()
+        with one_line("--push_to_hub"):
+            HfApi().whoami()
 
 
-def check_login() -> None:
-    """Exit if there is no valid token for the Hub."""
-    with one_line("--push_to_hub"):
-        HfApi().whoami()
+def describe_source(data: object) -> dict[str, str | None]:
+    """Return the arguments of `Trainer.create_model_card` for the dataset; of local paths, only the last part."""
+    paths = getattr(data, "train_files", None) or data.dataset_path or data.dataset_name
+    paths = paths if isinstance(paths, list) else [paths]
+    if paths == [data.dataset_name] and not Path(data.dataset_name).exists():
+        return {"dataset": data.dataset_name, "dataset_tags": data.dataset_name, "dataset_args": data.dataset_config}
+    return {"dataset": markdown(" and ".join(Path(path).resolve().name for path in paths))}
 
 
-def explain_push(name: str, folder: Path) -> AbstractContextManager:
-    """Return a context that exits with a one-line message if the push of `folder` to the repository `name` fails."""
-    again = f'hf upload {name} {folder} . --exclude "checkpoint-*"'
-    return one_line(f"the push failed, but {folder} is complete; push it with `{again}`", RuntimeError)
-
-
-def publish(
-    trainer: Trainer, command: tuple[str, list[str] | None], summary: dict[str, Any], card: dict[str, Any]
-) -> None:
-    """Write README.md and, with `--push_to_hub`, push the output folder.
-
-    Args:
-        trainer: The Trainer, after training.
-        command: `__file__` and the arguments of `main`, for the command in the card.
-        summary: Results; entries with the prefix "eval_" are listed in the card.
-        card: Further arguments of `training_card`: dataset, base model, license and sections.
-    """
-    script, argv = command
-    text = training_card(
-        trainer,
-        ["python", Path(script).name, *(sys.argv[1:] if argv is None else argv)],
-        metrics={name: value for name, value in summary.items() if name.startswith("eval_")},
-        **card,
-    )
-    output = Path(trainer.args.output_dir)
-    # Trainer.push_to_hub would replace the card by its own.
-    trainer.create_model_card = lambda **_: text.save(output / FILE_NAME)
-    if trainer.is_world_process_zero():
-        trainer.create_model_card()
-    if not trainer.args.push_to_hub:
+def publish(trainer: Trainer, run: RunArguments) -> None:
+    """After training, write README.md and, with `--push_to_hub`, push the output folder."""
+    if not trainer.args.do_train:
         return
-    with explain_push(trainer.hub_model_id, output):
+    _complete_card(trainer, run)
+    if not trainer.args.push_to_hub:
+        trainer.create_model_card()
+        return
+    output = trainer.args.output_dir
+    again = f'hf upload {trainer.hub_model_id} {output} . --exclude "checkpoint-*"'
+    with one_line(f"the push failed, but {output} is complete; push it with `{again}`", RuntimeError):
         trainer.push_to_hub()
+
+
+def _complete_card(trainer: Trainer, run: RunArguments) -> None:
+    """Let `Trainer.create_model_card`, which `push_to_hub` calls, write the dataset, task, base model and license."""
+    output, config, base = Path(trainer.args.output_dir), trainer.model.config, run.base_model
+    is_local = base is not None and Path(base).exists()
+    # transformers reads the name of a new model, which is empty, as the name of a base model on the Hub.
+    config.name_or_path = output if base is None or is_local else base
+    metadata, write = license_metadata(run.license), trainer.create_model_card
+    model_class = type(trainer.model).__name__.removeprefix("FSDP")  # FSDP2 adds a prefix
+    about: dict[str, Any] = {"model_name": (trainer.args.hub_model_id or output.resolve().name).split("/")[-1]}
+    about |= {"tags": [config.model_type], "tasks": task_of(model_class, config), "license": metadata.get("license")}
+
+    def create_model_card(**options: Any) -> None:
+        write(**options | about | run.source)
+        if not trainer.is_world_process_zero():
+            return
+        card = ModelCard.load(output / FILE_NAME, ignore_metadata_errors=True)
+        card.data.license_name = metadata.get("license_name")
+        if is_local:
+            name = code(Path(base).resolve().name)
+            card.text = card.text.replace("was trained from scratch", f"was fine-tuned from {name}", 1)
+        card.save(output / FILE_NAME)
+
+    trainer.create_model_card = create_model_card

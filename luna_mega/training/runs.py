@@ -16,13 +16,10 @@ from transformers.trainer_utils import has_length
 
 from luna_mega.hub.bundle import register_for_auto_class
 from luna_mega.training.arguments import RunArguments, check_launch, check_least, fail
-from luna_mega.training.data import name_source
-from luna_mega.training.hub import check_hub
+from luna_mega.training.hub import check_hub, describe_source
 from luna_mega.training.models import CheckpointArguments
-from luna_mega.training.report import SpeedCallback, describe
 from luna_mega.training.resuming import find_checkpoint, load_finished
 from luna_mega.training.seeded import SeededSampler
-from luna_mega.training.speed import throughput, warn_of_slow_bfloat16
 from luna_mega.training.tokenizers import remove_truncation
 from luna_mega.training.weight_average import add_average
 
@@ -36,13 +33,9 @@ class OrderedTrainer(Trainer):
     `eval_loss` is the mean over batches and counts padded examples of the last batch twice.
 
     Attributes:
-        sequences: Number of training sequences of this process; a pair counts once.
-        pair_tokens: Number of tokens in second sequences, which Trainer does not count.
         weight_average: `WeightAverage` that is evaluated instead of the weights.
     """
 
-    sequences = 0
-    pair_tokens = 0
     weight_average = None
 
     def __init__(self, model: torch.nn.Module, args: TrainingArguments, **options: Any):
@@ -70,12 +63,6 @@ class OrderedTrainer(Trainer):
 
     def _get_eval_sampler(self, eval_dataset: Dataset) -> SequentialSampler:
         return SequentialSampler(eval_dataset)
-
-    def training_step(self, model, inputs, *args, **kwargs) -> torch.Tensor:
-        self.sequences += inputs[self.model.main_input_name].shape[:-1].numel()
-        if "pair_attention_mask" in inputs:
-            self.pair_tokens += int(inputs["pair_attention_mask"].sum())
-        return super().training_step(model, inputs, *args, **kwargs)
 
     def evaluation_loop(self, *args, metric_key_prefix="eval", **kwargs):
         self.losses = [0.0, 0.0]  # sum and count
@@ -141,7 +128,6 @@ def check_run(
 
     `streams` and `predicts` specify whether the task `title` supports `--streaming` and `--do_predict`.
     """
-    run.title = title
     check_launch(training.world_size)
     if training.world_size > 1 and training.device.type == "cpu":  # Trainer sets ddp_timeout only for accelerators
         dist.distributed_c10d._set_pg_timeout(timedelta(seconds=training.ddp_timeout))
@@ -166,10 +152,8 @@ def check_run(
         fail("--ema_decay requires --do_train")
     if run.ema_decay and training.load_best_model_at_end:
         fail("--ema_decay saves the average of the last step; remove --load_best_model_at_end")
-    if training.include_num_input_tokens_seen == "no":
+    if training.include_num_input_tokens_seen == "no":  # Trainer logs the speed of counted tokens
         training.include_num_input_tokens_seen = "non_padding"
-    if training.bf16 and training.device.type == "cpu" and training.process_index == 0:
-        warn_of_slow_bfloat16()
 
 
 def count_broken(state: dict[str, torch.Tensor]) -> int:
@@ -209,24 +193,15 @@ class EpochCallback(TrainerCallback):
                 part.set_epoch(epoch)
 
 
-def begin_run(
-    script: str,
-    argv: list[str] | None,
-    data: object,
-    model: CheckpointArguments,
-    training: TrainingArguments,
-    run: RunArguments,
-) -> None:
-    """Find the checkpoint to resume from, and set the seed; `script` is `__file__`, and `argv` the argument of `main`.
+def begin_run(data: object, model: CheckpointArguments, training: TrainingArguments, run: RunArguments) -> None:
+    """Find the checkpoint to resume from, and set the seed.
 
     A resumed run loads configuration and tokenizer from its checkpoint, even if it was started from scratch.
     """
     files = ["weight_average.pt"] if run.ema_decay else []
-    base_model, run.command = model.model_name_or_path, (script, argv)
-    run.card = name_source(data) | {"base_model": base_model, "license": model.license}
-    run.model = base_model or f"{model.model_type} from scratch"
+    run.base_model, run.license, run.source = model.model_name_or_path, model.license, describe_source(data)
     run.checkpoint = find_checkpoint(training, *files)
-    model.model_name_or_path = run.checkpoint or base_model
+    model.model_name_or_path = run.checkpoint or run.base_model
     set_seed(training.seed)
 
 
@@ -245,26 +220,22 @@ def total(values: list[float], training: TrainingArguments) -> list[float]:
     return sums.tolist()
 
 
-def train(trainer: Trainer, run: RunArguments, task: str, metric: str, head_share: float = 1.0) -> dict[str, Any]:
-    """With `--do_train`, train and save the model; return the description of the run and the results.
+def save(trainer: Trainer, split: str, metrics: dict[str, Any]) -> dict[str, Any]:
+    """Log and save the metrics of a split; return them. The loss of rows without labels is NaN, and is omitted."""
+    metrics = {name: value for name, value in metrics.items() if value == value}
+    trainer.log_metrics(split, metrics)
+    trainer.save_metrics(split, metrics)
+    return metrics
 
-    Args:
-        trainer: The Trainer.
-        run: Options and state of the run.
-        task: Name of the task in the results.
-        metric: Name of the main metric.
-        head_share: Share of the tokens for which the head computes logits.
-    """
-    summary = {"task": task, "metric": metric, **describe(trainer, run)}
+
+def train(trainer: Trainer, run: RunArguments) -> dict[str, Any]:
+    """With `--do_train`, train and save the model; return the metrics."""
     if not trainer.args.do_train:
-        return summary
+        return {}
     if run.ema_decay:
         add_average(trainer, run.ema_decay, run.checkpoint)
-    speed = SpeedCallback()
-    trainer.add_callback(speed)
     if run.checkpoint and load_finished(trainer, run.checkpoint):
-        speed.on_train_begin(trainer.args, trainer.state, trainer.control)
-        metrics = {}
+        metrics = {"epoch": trainer.state.epoch}
     else:
         metrics = trainer.train(resume_from_checkpoint=run.checkpoint).metrics
     check_model(trainer)
@@ -272,28 +243,9 @@ def train(trainer: Trainer, run: RunArguments, task: str, metric: str, head_shar
         trainer.accelerator.state.fsdp_plugin.set_state_dict_type("FULL_STATE_DICT")
     trainer.save_model(_internal_call=True)  # `publish` pushes the model with its card
     trainer.save_state()
-    args = trainer.args
-    speeds = {}
-    if speed.tokens:
-        sequences, pair_tokens = total([trainer.sequences, trainer.pair_tokens], args)
-        tokens, sequences = speed.tokens + pair_tokens, sequences * (2 if pair_tokens else 1)
-        model, length = trainer.accelerator.unwrap_model(trainer.model), max(round(tokens / sequences), 1)
-        dtype = torch.bfloat16 if args.bf16 else torch.float32
-        rate = tokens / speed.seconds
-        speeds = throughput(model, length, rate, args.world_size, args.device, dtype, run.peak_flops, head_share)
-    elif (tokens := trainer.state.num_input_tokens_seen) and speed.total_seconds:
-        speeds = {"tokens_per_second": tokens / speed.total_seconds}
-    trainer.save_metrics("train", metrics, combined=False)
-    return {
-        **summary,
-        **metrics,
-        "train_samples": len(trainer.train_dataset) if has_length(trainer.train_dataset) else None,
-        "epochs": trainer.state.epoch,
-        "steps": trainer.state.global_step,
-        "train_seconds": speed.total_seconds,
-        **speeds,
-        "best_checkpoint": trainer.state.best_model_checkpoint,
-    }
+    if has_length(trainer.train_dataset):
+        metrics["train_samples"] = len(trainer.train_dataset)
+    return save(trainer, "train", metrics)
 
 
 def score(trainer: Trainer) -> dict[str, float]:
@@ -303,14 +255,12 @@ def score(trainer: Trainer) -> dict[str, float]:
     metrics = trainer.evaluate()
     if broken := [name for name, value in metrics.items() if name.endswith("_loss") and not math.isfinite(value)]:
         fail(f"{broken[0]} is {metrics[broken[0]]}; the model is not published. {DIVERGED}")
-    trainer.save_metrics("eval", metrics, combined=False)
-    return metrics
+    return save(trainer, "eval", metrics)
 
 
-def write_lines(trainer: Trainer, name: str, lines: Iterable[str]) -> str:
-    """Write `lines` to the file `name` in the output folder, and return its path."""
+def write_lines(trainer: Trainer, name: str, lines: Iterable[str]) -> None:
+    """Write `lines` to the file `name` in the output folder."""
     path = Path(trainer.args.output_dir, name)
     if trainer.is_world_process_zero():
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
-    return str(path)

@@ -19,7 +19,7 @@ from tests.examples import (
     test_run_race as race,
     test_run_translation as translation,
 )
-from tests.examples.runs import QUIET, TINY, write, write_splits
+from tests.examples.runs import QUIET, TINY, steps, write, write_splits
 from tests.marks import slow_but
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
@@ -123,7 +123,7 @@ def test_two_processes_equal_one(name, ranks, tmp_path):
         assert "error" not in found[0], found
         summaries[processes] = found[0]
         saved = json.loads((output / "all_results.json").read_text())
-        assert saved == found[0] and saved["processes"] == processes
+        assert saved == found[0]
         other = scores(found[-1], "eval_", "test_")
         assert other.items() <= saved.items()
     assert read_losses(outputs[2]) == pytest.approx(read_losses(outputs[1]), rel=1e-6)
@@ -148,8 +148,8 @@ def test_a_run_resumes_on_another_number_of_processes(ranks, tmp_path):
         arguments = [*QUIET, *options, *batch, "--output_dir", str(tmp_path / output), *more, "--save_steps", "4"]
         return ranks(processes, call, "run_mlm", [*arguments, "--num_train_epochs", "3"])[0]
 
-    complete = run(1, "complete")
-    assert complete["steps"] > 9 and (tmp_path / "complete/checkpoint-4").is_dir()
+    run(1, "complete")
+    assert steps(tmp_path / "complete") > 9 and (tmp_path / "complete/checkpoint-4").is_dir()
     run(2, "two")
     for start, processes in (("two", 2), ("two", 1), ("complete", 2)):
         checkpoint = tmp_path / start / "checkpoint-4"

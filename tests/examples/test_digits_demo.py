@@ -1,5 +1,3 @@
-import json
-
 import numpy as np
 import pytest
 import torch
@@ -15,11 +13,9 @@ def demo(script):
 def test_both_models_train(demo, tmp_path, capsys):
     output = tmp_path / "digits"
     summary = demo.main(["--epochs", "0.2", "--min_accuracy", "0", "--output_dir", str(output)])
-    assert json.loads((output / "all_results.json").read_text()) == summary
-    lines = capsys.readouterr().out.splitlines()
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
     for name in ("luna", "mega"):
-        assert ["model", name, "from", "scratch"] in [line.split() for line in lines]
-        assert ["eval", "accuracy", f"{summary[name]['eval_accuracy']:.4g}"] in [line.split() for line in lines]
+        assert ["eval_accuracy", "=", f"{summary[name]['eval_accuracy']:.4f}"] in lines
 
     # The saved model has the reported accuracy.
     _, test_set = demo.load_data(seed=0)
@@ -37,7 +33,7 @@ def test_low_accuracy_fails_and_the_folder_can_be_reused(demo, tmp_path):
     for model_type in ("luna", "mega"):
         with pytest.raises(SystemExit, match=f"{model_type}: test accuracy 0.* is below 0.95"):
             demo.main([*arguments, "--model_type", model_type])
-        assert model_type in json.loads((tmp_path / "all_results.json").read_text())
+        assert (tmp_path / model_type / "all_results.json").is_file()
     assert not list(tmp_path.glob("*/checkpoint-*"))
 
 

@@ -77,13 +77,6 @@ def test_a_recipe_is_read_twice_by_two_recipes(script, tmp_path):
     assert read(str(tmp_path / "top.yaml"), {"seed", "max_steps"}) == {"seed": 5, "max_steps": 3}
 
 
-def test_a_copied_script_writes_its_card(call, sentences, tmp_path, examples_dir, script, monkeypatch):
-    shutil.copyfile(examples_dir / "run_glue.py", tmp_path / "my_glue.py")
-    monkeypatch.syspath_prepend(str(tmp_path))
-    call("my_glue", *glue(sentences, tmp_path / "out"))
-    assert "python my_glue.py" in (tmp_path / "out" / "README.md").read_text()
-
-
 def test_control_characters_are_not_printed(call, tmp_path):
     assert_error(call, r"\\x1b\[31m", "run_glue", *glue("\x1b[31mdata", tmp_path / "out"))
 

@@ -14,7 +14,7 @@ CHUNKS = {"use_chunking": True, "chunk_size": 8}
 
 @pytest.fixture
 def generate(script, tmp_path):
-    """Generate with an untrained model of characters; return the summary and the text."""
+    """Generate with an untrained model of characters; return the reports and the text."""
     tokenizer = train_characters(["abcdefgh \n"])
     tokenizer.save_pretrained(tmp_path / "model")
 
@@ -22,25 +22,25 @@ def generate(script, tmp_path):
         config = MegaConfig(vocab_size=len(tokenizer), is_decoder=True, bidirectional=False, **FIELDS | fields)
         MegaForCausalLM(config).save_pretrained(tmp_path / "model")
         paths = ["--model_name_or_path", tmp_path / "model", "--output_dir", tmp_path / "text"]
-        summary = script("generate_lm").main([*map(str, [*paths, "--prompt", "ab", "--device", "cpu", *options])])
-        return summary, (tmp_path / "text" / "text.txt").read_text()
+        reports = script("generate_lm").main([*map(str, [*paths, "--prompt", "ab", "--device", "cpu", *options])])
+        return reports, (tmp_path / "text" / "text.txt").read_text()
 
     return run
 
 
 @pytest.mark.parametrize("sampling", [["--temperature", "0"], ["--top_k", "3"]], ids=["greedy", "sampled"])
 def test_constant_memory(generate, tmp_path, sampling):
-    summary, text = generate("--max_new_tokens", "200", "--report_every", "20", *sampling, **CHUNKS)
-    rows = json.loads((tmp_path / "text" / "all_results.json").read_text())["rows"]
+    rows, text = generate("--max_new_tokens", "200", "--report_every", "20", *sampling, **CHUNKS)
+    assert json.loads((tmp_path / "text" / "speed.json").read_text()) == rows
     assert [row["tokens"] for row in rows] == list(range(20, 201, 20))
     assert len({row["cache_bytes"] for row in rows}) == 1 and rows[0]["cache_bytes"] > 0
-    assert summary["first_cache_bytes"] == summary["last_cache_bytes"] and summary["last_tokens_per_second"] > 0
+    assert all(row["tokens_per_second"] > 0 for row in rows)
     assert text.startswith("ab") and len(text) > 100 and set(text) <= set("abcdefgh \n")
 
 
 def test_without_chunks_the_cache_grows(generate):
-    summary, _ = generate("--max_new_tokens", "120", "--report_every", "20")
-    assert summary["last_cache_bytes"] > 2 * summary["first_cache_bytes"]
+    rows, _ = generate("--max_new_tokens", "120", "--report_every", "20")
+    assert rows[-1]["cache_bytes"] > 2 * rows[0]["cache_bytes"]
 
 
 @pytest.mark.parametrize(

@@ -92,7 +92,7 @@ def scratch(output: Path, overrides: str = TINY) -> list:
 def test_glue_from_scratch(run, glue, tmp_path):
     options = ["--learning_rate", 0.02, "--num_train_epochs", 4, "--train_sampling_strategy", "group_by_length"]
     summary = run("run_glue", *glue, *scratch(tmp_path / "out"), *options)
-    assert summary["eval_accuracy"] == 1.0 and summary["model"] == "mega from scratch"
+    assert summary["eval_accuracy"] == 1.0
     config = AutoModelForSequenceClassification.from_pretrained(tmp_path / "out").config
     assert (config.model_type, config.chunk_size, config.max_positions) == ("mega", 6, 24)
     assert config.id2label == {0: "negative", 1: "positive"}

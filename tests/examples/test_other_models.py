@@ -1,12 +1,11 @@
 """Models of transformers as baselines in the scripts: training on inputs of full length, and the model card."""
 
 import random
-from pathlib import Path
 
 import pytest
 from transformers import AutoConfig, AutoModelForMaskedLM, AutoModelForSeq2SeqLM, AutoModelForSequenceClassification
 
-from tests.examples.runs import assert_error, sentence, write
+from tests.examples.runs import assert_error, sentence, steps, write
 
 ROBERTA = "hidden_size=16,num_hidden_layers=1,num_attention_heads=2,intermediate_size=16"
 BART = "d_model=16,encoder_layers=1,decoder_layers=1,encoder_attention_heads=2,decoder_attention_heads=2"
@@ -22,7 +21,7 @@ def run(call, tmp_path):
         model = ["--model_type", model_type, "--config_overrides", overrides, "--vocab_size", 300]
         output = ["--do_train", "--do_eval", "--max_steps", 2, "--output_dir", tmp_path / "out"]
         summary = call(name, "--dataset_path", tmp_path / "data", *model, *output, *arguments)
-        assert summary["model"] == f"{model_type} from scratch" and summary["steps"] == 2
+        assert steps(tmp_path / "out") == 2
         return summary, (tmp_path / "out" / "README.md").read_text()
 
     return main
@@ -40,10 +39,9 @@ def reviews(tmp_path):
         write(rows, tmp_path / "data" / f"{name}.jsonl")
 
 
-def assert_card(card: str, model_class: str, summary: dict) -> None:
-    assert f"`{model_class}`, trained from scratch on data." in card
-    assert f"| loss | {summary['eval_loss']:.4g} |" in card and f"| parameters | {summary['parameters']:,} |" in card
-    assert "Citation" not in card and "import luna_mega" not in card
+def assert_card(card: str, summary: dict) -> None:
+    assert "This model was trained from scratch on the data dataset." in card
+    assert f"- Loss: {round(summary['eval_loss'], 4)}" in card
 
 
 @pytest.mark.slow
@@ -56,7 +54,7 @@ def test_roberta_pretrained_and_fine_tuned(run, call, reviews, tmp_path):
     # The position of the first token is the one after the padding's, 1.
     assert (config.model_type, config.max_position_embeddings) == ("roberta", LENGTH + 2)
     assert not {"input_type", "sparse_prediction"} & config.to_dict().keys()
-    assert_card(card, "RobertaForMaskedLM", summary)
+    assert_card(card, summary)
 
     model = ["--model_name_or_path", tmp_path / "out", "--dataset_path", tmp_path / "data", "--task_name", "sst2"]
     tuned = ["--do_train", "--do_eval", "--max_steps", 2, "--output_dir", tmp_path / "tuned"]
@@ -72,7 +70,7 @@ def test_roberta_as_a_classifier_from_scratch(run, reviews, tmp_path):
     model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "out")
     assert type(model).__name__ == "RobertaForSequenceClassification" and "eval_accuracy" in summary
     assert model.config.id2label == {0: "negative", 1: "positive"}
-    assert_card(card, "RobertaForSequenceClassification", summary)
+    assert_card(card, summary)
 
 
 @pytest.mark.slow
@@ -85,10 +83,9 @@ def test_bart_translates(run, tmp_path):
     summary, card = run("run_translation", "bart", BART, *lengths)
     model = AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "out")
     assert type(model).__name__ == "BartForConditionalGeneration" and summary["eval_bleu"] >= 0
-    assert (
-        model.config.decoder_start_token_id == 2 and len(Path(summary["translations"]).read_text().splitlines()) == 24
-    )
-    assert_card(card, "BartForConditionalGeneration", summary)
+    translations = (tmp_path / "out" / "translations.validation.de").read_text().splitlines()
+    assert model.config.decoder_start_token_id == 2 and len(translations) == 24
+    assert_card(card, summary)
 
 
 def test_a_model_that_reads_tokens_does_not_read_audio(call, tmp_path):

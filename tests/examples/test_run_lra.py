@@ -12,7 +12,7 @@ from PIL import Image as PILImage
 from transformers import AutoModel, AutoModelForSequenceClassification, AutoTokenizer
 
 import luna_mega
-from tests.examples.runs import TINY, assert_error, assert_resumes, sentence
+from tests.examples.runs import TINY, assert_error, assert_resumes, sentence, steps
 
 RUN = ["lra.run_lra", "--per_device_train_batch_size", 4]
 SIDE = 8
@@ -77,7 +77,7 @@ TWO_STEPS = ["--max_steps", 2, "--save_strategy", "no"]
 def test_every_task_with_every_model(run, script, folder, tmp_path, task, model):
     output = tmp_path / "out"
     summary = run(*options(task, folder(task), output, "--do_eval", "--do_predict", *TWO_STEPS, model=model))
-    assert summary["steps"] == 2 and 0 <= summary["test_accuracy"] <= 1 and summary["examples_per_second"] > 0
+    assert steps(output) == 2 and 0 <= summary["test_accuracy"] <= 1
     body = AutoModel.from_pretrained(output)
     values = task in ("image", "pathfinder", "pathx")
     assert body.config.input_type == ("values" if values else "tokens") and body.config.pooling == "mean"

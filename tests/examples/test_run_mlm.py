@@ -14,7 +14,7 @@ from luna_mega.training.runs import OrderedTrainer
 from luna_mega.training.seeded import Redrawn
 from luna_mega.training.tokenizers import train_bpe
 from tests.examples import runs
-from tests.examples.runs import assert_complete, assert_error
+from tests.examples.runs import assert_complete, assert_error, steps
 
 RUN = ["run_mlm"]
 TINY = "hidden_size=32,num_hidden_layers=1,num_attention_heads=2,intermediate_size=32,projection_length=4,dropout=0.0"
@@ -156,9 +156,9 @@ def test_pretraining_learns_and_its_perplexity_is_exact(run, script, corpus, tmp
     perplexities = [entry["eval_perplexity"] for entry in history if "eval_perplexity" in entry]
     assert min(perplexities) < 0.5 * perplexities[0]
     assert summary["eval_perplexity"] < 20  # 300 before training, 7 for the right frequencies
-    assert_complete(output, summary)
+    assert_complete(output)
     card = (output / "README.md").read_text()
-    assert "pipeline_tag: fill-mask" in card and "on corpus" in card and "perplexity" in card
+    assert "on the corpus dataset" in card and "- Perplexity: " in card
 
     module = masking
     model, tokenizer = AutoModelForMaskedLM.from_pretrained(output).eval(), AutoTokenizer.from_pretrained(output)
@@ -182,15 +182,7 @@ def test_text_files_bf16_and_accumulation(run, tmp_path):
     files = ["--train_files", tmp_path / "a.txt", tmp_path / "b.txt", "--validation_files", tmp_path / "c.txt"]
     options = ["--bf16", "true", "--gradient_accumulation_steps", 2, "--max_steps", 2, "--do_eval"]
     summary = run(*arguments, *files, *options, "--per_device_train_batch_size", 4)
-    assert summary["steps"] == 2 and math.isfinite(summary["eval_perplexity"])
-
-
-@pytest.mark.parametrize("half", [1e9, 4e9])
-def test_slow_bfloat16_warns(half, run, script, corpus, tmp_path, monkeypatch, caplog):
-    speeds = {torch.bfloat16: half, torch.float32: 2e9}
-    monkeypatch.setattr("luna_mega.training.speed.measure_peak", lambda dtype, side=0: speeds[dtype])
-    run(*scratch(corpus, tmp_path / "out"), "--bf16", "true", "--max_steps", 1, "--save_strategy", "no")
-    assert ("--bf16 is slow on this CPU: matrix products take 2.0x as long" in caplog.text) == (half < 2e9)
+    assert steps(tmp_path / "out") == 2 and math.isfinite(summary["eval_perplexity"])
 
 
 @pytest.mark.slow
@@ -231,18 +223,15 @@ def test_resumed_run_continues_where_it_stopped(run, corpus, tmp_path):
         (tmp_path / "out" / f"checkpoint-{step}").mkdir()
         if state is not None:
             (tmp_path / "out" / f"checkpoint-{step}" / "trainer_state.json").write_text(state)
-    summary = run(*scratch(corpus, tmp_path / "out"), *options, "--max_steps", 4, "--resume_from_checkpoint", "last")
+    run(*scratch(corpus, tmp_path / "out"), *options, "--max_steps", 4, "--resume_from_checkpoint", "last")
     state = json.loads((tmp_path / "out" / "trainer_state.json").read_text())
-    assert summary["steps"] == state["global_step"] == 4 and summary["model"] == "luna from scratch"
+    assert state["global_step"] == 4
     assert state["log_history"][:2] == json.loads(before)["log_history"][:2]
     rates = [entry["learning_rate"] for entry in state["log_history"] if "learning_rate" in entry]
     assert rates == pytest.approx([0.01, 0.0075, 0.005, 0.0025])
-    seconds = [entry["train_seconds"] for entry in state["log_history"]]  # of both calls together
-    assert 0 < seconds[0] and seconds == sorted(seconds) and summary["train_seconds"] == seconds[-1]
     assert state["num_input_tokens_seen"] == 4 * 8 * 32
 
 
-@pytest.mark.slow
 @pytest.mark.slow
 def test_resumed_run_keeps_the_order_by_length(run, corpus, tmp_path):
     """The losses equal an uninterrupted run, at the beginning and in the middle of an epoch."""
@@ -270,12 +259,11 @@ def test_finished_run_is_not_continued(run, corpus, tmp_path):
     for name, options in (("plain", []), ("average", ["--ema_decay", 0.5]), ("best", best)):
         output = tmp_path / name
         command = [*scratch(corpus, output), "--save_steps", 1, "--max_steps", 2, *options]
-        trained = run(*command)
+        run(*command)
         before = load_file(output / "model.safetensors")
         (output / "model.safetensors").unlink()
         resumed = run(*command, "--resume_from_checkpoint", "last")
-        assert resumed["steps"] == 2 and 0 < resumed["train_seconds"] <= trained["train_seconds"]
-        assert resumed["tokens_per_second"] == pytest.approx(2 * 8 * 32 / resumed["train_seconds"])
+        assert steps(output) == 2 and resumed["epoch"] > 0
         after = load_file(output / "model.safetensors")
         assert all(torch.equal(before[name], after[name]) for name in before)
     state = json.loads((tmp_path / "best" / "trainer_state.json").read_text())

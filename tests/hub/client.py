@@ -120,14 +120,15 @@ def generate(source: str | Path, inputs: dict[str, list], settings: dict[str, An
     return model.generate(**{name: torch.tensor(value) for name, value in inputs.items()}, **settings).tolist()
 
 
-def train(examples: Path, folder: Path, output: Path, **options: Any) -> None:
+def train(folder: Path, output: Path, **options: Any) -> None:
     """Train four steps with a checkpoint in the middle, like the scripts in examples/."""
-    sys.path.insert(0, str(examples))
+    from luna_mega.training.arguments import RunArguments
     from luna_mega.training.hub import check_hub, publish
 
     data = [{"input_ids": [0, 5 + index, 2], "labels": index % 2} for index in range(8)]
     arguments = TrainingArguments(
         output_dir=str(output),
+        do_train=True,
         max_steps=4,
         save_steps=2,
         per_device_train_batch_size=4,
@@ -146,8 +147,11 @@ def train(examples: Path, folder: Path, output: Path, **options: Any) -> None:
         processing_class=AutoTokenizer.from_pretrained(folder),
     )
     trainer.train()
-    source = {"dataset": "nyu-mll/glue", "dataset_config": "sst2"}
-    publish(trainer, ("run_glue.py", ["--do_train"]), trainer.evaluate(), source)
+    trainer.evaluate()
+    run = RunArguments()
+    run.source = {"dataset": "nyu-mll/glue", "dataset_tags": "nyu-mll/glue", "dataset_args": "sst2"}
+    run.base_model, run.license = str(folder), "other:my-license"
+    publish(trainer, run)
 
 
 def run_example(examples: Path, script: str, arguments: list[str]) -> None:

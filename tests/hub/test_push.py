@@ -1,6 +1,8 @@
 import pytest
+from huggingface_hub import ModelCard
 
 from tests.hub import client as on_client
+from tests.hub.loopback import metadata_errors
 from tests.modeling.luna import make
 
 CARD = "---\nlibrary_name: transformers\n---\n\n# Small\n"
@@ -59,14 +61,19 @@ def test_registered_models_are_pushed_with_their_code(hub, client, stranger, fol
     assert "auto_luna.py" in hub.repositories["tester/model-config"].files
 
 
-def test_training_script(hub, client, folder, tmp_path, examples):
+def test_training_script(hub, client, folder, tmp_path):
     output = tmp_path / "trained"
-    client(on_client.train, examples, folder, output, hub_model_id=REPOSITORY)
+    client(on_client.train, folder, output, hub_model_id=REPOSITORY)
     files = hub.repositories[REPOSITORY].files
     assert {"model.safetensors", "config.json", "tokenizer.json"} <= set(files)
     assert not any(name.startswith("checkpoint") for name in files)
     card = files["README.md"].decode()
-    assert "name: nyu-mll/glue sst2" in card and "python run_glue.py --do_train" in card
+    assert metadata_errors(card) == [] and files["README.md"] == (output / "README.md").read_bytes()
+    data = ModelCard(card).data
+    assert (data.datasets, data.license, data.license_name) == (["nyu-mll/glue"], "other", "my-license")
+    assert data.base_model is None and data.tags == ["luna", "generated_from_trainer"]
+    assert "This model was fine-tuned from `small` on the nyu-mll/glue dataset." in card
+    assert str(tmp_path) not in card
     assert files["model.safetensors"] == (output / "model.safetensors").read_bytes()
     assert files["model.safetensors"] != (folder / "model.safetensors").read_bytes()
     assert logits(client, REPOSITORY) == logits(client, output)
@@ -77,13 +84,13 @@ def test_demo(hub, client, tmp_path, examples):
     client(on_client.run_example, examples, "digits_demo", [*options, "--push_to_hub"])
     files = hub.repositories["tester/digits-mega"].files
     assert files["model.safetensors"] == (tmp_path / "mega" / "model.safetensors").read_bytes()
-    assert "python digits_demo.py --model_type mega" in files["README.md"].decode()
+    assert "trained from scratch on the digits of scikit-learn dataset" in files["README.md"].decode()
 
 
-def test_training_script_whose_push_fails(hub, client, folder, tmp_path, examples):
+def test_training_script_whose_push_fails(hub, client, folder, tmp_path):
     output = tmp_path / "trained"
     hub.fail("POST .*/commit/main", 500)
-    error = client.error(on_client.train, examples, folder, output, hub_model_id=REPOSITORY, hub_strategy="end")
+    error = client.error(on_client.train, folder, output, hub_model_id=REPOSITORY, hub_strategy="end")
     assert error.startswith("SystemExit: error: the push failed") and "\n" not in error
     assert "500 Internal Server Error" in error and f"`hf upload {REPOSITORY} {output} . " in error
     assert not hub.repositories[REPOSITORY].files
@@ -93,9 +100,9 @@ def test_training_script_whose_push_fails(hub, client, folder, tmp_path, example
     assert logits(client, REPOSITORY) == logits(client, output)
 
 
-def test_training_script_that_cannot_push_does_not_train(hub, client, folder, tmp_path, examples):
+def test_training_script_that_cannot_push_does_not_train(hub, client, folder, tmp_path):
     output = tmp_path / "trained"
-    arguments = examples, folder, output
+    arguments = folder, output
     assert "SystemExit: error: --push_to_hub: Token is required" in client.error(
         on_client.train_without_token, *arguments
     )
