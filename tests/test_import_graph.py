@@ -30,9 +30,9 @@ LAYERS = {
     "luna_mega.convert": {"huggingface_hub", "numpy", "safetensors", "tokenizers", "torch", "tqdm", "transformers"},
     "luna_mega.inspection": {"safetensors", "torch", "tqdm", "transformers"},
     "luna_mega.training": {
-        "accelerate",
         "datasets",
         "huggingface_hub",
+        "matplotlib",
         "numpy",
         "PIL",
         "pyarrow",
@@ -53,7 +53,7 @@ LAYERS = {
 }
 APART = {"luna_mega.modeling_luna", "luna_mega.modeling_mega", "luna_mega.modeling_megalodon"}
 OPTIONAL = {"triton", "onnx_ir", "onnxruntime", "sentence_transformers"}
-OPTIONAL |= {"argcomplete", "timm", "pytorch_optimizer"}
+OPTIONAL |= {"argcomplete", "matplotlib", "timm", "pytorch_optimizer"}
 NEVER_IMPORTED = {"examples", "benchmarks", "tests"}
 
 
@@ -231,7 +231,7 @@ def test_no_postponed_annotations():
         ("luna_mega.modeling_luna.x", "from .configuration_luna import LunaConfig"),
         ("luna_mega.modeling_luna.x", "from kernels import api"),
         ("luna_mega", "import torch"),
-        ("luna_mega", "from luna_mega.hub.card import training_card"),
+        ("luna_mega", "from luna_mega.hub.card import conversion_card"),
         ("luna_mega", "import luna_megalodon"),
         ("luna_mega.hub.card", "from luna_mega.convert.report import Report"),
         ("luna_mega.convert.importer", "import fairseq.models"),

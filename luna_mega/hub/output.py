@@ -5,18 +5,14 @@ import os
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from huggingface_hub.utils import WeakFileLock
 from safetensors import SafetensorError
 
 from luna_mega.errors import ConversionError, reason, shown
 from luna_mega.escaping import is_utf8, locale_hint
-
-try:
-    import fcntl
-except ImportError:  # Windows has no advisory locks
-    fcntl = None
 
 
 def check_path(path: str | Path) -> Path:
@@ -67,34 +63,12 @@ def temporary_folder(parent: Path, name: str) -> Iterator[Path]:
     removes it. Folders of running processes are locked, and stay.
     """
     for folder in parent.glob(f".{glob.escape(name)}.*.partial"):
-        with _lock(folder) as locked:
-            if locked:
-                shutil.rmtree(folder, ignore_errors=True)
+        # OSError: the folder is locked, belongs to another user, or was removed in the meantime.
+        with suppress(OSError), WeakFileLock(folder / ".lock", timeout=0.1):
+            shutil.rmtree(folder)
     with tempfile.TemporaryDirectory(prefix=f".{name}.", suffix=".partial", dir=parent) as temporary:
-        with _lock(Path(temporary)):
+        with WeakFileLock(Path(temporary, ".lock")):
             yield Path(temporary)
-
-
-@contextmanager
-def _lock(folder: Path) -> Iterator[bool]:
-    """Lock a folder for the duration of the block; yield False if another process has locked it."""
-    if fcntl is None:
-        yield False
-        return
-    try:
-        descriptor = os.open(folder, os.O_RDONLY)
-    except OSError:  # it belongs to another user, or was removed in the meantime
-        yield False
-        return
-    try:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            locked = True
-        except OSError:
-            locked = False
-        yield locked
-    finally:
-        os.close(descriptor)
 
 
 @contextmanager

@@ -7,13 +7,12 @@ from collections import Counter
 import pytest
 import yaml
 from markdown_it import MarkdownIt
-from transformers import Trainer, TrainingArguments
 
 from luna_mega.errors import ConversionError
 from luna_mega.escaping import LONGEST, code, code_block, markdown, one_line, terminal
-from luna_mega.hub.card import conversion_card, training_card
+from luna_mega.hub.card import conversion_card
 from luna_mega.hub.licenses import license_metadata
-from tests.modeling.luna import make, tiny_config
+from tests.modeling.luna import tiny_config
 
 ALIVE = [
     "# Heading", "x\n# Heading", "x\n\n<script>alert(1)</script>\n\n", "<img src=x onerror=alert(1)>",
@@ -83,44 +82,23 @@ def converted(words, license="mit"):
     return conversion_card(words[3], "LunaForMaskedLM", tiny_config(), source, "\n".join(lines), **options)
 
 
-def trained(trainer, words, license="mit"):
-    trainer.args.hub_model_id = words[3].replace("/", "")
-    metrics = {f"eval_{words[4]}": 0.5, "eval_loss": 1.0}
-    return training_card(
-        trainer, ["python", words[0]], words[1].replace("/", ""), words[2], split=words[5], metrics=metrics,
-        base_model=words[6].replace("/", ""), license=license,
-    )  # fmt: skip
-
-
 @pytest.mark.slow
-def test_card_injection(tmp_path):
-    """A thousand cards with malicious strings: the page keeps its blocks and links, the metadata keep the strings."""
-    trainer = Trainer(make("ForSequenceClassification"), TrainingArguments(str(tmp_path / "x"), report_to="none"))
+def test_card_injection():
+    """500 cards with malicious strings: the page keeps its blocks and links, the metadata keep the strings."""
     draw = random.Random(0)
-    plain = [f"word{index}" for index in range(7)]
-    expected = [anatomy(str(card)) for card in (converted(plain), trained(trainer, plain))]
+    plain = [f"word{index}" for index in range(4)]
+    expected = anatomy(str(converted(plain)))
     for _ in range(500):
         words = ["".join(draw.choices(ALIVE, k=draw.randint(1, 3))) or "x" for _ in plain]
-        words[2] = words[2] or "x"
-        for number, card in enumerate((converted(words), trained(trainer, words))):
-            text = str(card)
-            assert anatomy(text) == expected[number], words
-            metadata = yaml.safe_load(METADATA.match(text)[1])
-            assert text.encode() and metadata == card.data.to_dict() and metadata["license"] == "mit", words
-            extra = {"license", "library_name", "tags", "pipeline_tag"}
-            if number:
-                (index,) = metadata["model-index"]
-                (result,) = index["results"]
-                assert result["dataset"]["split"] == one_line(words[5])
-                assert index["name"] == one_line(words[3].replace("/", "") or "x")
-                extra |= {"model-index", "metrics", "datasets", "base_model"}
-            assert metadata.keys() <= extra
+        card = converted(words)
+        text = str(card)
+        assert anatomy(text) == expected, words
+        metadata = yaml.safe_load(METADATA.match(text)[1])
+        assert text.encode() and metadata == card.data.to_dict() and metadata["license"] == "mit", words
+        assert metadata.keys() <= {"license", "library_name", "tags", "pipeline_tag"}
 
 
-@pytest.mark.parametrize("words", [["x\n# A", "<b>", "```", "[a](http://b)", "|", "`", "\x1b[0m"]])
-def test_hostile_text_in_a_card(words, tmp_path):
-    """One of the cards of the slow test."""
-    trainer = Trainer(make("ForSequenceClassification"), TrainingArguments(str(tmp_path / "x"), report_to="none"))
-    plain = [f"word{index}" for index in range(7)]
-    assert anatomy(str(converted(words))) == anatomy(str(converted(plain)))
-    assert anatomy(str(trained(trainer, words))) == anatomy(str(trained(trainer, plain)))
+@pytest.mark.parametrize("words", [["x\n# A", "<b>", "```", "[a](http://b)"], ["|", "`", "\x1b[0m", "# x"]])
+def test_hostile_text_in_a_card(words):
+    """Two of the cards of the slow test."""
+    assert anatomy(str(converted(words))) == anatomy(str(converted([f"word{index}" for index in range(4)])))
