@@ -13,6 +13,7 @@ from tests.examples.conftest import EXAMPLES
 from tests.examples.runs import QUIET, TINY, steps, write, write_splits
 from tests.examples.test_run_distill_embeddings import save_encoder
 from tests.examples.test_run_mlm import texts
+from tests.marks import slow_but
 
 SCRIPTS = sorted(EXAMPLES.glob("run_*.py"))
 METRIC = EXAMPLES / "metrics" / "glue_metrics"
@@ -84,7 +85,7 @@ def copied(tmp_path, monkeypatch):
     return load
 
 
-@pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", slow_but([EXAMPLES / "run_glue.py"], SCRIPTS), ids=lambda path: path.stem)
 def test_a_copied_script_trains(path, copied, tmp_path):
     options = [*OPTIONS[path.stem](tmp_path / "data"), "--output_dir", "out", "--max_steps", 2]
     options += [*QUIET, "--do_train", "--do_eval", "--save_strategy", "no"]

@@ -30,10 +30,10 @@ def test_both_models_train(demo, tmp_path, capsys):
 
 def test_low_accuracy_fails_and_the_folder_can_be_reused(demo, tmp_path):
     arguments = ["--epochs", "0.02", "--output_dir", str(tmp_path)]
-    for model_type in ("luna", "mega"):
-        with pytest.raises(SystemExit, match=f"{model_type}: test accuracy 0.* is below 0.95"):
-            demo.main([*arguments, "--model_type", model_type])
-        assert (tmp_path / model_type / "all_results.json").is_file()
+    for _ in range(2):
+        with pytest.raises(SystemExit, match="luna: test accuracy 0.* is below 0.95"):
+            demo.main([*arguments, "--model_type", "luna"])
+        assert (tmp_path / "luna" / "all_results.json").is_file()
     assert not list(tmp_path.glob("*/checkpoint-*"))
 
 

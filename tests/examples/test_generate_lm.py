@@ -28,7 +28,11 @@ def generate(script, tmp_path):
     return run
 
 
-@pytest.mark.parametrize("sampling", [["--temperature", "0"], ["--top_k", "3"]], ids=["greedy", "sampled"])
+@pytest.mark.parametrize(
+    "sampling",
+    [["--temperature", "0"], pytest.param(["--top_k", "3"], marks=pytest.mark.slow)],
+    ids=["greedy", "sampled"],
+)
 def test_constant_memory(generate, tmp_path, sampling):
     rows, text = generate("--max_new_tokens", "200", "--report_every", "20", *sampling, **CHUNKS)
     assert json.loads((tmp_path / "text" / "speed.json").read_text()) == rows

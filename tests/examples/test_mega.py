@@ -89,6 +89,7 @@ def scratch(output: Path, overrides: str = TINY) -> list:
     return [*model, "--output_dir", output, "--do_train", "--per_device_train_batch_size", 8]
 
 
+@pytest.mark.slow
 def test_glue_from_scratch(run, glue, tmp_path):
     options = ["--learning_rate", 0.02, "--num_train_epochs", 4, "--train_sampling_strategy", "group_by_length"]
     summary = run("run_glue", *glue, *scratch(tmp_path / "out"), *options)
