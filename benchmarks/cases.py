@@ -1,5 +1,6 @@
 """Registry of all measurements: the ops and models, their sizes, and the baselines they are compared with."""
 
+import itertools
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -105,10 +106,11 @@ def _by_torch(function):
     return run
 
 
-def _draw(device, dtype, *shapes):
-    """Return random leaves."""
+def _draw(device, dtype, *shapes, logits=()):
+    """Return random leaves; those with an index in `logits` are small."""
     generator = torch.Generator().manual_seed(0)
-    return [torch.randn(shape, generator=generator).to(device, dtype).requires_grad_() for shape in shapes]
+    values = (torch.randn(shape, generator=generator) * (0.2 if i in logits else 1.0) for i, shape in enumerate(shapes))
+    return [x.to(device, dtype).requires_grad_() for x in values]
 
 
 def _attention(attend, device, dtype, l, n, b=1, masked=1, heads=12, head_size=64):  # noqa: E741 - the paper's l
@@ -128,21 +130,14 @@ def _causal_attention(attend, device, dtype, l, n, b=1, heads=8, head_size=64): 
 
 
 def _ema(average, device, dtype, b, n, directions, d=512, states=16):
-    generator = torch.Generator().manual_seed(0)
     shapes = ((b, n, d), *[(directions * d, states)] * 4, (d,))
-    x, *logits, expansion, projection, skip = (torch.randn(shape, generator=generator) for shape in shapes)
-    parameters = [*(0.2 * logit for logit in logits), expansion, projection, skip]
-    leaves = [tensor.to(device, dtype).requires_grad_() for tensor in (x, *parameters)]
+    leaves = _draw(device, dtype, *shapes, logits=(1, 2))
     return Work(lambda: (average(*leaves),), leaves)
 
 
 def _complex_ema(average, device, dtype, b, n, d=512, states=16):
-    generator = torch.Generator().manual_seed(0)
     shapes = ((b, n, d), (d, states), (d, states), (d,), (d, states, 2), (d,))
-    x, *rest = (torch.randn(shape, generator=generator) for shape in shapes)
-    leaves = [
-        tensor.to(device, dtype).requires_grad_() for tensor in (x, *(0.2 * logit for logit in rest[:2]), *rest[2:])
-    ]
+    leaves = _draw(device, dtype, *shapes, logits=(1, 2))
     return Work(lambda: (average(*leaves),), leaves)
 
 
@@ -152,9 +147,7 @@ def _damped_for_complex(device, dtype, b, n, d=512, states=16):
 
 
 def _norm(normalize, device, dtype, b, n, d=1024, groups=32):
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randn(b, n, d, generator=generator)
-    leaves = [t.to(device, dtype).requires_grad_() for t in (x, torch.ones(d), torch.zeros(d))]
+    leaves = _draw(device, dtype, (b, n, d), (d,), (d,))
     return Work(lambda: (normalize(leaves[0], groups, *leaves[1:]),), leaves)
 
 
@@ -163,10 +156,8 @@ def _layer_norm(x, groups, weight, bias):
 
 
 def _gated(attend, device, dtype, n, function, chunk, b=1, causal=0, shared=128, values=1024):
-    generator = torch.Generator().manual_seed(0)
-    query, key, value = (torch.randn(b, n, size, generator=generator) for size in (shared, shared, values))
-    bias = torch.randn(2 * (chunk or n) - 1, generator=generator)
-    leaves = [*(x.to(device, dtype).requires_grad_() for x in (query, key, value)), bias.to(device).requires_grad_()]
+    leaves = _draw(device, dtype, *((b, n, size) for size in (shared, shared, values)))
+    leaves += _draw(device, torch.promote_types(dtype, torch.float32), (2 * (chunk or n) - 1,))
     options = {"function": function, "causal": bool(causal), "chunk_size": chunk or None}
     return Work(lambda: (attend(*leaves, **options),), leaves)
 
@@ -228,8 +219,12 @@ def _long_sizes(d):
 
 
 def _model_work(forward, model):
+    def run():
+        model.train(torch.is_grad_enabled())
+        return forward()
+
     leaves = [p for p in model.parameters() if p.requires_grad]
-    return Work(forward, leaves, models.count_parameters(model))
+    return Work(run, leaves, models.count_parameters(model))
 
 
 def _model_and_tokens(make, device, dtype, n, b, fields):
@@ -244,7 +239,6 @@ def _encoder(make, device, dtype, n, b=1, within=nullcontext, **fields):
     model, ids = _model_and_tokens(make, device, dtype, n, b, fields)
 
     def forward():
-        model.train(torch.is_grad_enabled())
         with within():
             return (model(ids).last_hidden_state,)
 
@@ -256,7 +250,6 @@ def _decoder(make, device, dtype, n, b=1, **fields):
     model, ids = _model_and_tokens(make, device, dtype, n, b, fields)
 
     def forward():
-        model.train(torch.is_grad_enabled())
         if torch.is_grad_enabled():
             return (model(ids, labels=ids, use_cache=False).loss,)
         return (model(ids, use_cache=True, logits_to_keep=1).logits,)
@@ -268,12 +261,7 @@ def _images(make, device, dtype, b, size=224, **fields):
     torch.manual_seed(0)
     model = make(image_size=size, **fields).to(device, dtype)
     pixels = torch.randn(b, 3, size, size, generator=torch.Generator().manual_seed(0), device="cpu").to(device, dtype)
-
-    def forward():
-        model.train(torch.is_grad_enabled())
-        return (model(pixels).logits,)
-
-    return _model_work(forward, model)
+    return _model_work(lambda: (model(pixels).logits,), model)
 
 
 def _padded(make, unpad, device, dtype, n, b):
@@ -316,6 +304,11 @@ def _op(name, make, function, original, compiles=True, gpu_variants=None, **opti
     )
 
 
+def _sizes(**fields):
+    """Return the sizes with all combinations of the values of the fields."""
+    return tuple(dict(zip(fields, values, strict=True)) for values in itertools.product(*fields.values()))
+
+
 _TOKENS = ((512, 128), (4096, 16), (32768, 2))  # (n, b): 65,536 tokens
 _MODEL_TOKENS = tuple({"n": n, "b": 65536 // n} for n in (512, 1024, 2048, 4096, 16384, 32768))
 _FORWARD_AND_BOTH = {name: name for name in ("forward", "both")}
@@ -331,7 +324,7 @@ CASES = {
             _attention,
             luna_attention,
             original_luna_attention,
-            sizes=tuple({"l": l, "n": n} for l in (16, 128, 256) for n in (512, 2048, 8192, 32768)),  # noqa: E741
+            sizes=_sizes(l=(16, 128, 256), n=(512, 2048, 8192, 32768)),
             quick=({"l": 128, "n": 512}, {"l": 128, "n": 4096}),
             repeats=7,
             parity=({"l": 16, "n": 33}, {"l": 128, "n": 500}),
@@ -365,7 +358,7 @@ CASES = {
         Case(
             "luna_causal_attention_long",  # the original would need 8 GB and more here
             {"luna_mega": partial(_causal_attention, luna_causal_attention)},
-            sizes=tuple({"l": 32, "n": n} for n in (8192, 32768)),
+            sizes=_sizes(l=(32,), n=(8192, 32768)),
             quick=(),
             repeats=3,
             floor=floors.luna_causal_attention,
@@ -375,14 +368,10 @@ CASES = {
             _ema,
             damped_ema,
             original_damped_ema,
-            sizes=tuple(
-                {"b": b, "n": n, "directions": directions}
-                for b, n in ((1, 1024), (1, 4096), (8, 1024))
-                for directions in (1, 2)
-            ),
+            sizes=(*_sizes(b=(1, 8), n=(1024,), directions=(1, 2)), *_sizes(b=(1,), n=(4096,), directions=(1, 2))),
             quick=({"b": 1, "n": 1024, "directions": 2},),
             repeats=5,
-            parity=({"b": 2, "n": 77, "directions": 1}, {"b": 2, "n": 77, "directions": 2}),
+            parity=_sizes(b=(2,), n=(77,), directions=(1, 2)),
             gpu=tuple(
                 {"b": b, "n": n, "directions": directions}
                 for b, n in ((8, 4096), (32, 1024), (1, 65536))
@@ -394,7 +383,7 @@ CASES = {
         Case(
             "damped_ema_long",  # the powers of q in the original would need 4 GB here
             {"luna_mega": partial(_ema, damped_ema)},
-            sizes=tuple({"b": 1, "n": n, "directions": 2} for n in (4096, 16384, 65536)),
+            sizes=_sizes(b=(1,), n=(4096, 16384, 65536), directions=(2,)),
             quick=(),
             repeats=3,
             floor=floors.damped_ema,
@@ -434,19 +423,10 @@ CASES = {
             _gated,
             gated_attention,
             original_gated_attention,
-            sizes=tuple(
-                {"n": 2048, "function": function, "chunk": chunk}
-                for function in ("softmax", "laplace")
-                for chunk in (0, 128)
-            ),
+            sizes=_sizes(n=(2048,), function=("softmax", "laplace"), chunk=(0, 128)),
             quick=({"n": 1024, "function": "laplace", "chunk": 128},),
             repeats=5,
-            parity=tuple(
-                {"n": 96, "function": function, "chunk": chunk, "causal": causal}
-                for function in ("softmax", "laplace", "relu2")
-                for chunk in (0, 32)
-                for causal in (0, 1)
-            ),
+            parity=_sizes(n=(96,), function=("softmax", "laplace", "relu2"), chunk=(0, 32), causal=(0, 1)),
             gpu=(
                 {"n": 4096, "b": 16, "function": "laplace", "chunk": 128, "shared": 64, "values": 256},
                 {"n": 4096, "b": 16, "function": "softmax", "chunk": 128},
@@ -460,25 +440,16 @@ CASES = {
             _mega_layer,
             lambda layer, x: layer(x, DENSE)[0],
             original_mega_layer,
-            sizes=tuple(
-                {"n": n, "function": function, "chunk": chunk}
-                for n in (1024, 4096)
-                for function in ("softmax", "laplace")
-                for chunk in (0, 128)
-            ),
+            sizes=_sizes(n=(1024, 4096), function=("softmax", "laplace"), chunk=(0, 128)),
             quick=({"n": 1024, "function": "laplace", "chunk": 128},),
             repeats=3,
-            parity=tuple(
-                {"n": 48, "function": function, "chunk": chunk}
-                for function in ("softmax", "laplace", "relu2")
-                for chunk in (0, 16)
-            ),
+            parity=_sizes(n=(48,), function=("softmax", "laplace", "relu2"), chunk=(0, 16)),
             gpu=({"n": 4096, "b": 8, "function": "laplace", "chunk": 128},),
         ),
         Case(
             "long",
             {name: partial(_long_layer, make) for name, make in _LONG.items()},
-            sizes=tuple({"n": n} for n in (16_384, 65_536, 262_144, 1_048_576)),
+            sizes=_sizes(n=(16_384, 65_536, 262_144, 1_048_576)),
             quick=({"n": 16_384},),
             repeats=1,
             passes=_FORWARD_AND_BOTH,
@@ -486,7 +457,7 @@ CASES = {
         Case(
             "base_model",
             {"luna_128": partial(_encoder, _luna_base), "roberta_sdpa": partial(_encoder, _roberta_base)},
-            sizes=tuple({"n": n} for n in (512, 1024, 2048, 4096, 8192)),
+            sizes=_sizes(n=(512, 1024, 2048, 4096, 8192)),
             quick=({"n": 512},),
             repeats=3,
             passes=_FORWARD_AND_BOTH,
@@ -510,16 +481,16 @@ CASES = {
         Case(
             "encoders",
             {
-                "luna_128": partial(_encoder, partial(models.luna, projection_length=128)),
-                "luna_16": partial(_encoder, partial(models.luna, projection_length=16)),
-                "mega_chunk_128": partial(_encoder, partial(models.mega, chunk_size=128)),
+                "luna_128": partial(_encoder, models.luna, projection_length=128),
+                "luna_16": partial(_encoder, models.luna, projection_length=16),
+                "mega_chunk_128": partial(_encoder, models.mega, chunk_size=128),
                 "roberta_sdpa": partial(_encoder, models.roberta),
                 "modernbert_sdpa": partial(_encoder, models.modernbert),
                 "longformer_512": partial(_encoder, models.longformer),
                 "big_bird": partial(_encoder, models.big_bird),
                 "nystromformer_64": partial(_encoder, models.nystromformer),
             },
-            sizes=tuple({"n": n} for n in (512, 1024, 2048, 4096, 8192, 16384)),
+            sizes=_sizes(n=(512, 1024, 2048, 4096, 8192, 16384)),
             quick=({"n": 512},),
             repeats=3,
             gpu=_MODEL_TOKENS,
@@ -529,18 +500,18 @@ CASES = {
         Case(
             "text_efficiency",
             {
-                "luna_16": partial(_encoder, partial(models.luna, projection_length=16, **models.TEXT_LUNA)),
-                "luna_128": partial(_encoder, partial(models.luna, projection_length=128, **models.TEXT_LUNA)),
-                "luna_256": partial(_encoder, partial(models.luna, projection_length=256, **models.TEXT_LUNA)),
-                "mega": partial(_encoder, partial(models.mega, use_chunking=False, **models.TEXT_MEGA)),
-                "mega_chunk_128": partial(_encoder, partial(models.mega, chunk_size=128, **models.TEXT_MEGA)),
-                "transformer_eager": partial(_encoder, partial(models.roberta, attention="eager", **models.TEXT)),
-                "transformer_sdpa": partial(_encoder, partial(models.roberta, **models.TEXT)),
-                "longformer_512": partial(_encoder, partial(models.longformer, **models.TEXT)),
-                "big_bird": partial(_encoder, partial(models.big_bird, **models.TEXT)),
-                "nystromformer_64": partial(_encoder, partial(models.nystromformer, **models.TEXT)),
+                "luna_16": partial(_encoder, models.luna, projection_length=16, **models.TEXT_LUNA),
+                "luna_128": partial(_encoder, models.luna, projection_length=128, **models.TEXT_LUNA),
+                "luna_256": partial(_encoder, models.luna, projection_length=256, **models.TEXT_LUNA),
+                "mega": partial(_encoder, models.mega, use_chunking=False, **models.TEXT_MEGA),
+                "mega_chunk_128": partial(_encoder, models.mega, chunk_size=128, **models.TEXT_MEGA),
+                "transformer_eager": partial(_encoder, models.roberta, attention="eager", **models.TEXT),
+                "transformer_sdpa": partial(_encoder, models.roberta, **models.TEXT),
+                "longformer_512": partial(_encoder, models.longformer, **models.TEXT),
+                "big_bird": partial(_encoder, models.big_bird, **models.TEXT),
+                "nystromformer_64": partial(_encoder, models.nystromformer, **models.TEXT),
             },
-            sizes=tuple({"n": n} for n in (1024, 2048, 3072, 4096)),
+            sizes=_sizes(n=(1024, 2048, 3072, 4096)),
             quick=({"n": 1024},),
             repeats=3,
             gpu=tuple({"n": n, "b": 8} for n in (1024, 2048, 3072, 4096)),
