@@ -70,7 +70,7 @@ class Case:
     floor: Callable[..., tuple[floors.Floor, floors.Floor]] | None = None
     # Measured passes -> names in the tables; a forward pass is without gradient, "both" is a training step.
     passes: dict[str, str] = field(default_factory=PASSES.copy)
-    # Models of equal size, "tokens" or "images" a second; None = milliseconds.
+    # Models of equal size, "tokens" or "images" a second, or peak "bytes" per token; None = milliseconds.
     unit: str | None = None
     # Variants relative to which the tables list speed and memory of the others.
     baselines: tuple[str, ...] = ()
@@ -535,6 +535,20 @@ CASES = {
             gpu=tuple({"n": n, "b": 65536 // n} for n in (512, 4096)),
             passes={"forward": "Prefill (forward, with a cache)", **_TRAINING},
             unit="tokens",
+        ),
+        Case(
+            "memory",  # models of bytes; one step fits the memory of a small machine
+            {
+                "luna_32": partial(_decoder, models.luna_lm, **models.TEXT_LUNA),
+                "mega_chunk_128": partial(_decoder, models.mega_lm, chunk_size=128, **models.TEXT_MEGA),
+                "megalodon_chunk_128": partial(_decoder, models.megalodon_lm, **models.TEXT_MEGALODON),
+            },
+            sizes=_sizes(n=(4096, 16_384, 65_536)),
+            quick=({"n": 4096},),
+            repeats=0,
+            gpu=_sizes(n=(4096, 16_384, 65_536, 131_072, 262_144, 524_288)),
+            passes=_TRAINING,
+            unit="bytes",
         ),
         Case(
             "images",

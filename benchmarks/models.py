@@ -32,6 +32,8 @@ _BYTES = {"vocab_size": 262, "hidden_size": 256, "num_hidden_layers": 4}
 TEXT = {**_BYTES, "num_attention_heads": 4, "intermediate_size": 1024}
 TEXT_LUNA = {**TEXT, "intermediate_size": 896}
 TEXT_MEGA = {**_BYTES, "intermediate_size": 512, "nffn_hidden_size": 448, "shared_representation_size": 64}
+TEXT_MEGALODON = {**_BYTES, "intermediate_size": 592, "value_size": 512, "shared_representation_size": 64}
+TEXT_MEGALODON |= {"chunk_size": 128}
 
 
 def luna(n, **fields):

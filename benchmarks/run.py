@@ -5,6 +5,7 @@
     python benchmarks/run.py luna_attention               one case
     python benchmarks/run.py encoders --lengths 512 16384 --time-limit 120
     python benchmarks/run.py timestep_norm --turns 21     alternating variants, for machines whose speed drifts
+    python benchmarks/run.py memory --device cuda --lengths 131072     peak bytes per token of a training step
     python benchmarks/run.py --device cuda --dtype bfloat16    on a GPU, with the Triton kernels
 
 Prints the tables and writes them to results.md in --output, all figures to results.json and results.csv, and one plot

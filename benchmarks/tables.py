@@ -60,7 +60,8 @@ def _speeds(case, rows, name, title):
         found = {key(row): row for row in rows if row["variant"] == variant}
         millions = next(row["parameters"] for row in found.values()) / 1e6
         lines.append([variant, f"{millions:.1f}", *(_speed(case, found.get(size), name) for size in sizes)])
-    return f"{title}: {case.unit} a second (peak MB)\n\n{_join(lines)}"
+    unit = "peak bytes per token" if case.unit == "bytes" else f"{case.unit} a second"
+    return f"{title}: {unit} (peak MB)\n\n{_join(lines)}"
 
 
 def _relative(case, rows, baseline):
@@ -92,9 +93,11 @@ def _quotient(row, field, above, below):
 def _speed(case, row, name):
     if row is None or "error" in row:
         return "" if row is None else row["error"]
-    items = row.get("b", 1) * (row["n"] if case.unit == "tokens" else 1)
+    items, peak = row.get("b", 1) * row.get("n", 1), row[f"{name}_mb"]
+    if case.unit == "bytes":
+        return f"{peak * 2**20 / items:,.0f} ({peak:,.0f})"
     speed = 1000 * items / row[f"{name}_ms"]
-    return f"{speed:,.{0 if speed >= 100 else 2}f} ({row[f'{name}_mb']:,.0f})"
+    return f"{speed:,.{0 if speed >= 100 else 2}f} ({peak:,.0f})"
 
 
 def _join(lines):

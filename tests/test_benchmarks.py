@@ -69,6 +69,7 @@ TOYS = [
     ("encoders", {"n": 768, **TOY}),
     ("text_efficiency", {"n": 768, **TOY}),
     ("decoders", {"n": 70, **TOY}),
+    ("memory", {"n": 70, **TOY}),
     ("images", {"b": 2, "size": 32, **TOY, "hidden_size": 96}),
 ]
 
@@ -110,6 +111,8 @@ def test_speeds(runner):
     row = {"case": "encoders", "n": 512, "b": 2, "variant": "luna_128", "parameters": 23e6, "forward_mb": 1234.0}
     text = markdown(runner.CASES["encoders"], [row | {"forward_ms": 100.0, "both_ms": 1e5, "both_mb": 2.0}])
     assert "| luna_128 | 23.0 | 10,240 (1,234) |" in text and "| luna_128 | 23.0 | 10.24 (2) |" in text
+    text = markdown(runner.CASES["memory"], [row | {"both_ms": 1.0, "both_mb": 2.0}])
+    assert "peak bytes per token (peak MB)" in text and "| luna_128 | 23.0 | 2,048 (2) |" in text
 
 
 def test_relative_speed_and_memory(runner):
