@@ -26,6 +26,8 @@ def check_hub(training: TrainingArguments, license: str | None = None) -> None:
 def describe_source(data: object) -> dict[str, str | None]:
     """Return the arguments of `Trainer.create_model_card` for the dataset; of local paths, only the last part."""
     paths = getattr(data, "train_files", None) or data.dataset_path or data.dataset_name
+    if paths is None:
+        return {}
     paths = paths if isinstance(paths, list) else [paths]
     if paths == [data.dataset_name] and not Path(data.dataset_name).exists():
         return {"dataset": data.dataset_name, "dataset_tags": data.dataset_name, "dataset_args": data.dataset_config}

@@ -1,6 +1,8 @@
 import pytest
 from huggingface_hub import ModelCard
 
+from luna_mega.training.hub import describe_source
+from luna_mega.training.masking import MaskedTextArguments
 from tests.hub import client as on_client
 from tests.hub.loopback import metadata_errors
 from tests.modeling.luna import make
@@ -77,6 +79,27 @@ def test_training_script(hub, client, folder, tmp_path):
     assert files["model.safetensors"] == (output / "model.safetensors").read_bytes()
     assert files["model.safetensors"] != (folder / "model.safetensors").read_bytes()
     assert logits(client, REPOSITORY) == logits(client, output)
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({}, {}),
+        ({"dataset_path": "some/data"}, {"dataset": "data"}),
+        ({"train_files": ["some/a.txt", "some/b.txt"]}, {"dataset": "`a.txt and b.txt`"}),
+        ({"dataset_name": "."}, {"dataset": "data"}),
+        (
+            {"dataset_name": "a/b", "dataset_config": "c"},
+            dict.fromkeys(["dataset", "dataset_tags"], "a/b") | {"dataset_args": "c"},
+        ),
+    ],
+)
+def test_dataset_in_the_card(options, expected, tmp_path, monkeypatch):
+    """Only names on the Hub become metadata; of local paths, the card has the last part."""
+    (tmp_path / "data").mkdir()
+    monkeypatch.chdir(tmp_path / "data")
+    data = MaskedTextArguments(**options)
+    assert describe_source(data) == expected
 
 
 def test_demo(hub, client, tmp_path, examples):
