@@ -149,10 +149,13 @@ def check_unshared(mapping: Mapping, tensors: dict[str, torch.Tensor]) -> None:
                 )
 
 
-def meta_model(model_class: type[PreTrainedModel], config: PreTrainedConfig) -> PreTrainedModel:
+def meta_model(
+    model_class: type[PreTrainedModel], config: PreTrainedConfig, dtype: torch.dtype = torch.float32
+) -> PreTrainedModel:
+    """Return a model without memory; in half precision, the parts that stay in float32 are float32."""
     try:
         with torch.device("meta"):
-            return model_class(config)
+            return model_class._from_config(config, dtype=dtype)
     except (RuntimeError, TypeError, ValueError, OverflowError) as error:  # of torch, for sizes that no tensor has
         raise ConversionError(f"the sizes of the configuration are invalid: {reason(error)}") from error
 

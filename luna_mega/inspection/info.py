@@ -1,22 +1,24 @@
-"""Description of a model folder or checkpoint: architecture, sizes, costs, heads, origin (`luna-mega info`)."""
+"""Description of a model folder or checkpoint: architecture, sizes, heads, origin (`luna-mega info`)."""
 
 import re
-import textwrap
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
+from luna_mega import LunaConfig
 from luna_mega.convert.formats import Format
 from luna_mega.convert.formats.format import read_model
 from luna_mega.convert.formats.registry import detect, find_format, is_checkpoint, open_checkpoint
 from luna_mega.convert.tensors import dtype_name, few, meta_model
 from luna_mega.errors import ConversionError, shown
-from luna_mega.hub.folder import REPORT_NAME, ModelFolder, TensorInfo, length_limit, read_folder
-from luna_mega.inspection import costs
+from luna_mega.hub.card import architecture
+from luna_mega.hub.folder import REPORT_NAME, ModelFolder, TensorInfo, length_limit, read_folder, stacks
 
+_EMBEDDINGS = ("embeddings", "embedding_layer", "embedding_norm", "embed_tokens")
+_STACKS = ("encoder", "decoder", "layers", "final_norm", "output_projection")
 _LANGUAGE_MODELS = {
     "MaskedLM": "masked LM",
     "CausalLM": "causal LM",
@@ -26,9 +28,10 @@ _LANGUAGE_MODELS = {
 
 @dataclass(frozen=True)
 class Info:
-    """Description of a model. Bytes are for one sequence of `length` positions, in the dtype of the weights.
+    """Description of a model, with the bytes of its weights and cache as `from_pretrained` loads it in this dtype.
 
-    Source and target of an encoder-decoder have `length` positions each.
+    `cache_bytes` contains the bytes of the cache of one sequence of `length` positions, and their growth with its last
+    position (`"token"`); None for an encoder. Source and target of an encoder-decoder have `length` positions each.
     """
 
     path: str
@@ -39,18 +42,11 @@ class Info:
     parameters: dict[str, int]
     weights: dict[str, int | str]
     length: int
-    flops_per_token: dict[str, float]
-    activation_bytes: dict[str, int]
-    training_state_bytes: int
-    formulas: dict[str, str]
+    cache_bytes: dict[str, int] | None
     warnings: list[str]
 
     def __str__(self) -> str:
         parameters = {name: f"{value:,}" for name, value in self.parameters.items()}
-        flops = {name: _short(value) for name, value in self.flops_per_token.items()}
-        memory = {name: f"{_short(value)}B" for name, value in self.activation_bytes.items()}
-        both = {"encoder", "decoder"} <= self.parameters.keys()
-        sequence = "source and one target" if both else "sequence"
         rows = {
             "path": self.path,
             "written by": self.written_by,
@@ -58,19 +54,16 @@ class Info:
             "config": _listed(self.config),
             "heads": "; ".join(self.heads) or "none",
             "parameters": f"{parameters.pop('total')}: {_listed(parameters)}",
-            "weights": f"{_short(self.weights['bytes'])}B ({self.weights['dtype']}), with Adam "
-            f"{_short(self.training_state_bytes)}B",
-            "FLOPs/token": f"{flops.pop('total').strip()} at length {self.length}: {_listed(flops)}",
-            "activations": f"{_listed(memory)}, of one {sequence} of length {self.length}",
+            "weights": f"{_short(self.weights['bytes'])}B ({self.weights['dtype']})",
         }
+        if self.cache_bytes is not None:
+            sequence, token = (f"{_short(size)}B" for size in self.cache_bytes.values())
+            both = {"encoder", "decoder"} <= self.parameters.keys()
+            of = "source and one target" if both else "sequence"
+            rows["cache"] = f"{sequence} for one {of} of length {self.length}, {token} for one more token"
         lines = [f"{name:<13}{' '.join(value.split())}" for name, value in rows.items()]
         lines += [f"{'warning':<13}{text}" for text in self.warnings]
         return "\n".join(lines)
-
-    @property
-    def explanation(self) -> str:
-        """Return the formulas as lines of at most 100 columns."""
-        return "\n".join(textwrap.fill(f"{name}: {text}", 100) for name, text in self.formulas.items())
 
 
 def _listed(values: dict) -> str:
@@ -90,8 +83,8 @@ def describe(path: str | Path, length: int | None = None, progress: bool = False
 
     Args:
         path: Model folder, or checkpoint of the original code.
-        length: Number of positions for memory and FLOPs. None = `max_position_embeddings` or `max_positions`, for
-            Megalodon one chunk.
+        length: Number of positions in the cache. None = `max_position_embeddings` or `max_positions`, for Megalodon one
+            chunk.
         progress: Show a progress bar on stderr if it is a terminal.
 
     Raises:
@@ -102,37 +95,81 @@ def describe(path: str | Path, length: int | None = None, progress: bool = False
     limit = length_limit(config)
     if length is not None and limit is not None and length > limit:
         raise ConversionError(f"--length {length}: the model has {limit} learned positions; use a smaller length")
-    usual = costs.usual_length(config)
+    usual = config.max_position_embeddings if hasattr(config, "max_position_embeddings") else config.chunk_size
     length = length or min(usual, limit or usual)
     try:
-        model = meta_model(model_class, config)
+        model = meta_model(model_class, config, getattr(torch, dtypes.most_common(1)[0][0]))
     except ConversionError as error:
         raise ConversionError(f"{path}: {error}") from error
     if tensors is not None:
         warnings = [*warnings, *_compare_weights(path, model, tensors)]
-    parameters = costs.count_parameters(model)
-    dtype = dtypes.most_common(1)[0][0]
-    size = getattr(torch, dtype).itemsize
-    activations = {
-        "inference": costs.inference_activations(model, length),
-        "training": costs.training_activations(model, length),
-        "cache": costs.cache_numbers(model, length),
-    }
     return Info(
         path=str(path),
         written_by=written_by,
         model_class=model_class.__name__,
-        config=costs.fields(config),
+        config=_fields(config),
         heads=heads,
-        parameters=parameters,
-        weights={"dtype": dtype, "bytes": parameters["total"] * size},
+        parameters=count_parameters(model),
+        weights={"dtype": dtype_name(model.dtype), "bytes": sum(weight.nbytes for weight in model.parameters())},
         length=length,
-        flops_per_token=costs.flops_per_token(model, length),
-        activation_bytes={name: size * numbers for name, numbers in activations.items() if numbers is not None},
-        training_state_bytes=4 * size * parameters["total"],
-        formulas=costs.formulas(config),
+        cache_bytes=_count_cache(model, length) if "decoder" in stacks(config) else None,
         warnings=warnings,
     )
+
+
+def _fields(config: PreTrainedConfig) -> dict[str, int | str | bool]:
+    """Return the configuration fields with the sizes of the model, and the decoder's fields if they differ."""
+    values = architecture(config)
+    if config.is_encoder_decoder:
+        own = architecture(config.decoder_config).items()
+        values |= {f"decoder_{name}": value for name, value in own if value != values[name]}
+    return values
+
+
+def count_parameters(model: PreTrainedModel) -> dict[str, int]:
+    """Return the numbers of parameters of embeddings, stacks and head, and the total; tied weights count once."""
+    counts = dict.fromkeys(("embeddings", *stacks(model.config), "head"), 0)
+    for name, parameter in model.named_parameters():
+        counts[_part(model, name)] += parameter.numel()
+    return counts | {"total": sum(counts.values())}
+
+
+def _part(model: PreTrainedModel, name: str) -> str:
+    """Return the part that a parameter belongs to: embeddings, a stack, or head."""
+    first, _, rest = name.removeprefix(f"{model.base_model_prefix}.").partition(".")
+    if model.config.is_encoder_decoder and first in ("encoder", "decoder"):
+        return "embeddings" if rest.split(".")[0] in _EMBEDDINGS else first
+    if first in _EMBEDDINGS:
+        return "embeddings"
+    return next(iter(stacks(model.config))) if first in _STACKS else "head"
+
+
+def _count_cache(model: PreTrainedModel, length: int) -> dict[str, int]:
+    """Return the bytes of the cache of a model on the meta device after `length` positions, and of the last one."""
+    size, *before = (_cache_bytes(model, positions) for positions in (length, length - 1) if positions > 0)
+    return {"sequence": size, "token": size - sum(before)}
+
+
+@torch.no_grad()
+def _cache_bytes(model: PreTrainedModel, length: int) -> int:
+    """Return the bytes of the cache after a forward pass over one sequence."""
+    config, decoder = model.config, stacks(model.config)["decoder"]
+    states = torch.empty(1, length, config.hidden_size, dtype=model.dtype, device="meta")
+    inputs = {"inputs_embeds": states}
+    if config.is_encoder_decoder:
+        inputs["decoder_inputs_embeds"] = states
+    elif decoder.add_cross_attention:
+        inputs["encoder_hidden_states"] = states
+        if isinstance(decoder, LunaConfig):
+            inputs["packed_states"] = states.new_empty(1, decoder.projection_length, config.hidden_size)
+    cache = model.eval()(**inputs, use_cache=True).cache
+    sides = [cache]
+    if hasattr(cache, "cross_attention_cache"):
+        sides = [cache.self_attention_cache, cache.cross_attention_cache]
+    layers = [vars(layer) | getattr(layer, "tensors", {}) for side in sides for layer in side.layers]
+    tensors = [value for layer in layers for value in layer.values() if isinstance(value, torch.Tensor)]
+    # Tied keys and values share a storage.
+    return sum({id(storage := tensor.untyped_storage()): storage.nbytes() for tensor in tensors}.values())
 
 
 def _read_folder(path: str | Path):

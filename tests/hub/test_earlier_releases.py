@@ -15,8 +15,7 @@ import torch
 import transformers
 
 import luna_mega_cli
-from luna_mega.hub.folder import position_limit
-from luna_mega.inspection.costs import stacks
+from luna_mega.hub.folder import position_limit, stacks
 from tests.hub import client as on_client
 
 FOLDERS = {
