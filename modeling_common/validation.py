@@ -54,7 +54,7 @@ def validate(
     For the arguments, see `read`; `given` are the inputs by name, and `seen` is the number of positions in the cache.
     """
     config = model.config
-    if unknown := options.keys() - COMMON_OPTIONS - model.own_options:
+    if unknown := {*options} - COMMON_OPTIONS - model.own_options:
         family = config.model_type.capitalize()
         raise ValueError(f"{family} models do not support {', '.join(sorted(unknown))}; omit the argument")
     if attention_mask is not None:
