@@ -28,7 +28,6 @@ def add(commands: Commands) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
-    from luna_mega.onnx import export_onnx
+    from luna_mega.hub.onnx import export_onnx
 
-    report = export_onnx(options.folder, options.output, options.opset, progress=not options.json)
-    show(options, report)
+    show(options, export_onnx(options.folder, options.output, options.opset))

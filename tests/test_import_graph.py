@@ -26,7 +26,7 @@ LAYERS = {
     "luna_mega.modeling_mega": {"huggingface_hub", "torch", "transformers"},
     "luna_mega.modeling_megalodon": {"huggingface_hub", "torch", "transformers"},
     "luna_mega": {"packaging", "transformers"},
-    "luna_mega.hub": {"huggingface_hub", "safetensors", "torch", "transformers", "yaml"},
+    "luna_mega.hub": {"huggingface_hub", "onnx_ir", "safetensors", "torch", "transformers", "yaml"},
     "luna_mega.convert": {"huggingface_hub", "numpy", "safetensors", "tokenizers", "torch", "tqdm", "transformers"},
     "luna_mega.inspection": {"safetensors", "torch", "tqdm", "transformers"},
     "luna_mega.training": {
@@ -47,12 +47,11 @@ LAYERS = {
     },
     "luna_mega.distillation": {"sentence_transformers", "torch", "transformers", "yaml"},
     "luna_mega.vllm": {"torch", "transformers", "vllm"},
-    "luna_mega.onnx": {"onnx_ir", "onnxruntime", "torch", "tqdm", "transformers"},
     "luna_mega_cli": {"argcomplete", "torch", "transformers"},
     "luna_mega.convert.__main__": set(),
 }
 APART = {"luna_mega.modeling_luna", "luna_mega.modeling_mega", "luna_mega.modeling_megalodon"}
-OPTIONAL = {"triton", "onnx_ir", "onnxruntime", "sentence_transformers"}
+OPTIONAL = {"triton", "onnx_ir", "sentence_transformers"}
 OPTIONAL |= {"argcomplete", "matplotlib", "timm", "pytorch_optimizer"}
 NEVER_IMPORTED = {"examples", "benchmarks", "tests"}
 

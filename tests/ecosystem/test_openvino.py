@@ -4,8 +4,8 @@ import pytest
 import torch
 from transformers import exporters
 
-from luna_mega import onnx
-from luna_mega.hub.folder import read_folder
+from luna_mega.hub import onnx
+from luna_mega.hub.samples import make_inputs
 from tests.modeling import luna, mega
 from tests.modeling.decoders import make
 
@@ -40,15 +40,12 @@ def export(model, sample):
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_programs_return_the_scores_of_the_model(name, tmp_path):
+def test_programs_return_the_scores_of_the_model(name):
     model = MODELS[name]().float().eval()
-    model.save_pretrained(tmp_path)
-    folder = read_folder(tmp_path)
+    side = "left" if model.config.is_decoder else "right"
     with onnx._quiet():
-        exported = export(model, onnx._inputs(folder, [33, 17]))
+        exported = export(model, make_inputs(model, [33, 17], side))
     runners = {part: Runner(runner) for part, runner in exported.to(device="cpu", config=EXACT).runners.items()}
     for lengths in ([17], [48, 24], [300, 150, 300]):
-        results = {}
-        for part, (program, given) in onnx._parts(model, onnx._inputs(folder, lengths)).items():
-            check, results[part] = onnx._compare(part, program, runners[part], given, results)
-            assert check.difference <= 1e-5 * results[part].logits.abs().max()
+        inputs = make_inputs(model, lengths, side)
+        assert onnx.compare(model, runners, inputs) <= 1e-5 * model(**inputs).logits.abs().max()

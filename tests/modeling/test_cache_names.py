@@ -185,7 +185,7 @@ def test_compile(model, name):
 @pytest.mark.parametrize("family", ["luna", "mega", "megalodon"])
 def test_export(family, monkeypatch):
     """An exported step has the cache among its inputs and outputs under the name that transformers uses."""
-    # The exporter would convert Megalodon's float64 statistics to the dtype of the model, see `luna_mega/onnx.py`.
+    # The exporter would convert Megalodon's float64 statistics to the dtype of the model, see `luna_mega/hub/onnx.py`.
     monkeypatch.setattr("transformers.exporters.utils.cast_leaf_tensors", lambda inputs, **_: inputs)
     model = make_plain(family).float().eval()
     cache = first_pass(model, logits_to_keep=1)[CACHE_NAME]
