@@ -212,7 +212,7 @@ def test_unsupported_window_options_raise():
     model = make(windowed_statistics=True)
     ids, mask = padded([43, 9], 43, "left")
     with pytest.raises(
-        ValueError, match="does not support padding, padding-free batches .* after 8 chunks of 4 positions"
+        ValueError, match="does not support padding or padding-free batches after 8 chunks of 4 positions"
     ):
         model(ids, mask)
     past = model(ids[:, :9], use_cache=True).past_key_values
