@@ -23,7 +23,7 @@ def plot_losses(runs: Mapping[str, str | Path], file: str | Path) -> None:
     figure = Figure(layout="constrained")
     axes = figure.subplots()
     for index, (name, folder) in enumerate(runs.items()):
-        history = json.loads(Path(folder, TRAINER_STATE_NAME).read_text(encoding="utf-8"))["log_history"]
+        history = json.loads(Path(folder, TRAINER_STATE_NAME).read_text(encoding="utf-8-sig"))["log_history"]
         found = {key: [(row["step"], row[key]) for row in history if key in row] for key in ("loss", "eval_loss")}
         if not any(found.values()):
             raise ValueError(f"{folder}: {TRAINER_STATE_NAME} has no loss; train with a smaller --logging_steps")
