@@ -1,24 +1,29 @@
-r"""Train a sentence embedding model with sentence-transformers.
+r"""Train a sentence embedding model with sentence-transformers, on pairs or on the vectors of a teacher.
 
     python examples/train_sentence_transformer.py --model_name_or_path luna-base \
         --dataset_name sentence-transformers/all-nli --dataset_config triplet --text_columns anchor positive negative \
         --sts_name sentence-transformers/stsb --do_train --do_eval --output_dir OUT
 
-The loss is MultipleNegativesRankingLoss. The evaluation compares cosine similarities with a dataset of scored pairs
-(STS). `SentenceTransformer("OUT")` loads the output folder after `import luna_mega`. All fields of
+The loss is MultipleNegativesRankingLoss or, with `--teacher`, EmbedDistillLoss: 1 - the cosine to the vectors of the
+teacher. The evaluation computes the loss (`--validation_split`) and compares cosine similarities with a dataset of
+scored pairs (STS). `SentenceTransformer("OUT")` loads the output folder after `import luna_mega`. All fields of
 SentenceTransformerTrainingArguments are options.
 """
 
+import random
 from dataclasses import dataclass
+from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from datasets import Dataset
-from transformers import AutoModel, PreTrainedTokenizerBase
+from transformers import AutoModel, PreTrainedTokenizerBase, TrainerCallback
 from transformers.hf_argparser import HfArg
 
+from luna_mega.distillation.embeddings import RandomRows, cut_texts, teacher_vectors
+from luna_mega.distillation.sentences import read_modules
 from luna_mega.training.arguments import RunArguments, check_choice, check_least, fail, one_line, parse_arguments
-from luna_mega.training.data import LimitArguments, SourceArguments, load_splits
-from luna_mega.training.models import ModelArguments, make_config, make_model, make_tokenizer
+from luna_mega.training.data import LimitArguments, SourceArguments, choose_splits, load_splits
+from luna_mega.training.models import ModelArguments, longest_input, make_config, make_model, make_tokenizer
 from luna_mega.training.runs import begin_run, check_run, score, train
 
 try:
@@ -28,7 +33,7 @@ try:
         SentenceTransformerTrainingArguments,
     )
     from sentence_transformers.sentence_transformer.evaluation import EmbeddingSimilarityEvaluator
-    from sentence_transformers.sentence_transformer.losses import MultipleNegativesRankingLoss
+    from sentence_transformers.sentence_transformer.losses import EmbedDistillLoss, MultipleNegativesRankingLoss
     from sentence_transformers.sentence_transformer.modules import Pooling, Transformer
 except ImportError:
     fail("sentence-transformers is not installed; run pip install '.[examples,ecosystem]'")
@@ -41,8 +46,9 @@ POOLINGS = ("mean", "cls", "max", "mean_sqrt_len_tokens")
 class DataArguments(SourceArguments, LimitArguments):
     text_columns: list[str] = HfArg(
         default_factory=lambda: ["sentence1", "sentence2"],
-        help="columns of anchor, positive and, optionally, negative sentences",
+        help="columns of anchor, positive and, optionally, negative sentences; with --teacher, one column",
     )
+    validation_split: str | None = HfArg(default=None, help="split on which the evaluation computes the loss")
     score_column: str | None = HfArg(default=None, help="column with the score of a training pair, for --min_score")
     min_score: float = HfArg(default=0.0, help="minimum score of a training pair")
     sts_name: str | None = HfArg(default=None, help="dataset of scored pairs on the Hub, for the evaluation")
@@ -53,8 +59,19 @@ class DataArguments(SourceArguments, LimitArguments):
         help="columns of the scored pairs: two text columns and the score",
     )
     max_seq_length: int = HfArg(default=128, help="maximum length; longer sentences are truncated")
-    pooling: str = HfArg(default="mean", help=f"pooling of token embeddings: {', '.join(POOLINGS)}")
+    pooling: str | None = HfArg(
+        default=None,
+        help=f"pooling of token embeddings: {', '.join(POOLINGS)} (default: that of the folder, or mean)",
+    )
     scale: float = HfArg(default=20.0, help="factor of the cosine similarities in the loss")
+    teacher: str | None = HfArg(default=None, help="sentence-transformers model or encoder: folder or Hub name")
+    teacher_window: int | None = HfArg(
+        default=None, help="tokens per window of the teacher, over which longer texts are averaged (default: its limit)"
+    )
+    projection_lengths: list[int] | None = HfArg(
+        default=None,
+        help="rows of a converted Luna in the training steps; texts are cut at random lengths from the smallest on",
+    )
 
 
 def parse(
@@ -66,27 +83,38 @@ def parse(
     data, model, training, run = parse_arguments(kinds, argv, batch_sampler="no_duplicates")
     check_run(TITLE, data, model, training, run, predicts=False)
     training.include_num_input_tokens_seen = "no"  # Trainer cannot count the tokens of pairs
-    if training.do_train:
-        if len(data.text_columns) not in (2, 3):
-            fail(f"--text_columns {' '.join(data.text_columns)} must be two or three columns")
-    if training.do_eval and (data.sts_name is None) == (data.sts_path is None):
-        fail("evaluation requires one of --sts_name and --sts_path")
+    counts, expected = ((1,), "one column with --teacher") if data.teacher else ((2, 3), "two or three columns")
+    if (training.do_train or data.validation_split) and len(data.text_columns) not in counts:
+        fail(f"--text_columns {' '.join(data.text_columns)} must be {expected}")
+    if data.sts_name is not None and data.sts_path is not None:
+        fail("pass one of --sts_name and --sts_path")
+    if training.do_eval and not (data.validation_split or data.sts_name or data.sts_path):
+        fail("evaluation requires --validation_split, --sts_name or --sts_path")
+    if not data.teacher and (data.teacher_window or data.projection_lengths):
+        fail("--teacher_window and --projection_lengths require --teacher")
     if len(data.sts_columns) != 3:
         fail(f"--sts_columns {' '.join(data.sts_columns)} must be two text columns and the score")
-    check_choice(data, "pooling", POOLINGS)
+    if data.pooling is not None:
+        check_choice(data, "pooling", POOLINGS)
     check_least(data, 2, "max_seq_length")
+    check_least(data, 3, "teacher_window")
+    check_least(data, 1, "projection_lengths")
     return data, model, training, run
 
 
-def load_pairs(data: DataArguments) -> Dataset:
-    """Return the training pairs or triplets."""
-    limits, columns = {"train": data.max_train_samples}, data.text_columns
-    split = load_splits(limits, data, columns, [data.score_column] if data.score_column else [])["train"]
-    if data.score_column is not None:
-        split = split.filter(lambda row: row[data.score_column] >= data.min_score)
-        if len(split) == 0:
-            fail(f"no training pair has a {data.score_column} of at least --min_score {data.min_score}")
-    return split.select_columns(columns)
+def load_texts(data: DataArguments, training: SentenceTransformerTrainingArguments) -> dict[str, Dataset]:
+    """Return the texts, pairs or triplets of training and validation."""
+    limits = choose_splits(training, data, (data.validation_split,) if data.validation_split else ())
+    if not limits:
+        return {}
+    splits = load_splits(limits, data, data.text_columns, [data.score_column] if data.score_column else [])
+    for name, split in splits.items():
+        if data.score_column is not None:
+            split = split.filter(lambda row: row[data.score_column] >= data.min_score)
+            if len(split) == 0:
+                fail(f"split {name}: no row has a {data.score_column} of at least --min_score {data.min_score}")
+        splits[name] = split.select_columns(data.text_columns)
+    return splits
 
 
 def make_evaluator(data: DataArguments, batch_size: int) -> EmbeddingSimilarityEvaluator:
@@ -99,27 +127,90 @@ def make_evaluator(data: DataArguments, batch_size: int) -> EmbeddingSimilarityE
 
 def load_data(
     data: DataArguments, model: ModelArguments, training: SentenceTransformerTrainingArguments
-) -> tuple[Dataset | None, PreTrainedTokenizerBase, EmbeddingSimilarityEvaluator | None]:
-    """Return the training pairs, the tokenizer and the evaluator."""
-    pairs = load_pairs(data) if training.do_train else None
-    texts = (text for column in data.text_columns for text in pairs[column]) if pairs else ()
+) -> tuple[dict[str, Dataset], PreTrainedTokenizerBase, EmbeddingSimilarityEvaluator | None]:
+    """Return the splits, the tokenizer and the evaluator."""
+    splits = load_texts(data, training)
+    texts = (text for column in data.text_columns for text in splits["train"][column]) if training.do_train else ()
     tokenizer = make_tokenizer(model, texts, data.max_seq_length)
-    return pairs, tokenizer, make_evaluator(data, training.per_device_eval_batch_size) if training.do_eval else None
+    scored = training.do_eval and (data.sts_name or data.sts_path)
+    return splits, tokenizer, make_evaluator(data, training.per_device_eval_batch_size) if scored else None
 
 
 def make_embedder(
     data: DataArguments, model: ModelArguments, tokenizer: PreTrainedTokenizerBase, device: str
 ) -> SentenceTransformer:
-    """Return the encoder with pooling; sentence-transformers can only load it from a folder."""
+    """Return the encoder with the modules of its folder, or with pooling; both are loaded from a folder."""
     config = make_config(model, tokenizer, data.max_seq_length)
     encoder = make_model(AutoModel, model, config)
-    with TemporaryDirectory() as folder:
+    with TemporaryDirectory() as folder, one_line(str(model.model_name_or_path)):
         encoder.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
-        transformer = Transformer(folder)
-    transformer.max_seq_length = data.max_seq_length
-    transformer.model.config._name_or_path = ""  # the temporary folder
-    return SentenceTransformer(modules=[transformer, Pooling(config.hidden_size, data.pooling)], device=device)
+        if model.model_name_or_path and not data.pooling and (modules := read_modules(model.model_name_or_path)):
+            modules.write(Path(folder), data.max_seq_length)
+            embedder = SentenceTransformer(folder, device=device)
+        else:
+            pooling = Pooling(config.hidden_size, data.pooling or "mean")
+            embedder = SentenceTransformer(modules=[Transformer(folder), pooling], device=device)
+    embedder.max_seq_length = data.max_seq_length
+    embedder[0].auto_model.config._name_or_path = ""  # the temporary folder
+    return embedder
+
+
+def load_teacher(data: DataArguments, embedder: SentenceTransformer) -> SentenceTransformer:
+    """Load the teacher; set the default of its window."""
+    with one_line(f"--teacher {data.teacher}"):
+        teacher = SentenceTransformer(data.teacher, device=str(embedder.device)).eval()
+        widths = [model.get_embedding_dimension() for model in (teacher, embedder)]
+        if widths[0] != widths[1]:
+            raise ValueError(f"vectors of {widths[0]} numbers, but the model has {widths[1]}; use another teacher")
+        if not hasattr(teacher[0], "auto_model"):
+            raise ValueError("the first module is not a transformer; use another teacher")
+    longest = longest_input(teacher[0].auto_model.config)
+    data.teacher_window = data.teacher_window or min(teacher.max_seq_length, longest)
+    if data.teacher_window > longest:
+        fail(f"--teacher_window {data.teacher_window} exceeds the {longest} positions of the teacher")
+    return teacher
+
+
+def add_vectors(
+    split: Dataset,
+    data: DataArguments,
+    training: SentenceTransformerTrainingArguments,
+    teacher: SentenceTransformer,
+    tokenizer: PreTrainedTokenizerBase,
+    shortest: int,
+) -> Dataset:
+    """Cut texts at random lengths, whose logarithm is uniformly distributed, and add the teacher's vectors."""
+    (column,), ratio = data.text_columns, data.max_seq_length / shortest
+
+    def add(rows: dict[str, list], indices: list[int]) -> dict[str, list]:
+        lengths = [round(shortest * ratio ** random.Random(f"{training.seed} {index}").random()) for index in indices]
+        texts = cut_texts(tokenizer, rows[column], lengths)
+        return {column: texts, "label": teacher_vectors(teacher, texts, data.teacher_window).tolist()}
+
+    return split.map(add, batched=True, batch_size=training.eval_batch_size, with_indices=True, desc="teacher")
+
+
+def distill(
+    splits: dict[str, Dataset],
+    data: DataArguments,
+    training: SentenceTransformerTrainingArguments,
+    embedder: SentenceTransformer,
+) -> tuple[dict[str, Dataset], EmbedDistillLoss, list[TrainerCallback]]:
+    """Return the splits with the vectors of the teacher, the loss, and the callback of `--projection_lengths`."""
+    teacher, lengths = load_teacher(data, embedder), data.projection_lengths or []
+    with one_line():
+        callbacks = [RandomRows(embedder[0].auto_model, lengths)] if lengths else []
+    if training.do_train and training.max_steps > 0:  # only the texts of these steps
+        rows = training.max_steps * training.gradient_accumulation_steps
+        rows *= training.train_batch_size * training.world_size
+        train = splits["train"].shuffle(training.seed)
+        splits["train"] = train.take(min(rows, len(train)))
+    with training.main_process_first(desc="vectors of the teacher"):
+        for name, split in splits.items():
+            shortest = min([*lengths, data.max_seq_length]) if name == "train" else data.max_seq_length
+            splits[name] = add_vectors(split, data, training, teacher, embedder.tokenizer, max(3, shortest))
+    return splits, EmbedDistillLoss(embedder, distance_metric="cosine"), callbacks
 
 
 def main(argv: list[str] | None = None) -> dict[str, float]:
@@ -127,11 +218,22 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
     begin_run(data, model, training, run)
 
     with training.main_process_first(desc="reading the data"), one_line():
-        pairs, tokenizer, evaluator = load_data(data, model, training)
+        splits, tokenizer, evaluator = load_data(data, model, training)
 
     embedder = make_embedder(data, model, tokenizer, str(training.device))
-    loss = MultipleNegativesRankingLoss(embedder, scale=data.scale)
-    trainer = SentenceTransformerTrainer(embedder, training, train_dataset=pairs, loss=loss, evaluator=evaluator)
+    if data.teacher:
+        splits, loss, callbacks = distill(splits, data, training, embedder)
+    else:
+        loss, callbacks = MultipleNegativesRankingLoss(embedder, scale=data.scale), []
+    trainer = SentenceTransformerTrainer(
+        embedder,
+        training,
+        train_dataset=splits.get("train"),
+        eval_dataset=splits.get(data.validation_split),
+        loss=loss,
+        evaluator=evaluator,
+        callbacks=callbacks,
+    )
 
     metrics = train(trainer, run) | score(trainer)
     if training.do_train:  # sentence-transformers writes the model card

@@ -97,8 +97,7 @@ def compare_lengths(
 
 def _vectors(teacher: Teacher, student: PreTrainedModel, lengths: Lengths, modules: SentenceModules | None) -> Measure:
     """Return the function that compares vectors; poolings that have no function here are replaced by the mean."""
-    known = modules is not None and modules.pooling in (("cls",), ("mean",)) and not modules.others
-    modules = modules if known else SentenceModules(("mean",), normalizes=True)
+    modules = modules if modules is not None and modules.embeds else SentenceModules(("mean",), normalizes=True)
 
     def measure(batches):
         ours, theirs = [], []

@@ -68,22 +68,13 @@ class SentenceModules:
         settings = _without_limits(self.settings, max_length) | {"max_seq_length": max_length}
         (folder / _CONFIGS[0]).write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
 
-    def check_supported(self) -> None:
-        """Raise `ValueError` if the folder has other pooling than `"cls"` or `"mean"`, or other modules."""
-        if self.pooling not in (("cls",), ("mean",)) or self.others:
-            modules = ", ".join(self.pooling + self.others) or "a cross-encoder"
-            raise ValueError(
-                f"sentence vectors by {modules} are not supported for distillation; use a teacher whose only modules "
-                "are pooling by cls or mean, and normalization"
-            )
+    @property
+    def embeds(self) -> bool:
+        """Whether `embed` returns the vectors: the only modules are pooling by cls or mean, and normalization."""
+        return self.pooling in (("cls",), ("mean",)) and not self.others
 
     def embed(self, states: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        """Return the vectors `[B, d]` of the last states `[B, T, d]`; `mask` `[B, T]` is bool, True = keep.
-
-        Raises:
-            ValueError: See `check_supported`.
-        """
-        self.check_supported()
+        """Return the vectors `[B, d]` of the last states `[B, T, d]` of a text with `mask` `[B, T]`, True = keep."""
         vectors = (first_token if self.pooling == ("cls",) else masked_mean)(states, mask)
         return functional.normalize(vectors, dim=-1) if self.normalizes else vectors
 

@@ -53,17 +53,6 @@ def split_windows(mask: torch.Tensor, window: int) -> Windows:
             parts = [torch.cat([columns[:1], part, columns[-1:]]) for part in columns[1:-1].split(window - 2)]
         pieces += parts
         owners += [index] * len(parts)
-    return _windows(pieces, owners, mask)
-
-
-def cut_texts(batch: dict[str, torch.Tensor], length: int) -> dict[str, torch.Tensor]:
-    """Return a batch whose texts have at most `length` tokens: the first ones, and the last one of the text."""
-    kept = [row.nonzero().flatten() for row in batch["attention_mask"]]
-    pieces = [row if len(row) <= length else torch.cat([row[: length - 1], row[-1:]]) for row in kept]
-    return _windows(pieces, list(range(len(pieces))), batch["attention_mask"]).inputs(batch)
-
-
-def _windows(pieces: list[torch.Tensor], owners: list[int], mask: torch.Tensor) -> Windows:
     ones = [torch.ones_like(piece, dtype=torch.bool) for piece in pieces]
     columns, kept = (nn.utils.rnn.pad_sequence(rows, batch_first=True) for rows in (pieces, ones))
     owner = torch.tensor(owners, device=mask.device)

@@ -1,129 +1,82 @@
-"""Distillation of sentence vectors."""
+"""Vectors of a teacher in windows, lengths of texts, and numbers of rows in training."""
+
+from types import SimpleNamespace
 
 import pytest
 import torch
+from transformers import TrainerControl, TrainerState
 
 from luna_mega.distillation import from_teacher
-from luna_mega.distillation.embeddings import embedding_loss, parameter_groups, set_projection_length, teacher_vectors
+from luna_mega.distillation.embeddings import RandomRows, cut_texts, teacher_vectors
 from luna_mega.distillation.sentences import SentenceModules
-from luna_mega.distillation.windows import cut_texts
-from tests.distillation.models import ENCODERS, make_model
+from tests.distillation.models import bert_tokenizer, make_model, xlm_tokenizer
 from tests.errors import check_error
 
-MODULES = SentenceModules(("mean",), True, None, {}, {}, {})
+TEXTS = ["a b c d e f g h i j a c e", "b d f h j", ""]  # 15, 7 and 2 tokens
 
 
-@pytest.fixture
-def teacher():
-    return make_model("bert")
+class Embedder:
+    """The parts of a SentenceTransformer that are used."""
 
+    device = "cpu"
 
-def batch_of(*lengths):
-    mask = torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]
-    ids = torch.randint(3, 40, mask.shape, generator=torch.Generator().manual_seed(0)).masked_fill(~mask, 1)
-    return {"input_ids": ids, "attention_mask": mask.long()}
+    def __init__(self, name="bert", pooling="mean", **options):
+        self.model, self.tokenizer = make_model(name, pad_token_id=0), bert_tokenizer(**options)
+        self.modules = SentenceModules((pooling,), normalizes=True)
 
-
-def test_loss_of_an_exact_student_is_zero(teacher):
-    student = from_teacher(teacher, projection_length=12).model
-    assert embedding_loss(teacher, student, MODULES, batch_of(12, 5), window=20).abs() < 1e-6
-
-
-def test_training_step(teacher):
-    student = from_teacher(teacher, projection_length=12).model
-    set_projection_length(student, 4)
-    groups = parameter_groups(student, 1e-3)
-    assert [len(group["params"]) for group in groups][1] == 3 and groups[1]["lr"] == 3e-3
-    loss = embedding_loss(teacher, student, MODULES, batch_of(12, 5), window=20)
-    loss.backward()
-    assert loss > 1e-4 and all(layer.attention.salience.grad.any() for layer in student.encoder.layers)
-    assert student.embeddings.word_embeddings.weight.grad is None
-    torch.optim.AdamW(groups).step()
-
-
-def test_states_of_short_texts_are_in_the_loss(teacher):
-    student = from_teacher(teacher, projection_length=12).model
-    set_projection_length(student, 4)
-    batch, both = batch_of(15, 9, 3), {"window": 10, "state_weight": 2.0}
-    vectors = embedding_loss(teacher, student, MODULES, batch, window=10)
-    distances = []
-    for length, row in ((9, 1), (3, 2)):  # the first text is longer than the window
-        text = {name: tensor[row : row + 1, :length] for name, tensor in batch.items()}
-        got, want = (model(**text, output_hidden_states=True).hidden_states[1:] for model in (student, teacher))
-        distances.append(1 - torch.cosine_similarity(torch.stack(got), torch.stack(want), dim=-1).flatten(1))
-    expected = vectors + 2 * torch.cat(distances, dim=1).mean()
-    torch.testing.assert_close(embedding_loss(teacher, student, MODULES, batch, **both), expected, rtol=0, atol=1e-6)
-    long = batch_of(15)
-    assert embedding_loss(teacher, student, MODULES, long, **both) == embedding_loss(
-        teacher, student, MODULES, long, window=10
-    )
+    def __call__(self, batch):
+        states = self.model(**batch).last_hidden_state
+        return {"sentence_embedding": self.modules.embed(states, batch["attention_mask"].bool())}
 
 
 @pytest.mark.parametrize("pooling", ["mean", "cls"])
-def test_long_texts_have_the_mean_of_their_windows(teacher, pooling):
-    modules, batch = SentenceModules((pooling,), True, None, {}, {}, {}), batch_of(15, 7)
-    got = teacher_vectors(teacher, modules, batch, window=10)
-    ids = batch["input_ids"]
-    parts = [torch.cat([ids[0, :1], ids[0, 1:9], ids[0, 14:]]), torch.cat([ids[0, :1], ids[0, 9:14], ids[0, 14:]])]
-    parts.append(ids[1, :7])
-    separate = [
-        modules.embed(teacher(part[None]).last_hidden_state, torch.ones(1, len(part), dtype=torch.bool))[0]
-        for part in parts
-    ]
-    mean = torch.nn.functional.normalize(separate[0] + separate[1], dim=-1)
-    torch.testing.assert_close(got, torch.stack([mean, separate[2]]), rtol=0, atol=1e-5)
-
-
-@pytest.mark.parametrize("name", ENCODERS)
-@torch.no_grad()
-def test_vectors_do_not_depend_on_padding_and_batch(name):
-    """Short and long texts have the same vectors with padding on either side and with other texts in the batch."""
-    model, lengths = make_model(name), (9, 1, 16)
-    batch = batch_of(*lengths)
-    if name in ("bert", "electra"):
-        batch["token_type_ids"] = (torch.arange(16) > 4).long().repeat(3, 1)
-    vectors = teacher_vectors(model, MODULES, batch, window=10)
-    for row, length in enumerate(lengths):
-        text = {key: tensor[row : row + 1, :length] for key, tensor in batch.items()}
-        padded = {key: torch.nn.functional.pad(x, (4, 0), value=int(key == "input_ids")) for key, x in text.items()}
-        for inputs in (text, padded):
-            got = teacher_vectors(model, MODULES, inputs, window=10)
-            torch.testing.assert_close(got[0], vectors[row], rtol=0, atol=1e-5)
-        if length <= 10:
-            want = MODULES.embed(model(**text).last_hidden_state, text["attention_mask"].bool())
-            torch.testing.assert_close(got, want, rtol=0, atol=1e-5)
+def test_long_texts_have_the_mean_of_their_windows(pooling):
+    teacher = Embedder(pooling=pooling)
+    long, short, _ = (teacher.tokenizer(text, return_tensors="pt")["input_ids"][0] for text in TEXTS)
+    parts = [torch.cat([long[:1], long[1:9], long[14:]]), torch.cat([long[:1], long[9:14], long[14:]]), short]
+    with torch.no_grad():
+        inputs = ({"input_ids": part[None], "attention_mask": torch.ones(1, len(part)).long()} for part in parts)
+        first, second, third = (teacher(each)["sentence_embedding"] for each in inputs)
+    expected = torch.cat([(first + second) / 2, third])
+    torch.testing.assert_close(teacher_vectors(teacher, TEXTS[:2], window=10), expected, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("side", ["right", "left"])
-def test_cut_texts(side):
-    """The first tokens and the last one of a text remain, as if the tokenizer had truncated it."""
-    batch = batch_of(9)
-    if side == "left":
-        batch = {name: tensor.flip(1) for name, tensor in batch.items()}
-    for length in (3, 5, 9, 12):
-        cut = cut_texts(batch, length)
-        for name in batch:
-            assert cut[name].shape == cut["attention_mask"].shape and cut[name].dtype == batch[name].dtype
-        for row, mask in enumerate(batch["attention_mask"].bool()):
-            ids = batch["input_ids"][row][mask].tolist()
-            expected = ids if len(ids) <= length else [*ids[: length - 1], ids[-1]]
-            assert cut["input_ids"][row][cut["attention_mask"][row].bool()].tolist() == expected
+def test_vectors_do_not_depend_on_padding_and_batch(side):
+    teacher = Embedder(padding_side=side)
+    vectors = teacher_vectors(teacher, TEXTS, window=10)
+    for text, vector in zip(TEXTS, vectors, strict=True):
+        torch.testing.assert_close(teacher_vectors(teacher, [text], window=10)[0], vector, rtol=0, atol=1e-5)
 
 
-def test_window_of_a_table_with_a_padding_row():
-    roberta = make_model("roberta")
-    student = from_teacher(roberta, projection_length=12, max_length=24).model
-    assert embedding_loss(roberta, student, MODULES, batch_of(24), window=18).isfinite()
-    check_error(lambda: embedding_loss(roberta, student, MODULES, batch_of(24), window=19), ValueError, "window=19")
+@pytest.mark.parametrize("tokenizer", [bert_tokenizer(), xlm_tokenizer()], ids=["bert", "xlm"])
+def test_cut_texts(tokenizer):
+    """A text begins with the same tokens as if the tokenizer had truncated it."""
+    texts = [" ".join(f"w{i}" for i in range(n)) for n in (20, 8, 1, 0)]
+    for length in (3, 5, 10, 22, 30):
+        cut = cut_texts(tokenizer, texts, [length] * len(texts))
+        expected = tokenizer(texts, truncation=True, max_length=length)["input_ids"]
+        assert tokenizer(cut)["input_ids"] == expected
+    assert cut == texts
+    assert cut_texts(tokenizer, texts[:2], [3, 4]) == ["w0", "w0 w1"]
 
 
-def test_errors(teacher):
-    student, batch = from_teacher(teacher, projection_length=12).model, batch_of(12)
-    other = SentenceModules(("max",), True, None, {}, {}, {})
-    cases = {
-        "window=21": lambda: embedding_loss(teacher, student, MODULES, batch, window=21),
-        "rows=0": lambda: set_projection_length(student, 0),
-        "max": lambda: embedding_loss(teacher, student, other, batch, window=20),
-    }
-    for named, call in cases.items():
-        check_error(call, ValueError, named)
+def test_random_rows():
+    """The number of rows of a step depends on seed and step; between steps, it is that of the configuration."""
+    student = from_teacher(make_model("bert"), projection_length=12).model
+    callback, control = RandomRows(student, [3, 4, 5]), TrainerControl()
+
+    def rows(seed, step):
+        args, state = SimpleNamespace(seed=seed), TrainerState(global_step=step)
+        callback.on_step_begin(args, state, control)
+        (found,) = {layer.attention.projection_length for layer in student.encoder.layers}
+        assert student.config.projection_length == found
+        callback.on_step_end(args, state, control)
+        assert {layer.attention.projection_length for layer in student.encoder.layers} == {12}
+        assert student.config.projection_length == 12
+        return found
+
+    drawn = [rows(0, step) for step in range(20)]
+    assert set(drawn) == {3, 4, 5} and drawn == [rows(0, step) for step in range(20)]
+    assert drawn != [rows(1, step) for step in range(20)]
+    check_error(lambda: RandomRows(make_model("bert"), [4]), ValueError, "projection_lengths=[4]")

@@ -6,7 +6,10 @@ import random
 import pytest
 import torch
 from huggingface_hub import ModelCard
+from transformers import AutoModel
 
+import luna_mega_cli
+from tests.distillation.models import save_teacher
 from tests.examples.conftest import call, offline, script  # noqa: F401  (fixtures)
 from tests.examples.runs import TINY, assert_error, sentence, write
 
@@ -79,8 +82,81 @@ def test_resumed_run_ends_with_the_same_weights(run, data, tmp_path):
     assert json.loads((tmp_path / "complete" / "checkpoint-4" / "trainer_state.json").read_text())["global_step"] == 4
 
 
+EXACT = "dropout=0.0,attention_dropout=0.0"
+RATES = r'{"salience$": 0.01, "embeddings\\.": 0.0}'
+
+
+@pytest.fixture
+def student(tmp_path):
+    """A Luna that was converted from the sentence encoder in the folder `teacher`, with 12 rows."""
+    teacher = str(save_teacher(tmp_path / "teacher", modules=("Pooling", "Normalize")))
+    options = ["--output", str(tmp_path / "student"), "--projection-length", "12", "--max-length", "40"]
+    assert luna_mega_cli.main(["distill", teacher, *options]) == 0
+    return tmp_path / "student"
+
+
+@pytest.fixture
+def texts(tmp_path):
+    draw = random.Random(0)
+    for name, size in (("train", 40), ("validation", 9)):
+        rows = [
+            {"text": " ".join(draw.choices("abcdefghij", k=draw.randrange(1, 50))), "label": 1} for _ in range(size)
+        ]
+        write(rows, tmp_path / "texts" / f"{name}.jsonl")
+    return tmp_path / "texts"
+
+
+def distill(student, texts, output, *more):
+    """Options that train a student on vectors of its teacher."""
+    return [
+        *("--model_name_or_path", student, "--teacher", student.with_name("teacher"), "--dataset_path", texts),
+        *("--text_columns", "text", "--validation_split", "validation", "--max_seq_length", 30, "--do_eval"),
+        *("--projection_lengths", 4, 8, "--config_overrides", EXACT, "--learning_rate", 1e-3, "--output_dir", output),
+        *("--learning_rate_mapping", RATES, "--per_device_train_batch_size", 4, *more),
+    ]
+
+
+def mean_cosine(output, teacher, texts) -> float:
+    """Return the mean cosine of the validation texts, one at a time, with the mean of windows of the teacher."""
+    ours, theirs = (sentence_transformers.SentenceTransformer(str(name), device="cpu") for name in (output, teacher))
+    values, window = [], 20
+    for line in (texts / "validation.jsonl").read_text().splitlines():
+        ids = ours.tokenizer(json.loads(line)["text"], truncation=True, max_length=30, return_tensors="pt")["input_ids"]
+        parts = [torch.cat([ids[:, :1], part, ids[:, -1:]], 1) for part in ids[:, 1:-1].split(window - 2, dim=1)]
+        vectors = []
+        with torch.no_grad():
+            for model, rows in ((ours, [ids]), (theirs, parts if ids.shape[1] > window else [ids])):
+                inputs = ({"input_ids": row, "attention_mask": torch.ones_like(row)} for row in rows)
+                vectors.append(sum(model(each)["sentence_embedding"][0] for each in inputs))
+        values.append(torch.cosine_similarity(*vectors, dim=0).item())
+    return sum(values) / len(values)
+
+
+def test_distillation(run, student, texts, tmp_path):
+    """The loss is that of the saved folder; training improves it with the rates of `--learning_rate_mapping`."""
+    teacher, output = tmp_path / "teacher", tmp_path / "out"
+    before = run(*distill(student, texts, tmp_path / "before"))
+    assert before["eval_loss"] == pytest.approx(1 - mean_cosine(student, teacher, texts), abs=1e-5)
+    after = run(*distill(student, texts, output, "--do_train", "--max_steps", 12))
+    assert after["eval_loss"] == pytest.approx(1 - mean_cosine(output, teacher, texts), abs=1e-5)
+    assert after["eval_loss"] < before["eval_loss"]
+
+    trained, converted = (AutoModel.from_pretrained(folder) for folder in (output, student))
+    assert trained.config.projection_length == 12 and trained.config.dropout == 0
+    weights = converted.state_dict()
+    changed = {name for name, weight in trained.state_dict().items() if not torch.equal(weight, weights[name])}
+    assert changed == {name for name in weights if not name.startswith("embeddings.")}
+    model = sentence_transformers.SentenceTransformer(str(output), device="cpu")
+    assert [type(module).__name__ for module in model] == ["Transformer", "Pooling", "Normalize"]
+    assert model.max_seq_length == 30
+    assert "/tmp" not in (output / "README.md").read_text().replace(str(tmp_path), "")
+
+
 ERRORS = {
-    "no data for the evaluation": (["--do_eval"], [], "one of --sts_name and --sts_path"),
+    "no data for the evaluation": (["--do_eval"], [], "requires --validation_split, --sts_name or --sts_path"),
+    "two sources": (["--do_eval", "--sts_path", "DATA"], ["--sts_name", "x"], "one of --sts_name and --sts_path"),
+    "columns of a teacher": (["--do_train", "--dataset_path", "DATA"], ["--teacher", "x"], "must be one column"),
+    "no teacher": (["--do_train", "--dataset_path", "DATA"], ["--teacher_window", 9], "require --teacher"),
     "no data": (["--do_train"], [], "one of --dataset_name and --dataset_path"),
     "one column": (
         ["--do_train", "--dataset_path", "DATA"],
@@ -103,3 +179,21 @@ def test_invalid_options_are_one_line(case, run, data, tmp_path):
     given = [data if value == "DATA" else value for value in needed]
     given += ["--model_name_or_path", "nowhere"] if "--do_eval" in needed else []
     assert_error(run, message, *given, *more, "--output_dir", tmp_path / "out", output=tmp_path / "out")
+
+
+TEACHERS = {
+    "nowhere": (["--teacher", "nowhere"], "--teacher nowhere: "),
+    "window": (["--teacher_window", 21], "--teacher_window 21 exceeds the 20 positions of the teacher"),
+    "width": (["--teacher", "WIDE"], "vectors of 32 numbers, but the model has 16"),
+    "encoder": (["--model_name_or_path", "BERT"], "projection_lengths=.* requires a Luna .*, got BertModel"),
+    "split": (["--validation_split", "dev"], "has no split dev"),
+}
+
+
+@pytest.mark.parametrize(("options", "message"), TEACHERS.values(), ids=TEACHERS)
+def test_invalid_options_of_a_teacher_are_one_line(options, message, run, student, texts, tmp_path):
+    if "WIDE" in options:
+        options = [options[0], save_teacher(tmp_path / "wide", modules=(), hidden_size=32)]
+    if "BERT" in options:
+        options = [options[0], tmp_path / "teacher", "--max_seq_length", 20, "--config_overrides", ""]
+    assert_error(run, message, *distill(student, texts, tmp_path / "out"), "--do_train", *options)

@@ -11,7 +11,6 @@ import pytest
 from tests.examples import test_run_audio as audio, test_run_image_classification as image, test_run_race as race
 from tests.examples.conftest import EXAMPLES
 from tests.examples.runs import QUIET, TINY, steps, write, write_splits
-from tests.examples.test_run_distill_embeddings import save_encoder
 from tests.examples.test_run_mlm import texts
 from tests.marks import slow_but
 
@@ -57,10 +56,6 @@ OPTIONS = {
         *("--dataset_path", splits(image.rows, to)),
     ],
     "run_translation": lambda to: [*LUNA, "--dataset_path", lines(to, "en", "de")],
-    "run_distill_embeddings": lambda to: [
-        *("--teacher", save_encoder(to.with_name("teacher")), "--projection_lengths", 2, 4, "--projection_length", 4),
-        *("--dataset_path", lines(to, "text")),
-    ],
 }
 
 

@@ -16,6 +16,7 @@ from luna_mega.training.tokenizers import train_joint_bpe, train_words
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples"
 RECIPES = sorted((EXAMPLES / "recipes").rglob("*.yaml"))
+SCRIPTS = {"lra": "lra.run_lra", "sentence_transformer": "train_sentence_transformer"}
 
 
 class Parsed(NamedTuple):
@@ -38,11 +39,12 @@ def parsed(script, tmp_path, monkeypatch):
         options = ["--recipe", str(path), "--output_dir", str(tmp_path), *source, "--bf16", "false"]
         if "pretrained" in path.stem or "continued" in path.stem:
             options += ["--model_name_or_path", "x"]
-        if task.startswith("distill"):
+        if task == "sentence_transformer":
+            pytest.importorskip("sentence_transformers", reason="sentence-transformers is not installed")
             options += ["--teacher", "x"]
         if path.stem.startswith("pretrained"):
             options += ["--task_name", "rte"]
-        return Parsed(*script("lra.run_lra" if task == "lra" else f"run_{task}").parse(options))
+        return Parsed(*script(SCRIPTS.get(task, f"run_{task}")).parse(options))
 
     return parse
 
