@@ -20,8 +20,10 @@ from baselines import (
     sdpa_luna_attention,
 )
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from transformers import DynamicCache
 
 from luna_mega import LunaConfig, LunaModel, MegaConfig, MegalodonConfig
+from luna_mega.compat import CACHE_NAME
 from luna_mega.kernels.api import (
     complex_ema,
     damped_ema,
@@ -70,7 +72,7 @@ class Case:
     floor: Callable[..., tuple[floors.Floor, floors.Floor]] | None = None
     # Measured passes -> names in the tables; a forward pass is without gradient, "both" is a training step.
     passes: dict[str, str] = field(default_factory=PASSES.copy)
-    # Models of equal size, "tokens" or "images" a second, or peak "bytes" per token; None = milliseconds.
+    # Models of equal size, "tokens" or "images" a second, peak "bytes" per token, or "ms" of a step; None = operators.
     unit: str | None = None
     # Variants relative to which the tables list speed and memory of the others.
     baselines: tuple[str, ...] = ()
@@ -139,11 +141,6 @@ def _complex_ema(average, device, dtype, b, n, d=512, states=16):
     shapes = ((b, n, d), (d, states), (d, states), (d,), (d, states, 2), (d,))
     leaves = _draw(device, dtype, *shapes, logits=(1, 2))
     return Work(lambda: (average(*leaves),), leaves)
-
-
-def _damped_for_complex(device, dtype, b, n, d=512, states=16):
-    """Time the causal real average of the same sizes."""
-    return _ema(damped_ema, device, dtype, b, n, 1, d, states)
 
 
 def _norm(normalize, device, dtype, b, n, d=1024, groups=32):
@@ -257,6 +254,34 @@ def _decoder(make, device, dtype, n, b=1, **fields):
     return _model_work(forward, model)
 
 
+@torch.no_grad()
+def _decoding(make, device, dtype, n, b=1, beams=0, compiled=False, **fields):
+    """Time a step after n positions; with `beams`, their caches are reordered before it.
+
+    Caches with keys and values are random. The others have a constant size after at most 1,024 positions, which end in
+    the middle of a chunk of 512, because half of the chunk is in use on average.
+    """
+    b = beams or b
+    model, ids = _model_and_tokens(make, device, dtype, max(n, 1024) + 1024, b, fields)
+    config, model, order = model.config, model.eval(), torch.arange(b, device=device).sub(1).clamp(min=0)
+    if config.model_type in ("llama", "gpt2"):
+        cache, heads = DynamicCache(config=config), config.num_attention_heads
+        for layer in range(config.num_hidden_layers):
+            shape = (2, b, heads, n, config.hidden_size // heads)
+            cache.update(*torch.randn(shape, device=device, dtype=dtype), layer)
+    else:
+        length = min(n, 1024) + (256 if n >= 512 and config.model_type != "luna" else 0)
+        cache = model(ids[:, :length], use_cache=True, logits_to_keep=1).cache
+    step = torch.compile(model) if compiled else model
+
+    def forward():
+        if beams:
+            cache.reorder_cache(order)
+        return (step(ids[:, :1], use_cache=True, **{CACHE_NAME: cache}).logits,)
+
+    return Work(forward, [], models.count_parameters(model))
+
+
 def _images(make, device, dtype, b, size=224, **fields):
     torch.manual_seed(0)
     model = make(image_size=size, **fields).to(device, dtype)
@@ -293,11 +318,11 @@ _roberta_base = partial(
 )
 
 
-def _op(name, make, function, original, compiles=True, gpu_variants=None, **options):
+def _op(name, make, function, original, compiles=True, others=None, gpu_variants=None, **options):
     """Return the case of an op, with the original code as its baseline, compiled as well on a GPU."""
     return Case(
         name,
-        {"luna_mega": partial(make, function), "original": partial(make, original)},
+        {"luna_mega": partial(make, function), "original": partial(make, original), **(others or {})},
         gpu_variants={"torch": partial(make, _by_torch(function)), **(gpu_variants or {})},
         compiled={"original_compiled": partial(make, _compiled(original))} if compiles else {},
         **options,
@@ -315,6 +340,13 @@ _FORWARD_AND_BOTH = {name: name for name in ("forward", "both")}
 _TRAINING = {"both": "Training step (forward and backward)"}
 
 _LONG = {"luna_32": _long_luna, "mega_chunk_128": _long_mega, "megalodon_chunk_128": _long_megalodon}
+_DECODERS = {
+    "luna_32": models.luna_lm,
+    "mega_chunk_512": models.mega_lm,
+    "megalodon_512": models.megalodon_lm,
+    "llama_sdpa": models.llama,
+    "gpt2_sdpa": models.gpt2,
+}
 
 CASES = {
     case.name: case
@@ -399,14 +431,8 @@ CASES = {
             parity=({"b": 2, "n": 77}, {"b": 1, "n": 4100}),
             gpu=({"b": 1, "n": 4096, "d": 4096}, {"b": 8, "n": 2048, "d": 1024}),
             compiles=False,
+            others={"damped_ema": partial(_ema, damped_ema, directions=1)},
             floor=floors.complex_ema,
-        ),
-        Case(
-            "complex_ema_and_damped",  # the complex average compared with the causal real one
-            {"luna_mega": partial(_complex_ema, complex_ema), "damped_ema": _damped_for_complex},
-            sizes=tuple({"b": b, "n": n} for b, n in ((1, 1024), (1, 4096), (8, 1024))),
-            quick=(),
-            repeats=9,
         ),
         Case(
             "timestep_norm",
@@ -521,20 +547,24 @@ CASES = {
         ),
         Case(
             "decoders",
-            {
-                "luna_32": partial(_decoder, models.luna_lm),
-                "mega_chunk_512": partial(_decoder, models.mega_lm),
-                "megalodon_512": partial(_decoder, models.megalodon_lm),
-                "llama_sdpa": partial(_decoder, models.llama),
-                "gpt2_sdpa": partial(_decoder, models.gpt2),
-                "mamba": partial(_decoder, models.mamba),
-            },
+            {name: partial(_decoder, make) for name, make in {**_DECODERS, "mamba": models.mamba}.items()},
             sizes=({"n": 512}, {"n": 4096}),
             quick=({"n": 512},),
             repeats=3,
             gpu=tuple({"n": n, "b": 65536 // n} for n in (512, 4096)),
             passes={"forward": "Prefill (forward, with a cache)", **_TRAINING},
             unit="tokens",
+        ),
+        Case(
+            "decoding",
+            {name: partial(_decoding, make) for name, make in _DECODERS.items()},
+            sizes=(*_sizes(n=(128, 512, 4096, 16_384), b=(1, 8)), *_sizes(n=(128, 512, 4096, 16_384), beams=(4,))),
+            quick=({"n": 128},),
+            repeats=15,
+            gpu=({"n": 512}, {"n": 4096, "b": 8}),
+            compiled={f"{name}_compiled": partial(_decoding, make, compiled=True) for name, make in _DECODERS.items()},
+            passes={"forward": "Decoding step"},
+            unit="ms",
         ),
         Case(
             "memory",  # models of bytes; one step fits the memory of a small machine

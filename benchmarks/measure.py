@@ -57,8 +57,9 @@ def _measure(work, case, device):
         return _gradients(outputs, work, seeds)
 
     result = _pass("forward", lambda: _forward(work), case.repeats, device) if "forward" in case.passes else {}
-    result |= _pass("both", step, case.repeats, device)
-    result["both_mb"] -= sum(seed.nbytes for seed in seeds) / 2**20
+    if "both" in case.passes:
+        result |= _pass("both", step, case.repeats, device)
+        result["both_mb"] -= sum(seed.nbytes for seed in seeds) / 2**20
     if "backward" in case.passes:
         outputs = work.forward()
         backward = partial(_gradients, outputs, work, seeds, retain_graph=True)
@@ -90,8 +91,8 @@ def take_turns(case: Case, variants: list[str], size: Size, dtype: str, rounds: 
         _gradients(outputs, work, [torch.ones_like(output) for output in outputs])
 
     works = [case.make(variant, torch.device("cpu"), getattr(torch, dtype), size) for variant in variants]
-    result = {}
-    for name, run in {"forward": _forward, "both": step}.items():
+    result, runs = {}, {"forward": _forward, "both": step}
+    for name, run in ((name, run) for name, run in runs.items() if name in case.passes):
         times = [[1000 * clock(partial(run, work)) for work in works] for _ in range(rounds + 1)]
         result[name] = [statistics.median(values) for values in zip(*times[1:], strict=True)]  # the first warms up
     return result

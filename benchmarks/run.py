@@ -5,6 +5,7 @@
     python benchmarks/run.py luna_attention               one case
     python benchmarks/run.py encoders --lengths 512 16384 --time-limit 120
     python benchmarks/run.py timestep_norm --turns 21     alternating variants, for machines whose speed drifts
+    python benchmarks/run.py decoding --turns 15 --threads 1 --lengths 512     milliseconds of a decoding step
     python benchmarks/run.py memory --device cuda --lengths 131072     peak bytes per token of a training step
     python benchmarks/run.py --device cuda --dtype bfloat16    on a GPU, with the Triton kernels
 

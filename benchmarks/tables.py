@@ -1,6 +1,6 @@
 """Tables in Markdown and plots of the rows that `run.py` measures."""
 
-SIZES = ("b", "l", "n", "directions", "function", "chunk", "causal", "masked", "shared", "values")
+SIZES = ("b", "beams", "l", "n", "directions", "function", "chunk", "causal", "masked", "shared", "values")
 
 
 def key(row, without=()):
@@ -60,8 +60,8 @@ def _speeds(case, rows, name, title):
         found = {key(row): row for row in rows if row["variant"] == variant}
         millions = next(row["parameters"] for row in found.values()) / 1e6
         lines.append([variant, f"{millions:.1f}", *(_speed(case, found.get(size), name) for size in sizes)])
-    unit = "peak bytes per token" if case.unit == "bytes" else f"{case.unit} a second"
-    return f"{title}: {unit} (peak MB)\n\n{_join(lines)}"
+    units = {"bytes": "peak bytes per token (peak MB)", "ms": "milliseconds"}
+    return f"{title}: {units.get(case.unit, f'{case.unit} a second (peak MB)')}\n\n{_join(lines)}"
 
 
 def _relative(case, rows, baseline):
@@ -96,6 +96,8 @@ def _speed(case, row, name):
     items, peak = row.get("b", 1) * row.get("n", 1), row[f"{name}_mb"]
     if case.unit == "bytes":
         return f"{peak * 2**20 / items:,.0f} ({peak:,.0f})"
+    if case.unit == "ms":
+        return f"{row[f'{name}_ms']:.1f}"
     speed = 1000 * items / row[f"{name}_ms"]
     return f"{speed:,.{0 if speed >= 100 else 2}f} ({peak:,.0f})"
 
@@ -115,7 +117,8 @@ def plot(case, rows, path):
     import matplotlib.pyplot as plt
 
     figure, axes = plt.subplots(1, 2, figsize=(10, 4), layout="constrained")
-    plotted = (("both_ms", "forward + backward, ms"), ("both_mb", "peak memory, MB"))
+    name, title = list(case.passes.items())[-1]
+    plotted = ((f"{name}_ms", f"{title}, ms"), (f"{name}_mb", "peak memory, MB"))
     x, label = ("b", "batch") if case.unit == "images" else ("n", "length n")
     for axis, (field, title) in zip(axes, plotted, strict=True):
         for line in dict.fromkeys((row["variant"], *key(row, without=x)) for row in rows):

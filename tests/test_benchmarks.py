@@ -70,6 +70,7 @@ TOYS = [
     ("text_efficiency", {"n": 768, **TOY}),
     ("decoders", {"n": 70, **TOY}),
     ("memory", {"n": 70, **TOY}),
+    ("decoding", {"n": 70, "beams": 4, **TOY}),
     ("images", {"b": 2, "size": 32, **TOY, "hidden_size": 96}),
 ]
 
@@ -113,6 +114,8 @@ def test_speeds(runner):
     assert "| luna_128 | 23.0 | 10,240 (1,234) |" in text and "| luna_128 | 23.0 | 10.24 (2) |" in text
     text = markdown(runner.CASES["memory"], [row | {"both_ms": 1.0, "both_mb": 2.0}])
     assert "peak bytes per token (peak MB)" in text and "| luna_128 | 23.0 | 2,048 (2) |" in text
+    text = markdown(runner.CASES["decoding"], [row | {"forward_ms": 12.34}])
+    assert "Decoding step: milliseconds\n" in text and "| luna_128 | 23.0 | 12.3 |" in text
 
 
 def test_relative_speed_and_memory(runner):
