@@ -98,6 +98,7 @@ def test_models_of_unequal_size_are_not_measured(runner, monkeypatch, tmp_path, 
     assert "models differ by more than 5 %, so nothing is measured: decoders" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_timeouts_are_reported(runner, tmp_path, capsys):
     arguments = ["images", "--quick", "--device", "cpu", "--time-limit", "0.01", "--output", str(tmp_path)]
     assert runner.main(arguments) == 0

@@ -202,14 +202,15 @@ def test_installed_package_works(way, place, with_kernels, checkout, installed, 
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("way", "place", "command"),
     [
         ("wheel", "outside", ["luna-mega", "convert"]),
-        pytest.param("wheel", "root", ["python", "-m", "luna_mega.convert"], marks=pytest.mark.slow),
-        pytest.param("editable", "outside", ["python", "-m", "luna_mega.convert"], marks=pytest.mark.slow),
-        pytest.param("editable", "root", ["luna-mega", "convert"], marks=pytest.mark.slow),
-        pytest.param("none", "root", ["python", "-m", "luna_mega.convert"], marks=pytest.mark.slow),
+        ("wheel", "root", ["python", "-m", "luna_mega.convert"]),
+        ("editable", "outside", ["python", "-m", "luna_mega.convert"]),
+        ("editable", "root", ["luna-mega", "convert"]),
+        ("none", "root", ["python", "-m", "luna_mega.convert"]),
     ],
 )
 def test_command_line_starts(way, place, command, checkout, installed, tmp_path):

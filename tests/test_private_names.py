@@ -57,12 +57,12 @@ def undocumented_names(tree):
         elif isinstance(node, ast.Constant) and str(node.value).startswith(UNDOCUMENTED):
             names.add(node.value.rpartition(".")[2])
     attributes = [node for node in ast.walk(tree) if isinstance(node, ast.Attribute)]
-    return names | {node.attr for node in attributes if ast.unparse(node.value) in modules}
+    return names | {node.attr for node in attributes if getattr(node.value, "id", None) in modules}
 
 
 def checked_names(node):
     """Return the private name that a call of `getattr` or `hasattr` reads."""
-    is_check = isinstance(node, ast.Call) and ast.unparse(node.func) in ("getattr", "hasattr")
+    is_check = isinstance(node, ast.Call) and getattr(node.func, "id", None) in ("getattr", "hasattr")
     return {node.args[1].value} if is_check and is_private(str(getattr(node.args[1], "value", ""))) else set()
 
 
@@ -75,7 +75,7 @@ def used_names():
         name for node in nodes if isinstance(node, ast.ClassDef) for x in node.body for name in defined_names(x)
     }
     stored = [node for node in attributes if isinstance(node.ctx, ast.Store)]
-    stored = {node.attr for node in stored if ast.unparse(node.value) == "self" or "luna_mega" in node.attr}
+    stored = {node.attr for node in stored if getattr(node.value, "id", None) == "self" or "luna_mega" in node.attr}
     own = in_classes | stored | NAMED_TUPLE
     inherited = {name for base in BASES for name in dir(base) if is_private(name)}
     read = {node.attr for node in attributes if ast.unparse(node) != "os._exit"}  # documented

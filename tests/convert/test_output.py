@@ -67,14 +67,27 @@ sys.exit(luna_mega_cli.main(sys.argv[2:]))
 """
 
 
-@pytest.mark.parametrize(
-    ("name", "status", "screen"),
-    [
-        ("SIGINT", 130, "luna-mega convert: interrupted\n"),
-        pytest.param("SIGTERM", 143, "", marks=pytest.mark.slow),
-        pytest.param("SIGKILL", -9, "", marks=pytest.mark.slow),
-    ],
-)
+SIGNALS = [("SIGINT", 130, "luna-mega convert: interrupted\n"), ("SIGTERM", 143, "")]
+
+
+@pytest.mark.parametrize(("name", "status", "screen"), SIGNALS)
+def test_interrupted_conversion_leaves_no_files(convert, make, monkeypatch, name, status, screen):
+    """In this process; `test_signals_leave_no_files` starts others."""
+    convert.save(make.bert())
+    monkeypatch.setattr(importer.Report, "save", lambda *_: signal.raise_signal(getattr(signal, name)))
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        found = luna_mega_cli.main(["convert", str(convert.file), "--output", str(convert.output)])
+    except SystemExit as stop:
+        found = stop.code
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert (found, convert.capsys.readouterr().err) == (status, screen)
+    assert list(convert.output.parent.iterdir()) == [convert.source]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "status", "screen"), [*SIGNALS, ("SIGKILL", -9, "")])
 def test_signals_leave_no_files(convert, make, repo_root, name, status, screen):
     """A killed process cannot clean up; the next conversion removes its files, but none of a running process."""
     convert.save(make.bert())
@@ -224,18 +237,22 @@ def test_module_and_console_command_agree(convert, make, repo_root):
     assert luna_mega_cli.main(["convert", str(convert.file), "--output", str(by_command)]) == 1
 
 
-@pytest.mark.parametrize("locale", slow_but(["POSIX"], ["POSIX", "C.UTF-8"]))
-def test_locale_without_utf8_is_named(convert, make, repo_root, locale):
+@pytest.mark.parametrize(
+    ("locale", "name", "output"),
+    slow_but(
+        [("POSIX", "plain.pt", "bé")],
+        [(x, *names) for x in ("POSIX", "C.UTF-8") for names in (("modèle.pt", "a"), ("plain.pt", "bé"))],
+    ),
+)
+def test_locale_without_utf8_is_named(convert, make, repo_root, locale, name, output):
     """A link avoids reading the file name, but the libraries that write weights need UTF-8."""
     convert.save(make.bert())
     environment = os.environ | {"LC_ALL": locale, "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
-    program = [sys.executable, "-m", "luna_mega.convert"]
-    for name, output in (("modèle.pt", "a"), ("plain.pt", "bé")):
-        file = convert.file.rename(convert.source / name)
-        command = [*program, str(file).encode(), "--output", str(convert.output.with_name(output)).encode()]
-        done = subprocess.run(command, cwd=repo_root, env=environment, capture_output=True)
-        file.rename(convert.file)
-        if locale == "POSIX" and output != "a":
-            assert b"the locale's encoding is ascii, set PYTHONUTF8=1" in done.stderr and done.returncode == 1
-        else:
-            assert done.returncode == 0, done.stderr
+    file = convert.file.rename(convert.source / name)
+    command = [sys.executable, "-m", "luna_mega.convert", str(file).encode()]
+    command += ["--output", str(convert.output.with_name(output)).encode()]
+    done = subprocess.run(command, cwd=repo_root, env=environment, capture_output=True)
+    if locale == "POSIX" and output != "a":
+        assert b"the locale's encoding is ascii, set PYTHONUTF8=1" in done.stderr and done.returncode == 1
+    else:
+        assert done.returncode == 0, done.stderr
