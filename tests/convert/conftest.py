@@ -1,5 +1,7 @@
 """Conversions through the command line, and the small checkpoints of `luna.py`."""
 
+import json
+
 import pytest
 import torch
 
@@ -28,6 +30,10 @@ class Convert:
         assert status == 0, printed.err
         self.screen = printed.out
         return self.output
+
+    def report(self, state, *options):
+        """Return the report of a conversion that must succeed."""
+        return json.loads((self(state, *options) / "conversion_report.json").read_text())
 
     def error(self, state=None, *options):
         """Return the one-line error of a conversion that must fail without leaving files."""

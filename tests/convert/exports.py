@@ -7,8 +7,15 @@ import torch
 import transformers
 
 import luna_mega
-from luna_mega.convert import convert_checkpoint, export_checkpoint
+from luna_mega import (
+    LunaForConditionalGeneration,
+    LunaSeq2SeqConfig,
+    MegaConfig,
+    MegaForConditionalGeneration,
+    MegaSeq2SeqConfig,
+)
 from luna_mega_cli import main
+from tests.convert.mega import FIELDS
 
 
 def load(folder, model_class=None):
@@ -51,12 +58,6 @@ def fails(capsys, folder, output, *options):
     return printed.err
 
 
-def cannot_express(capsys, folder, layout, field):
-    """Assert that the export fails because the original's `layout` does not support `field`."""
-    message = fails(capsys, folder, folder.with_name("model.pt"))
-    assert field in message and f"{layout} cannot express" in message
-
-
 def read(path):
     """Return the content of a checkpoint."""
     with torch.serialization.safe_globals([argparse.Namespace]):
@@ -68,42 +69,40 @@ def dictionary(path, size):
     return path
 
 
-# Of a translation model, in Luna and Mega.
-TRANSLATION = {
-    "vocab_size": 19,
-    "hidden_size": 8,
-    "num_hidden_layers": 2,
-    "intermediate_size": 12,
-}
+LUNA = {"num_attention_heads": 4, "projection_length": 6, "max_position_embeddings": 20}
+LUNA |= {"vocab_size": 17, "hidden_size": 16, "num_hidden_layers": 2, "intermediate_size": 24}
+MEGA = FIELDS | {"vocab_size": 17, "max_positions": 20, "normalize_before_mega": False, "normalize_before_ffn": False}
+MEGA |= {"hidden_dropout_prob": 0.0, "nffn_activation_dropout_prob": 0.0, "classifier_dropout": 0.1}
+MEGA |= {"classifier_activation": "gelu", "classifier_bias": False}
+MEGA_LM = FIELDS | {"vocab_size": 40, "max_positions": 20, "is_decoder": True, "bidirectional": False}
+MEGA_LM |= {"final_norm": True, "lm_head_bias": False, "add_lm_hidden_dense_layer": False}
+TRANSLATION = {"vocab_size": 19, "hidden_size": 8, "num_hidden_layers": 2, "intermediate_size": 12}
+LUNA_TRANSLATION = TRANSLATION | {"num_attention_heads": 2, "projection_length": 5, "max_position_embeddings": 20}
+MEGA_TRANSLATION = TRANSLATION | {"shared_representation_size": 6, "ema_projection_size": 3, "nffn_hidden_size": 10}
+MEGA_TRANSLATION |= {"normalization_type": "layernorm", "normalize_before_mega": False, "normalize_before_ffn": False}
+
+SINUSOIDAL = {"position_embedding_type": "sinusoidal", "embedding_norm": False}
 
 
-def translation_comes_back(fixture, tmp_path):
-    """Convert a translation model of the original, export it, and return the content of both files."""
-    convert_checkpoint(fixture / "checkpoint.pt", tmp_path / "folder")
-    export_checkpoint(tmp_path / "folder", tmp_path / "out" / "checkpoint.pt")
-    expected, actual = read(fixture / "checkpoint.pt"), read(tmp_path / "out" / "checkpoint.pt")
-    assert actual["model"].keys() == expected["model"].keys()
-    for key, tensor in expected["model"].items():
-        if "_float_tensor" not in key:  # without content, as fairseq allocated it
-            assert actual["model"][key].dtype == tensor.dtype and torch.equal(actual["model"][key], tensor), key
-    assert vars(actual["args"]) == vars(expected["args"])
-    for file in ("dict.en.txt", "dict.de.txt"):
-        assert (tmp_path / "out" / file).read_bytes() == (fixture / file).read_bytes()
-    return expected, actual
+def luna_seq2seq(**fields):
+    torch.manual_seed(0)
+    return LunaForConditionalGeneration(LunaSeq2SeqConfig(**LUNA_TRANSLATION | fields)).eval()
 
 
-def translation_goes_there_and_back(ours, tmp_path):
-    """Export a new translation model, convert it again, compare, and return the report of the export."""
-    ours.save_pretrained(tmp_path / "ours")
-    sizes = (ours.config.vocab_size, ours.config.decoder_config.vocab_size)
-    files = [dictionary(tmp_path / f"{name}.txt", rows) for name, rows in zip("ab", sizes, strict=True)]
-    report = export_checkpoint(tmp_path / "ours", tmp_path / "out" / "model.pt", dictionaries=files)
-    converted = convert_checkpoint(tmp_path / "out" / "model.pt", tmp_path / "back")
-    assert converted.model_class == type(ours).__name__ and not report.warnings and not converted.warnings
-    back = type(ours).from_pretrained(tmp_path / "back").eval()
-    identical(ours.state_dict(), back.state_dict())
-    ids = torch.randint(4, 14, (2, 9))
-    torch.testing.assert_close(back(ids, labels=ids).logits, ours(ids, labels=ids).logits)
-    assert export_checkpoint(tmp_path / "back", tmp_path / "again" / "model.pt").args == report.args
-    assert transformers.AutoTokenizer.from_pretrained(tmp_path / "back")("w3 w1 zzz").input_ids == [7, 5, 3, 2]
-    return report
+def mega_seq2seq(**fields):
+    torch.manual_seed(0)
+    return MegaForConditionalGeneration(MegaSeq2SeqConfig(**MEGA_TRANSLATION | fields)).eval()
+
+
+def new_model(name, **fields):
+    """Return a small model of the class `name`."""
+    if name.endswith("ConditionalGeneration"):
+        return (luna_seq2seq if name.startswith("Luna") else mega_seq2seq)(**fields)
+    if name == "MegaForImageClassification":
+        sizes = {"hidden_size": 16, "shared_representation_size": 4, "num_hidden_layers": 1, "num_labels": 3}
+        return luna_mega.MegaForImageClassification(MegaConfig.image_base_patch16_224(**sizes | fields))
+    if name == "MegaSeq2SeqModel":
+        return luna_mega.MegaSeq2SeqModel(mega_seq2seq().config)
+    sizes = MEGA_LM if name == "MegaForCausalLM" else LUNA if name.startswith("Luna") else MEGA
+    model_class = getattr(luna_mega, name)
+    return model_class(model_class.config_class(**sizes | fields))

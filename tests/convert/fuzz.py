@@ -10,11 +10,10 @@ import torch
 import luna_mega
 from luna_mega.convert import ConversionError, convert_checkpoint, export_checkpoint
 from luna_mega.convert.formats._megalodon_folder import CONFIG, CONSOLIDATED, SHARDS, TOKENIZER
-from tests.convert import luna, megalodon, test_luna_seq2seq, test_mega_seq2seq
-from tests.convert.exports import read
-from tests.convert.mega import mega
+from tests.convert import luna, megalodon
+from tests.convert.exports import luna_seq2seq, mega_seq2seq, read
+from tests.convert.mega import mega, mega_image
 from tests.convert.mega_lm import KINDS, mega_lm
-from tests.convert.test_convert_mega_image import mega_image
 
 
 def megalodon_folder():
@@ -27,22 +26,22 @@ BUILDERS = {
     "luna_bert": lambda: luna.bert(heads=[("topic", 3)], task="sentence_prediction", num_classes=3),
     "luna_lra, 2021": luna.lra21,
     "luna_lra, 2023": lambda: luna.lra23(pre_logits=True),
-    "luna_seq2seq": test_luna_seq2seq.model,
+    "luna_seq2seq": luna_seq2seq,
     "mega_lra": mega,
     "mega_lra, pixels": lambda: mega("mega_lra_cifar10", "flash", values=True, sen_rep_type="mp"),
     "mega_lm": lambda: mega_lm(**KINDS["tied"]),
     "mega_lm, adaptive": lambda: mega_lm(**KINDS["adaptive"]),
-    "mega_seq2seq": test_mega_seq2seq.model,
+    "mega_seq2seq": mega_seq2seq,
     "mega_image": lambda: mega_image(hidden=6),
     "megalodon": megalodon_folder,
 }
 _LARGEST, _DIGITS = 2**31 - 1, "5,000 digits"
 
 
-def build(kind, folder):
+def build(builder, folder):
     """Return the content of a checkpoint that converts."""
     torch.manual_seed(0)
-    state = BUILDERS[kind]()
+    state = builder()
     if isinstance(state, dict):
         return state
     state.save_pretrained(folder / "ours")

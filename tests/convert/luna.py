@@ -135,6 +135,12 @@ def minus_one(model):
     return {key: tensor - 1 if key.endswith(is_norm) else tensor for key, tensor in model.items()}
 
 
+def bert23(**args):
+    """A luna_bert checkpoint of the 2023 code."""
+    state = bert(stop_min_lr=-1, **args)
+    return state | {"model": minus_one(state["model"])}
+
+
 def dictionary(path, symbols=SYMBOLS, prefix="w"):
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("".join(f"{prefix}{index} {100 - index}\n" for index in range(symbols)))

@@ -114,3 +114,44 @@ def mega(
     } | args
     args = {name: value for name, value in args.items() if value is not None}
     return {"args": argparse.Namespace(**args), "model": model, "optimizer_history": [{"num_updates": 1000}]}
+
+
+PATCH, SIDE, CLASSES = 4, 3, 5
+
+
+def mega_image(norm_type="layernorm", *, linear_patches=False, positions=True, hidden=None, **args):
+    """A checkpoint in the format of the training script. Arguments that are None are omitted."""
+    patches = SIDE * SIDE
+    model = {"pos_embed": torch.randn(1, patches, WIDTH)} if positions else {}
+    weight = torch.randn(WIDTH, 3, PATCH, PATCH)
+    model["patch_embed.pemb.proj.weight"] = weight.flatten(1) if linear_patches else weight
+    model["patch_embed.pemb.proj.bias"] = torch.randn(WIDTH)
+    for index in range(LAYERS):
+        bias = {"rel_pos_bias": torch.randn(2 * patches - 1)}
+        model |= layer(f"blocks.{index}", "flash", norm_type, bias, ffn=True)
+    model |= norm("final_norm", norm_type) | linear("out_proj.fc", WIDTH, WIDTH)
+    model |= linear("pre_logits.fc", hidden, WIDTH) if hidden else {}
+    model |= linear("head", CLASSES, hidden or WIDTH)
+    args = {
+        "model": "mega_mini",
+        "input_size": SIDE * PATCH,
+        "nb_classes": CLASSES,
+        "norm_type": norm_type,
+        "patch_impl": "linear" if linear_patches else "conv",
+        "no_pos_emb": not positions,
+        "representation_size": hidden,
+        "drop": 0.0,
+        "drop_path": 0.1,
+        "data_path": "/home/somebody/imagenet",
+    } | args
+    args = {name: value for name, value in args.items() if value is not None}
+    state = {"model": model, "model_ema": None, "epoch": 3, "steps": 120, "scaler": {}}
+    return state | {"args": argparse.Namespace(**args)}
+
+
+IMAGES = [
+    {},
+    {"linear_patches": True, "hidden": 6},
+    {"norm_type": "batchnorm", "positions": False},
+    {"norm_type": "scalenorm", "drop_path": 0.4},
+]

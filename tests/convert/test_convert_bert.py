@@ -6,7 +6,6 @@ from transformers import (
     AutoConfig,
     AutoModel,
     AutoModelForMaskedLM,
-    AutoModelForMultipleChoice,
     AutoModelForSequenceClassification,
 )
 
@@ -83,18 +82,6 @@ def test_class_by_task(convert, make, task, heads, expected):
     assert AutoConfig.from_pretrained(folder).architectures == [expected]
 
 
-def test_multiple_choice_loads(convert, make):
-    folder = convert(make.bert(heads=[("sentence_classification_head", 1)], task="sentence_ranking"))
-    model = load(folder, AutoModelForMultipleChoice)
-    assert model(torch.tensor([[[0, 5, 2], [0, 6, 2]]])).logits.shape == (1, 2)
-
-
-def test_regression(convert, make):
-    folder = convert(make.bert(heads=[("a", 1)], task="sentence_prediction", regression_target=True))
-    model = load(folder, AutoModelForSequenceClassification)
-    assert model.config.problem_type == "regression" and model.config.num_labels == 1
-
-
 def test_missing_head_error_lists_available_heads(convert, make):
     message = convert.error(make.bert(heads=[("a_head", 3), ("b_head", 2)]), "--head", "c_head")
     assert "c_head" in message and "a_head, b_head" in message
@@ -105,21 +92,7 @@ def test_unknown_head_name(convert, make):
     assert "'{layer}'" in convert.error(make.bert(heads=[("{layer}", 2)]))
 
 
-def test_old_args_get_the_defaults_of_their_arch(convert, make):
-    missing = {"encoder_layers": None, "encoder_attention_heads": None, "max_positions": None}
-    config = AutoConfig.from_pretrained(convert(make.bert(arch="luna_large_512", **missing)))
-    assert (config.num_attention_heads, config.num_hidden_layers, config.max_position_embeddings) == (16, 2, 20)
-    assert (config.dropout, config.attention_dropout, config.activation_dropout) == (0.1, 0.1, 0.0)
-    assert (config.hidden_act, config.classifier_activation) == ("gelu", "tanh")
-    assert config.dynamic_projection_length is True
-
-
-def test_args_are_kept(convert, make):
-    args = {"dropout": 0.2, "attention_dropout": 0.3, "activation_dropout": 0.4, "encoder_layerdrop": 0.05}
-    config = AutoConfig.from_pretrained(convert(make.bert(fix_projection_length=True, activation_fn="relu", **args)))
-    dropouts = (config.dropout, config.attention_dropout, config.activation_dropout, config.layerdrop)
-    assert dropouts == tuple(args.values())
-    assert config.hidden_act == "relu" and config.dynamic_projection_length is False
+LAYER = "encoder.sentence_encoder.layers.1"
 
 
 def test_shapes_win_over_args(convert, make):
@@ -128,74 +101,6 @@ def test_shapes_win_over_args(convert, make):
     assert (config.intermediate_size, config.max_position_embeddings, config.tie_key_value) == (24, 20, True)
     assert "args.encoder_ffn_embed_dim = 99 but the tensors have 24" in convert.screen
     assert convert.screen.count("using the tensors") == 3
-
-
-@pytest.mark.parametrize(
-    ("args", "expected"),
-    [
-        ({"encoder_layers": 3}, "args.encoder_layers = 3 but the file has 2"),
-        ({"encoder_attention_heads": 5}, "divisible by num_attention_heads"),
-        ({"encoder_attention_heads": None, "arch": "mine"}, "args.encoder_attention_heads is missing"),
-        ({"activation_fn": "swoosh"}, "args.activation_fn = 'swoosh'"),
-        ({"dropout": 1.5}, "dropout"),
-    ],
-)
-def test_inconsistent_args(convert, make, args, expected):
-    message = convert.error(make.bert(**args))
-    assert expected in message and str(convert.file) in message
-
-
-LAYER = "encoder.sentence_encoder.layers.1"
-
-
-@pytest.mark.parametrize(
-    "key",
-    [
-        f"{LAYER}.self_attn.pc_proj.weight",
-        f"{LAYER}.fc1.bias",
-        "encoder.sentence_encoder.embed_tokens.weight",
-        "encoder.sentence_encoder.proj_emb_layer_norm.weight",
-        "encoder.lm_head.weight",
-        "encoder.lm_head.dense.bias",
-        "classification_heads.a.out_proj.bias",
-        "classification_heads.a.out_proj.weight",
-    ],
-)
-def test_missing_tensor(convert, make, key):
-    state = make.bert(heads=[("a", 2)], task="sentence_prediction")
-    del state["model"][key]
-    message = convert.error(state)
-    assert "missing" in message and key in message
-
-
-def test_missing_layer(convert, make):
-    state = make.bert(encoder_layers=None)
-    state["model"] = {key.replace(".layers.1.", ".layers.2."): tensor for key, tensor in state["model"].items()}
-    assert "layers [0, 2]" in convert.error(state)
-
-
-@pytest.mark.parametrize("key", ["encoder.sentence_encoder.quant_noise.weight", f"{LAYER}.self_attn.k_proj.bias", "x"])
-def test_unexpected_tensor(convert, make, key):
-    state = make.bert()
-    state["model"][key] = torch.zeros(2, 2)
-    message = convert.error(state)
-    assert "unexpected" in message and key in message
-
-
-@pytest.mark.parametrize(
-    ("key", "shape", "expected"),
-    [
-        (f"{LAYER}.fc2.weight", (16, 23), "[16, 23], the model needs [16, 24]"),
-        ("encoder.sentence_encoder.projected_embeddings", (6, 15), "[6, 15], the model needs [6, 16]"),
-        ("encoder.sentence_encoder.embed_tokens.weight", (17,), "[17], expected [vocabulary, width]"),
-        ("encoder.lm_head.bias", (18,), "[18], the model needs [17]"),
-    ],
-)
-def test_wrong_shape(convert, make, key, shape, expected):
-    state = make.bert()
-    state["model"][key] = torch.ones(shape)
-    message = convert.error(state)
-    assert f"'{key}'" in message and expected in message
 
 
 @pytest.mark.parametrize("tied", [True, False])

@@ -6,7 +6,6 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-from luna_mega import MegaForSequencePairClassification
 from luna_mega.convert import convert_checkpoint
 from tests.convert.exports import load
 from tests.convert.mega import BODY, HIDDEN, POSITIONS, SYMBOLS, VOCABULARY, mega
@@ -52,49 +51,11 @@ def test_text(convert):
     assert "ema convention            main" in convert.screen and "branch main, arch mega_lra_imdb" in convert.screen
 
 
-@pytest.mark.parametrize("norm_type", ["layernorm", "scalenorm", "rmsnorm", "batchnorm", "syncbatchnorm"])
-@pytest.mark.parametrize("place", [{"prenorm": True}, {"embed_norm": True}, {}])
-def test_norms(convert, norm_type, place):
-    state = mega(norm_type=norm_type, rotary=True, **place)
-    model = load(convert(state))
-    before, around = "prenorm" in place, "embed_norm" in place
-    assert model.config.normalization_type == norm_type
-    assert fields(model.config, "normalize_before_mega", "normalize_before_ffn", "final_norm") == (before,) * 3
-    assert model.config.embedding_norm is around
-    all_weights_arrived(model, state, convert.output)
-    assert model(TOKENS).logits.isfinite().all() and "warning" not in convert.screen
-
-
-@pytest.mark.parametrize("rotary", [True, False])
-@pytest.mark.parametrize("chunk", [-1, 0, 5])
-def test_bias_and_chunks(convert, rotary, chunk):
-    state = mega(rotary=rotary, chunk=chunk)
-    model = load(convert(state))
-    assert model.config.attention_chunk == (chunk if chunk > 0 else None)
-    assert model.config.relative_positional_bias == ("rotary" if rotary else "simple")
-    all_weights_arrived(model, state, convert.output)
-    assert model(torch.randint(4, 16, (2, 13))).logits.isfinite().all()
-
-
 @pytest.mark.parametrize(("length", "expected"), [(7, 7), (0, None), (-1, None), (None, None)])
 def test_truncation(convert, length, expected):
     state = mega()
     state["args"].truncation_length = length
     assert load(convert(state)).config.truncation == expected
-
-
-def test_without_feed_forward_layers(convert):
-    state = mega(ffn=False)
-    model = load(convert(state))
-    assert model.config.use_normalized_ffn is False
-    all_weights_arrived(model, state, convert.output)
-
-
-def test_without_classifier_layers(convert):
-    state = mega(depth=0)
-    model = load(convert(state))
-    assert model.config.classifier_num_layers == 0
-    all_weights_arrived(model, state, convert.output)
 
 
 @pytest.mark.parametrize(("pooling", "starts"), [("cls", True), ("mp", False)])
@@ -129,46 +90,6 @@ def test_pixels(convert, normalization, expected):
     all_weights_arrived(model, state, convert.output)
     assert model(input_values=torch.randn(2, 21)).logits.shape == (2, 10)
     assert expected in convert.screen and "dictionary" not in convert.screen
-
-
-def test_speech(convert):
-    state = mega("mega_sc_raw_base", values=True, norm_type="batchnorm", prenorm=True, chunk=8, classes=10)
-    del state["args"].norm_type, state["args"].encoder_normalize_before, state["args"].rel_pos_bias
-    model = load(convert(state))
-    assert fields(model.config, "input_type", "normalization_type", "final_norm") == ("values", "batchnorm", True)
-    assert fields(model.config, "attention_activation", "truncation", "dropout_prob") == ("laplace", 1000, 0.0)
-    all_weights_arrived(model, state, convert.output)
-    assert "pixel" not in convert.screen and "warning" not in convert.screen
-
-
-def test_pairs(convert):
-    state = mega("mega_lra_aan", towers=2)
-    model = load(convert(state))
-    assert type(model) is MegaForSequencePairClassification and model.config.pair_features == "concat"
-    all_weights_arrived(model, state, convert.output)
-    assert model(input_ids=TOKENS, pair_input_ids=TOKENS).logits.shape == (2, 2)
-
-
-@pytest.mark.parametrize(
-    ("arch", "expected"),
-    [
-        ("mega_lra_listop", (2002, None, 1024, "relu2", 0.1)),
-        ("mega_lra_imdb", (4002, None, 1024, "relu2", 0.1)),
-        ("mega_lra_aan", (4002, None, 1024, "relu2", 0.1)),
-        ("mega_lra_cifar10", (1024, 1024, 1024, "relu2", 0.1)),
-        ("mega_lra_pf32", (1024, 1024, 1024, "relu2", 0.1)),
-        ("mega_lra_pf128", (16384, 16384, 4096, "relu2", 0.1)),
-        ("mega_sc_raw_base", (16000, 1000, 1000, "laplace", 0.0)),
-        ("mega_sc_raw_big", (16000, 1000, 1000, "laplace", 0.0)),
-    ],
-)
-def test_old_args_get_the_defaults_of_their_arch(convert, arch, expected):
-    values = "sc" in arch or expected[1] is not None
-    state = mega(arch, values=values, rotary=True, chunk=None, max_positions=None)
-    config = load(convert(state)).config
-    names = ("max_positions", "attention_chunk", "truncation", "attention_activation", "dropout_prob")
-    assert fields(config, *names) == expected
-    assert fields(config, "activation", "classifier_activation", "pooling") == ("silu", "gelu", "mean")
 
 
 def test_shapes_win_over_args(convert):
@@ -265,104 +186,7 @@ def test_nan_is_reported_and_a_placeholder_is_not(convert):
     assert "NaN or Inf in 1 of" in convert.screen
 
 
-LAYER = f"{BODY}.layers.0.mega_layer"
-MISSING = [
-    f"{BODY}.embed_tokens.embed.weight",
-    f"{LAYER}.gamma",
-    f"{LAYER}.move.delta",
-    f"{LAYER}.move.omega",
-    f"{LAYER}.mx_proj.bias",
-    f"{LAYER}.rel_pos_bias.rel_pos_bias",
-    f"{BODY}.layers.1.nffn.norm.norm.bias",
-    f"{BODY}.final_norm.norm.weight",
-    "classifier.0.0.weight",
-    "sentence_projection_layer.weight",
-]
-
-
-@pytest.mark.parametrize("key", MISSING)
-def test_missing_tensor(convert, key):
-    state = mega(prenorm=True)
-    del state["model"][key]
-    message = convert.error(state)
-    assert "missing" in message and (key in message or "rel_pos_bias" in key)
-
-
-@pytest.mark.parametrize("prefix", [f"{BODY}.final_norm.", f"{BODY}.layers.0.", f"{LAYER}.norm.", "classifier."])
-def test_missing_module(convert, prefix):
-    state = mega(prenorm=True)
-    state["model"] = {key: tensor for key, tensor in state["model"].items() if not key.startswith(prefix)}
-    assert any(word in convert.error(state) for word in ("missing", "incomplete"))
-
-
-@pytest.mark.parametrize(
-    ("key", "shape", "expected"),
-    [
-        (f"{LAYER}.move.alpha", (16, 4, 1), "has shape [16, 4, 1], the model needs [32, 4, 1]"),
-        (f"{LAYER}.mx_proj.weight", (61, 16), "has shape [61, 16], the model needs [62, 16]"),
-        (f"{BODY}.layers.1.mega_layer.rel_pos_bias.rel_pos_bias", (9,), "has shape [9], the model needs [59]"),
-        (f"{LAYER}.v_proj.weight", (24,), "expected [value width, width]"),
-        (f"{BODY}.embed_tokens.embed.weight", (17, 8), "has shape [16], the model needs [8]"),
-        (
-            "classifier.0.0.weight",
-            (10, 48),
-            "reads 48 features; with a width of 16 the original reads 16 (one sequence)",
-        ),
-    ],
-)
-def test_wrong_shape(convert, key, shape, expected):
-    state = mega()
-    state["model"][key] = torch.zeros(shape)
-    assert expected in convert.error(state)
-
-
-@pytest.mark.parametrize(
-    ("args", "expected"),
-    [
-        ({"attention_activation_fn": "gelu"}, "attention_activation must be one of softmax, laplace, relu2"),
-        ({"activation_fn": "tanhshrink"}, "args.activation_fn = 'tanhshrink'"),
-        ({"sen_rep_type": "first"}, "args.sen_rep_type = 'first'"),
-        ({"sen_rep_type": "cls", "values": True}, "is not supported for pixels and audio"),
-        ({"use_p": True}, "args.use_p"),
-        ({"encoder_layers": 3}, "args.encoder_layers = 3 but the file has 2 layers"),
-        ({"arch": "mine", "max_positions": None}, "args.max_positions is missing"),
-        ({"dropout": 1.0}, "dropout_prob must be in [0, 1), got 1.0"),
-    ],
-)
-def test_invalid_args(convert, args, expected):
-    assert expected in convert.error(mega(**args))
-
-
-@pytest.mark.parametrize(
-    "key", [f"{BODY}.version", f"{LAYER}.move.theta2", "classifier.0.0.scale", f"{BODY}.lm.weight"]
-)
-def test_unexpected_tensor(convert, key):
-    state = mega()
-    state["model"][key] = torch.zeros(3)
-    assert f"unexpected: {key}" in convert.error(state)
-
-
-@pytest.mark.parametrize(
-    ("options", "expected"),
-    [
-        (["--head", "a"], "--head a"),
-        (["--layer-norm", "standard"], "Mega stores norm weights as they are"),
-        (["--bpe", "."], "LRA has no byte-pair encoding"),
-    ],
-)
-def test_options_for_other_formats(convert, options, expected):
-    assert expected in convert.error(mega(), *options)
-
-
 def test_convention_is_not_for_luna(convert, make, tmp_path):
     assert "Luna has no moving average" in convert.error(make.lra21(), "--ema-convention", "main")
     with pytest.raises(ValueError, match="ema_convention must be one of auto, main, flash, got 'x'"):
         convert_checkpoint(convert.file, tmp_path / "out", ema_convention="x")
-
-
-@pytest.mark.parametrize("legacy", [False, True])
-@pytest.mark.parametrize("fraction", [0.1, 0.5, 0.99])
-def test_truncated_file(convert, legacy, fraction):
-    content = convert.save(mega(), legacy).read_bytes()
-    convert.file.write_bytes(content[: int(len(content) * fraction)])
-    assert "truncated" in convert.error()

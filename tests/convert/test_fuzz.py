@@ -25,7 +25,7 @@ VALUES = (
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", BUILDERS)
 def test_garbled_arguments(tmp_path, kind):
-    state, draw = build(kind, tmp_path), random.Random(7)
+    state, draw = build(BUILDERS[kind], tmp_path), random.Random(7)
     assert survives(state, tmp_path, kind)
     names = sorted({row.name for row in find_format(kind.partition(",")[0]).table} | vars(state["args"]).keys())
     kept = 0
@@ -36,9 +36,10 @@ def test_garbled_arguments(tmp_path, kind):
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("kind", BUILDERS)
 def test_weights_of_the_wrong_kind(tmp_path, kind):
-    state, draw = build(kind, tmp_path), random.Random(7)
+    state, draw = build(BUILDERS[kind], tmp_path), random.Random(7)
     kept = 0
     for _ in range(TRIES):
         tensors = dict(state["model"])
@@ -70,6 +71,7 @@ def added(change):
 
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float64, torch.complex64, torch.int64, torch.int8, torch.bool)
+DTYPES += (torch.uint8, torch.complex32, torch.float8_e4m3fn, torch.float8_e5m2, torch.uint16, torch.uint64)
 DAMAGES = {
     **{f"as {dtype}": replaced(lambda tensor, dtype=dtype: tensor.to(dtype)) for dtype in DTYPES},
     "NaN": replaced(lambda tensor: torch.full(tensor.shape, NAN)),
@@ -83,6 +85,12 @@ DAMAGES = {
     "turned": replaced(lambda tensor: tensor.t() if tensor.dim() == 2 else tensor),
     "one number everywhere": replaced(lambda tensor: torch.ones(()).expand(tensor.shape)),
     "sparse": replaced(lambda tensor: tensor.to_sparse() if tensor.dim() else tensor),
+    "meta": replaced(lambda tensor: tensor.to("meta")),
+    "conjugate": replaced(lambda tensor: tensor.to(torch.complex64).conj()),
+    "negative": replaced(torch._neg_view),
+    "a parameter": replaced(lambda tensor: torch.nn.Parameter(tensor) if tensor.is_floating_point() else tensor),
+    "quantized": replaced(lambda tensor: torch.quantize_per_tensor(tensor.float(), 0.1, 0, torch.qint8)),
+    "nested": replaced(lambda tensor: torch.nested.nested_tensor([tensor.flatten(), tensor.flatten()[:1]])),
     "a list": replaced(lambda tensor: tensor.flatten()[:3].tolist()),
     "None": replaced(lambda tensor: None),
     "text": replaced(lambda tensor: "weights"),

@@ -1,14 +1,12 @@
-"""Damaged files, hostile pickles and weights of the wrong kind: 1,000 reproducible examples of each."""
+"""Damaged files and hostile pickles: 1,000 reproducible examples of each."""
 
 import argparse
 import collections
-import copy
 import os
 import random
 import shutil
 import struct
 import sys
-import zipfile
 
 import pytest
 import torch
@@ -19,13 +17,11 @@ from luna_mega.convert.importer import _identify
 from luna_mega.convert.safe_load.reader import read_checkpoint
 from luna_mega.convert.tensors import convert_tensors
 from tests.convert import luna, mega, megalodon
-from tests.convert.test_hostile import save
+from tests.convert.files import check_message, write, write_pickle
 
 pytestmark = pytest.mark.slow
 TRIES = 1000
 UNCHECKED = ("its zip entries have no CRC-32", "it has torch's legacy format")
-# Strings that messages must not contain.
-FORBIDDEN = ("weights_only", "add_safe_globals", "\x1b", "\n", "Traceback")
 
 
 @pytest.fixture
@@ -51,7 +47,7 @@ def outcome(file, folder, original):
     try:
         tensors, config, warnings = understood(file)
     except ConversionError as error:
-        assert not any(word in str(error) for word in FORBIDDEN) and len(str(error)) < 1000, error
+        check_message(str(error))
         assert sorted(folder.iterdir()) == [file]
         return "error"
     if any(warning.startswith(UNCHECKED) for warning in warnings):
@@ -74,7 +70,7 @@ def flip(content, choose, head):
 def test_flipped_bits(tmp_path, watched, form):
     file, choose, outcomes = tmp_path / "model.pt", random.Random(form), collections.Counter()
     for state in (luna.bert(heads=[("a_head", 3)]), mega.mega()):
-        save(state, file, form)
+        write(state, file, form)
         content, original = file.read_bytes(), understood(file)
         head = 9000 if form != "legacy" else content.index(b"ctorch._utils") + 9000
         for _ in range(TRIES // 2):
@@ -84,47 +80,39 @@ def test_flipped_bits(tmp_path, watched, form):
     assert not outcomes["warned"] if form == "zip" else not outcomes["equal"] and outcomes["warned"] > TRIES / 10
 
 
-@pytest.mark.parametrize("form", ["zip", "legacy"])
-def test_failed_conversions_of_flipped_files_leave_no_files(tmp_path, form, watched):
-    """The same through the command line, with fewer examples because each writes a folder."""
-    file, output, choose = tmp_path / "model.pt", tmp_path / "output", random.Random(form)
-    save(luna.bert(), file, form)
-    content = file.read_bytes()
-    for _ in range(TRIES // 20):
-        file.write_bytes(flip(content, choose, 9000))
-        try:
-            report = convert_checkpoint(file, output)
-        except ConversionError:
-            assert sorted(tmp_path.iterdir()) == [file]
-        else:
-            assert form == "zip" or report.warnings[0].startswith(UNCHECKED)
-            shutil.rmtree(output)
-    assert not watched
+FOLDER = ("consolidated.01.pth", "config.json", "consolidate_config.json", "tokenizer.model")
 
 
-@pytest.mark.parametrize(
-    "damaged", ["consolidated.01.pth", "config.json", "consolidate_config.json", "tokenizer.model"]
-)
-def test_flipped_bits_in_a_folder(tmp_path, watched, damaged):
-    """Settings have no checksum: a flipped digit may result in another model. Weights are unchanged or rejected."""
-    source, output, choose = megalodon.folder(tmp_path / "source", ranks=2), tmp_path / "output", random.Random(damaged)
+@pytest.mark.parametrize("damaged", ["zip", "legacy", *FOLDER])
+def test_flipped_bits_of_conversions(tmp_path, watched, damaged):
+    """Fewer examples, because each writes a folder.
+
+    Settings have no checksum: a flipped digit may result in another model. Weights are unchanged or rejected.
+    """
+    source, output, choose = tmp_path / "source", tmp_path / "output", random.Random(damaged)
+    if damaged in FOLDER:
+        file = megalodon.folder(source, ranks=2) / damaged
+    else:
+        write(luna.bert(), file := source, damaged)
     convert_checkpoint(source, output)
     expected, outcomes = load_file(output / "model.safetensors"), collections.Counter()
     shutil.rmtree(output)
-    content = (source / damaged).read_bytes()
-    for _ in range(TRIES // 40):
-        (source / damaged).write_bytes(flip(content, choose, 9000))
+    content = file.read_bytes()
+    for _ in range(TRIES // 30):
+        file.write_bytes(flip(content, choose, 9000))
         try:
-            convert_checkpoint(source, output)
+            report = convert_checkpoint(source, output)
         except ConversionError as error:
-            assert not any(word in str(error) for word in FORBIDDEN) and len(str(error)) < 1000, error
-            assert sorted(tmp_path.iterdir()) == [source]
+            check_message(str(error))
+            assert list(tmp_path.iterdir()) == [source]
             outcomes["error"] += 1
             continue
-        tensors = load_file(output / "model.safetensors")
-        assert tensors.keys() == expected.keys()
-        assert all(torch.equal(tensors[key], tensor) for key, tensor in expected.items())
-        outcomes["equal"] += 1
+        if damaged == "legacy":
+            assert report.warnings[0].startswith(UNCHECKED)
+        else:
+            tensors = load_file(output / "model.safetensors")
+            assert tensors.keys() == expected.keys()
+            assert all(torch.equal(tensors[key], tensor) for key, tensor in expected.items())
         shutil.rmtree(output)
     assert outcomes["error"] > 1 and not watched
 
@@ -182,72 +170,16 @@ def test_hostile_pickles(tmp_path, watched, legacy, monkeypatch):
     prefix = b"\x80\x02\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19.\x80\x02M\xe9\x03.\x80\x02}."
     for _ in range(TRIES):
         content = hostile_pickle(choose)
-        if legacy:
-            file.write_bytes(prefix + content + b"\x80\x02].")
-        else:
-            with zipfile.ZipFile(file, "w") as archive:
-                archive.writestr("model/data.pkl", content)
-                archive.writestr("model/version", "3")
+        write_pickle(file, prefix + content + b"\x80\x02]." if legacy else content, legacy)
         with pytest.raises(ConversionError) as raised:
             read = read_checkpoint(file)
             convert_checkpoint(file, tmp_path / "output")
             raise AssertionError(read)
         message = str(raised.value)
-        assert not any(word in message for word in FORBIDDEN) and len(message) < 1000, message
+        check_message(message)
         assert os.listdir(tmp_path) == ["model.pt"]
         reasons["not loaded" if "not loaded" in message else "damaged" if "damaged" in message else "other"] += 1
     assert min(reasons["not loaded"], reasons["damaged"], reasons["other"]) > TRIES / 50, reasons
-    assert not watched
-
-
-def changed(tensor, choose):
-    """The tensor with another kind, shape, dtype or layout."""
-    dtypes = [torch.float16, torch.bfloat16, torch.float64, torch.int8, torch.int64, torch.bool, torch.uint8]
-    dtypes += [torch.complex64, torch.complex32, torch.float8_e4m3fn, torch.float8_e5m2, torch.uint16, torch.uint64]
-    return choose.choice(
-        [
-            lambda: tensor.to(choose.choice(dtypes)),
-            lambda: tensor.to_sparse(),
-            lambda: tensor.to("meta"),
-            lambda: tensor.to(torch.complex64).conj(),
-            lambda: torch._neg_view(tensor),
-            lambda: torch.nn.Parameter(tensor) if tensor.is_floating_point() else tensor,
-            lambda: tensor.reshape(-1),
-            lambda: tensor[None],
-            lambda: tensor[:0],
-            lambda: tensor.flatten()[:1].expand(tensor.numel()).view(tensor.shape) if not tensor.dim() else tensor.T,
-            lambda: torch.full_like(tensor, float("nan")) if tensor.is_floating_point() else tensor,
-            lambda: tensor.tolist(),
-            lambda: torch.quantize_per_tensor(tensor.float(), 0.1, 0, torch.qint8),
-            lambda: torch.nested.nested_tensor([tensor.flatten(), tensor.flatten()[:1]]),
-            lambda: "text",
-            lambda: None,
-        ]
-    )()
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_weights_of_the_wrong_kind(tmp_path, watched):
-    file, choose, outcomes = tmp_path / "model.pt", random.Random(0), collections.Counter()
-    states = [luna.bert(), luna.lra21(), luna.lra23(), mega.mega()]
-    for index in range(TRIES):
-        state = copy.copy(states[index % len(states)])
-        state["model"] = copy.copy(state["model"])
-        key = choose.choice(list(state["model"]))
-        try:
-            state["model"][key] = changed(state["model"][key], choose)
-            save(state, file, choose.choice(["zip", "zip", "no crc", "legacy"]))
-        except (RuntimeError, IndexError):  # not every tensor has every kind
-            continue
-        try:
-            tensors, _, _ = understood(file)
-        except ConversionError as error:
-            assert not any(word in str(error) for word in FORBIDDEN) and len(str(error)) < 1000, error
-            outcomes["error"] += 1
-        else:
-            assert all(tensor.dtype in (torch.float32, torch.int64) for tensor in tensors.values())
-            outcomes["converted"] += 1
-    assert outcomes["error"] > TRIES / 3 and outcomes["converted"] > TRIES / 20, outcomes
     assert not watched
 
 
@@ -269,7 +201,7 @@ def test_every_fixture_without_checksums_is_as_with_them(parity_folder, tmp_path
             state = torch.load(fixture, weights_only=True)
         expected = read_checkpoint(fixture)
         for form in ("legacy", "no crc"):
-            save(state, tmp_path / "model.pt", form)
+            write(state, tmp_path / "model.pt", form)
             found = read_checkpoint(tmp_path / "model.pt")
             assert found.unchecked and found.args == expected.args, fixture
             assert all(torch.equal(found.tensors[key], tensor) for key, tensor in expected.tensors.items()), fixture

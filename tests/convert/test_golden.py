@@ -1,4 +1,4 @@
-"""Conversions and exports return the results in `golden.json`.
+"""Conversions return the results in `golden.json`, and exports the converted files.
 
 `python -m tests.convert.test_golden` writes it after an intended change; it depends on no version or random number.
 """
@@ -16,35 +16,66 @@ from torch import nn
 from transformers import AutoConfig
 
 from luna_mega.convert import convert_checkpoint, export_checkpoint
+from luna_mega.convert.formats.registry import open_checkpoint
 from tests.convert import luna, mega, mega_lm, megalodon
-from tests.convert.exports import read
-from tests.convert.test_convert_mega_image import VARIANTS, mega_image
-from tests.convert.test_luna_seq2seq import KINDS as LUNA_KINDS, model as luna_seq2seq
-from tests.convert.test_mega_seq2seq import KINDS as MEGA_KINDS, model as mega_seq2seq
+from tests.convert.exports import identical, load, luna_seq2seq, mega_seq2seq, read
+from tests.convert.test_translation import LUNA_KINDS, MEGA_KINDS
 
 FILE = Path(__file__).with_name("golden.json")
+PREDICTION = {"task": "sentence_prediction"}
 IMAGE = {"values": True, "sen_rep_type": "mp"}
+OLD = {"rotary": True, "chunk": None, "max_positions": None}  # args that the architecture determines
 SPEECH = {"arch": "mega_sc_raw_big", "values": True, "norm_type": "batchnorm", "prenorm": True, "classes": 10}
 BUILDERS = [
     (luna.bert, [{}, {"tied": False, "tied_lm": False}, {"stop_min_lr": -1}, {"fix_projection_length": True}]),
     (luna.bert, [{"heads": [("pooling_classification_head", 3), ("attention_classification_head", 3)]}]),
     (luna.bert, [{"heads": [("x", n)], "task": f"sentence_{x}"} for n, x in ((2, "prediction"), (1, "ranking"))]),
+    (luna.bert, [{"heads": [("a", 1)], "regression_target": True} | PREDICTION, {"task": None, "max_positions": None}]),
+    (luna.bert, [{"encoder_layerdrop": 0.1, "tensorboard_logdir": "", "lr": [0.0006]}]),
+    (luna.bert, [{"arch": "luna_large_512", "encoder_layers": None, "encoder_attention_heads": None}]),
+    (luna.bert, [{"activation_fn": "relu", "dropout": 0.2, "attention_dropout": 0.3, "activation_dropout": 0.4}]),
+    (luna.bert, [{"tied": False, "untie_luna_kv": True}, {"tied_lm": False, "untie_weights_luna": True}]),
+    (luna.bert23, [{}]),
     (luna.lra21, [{}, {"towers": 2}, {"tied": True, "depth": 2}, {"sen_rep_type": "mp"}, {"use_p": True}]),
     (luna.lra21, [{"arch": "luna_lra_listop", "layers": 1, "tie_layer_weights": True}]),
+    (luna.lra21, [{"arch": "luna_lra_listop", "layers": 1, "encoder_layers": n} for n in (5, None)]),
+    (luna.lra21, [{"arch": "luna_lra_pf32", "encoder_layers": None, "encoder_attention_heads": None}]),
+    (luna.lra21, [{"arch": "luna_lra_pf32", "sen_rep_type": "cls"}, {"use_p": True, "tied": True, "tie_kv": True}]),
+    (luna.lra21, [{"arch": "luna_lra_aan", "towers": 2}, {"classifier_activation_fn": "tanh", "classes": 3}]),
     (luna.lra23, [{}, {"towers": 4}, {"image": True, "sen_rep_type": "mp"}, {"pre_logits": True}, {"learned": True}]),
+    (luna.lra23, [{"learned": True, "pre_logits": True, "dropout": 0.25}, {"max_positions": None}]),
+    (luna.lra23, [{"sen_rep_type": x} | more for x, more in (("mp", {"towers": 4}), ("mp", {}), ("cls", {}))]),
+    (luna.lra23, [{"use_p": True, "sen_rep_type": "cls"}, {"use_p": True, "sen_rep_type": "mp", "image": True}]),
     (luna_seq2seq, LUNA_KINDS.values()),
     (mega.mega, [{}, {"branch": "flash"}, {"towers": 2}, IMAGE, IMAGE | {"branch": "flash"}, SPEECH]),
     (mega.mega, [{"prenorm": True, "norm_type": "scalenorm", "sen_rep_type": "cls"}, {"rotary": True, "depth": 0}]),
     (mega.mega, [{"chunk": 8, "ffn": False, "depth": 3}, {"embed_norm": True, "norm_type": "rmsnorm"}]),
+    (mega.mega, [{"norm_type": "scalenorm", "task": None, "z_dim": None}, {"lr": [0.004], "tensorboard_logdir": ""}]),
+    (mega.mega, [{"rotary": True, "norm_type": "scalenorm", "embed_norm": True, "chunk": 4}]),
+    (mega.mega, [{"arch": "mega_lra_aan", "towers": 2, "depth": 3, "norm_type": "rmsnorm", "prenorm": True}]),
+    (mega.mega, [{"arch": "mega_lra_pf32", "values": True, "norm_type": "syncbatchnorm", "prenorm": True}]),
+    (mega.mega, [{"arch": "mega_lra_listop", "sen_rep_type": "cls", "classes": 10, "chunk": 5}]),
+    (mega.mega, [SPEECH | {"chunk": 6, "prenorm": False}, {"ffn": False, "depth": 0, "truncation_length": 9}]),
+    (mega.mega, [{"depth": 2, "dropout": 0.1, "act_dropout": 0.2, "feature_dropout": True, "chunk": 0}]),
+    (mega.mega, [{"arch": f"mega_lra_{x}"} | OLD for x in ("listop", "imdb", "aan")]),
+    (mega.mega, [{"arch": f"mega_{x}", "values": True} | OLD for x in ("lra_cifar10", "lra_pf32", "lra_pf128")]),
+    (mega.mega, [{"arch": f"mega_sc_raw_{x}", "values": True} | OLD for x in ("base", "big")]),
     (mega_lm.mega_lm, [*mega_lm.KINDS.values(), {"branch": "flash"}]),
+    (mega_lm.mega_lm, [{"arch": "mega_lm_adaptive_big", "activation_dropout": None, "dropout": 0.25}]),
+    (mega_lm.mega_lm, [{"arch": f"mega_lm{x}", "activation_dropout": None} for x in ("", "_big", "_enwik8_large")]),
     (mega_seq2seq, MEGA_KINDS.values()),
-    (mega_image, VARIANTS),
+    (mega.mega_image, mega.IMAGES),
     (megalodon.folder, [{}, {"ranks": 2}, {"dtype": "bf16"}, {"extra": 256}, {"swiglu": True, "share_emb": True}]),
 ]
 CASES = {
     f"{build.__module__.rpartition('.')[2]} {build.__name__} {json.dumps(fields)}": (build, fields)
     for build, variants in BUILDERS
     for fields in variants
+}
+OTHER_BRANCH = {
+    f"{name} flash": (build, fields | {"branch": "flash"})
+    for name, (build, fields) in CASES.items()
+    if build in (mega.mega, mega_lm.mega_lm) and "branch" not in fields
 }
 
 
@@ -90,11 +121,48 @@ def contents(path):
     return {"args": args, "tensors": [digest(torch.load(file)) for file in sorted(path.glob("*.pth"))]}
 
 
+def check_arrived(source, folder, report):
+    """Assert that the model has every tensor of the file, with its values, and no others."""
+    ours, raised = load(folder).state_dict(), report["decisions"].get("layer_norm") == "plus-one"
+    assert ours.keys() <= {row["target"] for row in report["mapped"]}
+    assert sorted(row["source"] for row in report["mapped"] + report["dropped"]) == sorted(source.tensors)
+    for row in report["mapped"]:
+        if row["target"] in ours:  # folders of a head also have the weights of the language model
+            key = row["source"]
+            is_norm = key.endswith(("layer_norm.weight", "layernorm.weight"))
+            expected = source.tensors[key] + (is_norm and raised)
+            assert torch.equal(ours[row["target"]].view(expected.shape), expected), row
+    assert all(row["reason"] for row in report["dropped"])
+
+
+def check_came_back(source, exported, report):
+    """Assert that an export has the tensors and args of the converted file; Mega's are in the same order."""
+    left_out = {row["source"] for row in report["dropped"] if row["source"].startswith("classification_heads.")}
+    expected = {key: tensor for key, tensor in source.tensors.items() if key not in left_out}
+    kept = report["args"]  # without folders of the machine
+    assert exported.tensors.keys() == expected.keys() and exported.num_updates == source.num_updates
+    assert exported.args == {**source.args, **{name: kept[name] for name in source.args.keys() & {"data_path"}}}
+    assert not report["source"]["layout"].startswith("mega_") or list(exported.tensors) == list(expected)
+    for key, tensor in expected.items():
+        if key.endswith("_float_tensor"):  # without content, as fairseq allocated it
+            assert exported.tensors[key].shape == tensor.shape
+        elif key.endswith("projected_positions"):
+            torch.testing.assert_close(exported.tensors[key], tensor, rtol=0, atol=1e-6)
+        else:
+            assert exported.tensors[key].dtype == tensor.dtype and torch.equal(exported.tensors[key], tensor), key
+
+
 def record(build, fields, folder):
     """Return the results of a conversion, and of exports with and without the record of the conversion."""
     source, model = build_checkpoint(build, fields, folder), folder / "model"
     convert_checkpoint(source, model)
     config, report = (json.loads((model / name).read_text()) for name in ("config.json", "conversion_report.json"))
+    content = open_checkpoint(source)
+    check_arrived(content, model, report)
+    if (folder / "built").exists():
+        identical(load(folder / "built").state_dict(), load(model).state_dict())
+    export_checkpoint(model, folder / "out" / source.name)
+    check_came_back(content, open_checkpoint(folder / "out" / source.name), report)
     defaults = AutoConfig.for_model(config["model_type"]).to_dict()
     config = {name: value for name, value in config.items() if value != defaults.get(name, "")}
     del report["source"]["sha256"], report["args"]
@@ -102,7 +170,6 @@ def record(build, fields, folder):
     report["decisions"] |= {k: round(v, 3) for k, v in report["decisions"].items() if isinstance(v, float)}
     found = {"config": config, "report": report, "places": hashlib.sha256(places.encode()).hexdigest()[:12]}
     found["tensors"] = digest(dict(sorted(load_file(model / "model.safetensors").items())))
-    export_checkpoint(model, folder / "out" / source.name)
     (model / "conversion_report.json").unlink()
     export_checkpoint(model, folder / "plain" / source.name)
     exported, found["plain"] = (contents(folder / name / source.name) for name in ("out", "plain"))
@@ -112,12 +179,21 @@ def record(build, fields, folder):
 
 @pytest.mark.parametrize("case", CASES)
 def test_golden(tmp_path, case):
+    """Every tensor arrives, the export equals the source, and all results are the recorded ones."""
     found, expected = record(*CASES[case], tmp_path), json.loads(FILE.read_text(encoding="utf-8"))[case]
     assert found == expected
     assert json.dumps(found) == json.dumps(expected)  # args and fields in the same order
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("case", OTHER_BRANCH)
+def test_other_branch(tmp_path, case):
+    record(*OTHER_BRANCH[case], tmp_path)
+
+
 if __name__ == "__main__":
     with TemporaryDirectory() as root:
         table = {name: record(*CASES[name], Path(root, str(number))) for number, name in enumerate(CASES)}
-    FILE.write_text(json.dumps(table, indent=1) + "\n", encoding="utf-8")
+    parts = {name: ",\n".join(f"  {json.dumps(k)}: {json.dumps(v)}" for k, v in table[name].items()) for name in table}
+    rows = [f" {json.dumps(name)}: {{\n{part}\n }}" for name, part in parts.items()]
+    FILE.write_text("{\n" + ",\n".join(rows) + "\n}\n", encoding="utf-8")

@@ -1,0 +1,60 @@
+"""Checkpoint files in every serialization, and hostile pickles."""
+
+import argparse
+import pickle
+import zipfile
+
+import torch
+
+# Strings that messages must not contain: advice to execute a pickle, and control characters.
+FORBIDDEN = ("weights_only", "add_safe_globals", "github", "Traceback", "\x1b", "\n")
+
+
+def write(state, file, form="zip"):
+    """Save a checkpoint as "zip", in the "legacy" serialization, as "no crc" or as a plain "pickle"."""
+    if form == "pickle":
+        file.write_bytes(pickle.dumps({"args": argparse.Namespace()} | state, protocol=2))
+        return
+    torch.serialization.set_crc32_options(form != "no crc")
+    try:
+        torch.save(state, file, _use_new_zipfile_serialization=form != "legacy")
+    finally:
+        torch.serialization.set_crc32_options(True)
+
+
+def pickled(*instructions):
+    """Return a pickle of these instructions."""
+    return b"\x80\x02" + b"".join(instructions) + b"."
+
+
+def write_pickle(file, content, legacy=False):
+    """Write a pickle as the content of a checkpoint."""
+    if legacy:
+        file.write_bytes(content)
+        return
+    with zipfile.ZipFile(file, "w") as archive:
+        archive.writestr("model/data.pkl", content)
+        archive.writestr("model/version", "3")
+
+
+def flip(content, place, bit=0):
+    """Return the bytes with one changed bit."""
+    return content[:place] + bytes([content[place] ^ 1 << bit]) + content[place + 1 :]
+
+
+def check_message(message, limit=1000):
+    assert not any(word in message for word in FORBIDDEN) and len(message) < limit, message
+
+
+HOSTILE = {
+    "a function": pickled(b"cposix\nsystem\n", b"X\x02\x00\x00\x00ls", b"\x85R"),
+    "a class": pickled(b"csubprocess\nPopen\n", b")R"),
+    "an instruction": pickled(b"\x8c\x01a"),
+    "a call of a value": pickled(b"N)R"),
+    "an object of a value": pickled(b"N)\x81"),
+    "a list that is none": pickled(b"}Na"),
+    "a state of a value": pickled(b"N}b"),
+    "a dict that is none": pickled(b"]NNs"),
+    "a jagged tensor": pickled(b"ctorch.nested._internal.nested_tensor\nOther\n)R"),
+    "a name of 10,000 letters": pickled(b"cos\n" + b"x\x1b" * 5000 + b"\n)R"),
+}

@@ -1,0 +1,210 @@
+"""Translation models of Luna and Mega: dictionaries of two languages, norms stored minus one, names of languages."""
+
+import json
+
+import pytest
+import torch
+from transformers import AutoTokenizer
+
+from luna_mega import LunaForConditionalGeneration
+from luna_mega.convert.exporter import export_checkpoint
+from luna_mega.convert.importer import convert_checkpoint
+from luna_mega.errors import ConversionError
+from luna_mega.inspection.info import describe
+from luna_mega.inspection.verify import compare
+from tests.convert.exports import SINUSOIDAL, dictionary, edit, identical, luna_seq2seq, mega_seq2seq, read
+from tests.marks import slow_but
+
+FAMILIES = {"luna": luna_seq2seq, "mega": mega_seq2seq}
+LUNA_KINDS = {
+    "joint, as WMT": SINUSOIDAL | {"hidden_act": "relu"},
+    "tied, learned positions": {"share_encoder_decoder_embeddings": False, "max_target_positions": 11},
+    "two vocabularies, pre-norm, fixed length": SINUSOIDAL
+    | {"decoder_vocab_size": 14, "pre_norm": True, "tie_key_value": False, "dynamic_projection_length": False},
+    "untied, other decoder": {
+        "tie_word_embeddings": False,
+        "decoder_position_embedding_type": "sinusoidal",
+        "num_decoder_layers": 1,
+        "decoder_intermediate_size": 9,
+        "num_decoder_attention_heads": 4,
+        "num_decoder_pack_attention_heads": 1,
+        "decoder_pre_norm": True,
+        "scale_embedding": True,
+    },
+    "no positions": {"position_embedding_type": "none", "scale_embedding": True, "num_pack_attention_heads": 4},
+}
+MEGA_KINDS = {
+    "joint": {},
+    "tied": {"share_encoder_decoder_embeddings": False},
+    "two vocabularies": {"decoder_vocab_size": 14, "decoder_chunk_size": -1, "use_chunking": True, "chunk_size": 4},
+    "untied, other decoder, simple": {
+        "tie_word_embeddings": False,
+        "relative_positional_bias": "simple",
+        "max_positions": 20,
+        "decoder_max_positions": 30,
+        "num_decoder_layers": 1,
+        "decoder_intermediate_size": 9,
+        "decoder_shared_representation_size": 5,
+        "normalization_type": "scalenorm",
+        "normalize_before_mega": True,
+        "normalize_before_ffn": True,
+        "final_norm": True,
+        "ema_shift": True,
+    },
+    "no ffn": {"use_normalized_ffn": False, "embedding_norm": True, "scale_embedding": True},
+}
+KINDS = [*(("luna", kind) for kind in LUNA_KINDS), *(("mega", kind) for kind in MEGA_KINDS)]
+FIXTURES = [("luna", name) for name in ("s2s_lnemb_learned_fixlen", "s2s_tied", "s2s_untied_prenorm")]
+FIXTURES += [("mega", name) for name in ("09_mt_softmax_shared", "10_mt_laplace_shared", "15_flash_mt_softmax_trunc0")]
+FIXTURES += [("mega", "10_mt_relu2_rotary_prenorm_chunk_unshared")]
+
+
+@pytest.mark.parametrize(("family", "name"), FIXTURES)
+def test_a_file_of_the_original_comes_back(parity_folder, tmp_path, family, name):
+    fixture = parity_folder(family, name)
+    convert_checkpoint(fixture / "checkpoint.pt", tmp_path / "folder")
+    export_checkpoint(tmp_path / "folder", tmp_path / "out" / "checkpoint.pt")
+    expected, actual = read(fixture / "checkpoint.pt"), read(tmp_path / "out" / "checkpoint.pt")
+    keys = list if family == "mega" else set  # Mega's tensors are in the same order
+    assert keys(actual["model"]) == keys(expected["model"])
+    for key, tensor in expected["model"].items():
+        if "_float_tensor" not in key:  # without content, as fairseq allocated it
+            assert actual["model"][key].dtype == tensor.dtype and torch.equal(actual["model"][key], tensor), key
+    assert vars(actual["args"]) == vars(expected["args"])
+    for file in ("dict.en.txt", "dict.de.txt"):
+        assert (tmp_path / "out" / file).read_bytes() == (fixture / file).read_bytes()
+
+
+TWO = [("luna", "two vocabularies, pre-norm, fixed length"), ("mega", "two vocabularies")]
+
+
+@pytest.mark.parametrize(("family", "kind"), slow_but(TWO, KINDS))
+def test_dictionaries_go_there_and_back(tmp_path, family, kind):
+    """Weights, args and dictionaries; `test_golden.py` has the weights of every kind in the fast tests."""
+    ours = FAMILIES[family](**(LUNA_KINDS | MEGA_KINDS)[kind])
+    ours.save_pretrained(tmp_path / "ours")
+    sizes = (ours.config.vocab_size, ours.config.decoder_config.vocab_size)
+    files = [dictionary(tmp_path / f"{name}.txt", rows) for name, rows in zip("ab", sizes, strict=True)]
+    report = export_checkpoint(tmp_path / "ours", tmp_path / "out" / "model.pt", dictionaries=files)
+    branch = " of branch flash" if ours.config.to_dict().get("ema_shift") else " of branch main"
+    assert report.layout == ("Luna translation" if family == "luna" else f"Mega translation{branch}")
+    converted = convert_checkpoint(tmp_path / "out" / "model.pt", tmp_path / "back")
+    assert converted.model_class == type(ours).__name__ and not report.warnings and not converted.warnings
+    back = type(ours).from_pretrained(tmp_path / "back").eval()
+    identical(ours.state_dict(), back.state_dict())
+    ids = torch.randint(4, 14, (2, 9))
+    torch.testing.assert_close(back(ids, labels=ids).logits, ours(ids, labels=ids).logits)
+    assert export_checkpoint(tmp_path / "back", tmp_path / "again" / "model.pt").args == report.args
+    assert AutoTokenizer.from_pretrained(tmp_path / "back")("w3 w1 zzz").input_ids == [7, 5, 3, 2]
+    assert (tmp_path / "out" / "dict.target.txt").read_text().count("\n") == sizes[1] - 4
+
+
+def exported(tmp_path, family, change=None, **fields):
+    """Export a new model, change its args, and return the path of the checkpoint."""
+    FAMILIES[family](**fields).save_pretrained(tmp_path / "ours")
+    path = tmp_path / "out" / "model.pt"
+    export_checkpoint(tmp_path / "ours", path)
+    if change:
+        state = read(path)
+        vars(state["args"]).update(change)
+        torch.save(state, path)
+    return path
+
+
+def test_norms_stored_minus_one(tmp_path):
+    """A file of the 2023 code: norm weights around 0, specified by the option."""
+    path = exported(tmp_path, "luna")
+    content = read(path)
+    norms = [key for key in content["model"] if "norm" in key and key.endswith(".weight")]
+    for key in norms:
+        content["model"][key] -= 1
+    torch.save(content, path)
+    report = convert_checkpoint(path, tmp_path / "back", layer_norm="plus-one")
+    assert len(norms) == 2 * 3 + 2 * 4 + 3 and report.decisions["layer_norm"] == "plus-one"
+    back = LunaForConditionalGeneration.from_pretrained(tmp_path / "back").eval()
+    ids = torch.randint(4, 14, (2, 9))
+    torch.testing.assert_close(back(ids, labels=ids).logits, luna_seq2seq()(ids, labels=ids).logits)
+
+
+@pytest.fixture
+def checkpoint(tmp_path):
+    """A file of two vocabularies, without dictionaries in its directory."""
+    return exported(tmp_path, "mega", **MEGA_KINDS["two vocabularies"])
+
+
+def test_dictionaries(tmp_path, checkpoint):
+    report = convert_checkpoint(checkpoint, tmp_path / "none")
+    assert report.tokenizer is None and any("dict.source.txt or dict.target.txt" in note for note in report.notes)
+    source, target = dictionary(tmp_path / "dict.en.txt", 19), dictionary(tmp_path / "dict.de.txt", 14)
+    convert_checkpoint(checkpoint, tmp_path / "both", dictionaries=[target, source])  # identified by their sizes
+    tokenizers = [AutoTokenizer.from_pretrained(tmp_path / "both", subfolder=name) for name in ("", "target")]
+    assert [len(tokenizer) for tokenizer in tokenizers] == [19, 14]
+    for given, message in (
+        ([source], "dict.target.txt, is missing"),
+        ([target], "dict.source.txt, is missing"),
+        ([source, source], "fits as source, and so does"),
+        ([source, dictionary(tmp_path / "c.txt", 15)], "11 symbols and 4 specials do not fit the 19 embeddings"),
+    ):
+        with pytest.raises(ConversionError, match=message):
+            convert_checkpoint(checkpoint, tmp_path / "bad", dictionaries=given)
+    dictionary(checkpoint.parent / "dict.source.txt", 14)
+    with pytest.raises(ConversionError, match=r"dict\.source\.txt: 10 symbols and 4 specials do not fit"):
+        convert_checkpoint(checkpoint, tmp_path / "bad")
+    with pytest.raises(ConversionError, match="there is no dictionary next to"):
+        (checkpoint.parent / "dict.source.txt").unlink()
+        convert_checkpoint(checkpoint, tmp_path / "bad", bpe=tmp_path / "codes")
+
+
+def test_a_joint_vocabulary_has_one_dictionary(tmp_path):
+    path = exported(tmp_path, "mega")
+    one, other = dictionary(tmp_path / "a.txt", 19), dictionary(tmp_path / "b.txt", 19)
+    convert_checkpoint(path, tmp_path / "one", dictionaries=[one])
+    assert not (tmp_path / "one" / "target").exists()
+    other.write_text(other.read_text().replace("w3", "x"))
+    with pytest.raises(ConversionError, match="but the model has one embedding"):
+        convert_checkpoint(path, tmp_path / "two", dictionaries=[one, other])
+
+
+def test_tensors_take_precedence_over_args(tmp_path):
+    path = exported(tmp_path, "mega", {"share_all_embeddings": True, "decoder_z_dim": 99}, decoder_vocab_size=14)
+    warnings = "\n".join(convert_checkpoint(path, tmp_path / "a").warnings)
+    assert "args.share_all_embeddings = True but the tensors have False" in warnings
+    assert "args.decoder_z_dim = 99 but the tensors have 6" in warnings
+
+
+@pytest.mark.parametrize("language", ["../../x", "/etc/x", "a\nb", "..\\x", ["en"], 3, "\x1b"])
+def test_language_name_is_not_a_path(tmp_path, checkpoint, language):
+    """The language name becomes part of a file name that conversions read and exports write."""
+    state, record = read(checkpoint), tmp_path / "b" / "conversion_report.json"
+    named = "args.source_lang = .* is not (a name|the name of a language)"
+    for value, folder in (("en", "b"), (language, "a")):
+        state["args"].source_lang = value
+        torch.save(state, tmp_path / f"{folder}.pt")
+    with pytest.raises(ConversionError, match=named):
+        convert_checkpoint(tmp_path / "a.pt", tmp_path / "a")
+    convert_checkpoint(tmp_path / "b.pt", tmp_path / "b")
+    edit(tmp_path / "b", record.name, args=json.loads(record.read_text())["args"] | {"source_lang": language})
+    with pytest.raises(ConversionError, match=named):
+        export_checkpoint(tmp_path / "b", tmp_path / "new" / "b.pt")
+    assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_other_commands_support_the_format(tmp_path, family):
+    path = exported(tmp_path, family)
+    report = convert_checkpoint(path, tmp_path / "folder")
+    assert describe(path).parameters["total"] == report.parameters["model"]
+    assert compare(path, tmp_path / "folder", tolerance=0.0, length=9).within
+    generation = json.loads((tmp_path / "folder" / "generation_config.json").read_text())
+    assert (generation["num_beams"], generation["decoder_start_token_id"]) == (5, 2)
+    assert generation["max_length"] == {"luna": 21, "mega": 202}[family]
+    assert "AutoModelForSeq2SeqLM" in (tmp_path / "folder" / "README.md").read_text()
+
+
+def test_an_edited_folder_keeps_its_languages(tmp_path):
+    path = exported(tmp_path, "luna", {"source_lang": "en", "target_lang": "de"})
+    convert_checkpoint(path, tmp_path / "back")
+    edit(tmp_path / "back", dropout=0.25)
+    report = export_checkpoint(tmp_path / "back", tmp_path / "again.pt")
+    assert (report.args["source_lang"], report.args["target_lang"], report.args["dropout"]) == ("en", "de", 0.25)
+    assert report.warnings == ["args of the converted file that no longer apply are replaced: dropout"]
