@@ -13,7 +13,7 @@ INSTALLED := $(VENV)/.installed-$(notdir $(CONSTRAINTS))
 # `make demo` installs less.
 INSTALLED_DEMO := $(VENV)/.installed-demo-$(notdir $(CONSTRAINTS))
 
-.PHONY: help demo parity parity-released test test-slow test-exhaustive test-newest test-ecosystem test-vllm docs style typing audit bench gpu clean
+.PHONY: help demo parity parity-released test test-slow test-exhaustive test-oldest test-newest newest environments installed test-ecosystem test-vllm docs style typing audit bench gpu clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*## ' Makefile | sed -E 's/:[^#]*## /\t/' | expand -t 16
@@ -34,17 +34,29 @@ test-slow: ## run the tests that `make test` leaves out
 test-exhaustive: ## check the machine code of every configuration of the kernels with three versions of Triton (an hour or more)
 	$(MAKE) test MARK=exhaustive
 
+test-oldest: ## run the fast tests with the oldest supported versions, in .venv-oldest
+	$(MAKE) test VENV=.venv-oldest CONSTRAINTS=requirements/ci-oldest.txt
+
 test-newest: VENV = .venv-newest
-# A constraint of pip's configuration would cap versions, and an empty PIP_CONSTRAINT does not override it.
-test-newest: export PIP_CONSTRAINT = /dev/null
-test-newest: ## run the fast tests with the newest versions of all dependencies (PRE=1: also pre-releases), in .venv-newest
-	$(PYTHON) -m venv --clear $(VENV)
-	$(VENV)/bin/python -m pip install $(if $(PRE),--pre) --editable '.[$(EXTRAS)]'
+test-newest: newest ## run the fast tests with the newest versions of all dependencies (PRE=1: also pre-releases), in .venv-newest
 	$(RUN_TESTS)
+
+# A constraint of pip's configuration would cap versions, and an empty PIP_CONSTRAINT does not override it.
+newest: export PIP_CONSTRAINT = /dev/null
+newest:
+	$(PYTHON) -m venv --clear .venv-newest
+	.venv-newest/bin/python -m pip install --no-compile $(if $(PRE),--pre) --editable '.[$(EXTRAS)]'
 
 test-ecosystem: ## run the tests with PEFT, TRL, sentence-transformers and other tools, in an environment of their own
 	$(MAKE) test VENV=.venv-ecosystem CONSTRAINTS=requirements/ci-ecosystem.txt EXTRAS=$(EXTRAS),ecosystem MARK= \
 	    TESTS="tests/ecosystem tests/test_cli.py"
+
+# The environments of the tests with other versions and tools.
+environments: newest
+	$(MAKE) installed VENV=.venv-oldest CONSTRAINTS=requirements/ci-oldest.txt
+	$(MAKE) installed VENV=.venv-ecosystem CONSTRAINTS=requirements/ci-ecosystem.txt EXTRAS=$(EXTRAS),ecosystem
+
+installed: $(INSTALLED)
 
 test-vllm: ## run the tests of the vLLM plugin, with vLLM's own wheel on a CPU, in an environment of their own
 	test -x .venv-vllm/bin/python || $(PYTHON) -m venv .venv-vllm
