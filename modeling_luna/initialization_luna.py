@@ -201,7 +201,7 @@ def start_embeddings(embeddings: Any, config: Any, size: float) -> None:
         init.copy_(packed, values / embeddings.scale)
 
 
-def start_attention(attention: nn.Module, config: Any, causal: bool = False) -> None:
+def start_attention(attention: nn.Module, config: Any, causal: bool) -> None:
     """Add matrices that compare positions to the random weights of the projections.
 
     Keys and the query of P contain positions in pairs. The query of the tokens is also rotated by the offset of each

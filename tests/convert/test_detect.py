@@ -1,4 +1,5 @@
 import argparse
+import re
 from dataclasses import replace
 
 import pytest
@@ -66,6 +67,14 @@ def test_overlapping_formats_raise():
 
     with pytest.raises(ValueError, match="'other' has the same stacks as 'mega_lra'"):
         register_format(Other())
+
+
+def test_names_of_revisions():
+    years = re.compile("r(..)")
+    for known in registered_formats():
+        for revision, described in known.facts.revisions.items():
+            if year := years.fullmatch(revision):
+                assert f"20{year[1]}" in described.name and f"20{year[1]}" in described.code
 
 
 UNSUPPORTED = {

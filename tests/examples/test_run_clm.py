@@ -8,10 +8,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback, TrainerState, TrainingArguments
 
 from luna_mega.training import language_modeling, tokenizers
 from luna_mega.training.language_modeling import Streams
+from luna_mega.training.runs import OrderedTrainer
 from tests.examples import runs
 from tests.examples.runs import assert_error
 
@@ -193,3 +194,16 @@ def test_a_table_of_biases_has_one_chunk(run, script, corpus, tmp_path):
                 "4",
             ]
         )
+
+
+def test_reported_scores_reach_the_callbacks(tmp_path):
+    """As those of `Trainer.evaluate`, for example early stopping."""
+
+    class Seen(TrainerCallback):
+        def on_evaluate(self, args, state, control, metrics, **kwargs):
+            assert isinstance(args, TrainingArguments) and isinstance(state, TrainerState)
+            control.should_training_stop = metrics["eval_loss"] == 1.0
+
+    training = TrainingArguments(str(tmp_path), report_to="none", use_cpu=True)
+    trainer = OrderedTrainer(torch.nn.Linear(1, 1), training, callbacks=[Seen()])
+    assert trainer.report({"loss": 1.0}, "eval")["eval_loss"] == 1.0 and trainer.control.should_training_stop

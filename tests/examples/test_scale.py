@@ -111,6 +111,7 @@ def test_language_models_stream_and_resume(name, call, corpus, tmp_path):
     ("name", "options", "message"),
     [
         ("run_mlm", [], "--streaming needs --max_steps"),
+        ("run_mlm", ["--max_steps", "0"], "--streaming needs --max_steps"),
         ("run_mlm", ["--max_steps", "2", "--dataloader_num_workers", "2"], "--streaming supports at most 1 worker"),
         ("run_mlm", ["--max_steps", "2", "--shuffle_buffer", "0"], "--shuffle_buffer 0 must be at least 1"),
         ("run_mlm", ["--max_steps", "2", "--text_column", "words"], "split train has no column words, only text"),
