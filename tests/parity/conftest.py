@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from tests.parity.original import Original
 from tests.parity.report import KINDS, PROPERTY
 
 
@@ -42,6 +43,18 @@ class Parity:
         worst[kind] = tuple(map(max, pair, worst.get(kind, (0.0, 0.0))))
         self.worst = max(self.worst, (ratio, pair[0], name))
         assert ratio <= 1.0, f"{name}: off by {pair[0]:.2e}, {ratio:.1f} times the tolerance"
+
+
+@pytest.fixture(scope="session")
+def outputs(tmp_path_factory):
+    """The folder of the converted checkpoints, which all tests share."""
+    return tmp_path_factory.mktemp("converted")
+
+
+@pytest.fixture
+def original(request, parity_folder, outputs):
+    """The fixture `family/name` that the parameter names."""
+    return Original(parity_folder(*request.param.split("/")), outputs)
 
 
 @pytest.fixture

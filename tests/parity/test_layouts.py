@@ -4,14 +4,11 @@ The original code uses right-padded rows. Here the same rows are left-padded, wi
 `unpad_inputs`, with eager attention, and in segments with a cache.
 """
 
-import json
-
 import pytest
 import torch
-from safetensors.torch import load_file
 
-import luna_mega
 from luna_mega.convert import convert_checkpoint
+from tests.parity.original import Original
 
 FIXTURES = [
     "luna/bert_heads",
@@ -27,16 +24,13 @@ DECODERS = [name for name in FIXTURES if "_lm_" in name or "_clm_" in name or na
 PAD = 1
 
 
-class Case:
+class Case(Original):
     """Rows of tokens `[B, T]`, their mask, and the original's results for them: logits or log-probabilities."""
 
-    def __init__(self, folder, output):
-        self.io, meta = load_file(folder / "io.safetensors"), json.loads((folder / "meta.json").read_text())
-        self.tolerance = {name: meta.get("tolerance", {}).get(name, value) for name, value in TOLERANCE.items()}
-        self.folder = folder if folder.name.startswith("hf_") else output
-        if self.folder == output:
-            convert_checkpoint(folder if folder.parent.name == "megalodon" else folder / "checkpoint.pt", output)
-        self.cls = getattr(luna_mega, json.loads((self.folder / "config.json").read_text())["architectures"][0])
+    def __init__(self, folder, outputs):
+        super().__init__(folder, outputs)
+        if folder.parent.name == "megalodon" and not self.convert().exists():
+            convert_checkpoint(folder, self.convert())
         self.model = self.load()
         batch = {"luna": "A.", "megalodon": "C."}.get(folder.parent.name, "")
         names = ("input_ids", "ids", "src_tokens")
@@ -46,8 +40,8 @@ class Case:
         names = ("logits", "lprobs", "start_logits", "end_logits")
         self.expected = {name: self.io[batch + name] for name in names if batch + name in self.io}
 
-    def load(self, **fields):
-        return self.cls.from_pretrained(self.folder, **fields).eval()
+    def convert(self, head=None):
+        return self.outputs / "default" if self.folder.parent.name == "megalodon" else super().convert(head)
 
     def results(self, model, ids, mask, **options):
         """Return the tensors `[B, T, ...]` that correspond to `expected`."""
@@ -59,7 +53,7 @@ class Case:
     def check(self, parity, results, places):
         """Compare the results at the bool mask `places` with the kept tokens, row by row."""
         for name, expected in self.expected.items():
-            parity.check(name, results[name][places], expected[self.mask], scaled=True, **self.tolerance)
+            parity.check(name, results[name][places], expected[self.mask], scaled=True, **self.tight)
 
     def spread(self, places):
         """Return token ids and mask with the kept tokens at `places`, `[B, S]` bool."""
@@ -68,12 +62,9 @@ class Case:
         return ids, places
 
 
-TOLERANCE = {"atol": 1e-5, "rtol": 1e-4}
-
-
 @pytest.fixture
-def case(request, parity_folder, tmp_path):
-    return Case(parity_folder(*request.param.split("/")), tmp_path / "model")
+def case(request, parity_folder, outputs):
+    return Case(parity_folder(*request.param.split("/")), outputs)
 
 
 @torch.no_grad()

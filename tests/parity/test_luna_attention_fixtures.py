@@ -1,25 +1,24 @@
 """`LunaAttention` against the original `LunarMultiheadAttention`: outputs, packed context, weights, every gradient."""
 
-import json
-
 import pytest
-from safetensors.torch import load_file
 
 from luna_mega import LunaConfig
 from luna_mega.convert.formats._luna import ATTENTION
 from luna_mega.kernels.api import use_backend
 from luna_mega.modeling_common.layout import DenseLayout
 from luna_mega.modeling_luna.modeling_luna import LunaAttention
+from tests.parity.original import originals
 
 CASES = ["self_tied", "self_untied_pheads2", "cross_tied_pheads2", "cross_untied"]
 
 
+cases = originals("luna", [f"raw_mha_{case}" for case in CASES])
+
+
 @pytest.mark.parametrize("output_weights", [False, True], ids=["fused", "weights"])
-@pytest.mark.parametrize("case", CASES)
-def test_raw_module(parity_folder, parity, case, output_weights):
-    folder = parity_folder("luna", f"raw_mha_{case}")
-    meta, io = json.loads((folder / "meta.json").read_text()), load_file(folder / "io.safetensors")
-    attention = _attention(meta, io)
+@cases
+def test_raw_module(original, parity, output_weights):
+    io, attention = original.io, _attention(original)
     batches = sorted({name.split(".")[0] for name in io if name.startswith("n")})
     assert batches
     for batch in batches:
@@ -28,15 +27,16 @@ def test_raw_module(parity_folder, parity, case, output_weights):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", CASES)
-def test_raw_module_by_kernels(parity_folder, parity, triton_device, case):
+@cases
+def test_raw_module_by_kernels(original, parity, triton_device):
     if triton_device.type == "cuda":
         pytest.skip("the fixtures are compared on the CPU, by interpreted kernels")
     with use_backend("triton"):
-        test_raw_module(parity_folder, parity, case, output_weights=False)
+        test_raw_module(original, parity, output_weights=False)
 
 
-def _attention(meta, io):
+def _attention(original):
+    meta = original.meta
     config = LunaConfig(
         hidden_size=meta["embed_dim"],
         num_attention_heads=meta["num_heads"],
@@ -45,8 +45,7 @@ def _attention(meta, io):
         attention_dropout=0.0,
     )
     attention = LunaAttention(config)
-    weights = {name.removeprefix("weights."): value for name, value in io.items() if name.startswith("weights.")}
-    attention.load_state_dict({_ours(name): value for name, value in weights.items()})
+    attention.load_state_dict({_ours(name): value for name, value in original.starting_with("weights.").items()})
     return attention
 
 

@@ -1,14 +1,13 @@
 """`luna_causal_attention` inside the original `LunarCausalAttention`: outputs, steps, state, every gradient."""
 
 import itertools
-import json
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from torch import nn
 
 from luna_mega.kernels.api import luna_causal_attention, luna_causal_attention_step, use_backend
+from tests.parity.original import originals
 
 CASES = {"tied": "softplus", "untied": "softplus", "elu_tied": "elu"}
 
@@ -34,14 +33,12 @@ class CausalAttention(nn.Module):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", ["reference", "torch", "triton"])
-@pytest.mark.parametrize("case", CASES)
-def test_raw_module(parity_folder, parity, case, backend, request):
+@originals("luna", [f"raw_causal_{case}" for case in CASES])
+def test_raw_module(original, parity, backend, request):
     if backend == "triton" and request.getfixturevalue("triton_device").type == "cuda":
         pytest.skip("the fixtures are compared on the CPU, by interpreted kernels")
-    folder = parity_folder("luna", f"raw_causal_{case}")
-    meta, io = json.loads((folder / "meta.json").read_text()), load_file(folder / "io.safetensors")
-    weights = {name.removeprefix("weights."): value for name, value in io.items() if name.startswith("weights.")}
-    attention = CausalAttention(meta, weights, CASES[case])
+    activation = CASES[original.folder.name.removeprefix("raw_causal_")]
+    io, attention = original.io, CausalAttention(original.meta, original.starting_with("weights."), activation)
     for length, masking in itertools.product(("n1", "n7", "n65"), ("nomask", "pmask")):
         pack_mask = io[f"{length}.pmask"] == 0 if masking == "pmask" else None
         with use_backend(backend):

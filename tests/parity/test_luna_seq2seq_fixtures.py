@@ -10,7 +10,7 @@ from torch.nn.functional import cross_entropy
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
 from transformers.trainer_pt_utils import LabelSmoother
 
-from tests.parity.test_luna_model_fixtures import Fixture
+from tests.parity.original import Original
 from tests.parity.test_mega_seq2seq_fixtures import score
 
 CASES = ["s2s_lnemb_learned_fixlen", "s2s_tied", "s2s_untied_prenorm"]
@@ -22,20 +22,20 @@ SEARCHES = {
 }
 
 
-@pytest.fixture(params=CASES)
-def fixture(request, parity_folder, tmp_path):
-    return Fixture(parity_folder("luna", request.param), tmp_path)
+@pytest.fixture(params=[f"luna/{case}" for case in CASES])
+def original(request, parity_folder, outputs):
+    return Original(parity_folder(*request.param.split("/")), outputs)
 
 
 @pytest.fixture
-def model(fixture):
-    return fixture.load(auto=AutoModelForSeq2SeqLM)
+def model(original):
+    return original.load(AutoModelForSeq2SeqLM)
 
 
 @torch.no_grad()
-def test_model(fixture, model, parity):
-    io, tolerance = fixture.io, fixture.tolerance
-    for batch in fixture.meta["batches"]:
+def test_model(original, model, parity):
+    io, tolerance = original.io, original.tight
+    for batch in original.meta["batches"]:
         source, target = io[f"{batch}.src_tokens"], io[f"{batch}.prev_output_tokens"]
         real, real_target = source != PAD, target != PAD
         rows = io[f"{batch}.enc.p_padding_mask"] == 0 if f"{batch}.enc.p_padding_mask" in io else None
@@ -64,29 +64,29 @@ def test_model(fixture, model, parity):
         parity.check(f"{batch}.logits", logits, io[f"{batch}.logits"], keep=real_target, **tolerance)
 
 
-def test_loss_and_gradients(fixture, model, parity):
-    io = fixture.io
+def test_loss_and_gradients(original, model, parity):
+    io = original.io
     source, target = io["A.src_tokens"], io["A.target"]
     labels = target.masked_fill(target == PAD, -100)
     given, count = io["A.prev_output_tokens"], (labels != -100).sum()
     made = model.prepare_decoder_input_ids_from_labels(labels)
     assert torch.equal(made[given != PAD], given[given != PAD])
     output = model(source, labels=labels)
-    parity.check("loss", output.loss.reshape(1), io["A.obj.loss"], **fixture.tolerance)
-    parity.check("nll", output.loss.reshape(1) * count, io["A.obj.nll_loss_sum"], **fixture.tolerance)
+    parity.check("loss", output.loss.reshape(1), io["A.obj.loss"], **original.tight)
+    parity.check("nll", output.loss.reshape(1) * count, io["A.obj.nll_loss_sum"], **original.tight)
     smooth = LabelSmoother(epsilon=0.1)({"logits": output.logits}, labels) * count
-    parity.check("smoothed", smooth.reshape(1), io["A.obj.label_smoothed_loss_sum"], **fixture.tolerance)
+    parity.check("smoothed", smooth.reshape(1), io["A.obj.label_smoothed_loss_sum"], **original.tight)
     logits = model(source, decoder_input_ids=given).logits
     cross_entropy(logits.flatten(0, 1), labels.flatten()).backward()
-    fixture.add_gradients(model)
-    fixture.check_gradients(parity)
+    original.add_gradients(model)
+    original.check_gradients(parity)
 
 
 @torch.no_grad()
-def test_steps(fixture, model, parity):
+def test_steps(original, model, parity):
     """One token at a time; batch C also with the states of the original, which are sums instead of means."""
-    io, tolerance = fixture.io, fixture.tolerance
-    for batch in fixture.meta["incremental_vs_teacher_forced_max_abs_diff"]:
+    io, tolerance = original.io, original.tight
+    for batch in original.meta["incremental_vs_teacher_forced_max_abs_diff"]:
         source, target = io[f"{batch}.src_tokens"], io[f"{batch}.prev_output_tokens"]
         given, past, logits = {"input_ids": source}, None, []
         for token in target.split(1, dim=1):
@@ -111,21 +111,21 @@ def test_steps(fixture, model, parity):
 
 
 @torch.no_grad()
-def test_reordering(fixture, model, parity):
-    io = fixture.io
+def test_reordering(original, model, parity):
+    io = original.io
     source, tokens, order = io["C.src_tokens"][:1].expand(3, -1), io["reorder.tokens"], torch.tensor([2, 0, 0])
     past = model(source, decoder_input_ids=tokens[:, :-1], use_cache=True).past_key_values
     past.reorder_cache(order)
     output = model(decoder_input_ids=tokens[order, -1:], past_key_values=past, use_cache=True)
-    parity.check("reordered", output.logits, io["reorder.logits_after"], **fixture.tolerance)
+    parity.check("reordered", output.logits, io["reorder.logits_after"], **original.tight)
 
 
 @pytest.mark.covering(1)
 @torch.no_grad()
 @pytest.mark.parametrize("search", SEARCHES)
-def test_generate(fixture, model, parity, search):
+def test_generate(original, model, parity, search):
     """The generator of fairseq, with the settings of docs/checkpoint_formats.md and `generation_config.json`."""
-    io, words = fixture.io, [token for token in range(model.lm_head.out_features) if token != PAD]
+    io, words = original.io, [token for token in range(model.lm_head.out_features) if token != PAD]
     batches = {key.split(".")[0] for key in io if f".{search}.tokens" in key}
     assert batches
     for batch in batches:
@@ -146,11 +146,11 @@ def test_generate(fixture, model, parity, search):
         tokens = output.sequences[:, 1:]
         assert torch.equal(tokens, expected[:, : tokens.shape[1]]) and (expected[:, tokens.shape[1] :] == PAD).all()
         scores = score(model, source, output.sequences) if beams == 1 else output.sequences_scores
-        parity.check(f"{batch}.scores", scores, io[f"{batch}.{search}.scores"].flatten(), **fixture.tolerance)
+        parity.check(f"{batch}.scores", scores, io[f"{batch}.{search}.scores"].flatten(), **original.tight)
 
 
-def test_a_sentence_through_both_languages(fixture, model):
-    folder = fixture.convert()
+def test_a_sentence_through_both_languages(original, model):
+    folder = original.convert()
     source = AutoTokenizer.from_pretrained(folder)
     target = AutoTokenizer.from_pretrained(folder, subfolder="target") if (folder / "target").is_dir() else source
     words = [line.split()[0] for line in (folder / "dict.txt").read_text().splitlines()][:4]
@@ -158,7 +158,3 @@ def test_a_sentence_through_both_languages(fixture, model):
     assert inputs["input_ids"].tolist() == [[4, 5, 6, 7, END], [4, 3, END, PAD, PAD]]
     tokens = model.generate(**inputs, max_length=9)
     assert target.batch_decode(tokens, skip_special_tokens=True)[0].split()
-
-
-def test_every_fixture_is_tested(parity_folder):
-    assert {name for name in parity_folder.names("luna") if name.startswith("s2s_")} <= set(CASES)

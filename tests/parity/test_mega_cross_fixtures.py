@@ -1,8 +1,5 @@
 """Gated cross-attention against the original's, and the decoders of transformers v4 that have it."""
 
-import argparse
-import json
-
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -12,6 +9,7 @@ from luna_mega import MegaConfig, MegaForCausalLM
 from luna_mega.modeling_common.layout import DENSE, DenseLayout
 from luna_mega.modeling_mega.cache_mega import MegaCacheLayer, MegaCrossCacheLayer
 from luna_mega.modeling_mega.cross_attention import MegaGatedCrossAttention
+from tests.parity.original import Original
 
 MODULES = [
     "05_xattn_laplace_simple",
@@ -26,14 +24,10 @@ def ours(name: str) -> str:
     return "rel_pos_bias.b_param" if name == "rel_pos_bias.beta" else name
 
 
-class Module:
-    def __init__(self, folder):
-        self.meta, self.io = json.loads((folder / "meta.json").read_text()), load_file(folder / "io.safetensors")
-        with torch.serialization.safe_globals([argparse.Namespace]):
-            weights = torch.load(folder / "checkpoint.pt", weights_only=True)["model"]
-        args, tolerance = self.meta["args"], self.meta["tolerance"]
-        self.tight = {"atol": tolerance["atol"], "rtol": tolerance["rtol"]}
-        self.loose = {"atol": tolerance["grad_atol"], "rtol": tolerance["grad_rtol"]}
+class Module(Original):
+    def __init__(self, *folders):
+        super().__init__(*folders)
+        args = self.args
         config = MegaConfig(
             hidden_size=args["embed_dim"],
             shared_representation_size=args["zdim"],
@@ -47,14 +41,14 @@ class Module:
             add_cross_attention=True,
         )
         self.layer = MegaGatedCrossAttention(config).eval()
-        self.layer.load_state_dict({ours(key): value for key, value in weights.items() if "_float_tensor" not in key})
-        self.query, self.key, self.cot = (self.io[name].transpose(0, 1) for name in ("query", "key", "cot"))
+        self.layer.load_state_dict({ours(key): value for key, value in self.weights().items()})
+        self.query, self.key, self.cot = map(self.time_major, ("query", "key", "cot"))
         self.layouts = {"": DENSE, "_padded": DenseLayout(self.io["key_padding_mask"] == 0)}
 
 
 @pytest.fixture(params=MODULES)
-def module(request, parity_folder):
-    return Module(parity_folder("mega", request.param))
+def module(request, parity_folder, outputs):
+    return Module(parity_folder("mega", request.param), outputs)
 
 
 def test_cross_attention(module, parity):
@@ -70,12 +64,10 @@ def test_cross_attention(module, parity):
         for name, x in (("query", query), ("key", key)):
             expected = module.io[f"grad_{name}{padded}"]
             parity.check(f"grad_{name}{padded}", x.grad.transpose(0, 1), expected, **module.loose)
-        prefix = f"grad{padded}."
-        gradients = {name: value for name, value in module.io.items() if name.startswith(prefix)}
-        parameters = dict(module.layer.named_parameters())
-        assert {ours(name.removeprefix(prefix)) for name in gradients} == parameters.keys()
+        gradients, parameters = module.starting_with(f"grad{padded}."), dict(module.layer.named_parameters())
+        assert set(map(ours, gradients)) == parameters.keys()
         for name, expected in gradients.items():
-            parity.check(name, parameters[ours(name.removeprefix(prefix))].grad, expected, **module.loose)
+            parity.check(f"grad{padded}.{name}", parameters[ours(name)].grad, expected, **module.loose)
 
 
 @torch.no_grad()
@@ -132,8 +124,3 @@ def test_v4_decoder(parity_folder, parity, name):
     prompt = io["input_ids_nopad"][:, :5]
     tokens = [model.generate(prompt, **source, num_beams=2, max_new_tokens=5, use_cache=flag) for flag in (True, False)]
     assert torch.equal(*tokens)
-
-
-def test_every_fixture_is_tested(parity_folder):
-    names = parity_folder.names("mega")
-    assert {name for name in names if name.startswith(("05_", "hf_clm_cross"))} <= {*MODULES, *FOLDERS}

@@ -4,17 +4,14 @@ Branch `main` calls the logit of the input weight delta, branch `flash` alpha, a
 the next token.
 """
 
-import argparse
-import json
-
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from luna_mega.kernels.api import damped_ema, damped_ema_step
 from luna_mega.kernels.moving_average import torch_backend
 from luna_mega.kernels.moving_average.coefficients import damped_coefficients
 from luna_mega.kernels.moving_average.tables import lags
+from tests.parity.original import Original
 
 CASES = [
     "01_ema_bidir",
@@ -37,28 +34,20 @@ def backend(request, monkeypatch):
     return "reference" if request.param == "reference" else "torch"
 
 
-class Fixture:
-    def __init__(self, folder):
-        self.meta, self.io = json.loads((folder / "meta.json").read_text()), load_file(folder / "io.safetensors")
-        with torch.serialization.safe_globals([argparse.Namespace]):
-            weights = torch.load(folder / "checkpoint.pt", weights_only=True)["model"]
-        self.flash = "branch flash" in self.meta["source"]
+class Fixture(Original):
+    def __init__(self, *folders):
+        super().__init__(*folders)
         logits = ("alpha", "delta") if self.flash else ("delta", "alpha")
-        self.names = (*logits, "beta", "gamma", "omega")
+        self.names, weights = (*logits, "beta", "gamma", "omega"), self.weights()
         self.parameters = [weights[name].squeeze(-1).requires_grad_() for name in self.names]
-        self.truncation = self.meta["args"]["truncation"]
-        self.options = {"shift": self.flash and self.meta["args"]["bidirectional"], "truncation": self.truncation}
+        self.options = {"shift": self.flash and self.args["bidirectional"], "truncation": self.args["truncation"]}
         self.mask = self.io["padding_mask"] == 0
-        # Time-major in the fixtures.
-        self.x, self.cotangent = (self.io[name].transpose(0, 1).contiguous() for name in ("x", "cot"))
-        tolerance = self.meta["tolerance"]
-        self.tight = {"atol": tolerance["atol"], "rtol": tolerance["rtol"]}
-        self.loose = {"atol": tolerance["grad_atol"], "rtol": tolerance["grad_rtol"]}
+        self.x, self.cotangent = map(self.time_major, ("x", "cot"))
 
 
 @pytest.fixture
-def fixture(request, parity_folder):
-    return Fixture(parity_folder("mega", request.param))
+def fixture(request, parity_folder, outputs):
+    return Fixture(parity_folder("mega", request.param), outputs)
 
 
 @pytest.mark.parametrize("fixture", CASES, indirect=True)
@@ -89,7 +78,7 @@ def test_kernel(fixture, parity):
 def test_steps_and_segments(fixture, parity, backend):
     """The original's recurrence never truncates, so that a truncated case has the steps of an untruncated one."""
     rows, channels = fixture.x.shape[0], fixture.x.shape[2]
-    state = torch.zeros(rows, channels, fixture.meta["args"]["ndim"])
+    state = torch.zeros(rows, channels, fixture.args["ndim"])
     steps = []
     for x in fixture.x.unbind(1):
         output, state = damped_ema_step(x, state, *fixture.parameters, backend=backend)

@@ -4,12 +4,8 @@ Outputs, weights, every gradient, and the statistics of a training step under ba
 by step and in segments.
 """
 
-import argparse
-import json
-
 import pytest
 import torch
-from safetensors.torch import load_file
 from torch import nn
 
 from luna_mega import MegaConfig
@@ -20,6 +16,7 @@ from luna_mega.modeling_common.layout import DENSE, DenseLayout
 from luna_mega.modeling_mega.cache_mega import MegaCacheLayer
 from luna_mega.modeling_mega.layers_mega import build_norm
 from luna_mega.modeling_mega.modeling_mega import MegaGatedAttention, MegaNormalizedFeedForwardNetwork
+from tests.parity.original import Original
 
 MODULES = [
     "03_mega_bidir_gelu_noaffine",
@@ -58,32 +55,18 @@ NAMES = {
 FLASH = {"move.alpha": "ema_gate.damping_factor", "move.delta": "ema_gate.decay_factor"}
 
 
-class Fixture:
-    def __init__(self, folder):
-        self.meta, self.io = json.loads((folder / "meta.json").read_text()), load_file(folder / "io.safetensors")
-        with torch.serialization.safe_globals([argparse.Namespace]):
-            self.weights = torch.load(folder / "checkpoint.pt", weights_only=True)["model"]
-        self.flash = "branch flash" in self.meta["source"]
-        self.args = self.meta["args"]
-        tolerance = self.meta["tolerance"]
-        self.tight = {"atol": tolerance["atol"], "rtol": tolerance["rtol"]}
-        self.loose = {"atol": tolerance["grad_atol"], "rtol": tolerance["grad_rtol"]}
-
+class Fixture(Original):
     def name(self, key: str) -> str:
         return (NAMES | FLASH if self.flash else NAMES).get(key, key)
 
     def load(self, module: nn.Module) -> nn.Module:
-        weights = {self.name(key): value for key, value in self.weights.items() if "_float_tensor" not in key}
-        module.load_state_dict(weights)
+        module.load_state_dict({self.name(key): value for key, value in self.weights().items()})
         return module.eval()
-
-    def time_major(self, name: str) -> torch.Tensor:
-        return self.io[name].transpose(0, 1).contiguous()
 
 
 @pytest.fixture
-def fixture(request, parity_folder):
-    return Fixture(parity_folder("mega", request.param))
+def fixture(request, parity_folder, outputs):
+    return Fixture(parity_folder("mega", request.param), outputs)
 
 
 def gated_attention(fixture: Fixture, **fields) -> MegaGatedAttention:
@@ -187,7 +170,7 @@ def toeplitz(layer: MegaGatedAttention, expected: torch.Tensor) -> torch.Tensor:
 
 
 def check_gradients(fixture: Fixture, parity, module: nn.Module, prefix: str):
-    expected = {key.removeprefix(prefix): value for key, value in fixture.io.items() if key.startswith(prefix)}
+    expected = fixture.starting_with(prefix)
     parameters = dict(module.named_parameters())
     assert {fixture.name(key) for key in expected} == parameters.keys()
     for key, value in expected.items():
@@ -233,7 +216,7 @@ def test_norms_and_attention_functions(fixture, parity):
         case = name.removeprefix("out.")
         norm_type, affine = case.split("_")
         norm = build_norm(norm_type, fixture.args["embedding_dim"], affine == "affine", fixture.args["eps"]).eval()
-        weights = {key.split(".")[-1]: value for key, value in fixture.weights.items() if key.startswith(f"{case}.")}
+        weights = {key.split(".")[-1]: x for key, x in fixture.weights().items() if key.startswith(f"{case}.")}
         norm.load_state_dict(weights)
         parity.check(name, norm(fixture.time_major("x")).transpose(0, 1), expected, **fixture.tight)
     for function in (laplace, relu2):

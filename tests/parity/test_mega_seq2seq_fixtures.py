@@ -4,15 +4,12 @@ Every hidden state, logits, cross-attention, the label-smoothed loss, gradients,
 fairseq's generator, to the tolerance of each `meta.json`.
 """
 
-import json
-
 import pytest
 import torch
-from safetensors.torch import load_file
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
 from transformers.trainer_pt_utils import LabelSmoother
 
-from luna_mega_cli import main
+from tests.parity.original import originals
 
 CASES = [
     "09_mt_softmax_shared",
@@ -24,27 +21,17 @@ PAD, END = 1, 2
 BEAMS = {"gen_beam1_lenpen1": (1, 1.0), "gen_beam4_lenpen1": (4, 1.0), "gen_beam4_lenpen0.5": (4, 0.5)}
 
 
-class Case:
-    def __init__(self, folder, output):
-        assert main(["convert", str(folder / "checkpoint.pt"), "--output", str(output)]) == 0
-        self.io, self.meta = load_file(folder / "io.safetensors"), json.loads((folder / "meta.json").read_text())
-        self.report = json.loads((output / "conversion_report.json").read_text())
-        self.folder = output
-        self.model, loading = AutoModelForSeq2SeqLM.from_pretrained(output, output_loading_info=True)
-        assert not any(loading.values())
-        self.model.eval()
-        tolerance = self.meta["tolerance"]
-        self.tight = {"atol": tolerance["atol"], "rtol": tolerance["rtol"]}
-        self.loose = {"atol": tolerance["grad_atol"], "rtol": tolerance["grad_rtol"]}
+@pytest.fixture
+def model(original):
+    return original.load(AutoModelForSeq2SeqLM)
 
 
-@pytest.fixture(params=CASES)
-def case(request, parity_folder, tmp_path):
-    return Case(parity_folder("mega", request.param), tmp_path / "model")
+cases = originals("mega", CASES)
 
 
-def test_model(case, parity):
-    model, io, states = case.model, case.io, {}
+@cases
+def test_model(original, model, parity):
+    io, states = original.io, {}
 
     def keep(name):
         return lambda module, args, output: states.__setitem__(name, output)
@@ -63,36 +50,35 @@ def test_model(case, parity):
     for name, actual in states.items():
         if name in io:  # the original fills chunks up with padding
             side = name.split("_")[0]
-            parity.check(name, actual, io[name][:, : actual.shape[1]], keep=real[side], **case.tight)
+            parity.check(name, actual, io[name][:, : actual.shape[1]], keep=real[side], **original.tight)
     assert {name for name in io if "_hidden." in name} <= states.keys()
-    parity.check("encoder_out", output.encoder_last_hidden_state, io["encoder_out"], keep=real["encoder"], **case.tight)
-    parity.check("logits", output.logits, io["logits"], keep=real["decoder"], **case.tight)
+    parity.check(
+        "encoder_out", output.encoder_last_hidden_state, io["encoder_out"], keep=real["encoder"], **original.tight
+    )
+    parity.check("logits", output.logits, io["logits"], keep=real["decoder"], **original.tight)
     weights = model(source, decoder_input_ids=target, output_attentions=True, use_cache=False).cross_attentions
-    parity.check("cross_attn", weights[-1][:, 0], io["cross_attn_last_layer"], keep=real["decoder"], **case.tight)
-    check_loss(case, parity, output.logits)
+    parity.check("cross_attn", weights[-1][:, 0], io["cross_attn_last_layer"], keep=real["decoder"], **original.tight)
+    check_loss(original, model, parity, output.logits)
 
 
-def check_loss(case, parity, logits):
-    io, model = case.io, case.model
+def check_loss(original, model, parity, logits):
+    io = original.io
     labels = io["target"].masked_fill(io["target"] == PAD, -100)
     count = (labels != -100).sum()
     real = io["prev_output_tokens"] != PAD
     assert torch.equal(model.prepare_decoder_input_ids_from_labels(labels)[real], io["prev_output_tokens"][real])
-    parity.check("nll_sum", model(io["src_tokens"], labels=labels).loss * count, io["nll_sum"], **case.tight)
+    parity.check("nll_sum", model(io["src_tokens"], labels=labels).loss * count, io["nll_sum"], **original.tight)
     loss = LabelSmoother(epsilon=0.1)({"logits": logits}, labels) * count
-    parity.check("loss_sum", loss, io["loss_sum"], **case.tight)
+    parity.check("loss_sum", loss, io["loss_sum"], **original.tight)
     loss.backward()
-    names = {row["source"]: row["target"] for row in case.report["mapped"]}
-    parameters = dict(model.named_parameters(remove_duplicate=False))
-    gradients = {name.removeprefix("grad."): value for name, value in io.items() if name.startswith("grad.")}
-    assert len(gradients) > 50
-    for name, expected in gradients.items():
-        parity.check(f"grad.{name}", parameters[names[name]].grad, expected, **case.loose)
+    original.add_gradients(model)
+    original.check_gradients(parity, complete=False)  # only of the first layers
 
 
+@cases
 @torch.no_grad()
-def test_steps(case, parity):
-    io, model = case.io, case.model
+def test_steps(original, model, parity):
+    io = original.io
     encoded = model.mega.encoder(io["src_tokens"])
     tokens, mask, past, logits = io["inc_prev_output_tokens"], io["src_tokens"] != PAD, None, []
     for token in tokens.split(1, dim=1):
@@ -100,20 +86,21 @@ def test_steps(case, parity):
         output = model(**given, decoder_input_ids=token, use_cache=True)
         past = output.past_key_values
         logits.append(output.logits)
-    parity.check("inc_logits_step", torch.cat(logits, 1), io["inc_logits_step"], **case.tight)
+    parity.check("inc_logits_step", torch.cat(logits, 1), io["inc_logits_step"], **original.tight)
     parallel = model(io["src_tokens"], decoder_input_ids=tokens).logits
-    parity.check("inc_logits_parallel", parallel, io["inc_logits_parallel"], **case.tight)
+    parity.check("inc_logits_parallel", parallel, io["inc_logits_parallel"], **original.tight)
 
 
 @pytest.mark.covering(1)
+@cases
 @pytest.mark.parametrize("name", BEAMS)
-def test_generate(case, parity, name):
+def test_generate(original, model, parity, name):
     """Beam search of fairseq, with the settings of docs/checkpoint_formats.md and `generation_config.json`."""
-    io, (beams, penalty) = case.io, BEAMS[name]
+    io, (beams, penalty) = original.io, BEAMS[name]
     assert set(BEAMS) == {key.rpartition(".")[0] for key in io if key.startswith("gen_")}
-    longest = case.meta["generation"]["max_len_b"]
-    words = [token for token in range(case.model.lm_head.out_features) if token != PAD]
-    output = case.model.generate(
+    longest = original.meta["generation"]["max_len_b"]
+    words = [token for token in range(model.lm_head.out_features) if token != PAD]
+    output = model.generate(
         io["src_tokens"],
         num_beams=beams,
         num_return_sequences=beams,
@@ -128,8 +115,8 @@ def test_generate(case, parity, name):
     expected = io[f"{name}.tokens"].flatten(0, 1)
     tokens = output.sequences[:, 1:]
     assert torch.equal(tokens, expected[:, : tokens.shape[1]]) and (expected[:, tokens.shape[1] :] == PAD).all()
-    scores = output.sequences_scores if beams > 1 else score(case.model, io["src_tokens"], output.sequences)
-    parity.check("scores", scores, io[f"{name}.scores"].flatten(), **case.tight)
+    scores = output.sequences_scores if beams > 1 else score(model, io["src_tokens"], output.sequences)
+    parity.check("scores", scores, io[f"{name}.scores"].flatten(), **original.tight)
 
 
 def score(model, source, sequences):
@@ -141,32 +128,29 @@ def score(model, source, sequences):
     return lprobs.sum(1) / (tokens != PAD).sum(1)
 
 
-def test_generation_config_and_tokenizers(case):
+@cases
+def test_generation_config_and_tokenizers(original, model):
     """The options of `generate` are written, and a sentence passes through both languages."""
-    config = case.model.generation_config
+    config, folder = model.generation_config, original.convert()
     assert (config.num_beams, config.length_penalty, config.early_stopping) == (5, 1.0, True)
     assert (config.decoder_start_token_id, config.forced_eos_token_id, config.pad_token_id) == (END, END, PAD)
     assert config.suppress_tokens == [PAD] and config.max_length == 81
-    symbols = {side: dictionary(case, side) for side in ("source", "target")}
-    tokenizer = AutoTokenizer.from_pretrained(case.folder)
+    symbols = {side: dictionary(folder, side) for side in ("source", "target")}
+    tokenizer = AutoTokenizer.from_pretrained(folder)
     text = " ".join(symbols["source"][:4])
     assert tokenizer(text).input_ids == [4, 5, 6, 7, END]
     separate = symbols["source"] != symbols["target"]
-    assert (case.folder / "target").is_dir() is separate
+    assert (folder / "target").is_dir() is separate
     if separate:
-        tokenizer_of_target = AutoTokenizer.from_pretrained(case.folder, subfolder="target")
+        tokenizer_of_target = AutoTokenizer.from_pretrained(folder, subfolder="target")
     else:
         tokenizer_of_target = tokenizer
-    tokens = case.model.generate(**tokenizer([text], return_tensors="pt"), max_length=8)
+    tokens = model.generate(**tokenizer([text], return_tensors="pt"), max_length=8)
     decoded = tokenizer_of_target.batch_decode(tokens, skip_special_tokens=True)[0].split()
     assert decoded == [symbols["target"][token - 4] for token in tokens[0].tolist() if token > 3]
 
 
-def dictionary(case, side):
-    path = case.folder / ("dict.target.txt" if side == "target" else "dict.txt")
-    path = path if path.is_file() else case.folder / "dict.txt"
+def dictionary(folder, side):
+    path = folder / ("dict.target.txt" if side == "target" else "dict.txt")
+    path = path if path.is_file() else folder / "dict.txt"
     return [line.split()[0] for line in path.read_text().splitlines()]
-
-
-def test_every_fixture_is_tested(parity_folder):
-    assert {name for name in parity_folder.names("mega") if "_mt_" in name} <= set(CASES)

@@ -1,10 +1,6 @@
 """Mega folders of transformers v4, loaded without conversion by Auto classes: states, logits, losses, gradients."""
 
-import json
-
-import pytest
 import torch
-from safetensors.torch import load_file
 from torch.nn import functional as F
 from transformers import (
     AutoModel,
@@ -17,6 +13,7 @@ from transformers import (
 )
 
 import luna_mega
+from tests.parity.original import originals
 
 AUTO = {
     "MegaModel": AutoModel,
@@ -61,31 +58,29 @@ DECODERS = [
 ]
 
 
-def load(folder, cls):
-    model, report = AUTO[cls].from_pretrained(folder, output_loading_info=True)
+def load(original):
+    cls = original.meta["cls"]
+    model = original.load(AUTO[cls])
     assert type(model) is getattr(luna_mega, cls)
-    assert not report["missing_keys"] and not report["mismatched_keys"] and not report["unexpected_keys"]
-    return model.eval()
+    return model, original.io
 
 
-@pytest.mark.parametrize("case", ENCODERS + DECODERS)
-def test_v4_folder(parity_folder, parity, tmp_path, case):
-    folder = parity_folder("mega", f"hf_{case}")
-    meta, io = json.loads((folder / "meta.json").read_text()), load_file(folder / "io.safetensors")
-    model = load(folder, meta["cls"])
+@originals("mega", [f"hf_{case}" for case in ENCODERS + DECODERS])
+def test_v4_folder(original, parity, tmp_path):
+    model, io = load(original)
     compare(parity, model, io, io["input_ids"], io["attention_mask"], "")
     compare(parity, model, io, io["input_ids_nopad"], None, "nomask.")
     check_gradients(parity, model, io)
     model.save_pretrained(tmp_path)
-    assert model.config.to_json_string() == load(tmp_path, meta["cls"]).config.to_json_string()
+    assert model.config.to_json_string() == type(model).from_pretrained(tmp_path).config.to_json_string()
 
 
 @torch.no_grad()
-def test_length_that_v4_rejects(parity_folder, parity):
+@originals("mega", ["hf_mlm_softmax_chunk_notmultiple"])
+def test_length_that_v4_rejects(original, parity):
     """v4 raises if the length is not a multiple of the chunk; ours equals the same rows padded to a multiple."""
-    folder = parity_folder("mega", "hf_mlm_softmax_chunk_notmultiple")
-    assert set(json.loads((folder / "meta.json").read_text())["raises"]) == {"", "nomask."}
-    io, model = load_file(folder / "io.safetensors"), load(folder, "MegaForMaskedLM")
+    assert set(original.meta["raises"]) == {"", "nomask."}
+    model, io = load(original)
     ids, mask = io["input_ids"], io["attention_mask"]
     padding = -ids.shape[1] % model.config.chunk_size
     expected = model(F.pad(ids, (0, padding), value=1), F.pad(mask, (0, padding))).logits[:, : ids.shape[1]]
@@ -129,15 +124,14 @@ def check_gradients(parity, model, io):
         parity.check(name, parameters[name.removeprefix("grad.")].grad, expected, atol=1e-4, rtol=1e-3)
 
 
-@pytest.mark.parametrize("case", DECODERS)
-def test_v4_decoder_with_cache(parity_folder, parity, case):
+@originals("mega", [f"hf_{case}" for case in DECODERS])
+def test_v4_decoder_with_cache(original, parity):
     """One position at a time with a cache: the logits equal v4's without a cache.
 
     With a cache, which its `generate` always uses, v4 is wrong: its laplace and relu2 divide by 1, truncation is
     ignored and chunks are not supported. Therefore only the greedy tokens of the other cases are compared.
     """
-    folder = parity_folder("mega", f"hf_{case}")
-    io, model = load_file(folder / "io.safetensors"), load(folder, "MegaForCausalLM")
+    model, io = load(original)
     past, logits = None, []
     with torch.no_grad():
         for token in io["input_ids_nopad"].split(1, dim=1):

@@ -4,14 +4,13 @@ The tolerances are absolute: 1e-5 times the largest value if that is above 1, an
 largest. The weights are loaded from the consolidated files by name; a few names differ.
 """
 
-import json
 import re
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from luna_mega import MegalodonConfig, MegalodonForCausalLM
+from tests.parity.original import Original, originals
 
 CASES = [
     "01_base_fused",
@@ -71,27 +70,27 @@ def joined(parts):
     return weights
 
 
-class Case:
-    def __init__(self, folder):
-        self.io, self.meta = load_file(folder / "io.safetensors"), json.loads((folder / "meta.json").read_text())
+class Case(Original):
+    def __init__(self, *folders):
+        super().__init__(*folders)
         original = self.meta["config"]
         self.fields = {ours: original[theirs] for theirs, ours in FIELDS.items()}
         self.fields["rope_theta"] = original["rope_base"] or 10000.0
         self.fields["output_size"] = None if original["output_size"] == -1 else original["output_size"]
-        files = sorted(folder.glob("consolidated*.pth"))
+        files = sorted(self.folder.glob("consolidated*.pth"))
         weights = joined([torch.load(file, weights_only=True) for file in files])
-        self.weights = {our_name(name): tensor.float() for name, tensor in weights.items()}
+        self.state = {our_name(name): tensor.float() for name, tensor in weights.items()}
         self.chunk, self.model = original["chunk_size"], self.build()
 
     def build(self, **fields):
         model = MegalodonForCausalLM(MegalodonConfig(**self.fields | fields)).eval()
-        model.load_state_dict(self.weights, strict=True)
+        model.load_state_dict(self.state, strict=True)
         return model
 
 
 @pytest.fixture(params=CASES)
-def case(request, parity_folder):
-    return Case(parity_folder("megalodon", request.param))
+def case(request, parity_folder, outputs):
+    return Case(parity_folder("megalodon", request.param), outputs)
 
 
 def check(parity, name, actual, expected):
@@ -133,7 +132,7 @@ def traced(model, ids, **options):
 def test_states_losses_and_gradients(case, parity, attention):
     case.model.set_attn_implementation(attention)
     for length in "ABC":
-        expected = {name[2:]: tensor for name, tensor in case.io.items() if name.startswith(f"{length}.")}
+        expected = case.starting_with(f"{length}.")
         gradients = {name[5:]: expected.pop(name) for name in list(expected) if name.startswith("grad.")}
         ids, targets = expected.pop("ids"), expected.pop("targets")
         output, seen = traced(case.model, ids, use_cache=False)
@@ -217,9 +216,9 @@ def test_greedy_tokens(case):
 
 
 @torch.no_grad()
-def test_half_precision_matches_the_original(parity_folder):
+@pytest.mark.parametrize("case", ["06_bf16_checkpoint"], indirect=True)
+def test_half_precision_matches_the_original(case):
     """The original's bfloat16 results differ from float32 by 1e-2; ours must not differ more."""
-    case = Case(parity_folder("megalodon", "06_bf16_checkpoint"))
     model, ids, expected = case.build().bfloat16(), case.io["C.ids"], case.io["C.logits"]
     ours = (model(ids).logits.float() - expected).abs().max()
     assert ours <= 1.5 * (case.io["bf16.C.logits"].float() - expected).abs().max()
@@ -228,9 +227,9 @@ def test_half_precision_matches_the_original(parity_folder):
 
 @torch.no_grad()
 @pytest.mark.parametrize("reading", ["one hop", "scales as stored"])
-def test_other_interpretations_fail(parity_folder, reading):
+@pytest.mark.parametrize("case", ["02_swiglu_scaled_shared_eager"], indirect=True)
+def test_other_interpretations_fail(case, reading):
     """With the residual of most models, or without the 1 that is added to scales, results are off."""
-    case = Case(parity_folder("megalodon", "02_swiglu_scaled_shared_eager"))
     block = case.model.megalodon.layers[0]
     if reading == "one hop":
         run = block.nffn.forward
@@ -243,10 +242,10 @@ def test_other_interpretations_fail(parity_folder, reading):
 
 
 @pytest.mark.parametrize("initializer", ["he", "bert", "xavier", "gaussian"])
-def test_initial_values(parity_folder, parity, initializer):
+@originals("megalodon", ["14_initial_values"])
+def test_initial_values(original, parity, initializer):
     """Standard deviation and bounds of every tensor, estimated from samples; frequencies exactly, in a random order."""
-    folder = parity_folder("megalodon", "14_initial_values")
-    meta = json.loads((folder / "meta.json").read_text())
+    meta = original.meta
     sizes = {ours: meta["config"][theirs] for theirs, ours in FIELDS.items() if theirs in meta["config"]}
     state = MegalodonForCausalLM(MegalodonConfig(**sizes, initializer=initializer)).state_dict()
     for name, expected in meta["statistics"][initializer].items():
@@ -258,6 +257,6 @@ def test_initial_values(parity_folder, parity, initializer):
         else:
             assert abs(tensor.std() / expected["std"] - 1.0) < 6.0 * tensor.numel() ** -0.5, name
     theta = state["megalodon.layers.1.mega.cema.theta"].flatten()
-    check(parity, "theta", theta.sort().values, load_file(folder / "io.safetensors")["theta_sorted"])
+    check(parity, "theta", theta.sort().values, original.io["theta_sorted"])
     assert not torch.equal(theta, theta.sort().values)
     assert not state["megalodon.layers.0.mega.cema.gamma"][..., 1].any()

@@ -1,13 +1,11 @@
 """`complex_ema` and `timestep_norm` against the operators of the original Megalodon: values, states, every gradient."""
 
-import json
-
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from luna_mega.kernels.api import TimestepNormState, complex_ema, complex_ema_step, timestep_norm
 from luna_mega.kernels.moving_average import reference, torch_backend
+from tests.parity.original import Original
 
 
 @pytest.fixture(params=["reference", "fft", "chunks"])
@@ -17,24 +15,21 @@ def backend(request, monkeypatch):
     return "reference" if request.param == "reference" else "torch"
 
 
-class Fixture:
+class Fixture(Original):
     """One case of a folder, its tensors without the name of the case."""
 
-    def __init__(self, folder, case):
-        meta, tensors = json.loads((folder / "meta.json").read_text()), load_file(folder / "io.safetensors")
-        self.sizes, tolerance = meta["cases"][case], meta["tolerance"]
-        self.io = {key.removeprefix(f"{case}."): t for key, t in tensors.items() if key.startswith(f"{case}.")}
-        self.tight = {"atol": tolerance["atol"], "rtol": tolerance["rtol"]}
-        self.loose = {"atol": tolerance["grad_atol"], "rtol": tolerance["grad_rtol"]}
+    def __init__(self, case, *folders):
+        super().__init__(*folders)
+        self.sizes, self.io = self.meta["cases"][case], self.starting_with(f"{case}.")
 
     def leaves(self, *names):
         return [self.io[name].clone().requires_grad_() for name in names]
 
 
 @pytest.fixture
-def fixture(request, parity_folder):
+def fixture(request, parity_folder, outputs):
     folder, case = request.param
-    return Fixture(parity_folder("megalodon", folder), case)
+    return Fixture(case, parity_folder("megalodon", folder), outputs)
 
 
 def cases(folder, numbers):
