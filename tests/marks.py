@@ -11,3 +11,10 @@ def slow_but(fast: Iterable, values: Iterable) -> list:
     assert fast and set(fast) < set(values), "some values are fast, and some are not"
     rows = {value: value if isinstance(value, tuple) else (value,) for value in values}
     return [value if value in fast else pytest.param(*row, marks=pytest.mark.slow) for value, row in rows.items()]
+
+
+def diagonal(first: Iterable, second: Iterable) -> list[tuple]:
+    """Return pairs that contain every value of both parameters, as few as possible."""
+    first, second = list(first), list(second)
+    count = max(len(first), len(second))
+    return [(first[index % len(first)], second[index % len(second)]) for index in range(count)]

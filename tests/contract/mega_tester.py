@@ -5,7 +5,7 @@ Disabled tests, and the reasons:
 * tests of a vocabulary, for the model of real values; for the adaptive model, tests that resize the vocabulary or
   require a single `nn.Embedding`.
 * `test_keep_in_fp32_modules` of transformers below 5.23, for the model with batch norm: it requires the integer
-  `num_batches_tracked` in half precision. `tests/modeling/test_mega_precision.py` covers the feature.
+  `num_batches_tracked` in half precision. `tests/modeling/test_precision.py` covers the feature.
 * `test_bc_cache_name_forward`, see `luna_tester.py`.
 * attention maps of generation with a cache, which a Mega decoder does not support; they are tested without a cache.
 

@@ -21,7 +21,7 @@ from tests.modeling import decoders, luna, mega, megalodon_decoders
 ROWS, WIDTH = 4, 9  # of a global batch
 LENGTHS = [[9, 4, 7, 2], [5, 8, 3, 9], [6, 6, 2, 8], [2, 9, 9, 3], [7, 3, 8, 5]]  # a step each
 FAMILIES = {"luna": luna, "mega": mega, "megalodon": megalodon_decoders}
-DROPOUT = {"luna": dict.fromkeys(("dropout", "attention_dropout"), 0.0), "mega": mega.NO_DROPOUT, "megalodon": {}}
+DROPOUT = {"luna": luna.NO_DROPOUT, "mega": mega.NO_DROPOUT, "megalodon": {}}
 HEADS = [head for head in luna.HEADS if head not in ("ForSequenceClassification", "ForMaskedLM")]
 ADAPTIVE = {"adaptive_input_cutoffs": [10, 20], "adaptive_softmax_cutoffs": [10, 20]} | {
     "adaptive_input_factor": 2,

@@ -16,7 +16,7 @@ from tests.modeling import decoders, luna, mega, megalodon_decoders
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the ranks are a gloo group on CPUs")
 
 merges_plans = pytest.mark.skipif(not MERGES_PLANS, reason="this transformers replaces the plan of the model")
-NO_DROPOUT = {"luna": {"dropout": 0.0, "attention_dropout": 0.0}, "mega": mega.NO_DROPOUT, "megalodon": {}}
+NO_DROPOUT = {"luna": luna.NO_DROPOUT, "mega": mega.NO_DROPOUT, "megalodon": {}}
 # Cases of the encoder test: head, fields.
 ENCODERS = {
     "luna Model": ("Model", {}),

@@ -1,6 +1,6 @@
 """Features of transformers that other tests do not cover: options of Trainer, streaming, unsupported options.
 
-Accumulated batches are tested in tests/modeling/test_mega_model.py and test_luna_model.py.
+Accumulated batches are tested in tests/modeling/test_encoder_model.py.
 """
 
 import pytest

@@ -29,6 +29,7 @@ VARIANTS = {
     "P not contextual": {"contextual_projection": False},
 }
 VALUES = {"input_type": "values", "position_embedding_type": "sinusoidal"}
+NO_DROPOUT = {"dropout": 0.0, "attention_dropout": 0.0}
 
 
 def tiny_config(**overrides):

@@ -1,16 +1,20 @@
-"""Mega in float16 and bfloat16: finite training steps, and moving averages and statistics that stay in float32."""
+"""Models in float16 and bfloat16: finite training steps, and averages and statistics that stay in float32."""
 
 import math
 
 import pytest
 import torch
+from transformers import AutoModel, AutoModelForCausalLM
 
 from luna_mega import MegaForMaskedLM
 from luna_mega.modeling_common.layout import DENSE
 
-from .luna import head_inputs, labels, tokens
-from .mega import HEADS, NO_DROPOUT, VARIANTS, make
+from . import luna, mega, megalodon_decoders
+from .luna import HEADS, head_inputs, labels, tokens
+from .mega import make
 
+FAMILIES = {"luna": luna, "mega": mega}
+VARIANTS = [(name, variant) for name, family in FAMILIES.items() for variant in family.VARIANTS]
 HALF = (torch.bfloat16, torch.float16)
 NORMS = ("layernorm", "scalenorm", "rmsnorm", "batchnorm", "syncbatchnorm")
 FUNCTIONS = ("softmax", "laplace", "relu2")
@@ -40,22 +44,22 @@ def test_training_step(norm, function, bias, dtype):
         training_step(make("ForMaskedLM", **options, **chunks).to(dtype), "ForMaskedLM", inputs)
 
 
-@pytest.mark.covering(1)
-@pytest.mark.parametrize("dtype", HALF, ids=str)
 @pytest.mark.parametrize("head", HEADS)
-def test_training_step_of_a_head(head, dtype):
-    model = make(head, use_chunking=True, chunk_size=8, use_feature_dropout=True)
-    training_step(model.to(dtype), head, head_inputs(head, [21, 5, 1]))
+@pytest.mark.parametrize("family", FAMILIES)
+def test_training_step_of_a_head(family, head):
+    fields = {"use_chunking": True, "chunk_size": 8, "use_feature_dropout": True} if family == "mega" else {}
+    dtype = HALF[list(HEADS).index(head) % 2]
+    training_step(FAMILIES[family].make(head, **fields).to(dtype), head, head_inputs(head, [21, 5, 1]))
 
 
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("dtype", HALF, ids=str)
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_autocast(variant, dtype):
+@pytest.mark.parametrize("case", VARIANTS, ids=" ".join)
+def test_autocast(case, dtype):
     """Close to float32, with the attention weights recorded or not."""
-    inputs = head_inputs("ForMaskedLM", [21, 5])
+    inputs, family = head_inputs("ForMaskedLM", [21, 5]), FAMILIES[case[0]]
     for options in ({}, {"output_attentions": True}):
-        model = make("ForMaskedLM", **VARIANTS[variant], **NO_DROPOUT).train()
+        model = family.make("ForMaskedLM", **family.VARIANTS[case[1]], **family.NO_DROPOUT).train()
         expected = model(**inputs, **labels("ForMaskedLM", inputs)).loss
         with torch.autocast("cpu", dtype):
             loss = model(**inputs, **labels("ForMaskedLM", inputs), **options).loss
@@ -116,3 +120,29 @@ def test_running_statistics_of_a_half_precision_model(tmp_path, norm):
     built = MegaForMaskedLM._from_config(model.config, dtype=torch.bfloat16)
     assert {b.dtype for name, b in built.named_buffers() if "running" in name} == {torch.float32}
     torch.testing.assert_close(dict(model.half().named_buffers()), expected, atol=0.0, rtol=0.0)
+
+
+MODELS = {
+    "luna": lambda: luna.make("Model"),
+    "mega": lambda: mega.make("Model"),
+    "mega batchnorm": lambda: mega.make("Model", normalization_type="batchnorm"),
+    "megalodon": lambda: megalodon_decoders.make(dtype=torch.float32),
+}
+
+
+def dtypes(model):
+    return {name: tensor.dtype for name, tensor in model.state_dict().items()}
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("name", MODELS)
+def test_constructed_and_loaded_models_have_the_same_dtypes(name, dtype, tmp_path):
+    model = MODELS[name]()
+    model.save_pretrained(tmp_path)
+    loaded = type(model).from_pretrained(tmp_path, dtype=dtype)
+    auto = AutoModelForCausalLM if name == "megalodon" else AutoModel
+    for built in (type(model)._from_config(model.config, dtype=dtype), auto.from_config(model.config, dtype=dtype)):
+        assert dtypes(built) == dtypes(loaded)
+    exact = {key for key, value in dtypes(loaded).items() if "ema" in key.split(".")[-2]}
+    assert bool(exact) is (name != "luna")
+    assert {dtypes(loaded)[key] for key in exact} <= {torch.float64 if dtype == torch.float64 else torch.float32}

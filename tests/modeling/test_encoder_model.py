@@ -1,0 +1,342 @@
+"""The encoders with the features of transformers: compiling, checkpointing, saving, training, dropout."""
+
+import pytest
+import torch
+from torch import nn
+from transformers import Trainer, TrainingArguments
+
+from luna_mega import (
+    LunaConfig,
+    LunaForCausalLM,
+    LunaForMaskedLM,
+    LunaForSequenceClassification,
+    LunaForSequencePairClassification,
+    MegaForSequenceClassification,
+)
+from luna_mega.modeling_common.layout import DENSE, DenseLayout
+from luna_mega.modeling_luna import modeling_luna
+from luna_mega.modeling_mega.layers_mega import MegaRotaryRelativeBias
+from luna_mega.modeling_mega.modeling_mega import MegaDropout
+from tests.marks import diagonal
+
+from . import luna, mega, mega_decoders
+from .luna import HEADS, POOLINGS, head_inputs, labels, tokens
+from .saving import comes_back, masked_lm_comes_back
+
+FAMILIES = {"luna": luna, "mega": mega}
+VARIANTS = [(name, variant) for name, family in FAMILIES.items() for variant in family.VARIANTS]
+COUNTS = {  # counted in the original: masked LM, encoder only
+    "base_512": (131_902_041, 131_259_648),
+    "base_512 untied": (146_076_249, 145_433_856),
+    "base_2048": (133_179_993, 132_537_600),
+    "large_512": (380_783_705, 379_681_792),
+    "large_2048": (380_914_777, 379_812_864),
+}
+
+
+def make(family, head, variant=None, **fields):
+    return FAMILIES[family].make(head, **({} if variant is None else FAMILIES[family].VARIANTS[variant]) | fields)
+
+
+def loss_of(model, **options):
+    """Return the output with a loss of a padded batch, after the backward pass."""
+    inputs = tokens([21, 5])
+    output = model(**inputs, **labels("ForMaskedLM", inputs), **options)
+    output.loss.backward()
+    return output
+
+
+def state(model):
+    """Return all gradients, zero if there is none, and all buffers."""
+    gradients = {n: torch.zeros_like(p) if p.grad is None else p.grad.clone() for n, p in model.named_parameters()}
+    return gradients | dict(model.named_buffers())
+
+
+@pytest.mark.parametrize("preset", COUNTS)
+def test_parameter_counts(preset):
+    name, *untied = preset.split()
+    config = getattr(LunaConfig, name)(tied=not untied)
+    with torch.device("meta"):
+        model, classifier = LunaForMaskedLM(config), LunaForSequenceClassification(config)
+    total, encoder = COUNTS[preset]
+    assert model.num_parameters() == total
+    assert model.luna.num_parameters() == encoder
+    head = config.hidden_size * (config.hidden_size + 1) + 2 * (config.hidden_size + 1)
+    assert classifier.num_parameters() == encoder + head
+
+
+@pytest.mark.parametrize("preset", ["listops", "text", "retrieval", "image", "pathfinder", "pathfinder128"])
+def test_lra_presets(preset):
+    config = getattr(LunaConfig, f"lra_{preset}")(vocab_size=20, projection_length=8, max_position_embeddings=32)
+    model_class = LunaForSequencePairClassification if preset == "retrieval" else LunaForSequenceClassification
+    model, head = model_class(config), model_class.__name__.removeprefix("Luna")
+    inputs = {name: value.clamp(max=19) for name, value in head_inputs(head, [9, 4]).items()}
+    assert model(**inputs).logits.shape == (2, 10 if preset in ("listops", "image") else 2)
+    assert not config.tie_key_value and model.classifier.out_proj.bias is None
+
+
+@pytest.mark.parametrize("family, variant", VARIANTS)
+def test_eager_attention_and_recorded_states(family, variant):
+    """Attention step by step, with or without recorded states, has the outputs and gradients of the operators."""
+    model, results = make(family, "ForMaskedLM", variant), []
+    for attention, options in (
+        ("sdpa", {}),
+        ("sdpa", {"output_hidden_states": True, "output_attentions": True}),
+        ("eager", {}),
+    ):
+        model.set_attn_implementation(attention)
+        model.zero_grad()
+        output = loss_of(model, **options)
+        results.append({"logits": output.logits} | state(model))
+        if options:
+            recorded = output
+    for other in results[1:]:
+        torch.testing.assert_close(other, results[0], atol=1e-5, rtol=1e-4)
+    assert [x.shape for x in recorded.hidden_states] == [(2, 21, 24)] * 3
+    if family == "mega":
+        chunk = model.config.attention_chunk or 21
+        assert [x.shape for x in recorded.attentions] == [(2, -(-21 // chunk), chunk, chunk)] * 2
+        if model.config.attention_activation == "softmax":
+            torch.testing.assert_close(recorded.attentions[0][0].sum(dim=-1).flatten()[:21], torch.ones(21))
+        return
+    assert [x.shape for x in recorded.packed_hidden_states] == [(2, 6, 24)] * 3
+    assert [x.shape for x in recorded.attentions] == [(2, 4, 21, 6)] * 2
+    base = model.luna(**tokens([21, 5]), output_packed_attentions=True)
+    heads = model.config.num_pack_attention_heads
+    assert [x.shape for x in base.packed_attentions] == [(2, heads, 6, 21)] * 2
+    torch.testing.assert_close(base.packed_attentions[0].sum(-1), torch.ones(2, heads, 6))
+    assert (base.packed_attentions[0][1, :, :, 5:] == 0).all()
+    torch.testing.assert_close(recorded.hidden_states[-1], base.last_hidden_state)
+    torch.testing.assert_close(recorded.packed_hidden_states[-1], base.packed_last_hidden_state)
+    assert output.packed_hidden_states is None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("head", HEADS)
+@pytest.mark.parametrize("family, variant", [("luna", "tied"), ("mega", "laplace chunks")])
+def test_compile_fullgraph(family, variant, head):
+    torch.compiler.reset()  # avoids the recompile limit, which earlier tests of this process may have reached
+    model = make(family, head, variant, num_hidden_layers=1)
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    inputs = head_inputs(head, [21, 5])
+    inputs |= labels(head, inputs)
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(**inputs)[0], model(**inputs)[0])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family, variant", [("luna", "tied"), *((x, y) for x, y in VARIANTS if x == "mega")])
+def test_compile_trains(family, variant):
+    """Outputs, gradients and batch statistics of a training step."""
+    torch.compiler.reset()  # avoids the recompile limit, which earlier tests of this process may have reached
+    states = []
+    for compiling in (False, True):
+        model = make(family, "ForMaskedLM", variant, num_hidden_layers=1, **FAMILIES[family].NO_DROPOUT).train()
+        loss_of(torch.compile(model, fullgraph=True, backend="aot_eager") if compiling else model)
+        states.append(state(model))
+    torch.testing.assert_close(*states)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize(
+    "family, variant",
+    [
+        *(("luna", variant) for variant in ("tied", "pre-norm", "shared layers", "P not contextual")),
+        *(("mega", variant) for variant in ("laplace chunks", "batchnorm, norms around")),
+    ],
+)
+def test_gradient_checkpointing(family, variant, reentrant):
+    """Same dropout, gradients and batch statistics."""
+    states, fields = [], {"use_feature_dropout": True} if family == "mega" else {}
+    for checkpointing in (False, True):
+        model = make(family, "ForMaskedLM", variant, **fields).train()
+        if checkpointing:
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
+        torch.manual_seed(1)
+        loss_of(model)
+        states.append(state(model))
+    torch.testing.assert_close(*states)
+
+
+SAVED = [("luna", variant, {"pooling": pooling}) for pooling, variant in diagonal(POOLINGS, [*luna.VARIANTS, None])]
+SAVED += [("mega", variant, {"classifier_num_layers": 2}) for variant in [*mega.VARIANTS, None]]
+
+
+@pytest.mark.parametrize("family, variant, fields", SAVED)
+def test_save_and_load(tmp_path, family, variant, fields):
+    """Every variant, and None: a model of values."""
+    model = make(family, "ForSequenceClassification", variant, **({} if variant else FAMILIES[family].VALUES) | fields)
+    comes_back(tmp_path, model, tokens([9, 4]) if variant else {"input_values": torch.randn(2, 9)})
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize(
+    "family, names",
+    [
+        ("luna", ("luna.embeddings.word_embeddings.weight", "lm_head.decoder.weight")),
+        ("mega", ("mega.embedding_layer.word_embeddings.weight", "mlm_head.weight")),
+    ],
+)
+def test_masked_lm_weights(tmp_path, family, names, tied):
+    masked_lm_comes_back(tmp_path, make(family, "ForMaskedLM", tie_word_embeddings=tied), tokens([9, 4]), *names)
+
+
+def initialized(family, **fields):
+    """Return the parameters and buffers of a model that is built on the meta device, without a checkpoint."""
+    config = FAMILIES[family].tiny_config(**fields)
+    model = FAMILIES[family].HEADS["ForSequenceClassification"].from_pretrained(None, config=config, state_dict={})
+    tensors = model.state_dict()
+    assert all(not tensor.is_meta and torch.isfinite(tensor).all() for tensor in tensors.values())
+    return config, tensors
+
+
+@pytest.mark.parametrize("fields", [*luna.VARIANTS.values(), luna.VALUES])
+def test_every_parameter_of_luna_is_initialized(fields):
+    config, tensors = initialized("luna", pooling="packed_attention", **fields)
+    for name, parameter in tensors.items():
+        norm = "layer_norm.weight" in name
+        scaled = config.scale_embedding and ("word_embeddings" in name or "packed_embeddings" in name)
+        deviation = config.hidden_size**-0.5 if scaled else 0.02
+        assert norm or parameter.abs().max() < 7 * deviation, name
+        if name.endswith("bias"):
+            assert (parameter == 0).all(), name
+        elif not norm:
+            assert 0.5 * deviation < parameter.std() < 1.5 * deviation, name
+
+
+@pytest.mark.parametrize("fields", [*mega.VARIANTS.values(), mega.VALUES])
+def test_every_parameter_of_mega_is_initialized(fields):
+    for name, tensor in initialized("mega", add_token_type_embeddings=True, **fields)[1].items():
+        assert tensor.abs().max() < 10, name
+        if name.endswith("ema_expansion_matrix"):
+            assert (tensor[:, ::2] > 0).all() and (tensor[:, 1::2] < 0).all()
+
+
+def test_layerdrop():
+    model = make("luna", "Model", layerdrop=0.9, num_hidden_layers=8, **luna.NO_DROPOUT)
+    inputs = tokens([9])
+    assert torch.equal(*(model(**inputs).last_hidden_state for _ in range(2)))
+    model.train()
+    torch.manual_seed(0)
+    lengths = {len(model(**inputs, output_hidden_states=True).packed_hidden_states) for _ in range(20)}
+    assert min(lengths) < 4 and max(lengths) < 9
+
+
+def test_dropout_is_drawn_for_every_sequence():
+    model = make("luna", "Model", dropout=0.5).train()
+    twice = {name: value.expand(2, -1) for name, value in tokens([9]).items()}
+    embeds, layout = model.get_input_embeddings()(twice["input_ids"]), DenseLayout(twice["attention_mask"].bool())
+    states, ((packed,), _) = model.embeddings(embeds, layout, torch.arange(9)[None], with_packed=True)
+    assert not torch.equal(states[0], states[1]) and not torch.equal(packed[0], packed[1])
+
+
+def test_decoding_step_keeps_keys_and_values_tied(monkeypatch):
+    """The operator multiplies P with one state instead of two if the key is the value."""
+    given, step = [], modeling_luna.luna_causal_attention_step
+
+    def record(query, pack_query, pack_key, key, value, *rest, **options):
+        given.append(key is value)
+        return step(query, pack_query, pack_key, key, value, *rest, **options)
+
+    monkeypatch.setattr(modeling_luna, "luna_causal_attention_step", record)
+    model = LunaForCausalLM(luna.tiny_config(is_decoder=True)).eval()
+    model.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=3, min_new_tokens=3)
+    assert given == [True] * (2 * model.config.num_hidden_layers)
+
+
+def test_sinusoids_equal_fairseq():
+    """Half sines, half cosines, frequencies 10000^(-k / (d/2 - 1)); the first token is at pad + 1, P at 0."""
+    config = luna.tiny_config(position_embedding_type="sinusoidal", embedding_norm=False)
+    model = HEADS["Model"](config).eval()
+    embeds = model.get_input_embeddings()(torch.full((1, 3), 7))
+    states, (packed, _) = model.embeddings(embeds, DENSE, torch.arange(3)[None], with_packed=True)
+    frequency = 10000.0 ** (-torch.arange(12) / 11.0)
+    for actual, raw, first in (
+        (states, model.embeddings.word_embeddings.weight[7], 2),
+        (packed[0], model.embeddings.packed_embeddings, 0),
+    ):
+        angle = (first + torch.arange(3.0))[:, None] * frequency
+        expected = 24**0.5 * (raw if raw.dim() == 1 else raw[:3]) + torch.cat([angle.sin(), angle.cos()], dim=1)
+        torch.testing.assert_close(actual[0], expected)
+
+
+def test_training_with_trainer(tmp_path):
+    """Real values, chunks, batch norm, autocast, gradient checkpointing and accumulation."""
+    fields = {"normalization_type": "batchnorm", "use_chunking": True, "chunk_size": 8, "use_feature_dropout": True}
+    model = MegaForSequenceClassification(mega.tiny_config(**mega.VALUES, **fields))
+    mask = torch.ones(19, dtype=torch.long)
+    data = [{"input_values": torch.randn(19), "attention_mask": mask, "labels": i % 3} for i in range(12)]
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    options = {"max_steps": 2, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "logging_steps": 1}
+    options |= {"gradient_checkpointing": True, "bf16": True, "use_cpu": True, "report_to": [], "disable_tqdm": True}
+    trainer = Trainer(model, TrainingArguments(tmp_path, **options), train_dataset=data, eval_dataset=data)
+    trainer.train()
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    assert len(losses) == 2 and all(0.5 < loss < 2.0 for loss in losses)
+    for name, tensor in model.state_dict().items():
+        assert torch.isfinite(tensor).all() and not torch.equal(tensor, before[name]), name
+    assert 0.5 < trainer.evaluate()["eval_loss"] < 2.0
+    loaded = MegaForSequenceClassification.from_pretrained(tmp_path / "checkpoint-2")
+    torch.testing.assert_close(loaded.state_dict(), model.state_dict())
+
+
+def test_feature_dropout_drops_channels():
+    dropout = MegaDropout(0.5, features=True).train()
+    dropped = dropout(torch.ones(3, 7, 50))
+    assert ((dropped == 0).all(dim=1) | (dropped == 2).all(dim=1)).all()
+    assert 0.3 < (dropped == 0).float().mean() < 0.7
+    assert torch.equal(dropout.eval()(torch.ones(3, 7, 50)), torch.ones(3, 7, 50))
+
+
+@pytest.mark.parametrize("features", [False, True])
+def test_places_of_dropout(features):
+    """Every dropout of the configuration is active only in training and differs between two equal sequences."""
+    inputs = {name: value.expand(2, -1) for name, value in tokens([9]).items()}
+    fields = {"use_feature_dropout": features, "use_chunking": True, "chunk_size": 4}
+    for field in mega.NO_DROPOUT:
+        model = make("mega", "Model", **mega.NO_DROPOUT | {field: 0.5} | fields)
+        first, second = model(**inputs).last_hidden_state
+        torch.testing.assert_close(first, second)
+        dropped, other = model.train()(**inputs).last_hidden_state
+        assert not torch.allclose(dropped, other) and not torch.allclose(dropped, first), field
+    model = make("mega", "ForTokenClassification", **mega.NO_DROPOUT, classifier_dropout=0.5)
+    expected = model(**inputs).logits
+    assert torch.equal(model(**inputs).logits, expected)
+    assert not torch.allclose(model.train()(**inputs).logits, expected)
+
+
+def test_sublayers_of_a_block(monkeypatch):
+    """Feature dropout applies to values, moving average, both outputs and the hidden layer; weights are pointwise."""
+    seen = []
+    monkeypatch.setattr(nn.functional, "dropout1d", lambda states, *_: seen.append(tuple(states.shape)) or states)
+    make("mega", "Model", num_hidden_layers=1, use_feature_dropout=True).train()(**tokens([9, 4]))
+    width, values, hidden = 24, 32, 20
+    channels = [width, values, width, width, hidden, width]  # embeddings; values, average, output; hidden, output
+    assert seen == [(2, size, 9) for size in channels]
+
+
+def test_evaluation_does_not_use_old_weights():
+    """The original caches the kernel of the moving average in evaluation mode and does not update it."""
+    model, inputs = make("mega", "Model"), tokens([21])
+    model(**inputs).last_hidden_state.sum().backward()
+    changed = {name: 0.5 * value for name, value in model.state_dict().items()}
+    fresh = mega.HEADS["Model"](model.config).eval()
+    for each in (model, fresh):
+        each.load_state_dict(changed)
+    output = model(**inputs).last_hidden_state
+    assert torch.equal(output, fresh(**inputs).last_hidden_state)
+    output.sum().backward()
+
+
+def test_bias_has_the_length_of_the_input(monkeypatch):
+    """The rotary bias has the positions of the longest sequence, or of a step's keys, and no bit of it changes."""
+    lengths, forward = [], MegaRotaryRelativeBias.forward
+    complete = forward(bias := make("mega", "Model").layers[0].mega_layer.rel_pos_bias, 300)
+    assert all(forward(bias, length).equal(complete[300 - length : 299 + length]) for length in (1, 2, 7, 33, 128, 299))
+    monkeypatch.setattr(
+        MegaRotaryRelativeBias, "forward", lambda self, length: lengths.append(length) or forward(self, length)
+    )
+    make("mega", "Model", use_chunking=True, chunk_size=2**20)(**tokens([4, 3]))
+    model = mega_decoders.make(use_chunking=True, chunk_size=1000)
+    model.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=80, do_sample=False, eos_token_id=29)
+    assert set(lengths) == {4, 3, 64, 128}

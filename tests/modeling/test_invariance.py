@@ -1,0 +1,185 @@
+"""The result for a sequence does not depend on other rows, or on the side or amount of padding."""
+
+from itertools import product
+
+import pytest
+import torch
+
+from tests.marks import diagonal, slow_but
+
+from . import luna, mega, megalodon_decoders
+from .luna import HEADS, POOLINGS, check_invariance, head_inputs, labels, results, tokens
+
+FAMILIES = {"luna": luna, "mega": mega}
+VARIANTS = [(name, variant) for name, family in FAMILIES.items() for variant in family.VARIANTS]
+PAIRS = [(name, *pair) for name, family in FAMILIES.items() for pair in product(HEADS, family.VARIANTS)]
+SOME = [(name, *pair) for name, family in FAMILIES.items() for pair in diagonal(HEADS, family.VARIANTS)]
+POOLED = ("ForSequenceClassification", "ForSequencePairClassification", "ForMultipleChoice")
+CHUNK = 8
+CHUNKS = {"use_chunking": True, "chunk_size": CHUNK}
+BOUNDARIES = [1, 3, CHUNK - 1, CHUNK, CHUNK + 1, 2 * CHUNK, 2 * CHUNK + 5]
+FUNCTIONS = ("softmax", "laplace", "relu2")
+
+
+@pytest.mark.parametrize("family, head, variant", slow_but(SOME, PAIRS))
+def test_heads(family, head, variant):
+    check_invariance(head, FAMILIES[family].make(head, **FAMILIES[family].VARIANTS[variant]))
+
+
+@pytest.mark.parametrize("head, pooling", slow_but(diagonal(POOLED, POOLINGS), list(product(POOLED, POOLINGS))))
+def test_poolings_of_luna(head, pooling):
+    check_invariance(head, luna.make(head, pooling=pooling))
+    fields = {"dynamic_projection_length": False, "pair_features": "interaction"}
+    check_invariance(head, luna.make(head, pooling=pooling, **fields))
+
+
+@pytest.mark.parametrize("head", POOLED[:2])
+def test_mean_pooling_of_mega(head):
+    check_invariance(head, mega.make(head, pooling="mean", pair_features="interaction", **CHUNKS))
+
+
+# Pooling -> vector of a sequence from its states `[T, d]` and its rows of P.
+BY_HAND = {
+    "cls": lambda model, states, packed: states[0],
+    "last": lambda model, states, packed: states[-1],
+    "mean": lambda model, states, packed: states.mean(dim=0),
+    "packed_mean": lambda model, states, packed: packed.mean(dim=0),
+    "packed_max": lambda model, states, packed: model.pooler.dense(packed).amax(dim=0),
+    "packed_attention": lambda model, states, packed: model.pooler.layer_norm(
+        model.pooler.attention(states[:1], packed[None], None)
+    )[0],
+}
+CLASSIFIERS = {
+    **{f"luna {pooling}": (luna, pooling) for pooling in POOLINGS},
+    **{f"mega {pooling}": (mega, pooling) for pooling in ("cls", "mean")},
+    **{f"megalodon {pooling}": (megalodon_decoders, pooling) for pooling in ("last", "mean")},
+}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("family, pooling", CLASSIFIERS.values(), ids=CLASSIFIERS)
+def test_poolings_by_hand(family, pooling):
+    """The scores are those of the pooled states, with padding on either side, an inferred mask, and without padding."""
+    model = family.make("ForSequenceClassification", pooling=pooling, num_labels=3, vocab_size=40).float()
+    for side in ("left", "right"):
+        inputs = tokens([9, 4, 1], side, 11)
+        scores, inferred = model(**inputs).logits, model(inputs["input_ids"]).logits
+        for row, (ids, mask) in enumerate(zip(*inputs.values(), strict=True)):
+            body = model.base_model(ids[mask.bool()][None])
+            packed = body.get("packed_last_hidden_state")
+            packed = None if packed is None else packed[0][... if body.packed_mask is None else body.packed_mask[0] > 0]
+            expected = model.classifier(BY_HAND[pooling](model, body.last_hidden_state[0], packed)[None])[0]
+            torch.testing.assert_close(scores[row], expected, atol=1e-5, rtol=1e-5)
+            torch.testing.assert_close(inferred[row], expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("pooling", POOLINGS)
+def test_dropping_the_first_token(pooling):
+    """The result equals removing the token from the inputs, with padding on either side."""
+    model = luna.make("ForSequenceClassification", pooling=pooling, drop_first_token=True)
+    plain = luna.make("ForSequenceClassification", pooling=pooling)
+    lengths = [21, 2, 5]
+    for side in ("right", "left"):
+        inputs = tokens(lengths, side, 30)
+        by_hand = {name: torch.zeros(3, 29, dtype=torch.long) for name in inputs}
+        for row, length in enumerate(lengths):
+            start = 30 - length + 1 if side == "left" else 1
+            for name, value in inputs.items():
+                by_hand[name][row, : length - 1] = value[row, start : start + length - 1]
+        torch.testing.assert_close(model(**inputs).logits, plain(**by_hand).logits, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("pooling", ["mean", "packed_mean"])
+def test_counting_padding_is_the_original_mean(pooling):
+    """`pool_padding`: the mean runs over all positions, or over all rows of P that the longest sequence uses."""
+    model = luna.make("ForSequenceClassification", pooling=pooling, pool_padding=True)
+    inputs = tokens([4, 2], width=5)
+    outputs = model.luna(**inputs)
+    states = outputs.last_hidden_state if pooling == "mean" else outputs.packed_last_hidden_state[:, :4]
+    torch.testing.assert_close(model(**inputs).logits, model.classifier(states.mean(dim=1)))
+
+
+@pytest.mark.parametrize("bias", ["simple", "rotary"])
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_chunk_boundaries(function, bias):
+    """Sequences much shorter than a chunk, one position shorter, of equal length, and one position longer."""
+    options = {"attention_activation": function, "relative_positional_bias": bias}
+    check_invariance("Model", mega.make("Model", **CHUNKS, **options), BOUNDARIES)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_one_chunk_is_full_attention(function):
+    """Chunks only affect longer sequences."""
+    full, inputs, longer = mega.make("Model", attention_activation=function), tokens([CHUNK, 3]), tokens([CHUNK + 1])
+    for chunk in (CHUNK, 3 * CHUNK):
+        chunked = mega.make("Model", attention_activation=function, use_chunking=True, chunk_size=chunk)
+        torch.testing.assert_close(chunked(**inputs).last_hidden_state, full(**inputs).last_hidden_state)
+        difference = (chunked(**longer).last_hidden_state - full(**longer).last_hidden_state).abs().max()
+        assert difference > 1e-3 if chunk == CHUNK else difference < 1e-5
+
+
+@pytest.mark.parametrize("variant", mega.VARIANTS)
+def test_gradients(variant):
+    """Padding does not change the gradient of a loss over real tokens, nor the statistics of batch norm."""
+    found = []
+    for side, width in (("right", 21), ("left", 30)):
+        model = mega.make("ForMaskedLM", **mega.VARIANTS[variant], **mega.NO_DROPOUT).double().train()
+        inputs = tokens([21, 2, 9], side, width)
+        model(**inputs, labels=inputs["input_ids"].masked_fill(inputs["attention_mask"] == 0, -100)).loss.backward()
+        found.append({name: p.grad for name, p in model.named_parameters()} | dict(model.named_buffers()))
+    torch.testing.assert_close(*found)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("family, variant", VARIANTS)
+def test_real_values(family, variant):
+    """Padding may have any value."""
+    lengths, width, family = [21, 1, 5, 13], 25, FAMILIES[family]
+    rows = [torch.randn(length) for length in lengths]
+    for head in ("ForSequenceClassification", "ForTokenClassification"):
+        model = family.make(head, **{"pooling": "mean"} | family.VALUES | family.VARIANTS[variant])
+        for side in ("right", "left"):
+            values, mask = torch.full((4, width), 100.0), tokens(lengths, side, width)["attention_mask"]
+            values[mask.bool()] = torch.cat(rows)
+            together = results(head, model(input_values=values, attention_mask=mask), mask)
+            for real, actual in zip(rows, together, strict=True):
+                torch.testing.assert_close(actual, model(input_values=real[None]).logits[0], atol=1e-5, rtol=1e-5)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("family", FAMILIES)
+def test_other_ways_to_pass_inputs(family):
+    """Embeddings instead of tokens, and tokens whose mask is inferred from the padding token."""
+    for head in ("Model", "ForMaskedLM", "ForMultipleChoice", "ForQuestionAnswering", "ForSequenceClassification"):
+        model = FAMILIES[family].make(head, pooling="mean", **(CHUNKS if family == "mega" else {}))
+        inputs = head_inputs(head, [21, 5])
+        expected = results(head, model(**inputs), inputs["attention_mask"])
+        embeds = {"inputs_embeds": model.get_input_embeddings()(inputs["input_ids"])}
+        for other in ({"input_ids": inputs["input_ids"]}, embeds | {"attention_mask": inputs["attention_mask"]}):
+            actual = results(head, model(**other), inputs["attention_mask"])
+            assert all(map(torch.equal, actual, expected))
+
+
+@pytest.mark.parametrize(
+    "family, head, fields",
+    [
+        *(("luna", head, {}) for head in HEADS),
+        *(("luna", "ForSequenceClassification", {"pooling": pooling}) for pooling in POOLINGS[1:]),
+        *(("mega", head, mega.VARIANTS["laplace chunks"] | {"pooling": "mean"}) for head in HEADS),
+        *(("mega", "ForSequenceClassification", fields | {"pooling": "mean"}) for fields in mega.VARIANTS.values()),
+    ],
+)
+def test_a_row_of_padding(family, head, fields):
+    """A row of padding has finite results and gradients, also in training, and does not affect others."""
+    model, inputs = FAMILIES[family].make(head, **fields), head_inputs(head, [9, 9])
+    expected = model(**inputs)[0][0].detach()
+    for name in inputs:
+        if name.endswith("attention_mask"):
+            inputs[name][1] = 0
+    torch.testing.assert_close(model(**inputs)[0][0], expected, atol=1e-5, rtol=1e-5)
+    output = model.train()(**inputs, **labels(head, inputs))[0]
+    assert torch.isfinite(output).all()
+    output.square().sum().backward()
+    assert all(torch.isfinite(p.grad).all() for p in model.parameters() if p.grad is not None)
+    assert all(torch.isfinite(buffer).all() for buffer in model.buffers())
