@@ -1,7 +1,5 @@
 """Luna with the position-aware pack (`pack_method="importance"`), and positions beyond the learned ones."""
 
-import warnings
-
 import pytest
 import torch
 from transformers import BertConfig, BertModel
@@ -234,30 +232,6 @@ def test_values():
     torch.testing.assert_close(padded.last_hidden_state[:, 3:], output, atol=1e-5, rtol=1e-5)
 
 
-def test_text_without_tokens():
-    model = make()
-    inputs = luna.tokens([9, 2])
-    inputs["attention_mask"][1] = 0
-    states = model(**inputs).last_hidden_state
-    assert states.isfinite().all()
-    torch.testing.assert_close(states[0], model(inputs["input_ids"][:1]).last_hidden_state[0], atol=1e-5, rtol=1e-5)
-
-
-@pytest.mark.parametrize("extension", [None, "interpolate", "wrap"])
-def test_export(extension):
-    """One program serves every batch and length, also beyond the table of positions."""
-    model = make("ForMaskedLM", position_extension=extension, max_position_embeddings=64 if extension is None else 16)
-    inputs, shape = luna.tokens([21, 9]), {0: torch.export.Dim.DYNAMIC, 1: torch.export.Dim("length", max=60)}
-    with torch.no_grad(), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        program = torch.export.export(model, (), inputs, dynamic_shapes=dict.fromkeys(inputs, shape), strict=False)
-        for lengths in ([21, 9], [3, 2], [40, 17, 8]):
-            inputs = luna.tokens(lengths)
-            mask = inputs["attention_mask"].bool()
-            actual, expected = program.module()(**inputs).logits, model(**inputs).logits
-            torch.testing.assert_close(actual[mask], expected[mask], atol=1e-5, rtol=1e-5)
-
-
 def place(index, length, extension):
     """Return the position in a table of 10 of token `index` of a text of `length` tokens."""
     if extension == "wrap":
@@ -312,49 +286,6 @@ def test_position_ids_beyond_the_table():
         model = make(position_extension=extension, max_position_embeddings=10)
         with pytest.raises(ValueError, match=f"from 0 to 12; .* less than the {limit}" if extension else "length 12"):
             model(ids, position_ids=torch.arange(1, 13)[None] - torch.eye(12, dtype=torch.long)[:1])
-
-
-@pytest.mark.parametrize(
-    "fields, message",
-    [
-        ({"pack_method": "mean"}, "pack_method must be one of attention, importance, got 'mean'"),
-        ({"is_decoder": True}, "pack_method='importance' requires is_decoder=False, got True"),
-        ({"is_encoder_decoder": True}, "pack_method='importance' requires is_encoder_decoder=False, got True"),
-        ({"contextual_projection": False}, "pack_method='importance' requires contextual_projection=True, got False"),
-        ({"dynamic_projection_length": False}, "'importance' requires dynamic_projection_length=True, got False"),
-        ({"num_pack_attention_heads": 2}, "'importance' requires num_pack_attention_heads=4, got 2"),
-        ({"pooling": "packed_mean"}, "pooling='packed_mean' reads the packed sequence P"),
-        ({"position_extension": "repeat"}, "position_extension must be one of None, interpolate, wrap, got 'repeat'"),
-        (
-            {"position_extension": "wrap", "position_embedding_type": "sinusoidal"},
-            "position_extension='wrap' requires position_embedding_type='learned', got 'sinusoidal'",
-        ),
-        (
-            {"position_extension": "wrap", "max_position_embeddings": 1},
-            "position_extension='wrap' requires max_position_embeddings of at least 2, got 1",
-        ),
-        (
-            {"position_extension": "wrap", "position_table_size": 1},
-            "position_extension='wrap' requires position_table_size of at least 2, got 1",
-        ),
-        (
-            {"position_table_size": 5, "max_position_embeddings": 9},
-            "position_table_size=5 is less than max_position_embeddings=9; set position_extension",
-        ),
-        ({"position_table_size": 0}, "position_table_size must be at least 1, got 0"),
-        (
-            {"position_table_size": 9, "position_embedding_type": "sinusoidal"},
-            "position_table_size=9 requires position_embedding_type='learned', got 'sinusoidal'",
-        ),
-        (
-            {"position_extension": "wrap", "pack_method": "attention", "is_decoder": True},
-            "position_extension='wrap' requires is_decoder=False, got True",
-        ),
-    ],
-)
-def test_configuration_errors(fields, message):
-    with pytest.raises(Exception, match=message):  # transformers wraps the ValueError
-        luna.tiny_config(**IMPORTANCE | fields)
 
 
 def test_arguments_for_the_packed_sequence():

@@ -1,19 +1,21 @@
 """Mega's norms and relative biases: against the original's fixtures, against PyTorch, and in two processes."""
 
-import argparse
+import json
 import math
 import subprocess
 import sys
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from luna_mega import MegaConfig
 from luna_mega.modeling_mega.layers_mega import MegaRotaryRelativeBias, MegaSimpleRelativeBias, build_norm
 from tests.distributed.ranks import PATIENCE
 from tests.marks import slow_but
+from tests.modeling import mega
+from tests.modeling.luna import tokens
 
 NORMS = ("layernorm", "scalenorm", "rmsnorm", "batchnorm", "syncbatchnorm")
 BATCH_NORMS = NORMS[3:]
@@ -27,22 +29,6 @@ def make_norm(norm_type, width=5, **options):
             if tensor.is_floating_point():
                 tensor.copy_(torch.rand_like(tensor) + 0.5)
     return norm
-
-
-@pytest.mark.parametrize("affine", [True, False])
-@pytest.mark.parametrize("norm_type", NORMS)
-def test_norms_of_the_original(norm_type, affine, parity_folder):
-    folder = parity_folder("mega", "02_norms_and_activations")
-    tensors = load_file(folder / "io.safetensors")
-    with torch.serialization.safe_globals([argparse.Namespace]):
-        original = torch.load(folder / "checkpoint.pt", weights_only=True)["model"]
-    name = f"{norm_type}_{'affine' if affine else 'plain'}"
-    prefix = f"{name}.norm."
-    norm = build_norm(norm_type, 32, affine=affine).eval()
-    state = {k.removeprefix(prefix): v for k, v in original.items() if k.startswith(prefix)}
-    norm.load_state_dict(state, strict=True)
-    actual = norm(tensors["x"].transpose(0, 1))
-    torch.testing.assert_close(actual, tensors[f"out.{name}"].transpose(0, 1), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("norm_type", NORMS)
@@ -216,3 +202,27 @@ def test_rotary_bias():
     assert bias.half()(5).dtype == torch.float32
     with pytest.raises(ValueError, match="even width, got 7"):
         MegaRotaryRelativeBias(7)
+
+
+def test_a_decoder_has_one_direction(tmp_path):
+    """`bidirectional` follows from `is_decoder`; a saved encoder that sets both inconsistently raises."""
+    for decoder in (True, False):
+        config = mega.tiny_config(is_decoder=decoder)
+        config.save_pretrained(tmp_path)
+        saved = json.loads((tmp_path / "config.json").read_text())["bidirectional"]
+        assert config.bidirectional is saved is MegaConfig.from_pretrained(tmp_path).bidirectional is not decoder
+    with pytest.raises(Exception, match="is_decoder=True requires bidirectional=False"):
+        MegaConfig.from_pretrained(tmp_path, is_decoder=True)
+    assert MegaConfig.from_pretrained(tmp_path, is_decoder=True, bidirectional=False).is_decoder
+
+
+def test_odd_widths_and_lengths_of_the_bias_table():
+    """The simple bias has any width; its table limits the length, the original's table by the chunk."""
+    model = mega.make("Model", shared_representation_size=13, relative_positional_bias="simple")
+    assert torch.isfinite(model(**tokens([9, 4])).last_hidden_state).all()
+    model = mega.make("Model", relative_positional_bias="simple", legacy_bias_table=True, chunk_size=24)
+    assert torch.isfinite(model(**tokens([24])).last_hidden_state).all()
+    with pytest.raises(ValueError, match="24 positions, got 25"):
+        model(**tokens([25]))
+    for fields in ({}, {"relative_positional_bias": "simple", "use_chunking": True, "chunk_size": 24}):
+        mega.make("Model", **fields)(**tokens([49]))

@@ -103,10 +103,6 @@ def test_language_model_of_another_size():
         assert model(torch.randint(4, 40, (2, 11))).logits.shape == (2, 11, 40)
 
 
-def test_truncation_below_one_is_none():
-    assert {MegaConfig(truncation=truncation).truncation for truncation in (None, 0, -1)} == {None}
-
-
 @pytest.mark.parametrize(
     ("name", "vocabulary", "millions"),
     [("wmt_en_de", 32768, 63.14), ("wmt_en_de", 33000, 63.26), ("wmt_en_de_big", 33000, 217.70)],

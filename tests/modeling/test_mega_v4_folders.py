@@ -9,13 +9,15 @@ from collections import OrderedDict
 
 import pytest
 import torch
-from safetensors.torch import save_file
-from transformers import AutoModel, AutoModelForCausalLM, AutoModelForMaskedLM
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForMaskedLM
 
 import luna_mega
 from luna_mega.errors import ConversionError
 from luna_mega.hub.folder import read_folder
 from tests.modeling.decoders import padded
+from tests.modeling.luna import tokens
+from tests.modeling.mega import make, tiny_config
 
 # Contents of v4's config.json. The folders below have 1/32 of the widths, 1/128 of the lengths, and two layers.
 V4 = {
@@ -289,6 +291,48 @@ def test_auto_classes_and_types(tmp_path):
     states = encoder(ids).last_hidden_state
     torch.testing.assert_close(states, model.base_model(ids).last_hidden_state)
     assert not torch.allclose(encoder(ids, token_type_ids=torch.ones_like(ids)).last_hidden_state, states)
+
+
+def saved(folder, **fields):
+    """Save a small model as transformers v4 did, with further fields in config.json."""
+    make("ForMaskedLM").save_pretrained(folder)
+    config = json.loads((folder / "config.json").read_text()) | {"transformers_version": "4.40.0"}
+    (folder / "config.json").write_text(json.dumps(config | fields))
+    return folder
+
+
+def test_unknown_fields_are_kept(tmp_path):
+    """They are saved again, as transformers does with every configuration."""
+    config = AutoConfig.from_pretrained(saved(tmp_path / "v4", house_style="gothic"))
+    assert isinstance(config, luna_mega.MegaConfig) and config.house_style == "gothic"
+    config.save_pretrained(tmp_path / "again")
+    assert AutoConfig.from_pretrained(tmp_path / "again").house_style == "gothic"
+    inputs, model = tokens([9, 4]), AutoModelForMaskedLM.from_pretrained(tmp_path / "v4")
+    torch.testing.assert_close(model(**inputs).logits, make("ForMaskedLM")(**inputs).logits)
+
+
+def test_wrong_fields_raise(tmp_path):
+    with pytest.raises(Exception, match="attention_activation .* 'swish'"):  # transformers 5.20 wraps the ValueError
+        AutoModelForMaskedLM.from_pretrained(saved(tmp_path, attention_activation="swish"))
+
+
+def test_missing_tensors_are_reported_and_initialized(tmp_path):
+    missing = "mega.layers.1.mega_layer.ema_gate.ema_expansion_matrix"
+    tensors = load_file(saved(tmp_path) / "model.safetensors")
+    kept = tensors.pop(missing)
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    model, report = AutoModelForMaskedLM.from_pretrained(tmp_path, output_loading_info=True)
+    assert report["missing_keys"] == {missing} and not report["unexpected_keys"]
+    new = model.get_parameter(missing)
+    assert torch.isfinite(new).all() and not torch.equal(new, kept)
+
+
+@pytest.mark.parametrize("truncation", [0, -1])
+def test_truncation_below_one_is_none(truncation):
+    config, inputs = tiny_config(truncation=truncation), tokens([21])
+    assert config.truncation is None
+    expected = make("Model")(**inputs).last_hidden_state
+    assert torch.equal(make("Model", truncation=truncation)(**inputs).last_hidden_state, expected)
 
 
 class Payload:

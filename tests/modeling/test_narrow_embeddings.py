@@ -1,11 +1,13 @@
-"""Token types of Luna encoders, and embeddings that are narrower than the model."""
+"""Token types of Luna encoders, and embeddings of both families that are narrower than the model."""
 
 import pytest
 import torch
 
+import luna_mega
 from luna_mega import LunaForMaskedLM
 
-from .luna import HEADS, VALUES, check_invariance, make, tiny_config, tokens
+from . import luna, mega
+from .luna import HEADS, check_invariance, make, tokens
 
 FIELDS = {"type_vocab_size": 3, "embedding_size": 10}
 
@@ -78,16 +80,23 @@ def test_dropped_first_tokens_lose_their_types():
     assert torch.equal(model(**inputs).logits, expected)
 
 
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [({"is_encoder_decoder": True, "type_vocab_size": 2}, "a decoder does not support type_vocab_size, got 2"),
-     ({"is_decoder": True, "embedding_size": 8}, "a decoder does not support embedding_size, got 8"),
-     (VALUES | {"type_vocab_size": 2}, "type_vocab_size=2 requires input_type='tokens'"),
-     ({"initialization": "local", "embedding_size": 8}, "does not support embedding_size=8"),
-     ({"type_vocab_size": -1}, "type_vocab_size must be at least 0, got -1"),
-     ({"embedding_size": 0}, "embedding_size must be at least 1, got 0")],
-    ids=str,
-)  # fmt: skip
-def test_wrong_configurations(fields, message):
-    with pytest.raises(Exception, match=message):
-        tiny_config(**fields)
+@pytest.mark.parametrize("family", [luna, mega])
+def test_inputs_embeds_are_narrow(family):
+    """`inputs_embeds` are the outputs of the token embedding, before the projection to the model width."""
+    model, inputs = family.make("Model", embedding_size=16), tokens([9, 4])
+    embedded = model.get_input_embeddings()(inputs["input_ids"])
+    assert embedded.shape[2] == 16
+    actual = model(inputs_embeds=embedded, attention_mask=inputs["attention_mask"]).last_hidden_state
+    torch.testing.assert_close(actual, model(**inputs).last_hidden_state)
+    with pytest.raises(ValueError, match=r"inputs_embeds \[B, T, 16\], .*got \[2, 9, 24\]"):
+        model(inputs_embeds=torch.zeros(2, 9, 24))
+
+
+@pytest.mark.parametrize("name", ["ForMaskedLM", "ForCausalLM"])
+def test_tied_mega_heads_need_complete_vectors(name):
+    fields = {"embedding_size": 16, "is_decoder": name == "ForCausalLM"}
+    model_class = getattr(luna_mega, f"Mega{name}")
+    with pytest.raises(ValueError, match="embedding_size=24, .* got 16; or pass tie_word_embeddings=False"):
+        model_class(mega.tiny_config(**fields))
+    model = model_class(mega.tiny_config(tie_word_embeddings=False, **fields))
+    assert torch.isfinite(model(**tokens([9, 4])).logits).all()
