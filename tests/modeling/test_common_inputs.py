@@ -4,7 +4,7 @@ from itertools import product
 
 import pytest
 import torch
-from transformers import AutoModel, AutoModelForMaskedLM
+from transformers import AutoModelForMaskedLM
 
 import luna_mega
 
@@ -160,18 +160,3 @@ def test_eager_decoders(family, fields):
     model.set_attn_implementation("eager")
     for use_cache in (True, False):
         assert model.generate(**inputs, **options, use_cache=use_cache).equal(expected)
-
-
-@pytest.mark.parametrize("name", ["Luna", "Mega"])
-def test_auto_model_builds_both_sides(name, tmp_path):
-    """AutoModel selects the encoder-decoder class without head; instantiating the encoder class directly raises."""
-    config = (luna if name == "Luna" else mega).tiny_config(is_encoder_decoder=True)
-    both, body = (getattr(luna_mega, name + suffix) for suffix in ("Seq2SeqModel", "Model"))
-    model = AutoModel.from_config(config)
-    assert type(model) is both
-    model.save_pretrained(tmp_path)
-    assert type(AutoModel.from_pretrained(tmp_path)) is type(AutoModel.from_pretrained(tmp_path, config=config)) is both
-    with pytest.raises(ValueError, match=f"{name}Model is an encoder or a decoder, .* use {name}Seq2SeqModel"):
-        body(config)
-    with pytest.raises(ValueError, match=f"use {name}Seq2SeqModel"):
-        body.from_pretrained(tmp_path, config=config)

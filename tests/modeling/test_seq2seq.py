@@ -1,16 +1,18 @@
-"""The encoder-decoders of both models: sources, labels, embeddings, saved folders, Trainer, bad input."""
+"""The encoder-decoders of both models: sources, labels, embeddings, recorded states, saved folders, Trainer, errors."""
 
 import pytest
 import torch
 from torch.nn.functional import cross_entropy
 from transformers import (
     AutoModel,
+    AutoModelForCausalLM,
     AutoModelForSeq2SeqLM,
     DataCollatorForSeq2Seq,
     Seq2SeqTrainer,
     Seq2SeqTrainingArguments,
 )
 
+from luna_mega.modeling_common.layout import DENSE
 from tests.modeling.decoders import TRANSLATING, WITH_ENCODER, make, make_plain, padded, slow_but_some, source, target
 
 SEPARATE = {"decoder_vocab_size": 35}
@@ -116,6 +118,9 @@ def test_encoder_outputs_instead_of_the_source(model):
     for outputs in (returned, returned.to_tuple(), encoder(**given, return_dict=False)):
         logits = model(encoder_outputs=outputs, attention_mask=mask, decoder_input_ids=ids).logits
         assert torch.equal(logits, expected)
+    if "packed_mask" in returned:  # the states of Luna's source have its mask, also an inferred one
+        for outputs in (returned, returned.to_tuple(), encoder(given["input_ids"])):
+            assert torch.equal(model(encoder_outputs=outputs, decoder_input_ids=ids).logits, expected)
     embeds = model.get_input_embeddings()(given["input_ids"])
     inputs = {"inputs_embeds": embeds, "attention_mask": mask, "decoder_input_ids": ids}
     assert torch.equal(model(**inputs).logits, expected)
@@ -158,19 +163,9 @@ def test_trainer(tmp_path, family, options, tokenizer):
     model = plain(family, dtype=torch.float32, vocab_size=len(tokenizer))
     rows = torch.randint(5, len(tokenizer), (8, 11)).tolist()
     data = [{"input_ids": row[: 4 + i], "labels": row[i:]} for i, row in enumerate(rows)]
-    arguments = Seq2SeqTrainingArguments(
-        output_dir=tmp_path,
-        max_steps=10,
-        learning_rate=3e-3,
-        predict_with_generate=True,
-        generation_max_length=6,
-        generation_num_beams=2,
-        use_cpu=True,
-        save_strategy="no",
-        report_to=[],
-        disable_tqdm=True,
-        **options,
-    )
+    options |= {"predict_with_generate": True, "generation_max_length": 6, "generation_num_beams": 2, "use_cpu": True}
+    options |= {"save_strategy": "no", "report_to": [], "disable_tqdm": True}
+    arguments = Seq2SeqTrainingArguments(tmp_path, max_steps=10, learning_rate=3e-3, **options)
     trainer = Seq2SeqTrainer(model, arguments, DataCollatorForSeq2Seq(tokenizer, model), data, data)
     before = trainer.evaluate()["eval_loss"]
     trainer.train()
@@ -178,23 +173,169 @@ def test_trainer(tmp_path, family, options, tokenizer):
     assert trainer.predict(data).predictions.shape[0] == 8
 
 
-def test_bad_input(family):
-    model = plain(family)
-    given, ids = source(model, 2), padded([5, 4], 5, "right")[0]
-    for both in ({}, {"decoder_input_ids": ids, "decoder_inputs_embeds": torch.zeros(2, 5, 4)}):
-        with pytest.raises(ValueError, match="exactly one of decoder_input_ids and decoder_inputs_embeds"):
-            model(**given, **both)
-    with pytest.raises(ValueError, match="batch is empty: 2 sequences of length 0"):
-        model(given["input_ids"][:, :0], decoder_input_ids=ids)
-    with pytest.raises(ValueError, match="batch is empty: 2 sequences of length 0"):
-        model(**given, decoder_input_ids=ids[:, :0])
-    with pytest.raises(ValueError, match="pass exactly one of input_ids and inputs_embeds"):
-        model(decoder_input_ids=ids)
-    with pytest.raises(ValueError, match="is an encoder or a decoder"):
-        type(model.get_encoder())(model.config)
-    for part in (model, model.base_model):
-        with pytest.raises(ValueError, match="requires a (Luna|Mega)Seq2SeqConfig, got a (Luna|Mega)Config"):
-            type(part)(model.config.encoder_config)
+def zeros(*shape):
+    return torch.zeros(shape, dtype=torch.float64)
+
+
+def decoder(model, **states):
+    return model.get_decoder()(torch.tensor([[4]]), **states)
+
+
+LEARNED = {"position_embedding_type": "learned", "max_target_positions": 6}
+SIMPLE = {"relative_positional_bias": "simple", "max_positions": 24, "decoder_max_positions": 30}
+IDS = torch.tensor([[5, 6, 7, 8, 9], [7, 6, 5, 4, 3]])
+# Family or "", fields, call, text of the error.
+ERRORS = [
+    ("", {}, lambda m, given: m(**given), "decoder_input_ids and decoder_inputs_embeds"),
+    ("", {}, lambda m, given: m(**given, decoder_input_ids=IDS, decoder_inputs_embeds=zeros(2, 5, 4)), "exactly one"),
+    ("", {}, lambda m, given: m(IDS[:, :0], decoder_input_ids=IDS), "2 sequences of length 0"),
+    ("", {}, lambda m, given: m(**given, decoder_input_ids=IDS[:, :0]), "2 sequences of length 0"),
+    ("", {}, lambda m, given: m(decoder_input_ids=IDS), "input_ids and inputs_embeds"),
+    ("", {}, lambda m, given: type(m.get_encoder())(m.config), "Model is an encoder or a decoder"),
+    ("", {}, lambda m, given: type(m)(m.config.encoder_config), "requires a (Luna|Mega)Seq2SeqConfig"),
+    ("", {}, lambda m, given: type(m.base_model)(m.config.encoder_config), "requires a (Luna|Mega)Seq2SeqConfig"),
+    ("", {}, lambda m, given: m.get_encoder()(IDS, encoder_hidden_states=zeros(2, 2, 12)), "encoder_hidden_states"),
+    ("", {}, lambda m, given: m(encoder_outputs=m.get_encoder()(**given), attention_mask=given["attention_mask"][:, 1:],
+     decoder_input_ids=IDS), r"encoder_attention_mask .*\[2, 13\], got \[2, 12\]"),
+    ("luna", {}, lambda m, given: m(encoder_outputs=m.get_encoder()(**given).to_tuple()[:1], decoder_input_ids=IDS),
+     "LunaModelOutput .* got a tuple with 1 tensors"),
+    ("luna", LEARNED, lambda m, given: m(IDS.repeat(1, 9), decoder_input_ids=IDS), "45 exceeds the 40"),
+    ("luna", LEARNED, lambda m, given: m(**given, decoder_input_ids=IDS.repeat(1, 2)), "10 exceeds the 6 "),
+    ("luna", {}, lambda m, given: decoder(m, encoder_hidden_states=zeros(1, 9, 24)), "`packed_states` is missing"),
+    ("luna", {}, lambda m, given: decoder(m, packed_states=zeros(1, 6, 24)), "needs encoder_hidden_states"),
+    ("luna", {}, lambda m, given: decoder(m, packed_states=zeros(1, 6, 24), encoder_hidden_states=zeros(1, 9, 24),
+     encoder_attention_mask=torch.ones(1, 5)), r"encoder_attention_mask .*\[1, 9\]"),
+    ("mega", SIMPLE, lambda m, given: m(IDS.repeat(1, 5), decoder_input_ids=IDS), "24 positions, got 25"),
+    ("mega", SIMPLE, lambda m, given: m.generate(IDS, max_length=32), "max_length=32 requires 31 .* has 30"),
+    ("mega", {}, lambda m, given: m(**given, decoder_input_ids=IDS, decoder_position_ids=IDS), "decoder_position_ids"),
+    ("mega", {}, lambda m, given: decoder(m), "needs encoder_hidden_states"),
+    *(("mega", {}, lambda m, given, shape=shape: decoder(m, encoder_hidden_states=zeros(*shape)), r"\[1, S, 12\]")
+      for shape in ((2, 3, 12), (1, 3, 11), (1, 0, 12))),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "family, fields, call, text",
+    [(family, *row) for own, *row in ERRORS for family in TRANSLATING if own in ("", family)],
+)
+def test_errors(family, fields, call, text):
+    model = plain(family, **fields)
+    with pytest.raises(ValueError, match=text):
+        call(model, source(model, 2))
+
+
+def test_errors_of_a_cache(family):
+    """It contains the states of its source, and a Mega decoder returns no weights with it."""
+    model, ids = plain(family), IDS
+    given = source(model, 2) | {"decoder_input_ids": ids}
+    past = model(**given).past_key_values
+    with pytest.raises(ValueError, match=r"another source.*5|`packed_states` .* \[2, 5, 24\]"):
+        model(ids, decoder_input_ids=ids, past_key_values=past)
+    if family == "mega":
+        with pytest.raises(ValueError, match="output_attentions"):
+            model(**given, past_key_values=past, output_attentions=True)
+        with pytest.raises(ValueError, match="does not fit this model and batch"):
+            plain(family, truncation=3)(**given, past_key_values=past)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("pre_norm", [False, True])
+def test_recorded_states_of_luna(pre_norm):
+    model = plain("luna", pre_norm=pre_norm, num_decoder_layers=3, num_decoder_pack_attention_heads=2)
+    inputs = source(model, 3) | target(model, padded([5, 4, 2], 5, "right")[0])
+    options = {f"output_{name}": True for name in ("hidden_states", "attentions", "packed_attentions")}
+    output = model(**inputs, **options)
+    torch.testing.assert_close(output.logits, model(**inputs).logits)
+    for states, layers, length in (
+        (output.encoder_hidden_states, 2, 13),
+        (output.decoder_hidden_states, 3, 5),
+        (output.encoder_packed_hidden_states, 2, 6),
+        (output.packed_hidden_states, 3, 6),
+    ):
+        assert [state.shape for state in states] == [(3, length, 24)] * (layers + 1)
+    assert torch.equal(output.packed_hidden_states[0], output.encoder_packed_hidden_states[-1])
+    for weights, layers, shape in (
+        (output.encoder_attentions, 2, (3, 4, 13, 6)),
+        (output.decoder_attentions, 3, (3, 4, 5, 6)),
+        (output.cross_attentions, 3, (3, 4, 5, 6)),
+        (output.cross_packed_attentions, 3, (3, 2, 6, 13)),
+    ):
+        assert [x.shape for x in weights] == [shape] * layers
+        assert shape[2] == 13 or all(torch.allclose(x.sum(-1), torch.ones_like(x.sum(-1))) for x in weights)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", [name for name in WITH_ENCODER if name.startswith("mega")])
+def test_recorded_states_of_mega(name):
+    """`output_attentions=True` uses another code path of cross-attention."""
+    model = make(name)
+    ids, mask = padded([11, 17, 6], 17, "left")
+    inputs = source(model, 3, "left") | target(model, ids, mask)
+    recorded = model(**inputs, output_attentions=True, output_hidden_states=True, use_cache=False)
+    torch.testing.assert_close(model(**inputs).logits[mask.bool()], recorded.logits[mask.bool()])
+    decoder, layers = model.config.decoder_config, model.config.num_hidden_layers
+    counts = {"cross_attentions": 0, "decoder_attentions": 0, "decoder_hidden_states": 1}
+    assert {name: len(recorded[name]) - decoder.num_hidden_layers for name in counts} == counts
+    assert (len(recorded.encoder_attentions), len(recorded.encoder_hidden_states)) == (layers, layers + 1)
+    for weights in recorded.cross_attentions:
+        assert weights.shape == (3, 1, 17, 13)
+        assert (weights.permute(0, 3, 1, 2)[inputs["attention_mask"] == 0] == 0).all()
+        if decoder.attention_activation == "softmax":
+            torch.testing.assert_close(weights.sum(-1), torch.ones(3, 1, 17).double())
+
+
+@torch.no_grad()
+def test_recording_by_the_configuration_and_in_generate():
+    model = plain("luna")
+    options = {"max_new_tokens": 4, "eos_token_id": None, "return_dict_in_generate": True, "output_attentions": True}
+    output = model.generate(**source(model, 2), **options, output_hidden_states=True)
+    assert [{weights.shape for weights in step} for step in output.cross_attentions] == [{(2, 4, 1, 6)}] * 4
+    assert [len(step) for step in output.cross_attentions] == [2] * 4
+    assert len(output.decoder_hidden_states) == 4 and len(output.encoder_hidden_states) == 3
+    model.config.output_hidden_states = True
+    output = model(**source(model, 2), decoder_input_ids=torch.full((2, 3), 5))
+    assert len(output.encoder_hidden_states) == len(output.decoder_hidden_states) == 3
+
+
+@torch.no_grad()
+def test_positions_of_the_target_and_the_source_of_p():
+    """P of Luna depends only on the source; positions of the target are counted without padding."""
+    model = plain("luna")
+    ids, mask = padded([5, 3], 5, "left")
+    given = source(model, 2)
+    one, other = (model.luna(**given, **target(model, x)).packed_last_hidden_state for x in (ids, ids.flip(1)))
+    assert torch.equal(one, other)
+    inputs = given | target(model, ids, mask)
+    counted, expected = (mask.cumsum(1) - 1).clamp(min=0), model(**inputs).logits
+    assert torch.equal(model(**inputs, decoder_position_ids=counted).logits, expected)
+    assert not torch.allclose(model(**inputs, decoder_position_ids=counted + 1).logits, expected)
+
+
+def test_word_dropout_removes_complete_words():
+    fields = {"word_dropout": 0.5, "dropout": 0.0, "embedding_norm": False, "position_embedding_type": "none"}
+    embeddings = plain("luna", **fields).train().get_encoder().embeddings
+    words, _ = embeddings(torch.ones(4, 50, 24).double(), DENSE, None, with_packed=False)
+    assert len(words.unique()) == 2
+    assert (words == words[..., :1]).all() and 0.3 < (words[..., 0] == 0).double().mean() < 0.7
+
+
+def test_auto_classes(family, tmp_path):
+    both, decoder = plain(family), make_plain(family)
+    for model, auto, expected in (
+        (both, AutoModelForSeq2SeqLM, both),
+        (both, AutoModel, both.base_model),
+        (both.base_model, AutoModel, both.base_model),
+        (decoder, AutoModelForCausalLM, decoder),
+        (decoder, AutoModel, decoder.base_model),
+    ):
+        model.save_pretrained(tmp_path)
+        loaded, report = auto.from_pretrained(tmp_path, output_loading_info=True)
+        assert type(loaded) is type(auto.from_config(model.config)) is type(expected)
+        pooler = {name for name in report["missing_keys"] if "pooler" in name}  # which the head of Mega does not have
+        assert report["missing_keys"] == pooler
+        assert type(auto.from_pretrained(tmp_path, config=model.config)) is type(expected)
+        state = {name: x for name, x in loaded.state_dict().items() if name not in pooler}
+        torch.testing.assert_close(state, expected.state_dict(), check_dtype=False)
 
 
 @torch.no_grad()

@@ -19,6 +19,7 @@ from transformers.models.auto import modeling_auto
 
 import luna_mega
 import luna_mega_cli
+from tests.marks import slow_but
 from tests.modeling.decoders import TRANSLATING, make_plain, padded, source, target
 
 PRESETS = {"luna": lambda config: config.wmt(30), "mega": lambda config: config.wmt_en_de(30)}
@@ -33,10 +34,16 @@ class Family:
     def __getattr__(self, ending):
         return getattr(luna_mega, self.prefix + ending)
 
+    def __str__(self):
+        return self.name
 
-@pytest.fixture(params=TRANSLATING)
+
+FAMILIES = [Family(name) for name in TRANSLATING]
+
+
+@pytest.fixture(params=FAMILIES, ids=str)
 def family(request):
-    return Family(request.param)
+    return request.param
 
 
 def with_old_type(folder, family):
@@ -130,6 +137,7 @@ def test_encoder_decoder_folder_of_an_early_type_loads_after_an_edit(family, tmp
     assert torch.equal(found(**inputs).logits, model(**inputs).logits)
 
 
+@pytest.mark.parametrize("family", slow_but(FAMILIES[1:], FAMILIES), ids=str)
 def test_bundle_of_an_encoder_decoder(family, tmp_path):
     with_encoder(family).save_pretrained(tmp_path)
     assert luna_mega_cli.main(["bundle", str(tmp_path)]) == 0
