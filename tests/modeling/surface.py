@@ -17,13 +17,12 @@ from transformers import PreTrainedConfig
 
 import luna_mega
 
-from . import decoders, luna, mega, megalodon_decoders
+from . import classes, decoders, luna, mega, megalodon_decoders
 
 TABLES = Path(__file__).with_name("surface.json")
 ROOT = Path(__file__).parents[2]
 LENGTHS = [9, 1, 14, 6]
-ENCODERS = {f"luna: {name}": (luna, fields) for name, fields in luna.VARIANTS.items()}
-ENCODERS |= {f"mega: {name}": (mega, fields) for name, fields in mega.VARIANTS.items()}
+ENCODERS = {name.replace(" ", ": ", 1): variant for name, variant in classes.VARIANTS.items()}
 HEADS = {f"luna: {head}": (luna, head) for head in luna.HEADS} | {f"mega: {head}": (mega, head) for head in luna.HEADS}
 PATHS = {
     "LunaForMaskedLM": lambda: luna.make("ForMaskedLM"),
@@ -79,19 +78,21 @@ def _numbers(tensors):
     return [float(f"{x.detach().double().abs().sum():.9g}") for x in tensors]
 
 
-def outputs():
-    """Return the magnitudes of results and gradients of every model in every layout."""
-    return {name: {key: _numbers(tensors) for key, tensors in layouts.items()} for name, layouts in results()}
+def outputs(layouts=None):
+    """Return the magnitudes of results and gradients of every model in these or all layouts."""
+    return {name: {key: _numbers(tensors) for key, tensors in found.items()} for name, found in results(layouts)}
 
 
-def results():
+def results(layouts=None):
     """Yield names and the tensors of results and gradients by layout, in float64."""
+    calls = {key: call for key, call in _layouts().items() if layouts is None or key in layouts}
+    sides = [side for side in ("left", "right") if layouts is None or side in layouts]
     for name, (family, fields) in ENCODERS.items():
-        yield name, {key: _encode(family.make("ForMaskedLM", **fields), *call) for key, call in _layouts().items()}
+        yield name, {key: _encode(family.make("ForMaskedLM", **fields), *call) for key, call in calls.items()}
     for name, (family, head) in HEADS.items():
-        yield name, {side: _apply_head(family.make(head), head, side) for side in ("left", "right")}
+        yield name, {side: _apply_head(family.make(head), head, side) for side in sides}
     for name in decoders.DECODERS:
-        yield name, _decode(name)
+        yield name, _decode(name, sides)
 
 
 def _layouts():
@@ -130,9 +131,9 @@ def _apply_head(model, head, side):
     return [loss, *luna.results(head, output, inputs["attention_mask"]), *_gradients(model)]
 
 
-def _decode(name):
+def _decode(name, sides):
     table = {}
-    for side in ("left", "right"):
+    for side in sides:
         model = decoders.make(name)
         ids, mask = decoders.padded([7, 2, 9], 9, side)
         given = decoders.source(model, 3, side)

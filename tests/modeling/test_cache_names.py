@@ -19,7 +19,7 @@ from luna_mega.modeling_common.base import CommonPreTrainedModel
 from tests.marks import slow_but
 
 from . import luna, mega
-from .decoders import PLAIN, make_plain, own_cache, padded, prompt, source, target
+from .decoders import FAMILIES, PLAIN, make_plain, own_cache, padded, prompt, source, target
 
 NAMES = ["cache", "past_key_values"]
 BOTH = "`cache` and `past_key_values` are two names of one argument; pass only one"
@@ -162,12 +162,17 @@ def test_prepare_inputs_for_generation(model):
         model.prepare_inputs_for_generation(ids, cache=cache, past_key_values=cache)
 
 
-@pytest.mark.parametrize("name", slow_but([CACHE_NAME], NAMES))
-@plain
-def test_compile(model, name):
+COMPILED = [(*kind, name) for kind in PLAIN for name in NAMES]
+
+
+@pytest.mark.parametrize(
+    ("family", "translates", "name"), slow_but([("luna", True, "cache"), ("mega", False, "past_key_values")], COMPILED)
+)
+def test_compile(family, translates, name):
     """Dynamo traces both names of argument and output without a graph break."""
     torch.compiler.reset()
-    model, cache = model.float(), first_pass(model.float())[CACHE_NAME]
+    model = make_plain(family, is_encoder_decoder=translates, num_hidden_layers=1).float()
+    cache = first_pass(model)[CACHE_NAME]
     inputs = {**source(model, 2), **target(model, torch.tensor([[4], [5]]))}
 
     def run(cache):
@@ -182,12 +187,12 @@ def test_compile(model, name):
     assert own_cache(returned).get_seq_length() == 8
 
 
-@pytest.mark.parametrize("family", ["luna", "mega", "megalodon"])
+@pytest.mark.parametrize("family", slow_but(["megalodon"], FAMILIES))
 def test_export(family, monkeypatch):
     """An exported step has the cache among its inputs and outputs under the name that transformers uses."""
     # The exporter would convert Megalodon's float64 statistics to the dtype of the model, see `luna_mega/hub/onnx.py`.
     monkeypatch.setattr("transformers.exporters.utils.cast_leaf_tensors", lambda inputs, **_: inputs)
-    model = make_plain(family).float().eval()
+    model = make_plain(family, num_hidden_layers=1).float()
     cache = first_pass(model, logits_to_keep=1)[CACHE_NAME]
     inputs = {"input_ids": torch.tensor([[4], [5]])}
     program = DynamoExporter().export(model, {**inputs, CACHE_NAME: copy.deepcopy(cache)}, DynamoConfig())

@@ -8,15 +8,9 @@ import torch
 
 from luna_mega.compat import SELECTS_HIDDEN_STATES
 
-from . import decoders, luna, luna_decoders, mega, mega_decoders, megalodon_decoders
+from . import classes, decoders, luna_decoders, mega_decoders
 
-MODELS = {
-    "luna": lambda **fields: luna.make("Model", **fields),
-    "mega": lambda **fields: mega.make("Model", **fields),
-    "luna decoder": lambda **fields: luna_decoders.make(torch.float32, **fields),
-    "mega decoder": lambda **fields: mega_decoders.make(torch.float32, **fields),
-    "megalodon": lambda **fields: megalodon_decoders.make(dtype=torch.float32, **fields),
-}
+MODELS = {"luna": classes.HEADS["luna Model"], "mega": classes.HEADS["mega Model"], **classes.DECODERS}
 make = pytest.mark.parametrize("make", MODELS.values(), ids=MODELS.keys())
 BANDS = {"adaptive_input_cutoffs": [10, 25], "adaptive_softmax_cutoffs": [10, 25], "adaptive_input_factor": 2}
 IDS = torch.tensor([[4, 5, 6, 7, 8, 9]])

@@ -6,7 +6,6 @@ import torch
 from tests.marks import slow_but
 
 from . import decoders, luna, mega
-from .decoders import slow_but_some
 
 MASK = torch.tensor(
     [
@@ -68,9 +67,10 @@ def recorded(output):
     return states, [x for name in output if name.endswith("attentions") for x in output[name]]
 
 
+@pytest.mark.covering(1)
 @torch.no_grad()
 @pytest.mark.parametrize("cuts", CUTS, ids=str)
-@pytest.mark.parametrize("name", slow_but_some(decoders.DECODERS))
+@pytest.mark.parametrize("name", decoders.DECODERS)
 def test_cached_decoders(name, cuts, place):
     """Prefill, further turns and steps, each with dropped positions of some rows."""
     model = decoders.make(name)

@@ -53,17 +53,17 @@ def test_generate(name, options):
         given += [({"input_ids": source(model, 2, side)["input_ids"]}, True) for side in ("left", "right")]
     for inputs, use_cache in given:
         torch.manual_seed(1)
-        results.append(model.generate(**inputs, max_new_tokens=9, use_cache=use_cache, **options))
+        results.append(model.generate(**inputs, max_new_tokens=6, use_cache=use_cache, **options))
     assert all(torch.equal(result, results[0]) for result in results)
     count, inputs = options.get("num_return_sequences", 1), given[0][0]
     assert len(results[0]) == 2 * count
     if "prefix_allowed_tokens_fn" in options:
-        for row, tokens in enumerate(results[0][:, -9:].tolist()):
+        for row, tokens in enumerate(results[0][:, -6:].tolist()):
             assert set(tokens) <= {1, 2, *range(3, 8), 9, 12 + row}
     elif not options["do_sample"]:
         for row in range(2):
             tokens = inputs["input_ids"][row, inputs["attention_mask"][row].bool()][None]
-            separate = model.generate(tokens, max_new_tokens=9, **options)
+            separate = model.generate(tokens, max_new_tokens=6, **options)
             begun = 0 if model.config.is_encoder_decoder else 7 - tokens.shape[1]
             together = results[0][row * count : (row + 1) * count, begun:]
             assert torch.equal(separate, together[:, : separate.shape[1]])
@@ -187,15 +187,9 @@ def test_trains_with_the_defaults(tmp_path, family, checkpointing):
     """Trainer does not pass use_cache; the cache created in evaluation must not be gathered."""
     model = make_plain(family, dtype=torch.float32)
     data = [{"input_ids": ids, "labels": ids} for ids in torch.randint(3, 30, (8, 11))]
+    options = {"use_cpu": True, "save_strategy": "no", "report_to": [], "disable_tqdm": True}
     arguments = TrainingArguments(
-        output_dir=tmp_path,
-        max_steps=5,
-        learning_rate=1e-3,
-        gradient_checkpointing=checkpointing,
-        use_cpu=True,
-        save_strategy="no",
-        report_to=[],
-        disable_tqdm=True,
+        tmp_path, max_steps=2, learning_rate=1e-3, gradient_checkpointing=checkpointing, **options
     )
     trainer = Trainer(model, arguments, train_dataset=data, eval_dataset=data)
     before = trainer.evaluate()["eval_loss"]

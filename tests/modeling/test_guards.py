@@ -1,6 +1,8 @@
 """Argument checks of all classes with a cache: invalid inputs raise the same message in every class."""
 
+import copy
 import logging
+from functools import cache
 
 import pytest
 import torch
@@ -21,6 +23,7 @@ CLASSES = {
 IDS = torch.tensor([[2, 5, 6, 7, 8], [2, 8, 7, 6, 5]])  # 2 is the decoder start token
 
 
+@cache
 def make(case, **fields):
     family, own = CLASSES[case]
     return decoders.make_plain(family, **own | fields)
@@ -46,6 +49,7 @@ def run(model, ids=IDS, mask=None, **options):
 
 @torch.enable_grad()
 def train(model, **options):
+    model = copy.deepcopy(model)
     model.gradient_checkpointing_enable()
     return run(model.train(), **options)
 

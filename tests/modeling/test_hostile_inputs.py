@@ -6,14 +6,13 @@ import torch
 import luna_mega
 from luna_mega.modeling_common.masks import clean
 
-from . import decoders, luna, mega
+from . import classes, decoders, luna, mega
 
-FAMILIES = {"luna": luna, "mega": mega}
+FAMILIES = classes.ENCODERS
 family = pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES.keys())
 PADDED = {"normalization_type": "batchnorm", "padded_batch_statistics": True}
 ENCODERS = {
-    **{f"luna, {name}": (luna, fields) for name, fields in luna.VARIANTS.items()},
-    **{f"mega, {name}": (mega, fields) for name, fields in mega.VARIANTS.items()},
+    **classes.VARIANTS,
     "luna, without padding": (luna, {"unpad_inputs": True}),
     "mega, without padding": (mega, {"unpad_inputs": True}),
     "mega, padding counts": (mega, PADDED),

@@ -1,11 +1,13 @@
 """Layers that are removed, reordered or repeated keep their row of `packed_embeddings`, and are saved with it."""
 
 import copy
+from itertools import cycle
 
 import pytest
 import torch
 
 import luna_mega
+from tests.marks import slow_but
 
 from . import decoders, luna, luna_decoders
 
@@ -22,6 +24,7 @@ MODELS = {
     "Megalodon": lambda: decoders.FAMILIES["megalodon"].make(num_hidden_layers=DEPTH),
 }
 CHOICES = {"fewer": [0, 3], "reordered": [2, 0, 3, 1], "repeated": [1, 1, 0, 3, 2], "one": [3]}
+PAIRS = [["repeated"], ["reordered"], ["repeated"], ["fewer"], ["one"]]
 
 
 def body(model):
@@ -70,9 +73,16 @@ def assert_equal(model, reference):
 
 CASES = [(name, choice) for name in MODELS for choice in CHOICES]
 CASES.remove(("encoder, shared layers", "repeated"))  # P has no rows for further steps
+CACHED = [case for case in CASES if case[0] in ("decoder", "Mega", "Megalodon")]
 
 
-@pytest.mark.parametrize(("name", "choice"), CASES)
+def some(cases):
+    """Mark all but one or two choices of every model as slow."""
+    fast = [(name, choice) for name, choices in zip(MODELS, cycle(PAIRS)) for choice in choices]
+    return slow_but([case for case in cases if case in fast], cases)
+
+
+@pytest.mark.parametrize(("name", "choice"), some(CASES))
 def test_outputs_and_folder(name, choice, tmp_path):
     model, chosen = MODELS[name](), CHOICES[choice]
     reference = expected(model, chosen)
@@ -89,8 +99,7 @@ def test_outputs_and_folder(name, choice, tmp_path):
         assert_equal(loaded.double().eval(), reference)
 
 
-@pytest.mark.parametrize("choice", CHOICES)
-@pytest.mark.parametrize("name", ["decoder", "Mega", "Megalodon"])
+@pytest.mark.parametrize(("name", "choice"), some(CACHED))
 def test_cache(name, choice):
     """Two layers with the same weights, and therefore the same `layer_idx`, have separate caches."""
     model = choose(MODELS[name](), CHOICES[choice])

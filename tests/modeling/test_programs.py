@@ -18,6 +18,7 @@ MODELS = {
     "luna": lambda: luna.make("ForMaskedLM"),
     "luna, fixed P": lambda: luna.make("Model", dynamic_projection_length=False, position_embedding_type="sinusoidal"),
     "luna, importance": lambda: luna.make("ForSequenceClassification", **IMPORTANCE),
+    "luna, importance, wrap": lambda: luna.make("ForMaskedLM", **IMPORTANCE | {"position_extension": "wrap"}),
     "luna, types": lambda: luna.make("ForMultipleChoice", type_vocab_size=2),
     "luna, pairs": lambda: luna.make("ForSequencePairClassification"),
     "luna, values": lambda: luna.make("ForSequenceClassification", **luna.VALUES),
@@ -25,7 +26,9 @@ MODELS = {
     "mega, truncated": lambda: mega.make("ForTokenClassification", **mega.VARIANTS["one direction, truncated"]),
     "mega, chunks": lambda: mega.make("ForQuestionAnswering", **CHUNKS),
     "mega, simple": lambda: mega.make("Model", **SIMPLE | {"max_positions": 99}),
-    "megalodon": lambda: megalodon_decoders.make("ForSequenceClassification", torch.float32),
+    "mega, batch norm": lambda: mega.make("ForSequenceClassification", **mega.VARIANTS["batchnorm, norms around"]),
+    "mega, shift": lambda: mega.make("ForMaskedLM", **mega.VARIANTS["simple chunks, shift, no ffn"]),
+    "megalodon": lambda: megalodon_decoders.make("ForSequenceClassification", torch.float32, num_hidden_layers=1),
     "luna decoder": lambda: make("luna: softplus").float(),
     "mega decoder": lambda: make("mega: softmax").float(),
     "mega decoder, chunks": lambda: make("mega: laplace chunks").float(),
@@ -41,7 +44,9 @@ def trace(model, sample):
 
 def export(model, sample):
     shapes = {name: dict.fromkeys(range(x.dim()), torch.export.Dim.DYNAMIC) for name, x in sample.items()}
-    return torch.export.export(model, (), sample, dynamic_shapes=shapes, strict=False).module()
+    program = torch.export.export(model, (), sample, dynamic_shapes=shapes, strict=False)
+    assert "luna_mega" not in program.graph_module.code
+    return program.module()
 
 
 def compiled(model, sample):
@@ -70,29 +75,32 @@ def check(way, name, lengths, attention=None):
             torch.testing.assert_close(actual, expected, atol=2e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("lengths", [lambda last: [1], lambda last: [2, 1], lambda last: [last + 2, 2]], ids="1sl")
-@pytest.mark.parametrize("name", slow_but(["luna", "luna, importance", "mega", "mega, truncated", "megalodon"], MODELS))
+LENGTHS = {"one": lambda last: [1], "short": lambda last: [3, 2], "long": lambda last: [last + 2, 2]}
+TRACED = ["luna", "luna, importance", "luna, importance, wrap", "mega", "mega, truncated", "megalodon"]
+CASES = [(name, kind) for name in MODELS for kind in ("short", "long")]
+EXPORTED = [("luna, importance", "short"), ("luna, importance", "long"), ("megalodon", "long")]
+
+
+@pytest.mark.parametrize("lengths", LENGTHS)
+@pytest.mark.parametrize("name", slow_but(TRACED, MODELS))
 def test_traced_programs(name, lengths):
-    check(trace, name, lengths)
+    check(trace, name, LENGTHS[lengths])
 
 
-@pytest.mark.parametrize("lengths", [lambda last: [2, 1], lambda last: [last + 2, 2]], ids="sl")
-@pytest.mark.parametrize("name", slow_but(["megalodon"], MODELS))
+@pytest.mark.parametrize(("name", "lengths"), slow_but([("megalodon", "short"), ("megalodon", "long")], CASES))
 def test_traced_programs_with_eager_attention(name, lengths):
-    check(trace, name, lengths, "eager")
+    check(trace, name, LENGTHS[lengths], "eager")
 
 
-@pytest.mark.parametrize("lengths", [lambda last: [3, 2], lambda last: [last + 2, 2]], ids="sl")
-@pytest.mark.parametrize("name", slow_but(["luna, importance", "megalodon"], MODELS))
+@pytest.mark.parametrize(("name", "lengths"), slow_but(EXPORTED, CASES))
 def test_exported_programs(name, lengths):
-    check(export, name, lengths)
+    check(export, name, LENGTHS[lengths])
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("lengths", [lambda last: [3, 2], lambda last: [last + 2, 2]], ids="sl")
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(("name", "lengths"), CASES)
 def test_compiled_programs(name, lengths):
-    check(compiled, name, lengths)
+    check(compiled, name, LENGTHS[lengths])
 
 
 def test_the_reference_cannot_be_traced():

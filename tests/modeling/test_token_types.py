@@ -6,37 +6,18 @@ from datasets import Dataset
 from transformers import BertTokenizer, Trainer, TrainingArguments, pipeline
 
 from luna_mega.modeling_common import masks, validation
+from tests.marks import slow_but
 
-from . import decoders, luna, mega, megalodon_decoders
+from . import classes, decoders, luna
 
-CLASSES = {
-    **{f"luna {head}": (lambda head=head, **fields: luna.make(head, **fields), head) for head in luna.HEADS},
-    **{f"mega {head}": (lambda head=head, **fields: mega.make(head, **fields), head) for head in mega.HEADS},
-    **{
-        f"megalodon {head}": (lambda head=head, **fields: megalodon_decoders.make(head, **fields).float(), head)
-        for head in ("Model", "ForCausalLM", "ForSequenceClassification")
-    },
-    **{
-        f"{family} decoder{', encoder' * encoder}": (
-            lambda family=family, encoder=encoder, **fields: (
-                decoders.make_plain(family, is_encoder_decoder=encoder, **fields)
-                if encoder
-                else decoders.make_plain(family, **fields)
-            ),
-            "seq2seq" if encoder else "ForCausalLM",
-        )
-        for family, encoder in decoders.PLAIN
-        if family != "megalodon"
-    },
-}
+CLASSES = {**classes.HEADS, **classes.DECODERS, **classes.SEQ2SEQ}
 TYPED = {"luna": {"type_vocab_size": 2}, "mega": {"add_token_type_embeddings": True}}
-PAIR = "ForSequencePairClassification"
 
 
-def inputs_of(head, side="right"):
-    inputs = luna.head_inputs(head, [9, 4], side)
-    inputs = {name: x % 30 if "ids" in name else x for name, x in inputs.items()}
-    return inputs | ({"decoder_input_ids": inputs["input_ids"]} if head == "seq2seq" else {})
+def inputs_of(name):
+    inputs = luna.head_inputs(name.split()[1], [9, 4])
+    inputs = {key: x % 30 if "ids" in key else x for key, x in inputs.items()}
+    return inputs | ({"decoder_input_ids": inputs["input_ids"]} if "seq2seq" in name else {})
 
 
 def result(model, **inputs):
@@ -48,8 +29,7 @@ def result(model, **inputs):
 @pytest.mark.parametrize("name", CLASSES)
 @torch.no_grad()
 def test_only_zeros(name, unpad):
-    make, head = CLASSES[name]
-    model, inputs = make(unpad_inputs=unpad), inputs_of(head)
+    model, inputs = CLASSES[name](unpad_inputs=unpad), inputs_of(name)
     expected, types = result(model, **inputs), torch.zeros_like(inputs["input_ids"])
     padding = types.masked_fill(inputs["attention_mask"] == 0, 1)
     for zeros in (types, types.int(), padding):
@@ -62,11 +42,10 @@ def test_only_zeros(name, unpad):
         model(**inputs, token_type_ids=types[..., :-1])
 
 
-@pytest.mark.parametrize("name", [name for name in CLASSES if "encoder" not in name and "megalodon" not in name])
+@pytest.mark.parametrize("name", [name for name in CLASSES if "seq2seq" not in name and name.split()[0] in TYPED])
 @torch.no_grad()
 def test_types_below_the_number_of_embeddings(name):
-    make, head = CLASSES[name]
-    model, inputs = make(**TYPED[name.split()[0]]), inputs_of(head)
+    model, inputs = CLASSES[name](**TYPED[name.split()[0]]), inputs_of(name)
     expected, types = result(model, **inputs), torch.zeros_like(inputs["input_ids"])
     assert torch.equal(result(model, **inputs, token_type_ids=types)[0], expected[0])
     assert not torch.equal(result(model, **inputs, token_type_ids=types + 1)[0], expected[0])
@@ -103,9 +82,8 @@ def test_values_that_cannot_be_read():
 @torch.no_grad()
 def test_programs_do_not_read_values(family, typed):
     """Traced and exported programs contain no branch on the values."""
-    make = {"luna": luna.make, "mega": mega.make}[family]
     fields = TYPED[family] if typed else {}
-    model = make("ForSequenceClassification", num_hidden_layers=1, **fields).requires_grad_(False)
+    model = CLASSES[f"{family} ForSequenceClassification"](num_hidden_layers=1, **fields).requires_grad_(False)
     inputs = luna.tokens([9, 4])
     inputs["token_type_ids"] = torch.zeros_like(inputs["input_ids"])
     ones = inputs | {"token_type_ids": inputs["attention_mask"]}
@@ -126,12 +104,15 @@ def tokenizer():
     return BertTokenizer(vocab={word: index for index, word in enumerate(words)}, model_max_length=32)
 
 
-@pytest.mark.parametrize("name", [name for name in CLASSES if name.endswith("ForSequenceClassification")])
+CLASSIFIERS = [f"{family} ForSequenceClassification" for family in decoders.FAMILIES]
+
+
+@pytest.mark.parametrize("name", slow_but(["luna ForSequenceClassification"], CLASSIFIERS))
 def test_trainer(name, tokenizer, tmp_path):
-    model = CLASSES[name][0](pad_token_id=0, num_labels=2)
+    model = CLASSES[name](pad_token_id=0, num_labels=2)
     rows = Dataset.from_list([dict(tokenizer(f"w{row} w2")) | {"labels": row % 2} for row in range(4)])
     assert "token_type_ids" in rows.column_names
-    options = {"max_steps": 2, "use_cpu": True, "report_to": [], "save_strategy": "no", "disable_tqdm": True}
+    options = {"max_steps": 1, "use_cpu": True, "report_to": [], "save_strategy": "no", "disable_tqdm": True}
     for unused in (True, False):
         arguments = TrainingArguments(str(tmp_path), remove_unused_columns=unused, **options)
         trainer = Trainer(model, arguments, train_dataset=rows, eval_dataset=rows, processing_class=tokenizer)
@@ -139,20 +120,28 @@ def test_trainer(name, tokenizer, tmp_path):
 
 
 PIPELINES = {
-    "text-classification": ("ForSequenceClassification", "w1 w2"),
-    "token-classification": ("ForTokenClassification", "w1 w2"),
-    "fill-mask": ("ForMaskedLM", "w1 [MASK]"),
-    "feature-extraction": ("Model", "w1 w2"),
+    "text-classification": "ForSequenceClassification",
+    "token-classification": "ForTokenClassification",
+    "fill-mask": "ForMaskedLM",
+    "feature-extraction": "Model",
 }
+PIPED = [(f, task) for f in decoders.FAMILIES for task, head in PIPELINES.items() if f"{f} {head}" in CLASSES]
 
 
-@pytest.mark.parametrize("task", PIPELINES)
-@pytest.mark.parametrize("family", ["luna", "mega", "megalodon"])
-def test_pipelines(task, family, tokenizer):
-    head, text = PIPELINES[task]
-    if (name := f"{family} {head}") in CLASSES:
-        model = CLASSES[name][0](pad_token_id=0, vocab_size=len(tokenizer))
-        assert pipeline(task, model=model, tokenizer=tokenizer)([text, f"{text} w3"], batch_size=2)
+@pytest.mark.parametrize("family, task", PIPED)
+def test_pipelines(family, task, tokenizer, tmp_path):
+    """A pipeline only needs the folder, and a single text has the same result as in a padded batch."""
+    CLASSES[f"{family} {PIPELINES[task]}"](pad_token_id=0, vocab_size=len(tokenizer)).save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    pipe, texts = pipeline(task, model=str(tmp_path)), ["w1 w2 [MASK] w3 w4 w5 w6 w7 w8", "w5 [MASK]"]
+    for text, together in zip(texts, pipe(texts, batch_size=2), strict=True):
+        separate = pipe(text)
+        if task == "feature-extraction":
+            torch.testing.assert_close(together[0][: len(separate[0])], separate[0], atol=1e-5, rtol=1e-5)
+            continue
+        both = (found if isinstance(found, list) else [found] for found in (separate, together))
+        scores = ([entry["score"] for entry in entries] for entries in both)
+        torch.testing.assert_close(*scores, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize(("family", "encoder"), decoders.PLAIN)
