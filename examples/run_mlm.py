@@ -5,13 +5,17 @@
 All fields of TrainingArguments are options. A recipe contains defaults, which the command line overrides.
 """
 
+from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import numpy as np
 import torch
+from datasets import Dataset, IterableDataset
 from torch.nn.functional import cross_entropy
 from transformers import (
     AutoModelForMaskedLM,
+    DataCollatorForLanguageModeling,
     DataCollatorForTokenClassification,
     EvalPrediction,
     PreTrainedConfig,
@@ -20,22 +24,91 @@ from transformers import (
     TrainingArguments,
     default_data_collator,
 )
+from transformers.hf_argparser import HfArg
 
-from luna_mega.training.arguments import RunArguments, fail, one_line, parse_arguments
+from luna_mega.training.arguments import RunArguments, check_least, fail, one_line, parse_arguments
+from luna_mega.training.data import SourceArguments, choose_splits, load_splits
 from luna_mega.training.hub import publish
-from luna_mega.training.masking import (
-    MaskedTextArguments as DataArguments,
-    Masking,
-    check_data,
-    load_texts,
-    make_blocks,
-)
-from luna_mega.training.models import ModelArguments, make_config, make_model, make_tokenizer
+from luna_mega.training.models import ModelArguments, boundary_ids, make_config, make_model, make_tokenizer
 from luna_mega.training.runs import begin_run, check_run, make_callbacks, score, train
 from luna_mega.training.seeded import Redrawn
 from luna_mega.training.streams import Stream, StreamingTrainer, check_streaming, some_texts
 
 TITLE = "masked language model"
+
+
+@dataclass
+class DataArguments(SourceArguments):
+    train_files: list[str] | None = HfArg(default=None, help="local training files instead of a folder")
+    validation_files: list[str] | None = HfArg(default=None, help="local files of the validation split")
+    text_column: str = HfArg(default="text", help="column with the text; a txt file has one text per line")
+    block_size: int = HfArg(default=512, help="tokens of an input, including <s>")
+    short_seq_prob: float = HfArg(default=0.0, help="share of the training inputs with a random shorter length")
+    mlm_probability: float = HfArg(default=0.15, help="share of the tokens to predict")
+    max_train_samples: int | None = HfArg(default=None, help="maximum number of texts")
+    max_eval_samples: int | None = HfArg(default=None, help="maximum number of texts")
+    preprocessing_num_workers: int | None = HfArg(default=None, help="number of processes for tokenization")
+
+
+class Masking:
+    """Function that masks tokens of a block with a given random generator.
+
+    It returns an `attention_mask` of ones, because a random replacement can be the padding token.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, probability: float):
+        self.collator = DataCollatorForLanguageModeling(tokenizer, mlm_probability=probability)
+
+    def __call__(self, block: dict[str, Any], numbers: torch.Generator) -> dict[str, torch.Tensor]:
+        self.collator.generator = numbers
+        input_ids, labels = self.collator.torch_mask_tokens(torch.tensor([block["input_ids"]]))
+        return {"input_ids": input_ids[0], "attention_mask": torch.ones_like(input_ids[0]), "labels": labels[0]}
+
+
+def cut_blocks(
+    split: Dataset | IterableDataset,
+    name: str,
+    tokenizer: PreTrainedTokenizerBase,
+    data: DataArguments,
+    short: float = 0.0,
+) -> Dataset | IterableDataset:
+    """Cut the texts, each followed by `</s>`, into blocks of `<s>` and `block_size - 1` tokens.
+
+    Empty texts are skipped. Each batch of 1,000 texts is concatenated; a remainder shorter than a block is dropped. A
+    share `short` of the blocks has a random number of 1 to `block_size - 1` tokens, seeded by the text.
+    """
+    bos, eos = boundary_ids(tokenizer)
+    step = data.block_size - 1
+
+    def encode(batch: dict[str, list[str]]) -> dict[str, list[list[int]]]:
+        texts = [text.strip() for text in batch[data.text_column] if text.strip()]
+        encoded = tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"] if texts else []
+        stream = list(chain.from_iterable([*ids, eos] for ids in encoded))
+        most = len(stream) // (1 if short else step)
+        numbers = np.random.default_rng([len(stream), *stream[:16]])
+        lengths = np.where(numbers.random(most) < short, numbers.integers(step, size=most) + 1, step)
+        ends = lengths.cumsum()
+        spans = zip(ends - lengths, ends[ends <= len(stream)], strict=False)
+        return {"input_ids": [[bos, *stream[start:end]] for start, end in spans]}
+
+    if isinstance(split, IterableDataset):
+        return split.map(encode, batched=True, remove_columns=list(next(iter(split))))
+    options = {"batched": True, "remove_columns": split.column_names, "num_proc": data.preprocessing_num_workers}
+    blocks = split.map(encode, **options, desc=name)
+    if len(blocks) == 0:
+        fail(f"split {name} has too little text for one block of {data.block_size} tokens; reduce --block_size")
+    return blocks
+
+
+def mask_once(blocks: Dataset, tokenizer: PreTrainedTokenizerBase, data: DataArguments, seed: int) -> Dataset:
+    """Mask the validation blocks in advance, so that all evaluations use the same masks."""
+    collator = DataCollatorForLanguageModeling(tokenizer, mlm_probability=data.mlm_probability)
+    collator.generator = torch.Generator().manual_seed(seed)
+
+    def mask(batch: dict[str, list[list[int]]]) -> dict[str, torch.Tensor]:
+        return dict(collator([{"input_ids": ids} for ids in batch["input_ids"]]))
+
+    return blocks.map(mask, batched=True, keep_in_memory=True, load_from_cache_file=False, desc="masking")
 
 
 def token_scores(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
@@ -60,8 +133,26 @@ def parse(argv: list[str] | None) -> tuple[DataArguments, ModelArguments, Traini
     data, model, training, run = parse_arguments(kinds, argv)
     check_run(TITLE, data, model, training, run, streams=True, predicts=False)
     check_streaming(training, run)
-    check_data(data)
+    if sum(map(bool, (data.dataset_name, data.dataset_path, data.train_files or data.validation_files))) != 1:
+        fail("pass one of --dataset_name, --dataset_path, or --train_files and --validation_files")
+    if not 0 < data.mlm_probability < 1:
+        fail(f"--mlm_probability {data.mlm_probability} must be between 0 and 1")
+    if not 0 <= data.short_seq_prob <= 1:
+        fail(f"--short_seq_prob {data.short_seq_prob} must be between 0 and 1")
+    check_least(data, 2, "block_size")
     return data, model, training, run
+
+
+def load_texts(
+    data: DataArguments, training: TrainingArguments, run: RunArguments
+) -> dict[str, Dataset | IterableDataset]:
+    """Return the required splits, with checked text."""
+    limits, files = choose_splits(training, data), None
+    if not (data.dataset_name or data.dataset_path):
+        files = {name: getattr(data, f"{name}_files") for name in limits}
+        if missing := [name for name in limits if not files[name]]:
+            fail(f"pass --{missing[0]}_files as well")
+    return load_splits(limits, data, [data.text_column], files=files, streaming=run.streaming)
 
 
 def load_data(
@@ -74,7 +165,10 @@ def load_data(
     if tokenizer.mask_token_id is None:
         fail("the tokenizer has no mask_token, which masked language models require; pass another --tokenizer_name")
     config = make_config(model, tokenizer, data.block_size, sparse_prediction=True)
-    blocks = make_blocks(splits, tokenizer, data, training.seed)
+    short = {"train": data.short_seq_prob}
+    blocks = {name: cut_blocks(split, name, tokenizer, data, short.get(name, 0.0)) for name, split in splits.items()}
+    if "validation" in blocks:
+        blocks["validation"] = mask_once(blocks["validation"], tokenizer, data, training.seed)
     masking = Masking(tokenizer, data.mlm_probability)
     if run.streaming and "train" in blocks:
         shuffled = blocks["train"].shuffle(training.seed, buffer_size=run.shuffle_buffer)

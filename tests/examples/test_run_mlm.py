@@ -9,7 +9,6 @@ from datasets import Dataset
 from safetensors.torch import load_file
 from transformers import AutoModelForMaskedLM, AutoTokenizer, default_data_collator
 
-from luna_mega.training import masking
 from luna_mega.training.runs import OrderedTrainer
 from luna_mega.training.seeded import Redrawn
 from luna_mega.training.tokenizers import train_bpe
@@ -56,8 +55,8 @@ def tokenizer(script):
 
 
 def cut_blocks(script, tokenizer, lines: list[str], block_size: int):
-    module = masking
-    data = module.MaskedTextArguments(block_size=block_size)
+    module = script("run_mlm")
+    data = module.DataArguments(block_size=block_size)
     return module.cut_blocks(Dataset.from_dict({"text": lines}), "train", tokenizer, data)
 
 
@@ -76,8 +75,8 @@ def test_blocks_are_complete_and_in_order(block_size, script, tokenizer):
 
 
 def test_short_blocks_are_cut_from_the_same_stream(script, tokenizer):
-    lines, module = texts(3000, seed=4), masking
-    dataset, data = Dataset.from_dict({"text": lines}), module.MaskedTextArguments(block_size=33)
+    lines, module = texts(3000, seed=4), script("run_mlm")
+    dataset, data = Dataset.from_dict({"text": lines}), module.DataArguments(block_size=33)
     stream = [token for line in lines[:1000] for token in [*tokenizer.encode(line, add_special_tokens=False), EOS]]
     for share in (0.5, 1.0):
         blocks = module.cut_blocks(dataset, "train", tokenizer, data, share)["input_ids"]
@@ -118,7 +117,7 @@ def test_pretraining_on_short_blocks(run, script, corpus, tmp_path, monkeypatch)
 
 
 def test_masking_is_dynamic_in_training_and_fixed_in_evaluation(script, tokenizer):
-    module = masking
+    module = script("run_mlm")
     blocks = cut_blocks(script, tokenizer, texts(2000, seed=3), 64)
     masked = Redrawn(blocks, module.Masking(tokenizer, 0.15), seed=0)
     first, again = (default_data_collator(list(masked)) for _ in range(2))
@@ -138,7 +137,7 @@ def test_masking_is_dynamic_in_training_and_fixed_in_evaluation(script, tokenize
     # A tenth is unchanged, and so is one random token in the size of the vocabulary.
     assert (shown == original[chosen]).float().mean().item() == pytest.approx(0.1, abs=0.03)
 
-    data = module.MaskedTextArguments()
+    data = module.DataArguments()
     masked = [module.mask_once(blocks, tokenizer, data, seed=seed) for seed in (1, 1, 2)]
     assert masked[0]["labels"] == masked[1]["labels"] != masked[2]["labels"]
     # Without a mask, models drop a token that is replaced by the padding token.
@@ -160,9 +159,9 @@ def test_pretraining_learns_and_its_perplexity_is_exact(run, script, corpus, tmp
     card = (output / "README.md").read_text()
     assert "on the corpus dataset" in card and "- Perplexity: " in card
 
-    module = masking
+    module = script("run_mlm")
     model, tokenizer = AutoModelForMaskedLM.from_pretrained(output).eval(), AutoTokenizer.from_pretrained(output)
-    data = module.MaskedTextArguments(block_size=32)
+    data = module.DataArguments(block_size=32)
     blocks = module.cut_blocks(Dataset.from_dict({"text": texts(20, seed=20)}), "validation", tokenizer, data)
     masked = module.mask_once(blocks, tokenizer, data, seed=5)
     labels = torch.tensor(masked["labels"])

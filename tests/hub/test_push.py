@@ -1,8 +1,9 @@
+from types import SimpleNamespace
+
 import pytest
 from huggingface_hub import ModelCard
 
 from luna_mega.training.hub import describe_source
-from luna_mega.training.masking import MaskedTextArguments
 from tests.hub import client as on_client
 from tests.hub.loopback import metadata_errors
 from tests.modeling.luna import make
@@ -98,7 +99,7 @@ def test_dataset_in_the_card(options, expected, tmp_path, monkeypatch):
     """Only names on the Hub become metadata; of local paths, the card has the last part."""
     (tmp_path / "data").mkdir()
     monkeypatch.chdir(tmp_path / "data")
-    data = MaskedTextArguments(**options)
+    data = SimpleNamespace(**dict.fromkeys(("dataset_name", "dataset_config", "dataset_path")) | options)
     assert describe_source(data) == expected
 
 
