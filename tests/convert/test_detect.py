@@ -7,8 +7,6 @@ import torch
 
 from luna_mega.convert.formats.registry import detect, find_format, register_format, registered_formats
 from luna_mega.convert.safe_load.reader import Checkpoint
-from tests.convert.mega import mega
-from tests.convert.mega_lm import KINDS, mega_lm
 
 
 def source(state):
@@ -17,34 +15,11 @@ def source(state):
     return found.facts.name, revision
 
 
-def test_layout_and_revision(make):
-    assert source(make.bert()) == ("luna_bert", "r21")
-    assert source(make.bert(stop_min_lr=-1)) == ("luna_bert", "head")
-    assert source(make.lra21()) == ("luna_lra", "r21")
-    for state in (make.lra23(), make.lra23(pre_logits=True), make.lra23(learned=True), make.lra23(image=True)):
-        assert source(state) == ("luna_lra", "head")
-
-
 def test_early_luna_bert(convert, make):
     state = make.bert()
     state["model"] = {key.replace("encoder.", "decoder.", 1): tensor for key, tensor in state["model"].items()}
     convert(state)
     assert "'decoder.' is today's 'encoder.'" in convert.screen
-
-
-@pytest.mark.parametrize("arch", ["mega_lra_imdb", "mega_lra_pf32", "mega_sc_raw_big"])
-def test_mega(arch):
-    for branch in ("main", "flash"):
-        assert source(mega(arch, branch, values=arch != "mega_lra_imdb")) == ("mega_lra", branch)
-    state = mega(arch)
-    state["model"] = dict(sorted(state["model"].items()))
-    assert source(state) == ("mega_lra", "unknown")
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_mega_language_model(kind):
-    for branch in ("main", "flash"):
-        assert source(mega_lm("mega_lm", branch, **KINDS[kind])) == ("mega_lm", branch)
 
 
 @pytest.mark.parametrize("branch", ["main", "flash"])

@@ -10,6 +10,8 @@ from luna_mega.convert.exporter import export_checkpoint
 from luna_mega.convert.safe_load.reader import read_checkpoint
 from luna_mega_cli import main
 from tests.convert.exports import edit, fails
+from tests.convert.mega import mega
+from tests.convert.mega_lm import mega_lm
 
 
 def save(folder, model_class, **fields):
@@ -112,6 +114,22 @@ def test_dictionaries_of_a_converted_folder(convert, make, tmp_path):
     report = export_checkpoint(folder, tmp_path / "out" / "model.pt")
     assert report.files == ["dict.txt", "input0/dict.txt", "label-bin/dict.txt", "model.pt"]
     for name in ("dict.txt", "label-bin/dict.txt"):
+        assert (tmp_path / "out" / name).read_bytes() == (convert.source / name).read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("build", "symbols", "files"),
+    [
+        (mega_lm, 28, ["dict.txt", "model.pt"]),
+        (mega, 12, ["dict.txt", "label-bin/dict.txt", "src-bin/dict.txt", "model.pt"]),
+    ],
+)
+def test_dictionaries_of_mega(convert, make, tmp_path, build, symbols, files):
+    make.dictionary(convert.source / "dict.txt", symbols=symbols)
+    make.dictionary(convert.source / "label-bin" / "dict.txt", symbols=2, prefix="c")
+    report = export_checkpoint(convert(build()), tmp_path / "out" / "model.pt")
+    assert report.files == files
+    for name in {"dict.txt", "label-bin/dict.txt"} & set(files):
         assert (tmp_path / "out" / name).read_bytes() == (convert.source / name).read_bytes()
 
 

@@ -57,24 +57,18 @@ def test_both_conventions_give_the_same_model(convert, make):
         torch.testing.assert_close(plus_one[name], tensor, rtol=0, atol=1e-6, msg=name)
 
 
-@pytest.mark.parametrize("fresh", [1.0, 0.0])
-def test_untrained_file(convert, make, fresh):
+@pytest.mark.parametrize(("value", "options", "expected"), [(1.0, [], 1), (0.0, [], 1), (0.5, ["plus-one"], 1.5)])
+def test_norms_with_one_value(convert, make, value, options, expected):
+    """The norms of an untrained file, and of a file that requires the option."""
     state = make.bert()
     for key, tensor in state["model"].items():
         if key.endswith("layer_norm.weight"):
-            tensor.fill_(fresh)
-    assert weights(convert(state))["luna.embeddings.layer_norm.weight"].eq(1).all()
-    assert f"(the mean of the norm weights is {fresh:.3f})" in convert.screen
-
-
-def test_ambiguous_file_converts_with_the_option(convert, make):
-    state = make.bert()
-    for key, tensor in state["model"].items():
-        if key.endswith("layer_norm.weight"):
-            tensor.fill_(0.5)
-    assert "--layer-norm" in convert.error(state)
-    norm = "luna.embeddings.layer_norm.weight"
-    assert weights(convert(state, "--layer-norm", "plus-one"))[norm].eq(1.5).all()
+            tensor.fill_(value)
+    if options:
+        assert "--layer-norm" in convert.error(state)
+    folder = convert(state, *(["--layer-norm", *options] if options else []))
+    assert weights(folder)["luna.embeddings.layer_norm.weight"].eq(expected).all()
+    assert options or f"(the mean of the norm weights is {value:.3f})" in convert.screen
 
 
 def test_contradicting_option_warns(convert, make):

@@ -1,8 +1,6 @@
 """A format that is registered by a user: convert, export and info work without changes to the package."""
 
 import argparse
-import ast
-import re
 
 import pytest
 import torch
@@ -133,23 +131,6 @@ def test_others_are_still_recognized(convert, make):
     assert '"luna_bert"' in (convert(make.bert()) / "conversion_report.json").read_text()
     convert.output = convert.output.with_name("other")
     assert "not a Luna or Mega checkpoint" in convert.error(make.checkpoint({"x.weight": torch.zeros(2)}, arch="a"))
-
-
-@pytest.mark.parametrize("module", ["importer", "exporter", "export_choice", "tensors"])
-def test_importer_and_exporter_name_no_format_family_or_revision(repo_root, module):
-    tree = ast.parse((repo_root / "convert" / f"{module}.py").read_text(encoding="utf-8"))
-    names = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
-    names |= {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
-    documentation = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
-    constants = [node for node in ast.walk(tree) if isinstance(node, ast.Constant) and id(node) not in documentation]
-    names |= {word for node in constants if isinstance(node.value, str) for word in re.findall(r"[\w-]+", node.value)}
-    formats = [fmt for fmt in registered_formats() if fmt.facts.name != "tiny"]
-    banned = {"luna", "mega", "languages", "plus-one", "bert", "lra"} | {fmt.facts.name for fmt in formats}
-    banned |= {revision for fmt in formats for revision in fmt.facts.revisions} - {
-        "unknown",
-        "head",
-    }  # heads are options
-    assert banned & {name.lower() for name in names} == set()
 
 
 def test_names_are_unique():

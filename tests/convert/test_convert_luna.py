@@ -1,4 +1,4 @@
-import json
+"""Luna files: heads, tasks, args and tensors that disagree, dtypes. `test_golden.py` has the fields of every kind."""
 
 import pytest
 import torch
@@ -18,45 +18,22 @@ HEADS = {
 }
 
 
-def report(folder):
-    return json.loads((folder / "conversion_report.json").read_text())
-
-
-@pytest.mark.parametrize("legacy", [False, True])
-@pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("tied_lm", [True, False])
-def test_masked_lm(convert, make, tied, tied_lm, legacy):
-    state = make.bert(tied=tied, tied_lm=tied_lm, untie_luna_kv=not tied, untie_weights_luna=not tied_lm)
-    folder = convert(state, legacy=legacy)
-    model = load(folder, AutoModelForMaskedLM)
-    assert type(model).__name__ == "LunaForMaskedLM" == AutoConfig.from_pretrained(folder).architectures[0]
-    config = model.config
-    assert (config.tie_key_value, config.tie_word_embeddings) == (tied, tied_lm)
-    assert (config.vocab_size, config.hidden_size, config.intermediate_size) == (17, 16, 24)
-    assert (config.projection_length, config.max_position_embeddings, config.num_hidden_layers) == (6, 20, 2)
-    assert convert.screen.count("\nwarning ") == legacy  # legacy files have no checksums
-    ours = model.state_dict()
-    for row in report(folder)["mapped"]:
-        assert torch.equal(ours[row["target"]], state["model"][row["source"]]), row
-    assert report(folder)["parameters"] == {"model": model.num_parameters(), "file": model.num_parameters()}
-    assert model(torch.tensor([[0, 5, 6, 2]])).logits.isfinite().all()
-
-
 @pytest.mark.parametrize("name", HEADS)
 def test_every_kind_of_head_by_name(convert, make, name):
     state = make.bert(heads=[(other, 3) for other in HEADS], pooler_activation_fn="relu", pooler_dropout=0.3)
-    folder = convert(state, "--head", name)
+    report = convert.report(state, "--head", name)
+    folder = convert.output
     model = load(folder, AutoModelForSequenceClassification)
     assert model.config.architectures == ["LunaForSequenceClassification"] and model.config.num_labels == 3
     assert model.config.pooling == HEADS[name]
     assert (model.config.classifier_activation, model.config.classifier_dropout) == ("relu", 0.3)
     source = f"classification_heads.{name}."
-    mapped = {row["source"]: row["target"] for row in report(folder)["mapped"]}
+    mapped = {row["source"]: row["target"] for row in report["mapped"]}
     ours = model.state_dict()
     for key, tensor in state["model"].items():
         if key.startswith(source):
             assert torch.equal(ours[mapped[key]], tensor)
-    dropped = {row["source"] for row in report(folder)["dropped"]}
+    dropped = {row["source"] for row in report["dropped"]}
     heads = {key for key in state["model"] if key.startswith("classification_heads.") and not key.startswith(source)}
     assert dropped == heads
     masked = load(folder, AutoModelForMaskedLM).state_dict()
@@ -116,22 +93,12 @@ def test_nan_is_reported_and_converted(convert, make):
     state["model"][f"{LAYER}.fc1.weight"][0, 0] = float("nan")
     state["model"]["encoder.sentence_encoder.embed_tokens.weight"][3, 2] = float("inf")
     state["model"]["encoder.sentence_encoder.embed_tokens.weight"][3, 3] = float("nan")
-    folder = convert(state)
+    report = convert.report(state)
     assert "NaN or Inf in 2 of" in convert.screen
     bad = ["luna.embeddings.word_embeddings.weight", "luna.encoder.layers.1.fc1.weight"]
-    assert sorted(report(folder)["non_finite"]) == bad
-    assert AutoConfig.from_pretrained(folder).tie_word_embeddings is True
-    assert load(folder, AutoModelForMaskedLM).luna.encoder.layers[1].fc1.weight[0, 0].isnan()
-
-
-def test_half_precision_files_are_written_as_float32(convert, make):
-    state = make.bert()
-    state["model"] = {key: tensor.half() for key, tensor in state["model"].items()}
-    folder = convert(state)
-    model = load(folder, AutoModelForMaskedLM)
-    assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
-    assert report(folder)["dtype_in"] == {"float16": len(state["model"])}
-    assert "float16 -> float32" in convert.screen
+    assert sorted(report["non_finite"]) == bad
+    assert AutoConfig.from_pretrained(convert.output).tie_word_embeddings is True
+    assert load(convert.output, AutoModelForMaskedLM).luna.encoder.layers[1].fc1.weight[0, 0].isnan()
 
 
 def test_minus_one_is_undone_in_float32(convert, make):
@@ -145,9 +112,32 @@ def test_minus_one_is_undone_in_float32(convert, make):
     assert torch.equal(model.luna.embeddings.layer_norm.weight, torch.full((make.WIDTH,), 1 + 2.0**-12))
 
 
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_dtype_option(convert, make, dtype):
-    folder = convert(make.bert(), "--dtype", dtype)
-    assert json.loads((folder / "config.json").read_text())["dtype"] == dtype
-    model = AutoModelForMaskedLM.from_pretrained(folder)
-    assert {parameter.dtype for parameter in model.parameters()} == {getattr(torch, dtype)}
+@pytest.mark.parametrize("dtype", [None, "float16", "bfloat16"])
+def test_dtypes(convert, make, dtype):
+    """Half precision is written as float32 unless the option specifies another dtype."""
+    state = make.bert()
+    state["model"] = {key: tensor.half() for key, tensor in state["model"].items()}
+    report = convert.report(state, *(["--dtype", dtype] if dtype else []))
+    model = load(convert.output, AutoModelForMaskedLM)
+    assert {parameter.dtype for parameter in model.parameters()} == {getattr(torch, dtype or "float32")}
+    assert report["dtype_in"] == {"float16": len(state["model"])} and report["dtype_out"] == (dtype or "float32")
+    assert f"float16 -> {dtype or 'float32'}" in convert.screen
+
+
+def test_buffers_may_be_absent(convert, make):
+    state = make.lra23()
+    del state["model"]["encoder.encoder.projected_positions"]
+    del state["model"]["encoder.encoder.embed_positions._float_tensor"]
+    assert load(convert(state)).config.position_embedding_type == "sinusoidal"
+
+
+def test_sinusoids_in_half_precision(convert, make):
+    state = make.lra23()
+    state["model"] = {key: tensor.half() for key, tensor in state["model"].items()}
+    convert(state)
+
+
+def test_without_embedding_norm(convert, make):
+    state = make.lra23(encoder_normalize_before=False)
+    state["model"] = {key: tensor for key, tensor in state["model"].items() if "emb_layer_norm" not in key}
+    assert load(convert(state)).config.embedding_norm is False
