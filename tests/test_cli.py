@@ -151,20 +151,20 @@ def test_common_beginner_mistakes(argv, answer, encoder, tmp_path, capsys):
     assert status == 1 and output.err.count("\n") == 1 and answer in output.err
 
 
-@pytest.mark.parametrize("argv", [[], *([name] for name in COMMANDS)], ids=" ".join)
-def test_help_imports_no_package(argv, repo_root):
+def test_help_imports_no_package(repo_root):
     """CPU time does not depend on other work on the machine."""
     code = f"""
 import contextlib, sys, time
 from luna_mega_cli import main
-with contextlib.suppress(SystemExit):
-    main({[*argv, "--help"]!r})
+for argv in {[[], *([name] for name in COMMANDS)]!r}:
+    with contextlib.suppress(SystemExit):
+        main([*argv, "--help"])
 assert not {{"luna_mega", "torch", "transformers"}} & sys.modules.keys()
-assert time.process_time() < 0.2, time.process_time()
+assert time.process_time() < 0.3, time.process_time()
 """
     done = subprocess.run([sys.executable, "-c", code], cwd=repo_root, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert "usage: luna-mega" in done.stdout
+    assert done.stdout.count("usage: luna-mega") == 1 + len(COMMANDS)
 
 
 def test_version_option(capsys):

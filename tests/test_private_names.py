@@ -2,22 +2,13 @@
 
 import ast
 import re
-from pathlib import Path
 
 import torch
 from transformers import GenerationMixin, PreTrainedConfig, PreTrainedModel, TokenizersBackend
 from transformers.cache_utils import Cache, CacheLayerMixin, EncoderDecoderCache
 
-ROOT = Path(__file__).resolve().parent.parent
-PACKAGES = (
-    "kernels",
-    "modeling_common",
-    "modeling_luna",
-    "modeling_mega",
-    "modeling_megalodon",
-    "luna_mega",
-    "convert",
-)
+from tests.test_import_graph import ROOT, SOURCES, nodes_of
+
 BASES = (PreTrainedModel, GenerationMixin, PreTrainedConfig, TokenizersBackend, Cache, CacheLayerMixin)
 BASES += (EncoderDecoderCache, torch.nn.Module)
 UNDOCUMENTED = (
@@ -44,10 +35,10 @@ def defined_names(statement):
     return [node.id for node in ast.walk(statement) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)]
 
 
-def undocumented_names(tree):
+def undocumented_names(nodes):
     """Return the names of undocumented modules that a file imports, reads from an imported module, or patches."""
     names, modules = set(), set()
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.ImportFrom):
             for alias in node.names:
                 if f"{node.module}.{alias.name}" in UNDOCUMENTED:
@@ -56,7 +47,7 @@ def undocumented_names(tree):
                     names.add(alias.name)
         elif isinstance(node, ast.Constant) and str(node.value).startswith(UNDOCUMENTED):
             names.add(node.value.rpartition(".")[2])
-    attributes = [node for node in ast.walk(tree) if isinstance(node, ast.Attribute)]
+    attributes = [node for node in nodes if isinstance(node, ast.Attribute)]
     return names | {node.attr for node in attributes if getattr(node.value, "id", None) in modules}
 
 
@@ -67,9 +58,8 @@ def checked_names(node):
 
 
 def used_names():
-    files = [file for package in PACKAGES for file in (ROOT / package).rglob("*.py")]
-    trees = [ast.parse(file.read_text(encoding="utf-8")) for file in files]
-    nodes = [node for tree in trees for node in ast.walk(tree)]
+    files = [nodes_of(source) for module, source in SOURCES.items() if not module.startswith("luna_mega_cli")]
+    nodes = [node for file in files for node in file]
     attributes = [node for node in nodes if isinstance(node, ast.Attribute) and is_private(node.attr)]
     in_classes = {
         name for node in nodes if isinstance(node, ast.ClassDef) for x in node.body for name in defined_names(x)
@@ -80,7 +70,7 @@ def used_names():
     inherited = {name for base in BASES for name in dir(base) if is_private(name)}
     read = {node.attr for node in attributes if ast.unparse(node) != "os._exit"}  # documented
     read = read.union(*map(checked_names, nodes))
-    return ((in_classes | read) & inherited | read - own).union(*map(undocumented_names, trees))
+    return ((in_classes | read) & inherited | read - own).union(*map(undocumented_names, files))
 
 
 def test_table_of_private_names_is_complete():

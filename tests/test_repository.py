@@ -4,7 +4,6 @@ import configparser
 import re
 from pathlib import Path
 
-import pytest
 import yaml
 
 from luna_mega import compat
@@ -18,29 +17,19 @@ def commit_hook(root: Path) -> re.Pattern:
     return re.compile(hook["entry"], re.MULTILINE | re.DOTALL)
 
 
-@pytest.mark.parametrize(
-    ("message", "right"),
-    [
-        ("[Fix] A mask of padding keeps nothing", True),
-        ("[Docs] " + "a" * 65, True),
-        ("[Docs] " + "a" * 66, False),
-        ("[House] One\n\nA body with a line of any length: " + "a" * 100, True),
-        ("a" * 80 + "\n[Fix] short", False),
-        ("No tag", False),
-        ("[Modeling] Another tag", False),
-        ("[Fix]", False),
-        ("\n[Fix] Late", False),
-        ("Merge branch 'main'", True),
-    ],
-)
-def test_subjects_of_commits(repo_root, message, right):
-    assert bool(commit_hook(repo_root).search(message)) == right
-
-
-def test_tags_match_contributing(repo_root):
+def test_subjects_of_commits(repo_root):
     commits = (repo_root / "CONTRIBUTING.md").read_text(encoding="utf-8").partition("## Commits")[2]
-    for tag in re.findall(r"`\[(\w+)\]`", commits):
-        assert commit_hook(repo_root).search(f"[{tag}] A change")
+    subjects = [f"[{tag}] A change\n\nA body" for tag in re.findall(r"`\[(\w+)\]`", commits)]
+    assert subjects and all(map(commit_hook(repo_root).search, [*subjects, "[Docs] " + "a" * 65]))
+    wrong = (
+        "[Docs] " + "a" * 66,
+        "a" * 80 + "\n[Fix] short",
+        "No tag",
+        "[Modeling] Another tag",
+        "[Fix]",
+        "\n[Fix] Late",
+    )
+    assert not any(map(commit_hook(repo_root).search, wrong))
 
 
 def workflow(root: Path, name: str) -> dict:
@@ -48,12 +37,9 @@ def workflow(root: Path, name: str) -> dict:
 
 
 def test_workflows_and_templates_are_yaml(repo_root):
-    files = [*(repo_root / ".github").rglob("*.yml")]
-    for file in files:
-        content = yaml.safe_load(file.read_text(encoding="utf-8"))
-        if file.name != "dependabot.yml":
-            assert content["name"] and ("jobs" in content or content["body"])
-    assert {"ci.yml", "release.yml", "gpu.yml", "bug.yml", "dependabot.yml"} <= {file.name for file in files}
+    found = {file.name: yaml.safe_load(file.read_text("utf-8")) for file in (repo_root / ".github").rglob("*.yml")}
+    assert {"ci.yml", "release.yml", "gpu.yml", "bug.yml", "dependabot.yml"} <= found.keys()
+    assert all(content.keys() & {"jobs", "body", "updates", "contact_links"} for content in found.values())
 
 
 def test_commands_of_workflows_exist(repo_root):
@@ -98,17 +84,14 @@ def test_ci_runs_every_python_with_both_constraint_files(repo_root):
     assert slow["constraints"] == matrix["constraints"]
 
 
-@pytest.mark.parametrize("name", compat.SUPPORTED)
-def test_constraint_files_pin_the_tested_range(repo_root, name):
-    lowest, above = compat.SUPPORTED[name]
-    pins = {}
-    for file in ("ci-oldest.txt", "ci.txt"):
-        text = (repo_root / "requirements" / file).read_text(encoding="utf-8")
-        pins[file] = re.search(rf"^{name}==([\d.]+)", text, re.MULTILINE)[1]
-    assert pins["ci-oldest.txt"].startswith(f"{lowest}.")
-    if name != "torch":  # `make test-newest` tests the newest torch
-        major, minor, _ = map(int, pins["ci.txt"].split("."))
-        assert above == f"{major}.{minor + 1}"
+def test_constraint_files_pin_the_tested_range(repo_root):
+    for name, (lowest, above) in compat.SUPPORTED.items():
+        files = [(repo_root / "requirements" / file).read_text("utf-8") for file in ("ci-oldest.txt", "ci.txt")]
+        oldest, newest = (re.search(rf"^{name}==([\d.]+)", text, re.MULTILINE)[1] for text in files)
+        assert oldest.startswith(f"{lowest}.")
+        if name != "torch":  # `make test-newest` tests the newest torch
+            major, minor, _ = map(int, newest.split("."))
+            assert above == f"{major}.{minor + 1}"
 
 
 def test_a_release_is_published_after_all_tests(repo_root):

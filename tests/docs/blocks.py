@@ -46,10 +46,11 @@ class Block:
     def commands(self, folder: Path, python: str) -> list[list[str]]:
         """Run a shell block in `folder`, and return the programs that it called with their arguments."""
         stubs, record = folder / ".stubs", folder / ".record"
-        stubs.mkdir(exist_ok=True)
-        for name in PROGRAMS:
-            stubs.joinpath(name).write_text(STUB)
-            stubs.joinpath(name).chmod(0o755)
+        if not stubs.exists():
+            stubs.mkdir()
+            for name in PROGRAMS:
+                stubs.joinpath(name).write_text(STUB)
+                stubs.joinpath(name).chmod(0o755)
         record.write_bytes(b"")
         environment = {"PATH": f"{stubs}:/usr/bin:/bin", "RECORD": str(record), "PYTHON": python}
         done = subprocess.run(

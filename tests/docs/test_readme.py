@@ -3,7 +3,6 @@
 import configparser
 import re
 
-import pytest
 import yaml
 from markdown_it import MarkdownIt
 
@@ -59,17 +58,14 @@ def test_every_file_names_the_same_repository():
         assert all(url.startswith(owner) for url in found), page
 
 
-@pytest.mark.parametrize("page", TABLE_PAGES)
-def test_rows_of_a_table_have_equal_numbers_of_columns(page):
-    table = None
-    inside_code = False
-    for number, line in enumerate((ROOT / page).read_text(encoding="utf-8").splitlines(), start=1):
-        inside_code ^= line.lstrip().startswith("```")
-        cells = len(re.findall(r"(?<!\\)\|", re.sub(r"`[^`]*`", "", line))) - 1
-        if inside_code or not line.startswith("|"):
-            table = None
-        elif table is None:
-            assert cells >= 1, f"{page}:{number}: a lone bar"
-            table = cells
-        else:
-            assert cells == table, f"{page}:{number}: {cells} cells in a table of {table} columns"
+def test_rows_of_a_table_have_equal_numbers_of_columns():
+    for page in TABLE_PAGES:
+        table, inside_code = None, False
+        for number, line in enumerate((ROOT / page).read_text(encoding="utf-8").splitlines(), start=1):
+            inside_code ^= line.lstrip().startswith("```")
+            cells = len(re.findall(r"(?<!\\)\|", re.sub(r"`[^`]*`", "", line))) - 1
+            if inside_code or not line.startswith("|"):
+                table = None
+            else:
+                table = table or cells
+                assert cells == table >= 1, f"{page}:{number}: {cells} cells in a table of {table} columns"
