@@ -67,6 +67,7 @@ DECODER = {"is_decoder": True, "bidirectional": False}
 NO_DROPOUT = dict.fromkeys(  # integers, as in the folder
     ("dropout_prob", "hidden_dropout_prob", "attention_probs_dropout_prob", "nffn_activation_dropout_prob"), 0
 )
+TIED = {"mlm_head.weight", "lm_head.weight"}
 LONG = {"use_chunking": True, "chunk_size": 8}
 ENCODER_16K = {"relative_positional_bias": "simple", "intermediate_size": 72, "ema_projection_size": 32, **LONG}
 # The tiny models of transformers' tests are unchanged.
@@ -83,139 +84,47 @@ TINY = {
     "shared_representation_size": 64,
     "vocab_size": 1024,
 }
+BIN, SAFE = "pytorch_model.bin", "model.safetensors"
+EMBED, WIKI = (
+    "BEE-spoke-data/mega-small-embed-synthSTS-16384-v1",
+    "pszemraj/mega-small-2048-C1024-tk_id-simplewiki-MR50",
+)
+CHUNKED = "pszemraj/mega-small-2048-C1024-MR50-sw_minipile-tk_ema32"
+BIASED, TYPED = {**ENCODER_16K, "max_positions": 128}, {**LONG, "add_token_type_embeddings": True}
+NO_PADDING = {**DECODER, "eos_token_id": 0, "pad_token_id": None}
+WIKITEXT = {"max_positions": 80, "layer_norm_eps": 1e-12, "nffn_activation_dropout_prob": 0.0}
+HEADS = ["MultipleChoice", "QuestionAnswering", "SequenceClassification", "TokenClassification", "MaskedLM"]
 # Folder -> class, options, file of the weights.
 FOLDERS = {
-    "mnaylor/mega-base-wikitext": (
-        "MegaForMaskedLM",
-        {"max_positions": 80, "layer_norm_eps": 1e-12, "nffn_activation_dropout_prob": 0.0},
-        "pytorch_model.bin",
-    ),
-    "BEE-spoke-data/mega-encoder-small-16k-v1": (
-        "MegaForMaskedLM",
-        {**ENCODER_16K, "max_positions": 128},
-        "model.safetensors",
-    ),
-    "BEE-spoke-data/mega-small-embed-synthSTS-16384-v1": (
-        "MegaModel",
-        {**ENCODER_16K, "max_positions": 128},
-        "model.safetensors",
-    ),
+    "mnaylor/mega-base-wikitext": ("MegaForMaskedLM", WIKITEXT, BIN),
+    "BEE-spoke-data/mega-encoder-small-16k-v1": ("MegaForMaskedLM", BIASED, SAFE),
+    EMBED: ("MegaModel", BIASED, SAFE),
     "BEE-spoke-data/mega-ar-126m-4k": (
-        "MegaForCausalLM",
-        {**DECODER, **NO_DROPOUT, "normalization_type": "layernorm", "eos_token_id": 0, "pad_token_id": None},
-        "model.safetensors",
+        "MegaForCausalLM", {**NO_PADDING, **NO_DROPOUT, "normalization_type": "layernorm"}, SAFE,
     ),
-    "pszemraj/mega-ar-small-4096-sw_minipile": (
-        "MegaForCausalLM",
-        {**DECODER, "hidden_dropout_prob": 0.2, "eos_token_id": 0, "pad_token_id": None},
-        "pytorch_model.bin",
-    ),
-    "pszemraj/mega-small-2048-C1024-MR50-sw_minipile-tk_ema32": (
-        "MegaForMaskedLM",
-        {**LONG, "add_token_type_embeddings": True, "ema_projection_size": 32},
-        "pytorch_model.bin",
-    ),
-    "pszemraj/mega-small-2048-C1024-tk_id-simplewiki-MR50": (
-        "MegaForMaskedLM",
-        {**LONG, "add_token_type_embeddings": True, "ema_projection_size": 64},
-        "model.safetensors",
-    ),
-    "Bingsu/mega-150m-arch": (
-        "MegaForMaskedLM",
-        {"use_chunking": True, "chunk_size": 4, "nffn_hidden_size": 24},
-        "pytorch_model.bin",
-    ),
-    "hf-internal-testing/tiny-random-MegaModel": ("MegaModel", TINY, "pytorch_model.bin"),
-    "hf-internal-testing/tiny-random-MegaForMaskedLM": ("MegaForMaskedLM", TINY, "pytorch_model.bin"),
-    "hf-internal-testing/tiny-random-MegaForCausalLM": (
-        "MegaForCausalLM",
-        {**TINY, "is_decoder": True},
-        "pytorch_model.bin",
-    ),
-    "hf-internal-testing/tiny-random-MegaForMultipleChoice": ("MegaForMultipleChoice", TINY, "pytorch_model.bin"),
-    "hf-internal-testing/tiny-random-MegaForQuestionAnswering": ("MegaForQuestionAnswering", TINY, "pytorch_model.bin"),
-    "hf-internal-testing/tiny-random-MegaForSequenceClassification": (
-        "MegaForSequenceClassification",
-        TINY,
-        "pytorch_model.bin",
-    ),
-    "hf-internal-testing/tiny-random-MegaForTokenClassification": (
-        "MegaForTokenClassification",
-        TINY,
-        "pytorch_model.bin",
-    ),
-}
-
-
-def layer_shapes(config):
-    """Return the names and shapes of a block of v4."""
-    d, v, z, n = (
-        config[name]
-        for name in ("hidden_size", "intermediate_size", "shared_representation_size", "ema_projection_size")
-    )
-    channels = d * (2 if config["bidirectional"] else 1)
-    shapes = {
-        "mega_layer.v_proj": (v, d),
-        "mega_layer.mx_proj": (z + v + 2 * d, d),
-        "mega_layer.h_proj": (d, v),
-        "nffn.fc1": (config["nffn_hidden_size"], d),
-        "nffn.fc2": (d, config["nffn_hidden_size"]),
-    }
-    linear = {f"{name}.weight": shape for name, shape in shapes.items()}
-    linear |= {f"{name}.bias": shape[:1] for name, shape in shapes.items()}
-    average = {"damping_factor": (channels, n, 1), "decay_factor": (channels, n, 1), "residual_weight": (d,)}
-    average |= {"ema_expansion_matrix": (channels, n, 1), "kernel_projection_matrix": (channels, n)}
-    if config["relative_positional_bias"] == "simple":
-        bias = {"rel_pos_bias": (2 * config["max_positions"] - 1,)}  # v4 uses 2 * chunk_size - 1 of the entries
-    else:
-        bias = {"alpha": (1, z), "b_param": (1, z)}
-    norm = {"scalar": (1,)} if config["normalization_type"] == "scalenorm" else {"weight": (d,), "bias": (d,)}
-    return (
-        linear
-        | {f"mega_layer.ema_gate.{name}": shape for name, shape in average.items()}
-        | {f"mega_layer.rel_pos_bias.{name}": shape for name, shape in (bias | {"_float_tensor": (1,)}).items()}
-        | {f"{part}.norm.norm.{name}": shape for part in ("mega_layer", "nffn") for name, shape in norm.items()}
-        | {"mega_layer.qk_weight": (2, z), "mega_layer.qk_bias": (2, z)}
-    )
-
-
-def head_shapes(config, model_class):
-    """Return the names and shapes of a head of v4."""
-    d, words = config["hidden_size"], config["vocab_size"]
-    dense = {"weight": (d, d), "bias": (d,)}
-    if model_class in ("MegaForMaskedLM", "MegaForCausalLM"):
-        name = "mlm_head" if model_class == "MegaForMaskedLM" else "lm_head"
-        head = {f"{name}.weight": (words, d), f"{name}.bias": (words,)}
-        return head | ({f"dense.{x}": s for x, s in dense.items()} if config["add_lm_hidden_dense_layer"] else {})
-    pooled = {f"pooler.dense.{name}": shape for name, shape in dense.items()}
-    classes = {"weight": (2, d), "bias": (2,)}
-    return {
-        "MegaModel": pooled,
-        "MegaForMultipleChoice": {f"mega.{name}": shape for name, shape in pooled.items()}
-        | {"classifier.weight": (1, d), "classifier.bias": (1,)},
-        "MegaForQuestionAnswering": {f"qa_outputs.{name}": shape for name, shape in classes.items()},
-        "MegaForTokenClassification": {f"classifier.{name}": shape for name, shape in classes.items()},
-        "MegaForSequenceClassification": {f"classifier.dense.{name}": shape for name, shape in dense.items()}
-        | {f"classifier.out_proj.{name}": shape for name, shape in classes.items()},
-    }[model_class]
+    "pszemraj/mega-ar-small-4096-sw_minipile": ("MegaForCausalLM", {**NO_PADDING, "hidden_dropout_prob": 0.2}, BIN),
+    CHUNKED: ("MegaForMaskedLM", {**TYPED, "ema_projection_size": 32}, BIN),
+    WIKI: ("MegaForMaskedLM", {**TYPED, "ema_projection_size": 64}, SAFE),
+    "Bingsu/mega-150m-arch": ("MegaForMaskedLM", {"use_chunking": True, "chunk_size": 4, "nffn_hidden_size": 24}, BIN),
+    "hf-internal-testing/tiny-random-MegaModel": ("MegaModel", TINY, BIN),
+    "hf-internal-testing/tiny-random-MegaForCausalLM": ("MegaForCausalLM", {**TINY, "is_decoder": True}, BIN),
+    **{f"hf-internal-testing/tiny-random-MegaFor{head}": (f"MegaFor{head}", TINY, BIN) for head in HEADS},
+}  # fmt: skip
 
 
 def v4_weights(config, model_class):
-    """Return random weights under v4's names; an output layer is the embedding."""
-    prefix = "" if model_class == "MegaModel" else "mega."
-    words = f"{prefix}embedding_layer.word_embeddings.weight"
-    shapes = {words: (config["vocab_size"], config["hidden_size"])}
-    if config["add_token_type_embeddings"]:
-        types = (config["type_vocab_size"], config["hidden_size"])
-        shapes[f"{prefix}embedding_layer.token_type_embeddings.weight"] = types
-    for index in range(config["num_hidden_layers"]):
-        shapes |= {f"{prefix}layers.{index}.{name}": shape for name, shape in layer_shapes(config).items()}
-    generator = torch.Generator().manual_seed(0)
-    shapes |= head_shapes(config, model_class)
-    weights = OrderedDict((name, torch.randn(shape, generator=generator) * 0.3) for name, shape in shapes.items())
-    for name in ("mlm_head.weight", "lm_head.weight"):
-        if name in weights:
-            weights[name] = weights[words]
+    """Return random weights under the names of v4, of which `tests/parity` has real folders.
+
+    An output layer is the embedding, and v4 saved a buffer of every bias.
+    """
+    model = getattr(luna_mega, model_class)(luna_mega.MegaConfig.from_dict(config))
+    generator, weights = torch.Generator().manual_seed(0), OrderedDict()
+    for name, tensor in model.state_dict().items():
+        weights[name] = torch.randn(tensor.shape, generator=generator) * 0.3
+        if name.endswith("qk_weight"):
+            weights[name.replace("qk_weight", "rel_pos_bias._float_tensor")] = torch.zeros(1)
+    for name in TIED & weights.keys():
+        weights[name] = weights["mega.embedding_layer.word_embeddings.weight"]
     return weights
 
 
@@ -229,8 +138,7 @@ def write_folder(folder, name):
     if file.endswith(".bin"):
         torch.save(weights, folder / file)
     else:  # v4 omitted the second name of a tied weight
-        tied = {"mlm_head.weight", "lm_head.weight"}
-        kept = {name: value for name, value in weights.items() if name not in tied}
+        kept = {name: value for name, value in weights.items() if name not in TIED}
         save_file(kept, folder / file, metadata={"format": "pt"})
     if model_class == "MegaForCausalLM":
         tokens = {key: config[key] for key in ("bos_token_id", "eos_token_id")}
@@ -284,8 +192,7 @@ def test_decoder_generates(tmp_path, name):
 @torch.no_grad()
 def test_auto_classes_and_types(tmp_path):
     """A masked LM also loads as an encoder, and token types affect the output."""
-    name = "pszemraj/mega-small-2048-C1024-MR50-sw_minipile-tk_ema32"
-    write_folder(tmp_path / "v4", name)
+    write_folder(tmp_path / "v4", CHUNKED)
     model, encoder = (kind.from_pretrained(tmp_path / "v4") for kind in (AutoModelForMaskedLM, AutoModel))
     ids = padded([11], 11, "right")[0]
     states = encoder(ids).last_hidden_state
