@@ -115,6 +115,31 @@ class EncoderDecoderTests:
         pass
 
 
+class WeightsWithoutCache:
+    """Differences of decoders that return attention maps of generation only without a cache.
+
+    `attention_shape`: the shape of the weights of a batch of this length.
+    """
+
+    def _greedy_generate(self, *arguments, use_cache=True, output_attentions=False, **options):
+        options |= {"use_cache": use_cache, "output_attentions": output_attentions and not use_cache}
+        return super()._greedy_generate(*arguments, **options)
+
+    def _beam_search_generate(self, *arguments, use_cache=True, output_attentions=False, **options):
+        options |= {"use_cache": use_cache, "output_attentions": output_attentions and not use_cache}
+        return super()._beam_search_generate(*arguments, **options)
+
+    def _check_attentions_for_generate(
+        self, batch_size, attentions, prompt_length, output_length, config, decoder_past_key_values
+    ):
+        if decoder_past_key_values is not None:
+            self.assertIsNone(attentions)
+            return
+        self.assertEqual(len(attentions), output_length - prompt_length)
+        for length, step in enumerate(attentions, start=prompt_length):
+            self.assertEqual({layer.shape for layer in step}, {self.attention_shape(batch_size, length, config)})
+
+
 class PipelineTests:
     """Every pipeline supported by an encoder's heads: a single text has the same result as in a padded batch.
 

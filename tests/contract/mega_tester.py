@@ -38,7 +38,14 @@ from luna_mega import (
 )
 from luna_mega.compat import TESTS_CONVERT_INTEGERS
 
-from ..encoder_testing import EncoderDecoderTests, EncoderTester, EncoderTests, PipelineTests, WithoutVocabulary
+from ..encoder_testing import (
+    EncoderDecoderTests,
+    EncoderTester,
+    EncoderTests,
+    PipelineTests,
+    WeightsWithoutCache,
+    WithoutVocabulary,
+)
 from ..generation.test_utils import GenerationTesterMixin
 from ..parallel_testing import TensorParallelTests
 from ..test_modeling_common import floats_tensor
@@ -153,30 +160,15 @@ class MegaCausalModelTester(MegaModelTester):
     small = MegaModelTester.small | {"is_decoder": True, "bidirectional": False, "pad_token_id": 0, "bos_token_id": 1}
 
 
-class MegaCausalModelTest(GenerationTesterMixin, MegaModelTest):
+class MegaCausalModelTest(WeightsWithoutCache, GenerationTesterMixin, MegaModelTest):
     """The language model with the default configuration, and generation."""
 
     model_tester_class = MegaCausalModelTester
     all_model_classes = (MegaForCausalLM,)
 
-    def _greedy_generate(self, *arguments, use_cache=True, output_attentions=False, **options):
-        options |= {"use_cache": use_cache, "output_attentions": output_attentions and not use_cache}
-        return super()._greedy_generate(*arguments, **options)
-
-    def _beam_search_generate(self, *arguments, use_cache=True, output_attentions=False, **options):
-        options |= {"use_cache": use_cache, "output_attentions": output_attentions and not use_cache}
-        return super()._beam_search_generate(*arguments, **options)
-
-    def _check_attentions_for_generate(
-        self, batch_size, attentions, prompt_length, output_length, config, decoder_past_key_values
-    ):
-        if decoder_past_key_values is not None:
-            self.assertIsNone(attentions)
-            return
-        self.assertEqual(len(attentions), output_length - prompt_length)
-        for length, step in enumerate(attentions, start=prompt_length):
-            size = config.attention_chunk or length
-            self.assertEqual({layer.shape for layer in step}, {(batch_size, -(-length // size), size, size)})
+    def attention_shape(self, batch_size, length, config):
+        size = config.attention_chunk or length
+        return batch_size, -(-length // size), size, size
 
     def _check_past_key_values_for_generate(self, batch_size, past_key_values, seq_length, config):
         self.assertIsInstance(past_key_values, MegaCache)
@@ -244,12 +236,8 @@ class MegaSeq2SeqModelTest(EncoderDecoderTests, MegaCausalModelTest):
     model_tester_class = MegaSeq2SeqModelTester
     all_model_classes = (MegaForConditionalGeneration,)
 
-    def _check_attentions_for_generate(
-        self, batch_size, attentions, prompt_length, output_length, config, decoder_past_key_values
-    ):
-        super()._check_attentions_for_generate(
-            batch_size, attentions, prompt_length, output_length, config.decoder_config, decoder_past_key_values
-        )
+    def attention_shape(self, batch_size, length, config):
+        return super().attention_shape(batch_size, length, config.decoder_config)
 
     def _check_encoder_attention_for_generate(self, attentions, **expected):
         if attentions is not None:  # they are not returned with a cache

@@ -19,7 +19,7 @@ from luna_mega import (
 )
 from luna_mega.compat import TESTS_CONVERT_INTEGERS
 
-from ..encoder_testing import EncoderTester, EncoderTests
+from ..encoder_testing import EncoderTester, EncoderTests, WeightsWithoutCache
 from ..generation.test_utils import GenerationTesterMixin
 from ..parallel_testing import TensorParallelTests
 
@@ -41,7 +41,7 @@ class MegalodonModelTester(EncoderTester):
     num_attention_heads = 1  # of the recorded attention [B, H, chunks, C, C]: the chunks
 
 
-class MegalodonModelTest(GenerationTesterMixin, EncoderTests, unittest.TestCase):
+class MegalodonModelTest(WeightsWithoutCache, GenerationTesterMixin, EncoderTests, unittest.TestCase):
     """One incomplete chunk; generation continues past its end."""
 
     model_tester_class = MegalodonModelTester
@@ -55,25 +55,9 @@ class MegalodonModelTest(GenerationTesterMixin, EncoderTests, unittest.TestCase)
     def test_keep_in_fp32_modules(self):
         super().test_keep_in_fp32_modules()
 
-    def _greedy_generate(self, *arguments, use_cache=True, output_attentions=False, **options):
-        options |= {"use_cache": use_cache, "output_attentions": output_attentions and not use_cache}
-        return super()._greedy_generate(*arguments, **options)
-
-    def _beam_search_generate(self, *arguments, use_cache=True, output_attentions=False, **options):
-        options |= {"use_cache": use_cache, "output_attentions": output_attentions and not use_cache}
-        return super()._beam_search_generate(*arguments, **options)
-
-    def _check_attentions_for_generate(
-        self, batch_size, attentions, prompt_length, output_length, config, decoder_past_key_values
-    ):
-        if decoder_past_key_values is not None:
-            self.assertIsNone(attentions)
-            return
-        self.assertEqual(len(attentions), output_length - prompt_length)
-        for length, step in enumerate(attentions, start=prompt_length):
-            size = min(config.chunk_size, length)
-            shape = (batch_size, config.num_attention_heads, -(-length // size), size, size)
-            self.assertEqual({layer.shape for layer in step}, {shape})
+    def attention_shape(self, batch_size, length, config):
+        size = min(config.chunk_size, length)
+        return batch_size, config.num_attention_heads, -(-length // size), size, size
 
     def _check_past_key_values_for_generate(self, batch_size, past_key_values, seq_length, config):
         self.assertIsInstance(past_key_values, MegalodonCache)
