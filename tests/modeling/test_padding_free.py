@@ -170,61 +170,47 @@ def test_padding_free_trains_like_separate_sequences(family):
     assert not torch.allclose(states[0], states[1])
 
 
-def test_unsupported_padding_free_batches_raise():
+@pytest.mark.parametrize("family", decoders.FAMILIES)
+def test_a_padding_free_batch_has_no_cache(family):
     batch = flattened(sequences())
     batch.pop("labels")
-    for family in (luna, mega):
-        with pytest.raises(ValueError, match="ForSequenceClassification does not support padding-free batches"):
-            family.make("ForSequenceClassification")(**batch)
-        choices = {name: value[:, None] for name, value in batch.items() if name == "input_ids"}
-        with pytest.raises(ValueError, match="ForMultipleChoice does not support padding-free batches"):
-            family.make("ForMultipleChoice")(**choices, cu_seq_lens_q=torch.tensor([0, 5, 54], dtype=torch.int32))
-        with pytest.raises(ValueError, match="no attention weights"):
-            family.make("Model", attn_implementation="eager")(**batch, output_attentions=True)
-        two_rows = {name: value.view(2, -1) for name, value in batch.items()}
-        with pytest.raises(ValueError, match="one row"):
-            family.make("Model")(**two_rows, output_hidden_states=True)
-        assert len(family.make("Model")(**batch, output_hidden_states=True).hidden_states) == 3
-        wrong = torch.tensor([0, 5, 4], dtype=torch.int32)
-        with pytest.raises(ValueError, match="cu_seqlens must increase"):
-            family.make("Model")(batch["input_ids"], cu_seq_lens_q=wrong)
-    for model in (family.make(vocab_size=40) for family in decoders.FAMILIES.values()):
-        with pytest.raises(ValueError, match="no cache"):
-            model(**batch, use_cache=True)
-        assert model(**batch).past_key_values is None
-    with pytest.raises(ValueError, match="learned positions"):
-        luna.make("Model", max_position_embeddings=20)(**batch)
+    assert decoders.make_plain(family, vocab_size=40)(**batch).past_key_values is None
 
 
-BOUNDS = torch.tensor([0, 3, 9], dtype=torch.int32)
+IDS, BOUNDS = luna.tokens([9])["input_ids"], torch.tensor([0, 3, 9], dtype=torch.int32)
+GIVEN = {"cu_seq_lens_q": BOUNDS}
+# Head, inputs, text of the error.
+ERRORS = [
+    ("ForSequenceClassification", GIVEN, "ForSequenceClassification does not support padding-free"),
+    ("ForMultipleChoice", GIVEN | {"input_ids": IDS[:, None]}, "ForMultipleChoice does not support padding-free"),
+    ("Model", GIVEN | {"output_attentions": True}, "no attention weights"),
+    ("Model", {"cu_seq_lens_q": torch.tensor([0, 5, 4], dtype=torch.int32)}, "cu_seqlens must increase"),
+    ("Model", {"cu_seq_lens_k": BOUNDS}, "`cu_seq_lens_q` is missing; pass it with cu_seq_lens_k"),
+    ("Model", {"max_length_q": 6}, "`cu_seq_lens_q` is missing; pass it with max_length_q"),
+    ("Model", {"seq_idx": None, "max_length_k": 6}, "`cu_seq_lens_q` is missing; pass it with max_length_k"),
+    ("Model", GIVEN | {"cu_seq_lens_k": BOUNDS + 1}, "`cu_seq_lens_k` differs from `cu_seq_lens_q`"),
+    ("Model", GIVEN | {"cu_seq_lens_k": BOUNDS[:2]}, "`cu_seq_lens_k` differs from `cu_seq_lens_q`"),
+    ("Model", GIVEN | {"max_length_q": 6, "max_length_k": 7}, "`max_length_k` is 7, but `max_length_q` is 6"),
+    ("Model", GIVEN | {"max_length_k": 6}, "`max_length_k` is 6, but `max_length_q` is None"),
+    ("Model", GIVEN | {"max_length_q": 5}, "max_seqlen is 5, but a sequence has length 6"),
+    ("Model", GIVEN | {"attention_mask": torch.ones(1, 9)}, "`attention_mask` .* `cu_seq_lens_q`"),
+    ("Model", GIVEN | {"seq_idx": torch.tensor([[0] * 4 + [1] * 5])}, "disagree about sequence boundaries"),
+]
 
 
 @pytest.mark.parametrize("family", [luna, mega])
-@pytest.mark.parametrize(
-    "options, message",
-    [
-        ({"cu_seq_lens_k": BOUNDS}, "`cu_seq_lens_q` is missing; pass it with cu_seq_lens_k, or omit"),
-        ({"max_length_q": 6}, "`cu_seq_lens_q` is missing; pass it with max_length_q"),
-        ({"seq_idx": None, "max_length_k": 6}, "`cu_seq_lens_q` is missing; pass it with max_length_k"),
-        ({"cu_seq_lens_q": BOUNDS, "cu_seq_lens_k": BOUNDS + 1}, "`cu_seq_lens_k` differs from `cu_seq_lens_q`"),
-        ({"cu_seq_lens_q": BOUNDS, "cu_seq_lens_k": BOUNDS[:2]}, "`cu_seq_lens_k` differs from `cu_seq_lens_q`"),
-        (
-            {"cu_seq_lens_q": BOUNDS, "max_length_q": 6, "max_length_k": 7},
-            "`max_length_k` is 7, but `max_length_q` is 6",
-        ),
-        ({"cu_seq_lens_q": BOUNDS, "max_length_k": 6}, "`max_length_k` is 6, but `max_length_q` is None"),
-        ({"cu_seq_lens_q": BOUNDS, "max_length_q": 5}, "max_seqlen is 5, but a sequence has length 6"),
-        (
-            {"cu_seq_lens_q": BOUNDS, "attention_mask": torch.ones(1, 9)},
-            "`attention_mask` is not supported with `cu_seq_lens_q`",
-        ),
-        ({"cu_seq_lens_q": BOUNDS, "seq_idx": torch.tensor([[0] * 4 + [1] * 5])}, "disagree about sequence boundaries"),
-    ],
-)
-def test_contradictory_inputs_raise(family, options, message):
-    model, inputs = family.make("Model"), {"input_ids": luna.tokens([9])["input_ids"]}
-    with pytest.raises(ValueError, match=message):
-        model(**inputs, **options)
+@pytest.mark.parametrize("head, inputs, text", ERRORS)
+def test_unsupported_and_contradictory_inputs_raise(family, head, inputs, text):
+    model = family.make(head)
+    if "output_attentions" in inputs:
+        model.set_attn_implementation("eager")
+    with pytest.raises(ValueError, match=text):
+        model(**{"input_ids": IDS} | inputs)
+
+
+def test_learned_positions_limit_the_batch():
+    with pytest.raises(ValueError, match="learned positions"):
+        luna.make("Model", max_position_embeddings=5)(IDS, **GIVEN)
 
 
 @pytest.mark.parametrize("family", [luna, mega])
