@@ -16,7 +16,8 @@ from luna_mega.convert.dictionaries import read_dictionary
 from luna_mega.convert.tokenizers import ConvertedTokenizer
 from luna_mega.convert.tokenizers.gpt2_bpe import bpe_tokenizer, read_gpt2_bpe
 
-regex = pytest.importorskip("regex")
+pytest.importorskip("regex")
+from tests.convert.bpe import Gpt2, byte_alphabet  # noqa: E402  # requires regex
 
 MERGES = ["Ġ t", "h e", "Ġt he", "a b", "ab c", "b c", "c a", "Ġ ab", "Ã ©", "abc ab", "Ġ Ġ", "Ġt h"]
 TEXTS = [
@@ -31,44 +32,15 @@ TEXTS = [
 ]
 
 
-def byte_alphabet():
-    """GPT-2's characters for the 256 bytes, as in its encoder.py."""
-    shown = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
-    hidden = [byte for byte in range(256) if byte not in shown]
-    return dict(zip(shown + hidden, map(chr, shown + [256 + n for n in range(len(hidden))]), strict=True))
-
-
-class Reference:
-    """fairseq's encode: the BPE of GPT-2's encoder.py, then the dictionary's `index`."""
-
-    words = regex.compile(r"""'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+""")
+class Reference(Gpt2):
+    """`encode` of one text, with a dictionary."""
 
     def __init__(self, merges, symbols):
-        self.alphabet = byte_alphabet()
-        self.ranks = {tuple(merge.split()): rank for rank, merge in enumerate(merges)}
-        pieces = [*self.alphabet.values(), *("".join(pair) for pair in self.ranks)]
-        self.number = {piece: str(index) for index, piece in enumerate(pieces)}
-        self.index = {symbol: 4 + line for line, symbol in enumerate(symbols)}
-
-    def pieces(self, text):
-        return [piece for word in self.words.findall(text) for piece in self.bpe(word)]
-
-    def bpe(self, word):
-        symbols = [self.alphabet[byte] for byte in word.encode()]
-        while len(symbols) > 1:
-            pair = min(zip(symbols, symbols[1:], strict=False), key=lambda pair: self.ranks.get(pair, len(self.ranks)))
-            if pair not in self.ranks:
-                break
-            merged, at = [], 0
-            while at < len(symbols):
-                here = tuple(symbols[at : at + 2]) == pair
-                merged.append("".join(pair) if here else symbols[at])
-                at += 2 if here else 1
-            symbols = merged
-        return symbols
+        super().__init__(merges)
+        self.symbols = symbols
 
     def __call__(self, text):
-        return [0, *(self.index.get(self.number[piece], 3) for piece in self.pieces(text)), 2]
+        return self.encode(self.symbols, [text])[0]
 
 
 def write_bpe(folder, merges=MERGES):

@@ -2,8 +2,6 @@
 
 import json
 import pickle
-import subprocess
-import sys
 
 import pytest
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, TokenizersBackend
@@ -137,17 +135,6 @@ def test_no_tokenizer_without_a_dictionary_or_for_pixels(convert, make):
     assert "no dictionary" in convert.screen
     convert.output = convert.output.with_name("pixels")
     assert not (convert(make.lra23(image=True, sen_rep_type="mp")) / "tokenizer.json").exists()
-
-
-@pytest.mark.slow
-def test_loads_without_this_package(tmp_path):
-    build(tmp_path).save_pretrained(tmp_path / "saved")
-    code = (
-        "import sys; sys.modules['luna_mega'] = None; from transformers import AutoTokenizer\n"
-        f"print(AutoTokenizer.from_pretrained({str(tmp_path / 'saved')!r})('the a').input_ids)"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path)
-    assert done.stdout.strip() == str(reference("the a")), done.stderr
 
 
 def test_fixtures(parity_folder, tmp_path):
