@@ -8,6 +8,7 @@ import pytest
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import (
+    AutoConfig,
     AutoModelForMaskedLM,
     AutoModelForMultipleChoice,
     AutoModelForSequenceClassification,
@@ -177,6 +178,12 @@ def test_inputs_longer_than_the_positions(case, script, words):
     else:
         with pytest.raises(SystemExit, match="inputs of 24 tokens do not fit in the 8 positions"):
             module.make_config(model, tokenizer, 24)
+
+
+@pytest.mark.parametrize("model_type, longest", [("bert", 512), ("roberta", 510)])
+def test_longest_input_of_other_models(model_type, longest):
+    """RoBERTa's positions follow the padding id, 1."""
+    assert training_models.longest_input(AutoConfig.for_model(model_type, max_position_embeddings=512)) == longest
 
 
 def test_unknown_names(run, glue, tmp_path):
