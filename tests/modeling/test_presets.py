@@ -1,0 +1,148 @@
+"""The published models of all families: parameter counts, recipes, and other sizes of the same presets."""
+
+import pytest
+import torch
+
+import luna_mega
+from luna_mega import MegaConfig, MegaForCausalLM, MegaForConditionalGeneration
+
+from . import luna
+
+IMAGES = ("MegaForImageClassification", "image_base_patch16_224", ())
+# Class, preset, its vocabulary if it has one, fields, number of parameters or millions of them in the original.
+PUBLISHED = [
+    ("MegaForSequenceClassification", "lra_listops", (21,), {}, "0.602"),
+    ("MegaForSequenceClassification", "lra_text", (261,), {}, "0.991"),
+    ("MegaForSequencePairClassification", "lra_retrieval", (261,), {}, "1.485"),
+    ("MegaForSequenceClassification", "lra_image", (), {}, "2.839"),
+    ("MegaForSequenceClassification", "lra_pathfinder", (), {}, "1.387"),
+    ("MegaForSequenceClassification", "lra_pathfinder128", (), {}, "0.382"),
+    ("MegaForSequenceClassification", "sc_base", (), {}, "0.343"),
+    ("MegaForSequenceClassification", "sc_big", (), {}, "0.476"),
+    ("MegaForCausalLM", "lm_wikitext103", (), {}, "252.24"),
+    ("MegaForCausalLM", "lm_enwik8", (), {}, "39.14"),
+    ("MegaForConditionalGeneration", "wmt_en_de", (32768,), {}, "63.14"),
+    ("MegaForConditionalGeneration", "wmt_en_de", (33000,), {}, "63.26"),
+    ("MegaForConditionalGeneration", "wmt_en_de_big", (33000,), {}, "217.70"),
+    (*IMAGES, {}, 90_734_140),
+    (*IMAGES, {"normalization_type": "batchnorm"}, 90_734_140),
+    (*IMAGES, {"normalization_type": "scalenorm"}, 90_695_765),
+    (*IMAGES, {"use_absolute_position_embeddings": False}, 90_583_612),
+    (*IMAGES, {"classifier_num_layers": 1, "classifier_hidden_size": 512}, 90_871_868),
+    (*IMAGES, {"num_labels": 100}, 90_042_040),
+    (*IMAGES, {"image_size": 384}, 91_035_100),
+    ("MegaForImageClassification", "image_tiny_patch16_224", (), {}, 6_209_596),
+    ("MegalodonForCausalLM", "mega_200m", (), {}, 220_627_968),
+    ("MegalodonForCausalLM", "mega_1_3b", (), {}, 1_342_832_640),
+    ("MegalodonForCausalLM", "mega_1_3b_pg19", (), {}, 1_327_628_288),
+    ("MegalodonForCausalLM", "mega_7_1b", (), {}, 7_117_381_632),
+    ("MegalodonForCausalLM", "mega_7_3b", (), {}, 7_385_817_088),
+    ("MegalodonForCausalLM", "megalodon_7b", (), {}, 7_385_817_088),
+    ("LunaForMaskedLM", "base_512", (), {}, 131_902_041),
+    ("LunaModel", "base_512", (), {}, 131_259_648),
+    ("LunaForMaskedLM", "base_512", (), {"tied": False}, 146_076_249),
+    ("LunaModel", "base_512", (), {"tied": False}, 145_433_856),
+    ("LunaForMaskedLM", "base_2048", (), {}, 133_179_993),
+    ("LunaModel", "base_2048", (), {}, 132_537_600),
+    ("LunaForMaskedLM", "large_512", (), {}, 380_783_705),
+    ("LunaModel", "large_512", (), {}, 379_681_792),
+    ("LunaForMaskedLM", "large_2048", (), {}, 380_914_777),
+    ("LunaModel", "large_2048", (), {}, 379_812_864),
+    ("LunaForSequenceClassification", "base_512", (), {}, 131_259_648 + 769 * 768 + 769 * 2),
+    ("LunaForSequenceClassification", "large_2048", (), {}, 379_812_864 + 1025 * 1024 + 1025 * 2),
+]
+LRA = [row for row in PUBLISHED if row[1].startswith(("lra", "sc")) and row[0].startswith("Mega")]
+
+
+def make(name, preset, vocabulary, fields):
+    family = name.removesuffix("Model").split("For")[0]
+    return getattr(luna_mega, name)(getattr(getattr(luna_mega, f"{family}Config"), preset)(*vocabulary, **fields))
+
+
+@pytest.mark.parametrize("name, preset, vocabulary, fields, count", PUBLISHED)
+def test_parameters(name, preset, vocabulary, fields, count):
+    with torch.device("meta"):
+        model = make(name, preset, vocabulary, fields)
+    found = model.num_parameters()
+    assert count == (found if isinstance(count, int) else f"{found / 1e6:.{len(count.split('.')[1])}f}")
+    if preset == "wmt_en_de":
+        assert round((found - model.lm_head.weight.numel()) / 1e6, 2) == 46.36
+    assert name != "MegalodonForCausalLM" or getattr(type(model.config), preset)(vocab_size=50).vocab_size == 50
+
+
+NONE = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, "nffn_activation_dropout_prob": 0.0}
+SOME = dict.fromkeys(NONE, 0.1)
+POST = {"normalize_before_mega": False, "normalize_before_ffn": False, "final_norm": False}
+PRE = dict.fromkeys(POST, True)
+TOKENS = {**NONE, **POST, "input_type": "tokens", "attention_activation": "softmax", "normalization_type": "scalenorm"}
+TOKENS |= {"dropout_prob": 0.1, "classifier_dropout": 0.1, "pooling": "mean", "relative_positional_bias": "simple"}
+TOKENS |= {"attention_chunk": None, "num_labels": 2}
+VALUES = {**TOKENS, **PRE, "input_type": "values", "attention_activation": "laplace", "normalization_type": "batchnorm"}
+VALUES |= {"dropout_prob": 0.0, "classifier_dropout": 0.0}
+SPEECH = VALUES | {"attention_chunk": 1000, "num_labels": 10}
+LANGUAGE = {**PRE, "relative_positional_bias": "rotary", "truncation": 8192, "attention_activation": "softmax"}
+LANGUAGE |= {"normalization_type": "layernorm", "final_norm_affine": False, "scale_embedding": True}
+LANGUAGE |= {"tie_word_embeddings": True}
+TRANSLATION = {**SOME, **POST, "scale_embedding": True, "relative_positional_bias": "simple", "truncation": None}
+TRANSLATION |= {"attention_chunk": None, "shares_embeddings": True, "vocab_size": 33000}
+RECIPES = {
+    "lra_listops": TOKENS | {"normalization_type": "layernorm", "num_labels": 10},
+    "lra_text": TOKENS,
+    "lra_retrieval": TOKENS,
+    "lra_image": VALUES | {"num_labels": 10},
+    "lra_pathfinder": VALUES,
+    "lra_pathfinder128": VALUES | {"normalization_type": "syncbatchnorm"},
+    "sc_base": SPEECH,
+    "sc_big": SPEECH,
+    "lm_wikitext103": {**LANGUAGE, **SOME, "vocab_size": 267744, "attention_chunk": 1024, "dropout_prob": 0.3}
+    | {"adaptive_softmax_dropout": 0.2, "tie_adaptive_projections": True},
+    "lm_enwik8": {**LANGUAGE, **NONE, "vocab_size": 208, "attention_chunk": 2048, "dropout_prob": 0.1}
+    | {"adaptive_softmax_dropout": 0.0, "tie_adaptive_projections": False},
+    "wmt_en_de": TRANSLATION | {"dropout_prob": 0.15},
+    "wmt_en_de_big": TRANSLATION | {"dropout_prob": 0.3},
+}
+
+
+@pytest.mark.parametrize("preset", RECIPES)
+def test_recipes_of_mega(preset):
+    vocabulary = {row[1]: row[2] for row in PUBLISHED}[preset]
+    config = getattr(MegaConfig, preset)(*vocabulary)
+    assert {name: getattr(config, name) for name in RECIPES[preset]} == RECIPES[preset]
+
+
+@pytest.mark.parametrize("name, preset, vocabulary", [row[:3] for row in LRA])
+def test_overrides_take_precedence(name, preset, vocabulary):
+    fields = {"num_hidden_layers": 1, "max_positions": 64, "use_chunking": True, "chunk_size": 16, "num_labels": 3}
+    model = make(name, preset, vocabulary, fields).eval()
+    config = model.config
+    assert (config.num_hidden_layers, config.attention_chunk, config.num_labels) == (1, 16, 3)
+    inputs = {"input_ids": torch.randint(4, 21, (2, 41))} if vocabulary else {"input_values": torch.randn(2, 41)}
+    if preset == "lra_retrieval":
+        inputs["pair_input_ids"] = inputs["input_ids"]
+    assert model(**inputs).logits.shape == (2, 3)
+
+
+SIZES = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "shared_representation_size": 6}
+BANDS = {"adaptive_input_cutoffs": [9], "adaptive_softmax_cutoffs": [9]}
+
+
+@pytest.mark.parametrize("preset, fields", [("lm_wikitext103", BANDS), ("lm_enwik8", {})])
+def test_language_models_of_another_size(preset, fields):
+    model = MegaForCausalLM(getattr(MegaConfig, preset)(40, chunk_size=4, **SIZES, **fields)).eval()
+    assert model(torch.randint(4, 40, (2, 11))).logits.shape == (2, 11, 40)
+
+
+def test_translation_of_another_size():
+    model = MegaForConditionalGeneration(MegaConfig.wmt_en_de(40, num_decoder_layers=2, **SIZES)).eval()
+    ids = torch.randint(4, 40, (2, 11))
+    assert model(ids, labels=ids).logits.shape == (2, 11, 40) and len(model.mega.decoder.layers) == 2
+
+
+@pytest.mark.parametrize("preset", ["listops", "text", "retrieval", "image", "pathfinder", "pathfinder128"])
+def test_lra_presets_of_luna(preset):
+    fields = {"vocab_size": 20, "projection_length": 8, "max_position_embeddings": 32}
+    head = "ForSequencePairClassification" if preset == "retrieval" else "ForSequenceClassification"
+    model = make(f"Luna{head}", f"lra_{preset}", (), fields)
+    inputs = {name: value.clamp(max=19) for name, value in luna.head_inputs(head, [9, 4]).items()}
+    assert model(**inputs).logits.shape == (2, 10 if preset in ("listops", "image") else 2)
+    assert not model.config.tie_key_value and model.classifier.out_proj.bias is None
