@@ -22,7 +22,7 @@ from baselines import (
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import DynamicCache
 
-from luna_mega import LunaConfig, LunaModel, MegaConfig, MegalodonConfig
+from luna_mega import LunaConfig, LunaModel
 from luna_mega.compat import CACHE_NAME
 from luna_mega.kernels.api import (
     complex_ema,
@@ -34,9 +34,6 @@ from luna_mega.kernels.api import (
     use_backend,
 )
 from luna_mega.modeling_common.layout import DENSE
-from luna_mega.modeling_luna.modeling_luna import LunaLayer, LunaPreTrainedModel
-from luna_mega.modeling_mega.modeling_mega import MegaBlock, MegaGatedAttention, MegaPreTrainedModel
-from luna_mega.modeling_megalodon.modeling_megalodon import MegalodonBlock, MegalodonPreTrainedModel, MegalodonRotary
 
 Size = dict[str, int | str]
 
@@ -159,29 +156,22 @@ def _gated(attend, device, dtype, n, function, chunk, b=1, causal=0, shared=128,
     return Work(lambda: (attend(*leaves, **options),), leaves)
 
 
-def _mega_config(**fields):
-    dropouts = dict.fromkeys(("dropout_prob", "hidden_dropout_prob", "attention_probs_dropout_prob"), 0.0)
-    return MegaConfig(normalization_type="layernorm", **dropouts, **fields)
-
-
 def _mega_layer(run, device, dtype, n, function, chunk, d=512, values=1024, shared=128, b=1):
     """Time one layer of the paper's width; `chunk` 0 is full attention."""
     torch.manual_seed(0)
     sizes = {"hidden_size": d, "intermediate_size": values, "shared_representation_size": shared}
-    config = _mega_config(attention_activation=function, use_chunking=chunk > 0, chunk_size=chunk or -1, **sizes)
-    layer = MegaGatedAttention(config)
-    layer.apply(MegaPreTrainedModel(config)._init_weights)
-    layer = layer.to(device, dtype)
+    fields = {"attention_activation": function, "use_chunking": chunk > 0, "chunk_size": chunk or -1}
+    layer = models.mega(n, num_hidden_layers=1, **sizes, **fields).layers[0].mega_layer.to(device, dtype)
     (x,) = _draw(device, dtype, (b, n, d))
     return Work(lambda: (run(layer, x),), [x, *layer.parameters()])
 
 
-def _long_layer(make, device, dtype, n, d=128):
-    """Time one encoder layer with a feed-forward network of 2 d units."""
+def _long_layer(make, device, dtype, n):
+    """Time one encoder layer of width 128 with a feed-forward network of 256 units."""
     torch.manual_seed(0)
-    layer, others = make(d)
+    layer, others = make(hidden_size=128, intermediate_size=256, num_hidden_layers=1)
     layer = layer.to(device, dtype)
-    (x,) = _draw(device, dtype, (1, n, d))
+    (x,) = _draw(device, dtype, (1, n, 128))
 
     def forward():
         output = layer(x, *others(x))
@@ -190,29 +180,21 @@ def _long_layer(make, device, dtype, n, d=128):
     return Work(forward, [x, *layer.parameters()])
 
 
-def _long_luna(d):
-    sizes = {"hidden_size": d, "intermediate_size": 2 * d, "num_attention_heads": d // 64, "projection_length": 32}
-    config = LunaConfig(dropout=0.0, attention_dropout=0.0, **sizes)
-    layer, packed = LunaLayer(config), torch.randn(1, 32, d, requires_grad=True)
-    return layer.apply(LunaPreTrainedModel(config)._init_weights), lambda x: (packed.to(x),)
+def _long_luna(**sizes):
+    model = models.luna(1, num_attention_heads=2, projection_length=32, **sizes)
+    packed = torch.randn(1, 32, 128, requires_grad=True)
+    return model.encoder.layers[0], lambda x: (packed.to(x),)
 
 
-def _long_mega(d):
-    config = _mega_config(use_chunking=True, chunk_size=128, nffn_hidden_size=2 * d, **_long_sizes(d))
-    return MegaBlock(config).apply(MegaPreTrainedModel(config)._init_weights), lambda x: (DENSE,)
+def _long_mega(**sizes):
+    model = models.mega(1, chunk_size=128, nffn_hidden_size=256, shared_representation_size=64, **sizes)
+    return model.layers[0], lambda x: (DENSE,)
 
 
-def _long_megalodon(d):
-    config = MegalodonConfig(
-        value_size=2 * d, norm_num_groups=8, num_attention_heads=1, chunk_size=128, **_long_sizes(d)
-    )
-    rope = MegalodonRotary(config)
-    layer = MegalodonBlock(config, 0).apply(MegalodonPreTrainedModel(config)._init_weights)
-    return layer, lambda x: (DENSE, rope(x, DENSE, None))
-
-
-def _long_sizes(d):
-    return {"hidden_size": d, "intermediate_size": 2 * d, "shared_representation_size": 64}
+def _long_megalodon(**sizes):
+    sizes |= {"value_size": 256, "norm_num_groups": 8, "shared_representation_size": 64}
+    model = models.megalodon_lm(1, chunk_size=128, **sizes).megalodon
+    return model.layers[0], lambda x: (DENSE, model.rope(x, DENSE, None))
 
 
 def _model_work(forward, model):

@@ -4,10 +4,10 @@ The formulas count every input read once, every output written once, and the mul
 of copying and of matrix products are measured in the same run; the others come from the processor's data sheet.
 """
 
-import time
 from dataclasses import dataclass
 
 import torch
+from torch.utils.benchmark import Timer
 
 
 @dataclass(frozen=True)
@@ -96,8 +96,8 @@ def rates(device: str, dtype: str) -> Rates:
     source = torch.zeros(size, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     left = torch.randn(side, side, device=device, dtype=getattr(torch, dtype))
-    copied = 2 * size / _seconds(lambda: target.copy_(source), device)
-    multiplied = 2 * side**3 / _seconds(lambda: left @ left, device)
+    copied = 2 * size / _seconds(lambda: target.copy_(source))
+    multiplied = 2 * side**3 / _seconds(lambda: left @ left)
     if device != "cuda":
         return Rates(copied, multiplied, multiplied, None)
     # A multiprocessor issues 16 exponentials a clock, and 64 (compute capability 8.0) or 128 multiply-adds.
@@ -107,14 +107,7 @@ def rates(device: str, dtype: str) -> Rates:
     return Rates(copied, multiplied, 2 * lanes * clocks, 16 * clocks)
 
 
-def _seconds(function, device):
-    times = []
-    for _ in range(6):
-        if device == "cuda":
-            torch.cuda.synchronize()
-        start = time.perf_counter()
-        function()
-        if device == "cuda":
-            torch.cuda.synchronize()
-        times.append(time.perf_counter() - start)
-    return min(times[1:])
+def _seconds(function):
+    """Return the time of the fastest of five calls after a first one; on a GPU until it is idle."""
+    timer = Timer("function()", globals={"function": function}, num_threads=torch.get_num_threads())
+    return min(timer.timeit(1).mean for _ in range(5))
