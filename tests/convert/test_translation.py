@@ -163,6 +163,9 @@ def test_a_joint_vocabulary_has_one_dictionary(tmp_path):
     other.write_text(other.read_text().replace("w3", "x"))
     with pytest.raises(ConversionError, match="but the model has one embedding"):
         convert_checkpoint(path, tmp_path / "two", dictionaries=[one, other])
+    separate = exported(tmp_path / "x", "mega", share_encoder_decoder_embeddings=False)
+    convert_checkpoint(separate, tmp_path / "both", dictionaries=[other, one])  # the first one is the source's
+    assert (tmp_path / "both" / "dict.txt").read_text() == other.read_text()
 
 
 def test_tensors_take_precedence_over_args(tmp_path):
