@@ -62,7 +62,7 @@ def finish(processes: int, corpus: Path, output: Path, *options: str) -> list[fl
 
 
 def kill(processes: int, corpus: Path, output: Path, delay: float, *options: str) -> bool:
-    """Start a run and kill its last process `delay` seconds after its first checkpoint; return whether it still ran.
+    """Start a run and kill its last process `delay` seconds after its first checkpoint; return whether it still trained.
 
     The other processes must exit with an error.
     """
@@ -72,7 +72,7 @@ def kill(processes: int, corpus: Path, output: Path, delay: float, *options: str
             raise RuntimeError(f"the run in {output} ended before its first checkpoint")
         time.sleep(0.001)
     time.sleep(delay)
-    running = last.poll() is None
+    running = last.poll() is None and not (output / f"checkpoint-{STEPS}" / "trainer_state.json").exists()
     last.kill()
     last.wait()
     if 0 in {process.wait(PATIENCE) for process in others} and running:
