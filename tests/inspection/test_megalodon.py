@@ -4,24 +4,13 @@ from luna_mega import MegalodonConfig, MegalodonForCausalLM
 from luna_mega.inspection.info import describe
 from luna_mega.inspection.verify import compare
 from luna_mega_cli import main
+from tests.inspection.test_decoders import MEGALODON
 
-SIZES = {
-    "vocab_size": 40,
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "shared_representation_size": 16,
-    "value_size": 56,
-    "intermediate_size": 40,
-    "ema_projection_size": 4,
-    "norm_num_groups": 4,
-    "chunk_size": 32,
-}
 ALL = {"swiglu": True, "rescale_nffn": True, "scale_embedding": True, "tie_word_embeddings": True}
 
 
 def make(model_class=MegalodonForCausalLM, **fields):
-    return model_class(MegalodonConfig(**SIZES | fields))
+    return model_class(MegalodonConfig(**MEGALODON | fields))
 
 
 def test_info_and_verify_of_a_folder(tmp_path, capsys):
