@@ -28,7 +28,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark cases of a `covering` test as slow if a covering array of the marker's strength does not need them."""
     products: dict[str, list[pytest.Item]] = {}
     for item in items:
-        if item.get_closest_marker("covering"):
+        if item.get_closest_marker("covering") and not item.get_closest_marker("slow"):
             products.setdefault(item.nodeid.partition("[")[0], []).append(item)
     for cases in products.values():
         (strength,) = cases[0].get_closest_marker("covering").args

@@ -4,13 +4,14 @@ import pytest
 import torch
 
 from luna_mega.kernels.api import complex_ema, complex_ema_step, damped_ema, damped_ema_step
+from tests.kernels.backends import SLOW_TRITON
 
 LENGTHS = [40, 17, 1, 0]
 OPS = {
     "damped": (damped_ema, damped_ema_step, [(5, 3)] * 4, (5, 3)),
     "complex": (complex_ema, complex_ema_step, [(5, 3), (5, 3), (5,), (5, 3, 2)], (5, 3, 2)),
 }
-BACKENDS = ["reference", "torch", pytest.param("triton", marks=pytest.mark.slow)]
+BACKENDS = ["reference", "torch", SLOW_TRITON]
 
 
 def make(name, backend, stateful, device="cpu"):

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from luna_mega.kernels import api
+from tests.kernels.backends import TRITON
 
 SIZE, ROWS = 16, 4
 
@@ -127,7 +128,7 @@ def test_every_op_is_covered():
 
 
 @pytest.mark.filterwarnings("ignore:.*degrees of freedom")
-@pytest.mark.parametrize("backend", ["torch", "triton"])
+@pytest.mark.parametrize("backend", ["torch", TRITON])
 @pytest.mark.parametrize("edge", EDGES)
 @pytest.mark.parametrize("name", CALLS)
 def test_edges(name, edge, backend, triton_device):

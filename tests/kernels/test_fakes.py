@@ -18,6 +18,7 @@ from luna_mega.kernels.api import (
     timestep_norm,
     timestep_norm_step,
 )
+from tests.kernels.backends import TRITON
 
 
 def described(x):
@@ -112,7 +113,7 @@ def norm_over_time(backend, masked):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("backend", ["torch", "triton"])
+@pytest.mark.parametrize("backend", ["torch", TRITON])
 @pytest.mark.parametrize(
     "call, option",
     [(causal, 5), (causal, 70), (packed, True), (packed, False), (gated, "softmax"), (gated, "laplace")]

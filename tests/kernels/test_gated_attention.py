@@ -1,4 +1,4 @@
-"""`gated_attention`: the reference against loops in float64, the torch backend against the reference."""
+"""`gated_attention`: the reference against loops in float64, the backends against the reference."""
 
 import math
 
@@ -8,6 +8,7 @@ from torch.library import opcheck
 
 from luna_mega.kernels.api import explain, gated_attention, gated_attention_step
 from luna_mega.kernels.gated_attention import reference, torch_backend
+from tests.kernels.backends import SLOW_TRITON, TRITON, on_triton
 from tests.kernels.errors import relative_error
 
 FUNCTIONS = reference.FUNCTIONS
@@ -15,9 +16,11 @@ CHUNK = 8
 LENGTHS = [1, 2, CHUNK - 1, CHUNK, CHUNK + 1, 2 * CHUNK + 3, 63, 500]
 MASKS = ["none", "some", "right", "chunk and row"]
 NAMES = ("output", "query", "key", "value", "bias")
+# Of Triton; float32 by the three passes of tf32x3.
+TOLERANCE = {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 1.5e-2}
 
 
-def make_mask(masking, batch, length):
+def make_mask(masking, batch, length, chunk=CHUNK):
     if masking == "none":
         return None
     mask = torch.rand(batch, length, generator=torch.Generator().manual_seed(length)) < 0.7
@@ -25,25 +28,30 @@ def make_mask(masking, batch, length):
     if masking == "right":
         mask = torch.arange(length) < torch.tensor([[length], [(length + 1) // 2], [1]][:batch])
     if masking == "chunk and row":
-        mask[0, CHUNK : 2 * CHUNK] = False
+        mask[0, chunk : 2 * chunk] = False
         mask[-1] = False
     return mask
 
 
-def make_inputs(queries, keys=None, dtype=torch.float64, batch=2, size=6, width=10, positions=None):
+def make_inputs(queries, keys=None, dtype=torch.float64, batch=2, size=6, width=10, positions=None, device="cpu"):
     generator = torch.Generator().manual_seed(queries)
-    keys = keys or queries
+    keys = queries if keys is None else keys
     shapes = (batch, queries, size), (batch, keys, size), (batch, keys, width), (2 * (positions or keys) - 1,)
     tensors = [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
     tensors[3] *= 0.5
-    return [x.to(dtype).requires_grad_() for x in tensors]
+    return [x.to(device, dtype).requires_grad_() for x in tensors]
 
 
-def run(inputs, **options):
+def run(inputs, weight=None, **options):
     """Output and gradients of a fixed random projection of it."""
     output = gated_attention(*inputs, **options)
-    weight = torch.randn(output.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64).to(output.dtype)
-    return [output.detach(), *torch.autograd.grad(output, inputs, weight)]
+    if weight is None:
+        weight = torch.randn(output.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    return [output.detach(), *torch.autograd.grad(output, inputs, weight.to(output))]
+
+
+def doubled(inputs):
+    return [x.detach().double().requires_grad_() for x in inputs]
 
 
 def by_loops(query, key, value, bias, mask, function, causal, chunk, offset):
@@ -135,21 +143,31 @@ def test_torch_backend(function, causal, chunk, masking, blocks, monkeypatch):
                 assert (actual[-1] == 0).all(), (name, length)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("chunk", [None, CHUNK])
+@pytest.mark.parametrize(
+    "backend, dtype, cases",
+    [
+        ("torch", dtype, ((False, 63, chunk), (True, 19, chunk)))
+        for dtype in (torch.float32, torch.bfloat16, torch.float16)
+        for chunk in (None, CHUNK)
+    ]
+    + [on_triton(dtype, ((False, 300, None), (True, 63, 2 * CHUNK))) for dtype in (torch.bfloat16, torch.float16)],
+    ids=str,
+)
 @pytest.mark.parametrize("function", FUNCTIONS)
-def test_dtypes(function, chunk, dtype):
+def test_dtypes(device, function, backend, dtype, cases):
     """Forward and every gradient: no worse than twice the error of the reference in the same dtype."""
-    for causal, length in ((False, 63), (True, 19)):
+    floor = {torch.float32: 1e-6, torch.bfloat16: 5e-3, torch.float16: 6e-4}
+    floor, sizes = (TOLERANCE, {"size": 32, "width": 64}) if backend == "triton" else (floor, {})
+    for causal, length, chunk in cases:
         options = {"function": function, "causal": causal, "chunk_size": chunk}
-        options["mask"] = make_mask("chunk and row", 2, length)
-        exact = run(make_inputs(length), backend="reference", **options)
-        inputs = make_inputs(length, dtype=dtype)
-        plain, fast = run(inputs, backend="reference", **options), run(inputs, backend="torch", **options)
-        floor = {torch.float32: 1e-6, torch.bfloat16: 5e-3, torch.float16: 6e-4}[dtype]
+        options["mask"] = make_mask("chunk and row", 2, length, 2 * CHUNK if backend == "triton" else CHUNK).to(device)
+        inputs = make_inputs(length, dtype=dtype, device=device, **sizes)
+        wide = doubled(inputs) if backend == "triton" else make_inputs(length)
+        exact = run(wide, backend="reference", **options)
+        plain, fast = run(inputs, backend="reference", **options), run(inputs, backend=backend, **options)
         for name, right, low, actual in zip(NAMES, exact, plain, fast, strict=True):
             assert actual.dtype == dtype
-            assert relative_error(actual, right) <= max(floor, 2 * relative_error(low, right)), name
+            assert relative_error(actual, right) <= max(floor[dtype], 2 * relative_error(low, right)), name
 
 
 @pytest.mark.parametrize("backend", ["reference", "torch"])
@@ -324,29 +342,71 @@ def test_cross_attention_with_left_padding(function, backend, blocks):
             )
 
 
+@pytest.mark.parametrize("backend", ["torch", SLOW_TRITON])
 @pytest.mark.parametrize("function", FUNCTIONS)
-def test_cross_attention(function):
-    for queries, keys, offset in ((7, 4, 0), (4, 9, 0), (1, 9, 5), (3, 0, 0)):
-        inputs = make_inputs(queries, positions=12)
-        inputs[1:3] = [torch.randn(2, keys, x.shape[2], dtype=x.dtype, requires_grad=True) for x in inputs[1:3]]
-        mask = torch.ones(2, keys, dtype=torch.bool)
-        mask[1] = False
-        options = {"function": function, "mask": mask, "offset": offset}
-        for right, actual in zip(run(inputs, backend="reference", **options), run(inputs, **options), strict=True):
-            torch.testing.assert_close(actual, right, rtol=1e-12, atol=1e-12)
+@pytest.mark.parametrize(
+    "causal, queries, keys, offset",
+    [(True, 1, 20, 19), (True, 5, 30, 7), (False, 7, 4, 0), (False, 4, 9, 0), (False, 4, 90, 9), (False, 1, 9, 5)]
+    + [(False, 3, 0, 0), (False, 0, 3, 0)],
+)
+def test_other_keys_than_queries(device, function, causal, queries, keys, offset, backend):
+    """Steps and segments of cached decoding, cross-attention, queries without keys, keys without queries."""
+    dtype, bound = (torch.float32, TOLERANCE[torch.float32]) if backend == "triton" else (torch.float64, 1e-12)
+    inputs = make_inputs(queries, keys, dtype, size=20, width=37, positions=100, device=device)
+    mask = torch.rand(2, keys, device=device) < 0.7
+    mask[-1] = False
+    for kept in (None, mask):
+        options = {"function": function, "causal": causal, "offset": offset, "mask": kept}
+        exact = run(doubled(inputs), backend="reference", **options)
+        for name, right, actual in zip(NAMES, exact, run(inputs, backend=backend, **options), strict=True):
+            assert actual.shape == right.shape and relative_error(actual, right) <= bound, name
 
 
-def test_no_bias_strided_inputs_and_determinism():
-    query, key, value, _ = make_inputs(63, dtype=torch.float32)
-    inputs = [x.detach().transpose(1, 2).contiguous().transpose(1, 2).requires_grad_() for x in (query, key, value)]
-    for function in FUNCTIONS:
-        options = {"function": function, "chunk_size": CHUNK, "mask": make_mask("some", 2, 63)}
-        first, again = run(inputs, **options), run(inputs, **options)
-        for a, b, plain in zip(first, again, run([query, key, value], backend="reference", **options), strict=True):
-            assert torch.equal(a, b)
-            torch.testing.assert_close(a, plain)
-    empty = torch.zeros(2, 0, 4)
-    assert gated_attention(empty, empty, empty, torch.zeros(3), chunk_size=2).shape == (2, 0, 4)
+@pytest.mark.parametrize("backend", ["torch", SLOW_TRITON])
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_strides_no_bias_and_determinism(device, function, backend):
+    query, key, value, bias = inputs = make_inputs(63, dtype=torch.float32, size=20, width=20, device=device)
+    mask = make_mask("chunk and row", 2, 63, chunk=16).to(device)
+    options = {"function": function, "chunk_size": 16, "mask": mask, "backend": backend}
+    expected = run(inputs, **options)
+    assert all(map(torch.equal, run(inputs, **options), expected))
+    stacked = torch.stack((query, key, value), dim=2).detach()
+    across = value.detach().transpose(1, 2).contiguous().transpose(1, 2)
+    views = [*(x.requires_grad_() for x in stacked.unbind(dim=2)[:2]), across.requires_grad_(), bias]
+    close = {"rtol": 0.0, "atol": 0.0} if backend == "triton" else {}
+    torch.testing.assert_close(run(views, **options), expected, **close)
+    without = [x.detach().clone().requires_grad_() for x in (query, key, value)]
+    one = torch.ones((), device=device).expand(2, 63, 20)
+    expected = run([*without, torch.zeros_like(bias, requires_grad=True)], weight=one, **options)
+    torch.testing.assert_close(run(without, weight=one, **options), expected[:-1], **close)
+    empty = torch.zeros(2, 0, 4, device=device)
+    assert gated_attention(empty, empty, empty, torch.zeros(3, device=device), chunk_size=2).shape == (2, 0, 4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["reference", "torch", TRITON])
+@pytest.mark.parametrize("chunk", [None, 16, 64])
+def test_varlen_sequences(device, chunk, backend):
+    """Each sequence has the result of a separate call; one is empty."""
+    lengths = [17, 0, 1, 45, 16]
+    cu_seqlens = torch.tensor([0, *lengths], device=device).cumsum(0).int()
+    inputs = make_inputs(sum(lengths), dtype=torch.float32, batch=1, size=20, width=37, positions=45, device=device)
+    some = torch.rand(1, sum(lengths), generator=torch.Generator().manual_seed(2)).to(device) < 0.7
+    some[:, 17] = False  # the only token of a sequence
+    for function, causal, mask in (("laplace", False, some), ("softmax", True, None), ("relu2", False, None)):
+        options = {"function": function, "causal": causal, "chunk_size": chunk, "backend": backend}
+        varlen = gated_attention(*inputs, mask=mask, cu_seqlens=cu_seqlens, max_seqlen=45, **options)
+        found = gated_attention(*inputs, mask=mask, cu_seqlens=cu_seqlens.long(), **options)
+        assert torch.equal(varlen, found)
+        parts = []
+        for start, stop in zip(cu_seqlens[:-1].tolist(), cu_seqlens[1:].tolist(), strict=True):
+            part = None if mask is None else mask[:, start:stop]
+            parts.append(gated_attention(*(x[:, start:stop] for x in inputs[:3]), inputs[3], mask=part, **options))
+        expected = torch.cat(parts, dim=1)
+        weight = torch.randn(varlen.shape, device=device)
+        gradients = (torch.autograd.grad(x, inputs, weight) for x in (varlen, expected))
+        torch.testing.assert_close(varlen, expected, rtol=2e-5, atol=2e-5)
+        torch.testing.assert_close(*gradients, rtol=5e-5, atol=5e-5)
 
 
 @pytest.mark.slow

@@ -6,33 +6,18 @@ from torch.library import opcheck
 
 from luna_mega.kernels.api import gated_attention, use_float32_precision
 from luna_mega.kernels.gated_attention import reference
+from tests.kernels import test_gated_attention
 from tests.kernels.errors import relative_error
+from tests.kernels.test_gated_attention import NAMES, TOLERANCE, doubled, run
 
 FUNCTIONS = reference.FUNCTIONS
 CHUNK = 16
 LENGTHS = [1, 2, CHUNK - 1, CHUNK, CHUNK + 1, 63]
-NAMES = ("output", "query", "key", "value", "bias")
-# Of the norm; float32 by the three passes of tf32x3.
-TOLERANCE = {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 1.5e-2}
+pytestmark = pytest.mark.triton
 
 
-@pytest.fixture(autouse=True)
-def poison(monkeypatch):
-    """Fill new memory with NaN, so that an element that no kernel writes is seen."""
-    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    assert torch.empty(3).new_empty(2).isnan().all()
-    yield
-    torch.use_deterministic_algorithms(False)
-
-
-def make_inputs(device, queries, keys=None, dtype=torch.float32, batch=2, size=20, width=37, positions=None):
-    generator = torch.Generator().manual_seed(queries)
-    keys = queries if keys is None else keys
-    shapes = (batch, queries, size), (batch, keys, size), (batch, keys, width), (2 * (positions or keys) - 1,)
-    tensors = [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
-    tensors[3] *= 0.5
-    return [x.to(device, dtype).requires_grad_() for x in tensors]
+def make_inputs(device, queries, keys=None, dtype=torch.float32, size=20, width=37, **options):
+    return test_gated_attention.make_inputs(queries, keys, dtype, size=size, width=width, device=device, **options)
 
 
 def make_mask(device, batch, length, row=True):
@@ -44,19 +29,10 @@ def make_mask(device, batch, length, row=True):
     return mask.to(device)
 
 
-def run(inputs, weight=None, **options):
-    """Return the output and the gradients of a fixed random projection of it."""
-    output = gated_attention(*inputs, **options)
-    if weight is None:
-        weight = torch.randn(output.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    weight = weight.to(output.device, output.dtype)
-    return [output.detach(), *torch.autograd.grad(output, inputs, weight)]
-
-
 def check(inputs, tolerance=None, **options):
     """Compare every result of Triton with the reference in float64, and return them."""
     results = run(inputs, backend="triton", **options)
-    exact = run([x.detach().double().requires_grad_() for x in inputs], backend="reference", **options)
+    exact = run(doubled(inputs), backend="reference", **options)
     for name, x, result, right in zip(NAMES, [inputs[2], *inputs], results, exact, strict=True):
         assert result.dtype == x.dtype and result.shape == right.shape, name
         assert relative_error(result, right) <= (tolerance or TOLERANCE[x.dtype]), name
@@ -68,11 +44,11 @@ def check(inputs, tolerance=None, **options):
 @pytest.mark.parametrize("chunk", [None, CHUNK])
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("function", FUNCTIONS)
-def test_results_and_gradients(triton_device, function, causal, chunk, masked):
+def test_forward_and_gradients(device, function, causal, chunk, masked):
     for length in LENGTHS if masked else LENGTHS[1::2]:
         options = {"function": function, "causal": causal, "chunk_size": chunk}
-        options["mask"] = make_mask(triton_device, 2, length) if masked else None
-        results = check(make_inputs(triton_device, length, positions=70), **options)
+        options["mask"] = make_mask(device, 2, length) if masked else None
+        results = check(make_inputs(device, length, positions=70), **options)
         if masked:
             assert all((result[-1] == 0).all() for result in results[:-1])
             assert all((result[0, CHUNK : 2 * CHUNK] == 0).all() for result in results[2:4])
@@ -90,38 +66,21 @@ def test_results_and_gradients(triton_device, function, causal, chunk, masked):
         ("relu2", False, 2, 300, 140),
     ],
 )
-def test_many_blocks(triton_device, function, causal, batch, length, chunk, monkeypatch):
+def test_many_blocks(device, function, causal, batch, length, chunk, monkeypatch):
     """Several blocks of queries, keys and columns; in the backward pass bands of a segment, or groups of segments."""
     from luna_mega.kernels.gated_attention import triton_backward
 
     monkeypatch.setattr(triton_backward, "SCORES", 80000)
-    inputs = make_inputs(triton_device, length, batch=batch, width=70)
-    mask = make_mask(triton_device, batch, length, row=False)
+    inputs = make_inputs(device, length, batch=batch, width=70)
+    mask = make_mask(device, batch, length, row=False)
     check(inputs, function=function, causal=causal, chunk_size=chunk, mask=mask)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("function", FUNCTIONS)
-def test_half_precision(triton_device, function, dtype):
-    for causal, length, chunk in ((False, 300, None), (True, 63, CHUNK)):
-        options = {"function": function, "causal": causal, "chunk_size": chunk}
-        options["mask"] = make_mask(triton_device, 2, length)
-        inputs = make_inputs(triton_device, length, dtype=dtype, size=32, width=64)
-        exact = run([x.detach().double().requires_grad_() for x in inputs], backend="reference", **options)
-        plain = run(inputs, backend="reference", **options)
-        fast = run(inputs, backend="triton", **options)
-        for name, right, low, result in zip(NAMES, exact, plain, fast, strict=True):
-            error, usual = relative_error(result, right), relative_error(low, right)
-            assert result.dtype == dtype
-            assert error <= max(2 * usual, TOLERANCE[dtype]), name
-
-
-@pytest.mark.slow
-def test_small_numbers_in_float16(triton_device):
+def test_small_numbers_in_float16(device):
     """With divisors in the thousands, causal queries neither underflow nor overflow float16."""
     for size in (0.02, 50.0):
-        inputs = make_inputs(triton_device, 500, dtype=torch.float16, batch=1)
+        inputs = make_inputs(device, 500, dtype=torch.float16, batch=1)
         with torch.no_grad():
             inputs[0] *= size
         check(inputs, tolerance=4e-3, function="laplace", causal=True)
@@ -129,8 +88,8 @@ def test_small_numbers_in_float16(triton_device):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("function", FUNCTIONS)
-def test_mixed_dtypes_and_wide_bias(triton_device, function):
-    query, key, value, bias = make_inputs(triton_device, 40)
+def test_mixed_dtypes_and_wide_bias(device, function):
+    query, key, value, bias = make_inputs(device, 40)
     inputs = [query, key, value.detach().bfloat16().requires_grad_(), bias.detach().double().requires_grad_()]
     check(inputs, tolerance=1.5e-2, function=function, causal=True)
     assert run(inputs, function=function, backend="triton")[1].dtype == torch.float32
@@ -138,23 +97,9 @@ def test_mixed_dtypes_and_wide_bias(triton_device, function):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("function", FUNCTIONS)
-@pytest.mark.parametrize(
-    "causal, queries, keys, offset",
-    [(True, 1, 20, 19), (True, 5, 30, 7), (False, 7, 4, 0), (False, 4, 90, 9), (False, 3, 0, 0), (False, 0, 3, 0)],
-)
-def test_other_keys_than_queries(triton_device, function, causal, queries, keys, offset):
-    """Steps and segments of cached decoding, cross-attention, queries without keys, keys without queries."""
-    inputs = make_inputs(triton_device, queries, keys, positions=100)
-    check(inputs, function=function, causal=causal, offset=offset)
-    options = {"function": function, "causal": causal, "offset": offset}
-    check(inputs, mask=make_mask(triton_device, 2, keys), **options)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("function", FUNCTIONS)
-def test_steps_are_rows_of_the_parallel_form(triton_device, function):
-    query, key, value, bias = (x.detach() for x in make_inputs(triton_device, 140, width=70))
-    mask = make_mask(triton_device, 2, 140, row=False)
+def test_steps_are_rows_of_the_parallel_form(device, function):
+    query, key, value, bias = (x.detach() for x in make_inputs(device, 140, width=70))
+    mask = make_mask(device, 2, 140, row=False)
     options = {"function": function, "causal": True, "backend": "triton"}
     expected = gated_attention(query, key, value, bias, mask=mask, **options)
     for t in (0, 20, 139):
@@ -168,7 +113,7 @@ def check_kept(inputs, kept, **options):
     weight = torch.randn(*kept.shape, inputs[2].shape[2], generator=torch.Generator().manual_seed(1)).to(kept.device)
     weight *= kept[..., None]
     results = run(inputs, weight, backend="triton", **options)
-    exact = run([x.detach().double().requires_grad_() for x in inputs], weight, backend="reference", **options)
+    exact = run(doubled(inputs), weight, backend="reference", **options)
     for name, result, right in zip(NAMES, (results[0][kept], *results[1:]), (exact[0][kept], *exact[1:]), strict=True):
         torch.testing.assert_close(result.double(), right, rtol=1e-3, atol=1e-4, msg=lambda m, n=name: f"{n}: {m}")
 
@@ -178,10 +123,10 @@ def check_kept(inputs, kept, **options):
     "function, causal, chunk",
     [("softmax", True, CHUNK), ("laplace", True, None), ("laplace", True, CHUNK), ("relu2", False, CHUNK)],
 )
-def test_positions_count_from_the_first_token(triton_device, function, causal, chunk):
+def test_positions_count_from_the_first_token(device, function, causal, chunk):
     """Left padding, and the same with only the last queries, whose chunk started before the first key."""
-    inputs, start = make_inputs(triton_device, 40), torch.tensor([-5, -19], device=triton_device)
-    mask = torch.arange(40, device=triton_device) + start[:, None] >= 0
+    inputs, start = make_inputs(device, 40), torch.tensor([-5, -19], device=device)
+    mask = torch.arange(40, device=device) + start[:, None] >= 0
     options = {"function": function, "causal": causal, "chunk_size": chunk}
     check_kept(inputs, mask, mask=mask, start=start, **options)
     rest = [inputs[0][:, 30:], *(x[:, 8:] for x in inputs[1:3]), inputs[3]]
@@ -191,21 +136,21 @@ def test_positions_count_from_the_first_token(triton_device, function, causal, c
 
 @pytest.mark.slow
 @pytest.mark.parametrize("function", FUNCTIONS)
-def test_offsets_by_row(triton_device, function):
-    inputs, row_offset = make_inputs(triton_device, 20, 33), torch.tensor([4, -3], device=triton_device)
-    mask = torch.arange(33, device=triton_device) >= row_offset[:, None]
-    kept = torch.arange(20, device=triton_device) >= -row_offset[:, None]
+def test_offsets_by_row(device, function):
+    inputs, row_offset = make_inputs(device, 20, 33), torch.tensor([4, -3], device=device)
+    mask = torch.arange(33, device=device) >= row_offset[:, None]
+    kept = torch.arange(20, device=device) >= -row_offset[:, None]
     check_kept(inputs, kept, function=function, mask=mask, row_offset=row_offset)
     with pytest.raises(ValueError, match="row_offset is combined with offset 2; the kernels support only offset 0"):
         gated_attention(*inputs, function=function, mask=mask, row_offset=row_offset, offset=2, backend="triton")
 
 
 @pytest.mark.slow
-def test_masked_values_may_be_nan(triton_device):
+def test_masked_values_may_be_nan(device):
     for function in FUNCTIONS:
         for length, chunk in ((20, CHUNK), (40, None)):
-            inputs = make_inputs(triton_device, length)
-            mask = make_mask(triton_device, 2, length)
+            inputs = make_inputs(device, length)
+            mask = make_mask(device, 2, length)
             options = {"function": function, "causal": True, "chunk_size": chunk, "mask": mask, "backend": "triton"}
             expected = run(inputs, **options)
             with torch.no_grad():
@@ -215,63 +160,16 @@ def test_masked_values_may_be_nan(triton_device):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("function", FUNCTIONS)
-def test_strides_no_bias_and_determinism(triton_device, function):
-    query, key, value, bias = make_inputs(triton_device, 63, batch=2, size=20, width=20)
-    options = {"function": function, "chunk_size": CHUNK, "mask": make_mask(triton_device, 2, 63), "backend": "triton"}
-    expected = run([query, key, value, bias], **options)
-    for result, right in zip(run([query, key, value, bias], **options), expected, strict=True):
-        assert torch.equal(result, right)
-    stacked = torch.stack((query, key, value), dim=2).detach()
-    across = value.detach().transpose(1, 2).contiguous().transpose(1, 2)
-    views = [*(x.requires_grad_() for x in stacked.unbind(dim=2)[:2]), across.requires_grad_(), bias]
-    for result, right in zip(run(views, **options), expected, strict=True):
-        assert torch.equal(result, right)
-    without = [x.detach().clone().requires_grad_() for x in (query, key, value)]
-    zero = torch.zeros_like(bias)
-    one = torch.ones((), device=triton_device).expand(2, 63, 20)
-    expected = run([*without, zero.requires_grad_()], weight=one, **options)
-    for result, right in zip(run(without, weight=one, **options), expected, strict=False):
-        assert torch.equal(result, right)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("backend", ["reference", "torch", "triton"])
-@pytest.mark.parametrize("chunk", [None, CHUNK, 64])
-def test_varlen_sequences(triton_device, chunk, backend):
-    """Each sequence has the result of a separate call; one is empty."""
-    lengths = [17, 0, 1, 45, CHUNK]
-    cu_seqlens = torch.tensor([0, *lengths], device=triton_device).cumsum(0).int()
-    inputs = make_inputs(triton_device, sum(lengths), batch=1, positions=45)
-    some = torch.rand(1, sum(lengths), generator=torch.Generator().manual_seed(2)).to(triton_device) < 0.7
-    some[:, 17] = False  # the only token of a sequence
-    for function, causal, mask in (("laplace", False, some), ("softmax", True, None), ("relu2", False, None)):
-        options = {"function": function, "causal": causal, "chunk_size": chunk, "backend": backend}
-        varlen = gated_attention(*inputs, mask=mask, cu_seqlens=cu_seqlens, max_seqlen=45, **options)
-        found = gated_attention(*inputs, mask=mask, cu_seqlens=cu_seqlens.long(), **options)
-        assert torch.equal(varlen, found)
-        parts = []
-        for start, stop in zip(cu_seqlens[:-1].tolist(), cu_seqlens[1:].tolist(), strict=True):
-            part = None if mask is None else mask[:, start:stop]
-            parts.append(gated_attention(*(x[:, start:stop] for x in inputs[:3]), inputs[3], mask=part, **options))
-        expected = torch.cat(parts, dim=1)
-        weight = torch.randn(varlen.shape, device=triton_device)
-        gradients = (torch.autograd.grad(x, inputs, weight) for x in (varlen, expected))
-        torch.testing.assert_close(varlen, expected, rtol=2e-5, atol=2e-5)
-        torch.testing.assert_close(*gradients, rtol=5e-5, atol=5e-5)
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("varlen", [False, True])
 @pytest.mark.parametrize("function", FUNCTIONS)
-def test_dropout(triton_device, function, varlen):
+def test_dropout(device, function, varlen):
     """With an identity as value, the output shows which weights were dropped; compare outputs and gradients."""
     length, rate = 72, 0.3
-    inputs = make_inputs(triton_device, length, batch=1 if varlen else 2)
+    inputs = make_inputs(device, length, batch=1 if varlen else 2)
     options = {"function": function, "chunk_size": 24}
-    cu_seqlens = {"cu_seqlens": torch.tensor([0, 48, 72], device=triton_device)} if varlen else {}
+    cu_seqlens = {"cu_seqlens": torch.tensor([0, 48, 72], device=device)} if varlen else {}
     on_triton = {**options, **cu_seqlens, "dropout": rate, "backend": "triton"}
-    identity = torch.eye(length, device=triton_device).expand(len(inputs[0]), -1, -1)
+    identity = torch.eye(length, device=device).expand(len(inputs[0]), -1, -1)
 
     def seeded(*tensors):
         torch.manual_seed(5)
@@ -287,7 +185,7 @@ def test_dropout(triton_device, function, varlen):
     assert abs(gone.double().mean() - rate) < 0.05
     assert not torch.equal(multiplier[0, :24, :24], multiplier[0, 24:48, 24:48])
     output, expected = seeded(*inputs), dropped @ value
-    weight = torch.randn(output.shape, device=triton_device)
+    weight = torch.randn(output.shape, device=device)
     torch.testing.assert_close(output.double(), expected, rtol=2e-5, atol=2e-5)
     exact = torch.autograd.grad(expected, (query, key, value, bias), weight.double())
     for result, right in zip(torch.autograd.grad(output, inputs, weight), exact, strict=True):
@@ -297,17 +195,17 @@ def test_dropout(triton_device, function, varlen):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("function", FUNCTIONS)
-def test_registration(triton_device, function):
-    inputs = make_inputs(triton_device, 17)
+def test_registration(device, function):
+    inputs = make_inputs(device, 17)
     from luna_mega.kernels.gated_attention import triton_ops
 
-    seed = torch.tensor(3, device=triton_device)
-    mask = make_mask(triton_device, 2, 17)
+    seed = torch.tensor(3, device=device)
+    mask = make_mask(device, 2, 17)
     utils = ("test_schema", "test_faketensor", "test_autograd_registration")
     for arguments in ((*inputs, mask, None), (*inputs[:3], None, None, None)):
         options = function, True, CHUNK, 0, 0.2 if mask is None else 0.0, seed, "tf32x3"
         opcheck(torch.ops.luna_mega.gated_attention_triton, (*arguments, *options), test_utils=utils)
-    bounds = triton_ops.segment_bounds(torch.tensor([0, 5, 17], device=triton_device), 8, 17)
+    bounds = triton_ops.segment_bounds(torch.tensor([0, 5, 17], device=device), 8, 17)
     assert bounds.tolist() == [[0, 5], [5, 13], [13, 17], [17, 17]]
     first = [x[:1].detach().requires_grad_() for x in inputs[:3]]
     options = function, False, 8, 0, 0.0, None, "tf32x3"
@@ -316,11 +214,11 @@ def test_registration(triton_device, function):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("varlen", [False, True])
-def test_compile_fullgraph(triton_device, varlen):
-    inputs = make_inputs(triton_device, 40, batch=1)
+def test_compile_fullgraph(device, varlen):
+    inputs = make_inputs(device, 40, batch=1)
     options = {"function": "softmax", "chunk_size": CHUNK, "backend": "triton"}
     if varlen:
-        options |= {"cu_seqlens": torch.tensor([0, 7, 40], device=triton_device), "max_seqlen": 33}
+        options |= {"cu_seqlens": torch.tensor([0, 7, 40], device=device), "max_seqlen": 33}
     compiled = torch.compile(lambda *x: gated_attention(*x, **options), fullgraph=True, backend="aot_eager")
     output, expected = compiled(*inputs), gated_attention(*inputs, **options)
     assert torch.equal(output, expected)
@@ -330,22 +228,22 @@ def test_compile_fullgraph(triton_device, varlen):
 
 
 @pytest.mark.slow
-def test_ieee_and_autocast(triton_device):
-    inputs = make_inputs(triton_device, 63)
+def test_ieee_and_autocast(device):
+    inputs = make_inputs(device, 63)
     with use_float32_precision("ieee"):
         check(inputs, tolerance=2e-6, function="laplace", chunk_size=CHUNK)
     expected = run(inputs, backend="triton")
-    with torch.autocast(triton_device.type, dtype=torch.bfloat16):
+    with torch.autocast(device.type, dtype=torch.bfloat16):
         inside = run(inputs, backend="triton")
     assert all(torch.equal(a, b) for a, b in zip(inside, expected, strict=True))
 
 
 @pytest.mark.slow
-def test_unsupported_calls_raise(triton_device):
-    wide = make_inputs(triton_device, 3, size=300)
+def test_unsupported_calls_raise(device):
+    wide = make_inputs(device, 3, size=300)
     with pytest.raises(ValueError, match="gated_attention cannot run on 'triton': query and key have size 300"):
         gated_attention(*wide, backend="triton")
-    double = make_inputs(triton_device, 3, dtype=torch.float64)
+    double = make_inputs(device, 3, dtype=torch.float64)
     with pytest.raises(ValueError, match="query and key are torch.float64; the kernels support"):
         gated_attention(*double, backend="triton")
     for inputs in (wide, double):
@@ -353,11 +251,11 @@ def test_unsupported_calls_raise(triton_device):
 
 
 @pytest.mark.slow
-def test_autocast_multiplies_in_the_dtype_of_the_value(triton_device):
+def test_autocast_multiplies_in_the_dtype_of_the_value(device):
     """Under autocast learned scales make query and key float32, while the value is narrow."""
-    query, key = (torch.randn(2, 40, 16, device=triton_device, requires_grad=True) for _ in range(2))
-    value = torch.randn(2, 40, 24, device=triton_device, dtype=torch.bfloat16, requires_grad=True)
-    with torch.autocast(triton_device.type, dtype=torch.bfloat16):
+    query, key = (torch.randn(2, 40, 16, device=device, requires_grad=True) for _ in range(2))
+    value = torch.randn(2, 40, 24, device=device, dtype=torch.bfloat16, requires_grad=True)
+    with torch.autocast(device.type, dtype=torch.bfloat16):
         output = gated_attention(query, key, value, backend="triton")
     narrow = gated_attention(query.bfloat16(), key.bfloat16(), value, backend="triton")
     assert output.dtype == torch.bfloat16 and output.equal(narrow)

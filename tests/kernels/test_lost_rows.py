@@ -3,16 +3,17 @@
 import pytest
 import torch
 
-from tests.kernels import test_damped_ema, test_luna_causal_attention
 from tests.kernels.errors import relative_error
+from tests.kernels.leaves import assert_same
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
 from luna_mega.kernels.common import triton_choice  # noqa: E402
 from luna_mega.kernels.common.comparison import row_error  # noqa: E402
 from tests.kernels import (  # noqa: E402
-    test_gated_attention_triton,
+    test_gated_attention,
     test_gpu,
+    test_luna_attention,
     test_luna_attention_triton,
     test_luna_causal_attention_triton,
 )
@@ -23,20 +24,20 @@ def on_a_gpu(actual, expected):
 
 
 def luna_attention(actual, expected):
-    test_luna_attention_triton.check([actual], [expected], test_luna_attention_triton.DTYPES[actual.dtype])
+    test_luna_attention.check([actual], [expected], test_luna_attention_triton.DTYPES[actual.dtype])
 
 
 def luna_causal_attention(actual, expected):
     bound = test_luna_causal_attention_triton.BOUNDS[actual.dtype]
-    test_luna_causal_attention.assert_same([actual], [expected], bound)
+    assert_same([actual], [expected], bound)
 
 
 def averages_and_norm(actual, expected):
-    test_damped_ema.assert_same([actual], [expected], {torch.float32: 1e-5}.get(actual.dtype, 3e-2))
+    assert_same([actual], [expected], {torch.float32: 1e-5}.get(actual.dtype, 3e-2))
 
 
 def gated_attention(actual, expected):
-    assert relative_error(actual, expected) <= test_gated_attention_triton.TOLERANCE[actual.dtype]
+    assert relative_error(actual, expected) <= test_gated_attention.TOLERANCE[actual.dtype]
 
 
 def tuning(actual, expected):

@@ -1,4 +1,4 @@
-"""`luna_attention`: the reference against a loop in float64, the torch backend against the reference."""
+"""`luna_attention`: the reference against a loop in float64, the backends against the reference."""
 
 import math
 
@@ -9,30 +9,48 @@ from torch.library import opcheck
 from luna_mega.kernels import _op
 from luna_mega.kernels.api import explain, luna_attention, luna_pack, luna_unpack, use_backend
 from luna_mega.kernels.luna_attention import reference, torch_backend
+from tests.kernels.backends import SLOW_TRITON, on_triton
 from tests.kernels.errors import relative_error
+from tests.kernels.leaves import MASKS
 
 LENGTHS = [(1, 1), (2, 16), (16, 63), (24, 500), (128, 65), (500, 24)]  # queries, keys
-MASKS = ["none", "some", "all of one row"]
 
 
-def make_inputs(queries, keys, masking, dtype=torch.float64, batch=2, heads=3, size=8):
+def make_inputs(queries, keys, masking, dtype=torch.float64, batch=2, heads=3, size=8, tied=False, device="cpu"):
+    """Return query, key and value (not if it is the key), and the mask."""
     generator = torch.Generator().manual_seed(queries * 1000 + keys)
-    query = torch.randn(batch, queries, heads, size, generator=generator, dtype=torch.float64)
-    key, value = (torch.randn(batch, keys, heads, size, generator=generator, dtype=torch.float64) for _ in range(2))
+    lengths = (queries, keys) if tied else (queries, keys, keys)
+    leaves = [torch.randn(batch, n, heads, size, generator=generator, dtype=torch.float64) for n in lengths]
     mask = None
     if masking != "none":
         mask = torch.rand(batch, keys, generator=generator) < 0.7
         mask[:, 0] = True
         if masking == "all of one row":
             mask[-1] = False
-    return [x.to(dtype).requires_grad_() for x in (query, key, value)], mask
+        mask = mask.to(device)
+    return [x.to(device, dtype).requires_grad_() for x in leaves], mask
 
 
-def run(attend, inputs, mask):
-    """Output and gradients of a fixed random projection of it."""
-    output = attend(*inputs, mask)
-    weight = torch.randn(output.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64).to(output.dtype)
-    return [output.detach(), *torch.autograd.grad(output, inputs, weight)]
+def run(attend, leaves, *arguments, **options):
+    """Output and gradients of a fixed random projection of it; the last leaf is the value."""
+    output = attend(leaves[0], leaves[1], leaves[-1], *arguments, **options)
+    weight = torch.randn(output.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64).to(output)
+    return [output.detach(), *torch.autograd.grad(output, leaves, weight)]
+
+
+def exact(query, key, value, mask=None):
+    return reference.attend(query, key, value, mask, query.shape[-1] ** -0.5)[0]
+
+
+def doubled(leaves):
+    return [x.detach().double().requires_grad_() for x in leaves]
+
+
+def check(actual, expected, tolerance):
+    """Bound the error of every row."""
+    for name, a, e in zip(("output", "query", "key", "value"), actual, expected, strict=False):
+        assert torch.isfinite(a).all(), name
+        assert relative_error(a, e) <= tolerance, (name, relative_error(a, e))
 
 
 @pytest.mark.parametrize("masking", MASKS)
@@ -69,12 +87,12 @@ def sdpa_path(query, key, value, mask):
 def test_torch_backend(queries, keys, masking, dtype, path):
     """Forward and every gradient: no worse than twice the error of the reference in the same dtype."""
     inputs, mask = make_inputs(queries, keys, masking)
-    exact = run(lambda q, k, v, m: luna_pack(q, k, v, m, backend="reference"), inputs, mask)
+    right = run(exact, inputs, mask)
     inputs = [x.detach().to(dtype).requires_grad_() for x in inputs]
-    plain = run(lambda q, k, v, m: luna_pack(q, k, v, m, backend="reference"), inputs, mask)
+    plain = run(luna_pack, inputs, mask, backend="reference")
     fast = run(path, inputs, mask)
     floor = {torch.float64: 1e-14, torch.float32: 1e-6, torch.bfloat16: 5e-3, torch.float16: 6e-4}[dtype]
-    for name, expected, low, actual in zip(("output", "query", "key", "value"), exact, plain, fast, strict=True):
+    for name, expected, low, actual in zip(("output", "query", "key", "value"), right, plain, fast, strict=True):
         assert torch.isfinite(actual).all(), name
         bound = max(floor, 2 * relative_error(low, expected))
         assert relative_error(actual, expected) <= bound, name
@@ -106,25 +124,35 @@ def test_tied_and_untied_with_other_pack_heads():
         torch.testing.assert_close(actual, expected)
 
 
-def test_strided_inputs_and_determinism():
-    (query, key, value), mask = make_inputs(16, 63, "some", torch.float32)
-    strided = [x.detach().transpose(1, 2).contiguous().transpose(1, 2).requires_grad_() for x in (query, key, value)]
-    first, again = run(luna_unpack, strided, mask), run(luna_unpack, strided, mask)
-    for a, b, plain in zip(first, again, run(luna_unpack, [query, key, value], mask), strict=True):
-        assert torch.equal(a, b)
-        torch.testing.assert_close(a, plain)
+@pytest.mark.parametrize("backend, tied", [("torch", False), on_triton(False), on_triton(True)])
+def test_strided_inputs_and_determinism(device, backend, tied):
+    """Heads before tokens, slices of one projection, rows of a batch that are the same memory, columns reversed."""
+    queries, keys, size = 9, 40, 16
+    projection = torch.randn(2, keys, 2, 2 * size, device=device)
+    columns = torch.randn(2, keys, size, 2, device=device).transpose(2, 3)
+    query = torch.randn(1, 2, queries, size, device=device).transpose(1, 2).expand(2, -1, -1, -1)
+    leaves = [query, columns] if tied else [query, projection[..., :size], projection[..., size:]]
+    leaves = [x.detach().requires_grad_() for x in leaves]
+    assert not any(x.is_contiguous() for x in leaves)
+    mask = torch.rand(2, keys, device=device) < 0.7
+    for kept in (None, mask):
+        first, again = (run(luna_unpack, leaves, kept, backend=backend) for _ in range(2))
+        check(first, run(exact, doubled(leaves), kept), 2e-5)
+        assert all(map(torch.equal, first, again))
 
 
 @pytest.mark.parametrize("batch, queries, keys", [(2, 3, 0), (2, 0, 3), (0, 2, 3)])
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 @pytest.mark.parametrize("masked", [False, True])
-@pytest.mark.parametrize("backend", ["reference", "torch"])
-def test_nothing_to_attend_to(batch, queries, keys, masked, backend):
-    (query, key, value), _ = make_inputs(queries, keys, "none", batch=batch)
-    mask = torch.zeros(batch, keys, dtype=torch.bool) if masked else None
-    output, *gradients = run(lambda q, k, v, m: luna_pack(q, k, v, m, backend=backend), (query, key, value), mask)
-    assert torch.equal(output, torch.zeros_like(query)) or keys
-    assert [x.shape for x in (output, *gradients)] == [query.shape, query.shape, key.shape, value.shape]
-    assert torch.equal(gradients[0], torch.zeros_like(query)) or keys
+@pytest.mark.parametrize("backend", ["reference", "torch", SLOW_TRITON])
+def test_nothing_to_attend_to(device, batch, queries, keys, tied, masked, backend):
+    dtype = torch.float32 if backend == "triton" else torch.float64
+    leaves, _ = make_inputs(queries, keys, "none", dtype, batch=batch, tied=tied, device=device)
+    mask = torch.zeros(batch, keys, dtype=torch.bool, device=device) if masked else None
+    results = run(luna_pack, leaves, mask, backend=backend)
+    for actual, like in zip(results, [leaves[0], *leaves], strict=True):
+        assert actual.shape == like.shape
+        assert not actual.any()
 
 
 @pytest.mark.parametrize("masking", MASKS)
@@ -133,11 +161,16 @@ def test_registration(masking):
     opcheck(torch.ops.luna_mega.attend, (*inputs, mask, 0.3))
 
 
-def test_compile_fullgraph():
-    inputs, mask = make_inputs(8, 40, "some", torch.float32)
-    compiled = torch.compile(luna_unpack, fullgraph=True, backend="aot_eager")
-    for actual, expected in zip(run(compiled, inputs, mask), run(luna_unpack, inputs, mask), strict=True):
-        torch.testing.assert_close(actual, expected)
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize("backend, varlen", [("torch", False), on_triton(False), on_triton(True)])
+def test_compile_fullgraph(device, backend, varlen, tied):
+    dtype = torch.float16 if backend == "triton" else torch.float32
+    leaves, mask = make_inputs(8, 40, "some", dtype, batch=1, size=10, tied=tied, device=device)
+    options = {"backend": backend, "mask": mask}
+    if varlen:
+        options = {"backend": backend, "cu_seqlens": torch.tensor([0, 40], device=device), "max_seqlen": 40}
+    compiled = torch.compile(luna_pack, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(run(compiled, leaves, **options), run(luna_pack, leaves, **options), rtol=0, atol=0)
 
 
 def test_export_needs_no_custom_operator():
@@ -206,41 +239,47 @@ def test_bad_dropout():
 VARLEN_LENGTHS = [3, 0, 7, 1]
 
 
-def make_varlen(heads=2, size=6):
+def make_varlen(heads=2, size=6, dtype=torch.float64, device="cpu"):
     """Four varlen sequences, one of them empty, with their inputs and `cu_seqlens`."""
     generator = torch.Generator().manual_seed(0)
 
     def normal(*shape):
-        return torch.randn(*shape, heads, size, generator=generator, dtype=torch.float64).requires_grad_()
+        made = torch.randn(*shape, heads, size, generator=generator, dtype=torch.float64)
+        return made.to(device, dtype).requires_grad_()
 
     total, sequences = sum(VARLEN_LENGTHS), len(VARLEN_LENGTHS)
-    cu_seqlens = torch.tensor([0, *VARLEN_LENGTHS]).cumsum(0)
+    cu_seqlens = torch.tensor([0, *VARLEN_LENGTHS], device=device).cumsum(0)
     return normal(1, total), normal(1, total), normal(1, total), normal(sequences, 5), cu_seqlens
 
 
-@pytest.mark.parametrize("backend", ["reference", "torch"])
+@pytest.mark.parametrize("backend", ["reference", "torch", SLOW_TRITON])
+@pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("max_seqlen", [None, 9])
-def test_varlen_sequences(backend, max_seqlen):
+def test_varlen_sequences(device, backend, tied, max_seqlen):
     """Results and gradients of every sequence on its own."""
-    x, key, value, p, cu_seqlens = make_varlen()
+    options = {"dtype": torch.float32, "size": 16} if backend == "triton" else {}
+    x, key, value, p, cu_seqlens = make_varlen(device=device, **options)
+    value = key if tied else value
     mask, pack_mask = torch.rand(1, x.shape[1]) < 0.7, torch.rand(len(p), 5) < 0.7
     pack_mask[:, 0] = True
+    mask, pack_mask = mask.to(device), pack_mask.to(device)
     options = {"backend": backend, "context_mask": mask, "pack_mask": pack_mask}
 
     def project(packed):
-        return packed, packed.sin()
+        return packed, packed if tied else packed.sin()
 
     actual = luna_attention(x, p, key, value, project, cu_seqlens=cu_seqlens, max_seqlen=max_seqlen, **options)
     expected = []
     for i, (first, last) in enumerate(zip(cu_seqlens[:-1], cu_seqlens[1:], strict=True)):
-        options |= {"context_mask": mask[:, first:last], "pack_mask": pack_mask[i : i + 1]}
-        rows = (tensor[:, first:last] for tensor in (x, key, value))
-        query, *context = rows
-        expected.append(luna_attention(query, p[i : i + 1], *context, project, **options))
+        options = {"context_mask": mask[:, first:last], "pack_mask": pack_mask[i : i + 1], "backend": "torch"}
+        query, own_key, own_value = (tensor[:, first:last] for tensor in (x, key, value))
+        expected.append(luna_attention(query, p[i : i + 1], own_key, own_value, project, **options))
     expected = torch.cat([o for o, _ in expected], 1), torch.cat([packed for _, packed in expected])
-    torch.testing.assert_close(actual, expected)
-    gradients = [torch.autograd.grad([o.square().sum() for o in two], (x, key, value, p)) for two in (actual, expected)]
-    torch.testing.assert_close(*gradients)
+    close = {"rtol": 1e-4, "atol": 1e-5} if backend == "triton" else {}
+    torch.testing.assert_close(actual, expected, **close)
+    leaves = (x, key, p) if tied else (x, key, value, p)
+    gradients = [torch.autograd.grad([o.square().sum() for o in two], leaves) for two in (actual, expected)]
+    torch.testing.assert_close(*gradients, **close)
 
 
 def test_invalid_cu_seqlens_raise():

@@ -4,26 +4,14 @@ import pytest
 import torch
 from torch.library import opcheck
 
-from luna_mega.kernels.api import luna_attention, luna_pack, luna_unpack, use_float32_precision
+from luna_mega.kernels.api import luna_unpack, use_float32_precision
 from luna_mega.kernels.luna_attention import op, reference
-from tests.kernels.errors import relative_error
+from tests.kernels.test_luna_attention import check, doubled, exact, make_inputs, run
+
+pytestmark = pytest.mark.triton
 
 LENGTHS = [(1, 1), (2, 16), (16, 63), (17, 64), (63, 65), (65, 2)]  # queries, keys; blocks are of 16, 32 and 64
 DTYPES = {torch.float32: 2e-5, torch.float16: 1e-3, torch.bfloat16: 1e-2}
-
-
-@pytest.fixture(autouse=True)
-def poison():
-    """Fill new memory with NaN, so that an element that no kernel writes is seen."""
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    assert torch.empty(100).isnan().all()
-    yield
-    torch.use_deterministic_algorithms(False)
-
-
-@pytest.fixture
-def device(triton_device):
-    return triton_device
 
 
 def attend(query, key, value, mask=None, dropout=0.0, **varlen):
@@ -33,39 +21,9 @@ def attend(query, key, value, mask=None, dropout=0.0, **varlen):
     return triton_ops.attend(query, key, value, mask, query.shape[-1] ** -0.5, dropout, **varlen)
 
 
-def exact(query, key, value, mask=None):
-    return reference.attend(query, key, value, mask, query.shape[-1] ** -0.5)[0]
-
-
 def make_leaves(device, dtype, queries, keys, tied, batch=2, heads=2, size=10):
-    shapes = [(batch, queries, heads, size)] + [(batch, keys, heads, size)] * (1 if tied else 2)
-    return [torch.randn(shape, device=device).to(dtype).requires_grad_() for shape in shapes]
-
-
-def make_mask(device, batch, keys):
-    """Return a mask whose last row is fully masked."""
-    mask = torch.rand(batch, keys, device=device) < 0.7
-    mask[:, 0] = True
-    mask[-1] = False
-    return mask
-
-
-def run(function, leaves, *arguments, **options):
-    """Return the output and the gradients; a single key leaf is the value too."""
-    output = function(leaves[0], leaves[1], leaves[-1], *arguments, **options)
-    weight = torch.randn(output.shape, generator=torch.Generator().manual_seed(1)).to(output)
-    return [output.detach(), *torch.autograd.grad(output, leaves, weight)]
-
-
-def doubled(leaves):
-    return [x.detach().double().requires_grad_() for x in leaves]
-
-
-def check(actual, expected, tolerance):
-    """Bound the error of every row."""
-    for name, a, e in zip(("output", "query", "key", "value"), actual, expected, strict=False):
-        assert torch.isfinite(a).all(), name
-        assert relative_error(a, e) <= tolerance, (name, relative_error(a, e))
+    """Return the tensors, and a mask whose last row is fully masked."""
+    return make_inputs(queries, keys, "all of one row", dtype, batch, heads, size, tied, device)
 
 
 @pytest.fixture
@@ -88,8 +46,7 @@ def launches(monkeypatch, device):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("queries, keys", LENGTHS)
 def test_forward_and_gradients(device, queries, keys, dtype, tied):
-    leaves = make_leaves(device, dtype, queries, keys, tied)
-    mask = make_mask(device, 2, keys)
+    leaves, mask = make_leaves(device, dtype, queries, keys, tied)
     actual = run(attend, leaves, mask)
     check(actual, run(exact, doubled(leaves), mask), DTYPES[dtype])
     assert all((x[-1] == 0).all() for x in actual)
@@ -101,8 +58,7 @@ def test_forward_and_gradients(device, queries, keys, dtype, tied):
 @pytest.mark.parametrize("dtype, tied", [(torch.float32, False), (torch.float16, True)], ids=str)
 def test_splits(device, launches, queries, keys, dtype, tied):
     """The long side is split into partial results; their sum is the same in two runs."""
-    leaves = make_leaves(device, dtype, queries, keys, tied, heads=1)
-    mask = make_mask(device, 2, keys)
+    leaves, mask = make_leaves(device, dtype, queries, keys, tied, heads=1)
     actual = run(attend, leaves, mask)
     check(actual, run(exact, doubled(leaves), mask), DTYPES[dtype])
     splits = {name: grid[1] for name, grid, _ in launches if len(grid) == 2}
@@ -116,14 +72,14 @@ def test_splits(device, launches, queries, keys, dtype, tied):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("size", [1, 16, 64, 80, 128])
 def test_head_sizes_without_mask(device, size, dtype):
-    leaves = make_leaves(device, dtype, 20, 40, size == 64, batch=1, size=size)
+    leaves, _ = make_leaves(device, dtype, 20, 40, size == 64, batch=1, size=size)
     check(run(attend, leaves), run(exact, doubled(leaves)), DTYPES[dtype])
 
 
 @pytest.mark.slow
 def test_large_scores(device):
     """The maximum is subtracted in every split: scores reach 500, and exp(500) overflows float32."""
-    leaves = make_leaves(device, torch.float32, 5, 200, False, batch=1)
+    leaves, _ = make_leaves(device, torch.float32, 5, 200, False, batch=1)
     leaves[0] = leaves[0].detach().mul(200).requires_grad_()
     scores = torch.einsum("bthk,bmhk->bhtm", leaves[0], leaves[1]) * 10**-0.5
     assert scores.amax(-1).min() > 100 and scores.max() > 500
@@ -134,8 +90,7 @@ def test_large_scores(device):
 @pytest.mark.parametrize("queries, keys", [(5, 100), (100, 5)])
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_masked_values_are_not_read(device, queries, keys, bad):
-    leaves = make_leaves(device, torch.float16, queries, keys, False)
-    mask = make_mask(device, 2, keys)
+    leaves, mask = make_leaves(device, torch.float16, queries, keys, False)
     clean = [leaves[0], *(x.detach().masked_fill(~mask[:, :, None, None], 0).requires_grad_() for x in leaves[1:])]
     leaves = [leaves[0], *(x.detach().masked_fill(~mask[:, :, None, None], bad).requires_grad_() for x in leaves[1:])]
     for actual, expected in zip(run(attend, leaves, mask), run(attend, clean, mask), strict=True):
@@ -151,37 +106,6 @@ def test_number_of_splits(device, processors, most):
     plan = triton_forward.Plan(2, 2, 64, 64, 16, 500, processors, {})
     assert plan.splits(16, 16, 64 * 100, 64) == min(most, 2 * processors // 4, 25)
     assert plan.splits(16, 16, 0, 64) == plan.splits(0, 16, 64, 64) == 1
-
-
-@pytest.mark.slow
-def test_strided_inputs(device, launches):
-    """Heads before tokens, slices of one projection, rows of a batch that are the same memory, columns reversed."""
-    queries, keys, size = 9, 40, 16
-    projection = torch.randn(2, keys, 2, 2 * size, device=device)
-    columns = torch.randn(2, keys, size, 2, device=device).transpose(2, 3)
-    tensors = [
-        torch.randn(1, 2, queries, size, device=device).transpose(1, 2).expand(2, -1, -1, -1),
-        projection[..., :size],
-        projection[..., size:],
-    ]
-    for key, value in ((tensors[1], tensors[2]), (columns, columns)):
-        leaves = [x.requires_grad_() for x in (tensors[0].detach(), key.detach(), value.detach())]
-        assert not any(x.is_contiguous() for x in leaves)
-        weight = torch.randn(2, 2, queries, size, device=device).transpose(1, 2)
-        actual, expected = (
-            [output := f(*x), *torch.autograd.grad(output, x, weight.to(output))]
-            for f, x in ((attend, leaves), (exact, doubled(leaves)))
-        )
-        check(actual, expected, 2e-5)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("batch, queries, keys", [(0, 3, 4), (2, 0, 4), (2, 3, 0)])
-@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
-def test_nothing_to_attend_to(device, batch, queries, keys, tied):
-    leaves = make_leaves(device, torch.float32, queries, keys, tied, batch=batch)
-    for actual, like in zip(run(attend, leaves), [leaves[0], *leaves], strict=True):
-        assert torch.equal(actual, torch.zeros_like(like)) and actual.shape == like.shape
 
 
 SEQUENCES = [33, 0, 90, 1]
@@ -212,27 +136,13 @@ def test_varlen_sequences(device, cu_seqlens, varlen_side, dtype, tied):
     query, key = (flat, rows) if varlen_side == "query" else (rows, flat)
     leaves = [torch.randn(*query, 2, 10), *(torch.randn(*key, 2, 10) for _ in range(1 if tied else 2))]
     leaves = [x.to(device, dtype).requires_grad_() for x in leaves]
-    mask = make_mask(device, *key) if varlen_side == "query" else torch.rand(key, device=device) < 0.7
+    mask = torch.rand(key, device=device) < 0.7
+    if varlen_side == "query":
+        mask[:, 0], mask[-1] = True, False
     options = {"cu_seqlens": cu_seqlens, "varlen_side": varlen_side, "max_seqlen": 260}
     actual = run(attend, leaves, mask, **options)
     check(actual, run(one_by_one, doubled(leaves), mask, varlen_side), DTYPES[dtype])
     assert all(torch.equal(a, b) for a, b in zip(actual, run(attend, leaves, mask, **options), strict=True))
-
-
-@pytest.mark.slow
-def test_public_ops(device, cu_seqlens):
-    """Pack, projection and unpack with `cu_seqlens`, as on the torch backend, and without."""
-    x, context = (torch.randn(1, sum(SEQUENCES), 2, 16, device=device, requires_grad=True) for _ in range(2))
-    p = torch.randn(len(SEQUENCES), 4, 2, 16, device=device, requires_grad=True)
-    results = []
-    for backend in ("triton", "torch"):
-        both = luna_attention(
-            x, p, context, context, lambda y: (y, y), cu_seqlens=cu_seqlens, max_seqlen=90, backend=backend
-        )
-        plain = luna_attention(x, p[:1], context, context, lambda y: (y, y), backend=backend)
-        results.append([*both, *plain])
-        results[-1] += torch.autograd.grad(sum(o.square().sum() for o in results[-1]), (x, p, context))
-    torch.testing.assert_close(*results, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.slow
@@ -241,7 +151,7 @@ def test_public_ops(device, cu_seqlens):
 def test_dropout(device, dtype, tied):
     """Values that are unit vectors show the dropped weights; from these follow output and gradients of any values."""
     queries, keys, rate = 70, 64, 0.3
-    leaves = make_leaves(device, dtype, queries, keys, tied, batch=1, size=keys)
+    leaves, _ = make_leaves(device, dtype, queries, keys, tied, batch=1, size=keys)
     mask = torch.arange(keys, device=device)[None] != 5
     units = torch.eye(keys, device=device, dtype=dtype)[None, :, None].expand(1, -1, 2, -1)
     torch.manual_seed(5)
@@ -272,27 +182,14 @@ def test_dropout(device, dtype, tied):
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 @pytest.mark.parametrize("varlen_side", [None, "query", "key"])
 def test_registration(device, varlen_side, tied):
-    query, key, *value = make_leaves(device, torch.float32, 9, 9, tied, batch=1)
-    mask = make_mask(device, 1, 9) if varlen_side is None else None
+    (query, key, *value), mask = make_inputs(9, 9, "some", torch.float32, 1, 2, 10, tied, device)
+    mask = mask if varlen_side is None else None
     cu_seqlens = None if varlen_side is None else torch.tensor([0, 9], device=device)
     attend(query, key, key)
     seed = torch.ones(1, dtype=torch.int64, device=device)
     arguments = query, key, value[0] if value else None, mask, cu_seqlens, seed, varlen_side, 9, 0.3, 0.1, "tf32x3"
     tests = "test_schema", "test_faketensor", "test_autograd_registration"
     opcheck(torch.ops.luna_mega.luna_attention_triton, arguments, test_utils=tests)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
-@pytest.mark.parametrize("varlen", [False, True], ids=["mask", "varlen"])
-def test_compile_fullgraph(device, varlen, tied):
-    leaves = make_leaves(device, torch.float16, 8, 40, tied, batch=1)
-    options = {"backend": "triton", "mask": make_mask(device, 1, 40)}
-    if varlen:
-        options = {"backend": "triton", "cu_seqlens": torch.tensor([0, 40], device=device), "max_seqlen": 40}
-    compiled = torch.compile(luna_pack, fullgraph=True, backend="aot_eager")
-    actual, expected = run(compiled, leaves, **options), run(luna_pack, leaves, **options)
-    assert all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True))
 
 
 @pytest.mark.slow
@@ -306,7 +203,7 @@ def test_unsupported_inputs_raise_if_triton_is_requested(device):
 
 @pytest.mark.slow
 def test_float32_precision(device, launches):
-    leaves = make_leaves(device, torch.float32, 4, 20, True)
+    leaves, _ = make_leaves(device, torch.float32, 4, 20, True)
     with use_float32_precision("ieee"):
         output = attend(leaves[0], leaves[1], leaves[1])
     gradients = torch.autograd.grad(output.square().sum(), leaves)
@@ -353,6 +250,7 @@ def test_large_gradients_in_float16(device):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("poisoned_memory")
 def test_calls_that_use_pytorch_attention():
     class On:
         """Mock of a CUDA tensor for the choice of a backend."""

@@ -1,4 +1,4 @@
-"""`luna_causal_attention`: the reference against a loop over numbers, the torch backend against the reference."""
+"""`luna_causal_attention`: the reference against a loop over numbers, the backends against the reference."""
 
 import decimal
 import itertools
@@ -10,11 +10,14 @@ from torch.library import opcheck
 
 from luna_mega.kernels.api import LunaCausalState, explain, luna_causal_attention, luna_causal_attention_step
 from luna_mega.kernels.luna_causal_attention import reference, torch_backend
+from tests.kernels.backends import on_triton
 from tests.kernels.errors import relative_error
+from tests.kernels.leaves import Leaves, assert_same
 
 CHUNK = torch_backend.CHUNK
 ACTIVATIONS = reference.ACTIVATIONS
 MASKS = ["none", "left", "right", "middle", "all of one row"]
+FUSED, SCANS = 16, 70  # rows of P in Triton
 NAMES = ("query", "pack_query", "pack_key", "key", "value", "key_mean", "value_mean")
 
 
@@ -29,8 +32,16 @@ def make_mask(masking, length):
     return None if masking == "none" else torch.stack([torch.ones(length, dtype=torch.bool), some[masking]])
 
 
-class Inputs:
-    """Tensors of one call, in the order of `NAMES`; both means only with a state."""
+@pytest.fixture
+def small_tiles(monkeypatch):
+    """Segments of 64 tokens."""
+    from luna_mega.kernels.luna_causal_attention import triton_forward
+
+    monkeypatch.setattr(triton_forward, "MIN_SEGMENT", 64)
+
+
+class Inputs(Leaves):
+    """Tensors in the order of `NAMES`; both means only with a state."""
 
     def __init__(self, length, masking="none", stateful=False, pack_masked=False, heads=3, size=5, width=6, rows=4):
         generator = torch.Generator().manual_seed(10 * length + rows)
@@ -40,20 +51,13 @@ class Inputs:
 
         tokens = [normal(2, length, heads, size) for _ in range(3)]
         leaves = [tokens[0], normal(2, rows, heads, size), *tokens[1:], normal(2, length, heads, width)]
-        self.count = None
         if stateful:
+            self.states = 2
             leaves += [normal(2, heads, size, rows), normal(2, heads, rows, width)]
             self.count = torch.tensor([7, 300])
         self.mask = make_mask(masking, length)
         self.pack_mask = torch.arange(rows) != torch.tensor([[0], [rows - 1]]) if pack_masked else None
         self.leaves = [leaf.requires_grad_() for leaf in leaves]
-
-    def to(self, dtype):
-        state = torch.promote_types(dtype, torch.float32)
-        self.leaves = [
-            leaf.detach().to(state if index > 4 else dtype).requires_grad_() for index, leaf in enumerate(self.leaves)
-        ]
-        return self
 
     def call(self, *leaves, **options):
         """Output and both means after the last token."""
@@ -61,21 +65,6 @@ class Inputs:
         options = {"mask": self.mask, "pack_mask": self.pack_mask, "state": state, **options}
         output, state = luna_causal_attention(*leaves[:5], return_state=True, **options)
         return output, *state[:2]
-
-    def run(self, function=None, **options):
-        """Outputs, and gradients of a fixed random projection of them."""
-        outputs = (function or self.call)(*self.leaves, **options)
-        generator = torch.Generator().manual_seed(1)
-        weights = [torch.randn(o.shape, generator=generator, dtype=torch.float64).to(o.dtype) for o in outputs]
-        gradients = torch.autograd.grad(outputs, self.leaves, weights)
-        return [output.detach() for output in outputs] + list(gradients)
-
-
-def assert_same(actual, expected, bound=1e-12):
-    for name, a, b in zip(("output", "mean", "mean", *NAMES), actual, expected, strict=False):
-        assert a.shape == b.shape
-        assert relative_error(a, b.double()) <= bound, f"{name}: {relative_error(a, b.double()):.1e}"
-    assert len(actual) == len(expected)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
@@ -224,7 +213,14 @@ def test_thousands_of_steps_in_float32():
     assert_same([torch.stack(outputs, 1), *state[:2]], exact, 1e-6)
 
 
-def check_steps_in_place(backend, dtype, device="cpu"):
+@torch.no_grad()
+@pytest.mark.parametrize(
+    "backend, dtype",
+    [(name, dtype) for name in ("reference", "torch") for dtype in (torch.float64, torch.float32, torch.bfloat16)]
+    + [on_triton(torch.float32)],
+    ids=str,
+)
+def test_steps_in_place(device, backend, dtype):
     """The state stays at the same address in all steps and matches separate states."""
     inputs = Inputs(6, "middle", pack_masked=True).to(dtype)
     query, pack_query, pack_key, key, value = (leaf.detach().to(device) for leaf in inputs.leaves)
@@ -248,13 +244,6 @@ def check_steps_in_place(backend, dtype, device="cpu"):
         luna_causal_attention_step(*tokens, state, inplace=True)
 
 
-@torch.no_grad()
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("backend", ["reference", "torch"])
-def test_steps_in_place(backend, dtype):
-    check_steps_in_place(backend, dtype)
-
-
 @pytest.mark.parametrize("backend", ["reference", "torch"])
 @pytest.mark.parametrize("poison", [math.nan, math.inf])
 def test_padding_does_not_affect_outputs(backend, poison):
@@ -274,21 +263,25 @@ def test_padding_does_not_affect_outputs(backend, poison):
     assert_same(inputs.run(padded), expected)
 
 
-@pytest.mark.parametrize("backend", ["reference", "torch"])
-@pytest.mark.parametrize("length", [1, 90])
-def test_rows_without_tokens_and_without_p(backend, length):
+@pytest.mark.parametrize(
+    "backend, length, rows",
+    [(name, length, 4) for name in ("reference", "torch") for length in (1, 90)]
+    + [on_triton(length, rows) for length in (1, 20) for rows in (FUSED, SCANS)],
+)
+def test_rows_without_tokens_and_without_p(device, backend, length, rows):
     """0 with gradient 0, also after a state of zero tokens."""
-    inputs = Inputs(length, "all of one row", stateful=True)
-    inputs.count = torch.tensor([4, 0])
-    inputs.pack_mask = torch.tensor([[False] * 4, [True] * 4])
-    output, _, _, *gradients = inputs.run(backend=backend)
+    heads, dtype = (1, torch.float32) if backend == "triton" else (3, torch.float64)
+    inputs = Inputs(length, "all of one row", stateful=True, heads=heads, rows=rows).to(dtype).on(device)
+    inputs.count = torch.tensor([4, 0], device=device)
+    inputs.pack_mask = torch.tensor([[False] * rows, [True] * rows], device=device)
+    output, _, _, *gradients = inputs.run(device=device, backend=backend)
     assert (output == 0).all()
     assert all((gradient[1] == 0).all() for gradient in gradients)
     output = inputs.call(*inputs.leaves, backend=backend)[0]
     for gradient in torch.autograd.grad(output.sum(), inputs.leaves):
         assert (gradient == 0).all()
-    padding_first = Inputs(length + 3)
-    padding_first.mask = torch.arange(length + 3).expand(2, -1) >= 3
+    padding_first = Inputs(length + 3, heads=heads, rows=rows).to(dtype).on(device)
+    padding_first.mask = torch.arange(length + 3, device=device).expand(2, -1) >= 3
     assert (padding_first.call(*padding_first.leaves, backend=backend)[0][:, :3] == 0).all()
 
 
@@ -393,26 +386,41 @@ def test_memory_is_linear(monkeypatch):
         assert max(sizes) <= 2 * length * CHUNK  # one head of both sequences
 
 
-@pytest.mark.parametrize("stateful", [False, True])
-@pytest.mark.parametrize("dropout", [0.0, 0.4])
-def test_registration(monkeypatch, dropout, stateful):
-    calls, operator = [], torch.ops.luna_mega.luna_causal_attention
-    inputs = Inputs(70, "middle", stateful, pack_masked=stateful).to(torch.float32)
+@pytest.mark.parametrize(
+    "backend, length, rows, dropout, stateful",
+    [("torch", 70, 4, dropout, stateful) for dropout in (0.0, 0.4) for stateful in (False, True)]
+    + [
+        on_triton(length, rows, dropout, dropout > 0)
+        for length, rows in ((1, FUSED), (20, FUSED), (4, SCANS))
+        for dropout in (0.0, 0.4)
+    ],
+)
+def test_registration(monkeypatch, device, backend, length, rows, dropout, stateful):
+    name = "luna_causal_attention_step" if backend == "triton" and length == 1 else "luna_causal_attention"
+    heads, name = (1, f"{name}_triton") if backend == "triton" else (3, name)
+    inputs = Inputs(length, "middle", stateful, pack_masked=stateful, heads=heads, rows=rows).to(torch.float32)
+    inputs.run(device=device, backend=backend)  # registers the operator
+    inputs, calls, operator = inputs.on(device), [], getattr(torch.ops.luna_mega, name)
     with monkeypatch.context() as patch:
-        patch.setattr(torch.ops.luna_mega, "luna_causal_attention", lambda *x: calls.append(x) or operator(*x))
-        inputs.call(*inputs.leaves, dropout=dropout)
-    opcheck(operator, calls[0])
+        patch.setattr(torch.ops.luna_mega, name, lambda *x: calls.append(x) or operator(*x))
+        inputs.call(*inputs.leaves, dropout=dropout, backend=backend)
+    opcheck(operator, [x.detach().requires_grad_(x.requires_grad) if torch.is_tensor(x) else x for x in calls[0]])
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stateful", [False, True])
-@pytest.mark.parametrize("dynamic", [False, True])
-def test_compile_fullgraph(dynamic, stateful):
+@pytest.mark.parametrize(
+    "backend, lengths, rows, stateful",
+    [("torch", lengths, 4, stateful) for lengths in ((1, 90), (40, 90)) for stateful in (False, True)]
+    + [on_triton((1,), FUSED, True), on_triton((20,), FUSED, True), on_triton((4,), SCANS, False)],
+)
+def test_compile_fullgraph(device, backend, lengths, rows, stateful):
     torch.compiler.reset()
-    for length in (40, 90) if dynamic else (1, 90):
-        inputs = Inputs(length, "left", stateful, pack_masked=True).to(torch.float32)
-        compiled = torch.compile(inputs.call, fullgraph=True, backend="aot_eager", dynamic=dynamic)
-        assert_same(inputs.run(compiled), inputs.run(), 1e-6)
+    for length in lengths:
+        heads, options = 1 if backend == "triton" else 3, {"device": device, "backend": backend}
+        inputs = Inputs(length, "left", stateful, True, heads=heads, rows=rows).to(torch.float32)
+        call = inputs.on(device).call
+        compiled = torch.compile(call, fullgraph=True, backend="aot_eager", dynamic=lengths == (40, 90))
+        assert_same(inputs.run(compiled, **options), inputs.run(**options), 1e-6)
 
 
 @pytest.mark.slow

@@ -1,16 +1,29 @@
-"""`assign_rows` and `segment_pack`: the reference against loops, the torch backend against the reference in float64."""
+"""`assign_rows` and `segment_pack`: the reference against loops, the backends against the reference in float64."""
 
 import math
 
 import pytest
 import torch
+from torch.library import opcheck
 
 from luna_mega.kernels.api import assign_rows, luna_unpack, segment_pack
 from luna_mega.kernels.segment_pack import reference
+from tests.kernels.backends import TRITON, on_triton
 
 SIZES = [(1, 1), (1, 4), (6, 8), (8, 8), (9, 6), (50, 8), (200, 32), (300, 1)]  # tokens, rows
 MASKS = ["none", "some", "all of one row"]
 SCALES = [0.0, 0.5, 3.0, 40.0]  # of the scores
+DTYPES = {"reference": torch.float64, "torch": torch.float64, "triton": torch.float32}
+TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
+
+
+@pytest.fixture
+def small_tiles(monkeypatch):
+    """Tiles of 4 tokens and 16 features."""
+    from luna_mega.kernels.segment_pack import triton_kernels
+
+    monkeypatch.setattr(triton_kernels, "BLOCK_T", 4)
+    monkeypatch.setattr(triton_kernels, "LARGEST_D", 16)
 
 
 def make_inputs(length, masking="some", scale=1.0, batch=3, width=7, dtype=torch.float64):
@@ -26,11 +39,11 @@ def make_inputs(length, masking="some", scale=1.0, batch=3, width=7, dtype=torch
     return states.to(dtype), score.to(torch.promote_types(dtype, torch.float32)), mask
 
 
-def run(states, score, row, mask, rows, device="cpu", **options):
+def run(states, score, row, mask, rows, device="cpu", function=segment_pack, **options):
     """Return the outputs, and the gradients of a fixed random projection."""
     states, score = (x.detach().to(device).requires_grad_() for x in (states, score))
     row, mask = row.to(device), None if mask is None else mask.to(device)
-    packed, entropy, filled = segment_pack(states, score, row, mask, rows, **options)
+    packed, entropy, filled = function(states, score, row, mask, rows, **options)
     generator = torch.Generator().manual_seed(1)
     weights = (torch.randn(x.shape, generator=generator, dtype=torch.float64).to(x) for x in (packed, entropy))
     gradients = torch.autograd.grad((packed, entropy), (states, score), tuple(weights))
@@ -97,19 +110,25 @@ def test_rows_do_not_depend_on_padding_gaps_and_batch(length, rows, scale):
     assert torch.equal(assign_rows(gapped, mask, rows)[mask].view(3, length), together)
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    "backend, length, rows, width, dtype",
+    [("torch", *size, 7, dtype) for size in SIZES for dtype in (torch.float64, torch.float32, torch.bfloat16)]
+    + [
+        on_triton(*size, dtype, slow=dtype != torch.float32)
+        for size in ((1, 1, 1), (3, 5, 16), (17, 3, 7), (40, 8, 33))
+        for dtype in (torch.float32, torch.bfloat16, torch.float16)
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize("masking", MASKS)
-@pytest.mark.parametrize("length, rows", SIZES)
-def test_torch_backend(length, rows, masking, dtype):
-    states, score, mask = make_inputs(length, masking, scale=2.0, dtype=dtype)
+def test_forward_and_gradients(device, backend, length, rows, width, dtype, masking):
+    states, score, mask = make_inputs(length, masking, scale=2.0, width=width, dtype=dtype)
     row = assign_rows(score, mask, rows)
     expected = run(states.double(), score.double(), row, mask, rows, backend="reference")
-    actual = run(states, score, row, mask, rows, backend="torch")
-    again = run(states, score, row, mask, rows, backend="torch")
+    actual, again = (run(states, score, row, mask, rows, device, backend=backend) for _ in range(2))
     assert actual[0].dtype == dtype and actual[1].dtype == torch.promote_types(dtype, torch.float32)
-    tolerance = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2e-2}[dtype]
     for a, b, c in zip(actual, expected, again, strict=True):
-        torch.testing.assert_close(a.double(), b.double(), rtol=tolerance, atol=tolerance)
+        torch.testing.assert_close(a.double(), b.double(), rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
         assert torch.equal(a, c)
 
 
@@ -123,40 +142,61 @@ def test_gradients_equal_finite_differences():
     assert torch.autograd.gradcheck(pack, (states.requires_grad_(), score.requires_grad_()))
 
 
-@pytest.mark.parametrize("backend", ["reference", "torch"])
-def test_masked_tokens_have_no_effect(backend):
-    states, score, mask = make_inputs(20, "all of one row")
+@pytest.mark.parametrize("backend", ["reference", "torch", TRITON])
+def test_masked_tokens_have_no_effect(device, backend):
+    states, score, mask = make_inputs(20, "all of one row", dtype=DTYPES[backend])
     row = assign_rows(score, mask, 4)
-    expected = run(states, score, row, mask, 4, backend=backend)
-    hidden = states.masked_fill(~mask[..., None], math.nan), score.masked_fill(~mask, 50.0)
-    actual = run(*hidden, row, mask, 4, backend=backend)
-    for a, b in zip(actual, expected, strict=True):
-        torch.testing.assert_close(a, b, rtol=0, atol=0)
+    expected = run(states, score, row, mask, 4, device, backend=backend)
+    content = math.nan if backend == "triton" else 50.0
+    hidden = states.masked_fill(~mask[..., None], math.nan), score.masked_fill(~mask, content)
+    actual = run(*hidden, row, mask, 4, device, backend=backend)
+    assert all(map(torch.equal, actual, expected))
     assert not actual[2][-1].any() and (actual[0][-1] == 0).all() and (actual[1][-1] == 0).all()
     assert (actual[3][~mask] == 0).all() and (actual[4][~mask] == 0).all()
 
 
+@pytest.mark.parametrize("output", [0, 1])
+@pytest.mark.parametrize("backend", ["torch", TRITON])
+def test_gradients_of_one_output(device, backend, output):
+    states, score, mask = make_inputs(20, dtype=DTYPES[backend])
+    row, gradients = assign_rows(score, mask, 4), []
+    for chosen, place in (("reference", "cpu"), (backend, device)):
+        leaves = [x.to(place).requires_grad_() for x in (states.clone(), score.clone())]
+        results = segment_pack(*leaves, row.to(place), mask.to(place), 4, backend=chosen)
+        made = torch.autograd.grad(results[output].sin().sum(), leaves, materialize_grads=True)
+        gradients.append([x.cpu() for x in made])
+    torch.testing.assert_close(*gradients, rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("masked", [False, True])
-@pytest.mark.parametrize("backend", ["reference", "torch"])
-def test_padding_free(backend, masked):
-    lengths, rows = [9, 1, 30, 4], 6
-    singles = [make_inputs(length, "some" if masked else "none", batch=1) for length in lengths]
-    states, score = (torch.cat([x[index] for x in singles], dim=1) for index in (0, 1))
-    mask = torch.cat([x[2] for x in singles], dim=1) if masked else None
-    bounds = torch.tensor([0, *lengths]).cumsum(0).int()
-    row = assign_rows(score, mask, rows, cu_seqlens=bounds)
-    packed, entropy, filled, *gradients = run(states, score, row, mask, rows, backend=backend, cu_seqlens=bounds)
-    start = 0
-    for index, (own_states, own_score, own_mask) in enumerate(singles):
-        own_row = assign_rows(own_score, own_mask, rows)
-        end = start + lengths[index]
-        kept = slice(None) if own_mask is None else own_mask[0]
-        assert torch.equal(row[0, start:end][kept], own_row[0][kept])
-        expected = segment_pack(own_states, own_score, own_row, own_mask, rows, backend=backend)
-        for a, b in zip((packed, entropy, filled), expected, strict=True):
-            torch.testing.assert_close(a[index], b[0])
-        start = end
-    assert [x.shape for x in gradients] == [states.shape, score.shape]
+@pytest.mark.parametrize("backend", ["reference", "torch", TRITON])
+def test_padding_free(device, backend, masked):
+    """Rows of tokens, results and gradients are those of separate calls; one sequence is empty."""
+    bounds, rows = [0, 9, 10, 10, 24 if backend == "triton" else 40, 44], 6
+    bounds = bounds[:-1] if backend == "triton" else bounds
+    states, score, mask = make_inputs(bounds[-1], "some", batch=1, dtype=DTYPES[backend])
+    mask, cu_seqlens = mask if masked else None, torch.tensor(bounds, dtype=torch.int32)
+    row = assign_rows(score, mask, rows, cu_seqlens=cu_seqlens)
+
+    def separate(*tensors):
+        *tensors, mask, rows = tensors
+        parts = []
+        for part in map(slice, bounds[:-1], bounds[1:]):
+            own, kept = [x[:, part] for x in tensors], None if mask is None else mask[:, part]
+            if part.start == part.stop:
+                shapes = ((1, rows, states.shape[2]), (1, rows))
+                parts.append((*(tensors[0].new_zeros(shape) for shape in shapes), torch.zeros(1, rows).bool()))
+                continue
+            expected_row = assign_rows(own[1].detach(), kept, rows)
+            assert torch.equal(*(x if kept is None else x[kept] for x in (own[2], expected_row)))
+            parts.append(segment_pack(*own, kept, rows, backend="reference"))
+        return map(torch.cat, zip(*parts, strict=True))
+
+    expected = run(states.double(), score.double(), row, mask, rows, function=separate)
+    actual = run(states, score, row, mask, rows, device, backend=backend, cu_seqlens=cu_seqlens.to(device))
+    tolerance = 1e-5 if backend == "triton" else 1e-7
+    for a, b in zip(actual, expected, strict=True):
+        torch.testing.assert_close(a.double(), b.double(), rtol=tolerance, atol=tolerance)
 
 
 def test_entropy_makes_attention_exact_if_tokens_differ_by_their_scores():
@@ -180,26 +220,46 @@ def test_entropy_makes_attention_exact_if_tokens_differ_by_their_scores():
     torch.testing.assert_close(short, full)
 
 
-@pytest.mark.parametrize("backend", ["reference", "torch"])
-@pytest.mark.parametrize("tied", [False, True])
-def test_unpack_with_bias(backend, tied):
-    generator = torch.Generator().manual_seed(0)
-    query, key, value = (torch.randn(2, n, 3, 8, generator=generator, dtype=torch.float64) for n in (7, 5, 5))
-    bias, mask = (
-        torch.randn(2, 5, generator=generator, dtype=torch.float64),
-        torch.rand(2, 5, generator=generator) < 0.7,
-    )
-    value = key if tied else value
-    leaves = [x.requires_grad_() for x in ((query, key, bias) if tied else (query, key, value, bias))]
-    logits = torch.einsum("bthk,blhk->bhtl", query, key) / math.sqrt(8) + bias[:, None, None]
+@pytest.mark.parametrize(
+    "backend, tied, size",
+    [(backend, tied, 8) for backend in ("reference", "torch") for tied in (False, True)]
+    + [on_triton(True, size, slow=False) for size in (8, 127)],
+)
+def test_unpack_with_bias(device, backend, tied, size):
+    generator, dtype = torch.Generator().manual_seed(0), DTYPES[backend]
+    heads = 1 if backend == "triton" else 3
+    leaves = [torch.randn(2, n, heads, size, generator=generator, dtype=dtype) for n in ((7, 5) if tied else (7, 5, 5))]
+    leaves = [*leaves, torch.randn(2, 5, generator=generator, dtype=dtype)]
+    query, *keys, bias = leaves = [x.to(device).requires_grad_() for x in leaves]
+    mask = torch.tensor([[True] * 5, [True] * 3 + [False] * 2], device=device)
+    logits = torch.einsum("bthk,blhk->bhtl", query, keys[0]) / math.sqrt(size) + bias[:, None, None]
     weights = logits.masked_fill(~mask[:, None, None], -math.inf).softmax(dim=-1)
-    expected = torch.einsum("bhtl,blhk->bthk", weights, value)
-    actual = luna_unpack(query, key, value, mask, bias=bias, backend=backend)
-    torch.testing.assert_close(actual, expected)
-    for a, b in zip(*(torch.autograd.grad(x.sin().sum(), leaves) for x in (actual, expected)), strict=True):
-        torch.testing.assert_close(a, b)
-    output, returned = luna_unpack(query, key, value, mask, bias=bias, return_weights=True)
-    torch.testing.assert_close((output, returned), (expected, weights))
+    expected = torch.einsum("bhtl,blhk->bthk", weights, keys[-1])
+    actual = luna_unpack(query, keys[0], keys[-1], mask, bias=bias, backend=backend)
+    tolerance = 1e-5 if backend == "triton" else 1e-7
+    torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance)
+    gradients = (torch.autograd.grad(x.sin().sum(), leaves, retain_graph=True) for x in (actual, expected))
+    torch.testing.assert_close(*gradients, rtol=tolerance, atol=tolerance)
+    both = luna_unpack(query, keys[0], keys[-1], mask, bias=bias, return_weights=True)
+    torch.testing.assert_close(both, (expected, weights), rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.triton
+@pytest.mark.parametrize("masked", [False, True])
+def test_registration(device, masked):
+    states, score, mask = make_inputs(9, "some", dtype=torch.float32)
+    flat = states.flatten(0, 1).to(device).requires_grad_(), score.flatten().to(device).requires_grad_()
+    kept, starts = mask.flatten().to(device) if masked else None, torch.tensor([0, 4, 4, 9, 18, 27], device=device)
+    run(states, score, assign_rows(score, mask, 4), mask, 4, device, backend="triton")  # registers the operator
+    opcheck(torch.ops.luna_mega.segment_pack_triton, (*flat, kept, starts))
+
+
+@pytest.mark.triton
+def test_float64_is_not_supported_on_triton(device):
+    states, score, _ = make_inputs(5, "none")
+    row = assign_rows(score, None, 2)
+    with pytest.raises(ValueError, match="segment_pack cannot run on 'triton': states are float64; choose 'torch'"):
+        run(states, score, row, None, 2, backend="triton")
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""`timestep_norm`: the reference against its definition, the torch backend against the reference, in float64."""
+"""`timestep_norm`: the reference against its definition, the backends against the reference in float64."""
 
 import pytest
 import torch
@@ -12,14 +12,18 @@ from luna_mega.kernels.api import (
     use_backend,
 )
 from luna_mega.kernels.timestep_norm import torch_backend
+from tests.kernels.backends import SLOW_TRITON, on_triton
 from tests.kernels.errors import relative_error
-from tests.kernels.test_damped_ema import MASKS, assert_same
+from tests.kernels.leaves import MASKS, Leaves, assert_same, random_mask
 
 KINDS = ["plain", "states"]
+FORMS = ["cache", "complete", "program"]
+# At the first position a group of one feature has a variance of 0: its rounding errors are divided by sqrt(eps).
+FLOAT32, ONE_FEATURE = 2e-6, 1e-5
 
 
-class Inputs:
-    """Tensors of one call, in the order of the gradients: x, weight, bias, mean and variance of the state."""
+class Inputs(Leaves):
+    """x, weight, bias, mean and variance of the state."""
 
     def __init__(
         self, length, kind="plain", masking="none", groups=3, width=4, batch=2, affine=True, offset=0.5, dtype=None
@@ -32,31 +36,26 @@ class Inputs:
         features = groups * width
         tensors = [normal(batch, length, features) * 1.5 + offset]
         tensors += [normal(features), normal(features)] if affine else []
-        self.mask = None
-        if masking != "none":
-            self.mask = torch.rand(batch, length, generator=generator) < 0.7
-            if masking == "all of one row":
-                self.mask[-1] = False
-        self.groups, self.affine, self.stateful = groups, affine, kind == "states"
-        if self.stateful:
+        self.mask = random_mask(masking, batch, length, generator)
+        self.groups, self.affine, self.states = groups, affine, 2 if kind == "states" else 0
+        if self.states:
             tensors += [normal(batch, groups) + offset, normal(batch, groups).square() + 0.1]
-        self.count = torch.tensor([3, 1000][:batch]) if self.stateful else None
+            self.count = torch.tensor([3, 1000][:batch])
         self.leaves = [tensor.requires_grad_() for tensor in tensors]
         if dtype is not None:
             self.to(dtype)
 
     def to(self, dtype):
-        plain = len(self.leaves) - 2 * self.stateful
-        self.leaves = [
-            (tensor.detach().to(dtype) if index < plain else tensor.detach().clone()).requires_grad_()
-            for index, tensor in enumerate(self.leaves)
-        ]
+        """Convert all tensors but the state, which is float64."""
+        state = self.leaves[-2:] if self.states else []
+        super().to(dtype)
+        self.leaves = self.leaves[: len(self.leaves) - len(state)] + [part.detach().requires_grad_() for part in state]
         return self
 
     def arguments(self, *leaves):
         """Return the arguments of a call, and the state."""
         x, *rest = leaves
-        state = TimestepNormState(self.count, *rest[-2:]) if self.stateful else None
+        state = TimestepNormState(self.count, *rest[-2:]) if self.states else None
         return (x, self.groups, *(rest[:2] if self.affine else (None, None))), state
 
     def call(self, *leaves, **options):
@@ -66,21 +65,34 @@ class Inputs:
         result = timestep_norm(*arguments, **options)
         return (result[0], *result[1][1:]) if options["return_state"] else result
 
-    def run(self, function=None, used=(0, 1, 2), **options):
-        """Outputs, and gradients of a fixed random projection of those that are `used`."""
-        outputs = (function or self.call)(*self.leaves, **options)
-        generator = torch.Generator().manual_seed(1)
-        weights = [torch.randn(o.shape, generator=generator, dtype=torch.float64).to(o.dtype) for o in outputs]
-        outputs, weights = ([tensors[index] for index in used] for tensors in (outputs, weights))
-        gradients = torch.autograd.grad(outputs, self.leaves, weights, materialize_grads=True)
-        return [output.detach() for output in outputs] + list(gradients)
+
+@pytest.fixture
+def small_tiles(monkeypatch):
+    """Tiles of 32 elements, two of them in a program."""
+    from luna_mega.kernels.timestep_norm import triton_kernels
+
+    monkeypatch.setattr(triton_kernels, "TILE", 32)
+    monkeypatch.setattr(triton_kernels, "TILES", 2)
 
 
-@pytest.fixture(params=["cache", "complete", "program"])
+@pytest.fixture(params=FORMS)
 def form(request, monkeypatch):
     """Blocks of a few positions, all in one block, and the form of exported programs."""
-    monkeypatch.setattr(torch_backend, "BLOCK", 1 << 40 if request.param == "complete" else 80)
-    if request.param == "program":
+    choose_form(request.param, monkeypatch)
+
+
+@pytest.fixture(params=[*FORMS, SLOW_TRITON])
+def backend(request, monkeypatch):
+    """Options of `Inputs.run` for the forms of the torch backend and for Triton."""
+    if request.param == "triton":
+        return {"backend": "triton", "device": request.getfixturevalue("device")}
+    choose_form(request.param, monkeypatch)
+    return {"backend": "torch"}
+
+
+def choose_form(name, monkeypatch):
+    monkeypatch.setattr(torch_backend, "BLOCK", 1 << 40 if name == "complete" else 80)
+    if name == "program":
         monkeypatch.setattr(torch.ops.luna_mega, "timestep_norm", torch_backend._in_program)
 
 
@@ -128,6 +140,17 @@ def test_torch_backend(form, length, groups, width, kind, masking, used):
     assert_same(inputs.run(used=used), inputs.run(used=used, backend="reference"), 1e-11)
 
 
+@pytest.mark.triton
+@pytest.mark.covering(1)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("masking", MASKS)
+@pytest.mark.parametrize("length, groups, width", [(1, 1, 1), (3, 5, 1), (7, 1, 48), (13, 3, 7), (19, 2, 16)])
+def test_forward_and_gradients(device, length, groups, width, kind, masking):
+    inputs = Inputs(length, kind, masking, groups, width, affine=masking != "some")
+    exact = inputs.exact()
+    assert_same(inputs.run(device=device, backend="triton"), exact, ONE_FEATURE if width == 1 else FLOAT32)
+
+
 @pytest.mark.parametrize("affine", ["weight", "bias"])
 def test_half_of_an_affine(form, affine):
     x, weight, bias = Inputs(7).leaves
@@ -142,23 +165,24 @@ def test_half_of_an_affine(form, affine):
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("kind", KINDS)
-def test_low_precision(form, kind, dtype):
+def test_low_precision_is_deterministic(backend, kind, dtype):
     """Results and gradients are rounded once; the statistics stay in float64."""
-    inputs = Inputs(150, kind, "some").to(dtype).to(torch.float64)
-    exact = inputs.run(backend="reference")
-    bound = {torch.float32: 1e-6, torch.bfloat16: 4e-3, torch.float16: 5e-4}[dtype]
-    actual = inputs.to(dtype).run()
-    for index, (low, expected) in enumerate(zip(actual, exact, strict=True)):
-        assert relative_error(low, expected) <= bound, index
+    triton = backend["backend"] == "triton"
+    inputs = Inputs(10 if triton else 150, kind, "some")
+    exact = inputs.exact(dtype)
+    bound = {torch.float32: FLOAT32 if triton else 1e-6, torch.bfloat16: 4e-3, torch.float16: 5e-4}[dtype]
+    actual, again = inputs.run(**backend), inputs.run(**backend)
+    for index, (low, same, expected) in enumerate(zip(actual, again, exact, strict=True)):
+        assert relative_error(low, expected) <= bound and torch.equal(low, same), index
     assert actual[0].dtype == dtype and {tensor.dtype for tensor in actual[1:3]} == {torch.float64}
     assert_same(actual[1:3], exact[1:3], 1e-6)
 
 
 def test_values_far_from_zero(form):
     """A mean of 1e4 standard deviations only loses the digits that x itself loses in float32: 1e-3."""
-    inputs = Inputs(100, offset=1e4).to(torch.float32).to(torch.float64)
-    exact = inputs.run(backend="reference")
-    for actual, expected in zip(inputs.to(torch.float32).run(), exact, strict=True):
+    inputs = Inputs(100, offset=1e4)
+    exact = inputs.exact()
+    for actual, expected in zip(inputs.run(), exact, strict=True):
         assert relative_error(actual, expected) <= 2e-3
 
 
@@ -218,11 +242,30 @@ def test_segments_and_steps_are_the_parallel_form(form, backend, masking):
         assert_same(inputs.run(segments, lengths=lengths), expected, 1e-11)
 
 
+@pytest.mark.triton
+@pytest.mark.covering(1)
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("groups, width", [(3, 7), (70, 2)])
+def test_step(device, masked, groups, width):
+    """In one launch, and with gradients."""
+    inputs = Inputs(1, "states", groups=groups, width=width)
+    inputs.mask = torch.tensor([[True], [False]]) if masked else None
+    exact = inputs.exact()
+    assert_same(inputs.run(device=device, backend="triton"), exact, FLOAT32)
+    moved = inputs.on(device)
+    (x, *rest), state = moved.arguments(*(leaf.detach() for leaf in moved.leaves))
+    mask = moved.mask[:, 0] if masked else None
+    y, following = timestep_norm_step(x[:, 0], state, *rest, mask=mask, backend="triton")
+    assert following.count.tolist() == [4, 1000 if masked else 1001]
+    assert_same([y[:, None].cpu(), *(t.cpu() for t in following[1:])], exact[:3], FLOAT32)
+
+
 @pytest.mark.parametrize("kind", KINDS)
-def test_varlen_sequences(form, kind):
+def test_varlen_sequences(backend, kind):
     """Every sequence matches a separate call; an empty sequence keeps its state."""
-    bounds = [0, 3, 3, 40, 41]
-    inputs = Inputs(41, kind, "some", batch=1)
+    triton = backend["backend"] == "triton"
+    bounds = [0, 3, 3, 20, 21] if triton else [0, 3, 3, 40, 41]
+    inputs = Inputs(bounds[-1], kind, "some", batch=1)
     if kind == "states":
         inputs.leaves[-2:] = [torch.rand(4, 3, dtype=torch.float64, requires_grad=True) for _ in range(2)]
         inputs.count = torch.tensor([0, 5, 1, 70])
@@ -239,22 +282,30 @@ def test_varlen_sequences(form, kind):
             lasts.append(state[1:] if state is not None else 2 * [torch.zeros(1, 3, dtype=torch.float64)])
         return torch.cat(outputs, 1), *(torch.cat(parts) for parts in zip(*lasts, strict=True))
 
-    assert_same(inputs.run(cu_seqlens=torch.tensor(bounds)), inputs.run(separate), 1e-11)
+    exact = inputs.to(torch.float32).to(torch.float64).run(separate)
+    inputs.to(torch.float32 if triton else torch.float64)
+    cu_seqlens = torch.tensor(bounds, device=backend.get("device"))
+    assert_same(inputs.run(**backend, cu_seqlens=cu_seqlens), exact, FLOAT32 if triton else 1e-11)
 
 
-def test_padding_does_not_affect_outputs(form):
-    """Padding on either side, with any content: same results, gradients and statistics, and y = 0."""
-    inputs = Inputs(30)
-    expected = inputs.run()
-    before = torch.full((2, 7, 12), float("nan"), dtype=torch.float64)
-    mask = torch.tensor([False] * 7 + [True] * 30 + [False] * 14).expand(2, -1)
+@pytest.mark.parametrize("kind", KINDS)
+def test_padding_does_not_affect_outputs(backend, kind):
+    """Padding before, between and after the positions, with any content: same results and statistics, and y = 0."""
+    triton = backend["backend"] == "triton"
+    length = 10 if triton else 30
+    inputs = Inputs(length, kind)
+    exact = inputs.to(torch.float32).to(torch.float64).run(backend="reference")
+    moved = inputs.to(torch.float32 if triton else torch.float64).on(backend.get("device"))
+    mask = torch.tensor([False] * 7 + [True] * (length - 4) + [False] * 3 + [True] * 4 + [False] * 14)
+    mask = mask.to(backend.get("device"))
 
-    def padded(x, *rest):
-        output, *state = inputs.call(torch.cat([before, x, before, before], 1), *rest, mask=mask)
-        assert (output[:, :7] == 0).all() and (output[:, 37:] == 0).all()
-        return output[:, 7:37], *state
+    def padded(x, *rest, **options):
+        wide = x.new_full((2, len(mask), 12), float("nan")).masked_scatter(mask[:, None], x)
+        output, *state = moved.call(wide, *rest, mask=mask.expand(2, -1), **options)
+        assert (output[:, ~mask] == 0).all()
+        return output[:, mask], *state
 
-    assert_same(inputs.run(padded), expected)
+    assert_same(inputs.run(padded, **backend), exact, FLOAT32 if triton else 1e-12)
 
 
 def test_state_with_count_0_is_ignored(form):
@@ -300,20 +351,30 @@ def test_determinism_and_strides(form):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("affine", [True, False])
-def test_registration(affine):
-    inputs = Inputs(20, "states", "some", affine=affine, dtype=torch.float32)
+@pytest.mark.parametrize("name", ["timestep_norm", pytest.param("timestep_norm_triton", marks=pytest.mark.triton)])
+def test_registration(request, name, affine):
+    inputs, options = Inputs(10, "states", "some", affine=affine, dtype=torch.float32), {}
+    if name == "timestep_norm_triton":
+        inputs = inputs.on(request.getfixturevalue("device"))
+        inputs.run(device=inputs.mask.device, backend="triton")  # registers the operator
+        options = {"test_utils": ("test_schema", "test_faketensor", "test_autograd_registration")}
     (x, groups, weight, bias), state = inputs.arguments(*inputs.leaves)
-    opcheck(torch.ops.luna_mega.timestep_norm, (x, weight, bias, inputs.mask, *state, groups, 1e-5))
+    operator = getattr(torch.ops.luna_mega, name)
+    opcheck(operator, (x, weight, bias, inputs.mask, *state, groups, 1e-5), **options)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind, dynamic", [("plain", True), ("states", False)])
-def test_compile_fullgraph(kind, dynamic):
+@pytest.mark.parametrize(
+    "backend, kind, lengths",
+    [("torch", "plain", (40, 90)), ("torch", "states", (90,)), on_triton("states", (10,))],
+)
+def test_compile_fullgraph(device, backend, kind, lengths):
     torch.compiler.reset()
-    for length in (40, 90) if dynamic else (90,):
+    for length in lengths:
         inputs = Inputs(length, kind, "some", dtype=torch.float32)
-        compiled = torch.compile(inputs.call, fullgraph=True, backend="aot_eager", dynamic=dynamic)
-        assert_same(inputs.run(compiled), inputs.run(), 1e-6)
+        call, options = inputs.on(device).call, {"device": device, "backend": backend}
+        compiled = torch.compile(call, fullgraph=True, backend="aot_eager", dynamic=len(lengths) > 1)
+        assert_same(inputs.run(compiled, **options), inputs.run(**options), 1e-6)
 
 
 @pytest.mark.slow

@@ -1,0 +1,81 @@
+"""Calls of the moving averages, of all kinds."""
+
+import torch
+
+from luna_mega.kernels.api import complex_ema, complex_ema_step, damped_ema, damped_ema_step
+from tests.kernels.leaves import Leaves, random_mask
+
+DAMPED = ["causal", "states", "bidirectional", "shifted"]
+COMPLEX = ["complex", "complex states"]
+KINDS = DAMPED + COMPLEX
+STATEFUL = ["states", "complex states"]
+
+
+class Inputs(Leaves):
+    """x, four parameters, skip, initial state."""
+
+    def __init__(self, length, kind="causal", masking="none", states=3, batch=2, channels=5, skip=True, dtype=None):
+        generator = torch.Generator().manual_seed(100 * length + states)
+
+        def normal(*shape):
+            return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+        self.complex, self.shift, self.states = kind in COMPLEX, kind == "shifted", int(kind in STATEFUL)
+        self.op, self.step = (complex_ema, complex_ema_step) if self.complex else (damped_ema, damped_ema_step)
+        rows, self.has_skip = channels if self.complex or self.states or kind == "causal" else 2 * channels, skip
+        x, logits = normal(batch, length, channels), [normal(rows, states) - 1.0, normal(rows, states)]
+        # Every second row decays slowly.
+        logits[0][::2] -= 5.0
+        shapes = [(rows,), (rows, states, 2)] if self.complex else [(rows, states)] * 2
+        tensors = [x, *logits, *(normal(*shape) for shape in shapes), *([normal(channels)] if skip else [])]
+        initial = normal(batch, channels, states, *([2] if self.complex else []))
+        tensors += [initial] if self.states else []
+        self.mask = random_mask(masking, batch, length, generator)
+        self.leaves = [tensor.requires_grad_() for tensor in tensors]
+        if dtype is not None:
+            self.to(dtype)
+
+    def arguments(self, *leaves):
+        """Return x, four parameters and the skip; and the state."""
+        *leaves, state = leaves if self.states else (*leaves, None)
+        return (leaves if self.has_skip else [*leaves, None]), state
+
+    def call(self, *leaves, **options):
+        """Output, or output and final state."""
+        leaves, state = self.arguments(*leaves)
+        options = {"mask": self.mask, "initial_state": state, "return_state": bool(self.states)} | options
+        return self.op(*leaves, **options, **({} if self.complex else {"shift": self.shift}))
+
+
+def saturated(length, kind):
+    """Inputs with logits far beyond the values at which a sigmoid saturates at 0 or 1."""
+    inputs = Inputs(length, kind, "some", states=9)
+    extremes = torch.tensor([-1e4, -100.0, -30.0, 0.0, 20.0, 30.0, 90.0, 100.0, 1e4], dtype=torch.float64)
+    with torch.no_grad():
+        inputs.leaves[1].copy_(extremes)
+        if inputs.complex:
+            inputs.leaves[3].copy_(torch.tensor([-1e4, -20.0, 0.3, 30.0, 1e4]))
+        for row in range(len(inputs.leaves[2])):
+            inputs.leaves[2][row] = extremes.roll(row)
+    return inputs
+
+
+def separate(inputs, bounds):
+    """Return a function that runs the reference on every sequence; an empty one keeps its state."""
+
+    def call(*leaves):
+        (x, *rest), states = inputs.arguments(*leaves)
+        outputs, lasts = [], []
+        for index, (start, end) in enumerate(zip(bounds, bounds[1:], strict=False)):
+            state = None if states is None else states[index : index + 1]
+            if start < end:
+                mask = None if inputs.mask is None else inputs.mask[:, start:end]
+                options = {"mask": mask, "initial_state": state, "return_state": states is not None}
+                options |= {"backend": "reference"} | ({} if inputs.complex else {"shift": inputs.shift})
+                output = inputs.op(x[:, start:end], *rest, **options)
+                output, state = output if states is not None else (output, None)
+                outputs.append(output)
+            lasts.append(state)
+        return torch.cat(outputs, 1) if states is None else (torch.cat(outputs, 1), torch.cat(lasts))
+
+    return call

@@ -1,0 +1,73 @@
+"""Tensors of a call whose outputs and gradients tests compare."""
+
+import copy
+
+import torch
+
+from tests.kernels.errors import relative_error
+
+MASKS = ["none", "some", "all of one row"]
+
+
+class Leaves:
+    """Float64 tensors of one call, in the order of the gradients; the last `states` of them are a state.
+
+    Subclasses define `call`, which returns one output or a tuple.
+    """
+
+    leaves: list[torch.Tensor]
+    states = 0
+    mask = pack_mask = count = None
+
+    def to(self, dtype):
+        """Convert the tensors to `dtype` in place; states are float32 or wider."""
+        first, wide = len(self.leaves) - self.states, torch.promote_types(dtype, torch.float32)
+        self.leaves = [
+            leaf.detach().to(dtype if index < first else wide).requires_grad_()
+            for index, leaf in enumerate(self.leaves)
+        ]
+        return self
+
+    def exact(self, dtype=torch.float32, **options):
+        """Round the tensors to `dtype`, and return the results of the reference in float64 for them."""
+        exact = self.to(dtype).to(torch.float64).run(backend="reference", **options)
+        self.to(dtype)
+        return exact
+
+    def on(self, device):
+        """Return a copy on a device."""
+        moved = copy.copy(self)
+        moved.leaves = [leaf.detach().to(device).requires_grad_() for leaf in self.leaves]
+        for name in ("mask", "pack_mask", "count"):
+            tensor = getattr(self, name)
+            setattr(moved, name, None if tensor is None else tensor.to(device))
+        return moved
+
+    def run(self, function=None, device="cpu", used=None, **options):
+        """Return outputs (those that are `used`), and gradients of a fixed random projection of them, on the CPU."""
+        moved = self.on(device)
+        outputs = (function or moved.call)(*moved.leaves, **options)
+        outputs = (outputs,) if isinstance(outputs, torch.Tensor) else outputs
+        generator = torch.Generator().manual_seed(1)
+        weights = [torch.randn(o.shape, generator=generator, dtype=torch.float64).to(o) for o in outputs]
+        used = range(len(outputs)) if used is None else used
+        outputs, weights = ([tensors[index] for index in used] for tensors in (outputs, weights))
+        gradients = torch.autograd.grad(outputs, moved.leaves, weights, materialize_grads=True)
+        return [tensor.detach().cpu() for tensor in (*outputs, *gradients)]
+
+
+def random_mask(masking, batch, length, generator):
+    """Return a mask that drops some positions, and those of the last row if `masking` is "all of one row"."""
+    if masking == "none":
+        return None
+    mask = torch.rand(batch, length, generator=generator) < 0.7
+    if masking == "all of one row":
+        mask[-1] = False
+    return mask
+
+
+def assert_same(actual, expected, bound=1e-12):
+    """Bound the error of every tensor and of its rows."""
+    for index, (a, b) in enumerate(zip(actual, expected, strict=True)):
+        assert a.shape == b.shape
+        assert relative_error(a, b.double()) <= bound, f"tensor {index}: {relative_error(a, b.double()):.1e}"

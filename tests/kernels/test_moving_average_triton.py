@@ -1,0 +1,234 @@
+"""Triton kernels of the moving averages and of their steps against the reference in float64."""
+
+import pytest
+import torch
+from torch.library import opcheck
+
+from luna_mega.kernels.api import damped_ema, damped_ema_step
+from luna_mega.kernels.moving_average import coefficients, reference
+from tests.kernels.averages import KINDS, Inputs, saturated, separate
+from tests.kernels.leaves import assert_same
+from tests.kernels.test_moving_average import FLOAT32, check_triton, small_tiles  # noqa: F401, a fixture
+
+pytestmark = [pytest.mark.triton]
+TESTS = ("test_schema", "test_faketensor", "test_autograd_registration")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("skip", [True, False])
+def test_one_chunk(device, monkeypatch, kind, skip):
+    from luna_mega.kernels.moving_average import triton_damped_forward
+
+    monkeypatch.setattr(triton_damped_forward, "SHORTEST_CHUNK", 1 << 20)
+    check_triton(device, Inputs(11, kind, "some", skip=skip))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["complex", "complex states"])
+def test_default_configuration(triton_device, kind):
+    check_triton(triton_device, Inputs(11, kind, "some"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "kind, channels, states",
+    [("states", 37, 9), ("states", 10, 40), ("complex states", 37, 9), ("complex states", 10, 32)],
+)
+def test_blocks_of_channels(device, kind, channels, states):
+    check_triton(device, Inputs(10, kind, "some", states, batch=1, channels=channels))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["states", "complex states"])
+def test_long(triton_device, kind):
+    """500 positions in chunks of 64, decays from 1 - q = 1e-5 on: within 2e-6 of the largest.
+
+    With complete turns: within 4e-6; one gradient 2e-5.
+    """
+    inputs = Inputs(500, kind, states=4, channels=3, batch=1)
+    with torch.no_grad():
+        inputs.leaves[1].copy_(torch.linspace(-12.0, -1.0, 12).view(3, 4))
+        inputs.leaves[2].fill_(0.5)
+        if inputs.complex:
+            inputs.leaves[3].copy_(torch.tensor([0.0, 1.5, 1e4]))
+    exact = inputs.exact()
+    for index, (a, b) in enumerate(zip(inputs.run(device=triton_device, backend="triton"), exact, strict=True)):
+        # Rounding a phase to float32 rotates states that persist for all positions.
+        bound = 2e-6 if not inputs.complex else 2e-5 if index == 5 else 4e-6
+        assert (a - b).abs().max() <= bound * b.abs().max(), index
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["states", "bidirectional", "complex", "complex states"])
+@pytest.mark.parametrize("skip", [True, False])
+def test_padding_may_be_nan(device, kind, skip):
+    """Wherever the result is used, and in every gradient of it; the damped average adds the skip at padding too."""
+    inputs = Inputs(10, kind, "some", skip=skip)
+
+    def used(inputs):
+        def call(*leaves, **options):
+            outputs = inputs.call(*leaves, **options)
+            output, *state = outputs if isinstance(outputs, tuple) else (outputs,)
+            return (output.masked_fill(~inputs.mask[..., None], 0.0) if skip else output), *state
+
+        return call
+
+    exact = inputs.to(torch.float32).to(torch.float64).run(used(inputs), backend="reference")
+    padding = ~inputs.to(torch.float32).mask[..., None]
+    inputs.leaves[0] = inputs.leaves[0].detach().masked_fill(padding, torch.nan)
+    assert_same(inputs.run(used(inputs.on(device)), device, backend="triton"), exact, FLOAT32)
+    output = inputs.run(device=device, backend="triton")[0]
+    assert output.isnan().equal(padding.expand_as(output) & (skip and not inputs.complex))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["causal", "bidirectional"])
+def test_varlen_sequences_of_one_chunk_each(triton_device, kind):
+    inputs = Inputs(12, kind, batch=1, channels=2)
+    exact = inputs.to(torch.float32).to(torch.float64).run(separate(inputs, [0, 7, 12]))
+    cu_seqlens = torch.tensor([0, 7, 12], device=triton_device)
+    actual = inputs.to(torch.float32).run(device=triton_device, backend="triton", cu_seqlens=cu_seqlens)
+    assert_same(actual, exact, FLOAT32)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["bidirectional", "complex"])
+def test_views(device, kind):
+    """Non-contiguous x and gradients of the result."""
+    inputs = Inputs(10, kind, "some")
+    exact = inputs.exact()
+    moved = inputs.on(device)
+
+    def call(x, *rest, **options):
+        wide = torch.stack([x, x], -1).permute(2, 0, 1, 3).contiguous()
+        return moved.call(wide.permute(1, 2, 0, 3)[..., 1], *rest, **options).mT.contiguous().mT
+
+    assert_same(inputs.run(call, device, backend="triton"), exact, FLOAT32)
+    gradients = []
+    for leaves, backend in ((moved.leaves, "triton"), ([leaf.double() for leaf in moved.leaves], "reference")):
+        x, *parameters = (leaf.detach().requires_grad_() for leaf in leaves)
+        gradients.append(torch.autograd.grad(inputs.op(x, *parameters, backend=backend).sum(), x))
+    assert_same(*gradients, FLOAT32)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("used", [(0,), (1,), (0, 1)], ids=str)
+@pytest.mark.parametrize("kind", ["causal", "states", "complex"])
+def test_some_outputs(device, kind, used):
+    """The gradient of only the result, of only the states, and of both, also without initial states."""
+    inputs = Inputs(10, kind, "some")
+    exact = inputs.exact(return_state=True, used=used)
+    assert_same(inputs.run(device=device, backend="triton", return_state=True, used=used), exact, FLOAT32)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["states", "bidirectional", "complex states"])
+def test_saturated_logits(device, kind):
+    inputs = saturated(10, kind)
+    exact = inputs.run(backend="reference")
+    assert_same(inputs.to(torch.float32).run(device=device, backend="triton"), exact, FLOAT32)
+
+
+@pytest.mark.slow
+def test_an_empty_batch(device):
+    inputs = Inputs(10, "states").to(torch.float32)
+    inputs.leaves[0], inputs.leaves[-1] = (inputs.leaves[i].detach()[:0].requires_grad_() for i in (0, -1))
+    output, state, *gradients = inputs.run(device=device, backend="triton")
+    assert output.shape == (0, 10, 5) and state.shape == (0, 5, 3)
+    assert all((gradient == 0).all() for gradient in gradients)
+
+
+def step_inputs(kind, device, masked=True, skip=True):
+    inputs = Inputs(1, kind, states=5, channels=37, batch=3, skip=skip, dtype=torch.float32).on(device)
+    inputs.mask = torch.tensor([True, False, True], device=device) if masked else None
+    return inputs
+
+
+def step(inputs):
+    """Return a function that calls the step with the leaves of `inputs`."""
+
+    def call(*leaves, **options):
+        (x, *parameters), state = inputs.arguments(*leaves)
+        return inputs.step(x[:, 0], state, *parameters, mask=inputs.mask, **options)
+
+    return call
+
+
+@pytest.mark.covering(1)
+@pytest.mark.parametrize("masked", [True, False])
+@pytest.mark.parametrize("skip", [True, False])
+@pytest.mark.parametrize("kind", [pytest.param("states", marks=pytest.mark.slow), "complex states"])
+def test_step(device, kind, masked, skip):
+    inputs = step_inputs(kind, device, masked, skip)
+    actual = inputs.run(step(inputs), device, backend="triton")
+    assert_same(actual, inputs.to(torch.float64).run(step(inputs), device, backend="reference"), FLOAT32)
+
+
+@pytest.mark.slow
+def test_steps_are_the_parallel_form(device):
+    inputs = Inputs(10, "states", batch=1).to(torch.bfloat16)
+    x, *parameters, state = (leaf.detach().to(device) for leaf in inputs.leaves)
+    expected, last = damped_ema(x, *parameters, initial_state=state, return_state=True, backend="triton")
+    outputs = []
+    for t in range(10):
+        output, state = damped_ema_step(x[:, t], state, *parameters, backend="triton")
+        outputs.append(output)
+    # The parameters are float32 in both, so only the results are rounded.
+    assert_same([state], [last], FLOAT32)
+    assert_same([torch.stack(outputs, 1)], [expected], 4e-3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+def test_registration(device, kind):
+    from luna_mega.kernels.moving_average import triton_ops  # noqa: F401, registers the operators
+
+    inputs = Inputs(10, kind, "some", dtype=torch.float32).on(device)
+    (x, *parameters, skip), state = inputs.arguments(*(leaf.detach() for leaf in inputs.leaves))
+    if inputs.complex:
+        made, mask = coefficients.complex_coefficients(*parameters), inputs.mask
+    else:
+        made, mask = (rows.mT.contiguous() for rows in reference.damped_coefficients(*parameters)), None
+        state = None if state is None else state.mT.contiguous()
+    leaves = [None if t is None else t.detach().requires_grad_() for t in (x, skip, *made, state)]
+    shift = () if inputs.complex else (inputs.shift,)
+    operator = getattr(torch.ops.luna_mega, f"{inputs.op.__name__}_triton")
+    opcheck(operator, (leaves[0], mask, *leaves[1:], bool(inputs.states), *shift, None, 10), test_utils=TESTS)
+    if kind == "states":
+        inputs = step_inputs(kind, device)
+        (x, *parameters), state = inputs.arguments(*inputs.leaves)
+        x = x.detach()[:, 0].clone().requires_grad_()
+        opcheck(torch.ops.luna_mega.damped_ema_step_triton, (x, state, *parameters, inputs.mask), test_utils=TESTS)
+
+
+@pytest.mark.slow
+def test_compile_step(device):
+    inputs = step_inputs("states", device)
+    compiled = torch.compile(step(inputs), fullgraph=True, backend="aot_eager")
+    options = {"device": device, "backend": "triton"}
+    assert_same(inputs.run(compiled, **options), inputs.run(step(inputs), **options), 1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"dtype": torch.float64}, "float64"),
+        ({"truncation": 5}, "truncation=5 is below the length 6; choose 'torch'"),
+        ({"states": 65}, "65 states per channel are more than 64"),
+    ],
+)
+def test_unsupported_triton_calls_raise(triton_device, options, message):
+    truncation = options.pop("truncation", None)
+    inputs = Inputs(6, **{"dtype": torch.float32} | options)
+    leaves = [leaf.detach().to(triton_device) for leaf in inputs.leaves]
+    with pytest.raises(ValueError, match=message):
+        damped_ema(*leaves, truncation=truncation, backend="triton")
+    damped_ema(*leaves, truncation=truncation)
+
+
+@pytest.mark.slow
+def test_truncation_at_the_length_is_none(device):
+    leaves = [leaf.detach().to(device) for leaf in Inputs(6, dtype=torch.float32).leaves]
+    assert torch.equal(damped_ema(*leaves, truncation=6, backend="triton"), damped_ema(*leaves, backend="triton"))
