@@ -139,7 +139,8 @@ class Op:
 
     def run_padded(self, run: Callable[..., Any], call: Call, cu_seqlens: Tensor, max_seqlen: int) -> Any:
         """Compute a varlen call with a backend that requires padded input."""
-        total, filled = call[self.tokens[0]].shape[1], dict[str, Tensor]()
+        total = call[self.tokens[0]].shape[1]
+        filled: dict[str, Tensor] = {}
         for name in self.tokens:
             same = next((other for other in filled if call[other] is call[name]), None)
             filled[name] = varlen.pad(call[name], cu_seqlens, max_seqlen) if same is None else filled[same]

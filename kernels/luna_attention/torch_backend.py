@@ -63,16 +63,19 @@ def _additive(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
     return torch.where(mask[:, None, None], 0.0, float("-inf")).to(dtype)
 
 
+def _heads_first(x: Tensor) -> Tensor:
+    """Return `[B, H, T, K]`; PyTorch's CPU kernel does not check that the last dimension is contiguous."""
+    return (x if x.stride(-1) == 1 else x.contiguous()).transpose(1, 2)
+
+
 def flash(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
     """Return the result of the CPU flash attention kernel and its log-sum-exp `[B, H, T]`.
 
-    The inputs are `[B, H, T, K]` views with any strides. The softmax is computed in float32. Result and log-sum-exp are
+    The inputs are `[B, T, H, K]` with any strides. The softmax is computed in float32. Result and log-sum-exp are
     0 for rows without visible keys.
     """
     output, log_sum_exp = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-        query.transpose(1, 2),
-        key.transpose(1, 2),
-        value.transpose(1, 2),
+        *map(_heads_first, (query, key, value)),
         attn_mask=_additive(mask, query.dtype),
         scale=scale,
     )
@@ -85,7 +88,7 @@ def flash_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Return the gradients of query, key and value, computed with the backward kernel of `flash`."""
     gradients = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-        *(x.transpose(1, 2) for x in (grad_output, query, key, value, output)),
+        *map(_heads_first, (grad_output, query, key, value, output)),
         log_sum_exp,
         0.0,
         False,

@@ -59,7 +59,7 @@ def complex_coefficients(
     log_decay, _, weight_in, _ = damped_coefficients(input_logit, damping_logit, one, one)
     number = torch.arange(1, states + 1, dtype=torch.float64, device=one.device) / states
     turn = torch.sigmoid(phase_logit.double())[:, None] * number
-    return Coefficients(log_decay, turn, weight_in, projection / math.sqrt(states))
+    return Coefficients(log_decay, turn, weight_in, projection.contiguous() / math.sqrt(states))
 
 
 def angle(turn: Tensor, dtype: torch.dtype) -> Tensor:

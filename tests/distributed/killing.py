@@ -62,7 +62,7 @@ def finish(processes: int, corpus: Path, output: Path, *options: str) -> list[fl
 
 
 def kill(processes: int, corpus: Path, output: Path, delay: float, *options: str) -> bool:
-    """Start a run and kill its last process `delay` seconds after its first checkpoint; return whether it still trained.
+    """Start a run and kill its last process `delay` seconds after its first checkpoint; return whether it trained.
 
     The other processes must exit with an error.
     """

@@ -1,4 +1,4 @@
-"""Every op on batches without a sequence, of length 0, of one position and of one head: as the reference."""
+"""Every op on batches without a sequence, of length 0, of one position and of one head, and with any strides."""
 
 from collections.abc import Callable
 
@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from luna_mega.kernels import api
-from tests.kernels.backends import TRITON
+from tests.kernels.backends import SLOW_TRITON, TRITON
+from tests.kernels.calls import calls, results
 
 SIZE, ROWS = 16, 4
 
@@ -143,3 +144,13 @@ def test_edges(name, edge, backend, triton_device):
             assert got is None or not got.any()
         else:
             torch.testing.assert_close(got, reference, atol=2e-5, rtol=2e-4)
+
+
+@pytest.mark.parametrize("backend", ["torch", SLOW_TRITON])
+@pytest.mark.parametrize("name", dict(calls(40, toy=True)))
+def test_last_dimensions_with_any_stride(name, backend, device):
+    call = dict(calls(40, toy=True))[name]()
+    strided = {key: x.mT.contiguous().mT if x.dim() > 1 else x for key, x in call.leaves.items()}
+    assert not any(x.is_contiguous() for x in strided.values() if min(x.shape[-2:]) > 1 and x.dim() > 1)
+    expected, actual = (results(one, device, torch.float32, backend) for one in (call, call._replace(leaves=strided)))
+    torch.testing.assert_close(actual, expected)

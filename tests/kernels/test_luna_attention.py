@@ -124,7 +124,7 @@ def test_tied_and_untied_with_other_pack_heads():
         torch.testing.assert_close(actual, expected)
 
 
-@pytest.mark.parametrize("backend, tied", [("torch", False), on_triton(False), on_triton(True)])
+@pytest.mark.parametrize("backend, tied", [("torch", False), ("torch", True), on_triton(False), on_triton(True)])
 def test_strided_inputs_and_determinism(device, backend, tied):
     """Heads before tokens, slices of one projection, rows of a batch that are the same memory, columns reversed."""
     queries, keys, size = 9, 40, 16
@@ -162,7 +162,7 @@ def test_registration(masking):
 
 
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
-@pytest.mark.parametrize("backend, varlen", [("torch", False), on_triton(False), on_triton(True)])
+@pytest.mark.parametrize("backend, varlen", [("torch", False), ("torch", True), on_triton(False), on_triton(True)])
 def test_compile_fullgraph(device, backend, varlen, tied):
     dtype = torch.float16 if backend == "triton" else torch.float32
     leaves, mask = make_inputs(8, 40, "some", dtype, batch=1, size=10, tied=tied, device=device)
