@@ -79,7 +79,7 @@ def test_torch_backend(any_form, length, states, kind, masking):
 
 
 @pytest.mark.triton
-@pytest.mark.covering(1)
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("kind", DAMPED)
 @pytest.mark.parametrize(
     "length, states, masking",
@@ -98,7 +98,7 @@ def test_forward_and_gradients(device, length, states, masking, kind):
 
 
 @pytest.mark.triton
-@pytest.mark.covering(1)
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("kind", ["complex", "complex states"])
 @pytest.mark.parametrize("masking", MASKS)
 @pytest.mark.parametrize("length, states", [(1, 1), (CHUNK - 1, 3), (CHUNK + 1, 16), (19, 2)])
