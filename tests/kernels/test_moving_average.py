@@ -79,7 +79,7 @@ def test_torch_backend(any_form, length, states, kind, masking):
 
 
 @pytest.mark.triton
-@pytest.mark.covering(2)
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("kind", DAMPED)
 @pytest.mark.parametrize(
     "length, states, masking",
