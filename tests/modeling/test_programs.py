@@ -38,8 +38,20 @@ MODELS = {
 }
 
 
+class InOrder(torch.nn.Module):
+    """A model whose inputs are passed by position, in the order of `names`: `torch.jit` has no keyword-only inputs."""
+
+    def __init__(self, model, names):
+        super().__init__()
+        self.model, self.names = model, list(names)
+
+    def forward(self, *inputs):
+        return self.model(**dict(zip(self.names, inputs, strict=True)))
+
+
 def trace(model, sample):
-    return torch.jit.trace(model, example_kwarg_inputs=sample, check_trace=False)
+    program = torch.jit.trace(InOrder(model, sample), tuple(sample.values()), check_trace=False)
+    return lambda **inputs: program(*(inputs[name] for name in sample))
 
 
 def export(model, sample):
