@@ -61,7 +61,7 @@ class DataArguments(SourceArguments, LimitArguments):
     max_seq_length: int = HfArg(default=128, help="maximum length; longer sentences are truncated")
     pooling: str | None = HfArg(
         default=None,
-        help=f"pooling of token embeddings: {', '.join(POOLINGS)} (default: that of the folder, or mean)",
+        help=f"pooling of token embeddings: {', '.join(POOLINGS)} (default: the pooling of the folder, or mean)",
     )
     scale: float = HfArg(default=20.0, help="factor of the cosine similarities in the loss")
     teacher: str | None = HfArg(default=None, help="sentence-transformers model or encoder: folder or Hub name")

@@ -19,7 +19,7 @@ def has_peers() -> bool:
 
 def all_reduce_sum(x: torch.Tensor) -> torch.Tensor:
     """Return the sum of `x` over the default process group. The backward sums the gradients."""
-    return _AllReduceSum.apply(x)  # type: ignore[no-untyped-call]
+    return _AllReduceSum.apply(x)
 
 
 class _AllReduceSum(Function):
@@ -31,4 +31,4 @@ class _AllReduceSum(Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
-        return _AllReduceSum.apply(grad)  # type: ignore[no-untyped-call]
+        return _AllReduceSum.apply(grad)

@@ -377,7 +377,7 @@ def flops(
 ) -> tuple[int, int]:
     """Return the FLOPs of an operator and of its gradient for `[B, T, H, K]`, or one token `[B, H, K]`."""
     of_key, of_value = (2 * pack_query.shape[1] * x.numel() for x in (query, value))
-    # Pack scores, sum of keys and unpack scores; sum of values and output, which alone is not recomputed.
+    # Pack scores, sum of keys and unpack scores; sum of values and output. The gradient recomputes all but the output.
     forward = 3 * of_key + 2 * of_value
     return forward, 2 * forward + 3 * of_key + of_value
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 @torch.no_grad()
 def teacher_vectors(teacher: "SentenceTransformer", texts: Sequence[str], window: int) -> torch.Tensor:
-    """Return the vectors `[B, d]` of texts; that of a text of more than `window` tokens is the mean over its windows.
+    """Return the vectors `[B, d]` of texts; a text of more than `window` tokens has the mean over its windows.
 
     Every window has the first and the last token of the text, as the tokenizer adds them to a text.
     """

@@ -204,7 +204,7 @@ def _luna_config(teacher: Teacher, padding: int | None, lengths: Lengths) -> Lun
     Args:
         teacher: the teacher.
         padding: padding token of the tokenizer. It only marks positions that the mask drops, so that any token of the
-            tokenizer can be it. None = that of the teacher.
+            tokenizer can be the padding token. None = the teacher's padding token.
         lengths: lengths of the Luna.
     """
     config = teacher.config

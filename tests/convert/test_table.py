@@ -59,7 +59,7 @@ def test_an_activation_that_means_nothing(value):
 
 @pytest.mark.parametrize("found", registered_formats(), ids=lambda found: found.facts.name)
 def test_every_argument_stands_once(found):
-    """Of rows with the same name in a revision, one is written and one specifies the type."""
+    """If rows have the same name in a revision, one is written and one specifies the type."""
     for revision in found.facts.export_revisions:
         rows = [row for row in found.table if row.revision in (None, revision)]
         names = [row.name for row in rows if row.write_if is not never]

@@ -62,7 +62,7 @@ def test_cut_texts(tokenizer):
 
 
 def test_random_rows():
-    """The number of rows of a step depends on seed and step; between steps, it is that of the configuration."""
+    """The number of rows of a step depends on the seed and the step; the configuration applies between steps."""
     student = from_teacher(make_model("bert"), projection_length=12).model
     callback, control = RandomRows(student, [3, 4, 5]), TrainerControl()
 

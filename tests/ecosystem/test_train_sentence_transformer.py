@@ -133,7 +133,7 @@ def mean_cosine(output, teacher, texts) -> float:
 
 
 def test_distillation(run, student, texts, tmp_path):
-    """The loss is that of the saved folder; training improves it with the rates of `--learning_rate_mapping`."""
+    """The loss equals the loss of the saved folder, and training with `--learning_rate_mapping` reduces it."""
     teacher, output = tmp_path / "teacher", tmp_path / "out"
     before = run(*distill(student, texts, tmp_path / "before"))
     assert before["eval_loss"] == pytest.approx(1 - mean_cosine(student, teacher, texts), abs=1e-5)

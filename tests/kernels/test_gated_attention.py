@@ -16,7 +16,7 @@ CHUNK = 8
 LENGTHS = [1, 2, CHUNK - 1, CHUNK, CHUNK + 1, 2 * CHUNK + 3, 63, 500]
 MASKS = ["none", "some", "right", "chunk and row"]
 NAMES = ("output", "query", "key", "value", "bias")
-# Of Triton; float32 by the three passes of tf32x3.
+# Tolerances for Triton; float32 products use tf32x3.
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 1.5e-2}
 
 
