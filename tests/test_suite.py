@@ -1,4 +1,4 @@
-"""The list of products in tests/README.md."""
+"""The list of products in tests/README.md, and the files that the CI names."""
 
 import re
 from pathlib import Path
@@ -15,3 +15,12 @@ def test_every_covering_test_is_listed():
     }
     listed = re.findall(r"^\| `(.*?)` \| (\d) \|", (TESTS / "README.md").read_text(encoding="utf-8"), re.MULTILINE)
     assert marked == set(listed) and len(marked) > 5
+
+
+def test_named_files_exist():
+    # With xdist, pytest does not report a missing file.
+    root = TESTS.parent
+    callers = [root / ".ci/run", root / "Makefile", *(root / ".github/workflows").iterdir()]
+    named = {path for file in callers for path in re.findall(r"\btests/[\w/.]+", file.read_text(encoding="utf-8"))}
+    assert len(named) > 10
+    assert sorted(path for path in named if not (root / path).exists()) == []
