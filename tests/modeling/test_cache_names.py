@@ -16,7 +16,7 @@ from transformers.utils import ModelOutput
 
 from luna_mega.compat import CACHE_NAME, WRITES_EXPORT_FOLDERS
 from luna_mega.modeling_common.base import CommonPreTrainedModel
-from tests.marks import slow_but
+from tests.marks import diagonal, slow_but
 
 from . import luna, mega
 from .decoders import FAMILIES, PLAIN, make_plain, own_cache, padded, prompt, source, target
@@ -24,6 +24,7 @@ from .decoders import FAMILIES, PLAIN, make_plain, own_cache, padded, prompt, so
 NAMES = ["cache", "past_key_values"]
 BOTH = "`cache` and `past_key_values` are two names of one argument; pass only one"
 plain = pytest.mark.parametrize(("family", "translates"), PLAIN)
+two = pytest.mark.parametrize(("family", "translates"), [("luna", False), ("mega", True)])  # code of all models
 
 
 @pytest.fixture(autouse=True)
@@ -75,19 +76,25 @@ def test_forward(model):
             step(part, cache=cache, past_key_values=cache)
         parameters = inspect.signature(part.forward).parameters
         assert [name for name in NAMES if name in parameters] == [CACHE_NAME]
+    ids = torch.full((2, 8), 5)
+    for name in NAMES:
+        inputs = model.prepare_inputs_for_generation(ids, next_sequence_length=1, **{name: cache})
+        assert inputs[CACHE_NAME] is cache
+        assert [x for x in NAMES if x in inputs] == [CACHE_NAME]
+    with pytest.raises(ValueError, match=BOTH):
+        model.prepare_inputs_for_generation(ids, cache=cache, past_key_values=cache)
 
 
-@pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("family", [luna, mega], ids=["luna", "mega"])
-def test_models_without_a_cache(family, name):
+def test_models_without_a_cache(family):
     """Every class accepts both names, including subclasses whose `forward` passes them on."""
     cache = first_pass(make_plain(family.__name__.split(".")[-1]))[CACHE_NAME]
-    for head in ("Model", "ForMaskedLM", "ForSequenceClassification"):
+    for name, head in diagonal(NAMES, ("Model", "ForMaskedLM", "ForSequenceClassification")):
         with pytest.raises(ValueError, match="require a decoder"):
             family.make(head)(torch.full((2, 1), 5), **{name: cache})
 
 
-@plain
+@two
 def test_subclass_with_its_own_forward(model):
     class Subclass(type(model)):
         def forward(self, *args, **kwargs):
@@ -100,7 +107,7 @@ def test_subclass_with_its_own_forward(model):
     assert torch.equal(*results)
 
 
-@plain
+@two
 def test_outputs(model):
     output = first_pass(model)
     cache = same_cache(output)
@@ -121,7 +128,7 @@ def test_outputs(model):
     assert same_cache(pytree.tree_unflatten(leaves, structure)) is cache
 
 
-@plain
+@two
 @pytest.mark.parametrize("options", [{}, {"num_beams": 2}], ids=["greedy", "beams"])
 def test_generate(model, options):
     ids, mask = padded([7, 7], 7, "right")
@@ -151,23 +158,10 @@ def test_custom_generate_with_its_own_output_class():
     assert make_plain("luna").generate(torch.full((1, 2), 5), custom_generate=lambda *_, **__: output) is output
 
 
-@plain
-def test_prepare_inputs_for_generation(model):
-    cache, ids = first_pass(model)[CACHE_NAME], torch.full((2, 8), 5)
-    for name in NAMES:
-        inputs = model.prepare_inputs_for_generation(ids, next_sequence_length=1, **{name: cache})
-        assert inputs[CACHE_NAME] is cache
-        assert [x for x in NAMES if x in inputs] == [CACHE_NAME]
-    with pytest.raises(ValueError, match=BOTH):
-        model.prepare_inputs_for_generation(ids, cache=cache, past_key_values=cache)
+COMPILED = [(*kind, name) for kind, name in diagonal(PLAIN, NAMES)]
 
 
-COMPILED = [(*kind, name) for kind in PLAIN for name in NAMES]
-
-
-@pytest.mark.parametrize(
-    ("family", "translates", "name"), slow_but([("luna", True, "cache"), ("mega", False, "past_key_values")], COMPILED)
-)
+@pytest.mark.parametrize(("family", "translates", "name"), slow_but([("mega", False, "past_key_values")], COMPILED))
 def test_compile(family, translates, name):
     """Dynamo traces both names of argument and output without a graph break."""
     torch.compiler.reset()
@@ -203,7 +197,7 @@ def test_export(family, monkeypatch):
     assert own_cache(same_cache(actual)).layers[0].tensors.keys() == own_cache(cache).layers[0].tensors.keys()
 
 
-@plain
+@two
 def test_trainer_predictions(model, tmp_path):
     """`Trainer` leaves the cache out of the predictions."""
     ids, mask = padded([7, 7], 7, "right")
@@ -216,7 +210,7 @@ def test_trainer_predictions(model, tmp_path):
     assert all(isinstance(array, np.ndarray) for array in predictions)
 
 
-@plain
+@two
 def test_generation_in_training_mode(model):
     """Without gradients, gradient checkpointing runs each layer once, so that a cache is possible."""
     ids, mask = padded([7, 7], 7, "right")

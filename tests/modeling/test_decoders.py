@@ -11,6 +11,7 @@ from tests.modeling.decoders import (
     DECODERS,
     FAMILIES,
     PLAIN,
+    SOME,
     make,
     make_plain,
     own_cache,
@@ -23,7 +24,7 @@ from tests.modeling.decoders import (
 CUTS = [[1] * 17, [6, 1, 1, 9], [5, 12], [4, 4, 4, 4, 1], [16, 1], [1, 16]]
 
 
-@pytest.fixture(params=slow_but_some(DECODERS))
+@pytest.fixture(params=SOME)
 def model(request):
     return make(request.param)
 
@@ -52,9 +53,10 @@ def test_cached_is_uncached(name, cuts, side):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("side", ["left", "right"])
-def test_outputs_do_not_depend_on_padding_and_batch(model, side):
-    lengths = [11, 17, 4]
+@pytest.mark.parametrize("name", slow_but_some(DECODERS))
+def test_outputs_do_not_depend_on_padding_and_batch(name):
+    model, lengths = make(name), [11, 17, 4]
+    side = ["left", "right"][list(DECODERS).index(name) % 2]
     ids, mask = padded(lengths, 17, side)
     given, kept = source(model, 3), mask.bool()
     together = model(**given, **target(model, ids, mask)).logits
@@ -66,8 +68,10 @@ def test_outputs_do_not_depend_on_padding_and_batch(model, side):
         torch.testing.assert_close(together[row, kept[row]], logits)
 
 
-def test_gradients_flow_through_the_cache(model):
+@pytest.mark.parametrize("name", slow_but_some(DECODERS))
+def test_gradients_flow_through_the_cache(name):
     """Backpropagation through segments matches the gradients of the complete sequence, including the encoder."""
+    model = make(name)
     ids, mask = padded([13, 8], 13, "left")
     given = source(model, 2, "left")
     model(**given, **target(model, ids, mask), use_cache=False).logits[mask.bool()].sin().sum().backward()
@@ -99,7 +103,7 @@ def test_detached_cache_stops_gradients():
 
 @torch.no_grad()
 @pytest.mark.parametrize(
-    "name", [*(name for name in DECODERS if not name.startswith("mega")), "mega: laplace chunks", "megalodon: heads"]
+    "name", ["luna: softplus", "luna seq2seq: translation", "mega: laplace chunks", "megalodon: heads"]
 )
 def test_constant_memory(name):
     model, sizes = make(name), []
@@ -187,24 +191,18 @@ def test_use_cache_defaults_to_the_configuration(family, with_encoder):
     assert model(**inputs, use_cache=True).past_key_values is not None
 
 
-def test_incompatible_caches_raise(model):
-    config, ids = model.config, torch.randint(3, 23, (2, 5))
-    inputs = source(model, 2) | target(model, ids)
+@torch.no_grad()
+@pytest.mark.parametrize(("family", "with_encoder"), PLAIN)
+def test_incompatible_caches_raise(family, with_encoder):
+    """A cache of a deeper model and other classes; `test_guards.py` has the other errors."""
+    model, deeper = (make_plain(family, is_encoder_decoder=with_encoder, num_hidden_layers=count) for count in (1, 2))
+    inputs = source(model, 2) | target(model, torch.randint(3, 23, (2, 5)))
     past = model(**inputs, use_cache=True).past_key_values
-    one = {name: value[:1] for name, value in inputs.items() if value is not None}
-    with pytest.raises(ValueError, match="does not fit this model and batch|another source, of another batch or model"):
-        model(**one, past_key_values=past)
-    family = config.model_type.removesuffix("_seq2seq")
-    deeper = make_plain(family, is_encoder_decoder=config.is_encoder_decoder, num_hidden_layers=3)
     with pytest.raises(ValueError, match="does not fit this model and batch|another source, of another batch or model"):
         deeper(**inputs, past_key_values=past)
-    kind = type(past).__name__
-    others = [((),), DynamicCache(), EncoderDecoderCache(DynamicCache(), DynamicCache())]
-    if config.is_encoder_decoder:
+    others = [((),), EncoderDecoderCache(DynamicCache(), DynamicCache())]
+    if with_encoder:
         others += [past.self_attention_cache, EncoderDecoderCache(past.self_attention_cache, DynamicCache())]
     for other in others:
-        with pytest.raises(ValueError, match=f"must be a {kind}, got a {type(other).__name__}"):
+        with pytest.raises(ValueError, match=f"must be a {type(past).__name__}, got a {type(other).__name__}"):
             model(**inputs, past_key_values=other)
-    model.gradient_checkpointing_enable()
-    with pytest.raises(ValueError, match="checkpointing runs a layer twice.*use_cache=False"):
-        model.train()(**inputs, use_cache=True)

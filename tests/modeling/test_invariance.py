@@ -26,15 +26,14 @@ def test_heads(family, head, variant):
     check_invariance(head, FAMILIES[family].make(head, **FAMILIES[family].VARIANTS[variant]))
 
 
-@pytest.mark.parametrize("head, pooling", slow_but(diagonal(POOLED, POOLINGS), list(product(POOLED, POOLINGS))))
+@pytest.mark.parametrize("head, pooling", diagonal(POOLED, POOLINGS))
 def test_poolings_of_luna(head, pooling):
-    check_invariance(head, luna.make(head, pooling=pooling))
     fields = {"dynamic_projection_length": False, "pair_features": "interaction"}
     check_invariance(head, luna.make(head, pooling=pooling, **fields))
 
 
-@pytest.mark.parametrize("head", POOLED[:2])
-def test_mean_pooling_of_mega(head):
+def test_mean_pooling_of_mega():
+    head = "ForSequencePairClassification"
     check_invariance(head, mega.make(head, pooling="mean", pair_features="interaction", **CHUNKS))
 
 
@@ -99,8 +98,7 @@ def test_counting_padding_is_the_original_mean(pooling):
     torch.testing.assert_close(model(**inputs).logits, model.classifier(states.mean(dim=1)))
 
 
-@pytest.mark.parametrize("bias", ["simple", "rotary"])
-@pytest.mark.parametrize("function", FUNCTIONS)
+@pytest.mark.parametrize("function, bias", diagonal(FUNCTIONS, ["simple", "rotary"]))
 def test_chunk_boundaries(function, bias):
     """Sequences much shorter than a chunk, one position shorter, of equal length, and one position longer."""
     options = {"attention_activation": function, "relative_positional_bias": bias}
@@ -132,15 +130,17 @@ def test_gradients(variant):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("family, variant", VARIANTS)
+@pytest.mark.parametrize(
+    "family, variant", [("luna", "tied"), ("luna", "P not contextual"), *((x, y) for x, y in VARIANTS if x == "mega")]
+)
 def test_real_values(family, variant):
     """Padding may have any value."""
-    lengths, width, family = [21, 1, 5, 13], 25, FAMILIES[family]
+    lengths, width, family = [21, 1, 5], 25, FAMILIES[family]
     rows = [torch.randn(length) for length in lengths]
     for head in ("ForSequenceClassification", "ForTokenClassification"):
         model = family.make(head, **{"pooling": "mean"} | family.VALUES | family.VARIANTS[variant])
         for side in ("right", "left"):
-            values, mask = torch.full((4, width), 100.0), tokens(lengths, side, width)["attention_mask"]
+            values, mask = torch.full((3, width), 100.0), tokens(lengths, side, width)["attention_mask"]
             values[mask.bool()] = torch.cat(rows)
             together = results(head, model(input_values=values, attention_mask=mask), mask)
             for real, actual in zip(rows, together, strict=True):
@@ -151,7 +151,7 @@ def test_real_values(family, variant):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_other_ways_to_pass_inputs(family):
     """Embeddings instead of tokens, and tokens whose mask is inferred from the padding token."""
-    for head in ("Model", "ForMaskedLM", "ForMultipleChoice", "ForQuestionAnswering", "ForSequenceClassification"):
+    for head in ("ForMultipleChoice", "ForQuestionAnswering", "ForSequenceClassification"):
         model = FAMILIES[family].make(head, pooling="mean", **(CHUNKS if family == "mega" else {}))
         inputs = head_inputs(head, [21, 5])
         expected = results(head, model(**inputs), inputs["attention_mask"])
@@ -164,10 +164,9 @@ def test_other_ways_to_pass_inputs(family):
 @pytest.mark.parametrize(
     "family, head, fields",
     [
-        *(("luna", head, {}) for head in HEADS),
         *(("luna", "ForSequenceClassification", {"pooling": pooling}) for pooling in POOLINGS[1:]),
-        *(("mega", head, mega.VARIANTS["laplace chunks"] | {"pooling": "mean"}) for head in HEADS),
-        *(("mega", "ForSequenceClassification", fields | {"pooling": "mean"}) for fields in mega.VARIANTS.values()),
+        *(("luna", head, {}) for head in ("Model", "ForQuestionAnswering", "ForMultipleChoice")),
+        *(("mega", head, fields | {"pooling": "mean"}) for head, fields in diagonal(HEADS, mega.VARIANTS.values())),
     ],
 )
 def test_a_row_of_padding(family, head, fields):

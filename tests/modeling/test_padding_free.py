@@ -5,18 +5,34 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import DataCollatorWithFlattening
 
+from tests.marks import diagonal, slow_but
+
 from . import classes, decoders, luna, mega
 
 LENGTHS = [17, 1, 8, 23, 5]
 
 
-@pytest.fixture(params=[*classes.VARIANTS, *decoders.DECODER_ONLY])
-def language_model(request):
+LANGUAGE_MODELS = [*classes.VARIANTS, *decoders.DECODER_ONLY]
+# Positions of Luna; chunks, batch statistics and truncated averages of Mega; all kinds of decoders.
+SOME = {
+    *("luna tied", "luna no positions, no embedding norm", "luna P not contextual", "mega laplace chunks"),
+    *("mega one direction, truncated", "mega batchnorm, norms around", "mega simple chunks, shift, no ffn"),
+    *decoders.SOME,
+}
+
+
+def language_model(name):
     """A model in float64 with a loss, and without dropout."""
-    if request.param in decoders.DECODER_ONLY:
-        return decoders.make(request.param, vocab_size=40)
-    family, fields = classes.VARIANTS[request.param]
+    if name in decoders.DECODER_ONLY:
+        return decoders.make(name, vocab_size=40)
+    family, fields = classes.VARIANTS[name]
     return family.make("ForMaskedLM", **fields).double()
+
+
+def with_each(*values):
+    """Combine each model with one value; those of other models than `SOME` are slow."""
+    pairs = diagonal(LANGUAGE_MODELS, values)
+    return slow_but([(name, value) for name, value in pairs if name in SOME], pairs)
 
 
 def sequences():
@@ -33,9 +49,7 @@ def one_by_one(model, items):
     """Logits of all tokens and the gradient of the summed loss."""
     logits, total = [], 0.0
     for item in items:
-        output = (
-            model(item["input_ids"][None], use_cache=False) if is_decoder(model) else model(item["input_ids"][None])
-        )
+        output = model(item["input_ids"][None], **without_cache(model))
         logits.append(output.logits[0])
         total = total + summed_loss(model, output.logits, item["labels"][None])
     total.backward()
@@ -70,11 +84,10 @@ def assert_equal_gradients(actual, expected):
         )
 
 
-@pytest.mark.covering(1)
-@pytest.mark.parametrize("marker", ["position_ids", "cu_seq_lens", "seq_idx", "two rows"])
-def test_padding_free_equals_separate_sequences(language_model, marker):
-    items = sequences()
-    expected, gradients = one_by_one(language_model, items)
+@pytest.mark.parametrize(("name", "marker"), with_each("position_ids", "cu_seq_lens", "seq_idx", "two rows"))
+def test_padding_free_equals_separate_sequences(name, marker):
+    model, items = language_model(name), sequences()
+    expected, gradients = one_by_one(model, items)
     if marker == "cu_seq_lens":
         batch = flattened(items, return_position_ids=False, return_flash_attn_kwargs=True)
     elif marker == "seq_idx":
@@ -84,34 +97,33 @@ def test_padding_free_equals_separate_sequences(language_model, marker):
     if marker == "two rows":  # 26 + 28 tokens; the last row has two tokens of left padding
         first, second = flattened(items[:3]), flattened(items[3:])
         batch = {name: torch.cat([first[name][:, :26], second[name][:, :26]]) for name in first}
-        expected, gradients = one_by_one(language_model, [*items[:3], items[3], cut(items[4], 3)])
+        expected, gradients = one_by_one(model, [*items[:3], items[3], cut(items[4], 3)])
     labels = batch.pop("labels")
-    output = language_model(**batch)
-    assert output.logits.shape[:2] == labels.shape
+    output = model(**batch)
+    assert output.logits.shape[:2] == labels.shape and output.get("past_key_values") is None
     torch.testing.assert_close(output.logits.flatten(0, 1), expected, rtol=1e-7, atol=1e-9)
-    summed_loss(language_model, output.logits, labels).backward()
-    assert_equal_gradients(taken_gradients(language_model), gradients)
+    summed_loss(model, output.logits, labels).backward()
+    assert_equal_gradients(taken_gradients(model), gradients)
 
 
 def cut(item, length):
     return {name: value[:length] for name, value in item.items()}
 
 
-@pytest.mark.covering(1)
-@pytest.mark.parametrize("side", ["left", "right"])
-def test_unpadded_equals_padded(language_model, side):
+@pytest.mark.parametrize(("name", "side"), with_each("left", "right"))
+def test_unpadded_equals_padded(name, side):
     """Results are equal, also for a row of padding; in training, because of batch norm statistics."""
-    inputs = luna.tokens(LENGTHS, side)
+    model, inputs = language_model(name), luna.tokens(LENGTHS, side)
     inputs["attention_mask"][1] = 0
     kept, results = inputs["attention_mask"].bool(), []
     for unpad in (False, True):
-        language_model.config.unpad_inputs = unpad
-        for module in language_model.modules():
+        model.config.unpad_inputs = unpad
+        for module in model.modules():
             if hasattr(module, "running_mean"):
                 module.train()
-        output = language_model(**inputs, **without_cache(language_model))
+        output = model(**inputs, **without_cache(model))
         output.logits[kept].sin().sum().backward()
-        results.append((output.logits[kept].detach(), taken_gradients(language_model)))
+        results.append((output.logits[kept].detach(), taken_gradients(model)))
     (padded, gradients), (unpadded, actual) = results
     torch.testing.assert_close(unpadded, padded, rtol=1e-7, atol=1e-9)
     # Parameters that only affect padding have no gradient.
@@ -170,13 +182,6 @@ def test_padding_free_trains_like_separate_sequences(family):
     assert not torch.allclose(states[0], states[1])
 
 
-@pytest.mark.parametrize("family", decoders.FAMILIES)
-def test_a_padding_free_batch_has_no_cache(family):
-    batch = flattened(sequences())
-    batch.pop("labels")
-    assert decoders.make_plain(family, vocab_size=40)(**batch).past_key_values is None
-
-
 IDS, BOUNDS = luna.tokens([9])["input_ids"], torch.tensor([0, 3, 9], dtype=torch.int32)
 GIVEN = {"cu_seq_lens_q": BOUNDS}
 # Head, inputs, text of the error.
@@ -199,13 +204,11 @@ ERRORS = [
 
 
 @pytest.mark.parametrize("family", [luna, mega])
-@pytest.mark.parametrize("head, inputs, text", ERRORS)
-def test_unsupported_and_contradictory_inputs_raise(family, head, inputs, text):
-    model = family.make(head)
-    if "output_attentions" in inputs:
-        model.set_attn_implementation("eager")
-    with pytest.raises(ValueError, match=text):
-        model(**{"input_ids": IDS} | inputs)
+def test_unsupported_and_contradictory_inputs_raise(family):
+    models = {head: family.make(head) for head, *_ in ERRORS}
+    for head, inputs, text in ERRORS:
+        with pytest.raises(ValueError, match=text):
+            models[head](**{"input_ids": IDS} | inputs)
 
 
 def test_learned_positions_limit_the_batch():
@@ -256,9 +259,10 @@ def test_empty_padding_free_source(name):
         torch.testing.assert_close(unpadded, padded)
 
 
-@pytest.mark.covering(1)
-@pytest.mark.parametrize("side", ["left", "right"])
-@pytest.mark.parametrize("name", [name for name in decoders.DECODER_ONLY if name.startswith("mega")])
+@pytest.mark.parametrize(
+    ("name", "side"),
+    [("mega: laplace chunks", "left"), ("mega: truncated", "right"), ("megalodon: heads", "left")],
+)
 @torch.no_grad()
 def test_mega_uses_positions_of_the_mask(name, side):
     """Positions as passed by servers and trainers; with a cache the last ones, with a complete or partial mask."""

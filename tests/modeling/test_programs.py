@@ -1,13 +1,14 @@
 """Programs of every kind equal the model for texts shorter and longer than the sample, P and a chunk."""
 
 import warnings
+from itertools import product
 
 import pytest
 import torch
 
 from luna_mega.hub.samples import borders, make_inputs
 from luna_mega.kernels.api import use_backend
-from tests.marks import slow_but
+from tests.marks import diagonal, slow_but
 
 from . import luna, mega, megalodon_decoders
 from .decoders import make
@@ -89,28 +90,27 @@ def check(way, name, lengths, attention=None):
 
 LENGTHS = {"one": lambda last: [1], "short": lambda last: [3, 2], "long": lambda last: [last + 2, 2]}
 TRACED = ["luna", "luna, importance", "luna, importance, wrap", "mega", "mega, truncated", "megalodon"]
-CASES = [(name, kind) for name in MODELS for kind in ("short", "long")]
-EXPORTED = [("luna, importance", "short"), ("luna, importance", "long"), ("megalodon", "long")]
+CASES = list(product(MODELS, ("short", "long")))
+ONE_EACH = slow_but([("luna, importance", "short")], diagonal(MODELS, ("short", "long")))
 
 
-@pytest.mark.parametrize("lengths", LENGTHS)
-@pytest.mark.parametrize("name", slow_but(TRACED, MODELS))
+@pytest.mark.parametrize(("name", "lengths"), slow_but(diagonal(TRACED, LENGTHS), product(MODELS, LENGTHS)))
 def test_traced_programs(name, lengths):
     check(trace, name, LENGTHS[lengths])
 
 
-@pytest.mark.parametrize(("name", "lengths"), slow_but([("megalodon", "short"), ("megalodon", "long")], CASES))
+@pytest.mark.parametrize(("name", "lengths"), slow_but([("megalodon", "long")], CASES))
 def test_traced_programs_with_eager_attention(name, lengths):
     check(trace, name, LENGTHS[lengths], "eager")
 
 
-@pytest.mark.parametrize(("name", "lengths"), slow_but(EXPORTED, CASES))
+@pytest.mark.parametrize(("name", "lengths"), ONE_EACH)
 def test_exported_programs(name, lengths):
     check(export, name, LENGTHS[lengths])
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "lengths"), CASES)
+@pytest.mark.parametrize(("name", "lengths"), diagonal(MODELS, ("short", "long")))
 def test_compiled_programs(name, lengths):
     check(compiled, name, LENGTHS[lengths])
 
