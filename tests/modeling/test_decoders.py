@@ -72,7 +72,7 @@ def test_outputs_do_not_depend_on_padding_and_batch(name):
 def test_gradients_flow_through_the_cache(name):
     """Backpropagation through segments matches the gradients of the complete sequence, including the encoder."""
     model = make(name)
-    ids, mask = padded([13, 8], 13, "left")
+    ids, mask = padded([13, 8], 13, "middle")
     given = source(model, 2, "left")
     model(**given, **target(model, ids, mask), use_cache=False).logits[mask.bool()].sin().sum().backward()
     expected = {name: parameter.grad for name, parameter in model.named_parameters()}

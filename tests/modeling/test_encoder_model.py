@@ -3,21 +3,25 @@
 import pytest
 import torch
 from torch import nn
-from transformers import Trainer, TrainingArguments
+from transformers import (
+    AutoModel,
+    AutoModelForMaskedLM,
+    AutoModelForSequenceClassification,
+    Trainer,
+    TrainingArguments,
+)
 
 from luna_mega import (
     LunaForCausalLM,
     MegaForSequenceClassification,
 )
-from luna_mega.modeling_common.layout import DENSE, DenseLayout
+from luna_mega.modeling_common.layout import DenseLayout
 from luna_mega.modeling_luna import modeling_luna
 from luna_mega.modeling_mega.layers_mega import MegaRotaryRelativeBias
 from luna_mega.modeling_mega.modeling_mega import MegaDropout
-from tests.marks import diagonal
 
 from . import luna, mega, mega_decoders
-from .luna import HEADS, POOLINGS, head_inputs, labels, tokens
-from .saving import comes_back, masked_lm_comes_back
+from .luna import HEADS, head_inputs, labels, tokens
 
 FAMILIES = {"luna": luna, "mega": mega}
 VARIANTS = [(name, variant) for name, family in FAMILIES.items() for variant in family.VARIANTS]
@@ -103,12 +107,11 @@ def test_compile_trains(family, variant):
     torch.testing.assert_close(*states)
 
 
-@pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize(
-    "family, variant",
+    "family, variant, reentrant",
     [
-        *(("luna", variant) for variant in ("tied", "pre-norm", "shared layers", "P not contextual")),
-        *(("mega", variant) for variant in ("laplace chunks", "batchnorm, norms around")),
+        *(("luna", "pre-norm", False), ("luna", "shared layers", True), ("luna", "P not contextual", False)),
+        *(("mega", "laplace chunks", True), ("mega", "batchnorm, norms around", False)),
     ],
 )
 def test_gradient_checkpointing(family, variant, reentrant):
@@ -124,15 +127,27 @@ def test_gradient_checkpointing(family, variant, reentrant):
     torch.testing.assert_close(*states)
 
 
-SAVED = [("luna", variant, {"pooling": pooling}) for pooling, variant in diagonal(POOLINGS, [*luna.VARIANTS, None])]
-SAVED += [("mega", variant, {"classifier_num_layers": 2}) for variant in [*mega.VARIANTS, None]]
+SAVED = [
+    ("luna", "untied, other pack heads", {"pooling": "packed_attention"}),
+    ("luna", "shared layers", {"pooling": "packed_max"}),
+    ("luna", None, {"pooling": "mean"}),
+    ("mega", "batchnorm, norms around", {"classifier_num_layers": 2}),
+    ("mega", "simple chunks, shift, no ffn", {"classifier_num_layers": 1}),
+    ("mega", None, {}),
+]
 
 
 @pytest.mark.parametrize("family, variant, fields", SAVED)
 def test_save_and_load(tmp_path, family, variant, fields):
-    """Every variant, and None: a model of values."""
+    """An Auto class loads a sharded classifier with equal configuration and logits; None: a model of values."""
     model = make(family, "ForSequenceClassification", variant, **({} if variant else FAMILIES[family].VALUES) | fields)
-    comes_back(tmp_path, model, tokens([9, 4]) if variant else {"input_values": torch.randn(2, 9)})
+    inputs = tokens([9, 4]) if variant else {"input_values": torch.randn(2, 9)}
+    model.save_pretrained(tmp_path, max_shard_size="10KB")
+    assert len(list(tmp_path.glob("model-*.safetensors"))) > 1
+    loaded, report = AutoModelForSequenceClassification.from_pretrained(tmp_path, output_loading_info=True)
+    assert not report["missing_keys"] and not report["unexpected_keys"]
+    assert type(loaded) is type(model) and loaded.config.to_json_string() == model.config.to_json_string()
+    assert torch.equal(loaded(**inputs).logits, model(**inputs).logits)
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -144,7 +159,17 @@ def test_save_and_load(tmp_path, family, variant, fields):
     ],
 )
 def test_masked_lm_weights(tmp_path, family, names, tied):
-    masked_lm_comes_back(tmp_path, make(family, "ForMaskedLM", tie_word_embeddings=tied), tokens([9, 4]), *names)
+    """The model and its encoder can be loaded and resized; input and output weights are identical if tied."""
+    model, inputs = make(family, "ForMaskedLM", tie_word_embeddings=tied), tokens([9, 4])
+    model.save_pretrained(tmp_path)
+    loaded = AutoModelForMaskedLM.from_pretrained(tmp_path, device_map="auto")
+    assert (loaded.get_parameter(names[0]) is loaded.get_parameter(names[1])) == tied
+    assert torch.equal(loaded(**inputs).logits, model(**inputs).logits)
+    encoder = AutoModel.from_pretrained(tmp_path)
+    assert torch.equal(encoder(**inputs).last_hidden_state, model.base_model(**inputs).last_hidden_state)
+    loaded.resize_token_embeddings(50)
+    assert loaded(**inputs).logits.shape == (2, 9, 50) and loaded.config.vocab_size == 50
+    torch.testing.assert_close(loaded(**inputs).logits[..., :40], model(**inputs).logits)
 
 
 def initialized(family, **fields):
@@ -208,22 +233,6 @@ def test_decoding_step_keeps_keys_and_values_tied(monkeypatch):
     model = LunaForCausalLM(luna.tiny_config(is_decoder=True)).eval()
     model.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=3, min_new_tokens=3)
     assert given == [True] * (2 * model.config.num_hidden_layers)
-
-
-def test_sinusoids_equal_fairseq():
-    """Half sines, half cosines, frequencies 10000^(-k / (d/2 - 1)); the first token is at pad + 1, P at 0."""
-    config = luna.tiny_config(position_embedding_type="sinusoidal", embedding_norm=False)
-    model = HEADS["Model"](config).eval()
-    embeds = model.get_input_embeddings()(torch.full((1, 3), 7))
-    states, (packed, _) = model.embeddings(embeds, DENSE, torch.arange(3)[None], with_packed=True)
-    frequency = 10000.0 ** (-torch.arange(12) / 11.0)
-    for actual, raw, first in (
-        (states, model.embeddings.word_embeddings.weight[7], 2),
-        (packed[0], model.embeddings.packed_embeddings, 0),
-    ):
-        angle = (first + torch.arange(3.0))[:, None] * frequency
-        expected = 24**0.5 * (raw if raw.dim() == 1 else raw[:3]) + torch.cat([angle.sin(), angle.cos()], dim=1)
-        torch.testing.assert_close(actual[0], expected)
 
 
 def test_training_with_trainer(tmp_path):

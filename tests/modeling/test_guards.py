@@ -9,13 +9,13 @@ import torch
 from transformers import CompileConfig, DynamicCache
 
 from luna_mega.modeling_common import generation
+from tests.marks import diagonal
 
 from . import decoders
 
 CLASSES = {
     "LunaForCausalLM": ("luna", {}),
-    "MegaForCausalLM": ("mega", {}),
-    "MegaForCausalLM, chunks": ("mega", {"use_chunking": True, "chunk_size": 4}),
+    "MegaForCausalLM": ("mega", {"use_chunking": True, "chunk_size": 4}),
     "MegalodonForCausalLM": ("megalodon", {}),
     "LunaForConditionalGeneration": ("luna", {"is_encoder_decoder": True}),
     "MegaForConditionalGeneration": ("mega", {"is_encoder_decoder": True}),
@@ -100,6 +100,7 @@ FORWARD = {
     ),
     "an additive mask": ("attention_mask` has values from", lambda m: run(m, mask=-1.0 * ones(2, 5))),
     "an unknown argument": ("do not support foo", lambda m: run(m, foo=1)),
+    "values": ("do not support input_values|requires? .*tokens", lambda m: run(m, input_values=torch.zeros(2, 5))),
     "tokens beyond the vocabulary": ("are from 102 to 108", lambda m: run(m, IDS + 100)),
     "tokens below 0": ("are from -98 to -92", lambda m: run(m, IDS - 100)),
     "no token": ("the batch is empty", lambda m: run(m, IDS[:, :0])),
@@ -124,12 +125,11 @@ GUARDS |= {f"forward: {name}": guard for name, guard in FORWARD.items()}
 
 @torch.no_grad()
 @pytest.mark.filterwarnings("ignore:.*gradient_checkpointing_enable")
-@pytest.mark.parametrize("case", CLASSES)
-@pytest.mark.parametrize("guard", GUARDS)
-def test_guard(guard, case):
-    message, call = GUARDS[guard]
-    with pytest.raises(ValueError, match=message):
-        call(make(case))
+@pytest.mark.parametrize("message, call", GUARDS.values(), ids=GUARDS)
+def test_guard(message, call):
+    for case in CLASSES:
+        with pytest.raises(ValueError, match=message):
+            call(make(case))
 
 
 @torch.no_grad()
@@ -168,8 +168,7 @@ def warnings():
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("case", CLASSES)
-@pytest.mark.parametrize("rows", [1, 2])
+@pytest.mark.parametrize("case, rows", diagonal(CLASSES, [1, 2]))
 def test_right_padding_warns(case, rows, warnings):
     """Once for each call; not for padding on the left or in a source."""
     model = make(case)

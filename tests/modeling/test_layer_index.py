@@ -1,13 +1,11 @@
 """Layers that are removed, reordered or repeated keep their row of `packed_embeddings`, and are saved with it."""
 
 import copy
-from itertools import cycle
 
 import pytest
 import torch
 
 import luna_mega
-from tests.marks import slow_but
 
 from . import decoders, luna, luna_decoders
 
@@ -24,7 +22,6 @@ MODELS = {
     "Megalodon": lambda: decoders.FAMILIES["megalodon"].make(num_hidden_layers=DEPTH),
 }
 CHOICES = {"fewer": [0, 3], "reordered": [2, 0, 3, 1], "repeated": [1, 1, 0, 3, 2], "one": [3]}
-PAIRS = [["repeated"], ["reordered"], ["repeated"], ["fewer"], ["one"]]
 
 
 def body(model):
@@ -71,35 +68,35 @@ def assert_equal(model, reference):
             torch.testing.assert_close(actual[name], wanted[name], msg=lambda text, name=name: f"{name}: {text}")
 
 
-CASES = [(name, choice) for name in MODELS for choice in CHOICES]
-CASES.remove(("encoder, shared layers", "repeated"))  # P has no rows for further steps
-CACHED = [case for case in CASES if case[0] in ("decoder", "Mega", "Megalodon")]
+# Choice, and whether weights are passed to `save_pretrained`, as Trainer does.
+CASES = [
+    ("decoder", "repeated", False),
+    ("encoder", "reordered", True),
+    ("encoder, pooled P", "repeated", True),
+    ("encoder, shared layers", "fewer", False),
+    ("model", "one", True),
+    ("encoder-decoder", "repeated", False),
+    ("Mega", "reordered", False),
+    ("Megalodon", "repeated", True),
+]
 
 
-def some(cases):
-    """Mark all but one or two choices of every model as slow."""
-    fast = [(name, choice) for name, choices in zip(MODELS, cycle(PAIRS)) for choice in choices]
-    return slow_but([case for case in cases if case in fast], cases)
-
-
-@pytest.mark.parametrize(("name", "choice"), some(CASES))
-def test_outputs_and_folder(name, choice, tmp_path):
+@pytest.mark.parametrize(("name", "choice", "as_trainer"), CASES)
+def test_outputs_and_folder(name, choice, as_trainer, tmp_path):
     model, chosen = MODELS[name](), CHOICES[choice]
     reference = expected(model, chosen)
     choose(model, chosen)
-    assert_equal(model, reference)
     assert_equal(copy.deepcopy(model), reference)
     before = {key: value.shape for key, value in model.state_dict().items()}
-    model.save_pretrained(tmp_path / "model")
-    model.save_pretrained(tmp_path / "trainer", state_dict=model.state_dict())
+    model.save_pretrained(tmp_path, state_dict=model.state_dict() if as_trainer else None)
     assert {key: value.shape for key, value in model.state_dict().items()} == before
-    for folder in ("model", "trainer"):
-        loaded, report = type(model).from_pretrained(tmp_path / folder, output_loading_info=True)
-        assert not any(report.values())
-        assert_equal(loaded.double().eval(), reference)
+    assert_equal(model, reference)
+    loaded, report = type(model).from_pretrained(tmp_path, output_loading_info=True)
+    assert not any(report.values())
+    assert_equal(loaded.double().eval(), reference)
 
 
-@pytest.mark.parametrize(("name", "choice"), some(CACHED))
+@pytest.mark.parametrize(("name", "choice"), [("decoder", "repeated"), ("Mega", "fewer"), ("Megalodon", "repeated")])
 def test_cache(name, choice):
     """Two layers with the same weights, and therefore the same `layer_idx`, have separate caches."""
     model = choose(MODELS[name](), CHOICES[choice])

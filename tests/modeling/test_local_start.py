@@ -161,8 +161,7 @@ def causal_weights(model, ids):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("activation", ["softplus", "elu"])
-@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("tied, activation", [(True, "softplus"), (False, "elu")])
 def test_decoder_heads_attend_to_earlier_tokens(tied, activation):
     """Among random tokens the position with the largest weight is, in the median, within 1 of a head's offset."""
     fields = {"is_decoder": True, "hidden_size": 256, "tie_key_value": tied, "causal_activation": activation}

@@ -2,15 +2,10 @@
 
 import pytest
 import torch
-import transformers
 
 from luna_mega import MegalodonForCausalLM
-from tests.modeling import luna
 from tests.modeling.decoders import padded
 from tests.modeling.megalodon_decoders import make, tiny_config
-
-CLASSIFIER = "AutoModelForSequenceClassification"
-BOUNDS = torch.tensor([0, 9, 18], dtype=torch.int32)
 
 
 def test_the_residual_is_the_input_of_the_block():
@@ -110,32 +105,6 @@ def test_sensitive_parameters_stay_in_float32(tmp_path):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("side", ["left", "right"])
-def test_a_cache_splits_a_sequence_anywhere(side):
-    """Within chunks and at their boundaries, which differ between rows with left padding."""
-    model, (ids, mask) = make(), padded([13, 11, 2], 13, side)
-    expected = model(ids, mask, use_cache=False).logits
-    for split in range(1, 13):
-        first = model(ids[:, :split], mask[:, :split], use_cache=True)
-        second = model(ids[:, split:], mask, past_key_values=first.past_key_values)
-        logits = torch.cat([first.logits, second.logits], 1)
-        torch.testing.assert_close(logits[mask.bool()], expected[mask.bool()], atol=1e-9, rtol=1e-7)
-
-
-@pytest.mark.parametrize(
-    "auto, head",
-    [("AutoModel", "Model"), ("AutoModelForCausalLM", "ForCausalLM"), (CLASSIFIER, "ForSequenceClassification")],
-)
-def test_auto_classes(tmp_path, auto, head):
-    model = make(head, dtype=torch.float32)
-    model.save_pretrained(tmp_path)
-    loaded, info = getattr(transformers, auto).from_pretrained(tmp_path, output_loading_info=True)
-    assert type(loaded) is type(model) and not any(info.values())
-    for name, tensor in model.state_dict().items():
-        assert torch.equal(tensor, loaded.state_dict()[name]), name
-
-
-@torch.no_grad()
 def test_steps_use_changed_weights():
     """Coefficients in the cache are recomputed if weights change; the original continues with the old ones."""
     model, ids = make(), padded([6], 6, "none")[0]
@@ -202,18 +171,3 @@ def test_an_output_layer_of_another_size():
     assert beams.max() < 7
     with pytest.raises(NotImplementedError, match="a vocabulary of 30 tokens with output_size=7 scores"):
         model.resize_token_embeddings(40)
-
-
-@pytest.mark.parametrize(
-    "options, message",
-    [
-        ({"encoder_hidden_states": torch.zeros(2, 9, 12)}, "encoder_hidden_states"),
-        ({"input_values": torch.zeros(2, 9)}, "do not support input_values"),
-        ({"cu_seq_lens_q": BOUNDS, "attention_mask": None, "use_cache": True}, "has no cache"),
-        ({"attention_mask": torch.full((2, 9), 0.5)}, "attention_mask` has values"),
-    ],
-)
-def test_inconsistent_inputs_raise(options, message):
-    for head in ("Model", "ForCausalLM"):
-        with pytest.raises(ValueError, match=message):
-            make(head)(**luna.tokens([9, 4]) | {"input_ids": padded([9, 4], 9, "right")[0]} | options)

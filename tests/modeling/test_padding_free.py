@@ -247,18 +247,6 @@ def test_encoder_decoders_unpad_their_source(family):
     torch.testing.assert_close(*results)
 
 
-@pytest.mark.parametrize("name", decoders.slow_but_some(decoders.WITH_ENCODER))
-def test_empty_padding_free_source(name):
-    """`unpad_inputs` matches the padded path, also if all positions are masked."""
-    ids, target = decoders.padded([5, 3], 5, "right")[0], torch.tensor([[2, 5, 6], [2, 7, 8]])
-    for mask in (torch.zeros(2, 5), torch.tensor([[1, 1, 0, 0, 0], [0] * 5])):
-        padded, unpadded = (
-            decoders.make(name, unpad_inputs=unpad)(ids, mask, decoder_input_ids=target).logits
-            for unpad in (False, True)
-        )
-        torch.testing.assert_close(unpadded, padded)
-
-
 @pytest.mark.parametrize(
     ("name", "side"),
     [("mega: laplace chunks", "left"), ("mega: truncated", "right"), ("megalodon: heads", "left")],

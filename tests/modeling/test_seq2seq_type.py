@@ -19,7 +19,6 @@ from transformers.models.auto import modeling_auto
 
 import luna_mega
 import luna_mega_cli
-from tests.marks import slow_but
 from tests.modeling.decoders import TRANSLATING, make_plain, padded, source, target
 
 PRESETS = {"luna": lambda config: config.wmt(30), "mega": lambda config: config.wmt_en_de(30)}
@@ -133,19 +132,6 @@ def test_encoder_decoder_folder_of_an_early_type_loads_after_an_edit(family, tmp
     (tmp_path / "config.json").write_text(content)
     found = AutoModelForSeq2SeqLM.from_pretrained(tmp_path)
     assert torch.equal(found(**inputs).logits, model(**inputs).logits)
-
-
-@pytest.mark.parametrize("family", slow_but(FAMILIES[1:], FAMILIES), ids=str)
-def test_bundle_of_an_encoder_decoder(family, tmp_path):
-    with_encoder(family).save_pretrained(tmp_path)
-    assert luna_mega_cli.main(["bundle", str(tmp_path)]) == 0
-    entry = f"auto_{family.name}_seq2seq"
-    assert json.loads((tmp_path / "config.json").read_text())["auto_map"] == {
-        "AutoConfig": f"{entry}.{family.Seq2SeqConfig.__name__}",
-        "AutoModel": f"{entry}.{family.Seq2SeqModel.__name__}",
-        "AutoModelForSeq2SeqLM": f"{entry}.{family.ForConditionalGeneration.__name__}",
-    }
-    assert not (tmp_path / f"heads_{family.name}.py").exists()
 
 
 def test_encoder_or_decoder_is_a_separate_model(family, tmp_path):

@@ -6,7 +6,6 @@ import pytest
 import torch
 
 import luna_mega
-from tests.marks import slow_but
 
 from . import decoders, luna, luna_decoders, mega
 
@@ -18,7 +17,7 @@ CASES = {
     for layers in (1, 3)
 } | {
     f"{pooling}, {variant}, {layers}": (POOLED, fields | {"pooling": pooling, "num_hidden_layers": layers})
-    for pooling in ("packed_mean", "packed_max", "packed_attention")
+    for pooling in ("packed_max", "packed_attention")
     for variant, fields in luna.VARIANTS.items()
     for layers in (1, 3)
 }
@@ -35,11 +34,7 @@ def assert_frozen_are_unread(model, loss):
     return frozen
 
 
-VARIANTS = [*luna.VARIANTS]
-HALF = [case for case in CASES if VARIANTS.index(case.split(", ", 1)[1][:-3]) % 2 == (case[-1] == "1")]
-
-
-@pytest.mark.parametrize("case", slow_but(HALF, CASES))
+@pytest.mark.parametrize("case", list(CASES)[::3])  # every head, variant and number of layers
 def test_luna(case):
     head, fields = CASES[case]
     inputs = luna.head_inputs(head, [9, 4])
