@@ -100,7 +100,7 @@ FORWARD = {
     ),
     "an additive mask": ("attention_mask` has values from", lambda m: run(m, mask=-1.0 * ones(2, 5))),
     "an unknown argument": ("do not support foo", lambda m: run(m, foo=1)),
-    "values": ("do not support input_values|requires? .*tokens", lambda m: run(m, input_values=torch.zeros(2, 5))),
+    "values": ("input_values|input_type", lambda m: run(m, input_values=torch.zeros(2, 5))),
     "tokens beyond the vocabulary": ("are from 102 to 108", lambda m: run(m, IDS + 100)),
     "tokens below 0": ("are from -98 to -92", lambda m: run(m, IDS - 100)),
     "no token": ("the batch is empty", lambda m: run(m, IDS[:, :0])),
