@@ -181,4 +181,7 @@ def seed() -> None:
     """Seed the random numbers of every test independently of earlier tests."""
     random.seed(0)
     np.random.seed(0)
-    torch.manual_seed(0)
+    if torch.cuda.is_available():
+        torch.manual_seed(0)
+    else:  # `torch.manual_seed` would also format the stack, to seed other devices when they are first used
+        torch.default_generator.manual_seed(0)

@@ -51,7 +51,7 @@ def options(path: Path, output: Path, *more, model_type: str = "mega") -> list:
     return ["--dataset_path", path, "--output_dir", output, "--audio_column", "clip", *model, "--do_train", *more]
 
 
-def test_mega_from_scratch_with_held_out_takes(run, script, folder, tmp_path):
+def test_mega_from_scratch_with_held_out_takes(run, folder, tmp_path):
     output = tmp_path / "out"
     summary = run(
         *options(folder, output, "--do_eval", "--do_predict", "--hold_out", "take=2,3", "--num_train_epochs", 8),
@@ -78,6 +78,18 @@ def test_mega_from_scratch_with_held_out_takes(run, script, folder, tmp_path):
     again = ["--dataset_path", folder, "--audio_column", "clip", "--model_name_or_path", output, "--do_eval"]
     again += ["--hold_out", "take=2,3", "--output_dir", tmp_path / "again"]
     assert run(*again)["eval_loss"] == pytest.approx(summary["eval_loss"], abs=1e-5)
+
+    # Another sampling rate or label than the model's.
+    source = [*again[:6], "--output_dir", tmp_path / "other"]
+    assert_error(run, "--sampling_rate 500: .* has 1000", *source, "--do_predict", "--sampling_rate", 500)
+    test[5]["label"] = 7
+    message = "out has the labels 0, 1, but not 7 of the data; rename the latter"
+    for split, option in (("validation", "--do_eval"), ("test", "--do_predict")):
+        pd.DataFrame(test).to_parquet(folder / f"{split}-00000-of-00001.parquet")
+        assert_error(run, message, *source, option)
+    test[5]["label"] = -1  # unknown
+    pd.DataFrame(test).to_parquet(folder / "test-00000-of-00001.parquet")
+    assert "test_accuracy" in run(*source, "--do_predict")
 
 
 @pytest.mark.slow
@@ -208,24 +220,6 @@ ERRORS = {
 @pytest.mark.parametrize(("more", "message"), ERRORS.values(), ids=ERRORS)
 def test_invalid_options_are_one_line(more, message, run, folder, tmp_path):
     assert_error(run, message, *options(folder, tmp_path / "out", *more), output=tmp_path / "out")
-
-
-def test_other_sampling_rate_or_label_than_the_model(run, folder, tmp_path):
-    run(*options(folder, tmp_path / "out", "--max_steps", 1))
-    model = ["--model_name_or_path", tmp_path / "out", "--audio_column", "clip", "--output_dir", tmp_path / "again"]
-    with pytest.raises(SystemExit, match="--sampling_rate 500: .* has 1000"):
-        run("--dataset_path", folder, *model, "--do_predict", "--sampling_rate", 500)
-    examples = rows(8, seed=0)
-    examples[5]["label"] = 7
-    pd.DataFrame(examples).to_parquet(folder / "validation.parquet")
-    with pytest.raises(SystemExit, match="out has the labels 0, 1, but not 7 of the data; rename the latter"):
-        run("--dataset_path", folder, *model, "--do_eval")
-    pd.DataFrame(examples).to_parquet(folder / "test-00000-of-00001.parquet")
-    with pytest.raises(SystemExit, match="out has the labels 0, 1, but not 7 of the data; rename the latter"):
-        run("--dataset_path", folder, *model, "--do_predict")
-    examples[5]["label"] = -1  # unknown
-    pd.DataFrame(examples).to_parquet(folder / "test-00000-of-00001.parquet")
-    assert "test_accuracy" in run("--dataset_path", folder, *model, "--do_predict")
 
 
 def test_wrong_rows(run, tmp_path):

@@ -10,6 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback, TrainerState, TrainingArguments
 
+from luna_mega import MegaConfig, MegaForCausalLM
 from luna_mega.training import language_modeling, tokenizers
 from luna_mega.training.language_modeling import Streams
 from luna_mega.training.runs import OrderedTrainer
@@ -80,8 +81,6 @@ def test_streams_continue_after_the_previous_batch(script):
 @pytest.mark.parametrize(("context", "batch_size"), [(20, 1), (20, 3), (7, 2), (1000, 4)])
 def test_score(script, context, batch_size):
     """Blocks evaluated by segments have the score of complete blocks; every token except the first counts once."""
-    from luna_mega import MegaConfig, MegaForCausalLM
-
     torch.manual_seed(0)
     fields = {"vocab_size": 12, "hidden_size": 16, "num_hidden_layers": 1, "use_chunking": True, "chunk_size": 4}
     model = MegaForCausalLM(MegaConfig(**fields, bidirectional=False, is_decoder=True, initializer_range=0.3)).eval()
@@ -119,24 +118,18 @@ def test_training_learns_resumes_and_loads(run, script, corpus, tmp_path):
     assert next(row for row in scores if row["context"] == 64)["loss"] == pytest.approx(resumed["eval_loss"], rel=0.02)
 
 
-@pytest.mark.parametrize(
-    "options",
-    [["--carry_state", "true"], pytest.param(["--min_block_size", "8"], marks=pytest.mark.slow)],
-    ids=["carried", "lengths"],
-)
-def test_other_blocks(run, options):
-    summary = run(*CHARACTERS, *options, "--max_steps", "15", "--learning_rate", "1e-2", "--do_eval")
-    assert summary["eval_loss"] < math.log(14)
+BLOCKS = {"carried state": ["--carry_state", "true"], "lengths": ["--min_block_size", "8"]}
 
 
-@pytest.mark.parametrize(
-    "carry", [pytest.param([], marks=pytest.mark.slow), ["--carry_state"]], ids=["blocks", "carried state"]
-)
-def test_luna(run, tmp_path, carry):
-    options = ["--model_type", "luna", "--config_overrides", f"{runs.TINY},position_embedding_type=sinusoidal"]
-    summary = run(*CHARACTERS, "--max_steps", "3", "--do_eval", *carry, *options)
+@pytest.mark.parametrize(("model_type", "blocks"), [("luna", "carried state"), ("mega", "lengths")])
+def test_other_blocks(run, tmp_path, model_type, blocks):
+    options = ["--model_type", model_type]
+    if model_type == "luna":
+        options += ["--config_overrides", f"{runs.TINY},position_embedding_type=sinusoidal"]
+    summary = run(*CHARACTERS, "--max_steps", "3", "--do_eval", *BLOCKS[blocks], *options)
     assert math.isfinite(summary["eval_perplexity"])
-    assert type(AutoModelForCausalLM.from_pretrained(tmp_path / "out")).__name__ == "LunaForCausalLM"
+    name = type(AutoModelForCausalLM.from_pretrained(tmp_path / "out")).__name__
+    assert name == f"{model_type.capitalize()}ForCausalLM"
 
 
 @pytest.mark.slow
@@ -179,21 +172,15 @@ def test_errors(run, options, message):
     assert_error(run, message, *CHARACTERS, *options)
 
 
-def test_a_table_of_biases_has_one_chunk(run, script, corpus, tmp_path):
-    run(*CHARACTERS, "--max_steps", "1", "--config_overrides", TINY + ",relative_positional_bias=simple")
-    options = ["--dataset_path", str(corpus), "--split", "train", "--line_end", "newline", "--device", "cpu"]
+def test_a_table_of_biases_has_one_chunk(script, corpus, tmp_path):
+    fields = {"hidden_size": 16, "num_hidden_layers": 1, "use_chunking": True, "chunk_size": 8}
+    fields |= {"is_decoder": True, "bidirectional": False, "relative_positional_bias": "simple"}
+    MegaForCausalLM(MegaConfig(vocab_size=20, **fields)).save_pretrained(tmp_path / "model")
+    tokenizers.train_characters(LINES).save_pretrained(tmp_path / "model")
+    options = ["--model_name_or_path", tmp_path / "model", "--output_dir", tmp_path / "scores", "--device", "cpu"]
+    options += ["--dataset_path", corpus, "--split", "train", "--line_end", "newline", "--chunk", 4]
     with pytest.raises(SystemExit, match="rotary bias"):
-        script("eval_lm").main(
-            [
-                "--model_name_or_path",
-                str(tmp_path / "out"),
-                "--output_dir",
-                str(tmp_path / "s"),
-                *options,
-                "--chunk",
-                "4",
-            ]
-        )
+        script("eval_lm").main([*map(str, options)])
 
 
 def test_reported_scores_reach_the_callbacks(tmp_path):

@@ -47,7 +47,7 @@ def scratch(task: str, data: Path, output: Path) -> list:
     ]
 
 
-def test_single_sentences_from_scratch(run, sst2, tmp_path):
+def test_single_sentences_from_scratch_and_then_another_task(run, sst2, tmp_path):
     output = tmp_path / "out"
     summary = run(
         *scratch("sst2", sst2, output),
@@ -70,6 +70,20 @@ def test_single_sentences_from_scratch(run, sst2, tmp_path):
     assert table.columns.tolist() == ["index", "prediction"]
     assert table["prediction"].tolist() == predicted == [row["label"] for row in rows("sst2", 8, seed=8)]
 
+    # The script evaluates it as after training, and fine-tunes it for a task with another head.
+    again = ["--task_name", "sst2", "--dataset_path", sst2, "--output_dir", tmp_path / "again", "--do_eval"]
+    again = run(*again, "--model_name_or_path", output)
+    assert again["eval_loss"] == pytest.approx(summary["eval_loss"], abs=1e-6) and "train_loss" not in again
+    for split, size in (("train", 8), ("validation", 8), ("test", 4)):
+        write(rows("stsb", size, seed=size), tmp_path / "stsb" / f"{split}.csv")
+    second = ["--task_name", "stsb", "--dataset_path", tmp_path / "stsb", "--output_dir", tmp_path / "second"]
+    second += ["--model_name_or_path", output, "--do_train", "--do_eval", "--do_predict", "--max_steps", 1]
+    summary = run(*second, "--ignore_mismatched_sizes", "--config_overrides", "dropout=0.3")
+    assert {"eval_pearson", "eval_spearmanr", "eval_combined_score"} <= set(summary)
+    config = AutoModelForSequenceClassification.from_pretrained(tmp_path / "second").config
+    assert (config.num_labels, config.problem_type, config.dropout, config.hidden_size) == (1, "regression", 0.3, 16)
+    assert np.isfinite(pd.read_csv(tmp_path / "second" / "STS-B.tsv", sep="\t")["prediction"]).all()
+
 
 def test_pairs_with_two_validation_sets(run, tmp_path):
     for split in ("train", "validation_matched", "validation_mismatched", "test_matched", "test_mismatched"):
@@ -87,17 +101,6 @@ def test_pairs_with_two_validation_sets(run, tmp_path):
         assert set(predicted) <= {"entailment", "neutral", "contradiction"}
     state = json.loads((output / "trainer_state.json").read_text())
     assert state["best_metric"] == max(entry.get("eval_matched_accuracy", 0) for entry in state["log_history"])
-
-
-def test_regression(run, tmp_path):
-    for split, size in (("train", 16), ("validation", 16), ("test", 4)):
-        write(rows("stsb", size, seed=size), tmp_path / "data" / f"{split}.csv")
-    output = tmp_path / "out"
-    summary = run(*scratch("stsb", tmp_path / "data", output), "--do_eval", "--do_predict", "--max_steps", 2)
-    assert {"eval_pearson", "eval_spearmanr", "eval_combined_score"} <= set(summary)
-    model = AutoModelForSequenceClassification.from_pretrained(output)
-    assert model.config.num_labels == 1 and model.config.problem_type == "regression"
-    assert np.isfinite(pd.read_csv(output / "STS-B.tsv", sep="\t")["prediction"]).all()
 
 
 def test_two_towers(run, tmp_path):
@@ -126,26 +129,6 @@ def test_two_towers(run, tmp_path):
 def test_resumed_run_ends_with_the_same_weights(run, sst2, tmp_path):
     assert_resumes(run, partial(scratch, "sst2", sst2), AutoModelForSequenceClassification, tmp_path)
     assert run(*scratch("sst2", sst2, tmp_path / "complete"), "--max_steps", 5, "--resume_from_checkpoint", "last")
-
-
-def test_fine_tuning_a_saved_model_on_another_task(run, sst2, tmp_path):
-    run(*scratch("sst2", sst2, tmp_path / "first"), "--max_steps", 1, "--save_strategy", "no")
-    for split in ("train", "validation"):
-        write(rows("stsb", 8, seed=1), tmp_path / "stsb" / f"{split}.jsonl")
-    second = ["--task_name", "stsb", "--dataset_path", tmp_path / "stsb", "--output_dir", tmp_path / "second"]
-    second += ["--model_name_or_path", tmp_path / "first", "--do_train", "--do_eval", "--max_steps", 1]
-    summary = run(*second, "--ignore_mismatched_sizes", "--config_overrides", "dropout=0.3")
-    config = AutoModelForSequenceClassification.from_pretrained(tmp_path / "second").config
-    assert (config.num_labels, config.dropout, config.hidden_size) == (1, 0.3, 16)
-    assert "eval_pearson" in summary
-
-
-def test_evaluation_only_reproduces_the_training_run_accuracy(run, sst2, tmp_path):
-    trained = run(*scratch("sst2", sst2, tmp_path / "out"), "--do_eval", "--max_steps", 3, "--save_strategy", "no")
-    again = ["--task_name", "sst2", "--dataset_path", sst2, "--output_dir", tmp_path / "again", "--do_eval"]
-    summary = run(*again, "--model_name_or_path", tmp_path / "out")
-    assert summary["eval_loss"] == pytest.approx(trained["eval_loss"], abs=1e-6)
-    assert "train_loss" not in summary
 
 
 def test_command_line_overrides_recipe(run, script, sst2, tmp_path):

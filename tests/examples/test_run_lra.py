@@ -12,7 +12,8 @@ from PIL import Image as PILImage
 from transformers import AutoModel, AutoModelForSequenceClassification, AutoTokenizer
 
 import luna_mega
-from tests.examples.runs import TINY, assert_error, assert_resumes, sentence, steps
+from tests.examples.runs import TINY, assert_error, sentence, steps
+from tests.marks import slow_but
 
 RUN = ["lra.run_lra", "--per_device_train_batch_size", 4]
 SIDE = 8
@@ -71,10 +72,12 @@ def options(task: str, path: Path, output: Path, *more, model: str = "mega") -> 
 TWO_STEPS = ["--max_steps", 2, "--save_strategy", "no"]
 
 
-@pytest.mark.covering(1)
-@pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize("task", LENGTHS)
-def test_every_task_with_every_model(run, script, folder, tmp_path, task, model):
+TRAINED = [("listops", "mega"), ("retrieval", "luna"), ("image", "transformer")]
+MORE = [("text", "transformer"), ("retrieval", "transformer"), ("retrieval", "mega"), ("pathfinder", "luna")]
+
+
+@pytest.mark.parametrize(("task", "model"), slow_but(TRAINED, TRAINED + MORE))
+def test_predictions_of_the_saved_model(run, script, folder, tmp_path, task, model):
     output = tmp_path / "out"
     summary = run(*options(task, folder(task), output, "--do_eval", "--do_predict", *TWO_STEPS, model=model))
     assert steps(output) == 2 and 0 <= summary["test_accuracy"] <= 1
@@ -221,36 +224,6 @@ def test_masks_of_self_pretraining(script):
     masked = row["labels"] != -100
     assert 20 < masked.sum() < 80 and torch.equal(row["labels"][masked], grays[masked].long())
     assert torch.equal(row["input_values"][~masked], values[~masked]) and not row["input_values"][masked].any()
-
-
-@pytest.mark.slow
-def test_resume(run, folder, tmp_path):
-    path = folder("listops")
-    assert_resumes(
-        run,
-        lambda output: options("listops", path, output),
-        AutoModelForSequenceClassification,
-        tmp_path,
-    )
-
-
-ABLATIONS = {
-    "dimension of the EMA": ("mega", "ema_projection_size=2"),
-    "chunk size": ("mega", "chunk_size=8"),
-    "attention function": ("mega", "attention_activation=relu2"),
-    "contextual P": ("luna", "contextual_projection=false"),
-    "projection length": ("luna", "projection_length=8"),
-}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("case", ABLATIONS)
-def test_ablations(run, folder, tmp_path, case):
-    model, override = ABLATIONS[case]
-    arguments = options("text", folder("text"), tmp_path / "out", *TWO_STEPS, model=model)
-    run(*arguments, "--config_overrides", f"{MODELS[model]},{override}")
-    name, value = override.split("=")
-    assert str(getattr(AutoModel.from_pretrained(tmp_path / "out").config, name)).lower() == value
 
 
 BAD = {
