@@ -6,7 +6,7 @@ from safetensors.torch import load_file
 from luna_mega.training.arguments import read_recipe
 from luna_mega.training.data import SourceArguments, load_splits
 from tests.examples.runs import TINY, assert_error, write
-from tests.marks import slow_but
+from tests.marks import diagonal, slow_but
 
 
 @pytest.fixture
@@ -33,8 +33,9 @@ def glue(data, output, *options):
     ]
 
 
-@pytest.mark.parametrize("option", ["learning_rate", "weight_decay", "max_grad_norm", "token_dropout", "ema_decay"])
-@pytest.mark.parametrize("value", ["nan", "inf"])
+@pytest.mark.parametrize(
+    ("option", "value"), diagonal(["learning_rate", "max_grad_norm", "token_dropout", "ema_decay"], ["nan", "inf"])
+)
 def test_numbers_are_finite(script, tmp_path, option, value):
     options = map(str, glue("data", tmp_path / "out", f"--{option}", value))
     assert_error(script("run_glue").parse, f"--{option} {value} must be a finite number", list(options))
@@ -84,8 +85,7 @@ def mlm(data, output):
     return ["--dataset_path", data, "--output_dir", output, "--do_train", "--max_steps", 1, *model]
 
 
-@pytest.mark.parametrize("kind", ["jsonl", "txt", "csv"])
-@pytest.mark.parametrize("content", ["", "\n", " \n\n"])
+@pytest.mark.parametrize(("kind", "content"), diagonal(["jsonl", "txt", "csv"], ["", "\n", " \n\n"]))
 def test_files_without_text(call, tmp_path, kind, content):
     (tmp_path / "empty").mkdir()
     for split in ("train", "validation"):

@@ -27,7 +27,6 @@ MEGA += ",ema_projection_size=4"
 
 # Options of a script with texts, and whether its models have token types.
 SCRIPTS = {
-    "sst2": (["run_glue", "--task_name", "sst2", "--max_seq_length", 16], True),
     "mnli": (["run_glue", "--task_name", "mnli", "--max_seq_length", 16], True),
     "towers": (["run_glue", "--task_name", "mnli", "--two_towers", "--token_dropout", 0.1], True),
     "texts": (["run_text_classification", "--text_columns", "sentence", "--max_seq_length", 16], True),
@@ -64,7 +63,7 @@ def data(tmp_path):
 STEP = ["--do_train", "--do_eval", "--max_steps", 1, "--save_strategy", "no"]
 
 
-@pytest.mark.parametrize("name", slow_but(["mnli", "texts"], SCRIPTS))
+@pytest.mark.parametrize("name", slow_but(["texts"], SCRIPTS))
 def test_new_models_have_the_types_of_the_tokenizer(name, call, data, tokenizer, tmp_path):
     (script, *options), has_types = SCRIPTS[name]
     model = ["--tokenizer_name", tokenizer, "--config_overrides", f"{TINY},{ANY_LENGTH}"]
@@ -74,7 +73,7 @@ def test_new_models_have_the_types_of_the_tokenizer(name, call, data, tokenizer,
     assert types == ([0, 0, 0, 1, 1] if has_types else None)
 
 
-@pytest.mark.parametrize("name", slow_but(["mnli", "texts"], SCRIPTS))
+@pytest.mark.parametrize("name", slow_but(["mnli"], SCRIPTS))
 def test_models_without_types(name, call, data, tokenizer, tmp_path):
     """The tokenizer of the trained model returns no types, so that pipelines also work for pairs."""
     (script, *options), _ = SCRIPTS[name]
