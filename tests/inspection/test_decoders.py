@@ -1,10 +1,10 @@
-"""`luna-mega info` and `luna-mega verify` for decoders and encoder-decoders; cache sizes against caches."""
+"""`luna-mega info` and `luna-mega verify` for decoders and encoder-decoders of all families."""
 
 import json
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
 import luna_mega
 from luna_mega.convert import ConversionError
@@ -12,7 +12,9 @@ from luna_mega.hub.folder import stacks
 from luna_mega.inspection.info import describe
 from luna_mega.inspection.verify import compare
 from luna_mega_cli import main
-from tests.marks import slow_but
+from tests.errors import command_error
+from tests.inspection.test_verify import change
+from tests.marks import diagonal
 
 LUNA = {
     "vocab_size": 40,
@@ -51,7 +53,7 @@ DECODER_ONLY = {"is_decoder": True}
 MEGA_DECODER_ONLY = DECODER_ONLY | {"bidirectional": False, "add_lm_hidden_dense_layer": False}
 BOTH = {"is_encoder_decoder": True}
 CROSS = {"add_cross_attention": True}
-MODELS = {
+CLASSES = {
     "luna decoder": ("LunaModel", DECODER_ONLY),
     "luna lm": ("LunaForCausalLM", DECODER_ONLY),
     "luna lm untied": ("LunaForCausalLM", DECODER_ONLY | {"tie_key_value": False, "pre_norm": True}),
@@ -73,14 +75,26 @@ MODELS = {
         BOTH | {"decoder_vocab_size": 35, "num_decoder_layers": 1, "decoder_intermediate_size": 70},
     ),
     "mega chunks": ("MegaForConditionalGeneration", BOTH | {"use_chunking": True, "chunk_size": 8}),
+    "mega truncated": ("MegaForCausalLM", MEGA_DECODER_ONLY | {"truncation": 40}),
+    "mega truncated chunks": (
+        "MegaForCausalLM",
+        MEGA_DECODER_ONLY | {"truncation": 400, "use_chunking": True, "chunk_size": 8},
+    ),
+    "megalodon": ("MegalodonForCausalLM", {}),
+    "megalodon tied": (
+        "MegalodonForCausalLM",
+        {"swiglu": True, "rescale_nffn": True, "scale_embedding": True, "tie_word_embeddings": True},
+    ),
 }
+SIZES = {"Luna": LUNA, "Mega": MEGA, "Megalodon": MEGALODON}
+# P has one row per token up to its length; Mega's cross-attention keeps all keys.
+GROWING = {"luna many rows"} | {name for name in CLASSES if name.startswith("mega ")} - {"mega truncated chunks"}
 
 
 def make(name, **fields):
-    class_name, own = CACHES[name]
-    sizes = {"Luna": LUNA, "Mega": MEGA}[class_name[:4]] if "lodon" not in class_name else MEGALODON
+    class_name, own = CLASSES[name]
     model_class = getattr(luna_mega, class_name)
-    return model_class(model_class.config_class(**sizes | own | fields))
+    return model_class(model_class.config_class(**SIZES[name.partition(" ")[0].capitalize()] | own | fields))
 
 
 def inputs_of(model, length):
@@ -105,42 +119,23 @@ def cached_bytes(model, length):
     return sum({tensor.data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}.values())
 
 
-CACHES = MODELS | {
-    "mega truncated": ("MegaForCausalLM", MEGA_DECODER_ONLY | {"truncation": 40}),
-    "mega truncated chunks": (
-        "MegaForCausalLM",
-        MEGA_DECODER_ONLY | {"truncation": 400, "use_chunking": True, "chunk_size": 8},
-    ),
-    "megalodon": ("MegalodonForCausalLM", {}),
-}
-# P has one row per token up to its length; Mega's cross-attention keeps all keys.
-GROWING = {"luna many rows"} | {name for name in CACHES if name.startswith("mega ") and name != "mega truncated chunks"}
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("name", CACHES)
-def test_cache_size_equals_the_cached_tensors(name, dtype, tmp_path):
+@pytest.mark.parametrize(("name", "dtype"), diagonal(CLASSES, [torch.float32, torch.bfloat16]))
+def test_info_of_a_folder(name, dtype, tmp_path, capsys):
+    """Parameters, weights and cache are those of the loaded model and of its cache."""
     make(name).to(dtype).save_pretrained(tmp_path)
-    model = getattr(luna_mega, CACHES[name][0]).from_pretrained(tmp_path).eval()
-    found, sizes = describe(tmp_path, 103), [cached_bytes(model, length) for length in (102, 103)]
-    assert found.cache_bytes == {"sequence": sizes[1], "token": sizes[1] - sizes[0]}
-    assert (found.cache_bytes["token"] > 0) == (name in GROWING)
-    assert found.weights["bytes"] == sum(weight.nbytes for weight in model.parameters())
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_info_of_a_folder(name, tmp_path, capsys):
-    model = make(name)
-    model.save_pretrained(tmp_path)
+    model = getattr(luna_mega, CLASSES[name][0]).from_pretrained(tmp_path).eval()
     capsys.readouterr()
-    assert main(["info", str(tmp_path), "--length", "50", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
+    assert main(["info", str(tmp_path), "--length", "53", "--json"]) == 0
+    found, sizes = json.loads(capsys.readouterr().out), [cached_bytes(model, length) for length in (52, 53)]
+    assert found["cache_bytes"] == {"sequence": sizes[1], "token": sizes[1] - sizes[0]}
+    assert (found["cache_bytes"]["token"] > 0) == (name in GROWING)
+    assert found["weights"]["bytes"] == sum(weight.nbytes for weight in model.parameters())
     parameters = found["parameters"]
     assert parameters["total"] == model.num_parameters()
     assert parameters.keys() == {"embeddings", "head", "total", *stacks(model.config)}
     body = model.base_model
     sides = {"encoder": body.encoder, "decoder": body.decoder} if model.config.is_encoder_decoder else {"decoder": body}
-    names = ("embeddings.", "embedding_layer.", "embedding_norm.")
+    names = ("embeddings.", "embedding_layer.", "embedding_norm.", "embed_tokens.")
     for stack, module in sides.items():
         own = {key: parameter.numel() for key, parameter in module.named_parameters() if not key.startswith(names)}
         assert parameters[stack] == sum(size for key, size in own.items() if not key.startswith("pooler."))
@@ -148,10 +143,19 @@ def test_info_of_a_folder(name, tmp_path, capsys):
     heads = {"CausalLM": ["causal LM"], "ConditionalGeneration": ["sequence-to-sequence LM"], "": []}
     assert found["heads"] == heads[kind]
     assert found["config"].get("decoder_num_hidden_layers") == (1 if "other" in name else None)
-    assert main(["info", str(tmp_path)]) == 0
-    printed = capsys.readouterr().out
-    assert ("one source and one target of length" in printed) == model.config.is_encoder_decoder
-    assert "for one more token" in printed
+
+
+@pytest.mark.parametrize(
+    ("name", "printed"),
+    [
+        ("luna lm", "sequence of length 400, 0 B"),
+        ("mega seq2seq", "source and one target of length 400, 962 B"),
+        ("megalodon", "sequence of length 32, 0 B"),
+    ],
+)
+def test_cache_on_the_screen(name, printed, tmp_path):
+    make(name).save_pretrained(tmp_path)
+    assert f" for one {printed} for one more token" in str(describe(tmp_path))
 
 
 def test_length_beyond_a_position_table(tmp_path):
@@ -164,45 +168,40 @@ def test_length_beyond_a_position_table(tmp_path):
             describe(tmp_path / name, length)
 
 
-@pytest.mark.parametrize("name", slow_but(["luna lm", "luna seq2seq", "mega cross", "mega chunks"], MODELS))
+@pytest.mark.parametrize(
+    "name", ["luna lm", "luna cross", "luna seq2seq", "mega body", "mega cross", "mega chunks", "megalodon tied"]
+)
 def test_model_equals_itself_and_no_other_model(name, tmp_path):
     folders = [tmp_path / "a", tmp_path / "b"]
     for folder in folders:
         make(name).save_pretrained(folder)
-    same = compare(folders[0], folders[0], tolerance=0.0, length=9)
+    length = 70 if "lodon" in name else 9
+    same = compare(folders[0], folders[0], tolerance=0.0, length=length)
     assert same.within and same.largest == 0
-    result = "logits" if "For" in MODELS[name][0] else "last_hidden_state"
+    result = "logits" if "For" in CLASSES[name][0] else "last_hidden_state"
     assert list(same.results) == [result]
-    other = compare(*folders, length=9)
+    other = compare(*folders, length=length)
     assert not other.within and other.results[result] > 0 and all(row["hidden"] > 0 for row in other.layers)
 
 
 @pytest.mark.parametrize("family", ["luna", "mega"])
-def test_differences_start_at_their_layer(family, tmp_path, capsys):
+def test_differences_start_at_their_layer(family, tmp_path):
     """A change in the decoder does not affect the encoder; a change in the encoder affects the entire decoder."""
-    model = make(f"{family} seq2seq")
-    folder = tmp_path / "a"
-    model.save_pretrained(folder)
+    make(f"{family} seq2seq").save_pretrained(folder := tmp_path / "a")
     inner = {"luna": "{0}.{0}.layers.1.fc2.bias", "mega": "{0}.layers.1.nffn.fc2.bias"}[family]
-    layers = {}
+    found = {}
     for stack in ("encoder", "decoder"):
-        other = tmp_path / stack
-        other.mkdir()
-        (other / "config.json").write_bytes((folder / "config.json").read_bytes())
-        tensors = load_file(folder / "model.safetensors")
-        tensors[f"{family}.{inner.format(stack)}"] += torch.linspace(-0.1, 0.1, 32)
-        save_file(tensors, other / "model.safetensors", metadata={"format": "pt"})
-        assert main(["verify", str(folder), str(other)]) == 1
-        layers[stack] = compare(folder, other).layers
-    printed = capsys.readouterr().out
-    assert "encoder embeddings" in printed and "decoder 2" in printed
-    changed = {stack: [row["hidden"] > 0 for row in rows] for stack, rows in layers.items()}
+        name = f"{family}.{inner.format(stack)}"
+        other = change(folder, tmp_path / stack, name, lambda bias: bias.add_(torch.linspace(-0.1, 0.1, 32)))
+        found[stack] = compare(folder, other, length=9)
+        assert "encoder embeddings" in str(found[stack]) and "decoder 2" in str(found[stack])
+    changed = {stack: [row["hidden"] > 0 for row in comparison.layers] for stack, comparison in found.items()}
     assert changed == {
         "encoder": [False, False, True, False, True, True],
         "decoder": [False, False, False, False, False, True],
     }
     if family == "luna":
-        assert [row["packed"] > 0 for row in layers["encoder"]] == [False, False, False, False, True, True]
+        assert [row["packed"] > 0 for row in found["encoder"].layers] == [False, False, False, False, True, True]
 
 
 def test_inputs_of_a_source_and_a_target(tmp_path, capsys):
@@ -215,10 +214,8 @@ def test_inputs_of_a_source_and_a_target(tmp_path, capsys):
         "input_ids": [1, 3],
     }
     save_file({"input_ids": ids + 33, "decoder_input_ids": ids + 33}, file)
-    assert main(["verify", str(folder), str(folder), "--inputs", str(file)]) == 1
-    assert "decoder_input_ids has ids outside of the vocabulary, 0 to 34" in capsys.readouterr().err
-    assert main(["verify", str(folder), str(folder), "--text", "x"]) == 1
-    assert "--text: this model requires a source and a target; use --inputs" in capsys.readouterr().err
+    for option, value, named in (("--inputs", file, "decoder_input_ids has ids"), ("--text", "x", "use --inputs")):
+        assert named in command_error(capsys, "verify", folder, folder, option, value)
 
 
 def test_decoders_of_different_sizes(tmp_path):
@@ -228,9 +225,7 @@ def test_decoders_of_different_sizes(tmp_path):
         compare(tmp_path / "a", tmp_path / "b")
 
 
-@pytest.mark.parametrize(
-    "name", ["luna/s2s_untied_prenorm", "luna/s2s_tied", "mega/10_mt_relu2_rotary_prenorm_chunk_unshared"]
-)
+@pytest.mark.parametrize("name", ["luna/s2s_untied_prenorm", "mega/10_mt_relu2_rotary_prenorm_chunk_unshared"])
 def test_checkpoints_of_the_original(parity_folder, tmp_path, name):
     file = parity_folder(*name.split("/")) / "checkpoint.pt"
     assert main(["convert", str(file), "--output", str(tmp_path / "model")]) == 0

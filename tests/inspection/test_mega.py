@@ -6,15 +6,7 @@ import pytest
 import torch
 from huggingface_hub import ModelCard
 
-import luna_mega
-from luna_mega import (
-    LunaConfig,
-    LunaModel,
-    MegaConfig,
-    MegaForMaskedLM,
-    MegaForSequenceClassification,
-    MegaModel,
-)
+from luna_mega import MegaConfig, MegaForMaskedLM, MegaForSequenceClassification
 from luna_mega.convert import ConversionError
 from luna_mega.inspection import info
 from luna_mega.inspection.verify import compare
@@ -32,55 +24,28 @@ SIZES = {
     "nffn_hidden_size": 40,
     "max_positions": 64,
 }
-DECODER = {"is_decoder": True, "bidirectional": False, "add_lm_hidden_dense_layer": False}
-PICTURES = {"input_type": "patches", "image_size": 32, "patch_size": 4, "output_projection": True, "final_norm": True}
 CHUNKS = {"use_chunking": True, "chunk_size": 8}
-# Encoder-decoders are compared in test_decoders.py.
-CLASSES = [name for name in luna_mega.__all__ if name.startswith("MegaFor") and "Conditional" not in name]
-CLASSES.append("MegaModel")
 
 
 def save(folder, model_class=MegaForMaskedLM, **fields):
-    own = {"MegaForCausalLM": DECODER, "MegaForImageClassification": PICTURES}.get(model_class.__name__, {})
-    model_class(MegaConfig(**SIZES | own | fields)).save_pretrained(folder)
+    model_class(MegaConfig(**SIZES | fields)).save_pretrained(folder)
     return folder
 
 
-@pytest.mark.parametrize("name", CLASSES)
-def test_a_model_equals_itself(tmp_path, name):
-    folder = save(tmp_path / "a", getattr(luna_mega, name))
-    comparison = compare(folder, folder, tolerance=0.0, length=9)
-    assert comparison.within and comparison.largest == 0 and comparison.model_class == name
-    assert [row["layer"] for row in comparison.layers] == [0, 1, 2, 3]
-    assert not compare(folder, save(tmp_path / "b", getattr(luna_mega, name))).within
-
-
-@pytest.mark.parametrize("fields", [{"input_type": "values"}, {"relative_positional_bias": "simple"}, CHUNKS])
-def test_other_inputs(tmp_path, capsys, fields):
-    folder = save(tmp_path / "a", MegaForSequenceClassification, pooling="mean", **fields)
-    assert main(["verify", str(folder), str(folder), "--length", "90"]) == 0
-    printed = capsys.readouterr().out
-    assert "packed" not in printed and "embeddings" in printed and "equal in every number" in printed
-
-
-def test_models_of_two_families(tmp_path):
-    LunaModel(LunaConfig(vocab_size=40, hidden_size=32, num_hidden_layers=3, num_attention_heads=4)).save_pretrained(
-        tmp_path / "luna"
-    )
-    with pytest.raises(ConversionError, match="class: 'MegaModel' and 'LunaModel'"):
-        compare(save(tmp_path / "mega", MegaModel), tmp_path / "luna")
-
-
-@pytest.mark.parametrize("kind", ["tied", "untied", "adaptive", "adaptive, untied"])
+@pytest.mark.parametrize("kind", ["untied", "adaptive"])
 def test_language_models(convert, tmp_path, kind):
     state = mega_lm(**KINDS[kind])
     folder = convert(state)
-    comparison = compare(folder, convert.file, tolerance=0.0)
+    comparison = compare(folder, convert.file, tolerance=0.0, length=9)
     assert comparison.within and list(comparison.results) == ["logits"]
     assert ModelCard.load(folder / "README.md").data.pipeline_tag == "text-generation"
     state["model"]["decoder.layers.1.mega_layer.h_proj.weight"] *= 1.5
     torch.save(state, tmp_path / "other.pt")
-    assert [row["hidden"] > 0 for row in compare(folder, tmp_path / "other.pt").layers] == [False, False, True]
+    assert [row["hidden"] > 0 for row in compare(folder, tmp_path / "other.pt", length=9).layers] == [
+        False,
+        False,
+        True,
+    ]
 
 
 @pytest.mark.parametrize("name", ["07_lm_enwik8_tied_rotary_chunk_notmultiple", "08_lm_wt103_adaptive_tied"])
@@ -96,8 +61,8 @@ def test_checkpoints_of_the_two_branches(convert, tmp_path):
     """The tensors of one file, loaded with the convention of either branch."""
     state = mega(rotary=True)
     folder = convert(state)
-    assert compare(folder, convert.file).largest == 0
-    other = compare(folder, convert.file, ema_convention="flash")
+    assert compare(folder, convert.file, length=9).largest == 0
+    other = compare(folder, convert.file, ema_convention="flash", length=9)
     assert other.layers[0]["hidden"] == 0 and other.layers[1]["hidden"] > 1e-3
     assert main(["verify", str(folder), str(folder), "--ema-convention", "flash"]) == 1
 

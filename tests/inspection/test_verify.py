@@ -16,29 +16,37 @@ from luna_mega import (
     LunaForMultipleChoice,
     LunaForSequenceClassification,
     LunaModel,
-    MegaConfig,
     MegaForMaskedLM,
+    MegaForSequenceClassification,
+    MegaModel,
 )
 from luna_mega.convert import ConversionError
 from luna_mega.inspection.verify import compare
 from luna_mega_cli import main
+from tests.errors import command_error
 
-SIZES = {
-    "vocab_size": 17,
-    "hidden_size": 16,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "intermediate_size": 24,
-    "projection_length": 6,
-    "max_position_embeddings": 20,
+SIZES = {"vocab_size": 17, "hidden_size": 16, "num_hidden_layers": 2, "intermediate_size": 24}
+LUNA = SIZES | {"num_attention_heads": 4, "projection_length": 6, "max_position_embeddings": 20}
+MEGA = SIZES | {"nffn_hidden_size": 8, "shared_representation_size": 8, "ema_projection_size": 2}
+DECODER = {"is_decoder": True, "bidirectional": False, "add_lm_hidden_dense_layer": False}
+PICTURES = {"input_type": "patches", "image_size": 32, "patch_size": 4, "output_projection": True, "final_norm": True}
+OF_CLASS = {
+    "LunaForCausalLM": {"is_decoder": True},
+    "MegaForCausalLM": DECODER,
+    "MegaForImageClassification": PICTURES,
 }
-# Encoder-decoders are compared in test_decoders.py.
-CLASSES = [name for name in luna_mega.__all__ if name.startswith("LunaFor") and "Conditional" not in name]
-CLASSES.append("LunaModel")
+# Encoder-decoders, and Megalodon, are compared in test_decoders.py.
+CLASSES = [
+    name
+    for name in luna_mega.__all__
+    if name.startswith(("LunaFor", "MegaFor", "LunaModel", "MegaModel")) and "Conditional" not in name
+]
 
 
 def save(folder, model_class=LunaForMaskedLM, **fields):
-    model_class(LunaConfig(**SIZES | fields)).save_pretrained(folder)
+    sizes = LUNA if model_class.config_class is LunaConfig else MEGA
+    fields = OF_CLASS.get(model_class.__name__, {}) | fields
+    model_class(model_class.config_class(**sizes | fields)).save_pretrained(folder)
     return folder
 
 
@@ -54,12 +62,18 @@ def change(folder, new, name, edit):
 
 @pytest.mark.parametrize("name", CLASSES)
 def test_a_model_equals_itself(tmp_path, name):
-    folder = save(tmp_path / "a", getattr(luna_mega, name), is_decoder=name == "LunaForCausalLM")
+    folder = save(tmp_path / "a", getattr(luna_mega, name))
     comparison = compare(folder, folder, tolerance=0.0, length=9)
     assert comparison.within and comparison.largest == 0 and comparison.model_class == name
-    assert [row["layer"] for row in comparison.layers] == [0, 1, 2, 3]
-    expected = {"LunaModel": ["last_hidden_state"], "LunaForQuestionAnswering": ["start_logits", "end_logits"]}
-    assert list(comparison.results) == expected.get(name, ["logits"])
+    assert [row["layer"] for row in comparison.layers] == [0, 1, 2]
+    results = {"Model": ["last_hidden_state"], "ForQuestionAnswering": ["start_logits", "end_logits"]}
+    assert list(comparison.results) == results.get(name[4:], ["logits"])
+
+
+def test_models_of_two_families(tmp_path):
+    luna, mega = save(tmp_path / "luna", LunaModel), save(tmp_path / "mega", MegaModel)
+    with pytest.raises(ConversionError, match="class: 'MegaModel' and 'LunaModel'"):
+        compare(mega, luna)
 
 
 def change_last_row(table):
@@ -67,8 +81,7 @@ def change_last_row(table):
 
 
 IMPORTANCE, EMBEDDINGS = {"pack_method": "importance"}, "luna.embeddings.{}_embeddings"
-MEGA = {"nffn_hidden_size": 8, "shared_representation_size": 8, "ema_projection_size": 2}
-SIMPLE = {"relative_positional_bias": "simple", "max_positions": 70, **MEGA}
+SIMPLE = {"relative_positional_bias": "simple", "max_positions": 70}
 # Class, fields, and the tensor whose last row changes: the last token type, position, row of P and relative position.
 UNUSUAL = {
     "types": (LunaForSequenceClassification, {"type_vocab_size": 3}, EMBEDDINGS.format("token_type") + ".weight"),
@@ -80,7 +93,7 @@ UNUSUAL = {
     "positions": (LunaForMaskedLM, {"max_position_embeddings": 99}, EMBEDDINGS.format("position") + ".weight"),
     "P": (LunaForMaskedLM, {"projection_length": 30, "max_position_embeddings": 99}, EMBEDDINGS.format("packed")),
     "types of Mega": (
-        *(MegaForMaskedLM, {"add_token_type_embeddings": True, **MEGA}),
+        *(MegaForMaskedLM, {"add_token_type_embeddings": True}),
         "mega.embedding_layer.token_type_embeddings.weight",
     ),
     "bias": (MegaForMaskedLM, SIMPLE, "mega.layers.0.mega_layer.rel_pos_bias.rel_pos_bias"),
@@ -94,12 +107,8 @@ UNUSUAL = {
 @pytest.mark.parametrize("name", UNUSUAL)
 def test_differences_of_every_input_are_seen(tmp_path, name):
     model_class, fields, tensor = UNUSUAL[name]
-    sizes = {name: SIZES[name] for name in ("vocab_size", "hidden_size", "num_hidden_layers", "intermediate_size")}
-    config = MegaConfig(**sizes | fields) if model_class is MegaForMaskedLM else LunaConfig(**SIZES | fields)
-    model_class(config).save_pretrained(tmp_path / "a")
-    other = change(tmp_path / "a", tmp_path / "b", tensor, change_last_row)
-    assert compare(tmp_path / "a", tmp_path / "a", tolerance=0.0).within
-    assert not compare(tmp_path / "a", other).within
+    folder = save(tmp_path / "a", model_class, **fields)
+    assert not compare(folder, change(folder, tmp_path / "b", tensor, change_last_row)).within
 
 
 def test_importance_has_no_P_before_the_first_layer(tmp_path, capsys):
@@ -114,30 +123,37 @@ def test_importance_has_no_P_before_the_first_layer(tmp_path, capsys):
     "fields",
     [
         {"position_embedding_type": "sinusoidal", "input_type": "values", "pooling": "mean"},
-        {"dynamic_projection_length": False},
-        {"pooling": "packed_mean", "drop_first_token": True},
+        {"dynamic_projection_length": False, "pooling": "packed_mean", "drop_first_token": True},
     ],
 )
 def test_other_inputs(tmp_path, fields):
-    folder = save(tmp_path / "a", LunaForSequenceClassification, **fields)
-    assert compare(folder, folder, tolerance=0.0).within
-    other = save(tmp_path / "b", LunaForSequenceClassification, **fields)
-    assert not compare(folder, other).within
+    folder, other = (save(tmp_path / name, LunaForSequenceClassification, **fields) for name in "ab")
+    assert compare(folder, folder, tolerance=0.0).within and not compare(folder, other, length=9).within
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{"input_type": "values", "relative_positional_bias": "simple"}, {"use_chunking": True, "chunk_size": 8}],
+)
+def test_other_inputs_of_mega(tmp_path, fields):
+    folder = save(tmp_path / "a", MegaForSequenceClassification, pooling="mean", **fields)
+    printed = str(compare(folder, folder, length=90, tolerance=0.0))
+    assert "packed" not in printed and "embeddings" in printed and "equal in every number" in printed
 
 
 def test_differences_start_at_their_layer(tmp_path, capsys):
     folder = save(tmp_path / "a")
-    name = "luna.encoder.layers.1.fc2.bias"
+    name = "luna.encoder.layers.0.fc2.bias"
     other = change(folder, tmp_path / "b", name, lambda bias: bias.add_(torch.linspace(-0.01, 0.01, 16)))
     assert main(["verify", str(folder), str(other)]) == 1
     table = capsys.readouterr().out
     assert "MORE THAN 1e-05" in table and "A        " in table
     comparison = compare(folder, other)
     hidden, packed = ([row[kind] for row in comparison.layers] for kind in ("hidden", "packed"))
-    assert [value > 0 for value in hidden] == [False, False, True, True]
-    assert [value > 0 for value in packed] == [False, False, False, True]
+    assert [value > 0 for value in hidden] == [False, True, True]
+    assert [value > 0 for value in packed] == [False, False, True]
     assert comparison.largest == max(*hidden, *packed, comparison.results["logits"])
-    assert 0.005 < hidden[2] < 0.1
+    assert 0.005 < hidden[1] < 0.1
     assert main(["verify", str(folder), str(other), "--tolerance", str(comparison.largest)]) == 0
     other = change(folder, tmp_path / "c", "lm_head.decoder.bias", lambda bias: bias[3].add_(1.0))
     comparison = compare(folder, other)
@@ -171,7 +187,7 @@ def test_json(tmp_path, capsys):
     printed = capsys.readouterr()
     found = json.loads(printed.out)
     assert found["inputs"]["random"] == {"input_ids": [3, 2, 7], "attention_mask": [3, 2, 7]}
-    assert found["within"] is True and found["largest"] == 0 and len(found["layers"]) == 4
+    assert found["within"] is True and found["largest"] == 0 and len(found["layers"]) == 3
 
 
 def test_checkpoints_are_converted(convert, make, tmp_path, capsys):
@@ -217,22 +233,13 @@ def test_input_file(tmp_path, capsys):
 def test_wrong_inputs(tmp_path, capsys, tensors, expected):
     folder, file = save(tmp_path / "a"), tmp_path / "inputs.safetensors"
     save_file(tensors, file)
-    assert expected in fails(capsys, folder, folder, "--inputs", file)
-
-
-def fails(capsys, *arguments):
-    """The one-line error of a comparison with invalid input."""
-    capsys.readouterr()
-    assert main(["verify", *map(str, arguments)]) == 1
-    printed = capsys.readouterr()
-    assert printed.out == "" and printed.err.count("\n") == 1 and printed.err.startswith("luna-mega verify: error: ")
-    return printed.err
+    assert expected in command_error(capsys, "verify", folder, folder, "--inputs", file)
 
 
 @pytest.mark.parametrize("model_class", [LunaForMaskedLM, LunaForMultipleChoice])
 def test_text(tmp_path, capsys, model_class):
     first, second = save(tmp_path / "a", model_class), save(tmp_path / "b", model_class)
-    assert "neither model has a tokenizer" in fails(capsys, first, second, "--text", "w1")
+    assert "neither model has a tokenizer" in command_error(capsys, "verify", first, second, "--text", "w1")
     words = {"<s>": 0, "<pad>": 1, "</s>": 2, "<unk>": 3} | {f"w{index}": 4 + index for index in range(13)}
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
@@ -247,19 +254,19 @@ def test_text(tmp_path, capsys, model_class):
     ("fields", "expected"),
     [
         ({"vocab_size": 18}, "vocab_size: 17 and 18"),
-        ({"num_hidden_layers": 2}, "num_hidden_layers: 3 and 2"),
+        ({"num_hidden_layers": 1}, "num_hidden_layers: 2 and 1"),
         ({"hidden_size": 8}, "hidden_size: 16 and 8"),
         ({"projection_length": 5}, "projection_length: 6 and 5"),
     ],
 )
 def test_other_kinds(tmp_path, capsys, fields, expected):
-    assert expected in fails(capsys, save(tmp_path / "a"), save(tmp_path / "b", **fields))
+    assert expected in command_error(capsys, "verify", save(tmp_path / "a"), save(tmp_path / "b", **fields))
 
 
 def test_other_classes(tmp_path, capsys):
     first = save(tmp_path / "a", LunaForSequenceClassification, num_labels=2)
     second = save(tmp_path / "b", LunaForSequenceClassification, num_labels=3)
-    assert "shapes [1, 2] and [1, 3]" in fails(capsys, first, second)
+    assert "shapes [1, 2] and [1, 3]" in command_error(capsys, "verify", first, second)
 
 
 def test_incomplete_weights(tmp_path, capsys):
@@ -267,18 +274,13 @@ def test_incomplete_weights(tmp_path, capsys):
     tensors = load_file(folder / "model.safetensors")
     del tensors["luna.encoder.layers.1.fc1.weight"]
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    assert "luna.encoder.layers.1.fc1.weight" in fails(capsys, folder, folder)
-    assert "no such folder" in fails(capsys, folder, tmp_path / "absent")
+    assert "luna.encoder.layers.1.fc1.weight" in command_error(capsys, "verify", folder, folder)
+    assert "no such folder" in command_error(capsys, "verify", folder, tmp_path / "absent")
 
 
 @pytest.mark.parametrize(
     "options",
-    [
-        ["--batch", "0"],
-        ["--length", "x"],
-        ["--text", "a", "--inputs", "b"],
-        ["--text", "a", "--seed", "1"],
-    ],
+    [["--batch", "0"], ["--length", "x"], ["--text", "a", "--inputs", "b"], ["--text", "a", "--seed", "1"]],
 )
 def test_usage(tmp_path, options):
     with pytest.raises(SystemExit) as stop:
@@ -289,13 +291,13 @@ def test_usage(tmp_path, options):
 @pytest.mark.parametrize("options", [["--head", "a"], ["--layer-norm", "standard"], ["--ema-convention", "main"]])
 def test_options_for_checkpoints_require_one(tmp_path, capsys, options):
     folder = save(tmp_path / "a")
-    assert f"{options[0]} applies to checkpoints" in fails(capsys, folder, folder, *options)
+    assert f"{options[0]} applies to checkpoints" in command_error(capsys, "verify", folder, folder, *options)
 
 
 def test_generation_config_is_an_object(tmp_path, capsys):
     folder = save(tmp_path / "a")
     (folder / "generation_config.json").write_text("[]")
-    assert "generation_config.json: not a JSON object" in fails(capsys, folder, folder)
+    assert "generation_config.json: not a JSON object" in command_error(capsys, "verify", folder, folder)
 
 
 def test_transformers_is_quiet_only_here(tmp_path):
