@@ -17,7 +17,7 @@ from unittest import mock
 import torch
 import transformers
 from huggingface_hub import HfApi
-from transformers import AutoModelForSequenceClassification, AutoTokenizer, Trainer, TrainingArguments
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
 from tests.distributed.ranks import PATIENCE
@@ -122,6 +122,8 @@ def generate(source: str | Path, inputs: dict[str, list], settings: dict[str, An
 
 def train(folder: Path, output: Path, **options: Any) -> None:
     """Train four steps with a checkpoint in the middle, like the scripts in examples/."""
+    from transformers import Trainer, TrainingArguments  # not needed by the other process, and slow
+
     from luna_mega.training.arguments import RunArguments
     from luna_mega.training.hub import check_hub, publish
 
@@ -174,6 +176,8 @@ def save_again(source: Path, auto_class: str, output: Path) -> None:
 
 def train_and_push_with_code(source: Path, output: Path, repository: str, prefix: str) -> None:
     """Train for two steps and push the folder; then push only the model, and the model while it is saved."""
+    from transformers import Trainer, TrainingArguments
+
     from luna_mega.hub.bundle import register_for_auto_class
 
     model = AutoModelForSequenceClassification.from_pretrained(source)

@@ -16,10 +16,10 @@ from luna_mega import LunaTokenizer, MegaConfig
 from luna_mega._register import CONFIGS
 from luna_mega.hub import bundle as hub_bundle
 from luna_mega.hub.samples import make_inputs
+from tests.errors import command_error
 from tests.hub import client as on_client
 from tests.marks import slow_but
 from tests.modeling import luna_decoders, megalodon_decoders
-from tests.modeling.decoders import padded, source, target
 from tests.modeling.luna import VALUES, head_inputs, make
 
 AUTO_CLASSES = {
@@ -31,9 +31,58 @@ AUTO_CLASSES = {
     "AutoModelForTokenClassification": "ForTokenClassification",
     "AutoModelForQuestionAnswering": "ForQuestionAnswering",
 }
-DECODERS = {"AutoModelForCausalLM": {}, "AutoModelForSeq2SeqLM": {"is_encoder_decoder": True}}
 MASKED_LM = "AutoModelForMaskedLM"
 REMOTE = {"trust_remote_code": True}
+MEGA = {"vocab_size": 20, "hidden_size": 16, "num_hidden_layers": 2, "ema_projection_size": 4}
+MEGA_LM = {"is_decoder": True, "bidirectional": False, "use_chunking": True, "chunk_size": 4, "use_cache": False}
+MEGA_LM |= {"adaptive_input_cutoffs": [8], "adaptive_softmax_cutoffs": [8]}
+IMAGES = {"input_type": "patches", "image_size": 16, "patch_size": 4}
+VALUES_IN_CHUNKS = {"input_type": "values", "normalization_type": "batchnorm", "use_chunking": True, "chunk_size": 3}
+OTHER_FIELDS = {
+    "ForSequenceClassification": {"tie_key_value": False, "pooling": "packed_attention"},
+    "ForTokenClassification": {"pack_method": "importance", "type_vocab_size": 2},
+}
+
+
+def luna(auto_class):
+    head = AUTO_CLASSES[auto_class]
+    return make(head, **OTHER_FIELDS.get(head, {"type_vocab_size": 2}))
+
+
+def mega(head, **fields):
+    return getattr(luna_mega, f"Mega{head}")(MegaConfig(**MEGA | fields))
+
+
+# Auto class, the model, and whether it generates.
+CASES = {
+    **{f"luna {name}": (name, lambda name=name: luna(name), False) for name in AUTO_CLASSES},
+    "luna values": (
+        "AutoModelForSequenceClassification",
+        lambda: make("ForSequenceClassification", pooling="mean", **VALUES),
+        False,
+    ),
+    "luna lm": ("AutoModelForCausalLM", lambda: luna_decoders.make(torch.float32), False),
+    "luna seq2seq": (
+        "AutoModelForSeq2SeqLM",
+        lambda: luna_decoders.make(torch.float32, is_encoder_decoder=True),
+        False,
+    ),
+    "mega mlm": (MASKED_LM, lambda: mega("ForMaskedLM"), False),
+    "mega values": (
+        "AutoModelForSequenceClassification",
+        lambda: mega("ForSequenceClassification", **VALUES_IN_CHUNKS),
+        False,
+    ),
+    "mega images": ("AutoModelForImageClassification", lambda: mega("ForImageClassification", **IMAGES), False),
+    "mega lm": ("AutoModelForCausalLM", lambda: mega("ForCausalLM", **MEGA_LM), True),
+    "megalodon": ("AutoModel", lambda: megalodon_decoders.make("Model", torch.float32, use_cache=False), False),
+    "megalodon lm": (
+        "AutoModelForCausalLM",
+        lambda: megalodon_decoders.make("ForCausalLM", torch.float32, use_cache=False),
+        True,
+    ),
+}
+FAST = ["luna AutoModelForQuestionAnswering", "luna seq2seq", "mega images", "mega lm", "megalodon"]
 
 
 def bundle(*arguments):
@@ -65,119 +114,19 @@ def saved(tmp_path, tokenizer):
     return tmp_path / "saved", model, inputs
 
 
-@pytest.mark.parametrize("auto_class", slow_but(["AutoModelForQuestionAnswering"], AUTO_CLASSES))
-def test_every_auto_class(stranger, tmp_path, auto_class):
-    head = AUTO_CLASSES[auto_class]
-    model = make(head, type_vocab_size=2)
-    inputs = make_inputs(model, [9, 3], side="left", gaps=True)
-    model.save_pretrained(tmp_path / "saved")
-    assert bundle(tmp_path / "saved", "--output", tmp_path / "bundle") == 0
-    name, result = on_remote_code(stranger(on_client.outputs, tmp_path / "bundle", auto_class, lists(inputs), **REMOTE))
-    assert name == type(model).__name__
-    assert result == expected(model, inputs)
-
-
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {"tie_key_value": False, "pooling": "packed_attention"},
-        {"pooling": "mean", **VALUES},
-        pytest.param({"pack_method": "importance", "type_vocab_size": 2}, marks=pytest.mark.slow),
-    ],
-    ids=["packed_attention", "values", "importance"],
-)
-def test_other_configurations(stranger, tmp_path, fields):
-    model = make("ForSequenceClassification", **fields)
-    inputs = make_inputs(model, [7, 3])
-    model.save_pretrained(tmp_path)
-    assert bundle(tmp_path) == 0
-    result = stranger(on_client.outputs, tmp_path, "AutoModelForSequenceClassification", lists(inputs), **REMOTE)
-    assert on_remote_code(result)[1] == expected(model, inputs)
-
-
-@pytest.mark.parametrize("auto_class", slow_but(["AutoModelForSeq2SeqLM"], DECODERS))
-def test_luna_decoders(stranger, tmp_path, auto_class):
-    model = luna_decoders.make(torch.float32, **DECODERS[auto_class])
-    ids, mask = padded([7, 3], 7, "right")
-    inputs = source(model, 2) | target(model, ids, mask)
+@pytest.mark.parametrize("case", slow_but(FAST, CASES))
+def test_results_are_equal_without_the_package(stranger, tmp_path, case):
+    auto_class, build, generates = CASES[case]
+    model = build().eval()
+    inputs = make_inputs(model, [9, 3], side="left", gaps=not generates)
     model.save_pretrained(tmp_path)
     assert bundle(tmp_path) == 0
     name, result = on_remote_code(stranger(on_client.outputs, tmp_path, auto_class, lists(inputs), **REMOTE))
     assert name == type(model).__name__ and result == expected(model, inputs)
-
-
-@pytest.mark.parametrize(
-    ("auto_class", "fields"),
-    [
-        ("AutoModelForMaskedLM", {}),
-        pytest.param(
-            "AutoModelForSequenceClassification",
-            {"input_type": "values", "normalization_type": "batchnorm", "use_chunking": True, "chunk_size": 3},
-            marks=pytest.mark.slow,
-        ),
-        ("AutoModelForImageClassification", {"input_type": "patches", "image_size": 16, "patch_size": 4}),
-    ],
-)
-def test_mega(stranger, tmp_path, auto_class, fields):
-    config = MegaConfig(vocab_size=20, hidden_size=16, num_hidden_layers=2, ema_projection_size=4, **fields)
-    model = getattr(luna_mega, auto_class.replace("AutoModel", "Mega"))(config).eval()
-    inputs = {
-        "tokens": {"input_ids": torch.randint(4, 20, (2, 7))},
-        "values": {"input_values": torch.rand(2, 7)},
-        "patches": {"pixel_values": torch.rand(2, 3, 16, 16)},
-    }[config.input_type]
-    model.save_pretrained(tmp_path)
-    assert bundle(tmp_path) == 0
-    name, result = on_remote_code(stranger(on_client.outputs, tmp_path, auto_class, lists(inputs), **REMOTE))
-    assert name == type(model).__name__ and result == expected(model, inputs)
-
-
-@pytest.mark.parametrize("adaptive", [pytest.param(False, marks=pytest.mark.slow), True])
-def test_mega_language_model(stranger, tmp_path, adaptive):
-    fields = {"adaptive_input_cutoffs": [8], "adaptive_softmax_cutoffs": [8]} if adaptive else {}
-    sizes = {"vocab_size": 20, "hidden_size": 16, "num_hidden_layers": 2, "ema_projection_size": 4}
-    decoder = {"is_decoder": True, "bidirectional": False, "use_chunking": True, "chunk_size": 4, "use_cache": False}
-    model = luna_mega.MegaForCausalLM(MegaConfig(**sizes, **decoder, **fields)).eval()
-    inputs = {"input_ids": torch.randint(4, 20, (2, 7))}
-    model.save_pretrained(tmp_path)
-    assert bundle(tmp_path) == 0
-    files = {file.name for file in tmp_path.glob("*.py")}
-    assert {"adaptive.py", "cache_mega.py", "presets_mega.py", "layout.py"} <= files
-    auto_class = "AutoModelForCausalLM"
-    name, result = on_remote_code(stranger(on_client.outputs, tmp_path, auto_class, lists(inputs), **REMOTE))
-    assert name == "MegaForCausalLM" and result == expected(model, inputs)
-    written = model.generate(**inputs, max_new_tokens=9, do_sample=False, use_cache=True).tolist()
-    options = {"max_new_tokens": 9, "do_sample": False, "use_cache": True}
-    assert stranger(on_client.generate, tmp_path, lists(inputs), options, **REMOTE) == written
-
-
-@pytest.mark.parametrize(
-    "auto_class",
-    slow_but(["AutoModel"], ["AutoModel", "AutoModelForCausalLM", "AutoModelForSequenceClassification"]),
-)
-def test_megalodon(stranger, tmp_path, auto_class):
-    head = auto_class.removeprefix("AutoModel") or "Model"
-    model = megalodon_decoders.make(head, dtype=torch.float32, use_cache=False)
-    ids, mask = padded([7, 3], 7, "left")
-    inputs = {"input_ids": ids, "attention_mask": mask}
-    model.save_pretrained(tmp_path)
-    assert bundle(tmp_path) == 0
-    name, result = on_remote_code(stranger(on_client.outputs, tmp_path, auto_class, lists(inputs), **REMOTE))
-    assert name == type(model).__name__ and result == expected(model, inputs)
-    if auto_class == "AutoModelForCausalLM":
+    if generates:
         options = {"max_new_tokens": 9, "do_sample": False, "eos_token_id": None, "use_cache": True}
         written = model.generate(**inputs, **options).tolist()
         assert stranger(on_client.generate, tmp_path, lists(inputs), options, **REMOTE) == written
-
-
-def test_tokenizer_with_custom_code(stranger, saved, tmp_path):
-    folder, *_ = saved
-    vocabulary = {symbol: index for index, symbol in enumerate(["<s>", "<pad>", "</s>", "<unk>", "a", "<mask>", "b"])}
-    backend = RobertaTokenizer(vocab=vocabulary, merges=[]).backend_tokenizer
-    special = {"cls_token": "<s>", "pad_token": "<pad>", "sep_token": "</s>", "unk_token": "<unk>"}
-    LunaTokenizer(tokenizer_object=backend, dictionary_size=6, **special).save_pretrained(folder)
-    assert bundle(folder, "--output", tmp_path / "bundle") == 0
-    assert stranger(on_client.encode, tmp_path / "bundle", ["ab"], **REMOTE) == [[0, 4, 3, 2]]
 
 
 @pytest.mark.slow
@@ -189,10 +138,18 @@ def test_imported_package_takes_precedence_over_a_bundle(client, saved):
     assert result.pop("class") == "LunaForMaskedLM" and result == expected(model, inputs)
 
 
+def contents(folder):
+    return {file.name: file.read_bytes() for file in folder.iterdir() if file.is_file()}
+
+
 def test_through_the_hub(hub, stranger, saved):
     """Model, tokenizer and code in one push; without trust_remote_code an error says what to do."""
     folder, model, inputs = saved
     assert bundle(folder) == 0
+    before = contents(folder)
+    for name in ("heads_luna.py", "gone_luna.py"):
+        (folder / name).write_text("# Generated by luna-mega 0.0.1\n")
+    assert bundle(folder) == 0 and contents(folder) == before  # code of an earlier bundle is replaced
     stranger(on_client.push_folder, folder, "tester/bundle")
     result = stranger(on_client.outputs, "tester/bundle", MASKED_LM, lists(inputs), **REMOTE)
     assert on_remote_code(result)[1] == expected(model, inputs)
@@ -233,31 +190,26 @@ def test_bundle_saved_again_is_a_bundle(stranger, tmp_path):
     assert bundle(tmp_path / "second") == 0
 
 
-def test_output_contains_only_model_files(saved, tmp_path):
+def test_output_contains_only_model_files(stranger, saved, tmp_path):
+    """The code of a tokenizer that has some is a model file."""
     folder, *_ = saved
+    vocabulary = {symbol: index for index, symbol in enumerate(["<s>", "<pad>", "</s>", "<unk>", "a", "<mask>", "b"])}
+    backend = RobertaTokenizer(vocab=vocabulary, merges=[]).backend_tokenizer
+    special = {"cls_token": "<s>", "pad_token": "<pad>", "sep_token": "</s>", "unk_token": "<unk>"}
+    LunaTokenizer(tokenizer_object=backend, dictionary_size=6, **special).save_pretrained(folder)
     for name in ("training_args.bin", "optimizer.pt", ".hidden"):
         (folder / name).write_text("")
     (folder / "checkpoint-1").mkdir()
-    before = {file.name: file.read_bytes() for file in folder.iterdir() if file.is_file()}
-    assert bundle(folder, "--output", tmp_path / "out") == 0
-    assert {file.name: file.read_bytes() for file in folder.iterdir() if file.is_file()} == before
-    kept = {name for name in before if not name.endswith((".bin", ".pt")) and not name.startswith(".")}
+    before = contents(folder)
+    assert bundle(folder, "--output", tmp_path / "out") == 0 and contents(folder) == before
+    kept = {name for name in before if not name.endswith((".bin", ".pt", ".py")) and not name.startswith(".")}
     names = {file.name for file in (tmp_path / "out").iterdir()}
     assert {name for name in names if not name.endswith(".py")} == kept
     auto_map = json.loads((tmp_path / "out" / "config.json").read_text())["auto_map"]
     assert auto_map.keys() == {"AutoConfig", *AUTO_CLASSES, "AutoModelForCausalLM"}
     old, new = (json.loads((place / "config.json").read_text()) for place in (folder, tmp_path / "out"))
     assert new.pop("auto_map") and new == old
-
-
-def test_bundling_again_replaces_the_code(saved):
-    folder, *_ = saved
-    assert bundle(folder) == 0
-    before = {file.name: file.read_bytes() for file in folder.iterdir()}
-    (folder / "heads_luna.py").write_text("# Generated by luna-mega 0.0.1\n")
-    (folder / "gone_luna.py").write_text("# Generated by luna-mega 0.0.1\n")
-    assert bundle(folder) == 0
-    assert {file.name: file.read_bytes() for file in folder.iterdir()} == before
+    assert stranger(on_client.encode, tmp_path / "out", ["ab"], **REMOTE) == [[0, 4, 3, 2]]
 
 
 def break_config(folder, **changes):
@@ -282,11 +234,9 @@ def break_config(folder, **changes):
 def test_invalid_folder(saved, capsys, harm, message):
     folder, *_ = saved
     harm(folder)
-    before = {file.name: file.read_bytes() for file in folder.iterdir()}
-    assert bundle(folder) == 1
-    error = capsys.readouterr().err
-    assert error.startswith("luna-mega bundle: error: ") and error.count("\n") == 1 and message in error
-    assert {file.name: file.read_bytes() for file in folder.iterdir()} == before
+    before = contents(folder)
+    assert message in command_error(capsys, "bundle", folder)
+    assert contents(folder) == before
 
 
 def test_disk_full(saved, tmp_path, monkeypatch, capsys):
@@ -305,16 +255,12 @@ def test_disk_full(saved, tmp_path, monkeypatch, capsys):
     assert capsys.readouterr().err.count("No space left on device") == 2
     assert (folder / "config.json").read_bytes() == config
     assert not [file for file in folder.iterdir() if file.is_dir()] and not (tmp_path / "out").exists()
-    monkeypatch.undo()
-    assert bundle(folder) == 0
 
 
 def test_invalid_output(saved, tmp_path, capsys):
     folder, *_ = saved
-    assert bundle(folder, "--output", folder) == 1
-    assert "the output folder is not empty" in capsys.readouterr().err
-    assert bundle(tmp_path / "nowhere") == 1
-    assert "no such folder" in capsys.readouterr().err
+    assert "the output folder is not empty" in command_error(capsys, "bundle", folder, "--output", folder)
+    assert "no such folder" in command_error(capsys, "bundle", tmp_path / "nowhere")
 
 
 @pytest.mark.parametrize(
@@ -379,27 +325,20 @@ def registered():
         config.code_writer = None
 
 
-@pytest.mark.parametrize("head", slow_but(["ForMaskedLM"], ["ForMaskedLM", "ForSequenceClassification"]))
-def test_a_registered_model_is_saved_as_a_bundle(stranger, registered, tmp_path, head):
-    model, inputs = make(head), head_inputs(head, [7, 3])
-    registered(model)
-    for name in ("first", "second"):  # a second time over the first, as checkpoints of a run that is repeated
-        model.save_pretrained(tmp_path / name)
-        model.save_pretrained(tmp_path / name)
-    assert not model.config.auto_map
-    result = stranger(on_client.outputs, tmp_path / "second", f"AutoModel{head}", lists(inputs), **REMOTE)
-    assert on_remote_code(result)[1] == expected(model, inputs)
-
-
-def test_bundle_saved_again_by_the_package_names_only_existing_code(stranger, tmp_path):
-    """The package loads a bundle with its own classes, whose code no `save_pretrained` writes."""
+def test_saved_as_a_bundle_and_again_by_the_package(stranger, registered, tmp_path):
+    """The package loads a bundle with its own classes; without registration, its folders have no code."""
     model, inputs = make("ForMaskedLM"), head_inputs("ForMaskedLM", [7, 3])
+    registered(model)
     model.save_pretrained(tmp_path / "first")
-    assert bundle(tmp_path / "first") == 0
+    model.save_pretrained(tmp_path / "first")  # over the first one, as checkpoints of a run that is repeated
+    assert not model.config.auto_map
+    type(model.config).code_writer = None
     loaded = type(model).from_pretrained(tmp_path / "first")
     loaded.save_pretrained(tmp_path / "second")
     assert "auto_map" not in json.loads((tmp_path / "second" / "config.json").read_text())
-    loaded.save_pretrained(tmp_path / "first")
+    result = stranger(on_client.outputs, tmp_path / "first", MASKED_LM, lists(inputs), **REMOTE)
+    assert on_remote_code(result)[1] == expected(model, inputs)
+    loaded.save_pretrained(tmp_path / "first")  # keeps the code that is there
     result = stranger(on_client.outputs, tmp_path / "first", MASKED_LM, lists(inputs), **REMOTE)
     assert on_remote_code(result)[1] == expected(model, inputs)
 

@@ -10,6 +10,7 @@ import luna_mega_cli
 from luna_mega.errors import ConversionError
 from luna_mega.hub.files import copy_model
 from luna_mega.hub.folder import read_folder, read_json
+from tests.convert.exports import edit
 from tests.damage import NOT_OBJECTS
 from tests.errors import command_error
 from tests.modeling.luna import make
@@ -136,18 +137,19 @@ CONFIGS = [
 
 @pytest.mark.parametrize(("field", "value"), CONFIGS, ids=lambda value: str(value)[:20])
 def test_invalid_configuration_raises(folder, field, value, capsys):
-    path = folder / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {field: value}))
+    edit(folder, **{field: value})
     for argv in (["info", folder], ["verify", folder, folder]):
         message = command_error(capsys, *argv)
         assert "\x1b" not in message and len(message) < 800 + len(str(folder))
 
 
-@pytest.mark.parametrize("auto_map", [[], ["a"], "x", {"AutoModel": ["a", None]}, {"AutoModel": 5}, {"x": "evil.X"}])
+AUTO_MAPS = [["a"], "x", {"AutoModel": ["a", None], "AutoModelForMaskedLM": 5, "x": "evil.X"}]
+
+
+@pytest.mark.parametrize("auto_map", AUTO_MAPS)
 def test_a_bundle_of_any_auto_map(folder, auto_map, tmp_path, capsys):
-    path = folder / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"auto_map": auto_map}))
-    if not isinstance(auto_map, dict) and auto_map:
+    edit(folder, auto_map=auto_map)
+    if not isinstance(auto_map, dict):
         assert "auto_map" in command_error(capsys, "bundle", folder)
         return
     assert luna_mega_cli.main(["bundle", str(folder), "--output", str(tmp_path / "out")]) == 0

@@ -103,6 +103,7 @@ def test_dataset_in_the_card(options, expected, tmp_path, monkeypatch):
     assert describe_source(data) == expected
 
 
+@pytest.mark.slow
 def test_demo(hub, client, tmp_path, examples):
     options = ["--model_type", "mega", "--epochs", "0.05", "--min_accuracy", "0", "--output_dir", str(tmp_path)]
     client(on_client.run_example, examples, "digits_demo", [*options, "--push_to_hub"])
