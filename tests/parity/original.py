@@ -1,6 +1,8 @@
 """Fixtures of the original code: their tensors and tolerances, and their checkpoints, as stored and converted."""
 
 import argparse
+import copy
+import functools
 import json
 from pathlib import Path
 from typing import Any
@@ -8,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoConfig
 
 import luna_mega
 from luna_mega_cli import main
@@ -19,6 +20,16 @@ TOLERANCE = {"atol": 1e-5, "rtol": 1e-4}
 def originals(family: str, cases: list[str]) -> pytest.MarkDecorator:
     """Parametrize the fixture `original` with folders of a family."""
     return pytest.mark.parametrize("original", [f"{family}/{case}" for case in cases], indirect=True)
+
+
+@functools.cache
+def _load(folder: Path, auto: Any, **fields: Any) -> Any:
+    name = json.loads((folder / "config.json").read_text())["architectures"][0]
+    loader = auto or getattr(luna_mega, name)
+    model, report = loader.from_pretrained(folder, output_loading_info=True, **fields)
+    keys = ["missing_keys", "mismatched_keys", *(["unexpected_keys"] if type(model).__name__ == name else [])]
+    assert not any(report[key] for key in keys)
+    return model.eval()
 
 
 class Original:
@@ -59,13 +70,8 @@ class Original:
         return output
 
     def load(self, auto: Any = None, head: str | None = None, **fields: Any) -> Any:
-        """Return the converted model in the class that its `config.json` names, or by an Auto class."""
-        name = AutoConfig.from_pretrained(output := self.convert(head)).architectures[0]
-        loader = auto or getattr(luna_mega, name)
-        model, report = loader.from_pretrained(output, output_loading_info=True, **fields)
-        keys = ["missing_keys", "mismatched_keys", *(["unexpected_keys"] if type(model).__name__ == name else [])]
-        assert not any(report[key] for key in keys)
-        return model.eval()
+        """Return a copy of the converted model, in the class that its `config.json` names or by an Auto class."""
+        return copy.deepcopy(_load(self.convert(head), auto, **fields))
 
     def report(self, head: str | None = None) -> dict[str, Any]:
         """Return the report of the conversion."""

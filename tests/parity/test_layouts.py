@@ -4,6 +4,8 @@ The original code uses right-padded rows. Here the same rows are left-padded, wi
 `unpad_inputs`, with eager attention, and in segments with a cache.
 """
 
+import functools
+
 import pytest
 import torch
 
@@ -31,7 +33,6 @@ class Case(Original):
         super().__init__(folder, outputs)
         if folder.parent.name == "megalodon" and not self.convert().exists():
             convert_checkpoint(folder, self.convert())
-        self.model = self.load()
         batch = {"luna": "A.", "megalodon": "C."}.get(folder.parent.name, "")
         names = ("input_ids", "ids", "src_tokens")
         self.ids = next(self.io[batch + name] for name in names if batch + name in self.io)
@@ -39,6 +40,10 @@ class Case(Original):
         self.mask = self.io.get("attention_mask", default).bool()
         names = ("logits", "lprobs", "start_logits", "end_logits")
         self.expected = {name: self.io[batch + name] for name in names if batch + name in self.io}
+
+    @functools.cached_property
+    def model(self):
+        return self.load()
 
     def convert(self, head=None):
         return self.outputs / "default" if self.folder.parent.name == "megalodon" else super().convert(head)
