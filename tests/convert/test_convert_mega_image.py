@@ -25,7 +25,7 @@ def test_info_and_verify(convert):
 
 
 def test_model_without_conversion_record(tmp_path):
-    sizes = {"hidden_size": 192, "intermediate_size": 384, "shared_representation_size": 64}
+    sizes = {"hidden_size": 192, "intermediate_size": 384, "shared_representation_size": 64, "num_hidden_layers": 12}
     model = MegaForImageClassification(MegaConfig.image_base_patch16_224(**sizes, num_labels=3))
     model.save_pretrained(tmp_path / "model")
     report = export_checkpoint(tmp_path / "model", tmp_path / "a.pth")

@@ -61,12 +61,21 @@ MADE_HERE = {
     "mlm": ("LunaForMaskedLM", {}, "luna_base_tied_512"),
     "mlm-untied": ("LunaForMaskedLM", {"tie_key_value": False, "tie_word_embeddings": False}, "luna_base_untied_512"),
     "mlm-fixed": ("LunaForMaskedLM", {"dynamic_projection_length": False, "hidden_act": "gelu_new"}, None),
-    "cls": (CLASSIFICATION, {"num_labels": 3, "classifier_activation": "relu", "dropout": 0.2}, None),
-    "max": (CLASSIFICATION, {"pooling": "packed_max", "classifier_dropout": 0.2}, None),
-    "attention": (CLASSIFICATION, {"pooling": "packed_attention"}, None),
-    "narrow": (CLASSIFICATION, {"classifier_hidden_size": 10}, None),
-    "regression": (CLASSIFICATION, {"num_labels": 1, "problem_type": "regression"}, None),
-    "trained": (CLASSIFICATION, {"problem_type": "single_label_classification"}, None),
+    "max": (
+        CLASSIFICATION,
+        {"pooling": "packed_max", "num_labels": 3, "classifier_activation": "relu", "dropout": 0.2},
+        None,
+    ),
+    "attention": (
+        CLASSIFICATION,
+        {"pooling": "packed_attention", "num_labels": 1, "problem_type": "regression", "classifier_dropout": 0.2},
+        None,
+    ),
+    "narrow": (
+        CLASSIFICATION,
+        {"classifier_hidden_size": 10, "problem_type": "single_label_classification"},
+        None,
+    ),
     "choice": ("LunaForMultipleChoice", {"pooling": "packed_max"}, None),
     "lra": (CLASSIFICATION, LRA_2021 | {"num_labels": 10}, "luna_lra_imdb"),
     "lra-mean": (CLASSIFICATION, LRA_2021 | {"pooling": "mean", "pool_padding": True}, None),
@@ -81,14 +90,24 @@ MADE_HERE = {
     ),
     "lra23-image": (CLASSIFICATION, LRA_2023 | {"input_type": "values", "pooling": "mean"}, None),
     "mega": (MEGA, {"pooling": "mean"}, "mega_lra_imdb"),
-    "mega cls": (MEGA, {"num_labels": 4, "classifier_num_layers": 2}, "mega_lra_imdb"),
-    "mega simple": (MEGA, {"relative_positional_bias": "simple"}, "mega_lra_imdb"),
+    "mega cls": (
+        MEGA,
+        {"num_labels": 4, "classifier_num_layers": 2, "relative_positional_bias": "simple"},
+        "mega_lra_imdb",
+    ),
     "mega chunks": (MEGA, CHUNKS, "mega_lra_imdb"),
-    "mega flash": (MEGA, {"ema_shift": True, "attention_activation": "laplace"}, "mega_lra_imdb"),
-    "mega norm": (MEGA, {"embedding_norm": True, "normalization_type": "rmsnorm"}, "mega_lra_imdb"),
+    "mega flash": (
+        MEGA,
+        {"ema_shift": True, "attention_activation": "laplace", "embedding_norm": True, "normalization_type": "rmsnorm"},
+        "mega_lra_imdb",
+    ),
     "mega pair": (MEGA_PAIR, BEFORE | {"attention_activation": "relu2"}, "mega_lra_aan"),
-    "mega no-ffn": (MEGA, {"use_normalized_ffn": False, "nffn_hidden_size": 256}, "mega_lra_imdb"),
-    "mega no-classifier": (MEGA, {"classifier_num_layers": 0, "classifier_activation": "tanh"}, "mega_lra_imdb"),
+    "mega no-ffn": (
+        MEGA,
+        {"use_normalized_ffn": False, "nffn_hidden_size": 256, "classifier_num_layers": 0}
+        | {"classifier_activation": "tanh"},
+        "mega_lra_imdb",
+    ),
     "mega pixels": (MEGA, VALUES | {"normalization_type": "syncbatchnorm"}, "mega_lra_cifar10"),
     "mega speech": (MEGA, VALUES | {"normalization_type": "batchnorm", "hidden_size": 60}, "mega_sc_raw_base"),
     "lm tied": ("MegaForCausalLM", {"final_norm_affine": False, "scale_embedding": True}, "mega_lm"),
@@ -123,7 +142,7 @@ MADE_HERE = {
 }
 # Fields that differ after a conversion, because the original does not store them or the model does not use them.
 UNUSED = {
-    "trained": {"problem_type"},
+    "narrow": {"problem_type"},
     "lra23": {"classifier_activation"},
     "lra23-mean": {"classifier_activation"},
     "lra23-image": {"classifier_activation", "vocab_size"},

@@ -159,8 +159,7 @@ def test_nothing_is_overwritten(make, tmp_path, capsys):
     assert (tmp_path / "out" / "model.pt").read_text() == "mine"
 
 
-@pytest.mark.parametrize("error", [OSError("no space left"), KeyboardInterrupt()])
-@pytest.mark.parametrize("broken", ["save", "publish"])
+@pytest.mark.parametrize(("error", "broken"), [(OSError("no space left"), "save"), (KeyboardInterrupt(), "publish")])
 def test_failed_write_leaves_no_files(make, tmp_path, monkeypatch, error, broken):
     folder = save(tmp_path / "model", LunaForSequenceClassification)
     make.dictionary(folder / "dict.txt")

@@ -3,6 +3,7 @@
 import argparse
 import collections
 import functools
+import itertools
 import os
 import pickle
 
@@ -14,6 +15,7 @@ from luna_mega.convert import ConversionError, convert_checkpoint
 from luna_mega.convert.safe_load.reader import read_checkpoint
 from tests.convert import luna, megalodon
 from tests.convert.files import HOSTILE, check_message, pickled, write, write_pickle
+from tests.marks import diagonal
 
 BIAS, WEIGHT, NORM = (f"encoder.lm_head.{part}" for part in ("bias", "dense.weight", "layer_norm.weight"))
 OTHER = "encoder.sentence_encoder.layers.0.self_attn.out_proj.weight"
@@ -38,8 +40,7 @@ def test_attacks_are_effective(tmp_path):
         torch.load(tmp_path / "model.pt", weights_only=True)
 
 
-@pytest.mark.parametrize("form", ["zip", "legacy", "pickle"])
-@pytest.mark.parametrize("place", ["args", "model", "extra_state"])
+@pytest.mark.parametrize(("form", "place"), [("zip", "extra_state"), ("legacy", "model"), ("pickle", "args")])
 def test_code_in_a_checkpoint_is_not_executed(convert, make, tmp_path, monkeypatch, form, place):
     monkeypatch.setenv("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "1")
     write(({} if form == "pickle" else make.bert()) | {place: Attack(f"touch {tmp_path}/touched")}, convert.file, form)
@@ -48,12 +49,10 @@ def test_code_in_a_checkpoint_is_not_executed(convert, make, tmp_path, monkeypat
     assert not (tmp_path / "touched").exists()
 
 
-@pytest.mark.covering(2)
-@pytest.mark.parametrize("legacy", [False, True])
-@pytest.mark.parametrize("is_folder", [False, True])
-@pytest.mark.parametrize("kind", HOSTILE)
-def test_no_pickle_is_executed(tmp_path, kind, is_folder, legacy):
+@pytest.mark.parametrize(("kind", "place"), diagonal(HOSTILE, itertools.product((False, True), repeat=2)))
+def test_no_pickle_is_executed(tmp_path, kind, place):
     """The weights of Megalodon are a pickle as well, without the args of fairseq."""
+    is_folder, legacy = place
     source = damaged = tmp_path / "model.pt"
     if is_folder:
         source = megalodon.folder(tmp_path / "source", ranks=2)
@@ -160,8 +159,9 @@ CONTENT = {
     ),
     **{f"{rows} rows": (expanded(rows), "bytes of memory and repeat") for rows in (1 << 28, (1 << 31) - 1, 1 << 40)},
     **{f"args: {name}": (lambda x=x: luna.bert(odd=x), named) for name, (x, named) in ARGS.items()},
-    **{f"{name} {key}": (replaced(key, f), x) for name, (f, x) in TENSORS.items() for key in (BIAS, WEIGHT, NORM)},
-}
+    **{f"{name} {key}": (replaced(key, TENSORS[name][0]), TENSORS[name][1])
+       for name, key in diagonal(TENSORS, (BIAS, WEIGHT, NORM))},
+}  # fmt: skip
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested")
@@ -172,9 +172,11 @@ def test_invalid_content_is_one_line(convert, case):
     assert named in message and len(message) < 700, message
 
 
-@pytest.mark.parametrize("change", [torch.Tensor.t, lambda x: x[:1].expand(x.shape), lambda x: torch.cat([x, x])[:16],
-                                    lambda x: torch.cat([x, x])[16:]])  # fmt: skip
-@pytest.mark.parametrize("form", FORMS)
+CHANGES = (torch.Tensor.t, lambda x: x[:1].expand(x.shape), lambda x: torch.cat([x, x])[:16],
+           lambda x: torch.cat([x, x])[16:])  # fmt: skip
+
+
+@pytest.mark.parametrize(("change", "form"), diagonal(CHANGES, FORMS))
 def test_sizes_strides_and_storages_that_contradict_each_other(convert, form, change):
     state = replaced(WEIGHT, change)()
     write(state, convert.file, form)
@@ -184,8 +186,7 @@ def test_sizes_strides_and_storages_that_contradict_each_other(convert, form, ch
     assert convert_checkpoint(convert.file, convert.output).warnings == []
 
 
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("rows", [1 << 28, (1 << 31) - 1, 1 << 40])
+@pytest.mark.parametrize(("rows", "form"), diagonal([1 << 28, (1 << 31) - 1, 1 << 40], FORMS))
 def test_expanded_tensors_without_checksums(convert, rows, form):
     """A file of a few kB that requests more memory than a machine has."""
     write(expanded(rows)(), convert.file, form)
@@ -203,8 +204,7 @@ def test_tensors_that_share_a_storage_without_being_tied(convert, form):
     assert f"tensor '{WEIGHT}' shares its storage with a value outside the model" in convert.error()
 
 
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("build", [luna.bert, luna.lra21, luna.lra23])
+@pytest.mark.parametrize(("build", "form"), diagonal([luna.bert, luna.lra21, luna.lra23], FORMS))
 def test_sound_files_without_checksums_are_converted(convert, form, build):
     state = build()
     if build == luna.bert:  # as in a fairseq file

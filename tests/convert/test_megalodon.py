@@ -172,8 +172,8 @@ def test_info_verify_and_card(tmp_path, capsys):
     assert of_file.parameters == of_folder.parameters and of_file.length == 8 and of_file.heads == ["causal LM"]
     assert of_file.written_by == "Megalodon: a megalodon checkpoint of the released Megalodon code"
     assert "from source, a megalodon checkpoint" in of_folder.written_by
-    assert main(["verify", str(source), str(tmp_path / "model"), "--tolerance", "0"]) == 0
-    assert main(["verify", str(source), str(tmp_path / "model"), "--text", "a bca", "b"]) == 0
+    assert compare(source, tmp_path / "model", tolerance=0.0, length=9).within
+    assert compare(source, tmp_path / "model", texts=["a bca", "b"]).within
     assert "Converted from the Megalodon checkpoint `source`" in (tmp_path / "model" / "README.md").read_text()
 
 

@@ -1,5 +1,7 @@
 """The argument tables: both directions, and errors for meaningless values."""
 
+import functools
+
 import numpy
 import pytest
 import torch
@@ -9,8 +11,11 @@ from luna_mega.convert.evidence import Evidence, Target
 from luna_mega.convert.formats import registered_formats
 from luna_mega.convert.table import ACTIVATION, NOT, Arg, fixed, never, read_fields, read_only, typed_args, write_args
 from luna_mega.errors import ConversionError, shown
+from tests.convert import luna
+from tests.convert.fuzz import changed
 from tests.convert.mega import BODY, mega
 from tests.convert.mega_lm import KINDS, mega_lm
+from tests.marks import diagonal
 
 
 class Config:
@@ -117,7 +122,7 @@ CASES = [
     for kind, names in faults.items()
     for name, values in names.items()
     for value in values
-] + [(kind, name, value) for kind, name in FLAGS for value in MEANINGLESS_FLAGS]
+] + [(*flag, value) for flag, value in diagonal(FLAGS, MEANINGLESS_FLAGS)]
 
 
 @pytest.mark.parametrize("value", [1, True, numpy.int64(1)])
@@ -133,21 +138,26 @@ def test_a_value_of_another_type_is_not_written():
         write_args(table, Target(object, Config(), "old"))
 
 
+@functools.cache
+def built(kind):
+    return {"bert": luna.bert, "lra21": luna.lra21, "mega": mega, "mega_lm": lambda: mega_lm(**KINDS["adaptive"])}[
+        kind
+    ]()
+
+
 @pytest.mark.parametrize(("kind", "name", "value"), CASES, ids=lambda value: str(value)[:40])
-def test_faults_name_the_argument(convert, make, kind, name, value):
-    args = {name: value}
-    state = {
-        "bert": lambda: make.bert(**args),
-        "lra21": lambda: make.lra21(**args),
-        "mega": lambda: mega(**args),
-        "mega_lm": lambda: mega_lm(**KINDS["adaptive"] | args),
-    }[kind]()
-    message = convert.error(state)
+def test_faults_name_the_argument(convert, kind, name, value):
+    message = convert.error(changed(built(kind), **{name: value}))
     assert f"args.{name} = {shown(value)}" in message and str(convert.file) in message
 
 
-@pytest.mark.parametrize("dtype", [torch.complex64, torch.int64, torch.bool, torch.uint8])
-@pytest.mark.parametrize("key", ["layers.0.mega_layer.v_proj.weight", "layers.1.nffn.norm.norm.bias"])
+@pytest.mark.parametrize(
+    ("dtype", "key"),
+    diagonal(
+        [torch.complex64, torch.int64, torch.bool, torch.uint8],
+        ["layers.0.mega_layer.v_proj.weight", "layers.1.nffn.norm.norm.bias"],
+    ),
+)
 def test_weights_that_are_not_real(convert, dtype, key):
     state = mega()
     key = f"{BODY}.{key}"
