@@ -18,6 +18,7 @@ MODELS = {
     "luna decoder": lambda: make("luna: softplus", num_hidden_layers=1).float(),
     "mega decoder, chunks": lambda: make("mega: laplace chunks", num_hidden_layers=1).float(),
     "megalodon": lambda: make("megalodon: heads", num_hidden_layers=1).float(),
+    "luna seq2seq": lambda: make("luna seq2seq: translation", num_hidden_layers=1).float(),
 }
 # A chunk divides the length, leaves 1 or more; lengths below a chunk and below l; one sequence.
 SHAPES = [(2, 17), (1, 19), (3, 5), (2, 16), (1, 3), (2, 2)]
@@ -37,6 +38,8 @@ def test_two_programs_serve_all_lengths(name, training):
             compiled(**inputs, labels=inputs["input_ids"]).loss.backward()
             continue
         options = {"use_cache": False} if model.config.is_decoder else {}
+        if model.config.is_encoder_decoder:
+            options = {"use_cache": False, "decoder_input_ids": inputs["input_ids"]}
         with torch.no_grad():
             expected, actual = (run(**inputs, **options).logits for run in (model, compiled))
         kept = inputs["attention_mask"].bool()

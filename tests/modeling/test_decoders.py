@@ -118,7 +118,9 @@ def test_constant_memory(name):
 
 
 @torch.no_grad()
-def test_logits_to_keep(model):
+@pytest.mark.parametrize("name", ["luna: pre-norm", "mega seq2seq: softmax"])
+def test_logits_to_keep(name):
+    model = make(name)
     ids, mask = padded([7, 3], 7, "left")
     inputs = source(model, 2) | target(model, ids, mask)
     complete = model(**inputs).logits

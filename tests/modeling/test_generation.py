@@ -54,17 +54,17 @@ def test_generate(name, options):
         given += [({"input_ids": source(model, 2, side)["input_ids"]}, True) for side in ("left", "right")]
     for inputs, use_cache in given:
         torch.manual_seed(1)
-        results.append(model.generate(**inputs, max_new_tokens=6, use_cache=use_cache, **options))
+        results.append(model.generate(**inputs, max_new_tokens=4, use_cache=use_cache, **options))
     assert all(torch.equal(result, results[0]) for result in results)
     count, inputs = options.get("num_return_sequences", 1), given[0][0]
     assert len(results[0]) == 2 * count
     if "prefix_allowed_tokens_fn" in options:
-        for row, tokens in enumerate(results[0][:, -6:].tolist()):
+        for row, tokens in enumerate(results[0][:, -4:].tolist()):
             assert set(tokens) <= {1, 2, *range(3, 8), 9, 12 + row}
     elif not options["do_sample"]:
         for row in range(2):
             tokens = inputs["input_ids"][row, inputs["attention_mask"][row].bool()][None]
-            separate = model.generate(tokens, max_new_tokens=6, **options)
+            separate = model.generate(tokens, max_new_tokens=4, **options)
             begun = 0 if model.config.is_encoder_decoder else 7 - tokens.shape[1]
             together = results[0][row * count : (row + 1) * count, begun:]
             assert torch.equal(separate, together[:, : separate.shape[1]])

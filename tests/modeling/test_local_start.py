@@ -17,7 +17,6 @@ from luna_mega import (
     LunaSeq2SeqModel,
 )
 from luna_mega.kernels.luna_causal_attention.reference import pack_weights
-from luna_mega.modeling_luna import modeling_luna
 from luna_mega.modeling_luna.initialization_luna import LocalStart
 
 LENGTH = 32
@@ -109,25 +108,6 @@ def test_heads_attend_to_neighbors_among_different_tokens(tied):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("fields", [{}, {"tie_key_value": False}, {"share_layers": True}], ids=str)
-def test_masked_tokens_do_not_attend_to_each_other(fields):
-    """Masked tokens attend to each other twice as much as to words, or equally if queries ignore the mask token."""
-
-    def ratio(options):
-        torch.manual_seed(0)
-        model = LunaModel(config(**fields, initialization_options=options)).eval()
-        ids = torch.randint(4, 59, (32, LENGTH))
-        masked = torch.rand(ids.shape) < 0.15
-        output = model(ids.masked_fill(masked, 59), output_attentions=True, output_packed_attentions=True)
-        weights = (output.attentions[0] @ output.packed_attentions[0]).mean(1)
-        pairs = masked[:, :, None] & ~torch.eye(LENGTH, dtype=torch.bool)
-        others, words = (pairs & to[:, None, :] for to in (masked, ~masked))
-        return (weights[others].mean() / weights[words].mean()).item()
-
-    assert ratio({"mask_token_id": 59}) < 1.3 < 1.8 < ratio({})
-
-
-@torch.no_grad()
 def test_only_queries_ignore_the_token():
     def start(token):
         torch.manual_seed(3)
@@ -206,14 +186,6 @@ def test_other_weights_have_the_default_initialization(fields):
     name = f"{stack}.layers.0.attention.pack_query.weight"
     added = local[name] - original[name]
     torch.testing.assert_close(added, 2 * 6 / 32**0.5 * torch.eye(128))
-
-
-def test_default_initialization_is_unchanged(monkeypatch):
-    for name in ("start_attention", "start_embeddings", "blind_queries"):
-        monkeypatch.setattr(modeling_luna, name, None)
-    fields = {name: value for name, value in FIELDS.items() if name != "initialization"}
-    model = LunaForMaskedLM(LunaConfig(**fields))
-    assert model.config.initialization == "original" and model.config.initialization_options is None
 
 
 def test_folders(tmp_path):

@@ -57,9 +57,7 @@ HEADS = {
     "luna regression": lambda: luna.make("ForSequenceClassification", pooling="mean", num_labels=1),
     "mega mean": lambda: mega.make("ForSequenceClassification", pooling="mean"),
     "mega pairs": lambda: mega.make("ForSequencePairClassification", pooling="mean"),
-    "mega tokens": lambda: mega.make("ForTokenClassification"),
     "mega masked LM": lambda: mega.make("ForMaskedLM"),
-    "mega answers": lambda: mega.make("ForQuestionAnswering"),
     "megalodon mean": lambda: megalodon_decoders.make(
         "ForSequenceClassification", hidden_size=24, pooling="mean", num_labels=3
     ),

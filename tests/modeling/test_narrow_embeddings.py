@@ -55,17 +55,6 @@ def test_padding_free():
     torch.testing.assert_close(got, expected, rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize(
-    ("types", "message"),
-    [(torch.zeros(2, 8, dtype=torch.long), r"shape \[2, 9\] of the input, got \[2, 8\]"),
-     (torch.full((2, 9), 3), "from 3 to 3; they must be at least 0, and less than the `type_vocab_size` 3")],
-    ids=["shape", "range"],
-)  # fmt: skip
-def test_wrong_types(types, message):
-    with pytest.raises(ValueError, match=message):
-        make("Model", **FIELDS)(**tokens([9, 9]), token_type_ids=types)
-
-
 def test_dropped_first_tokens_lose_their_types():
     model = make("ForSequenceClassification", **FIELDS, drop_first_token=True)
     inputs = typed(tokens([9, 4], "left"))

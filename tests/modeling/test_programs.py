@@ -1,5 +1,6 @@
 """Programs of every kind equal the model for texts shorter and longer than the sample, P and a chunk."""
 
+import shutil
 import warnings
 from itertools import product
 
@@ -13,6 +14,8 @@ from tests.marks import diagonal, slow_but
 from . import luna, mega, megalodon_decoders
 from .decoders import make
 
+COMPILER = next(filter(shutil.which, ("g++", "c++", "clang++")), None)
+QUICKLY = {"aot_inductor.compile_wrapper_opt_level": "O0"}  # C++ compilation dominates the run time
 CHUNKS, SIMPLE = mega.VARIANTS["laplace chunks"], mega.VARIANTS["relu2 simple post-norm"]
 IMPORTANCE = {"pack_method": "importance", "position_extension": "interpolate", "max_position_embeddings": 10}
 MODELS = {
@@ -55,11 +58,15 @@ def trace(model, sample):
     return lambda **inputs: program(*(inputs[name] for name in sample))
 
 
-def export(model, sample):
+def export_program(model, sample):
     shapes = {name: dict.fromkeys(range(x.dim()), torch.export.Dim.DYNAMIC) for name, x in sample.items()}
     program = torch.export.export(model, (), sample, dynamic_shapes=shapes, strict=False)
     assert "luna_mega" not in program.graph_module.code
-    return program.module()
+    return program
+
+
+def export(model, sample):
+    return export_program(model, sample).module()
 
 
 def compiled(model, sample):
@@ -91,7 +98,7 @@ def check(way, name, lengths, attention=None):
 LENGTHS = {"one": lambda last: [1], "short": lambda last: [3, 2], "long": lambda last: [last + 2, 2]}
 TRACED = ["luna", "luna, importance", "luna, importance, wrap", "mega", "mega, truncated", "megalodon"]
 CASES = list(product(MODELS, ("short", "long")))
-ONE_EACH = slow_but([("luna, importance", "short")], diagonal(MODELS, ("short", "long")))
+ONE_EACH = slow_but([("megalodon", "long")], diagonal(MODELS, ("short", "long")))
 
 
 @pytest.mark.parametrize(("name", "lengths"), slow_but(diagonal(TRACED, LENGTHS), product(MODELS, LENGTHS)))
@@ -107,6 +114,19 @@ def test_traced_programs_with_eager_attention(name, lengths):
 @pytest.mark.parametrize(("name", "lengths"), ONE_EACH)
 def test_exported_programs(name, lengths):
     check(export, name, LENGTHS[lengths])
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(COMPILER is None, reason="AOTInductor needs a C++ compiler")
+def test_ahead_of_time_packages(tmp_path):
+    def packaged(model, sample):
+        options = {"package_path": str(tmp_path / "model.pt2"), "inductor_configs": QUICKLY}
+        return torch._inductor.aoti_load_package(
+            torch._inductor.aoti_compile_and_package(export_program(model, sample), **options)
+        )
+
+    for name in ("luna", "mega, chunks"):  # sequentially, because the second reuses the precompiled torch headers
+        check(packaged, name, LENGTHS["long"])
 
 
 @pytest.mark.slow

@@ -135,16 +135,6 @@ def test_encoder_outputs_instead_of_the_source(model):
     torch.testing.assert_close(model(**given, **inputs).logits, expected)
 
 
-@torch.no_grad()
-def test_tuples(family):
-    """`return_dict=False`, as an argument and in the configuration, of which encoder and decoder have copies."""
-    model = plain(family)
-    inputs = source(model, 2) | target(model, padded([5, 4], 5, "left")[0])
-    expected = model(**inputs).logits
-    assert torch.equal(model(**inputs, return_dict=False)[0], expected)
-    assert torch.equal(plain(family, return_dict=False)(**inputs)[0], expected)
-
-
 def test_source_of_padding_is_ignored(model):
     given, ids = source(model, 3), padded([5, 4, 2], 5, "right")[0]
     given["attention_mask"][1] = 0

@@ -1,30 +1,14 @@
 """The models have the surface that `surface.json` records; a deliberate change regenerates it, see `surface.py`."""
 
-import inspect
 import json
 
 import pytest
 import torch
 from torch import nn
 
-import luna_mega
-
 from . import surface
 
 TABLES = json.loads(surface.TABLES.read_text(encoding="utf-8"))
-
-
-BERT = ["input_ids", "attention_mask", "token_type_ids", "position_ids", "inputs_embeds"]
-BART = ["input_ids", "attention_mask", "decoder_input_ids", "decoder_attention_mask"]
-
-
-@pytest.mark.parametrize("name", [name for name in TABLES["signatures"] if not name.endswith("PreTrainedModel")])
-def test_inputs_by_position(name):
-    """They have the order of BERT, in encoder-decoders of BART; all other arguments are keyword-only."""
-    _, *parameters = inspect.signature(getattr(luna_mega, name).forward).parameters.values()
-    names = [x.name for x in parameters]
-    order = BART if "decoder_input_ids" in names else ["pixel_values", *BERT] if "input_ids" not in names else BERT
-    assert [x.name for x in parameters if x.kind is x.POSITIONAL_OR_KEYWORD] == [x for x in order if x in names]
 
 
 def is_recorded(item):
