@@ -179,15 +179,17 @@ INVALID = {
 }
 
 
-@pytest.mark.parametrize("base, row", [(base, row) for base, rows in INVALID.items() for row in rows], ids=str)
-def test_invalid_fields(base, row):
-    (family, fixed), (fields, text) = BASES[base], row if isinstance(row, tuple) else (row, None)
-    (name, value), *_ = fields.items()
-    with pytest.raises((ValueError, TypeError, StrictDataclassError)) as error:
-        family.tiny_config(**fixed | fields)
-    message = str(error.value)
-    assert re.search(rf"\b{name}\b" if text is None else text, message)
-    assert text is not None or value == {} or str(value) in message
+@pytest.mark.parametrize("base", BASES)
+def test_invalid_fields(base):
+    family, fixed = BASES[base]
+    for row in INVALID[base]:
+        fields, text = row if isinstance(row, tuple) else (row, None)
+        (name, value), *_ = fields.items()
+        with pytest.raises((ValueError, TypeError, StrictDataclassError)) as error:
+            family.tiny_config(**fixed | fields)
+        message = str(error.value)
+        assert re.search(rf"\b{name}\b" if text is None else text, message), row
+        assert text is not None or value == {} or str(value) in message, row
 
 
 def test_folder_of_another_model_raises(tmp_path):

@@ -13,13 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import (
-    CompileConfig,
-    GenerationConfig,
-    GenerationMixin,
-    PreTrainedTokenizerFast,
-    TextStreamer,
-)
+from transformers import CompileConfig, GenerationConfig, GenerationMixin, PreTrainedTokenizerFast, TextStreamer
 from transformers.generation import MaxLengthCriteria, SuppressTokensLogitsProcessor
 
 from tests.modeling.decoders import PLAIN, make_plain, padded, prompt
@@ -109,6 +103,12 @@ def began(run):
     return complete[0, 0] == (run.model.config.decoder_start_token_id if run.model.config.is_encoder_decoder else 5)
 
 
+def positional(run):
+    """Return whether the prompt may be the first argument."""
+    mask = run.inputs["attention_mask"]
+    return run.model.generate(run.inputs["input_ids"], attention_mask=mask, max_new_tokens=5).equal(run.sequences)
+
+
 def attended(run):
     """Return whether there are weights for each step and layer; Mega only returns them without a cache."""
     weights = run.output.get("decoder_attentions") or run.output.attentions
@@ -190,12 +190,7 @@ WORKS = {
     "begin_suppress_tokens": ({"begin_suppress_tokens": [5]}, lambda run: run.scored),
     "sequence_bias": ({"sequence_bias": {(5,): 1e4}}, lambda run: (run.new == 5).all()),
     "token_healing": (
-        {
-            "input_ids": TOKENIZER(["xyza"], return_tensors="pt").input_ids,
-            "attention_mask": torch.ones(1, 4).long(),
-            "token_healing": True,
-            "tokenizer": TOKENIZER,
-        },
+        {**TOKENIZER(["xyza"], return_tensors="pt"), "token_healing": True, "tokenizer": TOKENIZER},
         healed,
     ),
     "guidance_scale": ({"guidance_scale": 1.5}, guided),
@@ -210,32 +205,15 @@ WORKS = {
     "output_logits": ({}, lambda run: len(run.output.logits) == 5),
     "return_dict_in_generate": ({}, lambda run: run.output.keys() >= {"sequences"}),
     "pad_token_id": (
-        {
-            "eos_token_id": 6,
-            "pad_token_id": 4,
-            "logits_processor": [
-                lambda ids, scores: scores.index_put(
-                    (torch.tensor([0]), torch.tensor([6])), torch.tensor(1e4, dtype=scores.dtype)
-                )
-            ],
-        },
-        lambda run: run.new[0].tolist() == [6, 4, 4, 4, 4],
+        {"eos_token_id": 6, "pad_token_id": 4, "prefix_allowed_tokens_fn": lambda row, ids: [8] if row else [6]},
+        lambda run: run.new.tolist() == [[6, 4, 4, 4, 4], [8] * 5],
     ),
     "bos_token_id": ({}, began),
     "eos_token_id": ({**STOPS}, lambda run: run.new.shape[1] < 5 or (run.new < 7).any()),
     "decoder_start_token_id": ({"decoder_start_token_id": [5, 6]}, lambda run: run.sequences[:, 0].tolist() == [5, 6]),
     "prefill_chunk_size": ({"prefill_chunk_size": 3}, None),
-    "inputs": (
-        {},
-        lambda run: torch.equal(
-            run.model.generate(run.inputs["input_ids"], attention_mask=run.inputs["attention_mask"], max_new_tokens=5),
-            run.sequences,
-        ),
-    ),
-    "generation_config": (
-        {"generation_config": GenerationConfig(suppress_tokens=[5])},
-        lambda run: run.scored,
-    ),
+    "inputs": ({}, positional),
+    "generation_config": ({"generation_config": GenerationConfig(suppress_tokens=[5])}, lambda run: run.scored),
     "logits_processor": ({"logits_processor": [SuppressTokensLogitsProcessor([5])]}, lambda run: run.scored),
     "stopping_criteria": (
         {"stopping_criteria": [MaxLengthCriteria(3)]},
@@ -266,30 +244,22 @@ _ASSISTED = "assisted generation is not supported with stateful models"
 _FETCHED = "requires `trust_remote_code=True`"
 _OWN = "has its own cache; omit the argument"
 _ALONE = "is not supported by encoder-decoders"
+ASSISTED = {"use_mtp": True, "prompt_lookup_num_tokens": 2, "assistant_early_exit": 1, "num_assistant_tokens": 3}
+ASSISTED |= {"num_assistant_tokens_schedule": "constant", "assistant_confidence_threshold": 0.3}
+ASSISTED |= {"assistant_lookbehind": 3, "target_lookbehind": 3, "assistant_ensemble_weight": 0.5}
+ASSISTED |= {"speculation_type": "dflash"}
 # Option -> argument and error message, for decoders and encoder-decoders.
 UNSUPPORTED = {
+    **{name: ({name: value}, _ASSISTED) for name, value in ASSISTED.items()},
     "cache_implementation": ({"cache_implementation": "static"}, _OWN),
     "cache_config": ({"cache_config": {"nbits": 4}}, _OWN),
     "max_cache_len": ({"max_cache_len": 40}, _OWN),
-    "compile_config": (
-        {"compile_config": CompileConfig()},
-        "`compile_config` requires a static cache",
-    ),
+    "compile_config": ({"compile_config": CompileConfig()}, "`compile_config` requires a static cache"),
     "continuous_batching_config": ({"cache_implementation": "paged"}, "continuous batching"),
-    "use_mtp": ({"use_mtp": True}, _ASSISTED),
     "is_assistant": ({"is_assistant": True}, "cannot be an assistant model"),
-    "prompt_lookup_num_tokens": ({"prompt_lookup_num_tokens": 2}, _ASSISTED),
     "max_matching_ngram_size": ({"prompt_lookup_num_tokens": 2, "max_matching_ngram_size": 2}, _ASSISTED),
-    "assistant_early_exit": ({"assistant_early_exit": 1}, _ASSISTED),
     "assistant_model": ({}, _ASSISTED),
     "assistant_tokenizer": ({"assistant_tokenizer": TOKENIZER, "tokenizer": TOKENIZER}, _ASSISTED),
-    "num_assistant_tokens": ({"num_assistant_tokens": 3}, _ASSISTED),
-    "num_assistant_tokens_schedule": ({"num_assistant_tokens_schedule": "constant"}, _ASSISTED),
-    "assistant_confidence_threshold": ({"assistant_confidence_threshold": 0.3}, _ASSISTED),
-    "assistant_lookbehind": ({"assistant_lookbehind": 3}, _ASSISTED),
-    "target_lookbehind": ({"target_lookbehind": 3}, _ASSISTED),
-    "assistant_ensemble_weight": ({"assistant_ensemble_weight": 0.5}, _ASSISTED),
-    "speculation_type": ({"speculation_type": "dflash"}, _ASSISTED),
     "penalty_alpha": ({"penalty_alpha": 0.5, "top_k": 4}, _FETCHED),
     "low_memory": ({"penalty_alpha": 0.5, "top_k": 4, "low_memory": True}, _FETCHED),
     "dola_layers": ({"dola_layers": "high"}, _FETCHED),
@@ -298,13 +268,8 @@ UNSUPPORTED = {
     "constraints": ({"num_beams": 3, "constraints": [1]}, _FETCHED),
     "force_words_ids": ({"num_beams": 3, "force_words_ids": [[5]]}, _FETCHED),
 }
-DECODER_ONLY = [
-    "guidance_scale",
-    "negative_prompt_ids",
-    "negative_prompt_attention_mask",
-    "prefill_chunk_size",
-    "token_healing",
-]
+DECODER_ONLY = ["guidance_scale", "negative_prompt_ids", "negative_prompt_attention_mask", "prefill_chunk_size"]
+DECODER_ONLY += ["token_healing"]
 NO_EFFECT = {
     "disable_compile": {"disable_compile": True},
     "trust_remote_code": {"trust_remote_code": True},
@@ -327,16 +292,12 @@ def process_group():
     dist.destroy_process_group()
 
 
-def is_unsupported(model, name):
-    return name in UNSUPPORTED or model.config.is_encoder_decoder and name in DECODER_ONLY
-
-
 @pytest.mark.covering(1)
 @torch.no_grad()
 @pytest.mark.parametrize("name", WORKS)
 def test_works(model, name, request):
     """The option changes the result, equally with and without a cache; every step has the model's logits."""
-    if is_unsupported(model, name) or name in NO_EFFECT and not model.config.is_encoder_decoder:
+    if name in (DECODER_ONLY if model.config.is_encoder_decoder else NO_EFFECT):
         return
     if name == "synced_gpus":
         request.getfixturevalue("process_group")

@@ -135,14 +135,10 @@ def test_rows_by_importance(mask, dtype):
 
 
 SIZES = {"vocab_size": 20, "hidden_size": 8, "num_hidden_layers": 1, "intermediate_size": 8, "num_labels": 3}
+LUNA = {"num_attention_heads": 2, "projection_length": 4, "position_embedding_type": "sinusoidal"}
 MODELS = {
-    "Luna": {"num_attention_heads": 2, "projection_length": 4, "position_embedding_type": "sinusoidal"},
-    "Luna, importance": {
-        "num_attention_heads": 2,
-        "projection_length": 4,
-        "position_embedding_type": "sinusoidal",
-        "pack_method": "importance",
-    },
+    "Luna": LUNA,
+    "Luna, importance": LUNA | {"pack_method": "importance"},
     "Mega": {"shared_representation_size": 4, "ema_projection_size": 2, "nffn_hidden_size": 8, "chunk_size": 32,
              "use_chunking": True, "final_norm": True},
     "Megalodon": {"shared_representation_size": 4, "value_size": 4, "ema_projection_size": 2, "norm_num_groups": 2,
@@ -150,9 +146,9 @@ MODELS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name, dtype", diagonal(MODELS, DTYPES))
 @torch.no_grad()
-def test_models(name):
+def test_models(name, dtype):
     """Complete models, whose last norm returns a feature with a mean of 12."""
     family, inputs = name.split(",")[0], torch.randint(3, 20, (1, LENGTH), generator=torch.Generator().manual_seed(0))
     config = getattr(luna_mega, f"{family}Config")(**SIZES, **MODELS[name], pooling="mean")
@@ -160,6 +156,5 @@ def test_models(name):
     for key, parameter in model.named_parameters():
         if key.endswith(("final_layer_norm.bias", "final_norm.bias", "final_norm.norm.bias")):
             parameter[5] = MEAN
-    for dtype in DTYPES:
-        logits = [model.to(each)(inputs, attention_mask=KEEP.long()).logits for each in (dtype, torch.float32)]
-        assert_near(logits[0], logits[1].double(), dtype, roundings=16)
+    logits = [model.to(each)(inputs, attention_mask=KEEP.long()).logits for each in (dtype, torch.float32)]
+    assert_near(logits[0], logits[1].double(), dtype, roundings=16)
