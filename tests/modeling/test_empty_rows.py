@@ -5,7 +5,6 @@ from functools import partial
 import pytest
 import torch
 
-from luna_mega import MegaConfig, MegaForImageClassification
 from tests.marks import diagonal
 
 from . import classes, decoders, luna, luna_decoders, mega
@@ -113,17 +112,6 @@ def test_empty_sources_and_targets(family, unpad):
             results.append(model(**empty, **other).logits[0, 0])
         assert torch.stack(results).isfinite().all()
         torch.testing.assert_close(torch.stack(results), results[0].expand(len(results), -1), rtol=0, atol=1e-5)
-
-
-@torch.no_grad()
-def test_images_without_patches():
-    fields = {"num_channels": 1, "image_size": 8, "patch_size": 4, "input_type": "patches", "pooling": "mean"}
-    model = MegaForImageClassification(MegaConfig(**luna.SIZES, **fields)).eval()
-    images, mask = torch.randn(3, 1, 8, 8), torch.ones(3, 4)
-    mask[0] = 0
-    expected = model(images[:1], attention_mask=mask[:1]).logits
-    images[0] = 5
-    torch.testing.assert_close(model(images, attention_mask=mask).logits[:1], expected)
 
 
 @torch.no_grad()

@@ -1,4 +1,4 @@
-"""Models train with the Triton kernels as without them, independently of the batch layout."""
+"""Models train and generate with the Triton kernels as without them; `test_losses_of_rows.py` has all layouts."""
 
 import pytest
 import torch
@@ -47,26 +47,6 @@ def test_losses_do_not_depend_on_the_backend(make, dtype, triton_device):
     assert without[-1] < 0.7 * without[0]
     tolerance = 1e-3 if dtype == torch.float32 else 5e-2
     torch.testing.assert_close(with_kernels, without, rtol=tolerance, atol=0.0)
-
-
-@pytest.mark.slow
-def test_outputs_do_not_depend_on_the_batch(make, triton_device):
-    """Padding, its side, other rows and padding-free layout do not affect the results of the kernels."""
-    model = make().to(triton_device).eval()
-    decoder = {"use_cache": False} if model.config.is_decoder else {}
-    separate = luna.tokens([21])
-    batches = [separate, luna.tokens([21, 30, 3]), luna.tokens([30, 21], "left")]
-    results = []
-    with use_backend("triton"), torch.no_grad():
-        for row, batch in zip((0, 0, 1), batches, strict=True):
-            batch = {name: value.to(triton_device) for name, value in batch.items()}
-            logits = model(**batch, **decoder).logits[row]
-            results.append(logits[batch["attention_mask"][row].bool()])
-        both = torch.cat([luna.tokens([30])["input_ids"], separate["input_ids"]], dim=1).to(triton_device)
-        position_ids = torch.cat([torch.arange(30), torch.arange(21)])[None].to(triton_device)
-        results.append(model(both, position_ids=position_ids, **decoder).logits[0, 30:])
-    for result in results[1:]:
-        torch.testing.assert_close(result, results[0], rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.slow

@@ -9,19 +9,6 @@ from luna_mega import MegaCache, MegaConfig, MegaForCausalLM
 from tests.modeling.mega_decoders import DECODER_ONLY, make
 
 
-@torch.no_grad()
-def test_chunked_attention_caches_one_chunk():
-    model, sizes = make(**DECODER_ONLY["laplace chunks"]), []
-    past = MegaCache(model.config)
-    for _ in range(4):
-        model(torch.randint(3, 30, (2, 7)), past_key_values=past)
-        layer = past.layers[0]
-        sizes.append([layer.keys.shape, layer.values.shape, layer.mask.shape, layer.average.shape])
-        assert layer.keys.untyped_storage().nbytes() == layer.keys.numel() * 8
-    assert sizes[0] == sizes[-1] and past.get_seq_length() == 28
-    assert sizes[0][0] == (2, 5, 8)
-
-
 @pytest.mark.slow
 @torch.no_grad()
 @pytest.mark.parametrize("padded", [False, True])

@@ -9,7 +9,7 @@ from collections import OrderedDict
 import pytest
 import torch
 from safetensors.torch import save_file
-from transformers import AutoModel, AutoModelForCausalLM, AutoModelForMaskedLM
+from transformers import AutoModelForCausalLM, AutoModelForMaskedLM
 
 import luna_mega
 from luna_mega.errors import ConversionError
@@ -20,48 +20,18 @@ from tests.modeling.mega import make, tiny_config
 
 # Contents of v4's config.json. The folders below have 1/32 of the widths, 1/128 of the lengths, and two layers.
 V4 = {
-    "activation": "silu",
-    "add_lm_hidden_dense_layer": False,
-    "add_token_type_embeddings": False,
-    "attention_activation": "softmax",
-    "attention_probs_dropout_prob": 0.1,
-    "bidirectional": True,
-    "bos_token_id": 0,
-    "chunk_size": -1,
-    "classifier_dropout": None,
-    "dropout_prob": 0.1,
-    "ema_beta_range": 0.02,
-    "ema_delta_alpha_range": 0.2,
-    "ema_gamma_omega_range": 1.0,
-    "ema_projection_size": 16,
-    "eos_token_id": 2,
-    "hidden_dropout_prob": 0.1,
-    "hidden_size": 24,
-    "initializer_range": 0.02,
-    "intermediate_size": 48,
-    "max_positions": 16,
-    "model_type": "mega",
-    "nffn_activation_dropout_prob": 0.1,
-    "nffn_hidden_size": 48,
-    "norm_affine": True,
-    "normalization_type": "scalenorm",
-    "normalize_before_ffn": True,
-    "normalize_before_mega": True,
-    "num_attention_heads": 1,
-    "num_hidden_layers": 2,
-    "pad_token_id": 1,
-    "relative_positional_bias": "rotary",
-    "shared_representation_size": 8,
-    "torch_dtype": "float32",
-    "transformers_version": "4.36.2",
-    "truncation": None,
-    "type_vocab_size": 2,
-    "use_cache": True,
-    "use_chunking": False,
-    "use_feature_dropout": False,
-    "use_normalized_ffn": True,
-    "vocab_size": 96,
-}
+    "activation": "silu", "add_lm_hidden_dense_layer": False, "add_token_type_embeddings": False,
+    "attention_activation": "softmax", "attention_probs_dropout_prob": 0.1, "bidirectional": True, "bos_token_id": 0,
+    "chunk_size": -1, "classifier_dropout": None, "dropout_prob": 0.1, "ema_beta_range": 0.02,
+    "ema_delta_alpha_range": 0.2, "ema_gamma_omega_range": 1.0, "ema_projection_size": 16, "eos_token_id": 2,
+    "hidden_dropout_prob": 0.1, "hidden_size": 24, "initializer_range": 0.02, "intermediate_size": 48,
+    "max_positions": 16, "model_type": "mega", "nffn_activation_dropout_prob": 0.1, "nffn_hidden_size": 48,
+    "norm_affine": True, "normalization_type": "scalenorm", "normalize_before_ffn": True,
+    "normalize_before_mega": True, "num_attention_heads": 1, "num_hidden_layers": 2, "pad_token_id": 1,
+    "relative_positional_bias": "rotary", "shared_representation_size": 8, "torch_dtype": "float32",
+    "transformers_version": "4.36.2", "truncation": None, "type_vocab_size": 2, "use_cache": True,
+    "use_chunking": False, "use_feature_dropout": False, "use_normalized_ffn": True, "vocab_size": 96,
+}  # fmt: skip
 DECODER = {"is_decoder": True, "bidirectional": False}
 NO_DROPOUT = dict.fromkeys(  # integers, as in the folder
     ("dropout_prob", "hidden_dropout_prob", "attention_probs_dropout_prob", "nffn_activation_dropout_prob"), 0
@@ -71,16 +41,10 @@ LONG = {"use_chunking": True, "chunk_size": 8}
 ENCODER_16K = {"relative_positional_bias": "simple", "intermediate_size": 72, "ema_projection_size": 32, **LONG}
 # The tiny models of transformers' tests, with fewer layers and words.
 TINY = {
-    "add_lm_hidden_dense_layer": True,
-    "add_token_type_embeddings": True,
-    "bidirectional": False,
-    "chunk_size": 32,
-    "hidden_size": 32,
-    "intermediate_size": 37,
-    "max_positions": 1024,
-    "nffn_hidden_size": 24,
+    "add_lm_hidden_dense_layer": True, "add_token_type_embeddings": True, "bidirectional": False, "chunk_size": 32,
+    "hidden_size": 32, "intermediate_size": 37, "max_positions": 1024, "nffn_hidden_size": 24,
     "shared_representation_size": 64,
-}
+}  # fmt: skip
 BIN, SAFE = "pytorch_model.bin", "model.safetensors"
 EMBED, WIKI = (
     "BEE-spoke-data/mega-small-embed-synthSTS-16384-v1",
@@ -183,17 +147,6 @@ def test_decoder_generates(tmp_path, name):
         )
     tokens = model.generate(ids, **options)
     assert torch.equal(tokens, model.generate(ids, use_cache=False, **options)) and tokens.shape[1] > 7
-
-
-@torch.no_grad()
-def test_auto_classes_and_types(tmp_path):
-    """A masked LM also loads as an encoder, and token types affect the output."""
-    write_folder(tmp_path / "v4", CHUNKED)
-    model, encoder = (kind.from_pretrained(tmp_path / "v4") for kind in (AutoModelForMaskedLM, AutoModel))
-    ids = padded([11], 11, "right")[0]
-    states = encoder(ids).last_hidden_state
-    torch.testing.assert_close(states, model.base_model(ids).last_hidden_state)
-    assert not torch.allclose(encoder(ids, token_type_ids=torch.ones_like(ids)).last_hidden_state, states)
 
 
 def test_wrong_fields_raise(tmp_path):

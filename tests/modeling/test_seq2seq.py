@@ -215,17 +215,12 @@ def test_errors(family):
 
 
 def test_errors_of_a_cache(family):
-    """It contains the states of its source, and a Mega decoder returns no weights with it."""
+    """It contains the states of its source."""
     model, ids = plain(family), IDS
     given = source(model, 2) | {"decoder_input_ids": ids}
     past = model(**given).past_key_values
     with pytest.raises(ValueError, match=r"another source.*5|`packed_states` .* \[2, 5, 24\]"):
         model(ids, decoder_input_ids=ids, past_key_values=past)
-    if family == "mega":
-        with pytest.raises(ValueError, match="output_attentions"):
-            model(**given, past_key_values=past, output_attentions=True)
-        with pytest.raises(ValueError, match="does not fit this model and batch"):
-            plain(family, truncation=3)(**given, past_key_values=past)
 
 
 @torch.no_grad()
@@ -272,19 +267,6 @@ def test_recorded_states_of_mega(name):
         assert (weights.permute(0, 3, 1, 2)[inputs["attention_mask"] == 0] == 0).all()
         if decoder.attention_activation == "softmax":
             torch.testing.assert_close(weights.sum(-1), torch.ones(3, 1, 17).double())
-
-
-@torch.no_grad()
-def test_recording_by_the_configuration_and_in_generate():
-    model = plain("luna")
-    options = {"max_new_tokens": 4, "eos_token_id": None, "return_dict_in_generate": True, "output_attentions": True}
-    output = model.generate(**source(model, 2), **options, output_hidden_states=True)
-    assert [{weights.shape for weights in step} for step in output.cross_attentions] == [{(2, 4, 1, 6)}] * 4
-    assert [len(step) for step in output.cross_attentions] == [2] * 4
-    assert len(output.decoder_hidden_states) == 4 and len(output.encoder_hidden_states) == 3
-    model.config.output_hidden_states = True
-    output = model(**source(model, 2), decoder_input_ids=torch.full((2, 3), 5))
-    assert len(output.encoder_hidden_states) == len(output.decoder_hidden_states) == 3
 
 
 @torch.no_grad()
