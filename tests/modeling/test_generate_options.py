@@ -333,6 +333,7 @@ def test_unsupported_options_raise(model):
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("model", [("luna", False), ("mega", True)], indirect=True)
 def test_no_effect(model):
     plain = Run(model, {})
     for name, options in NO_EFFECT.items():
