@@ -72,14 +72,6 @@ def test_unknown_head_name(convert, make):
 LAYER = "encoder.sentence_encoder.layers.1"
 
 
-def test_shapes_win_over_args(convert, make):
-    folder = convert(make.bert(encoder_ffn_embed_dim=99, max_positions=512, untie_luna_kv=True))
-    config = AutoConfig.from_pretrained(folder)
-    assert (config.intermediate_size, config.max_position_embeddings, config.tie_key_value) == (24, 20, True)
-    assert "args.encoder_ffn_embed_dim = 99 but the tensors have 24" in convert.screen
-    assert convert.screen.count("using the tensors") == 3
-
-
 @pytest.mark.parametrize("tied", [True, False])
 def test_lm_weight_against_its_flag(convert, make, tied):
     """A weight different from the embedding stays untied for any flag; an equal one is tied unless the flag is off."""

@@ -53,21 +53,6 @@ def test_pixels(convert, normalization, expected):
     assert expected in convert.screen and "dictionary" not in convert.screen
 
 
-def test_shapes_win_over_args(convert):
-    state = mega(z_dim=7, encoder_hidden_dim=25, max_positions=40, norm_type="scalenorm", sentence_class_num=5)
-    for key in [key for key in state["model"] if ".norm.norm." in key]:
-        del state["model"][key]
-    state["model"] |= {
-        f"{BODY}.layers.{index}.{part}.norm.norm.weight": torch.ones(16)
-        for index in range(2)
-        for part in ("mega_layer", "nffn")
-    }
-    config = load(convert(state)).config
-    assert fields(config, "shared_representation_size", "intermediate_size", "max_positions") == (6, 24, POSITIONS)
-    assert fields(config, "normalization_type", "num_labels") == ("rmsnorm", 2)
-    assert convert.screen.count("using the tensors") == 5
-
-
 @pytest.mark.parametrize("legacy", [False, True])
 def test_branches(convert, legacy):
     """The names and shapes are equal; the order distinguishes the branches."""

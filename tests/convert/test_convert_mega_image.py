@@ -67,8 +67,3 @@ def test_another_vision_model(convert):
     vit |= {"blocks.0.attn.qkv.weight": torch.zeros(24, 8)}
     message = convert.error({"model": vit, "args": argparse.Namespace(model="deit_tiny")})
     assert "a vision model without a Mega layer" in message
-
-
-def test_differing_args_are_warned_of(convert):
-    convert(mega_image(input_size=384, nb_classes=7))
-    assert "args.input_size = 384 but the tensors have 12" in convert.screen and "args.nb_classes = 7" in convert.screen

@@ -58,14 +58,6 @@ def test_cutoffs_in_the_args(convert):
     assert "args.adaptive_softmax_cutoff = '12,21' but the tensors have '12,20'" in convert.screen
 
 
-def test_order_of_neither_branch(convert):
-    state = mega_lm()
-    state["model"] = dict(sorted(state["model"].items()))
-    assert "pass --ema-convention" in convert.error(state)
-    convert(state, "--ema-convention", "flash")
-    assert "ema convention            flash" in convert.screen
-
-
 def test_info(convert):
     state = mega_lm(**KINDS["adaptive"])
     convert.save(state)

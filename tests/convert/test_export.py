@@ -1,7 +1,5 @@
 """`luna-mega export`: models of every format that were not converted, edited folders, options, and errors."""
 
-import json
-
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -18,7 +16,6 @@ from tests.convert import exports, luna
 from tests.convert.exports import edit, fails, identical, load, new_model, read
 from tests.convert.mega import mega
 from tests.convert.mega_lm import KINDS, mega_lm
-from tests.convert.test_golden import check_came_back
 
 CLASSIFICATION, PAIR = "LunaForSequenceClassification", "LunaForSequencePairClassification"
 MEGA, MEGA_PAIR = "MegaForSequenceClassification", "MegaForSequencePairClassification"
@@ -462,24 +459,6 @@ def test_layout_of_the_file(tmp_path):
     assert args["task"] == args["criterion"] == "sentence_ranking"
     assert args["ranking_head_name"] == "sentence_classification_head"
     assert args["no_save_optimizer_state"] is True and args["tokens_per_sample"] == 20
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("family", ["luna", "mega"])
-def test_every_fixture(parity_folder, tmp_path, family):
-    """Exports of checkpoints of the original code are bitwise equal to them."""
-    patterns = {"luna": ["bert_*", "head_bert_*", "lra*"], "mega": ["07_*", "08_*", "1[1-4]_*"]}[family]
-    for fixture in parity_folder.all(family, *patterns):
-        meta = json.loads((fixture / "meta.json").read_text())
-        source = read_checkpoint(fixture / "checkpoint.pt")
-        for head in (None, *(meta.get("heads") or ())):
-            case = tmp_path / f"{fixture.name}-{head}"
-            convert_checkpoint(fixture / "checkpoint.pt", case / "model", head=head)
-            report, back = convert_again(case, case / "model", head=head)
-            assert compare(case / "model", back, tolerance=0.0).within
-            record = json.loads((case / "model" / "conversion_report.json").read_text())
-            check_came_back(source, read_checkpoint(case / "fairseq" / "model.pt"), record)
-            assert (case / "fairseq" / "dict.txt").is_file() is (fixture / "dict.txt").is_file()
 
 
 @pytest.mark.parametrize(

@@ -1,14 +1,32 @@
-"""Conversion of every parity fixture through the command line. Numbers are compared in tests/parity."""
+"""Checkpoints of the original code: conversions have all tensors, and exports are equal to them."""
 
 import json
 
 import pytest
-import torch
-from transformers import AutoModelForMultipleChoice, AutoModelForSequenceClassification
+from transformers import AutoModelForSequenceClassification
 
+from luna_mega.convert import convert_checkpoint, export_checkpoint
 from luna_mega.convert.safe_load.reader import read_checkpoint
-from luna_mega_cli import main
-from tests.convert.test_golden import check_arrived
+from tests.convert.test_golden import check_arrived, check_came_back
+from tests.errors import command_error
+from tests.marks import slow_but
+
+FAST = [
+    *("luna/bert_heads", "luna/bert_ranking_fp16", "luna/head_bert_tied", "luna/lra21_retrieval", "luna/s2s_tied"),
+    *("luna/lra21_listops_tied_layers", "luna/lra23_meanpool_tied_layers", "mega/12_lra_image_laplace_batchnorm"),
+    *("mega/07_lm_postnorm_laplace_simple_trunc", "mega/08_lm_adaptive_tied_factor2_base"),
+    *("mega/10_mt_relu2_rotary_prenorm_chunk_unshared", "mega/15_flash_mt_softmax_trunc0"),
+]
+ALL = FAST + [
+    *(f"luna/{name}" for name in ("bert_fixlen", "bert_tied", "bert_untied", "bert_untied_lm_weight")),
+    *(f"luna/lra21_{name}" for name in ("cls", "meanpool", "use_p")),
+    *(f"luna/lra23_{name}" for name in ("cls", "image", "learnedpos", "retrieval", "use_p")),
+    *("luna/s2s_lnemb_learned_fixlen", "luna/s2s_untied_prenorm"),
+    *(f"mega/07_lm_{x}" for x in ("enwik8_tied_rotary_chunk", "relu2_simple_chunk_untied_projin")),
+    *(f"mega/08_lm_{name}" for name in ("adaptive_tied_noproj", "adaptive_untied", "wt103_adaptive_tied")),
+    *("mega/09_mt_softmax_shared", "mega/10_mt_laplace_shared", "mega/14_sc_raw_base"),
+    *("mega/11_lra_text_cls_prenorm_chunk", "mega/13_lra_retrieval_cls_chunk"),
+]
 
 
 def expected_class(meta):
@@ -17,49 +35,33 @@ def expected_class(meta):
     return "LunaForMultipleChoice" if meta["args"]["task"] == "sentence_ranking" else "LunaForMaskedLM"
 
 
-def test_every_fixture(parity_folder, tmp_path, capsys):
-    for fixture in parity_folder.all("luna", "bert_*", "head_bert_*", "lra*"):
-        meta = json.loads((fixture / "meta.json").read_text())
-        output = tmp_path / fixture.name
-        assert main(["convert", str(fixture / "checkpoint.pt"), "--output", str(output)]) == 0, capsys.readouterr().err
-        report = json.loads((output / "conversion_report.json").read_text())
-        assert report["model_class"] == expected_class(meta), fixture.name
-        assert report["source"]["revision"] == meta["revision"]
-        assert report["decisions"]["layer_norm"] == ("plus-one" if meta["revision"] == "head" else "standard")
-        check_arrived(read_checkpoint(fixture / "checkpoint.pt"), output, report)
-        assert (output / "dict.txt").is_file() is (fixture / "dict.txt").is_file()
+@pytest.mark.parametrize("name", slow_but(FAST, ALL))
+def test_a_file_of_the_original_comes_back(parity_folder, tmp_path, name):
+    fixture = parity_folder(*name.split("/"))
+    meta, source = json.loads((fixture / "meta.json").read_text()), read_checkpoint(fixture / "checkpoint.pt")
+    for head in (None, *(meta.get("heads") or ())):
+        place = tmp_path / str(head)
+        convert_checkpoint(fixture / "checkpoint.pt", place / "model", head=head)
+        report = json.loads((place / "model" / "conversion_report.json").read_text())
+        check_arrived(source, place / "model", report)
+        export_checkpoint(place / "model", place / "out" / "model.pt")
+        check_came_back(source, read_checkpoint(place / "out" / "model.pt"), report)
+        for file in fixture.glob("dict.??.txt" if "s2s" in name or "_mt_" in name else "dict.txt"):
+            assert (place / "out" / file.name).read_bytes() == file.read_bytes()
+        if head is not None and report["model_class"] == "LunaForSequenceClassification":
+            config = AutoModelForSequenceClassification.from_pretrained(place / "model").config
+            sizes = meta["heads"][head]
+            assert config.num_labels == sizes["num_classes"]
+            assert config.classifier_hidden_size == (sizes["inner_dim"] or config.hidden_size)
+        elif head is None and name.startswith(("luna/bert", "luna/head", "luna/lra")):
+            assert report["model_class"] == expected_class(meta) and report["dtype_out"] == "float32"
+            assert report["source"]["revision"] == meta["revision"]
+            assert report["decisions"]["layer_norm"] == ("plus-one" if meta["revision"] == "head" else "standard")
 
 
-def test_every_head(parity_folder, tmp_path):
-    for fixture in parity_folder.all("luna", "bert_heads"):
-        heads = json.loads((fixture / "meta.json").read_text())["heads"]
-        assert heads
-        for name, sizes in heads.items():
-            output = tmp_path / name
-            assert main(["convert", str(fixture / "checkpoint.pt"), "--output", str(output), "--head", name]) == 0
-            model = AutoModelForSequenceClassification.from_pretrained(output)
-            assert model.config.num_labels == sizes["num_classes"]
-            assert model.config.classifier_hidden_size == (sizes["inner_dim"] or model.config.hidden_size)
-
-
-def test_half_precision_fixture(parity_folder, tmp_path):
-    for fixture in parity_folder.all("luna", "bert_ranking_fp16"):
-        assert main(["convert", str(fixture / "checkpoint.pt"), "--output", str(tmp_path / "out")]) == 0
-        model = AutoModelForMultipleChoice.from_pretrained(tmp_path / "out")
-        assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
-
-
-@pytest.mark.parametrize(
-    ("family", "pattern", "expected"),
-    [
-        ("mega", "15_flash_[em]*a_*", "a Mega checkpoint, but of none of the kinds that are known"),
-        ("mega", "0[134]_*", "a Mega checkpoint, but of none of the kinds that are known"),
-    ],
-)
-def test_other_models_raise(parity_folder, tmp_path, capsys, family, pattern, expected):
-    files = [folder / "checkpoint.pt" for folder in parity_folder.all(family, pattern)]
-    for file in files:
-        assert main(["convert", str(file), "--output", str(tmp_path / "out")]) == 1
-        message = capsys.readouterr().err
-        assert expected in message and message.count("\n") == 1, message
+@pytest.mark.parametrize("name", ["01_ema_causal", "03_mega_bidir_relu2_simple_rmsnorm_pre", "15_flash_ema_bidir"])
+def test_other_models_raise(parity_folder, tmp_path, capsys, name):
+    file = parity_folder("mega", name) / "checkpoint.pt"
+    message = command_error(capsys, "convert", file, "--output", tmp_path / "out")
+    assert "a Mega checkpoint, but of none of the kinds that are known" in message
     assert not list(tmp_path.iterdir())

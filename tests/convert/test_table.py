@@ -12,8 +12,9 @@ from luna_mega.convert.formats import registered_formats
 from luna_mega.convert.table import ACTIVATION, NOT, Arg, fixed, never, read_fields, read_only, typed_args, write_args
 from luna_mega.errors import ConversionError, shown
 from tests.convert import luna
+from tests.convert.exports import load
 from tests.convert.fuzz import changed
-from tests.convert.mega import BODY, mega
+from tests.convert.mega import BODY, POSITIONS, mega, mega_image
 from tests.convert.mega_lm import KINDS, mega_lm
 from tests.marks import diagonal
 
@@ -163,3 +164,34 @@ def test_weights_that_are_not_real(convert, dtype, key):
     key = f"{BODY}.{key}"
     state["model"][key] = state["model"][key].to(dtype)
     assert f"tensor {key!r} has dtype {str(dtype)[6:]}" in convert.error(state)
+
+
+# Checkpoint, and the fields of which its args contradict the tensors.
+CONTRADICTIONS = {
+    "luna": (
+        lambda: luna.bert(encoder_ffn_embed_dim=99, max_positions=512, untie_luna_kv=True),
+        {"intermediate_size": 24, "max_position_embeddings": 20, "tie_key_value": True},
+        "encoder_ffn_embed_dim = 99 but the tensors have 24",
+    ),
+    "mega": (
+        lambda: changed(
+            mega(norm_type="rmsnorm"), norm_type="scalenorm", z_dim=7, encoder_hidden_dim=25, max_positions=40
+        ),
+        {"shared_representation_size": 6, "intermediate_size": 24, "max_positions": POSITIONS}
+        | {"normalization_type": "rmsnorm"},
+        "z_dim = 7 but the tensors have 6",
+    ),
+    "mega_image": (
+        lambda: mega_image(input_size=384, nb_classes=7),
+        {"image_size": 12, "num_labels": 5},
+        "input_size = 384 but the tensors have 12",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", CONTRADICTIONS)
+def test_tensors_win_over_args(convert, kind):
+    build, fields, warning = CONTRADICTIONS[kind]
+    config = load(convert(build())).config
+    assert {name: getattr(config, name) for name in fields} == fields
+    assert f"args.{warning}" in convert.screen and convert.screen.count("using the tensors") == len(fields)
