@@ -5,34 +5,17 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from luna_mega import LunaConfig, LunaForMaskedLM, LunaForSequenceClassification
-from luna_mega.convert import ConversionError, convert_checkpoint, exporter as export
+from luna_mega.convert import convert_checkpoint, exporter as export
 from luna_mega.convert.exporter import export_checkpoint
-from luna_mega.convert.safe_load.reader import read_checkpoint
 from luna_mega_cli import main
-from tests.convert.exports import edit, fails
+from tests.convert.exports import LUNA, edit, fails
 from tests.convert.mega import mega
 from tests.convert.mega_lm import mega_lm
 
 
 def save(folder, model_class, **fields):
-    sizes = {"vocab_size": 17, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4}
-    sizes |= {"intermediate_size": 24, "projection_length": 6, "max_position_embeddings": 20}
-    model_class(LunaConfig(**sizes | fields)).save_pretrained(folder)
+    model_class(LunaConfig(**LUNA | fields)).save_pretrained(folder)
     return folder
-
-
-def test_shards(tmp_path):
-    folder = save(tmp_path / "model", LunaForMaskedLM)
-    LunaForMaskedLM.from_pretrained(folder).save_pretrained(tmp_path / "shards", max_shard_size="5KB")
-    assert len(list((tmp_path / "shards").glob("*.safetensors"))) > 2
-    export_checkpoint(folder, tmp_path / "one.pt")
-    export_checkpoint(tmp_path / "shards", tmp_path / "two.pt")
-    first, second = read_checkpoint(tmp_path / "one.pt").tensors, read_checkpoint(tmp_path / "two.pt").tensors
-    assert len(first) == len(load_file(folder / "model.safetensors")) + 1
-    assert first.keys() == second.keys() and all(first[name].equal(second[name]) for name in first)
-    next((tmp_path / "shards").glob("*2-of*.safetensors")).unlink()
-    with pytest.raises(ConversionError, match="no model-00002-of"):
-        export_checkpoint(tmp_path / "shards", tmp_path / "three.pt")
 
 
 @pytest.mark.parametrize(
