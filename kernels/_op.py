@@ -9,6 +9,7 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -210,9 +211,15 @@ def _unavailable_reason(device: torch.device) -> str | None:
     except ImportError:
         return "Triton is not installed; run `pip install triton` (Linux)"
     if device.type == "cuda" and torch.version.hip is None:
-        major, minor = torch.cuda.get_device_capability(device)
-        return None if major >= 8 else f"compute capability {major}.{minor} is below 8.0"
+        return _old_device(device)
     if triton.knobs.runtime.interpret:
         return None
     kind = "a ROCm device" if device.type == "cuda" else device.type
     return f"the tensors are on {kind}; the kernels need CUDA, or TRITON_INTERPRET=1 set before the first kernel runs"
+
+
+@cache
+def _old_device(device: torch.device) -> str | None:
+    """Return the reason why a CUDA device is too old for the kernels, or None if it is not."""
+    major, minor = torch.cuda.get_device_capability(device)
+    return None if major >= 8 else f"compute capability {major}.{minor} is below 8.0"

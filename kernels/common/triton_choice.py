@@ -18,6 +18,7 @@ from triton.runtime.autotuner import Autotuner
 
 from luna_mega.kernels.common import triton_launch
 from luna_mega.kernels.common.comparison import ROUNDING, row_error
+from luna_mega.kernels.common.triton_launch import next_power_of_2
 
 _instead: Callable[..., Any] | None = None
 
@@ -50,7 +51,7 @@ def choose(
     tuned = tuned and not torch.are_deterministic_algorithms_enabled()
     if _instead is None and not tuned:
         return run(configurations[0])
-    sizes = {name: triton.next_power_of_2(max(size, 1)) for name, size in sizes.items()}
+    sizes = {name: next_power_of_2(max(size, 1)) for name, size in sizes.items()}
     key = " ".join(str(value).removeprefix("torch.") for value in (*kind, *(f"{n}={s}" for n, s in sizes.items())))
     configurations = tuple(dict.fromkeys(configurations))
     if _instead is not None:

@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from luna_mega.kernels.common import triton_launch
-from luna_mega.kernels.common.triton_launch import block_of, rows_contiguous, strides
+from luna_mega.kernels.common.triton_launch import block_of, cdiv, rows_contiguous, strides
 from luna_mega.kernels.common.triton_tiles import LOG2_E, dot, drop, load_kept, load_tile, store_tile
 from luna_mega.kernels.gated_attention.triton_forward import (
     DENSITY,
@@ -313,7 +313,7 @@ def _delta(output: Tensor, grad_output: Tensor) -> Tensor:
     batch, length, width = output.shape
     delta = output.new_empty(batch, length, dtype=torch.float32)
     triton_launch.launch(
-        _delta_kernel, (triton.cdiv(batch * length, 16),),
+        _delta_kernel, (cdiv(batch * length, 16),),
         output, grad_output, delta, batch * length, length, width, *strides(grad_output, number=2),
         num_warps=4, num_stages=2, BLOCK_M=16, BLOCK_V=block_of(width, 256),
     )  # fmt: skip
@@ -321,7 +321,7 @@ def _delta(output: Tensor, grad_output: Tensor) -> Tensor:
 
 
 def _whole(size: int, block: int) -> int:
-    return max(1, triton.cdiv(size, block)) * block
+    return max(1, cdiv(size, block)) * block
 
 
 def _scores(part: _Part, grad_output: Tensor, lse: Tensor, delta: Tensor | None) -> None:
@@ -345,7 +345,7 @@ def _product(
     if transposed:
         rows, outer, inner = call.keys, blocks.keys, blocks.queries
     block_columns = block_of(columns, blocks.columns)
-    row_blocks, slices = triton.cdiv(rows, outer), triton.cdiv(columns, block_columns)
+    row_blocks, slices = cdiv(rows, outer), cdiv(columns, block_columns)
     *sizes, _ = call.sizes
     constants = {name: call.constants[name] for name in ("FUNCTION", "CAUSAL", "PRECISION", "SIZE")}
     triton_launch.launch(
@@ -365,9 +365,9 @@ def _add_diagonals(grad_bias: Tensor, part: _Part) -> None:
     blocks = part.band // size
     diagonals = blocks + part.stride // size - 1
     processors = triton_launch.processors(grad_bias.device, call.query.shape[0])
-    shares = min(part.segments, triton.cdiv(4 * processors, diagonals))
-    share = triton.cdiv(part.segments, max(1, shares))
-    shares = triton.cdiv(part.segments, max(1, share))
+    shares = min(part.segments, cdiv(4 * processors, diagonals))
+    share = cdiv(part.segments, max(1, shares))
+    shares = cdiv(part.segments, max(1, share))
     tiles = grad_bias.new_empty(shares, diagonals, size, size)
     queries, keys, chunk, chunks, offset, center = call.sizes
     triton_launch.launch(

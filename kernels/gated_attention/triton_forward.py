@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from luna_mega.kernels.common import triton_choice, triton_launch
-from luna_mega.kernels.common.triton_launch import block_of, rows_contiguous, strides
+from luna_mega.kernels.common.triton_launch import block_of, cdiv, rows_contiguous, strides
 from luna_mega.kernels.common.triton_tiles import (
     LOG2_E,
     dot,
@@ -259,7 +259,7 @@ def prepare(
     """Convert the operator's arguments to a `Call`."""
     query, key, value = rows_contiguous(query, key, value)
     batch, length, size = query.shape
-    segments = batch * triton.cdiv(max(length, key.shape[1], 1), chunk) if bounds is None else bounds.shape[0]
+    segments = batch * cdiv(max(length, key.shape[1], 1), chunk) if bounds is None else bounds.shape[0]
     live = None
     if mask is not None:
         if function != "softmax" and not causal:
@@ -331,11 +331,11 @@ def forward(*arguments: Any) -> tuple[Tensor, Tensor]:
             (batch, length) if call.constants["FUNCTION"] == "softmax" else 0, dtype=torch.float32
         )
         resident = call.keys <= c.keys
-        blocks, slices = triton.cdiv(call.queries, c.rows), triton.cdiv(call.width, c.columns)
+        blocks, slices = cdiv(call.queries, c.rows), cdiv(call.width, c.columns)
         if resident:
             # A program processes several slices if every multiprocessor is still occupied.
             processors = triton_launch.processors(call.query.device, batch)
-            enough = triton.cdiv(2 * processors, max(1, call.segments * blocks))
+            enough = cdiv(2 * processors, max(1, call.segments * blocks))
             slices = max(1, min(slices, enough))
         numbers, unit = call.numbers()
         triton_launch.launch(

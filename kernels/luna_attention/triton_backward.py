@@ -8,6 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from luna_mega.kernels.common import triton_launch
+from luna_mega.kernels.common.triton_launch import cdiv
 from luna_mega.kernels.common.triton_tiles import LOG2_E, dot, load_kept, load_tile, store_tile, undropped
 from luna_mega.kernels.luna_attention.triton_forward import Call, Configuration, place, prepare, share
 
@@ -172,7 +173,7 @@ def backward(grad_output: Tensor, output: Tensor, log_sum_exp: Tensor, *argument
     def query_gradient(configuration: Configuration) -> Tensor:
         block_q, block_m, *_ = configuration = configuration.fitted(plan)
         splits = plan.splits(plan.longest_query, block_q, plan.longest_key, block_m)
-        gradient, grid = _partial(query, splits), (triton.cdiv(plan.longest_query, block_q), splits)
+        gradient, grid = _partial(query, splits), (cdiv(plan.longest_query, block_q), splits)
         tensors = output, grad_output, log_sum_exp, delta, gradient
         run(_query_kernel, grid, configuration, tensors, log_sum_exp.numel())
         return _summed(gradient, query)
@@ -181,7 +182,7 @@ def backward(grad_output: Tensor, output: Tensor, log_sum_exp: Tensor, *argument
         block_q, block_m, *_ = configuration = configuration.fitted(plan)
         splits = plan.splits(plan.longest_key, block_m, plan.longest_query, block_q)
         gradients = [_partial(key, splits) for _ in range(1 if call.value is None else 2)]
-        grid = triton.cdiv(plan.longest_key, block_m), splits
+        grid = cdiv(plan.longest_key, block_m), splits
         tensors = grad_output, log_sum_exp, delta, gradients[0], None if call.value is None else gradients[1]
         run(_key_kernel, grid, configuration, tensors, key[..., 0].numel())
         return *(_summed(gradient, key) for gradient in gradients), *(None,) * (2 - len(gradients))

@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from luna_mega.kernels.common import triton_choice, triton_launch
-from luna_mega.kernels.common.triton_launch import block_of, contiguous, rows_contiguous, strides
+from luna_mega.kernels.common.triton_launch import block_of, cdiv, contiguous, rows_contiguous, strides
 from luna_mega.kernels.common.triton_tiles import (
     LOG2_E,
     dot,
@@ -150,8 +150,8 @@ class Plan(NamedTuple):
 
         A split has at least four blocks: with fewer, partial results cost more than the second program saves.
         """
-        programs = max(1, triton.cdiv(owned, owned_block) * self.sequences * self.heads)
-        return max(1, min(triton.cdiv(2 * self.processors, programs), triton.cdiv(walked, 4 * walked_block)))
+        programs = max(1, cdiv(owned, owned_block) * self.sequences * self.heads)
+        return max(1, min(cdiv(2 * self.processors, programs), cdiv(walked, 4 * walked_block)))
 
 
 class Call(NamedTuple):
@@ -258,7 +258,7 @@ def forward(*arguments: Any) -> tuple[Tensor, Tensor]:
 
     def run(configuration: Configuration) -> tuple[Tensor, Tensor]:
         block_q, block_m, *_ = configuration = configuration.fitted(plan)
-        blocks = triton.cdiv(plan.longest_query, block_q)
+        blocks = cdiv(plan.longest_query, block_q)
         splits = plan.splits(plan.longest_query, block_q, plan.longest_key, block_m)
         output = query.new_empty(query.shape)
         log_sum_exp = query.new_empty((batch, heads, queries), dtype=torch.float32)
@@ -277,7 +277,7 @@ def forward(*arguments: Any) -> tuple[Tensor, Tensor]:
         )
         if splits > 1:
             merge_block = min(block_q, 16)
-            merge_blocks = triton.cdiv(queries, merge_block)
+            merge_blocks = cdiv(queries, merge_block)
             triton_launch.launch(
                 _merge_kernel,
                 (merge_blocks * batch * heads,),

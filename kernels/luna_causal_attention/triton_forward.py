@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from luna_mega.kernels.common import triton_choice, triton_launch
-from luna_mega.kernels.common.triton_launch import block_of, contiguous, rows_contiguous, strides
+from luna_mega.kernels.common.triton_launch import block_of, cdiv, contiguous, rows_contiguous, strides
 from luna_mega.kernels.common.triton_tiles import dot, dropping, load_kept, load_tile, store_tile
 from luna_mega.kernels.luna_causal_attention.triton_weights import (
     activate,
@@ -282,7 +282,7 @@ class Fused(Call):
         """Divide the call into programs for this configuration."""
         chunk, warps = configuration
         self.segment = segment_length(self.batch, self.heads, self.length, chunk, self.device)
-        self.segments = triton.cdiv(self.length, self.segment)
+        self.segments = cdiv(self.length, self.segment)
         self.constants = {
             "SIZE": self.size, "WIDTH": self.width, "L": self.rows, "ELU": self.elu, "INNER": self.inner,
             "PRECISION": self.precision, "C": chunk,
@@ -370,7 +370,7 @@ class Scans(Call):
         numbers = (self.scale, *self.dropping, *strides(self.pack_key, self.pack_query, number=3))
         inputs = (self.pack_key, self.pack_query, self.mask, self.pack_mask, self.seed, grad, output)
         triton_launch.launch(
-            _pack_kernel, (self.batch * self.heads * triton.cdiv(self.length, chunk),),
+            _pack_kernel, (self.batch * self.heads * cdiv(self.length, chunk),),
             *inputs, *numbers, self.length, self.heads,
             SIZE=self.size, L=self.rows, ELU=self.elu, PRECISION=self.precision,
             C=chunk, BK=block_of(self.size), BL=block_of(self.rows), num_warps=8, num_stages=1,
@@ -382,7 +382,7 @@ class Scans(Call):
         output = self.empty(self.kind)
         inputs = (scores, self.count, self.pack_mask, self.seed, grad, output)
         triton_launch.launch(
-            _softmax_kernel, (self.batch * self.heads * triton.cdiv(self.length, 16),),
+            _softmax_kernel, (self.batch * self.heads * cdiv(self.length, 16),),
             *inputs, self.scale, *self.dropping, self.length, self.heads,
             L=self.rows, C=16, BL=block_of(self.rows), num_warps=4, num_stages=1,
         )  # fmt: skip
@@ -399,9 +399,9 @@ class Scans(Call):
         if block_of(n) > (64 if full_precision else 128):
             chunk, columns = min(chunk, 32), columns if self.hopper and not full_precision else 16
         columns = block_of(m, columns)
-        blocks = triton.cdiv(m, columns)
+        blocks = cdiv(m, columns)
         segment = segment_length(self.batch, self.heads * blocks, self.length, chunk, self.device)
-        segments = triton.cdiv(self.length, segment)
+        segments = cdiv(self.length, segment)
         numbers = (scale, *strides(x, y, z, output, number=3), self.length, self.heads, segment)
         constants = {
             "REVERSE": reverse, "RATE_INSIDE": inside, "N": n, "M": m, "INNER": self.inner,
@@ -455,14 +455,14 @@ def segment_length(batch: int, heads: int, length: int, chunk: int, device: torc
     """
     processors, programs = triton_launch.processors(device, batch), batch * heads
     segments = 1 if programs >= 2 * processors else max(1, 4 * processors // programs)
-    return triton.cdiv(max(triton.cdiv(length, segments), MIN_SEGMENT), chunk) * chunk
+    return cdiv(max(cdiv(length, segments), MIN_SEGMENT), chunk) * chunk
 
 
 def prefix_sums(sums: Tensor, first: Tensor | None, reverse: bool = False) -> Tensor:
     """Overwrite `sums` `[B, H, segments, K, L]` with the sums before (`reverse`: after) each segment; return it."""
     batch, heads, segments, *size = sums.shape
     numbers = size[0] * size[1]
-    grid = (batch * heads * triton.cdiv(numbers, 1024),)
+    grid = (batch * heads * cdiv(numbers, 1024),)
     constants = {"REVERSE": reverse, "BLOCK": 1024, "num_warps": 4, "num_stages": 1}
     triton_launch.launch(_prefix_kernel, grid, sums, first, segments, numbers, **constants)
     return sums

@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from luna_mega.kernels.common.triton_launch import next_power_of_2
 from luna_mega.kernels.moving_average.triton_damped_forward import (
     Plan,
     choose,
@@ -316,7 +317,7 @@ def planes(states: Tensor) -> Tensor:
 
 def _fitting(plan: Plan) -> Plan:
     """Return the plan with 8 complex states per thread."""
-    return plan._replace(block=max(1, min(32, 256 // triton.next_power_of_2(plan.states))))
+    return plan._replace(block=max(1, min(32, 256 // next_power_of_2(plan.states))))
 
 
 def _states_before(

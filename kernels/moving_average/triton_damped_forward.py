@@ -17,6 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from luna_mega.kernels.common import triton_choice, triton_launch
+from luna_mega.kernels.common.triton_launch import cdiv, next_power_of_2
 
 # Minimum length of chunks.
 SHORTEST_CHUNK = 64
@@ -311,7 +312,7 @@ class Plan(NamedTuple):
 
     @property
     def blocks(self) -> int:
-        return triton.cdiv(self.channels, self.block)
+        return cdiv(self.channels, self.block)
 
     @property
     def programs(self) -> int:
@@ -325,7 +326,7 @@ class Plan(NamedTuple):
 
     def launch(self, kernel: Any, *arguments: Any, directions: int = 1, **constants: Any) -> None:
         """Launch a kernel with one warp per chunk and block of channels."""
-        tile = {"N": self.states, "BLOCK_N": triton.next_power_of_2(self.states), "BLOCK_D": self.block}
+        tile = {"N": self.states, "BLOCK_N": next_power_of_2(self.states), "BLOCK_D": self.block}
         constants = {**tile, "UNROLL": self.unroll, "num_warps": 1, "num_stages": 1, **constants}
         triton_launch.launch(kernel, (self.programs, directions), *arguments, **constants)
 
@@ -333,7 +334,7 @@ class Plan(NamedTuple):
         self, kernel: Any, ends: Tensor, rates: Tensor, initial: Tensor | None, *, directions: int = 1, **constants: Any
     ) -> None:
         """Launch the kernel that replaces the states at the end of each chunk by the states before it."""
-        blocks = triton.cdiv(self.states * self.channels, 128)
+        blocks = cdiv(self.states * self.channels, 128)
         constants = {"N": self.states, "BLOCK": 128, "num_warps": 4, "num_stages": 1, **constants}
         grid = (blocks * self.sequences, directions)
         triton_launch.launch(kernel, grid, ends, rates, initial, blocks, *self.sizes, **constants)
@@ -346,13 +347,13 @@ def make_plan(
     batch, length, channels = x.shape
     states, width = log_q.shape
     sequences, longest = (batch, length) if cu_seqlens is None else (len(cu_seqlens) - 1, max_seqlen)
-    block = min(32, 512 // triton.next_power_of_2(states))  # 16 states per thread
+    block = min(32, 512 // next_power_of_2(states))  # 16 states per thread
     programs = configuration.programs * triton_launch.processors(x.device, sequences)
     # The total number of tokens depends on the batch, also per sequence.
     tokens = sequences * longest if torch.are_deterministic_algorithms_enabled() else batch * length
-    work = tokens * triton.cdiv(channels, block) // programs
+    work = tokens * cdiv(channels, block) // programs
     chunk = max(SHORTEST_CHUNK, 1 << (max(work, 1).bit_length() - 1))
-    chunks = triton.cdiv(max(longest, 1), chunk)
+    chunks = cdiv(max(longest, 1), chunk)
     slots = sequences * chunks if cu_seqlens is None or chunks == 1 else length // chunk + sequences
     return Plan(
         cu_seqlens, sequences, length, channels, width // max(channels, 1), states, shift, block, chunk, chunks, slots,

@@ -8,6 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from luna_mega.kernels.common import triton_launch
+from luna_mega.kernels.common.triton_launch import cdiv, next_power_of_2
 
 
 @triton.jit
@@ -113,9 +114,9 @@ def _step(
 ) -> tuple[Tensor, Tensor]:
     """Launch a kernel with `tile` states per program."""
     (channels, states), output, next_state = state.shape[1:3], x.new_empty(x.shape), torch.empty_like(state)
-    block_n = triton.next_power_of_2(states)
+    block_n = next_power_of_2(states)
     block = max(16, tile // block_n)
-    blocks = triton.cdiv(channels, block)
+    blocks = cdiv(channels, block)
     triton_launch.launch(
         kernel,
         (blocks * len(x),),

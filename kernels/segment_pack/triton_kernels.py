@@ -4,7 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
-from luna_mega.kernels.common.triton_launch import block_of, contiguous, launch
+from luna_mega.kernels.common.triton_launch import block_of, cdiv, contiguous, launch
 
 BLOCK_T = 32
 # Most features that a program of the forward pass packs, and that a tile of the backward pass has.
@@ -111,7 +111,7 @@ def forward(
     entropy, peak, total = (x.new_empty(rows, dtype=torch.float32) for _ in range(3))
     block = block_of(width, LARGEST_D)
     launch(
-        _forward_kernel, (rows, triton.cdiv(width, block)), x, score, kept, starts, packed, entropy, peak, total, width,
+        _forward_kernel, (rows, cdiv(width, block)), x, score, kept, starts, packed, entropy, peak, total, width,
         BLOCK_T=BLOCK_T, BLOCK_D=block, num_warps=4, num_stages=2,
     )  # fmt: skip
     return packed, entropy, peak, total

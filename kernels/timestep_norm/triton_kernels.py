@@ -10,6 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from luna_mega.kernels.common import triton_launch
+from luna_mega.kernels.common.triton_launch import cdiv, next_power_of_2
 
 # Elements per tile.
 TILE = 4096
@@ -171,10 +172,10 @@ def _step_kernel(
 
 def _sizes(total: int, groups: int, width: int) -> tuple[tuple[int, int, int], dict[str, int], int]:
     """Return the shared arguments of the row kernels, their tile, and the number of tiles."""
-    block_w = triton.next_power_of_2(width)
+    block_w = next_power_of_2(width)
     block_r = max(1, min(TILE // block_w, 128))
     tile = {"BLOCK_R": block_r, "BLOCK_W": block_w, "num_warps": 4, "num_stages": 1}
-    return (total, groups, width), tile, triton.cdiv(total, block_r)
+    return (total, groups, width), tile, cdiv(total, block_r)
 
 
 def moments(rows: Tensor, kept: Tensor | None, groups: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -203,7 +204,7 @@ def sums(
     """Return the sums of `torch_backend.Passes`."""
     groups, features = means.shape[1], rows.shape[1]
     sizes, tile, tiles = _sizes(len(rows), groups, features // groups)
-    parts = triton.cdiv(tiles, TILES)
+    parts = cdiv(tiles, TILES)
     summed, products = (means.new_empty(len(rows), groups) for _ in range(2))
     of_weight, of_bias = (None if t is None else means.new_empty(parts, features) for t in (weight, bias))
     inputs = triton_launch.contiguous(gradients, rows, kept, means, rstds, weight)
@@ -230,14 +231,14 @@ def step(
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """Return y and the next count, mean and variance."""
     width, y = x.shape[1] // groups, x.new_empty(x.shape)
-    block_w = triton.next_power_of_2(width)
-    block_g = max(1, min(TILE // block_w, triton.next_power_of_2(groups)))
+    block_w = next_power_of_2(width)
+    block_g = max(1, min(TILE // block_w, next_power_of_2(groups)))
     state = triton_launch.contiguous(count, mean, variance)
     following = tuple(torch.empty_like(x) for x in state)
     inputs = triton_launch.contiguous(x, *state, weight, bias, mask)
     triton_launch.launch(
         _step_kernel,
-        (triton.cdiv(groups, block_g), len(x)),
+        (cdiv(groups, block_g), len(x)),
         *(*inputs, y, *following, groups, width, eps),
         BLOCK_G=block_g,
         BLOCK_W=block_w,

@@ -184,5 +184,5 @@ def test_the_limits_of_a_device_are_its_own(monkeypatch):
 
     card = types.SimpleNamespace(major=12, minor=0, multi_processor_count=170, shared_memory_per_block_optin=101376)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: card)
-    target = triton_launch.target(torch.device("cuda"))
+    target = triton_launch._properties.__wrapped__(torch.device("cuda"))
     assert target == ((12, 0), 170, 101376) and not target.large and triton_launch.Target().large

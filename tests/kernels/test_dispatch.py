@@ -62,9 +62,16 @@ def test_every_public_op_is_registered():
 
 @pytest.fixture
 def gpu(monkeypatch):
-    """A GPU of compute capability 9.0, as far as the choice is concerned."""
+    """A GPU of compute capability 9.0, as far as the choice is concerned; a function that sets another one."""
     pytest.importorskip("triton", reason="Triton is not installed")
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+
+    def set_capability(*capability):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
+        _op._old_device.cache_clear()
+
+    set_capability(9, 0)
+    yield set_capability
+    _op._old_device.cache_clear()
 
 
 def test_a_gpu_runs_triton(op, gpu):
@@ -78,10 +85,10 @@ def test_reasons_against_triton(op, gpu, monkeypatch):
     with pytest.raises(ValueError, match=f"{op} cannot run on 'triton': of no reason; choose 'torch' or 'auto'"):
         decide(op, "triton", unsupported="of no reason")
     assert decide(op, device=torch.device("cpu")) == ("torch", "no Triton kernel: the tensors are on cpu")
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (7, 5))
+    gpu(7, 5)
     assert decide(op) == ("torch", "no Triton kernel: compute capability 7.5 is below 8.0")
     monkeypatch.setattr(torch.version, "hip", "7.0")
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 4))
+    gpu(9, 4)
     monkeypatch.setattr("triton.knobs.runtime.interpret", False)
     assert "ROCm" in decide(op)[1]
 
@@ -101,7 +108,7 @@ def test_gpu_fallback_warns_once(op, gpu, monkeypatch, caplog):
     assert choose(None, CUDA, "of one reason") == "torch"
     monkeypatch.undo()
     assert not caplog.records
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+    gpu(9, 0)
     monkeypatch.setattr(_op, "_warned", set())
     for reason in ("of one reason", "of one reason", "of another", None):
         assert choose(None, CUDA, reason) == ("torch" if reason else "triton")
