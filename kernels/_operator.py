@@ -1,24 +1,43 @@
-"""Registration of custom operators whose gradients are computed by a second operator, `<name>_backward`."""
+"""Custom operators whose gradients are computed by a second operator, `<name>_backward`, and their direct execution.
+
+Eager mode does not call an operator: its dispatch and autograd take as long as several launches of kernels.
+"""
 
 from collections.abc import Callable, Sequence
+from types import NoneType
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.autograd import Function, forward_ad
 
+from luna_mega.kernels._export import in_program
 from luna_mega.kernels._flops import register_flops
 from luna_mega.kernels._op import without_autocast
 
 Values = Sequence[Any]  # tensors, lists of tensors, numbers and None
 
+PLAIN = frozenset((Tensor, nn.Parameter, NoneType, bool, int, float, str, list))
+# Private names of PyTorch, which may disappear; without them, every call is an operator.
+try:
+    from torch._C import _are_functorch_transforms_active, _len_torch_dispatch_stack
+
+    HAS_NAMES = forward_ad._current_level is not None
+except (AttributeError, ImportError):
+    HAS_NAMES = False
+
 
 def register(
     name: str, inputs: str, outputs: str, forward: Callable[..., Values], fake: Callable[..., Values],
-    backward: Callable[..., Sequence[Tensor | None]], *, flops: Callable[..., tuple[int, int]],
-    differentiable: Sequence[str], gradients: Sequence[int] = (0,), saved: str = "",
+    backward: Callable[..., Sequence[Tensor | None]] | None = None, *, flops: Callable[..., tuple[int, int]],
+    differentiable: Sequence[str] = (), gradients: Sequence[int] = (0,), saved: str = "",
     save: Callable[[Values, Values], Values] = lambda inputs, outputs: (),
-) -> None:  # fmt: skip
-    """Register the operators `name` and `<name>_backward`. Both run without autocast.
+) -> Callable[..., Any]:  # fmt: skip
+    """Register the operators `name` and `<name>_backward`, and return the function that computes the first one.
+
+    The function runs `forward` and `backward` directly in eager mode. It calls the operators in compiled, exported and
+    traced programs, under dispatch modes and transforms of `torch.func`, for tensor subclasses and for meta tensors.
+    Both run without autocast.
 
     Args:
         name: name with namespace, `"luna_mega::..."`. The first input and the first output are tensors.
@@ -28,54 +47,85 @@ def register(
         fake: returns empty outputs.
         backward: returns the gradients of the `differentiable` inputs, contiguous, or None for inputs that are None.
             Its arguments are the gradients of the outputs at `gradients` (only the first is never None), the `saved`
-            tensors and all inputs.
+            tensors and all inputs. None = the outputs have no gradient.
         flops: returns the FLOPs of both operators from the inputs, counted as in `_flops`.
         differentiable: names of the inputs with a gradient.
         gradients: indices of the outputs with a gradient.
         saved: schema of the results of `save`.
         save: maps (inputs, outputs) to the tensors, lists of tensors and None that the backward pass needs as well.
     """
-    names = [argument.split()[-1] for argument in inputs.split(", ")]
-    tensors = [argument.startswith("Tensor") for argument in inputs.split(", ")]
-    given = ["Tensor grad_0", *(f"Tensor? grad_{index}" for index in gradients[1:]), *([saved] if saved else [])]
-    run, schema = _without_autocast(forward), f"({inputs}) -> {outputs}"
-    operator = torch.library.custom_op(name, run, mutates_args=(), schema=schema)
+    run = _without_autocast(forward)
+    operator = torch.library.custom_op(name, run, mutates_args=(), schema=f"({inputs}) -> {outputs}")
     operator.register_fake(fake)
+    register_flops(name, lambda *inputs: flops(*inputs)[0])
+    if backward is None:
+        return lambda *inputs: (run if _is_plain(inputs) else operator)(*inputs)
+    names = [argument.split()[-1] for argument in inputs.split(", ")]
+    tensors = [place for place, argument in enumerate(inputs.split(", ")) if argument.startswith("Tensor")]
+    places = [names.index(name) for name in differentiable]
+    given = ["Tensor grad_0", *(f"Tensor? grad_{index}" for index in gradients[1:]), *([saved] if saved else [])]
+    run_backward = _without_autocast(backward)
     operator_backward = torch.library.custom_op(
         f"{name}_backward",
-        _without_autocast(lambda grad, *rest: [_or_empty(x, grad) for x in backward(grad, *rest)]),
+        lambda grad, *rest: [_or_empty(x, grad) for x in run_backward(grad, *rest)],
         mutates_args=(),
         schema=f"({', '.join(given)}, {inputs}) -> Tensor[]",
     )
+    register_flops(f"{name}_backward", lambda *given: flops(*given[-len(names) :])[1])
 
     @operator_backward.register_fake
     def _(grad: Tensor, *rest: Any) -> list[Tensor]:
-        values = dict(zip(names, rest[-len(names) :], strict=True))
-        of_inputs = (values[name] for name in differentiable)
-        return [_or_empty(None if x is None else x.new_empty(x.shape), grad) for x in of_inputs]
+        values = (rest[place - len(names)] for place in places)
+        return [_or_empty(None if x is None else x.new_empty(x.shape), grad) for x in values]
 
     def setup_context(ctx: Any, inputs: Values, output: Values) -> None:
         kept = save(inputs, output)
         ctx.sizes = [len(x) if isinstance(x, list) else None for x in kept]
         flat = [tensor for x in kept for tensor in (x if isinstance(x, list) else [x])]
-        ctx.options = [x for x, is_tensor in zip(inputs, tensors, strict=True) if not is_tensor]
-        ctx.save_for_backward(*flat, *(x for x, is_tensor in zip(inputs, tensors, strict=True) if is_tensor))
+        ctx.options = [None if place in tensors else x for place, x in enumerate(inputs)]
+        ctx.save_for_backward(*flat, *[inputs[place] for place in tensors])
         ctx.set_materialize_grads(False)
-        others = (x for index, x in enumerate(output) if index not in gradients and isinstance(x, Tensor))
+        others = [x for index, x in enumerate(output) if index not in gradients and isinstance(x, Tensor)]
         ctx.mark_non_differentiable(*others)
 
     def differentiate(ctx: Any, *grads: Any) -> Values:
-        flat, options = iter(ctx.saved_tensors), iter(ctx.options)
+        flat, inputs = iter(ctx.saved_tensors), list(ctx.options)
         kept = [next(flat) if size is None else [next(flat) for _ in range(size)] for size in ctx.sizes]
-        inputs = [next(flat) if is_tensor else next(options) for is_tensor in tensors]
+        for place, x in zip(tensors, flat, strict=True):
+            inputs[place] = x
         first = torch.zeros_like(fake(*inputs)[0]) if grads[0] is None else grads[0]
-        made = operator_backward(first, *(grads[index] for index in gradients[1:]), *kept, *inputs)
-        of_names = dict(zip(differentiable, made, strict=True))
-        return tuple(of_names.get(name) if x is not None else None for name, x in zip(names, inputs, strict=True))
+        arguments = (first, *[grads[index] for index in gradients[1:]], *kept, *inputs)
+        # The operator raises an error if its results are differentiated again.
+        direct = not torch.is_grad_enabled() and _is_plain(arguments)
+        results: list[Tensor | None] = [None] * len(inputs)
+        for place, grad in zip(places, (run_backward if direct else operator_backward)(*arguments), strict=True):
+            results[place] = None if inputs[place] is None else grad
+        return tuple(results)
+
+    def compute(ctx: Any, *inputs: Any) -> Values:
+        output = tuple(run(*inputs))
+        setup_context(ctx, inputs, output)
+        return output
 
     operator.register_autograd(differentiate, setup_context=setup_context)
-    register_flops(name, lambda *inputs: flops(*inputs)[0])
-    register_flops(f"{name}_backward", lambda *given: flops(*given[-len(names) :])[1])
+    methods = {"forward": staticmethod(compute), "backward": staticmethod(differentiate)}
+    function: Any = type(name.rpartition(":")[2], (Function,), methods)
+
+    def call(*inputs: Any) -> Any:
+        if not _is_plain(inputs):
+            return operator(*inputs)
+        trained = torch.is_grad_enabled() and any(inputs[i] is not None and inputs[i].requires_grad for i in places)
+        # In forward mode, `Function` raises an error for tensors with tangents.
+        return (function.apply if trained or forward_ad._current_level >= 0 else run)(*inputs)
+
+    return call
+
+
+def _is_plain(arguments: Values) -> bool:
+    """Return whether a function may compute directly with these arguments."""
+    if not HAS_NAMES or in_program() or not PLAIN.issuperset(map(type, arguments)) or arguments[0].is_meta:
+        return False
+    return _len_torch_dispatch_stack() == 0 and not _are_functorch_transforms_active()
 
 
 def _without_autocast(function: Callable[..., Values]) -> Callable[..., Values]:

@@ -69,6 +69,8 @@ def used_names():
     own = in_classes | stored | NAMED_TUPLE
     inherited = {name for base in BASES for name in dir(base) if is_private(name)}
     read = {node.attr for node in attributes if ast.unparse(node) != "os._exit"}  # documented
+    imports = [node for node in nodes if isinstance(node, ast.ImportFrom) and not node.module.startswith("luna_mega")]
+    read |= {alias.name for node in imports for alias in node.names if is_private(alias.name)}
     read = read.union(*map(checked_names, nodes))
     return ((in_classes | read) & inherited | read - own).union(*map(undocumented_names, files))
 

@@ -85,7 +85,7 @@ def _attend_full(
     inputs = (query, key, value, bias, mask, start, function, causal, offset, dropout, seed)
     trained = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs[:4])
     keep = trained and _scores_are_few(query, key, value)
-    return torch.ops.luna_mega.gated_attend(*inputs, keep)[0]
+    return operator(*inputs, keep)[0]
 
 
 def _scores_are_few(query: Tensor, key: Tensor, value: Tensor) -> bool:
@@ -288,7 +288,7 @@ def count_flops(query: Tensor, value: Tensor, pairs: int, recompute: bool) -> tu
     return scores + output, 2 * (scores + output) + scores * recompute
 
 
-register(
+operator = register(
     "luna_mega::gated_attend",
     INPUTS,
     "(Tensor, Tensor)",

@@ -26,7 +26,7 @@ def attend(
     elif chunk_size is None:
         chunk_size = max(query.shape[1], key.shape[1])
     seed = random_seed(dropout, query.device)
-    return torch.ops.luna_mega.gated_attention_triton(
+    return _operator(
         query, key, value, bias, mask, bounds, function, causal, max(chunk_size, 1), offset, dropout, seed,
         _op.float32_precision(),
     )[0]  # fmt: skip
@@ -73,7 +73,7 @@ def _flops(
     return torch_backend.count_flops(query, value, pairs, recompute=True)
 
 
-register(
+_operator = register(
     "luna_mega::gated_attention_triton",
     INPUTS,
     "(Tensor, Tensor)",

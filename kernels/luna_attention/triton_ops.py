@@ -25,7 +25,7 @@ def attend(
     """
     precision = _op.float32_precision() if query.dtype == torch.float32 else "tf32"
     seed = random_seed(dropout, query.device)
-    return torch.ops.luna_mega.luna_attention_triton(
+    return _operator(
         query, key, None if key is value else value, mask, cu_seqlens, seed, varlen_side, max_seqlen, scale, dropout,
         precision,
     )[0]  # fmt: skip
@@ -36,7 +36,7 @@ def _fake(query: Tensor, *_rest: object) -> tuple[Tensor, Tensor]:
     return query.new_empty(query.shape), query.new_empty((batch, heads, length), dtype=torch.float32)
 
 
-register(
+_operator = register(
     "luna_mega::luna_attention_triton",
     INPUTS,
     "(Tensor, Tensor)",

@@ -45,7 +45,7 @@ def attend(
     count = reference.token_count(mask, query, seen)
     # The backward pass regenerates the dropped weights from this seed.
     seed = torch.randint(2**63 - 1, ()) if dropout > 0.0 else None
-    output, key_mean, value_mean = torch.ops.luna_mega.luna_causal_attention(
+    output, key_mean, value_mean = operator(
         *tokens, pack_query, count, mask, pack_mask, key_mean, value_mean, seen, activation, dropout, seed
     )
     return output, LunaCausalState(key_mean, value_mean, count[:, -1].clone())
@@ -382,7 +382,7 @@ def flops(
     return forward, 2 * forward + 3 * of_key + of_value
 
 
-register(
+operator = register(
     "luna_mega::luna_causal_attention",
     INPUTS,
     "(Tensor, Tensor, Tensor)",

@@ -38,7 +38,7 @@ def attend(
     key_mean, value_mean, seen = (None, None, None) if state is None else state
     count = reference.token_count(mask, query, seen)
     options = (activation, dropout, random_seed(dropout, query.device), _op.float32_precision())
-    output, key_mean, value_mean = torch.ops.luna_mega.luna_causal_attention_triton(
+    output, key_mean, value_mean = _operator(
         query, pack_key, key, value, pack_query, count, mask, pack_mask, key_mean, value_mean, seen, *options
     )
     return output, LunaCausalState(key_mean, value_mean, count[:, -1].clone())
@@ -56,11 +56,11 @@ def step(
         output, *after = triton_step.forward_step(*inputs, into=before[:2])
     else:
         precision = _op.float32_precision()
-        output, *after = torch.ops.luna_mega.luna_causal_attention_step_triton(*inputs, precision)
+        output, *after = _step_operator(*inputs, precision)
     return output, LunaCausalState(*after)
 
 
-register(
+_operator = register(
     "luna_mega::luna_causal_attention_triton",
     f"{TOKENS}, Tensor count, {REST}",
     "(Tensor, Tensor, Tensor)",
@@ -85,7 +85,7 @@ def _step_backward(
     return [*(None if grad is None else grad[:, 0].contiguous() for grad in grads[:4]), *grads[4:]]
 
 
-register(
+_step_operator = register(
     "luna_mega::luna_causal_attention_step_triton",
     f"{TOKENS}, {REST}",
     "(Tensor, Tensor, Tensor, Tensor)",

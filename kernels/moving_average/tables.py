@@ -199,7 +199,7 @@ def _of_channels(
     grad_out = torch.addcmul(out_sums, of.weight_in, tap_sums)
     grad_in = sums.real + (weight_out * tap_sums).real
     out_slopes = out_slopes + out_sums + of.weight_in * tap_slopes  # the first output power is q, not 1
-    last = torch.view_as_complex(grad_decay).conj() * powers[chunk]
+    last = torch.view_as_complex(grad_decay).conj_physical() * powers[chunk]
     return _of_slopes(of.weight_in * slopes + weight_out * out_slopes + chunk * last, grad_in, grad_out)
 
 
@@ -256,5 +256,5 @@ def _of_slopes(slopes: Tensor, grad_in: Tensor, grad_out: Tensor) -> list[Tensor
         slopes.real.contiguous(),
         slopes.imag.double() * (-2 * math.pi),
         grad_in.contiguous(),
-        torch.view_as_real(grad_out.conj().resolve_conj()),
+        torch.view_as_real(grad_out.conj_physical()),
     ]

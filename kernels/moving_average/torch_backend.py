@@ -39,7 +39,7 @@ def average(
     if truncation is not None and (is_tracing() or truncation < length):
         chunk, length = 0, truncation
     initial = None if initial_state is None else initial_state.flatten(2)
-    output, _, last, _ = torch.ops.luna_mega.moving_average(x, mask, skip, *coefficients, initial, chunk, length, shift)
+    output, _, last, _ = operator(x, mask, skip, *coefficients, initial, chunk, length, shift)
     return output, _final_state(x, mask, coefficients, last, chunk) if return_state else None
 
 
@@ -124,8 +124,8 @@ def _convolve(signal: Tensor, taps: Tensor, center: int, size: int) -> Tensor:
 def _convolve_backward(gradient: Tensor, signal: Tensor, taps: Tensor, center: int) -> tuple[Tensor, Tensor]:
     length, size = signal.shape[-1], _circle(signal, taps, center)
     spectrum = torch.fft.rfft(gradient, n=size)
-    grad_signal = torch.fft.irfft(spectrum * _spectrum(taps, center, size).conj(), n=size)[..., :length]
-    lags = torch.fft.irfft((spectrum * torch.fft.rfft(signal, n=size).conj()).sum(1), n=size)
+    grad_signal = torch.fft.irfft(spectrum * _spectrum(taps, center, size).conj_physical(), n=size)[..., :length]
+    lags = torch.fft.irfft((spectrum * torch.fft.rfft(signal, n=size).conj_physical()).sum(1), n=size)
     return grad_signal, torch.roll(lags, center, 1)[:, : taps.shape[1]]
 
 
@@ -210,7 +210,7 @@ def _scan_backward(
     from_output = (grad_rows @ output_map.mT).view(states.shape)
     if grad_last is not None:
         from_output[:, :, -1] += grad_last.transpose(0, 1)
-    decay, from_first = decay.conj().resolve_conj(), from_output[:, :, 0].clone()
+    decay, from_first = decay.conj_physical(), from_output[:, :, 0].clone()
     grad_states = _scan_chunks(from_output, decay, 0.0, backward, forward)
     first = _numbers(grad_states[:, :, 0], decay)
     grad_initial = from_first + _pairs(torch.addcmul(first, first, decay[:, None]))
@@ -391,7 +391,7 @@ def _flops(
     return flops(x.shape[0] * x.shape[1] * log_decay.numel(), turn is not None)
 
 
-register(
+operator = register(
     "luna_mega::moving_average",
     INPUTS,
     "(Tensor, Tensor, Tensor, Tensor[])",

@@ -6,7 +6,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from luna_mega.kernels._flops import register_flops
 from luna_mega.kernels._operator import register
 from luna_mega.kernels.common.triton_launch import contiguous
 from luna_mega.kernels.moving_average import triton_complex, triton_damped_backward, triton_damped_forward, triton_step
@@ -38,9 +37,7 @@ def damped_ema(
     # A program reads adjacent channels, so channels are the last dimension.
     rows = (x.mT.contiguous() for x in (log_decay, *weights))
     initial = None if initial_state is None else initial_state.mT.contiguous()
-    output, last = torch.ops.luna_mega.damped_ema_triton(
-        x, mask, skip, *rows, initial, return_state, shift, cu_seqlens, max_seqlen
-    )
+    output, last = _damped(x, mask, skip, *rows, initial, return_state, shift, cu_seqlens, max_seqlen)
     return output, last.mT.contiguous() if return_state else None
 
 
@@ -50,9 +47,7 @@ def complex_ema(
     max_seqlen: int = 0,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """Return `reference.complex_ema`, for varlen sequences if `cu_seqlens` is given."""
-    output, last = torch.ops.luna_mega.complex_ema_triton(
-        x, mask, skip, *coefficients, initial_state, return_state, cu_seqlens, max_seqlen
-    )
+    output, last = _complex(x, mask, skip, *coefficients, initial_state, return_state, cu_seqlens, max_seqlen)
     return output, last if return_state else None
 
 
@@ -60,17 +55,17 @@ def damped_step(
     x: Tensor, state: Tensor, parameters: tuple[Tensor, ...], skip: Tensor | None, mask: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """Return `reference.damped_step` from the parameters: computing coefficients would take longer than the step."""
-    return torch.ops.luna_mega.damped_ema_step_triton(x, state, *parameters, skip, mask)
+    return _damped_one(x, state, *parameters, skip, mask)
 
 
 def complex_step(
     x: Tensor, state: Tensor, coefficients: tuple[Tensor, ...], skip: Tensor | None, mask: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """Return `reference.complex_step`."""
-    return torch.ops.luna_mega.complex_ema_step_triton(x, state, *coefficients, skip, mask)
+    return _complex_one(x, state, *coefficients, skip, mask)
 
 
-def _register_average(name: str, kind: str, forward: Callable[..., Any], backward: Callable[..., Any]) -> None:
+def _register_average(kind: str, forward: Callable[..., Any], backward: Callable[..., Any]) -> Callable[..., Any]:
     """Register the operators of an average and of its gradient, whose functions take contiguous tensors except x."""
     inputs = f"{TENSORS.format(COEFFICIENTS[kind])}, bool return_state, {OPTIONS[kind]}"
     names = [argument.split()[-1] for argument in inputs.split(", ")]
@@ -89,8 +84,8 @@ def _register_average(name: str, kind: str, forward: Callable[..., Any], backwar
         return backward(gradient, _contiguous(last_gradient), x, *map(_contiguous, rest))
 
     differentiable = [n for n in ("x", "skip", "log_decay", "turn", "weight_in", "weight_out", "initial") if n in names]
-    register(
-        name,
+    return register(
+        f"luna_mega::{kind}_ema_triton",
         inputs,
         "(Tensor, Tensor)",
         run,
@@ -108,28 +103,32 @@ def _contiguous(x: Any) -> Any:
     return x.contiguous() if isinstance(x, Tensor) else x
 
 
-_register_average(
-    "luna_mega::damped_ema_triton", "damped", triton_damped_forward.forward, triton_damped_backward.backward
-)
-_register_average("luna_mega::complex_ema_triton", "complex", triton_complex.forward, triton_complex.backward)
+_damped = _register_average("damped", triton_damped_forward.forward, triton_damped_backward.backward)
+_complex = _register_average("complex", triton_complex.forward, triton_complex.backward)
 
 
-def _register_step(name: str, kind: str, forward: Callable[..., Any], backward: Callable[..., Any]) -> None:
+def _register_step(kind: str, forward: Callable[..., Any], backward: Callable[..., Any]) -> Callable[..., Any]:
     """Register the operator of a step; `backward` takes the inputs, the next state and the gradients of the results."""
-    schema = f"(Tensor x, Tensor state, {STEPS[kind]}, Tensor? skip, Tensor? mask) -> (Tensor, Tensor)"
-
-    def run(x: Tensor, *inputs: Any) -> tuple[Tensor, Tensor]:
-        return forward(x, *contiguous(*inputs))
-
-    step = torch.library.custom_op(name, run, mutates_args=(), schema=schema)
-    step.register_fake(lambda x, state, *_: (x.new_empty(x.shape), state.new_empty(state.shape)))
-
-    def save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-        ctx.save_for_backward(*inputs, output[1])
-
-    step.register_autograd(lambda ctx, *grads: backward(*ctx.saved_tensors, *grads), setup_context=save)
+    inputs = f"Tensor x, Tensor state, {STEPS[kind]}, Tensor? skip, Tensor? mask"
     is_complex = kind == "complex"
-    register_flops(name, lambda x, state, *_: flops(state.numel() // (1 + is_complex), is_complex)[0])
+
+    def run_backward(gradient: Tensor, next_gradient: Tensor | None, after: Tensor, *inputs: Any) -> Any:
+        next_gradient = torch.zeros_like(after) if next_gradient is None else next_gradient
+        return contiguous(*backward(*inputs, after, gradient, next_gradient))
+
+    return register(
+        f"luna_mega::{kind}_ema_step_triton",
+        inputs,
+        "(Tensor, Tensor)",
+        lambda x, *inputs: forward(x, *contiguous(*inputs)),
+        lambda x, state, *_: (x.new_empty(x.shape), state.new_empty(state.shape)),
+        run_backward,
+        flops=lambda x, state, *_: flops(state.numel() // (1 + is_complex), is_complex),
+        differentiable=[argument.split()[-1] for argument in inputs.split(", ")[:-1]],
+        gradients=(0, 1),
+        saved="Tensor after",
+        save=lambda inputs, outputs: outputs[1:],
+    )
 
 
 def _damped_step_backward(x: Tensor, state: Tensor, *rest: Any) -> tuple[Tensor | None, ...]:
@@ -157,7 +156,7 @@ def _damped_step_backward(x: Tensor, state: Tensor, *rest: Any) -> tuple[Tensor 
         scale * (gradient[..., None] * after).sum(0),
     )
     of_parameters = (grad.to(parameter.dtype) for grad, parameter in zip(grads, parameters, strict=True))
-    return grad_x.to(x.dtype), arriving - received * gate * damping, *of_parameters, grad_skip, None
+    return grad_x.to(x.dtype), arriving - received * gate * damping, *of_parameters, grad_skip
 
 
 def _complex_step_backward(
@@ -182,9 +181,8 @@ def _complex_step_backward(
         (received * kept[..., None, None]).sum(0),
         (gradient[..., None, None] * after).sum(0),
         grad_skip,
-        None,
     )
 
 
-_register_step("luna_mega::damped_ema_step_triton", "damped", triton_step.damped_step, _damped_step_backward)
-_register_step("luna_mega::complex_ema_step_triton", "complex", triton_step.complex_step, _complex_step_backward)
+_damped_one = _register_step("damped", triton_step.damped_step, _damped_step_backward)
+_complex_one = _register_step("complex", triton_step.complex_step, _complex_step_backward)

@@ -18,7 +18,7 @@ def _pack(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     # The tokens of a row follow each other.
     starts = torch.searchsorted(index, torch.arange(rows + 1, device=index.device))
-    packed, entropy, _, total = torch.ops.luna_mega.segment_pack_triton(states, score, mask, starts)
+    packed, entropy, _, total = _operator(states, score, mask, starts)
     return packed, entropy, total
 
 
@@ -28,7 +28,7 @@ def _fake(states: torch.Tensor, score: torch.Tensor, mask: torch.Tensor | None, 
     return states.new_empty(rows, states.shape[1], dtype=torch.float32), *sums
 
 
-register(
+_operator = register(
     "luna_mega::segment_pack_triton",
     "Tensor states, Tensor score, Tensor? mask, Tensor starts",
     "(Tensor, Tensor, Tensor, Tensor)",

@@ -28,7 +28,7 @@ def timestep_norm(
     """Return `reference.timestep_norm`; `run` is the operator, None = this file's."""
     count, mean, variance = initial_state
     if run is None:
-        run = _in_program if is_exporting() else torch.ops.luna_mega.timestep_norm
+        run = _in_program if is_exporting() else operator
     y, _, _, _, mean, variance = run(x, weight, bias, mask, count, mean, variance, groups, eps)
     return y, TimestepNormState(count + (x.shape[1] if mask is None else mask.sum(1)), mean, variance)
 
@@ -290,9 +290,9 @@ def _sums_from_end(x: Tensor, last: Tensor) -> Tensor:
     return (before[:, -1:] + x[:, -1:] + last[:, None]) - before
 
 
-def register_passes(name: str, passes: Passes) -> None:
-    """Register the operator `name` and its backward, computed with these passes."""
-    register(
+def register_passes(name: str, passes: Passes) -> Callable[..., Any]:
+    """Register the operator `name` and its backward, computed with these passes; return the function of `register`."""
+    return register(
         name,
         INPUTS,
         "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
@@ -307,4 +307,4 @@ def register_passes(name: str, passes: Passes) -> None:
     )
 
 
-register_passes("luna_mega::timestep_norm", Passes(_moments, _apply, _sums, _apply_backward))
+operator = register_passes("luna_mega::timestep_norm", Passes(_moments, _apply, _sums, _apply_backward))

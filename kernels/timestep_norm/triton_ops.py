@@ -5,11 +5,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from luna_mega.kernels._flops import register_flops
+from luna_mega.kernels._operator import register
 from luna_mega.kernels.timestep_norm import torch_backend, triton_kernels
 from luna_mega.kernels.timestep_norm.reference import TimestepNormState
 
-torch_backend.register_passes(
+_operator = torch_backend.register_passes(
     "luna_mega::timestep_norm_triton",
     torch_backend.Passes(
         triton_kernels.moments, triton_kernels.apply, triton_kernels.sums, triton_kernels.apply_backward
@@ -19,7 +19,7 @@ torch_backend.register_passes(
 
 def timestep_norm(x: Tensor, groups: int, **call: Any) -> tuple[Tensor, TimestepNormState]:
     """Return `reference.timestep_norm`."""
-    return torch_backend.timestep_norm(x, groups, run=torch.ops.luna_mega.timestep_norm_triton, **call)
+    return torch_backend.timestep_norm(x, groups, run=_operator, **call)
 
 
 def step(
@@ -32,25 +32,22 @@ def step(
         mask = None if mask is None else mask[:, None]
         y, state = timestep_norm(x[:, None], groups, weight=weight, bias=bias, eps=eps, mask=mask, initial_state=state)
         return y[:, 0], state
-    y, *state = torch.ops.luna_mega.timestep_norm_step_triton(x, weight, bias, mask, *state, groups, eps)
+    y, *state = _step_operator(x, weight, bias, mask, *state, groups, eps)
     return y, TimestepNormState(*state)
 
 
-@torch.library.custom_op(
-    "luna_mega::timestep_norm_step_triton",
-    mutates_args=(),
-    schema=f"({torch_backend.INPUTS}) -> (Tensor, Tensor, Tensor, Tensor)",
-)
-def _step(*inputs: Any) -> tuple[Tensor, ...]:
-    return triton_kernels.step(*inputs)
-
-
-@_step.register_fake
-def _(
+def _step_fake(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, mask: Tensor | None, count: Tensor, mean: Tensor,
     variance: Tensor, groups: int, eps: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     return x.new_empty(x.shape), torch.empty_like(count), torch.empty_like(mean), torch.empty_like(variance)
 
 
-register_flops("luna_mega::timestep_norm_step_triton", lambda *_: 0)
+_step_operator = register(
+    "luna_mega::timestep_norm_step_triton",
+    torch_backend.INPUTS,
+    "(Tensor, Tensor, Tensor, Tensor)",
+    triton_kernels.step,
+    _step_fake,
+    flops=lambda *_: (0, 0),
+)

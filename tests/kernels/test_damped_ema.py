@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from luna_mega.kernels.api import TruncatedEmaState, damped_ema, damped_ema_step
-from luna_mega.kernels.moving_average import reference
+from luna_mega.kernels.moving_average import reference, torch_backend
 from tests.kernels.averages import DAMPED, Inputs
 from tests.kernels.leaves import MASKS, assert_same
 
@@ -120,9 +120,8 @@ def test_truncated_average_in_segments_and_steps(truncation, backend):
 
 def test_size_chooses_the_form(monkeypatch):
     chosen = []
-    operator = torch.ops.luna_mega.moving_average
-    patched = lambda *args: chosen.append(args[8] or "fft") or operator(*args)  # noqa: E731
-    monkeypatch.setattr(torch.ops.luna_mega, "moving_average", patched)
+    operator = torch_backend.operator
+    monkeypatch.setattr(torch_backend, "operator", lambda *args: chosen.append(args[8] or "fft") or operator(*args))
     for batch, length, options in (
         (1, 511, {}),
         (1, 512, {}),

@@ -13,6 +13,7 @@ from luna_mega.kernels.luna_causal_attention import reference, torch_backend
 from tests.kernels.backends import on_triton
 from tests.kernels.errors import relative_error
 from tests.kernels.leaves import Leaves, assert_same
+from tests.kernels.operators import OperatorCalls
 
 CHUNK = torch_backend.CHUNK
 ACTIVATIONS = reference.ACTIVATIONS
@@ -395,16 +396,18 @@ def test_memory_is_linear(monkeypatch):
         for dropout in (0.0, 0.4)
     ],
 )
-def test_registration(monkeypatch, device, backend, length, rows, dropout, stateful):
+def test_registration(device, backend, length, rows, dropout, stateful):
     name = "luna_causal_attention_step" if backend == "triton" and length == 1 else "luna_causal_attention"
     heads, name = (1, f"{name}_triton") if backend == "triton" else (3, name)
     inputs = Inputs(length, "middle", stateful, pack_masked=stateful, heads=heads, rows=rows).to(torch.float32)
     inputs.run(device=device, backend=backend)  # registers the operator
-    inputs, calls, operator = inputs.on(device), [], getattr(torch.ops.luna_mega, name)
-    with monkeypatch.context() as patch:
-        patch.setattr(torch.ops.luna_mega, name, lambda *x: calls.append(x) or operator(*x))
+    inputs = inputs.on(device)
+    with OperatorCalls(name) as mode:
         inputs.call(*inputs.leaves, dropout=dropout, backend=backend)
-    opcheck(operator, [x.detach().requires_grad_(x.requires_grad) if torch.is_tensor(x) else x for x in calls[0]])
+    opcheck(
+        getattr(torch.ops.luna_mega, name),
+        [x.detach().requires_grad_(x.requires_grad) if torch.is_tensor(x) else x for x in mode.calls[0]],
+    )
 
 
 @pytest.mark.slow

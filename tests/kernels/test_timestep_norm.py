@@ -93,7 +93,7 @@ def backend(request, monkeypatch):
 def choose_form(name, monkeypatch):
     monkeypatch.setattr(torch_backend, "BLOCK", 1 << 40 if name == "complete" else 80)
     if name == "program":
-        monkeypatch.setattr(torch.ops.luna_mega, "timestep_norm", torch_backend._in_program)
+        monkeypatch.setattr(torch_backend, "operator", torch_backend._in_program)
 
 
 @pytest.mark.parametrize("kind", KINDS)

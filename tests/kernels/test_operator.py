@@ -1,0 +1,100 @@
+"""Eager calls compute directly what an operator computes; all other calls are operators."""
+
+import importlib.util
+
+import pytest
+import torch
+from torch import nn
+from torch.autograd import forward_ad
+from torch.utils.flop_counter import FlopCounterMode
+
+from luna_mega.kernels import _operator
+from luna_mega.kernels.api import damped_ema, timestep_norm
+from tests.kernels.operators import OperatorCalls
+
+FORWARD, BACKWARD = "luna_mega::moving_average", "luna_mega::moving_average_backward"
+
+
+class Subclass(torch.Tensor):
+    pass
+
+
+def leaves():
+    generator = torch.Generator().manual_seed(0)
+    shapes = ((2, 40, 3), *[(3, 4)] * 4, (3,))
+    return [torch.randn(shape, generator=generator).requires_grad_() for shape in shapes]
+
+
+def operators(run):
+    """Return the names of this package's operators that PyTorch called in `run`."""
+    with torch.profiler.profile() as profile:
+        run()
+    return {event.key for event in profile.key_averages() if event.key.startswith("luna_mega::")}
+
+
+def train(*inputs, **options):
+    return torch.autograd.grad(damped_ema(*inputs).sum(), inputs, **options)
+
+
+def test_eager_mode_calls_no_operator():
+    inputs = leaves()
+    inputs[0] = nn.Parameter(inputs[0].detach())
+    assert operators(lambda: train(*inputs)) == set()
+    for context in (torch.no_grad(), torch.inference_mode(), torch.autocast("cpu")):
+        with context:
+            assert operators(lambda: damped_ema(*inputs)) == set()
+
+
+def test_operators_compute_the_same():
+    results = train(*leaves()), damped_ema(*leaves())
+    with OperatorCalls() as mode:
+        expected = train(*leaves()), damped_ema(*leaves())
+    assert len(mode.calls) == 3
+    for result, right in zip((*results[0], results[1]), (*expected[0], expected[1]), strict=True):
+        assert torch.equal(result, right)
+
+
+def call_subclass(inputs):
+    damped_ema(inputs[0].as_subclass(Subclass), *inputs[1:]).sum().backward()
+
+
+def call_under_mode(inputs):
+    with FlopCounterMode(display=False):
+        train(*inputs)
+
+
+@pytest.mark.parametrize(
+    "run, names",
+    [
+        (call_subclass, {FORWARD, BACKWARD}),
+        (call_under_mode, {FORWARD, BACKWARD}),
+        (lambda inputs: train(*inputs, create_graph=True), {BACKWARD}),
+        (lambda inputs: torch.vmap(lambda x: timestep_norm(x[None], 1))(inputs[0]), {"luna_mega::timestep_norm"}),
+        (lambda inputs: torch.jit.trace(damped_ema, tuple(inputs))(*inputs), {FORWARD}),
+        (lambda inputs: torch.compile(damped_ema, backend="aot_eager", fullgraph=True)(*inputs), {FORWARD, BACKWARD}),
+    ],
+    ids=["subclass", "mode", "create_graph", "vmap", "trace", "compile"],
+)
+def test_other_calls_are_operators(run, names):
+    torch.compiler.reset()
+    assert operators(lambda: run(leaves())) == names
+
+
+def test_second_derivatives_and_forward_mode_raise_errors():
+    inputs = leaves()
+    (gradient, *_) = train(*inputs, create_graph=True)
+    with pytest.raises(RuntimeError, match="no autograd formula was registered"):
+        gradient.sum().backward()
+    with forward_ad.dual_level(), torch.no_grad(), pytest.raises(NotImplementedError, match="jvp"):
+        damped_ema(forward_ad.make_dual(inputs[0], inputs[0]), *inputs[1:])
+
+
+@pytest.mark.parametrize("missing", ["_len_torch_dispatch_stack", "_are_functorch_transforms_active", "_current_level"])
+def test_every_call_is_an_operator_if_a_private_name_is_missing(monkeypatch, missing):
+    with monkeypatch.context() as patch:
+        patch.delattr(forward_ad if missing == "_current_level" else torch._C, missing)
+        spec = importlib.util.spec_from_file_location("without_a_name", _operator.__file__)
+        spec.loader.exec_module(module := importlib.util.module_from_spec(spec))
+    assert not module.HAS_NAMES
+    monkeypatch.setattr(_operator, "HAS_NAMES", False)
+    assert operators(lambda: train(*leaves())) == {FORWARD, BACKWARD}
