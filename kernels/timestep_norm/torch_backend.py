@@ -126,53 +126,73 @@ def _column_sums(rows: Tensor) -> Tensor:
 
 
 class Passes(NamedTuple):
-    """The passes over all features `[R, D]` of a backend; all backends share the computation between the passes.
+    """The passes of a backend: over all features of x `[B, T, D]`, or over time of numbers per group `[B, T, G]`.
 
-    `kept` `[R]` is a mask. Per-group numbers are `[R, G, 1]` as inputs and `[R, G]` as outputs.
-
-    moments: maps (rows, kept, groups, dtype) to the mean and variance of the groups of each row.
-    apply: maps (rows, kept, means, rstds, weight, bias) to (rows - means) rstds weight + bias, 0 if masked.
-    sums: maps (gradients, rows, kept, means, rstds, weight, bias) to the group means of gradients rstds weight, and of
-    that times rows - means, and the gradients of weight and bias (empty for None).
-    apply_backward: maps (gradients, rows, kept, stretches, shifts, rstds, weight) to gradients rstds weight + rows
-    stretches + shifts.
+    moments: maps (x, mask, groups, dtype) to the mean and variance of the groups of each position.
+    statistics: maps these, (mask, count, mean, variance, eps) to the means M_t (float64), the rstds of all positions so
+    far, and the last mean and variance.
+    apply: maps (x, mask, means, rstds, weight, bias) to (x - means) rstds weight + bias, 0 if masked.
+    sums: maps (gradients, x, mask, means, rstds, weight, bias) to the group means of gradients rstds weight, and of
+    that times x - means, and the gradients of weight and bias (not used if they are None).
+    statistics_backward: maps these two means, (own means, means, rstds, mask, count, mean, grad_mean, grad_variance,
+    width) to the stretches and shifts of `apply_backward`, and the gradients of the initial mean and variance.
+    apply_backward: maps (gradients, x, mask, stretches, shifts, rstds, weight) to gradients rstds weight + x stretches
+    + shifts.
     """
 
     moments: Callable[..., Any]
+    statistics: Callable[..., Any]
     apply: Callable[..., Any]
     sums: Callable[..., Any]
+    statistics_backward: Callable[..., Any]
     apply_backward: Callable[..., Any]
 
 
-def _moments(rows: Tensor, kept: Tensor | None, groups: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    own, spread = (torch.empty(len(rows), groups, dtype=dtype, device=rows.device) for _ in range(2))
+def _moments(x: Tensor, mask: Tensor | None, groups: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    rows, kept = _rows(x, mask)
+    own, spread = (torch.empty(*x.shape[:2], groups, dtype=dtype, device=x.device) for _ in range(2))
+    of_rows = own.view(-1, groups), spread.view(-1, groups)
     for block, (around,) in _blocks(rows, groups, dtype, 1):
         values = _of_block(rows, kept, block, around)
-        own[block] = _means(values)
-        torch.sub(values, own[block, :, None], out=around)
-        spread[block] = _means(around.mul_(around))
+        of_rows[0][block] = _means(values)
+        torch.sub(values, of_rows[0][block, :, None], out=around)
+        of_rows[1][block] = _means(around.mul_(around))
     return own, spread
 
 
+def _statistics(
+    own: Tensor, spread: Tensor, mask: Tensor | None, count: Tensor, mean: Tensor, variance: Tensor, eps: float
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    number = counts(count, mask, own.shape[1])
+    means, totals = over_time(count, mean, variance, number, own.double(), spread.double(), mask)
+    last = totals[:, -1] / number[:, -1]
+    rstd = totals.div_(number).to(own.dtype).add_(eps).rsqrt_()
+    return means, rstd, means[:, -1].clone(), last
+
+
 def _apply(
-    rows: Tensor, kept: Tensor | None, means: Tensor, rstds: Tensor, weight: Tensor | None, bias: Tensor | None
+    x: Tensor, mask: Tensor | None, means: Tensor, rstds: Tensor, weight: Tensor | None, bias: Tensor | None
 ) -> Tensor:
-    y, groups = torch.empty(rows.shape, dtype=rows.dtype, device=rows.device), means.shape[1]
-    same = rows.dtype == means.dtype  # intermediate values of a block are then stored in the result
+    rows, kept, means, rstds = _rows(x, mask, means.to(rstds.dtype), rstds)
+    y, groups = torch.empty(x.shape, dtype=x.dtype, device=x.device), means.shape[1]
+    of_rows, same = y.view(rows.shape), rows.dtype == means.dtype
+    # Intermediate values of a block are stored in the result if it has their dtype.
     for block, scratch in _blocks(rows, groups, means.dtype, 0 if same else 1):
-        around = y[block].unflatten(1, (groups, -1)) if same else scratch[0]
+        around = of_rows[block].unflatten(1, (groups, -1)) if same else scratch[0]
         torch.sub(_of_block(rows, kept, block, around), means[block], out=around)
-        _affine(around.mul_(rstds[block]).flatten(1), weight, bias, y[block])
+        _affine(around.mul_(rstds[block]).flatten(1), weight, bias, of_rows[block])
         if kept is not None:
-            y[block].masked_fill_(~kept[block, None], 0.0)
+            of_rows[block].masked_fill_(~kept[block, None], 0.0)
     return y
 
 
 def _sums(
-    gradients: Tensor, rows: Tensor, kept: Tensor | None, means: Tensor, rstds: Tensor, weight: Tensor | None,
+    gradients: Tensor, x: Tensor, mask: Tensor | None, means: Tensor, rstds: Tensor, weight: Tensor | None,
     bias: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    dtype, groups = means.dtype, means.shape[1]
+    shape, dtype = means.shape, rstds.dtype
+    rows, kept, means, rstds = _rows(x, mask, means.to(dtype), rstds)
+    gradients, groups = gradients.reshape(rows.shape), means.shape[1]
     scale = None if weight is None else weight.to(dtype).view(groups, -1)
     grad_weight, grad_bias = (rstds.new_zeros(0 if t is None else t.shape) for t in (weight, bias))
     sums, products = (means.new_empty(len(rows), groups) for _ in range(2))
@@ -188,19 +208,39 @@ def _sums(
             product.mul_(scale)
             received.mul_(scale)
         sums[block], products[block] = _means(received), _means(product)
-    return sums, products, grad_weight, grad_bias
+    return sums.view(shape), products.view(shape), grad_weight, grad_bias
+
+
+def _statistics_backward(
+    sums: Tensor, products: Tensor, own: Tensor, means: Tensor, rstd: Tensor, mask: Tensor | None, count: Tensor,
+    mean: Tensor, grad_mean: Tensor | None, grad_variance: Tensor | None, width: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    number = counts(count, mask, own.shape[1])
+    # `sums` and `products` are means over the features of a group, so the gradients of m and v are per feature.
+    last = [
+        torch.zeros_like(mean) if grad is None else grad / (width * number[:, -1])
+        for grad in (grad_mean, grad_variance)
+    ]
+    away = distances(own.double(), mean[:, None], means, mask)
+    of_own, of_spread, before = _back_in_time(sums.double(), products.double(), rstd, away, number, last, mask)
+    # The gradient of x is the gradient of x - M, plus of_own + 2 of_spread (x - m).
+    stretch, started = of_spread.mul(2.0), count[:, None] * width
+    of_mean, of_variance = started * before[0] - width * before[2], started * before[1]
+    return stretch.to(own.dtype), (of_own - stretch * own).to(own.dtype), of_mean, of_variance
 
 
 def _apply_backward(
-    gradients: Tensor, rows: Tensor, kept: Tensor | None, stretches: Tensor, shifts: Tensor, rstds: Tensor,
+    gradients: Tensor, x: Tensor, mask: Tensor | None, stretches: Tensor, shifts: Tensor, rstds: Tensor,
     weight: Tensor | None,
 ) -> Tensor:  # fmt: skip
-    grad_x = torch.empty(rows.shape, dtype=rows.dtype, device=rows.device)
+    rows, kept, stretches, shifts, rstds = _rows(x, mask, stretches, shifts, rstds)
+    gradients, grad_x = gradients.reshape(rows.shape), torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    of_rows = grad_x.view(rows.shape)
     for block, (received, inner) in _blocks(rows, shifts.shape[1], shifts.dtype, 2):
         torch.mul(_of_block(rows, kept, block, inner), stretches[block], out=inner)
         inner.add_(shifts[block])
         torch.mul(_of_block(gradients, kept, block, received), rstds[block], out=received)
-        _affine(received.flatten(1), weight, inner.flatten(1), grad_x[block])
+        _affine(received.flatten(1), weight, inner.flatten(1), of_rows[block])
     return grad_x
 
 
@@ -212,17 +252,9 @@ def _forward(
 
     The statistics `[B, T, G]` are the means of single positions, the means of all positions so far and their rstd.
     """
-    dtype, shape = upcast_dtype(x, weight), (*x.shape[:2], groups)
-    rows, kept = _rows(x, mask)
-    own, spread = passes.moments(rows, kept, groups, dtype)
-    number = counts(count, mask, x.shape[1])
-    of_each = own.view(shape).double(), spread.view(shape).double()
-    means, totals = over_time(count, mean, variance, number, *of_each, mask)
-    last = totals[:, -1] / number[:, -1]
-    rstd = totals.div_(number).to(dtype).add_(eps).rsqrt_()
-    *_, middles, rstds = _rows(x, None, means.to(dtype), rstd)
-    y = passes.apply(rows, kept, middles, rstds, weight, bias)
-    return y.view(x.shape), own.view(shape), means, rstd, means[:, -1].clone(), last
+    own, spread = passes.moments(x, mask, groups, upcast_dtype(x, weight))
+    means, rstd, *last = passes.statistics(own, spread, mask, count, mean, variance, eps)
+    return passes.apply(x, mask, means, rstd, weight, bias), own, means, rstd, *last
 
 
 def _forward_fake(
@@ -240,27 +272,12 @@ def _backward(
     count: Tensor, mean: Tensor, variance: Tensor, groups: int, eps: float,
 ) -> list[Tensor | None]:  # fmt: skip
     """Return the gradients of x, weight, bias and the initial mean and variance, None for None."""
-    dtype, width = rstd.dtype, x.shape[2] // groups
-    rows, kept, middles, rstds = _rows(x, mask, means.to(dtype), rstd)
-    gradients = gradient.reshape(rows.shape)
-    sums, products, grad_weight, grad_bias = passes.sums(gradients, rows, kept, middles, rstds, weight, bias)
-    # Means over the features of a group, so that the gradients of m and v are per feature.
-    sums, products = (numbers.view(means.shape).double() for numbers in (sums, products))
-    number = counts(count, mask, x.shape[1])
-    last = [
-        torch.zeros_like(mean) if grad is None else grad / (width * number[:, -1])
-        for grad in (grad_mean, grad_variance)
-    ]
-    away = distances(own.double(), mean[:, None], means, mask)
-    of_own, of_spread, before = _back_in_time(sums, products, rstd, away, number, last, mask)
-    # The gradient of x is the gradient of x - M, plus of_own + 2 of_spread (x - m).
-    stretch = of_spread.mul(2.0)
-    *_, shifts, stretches = _rows(x, None, (of_own - stretch * own).to(dtype), stretch.to(dtype))
-    grad_x = passes.apply_backward(gradients, rows, kept, stretches, shifts, rstds, weight)
-    grads = [None if t is None else grad.to(t.dtype) for grad, t in ((grad_weight, weight), (grad_bias, bias))]
-    started = count[:, None] * width
-    of_mean, of_variance = started * before[0] - width * before[2], started * before[1]
-    return [grad_x.view(x.shape), *grads, of_mean, of_variance]
+    sums, products, *grads = passes.sums(gradient, x, mask, means, rstd, weight, bias)
+    last = grad_mean, grad_variance, x.shape[2] // groups
+    stretches, shifts, *initial = passes.statistics_backward(sums, products, own, means, rstd, mask, count, mean, *last)
+    grad_x = passes.apply_backward(gradient, x, mask, stretches, shifts, rstd, weight)
+    pairs = zip(grads, (weight, bias), strict=True)
+    return [grad_x, *(None if t is None else grad.to(t.dtype) for grad, t in pairs), *initial]
 
 
 def _back_in_time(
@@ -307,4 +324,6 @@ def register_passes(name: str, passes: Passes) -> Callable[..., Any]:
     )
 
 
-operator = register_passes("luna_mega::timestep_norm", Passes(_moments, _apply, _sums, _apply_backward))
+operator = register_passes(
+    "luna_mega::timestep_norm", Passes(_moments, _statistics, _apply, _sums, _statistics_backward, _apply_backward)
+)

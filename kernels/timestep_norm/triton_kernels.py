@@ -1,7 +1,6 @@
 """The passes of timestep norm over all features in Triton, and a single-launch kernel for one position.
 
-A program processes a tile of rows of one group of features, `[BLOCK_R, BLOCK_W]`. Between the passes, PyTorch operators
-compute float64 sums over time of 2 G numbers per position.
+A program processes a tile of rows of one group of features, `[BLOCK_R, BLOCK_W]`.
 """
 
 import torch
@@ -58,7 +57,7 @@ def _apply_kernel(
     inside = kept[:, None] & (feature < width)[None, :]
     places = row[:, None] * (groups * width) + group * width + feature[None, :]
     values = tl.load(X + places, inside, other=0.0).to(tl.float32)
-    mean = tl.load(MEAN + row * groups + group, there, other=0.0)
+    mean = tl.load(MEAN + row * groups + group, there, other=0.0).to(tl.float32)
     rstd = tl.load(RSTD + row * groups + group, there, other=0.0)
     y = (values - mean[:, None]) * rstd[:, None]
     if WEIGHT is not None:
@@ -88,7 +87,7 @@ def _sums_kernel(
         places = row[:, None] * (groups * width) + group * width + feature[None, :]
         received = tl.load(DY + places, inside, other=0.0).to(tl.float32)
         values = tl.load(X + places, inside, other=0.0).to(tl.float32)
-        mean = tl.load(MEAN + row * groups + group, there, other=0.0)
+        mean = tl.load(MEAN + row * groups + group, there, other=0.0).to(tl.float32)
         rstd = tl.load(RSTD + row * groups + group, there, other=0.0)
         of_bias += tl.sum(received, 0)
         received *= rstd[:, None]
@@ -170,57 +169,59 @@ def _step_kernel(
         tl.store(NEXT_COUNT + batch, following)
 
 
-def _sizes(total: int, groups: int, width: int) -> tuple[tuple[int, int, int], dict[str, int], int]:
+def _sizes(x: Tensor, groups: int) -> tuple[tuple[int, int, int], dict[str, int], int]:
     """Return the shared arguments of the row kernels, their tile, and the number of tiles."""
+    total, width = x.shape[0] * x.shape[1], x.shape[2] // groups
     block_w = next_power_of_2(width)
     block_r = max(1, min(TILE // block_w, 128))
     tile = {"BLOCK_R": block_r, "BLOCK_W": block_w, "num_warps": 4, "num_stages": 1}
     return (total, groups, width), tile, cdiv(total, block_r)
 
 
-def moments(rows: Tensor, kept: Tensor | None, groups: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return mean and variance of the groups of each row, `[R, G]`."""
-    (total, features), (mean, spread) = rows.shape, (rows.new_empty(len(rows), groups, dtype=dtype) for _ in range(2))
-    sizes, tile, tiles = _sizes(total, groups, features // groups)
-    triton_launch.launch(_moments_kernel, (tiles, groups), rows.contiguous(), kept, mean, spread, *sizes, **tile)
+def moments(x: Tensor, mask: Tensor | None, groups: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Return mean and variance of the groups of each position."""
+    mean, spread = (x.new_empty(*x.shape[:2], groups, dtype=dtype) for _ in range(2))
+    sizes, tile, tiles = _sizes(x, groups)
+    inputs = triton_launch.contiguous(x, mask)
+    triton_launch.launch(_moments_kernel, (tiles, groups), *inputs, mean, spread, *sizes, **tile)
     return mean, spread
 
 
 def apply(
-    rows: Tensor, kept: Tensor | None, means: Tensor, rstds: Tensor, weight: Tensor | None, bias: Tensor | None
+    x: Tensor, mask: Tensor | None, means: Tensor, rstds: Tensor, weight: Tensor | None, bias: Tensor | None
 ) -> Tensor:
-    """Return (rows - means) rstds weight + bias, 0 if masked."""
-    groups, y = means.shape[1], rows.new_empty(rows.shape)
-    sizes, tile, tiles = _sizes(len(rows), groups, rows.shape[1] // groups)
-    inputs = triton_launch.contiguous(rows, kept, means, rstds, weight, bias)
+    """Return (x - means) rstds weight + bias, 0 if masked."""
+    groups, y = means.shape[2], x.new_empty(x.shape)
+    sizes, tile, tiles = _sizes(x, groups)
+    inputs = triton_launch.contiguous(x, mask, means, rstds, weight, bias)
     triton_launch.launch(_apply_kernel, (tiles, groups), *inputs, y, *sizes, **tile)
     return y
 
 
 def sums(
-    gradients: Tensor, rows: Tensor, kept: Tensor | None, means: Tensor, rstds: Tensor, weight: Tensor | None,
+    gradients: Tensor, x: Tensor, mask: Tensor | None, means: Tensor, rstds: Tensor, weight: Tensor | None,
     bias: Tensor | None,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """Return the sums of `torch_backend.Passes`."""
-    groups, features = means.shape[1], rows.shape[1]
-    sizes, tile, tiles = _sizes(len(rows), groups, features // groups)
+    groups, features = means.shape[2], x.shape[2]
+    sizes, tile, tiles = _sizes(x, groups)
     parts = cdiv(tiles, TILES)
-    summed, products = (means.new_empty(len(rows), groups) for _ in range(2))
-    of_weight, of_bias = (None if t is None else means.new_empty(parts, features) for t in (weight, bias))
-    inputs = triton_launch.contiguous(gradients, rows, kept, means, rstds, weight)
+    summed, products = torch.empty_like(rstds), torch.empty_like(rstds)
+    of_weight, of_bias = (None if t is None else rstds.new_empty(parts, features) for t in (weight, bias))
+    inputs = triton_launch.contiguous(gradients, x, mask, means, rstds, weight)
     outputs = summed, products, of_weight, of_bias
     triton_launch.launch(_sums_kernel, (parts, groups), *inputs, *outputs, *sizes, **tile, TILES=TILES)
-    return summed, products, *(means.new_empty(0) if t is None else t.sum(0) for t in (of_weight, of_bias))
+    return summed, products, *(None if t is None else t.sum(0) for t in (of_weight, of_bias))
 
 
 def apply_backward(
-    gradients: Tensor, rows: Tensor, kept: Tensor | None, stretches: Tensor, shifts: Tensor, rstds: Tensor,
+    gradients: Tensor, x: Tensor, mask: Tensor | None, stretches: Tensor, shifts: Tensor, rstds: Tensor,
     weight: Tensor | None,
 ) -> Tensor:  # fmt: skip
-    """Return gradients rstds weight + rows stretches + shifts."""
-    groups, grad_x = shifts.shape[1], rows.new_empty(rows.shape)
-    sizes, tile, tiles = _sizes(len(rows), groups, rows.shape[1] // groups)
-    inputs = triton_launch.contiguous(gradients, rows, kept, stretches, shifts, rstds, weight)
+    """Return gradients rstds weight + x stretches + shifts."""
+    groups, grad_x = shifts.shape[2], x.new_empty(x.shape)
+    sizes, tile, tiles = _sizes(x, groups)
+    inputs = triton_launch.contiguous(gradients, x, mask, stretches, shifts, rstds, weight)
     triton_launch.launch(_apply_backward_kernel, (tiles, groups), *inputs, grad_x, *sizes, **tile)
     return grad_x
 

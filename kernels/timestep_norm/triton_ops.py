@@ -6,15 +6,18 @@ import torch
 from torch import Tensor
 
 from luna_mega.kernels._operator import register
-from luna_mega.kernels.timestep_norm import torch_backend, triton_kernels
+from luna_mega.kernels.timestep_norm import torch_backend, triton_kernels, triton_statistics
 from luna_mega.kernels.timestep_norm.reference import TimestepNormState
 
-_operator = torch_backend.register_passes(
-    "luna_mega::timestep_norm_triton",
-    torch_backend.Passes(
-        triton_kernels.moments, triton_kernels.apply, triton_kernels.sums, triton_kernels.apply_backward
-    ),
+PASSES = torch_backend.Passes(
+    triton_kernels.moments,
+    triton_statistics.statistics,
+    triton_kernels.apply,
+    triton_kernels.sums,
+    triton_statistics.statistics_backward,
+    triton_kernels.apply_backward,
 )
+_operator = torch_backend.register_passes("luna_mega::timestep_norm_triton", PASSES)
 
 
 def timestep_norm(x: Tensor, groups: int, **call: Any) -> tuple[Tensor, TimestepNormState]:

@@ -4,7 +4,7 @@ from functools import partial
 
 import torch
 
-from luna_mega.kernels.timestep_norm import triton_kernels
+from luna_mega.kernels.timestep_norm import torch_backend, triton_kernels, triton_ops
 
 
 def call(
@@ -14,18 +14,17 @@ def call(
         return torch.empty(shape, dtype=dtype, device="meta")
 
     weight, bias = (meta(features) if affine else None for _ in range(2))
+    statistics = [meta(batch, groups, dtype=torch.float64) for _ in range(2)]
+    count, options = meta(batch, dtype=torch.int64), (groups, 1e-5)
+    x = meta(*((batch,) if step else (batch, length)), features, dtype=dtype)
+    mask = meta(*x.shape[:-1], dtype=torch.bool) if masked else None
+    inputs = (x, weight, bias, mask, count, *statistics, *options)
     if step:
-        x, mask = meta(batch, features, dtype=dtype), meta(batch, dtype=torch.bool) if masked else None
-        statistics = (meta(batch, groups, dtype=torch.float64) for _ in range(2))
-        triton_kernels.step(x, weight, bias, mask, meta(batch, dtype=torch.int64), *statistics, groups, 1e-5)
+        triton_kernels.step(*inputs)
         return
-    rows = meta(batch * length, features, dtype=dtype)
-    kept = meta(batch * length, dtype=torch.bool) if masked else None
-    numbers = meta(batch * length, groups, 1)
-    triton_kernels.moments(rows, kept, groups, torch.float32)
-    triton_kernels.apply(rows, kept, numbers, numbers, weight, bias)
-    triton_kernels.sums(rows, rows, kept, numbers, numbers, weight, bias)
-    triton_kernels.apply_backward(rows, rows, kept, numbers, numbers, numbers, weight)
+    _, *saved, mean, variance = torch_backend._forward(triton_ops.PASSES, *inputs)
+    last = (mean, variance) if masked else (None, None)
+    torch_backend._backward(triton_ops.PASSES, x, *last, *saved, *inputs)
 
 
 def cases():
