@@ -219,6 +219,26 @@ def _bias_kernel(
     tl.store(TILES + program.to(tl.int64) * BLOCK * BLOCK + a[:, None] * BLOCK + a[None, :], total)
 
 
+@triton.jit(do_not_specialize=["first", "shares", "diagonals", "length"])
+def _diagonals_kernel(TILES, BIAS, first, shares, diagonals, length, BLOCK: tl.constexpr):
+    """Add the sums over the diagonals of all tiles `[shares, diagonals, BLOCK, BLOCK]` to BIAS from `first` on.
+
+    Row a of a tile starts BLOCK - 1 - a entries after the diagonal of the tile's lower left corner. Program: entries
+    that start in one tile.
+    """
+    entry, a = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK), tl.arange(0, BLOCK)[:, None]
+    place = entry[None, :] + a + 1  # relative to the column 0 of the tile before
+    tile = place // BLOCK - 1
+    inside = (tile >= 0) & (tile < diagonals)
+    source = tile * BLOCK * BLOCK + a * BLOCK + place % BLOCK
+    total = tl.zeros([BLOCK, BLOCK], tl.float32)
+    for share in range(0, shares):
+        total += tl.load(TILES + tl.cast(share, tl.int64) * diagonals * BLOCK * BLOCK + source, inside, other=0.0)
+    places = first + entry
+    there = (places >= 0) & (places < length)
+    tl.store(BIAS + places, tl.load(BIAS + places, there, other=0.0) + tl.sum(total, 0), there)
+
+
 class Configuration(NamedTuple):
     """The tiles of the kernels and their options; `inner` queries, keys or columns are read per iteration."""
 
@@ -377,11 +397,8 @@ def _add_diagonals(grad_bias: Tensor, part: _Part) -> None:
         blocks, diagonals, share,
         num_warps=4, num_stages=3, CAUSAL=call.constants["CAUSAL"], BLOCK=size,
     )  # fmt: skip
-    # Row a of a tile starts size - 1 - a entries after the diagonal of the lower left corner.
-    skewed = torch.nn.functional.pad(tiles.sum(dim=0).flip(1), (0, size)).flatten(1)[:, : size * (2 * size - 1)]
-    sums = skewed.view(diagonals, size, 2 * size - 1).sum(dim=1)
-    sums = torch.nn.functional.pad(sums, (0, 1)).view(diagonals, 2, size)
-    total = torch.nn.functional.pad(sums[:, 0], (0, 0, 0, 1)) + torch.nn.functional.pad(sums[:, 1], (0, 0, 1, 0))
     first = center - offset - part.first_query - blocks * size + 1
-    inside = slice(max(first, 0), min(first + total.numel(), grad_bias.shape[0]))
-    grad_bias[inside] += total.flatten()[inside.start - first : inside.stop - first]
+    triton_launch.launch(
+        _diagonals_kernel, (diagonals + 1,), tiles, grad_bias, first, shares, diagonals, grad_bias.shape[0],
+        num_warps=4, num_stages=1, BLOCK=size,
+    )  # fmt: skip
