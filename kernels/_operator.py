@@ -59,7 +59,7 @@ def register(
     operator.register_fake(fake)
     register_flops(name, lambda *inputs: flops(*inputs)[0])
     if backward is None:
-        return lambda *inputs: (run if _is_plain(inputs) else operator)(*inputs)
+        return lambda *inputs: (run if is_plain(inputs) else operator)(*inputs)
     names = [argument.split()[-1] for argument in inputs.split(", ")]
     tensors = [place for place, argument in enumerate(inputs.split(", ")) if argument.startswith("Tensor")]
     places = [names.index(name) for name in differentiable]
@@ -96,7 +96,7 @@ def register(
         first = torch.zeros_like(fake(*inputs)[0]) if grads[0] is None else grads[0]
         arguments = (first, *[grads[index] for index in gradients[1:]], *kept, *inputs)
         # The operator raises an error if its results are differentiated again.
-        direct = not torch.is_grad_enabled() and _is_plain(arguments)
+        direct = not torch.is_grad_enabled() and is_plain(arguments)
         results: list[Tensor | None] = [None] * len(inputs)
         for place, grad in zip(places, (run_backward if direct else operator_backward)(*arguments), strict=True):
             results[place] = None if inputs[place] is None else grad
@@ -112,7 +112,7 @@ def register(
     function: Any = type(name.rpartition(":")[2], (Function,), methods)
 
     def call(*inputs: Any) -> Any:
-        if not _is_plain(inputs):
+        if not is_plain(inputs):
             return operator(*inputs)
         trained = torch.is_grad_enabled() and any(inputs[i] is not None and inputs[i].requires_grad for i in places)
         # In forward mode, `Function` raises an error for tensors with tangents.
@@ -121,8 +121,8 @@ def register(
     return call
 
 
-def _is_plain(arguments: Values) -> bool:
-    """Return whether a function may compute directly with these arguments."""
+def is_plain(arguments: Values) -> bool:
+    """Return whether a call is eager, with ordinary tensors, and outside of dispatch modes and transforms."""
     if not HAS_NAMES or in_program() or not PLAIN.issuperset(map(type, arguments)) or arguments[0].is_meta:
         return False
     return _len_torch_dispatch_stack() == 0 and not _are_functorch_transforms_active()

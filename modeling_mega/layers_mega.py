@@ -1,18 +1,19 @@
 """Layers that both attentions of a Mega block use: norms, dropout and relative position biases (section 3.2)."""
 
-import math
 from collections.abc import Callable
 
 import torch
 from torch import nn
 
 from luna_mega.kernels._export import in_program
+from luna_mega.kernels._op import without_autocast
 from luna_mega.kernels.dropout import dropout
 from luna_mega.kernels.upcast import upcast, upcast_dtype
 from luna_mega.modeling_common.layout import DENSE, Layout
 from luna_mega.modeling_mega.batch_norm_mega import MegaBatchNorm, MegaSyncBatchNorm
 from luna_mega.modeling_mega.configuration_mega import MegaConfig
 from luna_mega.modeling_mega.patches_mega import interpolate_raster_bias
+from luna_mega.modeling_mega.rotations_mega import rotations
 
 
 class MegaScaleNorm(nn.Module):
@@ -176,15 +177,10 @@ class MegaRotaryRelativeBias(nn.Module):
     def forward(self, length: int) -> torch.Tensor:
         """Return the biases of the distances j - i from `1 - length` to `length - 1`, `[2 length - 1]` float32."""
         dtype = upcast_dtype(self.alpha)
-        (alpha_1, alpha_2), (beta_1, beta_2) = (x[0].to(dtype).chunk(2) for x in (self.alpha, self.b_param))
-        pairs, device = alpha_1.shape[0], alpha_1.device
-        frequency = torch.exp(torch.arange(pairs, dtype=dtype, device=device) * -(math.log(10000.0) / pairs))
-        angle = torch.arange(length, dtype=dtype, device=device)[:, None] * frequency
-        even = (angle.cos() * (alpha_1 * beta_1 + alpha_2 * beta_2)).sum(dim=-1)
-        odd = (angle.sin() * (alpha_2 * beta_1 - alpha_1 * beta_2)).sum(dim=-1)
-        # Two halves, one of `length - 1` positions, would exclude lengths 1 and 2 from an exported program.
-        lag = torch.arange(1 - length, length, device=device)
-        return even[lag.abs()] + lag.sign() * odd[lag.abs()]
+        alpha, beta = self.alpha.to(dtype)[0], self.b_param.to(dtype)[0]
+        products = torch.cat((alpha * beta, alpha.roll(len(alpha) // 2) * beta))
+        with without_autocast(alpha.device.type):
+            return rotations(length, alpha) @ products
 
 
 def build_relative_bias(config: MegaConfig, positions: int) -> MegaSimpleRelativeBias | MegaRotaryRelativeBias:

@@ -90,8 +90,8 @@ class MegalodonMovingAverage(nn.Module):
         self.omega = nn.Parameter(torch.empty(width, 1, dtype=dtype))
 
     def forward(self, x: torch.Tensor, layout: Layout, cache: MegalodonCacheLayer | None = None) -> torch.Tensor:
-        parameters = (self.alpha[..., 0], self.delta[..., 0], self.theta[:, 0, 0], self.gamma)
-        skip = self.omega[:, 0]
+        parameters = (self.alpha.squeeze(-1), self.delta.squeeze(-1), self.theta.flatten(), self.gamma)
+        skip = self.omega.squeeze(-1)
         if cache is None:
             result: Any = complex_ema(x, *parameters, skip, **layout.options())
             return result
