@@ -93,6 +93,11 @@ def times(a: Tensor, b: Tensor) -> Tensor:
     return b * a[..., :1] + torch.stack((-b[..., 1], b[..., 0]), -1) * a[..., 1:]
 
 
+def conjugate(pairs: Tensor) -> Tensor:
+    """Return the conjugates of real pairs, without a constant tensor, which CUDA graphs cannot copy to the device."""
+    return torch.stack((pairs[..., 0], -pairs[..., 1]), -1)
+
+
 def ema_coefficients(
     input_logit: Tensor,
     damping_logit: Tensor,
@@ -129,7 +134,7 @@ def complex_ema_coefficients(
         parameters = (x.to(dtype) for x in (input_logit, damping_logit, phase_logit, projection))
         log_decay, turn, weight_in, weight_out = complex_coefficients(*parameters)
         entry = torch.stack((weight_in, torch.zeros_like(weight_in)), -1)
-        return powers_less_one(log_decay, turn, 1), entry, weight_out * weight_out.new_tensor((1.0, -1.0))
+        return powers_less_one(log_decay, turn, 1), entry, conjugate(weight_out)
 
 
 class _Coefficients(Function):

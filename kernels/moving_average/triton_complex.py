@@ -8,15 +8,15 @@ s_t = q s_{t-1} + h_{t-1}. The gradient of x is a scan of the gradient in revers
 r is a complex derivative, dL = Re(r dh); the state of the scan is q r_{t+1}.
 """
 
-import math
 from typing import Any
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from luna_mega.kernels.common.triton_launch import next_power_of_2
+from luna_mega.kernels.moving_average.coefficients import conjugate
+from luna_mega.kernels.moving_average.triton_coefficients import complex_backward, complex_factors
 from luna_mega.kernels.moving_average.triton_damped_forward import (
     Plan,
     choose,
@@ -299,17 +299,6 @@ def _gradient_kernel(
     tl.store(skip_sums + slot * channels + d, skip_sum, inside)
 
 
-def _factors(log_decay: Tensor, turn: Tensor, chunk: int) -> Tensor:
-    """Return q, the part of it that is lost to rounding, q^C - 1 and C q^(C-1), `[4, 2, N, D]` float32."""
-    log_q = torch.complex(log_decay.double(), (turn - torch.round(turn)) * (2 * math.pi))
-    q = torch.exp(log_q)
-    rounded = q.to(torch.complex64)
-    lost = torch.where(q.abs() > 1e-20, (q - rounded) / q, 0.0)
-    power = torch.exp(chunk * log_q)
-    rows = torch.view_as_real(torch.stack((q, lost, power - 1.0, chunk * torch.exp((chunk - 1) * log_q))))
-    return rows.permute(0, 3, 2, 1).float().contiguous()
-
-
 def planes(states: Tensor) -> Tensor:
     """Convert pairs `[..., D, N, 2]` to `[..., 2, N, D]`, or back."""
     return states.transpose(-1, -3).contiguous()
@@ -349,38 +338,39 @@ def _scan(
 
 
 def forward(
-    x: Tensor, mask: Tensor | None, skip: Tensor | None, log_decay: Tensor, turn: Tensor, weight_in: Tensor,
-    weight_out: Tensor, initial: Tensor | None, return_state: bool, cu_seqlens: Tensor | None, max_seqlen: int,
+    x: Tensor, mask: Tensor | None, skip: Tensor | None, input_logit: Tensor, damping_logit: Tensor,
+    phase_logit: Tensor, projection: Tensor, initial: Tensor | None, return_state: bool, cu_seqlens: Tensor | None,
+    max_seqlen: int,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Return the result and the final states `[S, D, N, 2]`, empty unless requested."""
-    weights = (planes(weight_in[..., None]), planes(weight_out))
-    initial = None if initial is None else planes(initial)
+    parameters = input_logit, damping_logit, phase_logit, projection
+    initial = None if initial is None else planes(initial.float())
 
     def run(plan: Plan) -> Any:
         plan = _fitting(plan)
-        factors = _factors(log_decay, turn, plan.chunk)
+        factors, weights = complex_factors(plan.chunk, *parameters)
         last = factors.new_empty(plan.sequences, 2, plan.states, plan.channels) if return_state else None
         starts, output = _states_before(plan, x, mask, factors, weights, initial), x.new_empty(x.shape)
         _scan(plan, x, mask, factors, weights, skip, starts, output, last)
         return output, factors.new_empty(0) if last is None else planes(last)
 
-    return choose(_scan_kernel, run, x, log_decay.mT, False, cu_seqlens, max_seqlen)
+    return choose(_scan_kernel, run, x, input_logit.shape[::-1], False, cu_seqlens, max_seqlen)
 
 
 def backward(
     gradient: Tensor, last_gradient: Tensor | None, x: Tensor, mask: Tensor | None, skip: Tensor | None,
-    log_decay: Tensor, turn: Tensor, weight_in: Tensor, weight_out: Tensor, initial: Tensor | None, return_state: bool,
-    cu_seqlens: Tensor | None, max_seqlen: int,
+    input_logit: Tensor, damping_logit: Tensor, phase_logit: Tensor, projection: Tensor, initial: Tensor | None,
+    return_state: bool, cu_seqlens: Tensor | None, max_seqlen: int,
 ) -> list[Tensor | None]:  # fmt: skip
-    """Return the gradients of x, skip, the four coefficients and the initial states, None for None."""
-    weights = (planes(weight_in[..., None]), planes(weight_out))
-    first = None if initial is None else planes(initial)
+    """Return the gradients of x, skip, the four parameters and the initial states, None for None."""
+    parameters = input_logit, damping_logit, phase_logit, projection
+    first = None if initial is None else planes(initial.float())
     # dL = Re(r dh): r is the conjugate of the pair of derivatives.
-    arriving = planes(_conjugate(last_gradient)) if return_state and last_gradient is not None else None
+    arriving = planes(conjugate(last_gradient)) if return_state and last_gradient is not None else None
 
     def run(plan: Plan) -> Any:
         plan = _fitting(plan)
-        factors = _factors(log_decay, turn, plan.chunk)
+        factors, weights = complex_factors(plan.chunk, *parameters)
         starts = _states_before(plan, x, mask, factors, weights, first, slope=True)
         # Varlen sequences leave slots unused.
         sums = factors.new_zeros(plan.slots, 4, plan.states, plan.channels)
@@ -398,23 +388,10 @@ def backward(
             before = factors.new_empty(plan.sequences, 2, plan.states, plan.channels)
         grad_x, input_sums = x.new_empty(x.shape), factors.new_zeros(plan.slots, plan.states, plan.channels)
         _scan(plan, gradient, mask, factors, weights, skip, starts, grad_x, before, x, input_sums)
-        return grad_x, sums.sum(0), skip_sums.sum(0), input_sums.sum(0), before
+        grads = complex_backward(sums.sum(0), input_sums.sum(0), *parameters)
+        return grad_x, None if skip is None else skip_sums.sum(0), *grads, before
 
-    grad_x, sums, grad_skip, grad_in, before = choose(
-        _gradient_kernel, run, x, log_decay.mT, False, cu_seqlens, max_seqlen
-    )
-    q = torch.polar(torch.exp(log_decay), ((turn - torch.round(turn)) * (2 * math.pi)).float())
-    by_log = q * torch.complex(sums[2], sums[3]).mT
-    return [
-        grad_x,
-        None if skip is None else grad_skip,
-        by_log.real.contiguous(),
-        by_log.imag.double() * (-2 * math.pi),
-        grad_in.mT.contiguous(),
-        _conjugate(planes(sums[:2])),
-        None if initial is None else _conjugate(planes(before)),
-    ]
-
-
-def _conjugate(pairs: Tensor) -> Tensor:
-    return pairs * pairs.new_tensor((1.0, -1.0))
+    made = choose(_gradient_kernel, run, x, input_logit.shape[::-1], False, cu_seqlens, max_seqlen)
+    grad_x, grad_skip, *grads, before = made
+    grad_skip = None if skip is None else grad_skip.to(skip.dtype)
+    return [grad_x, grad_skip, *grads, None if initial is None else conjugate(planes(before)).to(initial.dtype)]

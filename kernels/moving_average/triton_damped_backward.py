@@ -14,9 +14,11 @@ from torch import Tensor
 
 from luna_mega.kernels.moving_average.triton_damped_forward import (
     LOWEST_LOG_Q,
+    Coefficients,
     Plan,
     choose,
     decay,
+    of_directions,
     place,
     position,
     scan,
@@ -122,60 +124,56 @@ def _gradient_kernel(
 
 
 def backward(
-    gradient: Tensor, last_gradient: Tensor | None, x: Tensor, mask: Tensor | None, skip: Tensor | None, log_q: Tensor,
-    weight_in: Tensor, weight_out: Tensor, initial_state: Tensor | None, return_state: bool, shift: bool,
-    cu_seqlens: Tensor | None, max_seqlen: int,
+    gradient: Tensor, last_gradient: Tensor | None, x: Tensor, mask: Tensor | None, skip: Tensor | None,
+    coefficients: Tensor, initial_state: Tensor | None, return_state: bool, shift: bool, cu_seqlens: Tensor | None,
+    max_seqlen: int,
 ) -> list[Tensor | None]:  # fmt: skip
-    """Return the gradients of x, skip, log_q, weight_in, weight_out and the initial states, None for None."""
+    """Return the gradients of x, skip and the initial states, None for None, and the sums of `damped_backward`."""
+    rows = of_directions(coefficients, x.shape[2])
     if not return_state:
         last_gradient = None
 
     def run(plan: Plan) -> list[Tensor | None]:
-        return _backward(plan, gradient, last_gradient, x, mask, skip, log_q, weight_in, weight_out, initial_state)
+        return _backward(plan, gradient, last_gradient, x, mask, skip, rows, initial_state)
 
-    return choose(_gradient_kernel, run, x, log_q, shift, cu_seqlens, max_seqlen)
+    return choose(_gradient_kernel, run, x, coefficients.shape[1:], shift, cu_seqlens, max_seqlen)
 
 
 def _backward(
     plan: Plan, gradient: Tensor, last_gradient: Tensor | None, x: Tensor, mask: Tensor | None, skip: Tensor | None,
-    log_q: Tensor, weight_in: Tensor, weight_out: Tensor, initial_state: Tensor | None,
+    rows: Coefficients, initial_state: Tensor | None,
 ) -> list[Tensor | None]:  # fmt: skip
-    scaled = initial_state is not None or last_gradient is not None
-    coefficients, q = (log_q, weight_in, weight_out), log_q.exp()
+    scaled, log_q = initial_state is not None or last_gradient is not None, rows[0][0]
     gradient, sums, grad_skip = _parameter_sums(
-        plan, gradient, last_gradient, x, mask, skip, coefficients, initial_state, scaled
+        plan, gradient, last_gradient, x, mask, skip, rows, initial_state, scaled
     )
-    state_sums, slope_sums = sums
     after = None
     if last_gradient is not None:
         # At its first position, a scan has decayed its initial states once already.
         after = last_gradient * torch.exp(-log_q.clamp(min=LOWEST_LOG_Q.value))
-    starts = states_before(plan, gradient, None, log_q, weight_out if scaled else None, after, flipped=True)
-    coefficients = (log_q, weight_out, weight_in)
+    rows = [(rates, weight_out, weight_in) for rates, weight_in, weight_out in rows]
+    starts = states_before(plan, gradient, None, rows, scaled, after, flipped=True)
     options: dict[str, Any] = {"scaled": scaled, "gradient": True}
     other = None
     if plan.directions == 2:
-        other = scan(plan, 1, gradient, mask, coefficients, starts, log_q.new_empty(x.shape), **options)
+        other = scan(plan, 1, gradient, mask, rows, starts, log_q.new_empty(x.shape), **options)
     options |= {"skip": skip, "other": other}
     if scaled:
         first = log_q.new_empty(plan.sequences, plan.states, plan.channels)
         input_sums = log_q.new_zeros(plan.slots, plan.states, plan.channels)
         options |= {"last": first, "x": x, "sums": input_sums}
-    grad_x = scan(plan, 0, gradient, mask, coefficients, starts, x.new_empty(x.shape), **options)
-    if scaled:
-        grad_initial = None if initial_state is None else first * q
-        return [grad_x, grad_skip, q * slope_sums, input_sums.sum(0), state_sums, grad_initial]
-    grad_log_q = q * weight_in * weight_out * slope_sums
-    return [grad_x, grad_skip, grad_log_q, weight_out * state_sums, weight_in * state_sums, None]
+    grad_x = scan(plan, 0, gradient, mask, rows, starts, x.new_empty(x.shape), **options)
+    grad_initial = None if initial_state is None else first * log_q.exp()
+    return [grad_x, grad_skip, grad_initial, sums, input_sums.sum(0) if scaled else None]
 
 
 def _parameter_sums(
     plan: Plan, gradient: Tensor, last_gradient: Tensor | None, x: Tensor, mask: Tensor | None, skip: Tensor | None,
-    coefficients: tuple[Tensor, Tensor, Tensor], initial_state: Tensor | None, scaled: bool,
+    rows: Coefficients, initial_state: Tensor | None, scaled: bool,
 ) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
-    """Return the gradient of the average, both sums of `_gradient_kernel`, `[N, R]`, and the gradient of the skip."""
-    log_q, weight_in, _ = coefficients
-    starts = states_before(plan, x, mask, log_q, weight_in if scaled else None, initial_state, slope=True)
+    """Return the gradient of the average, the sums `[directions, 2, N, D]`, and the gradient of the skip."""
+    log_q = rows[0][0]
+    starts = states_before(plan, x, mask, rows, scaled, initial_state, slope=True)
     # Varlen sequences leave slots unused.
     sums = log_q.new_zeros(plan.directions, plan.slots, 2, plan.states, plan.channels)
     received, other, skip_sums = gradient, None, log_q.new_zeros(plan.slots if skip is not None else 0, plan.channels)
@@ -183,13 +181,13 @@ def _parameter_sums(
         gradient = log_q.new_empty(x.shape)
         if plan.directions == 2:
             # The forward pass does not store it: it is as large as x in float32, and fast to recompute.
-            other = scan(plan, 1, x, mask, coefficients, starts, log_q.new_empty(x.shape))
+            other = scan(plan, 1, x, mask, rows, starts, log_q.new_empty(x.shape))
     finish = (None,) * 4 if skip is None else (skip, other, gradient, skip_sums)
-    for direction in range(plan.directions):
+    for direction, of_direction in enumerate(sums.unbind()):
         plan.launch(
             _gradient_kernel,
-            *(received, x, mask, *(rows[:, direction * plan.channels :] for rows in coefficients)),
-            *(starts[direction], last_gradient, sums[direction], *finish, *plan.sizes),
+            *(received, x, mask, *rows[direction]),
+            *(starts[direction], last_gradient, of_direction, *finish, *plan.sizes),
             *(*received.stride(), *x.stride()),
             UNROLL=plan.unroll // 2,  # four tiles of states leave fewer registers for inputs than two
             REVERSED=direction == 1,
@@ -198,5 +196,4 @@ def _parameter_sums(
             CARRIED=plan.chunks > 1,
         )
         received, finish = gradient, (None,) * 4
-    sums = sums.sum(1).permute(1, 2, 0, 3).flatten(2)
-    return gradient, sums, None if skip is None else skip_sums.sum(0)
+    return gradient, sums.sum(1), None if skip is None else skip_sums.sum(0)

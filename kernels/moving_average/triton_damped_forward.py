@@ -23,6 +23,8 @@ from luna_mega.kernels.common.triton_launch import cdiv, next_power_of_2
 SHORTEST_CHUNK = 64
 # States with faster decay are negligible, and a quotient by q must not overflow.
 LOWEST_LOG_Q = tl.constexpr(-46.0)
+# log q, p beta and eta / sqrt(N) of each direction, `[N, D]` with rows that are R apart.
+Coefficients = list[tuple[Tensor, ...]]
 
 
 @triton.jit
@@ -341,18 +343,23 @@ class Plan(NamedTuple):
 
 
 def make_plan(
-    configuration: Configuration, x: Tensor, log_q: Tensor, shift: bool, cu_seqlens: Tensor | None, max_seqlen: int
-) -> Plan:
-    """Return the division of a call into programs for one configuration."""
+    configuration: Configuration, x: Tensor, size: Sequence[int], shift: bool, cu_seqlens: Tensor | None,
+    max_seqlen: int,
+) -> Plan:  # fmt: skip
+    """Return the division of a call into programs for one configuration; `size` is (N, R)."""
     batch, length, channels = x.shape
-    states, width = log_q.shape
+    states, width = size
     sequences, longest = (batch, length) if cu_seqlens is None else (len(cu_seqlens) - 1, max_seqlen)
     block = min(32, 512 // next_power_of_2(states))  # 16 states per thread
     programs = configuration.programs * triton_launch.processors(x.device, sequences)
+    blocks = cdiv(channels, block)
     # The total number of tokens depends on the batch, also per sequence.
     tokens = sequences * longest if torch.are_deterministic_algorithms_enabled() else batch * length
-    work = tokens * cdiv(channels, block) // programs
-    chunk = max(SHORTEST_CHUNK, 1 << (max(work, 1).bit_length() - 1))
+    if 2 * sequences * blocks >= programs and sequences * longest <= 2 * tokens:
+        # Many sequences of similar lengths are not divided: the states before chunks cost one more pass over x.
+        chunk = max(SHORTEST_CHUNK, next_power_of_2(max(longest, 1)))
+    else:
+        chunk = max(SHORTEST_CHUNK, 1 << (max(tokens * blocks // programs, 1).bit_length() - 1))
     chunks = cdiv(max(longest, 1), chunk)
     slots = sequences * chunks if cu_seqlens is None or chunks == 1 else length // chunk + sequences
     return Plan(
@@ -362,49 +369,57 @@ def make_plan(
 
 
 def choose(
-    kernel: Any, run: Callable[[Plan], Any], x: Tensor, log_q: Tensor, shift: bool, cu_seqlens: Tensor | None,
+    kernel: Any, run: Callable[[Plan], Any], x: Tensor, size: Sequence[int], shift: bool, cu_seqlens: Tensor | None,
     max_seqlen: int,
 ) -> Any:  # fmt: skip
-    """Return the result of `run` for the plan of the selected configuration."""
-    (batch, length, channels), (states, width) = x.shape, log_q.shape
+    """Return the result of `run` for the plan of the selected configuration; `size` is (N, R)."""
+    (batch, length, channels), (states, width) = x.shape, size
     sequences, longest = (batch, length) if cu_seqlens is None else (len(cu_seqlens) - 1, max_seqlen)
     kind = [x.dtype, f"{states} states", *(["bidirectional"] if width > channels else [])]
     kind += [] if cu_seqlens is None else ["varlen"]
     sizes = {"sequences": sequences, "length": longest, "channels": channels}
     return triton_choice.choose(
         kernel, kind, sizes, CONFIGURATIONS,
-        lambda c: run(make_plan(c, x, log_q, shift, cu_seqlens, max_seqlen)), x.device,
+        lambda c: run(make_plan(c, x, size, shift, cu_seqlens, max_seqlen)), x.device,
     )  # fmt: skip
 
 
-def states_before(
-    plan: Plan, signal: Tensor, mask: Tensor | None, log_q: Tensor, weight: Tensor | None, initial: Tensor | None, *,
-    flipped: bool = False, slope: bool = False,
-) -> Sequence[Tensor | None] | Tensor:  # fmt: skip
-    """Return the states before every chunk, `[directions, slots, N, D]`; with slopes `[directions, 2, slots, N, D]`.
+def of_directions(coefficients: Tensor, channels: int) -> Coefficients:
+    """Return the coefficients of each direction from those of all, `[3, N, R]`."""
+    if coefficients.shape[2] == channels:
+        return [coefficients.unbind()]
+    return [half.unbind() for half in coefficients.split(channels, 2)]
 
-    The signal is multiplied by `weight`, None = 1. With one chunk per sequence the states are `initial`.
+
+def states_before(
+    plan: Plan, signal: Tensor, mask: Tensor | None, coefficients: Coefficients, scaled: bool, initial: Tensor | None,
+    *, flipped: bool = False, slope: bool = False,
+) -> Sequence[Tensor | None]:  # fmt: skip
+    """Return the states of each direction before every chunk, `[slots, N, D]`; with slopes `[2, slots, N, D]`.
+
+    `scaled`: the signal is multiplied by the weight of the input. With one chunk per sequence the states are `initial`.
     """
+    log_q, weight, _ = coefficients[0]  # the kernels add the place of direction 1
     if plan.chunks == 1:
         return [initial] * plan.directions
     ends = log_q.new_empty(plan.directions, *(2,) * slope, plan.slots, plan.states, plan.channels)
     options = {"directions": plan.directions, "FLIPPED": flipped, "SLOPE": slope}
-    inputs = (signal, mask, log_q, weight, ends, *plan.sizes, *signal.stride())
+    inputs = (signal, mask, log_q, weight if scaled else None, ends, *plan.sizes, *signal.stride())
     plan.launch(_chunk_state_kernel, *inputs, **options)
     plan.pass_states(_state_passing_kernel, ends, log_q, initial, **options, AHEAD=8)
-    return ends
+    return ends.unbind()
 
 
 def scan(
-    plan: Plan, direction: int, signal: Tensor, mask: Tensor | None, coefficients: tuple[Tensor, Tensor, Tensor],
-    starts: Sequence[Tensor | None] | Tensor, output: Tensor, *, scaled: bool = False, skip: Tensor | None = None,
+    plan: Plan, direction: int, signal: Tensor, mask: Tensor | None, coefficients: Coefficients,
+    starts: Sequence[Tensor | None], output: Tensor, *, scaled: bool = False, skip: Tensor | None = None,
     other: Tensor | None = None, last: Tensor | None = None, x: Tensor | None = None, sums: Tensor | None = None,
     gradient: bool = False,
 ) -> Tensor:  # fmt: skip
     """Write one direction of the average of `signal` into `output`, as `_scan_kernel` does, and return it."""
     plan.launch(
         _scan_kernel,
-        *(signal, mask, *(rows[:, direction * plan.channels :] for rows in coefficients), skip),
+        *(signal, mask, *coefficients[direction], skip),
         *(starts[direction], other, x, output, last, sums, *plan.sizes),
         *(*signal.stride(), *((0, 0, 0) if x is None else x.stride())),
         REVERSED=(direction == 1) != gradient,
@@ -416,25 +431,19 @@ def scan(
 
 
 def forward(
-    x: Tensor, mask: Tensor | None, skip: Tensor | None, log_q: Tensor, weight_in: Tensor, weight_out: Tensor,
-    initial_state: Tensor | None, return_state: bool, shift: bool, cu_seqlens: Tensor | None, max_seqlen: int,
+    x: Tensor, mask: Tensor | None, skip: Tensor | None, coefficients: Tensor, initial_state: Tensor | None,
+    return_state: bool, shift: bool, cu_seqlens: Tensor | None, max_seqlen: int,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Return the result and the final states `[S, N, D]`, empty unless requested."""
-    coefficients, scaled = (log_q, weight_in, weight_out), initial_state is not None
+    rows, scaled = of_directions(coefficients, x.shape[2]), initial_state is not None
 
     def run(plan: Plan) -> tuple[Tensor, Tensor]:
-        last = log_q.new_empty((plan.sequences, plan.states, plan.channels) if return_state else 0)
-        starts = states_before(plan, x, mask, log_q, weight_in if scaled else None, initial_state)
-        other = None
+        last = coefficients.new_empty((plan.sequences, plan.states, plan.channels) if return_state else 0)
+        starts, other = states_before(plan, x, mask, rows, scaled, initial_state), None
         if plan.directions == 2:
             # In float32 until the other direction is added.
-            other = scan(plan, 1, x, mask, coefficients, starts, log_q.new_empty(x.shape))
-        options: dict[str, Any] = {
-            "scaled": scaled,
-            "skip": skip,
-            "other": other,
-            "last": last if return_state else None,
-        }
-        return scan(plan, 0, x, mask, coefficients, starts, x.new_empty(x.shape), **options), last
+            other = scan(plan, 1, x, mask, rows, starts, coefficients.new_empty(x.shape))
+        options = {"scaled": scaled, "skip": skip, "other": other, "last": last if return_state else None}
+        return scan(plan, 0, x, mask, rows, starts, x.new_empty(x.shape), **options), last
 
-    return choose(_scan_kernel, run, x, log_q, shift, cu_seqlens, max_seqlen)
+    return choose(_scan_kernel, run, x, coefficients.shape[1:], shift, cu_seqlens, max_seqlen)

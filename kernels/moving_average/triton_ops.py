@@ -8,46 +8,46 @@ from torch import Tensor
 
 from luna_mega.kernels._operator import register
 from luna_mega.kernels.common.triton_launch import contiguous
-from luna_mega.kernels.moving_average import triton_complex, triton_damped_backward, triton_damped_forward, triton_step
-from luna_mega.kernels.moving_average.coefficients import Coefficients, times
+from luna_mega.kernels.moving_average import (
+    triton_coefficients,
+    triton_complex,
+    triton_damped_backward,
+    triton_damped_forward,
+    triton_step,
+)
+from luna_mega.kernels.moving_average.coefficients import conjugate, times
 from luna_mega.kernels.moving_average.torch_backend import flops
 
-TENSORS = "Tensor x, Tensor? mask, Tensor? skip, {}, Tensor? initial"
-COEFFICIENTS = {
-    "damped": "Tensor log_decay, Tensor weight_in, Tensor weight_out",
-    "complex": "Tensor log_decay, Tensor turn, Tensor weight_in, Tensor weight_out",
+INPUTS = "Tensor x, Tensor? mask, Tensor? skip, {}, Tensor? initial, bool return_state, {}"
+PARAMETERS = {
+    "damped": "Tensor input_logit, Tensor damping_logit, Tensor expansion, Tensor projection",
+    "complex": "Tensor input_logit, Tensor damping_logit, Tensor phase_logit, Tensor projection",
 }
 OPTIONS = {
     "damped": "bool shift, Tensor? cu_seqlens, SymInt max_seqlen",
     "complex": "Tensor? cu_seqlens, SymInt max_seqlen",
 }
 STEPS = {
-    "damped": "Tensor input_logit, Tensor damping_logit, Tensor expansion, Tensor projection",
+    "damped": PARAMETERS["damped"],
     "complex": "Tensor change, Tensor weight_in, Tensor weight_out",
 }
 
 
 def damped_ema(
-    x: Tensor, coefficients: Coefficients, skip: Tensor | None = None, mask: Tensor | None = None, shift: bool = False,
-    initial_state: Tensor | None = None, return_state: bool = False, cu_seqlens: Tensor | None = None,
-    max_seqlen: int = 0,
+    x: Tensor, parameters: tuple[Tensor, ...], skip: Tensor | None, mask: Tensor | None, shift: bool,
+    initial_state: Tensor | None, return_state: bool, cu_seqlens: Tensor | None = None, max_seqlen: int = 0,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """Return `reference.damped_ema` without truncation, for varlen sequences if `cu_seqlens` is given."""
-    log_decay, _, *weights = coefficients
-    # A program reads adjacent channels, so channels are the last dimension.
-    rows = (x.mT.contiguous() for x in (log_decay, *weights))
-    initial = None if initial_state is None else initial_state.mT.contiguous()
-    output, last = _damped(x, mask, skip, *rows, initial, return_state, shift, cu_seqlens, max_seqlen)
-    return output, last.mT.contiguous() if return_state else None
+    output, last, _ = _damped(x, mask, skip, *parameters, initial_state, return_state, shift, cu_seqlens, max_seqlen)
+    return output, last if return_state else None
 
 
 def complex_ema(
-    x: Tensor, coefficients: Coefficients, skip: Tensor | None = None, mask: Tensor | None = None,
-    initial_state: Tensor | None = None, return_state: bool = False, cu_seqlens: Tensor | None = None,
-    max_seqlen: int = 0,
+    x: Tensor, parameters: tuple[Tensor, ...], skip: Tensor | None, mask: Tensor | None,
+    initial_state: Tensor | None, return_state: bool, cu_seqlens: Tensor | None = None, max_seqlen: int = 0,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """Return `reference.complex_ema`, for varlen sequences if `cu_seqlens` is given."""
-    output, last = _complex(x, mask, skip, *coefficients, initial_state, return_state, cu_seqlens, max_seqlen)
+    output, last = _complex(x, mask, skip, *parameters, initial_state, return_state, cu_seqlens, max_seqlen)
     return output, last if return_state else None
 
 
@@ -65,46 +65,71 @@ def complex_step(
     return _complex_one(x, state, *coefficients, skip, mask)
 
 
+def _damped_forward(x: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
+    mask, skip, *parameters, initial, return_state, shift, cu_seqlens, max_seqlen = contiguous(*rest)
+    coefficients = triton_coefficients.damped(*parameters)
+    options = _channels_last(initial), return_state, shift, cu_seqlens, max_seqlen
+    output, last = triton_damped_forward.forward(x, mask, skip, coefficients, *options)
+    return output, last.mT.contiguous() if return_state else last, coefficients
+
+
+def _damped_backward(
+    gradient: Tensor, last_gradient: Tensor | None, coefficients: Tensor, x: Tensor, *rest: Any
+) -> Any:
+    mask, skip, *parameters, initial, return_state, shift, cu_seqlens, max_seqlen = contiguous(*rest)
+    options = _channels_last(initial), return_state, shift, cu_seqlens, max_seqlen
+    grad_x, grad_skip, grad_initial, *sums = triton_damped_backward.backward(
+        gradient, _channels_last(last_gradient), x, mask, skip, coefficients, *options
+    )
+    grad_skip = None if skip is None else grad_skip.to(skip.dtype)
+    grad_initial = None if initial is None else grad_initial.mT.to(initial.dtype).contiguous()
+    return [grad_x, grad_skip, *triton_coefficients.damped_backward(*sums, *parameters), grad_initial]
+
+
+def _channels_last(state: Tensor | None) -> Tensor | None:
+    """Convert states `[B, D, N]` to float32 `[B, N, D]`: a program reads adjacent channels."""
+    return None if state is None else state.float().mT.contiguous()
+
+
+def _complex_forward(x: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    return triton_complex.forward(x, *contiguous(*rest))
+
+
+def _complex_backward(gradient: Tensor, last_gradient: Tensor | None, x: Tensor, *rest: Any) -> Any:
+    return triton_complex.backward(gradient, *contiguous(last_gradient), x, *contiguous(*rest))
+
+
 def _register_average(kind: str, forward: Callable[..., Any], backward: Callable[..., Any]) -> Callable[..., Any]:
-    """Register the operators of an average and of its gradient, whose functions take contiguous tensors except x."""
-    inputs = f"{TENSORS.format(COEFFICIENTS[kind])}, bool return_state, {OPTIONS[kind]}"
+    """Register the operators of an average and of its gradient."""
+    inputs, is_complex = INPUTS.format(PARAMETERS[kind], OPTIONS[kind]), kind == "complex"
     names = [argument.split()[-1] for argument in inputs.split(", ")]
 
-    def run(x: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-        return forward(x, *map(_contiguous, rest))
+    def fake(*inputs: Any) -> tuple[Tensor, ...]:
+        of = dict(zip(names, inputs, strict=True))
+        x, cu_seqlens = of["x"], of["cu_seqlens"]
+        # A bidirectional average has twice as many rows of parameters, but no states.
+        shape = (len(x) if cu_seqlens is None else len(cu_seqlens) - 1, x.shape[2], *of["projection"].shape[1:])
+        last = x.new_empty(shape if of["return_state"] else 0, dtype=torch.float32)
+        coefficients = x.new_empty((3, *of["input_logit"].shape[::-1]), dtype=torch.float32)
+        return x.new_empty(x.shape), last, *(() if is_complex else (coefficients,))
 
-    def fake(x: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-        of = dict(zip(names[1:], rest, strict=True))
-        sequences = len(x) if of["cu_seqlens"] is None else len(of["cu_seqlens"]) - 1
-        # Both directions have a row in the weights of a damped average, but only a causal one has states.
-        shape = of["weight_out"].shape if kind == "complex" else (of["weight_out"].shape[0], x.shape[2])
-        return x.new_empty(x.shape), of["log_decay"].new_empty((sequences, *shape) if of["return_state"] else 0)
-
-    def run_backward(gradient: Tensor, last_gradient: Tensor | None, x: Tensor, *rest: Any) -> list[Tensor | None]:
-        return backward(gradient, _contiguous(last_gradient), x, *map(_contiguous, rest))
-
-    differentiable = [n for n in ("x", "skip", "log_decay", "turn", "weight_in", "weight_out", "initial") if n in names]
     return register(
         f"luna_mega::{kind}_ema_triton",
         inputs,
-        "(Tensor, Tensor)",
-        run,
+        "(Tensor, Tensor)" if is_complex else "(Tensor, Tensor, Tensor)",
+        forward,
         fake,
-        run_backward,
-        flops=lambda x, mask, skip, log_decay, *_: flops(
-            x.shape[0] * x.shape[1] * log_decay.numel(), kind == "complex"
-        ),
-        differentiable=differentiable,
+        backward,
+        flops=lambda x, mask, skip, logit, *_: flops(x.shape[0] * x.shape[1] * logit.numel(), is_complex),
+        differentiable=["x", "skip", *(name.split()[1] for name in PARAMETERS[kind].split(", ")), "initial"],
         gradients=(0, 1),
+        saved="" if is_complex else "Tensor coefficients",
+        save=lambda inputs, outputs: outputs[2:],
     )
 
 
-def _contiguous(x: Any) -> Any:
-    return x.contiguous() if isinstance(x, Tensor) else x
-
-
-_damped = _register_average("damped", triton_damped_forward.forward, triton_damped_backward.backward)
-_complex = _register_average("complex", triton_complex.forward, triton_complex.backward)
+_damped = _register_average("damped", _damped_forward, _damped_backward)
+_complex = _register_average("complex", _complex_forward, _complex_backward)
 
 
 def _register_step(kind: str, forward: Callable[..., Any], backward: Callable[..., Any]) -> Callable[..., Any]:
@@ -167,7 +192,6 @@ def _complex_step_backward(
     kept = value if mask is None else value.masked_fill(~mask[:, None], 0.0)
     arriving = next_gradient + gradient[..., None, None] * weight_out
     received = arriving if mask is None else arriving.masked_fill(~mask[:, None, None, None], 0.0)
-    conjugate = received.new_tensor((1.0, -1.0))
     grad_x = (received * weight_in).flatten(2).sum(-1)
     grad_skip = None
     if skip is not None:
@@ -176,8 +200,8 @@ def _complex_step_backward(
         grad_x = grad_x.masked_fill(~mask[:, None], 0.0)
     return (
         grad_x.to(x.dtype),
-        arriving + times(change * conjugate, received),
-        times(state * conjugate, received).sum(0),
+        arriving + times(conjugate(change), received),
+        times(conjugate(state), received).sum(0),
         (received * kept[..., None, None]).sum(0),
         (gradient[..., None, None] * after).sum(0),
         grad_skip,

@@ -23,7 +23,7 @@ def make_average(
     """Return the `Op` of an average of sequences.
 
     Args:
-        name: name of the public function, and of the function in `triton_ops` that computes it from coefficients.
+        name: name of the public function, and of the function in `triton_ops` that computes it.
         reference: computes a call, including the coefficients.
         coefficients: returns the `Coefficients` of the parameters.
         unsupported: returns the reason why Triton kernels cannot compute a call, else None.
@@ -36,17 +36,19 @@ def make_average(
         x, parameters = call["x"], call["parameters"]
         return varlen.one_by_one(run, call, cu_seqlens, parameters[state].shape, upcast_dtype(x, *parameters))
 
-    def triton(x: Tensor, truncation: object = None, **call: Any) -> tuple[Tensor, Tensor | None]:
+    def triton(
+        x: Tensor, parameters: tuple[Tensor, ...], truncation: object = None, **call: Any
+    ) -> tuple[Tensor, Tensor | None]:
         # Imported lazily because Triton decides at import time whether kernels are interpreted.
         from luna_mega.kernels.moving_average import triton_ops
 
         run: Any = getattr(triton_ops, name)
-        return run(x, **call)
+        return run(x, parameters, **call)
 
     backends = {
         "reference": reference,
         "torch": from_parameters(_torch, coefficients),
-        "triton": from_parameters(triton, coefficients),
+        "triton": triton,
     }
     op = Op(name, backends, unsupported, tokens=("x",), run_varlen=run_varlen)
     return op

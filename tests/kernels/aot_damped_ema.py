@@ -4,7 +4,7 @@ from functools import partial
 
 import torch
 
-from luna_mega.kernels.moving_average import triton_damped_backward, triton_damped_forward, triton_step
+from luna_mega.kernels.moving_average import triton_ops, triton_step
 
 
 def call(
@@ -14,19 +14,19 @@ def call(
     def meta(*shape, dtype=torch.float32):
         return torch.empty(shape, dtype=dtype, device="meta")
 
-    parameters = [meta(states, directions * channels) for _ in range(4)]
-    weight, state = meta(channels) if skip else None, meta(batch, states, channels)
+    parameters = [meta(directions * channels, states) for _ in range(4)]
+    weight, state = meta(channels) if skip else None, meta(batch, channels, states)
     if step:
-        x, state, *parameters = meta(batch, channels, dtype=dtype), state.mT, *(rows.mT for rows in parameters)
-        triton_step.damped_step(x, state, *parameters, weight, meta(batch, dtype=torch.bool) if masked else None)
+        mask = meta(batch, dtype=torch.bool) if masked else None
+        triton_step.damped_step(meta(batch, channels, dtype=dtype), state, *parameters, weight, mask)
         return
     cu_seqlens = meta(batch + 1, dtype=torch.int32) if varlen else None
     x = meta(*((1, batch * length) if varlen else (batch, length)), channels, dtype=dtype)
     mask = meta(*x.shape[:2], dtype=torch.bool) if masked else None
     initial = state if stateful else None
-    inputs, options = (x, mask, weight, *parameters[1:], initial), (shift, cu_seqlens, length)
-    triton_damped_forward.forward(*inputs, stateful, *options)
-    triton_damped_backward.backward(x, initial, *inputs, stateful, *options)
+    inputs = (x, mask, weight, *parameters, initial, stateful, shift, cu_seqlens, length)
+    *_, coefficients = triton_ops._damped_forward(*inputs)
+    triton_ops._damped_backward(x, initial, coefficients, *inputs)
 
 
 def cases():

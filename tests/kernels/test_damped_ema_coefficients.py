@@ -16,13 +16,37 @@ def assert_same(closed, plain, dtype):
         torch.testing.assert_close(a, b, rtol=rtol, atol=rtol * b.abs().max().item())
 
 
-@DTYPES
-def test_closed_form_of_the_gradients(dtype):
-    """Coefficients equal plain operators bit for bit, and gradients equal autograd's."""
+def saturated_parameters(dtype):
+    """Return the four parameters `[R, 1]` for all pairs of logits, also where a sigmoid is 0 or 1."""
     values = [-1e4, -80.0, -20.0, -3.0, -0.7, 0.0, 0.9, 6.0, 15.0, 30.0, 50.0, 90.0, 1e4]
     pairs = torch.cartesian_prod(torch.tensor(values), torch.tensor(values)).to(dtype)
     shapes = torch.randn(2, len(pairs), 1, generator=torch.Generator().manual_seed(1)).to(dtype)
-    leaves = [x.clone().requires_grad_() for x in (*pairs.T[:, :, None], *shapes)]
+    return [x.clone().requires_grad_() for x in (*pairs.T[:, :, None], *shapes)]
+
+
+@pytest.mark.triton
+def test_triton_coefficients_and_gradients_are_exact(triton_device):
+    """Every number is within a few roundings of float32 of the reference in float64."""
+    from luna_mega.kernels.moving_average import triton_coefficients
+
+    leaves = saturated_parameters(torch.float64)
+    parameters = [leaf.detach().float().to(triton_device) for leaf in leaves]
+    rates, *weights = reference.damped_coefficients(*leaves)
+    made = triton_coefficients.damped(*parameters)
+    for actual, expected in zip(made, (rates, *weights), strict=True):
+        torch.testing.assert_close(actual.cpu().double(), expected.mT.detach(), rtol=2e-7, atol=1e-37)
+    of_state, of_rate, of_input = torch.rand(3, 1, len(parameters[0]), dtype=torch.float64)
+    grads = torch.autograd.grad((rates, *weights), leaves, [rates.exp() * of_rate.mT, of_input.mT, of_state.mT])
+    sums = torch.stack((of_state, of_rate))[None].float().to(triton_device)
+    made = triton_coefficients.damped_backward(sums, of_input.float().to(triton_device), *parameters)
+    for actual, expected in zip(made, grads, strict=True):
+        torch.testing.assert_close(actual.cpu().double(), expected, rtol=5e-7, atol=1e-15)
+
+
+@DTYPES
+def test_closed_form_of_the_gradients(dtype):
+    """Coefficients equal plain operators bit for bit, and gradients equal autograd's."""
+    leaves = saturated_parameters(dtype)
     plain = reference.damped_coefficients(*leaves)
     closed = coefficients.damped_coefficients(*leaves)
     closed = closed[0], *closed[2:]

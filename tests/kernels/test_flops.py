@@ -152,17 +152,12 @@ def test_damped_average_counts_as_recurrence(length, directions, triton_operator
     # h = q h + p beta x and y = eta h; the gradients of h (2), x, q, p beta and eta; h is recomputed.
     expected = 3 * products, (6 + 2) * products
     assert count(lambda *x: damped_ema(*x, backend="torch"), *draw(*shapes)) == expected
-    x, *of, skip = draw((2, length, channels), *[(rows, states)] * 3, (channels,), device="meta")
-
-    def average(x, log_decay, weight_in, weight_out, skip):
-        coefficients = (log_decay, None, weight_in, weight_out)
-        return triton_operators["averages"].damped_ema(x, coefficients, skip)[0]
-
-    assert count(average, x, *of, skip) == expected
+    x, *parameters, skip = draw(*shapes, device="meta")
+    assert count(lambda *x: damped_ema(*x, backend="triton"), x, *parameters, skip) == expected
     if directions == 1:
         state = x.new_empty(2, channels, states)
         with FlopCounterMode(display=False) as counter:
-            triton_operators["averages"].damped_step(x[:, 0], state, (*of, of[0]), skip, None)
+            triton_operators["averages"].damped_step(x[:, 0], state, tuple(parameters), skip, None)
         assert counter.get_total_flops() * length == expected[0]
 
 
@@ -175,15 +170,10 @@ def test_complex_average_counts_as_recurrence(length, triton_operators):
     expected = 7 * products, (14 + 5) * products
     shapes = (2, length, channels), table, table, (channels,), pairs, (channels,)
     assert count(lambda *x: complex_ema(*x, backend="torch"), *draw(*shapes)) == expected
-    x, log_decay, weight_in, weight_out = draw((2, length, channels), table, table, pairs, device="meta")
-
-    def average(x, log_decay, weight_in, weight_out):
-        coefficients = (log_decay, torch.empty_like(log_decay, dtype=torch.float64), weight_in, weight_out)
-        return triton_operators["averages"].complex_ema(x, coefficients)[0]
-
-    assert count(average, x, log_decay, weight_in, weight_out) == expected
+    x, *parameters, skip = draw(*shapes, device="meta")
+    assert count(lambda *x: complex_ema(*x, backend="triton"), x, *parameters, skip) == expected
     with FlopCounterMode(display=False) as counter:
-        coefficients = (weight_out, weight_in, weight_out)
+        coefficients = (parameters[3],) * 3
         triton_operators["averages"].complex_step(x[:, 0], x.new_empty(2, *pairs), coefficients, None, None)
     assert counter.get_total_flops() * length == expected[0]
 

@@ -5,7 +5,6 @@ import torch
 from torch.library import opcheck
 
 from luna_mega.kernels.api import damped_ema, damped_ema_step
-from luna_mega.kernels.moving_average import coefficients, reference
 from tests.kernels.averages import KINDS, Inputs, saturated, separate
 from tests.kernels.leaves import assert_same
 from tests.kernels.test_moving_average import FLOAT32, check_triton, small_tiles  # noqa: F401, a fixture
@@ -186,15 +185,10 @@ def test_registration(device, kind):
 
     inputs = Inputs(10, kind, "some", dtype=torch.float32).on(device)
     (x, *parameters, skip), state = inputs.arguments(*(leaf.detach() for leaf in inputs.leaves))
-    if inputs.complex:
-        made, mask = coefficients.complex_coefficients(*parameters), inputs.mask
-    else:
-        made, mask = (rows.mT.contiguous() for rows in reference.damped_coefficients(*parameters)), None
-        state = None if state is None else state.mT.contiguous()
-    leaves = [None if t is None else t.detach().requires_grad_() for t in (x, skip, *made, state)]
+    leaves = [None if t is None else t.detach().requires_grad_() for t in (x, skip, *parameters, state)]
     shift = () if inputs.complex else (inputs.shift,)
     operator = getattr(torch.ops.luna_mega, f"{inputs.op.__name__}_triton")
-    opcheck(operator, (leaves[0], mask, *leaves[1:], bool(inputs.states), *shift, None, 10), test_utils=TESTS)
+    opcheck(operator, (leaves[0], inputs.mask, *leaves[1:], bool(inputs.states), *shift, None, 10), test_utils=TESTS)
     if kind == "states":
         inputs = step_inputs(kind, device)
         (x, *parameters), state = inputs.arguments(*inputs.leaves)

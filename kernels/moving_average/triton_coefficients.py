@@ -1,0 +1,190 @@
+"""Coefficients of both averages from their parameters, and the gradients of the parameters, in one launch each.
+
+The definitions are those of `coefficients` (Mega section 3.1, Megalodon section 3.2). The parameters are `[R, N]`
+(complex: projection `[D, N, 2]`, phase `[D]`) of any dtype, and the results `[..., N, R]`. Intermediate values are
+float64, because the decay over a chunk multiplies an error by the length of the chunk.
+"""
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from luna_mega.kernels.common.triton_launch import cdiv, launch, next_power_of_2
+
+BLOCK = 256
+LEAST = tl.constexpr(1e-30)  # lower bound of q, where the gradient of log q is 0
+TURN = tl.constexpr(6.283185307179586)
+
+
+@triton.jit
+def _double(pointer, places, inside):
+    return tl.load(pointer + places, inside, other=0.0).to(tl.float32).to(tl.float64)
+
+
+@triton.jit
+def _store(pointer, places, value, inside):
+    tl.store(pointer + places, value.to(tl.float32), inside)
+
+
+@triton.jit
+def _rates(input_logit, damping_logit):
+    """Return p, the damping, q and log q, without cancellation for q close to 0 or 1."""
+    gate, damping = tl.sigmoid(input_logit), tl.sigmoid(damping_logit)
+    lost = gate * damping
+    q = tl.maximum(tl.sigmoid(-input_logit) + gate * tl.sigmoid(-damping_logit), LEAST)
+    rounded = 1.0 - lost
+    # log(1 - x) is -x if 1 - x rounds to 1; otherwise the factor removes the effect of the rounding.
+    slow = tl.where(rounded == 1.0, -lost, tl.log(rounded) * (lost / tl.maximum(1.0 - rounded, LEAST)))
+    return gate, damping, q, tl.where(lost > 0.5, tl.log(q), slow)
+
+
+@triton.jit
+def _damped_kernel(
+    input_logit, damping_logit, expansion, projection, output, total, rows, scale, N: tl.constexpr, BLOCK: tl.constexpr
+):
+    place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside, source = place < total, place % rows * N + place // rows
+    gate, _, _, log_q = _rates(_double(input_logit, source, inside), _double(damping_logit, source, inside))
+    _store(output, place, log_q, inside)
+    _store(output, total + place, gate * _double(expansion, source, inside), inside)
+    _store(output, 2 * total + place, scale * _double(projection, source, inside), inside)
+
+
+@triton.jit
+def _damped_backward_kernel(
+    input_logit, damping_logit, expansion, projection, sums, input_sums, of_input, of_damping, of_expansion,
+    of_projection, total, rows, channels, scale, N: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The sums are those of `triton_damped_backward.backward`; `input_sums` is None if they contain p beta and eta."""
+    place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside, n, row = place < total, place % N, place // N
+    first = row // channels * 2 * N * channels + n * channels + row % channels
+    entry_logit, damping_logits = _double(input_logit, place, inside), _double(damping_logit, place, inside)
+    gate, damping, q, _ = _rates(entry_logit, damping_logits)
+    weight, exit = _double(expansion, place, inside), scale * _double(projection, place, inside)
+    grad_out, slope = _double(sums, first, inside), _double(sums, first + N * channels, inside)
+    if input_sums is None:
+        grad_in, grad_out, slope = exit * grad_out, gate * weight * grad_out, gate * weight * exit * slope
+    else:
+        grad_in = _double(input_sums, n * channels + row, inside)
+    # d log q / d logit = -(1 - sigmoid(logit)) p damping / q
+    through = tl.where(q > LEAST, slope * gate * damping, 0.0)
+    _store(of_input, place, (grad_in * gate * weight - through) * tl.sigmoid(-entry_logit), inside)
+    _store(of_damping, place, -through * tl.sigmoid(-damping_logits), inside)
+    _store(of_expansion, place, grad_in * gate, inside)
+    _store(of_projection, place, grad_out * scale, inside)
+
+
+@triton.jit
+def _turned(log_size, turn, exponent):
+    """Return the real and the imaginary part of exp(log_size + 2 pi i turn)^exponent."""
+    size, turn = tl.exp(log_size * exponent), turn * exponent
+    angle = (turn - tl.floor(turn + 0.5)) * TURN
+    return size * tl.cos(angle), size * tl.sin(angle)
+
+
+@triton.jit
+def _complex_kernel(
+    input_logit, damping_logit, phase_logit, projection, output, channels, chunk, scale, N: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """Write q, the part of it that is lost to rounding, q^C - 1, C q^(C-1), p, and gamma / sqrt(N)."""
+    n, d = tl.arange(0, BLOCK_N)[:, None], (tl.program_id(0) * BLOCK_D + tl.arange(0, BLOCK_D))[None, :]
+    inside, source, place, states = (n < N) & (d < channels), d * N + n, n * channels + d, N * channels
+    gate, _, _, log_q = _rates(_double(input_logit, source, inside), _double(damping_logit, source, inside))
+    turn = tl.sigmoid(_double(phase_logit, d, d < channels)) * (n + 1) / N
+    real, imaginary = _turned(log_q, turn, 1)
+    lost_real, lost_imaginary = real - real.to(tl.float32), imaginary - imaginary.to(tl.float32)
+    size = real * real + imaginary * imaginary
+    scaled = tl.where(size > 1e-40, 1.0 / tl.maximum(size, 1e-40), 0.0)
+    power_real, power_imaginary = _turned(log_q, turn, chunk)
+    slope_real, slope_imaginary = _turned(log_q, turn, chunk - 1)
+    _store(output, place, real, inside)
+    _store(output, states + place, imaginary, inside)
+    _store(output, 2 * states + place, (lost_real * real + lost_imaginary * imaginary) * scaled, inside)
+    _store(output, 3 * states + place, (lost_imaginary * real - lost_real * imaginary) * scaled, inside)
+    _store(output, 4 * states + place, power_real - 1.0, inside)
+    _store(output, 5 * states + place, power_imaginary, inside)
+    _store(output, 6 * states + place, chunk * slope_real, inside)
+    _store(output, 7 * states + place, chunk * slope_imaginary, inside)
+    _store(output, 8 * states + place, gate, inside)
+    _store(output, 9 * states + place, scale * _double(projection, 2 * source, inside), inside)
+    _store(output, 10 * states + place, scale * _double(projection, 2 * source + 1, inside), inside)
+
+
+@triton.jit
+def _complex_backward_kernel(
+    input_logit, damping_logit, phase_logit, sums, input_sums, of_input, of_damping, of_phase, of_projection,
+    channels, scale, N: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """The sums `[4, N, D]` are pairs: of the gradient times states, and times their derivatives with respect to q."""
+    n, d = tl.arange(0, BLOCK_N)[:, None], tl.program_id(0) * BLOCK_D + tl.arange(0, BLOCK_D)
+    inside, source, place, states = (n < N) & (d < channels)[None, :], d * N + n, n * channels + d, N * channels
+    entry_logit, damping_logits = _double(input_logit, source, inside), _double(damping_logit, source, inside)
+    gate, damping, q, log_q = _rates(entry_logit, damping_logits)
+    phase = _double(phase_logit, d, d < channels)
+    frequency = (n + 1.0) / N
+    real, imaginary = _turned(log_q * 0.0, tl.sigmoid(phase)[None, :] * frequency, 1)
+    slope_real = _double(sums, 2 * states + place, inside)
+    slope_imaginary = _double(sums, 3 * states + place, inside)
+    grad_in = _double(input_sums, place, inside) * gate
+    through = tl.where(q > LEAST, (real * slope_real - imaginary * slope_imaginary) * gate * damping, 0.0)
+    of_turn = -TURN * q * (real * slope_imaginary + imaginary * slope_real) * frequency
+    of_turn = tl.sum(tl.where(inside, of_turn, 0.0), 0) * tl.sigmoid(phase) * tl.sigmoid(-phase)
+    _store(of_input, source, (grad_in - through) * tl.sigmoid(-entry_logit), inside)
+    _store(of_damping, source, -through * tl.sigmoid(-damping_logits), inside)
+    _store(of_phase, d, of_turn, d < channels)
+    _store(of_projection, 2 * source, scale * _double(sums, place, inside), inside)
+    _store(of_projection, 2 * source + 1, -scale * _double(sums, states + place, inside), inside)
+
+
+def damped(*parameters: Tensor) -> Tensor:
+    """Return log q, p beta and eta / sqrt(N), `[3, N, R]` float32."""
+    rows, states = parameters[0].shape
+    output = parameters[0].new_empty((3, states, rows), dtype=torch.float32)
+    _launch(_damped_kernel, rows * states, states, *parameters, output, rows * states, rows)
+    return output
+
+
+def damped_backward(sums: Tensor, input_sums: Tensor | None, *parameters: Tensor) -> list[Tensor]:
+    """Return the gradients of the parameters from `sums` `[directions, 2, N, D]` and `input_sums` `[N, D]`."""
+    (rows, states), channels, grads = parameters[0].shape, sums.shape[-1], _empty(parameters)
+    sizes = rows * states, rows, channels
+    _launch(_damped_backward_kernel, rows * states, states, *parameters, sums, input_sums, *grads, *sizes)
+    return [grad.to(parameter.dtype) for grad, parameter in zip(grads, parameters, strict=True)]
+
+
+def complex_factors(chunk: int, *parameters: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+    """Return the numbers of `_complex_kernel`: factors `[8, N, D]`, and the weights `[N, D]` and `[2, N, D]`."""
+    channels, states = parameters[0].shape
+    output = parameters[0].new_empty((11, states, channels), dtype=torch.float32)
+    _launch_tiles(_complex_kernel, channels, states, *parameters, output, channels, chunk)
+    return output[:8], (output[8], output[9:])
+
+
+def complex_backward(sums: Tensor, input_sums: Tensor, *parameters: Tensor) -> list[Tensor]:
+    """Return the gradients of the parameters from the sums `[4, N, D]` and `[N, D]`."""
+    (channels, states), grads = parameters[0].shape, _empty(parameters)
+    _launch_tiles(_complex_backward_kernel, channels, states, *parameters[:3], sums, input_sums, *grads, channels)
+    return [grad.to(parameter.dtype) for grad, parameter in zip(grads, parameters, strict=True)]
+
+
+def _empty(parameters: tuple[Tensor, ...]) -> list[Tensor]:
+    return [torch.empty_like(parameter, dtype=torch.float32) for parameter in parameters]
+
+
+def _launch(kernel: Any, total: int, states: int, *arguments: Any) -> None:
+    """Launch a kernel for `total` numbers; the last argument is 1 / sqrt(N)."""
+    options = {"N": states, "BLOCK": BLOCK, "num_warps": 4, "num_stages": 1}
+    launch(kernel, (cdiv(total, BLOCK),), *arguments, states**-0.5, **options)
+
+
+def _launch_tiles(kernel: Any, channels: int, states: int, *arguments: Any) -> None:
+    """Launch a kernel for tiles of states and channels; the last argument is 1 / sqrt(N)."""
+    block_n = next_power_of_2(states)
+    block_d = max(1, BLOCK // block_n)
+    options = {"N": states, "BLOCK_N": block_n, "BLOCK_D": block_d, "num_warps": 4, "num_stages": 1}
+    launch(kernel, (cdiv(channels, block_d),), *arguments, states**-0.5, **options)
