@@ -46,6 +46,17 @@ class Promises(TorchDispatchMode):
         return results
 
 
+def leaves_of(loss):
+    """Return the leaves that the graph of a loss reaches."""
+    nodes, leaves = [loss.grad_fn], {}
+    while nodes:
+        node = nodes.pop()
+        if hasattr(node, "variable"):
+            leaves[id(node.variable)] = node.variable
+        nodes += [following for following, _ in node.next_functions if following is not None]
+    return list(leaves.values())
+
+
 def heads_first(*shape):
     """Return a leaf of heads `[B, T, H, K]` as `transpose` leaves them."""
     return torch.randn(*shape).transpose(1, 2).contiguous().transpose(1, 2).requires_grad_()
@@ -125,9 +136,17 @@ def test_results_are_what_the_fakes_promise(triton_device, monkeypatch, call, op
         from luna_mega.kernels.luna_causal_attention import triton_forward
 
         monkeypatch.setattr(triton_forward, "MIN_SEGMENT", 16)
-    with torch.device(triton_device), Promises() as promises:
-        sum(x.square().sum() for x in call(backend, option)).backward()
-    assert any("backward" in name for name in promises.seen), promises.seen
+
+    def train():
+        torch.manual_seed(0)
+        loss = sum(x.square().sum() for x in call(backend, option))
+        return loss, *torch.autograd.grad(loss, leaves_of(loss))
+
+    with torch.device(triton_device):
+        results = train()
+        with Promises() as promises:
+            assert all(map(torch.equal, results, train())), "a call under a mode has other results"
+    assert len(results) > 2 and any("backward" in name for name in promises.seen), promises.seen
 
 
 @pytest.mark.slow
