@@ -6,7 +6,6 @@ import torch
 from torch import nn
 
 from luna_mega.kernels._export import in_program
-from luna_mega.kernels._op import without_autocast
 from luna_mega.kernels.dropout import dropout
 from luna_mega.kernels.upcast import upcast, upcast_dtype
 from luna_mega.modeling_common.layout import DENSE, Layout
@@ -179,8 +178,8 @@ class MegaRotaryRelativeBias(nn.Module):
         dtype = upcast_dtype(self.alpha)
         alpha, beta = self.alpha.to(dtype)[0], self.b_param.to(dtype)[0]
         products = torch.cat((alpha * beta, alpha.roll(len(alpha) // 2) * beta))
-        with without_autocast(alpha.device.type):
-            return rotations(length, alpha) @ products
+        # Not as a matrix product, whose sums may depend on the number of rows.
+        return (rotations(length, alpha) * products).sum(dim=1)
 
 
 def build_relative_bias(config: MegaConfig, positions: int) -> MegaSimpleRelativeBias | MegaRotaryRelativeBias:

@@ -184,8 +184,8 @@ class MegaGatedAttention(nn.Module):
         smoothed = self.dropout(self.ema_gate(hidden_states, layout, cache), layout)
         update, shared, reset, candidate = self.mx_proj(smoothed).split(self.sizes, dim=-1)
         shared, reset = nn.functional.silu(shared), self.own_columns(nn.functional.silu(reset))
-        scaled = torch.addcmul(self.qk_bias[:, None, None], shared, self.qk_weight[:, None, None])
-        query, key = self.whole(scaled).unbind()
+        rows = zip(self.qk_bias.unbind(), self.qk_weight.unbind(), strict=True)
+        query, key = (self.whole(torch.addcmul(bias, shared, weight)) for bias, weight in rows)
         chunk = self.config.attention_chunk
         window = layout.key_window(key, value) if cache is None else cache.extend(key, value, layout.mask, chunk)
         dropout = self.config.attention_probs_dropout_prob if self.training else 0.0

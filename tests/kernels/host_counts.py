@@ -36,9 +36,9 @@ BUDGETS = {
     "LunaForMaskedLM, training step": (1050, 36),
     "LunaForCausalLM, training step": (1333, 90),
     "LunaForCausalLM, decoding step": (214, 6),
-    "MegaForMaskedLM, training step": (1567, 102),
-    "MegaForCausalLM, training step": (1551, 78),
-    "MegaForCausalLM, decoding step": (439, 12),
+    "MegaForMaskedLM, training step": (1615, 102),
+    "MegaForCausalLM, training step": (1599, 78),
+    "MegaForCausalLM, decoding step": (427, 12),
     "MegalodonForCausalLM, training step": (2015, 114),
     "MegalodonForCausalLM, decoding step": (654, 19),
 }

@@ -69,7 +69,8 @@ def plans(name: str) -> list:
                 [
                     (x.kernel.fn.__name__, Fraction(x.grid[0], batch), x.grid[1:], x.constants)
                     for x in launches
-                    if "coefficients" not in x.kernel.fn.__module__  # which do not depend on the sequences
+                    # These kernels do not depend on the number of sequences.
+                    if "coefficients" not in x.kernel.fn.__module__ and x.kernel.fn.__name__ != "_diagonals_kernel"
                 ]
             )
     return results
