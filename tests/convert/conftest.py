@@ -7,6 +7,7 @@ import torch
 
 from luna_mega_cli import main
 from tests.convert import luna
+from tests.errors import command_error
 
 
 class Convert:
@@ -40,12 +41,9 @@ class Convert:
         if state is not None:
             self.save(state)
         before = sorted(self.output.parent.iterdir())
-        status = main(["convert", str(self.file), "--output", str(self.output), *map(str, options)])
-        printed = self.capsys.readouterr()
-        assert status == 1 and printed.out == ""
-        assert printed.err.count("\n") == 1 and printed.err.endswith("\n"), printed.err
+        message = command_error(self.capsys, "convert", self.file, "--output", self.output, *options)
         assert sorted(self.output.parent.iterdir()) == before
-        return printed.err
+        return message
 
 
 @pytest.fixture

@@ -14,8 +14,8 @@ from luna_mega import (
     MegaForConditionalGeneration,
     MegaSeq2SeqConfig,
 )
-from luna_mega_cli import main
 from tests.convert.mega import FIELDS
+from tests.errors import command_error
 
 
 def load(folder, model_class=None):
@@ -42,6 +42,11 @@ def identical(first, second):
         assert tensor.dtype == second[name].dtype and torch.equal(tensor, second[name]), name
 
 
+def half(state):
+    """Return a checkpoint in half precision."""
+    return state | {"model": {key: x.half() if x.is_floating_point() else x for key, x in state["model"].items()}}
+
+
 def edit(folder, name="config.json", **changes):
     file = folder / name
     file.write_text(json.dumps(json.loads(file.read_text()) | changes))
@@ -49,13 +54,10 @@ def edit(folder, name="config.json", **changes):
 
 def fails(capsys, folder, output, *options):
     """Return the one-line error of an export that must fail without leaving new files."""
-    capsys.readouterr()
     there = output.exists()
-    assert main(["export", str(folder), "--output", str(output), *map(str, options)]) == 1
-    printed = capsys.readouterr()
-    assert printed.out == "" and printed.err.count("\n") == 1 and printed.err.startswith("luna-mega export: error: ")
+    message = command_error(capsys, "export", folder, "--output", output, *options)
     assert output.exists() is there
-    return printed.err
+    return message
 
 
 def read(path):

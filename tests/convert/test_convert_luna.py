@@ -9,7 +9,7 @@ from transformers import (
     AutoModelForSequenceClassification,
 )
 
-from tests.convert.exports import load
+from tests.convert.exports import half, load
 
 HEADS = {
     "sentence_classification_head": "cls",
@@ -99,16 +99,14 @@ def test_minus_one_is_undone_in_float32(convert, make):
     norms = [key for key in state["model"] if key.endswith("layer_norm.weight")]
     for key in norms:
         state["model"][key] = torch.full((make.WIDTH,), 2.0**-12)
-    state["model"] = {key: tensor.half() for key, tensor in state["model"].items()}
-    model = load(convert(state), AutoModelForMaskedLM)
+    model = load(convert(half(state)), AutoModelForMaskedLM)
     assert torch.equal(model.luna.embeddings.layer_norm.weight, torch.full((make.WIDTH,), 1 + 2.0**-12))
 
 
 @pytest.mark.parametrize("dtype", [None, "float16", "bfloat16"])
 def test_dtypes(convert, make, dtype):
     """Half precision is written as float32 unless the option specifies another dtype."""
-    state = make.bert()
-    state["model"] = {key: tensor.half() for key, tensor in state["model"].items()}
+    state = half(make.bert())
     report = convert.report(state, *(["--dtype", dtype] if dtype else []))
     model = load(convert.output, AutoModelForMaskedLM)
     assert {parameter.dtype for parameter in model.parameters()} == {getattr(torch, dtype or "float32")}
@@ -124,9 +122,7 @@ def test_buffers_may_be_absent(convert, make):
 
 
 def test_sinusoids_in_half_precision(convert, make):
-    state = make.lra23()
-    state["model"] = {key: tensor.half() for key, tensor in state["model"].items()}
-    convert(state)
+    convert(half(make.lra23()))
 
 
 def test_without_embedding_norm(convert, make):

@@ -5,7 +5,7 @@ import torch
 from transformers import AutoTokenizer
 
 from luna_mega.convert import convert_checkpoint
-from tests.convert.exports import load
+from tests.convert.exports import half, load
 from tests.convert.mega import BODY, POSITIONS, SYMBOLS, VOCABULARY, mega
 
 
@@ -93,8 +93,7 @@ def test_order_of_neither_branch(convert, order):
 
 
 def test_half_precision(convert):
-    state = mega("mega_lra_cifar10", values=True, norm_type="batchnorm", prenorm=True)
-    state["model"] = {key: t.half() if t.is_floating_point() else t for key, t in state["model"].items()}
+    state = half(mega("mega_lra_cifar10", values=True, norm_type="batchnorm", prenorm=True))
     model = load(convert(state))
     assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
     counter = model.mega.final_norm.norm.num_batches_tracked

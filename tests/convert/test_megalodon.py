@@ -15,6 +15,7 @@ from luna_mega.inspection.verify import compare
 from luna_mega_cli import main
 from tests.convert.exports import edit, fails, identical, load, save
 from tests.convert.megalodon import MODEL, PIECES, folder, pieces, state
+from tests.errors import command_error
 
 OURS = {
     "vocab_size": 9,
@@ -270,11 +271,8 @@ def test_bad_input_is_one_line_and_writes_nothing(tmp_path, capsys, name):
     source = folder(tmp_path / "source", ranks=ranks)
     change(source)
     before = sorted(tmp_path.iterdir())
-    capsys.readouterr()
-    assert main(["convert", str(source), "--output", str(tmp_path / "model")]) == 1
-    printed = capsys.readouterr()
-    assert words in printed.err and printed.err.count("\n") == 1 and printed.out == "", printed.err
-    assert printed.err[:-1].isprintable() and sorted(tmp_path.iterdir()) == before
+    message = command_error(capsys, "convert", source, "--output", tmp_path / "model")
+    assert words in message and message[:-1].isprintable() and sorted(tmp_path.iterdir()) == before
 
 
 @pytest.mark.parametrize(
@@ -288,31 +286,28 @@ def test_bad_input_is_one_line_and_writes_nothing(tmp_path, capsys, name):
 )
 def test_inapplicable_options(tmp_path, capsys, options, words):
     source = folder(tmp_path / "source")
-    assert main(["convert", str(source), "--output", str(tmp_path / "model"), *options]) == 1
-    assert words in capsys.readouterr().err and not (tmp_path / "model").exists()
+    assert words in command_error(capsys, "convert", source, "--output", tmp_path / "model", *options)
+    assert not (tmp_path / "model").exists()
 
 
 def test_a_single_file_of_a_folder(tmp_path, capsys):
-    source = folder(tmp_path / "source")
-    assert main(["convert", str(source / "consolidated.pth"), "--output", str(tmp_path / "model")]) == 1
-    assert "one file of a megalodon checkpoint; pass its folder" in capsys.readouterr().err
+    file = folder(tmp_path / "source") / "consolidated.pth"
+    message = command_error(capsys, "convert", file, "--output", tmp_path / "model")
+    assert "one file of a megalodon checkpoint; pass its folder" in message
 
 
 def test_shards_of_an_export_name_their_rank(tmp_path, capsys):
     ours = save(tmp_path / "ours", MegalodonForCausalLM(MegalodonConfig(**OURS)))
     export_checkpoint(ours, tmp_path / "out", shards=2)
     swapped(tmp_path / "out")
-    assert main(["convert", str(tmp_path / "out"), "--output", str(tmp_path / "back")]) == 1
-    assert "was saved as" in capsys.readouterr().err
+    assert "was saved as" in command_error(capsys, "convert", tmp_path / "out", "--output", tmp_path / "back")
 
 
 def test_llama_folder_is_not_megalodon(tmp_path, capsys):
     torch.save({"tok_embeddings.weight": torch.zeros(3, 2)}, tmp_path / "consolidated.00.pth")
     (tmp_path / "params.json").write_text('{"dim": 2}')
-    assert main(["convert", str(tmp_path), "--output", str(tmp_path / "out")]) == 1
-    assert "is a folder" in capsys.readouterr().err
-    assert main(["convert", str(tmp_path / "consolidated.00.pth"), "--output", str(tmp_path / "out")]) == 1
-    assert "no field 'args'" in capsys.readouterr().err
+    for source, named in ((tmp_path, "is a folder"), (tmp_path / "consolidated.00.pth", "no field 'args'")):
+        assert named in command_error(capsys, "convert", source, "--output", tmp_path / "out")
 
 
 def test_exports_that_the_original_cannot_run(tmp_path, capsys):

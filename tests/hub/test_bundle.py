@@ -16,6 +16,7 @@ from luna_mega import LunaTokenizer, MegaConfig
 from luna_mega._register import CONFIGS
 from luna_mega.hub import bundle as hub_bundle
 from luna_mega.hub.samples import make_inputs
+from tests.convert.exports import edit
 from tests.errors import command_error
 from tests.hub import client as on_client
 from tests.marks import slow_but
@@ -212,18 +213,13 @@ def test_output_contains_only_model_files(stranger, saved, tmp_path):
     assert stranger(on_client.encode, tmp_path / "out", ["ab"], **REMOTE) == [[0, 4, 3, 2]]
 
 
-def break_config(folder, **changes):
-    path = folder / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
-
-
 @pytest.mark.parametrize(
     ("harm", "message"),
     [
         (lambda folder: (folder / "config.json").unlink(), "no config.json"),
         (lambda folder: (folder / "config.json").write_text("{"), "not JSON"),
         (lambda folder: (folder / "config.json").write_text("[]"), "not a JSON object"),
-        (lambda folder: break_config(folder, model_type="bert"), "model_type 'bert' is not supported; expected 'luna'"),
+        (lambda folder: edit(folder, model_type="bert"), "model_type 'bert' is not supported; expected 'luna'"),
         (lambda folder: (folder / "model.safetensors").unlink(), "no model.safetensors"),
         (
             lambda folder: (folder / "modeling_luna.py").write_text("mine"),

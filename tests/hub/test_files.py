@@ -13,6 +13,7 @@ from luna_mega.hub.folder import read_folder, read_json
 from tests.convert.exports import edit
 from tests.damage import NOT_OBJECTS
 from tests.errors import command_error
+from tests.marks import diagonal
 from tests.modeling.luna import make
 
 KEPT = [
@@ -112,17 +113,14 @@ def test_an_index_names_files_of_its_folder(folder, places):
 
 
 @pytest.mark.parametrize("argv", COMMANDS, ids=" ".join)
-def test_no_command_reads_weights_elsewhere(folder, argv, capsys):
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"x": "../outside.safetensors"}}))
-    names = {"MODEL": folder, "NEW": folder.parent / "new"}
-    assert "weight_map must name files" in command_error(capsys, *(names.get(word, word) for word in argv))
-
-
-@pytest.mark.parametrize("argv", COMMANDS, ids=" ".join)
-def test_pickled_weights_are_not_read(folder, argv, capsys):
+def test_no_command_reads_weights_elsewhere_or_pickled_ones(folder, argv, capsys):
+    index, names = folder / "model.safetensors.index.json", {"MODEL": folder, "NEW": folder.parent / "new"}
+    argv = [names.get(word, word) for word in argv]
+    index.write_text(json.dumps({"weight_map": {"x": "../outside.safetensors"}}))
+    assert "weight_map must name files" in command_error(capsys, *argv)
+    index.unlink()
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
-    names = {"MODEL": folder, "NEW": folder.parent / "new"}
-    message = command_error(capsys, *(names.get(word, word) for word in argv))
+    message = command_error(capsys, *argv)
     assert "has its weights only in pytorch_model.bin" in message and "save_pretrained(NEW)" in message
 
 
@@ -208,8 +206,7 @@ def test_names_of_folders_on_the_screen(folder, capsys):
 OUTPUTS = ["a\0b", "caf\udce9", "\ud800", "loop", "loop/x", "file/x"]
 
 
-@pytest.mark.parametrize("name", OUTPUTS, ids=ascii)
-@pytest.mark.parametrize("command", ["convert", "export", "bundle"])
+@pytest.mark.parametrize(("name", "command"), diagonal(OUTPUTS, ["convert", "export", "bundle"]))
 def test_output_without_a_file_name(folder, name, command, capsys, monkeypatch):
     monkeypatch.chdir(folder.parent)
     os.symlink("loop", "loop")
@@ -221,24 +218,23 @@ def test_output_without_a_file_name(folder, name, command, capsys, monkeypatch):
 WORDS = ["a\0b", "\udcff", "\ud800"]
 
 
-@pytest.mark.parametrize("word", WORDS, ids=ascii)
-@pytest.mark.parametrize(
-    "argv",
-    [
-        ["info", "WORD"], ["verify", "MODEL", "WORD"], ["verify", "MODEL", "MODEL", "--text", "WORD"],
-        ["verify", "MODEL", "MODEL", "--inputs", "WORD"], ["bundle", "WORD"],
-        ["onnx", "WORD", "--output", "NEW"], ["export", "MODEL", "--output", "NEW", "--head", "WORD"],
-        ["convert", "WORD", "--output", "NEW"], ["convert", "x", "--output", "NEW", "--bpe", "WORD"],
-    ],
-    ids=" ".join,
-)  # fmt: skip
+ARGUMENTS = [
+    ["info", "WORD"], ["verify", "MODEL", "WORD"], ["verify", "MODEL", "MODEL", "--text", "WORD"],
+    ["verify", "MODEL", "MODEL", "--inputs", "WORD"], ["bundle", "WORD"],
+    ["onnx", "WORD", "--output", "NEW"], ["export", "MODEL", "--output", "NEW", "--head", "WORD"],
+    ["convert", "WORD", "--output", "NEW"], ["convert", "x", "--output", "NEW", "--bpe", "WORD"],
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("argv", "word"), diagonal(ARGUMENTS, WORDS), ids=ascii)
 def test_argument_that_is_not_a_string(folder, argv, word, capsys):
     names = {"MODEL": str(folder), "NEW": str(folder.parent / "new"), "WORD": word}
     command_error(capsys, *(names.get(argument, argument) for argument in argv))
 
 
-@pytest.mark.parametrize("option", ["--license", "--head"])
-@pytest.mark.parametrize("word", ["mit\n# x", "a\rb", "a\x1b[0m", "a\u202eb"], ids=ascii)
+@pytest.mark.parametrize(
+    ("word", "option"), diagonal(["mit\n# x", "a\rb", "a\x1b[0m", "a\u202eb"], ["--license", "--head"]), ids=ascii
+)
 def test_plain_words_are_not_quoted(option, word, folder, capsys):
     message = command_error(capsys, "convert", folder, "--output", folder.parent / "new", option, word)
     assert f"{option[2:]} " in message and "use text without control characters" in message

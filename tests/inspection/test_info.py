@@ -10,6 +10,8 @@ import luna_mega
 from luna_mega import LunaConfig, LunaForMaskedLM, LunaForSequenceClassification, LunaModel, MegaConfig
 from luna_mega.inspection.info import count_parameters, describe
 from luna_mega_cli import main
+from tests.convert.exports import half
+from tests.errors import command_error
 
 SIZES = {
     "vocab_size": 40,
@@ -98,7 +100,7 @@ def test_lra_checkpoints(convert, make):
     info = describe(convert.file)
     assert "2023 fairseq code" in info.written_by and "vocab_size" not in info.config
     assert info.heads == ["SequenceClassification: 2 classes, pooling mean"]
-    convert.save({**(state := make.lra21(towers=2)), "model": {k: v.half() for k, v in state["model"].items()}})
+    convert.save(half(make.lra21(towers=2)))
     info = describe(convert.file)
     assert info.weights["dtype"] == "float16" and info.model_class == "LunaForSequencePairClassification"
 
@@ -115,10 +117,7 @@ def test_lra_checkpoints(convert, make):
 def test_bad_input(tmp_path, capsys, damage, options, expected):
     folder = save(tmp_path / "a")
     damage(folder)
-    capsys.readouterr()
-    assert main(["info", str(folder), *options]) == 1
-    printed = capsys.readouterr()
-    assert expected in printed.err and printed.err.count("\n") == 1 and printed.out == ""
+    assert expected in command_error(capsys, "info", folder, *options)
 
 
 @pytest.mark.parametrize("name", ["LunaForMaskedLM", "LunaModel", "MegaForCausalLM"])
