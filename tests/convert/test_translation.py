@@ -144,6 +144,13 @@ def test_a_joint_vocabulary_has_one_dictionary(tmp_path):
     assert (tmp_path / "both" / "dict.txt").read_text() == other.read_text()
 
 
+def test_tensors_take_precedence_over_args(tmp_path):
+    path = exported(tmp_path, "mega", {"share_all_embeddings": True, "decoder_z_dim": 99}, decoder_vocab_size=14)
+    warnings = "\n".join(convert_checkpoint(path, tmp_path / "a").warnings)
+    assert "args.share_all_embeddings = True but the tensors have False" in warnings
+    assert "args.decoder_z_dim = 99 but the tensors have 6" in warnings
+
+
 @pytest.fixture(scope="module")
 def english(tmp_path_factory):
     """A checkpoint whose source language is en, the folder that it is converted to, and its report."""
