@@ -93,6 +93,7 @@ RECIPES = {
     | {"adaptive_softmax_dropout": 0.2, "tie_adaptive_projections": True},
     "lm_enwik8": {**LANGUAGE, **NONE, "vocab_size": 208, "attention_chunk": 2048, "dropout_prob": 0.1}
     | {"adaptive_softmax_dropout": 0.0, "tie_adaptive_projections": False},
+    "image_base_patch16_224": {"drop_path_rate": 0.3, "pooling": "mean", "dropout_prob": 0.0},
     "wmt_en_de": TRANSLATION | {"dropout_prob": 0.15},
     "wmt_en_de_big": TRANSLATION | {"dropout_prob": 0.3},
 }
