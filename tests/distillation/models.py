@@ -12,7 +12,7 @@ from transformers import BertTokenizer, PreTrainedTokenizerFast
 _SIZES = {
     "vocab_size": 40,
     "hidden_size": 16,
-    "num_hidden_layers": 3,
+    "num_hidden_layers": 2,
     "num_attention_heads": 2,
     "intermediate_size": 24,
     "max_position_embeddings": 20,
@@ -26,7 +26,7 @@ ENCODERS = {
     "roberta": ("Roberta", {"type_vocab_size": 1}),
     "xlm-roberta": ("XLMRoberta", {"type_vocab_size": 1}),
     "camembert": ("Camembert", {"type_vocab_size": 1}),
-    "distilbert": ("DistilBert", {"dim": 16, "n_layers": 3, "n_heads": 2, "hidden_dim": 24}),
+    "distilbert": ("DistilBert", {"dim": 16, "n_layers": 2, "n_heads": 2, "hidden_dim": 24}),
     "electra": ("Electra", {"embedding_size": 12}),
 }
 HEADS = (

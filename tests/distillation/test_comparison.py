@@ -13,6 +13,7 @@ from luna_mega.distillation.convert import convert_teacher
 from luna_mega.errors import ConversionError
 from tests.distillation.models import ENCODERS, HEADS, change, make_model, save_teacher, write, xlm_tokenizer
 from tests.errors import check_error, command_error
+from tests.marks import diagonal
 
 VALUE = "encoder.layers.1.attention.value.bias"
 TYPES = "embeddings.token_type_embeddings.weight"
@@ -32,7 +33,7 @@ def content(name, **fields):
 
 
 def swap(loaded):
-    first, second = (f"encoder.layers.{index}.fc1.weight" for index in (0, 2))
+    first, second = (f"encoder.layers.{index}.fc1.weight" for index in (0, 1))
     loaded[first], loaded[second] = loaded[second], loaded[first]
 
 
@@ -46,13 +47,13 @@ def another_padding(folder):
     content("config.json", pad_token_id=4, first_position=1)(folder)
 
 
-CASES = [*((name, "Model") for name in ENCODERS), *(("bert", head) for head in HEADS[1:]), ("distilbert", HEADS[-1])]
+CASES = [("bert", "ForQuestionAnswering"), ("distilbert", "ForMultipleChoice"), *diagonal(ENCODERS, HEADS)]
 FAULTS = {
-    "swapped weight": (tensors(swap), r"encoder.layers.[02].fc1.weight"),
+    "swapped weight": (tensors(swap), r"encoder.layers.[01].fc1.weight"),
     "missing bias": (tensors(lambda x: x.pop(VALUE)), VALUE),
     "zero bias": (tensors(lambda x: x[VALUE].zero_()), VALUE),
     "token types": (tensors(lambda x: x[TYPES][1].mul_(1.001)), TYPES),
-    "epsilon": (content("config.json", layer_norm_eps=1e-5), "outputs for .* in float64"),
+    "epsilon": (content("config.json", layer_norm_eps=3e-6), "outputs for .* in float64"),
     "activation": (content("config.json", hidden_act="gelu_new"), "outputs for length 1"),
     "dropped module": (drop_module, "modules.json"),
     "pooling": (content("1_Pooling/config.json", pooling_mode_cls_token=True), "1_Pooling/config.json"),
@@ -62,10 +63,14 @@ FAULTS = {
 }
 
 
+@pytest.fixture(scope="module")
+def teacher(tmp_path_factory):
+    return save_teacher(tmp_path_factory.mktemp("sentences") / "teacher", modules=("Pooling", "Normalize"))
+
+
 @pytest.mark.parametrize("case", FAULTS)
-def test_faults_in_the_folder(case, tmp_path, monkeypatch, capsys):
+def test_faults_in_the_folder(case, teacher, tmp_path, monkeypatch, capsys):
     fault, message = FAULTS[case]
-    save_teacher(tmp_path / "teacher", modules=("Pooling", "Normalize"))
     compare = convert.compare_folder
 
     def damage(teacher, name, student, folder, *options):
@@ -73,9 +78,9 @@ def test_faults_in_the_folder(case, tmp_path, monkeypatch, capsys):
         return compare(teacher, name, student, folder, *options)
 
     monkeypatch.setattr(convert, "compare_folder", damage)
-    argv = ["distill", tmp_path / "teacher", "--output", tmp_path / "out", "--projection-length", 12]
+    argv = ["distill", teacher, "--output", tmp_path / "out", "--projection-length", 12]
     assert re.search(message, command_error(capsys, *argv))
-    assert [path.name for path in tmp_path.iterdir()] == ["teacher"]
+    assert not list(tmp_path.iterdir())
 
 
 def layer(model, index):
@@ -87,14 +92,14 @@ def embeddings(model):
 
 
 def swap_modules(model):
-    first, second = layer(model, 0), layer(model, 2)
+    first, second = layer(model, 0), layer(model, 1)
     first.fc1, second.fc1 = second.fc1, first.fc1
 
 
 COPIES = {
     "swapped weights": swap_modules,
     "missing bias": lambda model: layer(model, 1).attention.value.bias.zero_(),
-    "norm": lambda model: layer(model, 2).final_layer_norm.bias.zero_(),
+    "norm": lambda model: layer(model, 1).final_layer_norm.bias.zero_(),
     "position": lambda model: embeddings(model).position_embeddings.weight[-3].mul_(1.5),
     "token types": lambda model: embeddings(model).token_type_embeddings.weight[1].mul_(1.5),
     "a word": lambda model: embeddings(model).word_embeddings.weight[7].mul_(1.5),
@@ -103,8 +108,7 @@ COPIES = {
 }
 
 
-@pytest.mark.parametrize("case", COPIES)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize(("case", "dtype"), diagonal(COPIES, [torch.float32, torch.float64]))
 def test_faults_in_the_copy(case, dtype, monkeypatch):
     copy = exact.copy_encoder
 
@@ -115,12 +119,11 @@ def test_faults_in_the_copy(case, dtype, monkeypatch):
         return report
 
     teacher = make_model("bert", "ForSequenceClassification").to(dtype)
-    assert from_teacher(teacher, projection_length=20, max_length=20).report.differences["outputs"] < 1e-5
     monkeypatch.setattr(exact, "copy_encoder", damage)
     check_error(lambda: from_teacher(teacher, projection_length=20, max_length=20), ConversionError, "of the copy")
 
 
-def test_a_position_beyond_the_rows_of_p(tmp_path, monkeypatch):
+def test_a_position_beyond_the_rows_of_p(teacher, tmp_path, monkeypatch):
     """Texts of up to the teacher's table are compared with as many rows."""
     copy = exact.copy_encoder
 
@@ -131,11 +134,8 @@ def test_a_position_beyond_the_rows_of_p(tmp_path, monkeypatch):
         return report
 
     monkeypatch.setattr(exact, "copy_encoder", damage)
-    save_teacher(tmp_path / "teacher")
     sizes = {"projection_length": 6, "max_length": 20}
-    check_error(
-        lambda: convert_teacher(str(tmp_path / "teacher"), tmp_path / "out", **sizes), ConversionError, "20 tokens"
-    )
+    check_error(lambda: convert_teacher(str(teacher), tmp_path / "out", **sizes), ConversionError, "20 tokens")
 
 
 @pytest.mark.parametrize(("name", "head"), CASES)

@@ -1,6 +1,7 @@
 """`luna-mega distill`: folders of encoders and of sentence-transformers."""
 
 import json
+import shutil
 
 import pytest
 import torch
@@ -15,14 +16,19 @@ from tests.distillation.models import ENCODERS, change, make_model, save_teacher
 from tests.errors import check_error, command_error
 
 
-@pytest.fixture
-def teacher(tmp_path):
-    return save_teacher(tmp_path / "teacher")
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    return save_teacher(tmp_path_factory.mktemp("saved") / "teacher", modules=("Pooling", "Normalize"))
 
 
 @pytest.fixture
-def sentence_teacher(tmp_path):
-    folder = save_teacher(tmp_path / "teacher", modules=("Pooling", "Normalize"))
+def teacher(saved, tmp_path):
+    return shutil.copytree(saved, tmp_path / "teacher", ignore=shutil.ignore_patterns("modules.json", "1_Pooling"))
+
+
+@pytest.fixture
+def sentence_teacher(saved, tmp_path):
+    folder = shutil.copytree(saved, tmp_path / "teacher")
     write(folder / "sentence_bert_config.json", {"max_seq_length": 16, "do_lower_case": True})
     write(folder / "config_sentence_transformers.json", {"prompts": {"query": "w1 "}, "default_prompt_name": None})
     return folder
@@ -129,10 +135,10 @@ def test_damaged_modules(sentence_teacher):
         check_error(lambda: read_modules(str(sentence_teacher)), ValueError, "modules.json")
 
 
-@pytest.mark.parametrize("license", ["[" * 2000, "[mit, other]", "{a: 1}", "5"])
-def test_the_license_of_a_damaged_card_is_unknown(license, teacher):
-    (teacher / "README.md").write_text(f"---\nlicense: {license}\n---\n")
-    assert license_of(str(teacher)) is None
+@pytest.mark.parametrize("license", ["[" * 1000, "[mit, other]", "{a: 1}", "5"])
+def test_the_license_of_a_damaged_card_is_unknown(license, tmp_path):
+    (tmp_path / "README.md").write_text(f"---\nlicense: {license}\n---\n")
+    assert license_of(str(tmp_path)) is None
 
 
 def test_texts(teacher, tmp_path, capsys):
