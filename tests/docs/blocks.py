@@ -43,21 +43,24 @@ class Block:
         """Execute a Python block; an error shows the line of the page."""
         exec(compile("\n" * (self.line - 1) + self.code, ROOT / self.page, "exec"), session)
 
-    def commands(self, folder: Path, python: str) -> list[list[str]]:
-        """Run a shell block in `folder`, and return the programs that it called with their arguments."""
-        stubs, record = folder / ".stubs", folder / ".record"
-        if not stubs.exists():
-            stubs.mkdir()
-            for name in PROGRAMS:
-                stubs.joinpath(name).write_text(STUB)
-                stubs.joinpath(name).chmod(0o755)
-        record.write_bytes(b"")
-        environment = {"PATH": f"{stubs}:/usr/bin:/bin", "RECORD": str(record), "PYTHON": python}
-        done = subprocess.run(
-            ["bash", "-e"], cwd=folder, input=self.code, env=environment, capture_output=True, text=True
-        )
-        assert done.returncode == 0, f"{self}: {done.stderr}"
-        return [call.split("\0")[:-1] for call in record.read_text().split("\n")[:-1]]
+
+def commands(blocks: list[Block], folder: Path, python: str) -> list[list[str]]:
+    """Run each shell block in `folder`, and return the programs that they called with their arguments.
+
+    Each block calls at least one program.
+    """
+    stubs, record = folder / ".stubs", folder / ".record"
+    if not stubs.exists():
+        stubs.mkdir()
+        for name in PROGRAMS:
+            stubs.joinpath(name).write_text(STUB)
+            stubs.joinpath(name).chmod(0o755)
+    environment = {"PATH": f"{stubs}:/usr/bin:/bin", "RECORD": str(record), "PYTHON": python}
+    code = "".join(f": > .record\n(\n{block.code}\n)\ntest -s .record; cat .record >> .all\n" for block in blocks)
+    code = f": > .all\n{code}"
+    done = subprocess.run(["bash", "-e"], cwd=folder, input=code, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, f"{blocks[0].page}: {done.stderr or 'a block calls no program'}"
+    return [call.split("\0")[:-1] for call in (folder / ".all").read_text().split("\n")[:-1]]
 
 
 def read(page: str) -> list[Block]:
