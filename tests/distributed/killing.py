@@ -2,13 +2,15 @@
 
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
 import time
 from pathlib import Path
 
-from tests.distributed.ranks import PATIENCE
+from tests.distributed.ranks import PATIENCE, Ranks
+from tests.distributed.test_scripts import call
 from tests.examples.test_run_mlm import texts
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
@@ -28,19 +30,21 @@ def write_corpus(folder: Path) -> Path:
     return folder
 
 
-def start(processes: int, corpus: Path, output: Path, *options: str) -> list[subprocess.Popen]:
-    """Start a run, from the latest checkpoint of `output` if there is one.
-
-    There is no launcher, because a launcher stops the other processes if one dies.
-    """
+def arguments(processes: int, corpus: Path, output: Path, *options: str) -> list[str]:
+    """Return the options of a run, which continues from the latest checkpoint of `output` if there is one."""
     resume = ["--resume_from_checkpoint", "last"] if any(output.glob("checkpoint-*")) else []
-    command = [
-        *(sys.executable, str(EXAMPLES / "run_mlm.py"), "--do_train", "--use_cpu", "--ddp_timeout", str(PATIENCE)),
+    return [
+        *("--do_train", "--use_cpu", "--disable_tqdm", "true", "--ddp_timeout", str(PATIENCE)),
         *("--dataset_path", str(corpus), "--output_dir", str(output), "--model_type", "mega"),
         *("--config_overrides", MODEL, "--vocab_size", "300", "--block_size", "32", "--learning_rate", "0.01"),
         *("--max_steps", str(STEPS), "--save_steps", "2", "--save_total_limit", "2", "--logging_steps", "1"),
         *("--per_device_train_batch_size", str(8 // processes), *resume, *options),
     ]
+
+
+def start(processes: int, *options: object) -> list[subprocess.Popen]:
+    """Start a run in new processes, without a launcher, which stops the other processes if one dies."""
+    command = [sys.executable, str(EXAMPLES / "run_mlm.py"), *arguments(processes, *options)]
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1]), "WORLD_SIZE": str(processes)}
@@ -52,29 +56,28 @@ def start(processes: int, corpus: Path, output: Path, *options: str) -> list[sub
     return started
 
 
-def finish(processes: int, corpus: Path, output: Path, *options: str) -> list[float]:
+def finish(ranks: Ranks, processes: int, corpus: Path, output: Path, *options: str) -> list[float]:
     """Run, or resume, to the end; return the losses of all steps."""
-    if any(process.wait(PATIENCE) for process in start(processes, corpus, output, *options)):
-        raise RuntimeError(f"the run in {output} failed")
+    for found in ranks(processes, call, "run_mlm", arguments(processes, corpus, output, *options)):
+        assert "error" not in found, found
     rows = [row for row in json.loads((output / "trainer_state.json").read_text())["log_history"] if "loss" in row]
     assert [row["step"] for row in rows] == list(range(1, STEPS + 1)), "steps are missing or doubled"
     return [row["loss"] for row in rows]
 
 
-def kill(processes: int, corpus: Path, output: Path, delay: float, *options: str) -> bool:
-    """Start a run and kill its last process `delay` seconds after its first checkpoint; return whether it trained.
+def kill(processes: int, corpus: Path, output: Path, step: int, delay: float, *options: str) -> None:
+    """Start a run, and kill its last process `delay` seconds after it began to write the checkpoint of a step.
 
     The other processes must exit with an error.
     """
     *others, last = started = start(processes, corpus, output, *options)
-    while not any(output.glob("checkpoint-*/trainer_state.json")):
+    while not any(int(path.name.partition("-")[2]) >= step for path in output.glob("checkpoint-*")):
         if any(process.poll() is not None for process in started):
-            raise RuntimeError(f"the run in {output} ended before its first checkpoint")
+            raise RuntimeError(f"the run in {output} ended before step {step}")
         time.sleep(0.001)
     time.sleep(delay)
-    running = last.poll() is None and not (output / f"checkpoint-{STEPS}" / "trainer_state.json").exists()
     last.kill()
-    last.wait()
-    if 0 in {process.wait(PATIENCE) for process in others} and running:
-        raise RuntimeError("a process continued without the one that was killed")
-    return running
+    assert last.wait() == -signal.SIGKILL, f"the run in {output} ended before it was killed"
+    assert 0 not in {process.wait(PATIENCE) for process in others}, (
+        "a process continued without the killed one"
+    )
