@@ -78,6 +78,4 @@ def kill(processes: int, corpus: Path, output: Path, step: int, delay: float, *o
     time.sleep(delay)
     last.kill()
     assert last.wait() == -signal.SIGKILL, f"the run in {output} ended before it was killed"
-    assert 0 not in {process.wait(PATIENCE) for process in others}, (
-        "a process continued without the killed one"
-    )
+    assert 0 not in {process.wait(PATIENCE) for process in others}, "a process continued without the killed one"
