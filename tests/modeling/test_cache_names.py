@@ -180,7 +180,7 @@ def test_compile(family, translates, name):
     assert own_cache(returned).get_seq_length() == 8
 
 
-@pytest.mark.parametrize("family", slow_but(["luna"], FAMILIES))
+@pytest.mark.parametrize("family", slow_but(["megalodon"], FAMILIES))
 def test_export(family, monkeypatch):
     """An exported step has the cache among its inputs and outputs under the name that transformers uses."""
     # The exporter would convert Megalodon's float64 statistics to the dtype of the model, see `luna_mega/hub/onnx.py`.
