@@ -71,12 +71,14 @@ def float32_precision() -> str:
     return _float32_precision
 
 
+def is_autocast(device: str) -> bool:
+    """Return whether autocast is enabled for a type of device; the meta device does not support it."""
+    return device != "meta" and torch.is_autocast_enabled(device)
+
+
 def without_autocast(device: str) -> AbstractContextManager[Any]:
     """Return a context in which ops on this type of device keep the dtypes of their inputs."""
-    # The meta device does not support autocast.
-    if device != "meta" and torch.is_autocast_enabled(device):
-        return torch.autocast(device, enabled=False)
-    return nullcontext()
+    return torch.autocast(device, enabled=False) if is_autocast(device) else nullcontext()
 
 
 @dataclass(frozen=True, eq=False)
@@ -125,7 +127,7 @@ class Op:
                 with_weights: Any = self.with_weights
                 return with_weights(**call)
         chosen = self.choose(backend, device, self.unsupported(**call, max_seqlen=max_seqlen))
-        if chosen == "triton" and self.under_autocast is not None and torch.is_autocast_enabled(device.type):
+        if chosen == "triton" and self.under_autocast is not None and is_autocast(device.type):
             call = self.under_autocast(call)
         if not torch.compiler.is_compiling() and len(call[self.tokens[0]]) == 0:
             chosen = "reference"  # fast paths divide by the batch size
