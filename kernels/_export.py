@@ -1,4 +1,4 @@
-"""Helpers of all ops for exported and compiled programs: dynamic sizes and accurate logarithms.
+"""Helpers of all ops for exported, compiled and captured programs: dynamic sizes and accurate logarithms.
 
 Exported programs must not depend on this package, so these helpers use only PyTorch operators that ONNX supports.
 """
@@ -25,6 +25,17 @@ def in_program() -> bool:
 def is_tracing() -> bool:
     """Return whether the call is being traced by `torch.jit.trace`."""
     return bool(torch.jit.is_tracing())  # type: ignore[attr-defined, no-untyped-call]
+
+
+def is_capturing(x: Tensor) -> bool:
+    """Return whether a CUDA graph records the operations on the device of `x`."""
+    return x.is_cuda and not in_program() and torch.cuda.is_current_stream_capturing()
+
+
+def forbid_capture(x: Tensor, what: str, instead: str) -> None:
+    """Raise `RuntimeError` while a CUDA graph records operations on the device of `x`."""
+    if is_capturing(x):
+        raise RuntimeError(f"a CUDA graph cannot contain {what}; {instead}")
 
 
 def longer(first: int, second: int) -> int:

@@ -3,10 +3,20 @@
 import torch
 from torch import Tensor, nn
 
-from luna_mega.kernels._export import in_program
+from luna_mega.kernels._export import forbid_capture, in_program
 
 # For fewer entries, PyTorch's single call is faster than these five.
 FEW = 4096
+
+
+def host_seed(x: Tensor, probability: float) -> Tensor | None:
+    """Return a seed on the host, from which the backward pass in PyTorch draws again; None without dropout."""
+    if probability == 0.0:
+        return None
+    forbid_capture(
+        x, "dropout of attention weights in PyTorch, whose seed is on the host", "choose the backend 'triton'"
+    )
+    return torch.randint(2**63 - 1, ())
 
 
 def dropout_factors(like: Tensor, probability: float, generator: torch.Generator | None = None) -> Tensor:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from luna_mega.kernels._export import is_exporting
+from luna_mega.kernels._export import forbid_capture, is_exporting
 
 
 def check_cu_seqlens(op: str, cu_seqlens: Tensor, max_seqlen: int | None, total: int) -> int:
@@ -31,7 +31,10 @@ def check_cu_seqlens(op: str, cu_seqlens: Tensor, max_seqlen: int | None, total:
             raise ValueError(f"{op}: max_seqlen is {max_seqlen}, but a sequence has length {int(lengths.max())}")
     elif not is_exporting():  # PyTorch's native operators do not read past the end
         _assert_on_device(op, cu_seqlens, lengths, total if max_seqlen is None else max_seqlen, total)
-    return int(lengths.max()) if max_seqlen is None else max_seqlen
+    if max_seqlen is None:
+        forbid_capture(lengths, f"{op} with cu_seqlens and without max_seqlen", "pass max_seqlen")
+        return int(lengths.max())
+    return max_seqlen
 
 
 def _assert_on_device(op: str, cu_seqlens: Tensor, lengths: Tensor, most: int, total: int) -> None:
@@ -79,6 +82,7 @@ def one_by_one(
     `run` returns the output and the last state. `shape` and `dtype` of a state are used if none is given.
     """
     x, mask, first = call["x"], call["mask"], call["initial_state"]
+    forbid_capture(x, "states of varlen sequences in PyTorch", "choose the backend 'triton'")
     bounds, outputs, lasts = cu_seqlens.tolist(), [], []
     if first is None:
         first = x.new_zeros(len(bounds) - 1, *shape, dtype=dtype)

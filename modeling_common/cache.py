@@ -8,7 +8,7 @@ import torch
 from transformers.cache_utils import Cache, CacheLayerMixin, EncoderDecoderCache
 from transformers.configuration_utils import PreTrainedConfig
 
-from luna_mega.kernels._export import is_exporting
+from luna_mega.kernels._export import forbid_capture, is_exporting
 
 ANOTHER_SOURCE = "has another source, of another batch or model"
 _PREFIX_TUNING = "prefix tuning, which passes keys and values, is not supported: use prompt tuning or LoRA"
@@ -50,7 +50,8 @@ class StateLayer(CacheLayerMixin):
     """State of one layer for B sequences: the attributes in `fields`, tensors `[B, ...]` or None."""
 
     # `torch.export` would specialize on a number in `__dict__` and fix the cache length.
-    __slots__ = ("_constants", "_seen")
+    # `_static`: the tensors are written in place.
+    __slots__ = ("_constants", "_seen", "_static")
     is_sliding = False
     supports_early_init = False
     fields: tuple[str, ...]
@@ -63,13 +64,30 @@ class StateLayer(CacheLayerMixin):
         """Remove all states."""
         for name in self.fields:
             setattr(self, name, None)
-        self.seen, self.is_initialized = 0, False
+        self.seen, self.is_initialized, self._static = 0, False, False
 
     def store(self, length: int = 0, **tensors: torch.Tensor | None) -> None:
-        """Replace tensors after `length` more positions."""
+        """Replace tensors after `length` more positions, in place if the layer is static."""
         for name, tensor in tensors.items():
-            setattr(self, name, tensor)
+            current = getattr(self, name) if self.is_static else None
+            if current is None:
+                setattr(self, name, tensor)
+            elif tensor is not current:
+                current.copy_(tensor)
         self.seen, self.is_initialized = self.seen + length, True
+
+    @property
+    def is_static(self) -> bool:
+        """Whether the tensors keep their sizes and addresses, see `StateCache.make_static`."""
+        return getattr(self, "_static", False)
+
+    def check_room(self) -> None:
+        """Raise `ValueError` if a static layer has no place for one more position."""
+
+    def make_static(self, max_length: int | None) -> None:
+        """Copy the tensors to memory of their own, in which further positions are written."""
+        self.map(lambda tensor: tensor.detach().clone(memory_format=torch.contiguous_format))
+        self._static = True
 
     @property
     def seen(self) -> int:
@@ -133,7 +151,13 @@ class StateLayer(CacheLayerMixin):
     def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
         """Apply `function` to every tensor."""
         for name, tensor in self.tensors.items():
-            setattr(self, name, function(tensor))
+            made = function(tensor)
+            if not self.is_static:
+                setattr(self, name, made)
+            elif made.shape == tensor.shape:
+                tensor.copy_(made)
+            else:
+                raise ValueError(f"a static cache has a fixed batch size, {len(tensor)}, got {len(made)}; use another")
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """Reorder the sequences by `beam_idx`."""
@@ -161,8 +185,18 @@ class StateCache(Cache):
     def __init__(self, config: PreTrainedConfig):
         super().__init__(layers=[self.layer_class() for _ in range(config.num_hidden_layers)])
 
-    def check(self, config: PreTrainedConfig, batch: int, ranks: int) -> None:
-        """Raise `ValueError` unless the cache fits a model of `config`, distributed over `ranks`, and the batch."""
+    def check(self, config: PreTrainedConfig, given: torch.Tensor, ranks: int) -> None:
+        """Raise `ValueError` unless the cache fits a model of `config`, distributed over `ranks`, and the inputs."""
+        batch, length = given.shape[:2]
+        if self.is_static:
+            if length != 1 or torch.is_grad_enabled():
+                raise ValueError(
+                    f"a static cache supports one position per call, without gradients, got {length}; split the input, "
+                    "and call the model under torch.no_grad()"
+                )
+            self.layers[0].check_room()
+        else:
+            forbid_capture(given, "a cache whose tensors are replaced", "call its `make_static` after the prompt")
         # Comparing sizes would specialize an exported program on the cache of the example.
         if self.layers[0].is_initialized and not is_exporting():
             self.require_shapes(*self.shapes(config, batch, ranks), config.num_hidden_layers)
@@ -183,6 +217,29 @@ class StateCache(Cache):
                 f"`past_key_values` {problem}: it has {len(self)} layers with {what} of {given}, not {layers} with "
                 f"{needed}; pass a new cache"
             )
+
+    @property
+    def is_static(self) -> bool:
+        """Whether `make_static` was called."""
+        return bool(self.layers[0].is_static)
+
+    def make_static(self, max_length: int | None = None) -> None:
+        """Fix the sizes and addresses of all tensors, so that a CUDA graph can contain a decoding step.
+
+        Call it after the prompt. Further calls of the model have one position each and no gradient. Replays of a graph
+        do not advance `get_seq_length()`.
+
+        Args:
+            max_length: greatest number of positions, with the prompt, if attention is not in chunks. The memory for
+                keys and values is allocated at once.
+
+        Raises:
+            ValueError: The cache is empty, or attention without chunks has no `max_length` or a longer prompt.
+        """
+        if not self.layers[0].is_initialized:
+            raise ValueError("an empty cache cannot be static; call the model with the prompt first")
+        for layer in self.layers:
+            layer.make_static(max_length)
 
     @property
     def nbytes(self) -> int:

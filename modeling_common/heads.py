@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from transformers.configuration_utils import PreTrainedConfig
 
+from luna_mega.kernels._export import forbid_capture
 from luna_mega.kernels.upcast import upcast
 from luna_mega.modeling_common.base import ModelMixin
 from luna_mega.modeling_common.label_checks import validate_labels, validate_span
@@ -110,6 +111,7 @@ class GenericForMaskedLM(LMHead):
         if labels is not None:
             labels = count_labels(self.config, inputs, labels)
             if self.training and self.config.sparse_prediction:
+                forbid_capture(labels, "sparse_prediction, whose size depends on the labels", "set it to False")
                 predicted = labels != -100
                 hidden_states, labels = hidden_states[predicted], labels[predicted]
         logits = self.score_tokens(hidden_states)

@@ -21,8 +21,8 @@ class KeyValueCacheLayer(StateLayer):
     """
 
     # `_aligned`: no sequence has had padding so far, so all are at one position. `_owned`: no other object uses the
-    # tensors, so they may be written in place. `_used`: the number of columns in use.
-    __slots__ = ("_aligned", "_owned", "_used")
+    # tensors, so they may be written in place. `_used`: the number of columns in use. `_chunk`: S with chunks.
+    __slots__ = ("_aligned", "_chunk", "_owned", "_used")
     # Tensors, or None before the first position.
     keys: Any
     values: Any
@@ -39,7 +39,7 @@ class KeyValueCacheLayer(StateLayer):
         self, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor | None, chunk_size: int | None
     ) -> KeyWindow:
         """Add keys, values and mask (None = all) of T positions, and return those visible to these positions."""
-        exporting = is_exporting()
+        exporting, self._chunk = is_exporting(), chunk_size
         self._aligned = aligned = mask is None and not exporting and getattr(self, "_aligned", False)
         if not aligned and mask is None:
             mask = torch.ones(keys.shape[:2], dtype=torch.bool, device=keys.device)
@@ -52,6 +52,21 @@ class KeyValueCacheLayer(StateLayer):
         if aligned:
             return self._append_aligned(keys, values, chunk_size)
         return self._append((keys, values, mask), chunk_size)
+
+    def make_static(self, max_length: int | None) -> None:
+        count = max_length if self._chunk is None else self._chunk
+        if count is None or count < self.seen and self._chunk is None:
+            raise ValueError(
+                f"without chunks, a static cache requires max_length of at least the {self.seen} positions so far, got "
+                f"{max_length}"
+            )
+        self.keys, self.values, self.mask = (_fill(x[:, :count], count) for x in (self.keys, self.values, self.mask))
+        super().make_static(max_length)
+        self._aligned, self._owned, self._used = False, True, count
+
+    def check_room(self) -> None:
+        if self._chunk is None and self.seen >= self.keys.shape[1]:
+            raise ValueError(f"the static cache has max_length={self.keys.shape[1]}, and is full; make a longer one")
 
     def start(self, mask: torch.Tensor | None) -> Any:
         """Return the position of the next column in each sequence, `[B]`: below 0 with padding before it; None = 0.
@@ -67,7 +82,10 @@ class KeyValueCacheLayer(StateLayer):
         self, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor | None, chunk_size: int | None
     ) -> KeyWindow:
         """Write one position of each sequence into its next column; mask None = all are at one position."""
-        self._make_room(keys, values, self.seen + 1, chunk_size)
+        if not self.is_static:
+            self._make_room(keys, values, self.seen + 1, chunk_size)
+        elif mask is None:
+            mask = torch.ones(len(keys), 1, dtype=torch.bool, device=keys.device)
         column: Any = self.seen if mask is None else self.position
         column = column if chunk_size is None else column % chunk_size
         rows = slice(None) if mask is None else torch.arange(len(keys), device=keys.device)
@@ -77,7 +95,9 @@ class KeyValueCacheLayer(StateLayer):
             self._used = column + 1
             return KeyWindow(self.keys[:, : self._used], self.values[:, : self._used], offset=column, step=True)
         self.mask[rows, column] = mask[:, 0]
-        if chunk_size is None:
+        if self.is_static:
+            self._used = self.keys.shape[1]
+        elif chunk_size is None:
             self._used = self.seen + 1
         else:  # all columns if reading values is not free
             self._used = int(column.max()) + 1 if can_look(column) else chunk_size

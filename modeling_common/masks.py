@@ -4,7 +4,7 @@ import torch
 from transformers.configuration_utils import PreTrainedConfig
 from transformers.utils import logging
 
-from luna_mega.kernels._export import in_program
+from luna_mega.kernels._export import in_program, is_capturing
 
 logger = logging.get_logger(__name__)
 
@@ -14,9 +14,7 @@ _LARGEST = 2.0**16
 
 def can_read(x: torch.Tensor) -> bool:
     """Return whether the values can be read: not while a model is being traced, compiled, exported or captured."""
-    if type(x) is not torch.Tensor or x.is_meta or in_program():
-        return False
-    return not (x.is_cuda and torch.cuda.is_current_stream_capturing())
+    return type(x) is torch.Tensor and not (x.is_meta or in_program() or is_capturing(x))
 
 
 def can_look(x: torch.Tensor) -> bool:

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from luna_mega.kernels._export import in_program
+from luna_mega.kernels._export import forbid_capture, in_program
 from luna_mega.kernels.varlen import check_cu_seqlens, locate
 from luna_mega.modeling_common.attention import KeyWindow
 from luna_mega.modeling_common.masks import can_look
@@ -87,6 +87,9 @@ class PaddingFreeLayout(NamedTuple):
         return KeyWindow(key, value, varlen=(self.cu_seqlens, self.max_seqlen))
 
 
+BOUNDS = "omit it, or pass `cu_seq_lens_q` and `max_length_q`"
+
+
 def find_padding_free(
     shape: tuple[int, int], mask: torch.Tensor | None, position_ids: torch.Tensor | None, options: Mapping[str, Any]
 ) -> PaddingFreeLayout | None:
@@ -105,6 +108,8 @@ def find_padding_free(
             starts = options["seq_idx"].diff(dim=1) != 0
         elif position_ids is not None:
             starts = position_ids.diff(dim=1) <= 0
+    if cu_seqlens is None and starts is not None:
+        forbid_capture(starts, "`seq_idx` or `position_ids`, whose values are the boundaries of sequences", BOUNDS)
     if cu_seqlens is not None:
         longest = check_cu_seqlens("a padding-free batch", cu_seqlens, options.get("max_length_q"), shape[0] * shape[1])
         if starts is not None and starts.device.type == "cpu" and (starts != _starts(cu_seqlens, shape)[:, 1:]).any():
@@ -122,7 +127,10 @@ def unpad(mask: torch.Tensor | None) -> PaddingFreeLayout | None:
 
     A batch without any kept token remains dense, because ops require a token.
     """
-    if mask is None or in_program() or not mask.any():
+    if mask is None or in_program():
+        return None
+    forbid_capture(mask, "unpad_inputs, whose size depends on the mask", BOUNDS)
+    if not mask.any():
         return None
     first = torch.arange(mask.shape[1], device=mask.device).expand(mask.shape) == 0
     return _flatten(mask, first)._replace(unpadded=True)

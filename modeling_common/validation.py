@@ -69,7 +69,7 @@ def validate(
     mask = read_mask("attention_mask", attention_mask)
     checked = check_inputs(model, mask, given, grid)
     if cache is not None:
-        cache.check(config, checked.shape[0], model.ranks)
+        cache.check(config, checked, model.ranks)
     requested = any(options.get(name, getattr(config, name, False)) for name in model.weight_options)
     if not seen or model.returns_cached_weights:
         return checked, mask, requested or config._attn_implementation == "eager"

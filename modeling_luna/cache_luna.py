@@ -35,11 +35,13 @@ class LunaCacheLayer(StateLayer):
 
     def store_state(self, state: LunaCausalState, length: int) -> None:
         """Replace the state of causal attention after `length` more positions."""
-        self.key_mean, self.value_mean, self.count = state
-        self.seen, self._owned = self.seen + length, not torch.is_grad_enabled()
+        self.store(length, **state._asdict())
+        self._owned = not torch.is_grad_enabled()
 
     def writes_over(self) -> bool:
         """Return whether a step may update this state in place: no gradient, program or other object requires it."""
+        if self.is_static:
+            return True
         if torch.is_grad_enabled() or torch.compiler.is_compiling() or not getattr(self, "_owned", False):
             return False
         return torch.is_inference_mode_enabled() or not self.key_mean.is_inference()

@@ -23,6 +23,7 @@ from transformers.pytorch_utils import apply_chunking_to_forward
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
 from luna_mega.compat import with_cache_alias
+from luna_mega.kernels._export import forbid_capture
 from luna_mega.kernels.api import (
     luna_causal_attention,
     luna_causal_attention_step,
@@ -488,12 +489,14 @@ class LunaStack(nn.Module):
             return list(range(self.config.num_hidden_layers))
         return [layer.layer_idx for layer in self.layers]
 
-    def used_layers(self) -> Iterator[tuple[int, LunaBlock, bool]]:
+    def used_layers(self, x: torch.Tensor) -> Iterator[tuple[int, LunaBlock, bool]]:
         """Yield the index and layer of every step, and whether layerdrop skips it.
 
         With several processes, skipped layers are yielded as well, see `choose`.
         """
         probability = self.config.layerdrop if self.training else 0.0
+        if probability > 0.0:
+            forbid_capture(x, "layerdrop, which the host draws", "set it to 0")
         layers = [*self.layers] * (self.config.num_hidden_layers if self.config.share_layers else 1)
         for index, layer in enumerate(layers):
             dropped = probability > 0.0 and torch.rand(()).item() < probability
@@ -530,7 +533,7 @@ class LunaStack(nn.Module):
         arguments of each layer.
         """
         packed_states, contextual = [packed_inputs[0]], self.config.contextual_projection
-        for index, layer, dropped in self.used_layers():
+        for index, layer, dropped in self.used_layers(hidden_states):
             packed = packed_states[-1] if contextual else packed_inputs[index]
             further = () if others is None else others[index]
             states = layer(hidden_states, packed, layout, packed_mask, output_weights, *further)

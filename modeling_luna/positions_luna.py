@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from transformers.configuration_utils import PreTrainedConfig
 
-from luna_mega.kernels._export import in_program
+from luna_mega.kernels._export import forbid_capture, in_program
 from luna_mega.modeling_common.inputs import Inputs
 from luna_mega.modeling_common.layout import Layout
 from luna_mega.modeling_common.masks import can_look
@@ -35,6 +35,7 @@ def number_positions(config: PreTrainedConfig, inputs: Inputs) -> torch.Tensor:
             positions = positions + inputs.cache.layers[0].tensors["count"][:, None]
     # Padding has no positions. Programs contain no branch on values.
     if longest is not None and length > longest and (inputs.past_key_values is not None or not in_program()):
+        forbid_capture(positions, f"{length} positions of a model that has learned {longest}", "shorten the input")
         if inputs.position_ids is None and not inputs.seen:
             counts = layout.counts()
             length = length if counts is None else min(length, int(counts.max()))

@@ -109,9 +109,18 @@ ATTEND = Op(
 )
 
 
+_triton_in_last_column = in_last_column(BACKENDS["triton"])
+
+
+def _triton_step(column: Tensor | None, slots: Tensor | None, **call: Any) -> Tensor:
+    # Moving the columns of all keys and values would take longer than the products of PyTorch.
+    run = _triton_in_last_column if column is None or slots is not None else torch_step.step
+    return run(column=column, slots=slots, **call)
+
+
 STEP = Op(
     "gated_attention_step",
-    {"reference": in_last_column(_reference), "torch": torch_step.step, "triton": in_last_column(BACKENDS["triton"])},
+    {"reference": in_last_column(_reference), "torch": torch_step.step, "triton": _triton_step},
     partial(_unsupported, offset=0, row_offset=None),
     tokens=("query", "key", "value"),
     under_autocast=_round,

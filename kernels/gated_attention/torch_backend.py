@@ -9,7 +9,7 @@ from torch import Tensor
 
 from luna_mega.kernels._export import chunk_positions, in_program, is_exporting, longer
 from luna_mega.kernels._operator import register
-from luna_mega.kernels.dropout import dropout_factors
+from luna_mega.kernels.dropout import dropout_factors, host_seed
 from luna_mega.kernels.gated_attention import reference
 from luna_mega.kernels.upcast import upcast_dtype
 
@@ -79,8 +79,7 @@ def _attend_full(
         else:
             lag = torch.arange(1 - positions, positions, device=bias.device) - row_offset[:, None]
             bias = bias[(middle + lag).clamp(0, bias.shape[0] - 1)]
-    # The backward pass regenerates the dropped weights from this seed.
-    seed = torch.randint(2**63 - 1, ()) if dropout > 0.0 else None
+    seed = host_seed(query, dropout)
     start = start if causal and function != "softmax" else None
     inputs = (query, key, value, bias, mask, start, function, causal, offset, dropout, seed)
     trained = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs[:4])

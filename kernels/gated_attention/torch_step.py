@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from luna_mega.kernels._export import in_program
+from luna_mega.kernels._export import forbid_capture, in_program
 from luna_mega.kernels.gated_attention import reference
 from luna_mega.kernels.upcast import upcast_dtype
 
@@ -35,6 +35,7 @@ def step(
     if slots is None:
         scores = torch.baddbmm(bias.to(dtype), key.to(dtype), query, alpha=scale).mT
     else:
+        forbid_capture(query, "gated_attention_step with slots in PyTorch", "choose the backend 'triton'")
         # Copying the keys and values of all sequences would take longer than the attention.
         ends = [keys] * len(query) if column is None else (column + 1).tolist()
         places = list(zip(slots.tolist(), ends, strict=True))

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from luna_mega.kernels._export import chunk_positions, in_program, is_exporting, is_tracing, lerp
 from luna_mega.kernels._operator import register
-from luna_mega.kernels.dropout import dropout_factors
+from luna_mega.kernels.dropout import dropout_factors, host_seed
 from luna_mega.kernels.luna_causal_attention import reference
 from luna_mega.kernels.luna_causal_attention.reference import LunaCausalState
 from luna_mega.kernels.upcast import upcast_dtype
@@ -43,8 +43,7 @@ def attend(
         return _short(*tokens, pack_query, mask, pack_mask, activation, dropout)
     key_mean, value_mean, seen = (None, None, None) if state is None else state
     count = reference.token_count(mask, query, seen)
-    # The backward pass regenerates the dropped weights from this seed.
-    seed = torch.randint(2**63 - 1, ()) if dropout > 0.0 else None
+    seed = host_seed(query, dropout)
     output, key_mean, value_mean = operator(
         *tokens, pack_query, count, mask, pack_mask, key_mean, value_mean, seen, activation, dropout, seed
     )

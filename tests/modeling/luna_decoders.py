@@ -42,8 +42,7 @@ def make(dtype=torch.float64, **fields):
         hidden_size=24,
         intermediate_size=32,
         num_attention_heads=4,
-        max_position_embeddings=40,
-        **SIZES | fields,
+        **{"max_position_embeddings": 40} | SIZES | fields,
     )
     model = (LunaForConditionalGeneration if both else LunaForCausalLM)(config).to(dtype).eval()
     with torch.no_grad():
