@@ -154,7 +154,7 @@ def damped_backward(sums: Tensor, input_sums: Tensor | None, *parameters: Tensor
     (rows, states), channels, grads = parameters[0].shape, sums.shape[-1], _empty(parameters)
     sizes = rows * states, rows, channels
     _launch(_damped_backward_kernel, rows * states, states, *parameters, sums, input_sums, *grads, *sizes)
-    return [grad.to(parameter.dtype) for grad, parameter in zip(grads, parameters, strict=True)]
+    return _converted(grads, parameters)
 
 
 def complex_factors(chunk: int, *parameters: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
@@ -169,11 +169,17 @@ def complex_backward(sums: Tensor, input_sums: Tensor, *parameters: Tensor) -> l
     """Return the gradients of the parameters from the sums `[4, N, D]` and `[N, D]`."""
     (channels, states), grads = parameters[0].shape, _empty(parameters)
     _launch_tiles(_complex_backward_kernel, channels, states, *parameters[:3], sums, input_sums, *grads, channels)
-    return [grad.to(parameter.dtype) for grad, parameter in zip(grads, parameters, strict=True)]
+    return _converted(grads, parameters)
 
 
 def _empty(parameters: tuple[Tensor, ...]) -> list[Tensor]:
     return [torch.empty_like(parameter, dtype=torch.float32) for parameter in parameters]
+
+
+def _converted(grads: list[Tensor], parameters: tuple[Tensor, ...]) -> list[Tensor]:
+    """Return the gradients in the dtypes of the parameters; a conversion without effect costs a call as well."""
+    pairs = zip(grads, parameters, strict=True)
+    return [grad if parameter.dtype == torch.float32 else grad.to(parameter.dtype) for grad, parameter in pairs]
 
 
 def _launch(kernel: Any, total: int, states: int, *arguments: Any) -> None:
