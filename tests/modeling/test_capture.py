@@ -130,6 +130,24 @@ def test_a_static_cache_gives_the_results_of_a_dynamic_one(name, side):
     assert static.get_seq_length() == dynamic.get_seq_length() == 71
 
 
+@pytest.mark.slow
+@torch.no_grad()
+@pytest.mark.parametrize("name", NAMES)
+def test_compiled_steps(name):
+    """One graph, and another one in which the number of positions is dynamic."""
+    torch.compiler.reset()
+    torch._dynamo.utils.counters.clear()
+    model, (ids, mask) = make(name), padded([7, 7], 7, "right")
+    caches = [static_cache(model, ids, mask, 20) for _ in range(2)]
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    for token in torch.randint(3, 23, (8, 2, 1), generator=torch.Generator().manual_seed(0)):
+        expected, actual = (
+            run(token, cache=cache).logits for run, cache in zip((model, compiled), caches, strict=True)
+        )
+        torch.testing.assert_close(actual, expected)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 2
+
+
 @torch.no_grad()
 @pytest.mark.parametrize("name", NAMES)
 def test_generate_and_beam_search_with_a_static_cache(name):
