@@ -35,7 +35,11 @@ SCORES = 2**26
 
 @triton.jit
 def _delta_kernel(
-    OUT, GRAD, DELTA, tokens, queries, width, grad_row, grad_token, BLOCK_M: tl.constexpr, BLOCK_V: tl.constexpr
+    OUT, GRAD,  # [B, T, width]
+    DELTA,  # [B, T]
+    tokens, queries, width,
+    grad_row, grad_token,  # strides
+    BLOCK_M: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     """Write the sum over each row of the output times its gradient."""
     token = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -56,9 +60,17 @@ def _delta_kernel(
     ]
 )  # fmt: skip
 def _scores_kernel(
-    Q, K, V, GRAD, LSE, DELTA, WEIGHTS, GRAD_SCORES, BIAS, MASK, LIVE, BOUNDS, SEED,
+    Q, K,  # [B, T or S, SIZE]
+    V, GRAD,  # [B, S or T, width]
+    LSE, DELTA,  # [B, T], for softmax
+    WEIGHTS, GRAD_SCORES,  # [segments, band, stride]
+    BIAS,  # [2M - 1], distance 0 at `center`
+    MASK,  # [B, S]
+    LIVE,  # [segments], number of visible keys
+    BOUNDS,  # [segments, 2], start and end of each segment of a varlen batch
+    SEED,  # [1]
     queries, keys, width, chunk, chunks, offset, center, threshold, rescale,
-    q_row, q_token, k_row, k_token, v_row, v_token, grad_row, grad_token,
+    q_row, q_token, k_row, k_token, v_row, v_token, grad_row, grad_token,  # strides
     first_segment, first_query, band, stride, row_blocks, key_blocks,
     FUNCTION: tl.constexpr, CAUSAL: tl.constexpr, PRECISION: tl.constexpr,
     SIZE: tl.constexpr, UNIT: tl.constexpr,
@@ -121,8 +133,13 @@ def _scores_kernel(
 
 @triton.jit(do_not_specialize=["chunks", "offset", "first_segment", "first_query", "blocks"])
 def _product_kernel(
-    SCORES, X, OUT, MASK, LIVE, BOUNDS,
-    queries, keys, chunk, chunks, offset, x_row, x_token,
+    SCORES,  # [segments, band, stride]
+    X, OUT,  # [B, S or T, COLUMNS]
+    MASK,  # [B, S]
+    LIVE,  # [segments], number of visible keys
+    BOUNDS,  # [segments, 2], start and end of each segment of a varlen batch
+    queries, keys, chunk, chunks, offset,
+    x_row, x_token,  # strides
     first_segment, first_query, band, stride, blocks, slices,
     FUNCTION: tl.constexpr, CAUSAL: tl.constexpr, PRECISION: tl.constexpr,
     SIZE: tl.constexpr, COLUMNS: tl.constexpr, TRANSPOSED: tl.constexpr, SCALED: tl.constexpr, ADD: tl.constexpr,
@@ -193,9 +210,11 @@ def _product_kernel(
     ]
 )  # fmt: skip
 def _bias_kernel(
-    SCORES, TILES, BOUNDS,
-    queries, keys, chunk, chunks, offset, first_segment, segments, first_query, band, stride,
-    blocks, diagonals, share, CAUSAL: tl.constexpr, BLOCK: tl.constexpr,
+    SCORES,  # [segments, band, stride]
+    TILES,  # [shares, diagonals, BLOCK, BLOCK]
+    BOUNDS,  # [segments, 2], start and end of each segment of a varlen batch
+    queries, keys, chunk, chunks, offset, first_segment, segments, first_query, band, stride, blocks, diagonals, share,
+    CAUSAL: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Write the sum of the tiles on one diagonal of tiles, over some of the segments."""
     program = tl.program_id(0)
@@ -220,7 +239,12 @@ def _bias_kernel(
 
 
 @triton.jit(do_not_specialize=["first", "shares", "diagonals", "length"])
-def _diagonals_kernel(TILES, BIAS, first, shares, diagonals, length, BLOCK: tl.constexpr):
+def _diagonals_kernel(
+    TILES,  # [shares, diagonals, BLOCK, BLOCK]
+    BIAS,  # [length], the gradient of the bias
+    first, shares, diagonals, length,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
     """Add the sums over the diagonals of all tiles `[shares, diagonals, BLOCK, BLOCK]` to BIAS from `first` on.
 
     Row a of a tile starts BLOCK - 1 - a entries after the diagonal of the tile's lower left corner. Program: entries

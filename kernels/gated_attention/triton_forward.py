@@ -108,9 +108,17 @@ def elementwise(scores, kept, FUNCTION: tl.constexpr):
     ]
 )  # fmt: skip
 def _forward_kernel(
-    Q, K, V, OUT, LSE, BIAS, MASK, LIVE, BOUNDS, SEED,
+    Q, K,  # [B, T or S, SIZE]
+    V, OUT,  # [B, S or T, width]
+    LSE,  # [B, T], log2-sum-exp for softmax
+    BIAS,  # [2M - 1], distance 0 at `center`
+    MASK,  # [B, S]
+    LIVE,  # [segments], number of visible keys
+    BOUNDS,  # [segments, 2], start and end of each segment of a varlen batch
+    SEED,  # [1]
     queries, keys, width, chunk, chunks, offset, center, threshold, rescale,
-    q_row, q_token, k_row, k_token, v_row, v_token, blocks, slices,
+    q_row, q_token, k_row, k_token, v_row, v_token,  # strides
+    blocks, slices,
     FUNCTION: tl.constexpr, CAUSAL: tl.constexpr, PRECISION: tl.constexpr,
     SIZE: tl.constexpr, UNIT: tl.constexpr, RESIDENT: tl.constexpr,
     BLOCK_Z: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_V: tl.constexpr,

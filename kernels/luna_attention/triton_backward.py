@@ -15,9 +15,15 @@ from luna_mega.kernels.luna_attention.triton_forward import Call, Configuration,
 
 @triton.jit(do_not_specialize=["blocks"])
 def _query_kernel(
-    Q, K, V, MASK, CU_SEQLENS, SEED, OUT, DO, LSE, DELTA, DQ,
+    Q, K, V,  # [B, T or M, heads, HEAD_SIZE]
+    MASK,  # [B, M]
+    CU_SEQLENS,  # [sequences + 1]
+    SEED,  # [1]
+    OUT, DO,  # [B, T, heads, HEAD_SIZE]
+    LSE, DELTA,  # [B, heads, T]
+    DQ,  # [splits, B, T, heads, HEAD_SIZE]
     queries, keys, heads, blocks, split_rows, scale, threshold, rescale,
-    q_batch, q_row, q_head, k_batch, k_row, k_head, v_batch, v_row, v_head,
+    q_batch, q_row, q_head, k_batch, k_row, k_head, v_batch, v_row, v_head,  # strides
     HEAD_SIZE: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_M: tl.constexpr,
     QUERY_VARLEN: tl.constexpr, KEY_VARLEN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -68,9 +74,15 @@ def _query_kernel(
 
 @triton.jit(do_not_specialize=["blocks"])
 def _key_kernel(
-    Q, K, V, MASK, CU_SEQLENS, SEED, DO, LSE, DELTA, DK, DV,
+    Q, K, V,  # [B, T or M, heads, HEAD_SIZE]
+    MASK,  # [B, M]
+    CU_SEQLENS,  # [sequences + 1]
+    SEED,  # [1]
+    DO,  # [B, T, heads, HEAD_SIZE]
+    LSE, DELTA,  # [B, heads, T]
+    DK, DV,  # [splits, B, M, heads, HEAD_SIZE]
     queries, keys, heads, blocks, split_rows, scale, threshold, rescale,
-    q_batch, q_row, q_head, k_batch, k_row, k_head, v_batch, v_row, v_head,
+    q_batch, q_row, q_head, k_batch, k_row, k_head, v_batch, v_row, v_head,  # strides
     HEAD_SIZE: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_M: tl.constexpr,
     QUERY_VARLEN: tl.constexpr, KEY_VARLEN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip

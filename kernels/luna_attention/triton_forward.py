@@ -57,9 +57,14 @@ def share(count, BLOCK: tl.constexpr):
 
 @triton.jit(do_not_specialize=["blocks"])
 def _forward_kernel(
-    Q, K, V, MASK, CU_SEQLENS, SEED, OUT, LSE,
+    Q, K, V,  # [B, T or M, heads, HEAD_SIZE]
+    MASK,  # [B, M]
+    CU_SEQLENS,  # [sequences + 1]
+    SEED,  # [1]
+    OUT,  # [splits, B, T, heads, HEAD_SIZE], without splits the result
+    LSE,  # [splits, B, heads, T], log2-sum-exp
     queries, keys, heads, blocks, split_rows, scale, threshold, rescale,
-    q_batch, q_row, q_head, k_batch, k_row, k_head, v_batch, v_row, v_head, o_batch, o_row, o_head,
+    q_batch, q_row, q_head, k_batch, k_row, k_head, v_batch, v_row, v_head, o_batch, o_row, o_head,  # strides
     HEAD_SIZE: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_M: tl.constexpr,
     QUERY_VARLEN: tl.constexpr, KEY_VARLEN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -108,7 +113,9 @@ def _forward_kernel(
 
 @triton.jit(do_not_specialize=["blocks", "splits"])
 def _merge_kernel(
-    PARTIAL, PARTIAL_LSE, OUT, LSE, queries, heads, blocks, split_rows, splits,
+    PARTIAL, PARTIAL_LSE,  # [splits, B, heads, T, HEAD_SIZE], [splits, B, heads, T]
+    OUT, LSE,  # [B, T, heads, HEAD_SIZE], [B, heads, T]
+    queries, heads, blocks, split_rows, splits,
     HEAD_SIZE: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_Q: tl.constexpr,
 ):  # fmt: skip
     """Merge the splits in order, PARTIAL `[splits, B, H, T, K]` to OUT `[B, T, H, K]`. Grid (query blocks * B * H,)."""

@@ -28,8 +28,18 @@ from luna_mega.kernels.luna_causal_attention.triton_weights import (
 
 @triton.jit
 def _query_kernel(
-    Q, PK, K, V, PQ, DO, COUNT, MASK, PACK_MASK, SEED, START_K, START_V, DQ, W, DU, scale, threshold, rescale,
-    q_b, q_t, q_h, pk_b, pk_t, pk_h, k_b, k_t, k_h, v_b, v_t, v_h, pq_b, pq_l, pq_h, do_b, do_t, do_h, T, H, S,
+    Q, PK, K, V,  # [B, T, H, SIZE], V and DO [B, T, H, WIDTH]
+    PQ,  # [B, L, H, SIZE]
+    DO,
+    COUNT, MASK,  # [B, T]
+    PACK_MASK,  # [B, L]
+    SEED,  # [1]
+    START_K, START_V,  # sums before each segment, [B, H, segments, SIZE, L], [B, H, segments, L, WIDTH]
+    DQ,  # [B, T, H, SIZE]
+    W, DU,  # [B, H, T, L]
+    scale, threshold, rescale,
+    q_b, q_t, q_h, pk_b, pk_t, pk_h, k_b, k_t, k_h, v_b, v_t, v_h, pq_b, pq_l, pq_h, do_b, do_t, do_h,  # strides
+    T, H, S,
     SIZE: tl.constexpr, WIDTH: tl.constexpr, L: tl.constexpr,
     ELU: tl.constexpr, INNER: tl.constexpr, PRECISION: tl.constexpr,
     C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BL: tl.constexpr,
@@ -70,8 +80,16 @@ def _query_kernel(
 
 @triton.jit
 def _key_kernel(
-    X, Y, PK, Z, PQ, COUNT, MASK, PACK_MASK, SEED, AFTER, DY, DA, DPK, DPQ, FIRST, scale, threshold, rescale,
-    x_b, x_t, x_h, y_b, y_t, y_h, pk_b, pk_t, pk_h, z_b, z_t, z_h, pq_b, pq_l, pq_h, T, H, S,
+    X, Y, PK, Z,  # see below
+    PQ,  # [B, L, H, SIZE]
+    COUNT, MASK,  # [B, T]
+    PACK_MASK,  # [B, L]
+    SEED,  # [1]
+    AFTER,  # sums after each segment
+    DY, DA, DPK, DPQ, FIRST,  # see below
+    scale, threshold, rescale,
+    x_b, x_t, x_h, y_b, y_t, y_h, pk_b, pk_t, pk_h, z_b, z_t, z_h, pq_b, pq_l, pq_h,  # strides
+    T, H, S,
     KEYS: tl.constexpr, SIZE: tl.constexpr, WIDTH: tl.constexpr, L: tl.constexpr,
     ELU: tl.constexpr, INNER: tl.constexpr, PRECISION: tl.constexpr,
     C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BL: tl.constexpr,

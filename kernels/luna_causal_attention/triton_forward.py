@@ -60,8 +60,15 @@ def _prefix_kernel(SUMS, FIRST, segments, N, REVERSE: tl.constexpr, BLOCK: tl.co
 
 @triton.jit
 def _sums_kernel(
-    X, Z, Y, W, PQ, COUNT, MASK, PACK_MASK, SEED, SUM_X, SUM_Z, scale, threshold, rescale,
-    x_b, x_t, x_h, z_b, z_t, z_h, y_b, y_t, y_h, w_b, w_t, w_h, pq_b, pq_l, pq_h, T, H, S,
+    X, Z, Y, W,  # [B, T, H, SIZE, WIDTH or L]
+    PQ,  # [B, L, H, SIZE]
+    COUNT, MASK,  # [B, T]
+    PACK_MASK,  # [B, L]
+    SEED,  # [1]
+    SUM_X, SUM_Z,  # [B, H, segments, SIZE, L], [B, H, segments, L, WIDTH]
+    scale, threshold, rescale,
+    x_b, x_t, x_h, z_b, z_t, z_h, y_b, y_t, y_h, w_b, w_t, w_h, pq_b, pq_l, pq_h,  # strides
+    T, H, S,
     PACK: tl.constexpr, SIZE: tl.constexpr, WIDTH: tl.constexpr, L: tl.constexpr,
     ELU: tl.constexpr, INNER: tl.constexpr, PRECISION: tl.constexpr,
     C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BL: tl.constexpr,
@@ -105,8 +112,17 @@ def _sums_kernel(
 
 @triton.jit
 def _forward_kernel(
-    Q, PK, K, V, PQ, COUNT, MASK, PACK_MASK, SEED, START_K, START_V, Y, END_K, END_V, scale, threshold, rescale,
-    q_b, q_t, q_h, pk_b, pk_t, pk_h, k_b, k_t, k_h, v_b, v_t, v_h, pq_b, pq_l, pq_h, T, H, S,
+    Q, PK, K, V,  # [B, T, H, SIZE], V and Y [B, T, H, WIDTH]
+    PQ,  # [B, L, H, SIZE]
+    COUNT, MASK,  # [B, T]
+    PACK_MASK,  # [B, L]
+    SEED,  # [1]
+    START_K, START_V,  # sums before each segment, [B, H, segments, SIZE, L], [B, H, segments, L, WIDTH]
+    Y,
+    END_K, END_V,  # [B, H, SIZE, L], [B, H, L, WIDTH]
+    scale, threshold, rescale,
+    q_b, q_t, q_h, pk_b, pk_t, pk_h, k_b, k_t, k_h, v_b, v_t, v_h, pq_b, pq_l, pq_h,  # strides
+    T, H, S,
     SIZE: tl.constexpr, WIDTH: tl.constexpr, L: tl.constexpr,
     ELU: tl.constexpr, INNER: tl.constexpr, PRECISION: tl.constexpr,
     C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BL: tl.constexpr,
@@ -140,7 +156,14 @@ def _forward_kernel(
 
 @triton.jit
 def _pack_kernel(
-    PK, PQ, MASK, PACK_MASK, SEED, DA, A, scale, threshold, rescale, pk_b, pk_t, pk_h, pq_b, pq_l, pq_h, T, H,
+    PK,  # [B, T, H, SIZE]
+    PQ,  # [B, L, H, SIZE]
+    MASK, PACK_MASK,  # [B, T], [B, L]
+    SEED,  # [1]
+    DA, A,  # [B, H, T, L]
+    scale, threshold, rescale,
+    pk_b, pk_t, pk_h, pq_b, pq_l, pq_h,  # strides
+    T, H,
     SIZE: tl.constexpr, L: tl.constexpr, ELU: tl.constexpr, PRECISION: tl.constexpr,
     C: tl.constexpr, BK: tl.constexpr, BL: tl.constexpr,
 ):  # fmt: skip
@@ -161,7 +184,11 @@ def _pack_kernel(
 
 @triton.jit
 def _softmax_kernel(
-    SCORES, COUNT, PACK_MASK, SEED, DW, OUT, scale, threshold, rescale, T, H,
+    SCORES,  # [B, H, T, L]
+    COUNT, PACK_MASK,  # [B, T], [B, L]
+    SEED,  # [1]
+    DW, OUT,  # [B, H, T, L]
+    scale, threshold, rescale, T, H,
     L: tl.constexpr, C: tl.constexpr, BL: tl.constexpr,
 ):  # fmt: skip
     """Compute the unpack weights of C tokens or, if their gradients DW are given, the gradients of their scores."""
@@ -182,8 +209,14 @@ def _softmax_kernel(
 
 @triton.jit
 def _scan_kernel(
-    X, Y, Z, COUNT, START, F, END, scale,
-    x_b, x_t, x_h, y_b, y_t, y_h, z_b, z_t, z_h, f_b, f_t, f_h, T, H, S,
+    X, Y, Z,  # [B, T, H, N], [B, T, H, N], [B, T, H, M]
+    COUNT,  # [B, T]
+    START,  # sum before each segment, [B, H, segments, N, M]
+    F,  # [B, T, H, M]
+    END,  # [B, H, N, M], with SUMS [B, H, segments, N, M]
+    scale,
+    x_b, x_t, x_h, y_b, y_t, y_h, z_b, z_t, z_h, f_b, f_t, f_h,  # strides
+    T, H, S,
     SUMS: tl.constexpr, REVERSE: tl.constexpr, RATE: tl.constexpr, RATE_INSIDE: tl.constexpr, ADD: tl.constexpr,
     N: tl.constexpr, M: tl.constexpr, INNER: tl.constexpr, PRECISION: tl.constexpr,
     C: tl.constexpr, BN: tl.constexpr, BM: tl.constexpr,

@@ -37,8 +37,16 @@ def _move(
 
 @triton.jit
 def _step_kernel(
-    Q, PK, K, V, PQ, MASK, PACK_MASK, SEED, MEAN_K, MEAN_V, SEEN, Y, NEXT_K, NEXT_V, COUNT,
-    scale, threshold, rescale, q_b, q_h, pk_b, pk_h, k_b, k_h, v_b, v_h, pq_b, pq_l, pq_h, H,
+    Q, PK, K, V,  # [B, H, SIZE], V and Y [B, H, WIDTH]
+    PQ,  # [B, L, H, SIZE]
+    MASK, PACK_MASK,  # [B], [B, L]
+    SEED,  # [1]
+    MEAN_K, MEAN_V, SEEN,  # the state: [B, H, SIZE, L], [B, H, L, WIDTH], [B]
+    Y,
+    NEXT_K, NEXT_V, COUNT,  # the next state
+    scale, threshold, rescale,
+    q_b, q_h, pk_b, pk_h, k_b, k_h, v_b, v_h, pq_b, pq_l, pq_h,  # strides
+    H,
     SIZE: tl.constexpr, WIDTH: tl.constexpr, L: tl.constexpr, ELU: tl.constexpr,
     BK: tl.constexpr, BV: tl.constexpr, BL: tl.constexpr,
 ):  # fmt: skip

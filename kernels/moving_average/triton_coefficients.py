@@ -43,8 +43,11 @@ def _rates(input_logit, damping_logit):
 
 @triton.jit
 def _damped_kernel(
-    input_logit, damping_logit, expansion, projection, output, total, rows, scale, N: tl.constexpr, BLOCK: tl.constexpr
-):
+    input_logit, damping_logit, expansion, projection,  # [R, N]
+    output,  # [3, N, R]
+    total, rows, scale,
+    N: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside, source = place < total, place % rows * N + place // rows
     gate, _, _, log_q = _rates(_double(input_logit, source, inside), _double(damping_logit, source, inside))
@@ -55,8 +58,11 @@ def _damped_kernel(
 
 @triton.jit
 def _damped_backward_kernel(
-    input_logit, damping_logit, expansion, projection, sums, input_sums, of_input, of_damping, of_expansion,
-    of_projection, total, rows, channels, scale, N: tl.constexpr, BLOCK: tl.constexpr,
+    input_logit, damping_logit, expansion, projection,  # [R, N]
+    sums, input_sums,  # [directions, 2, N, D], [N, D]
+    of_input, of_damping, of_expansion, of_projection,  # [R, N]
+    total, rows, channels, scale,
+    N: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """The sums are those of `triton_damped_backward.backward`; `input_sums` is None if they contain p beta and eta."""
     place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -88,8 +94,10 @@ def _turned(log_size, turn, exponent):
 
 @triton.jit
 def _complex_kernel(
-    input_logit, damping_logit, phase_logit, projection, output, channels, chunk, scale, N: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    input_logit, damping_logit, phase_logit, projection,  # [D, N], [D, N], [D], [D, N, 2]
+    output,  # [11, N, D]
+    channels, chunk, scale,
+    N: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """Write q, the part of it that is lost to rounding, q^C - 1, C q^(C-1), p, and gamma / sqrt(N)."""
     n, d = tl.arange(0, BLOCK_N)[:, None], (tl.program_id(0) * BLOCK_D + tl.arange(0, BLOCK_D))[None, :]
@@ -117,8 +125,11 @@ def _complex_kernel(
 
 @triton.jit
 def _complex_backward_kernel(
-    input_logit, damping_logit, phase_logit, sums, input_sums, of_input, of_damping, of_phase, of_projection,
-    channels, scale, N: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    input_logit, damping_logit, phase_logit,  # [D, N], [D, N], [D]
+    sums, input_sums,  # [4, N, D], [N, D]
+    of_input, of_damping, of_phase, of_projection,  # [D, N], [D, N], [D], [D, N, 2]
+    channels, scale,
+    N: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """The sums `[4, N, D]` are pairs: of the gradient times states, and times their derivatives with respect to q."""
     n, d = tl.arange(0, BLOCK_N)[:, None], tl.program_id(0) * BLOCK_D + tl.arange(0, BLOCK_D)

@@ -38,8 +38,13 @@ def _rate(factors, rows, states, tile, UNROLL: tl.constexpr):
 
 @triton.jit(do_not_specialize=["length", "chunks", "slots"])
 def _chunk_state_kernel(
-    signal, mask, factors, weight_in, weight_out, starts, ends, cu_seqlens, length, chunk, chunks, channels, blocks,
-    width, slots, stride_b, stride_t, stride_d,
+    signal, mask,  # [B, T, D], [B, T]
+    factors,  # [8, N, D], see `triton_coefficients`
+    weight_in, weight_out,  # [N, D], [2, N, D]
+    starts,  # [S, 2, N, D]
+    ends,  # [slots, 2 or 4 with SLOPE, N, D]
+    cu_seqlens, length, chunk, chunks, channels, blocks, width, slots,
+    stride_b, stride_t, stride_d,
     N: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, UNROLL: tl.constexpr, SLOPE: tl.constexpr,
     GRADIENT: tl.constexpr,
 ):  # fmt: skip
@@ -104,7 +109,10 @@ def _chunk_state_kernel(
 
 @triton.jit(do_not_specialize=["length", "chunks", "slots"])
 def _state_passing_kernel(
-    ends, factors, starts, own_blocks, cu_seqlens, length, chunk, chunks, channels, blocks, width, slots,
+    ends,  # [slots, 2 or 4 with SLOPE, N, D]
+    factors,  # [8, N, D], see `triton_coefficients`
+    starts,  # [S, 2, N, D]
+    own_blocks, cu_seqlens, length, chunk, chunks, channels, blocks, width, slots,
     N: tl.constexpr, BLOCK: tl.constexpr, SLOPE: tl.constexpr, GRADIENT: tl.constexpr,
 ):  # fmt: skip
     """Replace the states at the ends of chunks by those before the chunks, in the direction of the scan.
@@ -147,7 +155,14 @@ def _state_passing_kernel(
 
 @triton.jit(do_not_specialize=["length", "chunks", "slots"])
 def _scan_kernel(
-    signal, mask, factors, weight_in, weight_out, skip, starts, x, output, last, sums,
+    signal, mask,  # [B, T, D], [B, T]
+    factors,  # [8, N, D], see `triton_coefficients`
+    weight_in, weight_out,  # [N, D], [2, N, D]
+    skip,  # [D]
+    starts,  # [slots, 2, N, D]
+    x, output,  # [B, T, D]
+    last,  # [S, 2, N, D]
+    sums,  # [slots, N, D]
     cu_seqlens, length, chunk, chunks, channels, blocks, width, slots,
     stride_b, stride_t, stride_d, x_stride_b, x_stride_t, x_stride_d,
     N: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, UNROLL: tl.constexpr, GRADIENT: tl.constexpr,
@@ -223,7 +238,13 @@ def _scan_kernel(
 
 @triton.jit(do_not_specialize=["length", "chunks", "slots"])
 def _gradient_kernel(
-    gradient, x, mask, factors, weight_in, weight_out, starts, last_gradient, sums, skip_sums,
+    gradient, x, mask,  # [B, T, D], [B, T, D], [B, T]
+    factors,  # [8, N, D], see `triton_coefficients`
+    weight_in, weight_out,  # [N, D], [2, N, D]
+    starts,  # [slots, 2 or 4 with CARRIED, N, D]
+    last_gradient,  # [S, 2, N, D]
+    sums,  # [slots, 4, N, D]
+    skip_sums,  # [slots, D]
     cu_seqlens, length, chunk, chunks, channels, blocks, width, slots,
     stride_b, stride_t, stride_d, x_stride_b, x_stride_t, x_stride_d,
     N: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, UNROLL: tl.constexpr, CARRIED: tl.constexpr,

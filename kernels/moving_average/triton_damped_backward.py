@@ -29,7 +29,14 @@ from luna_mega.kernels.moving_average.triton_damped_forward import (
 
 @triton.jit(do_not_specialize=["length", "chunks", "slots"])
 def _gradient_kernel(
-    gradient, x, mask, log_q, weight_in, weight_out, starts, last_gradient, sums, skip, other, inner, skip_sums,
+    gradient, x, mask,  # [B, T, D], [B, T, D], [B, T]
+    log_q, weight_in, weight_out,  # [N, D], rows are `width` apart
+    starts,  # [1 or 2 with CARRIED, slots, N, D]
+    last_gradient,  # [S, N, D]
+    sums,  # [slots, 2, N, D]
+    skip,  # [D]
+    other, inner,  # [B, T, D]
+    skip_sums,  # [slots, D]
     cu_seqlens, length, chunk, chunks, channels, blocks, width, slots,
     stride_b, stride_t, stride_d, x_stride_b, x_stride_t, x_stride_d,
     N: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, UNROLL: tl.constexpr,

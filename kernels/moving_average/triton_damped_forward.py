@@ -95,7 +95,10 @@ def position(step, count, UNROLL: tl.constexpr, REVERSED: tl.constexpr):
 
 @triton.jit(do_not_specialize=["length", "chunks", "slots"])
 def _chunk_state_kernel(
-    signal, mask, log_q, weight, ends, cu_seqlens, length, chunk, chunks, channels, blocks, width, slots,
+    signal, mask,  # [B, T, D], [B, T]
+    log_q, weight,  # [N, R]
+    ends,  # [directions, 1 or 2 with SLOPE, slots, N, D]
+    cu_seqlens, length, chunk, chunks, channels, blocks, width, slots,
     stride_b, stride_t, stride_d,
     N: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, UNROLL: tl.constexpr, FLIPPED: tl.constexpr,
     SLOPE: tl.constexpr,
@@ -148,7 +151,10 @@ def _chunk_state_kernel(
 
 @triton.jit(do_not_specialize=["length", "chunks", "slots"])
 def _state_passing_kernel(
-    ends, log_q, starts, own_blocks, cu_seqlens, length, chunk, chunks, channels, blocks, width, slots,
+    ends,  # [directions, 1 or 2 with SLOPE, slots, N, D]
+    log_q,  # [N, R]
+    starts,  # [S, N, D]
+    own_blocks, cu_seqlens, length, chunk, chunks, channels, blocks, width, slots,
     N: tl.constexpr, BLOCK: tl.constexpr, AHEAD: tl.constexpr, FLIPPED: tl.constexpr, SLOPE: tl.constexpr,
 ):  # fmt: skip
     """Replace the states at the end of each chunk by the states before it, in its direction.
@@ -201,7 +207,13 @@ def _state_passing_kernel(
 
 @triton.jit(do_not_specialize=["length", "chunks", "slots"])
 def _scan_kernel(
-    signal, mask, log_q, weight_in, weight_out, skip, starts, other, x, output, last, sums,
+    signal, mask,  # [B, T, D], [B, T]
+    log_q, weight_in, weight_out,  # [N, D], rows are `width` apart
+    skip,  # [D]
+    starts,  # [slots, N, D]
+    other, x, output,  # [B, T, D]
+    last,  # [S, N, D]
+    sums,  # [slots, N, D]
     cu_seqlens, length, chunk, chunks, channels, blocks, width, slots,
     stride_b, stride_t, stride_d, x_stride_b, x_stride_t, x_stride_d,
     N: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, UNROLL: tl.constexpr,

@@ -24,8 +24,11 @@ def load_pair(pointer, rows, states, tile):
 
 @triton.jit
 def _damped_step_kernel(
-    x, state, input_logit, damping_logit, expansion, projection, skip, mask, output, next_state, channels, blocks,
-    stride_b, stride_d, scale,
+    x, state,  # [B, D], [B, D, N]
+    input_logit, damping_logit, expansion, projection,  # [D, N]
+    skip, mask,  # [D], [B]
+    output, next_state,  # [B, D], [B, D, N]
+    channels, blocks, stride_b, stride_d, scale,
     N: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """Process one position of the causal average, from the logits. Program `(block of channels, batch row)`."""
@@ -55,7 +58,11 @@ def _damped_step_kernel(
 
 @triton.jit
 def _complex_step_kernel(
-    x, state, change, weight_in, weight_out, skip, mask, output, next_state, channels, blocks, stride_b, stride_d,
+    x, state,  # [B, D], [B, D, N, 2]
+    change, weight_in, weight_out,  # [D, N, 2]
+    skip, mask,  # [D], [B]
+    output, next_state,  # [B, D], [B, D, N, 2]
+    channels, blocks, stride_b, stride_d,
     N: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """Process one position; all arguments except x and the skip are real pairs `[..., D, N, 2]`.

@@ -24,7 +24,12 @@ def _tile(SCORE, KEPT, first, end, BLOCK_T: tl.constexpr):
 
 @triton.jit
 def _forward_kernel(
-    X, SCORE, KEPT, STARTS, PACKED, ENTROPY, PEAK, TOTAL, width,
+    X,  # [tokens, width]
+    SCORE, KEPT,  # [tokens]
+    STARTS,  # [rows + 1]
+    PACKED,  # [rows, width]
+    ENTROPY, PEAK, TOTAL,  # [rows]
+    width,
     BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """Write the weighted mean of a block of features, the entropy, the largest score and the sum of weights.
@@ -64,7 +69,14 @@ def _forward_kernel(
 
 @triton.jit
 def _backward_kernel(
-    DPACKED, DENTROPY, X, SCORE, KEPT, STARTS, PACKED, ENTROPY, PEAK, TOTAL, DX, DSCORE, width,
+    DPACKED, DENTROPY,  # [rows, width], [rows]
+    X,  # [tokens, width]
+    SCORE, KEPT,  # [tokens]
+    STARTS,  # [rows + 1]
+    PACKED,  # [rows, width]
+    ENTROPY, PEAK, TOTAL,  # [rows]
+    DX, DSCORE,  # [tokens, width], [tokens]
+    width,
     BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """Write the gradients of the tokens of a row; 0 for masked tokens. Program `row`."""

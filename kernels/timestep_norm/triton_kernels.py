@@ -31,7 +31,10 @@ def _tile(first, total, KEPT, BLOCK_R: tl.constexpr, BLOCK_W: tl.constexpr):
 
 @triton.jit(do_not_specialize=["total"])
 def _moments_kernel(
-    X, KEPT, MEAN, SPREAD, total, groups, width,
+    X,  # [total, groups * width]
+    KEPT,  # [total]
+    MEAN, SPREAD,  # [total, groups]
+    total, groups, width,
     BLOCK_R: tl.constexpr, BLOCK_W: tl.constexpr,
 ):  # fmt: skip
     """Write mean and variance of a feature group of every row. Program `(tile of rows, group)`."""
@@ -48,7 +51,12 @@ def _moments_kernel(
 
 @triton.jit(do_not_specialize=["total"])
 def _apply_kernel(
-    X, KEPT, MEAN, RSTD, WEIGHT, BIAS, Y, total, groups, width,
+    X,  # [total, groups * width]
+    KEPT,  # [total]
+    MEAN, RSTD,  # [total, groups]
+    WEIGHT, BIAS,  # [groups * width]
+    Y,  # [total, groups * width]
+    total, groups, width,
     BLOCK_R: tl.constexpr, BLOCK_W: tl.constexpr,
 ):  # fmt: skip
     """Write (x - mean) rstd weight + bias, 0 if masked. Program `(tile of rows, group)`."""
@@ -70,7 +78,13 @@ def _apply_kernel(
 
 @triton.jit(do_not_specialize=["total"])
 def _sums_kernel(
-    DY, X, KEPT, MEAN, RSTD, WEIGHT, SUMS, PRODUCTS, WEIGHT_SUMS, BIAS_SUMS, total, groups, width,
+    DY, X,  # [total, groups * width]
+    KEPT,  # [total]
+    MEAN, RSTD,  # [total, groups]
+    WEIGHT,  # [groups * width]
+    SUMS, PRODUCTS,  # [total, groups]
+    WEIGHT_SUMS, BIAS_SUMS,  # [parts, groups * width]
+    total, groups, width,
     BLOCK_R: tl.constexpr, BLOCK_W: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
     """Write the group means of dy rstd weight and of that times x - mean, and partial gradients of weight and bias.
@@ -108,7 +122,12 @@ def _sums_kernel(
 
 @triton.jit(do_not_specialize=["total"])
 def _apply_backward_kernel(
-    DY, X, KEPT, STRETCH, SHIFT, RSTD, WEIGHT, DX, total, groups, width,
+    DY, X,  # [total, groups * width]
+    KEPT,  # [total]
+    STRETCH, SHIFT, RSTD,  # [total, groups]
+    WEIGHT,  # [groups * width]
+    DX,  # [total, groups * width]
+    total, groups, width,
     BLOCK_R: tl.constexpr, BLOCK_W: tl.constexpr,
 ):  # fmt: skip
     """Write dy rstd weight + x stretch + shift. Program `(tile of rows, group)`."""
@@ -129,7 +148,13 @@ def _apply_backward_kernel(
 
 @triton.jit
 def _step_kernel(
-    X, COUNT, MEAN, SPREAD, WEIGHT, BIAS, KEPT, Y, NEXT_COUNT, NEXT_MEAN, NEXT_SPREAD, groups, width, eps,
+    X,  # [B, groups * width]
+    COUNT, MEAN, SPREAD,  # the state: [B], [B, groups], [B, groups]
+    WEIGHT, BIAS,  # [groups * width]
+    KEPT,  # [B]
+    Y,  # [B, groups * width]
+    NEXT_COUNT, NEXT_MEAN, NEXT_SPREAD,  # the next state
+    groups, width, eps,
     BLOCK_G: tl.constexpr, BLOCK_W: tl.constexpr,
 ):  # fmt: skip
     """Process one position. Program `(block of groups, batch row)`; statistics are float64."""

@@ -37,7 +37,12 @@ def _from_end(values):
 
 @triton.jit(do_not_specialize=["length"])
 def _statistics_kernel(
-    OWN, SPREAD, MASK, COUNT, MEAN, VARIANCE, MEANS, RSTD, LAST_MEAN, LAST_VARIANCE, length, groups, eps,
+    OWN, SPREAD,  # m_t and v_t, [B, T, groups]
+    MASK,  # [B, T]
+    COUNT, MEAN, VARIANCE,  # the state: [B], [B, groups], [B, groups]
+    MEANS, RSTD,  # [B, T, groups]
+    LAST_MEAN, LAST_VARIANCE,  # [B, groups]
+    length, groups, eps,
     BLOCK_T: tl.constexpr, BLOCK_G: tl.constexpr,
 ):  # fmt: skip
     """Write M_t, the rstd of S_t, and both after the last position. Program `(block of groups, sequence)`."""
@@ -84,8 +89,14 @@ def _of_away(of_total, OWN, MEANS, MEAN, row, position, length, count, kept, gro
 
 @triton.jit(do_not_specialize=["length"])
 def _statistics_backward_kernel(
-    SUMS, PRODUCTS, OWN, MEANS, RSTD, MASK, COUNT, MEAN, GRAD_MEAN, GRAD_VARIANCE, STRETCH, SHIFT, OF_MEAN, OF_VARIANCE,
-    length, groups, width, BLOCK_T: tl.constexpr, BLOCK_G: tl.constexpr,
+    SUMS, PRODUCTS, OWN, MEANS, RSTD,  # [B, T, groups]
+    MASK,  # [B, T]
+    COUNT, MEAN,  # [B], [B, groups]
+    GRAD_MEAN, GRAD_VARIANCE,  # gradients of the last mean and variance, [B, groups]
+    STRETCH, SHIFT,  # [B, T, groups]
+    OF_MEAN, OF_VARIANCE,  # gradients of the initial mean and variance, [B, groups]
+    length, groups, width,
+    BLOCK_T: tl.constexpr, BLOCK_G: tl.constexpr,
 ):  # fmt: skip
     """Write the results of `torch_backend._statistics_backward`, from the last tile to the first.
 
