@@ -14,8 +14,8 @@ from torch import Tensor
 
 from luna_mega.kernels.moving_average.triton_damped_forward import (
     LOWEST_LOG_Q,
-    Coefficients,
     Plan,
+    Rows,
     choose,
     decay,
     of_directions,
@@ -148,7 +148,7 @@ def backward(
 
 def _backward(
     plan: Plan, gradient: Tensor, last_gradient: Tensor | None, x: Tensor, mask: Tensor | None, skip: Tensor | None,
-    rows: Coefficients, initial_state: Tensor | None,
+    rows: Rows, initial_state: Tensor | None,
 ) -> list[Tensor | None]:  # fmt: skip
     scaled, log_q = initial_state is not None or last_gradient is not None, rows[0][0]
     gradient, sums, grad_skip = _parameter_sums(
@@ -176,7 +176,7 @@ def _backward(
 
 def _parameter_sums(
     plan: Plan, gradient: Tensor, last_gradient: Tensor | None, x: Tensor, mask: Tensor | None, skip: Tensor | None,
-    rows: Coefficients, initial_state: Tensor | None, scaled: bool,
+    rows: Rows, initial_state: Tensor | None, scaled: bool,
 ) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
     """Return the gradient of the average, the sums `[directions, 2, N, D]`, and the gradient of the skip."""
     log_q = rows[0][0]

@@ -24,7 +24,7 @@ SHORTEST_CHUNK = 64
 # States with faster decay are negligible, and a quotient by q must not overflow.
 LOWEST_LOG_Q = tl.constexpr(-46.0)
 # log q, p beta and eta / sqrt(N) of each direction, `[N, D]` with rows that are R apart.
-Coefficients = list[tuple[Tensor, ...]]
+Rows = list[tuple[Tensor, ...]]
 
 
 @triton.jit
@@ -396,7 +396,7 @@ def choose(
     )  # fmt: skip
 
 
-def of_directions(coefficients: Tensor, channels: int) -> Coefficients:
+def of_directions(coefficients: Tensor, channels: int) -> Rows:
     """Return the coefficients of each direction from those of all, `[3, N, R]`."""
     if coefficients.shape[2] == channels:
         return [coefficients.unbind()]
@@ -404,7 +404,7 @@ def of_directions(coefficients: Tensor, channels: int) -> Coefficients:
 
 
 def states_before(
-    plan: Plan, signal: Tensor, mask: Tensor | None, coefficients: Coefficients, scaled: bool, initial: Tensor | None,
+    plan: Plan, signal: Tensor, mask: Tensor | None, coefficients: Rows, scaled: bool, initial: Tensor | None,
     *, flipped: bool = False, slope: bool = False,
 ) -> Sequence[Tensor | None]:  # fmt: skip
     """Return the states of each direction before every chunk, `[slots, N, D]`; with slopes `[2, slots, N, D]`.
@@ -423,7 +423,7 @@ def states_before(
 
 
 def scan(
-    plan: Plan, direction: int, signal: Tensor, mask: Tensor | None, coefficients: Coefficients,
+    plan: Plan, direction: int, signal: Tensor, mask: Tensor | None, coefficients: Rows,
     starts: Sequence[Tensor | None], output: Tensor, *, scaled: bool = False, skip: Tensor | None = None,
     other: Tensor | None = None, last: Tensor | None = None, x: Tensor | None = None, sums: Tensor | None = None,
     gradient: bool = False,
