@@ -2,8 +2,9 @@
 # PYTHON_ARGCOMPLETE_OK
 """The command line `luna-mega`, one module per command.
 
-The package is separate from `luna_mega`, whose import takes seconds because of torch and transformers. Modules import
-the standard library at the top, and what runs a command inside functions.
+The package is separate from `luna_mega`, whose import takes seconds because of torch and transformers. The module of a
+command is imported when the command is used. It imports the standard library at the top, and what runs the command
+inside functions.
 """
 
 import argparse
@@ -12,13 +13,20 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import NoReturn
 
-from luna_mega_cli import bundle, convert, distill, export, info, onnx, verify
-
-COMMANDS = (convert, export, distill, verify, info, bundle, onnx)
+# Module of a command -> its line in the list of commands.
+COMMANDS = {
+    "convert": "convert a checkpoint of the original code into a folder that AutoModel loads",
+    "export": "write a model folder as a checkpoint of the original code",
+    "distill": "convert a trained encoder to a Luna with linear time and memory",
+    "verify": "compare two models layer by layer on the same inputs",
+    "info": "describe a model: parameters, weights, cache, heads, origin",
+    "bundle": "add the code to a model folder, for trust_remote_code",
+    "onnx": "export a model folder to ONNX and compare it with the model",
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -33,13 +41,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     Raises:
         SystemExit: 2 on wrong usage, 0 after `--help` and `--version`, 143 after SIGTERM.
     """
-    parser = _parser()
-    if "_ARGCOMPLETE" in os.environ:  # set by a shell that completes a command line
+    completes = "_ARGCOMPLETE" in os.environ  # set by a shell that completes a command line
+    words = sys.argv[1:] if argv is None else argv
+    used = next((word for word in words if not word.startswith("-")), None)
+    parser = _parser(COMMANDS if completes else {used})
+    if completes:
         with suppress(ImportError):
             import argcomplete
 
             argcomplete.autocomplete(parser)  # exits
-    options = parser.parse_args(argv)
+    options = parser.parse_args(words)
     try:
         with _exit_on_sigterm():
             return _run(options)
@@ -117,7 +128,8 @@ class _Version(argparse.Action):
         parser.exit()
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser(used: Collection[str | None]) -> argparse.ArgumentParser:
+    """Return the parser, with the options of the commands `used`."""
     parser = _Parser(
         prog="luna-mega",
         usage="luna-mega [-h] [--version] COMMAND ...",
@@ -128,6 +140,8 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(
         title="commands", dest="command", metavar="COMMAND", required=True, prog="luna-mega"
     )
-    for command in COMMANDS:
-        command.add(commands)
+    for name, line in COMMANDS.items():
+        command = commands.add_parser(name, help=line)
+        if name in used:
+            importlib.import_module(f"luna_mega_cli.{name}").add(command)
     return parser

@@ -3,15 +3,13 @@
 
 import argparse
 
-from luna_mega_cli.options import FOLDER, Commands, add_command, show
+from luna_mega_cli.options import FOLDER, define_command, show
 
 
-def add(commands: Commands) -> None:
-    parser = add_command(
-        commands,
-        "bundle",
+def add(parser: argparse.ArgumentParser) -> None:
+    define_command(
+        parser,
         run,
-        help="add the code to a model folder, for trust_remote_code",
         description="Adds the code to a model folder: AutoModel...from_pretrained(FOLDER, trust_remote_code=True) "
         "loads it without luna-mega. If luna_mega is imported, its classes are used instead.",
         examples=("my-model", "my-model --output my-bundle"),

@@ -3,15 +3,13 @@
 
 import argparse
 
-from luna_mega_cli.options import DTYPES, FILES, Commands, add_command, add_conventions, chosen, show
+from luna_mega_cli.options import DTYPES, FILES, add_conventions, chosen, define_command, show
 
 
-def add(commands: Commands) -> None:
-    parser = add_command(
-        commands,
-        "convert",
+def add(parser: argparse.ArgumentParser) -> None:
+    define_command(
+        parser,
         run,
-        help="convert a checkpoint of the original code into a folder that AutoModel loads",
         description="Converts a fairseq checkpoint of Luna (luna_bert, LRA, translation) or Mega (LRA, raw speech, "
         "ImageNet, language models, translation), or a Megalodon folder, into a folder for transformers. Code in the "
         "checkpoint is not executed.",

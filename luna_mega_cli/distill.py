@@ -3,15 +3,13 @@
 
 import argparse
 
-from luna_mega_cli.options import Commands, add_command, chosen, positive, show
+from luna_mega_cli.options import chosen, define_command, positive, show
 
 
-def add(commands: Commands) -> None:
-    parser = add_command(
-        commands,
-        "distill",
+def add(parser: argparse.ArgumentParser) -> None:
+    define_command(
+        parser,
         run,
-        help="convert a trained encoder to a Luna with linear time and memory",
         description="Converts BERT, RoBERTa, XLM-RoBERTa, CamemBERT, DistilBERT or ELECTRA, with or without a head, to "
         "a Luna model that equals it on texts of up to --projection-length tokens. Longer texts are packed. By "
         "default, no text is longer than the teacher's limit, and heads that read tokens equal the teacher everywhere. "

@@ -3,15 +3,13 @@
 
 import argparse
 
-from luna_mega_cli.options import DTYPES, FILES, FOLDER, LAYER_NORMS, Commands, add_command, chosen, positive, show
+from luna_mega_cli.options import DTYPES, FILES, FOLDER, LAYER_NORMS, chosen, define_command, positive, show
 
 
-def add(commands: Commands) -> None:
-    parser = add_command(
-        commands,
-        "export",
+def add(parser: argparse.ArgumentParser) -> None:
+    define_command(
+        parser,
         run,
-        help="write a model folder as a checkpoint of the original code",
         description="Writes a model folder as a checkpoint of the original code.",
         examples=(
             "my-model --output checkpoint.pt",

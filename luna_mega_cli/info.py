@@ -4,15 +4,13 @@
 import argparse
 from dataclasses import asdict
 
-from luna_mega_cli.options import Commands, add_command, positive, show
+from luna_mega_cli.options import define_command, positive, show
 
 
-def add(commands: Commands) -> None:
-    parser = add_command(
-        commands,
-        "info",
+def add(parser: argparse.ArgumentParser) -> None:
+    define_command(
+        parser,
         run,
-        help="describe a model: parameters, weights, cache, heads, origin",
         description="Describes a model: architecture, parameters, bytes of weights and cache, heads, and the code that "
         "wrote it.",
         examples=("my-model", "my-model --length 16384", "checkpoint_best.pt --json"),

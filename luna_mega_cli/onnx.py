@@ -3,15 +3,13 @@
 
 import argparse
 
-from luna_mega_cli.options import FOLDER, Commands, add_command, positive, show
+from luna_mega_cli.options import FOLDER, define_command, positive, show
 
 
-def add(commands: Commands) -> None:
-    parser = add_command(
-        commands,
-        "onnx",
+def add(parser: argparse.ArgumentParser) -> None:
+    define_command(
+        parser,
         run,
-        help="export a model folder to ONNX and compare it with the model",
         description="Exports a model folder to ONNX (extra `onnx`), for any batch size and length. A generative model "
         "is exported as two programs, prefill and decode, and one for the encoder if there is one. The results of "
         "onnxruntime are compared with those of the model before anything is written.",

@@ -14,7 +14,6 @@ EMA_CONVENTIONS = ("main", "flash")
 FILES: dict[str, Any] = {"metavar": "FILE", "nargs": "+", "action": "extend", "default": []}  # `--dict`
 FOLDER = "model folder, written by luna-mega convert or save_pretrained"
 
-Commands = Any  # the action that `ArgumentParser.add_subparsers` returns, whose class is private
 Run = Callable[[argparse.Namespace], int | None]
 Check = Callable[[argparse.Namespace], str | None]
 
@@ -29,36 +28,27 @@ class _Help(argparse.HelpFormatter):
         return text if "\n" in text else super()._fill_text(text, width, indent)
 
 
-def add_command(
-    commands: Commands,
-    name: str,
+def define_command(
+    parser: argparse.ArgumentParser,
     run: Run,
     *,
-    help: str,
     description: str,
     examples: Sequence[str],
-    json: str = "print the report as JSON",
     check: Check | None = None,
-) -> argparse.ArgumentParser:
-    """Add a command and return its parser.
+) -> None:
+    """Set the help and the function of a command.
 
     Args:
-        commands: Return value of `ArgumentParser.add_subparsers`.
-        name: Name of the command.
+        parser: Parser of the command.
         run: Function of the parsed options that returns the exit status, or None for 0.
-        help: Line in the list of commands.
         description: Paragraph in the help of the command.
         examples: Arguments of example calls.
-        json: Help of the option `--json`.
         check: Function of the parsed options that returns an error message for options that contradict each other.
     """
-    lines = "\n".join(f"  luna-mega {name} {line}" for line in examples)
-    parser: argparse.ArgumentParser = commands.add_parser(
-        name, help=help, description=description, epilog=f"examples:\n{lines}", formatter_class=_Help
-    )
-    parser.add_argument("--json", action="store_true", help=json)
+    lines = "\n".join(f"  {parser.prog} {line}" for line in examples)
+    parser.description, parser.epilog, parser.formatter_class = description, f"examples:\n{lines}", _Help
+    parser.add_argument("--json", action="store_true", help="print the report as JSON")
     parser.set_defaults(run=run, check=check, error=parser.error)
-    return parser
 
 
 def add_conventions(parser: argparse.ArgumentParser, *, head: str, layer_norm: str, ema_convention: str) -> None:

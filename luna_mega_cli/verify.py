@@ -4,18 +4,16 @@
 import argparse
 from dataclasses import asdict
 
-from luna_mega_cli.options import Commands, add_command, add_conventions, chosen, positive, seed, show
+from luna_mega_cli.options import add_conventions, chosen, define_command, positive, seed, show
 
 _RANDOM = ("batch", "length", "seed")
 
 
-def add(commands: Commands) -> None:
-    parser = add_command(
-        commands,
-        "verify",
+def add(parser: argparse.ArgumentParser) -> None:
+    define_command(
+        parser,
         run,
         check=check,
-        help="compare two models layer by layer on the same inputs",
         description="Runs two models on the same inputs in float32 and prints the largest difference of every layer. "
         "Exit status 0: all differences are within the tolerance; 1: a difference is larger, or the input is invalid.",
         examples=(

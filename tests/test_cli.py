@@ -1,5 +1,6 @@
 """The command line `luna-mega`: commands, exit statuses, and startup time."""
 
+import importlib
 import json
 import os
 import re
@@ -21,7 +22,7 @@ COMMANDS = ("convert", "export", "distill", "verify", "info", "bundle", "onnx")
 
 def replace(monkeypatch, name, function):
     """Let the command run another function."""
-    monkeypatch.setattr(getattr(luna_mega_cli, name), "run", function)
+    monkeypatch.setattr(importlib.import_module(f"luna_mega_cli.{name}"), "run", function)
 
 
 def run(argv, capsys):
@@ -35,9 +36,8 @@ def run(argv, capsys):
 def test_help_lists_commands_that_exist(capsys):
     status, output = run(["--help"], capsys)
     assert status == 0
-    listed = [command.__name__.rpartition(".")[2] for command in luna_mega_cli.COMMANDS]
     assert "Luna, Mega and Megalodon" in output.out
-    assert re.findall(r"^    (\w+)  ", output.out, flags=re.MULTILINE) == list(COMMANDS) == listed
+    assert re.findall(r"^    (\w+)  ", output.out, flags=re.MULTILINE) == list(COMMANDS) == list(luna_mega_cli.COMMANDS)
     for name in COMMANDS:
         status, output = run([name, "--help"], capsys)
         assert status == 0 and output.out.startswith(f"usage: luna-mega {name} [-h]")
@@ -154,6 +154,8 @@ from luna_mega_cli import main
 for argv in {[[], *([name] for name in COMMANDS)]!r}:
     with contextlib.suppress(SystemExit):
         main([*argv, "--help"])
+    commands = sys.modules.keys() & {{f"luna_mega_cli.{{name}}" for name in {COMMANDS!r}}}
+    assert not argv or argv[0] != "convert" or commands == {{"luna_mega_cli.convert"}}, "imports only its own module"
 assert not {{"luna_mega", "torch", "transformers"}} & sys.modules.keys()
 assert time.process_time() < 0.3, time.process_time()
 """

@@ -158,7 +158,6 @@ def test_no_import_cycles():
         names = {*imports(source), *targets(source)}
         graph[module] = {name if name in FILES else name.rpartition(".")[0] for name in names} & FILES.keys()
     graphlib.TopologicalSorter(graph).prepare()
-    assert "luna_mega_cli.convert" in graph["luna_mega_cli"]
     assert "luna_mega.convert.importer" in graph["luna_mega_cli.convert"]
 
 
