@@ -8,7 +8,7 @@ import torch
 from transformers.cache_utils import Cache, CacheLayerMixin, EncoderDecoderCache
 from transformers.configuration_utils import PreTrainedConfig
 
-from luna_mega.kernels._export import forbid_capture, is_exporting
+from luna_mega.kernels.support import forbid_capture, is_exporting
 
 ANOTHER_SOURCE = "has another source, of another batch or model"
 _PREFIX_TUNING = "prefix tuning, which passes keys and values, is not supported: use prompt tuning or LoRA"

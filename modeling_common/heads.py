@@ -10,8 +10,7 @@ import torch
 from torch import nn
 from transformers.configuration_utils import PreTrainedConfig
 
-from luna_mega.kernels._export import forbid_capture
-from luna_mega.kernels.upcast import upcast
+from luna_mega.kernels.support import forbid_capture, upcast
 from luna_mega.modeling_common.base import ModelMixin
 from luna_mega.modeling_common.label_checks import validate_labels, validate_span
 from luna_mega.modeling_common.labels import count_columns, count_kept, keep_positions, next_tokens

@@ -5,8 +5,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from luna_mega.kernels._export import is_exporting
-from luna_mega.kernels.gated_attention.columns import roll_columns, take_columns
+from luna_mega.kernels.support import is_exporting, roll_columns, take_columns
 from luna_mega.modeling_common.attention import KeyWindow
 from luna_mega.modeling_common.cache import StateLayer
 from luna_mega.modeling_common.masks import can_look

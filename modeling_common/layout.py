@@ -10,8 +10,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import nn
 
-from luna_mega.kernels._export import is_tracing
-from luna_mega.kernels.gated_attention.columns import take_columns
+from luna_mega.kernels.support import is_tracing, take_columns
 from luna_mega.modeling_common.attention import KeyWindow
 from luna_mega.modeling_common.cache import StateCache
 from luna_mega.modeling_common.masks import can_look

@@ -4,7 +4,7 @@ import torch
 from transformers.configuration_utils import PreTrainedConfig
 from transformers.utils import logging
 
-from luna_mega.kernels._export import in_program, is_capturing
+from luna_mega.kernels.support import in_program, is_capturing
 
 logger = logging.get_logger(__name__)
 

@@ -6,8 +6,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from luna_mega.kernels._export import forbid_capture, in_program
-from luna_mega.kernels.varlen import check_cu_seqlens, locate
+from luna_mega.kernels.support import check_cu_seqlens, forbid_capture, in_program, locate
 from luna_mega.modeling_common.attention import KeyWindow
 from luna_mega.modeling_common.masks import can_look
 

@@ -11,7 +11,7 @@ from transformers.configuration_utils import PreTrainedConfig
 from transformers.modeling_outputs import SequenceClassifierOutput
 from transformers.utils.generic import can_return_tuple
 
-from luna_mega.kernels.upcast import upcast
+from luna_mega.kernels.support import upcast
 from luna_mega.modeling_common.heads import Head
 from luna_mega.modeling_common.inputs import read_sequences
 from luna_mega.modeling_common.label_checks import validate_pairs, validate_pooled

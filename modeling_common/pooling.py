@@ -2,8 +2,7 @@
 
 import torch
 
-from luna_mega.kernels.gated_attention.columns import take_columns
-from luna_mega.kernels.upcast import upcast_dtype
+from luna_mega.kernels.support import take_columns, upcast_dtype
 
 
 def first_position(mask: torch.Tensor) -> torch.Tensor:

@@ -5,7 +5,7 @@ from typing import Any, TypedDict
 
 import torch
 
-from luna_mega.kernels._export import in_program, is_exporting
+from luna_mega.kernels.support import in_program, is_exporting
 from luna_mega.modeling_common.cache import StateCache
 from luna_mega.modeling_common.masks import can_look, can_read, read_mask
 from luna_mega.modeling_common.padding_free import VARLEN_OPTIONS, PaddingFreeLayout

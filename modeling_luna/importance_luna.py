@@ -5,10 +5,8 @@ from typing import Any
 
 import torch
 
-from luna_mega.kernels._export import in_program
-from luna_mega.kernels._op import without_autocast
 from luna_mega.kernels.api import assign_rows, segment_pack
-from luna_mega.kernels.upcast import upcast
+from luna_mega.kernels.support import in_program, upcast, without_autocast
 from luna_mega.modeling_common.inputs import Inputs
 from luna_mega.modeling_common.layout import Layout
 from luna_mega.modeling_luna.packed_luna import Packed

@@ -23,14 +23,13 @@ from transformers.pytorch_utils import apply_chunking_to_forward
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
 from luna_mega.compat import with_cache_alias
-from luna_mega.kernels._export import forbid_capture
 from luna_mega.kernels.api import (
     luna_causal_attention,
     luna_causal_attention_step,
     luna_pack,
     luna_unpack,
 )
-from luna_mega.kernels.dropout import Dropout
+from luna_mega.kernels.support import Dropout, forbid_capture
 from luna_mega.modeling_common.base import BodyMixin, CommonPreTrainedModel
 from luna_mega.modeling_common.cache import layer_caches
 from luna_mega.modeling_common.inputs import ValueEmbeddings, embed, prepare, scatter_states

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from transformers.configuration_utils import PreTrainedConfig
 
-from luna_mega.kernels._export import forbid_capture, in_program
+from luna_mega.kernels.support import forbid_capture, in_program
 from luna_mega.modeling_common.inputs import Inputs
 from luna_mega.modeling_common.layout import Layout
 from luna_mega.modeling_common.masks import can_look

@@ -6,7 +6,7 @@ from typing import Self
 import torch
 from torch import nn
 
-from luna_mega.kernels.upcast import upcast
+from luna_mega.kernels.support import upcast
 from luna_mega.modeling_common.processes import all_reduce_sum, are_joined
 
 

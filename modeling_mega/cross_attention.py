@@ -11,8 +11,8 @@ import torch
 from torch import nn
 from transformers.activations import ACT2FN
 
-from luna_mega.kernels._export import is_exporting, longer
 from luna_mega.kernels.api import gated_attention
+from luna_mega.kernels.support import is_exporting, longer
 from luna_mega.modeling_common.layout import DenseLayout, Layout
 from luna_mega.modeling_common.tensor_parallel import RankBoundary
 from luna_mega.modeling_mega.cache_mega import MegaCacheLayer, MegaCrossCacheLayer

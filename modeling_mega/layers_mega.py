@@ -5,9 +5,7 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from luna_mega.kernels._export import in_program
-from luna_mega.kernels.dropout import dropout
-from luna_mega.kernels.upcast import upcast, upcast_dtype
+from luna_mega.kernels.support import dropout, in_program, upcast, upcast_dtype
 from luna_mega.modeling_common.layout import DENSE, Layout
 from luna_mega.modeling_mega.batch_norm_mega import MegaBatchNorm, MegaSyncBatchNorm
 from luna_mega.modeling_mega.configuration_mega import MegaConfig

@@ -21,8 +21,8 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils.generic import TransformersKwargs
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
-from luna_mega.kernels._export import in_program
 from luna_mega.kernels.api import TruncatedEmaState, damped_ema, damped_ema_step, ema_coefficients
+from luna_mega.kernels.support import in_program
 from luna_mega.modeling_common.attention import KeyWindow, attend
 from luna_mega.modeling_common.base import BodyMixin, CommonPreTrainedModel, StateRecorder, exact_dtype
 from luna_mega.modeling_common.cache import layer_caches

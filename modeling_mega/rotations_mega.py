@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from luna_mega.kernels._operator import is_plain
+from luna_mega.kernels.support import is_plain
 
 # Elements of the largest table that is kept.
 LARGEST = 1 << 22

@@ -5,7 +5,7 @@ import math
 import torch
 from torch import nn
 
-from luna_mega.kernels.upcast import upcast
+from luna_mega.kernels.support import upcast
 from luna_mega.modeling_common.attention import attend
 from luna_mega.modeling_common.layout import Layout
 from luna_mega.modeling_common.tensor_parallel import RankBoundary

@@ -30,8 +30,7 @@ from luna_mega.kernels.api import (
     timestep_norm,
     timestep_norm_step,
 )
-from luna_mega.kernels.dropout import Dropout
-from luna_mega.kernels.upcast import upcast
+from luna_mega.kernels.support import Dropout, upcast
 from luna_mega.modeling_common.base import BodyMixin, CommonPreTrainedModel, StateRecorder, exact_dtype
 from luna_mega.modeling_common.cache import StateCache
 from luna_mega.modeling_common.inputs import Inputs, embed, prepare, scatter_states

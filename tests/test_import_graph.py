@@ -152,6 +152,16 @@ def test_only_the_registry_imports_formats_by_name():
             assert parts - {"register_format", "registered_formats"} <= public, module
 
 
+def test_kernels_are_imported_through_their_doors():
+    """Other packages import operators from `kernels.api` and helpers from `kernels.support`."""
+    doors = ("luna_mega.kernels.api.", "luna_mega.kernels.support.")
+    others = {module: source for module, source in SOURCES.items() if layer_of(module) != "luna_mega.kernels"}
+    names = {(module, name) for module, source in others.items() for name in imports(source)}
+    inside = {(module, name) for module, name in names if f"{name}.".startswith("luna_mega.kernels.")}
+    assert {(module, name) for module, name in inside if not name.startswith(doors)} == set()
+    assert ("luna_mega.modeling_luna.modeling_luna", "luna_mega.kernels.api.luna_pack") in inside
+
+
 def test_no_import_cycles():
     graph = {}
     for module, source in SOURCES.items():

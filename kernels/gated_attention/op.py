@@ -9,9 +9,7 @@ from torch import Tensor
 
 from luna_mega.kernels._export import in_program, is_exporting, longer
 from luna_mega.kernels._op import Call, Op
-from luna_mega.kernels.gated_attention import reference, torch_backend, torch_step
-from luna_mega.kernels.gated_attention.checks import check_bias, check_options, check_rows, check_tensors
-from luna_mega.kernels.gated_attention.columns import (
+from luna_mega.kernels.columns import (
     in_columns,
     in_last_column,
     pad_columns,
@@ -19,6 +17,8 @@ from luna_mega.kernels.gated_attention.columns import (
     take_columns,
     unless_zero,
 )
+from luna_mega.kernels.gated_attention import reference, torch_backend, torch_step
+from luna_mega.kernels.gated_attention.checks import check_bias, check_options, check_rows, check_tensors
 from luna_mega.kernels.varlen import check_cu_seqlens
 
 

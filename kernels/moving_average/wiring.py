@@ -10,7 +10,7 @@ from luna_mega.kernels import varlen
 from luna_mega.kernels._export import is_exporting
 from luna_mega.kernels._op import Call, Op, without_autocast
 from luna_mega.kernels.checks import check_lengths, check_sequences, count_sequences
-from luna_mega.kernels.gated_attention.columns import to_end
+from luna_mega.kernels.columns import to_end
 from luna_mega.kernels.moving_average import export, torch_backend
 from luna_mega.kernels.moving_average.coefficients import powers, times
 from luna_mega.kernels.upcast import upcast_dtype

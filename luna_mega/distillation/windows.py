@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
-from luna_mega.kernels.upcast import upcast
+from luna_mega.kernels.support import upcast
 
 _TOKENS = 4096  # approximately, per batch
 

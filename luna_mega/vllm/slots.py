@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from luna_mega.kernels.api import LunaCausalState, TimestepNormState
-from luna_mega.kernels.varlen import locate
+from luna_mega.kernels.support import locate
 from luna_mega.modeling_common.attention import KeyWindow
 from luna_mega.modeling_common.cache import Constants
 from luna_mega.modeling_common.key_cache import KeyValueCacheLayer
