@@ -103,13 +103,9 @@ audit: $(INSTALLED) ## report known vulnerabilities of the installed packages
 bench: $(INSTALLED) ## measure the ops, on a GPU if available (DTYPE=bfloat16)
 	$(VENV)/bin/python benchmarks/run.py --dtype $(DTYPE)
 
-# Of the registry of benchmarks/run.py.
-GPU_CASES := luna_attention luna_causal_attention damped_ema gated_attention mega_layer base_model decoding
-GPU_OPTIONS ?= --dtype bfloat16
-gpu: ## check the kernels on a GPU and measure them with the installed python3 (10 minutes); tables in outputs/gpu
-	mkdir -p outputs/gpu
-	PYTHONPATH=. python3 -m pytest -q -p no:cacheprovider -m gpu tests/kernels/test_gpu.py; status=$$?; \
-	    PYTHONPATH=. python3 benchmarks/run.py $(GPU_CASES) $(GPU_OPTIONS) --output outputs/gpu && exit $$status
+GPU_OPTIONS ?=
+gpu: ## check the kernels on a GPU and measure them with the installed python3 (4 minutes); results in outputs/gpu
+	python3 benchmarks/gpu.py $(GPU_OPTIONS)
 
 clean: ## remove the environments and what was built
 	rm -rf $(VENV) .venv-oldest .venv-newest .venv-ecosystem .venv-vllm .venv-docs build dist *.egg-info .pytest_cache .ruff_cache

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from functools import partial
 
 import torch
-from cases import CASES, Case, Size
+from cases import CASES, Case, Size, Work
 
 if torch.cuda.is_available():
     from triton.testing import do_bench
@@ -48,7 +48,8 @@ def limit_memory() -> None:
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
 
 
-def _measure(work, case, device):
+def passes(work: Work) -> tuple[dict[str, Callable[[], object]], list[torch.Tensor]]:
+    """Return the functions of a forward pass without gradient and of a training step, and the seeds of the latter."""
     seeds = []
 
     def step():
@@ -56,9 +57,15 @@ def _measure(work, case, device):
         seeds[:] = seeds or [torch.randn_like(output) for output in outputs]
         return _gradients(outputs, work, seeds)
 
-    result = _pass("forward", lambda: _forward(work), case.repeats, device) if "forward" in case.passes else {}
+    return {"forward": partial(_forward, work), "both": step}, seeds
+
+
+def _measure(work, case, device):
+    functions, seeds = passes(work)
+    result = {}
+    for name in (name for name in functions if name in case.passes):
+        result |= _pass(name, functions[name], case.repeats, device)
     if "both" in case.passes:
-        result |= _pass("both", step, case.repeats, device)
         result["both_mb"] -= sum(seed.nbytes for seed in seeds) / 2**20
     if "backward" in case.passes:
         outputs = work.forward()

@@ -43,7 +43,7 @@ def markdown(case, rows):
             ratios = [] if row is None else _ratios(case, row, mine)
             line += ["" if row is None else _figures(case, row), ", ".join(f"{ratio:.2f}x" for ratio in ratios)]
         lines.append(line)
-    return _join(lines)
+    return join(lines)
 
 
 def _figures(case, row):
@@ -61,7 +61,7 @@ def _speeds(case, rows, name, title):
         millions = next(row["parameters"] for row in found.values()) / 1e6
         lines.append([variant, f"{millions:.1f}", *(_speed(case, found.get(size), name) for size in sizes)])
     units = {"bytes": "peak bytes per token (peak MB)", "ms": "milliseconds"}
-    return f"{title}: {units.get(case.unit, f'{case.unit} a second (peak MB)')}\n\n{_join(lines)}"
+    return f"{title}: {units.get(case.unit, f'{case.unit} a second (peak MB)')}\n\n{join(lines)}"
 
 
 def _relative(case, rows, baseline):
@@ -82,7 +82,7 @@ def _relative(case, rows, baseline):
         steps = row.get("error") or f"{1000 / row['both_ms']:.2f} steps a second, {row['both_mb']:,.0f} MB"
         absolute.append(f"{n}: {steps}")
     title = f"{case.passes['both']}, batch {batch}, relative to {baseline} ({'; '.join(absolute)})"
-    return f"{title}\n\n{_join(lines)}"
+    return f"{title}\n\n{join(lines)}"
 
 
 def _quotient(row, field, above, below):
@@ -102,7 +102,7 @@ def _speed(case, row, name):
     return f"{speed:,.{0 if speed >= 100 else 2}f} ({peak:,.0f})"
 
 
-def _join(lines):
+def join(lines):
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 

@@ -176,3 +176,85 @@ def test_unsupported_variant_is_reported(runner, monkeypatch):
 
     monkeypatch.setitem(runner.CASES["damped_ema"].variants, "original", fail)
     assert measure("damped_ema", "original", {"n": 8}, "cpu", "float32", 0) == {"error": "CUDA out of memory."}
+
+
+# Jobs of a program in place of `gpu_jobs.py`: a wrong operator, one that ends the process, and one that never ends.
+FAKE_JOBS = """
+import json, os, sys, time
+def row(part, **fields):
+    print(json.dumps({"part": part, **fields}), flush=True)
+row("ready")
+sys.stdin.readline()
+(name, *arguments), = json.loads(sys.argv[1])
+if name == "compile":
+    names = ["right", "wrong", "dead"]
+    models = [["model", model] for model in ("luna", "peer", "stuck")]
+    row("jobs", checks=[["operator", op] for op in names], times=[["ops", names], *models])
+elif arguments[0] == "dead":
+    os.abort()
+elif name == "operator":
+    row(name, name=f"{arguments[0]} masked: outputs", result="ok" if arguments[0] == "right" else "failed: off by 0.31")
+elif name == "ops":
+    for op in arguments[0]:
+        row(name, name=op, size="n=8", **{"pass": "both"}, eager=9.0, host=8.0, graph=5.0, floor=1.0)
+elif arguments[0] == "stuck":
+    row("about", waits=True)
+    time.sleep(600)
+else:
+    row(name, name=arguments[0], size="n=8", **{"pass": "both"}, peer="peer", eager=3.0 + (arguments[0] == "luna"))
+"""
+
+
+def test_gate_of_a_gpu(import_benchmark, monkeypatch, tmp_path, capsys):
+    gate, limits = import_benchmark("gpu"), []
+
+    class Timer:
+        """Ends the jobs when the one that never ends says so."""
+
+        def __init__(self, seconds, stop):
+            limits.append((seconds, stop))
+
+        start = cancel = lambda self: None
+
+    class Gate(gate.Gate):
+        def add(self, part, **row):
+            super().add(part, **row)
+            if "waits" in row:
+                limits[0][1]()
+
+    (tmp_path / "gpu_jobs.py").write_text(FAKE_JOBS)
+    monkeypatch.setattr(gate, "FOLDER", tmp_path)
+    monkeypatch.setattr(gate, "Gate", Gate)
+    monkeypatch.setattr(gate.threading, "Timer", Timer)
+    monkeypatch.setattr(gate.os, "cpu_count", lambda: 1)
+    assert gate.main(["--output", str(tmp_path)]) == 1 and limits[0][0] == 240
+    result = json.loads((tmp_path / "gpu.json").read_text())
+    assert {row["name"] for row in result["rows"] if row["part"] == "ops"} == {"right"}
+    printed = capsys.readouterr().out + (tmp_path / "gpu.md").read_text()
+    expected = (
+        "model: luna n=8 both: 4.000 ms, peer 3.000 ms",
+        "model: stuck: failed: not finished in time",
+        "operator: dead: failed: exit status -6: ",
+        "operator: wrong masked: outputs: failed: off by 0.31",
+        "ops: right n=8 both: 5.000 ms, 5.0 times its floor",
+        "ops: right n=8 both: 9.000 ms in eager mode, 5.000 ms as a CUDA graph",
+    )
+    for line, start in zip(sorted(result["short"]), expected, strict=True):
+        assert line.startswith(start) and printed.count(line) == 2
+    assert "| right | n=8 | both | 9.000 | 8.000 | 5.000 | 1.000 |" in (tmp_path / "gpu.md").read_text()
+
+
+@pytest.mark.slow
+def test_dry_run_of_the_gate(import_benchmark, tmp_path, capsys):
+    """Every part runs on a CPU: checks of every operator, steps in place of CUDA graphs, operators and models."""
+    assert import_benchmark("gpu").main(["--dry", "--seconds", "600", "--output", str(tmp_path)]) == 0
+    assert capsys.readouterr().out.endswith("Fell short:\n  nothing\n")
+    rows = json.loads((tmp_path / "gpu.json").read_text())["rows"]
+    names = {
+        part: {row["name"].split()[0].strip(":") for row in rows if row["part"] == part} for part in ("operator", "ops")
+    }
+    assert names["operator"] == names["ops"] | {"segment_pack"} and len(names["ops"]) == 6
+    times = [row for row in rows if row["part"] in ("ops", "model")]
+    assert len({row["name"] for row in times}) == 14
+    assert all(row["eager"] > 0 and row["host"] > 0 and row["graph"] > 0 for row in times)
+    assert sum(row["part"] == "step" for row in rows) > 8

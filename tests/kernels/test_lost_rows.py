@@ -11,8 +11,8 @@ pytest.importorskip("triton", reason="Triton is not installed")
 from luna_mega.kernels.common import triton_choice  # noqa: E402
 from luna_mega.kernels.common.comparison import row_error  # noqa: E402
 from tests.kernels import (  # noqa: E402
+    gpu,
     test_gated_attention,
-    test_gpu,
     test_luna_attention,
     test_luna_attention_triton,
     test_luna_causal_attention_triton,
@@ -20,7 +20,7 @@ from tests.kernels import (  # noqa: E402
 
 
 def on_a_gpu(actual, expected):
-    test_gpu.check({"output": actual}, {"output": expected}, actual.dtype)
+    gpu.check({"output": actual}, {"output": expected}, actual.dtype)
 
 
 def luna_attention(actual, expected):
