@@ -65,9 +65,16 @@ OPS = {
         {"n": 2048, "b": 16, "function": "softmax", "chunk": 0},
     ],
 }
+# Variant -> case, the most important ones first.
 MODELS = {
-    "encoders": ["luna_128", "mega_chunk_128", "roberta_sdpa", "modernbert_sdpa"],
-    "decoders": ["luna_32", "mega_chunk_512", "megalodon_512", "llama_sdpa"],
+    "luna_128": "encoders",
+    "mega_chunk_128": "encoders",
+    "roberta_sdpa": "encoders",
+    "megalodon_512": "decoders",
+    "llama_sdpa": "decoders",
+    "mega_chunk_512": "decoders",
+    "luna_32": "decoders",
+    "modernbert_sdpa": "encoders",
 }
 MODEL_SIZES = [{"n": 512, "b": 8}, {"n": 4096, "b": 16}]
 TOY_MODEL = {"n": 64, "b": 1, "hidden_size": 64, "num_hidden_layers": 1}
@@ -90,15 +97,14 @@ def compile_kernels(index: int, count: int, dry: bool) -> Iterator[Row]:
         versions = {name: str(compat.installed(name)) for name in ("torch", "triton", "transformers")}
         device = torch.cuda.get_device_name() if gpu.GPU else "CPU"
         yield {"part": "about", "device": device, "python": sys.version.split()[0], **versions}
-        models = [["model", name, case, dry] for case, names in MODELS.items() for name in names]
+        models = [["model", name, dry] for name in MODELS]
         jobs = [["operator", name, dry] for name in gpu.OPS]
         jobs += [["step", name] for name in (steps.STEPS if MISSING is None else ["all"])]
         yield {"part": "jobs", "checks": jobs, "times": [["ops", list(OPS), dry], *models]}
     work = [(gpu.run, name, n, mode) for mode in gpu.MODES for name in gpu.NAMES for n in (256, 257)]
     if MISSING is None:
-        models = {name: case for case, names in MODELS.items() for name in names}
         work += [(_call, op, "luna_mega", {**size, "b": 2}) for op, sizes in OPS.items() for size in sizes]
-        work += [(_call, case, name, {**size, "b": 2}) for name, case in models.items() for size in MODEL_SIZES]
+        work += [(_call, case, name, {**size, "b": 2}) for name, case in MODELS.items() for size in MODEL_SIZES]
     for function, *arguments in work[index::count] if not dry else ():
         try:
             function(*arguments)
@@ -154,8 +160,9 @@ def time_operators(names: list[str], dry: bool) -> Iterator[Row]:
     yield from _time("ops", entries)
 
 
-def time_model(variant: str, case: str, dry: bool) -> Iterator[Row]:
+def time_model(variant: str, dry: bool) -> Iterator[Row]:
     """Measure a training step of a model, and inference of an encoder."""
+    case = MODELS[variant]
     peer = {"peer": {"encoders": "roberta_sdpa", "decoders": "llama_sdpa"}[case]}
     found = {"forward": peer, "both": peer} if case == "encoders" else {"both": peer}
     sizes = [TOY_MODEL] if dry else MODEL_SIZES

@@ -1,4 +1,4 @@
-"""Steps of models that run in a CUDA graph, with dropout where they train."""
+"""Steps of models that run in a CUDA graph, with dropout where they train; without a GPU see `test_capture.py`."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 import luna_mega
+from luna_mega.modeling_common.cache import StateCache
 from tests.kernels import gpu
 
 VOCABULARY = 64
@@ -21,10 +22,13 @@ BATCH, LENGTH = (4, 512) if gpu.GPU else (2, 32)
 
 
 class Step(NamedTuple):
-    """A function, and the tensors of token ids that it reads."""
+    """A function and the tensors of token ids that it reads; for decoding, further functions for a comparison."""
 
     ids: list[torch.Tensor]
     run: Callable[[], list[torch.Tensor]]
+    begin: Callable[[], object] = lambda: None  # forgets all steps so far
+    expected: Callable[[], list[torch.Tensor]] | None = None  # None: `run`
+    repeats: int = 1
 
 
 def model(name: str, **fields: object) -> nn.Module:
@@ -68,7 +72,27 @@ def inference(name: str, **fields: object) -> Step:
     return Step(ids, run)
 
 
-# Steps of decoders with a cache of constant shape belong here: a function that returns a `Step`, as those above.
+@torch.no_grad()
+def decoding(name: str, **fields: object) -> Step:
+    """Return the logits of a step with a static cache, which are compared with those of a dynamic one."""
+    decoder = model(name, **fields, **_DECODER).eval()
+    prompt, ids = draw()[:, : LENGTH - 5], draw()[:, :1].contiguous()
+    dynamic, static = (decoder(input_ids=prompt, use_cache=True).cache for _ in range(2))
+    static.make_static()
+    tensors = [x for layer in static.layers for x in layer.tensors.values()]
+    saved = [x.clone() for x in tensors]
+
+    @torch.no_grad()
+    def run(cache: StateCache = static) -> list[torch.Tensor]:
+        return [decoder(input_ids=ids, cache=cache).logits]
+
+    def begin() -> None:
+        for mine, first in zip(tensors, saved, strict=True):
+            mine.copy_(first)
+
+    return Step([ids], run, begin, lambda: run(dynamic), repeats=64)
+
+
 STEPS: dict[str, Callable[[], Step]] = {
     "LunaForMaskedLM, training": lambda: training("LunaForMaskedLM", **_LUNA),
     "LunaForCausalLM, training": lambda: training("LunaForCausalLM", **_LUNA, **_DECODER),
@@ -80,6 +104,9 @@ STEPS: dict[str, Callable[[], Step]] = {
     "MegaForConditionalGeneration, training": lambda: training("MegaForConditionalGeneration", **_MEGA),
     "MegaModel, inference": lambda: inference("MegaModel", **_MEGA),
     "MegalodonForCausalLM, training": lambda: training("MegalodonForCausalLM", **_MEGALODON),
+    "LunaForCausalLM, decoding": lambda: decoding("LunaForCausalLM", **_LUNA, max_position_embeddings=2 * LENGTH),
+    "MegaForCausalLM, decoding": lambda: decoding("MegaForCausalLM", **_MEGA, bidirectional=False),
+    "MegalodonForCausalLM, decoding": lambda: decoding("MegalodonForCausalLM", **_MEGALODON),
 }
 
 
@@ -87,12 +114,16 @@ def check(name: str) -> None:
     """Compare the replay of a step, with other tokens than those that were captured, with the step itself."""
     step = STEPS[name]()
     replay, captured = gpu.record(step.run)
-    for ids in step.ids:
-        ids.copy_(draw())
-    torch.manual_seed(0)
-    replay()
-    actual = [x.clone() for x in captured]
-    torch.manual_seed(0)
-    for index, (mine, theirs) in enumerate(zip(actual, step.run(), strict=True)):
-        error = ((mine.float() - theirs.float()).norm() / theirs.float().norm().clamp(min=1e-3)).item()
-        assert error <= 3e-2, f"tensor {index}: relative error {error:.1e}"
+    step.begin()
+    generator = torch.Generator(gpu.DEVICE).manual_seed(1)
+    for _ in range(step.repeats):
+        for ids in step.ids:
+            ids.random_(4, VOCABULARY, generator=generator)
+        torch.manual_seed(0)
+        replay()
+        actual = [x.clone() for x in captured]
+        torch.manual_seed(0)
+        expected = (step.expected or step.run)()
+        for index, (mine, theirs) in enumerate(zip(actual, expected, strict=True)):
+            error = ((mine.float() - theirs.float()).norm() / theirs.float().norm().clamp(min=1e-3)).item()
+            assert error <= 3e-2, f"tensor {index}: relative error {error:.1e}"
