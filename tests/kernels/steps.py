@@ -104,7 +104,7 @@ STEPS: dict[str, Callable[[], Step]] = {
     "MegaForConditionalGeneration, training": lambda: training("MegaForConditionalGeneration", **_MEGA),
     "MegaModel, inference": lambda: inference("MegaModel", **_MEGA),
     "MegalodonForCausalLM, training": lambda: training("MegalodonForCausalLM", **_MEGALODON),
-    "LunaForCausalLM, decoding": lambda: decoding("LunaForCausalLM", **_LUNA, max_position_embeddings=2 * LENGTH),
+    "LunaForCausalLM, decoding": lambda: decoding("LunaForCausalLM", **_LUNA, max_position_embeddings=LENGTH + 100),
     "MegaForCausalLM, decoding": lambda: decoding("MegaForCausalLM", **_MEGA, bidirectional=False),
     "MegalodonForCausalLM, decoding": lambda: decoding("MegalodonForCausalLM", **_MEGALODON),
 }
