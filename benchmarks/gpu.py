@@ -63,18 +63,17 @@ class Gate:
 
     def run(self, jobs: list[list], in_turn: bool = False) -> None:
         """Run jobs at the same time, or one after the other as soon as all have imported what they need."""
-        groups = [jobs] if self.arguments.dry else [[job] for job in jobs]
-        started = [(group, self.begin(group)) for group in groups if not self.over]
+        started = [(job, self.begin(job)) for job in jobs if not self.over]
         for _, process in started if in_turn else ():
             while not (process.stdout.readline() or '"ready"').count('"ready"'):
                 pass
         with ThreadPoolExecutor(1 if in_turn else max(1, len(started))) as pool:
             list(pool.map(lambda pair: self.follow(*pair), started))
-        for job in (job for group in groups[len(started) :] for job in group):
-            self.add(job[0], name=str(job[1]), result="failed: not reached in time")
+        for job in jobs[len(started) :]:
+            self.add(job[0], name=_name(job), result="failed: not reached in time")
 
-    def begin(self, group: list[list]) -> subprocess.Popen:
-        command = [sys.executable, str(FOLDER / "gpu_jobs.py"), json.dumps(group)]
+    def begin(self, job: list) -> subprocess.Popen:
+        command = [sys.executable, str(FOLDER / "gpu_jobs.py"), json.dumps(job)]
         dry = {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""} if self.arguments.dry else {}
         process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
@@ -83,7 +82,7 @@ class Gate:
         self.running.add(process)
         return process
 
-    def follow(self, group: list[list], process: subprocess.Popen) -> None:
+    def follow(self, job: list, process: subprocess.Popen) -> None:
         """Let a job begin, and keep its rows until it ends."""
         if self.over:
             process.kill()
@@ -100,7 +99,7 @@ class Gate:
                 printed = [*printed[-4:], line.strip()]
         if process.wait() != 0:
             reason = "not finished in time" if self.over else f"exit status {process.returncode}: {' '.join(printed)}"
-            self.add(group[0][0], name=str(group[0][1]), result=f"failed: {reason[-300:]}")
+            self.add(job[0], name=_name(job), result=f"failed: {reason[-300:]}")
         self.running.discard(process)
 
     def short(self) -> list[str]:
@@ -141,14 +140,18 @@ class Gate:
         (self.arguments.output / "gpu.json").write_text(json.dumps(result, indent=1))
 
 
+def _name(job: list) -> str:
+    return " ".join(map(str, job[1:2]))
+
+
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dry", action="store_true", help="run every part on a CPU, with tiny sizes")
     parser.add_argument("--seconds", type=float, default=240, help="end what is not finished after this time")
     parser.add_argument("--output", type=Path, default=Path("outputs/gpu"))
     arguments = parser.parse_args(argv)
-    gate, count = Gate(arguments), 1 if arguments.dry else min(16, os.cpu_count())
-    gate.run([["compile", index, count, arguments.dry] for index in range(count)])
+    gate, count = Gate(arguments), min(16, os.cpu_count())
+    gate.run([["dry"]] if arguments.dry else [["compile", index, count, False] for index in range(count)])
     gate.run(gate.jobs["checks"])
     # An operator with wrong results is not measured.
     found = [row for row in gate.rows.values() if row["part"] == "operator" and row["result"] != "ok"]

@@ -1,4 +1,4 @@
-"""The jobs of `gpu.py`: `gpu_jobs.py '[[name, argument, ...], ...]'` runs them after one line of its input.
+"""The jobs of `gpu.py`: `gpu_jobs.py '[name, argument, ...]'` runs one after one line of its input.
 
 A job prints rows: a check with its result, or a measurement with its milliseconds. Without a transformers that the
 models support, jobs that need models are skipped, with the reason.
@@ -212,24 +212,37 @@ def _host(run: Callable[[], object], repeats: int) -> float:
     return statistics.median(times)
 
 
+def dry_run() -> Iterator[Row]:
+    """Run all jobs in this process."""
+    about, jobs = compile_kernels(0, 1, True)
+    yield about
+    for job in (*jobs["checks"], *jobs["times"]):
+        yield from run(*job)
+
+
 JOBS = {
     "compile": compile_kernels,
     "operator": check_operator,
     "step": check_step,
     "ops": time_operators,
     "model": time_model,
+    "dry": dry_run,
 }
+
+
+def run(name: str, *arguments: object) -> Iterator[Row]:
+    """Yield the rows of a job."""
+    if MISSING and name in ("step", "ops", "model"):
+        yield {"part": name, "name": str(arguments[0]), "result": MISSING}
+    else:
+        yield from JOBS[name](*arguments)
 
 
 def main() -> None:
     torch.zeros(1, device=gpu.DEVICE)
     print(json.dumps({"part": "ready"}), flush=True)
-    if not sys.stdin.readline():
-        return
-    for name, *arguments in json.loads(sys.argv[1]):
-        skipped = [{"part": name, "name": str(arguments[0]), "result": MISSING}]
-        rows = skipped if MISSING and name in ("step", "ops", "model") else JOBS[name](*arguments)
-        for row in rows:
+    if sys.stdin.readline():
+        for row in run(*json.loads(sys.argv[1])):
             print(json.dumps(row), flush=True)
 
 

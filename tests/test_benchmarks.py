@@ -185,7 +185,7 @@ def row(part, **fields):
     print(json.dumps({"part": part, **fields}), flush=True)
 row("ready")
 sys.stdin.readline()
-(name, *arguments), = json.loads(sys.argv[1])
+name, *arguments = json.loads(sys.argv[1])
 if name == "compile":
     names = ["right", "wrong", "dead"]
     models = [["model", model] for model in ("luna", "peer", "stuck")]
