@@ -15,12 +15,7 @@ from sklearn.model_selection import train_test_split
 from transformers import AutoModelForSequenceClassification, TrainingArguments
 from transformers.hf_argparser import HfArg
 
-from luna_mega.training.arguments import RunArguments, check_choice, check_least, fail, parse_arguments
-from luna_mega.training.classification import accuracy
-from luna_mega.training.data import SourceArguments
-from luna_mega.training.hub import publish
-from luna_mega.training.models import CheckpointArguments, label_fields, make_config, make_model
-from luna_mega.training.runs import OrderedTrainer, begin_run, check_run, make_callbacks, score, train
+from luna_mega import training as lib
 
 # Mega is like the image models of the paper: batch norm before every sub-layer, Laplace attention, no dropout.
 MODELS = {
@@ -62,36 +57,35 @@ def run_model(name: str, options: Arguments) -> dict[str, float]:
     place = {"output_dir": f"{options.output_dir}/{name}", "hub_model_id": f"digits-{name}"}
     steps = {"num_train_epochs": options.epochs or EPOCHS[name], "learning_rate": options.learning_rate or RATES[name]}
     own = {"seed": options.seed, "push_to_hub": options.push_to_hub}
-    training, run = TrainingArguments(**place, **steps, **own, **STEPS), RunArguments()
-    data = SourceArguments(dataset_path="digits of scikit-learn")
-    model = CheckpointArguments(model_type=name, config_overrides=f"{SIZES},{MODELS[name]}")
-    check_run("handwritten digits", data, model, training, run)
+    training = TrainingArguments(**place, **steps, **own, **STEPS)
+    data = lib.SourceArguments(dataset_path="digits of scikit-learn")
+    model = lib.CheckpointArguments(model_type=name, config_overrides=f"{SIZES},{MODELS[name]}")
+    run = lib.Run("handwritten digits", data, model, training, lib.RunArguments())
     training.include_num_input_tokens_seen = "no"  # images have no tokens
-    begin_run(data, model, training, run)
     train_set, test_set = load_data(options.seed)
-    config = make_config(model, None, 64, **label_fields("0123456789"))
-    network = make_model(AutoModelForSequenceClassification, model, config)
-    parts = {"train_dataset": train_set, "eval_dataset": test_set, "callbacks": make_callbacks(data)}
-    trainer = OrderedTrainer(network, training, **parts, compute_metrics=accuracy)
-    metrics = train(trainer, run) | score(trainer)
-    reloaded = AutoModelForSequenceClassification.from_pretrained(training.output_dir)
-    with torch.no_grad():
-        again = reloaded(input_values=torch.tensor(test_set["input_values"][:])).logits.numpy()
-    difference = float(np.abs(again - trainer.predict(test_set).predictions).max())
-    if difference > 1e-4:
-        fail(f"the logits of the model reloaded from {training.output_dir} differ by {difference:.2g}")
-    publish(trainer, run)
+    config = lib.make_config(model, None, 64, **lib.label_fields("0123456789"))
+    network = lib.make_model(AutoModelForSequenceClassification, model, config)
+    parts = {"train_dataset": train_set, "eval_dataset": test_set}
+    trainer = lib.OrderedTrainer(network, training, **parts, compute_metrics=lib.accuracy)
+    with run.fit(trainer) as metrics:
+        metrics |= lib.score(trainer)
+        reloaded = AutoModelForSequenceClassification.from_pretrained(training.output_dir)
+        with torch.no_grad():
+            again = reloaded(input_values=torch.tensor(test_set["input_values"][:])).logits.numpy()
+        difference = float(np.abs(again - trainer.predict(test_set).predictions).max())
+        if difference > 1e-4:
+            lib.fail(f"the logits of the model reloaded from {training.output_dir} differ by {difference:.2g}")
     return metrics
 
 
 def main(argv: list[str] | None = None) -> dict[str, dict[str, float]]:
-    (options,) = parse_arguments((Arguments,), argv)
-    check_choice(options, "model_type", [*MODELS, "both"])
-    check_least(options, 0, "epochs", "learning_rate")
+    (options,) = lib.parse_arguments((Arguments,), argv)
+    lib.check_choice(options, "model_type", [*MODELS, "both"])
+    lib.check_least(options, 0, "epochs", "learning_rate")
     results = {name: run_model(name, options) for name in MODELS if options.model_type in (name, "both")}
     for name, result in results.items():
         if result["eval_accuracy"] < options.min_accuracy:
-            fail(f"{name}: test accuracy {result['eval_accuracy']:.4f} is below {options.min_accuracy}")
+            lib.fail(f"{name}: test accuracy {result['eval_accuracy']:.4f} is below {options.min_accuracy}")
     return results
 
 

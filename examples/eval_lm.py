@@ -15,15 +15,13 @@ import torch
 from transformers import HfArgumentParser, PreTrainedModel
 from transformers.hf_argparser import HfArg
 
-from luna_mega.training.arguments import check_choice, check_finite, check_least, fail
-from luna_mega.training.data import SourceArguments, load_splits
-from luna_mega.training.language_modeling import Score, encode, load_language_model, score_stream
+from luna_mega import training as lib
 
 plt.rcParams["text.parse_math"] = False  # names may contain $
 
 
 @dataclass(kw_only=True)
-class Arguments(SourceArguments):
+class Arguments(lib.SourceArguments):
     model_name_or_path: str = HfArg(help="folder or Hub name of the model")
     output_dir: str = HfArg(help="output folder for scores and plots")
     split: str = HfArg(default="validation", help="split to evaluate")
@@ -39,19 +37,19 @@ class Arguments(SourceArguments):
 
 def parse(argv: list[str] | None) -> Arguments:
     (arguments,) = HfArgumentParser(Arguments, allow_abbrev=False).parse_args_into_dataclasses(argv)
-    check_finite(arguments)
-    check_least(arguments, 1, "context", "chunk", "segment", "batch_size")
-    check_choice(arguments, "line_end", ("newline", "eos"))
+    lib.check_finite(arguments)
+    lib.check_least(arguments, 1, "context", "chunk", "segment", "batch_size")
+    lib.check_choice(arguments, "line_end", ("newline", "eos"))
     if not 0 < arguments.last_share <= 1:
-        fail(f"--last_share {arguments.last_share} must be in (0, 1]")
+        lib.fail(f"--last_share {arguments.last_share} must be in (0, 1]")
     return arguments
 
 
 def load(arguments: Arguments) -> tuple[PreTrainedModel, torch.LongTensor]:
     """Return the model and the tokens to evaluate."""
-    model, tokenizer = load_language_model(arguments.model_name_or_path, arguments.device)
-    (split,) = load_splits({arguments.split: None}, arguments, [arguments.text_column]).values()
-    stream = encode(split[arguments.text_column], tokenizer, arguments.line_end)
+    model, tokenizer = lib.language_modeling.load_language_model(arguments.model_name_or_path, arguments.device)
+    (split,) = lib.load_splits({arguments.split: None}, arguments, [arguments.text_column]).values()
+    stream = lib.language_modeling.encode(split[arguments.text_column], tokenizer, arguments.line_end)
     return model, stream[-round(len(stream) * arguments.last_share) :]
 
 
@@ -59,13 +57,13 @@ def with_chunk(model: PreTrainedModel, chunk: int) -> PreTrainedModel:
     """Return a copy of the model with another chunk size."""
     config = model.config
     if not getattr(config, "use_chunking", False) or config.relative_positional_bias != "rotary":
-        fail("--chunk requires a model with chunked attention and a rotary bias; other biases have a fixed length")
+        lib.fail("--chunk requires a model with chunked attention and a rotary bias; other biases have a fixed length")
     changed = type(model)(type(config).from_dict(config.to_dict() | {"chunk_size": chunk}))
     changed.load_state_dict(model.state_dict())
     return changed.to(model.device, model.dtype).eval()
 
 
-def plot(results: list[tuple[int | None, int, Score]], path: Path) -> None:
+def plot(results: list[tuple[int | None, int, lib.language_modeling.Score]], path: Path) -> None:
     """Plot perplexity over context and chunk; `results` are (chunk, context, score)."""
     chunks = list(dict.fromkeys(chunk for chunk, _, _ in results))
     contexts = list(dict.fromkeys(context for _, context, _ in results))
@@ -93,7 +91,9 @@ def main(argv: list[str] | None = None) -> list[dict[str, float | None]]:
         if arguments.chunk:
             model = with_chunk(model, chunk)
         for context in arguments.context:
-            result = score_stream(model, stream, context, arguments.segment, arguments.batch_size, progress=True)
+            result = lib.language_modeling.score_stream(
+                model, stream, context, arguments.segment, arguments.batch_size, progress=True
+            )
             results.append((chunk, context, result))
             print(f"chunk {chunk}, context {context}: {result.metrics}", flush=True)
     output = Path(arguments.output_dir)

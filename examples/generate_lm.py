@@ -14,9 +14,8 @@ import torch
 from transformers import HfArgumentParser, TextStreamer, set_seed
 from transformers.hf_argparser import HfArg
 
+from luna_mega import training as lib
 from luna_mega.compat import CACHE_NAME
-from luna_mega.training.arguments import check_finite, check_least, fail
-from luna_mega.training.language_modeling import load_language_model
 
 
 @dataclass
@@ -70,14 +69,14 @@ def cache_bytes(cache) -> int:
 
 def main(argv: list[str] | None = None) -> list[dict[str, float]]:
     (arguments,) = HfArgumentParser(Arguments, allow_abbrev=False).parse_args_into_dataclasses(argv)
-    check_finite(arguments)
-    check_least(arguments, 1, "max_new_tokens", "report_every")
-    check_least(arguments, 0, "temperature", "top_k")
+    lib.check_finite(arguments)
+    lib.check_least(arguments, 1, "max_new_tokens", "report_every")
+    lib.check_least(arguments, 0, "temperature", "top_k")
     set_seed(arguments.seed)
-    model, tokenizer = load_language_model(arguments.model_name_or_path, arguments.device)
+    model, tokenizer = lib.language_modeling.load_language_model(arguments.model_name_or_path, arguments.device)
     prompt = tokenizer(arguments.prompt, add_special_tokens=False, return_tensors="pt").to(model.device)["input_ids"]
     if prompt.shape[1] == 0:
-        fail(f"--prompt {arguments.prompt!r} has no tokens")
+        lib.fail(f"--prompt {arguments.prompt!r} has no tokens")
     model.generation_config.eos_token_id = None  # </s> ends a line or document, not the text
     options = {"max_new_tokens": arguments.max_new_tokens, "do_sample": arguments.temperature > 0}
     if arguments.temperature:

@@ -18,8 +18,7 @@ from datasets import Dataset, load_dataset
 from datasets.exceptions import DatasetsError
 from huggingface_hub import DatasetCard, DatasetCardData
 
-from luna_mega.training.arguments import fail, one_line
-from luna_mega.training.data import find_files, load_files
+from luna_mega import training as lib
 
 SPLITS = ("train", "unsupervised")
 CARD = """---
@@ -46,21 +45,21 @@ Created by `examples/prepare_text.py` of luna-mega.
 def read_texts(source: str, column: str) -> list[str]:
     """Return the stripped texts of a source in order, without duplicates."""
     name, _, configuration = source.partition("@")
-    with one_line(f"cannot load {source}", DatasetsError):
+    with lib.one_line(f"cannot load {source}", DatasetsError):
         if Path(source).is_dir():
-            found = load_files({split: find_files(source, split) for split in SPLITS})
+            found = lib.load_files({split: lib.find_files(source, split) for split in SPLITS})
         else:
             found = load_dataset(name, configuration or None)
     splits = [found[split].flatten() for split in SPLITS if split in found]
     if not splits:
-        fail(f"{source} has no split {' or '.join(SPLITS)}")
+        lib.fail(f"{source} has no split {' or '.join(SPLITS)}")
     texts: dict[str, None] = {}
     for split in splits:
         if column not in split.column_names:
-            fail(f"{source} has no column {column}, only {', '.join(split.column_names)}")
+            lib.fail(f"{source} has no column {column}, only {', '.join(split.column_names)}")
         for row, text in enumerate(split[column]):
             if not isinstance(text, str):
-                fail(f"{source}, row {row}: {column} is {text!r} instead of text")
+                lib.fail(f"{source}, row {row}: {column} is {text!r} instead of text")
             texts[text.strip()] = None
     texts.pop("", None)
     return list(texts)
@@ -96,7 +95,7 @@ def main(argv: list[str] | None = None) -> dict[str, int]:
             sources.setdefault(text, (name, column))
     rows = Dataset.from_dict({"text": list(sources), "source": [name for name, _ in sources.values()]})
     if not 0 < arguments.validation < len(rows):
-        fail(f"--validation {arguments.validation} must be between 0 and the {len(rows)} texts")
+        lib.fail(f"--validation {arguments.validation} must be between 0 and the {len(rows)} texts")
     drawn = np.random.default_rng(arguments.seed).permutation(len(rows))
     arguments.output_dir.mkdir(parents=True, exist_ok=True)
     sizes = {}

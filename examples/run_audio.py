@@ -23,19 +23,13 @@ from transformers import (
 )
 from transformers.hf_argparser import HfArg
 
-from luna_mega.training.arguments import RunArguments, check_least, fail, one_line, parse_arguments
-from luna_mega.training.classification import accuracy, class_names, class_numbers, match_labels, write_predictions
-from luna_mega.training.data import ClassifierArguments, SourceArguments, check_split, choose_splits, load_splits
-from luna_mega.training.hub import publish
-from luna_mega.training.models import CheckpointArguments, label_fields, make_config, make_model
-from luna_mega.training.runs import OrderedTrainer, begin_run, check_run, make_callbacks, score, train
-from luna_mega.training.seeded import Redrawn
+from luna_mega import training as lib
 
 TITLE = "audio classification"
 
 
 @dataclass
-class DataArguments(SourceArguments, ClassifierArguments):
+class DataArguments(lib.SourceArguments, lib.ClassifierArguments):
     audio_column: str = HfArg(default="audio", help="clips: audio files, lists of numbers, or bytes of 16-bit samples")
     rate_column: str = HfArg(default="sampling_rate", help="column with the sampling rate, for lists and bytes")
     label_column: str = HfArg(default="label", help="column with the labels: names or ids")
@@ -54,10 +48,10 @@ def hold_out(split: Dataset, condition: str) -> tuple[Dataset, Dataset]:
     """Return the rows that do not meet the `condition` ("take=5,6"), and those that do."""
     column, _, values = condition.partition("=")
     if column not in split.column_names:
-        fail(f"--hold_out {condition}: split train has no column {column}, only {', '.join(split.column_names)}")
+        lib.fail(f"--hold_out {condition}: split train has no column {column}, only {', '.join(split.column_names)}")
     chosen = np.isin([str(value) for value in split[column]], values.split(","))
     if chosen.all() or not chosen.any():
-        fail(f"--hold_out {condition} must select some of the {len(split)} training rows, got {chosen.sum()}")
+        lib.fail(f"--hold_out {condition} must select some of the {len(split)} training rows, got {chosen.sum()}")
     return split.select(np.flatnonzero(~chosen)), split.select(np.flatnonzero(chosen))
 
 
@@ -72,14 +66,14 @@ def read_clip(row: dict[str, Any], data: DataArguments) -> tuple[np.ndarray, int
         else:
             samples, rate = np.asarray(clip["array"], np.float32), clip["sampling_rate"]
     except (TypeError, ValueError) as error:
-        fail(f"column {data.audio_column} contains {str(clip)[:40]!r} instead of a clip: {error}")
+        lib.fail(f"column {data.audio_column} contains {str(clip)[:40]!r} instead of a clip: {error}")
     if not isinstance(rate, int) or rate < 1:
-        fail(f"the sampling rate of a clip must be a positive integer, got {rate!r}")
+        lib.fail(f"the sampling rate of a clip must be a positive integer, got {rate!r}")
     return samples, rate
 
 
 def make_extractor(
-    data: DataArguments, model: CheckpointArguments, clips: dict[str, Dataset]
+    data: DataArguments, model: lib.CheckpointArguments, clips: dict[str, Dataset]
 ) -> Wav2Vec2FeatureExtractor:
     """Create or load the feature extractor, which normalizes and pads clips."""
     if not model.model_name_or_path:
@@ -87,7 +81,7 @@ def make_extractor(
         return Wav2Vec2FeatureExtractor(sampling_rate=data.sampling_rate or rate, return_attention_mask=True)
     extractor = Wav2Vec2FeatureExtractor.from_pretrained(model.model_name_or_path)
     if data.sampling_rate not in (None, extractor.sampling_rate):
-        fail(f"--sampling_rate {data.sampling_rate}: {model.model_name_or_path} has {extractor.sampling_rate}")
+        lib.fail(f"--sampling_rate {data.sampling_rate}: {model.model_name_or_path} has {extractor.sampling_rate}")
     return extractor
 
 
@@ -101,7 +95,7 @@ def encode_split(
 ) -> Dataset:
     """Return a split with the columns `input_values` and `labels` (-100 = unknown)."""
     rate = extractor.sampling_rate
-    numbers = class_numbers(split, data.label_column, outputs, name)
+    numbers = lib.class_numbers(split, data.label_column, outputs, name)
 
     def encode(row: dict[str, Any], index: int) -> dict[str, Any]:
         samples, own_rate = read_clip(row, data)
@@ -110,7 +104,7 @@ def encode_split(
             samples = resample_poly(samples, rate // common, own_rate // common)
         samples = samples if data.max_seconds is None else samples[: round(data.max_seconds * rate)]
         if samples.ndim != 1 or len(samples) == 0 or not np.isfinite(samples).all():
-            fail(f"split {name}, row {index}: {data.audio_column} is empty, not finite or has several channels")
+            lib.fail(f"split {name}, row {index}: {data.audio_column} is empty, not finite or has several channels")
         return {"input_values": extractor(samples, sampling_rate=rate)["input_values"][0], "labels": numbers[index]}
 
     options = {"with_indices": True, "remove_columns": split.column_names, "keep_in_memory": in_memory}
@@ -130,7 +124,7 @@ def augment(clip: np.ndarray, rate: int, data: DataArguments, numbers: np.random
     return (clip + noise * numbers.standard_normal(len(clip))).astype(np.float32)
 
 
-def augment_split(split: Dataset, rate: int, data: DataArguments, seed: int) -> Dataset | Redrawn:
+def augment_split(split: Dataset, rate: int, data: DataArguments, seed: int) -> Dataset | lib.Redrawn:
     """Augment the clips of `split` differently in each epoch."""
     if not (data.random_speed or data.random_shift or data.random_gain or data.random_noise):
         return split
@@ -139,20 +133,20 @@ def augment_split(split: Dataset, rate: int, data: DataArguments, seed: int) -> 
         clip = np.asarray(row["input_values"], np.float32)
         return row | {"input_values": augment(clip, rate, data, np.random.default_rng(numbers.initial_seed()))}
 
-    return Redrawn(split, augment_row, seed)
+    return lib.Redrawn(split, augment_row, seed)
 
 
-def parse(argv: list[str] | None) -> tuple[DataArguments, CheckpointArguments, TrainingArguments, RunArguments]:
+def parse(argv: list[str] | None) -> tuple[DataArguments, lib.CheckpointArguments, TrainingArguments, lib.Run]:
     """Parse the options; exit if they contradict each other."""
-    kinds = (DataArguments, CheckpointArguments, TrainingArguments, RunArguments)
-    data, model, training, run = parse_arguments(kinds, argv, metric_for_best_model="accuracy")
-    check_run(TITLE, data, model, training, run)
+    kinds = (DataArguments, lib.CheckpointArguments, TrainingArguments, lib.RunArguments)
+    data, model, training, options = lib.parse_arguments(kinds, argv, metric_for_best_model="accuracy")
+    run = lib.Run(TITLE, data, model, training, options)
     for name in ("sampling_rate", "max_seconds"):
         if getattr(data, name) is not None and getattr(data, name) <= 0:
-            fail(f"--{name} {getattr(data, name)} must be above 0")
-    check_least(data, 0, "random_shift", "random_speed", "random_gain", "random_noise")
+            lib.fail(f"--{name} {getattr(data, name)} must be above 0")
+    lib.check_least(data, 0, "random_shift", "random_speed", "random_gain", "random_noise")
     if data.random_speed >= 1:
-        fail(f"--random_speed {data.random_speed} must be below 1")
+        lib.fail(f"--random_speed {data.random_speed} must be below 1")
     return data, model, training, run
 
 
@@ -160,50 +154,48 @@ def load_clips(data: DataArguments, training: TrainingArguments) -> dict[str, Da
     """Return the required splits, with checked clips and labels."""
     divide = partial(hold_out, condition=data.hold_out) if data.hold_out else None
     columns = {"columns": [data.audio_column], "label": data.label_column}
-    clips = load_splits(choose_splits(training, data), data, **columns, divide=divide)
+    clips = lib.load_splits(lib.choose_splits(training, data), data, **columns, divide=divide)
     for name, split in clips.items():
         if not isinstance(split.features[data.audio_column], Audio):
-            check_split(split, name, (), [data.rate_column])
+            lib.check_split(split, name, (), [data.rate_column])
     return clips
 
 
 def load_data(
-    data: DataArguments, model: CheckpointArguments, training: TrainingArguments
-) -> tuple[dict[str, Dataset | Redrawn], Wav2Vec2FeatureExtractor, PreTrainedConfig]:
+    data: DataArguments, model: lib.CheckpointArguments, training: TrainingArguments
+) -> tuple[dict[str, Dataset | lib.Redrawn], Wav2Vec2FeatureExtractor, PreTrainedConfig]:
     """Return the encoded splits, the extractor, and the configuration of the model."""
     clips, in_memory = load_clips(data, training), training.world_size == 1
     extractor = make_extractor(data, model, clips)
-    labels, outputs = match_labels(model, class_names(clips, data.label_column), training)
+    labels, outputs = lib.match_labels(model, lib.class_names(clips, data.label_column), training)
     splits = {name: encode_split(split, name, data, extractor, outputs, in_memory) for name, split in clips.items()}
     longest = max(len(clip) for split in splits.values() for clip in split["input_values"])
     if "train" in splits:
         rate = extractor.sampling_rate
         longest = math.ceil(longest / (1 - data.random_speed)) + round(data.random_shift * rate)
         splits["train"] = augment_split(splits["train"], rate, data, training.seed)
-    fields = {**label_fields(labels), "problem_type": "single_label_classification"}
-    return splits, extractor, make_config(model, None, longest, **fields)
+    fields = {**lib.label_fields(labels), "problem_type": "single_label_classification"}
+    return splits, extractor, lib.make_config(model, None, longest, **fields)
 
 
 def main(argv: list[str] | None = None) -> dict[str, float]:
     data, model, training, run = parse(argv)
-    begin_run(data, model, training, run)
 
-    with training.main_process_first(desc="reading the data"), one_line():
+    with run.reading():
         splits, extractor, config = load_data(data, model, training)
 
-    trainer = OrderedTrainer(
-        make_model(AutoModelForSequenceClassification, model, config),
+    trainer = lib.OrderedTrainer(
+        lib.make_model(AutoModelForSequenceClassification, model, config),
         training,
         train_dataset=splits.get("train"),
         eval_dataset=splits.get("validation"),
         processing_class=extractor,
         data_collator=DataCollatorWithPadding(extractor),
-        compute_metrics=accuracy,
-        callbacks=make_callbacks(data),
+        compute_metrics=lib.accuracy,
     )
 
-    metrics = train(trainer, run) | score(trainer) | write_predictions(trainer, splits)
-    publish(trainer, run)
+    with run.fit(trainer) as metrics:
+        metrics |= lib.score(trainer) | lib.write_predictions(trainer, splits)
     return metrics
 
 

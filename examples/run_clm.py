@@ -17,16 +17,8 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedToken
 from transformers.hf_argparser import HfArg
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from luna_mega import training as lib
 from luna_mega.compat import CACHE_NAME
-from luna_mega.training.arguments import RunArguments, check_choice, check_least, fail, one_line, parse_arguments
-from luna_mega.training.data import SourceArguments, choose_splits, load_splits
-from luna_mega.training.hub import publish
-from luna_mega.training.language_modeling import Score, Streams, cut_stream, draw_windows, encode, score_stream
-from luna_mega.training.models import ModelArguments, make_config, make_model, make_tokenizer
-from luna_mega.training.runs import begin_run, check_run, make_callbacks, score, total, train
-from luna_mega.training.seeded import Redrawn
-from luna_mega.training.streams import Stream, StreamingTrainer, check_streaming, some_texts
-from luna_mega.training.tokenizers import make_bytes, train_characters, train_words
 
 TITLE = "causal language model"
 # Fields of Luna and Mega, which can also be encoders.
@@ -36,7 +28,7 @@ RECURRENT = ("luna", "mega", "megalodon")
 
 
 @dataclass
-class DataArguments(SourceArguments):
+class DataArguments(lib.SourceArguments):
     text_column: str = HfArg(default="text", help="column with the text; a txt file has one text per line")
     validation_share: float = HfArg(default=0.0, help="last share of the training tokens, for validation: 0.1")
     tokenization: str = HfArg(default="bpe", help="tokenizer without --tokenizer_name: char, byte, bpe or word")
@@ -48,7 +40,7 @@ class DataArguments(SourceArguments):
     eval_segment: int = HfArg(default=1024, help="tokens of a forward pass in evaluation")
 
 
-class LanguageModelTrainer(StreamingTrainer):
+class LanguageModelTrainer(lib.streams.StreamingTrainer):
     """Trainer that carries the recurrent state along `Streams`, and evaluates one stream of tokens."""
 
     def __init__(self, *args, data: DataArguments, **kwargs):
@@ -56,7 +48,7 @@ class LanguageModelTrainer(StreamingTrainer):
         self.data, self.past = data, None
 
     def _get_train_sampler(self, *args):
-        if isinstance(self.train_dataset, Streams):
+        if isinstance(self.train_dataset, lib.language_modeling.Streams):
             return SequentialSampler(self.train_dataset)
         return super()._get_train_sampler(*args)
 
@@ -82,56 +74,59 @@ class LanguageModelTrainer(StreamingTrainer):
         ranks = (args.process_index, args.world_size)
         with self.averaged():
             lengths = (data.eval_context, data.eval_segment, args.eval_batch_size)
-            result = score_stream(self.model, stream, *lengths, ranks=ranks)
-        return self.report(Score(*total([result.total, result.tokens], args)).metrics, metric_key_prefix)
+            result = lib.language_modeling.score_stream(self.model, stream, *lengths, ranks=ranks)
+        return self.report(
+            lib.language_modeling.Score(*lib.total([result.total, result.tokens], args)).metrics, metric_key_prefix
+        )
 
 
-def parse(argv: list[str] | None) -> tuple[DataArguments, ModelArguments, TrainingArguments, RunArguments]:
+def parse(argv: list[str] | None) -> tuple[DataArguments, lib.ModelArguments, TrainingArguments, lib.Run]:
     """Parse the options; exit if they contradict each other."""
-    kinds = (DataArguments, ModelArguments, TrainingArguments, RunArguments)
-    data, model, training, run = parse_arguments(kinds, argv, model_type="mega")
-    check_run(TITLE, data, model, training, run, streams=True, predicts=False)
-    check_streaming(training, run)
-    check_choice(data, "tokenization", ("char", "byte", "bpe", "word"))
-    check_choice(data, "line_end", ("newline", "eos"))
+    kinds = (DataArguments, lib.ModelArguments, TrainingArguments, lib.RunArguments)
+    data, model, training, options = lib.parse_arguments(kinds, argv, model_type="mega")
+    run = lib.Run(TITLE, data, model, training, options, streams=True, predicts=False)
+    lib.check_choice(data, "tokenization", ("char", "byte", "bpe", "word"))
+    lib.check_choice(data, "line_end", ("newline", "eos"))
     if model.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
-        fail(f"--model_type {model.model_type} has no causal language model: luna, mega, megalodon, llama, gpt2, ...")
-    check_least(data, 1, "block_size", "eval_context", "eval_segment")
+        lib.fail(
+            f"--model_type {model.model_type} has no causal language model: luna, mega, megalodon, llama, gpt2, ..."
+        )
+    lib.check_least(data, 1, "block_size", "eval_context", "eval_segment")
     if not 0 <= data.validation_share < 1:
-        fail(f"--validation_share {data.validation_share} must be in [0, 1)")
+        lib.fail(f"--validation_share {data.validation_share} must be in [0, 1)")
     if data.carry_state and data.min_block_size:
-        fail("--min_block_size is not supported with --carry_state; remove one of them")
-    if run.streaming and (data.carry_state or data.validation_share):
-        fail("--streaming is not supported with --carry_state and --validation_share; remove them")
+        lib.fail("--min_block_size is not supported with --carry_state; remove one of them")
+    if options.streaming and (data.carry_state or data.validation_share):
+        lib.fail("--streaming is not supported with --carry_state and --validation_share; remove them")
     if data.carry_state and model.model_type not in RECURRENT:
-        fail(f"--carry_state requires a recurrent state: --model_type {' or '.join(RECURRENT)}")
+        lib.fail(f"--carry_state requires a recurrent state: --model_type {' or '.join(RECURRENT)}")
     if data.carry_state and (training.gradient_checkpointing or training.n_gpu > 1 or training.world_size > 1):
-        fail("--carry_state requires a single process and no --gradient_checkpointing")
+        lib.fail("--carry_state requires a single process and no --gradient_checkpointing")
     return data, model, training, run
 
 
-def choose_tokenizer(data: DataArguments, model: ModelArguments, texts: list[str]) -> PreTrainedTokenizerBase:
+def choose_tokenizer(data: DataArguments, model: lib.ModelArguments, texts: list[str]) -> PreTrainedTokenizerBase:
     """Load the tokenizer, or train one of characters, bytes, words or a BPE."""
     if model.tokenizer_name or model.model_name_or_path or data.tokenization == "bpe":
-        return make_tokenizer(model, texts, max_length=int(1e30))
+        return lib.make_tokenizer(model, texts, max_length=int(1e30))
     if data.tokenization == "byte":
-        return make_bytes()
+        return lib.tokenizers.make_bytes()
     if data.tokenization == "word":
-        return train_words(texts, model.vocab_size)
-    return train_characters([*texts, "\n"])
+        return lib.tokenizers.train_words(texts, model.vocab_size)
+    return lib.tokenizers.train_characters([*texts, "\n"])
 
 
 def load_data(
-    data: DataArguments, model: ModelArguments, training: TrainingArguments, run: RunArguments
+    data: DataArguments, model: lib.ModelArguments, training: TrainingArguments, run: lib.Run
 ) -> tuple[dict[str, torch.LongTensor | IterableDataset], PreTrainedTokenizerBase]:
     """Return the splits as streams of tokens, or as texts with `--streaming`, and the tokenizer."""
-    limits = {"train": None} if data.validation_share else choose_splits(training, data)
-    splits = load_splits(limits, data, [data.text_column], streaming=run.streaming)
-    texts = some_texts(splits["train"], data.text_column) if "train" in splits else []
+    limits = {"train": None} if data.validation_share else lib.choose_splits(training, data)
+    splits = lib.load_splits(limits, data, [data.text_column], streaming=run.options.streaming)
+    texts = lib.streams.some_texts(splits["train"], data.text_column) if "train" in splits else []
     tokenizer = choose_tokenizer(data, model, texts)
     for name, split in splits.items():
         if not isinstance(split, IterableDataset):
-            splits[name] = encode(split[data.text_column], tokenizer, data.line_end)
+            splits[name] = lib.language_modeling.encode(split[data.text_column], tokenizer, data.line_end)
     if data.validation_share:
         cut = math.ceil(len(splits["train"]) * (1 - data.validation_share))
         splits["train"], splits["validation"] = splits["train"][:cut], splits["train"][cut:]
@@ -143,16 +138,16 @@ def cut_training(
     tokenizer: PreTrainedTokenizerBase,
     data: DataArguments,
     training: TrainingArguments,
-    run: RunArguments,
-) -> Stream | Streams | Redrawn:
+    run: lib.Run,
+) -> lib.streams.Stream | lib.language_modeling.Streams | lib.Redrawn:
     """Cut the training stream into blocks: streamed, consecutive, or at random positions."""
-    if run.streaming:
-        blocks = cut_stream(stream, data.text_column, tokenizer, data.line_end, data.block_size)
-        shuffled = blocks.shuffle(training.seed, buffer_size=run.shuffle_buffer)
-        return Stream(shuffled, None, training)
+    if run.options.streaming:
+        blocks = lib.language_modeling.cut_stream(stream, data.text_column, tokenizer, data.line_end, data.block_size)
+        shuffled = blocks.shuffle(training.seed, buffer_size=run.options.shuffle_buffer)
+        return lib.streams.Stream(shuffled, None, training)
     if data.carry_state:
-        return Streams(stream, data.block_size, training.train_batch_size)
-    return draw_windows(stream, data.block_size, training.seed)
+        return lib.language_modeling.Streams(stream, data.block_size, training.train_batch_size)
+    return lib.language_modeling.draw_windows(stream, data.block_size, training.seed)
 
 
 def make_collator(data: DataArguments, config: PreTrainedConfig) -> Callable:
@@ -163,7 +158,7 @@ def make_collator(data: DataArguments, config: PreTrainedConfig) -> Callable:
     shortest, length = data.min_block_size, data.block_size
     chunk = getattr(config, "attention_chunk", None) or 1
     if shortest and (shortest % chunk or length % chunk):
-        fail(f"--min_block_size {shortest} and --block_size {length} must be multiples of the chunk size {chunk}")
+        lib.fail(f"--min_block_size {shortest} and --block_size {length} must be multiples of the chunk size {chunk}")
 
     def collate(items: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
         most = int(torch.randint(shortest // chunk, length // chunk + 1, ())) * chunk
@@ -175,27 +170,25 @@ def make_collator(data: DataArguments, config: PreTrainedConfig) -> Callable:
 def main(argv: list[str] | None = None) -> dict[str, float]:
     data, model, training, run = parse(argv)
     training.remove_unused_columns = False
-    begin_run(data, model, training, run)
 
-    with training.main_process_first(desc="reading the data"), one_line():
+    with run.reading():
         streams, tokenizer = load_data(data, model, training, run)
-        config = make_config(model, tokenizer, data.block_size, **DECODER)
+        config = lib.make_config(model, tokenizer, data.block_size, **DECODER)
         collator = make_collator(data, config)
         blocks = cut_training(streams["train"], tokenizer, data, training, run) if training.do_train else None
 
     trainer = LanguageModelTrainer(
-        make_model(AutoModelForCausalLM, model, config),
+        lib.make_model(AutoModelForCausalLM, model, config),
         training,
         data=data,
         train_dataset=blocks,
         eval_dataset=streams.get("validation"),
         processing_class=tokenizer,
         data_collator=collator,
-        callbacks=make_callbacks(data),
     )
 
-    metrics = train(trainer, run) | score(trainer)
-    publish(trainer, run)
+    with run.fit(trainer) as metrics:
+        metrics |= lib.score(trainer)
     return metrics
 
 

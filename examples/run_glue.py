@@ -15,13 +15,7 @@ from datasets import Dataset
 from transformers import EvalPrediction, PreTrainedConfig, PreTrainedTokenizerBase, Trainer, TrainingArguments
 from transformers.hf_argparser import HfArg
 
-from luna_mega.training.arguments import RunArguments, check_choice, one_line, parse_arguments
-from luna_mega.training.classification import Labels, match_labels, number_labels
-from luna_mega.training.data import check_scores, choose_splits, load_splits
-from luna_mega.training.hub import publish
-from luna_mega.training.models import ModelArguments, label_fields, make_config, make_model, make_tokenizer
-from luna_mega.training.runs import OrderedTrainer, begin_run, check_run, make_callbacks, score, train, write_lines
-from luna_mega.training.texts import TextArguments, check_pairs, choose_model, encode_texts, hide_tokens
+from luna_mega import training as lib
 
 
 @dataclass(frozen=True)
@@ -60,7 +54,7 @@ TASKS = {
 
 
 @dataclass
-class DataArguments(TextArguments):
+class DataArguments(lib.TextArguments):
     task_name: str | None = HfArg(default=None, help=f"task: {', '.join(TASKS)}")
     dataset_name: str = HfArg(default="nyu-mll/glue", help="dataset on the Hub, with the task as its configuration")
     dataset_path: str | None = HfArg(default=None, help="local folder with parquet, json(l) or csv files by split")
@@ -72,49 +66,49 @@ class DataArguments(TextArguments):
         return self.task_name
 
 
-def parse(argv: list[str] | None) -> tuple[DataArguments, ModelArguments, TrainingArguments, RunArguments]:
+def parse(argv: list[str] | None) -> tuple[DataArguments, lib.ModelArguments, TrainingArguments, lib.Run]:
     """Parse the options; exit if they contradict each other."""
-    kinds = (DataArguments, ModelArguments, TrainingArguments, RunArguments)
+    kinds = (DataArguments, lib.ModelArguments, TrainingArguments, lib.RunArguments)
     # "task" is replaced by the main metric of the task, which is only known after parsing.
-    data, model, training, run = parse_arguments(kinds, argv, metric_for_best_model="task")
-    check_choice(data, "task_name", TASKS)
+    data, model, training, options = lib.parse_arguments(kinds, argv, metric_for_best_model="task")
+    lib.check_choice(data, "task_name", TASKS)
     task = TASKS[data.task_name]
     if training.metric_for_best_model == "task":
         training.metric_for_best_model = task.metric
-    check_pairs(data, task.columns)
-    check_run(f"GLUE {data.task_name}", data, model, training, run)
+    lib.check_pairs(data, task.columns)
+    run = lib.Run(f"GLUE {data.task_name}", data, model, training, options)
     return data, model, training, run
 
 
 def load_data(
-    data: DataArguments, model: ModelArguments, training: TrainingArguments
+    data: DataArguments, model: lib.ModelArguments, training: TrainingArguments
 ) -> tuple[dict[str, Dataset], PreTrainedTokenizerBase, PreTrainedConfig, list[int]]:
     """Return the encoded splits, the tokenizer, the configuration, and the output of each label of the task."""
     task = TASKS[data.task_name]
     sides = [tuple(task.splits(name).values()) for name in ("validation", "test")]
-    splits = load_splits(choose_splits(training, data, *sides), data, task.columns, label="label")
-    labels = match_labels(model, task.labels, training) if task.labels else Labels(["score"], {})
+    splits = lib.load_splits(lib.choose_splits(training, data, *sides), data, task.columns, label="label")
+    labels = lib.match_labels(model, task.labels, training) if task.labels else lib.Labels(["score"], {})
     for name, split in splits.items():
         if not name.startswith("test"):
             if task.labels:
-                splits[name] = number_labels(split, labels.outputs, name, task.labels)
+                splits[name] = lib.number_labels(split, labels.outputs, name, task.labels)
             else:
-                check_scores(split, name)
+                lib.check_scores(split, name)
     texts = (text for column in task.columns for text in splits["train"][column])
-    tokenizer = make_tokenizer(model, texts, data.max_seq_length)
+    tokenizer = lib.make_tokenizer(model, texts, data.max_seq_length)
     kind = "single_label_classification" if task.labels else "regression"
-    config = make_config(model, tokenizer, data.max_seq_length, **label_fields(labels.names), problem_type=kind)
+    config = lib.make_config(model, tokenizer, data.max_seq_length, **lib.label_fields(labels.names), problem_type=kind)
 
     def encode(batch: dict[str, list]) -> dict[str, list]:
         texts = [batch[column] for column in task.columns]
-        return encode_texts(tokenizer, texts, data.max_seq_length, data.two_towers)
+        return lib.encode_texts(tokenizer, texts, data.max_seq_length, data.two_towers)
 
     for name, split in splits.items():
         unused = [column for column in split.column_names if column != "label" or name.startswith("test")]
         options = {"remove_columns": unused, "keep_in_memory": training.world_size == 1}
         splits[name] = split.map(encode, batched=True, **options, desc=name)
     if training.do_train:
-        splits["train"] = hide_tokens(splits["train"], tokenizer, data.token_dropout, training.seed)
+        splits["train"] = lib.hide_tokens(splits["train"], tokenizer, data.token_dropout, training.seed)
     return splits, tokenizer, config, [labels.outputs[name] for name in task.labels]
 
 
@@ -124,7 +118,7 @@ def make_metrics(data: DataArguments, outputs: list[int]) -> Callable[[EvalPredi
     `outputs` are those of the labels of the task, because F1 and correlations depend on the ids of the labels.
     """
     task = TASKS[data.task_name]
-    with one_line(f"--metric_path {data.metric_path} (without network access, pass examples/metrics/glue_metrics)"):
+    with lib.one_line(f"--metric_path {data.metric_path} (without network access, pass examples/metrics/glue_metrics)"):
         metric = evaluate.load(data.metric_path, data.task_name, keep_in_memory=True)
 
     def compute_metrics(prediction: EvalPrediction) -> dict[str, float]:
@@ -147,34 +141,32 @@ def predict(trainer: Trainer, splits: dict[str, Dataset], task: Task, outputs: l
         values = [task.labels[index] for index in predicted] if task.predicts_names else values
         lines = ["index\tprediction", *(f"{index}\t{value}" for index, value in enumerate(values))]
         suffix = {"": "", "matched": "-m", "mismatched": "-mm"}[side]
-        write_lines(trainer, f"{task.file}{suffix}.tsv", lines)
+        lib.write_lines(trainer, f"{task.file}{suffix}.tsv", lines)
 
 
 def main(argv: list[str] | None = None) -> dict[str, float]:
     data, model, training, run = parse(argv)
     task = TASKS[data.task_name]
-    begin_run(data, model, training, run)
 
-    with training.main_process_first(desc="reading the data"), one_line():
+    with run.reading():
         splits, tokenizer, config, outputs = load_data(data, model, training)
 
-    model_class, collator = choose_model(data, config.model_type, tokenizer)
+    model_class, collator = lib.choose_model(data, config.model_type, tokenizer)
     validation = {side: splits[name] for side, name in task.splits("validation").items() if name in splits}
-    trainer = OrderedTrainer(
-        make_model(model_class, model, config),
+    trainer = lib.OrderedTrainer(
+        lib.make_model(model_class, model, config),
         training,
         train_dataset=splits.get("train"),
         eval_dataset=validation.get("", validation) or None,
         processing_class=tokenizer,
         data_collator=collator,
         compute_metrics=make_metrics(data, outputs),
-        callbacks=make_callbacks(data),
     )
 
-    metrics = train(trainer, run) | score(trainer)
-    if training.do_predict:
-        predict(trainer, splits, task, outputs)
-    publish(trainer, run)
+    with run.fit(trainer) as metrics:
+        metrics |= lib.score(trainer)
+        if training.do_predict:
+            predict(trainer, splits, task, outputs)
     return metrics
 
 

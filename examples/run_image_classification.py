@@ -22,20 +22,7 @@ from transformers import (
 from transformers.hf_argparser import HfArg
 from transformers.image_processing_utils import BaseImageProcessor
 
-from luna_mega.training import images
-from luna_mega.training.arguments import RunArguments, check_least, fail, one_line, parse_arguments
-from luna_mega.training.classification import (
-    accuracy,
-    class_names,
-    class_numbers,
-    match_labels,
-    write_predictions,
-)
-from luna_mega.training.data import ClassifierArguments, SourceArguments, choose_splits, load_splits
-from luna_mega.training.hub import publish
-from luna_mega.training.models import CheckpointArguments, label_fields, make_config, make_model
-from luna_mega.training.runs import OrderedTrainer, begin_run, check_run, make_callbacks, score, train
-from luna_mega.training.seeded import Redrawn
+from luna_mega import training as lib
 
 TITLE = "image classification"
 _COLOR = ([0.485, 0.456, 0.406], [0.229, 0.224, 0.225])  # mean and standard deviation of ImageNet
@@ -43,7 +30,7 @@ _GRAY = ([0.5], [0.25])
 
 
 @dataclass
-class DataArguments(SourceArguments, ClassifierArguments, images.AugmentArguments):
+class DataArguments(lib.SourceArguments, lib.ClassifierArguments, lib.images.AugmentArguments):
     image_column: str = HfArg(default="image", help="column with the images: files, or pixels of square gray images")
     label_column: str = HfArg(default="label", help="column with the labels: names or ids")
     image_size: int | None = HfArg(default=None, help="side of an image in pixels; default: as the first image")
@@ -58,11 +45,11 @@ class DataArguments(SourceArguments, ClassifierArguments, images.AugmentArgument
 
 
 @dataclass
-class ModelArguments(CheckpointArguments):
+class ModelArguments(lib.CheckpointArguments):
     patch_size: int = HfArg(default=16, help="side of a patch in pixels, for a new model")
 
 
-class ImageTrainer(OrderedTrainer):
+class ImageTrainer(lib.OrderedTrainer):
     """Trainer with repeated augmentation, and without weight decay of biases, norms and position embeddings."""
 
     repeats = 1
@@ -83,20 +70,25 @@ class ImageTrainer(OrderedTrainer):
 
     def _get_train_sampler(self, train_dataset: Dataset | None = None) -> torch.utils.data.Sampler | None:
         if self.repeats > 1:
-            return images.make_sampler(self.train_dataset, self.repeats)
+            return lib.images.make_sampler(self.train_dataset, self.repeats)
         return super()._get_train_sampler(train_dataset)
 
 
 def encode_split(
-    split: Dataset, name: str, data: DataArguments, channels: int, transform: images.Transform, outputs: dict[str, int]
+    split: Dataset,
+    name: str,
+    data: DataArguments,
+    channels: int,
+    transform: lib.images.Transform,
+    outputs: dict[str, int],
 ) -> Dataset:
     """Return the split with `labels` (-100 = unknown), and `pixel_values` that are transformed on access."""
-    labels = class_numbers(split, data.label_column, outputs, name)
+    labels = lib.class_numbers(split, data.label_column, outputs, name)
     rows = split.select_columns([data.image_column]).add_column("labels", labels)
-    pixels = images.holds_pixels(split, data.image_column)
+    pixels = lib.images.holds_pixels(split, data.image_column)
 
     def encode(batch: dict[str, list]) -> dict[str, list]:
-        read = [images.read_image(value, channels, pixels) for value in batch[data.image_column]]
+        read = [lib.images.read_image(value, channels, pixels) for value in batch[data.image_column]]
         return {"pixel_values": [transform(image) for image in read], "labels": batch["labels"]}
 
     return rows.with_transform(encode)
@@ -112,23 +104,23 @@ def make_loss(smoothing: float) -> Callable:
     return loss
 
 
-def parse(argv: list[str] | None) -> tuple[DataArguments, ModelArguments, TrainingArguments, RunArguments]:
+def parse(argv: list[str] | None) -> tuple[DataArguments, ModelArguments, TrainingArguments, lib.Run]:
     """Parse the options; exit if they contradict each other."""
-    kinds = (DataArguments, ModelArguments, TrainingArguments, RunArguments)
+    kinds = (DataArguments, ModelArguments, TrainingArguments, lib.RunArguments)
     defaults = {"metric_for_best_model": "accuracy", "remove_unused_columns": False}
-    data, model, training, run = parse_arguments(kinds, argv, **defaults)
-    check_run(TITLE, data, model, training, run)
+    data, model, training, options = lib.parse_arguments(kinds, argv, **defaults)
+    run = lib.Run(TITLE, data, model, training, options)
     training.include_num_input_tokens_seen = "no"  # images have no tokens
-    images.check_augmentation(data)
+    lib.images.check_augmentation(data)
     if data.mixup or data.cutmix:
         if training.per_device_train_batch_size % 2:
-            fail("--mixup and --cutmix mix pairs; --per_device_train_batch_size must be even")
+            lib.fail("--mixup and --cutmix mix pairs; --per_device_train_batch_size must be even")
         training.dataloader_drop_last = True  # the last batch may be odd
     if data.image_size is not None:
-        check_least(data, 1, "image_size")
-    check_least(model, 1, "patch_size")
+        lib.check_least(data, 1, "image_size")
+    lib.check_least(model, 1, "patch_size")
     if data.channels not in (None, 1, 3):
-        fail(f"--channels {data.channels} must be 1 or 3")
+        lib.fail(f"--channels {data.channels} must be 1 or 3")
     return data, model, training, run
 
 
@@ -141,15 +133,15 @@ def choose_config(
         loaded = AutoConfig.from_pretrained(model.model_name_or_path)
         size, patch = loaded.image_size, loaded.patch_size
         if data.image_size not in (None, size) or loaded.num_channels != channels:
-            fail(
+            lib.fail(
                 f"{model.model_name_or_path} reads images of {size} x {size} in {loaded.num_channels} "
                 f"channels, not of {data.image_size or size} in {channels} (--image_size, --channels)"
             )
     if size % patch:
-        fail(f"--patch_size {patch} does not divide the size of the images, {size} (--image_size)")
-    fields |= {"image_size": size, "patch_size": patch, **label_fields(names)}
+        lib.fail(f"--patch_size {patch} does not divide the size of the images, {size} (--image_size)")
+    fields |= {"image_size": size, "patch_size": patch, **lib.label_fields(names)}
     fields["problem_type"] = "single_label_classification"
-    return make_config(model, None, (size // patch) ** 2, "patches", **fields), size
+    return lib.make_config(model, None, (size // patch) ** 2, "patches", **fields), size
 
 
 def choose_processor(data: DataArguments, model: ModelArguments, size: int, channels: int) -> BaseImageProcessor:
@@ -158,53 +150,53 @@ def choose_processor(data: DataArguments, model: ModelArguments, size: int, chan
         return AutoImageProcessor.from_pretrained(model.model_name_or_path, backend="pil")
     mean, std = _GRAY if channels == 1 else _COLOR
     mean, std = data.image_mean or mean, data.image_std or std
-    return images.make_processor(size, channels, mean, std, data.center_crop)
+    return lib.images.make_processor(size, channels, mean, std, data.center_crop)
 
 
 def load_data(
     data: DataArguments, model: ModelArguments, training: TrainingArguments
-) -> tuple[dict[str, Dataset | Redrawn], BaseImageProcessor, PreTrainedConfig]:
+) -> tuple[dict[str, Dataset | lib.Redrawn], BaseImageProcessor, PreTrainedConfig]:
     """Return the encoded splits, the evaluation transform, and the configuration of the model."""
     columns = {"columns": [data.image_column], "label": data.label_column}
-    splits = images.undecoded(load_splits(choose_splits(training, data), data, **columns))
-    names, outputs = match_labels(model, class_names(splits, data.label_column), training)
+    splits = lib.images.undecoded(lib.load_splits(lib.choose_splits(training, data), data, **columns))
+    names, outputs = lib.match_labels(model, lib.class_names(splits, data.label_column), training)
     split = next(iter(splits.values()))
-    first = images.read_image(split[0][data.image_column], pixels=images.holds_pixels(split, data.image_column))
+    first = lib.images.read_image(split[0][data.image_column], pixels=lib.images.holds_pixels(split, data.image_column))
     channels = data.channels or (1 if first.mode == "L" else 3)
     config, size = choose_config(data, model, min(first.size), channels, names)
     processor = choose_processor(data, model, size, channels)
     for name, split in splits.items():
         if name == "train":
-            transform = images.training_transform(data, processor, size)
+            transform = lib.images.training_transform(data, processor, size)
             encoded = encode_split(split, name, data, channels, transform, outputs)
-            splits[name] = images.augment_split(encoded, data, training.seed)
+            splits[name] = lib.images.augment_split(encoded, data, training.seed)
         else:
-            splits[name] = encode_split(split, name, data, channels, images.evaluation_transform(processor), outputs)
+            splits[name] = encode_split(
+                split, name, data, channels, lib.images.evaluation_transform(processor), outputs
+            )
     return splits, processor, config
 
 
 def main(argv: list[str] | None = None) -> dict[str, float]:
     data, model, training, run = parse(argv)
-    begin_run(data, model, training, run)
 
-    with training.main_process_first(desc="reading the data"), one_line():
+    with run.reading():
         splits, processor, config = load_data(data, model, training)
 
     smoothing, training.label_smoothing_factor = training.label_smoothing_factor, 0.0  # applied by `make_loss`
     trainer = ImageTrainer(
-        make_model(AutoModelForImageClassification, model, config),
+        lib.make_model(AutoModelForImageClassification, model, config),
         training,
         train_dataset=splits.get("train"),
         eval_dataset=splits.get("validation"),
         processing_class=processor,
         compute_loss_func=make_loss(smoothing),
-        compute_metrics=accuracy,
-        callbacks=make_callbacks(data),
+        compute_metrics=lib.accuracy,
     )
-    trainer.repeats, trainer.mix = data.repeated_augmentation, images.make_mix(data, config.num_labels, smoothing)
+    trainer.repeats, trainer.mix = data.repeated_augmentation, lib.images.make_mix(data, config.num_labels, smoothing)
 
-    metrics = train(trainer, run) | score(trainer) | write_predictions(trainer, splits)
-    publish(trainer, run)
+    with run.fit(trainer) as metrics:
+        metrics |= lib.score(trainer) | lib.write_predictions(trainer, splits)
     return metrics
 
 

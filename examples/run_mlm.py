@@ -26,19 +26,13 @@ from transformers import (
 )
 from transformers.hf_argparser import HfArg
 
-from luna_mega.training.arguments import RunArguments, check_least, fail, one_line, parse_arguments
-from luna_mega.training.data import SourceArguments, choose_splits, load_splits
-from luna_mega.training.hub import publish
-from luna_mega.training.models import ModelArguments, boundary_ids, make_config, make_model, make_tokenizer
-from luna_mega.training.runs import begin_run, check_run, make_callbacks, score, train
-from luna_mega.training.seeded import Redrawn
-from luna_mega.training.streams import Stream, StreamingTrainer, check_streaming, some_texts
+from luna_mega import training as lib
 
 TITLE = "masked language model"
 
 
 @dataclass
-class DataArguments(SourceArguments):
+class DataArguments(lib.SourceArguments):
     train_files: list[str] | None = HfArg(default=None, help="local training files instead of a folder")
     validation_files: list[str] | None = HfArg(default=None, help="local files of the validation split")
     text_column: str = HfArg(default="text", help="column with the text; a txt file has one text per line")
@@ -77,7 +71,7 @@ def cut_blocks(
     Empty texts are skipped. Each batch of 1,000 texts is concatenated; a remainder shorter than a block is dropped. A
     share `short` of the blocks has a random number of 1 to `block_size - 1` tokens, seeded by the text.
     """
-    bos, eos = boundary_ids(tokenizer)
+    bos, eos = lib.boundary_ids(tokenizer)
     step = data.block_size - 1
 
     def encode(batch: dict[str, list[str]]) -> dict[str, list[list[int]]]:
@@ -96,7 +90,7 @@ def cut_blocks(
     options = {"batched": True, "remove_columns": split.column_names, "num_proc": data.preprocessing_num_workers}
     blocks = split.map(encode, **options, desc=name)
     if len(blocks) == 0:
-        fail(f"split {name} has too little text for one block of {data.block_size} tokens; reduce --block_size")
+        lib.fail(f"split {name} has too little text for one block of {data.block_size} tokens; reduce --block_size")
     return blocks
 
 
@@ -127,54 +121,51 @@ def compute_metrics(prediction: EvalPrediction) -> dict[str, float]:
     return {"perplexity": float(np.exp(loss)), "accuracy": float(right)}
 
 
-def parse(argv: list[str] | None) -> tuple[DataArguments, ModelArguments, TrainingArguments, RunArguments]:
+def parse(argv: list[str] | None) -> tuple[DataArguments, lib.ModelArguments, TrainingArguments, lib.Run]:
     """Parse the options; exit if they contradict each other."""
-    kinds = (DataArguments, ModelArguments, TrainingArguments, RunArguments)
-    data, model, training, run = parse_arguments(kinds, argv)
-    check_run(TITLE, data, model, training, run, streams=True, predicts=False)
-    check_streaming(training, run)
+    kinds = (DataArguments, lib.ModelArguments, TrainingArguments, lib.RunArguments)
+    data, model, training, options = lib.parse_arguments(kinds, argv)
+    run = lib.Run(TITLE, data, model, training, options, streams=True, predicts=False)
     if sum(map(bool, (data.dataset_name, data.dataset_path, data.train_files or data.validation_files))) != 1:
-        fail("pass one of --dataset_name, --dataset_path, or --train_files and --validation_files")
+        lib.fail("pass one of --dataset_name, --dataset_path, or --train_files and --validation_files")
     if not 0 < data.mlm_probability < 1:
-        fail(f"--mlm_probability {data.mlm_probability} must be between 0 and 1")
+        lib.fail(f"--mlm_probability {data.mlm_probability} must be between 0 and 1")
     if not 0 <= data.short_seq_prob <= 1:
-        fail(f"--short_seq_prob {data.short_seq_prob} must be between 0 and 1")
-    check_least(data, 2, "block_size")
+        lib.fail(f"--short_seq_prob {data.short_seq_prob} must be between 0 and 1")
+    lib.check_least(data, 2, "block_size")
     return data, model, training, run
 
 
-def load_texts(
-    data: DataArguments, training: TrainingArguments, run: RunArguments
-) -> dict[str, Dataset | IterableDataset]:
+def load_texts(data: DataArguments, training: TrainingArguments, run: lib.Run) -> dict[str, Dataset | IterableDataset]:
     """Return the required splits, with checked text."""
-    limits, files = choose_splits(training, data), None
+    limits, files = lib.choose_splits(training, data), None
     if not (data.dataset_name or data.dataset_path):
         files = {name: getattr(data, f"{name}_files") for name in limits}
         if missing := [name for name in limits if not files[name]]:
-            fail(f"pass --{missing[0]}_files as well")
-    return load_splits(limits, data, [data.text_column], files=files, streaming=run.streaming)
+            lib.fail(f"pass --{missing[0]}_files as well")
+    return lib.load_splits(limits, data, [data.text_column], files=files, streaming=run.options.streaming)
 
 
 def load_data(
-    data: DataArguments, model: ModelArguments, training: TrainingArguments, run: RunArguments
+    data: DataArguments, model: lib.ModelArguments, training: TrainingArguments, run: lib.Run
 ) -> tuple[dict[str, Any], PreTrainedTokenizerBase, PreTrainedConfig]:
     """Return the splits as masked blocks, the tokenizer, and the configuration of the model."""
     splits = load_texts(data, training, run)
-    texts = some_texts(splits["train"], data.text_column) if "train" in splits else ()
-    tokenizer = make_tokenizer(model, texts, data.block_size)
+    texts = lib.streams.some_texts(splits["train"], data.text_column) if "train" in splits else ()
+    tokenizer = lib.make_tokenizer(model, texts, data.block_size)
     if tokenizer.mask_token_id is None:
-        fail("the tokenizer has no mask_token, which masked language models require; pass another --tokenizer_name")
-    config = make_config(model, tokenizer, data.block_size, sparse_prediction=True)
+        lib.fail("the tokenizer has no mask_token, which masked language models require; pass another --tokenizer_name")
+    config = lib.make_config(model, tokenizer, data.block_size, sparse_prediction=True)
     short = {"train": data.short_seq_prob}
     blocks = {name: cut_blocks(split, name, tokenizer, data, short.get(name, 0.0)) for name, split in splits.items()}
     if "validation" in blocks:
         blocks["validation"] = mask_once(blocks["validation"], tokenizer, data, training.seed)
     masking = Masking(tokenizer, data.mlm_probability)
-    if run.streaming and "train" in blocks:
-        shuffled = blocks["train"].shuffle(training.seed, buffer_size=run.shuffle_buffer)
-        blocks["train"] = Stream(shuffled, masking, training)
+    if run.options.streaming and "train" in blocks:
+        shuffled = blocks["train"].shuffle(training.seed, buffer_size=run.options.shuffle_buffer)
+        blocks["train"] = lib.streams.Stream(shuffled, masking, training)
     elif "train" in blocks:
-        blocks["train"] = Redrawn(blocks["train"], masking, training.seed)
+        blocks["train"] = lib.Redrawn(blocks["train"], masking, training.seed)
     return blocks, tokenizer, config
 
 
@@ -184,9 +175,9 @@ def make_trainer(
     training: TrainingArguments,
     blocks: dict[str, Any],
     tokenizer: PreTrainedTokenizerBase,
-) -> StreamingTrainer:
+) -> lib.streams.StreamingTrainer:
     """Return the Trainer, which evaluates masked tokens."""
-    return StreamingTrainer(
+    return lib.streams.StreamingTrainer(
         network,
         training,
         train_dataset=blocks.get("train"),
@@ -195,22 +186,20 @@ def make_trainer(
         data_collator=DataCollatorForTokenClassification(tokenizer) if data.short_seq_prob else default_data_collator,
         compute_metrics=compute_metrics,
         preprocess_logits_for_metrics=token_scores,
-        callbacks=make_callbacks(data),
     )
 
 
 def main(argv: list[str] | None = None) -> dict[str, float]:
     data, model, training, run = parse(argv)
-    begin_run(data, model, training, run)
 
-    with training.main_process_first(desc="reading the data"), one_line():
+    with run.reading():
         blocks, tokenizer, config = load_data(data, model, training, run)
 
-    network = make_model(AutoModelForMaskedLM, model, config)
+    network = lib.make_model(AutoModelForMaskedLM, model, config)
     trainer = make_trainer(network, data, training, blocks, tokenizer)
 
-    metrics = train(trainer, run) | score(trainer)
-    publish(trainer, run)
+    with run.fit(trainer) as metrics:
+        metrics |= lib.score(trainer)
     return metrics
 
 

@@ -22,21 +22,7 @@ from transformers import (
 )
 from transformers.hf_argparser import HfArg
 
-from luna_mega.training.arguments import RunArguments, check_choice, fail, one_line, parse_arguments
-from luna_mega.training.data import ClassifierArguments, check_split, choose_splits, load_splits
-from luna_mega.training.hub import publish
-from luna_mega.training.models import ModelArguments, boundary_ids, make_config, make_model, make_tokenizer
-from luna_mega.training.runs import (
-    OrderedTrainer,
-    begin_run,
-    check_run,
-    make_callbacks,
-    save,
-    score,
-    train,
-    write_lines,
-)
-from luna_mega.training.texts import pair_class
+from luna_mega import training as lib
 
 Batch = dict[str, list]
 
@@ -60,7 +46,7 @@ class Task:
 
 
 @dataclass
-class DataArguments(ClassifierArguments):
+class DataArguments(lib.ClassifierArguments):
     task: str = HfArg(default="race", help="task: race or csqa")
     dataset_config: str | None = HfArg(default=None, help="configuration of the dataset: middle or high for RACE")
     dataset_path: list[str] | None = HfArg(default=None, help="local folders with parquet or json(l) files by split")
@@ -88,7 +74,7 @@ def encode_race(batch: Batch, tokenizer: PreTrainedTokenizerBase, data: DataArgu
     The option replaces each `_` of the question or, without one, follows the question. White space is collapsed. The
     first part is truncated to `max_option_length`, and the input to `max_seq_length`.
     """
-    bos, eos = boundary_ids(tokenizer)
+    bos, eos = lib.boundary_ids(tokenizer)
     merged = [
         question.replace("_", option) if "_" in question else f"{question} {option}"
         for question, options in zip(batch["question"], batch["options"], strict=True)
@@ -105,7 +91,7 @@ def encode_race(batch: Batch, tokenizer: PreTrainedTokenizerBase, data: DataArgu
 
 def encode_csqa(batch: Batch, tokenizer: PreTrainedTokenizerBase, data: DataArguments) -> list[list[int]]:
     """Encode `<s> Q: question </s> A: choice </s>` without truncation, as fairseq's task commonsense_qa does."""
-    bos, eos = boundary_ids(tokenizer)
+    bos, eos = lib.boundary_ids(tokenizer)
     questions = tokenize(tokenizer, [f"Q: {question}" for question in batch["question"]])
     choices = tokenize(tokenizer, [f"A: {text}" for choices in batch["choices"] for text in option_texts(choices)])
     inputs = []
@@ -113,7 +99,7 @@ def encode_csqa(batch: Batch, tokenizer: PreTrainedTokenizerBase, data: DataArgu
         question = questions[index // len(TASKS["csqa"].letters)]
         inputs.append([bos, *question, eos, *choice, eos])
         if len(inputs[-1]) > data.max_seq_length:
-            fail(f"an input has {len(inputs[-1])} tokens, above --max_seq_length {data.max_seq_length}")
+            lib.fail(f"an input has {len(inputs[-1])} tokens, above --max_seq_length {data.max_seq_length}")
     return inputs
 
 
@@ -124,7 +110,7 @@ def encode_towers(
 
     They are truncated to `max_seq_length` and `max_option_length`. White space is collapsed.
     """
-    task, (bos, eos) = TASKS[data.task], boundary_ids(tokenizer)
+    task, (bos, eos) = TASKS[data.task], lib.boundary_ids(tokenizer)
 
     def encode(texts: list[str]) -> list[list[int]]:
         return tokenize(tokenizer, [" ".join(text.split()) for text in texts])
@@ -186,13 +172,15 @@ def check_answers(split: Dataset, name: str, task: Task) -> None:
     for row, (options, answer) in enumerate(zip(split[task.options], split[task.answer], strict=True)):
         texts = option_texts(options)
         if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
-            fail(f"split {name}, row {row}: {task.options} is {options!r} instead of a list of texts")
+            lib.fail(f"split {name}, row {row}: {task.options} is {options!r} instead of a list of texts")
         if len(texts) != len(task.letters):
-            fail(f"split {name}, row {row}: {len(texts)} options instead of {len(task.letters)}")
+            lib.fail(f"split {name}, row {row}: {len(texts)} options instead of {len(task.letters)}")
         if isinstance(options, dict) and options["label"] != list(task.letters):
-            fail(f"split {name}, row {row}: the options are called {options['label']} instead of {list(task.letters)}")
+            lib.fail(
+                f"split {name}, row {row}: the options are called {options['label']} instead of {list(task.letters)}"
+            )
         if answer not in tuple(task.letters) and (name != "test" or answer):
-            fail(f"split {name}, row {row}: {task.answer} is {answer!r}, not one of {', '.join(task.letters)}")
+            lib.fail(f"split {name}, row {row}: {task.answer} is {answer!r}, not one of {', '.join(task.letters)}")
 
 
 def load_split(name: str, task: Task, data: DataArguments, limit: int | None) -> Dataset:
@@ -200,13 +188,13 @@ def load_split(name: str, task: Task, data: DataArguments, limit: int | None) ->
     columns = [task.name, *task.texts, task.options, task.answer]
     parts = []
     for path in data.dataset_path or [None]:
-        part = load_splits({name: None}, replace(data, dataset_path=path), columns=columns)[name]
+        part = lib.load_splits({name: None}, replace(data, dataset_path=path), columns=columns)[name]
         parts.append(part.select_columns(columns))
     features = parts[0].features
-    with one_line(f"split {name} of the folders has different columns"):
+    with lib.one_line(f"split {name} of the folders has different columns"):
         split = concatenate_datasets([part if part.features == features else part.cast(features) for part in parts])
     split = split if limit is None else split.take(limit)
-    check_split(split, name, (task.name, *task.texts))
+    lib.check_split(split, name, (task.name, *task.texts))
     check_answers(split, name, task)
     return split
 
@@ -256,23 +244,23 @@ def make_metrics(split: Dataset, task: Task) -> Callable[[EvalPrediction], dict[
     return compute_metrics
 
 
-def parse(argv: list[str] | None) -> tuple[DataArguments, ModelArguments, TrainingArguments, RunArguments]:
+def parse(argv: list[str] | None) -> tuple[DataArguments, lib.ModelArguments, TrainingArguments, lib.Run]:
     """Parse the options; exit if they contradict each other."""
-    kinds = (DataArguments, ModelArguments, TrainingArguments, RunArguments)
-    data, model, training, run = parse_arguments(kinds, argv, metric_for_best_model="accuracy")
-    check_choice(data, "task", TASKS)
+    kinds = (DataArguments, lib.ModelArguments, TrainingArguments, lib.RunArguments)
+    data, model, training, options = lib.parse_arguments(kinds, argv, metric_for_best_model="accuracy")
+    lib.check_choice(data, "task", TASKS)
     data.dataset_config = data.dataset_config or TASKS[data.task].hub_config
-    check_run(data.task, data, model, training, run)
+    run = lib.Run(data.task, data, model, training, options)
     return data, model, training, run
 
 
 def load_data(
-    data: DataArguments, model: ModelArguments, training: TrainingArguments
+    data: DataArguments, model: lib.ModelArguments, training: TrainingArguments
 ) -> tuple[dict[str, Dataset], PreTrainedTokenizerBase]:
     """Return the encoded splits and the tokenizer."""
     task, in_memory = TASKS[data.task], training.world_size == 1
-    splits = {name: load_split(name, task, data, limit) for name, limit in choose_splits(training, data).items()}
-    tokenizer = make_tokenizer(model, all_texts(splits.get("train"), task), data.max_seq_length)
+    splits = {name: load_split(name, task, data, limit) for name, limit in lib.choose_splits(training, data).items()}
+    tokenizer = lib.make_tokenizer(model, all_texts(splits.get("train"), task), data.max_seq_length)
     return {name: encode_split(split, name, tokenizer, data, in_memory) for name, split in splits.items()}, tokenizer
 
 
@@ -284,39 +272,37 @@ def predict(trainer: Trainer, split: Dataset, task: Task) -> dict[str, float]:
     lines = [f"index\t{task.name}\tprediction"]
     for index, (name, best) in enumerate(zip(split[task.name], output.predictions.argmax(-1), strict=True)):
         lines.append(f"{index}\t{name}\t{task.letters[best]}")
-    write_lines(trainer, "predictions.tsv", lines)
-    return save(trainer, "test", output.metrics)
+    lib.write_lines(trainer, "predictions.tsv", lines)
+    return lib.save(trainer, "test", output.metrics)
 
 
 def main(argv: list[str] | None = None) -> dict[str, float]:
     data, model, training, run = parse(argv)
     task, towers = TASKS[data.task], data.two_towers
-    begin_run(data, model, training, run)
 
-    with training.main_process_first(desc="reading the data"), one_line():
+    with run.reading():
         splits, tokenizer = load_data(data, model, training)
 
     # Concatenated vectors do not represent the similarity of a text and an option; their product does.
     fields = {"num_labels": 1, "pair_features": "interaction"} if towers else {}
-    config = make_config(model, tokenizer, data.max_seq_length, **fields)
-    model_class = pair_class(config.model_type, "--two_towers") if towers else AutoModelForMultipleChoice
+    config = lib.make_config(model, tokenizer, data.max_seq_length, **fields)
+    model_class = lib.pair_class(config.model_type, "--two_towers") if towers else AutoModelForMultipleChoice
     # The collator selects the columns; train_sampling_strategy group_by_length requires the lengths.
     training.remove_unused_columns = False
-    trainer = OrderedTrainer(
-        make_model(model_class, model, config),
+    trainer = lib.OrderedTrainer(
+        lib.make_model(model_class, model, config),
         training,
         train_dataset=splits.get("train"),
         eval_dataset=splits.get("validation"),
         processing_class=tokenizer,
         data_collator=(TowerCollator if towers else OptionCollator)(tokenizer),
         compute_metrics=make_metrics(splits["validation"], task) if training.do_eval else None,
-        callbacks=make_callbacks(data),
     )
 
-    metrics = train(trainer, run) | score(trainer)
-    if training.do_predict:
-        metrics |= predict(trainer, splits["test"], task)
-    publish(trainer, run)
+    with run.fit(trainer) as metrics:
+        metrics |= lib.score(trainer)
+        if training.do_predict:
+            metrics |= predict(trainer, splits["test"], task)
     return metrics
 
 

@@ -13,40 +13,34 @@ from datasets import Dataset
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase, TrainingArguments
 from transformers.hf_argparser import HfArg
 
-from luna_mega.training.arguments import RunArguments, fail, one_line, parse_arguments
-from luna_mega.training.classification import accuracy, class_names, class_numbers, match_labels, write_predictions
-from luna_mega.training.data import SourceArguments, choose_splits, load_splits
-from luna_mega.training.hub import publish
-from luna_mega.training.models import ModelArguments, label_fields, make_config, make_model, make_tokenizer
-from luna_mega.training.runs import OrderedTrainer, begin_run, check_run, make_callbacks, score, train
-from luna_mega.training.texts import TextArguments, check_pairs, choose_model, encode_texts, hide_tokens
+from luna_mega import training as lib
 
 TITLE = "text classification"
 
 
 @dataclass
-class DataArguments(SourceArguments, TextArguments):
+class DataArguments(lib.SourceArguments, lib.TextArguments):
     text_columns: list[str] = HfArg(default_factory=lambda: ["text"], help="text column, or two columns for pairs")
     label_column: str = HfArg(default="label", help="column with the labels: names or ids")
     validation_share: float = HfArg(default=0.0, help="share of the training rows that forms the validation split")
     max_seq_length: int = HfArg(default=512, help="maximum length; longer inputs are truncated")
 
 
-def parse(argv: list[str] | None) -> tuple[DataArguments, ModelArguments, TrainingArguments, RunArguments]:
+def parse(argv: list[str] | None) -> tuple[DataArguments, lib.ModelArguments, TrainingArguments, lib.Run]:
     """Parse the options; exit if they contradict each other."""
-    kinds = (DataArguments, ModelArguments, TrainingArguments, RunArguments)
-    data, model, training, run = parse_arguments(kinds, argv, metric_for_best_model="accuracy")
-    check_run(TITLE, data, model, training, run)
+    kinds = (DataArguments, lib.ModelArguments, TrainingArguments, lib.RunArguments)
+    data, model, training, options = lib.parse_arguments(kinds, argv, metric_for_best_model="accuracy")
+    run = lib.Run(TITLE, data, model, training, options)
     if not 0 <= data.validation_share < 1:
-        fail(f"--validation_share {data.validation_share} must be in [0, 1)")
+        lib.fail(f"--validation_share {data.validation_share} must be in [0, 1)")
     if len(data.text_columns) > 2:
-        fail(f"--text_columns {' '.join(data.text_columns)} must be one column, or two columns for pairs")
-    check_pairs(data, data.text_columns)
+        lib.fail(f"--text_columns {' '.join(data.text_columns)} must be one column, or two columns for pairs")
+    lib.check_pairs(data, data.text_columns)
     return data, model, training, run
 
 
 def load_data(
-    data: DataArguments, model: ModelArguments, training: TrainingArguments
+    data: DataArguments, model: lib.ModelArguments, training: TrainingArguments
 ) -> tuple[dict[str, Dataset], PreTrainedTokenizerBase, PreTrainedConfig]:
     """Return the encoded splits, the tokenizer, and the configuration of the model."""
 
@@ -54,49 +48,47 @@ def load_data(
         parts = train.train_test_split(data.validation_share, seed=0)  # independent of --seed
         return parts["train"], parts["test"]
 
-    limits, held = choose_splits(training, data), data.validation_share > 0 and training.do_eval
+    limits, held = lib.choose_splits(training, data), data.validation_share > 0 and training.do_eval
     columns = {"texts": data.text_columns, "label": data.label_column}
-    splits = load_splits(limits, data, **columns, divide=divide if held else None)
-    labels = match_labels(model, class_names(splits, data.label_column), training)
+    splits = lib.load_splits(limits, data, **columns, divide=divide if held else None)
+    labels = lib.match_labels(model, lib.class_names(splits, data.label_column), training)
     texts = [text for column in data.text_columns for text in splits["train"][column]] if "train" in splits else []
-    tokenizer = make_tokenizer(model, texts, data.max_seq_length)
-    fields = label_fields(labels.names) | {"problem_type": "single_label_classification"}
-    config = make_config(model, tokenizer, data.max_seq_length, **fields)
+    tokenizer = lib.make_tokenizer(model, texts, data.max_seq_length)
+    fields = lib.label_fields(labels.names) | {"problem_type": "single_label_classification"}
+    config = lib.make_config(model, tokenizer, data.max_seq_length, **fields)
 
     def encode(batch: dict[str, list]) -> dict[str, list]:
         texts = [batch[column] for column in data.text_columns]
-        return encode_texts(tokenizer, texts, data.max_seq_length, data.two_towers)
+        return lib.encode_texts(tokenizer, texts, data.max_seq_length, data.two_towers)
 
     for name, split in splits.items():
-        numbers = class_numbers(split, data.label_column, labels.outputs, name)
+        numbers = lib.class_numbers(split, data.label_column, labels.outputs, name)
         options = {"remove_columns": split.column_names, "keep_in_memory": training.world_size == 1}
         splits[name] = split.map(encode, batched=True, **options, desc=name).add_column("labels", numbers)
     if training.do_train:
-        splits["train"] = hide_tokens(splits["train"], tokenizer, data.token_dropout, training.seed)
+        splits["train"] = lib.hide_tokens(splits["train"], tokenizer, data.token_dropout, training.seed)
     return splits, tokenizer, config
 
 
 def main(argv: list[str] | None = None) -> dict[str, float]:
     data, model, training, run = parse(argv)
-    begin_run(data, model, training, run)
 
-    with training.main_process_first(desc="reading the data"), one_line():
+    with run.reading():
         splits, tokenizer, config = load_data(data, model, training)
 
-    model_class, collator = choose_model(data, config.model_type, tokenizer)
-    trainer = OrderedTrainer(
-        make_model(model_class, model, config),
+    model_class, collator = lib.choose_model(data, config.model_type, tokenizer)
+    trainer = lib.OrderedTrainer(
+        lib.make_model(model_class, model, config),
         training,
         train_dataset=splits.get("train"),
         eval_dataset=splits.get("validation"),
         processing_class=tokenizer,
         data_collator=collator,
-        compute_metrics=accuracy,
-        callbacks=make_callbacks(data),
+        compute_metrics=lib.accuracy,
     )
 
-    metrics = train(trainer, run) | score(trainer) | write_predictions(trainer, splits)
-    publish(trainer, run)
+    with run.fit(trainer) as metrics:
+        metrics |= lib.score(trainer) | lib.write_predictions(trainer, splits)
     return metrics
 
 

@@ -23,23 +23,7 @@ from transformers import (
 )
 from transformers.hf_argparser import HfArg
 
-from luna_mega.training.arguments import RunArguments, check_choice, check_least, fail, one_line, parse_arguments
-from luna_mega.training.data import LimitArguments, SourceArguments, check_split, choose_splits, load_splits
-from luna_mega.training.hub import publish
-from luna_mega.training.models import ModelArguments, Tokenizers, make_both_tokenizers, make_config, make_model
-from luna_mega.training.optimization import ClipEach, apollo, milestone_schedule
-from luna_mega.training.runs import (
-    OrderedTrainer,
-    begin_run,
-    check_run,
-    make_callbacks,
-    save,
-    score,
-    train,
-    write_lines,
-)
-from luna_mega.training.tokenizers import remove_truncation
-from luna_mega.training.weight_average import average, choose_checkpoints
+from luna_mega import training as lib
 
 
 def read_pairs(split: Dataset, name: str, source: str, target: str) -> Dataset:
@@ -47,11 +31,11 @@ def read_pairs(split: Dataset, name: str, source: str, target: str) -> Dataset:
     prefix = "translation." if "translation" in split.column_names else ""
     columns = {prefix + source: "source", prefix + target: "target"}
     split = split.flatten()
-    check_split(split, name, tuple(columns))
+    lib.check_split(split, name, tuple(columns))
     return split.select_columns(list(columns)).rename_columns(columns)
 
 
-def encode(pairs: Dataset, name: str, tokenizers: Tokenizers, max_source: int, max_target: int) -> Dataset:
+def encode(pairs: Dataset, name: str, tokenizers: lib.Tokenizers, max_source: int, max_target: int) -> Dataset:
     """Add `input_ids` and `labels`, both with `</s>`, their total `length`, and the index `row`.
 
     Training pairs with an empty side, or a side longer than `max_source` or `max_target`, are removed. In other splits,
@@ -79,7 +63,7 @@ def encode(pairs: Dataset, name: str, tokenizers: Tokenizers, max_source: int, m
         return encoded.map(cut, desc=f"{name}: cut").sort("length", reverse=True)
     encoded = encoded.filter(fits, desc=f"{name}: filter")
     if len(encoded) == 0:
-        fail("all training pairs are too long; increase --max_source_length and --max_target_length")
+        lib.fail("all training pairs are too long; increase --max_source_length and --max_target_length")
     return encoded
 
 
@@ -92,7 +76,7 @@ class PairCollator(DataCollatorForSeq2Seq):
 
 
 @dataclass
-class DataArguments(SourceArguments, LimitArguments):
+class DataArguments(lib.SourceArguments, lib.LimitArguments):
     source_lang: str = HfArg(default="en", help="name of the source language in the data")
     target_lang: str = HfArg(default="de", help="name of the target language in the data")
     test_paths: list[str] | None = HfArg(default=None, help="local folders with a split test for --do_predict")
@@ -109,24 +93,24 @@ class DataArguments(SourceArguments, LimitArguments):
     average_by: str = HfArg(default="last", help="checkpoints to average: last, or best by metric_for_best_model")
 
 
-class TranslationTrainer(OrderedTrainer, Seq2SeqTrainer):
+class TranslationTrainer(lib.OrderedTrainer, Seq2SeqTrainer):
     """Seq2SeqTrainer that evaluates translations against the untokenized references with sacreBLEU."""
 
-    def __init__(self, *args, tokenizers: Tokenizers, data: DataArguments, **kwargs):
+    def __init__(self, *args, tokenizers: lib.Tokenizers, data: DataArguments, **kwargs):
         super().__init__(*args, compute_metrics=self.score, **kwargs)
         self.tokenizers, self.data = tokenizers, data
         self.bleu = BLEU(trg_lang=data.target_lang)
         if data.apollo:
-            self.optimizer_cls_and_kwargs = apollo(self.args)  # not an argument of Seq2SeqTrainer
+            self.optimizer_cls_and_kwargs = lib.optimization.apollo(self.args)  # not an argument of Seq2SeqTrainer
         if data.clip_each is not None:
-            self.add_callback(ClipEach(data.clip_each))
+            self.add_callback(lib.optimization.ClipEach(data.clip_each))
 
     def create_scheduler(self, num_training_steps, optimizer=None):
         if self.data.milestones is None or self.lr_scheduler is not None:
             return super().create_scheduler(num_training_steps, optimizer)
         warmup = self.args.get_warmup_steps(num_training_steps)
         start = self.data.warmup_init_lr / self.args.learning_rate
-        self.lr_scheduler = milestone_schedule(
+        self.lr_scheduler = lib.optimization.milestone_schedule(
             optimizer or self.optimizer, warmup, self.data.milestones, self.data.milestone_factor, start
         )
         return self.lr_scheduler
@@ -147,30 +131,32 @@ class TranslationTrainer(OrderedTrainer, Seq2SeqTrainer):
     def _save(self, output_dir=None, state_dict=None):
         super()._save(output_dir, state_dict)
         if self.tokenizers.target is not self.tokenizers.source:
-            remove_truncation(self.tokenizers.target)
+            lib.remove_truncation(self.tokenizers.target)
             self.tokenizers.target.save_pretrained(Path(output_dir or self.args.output_dir, "target"))
 
 
-def parse(argv: list[str] | None) -> tuple[DataArguments, ModelArguments, Seq2SeqTrainingArguments, RunArguments]:
+def parse(argv: list[str] | None) -> tuple[DataArguments, lib.ModelArguments, Seq2SeqTrainingArguments, lib.Run]:
     """Parse the options; exit if they contradict each other."""
-    kinds = (DataArguments, ModelArguments, Seq2SeqTrainingArguments, RunArguments)
-    data, model, training, run = parse_arguments(kinds, argv)
-    check_run("translation model", data, model, training, run)
-    check_least(data, 2, "max_source_length", "max_target_length")
-    check_least(data, 1, "num_beams")
-    check_choice(data, "average_by", ("last", "best"))
+    kinds = (DataArguments, lib.ModelArguments, Seq2SeqTrainingArguments, lib.RunArguments)
+    data, model, training, options = lib.parse_arguments(kinds, argv)
+    run = lib.Run("translation model", data, model, training, options)
+    lib.check_least(data, 2, "max_source_length", "max_target_length")
+    lib.check_least(data, 1, "num_beams")
+    lib.check_choice(data, "average_by", ("last", "best"))
     if data.milestones and training.lr_scheduler_type != "constant_with_warmup":
-        fail(f"--milestones requires --lr_scheduler_type constant_with_warmup, got {training.lr_scheduler_type.value}")
+        lib.fail(
+            f"--milestones requires --lr_scheduler_type constant_with_warmup, got {training.lr_scheduler_type.value}"
+        )
     if data.milestones and data.milestones != sorted(data.milestones):
-        fail(f"--milestones {data.milestones} must be sorted")
+        lib.fail(f"--milestones {data.milestones} must be sorted")
     if data.warmup_init_lr and not (data.milestones and 0 < data.warmup_init_lr < training.learning_rate):
-        fail(f"--warmup_init_lr {data.warmup_init_lr} requires --milestones and a higher --learning_rate")
+        lib.fail(f"--warmup_init_lr {data.warmup_init_lr} requires --milestones and a higher --learning_rate")
     if data.clip_each is not None and (data.clip_each <= 0 or training.max_grad_norm or training.fp16):
-        fail(f"--clip_each {data.clip_each} must be above 0, with --max_grad_norm 0 and without --fp16")
-    if data.average_checkpoints and run.ema_decay:
-        fail("--average_checkpoints and --ema_decay are both averages of the weights; pass one of them")
+        lib.fail(f"--clip_each {data.clip_each} must be above 0, with --max_grad_norm 0 and without --fp16")
+    if data.average_checkpoints and options.ema_decay:
+        lib.fail("--average_checkpoints and --ema_decay are both averages of the weights; pass one of them")
     if data.average_checkpoints > (training.save_total_limit or data.average_checkpoints):
-        fail(f"--average_checkpoints {data.average_checkpoints} is above --save_total_limit")
+        lib.fail(f"--average_checkpoints {data.average_checkpoints} is above --save_total_limit")
     return data, model, training, run
 
 
@@ -179,30 +165,30 @@ def load_pairs(data: DataArguments, training: Seq2SeqTrainingArguments) -> dict[
     folders = {}
     if training.do_predict and data.test_paths:
         folders = {Path(path).resolve().name: path for path in data.test_paths}
-    limits = choose_splits(training, data, test=() if folders else ("test",))
+    limits = lib.choose_splits(training, data, test=() if folders else ("test",))
     if folders and (len(folders) < len(data.test_paths) or folders.keys() & limits.keys()):
-        fail(f"--test_paths: the folders must have different names, none of them {' or '.join(limits)}")
-    splits = load_splits(limits, data) if limits else {}
+        lib.fail(f"--test_paths: the folders must have different names, none of them {' or '.join(limits)}")
+    splits = lib.load_splits(limits, data) if limits else {}
     for name, path in folders.items():
-        source = SourceArguments(dataset_path=path)
-        splits[name] = load_splits({"test": data.max_predict_samples}, source)["test"]
+        source = lib.SourceArguments(dataset_path=path)
+        splits[name] = lib.load_splits({"test": data.max_predict_samples}, source)["test"]
     return {name: read_pairs(split, name, data.source_lang, data.target_lang) for name, split in splits.items()}
 
 
 def load_data(
-    data: DataArguments, model: ModelArguments, training: Seq2SeqTrainingArguments
-) -> tuple[dict[str, Dataset], Tokenizers, PreTrainedConfig]:
+    data: DataArguments, model: lib.ModelArguments, training: Seq2SeqTrainingArguments
+) -> tuple[dict[str, Dataset], lib.Tokenizers, PreTrainedConfig]:
     """Return the encoded splits, the tokenizers, and the configuration of the model."""
     splits = load_pairs(data, training)
     texts = [*splits["train"]["source"], *splits["train"]["target"]] if "train" in splits else []
     length = max(data.max_source_length, data.max_target_length)
-    tokenizers = make_both_tokenizers(model, texts, length)
+    tokenizers = lib.make_both_tokenizers(model, texts, length)
     start = {"is_encoder_decoder": True, "decoder_start_token_id": tokenizers.target.eos_token_id}
-    config = make_config(model, tokenizers.source, length, **({} if model.model_name_or_path else start))
+    config = lib.make_config(model, tokenizers.source, length, **({} if model.model_name_or_path else start))
     if not config.is_encoder_decoder:
-        fail(f"{model.model_name_or_path} is not an encoder-decoder")
+        lib.fail(f"{model.model_name_or_path} is not an encoder-decoder")
     if len(tokenizers.target) > (size := getattr(config, "decoder_vocab_size", None) or config.vocab_size):
-        fail(f"the target tokenizer has {len(tokenizers.target)} tokens, the decoder only {size}")
+        lib.fail(f"the target tokenizer has {len(tokenizers.target)} tokens, the decoder only {size}")
     for name, pairs in splits.items():
         splits[name] = encode(pairs, name, tokenizers, data.max_source_length, data.max_target_length)
     return splits, tokenizers, config
@@ -214,8 +200,10 @@ def average_weights(trainer: TranslationTrainer, folder: str) -> None:
     metric = trainer.args.metric_for_best_model or "eval_loss"
     metric = metric if metric.startswith("eval_") else f"eval_{metric}"
     trainer.accelerator.wait_for_everyone()
-    chosen = choose_checkpoints(folder, data.average_checkpoints, metric if data.average_by == "best" else None)
-    trainer.accelerator.unwrap_model(trainer.model).load_state_dict(average(chosen), strict=False)
+    chosen = lib.weight_average.choose_checkpoints(
+        folder, data.average_checkpoints, metric if data.average_by == "best" else None
+    )
+    trainer.accelerator.unwrap_model(trainer.model).load_state_dict(lib.weight_average.average(chosen), strict=False)
     trainer.save_model(_internal_call=True)
     if trainer.is_world_process_zero():
         print(f"averaged {', '.join(path.name for path in chosen)}", flush=True)
@@ -223,9 +211,9 @@ def average_weights(trainer: TranslationTrainer, folder: str) -> None:
 
 def evaluate(trainer: TranslationTrainer, split: Dataset) -> dict[str, Any]:
     """Evaluate and write the translations of the validation split."""
-    metrics = score(trainer)
+    metrics = lib.score(trainer)
     write_translations(trainer, split, "validation")
-    return metrics | save(trainer, "eval", {"bleu_signature": str(trainer.bleu.get_signature())})
+    return metrics | lib.save(trainer, "eval", {"bleu_signature": str(trainer.bleu.get_signature())})
 
 
 def predict(trainer: TranslationTrainer, splits: dict[str, Dataset]) -> dict[str, Any]:
@@ -233,7 +221,7 @@ def predict(trainer: TranslationTrainer, splits: dict[str, Dataset]) -> dict[str
     found = {}
     for name in [name for name in splits if name not in ("train", "validation")]:
         metrics = trainer.predict(splits[name], metric_key_prefix=name).metrics
-        found |= save(trainer, name, metrics | {"bleu_signature": str(trainer.bleu.get_signature())})
+        found |= lib.save(trainer, name, metrics | {"bleu_signature": str(trainer.bleu.get_signature())})
         write_translations(trainer, splits[name], name)
     return found
 
@@ -241,7 +229,7 @@ def predict(trainer: TranslationTrainer, splits: dict[str, Dataset]) -> dict[str
 def write_translations(trainer: TranslationTrainer, split: Dataset, name: str) -> None:
     """Write the translations of the split `name`, the last ones, in the order of the data."""
     ordered = sorted(zip(split["row"], trainer.translations, strict=True))
-    write_lines(trainer, f"translations.{name}.{trainer.data.target_lang}", (text for _, text in ordered))
+    lib.write_lines(trainer, f"translations.{name}.{trainer.data.target_lang}", (text for _, text in ordered))
 
 
 def main(argv: list[str] | None = None) -> dict[str, float]:
@@ -249,12 +237,11 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
     # The collator selects the columns; evaluation requires the texts, and grouping by length the lengths.
     training.remove_unused_columns = False
     training.generation_num_beams = training.generation_num_beams or 1
-    begin_run(data, model, training, run)
 
-    with training.main_process_first(desc="reading the data"), one_line():
+    with run.reading():
         splits, tokenizers, config = load_data(data, model, training)
 
-    network = make_model(AutoModelForSeq2SeqLM, model, config)
+    network = lib.make_model(AutoModelForSeq2SeqLM, model, config)
     # `max_length` includes the start token of the decoder.
     beams = {"num_beams": data.num_beams, "length_penalty": data.length_penalty}
     network.generation_config.update(max_length=data.max_target_length + 1, **beams)
@@ -267,18 +254,16 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
         eval_dataset=splits.get("validation"),
         processing_class=tokenizers.source,
         data_collator=PairCollator(tokenizers.source, network),
-        callbacks=make_callbacks(data),
     )
 
-    metrics = train(trainer, run)
-    if data.average_checkpoints:
-        average_weights(trainer, training.output_dir if training.do_train else run.base_model)
-    training.predict_with_generate, training.generation_num_beams = True, data.num_beams
-    if training.do_eval:
-        metrics |= evaluate(trainer, splits["validation"])
-    if training.do_predict:
-        metrics |= predict(trainer, splits)
-    publish(trainer, run)
+    with run.fit(trainer) as metrics:
+        if data.average_checkpoints:
+            average_weights(trainer, training.output_dir if training.do_train else run.base_model)
+        training.predict_with_generate, training.generation_num_beams = True, data.num_beams
+        if training.do_eval:
+            metrics |= evaluate(trainer, splits["validation"])
+        if training.do_predict:
+            metrics |= predict(trainer, splits)
     return metrics
 
 

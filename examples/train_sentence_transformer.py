@@ -19,12 +19,9 @@ from datasets import Dataset
 from transformers import AutoModel, PreTrainedTokenizerBase, TrainerCallback
 from transformers.hf_argparser import HfArg
 
+from luna_mega import training as lib
 from luna_mega.distillation.embeddings import RandomRows, cut_texts, teacher_vectors
 from luna_mega.distillation.sentences import read_modules
-from luna_mega.training.arguments import RunArguments, check_choice, check_least, fail, one_line, parse_arguments
-from luna_mega.training.data import LimitArguments, SourceArguments, choose_splits, load_splits
-from luna_mega.training.models import ModelArguments, longest_input, make_config, make_model, make_tokenizer
-from luna_mega.training.runs import begin_run, check_run, score, train
 
 try:
     from sentence_transformers import (
@@ -36,14 +33,14 @@ try:
     from sentence_transformers.sentence_transformer.losses import EmbedDistillLoss, MultipleNegativesRankingLoss
     from sentence_transformers.sentence_transformer.modules import Pooling, Transformer
 except ImportError:
-    fail("sentence-transformers is not installed; run pip install '.[examples,ecosystem]'")
+    lib.fail("sentence-transformers is not installed; run pip install '.[examples,ecosystem]'")
 
 TITLE = "sentence embedding model"
 POOLINGS = ("mean", "cls", "max", "mean_sqrt_len_tokens")
 
 
 @dataclass
-class DataArguments(SourceArguments, LimitArguments):
+class DataArguments(lib.SourceArguments, lib.LimitArguments):
     text_columns: list[str] = HfArg(
         default_factory=lambda: ["sentence1", "sentence2"],
         help="columns of anchor, positive and, optionally, negative sentences; with --teacher, one column",
@@ -76,43 +73,43 @@ class DataArguments(SourceArguments, LimitArguments):
 
 def parse(
     argv: list[str] | None,
-) -> tuple[DataArguments, ModelArguments, SentenceTransformerTrainingArguments, RunArguments]:
+) -> tuple[DataArguments, lib.ModelArguments, SentenceTransformerTrainingArguments, lib.Run]:
     """Parse the options; exit if they contradict each other."""
-    kinds = (DataArguments, ModelArguments, SentenceTransformerTrainingArguments, RunArguments)
+    kinds = (DataArguments, lib.ModelArguments, SentenceTransformerTrainingArguments, lib.RunArguments)
     # Duplicates in a batch would be false negatives.
-    data, model, training, run = parse_arguments(kinds, argv, batch_sampler="no_duplicates")
-    check_run(TITLE, data, model, training, run, predicts=False)
+    data, model, training, options = lib.parse_arguments(kinds, argv, batch_sampler="no_duplicates")
+    run = lib.Run(TITLE, data, model, training, options, predicts=False)
     training.include_num_input_tokens_seen = "no"  # Trainer cannot count the tokens of pairs
     counts, expected = ((1,), "one column with --teacher") if data.teacher else ((2, 3), "two or three columns")
     if (training.do_train or data.validation_split) and len(data.text_columns) not in counts:
-        fail(f"--text_columns {' '.join(data.text_columns)} must be {expected}")
+        lib.fail(f"--text_columns {' '.join(data.text_columns)} must be {expected}")
     if data.sts_name is not None and data.sts_path is not None:
-        fail("pass one of --sts_name and --sts_path")
+        lib.fail("pass one of --sts_name and --sts_path")
     if training.do_eval and not (data.validation_split or data.sts_name or data.sts_path):
-        fail("evaluation requires --validation_split, --sts_name or --sts_path")
+        lib.fail("evaluation requires --validation_split, --sts_name or --sts_path")
     if not data.teacher and (data.teacher_window or data.projection_lengths):
-        fail("--teacher_window and --projection_lengths require --teacher")
+        lib.fail("--teacher_window and --projection_lengths require --teacher")
     if len(data.sts_columns) != 3:
-        fail(f"--sts_columns {' '.join(data.sts_columns)} must be two text columns and the score")
+        lib.fail(f"--sts_columns {' '.join(data.sts_columns)} must be two text columns and the score")
     if data.pooling is not None:
-        check_choice(data, "pooling", POOLINGS)
-    check_least(data, 2, "max_seq_length")
-    check_least(data, 3, "teacher_window")
-    check_least(data, 1, "projection_lengths")
+        lib.check_choice(data, "pooling", POOLINGS)
+    lib.check_least(data, 2, "max_seq_length")
+    lib.check_least(data, 3, "teacher_window")
+    lib.check_least(data, 1, "projection_lengths")
     return data, model, training, run
 
 
 def load_texts(data: DataArguments, training: SentenceTransformerTrainingArguments) -> dict[str, Dataset]:
     """Return the texts, pairs or triplets of training and validation."""
-    limits = choose_splits(training, data, (data.validation_split,) if data.validation_split else ())
+    limits = lib.choose_splits(training, data, (data.validation_split,) if data.validation_split else ())
     if not limits:
         return {}
-    splits = load_splits(limits, data, data.text_columns, [data.score_column] if data.score_column else [])
+    splits = lib.load_splits(limits, data, data.text_columns, [data.score_column] if data.score_column else [])
     for name, split in splits.items():
         if data.score_column is not None:
             split = split.filter(lambda row: row[data.score_column] >= data.min_score)
             if len(split) == 0:
-                fail(f"split {name}: no row has a {data.score_column} of at least --min_score {data.min_score}")
+                lib.fail(f"split {name}: no row has a {data.score_column} of at least --min_score {data.min_score}")
         splits[name] = split.select_columns(data.text_columns)
     return splits
 
@@ -120,29 +117,29 @@ def load_texts(data: DataArguments, training: SentenceTransformerTrainingArgumen
 def make_evaluator(data: DataArguments, batch_size: int) -> EmbeddingSimilarityEvaluator:
     """Return the evaluator, which computes the rank correlation of scores and cosine similarities."""
     first, second, rating = data.sts_columns
-    limits, source = {data.sts_split: data.max_eval_samples}, SourceArguments(data.sts_name, None, data.sts_path)
-    (split,) = load_splits(limits, source, (first, second), [rating]).values()
+    limits, source = {data.sts_split: data.max_eval_samples}, lib.SourceArguments(data.sts_name, None, data.sts_path)
+    (split,) = lib.load_splits(limits, source, (first, second), [rating]).values()
     return EmbeddingSimilarityEvaluator(split[first], split[second], split[rating], batch_size=batch_size, name="sts")
 
 
 def load_data(
-    data: DataArguments, model: ModelArguments, training: SentenceTransformerTrainingArguments
+    data: DataArguments, model: lib.ModelArguments, training: SentenceTransformerTrainingArguments
 ) -> tuple[dict[str, Dataset], PreTrainedTokenizerBase, EmbeddingSimilarityEvaluator | None]:
     """Return the splits, the tokenizer and the evaluator."""
     splits = load_texts(data, training)
     texts = (text for column in data.text_columns for text in splits["train"][column]) if training.do_train else ()
-    tokenizer = make_tokenizer(model, texts, data.max_seq_length)
+    tokenizer = lib.make_tokenizer(model, texts, data.max_seq_length)
     scored = training.do_eval and (data.sts_name or data.sts_path)
     return splits, tokenizer, make_evaluator(data, training.per_device_eval_batch_size) if scored else None
 
 
 def make_embedder(
-    data: DataArguments, model: ModelArguments, tokenizer: PreTrainedTokenizerBase, device: str
+    data: DataArguments, model: lib.ModelArguments, tokenizer: PreTrainedTokenizerBase, device: str
 ) -> SentenceTransformer:
     """Return the encoder with the modules of its folder, or with pooling; both are loaded from a folder."""
-    config = make_config(model, tokenizer, data.max_seq_length)
-    encoder = make_model(AutoModel, model, config)
-    with TemporaryDirectory() as folder, one_line(str(model.model_name_or_path)):
+    config = lib.make_config(model, tokenizer, data.max_seq_length)
+    encoder = lib.make_model(AutoModel, model, config)
+    with TemporaryDirectory() as folder, lib.one_line(str(model.model_name_or_path)):
         encoder.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
         if model.model_name_or_path and not data.pooling and (modules := read_modules(model.model_name_or_path)):
@@ -158,17 +155,17 @@ def make_embedder(
 
 def load_teacher(data: DataArguments, embedder: SentenceTransformer) -> SentenceTransformer:
     """Load the teacher; set the default of its window."""
-    with one_line(f"--teacher {data.teacher}"):
+    with lib.one_line(f"--teacher {data.teacher}"):
         teacher = SentenceTransformer(data.teacher, device=str(embedder.device)).eval()
         widths = [model.get_embedding_dimension() for model in (teacher, embedder)]
         if widths[0] != widths[1]:
             raise ValueError(f"vectors of {widths[0]} numbers, but the model has {widths[1]}; use another teacher")
         if not hasattr(teacher[0], "auto_model"):
             raise ValueError("the first module is not a transformer; use another teacher")
-    longest = longest_input(teacher[0].auto_model.config)
+    longest = lib.longest_input(teacher[0].auto_model.config)
     data.teacher_window = data.teacher_window or min(teacher.max_seq_length, longest)
     if data.teacher_window > longest:
-        fail(f"--teacher_window {data.teacher_window} exceeds the {longest} positions of the teacher")
+        lib.fail(f"--teacher_window {data.teacher_window} exceeds the {longest} positions of the teacher")
     return teacher
 
 
@@ -199,7 +196,7 @@ def distill(
 ) -> tuple[dict[str, Dataset], EmbedDistillLoss, list[TrainerCallback]]:
     """Return the splits with the vectors of the teacher, the loss, and the callback of `--projection_lengths`."""
     teacher, lengths = load_teacher(data, embedder), data.projection_lengths or []
-    with one_line():
+    with lib.one_line():
         callbacks = [RandomRows(embedder[0].auto_model, lengths)] if lengths else []
     if training.do_train and training.max_steps > 0:  # only the texts of these steps
         rows = training.max_steps * training.gradient_accumulation_steps
@@ -213,11 +210,16 @@ def distill(
     return splits, EmbedDistillLoss(embedder, distance_metric="cosine"), callbacks
 
 
+def set_license(trainer: SentenceTransformerTrainer, base: str | None, license: str | None, source: dict) -> None:
+    """Add the license to the model card; sentence-transformers adds the rest."""
+    if license:
+        trainer.model.model_card_data.set_license(license)
+
+
 def main(argv: list[str] | None = None) -> dict[str, float]:
     data, model, training, run = parse(argv)
-    begin_run(data, model, training, run)
 
-    with training.main_process_first(desc="reading the data"), one_line():
+    with run.reading():
         splits, tokenizer, evaluator = load_data(data, model, training)
 
     embedder = make_embedder(data, model, tokenizer, str(training.device))
@@ -235,13 +237,8 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
         callbacks=callbacks,
     )
 
-    metrics = train(trainer, run) | score(trainer)
-    if training.do_train:  # sentence-transformers writes the model card
-        if model.license:
-            trainer.model.model_card_data.set_license(model.license)
-        trainer.create_model_card()
-        if training.push_to_hub:
-            trainer.push_to_hub()
+    with run.fit(trainer, describe=set_license) as metrics:
+        metrics |= lib.score(trainer)
     return metrics
 
 

@@ -32,7 +32,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from lra import drawing, listops, pathfinder, released
 from lra.released import SPLITS
-from luna_mega.training.arguments import fail, one_line
+from luna_mega import training as lib
 
 TEXT, TWO = Value("string"), ClassLabel(num_classes=2)
 OBJECTS = ["airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck"]
@@ -109,7 +109,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     arguments = parser.parse_args(argv)
     for name, least in (("seed", 0), ("processes", 1), *((split, 0) for split in SPLITS)):
         if getattr(arguments, name, least) < least:
-            fail(f"--{name} {getattr(arguments, name)} must be at least {least}")
+            lib.fail(f"--{name} {getattr(arguments, name)} must be at least {least}")
     return arguments
 
 
@@ -122,7 +122,7 @@ def make_rows(make: Callable[[int], list[dict[str, Any]]], batches: list[int]) -
 def generate(arguments: argparse.Namespace, features: Features, cache: str) -> dict[str, Dataset]:
     """Generate the rows of ListOps, without duplicates, or of Pathfinder."""
     if not any(getattr(arguments, split) for split in SPLITS):
-        fail("one of --train, --validation and --test must be above 0")
+        lib.fail("one of --train, --validation and --test must be above 0")
     if arguments.task == "listops":
         limits, unique = listops.Shape(**{name: getattr(arguments, name) for name in vars(listops.Shape())}), "source"
     else:
@@ -212,9 +212,9 @@ def main(argv: list[str] | None = None) -> None:
     arguments = parse(argv)
     output, features = arguments.output, Features(TASKS[arguments.task][0])
     if output.is_dir() and any(output.iterdir()):
-        fail(f"{output} contains other files; choose another --output")
+        lib.fail(f"{output} contains other files; choose another --output")
     command = shlex.join(["python", "examples/lra/prepare.py", *(argv or sys.argv[1:])])
-    with one_line("", DatasetsError), TemporaryDirectory() as cache:
+    with lib.one_line("", DatasetsError), TemporaryDirectory() as cache:
         splits = (convert if arguments.source else generate)(arguments, features, cache)
         output.mkdir(parents=True, exist_ok=True)
         save(splits, arguments.task, command, output)

@@ -15,8 +15,7 @@ from transformers import (
 )
 
 from lra.tasks import GRAYS, Task, gray_levels
-from luna_mega.training.runs import OrderedTrainer, save
-from luna_mega.training.seeded import Redrawn
+from luna_mega import training as lib
 
 
 class Reconstruction(nn.Module):
@@ -35,7 +34,7 @@ class Reconstruction(nn.Module):
 
 def mask_split(
     split: Dataset, task: Task, tokenizer: PreTrainedTokenizerFast | None, share: float, seed: int
-) -> Redrawn:
+) -> lib.Redrawn:
     """Return rows with `share` of the positions masked, and the inputs as labels; one text of a pair is drawn."""
 
     def mask(row: dict[str, Any], numbers: torch.Generator) -> dict[str, Any]:
@@ -51,7 +50,7 @@ def mask_split(
         ids = inputs.masked_fill(masked, tokenizer.mask_token_id)
         return {"input_ids": ids, "labels": inputs.masked_fill(~masked, -100)}
 
-    return Redrawn(split, mask, seed)
+    return lib.Redrawn(split, mask, seed)
 
 
 def pretrain(
@@ -67,10 +66,10 @@ def pretrain(
     options = copy.copy(training)
     options.max_steps, options.load_best_model_at_end = steps, False
     options.eval_strategy = options.save_strategy = "no"
-    trainer = OrderedTrainer(
+    trainer = lib.OrderedTrainer(
         Reconstruction(model, GRAYS if tokenizer is None else len(tokenizer)),
         options,
         train_dataset=mask_split(split, task, tokenizer, share, training.seed),
         data_collator=DataCollatorForTokenClassification(tokenizer) if tokenizer else default_data_collator,
     )
-    save(trainer, "self_pretraining", {"self_pretraining_loss": trainer.train().training_loss})
+    lib.save(trainer, "self_pretraining", {"self_pretraining_loss": trainer.train().training_loss})

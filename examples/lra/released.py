@@ -17,8 +17,7 @@ from datasets.exceptions import DatasetsError
 from PIL import Image
 
 from lra import listops
-from luna_mega.training.arguments import one_line
-from luna_mega.training.data import load_folder
+from luna_mega import training as lib
 
 Rows = Iterator[dict[str, Any]]
 SPLITS = ("train", "validation", "test")
@@ -150,8 +149,8 @@ def _table(path: Path, names: list[str] | None) -> list[dict[str, str]]:
 
 def load(source: str, *columns: str, splits: Sequence[str] = SPLITS) -> dict[str, Dataset]:
     """Load splits with these columns from the Hub or a folder."""
-    with one_line(f"cannot load {source}", DatasetsError):
-        loaded = load_folder(source) if Path(source).is_dir() else load_dataset(source)
+    with lib.one_line(f"cannot load {source}", DatasetsError):
+        loaded = lib.load_folder(source) if Path(source).is_dir() else load_dataset(source)
     for split in splits:
         if split not in loaded or set(columns) - set(loaded[split].column_names):
             raise ValueError(f"{source} has no split {split} with the columns {', '.join(columns)}")

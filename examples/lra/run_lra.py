@@ -33,22 +33,14 @@ from transformers.hf_argparser import HfArg
 import luna_mega
 from lra import pretraining, tasks, transformer
 from lra.tasks import CONVENTIONS, TASKS
-from luna_mega.training.arguments import RunArguments, check_choice, check_least, fail, one_line, parse_arguments
-from luna_mega.training.classification import accuracy, match_labels, number_labels, write_predictions
-from luna_mega.training.data import ClassifierArguments, SourceArguments, choose_splits, load_splits
-from luna_mega.training.hub import publish
-from luna_mega.training.images import undecoded
-from luna_mega.training.models import CheckpointArguments, label_fields, load_tokenizer, make_config, make_model
-from luna_mega.training.optimization import power_warmup_schedule
-from luna_mega.training.runs import OrderedTrainer, begin_run, check_run, make_callbacks, score, train
-from luna_mega.training.texts import make_pair_collator, pair_class
+from luna_mega import training as lib
 
 TITLE = "Long Range Arena"
 _NO_TOKENS = 8  # vocabulary of a model that reads values
 
 
 @dataclass
-class DataArguments(SourceArguments, ClassifierArguments):
+class DataArguments(lib.SourceArguments, lib.ClassifierArguments):
     task: str = HfArg(default="text", help=f"task: {' | '.join(TASKS)}")
     convention: str = HfArg(default="ours", help=f"conventions of data and evaluation: {' | '.join(CONVENTIONS)}")
     max_length: int | None = HfArg(default=None, help="maximum input length; default: the benchmark's")
@@ -59,12 +51,12 @@ class DataArguments(SourceArguments, ClassifierArguments):
 
 
 @dataclass
-class ModelArguments(CheckpointArguments):
+class ModelArguments(lib.CheckpointArguments):
     model_type: str = HfArg(default="luna", help="type of a new model: luna | mega | transformer, or another encoder")
     paper_model: bool = HfArg(default=False, help="use the model of the paper; --config_overrides still apply")
 
 
-class LraTrainer(OrderedTrainer):
+class LraTrainer(lib.OrderedTrainer):
     """Trainer with the weight decay and the warmup of the papers."""
 
     decays_all, warmup_power = False, 1.0
@@ -77,29 +69,31 @@ class LraTrainer(OrderedTrainer):
         if self.warmup_power == 1.0 or self.lr_scheduler is not None:
             return super().create_scheduler(num_training_steps, optimizer)
         warmup, optimizer = self.args.get_warmup_steps(num_training_steps), optimizer or self.optimizer
-        self.lr_scheduler = power_warmup_schedule(optimizer, warmup, num_training_steps, self.warmup_power)
+        self.lr_scheduler = lib.optimization.power_warmup_schedule(
+            optimizer, warmup, num_training_steps, self.warmup_power
+        )
         return self.lr_scheduler
 
 
-def parse(argv: list[str] | None) -> tuple[DataArguments, ModelArguments, TrainingArguments, RunArguments]:
+def parse(argv: list[str] | None) -> tuple[DataArguments, ModelArguments, TrainingArguments, lib.Run]:
     """Parse the options; exit if they contradict each other."""
-    kinds = (DataArguments, ModelArguments, TrainingArguments, RunArguments)
+    kinds = (DataArguments, ModelArguments, TrainingArguments, lib.RunArguments)
     defaults = {"metric_for_best_model": "accuracy", "remove_unused_columns": False}
-    data, model, training, run = parse_arguments(kinds, argv, **defaults)
-    check_choice(data, "task", TASKS)
-    check_choice(data, "convention", CONVENTIONS)
+    data, model, training, options = lib.parse_arguments(kinds, argv, **defaults)
+    lib.check_choice(data, "task", TASKS)
+    lib.check_choice(data, "convention", CONVENTIONS)
     if data.pixels is not None:
-        check_choice(data, "pixels", ("values", "tokens"))
-    check_run(TITLE, data, model, training, run)
+        lib.check_choice(data, "pixels", ("values", "tokens"))
+    run = lib.Run(TITLE, data, model, training, options)
     task = TASKS[data.task]
     data.pixels = data.pixels or CONVENTIONS[data.convention].pixels
     data.max_length = task.max_length if data.max_length is None else data.max_length
-    check_least(data, 4, "max_length")
-    check_least(data, 0, "self_pretraining_steps")
+    lib.check_least(data, 4, "max_length")
+    lib.check_least(data, 0, "self_pretraining_steps")
     if not 0.0 < data.masked_share < 1.0:
-        fail(f"--masked_share {data.masked_share} must be between 0 and 1")
+        lib.fail(f"--masked_share {data.masked_share} must be between 0 and 1")
     if data.warmup_power != 1.0 and training.lr_scheduler_type != "linear":
-        fail(f"--warmup_power {data.warmup_power} requires --lr_scheduler_type linear")
+        lib.fail(f"--warmup_power {data.warmup_power} requires --lr_scheduler_type linear")
     # Trainer counts only the first sequence of a pair; values have no padding.
     training.include_num_input_tokens_seen = "no" if task.pairs else "all" if reads_values(data) else "non_padding"
     return data, model, training, run
@@ -118,18 +112,18 @@ def load_rows(
     convention: tasks.Convention,
 ) -> tuple[dict[str, Dataset], list[str]]:
     """Return the required splits of the convention, with outputs as labels, and the label names of the head."""
-    limits = choose_splits(training, data)
+    limits = lib.choose_splits(training, data)
     needed = {"train", "validation", "test"} if data.task in convention.tests_on else limits
     texts, columns = ((), task.columns) if task.kind == "pixels" else (task.columns, ())
-    splits = load_splits(dict.fromkeys(needed), data, texts, [*columns, "label"])
+    splits = lib.load_splits(dict.fromkeys(needed), data, texts, [*columns, "label"])
     splits = tasks.choose_splits(splits, data.task, convention)
     for name, limit in limits.items():  # the rows may be sorted by label
         splits[name] = splits[name] if limit is None else splits[name].shuffle(seed=0).take(limit)
     splits = {name: splits[name] for name in limits}
     classes = tasks.label_names(next(iter(splits.values())), task.classes)
-    names, outputs = match_labels(model, classes, training)
-    splits = {name: number_labels(split, outputs, name, classes) for name, split in splits.items()}
-    return undecoded(splits), names
+    names, outputs = lib.match_labels(model, classes, training)
+    splits = {name: lib.number_labels(split, outputs, name, classes) for name, split in splits.items()}
+    return lib.images.undecoded(splits), names
 
 
 def choose_tokenizer(data: DataArguments, model: ModelArguments) -> PreTrainedTokenizerFast | None:
@@ -138,7 +132,7 @@ def choose_tokenizer(data: DataArguments, model: ModelArguments) -> PreTrainedTo
         return None
     if not model.model_name_or_path:
         return tasks.make_tokenizer(TASKS[data.task].kind, CONVENTIONS[data.convention], data.max_length)
-    return load_tokenizer(model.model_name_or_path)
+    return lib.load_tokenizer(model.model_name_or_path)
 
 
 def choose_config(
@@ -146,17 +140,17 @@ def choose_config(
 ) -> PreTrainedConfig:
     """Return the configuration; new models have the fields of the paper and of the convention."""
     task = TASKS[data.task]
-    fields = label_fields(labels) | {"problem_type": "single_label_classification", "pairs": task.pairs}
+    fields = lib.label_fields(labels) | {"problem_type": "single_label_classification", "pairs": task.pairs}
     if not model.model_name_or_path:
         fields = CONVENTIONS[data.convention].fields | fields
         if model.paper_model:
             classes = {"luna": luna_mega.LunaConfig, "mega": luna_mega.MegaConfig}
             if model.model_type not in classes:
-                fail(f"--paper_model is not available for {model.model_type}; pass --config_overrides")
+                lib.fail(f"--paper_model is not available for {model.model_type}; pass --config_overrides")
             size = _NO_TOKENS if tokenizer is None else len(tokenizer)
             fields = getattr(classes[model.model_type], task.preset)(vocab_size=size).to_diff_dict() | fields
     kind = "values" if tokenizer is None else "tokens"
-    return make_config(model, tokenizer, data.max_length, kind, **fields)
+    return lib.make_config(model, tokenizer, data.max_length, kind, **fields)
 
 
 def load_data(
@@ -184,7 +178,7 @@ def make_trainer(
     tokenizer: PreTrainedTokenizerFast | None,
 ) -> LraTrainer:
     """Return the Trainer, with the weight decay of the convention."""
-    collator = make_pair_collator if TASKS[data.task].pairs else DataCollatorWithPadding
+    collator = lib.make_pair_collator if TASKS[data.task].pairs else DataCollatorWithPadding
     trainer = LraTrainer(
         network,
         training,
@@ -192,8 +186,7 @@ def make_trainer(
         eval_dataset=splits.get("validation"),
         processing_class=tokenizer,
         data_collator=collator(tokenizer) if tokenizer else default_data_collator,
-        compute_metrics=accuracy,
-        callbacks=make_callbacks(data),
+        compute_metrics=lib.accuracy,
     )
     trainer.decays_all, trainer.warmup_power = CONVENTIONS[data.convention].decays_all, data.warmup_power
     return trainer
@@ -202,22 +195,21 @@ def make_trainer(
 def main(argv: list[str] | None = None) -> dict[str, float]:
     data, model, training, run = parse(argv)
     task = TASKS[data.task]
-    begin_run(data, model, training, run)
 
-    with training.main_process_first(desc="reading the data"), one_line():
+    with run.reading():
         splits, tokenizer, config = load_data(data, model, training)
 
     model_class = AutoModelForSequenceClassification
     if task.pairs and config.model_type != transformer.TransformerConfig.model_type:
-        model_class = pair_class(config.model_type, f"--task {data.task}", "luna, mega or transformer")
-    network = make_model(model_class, model, config)
+        model_class = lib.pair_class(config.model_type, f"--task {data.task}", "luna, mega or transformer")
+    network = lib.make_model(model_class, model, config)
     if data.self_pretraining_steps and training.do_train and not model.model_name_or_path:
         options = (task, tokenizer, training, data.self_pretraining_steps, data.masked_share)
         pretraining.pretrain(network, splits["train"], *options)
     trainer = make_trainer(network, data, training, splits, tokenizer)
 
-    metrics = train(trainer, run) | score(trainer) | write_predictions(trainer, splits)
-    publish(trainer, run)
+    with run.fit(trainer) as metrics:
+        metrics |= lib.score(trainer) | lib.write_predictions(trainer, splits)
     return metrics
 
 

@@ -12,9 +12,7 @@ from transformers import PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from lra.listops import TOKENS
-from luna_mega.training.arguments import fail
-from luna_mega.training.images import holds_pixels, read_image
-from luna_mega.training.tokenizers import MASK_TOKEN, NAMED_TOKENS, WITHOUT_TYPES, make_bytes, make_words
+from luna_mega import training as lib
 
 GRAYS = 256
 
@@ -98,17 +96,24 @@ def label_names(split: Dataset, classes: int) -> tuple[str, ...]:
     if not isinstance(feature, ClassLabel):
         return tuple(map(str, range(classes)))
     if feature.num_classes != classes:
-        fail(f"the labels have {feature.num_classes} classes; this task has {classes}")
+        lib.fail(f"the labels have {feature.num_classes} classes; this task has {classes}")
     return tuple(feature.names)
 
 
 def make_tokenizer(kind: str, convention: Convention, max_length: int) -> PreTrainedTokenizerFast:
     """Return a tokenizer of words, bytes or gray levels that adds `</s>`."""
     words = {"words": TOKENS, "pixels": map(str, range(GRAYS))}
-    made = make_bytes() if kind == "bytes" else make_words(words[kind])
+    made = lib.tokenizers.make_bytes() if kind == "bytes" else lib.tokenizers.make_words(words[kind])
     # Texts contain no special tokens.
-    options = {"mask_token": MASK_TOKEN, "model_max_length": max_length, "split_special_tokens": True, **WITHOUT_TYPES}
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=made.backend_tokenizer, **NAMED_TOKENS, **options)
+    options = {
+        "mask_token": lib.tokenizers.MASK_TOKEN,
+        "model_max_length": max_length,
+        "split_special_tokens": True,
+        **lib.tokenizers.WITHOUT_TYPES,
+    }
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=made.backend_tokenizer, **lib.tokenizers.NAMED_TOKENS, **options
+    )
     ends = [(token, tokenizer.convert_tokens_to_ids(token)) for token in ("<s>", "</s>")]
     template = "<s> $A </s>" if convention.first_token else "$A </s>"
     tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(template, special_tokens=ends)
@@ -121,7 +126,7 @@ def encode_bytes(
     """Return the ids of bytes; the tokenizer is 50 times slower, because it processes a text as one word."""
     ids = np.array(tokenizer.convert_tokens_to_ids([symbol for _, symbol in sorted(bytes_to_unicode().items())]))
     if (ids == tokenizer.unk_token_id).any():
-        fail("the tokenizer of the model does not support bytes: some of the 256 have no token")
+        lib.fail("the tokenizer of the model does not support bytes: some of the 256 have no token")
     first = [tokenizer.bos_token_id] * convention.first_token
     most = max_length if convention.cuts_end else max_length - len(first) - 1
     rows = [ids[np.frombuffer(text.encode(), np.uint8)[:most]].tolist() for text in texts]
@@ -161,15 +166,15 @@ def encode_images(
 ) -> Dataset:
     """Return the split with `input_values` or, with a tokenizer, `input_ids`, which are computed on access."""
     (column,), side = task.columns, math.isqrt(max_length)
-    pixels, (mean, deviation) = holds_pixels(split, column), task.scale
+    pixels, (mean, deviation) = lib.images.holds_pixels(split, column), task.scale
     if tokenizer is not None:
         zero, first, last = tokenizer.convert_tokens_to_ids(["0", "<s>", "</s>"])
 
     def encode_one(value: Any) -> torch.Tensor:
-        image = read_image(value, 1, pixels)
+        image = lib.images.read_image(value, 1, pixels)
         if image.size != (side, side):
             size = " x ".join(map(str, image.size))
-            fail(f"split {name}: an image has {size} pixels, but {max_length} positions require {side} x {side}")
+            lib.fail(f"split {name}: an image has {size} pixels, but {max_length} positions require {side} x {side}")
         grays = torch.from_numpy(np.array(image).reshape(-1))
         if tokenizer is None:
             return (grays / (GRAYS - 1) - mean) / deviation

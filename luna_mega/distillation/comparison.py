@@ -12,9 +12,8 @@ from luna_mega.distillation.families import find_head
 from luna_mega.distillation.sentences import SentenceModules, read_modules
 from luna_mega.distillation.teachers import Teacher
 from luna_mega.errors import ConversionError, reason, shown
-from luna_mega.hub.folder import read_folder, read_tokenizer
+from luna_mega.hub.folder import load_tokenizer, read_folder, read_tokenizer
 from luna_mega.hub.samples import make_inputs, sample_inputs
-from luna_mega.training.models import load_tokenizer
 
 Differences = dict[str, float | None]
 # Largest difference that rounding explains, relative to the largest output if that is above 1.

@@ -26,8 +26,7 @@ from luna_mega.distillation.lengths import Lengths, choose_lengths
 from luna_mega.distillation.loading import check_tokenizer, load_teacher
 from luna_mega.distillation.teachers import HEADS, Teacher
 from luna_mega.distillation.windows import make_batches
-from luna_mega.training.models import load_tokenizer
-from luna_mega.training.tokenizers import set_max_length
+from luna_mega.hub.folder import load_tokenizer, set_max_length
 
 _CLASSES: tuple[type[PreTrainedModel], ...] = (
     LunaModel,

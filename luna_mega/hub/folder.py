@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import transformers
 from safetensors import SafetensorError, safe_open
-from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase, RobertaTokenizer
 from transformers.utils import GENERATION_CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGHTS_NAME
 
 from luna_mega import LunaConfig
@@ -138,6 +138,36 @@ def read_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
         raise ConversionError(
             f"{folder}: no tokenizer that transformers {transformers.__version__} loads{why}"
         ) from error
+
+
+def load_tokenizer(source: str) -> PreTrainedTokenizerBase:
+    """Load a tokenizer from the Hub or a folder; RoBERTa's `vocab.json` and `merges.txt` are sufficient."""
+    names = {path.name for path in Path(source).glob("*")}
+    bare = {"vocab.json", "merges.txt"} <= names and not names & {"tokenizer.json", "tokenizer_config.json"}
+    try:
+        tokenizer = (RobertaTokenizer if bare else AutoTokenizer).from_pretrained(source)
+    except OSError:
+        raise
+    except Exception as error:  # damaged files raise many types of errors
+        raise ValueError(f"{source}: the tokenizer cannot be read ({type(error).__name__}: {reason(error)})") from error
+    if len(tokenizer) <= len(tokenizer.all_special_ids):  # transformers 5 returns such a one if there are no files
+        raise ValueError(f"{source}: there is no tokenizer, or its vocabulary is empty; save the tokenizer there")
+    return tokenizer
+
+
+def set_max_length(tokenizer: PreTrainedTokenizerBase, max_length: int) -> None:
+    """Set the greatest length of a tokenizer, and remove the truncation and padding of its last call."""
+    tokenizer.model_max_length = max_length
+    for name in ("max_length", "stride", "truncation_strategy"):  # of the truncation in the file that was read
+        tokenizer.init_kwargs.pop(name, None)
+    remove_truncation(tokenizer)
+
+
+def remove_truncation(processor: Any) -> None:
+    """Remove the truncation and padding of the last call, which `save_pretrained` would write to tokenizer.json."""
+    if isinstance(processor, PreTrainedTokenizerBase) and processor.is_fast:
+        processor.backend_tokenizer.no_truncation()
+        processor.backend_tokenizer.no_padding()
 
 
 def largest_id(tokenizer: PreTrainedTokenizerBase) -> int:

@@ -1,1 +1,62 @@
-"""Components of training scripts: options and recipes, data, models, tokenizers, Trainer, results and model cards."""
+"""Components of training scripts: options and recipes, data, models, tokenizers, Trainer, results and model cards.
+
+A script imports only this module. Names that all tasks use are here, and others in the modules of their task.
+"""
+
+# ruff: noqa: F401
+
+from luna_mega.hub.folder import load_tokenizer, remove_truncation
+from luna_mega.training import images, language_modeling, optimization, streams, tokenizers, weight_average
+from luna_mega.training.arguments import (
+    RunArguments,
+    check_choice,
+    check_finite,
+    check_least,
+    fail,
+    one_line,
+    parse_arguments,
+)
+from luna_mega.training.classification import (
+    Labels,
+    accuracy,
+    class_names,
+    class_numbers,
+    match_labels,
+    number_labels,
+    write_predictions,
+)
+from luna_mega.training.data import (
+    ClassifierArguments,
+    LimitArguments,
+    SourceArguments,
+    check_scores,
+    check_split,
+    choose_splits,
+    find_files,
+    load_files,
+    load_folder,
+    load_splits,
+)
+from luna_mega.training.models import (
+    CheckpointArguments,
+    ModelArguments,
+    Tokenizers,
+    boundary_ids,
+    label_fields,
+    longest_input,
+    make_both_tokenizers,
+    make_config,
+    make_model,
+    make_tokenizer,
+)
+from luna_mega.training.runs import OrderedTrainer, Run, save, score, total, write_lines
+from luna_mega.training.seeded import Redrawn
+from luna_mega.training.texts import (
+    TextArguments,
+    check_pairs,
+    choose_model,
+    encode_texts,
+    hide_tokens,
+    make_pair_collator,
+    pair_class,
+)

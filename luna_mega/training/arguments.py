@@ -5,7 +5,7 @@ import math
 import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from itertools import chain
 from pathlib import Path
 from typing import Any, NoReturn
@@ -27,22 +27,11 @@ INVALID = (OSError, ValueError, TypeError, ImportError, HTTPError, StrictDatacla
 
 @dataclass
 class RunArguments:
-    """Options of all training scripts, and the state of the run.
-
-    Attributes:
-        checkpoint: Checkpoint from which the run resumes.
-        base_model: Model that is fine-tuned.
-        license: License in the model card.
-        source: Arguments of `Trainer.create_model_card` for the dataset.
-    """
+    """Options of all training scripts."""
 
     streaming: bool = HfArg(default=False, help="stream the training data instead of loading it; requires --max_steps")
     shuffle_buffer: int = HfArg(default=10_000, help="buffer size of the shuffling with --streaming")
     ema_decay: float = HfArg(default=0.0, help="decay of the average of weights that is saved; 0 = none")
-    checkpoint: str | None = field(default=None, init=False)
-    base_model: str | None = field(default=None, init=False)
-    license: str | None = field(default=None, init=False)
-    source: dict[str, str | None] = field(default_factory=dict, init=False)
 
 
 def fail(message: object) -> NoReturn:
@@ -98,9 +87,7 @@ def parse_arguments(dataclasses: tuple[type, ...], argv: list[str] | None, **def
     parser.set_defaults(dataloader_pin_memory=torch.accelerator.is_available(), **defaults)
     known, _ = recipe_parser.parse_known_args(argv)
     if known.recipe:
-        parser.set_defaults(
-            **read_recipe(known.recipe, {field.name for kind in dataclasses for field in fields(kind) if field.init})
-        )
+        parser.set_defaults(**read_recipe(known.recipe, {field.name for kind in dataclasses for field in fields(kind)}))
     with one_line():
         *parsed, _, unknown = parser.parse_args_into_dataclasses(
             argv, return_remaining_strings=True, look_for_args_file=False

@@ -9,7 +9,7 @@ from transformers import Trainer, TrainingArguments
 from luna_mega.escaping import code, markdown
 from luna_mega.hub.card import FILE_NAME, task_of
 from luna_mega.hub.licenses import license_metadata
-from luna_mega.training.arguments import RunArguments, fail, one_line
+from luna_mega.training.arguments import fail, one_line
 
 
 def check_hub(training: TrainingArguments, license: str | None = None) -> None:
@@ -34,11 +34,8 @@ def describe_source(data: object) -> dict[str, str | None]:
     return {"dataset": markdown(" and ".join(Path(path).resolve().name for path in paths))}
 
 
-def publish(trainer: Trainer, run: RunArguments) -> None:
+def publish(trainer: Trainer) -> None:
     """After training, write README.md and, with `--push_to_hub`, push the output folder."""
-    if not trainer.args.do_train:
-        return
-    _complete_card(trainer, run)
     if not trainer.args.push_to_hub:
         trainer.create_model_card()
         return
@@ -48,19 +45,26 @@ def publish(trainer: Trainer, run: RunArguments) -> None:
         trainer.push_to_hub()
 
 
-def _complete_card(trainer: Trainer, run: RunArguments) -> None:
-    """Let `Trainer.create_model_card`, which `push_to_hub` calls, write the dataset, task, base model and license."""
-    output, config, base = Path(trainer.args.output_dir), trainer.model.config, run.base_model
+def complete_card(trainer: Trainer, base: str | None, license: str | None, source: dict[str, str | None]) -> None:
+    """Let `Trainer.create_model_card`, which `push_to_hub` calls, write the dataset, task, base model and license.
+
+    Args:
+        trainer: Trainer of the model.
+        base: Model that was fine-tuned.
+        license: License of the weights.
+        source: Arguments of `Trainer.create_model_card` for the dataset.
+    """
+    output, config = Path(trainer.args.output_dir), trainer.model.config
     is_local = base is not None and Path(base).exists()
     # transformers reads the name of a new model, which is empty, as the name of a base model on the Hub.
     config.name_or_path = output if base is None or is_local else base
-    metadata, write = license_metadata(run.license), trainer.create_model_card
+    metadata, write = license_metadata(license), trainer.create_model_card
     model_class = type(trainer.model).__name__.removeprefix("FSDP")  # FSDP2 adds a prefix
     about: dict[str, Any] = {"model_name": (trainer.args.hub_model_id or output.resolve().name).split("/")[-1]}
     about |= {"tags": [config.model_type], "tasks": task_of(model_class, config), "license": metadata.get("license")}
 
     def create_model_card(**options: Any) -> None:
-        write(**options | about | run.source)
+        write(**options | about | source)
         if not trainer.is_world_process_zero():
             return
         card = ModelCard.load(output / FILE_NAME, ignore_metadata_errors=True)

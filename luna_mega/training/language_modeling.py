@@ -11,8 +11,8 @@ from tqdm import tqdm
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
 from luna_mega.compat import CACHE_NAME
+from luna_mega.hub.folder import load_tokenizer
 from luna_mega.training.arguments import fail, one_line
-from luna_mega.training.models import load_tokenizer
 from luna_mega.training.seeded import Redrawn
 
 

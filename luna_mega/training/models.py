@@ -1,10 +1,10 @@
 """Loading and creation of configuration, model and tokenizer."""
 
 import copy
+import math
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -16,13 +16,12 @@ from transformers import (
     PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
-    RobertaTokenizer,
 )
 from transformers.hf_argparser import HfArg
 from transformers.utils import cached_file
 
-from luna_mega.errors import reason
-from luna_mega.hub.folder import largest_id
+from luna_mega._register import CONFIGS
+from luna_mega.hub.folder import largest_id, load_tokenizer, position_limit
 from luna_mega.training.arguments import fail, one_line
 from luna_mega.training.tokenizers import train_bpe, train_joint_bpe
 
@@ -43,25 +42,6 @@ class CheckpointArguments:
 class ModelArguments(CheckpointArguments):
     tokenizer_name: str | None = HfArg(default=None, help="folder or Hub name; default: the model's")
     vocab_size: int = HfArg(default=8000, help="vocabulary size of the BPE that is trained if there is no tokenizer")
-
-
-def load_tokenizer(source: str) -> PreTrainedTokenizerBase:
-    """Load a tokenizer from the Hub or a folder; RoBERTa's `vocab.json` and `merges.txt` are sufficient."""
-    names = {path.name for path in Path(source).glob("*")}
-    bare = {"vocab.json", "merges.txt"} <= names and not names & {"tokenizer.json", "tokenizer_config.json"}
-    try:
-        tokenizer = (RobertaTokenizer if bare else AutoTokenizer).from_pretrained(source)
-    except OSError:
-        raise
-    except Exception as error:  # damaged files raise many types of errors
-        raise ValueError(f"{source}: the tokenizer cannot be read ({type(error).__name__}: {reason(error)})") from error
-    if len(tokenizer) <= len(
-        tokenizer.all_special_ids
-    ):  # transformers 5 returns one without words if there are no files
-        raise ValueError(
-            f"{source}: there is no tokenizer, or its vocabulary is empty; save the tokenizer in the folder"
-        )
-    return tokenizer
 
 
 def make_tokenizer(model: ModelArguments, texts: Iterable[str], max_length: int) -> PreTrainedTokenizerBase:
@@ -205,10 +185,9 @@ def first_position(model_type: str, pad_token_id: int) -> int:
 
 def longest_input(config: PreTrainedConfig) -> float:
     """Return the maximum input length; infinite without position embeddings, such as for Mega with chunks."""
-    mega = config.model_type in ("mega", "mega_seq2seq")
-    any_length = mega and (config.use_chunking or config.relative_positional_bias == "rotary")
-    any_length = any_length or getattr(config, "longest_input", 0) is None
-    positions = float("inf") if any_length else getattr(config, "max_position_embeddings", float("inf"))
+    if config.model_type in CONFIGS:
+        return position_limit(config) or math.inf
+    positions = getattr(config, "max_position_embeddings", math.inf)
     return positions - first_position(config.model_type, config.pad_token_id)
 
 

@@ -1,8 +1,9 @@
-"""Steps of a training script: checks of the options, training, evaluation and output files."""
+"""Training runs: checks of the options, checkpoints, training, evaluation and output files."""
 
+import json
 import math
-from collections.abc import Iterable
-from contextlib import AbstractContextManager, nullcontext, suppress
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -10,18 +11,25 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.utils.data import Dataset, Sampler, SequentialSampler
-from transformers import EarlyStoppingCallback, Trainer, TrainerCallback, TrainingArguments, set_seed
+from transformers import (
+    EarlyStoppingCallback,
+    Trainer,
+    TrainerCallback,
+    TrainerState,
+    TrainingArguments,
+    set_seed,
+)
+from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_pt_utils import LengthGroupedSampler
-from transformers.trainer_utils import has_length
+from transformers.trainer_utils import has_length, sort_checkpoints
 
 from luna_mega.hub.bundle import register_for_auto_class
-from luna_mega.training.arguments import RunArguments, check_launch, check_least, fail
-from luna_mega.training.hub import check_hub, describe_source
+from luna_mega.hub.folder import remove_truncation
+from luna_mega.training.arguments import RunArguments, check_launch, check_least, fail, one_line
+from luna_mega.training.hub import check_hub, complete_card, describe_source, publish
 from luna_mega.training.models import CheckpointArguments
-from luna_mega.training.resuming import find_checkpoint, load_finished
 from luna_mega.training.seeded import SeededSampler
-from luna_mega.training.tokenizers import remove_truncation
-from luna_mega.training.weight_average import add_average
+from luna_mega.training.weight_average import FILE_NAME, add_average
 
 DIVERGED = "Lower --learning_rate, raise --warmup_steps, or train in float32"
 
@@ -115,24 +123,97 @@ class OrderedTrainer(Trainer):
         return min(max(state.remainder - self.args.process_index * size, 0), size)
 
 
-def check_run(
-    title: str,
-    data: object,
-    model: CheckpointArguments,
-    training: TrainingArguments,
-    run: RunArguments,
-    streams: bool = False,
-    predicts: bool = True,
-) -> None:
-    """Prepare the processes, and exit if options contradict each other.
+class Run:
+    """A training run: checked options, the state of the run, and its steps.
 
-    `streams` and `predicts` specify whether the task `title` supports `--streaming` and `--do_predict`.
+    A script creates its run when it has parsed the options. It reads the data in `reading`, and evaluates in `fit`:
+
+        with run.reading():
+            splits = load_data()
+        with run.fit(trainer) as metrics:
+            metrics |= score(trainer)
+
+    Attributes:
+        options: Options of all scripts.
+        checkpoint: Checkpoint from which the run resumes.
+        base_model: Model that is fine-tuned.
     """
-    check_launch(training.world_size)
-    if training.world_size > 1 and training.device.type == "cpu":  # Trainer sets ddp_timeout only for accelerators
-        dist.distributed_c10d._set_pg_timeout(timedelta(seconds=training.ddp_timeout))
-    if training.do_predict and not predicts:
-        fail(f"--do_predict: a {title} has no test predictions; pass --do_eval")
+
+    def __init__(
+        self,
+        title: str,
+        data: object,
+        model: CheckpointArguments,
+        training: TrainingArguments,
+        options: RunArguments,
+        *,
+        streams: bool = False,
+        predicts: bool = True,
+    ):
+        """Exit if options contradict each other; find the checkpoint to resume from, and set the seed.
+
+        A resumed run loads configuration and tokenizer from its checkpoint, even if it was started from scratch.
+        `streams` and `predicts` specify whether the task `title` supports `--streaming` and `--do_predict`.
+        """
+        check_launch(training.world_size)
+        if training.world_size > 1 and training.device.type == "cpu":  # Trainer sets ddp_timeout only for accelerators
+            dist.distributed_c10d._set_pg_timeout(timedelta(seconds=training.ddp_timeout))
+        if training.do_predict and not predicts:
+            fail(f"--do_predict: a {title} has no test predictions; pass --do_eval")
+        if options.streaming and not streams:
+            fail(f"--streaming: {title} loads its data; only texts of language models can be streamed")
+        _check_options(data, model, training, options)
+        if training.include_num_input_tokens_seen == "no":  # Trainer logs the speed of counted tokens
+            training.include_num_input_tokens_seen = "non_padding"
+        self.data, self.training, self.options = data, training, options
+        self.base_model, self.license = model.model_name_or_path, model.license
+        self.checkpoint = find_checkpoint(training, *([FILE_NAME] if options.ema_decay else []))
+        model.model_name_or_path = self.checkpoint or self.base_model
+        set_seed(training.seed)
+
+    @contextmanager
+    def reading(self) -> Iterator[None]:
+        """Context in which the main process reads the data first; invalid data end the script with one line."""
+        with self.training.main_process_first(desc="reading the data"), one_line():
+            yield
+
+    @contextmanager
+    def fit(self, trainer: Trainer, describe: Callable[..., None] = complete_card) -> Iterator[dict[str, Any]]:
+        """Train and save the model with `--do_train`, and publish it at the end of the context.
+
+        The context evaluates the model; it yields the metrics of the training. If it raises an error, the model is not
+        published. `describe` adds the model that is fine-tuned, its license and the data to the model card.
+        """
+        callbacks = [EpochCallback(), DivergenceCallback()]
+        if patience := getattr(self.data, "early_stopping_patience", None):
+            callbacks.append(EarlyStoppingCallback(patience))
+        for callback in callbacks:
+            trainer.add_callback(callback)
+        yield self._train(trainer) if self.training.do_train else {}
+        if self.training.do_train:
+            describe(trainer, self.base_model, self.license, describe_source(self.data))
+            publish(trainer)
+
+    def _train(self, trainer: Trainer) -> dict[str, Any]:
+        if self.options.ema_decay:
+            add_average(trainer, self.options.ema_decay, self.checkpoint)
+        if self.checkpoint and load_finished(trainer, self.checkpoint):
+            metrics = {"epoch": trainer.state.epoch}
+        else:
+            metrics = trainer.train(resume_from_checkpoint=self.checkpoint).metrics
+        check_model(trainer)
+        if trainer.is_fsdp_enabled:  # for the final model
+            trainer.accelerator.state.fsdp_plugin.set_state_dict_type("FULL_STATE_DICT")
+        trainer.save_model(_internal_call=True)  # `publish` pushes the model with its card
+        trainer.save_state()
+        if has_length(trainer.train_dataset):
+            metrics["train_samples"] = len(trainer.train_dataset)
+        return save(trainer, "train", metrics)
+
+
+def _check_options(
+    data: object, model: CheckpointArguments, training: TrainingArguments, options: RunArguments
+) -> None:
     if not (training.do_train or training.do_eval or training.do_predict):
         fail("nothing to do; pass --do_train, --do_eval or --do_predict")
     if not (training.do_train or model.model_name_or_path):
@@ -144,16 +225,59 @@ def check_run(
             fail(f"--early_stopping_patience needs {needed}")
     if training.push_to_hub or training.hub_token or model.license:
         check_hub(training, model.license)
-    if run.streaming and not streams:
-        fail(f"--streaming: {title} loads its data; only texts of language models can be streamed")
-    if not 0.0 <= run.ema_decay < 1.0:
-        fail(f"--ema_decay {run.ema_decay} must be in [0, 1)")
-    if run.ema_decay and not training.do_train:
+    if options.streaming:
+        if training.do_train and training.max_steps <= 0:
+            fail("--streaming needs --max_steps, because the length of the data is unknown")
+        if training.dataloader_num_workers > 1:
+            fail(f"--dataloader_num_workers {training.dataloader_num_workers}: --streaming supports at most 1 worker")
+        check_least(options, 1, "shuffle_buffer")
+    if not 0.0 <= options.ema_decay < 1.0:
+        fail(f"--ema_decay {options.ema_decay} must be in [0, 1)")
+    if options.ema_decay and not training.do_train:
         fail("--ema_decay requires --do_train")
-    if run.ema_decay and training.load_best_model_at_end:
+    if options.ema_decay and training.load_best_model_at_end:
         fail("--ema_decay saves the average of the last step; remove --load_best_model_at_end")
-    if training.include_num_input_tokens_seen == "no":  # Trainer logs the speed of counted tokens
-        training.include_num_input_tokens_seen = "non_padding"
+
+
+def find_checkpoint(training: TrainingArguments, *files: str) -> str | None:
+    """Return the checkpoint of `--resume_from_checkpoint`, which must contain `files`, or None.
+
+    `last` is the newest complete checkpoint in the output folder; the newest one is incomplete if the run was killed
+    while it saved. A run that does not resume exits if the output folder contains checkpoints.
+    """
+    found = [Path(path) for path in reversed(sort_checkpoints(training.output_dir))]
+    source = training.resume_from_checkpoint
+    if not source:
+        if found and training.do_train:
+            fail(f"{found[0]} already exists; pass --resume_from_checkpoint last, or another --output_dir")
+        return None
+    for path in found if source == "last" else [Path(source)]:
+        if is_complete(path, files):
+            return str(path)
+    fail(f"--resume_from_checkpoint {source}: no checkpoint there" + f" with {' and '.join(files)}" * bool(files))
+
+
+def is_complete(checkpoint: Path, files: Sequence[str]) -> bool:
+    """Return whether a checkpoint has `files` and the state, which Trainer writes last."""
+    try:
+        json.loads((checkpoint / TRAINER_STATE_NAME).read_text(encoding="utf-8-sig"))
+    except (OSError, ValueError):
+        return False
+    return all((checkpoint / name).is_file() for name in files)
+
+
+def load_finished(trainer: Trainer, checkpoint: str) -> bool:
+    """Load the state of a checkpoint that has all steps; return whether it has. Trainer would train another step."""
+    args, state = trainer.args, TrainerState.load_from_json(str(Path(checkpoint, TRAINER_STATE_NAME)))
+    if not 0 < args.max_steps <= state.global_step:
+        return False
+    trainer.state = state
+    if args.load_best_model_at_end and state.best_model_checkpoint:
+        trainer._load_best_model()
+    if average := getattr(trainer, "weight_average", None):
+        average.on_train_begin(args, state, trainer.control, model=trainer.model)
+        average.on_train_end(args, state, trainer.control, model=trainer.model)
+    return True
 
 
 def count_broken(state: dict[str, torch.Tensor]) -> int:
@@ -193,24 +317,6 @@ class EpochCallback(TrainerCallback):
                 part.set_epoch(epoch)
 
 
-def begin_run(data: object, model: CheckpointArguments, training: TrainingArguments, run: RunArguments) -> None:
-    """Find the checkpoint to resume from, and set the seed.
-
-    A resumed run loads configuration and tokenizer from its checkpoint, even if it was started from scratch.
-    """
-    files = ["weight_average.pt"] if run.ema_decay else []
-    run.base_model, run.license, run.source = model.model_name_or_path, model.license, describe_source(data)
-    run.checkpoint = find_checkpoint(training, *files)
-    model.model_name_or_path = run.checkpoint or run.base_model
-    set_seed(training.seed)
-
-
-def make_callbacks(data: object) -> list[TrainerCallback]:
-    """Return the callbacks for epochs, divergence and, with `--early_stopping_patience`, early stopping."""
-    patience = getattr(data, "early_stopping_patience", None)
-    return [EpochCallback(), DivergenceCallback(), *([EarlyStoppingCallback(patience)] if patience else [])]
-
-
 def total(values: list[float], training: TrainingArguments) -> list[float]:
     """Return the sums of `values` over all processes."""
     if training.world_size == 1:
@@ -226,26 +332,6 @@ def save(trainer: Trainer, split: str, metrics: dict[str, Any]) -> dict[str, Any
     trainer.log_metrics(split, metrics)
     trainer.save_metrics(split, metrics)
     return metrics
-
-
-def train(trainer: Trainer, run: RunArguments) -> dict[str, Any]:
-    """With `--do_train`, train and save the model; return the metrics."""
-    if not trainer.args.do_train:
-        return {}
-    if run.ema_decay:
-        add_average(trainer, run.ema_decay, run.checkpoint)
-    if run.checkpoint and load_finished(trainer, run.checkpoint):
-        metrics = {"epoch": trainer.state.epoch}
-    else:
-        metrics = trainer.train(resume_from_checkpoint=run.checkpoint).metrics
-    check_model(trainer)
-    if trainer.is_fsdp_enabled:  # for the final model
-        trainer.accelerator.state.fsdp_plugin.set_state_dict_type("FULL_STATE_DICT")
-    trainer.save_model(_internal_call=True)  # `publish` pushes the model with its card
-    trainer.save_state()
-    if has_length(trainer.train_dataset):
-        metrics["train_samples"] = len(trainer.train_dataset)
-    return save(trainer, "train", metrics)
 
 
 def score(trainer: Trainer) -> dict[str, float]:

@@ -9,20 +9,8 @@ from datasets.distributed import split_dataset_by_node
 from torch.utils.data import DataLoader, IterableDataset
 from transformers import TrainingArguments
 
-from luna_mega.training.arguments import RunArguments, check_least, fail
 from luna_mega.training.runs import OrderedTrainer
 from luna_mega.training.seeded import Change, Example, draw
-
-
-def check_streaming(training: TrainingArguments, run: RunArguments) -> None:
-    """Exit if options of streaming contradict others."""
-    if not run.streaming:
-        return
-    if training.do_train and training.max_steps <= 0:
-        fail("--streaming needs --max_steps, because the length of the data is unknown")
-    if training.dataloader_num_workers > 1:
-        fail(f"--dataloader_num_workers {training.dataloader_num_workers}: --streaming supports at most 1 worker")
-    check_least(run, 1, "shuffle_buffer")
 
 
 def some_texts(split: Dataset | datasets.IterableDataset, column: str) -> Iterable[str]:

@@ -4,10 +4,9 @@ import json
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from itertools import chain
-from typing import Any
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
-from transformers import AddedToken, PreTrainedTokenizerBase, PreTrainedTokenizerFast, RobertaTokenizer
+from transformers import AddedToken, PreTrainedTokenizerFast, RobertaTokenizer
 
 NAMED_TOKENS = {"bos_token": "<s>", "pad_token": "<pad>", "eos_token": "</s>", "unk_token": "<unk>"}
 SPECIAL_TOKENS = list(NAMED_TOKENS.values())
@@ -105,18 +104,3 @@ def make_words(words: Iterable[str]) -> PreTrainedTokenizerFast:
     tokenizer = _word_level(words)
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     return _wrap(tokenizer)
-
-
-def set_max_length(tokenizer: PreTrainedTokenizerBase, max_length: int) -> None:
-    """Set the greatest length of a tokenizer, and remove the truncation and padding of its last call."""
-    tokenizer.model_max_length = max_length
-    for name in ("max_length", "stride", "truncation_strategy"):  # of the truncation in the file that was read
-        tokenizer.init_kwargs.pop(name, None)
-    remove_truncation(tokenizer)
-
-
-def remove_truncation(processor: Any) -> None:
-    """Remove the truncation and padding of the last call, which `save_pretrained` would write to tokenizer.json."""
-    if isinstance(processor, PreTrainedTokenizerBase) and processor.is_fast:
-        processor.backend_tokenizer.no_truncation()
-        processor.backend_tokenizer.no_padding()

@@ -1,8 +1,7 @@
 import pytest
 from transformers import AutoTokenizer
 
-from luna_mega.training import tokenizers
-from luna_mega.training.models import load_tokenizer
+from luna_mega.training import load_tokenizer, tokenizers
 
 TEXTS = ["the quick brown fox", "the lazy dog", "quick dogs and lazy foxes"] * 20
 

@@ -19,6 +19,7 @@ from transformers import (
 
 import luna_mega
 from luna_mega import LunaConfig
+from luna_mega.training import images
 from luna_mega.training.classification import match_labels
 from luna_mega.training.models import CheckpointArguments, label_fields, make_model
 from luna_mega.training.tokenizers import train_bpe
@@ -43,7 +44,7 @@ def save_head(script, name: str, labels: list[str], folder: Path) -> Path:
         Wav2Vec2FeatureExtractor(sampling_rate=1000, return_attention_mask=True).save_pretrained(folder)
     elif name == "run_image_classification":
         fields |= {"image_size": 8, "patch_size": 4, "num_channels": 1}
-        script(name).images.make_processor(8, 1, [0.5], [0.5], False).save_pretrained(folder)
+        images.make_processor(8, 1, [0.5], [0.5], False).save_pretrained(folder)
     else:
         tasks = script("lra.tasks")
         lra = name == "lra.run_lra"

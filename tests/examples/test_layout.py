@@ -1,9 +1,15 @@
 """Scripts are single files that can be read from top to bottom, with few helper modules."""
 
 import ast
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+from transformers import TrainingArguments
+
+from luna_mega import training as lib
+from luna_mega.training import runs
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples"
@@ -33,12 +39,26 @@ def test_a_script_imports_no_other_script():
             assert not {module.partition(".")[0] for module in modules} & names, path
 
 
-@pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.stem)
-def test_main_is_visible(path):
-    """The script's own `main` calls its functions in order."""
-    main = next(node for node in parse(path).body if isinstance(node, ast.FunctionDef) and node.name == "main")
-    calls = [node for node in ast.walk(main) if isinstance(node, ast.Call)]
-    calls.sort(key=lambda node: (node.lineno, node.col_offset))
-    names = [getattr(node.func, "attr", getattr(node.func, "id", "")) for node in calls]
-    places = [names.index(step) for step in ("parse", "begin_run", "load_data", "make_model", "train", "publish")]
-    assert places == sorted(places)
+def test_scripts_import_the_library_by_one_name():
+    for path in FILES:
+        nodes = [node for node in ast.walk(parse(path)) if isinstance(node, ast.Import | ast.ImportFrom)]
+        lines = [line for line in map(ast.unparse, nodes) if "luna_mega" in line and "training" in line]
+        assert lines in ([], ["from luna_mega import training as lib"]), path
+
+
+@pytest.mark.parametrize("error", [False, True])
+def test_a_run_publishes_a_model_after_its_evaluation(error, tmp_path, monkeypatch):
+    steps = []
+    monkeypatch.setattr(lib.Run, "_train", lambda run, trainer: steps.append("train") or {"train_loss": 1.0})
+    monkeypatch.setattr(runs, "publish", lambda trainer: steps.append("publish"))
+    model, data = lib.CheckpointArguments(), lib.SourceArguments(dataset_path=str(tmp_path))
+    training = TrainingArguments(str(tmp_path), do_train=True, use_cpu=True)
+    trainer, describe = SimpleNamespace(add_callback=lambda callback: None), lambda *about: steps.append(about[3])
+    with pytest.raises(ValueError) if error else nullcontext():
+        with lib.Run("title", data, model, training, lib.RunArguments()).fit(trainer, describe) as metrics:
+            assert metrics == {"train_loss": 1.0}
+            steps.append("evaluate")
+            if error:
+                raise ValueError
+    assert steps[:2] == ["train", "evaluate"]
+    assert steps[2:] == ([] if error else [{"dataset": tmp_path.name}, "publish"])

@@ -124,8 +124,7 @@ def train(folder: Path, output: Path, **options: Any) -> None:
     """Train four steps with a checkpoint in the middle, like the scripts in examples/."""
     from transformers import Trainer, TrainingArguments  # not needed by the other process, and slow
 
-    from luna_mega.training.arguments import RunArguments
-    from luna_mega.training.hub import check_hub, publish
+    from luna_mega.training.hub import check_hub, complete_card, publish
 
     data = [{"input_ids": [0, 5 + index, 2], "labels": index % 2} for index in range(8)]
     arguments = TrainingArguments(
@@ -150,10 +149,9 @@ def train(folder: Path, output: Path, **options: Any) -> None:
     )
     trainer.train()
     trainer.evaluate()
-    run = RunArguments()
-    run.source = {"dataset": "nyu-mll/glue", "dataset_tags": "nyu-mll/glue", "dataset_args": "sst2"}
-    run.base_model, run.license = str(folder), "other:my-license"
-    publish(trainer, run)
+    source = {"dataset": "nyu-mll/glue", "dataset_tags": "nyu-mll/glue", "dataset_args": "sst2"}
+    complete_card(trainer, str(folder), "other:my-license", source)
+    publish(trainer)
 
 
 def run_example(examples: Path, script: str, arguments: list[str]) -> None:
