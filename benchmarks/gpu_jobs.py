@@ -173,15 +173,16 @@ def _time(part: str, entries: list[tuple]) -> Iterator[Row]:
     """Yield the milliseconds of each pass: first all eager calls, because a failed capture can make them fail."""
     made = []
     for name, case, variant, size, found in entries:
-        row = {"part": part, "name": name, "size": " ".join(f"{key}={value}" for key, value in size.items())}
-        try:
-            runs, _ = passes(CASES[case].make(variant, gpu.DEVICE, gpu.DTYPE, size))
-            for key, more in found.items():
-                row |= {"pass": key, **more, "eager": _median(runs[key]), "host": _host(runs[key], 3)}
-                made.append((row.copy(), runs[key]))
-                yield row.copy()
-        except Exception as error:
-            yield row | {"result": failure(error)}
+        runs, label = None, " ".join(f"{key}={value}" for key, value in size.items())
+        for key, more in found.items():
+            row = {"part": part, "name": name, "size": label, "pass": key, **more}
+            try:
+                runs = runs or passes(CASES[case].make(variant, gpu.DEVICE, gpu.DTYPE, size))[0]
+                row |= {"eager": _median(runs[key]), "host": _host(runs[key], 3)}
+                made.append((row, runs[key]))
+            except Exception as error:
+                row |= {"result": failure(error)}
+            yield row
     for row, run in made:
         torch.cuda.empty_cache()
         try:
