@@ -155,8 +155,8 @@ def _identify(checkpoint: Checkpoint, head: str | None, layer_norm: str, ema_con
     fmt, revision, checkpoint, notes = detect(checkpoint)
     facts, tensors = fmt.facts, checkpoint.tensors
     try:
-        if head is not None and facts.usual_head is None:
-            named = ", ".join(known.facts.name for known in registered_formats() if known.facts.usual_head)
+        if head is not None and not facts.named_heads:
+            named = ", ".join(known.facts.name for known in registered_formats() if known.facts.named_heads)
             raise ConversionError(f"--head {head}: only {named} files have named heads; omit the option")
         for name, value in (("layer-norm", layer_norm), ("ema-convention", ema_convention)):
             if value != "auto" and name in facts.unsupported_options:

@@ -1,112 +1,72 @@
-"""Tables of arguments. Each row translates args of a file into fields of the configuration, and back."""
+"""Tables of arguments. Each row reads an argument of a file into a field of the configuration.
+
+An export writes the arguments in the order of the table.
+"""
 
 import re
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
 from typing import Any
 
 from huggingface_hub.errors import StrictDataclassError
 from transformers import PreTrainedConfig
 
 from luna_mega.convert.argtypes import anything, flag
-from luna_mega.convert.evidence import Evidence, Target
+from luna_mega.convert.evidence import Evidence
 from luna_mega.errors import ConversionError, shown
 
+Values = dict[Any, Any]  # value in the original -> value in the configuration
 
-@dataclass(frozen=True)
-class Codec:
-    """Translation between the value of an argument and the value of a field.
-
-    `decode` raises a `ValueError` such as "is not one of a, b"; the caller prepends the name and the value.
-    """
-
-    decode: Callable[[Any], Any]
-    encode: Callable[[Any], Any]
-
-
-def names_codec(ours: dict[str, str]) -> Codec:
-    """Return the codec of names in the original -> in the configuration."""
-
-    def decode(value: Any) -> str:
-        if not isinstance(value, str) or value not in ours:
-            raise ValueError(f"is not one of {', '.join(ours)}")
-        return ours[value]
-
-    return Codec(decode, {field: name for name, field in ours.items()}.__getitem__)
-
-
-_ACTIVATIONS = {"gelu": "gelu", "gelu_accurate": "gelu_new", "gelu_fast": "gelu_new", "relu": "relu", "tanh": "tanh"}
-_ACTIVATIONS |= {"silu": "silu", "linear": "linear"}
-# Our name -> fairseq's. fairseq has two names for gelu_new; gelu_fast is deprecated.
-FAIRSEQ_ACTIVATIONS = {ours: theirs for theirs, ours in _ACTIVATIONS.items() if theirs != "gelu_fast"}
-
+# fairseq has two names for gelu_new; gelu_fast is deprecated.
+ACTIVATIONS: Values = {"gelu": "gelu", "gelu_accurate": "gelu_new", "gelu_fast": "gelu_new", "relu": "relu"}
+ACTIVATIONS |= {name: name for name in ("tanh", "silu", "linear")}
+NOT: Values = {True: False, False: True}
 
 # Keys next to fields of the configuration, in the result of `Arg.read`: the model class, and the name of the head.
 MODEL, HEAD = "model_class", "head"
-SAME = Codec(lambda value: value, lambda value: value)
-NOT = Codec(lambda value: not value, lambda value: not value)
-# A model whose activation has no name in fairseq does not use it, so any name is valid.
-ACTIVATION = Codec(names_codec(_ACTIVATIONS).decode, lambda value: FAIRSEQ_ACTIVATIONS.get(value, "gelu"))
-
-
-def _always(_: Evidence | Target) -> bool:
-    return True
-
-
-def never(_: Evidence | Target) -> bool:
-    """Return False, for the `read_if` or `write_if` of a row that applies in one direction only."""
-    return False
 
 
 @dataclass(frozen=True)
 class Arg:
-    """One argument of the original code and the fields of the configuration that it determines.
+    """One argument of the original code, and the field of the configuration that it determines.
 
     Args:
-        name: Name of the argument.
-        field: Field of the configuration; None if `read` returns the fields, or if the argument is not read.
-        codec: Translation of the value.
+        name: Name of the argument; "" for a field that is not an argument.
+        field: Field of the configuration; None if `read` returns the fields, or if only the type is checked.
+        values: Value in the original -> value of the field; None if they are equal.
         default: Value if the args lack the argument, or a function that returns it; an architecture can override it.
-        measure: Function that returns the value from the tensors, which override the args.
-        read: Function that returns the fields, instead of `field`, `codec` and `measure`.
-        write: Function that returns the value to write, instead of `field` and `codec`.
-        revision: Only revision of the original that has the argument; None if all have it.
-        read_if: Function that returns whether the argument is read from a file.
-        write_if: Function that returns whether the argument is written for a model.
-        kept: Whether an export keeps the value of the converted file, even if the configuration was edited.
+        read: Function that returns the value from the tensors, which override the args, or a dictionary of fields.
         kind: Type of the argument, a function of argtypes.py; None if another row has it, or if any value is valid.
-        only: Values of `field` that the original supports, or a function that returns them; for fields that reading
-            back does not check.
+        revision: Only revision of the original that has the argument; None if all have it.
     """
 
     name: str
     field: str | None = None
-    codec: Codec = SAME
+    values: Values | None = None
     default: Any = None
-    measure: Callable[[Evidence], Any] | None = None
-    read: Callable[[Evidence], dict[str, Any]] | None = None
-    write: Callable[[Target], Any] | None = None
-    revision: str | None = None
-    read_if: Callable[[Evidence], bool] = _always
-    write_if: Callable[[Target], bool] = _always
-    kept: bool = False
+    read: Callable[[Evidence], Any] | None = None
     kind: Callable[[Any], Any] | None = None
-    only: tuple | Callable[[Target], tuple] | None = None
+    revision: str | None = None
 
-    def _fields(self, evidence: Evidence) -> dict[str, Any]:
-        if self.read is not None:
-            return self.read(evidence)
-        if self.field is None and self.measure is None:
-            return {}
-        value = evidence.arg(self.name) if self.measure is None else evidence.prefer(self.name, self.measure(evidence))
-        try:
-            return {} if self.field is None else {self.field: self.codec.decode(value)}
-        except ValueError as error:
-            raise ConversionError(f"{evidence.shown(self.name)} {error}") from error
+    def fields(self, evidence: Evidence) -> dict[str, Any]:
+        """Return the fields that the argument determines."""
+        if self.read is None:
+            return {} if self.field is None else {self.field: self._decoded(evidence, evidence.arg(self.name))}
+        found = self.read(evidence)
+        if isinstance(found, dict):
+            return found
+        value = evidence.prefer(self.name, found)
+        return {} if self.field is None else {self.field: self._decoded(evidence, value)}
 
-    def _value(self, target: Target) -> Any:
-        value = self.codec.encode(getattr(target.config, self.field)) if self.write is None else self.write(target)
-        return self.typed(value)
+    def _decoded(self, evidence: Evidence, value: Any) -> Any:
+        return value if self.values is None else decoded(evidence, self.name, value, self.values)
+
+    def encoded(self, value: Any) -> Any:
+        """Return the value in the original of a value of the field."""
+        if self.values is None:
+            return value
+        # A model whose activation has no name in fairseq does not use it, so any name is valid.
+        return next((theirs for theirs, ours in self.values.items() if ours == value), next(iter(self.values)))
 
     def typed(self, value: Any, settings: str = "args") -> Any:
         """Return the value in the type of the argument; None stays None.
@@ -122,43 +82,35 @@ class Arg:
 Table = tuple[Arg, ...]
 
 
-def fixed(name: str, value: Any, **options: Any) -> Arg:
-    """Return the row of an argument that is not read and is always written with this value."""
-    return Arg(name, write=lambda target: value, **{"kind": flag if isinstance(value, bool) else anything} | options)
+def decoded(evidence: Evidence, name: str, value: Any, values: Values) -> Any:
+    """Return the value of the configuration for the value of the argument `name`."""
+    if value not in list(values):  # a list, because the value may be unhashable
+        raise ConversionError(f"{evidence.shown(name)} is not one of {', '.join(map(str, values))}")
+    return values[value]
 
 
-def read_only(name: str, field: str, **options: Any) -> Arg:
-    """Return a row that is only read; another row writes the argument."""
-    return Arg(name, field, write_if=never, **options)
+def typed(kind: Callable[[Any], Any], *names: str) -> Table:
+    """Return the rows of arguments whose type is checked, but which are not read."""
+    return tuple(Arg(name, kind=kind) for name in names)
 
 
-def write_only(name: str, field: str, **options: Any) -> Arg:
-    """Return a row that is only written; another row sets `field`."""
-    return Arg(name, field, read_if=never, **options)
+def read_if(condition: Callable[[Evidence], bool], *rows: Arg) -> Table:
+    """Return the rows of arguments that are read only if `condition` returns True."""
+
+    def conditional(row: Arg) -> Arg:
+        return replace(row, read=lambda evidence: row.fields(evidence) if condition(evidence) else {})
+
+    return tuple(map(conditional, rows))
 
 
-def derived(field: str, value: Callable[[Evidence], Any], **options: Any) -> Arg:
-    """Return the row of a field that is not an argument; `value` computes it from the evidence."""
-    return Arg("", field, read=lambda evidence: {field: value(evidence)}, write_if=never, **options)
+def derived(field: str, read: Callable[[Evidence], Any], **options: Any) -> Arg:
+    """Return the row of a field that is not an argument; `read` computes it from the evidence."""
+    return Arg("", field, read=read, **options)
 
 
 def fields(read: Callable[[Evidence], dict[str, Any]], **options: Any) -> Arg:
     """Return the row of several fields that are not arguments; `read` computes them from the evidence."""
-    return Arg("", read=read, write_if=never, **options)
-
-
-def limited(field: str, only: tuple | Callable[[Target], tuple]) -> Arg:
-    """Return the row of a field that is not read, with the values that the original supports."""
-    return Arg("", field, read_if=never, write_if=never, only=only)
-
-
-def unsupported_values(table: Table, target: Target) -> Iterator[str]:
-    """Yield a description of each field whose value is not in the `only` of its row."""
-    for row in table:
-        if row.only is not None and row.revision in (None, target.revision):
-            only, value = row.only(target) if callable(row.only) else row.only, getattr(target.config, row.field)
-            if value not in only:
-                yield f"{row.field} = {value!r} (it has {' or '.join(map(repr, only))})"
+    return Arg("", read=read, **options)
 
 
 def size_of(key: str, *dims: str, index: int = 0) -> Callable[[Evidence], int]:
@@ -166,34 +118,27 @@ def size_of(key: str, *dims: str, index: int = 0) -> Callable[[Evidence], int]:
     return lambda evidence: evidence.shape(key, *dims)[index]
 
 
-def equals(field: str, value: Any) -> Callable[[Target], bool]:
-    """Return a `write` or `write_if` function that compares `field` with a value."""
-    return lambda target: getattr(target.config, field) == value
-
-
 # Every checkpoint of fairseq has these.
-COMMON = (fixed("data", "."), fixed("seed", 1), fixed("no_save_optimizer_state", True))
+COMMON = (*typed(anything, "data", "seed"), *typed(flag, "no_save_optimizer_state"))
+
+
+def rows_of(table: Iterable[Arg], revision: str) -> list[Arg]:
+    """Return the rows that a revision of the original has."""
+    return [row for row in table if row.revision in (None, revision)]
 
 
 def typed_args(table: Table, args: dict[str, Any], revision: str, settings: str = "args") -> dict[str, Any]:
     """Return the args of a file in the types of the table; arguments that are not in the table stay unchanged."""
-    rows = [row for row in table if row.revision in (None, revision) and row.name in args]
-    return args | {row.name: row.typed(args[row.name], settings) for row in rows if row.kind is not None}
+    rows = [row for row in rows_of(table, revision) if row.name in args and row.kind is not None]
+    return args | {row.name: row.typed(args[row.name], settings) for row in rows}
 
 
 def read_fields(table: Iterable[Arg], evidence: Evidence) -> dict[str, Any]:
     """Return the fields of the configuration that the rows set."""
     fields: dict[str, Any] = {}
-    for row in table:
-        if row.revision in (None, evidence.revision) and row.read_if(evidence):
-            fields |= row._fields(evidence)
+    for row in rows_of(table, evidence.revision):
+        fields |= row.fields(evidence)
     return fields
-
-
-def write_args(table: Iterable[Arg], target: Target) -> dict[str, Any]:
-    """Return the args of a checkpoint for a model, in the order of the table."""
-    rows = [row for row in table if row.revision in (None, target.revision) and row.write_if(target)]
-    return {row.name: row._value(target) for row in rows}
 
 
 def build_config(

@@ -57,7 +57,7 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
-    from luna_mega.convert.exporter import export_checkpoint
+    from luna_mega.convert.export.exporter import export_checkpoint
 
     arguments = chosen(options, "head", "layer_norm", "dtype", "shards")
     report = export_checkpoint(

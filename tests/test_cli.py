@@ -15,7 +15,7 @@ from transformers.utils import logging
 import luna_mega
 import luna_mega_cli
 from luna_mega.convert import ConversionError, convert_checkpoint
-from luna_mega.convert.exporter import export_checkpoint
+from luna_mega.convert.export.exporter import export_checkpoint
 
 COMMANDS = ("convert", "export", "distill", "verify", "info", "bundle", "onnx")
 

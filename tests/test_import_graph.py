@@ -143,10 +143,10 @@ def test_imported_names_of_the_package_exist():
 
 
 def test_only_the_registry_imports_formats_by_name():
-    """Generic code finds a format by its facts."""
-    public = {"", "containers", "format", "registry"}
+    """Generic code finds a format by its facts; a writer imports the format that it belongs to."""
+    public, own = {"", "format", "registry"}, ("luna_mega.convert.formats.", "luna_mega.convert.export.")
     for module, source in SOURCES.items():
-        if not module.startswith("luna_mega.convert.formats."):
+        if not module.startswith(own):
             homes = [name for name in imports(source) if name.startswith("luna_mega.convert.formats.")]
             parts = {part for name in homes if (part := name.split(".")[3])[0].islower()}
             assert parts - {"register_format", "registered_formats"} <= public, module

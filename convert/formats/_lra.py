@@ -8,38 +8,35 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from luna_mega.convert.argtypes import integer, word
 from luna_mega.convert.dictionaries import Dictionaries, VocabularyAndLabels
 from luna_mega.convert.evidence import Evidence, Target
-from luna_mega.convert.formats.containers import FairseqFile
 from luna_mega.convert.formats.format import Bpe, Companions
-from luna_mega.convert.table import ACTIVATION, Arg, fields, fixed, names_codec, size_of
+from luna_mega.convert.table import ACTIVATIONS, Arg, decoded, fields, size_of
 from luna_mega.convert.tokenizers import WORDS, ConvertedTokenizer
 from luna_mega.convert.tokenizers.words import word_tokenizer
 from luna_mega.errors import ConversionError
 
 _CLS, _TASKS_OF_WORDS = "<CLS>", ("long_range_arena", "lra-text")
-CONTAINER = FairseqFile({"lra_cross_entropy": "LRACrossEntropyCriterion"})
 BODY, OUT = "encoder.encoder", "sentence_projection_layer.weight"
-_INPUT_TYPE = names_codec({"text": "tokens", "image": "values"})
-REPRESENTATION = names_codec({"cls": "cls", "mp": "mean"})
-CLASSES = Arg("sentence_class_num", "num_labels", measure=size_of(OUT, "classes", "features"), kind=integer)
-CRITERION, NO_REGRESSION = fixed("criterion", "lra_cross_entropy"), fixed("regression_target", False)
+_INPUT_TYPE = {"text": "tokens", "image": "values"}
+REPRESENTATION = {"cls": "cls", "mp": "mean"}
+CLASSES = Arg("sentence_class_num", "num_labels", read=size_of(OUT, "classes", "features"), kind=integer)
 
 
 def classifier_activation(default: str, **options: Any) -> Arg:
     """Return the row of the activation of the classification head."""
-    return Arg("classifier_activation_fn", "classifier_activation", ACTIVATION, default, kind=word, **options)
+    return Arg("classifier_activation_fn", "classifier_activation", ACTIVATIONS, default, kind=word, **options)
 
 
 def is_pair(target: Target) -> bool:
     return target.model_class.__name__.endswith("PairClassification")
 
 
-def input_type(tokens: Callable[[Evidence], bool], **options: Any) -> Arg:
+def input_type(tokens: Callable[[Evidence], bool]) -> Arg:
     """Return the row of the input; `tokens` returns whether a file has an embedding of tokens."""
 
-    def measure(evidence: Evidence) -> str:
+    def read(evidence: Evidence) -> str:
         return "text" if tokens(evidence) else "image"
 
-    return Arg("input_type", "input_type", _INPUT_TYPE, measure=measure, kind=word, **options)
+    return Arg("input_type", "input_type", _INPUT_TYPE, read=read, kind=word)
 
 
 def vocabulary(embedding: Callable[[Evidence], tuple[int, ...]]) -> Arg:
@@ -49,7 +46,7 @@ def vocabulary(embedding: Callable[[Evidence], tuple[int, ...]]) -> Arg:
 
 def layer_type(name: str) -> Arg:
     """Return the row of the kind of layers, which has no field."""
-    return Arg("layer_type", measure=lambda evidence: name, write=lambda target: name, kind=word)
+    return Arg("layer_type", read=lambda evidence: name, kind=word)
 
 
 def choose_class(
@@ -68,10 +65,7 @@ def choose_class(
 
 def representation(evidence: Evidence) -> str:
     """Return the field `pooling` for args.sen_rep_type."""
-    try:
-        return REPRESENTATION.decode(evidence.arg("sen_rep_type"))
-    except ValueError as error:
-        raise ConversionError(f"{evidence.shown('sen_rep_type')} {error}") from error
+    return decoded(evidence, "sen_rep_type", evidence.arg("sen_rep_type"), REPRESENTATION)
 
 
 def first_token_note(config: PreTrainedConfig) -> str:

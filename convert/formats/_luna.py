@@ -5,23 +5,11 @@ from collections.abc import Callable
 import torch
 
 from luna_mega import LunaConfig
-from luna_mega.convert.argtypes import flag, number, size, word
-from luna_mega.convert.evidence import Evidence, Target
+from luna_mega.convert.argtypes import anything, flag, number, size, word
+from luna_mega.convert.evidence import Evidence
 from luna_mega.convert.formats.format import Revision
 from luna_mega.convert.keymap import LAYER_NORM, Row, rows
-from luna_mega.convert.table import (
-    ACTIVATION,
-    COMMON,
-    FAIRSEQ_ACTIVATIONS,
-    NOT,
-    Arg,
-    Table,
-    equals,
-    fixed,
-    limited,
-    size_of,
-    write_only,
-)
+from luna_mega.convert.table import ACTIVATIONS, COMMON, NOT, Arg, Table, size_of, typed
 from luna_mega.errors import ConversionError
 from luna_mega.modeling_luna.positions_luna import sinusoids
 
@@ -38,11 +26,7 @@ _LAYER_NORMS = {
 
 FACTS = {
     "config_class": LunaConfig,
-    "advice": "to export only the encoder, load the folder as LunaModel and save it",
     "unsupported_options": {"ema-convention": "Luna has no moving average"},
-    "training_fields": tuple(
-        "dropout attention_dropout activation_dropout word_dropout layerdrop classifier_dropout problem_type".split()
-    ),
 }
 
 
@@ -74,19 +58,19 @@ def encoder_rows(
 
 
 def encoder_arguments(body: str, layers: Callable, width: Callable, positions: Callable) -> Table:
-    """Return the rows of the common arguments of encoders; `layers`, `width` and `positions` are measures."""
+    """Return the rows of the common arguments of encoders; `layers`, `width` and `positions` return values."""
     return (
         *COMMON,
-        Arg("encoder_layers", "num_hidden_layers", measure=layers, kind=size),
-        Arg("encoder_embed_dim", "hidden_size", measure=width, kind=size),
-        Arg("encoder_ffn_embed_dim", "intermediate_size", measure=feed_forward(body), kind=size),
+        Arg("encoder_layers", "num_hidden_layers", read=layers, kind=size),
+        Arg("encoder_embed_dim", "hidden_size", read=width, kind=size),
+        Arg("encoder_ffn_embed_dim", "intermediate_size", read=feed_forward(body), kind=size),
         Arg("encoder_attention_heads", "num_attention_heads", kind=size),
-        Arg("max_positions", "max_position_embeddings", measure=positions, kind=size),
-        write_only("tokens_per_sample", "max_position_embeddings", kind=size),
-        Arg("activation_fn", "hidden_act", ACTIVATION, "gelu", kind=word, only=activations),
+        Arg("max_positions", "max_position_embeddings", read=positions, kind=size),
+        *typed(size, "tokens_per_sample"),
+        Arg("activation_fn", "hidden_act", ACTIVATIONS, "gelu", kind=word),
         Arg("dropout", "dropout", default=0.1, kind=number),
         Arg("attention_dropout", "attention_dropout", default=0.1, kind=number),
-        fixed("stop_min_lr", -1, revision="head"),  # only the 2023 code has this option
+        *typed(anything, "stop_min_lr"),
     )
 
 
@@ -101,7 +85,7 @@ def positions(body: str) -> Callable[[Evidence], int]:
 
 
 def packed_length(body: str) -> Callable[[Evidence], int]:
-    """Return the measure of the number of rows of P under `body`."""
+    """Return a function that counts the rows of P under `body`."""
     return size_of(f"{body}.projected_embeddings", "projection length", "width")
 
 
@@ -110,21 +94,11 @@ def tied_key_value(evidence: Evidence) -> bool:
     return not any(".self_attn.pk_proj." in key for key in evidence.tensors)
 
 
-def learned(name: str, read: Callable[[Evidence], dict], field: str = "position_embedding_type") -> Arg:
-    """Return the row of an argument for learned positions."""
-    return Arg(name, default=False, read=read, write=equals(field, "learned"), kind=flag)
-
-
 # Rows of luna_bert and luna_seq2seq.
 PACKED_LENGTH_FIXED = Arg("fix_projection_length", "dynamic_projection_length", NOT, False, kind=flag)
 UNTIED_KEY_VALUE = Arg(
-    "untie_luna_kv", "tie_key_value", NOT, measure=lambda evidence: not tied_key_value(evidence), kind=flag
+    "untie_luna_kv", "tie_key_value", NOT, read=lambda evidence: not tied_key_value(evidence), kind=flag
 )
-
-
-def activations(target: Target) -> tuple[str, ...]:
-    """Return the activations of a revision. The 2023 code replaced `tanh` by `silu`; earlier files have either."""
-    return tuple(name for name in FAIRSEQ_ACTIVATIONS if target.revision == "head" or name != "silu")
 
 
 def check_sinusoids(evidence: Evidence, key: str) -> None:
@@ -153,15 +127,3 @@ def sinusoid_rows(body: str, config: LunaConfig) -> list[Row]:
         Row(f"{body}.embed_positions._float_tensor", None, reason=PLACEHOLDER, fill=zero if sinusoidal else None),
         Row(f"{body}.projected_positions", None, reason=SINUSOIDS, fill=table if packs else None),
     ]
-
-
-LIMITS = (
-    limited("contextual_projection", (True,)),
-    limited("pack_method", ("attention",)),
-    limited("position_extension", (None,)),
-    limited("position_table_size", lambda target: (None, target.config.max_position_embeddings)),
-    limited("pad_token_id", lambda x: (1 if x.config.input_type == "tokens" else x.config.pad_token_id,)),
-    limited("first_position", (None,)),
-    limited("type_vocab_size", (0,)),
-    limited("embedding_size", lambda target: (target.config.hidden_size,)),
-)

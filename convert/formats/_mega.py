@@ -14,11 +14,11 @@ import torch
 from luna_mega import MegaConfig
 from luna_mega.convert.argtypes import flag, integer, number, size, word
 from luna_mega.convert.conventions import ORDER, order_of
-from luna_mega.convert.evidence import Evidence, Target
+from luna_mega.convert.evidence import Evidence
 from luna_mega.convert.formats.format import Format, Revision
 from luna_mega.convert.keymap import Row, rows
 from luna_mega.convert.safe_load import Checkpoint
-from luna_mega.convert.table import ACTIVATION, FAIRSEQ_ACTIVATIONS, NOT, Arg, Table, limited
+from luna_mega.convert.table import ACTIVATIONS, NOT, Arg, Table
 from luna_mega.errors import ConversionError
 
 DECIDED = tuple(
@@ -33,12 +33,6 @@ _EMA = {
     "flash": {"alpha": "damping_factor", "delta": "decay_factor"},
 }
 _EMA_OF_BOTH = {"beta": "ema_expansion_matrix", "gamma": "kernel_projection_matrix", "omega": "residual_weight"}
-# Fields for initialization, without effect, or for the output layer of a language model.
-_UNUSED_FIELDS = {"ema_beta_range", "ema_delta_alpha_range", "ema_gamma_omega_range", "type_vocab_size"}
-FIELDS_OF_LM = frozenset(
-    "add_lm_hidden_dense_layer lm_head_bias tie_word_embeddings adaptive_softmax_cutoffs adaptive_softmax_factor "
-    "adaptive_softmax_dropout tie_adaptive_projections legacy_adaptive_loss".split()
-)
 
 
 def revisions(name: str) -> dict[str, Revision]:
@@ -51,31 +45,9 @@ def revisions(name: str) -> dict[str, Revision]:
     return words | {"unknown": Revision(f"{name} of {either}", either, f"the Mega code, {either}")}
 
 
-def unused(target: Target, unread: frozenset[str] = FIELDS_OF_LM) -> set[str]:
-    """Return the fields that a model of this configuration does not use; `unread` are the fields of other heads."""
-    config, no_softmax = target.config, target.config.adaptive_softmax_cutoffs is None
-    conditions = {
-        "image_size patch_size num_channels use_absolute_position_embeddings": config.input_type != "patches",
-        "adaptive_input_factor": config.adaptive_input_cutoffs is None,
-        "adaptive_softmax_dropout legacy_adaptive_loss": no_softmax,
-        "adaptive_softmax_factor": no_softmax or config.tie_word_embeddings,
-        "final_norm_affine": not config.final_norm,
-        "chunk_size": not config.use_chunking,
-        "nffn_hidden_size nffn_activation_dropout_prob normalize_before_ffn": not config.use_normalized_ffn,
-    }
-    return (_UNUSED_FIELDS | unread).union(*(names.split() for names, applies in conditions.items() if applies))
-
-
 FACTS = {
     "config_class": MegaConfig,
     "unsupported_options": {"layer-norm": "Mega stores norm weights as they are"},
-    "export_revisions": tuple(ORDER),
-    "training_fields": tuple(
-        "dropout_prob hidden_dropout_prob attention_probs_dropout_prob nffn_activation_dropout_prob classifier_dropout "
-        "drop_path_rate problem_type use_feature_dropout padded_batch_statistics adaptive_softmax_dropout "
-        "legacy_adaptive_loss".split()
-    ),
-    "unused": unused,
 }
 
 
@@ -88,7 +60,7 @@ class MegaFormat(Format):
 
 @dataclass(frozen=True)
 class Stack:
-    """Measures and rows of the layers of an encoder or decoder.
+    """Rows of the layers of an encoder or decoder, and sizes in their tensors.
 
     Args:
         body: Prefix of the encoder or decoder in the file.
@@ -109,19 +81,19 @@ class Stack:
 
         Args:
             side: Prefix of the arguments.
-            width: Measure of the width.
+            width: Function that returns the width.
             field: Function that returns the name of a field on this side.
             short: Prefix of `z_dim`, `n_dim` and `chunk_size`, if it differs.
         """
         layers, short = f"{side}_layers", f"{side}_" if short is None else short
         depth = partial(Evidence.unshared_layers, prefix=self._layers, name=layers)
         return (
-            Arg(layers, field("num_hidden_layers"), measure=depth, kind=size),
-            Arg(f"{side}_embed_dim", "hidden_size", measure=width, kind=size),
-            Arg(f"{side}_hidden_dim", field("intermediate_size"), measure=self.values, kind=size),
+            Arg(layers, field("num_hidden_layers"), read=depth, kind=size),
+            Arg(f"{side}_embed_dim", "hidden_size", read=width, kind=size),
+            Arg(f"{side}_hidden_dim", field("intermediate_size"), read=self.values, kind=size),
             self.feed_forward(f"{side}_ffn_embed_dim", field("nffn_hidden_size")),
-            Arg(f"{short}z_dim", field("shared_representation_size"), measure=self.shared, kind=size),
-            Arg(f"{short}n_dim", field("ema_projection_size"), measure=self.dimensions, kind=size),
+            Arg(f"{short}z_dim", field("shared_representation_size"), read=self.shared, kind=size),
+            Arg(f"{short}n_dim", field("ema_projection_size"), read=self.dimensions, kind=size),
             self.chunk(f"{short}chunk_size", field("chunk_size")),
         )
 
@@ -147,10 +119,7 @@ class Stack:
             width, _ = evidence.shape(f"{self._layers}.0.nffn.fc1.weight", "ffn width", "width")
             return {field: evidence.prefer(name, width)}
 
-        def write(target: Target) -> int:
-            return getattr(target.config, field) if target.config.use_normalized_ffn else 0
-
-        return Arg(name, field, read=read, write=write, kind=integer)
+        return Arg(name, field, read=read, kind=integer)
 
     def chunk(self, name: str, field: str = "chunk_size") -> Arg:
         """Return the row of the chunk length, which is also the length of a table of positions."""
@@ -163,20 +132,16 @@ class Stack:
                 return {field: chunk if chunk > 0 else -1}
             return {"use_chunking": chunk > 0, "chunk_size": chunk if chunk > 0 else -1}
 
-        def write(target: Target) -> int:
-            config = target.config
-            return (config.attention_chunk if field == "chunk_size" else getattr(config, field)) or -1
-
-        return Arg(name, field, default=-1, read=read, write=write, kind=integer)
+        return Arg(name, field, default=-1, read=read, kind=integer)
 
     def positions(self, name: str, chunk: str, field: str = "max_positions", **options: Any) -> Arg:
         """Return the row of the number of positions: the size of the table unless the argument `chunk` is positive."""
 
-        def measure(evidence: Evidence) -> int:
+        def read(evidence: Evidence) -> int:
             positions, entries = evidence.arg(name), self._entries(evidence)
             return positions if entries is None or evidence.arg(chunk) > 0 else entries
 
-        return Arg(name, field, measure=measure, kind=size, **options)
+        return Arg(name, field, read=read, kind=size, **options)
 
     def bias(self, evidence: Evidence) -> str:
         """Return the kind of relative positional bias."""
@@ -185,7 +150,7 @@ class Stack:
     def norm_type(self, name: str) -> Arg:
         """Return the row of the kind of norms."""
 
-        def measure(evidence: Evidence) -> str:
+        def read(evidence: Evidence) -> str:
             prefix = f"{self._attention}.norm.norm"
             kind = next((kind for part, kind in _NORMS.items() if f"{prefix}.{part}" in evidence.tensors), None)
             if kind is None:
@@ -193,7 +158,7 @@ class Stack:
             synchronized = kind == "batchnorm" and evidence.args.get(name) == "syncbatchnorm"
             return "syncbatchnorm" if synchronized else kind  # both kinds have the same tensors
 
-        return Arg(name, "normalization_type", measure=measure, kind=word)
+        return Arg(name, "normalization_type", read=read, kind=word)
 
     def normalize_before(self, name: str) -> Arg:
         """Return the row of the position of the norms; pre-norm models have a final norm."""
@@ -207,23 +172,18 @@ class Stack:
     def normalize_embedding(self) -> Arg:
         """Return the row of the norm of the embeddings."""
         name = "normalize_embedding"
-        return Arg(
-            name,
-            "embedding_norm",
-            measure=lambda evidence: self._has_norm(evidence, name, "embed_norm"),
-            kind=flag,
-            only=lambda target: (False,) if target.config.normalize_before_mega else (False, True),
-        )
+        read = partial(self._has_norm, name=name, norm="embed_norm")
+        return Arg(name, "embedding_norm", read=read, kind=flag)
 
-    def affine_final_norm(self, **options: Any) -> Arg:
+    def affine_final_norm(self) -> Arg:
         """Return the row of a final norm without parameters; tensors override the argument."""
         name, parts = "no_affine_final_norm", ("scalar", "weight")
 
-        def measure(evidence: Evidence) -> bool:
+        def read(evidence: Evidence) -> bool:
             present = any(f"{self.body}.final_norm.norm.{part}" in evidence.tensors for part in parts)
             return bool(evidence.args.get(name)) and not present
 
-        return Arg(name, "final_norm_affine", NOT, measure=measure, kind=flag, **options)
+        return Arg(name, "final_norm_affine", NOT, read=read, kind=flag)
 
     @property
     def _layers(self) -> str:
@@ -255,36 +215,28 @@ def _truncation(evidence: Evidence) -> dict[str, int | None]:
 
 
 TRUNCATION = Arg("truncation_length", "truncation", read=_truncation, kind=integer)
-ACTIVATIONS = tuple(name for name in FAIRSEQ_ACTIVATIONS if name != "tanh")
-ACTIVATION_FUNCTION = Arg("activation_fn", "activation", ACTIVATION, kind=word, only=ACTIVATIONS)
+ACTIVATION_FUNCTION = Arg("activation_fn", "activation", ACTIVATIONS, kind=word)
 FEATURE_DROPOUT = Arg("feature_dropout", "use_feature_dropout", default=False, kind=flag)
-DROPOUTS = (
-    FEATURE_DROPOUT,
-    Arg("dropout", "dropout_prob", default=0.1, kind=number),
-    Arg("attention_dropout", "attention_probs_dropout_prob", default=0.0, kind=number),
-    Arg("hidden_dropout", "hidden_dropout_prob", default=0.0, kind=number),
-    Arg("activation_dropout", "nffn_activation_dropout_prob", default=0.0, kind=number),
-)
 
 
-def options(stack: Stack, truncation: int) -> Table:
+def options(stack: Stack, truncation: int = 1024) -> Table:
     """Return the common options of language models and translation; `truncation` is the default of their length."""
     return (
         replace(TRUNCATION, default=truncation),
-        Arg("rel_pos_bias", "relative_positional_bias", measure=stack.bias, kind=word),
+        Arg("rel_pos_bias", "relative_positional_bias", read=stack.bias, kind=word),
         replace(ACTIVATION_FUNCTION, default="silu"),
         Arg("attention_activation_fn", "attention_activation", default="softmax", kind=word),
         stack.norm_type("normalization_type"),
         stack.normalize_before("normalize_before"),
         stack.normalize_embedding(),
+        stack.affine_final_norm(),
+        Arg("no_scale_embedding", "scale_embedding", NOT, False, kind=flag),
+        FEATURE_DROPOUT,
+        Arg("dropout", "dropout_prob", default=0.1, kind=number),
+        Arg("attention_dropout", "attention_probs_dropout_prob", default=0.0, kind=number),
+        Arg("hidden_dropout", "hidden_dropout_prob", default=0.0, kind=number),
+        Arg("activation_dropout", "nffn_activation_dropout_prob", default=0.0, kind=number),
     )
-
-
-AFFINE_NORMS = limited("norm_affine", (True,))  # the parameters of a norm determine its kind
-NORMS = (
-    AFFINE_NORMS,
-    *(limited(name, lambda x: (x.config.normalize_before_mega,)) for name in ("normalize_before_ffn", "final_norm")),
-)
 
 
 def placeholder_row(source: str, values: tuple[float] | None = (0.0,)) -> Row:

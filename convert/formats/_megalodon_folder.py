@@ -6,26 +6,23 @@ training.
 
 import argparse
 import hashlib
-import json
 import re
 from pathlib import Path
 from typing import Any
 
 from luna_mega.convert.argtypes import flag, integer, size, word
-from luna_mega.convert.dictionaries import PIECES_FILE
-from luna_mega.convert.formats._shards import Tensors, join_shards, split_shards
-from luna_mega.convert.formats.containers import Export, Files, Folder
+from luna_mega.convert.formats._shards import Tensors, join_shards
+from luna_mega.convert.formats.format import Folder
 from luna_mega.convert.safe_load import Checkpoint, read_tensors
 from luna_mega.convert.safe_load.plain import plain_args
-from luna_mega.convert.table import names_codec
-from luna_mega.convert.tensors import DTYPES, dtype_name
-from luna_mega.convert.tokenizers.sentencepiece import PieceModel, parse_pieces
+from luna_mega.convert.tensors import dtype_name
+from luna_mega.convert.tokenizers.sentencepiece import PieceModel
 from luna_mega.errors import ConversionError, shown
 from luna_mega.hub.folder import read_json
 
 EMBEDDING = "embed.weight"
 CONFIG, CONSOLIDATED = "config.json", "consolidate_config.json"
-_DTYPE_NAMES = names_codec({"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"})
+DTYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
 # Args in addition to the model's.
 TOKENIZER, SHARDS = "tokenizer", "model_parallel_size"
 _EXTRA = 256  # the number of tokens after the pieces is a multiple of this
@@ -36,7 +33,7 @@ def _files(folder: Path, pattern: str) -> list[str]:
     return sorted(path.name for path in folder.glob(pattern) if path.is_file())
 
 
-def _shard_names(count: int) -> list[str]:
+def shard_names(count: int) -> list[str]:
     """Return the names of the files with weights."""
     return ["consolidated.pth"] if count == 1 else [f"consolidated.{rank:02d}.pth" for rank in range(count)]
 
@@ -75,7 +72,8 @@ def _consolidated(folder: Path) -> tuple[int, str]:
         name, value = SHARDS, content.get(SHARDS)
         count = size(value)
         name, value = "dtype", content.get("dtype")
-        _DTYPE_NAMES.decode(value)
+        if value not in list(DTYPES):
+            raise ValueError(f"is not one of {', '.join(DTYPES)}")
     except ValueError as error:
         raise ConversionError(f"{file}: {name} = {shown(value)} {error}") from error
     return count, value
@@ -100,7 +98,7 @@ def _settings(folder: Path) -> dict[str, Any]:
 def _check_files(folder: Path, count: int) -> None:
     """Raise an error if a shard is missing, or if there are too many."""
     found = _files(folder, _WEIGHTS)
-    expected = _shard_names(min(count, len(found) + 1) if count > 1 else 1)  # `count` is a number from a file
+    expected = shard_names(min(count, len(found) + 1) if count > 1 else 1)  # `count` is a number from a file
     if missing := [name for name in expected if name not in found]:
         raise ConversionError(
             f"{folder}: {missing[0]} is missing, and {CONSOLIDATED} has {SHARDS} = {count}; copy all shards there"
@@ -140,7 +138,7 @@ class MegalodonFolder(Folder):
         count, dtype = _consolidated(folder)
         args = _settings(folder) | {SHARDS: count}
         _check_files(folder, count)
-        files = {name: read_tensors(folder / name, progress) for name in _shard_names(count)}
+        files = {name: read_tensors(folder / name, progress) for name in shard_names(count)}
         for name, file in files.items():
             if file.archive != Path(name).stem and re.fullmatch(r"consolidated(\.\d+)?", file.archive or ""):
                 raise ConversionError(
@@ -153,7 +151,7 @@ class MegalodonFolder(Folder):
             raise ConversionError(f"{folder}: {error}") from error
         warnings = {f"{name}: {file.unchecked}" for name, file in files.items() if file.unchecked}
         unchecked, stored = next(iter(warnings), None), _dtypes(tensors)
-        if stored != {_DTYPE_NAMES.decode(dtype)}:
+        if stored != {DTYPES[dtype]}:
             words = ", ".join(sorted(stored))
             warnings.add(f"{CONSOLIDATED}: dtype = {dtype!r} but the tensors are {words}: using the tensors")
         return Checkpoint(
@@ -171,29 +169,7 @@ class MegalodonFolder(Folder):
 
     def stored_dtype(self, tensors: Tensors) -> str:
         stored = _dtypes(tensors)
-        return stored.pop() if len(stored) == 1 and stored <= set(DTYPES) else "float32"
-
-    def files(self, export: Export) -> Files:
-        args, config, companions = export.args, export.target.config, export.companions
-        count = export.shards or args[SHARDS]
-        sizes = ("num_attention_heads", "norm_num_groups", "intermediate_size")
-        if uneven := [f"{name} = {getattr(config, name)}" for name in sizes if getattr(config, name) % count]:
-            raise ConversionError(f"--shards {count}: does not divide {', '.join(uneven)}; pass a number that does")
-        if count > 1 and config.rescale_nffn:
-            raise ConversionError(
-                f"--shards {count}: the original runs rescale_nffn in one shard only; omit the option"
-            )
-        model = {name: value for name, value in args.items() if name not in (TOKENIZER, SHARDS)}
-        tokenizer = args[TOKENIZER]
-        if PIECES_FILE in companions:
-            settings, pieces = tokenizer_settings(tokenizer), parse_pieces(companions[PIECES_FILE], Path(PIECES_FILE))
-            extra = additional_tokens(pieces, settings, config.vocab_size)
-            tokenizer = settings | {"path": PIECES_FILE, "additional_vocab_size": extra}
-        dtype = _DTYPE_NAMES.encode(dtype_name(export.tensors[EMBEDDING].dtype))
-        contents = {CONFIG: {"model": model, "tokenizer": tokenizer}, CONSOLIDATED: {SHARDS: count, "dtype": dtype}}
-        written = {name: (json.dumps(content, indent=2) + "\n").encode() for name, content in contents.items()}
-        parts = zip(_shard_names(count), split_shards(export.tensors, count), strict=True)
-        return written | companions | dict(parts)
+        return stored.pop() if len(stored) == 1 and stored <= set(DTYPES.values()) else "float32"
 
 
 def _dtypes(tensors: Tensors) -> set[str]:

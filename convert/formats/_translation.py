@@ -1,15 +1,10 @@
 """Common parts of luna_seq2seq and mega_seq2seq, the formats of encoder-decoders."""
 
-import copy
-
-from transformers import PreTrainedConfig
-
-from luna_mega.convert.argtypes import flag, language
+from luna_mega.convert.argtypes import anything, flag, language, word
 from luna_mega.convert.dictionaries import Dictionaries, LanguagePair
 from luna_mega.convert.evidence import Evidence, Target, same_bits
-from luna_mega.convert.formats.containers import FairseqFile
 from luna_mega.convert.formats.format import Bpe, Companions
-from luna_mega.convert.table import COMMON, Arg, Table, fixed, write_only
+from luna_mega.convert.table import COMMON, Arg, typed
 from luna_mega.convert.tokenizers import WORDS, ConvertedTokenizer
 from luna_mega.convert.tokenizers.translation import translation_tokenizer
 from luna_mega.errors import ConversionError, shown
@@ -38,45 +33,26 @@ def _sharing(evidence: Evidence) -> dict[str, bool]:
     return {"tie_word_embeddings": tied, "share_encoder_decoder_embeddings": joint}
 
 
-def task_arguments(arch: Arg) -> Table:
-    """Return the rows of the task; `arch` is the row of the architecture."""
-    return (
-        *COMMON,
-        fixed("task", "translation", kept=True),
-        arch,
-        fixed("criterion", "label_smoothed_cross_entropy"),
-        fixed("label_smoothing", 0.1),
-        fixed("source_lang", "source", kept=True, kind=language),
-        fixed("target_lang", "target", kept=True, kind=language),
-        fixed("left_pad_source", "True", kept=True),
-        fixed("left_pad_target", "False", kept=True),
-        fixed("load_alignments", False),
-        fixed("truncate_source", False),
-        fixed("num_batch_buckets", 0),
-    )
+# Arguments of the task.
+TASK = (
+    *COMMON,
+    *typed(anything, "task"),
+    *typed(word, "arch"),
+    *typed(anything, "criterion", "label_smoothing"),
+    *typed(language, "source_lang", "target_lang"),
+    *typed(anything, "left_pad_source", "left_pad_target"),
+    *typed(flag, "load_alignments", "truncate_source"),
+    *typed(anything, "num_batch_buckets"),
+)
 
 
 SHARING = (
     Arg("share_all_embeddings", "share_encoder_decoder_embeddings", read=_sharing, kind=flag),
-    write_only("share_decoder_input_output_embed", "tie_word_embeddings", kind=flag),
-    fixed("adaptive_softmax_cutoff", None),
-    fixed("adaptive_softmax_dropout", 0),
-    fixed("adaptive_input", False),
-    fixed("tie_adaptive_weights", False),
+    *typed(flag, "share_decoder_input_output_embed"),
+    *typed(anything, "adaptive_softmax_cutoff", "adaptive_softmax_dropout"),
+    *typed(flag, "adaptive_input", "tie_adaptive_weights"),
 )
-
-
-CONTAINER = FairseqFile({"label_smoothed_cross_entropy": "LabelSmoothedCrossEntropyCriterion"})
 HEADS = ["sequence-to-sequence LM"]
-
-
-def resolve(config: PreTrainedConfig, decoder_fields: dict[str, str]) -> PreTrainedConfig:
-    """Return the configuration with explicit values in all fields of the decoder."""
-    full, decoder = copy.deepcopy(config), config.decoder_config
-    for own, field in decoder_fields.items():
-        setattr(full, own, getattr(decoder, field))
-    full.share_encoder_decoder_embeddings = config.shares_embeddings
-    return full
 
 
 def companions(target: Target, evidence: Evidence, positions: int) -> Companions:

@@ -1,8 +1,8 @@
-"""A format: the description of one kind of checkpoint, for import and export.
+"""A format: the description of one kind of checkpoint.
 
-A format has six members: `facts` are constants, `table` translates arguments and fields of the configuration,
-`recognize` identifies a file, `keymap` translates names of tensors, `companions` are the files next to the weights, and
-`report` has decisions and notes for the user.
+A format has six members: `facts` are constants, `table` reads arguments into fields of the configuration, `recognize`
+identifies a file, `keymap` translates names of tensors, `companions` are the files next to the weights, and `report`
+has decisions and notes for the user. Its writing half is a `Writer` in `convert/export/`.
 """
 
 import re
@@ -16,8 +16,7 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from luna_mega.convert.dictionaries import Dictionaries, DictionaryKind
-from luna_mega.convert.evidence import Evidence, Target, is_classifier
-from luna_mega.convert.formats.containers import Container, FairseqFile
+from luna_mega.convert.evidence import Evidence, Target
 from luna_mega.convert.keymap import KeyMap
 from luna_mega.convert.safe_load import Checkpoint
 from luna_mega.convert.table import HEAD, MODEL, Table, build_config, read_fields, typed_args
@@ -28,6 +27,41 @@ Tensors = dict[str, torch.Tensor]
 Bpe = str | Path | None  # the option `--bpe`
 # Returns the tokenizer, and appends notes to the list.
 MakeTokenizer = Callable[[Dictionaries, Bpe, list[str]], ConvertedTokenizer | None]
+
+
+@dataclass(frozen=True)
+class Container:
+    """Layout of a checkpoint on disk, by default a file of fairseq.
+
+    Args:
+        arch: Argument with the name of the architecture.
+        needs_args: Whether a file without args is an error.
+    """
+
+    arch: str = "arch"
+    needs_args: bool = True
+    software = "fairseq"  # the code that saves such checkpoints
+    settings = "args"  # name of the args in messages
+
+    def architecture(self, args: dict[str, Any]) -> str:
+        """Return the name of the architecture in the args."""
+        return str(args.get(self.arch))
+
+    def stored_dtype(self, tensors: Tensors) -> str:
+        """Return the default dtype of a converted folder."""
+        return "float32"
+
+
+class Folder(Container, ABC):
+    """A checkpoint that is a folder."""
+
+    @abstractmethod
+    def claims(self, folder: Path) -> bool:
+        """Return whether a folder contains such a checkpoint, complete or damaged."""
+
+    @abstractmethod
+    def read(self, folder: Path, progress: bool) -> Checkpoint:
+        """Return the checkpoint in a folder."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +90,6 @@ class Facts:
     Args:
         name: Unique name, the `layout` in reports.
         revisions: Name -> description of every revision of the original code.
-        export_revisions: Revisions to try, in this order, for a model that was not converted.
         config_class: Configuration of the models.
         model_classes: Classes that a file can contain; the first one is the default.
         stacks: Signature of the layers in a file, see `registry.stacks_of`; empty if `recognize` checks everything.
@@ -66,40 +99,25 @@ class Facts:
         container: Layout on disk.
         aliases: Patterns in early names of tensors, with replacement and note.
         unsupported_options: Option (`layer-norm`, `ema-convention`) -> reason why it does not apply.
-        training_fields: Fields of the configuration for training; a difference is a warning.
         decided: Fields of the configuration in the decisions of a report.
-        unused: Function that returns the fields that a checkpoint of a target does not determine.
-        resolve: Function that returns the configuration with explicit values of derived fields.
-        usual_head: Function that returns the original's name for the head of a model, if heads have names.
-        advice: Advice for a model whose head no format supports; None for a list of classes.
+        named_heads: Whether classification heads have names.
         finite: Whether NaN or Inf among the weights is an error instead of a warning.
     """
 
     name: str
     revisions: dict[str, Revision]
-    export_revisions: tuple[str, ...]
     config_class: type[PreTrainedConfig]
     model_classes: tuple[type[PreTrainedModel], ...]
     stacks: frozenset[tuple[str, str]] = frozenset()
     additional_classes: tuple[type[PreTrainedModel], ...] = ()
     make_config: Callable[..., PreTrainedConfig] | None = None
     architectures: dict[str, dict[str, Any]] = field(default_factory=dict)
-    container: Container = FairseqFile()
+    container: Container = Container()
     aliases: tuple[tuple[str, str, str], ...] = ()
     unsupported_options: dict[str, str] = field(default_factory=dict)
-    training_fields: tuple[str, ...] = ()
     decided: tuple[str, ...] = ()
-    unused: Callable[[Target], set[str]] = lambda target: set()
-    resolve: Callable[[PreTrainedConfig], PreTrainedConfig] = lambda config: config
-    usual_head: Callable[[PreTrainedConfig], str] | None = None
-    advice: str | None = None
+    named_heads: bool = False
     finite: bool = False
-
-    def head_of(self, model_class: type, config: PreTrainedConfig, requested: str | None) -> str | None:
-        """Return the name of the classification head of a model, `requested` or the usual one; None without a name."""
-        if self.usual_head is None or not is_classifier(model_class):
-            return None
-        return requested or self.usual_head(config)
 
 
 @dataclass(frozen=True)
@@ -114,11 +132,10 @@ class Companions:
 
 @dataclass(frozen=True)
 class Notes:
-    """Other decisions and notes of a conversion, notes of an export, and lines on heads other than one classifier."""
+    """Other decisions and notes of a conversion, and lines on heads other than one classifier."""
 
     decisions: dict[str, Any] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
-    exported: list[str] = field(default_factory=list)
     heads: list[str] = field(default_factory=list)
 
 

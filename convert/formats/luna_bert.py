@@ -12,13 +12,12 @@ from torch import nn
 from luna_mega import LunaConfig, LunaForMaskedLM, LunaForMultipleChoice, LunaForSequenceClassification, LunaModel
 from luna_mega.convert.argtypes import flag, integer, number, size, word
 from luna_mega.convert.dictionaries import Dictionaries, VocabularyAndLabels
-from luna_mega.convert.evidence import Evidence, Target, problem_type, same_bits
+from luna_mega.convert.evidence import Evidence, Target, same_bits
 from luna_mega.convert.formats import _luna
-from luna_mega.convert.formats.containers import FairseqFile
 from luna_mega.convert.formats.format import Bpe, Companions, Facts, Format, Notes
 from luna_mega.convert.keymap import LAYER_NORM, KeyMap, Row, rows
 from luna_mega.convert.safe_load import Checkpoint
-from luna_mega.convert.table import ACTIVATION, HEAD, MODEL, NOT, Arg, derived, fields, limited, size_of
+from luna_mega.convert.table import ACTIVATIONS, HEAD, MODEL, NOT, Arg, derived, fields, size_of, typed
 from luna_mega.convert.tokenizers import PIECES, ConvertedTokenizer
 from luna_mega.convert.tokenizers.gpt2_bpe import bpe_tokenizer, read_gpt2_bpe
 from luna_mega.errors import ConversionError
@@ -28,63 +27,31 @@ _FRESH = "the folder has no LM head, which fairseq's loader requires: a new, unt
 _BODY, _LM_HEAD = "encoder.sentence_encoder", "encoder.lm_head"
 _NOTE = "early file: its prefix 'decoder.' is today's 'encoder.'"
 _EARLY_PREFIX = (r"^decoder\.(?=(sentence_encoder|lm_head)\.)", "encoder.", _NOTE)
-_CRITERIA = {
-    "masked_lm": "MaskedLmLoss",
-    "sentence_prediction": "SentencePredictionCriterion",
-    "sentence_ranking": "SentenceRankingCriterion",
-}
 _RANKING_TASKS = ("sentence_ranking", "commonsense_qa")
 _FINE_TUNING_TASKS = ("sentence_prediction", *_RANKING_TASKS)
-_HEAD_OF_POOLING = {
-    "cls": "sentence_classification_head",
-    "packed_max": "pooling_classification_head",
-    "packed_attention": "attention_classification_head",
-}
 # A head with any other name reads the first token.
-_POOLING_OF_HEAD = {head: pooling for pooling, head in _HEAD_OF_POOLING.items()}
-_SIZES = tuple(
+POOLING_OF_HEAD = {
+    "sentence_classification_head": "cls",
+    "pooling_classification_head": "packed_max",
+    "attention_classification_head": "packed_attention",
+}
+SIZES = tuple(
     "encoder_layers encoder_embed_dim encoder_ffn_embed_dim encoder_attention_heads max_positions "
     "projection_length".split()
 )
 
 
 def _sizes(*values: int) -> dict[str, int]:
-    return dict(zip(_SIZES, values, strict=True))
+    return dict(zip(SIZES, values, strict=True))
 
 
 _OF_512 = ("luna_bert", "luna_base_512", "luna_base_tied_512", "luna_base_untied_512")
-_ARCHITECTURES = {
+ARCHITECTURES = {
     **dict.fromkeys(_OF_512, {"encoder_attention_heads": 12}),
     "luna_base_2048": _sizes(12, 768, 3072, 12, 2048, 256),
     "luna_large_512": _sizes(24, 1024, 4096, 16, 512, 128),
     "luna_large_2048": _sizes(24, 1024, 4096, 16, 512, 256),
 }
-
-
-def _arch(target: Target) -> str:
-    """Return the architecture with these sizes, or a default: the args have all sizes."""
-    sizes = {row.name: getattr(target.config, row.field) for row in _TABLE if row.name in _SIZES}
-    usual = f"luna_base_{'tied' if target.config.tie_key_value else 'untied'}_512"
-    return next((arch for arch, own in _ARCHITECTURES.items() if own == sizes), usual)
-
-
-def _task(target: Target) -> str:
-    if target.head is None or target.config.classifier_hidden_size != target.config.hidden_size:
-        return "masked_lm"  # the other tasks build a head of width d before they read the file
-    return "sentence_ranking" if target.model_class is LunaForMultipleChoice else "sentence_prediction"
-
-
-def _has_head(target: Target) -> bool:
-    return target.head is not None
-
-
-def _ranks(target: Target) -> bool:
-    # The num_classes of this task is the number of options, which the model does not have.
-    return _has_head(target) and _task(target) == "sentence_ranking"
-
-
-def _classifies(target: Target) -> bool:
-    return _has_head(target) and not _ranks(target)
 
 
 def _tied_lm(evidence: Evidence) -> dict[str, bool]:
@@ -96,13 +63,13 @@ def _tied_lm(evidence: Evidence) -> dict[str, bool]:
     return {"tie_word_embeddings": same and not untied}
 
 
-def _names_of_heads(keys: Iterable[str]) -> list[str]:
+def names_of_heads(keys: Iterable[str]) -> list[str]:
     return sorted({key.split(".")[1] for key in keys if key.startswith("classification_heads.")})
 
 
 def _head(evidence: Evidence) -> dict[str, Any]:
     """Return class, name and fields of the head: the requested one or the only one of a fine-tuned model."""
-    names, name, task = _names_of_heads(evidence.tensors), evidence.head, evidence.args.get("task")
+    names, name, task = names_of_heads(evidence.tensors), evidence.head, evidence.args.get("task")
     if wrong := next((name for name in names if not re.fullmatch(r"[\w-]+", name)), None):
         raise ConversionError(f"classification head {wrong!r}: a name has letters, digits, '_' and '-' only")
     if name is not None and name not in names:
@@ -113,20 +80,11 @@ def _head(evidence: Evidence) -> dict[str, Any]:
     if name is None:
         return {MODEL: LunaForMaskedLM}
     num_labels, inner = evidence.shape(f"classification_heads.{name}.out_proj.weight", "classes", "inner width")
-    found = {HEAD: name, "pooling": _POOLING_OF_HEAD.get(name, "cls"), "classifier_hidden_size": inner}
+    found = {HEAD: name, "pooling": POOLING_OF_HEAD.get(name, "cls"), "classifier_hidden_size": inner}
     if task in _RANKING_TASKS and num_labels == 1:
         return found | {MODEL: LunaForMultipleChoice}
     regression = {"problem_type": "regression"} if evidence.args.get("regression_target") else {}
     return found | regression | {MODEL: LunaForSequenceClassification, "num_labels": num_labels}
-
-
-def _widths_of_head(target: Target) -> tuple[int, ...]:
-    config = target.config  # the task of multiple choice builds a head of width d
-    return (config.hidden_size if target.model_class is LunaForMultipleChoice else config.classifier_hidden_size,)
-
-
-def _activations_of_head(target: Target) -> tuple[str, ...]:
-    return _luna.activations(target) if _has_head(target) else (target.config.classifier_activation,)
 
 
 _EMBEDDING = (f"{_BODY}.embed_tokens.weight", "vocabulary", "width")
@@ -137,36 +95,21 @@ _TABLE = (
         width=size_of(*_EMBEDDING, index=1),
         positions=_luna.positions(_BODY),
     ),
-    Arg("arch", write=_arch, kind=word),
-    Arg("task", write=_task, kind=word),
-    Arg("criterion", write=_task, kind=word),
-    Arg("projection_length", "projection_length", measure=_luna.packed_length(_BODY), kind=size),
+    *typed(word, "arch", "task", "criterion"),
+    Arg("projection_length", "projection_length", read=_luna.packed_length(_BODY), kind=size),
     _luna.PACKED_LENGTH_FIXED,
     _luna.UNTIED_KEY_VALUE,
     Arg("untie_weights_luna", "tie_word_embeddings", NOT, read=_tied_lm, kind=flag),
     Arg("activation_dropout", "activation_dropout", default=0.0, kind=number),
     Arg("encoder_layerdrop", "layerdrop", default=0.0, kind=number),
-    Arg(
-        "pooler_activation_fn",
-        "classifier_activation",
-        ACTIVATION,
-        "tanh",
-        write_if=_has_head,
-        kind=word,
-        only=_activations_of_head,
-    ),
-    Arg("pooler_dropout", "classifier_dropout", default=0.0, write_if=_has_head, kind=number),
-    Arg("ranking_head_name", write=lambda target: target.head, write_if=_ranks, kind=word),
-    Arg("num_classes", write=lambda target: target.config.num_labels, write_if=_classifies, kind=integer),
-    Arg("regression_target", write=lambda x: problem_type(x.config) == "regression", write_if=_classifies, kind=flag),
-    Arg("classification_head_name", write=lambda target: target.head, write_if=_classifies, kind=word),
+    Arg("pooler_activation_fn", "classifier_activation", ACTIVATIONS, "tanh", kind=word),
+    Arg("pooler_dropout", "classifier_dropout", default=0.0, kind=number),
+    *typed(word, "ranking_head_name"),
+    *typed(integer, "num_classes"),
+    *typed(flag, "regression_target"),
+    *typed(word, "classification_head_name"),
     derived("vocab_size", size_of(*_EMBEDDING)),
     fields(_head),
-    limited("classifier_hidden_size", _widths_of_head),
-    limited("input_type", ("tokens",)),
-    limited("position_embedding_type", ("learned",)),
-    limited("share_layers", (False,)),
-    *_luna.LIMITS,
 )
 
 
@@ -176,15 +119,12 @@ class LunaBert(Format):
     facts = Facts(
         name="luna_bert",
         revisions={"r21": _luna.code_of(2021, "luna_bert"), "head": _luna.code_of(2023, "luna_bert of the 2023 code")},
-        export_revisions=("r21",),
         model_classes=(LunaForMaskedLM, LunaModel, LunaForMultipleChoice, LunaForSequenceClassification),
         additional_classes=(LunaForMaskedLM,),
         stacks=frozenset({("luna", _BODY)}),
-        architectures=_ARCHITECTURES,
-        container=FairseqFile(_CRITERIA),
+        architectures=ARCHITECTURES,
         aliases=(_EARLY_PREFIX,),
-        unused=lambda x: {"num_labels", "drop_first_token"} if x.model_class is LunaForMultipleChoice else set(),
-        usual_head=lambda config: _HEAD_OF_POOLING.get(config.pooling, _HEAD_OF_POOLING["cls"]),
+        named_heads=True,
         decided=("tie_key_value", "tie_word_embeddings", "dynamic_projection_length"),
         **_luna.FACTS,
     )
@@ -238,18 +178,13 @@ class LunaBert(Format):
         return Companions(kind, tokenizer)
 
     def report(self, target: Target, evidence: Evidence) -> Notes:
-        head, exported = target.head, []
         named = [
             f"{key.split('.')[1]}: {len(tensor)} classes"
             for key, tensor in evidence.tensors.items()
             if key.startswith("classification_heads.") and key.endswith(".out_proj.weight") and ".attn." not in key
         ]
-        if lost := _names_of_heads(evidence.left_out):
-            exported.append(f"the conversion left out the heads {', '.join(lost)}: they are not in the file")
-        if head is not None and evidence.args.get("task") == "masked_lm":
-            exported.append(f"the task in args is masked_lm: luna-mega convert takes the head with --head {head}")
-        notes = [] if head is None else ["the LM head is kept: AutoModelForMaskedLM loads from the same folder"]
-        return Notes({"head": head}, notes, exported, ["masked LM", *named])
+        kept = ["the LM head is kept: AutoModelForMaskedLM loads from the same folder"] * (target.head is not None)
+        return Notes({"head": target.head}, kept, ["masked LM", *named])
 
 
 def _lm_head_rows(config: LunaConfig) -> Iterator[Row]:

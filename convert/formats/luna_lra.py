@@ -4,15 +4,15 @@ from functools import partial
 from typing import Any
 
 from luna_mega import LunaForSequenceClassification, LunaForSequencePairClassification
-from luna_mega.convert.argtypes import flag, integer, number, size, word
+from luna_mega.convert.argtypes import anything, flag, integer, number, size, word
 from luna_mega.convert.conventions import MINUS_ONE
 from luna_mega.convert.evidence import Evidence, Target
 from luna_mega.convert.formats import _lra, _luna
-from luna_mega.convert.formats._lra import BODY, OUT, is_pair
+from luna_mega.convert.formats._lra import BODY, OUT
 from luna_mega.convert.formats.format import Companions, Facts, Format, Notes
 from luna_mega.convert.keymap import KeyMap, Row, rows
 from luna_mega.convert.safe_load import Checkpoint
-from luna_mega.convert.table import MODEL, Arg, derived, equals, fields, limited, read_only, write_only
+from luna_mega.convert.table import MODEL, Arg, derived, fields, typed
 from luna_mega.errors import ConversionError
 
 _CLASSES = (LunaForSequenceClassification, LunaForSequencePairClassification)
@@ -28,9 +28,8 @@ _ARCHITECTURES = {
     "luna_lra_pf32": _PF32,
     "luna_lra_pf128": _PF32 | {"max_positions": 16386},
 }
-_OF_WIDTH = {512: "luna_lra_listop", 256: "luna_lra_imdb", 128: "luna_lra_pf32", 64: "luna_lra_cifar10"}
 # Revision -> number of features of a pair, in widths, and the combination of the pair.
-_PAIRS = {"r21": (2, "concat"), "head": (4, "interaction")}
+PAIRS = {"r21": (2, "concat"), "head": (4, "interaction")}
 _PADDING_NOTE = (
     "as in the original, scores depend on how much padding a batch has; set pool_padding to false in config.json for "
     "scores that do not (they then differ from the original's on padded batches)"
@@ -112,39 +111,14 @@ def _head(evidence: Evidence) -> dict[str, Any]:
         first = "classifier.0.weight" if evidence.revision == "r21" else _PRE_LOGITS
         hidden, features = evidence.shape(first, "hidden", "features")
         found = {"classifier_hidden_size": hidden}
-    factor, combined = _PAIRS[evidence.revision]
+    factor, combined = PAIRS[evidence.revision]
     model_class = _lra.choose_class(features, _embedding(evidence)[-1], factor, *_CLASSES)
     pair = {"pair_features": combined} if model_class is LunaForSequencePairClassification else {}
     return found | pair | {MODEL: model_class}
 
 
-def _arch(target: Target) -> str:
-    # The args have all sizes, so another architecture is valid as well.
-    return "luna_lra_aan" if is_pair(target) else _OF_WIDTH.get(target.config.hidden_size, "luna_lra_imdb")
-
-
-def _task(target: Target) -> str:
-    if target.revision == "r21":
-        return "long_range_arena"
-    return "lra-image" if target.config.input_type == "values" else "lra-text"
-
-
-def _in_features(target: Target) -> int:
-    return (_PAIRS[target.revision][0] if is_pair(target) else 1) * target.config.hidden_size
-
-
-def _representation(target: Target) -> str:
-    return "mp" if target.config.pooling == "mean" or target.config.input_type == "values" else "cls"
-
-
 def _is_later(target: Target) -> bool:
     return target.revision == "head"
-
-
-def _widths_of_head(target: Target) -> tuple[int, ...]:
-    config = target.config
-    free = target.revision == "r21" or not config.classifier_num_layers
-    return (config.classifier_hidden_size if free else config.hidden_size,)
 
 
 _TABLE = (
@@ -154,34 +128,30 @@ _TABLE = (
         width=lambda evidence: _embedding(evidence)[-1],
         positions=_positions,
     ),
-    Arg("arch", write=_arch, kind=word),
-    _lra.CRITERION,
+    *typed(word, "arch"),
+    *typed(anything, "criterion"),
     _lra.layer_type("luna"),
-    Arg("encoder_projection_length", "projection_length", measure=_luna.packed_length(BODY), kind=size),
+    Arg("encoder_projection_length", "projection_length", read=_luna.packed_length(BODY), kind=size),
     Arg("act_dropout", "activation_dropout", default=0.0, kind=number),
-    Arg("tie_kv", "tie_key_value", measure=_luna.tied_key_value, kind=flag),
-    Arg("tie_layer_weights", "share_layers", default=False, measure=_shares_layers, kind=flag),
-    _luna.learned("encoder_learned_pos", _position_type),
+    Arg("tie_kv", "tie_key_value", read=_luna.tied_key_value, kind=flag),
+    Arg("tie_layer_weights", "share_layers", default=False, read=_shares_layers, kind=flag),
+    Arg("encoder_learned_pos", default=False, read=_position_type, kind=flag),
     Arg("encoder_normalize_before", "embedding_norm", read=_embedding_norm, kind=flag),
     _lra.CLASSES,
-    Arg("sen_rep_type", default="cls", write=_representation, kind=word),
-    Arg("use_p", default=False, read=_pooling, write=equals("pooling", "packed_mean"), kind=flag),
-    _lra.NO_REGRESSION,
-    Arg("task", write=_task, kind=word),
-    Arg("classifier_layers", "classifier_num_layers", measure=_DEPTH, revision="r21", kind=integer),
-    _lra.input_type(_tokens, write_if=_is_later, only=lambda target: ("tokens", "values")[: 1 + _is_later(target)]),
-    Arg("classifier_in_dim", write=_in_features, kind=integer),
-    write_only("classifier_out_dim", "classifier_hidden_size", revision="r21", kind=integer),
-    _lra.classifier_activation("relu", revision="r21", only=_luna.activations),
-    Arg("pre_logits", read=_pre_logits, write=equals("classifier_num_layers", 1), revision="head", kind=flag),
-    read_only("dropout", "classifier_dropout", revision="head"),
+    Arg("sen_rep_type", default="cls", kind=word),
+    Arg("use_p", default=False, read=_pooling, kind=flag),
+    *typed(flag, "regression_target"),
+    *typed(word, "task"),
+    Arg("classifier_layers", "classifier_num_layers", read=_DEPTH, revision="r21", kind=integer),
+    _lra.input_type(_tokens),
+    *typed(integer, "classifier_in_dim", "classifier_out_dim"),
+    _lra.classifier_activation("relu", revision="r21"),
+    Arg("pre_logits", read=_pre_logits, kind=flag, revision="head"),
+    Arg("dropout", "classifier_dropout", revision="head"),
     derived("classifier_dropout", lambda evidence: 0.0, revision="r21"),
     derived("classifier_bias", lambda evidence: False),
     _lra.vocabulary(_embedding),
     fields(_head),
-    limited("classifier_num_layers", lambda x: (0, 1) if _is_later(x) else (x.config.classifier_num_layers or 1,)),
-    limited("classifier_hidden_size", _widths_of_head),
-    *_luna.LIMITS,
 )
 
 
@@ -194,11 +164,9 @@ class LunaLra(Format):
             "r21": _luna.code_of(2021, "Luna LRA of the 2021 code"),
             "head": _luna.code_of(2023, "Luna LRA of the 2023 code", MINUS_ONE),
         },
-        export_revisions=("r21", "head"),
         model_classes=_CLASSES,
         stacks=frozenset({("luna", BODY)}),
         architectures=_ARCHITECTURES,
-        container=_lra.CONTAINER,
         decided=tuple(
             "tie_key_value share_layers position_embedding_type embedding_norm input_type pooling pool_padding "
             "drop_first_token".split()

@@ -8,13 +8,13 @@ from typing import Any
 import torch
 
 from luna_mega import LunaForConditionalGeneration, LunaSeq2SeqConfig
-from luna_mega.convert.argtypes import flag, number, size, word
+from luna_mega.convert.argtypes import anything, flag, number, size, word
 from luna_mega.convert.evidence import Evidence, Target
 from luna_mega.convert.formats import _luna, _translation
 from luna_mega.convert.formats.format import Companions, Facts, Format, Notes
 from luna_mega.convert.keymap import LAYER_NORM, KeyMap, Row, rows
 from luna_mega.convert.safe_load import Checkpoint
-from luna_mega.convert.table import ACTIVATION, NOT, Arg, Table, equals, fields, fixed, limited, write_only
+from luna_mega.convert.table import ACTIVATIONS, NOT, Arg, Table, fields, typed
 from luna_mega.errors import ConversionError
 from luna_mega.modeling_luna.configuration_luna import DECODER_FIELDS
 
@@ -34,14 +34,14 @@ def _there(key: str) -> Callable[[Evidence], bool]:
 
 
 def _positions(side: str) -> Callable[[Evidence], int]:
-    """Return the measure of the positions of a side: the rows of its table, or the argument."""
+    """Return a function that counts the positions of a side: the rows of its table, or the argument."""
 
-    def measure(evidence: Evidence) -> int:
+    def read(evidence: Evidence) -> int:
         if f"{side}.embed_positions.weight" not in evidence.tensors:
             return evidence.arg(_translation.SIDES[side])
         return _luna.positions(side)(evidence)
 
-    return measure
+    return read
 
 
 def _type(side: str, field: str) -> Callable[[Evidence], dict[str, str]]:
@@ -82,52 +82,46 @@ def _side(side: str) -> Table:
     field = partial(_translation.field_of, side, decoder_fields=DECODER_FIELDS)
     positions, layers = field("position_embedding_type"), f"{side}_layers"
     depth = partial(Evidence.unshared_layers, prefix=f"{side}.layers", name=layers)
-    width = Arg("encoder_embed_dim", "hidden_size", measure=_translation.width, kind=size)
+    width = Arg("encoder_embed_dim", "hidden_size", read=_translation.width, kind=size)
     drop = Arg("encoder_layerdrop", "layerdrop", default=0.0, kind=number)
     pack_heads = _heads if side == "encoder" else _heads_of_decoder
     if side == "decoder":
-        width = write_only("decoder_embed_dim", "hidden_size", kind=size)
+        width = Arg("decoder_embed_dim", kind=size)
         drop = replace(drop, name="decoder_layerdrop", read=_decoder_layerdrop)
     return (
-        fixed(f"{side}_embed_path", None),
-        Arg(layers, field("num_hidden_layers"), measure=depth, kind=size),
+        *typed(anything, f"{side}_embed_path"),
+        Arg(layers, field("num_hidden_layers"), read=depth, kind=size),
         width,
-        Arg(f"{side}_ffn_embed_dim", field("intermediate_size"), measure=_luna.feed_forward(side), kind=size),
+        Arg(f"{side}_ffn_embed_dim", field("intermediate_size"), read=_luna.feed_forward(side), kind=size),
         Arg(f"{side}_attention_heads", field("num_attention_heads"), default=_heads, kind=size),
         Arg(f"{side}_projected_attention_heads", field("num_pack_attention_heads"), default=pack_heads, kind=size),
-        _luna.learned(f"{side}_learned_pos", _type(side, positions), positions),
-        Arg(f"{side}_normalize_before", field("pre_norm"), measure=_there(f"{side}.layer_norm.weight"), kind=flag),
+        Arg(f"{side}_learned_pos", default=False, read=_type(side, positions), kind=flag),
+        Arg(f"{side}_normalize_before", field("pre_norm"), read=_there(f"{side}.layer_norm.weight"), kind=flag),
         drop,
-        fixed(f"{side}_layers_to_keep", None),
+        *typed(anything, f"{side}_layers_to_keep"),
     )
 
 
 _TABLE = (
-    *_translation.task_arguments(
-        # The args have all sizes.
-        Arg("arch", write=lambda target: f"luna_base_{'tied' if target.config.tie_key_value else 'untied'}", kind=word)
-    ),
+    *_translation.TASK,
     fields(_translation.vocabularies),
-    Arg("max_source_positions", "max_position_embeddings", default=1024, measure=_positions("encoder"), kind=size),
-    Arg("max_target_positions", "max_target_positions", default=1024, measure=_positions("decoder"), kind=size),
-    Arg("projection_length", "projection_length", measure=_luna.packed_length("encoder"), kind=size),
+    Arg("max_source_positions", "max_position_embeddings", default=1024, read=_positions("encoder"), kind=size),
+    Arg("max_target_positions", "max_target_positions", default=1024, read=_positions("decoder"), kind=size),
+    Arg("projection_length", "projection_length", read=_luna.packed_length("encoder"), kind=size),
     _luna.PACKED_LENGTH_FIXED,
     _luna.UNTIED_KEY_VALUE,
-    Arg("activation_fn", "hidden_act", ACTIVATION, "relu", kind=word, only=_luna.activations),
-    Arg("layernorm_embedding", "embedding_norm", measure=_there("encoder.layernorm_embedding.weight"), kind=flag),
+    Arg("activation_fn", "hidden_act", ACTIVATIONS, "relu", kind=word),
+    Arg("layernorm_embedding", "embedding_norm", read=_there("encoder.layernorm_embedding.weight"), kind=flag),
     Arg("no_scale_embedding", "scale_embedding", NOT, False, kind=flag),
-    Arg("no_token_positional_embeddings", default=False, write=equals("position_embedding_type", "none"), kind=flag),
+    Arg("no_token_positional_embeddings", default=False, kind=flag),
     Arg("dropout", "dropout", default=0.1, kind=number),
     Arg("attention_dropout", "attention_dropout", default=0.0, kind=number),
     Arg("activation_dropout", "activation_dropout", default=0.0, kind=number),
     Arg("word_dropout", "word_dropout", default=0.0, kind=number),
     *_translation.SHARING,
-    write_only("decoder_input_dim", "hidden_size", kind=size),
-    write_only("decoder_output_dim", "hidden_size", kind=size),
+    *typed(size, "decoder_input_dim", "decoder_output_dim"),
     *_side("encoder"),
     *_side("decoder"),
-    limited("share_layers", (False,)),
-    *_luna.LIMITS,
 )
 
 
@@ -137,11 +131,8 @@ class LunaSeq2Seq(Format):
     facts = Facts(
         name="luna_seq2seq",
         revisions={"r21": _luna.code_of(2021, "Luna translation")},
-        export_revisions=("r21",),
         model_classes=(LunaForConditionalGeneration,),
         stacks=frozenset({("luna", "encoder"), ("luna", "decoder")}),
-        container=_translation.CONTAINER,
-        resolve=lambda config: _translation.resolve(config, DECODER_FIELDS),
         decided=_DECIDED,
         **_luna.FACTS | {"config_class": LunaSeq2SeqConfig},
     )

@@ -1,24 +1,22 @@
 """mega_image: Mega for images, saved by the training script that the authors took from DeiT."""
 
 import math
+from functools import partial
 
 from luna_mega import MegaConfig, MegaForImageClassification
 from luna_mega.convert.argtypes import flag, integer, number, size, word
 from luna_mega.convert.dictionaries import ClassNames
 from luna_mega.convert.evidence import Evidence, Target
 from luna_mega.convert.formats import _mega
-from luna_mega.convert.formats.containers import DeitFile
-from luna_mega.convert.formats.format import Companions, Facts, Format, Notes, Revision
+from luna_mega.convert.formats.format import Companions, Container, Facts, Format, Notes, Revision
 from luna_mega.convert.keymap import KeyMap, Reshape, Row
 from luna_mega.convert.safe_load import Checkpoint
-from luna_mega.convert.table import NOT, Arg, derived, fields, fixed, limited, size_of
+from luna_mega.convert.table import NOT, Arg, derived, fields, size_of, typed
 from luna_mega.errors import ConversionError
 
 _PATCHES = "patch_embed.pemb.proj.weight"
 _STACK = _mega.Stack("", "blocks")
 _UNSUPPORTED = _mega.FACTS["unsupported_options"] | {"ema-convention": "the code for images has one convention"}
-# Widths of tokens, values and the feed-forward layer, and of queries and keys -> the architecture.
-_NAMES = {(768, 1536, 1536, 256): "mega_base_patch16_224", (192, 384, 384, 64): "mega_tiny_patch16_224"}
 
 
 def _side(evidence: Evidence) -> int:
@@ -53,37 +51,25 @@ def _representation(evidence: Evidence) -> dict[str, int]:
     return {"classifier_num_layers": 1, "classifier_hidden_size": evidence.prefer("representation_size", size)}
 
 
-def _hidden(target: Target) -> int | None:
-    return target.config.classifier_hidden_size if target.config.classifier_num_layers else None
-
-
-def _name(target: Target) -> str:
-    config = target.config
-    widths = (config.hidden_size, config.intermediate_size, config.nffn_hidden_size, config.shared_representation_size)
-    sizes = (config.num_hidden_layers, config.ema_projection_size, config.patch_size, config.image_size)
-    return _NAMES.get(widths if sizes == (12, 16, 16, 224) else None, "mega")
-
-
 _TABLE = (
-    Arg("model", write=_name, kept=True, kind=word),
-    Arg("input_size", "image_size", measure=lambda evidence: _side(evidence) * _patches(evidence)[2], kind=size),
-    Arg("nb_classes", "num_labels", measure=size_of("head.weight", "classes", "width"), kind=integer),
+    *typed(word, "model"),
+    Arg("input_size", "image_size", read=lambda evidence: _side(evidence) * _patches(evidence)[2], kind=size),
+    Arg("nb_classes", "num_labels", read=size_of("head.weight", "classes", "width"), kind=integer),
     _STACK.norm_type("norm_type"),
-    Arg("patch_impl", write=lambda target: target.revision, kind=word),
-    Arg("no_pos_emb", "use_absolute_position_embeddings", NOT, measure=_no_positions, kind=flag),
-    Arg("representation_size", read=_representation, write=_hidden, kind=integer),
+    *typed(word, "patch_impl"),
+    Arg("no_pos_emb", "use_absolute_position_embeddings", NOT, read=_no_positions, kind=flag),
+    Arg("representation_size", read=_representation, kind=integer),
     Arg("drop", "dropout_prob", default=0.0, kind=number),
     Arg("drop_path", "drop_path_rate", default=0.2, kind=number),
-    fixed("model_ema", False),
+    *typed(flag, "model_ema"),
     # The args do not have these sizes.
     fields(lambda evidence: dict(zip(("num_channels", "patch_size"), _patches(evidence)[1:], strict=True))),
-    *(derived(row.field, row.measure) for row in _STACK.sizes("", lambda x: _patches(x)[0]) if row.measure),
+    derived("num_hidden_layers", partial(Evidence.layers, prefix="blocks")),
+    derived("hidden_size", lambda evidence: _patches(evidence)[0]),
+    derived("intermediate_size", _STACK.values),
+    derived("shared_representation_size", _STACK.shared),
+    derived("ema_projection_size", _STACK.dimensions),
     derived("nffn_hidden_size", size_of("blocks.0.nffn.fc1.weight", "ffn width", "width")),
-    limited("num_channels", (3,)),
-    limited("normalization_type", ("layernorm", "scalenorm", "batchnorm", "syncbatchnorm")),
-    limited("relative_positional_bias", ("simple",)),
-    limited("use_normalized_ffn", (True,)),
-    _mega.AFFINE_NORMS,
 )
 
 
@@ -99,9 +85,9 @@ class MegaImage(Format):
         model_classes=(MegaForImageClassification,),
         stacks=frozenset({("mega", "")}),
         make_config=MegaConfig.image_base_patch16_224,
-        container=DeitFile(),
+        container=Container(arch="model", needs_args=False),
         decided=("normalization_type", "use_absolute_position_embeddings"),
-        **_mega.FACTS | {"export_revisions": ("conv",), "unsupported_options": _UNSUPPORTED},
+        **_mega.FACTS | {"unsupported_options": _UNSUPPORTED},
     )
     table = _TABLE
 
@@ -139,9 +125,5 @@ class MegaImage(Format):
         return Companions(ClassNames(target.config.num_labels), preprocessor=preprocessor)
 
     def report(self, target: Target, evidence: Evidence) -> Notes:
-        config, model = target.config, evidence.args.get("model")
-        exported = [f"the original has no model of these sizes: register one as args.model = {model!r} in its code"]
-        return Notes(
-            {"image_size": config.image_size, "patch_size": config.patch_size, "patches": target.revision},
-            exported=[] if model in _NAMES.values() else exported,
-        )
+        config = target.config
+        return Notes({"image_size": config.image_size, "patch_size": config.patch_size, "patches": target.revision})

@@ -1,18 +1,16 @@
 """mega_lm: Mega language models, with an ordinary vocabulary or an adaptive one."""
 
 import re
-from functools import partial
 from itertools import accumulate, product
 
 from luna_mega import MegaConfig, MegaForCausalLM
-from luna_mega.convert.argtypes import cutoffs, flag, number, size, word
+from luna_mega.convert.argtypes import anything, cutoffs, flag, number, size, word
 from luna_mega.convert.dictionaries import Dictionaries, VocabularyAndLabels
 from luna_mega.convert.evidence import Evidence, Target, same_bits
 from luna_mega.convert.formats import _mega
-from luna_mega.convert.formats.containers import FairseqFile
 from luna_mega.convert.formats.format import Bpe, Companions, Facts, Notes
 from luna_mega.convert.keymap import KeyMap, Row
-from luna_mega.convert.table import COMMON, NOT, Arg, Codec, derived, fields, fixed, limited, write_only
+from luna_mega.convert.table import COMMON, Arg, derived, fields, read_if, typed
 from luna_mega.convert.tokenizers import ConvertedTokenizer
 from luna_mega.convert.tokenizers.language_models import lm_tokenizer
 from luna_mega.hub.folder import position_limit
@@ -38,7 +36,6 @@ _ARCHITECTURES = {
     "mega_lm_enwik8_large": {"dropout": 0.2, "attention_dropout": 0.1, "hidden_dropout": 0.1},
     "mega_lm_pg19_base": {"dropout": 0.0, "activation_dropout": 0.0},
 }
-_LISTED = Codec(lambda value: value, lambda cutoffs: None if cutoffs is None else ",".join(map(str, cutoffs)))
 _CUTOFFS = ("adaptive_input_cutoffs", "adaptive_softmax_cutoffs")
 
 
@@ -127,68 +124,43 @@ def _shares_projections(evidence: Evidence) -> dict[str, bool]:
     return {"tie_adaptive_projections": evidence.prefer("tie_adaptive_proj", tied)}
 
 
-def _adaptive(target: Target) -> bool:
-    return target.config.adaptive_softmax_cutoffs is not None
-
-
-def _tied(target: Target) -> bool:
-    return target.config.tie_word_embeddings and not _adaptive(target)
-
-
-def _ties_adaptive(target: Target) -> bool:
-    return target.config.tie_word_embeddings and _adaptive(target)
-
-
-def _softmax_factor(target: Target) -> float:
-    config = target.config
-    return config.adaptive_input_factor if config.tie_word_embeddings else config.adaptive_softmax_factor
-
-
 # Common fields of all language models; fairseq prepends `</s>`, id 2.
 _CONSTANTS = dict.fromkeys(("bidirectional", "add_lm_hidden_dense_layer", "lm_head_bias"), False)
 _CONSTANTS |= {"is_decoder": True, "bos_token_id": 2}
 _SIZES = _STACK.sizes("decoder", lambda evidence: _widths(evidence)[0])
-_of_bands = partial(Arg, read_if=_has_bands)
-_of_softmax = partial(Arg, read_if=_is_adaptive)
 _TABLE = (
     *COMMON,
-    fixed("task", "language_modeling", kept=True),
-    # The args have all sizes.
-    Arg("arch", write=lambda target: "mega_lm_adaptive_big" if _adaptive(target) else "mega_lm", kept=True, kind=word),
-    Arg("criterion", write=lambda target: "adaptive_loss" if _adaptive(target) else "cross_entropy", kind=word),
-    fixed("sample_break_mode", "complete"),
-    write_only("tokens_per_sample", "max_positions", kind=size),
+    *typed(anything, "task"),
+    *typed(word, "arch", "criterion"),
+    *typed(anything, "sample_break_mode"),
+    *typed(size, "tokens_per_sample"),
     _STACK.positions("max_target_positions", "decoder_chunk_size", default=1024),
-    fixed("output_dictionary_size", -1),
-    *(fixed(name, False) for name in ("self_target", "future_target", "past_target", "add_bos_token")),
-    fixed("shorten_method", "none"),
-    fixed("shorten_data_split_list", ""),
-    fixed("variant_block_multiple_min", 1),
-    fixed("variant_block_multiple_max", 1),
-    fixed("valid_block", "splits:10"),
+    *typed(anything, "output_dictionary_size"),
+    *typed(flag, "self_target", "future_target", "past_target", "add_bos_token"),
+    *typed(anything, "shorten_method", "shorten_data_split_list"),
+    *typed(anything, "variant_block_multiple_min", "variant_block_multiple_max", "valid_block"),
     *_SIZES[:2],
-    Arg("decoder_input_dim", "embedding_size", measure=lambda evidence: _widths(evidence)[1], kind=size),
+    Arg("decoder_input_dim", "embedding_size", read=lambda evidence: _widths(evidence)[1], kind=size),
     *_SIZES[2:],
-    fixed("decoder_embed_path", None),
+    *typed(anything, "decoder_embed_path"),
     *_mega.options(_STACK, truncation=2048),
-    _STACK.affine_final_norm(),
-    Arg("no_scale_embedding", "scale_embedding", NOT, False, kind=flag),
-    *_mega.DROPOUTS,
-    Arg("share_decoder_input_output_embed", read=_shares_words, write=_tied, kind=flag),
-    fixed("share_all_embeddings", False),
-    Arg("adaptive_input", write=lambda target: target.config.adaptive_input_cutoffs is not None, kind=flag),
-    _of_bands("adaptive_input_cutoff", "adaptive_input_cutoffs", _LISTED, read=_input_cutoffs, kind=cutoffs),
-    _of_bands("adaptive_input_factor", "adaptive_input_factor", default=4, kind=number),
-    _of_softmax("adaptive_softmax_cutoff", "adaptive_softmax_cutoffs", _LISTED, read=_softmax_cutoffs, kind=cutoffs),
-    _of_softmax("adaptive_softmax_factor", "adaptive_softmax_factor", default=4, write=_softmax_factor, kind=number),
-    _of_softmax("adaptive_softmax_dropout", "adaptive_softmax_dropout", default=0.0, kind=number),
-    _of_softmax("tie_adaptive_weights", "tie_word_embeddings", measure=_ties_bands, write=_ties_adaptive, kind=flag),
-    _of_softmax("tie_adaptive_proj", "tie_adaptive_projections", default=False, read=_shares_projections, kind=flag),
+    Arg("share_decoder_input_output_embed", read=_shares_words, kind=flag),
+    *typed(flag, "share_all_embeddings", "adaptive_input"),
+    *read_if(
+        _has_bands,
+        Arg("adaptive_input_cutoff", "adaptive_input_cutoffs", read=_input_cutoffs, kind=cutoffs),
+        Arg("adaptive_input_factor", "adaptive_input_factor", default=4, kind=number),
+    ),
+    *read_if(
+        _is_adaptive,
+        Arg("adaptive_softmax_cutoff", "adaptive_softmax_cutoffs", read=_softmax_cutoffs, kind=cutoffs),
+        Arg("adaptive_softmax_factor", "adaptive_softmax_factor", default=4, kind=number),
+        Arg("adaptive_softmax_dropout", "adaptive_softmax_dropout", default=0.0, kind=number),
+        Arg("tie_adaptive_weights", "tie_word_embeddings", read=_ties_bands, kind=flag),
+        Arg("tie_adaptive_proj", "tie_adaptive_projections", default=False, read=_shares_projections, kind=flag),
+    ),
     derived("vocab_size", _vocabulary),
     fields(lambda evidence: _CONSTANTS),
-    *_mega.NORMS,
-    limited("embedding_size", lambda x: (x.config.hidden_size if _tied(x) else x.config.embedding_size,)),
-    limited("adaptive_input_cutoffs", lambda x: (None if _tied(x) else x.config.adaptive_input_cutoffs,)),
 )
 
 
@@ -201,9 +173,8 @@ class MegaLM(_mega.MegaFormat):
         model_classes=(MegaForCausalLM,),
         stacks=frozenset({("mega", _BODY)}),
         architectures=_ARCHITECTURES,
-        container=FairseqFile({"adaptive_loss": "AdaptiveLoss"}),
         decided=(*_mega.DECIDED, "scale_embedding", "tie_word_embeddings", *_CUTOFFS),
-        **_mega.FACTS | {"unused": lambda target: _mega.unused(target, frozenset({"bos_token_id"}))},
+        **_mega.FACTS,
     )
     table = _TABLE
 

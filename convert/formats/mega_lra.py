@@ -4,13 +4,13 @@ from dataclasses import replace
 from typing import Any
 
 from luna_mega import MegaForSequenceClassification, MegaForSequencePairClassification
-from luna_mega.convert.argtypes import integer, mean_and_deviation, number, size, word
+from luna_mega.convert.argtypes import anything, flag, integer, mean_and_deviation, number, size, word
 from luna_mega.convert.evidence import Evidence, Target
 from luna_mega.convert.formats import _lra, _mega
-from luna_mega.convert.formats._lra import BODY, OUT, is_pair
+from luna_mega.convert.formats._lra import BODY, OUT
 from luna_mega.convert.formats.format import Companions, Facts, Notes
 from luna_mega.convert.keymap import KeyMap, Row, rows
-from luna_mega.convert.table import COMMON, MODEL, Arg, derived, fixed, limited, never, read_only, write_only
+from luna_mega.convert.table import COMMON, MODEL, Arg, derived, typed
 from luna_mega.errors import ConversionError
 
 _CLASSES = (MegaForSequenceClassification, MegaForSequencePairClassification)
@@ -27,10 +27,6 @@ _ARCHITECTURES = {
     "mega_lra_pf128": _IMAGE | {"truncation_length": 4096, "chunk_size": 16384, "max_positions": 16384},
     **dict.fromkeys(("sc_raw", "mega_sc_raw", "mega_sc_raw_base", "mega_sc_raw_big"), _SPEECH),
 }
-# Width -> architecture. The args have all sizes, so another architecture is valid as well.
-_OF_TEXT = {80: "mega_lra_listop"}
-_OF_IMAGES = {64: "mega_lra_pf128", 128: "mega_lra_pf32"}
-_OF_SPEECH = {60: "mega_sc_raw_base", 72: "mega_sc_raw_big"}
 
 
 def _tokens(evidence: Evidence) -> bool:
@@ -64,79 +60,39 @@ def _pooling(evidence: Evidence) -> dict[str, str]:
     return {"pooling": pooling}
 
 
-def _activations_of_head(target: Target) -> tuple[str, ...]:
-    return _mega.ACTIVATIONS if target.config.classifier_num_layers else (target.config.classifier_activation,)
-
-
-def _in_features(target: Target) -> int:
-    return (2 if is_pair(target) else 1) * target.config.hidden_size
-
-
-def _out_features(target: Target) -> int:
-    return target.config.classifier_hidden_size if target.config.classifier_num_layers else _in_features(target)
-
-
-def _is_speech(target: Target) -> bool:
-    # The code for speech always has a classifier layer, and no norm on the embeddings.
-    config = target.config
-    is_size = config.input_type == "values" and config.hidden_size in _OF_SPEECH
-    return is_size and bool(config.classifier_num_layers) and not config.embedding_norm
-
-
-def _arch(target: Target) -> str:
-    width = target.config.hidden_size
-    if target.config.input_type == "tokens":
-        return "mega_lra_aan" if is_pair(target) else _OF_TEXT.get(width, "mega_lra_imdb")
-    return _OF_SPEECH[width] if _is_speech(target) else _OF_IMAGES.get(width, "mega_lra_cifar10")
-
-
-def _task(target: Target) -> str:
-    if target.config.input_type == "tokens":
-        return "lra-text"
-    return "speech_commands" if _is_speech(target) else "lra-image"
-
-
 _TABLE = (
     *COMMON,
-    _lra.CRITERION,
+    *typed(anything, "criterion"),
     _lra.layer_type("mega"),
-    fixed("apply_bert_init", False),
+    *typed(flag, "apply_bert_init"),
     *_STACK.sizes("encoder", lambda evidence: _embedding(evidence)[-1], short=""),
     _mega.TRUNCATION,
-    Arg("rel_pos_bias", "relative_positional_bias", measure=_STACK.bias, kind=word),
+    Arg("rel_pos_bias", "relative_positional_bias", read=_STACK.bias, kind=word),
     _STACK.positions("max_positions", "chunk_size"),
-    write_only("tokens_per_sample", "max_positions", kind=size),
+    *typed(size, "tokens_per_sample"),
     replace(_mega.ACTIVATION_FUNCTION, default="gelu"),
     Arg("attention_activation_fn", "attention_activation", default="relu2", kind=word),
     _STACK.norm_type("norm_type"),
     _STACK.normalize_before("encoder_normalize_before"),
-    _STACK.affine_final_norm(write_if=never),
+    _STACK.affine_final_norm(),
     _STACK.normalize_embedding(),
     _mega.FEATURE_DROPOUT,
     Arg("dropout", "dropout_prob", default=0.1, kind=number),
-    read_only("dropout", "classifier_dropout"),
+    Arg("dropout", "classifier_dropout"),
     Arg("attention_dropout", "attention_probs_dropout_prob", default=0.1, kind=number),
     Arg("act_dropout", "hidden_dropout_prob", default=0.0, kind=number),
-    read_only("act_dropout", "nffn_activation_dropout_prob"),
+    Arg("act_dropout", "nffn_activation_dropout_prob"),
     _lra.CLASSES,
     Arg("sen_rep_type", "pooling", _lra.REPRESENTATION, "mp", read=_pooling, kind=word),
-    limited("pooling", lambda x: ("cls", "mean") if x.config.input_type == "tokens" else ("mean",)),
     Arg("classifier_layers", "classifier_num_layers", default=1, read=_classifier, kind=integer),
-    Arg("classifier_in_dim", write=_in_features, kind=integer),
-    Arg("classifier_out_dim", write=_out_features, kind=integer),
-    _lra.classifier_activation("gelu", only=_activations_of_head),
-    fixed("use_p", False, default=False),
-    _lra.NO_REGRESSION,
-    Arg("arch", write=_arch, kept=True, kind=word),
-    Arg("task", write=_task, kept=True, kind=word),
-    _lra.input_type(
-        _tokens,
-        write_if=lambda target: not _is_speech(target),
-        only=lambda target: ("tokens",) if is_pair(target) else ("tokens", "values"),
-    ),
-    Arg("pixel_normalization", kind=mean_and_deviation, write_if=never),
+    *typed(integer, "classifier_in_dim", "classifier_out_dim"),
+    _lra.classifier_activation("gelu"),
+    Arg("use_p", default=False, kind=flag),
+    *typed(flag, "regression_target"),
+    *typed(word, "arch", "task"),
+    _lra.input_type(_tokens),
+    *typed(mean_and_deviation, "pixel_normalization"),
     _lra.vocabulary(_embedding),
-    *_mega.NORMS,
     derived("classifier_bias", lambda evidence: False),
     derived("ema_shift", lambda evidence: evidence.revision == "flash"),
 )
@@ -151,7 +107,6 @@ class MegaLra(_mega.MegaFormat):
         model_classes=_CLASSES,
         stacks=frozenset({("mega", BODY)}),
         architectures=_ARCHITECTURES,
-        container=_lra.CONTAINER,
         decided=("input_type", *_mega.DECIDED, "pooling"),
         **_mega.FACTS,
     )

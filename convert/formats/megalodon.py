@@ -3,7 +3,6 @@
 The code is `XuezheMax/megalodon`, and its loader `megalodon/reloading.py`.
 """
 
-import copy
 from typing import Any
 
 import torch
@@ -24,14 +23,14 @@ from luna_mega.convert.formats._megalodon_folder import (
 from luna_mega.convert.formats.format import Bpe, Companions, Facts, Format, Notes, Revision
 from luna_mega.convert.keymap import WIDE, KeyMap, Row
 from luna_mega.convert.safe_load import Checkpoint
-from luna_mega.convert.table import Arg, Codec, fields, fixed
+from luna_mega.convert.table import Arg, fields
 from luna_mega.convert.tokenizers import SENTENCEPIECE, ConvertedTokenizer
 from luna_mega.convert.tokenizers.sentencepiece import read_pieces, sentencepiece_tokenizer
 from luna_mega.errors import ConversionError, shown
 
 _OUTPUT, _FREQUENCIES = "output.output.weight", "rope.freqs"
 _OF_BFLOAT16 = 2**-7  # relative tolerance for frequencies that were rounded to bfloat16
-_USUAL_BASE = 10000.0
+USUAL_BASE = 10000.0
 _ATTENTIONS = (None, "swift", "fused")
 
 
@@ -58,7 +57,7 @@ def _scores(evidence: Evidence) -> dict[str, int | None]:
 def _base(evidence: Evidence) -> dict[str, float]:
     """Return the base of the rotary frequencies; raise an error if the tensor has another one."""
     given = evidence.args.get("rope_base")
-    base = _USUAL_BASE if given is None else float(given)
+    base = USUAL_BASE if given is None else float(given)
     (pairs,) = evidence.shape(_FREQUENCIES, "pairs of features")
     stored = evidence.tensors[_FREQUENCIES].double()
     expected = base ** -(torch.arange(pairs, dtype=torch.float64) / pairs) if base > 0 else stored
@@ -92,16 +91,14 @@ _TABLE = (
     Arg("ffn_hidden_dim", "intermediate_size", default=2048, kind=size),
     Arg("cema_ndim", "ema_projection_size", default=16, kind=size),
     Arg("chunk_size", "chunk_size", default=2048, kind=size),
-    fixed("efficient_attn", None, kept=True, kind=_one_of(*_ATTENTIONS)),
+    Arg("efficient_attn", kind=_one_of(*_ATTENTIONS)),
     Arg("init_mode", "initializer", default="he", kind=_one_of("he", "bert", "gaussian", "xavier", "none")),
     Arg("vocab_size", "vocab_size", default=-1, read=_vocabulary, kind=integer),
-    Arg("output_size", default=-1, read=_scores, kind=integer,
-        write=lambda target: -1 if target.config.scores == target.config.vocab_size else target.config.scores),
+    Arg("output_size", default=-1, read=_scores, kind=integer),
     Arg("norm_num_groups", "norm_num_groups", default=32, kind=size),
     Arg("norm_affine", "norm_affine", default=True, kind=flag),
     Arg("norm_eps", "norm_eps", default=1e-5, kind=number),
-    Arg("rope_base", "rope_theta", Codec(lambda base: base, lambda base: None if base == _USUAL_BASE else base),
-        read=_base, kind=number),
+    Arg("rope_base", "rope_theta", read=_base, kind=number),
     Arg("dropout", "dropout_prob", default=0.0, kind=number),
     Arg("hidden_dropout", "hidden_dropout_prob", default=0.0, kind=number),
     Arg("attention_dropout", "attention_probs_dropout_prob", default=0.0, kind=number),
@@ -109,18 +106,12 @@ _TABLE = (
     Arg("rescale_nffn", "rescale_nffn", default=False, kind=flag),
     Arg("scale_emb", "scale_embedding", default=False, kind=flag),
     Arg("share_emb", "tie_word_embeddings", default=False, kind=flag),
-    fixed("layerwise_ckpt", False, kept=True),
+    Arg("layerwise_ckpt", kind=flag),
     # The tokenizer and the number of shards.
-    Arg(TOKENIZER, write=lambda target: tokenizer_settings({}), kept=True, kind=tokenizer_settings),
-    fixed(SHARDS, 1, kept=True, kind=size),
+    Arg(TOKENIZER, kind=tokenizer_settings),
+    Arg(SHARDS, kind=size),
     fields(_checked),
-)  # fmt: skip
-
-
-def _resolve(config: MegalodonConfig) -> MegalodonConfig:
-    resolved = copy.copy(config)
-    resolved.output_size = config.scores
-    return resolved
+)
 
 
 class Megalodon(Format):
@@ -129,7 +120,6 @@ class Megalodon(Format):
     facts = Facts(
         name="megalodon",
         revisions={"release": Revision("Megalodon", "released code", "the released Megalodon code")},
-        export_revisions=("release",),
         config_class=MegalodonConfig,
         model_classes=(MegalodonForCausalLM,),
         stacks=frozenset({("megalodon", "")}),
@@ -138,10 +128,6 @@ class Megalodon(Format):
             "layer-norm": "Megalodon stores norm weights minus 1, as this package does",
             "ema-convention": "Megalodon has one form of its moving average",
         },
-        training_fields=("dropout_prob", "hidden_dropout_prob", "attention_probs_dropout_prob", "initializer"),
-        # The original has no padding, and its inference has no options.
-        unused=lambda target: {"pad_token_id", "bos_token_id", "eos_token_id", "windowed_statistics"},
-        resolve=_resolve,
         finite=True,
     )
     table = _TABLE

@@ -5,8 +5,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
-from luna_mega.convert.formats.containers import Folder
-from luna_mega.convert.formats.format import Format, rename_tensors
+from luna_mega.convert.formats.format import Folder, Format, rename_tensors
 from luna_mega.convert.formats.luna_bert import LunaBert
 from luna_mega.convert.formats.luna_lra import LunaLra
 from luna_mega.convert.formats.luna_seq2seq import LunaSeq2Seq
@@ -28,7 +27,7 @@ _MEGALODON = r"(^|\.)(theta|cema|move_act|timenorm|prior_mean)(\.|$)"
 
 
 def register_format(checkpoint_format: Format) -> None:
-    """Register a format for convert, export and info; it is tried after the formats that are registered already.
+    """Register a format for convert and info; it is tried after the formats that are registered already.
 
     Raises:
         ValueError: If another format has this name, or the same stacks under the same names.

@@ -241,7 +241,8 @@ def _folder_heads(folder: ModelFolder) -> list[str]:
 def _read_checkpoint(path: str | Path, progress: bool):
     fmt, revision, checkpoint, _ = detect(open_checkpoint(path, progress))
     facts = fmt.facts
-    assumed = facts.export_revisions[0] if revision == "unknown" else revision  # descriptions do not depend on it
+    # The description does not depend on the revision.
+    assumed = next(iter(facts.revisions)) if revision == "unknown" else revision
     target, evidence = read_model(fmt, checkpoint.tensors, checkpoint.args, assumed)
     dtypes = Counter()
     for tensor in filter(torch.is_floating_point, checkpoint.tensors.values()):

@@ -7,10 +7,10 @@ from safetensors.torch import load_file
 from luna_mega import LunaConfig, LunaForMaskedLM, MegaConfig, MegaForSequenceClassification
 from luna_mega.convert import convert_checkpoint
 from luna_mega.convert.evidence import Target
-from luna_mega.convert.exporter import export_checkpoint
+from luna_mega.convert.export.exporter import export_checkpoint
+from luna_mega.convert.export.writer import write_args, writer_of
 from luna_mega.convert.formats.registry import find_format
 from luna_mega.convert.safe_load.reader import read_checkpoint
-from luna_mega.convert.table import write_args
 from luna_mega.inspection.verify import compare
 from tests.convert import exports, luna
 from tests.convert.exports import edit, fails, half, identical, load, new_model, read
@@ -192,7 +192,8 @@ def test_architectures_of_presets(preset, arch):
     is_luna = isinstance(preset, LunaConfig)
     model_class = LunaForMaskedLM if is_luna else MegaForSequenceClassification
     target = Target(model_class, preset, "r21" if is_luna else "main")
-    args = write_args(find_format("luna_bert" if is_luna else "mega_lra").table, target)
+    found = find_format("luna_bert" if is_luna else "mega_lra")
+    args = write_args(found.table, writer_of(found), target)
     assert args["arch"] == arch and (not is_luna or args["untie_luna_kv"] is not preset.tie_key_value)
 
 

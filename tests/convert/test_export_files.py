@@ -5,8 +5,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from luna_mega import LunaConfig, LunaForMaskedLM, LunaForSequenceClassification
-from luna_mega.convert import convert_checkpoint, exporter as export
-from luna_mega.convert.exporter import export_checkpoint
+from luna_mega.convert import convert_checkpoint
+from luna_mega.convert.export import exporter as export
+from luna_mega.convert.export.exporter import export_checkpoint
 from luna_mega_cli import main
 from tests.convert.exports import LUNA, edit, fails
 from tests.convert.mega import mega

@@ -8,6 +8,7 @@ import torch
 from luna_mega import MegaConfig, MegaForMultipleChoice
 from luna_mega.convert import ConversionError, convert_checkpoint, export_checkpoint
 from luna_mega.convert.dictionaries import VocabularyAndLabels
+from luna_mega.convert.export import Writer, register_writer, writer
 from luna_mega.convert.formats import (
     Companions,
     Facts,
@@ -18,10 +19,9 @@ from luna_mega.convert.formats import (
     registered_formats,
     registry,
 )
-from luna_mega.convert.formats.containers import FairseqFile
 from luna_mega.convert.keymap import KeyMap, Row
 from luna_mega.convert.safe_load import read_checkpoint
-from luna_mega.convert.table import Arg, derived, fixed, limited
+from luna_mega.convert.table import Arg, derived
 from luna_mega.inspection.info import describe
 from luna_mega.inspection.verify import compare
 from tests.convert.mega import FIELDS
@@ -36,25 +36,17 @@ def size(key, axis):
     return lambda evidence: evidence.shape(key, "rows", "columns")[axis]
 
 
-class TinyFile(FairseqFile):
-    def state(self, export):
-        return {"args": argparse.Namespace(**export.args), "model": export.tensors, "epoch": 3}
-
-
 class TinyFormat(Format):
     """Multiple choice, saved by code whose args say neither widths nor an `arch`, and that is not fairseq."""
 
     facts = Facts(
         name="tiny",
         revisions={"one": Revision("tiny", "first code", "the tiny code")},
-        export_revisions=("one",),
         config_class=MegaConfig,
         model_classes=(MegaForMultipleChoice,),
         unsupported_options={"layer-norm": "it has one way", "ema-convention": "it has no branches"},
-        container=TinyFile(),
     )
     table = (
-        fixed("model", "tiny"),
         Arg("drop", "dropout_prob", default=0.1),
         derived("hidden_size", size(EMBEDDING, 1)),
         derived("vocab_size", size(EMBEDDING, 0)),
@@ -63,7 +55,6 @@ class TinyFormat(Format):
         derived("shared_representation_size", size("net.layers.0.mega_layer.qk_weight", 1)),
         derived("ema_projection_size", size("net.layers.0.mega_layer.ema_gate.kernel_projection_matrix", 1)),
         derived("nffn_hidden_size", size("net.layers.0.nffn.fc1.weight", 0)),
-        limited("normalization_type", ("scalenorm",)),
     )
 
     def recognize(self, file):
@@ -79,10 +70,25 @@ class TinyFormat(Format):
         return Notes()
 
 
+class TinyWriter(Writer):
+    revisions = ("one",)
+
+    def args(self, target, args):
+        return {"model": "tiny"} | args
+
+    def limits(self, target):
+        return {"normalization_type": ("scalenorm",)}
+
+    def state(self, export):
+        return {"args": argparse.Namespace(**export.args), "model": export.tensors, "epoch": 3}
+
+
 @pytest.fixture(autouse=True)
 def tiny(monkeypatch):
     monkeypatch.setattr(registry, "_FORMATS", registry._FORMATS.copy())
+    monkeypatch.setattr(writer, "_WRITERS", writer._WRITERS.copy())
     register_format(TinyFormat())
+    register_writer(TinyFormat)(TinyWriter)
 
 
 @pytest.fixture
@@ -131,6 +137,15 @@ def test_others_are_still_recognized(convert, make):
     assert '"luna_bert"' in (convert(make.bert()) / "conversion_report.json").read_text()
     convert.output = convert.output.with_name("other")
     assert "not a Luna or Mega checkpoint" in convert.error(make.checkpoint({"x.weight": torch.zeros(2)}, arch="a"))
+
+
+def test_a_format_without_a_writer(tmp_path, exported, monkeypatch):
+    convert_checkpoint(exported, tmp_path / "back")
+    monkeypatch.delitem(writer._WRITERS, TinyFormat)
+    with pytest.raises(ConversionError, match="format tiny can only be converted; it has no registered writer"):
+        export_checkpoint(tmp_path / "back", tmp_path / "model.pt")
+    with pytest.raises(ConversionError, match="these can be exported: MegaFor"):
+        export_checkpoint(tmp_path / "model", tmp_path / "model.pt")
 
 
 def test_names_are_unique():

@@ -8,8 +8,9 @@ import torch
 
 from luna_mega.convert import argtypes
 from luna_mega.convert.evidence import Evidence, Target
+from luna_mega.convert.export.writer import Writer, write_args, writer_of
 from luna_mega.convert.formats import registered_formats
-from luna_mega.convert.table import ACTIVATION, NOT, Arg, fixed, never, read_fields, read_only, typed_args, write_args
+from luna_mega.convert.table import ACTIVATIONS, NOT, Arg, read_fields, typed_args
 from luna_mega.errors import ConversionError, shown
 from tests.convert import luna
 from tests.convert.exports import load
@@ -24,15 +25,18 @@ class Config:
 
 
 TABLE = (
-    fixed("data", "."),
-    Arg("dim", "width", measure=lambda evidence: len(evidence.tensors["w"])),
-    Arg("activation_fn", "act", ACTIVATION, "relu"),
+    Arg("dim", "width", read=lambda evidence: len(evidence.tensors["w"])),
+    Arg("activation_fn", "act", ACTIVATIONS, "relu"),
     Arg("no_scale", "scaled", NOT, False),
     Arg("drop", "rate", default=0.1),
-    read_only("drop", "other_rate"),
-    Arg("new", write=lambda target: -1, revision="new"),
-    Arg("tasks", write=lambda target: target.head, write_if=lambda target: target.head is not None),
+    Arg("drop", "other_rate"),
 )
+
+
+class TableWriter(Writer):
+    def args(self, target, args):
+        new = {"new": -1} if target.revision == "new" else {"tasks": target.head} if target.head else {}
+        return args | new | {"data": "."}
 
 
 def evidence(revision="old", **args):
@@ -41,10 +45,10 @@ def evidence(revision="old", **args):
 
 @pytest.mark.parametrize(("revision", "head"), [("old", None), ("new", None), ("old", "a")])
 def test_both_directions(revision, head):
-    args = write_args(TABLE, Target(object, Config(), revision, head))
+    args = write_args(TABLE, TableWriter(), Target(object, Config(), revision, head))
     expected = {"data": ".", "dim": 8, "activation_fn": "gelu_accurate", "no_scale": False, "drop": 0.5}
     expected |= {"new": -1} if revision == "new" else {"tasks": "a"} if head else {}
-    assert args == expected and list(args) == list(expected)
+    assert args == expected
     found = evidence(revision, **args)
     fields = {"width": 8, "act": "gelu_new", "scaled": True, "rate": 0.5, "other_rate": 0.5}
     assert read_fields(TABLE, found) == fields and not found.warnings
@@ -65,11 +69,9 @@ def test_an_activation_that_means_nothing(value):
 
 @pytest.mark.parametrize("found", registered_formats(), ids=lambda found: found.facts.name)
 def test_every_argument_stands_once(found):
-    """If rows have the same name in a revision, one is written and one specifies the type."""
-    for revision in found.facts.export_revisions:
+    """If rows have the same name in a revision, the first one is written and one specifies the type."""
+    for revision in writer_of(found).revisions:
         rows = [row for row in found.table if row.revision in (None, revision)]
-        names = [row.name for row in rows if row.write_if is not never]
-        assert len(names) == len(set(names))
         kinds = {(row.name, row.kind) for row in rows if row.name and row.kind is not None}
         assert {name for name, _ in kinds} == {row.name for row in rows} - {""} and len(kinds) == len(dict(kinds))
         assert {name for own in found.facts.architectures.values() for name in own} <= {row.name for row in found.table}
@@ -136,7 +138,7 @@ def test_flags_of_genuine_files(value):
 def test_a_value_of_another_type_is_not_written():
     table = (Arg("flag", "act", kind=argtypes.flag),)
     with pytest.raises(ConversionError, match=r"^args\.flag = 'gelu_new' is neither True nor False$"):
-        write_args(table, Target(object, Config(), "old"))
+        write_args(table, Writer(), Target(object, Config(), "old"))
 
 
 @functools.cache

@@ -7,7 +7,7 @@ import torch
 from transformers import AutoTokenizer
 
 from luna_mega import LunaForConditionalGeneration
-from luna_mega.convert.exporter import export_checkpoint
+from luna_mega.convert.export.exporter import export_checkpoint
 from luna_mega.convert.importer import convert_checkpoint
 from luna_mega.errors import ConversionError
 from tests.convert.exports import SINUSOIDAL, dictionary, edit, identical, luna_seq2seq, mega_seq2seq, read

@@ -9,12 +9,12 @@ from typing import Any
 import torch
 
 from luna_mega.convert.conventions import MINUS_ONE, NORMS, check_choice
-from luna_mega.convert.export_choice import Choice, choose_export
-from luna_mega.convert.formats.containers import Export
-from luna_mega.convert.tensors import DTYPES, non_finite, norms_minus_one, store_tensors
+from luna_mega.convert.export.choice import Choice, choose_export
+from luna_mega.convert.export.tensors import norms_minus_one, store_tensors
+from luna_mega.convert.export.writer import Export
+from luna_mega.convert.tensors import DTYPES, non_finite
 from luna_mega.errors import ConversionError
 from luna_mega.hub.folder import REPORT_NAME, ModelFolder, read_folder
-from luna_mega.hub.output import check_new_file, check_output
 
 Tensors = dict[str, torch.Tensor]
 _NOT_CONVERTED = {"source": {}, "decisions": {}, "dropped": [], "dtype_in": {}, "args": None}
@@ -95,14 +95,14 @@ def export_checkpoint(
     report = _recorded(source)
     try:
         chosen = choose_export(source.model_class, source.config, source.tensors(), head, report)
-        facts, target = chosen.format.facts, chosen.target
+        facts, writer, target = chosen.format.facts, chosen.writer, chosen.target
         if layer_norm is not None and "layer-norm" in facts.unsupported_options:
             raise ConversionError(f"--layer-norm {layer_norm}: {facts.unsupported_options['layer-norm']}; omit it")
-        if shards is not None and not facts.container.is_folder:
+        if shards is not None and not writer.is_folder:
             raise ConversionError(f"--shards {shards}: a {facts.name} checkpoint is one file; omit the option")
     except ConversionError as error:
         raise ConversionError(f"{source.path}: {error}") from error
-    output = check_output(output) if facts.container.is_folder else check_new_file(output)
+    output = writer.check_output(output)
     mapping, tensors = chosen.mapping, chosen.tensors
     convention = layer_norm or report["decisions"].get("layer_norm") or facts.revisions[target.revision].norms
     lowered = {}
@@ -113,10 +113,10 @@ def export_checkpoint(
     kind = chosen.format.companions(chosen.read, chosen.evidence).dictionaries
     companions, missing = kind.export(list(dictionaries), source.path, source.config.id2label)
     updates = report["source"].get("num_updates") or 0
-    files = facts.container.write(output, Export(target, chosen.args, tensors, companions, updates, shards), progress)
+    files = writer.write(output, Export(target, chosen.args, tensors, companions, updates, shards), progress)
     return ExportReport(
         folder=str(source.path),
-        output=str(output if facts.container.is_folder else output.parent),
+        output=str(output if writer.is_folder else output.parent),
         model_class=source.model_class.__name__,
         layout=chosen.layout,
         args=chosen.args,
@@ -125,7 +125,7 @@ def export_checkpoint(
         tensors=len(tensors),
         dtype=stored,
         files=files,
-        notes=[*chosen.notes, *chosen.format.report(target, chosen.evidence).exported, *stored_as, *missing],
+        notes=[*chosen.notes, *writer.notes(target, chosen.evidence), *stored_as, *missing],
         warnings=[*warnings, *chosen.warnings],
     )
 

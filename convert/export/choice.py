@@ -14,11 +14,11 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from luna_mega.convert.evidence import Evidence, Target, is_classifier, problem_type, same_bits
+from luna_mega.convert.export.writer import Writer, unsupported_values, write_args, writer_of
 from luna_mega.convert.formats import Format, registered_formats
 from luna_mega.convert.formats.format import read_model
 from luna_mega.convert.formats.registry import find_format
 from luna_mega.convert.keymap import KeyMap, Reshape
-from luna_mega.convert.table import unsupported_values, write_args
 from luna_mega.convert.tensors import Mapping, Weights, few, map_tensors, weights_of
 from luna_mega.errors import ConversionError, shown
 
@@ -37,6 +37,7 @@ class Choice:
     """A model as a checkpoint: its args and tensors, and the model `read` that the converter reads from them."""
 
     format: Format
+    writer: Writer
     target: Target
     args: dict[str, Any]
     tensors: Tensors
@@ -70,14 +71,17 @@ def choose_export(
     """Return a model as a checkpoint; a converted model keeps the format in `report`, the record of its conversion."""
     given = report["source"]
     formats = [find_format(given["layout"])] if given else registered_formats()
+    writers = {fmt: writer for fmt in formats if (writer := writer_of(fmt)) is not None}
+    if not writers:
+        raise ConversionError(f"format {given['layout']} can only be converted; it has no registered writer")
     if given and given["revision"] not in formats[0].facts.revisions.keys() - {"unknown"}:
         raise ConversionError(f"format {given['layout']} has no revision {shown(given['revision'])}")
     wanted = head or report["decisions"].get("head")
     targets = [
-        (fmt, Target(model_class, fmt.facts.resolve(config), revision, fmt.facts.head_of(model_class, config, wanted)))
-        for fmt in formats
+        (fmt, Target(model_class, writer.resolve(config), revision, _head(writer, model_class, config, wanted)))
+        for fmt, writer in writers.items()
         if model_class in fmt.facts.model_classes
-        for revision in ([given["revision"]] if given else fmt.facts.export_revisions)
+        for revision in ([given["revision"]] if given else writer.revisions)
     ]
     if not targets:
         raise ConversionError(_no_format(model_class, config, formats[0], given))
@@ -92,7 +96,7 @@ def choose_export(
     failures = []
     for fmt, target in targets:
         try:
-            chosen = _choice(fmt, target, tensors, report, built)
+            chosen = _choice(fmt, writers[fmt], target, tensors, report, built)
             break
         except ConversionError as error:
             failures.append(error)
@@ -109,10 +113,16 @@ def choose_export(
     return chosen
 
 
+def _head(writer: Writer, model_class: type, config: PreTrainedConfig, requested: str | None) -> str | None:
+    """Return the name of the classification head of a model, `requested` or the usual one; None without a name."""
+    usual = writer.head(config) if is_classifier(model_class) else None
+    return usual and (requested or usual)
+
+
 def _no_format(model_class: type, config: PreTrainedConfig, fmt: Format, given: dict[str, Any]) -> str:
-    family = [known.facts for known in registered_formats() if known.facts.config_class is type(config)]
-    names = sorted({known.__name__ for facts in family for known in facts.model_classes})
-    advice = next((facts.advice for facts in family if facts.advice), None)
+    family = [known for known in registered_formats() if known.facts.config_class is type(config)]
+    names = sorted({known.__name__ for relative in family for known in relative.facts.model_classes})
+    advice = next((writer.advice for writer in map(writer_of, family) if writer and writer.advice), None)
     layout = fmt.facts.revisions[given["revision"]].format if given else "the fairseq code"
     return f"{layout} has no head like {model_class.__name__}'s; " + (
         advice or f"these can be exported: {', '.join(names)}"
@@ -120,22 +130,27 @@ def _no_format(model_class: type, config: PreTrainedConfig, fmt: Format, given: 
 
 
 def _choice(
-    fmt: Format, target: Target, ours: Tensors, report: dict[str, Any], built: Callable[..., Weights]
+    fmt: Format,
+    writer: Writer,
+    target: Target,
+    ours: Tensors,
+    report: dict[str, Any],
+    built: Callable[..., Weights],
 ) -> Choice:
     """Return the model as a checkpoint of a format; raise an error if the format does not support it."""
     layout = fmt.facts.revisions[target.revision].format
-    if problems := list(unsupported_values(fmt.table, target)):
+    if problems := unsupported_values(writer, target):
         raise _Inexpressible(layout, problems, was_read=False)
     tied = built(target.model_class, *fmt.facts.additional_classes).tied
     ours = ours | {copy: ours[original] for copy, original in tied.items() if original in ours}
     tensors, unknown, notes = _rename(fmt.keymap(target), ours)
     unplaced = ConversionError(f"{layout} has no place for {few(unknown)}") if unknown else None
     try:
-        args, read, evidence = _choose_args(fmt, target, tensors, report)
+        args, read, evidence = _choose_args(fmt, writer, target, tensors, report)
     except ConversionError as error:
         raise unplaced or error from error
-    differences = list(_differences(fmt, target, read))
-    training, rows = fmt.facts.training_fields, {row.field for row in fmt.table if row.name}
+    differences = list(_differences(writer, target, read))
+    training, rows = writer.training_fields, {row.field for row in fmt.table if row.name}
     if problems := [
         f"{name} = {ours!r} (it {'reads' if name in rows else 'has'} {theirs!r})"
         for name, ours, theirs in differences
@@ -151,7 +166,7 @@ def _choice(
     recorded = report["args"] or {}
     if replaced := sorted(name for name in recorded if recorded[name] != args[name]):
         warnings.append(f"args of the converted file that no longer apply are replaced: {', '.join(replaced)}")
-    return Choice(fmt, target, args, tensors, read, evidence, notes, warnings)
+    return Choice(fmt, writer, target, args, tensors, read, evidence, notes, warnings)
 
 
 def _rename(keymap: KeyMap, ours: Tensors) -> tuple[Tensors, list[str], list[str]]:
@@ -174,15 +189,15 @@ def _rename(keymap: KeyMap, ours: Tensors) -> tuple[Tensors, list[str], list[str
 
 
 def _choose_args(
-    fmt: Format, target: Target, tensors: Tensors, report: dict[str, Any]
+    fmt: Format, writer: Writer, target: Target, tensors: Tensors, report: dict[str, Any]
 ) -> tuple[dict[str, Any], Target, Evidence]:
     """Return the args of the converted file if they still describe the model, else args created from its configuration.
 
     Also return the model that is read from the args, and its evidence.
     """
     recorded = report["args"]
-    kept = {row.name: recorded[row.name] for row in fmt.table if row.kept and row.name in recorded} if recorded else {}
-    made = (recorded or {}) | write_args(fmt.table, target) | kept
+    kept = {name: value for name, value in (recorded or {}).items() if name in writer.kept}
+    made = (recorded or {}) | write_args(fmt.table, writer, target) | kept
     same_head = recorded is not None and target.head in (None, report["decisions"].get("head"))
     for args in (recorded, made) if same_head else (made,):
         try:
@@ -191,15 +206,15 @@ def _choose_args(
             if args is made:
                 raise
             continue  # config.json was edited
-        if args is made or not any(_differences(fmt, target, read)):
+        if args is made or not any(_differences(writer, target, read)):
             break
     evidence.left_out += [row["source"] for row in report["dropped"]]
     return args, read, evidence
 
 
-def _differences(fmt: Format, target: Target, read: Target) -> Iterator[tuple[str, Any, Any]]:
+def _differences(writer: Writer, target: Target, read: Target) -> Iterator[tuple[str, Any, Any]]:
     """Yield (field, the model's value, the value that is read) of the fields in use whose two values differ."""
-    config, theirs_config, unused = target.config, fmt.facts.resolve(read.config), _unused(fmt, target)
+    config, theirs_config, unused = target.config, writer.resolve(read.config), _unused(writer, target)
     pairs = {
         name: (getattr(config, name), getattr(theirs_config, name))
         for name in (*(config.side_class or type(config)).__annotations__, "num_labels")
@@ -212,7 +227,7 @@ def _differences(fmt: Format, target: Target, read: Target) -> Iterator[tuple[st
             yield name, ours, theirs
 
 
-def _unused(fmt: Format, target: Target) -> set[str]:
+def _unused(writer: Writer, target: Target) -> set[str]:
     """Return the fields that a checkpoint of the model does not determine, so that they may differ."""
     config, name = target.config, target.model_class.__name__
     conditions = {
@@ -222,5 +237,5 @@ def _unused(fmt: Format, target: Target) -> set[str]:
         ("problem_type",): not name.endswith("ForSequenceClassification"),
         ("classifier_hidden_size", "classifier_activation"): config.classifier_num_layers == 0,
     }
-    unused = _NOT_IN_A_FILE | fmt.facts.unused(target)
+    unused = _NOT_IN_A_FILE | writer.unused(target)
     return unused.union(*(names for names, applies in conditions.items() if applies))

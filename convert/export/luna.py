@@ -1,0 +1,167 @@
+"""Writing halves of the formats of Luna."""
+
+from transformers import PreTrainedConfig
+
+from luna_mega import LunaForMultipleChoice, LunaSeq2SeqConfig
+from luna_mega.convert.evidence import Evidence, Target, problem_type
+from luna_mega.convert.export import fairseq
+from luna_mega.convert.export.writer import Args, Writer, register_writer
+from luna_mega.convert.formats._lra import is_pair
+from luna_mega.convert.formats.luna_bert import ARCHITECTURES, POOLING_OF_HEAD, SIZES, LunaBert, names_of_heads
+from luna_mega.convert.formats.luna_lra import PAIRS, LunaLra
+from luna_mega.convert.formats.luna_seq2seq import LunaSeq2Seq
+from luna_mega.modeling_luna.configuration_luna import DECODER_FIELDS
+
+_HEAD_OF_POOLING = {pooling: head for head, pooling in POOLING_OF_HEAD.items()}
+_LRA_OF_WIDTH = {512: "luna_lra_listop", 256: "luna_lra_imdb", 128: "luna_lra_pf32", 64: "luna_lra_cifar10"}
+
+
+def _activations(target: Target) -> tuple[str, ...]:
+    """Return the activations of a revision. The 2023 code replaced `tanh` by `silu`; earlier files have either."""
+    return tuple(name for name in fairseq.ACTIVATIONS if target.revision == "head" or name != "silu")
+
+
+class _LunaWriter(Writer):
+    advice = "to export only the encoder, load the folder as LunaModel and save it"
+    training_fields = tuple(
+        "dropout attention_dropout activation_dropout word_dropout layerdrop classifier_dropout problem_type".split()
+    )
+
+    def limits(self, target: Target) -> dict[str, tuple]:
+        config = target.config
+        return {
+            "hidden_act": _activations(target),
+            "contextual_projection": (True,),
+            "pack_method": ("attention",),
+            "position_extension": (None,),
+            "position_table_size": (None, config.max_position_embeddings),
+            "pad_token_id": (1 if config.input_type == "tokens" else config.pad_token_id,),
+            "first_position": (None,),
+            "type_vocab_size": (0,),
+            "embedding_size": (config.hidden_size,),
+        }
+
+
+def _encoder(target: Target) -> Args:
+    """Return the args of encoders in addition to those of the table."""
+    later = {"stop_min_lr": -1} if target.revision == "head" else {}  # only the 2023 code has this option
+    return fairseq.COMMON | {"tokens_per_sample": target.config.max_position_embeddings} | later
+
+
+def _task(target: Target) -> str:
+    if target.head is None or target.config.classifier_hidden_size != target.config.hidden_size:
+        return "masked_lm"  # the other tasks build a head of width d before they read the file
+    return "sentence_ranking" if target.model_class is LunaForMultipleChoice else "sentence_prediction"
+
+
+@register_writer(LunaBert)
+class LunaBertWriter(_LunaWriter):
+    """Writer of `luna_bert`."""
+
+    revisions = ("r21",)
+    criteria = {
+        "masked_lm": "MaskedLmLoss",
+        "sentence_prediction": "SentencePredictionCriterion",
+        "sentence_ranking": "SentenceRankingCriterion",
+    }
+
+    def args(self, target: Target, args: Args) -> Args:
+        config, head, task = target.config, target.head, _task(target)
+        sizes = {name: args[name] for name in SIZES}  # the args have all sizes, so another architecture is valid
+        usual = f"luna_base_{'tied' if config.tie_key_value else 'untied'}_512"
+        arch = next((arch for arch, own in ARCHITECTURES.items() if own == sizes), usual)
+        args |= _encoder(target) | {"arch": arch, "task": task, "criterion": task}
+        if head is None:
+            del args["pooler_activation_fn"], args["pooler_dropout"]
+        elif task == "sentence_ranking":
+            # The num_classes of this task is the number of options, which the model does not have.
+            args["ranking_head_name"] = head
+        else:
+            args |= {"num_classes": config.num_labels, "classification_head_name": head}
+            args["regression_target"] = problem_type(config) == "regression"
+        return args
+
+    def limits(self, target: Target) -> dict[str, tuple]:
+        config = target.config
+        one_of_several = target.model_class is LunaForMultipleChoice  # this task builds a head of width d
+        return {
+            "classifier_activation": (config.classifier_activation,) if target.head is None else _activations(target),
+            "classifier_hidden_size": (config.hidden_size if one_of_several else config.classifier_hidden_size,),
+            "input_type": ("tokens",),
+            "position_embedding_type": ("learned",),
+            "share_layers": (False,),
+        } | super().limits(target)
+
+    def unused(self, target: Target) -> set[str]:
+        return {"num_labels", "drop_first_token"} if target.model_class is LunaForMultipleChoice else set()
+
+    def head(self, config: PreTrainedConfig) -> str:
+        return _HEAD_OF_POOLING.get(config.pooling, _HEAD_OF_POOLING["cls"])
+
+    def notes(self, target: Target, evidence: Evidence) -> list[str]:
+        notes = []
+        if lost := names_of_heads(evidence.left_out):
+            notes.append(f"the conversion left out the heads {', '.join(lost)}: they are not in the file")
+        if target.head is not None and evidence.args.get("task") == "masked_lm":
+            notes.append(f"the task in args is masked_lm: luna-mega convert takes the head with --head {target.head}")
+        return notes
+
+
+@register_writer(LunaLra)
+class LunaLraWriter(_LunaWriter):
+    """Writer of `luna_lra`."""
+
+    revisions = ("r21", "head")
+    criteria = fairseq.LRA_CRITERIA
+
+    def args(self, target: Target, args: Args) -> Args:
+        config, later = target.config, target.revision == "head"
+        values, pair = config.input_type == "values", is_pair(target)
+        # The args have all sizes, so another architecture is valid as well.
+        arch = "luna_lra_aan" if pair else _LRA_OF_WIDTH.get(config.hidden_size, "luna_lra_imdb")
+        features = (PAIRS[target.revision][0] if pair else 1) * config.hidden_size
+        args |= _encoder(target) | fairseq.LRA | {"arch": arch, "layer_type": "luna", "classifier_in_dim": features}
+        args["encoder_learned_pos"] = config.position_embedding_type == "learned"
+        args["sen_rep_type"] = "mp" if config.pooling == "mean" or values else "cls"
+        args["use_p"] = config.pooling == "packed_mean"
+        if later:
+            task = "lra-image" if values else "lra-text"
+            return args | {"task": task, "pre_logits": config.classifier_num_layers == 1}
+        del args["input_type"]
+        return args | {"task": "long_range_arena", "classifier_out_dim": config.classifier_hidden_size}
+
+    def limits(self, target: Target) -> dict[str, tuple]:
+        config, later = target.config, target.revision == "head"
+        fixed_width = later and config.classifier_num_layers
+        activation = {} if later else {"classifier_activation": _activations(target)}
+        return activation | {
+            "input_type": ("tokens", "values")[: 1 + later],
+            "classifier_num_layers": (0, 1) if later else (config.classifier_num_layers or 1,),
+            "classifier_hidden_size": (config.hidden_size if fixed_width else config.classifier_hidden_size,),
+            **super().limits(target),
+        }
+
+
+@register_writer(LunaSeq2Seq)
+class LunaSeq2SeqWriter(_LunaWriter):
+    """Writer of `luna_seq2seq`."""
+
+    revisions = ("r21",)
+    kept = fairseq.KEPT_OF_TRANSLATION
+    criteria = fairseq.TRANSLATION_CRITERIA
+
+    def args(self, target: Target, args: Args) -> Args:
+        config, width = target.config, target.config.hidden_size
+        args |= fairseq.translation(target)
+        args["arch"] = f"luna_base_{'tied' if config.tie_key_value else 'untied'}"  # the args have all sizes
+        args |= dict.fromkeys(("decoder_embed_dim", "decoder_input_dim", "decoder_output_dim"), width)
+        args["encoder_learned_pos"] = config.position_embedding_type == "learned"
+        args["decoder_learned_pos"] = config.decoder_position_embedding_type == "learned"
+        args["no_token_positional_embeddings"] = config.position_embedding_type == "none"
+        return args | {"encoder_layers_to_keep": None, "decoder_layers_to_keep": None}
+
+    def limits(self, target: Target) -> dict[str, tuple]:
+        return {"share_layers": (False,)} | super().limits(target)
+
+    def resolve(self, config: LunaSeq2SeqConfig) -> LunaSeq2SeqConfig:
+        return fairseq.resolve(config, DECODER_FIELDS)

@@ -1,0 +1,174 @@
+"""A writer: the writing half of a format, which writes its checkpoints."""
+
+import argparse
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from tqdm import tqdm
+from transformers import PreTrainedConfig
+
+from luna_mega.convert.evidence import Evidence, Target
+from luna_mega.convert.formats.format import Format
+from luna_mega.convert.table import Table, rows_of, typed_args
+from luna_mega.errors import ConversionError
+from luna_mega.hub.output import check_new_file, check_output, publish, temporary_folder
+
+Args = dict[str, Any]
+Tensors = dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Export:
+    """Content of a checkpoint to write, with the contents of its dictionaries by name and the option `--shards`."""
+
+    target: Target
+    args: Args
+    tensors: Tensors
+    companions: dict[str, bytes]
+    updates: int
+    shards: int | None
+
+
+class Writer:
+    """The writing half of a format whose checkpoints are files of fairseq.
+
+    Attributes:
+        revisions: Revisions of the original code to try, in this order, for a model that was not converted.
+        kept: Arguments that keep the value of the converted file, even if the configuration was edited.
+        training_fields: Fields of the configuration for training; a difference is a warning.
+        advice: Advice for a model whose head no format supports; None for a list of classes.
+        criteria: Name of a criterion -> its class.
+    """
+
+    revisions: tuple[str, ...] = ()
+    kept: tuple[str, ...] = ()
+    training_fields: tuple[str, ...] = ()
+    advice: str | None = None
+    criteria: dict[str, str] = {}
+    is_folder = False  # a folder, whose tensors can be split into shards
+
+    def args(self, target: Target, args: Args) -> Args:
+        """Return the args of a checkpoint; `args` are those that the format reads into one field."""
+        return args
+
+    def limits(self, target: Target) -> dict[str, tuple]:
+        """Return field -> values that the original supports, of fields that reading the args does not check."""
+        return {}
+
+    def unused(self, target: Target) -> set[str]:
+        """Return the fields of the configuration that a checkpoint does not determine."""
+        return set()
+
+    def resolve(self, config: PreTrainedConfig) -> PreTrainedConfig:
+        """Return the configuration with explicit values of derived fields."""
+        return config
+
+    def head(self, config: PreTrainedConfig) -> str | None:
+        """Return the original's usual name for the head of a classifier; None if heads have no names."""
+        return None
+
+    def notes(self, target: Target, evidence: Evidence) -> list[str]:
+        """Return notes for the user; `evidence` comes from the checkpoint."""
+        return []
+
+    def check_output(self, output: str | Path) -> Path:
+        """Return the path of the checkpoint; raise an error if it cannot be written."""
+        return check_output(output) if self.is_folder else check_new_file(output)
+
+    def state(self, export: Export) -> dict[str, Any]:
+        """Return the content of the file."""
+        history = {
+            "criterion_name": self.criteria.get(export.args.get("criterion"), "CrossEntropyCriterion"),
+            "optimizer_name": "FairseqAdam",
+            "lr_scheduler_state": {"best": None},
+            "num_updates": export.updates,
+        }
+        iterator = {"epoch": 1, "iterations_in_epoch": 0, "shuffle": True}
+        args, extra = argparse.Namespace(**export.args), {"train_iterator": iterator, "val_loss": None}
+        return {"args": args, "model": export.tensors, "optimizer_history": [history], "extra_state": extra}
+
+    def write(self, output: Path, export: Export, progress: bool) -> list[str]:
+        """Write a checkpoint atomically and return the names of the new files."""
+        companions = export.companions
+        _check_companions(output, companions)
+        parent = next(folder for folder in output.parents if folder.is_dir())
+        with temporary_folder(parent, output.name) as folder:
+            names = [*sorted(name for name in companions if not (output.parent / name).exists()), output.name]
+            for name in names[:-1]:
+                (folder / name).parent.mkdir(exist_ok=True)
+                (folder / name).write_bytes(companions[name])
+            size = sum({id(tensor): tensor.nbytes for tensor in export.tensors.values()}.values())
+            bar = {"desc": output.name, "total": size, "disable": None if progress else True, "delay": 1}
+            with check_disk(output.name), (folder / output.name).open("wb") as file:
+                with tqdm.wrapattr(file, "write", **bar) as writer:
+                    torch.save(self.state(export), writer)
+            publish({folder / name: output.parent / name for name in names})
+        return names
+
+
+_WRITERS: dict[type[Format], Writer] = {}
+
+
+def register_writer(format_class: type[Format]) -> Callable[[type[Writer]], type[Writer]]:
+    """Return a decorator that registers a writer as the writing half of a format and of its subclasses."""
+
+    def register(writer_class: type[Writer]) -> type[Writer]:
+        _WRITERS[format_class] = writer_class()
+        return writer_class
+
+    return register
+
+
+def writer_of(checkpoint_format: Format) -> Writer | None:
+    """Return the writing half of a format; None if its checkpoints can only be converted."""
+    return next((_WRITERS[each] for each in type(checkpoint_format).__mro__ if each in _WRITERS), None)
+
+
+def write_args(table: Table, writer: Writer, target: Target) -> Args:
+    """Return the args of a checkpoint for a model."""
+    args: Args = {}
+    for row in rows_of(table, target.revision):
+        if row.name and row.field is not None and row.name not in args:
+            args[row.name] = row.encoded(getattr(target.config, row.field))
+    args = typed_args(table, writer.args(target, args), target.revision)
+    return {row.name: args[row.name] for row in table if row.name in args} | args
+
+
+def unsupported_values(writer: Writer, target: Target) -> list[str]:
+    """Return a description of each field whose value the original does not support."""
+    found = {field: (getattr(target.config, field), values) for field, values in writer.limits(target).items()}
+    return [
+        f"{field} = {value!r} (it has {' or '.join(map(repr, values))})"
+        for field, (value, values) in found.items()
+        if value not in values
+    ]
+
+
+def _check_companions(output: Path, companions: dict[str, bytes]) -> None:
+    """Raise `ConversionError` if a dictionary would replace the checkpoint or another file."""
+    for name, content in companions.items():
+        if output.name == name.partition("/")[0]:
+            raise ConversionError(
+                f"{output}: the export also writes {name} into this folder; use another name for the checkpoint"
+            )
+        path = output.parent / name
+        if path.exists() and (path.is_dir() or path.read_bytes() != content):
+            raise ConversionError(
+                f"{path}: differs from the model's {name}, so the folder belongs to another model; choose an --output "
+                "in a new or empty folder"
+            )
+        if path.parent.exists() and not path.parent.is_dir():
+            raise ConversionError(f"{path.parent}: is a file, but the export needs a folder of this name; move it")
+
+
+@contextmanager
+def check_disk(name: str) -> Iterator[None]:
+    """Raise `ConversionError` if torch cannot write the file `name` during the block."""
+    try:
+        yield
+    except RuntimeError as error:  # torch raises it if the disk is full
+        raise ConversionError(f"cannot write {name}: {error}") from error
