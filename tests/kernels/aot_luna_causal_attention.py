@@ -46,7 +46,7 @@ def cases():
     yield "l=32 fp32", functools.partial(both, 32, 32, torch.float32)
     yield "l=32 fp16", functools.partial(both, 32, 32, torch.float16)
     yield "l=64 bf16", functools.partial(both, 32, 64, bfloat16)
-    yield "l=128 bf16", functools.partial(both, 32, 128, bfloat16, backward=False)
+    yield "l=128 bf16", functools.partial(both, 32, 128, bfloat16)
     yield "l=256 bf16", functools.partial(both, 32, 256, bfloat16)
     yield "step, l=256 bf16", functools.partial(step, 8, 256, bfloat16)
 
