@@ -76,7 +76,7 @@ def _scores_kernel(
     SIZE: tl.constexpr, UNIT: tl.constexpr,
     BLOCK_Z: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    """Write a tile of the weights that multiplied the values, and a tile of the gradient of the scores.
+    """Write a tile of the weights that multiplied the values and, if GRAD is given, of the gradient of the scores.
 
     Tiles without visible keys are neither written nor read by the other kernels.
     """
@@ -97,42 +97,47 @@ def _scores_kernel(
     live = load_kept(MASK, row * keys + start, j, n_keys)
     width, grad_token = width * UNIT, grad_token * UNIT
     q_token, k_token, v_token = q_token * UNIT, k_token * UNIT, v_token * UNIT
-    grad = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    for first_column in range(0, width, BLOCK_V):
-        v = first_column + tl.arange(0, BLOCK_V)
-        grad_output = load_tile(
-            GRAD + row * grad_row * UNIT + start * grad_token, i, grad_token, i < n_queries, v, width
+    if GRAD is not None:
+        grad = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+        grad_first, v_first = (
+            GRAD + row * grad_row * UNIT + start * grad_token,
+            V + row * v_row * UNIT + start * v_token,
         )
-        values = load_tile(V + row * v_row * UNIT + start * v_token, j, v_token, live, v, width)
-        grad = dot(grad_output, tl.trans(values), grad, PRECISION)
+        for first_column in range(0, width, BLOCK_V):
+            v = first_column + tl.arange(0, BLOCK_V)
+            grad_output = load_tile(grad_first, i, grad_token, i < n_queries, v, width)
+            grad = dot(grad_output, tl.trans(load_tile(v_first, j, v_token, live, v, width)), grad, PRECISION)
     q_first = Q + row * q_row * UNIT + start * q_token
     k_first = K + row * k_row * UNIT + start * k_token
     products = multiply(None, q_first, i, q_token, n_queries, k_first, j, k_token, live, SIZE, BLOCK_Z, PRECISION)
     scale = scales(LIVE, segment, i, offset, n_keys, SIZE, FUNCTION, CAUSAL)
     scores, kept = finish(products, scale, BIAS, center, i, j, live, n_queries, offset, CAUSAL)
-    grad = drop(grad, SEED, threshold, rescale, segment, i, first_key, BLOCK_M, BLOCK_N)
-    token = row * queries + start + i
+    if GRAD is not None:
+        grad = drop(grad, SEED, threshold, rescale, segment, i, first_key, BLOCK_M, BLOCK_N)
     if FUNCTION == "softmax":
+        token = row * queries + start + i
         lse = tl.load(LSE + token, mask=i < n_queries, other=0.0)
         weights = tl.exp2(scores * LOG2_E - lse[:, None])
         grad = weights * (grad - tl.load(DELTA + token, mask=i < n_queries, other=0.0)[:, None])
     elif FUNCTION == "laplace":
         deviations = (scores - MEAN) * INVERSE_DEVIATION
         weights = 0.5 + 0.5 * tl.math.erf(deviations * SQRT_HALF)
-        grad = grad * (DENSITY * tl.exp2(deviations * deviations * (-0.5 * LOG2_E)))
+        if GRAD is not None:
+            grad = grad * (DENSITY * tl.exp2(deviations * deviations * (-0.5 * LOG2_E)))
     else:
         weights = tl.maximum(scores, 0.0)
-        grad = grad * (2.0 * weights)
+        if GRAD is not None:
+            grad = grad * (2.0 * weights)
         weights = weights * weights
     weights = drop(tl.where(kept, weights, 0.0), SEED, threshold, rescale, segment, i, first_key, BLOCK_M, BLOCK_N)
-    grad = tl.where(kept, grad, 0.0)
     place = (local.to(tl.int64) * band + (i - first_query))[:, None] * stride + j[None, :]
     tl.store(WEIGHTS + place, weights.to(WEIGHTS.dtype.element_ty))
-    tl.store(GRAD_SCORES + place, grad.to(GRAD_SCORES.dtype.element_ty))
+    if GRAD is not None:
+        tl.store(GRAD_SCORES + place, tl.where(kept, grad, 0.0).to(GRAD_SCORES.dtype.element_ty))
 
 
 @triton.jit(do_not_specialize=["chunks", "offset", "first_segment", "first_query", "blocks"])
-def _product_kernel(
+def product_kernel(
     SCORES,  # [segments, band, stride]
     X, OUT,  # [B, S or T, COLUMNS]
     MASK,  # [B, S]
@@ -274,7 +279,7 @@ class Configuration(NamedTuple):
     stages: int
 
 
-class _Part(NamedTuple):
+class Part(NamedTuple):
     """The part of a call that is computed at once: a band of queries of some segments, and their scores."""
 
     call: Call
@@ -283,7 +288,7 @@ class _Part(NamedTuple):
     segments: int
     first_query: int
     weights: Tensor
-    grad_scores: Tensor
+    grad_scores: Any  # None in a forward pass
 
     @property
     def band(self) -> int:
@@ -324,32 +329,40 @@ def backward(
     return *grads, None if bias is None else grad_bias.to(bias.dtype)
 
 
+def split(call: Call, blocks: Configuration, grad_dtype: torch.dtype | None = None) -> list[Part]:
+    """Return the parts of a call; they share one buffer of weights and, with `grad_dtype`, one of gradients."""
+    stride = _whole(call.keys, blocks.keys)
+    band = min(_whole(call.queries, blocks.queries), _whole(SCORES // stride, blocks.queries))
+    group = max(1, min(call.segments, SCORES // (band * stride)))
+    weights = call.value.new_empty(group, band, stride)
+    grad_scores = None if grad_dtype is None else torch.empty_like(weights, dtype=grad_dtype)
+    return [
+        Part(call, blocks, first, min(group, call.segments - first), first_query, weights, grad_scores)
+        for first in range(0, call.segments, group)
+        for first_query in range(0, max(call.queries, 1), band)
+    ]
+
+
 def _gradients(
     call: Call, blocks: Configuration, grad_output: Tensor, lse: Tensor, delta: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Return the gradients; the gradient of the bias is float32."""
     query, key, value, bias = call.query, call.key, call.value, call.bias
-    stride = _whole(call.keys, blocks.keys)
-    band = min(_whole(call.queries, blocks.queries), _whole(SCORES // stride, blocks.queries))
-    group = max(1, min(call.segments, SCORES // (band * stride)))
-    banded = band < call.queries
+    parts = split(call, blocks, query.dtype)
+    banded = any(part.first_query for part in parts)
     grad_query = query.new_empty(query.shape)
     # Each band adds to the gradients of the previous bands.
     grad_key, grad_value = (
         x.new_zeros(x.shape, dtype=torch.float32) if banded else x.new_empty(x.shape) for x in (key, value)
     )
     grad_bias = None if bias is None else torch.zeros_like(bias, dtype=torch.float32)
-    weights, grad_scores = (x.new_empty(group, band, stride) for x in (value, query))
-    for first_segment in range(0, call.segments, group):
-        for first_query in range(0, max(call.queries, 1), band):
-            segments = min(group, call.segments - first_segment)
-            part = _Part(call, blocks, first_segment, segments, first_query, weights, grad_scores)
-            _scores(part, grad_output, lse, delta)
-            _product(part, grad_scores, call.key, grad_query, transposed=False, scaled=True, add=False)
-            _product(part, grad_scores, call.query, grad_key, transposed=True, scaled=True, add=banded)
-            _product(part, weights, grad_output, grad_value, transposed=True, scaled=False, add=banded)
-            if grad_bias is not None:
-                _add_diagonals(grad_bias, part)
+    for part in parts:
+        write_scores(part, grad_output, lse, delta)
+        multiply_scores(part, part.grad_scores, call.key, grad_query, transposed=False, scaled=True, add=False)
+        multiply_scores(part, part.grad_scores, call.query, grad_key, transposed=True, scaled=True, add=banded)
+        multiply_scores(part, part.weights, grad_output, grad_value, transposed=True, scaled=False, add=banded)
+        if grad_bias is not None:
+            _add_diagonals(grad_bias, part)
     return grad_query, grad_key.to(key.dtype), grad_value.to(value.dtype), grad_bias
 
 
@@ -368,7 +381,8 @@ def _whole(size: int, block: int) -> int:
     return max(1, cdiv(size, block)) * block
 
 
-def _scores(part: _Part, grad_output: Tensor, lse: Tensor, delta: Tensor | None) -> None:
+def write_scores(part: Part, grad_output: Tensor | None, lse: Tensor | None, delta: Tensor | None) -> None:
+    """Write the weights of a part and, if `grad_output` is given, the gradient of the scores."""
     call, blocks = part.call, part.blocks
     row_blocks, key_blocks = part.band // blocks.queries, part.stride // blocks.keys
     numbers, unit = call.numbers(grad_output)
@@ -381,9 +395,10 @@ def _scores(part: _Part, grad_output: Tensor, lse: Tensor, delta: Tensor | None)
     )  # fmt: skip
 
 
-def _product(
-    part: _Part, scores: Tensor, x: Tensor, output: Tensor, *, transposed: bool, scaled: bool, add: bool
+def multiply_scores(
+    part: Part, scores: Tensor, x: Tensor, output: Tensor, *, transposed: bool, scaled: bool, add: bool
 ) -> None:
+    """Multiply the weights of a part, or the gradient of its scores, by `x`; the arguments as for `product_kernel`."""
     call, blocks, columns = part.call, part.blocks, x.shape[2]
     rows, outer, inner = part.band, blocks.queries, blocks.keys
     if transposed:
@@ -393,7 +408,7 @@ def _product(
     *sizes, _ = call.sizes
     constants = {name: call.constants[name] for name in ("FUNCTION", "CAUSAL", "PRECISION", "SIZE")}
     triton_launch.launch(
-        _product_kernel, (part.segments * row_blocks * slices,),
+        product_kernel, (part.segments * row_blocks * slices,),
         scores, x, output, call.mask, call.live, call.bounds,
         *sizes, *strides(x, number=2),
         part.first_segment, part.first_query, part.band, part.stride, row_blocks, slices,
@@ -403,7 +418,7 @@ def _product(
     )  # fmt: skip
 
 
-def _add_diagonals(grad_bias: Tensor, part: _Part) -> None:
+def _add_diagonals(grad_bias: Tensor, part: Part) -> None:
     """Add the sums over the diagonals of the gradient of the scores."""
     call, size = part.call, min(64, part.blocks.queries, part.blocks.keys)
     blocks = part.band // size

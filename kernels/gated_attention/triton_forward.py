@@ -234,7 +234,7 @@ class Call(NamedTuple):
     def width(self) -> int:
         return self.value.shape[2]
 
-    def numbers(self, *gradients: Tensor) -> tuple[tuple[Any, ...], int]:
+    def numbers(self, *gradients: Tensor | None) -> tuple[tuple[Any, ...], int]:
         """Return the kernel arguments from `BIAS` to the strides of query, key, value and gradients, and UNIT.
 
         Width and strides are in multiples of UNIT. The compiler only vectorizes loads if it knows that rows start and
@@ -315,7 +315,10 @@ def _configurations(call: Call) -> list[Configuration]:
     if call.keys <= (256 if hopper and call.seed is None else 128):
         warps = 4 if call.keys <= 128 and call.seed is None else 8
         default = Configuration(rows, block_of(call.keys, 256), columns, warps, 2)
-        return [default, default._replace(columns=min(columns, 64)), default._replace(stages=3)]
+        found = [default, default._replace(columns=min(columns, 64)), default._replace(stages=3)]
+        # On an H200, 3 stages need 0.9 of the time of 2 stages if a program iterates over slices of the value.
+        faster = hopper and warps == 4 and call.keys > 64 and size <= 128 and call.width > columns
+        return found[::-1] if faster else found
     rows = block_of(call.queries, 128 if size <= 128 or target.shared_memory >= 128 * 1024 else 64)
     if not hopper:
         return [Configuration(rows, 32, columns, 8, 2)]
@@ -328,9 +331,8 @@ def _configurations(call: Call) -> list[Configuration]:
     return [default, Configuration(rows, 64, columns, 8, 2), Configuration(rows, 32, columns, 8, 3)]
 
 
-def forward(*arguments: Any) -> tuple[Tensor, Tensor]:
+def attend(call: Call) -> tuple[Tensor, Tensor]:
     """Return the output `[B, T, V]` and, for softmax, log2 of its denominators, `[B, T]` float32."""
-    call = prepare(*arguments)
     batch, length = call.query.shape[:2]
 
     def run(c: Configuration) -> tuple[Tensor, Tensor]:

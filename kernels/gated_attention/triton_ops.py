@@ -6,7 +6,7 @@ from torch import Tensor
 from luna_mega.kernels import _op
 from luna_mega.kernels._operator import register
 from luna_mega.kernels.common.triton_launch import random_seed
-from luna_mega.kernels.gated_attention import torch_backend, triton_backward, triton_forward
+from luna_mega.kernels.gated_attention import torch_backend, triton_backward, triton_products
 
 INPUTS = (
     "Tensor query, Tensor key, Tensor value, Tensor? bias, Tensor? mask, Tensor? bounds, str function, bool causal, "
@@ -77,7 +77,7 @@ _operator = register(
     "luna_mega::gated_attention_triton",
     INPUTS,
     "(Tensor, Tensor)",
-    triton_forward.forward,
+    triton_products.forward,
     _fake,
     triton_backward.backward,
     flops=_flops,

@@ -4,7 +4,7 @@ import functools
 
 import torch
 
-from luna_mega.kernels.gated_attention import triton_backward, triton_forward
+from luna_mega.kernels.gated_attention import triton_backward, triton_products
 
 # batch, queries, keys, chunk, Z, V, function, causal, mask, dtype
 LRA = (8, 4096, 4096, 128, 64, 256, "laplace", False, True)
@@ -94,4 +94,4 @@ def run(
     if backward:
         lse = empty(batch, queries, dtype=torch.float32)
         return triton_backward.backward(output, output, lse, *arguments)
-    return triton_forward.forward(*arguments)
+    return triton_products.forward(*arguments)

@@ -77,6 +77,38 @@ def test_many_blocks(device, function, causal, batch, length, chunk, monkeypatch
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    "function, causal, batch, length, chunk", [("laplace", True, 1, 300, None), ("relu2", False, 2, 200, 140)]
+)
+def test_forward_of_two_kernels(device, function, causal, batch, length, chunk, monkeypatch):
+    """Long chunks and wide values, in bands and groups; with dropout, the same weights as in one kernel."""
+    from luna_mega.kernels.common import triton_choice
+    from luna_mega.kernels.gated_attention import triton_backward, triton_products
+
+    kernels = []
+
+    def last(kernel, key, configurations, run):
+        kernels.append(configurations[-1])
+        return run(configurations[-1])
+
+    monkeypatch.setattr(triton_backward, "SCORES", 80000)
+    for name in ("LONG", "WIDE"):
+        monkeypatch.setattr(triton_products, name, 60)
+    inputs = make_inputs(device, length, batch=batch, width=70, dtype=torch.bfloat16)
+    options = {"function": function, "causal": causal, "chunk_size": chunk}
+    options["mask"] = make_mask(device, batch, length, row=False)
+    check(inputs, **options)
+    options |= {"dropout": 0.3, "backend": "triton"}
+    torch.manual_seed(0)
+    two = gated_attention(*inputs, **options)
+    with triton_choice.choosing(last):
+        torch.manual_seed(0)
+        one = gated_attention(*inputs, **options)
+    assert triton_products.Kernels(1) in kernels
+    torch.testing.assert_close(two, one, rtol=1e-2, atol=1e-2 * one.abs().max().item())
+
+
+@pytest.mark.slow
 def test_small_numbers_in_float16(device):
     """With divisors in the thousands, causal queries neither underflow nor overflow float16."""
     for size in (0.02, 50.0):

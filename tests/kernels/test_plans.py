@@ -88,6 +88,39 @@ def test_other_plans_fill_the_gpu(name):
     assert any(other != first for other in others)
 
 
+LRA, BF16 = aot_gated_attention.LRA, torch.bfloat16
+# Calls, their default configurations on an H100, and further candidates. The first of every operator was measured.
+SCANS, GATED, PACK = aot_luna_causal_attention.both, aot_gated_attention.run, aot_luna_attention._run
+DEFAULTS = [
+    (partial(SCANS, 8, 128, BF16, backward=False), (64, 64, 4), (64, 64, 8)),
+    (partial(SCANS, 8, 256, BF16, backward=False), (64, 64, 8), (64, 64, 4)),
+    (partial(SCANS, 8, 128, BF16, size=128, backward=False), (64, 64, 8), (64, 64, 4)),
+    (partial(SCANS, 8, 128, torch.float16, backward=False), (64, 64, 8), (64, 64, 4)),
+    (partial(GATED, *LRA, BF16), (64, 128, 128, 4, 3), (64, 128, 128, 4, 2)),
+    (partial(GATED, *LRA[:5], 128, *LRA[6:], BF16), (64, 128, 128, 4, 2), (64, 128, 128, 4, 3)),
+    (partial(GATED, *LRA, BF16, varlen=True), (64, 128, 128, 8, 2), (64, 128, 128, 8, 3)),
+    (partial(PACK, "pack", 16), (64, 128, 4, 2), (64, 64, 4, 3)),
+    (partial(PACK, "pack", 16, length=1024), (64, 64, 4, 3), (64, 128, 4, 2)),
+    (partial(PACK, "pack", 32), (64, 64, 4, 3), (64, 128, 4, 2)),
+    (partial(PACK, "pack", 16, dropout=0.1), (64, 64, 4, 3), (64, 128, 4, 2)),
+    (partial(GATED, *aot_gated_attention.ENWIK8), (2,), (1,)),
+    (partial(GATED, *aot_gated_attention.ENWIK8[:5], 512, *aot_gated_attention.ENWIK8[6:]), (128, 64, 256, 8, 2), None),
+]
+
+
+@pytest.mark.parametrize("call, default, other", DEFAULTS)
+def test_default_configurations(call, default, other):
+    seen = []
+
+    def record(kernel, key, configurations, run):
+        seen.append(configurations)
+        return run(configurations[0])
+
+    with triton_launch.recording(triton_launch.Target()), triton_choice.choosing(record):
+        call()
+    assert seen[0][0] == default and (other is None or other in seen[0][1:])
+
+
 def results(op: str, batch: int, processors: int, monkeypatch) -> list[torch.Tensor]:
     """Return outputs and gradients of the first sequence of a batch."""
     monkeypatch.setattr(triton_launch, "_target", triton_launch.Target(processors=processors))

@@ -1,0 +1,48 @@
+"""The forward pass of gated attention, with two kernels if sequences or chunks are long.
+
+The forward kernel computes the weights again for every slice of the value. With more than two slices it is faster to
+write them with one kernel and to multiply them with another one. The backward pass has both kernels.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from luna_mega.kernels.common import triton_launch
+from luna_mega.kernels.gated_attention import triton_backward
+from luna_mega.kernels.gated_attention.triton_forward import Call, attend, choose, prepare
+
+# The numbers of keys and of columns of the value from which two kernels are faster, estimated from machine code.
+LONG, WIDE = 1024, 513
+
+
+class Kernels(NamedTuple):
+    """The number of kernels of a forward pass."""
+
+    kernels: int
+
+
+def forward(*arguments: Any) -> tuple[Tensor, Tensor]:
+    """Return the output `[B, T, V]` and, for softmax, log2 of its denominators, `[B, T]` float32."""
+    call = prepare(*arguments)
+    large = min(call.queries, call.keys) >= LONG and call.width >= WIDE
+    # A weight of a softmax depends on all scores of a row. Segments with bounds can be many and empty.
+    possible = call.narrow and call.constants["FUNCTION"] != "softmax" and call.bounds is None
+    if not (large and possible and triton_launch.target(call.query.device).large):
+        return attend(call)
+
+    def run(chosen: Kernels) -> tuple[Tensor, Tensor]:
+        return _multiply_weights(call) if chosen.kernels == 2 else attend(call)
+
+    return choose(triton_backward.product_kernel, call, [Kernels(2), Kernels(1)], run)
+
+
+def _multiply_weights(call: Call) -> tuple[Tensor, Tensor]:
+    output = call.value.new_empty(*call.query.shape[:2], call.width)
+    for part in triton_backward.split(call, triton_backward.Configuration(128, 64, 64, 256, 8, 3)):
+        triton_backward.write_scores(part, None, None, None)
+        triton_backward.multiply_scores(
+            part, part.weights, call.value, output, transposed=False, scaled=False, add=False
+        )
+    return output, call.query.new_empty(0, dtype=torch.float32)
