@@ -42,9 +42,8 @@ from luna_mega.convert.tensors import (
 from luna_mega.convert.tokenizers import ConvertedTokenizer
 from luna_mega.errors import ConversionError
 from luna_mega.escaping import one_line
-from luna_mega.hub.card import conversion_card
+from luna_mega.hub.card import conversion_card, license_metadata
 from luna_mega.hub.folder import REPORT_NAME
-from luna_mega.hub.licenses import license_metadata
 from luna_mega.hub.output import check_output, complete_folder
 
 

@@ -60,7 +60,7 @@ def run_model(name: str, options: Arguments) -> dict[str, float]:
     training = TrainingArguments(**place, **steps, **own, **STEPS)
     data = lib.SourceArguments(dataset_path="digits of scikit-learn")
     model = lib.CheckpointArguments(model_type=name, config_overrides=f"{SIZES},{MODELS[name]}")
-    run = lib.Run("handwritten digits", data, model, training, lib.RunArguments())
+    run = lib.Run(data, model, training)
     training.include_num_input_tokens_seen = "no"  # images have no tokens
     train_set, test_set = load_data(options.seed)
     config = lib.make_config(model, None, 64, **lib.label_fields("0123456789"))

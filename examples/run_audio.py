@@ -25,8 +25,6 @@ from transformers.hf_argparser import HfArg
 
 from luna_mega import training as lib
 
-TITLE = "audio classification"
-
 
 @dataclass
 class DataArguments(lib.SourceArguments, lib.ClassifierArguments):
@@ -138,9 +136,9 @@ def augment_split(split: Dataset, rate: int, data: DataArguments, seed: int) -> 
 
 def parse(argv: list[str] | None) -> tuple[DataArguments, lib.CheckpointArguments, TrainingArguments, lib.Run]:
     """Parse the options; exit if they contradict each other."""
-    kinds = (DataArguments, lib.CheckpointArguments, TrainingArguments, lib.RunArguments)
-    data, model, training, options = lib.parse_arguments(kinds, argv, metric_for_best_model="accuracy")
-    run = lib.Run(TITLE, data, model, training, options)
+    kinds = (DataArguments, lib.CheckpointArguments, TrainingArguments)
+    data, model, training = lib.parse_arguments(kinds, argv, metric_for_best_model="accuracy")
+    run = lib.Run(data, model, training)
     for name in ("sampling_rate", "max_seconds"):
         if getattr(data, name) is not None and getattr(data, name) <= 0:
             lib.fail(f"--{name} {getattr(data, name)} must be above 0")

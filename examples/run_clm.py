@@ -20,7 +20,6 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from luna_mega import training as lib
 from luna_mega.compat import CACHE_NAME
 
-TITLE = "causal language model"
 # Fields of Luna and Mega, which can also be encoders.
 DECODER = {"is_decoder": True, "bidirectional": False}
 # Models with a recurrent state that can be detached.
@@ -28,7 +27,7 @@ RECURRENT = ("luna", "mega", "megalodon")
 
 
 @dataclass
-class DataArguments(lib.SourceArguments):
+class DataArguments(lib.StreamArguments):
     text_column: str = HfArg(default="text", help="column with the text; a txt file has one text per line")
     validation_share: float = HfArg(default=0.0, help="last share of the training tokens, for validation: 0.1")
     tokenization: str = HfArg(default="bpe", help="tokenizer without --tokenizer_name: char, byte, bpe or word")
@@ -82,9 +81,9 @@ class LanguageModelTrainer(lib.streams.StreamingTrainer):
 
 def parse(argv: list[str] | None) -> tuple[DataArguments, lib.ModelArguments, TrainingArguments, lib.Run]:
     """Parse the options; exit if they contradict each other."""
-    kinds = (DataArguments, lib.ModelArguments, TrainingArguments, lib.RunArguments)
-    data, model, training, options = lib.parse_arguments(kinds, argv, model_type="mega")
-    run = lib.Run(TITLE, data, model, training, options, streams=True, predicts=False)
+    kinds = (DataArguments, lib.ModelArguments, TrainingArguments)
+    data, model, training = lib.parse_arguments(kinds, argv, model_type="mega")
+    run = lib.Run(data, model, training, predicts=False)
     lib.check_choice(data, "tokenization", ("char", "byte", "bpe", "word"))
     lib.check_choice(data, "line_end", ("newline", "eos"))
     if model.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
@@ -96,7 +95,7 @@ def parse(argv: list[str] | None) -> tuple[DataArguments, lib.ModelArguments, Tr
         lib.fail(f"--validation_share {data.validation_share} must be in [0, 1)")
     if data.carry_state and data.min_block_size:
         lib.fail("--min_block_size is not supported with --carry_state; remove one of them")
-    if options.streaming and (data.carry_state or data.validation_share):
+    if data.streaming and (data.carry_state or data.validation_share):
         lib.fail("--streaming is not supported with --carry_state and --validation_share; remove them")
     if data.carry_state and model.model_type not in RECURRENT:
         lib.fail(f"--carry_state requires a recurrent state: --model_type {' or '.join(RECURRENT)}")
@@ -117,11 +116,11 @@ def choose_tokenizer(data: DataArguments, model: lib.ModelArguments, texts: list
 
 
 def load_data(
-    data: DataArguments, model: lib.ModelArguments, training: TrainingArguments, run: lib.Run
+    data: DataArguments, model: lib.ModelArguments, training: TrainingArguments
 ) -> tuple[dict[str, torch.LongTensor | IterableDataset], PreTrainedTokenizerBase]:
     """Return the splits as streams of tokens, or as texts with `--streaming`, and the tokenizer."""
     limits = {"train": None} if data.validation_share else lib.choose_splits(training, data)
-    splits = lib.load_splits(limits, data, [data.text_column], streaming=run.options.streaming)
+    splits = lib.load_splits(limits, data, [data.text_column], streaming=data.streaming)
     texts = lib.streams.some_texts(splits["train"], data.text_column) if "train" in splits else []
     tokenizer = choose_tokenizer(data, model, texts)
     for name, split in splits.items():
@@ -138,12 +137,11 @@ def cut_training(
     tokenizer: PreTrainedTokenizerBase,
     data: DataArguments,
     training: TrainingArguments,
-    run: lib.Run,
 ) -> lib.streams.Stream | lib.language_modeling.Streams | lib.Redrawn:
     """Cut the training stream into blocks: streamed, consecutive, or at random positions."""
-    if run.options.streaming:
+    if data.streaming:
         blocks = lib.language_modeling.cut_stream(stream, data.text_column, tokenizer, data.line_end, data.block_size)
-        shuffled = blocks.shuffle(training.seed, buffer_size=run.options.shuffle_buffer)
+        shuffled = blocks.shuffle(training.seed, buffer_size=data.shuffle_buffer)
         return lib.streams.Stream(shuffled, None, training)
     if data.carry_state:
         return lib.language_modeling.Streams(stream, data.block_size, training.train_batch_size)
@@ -172,10 +170,10 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
     training.remove_unused_columns = False
 
     with run.reading():
-        streams, tokenizer = load_data(data, model, training, run)
+        streams, tokenizer = load_data(data, model, training)
         config = lib.make_config(model, tokenizer, data.block_size, **DECODER)
         collator = make_collator(data, config)
-        blocks = cut_training(streams["train"], tokenizer, data, training, run) if training.do_train else None
+        blocks = cut_training(streams["train"], tokenizer, data, training) if training.do_train else None
 
     trainer = LanguageModelTrainer(
         lib.make_model(AutoModelForCausalLM, model, config),

@@ -68,15 +68,15 @@ class DataArguments(lib.TextArguments):
 
 def parse(argv: list[str] | None) -> tuple[DataArguments, lib.ModelArguments, TrainingArguments, lib.Run]:
     """Parse the options; exit if they contradict each other."""
-    kinds = (DataArguments, lib.ModelArguments, TrainingArguments, lib.RunArguments)
+    kinds = (DataArguments, lib.ModelArguments, TrainingArguments)
     # "task" is replaced by the main metric of the task, which is only known after parsing.
-    data, model, training, options = lib.parse_arguments(kinds, argv, metric_for_best_model="task")
+    data, model, training = lib.parse_arguments(kinds, argv, metric_for_best_model="task")
     lib.check_choice(data, "task_name", TASKS)
     task = TASKS[data.task_name]
     if training.metric_for_best_model == "task":
         training.metric_for_best_model = task.metric
     lib.check_pairs(data, task.columns)
-    run = lib.Run(f"GLUE {data.task_name}", data, model, training, options)
+    run = lib.Run(data, model, training)
     return data, model, training, run
 
 

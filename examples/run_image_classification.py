@@ -24,7 +24,6 @@ from transformers.image_processing_utils import BaseImageProcessor
 
 from luna_mega import training as lib
 
-TITLE = "image classification"
 _COLOR = ([0.485, 0.456, 0.406], [0.229, 0.224, 0.225])  # mean and standard deviation of ImageNet
 _GRAY = ([0.5], [0.25])
 
@@ -106,10 +105,10 @@ def make_loss(smoothing: float) -> Callable:
 
 def parse(argv: list[str] | None) -> tuple[DataArguments, ModelArguments, TrainingArguments, lib.Run]:
     """Parse the options; exit if they contradict each other."""
-    kinds = (DataArguments, ModelArguments, TrainingArguments, lib.RunArguments)
+    kinds = (DataArguments, ModelArguments, TrainingArguments)
     defaults = {"metric_for_best_model": "accuracy", "remove_unused_columns": False}
-    data, model, training, options = lib.parse_arguments(kinds, argv, **defaults)
-    run = lib.Run(TITLE, data, model, training, options)
+    data, model, training = lib.parse_arguments(kinds, argv, **defaults)
+    run = lib.Run(data, model, training)
     training.include_num_input_tokens_seen = "no"  # images have no tokens
     lib.images.check_augmentation(data)
     if data.mixup or data.cutmix:

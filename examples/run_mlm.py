@@ -28,11 +28,9 @@ from transformers.hf_argparser import HfArg
 
 from luna_mega import training as lib
 
-TITLE = "masked language model"
-
 
 @dataclass
-class DataArguments(lib.SourceArguments):
+class DataArguments(lib.StreamArguments):
     train_files: list[str] | None = HfArg(default=None, help="local training files instead of a folder")
     validation_files: list[str] | None = HfArg(default=None, help="local files of the validation split")
     text_column: str = HfArg(default="text", help="column with the text; a txt file has one text per line")
@@ -123,9 +121,9 @@ def compute_metrics(prediction: EvalPrediction) -> dict[str, float]:
 
 def parse(argv: list[str] | None) -> tuple[DataArguments, lib.ModelArguments, TrainingArguments, lib.Run]:
     """Parse the options; exit if they contradict each other."""
-    kinds = (DataArguments, lib.ModelArguments, TrainingArguments, lib.RunArguments)
-    data, model, training, options = lib.parse_arguments(kinds, argv)
-    run = lib.Run(TITLE, data, model, training, options, streams=True, predicts=False)
+    kinds = (DataArguments, lib.ModelArguments, TrainingArguments)
+    data, model, training = lib.parse_arguments(kinds, argv)
+    run = lib.Run(data, model, training, predicts=False)
     if sum(map(bool, (data.dataset_name, data.dataset_path, data.train_files or data.validation_files))) != 1:
         lib.fail("pass one of --dataset_name, --dataset_path, or --train_files and --validation_files")
     if not 0 < data.mlm_probability < 1:
@@ -136,21 +134,21 @@ def parse(argv: list[str] | None) -> tuple[DataArguments, lib.ModelArguments, Tr
     return data, model, training, run
 
 
-def load_texts(data: DataArguments, training: TrainingArguments, run: lib.Run) -> dict[str, Dataset | IterableDataset]:
+def load_texts(data: DataArguments, training: TrainingArguments) -> dict[str, Dataset | IterableDataset]:
     """Return the required splits, with checked text."""
     limits, files = lib.choose_splits(training, data), None
     if not (data.dataset_name or data.dataset_path):
         files = {name: getattr(data, f"{name}_files") for name in limits}
         if missing := [name for name in limits if not files[name]]:
             lib.fail(f"pass --{missing[0]}_files as well")
-    return lib.load_splits(limits, data, [data.text_column], files=files, streaming=run.options.streaming)
+    return lib.load_splits(limits, data, [data.text_column], files=files, streaming=data.streaming)
 
 
 def load_data(
-    data: DataArguments, model: lib.ModelArguments, training: TrainingArguments, run: lib.Run
+    data: DataArguments, model: lib.ModelArguments, training: TrainingArguments
 ) -> tuple[dict[str, Any], PreTrainedTokenizerBase, PreTrainedConfig]:
     """Return the splits as masked blocks, the tokenizer, and the configuration of the model."""
-    splits = load_texts(data, training, run)
+    splits = load_texts(data, training)
     texts = lib.streams.some_texts(splits["train"], data.text_column) if "train" in splits else ()
     tokenizer = lib.make_tokenizer(model, texts, data.block_size)
     if tokenizer.mask_token_id is None:
@@ -161,8 +159,8 @@ def load_data(
     if "validation" in blocks:
         blocks["validation"] = mask_once(blocks["validation"], tokenizer, data, training.seed)
     masking = Masking(tokenizer, data.mlm_probability)
-    if run.options.streaming and "train" in blocks:
-        shuffled = blocks["train"].shuffle(training.seed, buffer_size=run.options.shuffle_buffer)
+    if data.streaming and "train" in blocks:
+        shuffled = blocks["train"].shuffle(training.seed, buffer_size=data.shuffle_buffer)
         blocks["train"] = lib.streams.Stream(shuffled, masking, training)
     elif "train" in blocks:
         blocks["train"] = lib.Redrawn(blocks["train"], masking, training.seed)
@@ -193,7 +191,7 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
     data, model, training, run = parse(argv)
 
     with run.reading():
-        blocks, tokenizer, config = load_data(data, model, training, run)
+        blocks, tokenizer, config = load_data(data, model, training)
 
     network = lib.make_model(AutoModelForMaskedLM, model, config)
     trainer = make_trainer(network, data, training, blocks, tokenizer)

@@ -246,11 +246,11 @@ def make_metrics(split: Dataset, task: Task) -> Callable[[EvalPrediction], dict[
 
 def parse(argv: list[str] | None) -> tuple[DataArguments, lib.ModelArguments, TrainingArguments, lib.Run]:
     """Parse the options; exit if they contradict each other."""
-    kinds = (DataArguments, lib.ModelArguments, TrainingArguments, lib.RunArguments)
-    data, model, training, options = lib.parse_arguments(kinds, argv, metric_for_best_model="accuracy")
+    kinds = (DataArguments, lib.ModelArguments, TrainingArguments)
+    data, model, training = lib.parse_arguments(kinds, argv, metric_for_best_model="accuracy")
     lib.check_choice(data, "task", TASKS)
     data.dataset_config = data.dataset_config or TASKS[data.task].hub_config
-    run = lib.Run(data.task, data, model, training, options)
+    run = lib.Run(data, model, training)
     return data, model, training, run
 
 

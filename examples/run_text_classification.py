@@ -15,8 +15,6 @@ from transformers.hf_argparser import HfArg
 
 from luna_mega import training as lib
 
-TITLE = "text classification"
-
 
 @dataclass
 class DataArguments(lib.SourceArguments, lib.TextArguments):
@@ -28,9 +26,9 @@ class DataArguments(lib.SourceArguments, lib.TextArguments):
 
 def parse(argv: list[str] | None) -> tuple[DataArguments, lib.ModelArguments, TrainingArguments, lib.Run]:
     """Parse the options; exit if they contradict each other."""
-    kinds = (DataArguments, lib.ModelArguments, TrainingArguments, lib.RunArguments)
-    data, model, training, options = lib.parse_arguments(kinds, argv, metric_for_best_model="accuracy")
-    run = lib.Run(TITLE, data, model, training, options)
+    kinds = (DataArguments, lib.ModelArguments, TrainingArguments)
+    data, model, training = lib.parse_arguments(kinds, argv, metric_for_best_model="accuracy")
+    run = lib.Run(data, model, training)
     if not 0 <= data.validation_share < 1:
         lib.fail(f"--validation_share {data.validation_share} must be in [0, 1)")
     if len(data.text_columns) > 2:

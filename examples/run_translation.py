@@ -137,9 +137,9 @@ class TranslationTrainer(lib.OrderedTrainer, Seq2SeqTrainer):
 
 def parse(argv: list[str] | None) -> tuple[DataArguments, lib.ModelArguments, Seq2SeqTrainingArguments, lib.Run]:
     """Parse the options; exit if they contradict each other."""
-    kinds = (DataArguments, lib.ModelArguments, Seq2SeqTrainingArguments, lib.RunArguments)
-    data, model, training, options = lib.parse_arguments(kinds, argv)
-    run = lib.Run("translation model", data, model, training, options)
+    kinds = (DataArguments, lib.ModelArguments, Seq2SeqTrainingArguments)
+    data, model, training = lib.parse_arguments(kinds, argv)
+    run = lib.Run(data, model, training)
     lib.check_least(data, 2, "max_source_length", "max_target_length")
     lib.check_least(data, 1, "num_beams")
     lib.check_choice(data, "average_by", ("last", "best"))
@@ -153,7 +153,7 @@ def parse(argv: list[str] | None) -> tuple[DataArguments, lib.ModelArguments, Se
         lib.fail(f"--warmup_init_lr {data.warmup_init_lr} requires --milestones and a higher --learning_rate")
     if data.clip_each is not None and (data.clip_each <= 0 or training.max_grad_norm or training.fp16):
         lib.fail(f"--clip_each {data.clip_each} must be above 0, with --max_grad_norm 0 and without --fp16")
-    if data.average_checkpoints and options.ema_decay:
+    if data.average_checkpoints and model.ema_decay:
         lib.fail("--average_checkpoints and --ema_decay are both averages of the weights; pass one of them")
     if data.average_checkpoints > (training.save_total_limit or data.average_checkpoints):
         lib.fail(f"--average_checkpoints {data.average_checkpoints} is above --save_total_limit")

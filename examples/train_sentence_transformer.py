@@ -34,8 +34,6 @@ try:
     from sentence_transformers.sentence_transformer.modules import Pooling, Transformer
 except ImportError:
     lib.fail("sentence-transformers is not installed; run pip install '.[examples,ecosystem]'")
-
-TITLE = "sentence embedding model"
 POOLINGS = ("mean", "cls", "max", "mean_sqrt_len_tokens")
 
 
@@ -75,10 +73,10 @@ def parse(
     argv: list[str] | None,
 ) -> tuple[DataArguments, lib.ModelArguments, SentenceTransformerTrainingArguments, lib.Run]:
     """Parse the options; exit if they contradict each other."""
-    kinds = (DataArguments, lib.ModelArguments, SentenceTransformerTrainingArguments, lib.RunArguments)
+    kinds = (DataArguments, lib.ModelArguments, SentenceTransformerTrainingArguments)
     # Duplicates in a batch would be false negatives.
-    data, model, training, options = lib.parse_arguments(kinds, argv, batch_sampler="no_duplicates")
-    run = lib.Run(TITLE, data, model, training, options, predicts=False)
+    data, model, training = lib.parse_arguments(kinds, argv, batch_sampler="no_duplicates")
+    run = lib.Run(data, model, training, predicts=False)
     training.include_num_input_tokens_seen = "no"  # Trainer cannot count the tokens of pairs
     counts, expected = ((1,), "one column with --teacher") if data.teacher else ((2, 3), "two or three columns")
     if (training.do_train or data.validation_split) and len(data.text_columns) not in counts:

@@ -35,7 +35,6 @@ from lra import pretraining, tasks, transformer
 from lra.tasks import CONVENTIONS, TASKS
 from luna_mega import training as lib
 
-TITLE = "Long Range Arena"
 _NO_TOKENS = 8  # vocabulary of a model that reads values
 
 
@@ -77,14 +76,14 @@ class LraTrainer(lib.OrderedTrainer):
 
 def parse(argv: list[str] | None) -> tuple[DataArguments, ModelArguments, TrainingArguments, lib.Run]:
     """Parse the options; exit if they contradict each other."""
-    kinds = (DataArguments, ModelArguments, TrainingArguments, lib.RunArguments)
+    kinds = (DataArguments, ModelArguments, TrainingArguments)
     defaults = {"metric_for_best_model": "accuracy", "remove_unused_columns": False}
-    data, model, training, options = lib.parse_arguments(kinds, argv, **defaults)
+    data, model, training = lib.parse_arguments(kinds, argv, **defaults)
     lib.check_choice(data, "task", TASKS)
     lib.check_choice(data, "convention", CONVENTIONS)
     if data.pixels is not None:
         lib.check_choice(data, "pixels", ("values", "tokens"))
-    run = lib.Run(TITLE, data, model, training, options)
+    run = lib.Run(data, model, training)
     task = TASKS[data.task]
     data.pixels = data.pixels or CONVENTIONS[data.convention].pixels
     data.max_length = task.max_length if data.max_length is None else data.max_length

@@ -12,8 +12,8 @@ from luna_mega.distillation.exact import ConversionReport, convert_encoder, load
 from luna_mega.distillation.sentences import read_modules
 from luna_mega.errors import ConversionError
 from luna_mega.escaping import code
+from luna_mega.hub.card import license_of
 from luna_mega.hub.folder import set_max_length
-from luna_mega.hub.licenses import license_of
 from luna_mega.hub.output import check_output, complete_folder
 
 

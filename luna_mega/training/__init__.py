@@ -8,7 +8,6 @@ A script imports only this module. Names that all tasks use are here, and others
 from luna_mega.hub.folder import load_tokenizer, remove_truncation
 from luna_mega.training import images, language_modeling, optimization, streams, tokenizers, weight_average
 from luna_mega.training.arguments import (
-    RunArguments,
     check_choice,
     check_finite,
     check_least,
@@ -29,6 +28,7 @@ from luna_mega.training.data import (
     ClassifierArguments,
     LimitArguments,
     SourceArguments,
+    StreamArguments,
     check_scores,
     check_split,
     choose_splits,

@@ -5,7 +5,7 @@ import math
 import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from itertools import chain
 from pathlib import Path
 from typing import Any, NoReturn
@@ -14,7 +14,6 @@ import torch
 import yaml
 from huggingface_hub.errors import HTTPError, StrictDataclassError
 from transformers import HfArgumentParser
-from transformers.hf_argparser import HfArg
 
 from luna_mega.errors import reason
 from luna_mega.escaping import terminal
@@ -23,15 +22,6 @@ from luna_mega.escaping import terminal
 WORLD_SIZES = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE")
 # Errors of libraries about invalid options, files and data.
 INVALID = (OSError, ValueError, TypeError, ImportError, HTTPError, StrictDataclassError, yaml.YAMLError)
-
-
-@dataclass
-class RunArguments:
-    """Options of all training scripts."""
-
-    streaming: bool = HfArg(default=False, help="stream the training data instead of loading it; requires --max_steps")
-    shuffle_buffer: int = HfArg(default=10_000, help="buffer size of the shuffling with --streaming")
-    ema_decay: float = HfArg(default=0.0, help="decay of the average of weights that is saved; 0 = none")
 
 
 def fail(message: object) -> NoReturn:

@@ -27,6 +27,14 @@ class SourceArguments:
 
 
 @dataclass
+class StreamArguments(SourceArguments):
+    """Options of tasks that can stream their data."""
+
+    streaming: bool = HfArg(default=False, help="stream the training data instead of loading it; requires --max_steps")
+    shuffle_buffer: int = HfArg(default=10_000, help="buffer size of the shuffling with --streaming")
+
+
+@dataclass
 class LimitArguments:
     """Options that limit the number of rows."""
 

@@ -7,8 +7,7 @@ from huggingface_hub import HfApi, ModelCard
 from transformers import Trainer, TrainingArguments
 
 from luna_mega.escaping import code, markdown
-from luna_mega.hub.card import FILE_NAME, task_of
-from luna_mega.hub.licenses import license_metadata
+from luna_mega.hub.card import FILE_NAME, license_metadata, task_of
 from luna_mega.training.arguments import fail, one_line
 
 

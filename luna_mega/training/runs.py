@@ -25,7 +25,7 @@ from transformers.trainer_utils import has_length, sort_checkpoints
 
 from luna_mega.hub.bundle import register_for_auto_class
 from luna_mega.hub.folder import remove_truncation
-from luna_mega.training.arguments import RunArguments, check_launch, check_least, fail, one_line
+from luna_mega.training.arguments import check_launch, check_least, fail, one_line
 from luna_mega.training.hub import check_hub, complete_card, describe_source, publish
 from luna_mega.training.models import CheckpointArguments
 from luna_mega.training.seeded import SeededSampler
@@ -134,40 +134,27 @@ class Run:
             metrics |= score(trainer)
 
     Attributes:
-        options: Options of all scripts.
         checkpoint: Checkpoint from which the run resumes.
         base_model: Model that is fine-tuned.
     """
 
-    def __init__(
-        self,
-        title: str,
-        data: object,
-        model: CheckpointArguments,
-        training: TrainingArguments,
-        options: RunArguments,
-        *,
-        streams: bool = False,
-        predicts: bool = True,
-    ):
+    def __init__(self, data: object, model: CheckpointArguments, training: TrainingArguments, *, predicts: bool = True):
         """Exit if options contradict each other; find the checkpoint to resume from, and set the seed.
 
         A resumed run loads configuration and tokenizer from its checkpoint, even if it was started from scratch.
-        `streams` and `predicts` specify whether the task `title` supports `--streaming` and `--do_predict`.
+        `predicts` specifies whether the script supports `--do_predict`.
         """
         check_launch(training.world_size)
         if training.world_size > 1 and training.device.type == "cpu":  # Trainer sets ddp_timeout only for accelerators
             dist.distributed_c10d._set_pg_timeout(timedelta(seconds=training.ddp_timeout))
         if training.do_predict and not predicts:
-            fail(f"--do_predict: a {title} has no test predictions; pass --do_eval")
-        if options.streaming and not streams:
-            fail(f"--streaming: {title} loads its data; only texts of language models can be streamed")
-        _check_options(data, model, training, options)
+            fail("--do_predict: this script has no test predictions; pass --do_eval")
+        _check_options(data, model, training)
         if training.include_num_input_tokens_seen == "no":  # Trainer logs the speed of counted tokens
             training.include_num_input_tokens_seen = "non_padding"
-        self.data, self.training, self.options = data, training, options
+        self.data, self.training, self.ema_decay = data, training, model.ema_decay
         self.base_model, self.license = model.model_name_or_path, model.license
-        self.checkpoint = find_checkpoint(training, *([FILE_NAME] if options.ema_decay else []))
+        self.checkpoint = find_checkpoint(training, *([FILE_NAME] if model.ema_decay else []))
         model.model_name_or_path = self.checkpoint or self.base_model
         set_seed(training.seed)
 
@@ -195,8 +182,8 @@ class Run:
             publish(trainer)
 
     def _train(self, trainer: Trainer) -> dict[str, Any]:
-        if self.options.ema_decay:
-            add_average(trainer, self.options.ema_decay, self.checkpoint)
+        if self.ema_decay:
+            add_average(trainer, self.ema_decay, self.checkpoint)
         if self.checkpoint and load_finished(trainer, self.checkpoint):
             metrics = {"epoch": trainer.state.epoch}
         else:
@@ -211,9 +198,7 @@ class Run:
         return save(trainer, "train", metrics)
 
 
-def _check_options(
-    data: object, model: CheckpointArguments, training: TrainingArguments, options: RunArguments
-) -> None:
+def _check_options(data: object, model: CheckpointArguments, training: TrainingArguments) -> None:
     if not (training.do_train or training.do_eval or training.do_predict):
         fail("nothing to do; pass --do_train, --do_eval or --do_predict")
     if not (training.do_train or model.model_name_or_path):
@@ -225,17 +210,17 @@ def _check_options(
             fail(f"--early_stopping_patience needs {needed}")
     if training.push_to_hub or training.hub_token or model.license:
         check_hub(training, model.license)
-    if options.streaming:
+    if getattr(data, "streaming", False):
         if training.do_train and training.max_steps <= 0:
             fail("--streaming needs --max_steps, because the length of the data is unknown")
         if training.dataloader_num_workers > 1:
             fail(f"--dataloader_num_workers {training.dataloader_num_workers}: --streaming supports at most 1 worker")
-        check_least(options, 1, "shuffle_buffer")
-    if not 0.0 <= options.ema_decay < 1.0:
-        fail(f"--ema_decay {options.ema_decay} must be in [0, 1)")
-    if options.ema_decay and not training.do_train:
+        check_least(data, 1, "shuffle_buffer")
+    if not 0.0 <= model.ema_decay < 1.0:
+        fail(f"--ema_decay {model.ema_decay} must be in [0, 1)")
+    if model.ema_decay and not training.do_train:
         fail("--ema_decay requires --do_train")
-    if options.ema_decay and training.load_best_model_at_end:
+    if model.ema_decay and training.load_best_model_at_end:
         fail("--ema_decay saves the average of the last step; remove --load_best_model_at_end")
 
 

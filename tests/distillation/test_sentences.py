@@ -10,7 +10,7 @@ from transformers import AutoModel, AutoModelForSequenceClassification, AutoToke
 import luna_mega_cli
 from luna_mega.distillation.convert import convert_teacher
 from luna_mega.distillation.sentences import read_modules
-from luna_mega.hub.licenses import license_of
+from luna_mega.hub.card import license_of
 from tests.damage import NOT_OBJECTS
 from tests.distillation.models import ENCODERS, change, make_model, save_teacher, write, xlm_tokenizer
 from tests.errors import check_error, command_error

@@ -55,7 +55,7 @@ def test_a_run_publishes_a_model_after_its_evaluation(error, tmp_path, monkeypat
     training = TrainingArguments(str(tmp_path), do_train=True, use_cpu=True)
     trainer, describe = SimpleNamespace(add_callback=lambda callback: None), lambda *about: steps.append(about[3])
     with pytest.raises(ValueError) if error else nullcontext():
-        with lib.Run("title", data, model, training, lib.RunArguments()).fit(trainer, describe) as metrics:
+        with lib.Run(data, model, training).fit(trainer, describe) as metrics:
             assert metrics == {"train_loss": 1.0}
             steps.append("evaluate")
             if error:

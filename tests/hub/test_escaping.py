@@ -10,8 +10,7 @@ from markdown_it import MarkdownIt
 
 from luna_mega.errors import ConversionError
 from luna_mega.escaping import LONGEST, code, code_block, markdown, one_line, terminal
-from luna_mega.hub.card import conversion_card
-from luna_mega.hub.licenses import license_metadata
+from luna_mega.hub.card import conversion_card, license_metadata
 from tests.modeling.luna import tiny_config
 
 ALIVE = [
