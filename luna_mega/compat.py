@@ -95,6 +95,11 @@ def rename_cache(arguments: dict[str, Any], name: str = CACHE_NAME) -> None:
     arguments[name] = cache
 
 
+def has_cache(function: Callable) -> bool:
+    """Return whether the cache is a parameter of a method; otherwise its keyword arguments may contain it."""
+    return not inspect.signature(function).parameters.keys().isdisjoint(_CACHE_NAMES)
+
+
 def accept_cache_names(function: Callable) -> Callable:
     """Return a method that accepts its cache under both names; its signature has the name that transformers uses.
 
@@ -104,10 +109,12 @@ def accept_cache_names(function: Callable) -> Callable:
         return function
     signature = inspect.signature(function)
     declared = next((name for name in _CACHE_NAMES if name in signature.parameters), CACHE_NAME)
+    (other,) = {*_CACHE_NAMES} - {declared}
 
     @wraps(function)
     def wrapper(self, *args, **kwargs):
-        rename_cache(kwargs, declared)
+        if other in kwargs:
+            rename_cache(kwargs, declared)
         return function(self, *args, **kwargs)
 
     parameters = signature.parameters.values()

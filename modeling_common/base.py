@@ -8,9 +8,9 @@ from torch import nn
 from transformers.configuration_utils import PreTrainedConfig
 from transformers.modeling_utils import PreTrainedModel
 
-from luna_mega.compat import accept_cache_names
+from luna_mega.compat import accept_cache_names, has_cache
+from luna_mega.modeling_common.arguments import INPUT_NAMES
 from luna_mega.modeling_common.tensor_parallel import RankBoundary, check_plan, known_rules, wildcard
-from luna_mega.modeling_common.validation import INPUT_NAMES
 
 # Fields of the configuration that only apply to one kind of input.
 INPUT_OF_FIELD = {"vocab_size": "tokens", "image_size": "patches", "patch_size": "patches"}
@@ -38,7 +38,8 @@ class CommonPreTrainedModel(PreTrainedModel):
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """Let `forward` accept its cache under both names, also if it is inherited from a mixin."""
         super().__init_subclass__(**kwargs)
-        cls.forward = accept_cache_names(cls.forward)
+        if has_cache(cls.forward):  # other heads pass it on to the body
+            cls.forward = accept_cache_names(cls.forward)
 
     def __init__(self, config: PreTrainedConfig):
         super().__init__(config)

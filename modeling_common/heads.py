@@ -33,7 +33,7 @@ def find_kept(config: PreTrainedConfig, inputs: dict[str, Any], length: int) -> 
     """Return the bool mask `[B, T]` of the last T positions of `inputs`, as the body applies it; None = all."""
     mask, tokens = inputs.get("attention_mask"), inputs.get("input_ids")
     if mask is not None:
-        return drop_if_full(read_mask("attention_mask", mask[:, -length:]))
+        return read_mask("attention_mask", mask[:, -length:], drop_full=True)
     return None if tokens is None else drop_if_full(find_mask(tokens, config))
 
 

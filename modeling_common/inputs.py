@@ -1,4 +1,4 @@
-"""Inputs of a forward pass: `prepare` checks and reads the arguments, and `embed` is the first computation."""
+"""Inputs of a forward pass: `prepare` returns them as `Inputs`, and `embed` is the first computation."""
 
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -7,20 +7,21 @@ import torch
 from torch import nn
 from transformers.cache_utils import Cache
 
+from luna_mega.kernels.support import in_program
+from luna_mega.modeling_common.arguments import (
+    check_input,
+    check_options,
+    check_padding_free,
+    check_position_ids,
+    check_source,
+    check_token_types,
+    check_tokens,
+)
 from luna_mega.modeling_common.cache import StateCache, begin_cache, split_cache
 from luna_mega.modeling_common.layout import DENSE, DenseLayout, Layout, close_gaps
 from luna_mega.modeling_common.masks import can_look, clean, drop_if_full, find_mask, read_mask
 from luna_mega.modeling_common.padding_free import VARLEN_OPTIONS, find_padding_free, unpad
 from luna_mega.modeling_common.pooling import without_first
-from luna_mega.modeling_common.validation import (
-    check_inputs,
-    check_padding_free,
-    check_source,
-    check_tokens,
-    find_boundaries,
-    read_token_types,
-    validate,
-)
 
 
 class ValueEmbeddings(nn.Module):
@@ -71,85 +72,106 @@ class Inputs(NamedTuple):
 def prepare(
     model: Any,
     *,
+    options: Mapping[str, Any],
+    input_ids: torch.Tensor | None = None,
+    attention_mask: torch.Tensor | None = None,
+    token_type_ids: torch.Tensor | None = None,
+    position_ids: torch.Tensor | None = None,
+    inputs_embeds: torch.Tensor | None = None,
+    input_values: torch.Tensor | None = None,
+    pixel_values: torch.Tensor | None = None,
+    grid: tuple[int, int] | None = None,
     encoder_hidden_states: torch.Tensor | None = None,
     encoder_attention_mask: torch.Tensor | None = None,
-    **arguments: Any,
+    past_key_values: Cache | None = None,
+    use_cache: bool | None = None,
 ) -> Inputs:
     """Return the inputs of a forward pass of `model`, a model without a head.
 
-    Args:
-        model: model whose attributes specify the supported inputs, see `BodyMixin`.
-        encoder_hidden_states: `[B, S, d]`, output of an encoder, or None.
-        encoder_attention_mask: `[B, S]`, 1 = keep; None = all.
-        arguments: further arguments of `forward`, its keyword arguments as `options`, and as `grid` the rows and
-            columns of patches of images.
+    The attributes of `BodyMixin` specify the supported arguments, which are those of `forward`: `options` are its
+    keyword arguments, and `grid` the rows and columns of patches of images.
 
     Raises:
-        ValueError: The arguments do not fit together or are not supported by the model.
+        ValueError: The arguments do not fit together or are not supported by the model, see `arguments.py`.
     """
-    inputs = read(model, **arguments)
-    if model.config.add_cross_attention or encoder_hidden_states is not None or encoder_attention_mask is not None:
-        inputs = _read_source(model, inputs, encoder_hidden_states, encoder_attention_mask)
-    return inputs
-
-
-def read(
-    model: Any,
-    *,
-    options: Mapping[str, Any],
-    attention_mask: torch.Tensor | None = None,
-    position_ids: torch.Tensor | None = None,
-    token_type_ids: torch.Tensor | None = None,
-    past_key_values: Cache | None = None,
-    use_cache: bool | None = None,
-    grid: tuple[int, int] | None = None,
-    **values: torch.Tensor | None,
-) -> Inputs:
-    """Return the inputs without the output of an encoder, after all checks."""
+    config = model.config
     updated = cache = cross_cache = None
-    if past_key_values is not None or use_cache or (use_cache is None and model.config.is_decoder):
+    if past_key_values is not None or use_cache or (use_cache is None and config.is_decoder):
         updated = begin_cache(model, past_key_values, use_cache)
         cache, cross_cache = split_cache(updated)
     seen = 0 if cache is None else cache.get_seq_length()
-    given, mask, output_weights = validate(model, values, grid, attention_mask, cache, seen, options)
+
+    output_states = bool(options.get("output_hidden_states", config.output_hidden_states))
+    output_weights = any(options.get(name, getattr(config, name, False)) for name in model.weight_options)
+    check_options(model, options, attention_mask, seen, output_weights)
+    output_weights = output_weights or config._attn_implementation == "eager"
+    output_weights = output_weights and (not seen or model.returns_cached_weights)
+
+    values = {"input_ids": input_ids, "input_values": input_values, "pixel_values": pixel_values}
+    given: Any = next((x for x in (*values.values(), inputs_embeds) if x is not None), None)
+    mask = attention_mask
+    if seen and mask is not None and mask.dim() == 2 and given is not None and given.dim() > 1:
+        # The mask may cover all positions. In an exported program `seen` is a flag.
+        if in_program() or mask.shape[1] == seen + given.shape[1]:
+            mask = mask[:, -given.shape[1] :]
+    check_input(model, mask, grid, inputs_embeds=inputs_embeds, **values)
+    mask = read_mask("attention_mask", mask, drop_full=True)
+    if attention_mask is None and given.dim() == 2 and not given.is_floating_point():
+        mask = drop_if_full(find_mask(given, config))
     shape = (given.shape[0], given.shape[1] if grid is None else grid[0] * grid[1])
-    if mask is not None:
-        mask = drop_if_full(mask)
-    elif given.dim() == 2 and not given.is_floating_point():
-        mask = drop_if_full(find_mask(given, model.config))
+    if cache is not None:
+        cache.check(config, given, model.ranks)
     if token_type_ids is not None:
-        token_type_ids = read_token_types(model, token_type_ids, shape, mask)
-    output_states = bool(options.get("output_hidden_states", model.config.output_hidden_states))
-    requested = (output_weights, output_states)
-    inputs = Inputs(
-        given, mask, DENSE, updated, cache, cross_cache, seen, *requested, None, token_type_ids=token_type_ids
-    )
-    boundaries = None
+        check_token_types(model, token_type_ids, shape, mask)
+        token_type_ids = read_token_types(model, token_type_ids, mask)
+
+    boundaries, layout = None, None
     if position_ids is not None:
-        position_ids, boundaries = find_boundaries(model, position_ids, shape, attention_mask, cache, options)
-        inputs = inputs._replace(position_ids=position_ids)
-    declared = boundaries is not None or not VARLEN_OPTIONS.isdisjoint(options)
-    if declared and (layout := find_padding_free(shape, mask, boundaries, options)) is not None:
-        check_padding_free(model, inputs, layout, past_key_values is not None or bool(use_cache))
-        return inputs._replace(layout=layout, past_key_values=None, cache=None, cross_cache=None)
-    unpads = model.config.unpad_inputs and updated is None and not (output_weights or output_states)
-    if unpads and not model.config.add_cross_attention and (layout := unpad(mask)) is not None:
-        return inputs._replace(layout=layout)
-    return inputs._replace(layout=close_gaps(mask, cache) if model.closes_gaps else DenseLayout(mask))
+        check_position_ids(model, position_ids, shape, attention_mask, cache)
+        position_ids = position_ids[None] if position_ids.dim() == 1 else position_ids
+        if attention_mask is None and (not model.uses_positions or options.get("cu_seq_lens_q") is None):
+            boundaries = position_ids
+    if boundaries is not None or not VARLEN_OPTIONS.isdisjoint(options):
+        layout = find_padding_free(shape, mask, boundaries, options)
+    if layout is not None:
+        requests_cache = past_key_values is not None or bool(use_cache)
+        check_padding_free(model, layout, requests_cache, output_weights, output_states)
+        updated = cache = None  # a decoder creates one by default
+    elif config.unpad_inputs and updated is None and not config.add_cross_attention:
+        layout = None if output_weights or output_states else unpad(mask)
+    if layout is None:
+        layout = close_gaps(mask, cache) if model.closes_gaps else DenseLayout(mask)
+
+    encoder_layout = DENSE
+    if config.add_cross_attention or encoder_hidden_states is not None or encoder_attention_mask is not None:
+        check_source(model, encoder_hidden_states, encoder_attention_mask, given.shape[0], cross_cache)
+        encoder_mask = read_mask("encoder_attention_mask", encoder_attention_mask, drop_full=True)
+        encoder_layout = DenseLayout(encoder_mask)
+        if encoder_hidden_states is not None and not (cross_cache is not None and cross_cache.layers[0].is_initialized):
+            encoder_layout = close_gaps(encoder_mask) if model.closes_gaps else encoder_layout
+            encoder_hidden_states = encoder_layout.gather(clean(encoder_hidden_states, encoder_mask))
+    return Inputs(
+        given=given,
+        mask=mask,
+        layout=layout,
+        past_key_values=updated,
+        cache=cache,
+        cross_cache=cross_cache,
+        seen=seen,
+        output_weights=output_weights,
+        output_states=output_states,
+        position_ids=position_ids,
+        encoder_hidden_states=encoder_hidden_states,
+        encoder_layout=encoder_layout,
+        token_type_ids=token_type_ids,
+    )
 
 
-def _read_source(
-    model: Any, inputs: Inputs, states: torch.Tensor | None, attention_mask: torch.Tensor | None
-) -> Inputs:
-    """Return the inputs with the output of an encoder, unless the cache contains it already."""
-    cached = check_source(model, inputs, states, attention_mask)
-    mask = drop_if_full(read_mask("encoder_attention_mask", attention_mask))
-    layout: Layout = DenseLayout(mask)
-    if states is not None and not cached:
-        states = clean(states, mask)
-        layout = close_gaps(mask) if model.closes_gaps else layout
-        states = layout.gather(states)
-    return inputs._replace(encoder_hidden_states=states, encoder_layout=layout)
+def read_token_types(model: Any, token_type_ids: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor | None:
+    """Return `token_type_ids` `[B, T]` with 0 at positions that the bool mask drops; None = no type embeddings."""
+    if not model.token_types:
+        return None
+    return token_type_ids if mask is None else token_type_ids.masked_fill(~mask, 0)
 
 
 def embed(model: Any, inputs: Inputs) -> torch.Tensor:
@@ -196,8 +218,9 @@ def read_sequences(
     Raises:
         ValueError: As `prepare`; and if the batch is padding-free.
     """
+    check_input(model, attention_mask, **inputs)
     mask = read_mask("attention_mask", attention_mask)
-    given = check_inputs(model, mask, inputs)
+    given: Any = next(x for x in inputs.values() if x is not None)
     shape = (given.shape[0], given.shape[1])
     positions = options.get("position_ids") if mask is None else None
     if find_padding_free(shape, None, positions, options) is not None:
@@ -206,7 +229,8 @@ def read_sequences(
         mask = find_mask(inputs["input_ids"], model.config)
     if drop_first_token:
         if (types := options.get("token_type_ids")) is not None:
-            inputs = inputs | {"token_type_ids": read_token_types(model, types, shape, mask)}
+            check_token_types(model, types, shape, mask)
+            inputs = inputs | {"token_type_ids": read_token_types(model, types, mask)}
         inputs = {key: without_first(value, mask) for key, value in inputs.items()}
         mask = without_first(mask, mask)
     return mask, inputs

@@ -22,26 +22,27 @@ def can_look(x: torch.Tensor) -> bool:
     return type(x) is torch.Tensor and x.device.type == "cpu" and not in_program()
 
 
-def read_mask(name: str, mask: torch.Tensor | None) -> torch.Tensor | None:
+def read_mask(name: str, mask: torch.Tensor | None, drop_full: bool = False) -> torch.Tensor | None:
     """Return a mask as bool, True = keep; None stays None.
 
     Args:
         name: name of the argument in the error.
         mask: bool of any shape, or numbers that are 1 (keep) or 0 (drop).
+        drop_full: return None for a mask that keeps everything, if reading it is free, see `can_look`.
 
     Raises:
         ValueError: The mask has other values. They are only checked if reading them is free (see `can_look`); else
             every value except 0 keeps.
     """
-    if mask is None or mask.dtype == torch.bool:
-        return mask
-    kept = mask.bool()
-    if can_look(mask) and not kept.to(mask.dtype).equal(mask):
+    if mask is None:
+        return None
+    kept, looks = mask.bool(), can_look(mask)
+    if looks and mask.dtype != torch.bool and not kept.to(mask.dtype).equal(mask):
         raise ValueError(
             f"`{name}` has values from {mask.min().item()} to {mask.max().item()}, but must have only 1 (keep) and 0 "
             f"(drop); convert an additive mask, which has 0 and -inf, with `{name} == 0`"
         )
-    return kept
+    return None if drop_full and looks and kept.all() else kept
 
 
 def padding_token(config: PreTrainedConfig) -> int | None:

@@ -12,12 +12,12 @@ from transformers.modeling_outputs import SequenceClassifierOutput
 from transformers.utils.generic import can_return_tuple
 
 from luna_mega.kernels.support import upcast
+from luna_mega.modeling_common.arguments import HeadKwargs
 from luna_mega.modeling_common.heads import Head
 from luna_mega.modeling_common.inputs import read_sequences
 from luna_mega.modeling_common.label_checks import validate_pairs, validate_pooled
 from luna_mega.modeling_common.masks import read_mask
 from luna_mega.modeling_common.outputs import BodyOutput
-from luna_mega.modeling_common.validation import HeadKwargs
 
 
 class ClassificationHead(nn.Module):

@@ -8,6 +8,7 @@ from transformers.cache_utils import EncoderDecoderCache
 from transformers.modeling_outputs import BaseModelOutput
 from transformers.utils.generic import ModelOutput, can_return_tuple
 
+from luna_mega.modeling_common.arguments import HeadKwargs
 from luna_mega.modeling_common.base import ModelMixin
 from luna_mega.modeling_common.cache import keeps_cache
 from luna_mega.modeling_common.heads import LMHead, find_kept, model_inputs
@@ -16,7 +17,6 @@ from luna_mega.modeling_common.labels import count_kept, keep_positions, shift_r
 from luna_mega.modeling_common.masks import drop_if_full, find_mask, read_mask
 from luna_mega.modeling_common.outputs import Seq2SeqLMOutput, Seq2SeqModelOutput
 from luna_mega.modeling_common.tensor_parallel import known_rules
-from luna_mega.modeling_common.validation import HeadKwargs
 
 
 class EncoderDecoder(ModelMixin):

@@ -8,10 +8,10 @@ from transformers.modeling_outputs import CausalLMOutputWithPast, Seq2SeqLMOutpu
 from transformers.utils.generic import ModelOutput, can_return_tuple
 
 from luna_mega.compat import with_cache_alias
+from luna_mega.modeling_common.arguments import HeadKwargs
 from luna_mega.modeling_common.generation import Seq2SeqGenerationMixin, StateGenerationMixin
 from luna_mega.modeling_common.heads import GenericForCausalLM, model_inputs
 from luna_mega.modeling_common.seq2seq import Seq2SeqBody, Seq2SeqLM
-from luna_mega.modeling_common.validation import HeadKwargs
 from luna_mega.modeling_luna.cache_luna import LunaCache
 from luna_mega.modeling_luna.configuration_luna import LunaConfig, LunaSeq2SeqConfig
 from luna_mega.modeling_luna.modeling_luna import LunaModelOutput, LunaPreTrainedModel

@@ -17,6 +17,7 @@ from transformers.modeling_outputs import (
 from transformers.utils.generic import can_return_tuple
 
 from luna_mega.kernels.api import luna_unpack
+from luna_mega.modeling_common.arguments import HeadKwargs
 from luna_mega.modeling_common.heads import (
     GenericForMaskedLM,
     GenericForQuestionAnswering,
@@ -30,7 +31,6 @@ from luna_mega.modeling_common.pooled_heads import (
     PooledHead,
 )
 from luna_mega.modeling_common.pooling import first_token, masked_mean
-from luna_mega.modeling_common.validation import HeadKwargs
 from luna_mega.modeling_luna.configuration_luna import LunaConfig
 from luna_mega.modeling_luna.modeling_luna import LunaModel, LunaModelOutput, LunaPreTrainedModel
 

@@ -30,6 +30,7 @@ from luna_mega.kernels.api import (
     luna_unpack,
 )
 from luna_mega.kernels.support import Dropout, forbid_capture
+from luna_mega.modeling_common.arguments import ModelKwargs
 from luna_mega.modeling_common.base import BodyMixin, CommonPreTrainedModel
 from luna_mega.modeling_common.cache import layer_caches
 from luna_mega.modeling_common.inputs import ValueEmbeddings, embed, prepare, scatter_states
@@ -37,7 +38,6 @@ from luna_mega.modeling_common.layout import DENSE, Layout
 from luna_mega.modeling_common.masks import padding_token
 from luna_mega.modeling_common.processes import has_peers
 from luna_mega.modeling_common.tensor_parallel import RankBoundary
-from luna_mega.modeling_common.validation import ModelKwargs
 from luna_mega.modeling_luna.cache_luna import LunaCache, LunaCacheLayer, LunaSeq2SeqCache
 from luna_mega.modeling_luna.configuration_luna import LunaConfig
 from luna_mega.modeling_luna.importance_luna import pack_by_importance, rows_in_use

@@ -7,7 +7,7 @@ import torch
 from transformers.configuration_utils import PreTrainedConfig
 
 from luna_mega.modeling_common.inputs import Inputs
-from luna_mega.modeling_common.masks import drop_if_full, is_sound, read_mask
+from luna_mega.modeling_common.masks import is_sound, read_mask
 from luna_mega.modeling_common.outputs import selected_hidden_states
 
 PackedStates = list[torch.Tensor | None]  # of each layer
@@ -33,7 +33,7 @@ def read_packed(
             raise ValueError("`packed_states` is missing; a decoder with `add_cross_attention=True` requires it")
         return None
     _check(states, mask, (inputs.layout.sizes(inputs.given)[0], "rows", width))
-    mask = drop_if_full(read_mask("packed_mask", mask))
+    mask = read_mask("packed_mask", mask, drop_full=True)
     if mask is not None:  # unused rows may contain NaN, and pass through the layers
         states = states.masked_fill(~mask[..., None] & ~is_sound(states), 0.0)
     return [states] * layers, mask

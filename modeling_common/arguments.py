@@ -1,13 +1,13 @@
-"""Checks of the arguments of a forward pass. All of them run before the first embedding."""
+"""Checks of the arguments of a forward pass, which run before the first embedding. They only raise errors."""
 
 from collections.abc import Mapping
 from typing import Any, TypedDict
 
 import torch
 
-from luna_mega.kernels.support import in_program, is_exporting
+from luna_mega.kernels.support import is_exporting
 from luna_mega.modeling_common.cache import StateCache
-from luna_mega.modeling_common.masks import can_look, can_read, read_mask
+from luna_mega.modeling_common.masks import can_look, can_read
 from luna_mega.modeling_common.padding_free import VARLEN_OPTIONS, PaddingFreeLayout
 
 # Argument with the input of a model, by `config.input_type`.
@@ -40,72 +40,41 @@ class HeadKwargs(ModelKwargs, total=False):
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
-def validate(
-    model: Any,
-    given: dict[str, torch.Tensor | None],
-    grid: tuple[int, int] | None,
-    attention_mask: torch.Tensor | None,
-    cache: StateCache | None,
-    seen: int,
-    options: Mapping[str, Any],
-) -> tuple[torch.Tensor, torch.Tensor | None, bool]:
-    """Return the input, its bool mask `[B, T]`, and whether attention returns its weights.
-
-    For the arguments, see `read`; `given` are the inputs by name, and `seen` is the number of positions in the cache.
-    """
-    config = model.config
+def check_options(
+    model: Any, options: Mapping[str, Any], attention_mask: torch.Tensor | None, seen: int, returns_weights: bool
+) -> None:
+    """Raise `ValueError` for unknown keyword arguments, and for those that other arguments exclude."""
     if unknown := {*options} - COMMON_OPTIONS - model.own_options:
-        family = config.model_type.capitalize()
+        family = model.config.model_type.capitalize()
         raise ValueError(f"{family} models do not support {', '.join(sorted(unknown))}; omit the argument")
-    if attention_mask is not None:
-        if options.get("cu_seq_lens_q") is not None:
-            raise ValueError("`attention_mask` is not supported with `cu_seq_lens_q`; pass only one of them")
-        value = next((x for x in given.values() if x is not None), None)
-        if seen and value is not None and value.dim() > 1 and attention_mask.dim() == 2:
-            length = value.shape[1]
-            # The mask may cover all positions. In an exported program `seen` is a flag.
-            if in_program() or attention_mask.shape[1] == seen + length:
-                attention_mask = attention_mask[:, -length:]
-    mask = read_mask("attention_mask", attention_mask)
-    checked = check_inputs(model, mask, given, grid)
-    if cache is not None:
-        cache.check(config, checked, model.ranks)
-    requested = any(options.get(name, getattr(config, name, False)) for name in model.weight_options)
-    if not seen or model.returns_cached_weights:
-        return checked, mask, requested or config._attn_implementation == "eager"
-    if requested and not is_exporting():
+    if attention_mask is not None and options.get("cu_seq_lens_q") is not None:
+        raise ValueError("`attention_mask` is not supported with `cu_seq_lens_q`; pass only one of them")
+    if returns_weights and seen and not model.returns_cached_weights and not is_exporting():
         raise ValueError("`output_attentions=True` requires a new cache; pass `use_cache=False` for the weights")
-    return checked, mask, False
 
 
-def check_inputs(
-    model: Any,
-    mask: torch.Tensor | None,
-    inputs: dict[str, torch.Tensor | None],
-    grid: tuple[int, int] | None = None,
-) -> torch.Tensor:
-    """Return the only input; raise `ValueError` for several, for an empty one, or for a mask of another shape.
+def check_input(
+    model: Any, mask: torch.Tensor | None, grid: tuple[int, int] | None = None, **inputs: torch.Tensor | None
+) -> None:
+    """Raise `ValueError` unless exactly one of the inputs is given, not empty, and has the shape of the mask.
 
     Images have been checked by `PatchEmbeddings.find_grid`, which returns `grid`.
     """
     kind = model.config.input_type
-    name = INPUT_NAMES[kind]
-    inputs_embeds, found = inputs.get("inputs_embeds"), [x for x in inputs.values() if x is not None]
-    given = inputs_embeds if inputs.get(name) is None else inputs[name]
-    if given is None or len(found) > 1:
+    name, found = INPUT_NAMES[kind], [x for x in inputs.values() if x is not None]
+    given, embeds = inputs.get(name), inputs.get("inputs_embeds")
+    if len(found) != 1 or (given is None and embeds is None):
         raise ValueError(f"this model has input_type={kind!r}; pass exactly one of {name} and inputs_embeds")
-    shape = (given.shape[0], grid[0] * grid[1]) if grid is not None else tuple(given.shape[:2])
-    width = [] if given is not inputs_embeds else [model.input_width]
-    if grid is None and (given.dim() < 2 or list(given.shape[2:]) != width):
+    shape = list(found[0].shape)
+    if grid is None and (len(shape) < 2 or shape[2:] != ([] if embeds is None else [model.input_width])):
         raise ValueError(
-            f"`{name}` must have the shape [B, T], or inputs_embeds [B, T, {model.input_width}], got "
-            f"{list(given.shape)}"
+            f"`{name}` must have the shape [B, T], or inputs_embeds [B, T, {model.input_width}], got {shape}"
         )
-    if 0 in shape:
-        raise ValueError(f"the batch is empty: {shape[0]} sequences of length {shape[1]}; pass at least one token")
-    if mask is not None and mask.shape != shape:
-        raise ValueError(f"attention_mask must have the shape {list(shape)} of the input, got {list(mask.shape)}")
-    return given
+    rows, length = shape[0], shape[1] if grid is None else grid[0] * grid[1]
+    if 0 in (rows, length):
+        raise ValueError(f"the batch is empty: {rows} sequences of length {length}; pass at least one token")
+    if mask is not None and mask.shape != (rows, length):
+        raise ValueError(f"attention_mask must have the shape {[rows, length]} of the input, got {list(mask.shape)}")
 
 
 def check_tokens(given: torch.Tensor, vocab_size: int) -> None:
@@ -119,25 +88,21 @@ def check_tokens(given: torch.Tensor, vocab_size: int) -> None:
             )
 
 
-def read_token_types(
+def check_token_types(
     model: Any, token_type_ids: torch.Tensor, shape: tuple[int, int], mask: torch.Tensor | None
-) -> torch.Tensor | None:
-    """Return `token_type_ids` `[B, T]` with 0 at positions that the bool mask drops; None = no type embeddings.
+) -> None:
+    """Raise `ValueError` for another shape, or a value that is not a type of the model at a position of the bool mask.
 
-    The values are read if that is free, on other devices only for the first batch of a model.
-
-    Raises:
-        ValueError: The shape is another one, or a value is not a type of the model. A model without type embeddings
-            only supports 0, which tokenizers of BERT return for single texts.
+    A model without type embeddings only supports 0, which tokenizers of BERT return for single texts. The values are
+    read if that is free, on other devices only for the first batch of a model.
     """
     if token_type_ids.shape != shape:
         raise ValueError(
             f"`token_type_ids` must have the shape {list(shape)} of the input, got {list(token_type_ids.shape)}"
         )
-    if mask is not None:
-        token_type_ids = token_type_ids.masked_fill(~mask, 0)
     if can_look(token_type_ids) or (not model.has_read_types and can_read(token_type_ids)):
-        first, last = (x.item() for x in token_type_ids.aminmax())
+        kept = token_type_ids if mask is None else token_type_ids.masked_fill(~mask, 0)
+        first, last = (x.item() for x in kept.aminmax())
         if first < 0 or last >= max(model.token_types, 1):
             reason = (
                 f"; they must be at least 0, and less than the `type_vocab_size` {model.token_types} of the model"
@@ -147,64 +112,60 @@ def read_token_types(
             )
             raise ValueError(f"`token_type_ids` are from {first} to {last}{reason}")
         model.has_read_types = True
-    return token_type_ids if model.token_types else None
 
 
-def find_boundaries(
+def check_position_ids(
     model: Any,
     position_ids: torch.Tensor,
     shape: tuple[int, int],
     attention_mask: torch.Tensor | None,
     cache: StateCache | None,
-    options: Mapping[str, Any],
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return `position_ids` as `[B or 1, T]`, and again if they may mark sequence boundaries, else None."""
+) -> None:
+    """Raise `ValueError` unless `position_ids` are integers `[B or 1, T]` or `[T]`, and positions of the model."""
     dtype = getattr(position_ids, "dtype", None)
     if dtype not in _INTEGERS:
         raise ValueError(f"position_ids must be a tensor of integers, got {type(position_ids).__name__} of {dtype}")
-    rows = position_ids[None] if position_ids.dim() == 1 else position_ids
-    if rows.shape != shape and rows.shape != (1, shape[1]):
+    if position_ids.shape not in (shape, (1, shape[1]), (shape[1],)):
         raise ValueError(f"position_ids must have the shape {list(shape)} of the input, got {list(position_ids.shape)}")
-    if model.uses_positions:
-        return rows, None if attention_mask is not None or options.get("cu_seq_lens_q") is not None else rows
-    if attention_mask is None:
-        return rows, rows
-    if not _follow_mask(rows, attention_mask, cache):
+    if attention_mask is None or model.uses_positions:
+        return
+    if not _follow_mask(position_ids, attention_mask, cache):
         raise ValueError(
             f"`position_ids` differ from the positions of `attention_mask`, and {model.config.model_type.capitalize()} "
             "models have no other positions; omit them, or omit the mask of a padding-free batch"
         )
-    return rows, None
 
 
 def _follow_mask(position_ids: torch.Tensor, mask: torch.Tensor, cache: StateCache | None) -> bool:
-    """Return whether positions `[B or 1, T]` count the tokens that the mask keeps; True if reading values is not free.
+    """Return whether positions `[..., T]` count the tokens that the mask keeps; True if reading values is not free.
 
     With a filled cache the mask may cover the T positions, or these and all positions before them.
     """
     if not (can_look(position_ids) and can_look(mask)):
         return True
-    length, kept = position_ids.shape[1], mask.bool()
+    length, kept = position_ids.shape[-1], mask.bool()
     counted = kept.cumsum(dim=1) - 1
     if cache is not None and cache.get_seq_length() and mask.shape[1] == length:
         counted = counted + cache.layers[0].position[:, None]
     return not bool(((counted[:, -length:] != position_ids) & kept[:, -length:]).any())
 
 
-def check_padding_free(model: Any, inputs: Any, layout: PaddingFreeLayout, requests_cache: bool) -> None:
+def check_padding_free(
+    model: Any, layout: PaddingFreeLayout, requests_cache: bool, output_weights: bool, output_states: bool
+) -> None:
     """Raise `ValueError` for arguments that padding-free batches do not support."""
     if requests_cache:
         raise ValueError("a padding-free batch has no cache; omit `past_key_values` and pass `use_cache=False`")
     if model.config.add_cross_attention:
         raise ValueError("a decoder with `add_cross_attention=True` does not support padding-free batches; pad them")
-    if inputs.output_weights:
+    if output_weights:
         raise ValueError(
             "a padding-free batch has no attention weights to return; pass `output_attentions=False` and load the "
             "model with `attn_implementation='sdpa'`"
         )
     rows, length = layout.shape
     dropped = 0 if layout.places is None else rows * length - len(layout.places)
-    if inputs.output_states and (rows > 1 or dropped):
+    if output_states and (rows > 1 or dropped):
         raise ValueError(
             "`output_hidden_states` requires a padding-free batch of one row without padding, got "
             + (f"{rows} rows" if rows > 1 else f"{dropped} positions of padding")
@@ -214,22 +175,23 @@ def check_padding_free(model: Any, inputs: Any, layout: PaddingFreeLayout, reque
         raise ValueError("images do not support padding-free batches; omit `position_ids` and `cu_seq_lens_q`")
 
 
-def check_source(model: Any, inputs: Any, states: torch.Tensor | None, mask: torch.Tensor | None) -> bool:
-    """Return whether the cache contains the encoder's output; raise `ValueError` for one that does not fit."""
+def check_source(
+    model: Any, states: torch.Tensor | None, mask: torch.Tensor | None, rows: int, cross_cache: StateCache | None
+) -> None:
+    """Raise `ValueError` for an encoder's output and mask that do not fit; a filled cache contains it already."""
     config = model.config
     if not config.add_cross_attention:
         raise ValueError("encoder_hidden_states require a decoder with add_cross_attention=True; omit them")
-    cached = inputs.cross_cache is not None and inputs.cross_cache.layers[0].is_initialized
-    if states is None and not cached:
+    cached = cross_cache if cross_cache is not None and cross_cache.layers[0].is_initialized else None
+    if states is None and cached is None:
         raise ValueError("a decoder with add_cross_attention=True needs encoder_hidden_states [B, S, d]")
-    rows, width = inputs.given.shape[0], config.hidden_size
-    if states is not None and (states.dim() != 3 or states.shape[::2] != (rows, width) or states.shape[1] == 0):
+    length, width = None if states is None else states.shape[1], config.hidden_size
+    if states is not None and (states.dim() != 3 or states.shape[::2] != (rows, width) or length == 0):
         raise ValueError(
             f"encoder_hidden_states must have the shape [{rows}, S, {width}], S at least 1, got {list(states.shape)}"
         )
-    if cached:
-        inputs.cross_cache.check_source(config, rows, None if states is None else states.shape[1], model.ranks)
-    length = states.shape[1] if states is not None else inputs.cross_cache.get_seq_length()
+    if cached is not None:
+        cached.check_source(config, rows, length, model.ranks)
+        length = cached.get_seq_length() if length is None else length
     if mask is not None and (states is not None or not model.packs) and mask.shape != (rows, length):
         raise ValueError(f"encoder_attention_mask must have the shape {[rows, length]}, got {list(mask.shape)}")
-    return cached
