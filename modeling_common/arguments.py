@@ -40,16 +40,18 @@ class HeadKwargs(ModelKwargs, total=False):
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
-def check_options(
-    model: Any, options: Mapping[str, Any], attention_mask: torch.Tensor | None, seen: int, returns_weights: bool
-) -> None:
+def check_options(model: Any, options: Mapping[str, Any], attention_mask: torch.Tensor | None) -> None:
     """Raise `ValueError` for unknown keyword arguments, and for those that other arguments exclude."""
     if unknown := {*options} - COMMON_OPTIONS - model.own_options:
         family = model.config.model_type.capitalize()
         raise ValueError(f"{family} models do not support {', '.join(sorted(unknown))}; omit the argument")
     if attention_mask is not None and options.get("cu_seq_lens_q") is not None:
         raise ValueError("`attention_mask` is not supported with `cu_seq_lens_q`; pass only one of them")
-    if returns_weights and seen and not model.returns_cached_weights and not is_exporting():
+
+
+def check_cached_weights(requested: bool) -> None:
+    """Raise `ValueError` for attention weights of a step, which do not exist for the positions in the cache."""
+    if requested and not is_exporting():
         raise ValueError("`output_attentions=True` requires a new cache; pass `use_cache=False` for the weights")
 
 

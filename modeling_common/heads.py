@@ -1,7 +1,8 @@
 """Generic heads: constructors, logits and losses of the classes with a head, for all families.
 
 A class of a family lists a generic head before the family's `PreTrainedModel`. It implements the body, the layers that
-differ, and `forward` with the arguments of the family, because Trainer reads its signature.
+differ, and `forward` with the arguments of the family, because Trainer reads its signature. It checks the labels, calls
+the body, and passes the outputs to the method of the generic head.
 """
 
 from typing import Any
@@ -12,34 +13,19 @@ from transformers.configuration_utils import PreTrainedConfig
 
 from luna_mega.kernels.support import forbid_capture, upcast
 from luna_mega.modeling_common.base import ModelMixin
-from luna_mega.modeling_common.label_checks import validate_labels, validate_span
 from luna_mega.modeling_common.labels import count_columns, count_kept, keep_positions, next_tokens
 from luna_mega.modeling_common.masks import drop_if_full, find_mask, read_mask
 from luna_mega.modeling_common.outputs import BodyOutput
 from luna_mega.modeling_common.padding_free import find_starts
 
 
-def model_inputs(
-    input_ids: torch.Tensor | None,
-    attention_mask: torch.Tensor | None,
-    inputs_embeds: torch.Tensor | None,
-    **others: Any,
-) -> dict[str, Any]:
-    """Return the arguments of the model without a head by name; `others` are specific to the family."""
-    return {"input_ids": input_ids, "attention_mask": attention_mask, "inputs_embeds": inputs_embeds} | others
-
-
-def find_kept(config: PreTrainedConfig, inputs: dict[str, Any], length: int) -> torch.Tensor | None:
-    """Return the bool mask `[B, T]` of the last T positions of `inputs`, as the body applies it; None = all."""
-    mask, tokens = inputs.get("attention_mask"), inputs.get("input_ids")
-    if mask is not None:
-        return read_mask("attention_mask", mask[:, -length:], drop_full=True)
-    return None if tokens is None else drop_if_full(find_mask(tokens, config))
-
-
-def count_labels(config: PreTrainedConfig, inputs: dict[str, Any], labels: torch.Tensor) -> torch.Tensor:
-    """Return labels `[B, T]` of the positions of `inputs`, -100 at positions that the body drops."""
-    return count_kept(labels, find_kept(config, inputs, labels.shape[1])).contiguous()
+def find_kept(
+    config: PreTrainedConfig, input_ids: torch.Tensor | None, attention_mask: torch.Tensor | None, length: int
+) -> torch.Tensor | None:
+    """Return the bool mask `[B, T]` of the last T positions, as the body applies it; None = all."""
+    if attention_mask is not None:
+        return read_mask("attention_mask", attention_mask[:, -length:], drop_full=True)
+    return None if input_ids is None else drop_if_full(find_mask(input_ids, config))
 
 
 class Head(ModelMixin):
@@ -97,18 +83,23 @@ class LMHead(Head):
 class GenericForMaskedLM(LMHead):
     """Masked language model."""
 
-    def predict_tokens(self, inputs: dict[str, Any], labels: torch.Tensor | None, **kwargs: Any) -> Any:
-        """Return the output for the `inputs` of the body; for the other arguments, see `forward`.
+    def predict_tokens(
+        self,
+        outputs: BodyOutput,
+        labels: torch.Tensor | None,
+        input_ids: torch.Tensor | None,
+        attention_mask: torch.Tensor | None,
+        **kwargs: Any,
+    ) -> Any:
+        """Return the output for the `outputs` of the body; for the other arguments, see `forward`.
 
         The logits are `[B, T, vocab_size]`, in training with `sparse_prediction` `[M, vocab_size]`. In evaluation,
         Trainer requires predictions and labels of the same positions.
         """
-        if labels is not None:
-            validate_labels(inputs, {"labels": labels})
-        outputs = self.base_model(**inputs, **kwargs, return_dict=True)
         hidden_states, loss = outputs.last_hidden_state, None
         if labels is not None:
-            labels = count_labels(self.config, inputs, labels)
+            kept = find_kept(self.config, input_ids, attention_mask, labels.shape[1])
+            labels = count_kept(labels, kept).contiguous()
             if self.training and self.config.sparse_prediction:
                 forbid_capture(labels, "sparse_prediction, whose size depends on the labels", "set it to False")
                 predicted = labels != -100
@@ -127,31 +118,31 @@ class GenericForCausalLM(LMHead):
 
     def predict_next(
         self,
-        inputs: dict[str, Any],
+        outputs: BodyOutput,
         labels: torch.Tensor | None,
+        shift_labels: torch.Tensor | None,
         logits_to_keep: int | torch.Tensor,
-        shift_labels: torch.Tensor | None = None,
+        input_ids: torch.Tensor | None,
+        attention_mask: torch.Tensor | None,
+        position_ids: torch.Tensor | None = None,
         **kwargs: Any,
     ) -> Any:
-        """Return the output for the `inputs` of the body; for the other arguments, see `forward`.
+        """Return the output for the `outputs` of the body; for the other arguments, see `forward`.
 
         `shift_labels` is no parameter of `forward`, because Trainer would treat it as a second label.
         """
         counted = labels is not None or shift_labels is not None
-        if counted:
-            given: Any = {"labels": labels} if shift_labels is None else {"shift_labels": shift_labels}
-            validate_labels(inputs, given, logits_to_keep)
-        outputs = self.base_model(**inputs, **kwargs, return_dict=True)
         hidden_states, targets, mask = outputs.last_hidden_state, None, None
         if counted or hidden_states.requires_grad:
-            mask = find_kept(self.config, inputs, hidden_states.shape[1])
+            mask = find_kept(self.config, input_ids, attention_mask, hidden_states.shape[1])
         if mask is not None and hidden_states.requires_grad:
             # Losses outside of the model, such as label smoothing of Trainer, count the token that padding predicts.
             # States of padding have no variance, so that norms could multiply their gradients by 1 / sqrt(eps) each.
             hidden_states = torch.where(mask[..., None], hidden_states, hidden_states.detach())
         hidden_states = keep_positions(hidden_states, logits_to_keep)
         if counted:
-            starts = find_starts(outputs.last_hidden_state.shape[:2], inputs, kwargs)
+            positions = position_ids if attention_mask is None else None
+            starts = find_starts(outputs.last_hidden_state.shape[:2], positions, kwargs)
             mask, starts = (None if x is None else keep_positions(x, logits_to_keep) for x in (mask, starts))
             targets = next_tokens(labels, shift_labels, mask, starts)
         loss, logits = self.score_next(hidden_states, labels, targets, **kwargs)
@@ -179,14 +170,19 @@ class GenericForTokenClassification(Head):
         self.dropout = nn.Dropout(config.classifier_dropout)
         self.classifier = nn.Linear(config.hidden_size, config.num_labels)
 
-    def label_tokens(self, inputs: dict[str, Any], labels: torch.Tensor | None, **kwargs: Any) -> Any:
-        """Return the output for the `inputs` of the body, with logits `[B, T, num_labels]`."""
-        if labels is not None:
-            validate_labels(inputs, {"labels": labels})
-        outputs = self.base_model(**inputs, **kwargs, return_dict=True)
+    def label_tokens(
+        self,
+        outputs: BodyOutput,
+        labels: torch.Tensor | None,
+        input_ids: torch.Tensor | None,
+        attention_mask: torch.Tensor | None,
+        **kwargs: Any,
+    ) -> Any:
+        """Return the output for the `outputs` of the body, with logits `[B, T, num_labels]`."""
         logits, loss = self.classifier(self.dropout(outputs.last_hidden_state)), None
         if labels is not None:
-            labels = count_labels(self.config, inputs, labels)
+            kept = find_kept(self.config, input_ids, attention_mask, labels.shape[1])
+            labels = count_kept(labels, kept).contiguous()
             loss = self.loss_function(logits=logits, labels=labels, config=self.config, **kwargs)
         return self.output_class(loss=loss, logits=logits, **self.carried_over(outputs))
 
@@ -201,28 +197,30 @@ class GenericForQuestionAnswering(Head):
 
     def find_span(
         self,
-        inputs: dict[str, Any],
+        outputs: BodyOutput,
         start_positions: torch.Tensor | None,
         end_positions: torch.Tensor | None,
+        input_ids: torch.Tensor | None,
+        attention_mask: torch.Tensor | None,
+        position_ids: torch.Tensor | None = None,
         **kwargs: Any,
     ) -> Any:
-        """Return the output for the `inputs` of the body, with logits of start and end `[B, T]`.
+        """Return the output for the `outputs` of the body, with logits of start and end `[B, T]`.
 
         The scores of dropped positions are the minimum of the dtype, so that no softmax or maximum depends on them.
         """
-        positions = validate_span(inputs, start_positions, end_positions)
-        outputs = self.base_model(**inputs, **kwargs, return_dict=True)
         scores, loss = self.qa_outputs(outputs.last_hidden_state), None
-        mask = find_kept(self.config, inputs, scores.shape[1])
+        mask = find_kept(self.config, input_ids, attention_mask, scores.shape[1])
         if mask is not None:
             scores = scores.masked_fill(~mask[..., None], torch.finfo(scores.dtype).min)
         logits = scores.unbind(dim=-1)
-        if positions is not None:
-            if find_starts(scores.shape[:2], inputs, kwargs) is not None:
+        if start_positions is not None and end_positions is not None:
+            positions = position_ids if attention_mask is None else None
+            if find_starts(scores.shape[:2], positions, kwargs) is not None:
                 raise ValueError(
                     f"{type(self).__name__} has no loss for a padding-free batch; pad the batch, or omit "
                     "`start_positions` and `end_positions`"
                 )
-            columns = (count_columns(column, mask) for column in positions)
+            columns = (count_columns(column.view(-1), mask) for column in (start_positions, end_positions))
             loss = self.loss_function(*(upcast(x) for x in logits), *columns, **kwargs)
         return self.output_class(loss=loss, start_logits=logits[0], end_logits=logits[1], **self.carried_over(outputs))

@@ -9,6 +9,7 @@ from transformers.cache_utils import Cache
 
 from luna_mega.kernels.support import in_program
 from luna_mega.modeling_common.arguments import (
+    check_cached_weights,
     check_input,
     check_options,
     check_padding_free,
@@ -102,10 +103,13 @@ def prepare(
     seen = 0 if cache is None else cache.get_seq_length()
 
     output_states = bool(options.get("output_hidden_states", config.output_hidden_states))
-    output_weights = any(options.get(name, getattr(config, name, False)) for name in model.weight_options)
-    check_options(model, options, attention_mask, seen, output_weights)
-    output_weights = output_weights or config._attn_implementation == "eager"
-    output_weights = output_weights and (not seen or model.returns_cached_weights)
+    requested = any(options.get(name, getattr(config, name, False)) for name in model.weight_options)
+    output_weights = requested or config._attn_implementation == "eager"
+    if options:
+        check_options(model, options, attention_mask)
+    if seen and not model.returns_cached_weights:
+        check_cached_weights(requested)
+        output_weights = False
 
     values = {"input_ids": input_ids, "input_values": input_values, "pixel_values": pixel_values}
     given: Any = next((x for x in (*values.values(), inputs_embeds) if x is not None), None)

@@ -31,45 +31,54 @@ def check_pooled_labels(config: PreTrainedConfig, labels: torch.Tensor, batch: i
         )
 
 
-def given_input(inputs: dict[str, Any]) -> torch.Tensor | None:
-    """Return the tokens, embeddings or values among the arguments of a `forward`."""
-    names = ("input_ids", "inputs_embeds", "input_values")
-    return next((inputs[name] for name in names if inputs.get(name) is not None), None)
+def given_input(*inputs: torch.Tensor | None) -> torch.Tensor | None:
+    """Return the first of the tokens, embeddings or values that is given."""
+    return next((x for x in inputs if x is not None), None)
 
 
-def validate_labels(
-    inputs: dict[str, Any],
-    labels: dict[str, torch.Tensor],
+def check_token_labels(
+    labels: torch.Tensor,
+    *inputs: torch.Tensor | None,
     logits_to_keep: int | torch.Tensor = 0,
+    name: str = "labels",
 ) -> None:
-    """Raise `ValueError` for labels, by name, of another shape than the positions `[B, T]` that have logits."""
-    given = given_input(inputs)
-    if given is None or given.dim() < 2:
-        return  # the body raises the error
-    kept = keep_positions(given, logits_to_keep)
-    for name, value in labels.items():
-        check_labels(name, value, kept.shape[:2])
+    """Raise `ValueError` for labels of another shape than the positions `[B, T]` of the inputs that have logits."""
+    given = given_input(*inputs)
+    if given is not None and given.dim() >= 2:  # otherwise the body raises the error
+        check_labels(name, labels, keep_positions(given, logits_to_keep).shape[:2])
 
 
-def validate_span(
-    inputs: dict[str, Any], start_positions: torch.Tensor | None, end_positions: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """Return both labels as `[B]`, or None; raise `ValueError` for one without the other or another shape."""
-    given = given_input(inputs)
+def check_next_labels(
+    labels: torch.Tensor | None,
+    shift_labels: torch.Tensor | None,
+    *inputs: torch.Tensor | None,
+    logits_to_keep: int | torch.Tensor,
+) -> None:
+    """Raise `ValueError` for labels of a causal language model of another shape, see `check_token_labels`."""
+    if shift_labels is not None:
+        check_token_labels(shift_labels, *inputs, logits_to_keep=logits_to_keep, name="shift_labels")
+    elif labels is not None:
+        check_token_labels(labels, *inputs, logits_to_keep=logits_to_keep)
+
+
+def check_span(
+    start_positions: torch.Tensor | None, end_positions: torch.Tensor | None, *inputs: torch.Tensor | None
+) -> None:
+    """Raise `ValueError` for a start of an answer without an end, and for another shape than `[B]`."""
+    given = given_input(*inputs)
     if given is None or given.dim() < 2 or (start_positions is None and end_positions is None):
-        return None
+        return
     if start_positions is None or end_positions is None:
         name = "end_positions" if end_positions is None else "start_positions"
         raise ValueError(f"`{name}` is missing; pass `start_positions` and `end_positions`, or neither")
     for name, value in {"start_positions": start_positions, "end_positions": end_positions}.items():
         if value.shape not in ((len(given),), (len(given), 1)):
             raise ValueError(f"`{name}` must have the shape [{len(given)}], got {list(value.shape)}")
-    return start_positions.view(-1), end_positions.view(-1)
 
 
-def validate_pooled(config: PreTrainedConfig | None, inputs: dict[str, Any], labels: torch.Tensor) -> None:
+def validate_pooled(config: PreTrainedConfig | None, labels: torch.Tensor, *inputs: torch.Tensor | None) -> None:
     """Raise `ValueError` unless labels and `inputs` have equal numbers of sequences (`config` None: of options)."""
-    given = given_input(inputs)
+    given = given_input(*inputs)
     if given is None:
         return  # the body raises the error
     if config is None:
@@ -80,7 +89,8 @@ def validate_pooled(config: PreTrainedConfig | None, inputs: dict[str, Any], lab
 
 def validate_pairs(config: PreTrainedConfig, first: dict[str, Any], second: dict[str, Any]) -> bool:
     """Return whether the second inputs are candidates `[B, C, ...]`; raise `ValueError` unless they fit the first."""
-    one, other = given_input(first), given_input(second)
+    names = ("input_ids", "inputs_embeds", "input_values")
+    one, other = (given_input(*map(inputs.get, names)) for inputs in (first, second))
     if one is None or other is None:
         return False  # the body raises the error
     candidates = other.dim() == 3 + (other is second["inputs_embeds"]) and other is not second["input_values"]

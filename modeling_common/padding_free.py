@@ -142,20 +142,21 @@ def check_seq_idx(seq_idx: torch.Tensor, shape: tuple[int, int]) -> None:
         raise ValueError(f"`seq_idx` must be integers of the shape {list(shape)} of the input, got {found}")
 
 
-def find_starts(shape: tuple[int, int], inputs: Mapping[str, Any], options: Mapping[str, Any]) -> torch.Tensor | None:
-    """Return `[B, T]` bool, True = the first token of a sequence, for the arguments of a padding-free batch, or None.
+def find_starts(
+    shape: tuple[int, int], position_ids: torch.Tensor | None, options: Mapping[str, Any]
+) -> torch.Tensor | None:
+    """Return `[B, T]` bool, True = the first token of a sequence of a padding-free batch, or None for another batch.
 
-    `shape` is `(B, T)`, and `inputs` and `options` are the arguments of a `forward`.
+    `shape` is `(B, T)`, `position_ids` `[B or 1, T]`, and `options` the keyword arguments of a `forward`.
     """
     if options.get("cu_seq_lens_q") is not None:
         return _starts(options["cu_seq_lens_q"], shape)
     if in_program():
         return None
-    positions = inputs.get("position_ids", options.get("position_ids"))
     if options.get("seq_idx") is not None:
         starts = options["seq_idx"].diff(dim=1) != 0
-    elif positions is not None and inputs.get("attention_mask") is None:
-        starts = positions.view(-1, positions.shape[-1]).diff(dim=1) <= 0
+    elif position_ids is not None:
+        starts = position_ids.view(-1, position_ids.shape[-1]).diff(dim=1) <= 0
     else:
         return None
     return nn.functional.pad(starts, (1, 0), value=True).expand(shape) if starts.any() else None

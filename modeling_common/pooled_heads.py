@@ -66,22 +66,25 @@ class PooledHead(Head):
         raise NotImplementedError
 
     def pool(
-        self, inputs: dict[str, Any], drop_first_token: bool = False, **kwargs: Any
+        self,
+        input_ids: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        inputs_embeds: torch.Tensor | None = None,
+        input_values: torch.Tensor | None = None,
+        drop_first_token: bool = False,
+        **others: Any,
     ) -> tuple[torch.Tensor, BodyOutput]:
         """Return the representation of sequences `[B, d]`, and the outputs of the body.
 
-        Args:
-            inputs: arguments of the body.
-            drop_first_token: remove the first token of each sequence.
-            kwargs: further arguments of the body.
+        The arguments are those of the body. `drop_first_token` removes the first token of each sequence.
 
         Raises:
             ValueError: The batch is padding-free, but a row has one label.
         """
-        others = inputs | kwargs
-        mask = others.pop("attention_mask", None)
-        given = {name: others.pop(name, None) for name in ("input_ids", "inputs_embeds", "input_values")}
-        mask, given = read_sequences(self.base_model, type(self).__name__, mask, given, others, drop_first_token)
+        given = {"input_ids": input_ids, "inputs_embeds": inputs_embeds, "input_values": input_values}
+        mask, given = read_sequences(
+            self.base_model, type(self).__name__, attention_mask, given, others, drop_first_token
+        )
         given = {key: value for key, value in given.items() if value is not None}
         outputs = self.base_model(attention_mask=mask, **others | given, return_dict=True)
         return self.summarize(outputs, mask), outputs
@@ -105,11 +108,12 @@ class PooledHead(Head):
 class GenericForSequenceClassification(PooledHead):
     """Classification or regression of sequences."""
 
-    def classify(self, inputs: dict[str, Any], labels: torch.Tensor | None, **kwargs: Any) -> Any:
-        """Return the output for the `inputs` of the body, with logits `[B, num_labels]`."""
+    def classify(self, labels: torch.Tensor | None, **inputs: Any) -> Any:
+        """Return the output for the `inputs` of `pool`, with logits `[B, num_labels]`."""
         if labels is not None:
-            validate_pooled(self.config, inputs, labels)
-        features, outputs = self.pool(inputs, **kwargs)
+            given = (inputs.get(name) for name in ("input_ids", "inputs_embeds", "input_values"))
+            validate_pooled(self.config, labels, *given)
+        features, outputs = self.pool(**inputs)
         return self.make_output(self.classifier(features), outputs, labels)
 
 
@@ -121,12 +125,15 @@ class GenericForMultipleChoice(PooledHead):
     def head_sizes(self, config: Any) -> tuple[int, int]:
         return config.hidden_size, 1
 
-    def choose(self, inputs: dict[str, torch.Tensor | None], labels: torch.Tensor | None, **kwargs: Any) -> Any:
-        """Return the output for C options `[B, C, ...]` of the inputs of the body, with logits `[B, C]`."""
+    def choose(self, labels: torch.Tensor | None, kwargs: dict[str, Any], **inputs: torch.Tensor | None) -> Any:
+        """Return the output for C options `[B, C, ...]` of the inputs of the body, with logits `[B, C]`.
+
+        `kwargs` are further arguments of the body, which are the same for all options.
+        """
         if labels is not None:
-            validate_pooled(None, inputs, labels)
+            validate_pooled(None, labels, inputs["input_ids"], inputs["inputs_embeds"])
         shape, inputs = flatten_options(**inputs)
-        features, outputs = self.pool(inputs, **kwargs)
+        features, outputs = self.pool(**inputs, **kwargs)
         return self.choose_option(self.score_options(features), shape, outputs, labels)
 
     def score_options(self, features: torch.Tensor) -> torch.Tensor:
@@ -195,12 +202,14 @@ class GenericForSequencePairClassification(PooledHead):
         }
         candidates, shape = validate_pairs(self.config, first, second), None
         if labels is not None:
-            validate_pooled(None if candidates else self.config, second if candidates else first, labels)
+            given = second if candidates else first
+            given = (given[name] for name in ("input_ids", "inputs_embeds", "input_values"))
+            validate_pooled(None if candidates else self.config, labels, *given)
         if candidates:
             shape, second = flatten_options(**second)
         drop_first_token = getattr(self.config, "drop_first_token", False)
-        one, outputs = self.pool(first | {"attention_mask": attention_mask}, drop_first_token, **kwargs)
-        other, _ = self.pool(second)
+        one, outputs = self.pool(**first, attention_mask=attention_mask, drop_first_token=drop_first_token, **kwargs)
+        other, _ = self.pool(**second)
         if shape is None:
             return self.make_output(self.classifier(pair_features(self.config, one, other)), outputs, labels)
         scores = self.classifier(pair_features(self.config, one.repeat_interleave(shape[1], dim=0), other))

@@ -11,8 +11,8 @@ from transformers.utils.generic import ModelOutput, can_return_tuple
 from luna_mega.modeling_common.arguments import HeadKwargs
 from luna_mega.modeling_common.base import ModelMixin
 from luna_mega.modeling_common.cache import keeps_cache
-from luna_mega.modeling_common.heads import LMHead, find_kept, model_inputs
-from luna_mega.modeling_common.label_checks import given_input, validate_labels
+from luna_mega.modeling_common.heads import LMHead, find_kept
+from luna_mega.modeling_common.label_checks import check_token_labels, given_input
 from luna_mega.modeling_common.labels import count_kept, keep_positions, shift_right
 from luna_mega.modeling_common.masks import drop_if_full, find_mask, read_mask
 from luna_mega.modeling_common.outputs import Seq2SeqLMOutput, Seq2SeqModelOutput
@@ -248,14 +248,15 @@ class Seq2SeqLM(EncoderDecoder, LMHead):
         Raises:
             ValueError: As in `Seq2SeqBody.forward`, and if labels do not match the positions of `logits_to_keep`.
         """
-        target = model_inputs(decoder_input_ids, decoder_attention_mask, decoder_inputs_embeds)
         if labels is not None:
-            self.read_target(target, labels, logits_to_keep)
+            decoder_input_ids, decoder_attention_mask = self.read_target(
+                labels, decoder_input_ids, decoder_attention_mask, decoder_inputs_embeds, logits_to_keep
+            )
         outputs = self.base_model(
-            input_ids,
-            attention_mask,
-            target["input_ids"],
-            target["attention_mask"],
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            decoder_input_ids=decoder_input_ids,
+            decoder_attention_mask=decoder_attention_mask,
             encoder_outputs=encoder_outputs,
             past_key_values=past_key_values,
             inputs_embeds=inputs_embeds,
@@ -267,19 +268,29 @@ class Seq2SeqLM(EncoderDecoder, LMHead):
         hidden_states, loss = keep_positions(outputs.last_hidden_state, logits_to_keep), None
         logits = self.lm_head(hidden_states)
         if labels is not None:
-            mask = find_kept(self.get_decoder().config, target, outputs.last_hidden_state.shape[1])
+            config, length = self.get_decoder().config, outputs.last_hidden_state.shape[1]
+            mask = find_kept(config, decoder_input_ids, decoder_attention_mask, length)
             counted = count_kept(labels, None if mask is None else keep_positions(mask, logits_to_keep)).contiguous()
             loss = self.loss_function(logits=logits, labels=counted, vocab_size=logits.shape[-1], **kwargs)
         return self.output_class(loss=loss, logits=logits, **self.carried_over(outputs))
 
-    def read_target(self, target: dict[str, Any], labels: torch.Tensor, logits_to_keep: int | torch.Tensor) -> None:
-        """Check the labels, and add the `target` for them if it is empty."""
-        is_given = given_input(target) is not None
-        if not is_given and labels.dim() != 2:
+    def read_target(
+        self,
+        labels: torch.Tensor,
+        input_ids: torch.Tensor | None,
+        attention_mask: torch.Tensor | None,
+        inputs_embeds: torch.Tensor | None,
+        logits_to_keep: int | torch.Tensor,
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """Check the labels, and return tokens and mask of the target; without a target, those of the labels."""
+        if given_input(input_ids, inputs_embeds) is not None:
+            check_token_labels(labels, input_ids, inputs_embeds, logits_to_keep=logits_to_keep)
+            return input_ids, attention_mask
+        if labels.dim() != 2:
             raise ValueError(f"`labels` must have the shape [B, T] of a target, got {list(labels.shape)}")
-        validate_labels(target if is_given else {"input_ids": labels}, {"labels": labels}, logits_to_keep)
-        if not is_given:
-            start, config = self.config.decoder_start_token_id, self.get_decoder().config
-            target["input_ids"], kept = shift_right(labels, start, config.pad_token_id)
-            if target["attention_mask"] is None and find_mask(target["input_ids"], config) is None:
-                target["attention_mask"] = kept
+        check_token_labels(labels, labels, logits_to_keep=logits_to_keep)
+        start, config = self.config.decoder_start_token_id, self.get_decoder().config
+        input_ids, kept = shift_right(labels, start, config.pad_token_id)
+        if attention_mask is None and find_mask(input_ids, config) is None:
+            attention_mask = kept
+        return input_ids, attention_mask

@@ -10,7 +10,8 @@ from transformers.utils.generic import ModelOutput, can_return_tuple
 from luna_mega.compat import with_cache_alias
 from luna_mega.modeling_common.arguments import HeadKwargs
 from luna_mega.modeling_common.generation import Seq2SeqGenerationMixin, StateGenerationMixin
-from luna_mega.modeling_common.heads import GenericForCausalLM, model_inputs
+from luna_mega.modeling_common.heads import GenericForCausalLM
+from luna_mega.modeling_common.label_checks import check_next_labels
 from luna_mega.modeling_common.seq2seq import Seq2SeqBody, Seq2SeqLM
 from luna_mega.modeling_luna.cache_luna import LunaCache
 from luna_mega.modeling_luna.configuration_luna import LunaConfig, LunaSeq2SeqConfig
@@ -104,10 +105,32 @@ class LunaForCausalLM(GenericForCausalLM, StateGenerationMixin, LunaPreTrainedMo
         Raises:
             ValueError: As in `LunaModel.forward`, and if labels do not match the positions of `logits_to_keep`.
         """
-        inputs = model_inputs(input_ids, attention_mask, inputs_embeds, position_ids=position_ids)
-        inputs |= {"packed_states": packed_states, "packed_mask": packed_mask}
-        inputs |= {"past_key_values": past_key_values, "use_cache": use_cache, "token_type_ids": token_type_ids}
-        return self.predict_next(inputs, labels, logits_to_keep, **kwargs)
+        shift_labels: Any = kwargs.pop("shift_labels", None)
+        if labels is not None or shift_labels is not None:
+            check_next_labels(labels, shift_labels, input_ids, inputs_embeds, logits_to_keep=logits_to_keep)
+        outputs = self.base_model(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            token_type_ids=token_type_ids,
+            position_ids=position_ids,
+            inputs_embeds=inputs_embeds,
+            packed_states=packed_states,
+            packed_mask=packed_mask,
+            past_key_values=past_key_values,
+            use_cache=use_cache,
+            return_dict=True,
+            **kwargs,
+        )
+        return self.predict_next(
+            outputs,
+            labels,
+            shift_labels,
+            logits_to_keep,
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            **kwargs,
+        )
 
 
 class LunaSeq2SeqModel(Seq2SeqBody, LunaPreTrainedModel):

@@ -22,8 +22,8 @@ from luna_mega.modeling_common.heads import (
     GenericForMaskedLM,
     GenericForQuestionAnswering,
     GenericForTokenClassification,
-    model_inputs,
 )
+from luna_mega.modeling_common.label_checks import check_span, check_token_labels
 from luna_mega.modeling_common.pooled_heads import (
     GenericForMultipleChoice,
     GenericForSequenceClassification,
@@ -112,9 +112,18 @@ class LunaForMaskedLM(GenericForMaskedLM, LunaPreTrainedModel):
         `labels`: `[B, T]` tokens, -100 = not predicted. `logits`: `[B, T, vocab_size]`; in training with
         `sparse_prediction` there are logits of the M predicted positions only, `[M, vocab_size]`.
         """
-        inputs = model_inputs(input_ids, attention_mask, inputs_embeds, position_ids=position_ids)
-        inputs["token_type_ids"] = token_type_ids
-        return self.predict_tokens(inputs, labels, **kwargs)
+        if labels is not None:
+            check_token_labels(labels, input_ids, inputs_embeds)
+        outputs = self.base_model(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            token_type_ids=token_type_ids,
+            position_ids=position_ids,
+            inputs_embeds=inputs_embeds,
+            return_dict=True,
+            **kwargs,
+        )
+        return self.predict_tokens(outputs, labels, input_ids, attention_mask, **kwargs)
 
 
 class LunaPoolerAttention(nn.Module):
@@ -216,9 +225,17 @@ class LunaForSequenceClassification(LunaPooledHead, GenericForSequenceClassifica
         """
         if self.config.drop_first_token and position_ids is not None:
             raise ValueError("`position_ids` are not supported with `drop_first_token=True`; omit them")
-        inputs = model_inputs(input_ids, attention_mask, inputs_embeds, input_values=input_values)
-        inputs |= {"position_ids": position_ids, "token_type_ids": token_type_ids}
-        return self.classify(inputs, labels, drop_first_token=self.config.drop_first_token, **kwargs)
+        return self.classify(
+            labels,
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            token_type_ids=token_type_ids,
+            position_ids=position_ids,
+            inputs_embeds=inputs_embeds,
+            input_values=input_values,
+            drop_first_token=self.config.drop_first_token,
+            **kwargs,
+        )
 
 
 class LunaForSequencePairClassification(LunaPooledHead, GenericForSequencePairClassification, LunaPreTrainedModel):
@@ -246,9 +263,15 @@ class LunaForMultipleChoice(LunaPooledHead, GenericForMultipleChoice, LunaPreTra
         **kwargs: Unpack[HeadKwargs],
     ) -> LunaMultipleChoiceOutput:
         """Score C options, `[B, C, T]`; `labels` `[B]` are the right options, and `logits` are `[B, C]`."""
-        inputs = model_inputs(input_ids, attention_mask, inputs_embeds, position_ids=position_ids)
-        inputs["token_type_ids"] = token_type_ids
-        return self.choose(inputs, labels, **kwargs)
+        return self.choose(
+            labels,
+            kwargs,
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            token_type_ids=token_type_ids,
+            position_ids=position_ids,
+            inputs_embeds=inputs_embeds,
+        )
 
 
 class LunaForTokenClassification(GenericForTokenClassification, LunaPreTrainedModel):
@@ -274,9 +297,19 @@ class LunaForTokenClassification(GenericForTokenClassification, LunaPreTrainedMo
 
         `labels`: `[B, T]`, -100 = not counted. `logits`: `[B, T, num_labels]`.
         """
-        inputs = model_inputs(input_ids, attention_mask, inputs_embeds, input_values=input_values)
-        inputs |= {"position_ids": position_ids, "token_type_ids": token_type_ids}
-        return self.label_tokens(inputs, labels, **kwargs)
+        if labels is not None:
+            check_token_labels(labels, input_ids, inputs_embeds, input_values)
+        outputs = self.base_model(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            token_type_ids=token_type_ids,
+            position_ids=position_ids,
+            inputs_embeds=inputs_embeds,
+            input_values=input_values,
+            return_dict=True,
+            **kwargs,
+        )
+        return self.label_tokens(outputs, labels, input_ids, attention_mask, **kwargs)
 
 
 class LunaForQuestionAnswering(GenericForQuestionAnswering, LunaPreTrainedModel):
@@ -304,9 +337,25 @@ class LunaForQuestionAnswering(GenericForQuestionAnswering, LunaPreTrainedModel)
         `start_positions`, `end_positions`: `[B]`, the columns of the answer. Columns that the mask drops and columns
         after the end are ignored.
         """
-        inputs = model_inputs(input_ids, attention_mask, inputs_embeds, position_ids=position_ids)
-        inputs["token_type_ids"] = token_type_ids
-        return self.find_span(inputs, start_positions, end_positions, **kwargs)
+        check_span(start_positions, end_positions, input_ids, inputs_embeds)
+        outputs = self.base_model(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            token_type_ids=token_type_ids,
+            position_ids=position_ids,
+            inputs_embeds=inputs_embeds,
+            return_dict=True,
+            **kwargs,
+        )
+        return self.find_span(
+            outputs,
+            start_positions,
+            end_positions,
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            **kwargs,
+        )
 
 
 __all__ = [

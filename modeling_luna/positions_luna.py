@@ -22,9 +22,9 @@ def sinusoids(positions: torch.Tensor, width: int) -> torch.Tensor:
 
 def number_positions(config: PreTrainedConfig, inputs: Inputs) -> torch.Tensor:
     """Return the position of every token in the layout, `[B or 1, T]`: the number of kept tokens before it."""
-    layout, given, table = inputs.layout, inputs.given, config.num_learned_positions
-    extension, length = config.position_extension, layout.sizes(given)[1] + inputs.seen
-    learned, longest = config.position_embedding_type == "learned", config.longest_input
+    layout, given, longest = inputs.layout, inputs.given, config.longest_input
+    learned, extension = config.position_embedding_type == "learned", config.position_extension
+    length = layout.sizes(given)[1] + inputs.seen if learned else 0
     if inputs.position_ids is not None:
         positions = layout.gather(inputs.position_ids.expand(given.shape[:2]))
         # Positions of padding have no effect and may be invalid.
@@ -54,13 +54,14 @@ def number_positions(config: PreTrainedConfig, inputs: Inputs) -> torch.Tensor:
         )
     if inputs.position_ids is not None and can_look(positions):
         first, last = (x.item() for x in positions.aminmax())
+        table = config.num_learned_positions
         limit = table if extension is None else max(table, length)
         if first < 0 or (learned and last >= limit):
             raise ValueError(
                 f"`position_ids` are from {first} to {last}; they must be at least 0, and less than the {limit} "
                 "learned positions (`max_position_embeddings`)"
             )
-    if extension is not None and (in_program() or length > table):
+    if extension is not None and (in_program() or length > config.num_learned_positions):
         positions = extend_positions(positions, layout, length, config)
     return positions
 

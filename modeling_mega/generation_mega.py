@@ -9,7 +9,8 @@ from transformers.generation.configuration_utils import GenerationMode
 from transformers.utils.generic import TransformersKwargs, can_return_tuple
 
 from luna_mega.modeling_common.generation import Seq2SeqGenerationMixin, StateGenerationMixin
-from luna_mega.modeling_common.heads import GenericForCausalLM, model_inputs
+from luna_mega.modeling_common.heads import GenericForCausalLM
+from luna_mega.modeling_common.label_checks import check_next_labels
 from luna_mega.modeling_common.outputs import CausalLMOutputWithCrossAttentions, Seq2SeqLMOutput
 from luna_mega.modeling_common.seq2seq import Seq2SeqBody, Seq2SeqLM
 from luna_mega.modeling_mega.adaptive import MegaAdaptiveSoftmax
@@ -87,10 +88,30 @@ class MegaForCausalLM(GenericForCausalLM, StateGenerationMixin, MegaPreTrainedMo
         Raises:
             ValueError: As in `MegaModel.forward`, and if labels do not match the positions of `logits_to_keep`.
         """
-        inputs = model_inputs(input_ids, attention_mask, inputs_embeds, token_type_ids=token_type_ids)
-        inputs |= {"past_key_values": past_key_values, "use_cache": use_cache}
-        inputs |= {"encoder_hidden_states": encoder_hidden_states, "encoder_attention_mask": encoder_attention_mask}
-        return self.predict_next(inputs, labels, logits_to_keep, **kwargs)
+        shift_labels: Any = kwargs.pop("shift_labels", None)
+        if labels is not None or shift_labels is not None:
+            check_next_labels(labels, shift_labels, input_ids, inputs_embeds, logits_to_keep=logits_to_keep)
+        outputs = self.base_model(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            token_type_ids=token_type_ids,
+            inputs_embeds=inputs_embeds,
+            past_key_values=past_key_values,
+            use_cache=use_cache,
+            encoder_hidden_states=encoder_hidden_states,
+            encoder_attention_mask=encoder_attention_mask,
+            return_dict=True,
+            **kwargs,
+        )
+        return self.predict_next(
+            outputs,
+            labels,
+            shift_labels,
+            logits_to_keep,
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            **kwargs,
+        )
 
     def score_tokens(self, hidden_states: torch.Tensor) -> torch.Tensor:
         return self.lm_head(self.dropout(self._project(hidden_states)))

@@ -19,9 +19,8 @@ from luna_mega.modeling_common.heads import (
     GenericForMaskedLM,
     GenericForQuestionAnswering,
     GenericForTokenClassification,
-    model_inputs,
 )
-from luna_mega.modeling_common.label_checks import check_pooled_labels
+from luna_mega.modeling_common.label_checks import check_pooled_labels, check_span, check_token_labels
 from luna_mega.modeling_common.masks import read_mask
 from luna_mega.modeling_common.pooled_heads import (
     ClassificationHead,
@@ -70,8 +69,17 @@ class MegaForMaskedLM(GenericForMaskedLM, MegaPreTrainedModel):
         `labels`: `[B, T]` tokens, -100 = not predicted. `logits`: `[B, T, vocab_size]`; in training with
         `sparse_prediction` there are logits of the M predicted positions only, `[M, vocab_size]`.
         """
-        inputs = model_inputs(input_ids, attention_mask, inputs_embeds, token_type_ids=token_type_ids)
-        return self.predict_tokens(inputs, labels, **kwargs)
+        if labels is not None:
+            check_token_labels(labels, input_ids, inputs_embeds)
+        outputs = self.base_model(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            token_type_ids=token_type_ids,
+            inputs_embeds=inputs_embeds,
+            return_dict=True,
+            **kwargs,
+        )
+        return self.predict_tokens(outputs, labels, input_ids, attention_mask, **kwargs)
 
 
 class MegaClassificationHead(ClassificationHead):
@@ -123,10 +131,15 @@ class MegaForSequenceClassification(MegaPooledHead, GenericForSequenceClassifica
 
         `labels`: `[B]` class ids, or numbers for regression. `logits`: `[B, num_labels]`.
         """
-        inputs = model_inputs(
-            input_ids, attention_mask, inputs_embeds, input_values=input_values, token_type_ids=token_type_ids
+        return self.classify(
+            labels,
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            token_type_ids=token_type_ids,
+            inputs_embeds=inputs_embeds,
+            input_values=input_values,
+            **kwargs,
         )
-        return self.classify(inputs, labels, **kwargs)
 
 
 class MegaForImageClassification(MegaPooledHead, MegaPreTrainedModel):
@@ -200,8 +213,14 @@ class MegaForMultipleChoice(GenericForMultipleChoice, MegaPreTrainedModel):
         **kwargs: Unpack[TransformersKwargs],
     ) -> MultipleChoiceModelOutput:
         """Score C options, `[B, C, T]`. `labels`: `[B]` indices of the correct options. `logits`: `[B, C]`."""
-        inputs = model_inputs(input_ids, attention_mask, inputs_embeds, token_type_ids=token_type_ids)
-        return self.choose(inputs, labels, **kwargs)
+        return self.choose(
+            labels,
+            kwargs,
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            token_type_ids=token_type_ids,
+            inputs_embeds=inputs_embeds,
+        )
 
 
 class MegaForTokenClassification(GenericForTokenClassification, MegaPreTrainedModel):
@@ -225,10 +244,18 @@ class MegaForTokenClassification(GenericForTokenClassification, MegaPreTrainedMo
 
         `labels`: `[B, T]`, -100 = ignored. `logits`: `[B, T, num_labels]`.
         """
-        inputs = model_inputs(
-            input_ids, attention_mask, inputs_embeds, input_values=input_values, token_type_ids=token_type_ids
+        if labels is not None:
+            check_token_labels(labels, input_ids, inputs_embeds, input_values)
+        outputs = self.base_model(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            token_type_ids=token_type_ids,
+            inputs_embeds=inputs_embeds,
+            input_values=input_values,
+            return_dict=True,
+            **kwargs,
         )
-        return self.label_tokens(inputs, labels, **kwargs)
+        return self.label_tokens(outputs, labels, input_ids, attention_mask, **kwargs)
 
 
 class MegaForQuestionAnswering(GenericForQuestionAnswering, MegaPreTrainedModel):
@@ -253,8 +280,16 @@ class MegaForQuestionAnswering(GenericForQuestionAnswering, MegaPreTrainedModel)
         `start_logits`, `end_logits`: `[B, T]`, the lowest number of the dtype at masked positions. `start_positions`,
         `end_positions`: `[B]`, the columns of the answer. The loss ignores masked columns and columns after the end.
         """
-        inputs = model_inputs(input_ids, attention_mask, inputs_embeds, token_type_ids=token_type_ids)
-        return self.find_span(inputs, start_positions, end_positions, **kwargs)
+        check_span(start_positions, end_positions, input_ids, inputs_embeds)
+        outputs = self.base_model(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            token_type_ids=token_type_ids,
+            inputs_embeds=inputs_embeds,
+            return_dict=True,
+            **kwargs,
+        )
+        return self.find_span(outputs, start_positions, end_positions, input_ids, attention_mask, **kwargs)
 
 
 __all__ = [

@@ -7,7 +7,8 @@ from torch import nn
 from transformers.utils.generic import TransformersKwargs, can_return_tuple
 
 from luna_mega.modeling_common.generation import StateGenerationMixin
-from luna_mega.modeling_common.heads import GenericForCausalLM, model_inputs
+from luna_mega.modeling_common.heads import GenericForCausalLM
+from luna_mega.modeling_common.label_checks import check_next_labels
 from luna_mega.modeling_common.outputs import CausalLMOutputWithPast
 from luna_mega.modeling_megalodon.cache_megalodon import MegalodonCache
 from luna_mega.modeling_megalodon.configuration_megalodon import MegalodonConfig
@@ -56,9 +57,28 @@ class MegalodonForCausalLM(GenericForCausalLM, StateGenerationMixin, MegalodonPr
         Raises:
             ValueError: As in `MegalodonModel.forward`, and if labels do not match the positions of `logits_to_keep`.
         """
-        inputs = model_inputs(input_ids, attention_mask, inputs_embeds, token_type_ids=token_type_ids)
-        inputs |= {"past_key_values": past_key_values, "use_cache": use_cache}
-        return self.predict_next(inputs, labels, logits_to_keep, **kwargs)
+        shift_labels: Any = kwargs.pop("shift_labels", None)
+        if labels is not None or shift_labels is not None:
+            check_next_labels(labels, shift_labels, input_ids, inputs_embeds, logits_to_keep=logits_to_keep)
+        outputs = self.base_model(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            token_type_ids=token_type_ids,
+            inputs_embeds=inputs_embeds,
+            past_key_values=past_key_values,
+            use_cache=use_cache,
+            return_dict=True,
+            **kwargs,
+        )
+        return self.predict_next(
+            outputs,
+            labels,
+            shift_labels,
+            logits_to_keep,
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            **kwargs,
+        )
 
 
 __all__ = ["MegalodonForCausalLM"]

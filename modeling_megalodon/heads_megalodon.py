@@ -34,8 +34,13 @@ class MegalodonForSequenceClassification(GenericForSequenceClassification, Megal
 
         `labels`: `[B]` class ids, or numbers for regression. `logits`: `[B, num_labels]`.
         """
-        inputs = {"input_ids": input_ids, "attention_mask": attention_mask, "inputs_embeds": inputs_embeds}
-        return self.classify(inputs, labels, **{"use_cache": False, **kwargs})
+        return self.classify(
+            labels,
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            inputs_embeds=inputs_embeds,
+            **{"use_cache": False, **kwargs},
+        )
 
 
 __all__ = ["MegalodonForSequenceClassification"]
