@@ -184,13 +184,12 @@ class Op:
             requested, source = _default, "LUNA_MEGA_BACKEND"
         if requested == "auto":
             # Interpreted kernels are for tests only, so they must be selected by name.
-            against = (
-                f"the tensors are on {device.type}"
-                if device.type != "cuda"
-                else _unavailable_reason(device) or unsupported
-            )
-            if is_exporting():
+            if device.type != "cuda":
+                against: str | None = f"the tensors are on {device.type}"
+            elif is_exporting():
                 against = "exported programs must not depend on this package"
+            else:
+                against = _unavailable_reason(device) or unsupported
             return ("triton", "automatic choice") if against is None else ("torch", _FALLBACK + against)
         if requested == "triton" and (against := _unavailable_reason(device) or unsupported) is not None:
             raise ValueError(f"{self.name} cannot run on 'triton': {against}; choose 'torch' or 'auto'")

@@ -33,6 +33,9 @@ class Layout(Protocol):
     def options(self) -> dict[str, Any]:
         """Return the keyword arguments that specify the layout in an op."""
 
+    def varlen_options(self) -> dict[str, Any]:
+        """Return `options` without a mask, for an op whose mask is not for the tokens of the layout."""
+
     def gather(self, x: torch.Tensor) -> torch.Tensor:
         """Return `[B, T, ...]` of the batch in the layout."""
 
@@ -90,6 +93,9 @@ class DenseLayout(NamedTuple):
 
     def options(self) -> dict[str, Any]:
         return {"mask": self.mask}
+
+    def varlen_options(self) -> dict[str, Any]:
+        return {}
 
     def gather(self, x: torch.Tensor) -> torch.Tensor:
         return x if self.columns is None else take_columns(x, self.columns)

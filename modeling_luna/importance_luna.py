@@ -19,8 +19,7 @@ def pack_by_importance(
     rows = most if in_program() else min(most, layout.sizes(states)[1])
     with without_autocast(states.device.type):
         score = upcast(states) @ upcast(salience)
-    options = layout.options()
-    mask = options.pop("mask", None)
+    mask, options = layout.mask, layout.varlen_options()
     return segment_pack(states, score, assign_rows(score, mask, rows, **options), mask, rows, **options)
 
 

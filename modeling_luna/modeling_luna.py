@@ -187,6 +187,7 @@ class LunaProjections(nn.Module):
 
     def __init__(self, config: LunaConfig):
         super().__init__()
+        # The size of a head, because with tensor parallelism a rank has only some of the heads.
         self.head_size = config.hidden_size // config.num_attention_heads
         self.dropout, self.tied = config.attention_dropout, config.tie_key_value
         self.all_heads = RankBoundary()
@@ -198,9 +199,10 @@ class LunaProjections(nn.Module):
     def project(self, states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the unpack keys and values of states `[B, L, d]`, `[B, L, heads, K]` each."""
         if self.tied:
-            key = _split(self.key_value(states), self.head_size)
+            key = self.key_value(states).unflatten(-1, (-1, self.head_size))
             return key, key
-        return _split(self.key(states), self.head_size), _split(self.value(states), self.head_size)
+        key, value = self.key(states), self.value(states)
+        return key.unflatten(-1, (-1, self.head_size)), value.unflatten(-1, (-1, self.head_size))
 
 
 class LunaAttention(LunaProjections):
@@ -239,7 +241,7 @@ class LunaAttention(LunaProjections):
             The output `[B, T, d]`, the packed context `[B, L, d]`, and with `output_weights` the unpack weights
             `[B, heads, T, L]` and pack weights `[B, pack heads, L, M]` (else None).
         """
-        query = _split(self.query(hidden_states), self.head_size)
+        query = self.query(hidden_states).unflatten(-1, (-1, self.head_size))
         packed_context = pack_weights = bias = None
         if cache is not None and cache.is_initialized:
             key, value, layout = cache.key, cache.value, DENSE
@@ -255,9 +257,16 @@ class LunaAttention(LunaProjections):
             key, value = self.project(packed_context)
             if cache is not None:
                 cache.store(key.shape[1], key=key, value=value)
-        options = layout.options() | {"dropout": self.dropout if self.training else 0.0}
-        options.pop("mask", None)  # it belongs to the context
-        result: Any = luna_unpack(query, key, value, packed_mask, bias=bias, return_weights=output_weights, **options)
+        result: Any = luna_unpack(
+            query,
+            key,
+            value,
+            packed_mask,
+            bias=bias,
+            dropout=self.dropout if self.training else 0.0,
+            return_weights=output_weights,
+            **layout.varlen_options(),
+        )
         heads, weights = (result[0], self.all_heads.join_heads(result[1])) if output_weights else (result, None)
         return self.output(heads.flatten(2)), packed_context, weights, pack_weights
 
@@ -265,20 +274,16 @@ class LunaAttention(LunaProjections):
         self, packed: torch.Tensor | None, context: torch.Tensor, layout: Layout, output_weights: bool
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return the packed context `[B, L, d]`, to which P attends (eq. 3), and the weights or None."""
-        query = _split(self.pack_query(packed), self.pack_head_size)
+        query = self.pack_query(packed).unflatten(-1, (-1, self.pack_head_size))
         if self.tied:
-            key = value = _split(self.pack_key_value(context), self.pack_head_size)
+            key = value = self.pack_key_value(context).unflatten(-1, (-1, self.pack_head_size))
         else:
-            key, value = (_split(linear(context), self.pack_head_size) for linear in (self.pack_key, self.pack_value))
-        options: dict[str, Any] = {"dropout": self.dropout if self.training else 0.0, **layout.options()}
-        result: Any = luna_pack(query, key, value, return_weights=output_weights, **options)
+            key = self.pack_key(context).unflatten(-1, (-1, self.pack_head_size))
+            value = self.pack_value(context).unflatten(-1, (-1, self.pack_head_size))
+        dropout = self.dropout if self.training else 0.0
+        result: Any = luna_pack(query, key, value, dropout=dropout, return_weights=output_weights, **layout.options())
         heads, weights = (result[0], self.all_heads.join_heads(result[1])) if output_weights else (result, None)
         return self.all_heads(heads).flatten(2), weights
-
-
-def _split(projected: torch.Tensor, head_size: int) -> torch.Tensor:
-    # By the size of a head, because with tensor parallelism a rank has only some of the heads.
-    return projected.unflatten(-1, (-1, head_size))
 
 
 class LunaCausalAttention(LunaProjections):
@@ -315,7 +320,8 @@ class LunaCausalAttention(LunaProjections):
         is_step = state is not None and hidden_states.shape[1] == 1 and not output_weights
         tokens = hidden_states[:, 0] if is_step else hidden_states  # now, so that tied keys and values are one tensor
         key, value = self.project(tokens)
-        query, pack_key = (_split(linear(tokens), self.head_size) for linear in (self.query, self.pack_key))
+        query = self.query(tokens).unflatten(-1, (-1, self.head_size))
+        pack_key = self.pack_key(tokens).unflatten(-1, (-1, self.head_size))
         options: dict[str, Any] = {"activation": self.activation, "dropout": self.dropout if self.training else 0.0}
         options |= {"pack_mask": packed_mask, "state": state}
         if cache is not None and is_step:
@@ -335,7 +341,7 @@ class LunaCausalAttention(LunaProjections):
 
     def project_packed(self, packed: torch.Tensor | None) -> torch.Tensor:
         """Return the projected P, `[B, L, H, K]`."""
-        return _split(self.pack_query(packed), self.head_size)
+        return self.pack_query(packed).unflatten(-1, (-1, self.head_size))
 
 
 class LunaBlock(GradientCheckpointingLayer):
@@ -410,9 +416,9 @@ class LunaLayer(LunaBlock):
         output, packed_output, *_ = self.attention(
             self.before(norm, hidden_states),
             packed if packed_norm is None else self.before(packed_norm, packed),
-            layout,
-            packed_mask,
-            output_weights,
+            layout=layout,
+            packed_mask=packed_mask,
+            output_weights=output_weights,
         )
         hidden_states = self.after(norm, hidden_states, self.dropout(output))
         if packed_norm is None:
@@ -436,10 +442,10 @@ class LunaDecoderLayer(LunaBlock):
         self,
         hidden_states: torch.Tensor,
         packed: torch.Tensor | None,
+        encoder_hidden_states: torch.Tensor | None = None,
         layout: Layout = DENSE,
         packed_mask: torch.Tensor | None = None,
         output_weights: bool = False,
-        encoder_hidden_states: torch.Tensor | None = None,
         encoder_layout: Layout = DENSE,
         cache: LunaCacheLayer | None = None,
         cross_cache: LunaCacheLayer | None = None,
@@ -449,18 +455,25 @@ class LunaDecoderLayer(LunaBlock):
         P does not depend on the tokens. Filled caches replace it and `encoder_hidden_states` `[B, M, d]`.
         """
         norm: nn.Module = self.attention_layer_norm
-        output, _ = self.attention(self.before(norm, hidden_states), packed, layout, packed_mask, output_weights, cache)
+        output, _ = self.attention(
+            self.before(norm, hidden_states),
+            packed,
+            layout=layout,
+            packed_mask=packed_mask,
+            output_weights=output_weights,
+            cache=cache,
+        )
         hidden_states = self.after(norm, hidden_states, self.dropout(output))
         if self.cross_attention is not None:
             norm, packed_norm = self.cross_attention_layer_norm, self.packed_layer_norm
             output, packed_output, *_ = self.cross_attention(
                 self.before(norm, hidden_states),
                 None if packed is None else self.before(packed_norm, packed),
-                encoder_layout,
-                packed_mask,
-                output_weights,
-                encoder_hidden_states,
-                cross_cache,
+                layout=encoder_layout,
+                packed_mask=packed_mask,
+                output_weights=output_weights,
+                encoder_hidden_states=encoder_hidden_states,
+                cache=cross_cache,
             )
             hidden_states = self.after(norm, hidden_states, self.dropout(output))
             if packed is not None and packed_output is not None:
@@ -510,8 +523,6 @@ class LunaStack(nn.Module):
         FSDP and DDP synchronize weights and gradients of every layer, but each process drops other layers. Dropped
         layers therefore run with several processes, and have gradients of 0.
         """
-        if not (self.training and self.config.layerdrop and has_peers()):
-            return after
         drop = torch.tensor(dropped, device=after[0].device)
         pairs = zip(before, after, strict=True)
         tokens, packed = (new if old is None or new is None else torch.where(drop, old, new) for old, new in pairs)
@@ -524,19 +535,34 @@ class LunaStack(nn.Module):
         layout: Layout,
         packed_mask: torch.Tensor | None,
         output_weights: bool,
-        others: Sequence[tuple[Any, ...]] | None = None,
+        encoder_hidden_states: torch.Tensor | None = None,
+        encoder_layout: Layout = DENSE,
+        caches: Sequence[tuple[Any, Any]] | None = None,
     ) -> tuple[torch.Tensor, PackedStates]:
         """Return the tokens after the last layer, and P before the first layer and after each layer.
 
-        `packed_inputs` contains one P `[B, L, d]`, or one per layer unless P is contextual. `others` are further
-        arguments of each layer.
+        `packed_inputs` contains one P `[B, L, d]`, or one per layer unless P is contextual. The last three arguments
+        are for a decoder, with the caches of self-attention and cross-attention of each layer.
         """
         packed_states, contextual = [packed_inputs[0]], self.config.contextual_projection
+        synchronized = self.training and self.config.layerdrop > 0.0 and has_peers()
         for index, layer, dropped in self.used_layers(hidden_states):
-            packed = packed_states[-1] if contextual else packed_inputs[index]
-            further = () if others is None else others[index]
-            states = layer(hidden_states, packed, layout, packed_mask, output_weights, *further)
-            hidden_states, packed = self.choose(dropped, (hidden_states, packed_states[-1]), states)
+            before = (hidden_states, packed_states[-1])
+            source, options = (), {}
+            if caches is not None:
+                # Positional: gradient checkpoints with `use_reentrant=True` do not differentiate keyword arguments.
+                source = (encoder_hidden_states,)
+                options = {"encoder_layout": encoder_layout, "cache": caches[index][0], "cross_cache": caches[index][1]}
+            states = layer(
+                hidden_states,
+                packed_states[-1] if contextual else packed_inputs[index],
+                *source,
+                layout=layout,
+                packed_mask=packed_mask,
+                output_weights=output_weights,
+                **options,
+            )
+            hidden_states, packed = self.choose(dropped, before, states) if synchronized else states
             packed_states.append(packed)
         return self.final_norm(hidden_states, packed_states)
 
@@ -747,7 +773,7 @@ class LunaModel(BodyMixin, LunaPreTrainedModel):
             use_cache=use_cache,
             options=options,
         )
-        layout, weights = inputs.layout, inputs.output_weights
+        layout = inputs.layout
         given: Packed | None = None
         if self.config.pack_method == "importance":
             given = rows_in_use(self, inputs, packed_states, packed_mask, options)
@@ -761,11 +787,24 @@ class LunaModel(BodyMixin, LunaPreTrainedModel):
         if given is None and not self.config.contextual_projection:
             packed = [packed[row] for row in self.stack.packed_rows()]
         if self.config.is_decoder:
-            encoder, layers = (inputs.encoder_hidden_states, inputs.encoder_layout), self.config.num_hidden_layers
-            others = [(*encoder, *caches) for caches in layer_caches(inputs.cache, inputs.cross_cache, layers)]
-            hidden_states, packed = self.decoder(hidden_states, packed, layout, packed_mask, weights, others)
+            hidden_states, packed = self.decoder(
+                hidden_states,
+                packed,
+                layout=layout,
+                packed_mask=packed_mask,
+                output_weights=inputs.output_weights,
+                encoder_hidden_states=inputs.encoder_hidden_states,
+                encoder_layout=inputs.encoder_layout,
+                caches=layer_caches(inputs.cache, inputs.cross_cache, self.config.num_hidden_layers),
+            )
         else:
-            hidden_states, packed = self.encoder(hidden_states, packed, layout, packed_mask, weights)
+            hidden_states, packed = self.encoder(
+                hidden_states,
+                packed,
+                layout=layout,
+                packed_mask=packed_mask,
+                output_weights=inputs.output_weights,
+            )
             if packed_states is not None and (counts := layout.counts()) is not None:
                 packed[-1] = torch.where(counts[..., None] > 0, packed[-1], packed_states)  # empty sequences
         returns_packed = inputs.output_states and packed[-1] is not None

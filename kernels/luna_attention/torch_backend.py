@@ -57,15 +57,13 @@ def sdpa(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: 
     return output.transpose(1, 2).masked_fill(~any_key[:, :, None, None], 0.0)
 
 
-def _additive(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    if mask is None:
-        return None
+def _additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.where(mask[:, None, None], 0.0, float("-inf")).to(dtype)
 
 
-def _heads_first(x: Tensor) -> Tensor:
+def _heads_first(*tensors: Tensor) -> list[Tensor]:
     """Return `[B, H, T, K]`; PyTorch's CPU kernel does not check that the last dimension is contiguous."""
-    return (x if x.stride(-1) == 1 else x.contiguous()).transpose(1, 2)
+    return [(x if x.stride(-1) == 1 else x.contiguous()).transpose(1, 2) for x in tensors]
 
 
 def flash(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
@@ -75,8 +73,8 @@ def flash(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale:
     0 for rows without visible keys.
     """
     output, log_sum_exp = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-        *map(_heads_first, (query, key, value)),
-        attn_mask=_additive(mask, query.dtype),
+        *_heads_first(query, key, value),
+        attn_mask=None if mask is None else _additive(mask, query.dtype),
         scale=scale,
     )
     return output.transpose(1, 2), log_sum_exp
@@ -88,11 +86,11 @@ def flash_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Return the gradients of query, key and value, computed with the backward kernel of `flash`."""
     gradients = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-        *map(_heads_first, (grad_output, query, key, value, output)),
+        *_heads_first(grad_output, query, key, value, output),
         log_sum_exp,
         0.0,
         False,
-        attn_mask=_additive(mask, query.dtype),
+        attn_mask=None if mask is None else _additive(mask, query.dtype),
         scale=scale,
     )
     return tuple(x.transpose(1, 2) for x in gradients)

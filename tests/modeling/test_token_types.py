@@ -5,7 +5,7 @@ import torch
 from datasets import Dataset
 from transformers import BertTokenizer, Trainer, TrainingArguments, pipeline
 
-from luna_mega.modeling_common import masks, validation
+from luna_mega.modeling_common import arguments, masks
 
 from . import classes, decoders, luna
 
@@ -56,7 +56,7 @@ def test_types_below_the_number_of_embeddings(name):
 @pytest.mark.parametrize("fields", [{}, TYPED["luna"]], ids=["without", "with"])
 def test_first_batch_on_other_devices(fields, monkeypatch):
     """Values are read until a batch has been checked, since reading waits for the device."""
-    monkeypatch.setattr(validation, "can_look", lambda x: False)
+    monkeypatch.setattr(arguments, "can_look", lambda x: False)
     model, inputs = luna.make("ForMaskedLM", **fields), luna.tokens([9, 4])
     types, reads = torch.zeros_like(inputs["input_ids"]), []
     monkeypatch.setattr(torch.Tensor, "aminmax", lambda x: reads.append(x) or (x.min(), x.max()))
