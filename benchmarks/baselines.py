@@ -138,7 +138,7 @@ def original_mega_layer(layer: MegaGatedAttention, x: torch.Tensor) -> torch.Ten
     chunk = layer.config.attention_chunk or x.shape[1]
     query, key, value = (tensor.unflatten(1, (-1, chunk)) for tensor in (query, key, value))
     position = torch.arange(chunk, device=x.device)
-    bias = layer.relative_bias(chunk)[chunk - 1 + position - position[:, None]]
+    bias = layer.rel_pos_bias(chunk)[chunk - 1 + position - position[:, None]]
     if layer.config.attention_activation == "softmax":
         scores = (query / math.sqrt(query.shape[-1])) @ key.transpose(-1, -2) + bias
         weights = torch.softmax(scores, dim=-1, dtype=torch.promote_types(scores.dtype, torch.float32)).to(value.dtype)

@@ -13,6 +13,7 @@ class KeyWindow(NamedTuple):
 
     Args:
         keys, values: `[B, S, Z]` and `[B, S, V]`.
+        chunk_size: positions of an attention chunk; None = the entire sequence.
         mask: `[B, S]` bool, True = keep; None = all.
         start: `[B]`, the position of the first key; None = 0, or the first of a chunk.
         offset: the column of the first query.
@@ -25,6 +26,7 @@ class KeyWindow(NamedTuple):
 
     keys: torch.Tensor
     values: torch.Tensor
+    chunk_size: int | None
     mask: torch.Tensor | None = None
     start: torch.Tensor | None = None
     offset: int = 0
@@ -42,7 +44,6 @@ class KeyWindow(NamedTuple):
 def attend(
     query: torch.Tensor,
     window: KeyWindow,
-    chunk_size: int | None,
     heads: int | None = None,
     return_weights: bool = False,
     **options: Any,
@@ -52,20 +53,19 @@ def attend(
     Args:
         query: queries of all heads.
         window: visible keys and values.
-        chunk_size: positions of an attention chunk; None = the entire sequence.
         heads: H, with the heads of queries, keys and values next to each other; None = one, and weights without H.
         return_weights: also return the attention weights.
         options: further arguments of `gated_attention`: `bias`, `function`, `causal` and `dropout`.
     """
     if window.step and not return_weights:
-        return attend_step(query, window, chunk_size, heads, **options), None
+        return attend_step(query, window, heads, **options), None
     if window.varlen is not None:
         options |= dict(zip(("cu_seqlens", "max_seqlen"), window.varlen, strict=True))
         if window.places is not None:  # zeros in the columns of earlier keys
             query = query.new_zeros(1, window.keys.shape[1], query.shape[2]).index_copy(1, window.places, query)
     else:
         options |= {"mask": window.mask, "start": window.start}
-    options |= {"chunk_size": chunk_size, "offset": window.offset, "return_weights": return_weights}
+    options |= {"chunk_size": window.chunk_size, "offset": window.offset, "return_weights": return_weights}
     result: Any
     if heads is not None:
         result = attend_by_head(query, window, heads, options)
@@ -76,12 +76,11 @@ def attend(
 
 
 def attend_step(
-    query: torch.Tensor, window: KeyWindow, chunk_size: int | None, heads: int | None, causal: bool, **options: Any
+    query: torch.Tensor, window: KeyWindow, heads: int | None, causal: bool, **options: Any
 ) -> torch.Tensor:
     """Return `attend` of one query, `[B, 1, H V]`, head by head: the heads of a cache are not copied."""
-    if window.column is not None or window.start is None:
-        chunk_size = None  # the keys belong to one chunk
-    options |= {"chunk_size": chunk_size, "mask": window.mask, "start": window.start}
+    one_chunk = window.column is not None or window.start is None  # the keys belong to it
+    options |= {"chunk_size": None if one_chunk else window.chunk_size, "mask": window.mask, "start": window.start}
     options |= {"column": window.column, "slots": window.slots}
     if heads in (None, 1):
         return gated_attention_step(query[:, 0], window.keys, window.values, **options)[:, None]

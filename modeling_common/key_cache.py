@@ -92,7 +92,9 @@ class KeyValueCacheLayer(StateLayer):
         if mask is None:
             self.store(1, position=self.position + 1)
             self._used = column + 1
-            return KeyWindow(self.keys[:, : self._used], self.values[:, : self._used], offset=column, step=True)
+            return KeyWindow(
+                self.keys[:, : self._used], self.values[:, : self._used], chunk_size, offset=column, step=True
+            )
         self.mask[rows, column] = mask[:, 0]
         if self.is_static:
             self._used = self.keys.shape[1]
@@ -102,7 +104,7 @@ class KeyValueCacheLayer(StateLayer):
             self._used = int(column.max()) + 1 if can_look(column) else chunk_size
         self.store(1, position=self.position + mask[:, 0])
         keys, values, mask = (x[:, : self._used] for x in (self.keys, self.values, self.mask))
-        return KeyWindow(keys, values, mask, offset=self._used - 1, step=True, column=column)
+        return KeyWindow(keys, values, chunk_size, mask, offset=self._used - 1, step=True, column=column)
 
     def _make_room(self, keys: torch.Tensor, values: torch.Tensor, columns: int, chunk_size: int | None) -> None:
         """Extend the buffers to `columns` at least: to the size of a chunk, or to twice their size."""
@@ -127,7 +129,7 @@ class KeyValueCacheLayer(StateLayer):
         before = seen if chunk_size is None else seen % chunk_size
         if before:
             keys, values = (torch.cat((x[:, :before], y), 1) for x, y in ((self.keys, keys), (self.values, values)))
-        window, count = KeyWindow(keys, values, offset=before, step=length == 1), before + length
+        window, count = KeyWindow(keys, values, chunk_size, offset=before, step=length == 1), before + length
         if chunk_size is not None:
             first, count = count - count % chunk_size, chunk_size
             keys, values = (_fill(x[:, first:], chunk_size) for x in (keys, values))
@@ -157,7 +159,7 @@ class KeyValueCacheLayer(StateLayer):
         self.store(length, position=position, **dict(zip(("keys", "values", "mask"), kept, strict=True)))
         self._used = None
         keys, values, mask = new
-        return KeyWindow(keys, values, mask, start - width, offset=width, step=length == 1)
+        return KeyWindow(keys, values, chunk_size, mask, start - width, offset=width, step=length == 1)
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """Reorder the sequences by `beam_idx`. On a CPU, only sequences that move and columns in use are copied."""

@@ -69,7 +69,7 @@ class Layout(Protocol):
     def drop_features(self, x: torch.Tensor, probability: float) -> torch.Tensor:
         """Return `[B, T, d]` after dropout of channels, at all positions of a sequence."""
 
-    def key_window(self, key: torch.Tensor, value: torch.Tensor) -> KeyWindow:
+    def key_window(self, key: torch.Tensor, value: torch.Tensor, chunk_size: int | None) -> KeyWindow:
         """Return the keys and values that are visible to the queries of the layout."""
 
 
@@ -139,8 +139,8 @@ class DenseLayout(NamedTuple):
     def drop_features(self, x: torch.Tensor, probability: float) -> torch.Tensor:
         return nn.functional.dropout1d(x.transpose(1, 2), probability).transpose(1, 2)
 
-    def key_window(self, key: torch.Tensor, value: torch.Tensor) -> KeyWindow:
-        return KeyWindow(key, value, self.mask, self.start())
+    def key_window(self, key: torch.Tensor, value: torch.Tensor, chunk_size: int | None) -> KeyWindow:
+        return KeyWindow(key, value, chunk_size, self.mask, self.start())
 
 
 DENSE = DenseLayout()  # no padding

@@ -85,8 +85,8 @@ class PaddingFreeLayout(NamedTuple):
         factors = x.new_ones(len(self.cu_seqlens) - 1, x.shape[2])
         return x * self.spread(nn.functional.dropout(factors, probability), x.shape[1])
 
-    def key_window(self, key: torch.Tensor, value: torch.Tensor) -> KeyWindow:
-        return KeyWindow(key, value, varlen=(self.cu_seqlens, self.max_seqlen))
+    def key_window(self, key: torch.Tensor, value: torch.Tensor, chunk_size: int | None) -> KeyWindow:
+        return KeyWindow(key, value, chunk_size, varlen=(self.cu_seqlens, self.max_seqlen))
 
 
 BOUNDS = "omit it, or pass `cu_seq_lens_q` and `max_length_q`"

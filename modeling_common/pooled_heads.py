@@ -202,8 +202,8 @@ class GenericForSequencePairClassification(PooledHead):
         }
         candidates, shape = validate_pairs(self.config, first, second), None
         if labels is not None:
-            given = second if candidates else first
-            given = (given[name] for name in ("input_ids", "inputs_embeds", "input_values"))
+            labeled = second if candidates else first
+            given = (labeled[name] for name in ("input_ids", "inputs_embeds", "input_values"))
             validate_pooled(None if candidates else self.config, labels, *given)
         if candidates:
             shape, second = flatten_options(**second)

@@ -187,7 +187,7 @@ def build_relative_bias(config: MegaConfig, positions: int) -> MegaSimpleRelativ
     return MegaRotaryRelativeBias(config.shared_representation_size)
 
 
-def relative_bias(
+def compute_bias(
     config: MegaConfig,
     module: nn.Module,
     positions: int,

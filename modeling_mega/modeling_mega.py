@@ -10,7 +10,7 @@ of the paper: `damping_factor` contains the logits of alpha (weight of the input
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Unpack
 
 import torch
@@ -44,7 +44,7 @@ from luna_mega.modeling_mega.layers_mega import (
     MegaSequenceNorm,
     MegaSimpleRelativeBias,
     build_relative_bias,
-    relative_bias,
+    compute_bias,
     restore_columns,
 )
 from luna_mega.modeling_mega.patches_mega import PatchEmbeddings, interpolate_positions
@@ -187,11 +187,22 @@ class MegaGatedAttention(nn.Module):
         rows = zip(self.qk_bias.unbind(), self.qk_weight.unbind(), strict=True)
         query, key = (self.whole(torch.addcmul(bias, shared, weight)) for bias, weight in rows)
         chunk = self.config.attention_chunk
-        window = layout.key_window(key, value) if cache is None else cache.extend(key, value, layout.mask, chunk)
+        if cache is None:
+            window = layout.key_window(key, value, chunk)
+        else:
+            window = cache.extend(key, value, layout.mask, chunk)
+        if output_weights:
+            window = window._replace(step=False)
         dropout = self.config.attention_probs_dropout_prob if self.training else 0.0
-        options: dict[str, Any] = {"bias": self.bias(window, output_weights, cache, grid), "dropout": dropout}
-        options |= {"function": self.config.attention_activation, "causal": self.config.is_decoder}
-        attended, weights = attend(query, window, chunk, return_weights=output_weights, **options)
+        attended, weights = attend(
+            query,
+            window,
+            bias=self.relative_bias(window, grid, cache),
+            function=self.config.attention_activation,
+            causal=self.config.is_decoder,
+            dropout=dropout,
+            return_weights=output_weights,
+        )
         if weights is not None and chunk is None:
             attended, weights = restore_columns(attended, weights, value, layout, layout, dropout)
         attended = self.dropout(self.activation(candidate + self.h_proj(attended * reset)), layout)
@@ -203,44 +214,32 @@ class MegaGatedAttention(nn.Module):
             output = self.norm(output, layout)
         return output, weights
 
-    def bias(
-        self, window: KeyWindow, output_weights: bool, cache: MegaCacheLayer | None, grid: tuple[int, int] | None
+    def relative_bias(
+        self, window: KeyWindow, grid: tuple[int, int] | None = None, cache: MegaCacheLayer | None = None
     ) -> torch.Tensor:
         """Return the bias of a chunk, or of all positions, as a vector over their differences.
 
-        A step reuses the bias in the cache. It has more positions than necessary, so that it is rarely computed again.
+        A step reuses the bias in `cache`. It has more positions than necessary, so that it is rarely computed again.
         """
-        length, chunk = window.length(), self.config.attention_chunk
+        length, chunk, is_simple = window.length(), window.chunk_size, self.config.relative_positional_bias == "simple"
+        if window.step and cache is not None and not is_simple:
+            length = max(length, cache.keys.shape[1]) if chunk is None else 2 ** max(6, (length - 1).bit_length())
+        if chunk is not None:
+            # A table contains a chunk, and programs support every length. After an offset, queries can be anywhere.
+            is_entire = is_simple or in_program() or (window.offset > 0 and not window.step)
+            length, grid = chunk if is_entire else min(chunk, length), None
 
         def count() -> int:
             if cache is not None:
                 return int(cache.position.max())
             return length if window.mask is None else int(window.mask.sum(dim=1).max())
 
-        if cache is None or not window.step or output_weights:
-            # After an offset, the queries may be at any position of a chunk.
-            length = length if window.offset == 0 or chunk is None else chunk
-            return self.whole(self.relative_bias(length, grid, count))
-        if chunk is not None:
-            length = self.chunk_positions(2 ** max(6, (length - 1).bit_length()), chunk)
-        elif isinstance(self.rel_pos_bias, MegaRotaryRelativeBias):
-            length = max(length, cache.keys.shape[1])
-        weights = tuple(self.rel_pos_bias.parameters())
-        return cache.constants.get("bias", weights, lambda: self.whole(self.relative_bias(length, count=count)), length)
+        def compute() -> torch.Tensor:
+            return self.whole(compute_bias(self.config, self.rel_pos_bias, length, grid, count))
 
-    def chunk_positions(self, length: int, chunk: int) -> int:
-        """Return for how many positions of a chunk the bias of `length` positions is computed."""
-        if isinstance(self.rel_pos_bias, MegaSimpleRelativeBias) or in_program():
-            return chunk  # a table contains all, and programs support every length
-        return min(chunk, length)
-
-    def relative_bias(
-        self, length: int, grid: tuple[int, int] | None = None, count: Callable[[], int] | None = None
-    ) -> torch.Tensor:
-        """Return the bias of `length` positions, or of one chunk if attention is chunked."""
-        if (chunk := self.config.attention_chunk) is not None:
-            length, grid = self.chunk_positions(length, chunk), None
-        return relative_bias(self.config, self.rel_pos_bias, length, grid, count)
+        if not window.step or cache is None:
+            return compute()
+        return cache.constants.get("bias", tuple(self.rel_pos_bias.parameters()), compute, length)
 
 
 class MegaNormalizedFeedForwardNetwork(nn.Module):
@@ -279,17 +278,23 @@ class MegaBlock(GradientCheckpointingLayer):
         self,
         hidden_states: torch.Tensor,
         layout: Layout,
-        output_weights: bool = False,
-        cache: MegaCacheLayer | None = None,
         encoder_hidden_states: torch.Tensor | None = None,
         encoder_layout: Layout = DENSE,
+        output_weights: bool = False,
+        cache: MegaCacheLayer | None = None,
         cross_cache: MegaCrossCacheLayer | None = None,
         grid: tuple[int, int] | None = None,
     ) -> torch.Tensor:
-        hidden_states, _ = self.mega_layer(hidden_states, layout, output_weights, cache, grid)
+        hidden_states, _ = self.mega_layer(hidden_states, layout, output_weights=output_weights, cache=cache, grid=grid)
         if self.cross_attn is not None:
             hidden_states, _ = self.cross_attn(
-                hidden_states, layout, encoder_hidden_states, encoder_layout, output_weights, cache, cross_cache
+                hidden_states,
+                layout,
+                encoder_hidden_states,
+                encoder_layout,
+                output_weights=output_weights,
+                cache=cache,
+                cross_cache=cross_cache,
             )
         return hidden_states if self.nffn is None else self.nffn(hidden_states, layout)
 
@@ -484,7 +489,7 @@ class MegaModel(BodyMixin, MegaPreTrainedModel):
             use_cache=use_cache,
             options=options,
         )
-        layout, encoder = inputs.layout, (inputs.encoder_hidden_states, inputs.encoder_layout)
+        layout = inputs.layout
         types = None if inputs.token_type_ids is None else layout.gather(inputs.token_type_ids)
         hidden_states = self.start(embed(self, inputs), layout, types, grid)
         recorded = layout.scatter(hidden_states) if inputs.output_states else None
@@ -494,7 +499,16 @@ class MegaModel(BodyMixin, MegaPreTrainedModel):
         for layer, (cache, cross_cache) in zip(self.layers, caches, strict=True):
             if recorded is not None:
                 hidden_states = layout.gather(recorded)
-            hidden_states = layer(hidden_states, layout, inputs.output_weights, cache, *encoder, cross_cache, grid)
+            hidden_states = layer(
+                hidden_states,
+                layout,
+                inputs.encoder_hidden_states,
+                encoder_layout=inputs.encoder_layout,
+                output_weights=inputs.output_weights,
+                cache=cache,
+                cross_cache=cross_cache,
+                grid=grid,
+            )
             if recorded is not None:
                 recorded = self.recorder(recorded, layout.scatter(hidden_states))
         hidden_states = scatter_states(inputs, self.finish(hidden_states, layout))

@@ -73,9 +73,10 @@ class MegalodonChunkAttention(nn.Module):
         # The op divides scores by the square root of the width, but normalized attention does not.
         query, key = rotate(query, rotation) * math.sqrt(self.size), rotate(key, rotation)
         chunk, heads = self.chunk_size, query.shape[-1] // self.size
-        window = layout.key_window(key, value) if cache is None else cache.extend(key, value, layout.mask, chunk)
+        if cache is None:
+            window = layout.key_window(key, value, chunk)
+        else:
+            window = cache.extend(key, value, layout.mask, chunk)
         dropout = self.dropout if self.training else 0.0
-        attended, weights = attend(
-            query, window, chunk, heads, return_weights=output_weights, causal=True, dropout=dropout
-        )
+        attended, weights = attend(query, window, heads, return_weights=output_weights, causal=True, dropout=dropout)
         return attended, self.all_heads.join_heads(weights) if output_weights else None

@@ -86,7 +86,7 @@ class ChunkSlots(KeyValueCacheLayer):
         for state, new in zip(self.states[1:3], (keys, values), strict=True):
             state[slots, column] = new[:, 0].to(state.dtype)
         keys, values = (state[:, :count] for state in self.states[1:3])
-        return KeyWindow(keys, values, offset=count - 1, step=True, column=column, slots=slots)
+        return KeyWindow(keys, values, chunk_size, offset=count - 1, step=True, column=column, slots=slots)
 
     def _columns(self, chunk_size):
         """Return the columns of the new positions, and an upper bound of the columns in use."""
@@ -103,7 +103,7 @@ class ChunkSlots(KeyValueCacheLayer):
             window = torch.where(is_kept, state[slots, column], new[0, source].to(state.dtype))
             self.sequences.write(state, window[following].masked_fill_(~is_open, 0.0))
             tensors.append(window[None])
-        return KeyWindow(*tensors, varlen=varlen, places=columns)
+        return KeyWindow(*tensors, chunk_size, varlen=varlen, places=columns)
 
     def _places(self, total, chunk_size):
         """Return the indices of all keys: slot and column of cached ones, index of new ones, and destinations."""

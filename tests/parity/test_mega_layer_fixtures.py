@@ -164,7 +164,7 @@ def test_steps_and_segments(fixture, parity):
 def toeplitz(layer: MegaGatedAttention, expected: torch.Tensor) -> torch.Tensor:
     """The matrix of the distances j - i from the vector."""
     size = expected.shape[0]
-    bias = layer.relative_bias(size)
+    bias = layer.rel_pos_bias(size)
     position = torch.arange(size)
     return bias[bias.shape[0] // 2 + position - position[:, None]]
 
