@@ -232,7 +232,7 @@ class MegaGatedAttention(nn.Module):
         def count() -> int:
             if cache is not None:
                 return int(cache.position.max())
-            return length if window.mask is None else int(window.mask.sum(dim=1).max())
+            return window.length() if window.mask is None else int(window.mask.sum(dim=1).max())
 
         def compute() -> torch.Tensor:
             return self.whole(compute_bias(self.config, self.rel_pos_bias, length, grid, count))
