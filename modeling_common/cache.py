@@ -68,8 +68,9 @@ class StateLayer(CacheLayerMixin):
 
     def store(self, length: int = 0, **tensors: torch.Tensor | None) -> None:
         """Replace tensors after `length` more positions, in place if the layer is static."""
+        is_static = self.is_static
         for name, tensor in tensors.items():
-            current = getattr(self, name) if self.is_static else None
+            current = getattr(self, name) if is_static else None
             if current is None:
                 setattr(self, name, tensor)
             elif tensor is not current:

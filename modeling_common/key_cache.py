@@ -46,11 +46,11 @@ class KeyValueCacheLayer(StateLayer):
         tensors = (keys, values) if self.keys is None else (keys, values, self.keys)
         records = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
         if keys.shape[1] == 1 and not records and not exporting:
-            return self._write(keys, values, mask, chunk_size)
+            return self._write(keys, values, mask)
         self._owned = not records
         if aligned:
-            return self._append_aligned(keys, values, chunk_size)
-        return self._append((keys, values, mask), chunk_size)
+            return self._append_aligned(keys, values)
+        return self._append((keys, values, mask))
 
     def make_static(self, max_length: int | None) -> None:
         count = max_length if self._chunk is None else self._chunk
@@ -77,15 +77,14 @@ class KeyValueCacheLayer(StateLayer):
         first = mask.int().argmax(dim=1)
         return -first if self.position is None else torch.where(self.position > 0, self.position, -first)
 
-    def _write(
-        self, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor | None, chunk_size: int | None
-    ) -> KeyWindow:
+    def _write(self, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor | None) -> KeyWindow:
         """Write one position of each sequence into its next column; mask None = all are at one position."""
+        chunk_size, seen = self._chunk, self.seen
         if not self.is_static:
-            self._make_room(keys, values, self.seen + 1, chunk_size)
+            self._make_room(keys, values, seen + 1)
         elif mask is None:
             mask = torch.ones(len(keys), 1, dtype=torch.bool, device=keys.device)
-        column: Any = self.seen if mask is None else self.position
+        column: Any = seen if mask is None else self.position
         column = column if chunk_size is None else column % chunk_size
         rows = slice(None) if mask is None else torch.arange(len(keys), device=keys.device)
         self.keys[rows, column], self.values[rows, column] = keys[:, 0], values[:, 0]
@@ -99,16 +98,16 @@ class KeyValueCacheLayer(StateLayer):
         if self.is_static:
             self._used = self.keys.shape[1]
         elif chunk_size is None:
-            self._used = self.seen + 1
+            self._used = seen + 1
         else:  # all columns if reading values is not free
             self._used = int(column.max()) + 1 if can_look(column) else chunk_size
         self.store(1, position=self.position + mask[:, 0])
         keys, values, mask = (x[:, : self._used] for x in (self.keys, self.values, self.mask))
         return KeyWindow(keys, values, chunk_size, mask, offset=self._used - 1, step=True, column=column)
 
-    def _make_room(self, keys: torch.Tensor, values: torch.Tensor, columns: int, chunk_size: int | None) -> None:
+    def _make_room(self, keys: torch.Tensor, values: torch.Tensor, columns: int) -> None:
         """Extend the buffers to `columns` at least: to the size of a chunk, or to twice their size."""
-        columns = chunk_size or columns
+        columns = self._chunk or columns
         if self.keys is None:
             self.position = torch.zeros(len(keys), dtype=torch.int64, device=keys.device)
             old = (keys[:, :0], values[:, :0], keys.new_empty(len(keys), 0, dtype=torch.bool))
@@ -119,13 +118,13 @@ class KeyValueCacheLayer(StateLayer):
             if owned and self.keys.shape[1] >= columns:
                 return
             old = (self.keys, self.values, self.mask)
-        count = chunk_size or max(columns, 2 * old[0].shape[1])
+        count = self._chunk or max(columns, 2 * old[0].shape[1])
         self.keys, self.values, self.mask = (_fill(x, count) for x in old)
         self._owned = True
 
-    def _append_aligned(self, keys: torch.Tensor, values: torch.Tensor, chunk_size: int | None) -> KeyWindow:
+    def _append_aligned(self, keys: torch.Tensor, values: torch.Tensor) -> KeyWindow:
         """Add positions of sequences that are all at the same position."""
-        (batch, length, _), seen = keys.shape, self.seen
+        (batch, length, _), seen, chunk_size = keys.shape, self.seen, self._chunk
         before = seen if chunk_size is None else seen % chunk_size
         if before:
             keys, values = (torch.cat((x[:, :before], y), 1) for x, y in ((self.keys, keys), (self.values, values)))
@@ -139,9 +138,9 @@ class KeyValueCacheLayer(StateLayer):
         self._used = count
         return window
 
-    def _append(self, new: tuple[Any, ...], chunk_size: int | None) -> KeyWindow:
+    def _append(self, new: tuple[Any, ...]) -> KeyWindow:
         """Add keys, values and mask of sequences at different positions, and move earlier columns to before them."""
-        mask = new[-1]
+        mask, chunk_size = new[-1], self._chunk
         length, width, start = mask.shape[1], 0, self.start(mask)
         begun = torch.zeros_like(start) if self.position is None else self.position
         position = begun + mask.sum(dim=1)
