@@ -56,7 +56,10 @@ def check_cached_weights(requested: bool) -> None:
 
 
 def check_input(
-    model: Any, mask: torch.Tensor | None, grid: tuple[int, int] | None = None, **inputs: torch.Tensor | None
+    model: Any,
+    mask: torch.Tensor | None,
+    inputs: Mapping[str, torch.Tensor | None],
+    grid: tuple[int, int] | None = None,
 ) -> None:
     """Raise `ValueError` unless exactly one of the inputs is given, not empty, and has the shape of the mask.
 

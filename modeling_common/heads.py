@@ -142,7 +142,8 @@ class GenericForCausalLM(LMHead):
         hidden_states = keep_positions(hidden_states, logits_to_keep)
         if counted:
             positions = position_ids if attention_mask is None else None
-            starts = find_starts(outputs.last_hidden_state.shape[:2], positions, kwargs)
+            batch, length, _ = outputs.last_hidden_state.shape
+            starts = find_starts((batch, length), positions, kwargs)
             mask, starts = (None if x is None else keep_positions(x, logits_to_keep) for x in (mask, starts))
             targets = next_tokens(labels, shift_labels, mask, starts)
         loss, logits = self.score_next(hidden_states, labels, targets, **kwargs)

@@ -118,7 +118,7 @@ def prepare(
         # The mask may cover all positions. In an exported program `seen` is a flag.
         if in_program() or mask.shape[1] == seen + given.shape[1]:
             mask = mask[:, -given.shape[1] :]
-    check_input(model, mask, grid, inputs_embeds=inputs_embeds, **values)
+    check_input(model, mask, values | {"inputs_embeds": inputs_embeds}, grid)
     mask = read_mask("attention_mask", mask, drop_full=True)
     if attention_mask is None and given.dim() == 2 and not given.is_floating_point():
         mask = drop_if_full(find_mask(given, config))
@@ -129,21 +129,24 @@ def prepare(
         check_token_types(model, token_type_ids, shape, mask)
         token_type_ids = read_token_types(model, token_type_ids, mask)
 
-    boundaries, layout = None, None
+    boundaries = padding_free = None
     if position_ids is not None:
         check_position_ids(model, position_ids, shape, attention_mask, cache)
         position_ids = position_ids[None] if position_ids.dim() == 1 else position_ids
         if attention_mask is None and (not model.uses_positions or options.get("cu_seq_lens_q") is None):
             boundaries = position_ids
     if boundaries is not None or not VARLEN_OPTIONS.isdisjoint(options):
-        layout = find_padding_free(shape, mask, boundaries, options)
-    if layout is not None:
+        padding_free = find_padding_free(shape, mask, boundaries, options)
+    if padding_free is not None:
         requests_cache = past_key_values is not None or bool(use_cache)
-        check_padding_free(model, layout, requests_cache, output_weights, output_states)
+        check_padding_free(model, padding_free, requests_cache, output_weights, output_states)
         updated = cache = None  # a decoder creates one by default
     elif config.unpad_inputs and updated is None and not config.add_cross_attention:
-        layout = None if output_weights or output_states else unpad(mask)
-    if layout is None:
+        padding_free = None if output_weights or output_states else unpad(mask)
+    layout: Layout
+    if padding_free is not None:
+        layout = padding_free
+    else:
         layout = close_gaps(mask, cache) if model.closes_gaps else DenseLayout(mask)
 
     encoder_layout = DENSE
@@ -222,7 +225,7 @@ def read_sequences(
     Raises:
         ValueError: As `prepare`; and if the batch is padding-free.
     """
-    check_input(model, attention_mask, **inputs)
+    check_input(model, attention_mask, inputs)
     mask = read_mask("attention_mask", attention_mask)
     given: Any = next(x for x in inputs.values() if x is not None)
     shape = (given.shape[0], given.shape[1])

@@ -125,15 +125,15 @@ class GenericForMultipleChoice(PooledHead):
     def head_sizes(self, config: Any) -> tuple[int, int]:
         return config.hidden_size, 1
 
-    def choose(self, labels: torch.Tensor | None, kwargs: dict[str, Any], **inputs: torch.Tensor | None) -> Any:
+    def choose(self, labels: torch.Tensor | None, kwargs: Any, **inputs: torch.Tensor | None) -> Any:
         """Return the output for C options `[B, C, ...]` of the inputs of the body, with logits `[B, C]`.
 
         `kwargs` are further arguments of the body, which are the same for all options.
         """
         if labels is not None:
             validate_pooled(None, labels, inputs["input_ids"], inputs["inputs_embeds"])
-        shape, inputs = flatten_options(**inputs)
-        features, outputs = self.pool(**inputs, **kwargs)
+        shape, options = flatten_options(**inputs)
+        features, outputs = self.pool(**options, **kwargs)
         return self.choose_option(self.score_options(features), shape, outputs, labels)
 
     def score_options(self, features: torch.Tensor) -> torch.Tensor:
@@ -193,8 +193,8 @@ class GenericForSequencePairClassification(PooledHead):
         for name, reason in self.unsupported_options.items():
             if name in kwargs:
                 raise ValueError(f"{reason}; omit `{name}`")
-        first = {"input_ids": input_ids, "inputs_embeds": inputs_embeds, "input_values": input_values}
-        second = {
+        first: dict[str, Any] = {"input_ids": input_ids, "inputs_embeds": inputs_embeds, "input_values": input_values}
+        second: dict[str, Any] = {
             "input_ids": pair_input_ids,
             "inputs_embeds": pair_inputs_embeds,
             "input_values": pair_input_values,
@@ -216,7 +216,7 @@ class GenericForSequencePairClassification(PooledHead):
         return self.choose_option(scores, shape, outputs, labels)
 
 
-def flatten_options(**inputs: torch.Tensor | None) -> tuple[tuple[int, int], dict[str, torch.Tensor | None]]:
+def flatten_options(**inputs: torch.Tensor | None) -> tuple[tuple[int, int], dict[str, Any]]:
     """Return B, the number of options C, and the inputs `[B, C, ...]` as `[B C, ...]`."""
     given = inputs["input_ids"] if inputs["inputs_embeds"] is None else inputs["inputs_embeds"]
     if given is None or given.dim() < 3:

@@ -281,7 +281,7 @@ class Seq2SeqLM(EncoderDecoder, LMHead):
         attention_mask: torch.Tensor | None,
         inputs_embeds: torch.Tensor | None,
         logits_to_keep: int | torch.Tensor,
-    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    ) -> tuple[Any, torch.Tensor | None]:
         """Check the labels, and return tokens and mask of the target; without a target, those of the labels."""
         if given_input(input_ids, inputs_embeds) is not None:
             check_token_labels(labels, input_ids, inputs_embeds, logits_to_keep=logits_to_keep)

@@ -105,7 +105,8 @@ class LunaForCausalLM(GenericForCausalLM, StateGenerationMixin, LunaPreTrainedMo
         Raises:
             ValueError: As in `LunaModel.forward`, and if labels do not match the positions of `logits_to_keep`.
         """
-        shift_labels: Any = kwargs.pop("shift_labels", None)
+        options: dict[str, Any] = {**kwargs}
+        shift_labels = options.pop("shift_labels", None)
         if labels is not None or shift_labels is not None:
             check_next_labels(labels, shift_labels, input_ids, inputs_embeds, logits_to_keep=logits_to_keep)
         outputs = self.base_model(
@@ -119,7 +120,7 @@ class LunaForCausalLM(GenericForCausalLM, StateGenerationMixin, LunaPreTrainedMo
             past_key_values=past_key_values,
             use_cache=use_cache,
             return_dict=True,
-            **kwargs,
+            **options,
         )
         return self.predict_next(
             outputs,
@@ -129,7 +130,7 @@ class LunaForCausalLM(GenericForCausalLM, StateGenerationMixin, LunaPreTrainedMo
             input_ids=input_ids,
             attention_mask=attention_mask,
             position_ids=position_ids,
-            **kwargs,
+            **options,
         )
 
 

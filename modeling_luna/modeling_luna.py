@@ -548,7 +548,8 @@ class LunaStack(nn.Module):
         synchronized = self.training and self.config.layerdrop > 0.0 and has_peers()
         for index, layer, dropped in self.used_layers(hidden_states):
             before = (hidden_states, packed_states[-1])
-            source, options = (), {}
+            source: tuple[Any, ...] = ()
+            options: dict[str, Any] = {}
             if caches is not None:
                 # Positional: gradient checkpoints with `use_reentrant=True` do not differentiate keyword arguments.
                 source = (encoder_hidden_states,)

@@ -88,7 +88,8 @@ class MegaForCausalLM(GenericForCausalLM, StateGenerationMixin, MegaPreTrainedMo
         Raises:
             ValueError: As in `MegaModel.forward`, and if labels do not match the positions of `logits_to_keep`.
         """
-        shift_labels: Any = kwargs.pop("shift_labels", None)
+        options: dict[str, Any] = {**kwargs}
+        shift_labels = options.pop("shift_labels", None)
         if labels is not None or shift_labels is not None:
             check_next_labels(labels, shift_labels, input_ids, inputs_embeds, logits_to_keep=logits_to_keep)
         outputs = self.base_model(
@@ -101,7 +102,7 @@ class MegaForCausalLM(GenericForCausalLM, StateGenerationMixin, MegaPreTrainedMo
             encoder_hidden_states=encoder_hidden_states,
             encoder_attention_mask=encoder_attention_mask,
             return_dict=True,
-            **kwargs,
+            **options,
         )
         return self.predict_next(
             outputs,
@@ -110,7 +111,7 @@ class MegaForCausalLM(GenericForCausalLM, StateGenerationMixin, MegaPreTrainedMo
             logits_to_keep,
             input_ids=input_ids,
             attention_mask=attention_mask,
-            **kwargs,
+            **options,
         )
 
     def score_tokens(self, hidden_states: torch.Tensor) -> torch.Tensor:

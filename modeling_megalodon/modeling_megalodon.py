@@ -332,13 +332,14 @@ class MegalodonModel(BodyMixin, MegalodonPreTrainedModel):
             ValueError: Not exactly one kind of input, an empty batch, an invalid mask, or an argument that Megalodon
                 does not support.
         """
+        token_type_ids: Any = options.get("token_type_ids")
         inputs = prepare(
             self,
             input_ids=input_ids,
             attention_mask=attention_mask,
             inputs_embeds=inputs_embeds,
             position_ids=options.get("position_ids"),
-            token_type_ids=options.get("token_type_ids"),
+            token_type_ids=token_type_ids,
             past_key_values=past_key_values,
             use_cache=use_cache,
             options=options,
