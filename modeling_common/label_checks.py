@@ -37,28 +37,16 @@ def given_input(*inputs: torch.Tensor | None) -> torch.Tensor | None:
 
 
 def check_token_labels(
-    labels: torch.Tensor,
-    *inputs: torch.Tensor | None,
-    logits_to_keep: int | torch.Tensor = 0,
-    name: str = "labels",
+    *inputs: torch.Tensor | None, logits_to_keep: int | torch.Tensor = 0, **labels: torch.Tensor | None
 ) -> None:
-    """Raise `ValueError` for labels of another shape than the positions `[B, T]` of the inputs that have logits."""
+    """Raise `ValueError` for labels, by name, of another shape than the positions `[B, T]` that have logits."""
     given = given_input(*inputs)
-    if given is not None and given.dim() >= 2:  # otherwise the body raises the error
-        check_labels(name, labels, keep_positions(given, logits_to_keep).shape[:2])
-
-
-def check_next_labels(
-    labels: torch.Tensor | None,
-    shift_labels: torch.Tensor | None,
-    *inputs: torch.Tensor | None,
-    logits_to_keep: int | torch.Tensor,
-) -> None:
-    """Raise `ValueError` for labels of a causal language model of another shape, see `check_token_labels`."""
-    if shift_labels is not None:
-        check_token_labels(shift_labels, *inputs, logits_to_keep=logits_to_keep, name="shift_labels")
-    elif labels is not None:
-        check_token_labels(labels, *inputs, logits_to_keep=logits_to_keep)
+    if given is None or given.dim() < 2:
+        return  # the body raises the error
+    kept = keep_positions(given, logits_to_keep)
+    for name, value in labels.items():
+        if value is not None:
+            check_labels(name, value, kept.shape[:2])
 
 
 def check_span(

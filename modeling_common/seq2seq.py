@@ -284,11 +284,11 @@ class Seq2SeqLM(EncoderDecoder, LMHead):
     ) -> tuple[Any, torch.Tensor | None]:
         """Check the labels, and return tokens and mask of the target; without a target, those of the labels."""
         if given_input(input_ids, inputs_embeds) is not None:
-            check_token_labels(labels, input_ids, inputs_embeds, logits_to_keep=logits_to_keep)
+            check_token_labels(input_ids, inputs_embeds, logits_to_keep=logits_to_keep, labels=labels)
             return input_ids, attention_mask
         if labels.dim() != 2:
             raise ValueError(f"`labels` must have the shape [B, T] of a target, got {list(labels.shape)}")
-        check_token_labels(labels, labels, logits_to_keep=logits_to_keep)
+        check_token_labels(labels, logits_to_keep=logits_to_keep, labels=labels)
         start, config = self.config.decoder_start_token_id, self.get_decoder().config
         input_ids, kept = shift_right(labels, start, config.pad_token_id)
         if attention_mask is None and find_mask(input_ids, config) is None:

@@ -113,7 +113,7 @@ class LunaForMaskedLM(GenericForMaskedLM, LunaPreTrainedModel):
         `sparse_prediction` there are logits of the M predicted positions only, `[M, vocab_size]`.
         """
         if labels is not None:
-            check_token_labels(labels, input_ids, inputs_embeds)
+            check_token_labels(input_ids, inputs_embeds, labels=labels)
         outputs = self.base_model(
             input_ids=input_ids,
             attention_mask=attention_mask,
@@ -298,7 +298,7 @@ class LunaForTokenClassification(GenericForTokenClassification, LunaPreTrainedMo
         `labels`: `[B, T]`, -100 = not counted. `logits`: `[B, T, num_labels]`.
         """
         if labels is not None:
-            check_token_labels(labels, input_ids, inputs_embeds, input_values)
+            check_token_labels(input_ids, inputs_embeds, input_values, labels=labels)
         outputs = self.base_model(
             input_ids=input_ids,
             attention_mask=attention_mask,
