@@ -152,11 +152,10 @@ def prepare(
     encoder_layout = DENSE
     if config.add_cross_attention or encoder_hidden_states is not None or encoder_attention_mask is not None:
         check_source(model, encoder_hidden_states, encoder_attention_mask, given.shape[0], cross_cache)
-        encoder_mask = read_mask("encoder_attention_mask", encoder_attention_mask, drop_full=True)
-        encoder_layout = DenseLayout(encoder_mask)
-        if encoder_hidden_states is not None and not (cross_cache is not None and cross_cache.layers[0].is_initialized):
-            encoder_layout = close_gaps(encoder_mask) if model.closes_gaps else encoder_layout
-            encoder_hidden_states = encoder_layout.gather(clean(encoder_hidden_states, encoder_mask))
+        is_cached = cross_cache is not None and cross_cache.layers[0].is_initialized
+        encoder_hidden_states, encoder_layout = read_source(
+            model, None if is_cached else encoder_hidden_states, encoder_attention_mask
+        )
     return Inputs(
         given=given,
         mask=mask,
@@ -172,6 +171,17 @@ def prepare(
         encoder_layout=encoder_layout,
         token_type_ids=token_type_ids,
     )
+
+
+def read_source(
+    model: Any, states: torch.Tensor | None, attention_mask: torch.Tensor | None
+) -> tuple[torch.Tensor | None, DenseLayout]:
+    """Return the output of an encoder and its layout; `states` None = a cache contains it."""
+    mask = read_mask("encoder_attention_mask", attention_mask, drop_full=True)
+    if states is None:
+        return None, DenseLayout(mask)
+    layout = close_gaps(mask) if model.closes_gaps else DenseLayout(mask)
+    return layout.gather(clean(states, mask)), layout
 
 
 def read_token_types(model: Any, token_type_ids: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor | None:
