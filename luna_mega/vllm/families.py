@@ -183,7 +183,7 @@ class ServedLuna(ServedModel):
         return self.constants[0].get("pack_queries", tuple(weights), compute)
 
     def run_layer(self, index, hidden_states, layout, cache):
-        return self.layer(index)(hidden_states, None, layout, cache=cache)[0]
+        return self.layer(index)(hidden_states, None, layout=layout, cache=cache)[0]
 
     def finish(self, hidden_states):
         return self.model.luna.decoder.final_norm(hidden_states[None], [None])[0][0]
