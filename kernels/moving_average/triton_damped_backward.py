@@ -134,7 +134,7 @@ def backward(
     gradient: Tensor, last_gradient: Tensor | None, x: Tensor, mask: Tensor | None, skip: Tensor | None,
     coefficients: Tensor, initial_state: Tensor | None, return_state: bool, shift: bool, cu_seqlens: Tensor | None,
     max_seqlen: int,
-) -> list[Tensor | None]:  # fmt: skip
+) -> Any:  # fmt: skip
     """Return the gradients of x, skip and the initial states, None for None, and the sums of `damped_backward`."""
     rows = of_directions(coefficients, x.shape[2])
     if not return_state:

@@ -455,7 +455,8 @@ def forward(
         if plan.directions == 2:
             # In float32 until the other direction is added.
             other = scan(plan, 1, x, mask, rows, starts, coefficients.new_empty(x.shape))
-        options = {"scaled": scaled, "skip": skip, "other": other, "last": last if return_state else None}
-        return scan(plan, 0, x, mask, rows, starts, x.new_empty(x.shape), **options), last
+        output, end = x.new_empty(x.shape), last if return_state else None
+        scan(plan, 0, x, mask, rows, starts, output, scaled=scaled, skip=skip, other=other, last=end)
+        return output, last
 
     return choose(_scan_kernel, run, x, coefficients.shape[1:], shift, cu_seqlens, max_seqlen)

@@ -226,7 +226,7 @@ def apply(
 def sums(
     gradients: Tensor, x: Tensor, mask: Tensor | None, means: Tensor, rstds: Tensor, weight: Tensor | None,
     bias: Tensor | None,
-) -> tuple[Tensor, ...]:  # fmt: skip
+) -> tuple[Tensor | None, ...]:  # fmt: skip
     """Return the sums of `torch_backend.Passes`."""
     groups, features = means.shape[2], x.shape[2]
     sizes, tile, tiles = _sizes(x, groups)

@@ -174,7 +174,7 @@ def statistics(
     grid, tile = _tile(groups, sequences)
     inputs = own, spread, mask, count, mean, variance
     launch(_statistics_kernel, grid, *inputs, means, rstd, *last, length, groups, eps, **tile)
-    return means, rstd, *last
+    return means, rstd, last[0], last[1]
 
 
 def statistics_backward(
@@ -189,4 +189,4 @@ def statistics_backward(
     grid, tile = _tile(groups, sequences)
     outputs = stretches, shifts, *initial
     launch(_statistics_backward_kernel, grid, *inputs, *outputs, length, groups, width, **tile)
-    return stretches, shifts, *initial
+    return stretches, shifts, initial[0], initial[1]
