@@ -36,7 +36,6 @@ _OPTIONAL_IDS = ("bos_token_id", "eos_token_id")
 class Choice:
     """A model as a checkpoint: its args and tensors, and the model `read` that the converter reads from them."""
 
-    format: Format
     writer: Writer
     target: Target
     args: dict[str, Any]
@@ -50,7 +49,7 @@ class Choice:
     @property
     def layout(self) -> str:
         """Return the description of the format in this revision."""
-        return self.format.facts.revisions[self.target.revision].format
+        return self.writer.format.facts.revisions[self.target.revision].format
 
 
 class _Inexpressible(ConversionError):
@@ -71,16 +70,16 @@ def choose_export(
     """Return a model as a checkpoint; a converted model keeps the format in `report`, the record of its conversion."""
     given = report["source"]
     formats = [find_format(given["layout"])] if given else registered_formats()
-    writers = {fmt: writer for fmt in formats if (writer := writer_of(fmt)) is not None}
+    writers = [writer for writer in map(writer_of, formats) if writer is not None]
     if not writers:
         raise ConversionError(f"format {given['layout']} can only be converted; it has no registered writer")
     if given and given["revision"] not in formats[0].facts.revisions.keys() - {"unknown"}:
         raise ConversionError(f"format {given['layout']} has no revision {shown(given['revision'])}")
     wanted = head or report["decisions"].get("head")
     targets = [
-        (fmt, Target(model_class, writer.resolve(config), revision, _head(writer, model_class, config, wanted)))
-        for fmt, writer in writers.items()
-        if model_class in fmt.facts.model_classes
+        (writer, Target(model_class, writer.resolve(config), revision, _head(writer, model_class, config, wanted)))
+        for writer in writers
+        if model_class in writer.format.facts.model_classes
         for revision in ([given["revision"]] if given else writer.revisions)
     ]
     if not targets:
@@ -94,9 +93,9 @@ def choose_export(
                 f"config.json ties {name} to {other}, but their weights differ; set tie_word_embeddings to false"
             )
     failures = []
-    for fmt, target in targets:
+    for writer, target in targets:
         try:
-            chosen = _choice(fmt, writers[fmt], target, tensors, report, built)
+            chosen = _choice(writer, target, tensors, report, built)
             break
         except ConversionError as error:
             failures.append(error)
@@ -105,7 +104,7 @@ def choose_export(
         raise min(inexpressible, key=lambda error: error.distance) if inexpressible else failures[0]
     if head is not None and chosen.target.head is None:
         raise ConversionError(f"--head {head}: the original has no named head for a {model_class.__name__}")
-    read, fmt = chosen.read, chosen.format  # the class differs for an encoder, which gets an untrained head
+    read, fmt = chosen.read, chosen.writer.format  # the class differs for an encoder, which gets an untrained head
     if read.model_class is not model_class:
         built = partial(weights_of, read.config)
     weights = built(read.model_class, *fmt.facts.additional_classes)
@@ -130,14 +129,10 @@ def _no_format(model_class: type, config: PreTrainedConfig, fmt: Format, given: 
 
 
 def _choice(
-    fmt: Format,
-    writer: Writer,
-    target: Target,
-    ours: Tensors,
-    report: dict[str, Any],
-    built: Callable[..., Weights],
+    writer: Writer, target: Target, ours: Tensors, report: dict[str, Any], built: Callable[..., Weights]
 ) -> Choice:
     """Return the model as a checkpoint of a format; raise an error if the format does not support it."""
+    fmt = writer.format
     layout = fmt.facts.revisions[target.revision].format
     if problems := unsupported_values(writer, target):
         raise _Inexpressible(layout, problems, was_read=False)
@@ -146,7 +141,7 @@ def _choice(
     tensors, unknown, notes = _rename(fmt.keymap(target), ours)
     unplaced = ConversionError(f"{layout} has no place for {few(unknown)}") if unknown else None
     try:
-        args, read, evidence = _choose_args(fmt, writer, target, tensors, report)
+        args, read, evidence = _choose_args(writer, target, tensors, report)
     except ConversionError as error:
         raise unplaced or error from error
     differences = list(_differences(writer, target, read))
@@ -166,7 +161,7 @@ def _choice(
     recorded = report["args"] or {}
     if replaced := sorted(name for name in recorded if recorded[name] != args[name]):
         warnings.append(f"args of the converted file that no longer apply are replaced: {', '.join(replaced)}")
-    return Choice(fmt, writer, target, args, tensors, read, evidence, notes, warnings)
+    return Choice(writer, target, args, tensors, read, evidence, notes, warnings)
 
 
 def _rename(keymap: KeyMap, ours: Tensors) -> tuple[Tensors, list[str], list[str]]:
@@ -189,7 +184,7 @@ def _rename(keymap: KeyMap, ours: Tensors) -> tuple[Tensors, list[str], list[str
 
 
 def _choose_args(
-    fmt: Format, writer: Writer, target: Target, tensors: Tensors, report: dict[str, Any]
+    writer: Writer, target: Target, tensors: Tensors, report: dict[str, Any]
 ) -> tuple[dict[str, Any], Target, Evidence]:
     """Return the args of the converted file if they still describe the model, else args created from its configuration.
 
@@ -197,11 +192,11 @@ def _choose_args(
     """
     recorded = report["args"]
     kept = {name: value for name, value in (recorded or {}).items() if name in writer.kept}
-    made = (recorded or {}) | write_args(fmt.table, writer, target) | kept
+    made = (recorded or {}) | write_args(writer, target) | kept
     same_head = recorded is not None and target.head in (None, report["decisions"].get("head"))
     for args in (recorded, made) if same_head else (made,):
         try:
-            read, evidence = read_model(fmt, tensors, args, target.revision, target.head)
+            read, evidence = read_model(writer.format, tensors, args, target.revision, target.head)
         except ConversionError:
             if args is made:
                 raise

@@ -15,6 +15,7 @@ from luna_mega.convert.export.writer import Export
 from luna_mega.convert.tensors import DTYPES, non_finite
 from luna_mega.errors import ConversionError
 from luna_mega.hub.folder import REPORT_NAME, ModelFolder, read_folder
+from luna_mega.hub.output import check_new_file, check_output
 
 Tensors = dict[str, torch.Tensor]
 _NOT_CONVERTED = {"source": {}, "decisions": {}, "dropped": [], "dtype_in": {}, "args": None}
@@ -95,14 +96,15 @@ def export_checkpoint(
     report = _recorded(source)
     try:
         chosen = choose_export(source.model_class, source.config, source.tensors(), head, report)
-        facts, writer, target = chosen.format.facts, chosen.writer, chosen.target
+        writer, target = chosen.writer, chosen.target
+        facts = writer.format.facts
         if layer_norm is not None and "layer-norm" in facts.unsupported_options:
             raise ConversionError(f"--layer-norm {layer_norm}: {facts.unsupported_options['layer-norm']}; omit it")
         if shards is not None and not writer.is_folder:
             raise ConversionError(f"--shards {shards}: a {facts.name} checkpoint is one file; omit the option")
     except ConversionError as error:
         raise ConversionError(f"{source.path}: {error}") from error
-    output = writer.check_output(output)
+    output = check_output(output) if writer.is_folder else check_new_file(output)
     mapping, tensors = chosen.mapping, chosen.tensors
     convention = layer_norm or report["decisions"].get("layer_norm") or facts.revisions[target.revision].norms
     lowered = {}
@@ -110,7 +112,7 @@ def export_checkpoint(
         lowered = norms_minus_one(source.path, {key: tensors[key] for key in mapping.norm_weights})
     tensors, stored, stored_as = store_tensors(tensors, mapping, lowered, dtype, report["dtype_in"])
     warnings = _non_finite(source.path, chosen, tensors, stored)
-    kind = chosen.format.companions(chosen.read, chosen.evidence).dictionaries
+    kind = writer.format.companions(chosen.read, chosen.evidence).dictionaries
     companions, missing = kind.export(list(dictionaries), source.path, source.config.id2label)
     updates = report["source"].get("num_updates") or 0
     files = writer.write(output, Export(target, chosen.args, tensors, companions, updates, shards), progress)
@@ -152,6 +154,6 @@ def _non_finite(folder: Path, chosen: Choice, tensors: Tensors, dtype: str) -> l
     names = [name for name, tensor in tensors.items() if not tensor.isfinite().all()]
     if overflown := [name for name in names if chosen.tensors[name].isfinite().all()]:
         raise ConversionError(f"{folder}: {non_finite(overflown, tensors)} in {dtype}; choose a wider --dtype")
-    if names and chosen.format.facts.finite:
+    if names and chosen.writer.format.facts.finite:
         raise ConversionError(f"{folder}: {non_finite(names, tensors)}; export an earlier checkpoint")
     return [non_finite(names, tensors)] if names else []

@@ -13,9 +13,9 @@ from transformers import PreTrainedConfig
 
 from luna_mega.convert.evidence import Evidence, Target
 from luna_mega.convert.formats.format import Format
-from luna_mega.convert.table import Table, rows_of, typed_args
+from luna_mega.convert.table import rows_of, typed_args
 from luna_mega.errors import ConversionError
-from luna_mega.hub.output import check_new_file, check_output, publish, temporary_folder
+from luna_mega.hub.output import publish, temporary_folder
 
 Args = dict[str, Any]
 Tensors = dict[str, torch.Tensor]
@@ -37,6 +37,7 @@ class Writer:
     """The writing half of a format whose checkpoints are files of fairseq.
 
     Attributes:
+        format: Format, the reading half.
         revisions: Revisions of the original code to try, in this order, for a model that was not converted.
         kept: Arguments that keep the value of the converted file, even if the configuration was edited.
         training_fields: Fields of the configuration for training; a difference is a warning.
@@ -50,6 +51,9 @@ class Writer:
     advice: str | None = None
     criteria: dict[str, str] = {}
     is_folder = False  # a folder, whose tensors can be split into shards
+
+    def __init__(self, checkpoint_format: Format):
+        self.format = checkpoint_format
 
     def args(self, target: Target, args: Args) -> Args:
         """Return the args of a checkpoint; `args` are those that the format reads into one field."""
@@ -74,10 +78,6 @@ class Writer:
     def notes(self, target: Target, evidence: Evidence) -> list[str]:
         """Return notes for the user; `evidence` comes from the checkpoint."""
         return []
-
-    def check_output(self, output: str | Path) -> Path:
-        """Return the path of the checkpoint; raise an error if it cannot be written."""
-        return check_output(output) if self.is_folder else check_new_file(output)
 
     def state(self, export: Export) -> dict[str, Any]:
         """Return the content of the file."""
@@ -110,14 +110,14 @@ class Writer:
         return names
 
 
-_WRITERS: dict[type[Format], Writer] = {}
+_WRITERS: dict[type[Format], type[Writer]] = {}
 
 
 def register_writer(format_class: type[Format]) -> Callable[[type[Writer]], type[Writer]]:
     """Return a decorator that registers a writer as the writing half of a format and of its subclasses."""
 
     def register(writer_class: type[Writer]) -> type[Writer]:
-        _WRITERS[format_class] = writer_class()
+        _WRITERS[format_class] = writer_class
         return writer_class
 
     return register
@@ -125,11 +125,13 @@ def register_writer(format_class: type[Format]) -> Callable[[type[Writer]], type
 
 def writer_of(checkpoint_format: Format) -> Writer | None:
     """Return the writing half of a format; None if its checkpoints can only be converted."""
-    return next((_WRITERS[each] for each in type(checkpoint_format).__mro__ if each in _WRITERS), None)
+    found = (_WRITERS[each] for each in type(checkpoint_format).__mro__ if each in _WRITERS)
+    return next((writer_class(checkpoint_format) for writer_class in found), None)
 
 
-def write_args(table: Table, writer: Writer, target: Target) -> Args:
-    """Return the args of a checkpoint for a model."""
+def write_args(writer: Writer, target: Target) -> Args:
+    """Return the args of a checkpoint for a model, in the order of the table."""
+    table = writer.format.table
     args: Args = {}
     for row in rows_of(table, target.revision):
         if row.name and row.field is not None and row.name not in args:

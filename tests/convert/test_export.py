@@ -192,8 +192,7 @@ def test_architectures_of_presets(preset, arch):
     is_luna = isinstance(preset, LunaConfig)
     model_class = LunaForMaskedLM if is_luna else MegaForSequenceClassification
     target = Target(model_class, preset, "r21" if is_luna else "main")
-    found = find_format("luna_bert" if is_luna else "mega_lra")
-    args = write_args(found.table, writer_of(found), target)
+    args = write_args(writer_of(find_format("luna_bert" if is_luna else "mega_lra")), target)
     assert args["arch"] == arch and (not is_luna or args["untie_luna_kv"] is not preset.tie_key_value)
 
 

@@ -1,6 +1,7 @@
 """The argument tables: both directions, and errors for meaningless values."""
 
 import functools
+from types import SimpleNamespace
 
 import numpy
 import pytest
@@ -45,7 +46,7 @@ def evidence(revision="old", **args):
 
 @pytest.mark.parametrize(("revision", "head"), [("old", None), ("new", None), ("old", "a")])
 def test_both_directions(revision, head):
-    args = write_args(TABLE, TableWriter(), Target(object, Config(), revision, head))
+    args = write_args(TableWriter(SimpleNamespace(table=TABLE)), Target(object, Config(), revision, head))
     expected = {"data": ".", "dim": 8, "activation_fn": "gelu_accurate", "no_scale": False, "drop": 0.5}
     expected |= {"new": -1} if revision == "new" else {"tasks": "a"} if head else {}
     assert args == expected
@@ -136,9 +137,9 @@ def test_flags_of_genuine_files(value):
 
 
 def test_a_value_of_another_type_is_not_written():
-    table = (Arg("flag", "act", kind=argtypes.flag),)
+    writer = Writer(SimpleNamespace(table=(Arg("flag", "act", kind=argtypes.flag),)))
     with pytest.raises(ConversionError, match=r"^args\.flag = 'gelu_new' is neither True nor False$"):
-        write_args(table, Writer(), Target(object, Config(), "old"))
+        write_args(writer, Target(object, Config(), "old"))
 
 
 @functools.cache
