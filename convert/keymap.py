@@ -36,9 +36,7 @@ class Row:
         target: Pattern of names in the model; None if the tensor is dropped.
         transform: Kind of the tensor, or change of its shape.
         reason: Reason why the tensor is dropped.
-        fill: Function of the dtype of the other tensors; returns the tensor to export if the model lacks it.
         copy_of: Name in the original of the tensor to which this one is tied; the model has only that tensor.
-        note: Note of an export that writes `fill`.
         except_name: Value of `{name}` that the row does not match.
     """
 
@@ -46,18 +44,8 @@ class Row:
     target: str | None
     transform: str | Reshape | None = None
     reason: str | None = None
-    fill: Callable[[torch.dtype], torch.Tensor] | None = None
     copy_of: str | None = None
-    note: str | None = None
     except_name: str | None = None
-
-    def names(self, others: Iterable[str]) -> list[str]:
-        """Return the names that the row has in a file with the other names; its only field can be `{layer}`."""
-        before, field, after = self.source.partition("{layer}")
-        if not field:
-            return [self.source]
-        found = (re.match(rf"{re.escape(before)}(\d+)\.", name) for name in others)
-        return [f"{before}{index}{after}" for index in sorted({int(match[1]) for match in found if match})]
 
 
 def rows(source: str, target: str, names: Iterable[str] | dict[str, str], transform: str | None = None) -> list[Row]:

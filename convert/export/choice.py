@@ -18,7 +18,7 @@ from luna_mega.convert.export.writer import Writer, unsupported_values, write_ar
 from luna_mega.convert.formats import Format, registered_formats
 from luna_mega.convert.formats.format import read_model
 from luna_mega.convert.formats.registry import find_format
-from luna_mega.convert.keymap import KeyMap, Reshape
+from luna_mega.convert.keymap import Reshape
 from luna_mega.convert.tensors import Mapping, Weights, few, map_tensors, weights_of
 from luna_mega.errors import ConversionError, shown
 
@@ -138,7 +138,7 @@ def _choice(
         raise _Inexpressible(layout, problems, was_read=False)
     tied = built(target.model_class, *fmt.facts.additional_classes).tied
     ours = ours | {copy: ours[original] for copy, original in tied.items() if original in ours}
-    tensors, unknown, notes = _rename(fmt.keymap(target), ours)
+    tensors, unknown, notes = _rename(writer, target, ours)
     unplaced = ConversionError(f"{layout} has no place for {few(unknown)}") if unknown else None
     try:
         args, read, evidence = _choose_args(writer, target, tensors, report)
@@ -164,23 +164,19 @@ def _choice(
     return Choice(writer, target, args, tensors, read, evidence, notes, warnings)
 
 
-def _rename(keymap: KeyMap, ours: Tensors) -> tuple[Tensors, list[str], list[str]]:
+def _rename(writer: Writer, target: Target, ours: Tensors) -> tuple[Tensors, list[str], list[str]]:
     """Return the tensors of the file in its order, the names that it does not support, and notes on added tensors."""
-    tensors, unknown, notes = {}, [], {}
+    keymap, tensors, unknown = writer.format.keymap(target), {}, []
     for name, tensor in ours.items():
         if (match := keymap.backward(name)) is None:
             unknown.append(name)
         else:
             reshape = match.row.transform
             tensors[match.key] = reshape.backward(tensor) if isinstance(reshape, Reshape) else tensor
-    dtype = next(iter(tensors.values())).dtype
-    for row in keymap.rows:
-        for name in row.names(list(tensors)) if row.fill else ():
-            if name not in tensors:
-                tensors[name], notes[row.note] = row.fill(dtype), None
-        if row.copy_of in tensors:
-            tensors[row.source] = tensors[row.copy_of]
-    return {key: tensors[key] for key in sorted(tensors, key=keymap.position)}, unknown, list(filter(None, notes))
+    added = {name: tensor for name, tensor in writer.added(target, tensors).items() if name not in tensors}
+    tensors |= added | {row.source: tensors[row.copy_of] for row in keymap.rows if row.copy_of in tensors}
+    notes = [writer.note_of_added] if added and writer.note_of_added else []
+    return {key: tensors[key] for key in sorted(tensors, key=keymap.position)}, unknown, notes
 
 
 def _choose_args(

@@ -2,11 +2,12 @@
 
 import copy
 
+import torch
 from transformers import PreTrainedConfig
 
 from luna_mega.convert import table
 from luna_mega.convert.evidence import Target
-from luna_mega.convert.export.writer import Args
+from luna_mega.convert.export.writer import Args, Tensors
 
 ACTIVATIONS = tuple(dict.fromkeys(table.ACTIVATIONS.values()))
 
@@ -36,6 +37,11 @@ _TRANSLATION: Args = {
     "encoder_embed_path": None,
     "decoder_embed_path": None,
 }
+
+
+def dtype_of(tensors: Tensors) -> torch.dtype:
+    """Return the dtype of added tensors."""
+    return next(iter(tensors.values())).dtype
 
 
 def translation(target: Target) -> Args:

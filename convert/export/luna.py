@@ -1,16 +1,20 @@
 """Writing halves of the formats of Luna."""
 
+import torch
+from torch import nn
 from transformers import PreTrainedConfig
 
-from luna_mega import LunaForMultipleChoice, LunaSeq2SeqConfig
+from luna_mega import LunaConfig, LunaForMultipleChoice, LunaSeq2SeqConfig
 from luna_mega.convert.evidence import Evidence, Target, problem_type
 from luna_mega.convert.export import fairseq
-from luna_mega.convert.export.writer import Args, Writer, register_writer
-from luna_mega.convert.formats._lra import is_pair
-from luna_mega.convert.formats.luna_bert import ARCHITECTURES, POOLING_OF_HEAD, SIZES, LunaBert, names_of_heads
+from luna_mega.convert.export.writer import Args, Tensors, Writer, register_writer
+from luna_mega.convert.formats._lra import BODY, is_pair
+from luna_mega.convert.formats.luna_bert import ARCHITECTURES, LM_HEAD, POOLING_OF_HEAD, SIZES, LunaBert, names_of_heads
 from luna_mega.convert.formats.luna_lra import PAIRS, LunaLra
 from luna_mega.convert.formats.luna_seq2seq import LunaSeq2Seq
 from luna_mega.modeling_luna.configuration_luna import DECODER_FIELDS
+from luna_mega.modeling_luna.heads_luna import LunaLMHead
+from luna_mega.modeling_luna.positions_luna import sinusoids
 
 _HEAD_OF_POOLING = {pooling: head for head, pooling in POOLING_OF_HEAD.items()}
 _LRA_OF_WIDTH = {512: "luna_lra_listop", 256: "luna_lra_imdb", 128: "luna_lra_pf32", 64: "luna_lra_cifar10"}
@@ -48,6 +52,17 @@ def _encoder(target: Target) -> Args:
     return fairseq.COMMON | {"tokens_per_sample": target.config.max_position_embeddings} | later
 
 
+def _sinusoids(body: str, config: LunaConfig, tensors: Tensors) -> Tensors:
+    """Return the buffers of sinusoidal positions."""
+    if config.position_embedding_type != "sinusoidal":
+        return {}
+    buffers = {f"{body}.embed_positions._float_tensor": torch.zeros(1)}
+    if not config.add_cross_attention:
+        table = sinusoids(torch.arange(config.projection_length), config.hidden_size)
+        buffers[f"{body}.projected_positions"] = table
+    return {name: tensor.to(fairseq.dtype_of(tensors)) for name, tensor in buffers.items()}
+
+
 def _task(target: Target) -> str:
     if target.head is None or target.config.classifier_hidden_size != target.config.hidden_size:
         return "masked_lm"  # the other tasks build a head of width d before they read the file
@@ -59,6 +74,7 @@ class LunaBertWriter(_LunaWriter):
     """Writer of `luna_bert`."""
 
     revisions = ("r21",)
+    note_of_added = "the folder has no LM head, which fairseq's loader requires: a new, untrained one is written"
     criteria = {
         "masked_lm": "MaskedLmLoss",
         "sentence_prediction": "SentencePredictionCriterion",
@@ -80,6 +96,18 @@ class LunaBertWriter(_LunaWriter):
             args |= {"num_classes": config.num_labels, "classification_head_name": head}
             args["regression_target"] = problem_type(config) == "regression"
         return args
+
+    def added(self, target: Target, tensors: Tensors) -> Tensors:
+        if f"{LM_HEAD}.dense.weight" in tensors:
+            return {}
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)  # the same file every time
+            head = LunaLMHead(target.config)
+            for linear in (head.dense, head.decoder):
+                nn.init.normal_(linear.weight, std=target.config.initializer_range)
+                nn.init.zeros_(linear.bias)
+        dtype, weights = fairseq.dtype_of(tensors), head.state_dict().items()
+        return {f"{LM_HEAD}.{name.removeprefix('decoder.')}": weight.to(dtype) for name, weight in weights}
 
     def limits(self, target: Target) -> dict[str, tuple]:
         config = target.config
@@ -130,6 +158,9 @@ class LunaLraWriter(_LunaWriter):
         del args["input_type"]
         return args | {"task": "long_range_arena", "classifier_out_dim": config.classifier_hidden_size}
 
+    def added(self, target: Target, tensors: Tensors) -> Tensors:
+        return _sinusoids(BODY, target.config, tensors) if target.revision == "head" else {}
+
     def limits(self, target: Target) -> dict[str, tuple]:
         config, later = target.config, target.revision == "head"
         fixed_width = later and config.classifier_num_layers
@@ -159,6 +190,13 @@ class LunaSeq2SeqWriter(_LunaWriter):
         args["decoder_learned_pos"] = config.decoder_position_embedding_type == "learned"
         args["no_token_positional_embeddings"] = config.position_embedding_type == "none"
         return args | {"encoder_layers_to_keep": None, "decoder_layers_to_keep": None}
+
+    def added(self, target: Target, tensors: Tensors) -> Tensors:
+        return {
+            **{f"{side}.version": torch.tensor([3.0]) for side in ("encoder", "decoder")},
+            **_sinusoids("encoder", target.config, tensors),
+            **_sinusoids("decoder", target.config.decoder_config, tensors),
+        }
 
     def limits(self, target: Target) -> dict[str, tuple]:
         return {"share_layers": (False,)} | super().limits(target)

@@ -3,12 +3,15 @@
 import argparse
 from typing import Any
 
-from luna_mega import MegaSeq2SeqConfig
+import torch
+
+from luna_mega import MegaConfig, MegaSeq2SeqConfig
 from luna_mega.convert.conventions import ORDER
 from luna_mega.convert.evidence import Evidence, Target
 from luna_mega.convert.export import fairseq
-from luna_mega.convert.export.writer import Args, Export, Writer, register_writer
-from luna_mega.convert.formats._lra import is_pair
+from luna_mega.convert.export.writer import Args, Export, Tensors, Writer, register_writer
+from luna_mega.convert.formats._lra import BODY, is_pair
+from luna_mega.convert.formats._translation import SIDES
 from luna_mega.convert.formats.mega_image import MegaImage
 from luna_mega.convert.formats.mega_lm import MegaLM
 from luna_mega.convert.formats.mega_lra import MegaLra
@@ -69,6 +72,14 @@ class _MegaWriter(Writer):
         return _UNUSED_FIELDS.union(*(names.split() for names, applies in conditions.items() if applies))
 
 
+def _buffers(body: str, config: MegaConfig, *attentions: str) -> Tensors:
+    """Return the placeholder buffers of rotary biases."""
+    if config.relative_positional_bias != "rotary":
+        return {}
+    layers = [f"{body}.layers.{layer}.{name}" for layer in range(config.num_hidden_layers) for name in attentions]
+    return {f"{layer}.rel_pos_bias._float_tensor": torch.zeros(1) for layer in layers}
+
+
 def _is_speech(target: Target) -> bool:
     # The code for speech always has a classifier layer, and no norm on the embeddings.
     config = target.config
@@ -98,6 +109,9 @@ class MegaLraWriter(_MegaWriter):
         args |= {"apply_bert_init": False, "tokens_per_sample": config.max_positions, "classifier_in_dim": features}
         args["classifier_out_dim"] = config.classifier_hidden_size if config.classifier_num_layers else features
         return super().args(target, args)
+
+    def added(self, target: Target, tensors: Tensors) -> Tensors:
+        return _buffers(BODY, target.config, "mega_layer")
 
     def limits(self, target: Target) -> dict[str, tuple]:
         config, tokens = target.config, target.config.input_type == "tokens"
@@ -146,6 +160,17 @@ class MegaLMWriter(_MegaWriter):
             args[name] = None if args[name] is None else ",".join(map(str, args[name]))
         return super().args(target, args)
 
+    def added(self, target: Target, tensors: Tensors) -> Tensors:
+        config, softmax = target.config, "decoder.adaptive_softmax"
+        buffers = {"decoder.version": torch.tensor([3.0])} | _buffers("decoder", config, "mega_layer")
+        if config.adaptive_input_cutoffs is not None:
+            buffers["decoder.embed_tokens._float_tensor"] = torch.zeros(1)
+        if config.adaptive_softmax_cutoffs is not None:
+            buffers[f"{softmax}.version"] = torch.tensor([1])
+            if config.tie_word_embeddings:
+                buffers[f"{softmax}.head._float_tensor"] = torch.zeros(1)
+        return buffers
+
     def limits(self, target: Target) -> dict[str, tuple]:
         config = target.config
         tied = config.tie_word_embeddings and config.adaptive_softmax_cutoffs is None
@@ -170,6 +195,13 @@ class MegaSeq2SeqWriter(_MegaWriter):
         del args["no_affine_final_norm"]
         args |= fairseq.translation(target) | {"arch": "mega"}  # the args have all sizes
         return super().args(target, args)
+
+    def added(self, target: Target, tensors: Tensors) -> Tensors:
+        return {
+            **{f"{side}.version": torch.tensor([3.0]) for side in SIDES},
+            **_buffers("encoder", target.config.encoder_config, "mega_layer"),
+            **_buffers("decoder", target.config.decoder_config, "mega_layer", "cross_attn"),
+        }
 
     def unused(self, target: Target) -> set[str]:
         without = set() if target.config.use_normalized_ffn else {"decoder_nffn_hidden_size"}

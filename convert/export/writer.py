@@ -43,6 +43,7 @@ class Writer:
         training_fields: Fields of the configuration for training; a difference is a warning.
         advice: Advice for a model whose head no format supports; None for a list of classes.
         criteria: Name of a criterion -> its class.
+        note_of_added: Note for the user if `added` tensors are written.
     """
 
     revisions: tuple[str, ...] = ()
@@ -50,6 +51,7 @@ class Writer:
     training_fields: tuple[str, ...] = ()
     advice: str | None = None
     criteria: dict[str, str] = {}
+    note_of_added: str | None = None
     is_folder = False  # a folder, whose tensors can be split into shards
 
     def __init__(self, checkpoint_format: Format):
@@ -58,6 +60,10 @@ class Writer:
     def args(self, target: Target, args: Args) -> Args:
         """Return the args of a checkpoint; `args` are those that the format reads into one field."""
         return args
+
+    def added(self, target: Target, tensors: Tensors) -> Tensors:
+        """Return the tensors of a file that a model lacks; those of the model are `tensors`."""
+        return {}
 
     def limits(self, target: Target) -> dict[str, tuple]:
         """Return field -> values that the original supports, of fields that reading the args does not check."""

@@ -112,18 +112,9 @@ def check_sinusoids(evidence: Evidence, key: str) -> None:
         raise ConversionError(f"tensor {key!r} is not the sinusoids of the original; the model cannot reproduce it")
 
 
-def sinusoid_rows(body: str, config: LunaConfig) -> list[Row]:
+def sinusoid_rows(body: str) -> list[Row]:
     """Return the rows of the buffers of sinusoidal positions under `body`."""
-
-    def table(dtype: torch.dtype) -> torch.Tensor:
-        return sinusoids(torch.arange(config.projection_length), config.hidden_size).to(dtype)
-
-    def zero(dtype: torch.dtype) -> torch.Tensor:
-        return torch.zeros(1, dtype=dtype)
-
-    sinusoidal = config.position_embedding_type == "sinusoidal"
-    packs = sinusoidal and not config.add_cross_attention
     return [
-        Row(f"{body}.embed_positions._float_tensor", None, reason=PLACEHOLDER, fill=zero if sinusoidal else None),
-        Row(f"{body}.projected_positions", None, reason=SINUSOIDS, fill=table if packs else None),
+        Row(f"{body}.embed_positions._float_tensor", None, reason=PLACEHOLDER),
+        Row(f"{body}.projected_positions", None, reason=SINUSOIDS),
     ]

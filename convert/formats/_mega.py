@@ -9,8 +9,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-import torch
-
 from luna_mega import MegaConfig
 from luna_mega.convert.argtypes import flag, integer, number, size, word
 from luna_mega.convert.conventions import ORDER, order_of
@@ -239,28 +237,21 @@ def options(stack: Stack, truncation: int = 1024) -> Table:
     )
 
 
-def placeholder_row(source: str, values: tuple[float] | None = (0.0,)) -> Row:
-    """Return the row of a buffer that the model lacks; an export writes `values` unless they are None."""
-    fill = None if values is None else lambda dtype: torch.tensor(values)
-    return Row(source, None, reason="placeholder buffer of the original, no content", fill=fill)
+def placeholder_row(source: str) -> Row:
+    """Return the row of a buffer that the model lacks."""
+    return Row(source, None, reason="placeholder buffer of the original, no content")
 
 
-def version_row(body: str) -> Row:
-    """Return the row of the version of the file format."""
-    return placeholder_row(f"{body}.version", (3.0,))
-
-
-def layer_rows(body: str, revision: str, config: MegaConfig, model: str = "mega", cross: bool = False) -> list[Row]:
+def layer_rows(body: str, revision: str, model: str = "mega", cross: bool = False) -> list[Row]:
     """Return the rows of an encoder or decoder; `cross` adds cross-attention."""
-    rotary = config.relative_positional_bias == "rotary"
     return [
         *norm_rows(f"{body}.embed_norm", f"{model}.embedding_norm"),
-        *block_rows(f"{body}.layers.{{layer}}", f"{model}.layers.{{layer}}", revision, rotary, cross),
+        *block_rows(f"{body}.layers.{{layer}}", f"{model}.layers.{{layer}}", revision, cross),
         *norm_rows(f"{body}.final_norm", f"{model}.final_norm"),
     ]
 
 
-def block_rows(layer: str, to_layer: str, revision: str, rotary: bool = False, cross: bool = False) -> list[Row]:
+def block_rows(layer: str, to_layer: str, revision: str, cross: bool = False) -> list[Row]:
     """Return the rows of a layer with the prefix `layer` in the file and `to_layer` in the model."""
     ema = _EMA[revision] | _EMA_OF_BOTH
     attention, to_attention = f"{layer}.mega_layer", f"{to_layer}.mega_layer"
@@ -268,7 +259,7 @@ def block_rows(layer: str, to_layer: str, revision: str, rotary: bool = False, c
     cross_attention = [
         *norm_rows(f"{source}.norm", f"{target}.norm"),
         *rows(source, target, ("k_proj", "v_proj", "q_proj", "h_proj")),
-        *_bias_rows(source, target, rotary),
+        *_bias_rows(source, target),
     ]
     return [
         Row(f"{attention}.gamma", f"{to_attention}.qk_weight"),
@@ -276,19 +267,19 @@ def block_rows(layer: str, to_layer: str, revision: str, rotary: bool = False, c
         *norm_rows(f"{attention}.norm", f"{to_attention}.norm"),
         *(Row(f"{attention}.move.{name}", f"{to_attention}.ema_gate.{ema[name]}") for name in ORDER[revision]),
         *rows(attention, to_attention, ("v_proj", "mx_proj", "h_proj")),
-        *_bias_rows(attention, to_attention, rotary),
+        *_bias_rows(attention, to_attention),
         *(cross_attention if cross else ()),
         *norm_rows(f"{layer}.nffn.norm", f"{to_layer}.nffn.norm"),
         *rows(f"{layer}.nffn", f"{to_layer}.nffn", ("fc1", "fc2")),
     ]
 
 
-def _bias_rows(source: str, target: str, rotary: bool) -> list[Row]:
+def _bias_rows(source: str, target: str) -> list[Row]:
     return [
         Row(f"{source}.rel_pos_bias.rel_pos_bias", f"{target}.rel_pos_bias.rel_pos_bias"),
         Row(f"{source}.rel_pos_bias.alpha", f"{target}.rel_pos_bias.alpha"),
         Row(f"{source}.rel_pos_bias.beta", f"{target}.rel_pos_bias.b_param"),
-        placeholder_row(f"{source}.rel_pos_bias._float_tensor", (0.0,) if rotary else None),
+        placeholder_row(f"{source}.rel_pos_bias._float_tensor"),
     ]
 
 

@@ -1,10 +1,13 @@
 """Common parts of luna_seq2seq and mega_seq2seq, the formats of encoder-decoders."""
 
-from luna_mega.convert.argtypes import anything, flag, language, word
+from collections.abc import Callable
+from typing import Any
+
+from luna_mega.convert.argtypes import anything, flag, language
 from luna_mega.convert.dictionaries import Dictionaries, LanguagePair
 from luna_mega.convert.evidence import Evidence, Target, same_bits
 from luna_mega.convert.formats.format import Bpe, Companions
-from luna_mega.convert.table import COMMON, Arg, typed
+from luna_mega.convert.table import COMMON, Arg, Table, typed
 from luna_mega.convert.tokenizers import WORDS, ConvertedTokenizer
 from luna_mega.convert.tokenizers.translation import translation_tokenizer
 from luna_mega.errors import ConversionError, shown
@@ -33,17 +36,18 @@ def _sharing(evidence: Evidence) -> dict[str, bool]:
     return {"tie_word_embeddings": tied, "share_encoder_decoder_embeddings": joint}
 
 
-# Arguments of the task.
-TASK = (
-    *COMMON,
-    *typed(anything, "task"),
-    *typed(word, "arch"),
-    *typed(anything, "criterion", "label_smoothing"),
-    *typed(language, "source_lang", "target_lang"),
-    *typed(anything, "left_pad_source", "left_pad_target"),
-    *typed(flag, "load_alignments", "truncate_source"),
-    *typed(anything, "num_batch_buckets"),
-)
+def task(arch: Callable[[Any], Any]) -> Table:
+    """Return the rows of the task; `arch` is the type of the architecture."""
+    return (
+        *COMMON,
+        *typed(anything, "task"),
+        *typed(arch, "arch"),
+        *typed(anything, "criterion", "label_smoothing"),
+        *typed(language, "source_lang", "target_lang"),
+        *typed(anything, "left_pad_source", "left_pad_target"),
+        *typed(flag, "load_alignments", "truncate_source"),
+        *typed(anything, "num_batch_buckets"),
+    )
 
 
 SHARING = (

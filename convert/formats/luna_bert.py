@@ -1,15 +1,10 @@
 """luna_bert: masked language models, and the models that were fine-tuned from them."""
 
 import re
-from collections.abc import Iterable, Iterator
-from functools import cache
-from itertools import product
+from collections.abc import Iterable
 from typing import Any
 
-import torch
-from torch import nn
-
-from luna_mega import LunaConfig, LunaForMaskedLM, LunaForMultipleChoice, LunaForSequenceClassification, LunaModel
+from luna_mega import LunaForMaskedLM, LunaForMultipleChoice, LunaForSequenceClassification, LunaModel
 from luna_mega.convert.argtypes import flag, integer, number, size, word
 from luna_mega.convert.dictionaries import Dictionaries, VocabularyAndLabels
 from luna_mega.convert.evidence import Evidence, Target, same_bits
@@ -21,10 +16,8 @@ from luna_mega.convert.table import ACTIVATIONS, HEAD, MODEL, NOT, Arg, derived,
 from luna_mega.convert.tokenizers import PIECES, ConvertedTokenizer
 from luna_mega.convert.tokenizers.gpt2_bpe import bpe_tokenizer, read_gpt2_bpe
 from luna_mega.errors import ConversionError
-from luna_mega.modeling_luna.heads_luna import LunaLMHead
 
-_FRESH = "the folder has no LM head, which fairseq's loader requires: a new, untrained one is written"
-_BODY, _LM_HEAD = "encoder.sentence_encoder", "encoder.lm_head"
+_BODY, LM_HEAD = "encoder.sentence_encoder", "encoder.lm_head"
 _NOTE = "early file: its prefix 'decoder.' is today's 'encoder.'"
 _EARLY_PREFIX = (r"^decoder\.(?=(sentence_encoder|lm_head)\.)", "encoder.", _NOTE)
 _RANKING_TASKS = ("sentence_ranking", "commonsense_qa")
@@ -55,8 +48,8 @@ ARCHITECTURES = {
 
 
 def _tied_lm(evidence: Evidence) -> dict[str, bool]:
-    evidence.shape(f"{_LM_HEAD}.weight", "vocabulary", "width")
-    same = same_bits(evidence.tensors[f"{_LM_HEAD}.weight"], evidence.tensors[f"{_BODY}.embed_tokens.weight"])
+    evidence.shape(f"{LM_HEAD}.weight", "vocabulary", "width")
+    same = same_bits(evidence.tensors[f"{LM_HEAD}.weight"], evidence.tensors[f"{_BODY}.embed_tokens.weight"])
     untied = evidence.args.get("untie_weights_luna")
     if not same:
         evidence.prefer("untie_weights_luna", True)
@@ -135,7 +128,9 @@ class LunaBert(Format):
 
     def keymap(self, target: Target) -> KeyMap:
         found = [
-            *_lm_head_rows(target.config),
+            *(Row(f"{LM_HEAD}.{part}", f"lm_head.decoder.{part}") for part in ("weight", "bias")),
+            *rows(LM_HEAD, "lm_head", ["dense"]),
+            *rows(LM_HEAD, "lm_head", ["layer_norm"], LAYER_NORM),
             Row(f"{_BODY}.embed_tokens.weight", "luna.embeddings.word_embeddings.weight"),
             *_luna.encoder_rows(_BODY),
         ]
@@ -185,26 +180,3 @@ class LunaBert(Format):
         ]
         kept = ["the LM head is kept: AutoModelForMaskedLM loads from the same folder"] * (target.head is not None)
         return Notes({"head": target.head}, kept, ["masked LM", *named])
-
-
-def _lm_head_rows(config: LunaConfig) -> Iterator[Row]:
-    """Yield the rows of the LM head, which is untrained if the exported model has none."""
-
-    @cache
-    def head() -> LunaLMHead:
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(0)  # the same file every time
-            made = LunaLMHead(config)
-            for linear in (made.dense, made.decoder):
-                nn.init.normal_(linear.weight, std=config.initializer_range)
-                nn.init.zeros_(linear.bias)
-        return made
-
-    for module, part in product(("decoder", "dense", "layer_norm"), ("weight", "bias")):
-        yield Row(
-            f"{_LM_HEAD}.{part if module == 'decoder' else f'{module}.{part}'}",
-            f"lm_head.{module}.{part}",
-            LAYER_NORM if module == "layer_norm" else None,
-            fill=lambda dtype, name=f"{module}.{part}": head().get_parameter(name).detach().to(dtype),
-            note=_FRESH,
-        )

@@ -144,7 +144,8 @@ _TABLE = (
     *typed(word, "task"),
     Arg("classifier_layers", "classifier_num_layers", read=_DEPTH, revision="r21", kind=integer),
     _lra.input_type(_tokens),
-    *typed(integer, "classifier_in_dim", "classifier_out_dim"),
+    *typed(integer, "classifier_in_dim"),
+    Arg("classifier_out_dim", kind=integer, revision="r21"),
     _lra.classifier_activation("relu", revision="r21"),
     Arg("pre_logits", read=_pre_logits, kind=flag, revision="head"),
     Arg("dropout", "classifier_dropout", revision="head"),
@@ -185,7 +186,7 @@ class LunaLra(Format):
         classifier = [Row("classifier.{n}.{part}", "classifier.dense.{n}.{part}")]
         if _is_later(target):
             classifier = [Row("pre_logits.0.{part}", "classifier.dense.0.{part}")]
-            classifier += _luna.sinusoid_rows(BODY, target.config)
+            classifier += _luna.sinusoid_rows(BODY)
         embeddings = rows(BODY, "luna.embeddings", {"embed_tokens": embedding})
         out = Row(OUT, "classifier.out_proj.weight")
         return KeyMap([*embeddings, *_luna.encoder_rows(BODY), *classifier, out])

@@ -5,8 +5,6 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import torch
-
 from luna_mega import LunaForConditionalGeneration, LunaSeq2SeqConfig
 from luna_mega.convert.argtypes import anything, flag, number, size, word
 from luna_mega.convert.evidence import Evidence, Target
@@ -103,7 +101,7 @@ def _side(side: str) -> Table:
 
 
 _TABLE = (
-    *_translation.TASK,
+    *_translation.task(word),
     fields(_translation.vocabularies),
     Arg("max_source_positions", "max_position_embeddings", default=1024, read=_positions("encoder"), kind=size),
     Arg("max_target_positions", "max_target_positions", default=1024, read=_positions("decoder"), kind=size),
@@ -148,8 +146,7 @@ class LunaSeq2Seq(Format):
         return Notes(notes=[_ACTIVATION_NOTE], heads=_translation.HEADS)
 
     def keymap(self, target: Target) -> KeyMap:
-        config, encoder, decoder = target.config, "luna.encoder", "luna.decoder"
-        version = {"reason": "version of the file format", "fill": lambda _: torch.tensor([3.0])}
+        encoder, decoder = "luna.encoder", "luna.decoder"
         return KeyMap(
             [
                 # The spelling is the original's.
@@ -160,9 +157,9 @@ class LunaSeq2Seq(Format):
                 Row("decoder.embed_positions.weight", f"{decoder}.embeddings.position_embeddings.weight"),
                 *_decoder_layers(f"{decoder}.decoder.layers.{{layer}}"),
                 Row("decoder.output_projection.weight", "lm_head.weight"),
-                *_luna.sinusoid_rows("encoder", config),
-                *_luna.sinusoid_rows("decoder", config.decoder_config),
-                *(Row(f"{side}.version", None, **version) for side in _translation.SIDES),
+                *_luna.sinusoid_rows("encoder"),
+                *_luna.sinusoid_rows("decoder"),
+                *(Row(f"{side}.version", None, reason="version of the file format") for side in _translation.SIDES),
             ]
         )
 

@@ -189,10 +189,10 @@ class MegaLM(_mega.MegaFormat):
             ]
         return KeyMap(
             [
-                _mega.version_row(_BODY),
+                _mega.placeholder_row(f"{_BODY}.version"),
                 *embedding,
                 Row(_PROJECTION, "mega.embedding_layer.projection.weight"),
-                *_mega.layer_rows(_BODY, target.revision, config),
+                *_mega.layer_rows(_BODY, target.revision),
                 *([Row(_OUT, "lm_head.weight")] if config.adaptive_softmax_cutoffs is None else _softmax_rows(config)),
             ]
         )
@@ -218,7 +218,7 @@ def _softmax_rows(config: MegaConfig) -> list[Row]:
         return Row(source, None, reason="tied to the embedding", copy_of=f"{_BANDS}.{of}.weight")
 
     head, tied = f"{_ADAPTIVE}.head", config.tie_word_embeddings
-    rows = [_mega.placeholder_row(f"{_ADAPTIVE}.version", (1,))]
+    rows = [_mega.placeholder_row(f"{_ADAPTIVE}.version")]
     if tied:
         projected = config.embedding_size != config.hidden_size
         rows += [

@@ -118,7 +118,7 @@ class MegaLra(_mega.MegaFormat):
             [
                 Row(_WORDS, "mega.embedding_layer.word_embeddings.weight"),
                 *rows(BODY, "mega.embedding_layer", {"embed_tokens": "value_embeddings"}),
-                *_mega.layer_rows(BODY, target.revision, target.config),
+                *_mega.layer_rows(BODY, target.revision),
                 Row("classifier.0.0.{part}", "classifier.dense.{part}"),
                 *rows("classifier", "classifier.deeper", {f"{n}.0": f"{n - 1}" for n in deeper}),
                 Row(OUT, "classifier.out_proj.weight"),

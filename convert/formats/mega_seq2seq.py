@@ -46,7 +46,7 @@ def _common(evidence: Evidence) -> dict[str, Any]:
 
 
 _TABLE = (
-    *_translation.TASK,
+    *_translation.task(anything),
     fields(_translation.vocabularies),
     _positions("encoder"),
     _positions("decoder"),
@@ -74,12 +74,12 @@ class MegaSeq2Seq(_mega.MegaFormat):
     table = _TABLE
 
     def keymap(self, target: Target) -> KeyMap:
-        rows, config = [], target.config
-        for side, own in zip(SIDES, (config.encoder_config, config.decoder_config), strict=True):
+        rows = []
+        for side in SIDES:
             rows += [
-                _mega.version_row(side),
+                _mega.placeholder_row(f"{side}.version"),
                 Row(f"{side}.embed_tokens.weight", f"mega.{side}.embedding_layer.word_embeddings.weight"),
-                *_mega.layer_rows(side, target.revision, own, f"mega.{side}", cross=side == "decoder"),
+                *_mega.layer_rows(side, target.revision, f"mega.{side}", cross=side == "decoder"),
             ]
         return KeyMap([*rows, Row(_OUT, "lm_head.weight")])
 
