@@ -787,27 +787,21 @@ class LunaModel(BodyMixin, LunaPreTrainedModel):
         packed, packed_mask = learned if given is None else given
         if given is None and not self.config.contextual_projection:
             packed = [packed[row] for row in self.stack.packed_rows()]
+        caches = None
         if self.config.is_decoder:
-            hidden_states, packed = self.decoder(
-                hidden_states,
-                packed,
-                layout=layout,
-                packed_mask=packed_mask,
-                output_weights=inputs.output_weights,
-                encoder_hidden_states=inputs.encoder_hidden_states,
-                encoder_layout=inputs.encoder_layout,
-                caches=layer_caches(inputs.cache, inputs.cross_cache, self.config.num_hidden_layers),
-            )
-        else:
-            hidden_states, packed = self.encoder(
-                hidden_states,
-                packed,
-                layout=layout,
-                packed_mask=packed_mask,
-                output_weights=inputs.output_weights,
-            )
-            if packed_states is not None and (counts := layout.counts()) is not None:
-                packed[-1] = torch.where(counts[..., None] > 0, packed[-1], packed_states)  # empty sequences
+            caches = layer_caches(inputs.cache, inputs.cross_cache, self.config.num_hidden_layers)
+        hidden_states, packed = self.stack(
+            hidden_states,
+            packed,
+            layout=layout,
+            packed_mask=packed_mask,
+            output_weights=inputs.output_weights,
+            encoder_hidden_states=inputs.encoder_hidden_states,
+            encoder_layout=inputs.encoder_layout,
+            caches=caches,
+        )
+        if caches is None and packed_states is not None and (counts := layout.counts()) is not None:
+            packed[-1] = torch.where(counts[..., None] > 0, packed[-1], packed_states)  # empty sequences
         returns_packed = inputs.output_states and packed[-1] is not None
         return LunaModelOutput(
             last_hidden_state=scatter_states(inputs, hidden_states),

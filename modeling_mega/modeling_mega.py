@@ -10,7 +10,6 @@ of the paper: `damping_factor` contains the logits of alpha (weight of the input
 """
 
 import math
-from collections.abc import Sequence
 from typing import Any, Unpack
 
 import torch
@@ -493,9 +492,7 @@ class MegaModel(BodyMixin, MegaPreTrainedModel):
         types = None if inputs.token_type_ids is None else layout.gather(inputs.token_type_ids)
         hidden_states = self.start(embed(self, inputs), layout, types, grid)
         recorded = layout.scatter(hidden_states) if inputs.output_states else None
-        caches: Sequence[tuple[Any, Any]] = [(None, None)] * len(self.layers)
-        if inputs.past_key_values is not None:
-            caches = layer_caches(inputs.cache, inputs.cross_cache, len(self.layers))
+        caches: Any = layer_caches(inputs.cache, inputs.cross_cache, len(self.layers))
         for layer, (cache, cross_cache) in zip(self.layers, caches, strict=True):
             if recorded is not None:
                 hidden_states = layout.gather(recorded)
