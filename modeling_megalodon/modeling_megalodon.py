@@ -157,7 +157,7 @@ class MegalodonGatedAttention(nn.Module):
         smoothed = self.hidden_dropout(self.rmsnorm(self.cema(normed, layout, cache)))
         query, key = self.own_heads(self.query_and_key(smoothed)).unbind()
         value, reset = silu(self.wv(normed)), silu(self.wr(smoothed))
-        attended, _ = self.attention(query, key, value, layout, rotation, output_weights, cache)
+        attended, _ = self.attention(query, key, value, layout, rotation, output_weights=output_weights, cache=cache)
         candidate = self.wh1(smoothed) + self.wh2(self.hidden_dropout(attended * reset))
         return x + self.dropout(candidate)
 
@@ -223,7 +223,8 @@ class MegalodonBlock(GradientCheckpointingLayer):
         output_weights: bool = False,
         cache: MegalodonCacheLayer | None = None,
     ) -> torch.Tensor:
-        return self.nffn(self.mega(x, layout, rotation, output_weights, cache), residual=x)
+        attended = self.mega(x, layout, rotation, output_weights=output_weights, cache=cache)
+        return self.nffn(attended, residual=x)
 
 
 def draw_matrix(weight: torch.Tensor, initializer: str, deviation: float = 1.0) -> None:
@@ -366,7 +367,9 @@ class MegalodonModel(BodyMixin, MegalodonPreTrainedModel):
         for layer, layer_cache in zip(self.layers, caches, strict=True):
             if recorded is not None:
                 hidden_states = layout.gather(recorded)
-            hidden_states = layer(hidden_states, layout, rotation, inputs.output_weights, layer_cache)
+            hidden_states = layer(
+                hidden_states, layout, rotation, output_weights=inputs.output_weights, cache=layer_cache
+            )
             if recorded is not None:
                 recorded = self.recorder(recorded, layout.scatter(hidden_states))
         return self.final_norm(hidden_states, layout, caches[-1])
