@@ -492,7 +492,9 @@ class MegaModel(BodyMixin, MegaPreTrainedModel):
         types = None if inputs.token_type_ids is None else layout.gather(inputs.token_type_ids)
         hidden_states = self.start(embed(self, inputs), layout, types, grid)
         recorded = layout.scatter(hidden_states) if inputs.output_states else None
-        caches: Any = layer_caches(inputs.cache, inputs.cross_cache, len(self.layers))
+        caches: Any = [(None, None)] * len(self.layers)
+        if inputs.past_key_values is not None:
+            caches = layer_caches(inputs.cache, inputs.cross_cache, len(self.layers))
         for layer, (cache, cross_cache) in zip(self.layers, caches, strict=True):
             if recorded is not None:
                 hidden_states = layout.gather(recorded)
