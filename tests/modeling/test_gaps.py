@@ -24,7 +24,7 @@ CUTS = [[LENGTH], [5, 7], [3, 1, 8], [4, 1, 1, 6], [1] * LENGTH]
 def place(request, monkeypatch):
     """Masks on the host, whose values are read, or on a device, whose values are not read."""
     if request.param == "device":
-        for module in ("layout", "padding_free", "validation", "masks"):
+        for module in ("layout", "padding_free", "arguments", "inputs", "masks"):
             monkeypatch.setattr(f"luna_mega.modeling_common.{module}.can_look", lambda x: False)
 
 
