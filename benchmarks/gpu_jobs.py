@@ -50,8 +50,8 @@ if MISSING is None:
 Row = dict[str, object]
 # Case of cases.py -> sizes.
 OPS = {
-    "luna_attention": [{"l": l, "n": 4096, "b": 16} for l in (128, 16)],  # noqa: E741 - the paper's l
-    "luna_causal_attention": [{"l": l, "n": 4096, "b": 8} for l in (32, 128)],  # noqa: E741
+    "luna_attention": [{"l": rows, "n": 4096, "b": 16} for rows in (128, 16)],
+    "luna_causal_attention": [{"l": rows, "n": 4096, "b": 8} for rows in (32, 128)],
     "damped_ema": [
         *({"b": 8, "n": 4096, "directions": directions} for directions in (1, 2)),
         {"b": 64, "n": 512, "directions": 2},

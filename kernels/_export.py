@@ -19,7 +19,7 @@ def is_exporting() -> bool:
 
 def in_program() -> bool:
     """Return whether the call is being compiled, exported or traced."""
-    return bool(torch.compiler.is_compiling() or torch.jit.is_tracing())  # type: ignore[attr-defined, no-untyped-call]
+    return torch.compiler.is_compiling() or is_tracing()
 
 
 def is_tracing() -> bool:

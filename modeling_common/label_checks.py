@@ -49,6 +49,20 @@ def check_token_labels(
             check_labels(name, value, kept.shape[:2])
 
 
+def check_next_labels(
+    input_ids: torch.Tensor | None,
+    inputs_embeds: torch.Tensor | None,
+    labels: torch.Tensor | None,
+    shift_labels: torch.Tensor | None,
+    logits_to_keep: int | torch.Tensor,
+) -> None:
+    """Raise `ValueError` if the labels of a causal language model do not have the shape of its positions."""
+    if shift_labels is not None:
+        check_token_labels(input_ids, inputs_embeds, logits_to_keep=logits_to_keep, shift_labels=shift_labels)
+    elif labels is not None:
+        check_token_labels(input_ids, inputs_embeds, logits_to_keep=logits_to_keep, labels=labels)
+
+
 def check_span(
     start_positions: torch.Tensor | None, end_positions: torch.Tensor | None, *inputs: torch.Tensor | None
 ) -> None:

@@ -8,7 +8,7 @@ from transformers.utils.generic import TransformersKwargs, can_return_tuple
 
 from luna_mega.modeling_common.generation import StateGenerationMixin
 from luna_mega.modeling_common.heads import GenericForCausalLM
-from luna_mega.modeling_common.label_checks import check_token_labels
+from luna_mega.modeling_common.label_checks import check_next_labels
 from luna_mega.modeling_common.outputs import CausalLMOutputWithPast
 from luna_mega.modeling_megalodon.cache_megalodon import MegalodonCache
 from luna_mega.modeling_megalodon.configuration_megalodon import MegalodonConfig
@@ -59,9 +59,7 @@ class MegalodonForCausalLM(GenericForCausalLM, StateGenerationMixin, MegalodonPr
         """
         options: dict[str, Any] = {**kwargs}
         shift_labels = options.pop("shift_labels", None)
-        if labels is not None or shift_labels is not None:
-            targets = {"labels": labels} if shift_labels is None else {"shift_labels": shift_labels}
-            check_token_labels(input_ids, inputs_embeds, logits_to_keep=logits_to_keep, **targets)
+        check_next_labels(input_ids, inputs_embeds, labels, shift_labels, logits_to_keep)
         outputs = self.base_model(
             input_ids=input_ids,
             attention_mask=attention_mask,
