@@ -1,4 +1,4 @@
-"""Small models of every class in float32: name -> function of further fields of the configuration."""
+"""Small models of every class in float32. Maps each name to a function of additional configuration fields."""
 
 from functools import partial
 

@@ -5,7 +5,7 @@ from transformers import PreTrainedTokenizerFast
 
 @pytest.fixture
 def tokenizer():
-    """A word is a token: w0 to w34 and the special tokens."""
+    """Return a tokenizer with one token per word: w0 to w34 and the special tokens."""
     words = {
         word: i for i, word in enumerate(["<s>", "<pad>", "</s>", "<unk>", *(f"w{i}" for i in range(35)), "<mask>"])
     }

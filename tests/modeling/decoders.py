@@ -15,7 +15,7 @@ WITH_ENCODER = {
     f"{family} seq2seq: {name}": (family, name) for family, module in FAMILIES.items() for name in module.WITH_ENCODER
 }
 DECODERS = DECODER_ONLY | WITH_ENCODER
-# Cases of the fast tests, shared by all families.
+# The cases that fast tests run; all families share them.
 SOME = [
     *("luna: elu, untied", "luna: pre-norm", "luna seq2seq: translation"),
     *("mega: laplace chunks", "mega: truncated", "mega seq2seq: softmax", "megalodon: one head, gated, tied"),
@@ -23,12 +23,12 @@ SOME = [
 
 
 def slow_but_some(names):
-    """Return the names of decoders, those that are not in `SOME` marked as slow."""
+    """Return the names of decoders; those that are not in `SOME` are marked as slow."""
     return slow_but([name for name in names if name in SOME], names)
 
 
 def make(name, **fields):
-    """The model of a name in `DECODERS`, with other fields."""
+    """Return the model with this name in `DECODERS`; `fields` override its configuration."""
     family, shape = DECODERS[name]
     module = FAMILIES[family]
     if name in WITH_ENCODER:
@@ -37,12 +37,15 @@ def make(name, **fields):
 
 
 def make_plain(family, **fields):
-    """A model of a family with the defaults."""
+    """Return a model of a family with the default configuration."""
     return FAMILIES[family].make(**fields)
 
 
 def padded(lengths, total, side, seed=0):
-    """Tokens and mask `[B, total]` of sequences of these lengths, padded on `side` or after the first two tokens."""
+    """Return tokens and mask `[B, total]` of sequences of these lengths.
+
+    Padding is on `side` ("left" or "right"), or after the first two tokens if `side` is "middle".
+    """
     ids, mask = torch.ones(len(lengths), total, dtype=torch.long), torch.zeros(len(lengths), total, dtype=torch.long)
     for row, length in enumerate(lengths):
         mask[row, total - length if side == "left" else 0 : total if side == "left" else length] = 1
@@ -54,7 +57,7 @@ def padded(lengths, total, side, seed=0):
 
 
 def source(model, batch, side="right"):
-    """The source arguments of a batch of targets, one per row; empty for a decoder-only model."""
+    """Return the source arguments for a batch of targets, or an empty dict for a decoder-only model."""
     if not model.config.is_encoder_decoder:
         return {}
     ids, mask = padded([13, 4, 9, 1][:batch], 13, side, seed=7)
@@ -62,16 +65,16 @@ def source(model, batch, side="right"):
 
 
 def target(model, ids, mask=None, **options):
-    """The arguments of the target."""
+    """Return the arguments of the target under the names that the model uses."""
     prefix = "decoder_" if model.config.is_encoder_decoder else ""
     return {f"{prefix}input_ids": ids, f"{prefix}attention_mask": mask, **options}
 
 
 def prompt(model, ids, mask):
-    """Return the inputs of `generate`: sources, or the tokens of a decoder without an encoder."""
+    """Return the inputs of `generate`: the sources, or the tokens if the model has no encoder."""
     return source(model, len(ids)) or {"input_ids": ids, "attention_mask": mask}
 
 
 def own_cache(past):
-    """The part of a cache that belongs to the target."""
+    """Return the part of a cache that belongs to the target."""
     return getattr(past, "self_attention_cache", past)

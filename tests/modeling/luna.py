@@ -44,7 +44,10 @@ def tiny_config(**overrides):
 
 
 def enlarged(model_class, config, size=lambda name: 0.1):
-    """A model with weights large enough that every part of it shows in the result; `size`: by name of the parameter."""
+    """Return a model whose weights are large enough that every parameter affects the result.
+
+    `size` maps the name of a parameter to the scale of the noise that is added to it.
+    """
     torch.manual_seed(0)
     model = model_class(config).eval()
     with torch.no_grad():
@@ -58,7 +61,10 @@ def make(head, **overrides):
 
 
 def tokens(lengths, side="right", width=None, seed=0):
-    """`input_ids` and `attention_mask` of sequences of these lengths; a sequence is the same in every batch."""
+    """Return `input_ids` and `attention_mask` of sequences of these lengths.
+
+    A sequence of a given length has the same tokens in every batch.
+    """
     width = width or max(lengths)
     ids, mask = torch.ones(len(lengths), width, dtype=torch.long), torch.zeros(len(lengths), width, dtype=torch.long)
     for row, length in enumerate(lengths):
@@ -70,7 +76,7 @@ def tokens(lengths, side="right", width=None, seed=0):
 
 
 def head_inputs(head, lengths, side="right", width=None):
-    """Inputs of a head without labels; multiple choice gets two options for each sequence."""
+    """Return the inputs of a head without labels; multiple choice gets two options per sequence."""
     inputs = tokens(lengths, side, width)
     if head == "ForSequencePairClassification":
         pair = tokens(lengths[::-1], side, width, seed=100)
@@ -104,7 +110,7 @@ def results(head, output, mask):
 
 
 def check_invariance(head, model, lengths=(21, 1, 5, 13)):
-    """Single sequences without padding have the same results as in a batch padded on either side."""
+    """Check that sequences have the same results without padding as in a batch that is padded on either side."""
     lengths, separate = list(lengths), []
     with torch.no_grad():
         for row, length in enumerate(lengths):

@@ -34,7 +34,7 @@ SIZES = {
 
 
 def make(dtype=torch.float64, **fields):
-    """A model with weights large enough that every part of it shows in the result."""
+    """Return a model whose weights are large enough that every parameter affects the result."""
     torch.manual_seed(0)
     both = fields.get("is_encoder_decoder")
     config = (LunaSeq2SeqConfig if both else LunaConfig)(

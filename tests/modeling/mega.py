@@ -43,7 +43,7 @@ def tiny_config(**overrides):
 
 
 def make(head, **overrides):
-    def size(name):  # attention starts out near uniform and for relu2 near 0
+    def size(name):  # With initial weights, attention is almost uniform, and almost 0 for relu2.
         return 0.5 if "qk_weight" in name or "rel_pos_bias" in name else 0.1
 
     return luna.enlarged(HEADS[head], tiny_config(**overrides), size)

@@ -40,7 +40,7 @@ WITH_ENCODER = {
 
 
 def make(dtype=torch.float64, **fields):
-    """A model with weights large enough that every part of it shows in the result."""
+    """Return a model whose weights are large enough that every parameter affects the result."""
     torch.manual_seed(0)
     decoder_only = not fields.get("is_encoder_decoder")
     config = (MegaConfig if decoder_only else MegaSeq2SeqConfig)(

@@ -1,4 +1,4 @@
-"""Small Megalodons; inputs for them are in `decoders.py`."""
+"""Small Megalodon models; inputs for them are in `decoders.py`."""
 
 import torch
 
@@ -40,6 +40,6 @@ def tiny_config(**overrides):
 
 
 def make(head="ForCausalLM", dtype=torch.float64, **fields):
-    """A model whose scales and shifts differ from their initial values."""
+    """Return a model whose scales and shifts differ from their initial values."""
     model = luna.enlarged(getattr(luna_mega, f"Megalodon{head}"), tiny_config(**fields), lambda name: 0.2)
     return model.to(dtype)

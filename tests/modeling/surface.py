@@ -32,7 +32,7 @@ PATHS = {
 
 
 def signatures():
-    """Return the parameters of every public `forward`, with the cache under its name before transformers 5.24."""
+    """Return the parameters of every public `forward`; the cache has its name before transformers 5.24."""
     table = {}
     for name in sorted(luna_mega.__all__):
         cls = getattr(luna_mega, name)
@@ -57,7 +57,7 @@ def _base_fields():
 
 
 def weights():
-    """Return number, digest of names and shapes, and the sum of magnitudes of the initial weights of every class."""
+    """Return the number of initial weights of every class, a digest of names and shapes, and the sum of magnitudes."""
     table = {}
     for name, (family, head) in HEADS.items():
         table[name] = _weights(family.HEADS[head], family.tiny_config())
@@ -79,12 +79,12 @@ def _numbers(tensors):
 
 
 def outputs(layouts=None):
-    """Return the magnitudes of results and gradients of every model in these or all layouts."""
+    """Return the magnitudes of results and gradients of every model in the given layouts (default: all)."""
     return {name: {key: _numbers(tensors) for key, tensors in found.items()} for name, found in results(layouts)}
 
 
 def results(layouts=None):
-    """Yield names and the tensors of results and gradients by layout, in float64."""
+    """Yield the name of each model and its results and gradients by layout, in float64."""
     calls = {key: call for key, call in _layouts().items() if layouts is None or key in layouts}
     sides = [side for side in ("left", "right") if layouts is None or side in layouts]
     for name, (family, fields) in ENCODERS.items():
@@ -96,7 +96,7 @@ def results(layouts=None):
 
 
 def _layouts():
-    """Return the inputs of an encoder and fields of its configuration by layout."""
+    """Return the inputs and the configuration fields of an encoder for each layout."""
     padded = {side: luna.tokens(LENGTHS, side) for side in ("left", "right")}
     flat = torch.cat([luna.tokens([length])["input_ids"][0] for length in LENGTHS])[None]
     bounds = torch.tensor([0, *LENGTHS]).cumsum(0).int()
@@ -152,7 +152,7 @@ def _decode(name, sides):
 
 
 def paths():
-    """Return files and functions of `modeling_*` in a dense forward pass, and the live `[B, T, d]` tensors in it.
+    """Return the files and functions of `modeling_*` that a dense forward pass runs, and its live `[B, T, d]` tensors.
 
     Comprehensions are not counted, because they are functions before Python 3.12.
     """
@@ -183,7 +183,7 @@ def _trace(model):
 
 
 def _count_live(width):
-    """Return the number of tensors `[B, T, d]` of the inputs of `_trace` that are alive."""
+    """Return the number of live tensors with the shape `[B, T, d]` of the inputs of `_trace`."""
     gc.collect()
     tensors = [x for x in gc.get_objects() if type(x) is torch.Tensor and x.shape == (2, 13, width)]
     return len({x.data_ptr() for x in tensors})

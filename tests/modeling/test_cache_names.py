@@ -23,7 +23,8 @@ from .decoders import FAMILIES, PLAIN, make_plain, own_cache, padded, prompt, so
 NAMES = ["cache", "past_key_values"]
 BOTH = "`cache` and `past_key_values` are two names of one argument; pass only one"
 plain = pytest.mark.parametrize(("family", "translates"), PLAIN)
-two = pytest.mark.parametrize(("family", "translates"), [("luna", False), ("mega", True)])  # code of all models
+# tests of code that all models share
+two = pytest.mark.parametrize(("family", "translates"), [("luna", False), ("mega", True)])
 
 
 @pytest.fixture(autouse=True)
@@ -47,7 +48,7 @@ def step(model, **options):
 
 
 def same_cache(output):
-    """Return the cache of an output after comparing all accessors."""
+    """Return the cache of an output after checking that all accessors return it."""
     cache = output[CACHE_NAME]
     assert cache is not None
     assert CACHE_NAME in list(output.keys())
@@ -86,7 +87,7 @@ def test_forward(model):
 
 @pytest.mark.parametrize("family", [luna, mega], ids=["luna", "mega"])
 def test_models_without_a_cache(family):
-    """Every class accepts both names, including subclasses whose `forward` passes them on."""
+    """Classes without a cache accept both names, including subclasses whose `forward` passes them on."""
     cache = first_pass(make_plain(family.__name__.split(".")[-1]))[CACHE_NAME]
     for name, head in diagonal(NAMES, ("Model", "ForMaskedLM", "ForSequenceClassification")):
         with pytest.raises(ValueError, match="require a decoder"):
@@ -182,7 +183,7 @@ def test_compile(family, translates, name):
 
 @pytest.mark.parametrize("family", slow_but(["megalodon"], FAMILIES))
 def test_export(family, monkeypatch):
-    """An exported step has the cache among its inputs and outputs under the name that transformers uses."""
+    """An exported step has the cache in its inputs and outputs, under the name that transformers uses."""
     # The exporter would convert Megalodon's float64 statistics to the dtype of the model, see `luna_mega/hub/onnx.py`.
     monkeypatch.setattr("transformers.exporters.utils.cast_leaf_tensors", lambda inputs, **_: inputs)
     model = make_plain(family, num_hidden_layers=1).float()
@@ -198,20 +199,20 @@ def test_export(family, monkeypatch):
 
 @two
 def test_trainer_predictions(model, tmp_path):
-    """`Trainer` leaves the cache out of the predictions."""
+    """`Trainer` excludes the cache from the predictions."""
     ids, mask = padded([7, 7], 7, "right")
     batch = {**source(model, 2), **target(model, ids, mask), "labels": ids}
     rows = [{key: value[row] for key, value in batch.items()} for row in range(2)]
     options = TrainingArguments(str(tmp_path), per_device_eval_batch_size=1, report_to=[], use_cpu=True)
     predictions = Trainer(model.float(), options).predict(rows).predictions
     predictions = predictions if isinstance(predictions, tuple) else (predictions,)
-    assert len(predictions) == (2 if model.config.is_encoder_decoder else 1)  # logits, states of the encoder
+    assert len(predictions) == (2 if model.config.is_encoder_decoder else 1)  # logits and states of the encoder
     assert all(isinstance(array, np.ndarray) for array in predictions)
 
 
 @two
 def test_generation_in_training_mode(model):
-    """Without gradients, gradient checkpointing runs each layer once, so that a cache is possible."""
+    """A model in training mode can generate: without gradients, checkpointing runs each layer once, so caches work."""
     ids, mask = padded([7, 7], 7, "right")
     model.gradient_checkpointing_enable()
     model.train()

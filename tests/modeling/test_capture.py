@@ -1,4 +1,4 @@
-"""CUDA graphs without a GPU: calls that a graph may contain read no values, the others are rejected by name."""
+"""CUDA graphs, checked without a GPU: supported calls read no tensor values, other calls raise an error."""
 
 import pytest
 import torch
@@ -29,7 +29,7 @@ MODELS = {
 
 
 class OnlyOnDevice(TorchDispatchMode):
-    """Fail for operators that read or write another device than `meta`, where reading a value is an error as well."""
+    """Fail if an operator reads or writes a device other than `meta`, on which reading a value fails as well."""
 
     def __torch_dispatch__(self, operator, types, arguments=(), options=None):
         results = operator(*arguments, **(options or {}))
@@ -40,7 +40,7 @@ class OnlyOnDevice(TorchDispatchMode):
 
 @pytest.fixture
 def on_meta(monkeypatch, triton_device):
-    """Run the functions of operators on the meta device, as eager mode does on a GPU, with launches recorded."""
+    """Run operators on the meta device as eager mode does on a GPU, and record the launches."""
     from luna_mega.kernels.common import triton_launch
 
     monkeypatch.setattr(_operator, "is_plain", lambda arguments: True)
@@ -118,7 +118,7 @@ def test_decoding_steps(decoder, on_meta):
 @pytest.mark.parametrize("side", ["right", "left"])
 @pytest.mark.parametrize("name", NAMES)
 def test_a_static_cache_gives_the_results_of_a_dynamic_one(name, side):
-    """For 64 steps, across chunks; all tensors keep their addresses."""
+    """A static cache gives the results of a dynamic one for 64 steps and across chunks; its tensors are not moved."""
     model = make(name, **({"max_position_embeddings": 72} if name.startswith("luna") else {}))
     ids, mask = padded([7, 3] if side == "left" else [7, 7], 7, side)
     dynamic, static = model(ids, attention_mask=mask, use_cache=True).cache, static_cache(model, ids, mask, 72)
@@ -134,7 +134,7 @@ def test_a_static_cache_gives_the_results_of_a_dynamic_one(name, side):
 @torch.no_grad()
 @pytest.mark.parametrize("name", NAMES)
 def test_compiled_steps(name):
-    """One graph, and another one in which the number of positions is dynamic."""
+    """Compiled steps need at most two graphs: one, and one with a dynamic number of positions."""
     torch.compiler.reset()
     torch._dynamo.utils.counters.clear()
     model, (ids, mask) = make(name), padded([7, 7], 7, "right")
@@ -181,7 +181,7 @@ def test_errors_of_static_caches():
 
 
 def encode(*names, **fields):
-    """Return a training step with the inputs of these names."""
+    """Return a function that runs a training step with the inputs of these names."""
     ids = torch.arange(3, 11).expand(2, 8)
 
     def run():

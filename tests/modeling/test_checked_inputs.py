@@ -19,10 +19,10 @@ IDS = torch.tensor([[4, 5, 6, 7, 8, 9]])
 @torch.no_grad()
 @pytest.mark.parametrize("token", [-1, -40, 30, 1000])
 def test_tokens_outside_adaptive_bands(token):
-    """Tokens outside the bands raise an error; each token of the vocabulary has an embedding."""
+    """Every token of the vocabulary has an embedding, and tokens outside the bands raise an error."""
     model = mega_decoders.make(**BANDS, adaptive_softmax_factor=2)
     vocabulary = torch.arange(30)[None]
-    assert model.get_input_embeddings()(vocabulary).abs().sum(dim=-1).gt(0).sum() >= 29  # all but the padding token
+    assert model.get_input_embeddings()(vocabulary).abs().sum(dim=-1).gt(0).sum() >= 29  # all except the padding token
     with pytest.raises(ValueError, match="the vocabulary of this model has 30 tokens"):
         model(torch.cat([vocabulary, torch.tensor([[token]])], dim=1))
 
@@ -40,7 +40,7 @@ def test_seq_idx_of_another_shape(make):
 @torch.no_grad()
 @make
 def test_hidden_states_of_a_padding_free_batch(make):
-    """All have the shape of the input; if the mask drops some of it, the states of layers would be shorter."""
+    """All states have the shape of the input; an error is raised if the mask would make the states shorter."""
     model, seq_idx = make(), torch.tensor([[0, 0, 0, 1, 1, 1]])
     options = {"output_hidden_states": True} | ({"use_cache": False} if model.config.is_decoder else {})
     states = model(IDS, seq_idx=seq_idx, **options).hidden_states
@@ -80,7 +80,7 @@ def test_cache_of_another_projection_length():
         with pytest.raises(ValueError, match=r"rows of P\) of \(1, 4, 6, 4\), not 2 with \(1, 4, 6, 6\)"):
             model(IDS, past_key_values=cache)
     assert model(IDS, past_key_values=model(IDS, use_cache=True).past_key_values).logits.isfinite().all()
-    # A given P may have any number of rows.
+    # A P that is passed in may have any number of rows.
     packed = torch.randn(1, 3, 24, dtype=torch.float64)
     past = model(IDS, packed_states=packed, use_cache=True).past_key_values
     assert model(IDS, past_key_values=past).logits.isfinite().all()

@@ -38,7 +38,7 @@ INVALID = [
 
 @family
 def test_inputs(family):
-    """Errors are raised even if a head reads the inputs before the base model."""
+    """Invalid inputs raise the same errors, even if a head reads the inputs before the base model."""
     fields = {"drop_first_token": True} if family is luna else {}
     for model in (family.make("Model"), family.make("ForSequenceClassification", **fields)):
         for change, message in INVALID:
@@ -65,7 +65,7 @@ def test_values_have_no_vocabulary(family):
 
 
 def without_embedding(model):
-    """Return the model with an embedding that fails: checks have to come before it."""
+    """Return the model with an embedding that fails when called, because checks have to run first."""
     model.get_input_embeddings().register_forward_pre_hook(lambda *_: pytest.fail("the embedding ran before the check"))
     return model
 
@@ -82,7 +82,7 @@ def test_pairs_and_choices(family):
 
 @family
 def test_candidates_are_pairs_with_one_score(family):
-    """Candidates `[B, C, T]` have the scores of separate pairs, for any padding."""
+    """Candidates `[B, C, T]` get the scores of separate pairs, for any padding."""
     model = family.make("ForSequencePairClassification", num_labels=1, pair_features="interaction", pooling="mean")
     first, longest = luna.tokens([9, 4]), 12
     candidates = [luna.tokens([5, 12, 3], seed=seed, width=longest) for seed in (10, 20)]
@@ -138,7 +138,7 @@ def test_attention_implementations(family, tmp_path):
 @pytest.mark.parametrize("fields", [{}, {"is_encoder_decoder": True}], ids=["plain", "encoder-decoder"])
 @family
 def test_eager_decoders(family, fields):
-    """Eager decoders generate the same tokens, with and without a cache."""
+    """Decoders with eager attention generate the same tokens, with and without a cache."""
     torch.manual_seed(0)
     name, decoder = family.__name__.split(".")[-1].capitalize(), fields or {"is_decoder": True}
     kind = "ForConditionalGeneration" if fields else "ForCausalLM"

@@ -20,7 +20,7 @@ MODELS = {
     "megalodon": lambda: make("megalodon: heads", num_hidden_layers=1).float(),
     "luna seq2seq": lambda: make("luna seq2seq: translation", num_hidden_layers=1).float(),
 }
-# A chunk divides the length, leaves 1 or more; lengths below a chunk and below l; one sequence.
+# Lengths that a chunk divides or does not divide, lengths below a chunk and below l, and a batch of one sequence.
 SHAPES = [(2, 17), (1, 19), (3, 5), (2, 16), (1, 3), (2, 2)]
 
 
@@ -57,4 +57,4 @@ def test_a_compiled_model_generates_the_same_tokens(name):
     expected = model.generate(**inputs, **options)
     model.compile(backend=counter)
     assert torch.equal(model.generate(**inputs, **options), expected)
-    assert counter.frame_count < 8  # of 20 steps, among them the ends of two chunks
+    assert counter.frame_count < 8  # fewer than the 20 steps, two of which end a chunk

@@ -24,7 +24,7 @@ BASES = {
     "mega seq2seq": (mega, {"is_encoder_decoder": True}),
     "megalodon": (megalodon_decoders, {}),
 }
-# The message names the first field and its value, and contains the text of a pair.
+# Fields and a text: the message names the first field and its value, and contains the text.
 BOTH = [
     {"input_type": "pixels"},
     {"pooling": "max"},

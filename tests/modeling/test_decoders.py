@@ -43,7 +43,8 @@ def test_cached_is_uncached(name, cuts, side):
     past, start, logits = None, 0, []
     for index, length in enumerate(cuts):
         end = start + length
-        # The mask of the segment or of all positions so far, as in `generate`. The source states are in the cache.
+        # Pass the mask of the segment, or of all positions so far as in `generate`. The cache contains the source
+        # states.
         segment = target(model, ids[:, start:end], mask[:, start:end] if index % 2 else mask[:, :end])
         output = model(**given if index % 3 == 0 else {}, **segment, past_key_values=past, use_cache=True)
         past, start = output.past_key_values, end
@@ -85,7 +86,7 @@ def test_gradients_flow_through_the_cache(name):
     unused = [name for name, gradient in expected.items() if gradient is None]
     assert all("packed_layer_norm" in name for name in unused)
     relu2 = getattr(model.config, "attention_activation", None) == "relu2"  # scores below 0 have no gradient
-    single_key = getattr(model.config, "chunk_size", None) == 1  # its score has no gradient either
+    single_key = getattr(model.config, "chunk_size", None) == 1  # the score of a single key has no gradient
     for name, parameter in model.named_parameters():
         torch.testing.assert_close(parameter.grad, expected[name], msg=lambda text, name=name: f"{name}: {text}")
         assert name in unused or parameter.grad.abs().max() > 0 or relu2 or single_key, name
@@ -165,7 +166,7 @@ def test_cache_operations(model):
     ids, mask = torch.cat([ids[order], next_ids], 1), torch.cat([mask[order], torch.ones(3, 1).long()], 1)
     complete = {name: value[order] for name, value in given.items()} | target(model, ids, mask)
     expected = model(**complete).logits
-    # The decoder does not need the source, because the cache contains its states.
+    # No source is passed, because the cache contains its states.
     output = model(**target(model, next_ids), past_key_values=past, use_cache=True)
     torch.testing.assert_close(output.logits[:, -1], expected[:, -1])
     past.batch_repeat_interleave(2)
@@ -183,7 +184,7 @@ def test_cache_operations(model):
 
 @pytest.mark.parametrize(("family", "with_encoder"), PLAIN)
 def test_use_cache_defaults_to_the_configuration(family, with_encoder):
-    """The default follows changes of the field in an existing model, but is False in training."""
+    """`use_cache` follows changes of the configuration of an existing model; its default is False in training."""
     model = make_plain(family, is_encoder_decoder=with_encoder)
     inputs = source(model, 2) | target(model, padded([5, 5], 5, "none")[0])
     assert type(model(**inputs).past_key_values) is type(new_cache(model))
@@ -196,7 +197,7 @@ def test_use_cache_defaults_to_the_configuration(family, with_encoder):
 @torch.no_grad()
 @pytest.mark.parametrize(("family", "with_encoder"), PLAIN)
 def test_incompatible_caches_raise(family, with_encoder):
-    """A cache of a deeper model and other classes; `test_guards.py` has the other errors."""
+    """Caches of a deeper model or of another class raise an error; `test_guards.py` checks the other errors."""
     model, deeper = (make_plain(family, is_encoder_decoder=with_encoder, num_hidden_layers=count) for count in (1, 2))
     inputs = source(model, 2) | target(model, torch.randint(3, 23, (2, 5)))
     past = model(**inputs, use_cache=True).past_key_values

@@ -1,4 +1,4 @@
-"""A row without any token: the states are 0, whatever the other rows, the dropped inputs and the layout are."""
+"""Rows without a token have states of 0, whatever the other rows, the masked inputs and the layout are."""
 
 from functools import partial
 
@@ -25,7 +25,7 @@ HEADS = {
 HEADS |= {f"luna importance, {x}": classify("luna", pooling=x, pack_method="importance") for x in ("cls", "mean")}
 HEADS |= {f"megalodon {pooling}": classify("megalodon", pooling=pooling) for pooling in ("last", "mean")}
 HEADS["luna without the first token"] = classify("luna", drop_first_token=True)
-# Lengths of the rows, of which the first one has no token, side of the padding, and number of columns.
+# Lengths of the rows (the first row has no token), side of the padding, and number of columns.
 BATCHES = {
     "alone": ([0], "right", 9),
     "short": ([0], "right", 1),
@@ -36,7 +36,7 @@ BATCHES = {
 
 
 def batch(name, lengths, side, width, dropped):
-    """Return inputs whose first rows have no token, with the ids `dropped` at padding."""
+    """Return inputs whose first rows have no token; `dropped` is the token id at padding."""
     ids, mask = luna.tokens([1] * len(lengths), width=width).values()
     for row, length in enumerate(lengths):
         place = slice(width - length, None) if side == "left" else slice(None, length)
@@ -55,7 +55,10 @@ def batch(name, lengths, side, width, dropped):
 
 @torch.no_grad()
 def first_row(name, model, inputs):
-    """Return the results for the first row; of positions, for the first one after checking that all are equal."""
+    """Return the results for the first row.
+
+    For results with one entry per position, check that all entries are equal and return the first one.
+    """
     output = model(**inputs)
     found = []
     for key in ("last_hidden_state", "pooler_output", "logits", "start_logits", "end_logits"):
@@ -84,7 +87,7 @@ def test_one_result(name):
 
 @pytest.mark.parametrize("name", ["luna ForSequenceClassification", "mega ForMaskedLM", "luna decoder"])
 def test_inferred_mask_and_loss(name):
-    """Without an `attention_mask`, a row of padding tokens has no token. It has no gradient."""
+    """Without an `attention_mask`, a row of padding tokens counts as empty, and it has no gradient."""
     model = HEADS[name]()
     inputs = batch(name, [0, 6, 3], "right", 6, 1)
     explicit = first_row(name, model, inputs)
@@ -116,7 +119,7 @@ def test_empty_sources_and_targets(family, unpad):
 
 @torch.no_grad()
 def test_cached_rows_are_not_empty():
-    """A row without tokens in a later call continues its sequence; its states are not cleared for the others."""
+    """A row without tokens in a later call continues its sequence; other rows keep their results."""
     model = luna_decoders.make(torch.float32)
     ids, mask = decoders.padded([6, 6], 6, "right")
     cache = model(ids[:, :4], mask[:, :4], use_cache=True).past_key_values
@@ -136,7 +139,7 @@ def test_programs_clear_empty_rows():
 
 
 def test_classification_head_of_zeros():
-    """The logits are those of the vector 0."""
+    """The logits of an empty row are the classifier's output for a vector of zeros."""
     model = luna.make("ForSequenceClassification", pooling="mean")
     logits = model(**batch("", [0, 3], "right", 5, 7)).logits[0]
     torch.testing.assert_close(logits, model.classifier(torch.zeros(1, model.config.hidden_size))[0])

@@ -1,4 +1,4 @@
-"""The encoders with the features of transformers: compiling, checkpointing, saving, training, dropout."""
+"""Features of transformers with the encoders: compiling, checkpointing, saving, training, dropout."""
 
 import pytest
 import torch
@@ -32,7 +32,7 @@ def make(family, head, variant=None, **fields):
 
 
 def loss_of(model, **options):
-    """Return the output with a loss of a padded batch, after the backward pass."""
+    """Run forward and backward passes on a padded batch and return the output."""
     inputs = tokens([21, 5])
     output = model(**inputs, **labels("ForMaskedLM", inputs), **options)
     output.loss.backward()
@@ -40,14 +40,14 @@ def loss_of(model, **options):
 
 
 def state(model):
-    """Return all gradients, zero if there is none, and all buffers."""
+    """Return all gradients (zero if a parameter has none) and all buffers."""
     gradients = {n: torch.zeros_like(p) if p.grad is None else p.grad.clone() for n, p in model.named_parameters()}
     return gradients | dict(model.named_buffers())
 
 
 @pytest.mark.parametrize("family, variant", VARIANTS)
 def test_eager_attention_and_recorded_states(family, variant):
-    """Attention step by step, with or without recorded states, has the outputs and gradients of the operators."""
+    """Eager attention and recorded states give the outputs and gradients of the operators."""
     model, results = make(family, "ForMaskedLM", variant), []
     for attention, options in (
         ("sdpa", {}),
@@ -85,7 +85,7 @@ def test_eager_attention_and_recorded_states(family, variant):
 @pytest.mark.parametrize("head", HEADS)
 @pytest.mark.parametrize("family, variant", [("luna", "tied"), ("mega", "laplace chunks")])
 def test_compile_fullgraph(family, variant, head):
-    torch.compiler.reset()  # avoids the recompile limit, which earlier tests of this process may have reached
+    torch.compiler.reset()  # avoids the recompile limit, which earlier tests in this process may have reached
     model = make(family, head, variant, num_hidden_layers=1)
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     inputs = head_inputs(head, [21, 5])
@@ -97,8 +97,8 @@ def test_compile_fullgraph(family, variant, head):
 @pytest.mark.slow
 @pytest.mark.parametrize("family, variant", [("luna", "tied"), *((x, y) for x, y in VARIANTS if x == "mega")])
 def test_compile_trains(family, variant):
-    """Outputs, gradients and batch statistics of a training step."""
-    torch.compiler.reset()  # avoids the recompile limit, which earlier tests of this process may have reached
+    """A compiled training step has the outputs, gradients and batch statistics of an eager one."""
+    torch.compiler.reset()  # avoids the recompile limit, which earlier tests in this process may have reached
     states = []
     for compiling in (False, True):
         model = make(family, "ForMaskedLM", variant, num_hidden_layers=1, **FAMILIES[family].NO_DROPOUT).train()
@@ -115,7 +115,7 @@ def test_compile_trains(family, variant):
     ],
 )
 def test_gradient_checkpointing(family, variant, reentrant):
-    """Same dropout, gradients and batch statistics."""
+    """Checkpointing changes neither dropout nor gradients nor batch statistics."""
     states, fields = [], {"use_feature_dropout": True} if family == "mega" else {}
     for checkpointing in (False, True):
         model = make(family, "ForMaskedLM", variant, **fields).train()
@@ -139,7 +139,10 @@ SAVED = [
 
 @pytest.mark.parametrize("family, variant, fields", SAVED)
 def test_save_and_load(tmp_path, family, variant, fields):
-    """An Auto class loads a sharded classifier with equal configuration and logits; None: a model of values."""
+    """An Auto class loads a sharded classifier with equal configuration and logits.
+
+    If `variant` is None, the model has real values as inputs.
+    """
     model = make(family, "ForSequenceClassification", variant, **({} if variant else FAMILIES[family].VALUES) | fields)
     inputs = tokens([9, 4]) if variant else {"input_values": torch.randn(2, 9)}
     model.save_pretrained(tmp_path, max_shard_size="10KB")
@@ -173,7 +176,7 @@ def test_masked_lm_weights(tmp_path, family, names, tied):
 
 
 def initialized(family, **fields):
-    """Return the parameters and buffers of a model that is built on the meta device, without a checkpoint."""
+    """Return the configuration and the tensors of a model that is initialized from the meta device."""
     config = FAMILIES[family].tiny_config(**fields)
     model = FAMILIES[family].HEADS["ForSequenceClassification"].from_pretrained(None, config=config, state_dict={})
     tensors = model.state_dict()
@@ -222,7 +225,7 @@ def test_dropout_is_drawn_for_every_sequence():
 
 
 def test_decoding_step_keeps_keys_and_values_tied(monkeypatch):
-    """The operator multiplies P with one state instead of two if the key is the value."""
+    """If the key is the value, the operator multiplies P with one state instead of two."""
     given, step = [], modeling_luna.luna_causal_attention_step
 
     def record(query, pack_query, pack_key, key, value, *rest, **options):
@@ -236,7 +239,7 @@ def test_decoding_step_keeps_keys_and_values_tied(monkeypatch):
 
 
 def test_training_with_trainer(tmp_path):
-    """Real values, chunks, batch norm, autocast, gradient checkpointing and accumulation."""
+    """A model with real values, chunks and batch norm trains with autocast, checkpointing and accumulation."""
     fields = {"normalization_type": "batchnorm", "use_chunking": True, "chunk_size": 8, "use_feature_dropout": True}
     model = MegaForSequenceClassification(mega.tiny_config(**mega.VALUES, **fields))
     mask = torch.ones(19, dtype=torch.long)
@@ -281,17 +284,18 @@ def test_places_of_dropout(features):
 
 
 def test_sublayers_of_a_block(monkeypatch):
-    """Feature dropout applies to values, moving average, both outputs and the hidden layer; weights are pointwise."""
+    """Feature dropout applies to values, average, both outputs and the hidden layer, and drops entire channels."""
     seen = []
     monkeypatch.setattr(nn.functional, "dropout1d", lambda states, *_: seen.append(tuple(states.shape)) or states)
     make("mega", "Model", num_hidden_layers=1, use_feature_dropout=True).train()(**tokens([9, 4]))
     width, values, hidden = 24, 32, 20
-    channels = [width, values, width, width, hidden, width]  # embeddings; values, average, output; hidden, output
+    # embeddings; values, average and output of attention; hidden layer and output of the feed-forward layer
+    channels = [width, values, width, width, hidden, width]
     assert seen == [(2, size, 9) for size in channels]
 
 
 def test_evaluation_does_not_use_old_weights():
-    """The original caches the kernel of the moving average in evaluation mode and does not update it."""
+    """Evaluation uses new weights; the original code keeps the old kernel of the moving average."""
     model, inputs = make("mega", "Model"), tokens([21])
     model(**inputs).last_hidden_state.sum().backward()
     changed = {name: 0.5 * value for name, value in model.state_dict().items()}
@@ -304,7 +308,7 @@ def test_evaluation_does_not_use_old_weights():
 
 
 def test_bias_has_the_length_of_the_input(monkeypatch):
-    """The rotary bias has the positions of the longest sequence, or of a step's keys, and no bit of it changes."""
+    """The rotary bias has the length of the longest sequence or of a step's keys; its values do not depend on it."""
     lengths, forward = [], MegaRotaryRelativeBias.forward
     complete = forward(bias := make("mega", "Model").layers[0].mega_layer.rel_pos_bias, 300)
     assert all(forward(bias, length).equal(complete[300 - length : 299 + length]) for length in (1, 2, 7, 33, 128, 299))

@@ -1,4 +1,4 @@
-"""Positions that a mask drops between others have no effect in any layout, option, cache or program."""
+"""Masked positions between tokens have no effect in any layout, option, cache or program."""
 
 import pytest
 import torch
@@ -22,24 +22,24 @@ CUTS = [[LENGTH], [5, 7], [3, 1, 8], [4, 1, 1, 6], [1] * LENGTH]
 
 @pytest.fixture(params=["host", "device"])
 def place(request, monkeypatch):
-    """Masks on the host, whose values are read, or on a device, whose values are not read."""
+    """Run a test with masks on the host, whose values are read, and with masks on a device, whose values are not."""
     if request.param == "device":
         for module in ("layout", "padding_free", "arguments", "inputs", "masks"):
             monkeypatch.setattr(f"luna_mega.modeling_common.{module}.can_look", lambda x: False)
 
 
 def batch(model):
-    """Return token ids with arbitrary tokens at masked positions, and the mask, as arguments of a target."""
+    """Return the source arguments, and the token ids (arbitrary where masked) and the mask of the target."""
     ids = torch.randint(3, 23, MASK.shape, generator=torch.Generator().manual_seed(0))
     sources = {}
-    if model.config.is_encoder_decoder:  # with other gaps, and one of them without a token
+    if model.config.is_encoder_decoder:  # the mask of the source has other gaps, and one row without a token
         mask = MASK.flip(0, 1)[:, :9]
         sources = {"input_ids": ids[:, 3:].flip(0), "attention_mask": mask}
     return sources, ids, MASK
 
 
 def expected(model, sources, ids, mask):
-    """Return the logits `[T, vocab]` of every row without the dropped positions."""
+    """Yield the logits `[T, vocab]` of each row without its masked positions."""
     for row in range(ROWS):
         kept = mask[row].bool()
         source = {}
@@ -58,7 +58,7 @@ def assert_rows(model, logits, sources, ids, mask):
 
 
 def recorded(output):
-    """Return the recorded states of both sides, and all attention weights."""
+    """Return the recorded states of source and target, and all attention weights."""
     sides = {"target": ("decoder_hidden_states", "hidden_states"), "source": ("encoder_hidden_states",)}
     states = {side: next((output[name] for name in names if name in output), ()) for side, names in sides.items()}
     return states, [x for name in output if name.endswith("attentions") for x in output[name]]
@@ -69,7 +69,7 @@ def recorded(output):
 @pytest.mark.parametrize("cuts", CUTS, ids=str)
 @pytest.mark.parametrize("name", decoders.DECODERS)
 def test_cached_decoders(name, cuts, place):
-    """Prefill, further turns and steps, each with dropped positions of some rows."""
+    """Prefill, later turns and single steps give the logits of the rows without their masked positions."""
     model = decoders.make(name)
     sources, ids, mask = batch(model)
     past, start, logits = None, 0, []
@@ -85,7 +85,7 @@ def test_cached_decoders(name, cuts, place):
 @torch.no_grad()
 @pytest.mark.parametrize("name", ["luna: softplus", "mega: laplace chunks", "megalodon: heads"])
 def test_generate_continues_a_batch_of_turns(name):
-    """A second turn after a cache, left-padded: the result for each row equals the result for its unpadded tokens."""
+    """A second, left-padded turn after a cache has the same result for each row as its unpadded tokens."""
     model = decoders.make(name)
     turns = [[[5, 6, 7, 8, 9], [10, 11]], [[12, 13], [14, 15, 16, 17, 18, 19]]]
     ids = torch.tensor([[0, 0, 0, 5, 6, 7, 8, 9, 0, 0, 0, 0, 10, 11], [0] * 6 + [12, 13, 14, 15, 16, 17, 18, 19]])
@@ -113,7 +113,7 @@ def test_recorded_states_and_weights_are_in_the_order_of_the_batch(chunks, place
         for got, reference in zip(output.hidden_states, separate.hidden_states, strict=True):
             torch.testing.assert_close(got[row, kept], reference[0])
         for got, reference in zip(output.attentions, separate.attentions, strict=True):
-            if chunks:  # within chunks, weights have the positions of the sequence
+            if chunks:  # within chunks, weights are indexed by the position in the sequence
                 size = min(reference.shape[-1], int(kept.sum()))
                 torch.testing.assert_close(got[row, 0, :size, :size], reference[0, 0, :size, :size])
             else:
@@ -139,7 +139,7 @@ def test_cross_attention_weights_are_in_the_order_of_the_batch(place):
     "name", ["mega: laplace chunks", "mega seq2seq: softmax", "megalodon: heads", "luna: softplus"]
 )
 def test_recorded_states_and_weights_have_gradients(name, place):
-    """The loss depends on every recorded tensor; gradients of states equal the gradients of each row without gaps."""
+    """The loss depends on every recorded tensor, and the gradients of states equal those of rows without gaps."""
     model = decoders.make(name)
     sources, ids, mask = batch(model)
     kept = {"target": mask[2].bool()}
@@ -165,7 +165,7 @@ def test_recorded_states_and_weights_have_gradients(name, place):
     "name", ["mega: laplace chunks", "mega seq2seq: softmax", "megalodon: heads", "luna: softplus"]
 )
 def test_programs(name):
-    """Compiled and exported programs do not depend on mask values: one program supports every mask."""
+    """Compiled and exported programs support every mask, not only the mask of the example."""
     torch.compiler.reset()
     model = decoders.make(name, num_hidden_layers=1)
     sources, ids, mask = batch(model)
@@ -181,7 +181,7 @@ def test_programs(name):
 @torch.no_grad()
 @pytest.mark.parametrize("family", [luna, mega])
 def test_padding_at_the_ends_moves_no_token(family, monkeypatch):
-    """On the host, a batch with padding only at its ends is not rearranged."""
+    """On the host, a batch that has padding only at its ends is not rearranged."""
 
     def fail(*args, **kwargs):
         raise AssertionError("columns were moved")

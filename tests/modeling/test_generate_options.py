@@ -1,4 +1,4 @@
-"""Every option of `generate` with every model, decoder-only or encoder-decoder: it works, has no effect or raises.
+"""Every option of `generate` works, has no effect or raises an error, with every model.
 
 The expected results are the table of docs/generation.md. Options added by a new transformers version fail here until
 they have a row.
@@ -20,13 +20,13 @@ from tests.modeling.decoders import PLAIN, make_plain, padded, prompt
 
 PAGE = Path(__file__).parents[2] / "docs" / "generation.md"
 KINDS = ["decoders", "encoder-decoders"]
-# Arguments that `generate` takes as keyword arguments.
+# Arguments of `generate` that are not fields of `GenerationConfig`.
 MORE_ARGUMENTS = {"tokenizer", "assistant_tokenizer", "trust_remote_code"}
-STOPS = {"eos_token_id": [*range(5), *range(7, 262)]}  # all tokens but two
+STOPS = {"eos_token_id": [*range(5), *range(7, 262)]}  # all tokens except two
 
 
 def byte_tokenizer():
-    """A byte is a token, and so are "ab" and "abc"."""
+    """Return a tokenizer in which each byte is a token, and "ab" and "abc" are tokens too."""
     symbols = ["<s>", "<pad>", "</s>", "<unk>", *sorted(pre_tokenizers.ByteLevel.alphabet()), "ab", "abc"]
     backend = Tokenizer(models.BPE({symbol: i for i, symbol in enumerate(symbols)}, [("a", "b"), ("ab", "c")]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -39,7 +39,7 @@ TOKENIZER = byte_tokenizer()
 
 
 class Run:
-    """One call of `generate` with an option, and checks of its result."""
+    """One call of `generate` with an option; its methods check the result."""
 
     def __init__(self, model, options):
         self.model, options = model, {"max_new_tokens": 5, **options}
@@ -49,7 +49,7 @@ class Run:
         if "streamer" in options:
             self.inputs["streamer"] = Shown()
         settings = {"return_dict_in_generate": True, "output_scores": True, "output_logits": True}
-        if "generation_config" in options:  # transformers deprecates other options next to it
+        if "generation_config" in options:  # transformers deprecates passing other options together with it
             settings |= {name: self.inputs.pop(name) for name in ("max_new_tokens", "use_cache")}
             self.inputs["generation_config"] = copy.deepcopy(options["generation_config"])
             self.inputs["generation_config"].update(**settings)
@@ -65,7 +65,7 @@ class Run:
         return not torch.equal(torch.stack(self.output.scores), torch.stack(self.output.logits))
 
     def check_logits(self):
-        """Compare the logits of every step with one call on the complete sequence."""
+        """Check that the logits of every step equal those of one call on the complete sequence."""
         inputs = {name: self.inputs[name] for name in ("input_ids", "attention_mask")}
         rows = len(self.sequences) // len(inputs["input_ids"])
         inputs = {name: value.repeat_interleave(rows, 0) for name, value in inputs.items()}
@@ -98,7 +98,7 @@ def healed(run):
 
 
 def began(run):
-    """Return whether generation began without a prompt, or with a source of one token."""
+    """Return whether generation works without a prompt, or with a source of one token."""
     complete = run.model.generate(bos_token_id=5, max_new_tokens=3)
     return complete[0, 0] == (run.model.config.decoder_start_token_id if run.model.config.is_encoder_decoder else 5)
 
@@ -110,7 +110,7 @@ def positional(run):
 
 
 def attended(run):
-    """Return whether there are weights for each step and layer; Mega only returns them without a cache."""
+    """Return whether there are weights for each step and layer; Mega returns weights only without a cache."""
     weights = run.output.get("decoder_attentions") or run.output.attentions
     return len(weights) == 5 and len(weights[0]) == run.model.config.num_hidden_layers and weights[0][0].dim() >= 4
 
@@ -134,7 +134,7 @@ def streamed(run):
 
 
 def own_loop(run):
-    """Return whether a custom one-step loop, which receives the prompt and the model's cache, matches the run."""
+    """Return whether a custom loop of one step, given the prompt and the model's cache, matches the run."""
 
     def step(model, input_ids, logits_processor, stopping_criteria, generation_config, **given):
         inputs = model.prepare_inputs_for_generation(input_ids, **given)
@@ -146,7 +146,7 @@ def own_loop(run):
 
 SAMPLED = {"do_sample": True}
 BEAMS = {"num_beams": 3}
-# Option -> argument and check of the result; None: equality with and without a cache is sufficient.
+# Option -> argument and check of the result. None: only equality with and without a cache is checked.
 WORKS = {
     "max_length": ({"max_length": 12, "max_new_tokens": None}, lambda run: run.sequences.shape[1] == 12),
     "max_new_tokens": ({"max_new_tokens": 3}, lambda run: run.new.shape[1] == 3),
@@ -274,7 +274,7 @@ NO_EFFECT = {
     "disable_compile": {"disable_compile": True},
     "trust_remote_code": {"trust_remote_code": True},
     "transformers_version": {"transformers_version": "5"},
-    "decoder_start_token_id": {"decoder_start_token_id": 5},  # of decoders
+    "decoder_start_token_id": {"decoder_start_token_id": 5},  # has an effect in encoder-decoders
 }
 
 
@@ -286,7 +286,7 @@ def model(request):
 
 @pytest.fixture
 def process_group():
-    """A process group of only this process, which `synced_gpus` requires."""
+    """Create a process group that contains only this process; `synced_gpus` requires one."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()
@@ -296,7 +296,7 @@ def process_group():
 @torch.no_grad()
 @pytest.mark.parametrize("name", WORKS)
 def test_works(model, name, request):
-    """The option changes the result, equally with and without a cache; every step has the model's logits."""
+    """The option has its effect, equally with and without a cache; every step has the model's logits."""
     if name in (DECODER_ONLY if model.config.is_encoder_decoder else NO_EFFECT):
         return
     if name == "synced_gpus":
@@ -342,7 +342,7 @@ def test_no_effect(model):
 
 
 def rows():
-    """Return the table of the page: option -> support by decoders and by encoder-decoders."""
+    """Return the table of the page as a dict: option -> support by decoders and by encoder-decoders."""
     verdicts = {}
     for line in PAGE.read_text(encoding="utf-8").splitlines():
         if line.startswith("| `"):
@@ -355,7 +355,7 @@ def rows():
 
 
 def test_page_has_every_option():
-    """A new option of transformers has no row yet; a removed option has a stale row."""
+    """The page has exactly one row for each option of the installed transformers version."""
     fields = {name for name in vars(GenerationConfig()) if not name.startswith("_")}
     arguments = {*inspect.signature(GenerationMixin.generate).parameters} - {"self", "kwargs"}
     assert rows().keys() == fields | arguments | MORE_ARGUMENTS

@@ -1,4 +1,4 @@
-"""`generate` with the decoders of all families: with and without a cache, from any prompt, and its errors."""
+"""`generate` with decoders of all families: with and without a cache, from any prompt, and its errors."""
 
 import pytest
 import torch
@@ -45,7 +45,7 @@ def seq2seq(request):
 )
 @pytest.mark.parametrize("name", DECODERS)
 def test_generate(name, options):
-    """Tokens do not depend on the cache, the padding side, an explicit or inferred mask, or other rows."""
+    """Tokens do not depend on the cache, the padding side, how the mask is given, or other rows."""
     model = make(name)
     ids, mask = padded([7, 3], 7, "left")
     given, results = [(prompt(model, ids, mask), True), (prompt(model, ids, mask), False)], []
@@ -72,7 +72,7 @@ def test_generate(name, options):
 @torch.no_grad()
 @pytest.mark.parametrize(("name", "cached"), diagonal([name for name in DECODER_ONLY if name in SOME], [4, 7, 10]))
 def test_generate_continues_from_a_cache(name, cached):
-    """From a part of the prompt, the prompt, or the prompt and a part of the output."""
+    """`generate` continues from a cache of part of the prompt, the entire prompt, or prompt and some output."""
     decoder, (ids, mask) = make(name), padded([7, 3], 7, "left")
     options = {"do_sample": False, "eos_token_id": None}
     complete = decoder.generate(ids, attention_mask=mask, max_new_tokens=8, **options)
@@ -112,7 +112,7 @@ def test_generate_after_a_prefix_of_the_target(seq2seq):
 @torch.no_grad()
 @pytest.mark.parametrize("family", TRANSLATING)
 def test_generate_accepts_seq2seq_trainer_arguments(family):
-    """The complete batch including `labels`; `logits_to_keep` applies to the decoder; encoder outputs are accepted."""
+    """`generate` ignores `labels` of a batch, applies `logits_to_keep` to the decoder, and accepts encoder outputs."""
     model = make_plain(family, is_encoder_decoder=True)
     given, options = source(model, 2, "left"), {"max_new_tokens": 6, "do_sample": False}
     expected = model.generate(**given, **options)
@@ -135,7 +135,7 @@ def test_generate_from_chunks_and_embeddings(decoder):
 
 @torch.no_grad()
 def test_generate_keeps_unmasked_padding_tokens(decoder):
-    """A mask of ones is dropped by transformers; `forward` then treats the token as padding."""
+    """With a mask of ones, which transformers drops, padding tokens in the prompt still count as tokens."""
     ids = torch.tensor([[5, 1, 9, 1, 1, 4], [1, 8, 8, 1, 7, 1]])
     mask = torch.ones_like(ids)
     options = {"max_new_tokens": 1, "output_logits": True, "return_dict_in_generate": True}
@@ -169,7 +169,7 @@ def test_unsupported_inputs_raise(family, with_encoder):
 
 @pytest.mark.parametrize(("family", "checkpointing"), [("luna", False), ("megalodon", True)])
 def test_trains_with_the_defaults(tmp_path, family, checkpointing):
-    """Trainer does not pass use_cache; the cache created in evaluation must not be gathered."""
+    """Trainer trains and evaluates without `use_cache`; the cache created in evaluation is not gathered."""
     model = make_plain(family, dtype=torch.float32)
     data = [{"input_ids": ids, "labels": ids} for ids in torch.randint(3, 30, (8, 11))]
     options = {"use_cpu": True, "save_strategy": "no", "report_to": [], "disable_tqdm": True}
@@ -185,7 +185,7 @@ def test_trains_with_the_defaults(tmp_path, family, checkpointing):
 
 @pytest.mark.parametrize("family", ["luna", "mega"])
 def test_text_generation_pipeline(family, tokenizer):
-    """A single prompt generates the same text as in a batch with longer prompts."""
+    """The pipeline generates the same text for a single prompt as in a batch with longer prompts."""
     tokenizer.padding_side = "left"
     model = make_plain(family, vocab_size=len(tokenizer))
     generator = pipeline("text-generation", model, tokenizer=tokenizer, device="cpu")

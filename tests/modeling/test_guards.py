@@ -1,4 +1,4 @@
-"""Argument checks of all classes with a cache: invalid inputs raise the same message in every class."""
+"""Argument checks of all classes that have a cache: each invalid input raises the same message in every class."""
 
 import copy
 import logging
@@ -30,7 +30,7 @@ def make(case, **fields):
 
 
 def filled(model, ids=IDS, **options):
-    """A cache that contains `ids`."""
+    """Return a cache that contains `ids`."""
     source = decoders.source(model, len(ids))
     return model(**source, **decoders.target(model, ids), use_cache=True, **options).past_key_values
 
@@ -144,19 +144,19 @@ def test_embeddings_of_a_prompt_in_the_cache(case):
 @torch.no_grad()
 @pytest.mark.parametrize("case", CLASSES)
 def test_new_tokens_after_a_cache(case):
-    """The complete text, or new tokens with a mask of the complete text, continue as without a cache."""
+    """Generation after a cache accepts the complete text, or new tokens with a mask of the complete text."""
     model = make(case, eos_token_id=None)
     expected = generate(model)
     complete = generate(model, past_key_values=filled(model, IDS[:, :3]))
     assert torch.equal(complete, expected)
-    if not model.config.is_encoder_decoder:  # there transformers puts a start token before new tokens
+    if not model.config.is_encoder_decoder:  # for encoder-decoders, transformers puts a start token before new tokens
         new = generate(model, IDS[:, 3:], ones(2, 5), past_key_values=filled(model, IDS[:, :3]))
         assert torch.equal(new[:, 2:], expected[:, 5:])
 
 
 @pytest.fixture
 def warnings():
-    """Warnings of transformers and of this package about padding on the right."""
+    """Collect the warnings of transformers and of this package about right padding."""
     records, handler = [], logging.Handler(logging.WARNING)
     handler.emit = lambda record: records.append(record.getMessage())
     loggers = [generation.logger, logging.getLogger("transformers.generation.utils")]
@@ -170,7 +170,7 @@ def warnings():
 @torch.no_grad()
 @pytest.mark.parametrize("case, rows", diagonal(CLASSES, [1, 2]))
 def test_right_padding_warns(case, rows, warnings):
-    """Once for each call; not for padding on the left or in a source."""
+    """Right padding warns once per call; padding on the left or in a source does not warn."""
     model = make(case)
     mask = torch.tensor([[1, 1, 1, 0, 0], [1, 1, 1, 1, 1]])[:rows]
     ids = IDS[:rows].masked_fill(mask == 0, 1)

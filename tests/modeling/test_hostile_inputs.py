@@ -1,4 +1,4 @@
-"""NaN and infinite values in inputs are masked, used, or rejected with an error that names the argument."""
+"""NaN and infinite input values are masked, used, or rejected with an error that names the argument."""
 
 import pytest
 import torch
@@ -24,13 +24,13 @@ DIRT = [float("nan"), float("inf"), float("-inf"), 3e38, -1e15]
 
 
 def soiled(x, mask):
-    """Return `x` with NaN and infinities at masked positions."""
+    """Return `x` with NaN, infinities and very large numbers at masked positions."""
     dirt = torch.tensor(DIRT, dtype=x.dtype)[torch.arange(x.numel()) % len(DIRT)].view(x.shape)
     return torch.where(mask[(..., *(None,) * (x.dim() - mask.dim()))].bool(), x, dirt)
 
 
 def run(model, name, values, mask, **inputs):
-    """Return the outputs at kept positions, the gradients of the input and of all parameters, and the buffers."""
+    """Return the outputs at unmasked positions, the gradients of the input and of all parameters, and the buffers."""
     values = values.detach().requires_grad_()
     model.zero_grad()
     torch.manual_seed(1)
@@ -43,7 +43,7 @@ def run(model, name, values, mask, **inputs):
 
 
 def check_clean(make, name, values, mask, expand=None, **inputs):
-    """NaN at padding does not change outputs, gradients and statistics, bitwise; the gradient there is 0."""
+    """Check that NaN at padding leaves outputs, gradients and statistics bitwise equal and gets a gradient of 0."""
     place = mask if expand is None else expand(mask)
     clean, dirty = (run(make(), name, x, mask, **inputs) for x in (values, soiled(values, place)))
     assert clean[0].isfinite().all() and dirty[0].equal(clean[0]) and dirty[1].equal(clean[1])
@@ -56,7 +56,7 @@ def check_clean(make, name, values, mask, expand=None, **inputs):
 def test_nan_in_masked_embeddings(case, training):
     (module, fields), side = ENCODERS[case], ["left", "right"][list(ENCODERS).index(case) % 2]
     mask = luna.tokens([9, 4, 1], side)["attention_mask"]
-    vectors = torch.randn(3, 9, 24) * mask[..., None]  # models that count padding treat it as 0
+    vectors = torch.randn(3, 9, 24) * mask[..., None]  # models that count padding treat its embedding as 0
     check_clean(lambda: module.make("Model", **fields).train(training), "inputs_embeds", vectors, mask)
 
 
@@ -80,7 +80,7 @@ def test_nan_in_masked_values(family):
 
 
 def test_nan_in_masked_pixels():
-    """A patch that the mask drops may be anything."""
+    """Pixels of a masked patch may have any value."""
     fields = {"input_type": "patches", "image_size": 12, "patch_size": 4, "num_channels": 2, "pooling": "mean"}
     mask = torch.tensor([[1, 1, 0, 1, 1, 1, 0, 0, 1], [1, 0, 0, 0, 1, 1, 1, 1, 1]])
 
@@ -104,7 +104,7 @@ def test_nan_in_left_padding_of_a_decoder(name):
 
 @pytest.mark.parametrize("name, unpad", diagonal(decoders.WITH_ENCODER, [False, True, True]))
 def test_nan_in_masked_sources_and_targets(name, unpad):
-    """In sources, targets and encoder outputs."""
+    """NaN at masked positions of sources, targets and encoder outputs has no effect."""
     model = decoders.make(name, dtype=torch.float32, unpad_inputs=unpad)
     width, target_mask = model.config.hidden_size, decoders.padded([5, 3], 5, "left")[1]
     mask, source = decoders.padded([7, 3], 7, "right")[1], torch.randn(2, 7, width)
@@ -170,7 +170,7 @@ def test_invalid_masks_raise_in_encoder_and_decoder(family):
 @pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_compiled_programs_do_not_read_mask_values(family):
-    """Every value except 0 is kept, as documented; checking the values would synchronize the device."""
+    """A compiled model treats every mask value except 0 as True; checking values would synchronize the device."""
     model, ids = FAMILIES[family].make("Model"), torch.tensor([[5, 6, 7, 8]])
     mask = torch.tensor([[2.0, 3.0, 0.0, 1.0]])
     program = torch.compile(model, backend="eager", fullgraph=True)

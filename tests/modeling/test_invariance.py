@@ -36,7 +36,7 @@ def test_mean_pooling_of_mega():
     check_invariance(head, mega.make(head, pooling="mean", pair_features="interaction", **CHUNKS))
 
 
-# Pooling -> vector of a sequence from its states `[T, d]` and its rows of P.
+# Pooling -> function that computes the vector of a sequence from its states `[T, d]` and its rows of P.
 BY_HAND = {
     "cls": lambda model, states, packed: states[0],
     "last": lambda model, states, packed: states[-1],
@@ -57,7 +57,7 @@ CLASSIFIERS = {
 @torch.no_grad()
 @pytest.mark.parametrize("family, pooling", CLASSIFIERS.values(), ids=CLASSIFIERS)
 def test_poolings_by_hand(family, pooling):
-    """The scores are those of the pooled states, with padding on either side, an inferred mask, and without padding."""
+    """Scores equal those of vectors pooled by hand, with padding on either side and with an inferred mask."""
     model = family.make("ForSequenceClassification", pooling=pooling, num_labels=3, vocab_size=40).float()
     for side in ("left", "right"):
         inputs = tokens([9, 4, 1], side, 11)
@@ -73,7 +73,7 @@ def test_poolings_by_hand(family, pooling):
 
 @pytest.mark.parametrize("pooling", ["cls", "packed_attention"])
 def test_dropping_the_first_token(pooling):
-    """The result equals removing the token from the inputs, with padding on either side."""
+    """`drop_first_token` gives the result of inputs without their first token, with padding on either side."""
     model = luna.make("ForSequenceClassification", pooling=pooling, drop_first_token=True)
     plain = luna.make("ForSequenceClassification", pooling=pooling)
     lengths = [21, 2, 5]
@@ -89,7 +89,7 @@ def test_dropping_the_first_token(pooling):
 
 @pytest.mark.parametrize("pooling", ["mean", "packed_mean"])
 def test_counting_padding_is_the_original_mean(pooling):
-    """`pool_padding`: the mean runs over all positions, or over all rows of P that the longest sequence uses."""
+    """With `pool_padding`, the mean includes padding: all positions, or all rows of P used by the longest text."""
     model = luna.make("ForSequenceClassification", pooling=pooling, pool_padding=True)
     inputs = tokens([4, 2], width=5)
     outputs = model.luna(**inputs)
@@ -99,7 +99,7 @@ def test_counting_padding_is_the_original_mean(pooling):
 
 @pytest.mark.parametrize("function, bias", diagonal(FUNCTIONS, ["simple", "rotary"]))
 def test_chunk_boundaries(function, bias):
-    """Sequences much shorter than a chunk, one position shorter, of equal length, and one position longer."""
+    """Sequences that are much shorter than a chunk, one shorter, equal or one longer do not depend on padding."""
     options = {"attention_activation": function, "relative_positional_bias": bias}
     check_invariance("Model", mega.make("Model", **CHUNKS, **options), BOUNDARIES)
 
@@ -107,7 +107,7 @@ def test_chunk_boundaries(function, bias):
 @torch.no_grad()
 @pytest.mark.parametrize("function", FUNCTIONS)
 def test_one_chunk_is_full_attention(function):
-    """Chunks only affect longer sequences."""
+    """Chunks only affect sequences that are longer than a chunk."""
     full, inputs, longer = mega.make("Model", attention_activation=function), tokens([CHUNK, 3]), tokens([CHUNK + 1])
     for chunk in (CHUNK, 3 * CHUNK):
         chunked = mega.make("Model", attention_activation=function, use_chunking=True, chunk_size=chunk)
@@ -121,7 +121,7 @@ def test_one_chunk_is_full_attention(function):
     "family, variant", [("luna", "tied"), ("mega", "laplace chunks"), ("mega", "batchnorm, norms around")]
 )
 def test_real_values(family, variant):
-    """Padding may have any value."""
+    """Values at padding do not affect the results of models with real inputs."""
     lengths, width, family = [21, 1, 5], 25, FAMILIES[family]
     rows = [torch.randn(length) for length in lengths]
     for head in ("ForSequenceClassification", "ForTokenClassification"):
@@ -137,7 +137,7 @@ def test_real_values(family, variant):
 @torch.no_grad()
 @pytest.mark.parametrize("family", FAMILIES)
 def test_other_ways_to_pass_inputs(family):
-    """Embeddings instead of tokens, and tokens whose mask is inferred from the padding token."""
+    """Embeddings, or tokens whose mask is inferred from the padding token, give the same results as tokens and mask."""
     for head in ("ForMultipleChoice", "ForQuestionAnswering", "ForSequenceClassification"):
         model = FAMILIES[family].make(head, pooling="mean", **(CHUNKS if family == "mega" else {}))
         inputs = head_inputs(head, [21, 5])
@@ -157,7 +157,7 @@ def test_other_ways_to_pass_inputs(family):
     ],
 )
 def test_a_row_of_padding(family, head, fields):
-    """A row of padding has finite results and gradients, also in training, and does not affect others."""
+    """A row of padding has finite results and gradients, also in training, and does not affect other rows."""
     model, inputs = FAMILIES[family].make(head, **fields), head_inputs(head, [9, 9])
     expected = model(**inputs)[0][0].detach()
     for name in inputs:

@@ -1,4 +1,4 @@
-"""Models train and generate with the Triton kernels as without them; `test_losses_of_rows.py` has all layouts."""
+"""Training and generation with and without the Triton kernels agree; `test_losses_of_rows.py` has all layouts."""
 
 import pytest
 import torch
@@ -25,7 +25,7 @@ def make(request):
 
 
 def train(model, backend, device, dtype):
-    """The losses of some steps on one padded batch."""
+    """Return the losses of several training steps on one padded batch."""
     model = model.to(device, dtype).train()
     inputs = {name: value.to(device) for name, value in luna.tokens([9, 11, 3]).items()}
     labels = inputs["input_ids"].masked_fill(inputs["attention_mask"] == 0, -100)
@@ -51,7 +51,7 @@ def test_losses_do_not_depend_on_the_backend(make, dtype, triton_device):
 
 @pytest.mark.slow
 def test_generation(triton_device):
-    """Decoding with the kernels, steps and their states included, finds the same tokens."""
+    """Decoding with the Triton kernels generates the same tokens as without."""
     inputs = {name: value.to(triton_device) for name, value in luna.tokens([9, 4], "left").items()}
     for name in ("luna decoder", "mega decoder"):
         model, generated = MODELS[name]().to(triton_device).eval(), []

@@ -21,7 +21,7 @@ def spans(family, **fields):
 @torch.no_grad()
 @family
 def test_span_scores_at_padding(family):
-    """Scores at padding are the lowest number, also with an inferred mask, so that `argmax` returns a token."""
+    """Scores at padding are the lowest number, also if the mask is inferred, so that `argmax` returns a token."""
     model, inputs = spans(family), luna.tokens([9, 4], "left", 14)
     kept = inputs.pop("attention_mask").bool()
     given, inferred = model(**inputs, attention_mask=kept), model(**inputs)
@@ -32,13 +32,14 @@ def test_span_scores_at_padding(family):
 @torch.no_grad()
 @family
 def test_span_loss_does_not_depend_on_padding(family):
-    """Positions at padding and after the end are not counted."""
+    """The loss does not depend on padding; labels at padding or beyond the end are not counted."""
     model, losses = spans(family), []
     for width in (12, 14, 32, 48):
         inputs = luna.tokens([12, 5], "right", width)
         labels = {"start_positions": torch.tensor([3, 1]), "end_positions": torch.tensor([[11], [7]])}
         losses.append(model(**inputs, **labels).loss)
-        losses.append(model(**inputs, **labels, num_items_in_batch=2).loss * 2 / 1.5)  # two starts and one end
+        # the batch has two starts and one end
+        losses.append(model(**inputs, **labels, num_items_in_batch=2).loss * 2 / 1.5)
     first, counted = losses[0], losses[::2]
     for loss in counted:
         torch.testing.assert_close(loss, first)
@@ -64,7 +65,7 @@ def test_span_labels(family):
 @family
 @pytest.mark.parametrize("head", ["ForMaskedLM", "ForTokenClassification"])
 def test_labels_of_another_shape(family, head):
-    """Labels with the same number of entries in another shape would be assigned to other tokens."""
+    """Labels with the right number of entries in another shape raise an error, since they would be misassigned."""
     model, inputs = family.make(head), luna.tokens([8, 8])
     for shape in ((8, 2), (16,), (1, 2, 8), (2, 7)):
         with pytest.raises(ValueError, match=r"`labels` must have the shape \[2, 8\]"):
@@ -127,7 +128,7 @@ def test_labels_of_choices(family):
 @torch.no_grad()
 @pytest.mark.parametrize("family, marker", diagonal(decoders.FAMILIES, ["position_ids", "cu_seq_lens_q", "seq_idx"]))
 def test_no_prediction_crosses_sequences(family, marker):
-    """The last token of a sequence of a padding-free batch does not predict the first of the next one."""
+    """In a padding-free batch, the last token of a sequence does not predict the first token of the next one."""
     model, ids = decoders.make_plain(family), torch.randint(3, 20, (1, 9))
     bounds = torch.tensor([0, 4, 5, 9], dtype=torch.int32)
     options = {
@@ -156,7 +157,7 @@ def test_next_tokens():
 
 
 def test_shift_right():
-    """Between labels, -100 is padding as well: a label is predicted from the one before it."""
+    """`shift_right` replaces -100 by padding, also between labels: each label is predicted from the previous one."""
     labels = torch.tensor([[IGNORED, 7, IGNORED, IGNORED, 8, 9, IGNORED, IGNORED], [IGNORED] * 8, list(range(3, 11))])
     expected = [[1, 2, 1, 1, 7, 8, 9, 1], [2, 1, 1, 1, 1, 1, 1, 1], [2, 3, 4, 5, 6, 7, 8, 9]]
     inputs, mask = shift_right(labels, 2, 1)

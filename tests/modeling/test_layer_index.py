@@ -1,4 +1,4 @@
-"""Layers that are removed, reordered or repeated keep their row of `packed_embeddings`, and are saved with it."""
+"""Layers that are removed, reordered or repeated keep their row of `packed_embeddings`, also when saved."""
 
 import copy
 
@@ -25,14 +25,14 @@ CHOICES = {"fewer": [0, 3], "reordered": [2, 0, 3, 1], "repeated": [1, 1, 0, 3, 
 
 
 def body(model):
-    """Return the model with the layers, and the module with the list of them."""
+    """Return the base model that has the layers, and the module that contains their list."""
     found = model.base_model
     found = found.encoder if model.config.is_encoder_decoder else found
     return found, getattr(found, "decoder" if found.config.is_decoder else "encoder", found)
 
 
 def choose(model, chosen):
-    """Keep these layers, as a user does."""
+    """Keep only the chosen layers of a model, as a user would do."""
     found, stack = body(model)
     if not model.config.to_dict().get("share_layers"):
         stack.layers = torch.nn.ModuleList(copy.deepcopy(stack.layers[index]) for index in chosen)
@@ -68,7 +68,7 @@ def assert_equal(model, reference):
             torch.testing.assert_close(actual[name], wanted[name], msg=lambda text, name=name: f"{name}: {text}")
 
 
-# Choice, and whether weights are passed to `save_pretrained`, as Trainer does.
+# Choice of layers, and whether weights are passed to `save_pretrained`, as Trainer does.
 CASES = [
     ("decoder", "repeated", False),
     ("encoder", "reordered", True),
@@ -112,7 +112,7 @@ def test_cache(name, choice):
 
 @pytest.mark.parametrize("name", ["decoder", "encoder"])
 def test_gradient_checkpointing(name):
-    """Gradients reach the rows of the layers, also if layers are computed again."""
+    """Only the used rows of P get gradients, which checkpointing does not change."""
     gradients = []
     for again in (False, True):
         model = choose(MODELS[name](), CHOICES["fewer"]).train()

@@ -1,4 +1,4 @@
-"""Local initialization: before training every head attends to a neighbor; other weights are initialized as usual."""
+"""Local initialization: before training, every head attends to a neighbor; other weights have their usual values."""
 
 import json
 import math
@@ -60,7 +60,7 @@ def config(**fields):
 
 
 def alike(fields, batch=1, length=LENGTH):
-    """Sequences of one repeated token or value, so that attention depends only on positions."""
+    """Return sequences of one repeated token or value, so that attention depends only on positions."""
     if fields.input_type == "values":
         return {"input_values": torch.full((batch, length), 0.3)}
     return {"input_ids": torch.full((batch, length), 7)}
@@ -88,7 +88,7 @@ def test_encoder_heads_attend_to_neighbors(variant):
     offsets = cycle(LocalStart.of(model.config).offsets, model.config.num_attention_heads)
     unpack, pack = output.attentions[0], output.packed_attentions[0]
     found = nearest(unpack @ (pack if unpack.shape[1] == pack.shape[1] else pack.mean(1, keepdim=True)))
-    if model.config.position_embedding_type == "sinusoidal":  # few of its frequencies distinguish neighbors
+    if model.config.position_embedding_type == "sinusoidal":  # few of its frequencies can distinguish neighbors
         assert [math.copysign(1, offset) for offset in found] == [math.copysign(1, offset) for offset in offsets]
     else:
         assert found == offsets
@@ -126,7 +126,7 @@ def test_only_queries_ignore_the_token():
 
 
 def causal_weights(model, ids):
-    """Return the weight of each token in the causal attention of another, `[B, H, T, T]` of each layer."""
+    """Yield for each layer the weights `[B, H, T, T]` that tokens have in the causal attention of other tokens."""
     calls = []
     for layer in model.decoder.layers:
         layer.attention.register_forward_hook(lambda module, args, _: calls.append((module, *args[:2])))
@@ -143,7 +143,7 @@ def causal_weights(model, ids):
 @torch.no_grad()
 @pytest.mark.parametrize("tied, activation", [(True, "softplus"), (False, "elu")])
 def test_decoder_heads_attend_to_earlier_tokens(tied, activation):
-    """Among random tokens the position with the largest weight is, in the median, within 1 of a head's offset."""
+    """With random tokens, the median position of the largest weight is within 1 of the head's offset."""
     fields = {"is_decoder": True, "hidden_size": 256, "tie_key_value": tied, "causal_activation": activation}
     model = LunaModel(config(**fields)).eval()
     weights = next(causal_weights(model, torch.randint(4, 60, (16, LENGTH))))
@@ -168,7 +168,7 @@ def test_cross_attention_is_local_around_the_target_position(positions, ratio):
 
 @pytest.mark.parametrize("fields", [{}, {"is_decoder": True}, {"tie_key_value": False}], ids=str)
 def test_other_weights_have_the_default_initialization(fields):
-    """Local initialization draws no random numbers: the added terms are known and the rest is bitwise equal."""
+    """Local initialization adds known terms, draws no random numbers, and leaves other weights bitwise equal."""
 
     def state(initialization):
         torch.manual_seed(3)
@@ -189,7 +189,7 @@ def test_other_weights_have_the_default_initialization(fields):
 
 
 def test_folders(tmp_path):
-    """Saved weights are unchanged, missing ones are initialized locally, and the options are saved."""
+    """Loading keeps saved weights, initializes missing ones locally, and restores the options."""
     options = {"length": 20, "base": 50, "strength": 4, "offsets": [1, -1], "mask_token_id": 59}
     model = LunaForMaskedLM(config(initialization_options=options))
     model.save_pretrained(tmp_path)
@@ -208,7 +208,7 @@ def test_folders(tmp_path):
     assert all(torch.equal(found[name], value) for name, value in kept.items() if name in found)
     torch.testing.assert_close(found[gone[0]], state[gone[0]])  # P is initialized without random numbers
     difference = found[gone[1]] - state[gone[1]]
-    assert 0 < difference.abs().max() < 0.5  # other random numbers, the same rotation
+    assert 0 < difference.abs().max() < 0.5  # the random numbers differ, the rotation is the same
 
 
 def test_devices_and_types():

@@ -1,4 +1,4 @@
-"""Sums over 70,000 positions with a mean of 12 in half precision, which cannot represent them."""
+"""Sums over 70,000 numbers with a mean of 12, which half precision cannot represent, are accurate."""
 
 import pytest
 import torch
@@ -17,17 +17,17 @@ from . import luna, mega, megalodon_decoders
 
 LENGTH, MEAN = 70_000, 12
 DTYPES = [torch.float16, torch.bfloat16]
-KEEP = torch.arange(LENGTH)[None] < LENGTH - 5_000  # padding at the end
+KEEP = torch.arange(LENGTH)[None] < LENGTH - 5_000  # the last positions are padding
 MASKS = {"no mask": None, "all": torch.ones_like(KEEP), "padded": KEEP}
 
 
 def draw(*shape, dtype, seed=0):
-    """Numbers with a mean of 12 that `dtype` represents exactly."""
+    """Return numbers with a mean of 12 that `dtype` represents exactly."""
     return (MEAN + torch.randn(shape, generator=torch.Generator().manual_seed(seed))).to(dtype)
 
 
 def assert_near(actual, expected, dtype, roundings=4):
-    """Compare with a result in float64: a few roundings of the dtype."""
+    """Check that the error to a float64 result is at most a few roundings of `dtype`."""
     assert actual.isfinite().all()
     error = (actual.double() - expected).abs().max() / expected.abs().max()
     assert error < roundings * torch.finfo(dtype).eps
@@ -67,7 +67,7 @@ HEADS = {
 @pytest.mark.parametrize("name, dtype", diagonal(HEADS, DTYPES))
 @torch.no_grad()
 def test_heads_and_losses(name, dtype):
-    """Every head computes its result and its loss from the states of 70,000 tokens."""
+    """Every head computes accurate results and losses from the states of 70,000 tokens."""
     model = HEADS[name]().to(dtype)
     ids = torch.full((1, LENGTH), 5)
     inputs = {"input_ids": ids, "attention_mask": KEEP.long()}
@@ -81,7 +81,7 @@ def test_heads_and_losses(name, dtype):
     elif "answers" in name:
         labels = {"start_positions": torch.tensor([40_000]), "end_positions": torch.tensor([60_000])}
     elif "regression" in name:
-        labels = {"labels": torch.tensor([-300.0], dtype=dtype)}  # the square overflows in float16
+        labels = {"labels": torch.tensor([-300.0], dtype=dtype)}  # its square overflows in float16
     outputs, rows = [], 1 + ("choices" in name)
     given = [draw(rows, LENGTH, 24, dtype=dtype, seed=seed) for seed in (1, 2)]
     for each in (dtype, torch.float64):
@@ -103,7 +103,7 @@ def test_sentence_vectors(dtype):
 
 
 def test_vectors_of_windows():
-    """The mean over the vectors of many windows, whose sum overflows float16."""
+    """The mean over the vectors of many windows is accurate, although their sum overflows float16."""
     windows = split_windows(torch.ones(1, LENGTH, dtype=torch.bool), 8)
     vectors = draw(len(windows.owner), 4, dtype=torch.float16)
     assert_near(windows.mean(vectors), vectors.double().mean(0, keepdim=True), torch.float16, roundings=1)
@@ -149,7 +149,7 @@ MODELS = {
 @pytest.mark.parametrize("name, dtype", diagonal(MODELS, DTYPES))
 @torch.no_grad()
 def test_models(name, dtype):
-    """Complete models, whose last norm returns a feature with a mean of 12."""
+    """Complete models are accurate if their last norm returns a feature with a mean of 12."""
     family, inputs = name.split(",")[0], torch.randint(3, 20, (1, LENGTH), generator=torch.Generator().manual_seed(0))
     config = getattr(luna_mega, f"{family}Config")(**SIZES, **MODELS[name], pooling="mean")
     model = luna.enlarged(getattr(luna_mega, f"{family}ForSequenceClassification"), config)

@@ -56,7 +56,7 @@ def make(case, option):
 
 
 def draw(kind, row, length):
-    """Return the inputs of a row: token ids, values, or labels, some of which are ignored."""
+    """Return an input of a row: token ids, values, or labels, some of which are ignored."""
     generator = torch.Generator().manual_seed(10 * row + len(kind))
     if kind == "input_values":
         return torch.randn(length, generator=generator, dtype=torch.float64)
@@ -66,7 +66,7 @@ def draw(kind, row, length):
 
 
 def rows_of(case, row):
-    """Return the inputs of a row without padding: inputs by position, and the others."""
+    """Return the inputs of a row without padding as two dicts: those with an entry per position, and the others."""
     _, head, fields = CASES[case]
     length = LENGTHS[row]
     names = ["input_values" if fields.get("input_type") == "values" else "input_ids"]
@@ -85,7 +85,7 @@ def rows_of(case, row):
 
 
 def collate(case, columns):
-    """Return the batch of rows at these columns of the total length, with any inputs and labels elsewhere."""
+    """Return the batch in which `columns(length)` selects the places of a row; all other entries are arbitrary."""
     batch, rows = {}, range(len(LENGTHS))
     places = [columns(LENGTHS[row]) for row in rows]
     for name in rows_of(case, rows[0])[0]:
@@ -115,7 +115,7 @@ def options(model):
 
 
 def weigh(case, row):
-    """Return the number of terms of a row's loss."""
+    """Return the number of terms in the loss of a row."""
     labels = rows_of(case, row)[0].get("labels")
     if labels is None:
         return 1
@@ -131,7 +131,7 @@ def run(model, inputs):
 
 
 def expected(model, case):
-    """Return the loss and all gradients of the rows, each without padding."""
+    """Return the loss and all gradients, computed from each row without padding."""
     total, gradients, terms = 0.0, {}, sum(weigh(case, row) for row in range(len(LENGTHS)))
     for row in range(len(LENGTHS)):
         share = weigh(case, row) / terms
@@ -154,14 +154,14 @@ def expected(model, case):
 @pytest.mark.parametrize("layout", COLUMNS)
 @pytest.mark.parametrize("case", CASES)
 def test_loss_and_gradients_equal_the_rows(case, layout, option, monkeypatch):
-    """The inputs and labels at padding are arbitrary."""
+    """A batch has the loss and gradients of its rows, whatever inputs and labels are at padding."""
     total, gradients = expected(make(case, "dense"), case)
     model, batch = make(case, option), collate(case, COLUMNS[layout])
     if option == "device":
         monkeypatch.setattr("luna_mega.modeling_common.layout.can_look", lambda mask: False)
     with use_backend("triton" if option == "triton" else "auto"):
         loss, found = run(model, batch)
-    scale = 1e3 if option == "triton" else 1.0  # in float32
+    scale = 1e3 if option == "triton" else 1.0  # Triton kernels compute in float32
     torch.testing.assert_close(loss, total, rtol=1e-6 * scale, atol=1e-6 * scale)
     assert found.keys() == gradients.keys()
     for name, gradient in gradients.items():
@@ -178,7 +178,7 @@ def test_loss_and_gradients_equal_the_rows(case, layout, option, monkeypatch):
     "case, layout", diagonal([case for case in CASES if CASES[case][1] == "ForCausalLM"], ["left", "gaps"])
 )
 def test_no_gradient_flows_through_padding(case, layout):
-    """Losses outside of the model, such as label smoothing of Trainer, count logits at padding before a token."""
+    """Logits at padding, which label smoothing of Trainer counts, have no gradients in the layers."""
     model, batch = make(case, "dense"), collate(case, COLUMNS[layout])
     del batch["labels"]
     logits = model(**batch, **options(model)).logits

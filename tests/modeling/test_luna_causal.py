@@ -1,4 +1,4 @@
-"""Luna's decoders: P as an input, weights over its rows, eager attention."""
+"""Luna decoders: P as an input, weights over the rows of P, eager attention."""
 
 import pytest
 import torch
@@ -48,7 +48,7 @@ def place(past):
 @pytest.mark.slow
 @torch.no_grad()
 def test_steps_overwrite_one_state():
-    """The state stays at the same address from token 1 to 2,000; autograd keeps the tensors that it needs."""
+    """Steps write the state in place from token 1 to 2,000; with autograd, saved tensors are not overwritten."""
     model = make(dtype=torch.float32)
     ids = torch.randint(3, 23, (2, 2000), generator=torch.Generator().manual_seed(0))
     with torch.enable_grad():
@@ -66,7 +66,7 @@ def test_steps_overwrite_one_state():
 
 @torch.no_grad()
 def test_attentions():
-    """In one go and with a cache; a row of P that is not in use has no weight."""
+    """Attention weights are the same in one call and with a cache; a masked row of P has no weight."""
     model = make()
     ids, mask = padded([7, 3], 7, "left")
     prefix = {

@@ -21,7 +21,7 @@ VARIANTS = {
 
 
 def make(head="Model", **fields):
-    """Return a model with salience of a size that makes rows uneven."""
+    """Return a model whose salience is large enough to make the rows of P differ."""
     config = luna.tiny_config(**IMPORTANCE | fields)
     return luna.enlarged(luna.HEADS[head], config, lambda name: 0.5 if "salience" in name else 0.1)
 
@@ -70,7 +70,7 @@ def test_short_texts_are_full_attention():
         for name, value in fields.items():
             setattr(model.config, name, value)
         torch.testing.assert_close(kept(model(**inputs), inputs), expected, atol=1e-5, rtol=1e-5)
-    short = luna.tokens([40, 21, 3])  # next to a text of more than l tokens
+    short = luna.tokens([40, 21, 3])  # the same lengths in a batch with a text of more than l tokens
     states = model(**short).last_hidden_state
     for row, length in ((1, 21), (2, 3)):
         expected = bert(short["input_ids"][row : row + 1, :length]).last_hidden_state[0]
@@ -84,7 +84,7 @@ def test_padding_and_batch_have_no_effect(head):
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_layouts_agree(variant):
-    """Padding on either side, gaps, padding-free batches and all backends: outputs and gradients."""
+    """Outputs and gradients agree for padding on either side, gaps, padding-free batches and all backends."""
     model = make(**VARIANTS[variant]).double()
     lengths = [21, 1, 13]
     results = {}
@@ -140,7 +140,7 @@ def test_half_precision():
 
 @pytest.mark.parametrize("fields", [{"layerdrop": 0.5}, {"dropout": 0.3, "attention_dropout": 0.3}])
 def test_training(fields):
-    """Checkpointing has no effect, and every parameter has a gradient."""
+    """Checkpointing has no effect on gradients, and every parameter has a gradient."""
     model = make("ForMaskedLM", **fields).train()
     inputs, gradients = luna.tokens([21, 9]), []
     for checkpointing in (False, True):
@@ -162,7 +162,7 @@ def test_outputs():
     assert output.packed_last_hidden_state.shape == (2, 6, 24)
     assert len(output.hidden_states) == 3 and len(output.packed_hidden_states) == 2
     assert torch.equal(output.packed_hidden_states[-1], output.packed_last_hidden_state)
-    # A text of at most l tokens: the rows are the states that the layer reads.
+    # For a text of at most l tokens, the rows of P are the states that the layer reads.
     torch.testing.assert_close(output.packed_last_hidden_state[1, :4], output.hidden_states[1][1, :4])
     for weights in output.attentions:
         assert weights.shape == (2, 4, 13, 6)
@@ -171,7 +171,7 @@ def test_outputs():
 
 
 def test_parameters(tmp_path):
-    """Salience is initialized to zero, and P with its projections and norms does not exist."""
+    """Salience is initialized to zero; the learned P, its projections and its norms do not exist."""
     model = luna_mega.LunaModel(luna.tiny_config(**IMPORTANCE, pre_norm=True))
     names = set(model.state_dict())
     assert not any("pack" in name for name in names)
@@ -198,7 +198,7 @@ def test_local_initialization_reads_neighbors():
 
 
 def place(index, length, extension):
-    """Return the position in a table of 10 of token `index` of a text of `length` tokens."""
+    """Return the position in a table of 10 entries for token `index` of a text of `length` tokens."""
     if extension == "wrap":
         return index if index < 10 else 1 + (index - 1) % 9
     return index * min(1.0, 9 / max(length - 1, 1))
@@ -206,7 +206,7 @@ def place(index, length, extension):
 
 @pytest.mark.parametrize("extension, pack_method", [("interpolate", "attention"), ("wrap", "importance")])
 def test_position_extension(extension, pack_method):
-    """Positions of each text by its own length, in every layout."""
+    """The positions of each text depend only on its own length, in every layout."""
     fields = {"position_extension": extension, "pack_method": pack_method}
     model = make(max_position_embeddings=10, **fields).double()
     table = model.embeddings.position_embeddings.weight[2:]
@@ -227,7 +227,7 @@ def test_position_extension(extension, pack_method):
 
 @pytest.mark.parametrize("table", [6, 16])
 def test_table_of_another_size(table, tmp_path):
-    """`max_position_embeddings` is the greatest length, and `position_table_size` the number of learned positions."""
+    """`max_position_embeddings` limits the length; `position_table_size` is the number of learned positions."""
     fields = {"max_position_embeddings": 10, "position_extension": "interpolate" if table < 10 else None}
     model = make(position_table_size=table, **fields)
     assert len(model.embeddings.position_embeddings.weight) == 2 + table

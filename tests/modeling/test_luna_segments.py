@@ -1,4 +1,4 @@
-"""P as a memory that runs through the segments of a document."""
+"""P as a memory that is passed through the segments of a document."""
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ def last(model, *args, **options):
 @torch.no_grad()
 @pytest.mark.parametrize("variant", ["tied", "sinusoidal", "pre-norm", "shared layers"])
 def test_a_document_does_not_depend_on_its_batch(variant):
-    """P of a document depends neither on longer rows nor on right padding."""
+    """P of a document depends neither on longer rows of the batch nor on right padding."""
     model = make("Model", **VARIANTS[variant] | FIXED).double()
     lengths = [23, 9, 16]
     ids, mask = padded(lengths, 23, "right")
@@ -47,7 +47,7 @@ def test_in_two_calls():
 @pytest.mark.parametrize(("segments", "reached"), [(None, [0, 1, 2, 3]), (1, [3]), (2, [2, 3]), (3, [3])])
 def test_gradient_reaches_the_chosen_segments(segments, reached):
     model = make("Model", **FIXED)
-    ids = torch.arange(4, 20).view(1, 16)  # distinct tokens, so that gradients identify their position
+    ids = torch.arange(4, 20).view(1, 16)  # all tokens differ, so that gradients identify their positions
     last(model, ids, segment_length=4, gradient_segments=segments).square().sum().backward()
     moved = model.get_input_embeddings().weight.grad[4:20].abs().sum(dim=1).view(4, 4) > 0
     assert moved.all(dim=1).nonzero().flatten().tolist() == reached

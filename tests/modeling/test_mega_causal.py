@@ -13,7 +13,7 @@ from tests.modeling.mega_decoders import DECODER_ONLY, make
 @torch.no_grad()
 @pytest.mark.parametrize("padded", [False, True])
 def test_a_chunk_is_written_in_place(padded):
-    """Over 2,000 steps the buffers stay at the same address, also if sequences are at different positions."""
+    """Over 2,000 steps the buffers keep their addresses, also if sequences are at different positions."""
     model, past = make(**DECODER_ONLY["laplace chunks"], num_hidden_layers=1), None
     ids, mask = torch.randint(3, 30, (2, 2003)), torch.ones(2, 2003, dtype=torch.long)
     mask[1, :2] = 1 - int(padded)

@@ -47,7 +47,7 @@ def test_patches_can_be_given_as_embeddings(model):
 
 
 def test_images_of_another_size(model):
-    """Interpolation does not change images of the configured size and supports any multiple of the patch."""
+    """Interpolation does not change images of the configured size and supports any multiple of the patch size."""
     own = torch.randn(2, 3, 32, 32)
     expected = model(pixel_values=own).logits
     torch.testing.assert_close(model(pixel_values=own, interpolate_pos_encoding=True).logits, expected, atol=0, rtol=0)
@@ -69,7 +69,7 @@ def test_positions_are_interpolated_as_in_vit():
 
 @pytest.mark.parametrize("grid", [(6, 5), (2, 3), (8, 8), (1, 4)])
 def test_bias_table_is_interpolated_linearly(grid):
-    """Compare with loops over all pairs of patches: a pair uses the entry of its step in the configured image."""
+    """The interpolated table equals loops over all pairs of patches, which read it at the scaled offset of a pair."""
     side, (rows, columns) = 4, grid
     table = torch.randn(2 * side * side - 1, dtype=torch.float64)
 

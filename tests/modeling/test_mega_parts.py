@@ -1,4 +1,4 @@
-"""Mega's norms and relative biases: against PyTorch and formulas. `tests/distributed` synchronizes batch norm."""
+"""Mega's norms and relative biases, compared with PyTorch and formulas. Synchronization is in `tests/distributed`."""
 
 import json
 import math
@@ -17,7 +17,7 @@ NORMS = ("layernorm", "scalenorm", "rmsnorm", "batchnorm", "syncbatchnorm")
 
 
 def make_norm(norm_type, width=5, **options):
-    """A norm with parameters and running statistics that affect the result."""
+    """Return a norm whose parameters and running statistics affect the result."""
     norm = build_norm(norm_type, width, **options)
     with torch.no_grad():
         for tensor in (*norm.parameters(), *norm.buffers()):
@@ -28,7 +28,7 @@ def make_norm(norm_type, width=5, **options):
 
 @pytest.mark.parametrize("norm_type", NORMS)
 def test_half_precision(norm_type):
-    """Squares of 1000 overflow float16, and the mean of 4096 numbers of size 1000 is lost in its sums."""
+    """Norms are accurate if squares (of 1000) and sums (of 4096 such numbers) exceed the range of float16."""
     x = 1000.0 + 100.0 * torch.randn(2, 2048, 5)
     norm = make_norm(norm_type)
     for dtype, tolerance in ((torch.float16, 4e-3), (torch.bfloat16, 3e-2)):
@@ -125,7 +125,7 @@ def test_simple_bias():
 
 
 def test_rotary_bias():
-    """The vector over the distances is the product of the rotated vectors."""
+    """The bias at each distance is the product of the two rotated vectors."""
     bias = MegaRotaryRelativeBias(8).double()
     for parameter in bias.parameters():
         nn.init.normal_(parameter)
@@ -149,7 +149,7 @@ def test_rotary_bias():
 
 
 def test_a_decoder_has_one_direction(tmp_path):
-    """`bidirectional` follows from `is_decoder`; a saved encoder that sets both inconsistently raises."""
+    """`is_decoder` determines `bidirectional`; loading an encoder with inconsistent values raises an error."""
     for decoder in (True, False):
         config = mega.tiny_config(is_decoder=decoder)
         config.save_pretrained(tmp_path)
@@ -161,7 +161,7 @@ def test_a_decoder_has_one_direction(tmp_path):
 
 
 def test_odd_widths_and_lengths_of_the_bias_table():
-    """The simple bias has any width; its table limits the length, the original's table by the chunk."""
+    """The simple bias supports odd widths; its table limits the length, and the legacy table limits the chunk."""
     model = mega.make("Model", shared_representation_size=13, relative_positional_bias="simple")
     assert torch.isfinite(model(**tokens([9, 4])).last_hidden_state).all()
     model = mega.make("Model", relative_positional_bias="simple", legacy_bias_table=True, chunk_size=24)

@@ -1,6 +1,6 @@
-"""The published Mega folders of transformers v4 as small copies: their options, v4's names, files and peculiarities.
+"""Small copies of the published Mega folders of transformers v4: their options, names, files and peculiarities.
 
-`tests/parity/test_mega_v4_fixtures.py` compares with v4's results; here every published combination is loaded.
+Every published combination is loaded here; `tests/parity/test_mega_v4_fixtures.py` compares results with those of v4.
 """
 
 import json
@@ -18,7 +18,7 @@ from tests.modeling.decoders import padded
 from tests.modeling.luna import tokens
 from tests.modeling.mega import make, tiny_config
 
-# Contents of v4's config.json. The folders below have 1/32 of the widths, 1/128 of the lengths, and two layers.
+# Contents of v4's config.json. The folders below have 1/32 of its widths, 1/128 of its lengths, and two layers.
 V4 = {
     "activation": "silu", "add_lm_hidden_dense_layer": False, "add_token_type_embeddings": False,
     "attention_activation": "softmax", "attention_probs_dropout_prob": 0.1, "bidirectional": True, "bos_token_id": 0,
@@ -33,13 +33,13 @@ V4 = {
     "use_chunking": False, "use_feature_dropout": False, "use_normalized_ffn": True, "vocab_size": 96,
 }  # fmt: skip
 DECODER = {"is_decoder": True, "bidirectional": False}
-NO_DROPOUT = dict.fromkeys(  # integers, as in the folder
+NO_DROPOUT = dict.fromkeys(  # integers, as in the published folder
     ("dropout_prob", "hidden_dropout_prob", "attention_probs_dropout_prob", "nffn_activation_dropout_prob"), 0
 )
 TIED = {"mlm_head.weight", "lm_head.weight"}
 LONG = {"use_chunking": True, "chunk_size": 8}
 ENCODER_16K = {"relative_positional_bias": "simple", "intermediate_size": 72, "ema_projection_size": 32, **LONG}
-# The tiny models of transformers' tests, with fewer layers and words.
+# The tiny models of transformers' tests, with fewer layers and a smaller vocabulary.
 TINY = {
     "add_lm_hidden_dense_layer": True, "add_token_type_embeddings": True, "bidirectional": False, "chunk_size": 32,
     "hidden_size": 32, "intermediate_size": 37, "max_positions": 1024, "nffn_hidden_size": 24,
@@ -54,7 +54,7 @@ CHUNKED = "pszemraj/mega-small-2048-C1024-MR50-sw_minipile-tk_ema32"
 BIASED, TYPED = {**ENCODER_16K, "max_positions": 128}, {**LONG, "add_token_type_embeddings": True}
 NO_PADDING = {**DECODER, "eos_token_id": 0, "pad_token_id": None}
 WIKITEXT = {"max_positions": 80, "layer_norm_eps": 1e-12, "nffn_activation_dropout_prob": 0.0}
-# Folder -> class, options, file of the weights.
+# Folder -> class, options, name of the weights file.
 FOLDERS = {
     "mnaylor/mega-base-wikitext": ("MegaForMaskedLM", WIKITEXT, BIN),
     "BEE-spoke-data/mega-encoder-small-16k-v1": ("MegaForMaskedLM", BIASED, SAFE),
@@ -73,9 +73,9 @@ FOLDERS = {
 
 
 def v4_weights(config, model_class):
-    """Return random weights under the names of v4, of which `tests/parity` has real folders.
+    """Return random weights under the names of v4; `tests/parity` has folders that v4 wrote.
 
-    An output layer is the embedding, and v4 saved a buffer of every bias.
+    The output layer is tied to the embedding, and v4 saved a buffer of every bias.
     """
     model = getattr(luna_mega, model_class)(luna_mega.MegaConfig.from_dict(config))
     generator, weights = torch.Generator().manual_seed(0), OrderedDict()
@@ -110,7 +110,7 @@ def write_folder(folder, name):
 @pytest.mark.parametrize("name", FOLDERS)
 @torch.no_grad()
 def test_folder(tmp_path, name):
-    """All weights are loaded; results do not depend on the batch; the folder is saved as safetensors."""
+    """All weights are loaded, results do not depend on the batch, and the model is saved as safetensors."""
     config, weights = write_folder(tmp_path / "v4", name)
     model_class = getattr(luna_mega, config["architectures"][0])
     model, report = model_class.from_pretrained(tmp_path / "v4", output_loading_info=True)
@@ -136,12 +136,12 @@ def test_folder(tmp_path, name):
 
 @pytest.mark.parametrize("name", [name for name, (kind, *_) in FOLDERS.items() if kind == "MegaForCausalLM"])
 def test_decoder_generates(tmp_path, name):
-    """With v4's generation_config.json, with and without a cache; also without a padding token."""
+    """A decoder generates with v4's generation_config.json, with and without a cache or a padding token."""
     write_folder(tmp_path / "v4", name)
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "v4")
     ids, mask = padded([7, 3], 7, "left")
     options = {"attention_mask": mask, "max_new_tokens": 6, "do_sample": False}
-    if model.config.pad_token_id is None:  # every token of an input without a mask counts
+    if model.config.pad_token_id is None:  # without a padding token, all tokens of an input without a mask count
         torch.testing.assert_close(
             model(torch.tensor([[5, 1, 9]])).logits, model(torch.tensor([[5, 1, 9]]), torch.ones(1, 3)).logits
         )
@@ -153,7 +153,7 @@ def test_wrong_fields_raise(tmp_path):
     write_folder(tmp_path / "v4", CHUNKED)
     file = tmp_path / "v4" / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"attention_activation": "swish"}))
-    with pytest.raises(Exception, match="attention_activation .* 'swish'"):  # transformers 5.20 wraps the ValueError
+    with pytest.raises(Exception, match="attention_activation .* 'swish'"):  # transformers 5.20 wraps the `ValueError`
         AutoModelForMaskedLM.from_pretrained(tmp_path / "v4")
 
 

@@ -18,7 +18,7 @@ def test_the_residual_is_the_input_of_the_block():
 
 
 def test_initial_scales_are_one():
-    """Scales are stored minus 1, so that new norms only normalize."""
+    """Scales are stored minus 1 and initialized to 0, so that new norms only normalize."""
     model = MegalodonForCausalLM(tiny_config())
     block, states = model.megalodon.layers[0], torch.randn(2, 3, 12)
     assert not any(x.any() for name, x in model.named_parameters() if "norm." in name or name.endswith("beta"))
@@ -32,7 +32,7 @@ def test_initial_scales_are_one():
 def test_attention_weights(fields):
     model = make(**fields)
     (ids, mask), config = padded([13, 6], 13, "left"), model.config
-    with torch.enable_grad():  # a loss reaches the weights that are returned
+    with torch.enable_grad():  # gradients flow through the returned weights
         output = model(ids, mask, use_cache=False, output_attentions=True)
         assert all(x.any() for x in torch.autograd.grad(output.logits.sin().sum(), output.attentions))
     given = model(ids, mask, use_cache=False, output_attentions=True)
@@ -48,7 +48,7 @@ def test_attention_weights(fields):
 
 
 def test_dropout_on_attention_drops_weights():
-    """As the original's eager path; its fused path drops keys, whose weights then go to the others."""
+    """Dropout applies to weights, as in the original's eager path; its fused path drops keys and renormalizes."""
     model = make(attention_probs_dropout_prob=0.5, chunk_size=8).train()
     seen = []
 
@@ -58,14 +58,14 @@ def test_dropout_on_attention_drops_weights():
 
     model.megalodon.layers[0].mega.attention.register_forward_hook(look)
     model(padded([8] * 20, 8, "none")[0])
-    first = seen[0][:, 0]  # a query with one key
+    first = seen[0][:, 0]  # a query that has only one key
     assert {round(x, 9) for x in first.unique().tolist()} == {0.0, 2.0}
     assert abs(seen[0].mean().item() - 1.0) < 0.2
 
 
 @pytest.mark.parametrize("logit", [40.0, 20.0, -40.0])
 def test_decays_near_one_and_zero_are_finite(logit):
-    """The kernel of the original computes the logarithm of a decay of 0."""
+    """Decays that round to 0 or 1 have finite outputs and gradients; the original computes the logarithm of 0."""
     model = make(dtype=torch.float32)
     for block in model.megalodon.layers:
         block.mega.cema.alpha.data.fill_(logit)
@@ -80,7 +80,7 @@ def test_decays_near_one_and_zero_are_finite(logit):
 @torch.no_grad()
 @pytest.mark.parametrize("autocast", [False, True])
 def test_states_in_half_precision(autocast):
-    """Statistics of 100 single steps equal one call: they are float64, and averages are float32."""
+    """In half precision, statistics (float64) and averages (float32) of 100 steps equal those of one call."""
     model, ids = make(dtype=torch.float32, num_hidden_layers=1), torch.randint(3, 30, (2, 100))
     model = model if autocast else model.bfloat16()
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
@@ -90,13 +90,13 @@ def test_states_in_half_precision(autocast):
     for cache in (complete, steps):
         assert {x.dtype for layer in cache.layers for x in (layer.norm_mean, layer.norm_variance)} == {torch.float64}
         assert {layer.average.dtype for layer in cache.layers} == {torch.float32}
-    for name in ("norm_mean", "norm_variance"):  # statistics of the embeddings, which are equal
+    for name in ("norm_mean", "norm_variance"):  # statistics of the embeddings, which are equal in both
         torch.testing.assert_close(getattr(steps.layers[0], name), getattr(complete.layers[0], name), rtol=0, atol=1e-6)
 
 
 def test_sensitive_parameters_stay_in_float32(tmp_path):
     model = make(dtype=torch.float32)
-    model.megalodon.rope.freqs.mul_(1.01)  # a checkpoint's own numbers
+    model.megalodon.rope.freqs.mul_(1.01)  # as in a checkpoint with other frequencies
     model.save_pretrained(tmp_path)
     loaded = MegalodonForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
     wide = {name for name, x in loaded.state_dict().items() if x.dtype == torch.float32}
@@ -106,7 +106,7 @@ def test_sensitive_parameters_stay_in_float32(tmp_path):
 
 @torch.no_grad()
 def test_steps_use_changed_weights():
-    """Coefficients in the cache are recomputed if weights change; the original continues with the old ones."""
+    """Steps after a change of weights recompute the coefficients in the cache; the original uses old ones."""
     model, ids = make(), padded([6], 6, "none")[0]
     past = model(ids[:, :4], use_cache=True).past_key_values
     model(ids[:, 4:5], past_key_values=past)
@@ -133,7 +133,7 @@ def test_without_padding_token_no_position_is_masked():
 
 @torch.no_grad()
 def test_windows_start_after_8_chunks():
-    """Up to 8 chunks, in training and without the option nothing changes; steps after a prompt are not affected."""
+    """Windows change results only after 8 chunks, in evaluation, and in a call; steps after a prompt do not change."""
     plain, windowed = make(), make(windowed_statistics=True)
     short, long = padded([32], 32, "none")[0], padded([43], 43, "none")[0]
     assert torch.equal(windowed(short).logits, plain(short).logits)

@@ -60,7 +60,7 @@ def test_dropped_first_tokens_lose_their_types():
     inputs = typed(tokens([9, 4], "left"))
     cut = typed(tokens([9, 4], "left"))
     keep = torch.ones(2, 9, dtype=torch.bool)
-    keep[[0, 1], [0, 5]] = False  # the first tokens
+    keep[[0, 1], [0, 5]] = False  # the first tokens of both texts
     model.config.drop_first_token = False
     cut = {name: value[keep].view(2, 8) for name, value in cut.items()}
     expected = model(**cut).logits
@@ -70,7 +70,7 @@ def test_dropped_first_tokens_lose_their_types():
 
 @pytest.mark.parametrize("family", [luna, mega])
 def test_inputs_embeds_are_narrow(family):
-    """`inputs_embeds` are the outputs of the token embedding, before the projection to the model width."""
+    """`inputs_embeds` are outputs of the token embedding, before the projection to the model width."""
     model, inputs = family.make("Model", embedding_size=16), tokens([9, 4])
     embedded = model.get_input_embeddings()(inputs["input_ids"])
     assert embedded.shape[2] == 16

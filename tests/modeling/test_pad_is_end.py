@@ -1,4 +1,4 @@
-"""Decoders whose padding token is their end token, as of tokenizers without a padding token."""
+"""Decoders whose padding token is their end token, as with tokenizers that have no padding token."""
 
 import logging
 
@@ -16,7 +16,7 @@ ENCODED = pytest.mark.parametrize("family", decoders.TRANSLATING)
 
 @pytest.fixture
 def messages():
-    """The messages of the module that infers masks, which are logged once each."""
+    """Collect the messages of the module that infers masks; it logs each message once."""
     records, handler = [], logging.Handler()
     handler.emit = lambda record: records.append(record.getMessage())
     warning_once.cache_clear()
@@ -29,7 +29,7 @@ def messages():
 @FAMILIES
 @pytest.mark.parametrize("end", [1, [7, 1]])
 def test_end_tokens_are_not_masked(family, end, messages):
-    """Without a mask the result equals the result with a mask of ones; the message is logged once."""
+    """Without a mask the result equals that with a mask of ones, and one message is logged."""
     model = decoders.make_plain(family, pad_token_id=1, eos_token_id=end)
     ids = torch.tensor([[4, 1, 5, 6, 1, 7], [1, 8, 9, 1, 1, 4]])
     expected = model(ids, torch.ones_like(ids), labels=ids)
@@ -58,7 +58,7 @@ def test_encoders_and_other_padding_tokens(messages):
 @torch.no_grad()
 @ENCODED
 def test_targets_with_end_tokens(family):
-    """Targets made from labels keep their end tokens and drop left padding."""
+    """Targets made from labels keep their end tokens and mask left padding."""
     model = decoders.make_plain(family, is_encoder_decoder=True, eos_token_id=1, decoder_start_token_id=2)
     labels = torch.tensor([[5, 1, 6, 1, -100, -100], [-100, -100, 5, 1, 6, 1]])
     source = {name: value[:1].expand(2, -1) for name, value in decoders.source(model, 1).items()}

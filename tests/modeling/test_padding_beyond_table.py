@@ -1,4 +1,4 @@
-"""Batches that are padded beyond the positions of a model, but whose tokens fit."""
+"""Batches whose padding exceeds the positions of a model are supported if their tokens fit."""
 
 import pytest
 import torch
@@ -8,7 +8,7 @@ from tests.marks import diagonal
 from . import decoders, luna, luna_decoders, mega, mega_decoders
 
 TABLE, WIDTH = 16, 40
-LONG, WIDE = 40, 52  # of decoders, which have 40 positions
+LONG, WIDE = 40, 52  # `LONG` is the number of positions of the decoders
 SIMPLE = {"relative_positional_bias": "simple", "max_positions": TABLE}
 ENCODERS = {
     **{f"luna {head}": lambda head=head, **fields: luna.make(head, max_position_embeddings=TABLE, **fields)
@@ -31,7 +31,7 @@ DECODERS = {
 
 
 def batch(lengths, width, side):
-    """Rows of these lengths, with padding on a side or on both."""
+    """Return rows of these lengths with padding on the left, the right or both sides."""
     ids, mask = torch.ones(len(lengths), width, dtype=torch.long), torch.zeros(len(lengths), width, dtype=torch.long)
     for row, length in enumerate(lengths):
         first = {"right": 0, "left": width - length, "both": (width - length) // 2}[side]
@@ -63,7 +63,7 @@ def test_encoders(name, fields):
 @pytest.mark.parametrize("name", DECODERS)
 @torch.no_grad()
 def test_decoders(name):
-    """In one call, and in steps after a cache."""
+    """Decoders accept the padded length in one call, and in steps after a cache."""
     model = DECODERS[name]()
     prefix = "decoder_" if model.config.is_encoder_decoder else ""
     ids, mask = batch([LONG, 3], LONG, "right")

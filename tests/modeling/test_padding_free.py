@@ -1,4 +1,4 @@
-"""Padding-free batches, and `unpad_inputs`, which converts a padded batch to a padding-free one inside the model."""
+"""Padding-free batches, and `unpad_inputs`, which converts a padded batch to a padding-free one in the model."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ LENGTHS = [17, 1, 8, 23, 5]
 
 
 LANGUAGE_MODELS = [*classes.VARIANTS, *decoders.DECODER_ONLY]
-# Positions of Luna; chunks, batch statistics and truncated averages of Mega; all kinds of decoders.
+# The fast cases: positions of Luna; chunks, batch statistics and truncated averages of Mega; all kinds of decoders.
 SOME = {
     *("luna tied", "luna no positions, no embedding norm", "luna P not contextual", "mega laplace chunks"),
     *("mega one direction, truncated", "mega batchnorm, norms around", "mega simple chunks, shift, no ffn"),
@@ -22,7 +22,7 @@ SOME = {
 
 
 def language_model(name):
-    """A model in float64 with a loss, and without dropout."""
+    """Return a language model in float64 without dropout."""
     if name in decoders.DECODER_ONLY:
         return decoders.make(name, vocab_size=40)
     family, fields = classes.VARIANTS[name]
@@ -30,13 +30,13 @@ def language_model(name):
 
 
 def with_each(*values):
-    """Combine each model with one value; those of other models than `SOME` are slow."""
+    """Combine each model with one value; models that are not in `SOME` are marked as slow."""
     pairs = diagonal(LANGUAGE_MODELS, values)
     return slow_but([(name, value) for name, value in pairs if name in SOME], pairs)
 
 
 def sequences():
-    """Tokens and labels; the first label is ignored, because the collator inserts a separator there."""
+    """Return tokens and labels; the first label is ignored, because the collator inserts a separator there."""
     items = [luna.tokens([length])["input_ids"][0] for length in LENGTHS]
     return [{"input_ids": ids, "labels": torch.cat([ids.new_full((1,), -100), ids[1:]])} for ids in items]
 
@@ -46,7 +46,7 @@ def flattened(items, **options):
 
 
 def one_by_one(model, items):
-    """Logits of all tokens and the gradient of the summed loss."""
+    """Return the logits of all tokens and the gradients of the summed loss, with one call per sequence."""
     logits, total = [], 0.0
     for item in items:
         output = model(item["input_ids"][None], **without_cache(model))
@@ -94,7 +94,7 @@ def test_padding_free_equals_separate_sequences(name, marker):
         batch = flattened(items, return_position_ids=False, return_seq_idx=True)
     else:
         batch = flattened(items)
-    if marker == "two rows":  # 26 + 28 tokens; the last row has two tokens of left padding
+    if marker == "two rows":  # 26 + 28 tokens; the last row has two positions of left padding
         first, second = flattened(items[:3]), flattened(items[3:])
         batch = {name: torch.cat([first[name][:, :26], second[name][:, :26]]) for name in first}
         expected, gradients = one_by_one(model, [*items[:3], items[3], cut(items[4], 3)])
@@ -112,7 +112,7 @@ def cut(item, length):
 
 @pytest.mark.parametrize(("name", "side"), with_each("left", "right"))
 def test_unpadded_equals_padded(name, side):
-    """Results are equal, also for a row of padding; in training, because of batch norm statistics."""
+    """Results are equal, also for a row of padding and in training, which updates batch norm statistics."""
     model, inputs = language_model(name), luna.tokens(LENGTHS, side)
     inputs["attention_mask"][1] = 0
     kept, results = inputs["attention_mask"].bool(), []
@@ -153,7 +153,7 @@ def test_unpadding_does_not_affect_heads(family, head):
 
 @pytest.mark.parametrize("bounds", [[0, 4, 14], [0, 7, 14]])
 def test_a_padding_free_batch_has_no_pooler_output(bounds):
-    """An equal number of sequences and rows does not imply that each row starts a sequence."""
+    """The number of sequences may equal the number of rows without each row being a sequence."""
     model, inputs = mega.make("Model"), luna.tokens([7, 7])["input_ids"]
     assert model(inputs).pooler_output is not None
     assert model(inputs, cu_seq_lens_q=torch.tensor(bounds), max_length_q=10).pooler_output is None
@@ -161,7 +161,7 @@ def test_a_padding_free_batch_has_no_pooler_output(bounds):
 
 @pytest.mark.parametrize("family", [luna, mega])
 def test_padding_adds_no_computation(family):
-    """Three quarters of the batch are padding; the embeddings cost no multiplications."""
+    """Unpadding a batch that is three quarters padding removes more than half of the multiplications."""
     inputs, flops = luna.tokens([40, 4, 3, 2, 1]), []
     for unpad in (False, True):
         model = family.make("Model", unpad_inputs=unpad)
@@ -174,7 +174,7 @@ def test_padding_adds_no_computation(family):
 
 @pytest.mark.parametrize("family", [luna, mega])
 def test_padding_free_trains_like_separate_sequences(family):
-    """Feature dropout drops a channel of a sequence, not of a batch: some of 6 sequences keep it."""
+    """Feature dropout drops channels per sequence of a padding-free batch: two equal sequences differ."""
     model = family.make("Model", **({"use_feature_dropout": True} if family is mega else {})).train()
     batch = flattened([{"input_ids": torch.full((4,), 7)} for _ in range(6)])
     batch.pop("labels")
@@ -226,7 +226,7 @@ def test_all_outputs_of_the_collator(family):
 
 
 def test_position_ids_of_mega():
-    """Position ids define the starts of the sequences and must be consistent with a given mask."""
+    """`position_ids` define sequence starts and must be consistent with the mask."""
     inputs = luna.tokens([9, 4])
     positions = torch.arange(1, 10).expand(2, -1)
     with pytest.raises(ValueError, match="`position_ids` differ from the positions of `attention_mask`"):
@@ -237,7 +237,7 @@ def test_position_ids_of_mega():
 
 @pytest.mark.parametrize("family", decoders.TRANSLATING)
 def test_encoder_decoders_unpad_their_source(family):
-    """The target is not unpadded: its decoder attends to the rows of another batch."""
+    """`unpad_inputs` unpads the source only; results with a padded target are unchanged."""
     ids, mask = decoders.padded([7, 3], 7, "right")
     results = []
     for unpad in (False, True):
@@ -253,7 +253,7 @@ def test_encoder_decoders_unpad_their_source(family):
 )
 @torch.no_grad()
 def test_mega_uses_positions_of_the_mask(name, side):
-    """Positions as passed by servers and trainers; with a cache the last ones, with a complete or partial mask."""
+    """Mega uses mask positions and accepts consistent `position_ids`, as servers and trainers pass them."""
     model, (ids, mask) = decoders.make(name), decoders.padded([9, 4], 9, side)
     positions = mask.cumsum(dim=1) - 1
     for given in (positions, positions.masked_fill(mask == 0, 1), positions.masked_fill(mask == 0, -7)):

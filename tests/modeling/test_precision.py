@@ -1,4 +1,4 @@
-"""Models in float16 and bfloat16: finite training steps, and averages and statistics that stay in float32."""
+"""Models in float16 and bfloat16: training steps are finite; averages and statistics stay in float32."""
 
 import math
 
@@ -22,7 +22,7 @@ FUNCTIONS = ("softmax", "laplace", "relu2")
 
 
 def training_step(model, head, inputs):
-    """One step of SGD; asserts that everything is finite before and after it."""
+    """Run one step of SGD and check that everything is finite before and after it."""
     output = model.train()(**inputs, **labels(head, inputs))
     output[0].float().square().sum().backward()
     assert torch.isfinite(output[0]).all()
@@ -38,7 +38,7 @@ def training_step(model, head, inputs):
 @pytest.mark.parametrize("function", FUNCTIONS)
 @pytest.mark.parametrize("norm", NORMS)
 def test_training_step(norm, function, bias, dtype):
-    """A row is padding throughout, and with chunks so is the end of another."""
+    """A training step is finite if one row is all padding and, with chunks, another row ends in padded chunks."""
     options = {"normalization_type": norm, "attention_activation": function, "relative_positional_bias": bias}
     inputs = tokens([21, 5, 0])
     for chunks in ({}, {"use_chunking": True, "chunk_size": 8}):
@@ -54,7 +54,7 @@ def test_training_step_of_a_head(family, head):
 
 @pytest.mark.parametrize("case, dtype", diagonal(VARIANTS, HALF))
 def test_autocast(case, dtype):
-    """Close to float32, with the attention weights recorded or not."""
+    """Losses under autocast are close to float32, whether attention weights are recorded or not."""
     inputs, family = head_inputs("ForMaskedLM", [21, 5]), FAMILIES[case[0]]
     model = family.make("ForMaskedLM", **family.VARIANTS[case[1]], **family.NO_DROPOUT).train()
     expected = model(**inputs, **labels("ForMaskedLM", inputs)).loss
@@ -72,7 +72,7 @@ def test_autocast(case, dtype):
     [(-40.0, -40.0, torch.float32), (-40.0, 40.0, torch.float16), (40.0, -40.0, torch.float16), (40.0, 40.0, HALF[0])],
 )
 def test_saturated_logits(weight, damping, dtype):
-    """An average with decay 0, with decay 1, or with input weight 0."""
+    """A training step is finite for averages with decay 0, with decay 1, and with input weight 0."""
     model = make("ForMaskedLM")
     with torch.no_grad():
         for layer in model.mega.layers:
@@ -83,7 +83,7 @@ def test_saturated_logits(weight, damping, dtype):
 
 @pytest.mark.parametrize("dtype", HALF, ids=str)
 def test_slow_decay_is_exact_in_a_half_precision_model(tmp_path, dtype):
-    """The average is loaded in float32, because q = 1 - 2^-12 in bfloat16 would be 1."""
+    """The average is loaded in float32, because q = 1 - 2^-12 would be 1 in bfloat16."""
     model = make("ForMaskedLM", num_hidden_layers=1).double()
     average = model.mega.layers[0].mega_layer.ema_gate
     with torch.no_grad():
@@ -105,7 +105,7 @@ def test_slow_decay_is_exact_in_a_half_precision_model(tmp_path, dtype):
 
 @pytest.mark.parametrize("norm", ["batchnorm", "syncbatchnorm"])
 def test_running_statistics_of_a_half_precision_model(tmp_path, norm):
-    """Loaded, converted or built in half precision, they are float32, and follow small differences."""
+    """Statistics are float32 in a loaded, converted or built half-precision model, and keep small differences."""
     model = make("ForMaskedLM", normalization_type=norm)
     for buffer in model.buffers():
         if buffer.is_floating_point():

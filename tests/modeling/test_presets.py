@@ -9,7 +9,7 @@ from luna_mega import MegaConfig, MegaForCausalLM, MegaForConditionalGeneration
 from . import luna
 
 IMAGES = ("MegaForImageClassification", "image_base_patch16_224", ())
-# Class, preset, its vocabulary if it has one, fields, number of parameters or millions of them in the original.
+# Class, preset, its vocabulary if it has one, fields, number of parameters (of the original: in millions).
 PUBLISHED = [
     ("MegaForSequenceClassification", "lra_listops", (21,), {}, "0.602"),
     ("MegaForSequenceClassification", "lra_text", (261,), {}, "0.991"),

@@ -1,4 +1,4 @@
-"""Programs of every kind equal the model for texts shorter and longer than the sample, P and a chunk."""
+"""Programs of every kind equal the model for texts shorter and longer than the example, P and a chunk."""
 
 import shutil
 import warnings
@@ -43,7 +43,7 @@ MODELS = {
 
 
 class InOrder(torch.nn.Module):
-    """A model whose inputs are passed by position, in the order of `names`: `torch.jit` has no keyword-only inputs."""
+    """Wrap a model so that inputs are positional, in the order of `names`; `torch.jit` has no keyword-only inputs."""
 
     def __init__(self, model, names):
         super().__init__()
@@ -77,7 +77,7 @@ def compiled(model, sample):
 
 
 def check(way, name, lengths, attention=None):
-    """Compare a program that is made from texts of these lengths with the model, for other lengths."""
+    """Check that a program made from texts of these lengths equals the model for other lengths."""
     model = MODELS[name]().eval()
     if attention is not None:
         model.set_attn_implementation(attention)
@@ -125,7 +125,8 @@ def test_ahead_of_time_packages(tmp_path):
             torch._inductor.aoti_compile_and_package(export_program(model, sample), **options)
         )
 
-    for name in ("luna", "mega, chunks"):  # sequentially, because the second reuses the precompiled torch headers
+    # runs in sequence, because the second compilation reuses the precompiled torch headers
+    for name in ("luna", "mega, chunks"):
         check(packaged, name, LENGTHS["long"])
 
 
@@ -142,7 +143,7 @@ def test_the_reference_cannot_be_traced():
 
 @pytest.mark.parametrize("name", ["luna, importance", "megalodon"])
 def test_traced_programs_of_trained_parameters(name):
-    """Without `torch.no_grad`, operators of the package record gradients."""
+    """A program that is traced without `torch.no_grad` equals the model."""
     model = MODELS[name]().eval()
     model.config.return_dict = False
     with warnings.catch_warnings():

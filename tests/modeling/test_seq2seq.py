@@ -1,4 +1,4 @@
-"""The encoder-decoders of both models: sources, labels, embeddings, recorded states, saved folders, Trainer, errors."""
+"""Encoder-decoders of both families: sources, labels, embeddings, recorded states, saved folders, Trainer, errors."""
 
 from functools import cache
 
@@ -37,7 +37,7 @@ def plain(family, **fields):
 
 
 def words(model):
-    """The weights of source, target and output."""
+    """Return the embedding weights of source and target, and the output weight."""
     sides = model.get_encoder(), model.get_decoder()
     return [*(side.get_input_embeddings().weight for side in sides), model.get_output_embeddings().weight]
 
@@ -46,7 +46,7 @@ def words(model):
     ("family", "fields", "count"), [("luna", {}, 1), ("mega", OWN, 2), ("luna", SEPARATE, 2), ("mega", UNTIED, 3)]
 )
 def test_embeddings(family, fields, count, tmp_path):
-    """Shared, per language, and a separate output weight; also in a loaded model."""
+    """Source, target and output share weights as configured, also in a loaded model."""
     model = plain(family, **fields)
     model.save_pretrained(tmp_path)
     for loaded in (model, AutoModelForSeq2SeqLM.from_pretrained(tmp_path)):
@@ -60,7 +60,7 @@ def test_embeddings(family, fields, count, tmp_path):
 
 
 def test_save_and_load(model, tmp_path):
-    """A folder loads with a head and without."""
+    """A saved folder can be loaded with and without the head."""
     inputs = source(model, 2) | target(model, padded([5, 4], 5, "left")[0])
     model.save_pretrained(tmp_path)
     loaded, loading = AutoModelForSeq2SeqLM.from_pretrained(tmp_path, output_loading_info=True)
@@ -77,7 +77,7 @@ def test_save_and_load(model, tmp_path):
     ("family", "fields"), [("luna", {}), ("mega", UNTIED), ("luna", OWN), ("mega", {"decoder_vocab_size": 30})]
 )
 def test_resize(family, fields):
-    """The vocabulary of a model is resized with a head and without."""
+    """The vocabulary can be resized with and without the head."""
     model = plain(family, **fields)
     inputs = {"input_ids": torch.full((2, 4), 32), "decoder_input_ids": torch.full((2, 3), 32)}
     body, tied = plain(family, **fields).base_model, len({weight.data_ptr() for weight in words(model)})
@@ -96,7 +96,7 @@ def test_resize_of_two_vocabularies(family):
 
 
 def test_labels(model):
-    """Padding on either side: the target starts directly before the first label."""
+    """Labels may be padded on either side: the target starts directly before the first label."""
     labels = torch.tensor([[7, 8, 9, 2], [5, 2, -100, -100]])
     shifted = model.prepare_decoder_input_ids_from_labels(labels)
     assert shifted.tolist() == [[2, 7, 8, 9], [2, 5, 2, 1]]
@@ -116,7 +116,7 @@ def test_labels(model):
 
 @torch.no_grad()
 def test_encoder_outputs_instead_of_the_source(model):
-    """Encoder outputs as an object or a tuple; embeddings instead of tokens."""
+    """The source may be an encoder output (object or tuple) or embeddings."""
     given, ids = source(model, 3, "left"), padded([5, 4, 2], 5, "right")[0]
     expected, mask = model(**given, decoder_input_ids=ids).logits, given["attention_mask"]
     encoder = model.get_encoder()
@@ -124,7 +124,7 @@ def test_encoder_outputs_instead_of_the_source(model):
     for outputs in (returned, returned.to_tuple(), encoder(**given, return_dict=False)):
         logits = model(encoder_outputs=outputs, attention_mask=mask, decoder_input_ids=ids).logits
         assert torch.equal(logits, expected)
-    if "packed_mask" in returned:  # the states of Luna's source have its mask, also an inferred one
+    if "packed_mask" in returned:  # a packed source has a mask; it may also be inferred
         for outputs in (returned, returned.to_tuple(), encoder(given["input_ids"])):
             assert torch.equal(model(encoder_outputs=outputs, decoder_input_ids=ids).logits, expected)
     embeds = model.get_input_embeddings()(given["input_ids"])
@@ -148,7 +148,7 @@ def test_source_of_padding_is_ignored(model):
 
 @pytest.mark.slow
 def test_trainer(tmp_path, family, tokenizer):
-    """With label smoothing and gradient checkpointing."""
+    """Trainer trains and predicts with label smoothing and gradient checkpointing."""
     model = plain(family, dtype=torch.float32, vocab_size=len(tokenizer))
     rows = torch.randint(5, len(tokenizer), (8, 11)).tolist()
     data = [{"input_ids": row[: 4 + i], "labels": row[i:]} for i, row in enumerate(rows)]
@@ -174,7 +174,7 @@ def decoder(model, **states):
 LEARNED = {"position_embedding_type": "learned", "max_target_positions": 6}
 SIMPLE = {"relative_positional_bias": "simple", "max_positions": 24, "decoder_max_positions": 30}
 IDS = torch.tensor([[5, 6, 7, 8, 9], [7, 6, 5, 4, 3]])
-# Family or "", fields, call, text of the error.
+# Family ("" for all), fields, call, text of the error.
 ERRORS = [
     ("", {}, lambda m, given: m(**given), "decoder_input_ids and decoder_inputs_embeds"),
     ("", {}, lambda m, given: m(**given, decoder_input_ids=IDS, decoder_inputs_embeds=zeros(2, 5, 4)), "exactly one"),
@@ -215,7 +215,7 @@ def test_errors(family):
 
 
 def test_errors_of_a_cache(family):
-    """It contains the states of its source."""
+    """A cache contains the states of its source; another source raises an error."""
     model, ids = plain(family), IDS
     given = source(model, 2) | {"decoder_input_ids": ids}
     past = model(**given).past_key_values
@@ -252,7 +252,7 @@ def test_recorded_states_of_luna(pre_norm):
 @torch.no_grad()
 @pytest.mark.parametrize("name", ["mega seq2seq: softmax", "mega seq2seq: relu2 chunks"])
 def test_recorded_states_of_mega(name):
-    """`output_attentions=True` uses another code path of cross-attention."""
+    """`output_attentions=True`, which uses another code path of cross-attention, does not change results."""
     model = make(name)
     ids, mask = padded([11, 17, 6], 17, "left")
     inputs = source(model, 3, "left") | target(model, ids, mask)
@@ -271,7 +271,7 @@ def test_recorded_states_of_mega(name):
 
 @torch.no_grad()
 def test_positions_of_the_target_and_the_source_of_p():
-    """P of Luna depends only on the source; positions of the target are counted without padding."""
+    """P depends only on the source, and positions of the target are counted without padding."""
     model = plain("luna")
     ids, mask = padded([5, 3], 5, "left")
     given = source(model, 2)
@@ -292,7 +292,7 @@ def test_word_dropout_removes_complete_words():
 
 
 def test_auto_classes(family, tmp_path):
-    both, decoder = plain(family), make_plain(family)  # `test_save_and_load` loads `both`
+    both, decoder = plain(family), make_plain(family)  # `test_save_and_load` loads encoder-decoders
     for model, auto, expected in (
         (both.base_model, AutoModel, both.base_model),
         (decoder, AutoModelForCausalLM, decoder),
@@ -301,7 +301,7 @@ def test_auto_classes(family, tmp_path):
         model.save_pretrained(tmp_path)
         loaded, report = auto.from_pretrained(tmp_path, output_loading_info=True)
         assert type(loaded) is type(auto.from_config(model.config)) is type(expected)
-        pooler = {name for name in report["missing_keys"] if "pooler" in name}  # which the head of Mega does not have
+        pooler = {name for name in report["missing_keys"] if "pooler" in name}  # Mega's head has no pooler
         assert report["missing_keys"] == pooler
         state = {name: x for name, x in loaded.state_dict().items() if name not in pooler}
         torch.testing.assert_close(state, expected.state_dict(), check_dtype=False)
@@ -309,7 +309,7 @@ def test_auto_classes(family, tmp_path):
 
 @torch.no_grad()
 def test_encoder_and_decoder_configurations_state_their_role(model):
-    """The generation tests of transformers set `is_decoder` in every generative model's configuration."""
+    """Each side keeps its role if `is_decoder` is set in the configuration, as generation tests of transformers do."""
     config = model.config
     config.is_decoder = True
     again = type(model)(config).to(torch.float64).eval()

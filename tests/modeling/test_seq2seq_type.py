@@ -1,4 +1,4 @@
-"""Encoder-decoders have a separate `model_type` and configuration class; the type of one side is an error."""
+"""Encoder-decoders have a separate `model_type` and configuration class; the type of a single side raises an error."""
 
 import copy
 import json
@@ -24,7 +24,7 @@ PRESETS = {"luna": lambda config: config.wmt(30), "mega": lambda config: config.
 
 
 class Family:
-    """The classes of a family."""
+    """The public classes of a family, as attributes."""
 
     def __init__(self, name):
         self.name, self.prefix = name, name.capitalize()
@@ -45,7 +45,7 @@ def family(request):
 
 
 def with_old_type(folder, family):
-    """Write the `model_type` of luna-mega 0.1.0 into config.json; return the folder."""
+    """Write the `model_type` of luna-mega 0.1.0 to config.json and return the folder."""
     file = folder / "config.json"
     config = json.loads(file.read_text())
     assert config["model_type"] == f"{family.name}_seq2seq" and config["is_encoder_decoder"] is True
@@ -58,7 +58,7 @@ def with_encoder(family, **fields):
 
 
 def test_transformers_mappings_distinguish_the_types(family):
-    """lm-eval and other tools look up the type in the table of sequence-to-sequence models first."""
+    """Each type is in the right table; tools such as lm-eval look up sequence-to-sequence models first."""
     seq2seq, causal = (
         getattr(modeling_auto, f"MODEL_FOR_{kind}_MAPPING_NAMES") for kind in ("SEQ_TO_SEQ_CAUSAL_LM", "CAUSAL_LM")
     )
@@ -95,7 +95,7 @@ def test_is_encoder_decoder_requires_the_class_of_encoder_decoders(family, tmp_p
     ):
         with pytest.raises(StrictDataclassError, match=re.escape(wrong_type(family))):
             make()
-    # transformers validates these only before saving.
+    # transformers validates assigned fields only before saving
     assigned = family.Config()
     assigned.is_encoder_decoder = True
     own = type("OwnConfig", (family.Config,), {"model_type": "own"})(is_encoder_decoder=True)

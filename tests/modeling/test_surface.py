@@ -1,4 +1,4 @@
-"""The models have the surface that `surface.json` records; a deliberate change regenerates it, see `surface.py`."""
+"""The models have the surface recorded in `surface.json`. Run `surface.py` after a deliberate change."""
 
 import json
 
@@ -14,7 +14,7 @@ TABLES = json.loads(surface.TABLES.read_text(encoding="utf-8"))
 def is_recorded(item):
     """Return whether the installed torch initializes a model with the recorded numbers.
 
-    Newer versions draw truncated normal numbers, for Megalodon, by rejection of normal ones, older versions do not.
+    For Megalodon, newer versions of torch draw truncated normal numbers by rejection; older versions do not.
     """
     drawn = []
     for draw in (torch.Tensor.normal_, nn.init.trunc_normal_):

@@ -1,4 +1,4 @@
-"""Models without type embeddings accept token types of 0, which BERT's tokenizer returns, and no others."""
+"""Models without type embeddings accept only token types of 0, which BERT's tokenizer returns."""
 
 import pytest
 import torch
@@ -55,7 +55,7 @@ def test_types_below_the_number_of_embeddings(name):
 
 @pytest.mark.parametrize("fields", [{}, TYPED["luna"]], ids=["without", "with"])
 def test_first_batch_on_other_devices(fields, monkeypatch):
-    """Values are read until a batch has been checked, since reading waits for the device."""
+    """Values on other devices are read only until a batch has been checked, since reading waits for the device."""
     monkeypatch.setattr(arguments, "can_look", lambda x: False)
     model, inputs = luna.make("ForMaskedLM", **fields), luna.tokens([9, 4])
     types, reads = torch.zeros_like(inputs["input_ids"]), []
@@ -74,11 +74,11 @@ def test_values_that_cannot_be_read():
     assert torch.jit.trace(lambda x: x + int(masks.can_read(x)), torch.zeros(2))(torch.zeros(2)).sum() == 0
 
 
-@pytest.mark.filterwarnings("ignore")  # of the tracer
+@pytest.mark.filterwarnings("ignore")  # warnings of the tracer
 @pytest.mark.parametrize(("family", "typed"), [("luna", True), ("mega", False)])
 @torch.no_grad()
 def test_programs_do_not_read_values(family, typed):
-    """Traced and exported programs contain no branch on the values."""
+    """Traced and exported programs do not branch on the values of token types."""
     fields = TYPED[family] if typed else {}
     model = CLASSES[f"{family} ForSequenceClassification"](num_hidden_layers=1, **fields).requires_grad_(False)
     inputs = luna.tokens([9, 4])
@@ -121,7 +121,7 @@ PIPELINES = {
 
 @pytest.mark.parametrize("name, task", PIPELINES.items())
 def test_pipelines(name, task, tokenizer, tmp_path):
-    """A pipeline only needs the folder, and a single text has the same result as in a padded batch."""
+    """A pipeline loads from the folder only; a single text has the same result as in a padded batch."""
     CLASSES[name](pad_token_id=0, vocab_size=len(tokenizer)).save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
     pipe, texts = pipeline(task, model=str(tmp_path)), ["w1 w2 [MASK] w3 w4 w5 w6 w7 w8", "w5 [MASK]"]

@@ -24,7 +24,7 @@ CASES = {
 
 
 def assert_frozen_are_unread(model, loss):
-    """`loss` reaches exactly the parameters that require a gradient."""
+    """Check that `loss` depends on exactly the parameters that require a gradient."""
     named = dict(model.named_parameters())
     frozen = {name for name, parameter in named.items() if not parameter.requires_grad}
     model.requires_grad_(True)
@@ -34,7 +34,7 @@ def assert_frozen_are_unread(model, loss):
     return frozen
 
 
-@pytest.mark.parametrize("case", list(CASES)[::3])  # every head, variant and number of layers
+@pytest.mark.parametrize("case", list(CASES)[::3])  # one in three cases covers every head, variant and number of layers
 def test_luna(case):
     head, fields = CASES[case]
     inputs = luna.head_inputs(head, [9, 4])
@@ -63,7 +63,7 @@ def test_encoder_decoder(fields):
 
 
 def test_layerdrop_makes_any_layer_the_last():
-    """With layerdrop any layer may be the last, whose P is used by the pooling; layers do not pass P on."""
+    """With layerdrop, no layer's P is frozen, because any layer may be the last one that pooling reads."""
     fields = {"contextual_projection": False, "pooling": "packed_attention", "num_hidden_layers": 3}
     frozen = {name for name, p in luna.make(POOLED, **fields).named_parameters() if not p.requires_grad}
     assert len(frozen) == 4
@@ -71,7 +71,7 @@ def test_layerdrop_makes_any_layer_the_last():
 
 
 def test_bodies_keep_their_gradients():
-    """P is an output of a model without a head."""
+    """All parameters of models without a head require gradients, because P is an output."""
     for model in (luna.make("Model"), luna.make("Model", pre_norm=True), mega.make("Model")):
         assert all(parameter.requires_grad for parameter in model.parameters())
 
@@ -89,7 +89,7 @@ def test_loaded_and_saved(tmp_path):
 
 
 class OwnHead(luna_mega.modeling_luna.modeling_luna.LunaPreTrainedModel):
-    """A head on P, written by a user."""
+    """A user-defined head that reads P."""
 
     def __init__(self, config):
         super().__init__(config)
@@ -102,7 +102,7 @@ class OwnHead(luna_mega.modeling_luna.modeling_luna.LunaPreTrainedModel):
 
 
 class OwnMaskedLM(luna_mega.LunaForMaskedLM):
-    """A head of the package with a second loss, written by a user."""
+    """A user-defined subclass of a head of the package, which adds a second loss."""
 
 
 def own_seq2seq():
@@ -120,7 +120,7 @@ def own_seq2seq():
     ],
 )
 def test_classes_of_users_are_never_frozen(make, tmp_path):
-    """Neither at construction, after a resize and a copy, nor when they are loaded."""
+    """No parameter of a user-defined class is frozen: at construction, after resizing, copying or loading."""
     model = make()
     assert all(parameter.requires_grad for parameter in model.parameters())
     model.resize_token_embeddings(model.config.vocab_size + 3)
