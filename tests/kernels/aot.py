@@ -3,11 +3,11 @@
 This is a script because a process that interprets kernels cannot compile them:
 `TRITON_INTERPRET=0 python tests/kernels/aot.py [op ...] [--arch 90] [--every] [--json FILE] [--budgets]`.
 
-The launches come from `cases()` of `aot_<op>.py` in this directory, which yields (name, function without arguments).
-The function calls the op's Python functions with meta tensors, and their launches are compiled without changes for
-sm_80 and sm_90. `edges()` yields (name, targets, function): sizes, dtypes and targets with the tightest limits.
-`dtypes()` yields cases in further dtypes; `--every` compiles them, and all configurations that tuning may select.
-`of_length()` launches kernels that must not be recompiled for another of `LENGTHS`.
+The launches come from the functions of `aot_<op>.py` in this directory. `cases()` yields (name, function without
+arguments): the function calls the op with meta tensors, and its launches are compiled unchanged for sm_80 and sm_90.
+`edges()` yields (name, targets, function) for the sizes, dtypes and targets with the tightest limits. `dtypes()` yields
+cases in other dtypes; only `--every` compiles them, and all configurations that tuning may select. `of_length()`
+launches kernels that must not be recompiled for another of `LENGTHS`.
 """
 
 import argparse
@@ -50,7 +50,7 @@ TYPES = {
     torch.int64: "i64",
 }
 TYPES |= {torch.bool: "i1", torch.uint8: "u8"}
-# Resource limits of the kernels in the newest and the oldest Triton; `test_aot.py` fails if a kernel exceeds them.
+# Resource limits of the kernels in the newest and the oldest Triton. `test_aot.py` fails if a kernel exceeds them.
 BUDGETS = HERE / "aot_budgets.csv"
 # Tensor core instructions and their prefixes in PTX.
 INSTRUCTIONS = {"wgmma": r"wgmma\.mma_async", "mma": r"mma\.sync"}
@@ -70,7 +70,7 @@ def _run_all(kernel, key, configurations, run):
 
 
 def launches(op: str, arch: int):
-    """Yield (case, launch) of every kernel that the cases of an op launch."""
+    """Yield (case, launch) for every kernel that the cases of an op launch."""
     cases = _cases(op)
     runs = [(name, MAIN_TARGETS, run) for name, run in cases.cases()]
     for name, targets, run in (*runs, *cases.edges()):
@@ -83,7 +83,7 @@ def launches(op: str, arch: int):
 
 
 def further_launches(op: str, arch: int):
-    """Yield (case, launch) of further dtypes, and of all configurations that tuning may select."""
+    """Yield (case, launch) for other dtypes, and for all configurations that tuning may select."""
     with triton_choice.choosing(_run_all):
         yield from launches(op, arch)
         for name, run in _cases(op).dtypes():
@@ -94,7 +94,7 @@ def further_launches(op: str, arch: int):
 
 
 def keys_of_lengths(op: str) -> list[list[str]]:
-    """Return the kernels compiled for each of `LENGTHS`."""
+    """Return the keys of the kernels that are compiled for each of `LENGTHS`."""
     keys = []
     for length in _cases(op).LENGTHS:
         with triton_launch.recording(TARGETS[90]) as recorded:
@@ -104,9 +104,9 @@ def keys_of_lengths(op: str) -> list[list[str]]:
 
 
 def compile_launch(launch: triton_launch.Launch, arch: int):
-    """Return a key that distinguishes launches, and a function that compiles the launch as Triton's launcher does.
+    """Return a key that identifies a launch, and a function that compiles it as Triton's launcher does.
 
-    None and 1 are constants, and pointers and multiples of 16 are specialized.
+    None and 1 become constants; pointers and multiples of 16 are specialized.
     """
     names, signature, constants, attributes = launch.kernel.arg_names, {}, {}, {}
     values = dict(zip(names, launch.arguments, strict=False)) | launch.constants
@@ -129,9 +129,10 @@ def compile_launch(launch: triton_launch.Launch, arch: int):
 
 
 def report(compiled) -> dict:
-    """Return registers and stack bytes per thread, spills, shared memory bytes, tensor core instructions and faults.
+    """Return the resource usage and the faults of a compiled kernel.
 
-    Tensor core instructions are counted in PTX: `ptxas` emits at least one for each.
+    The resources are registers and stack bytes per thread, spills, shared memory bytes and tensor core instructions.
+    The instructions are counted in PTX: `ptxas` emits at least one for each.
     """
     code = sass.disassemble(compiled.asm["cubin"])
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
@@ -143,7 +144,7 @@ def report(compiled) -> dict:
     spills = len(re.findall(r"\b(LDL|STL)\b", code)) if stack else 0
     wgmma, mma = (len(re.findall(rf"\b{name}\b", compiled.asm["ptx"])) for name in INSTRUCTIONS.values())
     used = registers, stack, spills, compiled.metadata.shared + static, wgmma, mma
-    # Tensor cores truncate float32 to TF32, so it must be rounded before.
+    # Tensor cores truncate float32 to TF32, so operands must be rounded first.
     tf32 = re.search(r"mma\S*\.tf32", compiled.asm["ptx"])
     cut_off = tf32 is not None and "cvt.rna.tf32" not in compiled.asm["ptx"]
     faults = {"cut_off": cut_off, "unwritten": sass.unwritten_reads(code), "narrow": narrow_sums(compiled.asm["ttir"])}
@@ -164,7 +165,7 @@ def read_budgets() -> dict[tuple[str, ...], dict[str, int]]:
 
 
 def widen_budgets(rows: list[dict]) -> None:
-    """Raise the limits to the values of these reports. Rows of removed kernels of the same ops are deleted."""
+    """Raise the limits to the values of these reports, and delete the rows of removed kernels of the same ops."""
     rows = [row for row in rows if row["default"]]
     table = read_budgets() if BUDGETS.exists() else {}
     ops, reported = {row["op"] for row in rows}, {tuple(str(row[name]) for name in KEY): row for row in rows}
@@ -180,7 +181,7 @@ def widen_budgets(rows: list[dict]) -> None:
 
 
 def reports(op: str, arch: int, every: bool):
-    """Compile the kernels of an op, print and yield their reports."""
+    """Compile the kernels of an op; print and yield their reports."""
     seen, variants = set(), Counter()
     further = further_launches(op, arch) if every and arch in MAIN_TARGETS else ()
     for default, launched in ((True, launches(op, arch)), (False, further)):
@@ -192,7 +193,7 @@ def reports(op: str, arch: int, every: bool):
             start, kernel = time.perf_counter(), launch.kernel.fn.__name__
             used = report(compile_it())
             variants[kernel, case] += 1
-            if variants[kernel, case] > 1:  # of one case, the forward and the backward pass may launch the same
+            if variants[kernel, case] > 1:  # the forward and backward passes of a case may launch the same kernel
                 case += f" ({variants[kernel, case]})"
             label, seconds = f"{op} {kernel}, {case}", time.perf_counter() - start
             print(f"{label:<72} sm_{arch}", *(f"{used[c]:>9}" for c in COLUMNS), f"{seconds:7.1f}", flush=True)

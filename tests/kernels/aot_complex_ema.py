@@ -51,12 +51,15 @@ def of_length(length):
 
 
 def dtypes():
-    """Yield (name, function) of further dtypes."""
+    """Yield (name, function) of cases in other dtypes."""
     yield "fp16 D=1024 mask", partial(call, torch.float16, masked=True)
     for dtype in (torch.float16, torch.float32):
         yield f"step {dtype} D=1024", partial(call, dtype, step=True)
 
 
 def edges():
-    """Yield (name, targets, function): no kernel uses shared memory or tensor cores, so that targets differ little."""
+    """Yield (name, targets, function).
+
+    No kernel uses shared memory or tensor cores, so one target is sufficient.
+    """
     yield "bf16 D=200", (120,), partial(call, channels=200)

@@ -54,12 +54,15 @@ def of_length(length):
 
 
 def dtypes():
-    """Yield (name, function) of further dtypes."""
+    """Yield (name, function) of cases in other dtypes."""
     for dtype in (torch.float16, torch.float32):
         yield f"bidirectional {dtype} D=512 mask", partial(call, dtype, directions=2, masked=True)
         yield f"step {dtype} D=1024", partial(call, dtype, channels=1024, step=True)
 
 
 def edges():
-    """Yield (name, targets, function): no kernel uses shared memory or tensor cores, so that targets differ little."""
+    """Yield (name, targets, function).
+
+    No kernel uses shared memory or tensor cores, so one target is sufficient.
+    """
     yield "causal bf16 D=200", (120,), partial(call, channels=200)

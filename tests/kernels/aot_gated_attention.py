@@ -32,12 +32,12 @@ def cases():
     yield "varlen, dropout, bf16", functools.partial(run, *LRA, torch.bfloat16, varlen=True)
 
 
-# The mask is loaded in vectors, so two kinds are compiled: for multiples of 16, and others.
+# The mask is loaded in vectors, so there are two kernels: one for multiples of 16 and one for other lengths.
 LENGTHS = 4000, 4096
 
 
 def of_length(length):
-    """Launch kernels that must not be recompiled for another length: chunks, full attention, steps."""
+    """Launch kernels that must not be recompiled for another length: chunks, full attention and steps."""
     for batch, chunk, causal in ((4, 128, False), (4, length, True)):
         shape = batch, length, length, chunk, 128, 1024, "softmax", causal, True, torch.bfloat16
         run(*shape)
@@ -46,7 +46,7 @@ def of_length(length):
 
 
 def dtypes():
-    """Yield (name, function) of further dtypes and functions."""
+    """Yield (name, function) of cases with other dtypes and functions."""
     relu2 = *LRA[:6], "relu2", *LRA[7:]
     for backward in (False, True):
         words = " backward" if backward else ""
@@ -59,7 +59,7 @@ def dtypes():
 
 
 def edges():
-    """Yield (name, targets, function): consumer GPUs with the least shared memory, sizes that are not powers of two."""
+    """Yield (name, targets, function): GPUs with little shared memory, and sizes that are not powers of two."""
     bfloat16, shape = torch.bfloat16, (4, 4096, 4096)
     yield "wt103 bf16", (120,), functools.partial(run, *WT103)
     yield (

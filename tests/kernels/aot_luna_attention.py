@@ -11,7 +11,7 @@ BATCH, TOKENS, HEADS, HEAD_SIZE = 8, 4096, 12, 64
 
 def _run(op, rows, tied=True, masked=True, varlen=False, dropout=0.0, dtype=torch.bfloat16, head_size=None,
          length=TOKENS, precision="tf32x3"):  # fmt: skip
-    """Forward and backward of `op`, "pack" or "unpack", on meta."""
+    """Run the forward and backward passes of `op` ("pack" or "unpack") on the meta device."""
 
     def empty(*shape, dtype=dtype):
         return torch.empty(shape, dtype=dtype, device="meta")
@@ -45,7 +45,7 @@ def cases():
     yield "unpack l=16 untied head size 128", partial(_run, "unpack", 16, tied=False, head_size=128)
 
 
-# Rows of float32 start at multiples of the length, so two variants are compiled: for multiples of 16, and others.
+# Rows of float32 start at multiples of the length, so there are two kernels: for multiples of 16 and for others.
 LENGTHS = 4000, 4096
 
 
@@ -57,7 +57,7 @@ def of_length(length):
 
 
 def dtypes():
-    """Yield (name, function) of further dtypes."""
+    """Yield (name, function) of cases in other dtypes."""
     for name, dtype in (("fp16", torch.float16), ("fp32", torch.float32)):
         yield f"pack l=128 {name}", partial(_run, "pack", 128, dtype=dtype)
         yield f"pack l=256 varlen {name}", partial(_run, "pack", 256, masked=False, varlen=True, dtype=dtype)
@@ -66,7 +66,7 @@ def dtypes():
 
 
 def edges():
-    """Yield (name, targets, function): heads smaller than a tile, on the targets with the least memory."""
+    """Yield (name, targets, function): heads smaller than a tile, on the targets with the least shared memory."""
     fp32, fp16 = torch.float32, torch.float16
     yield "pack l=128 fp32 head size 80", (80,), partial(_run, "pack", 128, dtype=fp32, head_size=80)
     yield "pack l=128 untied fp16 head size 96", (89,), partial(_run, "pack", 128, tied=False, dtype=fp16, head_size=96)

@@ -39,7 +39,7 @@ def step(batch, rows, dtype):
 
 
 def cases():
-    """Yield (name, function without arguments). With 32 sequences every head is one segment."""
+    """Yield (name, function without arguments). With 32 sequences, every head is one segment."""
     bfloat16 = torch.bfloat16
     yield "l=32 bf16, segments", functools.partial(both, 8, 32, bfloat16)
     yield "l=32 bf16, mask, state, dropout", functools.partial(both, 32, 32, bfloat16, stateful=True, dropout=0.1)
@@ -51,7 +51,7 @@ def cases():
     yield "step, l=256 bf16", functools.partial(step, 8, 256, bfloat16)
 
 
-# The mask is loaded in vectors, so two kinds are compiled: for multiples of 16, and others.
+# The mask is loaded in vectors, so there are two kernels: one for multiples of 16 and one for other lengths.
 LENGTHS = 4000, 4096
 
 
@@ -62,7 +62,10 @@ def of_length(length):
 
 
 def dtypes():
-    """Yield (name, function) of further dtypes and numbers of rows. With 8 sequences, a head has several segments."""
+    """Yield (name, function) of cases with other dtypes and numbers of rows.
+
+    With 8 sequences, a head has several segments.
+    """
     bfloat16, float16, float32 = torch.bfloat16, torch.float16, torch.float32
     yield "l=16 bf16", functools.partial(both, 8, 16, bfloat16)
     yield "l=64 bf16, segments", functools.partial(both, 8, 64, bfloat16)
@@ -75,7 +78,7 @@ def dtypes():
 
 
 def edges():
-    """Yield (name, targets, function) of the widest heads and the largest P."""
+    """Yield (name, targets, function) for the widest heads and the largest P."""
     wide = functools.partial(both, 32, size=128)
     yield "l=64 fp32, heads of 128", (80,), functools.partial(wide, 64, torch.float32, backward=False)
     yield "l=64 fp16, heads of 128", (90,), functools.partial(wide, 64, torch.float16, backward=False)

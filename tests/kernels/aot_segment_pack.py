@@ -35,10 +35,10 @@ def of_length(length):
 
 
 def dtypes():
-    """Yield (name, function) of further dtypes."""
+    """Yield (name, function) of cases in other dtypes."""
     yield "fp16 D=384 mask", partial(call, torch.float16, width=384, masked=True)
 
 
 def edges():
-    """Yield (name, targets, function)."""
+    """Yield (name, targets, function) for a width that is not a multiple of a vector."""
     yield "fp32 D=77", (120,), partial(call, torch.float32, width=77, masked=True)

@@ -46,11 +46,11 @@ def of_length(length):
 
 
 def dtypes():
-    """Yield (name, function) of further dtypes."""
+    """Yield (name, function) of cases in other dtypes."""
     yield "fp16 D=1024 mask", partial(call, torch.float16, masked=True)
     yield "step fp16 D=1024", partial(call, torch.float16, step=True)
 
 
 def edges():
-    """Yield (name, targets, function)."""
+    """Yield (name, targets, function) for groups whose size is not a power of two."""
     yield "fp32 groups of 7", (120,), partial(call, torch.float32, features=77, groups=11)

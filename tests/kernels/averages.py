@@ -1,4 +1,4 @@
-"""Calls of the moving averages, of all kinds."""
+"""Calls of all kinds of moving averages."""
 
 import torch
 
@@ -12,7 +12,7 @@ STATEFUL = ["states", "complex states"]
 
 
 class Inputs(Leaves):
-    """x, four parameters, skip, initial state."""
+    """The leaves of a call: x, four parameters, the skip weights and the initial state."""
 
     def __init__(self, length, kind="causal", masking="none", states=3, batch=2, channels=5, skip=True, dtype=None):
         generator = torch.Generator().manual_seed(100 * length + states)
@@ -24,7 +24,7 @@ class Inputs(Leaves):
         self.op, self.step = (complex_ema, complex_ema_step) if self.complex else (damped_ema, damped_ema_step)
         rows, self.has_skip = channels if self.complex or self.states or kind == "causal" else 2 * channels, skip
         x, logits = normal(batch, length, channels), [normal(rows, states) - 1.0, normal(rows, states)]
-        # Every second row decays slowly.
+        # Every second row of the parameters decays slowly.
         logits[0][::2] -= 5.0
         shapes = [(rows,), (rows, states, 2)] if self.complex else [(rows, states)] * 2
         tensors = [x, *logits, *(normal(*shape) for shape in shapes), *([normal(channels)] if skip else [])]
@@ -36,19 +36,19 @@ class Inputs(Leaves):
             self.to(dtype)
 
     def arguments(self, *leaves):
-        """Return x, four parameters and the skip; and the state."""
+        """Return the list of x, four parameters and the skip weights, and the initial state."""
         *leaves, state = leaves if self.states else (*leaves, None)
         return (leaves if self.has_skip else [*leaves, None]), state
 
     def call(self, *leaves, **options):
-        """Output, or output and final state."""
+        """Return the output, or the output and the final state."""
         leaves, state = self.arguments(*leaves)
         options = {"mask": self.mask, "initial_state": state, "return_state": bool(self.states)} | options
         return self.op(*leaves, **options, **({} if self.complex else {"shift": self.shift}))
 
 
 def saturated(length, kind):
-    """Inputs with logits far beyond the values at which a sigmoid saturates at 0 or 1."""
+    """Return inputs with logits far beyond the values at which a sigmoid saturates at 0 or 1."""
     inputs = Inputs(length, kind, "some", states=9)
     extremes = torch.tensor([-1e4, -100.0, -30.0, 0.0, 20.0, 30.0, 90.0, 100.0, 1e4], dtype=torch.float64)
     with torch.no_grad():
@@ -61,7 +61,7 @@ def saturated(length, kind):
 
 
 def separate(inputs, bounds):
-    """Return a function that runs the reference on every sequence; an empty one keeps its state."""
+    """Return a function that runs the reference on each sequence separately; an empty sequence keeps its state."""
 
     def call(*leaves):
         (x, *rest), states = inputs.arguments(*leaves)

@@ -1,4 +1,4 @@
-"""The backends of a test: the fixture `device` prepares the one that the parameter `backend` names."""
+"""Backends of tests: the fixture `device` prepares the backend that the parameter `backend` names."""
 
 import pytest
 
@@ -7,5 +7,5 @@ SLOW_TRITON = pytest.param("triton", marks=(pytest.mark.triton, pytest.mark.slow
 
 
 def on_triton(*values: object, slow: bool = True) -> object:
-    """Return the values of a case, the first of them the backend "triton"."""
+    """Return a test case whose first value is the backend "triton" and whose other values are `values`."""
     return pytest.param("triton", *values, marks=(pytest.mark.triton, *([pytest.mark.slow] if slow else [])))

@@ -13,12 +13,12 @@ import torch
 
 from luna_mega.kernels import api
 
-# Tensors that are never narrower than float32.
+# These tensors are never narrower than float32.
 WIDE = {"bias", "state", "key_mean", "value_mean", "mean", "variance"}
 
 
 class Call(NamedTuple):
-    """A call of an op: float64 tensors that are exact in bfloat16, and a function of them and of the backend."""
+    """A call of an op: float64 tensors that are exact in bfloat16, and a function of the tensors and the backend."""
 
     leaves: dict[str, torch.Tensor]
     run: Callable[..., tuple[torch.Tensor, ...]]
@@ -26,7 +26,7 @@ class Call(NamedTuple):
 
 
 def calls(n: int, toy: bool) -> Iterator[tuple[str, Callable[[], Call]]]:
-    """Yield (name, function that makes the call) of all calls at length n."""
+    """Yield (name, function that returns the call) of all calls at length n; `toy` selects small sizes."""
     for options in ({"masked": True, "tied": True}, {"padding_free": True}, {"size": 128, "tied": True}):
         yield f"luna_attention {_words(options)}", partial(_luna, n, toy, **options)
     for options in ({"masked": True, "stateful": True}, {"rows": 80}, {"rows": 40, "activation": "elu"}):
@@ -51,7 +51,7 @@ def calls(n: int, toy: bool) -> Iterator[tuple[str, Callable[[], Call]]]:
 
 
 def results(call: Call, device: torch.device, dtype: torch.dtype, backend: str) -> dict[str, torch.Tensor]:
-    """Return the outputs of a call, and the gradients of all its tensors, in one dtype and with one backend."""
+    """Return the outputs of a call and the gradients of all its tensors."""
     wide = torch.promote_types(dtype, torch.float32)
     leaves = {name: x.to(device, wide if name in WIDE else dtype) for name, x in call.leaves.items()}
     if not call.gradients:
@@ -81,12 +81,12 @@ def _randoms(**shapes):
 
 
 def _mask(batch, n, device):
-    """Keep all of the first row, and all of the last row except its first eighth; rows of one token are kept."""
+    """Return a mask in which the number of masked first tokens grows from 0 in the first row to n // 8 in the last."""
     return torch.arange(n, device=device) >= torch.linspace(0, n // 8, batch, device=device)[:, None].long()
 
 
 def _bounds(n, device):
-    """Return the bounds of two sequences of n tokens in all, and the length of the longer one."""
+    """Return the bounds of two sequences with n tokens in total, and the length of the longer one."""
     return torch.tensor([0, n // 3, n], dtype=torch.int32, device=device), n - n // 3
 
 
@@ -133,7 +133,7 @@ def _causal(n, toy, rows=32, masked=False, stateful=False, activation="softplus"
 
 
 def _parameters(channels, directions):
-    """Return logits small enough for slow decays, as in a trained average."""
+    """Return parameters whose logits are small enough for slow decays, as in a trained average."""
     names = ("input_logit", "damping_logit", "expansion", "projection")
     leaves = _randoms(**dict.fromkeys(names, (directions * channels, 16)), skip=(channels,))
     return leaves | {name: (0.5 * leaves[name]).bfloat16().double() for name in names[:2]}
@@ -199,7 +199,7 @@ def _segments(n, toy, masked=False, padding_free=False):
             dict(zip(("cu_seqlens", "max_seqlen"), _bounds(n, states.device), strict=True)) if padding_free else {}
         )
         mask = _mask(batch, n, states.device) if masked else None
-        # Rounding of a device would move tokens to other rows.
+        # The positions are integers, because rounding on a device would move tokens to other rows.
         position = torch.arange(n, device=states.device)
         if padding_free:
             position = torch.where(position < n // 3, position, position - n // 3)
@@ -213,7 +213,7 @@ def _gated(n, toy, function, chunk=None, causal=False, masked=False, padding_fre
     batch, shared, values = (1, 16, 32) if toy else (1 if padding_free else 2, 64, 192)
     positions = n if chunk is None else chunk
     leaves = _randoms(query=(batch, n, shared), key=(batch, n, shared), value=(batch, n, values))
-    # Scores of Mega are small: its queries and keys are scaled by parameters that are initialized near zero.
+    # Mega's scores are small, because its queries and keys are scaled by parameters that are initialized near zero.
     leaves["query"] = (0.25 * leaves["query"]).bfloat16().double()
     leaves |= _randoms(bias=(2 * positions - 1,))
 

@@ -6,7 +6,7 @@ import torch
 
 @pytest.fixture
 def poisoned_memory() -> Iterator[None]:
-    """Fill new memory with NaN, so that an element that no kernel writes is seen."""
+    """Fill new memory with NaN, so that elements which no kernel writes are noticed."""
     torch.use_deterministic_algorithms(True, warn_only=True)
     assert torch.empty(3).new_empty(2).isnan().all()
     yield
@@ -15,12 +15,15 @@ def poisoned_memory() -> Iterator[None]:
 
 @pytest.fixture
 def small_tiles() -> None:
-    """Small tiles of the Triton kernels; overridden by the modules of the operators."""
+    """Make the tiles of the Triton kernels small; the test modules of the operators override this fixture."""
 
 
 @pytest.fixture
 def device(request: pytest.FixtureRequest) -> torch.device:
-    """Device of the parameter `backend`; Triton (the default) has small tiles and memory that is filled with NaN."""
+    """Return the device of the parameter `backend`.
+
+    For Triton (the default), tiles are small and new memory is filled with NaN.
+    """
     callspec = getattr(request.node, "callspec", None)
     if callspec and callspec.params.get("backend", "triton") != "triton":
         return torch.device("cpu")

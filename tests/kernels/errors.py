@@ -1,4 +1,4 @@
-"""The error of the results of kernels in tests."""
+"""The error measure for the results of kernels."""
 
 import torch
 
@@ -6,10 +6,10 @@ from luna_mega.kernels.common.comparison import row_error
 
 
 def relative_error(actual: torch.Tensor, exact: torch.Tensor) -> float:
-    """Return the norm of the error relative to the exact norm, or a quarter of the largest error of a row if greater.
+    """Return the norm of the error relative to the exact norm, or a quarter of the largest row error if greater.
 
-    The norm of all positions hides a lost one, and single rows have larger rounding errors than all together. Both are
-    absolute for small results (with one key, the gradient of the query is 0).
+    The norm over all positions hides one wrong position, and single rows have larger rounding errors than the total.
+    Both errors are absolute for small results (with one key, the gradient of the query is 0).
     """
     total = ((actual.double() - exact).norm() / exact.norm().clamp(min=1.0)).item()
     return max(total, row_error(actual, exact, least=5e-2) / 4)

@@ -1,6 +1,7 @@
 """Checks of the kernels on a GPU, for `make gpu` and `test_gpu.py`. They need only torch and Triton.
 
-Without a GPU the kernels are interpreted, with few tokens, and what would be a CUDA graph is called again.
+Without a GPU, the kernels are interpreted with few tokens, and a function that would be captured in a CUDA graph is
+called again.
 """
 
 from collections.abc import Callable, Iterator
@@ -26,14 +27,14 @@ OPS = (
 )
 NAMES = [name for name, _ in calls.calls(1, not GPU)]
 TRAINED = [name for name in NAMES if not name.split(" ")[0].endswith("_step")]
-# One call of each op.
+# The first call of each op.
 ONE = [next(name for name in TRAINED if name.split(" ")[0] == op) for op in OPS]
-# dtype -> multiplication of float32 matrices.
+# dtype -> precision of products of float32 matrices.
 MODES = {"float32 ieee": (torch.float32, "ieee")}
 if GPU:
     MODES["float32 tf32x3"] = (torch.float32, "tf32x3")
     MODES |= {"bfloat16": (torch.bfloat16, "tf32x3"), "float16": (torch.float16, "tf32x3")}
-# The borders of chunks (64) and of the segments of programs (256), and a length with many of both.
+# The boundaries of chunks (64) and of the segments of programs (256), and a length with many chunks and segments.
 LENGTHS = (1, 63, 64, 65, 256, 257, 1000, 4096) if GPU else (1, 16, 17, 33)
 LONG = 4096 if GPU else 20
 DTYPE = torch.bfloat16 if GPU else torch.float32
@@ -44,7 +45,7 @@ def make(name: str, n: int) -> calls.Call:
 
 
 def run(name: str, n: int, mode: str | None = None) -> dict[str, torch.Tensor]:
-    """Return outputs and gradients by name, of the Triton kernels or, without a mode, of the reference in float64."""
+    """Return outputs and gradients by name: of the Triton kernels, or of the reference in float64 if `mode` is None."""
     if mode is None:
         return calls.results(make(name, n), DEVICE, torch.float64, "reference")
     dtype, precision = MODES[mode]
@@ -53,7 +54,10 @@ def run(name: str, n: int, mode: str | None = None) -> dict[str, torch.Tensor]:
 
 
 def check(actual: dict, expected: dict, dtype: torch.dtype, n: int = LONG, about: str = "") -> None:
-    """Compare tensors row by row. For one token many gradients vanish, so their errors are compared with 1."""
+    """Compare tensors row by row.
+
+    With one token, many gradients vanish, so errors are absolute for values below 1.
+    """
     for name, theirs in expected.items():
         assert actual[name].shape == theirs.shape
         error = row_error(actual[name], theirs, 1.0 if n == 1 else 1e-3)
@@ -78,7 +82,7 @@ def step_of(name: str, n: int = LONG, wrap: Callable = lambda function: function
 
 
 def record(step: Callable[[], list[torch.Tensor]]) -> tuple[Callable[[], None], list[torch.Tensor]]:
-    """Capture a function in a CUDA graph; return the function that replays it, and the tensors that it writes."""
+    """Capture a function in a CUDA graph; return a function that replays the graph, and the tensors that it writes."""
     if not GPU:
         results = [x.clone() for x in step()]
         return lambda: [x.copy_(y) for x, y in zip(results, step(), strict=True)], results
@@ -116,7 +120,7 @@ def recomputed_training_step(name: str) -> None:
 
 def memory_is_linear_and_is_freed(name: str) -> None:
     peaks, kept = [], None
-    for n in (8192, 8192, 16384, 32768):  # the first run allocates workspaces that remain
+    for n in (8192, 8192, 16384, 32768):  # the first run allocates workspaces that are not freed
         _, step = step_of(name, n)
         start = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
@@ -141,7 +145,10 @@ def training_step_in_a_cuda_graph(name: str) -> None:
 
 
 def checks(names: list[str] = NAMES) -> Iterator[tuple[Callable[[str], None], str]]:
-    """Yield (check, name of a call). Graphs are last, because a failed capture can make later calls fail."""
+    """Yield (check, name of a call).
+
+    Graphs come last, because a failed capture can make later calls fail.
+    """
     linear = [name for name in ONE if "gated_attention" not in name] if GPU else []
     for check_, names_ in (
         (outputs_and_gradients, NAMES),

@@ -2,8 +2,8 @@
 
     TRITON_INTERPRET=1 PYTHONPATH=. python -m tests.kernels.host_counts [name ...]
 
-prints them with the time on this machine, for tiny tensors on the CPU and launches that run nothing. The counts are
-those of a GPU, except for norms, which are one operator there.
+prints the counts and the time on this machine, for tiny tensors on the CPU and launches that run nothing. The counts
+are the same on a GPU, except for norms, which are one operator there.
 """
 
 import contextlib
@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import luna_mega
 from luna_mega.kernels import _operator, api
 
-# The most operators and launches of each case.
+# The maximum numbers of operators and launches of each case.
 BUDGETS = {
     "luna_pack": (12, 4),
     "luna_unpack": (10, 3),
@@ -45,7 +45,7 @@ BUDGETS = {
 
 
 class Counts(TorchDispatchMode):
-    """Count the operators of PyTorch that eager mode calls, also those in our functions."""
+    """Count the operators of PyTorch that eager mode calls, including those inside functions of this package."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -57,7 +57,7 @@ class Counts(TorchDispatchMode):
 
 
 def operator_cases() -> Iterator[tuple[str, Callable]]:
-    """Yield (name, function without arguments) of a forward and backward pass of each op."""
+    """Yield (name, function) for each op; the function runs a forward and a backward pass."""
     t, h, k, d, n = 512, 2, 16, 16, 16
 
     def leaf(*shape: int) -> torch.Tensor:
@@ -108,7 +108,7 @@ def build(name: str) -> nn.Module:
 
 
 def model_cases() -> Iterator[tuple[str, Callable]]:
-    """Yield (name, function without arguments) of a training step, and of a decoding step of decoders."""
+    """Yield (name, function) for a training step of each model and a decoding step of each decoder."""
     ids = torch.randint(3, 64, (2, 64), generator=torch.Generator().manual_seed(0))
     for name in MODELS:
         model = build(name)
@@ -121,7 +121,7 @@ def model_cases() -> Iterator[tuple[str, Callable]]:
             with torch.no_grad():
                 cache = model(input_ids=ids, use_cache=True).cache
 
-            # The state of Luna counts the positions, and launches that run nothing do not write it.
+            # Luna's state counts the positions, and launches that run nothing do not write the count.
             inputs = {"input_ids": ids[:, :1], "cache": cache, "use_cache": True}
             inputs |= {"position_ids": torch.full((2, 1), 70)} if "Luna" in name else {}
 
@@ -134,7 +134,7 @@ def model_cases() -> Iterator[tuple[str, Callable]]:
 
 @contextlib.contextmanager
 def counted_launches() -> Iterator[list[int]]:
-    """Count launches in the yielded list, and run none."""
+    """Yield a list that contains the number of launches, and run no kernel."""
     from triton.runtime.interpreter import InterpretedFunction
 
     launches = [0]
@@ -147,7 +147,7 @@ def counted_launches() -> Iterator[list[int]]:
 
 
 def measure(run: Callable) -> tuple[int, int]:
-    """Return the numbers of operators of PyTorch and of launches of a call."""
+    """Return the number of PyTorch operators and the number of launches of a call."""
     with counted_launches() as launches:
         for _ in range(2):
             run()

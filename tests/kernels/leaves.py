@@ -1,4 +1,4 @@
-"""Tensors of a call whose outputs and gradients tests compare."""
+"""Input tensors of a call, of which tests compare the outputs and gradients."""
 
 import copy
 
@@ -10,9 +10,9 @@ MASKS = ["none", "some", "all of one row"]
 
 
 class Leaves:
-    """Float64 tensors of one call, in the order of the gradients; the last `states` of them are a state.
+    """Float64 tensors of one call, in the order of the gradients.
 
-    Subclasses define `call`, which returns one output or a tuple.
+    The last `states` tensors are a state. Subclasses define `call`, which returns one output or a tuple.
     """
 
     leaves: list[torch.Tensor]
@@ -29,13 +29,13 @@ class Leaves:
         return self
 
     def exact(self, dtype=torch.float32, **options):
-        """Round the tensors to `dtype`, and return the results of the reference in float64 for them."""
+        """Round the tensors to `dtype`, and return the results of the reference for them in float64."""
         exact = self.to(dtype).to(torch.float64).run(backend="reference", **options)
         self.to(dtype)
         return exact
 
     def on(self, device):
-        """Return a copy on a device."""
+        """Return a copy on another device."""
         moved = copy.copy(self)
         moved.leaves = [leaf.detach().to(device).requires_grad_() for leaf in self.leaves]
         for name in ("mask", "pack_mask", "count"):
@@ -57,7 +57,7 @@ class Leaves:
 
 
 def random_mask(masking, batch, length, generator):
-    """Return a mask that drops some positions, and those of the last row if `masking` is "all of one row"."""
+    """Return a mask that drops some positions; "all of one row" also drops the entire last row."""
     if masking == "none":
         return None
     mask = torch.rand(batch, length, generator=generator) < 0.7
@@ -67,7 +67,7 @@ def random_mask(masking, batch, length, generator):
 
 
 def assert_same(actual, expected, bound=1e-12):
-    """Bound the error of every tensor and of its rows."""
+    """Check that the error of every tensor and of each of its rows is at most `bound`."""
     for index, (a, b) in enumerate(zip(actual, expected, strict=True)):
         assert a.shape == b.shape
         assert relative_error(a, b.double()) <= bound, f"tensor {index}: {relative_error(a, b.double()):.1e}"

@@ -1,10 +1,10 @@
-"""Calls of this package's operators, which eager mode replaces by functions unless a dispatch mode is active."""
+"""Record calls of this package's operators. Without a dispatch mode, eager mode calls plain functions instead."""
 
 from torch.utils._python_dispatch import TorchDispatchMode
 
 
 class OperatorCalls(TorchDispatchMode):
-    """A list of the arguments of each call of operators; `name` is one operator, None = all."""
+    """Record the arguments of each call of the operator `name`, or of all operators if `name` is None."""
 
     def __init__(self, name=None):
         super().__init__()

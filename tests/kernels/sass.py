@@ -2,7 +2,7 @@
 
 `ptxas` 12.8, which Triton 3.6 and 3.7 contain, compiled a correct kernel to code that computed an address in shared
 memory from an unwritten register. Results were wrong, and long sequences read outside of the shared memory. The check
-covers uniform registers, which the threads of a warp share. Other registers may be read unwritten without harm, for
+covers uniform registers, which the threads of a warp share. Reading other unwritten registers can be harmless, for
 example if a mask discards the value.
 """
 
@@ -18,7 +18,7 @@ REGISTER = re.compile(r"(gdesc\[|desc\[|\b)UR(\d+)\b")
 
 
 def disassemble(cubin: bytes) -> str:
-    """Return the instructions of a compiled kernel."""
+    """Return the instructions of a compiled kernel as text."""
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "nvdisasm"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
@@ -40,7 +40,7 @@ def unwritten_reads(code: str) -> list[str]:
         reads = {register for source in sources for register in _registers(source, wide and name[0] == "U", operands)}
         if unwritten := sorted(reads - written):
             found.append(f"{address}: {name}{modifiers} {text.strip()} (UR{unwritten[0]})")
-        written |= reads  # report a register once
+        written |= reads  # report each register once
         if result:
             count = 4 if ".128" in modifiers else 2 if wide or ".WIDE" in modifiers else 1
             written |= set(range(int(result[1]), int(result[1]) + count))
@@ -48,11 +48,15 @@ def unwritten_reads(code: str) -> list[str]:
 
 
 def _registers(source: str, wide: bool, operands: list[str]) -> set[int]:
-    """Return the numbers of the uniform registers in an operand. `wide`: the instruction computes 64-bit numbers."""
+    """Return the numbers of the uniform registers in an operand.
+
+    `wide` is True if the instruction computes 64-bit numbers.
+    """
     registers: set[int] = set()
     for kind, number in REGISTER.findall(source):
         first = int(number)
-        if kind == "gdesc[":  # descriptors of both matrices; the first is not used if the matrix is in registers
+        # the operand describes both matrices; the first descriptor is unused if that matrix is in registers
+        if kind == "gdesc[":
             count, first = (2, first + 2) if re.match(r"R\d", operands[1]) else (4, first)
         else:
             count = 2 if kind == "desc[" or wide else 1

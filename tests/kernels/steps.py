@@ -1,4 +1,4 @@
-"""Steps of models that run in a CUDA graph, with dropout where they train; without a GPU see `test_capture.py`."""
+"""Steps of models that run in a CUDA graph, with dropout in training. `test_capture.py` has checks without a GPU."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -22,12 +22,12 @@ BATCH, LENGTH = (4, 512) if gpu.GPU else (2, 32)
 
 
 class Step(NamedTuple):
-    """A function and the tensors of token ids that it reads; for decoding, further functions for a comparison."""
+    """A function and the tensors of token ids that it reads; decoding has more functions for the comparison."""
 
     ids: list[torch.Tensor]
     run: Callable[[], list[torch.Tensor]]
-    begin: Callable[[], object] = lambda: None  # forgets all steps so far
-    expected: Callable[[], list[torch.Tensor]] | None = None  # None: `run`
+    begin: Callable[[], object] = lambda: None  # returns to the state before the first step
+    expected: Callable[[], list[torch.Tensor]] | None = None  # None: compare with `run`
     repeats: int = 1
 
 
@@ -42,7 +42,7 @@ def draw() -> torch.Tensor:
 
 
 def training(name: str, packed: bool = False, **fields: object) -> Step:
-    """Return the loss and all gradients of a training step with dropout."""
+    """Return a step that computes the loss and all gradients of a training step with dropout."""
     trained = model(name, **fields).train()
     leaves = [x for x in trained.parameters() if x.requires_grad]
     ids = [draw(), draw()] if "Conditional" in name else [draw()]
@@ -61,7 +61,7 @@ def training(name: str, packed: bool = False, **fields: object) -> Step:
 
 
 def inference(name: str, **fields: object) -> Step:
-    """Return the states of an encoder."""
+    """Return a step that computes the states of an encoder."""
     encoder = model(name, **fields).eval()
     ids = [draw()]
 
@@ -74,7 +74,7 @@ def inference(name: str, **fields: object) -> Step:
 
 @torch.no_grad()
 def decoding(name: str, **fields: object) -> Step:
-    """Return the logits of a step with a static cache, which are compared with those of a dynamic one."""
+    """Return a step that computes logits with a static cache, which are compared with those of a dynamic cache."""
     decoder = model(name, **fields, **_DECODER).eval()
     prompt, ids = draw()[:, : LENGTH - 5], draw()[:, :1].contiguous()
     dynamic, static = (decoder(input_ids=prompt, use_cache=True).cache for _ in range(2))
@@ -111,7 +111,7 @@ STEPS: dict[str, Callable[[], Step]] = {
 
 
 def check(name: str) -> None:
-    """Compare the replay of a step, with other tokens than those that were captured, with the step itself."""
+    """Check that the replay of a captured step gives the results of the step for other tokens."""
     step = STEPS[name]()
     replay, captured = gpu.record(step.run)
     step.begin()

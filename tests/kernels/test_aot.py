@@ -1,4 +1,4 @@
-"""Kernels compiled for several targets: limits of `aot_budgets.csv`, and machine code that reads unwritten registers.
+"""Resource usage (limits: `aot_budgets.csv`) and machine code of kernels that are compiled for several targets.
 
 The machine code of all configurations and dtypes is checked with the installed Triton, and with older versions that pip
 installs in the folder `build`.
@@ -29,9 +29,9 @@ OPS = (
 )  # fmt: skip
 
 
-# With `ptxas` 12.8: the oldest supported version, and that of torch 2.13.
+# Versions that contain `ptxas` 12.8: the oldest supported version, and the version that torch 2.13 requires.
 OLDER = ("3.6.0", "3.7.1")
-# Compile the kernel that `ptxas` 12.8 compiles incorrectly, and print its faults.
+# Compiles the kernel that `ptxas` 12.8 compiles incorrectly, and prints its faults.
 KNOWN_FAULT = """
 import aot, aot_luna_causal_attention, json, sass, torch
 from luna_mega.kernels.common import triton_choice, triton_launch
@@ -45,7 +45,7 @@ with triton_launch.recording(aot.TARGETS[90]) as launches, triton_choice.choosin
 launch = next(launch for launch in launches if launch.kernel.fn.__name__ == "_sums_kernel")
 print(json.dumps(sass.unwritten_reads(sass.disassemble(aot.compile_launch(launch, 90)[1]().asm["cubin"]))))
 """
-# Part of that machine code, and the correct code of another version.
+# Part of the incorrect machine code, and the correct code of another version.
 FAULTY = """
         /*0ac0*/                   ULDC.64 UR60, c[0x0][0x208] ;
         /*0ad0*/                   UMOV UR7, 0x400 ;
@@ -75,7 +75,7 @@ def test_reads_of_unwritten_registers(code, faults):
 
 
 def test_descriptors_of_tensor_cores():
-    """A matrix in registers has no descriptor: only the last two registers are read."""
+    """A matrix in registers has no descriptor: then only the last two registers are read."""
     written = "/*0000*/ UIADD3.64 UR6, URZ, 0x4, URZ ;\n"
     both = written + "/*0010*/ HGMMA.64x32x16.F32.BF16 R24, gdesc[UR4], R24, gsb0 ;"
     one = written + "/*0010*/ HGMMA.64x32x16.F32.BF16 R24, R4, gdesc[UR4].tnspB, R24 ;"
@@ -83,7 +83,7 @@ def test_descriptors_of_tensor_cores():
 
 
 def run_script(*command, root: Path, triton_folder: Path | None = None) -> str:
-    """Run Python with the compiler of Triton, by default the installed one, and return its standard output."""
+    """Run Python with a version of Triton (default: the installed one) and return its standard output."""
     paths = [*([] if triton_folder is None else [triton_folder]), root, HERE]
     environment = os.environ | {"TRITON_INTERPRET": "0", "PYTHONPATH": os.pathsep.join(map(str, paths))}
     run = subprocess.run([sys.executable, *command], env=environment, capture_output=True, text=True)
@@ -93,7 +93,7 @@ def run_script(*command, root: Path, triton_folder: Path | None = None) -> str:
 
 
 def folder_of_triton(version: str, root: Path) -> Path:
-    """Return the folder of another version of Triton, which is installed on the first call."""
+    """Return the folder of another version of Triton; the first call installs it."""
     folder = root / "build" / f"triton-{version}"
     folder.parent.mkdir(exist_ok=True)
     with FileLock(f"{folder}.lock"):
@@ -106,7 +106,7 @@ def folder_of_triton(version: str, root: Path) -> Path:
 
 
 def check_machine_code(content: dict, version: str) -> None:
-    """Check all kernels of a report."""
+    """Check all kernels of a report for unwritten registers and 16-bit sums."""
     rows = content["kernels"]
     assert content["triton"] == version and any(row["arch"] == 90 for row in rows)
     faults = {(row["kernel"], row["case"], row["arch"]): row["unwritten"] for row in rows if row["unwritten"]}
@@ -131,7 +131,7 @@ def test_the_known_fault_is_found(version, repo_root):
 @pytest.mark.slow
 @pytest.mark.parametrize("op", OPS)
 def test_machine_code_of_the_triton_of_torch_2_13(op, tmp_path, repo_root):
-    """The default configurations for sm_90; `test_budgets` checks the installed version."""
+    """The default configurations for sm_90 are compiled correctly; `test_budgets` checks the installed version."""
     command = [HERE / "aot.py", op, "--arch", "90", "--json", tmp_path / "report.json"]
     run_script(*command, root=repo_root, triton_folder=folder_of_triton("3.7.1", repo_root))
     check_machine_code(json.loads((tmp_path / "report.json").read_text()), "3.7.1")
@@ -142,7 +142,7 @@ def test_machine_code_of_the_triton_of_torch_2_13(op, tmp_path, repo_root):
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("version", [None, *OLDER])
 def test_machine_code_of_every_configuration(version, op, tmp_path, repo_root):
-    """Further dtypes and all configurations that tuning may select are compiled correctly, and fit an H100."""
+    """Other dtypes and all configurations that tuning may select are compiled correctly, and fit an H100."""
     folder = None if version is None else folder_of_triton(version, repo_root)
     command = [HERE / "aot.py", op, "--arch", "80", "--arch", "90", "--every", "--json", tmp_path / "report.json"]
     run_script(*command, root=repo_root, triton_folder=folder)

@@ -1,4 +1,4 @@
-"""Averages of rows whose last positions are dropped: the state does not decay over dropped positions."""
+"""Averages of rows whose last positions are masked: the state does not decay at masked positions."""
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ BACKENDS = ["reference", "torch", SLOW_TRITON]
 
 
 def make(name, backend, stateful, device="cpu"):
-    """Return the op and its step, x `[B, T, D]`, parameters, the state, and the mask."""
+    """Return an average, its step function, x `[B, T, D]`, the parameters and the initial state."""
     op, step, shapes, state = OPS[name]
     dtype = torch.float32 if backend == "triton" else torch.float64
     generator = torch.Generator().manual_seed(0)

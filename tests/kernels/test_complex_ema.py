@@ -17,7 +17,7 @@ NAMES = ("x", "input_logit", "damping_logit", "phase_logit", "projection", "skip
 @pytest.mark.parametrize("kind", COMPLEX)
 @pytest.mark.parametrize("masking", MASKS)
 def test_reference_is_the_recurrence(kind, masking):
-    """The equations evaluated with Python numbers."""
+    """The reference equals the equations evaluated with Python numbers."""
     inputs = Inputs(7, kind, masking, channels=2)
     x, alpha, delta, theta, gamma, omega, *initial = (leaf.tolist() for leaf in inputs.leaves)
     count = len(alpha[0])

@@ -1,4 +1,4 @@
-"""The choice of a kernel's configuration: the default, or the fastest one by Triton's autotuner."""
+"""The choice of a kernel's configuration: the default, or the fastest one according to Triton's autotuner."""
 
 from types import SimpleNamespace
 from typing import NamedTuple
@@ -20,7 +20,7 @@ SECONDS = {A: 3.0, B: 2.0, C: 1.0, TOO_LARGE: 0.1, WRONG: 0.2}
 
 
 class Kernel:
-    """A mock kernel, whose source is part of the autotuner's cache key on disk."""
+    """A mock kernel. The source of `fn` is part of the autotuner's cache key on disk."""
 
     @staticmethod
     def fn():
@@ -29,7 +29,7 @@ class Kernel:
 
 @pytest.fixture
 def choice(monkeypatch):
-    """Return the module as on a GPU in a new process, with mocked times `SECONDS` and an empty disk cache."""
+    """Return the module in the state of a new process on a GPU, with mocked times `SECONDS` and an empty disk cache."""
     from luna_mega.kernels.common import triton_choice
 
     def do_bench(launch, quantiles, **options):
@@ -43,7 +43,8 @@ def choice(monkeypatch):
     choice = SimpleNamespace(module=triton_choice, ran=[], keys=[], last=None)
     triton_choice._tuner.cache_clear()
     monkeypatch.setenv("LUNA_MEGA_AUTOTUNE", "1")
-    monkeypatch.setattr(triton_choice.triton.knobs.runtime, "interpret", False)  # otherwise the disk cache is unused
+    # interpreted kernels would not use the disk cache
+    monkeypatch.setattr(triton_choice.triton.knobs.runtime, "interpret", False)
     monkeypatch.setattr(triton_choice.triton.testing, "do_bench", do_bench)
     monkeypatch.setattr(triton_choice.Autotuner, "check_disk_cache", check_disk_cache)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
@@ -54,7 +55,7 @@ def choice(monkeypatch):
 
 
 def pick(choice, kind="bfloat16", length=500, tiles=tuple(SECONDS), device=GPU):
-    """Return the configuration of a call, whose result differs at one position for the wrong configuration."""
+    """Return the configuration that is chosen for a call; the configuration `WRONG` has one incorrect result."""
     from triton.runtime.errors import OutOfResources
 
     def run(tiles):
@@ -72,7 +73,7 @@ def pick(choice, kind="bfloat16", length=500, tiles=tuple(SECONDS), device=GPU):
 
 
 def test_the_fastest_that_is_right_and_fits(choice):
-    """A call is benchmarked once per `kind` and `sizes`; wrong and oversized configurations are excluded."""
+    """A call is benchmarked once per `kind` and `sizes`; incorrect and oversized configurations are excluded."""
     assert pick(choice) == C and {TOO_LARGE, WRONG} < set(choice.ran)
     assert pick(choice, length=512) == C and choice.ran == [C]
     assert pick(choice, tiles=(A, B)) == B and pick(choice, tiles=(A, WRONG)) == A
@@ -80,7 +81,7 @@ def test_the_fastest_that_is_right_and_fits(choice):
 
 
 def test_the_cache_on_disk(choice):
-    """Times are stored by kind of call and device; a tuner reads them, and no result is kept in memory."""
+    """Times are stored on disk per kind of call and device, and no result is kept in memory."""
     pick(choice)
     assert choice.keys == [("bfloat16 length=512 on NVIDIA H100 80GB HBM3",)]
     tuner = choice.module._tuner(Kernel, tuple(SECONDS))
@@ -97,7 +98,7 @@ def test_it_is_opt_in(choice, monkeypatch):
 
 
 def test_a_choice_that_is_made_elsewhere(choice):
-    """`choosing` overrides the choice of a configuration."""
+    """`choosing` replaces the choice of a configuration."""
     seen = []
 
     def last(kernel, key, configurations, run):

@@ -1,4 +1,4 @@
-"""`damped_ema`: the reference against a loop over numbers, truncated states, the choice of a form, bad arguments."""
+"""`damped_ema`: the reference against loops, truncated states, the choice of an algorithm, invalid arguments."""
 
 import decimal
 import math
@@ -13,7 +13,7 @@ from tests.kernels.leaves import MASKS, assert_same
 
 
 def with_truncation(*lengths):
-    """Cases (kind, truncation); a state is never truncated."""
+    """Return cases (kind, truncation); averages with an initial state are never truncated."""
     return [(kind, length) for kind in DAMPED for length in (None, *lengths) if kind != "states" or length is None]
 
 
@@ -34,7 +34,7 @@ def test_log_decay_is_exact_and_finite(dtype):
 
 
 def naive(inputs, truncation=None):
-    """Output and final state from the recurrence over Python numbers."""
+    """Return the output and the final state, computed with the recurrence over Python numbers."""
     leaves = [leaf.tolist() for leaf in inputs.leaves]
     x, u, v, beta, eta = leaves[:5]
     initial = leaves[-1] if inputs.states else None
@@ -44,7 +44,7 @@ def naive(inputs, truncation=None):
     state = state.mT
 
     def average(row, series, first):
-        """Return the average at the last position; the states start from `first`."""
+        """Return the average at the last position and the final states; the states start from `first`."""
         p = [1 / (1 + math.exp(-logit)) for logit in u[row]]
         q = [1 - p[n] / (1 + math.exp(-v[row][n])) for n in range(count)]
         h = list(first)
@@ -93,7 +93,7 @@ def truncated(inputs):
 @pytest.mark.parametrize("backend", ["reference", "torch"])
 @pytest.mark.parametrize("truncation", [1, 4, 30])
 def test_truncated_average_in_segments_and_steps(truncation, backend):
-    """A truncated average continues from its state, whose inputs are masked."""
+    """A truncated average continues from its state; the inputs in the state are masked as well."""
     inputs = Inputs(23, masking="some")
     inputs.mask[:, 19:] = True
     x, *parameters = inputs.leaves

@@ -1,4 +1,4 @@
-"""Coefficients and maps of the average: the numbers of plain operators, and gradients in closed form."""
+"""Coefficients and chunk matrices of the average equal plain operators, and closed-form gradients equal autograd."""
 
 import pytest
 import torch
@@ -12,12 +12,12 @@ DTYPES = pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=st
 
 def assert_same(closed, plain, dtype):
     rtol = 1e-12 if dtype == torch.float64 else 1e-5
-    for a, b in zip(closed, plain, strict=True):  # autograd's a (1 - a) loses tiny values
+    for a, b in zip(closed, plain, strict=True):  # autograd computes a (1 - a), which loses tiny values
         torch.testing.assert_close(a, b, rtol=rtol, atol=rtol * b.abs().max().item())
 
 
 def saturated_parameters(dtype):
-    """Return the four parameters `[R, 1]` for all pairs of logits, also where a sigmoid is 0 or 1."""
+    """Return the four parameters `[R, 1]` for all pairs of logits, also those at which a sigmoid is 0 or 1."""
     values = [-1e4, -80.0, -20.0, -3.0, -0.7, 0.0, 0.9, 6.0, 15.0, 30.0, 50.0, 90.0, 1e4]
     pairs = torch.cartesian_prod(torch.tensor(values), torch.tensor(values)).to(dtype)
     shapes = torch.randn(2, len(pairs), 1, generator=torch.Generator().manual_seed(1)).to(dtype)
@@ -26,7 +26,7 @@ def saturated_parameters(dtype):
 
 @pytest.mark.triton
 def test_triton_coefficients_and_gradients_are_exact(triton_device):
-    """Every number is within a few roundings of float32 of the reference in float64."""
+    """Coefficients and gradients are within a few float32 roundings of the reference in float64."""
     from luna_mega.kernels.moving_average import triton_coefficients
 
     leaves = saturated_parameters(torch.float64)
@@ -59,7 +59,7 @@ def test_closed_form_of_the_gradients(dtype):
 @pytest.mark.parametrize("length", [1, 16, 100, 300])
 @DTYPES
 def test_closed_form_of_the_maps(dtype, length, direction):
-    """The gradients of lags and of the matrices of chunks equal autograd's."""
+    """The gradients of the weights of lags and of the matrices of chunks equal autograd's."""
     rows, shift = 5 if direction == "causal" else 10, direction == "shifted"
     leaves = [torch.randn(rows, 3, dtype=dtype) for _ in range(3)]
     leaves[0] = -leaves[0].exp()

@@ -99,7 +99,10 @@ def test_exported_programs_do_not_use_triton(op, gpu, monkeypatch):
 
 
 def test_gpu_fallback_warns_once(op, gpu, monkeypatch, caplog):
-    """Once per reason; not if the caller chose the backend, for tensors on other devices, or while compiling."""
+    """A fallback warns once per reason.
+
+    It does not warn if the caller chose the backend, for tensors on other devices, or while compiling.
+    """
     monkeypatch.setattr(_op, "_warned", set())
     choose = api._OPS[op].choose
     for backend, device in ((None, "cpu"), ("torch", "cuda"), ("reference", "cuda")):
@@ -161,7 +164,7 @@ def run(code, **environment):
 
 @pytest.mark.slow
 def test_without_triton(repo_root):
-    """Everything except the kernels works, and the reason is reported."""
+    """Everything except the Triton kernels works, and the reason is reported."""
     code = """
 import sys
 sys.modules["triton"] = None

@@ -1,4 +1,4 @@
-"""Every op on batches without a sequence, of length 0, of one position and of one head, and with any strides."""
+"""Every op with 0 sequences, 0 positions, one position or one head, and with arbitrary strides."""
 
 from collections.abc import Callable
 
@@ -30,7 +30,7 @@ def complex_(x):
     return parameters(x, (8, 2), (8, 2), (8,), (8, 2, 2))
 
 
-# By op: the shapes of the tensors of a call, and the call.
+# Op -> shapes of the tensors of a call, and the call.
 CALLS: dict[str, tuple[Callable, Callable]] = {
     "luna_attention": (
         luna_tokens,
@@ -112,7 +112,7 @@ EDGES = {"no sequence": (0, 5, 2), "length 0": (2, 0, 2), "nothing": (0, 0, 1), 
 
 
 def run(name, shapes, backend, device):
-    """Return the results and all gradients of a call, or the message of its `ValueError`."""
+    """Return the results and all gradients of a call, or the message if it raises a `ValueError`."""
     generator = torch.Generator().manual_seed(0)
     leaves = {key: torch.randn(shape, generator=generator).to(device).requires_grad_() for key, shape in shapes.items()}
     try:

@@ -1,4 +1,4 @@
-"""Every operator returns the metadata of its fake, including strides: Inductor relies on it and checks it."""
+"""Every operator returns the metadata of its fake, including strides, because Inductor relies on it."""
 
 import pytest
 import torch
@@ -22,7 +22,7 @@ from tests.kernels.backends import TRITON
 
 
 def described(x):
-    """Return the metadata that a compiler relies on; the stride of a dimension of size 1 is not included."""
+    """Return the metadata that a compiler relies on; strides of dimensions of size 1 are omitted."""
     strides = [stride for size, stride in zip(x.shape, x.stride(), strict=True) if size > 1 and x.numel()]
     return x.dtype, x.shape, strides, x.storage_offset()
 
@@ -47,7 +47,7 @@ class Promises(TorchDispatchMode):
 
 
 def leaves_of(loss):
-    """Return the leaves that the graph of a loss reaches."""
+    """Return the leaves of the autograd graph of a loss."""
     nodes, leaves = [loss.grad_fn], {}
     while nodes:
         node = nodes.pop()
@@ -58,7 +58,7 @@ def leaves_of(loss):
 
 
 def heads_first(*shape):
-    """Return a leaf of heads `[B, T, H, K]` as `transpose` leaves them."""
+    """Return a leaf with heads `[B, T, H, K]` that is a transposed view of contiguous memory."""
     return torch.randn(*shape).transpose(1, 2).contiguous().transpose(1, 2).requires_grad_()
 
 
@@ -79,7 +79,7 @@ def causal(backend, rows):
 def packed(backend, tied):
     key, value, few = (heads_first(2, length, 3, 8) for length in (40, 40, 5))
     value = key if tied else value
-    if backend == "torch":  # the operator that a compiled program calls
+    if backend == "torch":  # compiled programs call this operator
         return torch.ops.luna_mega.attend(few, key, value, None, 0.5)[:1]
     result = luna_pack(few, key, value, torch.arange(40) < torch.tensor([[40], [11]]), backend=backend)
     return result, luna_unpack(key, few, few if tied else result, backend=backend)
@@ -151,7 +151,7 @@ def test_results_are_what_the_fakes_promise(triton_device, monkeypatch, call, op
 
 @pytest.mark.slow
 def test_inductor_trains(triton_device):
-    """All ops in one program, forward and backward, from tensors with the strides of views."""
+    """One program with all ops compiles with Inductor, and trains with inputs that have the strides of views."""
     backend = "triton"
 
     def loss(*x):

@@ -1,4 +1,4 @@
-"""FLOPs that `FlopCounterMode` counts for every operator, compared with the reference under the same counter."""
+"""FLOPs that `FlopCounterMode` counts for every operator, compared with those of the reference."""
 
 import pytest
 import torch
@@ -21,7 +21,7 @@ from luna_mega.kernels.luna_causal_attention import reference as causal_referenc
 
 
 def count(run, *leaves):
-    """Return the FLOPs of the forward and of the backward pass."""
+    """Return the FLOPs of the forward pass and of the backward pass."""
     leaves = [x.detach().requires_grad_() for x in leaves]
     with FlopCounterMode(display=False) as forward:
         output = run(*leaves)
@@ -36,7 +36,7 @@ def draw(*shapes, device="cpu"):
 
 @pytest.fixture
 def triton_operators(triton_device):
-    """Operators of the Triton kernels, which count without a launch on the meta device."""
+    """Return the modules of the Triton operators, whose FLOPs are counted on the meta device without a launch."""
     from luna_mega.kernels.gated_attention import triton_ops as gated
     from luna_mega.kernels.luna_attention import triton_ops as luna
     from luna_mega.kernels.luna_causal_attention import triton_ops as causal
@@ -90,7 +90,7 @@ def test_causal_luna_attention(length, rows, triton_operators):
         return causal_reference.attend(*x, *options)[0]
 
     expected, gradients = count(reference, *draw(*shapes))
-    # The sums of the reference are not matrix products. Their outer products count once, their gradients twice.
+    # In the reference, sums are not matrix products. Their outer products are counted once, the gradients twice.
     sums = 2 * length * 2 * 3 * rows * (size + value_size)
     expected, gradients = expected + sums, gradients + 2 * sums
     recomputed = expected - 2 * length * 2 * 3 * rows * value_size
@@ -136,20 +136,20 @@ def test_gated_cross_attention_and_varlen_sequences(triton_operators, triton_dev
     with FlopCounterMode(display=False) as counter:
         gated_attention(*tokens, function="laplace", chunk_size=8, cu_seqlens=lengths, max_seqlen=13, backend="triton")
     assert counter.get_total_flops() == 2 * (5**2 + 8**2 + 5**2 + 2**2) * (8 + 24)
-    with FlopCounterMode(display=False) as counter:  # without the lengths: all chunks are complete
+    with FlopCounterMode(display=False) as counter:  # without the sequence lengths, all chunks count as complete
         call = (*(x.to("meta") for x in tokens), None, None, "laplace", False, 8, 0, 0.0, lengths.to("meta"), 13)
         triton_operators["gated"].attend(*call)
     assert counter.get_total_flops() == 2 * 20 * 8 * (8 + 24)
 
 
-@pytest.mark.parametrize("length", [1, 20, 700])  # an FFT, and chunks of which the last one is short
+@pytest.mark.parametrize("length", [1, 20, 700])  # lengths with an FFT, and with chunks of which the last one is short
 @pytest.mark.parametrize("directions", [1, 2])
 def test_damped_average_counts_as_recurrence(length, directions, triton_operators):
     channels, states = 3, 4
     rows = directions * channels
     shapes = (2, length, channels), *[(rows, states)] * 4, (channels,)
-    products = 2 * (2 * length * rows * states)  # 2 for each state at each position
-    # h = q h + p beta x and y = eta h; the gradients of h (2), x, q, p beta and eta; h is recomputed.
+    products = 2 * (2 * length * rows * states)  # 2 FLOPs per state and position
+    # h = q h + p beta x and y = eta h. Backward: gradients of h (2), x, q, p beta and eta; h is recomputed.
     expected = 3 * products, (6 + 2) * products
     assert count(lambda *x: damped_ema(*x, backend="torch"), *draw(*shapes)) == expected
     x, *parameters, skip = draw(*shapes, device="meta")
@@ -166,7 +166,7 @@ def test_complex_average_counts_as_recurrence(length, triton_operators):
     channels, states = 3, 4
     table, pairs = (channels, states), (channels, states, 2)
     products = 2 * (2 * length * channels * states)
-    # h = q h (4) + p x (1), and the real part of eta h (2); of gradients twice, and h is recomputed.
+    # h = q h (4) + p x (1), and the real part of eta h (2). Backward: twice these, and h is recomputed.
     expected = 7 * products, (14 + 5) * products
     shapes = (2, length, channels), table, table, (channels,), pairs, (channels,)
     assert count(lambda *x: complex_ema(*x, backend="torch"), *draw(*shapes)) == expected
@@ -198,7 +198,7 @@ MEGALODON |= {"value_size": 32, "ema_projection_size": 4, "chunk_size": 24, "nor
 @pytest.mark.parametrize(
     "model_class, config, uncounted",
     [
-        # Sums of causal attention and averages are elementwise in the reference; powers of q are products in Mega's.
+        # In the reference, sums of causal attention and averages are elementwise; powers of q in Mega are products.
         (LunaModel, LunaConfig(**LUNA), 0),
         (LunaForCausalLM, LunaConfig(**LUNA, is_decoder=True), 4 * 24 * 4 * 16),
         (MegaModel, MegaConfig(**MEGA), 6 * 24 * 32 * 4 - 2 * 24 * 32 * 4 / 2),
@@ -207,7 +207,10 @@ MEGALODON |= {"value_size": 32, "ema_projection_size": 4, "chunk_size": 24, "nor
     ids=lambda value: value.__name__ if isinstance(value, type) else "",
 )
 def test_models_count_as_their_reference(model_class, config, uncounted):
-    """Length 24 is one chunk; the reference computes the scores of all pairs and masks those between chunks."""
+    """The model's FLOPs equal the reference's.
+
+    Length 24 is one chunk, because the reference also computes the scores between chunks and masks them.
+    """
     model, inputs, totals = model_class(config).eval(), torch.randint(5, 50, (2, 24)), {}
     for backend in ("reference", "torch"):
         with use_backend(backend), FlopCounterMode(display=False) as counter, torch.no_grad():

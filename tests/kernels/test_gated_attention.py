@@ -43,7 +43,7 @@ def make_inputs(queries, keys=None, dtype=torch.float64, batch=2, size=6, width=
 
 
 def run(inputs, weight=None, **options):
-    """Output and gradients of a fixed random projection of it."""
+    """Return the output, and the gradients of a fixed random projection of it."""
     output = gated_attention(*inputs, **options)
     if weight is None:
         weight = torch.randn(output.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
@@ -55,7 +55,7 @@ def doubled(inputs):
 
 
 def by_loops(query, key, value, bias, mask, function, causal, chunk, offset):
-    """The definition, one number after the other."""
+    """Return the output by definition, computed one number after the other."""
     output = torch.zeros(*query.shape[:2], value.shape[2], dtype=torch.float64)
     for b in range(query.shape[0]):
         for t in range(query.shape[1]):
@@ -117,7 +117,7 @@ def test_gradients(function, causal, chunk, backend):
 
 @pytest.fixture(params=["one block", "many blocks"])
 def blocks(request, monkeypatch):
-    """Blocks that end in the middle of chunks, sequences and batches as well."""
+    """Also run the test with small blocks, which end in the middle of chunks, sequences and batches."""
     if request.param == "many blocks":
         monkeypatch.setattr(torch_backend, "BLOCK_ROWS", 3)
         monkeypatch.setattr(torch_backend, "BLOCK_SCORES_CPU", 60)
@@ -133,7 +133,7 @@ def test_torch_backend(function, causal, chunk, masking, blocks, monkeypatch):
         inputs = make_inputs(length, batch=3)
         options = {"function": function, "causal": causal, "chunk_size": chunk, "mask": make_mask(masking, 3, length)}
         expected, both = run(inputs, backend="reference", **options), []
-        for most in (math.inf, 0.0):  # scores are kept for the backward pass, or computed again
+        for most in (math.inf, 0.0):  # scores are stored for the backward pass, or recomputed
             monkeypatch.setattr(torch_backend, "KEPT", most)
             both.append(run(inputs, backend="torch", **options))
         for name, right, actual, again in zip(NAMES, expected, *both, strict=True):
@@ -155,7 +155,7 @@ def test_torch_backend(function, causal, chunk, masking, blocks, monkeypatch):
 )
 @pytest.mark.parametrize("function", FUNCTIONS)
 def test_dtypes(device, function, backend, dtype, cases):
-    """Forward and every gradient: no worse than twice the error of the reference in the same dtype."""
+    """Output and gradient errors are at most twice those of the reference in the same dtype."""
     floor = {torch.float32: 1e-6, torch.bfloat16: 5e-3, torch.float16: 6e-4}
     floor, sizes = (TOLERANCE, {"size": 32, "width": 64}) if backend == "triton" else (floor, {})
     for causal, length, chunk in cases:
@@ -172,7 +172,7 @@ def test_dtypes(device, function, backend, dtype, cases):
 
 @pytest.mark.parametrize("backend", ["reference", "torch"])
 def test_float32_inside(backend):
-    """Sums are float32 with inputs in half precision, with a value of another dtype, and under autocast."""
+    """Sums are float32 for inputs in half precision, for a value of another dtype, and under autocast."""
     query, value = torch.full((1, 1, 4), 5.0, dtype=torch.float16), torch.ones(1, 4096, 4, dtype=torch.float16)
     key = query.expand(1, 4096, 4)
     torch.testing.assert_close(gated_attention(query, key, value, backend=backend), torch.ones_like(query))
@@ -180,7 +180,7 @@ def test_float32_inside(backend):
     expected = run(inputs, backend=backend)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         inside = run(inputs, backend=backend)
-    # Backward passes of plain operators are not designed for autocast; the custom one also supports that.
+    # The backward pass also runs under autocast, which autograd of plain operators does not support.
     for actual, right in list(zip(inside, expected, strict=True))[: 1 if backend == "reference" else None]:
         assert torch.equal(actual, right)
     mixed = gated_attention(*inputs[:2], inputs[2].bfloat16(), inputs[3], backend=backend)
@@ -219,7 +219,7 @@ def test_steps_are_rows_of_the_parallel_form(function):
 
 
 def shifted(x, by, total):
-    """Rows of `[B, T, W]` with `by` columns of left padding each, in `total` columns; other entries are random."""
+    """Return x `[B, T, W]` in `total` columns, with `by` columns of left padding in each row; padding is random."""
     rows = torch.randn(x.shape[0], total, x.shape[2], dtype=x.dtype)
     for row, first in enumerate(by):
         rows[row, first : first + x.shape[1]] = x[row]
@@ -231,7 +231,10 @@ def shifted(x, by, total):
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("function", FUNCTIONS)
 def test_left_padding_does_not_affect_outputs(function, causal, chunk, backend):
-    """Causal attention may also be computed in several calls, from all keys or from the last ones."""
+    """Left padding does not affect outputs.
+
+    Causal attention may also be computed in several calls, given all keys or only the last ones.
+    """
     query, key, value, bias = (x.detach() for x in make_inputs(19, batch=3, positions=24))
     options = {"function": function, "causal": causal, "chunk_size": chunk, "backend": backend}
     expected, weights = gated_attention(query, key, value, bias, return_weights=True, **options)
@@ -259,7 +262,7 @@ def test_left_padding_does_not_affect_outputs(function, causal, chunk, backend):
     for begin, stop in [(t, t + 1) for t in range(24)] + [(0, 7), (7, 9), (9, 24), (2, 21)]:
         for cut_off in (0, begin if chunk is None else max(begin + 1 - chunk, 0)):
             if chunk is None and cut_off:
-                continue  # every key counts
+                continue  # without chunks, every key is visible
             if begin == cut_off and chunk != 1 and begin:
                 continue
             keys = slice(cut_off, stop)
@@ -272,7 +275,7 @@ def test_left_padding_does_not_affect_outputs(function, causal, chunk, backend):
                 del parts["causal"]
                 actual = gated_attention_step(query[:, begin], *arguments, **parts)
                 torch.testing.assert_close(actual[kept[:, 0]], output[:, begin][kept[:, 0]], rtol=1e-12, atol=1e-12)
-                if chunk is None:  # the same with the query's own key in the middle
+                if chunk is None:  # also with the query's own key in the middle
                     column = torch.full((3,), begin)
                     arguments, parts = (key, value, bias), parts | {"mask": mask, "column": column}
                     actual = gated_attention_step(query[:, begin], *arguments, **parts)
@@ -285,7 +288,7 @@ def test_left_padding_does_not_affect_outputs(function, causal, chunk, backend):
 @pytest.mark.parametrize("backend", ["reference", "torch"])
 @pytest.mark.parametrize("function", FUNCTIONS)
 def test_keys_of_a_step_in_slots(function, backend, column, records, dtype):
-    """Keys and values are selected by `slots`; other rows are not read."""
+    """A step reads the keys and values in `slots`, and no other rows."""
     query, key, value, bias = (x.detach().to(dtype) for x in make_inputs(7, batch=6))
     slots, query = torch.tensor([4, 1, 3]), query[:3, 0]
     options = {"function": function, "column": column, "backend": backend}
@@ -312,7 +315,7 @@ def test_mask_with_slots_raises():
 @pytest.mark.parametrize("backend", ["reference", "torch"])
 @pytest.mark.parametrize("function", FUNCTIONS)
 def test_cross_attention_with_left_padding(function, backend, blocks):
-    """Queries and keys have left padding of different lengths; the queries come in one call or several."""
+    """Left padding of queries and keys does not affect cross-attention, in one call or several."""
     inputs = make_inputs(7, 11, batch=3, positions=15)
     query, key, value, bias = (x.detach() for x in inputs)
     options = {"function": function, "backend": backend}
@@ -350,7 +353,7 @@ def test_cross_attention_with_left_padding(function, backend, blocks):
     + [(False, 3, 0, 0), (False, 0, 3, 0)],
 )
 def test_other_keys_than_queries(device, function, causal, queries, keys, offset, backend):
-    """Steps and segments of cached decoding, cross-attention, queries without keys, keys without queries."""
+    """The numbers of queries and keys may differ, and either may be 0: cached decoding and cross-attention."""
     dtype, bound = (torch.float32, TOLERANCE[torch.float32]) if backend == "triton" else (torch.float64, 1e-12)
     inputs = make_inputs(queries, keys, dtype, size=20, width=37, positions=100, device=device)
     mask = torch.rand(2, keys, device=device) < 0.7
@@ -387,12 +390,12 @@ def test_strides_no_bias_and_determinism(device, function, backend):
 @pytest.mark.parametrize("backend", ["reference", "torch", TRITON])
 @pytest.mark.parametrize("chunk", [None, 16, 64])
 def test_varlen_sequences(device, chunk, backend):
-    """Each sequence has the result of a separate call; one is empty."""
+    """Each sequence, including an empty one, has the result of a separate call."""
     lengths = [17, 0, 1, 45, 16]
     cu_seqlens = torch.tensor([0, *lengths], device=device).cumsum(0).int()
     inputs = make_inputs(sum(lengths), dtype=torch.float32, batch=1, size=20, width=37, positions=45, device=device)
     some = torch.rand(1, sum(lengths), generator=torch.Generator().manual_seed(2)).to(device) < 0.7
-    some[:, 17] = False  # the only token of a sequence
+    some[:, 17] = False  # masks the only token of a sequence
     for function, causal, mask in (("laplace", False, some), ("softmax", True, None), ("relu2", False, None)):
         options = {"function": function, "causal": causal, "chunk_size": chunk, "backend": backend}
         varlen = gated_attention(*inputs, mask=mask, cu_seqlens=cu_seqlens, max_seqlen=45, **options)
@@ -430,7 +433,7 @@ def test_registration(function, dropout):
 @pytest.mark.parametrize("chunk", [None, CHUNK])
 @pytest.mark.parametrize("function", ["softmax", "laplace"])
 def test_export(function, chunk):
-    """One exported program, without a custom operator, serves every length, shorter than a chunk and not a multiple."""
+    """One exported program without custom operators supports every length: below a chunk, and not a multiple."""
 
     class Attention(torch.nn.Module):
         def forward(self, query, key, value, bias, mask):
@@ -463,7 +466,8 @@ def test_dropout(backend, monkeypatch):
 
 def test_backend_choice():
     assert "'torch'" in explain("gated_attention")
-    with pytest.raises(ValueError, match="gated_attention cannot run on 'triton'"):  # float64, or no Triton
+    # inputs are float64, or Triton is not installed
+    with pytest.raises(ValueError, match="gated_attention cannot run on 'triton'"):
         gated_attention(*make_inputs(3), backend="triton")
 
 

@@ -1,4 +1,4 @@
-"""The tensors that the torch backend of `gated_attention` stores for the backward pass do not change results."""
+"""Results do not depend on which tensors the torch backend of `gated_attention` stores for the backward pass."""
 
 import math
 from functools import partial
@@ -14,13 +14,13 @@ from tests.kernels.test_gated_attention import CHUNK, FUNCTIONS, make_inputs, ma
 
 @pytest.fixture(params=[math.inf, 0.0], ids=["kept", "computed again"])
 def kept(request, monkeypatch):
-    """The scores are always kept for the backward pass, or never."""
+    """Run the test with scores that are always stored for the backward pass, and with scores that never are."""
     monkeypatch.setattr(torch_backend, "KEPT", request.param)
 
 
 @pytest.fixture
 def products(monkeypatch):
-    """List of the number of scores of every block that is computed."""
+    """Return a list of the number of scores in every block that is computed."""
     sizes, product = [], torch.baddbmm
 
     def watched(*arguments, **options):
@@ -35,7 +35,7 @@ def products(monkeypatch):
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("function", FUNCTIONS)
 def test_query_is_divided_before_the_product(function, causal, kept):
-    """Bit for bit in float32: results of genuine checkpoints depend on this rounding."""
+    """Results are equal bit for bit in float32, because results of published checkpoints depend on this rounding."""
     query, key, value, bias = inputs = make_inputs(17, dtype=torch.float32)
     lag = torch.arange(17) - torch.arange(17)[:, None]
     matrix = bias[bias.shape[0] // 2 + lag]
@@ -50,7 +50,7 @@ def test_query_is_divided_before_the_product(function, causal, kept):
 
 @pytest.mark.parametrize("function", FUNCTIONS)
 def test_stored_scores_do_not_change_results(function, monkeypatch):
-    """For varlen sequences, under autocast, and with gradient checkpointing."""
+    """Results are equal for varlen sequences, under autocast, and with gradient checkpointing."""
     query, key, value, bias = make_inputs(40, dtype=torch.float32, batch=1)
     found = []
     for most in (math.inf, 0.0):
@@ -70,7 +70,7 @@ def test_stored_scores_do_not_change_results(function, monkeypatch):
 
 @pytest.mark.parametrize("function", FUNCTIONS)
 def test_scores_are_kept_while_they_are_no_more_bytes_than_value_and_output(function, products):
-    """Ten columns of value and ten of output have the size of 20 scores."""
+    """Scores are stored in one block if they are at most as large as value and output (here 10 columns each)."""
     options = {"function": function, "mask": make_mask("some", 2, 60)}
     for chunk, dtype, blocks in ((20, None, 1), (30, None, 2), (15, torch.float32, 1), (20, torch.bfloat16, 2)):
         inputs = make_inputs(60, dtype=dtype or torch.float64)
@@ -89,7 +89,7 @@ def test_scores_are_kept_while_they_are_no_more_bytes_than_value_and_output(func
 
 
 def test_scores_of_one_block_at_a_time(products):
-    """No more than 256 rows of the 2048 x 2048 scores exist together, in the forward and the backward pass."""
+    """At most 256 rows of the 2048 x 2048 scores exist at a time, in the forward and the backward pass."""
     run(make_inputs(2048, dtype=torch.float32, batch=1), function="laplace")
     assert products == [256 * 2048] * 16
 

@@ -21,7 +21,7 @@ def make_inputs(device, queries, keys=None, dtype=torch.float32, size=20, width=
 
 
 def make_mask(device, batch, length, row=True):
-    """Return a mask that drops some keys; in the first sequence all of a chunk, in the last one all."""
+    """Return a random mask that drops a chunk of the first sequence and, if `row`, the entire last sequence."""
     mask = torch.rand(batch, length, generator=torch.Generator().manual_seed(length)) < 0.7
     mask[0, CHUNK : 2 * CHUNK] = False
     if row:
@@ -30,7 +30,7 @@ def make_mask(device, batch, length, row=True):
 
 
 def check(inputs, tolerance=None, **options):
-    """Compare every result of Triton with the reference in float64, and return them."""
+    """Compare every result of Triton with the reference in float64, and return the results."""
     results = run(inputs, backend="triton", **options)
     exact = run(doubled(inputs), backend="reference", **options)
     for name, x, result, right in zip(NAMES, [inputs[2], *inputs], results, exact, strict=True):
@@ -67,7 +67,10 @@ def test_forward_and_gradients(device, function, causal, chunk, masked):
     ],
 )
 def test_many_blocks(device, function, causal, batch, length, chunk, monkeypatch):
-    """Several blocks of queries, keys and columns; in the backward pass bands of a segment, or groups of segments."""
+    """Results are exact with several blocks of queries, keys and columns.
+
+    In the backward pass, a program computes a band of a segment or a group of segments.
+    """
     from luna_mega.kernels.gated_attention import triton_backward
 
     monkeypatch.setattr(triton_backward, "SCORES", 80000)
@@ -81,7 +84,7 @@ def test_many_blocks(device, function, causal, batch, length, chunk, monkeypatch
     "function, causal, batch, length, chunk", [("laplace", True, 1, 300, None), ("relu2", False, 2, 200, 140)]
 )
 def test_forward_of_two_kernels(device, function, causal, batch, length, chunk, monkeypatch):
-    """Long chunks and wide values, in bands and groups; with dropout, the same weights as in one kernel."""
+    """The forward pass with two kernels, for long chunks and wide values, equals the one with one kernel."""
     from luna_mega.kernels.common import triton_choice
     from luna_mega.kernels.gated_attention import triton_backward, triton_products
 
@@ -110,7 +113,7 @@ def test_forward_of_two_kernels(device, function, causal, batch, length, chunk, 
 
 @pytest.mark.slow
 def test_small_numbers_in_float16(device):
-    """With divisors in the thousands, causal queries neither underflow nor overflow float16."""
+    """Causal queries with divisors in the thousands neither underflow nor overflow float16."""
     for size in (0.02, 50.0):
         inputs = make_inputs(device, 500, dtype=torch.float16, batch=1)
         with torch.no_grad():
@@ -141,7 +144,7 @@ def test_steps_are_rows_of_the_parallel_form(device, function):
 
 
 def check_kept(inputs, kept, **options):
-    """The results of Triton at the queries that are kept, and their gradients, against the reference in float64."""
+    """Compare results at unmasked queries, and their gradients, with the reference in float64."""
     weight = torch.randn(*kept.shape, inputs[2].shape[2], generator=torch.Generator().manual_seed(1)).to(kept.device)
     weight *= kept[..., None]
     results = run(inputs, weight, backend="triton", **options)
@@ -156,7 +159,7 @@ def check_kept(inputs, kept, **options):
     [("softmax", True, CHUNK), ("laplace", True, None), ("laplace", True, CHUNK), ("relu2", False, CHUNK)],
 )
 def test_positions_count_from_the_first_token(device, function, causal, chunk):
-    """Left padding, and the same with only the last queries, whose chunk started before the first key."""
+    """With left padding, chunks start at the first token, also if a call has only the last queries."""
     inputs, start = make_inputs(device, 40), torch.tensor([-5, -19], device=device)
     mask = torch.arange(40, device=device) + start[:, None] >= 0
     options = {"function": function, "causal": causal, "chunk_size": chunk}
@@ -195,7 +198,7 @@ def test_masked_values_may_be_nan(device):
 @pytest.mark.parametrize("varlen", [False, True])
 @pytest.mark.parametrize("function", FUNCTIONS)
 def test_dropout(device, function, varlen):
-    """With an identity as value, the output shows which weights were dropped; compare outputs and gradients."""
+    """The dropped weights, which are visible if the value is an identity, give the outputs and gradients."""
     length, rate = 72, 0.3
     inputs = make_inputs(device, length, batch=1 if varlen else 2)
     options = {"function": function, "chunk_size": 24}
@@ -284,7 +287,7 @@ def test_unsupported_calls_raise(device):
 
 @pytest.mark.slow
 def test_autocast_multiplies_in_the_dtype_of_the_value(device):
-    """Under autocast learned scales make query and key float32, while the value is narrow."""
+    """Under autocast, products use the dtype of the value, although learned scales make query and key float32."""
     query, key = (torch.randn(2, 40, 16, device=device, requires_grad=True) for _ in range(2))
     value = torch.randn(2, 40, 24, device=device, dtype=torch.bfloat16, requires_grad=True)
     with torch.autocast(device.type, dtype=torch.bfloat16):

@@ -1,6 +1,6 @@
 """The checks of `make gpu` as tests (`pytest -m gpu`), with compiled training steps and compute-sanitizer.
 
-Without a GPU the kernels are interpreted, with few tokens.
+Without a GPU, the kernels are interpreted with few tokens.
 """
 
 import os
@@ -47,9 +47,9 @@ def test_compiled_training_step(name):
     shutil.which("compute-sanitizer") is None or not gpu.GPU, reason="compute-sanitizer or a GPU is missing"
 )
 def test_compute_sanitizer():
-    """No kernel reads or writes outside its tensors."""
+    """No kernel reads or writes memory outside of its tensors."""
     command = ["compute-sanitizer", "--tool", "memcheck", "--error-exitcode", "9", sys.executable, calls.__file__]
-    # With one allocation per tensor, an address outside of a tensor belongs to no other.
+    # With one allocation per tensor, an address outside of a tensor does not belong to another tensor.
     environment = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "PYTHONPATH": str(Path(__file__).parents[2])}
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-1000:]

@@ -1,4 +1,4 @@
-"""One wrong position among thousands is found by every comparison: of tests, on GPUs or interpreted, and of tuning."""
+"""Every comparison finds one wrong position among thousands: in tests, on GPUs, interpreted, and in tuning."""
 
 import pytest
 import torch
@@ -72,12 +72,12 @@ def test_one_wrong_position(compare, dtype):
 
 
 def test_error_of_a_row():
-    exact = torch.tensor([[3.0, 4.0], [0.0, 0.0], [0.3, 0.4], [30.0, 40.0]])  # the median of the norms above 0 is 5
+    exact = torch.tensor([[3.0, 4.0], [0.0, 0.0], [0.3, 0.4], [30.0, 40.0]])  # the median of the nonzero norms is 5
     for row, size in ((0, 5.0), (1, 5.0), (2, 5.0), (3, 50.0)):
         actual = exact.clone()
         actual[row, 0] += 1.0
         assert row_error(actual, exact) == pytest.approx(1 / size)
     assert row_error(exact, exact) == 0.0 and row_error(exact[:0], exact[:0]) == 0.0
     assert row_error(0 * exact + 1e-3, 0 * exact, least=1.0) == pytest.approx(1e-3)
-    empty = torch.tensor([1.0, -torch.inf])  # the logarithm of an empty sum
+    empty = torch.tensor([1.0, -torch.inf])  # -inf is the logarithm of an empty sum
     assert row_error(empty, empty) == 0.0 and row_error(torch.ones(2), empty) > 0.5

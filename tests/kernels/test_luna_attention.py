@@ -13,11 +13,11 @@ from tests.kernels.backends import SLOW_TRITON, on_triton
 from tests.kernels.errors import relative_error
 from tests.kernels.leaves import MASKS
 
-LENGTHS = [(1, 1), (2, 16), (16, 63), (24, 500), (128, 65), (500, 24)]  # queries, keys
+LENGTHS = [(1, 1), (2, 16), (16, 63), (24, 500), (128, 65), (500, 24)]  # (queries, keys)
 
 
 def make_inputs(queries, keys, masking, dtype=torch.float64, batch=2, heads=3, size=8, tied=False, device="cpu"):
-    """Return query, key and value (not if it is the key), and the mask."""
+    """Return the list of query, key and value (omitted if tied, since it is the key), and the mask."""
     generator = torch.Generator().manual_seed(queries * 1000 + keys)
     lengths = (queries, keys) if tied else (queries, keys, keys)
     leaves = [torch.randn(batch, n, heads, size, generator=generator, dtype=torch.float64) for n in lengths]
@@ -32,7 +32,7 @@ def make_inputs(queries, keys, masking, dtype=torch.float64, batch=2, heads=3, s
 
 
 def run(attend, leaves, *arguments, **options):
-    """Output and gradients of a fixed random projection of it; the last leaf is the value."""
+    """Return the output, and the gradients of a fixed random projection of it; the last leaf is the value."""
     output = attend(leaves[0], leaves[1], leaves[-1], *arguments, **options)
     weight = torch.randn(output.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64).to(output)
     return [output.detach(), *torch.autograd.grad(output, leaves, weight)]
@@ -47,7 +47,7 @@ def doubled(leaves):
 
 
 def check(actual, expected, tolerance):
-    """Bound the error of every row."""
+    """Check that the error of every tensor and of its rows is at most `tolerance`."""
     for name, a, e in zip(("output", "query", "key", "value"), actual, expected, strict=False):
         assert torch.isfinite(a).all(), name
         assert relative_error(a, e) <= tolerance, (name, relative_error(a, e))
@@ -75,7 +75,7 @@ def test_reference_gradients(masking):
 
 
 def sdpa_path(query, key, value, mask):
-    """Run the path of other devices than the CPU and of exported programs."""
+    """Run the code path for devices other than the CPU and for exported programs."""
     return torch_backend.sdpa(query, key, value, mask, query.shape[-1] ** -0.5, 0.0)
 
 
@@ -85,7 +85,7 @@ def sdpa_path(query, key, value, mask):
 @pytest.mark.parametrize("masking", MASKS)
 @pytest.mark.parametrize("queries, keys", LENGTHS)
 def test_torch_backend(queries, keys, masking, dtype, path):
-    """Forward and every gradient: no worse than twice the error of the reference in the same dtype."""
+    """Output and gradient errors are at most twice those of the reference in the same dtype."""
     inputs, mask = make_inputs(queries, keys, masking)
     right = run(exact, inputs, mask)
     inputs = [x.detach().to(dtype).requires_grad_() for x in inputs]
@@ -101,7 +101,7 @@ def test_torch_backend(queries, keys, masking, dtype, path):
 
 
 def test_low_precision_softmax_is_float32():
-    """Weights of 1/4096 vanish in a float16 softmax over scores of size 50; in float32 the mean of the values stays."""
+    """The softmax of half-precision scores is float32: weights of 1/4096 do not vanish, as they would in float16."""
     query = torch.full((1, 1, 1, 4), 5.0, dtype=torch.float16)
     key, value = torch.full((1, 4096, 1, 4), 5.0, dtype=torch.float16), torch.ones(1, 4096, 1, 4, dtype=torch.float16)
     for backend in ("reference", "torch"):
@@ -126,7 +126,7 @@ def test_tied_and_untied_with_other_pack_heads():
 
 @pytest.mark.parametrize("backend, tied", [("torch", False), ("torch", True), on_triton(False), on_triton(True)])
 def test_strided_inputs_and_determinism(device, backend, tied):
-    """Heads before tokens, slices of one projection, rows of a batch that are the same memory, columns reversed."""
+    """Results are exact and deterministic for views: transposed heads, slices, expanded and reordered memory."""
     queries, keys, size = 9, 40, 16
     projection = torch.randn(2, keys, 2, 2 * size, device=device)
     columns = torch.randn(2, keys, size, 2, device=device).transpose(2, 3)
@@ -240,7 +240,7 @@ VARLEN_LENGTHS = [3, 0, 7, 1]
 
 
 def make_varlen(heads=2, size=6, dtype=torch.float64, device="cpu"):
-    """Four varlen sequences, one of them empty, with their inputs and `cu_seqlens`."""
+    """Return the inputs and `cu_seqlens` of four varlen sequences, one of which is empty."""
     generator = torch.Generator().manual_seed(0)
 
     def normal(*shape):
@@ -256,7 +256,7 @@ def make_varlen(heads=2, size=6, dtype=torch.float64, device="cpu"):
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("max_seqlen", [None, 9])
 def test_varlen_sequences(device, backend, tied, max_seqlen):
-    """Results and gradients of every sequence on its own."""
+    """Results and gradients equal those of separate calls for each sequence."""
     options = {"dtype": torch.float32, "size": 16} if backend == "triton" else {}
     x, key, value, p, cu_seqlens = make_varlen(device=device, **options)
     value = key if tied else value

@@ -10,12 +10,12 @@ from tests.kernels.test_luna_attention import check, doubled, exact, make_inputs
 
 pytestmark = pytest.mark.triton
 
-LENGTHS = [(1, 1), (2, 16), (16, 63), (17, 64), (63, 65), (65, 2)]  # queries, keys; blocks are of 16, 32 and 64
+LENGTHS = [(1, 1), (2, 16), (16, 63), (17, 64), (63, 65), (65, 2)]  # (queries, keys); blocks have 16, 32 or 64 entries
 DTYPES = {torch.float32: 2e-5, torch.float16: 1e-3, torch.bfloat16: 1e-2}
 
 
 def attend(query, key, value, mask=None, dropout=0.0, **varlen):
-    """Run the kernels for any size."""
+    """Run the kernels for sizes for which the package selects another backend."""
     from luna_mega.kernels.luna_attention import triton_ops
 
     return triton_ops.attend(query, key, value, mask, query.shape[-1] ** -0.5, dropout, **varlen)
@@ -28,7 +28,7 @@ def make_leaves(device, dtype, queries, keys, tied, batch=2, heads=2, size=10):
 
 @pytest.fixture
 def launches(monkeypatch, device):
-    """Return a list that gets (kernel, grid, constants) of every launch."""
+    """Return a list to which every launch appends (kernel, grid, constants)."""
     from luna_mega.kernels.common import triton_launch
 
     seen, launch = [], triton_launch.launch
@@ -57,7 +57,7 @@ def test_forward_and_gradients(device, queries, keys, dtype, tied):
 @pytest.mark.parametrize("queries, keys", [(5, 500), (500, 5)])
 @pytest.mark.parametrize("dtype, tied", [(torch.float32, False), (torch.float16, True)], ids=str)
 def test_splits(device, launches, queries, keys, dtype, tied):
-    """The long side is split into partial results; their sum is the same in two runs."""
+    """The longer side is split into partial results, and two runs give the same sums."""
     leaves, mask = make_leaves(device, dtype, queries, keys, tied, heads=1)
     actual = run(attend, leaves, mask)
     check(actual, run(exact, doubled(leaves), mask), DTYPES[dtype])
@@ -78,7 +78,7 @@ def test_head_sizes_without_mask(device, size, dtype):
 
 @pytest.mark.slow
 def test_large_scores(device):
-    """The maximum is subtracted in every split: scores reach 500, and exp(500) overflows float32."""
+    """The maximum is subtracted in every split: scores exceed 500, and exp(500) overflows float32."""
     leaves, _ = make_leaves(device, torch.float32, 5, 200, False, batch=1)
     leaves[0] = leaves[0].detach().mul(200).requires_grad_()
     scores = torch.einsum("bthk,bmhk->bhtm", leaves[0], leaves[1]) * 10**-0.5
@@ -100,7 +100,7 @@ def test_masked_values_are_not_read(device, queries, keys, bad):
 @pytest.mark.slow
 @pytest.mark.parametrize("processors, most", [(8, 4), (132, 62), (10**6, 1 << 30)])
 def test_number_of_splits(device, processors, most):
-    """Two programs for a processor, walks of four blocks or more, and always one."""
+    """At most two programs per processor are used, at most one per four blocks, and at least one."""
     from luna_mega.kernels.luna_attention import triton_forward
 
     plan = triton_forward.Plan(2, 2, 64, 64, 16, 500, processors, {})
@@ -117,7 +117,7 @@ def cu_seqlens(device):
 
 
 def one_by_one(query, key, value, mask, varlen_side):
-    """Run the reference on each sequence; `varlen_side` specifies the varlen side."""
+    """Run the reference on each sequence; `varlen_side` is the side with varlen sequences."""
     outputs, first = [], 0
     for i, length in enumerate(SEQUENCES):
         rows, row = slice(first, first := first + length), slice(i, i + 1)
@@ -149,7 +149,7 @@ def test_varlen_sequences(device, cu_seqlens, varlen_side, dtype, tied):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 def test_dropout(device, dtype, tied):
-    """Values that are unit vectors show the dropped weights; from these follow output and gradients of any values."""
+    """Output and gradients follow from the dropped weights, which are visible if values are unit vectors."""
     queries, keys, rate = 70, 64, 0.3
     leaves, _ = make_leaves(device, dtype, queries, keys, tied, batch=1, size=keys)
     mask = torch.arange(keys, device=device)[None] != 5
@@ -159,7 +159,7 @@ def test_dropout(device, dtype, tied):
     alive = weights != 0
     seen = alive[..., mask[0]].double()
     assert abs(seen.mean() - (1 - rate)) < 4 * (rate * (1 - rate) / seen.numel()) ** 0.5
-    # Rows and columns are independent: their means vary like means of independent draws.
+    # If drops are independent, the means of rows and columns vary like means of independent draws.
     for dim, length in ((-1, seen.shape[-1]), (-2, queries)):
         spread = seen.mean(dim).std() / (rate * (1 - rate) / length) ** 0.5
         assert 0.8 < spread < 1.2, (dim, spread)
@@ -222,7 +222,7 @@ def write_offsets(OUT, queries, heads, stride):
 
 @pytest.mark.slow
 def test_offsets_of_heads_have_64_bits(device, monkeypatch):
-    """Views of large tensors with heads that are 2**30 elements apart."""
+    """Offsets of heads that are 2**30 elements apart do not overflow."""
     import triton
 
     from luna_mega.kernels.luna_attention.triton_forward import place
@@ -236,7 +236,7 @@ def test_offsets_of_heads_have_64_bits(device, monkeypatch):
 
 @pytest.mark.slow
 def test_large_gradients_in_float16(device):
-    """A score gradient that overflows float16 only before it is divided by sqrt(K)."""
+    """Score gradients may overflow float16 before they are divided by sqrt(K)."""
     query, key = (torch.rand(1, 4, 1, 64, device=device) for _ in range(2))
     value = 30.0 * torch.randn(1, 4, 1, 64, device=device).sign()
     gradient = (10.0 * value[:, :1]).expand(1, 4, 1, 64).half()
@@ -253,13 +253,13 @@ def test_large_gradients_in_float16(device):
 @pytest.mark.usefixtures("poisoned_memory")
 def test_calls_that_use_pytorch_attention():
     class On:
-        """Mock of a CUDA tensor for the choice of a backend."""
+        """A mock of a CUDA tensor for the choice of a backend."""
 
         def __init__(self, length, dtype=torch.bfloat16, size=64, device="cuda"):
             self.shape, self.dtype, self.device = (8, length, 12, size), dtype, torch.device(device)
 
     few, many, context = On(64), On(128), On(4096)
-    assert not op._sdpa_is_best(many, context, On(4096), None)  # its backward pass is not deterministic
+    assert not op._sdpa_is_best(many, context, On(4096), None)  # the backward pass of SDPA is not deterministic
     torch.use_deterministic_algorithms(False)
     assert op._sdpa_is_best(many, context, On(4096), None)
     assert op._sdpa_is_best(context, few, few, None) and op._sdpa_is_best(On(1), few, few, None)

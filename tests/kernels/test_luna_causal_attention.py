@@ -18,7 +18,7 @@ from tests.kernels.operators import OperatorCalls
 CHUNK = torch_backend.CHUNK
 ACTIVATIONS = reference.ACTIVATIONS
 MASKS = ["none", "left", "right", "middle", "all of one row"]
-FUSED, SCANS = 16, 70  # rows of P in Triton
+FUSED, SCANS = 16, 70  # numbers of rows of P for which Triton uses the fused kernel and the scans
 NAMES = ("query", "pack_query", "pack_key", "key", "value", "key_mean", "value_mean")
 
 
@@ -35,14 +35,14 @@ def make_mask(masking, length):
 
 @pytest.fixture
 def small_tiles(monkeypatch):
-    """Segments of 64 tokens."""
+    """Use segments of 64 tokens."""
     from luna_mega.kernels.luna_causal_attention import triton_forward
 
     monkeypatch.setattr(triton_forward, "MIN_SEGMENT", 64)
 
 
 class Inputs(Leaves):
-    """Tensors in the order of `NAMES`; both means only with a state."""
+    """Tensors in the order of `NAMES`; the two means exist only with a state."""
 
     def __init__(self, length, masking="none", stateful=False, pack_masked=False, heads=3, size=5, width=6, rows=4):
         generator = torch.Generator().manual_seed(10 * length + rows)
@@ -61,7 +61,7 @@ class Inputs(Leaves):
         self.leaves = [leaf.requires_grad_() for leaf in leaves]
 
     def call(self, *leaves, **options):
-        """Output and both means after the last token."""
+        """Return the output and both means after the last token."""
         state = None if self.count is None else LunaCausalState(*leaves[5:], self.count)
         options = {"mask": self.mask, "pack_mask": self.pack_mask, "state": state, **options}
         output, state = luna_causal_attention(*leaves[:5], return_state=True, **options)
@@ -71,7 +71,10 @@ class Inputs(Leaves):
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_activations_are_exact_in_both_tails(activation, dtype):
-    """Value and slope; at s = 29 PyTorch's softplus is off by 3e-9, elu(s) + 1 is 0 from s = -37 on."""
+    """Value and slope are exact where PyTorch is not: its softplus is off by 3e-9 at s = 29.
+
+    elu(s) + 1 is 0 for s < -37.
+    """
     numbers = [-700.0, -80.0, -40.0, -9.0, -1.0, -1e-3, 0.0, 1e-3, 1.0, 9.0, 28.0, 29.0, 57.0, 58.0, 100.0, 1e4]
     scores = torch.tensor([s for s in numbers if dtype == torch.float64 or s > -90], dtype=dtype, requires_grad=True)
     actual = reference.activate(scores, activation)
@@ -92,7 +95,7 @@ def test_activations_are_exact_in_both_tails(activation, dtype):
 
 
 def by_loops(inputs, activation):
-    """The definition, one token of one head after the other: output, both means, count."""
+    """Return output, both means and count by definition, computed one token of one head after the other."""
     query, pack_query, pack_key, key, value, *means = (leaf.detach() for leaf in inputs.leaves)
     batch, length, heads, size = query.shape
     rows, width = pack_query.shape[1], value.shape[3]
@@ -127,7 +130,7 @@ def by_loops(inputs, activation):
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_reference_is_the_definition(activation, masking, pack_masked, stateful):
     inputs = Inputs(9, masking, stateful, pack_masked)
-    if stateful and pack_masked:  # a state of these rows of P is 0 in those that are masked
+    if stateful and pack_masked:  # the state of masked rows of P is 0
         with torch.no_grad():
             inputs.leaves[5].masked_fill_(~inputs.pack_mask[:, None, None], 0.0)
             inputs.leaves[6].masked_fill_(~inputs.pack_mask[:, None, :, None], 0.0)
@@ -198,7 +201,7 @@ def test_segments_and_steps_are_one_call(masking, stateful, backend):
 
 
 def test_thousands_of_steps_in_float32():
-    """The error of the means does not exceed float32 rounding, and no step modifies its input state."""
+    """After 3,000 steps the error of the means is within float32 rounding, and no step modifies its input state."""
     inputs = Inputs(3000)
     exact = inputs.call(*inputs.leaves)
     query, pack_query, pack_key, key, value = (leaf.detach().float() for leaf in inputs.leaves)
@@ -222,7 +225,7 @@ def test_thousands_of_steps_in_float32():
     ids=str,
 )
 def test_steps_in_place(device, backend, dtype):
-    """The state stays at the same address in all steps and matches separate states."""
+    """Steps in place keep the address of the state and give the results of separate states."""
     inputs = Inputs(6, "middle", pack_masked=True).to(dtype)
     query, pack_query, pack_key, key, value = (leaf.detach().to(device) for leaf in inputs.leaves)
     options = {"pack_mask": inputs.pack_mask.to(device), "backend": backend}
@@ -248,7 +251,7 @@ def test_steps_in_place(device, backend, dtype):
 @pytest.mark.parametrize("backend", ["reference", "torch"])
 @pytest.mark.parametrize("poison", [math.nan, math.inf])
 def test_padding_does_not_affect_outputs(backend, poison):
-    """Padding with any content before, between and after the tokens: same results, gradients and state."""
+    """Padding with any content, before, between or after the tokens, does not change results, gradients or state."""
     inputs = Inputs(90, pack_masked=True)
     expected = inputs.run(backend=backend)
     mask = torch.tensor([False] * 7 + [True] * 50 + [False] * 70 + [True] * 40 + [False] * 3)
@@ -270,7 +273,7 @@ def test_padding_does_not_affect_outputs(backend, poison):
     + [on_triton(length, rows) for length in (1, 20) for rows in (FUSED, SCANS)],
 )
 def test_rows_without_tokens_and_without_p(device, backend, length, rows):
-    """0 with gradient 0, also after a state of zero tokens."""
+    """Rows without tokens or without P have outputs and gradients of 0, also after a state of zero tokens."""
     heads, dtype = (1, torch.float32) if backend == "triton" else (3, torch.float64)
     inputs = Inputs(length, "all of one row", stateful=True, heads=heads, rows=rows).to(dtype).on(device)
     inputs.count = torch.tensor([4, 0], device=device)
@@ -289,7 +292,7 @@ def test_rows_without_tokens_and_without_p(device, backend, length, rows):
 @pytest.mark.parametrize("backend", ["reference", "torch"])
 @pytest.mark.parametrize("length", [1, 70])
 def test_masked_rows_of_p_are_as_if_absent(backend, length):
-    """Results and gradients equal a call without the masked rows, for any content; their state is 0."""
+    """Results and gradients equal a call without the masked rows, whatever they contain; the rows have state 0."""
     inputs = Inputs(length)
     keep = torch.tensor([True, False, True, True])
 
@@ -318,7 +321,7 @@ def test_outputs_are_causal():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_low_precision(activation, dtype):
-    """Forward and every gradient: within the rounding of the inputs and results."""
+    """Output and gradient errors are within the rounding of inputs and results."""
     for length in (1, 150):
         inputs = Inputs(length, "left", stateful=True, pack_masked=True).to(dtype).to(torch.float64)
         exact = inputs.run(activation=activation, backend="reference")
@@ -331,7 +334,7 @@ def test_low_precision(activation, dtype):
 
 
 def test_large_activations_in_float16():
-    """At 8 times unit scale the original's sums leave float16 before 2048 tokens; ours are exact to its rounding."""
+    """Sums of the original overflow float16 within 2048 tokens at 8 times unit scale; these results are exact."""
     inputs = Inputs(2048, size=64, width=64, heads=2, rows=16)
     inputs.leaves = [8 * leaf.detach() for leaf in inputs.leaves]
     half = [leaf.half() for leaf in inputs.leaves]
@@ -383,7 +386,7 @@ def test_memory_is_linear(monkeypatch):
         with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x.numel()) or x, lambda x: x):
             outputs = luna_causal_attention(*inputs.leaves)
         torch.autograd.grad(outputs.sum(), inputs.leaves)
-        assert sum(kept) == sum(leaf.numel() for leaf in inputs.leaves) + 2 * length  # and the counts
+        assert sum(kept) == sum(leaf.numel() for leaf in inputs.leaves) + 2 * length  # plus the counts
         assert max(sizes) <= 2 * length * CHUNK  # one head of both sequences
 
 
@@ -400,7 +403,7 @@ def test_registration(device, backend, length, rows, dropout, stateful):
     name = "luna_causal_attention_step" if backend == "triton" and length == 1 else "luna_causal_attention"
     heads, name = (1, f"{name}_triton") if backend == "triton" else (3, name)
     inputs = Inputs(length, "middle", stateful, pack_masked=stateful, heads=heads, rows=rows).to(torch.float32)
-    inputs.run(device=device, backend=backend)  # registers the operator
+    inputs.run(device=device, backend=backend)  # the call registers the operator
     inputs = inputs.on(device)
     with OperatorCalls(name) as mode:
         inputs.call(*inputs.leaves, dropout=dropout, backend=backend)
@@ -430,7 +433,7 @@ def test_compile_fullgraph(device, backend, lengths, rows, stateful):
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("stateful", [False, True])
 def test_export_needs_no_custom_operator(stateful, activation):
-    """One program for every length, shorter than a chunk and not a multiple of it."""
+    """One exported program supports every length: shorter than a chunk, and not a multiple of it."""
 
     class Attention(torch.nn.Module):
         def forward(self, query, pack_query, pack_key, key, value, mask, pack_mask, *means):
@@ -455,7 +458,7 @@ def test_export_needs_no_custom_operator(stateful, activation):
 @pytest.mark.parametrize("backend", ["reference", "torch"])
 @pytest.mark.parametrize("length", [1, 6])
 def test_dropout(backend, length):
-    """The mean over samples of a state is the state without dropout; one seed, one result."""
+    """The mean of the state over samples is the state without dropout, and equal seeds give equal results."""
     inputs = Inputs(length, rows=8).to(torch.float32)
     leaves = [leaf.detach().expand(200, *leaf.shape).flatten(0, 1) for leaf in inputs.leaves]
     options = {"return_state": True, "backend": backend}

@@ -20,7 +20,7 @@ from tests.kernels.test_luna_causal_attention import FUSED, SCANS, Inputs, small
 
 pytestmark = pytest.mark.triton
 
-# Maximum error of the norm. The interpreter truncates float32 to bfloat16; a GPU rounds. For float16 inputs, a GPU
+# Maximum relative errors. The interpreter truncates float32 to bfloat16; a GPU rounds. For float16 inputs, a GPU
 # multiplies converted float32 operands in TF32, truncated to 10 bits; the interpreter multiplies in float32.
 GPU = torch.cuda.is_available()
 BOUNDS = {torch.float32: 1e-5, torch.float16: 5e-3 if GPU else 1e-3, torch.bfloat16: 1e-2 if GPU else 3e-2}
@@ -28,7 +28,7 @@ DTYPES = tuple(BOUNDS)
 
 
 def on(device, inputs, **options):
-    """Return `inputs.call` on the Triton backend, with leaves and outputs on the CPU."""
+    """Return a function that runs `inputs.call` on Triton; its leaves and outputs are on the CPU."""
     moved = inputs.on(device)
 
     def call(*leaves, **more):
@@ -65,7 +65,7 @@ def check(device, inputs, dtype, **options):
     ],
 )
 def test_forward_and_gradients(device, length, masking, stateful, pack_masked, sizes, dtype):
-    """Outputs, both means and every gradient."""
+    """Output, both means and all gradients equal the reference."""
     size, width, rows = sizes
     heads = 3 if length < 20 else 1
     inputs = Inputs(length, masking, stateful, pack_masked, heads=heads, size=size, width=width, rows=rows)
@@ -126,7 +126,10 @@ def test_segments_fill_the_device_in_two_waves(device, heads):
 @pytest.mark.slow
 @pytest.mark.parametrize("activation", reference.ACTIVATIONS)
 def test_activations_in_both_tails(device, activation):
-    """The mean of values of 1 after one token is the pack weight."""
+    """Activations are exact for large and small scores.
+
+    If all values are 1, the mean value after one token is the pack weight.
+    """
     numbers = [-90.0, -80.0, -40.0, -9.0, -1.0, -1e-3, 0.0, 1e-3, 1.0, 9.0, 29.0, 58.0, 100.0, 1e4]
     scores = torch.tensor(numbers).view(1, -1, 1, 1)
     one = torch.ones(1, 1, 1, 1)
@@ -142,7 +145,7 @@ def test_activations_in_both_tails(device, activation):
 @pytest.mark.slow
 @pytest.mark.parametrize("poison, rows", [(math.nan, FUSED), (math.inf, FUSED), (math.nan, SCANS)])
 def test_masked_values_do_not_affect_outputs(device, poison, rows):
-    """Tokens and rows of P; bit for bit, and their gradients are 0."""
+    """Masked tokens and masked rows of P leave results bitwise equal, and their gradients are 0."""
     inputs = Inputs(20, "middle", stateful=True, pack_masked=True, heads=1, rows=rows).to(torch.float32)
     expected = inputs.run(on(device, inputs))
     kept = inputs.mask[:, :, None, None], inputs.pack_mask[:, :, None, None]
@@ -165,7 +168,7 @@ def test_two_runs_are_one(device, rows, dtype):
 @pytest.mark.parametrize("rows", [FUSED, SCANS])
 @pytest.mark.parametrize("length", [1, 20])
 def test_strides(device, length, rows):
-    """Heads before tokens, slices of one projection, strided rows, an expanded P."""
+    """Results do not depend on strides: transposed heads, slices of a projection, strided rows, an expanded P."""
     inputs = Inputs(length, heads=2, size=5, width=5, rows=rows).to(torch.float32)
     query, pack_query, *rest = (leaf.detach() for leaf in inputs.leaves)
     pack_query = pack_query[:1].expand(2, -1, -1, -1)
@@ -179,7 +182,7 @@ def test_strides(device, length, rows):
         return on(device, inputs)(query, pack_query[:1].expand(2, -1, -1, -1), pack_key, key, value)
 
     actual = inputs.run(views)
-    actual[4], expected[4] = actual[4].sum(0), expected[4].sum(0)  # that of P is on its first row
+    actual[4], expected[4] = actual[4].sum(0), expected[4].sum(0)  # the gradient of the expanded P is on its first row
     assert_same(actual, expected, 1e-6)
 
 
@@ -187,7 +190,7 @@ def test_strides(device, length, rows):
 @pytest.mark.parametrize("stateful", [False, True])
 @pytest.mark.parametrize("rows", [FUSED, SCANS])
 def test_steps_are_one_call(device, rows, stateful):
-    """Outputs, means, and gradients through all steps; no step changes the state it is given."""
+    """Steps give the outputs, means and gradients of one call, and no step modifies its input state."""
     length = 5 if rows == FUSED else 3
     inputs = Inputs(length, "middle", stateful, pack_masked=True, heads=2, rows=rows).to(torch.float32)
 
@@ -214,7 +217,7 @@ def test_steps_are_one_call(device, rows, stateful):
 @pytest.mark.parametrize("backend", ["reference", "torch", "triton"])
 @pytest.mark.parametrize("stateful", [False, True])
 def test_varlen_sequences(monkeypatch, device, backend, stateful):
-    """Outputs, states and gradients equal separate calls, also over two segments."""
+    """Outputs, states and gradients equal separate calls, also with two segments per sequence."""
     from luna_mega.kernels.luna_causal_attention import triton_forward
 
     monkeypatch.setattr(triton_forward, "MIN_SEGMENT", 32)
@@ -271,7 +274,7 @@ def test_varlen_sequences_need_batch_size_1(device):
 @pytest.mark.slow
 @pytest.mark.parametrize("length, rows", [(1, 24), (40, 24), (20, 100)])
 def test_dropout(monkeypatch, device, length, rows):
-    """The reference has the same outputs and gradients with the dropped weights, also over two segments."""
+    """Given the dropped weights, the reference has the same outputs and gradients, also with two segments."""
     from luna_mega.kernels.luna_causal_attention import triton_forward
 
     monkeypatch.setattr(triton_forward, "MIN_SEGMENT", 32)
@@ -284,7 +287,8 @@ def test_dropout(monkeypatch, device, length, rows):
     def tokens(*last):
         return torch.ones(2, length, 2, *last)
 
-    # Values that are an identity make the mean of values the pack weights, and a mean that is one the unpack weights.
+    # If the values are an identity, their mean is the pack weights. If the mean is an identity, the output is the
+    # unpack weights.
     ones, no_mean = tokens(1), torch.zeros(2, 2, 1, rows)
     inputs.count = torch.zeros(2, dtype=torch.int64)
     identity = torch.eye(length)[None, :, None].expand(2, -1, 2, -1)
@@ -312,7 +316,7 @@ def test_dropout(monkeypatch, device, length, rows):
 @pytest.mark.parametrize("precision", _op.FLOAT32_PRECISIONS)
 @pytest.mark.parametrize("rows", [FUSED, SCANS])
 def test_float32_precision(monkeypatch, device, rows, precision):
-    """The precision is passed to the kernels, also in a backward pass outside of the block."""
+    """The precision is passed to the kernels, also in a backward pass outside of the context manager."""
     from luna_mega.kernels.common import triton_launch
 
     told, launch = set(), triton_launch.launch
@@ -360,7 +364,7 @@ def test_autocast_and_mixed_states(device):
     ],
 )
 def test_unsupported_calls_raise_or_fall_back(device, sizes, dtype, message):
-    """Unsupported calls raise if Triton was requested, and use PyTorch otherwise."""
+    """Unsupported calls raise an error if Triton is requested, and otherwise use PyTorch."""
     inputs = Inputs(3, heads=1, **sizes).to(dtype)
     with pytest.raises(ValueError, match=f"cannot run on 'triton': .*{message}"):
         on(device, inputs)(*inputs.leaves)

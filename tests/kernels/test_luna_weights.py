@@ -1,4 +1,4 @@
-"""`return_weights` of Luna's ops: the weights, and the same results with them as without."""
+"""`return_weights` of Luna's ops returns the weights and does not change the results."""
 
 import pytest
 import torch
@@ -27,7 +27,7 @@ def test_pack_and_unpack_weights(backend):
 
 @pytest.mark.parametrize("backend", ["reference", "torch"])
 def test_causal_weights(backend):
-    """On every backend, weights over the rows of P in use are returned with the same output and state."""
+    """On every backend, weights over the unmasked rows of P are returned with unchanged output and state."""
     inputs = Inputs(9, "middle", stateful=True, pack_masked=True)
     state = LunaCausalState(*inputs.leaves[5:], inputs.count)
     options = {"mask": inputs.mask, "pack_mask": inputs.pack_mask, "state": state, "backend": backend}

@@ -19,7 +19,7 @@ FLOAT32 = 5e-6
 
 @pytest.fixture
 def small_tiles(monkeypatch):
-    """Chunks of 8 positions, however many processors there are."""
+    """Use chunks of 8 positions for any number of processors."""
     from luna_mega.kernels.moving_average import triton_damped_forward as triton_forward
 
     monkeypatch.setattr(triton_forward, "SHORTEST_CHUNK", CHUNK)
@@ -28,19 +28,19 @@ def small_tiles(monkeypatch):
 
 @pytest.fixture(params=["fft", "chunks"])
 def form(request, monkeypatch):
-    """Both forms of the torch backend, at any size, and several blocks of channels."""
+    """Run the test with both algorithms of the torch backend, at any size, and with several blocks of channels."""
     choose_form(request.param, monkeypatch)
 
 
 @pytest.fixture(params=["fft", "chunks", "export"])
 def any_form(request, monkeypatch):
-    """The forms of the torch backend, and the form of exported programs with small groups."""
+    """Run the test with the algorithms of the torch backend, and with that of exported programs in small groups."""
     choose_form(request.param, monkeypatch)
 
 
 @pytest.fixture(params=["fft", "chunks", SLOW_TRITON])
 def backend(request, monkeypatch):
-    """Options of `Inputs.run` for both forms of the torch backend and for Triton."""
+    """Return the options of `Inputs.run` for both algorithms of the torch backend and for Triton."""
     return options_of(request, monkeypatch)
 
 
@@ -114,7 +114,7 @@ def check_triton(device, inputs):
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["causal", "shifted", "complex", "complex states"])
 def test_long(any_form, kind):
-    """5000 positions: exact in float64; within 5e-6 in float32, also if a state persists (and rotates) over all.
+    """The averages of 5000 positions are exact in float64, and within 5e-6 in float32 even if states persist.
 
     The phase is exact in float32, because its rounding would rotate the states by more than the tolerance.
     """
@@ -122,7 +122,7 @@ def test_long(any_form, kind):
     with torch.no_grad():
         inputs.leaves[1][0] -= 4.0
         if inputs.complex:
-            inputs.leaves[3].copy_(torch.tensor([0.0, 1e4]))  # half a turn, complete turns
+            inputs.leaves[3].copy_(torch.tensor([0.0, 1e4]))  # rotation by half a turn, and by complete turns
     inputs.to(torch.float32).to(torch.float64)
     exact = inputs.run(backend="reference")
     assert_same(inputs.run(), exact, 1e-11)
@@ -133,7 +133,7 @@ def test_long(any_form, kind):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("kind", KINDS)
 def test_low_precision_is_deterministic_and_no_worse(backend, kind, dtype):
-    """Forward and every gradient: no worse than twice the error of the reference in the same dtype."""
+    """Output and gradient errors are at most twice those of the reference in the same dtype."""
     triton = backend["backend"] == "triton"
     inputs = Inputs(10, kind, "some", batch=1) if triton else Inputs(150, kind, "some")
     exact = inputs.run(backend="reference")
@@ -152,7 +152,7 @@ def test_low_precision_is_deterministic_and_no_worse(backend, kind, dtype):
 def test_slow_decay_in_low_precision(any_form, dtype, kind):
     """In half precision, states with lifetimes of 400 to 20,000 positions are within 1 % of float64.
 
-    With a bfloat16 kernel the error would be 10 to 21 %.
+    With a kernel in bfloat16, the error would be 10 to 21 %.
     """
     inputs = Inputs(1000, kind, states=4, skip=False)
     with torch.no_grad():
@@ -224,7 +224,7 @@ def test_varlen_sequences(backend_or_reference, kind):
 
 @pytest.mark.parametrize("kind", ["causal", "bidirectional", "shifted", "complex"])
 def test_padding_does_not_affect_outputs(any_form, kind):
-    """Padding on either side, with any content: same results and gradients; with left padding also the same state."""
+    """Padding on either side does not change results and gradients; left padding does not change the state either."""
     inputs = Inputs(90, kind)
     expected = inputs.run()
     before = torch.full((2, 7, 5), math.inf if inputs.complex else 1e3, dtype=torch.float64)
@@ -250,7 +250,7 @@ def test_padding_may_be_infinite(any_form):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_row_of_padding(backend, kind):
-    """The average of masked inputs is 0, with gradient 0; a state decays."""
+    """Masked inputs have an average and a gradient of 0; an initial state decays."""
     triton = backend["backend"] == "triton"
     length = 10 if triton else 70
     inputs = Inputs(length, kind, "all of one row", skip=kind == "complex" or kind == "complex states")
@@ -268,7 +268,7 @@ def test_a_row_of_padding(backend, kind):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("kind", KINDS)
 def test_saturated_logits(form_or_reference, dtype, kind):
-    """Results are finite, even if the original computes NaN as the power of a decay of 0."""
+    """Results are finite for decays of 0, although the original computes NaN as their power."""
     inputs = saturated(130, kind)
     for tensor in inputs.to(dtype).run(**form_or_reference):
         assert torch.isfinite(tensor).all()

@@ -41,9 +41,9 @@ def test_blocks_of_channels(device, kind, channels, states):
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["states", "complex states"])
 def test_long(triton_device, kind):
-    """500 positions in chunks of 64, decays from 1 - q = 1e-5 on: within 2e-6 of the largest.
+    """For slow decays (1 - q >= 1e-5), errors over 500 positions are at most 2e-6 of the largest value.
 
-    With complete turns: within 4e-6; one gradient 2e-5.
+    With complete turns they are at most 4e-6, and 2e-5 for one gradient.
     """
     inputs = Inputs(500, kind, states=4, channels=3, batch=1)
     with torch.no_grad():
@@ -53,7 +53,7 @@ def test_long(triton_device, kind):
             inputs.leaves[3].copy_(torch.tensor([0.0, 1.5, 1e4]))
     exact = inputs.exact()
     for index, (a, b) in enumerate(zip(inputs.run(device=triton_device, backend="triton"), exact, strict=True)):
-        # Rounding a phase to float32 rotates states that persist for all positions.
+        # Rounding the phase to float32 rotates states that persist over all positions.
         bound = 2e-6 if not inputs.complex else 2e-5 if index == 5 else 4e-6
         assert (a - b).abs().max() <= bound * b.abs().max(), index
 
@@ -62,7 +62,10 @@ def test_long(triton_device, kind):
 @pytest.mark.parametrize("kind", ["states", "bidirectional", "complex", "complex states"])
 @pytest.mark.parametrize("skip", [True, False])
 def test_padding_may_be_nan(device, kind, skip):
-    """Wherever the result is used, and in every gradient of it; the damped average adds the skip at padding too."""
+    """NaN at padding changes neither used results nor gradients.
+
+    With a skip, the damped average is NaN there, because it adds the input at padding too.
+    """
     inputs = Inputs(10, kind, "some", skip=skip)
 
     def used(inputs):
@@ -94,7 +97,7 @@ def test_varlen_sequences_of_one_chunk_each(triton_device, kind):
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["bidirectional", "complex"])
 def test_views(device, kind):
-    """Non-contiguous x and gradients of the result."""
+    """Results are the same for a non-contiguous x and non-contiguous gradients of the result."""
     inputs = Inputs(10, kind, "some")
     exact = inputs.exact()
     moved = inputs.on(device)
@@ -115,7 +118,7 @@ def test_views(device, kind):
 @pytest.mark.parametrize("used", [(0,), (1,), (0, 1)], ids=str)
 @pytest.mark.parametrize("kind", ["causal", "states", "complex"])
 def test_some_outputs(device, kind, used):
-    """The gradient of only the result, of only the states, and of both, also without initial states."""
+    """Gradients are correct if only the result, only the states or both are used, also without initial states."""
     inputs = Inputs(10, kind, "some")
     exact = inputs.exact(return_state=True, used=used)
     assert_same(inputs.run(device=device, backend="triton", return_state=True, used=used), exact, FLOAT32)
@@ -173,7 +176,7 @@ def test_steps_are_the_parallel_form(device):
     for t in range(10):
         output, state = damped_ema_step(x[:, t], state, *parameters, backend="triton")
         outputs.append(output)
-    # The parameters are float32 in both, so only the results are rounded.
+    # Parameters are float32 in both, so only the results are rounded.
     assert_same([state], [last], FLOAT32)
     assert_same([torch.stack(outputs, 1)], [expected], 4e-3)
 

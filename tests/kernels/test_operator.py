@@ -1,4 +1,4 @@
-"""Eager calls compute directly what an operator computes; all other calls are operators."""
+"""Eager calls run a plain function instead of the operator; all other calls are operators."""
 
 import importlib.util
 
@@ -26,7 +26,7 @@ def leaves():
 
 
 def operators(run):
-    """Return the names of this package's operators that PyTorch called in `run`."""
+    """Return the names of this package's operators that PyTorch called during `run`."""
     with torch.profiler.profile() as profile:
         run()
     return {event.key for event in profile.key_averages() if event.key.startswith("luna_mega::")}

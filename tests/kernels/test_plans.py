@@ -1,4 +1,4 @@
-"""The division of a call into programs, for several GPUs and batch sizes; nothing is launched on a GPU."""
+"""How calls are divided into programs, for several GPUs and batch sizes; nothing is launched on a GPU."""
 
 from collections.abc import Iterator
 from fractions import Fraction
@@ -48,7 +48,7 @@ CALLS = {
     "damped_ema varlen": lambda batch: aot_damped_ema.call(batch=batch, varlen=True),
     "complex_ema": lambda batch: aot_complex_ema.call(batch=batch),
 }
-GPUS = 58, 132  # multiprocessors of an L4 and of an H100
+GPUS = 58, 132  # numbers of multiprocessors of an L4 and of an H100
 
 
 @pytest.fixture
@@ -59,7 +59,7 @@ def deterministic() -> Iterator[None]:
 
 
 def plans(name: str) -> list:
-    """Return the launches of a call for all GPUs and batch sizes, with programs counted per sequence."""
+    """Return the launches of a call for all GPUs and batch sizes, with the number of programs per sequence."""
     results = []
     for processors in GPUS:
         for batch in (1, 6):
@@ -89,7 +89,7 @@ def test_other_plans_fill_the_gpu(name):
 
 
 LRA, BF16 = aot_gated_attention.LRA, torch.bfloat16
-# Calls, their default configurations on an H100, and further candidates. The first of every operator was measured.
+# Calls, their default configurations on an H100, and other candidates. The first call of each operator was measured.
 SCANS, GATED, PACK = aot_luna_causal_attention.both, aot_gated_attention.run, aot_luna_attention._run
 DEFAULTS = [
     (partial(SCANS, 8, 128, BF16, backward=False), (64, 64, 4), (64, 64, 8)),
@@ -122,7 +122,7 @@ def test_default_configurations(call, default, other):
 
 
 def results(op: str, batch: int, processors: int, monkeypatch) -> list[torch.Tensor]:
-    """Return outputs and gradients of the first sequence of a batch."""
+    """Return the outputs and gradients of the first sequence of a batch."""
     monkeypatch.setattr(triton_launch, "_target", triton_launch.Target(processors=processors))
     monkeypatch.setattr(triton_forward, "MIN_SEGMENT", 16)
     monkeypatch.setattr(triton_damped_forward, "SHORTEST_CHUNK", 16)
@@ -151,13 +151,12 @@ def results(op: str, batch: int, processors: int, monkeypatch) -> list[torch.Ten
 @pytest.mark.skipif(torch.cuda.is_available(), reason="replaces the target of interpreted kernels")
 @pytest.mark.parametrize("op", ["luna_pack", "luna_causal_attention", "damped_ema"])
 def test_deterministic_results_do_not_depend_on_the_gpu_and_the_batch(op, deterministic, monkeypatch):
-    """Bit for bit."""
     first, second = results(op, 1, 4, monkeypatch), results(op, 2, 132, monkeypatch)
     assert all(map(torch.equal, first, second))
 
 
 def test_deterministic_calls_are_not_tuned(deterministic, monkeypatch):
-    """The fastest configuration depends on the GPU."""
+    """Deterministic calls use the default configuration, because the fastest one depends on the GPU."""
     monkeypatch.setenv("LUNA_MEGA_AUTOTUNE", "1")
     device = torch.device("cuda")
     assert (

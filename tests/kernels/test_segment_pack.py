@@ -10,16 +10,16 @@ from luna_mega.kernels.api import assign_rows, luna_unpack, segment_pack
 from luna_mega.kernels.segment_pack import reference
 from tests.kernels.backends import TRITON, on_triton
 
-SIZES = [(1, 1), (1, 4), (6, 8), (8, 8), (9, 6), (50, 8), (200, 32), (300, 1)]  # tokens, rows
+SIZES = [(1, 1), (1, 4), (6, 8), (8, 8), (9, 6), (50, 8), (200, 32), (300, 1)]  # (tokens, rows)
 MASKS = ["none", "some", "all of one row"]
-SCALES = [0.0, 0.5, 3.0, 40.0]  # of the scores
+SCALES = [0.0, 0.5, 3.0, 40.0]  # standard deviations of the scores
 DTYPES = {"reference": torch.float64, "torch": torch.float64, "triton": torch.float32}
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
 
 
 @pytest.fixture
 def small_tiles(monkeypatch):
-    """Tiles of 4 tokens and 16 features."""
+    """Use tiles of 4 tokens and 16 features."""
     from luna_mega.kernels.segment_pack import triton_kernels
 
     monkeypatch.setattr(triton_kernels, "BLOCK_T", 4)
@@ -40,7 +40,7 @@ def make_inputs(length, masking="some", scale=1.0, batch=3, width=7, dtype=torch
 
 
 def run(states, score, row, mask, rows, device="cpu", function=segment_pack, **options):
-    """Return the outputs, and the gradients of a fixed random projection."""
+    """Return the outputs, and the gradients of a fixed random projection of them."""
     states, score = (x.detach().to(device).requires_grad_() for x in (states, score))
     row, mask = row.to(device), None if mask is None else mask.to(device)
     packed, entropy, filled = function(states, score, row, mask, rows, **options)
@@ -66,7 +66,7 @@ def test_reference_is_a_mean_by_softmax():
 
 
 def test_reference_costs_are_water_filling():
-    """By bisection: the costs sum to the rows, and a token of cost 1 has a separate row."""
+    """Costs equal those found by bisection: they sum to the rows, and a token of cost 1 has a separate row."""
     score = torch.randn(1, 40, generator=torch.Generator().manual_seed(0)).mul(2).double()
     weight = score.exp()[0]
     low, high = 0.0, 1e6
@@ -85,7 +85,7 @@ def test_assign_rows(length, rows, masking, scale):
     _, score, mask = make_inputs(length, masking, scale)
     row, kept = assign_rows(score, mask, rows), torch.ones_like(score).bool() if mask is None else mask
     expected = reference.assign_rows(score.float(), kept, rows)
-    # Scores of size 40 have many equal costs; rounding of float32 decides on ties.
+    # Scores of size 40 have many equal costs, and float32 rounding decides ties.
     assert (row != expected)[kept].sum() <= (2 if scale == 40.0 else 0) and (row - expected)[kept].abs().max() <= 1
     assert row.dtype == torch.int64 and not row.requires_grad
     assert (row.diff() >= 0).all() and (row >= 0).all() and (row < rows).all()
@@ -171,7 +171,7 @@ def test_gradients_of_one_output(device, backend, output):
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("backend", ["reference", "torch", TRITON])
 def test_padding_free(device, backend, masked):
-    """Rows of tokens, results and gradients are those of separate calls; one sequence is empty."""
+    """Row assignments, results and gradients equal those of separate calls; one sequence is empty."""
     bounds, rows = [0, 9, 10, 10, 24 if backend == "triton" else 40, 44], 6
     bounds = bounds[:-1] if backend == "triton" else bounds
     states, score, mask = make_inputs(bounds[-1], "some", batch=1, dtype=DTYPES[backend])
@@ -200,7 +200,7 @@ def test_padding_free(device, backend, masked):
 
 
 def test_entropy_makes_attention_exact_if_tokens_differ_by_their_scores():
-    """Keys that differ only in one feature, which is the score: attention to 5 rows equals attention to 40 tokens."""
+    """If keys differ only in the score, attention to 5 rows equals attention to 40 tokens."""
     generator = torch.Generator().manual_seed(0)
     score = torch.randn(2, 40, generator=generator, dtype=torch.float64)
     states = torch.cat([score[..., None], torch.randn(2, 40, 6, generator=generator, dtype=torch.float64)], dim=-1)
@@ -208,7 +208,7 @@ def test_entropy_makes_attention_exact_if_tokens_differ_by_their_scores():
     packed, entropy, filled = segment_pack(states, score, row, None, 5)
     query = torch.randn(2, 3, 1, 7, generator=generator, dtype=torch.float64)
 
-    def key(states):  # q . k / sqrt(7) = 2 + score
+    def key(states):  # q . k / sqrt(7) is 2 + score
         own = torch.cat([states[..., :1], torch.ones_like(states[..., :1])], dim=-1)
         return torch.nn.functional.pad(own, (0, 5))[:, :, None]
 
@@ -250,7 +250,8 @@ def test_registration(device, masked):
     states, score, mask = make_inputs(9, "some", dtype=torch.float32)
     flat = states.flatten(0, 1).to(device).requires_grad_(), score.flatten().to(device).requires_grad_()
     kept, starts = mask.flatten().to(device) if masked else None, torch.tensor([0, 4, 4, 9, 18, 27], device=device)
-    run(states, score, assign_rows(score, mask, 4), mask, 4, device, backend="triton")  # registers the operator
+    # the call registers the operator
+    run(states, score, assign_rows(score, mask, 4), mask, 4, device, backend="triton")
     opcheck(torch.ops.luna_mega.segment_pack_triton, (*flat, kept, starts))
 
 

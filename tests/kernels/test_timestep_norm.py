@@ -18,12 +18,12 @@ from tests.kernels.leaves import MASKS, Leaves, assert_same, random_mask
 
 KINDS = ["plain", "states"]
 FORMS = ["cache", "complete", "program"]
-# At the first position a group of one feature has a variance of 0: its rounding errors are divided by sqrt(eps).
+# The variance of a group of one feature is 0 at the first position: its rounding errors are divided by sqrt(eps).
 FLOAT32, ONE_FEATURE = 2e-6, 1e-5
 
 
 class Inputs(Leaves):
-    """x, weight, bias, mean and variance of the state."""
+    """The leaves of a call: x, weight, bias, and mean and variance of the state."""
 
     def __init__(
         self, length, kind="plain", masking="none", groups=3, width=4, batch=2, affine=True, offset=0.5, dtype=None
@@ -46,20 +46,20 @@ class Inputs(Leaves):
             self.to(dtype)
 
     def to(self, dtype):
-        """Convert all tensors but the state, which is float64."""
+        """Convert all tensors except the state, which stays float64."""
         state = self.leaves[-2:] if self.states else []
         super().to(dtype)
         self.leaves = self.leaves[: len(self.leaves) - len(state)] + [part.detach().requires_grad_() for part in state]
         return self
 
     def arguments(self, *leaves):
-        """Return the arguments of a call, and the state."""
+        """Return the arguments of a call, and the initial state."""
         x, *rest = leaves
         state = TimestepNormState(self.count, *rest[-2:]) if self.states else None
         return (x, self.groups, *(rest[:2] if self.affine else (None, None))), state
 
     def call(self, *leaves, **options):
-        """Output, or output, final mean and variance."""
+        """Return the output, or the tuple of the output and the final mean and variance."""
         arguments, state = self.arguments(*leaves)
         options = {"mask": self.mask, "initial_state": state, "return_state": True} | options
         result = timestep_norm(*arguments, **options)
@@ -68,7 +68,7 @@ class Inputs(Leaves):
 
 @pytest.fixture
 def small_tiles(monkeypatch):
-    """Tiles of 32 elements, two of them in a program."""
+    """Use tiles of 32 elements, and two tiles per program."""
     from luna_mega.kernels.timestep_norm import triton_kernels
 
     monkeypatch.setattr(triton_kernels, "TILE", 32)
@@ -77,13 +77,13 @@ def small_tiles(monkeypatch):
 
 @pytest.fixture(params=FORMS)
 def form(request, monkeypatch):
-    """Blocks of a few positions, all in one block, and the form of exported programs."""
+    """Run the test with blocks of a few positions, with one block, and with the code path of exported programs."""
     choose_form(request.param, monkeypatch)
 
 
 @pytest.fixture(params=[*FORMS, SLOW_TRITON])
 def backend(request, monkeypatch):
-    """Options of `Inputs.run` for the forms of the torch backend and for Triton."""
+    """Return the options of `Inputs.run` for all code paths of the torch backend and for Triton."""
     if request.param == "triton":
         return {"backend": "triton", "device": request.getfixturevalue("device")}
     choose_form(request.param, monkeypatch)
@@ -99,7 +99,7 @@ def choose_form(name, monkeypatch):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("masking", MASKS)
 def test_reference_is_the_norm_of_all_so_far(kind, masking):
-    """Compute mean and variance at every position from all features of a group at all kept positions."""
+    """The mean and variance at every position are those of a group's features at all unmasked positions so far."""
     inputs = Inputs(9, kind, masking)
     (x, groups, weight, bias), state = inputs.arguments(*(leaf.detach() for leaf in inputs.leaves))
     actual = timestep_norm(x, groups, weight, bias, mask=inputs.mask, initial_state=state, backend="reference")
@@ -166,7 +166,7 @@ def test_half_of_an_affine(form, affine):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("kind", KINDS)
 def test_low_precision_is_deterministic(backend, kind, dtype):
-    """Results and gradients are rounded once; the statistics stay in float64."""
+    """Results and gradients are rounded once, two runs are equal, and the statistics stay in float64."""
     triton = backend["backend"] == "triton"
     inputs = Inputs(10 if triton else 150, kind, "some")
     exact = inputs.exact(dtype)
@@ -179,7 +179,7 @@ def test_low_precision_is_deterministic(backend, kind, dtype):
 
 
 def test_values_far_from_zero(form):
-    """A mean of 1e4 standard deviations only loses the digits that x itself loses in float32: 1e-3."""
+    """With a mean of 1e4 standard deviations, errors stay below 2e-3; float32 rounding of x loses 1e-3."""
     inputs = Inputs(100, offset=1e4)
     exact = inputs.exact()
     for actual, expected in zip(inputs.run(), exact, strict=True):
@@ -187,7 +187,7 @@ def test_values_far_from_zero(form):
 
 
 def test_a_million_positions():
-    """Single steps equal one call up to 1e-5, also with a state of a million positions.
+    """Single steps equal one call up to 1e-5, also after a state of a million positions.
 
     The means drift, so constant statistics would have much larger errors.
     """
@@ -247,7 +247,7 @@ def test_segments_and_steps_are_the_parallel_form(form, backend, masking):
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("groups, width", [(3, 7), (70, 2)])
 def test_step(device, masked, groups, width):
-    """In one launch, and with gradients."""
+    """A step equals the reference, in one launch and with gradients."""
     inputs = Inputs(1, "states", groups=groups, width=width)
     inputs.mask = torch.tensor([[True], [False]]) if masked else None
     exact = inputs.exact()
@@ -290,7 +290,7 @@ def test_varlen_sequences(backend, kind):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_padding_does_not_affect_outputs(backend, kind):
-    """Padding before, between and after the positions, with any content: same results and statistics, and y = 0."""
+    """Padding with any content does not change results and statistics, and its output is 0."""
     triton = backend["backend"] == "triton"
     length = 10 if triton else 30
     inputs = Inputs(length, kind)
@@ -317,7 +317,7 @@ def test_state_with_count_0_is_ignored(form):
 
 
 def test_a_group_of_equal_features(form):
-    """For a variance of 0 the result is 0, not NaN, and the gradients are finite."""
+    """If the variance is 0, the result is 0 instead of NaN, and gradients are finite."""
     x = torch.full((1, 50, 6), 3.3, requires_grad=True)
     output = timestep_norm(x, 2)
     assert output.abs().max() <= 1e-3
@@ -356,7 +356,7 @@ def test_registration(request, name, affine):
     inputs, options = Inputs(10, "states", "some", affine=affine, dtype=torch.float32), {}
     if name == "timestep_norm_triton":
         inputs = inputs.on(request.getfixturevalue("device"))
-        inputs.run(device=inputs.mask.device, backend="triton")  # registers the operator
+        inputs.run(device=inputs.mask.device, backend="triton")  # the call registers the operator
         options = {"test_utils": ("test_schema", "test_faketensor", "test_autograd_registration")}
     (x, groups, weight, bias), state = inputs.arguments(*inputs.leaves)
     operator = getattr(torch.ops.luna_mega, name)

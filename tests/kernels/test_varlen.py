@@ -1,4 +1,4 @@
-"""`cu_seqlens` that do not match their tokens: an error on CPU, an assertion on other devices."""
+"""Invalid `cu_seqlens` raise an error on the CPU and fail an assertion on other devices."""
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ WRONG = {
 
 @pytest.mark.parametrize("bounds, longest, message", WRONG.values(), ids=WRONG)
 def test_wrong_bounds(bounds, longest, message):
-    """Compiled programs check the values at run time, like calls on a GPU."""
+    """Invalid bounds raise an error; compiled programs check the values at run time, like calls on a GPU."""
     bounds = torch.tensor(bounds)
     with pytest.raises(ValueError, match=message):
         varlen.check_cu_seqlens("an op", bounds, longest, 10)
@@ -35,13 +35,13 @@ def test_a_compiled_program_checks_its_bounds(triton_device):
     compiled = torch.compile(pack, fullgraph=True, backend="aot_eager")
     right = torch.tensor([0, 4, 10], device=triton_device)
     assert torch.equal(compiled(right), pack(right))
-    if triton_device.type == "cpu":  # on a GPU the assertion ends the process
+    if triton_device.type == "cpu":  # on a GPU, the failed assertion ends the process
         with pytest.raises(RuntimeError, match="luna_pack: cu_seqlens must increase from 0"):
             compiled(torch.tensor([0, 4, 9]))
 
 
 def test_no_device_synchronization():
-    """A meta tensor has no values to read; every tensor is checked once, unless it is modified."""
+    """On the meta device, the check reads no values; each tensor is checked once, unless it is modified."""
 
     class Assertions(TorchDispatchMode):
         count = 0
