@@ -1,4 +1,4 @@
-"""GPT-2's byte-pair encoding in plain Python, as in its encoder.py, and fairseq's dictionary of its pieces."""
+"""GPT-2's byte-pair encoding in plain Python, as in its encoder.py, and ids of its pieces from a fairseq dictionary."""
 
 import regex
 
@@ -6,14 +6,14 @@ WORDS = regex.compile(r"""'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\
 
 
 def byte_alphabet():
-    """GPT-2's characters for the 256 bytes."""
+    """Return the characters that GPT-2 uses for the 256 bytes."""
     shown = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     hidden = [byte for byte in range(256) if byte not in shown]
     return dict(zip(shown + hidden, map(chr, shown + [256 + n for n in range(len(hidden))]), strict=True))
 
 
 class Gpt2:
-    """Pieces of a text, their numbers, and their ranges of characters."""
+    """Split texts into GPT-2's pieces; return the pieces, their ids, or their character ranges."""
 
     def __init__(self, merges):
         self.alphabet = byte_alphabet()
@@ -45,7 +45,7 @@ class Gpt2:
         return symbols
 
     def offsets(self, text):
-        """Return the range of characters of every piece, without the spaces at its ends."""
+        """Return the character range of every piece, without spaces at both ends."""
         of_byte = [at for at, character in enumerate(text) for _ in character.encode()]
         ranges, start = [], 0
         for piece in self.pieces(text):
@@ -60,6 +60,6 @@ class Gpt2:
         return ranges
 
     def encode(self, symbols, texts):
-        """Return the ids that fairseq's `encode` and a dictionary of these symbols give the texts."""
+        """Return the ids of the texts from fairseq's `encode` and a dictionary of these symbols."""
         index = {symbol: 4 + line for line, symbol in enumerate(symbols)}
         return [[0, *(index.get(self.number[piece], 3) for piece in self.pieces(text)), 2] for text in texts]

@@ -1,4 +1,4 @@
-"""Conversions through the command line, and the small checkpoints of `luna.py`."""
+"""Fixtures that convert checkpoints through the command line, and the small checkpoints of `luna.py`."""
 
 import json
 
@@ -11,7 +11,7 @@ from tests.errors import command_error
 
 
 class Convert:
-    """Saves a checkpoint and converts it through the command line."""
+    """Save a checkpoint and convert it through the command line."""
 
     def __init__(self, folder, capsys):
         self.source, self.output, self.capsys = folder / "source", folder / "converted", capsys
@@ -23,7 +23,10 @@ class Convert:
         return self.file
 
     def __call__(self, state, *options, legacy=False):
-        """Return the folder of a conversion that must succeed; `state` None means the file saved before."""
+        """Convert a checkpoint and return the output folder.
+
+        If `state` is None, the file that was saved before is converted.
+        """
         if state is not None:
             self.save(state, legacy)
         status = main(["convert", str(self.file), "--output", str(self.output), *map(str, options)])
@@ -33,11 +36,11 @@ class Convert:
         return self.output
 
     def report(self, state, *options):
-        """Return the report of a conversion that must succeed."""
+        """Convert a checkpoint and return the report."""
         return json.loads((self(state, *options) / "conversion_report.json").read_text())
 
     def error(self, state=None, *options):
-        """Return the one-line error of a conversion that must fail without leaving files."""
+        """Return the one-line error of a conversion; check that it leaves no files."""
         if state is not None:
             self.save(state)
         before = sorted(self.output.parent.iterdir())
@@ -53,5 +56,5 @@ def convert(tmp_path, capsys):
 
 @pytest.fixture
 def make():
-    """Return the builders of `luna.py`."""
+    """Return the module `luna.py`, which builds checkpoints."""
     return luna

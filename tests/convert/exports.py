@@ -19,7 +19,7 @@ from tests.errors import command_error
 
 
 def load(folder, model_class=None):
-    """Return the model of a folder, through its auto class if it has one; every weight must come from there."""
+    """Return the model of a folder, loaded with its auto class if it has one; check that no weights are missing."""
     name = json.loads((folder / "config.json").read_text())["architectures"][0]
     model_class = model_class or getattr(transformers, f"AutoModel{name[4:]}", None) or getattr(luna_mega, name)
     model, info = model_class.from_pretrained(folder, output_loading_info=True)
@@ -28,7 +28,7 @@ def load(folder, model_class=None):
 
 
 def save(folder, model):
-    """Save a model without conversion record, with weights that are distinct in all rows and columns."""
+    """Save a model without a conversion record; all rows and columns of its weights are distinct."""
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter), alpha=0.1)
@@ -43,7 +43,7 @@ def identical(first, second):
 
 
 def half(state):
-    """Return a checkpoint in half precision."""
+    """Return the checkpoint in half precision."""
     return state | {"model": {key: x.half() if x.is_floating_point() else x for key, x in state["model"].items()}}
 
 
@@ -53,7 +53,7 @@ def edit(folder, name="config.json", **changes):
 
 
 def fails(capsys, folder, output, *options):
-    """Return the one-line error of an export that must fail without leaving new files."""
+    """Return the one-line error of an export; check that it leaves no files."""
     there = output.exists()
     message = command_error(capsys, "export", folder, "--output", output, *options)
     assert output.exists() is there

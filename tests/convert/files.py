@@ -11,7 +11,7 @@ FORBIDDEN = ("weights_only", "add_safe_globals", "github", "Traceback", "\x1b", 
 
 
 def write(state, file, form="zip"):
-    """Save a checkpoint as "zip", in the "legacy" serialization, as "no crc" or as a plain "pickle"."""
+    """Save a checkpoint in the form "zip", "legacy" (serialization), "no crc" (zip without checksums) or "pickle"."""
     if form == "pickle":
         file.write_bytes(pickle.dumps({"args": argparse.Namespace()} | state, protocol=2))
         return
@@ -23,12 +23,12 @@ def write(state, file, form="zip"):
 
 
 def pickled(*instructions):
-    """Return a pickle of these instructions."""
+    """Return a pickle that consists of these instructions."""
     return b"\x80\x02" + b"".join(instructions) + b"."
 
 
 def write_pickle(file, content, legacy=False):
-    """Write a pickle as the content of a checkpoint."""
+    """Write a pickle in a file with the structure of a checkpoint."""
     if legacy:
         file.write_bytes(content)
         return
@@ -38,7 +38,7 @@ def write_pickle(file, content, legacy=False):
 
 
 def flip(content, place, bit=0):
-    """Return the bytes with one changed bit."""
+    """Return the bytes with one flipped bit."""
     return content[:place] + bytes([content[place] ^ 1 << bit]) + content[place + 1 :]
 
 

@@ -1,4 +1,4 @@
-"""Damage small checkpoints of every format, and check that a conversion fails in one line or returns a valid model."""
+"""Damage small checkpoints of every format; check that a conversion fails in one line or returns a valid model."""
 
 import argparse
 import json
@@ -17,7 +17,7 @@ from tests.convert.mega_lm import KINDS, mega_lm
 
 
 def megalodon_folder():
-    """Return the content of a Megalodon folder in the form of a fairseq file; `save` writes the folder."""
+    """Return the content of a Megalodon folder, structured like a fairseq file; `save` writes the folder."""
     args = argparse.Namespace(**megalodon.MODEL, **{TOKENIZER: {"path": None}, SHARDS: 1})
     return {"args": args, "model": megalodon.state()}
 
@@ -39,7 +39,7 @@ _LARGEST, _DIGITS = 2**31 - 1, "5,000 digits"
 
 
 def build(builder, folder):
-    """Return the content of a checkpoint that converts."""
+    """Return the content of a valid checkpoint."""
     torch.manual_seed(0)
     state = builder()
     if isinstance(state, dict):
@@ -50,7 +50,7 @@ def build(builder, folder):
 
 
 def save(state, folder):
-    """Write the checkpoint as the original does, a file or Megalodon's folder, and return its place."""
+    """Write the checkpoint in its original form (a file, or Megalodon's folder) and return the path."""
     args = vars(state["args"])
     if SHARDS not in args:
         torch.save(state, folder / "damaged.pt")
@@ -65,7 +65,7 @@ def save(state, folder):
 
 
 def _json(content):
-    """Return the text of a file; values without JSON form are replaced by a description, long numbers are kept."""
+    """Return the content as JSON. Values that JSON does not support become descriptions; long numbers are kept."""
 
     def plain(value):
         if isinstance(value, dict):
@@ -76,7 +76,7 @@ def _json(content):
 
 
 def survives(state, folder, description):
-    """Convert the checkpoint; return whether a model was written. Failure messages include `description`."""
+    """Convert the checkpoint; return whether a model was written. Assertion messages include `description`."""
     place, output = save(state, folder), folder / "output"
     try:
         report = convert_checkpoint(place, output)
@@ -103,5 +103,5 @@ def _check_fields(config, description):
 
 
 def changed(state, **args):
-    """Return a checkpoint with other args; its tensors are shared."""
+    """Return a checkpoint with other args, which shares the tensors."""
     return state | {"args": argparse.Namespace(**vars(state["args"]) | args)}

@@ -38,7 +38,7 @@ def encoder(name, tied, layers=LAYERS, embedding=None, positions=POSITIONS + 2):
 
 
 def checkpoint(model, **args):
-    """The dict saved by fairseq, without entries needed only for training."""
+    """Return the dict that fairseq saves, without entries that are needed only for training."""
     history = [{"num_updates": 500}, {"num_updates": 1000}]
     return {"args": argparse.Namespace(**args), "model": model, "optimizer_history": history}
 
@@ -70,7 +70,10 @@ def bert_head(name, classes=3, inner=WIDTH):
 
 
 def bert(heads=(), tied=True, tied_lm=True, **args):
-    """A luna_bert checkpoint; `heads` are `(name, classes)`, arguments that are None are omitted."""
+    """Return a luna_bert checkpoint.
+
+    `heads` are pairs (name, classes). Arguments that are None are omitted from the args.
+    """
     model = encoder("encoder.sentence_encoder", tied)
     embedding = model["encoder.sentence_encoder.embed_tokens.weight"]
     model["encoder.lm_head.weight"] = embedding if tied_lm else torch.randn_like(embedding)
@@ -96,7 +99,7 @@ def lra_args(arch, **changes):
 
 
 def lra21(arch="luna_lra_imdb", tied=False, layers=LAYERS, classes=2, towers=1, depth=1, **args):
-    """A Luna LRA checkpoint of the 2021 code."""
+    """Return a Luna LRA checkpoint of the 2021 code."""
     model = encoder("encoder.encoder", tied, layers) | linear("classifier.0", 10, towers * WIDTH)
     for index in range(1, depth):
         model |= linear(f"classifier.{index}", 10, 10)
@@ -105,7 +108,7 @@ def lra21(arch="luna_lra_imdb", tied=False, layers=LAYERS, classes=2, towers=1, 
 
 
 def sinusoids(length, width):
-    """Sinusoids of fairseq, computed number by number."""
+    """Return fairseq's sinusoids, computed number by number."""
     half = width // 2
     rows = [[position / 10000 ** (k / (half - 1)) for k in range(half)] for position in range(length)]
     angles = torch.tensor(rows)
@@ -113,7 +116,7 @@ def sinusoids(length, width):
 
 
 def lra23(arch="luna_lra_imdb", classes=2, towers=1, pre_logits=False, learned=False, image=False, **args):
-    """A Luna LRA checkpoint of the 2023 code: norm weights are stored minus one."""
+    """Return a Luna LRA checkpoint of the 2023 code, which stores norm weights minus one."""
     name = "encoder.encoder"
     values = {f"{name}.embed_tokens.weight": torch.randn(WIDTH), f"{name}.embed_tokens.bias": torch.randn(WIDTH)}
     positions = (POSITIONS if image else POSITIONS + 2) if learned else 0
@@ -130,13 +133,13 @@ def lra23(arch="luna_lra_imdb", classes=2, towers=1, pre_logits=False, learned=F
 
 
 def minus_one(model):
-    """The same model with norm weights stored minus one, as in the 2023 code."""
+    """Return the same model with norm weights stored minus one, as in the 2023 code."""
     is_norm = ("layer_norm.weight", "layernorm.weight")
     return {key: tensor - 1 if key.endswith(is_norm) else tensor for key, tensor in model.items()}
 
 
 def bert23(**args):
-    """A luna_bert checkpoint of the 2023 code."""
+    """Return a luna_bert checkpoint of the 2023 code."""
     state = bert(stop_min_lr=-1, **args)
     return state | {"model": minus_one(state["model"])}
 

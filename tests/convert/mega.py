@@ -1,4 +1,4 @@
-"""Small Mega checkpoints in fairseq's layout, with the tensors in the original's registration order."""
+"""Small Mega checkpoints in fairseq's layout; the tensors are in the original's registration order."""
 
 import argparse
 
@@ -35,7 +35,7 @@ def norm(name, kind):
     return tensors | {
         f"{name}.norm.running_mean": torch.randn(WIDTH),
         f"{name}.norm.running_var": 1 + torch.rand(WIDTH),
-        f"{name}.norm.num_batches_tracked": torch.tensor(70001),  # not representable in float16
+        f"{name}.norm.num_batches_tracked": torch.tensor(70001),  # float16 cannot represent this number
     }
 
 
@@ -79,7 +79,10 @@ def mega(
     depth=1,
     **args,
 ):
-    """A checkpoint of LRA or, with such an arch, of raw speech. Arguments that are None are omitted."""
+    """Return an LRA checkpoint or, for such an `arch`, a raw speech checkpoint.
+
+    Arguments that are None are omitted from the args.
+    """
     model = {f"{BODY}.embed_tokens.embed.weight": torch.randn(VOCABULARY, WIDTH)}
     if values:
         model = {f"{BODY}.embed_tokens.{part}": torch.randn(WIDTH) for part in ("weight", "bias")}
@@ -120,7 +123,7 @@ PATCH, SIDE, CLASSES = 4, 3, 5
 
 
 def mega_image(norm_type="layernorm", *, linear_patches=False, positions=True, hidden=None, **args):
-    """A checkpoint in the format of the training script. Arguments that are None are omitted."""
+    """Return a checkpoint in the format of the training script. Arguments that are None are omitted from the args."""
     patches = SIDE * SIDE
     model = {"pos_embed": torch.randn(1, patches, WIDTH)} if positions else {}
     weight = torch.randn(WIDTH, 3, PATCH, PATCH)

@@ -1,4 +1,4 @@
-"""Small Mega language models in fairseq's layout, with the tensors in the order of the original."""
+"""Small Mega language models in fairseq's layout; the tensors are in the original's order."""
 
 import argparse
 from itertools import pairwise
@@ -66,9 +66,10 @@ def mega_lm(
     ffn=True,
     **args,
 ):
-    """A checkpoint of a language model. `cutoffs` of an adaptive input, `softmax` of an adaptive softmax.
+    """Return a language model checkpoint.
 
-    Arguments that are None are omitted.
+    `cutoffs` belong to an adaptive input, `softmax` to an adaptive softmax. Arguments that are None are omitted from
+    the args.
     """
     model = {"decoder.version": torch.tensor([3.0])} | _embedding(size, cutoffs, factor)
     if embed_norm:

@@ -20,7 +20,7 @@ MODEL = {
 }
 PIECES = [("<unk>", 0.0, 2), ("<s>", 0.0, 3), ("</s>", 0.0, 3), ("\u2581a", -0.0, 1), ("bc", -1.0, 1)]
 PIECES += [(letter, -2.0 - index, 1) for index, letter in enumerate("\u2581abc")]
-# The dimensions along which ranks of the original shard a tensor, by the end of its name; others are replicated.
+# Dimension along which the original shards a tensor -> ends of the tensor names. Other tensors are replicated.
 SPLIT = {
     0: ("wz.weight", "wz.bias", "wv.weight", "wv.bias", "wr.weight", "wr.bias", "wh1.weight", "wh1.bias", "fc1.weight",
         "fc3.weight", "cema.alpha", "cema.delta", "cema.theta", "cema.gamma", "cema.omega", "timenorm.weight",
@@ -31,7 +31,7 @@ SPLIT = {
 
 
 def state(vocabulary=9, **settings):
-    """Return the tensors of a model under the original's names."""
+    """Return the tensors of a model under their original names."""
     c = MODEL | settings
     d, z, v, f, n, groups = (c[name] for name in
         ("model_dim", "z_dim", "value_dim", "ffn_hidden_dim", "cema_ndim", "norm_num_groups"))  # fmt: skip
@@ -74,7 +74,7 @@ def part(name, tensor, rank, ranks):
 
 
 def pieces(*, kinds=PIECES, model_type=2, byte_fallback=0, normalizer=b""):
-    """Return the bytes of a SentencePiece model; `normalizer` is its NormalizerSpec."""
+    """Return the bytes of a SentencePiece model; `normalizer` contains its NormalizerSpec."""
 
     def field(number, content):
         return bytes([number << 3 | 2, len(content)]) + content

@@ -1,4 +1,7 @@
-"""Luna files: heads, tasks, args and tensors that disagree, dtypes. `test_golden.py` has the fields of every kind."""
+"""Luna checkpoints: heads, tasks, contradictions between args and tensors, dtypes.
+
+`test_golden.py` has the configuration of every kind of checkpoint.
+"""
 
 import pytest
 import torch
@@ -74,7 +77,10 @@ LAYER = "encoder.sentence_encoder.layers.1"
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_lm_weight_against_its_flag(convert, make, tied):
-    """A weight different from the embedding stays untied for any flag; an equal one is tied unless the flag is off."""
+    """An output weight that differs from the embedding is not tied.
+
+    An equal one is tied unless `untie_weights_luna` is set.
+    """
     config = AutoConfig.from_pretrained(convert(make.bert(tied_lm=tied, untie_weights_luna=tied)))
     assert config.tie_word_embeddings is False
     assert ("args.untie_weights_luna" in convert.screen) is not tied
@@ -94,7 +100,7 @@ def test_nan_is_reported_and_converted(convert, make):
 
 
 def test_minus_one_is_undone_in_float32(convert, make):
-    """In half precision 1 + 2**-12 would be 1."""
+    """One is added to the norm weights in float32; in half precision, 1 + 2**-12 would be 1."""
     state = make.bert()
     norms = [key for key in state["model"] if key.endswith("layer_norm.weight")]
     for key in norms:
@@ -105,7 +111,7 @@ def test_minus_one_is_undone_in_float32(convert, make):
 
 @pytest.mark.parametrize("dtype", [None, "float16", "bfloat16"])
 def test_dtypes(convert, make, dtype):
-    """Half precision is written as float32 unless the option specifies another dtype."""
+    """Weights in half precision are written as float32 unless the option specifies another dtype."""
     state = half(make.bert())
     report = convert.report(state, *(["--dtype", dtype] if dtype else []))
     model = load(convert.output, AutoModelForMaskedLM)

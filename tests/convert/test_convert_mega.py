@@ -1,4 +1,4 @@
-"""Mega files of LRA and raw speech: values read from tensors and args, the two branches, invalid files."""
+"""Mega checkpoints of LRA and raw speech: values read from tensors and args, the two branches, invalid files."""
 
 import pytest
 import torch
@@ -55,7 +55,7 @@ def test_pixels(convert, normalization, expected):
 
 @pytest.mark.parametrize("legacy", [False, True])
 def test_branches(convert, legacy):
-    """The names and shapes are equal; the order distinguishes the branches."""
+    """The order of the tensors identifies the branch, since names and shapes are the same in both."""
     for branch, weight, damping in (("main", "delta", "alpha"), ("flash", "alpha", "delta")):
         state = mega(branch=branch)
         convert.output = convert.output.with_name(branch)
@@ -110,7 +110,7 @@ def test_counters_may_be_absent(convert):
 
 
 def test_dropout_of_the_head(convert):
-    """Dropout is applied before every layer of the head, with the probability of the encoder."""
+    """Dropout is applied before every layer of the head, with the dropout probability of the encoder."""
     head, inputs = load(convert(mega(dropout=0.5, act_dropout=0.0))).classifier.train(), []
     for linear in (head.dense, head.out_proj):
         linear.register_forward_pre_hook(lambda module, args: inputs.append(args[0]))

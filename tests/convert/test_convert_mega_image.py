@@ -1,4 +1,4 @@
-"""Checkpoints of Mega for images: names of classes, presets, and files of other code."""
+"""Mega checkpoints for images: class names, presets, and files of other code."""
 
 import argparse
 

@@ -24,7 +24,7 @@ def test_missing_activation_dropout_is_zero(convert, arch):
 
 @pytest.mark.parametrize("kind", ["tied", "untied", "adaptive", "adaptive, untied", "adaptive input"])
 def test_args_of_the_architecture(convert, kind):
-    """The args contain only the name of the architecture and fields that tensors do not determine."""
+    """The name of the architecture supplies all args that tensors do not determine."""
     state = mega_lm(**KINDS[kind])
     keep = ("arch", "task", "decoder_chunk_size", "normalize_before", "no_affine_final_norm", "no_scale_embedding")
     keep += ("adaptive_input_factor", "adaptive_softmax_factor", "truncation_length", "attention_activation_fn")
@@ -39,7 +39,7 @@ def test_args_of_the_architecture(convert, kind):
 
 
 def test_copies_that_are_not_tied(convert):
-    """Equal values with args that specify separate training, and different values with args that specify tying."""
+    """Weights are tied only if they have equal values and the args specify tying."""
     state = mega_lm(tied=True, share_decoder_input_output_embed=False)
     assert load(convert(state)).config.tie_word_embeddings is False
     state = mega_lm(share_decoder_input_output_embed=True)
@@ -50,7 +50,7 @@ def test_copies_that_are_not_tied(convert):
 
 
 def test_cutoffs_in_the_args(convert):
-    """Cutoffs may end with the vocabulary; others cause a warning."""
+    """Cutoffs in the args may end with the vocabulary size; other differences cause a warning."""
     convert(mega_lm(**KINDS["adaptive"] | {"adaptive_input_cutoff": f"12, 20,{VOCABULARY}"}))
     assert "warning" not in convert.screen
     convert.output = convert.output.with_name("other")
@@ -121,7 +121,7 @@ def test_bpe_of_a_dictionary_that_lacks_pieces(convert, shared_dir):
 
 
 def test_bpe(convert, shared_dir):
-    """All of GPT-2's pieces, in a different order."""
+    """A dictionary may contain all of GPT-2's pieces in a different order."""
     dictionary(convert, [*range(50256, -1, -1)])
     state = mega_lm()
     for name in (WORDS, OUT):

@@ -10,7 +10,7 @@ from luna_mega.convert.safe_load.reader import Checkpoint
 
 
 def source(state):
-    """Name and revision of the format that recognizes a checkpoint."""
+    """Return the name and revision of the format that recognizes a checkpoint."""
     found, revision, *_ = detect(Checkpoint(None, "", "zip", vars(state["args"]), state["model"], None))
     return found.facts.name, revision
 

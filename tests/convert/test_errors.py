@@ -1,4 +1,4 @@
-"""Checkpoints of every format with missing, unexpected and misshapen tensors, invalid args and inapplicable options."""
+"""Checkpoints of every format with missing, unexpected or misshapen tensors, invalid args or inapplicable options."""
 
 import functools
 import tempfile

@@ -44,7 +44,10 @@ def weights(folder):
 
 
 def convert_again(tmp_path, folder, *, head=None):
-    """Export the folder and convert the result: the tensors are bitwise equal."""
+    """Export the folder, convert the result, and check that tensors are bitwise equal.
+
+    Return the report of the export and the converted folder.
+    """
     report = export_checkpoint(folder, tmp_path / "fairseq" / "model.pt")
     back = tmp_path / "back"
     convert_checkpoint(tmp_path / "fairseq" / "model.pt", back, head=head)
@@ -53,7 +56,7 @@ def convert_again(tmp_path, folder, *, head=None):
     return report, back
 
 
-# Class, fields, and the architecture in the args.
+# Class, fields, and the architecture in the exported args.
 MADE_HERE = {
     "mlm": ("LunaForMaskedLM", {}, "luna_base_tied_512"),
     "mlm-untied": ("LunaForMaskedLM", {"tie_key_value": False, "tie_word_embeddings": False}, "luna_base_untied_512"),
@@ -137,7 +140,7 @@ MADE_HERE = {
         "mega_lm",
     ),
 }
-# Fields that differ after a conversion, because the original does not store them or the model does not use them.
+# Fields that a conversion does not restore: the original does not store them, or the model does not use them.
 UNUSED = {
     "narrow": {"problem_type"},
     "lra23": {"classifier_activation"},
@@ -197,7 +200,7 @@ def test_architectures_of_presets(preset, arch):
 
 
 def test_plus_one_after_training(convert, tmp_path):
-    """After further training, a norm weight differs from the weight in the file."""
+    """A norm weight that was trained further is exported as its new value minus one."""
     state = luna.bert23()
     folder = convert(state)
     model = LunaForMaskedLM.from_pretrained(folder)
@@ -213,7 +216,8 @@ def test_plus_one_after_training(convert, tmp_path):
 
 HALF = {
     "luna": luna.bert,
-    "luna, minus one": luna.lra23,  # half of a norm weight plus one is exact in float32
+    # a norm weight in half precision plus one is exact in float32
+    "luna, minus one": luna.lra23,
     "mega": lambda: mega(norm_type="batchnorm"),
     "mega values": lambda: mega("mega_lra_pf32", values=True, norm_type="batchnorm"),
     "lm adaptive": lambda: mega_lm(**KINDS["adaptive"]),
@@ -225,7 +229,7 @@ def test_half_precision_comes_back(convert, tmp_path, kind):
     state = half(HALF[kind]())
     report, _ = convert_again(tmp_path, convert(state))
     exported = read_checkpoint(tmp_path / "fairseq" / "model.pt").tensors
-    for tensors in (state["model"], exported):  # the dtype of a placeholder is not stored
+    for tensors in (state["model"], exported):  # the dtype of fairseq's placeholder is not stored
         tensors.pop("encoder.encoder.embed_positions._float_tensor", None)
     identical(state["model"], exported)
     assert report.dtype == "float16" and not any("was float16" in note for note in report.notes)
@@ -233,7 +237,7 @@ def test_half_precision_comes_back(convert, tmp_path, kind):
 
 @pytest.mark.parametrize("build", [luna.bert, luna.bert23])
 def test_half_precision_is_left_where_it_would_lose(convert, tmp_path, build):
-    """After further training, the float32 weights have more bits than the file."""
+    """Weights that were trained further in float32 are exported in float32 if half precision would round them."""
     folder = convert(half(build()))
     model = LunaForMaskedLM.from_pretrained(folder)
     with torch.no_grad():
@@ -265,7 +269,10 @@ def test_layer_norm_on_request(tmp_path, convention):
 
 @pytest.mark.parametrize("convention", ["main", "flash"])
 def test_convention_that_was_given(convert, tmp_path, convention):
-    """The input file is sorted; the export has the order that identifies the branch."""
+    """An export uses the convention that was passed to the conversion.
+
+    The tensors of the input file are sorted; the export has the order that identifies the branch.
+    """
     state = mega(branch="main")
     state["model"] = dict(sorted(state["model"].items()))
     convert_again(tmp_path, convert(state, "--ema-convention", convention))
@@ -302,7 +309,7 @@ def test_the_lm_head_of_a_converted_head_is_kept(convert, make, tmp_path):
     assert any("left out the heads b" in note for note in report.notes)
 
 
-# Class -> fields, of which each is an error that names it.
+# Class -> fields; each of them raises an error that names it.
 UNSUPPORTED_FIELDS = {
     "LunaForMaskedLM": {"pre_norm": True, "contextual_projection": False, "num_pack_attention_heads": 2}
     | {"share_layers": True, "position_embedding_type": "none", "scale_embedding": True, "embedding_norm": False}
@@ -382,7 +389,7 @@ def test_fields_of_training_are_a_warning(tmp_path, name, others, fields):
     assert {warning.split(" = ")[0] for warning in report.warnings} == fields.keys()
 
 
-# Converted file, edited fields, args that are replaced, and edits that fail with a part of the error.
+# Name -> converted file, edited fields, args that change, and edits that raise an error with the given text.
 EDITS = {
     "luna": (
         lambda: luna.lra21(sen_rep_type="mp", lr=[0.1], dropout=0.1),
@@ -437,7 +444,7 @@ def test_a_tied_tensor_is_written_once(convert, tmp_path):
 
 
 def test_layout_of_the_file(tmp_path):
-    """The file has the entries that fairseq's `_upgrade_state_dict` and `Trainer.load_checkpoint` look up."""
+    """The file has the entries that fairseq's `_upgrade_state_dict` and `Trainer.load_checkpoint` read."""
     export_checkpoint(save(tmp_path / "model", "LunaForMultipleChoice"), tmp_path / "model.pt")
     state = read(tmp_path / "model.pt")
     assert list(state) == ["args", "model", "optimizer_history", "extra_state"]

@@ -72,7 +72,7 @@ def test_absent_folder(tmp_path, capsys):
 
 
 def test_dictionaries(make, tmp_path):
-    """Dictionaries are written to the location expected by the task of the original."""
+    """Dictionaries are written to the paths at which the task of the original reads them."""
     dictionary = make.dictionary(tmp_path / "given.txt")
     fields = {"id2label": {0: "no", 1: "not at all", 2: "yes"}}
     folder = save(tmp_path / "model", LunaForSequenceClassification, **fields)

@@ -1,4 +1,4 @@
-"""Checkpoints of the original code: conversions have all tensors, and exports are equal to them."""
+"""Checkpoints of the original code: conversions have all tensors, and exports equal the checkpoints."""
 
 import json
 

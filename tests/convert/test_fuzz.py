@@ -1,4 +1,4 @@
-"""Checkpoints of every format with garbled arguments, and with weights of the wrong kind."""
+"""Checkpoints of every format with invalid args or with weights of an invalid type."""
 
 import argparse
 import random

@@ -26,7 +26,7 @@ UNCHECKED = ("its zip entries have no CRC-32", "it has torch's legacy format")
 
 @pytest.fixture
 def watched():
-    """Return the calls that would execute a program; the list must stay empty."""
+    """Return the list of calls that would execute a program; it must stay empty."""
     calls, active = [], [True]
     running = {"os.system", "os.exec", "os.posix_spawn", "os.spawn", "subprocess.Popen", "pty.spawn"}
     # An audit hook cannot be removed; it does nothing after the test.
@@ -36,14 +36,14 @@ def watched():
 
 
 def understood(file):
-    """The tensors that a conversion would write, its configuration, and its warnings; no files are written."""
+    """Return the tensors that a conversion would write, its configuration, and its warnings; write no files."""
     source = _identify(read_checkpoint(file), None, "auto", "auto")
     tensors = convert_tensors(source.mapping, source.checkpoint.tensors, source.minus_one, torch.float32)
     return tensors, source.target.config.to_dict(), [*source.checkpoint.warnings, *source.warnings]
 
 
 def outcome(file, folder, original):
-    """Return "error" with one line and no files, "equal" to the original, or "warned"."""
+    """Return "error" (one line, no files), "equal" (to the original) or "warned"."""
     try:
         tensors, config, warnings = understood(file)
     except ConversionError as error:
@@ -58,7 +58,7 @@ def outcome(file, folder, original):
 
 
 def flip(content, choose, head):
-    """One to three bits, two of three times in the first bytes, which contain the structure."""
+    """Flip one to three bits; two thirds of them are in the first bytes, which contain the structure."""
     content = bytearray(content)
     for _ in range(choose.choice((1, 1, 1, 3))):
         place = choose.randrange(min(head, len(content)) if choose.random() < 2 / 3 else len(content))
@@ -85,9 +85,10 @@ FOLDER = ("consolidated.01.pth", "config.json", "consolidate_config.json", "toke
 
 @pytest.mark.parametrize("damaged", ["zip", "legacy", *FOLDER])
 def test_flipped_bits_of_conversions(tmp_path, watched, damaged):
-    """Fewer examples, because each writes a folder.
+    """A file with flipped bits converts with equal weights or raises an error; it never executes a program.
 
-    Settings have no checksum: a flipped digit may result in another model. Weights are unchanged or rejected.
+    Settings have no checksum: a flipped digit may result in another model. There are fewer examples than for reading,
+    because each writes a folder.
     """
     source, output, choose = tmp_path / "source", tmp_path / "output", random.Random(damaged)
     if damaged in FOLDER:
@@ -131,7 +132,7 @@ GLOBALS = [
 
 
 def instruction(choose):
-    """One random instruction of a pickle, valid or not."""
+    """Return a random instruction of a pickle, which may be invalid."""
     text = choose.choice(
         [b"model", b"args", b"touch hacked", b"cfg", b"storage", b"0", b"\xed\xa0\x80", b"a\nb\x1b[2J"]
     )
@@ -154,7 +155,7 @@ def instruction(choose):
 
 
 def hostile_pickle(choose):
-    """A pickle of a dict with a random model and random args, or a completely random pickle."""
+    """Return a pickle of a dict with a random model and random args, or a completely random pickle."""
     body = b"".join(instruction(choose) for _ in range(choose.randrange(1, 12)))
     if choose.random() < 0.3:
         return b"\x80" + bytes([choose.choice([2, 2, 2, 3, 4])]) + body + b"."
@@ -184,7 +185,7 @@ def test_hostile_pickles(tmp_path, watched, legacy, monkeypatch):
 
 
 def planned(checkpoint):
-    """The configuration converted from a fixture, or the end of the error if it is only a part of a model."""
+    """Return the configuration converted from a fixture, or the text of the error if it is only part of a model."""
     try:
         return _identify(checkpoint, None, "auto", "auto").target.config.to_dict()
     except ConversionError as error:

@@ -1,6 +1,7 @@
-"""Conversions return the results in `golden.json`, and exports the converted files.
+"""Conversions give the results in `golden.json`, and exports give the converted files.
 
-`python -m tests.convert.test_golden` writes it after an intended change; it depends on no version or random number.
+`python -m tests.convert.test_golden` writes `golden.json` after an intended change. The file does not depend on
+versions or random numbers.
 """
 
 import functools
@@ -25,12 +26,12 @@ from tests.convert.test_translation import LUNA_KINDS, MEGA_KINDS
 FILE = Path(__file__).with_name("golden.json")
 PREDICTION = {"task": "sentence_prediction"}
 IMAGE = {"values": True, "sen_rep_type": "mp"}
-OLD = {"rotary": True, "chunk": None, "max_positions": None}  # args that the architecture determines
+OLD = {"rotary": True, "chunk": None, "max_positions": None}  # these args follow from the architecture
 NO_FFN = {"ffn": False, "truncation_length": 9}
 SPEECH = {"arch": "mega_sc_raw_big", "values": True, "norm_type": "batchnorm", "prenorm": True, "classes": 10}
 NO_SIZES = {"encoder_layers": None, "encoder_attention_heads": None}
 UNTIED = {"tied": False, "tied_lm": False}
-# Fields that do not depend on each other are in one checkpoint.
+# Independent fields share a checkpoint.
 BUILDERS = [
     (luna.bert, [{}, UNTIED, UNTIED | {"untie_luna_kv": True, "untie_weights_luna": True}]),
     (luna.bert, [{"heads": [("pooling_classification_head", 3), ("attention_classification_head", 3)]}]),
@@ -104,7 +105,7 @@ def build_checkpoint(build, fields, folder):
     if isinstance(made, dict):
         torch.save(made, folder / "checkpoint.pt")
     elif isinstance(made, nn.Module):
-        for parameter in made.parameters():  # those that are 1 are norm weights
+        for parameter in made.parameters():  # parameters that are 1 are norm weights
             parameter.data = float(parameter.eq(1).all()) + 0.1 * numbers(parameter.shape)
         made.save_pretrained(folder / "built")
         export_checkpoint(folder / "built", folder / "checkpoint.pt")
@@ -114,13 +115,13 @@ def build_checkpoint(build, fields, folder):
 def digest(tensors):
     """Return the number of tensors, and a digest of their names, dtypes, shapes and values."""
     names = str([(name, str(x.dtype), list(x.shape)) for name, x in tensors.items()]).encode()
-    inexact = ("projected_positions", "rope.freqs")  # sines and powers differ between machines in the last bit
+    inexact = ("projected_positions", "rope.freqs")  # the last bit of sines and powers depends on the machine
     values = [x.float().numpy().tobytes() for name, x in tensors.items() if not name.endswith(inexact)]
     return f"{len(tensors)} {hashlib.sha256(b''.join([names, *values])).hexdigest()[:12]}"
 
 
 def contents(path):
-    """Return the args and the digest of the tensors of every file of a checkpoint."""
+    """Return the args and the digest of the tensors for every file of a checkpoint."""
     if path.is_file():
         state = read(path)
         return {"args": vars(state["args"]), "tensors": digest(state["model"])}
@@ -129,12 +130,13 @@ def contents(path):
 
 
 def check_arrived(source, ours, report):
-    """Assert that a model has every tensor of the file, with its values, and no others."""
+    """Check that a model has exactly the tensors of the file, with their values."""
     raised = report["decisions"].get("layer_norm") == "plus-one"
     assert ours.keys() <= {row["target"] for row in report["mapped"]}
     assert sorted(row["source"] for row in report["mapped"] + report["dropped"]) == sorted(source.tensors)
     for row in report["mapped"]:
-        if row["target"] in ours:  # folders of a head also have the weights of the language model
+        # the report also lists weights of the language model, which models with a head do not have
+        if row["target"] in ours:
             key = row["source"]
             is_norm = key.endswith(("layer_norm.weight", "layernorm.weight"))
             expected = source.tensors[key] + (is_norm and raised)
@@ -143,15 +145,15 @@ def check_arrived(source, ours, report):
 
 
 def check_came_back(source, exported, report):
-    """Assert that an export has the tensors and args of the converted file; Mega's are in the same order."""
+    """Check that an export has the tensors and args of the converted file, for Mega in the same order."""
     left_out = {row["source"] for row in report["dropped"] if row["source"].startswith("classification_heads.")}
     expected = {key: tensor for key, tensor in source.tensors.items() if key not in left_out}
-    kept = report["args"]  # without folders of the machine
+    kept = report["args"]  # args without folders of the machine
     assert exported.tensors.keys() == expected.keys() and exported.num_updates == source.num_updates
     assert exported.args == {**source.args, **{name: kept[name] for name in source.args.keys() & {"data_path"}}}
     assert not report["source"]["layout"].startswith("mega_") or list(exported.tensors) == list(expected)
     for key, tensor in expected.items():
-        if key.endswith("_float_tensor"):  # without content, as fairseq allocated it
+        if key.endswith("_float_tensor"):  # fairseq does not initialize this tensor
             assert exported.tensors[key].shape == tensor.shape
         elif key.endswith("projected_positions"):
             torch.testing.assert_close(exported.tensors[key], tensor, rtol=0, atol=1e-6)
@@ -160,13 +162,13 @@ def check_came_back(source, exported, report):
 
 
 def record(build, fields, folder):
-    """Return the results of a conversion, and of exports with and without the record of the conversion."""
+    """Return the results of a conversion, and of exports with and without the conversion record."""
     made, model = build_checkpoint(build, fields, folder), folder / "model"
     source = made if isinstance(made, Path) else folder / "checkpoint.pt"
     convert_checkpoint(source, model)
     config, report = (json.loads((model / name).read_text()) for name in ("config.json", "conversion_report.json"))
     content = open_checkpoint(source)
-    arrived = load_file(model / "model.safetensors")  # `test_fixtures.py` loads models
+    arrived = load_file(model / "model.safetensors")  # `test_fixtures.py` loads the models
     check_arrived(content, arrived, report)
     if isinstance(made, nn.Module):
         identical({name: tensor for name, tensor in made.state_dict().items() if name in arrived}, arrived)
@@ -191,10 +193,10 @@ def record(build, fields, folder):
 
 @pytest.mark.parametrize("case", CASES)
 def test_golden(tmp_path, case):
-    """Every tensor arrives, the export equals the source, and all results are the recorded ones."""
+    """All tensors are converted, the export equals the source, and all results equal the recorded ones."""
     found, expected = record(*CASES[case], tmp_path), golden()[case]
     assert found == expected
-    assert json.dumps(found) == json.dumps(expected)  # args and fields in the same order
+    assert json.dumps(found) == json.dumps(expected)  # args and fields are in the same order
 
 
 if __name__ == "__main__":

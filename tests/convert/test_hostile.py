@@ -1,4 +1,4 @@
-"""Untrusted content: nothing is executed, and errors are one line of limited length."""
+"""Untrusted content is never executed, and errors are one line of limited length."""
 
 import argparse
 import collections
@@ -23,7 +23,7 @@ FORMS = ("legacy", "no crc")
 
 
 class Attack:
-    """An object that creates a file when it is unpickled by an ordinary unpickler."""
+    """An object that runs a command when an ordinary unpickler loads it."""
 
     def __init__(self, command):
         self.command = command
@@ -51,7 +51,7 @@ def test_code_in_a_checkpoint_is_not_executed(convert, make, tmp_path, monkeypat
 
 @pytest.mark.parametrize(("kind", "place"), diagonal(HOSTILE, itertools.product((False, True), repeat=2)))
 def test_no_pickle_is_executed(tmp_path, kind, place):
-    """The weights of Megalodon are a pickle as well, without the args of fairseq."""
+    """No pickle is executed, including those that contain Megalodon's weights without fairseq args."""
     is_folder, legacy = place
     source = damaged = tmp_path / "model.pt"
     if is_folder:
@@ -78,7 +78,7 @@ def test_omegaconf_objects_raise_with_their_name(convert):
 
 
 def changed(change):
-    """Return a builder of a checkpoint with other tensors."""
+    """Return a function that builds a checkpoint with changed tensors."""
 
     def build():
         state = luna.bert()
@@ -138,7 +138,7 @@ TENSORS = {
     "meta": (lambda x: x.to("meta"), NOT_DENSE),
     "text": (lambda x: "nothing", NOT_DENSE),
 }
-# Content of a checkpoint, or a function that returns it, and a part of the error.
+# Name -> content of a checkpoint (or a function that returns it), and a part of the error.
 CONTENT = {
     "a list": ([1, 2], "list"),
     "args as a dict": ({"args": {"arch": "luna"}, "model": {}}, "'args' is a dict"),
@@ -182,13 +182,13 @@ def test_sizes_strides_and_storages_that_contradict_each_other(convert, form, ch
     write(state, convert.file, form)
     message = convert.error()
     assert f"tensor '{WEIGHT}' of shape [16, 16]" in message and "does not fit its storage" in message
-    write(state, convert.file)  # with checksums, it is as its writer wanted it
+    write(state, convert.file)  # valid checksums mean that the writer intended this content
     assert convert_checkpoint(convert.file, convert.output).warnings == []
 
 
 @pytest.mark.parametrize(("rows", "form"), diagonal([1 << 28, (1 << 31) - 1, 1 << 40], FORMS))
 def test_expanded_tensors_without_checksums(convert, rows, form):
-    """A file of a few kB that requests more memory than a machine has."""
+    """A file of a few kB that requests more memory than a machine has raises an error."""
     write(expanded(rows)(), convert.file, form)
     message = convert.error()
     assert "bytes of memory and repeat" in message or "does not fit its storage" in message
@@ -207,7 +207,7 @@ def test_tensors_that_share_a_storage_without_being_tied(convert, form):
 @pytest.mark.parametrize(("build", "form"), diagonal([luna.bert, luna.lra21, luna.lra23], FORMS))
 def test_sound_files_without_checksums_are_converted(convert, form, build):
     state = build()
-    if build == luna.bert:  # as in a fairseq file
+    if build == luna.bert:  # fairseq files also contain the optimizer state
         state["last_optimizer_state"] = {"state": {0: {"exp_avg": torch.zeros(3)}}, "param_groups": [{"lr": 0.1}]}
     write(state, convert.file, form)
     tensors = read_checkpoint(convert.file).tensors
@@ -303,7 +303,7 @@ def test_args_become_plain_values(convert, make):
 
 
 def test_numpy_numbers_of_numpy_1(tmp_path, make):
-    """NumPy before 2.0 pickles the same function under another module name."""
+    """Numbers that NumPy before 2.0 pickled, with another module name of the same function, are read."""
     file = tmp_path / "model.pt"
     write(make.bert(lr=numpy.float64(0.5)), file, "legacy")
     content = file.read_bytes()

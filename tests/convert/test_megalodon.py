@@ -89,7 +89,7 @@ def test_half_precision_stays_as_it_is(tmp_path):
     assert {x.dtype for x in stored.values() if x.is_floating_point()} == {torch.bfloat16}
     export_checkpoint(tmp_path / "model", tmp_path / "back")
     same_folder(source, tmp_path / "back")
-    # The model stores rates and frequencies in float32 with the values of the file.
+    # The model stores rates and frequencies in float32, with the values of the file.
     MegalodonForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.bfloat16).save_pretrained(tmp_path / "again")
     shutil.copy(tmp_path / "model" / "conversion_report.json", tmp_path / "again")
     export_checkpoint(tmp_path / "again", tmp_path / "again-back")
@@ -145,7 +145,8 @@ def test_the_tokenizer_has_the_ids_of_the_original(tmp_path):
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
     assert len(tokenizer) == 9 + 256 and tokenizer.pad_token_id == 9
     assert tokenizer("a  bca").input_ids == [1, 3, 5, 4, 6] and tokenizer.decode([1, 3, 5, 4, 6], True) == "a bca"
-    assert tokenizer("</s>").input_ids == [1, 5, 0]  # text that looks like a special token is tokenized as text
+    # text that looks like a special token is tokenized as ordinary text
+    assert tokenizer("</s>").input_ids == [1, 5, 0]
     assert tokenizer.convert_ids_to_tokens([9, 10, 264]) == ["<pad>", "<extra_10>", "<extra_264>"]
     (source / "tokenizer.model").write_bytes(
         pieces(kinds=[("<unk>", 0.0, 2), *(("xyz"[i] * (i + 1), -1.0, 1) for i in range(3)), *PIECES[4:]])
@@ -179,7 +180,7 @@ def test_info_verify_and_card(tmp_path, capsys):
 
 
 def broken(change):
-    """Return a function that changes a tensor of the first or only shard."""
+    """Return a function that changes a tensor of the first shard in a folder."""
 
     def apply(path):
         file = next(iter(sorted(path.glob("consolidated*.pth"))))

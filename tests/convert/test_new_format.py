@@ -1,4 +1,4 @@
-"""A format that is registered by a user: convert, export and info work without changes to the package."""
+"""A format registered by a user works in convert, export and info without changes to the package."""
 
 import argparse
 
@@ -37,7 +37,7 @@ def size(key, axis):
 
 
 class TinyFormat(Format):
-    """Multiple choice, saved by code whose args say neither widths nor an `arch`, and that is not fairseq."""
+    """A multiple-choice format that is not fairseq's; its args contain neither widths nor an `arch`."""
 
     facts = Facts(
         name="tiny",

@@ -38,7 +38,7 @@ def test_occupied_output(convert, make):
     ("error", "there"), [(OSError("no space left"), False), (KeyboardInterrupt(), True), (RuntimeError("bug"), False)]
 )
 def test_failed_write_leaves_no_files(convert, make, monkeypatch, error, there):
-    """The failure comes after the weights are on the disk."""
+    """A write that fails after the weights are on the disk leaves no files."""
     if there:
         convert.output.mkdir()
     before = sorted(convert.output.parent.rglob("*"))
@@ -72,7 +72,7 @@ SIGNALS = [("SIGINT", 130, "luna-mega convert: interrupted\n"), ("SIGTERM", 143,
 
 @pytest.mark.parametrize(("name", "status", "screen"), SIGNALS)
 def test_interrupted_conversion_leaves_no_files(convert, make, monkeypatch, name, status, screen):
-    """In this process; `test_signals_leave_no_files` starts others."""
+    """A conversion that is interrupted in this process leaves no files; `test_signals_leave_no_files` uses others."""
     convert.save(make.bert())
     monkeypatch.setattr(importer.Report, "save", lambda *_: signal.raise_signal(getattr(signal, name)))
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -89,11 +89,14 @@ def test_interrupted_conversion_leaves_no_files(convert, make, monkeypatch, name
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "status", "screen"), [*SIGNALS, ("SIGKILL", -9, "")])
 def test_signals_leave_no_files(convert, make, repo_root, name, status, screen):
-    """A killed process cannot clean up; the next conversion removes its files, but none of a running process."""
+    """An interrupted process removes its files.
+
+    A killed process cannot; the next conversion removes its files, but not those of a running process.
+    """
     convert.save(make.bert())
     argv = ["convert", str(convert.file), "--output", str(convert.output)]
     command = [sys.executable, "-c", STOPPED_HALFWAY, name, *argv]
-    # A process in the background may inherit an ignored SIGINT.
+    # a process in the background may inherit an ignored SIGINT
     done = subprocess.run(
         command,
         cwd=repo_root,
@@ -124,7 +127,7 @@ def test_full_disk(convert, make):
 
 
 def test_report(convert, make):
-    """`test_golden.py` has the complete report of every kind of file."""
+    """The report has the source, the args and the mapping; `test_golden.py` has complete reports."""
     report = convert.report(make.bert(heads=[("a_head", 3)], lr=[0.1], fp16=False))
     assert len(report["source"]["sha256"]) == 64 and report["source"]["file"] == "model.pt"
     assert report["args"]["lr"] == [0.1] and report["args"]["task"] == "masked_lm"
@@ -143,7 +146,7 @@ def test_model_card(convert, make):
 
 
 def test_no_file_names_a_folder_of_this_machine(convert, make):
-    """Dictionaries, mismatched labels, a tokenizer, and args of a training run on this machine."""
+    """No output file contains a path of this machine, which args and input files may contain."""
     here = str(convert.source.parent)
     make.dictionary(convert.source / "dict.txt")
     make.dictionary(convert.source / "label-bin" / "dict.txt", symbols=9)
@@ -208,7 +211,7 @@ def test_public_function_checks_its_options(tmp_path):
 
 
 def test_locale_without_utf8_is_named(convert, make, monkeypatch):
-    """`test_locale_of_a_process` starts others."""
+    """A locale without UTF-8 raises an error that names it; `test_locale_of_a_process` uses real locales."""
     monkeypatch.setattr(sys, "getfilesystemencoding", lambda: "ascii")
     monkeypatch.setattr(os, "fsencode", lambda text: os.fspath(text).encode("ascii", "surrogateescape"))
     convert.output = convert.output.with_name("bé")
@@ -218,7 +221,7 @@ def test_locale_without_utf8_is_named(convert, make, monkeypatch):
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "output"), [("modèle.pt", "a"), ("plain.pt", "bé")])
 def test_locale_of_a_process(convert, make, repo_root, name, output):
-    """A link avoids reading the file name, but the libraries that write weights need UTF-8."""
+    """File names that the locale cannot encode are read through a link; output paths that it cannot encode raise."""
     convert.save(make.bert())
     environment = os.environ | {"LC_ALL": "POSIX", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
     file = convert.file.rename(convert.source / name)

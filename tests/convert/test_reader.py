@@ -20,17 +20,17 @@ def keep(share):
 
 
 def without_storages(content):
-    """Replace the list of the keys of the storages."""
+    """Return a legacy file in which the list of storage keys is empty."""
     return content[: content.rindex(b"\x80\x02]")] + b"\x80\x02]."
 
 
 def without_a_crc(content):
-    """0 is the CRC-32 of empty data, so it is not exempt if other entries have a CRC."""
+    """Set one CRC-32 to 0 (the CRC of empty data), which is still checked if other entries have a CRC."""
     place = content.rindex(b"/data/3PK") - len("model") - 30
     return content[:place] + bytes(4) + content[place + 4 :]
 
 
-# Serialization, damage to the bytes, and a part of the error.
+# Name -> serialization, damage to the bytes, and a part of the error.
 DAMAGES = {
     "empty": ("zip", lambda content: b"", "empty"),
     "other bytes": ("zip", lambda content: bytes(range(100, 200)), "not a checkpoint"),
@@ -41,7 +41,7 @@ DAMAGES = {
     "trailing bytes": ("legacy", lambda content: content + b"more", "4 bytes follow the last storage"),
     "no storages": ("legacy", without_storages, "no data for"),
     "no CRC of an entry": ("zip", without_a_crc, "entry 'model/data/3' has CRC-32"),
-    # Only in the directory the name of an entry is followed by the signature of the next.
+    # only in the directory is an entry's name followed by the signature of the next entry
     "moved": ("zip", lambda x: x.replace(b"model/data/1PK", b"model/data/2PK"), "at the offset in the zip directory"),
 }
 
@@ -85,7 +85,7 @@ def test_serializations(convert, make, form):
     assert report["warnings"] == list(read.warnings) and bool(read.unchecked) is bool(read.warnings)
     if form == "zip":
         assert read.warnings == ()
-        convert.file.write_bytes(content + bytes(100))  # the directory is found up to 64 KiB before the end
+        convert.file.write_bytes(content + bytes(100))  # the directory is searched in the last 64 KiB
         again = read_checkpoint(convert.file)
         assert again.args == read.args and again.sha256 != read.sha256
         return

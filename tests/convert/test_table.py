@@ -1,4 +1,4 @@
-"""The argument tables: both directions, and errors for meaningless values."""
+"""The argument tables: conversion in both directions, and errors for meaningless values."""
 
 import functools
 from types import SimpleNamespace
@@ -70,7 +70,7 @@ def test_an_activation_that_means_nothing(value):
 
 @pytest.mark.parametrize("found", registered_formats(), ids=lambda found: found.facts.name)
 def test_every_argument_stands_once(found):
-    """If rows have the same name in a revision, the first one is written and one specifies the type."""
+    """Every argument has one row with a type per revision; the first row with its name is written."""
     for revision in writer_of(found).revisions:
         rows = [row for row in found.table if row.revision in (None, revision)]
         kinds = {(row.name, row.kind) for row in rows if row.name and row.kind is not None}
@@ -169,7 +169,7 @@ def test_weights_that_are_not_real(convert, dtype, key):
     assert f"tensor {key!r} has dtype {str(dtype)[6:]}" in convert.error(state)
 
 
-# Checkpoint, and the fields of which its args contradict the tensors.
+# Name -> checkpoint, and the fields in which its args contradict the tensors.
 CONTRADICTIONS = {
     "luna": (
         lambda: luna.bert(encoder_ffn_embed_dim=99, max_positions=512, untie_luna_kv=True),

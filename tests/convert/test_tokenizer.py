@@ -1,4 +1,4 @@
-"""GPT-2 BPE and a dictionary as a fast tokenizer, compared with plain Python on small files."""
+"""Fast tokenizers made of GPT-2 BPE and a dictionary, compared with plain Python on small files."""
 
 import json
 import pickle
@@ -33,7 +33,7 @@ TEXTS = [
 
 
 class Reference(Gpt2):
-    """`encode` of one text, with a dictionary."""
+    """Encode one text with a fixed dictionary."""
 
     def __init__(self, merges, symbols):
         super().__init__(merges)
@@ -58,7 +58,7 @@ def bpe(tmp_path):
 
 @pytest.fixture
 def numbers():
-    """All GPT-2 ids of the small files, in another order, and two fillers."""
+    """Return the ids of all pieces of the small files in another order, followed by two filler symbols."""
     symbols = [str(number) for number in range(256 + len(MERGES) + 1)]
     random.shuffle(symbols)
     return [*symbols, "madeupword0000", "madeupword0001"]
@@ -122,7 +122,7 @@ def test_missing_piece_is_one_unknown(tmp_path, bpe, numbers, lacks):
 def test_text_of_unknown_tokens_only(tmp_path, bpe):
     tokenizer, missing = build(tmp_path, bpe, ["madeupword0000"])
     assert len(missing) == 256 + len(MERGES) and len(tokenizer) == 6
-    assert tokenizer("the abc").input_ids == [0, 3, 3, 3, 3, 2]  # t he Ġ abc
+    assert tokenizer("the abc").input_ids == [0, 3, 3, 3, 3, 2]  # the pieces are t, he, Ġ and abc
 
 
 def test_end_of_text_is_no_loss(tmp_path, bpe, numbers):
@@ -202,14 +202,14 @@ def test_both_kinds_of_folder(tmp_path, bpe, numbers):
     other = tmp_path / "hf"
     other.mkdir()
     (other / "merges.txt").write_bytes((bpe / "vocab.bpe").read_bytes().removesuffix(b"\n"))
-    # RoBERTa's vocab.json has the ids of RoBERTa's own dictionary.
+    # RoBERTa's vocab.json has the ids of RoBERTa's own dictionary
     pieces = ["<s>", "<pad>", *reversed(json.loads((bpe / "encoder.json").read_text()))]
     (other / "vocab.json").write_text(json.dumps({piece: index for index, piece in enumerate(pieces)}))
     assert read_gpt2_bpe(other) == read_gpt2_bpe(bpe)
 
 
 def checkpoint_with_dictionary(convert, make, symbols):
-    """A luna_bert checkpoint of 12 symbols, and its dictionary in the same directory."""
+    """Return a luna_bert checkpoint of 12 symbols, and write its dictionary to the same directory."""
     assert len(symbols) == make.SYMBOLS
     (convert.source / "dict.txt").write_text("".join(f"{symbol} 1\n" for symbol in symbols))
     return make.bert()
@@ -262,7 +262,8 @@ def test_class_travels_with_the_folder(convert, make, bpe, twelve):
         [sys.executable, "-c", code], capture_output=True, text=True, cwd=output.parent, stdin=subprocess.DEVNULL
     )
     assert done.stdout.splitlines()[0] == str(Reference(MERGES, twelve)("abc the abx")), done.stderr
-    assert done.returncode != 0 and "trust_remote_code=True" in done.stderr  # never other ids without saying so
+    # loading without the custom class raises an error instead of giving other ids
+    assert done.returncode != 0 and "trust_remote_code=True" in done.stderr
 
 
 def test_overwritten_line_is_the_later_id(tmp_path, bpe, numbers):

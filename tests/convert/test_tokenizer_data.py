@@ -1,4 +1,4 @@
-"""The true vocabulary on real text: 10,000 texts of WikiText-2 and RACE, against plain Python and transformers."""
+"""The complete GPT-2 vocabulary on 10,000 texts of WikiText-2 and RACE, compared with plain Python and transformers."""
 
 import json
 import random
@@ -25,7 +25,7 @@ def data(shared_dir):
 
 @pytest.fixture(scope="module")
 def texts(data):
-    """5,000 sentences of WikiText-2, and 5,000 lines, questions and options of RACE."""
+    """Return 5,000 sentences of WikiText-2, and 5,000 lines, questions and options of RACE."""
     lines = parquet.read_table(data / "wikitext2_raw" / "test-00000-of-00001.parquet")["text"].to_pylist()
     wiki = [sentence for line in lines for sentence in regex.split(r"(?<= [.?!])(?= )", line)]
     race = []
@@ -50,7 +50,7 @@ def complete(data):
 
 @pytest.fixture(scope="module")
 def thinned(data, symbols, tmp_path_factory):
-    """A dictionary without a third of the pieces, common and rare, and its tokenizer."""
+    """Return a dictionary without a random third of the pieces, its tokenizer, and the missing pieces."""
     left = random.Random(1).sample(symbols, len(symbols) * 2 // 3)
     path = tmp_path_factory.mktemp("thinned") / "dict.txt"
     path.write_text("".join(f"{symbol} 1\n" for symbol in left))
@@ -116,7 +116,7 @@ def test_equals_transformers_roberta(texts, complete, robertas):
 
 
 def test_special_tokens_in_text(complete, symbols, gpt2):
-    """Special tokens in a text are recognized, as in transformers; one option treats them as text, as in fairseq."""
+    """Special tokens in a text are recognized as in transformers, or treated as text as in fairseq with an option."""
     texts = ["a <unk> in WikiText</s>"]
     assert complete[0](texts).input_ids[0].count(3) == 1
     assert complete[0](texts, split_special_tokens=True).input_ids == gpt2.encode(symbols, texts)
@@ -124,7 +124,10 @@ def test_special_tokens_in_text(complete, symbols, gpt2):
 
 @pytest.mark.slow
 def test_speed(texts, complete, thinned, robertas, monkeypatch):
-    """Processor time: the best of seven alternating rounds for every 250 texts; `pytest -s` shows the rates."""
+    """Tokenizers take less than 1.1 times the processor time of transformers' RoBERTa; `pytest -s` shows the rates.
+
+    The time is the best of seven alternating rounds for every 250 texts.
+    """
     monkeypatch.setenv("TOKENIZERS_PARALLELISM", "false")
     tokenizers = {"transformers' RoBERTa": robertas, "complete": complete[0], "thinned": thinned[1]}
     seconds, tokens = dict.fromkeys(tokenizers, 0.0), 0

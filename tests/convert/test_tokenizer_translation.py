@@ -1,4 +1,4 @@
-"""Dictionaries of translation models as fast tokenizers, against subword-nmt's and fairseq's steps in plain Python."""
+"""Tokenizers of translation models, compared with the steps of subword-nmt and fairseq in plain Python."""
 
 import pickle
 import random
@@ -29,7 +29,7 @@ def merge(pieces, pair):
 
 
 def segment(word, merges):
-    """The symbols of a word: `encode` and `segment` of subword-nmt's apply_bpe.py, version 0.2."""
+    """Return the symbols of a word as `encode` and `segment` of subword-nmt's apply_bpe.py (version 0.2) do."""
     ranks = {pair: rank for rank, pair in reversed(list(enumerate(merges)))}
     pieces = spell(word)
     while len(pieces) > 1:
@@ -41,7 +41,7 @@ def segment(word, merges):
 
 
 def learn(lines, count):
-    """Merges as subword-nmt's learn_bpe.py finds them: `count` times the most frequent pair of pieces."""
+    """Return the merges that subword-nmt's learn_bpe.py finds: `count` times the most frequent pair of pieces."""
     words = Counter(word for line in lines for word in line.split())
     spelt, merges = {word: spell(word) for word in words}, []
     for _ in range(count):
@@ -55,20 +55,20 @@ def learn(lines, count):
 
 
 def reference(text, symbols, merges):
-    """subword-nmt, then fairseq's `encode_line`."""
+    """Return the ids from subword-nmt followed by fairseq's `encode_line`."""
     index = {symbol: number for number, symbol in enumerate([*SPECIALS, *symbols])}
     pieces = [piece for word in text.split() for piece in segment(word, merges)]
     return [*(index.get(piece, 3) for piece in pieces), 2]
 
 
 def remove_bpe(sentence):
-    """The `process_bpe_symbol` of fairseq for `@@ `."""
+    """Remove `@@ ` as fairseq's `process_bpe_symbol` does."""
     return (sentence + " ").replace("@@ ", "").rstrip()
 
 
 @pytest.fixture(scope="module")
 def lines():
-    """Words of four letters, a few of them often, umlauts and an emoji among them."""
+    """Return lines of words with one to eight letters, umlauts and emojis included; a few words are frequent."""
     choose = random.Random(1)
     words = ["".join(choose.choices("abcdeöü😀", k=choose.randint(1, 8))) for _ in range(150)]
     return [" ".join(words[min(int(choose.expovariate(0.03)), 149)] for _ in range(12)) for _ in range(200)]
@@ -151,7 +151,7 @@ def test_saved_folder_needs_only_its_own_file(tmp_path, lines, merges):
 
 
 def test_complete_vocabulary_needs_no_custom_class(tmp_path):
-    """Merges whose every piece is a symbol."""
+    """A vocabulary that contains every piece of the merges needs no custom tokenizer class."""
     symbols = ["a@@", "a", "b", "b@@", "ab", "ab@@"]
     tokenizer = translation_tokenizer(*write(tmp_path, symbols, [("a", "b</w>"), ("a", "b")]))
     assert type(tokenizer) is TokenizersBackend
@@ -185,7 +185,7 @@ def test_sentencepiece(tmp_path):
 
 
 def test_fixture(parity_folder):
-    """The vocabulary of a checkpoint of the original, with ids from 4."""
+    """The tokenizer of an original checkpoint's dictionary has ids from 4."""
     dictionary = read_dictionary(parity_folder("luna", "s2s_tied") / "dict.en.txt")
     tokenizer = translation_tokenizer(dictionary)
     assert tokenizer("w000@@ w001 nothing").input_ids == [4, 5, 3, 2]

@@ -1,4 +1,4 @@
-"""Dictionaries of whitespace-separated symbols (Luna LRA) as a fast tokenizer."""
+"""Fast tokenizers made of dictionaries of whitespace-separated symbols (Luna LRA)."""
 
 import json
 import pickle
@@ -21,7 +21,7 @@ def build(tmp_path, prepend_cls=True, symbols=SYMBOLS, max_length=6):
 
 
 def reference(text, prepend_cls=True):
-    """fairseq-preprocess, then PrependTokenDataset."""
+    """Return the ids from fairseq-preprocess followed by PrependTokenDataset."""
     index = {symbol: number for number, symbol in enumerate([*SPECIALS, *SYMBOLS, "<CLS>"])}
     return [CLS] * prepend_cls + [index.get(symbol, 3) for symbol in text.split()] + [2]
 
@@ -49,7 +49,7 @@ def test_ids(tmp_path, prepend_cls):
 
 
 def test_special_tokens_only_match_complete_symbols(tmp_path):
-    """Special tokens are looked up like every symbol, and are not matched inside words."""
+    """Special tokens match complete symbols only, not parts of words."""
     assert build(tmp_path)("x</s>y", add_special_tokens=False).input_ids == [3]
 
 

@@ -1,4 +1,4 @@
-"""Translation models of Luna and Mega: dictionaries of two languages, norms stored minus one, names of languages."""
+"""Translation models of Luna and Mega: two dictionaries, norms stored minus one, names of languages."""
 
 import json
 
@@ -56,7 +56,7 @@ TWO = [("luna", "two vocabularies, pre-norm, fixed length"), ("mega", "two vocab
 
 @pytest.mark.parametrize(("family", "kind"), TWO)
 def test_dictionaries_go_there_and_back(tmp_path, family, kind):
-    """Weights, args and dictionaries; `test_golden.py` has the weights of every kind."""
+    """Args and dictionaries are unchanged after export and conversion; `test_golden.py` checks the weights."""
     ours = FAMILIES[family](**(LUNA_KINDS | MEGA_KINDS)[kind])
     ours.save_pretrained(tmp_path / "ours")
     sizes = (ours.config.vocab_size, ours.config.decoder_config.vocab_size)
@@ -88,7 +88,7 @@ def exported(tmp_path, family, change=None, **fields):
 
 
 def test_norms_stored_minus_one(tmp_path):
-    """A file of the 2023 code: norm weights around 0, specified by the option."""
+    """A file of the 2023 code, with norm weights around 0, converts with the option."""
     path = exported(tmp_path, "luna")
     content = read(path)
     norms = [key for key in content["model"] if "norm" in key and key.endswith(".weight")]
@@ -104,7 +104,7 @@ def test_norms_stored_minus_one(tmp_path):
 
 @pytest.fixture
 def checkpoint(tmp_path):
-    """A file of two vocabularies, without dictionaries in its directory."""
+    """Return a checkpoint with two vocabularies and no dictionaries in its directory."""
     return exported(tmp_path, "mega", **MEGA_KINDS["two vocabularies"])
 
 
@@ -112,7 +112,8 @@ def test_dictionaries(tmp_path, checkpoint):
     report = convert_checkpoint(checkpoint, tmp_path / "none")
     assert report.tokenizer is None and any("dict.source.txt or dict.target.txt" in note for note in report.notes)
     source, target = dictionary(tmp_path / "dict.en.txt", 19), dictionary(tmp_path / "dict.de.txt", 14)
-    convert_checkpoint(checkpoint, tmp_path / "both", dictionaries=[target, source])  # identified by their sizes
+    # the sizes determine which dictionary is the source's
+    convert_checkpoint(checkpoint, tmp_path / "both", dictionaries=[target, source])
     tokenizers = [AutoTokenizer.from_pretrained(tmp_path / "both", subfolder=name) for name in ("", "target")]
     assert [len(tokenizer) for tokenizer in tokenizers] == [19, 14]
     for given, message in (
@@ -140,7 +141,7 @@ def test_a_joint_vocabulary_has_one_dictionary(tmp_path):
     with pytest.raises(ConversionError, match="but the model has one embedding"):
         convert_checkpoint(path, tmp_path / "two", dictionaries=[one, other])
     separate = exported(tmp_path / "x", "mega", share_encoder_decoder_embeddings=False)
-    convert_checkpoint(separate, tmp_path / "both", dictionaries=[other, one])  # the first one is the source's
+    convert_checkpoint(separate, tmp_path / "both", dictionaries=[other, one])  # the first dictionary is the source's
     assert (tmp_path / "both" / "dict.txt").read_text() == other.read_text()
 
 
@@ -153,7 +154,7 @@ def test_tensors_take_precedence_over_args(tmp_path):
 
 @pytest.fixture(scope="module")
 def english(tmp_path_factory):
-    """A checkpoint whose source language is en, the folder that it is converted to, and its report."""
+    """Return a checkpoint whose source language is en, its converted folder, and the report."""
     place = tmp_path_factory.mktemp("english")
     path = exported(place, "mega", {"source_lang": "en"})
     convert_checkpoint(path, place / "folder")
@@ -162,7 +163,7 @@ def english(tmp_path_factory):
 
 @pytest.mark.parametrize("language", ["../../x", "/etc/x", "a\nb", "..\\x", ["en"], 3, "\x1b"])
 def test_language_name_is_not_a_path(tmp_path, english, language):
-    """The language name becomes part of a file name that conversions read and exports write."""
+    """A language name that is a path raises an error, because it becomes part of a file name."""
     state, folder, report = english
     torch.save(changed(state, source_lang=language), tmp_path / "a.pt")
     named = "args.source_lang = .* is not (a name|the name of a language)"

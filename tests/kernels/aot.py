@@ -158,7 +158,7 @@ def narrow_sums(ttir: str) -> list[str]:
 
 
 def read_budgets() -> dict[tuple[str, ...], dict[str, int]]:
-    """Return (op, kernel, case, arch) -> column -> limit: the least for tensor-core instructions, else the most."""
+    """Return (op, kernel, case, arch) -> column -> limit: a minimum for tensor core instructions, else a maximum."""
     with open(BUDGETS, newline="") as file:
         rows = list(csv.DictReader(file))
     return {tuple(row[name] for name in KEY): {name: int(row[name]) for name in COLUMNS} for row in rows}

@@ -10,7 +10,7 @@ LENGTH, SIZE = 4096, 64
 
 
 def inputs(batch, heads, rows, dtype, stateful, length=LENGTH, size=SIZE):
-    """Return query, pack_key, key, value, pack_query, count, mask, pack_mask, both means, count of the state."""
+    """Return query, pack_key, key, value, pack_query, count, mask, pack_mask, and the state (two means and count)."""
     tokens = [torch.empty(batch, length, heads, size, dtype=dtype, device="meta") for _ in range(4)]
     pack_query = torch.empty(batch, rows, heads, size, dtype=dtype, device="meta")
     count = torch.empty(batch, length, dtype=torch.int64, device="meta")

@@ -44,7 +44,7 @@ class Leaves:
         return moved
 
     def run(self, function=None, device="cpu", used=None, **options):
-        """Return outputs (those that are `used`), and gradients of a fixed random projection of them, on the CPU."""
+        """Return the outputs in `used` (default: all) and the gradients of a fixed random projection, on the CPU."""
         moved = self.on(device)
         outputs = (function or moved.call)(*moved.leaves, **options)
         outputs = (outputs,) if isinstance(outputs, torch.Tensor) else outputs

@@ -1,4 +1,4 @@
-"""`complex_ema`: the reference against numbers and gradients, coefficients of steps, and bad arguments."""
+"""`complex_ema`: the reference against plain Python and numerical gradients, coefficients, invalid arguments."""
 
 import cmath
 import math

@@ -62,7 +62,7 @@ def test_every_public_op_is_registered():
 
 @pytest.fixture
 def gpu(monkeypatch):
-    """A GPU of compute capability 9.0, as far as the choice is concerned; a function that sets another one."""
+    """Mock a GPU of compute capability 9.0 for the choice of a backend; yield a function that changes it."""
     pytest.importorskip("triton", reason="Triton is not installed")
 
     def set_capability(*capability):

@@ -48,7 +48,7 @@ COMPARISONS = [on_a_gpu, luna_attention, luna_causal_attention, averages_and_nor
 
 
 def results(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return exact numbers `[1, 4000, 2, 16]` with norms that decrease over the positions, and them with rounding."""
+    """Return rounded numbers `[1, 4000, 2, 16]` and the exact numbers, whose norms decrease by position."""
     generator, length = torch.Generator().manual_seed(0), 4000
     exact = torch.randn(1, length, 2, 16, dtype=torch.float64, generator=generator)
     exact /= torch.arange(1, length + 1)[:, None, None] ** 0.25

@@ -1,4 +1,4 @@
-"""Comparison used by every parity test. It records the largest difference per fixture for the summary of the run."""
+"""The comparison that every parity test uses; it records the largest difference per fixture for the summary."""
 
 import pytest
 import torch
@@ -8,7 +8,7 @@ from tests.parity.report import KINDS, PROPERTY
 
 
 class Parity:
-    """Collects `|actual - expected| / (atol + rtol * |expected|)`; a ratio above 1 is a failure."""
+    """Compare tensors and record `|actual - expected| / (atol + rtol * |expected|)`; a ratio above 1 fails."""
 
     def __init__(self, folders):
         self.worst = (0.0, 0.0, "nothing compared")
@@ -47,13 +47,13 @@ class Parity:
 
 @pytest.fixture(scope="session")
 def outputs(tmp_path_factory):
-    """The folder of the converted checkpoints, which all tests share."""
+    """Return the folder of the converted checkpoints, which all tests share."""
     return tmp_path_factory.mktemp("converted")
 
 
 @pytest.fixture
 def original(request, parity_folder, outputs):
-    """The fixture `family/name` that the parameter names."""
+    """Return the fixture `family/name` that the parameter specifies."""
     return Original(parity_folder(*request.param.split("/")), outputs)
 
 

@@ -1,4 +1,4 @@
-"""Fixtures of the original code: their tensors and tolerances, and their checkpoints, as stored and converted."""
+"""Fixtures of the original code: tensors, tolerances, and checkpoints, as stored and as converted."""
 
 import argparse
 import copy
@@ -33,7 +33,7 @@ def _load(folder: Path, auto: Any, **fields: Any) -> Any:
 
 
 class Original:
-    """A folder of fixtures. Its checkpoint is converted once for every head."""
+    """A folder of fixtures. Its checkpoint is converted once per head."""
 
     def __init__(self, folder: Path, outputs: Path):
         self.folder, self.outputs = folder, outputs / folder.parent.name / folder.name
@@ -46,11 +46,11 @@ class Original:
         self.parameters: dict[str, torch.nn.Parameter] = {}
 
     def time_major(self, name: str) -> torch.Tensor:
-        """Return a tensor that the fixture stores with time before the batch."""
+        """Return a tensor that the fixture stores time-major, with the batch first."""
         return self.io[name].transpose(0, 1).contiguous()
 
     def starting_with(self, prefix: str) -> dict[str, torch.Tensor]:
-        """Return the tensors whose names start with `prefix`, without it."""
+        """Return the tensors whose names start with `prefix`; the prefix is removed from the names."""
         return {name.removeprefix(prefix): x for name, x in self.io.items() if name.startswith(prefix)}
 
     def weights(self) -> dict[str, torch.Tensor]:
@@ -60,7 +60,7 @@ class Original:
         return {name: x for name, x in weights.items() if "_float_tensor" not in name}
 
     def convert(self, head: str | None = None) -> Path:
-        """Return the folder of the converted checkpoint, or of transformers v4, which needs no conversion."""
+        """Return the folder of the converted checkpoint; folders of transformers v4 are returned unchanged."""
         if self.folder.name.startswith("hf_"):
             return self.folder
         output = self.outputs / (head or "default")
@@ -70,7 +70,7 @@ class Original:
         return output
 
     def load(self, auto: Any = None, head: str | None = None, **fields: Any) -> Any:
-        """Return a copy of the converted model, in the class that its `config.json` names or by an Auto class."""
+        """Return a copy of the converted model, in the class of its `config.json` or of an Auto class."""
         return copy.deepcopy(_load(self.convert(head), auto, **fields))
 
     def report(self, head: str | None = None) -> dict[str, Any]:
@@ -78,7 +78,7 @@ class Original:
         return json.loads((self.convert(head) / "conversion_report.json").read_text())
 
     def add_gradients(self, model: Any, head: str | None = None) -> None:
-        """Add the gradients of `model` to the sums by the original's parameter names."""
+        """Add the gradients of `model` to the sums, under the original's parameter names."""
         parameters = dict(model.named_parameters(remove_duplicate=False))
         for entry in self.report(head)["mapped"]:
             parameter, name = parameters.get(entry["target"]), entry["source"]
@@ -87,13 +87,16 @@ class Original:
                 self.parameters[name] = parameter
 
     def check_gradients(self, parity: Any, prefix: str = "grad.", complete: bool = True) -> None:
-        """Compare the sums with the original's; other parameters have no gradient if the fixture is complete."""
+        """Compare the summed gradients with the original's.
+
+        If the fixture is complete, all other parameters must have no gradient.
+        """
         expected = self.starting_with(prefix)
         assert expected
         for name, value in expected.items():
-            # Linear patches are stored as a convolution.
+            # linear patches are stored as a convolution
             parity.check(prefix + name, self.gradients[name].reshape(value.shape), value, **self.loose)
-        compared = {id(self.parameters[name]) for name in expected}  # a tied one has several names
+        compared = {id(self.parameters[name]) for name in expected}  # a tied parameter has several names
         others = [name for name, parameter in self.parameters.items() if complete and id(parameter) not in compared]
         for name in self.meta.get("params_without_grad_in_objective", others):
             assert torch.count_nonzero(torch.as_tensor(self.gradients.get(name, 0.0))) == 0, name

@@ -1,4 +1,4 @@
-"""Summary of the parity tests: one line at the end of every run, and the tables of `docs/parity.md`."""
+"""Summary of the parity tests: one line at the end of every test run, and the tables of `docs/parity.md`."""
 
 import platform
 import re
@@ -21,7 +21,7 @@ HEADER = f"| {' | '.join(COLUMNS)} |\n|{'---|' * len(COLUMNS)}"
 
 
 class Row(NamedTuple):
-    """Results of one fixture: number of tests and tensors, and per kind the largest difference and ratio."""
+    """Results of one fixture: numbers of tests and tensors, and the largest difference and ratio per kind of tensor."""
 
     cases: int = 0
     tensors: int = 0
@@ -42,7 +42,7 @@ class Row(NamedTuple):
 
 
 def collect(reports: list) -> dict[str, Row]:
-    """Return the results by fixture, `family/name`; tests that compare no tensors count as cases only."""
+    """Return the results by fixture (`family/name`). Tests that compare no tensors only count as cases."""
     rows: dict[str, Row] = {}
     for report in reports:
         for name, found in report.user_properties:
@@ -52,7 +52,7 @@ def collect(reports: list) -> dict[str, Row]:
 
 
 def summary(stats: dict[str, list]) -> str | None:
-    """Return the line for the end of a test run, None if it ran no parity test."""
+    """Return the line for the end of a test run, or None if no parity test ran."""
     passed, skipped, failed = (
         [report for report in stats.get(outcome, ()) if report.nodeid.startswith("tests/parity/")]
         for outcome in ("passed", "skipped", "failed")

@@ -1,4 +1,4 @@
-"""Every fixture of the repository and of `FIXTURES` is compared."""
+"""Tests compare every fixture of the repository and of `FIXTURES`."""
 
 import re
 from pathlib import Path

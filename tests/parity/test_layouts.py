@@ -1,7 +1,7 @@
-"""The results of the original code for any layout of the batch.
+"""Models have the results of the original code for any layout of the batch.
 
-The original code uses right-padded rows. Here the same rows are left-padded, with gaps, unbatched, padding-free, with
-`unpad_inputs`, with eager attention, and in segments with a cache.
+The original code uses right-padded rows. Here the same rows are left-padded, have gaps, or are passed one by one,
+padding-free, with `unpad_inputs`, with eager attention, and in segments with a cache.
 """
 
 import functools
@@ -27,7 +27,7 @@ PAD = 1
 
 
 class Case(Original):
-    """Rows of tokens `[B, T]`, their mask, and the original's results for them: logits or log-probabilities."""
+    """Rows of tokens `[B, T]`, their mask, and the original's logits or log-probabilities."""
 
     def __init__(self, folder, outputs):
         super().__init__(folder, outputs)
@@ -56,12 +56,12 @@ class Case(Original):
         return {name: output.logits.log_softmax(-1) if name == "lprobs" else output.logits for name in self.expected}
 
     def check(self, parity, results, places):
-        """Compare the results at the bool mask `places` with the kept tokens, row by row."""
+        """Compare the results at the bool mask `places` with the original's at unmasked tokens, row by row."""
         for name, expected in self.expected.items():
             parity.check(name, results[name][places], expected[self.mask], scaled=True, **self.tight)
 
     def spread(self, places):
-        """Return token ids and mask with the kept tokens at `places`, `[B, S]` bool."""
+        """Return token ids and mask with the unmasked tokens at `places` (bool, `[B, S]`)."""
         ids = torch.full(places.shape, PAD)
         ids[places] = self.ids[self.mask]
         return ids, places

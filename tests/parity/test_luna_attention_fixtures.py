@@ -1,4 +1,4 @@
-"""`LunaAttention` against the original `LunarMultiheadAttention`: outputs, packed context, weights, every gradient."""
+"""`LunaAttention` against the original `LunarMultiheadAttention`: outputs, packed context, weights, all gradients."""
 
 import pytest
 
@@ -56,7 +56,7 @@ def _ours(name):
 
 def _compare(parity, attention, io, batch, masking, output_weights):
     prefix = f"{batch}.{masking}"
-    inputs = {  # time-major in the fixtures
+    inputs = {  # the fixtures are time-major
         name: io[f"{batch}.{name}"].transpose(0, 1).clone().requires_grad_()
         for name in ("query", "pquery", "context")
         if f"{batch}.{name}" in io
@@ -78,7 +78,7 @@ def _compare(parity, attention, io, batch, masking, output_weights):
     objective = (output.transpose(0, 1) * io[f"{batch}.w"]).sum() + (packed.transpose(0, 1) * io[f"{batch}.wp"]).sum()
     attention.zero_grad()
     objective.backward()
-    # Sums over up to 65 x 3 positions with magnitudes of 10 to 100, see the README of the fixtures.
+    # Sums over up to 65 x 3 positions with magnitudes of 10 to 100; see the README of the fixtures.
     loose = {"atol": 2e-4, "rtol": 1e-3}
     expected = {name.removeprefix(f"{prefix}.grad."): io[name] for name in io if name.startswith(f"{prefix}.grad.")}
     gradients = {name: inputs[name].grad.transpose(0, 1) for name in inputs}

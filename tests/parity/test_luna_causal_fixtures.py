@@ -1,4 +1,4 @@
-"""`luna_causal_attention` inside the original `LunarCausalAttention`: outputs, steps, state, every gradient."""
+"""`luna_causal_attention` in the original `LunarCausalAttention`: outputs, steps, state, all gradients."""
 
 import itertools
 
@@ -13,7 +13,7 @@ CASES = {"tied": "softplus", "untied": "softplus", "elu_tied": "elu"}
 
 
 class CausalAttention(nn.Module):
-    """The projections of the fixture around the op; batch-first."""
+    """The op with the projections of the fixture; inputs and outputs are batch-first."""
 
     def __init__(self, meta, weights, activation):
         super().__init__()
@@ -49,7 +49,7 @@ def test_raw_module(original, parity, backend, request):
 
 def _compare_parallel(parity, attention, io, length, masking, pack_mask):
     prefix = f"{length}.{masking}"
-    inputs = {  # time-major in the fixtures
+    inputs = {  # the fixtures are time-major
         name: io[f"{length}.{name}"].transpose(0, 1).clone().requires_grad_() for name in ("query", "pquery")
     }
     output, _ = attention(luna_causal_attention, **inputs, pack_mask=pack_mask, return_state=True)
@@ -62,7 +62,7 @@ def _compare_parallel(parity, attention, io, length, masking, pack_mask):
     actual |= {name: parameter.grad for name, parameter in attention.named_parameters()}
     assert expected.keys() == actual.keys()
     for name, value in expected.items():
-        # Sums over up to 65 x 3 positions with magnitudes of 10 to 100 (FIXTURES).
+        # sums over up to 65 x 3 positions with magnitudes of 10 to 100 (see `FIXTURES`)
         parity.check(f"{prefix}.grad.{name}", actual[name], value, atol=2e-4, rtol=1e-3)
 
 

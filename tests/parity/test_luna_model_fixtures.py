@@ -1,6 +1,6 @@
 """Converted checkpoints against the original models, through the command line and the Auto classes.
 
-Every hidden and packed state, logits, losses and the gradient of every parameter, to the tolerance of each `meta.json`.
+The tests compare all hidden and packed states, logits, losses and gradients, with the tolerance of each `meta.json`.
 """
 
 import torch
@@ -45,7 +45,7 @@ def check_states(parity, original, prefix, output):
 
 
 def options_of(tokens, model):
-    """A multiple-choice model scores every sequence of a batch as a question with one option."""
+    """Return the tokens, for a multiple-choice model with every sequence as a question with one option."""
     return tokens[:, None] if isinstance(model, luna_mega.LunaForMultipleChoice) else tokens
 
 
@@ -83,9 +83,9 @@ def test_bert(original, parity):
 
 
 def bert_objective(original, model, head):
-    """The masked-LM part of `meta.json["objective"]`; its gradients are added to the original's."""
+    """Return the masked-LM part of `meta.json["objective"]`, and add its gradients to the original's."""
     io = original.io
-    model.requires_grad_()  # this objective uses P after the last layer, unlike the model's own loss
+    model.requires_grad_()  # this objective uses P after the last layer, in contrast to the model's own loss
     output = model(io["A.src_tokens"], output_hidden_states=True)
     masked = io["A.obj.masked"].bool()
     tokens = (io["A.obj.wx"] * output.hidden_states[-1])[io["A.x_padding_mask"] == 0].sum() / 10

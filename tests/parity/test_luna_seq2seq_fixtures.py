@@ -1,7 +1,7 @@
-"""Converted Luna translation models against the original, by command line and Auto classes.
+"""Converted Luna translation models against the original, through the command line and the Auto classes.
 
-Hidden and packed states of every layer, logits, cross-attention, the label-smoothed loss, gradients, stepwise decoding
-with its states, and the outputs of fairseq's generator, to the tolerance of each `meta.json`.
+The tests compare hidden and packed states of every layer, logits, cross-attention, the label-smoothed loss, gradients,
+stepwise decoding with its states, and fairseq's generated tokens, with the tolerance of each `meta.json`.
 """
 
 import pytest
@@ -44,11 +44,11 @@ def test_model(original, model, parity):
             ("enc", output.encoder_hidden_states, output.encoder_packed_hidden_states, real),
             ("dec", output.decoder_hidden_states, output.packed_hidden_states, real_target),
         ):
-            # Here the last state is after the final norm, in the original before it.
+            # The last state is after the final norm here, and before it in the original.
             layers = len(states) - (model.config.pre_norm and 1)
             for index in range(layers):
                 name = f"{batch}.{side}.hidden.{index}"
-                if index or side == "dec":  # the original has nonzero values at padding, which is masked anyway
+                if index or side == "dec":  # the original has nonzero values at padding, which is masked in any case
                     parity.check(f"{name}.x", states[index], io[f"{name}.x"], keep=keep, **tolerance)
                 if f"{name}.p" in io:
                     parity.check(f"{name}.p", packed[index], io[f"{name}.p"], keep=rows, **tolerance)
@@ -84,7 +84,7 @@ def test_loss_and_gradients(original, model, parity):
 
 @torch.no_grad()
 def test_steps(original, model, parity):
-    """One token at a time; batch C also with the states of the original, which are sums instead of means."""
+    """Single steps have the original's logits; batch C also has its states, which are sums instead of means."""
     io, tolerance = original.io, original.tight
     for batch in original.meta["incremental_vs_teacher_forced_max_abs_diff"]:
         source, target = io[f"{batch}.src_tokens"], io[f"{batch}.prev_output_tokens"]
@@ -124,7 +124,7 @@ def test_reordering(original, model, parity):
 @torch.no_grad()
 @pytest.mark.parametrize("search", SEARCHES)
 def test_generate(original, model, parity, search):
-    """The generator of fairseq, with the settings of docs/checkpoint_formats.md and `generation_config.json`."""
+    """`generate` returns the tokens and scores of fairseq, with the settings of docs/checkpoint_formats.md."""
     io, words = original.io, [token for token in range(model.lm_head.out_features) if token != PAD]
     batches = {key.split(".")[0] for key in io if f".{search}.tokens" in key}
     assert batches

@@ -1,4 +1,4 @@
-"""Gated cross-attention against the original's, and the decoders of transformers v4 that have it."""
+"""Gated cross-attention against the original, and decoders of transformers v4 that have cross-attention."""
 
 import pytest
 import torch
@@ -52,7 +52,7 @@ def module(request, parity_folder, outputs):
 
 
 def test_cross_attention(module, parity):
-    """Output, weights and every gradient, with the op and with `return_weights`."""
+    """Output, weights and all gradients equal the original's, with the op and with `return_weights`."""
     for (padded, source), output_weights in ((pair, flag) for pair in module.layouts.items() for flag in (False, True)):
         module.layer.zero_grad()
         query, key = (x.clone().requires_grad_() for x in (module.query, module.key))
@@ -86,7 +86,7 @@ def test_steps(module, parity, length):
 
 @pytest.mark.parametrize("name", FOLDERS)
 def test_v4_decoder(parity_folder, parity, name):
-    """Compare with v4 in one call; from its second decoding step on, query positions are too high by one."""
+    """One call equals v4; v4's query positions are too high by one from the second decoding step on."""
     folder = parity_folder("mega", name)
     io = load_file(folder / "io.safetensors")
     model, loading = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
@@ -120,7 +120,7 @@ def test_v4_decoder(parity_folder, parity, name):
     gradients = {name.removeprefix("grad."): value for name, value in io.items() if name.startswith("grad.")}
     for name, expected in gradients.items():
         parity.check(f"grad.{name}", parameters[name].grad, expected, atol=1e-4, rtol=1e-3)
-    # In v4 `generate` fails here ("Requested cross-attention without providing encoder hidden states").
+    # In v4, `generate` fails here ("Requested cross-attention without providing encoder hidden states").
     prompt = io["input_ids_nopad"][:, :5]
     tokens = [model.generate(prompt, **source, num_beams=2, max_new_tokens=5, use_cache=flag) for flag in (True, False)]
     assert torch.equal(*tokens)

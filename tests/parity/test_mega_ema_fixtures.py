@@ -1,7 +1,7 @@
-"""`damped_ema` against the original `MultiHeadEMA`: outputs, every gradient, steps and segments of a cached sequence.
+"""`damped_ema` against the original `MultiHeadEMA`: outputs, all gradients, steps and segments with a cache.
 
-Branch `main` calls the logit of the input weight delta, branch `flash` alpha, and there the backward average starts at
-the next token.
+The logit of the input weight is named delta in branch `main` and alpha in branch `flash`. In `flash`, the backward
+average starts at the next token.
 """
 
 import pytest
@@ -29,7 +29,7 @@ CASES = [
 
 @pytest.fixture(params=["reference", "fft", "chunks"])
 def backend(request, monkeypatch):
-    """Name of a backend; the torch backend with each of its forms (truncated kernels are always the FFT's)."""
+    """Return the name of a backend; the torch backend is run with both algorithms (truncation requires the FFT)."""
     monkeypatch.setattr(torch_backend, "MANY_POSITIONS", 0 if request.param == "chunks" else 4096)
     return "reference" if request.param == "reference" else "torch"
 
@@ -76,7 +76,7 @@ def test_kernel(fixture, parity):
 
 @pytest.mark.parametrize("fixture", [case for case in CASES if "causal" in case], indirect=True)
 def test_steps_and_segments(fixture, parity, backend):
-    """The original's recurrence never truncates, so that a truncated case has the steps of an untruncated one."""
+    """Steps and segments equal the original's steps, which never truncate the average."""
     rows, channels = fixture.x.shape[0], fixture.x.shape[2]
     state = torch.zeros(rows, channels, fixture.args["ndim"])
     steps = []

@@ -1,7 +1,7 @@
-"""Converted Mega image models against the original's, by command line and Auto classes.
+"""Converted Mega image models against the original, through the command line and the Auto classes.
 
-Patches, every hidden state, moving averages, features, logits, losses and the gradient of every parameter in
-evaluation and in training, stochastic depth with the original's draws, and the export back.
+The tests compare patches, hidden states, moving averages, features, logits, losses and gradients in evaluation and in
+training, stochastic depth with the original's random draws, and the export.
 """
 
 import pytest
@@ -73,7 +73,7 @@ def test_training(original, parity):
 
 @cases
 def test_stochastic_depth(original, parity, monkeypatch):
-    """Replace the random factors by the original's."""
+    """Logits equal the original's if the random factors are replaced by the original's."""
     io, model = original.io, original.load(drop_path_rate=0.5).train()
     for index, layer in enumerate(model.mega.layers):
         for name in ("mega_layer", "nffn"):

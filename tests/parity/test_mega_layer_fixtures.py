@@ -1,7 +1,7 @@
 """The modules of a Mega block against the original: gated attention, feed-forward layer, norms.
 
-Outputs, weights, every gradient, and the statistics of a training step under batch norm. The causal layers also step
-by step and in segments.
+The tests compare outputs, weights, all gradients, and the statistics of a training step with batch norm. The causal
+layers are also run step by step and in segments.
 """
 
 import pytest
@@ -41,7 +41,7 @@ MODULES = [
     "15_flash_mega_bidir_laplace_simple",
 ]
 FEED_FORWARD = ["06_nffn_post_relu_scalenorm", "06_nffn_pre_gelu_batchnorm", "06_nffn_pre_silu"]
-# Names of the modules of branch `main`; `flash` swaps the two logits.
+# Names of the modules in branch `main`; branch `flash` swaps the two logits.
 NAMES = {
     "gamma": "qk_weight",
     "beta": "qk_bias",
@@ -100,7 +100,7 @@ def gated_attention(fixture: Fixture, **fields) -> MegaGatedAttention:
 
 @pytest.fixture
 def padding_attends(monkeypatch):
-    """Attend to padding if a chunk contains nothing else, as the original does; here the result would be 0."""
+    """Attend to padding in chunks that contain nothing else, as the original does; this package returns 0 there."""
     original = attention.gated_attention
 
     def attend(query, key, value, *, mask, chunk_size, **options):
@@ -119,7 +119,7 @@ def test_gated_attention(fixture, parity, padding_attends):
     parity.check(
         "rel_pos_bias", toeplitz(layer, fixture.io["rel_pos_bias"]), fixture.io["rel_pos_bias"], **fixture.tight
     )
-    if "raises" in fixture.meta:  # cases that fail in the original must work here
+    if "raises" in fixture.meta:  # cases in which the original raises an error must work here
         assert torch.isfinite(layer(fixture.time_major("x"), DenseLayout(mask))[0]).all()
         return
     for padded, given in (("", None), ("_padded", mask)):
@@ -127,7 +127,7 @@ def test_gated_attention(fixture, parity, padding_attends):
         output, _ = layer(x, DenseLayout(given))
         _, weights = layer(x, DenseLayout(given), output_weights=True)
         parity.check(f"out{padded}", output.transpose(0, 1), fixture.io[f"out{padded}"], **fixture.tight)
-        # Rows of weights at padding are meaningless: the model never passes them on.
+        # Rows of weights at padding are meaningless: the model never uses them.
         keep = None if given is None else given.view(weights.shape[:-1])
         parity.check(f"attn{padded}", weights, fixture.io[f"attn{padded}"], **fixture.tight, keep=keep)
         layer.zero_grad()
@@ -152,17 +152,17 @@ def test_steps_and_segments(fixture, parity):
     chunk = layer.config.attention_chunk
     recorded = [("step_out", 1)] + ([("segment_out", chunk), ("segment_out", 2 * chunk)] if chunk else [])
     assert {name for name, _ in recorded} == fixture.io.keys() & {"step_out", "segment_out"}
-    for name, length in [*recorded, ("out", 5)]:  # the original has no segments that end within a chunk
+    for name, length in [*recorded, ("out", 5)]:  # the original does not support segments that end within a chunk
         past = MegaCacheLayer()
         parts = ((part, DenseLayout(torch.ones(part.shape[:2]).bool())) for part in x.split(length, dim=1))
         outputs = [layer(part, layout, cache=past)[0] for part, layout in parts]
-        # The original's steps never truncate the average; here they match the parallel form.
+        # The original's steps never truncate the average; here, steps match the parallel form.
         expected = fixture.io[name if layer.config.truncation is None else "out"]
         parity.check(f"{name} by {length}", torch.cat(outputs, dim=1).transpose(0, 1), expected, **fixture.tight)
 
 
 def toeplitz(layer: MegaGatedAttention, expected: torch.Tensor) -> torch.Tensor:
-    """The matrix of the distances j - i from the vector."""
+    """Return the matrix whose entries are the biases at the distances j - i."""
     size = expected.shape[0]
     bias = layer.rel_pos_bias(size)
     position = torch.arange(size)
@@ -181,7 +181,7 @@ def check_gradients(fixture: Fixture, parity, module: nn.Module, prefix: str):
     "fixture", [case for case in MODULES if "bidir" in case and "batchnorm" in case], indirect=True
 )
 def test_batch_norm_in_training(fixture, parity):
-    """The statistics after a step include padding, as configured by `padded_batch_statistics`."""
+    """The statistics after a training step include padding, as configured by `padded_batch_statistics`."""
     layer = gated_attention(fixture).train()
     output, _ = layer(fixture.time_major("x"), DenseLayout(fixture.io["padding_mask"] == 0))
     parity.check("train_out_padded", output.transpose(0, 1), fixture.io["train_out_padded"], **fixture.tight)

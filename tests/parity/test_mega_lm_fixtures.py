@@ -1,7 +1,7 @@
-"""Converted Mega language models against the original, by command line and Auto classes.
+"""Converted Mega language models against the original, through the command line and the Auto classes.
 
-Compared are hidden states, features, logits, log-probabilities, the loss and the gradients of all parameters, for
-sequences in one call, token by token, in segments and with a longer chunk, within the tolerance of each `meta.json`.
+The tests compare hidden states, features, logits, log-probabilities, the loss and all gradients, for sequences in one
+call, token by token, in segments and with a longer chunk, with the tolerance of each `meta.json`.
 """
 
 import torch
@@ -24,7 +24,7 @@ PAD = 1
 
 @torch.no_grad()
 def stream(model, tokens, length=None):
-    """The features of the streams, processed in segments of `length` with a cache (None: at once)."""
+    """Return the features of the streams, computed in segments of `length` with a cache (None: in one call)."""
     past, features = None, []
     for segment in tokens.split(length or tokens.shape[1], dim=1):
         output = model.mega(segment, past_key_values=past)
@@ -46,7 +46,7 @@ def test_model(original, parity):
     features = model.mega(tokens, use_cache=False).last_hidden_state
     for hook in hooks:
         hook.remove()
-    for index, actual in enumerate(states):  # the original fills chunks up with padding
+    for index, actual in enumerate(states):  # the original pads the last chunk
         parity.check(f"hidden.{index}", actual, io[f"hidden.{index}"][:, :length], keep=keep, **original.tight)
     assert f"hidden.{len(states)}" not in io
     parity.check("features", features, io["features"], keep=keep, **original.tight)
@@ -55,7 +55,7 @@ def test_model(original, parity):
         parity.check("logits", logits, io["logits"], keep=keep, **original.tight)
     parity.check("lprobs", logits.log_softmax(-1), io["lprobs"], keep=keep, **original.tight)
     labels = target.masked_fill(target == PAD, -100)
-    one = torch.tensor(1)  # results in a sum instead of a mean
+    one = torch.tensor(1)  # makes the loss a sum instead of a mean
     nll = model(tokens, shift_labels=labels, num_items_in_batch=one).loss
     parity.check("nll", nll, io["nll_sum_from_lprobs"], **original.tight)
     if adaptive:
@@ -88,7 +88,7 @@ def test_streams(original, parity):
     recorded = {name for name in io if name.startswith("stream_features_")}
     assert recorded <= segments.keys()
     for name in recorded:
-        # The original's steps never truncate the average; here they match the parallel form.
+        # The original's steps never truncate the average; here, steps match the parallel form.
         expected = name if config.truncation >= length else "stream_features_parallel"
         config.chunk_size, segment = segments[name][0] or -1, segments[name][1]
         parity.check(name, stream(model, io["stream_tokens"], segment), io[expected], **original.tight)

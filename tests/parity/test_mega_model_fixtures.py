@@ -1,7 +1,7 @@
-"""Converted Mega checkpoints (LRA, raw speech) against the original models, by command line and Auto classes.
+"""Converted Mega checkpoints (LRA, raw speech) against the original, by command line and Auto classes.
 
-Every hidden state, the sentence representations, logits, the loss and the gradient of every parameter, to the tolerance
-of each `meta.json`.
+The tests compare all hidden states, the sentence representations, logits, the loss and all gradients, with the
+tolerance of each `meta.json`.
 """
 
 import argparse
@@ -24,7 +24,10 @@ CASES = [
 
 
 def record(model):
-    """The states of every encoder call, `[embeddings, after each layer, ..., last]`, and the classifier's input."""
+    """Return lists that collect the states of every encoder call and the input of the classifier.
+
+    The states of a call are `[embeddings, states after each layer, ..., last states]`.
+    """
     states, features = [], []
     model.mega.embedding_dropout.register_forward_hook(lambda module, args, output: states.append([output]))
     for layer in model.mega.layers:
@@ -42,7 +45,7 @@ def test_model(original, parity):
     inputs = {name: io["src_tokens"]} | ({f"pair_{name}": io["src1_tokens"]} if "src1_tokens" in io else {})
     logits = model(**inputs).logits
     length = io["src_tokens"].shape[1]
-    keep = torch.arange(length) < io["src_lengths"][:, None]  # the original fills chunks up with padding
+    keep = torch.arange(length) < io["src_lengths"][:, None]  # the original pads the last chunk
     for index, actual in enumerate(states[0]):
         expected = io.get(f"hidden.{index}", io["last_state"])[:, :length]
         parity.check(f"state {index}", actual, expected, keep=keep, scaled=True, **original.tight)
@@ -61,7 +64,10 @@ def test_model(original, parity):
 
 @originals("mega", ["15_flash_mega_bidir_laplace_simple"])
 def test_flash_branch(original, parity, tmp_path):
-    """This branch has only a layer, not a model: test it as the only layer of a checkpoint, in its tensor order."""
+    """A layer of the flash branch equals the original.
+
+    The branch has no complete model, so the layer is the only one of a checkpoint with its tensor order.
+    """
     io, layer = original.io, read_checkpoint(original.folder / "checkpoint.pt").tensors
     width = original.args["embed_dim"]
     prefix = "encoder.encoder"

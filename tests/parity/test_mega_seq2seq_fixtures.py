@@ -1,7 +1,7 @@
-"""Converted Mega translation models against the original, by command line and Auto classes.
+"""Converted Mega translation models against the original, through the command line and the Auto classes.
 
-Every hidden state, logits, cross-attention, the label-smoothed loss, gradients, stepwise decoding, and the outputs of
-fairseq's generator, to the tolerance of each `meta.json`.
+The tests compare hidden states, logits, cross-attention, the label-smoothed loss, gradients, stepwise decoding, and
+fairseq's generated tokens, with the tolerance of each `meta.json`.
 """
 
 import pytest
@@ -48,7 +48,7 @@ def test_model(original, model, parity):
     real = {"encoder": source != PAD, "decoder": target != PAD}
     assert torch.equal(real["encoder"], io["encoder_padding_mask"] == 0)
     for name, actual in states.items():
-        if name in io:  # the original fills chunks up with padding
+        if name in io:  # the original pads the last chunk
             side = name.split("_")[0]
             parity.check(name, actual, io[name][:, : actual.shape[1]], keep=real[side], **original.tight)
     assert {name for name in io if "_hidden." in name} <= states.keys()
@@ -72,7 +72,7 @@ def check_loss(original, model, parity, logits):
     parity.check("loss_sum", loss, io["loss_sum"], **original.tight)
     loss.backward()
     original.add_gradients(model)
-    original.check_gradients(parity, complete=False)  # only of the first layers
+    original.check_gradients(parity, complete=False)  # the fixture has only the gradients of the first layers
 
 
 @cases
@@ -95,7 +95,7 @@ def test_steps(original, model, parity):
 @cases
 @pytest.mark.parametrize("name", BEAMS)
 def test_generate(original, model, parity, name):
-    """Beam search of fairseq, with the settings of docs/checkpoint_formats.md and `generation_config.json`."""
+    """Beam search returns the tokens and scores of fairseq, with the settings of docs/checkpoint_formats.md."""
     io, (beams, penalty) = original.io, BEAMS[name]
     assert set(BEAMS) == {key.rpartition(".")[0] for key in io if key.startswith("gen_")}
     longest = original.meta["generation"]["max_len_b"]
@@ -120,7 +120,7 @@ def test_generate(original, model, parity, name):
 
 
 def score(model, source, sequences):
-    """Mean log-probability of the result of greedy search, which returns no scores."""
+    """Return the mean log-probability of the tokens of greedy search, which returns no scores."""
     tokens = sequences[:, 1:]
     with torch.no_grad():
         lprobs = model(source, decoder_input_ids=sequences[:, :-1]).logits.log_softmax(-1)
@@ -130,7 +130,7 @@ def score(model, source, sequences):
 
 @cases
 def test_generation_config_and_tokenizers(original, model):
-    """The options of `generate` are written, and a sentence passes through both languages."""
+    """The conversion writes the options of `generate` and tokenizers for both languages."""
     config, folder = model.generation_config, original.convert()
     assert (config.num_beams, config.length_penalty, config.early_stopping) == (5, 1.0, True)
     assert (config.decoder_start_token_id, config.forced_eos_token_id, config.pad_token_id) == (END, END, PAD)

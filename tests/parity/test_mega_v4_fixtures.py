@@ -1,4 +1,4 @@
-"""Mega folders of transformers v4, loaded without conversion by Auto classes: states, logits, losses, gradients."""
+"""Mega folders of transformers v4, loaded by Auto classes without conversion: states, logits, losses, gradients."""
 
 import torch
 from torch.nn import functional as F
@@ -78,7 +78,7 @@ def test_v4_folder(original, parity, tmp_path):
 @torch.no_grad()
 @originals("mega", ["hf_mlm_softmax_chunk_notmultiple"])
 def test_length_that_v4_rejects(original, parity):
-    """v4 raises if the length is not a multiple of the chunk; ours equals the same rows padded to a multiple."""
+    """Any length works, with the result of rows padded to a multiple of the chunk; v4 raises an error."""
     assert set(original.meta["raises"]) == {"", "nomask."}
     model, io = load(original)
     ids, mask = io["input_ids"], io["attention_mask"]
@@ -88,7 +88,10 @@ def test_length_that_v4_rejects(original, parity):
 
 
 def compare(parity, model, io, input_ids, mask, prefix):
-    """Rows at padding are meaningless. `hidden_states` are after every layer."""
+    """Compare states and outputs.
+
+    Rows at padding are meaningless and not compared. `hidden_states` are the states after every layer.
+    """
     with torch.no_grad():
         options = {"token_type_ids": io["token_type_ids"]} if "token_type_ids" in io else {}
         output = model(input_ids, mask, output_hidden_states=True, **options)
@@ -110,7 +113,7 @@ def check_gradients(parity, model, io):
         return
     given = {name: io[name] for name in ("labels", "token_type_ids") if name in io}
     if "start_positions" in io:
-        # v4 also normalizes over the scores of padding, which our loss ignores.
+        # v4 also normalizes over the scores of padding, which the loss of this package ignores
         states = model.mega(io["input_ids"], io["attention_mask"], **given).last_hidden_state
         pairs = zip(model.qa_outputs(states).unbind(-1), (io["start_positions"], io["end_positions"]), strict=True)
         loss = sum(F.cross_entropy(*pair) for pair in pairs) / 2
@@ -126,10 +129,10 @@ def check_gradients(parity, model, io):
 
 @originals("mega", [f"hf_{case}" for case in DECODERS])
 def test_v4_decoder_with_cache(original, parity):
-    """One position at a time with a cache: the logits equal v4's without a cache.
+    """One position at a time with a cache, the logits equal v4's without a cache.
 
-    With a cache, which its `generate` always uses, v4 is wrong: its laplace and relu2 divide by 1, truncation is
-    ignored and chunks are not supported. Therefore only the greedy tokens of the other cases are compared.
+    With a cache, which v4's `generate` always uses, v4 is wrong: laplace and relu2 divide by 1, truncation is ignored
+    and chunks are not supported. Therefore only greedy tokens are compared in the other cases.
     """
     model, io = load(original)
     past, logits = None, []

@@ -1,7 +1,7 @@
-"""Megalodon against the original's models: outputs of every layer, gradients, caches, generated tokens, windows.
+"""Megalodon against the original: outputs of every layer, gradients, caches, generated tokens, windows.
 
-The tolerances are absolute: 1e-5 times the largest value if that is above 1, and for gradients 2e-5 times the tensor's
-largest. The weights are loaded from the consolidated files by name; a few names differ.
+The tolerances are absolute: 1e-5 times the largest value if that is above 1, and for gradients 2e-5 times the largest
+value of the tensor. The weights are loaded from the consolidated files by name; a few names differ.
 """
 
 import re
@@ -58,7 +58,7 @@ def our_name(name):
 
 
 def joined(parts):
-    """The state dict of all ranks."""
+    """Return the state dict merged from all ranks."""
     weights = {}
     for name, first in parts[0].items():
         tensors = [part[name] for part in parts]
@@ -106,7 +106,7 @@ def losses(logits, targets):
 
 
 def traced(model, ids, **options):
-    """The output, and the inputs and outputs of submodules by the fixtures' names."""
+    """Return the output, and the inputs and outputs of submodules under the fixtures' names."""
     seen, body = {}, model.megalodon
     attention = body.layers[0].mega.attention
 
@@ -145,12 +145,12 @@ def test_states_losses_and_gradients(case, parity, attention):
         parameters = dict(case.model.named_parameters())
         assert length != "C" or {our_name(name) for name in gradients} >= parameters.keys()
         for name, gradient in gradients.items():
-            if our_name(name) in parameters:  # a tied matrix has one name
+            if our_name(name) in parameters:  # a tied matrix has only one name
                 check_gradient(parity, f"{length}.grad.{name}", parameters[our_name(name)].grad, gradient)
 
 
 def check_cache(case, parity, past, read):
-    """Compare the cached tensors of the original after `read` tokens."""
+    """Compare the cached tensors after `read` tokens with the original's."""
     prefix, held = f"stream.cache.{read}", read % case.chunk
     for index, layer in enumerate(past.layers):
         expected = {name: case.io[f"{prefix}.{index}.{name}"] for name in ("k", "v", "norm_mean", "norm_var", "h")}
@@ -171,7 +171,7 @@ def check_cache(case, parity, past, read):
 
 @torch.no_grad()
 def test_streams_and_caches(case, parity):
-    """Token by token and after a prompt, with the cache after some tokens; and in one call, of any length."""
+    """Results equal the original's token by token, after a prompt and in one call; so do caches after some tokens."""
     ids, chunk = case.io["stream.ids"], case.chunk
     total, cached = ids.shape[1], {int(name.split(".")[2]) for name in case.io if name.startswith("stream.cache.")}
     assert cached == {3, chunk, chunk + 2, 2 * chunk, total}
@@ -192,7 +192,7 @@ def test_streams_and_caches(case, parity):
 
 @torch.no_grad()
 def test_windowed_statistics(case, parity):
-    """Losses of the original's inference, with windowed statistics and with statistics of all positions."""
+    """Losses equal those of the original's inference, with windowed statistics and with statistics of all positions."""
     ids, targets = case.io["window.ids"], case.io["window.targets"]
     complete = losses(case.model(ids).logits, targets)
     check(parity, "not windowed", complete, case.io["window.token_loss_not_windowed"])
@@ -204,7 +204,10 @@ def test_windowed_statistics(case, parity):
 
 @torch.no_grad()
 def test_greedy_tokens(case):
-    """Prompts of different lengths are left-padded in one batch; one prompt is longer than a window."""
+    """Greedy tokens equal the original's.
+
+    Prompts of different lengths are left-padded in one batch; one prompt is longer than a window.
+    """
     for kind, greedy in case.meta["greedy"].items():
         model = case.build(windowed_statistics=True) if kind == "long_windowed" else case.model
         prompts, expected = greedy["prompt_ids"], torch.tensor(greedy["tokens"])
@@ -218,7 +221,7 @@ def test_greedy_tokens(case):
 @torch.no_grad()
 @pytest.mark.parametrize("case", ["06_bf16_checkpoint"], indirect=True)
 def test_half_precision_matches_the_original(case):
-    """The original's bfloat16 results differ from float32 by 1e-2; ours must not differ more."""
+    """Results in bfloat16 are about as close to float32 as the original's, which differ by 1e-2."""
     model, ids, expected = case.build().bfloat16(), case.io["C.ids"], case.io["C.logits"]
     ours = (model(ids).logits.float() - expected).abs().max()
     assert ours <= 1.5 * (case.io["bf16.C.logits"].float() - expected).abs().max()
@@ -229,7 +232,7 @@ def test_half_precision_matches_the_original(case):
 @pytest.mark.parametrize("reading", ["one hop", "scales as stored"])
 @pytest.mark.parametrize("case", ["02_swiglu_scaled_shared_eager"], indirect=True)
 def test_other_interpretations_fail(case, reading):
-    """With the residual of most models, or without the 1 that is added to scales, results are off."""
+    """Results differ with the usual residual, or without the 1 that is added to scales."""
     block = case.model.megalodon.layers[0]
     if reading == "one hop":
         run = block.nffn.forward
@@ -244,7 +247,10 @@ def test_other_interpretations_fail(case, reading):
 @pytest.mark.parametrize("initializer", ["he", "bert", "xavier", "gaussian"])
 @originals("megalodon", ["14_initial_values"])
 def test_initial_values(original, parity, initializer):
-    """Standard deviation and bounds of every tensor, estimated from samples; frequencies exactly, in a random order."""
+    """Initial values have the original's standard deviation and bounds, estimated from samples.
+
+    Frequencies are equal, in a random order.
+    """
     meta = original.meta
     sizes = {ours: meta["config"][theirs] for theirs, ours in FIELDS.items() if theirs in meta["config"]}
     state = MegalodonForCausalLM(MegalodonConfig(**sizes, initializer=initializer)).state_dict()

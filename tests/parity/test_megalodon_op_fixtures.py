@@ -1,4 +1,4 @@
-"""`complex_ema` and `timestep_norm` against the operators of the original Megalodon: values, states, every gradient."""
+"""`complex_ema` and `timestep_norm` against the original Megalodon operators: values, states, all gradients."""
 
 import pytest
 import torch
@@ -10,13 +10,13 @@ from tests.parity.original import Original
 
 @pytest.fixture(params=["reference", "fft", "chunks"])
 def backend(request, monkeypatch):
-    """Name of a backend; the torch backend with each of its forms."""
+    """Return the name of a backend; the torch backend is run with both algorithms."""
     monkeypatch.setattr(torch_backend, "MANY_POSITIONS", 0 if request.param == "chunks" else 4096)
     return "reference" if request.param == "reference" else "torch"
 
 
 class Fixture(Original):
-    """One case of a folder, its tensors without the name of the case."""
+    """One case of a folder; names of its tensors do not include the name of the case."""
 
     def __init__(self, case, *folders):
         super().__init__(*folders)
@@ -38,7 +38,7 @@ def cases(folder, numbers):
 
 @pytest.mark.parametrize("fixture", cases("10_op_cema", range(5)), indirect=True)
 def test_cema(fixture, parity, backend):
-    """The original has channels before time; it returns its last state in some cases."""
+    """Results equal the original's, which has channels before time and returns its last state in some cases."""
     names = [f"weights.{name}" for name in ("alpha", "delta", "theta", "gamma", "omega")]
     x, *weights = fixture.leaves("x", *names)
     alpha, delta, theta, gamma, omega = weights
@@ -76,7 +76,7 @@ def test_cema_in_steps(fixture, parity):
 @pytest.mark.parametrize("fixture", cases("11_op_timestep_norm", range(9)), indirect=True)
 @pytest.mark.parametrize("norm_backend", ["reference", "torch"])
 def test_timestep_norm(fixture, parity, norm_backend):
-    """Gradients after masked positions are not compared, because the original's are wrong."""
+    """Results equal the original's; gradients after masked positions are not compared, because they are wrong there."""
     sizes, io = fixture.sizes, fixture.io
     x, weight, bias = fixture.leaves("x", "weights.weight", "weights.bias")
     leaves, state = {"grad_x": x, "grad.weight": weight, "grad.bias": bias}, None
