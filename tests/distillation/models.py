@@ -20,7 +20,7 @@ _SIZES = {
     "bos_token_id": 0,
     "eos_token_id": 2,
 }
-# Name -> (stem of the classes, fields of the configuration).
+# Name -> (prefix of the class names, fields of the configuration).
 ENCODERS = {
     "bert": ("Bert", {}),
     "roberta": ("Roberta", {"type_vocab_size": 1}),
@@ -38,7 +38,7 @@ POOLING = {"word_embedding_dimension": 16, "pooling_mode_cls_token": False, "poo
 
 
 def make_model(name: str, head: str = "Model", **fields: Any) -> transformers.PreTrainedModel:
-    """Return a random model whose weights are large enough for its layers to matter."""
+    """Return a model with random weights that are large enough for each layer to affect the result."""
     torch.manual_seed(0)
     stem, own = ENCODERS[name]
     model = getattr(transformers, stem + head)(getattr(transformers, f"{stem}Config")(**_SIZES | own | fields))
@@ -53,7 +53,7 @@ def bert_tokenizer(**options: Any) -> BertTokenizer:
 
 
 def xlm_tokenizer(fill: str = "") -> PreTrainedTokenizerFast:
-    """Return a tokenizer with 40 tokens, the special tokens of XLM-R among them; it pads with 1."""
+    """Return a tokenizer with 40 tokens, including the special tokens of XLM-R; the padding token is 1."""
     names = ["<s>", "<pad>", "</s>", "<unk>", "<mask>", *[f"w{i}{fill}" for i in range(35)]]
     tokenizer = Tokenizer(models.WordLevel({name: i for i, name in enumerate(names)}, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
@@ -87,7 +87,7 @@ def save_teacher(
     tokenizer: transformers.PreTrainedTokenizerBase | None = None,
     **fields: Any,
 ) -> Path:
-    """Save a model with a tokenizer, and with modules of sentence-transformers if any are named."""
+    """Save a model with a tokenizer, and with the named modules of sentence-transformers."""
     make_model(name, head, **{"pad_token_id": 0} | fields).save_pretrained(folder)
     (tokenizer or bert_tokenizer()).save_pretrained(folder)
     if modules:

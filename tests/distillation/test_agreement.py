@@ -1,4 +1,4 @@
-"""The comparison with the teacher on texts of several lengths, computed again for one text at a time."""
+"""The comparison with the teacher for texts of several lengths equals a computation with one text at a time."""
 
 import json
 
@@ -34,7 +34,7 @@ def prepare(head, rows=ROWS, longest=LONGEST, **fields):
 
 
 def chosen(tokenizer, length, shorter):
-    """Return the ids `[1, T]` of the texts of a length."""
+    """Return the token ids `[1, T]` of each text that is longer than `shorter`, truncated to `length`."""
     ids = [tokenizer(text, truncation=True, max_length=length, return_tensors="pt")["input_ids"] for text in TEXTS]
     return [x for x, text in zip(ids, TEXTS, strict=True) if len(text.split()) + 2 > shorter]
 
@@ -46,7 +46,7 @@ def windows(ids):
 
 
 def neighbors(vectors):
-    """Return the nearest neighbor of every vector."""
+    """Return the index of the nearest neighbor of every vector."""
     similarity = torch.nn.functional.cosine_similarity(vectors[:, None], vectors[None], dim=-1)
     others = [[index for index in range(len(vectors)) if index != row] for row in range(len(vectors))]
     return [max(indices, key=lambda index: similarity[row, index]) for row, indices in enumerate(others)]
@@ -127,7 +127,7 @@ def test_predictions(head, fields, name):
             if head == "ForTokenClassification":
                 labels = [(x, y) for x, y in labels if x != 1 or y != 1]
             same = [x == y for x, y in labels]
-        # The first token of a text is in all of its windows.
+        # all windows of a text contain its first token
         slack = len(ids) / len(same) if head == "ForMaskedLM" and row["windows"] else 1e-9
         assert row[name] == pytest.approx(float(torch.tensor(same).double().mean()), abs=slack)
     assert report.rows[0][name] == 1 and min(row[name] for row in report.rows) < 1

@@ -1,4 +1,4 @@
-"""The comparison of a conversion finds faults that are put into the copy or into its folder, and nothing is left."""
+"""The comparison of a conversion detects errors in the copy or in its folder; then no files are left."""
 
 import json
 import re
@@ -124,7 +124,7 @@ def test_faults_in_the_copy(case, dtype, monkeypatch):
 
 
 def test_a_position_beyond_the_rows_of_p(teacher, tmp_path, monkeypatch):
-    """Texts of up to the teacher's table are compared with as many rows."""
+    """An error at a position beyond the rows of P is found: texts up to the teacher's length are compared too."""
     copy = exact.copy_encoder
 
     def damage(teacher, student):
@@ -140,7 +140,7 @@ def test_a_position_beyond_the_rows_of_p(teacher, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(("name", "head"), CASES)
 def test_report(name, head, tmp_path, capsys):
-    """Every family and head is compared from its folder, with token types and options if it has them."""
+    """Folders of every family and head are compared, with token types and options if they have them."""
     padding = 0 if name in ("bert", "distilbert", "electra") else 1
     save_teacher(tmp_path / "teacher", name, head, tokenizer=xlm_tokenizer() if padding else None, pad_token_id=padding)
     argv = ["distill", str(tmp_path / "teacher"), "--output", str(tmp_path / "out"), "--projection-length", "12"]
@@ -150,7 +150,7 @@ def test_report(name, head, tmp_path, capsys):
 
 
 def test_a_teacher_whose_forward_pass_is_changed():
-    """A hook is not a weight, so that the copy lacks it."""
+    """A hook of the teacher, which the copy lacks because it is not a weight, raises an error."""
     teacher = make_model("bert")
     teacher.encoder.layer[0].register_forward_hook(lambda module, args, output: output * 1.01)
     check_error(lambda: from_teacher(teacher, projection_length=12), ConversionError, "outputs for length 12")

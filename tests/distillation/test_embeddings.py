@@ -16,7 +16,7 @@ TEXTS = ["a b c d e f g h i j a c e", "b d f h j", ""]  # 15, 7 and 2 tokens
 
 
 class Embedder:
-    """The parts of a SentenceTransformer that are used."""
+    """A mock with the parts of a SentenceTransformer that are used."""
 
     device = "cpu"
 
@@ -51,7 +51,7 @@ def test_vectors_do_not_depend_on_padding_and_batch(side):
 
 @pytest.mark.parametrize("tokenizer", [bert_tokenizer(), xlm_tokenizer()], ids=["bert", "xlm"])
 def test_cut_texts(tokenizer):
-    """A text begins with the same tokens as if the tokenizer had truncated it."""
+    """A shortened text has the tokens that the tokenizer returns with truncation."""
     texts = [" ".join(f"w{i}" for i in range(n)) for n in (20, 8, 1, 0)]
     for length in (3, 5, 10, 22, 30):
         cut = cut_texts(tokenizer, texts, [length] * len(texts))
@@ -62,7 +62,7 @@ def test_cut_texts(tokenizer):
 
 
 def test_random_rows():
-    """The number of rows of a step depends on the seed and the step; the configuration applies between steps."""
+    """The number of rows depends on the seed and the step; between steps, the configured number applies."""
     student = from_teacher(make_model("bert"), projection_length=12).model
     callback, control = RandomRows(student, [3, 4, 5]), TrainerControl()
 

@@ -98,7 +98,7 @@ def test_options(options, named):
 
 @pytest.mark.parametrize(("make", "named"), CONFIGS.values(), ids=CONFIGS)
 def test_configurations(make, named, tmp_path):
-    """The message names the supported families."""
+    """The message names the value and the supported families."""
     make().save_pretrained(tmp_path)
     for expected in (named, ", ".join(FAMILIES)):
         check_error(lambda: from_teacher(str(tmp_path)), ValueError, expected)  # noqa: B023
@@ -127,7 +127,7 @@ TOKENIZERS = {
     "another padding": ("bert", {"mask_token": "<mask>", "pad_token": "<s>"}, None),
     "another padding of positions": ("roberta", {"mask_token": "<mask>", "pad_token": "<s>"}, "pads with 0"),
     "the largest id": ("bert", {"mask_token": "<mask>", "largest": 39}, None),
-    # Not the number of tokens, which is small here.
+    # the largest token id must fit, even if there are few tokens
     "a larger id": ("bert", {"mask_token": "<mask>", "largest": 40}, "token id 40"),
     "a large id": ("bert", {"mask_token": "<mask>", "largest": 10**6}, "token id 1000000"),
     "no mask": ("bert", {}, "mask token"),

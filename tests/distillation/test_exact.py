@@ -1,4 +1,4 @@
-"""`from_teacher`: a Luna equals its teacher on texts of up to `projection_length` tokens, with any head and padding."""
+"""`from_teacher`: a Luna equals its teacher on texts of up to `projection_length` tokens, for all heads and padding."""
 
 import pytest
 import torch
@@ -28,14 +28,14 @@ def batch_of(name, side="right"):
 
 
 def expected(model, batch):
-    """The teacher's first output, with positions of the kept tokens; RoBERTa computes them itself."""
+    """Return the teacher's output with the positions of unmasked tokens, which only RoBERTa computes itself."""
     if model.config.model_type in ("bert", "electra"):
         batch = batch | {"position_ids": (batch["attention_mask"].cumsum(-1) - 1).clamp(min=0)}
     if model.config.model_type == "distilbert":
         embeds = model.base_model.embeddings
         places = (batch["attention_mask"].cumsum(-1) - 1).clamp(min=0)
         words = embeds.word_embeddings(batch["input_ids"])
-        index = torch.arange(batch["input_ids"].shape[-1])  # which the model adds to embeddings itself
+        index = torch.arange(batch["input_ids"].shape[-1])  # the model adds the embeddings of these positions itself
         words = words + embeds.position_embeddings(places) - embeds.position_embeddings(index)
         batch = {"inputs_embeds": words, "attention_mask": batch["attention_mask"]}
     return model(**batch)
@@ -51,7 +51,7 @@ def compare(got, reference, mask, head):
         torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5)
 
 
-# XLM-RoBERTa and CamemBERT are RoBERTa by another name.
+# XLM-RoBERTa and CamemBERT have the architecture of RoBERTa.
 CASES = [(name, head) for name in ("bert", "roberta", "distilbert", "electra") for head in HEADS]
 CASES += [
     ("xlm-roberta", "Model"),
@@ -83,7 +83,7 @@ def test_equals_its_teacher(name, head, tmp_path):
 
 @pytest.mark.parametrize(("name", "head"), [*diagonal(ENCODERS, HEADS), ("bert", "ForMaskedLM")])
 def test_copied_weights_are_equal(name, head):
-    """Bit for bit, also in half precision; positions follow the row of the padding token."""
+    """Copied weights are bitwise equal in half precision; positions are copied from the row after the padding token."""
     teacher = make_model(name, head, pad_token_id=1 if "bert" not in name[:4] else 39).bfloat16()
     student, _, report = from_teacher(teacher, max_length=15)
     copied, theirs = report.copied.copied, dict(teacher.named_parameters(remove_duplicate=False))
@@ -147,7 +147,7 @@ def test_fields_of_the_teacher():
 
 @torch.no_grad()
 def test_fit_of_the_salience():
-    """If the logits of a layer depend only on the key, packing with the fitted salience is lossless."""
+    """If the logits of a layer depend only on the key, packing with the fitted salience is almost lossless."""
     model = make_model("bert", num_hidden_layers=1, num_attention_heads=1)
     model.encoder.layer[0].attention.self.query.weight.zero_()
     plain, fitted = (from_teacher(model, projection_length=4).model for _ in range(2))
@@ -177,7 +177,7 @@ def test_a_bare_encoder_leaves_its_pooler(tmp_path):
 
 @pytest.mark.parametrize("name", ENCODERS)
 def test_a_new_classifier(name, tmp_path):
-    """`num_labels` converts an encoder with or without a head to a classifier, with the pooling layer of a BERT."""
+    """`num_labels` converts any encoder to a classifier; a BERT's pooling layer is copied."""
     bare = save_teacher(tmp_path / "bare", name)
     torch.manual_seed(3)
     student = from_teacher(str(bare), LENGTH, num_labels=5).model

@@ -1,4 +1,4 @@
-"""The greatest length of a converted folder is the same for every reader, and equals the printed one.
+"""The maximum length of a converted folder is the same for every reader, and equals the printed length.
 
 `tests/ecosystem/test_lengths.py` has the readers of sentence-transformers.
 """
@@ -22,8 +22,8 @@ from luna_mega.training.models import longest_input
 from tests.distillation.models import bert_tokenizer, make_model, save_teacher, write
 from tests.errors import check_error, command_error
 
-TABLE, READS = 32, 16  # learned positions of the teacher, and the length that its files specify
-KINDS = {  # head, fields
+TABLE, READS = 32, 16  # number of the teacher's learned positions, and the length in its files
+KINDS = {  # name -> (head, fields)
     "encoder": ("Model", {}),
     "sentence-transformers": ("Model", {}),
     "cross-encoder": ("ForSequenceClassification", {"num_labels": 1}),
@@ -37,7 +37,7 @@ TEXT = " ".join(f"w{i % 25}" for i in range(100))  # 102 tokens
 
 
 def save_kind(kind: str, folder: Path) -> Path:
-    """Save a teacher, whose files truncate and pad texts, as in all-MiniLM-L6-v2."""
+    """Save a teacher whose files truncate and pad texts, as in all-MiniLM-L6-v2."""
     head, fields = KINDS[kind]
     tokenizer = bert_tokenizer(model_max_length=READS)
     tokenizer.backend_tokenizer.enable_truncation(READS)
@@ -54,7 +54,7 @@ def save_kind(kind: str, folder: Path) -> Path:
 
 
 def convert(kind: str, length: int, tmp_path: Path, capsys) -> tuple[Path, int]:
-    """Return the folder of the command, and the greatest length that it prints."""
+    """Run the command; return its folder and the maximum length that it prints."""
     output = tmp_path / "out"
     argv = ["distill", str(save_kind(kind, tmp_path / "teacher")), "--output", str(output)]
     assert luna_mega_cli.main([*argv, "--max-length", str(length)]) == 0
@@ -64,7 +64,7 @@ def convert(kind: str, length: int, tmp_path: Path, capsys) -> tuple[Path, int]:
 
 
 def longest_of_the_model(folder: Path) -> int:
-    """Return the greatest length from 8 to 101 for which the model raises no error."""
+    """Return the maximum length, from 8 to 101, for which the model raises no error."""
     name = json.loads((folder / "config.json").read_text())["architectures"][0]
     model = (getattr(transformers, name, None) or getattr(luna_mega, name)).from_pretrained(folder)
 
@@ -81,7 +81,7 @@ def longest_of_the_model(folder: Path) -> int:
 
 
 def read_by_pipeline(folder: Path) -> int:
-    """Return the number of tokens that the pipeline of the head passes to the model."""
+    """Return the number of tokens that the head's pipeline passes to the model."""
     head = json.loads((folder / "config.json").read_text())["architectures"][0]
     task, options = {
         "LunaForSequenceClassification": ("text-classification", {"truncation": True}),
@@ -97,7 +97,7 @@ def read_by_pipeline(folder: Path) -> int:
 
 
 def read_by_vllm(folder: Path) -> int:
-    """Return the smallest limit of the fields that vLLM reads from the configurations of a folder."""
+    """Return the smallest limit among the fields that vLLM reads from the configurations of a folder."""
     names = ("max_position_embeddings", "n_positions", "max_seq_len", "model_max_length", "max_seq_length")
     files = [folder / name for name in ("config.json", "sentence_bert_config.json", "tokenizer_config.json")]
     contents = [json.loads(file.read_text()) for file in files if file.exists()]
@@ -105,7 +105,7 @@ def read_by_vllm(folder: Path) -> int:
 
 
 def read_by_tokenizers(folder: Path) -> int:
-    """Return the greatest length of tokenizer.json, which must neither truncate nor pad."""
+    """Return the maximum length of the tokenizer; check that tokenizer.json neither truncates nor pads."""
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     assert tokenizer.truncation is None and tokenizer.padding is None
     assert len(tokenizer.encode(TEXT).ids) == 102 and len(tokenizer.encode("w1").ids) == 3
@@ -133,7 +133,7 @@ def test_every_reader_has_the_printed_length(kind, length, tmp_path, capsys):
 
 @pytest.mark.parametrize("kind", ["encoder", "cross-encoder"])
 def test_saved_again(kind, tmp_path, capsys):
-    """`from_teacher` and `save_pretrained`, also of a loaded folder."""
+    """`save_pretrained` writes the same length after `from_teacher` and after loading that folder."""
     teacher, texts = save_kind(kind, tmp_path / "teacher"), [TEXT, "w1 w2"]
     model, tokenizer, _ = from_teacher(str(teacher), projection_length=8, max_length=20, texts=texts)
     for folder in (tmp_path / "first", tmp_path / "second"):
@@ -143,7 +143,7 @@ def test_saved_again(kind, tmp_path, capsys):
 
 
 def test_limits_of_the_modules(tmp_path, capsys):
-    """A shorter limit of queries remains; the teacher's limits do not."""
+    """A shorter limit for queries is copied; the other limits of the teacher are not."""
     folder, _ = convert("sentence-transformers", 48, tmp_path, capsys)
     settings = json.loads((folder / "sentence_bert_config.json").read_text())
     assert settings == {"max_seq_length": 48, "query_length": 8, "processing_kwargs": {"text": {"padding": True}}}
@@ -161,7 +161,10 @@ TOKEN_HEADS = ("ForMaskedLM", "ForTokenClassification", "ForQuestionAnswering")
 
 @pytest.mark.parametrize("head", ["Model", "ForMultipleChoice", *TOKEN_HEADS])
 def test_default_lengths(head, tmp_path, capsys):
-    """The command, a loaded teacher and its name have the same; heads that read tokens equal the teacher everywhere."""
+    """Default lengths are the same for the command, a loaded teacher and its name.
+
+    Models with a head that reads single tokens equal the teacher at its full length.
+    """
     configs = [from_teacher(make_model("bert", head, max_position_embeddings=TABLE)).model.config]
     if head in ("Model", "ForMaskedLM"):
         teacher = save_teacher(tmp_path / "teacher", head=head, max_position_embeddings=TABLE)

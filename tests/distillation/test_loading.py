@@ -1,4 +1,4 @@
-"""Loading of teachers: weights in safetensors and in pickles, damaged files, and errors before a model is built."""
+"""Loading teachers: weights in safetensors and in pickles, damaged files, and errors before a model is built."""
 
 import json
 import re
@@ -48,7 +48,7 @@ def write_pickles(model, folder, how):
         for name in names:
             torch.save({key: tensors[key] for key, place in places.items() if place == name}, folder / name)
         return
-    if how == "old names":  # of models that began as TensorFlow's
+    if how == "old names":  # names in models that were converted from TensorFlow
         old = {"weight": "gamma", "bias": "beta"}
         tensors = {
             re.sub("(?<=LayerNorm.)(weight|bias)$", lambda match: old[match[1]], key): tensor
@@ -72,7 +72,7 @@ def test_weights(how, tmp_path):
 
 
 class Payload:
-    """An object that creates a file when it is unpickled by an ordinary unpickler."""
+    """An object that creates a file when an ordinary unpickler loads it."""
 
     def __init__(self, file):
         self.file = file

@@ -73,7 +73,7 @@ def test_classifier(sentence_teacher, tmp_path):
 
 
 def test_cross_encoder(teacher, tmp_path):
-    """A folder without pooling, and the activation of its scores."""
+    """A cross-encoder folder has no pooling module; the activation of its scores is copied."""
     model = make_model("bert", "ForSequenceClassification", pad_token_id=0, num_labels=1)
     model.config.sentence_transformers = {"activation_fn": "torch.nn.modules.linear.Identity"}
     model.save_pretrained(teacher)
@@ -151,7 +151,10 @@ def test_texts(teacher, tmp_path, capsys):
 
 
 def test_folders(teacher, tmp_path, capsys):
-    """For a folder without a tokenizer, transformers returns an empty one."""
+    """Folders without a tokenizer, missing folders and folders with custom code raise an error.
+
+    For a folder without a tokenizer, transformers returns an empty tokenizer.
+    """
     for file in teacher.glob("tokenizer*"):
         file.unlink()
     write(tmp_path / "code" / "config.json", {"model_type": "new", "auto_map": {"AutoConfig": "new.NewConfig"}})
@@ -162,7 +165,10 @@ def test_folders(teacher, tmp_path, capsys):
 
 @pytest.mark.parametrize("file", ["model.safetensors", "tokenizer.json"])
 def test_full_disk(file, tmp_path, capsys):
-    """One line, and nothing is left. Words of 4,000 characters are larger than the weights."""
+    """A full disk is reported in one line, and no files are left.
+
+    Words of 4,000 characters make the tokenizer larger than the weights.
+    """
     resource = pytest.importorskip("resource")
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     tokenizer = xlm_tokenizer(fill="a" * 4_000)
@@ -181,9 +187,9 @@ def test_full_disk(file, tmp_path, capsys):
 @pytest.mark.parametrize(("name", "own"), [*((name, 0) for name in ENCODERS), ("bert", 3), ("bert", None)])
 @torch.no_grad()
 def test_padding_of_another_tokenizer(name, own, tmp_path):
-    """The student pads with the tokenizer's token, unless positions depend on the teacher's, as in RoBERTa.
+    """The student pads with the tokenizer's token, unless positions depend on the padding token, as in RoBERTa.
 
-    multilingual-e5-small is a BERT that pads with 1; its config.json says 0.
+    multilingual-e5-small is a BERT whose tokenizer pads with 1, but its config.json specifies 0.
     """
     folder, output = (
         save_teacher(tmp_path / "teacher", name, tokenizer=xlm_tokenizer(), pad_token_id=own),
@@ -198,7 +204,7 @@ def test_padding_of_another_tokenizer(name, own, tmp_path):
     batch = tokenizer(["w0 w1 w2 w3", "w4"], padding=True, return_tensors="pt")
     mask = batch["attention_mask"].bool()
     expected = AutoModel.from_pretrained(folder)(**batch).last_hidden_state[mask]
-    for inputs in (batch, {"input_ids": batch["input_ids"]}):  # the mask of the latter is inferred
+    for inputs in (batch, {"input_ids": batch["input_ids"]}):  # the second call infers the mask
         torch.testing.assert_close(student(**inputs).last_hidden_state[mask], expected, rtol=0, atol=1e-5)
 
 
@@ -211,7 +217,7 @@ def test_only_a_masked_language_model_needs_a_mask_token(head, teacher, tmp_path
 
 
 def test_a_single_token_type(teacher, tmp_path):
-    """The tokenizer returns `token_type_ids`, which the student must accept."""
+    """A student of a teacher with one token type accepts the `token_type_ids` that the tokenizer returns."""
     make_model("bert", "Model", pad_token_id=0, type_vocab_size=1).save_pretrained(teacher)
     convert_teacher(str(teacher), tmp_path / "out", projection_length=16)
     batch = AutoTokenizer.from_pretrained(tmp_path / "out")("a b c", return_tensors="pt")

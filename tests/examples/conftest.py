@@ -24,7 +24,7 @@ def examples_dir() -> Path:
 
 @pytest.fixture(scope="session")
 def script() -> Iterator[Callable[[str], ModuleType]]:
-    """Import a module of examples/ as the interpreter does when it runs a script there."""
+    """Return a function that imports a module of examples/ as the interpreter does when it runs a script there."""
     sys.path.insert(0, str(EXAMPLES))
     yield importlib.import_module
     sys.path.remove(str(EXAMPLES))
@@ -32,13 +32,17 @@ def script() -> Iterator[Callable[[str], ModuleType]]:
 
 @pytest.fixture
 def call(script) -> Callable[..., dict]:
-    """Call a script in this process, quietly and on CPU; return its metrics, which must be saved."""
+    """Return a function that runs a script in this process on the CPU and returns its metrics.
+
+    It checks that the script saves the metrics.
+    """
 
     def main(name: str, *arguments: object) -> dict:
         module = script(name)
         metric = ["--metric_path", str(EXAMPLES / "metrics" / "glue_metrics")] if name.endswith("_glue") else []
         metrics = module.main([*QUIET, *metric, *map(str, arguments)])
-        output = Path(arguments[len(arguments) - arguments[::-1].index("--output_dir")])  # the last one
+        # the last occurrence of the option
+        output = Path(arguments[len(arguments) - arguments[::-1].index("--output_dir")])
         assert metrics.items() <= json.loads((output / "all_results.json").read_text()).items()
         return metrics
 
@@ -47,13 +51,13 @@ def call(script) -> Callable[..., dict]:
 
 @pytest.fixture
 def run(call, request) -> Callable[..., dict]:
-    """Call the script of the test module, with the options that the module's RUN has for all of its tests."""
+    """Return a function that runs the script of the test module with the options in the module's `RUN`."""
     return partial(call, *request.module.RUN)
 
 
 @pytest.fixture(autouse=True)
 def offline(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Disable access to the Hub, and use a new cache of data sets, in which nothing is found by its fingerprint."""
+    """Disable access to the Hub, and use an empty cache of data sets without fingerprints."""
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")

@@ -34,14 +34,14 @@ def write(examples: list[dict], path: Path) -> Path:
 
 
 def write_splits(make: Callable[..., list[dict]], folder: Path, **sizes: int) -> Path:
-    """Write splits of these sizes, named as the shards of the Hub, from `make(size, seed)`; return their folder."""
+    """Write splits of these sizes, with file names as on the Hub, from `make(size, seed)`; return their folder."""
     for name, size in sizes.items():
         write(make(size, seed=size), folder / f"{name}-00000-of-00001.parquet")
     return folder
 
 
 def assert_error(run: Callable, message: str, *arguments: object, output: Path | None = None) -> None:
-    """Assert that a script ends with one line that matches `message`, before it has made the folder `output`."""
+    """Check that a script exits with one line that matches `message`, before it creates the folder `output`."""
     with pytest.raises(SystemExit, match=message) as error:
         run(*arguments)
     assert "\n" not in str(error.value)
@@ -49,7 +49,7 @@ def assert_error(run: Callable, message: str, *arguments: object, output: Path |
 
 
 def assert_resumes(run: Callable, arguments: Callable[[Path], list], auto_class: type, folder: Path) -> None:
-    """Assert that four steps, and two that are resumed for two more, end with the same weights."""
+    """Check that four steps give the same weights as two steps resumed for two more."""
     options = ["--max_steps", 4, "--save_steps", 2]
     run(*arguments(folder / "complete"), *options)
     checkpoint = folder / "complete" / "checkpoint-2"
@@ -70,6 +70,6 @@ def steps(output: Path) -> int:
 
 
 def assert_complete(output: Path) -> None:
-    """Assert that a run has written all common files, and logged the speed."""
+    """Check that a run wrote the files that all scripts write, and logged its speed."""
     assert any(entry.get("train_tokens_per_second", 0) > 0 for entry in log_history(output))
     assert (output / "README.md").read_text().startswith("---\n")

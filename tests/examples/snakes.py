@@ -1,4 +1,4 @@
-"""Solves Pathfinder from an image: finds the discs and follows the snakes that start at them, paddle by paddle."""
+"""Solve Pathfinder from an image: find the discs and follow the snakes that start at them, paddle by paddle."""
 
 import math
 
@@ -7,11 +7,11 @@ from lra.drawing import Canvas, Drawing, draw_disc, moved
 from lra.pathfinder import steps_on_circle
 from scipy.ndimage import minimum_filter
 
-_MISSING = 0.04  # light that rounding to 8 bits may hide
+_MISSING = 0.04  # rounding to 8 bits may hide this amount of light
 
 
 def find_discs(pixels: np.ndarray, sizes: Drawing) -> list[np.ndarray]:
-    """Return the middles of the two discs."""
+    """Return the centers of the two discs."""
     middle = np.array([sizes.size // 2] * 2)
     inside = draw_disc(sizes, middle) > 0.9
     rows, columns = np.argwhere(inside).T

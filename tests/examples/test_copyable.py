@@ -20,7 +20,7 @@ MEGA = ["--model_type", "mega", "--config_overrides", audio.MEGA]
 
 
 def lines(folder: Path, *columns: str) -> Path:
-    """Write splits with one sentence per column and row, and labels from 0 to 1."""
+    """Write splits with one sentence per column and row; labels alternate between 0 and 1."""
     for split, size in (("train", 40), ("validation", 12)):
         rows = [
             {"label": index % 2} | dict.fromkeys(columns, text) for index, text in enumerate(texts(size, seed=size))
@@ -33,7 +33,7 @@ def splits(rows, folder: Path) -> Path:
     return write_splits(rows, folder, train=16, validation=8)
 
 
-# Script -> function of a folder for the data that returns the script's own options.
+# Script -> function that writes its data to a folder and returns the script's own options.
 OPTIONS = {
     "run_glue": lambda to: [
         "--task_name",
@@ -59,7 +59,7 @@ OPTIONS = {
 
 @pytest.fixture
 def copied(tmp_path, monkeypatch):
-    """Return a function that imports the copy of a script, while no other script can be imported."""
+    """Return a function that imports a copy of a script, while no other script can be imported."""
 
     def load(path: Path):
         (tmp_path / "empty").mkdir()
@@ -71,7 +71,7 @@ def copied(tmp_path, monkeypatch):
         monkeypatch.chdir(tmp_path / "empty")
         spec = importlib.util.spec_from_file_location(f"copied_{path.stem}", copy)
         module = importlib.util.module_from_spec(spec)
-        monkeypatch.setitem(sys.modules, spec.name, module)  # for dataclasses
+        monkeypatch.setitem(sys.modules, spec.name, module)  # dataclasses look up the module of their class
         spec.loader.exec_module(module)
         return module
 

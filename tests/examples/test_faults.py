@@ -1,4 +1,4 @@
-"""Runs that must fail with one line: non-finite numbers, diverged models, unreadable recipes and data."""
+"""Runs that fail with one line: non-finite numbers, diverged models, unreadable recipes and data."""
 
 import pytest
 from safetensors.torch import load_file
@@ -41,7 +41,8 @@ def test_numbers_are_finite(script, tmp_path, option, value):
     assert_error(script("run_glue").parse, f"--{option} {value} must be a finite number", list(options))
 
 
-@pytest.mark.parametrize("steps", slow_but([1], [1, 3]))  # the gradients, and only the last step
+# 3 steps: the gradients become NaN; 1 step: only the final weights diverge
+@pytest.mark.parametrize("steps", slow_but([1], [1, 3]))
 def test_a_model_that_diverges_is_not_saved(call, sentences, tmp_path, steps):
     options = ["--learning_rate", 1e30, "--max_grad_norm", 0, "--do_eval", "--max_steps", steps, "--weight_decay", 1e30]
     message = "the training diverged|the gradients are NaN"
@@ -50,7 +51,7 @@ def test_a_model_that_diverges_is_not_saved(call, sentences, tmp_path, steps):
 
 
 def test_checkpoints_are_finite(call, sentences, tmp_path):
-    """Trainer pushes checkpoints; no loss or gradient is logged here."""
+    """Checkpoints are finite even if no loss or gradient is logged, because Trainer pushes them to the Hub."""
     options = ["--learning_rate", 1e30, "--weight_decay", 1e30, "--max_grad_norm", 0, "--logging_steps", 100]
     options += ["--save_strategy", "steps", "--save_steps", 1]
     assert_error(call, "the training diverged.* no model was saved", "run_glue", *glue(sentences, tmp_path, *options))
@@ -68,7 +69,7 @@ def test_a_recipe_that_is_its_own_base(call, sentences, tmp_path):
 
 
 def test_a_recipe_is_read_twice_by_two_recipes(script, tmp_path):
-    """A common base of two recipes is not a cycle."""
+    """A recipe that two recipes include is not a cycle."""
     (tmp_path / "base.yaml").write_text("seed: 5\n")
     (tmp_path / "middle.yaml").write_text("recipe: base.yaml\n")
     (tmp_path / "top.yaml").write_text("recipe: middle.yaml\nmax_steps: 3\n")
@@ -102,7 +103,7 @@ def test_folder_names_are_not_glob_patterns(tmp_path, name):
 
 
 def test_folders_of_splits_whose_name_is_a_pattern(tmp_path):
-    """The library searches such a folder, as of images, by patterns."""
+    """A folder whose name is a pattern raises an error, because datasets searches folders of splits by pattern."""
     (tmp_path / "a[b]" / "train").mkdir(parents=True)
     with pytest.raises(SystemExit, match=r"a\[b\]: datasets reads .* as a pattern; rename the folder"):
         load_splits({"train": None}, SourceArguments(dataset_path=str(tmp_path / "a[b]")))

@@ -1,4 +1,4 @@
-"""generate_lm.py: text of any length at constant memory."""
+"""generate_lm.py: text of any length with constant memory."""
 
 import json
 
@@ -14,7 +14,7 @@ CHUNKS = {"use_chunking": True, "chunk_size": 8}
 
 @pytest.fixture
 def generate(script, tmp_path):
-    """Generate with an untrained model of characters; return the reports and the text."""
+    """Return a function that runs the script with an untrained character model and returns its reports and text."""
     tokenizer = train_characters(["abcdefgh \n"])
     tokenizer.save_pretrained(tmp_path / "model")
 

@@ -1,4 +1,4 @@
-"""Labels by name in every script with labels: the head of a saved model and the data may have another order."""
+"""All scripts match labels by name, since a saved head and the data may order them differently."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -26,7 +26,7 @@ from luna_mega.training.tokenizers import train_bpe
 from tests.examples.runs import QUIET, assert_error
 
 SIZES = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
-# Options, the name of the label column, and the label names of the data, in the order of their ids.
+# Options, name of the label column, and the label names of the data in the order of their ids.
 SCRIPTS = {
     "run_glue": (["--task_name", "rte", "--max_seq_length", 16], ["entailment", "not_entailment"]),
     "run_text_classification": (["--max_seq_length", 16], ["bad", "good"]),
@@ -56,7 +56,7 @@ def save_head(script, name: str, labels: list[str], folder: Path) -> Path:
 
 
 def save_data(name: str, labels: list[str], folder: Path) -> Path:
-    """Save splits with the ids of named labels, 0, 1, 1, 0."""
+    """Save splits whose four rows have the labels 0, 1, 1 and 0, with these names."""
     columns = {
         "run_glue": {"sentence1": "a b", "sentence2": "b"},
         "run_text_classification": {"text": "a b"},
@@ -73,7 +73,10 @@ def save_data(name: str, labels: list[str], folder: Path) -> Path:
 
 @pytest.fixture
 def load(script, tmp_path):
-    """Load the data of a script for a head with `head` labels; return the outputs of the rows, and the label names."""
+    """Return a function that loads the data of a script for a model with these labels.
+
+    It returns the label ids of the rows, and the label names of the model.
+    """
 
     def call(name: str, head: list[str], *more: str) -> tuple[list[int], list[str]]:
         options, labels = SCRIPTS[name]
@@ -98,7 +101,7 @@ def load(script, tmp_path):
 
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_labels_are_matched_by_name(name, load, capsys):
-    """The head keeps its order. In training, the option for a new head is required for another name."""
+    """The head keeps its label order. Training with other names requires the option for a new head."""
     labels = SCRIPTS[name][1]
     head = [label.upper() for label in reversed(labels)]
     assert load(name, head, "--do_eval") == ([1, 0, 0, 1], head)
@@ -119,15 +122,16 @@ def test_default_names(side, load, capsys):
     assert capsys.readouterr().out.count("has no label names") == (side == "--do_eval")
 
 
-NLI = ["contradiction", "entailment", "neutral"]  # cross-encoder/nli-deberta-v3-base
+NLI = ["contradiction", "entailment", "neutral"]  # the order of cross-encoder/nli-deberta-v3-base
 
 
 @pytest.fixture
 def mnli(script, tmp_path):
-    """A random model with the labels of the task, the same model with its outputs in the order of `NLI`, and data."""
+    """Return a random model with the labels of MNLI, the same model with outputs in the order of `NLI`, and data."""
     order = ["entailment", "neutral", "contradiction"]
     first = save_head(script, "run_glue", order, tmp_path / "task order")
-    config = AutoConfig.from_pretrained(first, pooling="mean", initializer_range=1.0)  # predicts several classes
+    # makes the model predict several classes
+    config = AutoConfig.from_pretrained(first, pooling="mean", initializer_range=1.0)
     torch.manual_seed(0)
     model = AutoModelForSequenceClassification.from_config(config)
     model.save_pretrained(first)
@@ -146,7 +150,7 @@ def mnli(script, tmp_path):
 
 
 def test_glue_with_the_labels_of_a_cross_encoder(call, mnli, tmp_path):
-    """Scores and predictions of a model do not depend on the order of its outputs."""
+    """Scores and predictions do not depend on the order of a model's outputs."""
     *models, data = mnli
     options = ["--task_name", "mnli", "--dataset_path", data, "--max_seq_length", 16, "--do_eval", "--do_predict"]
     options += ["--do_train", "--learning_rate", 1e-4, "--max_steps", 2, "--save_strategy", "no"]
@@ -164,7 +168,7 @@ def test_glue_with_the_labels_of_a_cross_encoder(call, mnli, tmp_path):
 
 
 def test_metrics_of_a_head_in_another_order(script, examples_dir):
-    """F1 counts the predictions of the label 1 of the task."""
+    """F1 counts predictions of the task's label 1, whatever the order of the head."""
     module, draw = script("run_glue"), np.random.default_rng(0)
     data = module.DataArguments(task_name="mrpc", metric_path=str(examples_dir / "metrics" / "glue_metrics"))
     logits, labels = draw.normal(size=(30, 2)), draw.integers(0, 2, 30)
@@ -175,7 +179,7 @@ def test_metrics_of_a_head_in_another_order(script, examples_dir):
 
 @pytest.mark.parametrize("kind", ["luna", "pair", "bert"])
 def test_new_head_of_the_same_size(kind, tmp_path):
-    """Only the output layer is new, as for a head of another size."""
+    """A new head replaces only the output layer, whether or not its size changes."""
     config = (BertConfig if kind == "bert" else LunaConfig)(vocab_size=20, **SIZES, **label_fields(["a", "b", "c"]))
     auto = luna_mega.LunaForSequencePairClassification if kind == "pair" else AutoModelForSequenceClassification
     saved = make_model(auto, CheckpointArguments(), config)

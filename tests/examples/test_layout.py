@@ -1,4 +1,4 @@
-"""Scripts are single files that can be read from top to bottom, with few helper modules."""
+"""Each script is a single file that can be read from top to bottom, with few helper modules."""
 
 import ast
 from contextlib import nullcontext

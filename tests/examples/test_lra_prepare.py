@@ -27,7 +27,7 @@ def files(folder: Path) -> dict[str, bytes]:
 
 
 def value(tokens: list[str]) -> int:
-    """Evaluate a ListOps tree independently of the generator: with NumPy, from the first token."""
+    """Evaluate a ListOps tree with NumPy from its first token, independently of the generator."""
     token = tokens.pop(0)
     if token.isdigit():
         return int(token)
@@ -40,7 +40,7 @@ def value(tokens: list[str]) -> int:
 
 
 def test_listops(prepare, tmp_path):
-    """Every value is correct, lengths are within their limits, trees are unique, and the splits load by name."""
+    """Values are correct, lengths are within their limits, trees are unique, and splits load by name."""
     prepare("listops", "--output", tmp_path, "--processes", 1, *ROWS, *SHORT)
     splits = load_dataset(str(tmp_path))
     assert {name: len(split) for name, split in splits.items()} == {"train": 40, "validation": 8, "test": 8}
@@ -55,7 +55,7 @@ def test_listops(prepare, tmp_path):
 
 
 def test_shape_of_the_trees(script):
-    """The benchmark's limits: depth, arguments, and operations."""
+    """Trees are within the benchmark's limits for depth, arguments, and length."""
     listops = script("lra.listops")
     trees = listops.trees(0, listops.Shape())
     for source in [next(trees)["source"].split() for _ in range(20)]:
@@ -76,7 +76,7 @@ def test_shape_of_the_trees(script):
 def test_pathfinder(script, size, count):
     """Labels match the geometry used to draw the image, and can be determined from the image."""
     pathfinder = script("lra.pathfinder")
-    from tests.examples import snakes  # needs the folder of the examples on the path
+    from tests.examples import snakes  # requires the folder of the examples in sys.path
 
     sizes = script("lra.drawing").find_drawing(size)
     for index in range(count):
@@ -100,7 +100,7 @@ def test_rows_do_not_depend_on_processes(prepare, tmp_path, task, options):
 
 
 def test_released_listops(prepare, script, tmp_path):
-    """All brackets are kept; a copy without them, another value, and a missing file raise."""
+    """All brackets are kept. A copy without brackets, a wrong value, or a missing file raises an error."""
     source, output = tmp_path / "listops-1000", tmp_path / "out"
     source.mkdir()
     line = "( ( ( ( [MAX 2 ) ( ( ( [MIN 4 ) 7 ) ] ) ) 0 ) ] )\t4"
@@ -142,7 +142,7 @@ def test_released_pathfinder(prepare, tmp_path, capsys):
 
 
 def test_text_and_image(prepare, tmp_path):
-    """Validation rows come from the training rows; the test rows keep their order."""
+    """Validation rows are taken from the training rows; the test rows keep their order."""
     for name, size in (("train", 10), ("test", 3)):
         rows = [{"text": f"{name} {index}", "label": index % 2} for index in range(size)]
         runs.write(rows, tmp_path / "reviews" / f"{name}-00000-of-00001.parquet")
@@ -210,7 +210,7 @@ def test_speech(prepare, tmp_path):
 
 
 def test_speech_in_parquet_files(prepare, tmp_path):
-    """Files in the format of the Hub, with one unused word; the folder is created from them and then updated."""
+    """Parquet files in the format of the Hub, with one unused word, are read; a second call updates the folder."""
     file = io.BytesIO()
     with wave.open(file, "wb") as clip:
         clip.setparams((1, 2, 16_000, 0, "NONE", None))

@@ -1,4 +1,4 @@
-"""Mega in the example scripts, whose options and data are tested with Luna."""
+"""Mega in the example scripts; their options and data are tested with Luna."""
 
 import math
 import random
@@ -49,7 +49,7 @@ def corpus(tmp_path):
 
 @pytest.fixture
 def race(tmp_path):
-    """The correct option is the one with the word "good"."""
+    """Return the options of a RACE task in which the correct option contains the word "good"."""
     draw = random.Random(0)
     for name in ("train", "validation"):
         examples = []
@@ -69,7 +69,10 @@ def race(tmp_path):
 
 @pytest.fixture
 def words(tmp_path):
-    """A tokenizer with one token per word: the v4 folders have 100 entries, fewer than a byte-level BPE needs."""
+    """Save a tokenizer with one token per word; return its option.
+
+    The v4 folders have 100 tokens, fewer than a byte-level BPE needs.
+    """
     vocabulary = {token: index for index, token in enumerate([*SPECIALS, *WORDS])}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
@@ -115,7 +118,7 @@ def test_race_from_scratch(run, race, tmp_path):
 def test_pretrained_from_scratch_and_fine_tuned(run, corpus, glue, tmp_path):
     options = ["--learning_rate", 0.02, "--num_train_epochs", 8]
     summary = run("run_mlm", *corpus, *scratch(tmp_path / "mlm"), *options)
-    assert summary["eval_perplexity"] < 30  # 300 before training
+    assert summary["eval_perplexity"] < 30  # about 300 before training
     tuned = ["--model_name_or_path", tmp_path / "mlm", "--output_dir", tmp_path / "out", "--do_train"]
     run("run_glue", *glue, *tuned, "--max_steps", 1, "--learning_rate", 0)
     mlm, classifier = (
@@ -170,7 +173,7 @@ def test_inputs_longer_than_the_positions(case, script, words):
     module = training_models
     model = module.ModelArguments(model_type="mega", config_overrides=overrides, tokenizer_name=words[1])
     tokenizer = module.make_tokenizer(model, [], 24)
-    tokenizer.model_max_length = 8  # length of the blocks in pretraining
+    tokenizer.model_max_length = 8  # the block length of pretraining
     if fits:
         input_ids = torch.randint(5, len(tokenizer), (2, 24))
         module.make_model(AutoModelForMaskedLM, model, module.make_config(model, tokenizer, 24))(input_ids)
@@ -182,7 +185,7 @@ def test_inputs_longer_than_the_positions(case, script, words):
 
 @pytest.mark.parametrize("model_type, longest", [("bert", 512), ("roberta", 510)])
 def test_longest_input_of_other_models(model_type, longest):
-    """RoBERTa's positions follow the padding id, 1."""
+    """The longest input excludes RoBERTa's positions up to the padding id, 1."""
     assert training_models.longest_input(AutoConfig.for_model(model_type, max_position_embeddings=512)) == longest
 
 

@@ -1,4 +1,4 @@
-"""Models of transformers as baselines in the scripts: training on inputs of full length, and the model card."""
+"""Models of transformers as baselines in the scripts: training on inputs of maximum length, and the model card."""
 
 import random
 
@@ -15,7 +15,7 @@ LENGTH = 12
 
 @pytest.fixture
 def run(call, tmp_path):
-    """Train for two steps and evaluate; return the summary and the model card."""
+    """Return a function that trains for two steps, evaluates, and returns the summary and the model card."""
 
     def main(name: str, model_type: str, overrides: str, *arguments: object) -> tuple[dict, str]:
         model = ["--model_type", model_type, "--config_overrides", overrides, "--vocab_size", 300]
@@ -29,7 +29,7 @@ def run(call, tmp_path):
 
 @pytest.fixture
 def reviews(tmp_path):
-    """Sentences, most of them longer than the inputs."""
+    """Write sentences, most of which exceed the maximum input length."""
     draw = random.Random(0)
     for name in ("train", "validation"):
         labels = [draw.randrange(2) for _ in range(24)]
@@ -51,7 +51,7 @@ def test_roberta_pretrained_and_fine_tuned(run, call, reviews, tmp_path):
     assert summary["eval_perplexity"] > 1
     assert type(AutoModelForMaskedLM.from_pretrained(tmp_path / "out")).__name__ == "RobertaForMaskedLM"
     config = AutoConfig.from_pretrained(tmp_path / "out")
-    # The position of the first token is the one after the padding's, 1.
+    # The first token has the position after the padding id, 1.
     assert (config.model_type, config.max_position_embeddings) == ("roberta", LENGTH + 2)
     assert not {"input_type", "sparse_prediction"} & config.to_dict().keys()
     assert_card(card, summary)

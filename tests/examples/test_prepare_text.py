@@ -1,4 +1,4 @@
-"""The folder of text from several data sets."""
+"""prepare_text.py combines the text of several data sets in a folder."""
 
 import gzip
 
@@ -12,7 +12,7 @@ from tests.examples.runs import assert_error, write
 
 @pytest.fixture
 def sources(tmp_path):
-    """Two folders: one of texts, with one twice and one empty, and one of translations that repeats a text."""
+    """Write two data sets with repeated and empty texts, one of texts and one of translations; return the options."""
     write([{"text": text} for text in ("One .", " Two . ", "One .", "")], tmp_path / "plain" / "train.jsonl")
     write([{"text": "Three ."}], tmp_path / "plain" / "unsupervised.jsonl")
     write([{"text": "Never read ."}], tmp_path / "plain" / "test.jsonl")
@@ -32,7 +32,8 @@ def test_text_of_several_sources(script, sources, tmp_path):
     )
     assert sorted([*train["text"], *held["text"]]) == ["Five .", "Four .", "One .", "Three .", "Two ."]
     both = dict(zip([*train["text"], *held["text"]], [*train["source"], *held["source"]], strict=True))
-    assert both["Two ."] == "plain" and both["Four ."] == "pairs"  # the source that had it first
+    # a repeated text belongs to the first source that has it
+    assert both["Two ."] == "plain" and both["Four ."] == "pairs"
     assert list(held["text"]) == list(again["text"]) != list(other["text"])
 
     card = DatasetCard.load(folders[0] / "README.md")

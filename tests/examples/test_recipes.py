@@ -1,4 +1,4 @@
-"""The recipes: every option and model field exists and is used; every script supports --help."""
+"""Recipes: every option and model field exists and is used. Scripts: every one supports --help."""
 
 import runpy
 import sys
@@ -21,7 +21,7 @@ SCRIPTS = {"lra": "lra.run_lra", "sentence_transformer": "train_sentence_transfo
 
 
 class Parsed(NamedTuple):
-    """The options of a script."""
+    """The parsed options of a script."""
 
     data: object
     model: object
@@ -31,7 +31,7 @@ class Parsed(NamedTuple):
 
 @pytest.fixture
 def parsed(script, tmp_path, monkeypatch):
-    """Parse a recipe with its script, also without timm, which one of them needs."""
+    """Return a function that parses a recipe with its script, even if timm is not installed."""
 
     def parse(path: Path):
         monkeypatch.setattr("luna_mega.training.images._timm", lambda: None)
@@ -60,7 +60,7 @@ def test_recipe_is_complete(path, parsed):
         assert (path.parent / base).resolve().is_relative_to(ROOT)
         recipe = yaml.safe_load((path.parent / base).read_text()) | recipe
         text = text.replace(base, "")
-    assert "../" not in text  # nothing outside of the repository
+    assert "../" not in text  # refers to nothing outside of the repository
     for name, value in recipe.items():
         holder = next(arguments for arguments in task if hasattr(arguments, name))
         found = getattr(holder, name)
@@ -85,14 +85,14 @@ def test_language_model_of_a_recipe(path, parsed, script):
     if config.model_type == "mega":
         assert config.adaptive_softmax_cutoffs == config.adaptive_input_cutoffs
     if path.stem.startswith("compare"):
-        config.vocab_size = 66  # the characters of Shakespeare and three special tokens
+        config.vocab_size = 66  # the number of characters in Shakespeare, plus three special tokens
         with torch.device("meta"):
             assert AutoModelForCausalLM.from_config(config).num_parameters() == pytest.approx(2.46e6, rel=0.01)
 
 
 @pytest.mark.parametrize("size, parameters", [("base", 343e3), ("big", 476e3)])
 def test_speech_model_of_the_paper(size, parameters, parsed, script):
-    """The recipe equals the preset, and the model has the original's number of parameters."""
+    """The recipe equals the preset, and the model has as many parameters as the original."""
     task = parsed(EXAMPLES / "recipes" / "audio" / f"speech_commands_mega_{size}.yaml")
     config = make_config(task.model, None, 16_000, **label_fields("0123456789"))
     preset = getattr(MegaConfig, f"sc_{size}")(label2id=config.label2id, id2label=config.id2label)

@@ -41,7 +41,7 @@ def rows(size: int, seed: int, rate: int = RATE) -> list[dict]:
 
 @pytest.fixture
 def folder(tmp_path):
-    """16-bit samples in parquet files, labels as numbers, no split for validation."""
+    """Write 16-bit samples and integer labels to parquet files, without a validation split."""
     return write_splits(rows, tmp_path / "tones", train=64, test=12)
 
 
@@ -63,7 +63,7 @@ def test_mega_from_scratch_with_held_out_takes(run, folder, tmp_path):
     assert_complete(output)
     assert "accuracy" in (output / "README.md").read_text()
 
-    # The saved folder by itself reproduces the written predictions.
+    # The saved folder is sufficient to reproduce the written predictions.
     model = AutoModelForSequenceClassification.from_pretrained(output).eval()
     extractor = AutoFeatureExtractor.from_pretrained(output)
     assert (extractor.sampling_rate, model.config.id2label) == (RATE, {0: "0", 1: "1"})
@@ -79,7 +79,7 @@ def test_mega_from_scratch_with_held_out_takes(run, folder, tmp_path):
     again += ["--hold_out", "take=2,3", "--output_dir", tmp_path / "again"]
     assert run(*again)["eval_loss"] == pytest.approx(summary["eval_loss"], abs=1e-5)
 
-    # Another sampling rate or label than the model's.
+    # A sampling rate or label that differs from the model's raises an error.
     source = [*again[:6], "--output_dir", tmp_path / "other"]
     assert_error(run, "--sampling_rate 500: .* has 1000", *source, "--do_predict", "--sampling_rate", 500)
     test[5]["label"] = 7
@@ -87,14 +87,14 @@ def test_mega_from_scratch_with_held_out_takes(run, folder, tmp_path):
     for split, option in (("validation", "--do_eval"), ("test", "--do_predict")):
         pd.DataFrame(test).to_parquet(folder / f"{split}-00000-of-00001.parquet")
         assert_error(run, message, *source, option)
-    test[5]["label"] = -1  # unknown
+    test[5]["label"] = -1  # unknown label
     pd.DataFrame(test).to_parquet(folder / "test-00000-of-00001.parquet")
     assert "test_accuracy" in run(*source, "--do_predict")
 
 
 @pytest.mark.slow
 def test_average_of_weights_and_of_the_statistics_of_batch_norm(run, folder, tmp_path):
-    """The average is evaluated during the training and at the end, and saved."""
+    """The averaged weights and batch norm statistics are evaluated during and after training, and saved."""
     held = ["--hold_out", "take=3", "--do_eval"]
     train = [*options(folder, tmp_path / "out", *held), "--max_steps", 6, "--learning_rate", 0.02, "--ema_decay", 0.7]
     summary = run(*train, "--eval_strategy", "steps", "--eval_steps", 6)
@@ -168,13 +168,13 @@ def test_augmentation(script):
     assert module.augment_split(split, RATE, module.DataArguments(), 0) is split
     moved = module.augment_split(split, RATE, module.DataArguments(random_noise=0.1), 0)
     first = moved[0]["input_values"]
-    np.testing.assert_array_equal(moved[0]["input_values"], first)  # the same on every process
+    np.testing.assert_array_equal(moved[0]["input_values"], first)  # the shift is the same in every process
     moved.set_epoch(1)
     assert (moved[0]["input_values"] != first).any() and moved[1]["labels"] == 1
 
 
 def test_audio_files(run, tmp_path):
-    """Embedded files are decoded if a decoder is installed, else the error says what to install."""
+    """Embedded files are decoded if a decoder is installed; else the error names the package to install."""
     files = []
     for row in rows(8, seed=0):
         file = io.BytesIO()

@@ -36,7 +36,7 @@ def corpus(tmp_path) -> Path:
 
 @pytest.fixture
 def run(call, corpus, tmp_path):
-    """Train the tiny model; return the summary."""
+    """Return a function that trains the tiny model and returns the summary."""
     small = ["--block_size", 32, "--eval_context", 64, "--eval_segment", 16, "--per_device_train_batch_size", 4]
     model = ["--config_overrides", TINY, "--output_dir", tmp_path / "out", "--do_train"]
     return partial(call, "run_clm", "--dataset_path", corpus, *small, *model)
@@ -80,7 +80,7 @@ def test_streams_continue_after_the_previous_batch(script):
 @torch.no_grad()
 @pytest.mark.parametrize(("context", "batch_size"), [(20, 1), (20, 3), (7, 2), (1000, 4)])
 def test_score(script, context, batch_size):
-    """Blocks evaluated by segments have the score of complete blocks; every token except the first counts once."""
+    """Evaluation in segments gives the score of complete blocks; every token except the first counts once."""
     torch.manual_seed(0)
     fields = {"vocab_size": 12, "hidden_size": 16, "num_hidden_layers": 1, "use_chunking": True, "chunk_size": 4}
     model = MegaForCausalLM(MegaConfig(**fields, bidirectional=False, is_decoder=True, initializer_range=0.3)).eval()
@@ -135,7 +135,7 @@ def test_other_blocks(run, tmp_path, model_type, blocks):
 @pytest.mark.slow
 @pytest.mark.parametrize("model_type", ["megalodon", "llama"])
 def test_other_models(run, model_type, tmp_path):
-    """A context has the same score in one segment or in several."""
+    """A context has the same score in one segment and in several."""
     fields = "hidden_size=16,num_hidden_layers=1,intermediate_size=24,num_attention_heads=2"
     if model_type == "megalodon":
         fields += ",shared_representation_size=8,value_size=24,ema_projection_size=2,norm_num_groups=4,chunk_size=8"
@@ -184,7 +184,7 @@ def test_a_table_of_biases_has_one_chunk(script, corpus, tmp_path):
 
 
 def test_reported_scores_reach_the_callbacks(tmp_path):
-    """As those of `Trainer.evaluate`, for example early stopping."""
+    """Callbacks receive reported scores as they receive those of `Trainer.evaluate`, for example to stop early."""
 
     class Seen(TrainerCallback):
         def on_evaluate(self, args, state, control, metrics, **kwargs):

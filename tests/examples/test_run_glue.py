@@ -59,7 +59,7 @@ def test_single_sentences_from_scratch_and_then_another_task(run, sst2, tmp_path
     assert_complete(output)
     assert json.loads((output / "trainer_state.json").read_text())["best_metric"] == 1.0
 
-    # The saved folder by itself reproduces the written predictions, with the label names.
+    # The saved folder is sufficient to reproduce the written predictions and label names.
     model = AutoModelForSequenceClassification.from_pretrained(output).eval()
     tokenizer = AutoTokenizer.from_pretrained(output)
     assert model.config.id2label == {0: "negative", 1: "positive"}
@@ -70,7 +70,7 @@ def test_single_sentences_from_scratch_and_then_another_task(run, sst2, tmp_path
     assert table.columns.tolist() == ["index", "prediction"]
     assert table["prediction"].tolist() == predicted == [row["label"] for row in rows("sst2", 8, seed=8)]
 
-    # The script evaluates it as after training, and fine-tunes it for a task with another head.
+    # The script evaluates the folder with the same result as after training, and fine-tunes it for another task.
     again = ["--task_name", "sst2", "--dataset_path", sst2, "--output_dir", tmp_path / "again", "--do_eval"]
     again = run(*again, "--model_name_or_path", output)
     assert again["eval_loss"] == pytest.approx(summary["eval_loss"], abs=1e-6) and "train_loss" not in again
@@ -230,7 +230,7 @@ def test_missing_split_mixed_files_and_hub_without_network(run, sst2, tmp_path):
 
 
 def test_hidden_tokens(script):
-    """Close to the specified share, never a special token, and different tokens in every epoch."""
+    """The share of hidden tokens is close to the option; they are never special tokens, and differ by epoch."""
     tokenizer = train_bpe(["a b c d e f"] * 9, 300, 64)
     plain = Dataset.from_dict({"input_ids": [tokenizer("a b c d e f " * 9)["input_ids"]] * 40, "label": [0] * 40})
     hidden = hide_tokens(plain, tokenizer, 0.3, 0)

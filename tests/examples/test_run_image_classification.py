@@ -24,7 +24,7 @@ SIDE, NAMES = 8, ["left", "right"]
 
 
 def draw_pixels(label: int, draw: np.random.Generator) -> np.ndarray:
-    """Bright on its left or on its right half."""
+    """Return an image that is bright in its left (label 0) or right half (label 1)."""
     pixels = draw.integers(0, 90, (SIDE, SIDE))
     pixels[:, SIDE // 2 * label :][:, : SIDE // 2] += 120
     return pixels.astype(np.uint8)
@@ -37,7 +37,7 @@ def rows(size: int, seed: int) -> list[dict]:
 
 @pytest.fixture
 def folder(tmp_path):
-    """Raw gray pixels in parquet files, labels as words."""
+    """Write raw gray pixels and labels as words to parquet files."""
     return write_splits(rows, tmp_path / "halves", train=48, validation=16, test=8)
 
 
@@ -69,7 +69,7 @@ def test_mega_from_scratch(run, folder, tmp_path):
     first = (output / "predictions.tsv").read_text().splitlines()
     assert first[:3] == ["index\tprediction", "0\tleft", "1\tright"]
 
-    # The script evaluates the folder, which needs the evaluation transform and images of its size.
+    # The script evaluates the folder, which requires the evaluation transform and the image size of the model.
     source = ["--dataset_path", folder, "--model_name_or_path", output, "--do_eval"]
     assert run(*source, "--output_dir", tmp_path / "again", "--do_predict")["eval_accuracy"] == 1.0
     third = ["--output_dir", tmp_path / "third"]
@@ -113,7 +113,7 @@ def test_another_model_of_transformers(run, folder, tmp_path):
 
 @pytest.mark.slow
 def test_average_of_the_weights(run, folder, tmp_path):
-    """The average is evaluated, saved with checkpoints, resumed, and stored in the final model."""
+    """Averaged weights are evaluated, saved with checkpoints, resumed, and stored in the final model."""
     average = [*options(folder, tmp_path / "complete", "--ema_decay", 0.5), "--max_steps", 4, "--save_steps", 2]
     complete = run(*average, "--do_eval")
     average[3] = tmp_path / "resumed"
@@ -183,7 +183,7 @@ def test_a_damaged_file(run, tmp_path):
 
 
 def test_pixels_that_start_like_a_file(run, tmp_path):
-    """Among them are the first bytes of PCX, BMP and PNG files."""
+    """Raw pixels may start with the first bytes of PCX, BMP and PNG files."""
 
     def headed(size: int, seed: int) -> list[dict]:
         found = rows(size, seed)
@@ -197,7 +197,7 @@ def test_pixels_that_start_like_a_file(run, tmp_path):
 
 
 class SwapHalves:
-    """Mock of timm's Mixup: mixes every image with the one at the other end of the batch."""
+    """Mock of timm's Mixup: mix every image with the one at the mirrored position of the batch."""
 
     def __init__(self, mixup_alpha: float, cutmix_alpha: float, label_smoothing: float, num_classes: int):
         self.classes, self.batches = num_classes, []
@@ -209,7 +209,7 @@ class SwapHalves:
 
 
 def test_mixup_is_training_only(run, folder, tmp_path, monkeypatch):
-    """Evaluation uses unmodified images and labels, also during training, and odd batches are not mixed."""
+    """Evaluation uses unmodified images and labels, also during training; odd batch sizes raise an error."""
     made = []
 
     def mixup(*arguments, **options) -> SwapHalves:

@@ -1,4 +1,4 @@
-"""Long Range Arena: every task with every model, the conventions, self-pretraining, the report, and bad input."""
+"""Long Range Arena: every task with every model, the conventions, self-pretraining, the report, invalid input."""
 
 import json
 import random
@@ -47,7 +47,7 @@ def rows(task: str, size: int, script) -> list[dict]:
 
 @pytest.fixture
 def folder(script, tmp_path):
-    """Make the files of a task as `prepare.py` does."""
+    """Return a function that writes the files of a task as `prepare.py` does."""
 
     def make(task: str, **changes) -> Path:
         classes = script("lra.tasks").TASKS[task].classes
@@ -111,7 +111,7 @@ def test_predictions_of_the_saved_model(run, script, folder, tmp_path, task, mod
 
 
 def encode(script, task: str, convention: str, **fields) -> dict:
-    """Return the first row of a task in the given convention."""
+    """Return one encoded row of a task in the given convention."""
     module = script("lra.tasks")
     chosen, task = module.CONVENTIONS[convention], module.TASKS[task]
     tokenizer = module.make_tokenizer(task.kind, chosen, fields["max_length"])
@@ -122,7 +122,7 @@ def encode(script, task: str, convention: str, **fields) -> dict:
 
 
 def test_conventions_of_sequences(script):
-    """Truncation keeps `</s>` only in `ours`; `luna` adds `<CLS>` and cuts the last pixel of an image."""
+    """Truncation keeps `</s>` only in `ours`; `luna` adds `<CLS>` and drops the last pixel of an image."""
     cls, end, a = 0, 2, encode(script, "text", "ours", value="a", max_length=9)["input_ids"][0]
     full, long = {"value": "aaa", "max_length": 9}, {"value": "a" * 9, "max_length": 4}
     for convention, first in (("ours", []), ("luna", [cls]), ("mega", [])):
@@ -139,7 +139,7 @@ def test_conventions_of_sequences(script):
 
 @pytest.mark.parametrize("convention", ["ours", "luna"])
 def test_bytes_match_the_tokenizer(script, convention):
-    """A text of two-byte and four-byte characters, complete and cut within a character."""
+    """Bytes match the tokenizer for two-byte and four-byte characters, complete and cut within a character."""
     module, text = script("lra.tasks"), "Größe \n 🦀 <s>"
     tokenizer = module.make_tokenizer("bytes", module.CONVENTIONS[convention], 99)
     expected = tokenizer(text)["input_ids"]
@@ -152,7 +152,7 @@ def test_bytes_match_the_tokenizer(script, convention):
 
 
 def test_convention_of_the_luna_paper(run, folder, tmp_path):
-    """Text is validated on the test rows; the model uses the first token and weight decay of all parameters."""
+    """The Luna paper validates on the test rows, uses the first token, and applies weight decay to all parameters."""
     output = tmp_path / "out"
     arguments = options("text", folder("text"), output, "--do_eval", "--do_predict", *TWO_STEPS, model="luna")
     summary = run(*arguments, "--convention", "luna", "--paper_model", "true")
@@ -163,7 +163,7 @@ def test_convention_of_the_luna_paper(run, folder, tmp_path):
 
 
 def test_sizes_of_the_paper_models(script, tmp_path):
-    """Numbers of parameters, counted in the original's models."""
+    """The recipes of the paper's models have as many parameters as the original models."""
     module, recipes = script("lra.run_lra"), Path(__file__).resolve().parents[2] / "examples" / "recipes" / "lra"
     for name, millions in (("image_mega", 2.839), ("pathfinder_mega", 1.387), ("pathx_mega", 0.382)):
         arguments = ["--recipe", recipes / f"{name}.yaml", "--dataset_path", "x", "--output_dir", tmp_path, "--use_cpu"]
@@ -201,7 +201,7 @@ def test_pixels_as_tokens(run, folder, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("task, model", [("image", "mega"), ("retrieval", "luna")])
 def test_self_pretraining(run, folder, tmp_path, task, model):
-    """The body is trained before the labels are used; with a learning rate of 0 it does not change."""
+    """Self-pretraining changes the body before the labels are used, and does nothing with a learning rate of 0."""
     path = folder(task)
 
     def body(name: str, *more) -> dict:
@@ -249,7 +249,7 @@ def test_bad_options(run, folder, tmp_path, case):
 
 
 def test_bad_data(run, folder, tmp_path):
-    """A label out of range, an image of another size, a damaged image, a damaged file, a missing split."""
+    """Invalid labels, image sizes, damaged images or files, and missing splits raise an error."""
     output = tmp_path / "out"
 
     def fails(task: str, path: Path, message: str, *more):

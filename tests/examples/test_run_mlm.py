@@ -21,7 +21,7 @@ BOS, EOS = 0, 2
 
 
 def texts(size: int, seed: int) -> list[str]:
-    """Lines with counting sequences: a masked word follows from its neighbors."""
+    """Return lines of counting sequences, in which a masked word follows from its neighbors."""
     draw = random.Random(seed)
     words = ["one", "two", "three", "four", "five", "six"]
     starts = [draw.randrange(6) for _ in range(size)]
@@ -94,7 +94,7 @@ def test_short_blocks_are_cut_from_the_same_stream(script, tokenizer):
 
 @pytest.mark.slow
 def test_pretraining_on_short_blocks(run, script, corpus, tmp_path, monkeypatch):
-    """Inputs of about one length come together, and padding is neither attended to nor predicted."""
+    """Batches contain inputs of similar length; padding is neither attended to nor predicted."""
     trainer, batches = OrderedTrainer, []
     step = trainer.training_step
 
@@ -121,7 +121,7 @@ def test_masking_is_dynamic_in_training_and_fixed_in_evaluation(script, tokenize
     blocks = cut_blocks(script, tokenizer, texts(2000, seed=3), 64)
     masked = Redrawn(blocks, module.Masking(tokenizer, 0.15), seed=0)
     first, again = (default_data_collator(list(masked)) for _ in range(2))
-    assert torch.equal(first["labels"], again["labels"])  # the same on every process and after resuming
+    assert torch.equal(first["labels"], again["labels"])  # masks are the same in every process and after resuming
     masked.set_epoch(1)
     assert not torch.equal(first["labels"], default_data_collator(list(masked))["labels"])
 
@@ -134,13 +134,13 @@ def test_masking_is_dynamic_in_training_and_fixed_in_evaluation(script, tokenize
     assert (chosen.sum() / (~special).sum()).item() == pytest.approx(0.15, abs=0.02)
     shown = first["input_ids"][chosen]
     assert (shown == tokenizer.mask_token_id).float().mean().item() == pytest.approx(0.8, abs=0.03)
-    # A tenth is unchanged, and so is one random token in the size of the vocabulary.
+    # A tenth of the chosen tokens is unchanged, apart from random replacements that equal the original.
     assert (shown == original[chosen]).float().mean().item() == pytest.approx(0.1, abs=0.03)
 
     data = module.DataArguments()
     masked = [module.mask_once(blocks, tokenizer, data, seed=seed) for seed in (1, 1, 2)]
     assert masked[0]["labels"] == masked[1]["labels"] != masked[2]["labels"]
-    # Without a mask, models drop a token that is replaced by the padding token.
+    # Without an attention mask, models would mask a token that is replaced by the padding token.
     assert first["attention_mask"].all() and torch.tensor(masked[0]["attention_mask"]).all()
 
 
@@ -154,7 +154,8 @@ def test_pretraining_learns_and_its_perplexity_is_exact(run, script, corpus, tmp
     history = json.loads((output / "trainer_state.json").read_text())["log_history"]
     perplexities = [entry["eval_perplexity"] for entry in history if "eval_perplexity" in entry]
     assert min(perplexities) < 0.5 * perplexities[0]
-    assert summary["eval_perplexity"] < 20  # 300 before training, 7 for the right frequencies
+    # 300 before training, and 7 for a model that knows only the frequencies of words
+    assert summary["eval_perplexity"] < 20
     assert_complete(output)
     card = (output / "README.md").read_text()
     assert "on the corpus dataset" in card and "- Perplexity: " in card
@@ -218,7 +219,8 @@ def test_resumed_run_continues_where_it_stopped(run, corpus, tmp_path):
     run(*scratch(corpus, tmp_path / "out"), *options, "--max_steps", 4)
     (tmp_path / "out" / "checkpoint-4").rename(tmp_path / "other")
     before = (tmp_path / "out" / "checkpoint-2" / "trainer_state.json").read_text()
-    for step, state in ((3, None), (6, before[:40])):  # killed while it wrote a checkpoint: `last` is the one before
+    # the process was killed while it wrote a checkpoint, so `last` names the previous one
+    for step, state in ((3, None), (6, before[:40])):
         (tmp_path / "out" / f"checkpoint-{step}").mkdir()
         if state is not None:
             (tmp_path / "out" / f"checkpoint-{step}" / "trainer_state.json").write_text(state)
@@ -233,7 +235,7 @@ def test_resumed_run_continues_where_it_stopped(run, corpus, tmp_path):
 
 @pytest.mark.slow
 def test_resumed_run_keeps_the_order_by_length(run, corpus, tmp_path):
-    """The losses equal an uninterrupted run, at the beginning and in the middle of an epoch."""
+    """Losses equal those of an uninterrupted run, from the start and from the middle of an epoch."""
     options = ["--short_seq_prob", 0.9, "--train_sampling_strategy", "group_by_length", "--num_train_epochs", 3]
     options += ["--save_steps", 3, "--save_total_limit", 100, "--logging_steps", 1]
     arguments = scratch(corpus, tmp_path / "out")
@@ -252,8 +254,8 @@ def test_resumed_run_keeps_the_order_by_length(run, corpus, tmp_path):
 
 @pytest.mark.slow
 def test_finished_run_is_not_continued(run, corpus, tmp_path):
-    """A run killed after its last checkpoint ends with the same average of the weights, or the same best weights."""
-    higher = ["--metric_for_best_model", "loss", "--greater_is_better", 1]  # the first step's
+    """A run killed after its last checkpoint resumes with the same averaged or best weights, without more steps."""
+    higher = ["--metric_for_best_model", "loss", "--greater_is_better", 1]  # selects the first step
     best = ["--load_best_model_at_end", "--eval_strategy", "steps", "--eval_steps", 1, *higher]
     for name, options in (("plain", []), ("average", ["--ema_decay", 0.5]), ("best", best)):
         output = tmp_path / name

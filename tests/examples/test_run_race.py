@@ -20,7 +20,7 @@ BOS, EOS = 0, 2
 
 
 def race_rows(size: int, seed: int, level: str = "middle") -> list[dict]:
-    """The correct option contains "good", so the task can be learned without the passage."""
+    """Return rows whose correct option contains "good", so that the task can be learned without the passage."""
     draw = random.Random(seed)
     examples = []
     for index in range(size):
@@ -78,7 +78,7 @@ def encode(script, tokenizer, examples: list[dict], name: str, **options) -> lis
 
 
 def fairseq_race(row: dict, tokenizer, max_option_length: int, max_positions: int) -> list[list[int]]:
-    """preprocess_RACE.py, multiprocessing_bpe_encoder.py, fairseq-preprocess and the sentence_ranking task, in turn."""
+    """Return the inputs of preprocess_RACE.py, the BPE encoder, fairseq-preprocess and the ranking task in turn."""
 
     def binarize(line: str) -> list[int]:
         return tokenizer.encode(line.strip(), add_special_tokens=False) + [EOS]
@@ -108,7 +108,7 @@ def test_race_truncation(script, tokenizer):
     row = {**race_rows(1, seed=0)[0], "question": "red " * 300, "article": "blue " * 900}
     red, blue = (tokenizer.encode(color, add_special_tokens=False)[0] for color in ("red", "blue"))
     for option in encode(script, tokenizer, [row], "race")[0]:
-        assert option == [BOS, *[red] * 127, EOS, *[blue] * 383]  # without the </s> of either
+        assert option == [BOS, *[red] * 127, EOS, *[blue] * 383]  # truncation drops the </s> of both texts
 
 
 def test_csqa_inputs_equal_fairseq(script, tokenizer):
@@ -154,7 +154,7 @@ def test_race_from_scratch_with_both_levels(run, script, race, tmp_path):
     card = (output / "README.md").read_text()
     assert "on the middle and high dataset" in card and "- High Accuracy: " in card
 
-    # The saved folder by itself reproduces the written predictions, in the order of the test set.
+    # The saved folder is sufficient to reproduce the written predictions, in the order of the test set.
     examples = race_rows(9, seed=9) + race_rows(5, seed=5, level="high")
     model, tokenizer = AutoModelForMultipleChoice.from_pretrained(output).eval(), AutoTokenizer.from_pretrained(output)
     predicted = []
@@ -170,7 +170,7 @@ def test_race_from_scratch_with_both_levels(run, script, race, tmp_path):
     assert summary["test_accuracy"] == pytest.approx(sum(right) / 14)
     assert summary["test_high_accuracy"] == pytest.approx(sum(right[9:]) / 5)
 
-    # Evaluation of one level.
+    # The folder can be evaluated on one level.
     again = ["--dataset_path", race, "--output_dir", tmp_path / "again", "--do_eval", "--model_name_or_path", output]
     again = run(*again)
     assert again["eval_middle_accuracy"] == again["eval_accuracy"] == middle and "eval_high_accuracy" not in again
@@ -179,7 +179,7 @@ def test_race_from_scratch_with_both_levels(run, script, race, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("task", ["race", "csqa"])
 def test_two_towers(task, run, script, race, csqa, tmp_path):
-    """The text is encoded once, and each option separately; the saved folder reproduces the written predictions."""
+    """The text and each option are encoded separately; the saved folder reproduces the written predictions."""
     output = tmp_path / "out"
     summary = run(
         *scratch({"race": race, "csqa": csqa}[task], output, task),
@@ -265,7 +265,7 @@ DATA_ERRORS = {
 @pytest.mark.parametrize("case", DATA_ERRORS)
 def test_invalid_data_is_one_line(case, run, tmp_path):
     row, change, message = DATA_ERRORS[case]
-    first = {**row, **change} if case == "options as text" else row  # a column has one type
+    first = {**row, **change} if case == "options as text" else row  # all rows of a column must have the same type
     folder = write([first, {**row, **change}], tmp_path / "data" / "train.jsonl")
     assert_error(run, message, *scratch(folder, tmp_path / "out", "csqa" if row is CSQA_ROW else "race"))
 

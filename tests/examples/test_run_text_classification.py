@@ -12,7 +12,7 @@ RUN = ["run_text_classification", "--max_seq_length", 32]
 
 
 def rows(size: int, seed: int) -> list[dict]:
-    """Reviews that are good or bad, and their titles."""
+    """Return reviews that are good or bad, with titles."""
     draw = random.Random(seed)
     examples = []
     for index in range(size):
@@ -23,7 +23,7 @@ def rows(size: int, seed: int) -> list[dict]:
 
 @pytest.fixture
 def folder(tmp_path):
-    """A folder without a validation split, as IMDB is."""
+    """Write a folder without a validation split, as in IMDB."""
     for split, size in (("train", 80), ("test", 12)):
         path = tmp_path / "reviews" / f"{split}.csv"
         path.parent.mkdir(exist_ok=True)
@@ -48,7 +48,7 @@ def test_names_as_labels_and_rows_held_out(run, folder, tmp_path):
     classify = pipeline("text-classification", model=str(output))
     assert [found["label"] for found in classify([row["text"] for row in rows(12, 12)])] == lines[1::2]
 
-    # The trained model by itself, on labels that are class indices, one of them unknown.
+    # The saved folder is evaluated on labels that are class indices; one of them is unknown.
     test = pd.DataFrame(rows(12, 12)).replace({"label": {"good": "good", "bad": None}})
     test.to_csv(folder / "test.csv", index=False)
     again = run(

@@ -27,14 +27,14 @@ WORDS = {"one": "eins", "two": "zwei", "three": "drei", "four": "vier"}
 
 
 def make_pairs(count):
-    """Numbers in two languages, word by word."""
+    """Return pairs of the same numbers in two languages, translated word by word."""
     chosen = [random.choices(list(WORDS), k=random.randint(1, 4)) for _ in range(count)]
     return [{"en": " ".join(words) + ".", "de": " ".join(map(WORDS.get, words)) + "."} for words in chosen]
 
 
 @pytest.fixture
 def corpus(tmp_path) -> Path:
-    """A split per file, with `translation` as the Hub's data sets have it; the test split has plain columns."""
+    """Write a file per split, with a `translation` column as on the Hub; the test split has a column per language."""
     folder = tmp_path / "numbers"
     folder.mkdir()
     splits = {"train": make_pairs(400), "validation": make_pairs(20)}
@@ -48,7 +48,7 @@ def corpus(tmp_path) -> Path:
 
 @pytest.fixture
 def run(call, corpus, tmp_path):
-    """Run with a tiny model; return the summary."""
+    """Return a function that runs the script with a tiny model and returns the summary."""
     short = ["--max_source_length", 16, "--max_target_length", 16, "--logging_steps", 10]
 
     def main(*arguments, model_type="luna", **settings):
@@ -119,7 +119,7 @@ def test_milestones(script):
 
 @pytest.fixture
 def checkpoints(tmp_path):
-    """Four checkpoints; the loss is lowest at steps 5 and 100."""
+    """Write four checkpoints; the loss is lowest at steps 5 and 100."""
     losses = {5: 1.0, 20: 3.0, 30: 4.0, 100: 2.0}
     for step in losses:
         (tmp_path / f"checkpoint-{step}").mkdir()
@@ -181,7 +181,7 @@ def test_training_learns_resumes_averages_and_loads(run, script, corpus, tmp_pat
 
 
 def test_separate_vocabularies(run, script, corpus, tmp_path):
-    """A checkpoint with a tokenizer for each language, as the converter writes it, is trained and saved as one."""
+    """A checkpoint with a tokenizer per language, as the converter writes it, can be trained and saved."""
     from luna_mega import LunaForConditionalGeneration, LunaSeq2SeqConfig
 
     train_bpe = train_joint_bpe
@@ -205,9 +205,10 @@ def test_separate_vocabularies(run, script, corpus, tmp_path):
 
 
 def test_apollo_follows_the_schedule_and_clips_each_gradient(run, script, monkeypatch, tmp_path):
-    """Apollo starts with the gradient divided by eps, because the curvature is 0: a parameter moves by lr / eps |g|.
+    """Apollo follows the schedule and clips each gradient.
 
-    Without `--predict_with_generate`, evaluation during the training does not translate.
+    Its first step moves a parameter by lr / eps |g|, because the curvature is 0. Without `--predict_with_generate`,
+    evaluation during training does not translate.
     """
     norms, apollo = [], pytest.importorskip("pytorch_optimizer").ApolloDQN
 
@@ -226,7 +227,7 @@ def test_apollo_follows_the_schedule_and_clips_each_gradient(run, script, monkey
     assert rates == pytest.approx([1e-4, 5.05e-3, 1e-2, 1e-3])
     assert not any("eval_bleu" in entry for entry in history) and "eval_bleu" in summary
     assert len(norms) == 4 and 0.0099 < max(map(max, norms)) <= 0.01 + 1e-6
-    assert sum(norm > 0.0099 for norm in norms[0]) > 5  # each gradient is clipped, not their total norm
+    assert sum(norm > 0.0099 for norm in norms[0]) > 5  # clips each gradient, not their total norm
 
 
 def test_apollo_without_its_package(run, monkeypatch):

@@ -25,7 +25,7 @@ CONFIGS = sorted((EXAMPLES / "accelerate").glob("*.yaml"))
 
 @pytest.fixture
 def corpus(tmp_path) -> Path:
-    """A split train of three files."""
+    """Write a train split of three files and a validation split."""
     for shard in range(3):
         mlm.write(mlm.texts(30, seed=shard), tmp_path / "corpus" / f"train-{shard:05d}-of-00003.jsonl")
     return mlm.write(mlm.texts(20, seed=9), tmp_path / "corpus" / "validation.jsonl")
@@ -51,7 +51,7 @@ def test_launch_on_gpus(name, corpus, tmp_path):
 
 @pytest.mark.slow
 def test_launch_on_cpus(corpus, tmp_path):
-    """Accelerate does not shard on CPUs, but runs DDP."""
+    """The FSDP configuration runs on CPUs, where Accelerate uses DDP without sharding."""
     launch("fsdp2", corpus, tmp_path / "out", "--use_cpu", "true")
 
 
@@ -67,7 +67,7 @@ def launch(config: str, corpus: Path, output: Path, *more: str) -> None:
 
 
 def streamed(script, folder: Path, rank: int, count: int, files: int = 3) -> list[int]:
-    """Return twelve rows of a stream of ten, as iterated by a process."""
+    """Return twelve rows that a process reads from a repeated stream of ten rows."""
     folder.mkdir(exist_ok=True)
     rows = [{"number": number} for number in range(10)]
     names = [write(rows[file::files], folder / f"{file}.jsonl") / f"{file}.jsonl" for file in range(files)]
@@ -78,7 +78,11 @@ def streamed(script, folder: Path, rank: int, count: int, files: int = 3) -> lis
 
 
 def test_stream_is_split_over_processes(script, tmp_path):
-    """Files that do not divide: batches are those of one process, over the end of the data too. Else: own files."""
+    """Processes share a stream.
+
+    If the number of files is not a multiple of the number of processes, the batches equal those of one process, also
+    after the end of the data. Otherwise each process reads separate files.
+    """
     complete = streamed(script, tmp_path / "three", 0, 1)
     assert sorted(complete[:10]) == list(range(10)) and complete != sorted(complete)
     for count in (2, 4):

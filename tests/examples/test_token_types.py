@@ -1,4 +1,4 @@
-"""BERT's tokenizer, which returns two token types, in every script that trains on texts."""
+"""BERT's tokenizer, which returns two token types, works in every script that trains on texts."""
 
 from pathlib import Path
 
@@ -21,11 +21,12 @@ from tests.examples.test_run_race import race_rows
 from tests.marks import slow_but
 
 WORDS = ["a", "b", "c", "the", "door", "is", "_", ".", "?", "good", "bad", "red", "blue"]
-ANY_LENGTH = "position_embedding_type=sinusoidal"  # run_clm.py evaluates longer blocks
+# run_clm.py evaluates blocks that are longer than the training blocks
+ANY_LENGTH = "position_embedding_type=sinusoidal"
 MEGA = "hidden_size=16,num_hidden_layers=1,intermediate_size=16,nffn_hidden_size=16,shared_representation_size=8"
 MEGA += ",ema_projection_size=4"
 
-# Options of a script with texts, and whether its models have token types.
+# Options of a script for texts, and whether its models have token types.
 SCRIPTS = {
     "mnli": (["run_glue", "--task_name", "mnli", "--max_seq_length", 16], True),
     "towers": (["run_glue", "--task_name", "mnli", "--two_towers", "--token_dropout", 0.1], True),
@@ -50,7 +51,7 @@ def tokenizer(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def data(tmp_path):
-    """Rows for all scripts."""
+    """Write rows with the columns of all scripts."""
     rows = [
         {"sentence": "a b the door is good", "premise": "a b", "hypothesis": "c", "label": index % 2} | row
         for index, row in enumerate(race_rows(8, seed=0))
@@ -75,12 +76,12 @@ def test_new_models_have_the_types_of_the_tokenizer(name, call, data, tokenizer,
 
 @pytest.mark.parametrize("name", slow_but(["mnli"], SCRIPTS))
 def test_models_without_types(name, call, data, tokenizer, tmp_path):
-    """The tokenizer of the trained model returns no types, so that pipelines also work for pairs."""
+    """The tokenizer of a trained model without types returns no types, so that pipelines work for pairs too."""
     (script, *options), _ = SCRIPTS[name]
     model = ["--tokenizer_name", tokenizer, "--config_overrides", f"{TINY},{ANY_LENGTH},type_vocab_size=0"]
     paths = ["--dataset_path", data, "--output_dir", tmp_path / "out"]
     summary = call(script, *options, *model, *STEP, *paths)
-    # The same with a loaded model.
+    # a loaded model behaves in the same way
     paths[-1] = tmp_path / "again"
     model = ["--tokenizer_name", tokenizer, "--model_name_or_path", tmp_path / "out"]
     again = call(script, *options, *model, *paths, "--do_eval")

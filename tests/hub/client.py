@@ -25,7 +25,7 @@ from tests.hub.loopback import TOKEN
 
 
 class Client:
-    """A Python process with a separate Hub cache and token, with or without `luna_mega`."""
+    """A Python process with its own Hub cache and token; `luna_mega` is importable if `package` is True."""
 
     def __init__(self, url: str, home: Path, package: bool = True):
         self.settings = {
@@ -42,26 +42,27 @@ class Client:
         self.pool = ProcessPoolExecutor(1, context, initializer=_start, initargs=[package])
 
     def __call__(self, function: Callable, *args: Any, **kwargs: Any) -> Any:
-        """Return the result of `function` in that process."""
+        """Return the result of `function` in the process."""
         value, error = self.attempt(function, *args, **kwargs)
         assert error is None, error
         return value
 
     def error(self, function: Callable, *args: Any, **kwargs: Any) -> str:
-        """The exception that `function` must raise in the process, as "Type: message"."""
+        """Return the exception that `function` raises in the process, as "Type: message"."""
         value, error = self.attempt(function, *args, **kwargs)
         assert error is not None, value
         return error
 
     def attempt(self, function: Callable, *args: Any, **kwargs: Any) -> tuple[Any, str | None]:
-        """Return the result of `function` in that process and None, or None and its exception as "Type: message"."""
-        with mock.patch.dict(os.environ, self.settings):  # for the process, which starts with the first call
+        """Run `function` in the process; return (result, None), or (None, "Type: message") if it raises."""
+        # the first call starts the process, which inherits these settings
+        with mock.patch.dict(os.environ, self.settings):
             return self.pool.submit(_attempt, function, args, kwargs).result(timeout=PATIENCE)
 
 
 def _start(package: bool) -> None:
-    time.sleep = lambda seconds: None  # the client would wait before it tries again
-    # A module cache that the parent has used would be found before the one of this process.
+    time.sleep = lambda seconds: None  # the client would wait before it retries
+    # The module cache of the parent process would otherwise be found first.
     sys.path[:] = [path for path in sys.path if Path(path).name != "modules"]
     if package:
         importlib.import_module("luna_mega")
@@ -77,7 +78,7 @@ def _attempt(function, args, kwargs):
 
 
 def push(folder: Path, repository: str, **options: Any) -> None:
-    """Model, tokenizer and card, in three commits."""
+    """Push model, tokenizer and card, in three commits."""
     AutoModelForSequenceClassification.from_pretrained(folder).push_to_hub(repository, **options)
     AutoTokenizer.from_pretrained(folder).push_to_hub(repository, **options)
     push_card((folder / "README.md").read_text(), repository)
@@ -106,7 +107,7 @@ def encode(source: str | Path, texts: list[str], **options: Any) -> list[list[in
 
 
 def outputs(source: str | Path, auto_class: str, inputs: dict[str, list], **options: Any) -> dict[str, Any]:
-    """Name of the model class, module it is from, and all tensors of its output."""
+    """Return the name of the model class, its module, and all tensors of the model's output."""
     model = getattr(transformers, auto_class).from_pretrained(source, **options).eval()
     with torch.no_grad():
         output = model(**{name: torch.tensor(value) for name, value in inputs.items()})
@@ -121,8 +122,8 @@ def generate(source: str | Path, inputs: dict[str, list], settings: dict[str, An
 
 
 def train(folder: Path, output: Path, **options: Any) -> None:
-    """Train four steps with a checkpoint in the middle, like the scripts in examples/."""
-    from transformers import Trainer, TrainingArguments  # not needed by the other process, and slow
+    """Train for four steps with a checkpoint in the middle, as the scripts in examples/ do."""
+    from transformers import Trainer, TrainingArguments  # slow imports, which the other process does not need
 
     from luna_mega.training.hub import check_hub, complete_card, publish
 
@@ -173,7 +174,7 @@ def save_again(source: Path, auto_class: str, output: Path) -> None:
 
 
 def train_and_push_with_code(source: Path, output: Path, repository: str, prefix: str) -> None:
-    """Train for two steps and push the folder; then push only the model, and the model while it is saved."""
+    """Train for two steps and push the folder; then push only the model, and push the model while saving it."""
     from transformers import Trainer, TrainingArguments
 
     from luna_mega.hub.bundle import register_for_auto_class
@@ -203,11 +204,11 @@ def train_and_push_with_code(source: Path, output: Path, repository: str, prefix
 
 
 def gradients_with_other_bundles(folders: list[Path], inputs: dict[str, list]) -> list[tuple[str, bool]]:
-    """Compile the masked LM of the first bundle, then load the other bundles, and the first with the package.
+    """Compile the masked LM of the first bundle, then load the other bundles, and the first one with the package.
 
     Returns:
-        For each model, and for the compiled one again: the module of its class, and whether its gradients equal those
-        of the first model before the others were loaded.
+        For each model, and again for the compiled one: the module of its class, and whether its gradients equal
+        those of the first model before the others were loaded.
     """
     import luna_mega
 

@@ -1,6 +1,6 @@
-"""A model Hub on the loopback address, for the real huggingface_hub client: create, upload, load, and fail on request.
+"""A Hub on the loopback address for the real huggingface_hub client: create, upload, load, and fail on request.
 
-Written after the requests that huggingface_hub 1.x and 2.x send with HF_HUB_DISABLE_XET=1.
+It supports the requests that huggingface_hub 1.x and 2.x send with HF_HUB_DISABLE_XET=1.
 """
 
 import base64
@@ -30,7 +30,7 @@ class Repository:
 
 
 def metadata_errors(content: str) -> list[str]:
-    """Return why the Hub would reject a model card, as far as the client's code and this function can determine."""
+    """Return the reasons for which the Hub would reject a model card, as far as they can be determined here."""
     try:
         data = ModelCard(content).data
     except ValueError as error:
@@ -44,7 +44,7 @@ def metadata_errors(content: str) -> list[str]:
 
 
 class Handler(BaseHTTPRequestHandler):
-    """Routes one request to the method of `ROUTES` that fits; `hub` is set by LoopbackHub."""
+    """Pass each request to the method of `ROUTES` that matches it. LoopbackHub sets `hub`."""
 
     protocol_version = "HTTP/1.1"
     hub: "LoopbackHub"
@@ -88,7 +88,7 @@ class Handler(BaseHTTPRequestHandler):
         data = content if isinstance(content, bytes) else json.dumps(content).encode()
         self.send_response(status)
         self.send_header("Content-Length", str(len(data)))
-        self.send_header("Connection", "close")  # so that a stopped server is out of reach
+        self.send_header("Connection", "close")  # closes connections, so that a stopped server cannot be reached
         for name, value in headers.items():
             self.send_header(name.replace("_", "-"), value)
         self.end_headers()
@@ -99,14 +99,14 @@ class Handler(BaseHTTPRequestHandler):
         self.reply({"error": message}, status, X_Error_Code=code, X_Error_Message=message, **headers)
 
     def authorized(self, code: str = "Unauthorized") -> bool:
-        """Reply with status 401 if the token is missing."""
+        """Return whether the request has the token; otherwise reply with status 401."""
         if self.headers.get("Authorization") == f"Bearer {TOKEN}":
             return True
         self.error(401, code, "Invalid username or password.")
         return False
 
     def repository(self, name: str, writes: bool = False) -> Repository | None:
-        """Return the repository, or None after an error reply.
+        """Return the repository, or reply with an error and return None.
 
         The Hub does not reveal to unauthorized clients whether a private repository exists.
         """
@@ -222,7 +222,7 @@ ROUTES = [
 
 
 class LoopbackHub:
-    """The server, in a thread. `repositories` are its contents and `requests` the received requests."""
+    """The server, which runs in a thread. `repositories` are its contents and `requests` the received requests."""
 
     def __init__(self):
         self.repositories: dict[str, Repository] = {}

@@ -1,4 +1,4 @@
-"""`luna-mega bundle`: bundles load without luna_mega and have bitwise equal results."""
+"""`luna-mega bundle`: bundles load without luna_mega and give bitwise equal results."""
 
 import errno
 import json
@@ -54,7 +54,7 @@ def mega(head, **fields):
     return getattr(luna_mega, f"Mega{head}")(MegaConfig(**MEGA | fields))
 
 
-# Auto class, the model, and whether it generates.
+# Auto class, function that creates the model, and whether it generates.
 CASES = {
     **{f"luna {name}": (name, lambda name=name: luna(name), False) for name in AUTO_CLASSES},
     "luna values": (
@@ -100,14 +100,14 @@ def lists(inputs):
 
 
 def on_remote_code(result):
-    """Remove class and module from a client's result, and checks that the code came from the bundle."""
+    """Check that the code of a client's result is from the bundle; return the class and the remaining result."""
     assert result.pop("module").startswith("transformers_modules.")
     return result.pop("class"), result
 
 
 @pytest.fixture
 def saved(tmp_path, tokenizer):
-    """A folder with a masked-LM model, tokenizer and card; the model and inputs."""
+    """Save a masked-LM model with tokenizer and card; return the folder, the model and inputs."""
     model, inputs = make("ForMaskedLM"), head_inputs("ForMaskedLM", [7, 3])
     model.save_pretrained(tmp_path / "saved")
     tokenizer.save_pretrained(tmp_path / "saved")
@@ -144,7 +144,7 @@ def contents(folder):
 
 
 def test_through_the_hub(hub, stranger, saved):
-    """Model, tokenizer and code in one push; without trust_remote_code an error says what to do."""
+    """Model, tokenizer and code are pushed together; loading without trust_remote_code raises a helpful error."""
     folder, model, inputs = saved
     assert bundle(folder) == 0
     before = contents(folder)
@@ -161,7 +161,7 @@ def test_through_the_hub(hub, stranger, saved):
 
 @pytest.mark.slow
 def test_several_bundles_and_the_package_in_one_process(client, tmp_path, saved):
-    """Each runs separate operators, forward, backward and compiled, also next to a version with other results."""
+    """Bundles of different versions and the package run their own operators in the same process."""
     folder, _, inputs = saved
     assert bundle(folder) == 0
     assert bundle(folder, "--output", tmp_path / "other") == 0
@@ -178,7 +178,7 @@ def test_several_bundles_and_the_package_in_one_process(client, tmp_path, saved)
 
 @pytest.mark.slow
 def test_bundle_saved_again_is_a_bundle(stranger, tmp_path):
-    """The imports of the saved model's class, which transformers copies, must be the code of all heads."""
+    """Saving a bundle again gives a complete bundle, although transformers copies only imported files."""
     model, inputs = make("ForSequenceClassification"), head_inputs("ForSequenceClassification", [7, 3])
     model.save_pretrained(tmp_path / "first")
     assert bundle(tmp_path / "first") == 0
@@ -192,7 +192,7 @@ def test_bundle_saved_again_is_a_bundle(stranger, tmp_path):
 
 
 def test_output_contains_only_model_files(stranger, saved, tmp_path):
-    """The code of a tokenizer that has some is a model file."""
+    """The output contains only model files; the code of a custom tokenizer is one of them."""
     folder, *_ = saved
     vocabulary = {symbol: index for index, symbol in enumerate(["<s>", "<pad>", "</s>", "<unk>", "a", "<mask>", "b"])}
     backend = RobertaTokenizer(vocab=vocabulary, merges=[]).backend_tokenizer
@@ -236,7 +236,7 @@ def test_invalid_folder(saved, capsys, harm, message):
 
 
 def test_disk_full(saved, tmp_path, monkeypatch, capsys):
-    """The configuration is written last: until then the folder loads as before."""
+    """The configuration is written last, so that a failed bundle leaves a folder that loads as before."""
     folder, *_ = saved
     config = (folder / "config.json").read_bytes()
     replace = hub_bundle.os.replace
@@ -315,18 +315,18 @@ write_code({model_type!r}, Path({str(tmp_path / "without")!r}))
 
 @pytest.fixture
 def registered():
-    """Return a function that registers a model; afterwards no class is registered."""
+    """Return a function that registers a model; undo the registration after the test."""
     yield hub_bundle.register_for_auto_class
     for config in CONFIGS.values():
         config.code_writer = None
 
 
 def test_saved_as_a_bundle_and_again_by_the_package(stranger, registered, tmp_path):
-    """The package loads a bundle with its own classes; without registration, its folders have no code."""
+    """The package loads a bundle with its own classes, and saves code only if the model is registered."""
     model, inputs = make("ForMaskedLM"), head_inputs("ForMaskedLM", [7, 3])
     registered(model)
     model.save_pretrained(tmp_path / "first")
-    model.save_pretrained(tmp_path / "first")  # over the first one, as checkpoints of a run that is repeated
+    model.save_pretrained(tmp_path / "first")  # overwrites the first save, as in a run that is repeated
     assert not model.config.auto_map
     type(model.config).code_writer = None
     loaded = type(model).from_pretrained(tmp_path / "first")
@@ -334,7 +334,7 @@ def test_saved_as_a_bundle_and_again_by_the_package(stranger, registered, tmp_pa
     assert "auto_map" not in json.loads((tmp_path / "second" / "config.json").read_text())
     result = stranger(on_client.outputs, tmp_path / "first", MASKED_LM, lists(inputs), **REMOTE)
     assert on_remote_code(result)[1] == expected(model, inputs)
-    loaded.save_pretrained(tmp_path / "first")  # keeps the code that is there
+    loaded.save_pretrained(tmp_path / "first")  # keeps the code in the folder
     result = stranger(on_client.outputs, tmp_path / "first", MASKED_LM, lists(inputs), **REMOTE)
     assert on_remote_code(result)[1] == expected(model, inputs)
 

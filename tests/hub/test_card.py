@@ -1,4 +1,4 @@
-"""Model cards of the converter: their content, and the validity of their metadata on the Hub."""
+"""Model cards of the converter: their content, and whether the Hub accepts their metadata."""
 
 import re
 from pathlib import Path
@@ -22,7 +22,7 @@ def converted(model_class="LunaForMaskedLM", tokenizer=False, license=None, **fi
 
 
 def parts(card: ModelCard) -> dict[str, str]:
-    """Title -> text of the sections."""
+    """Return the text of each section by its title."""
     _, *sections = re.split(r"^## ", card.text, flags=re.MULTILINE)
     return {title: text.strip() for title, text in (section.split("\n", 1) for section in sections)}
 
@@ -53,7 +53,7 @@ def test_conversion_with_license_and_tokenizer():
 
 @pytest.mark.parametrize("head", HEADS)
 def test_usage_runs(tokenizer, tmp_path, head):
-    """The code in the card, which starts with the required import, loads the model in a new session."""
+    """The code in the card starts with the required import and loads the model in a new session."""
     model = make(head)
     model.save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)

@@ -1,8 +1,8 @@
-"""Model folders and bundles of 0.1.0 and 0.2.0: they load, or `luna-mega bundle` recreates their code.
+"""Model folders and bundles of 0.1.0 and 0.2.0 load, or `luna-mega bundle` recreates their code.
 
-`earlier_releases.tar.xz` was written by those releases. Each folder is the result of `save_pretrained` for a tiny model
-with random weights, and contains `outputs.json`: the class, its inputs and its logits. If the name ends in `_bundle`,
-it is also the result of `luna-mega bundle`.
+Those releases wrote `earlier_releases.tar.xz`. Each folder is the result of `save_pretrained` for a tiny model with
+random weights, and contains `outputs.json`: the class, its inputs and its logits. If the name ends in `_bundle`, it is
+also the result of `luna-mega bundle`.
 """
 
 import json
@@ -79,7 +79,7 @@ def test_length_and_table_are_unchanged(releases, release, name):
 
 @pytest.mark.parametrize("release", FOLDERS)
 def test_bundle_loads_without_the_package(releases, release, stranger, repo_root, tmp_path):
-    """The code of a bundle runs, or raises a documented error; recreated bundles always run."""
+    """The code of a bundle runs or raises a documented error; recreated bundles always run."""
     auto_class, inputs, logits = read(
         folder := shutil.copytree(releases / release / "luna_masked_bundle", tmp_path / "bundle")
     )

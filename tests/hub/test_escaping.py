@@ -1,4 +1,4 @@
-"""Untrusted texts are escaped on the screen, in the metadata and on the page of a model card."""
+"""Untrusted text is escaped in the terminal, in the metadata and on the page of a model card."""
 
 import random
 import re
@@ -66,7 +66,7 @@ METADATA = re.compile(r"\A---\n(.*?)\n---\n", re.DOTALL)
 
 
 def anatomy(card: str) -> tuple[list, Counter]:
-    """The blocks of a page in order, and the active elements within their lines."""
+    """Return the blocks of a page in order, and counts of the active elements in their lines."""
     tokens = MarkdownIt().enable("table").parse(METADATA.sub("", card, count=1))
     inner = [child for token in tokens if token.type == "inline" for child in token.children]
     assert not [text for text in inner if text.type == "text" and re.search(r"://|www\.|@", text.content, re.I)]
@@ -83,7 +83,7 @@ def converted(words, license="mit"):
 
 @pytest.mark.slow
 def test_card_injection():
-    """500 cards with malicious strings: the page keeps its blocks and links, the metadata keep the strings."""
+    """With 500 malicious strings, pages keep their blocks and links, and metadata keep the strings."""
     draw = random.Random(0)
     plain = [f"word{index}" for index in range(4)]
     expected = anatomy(str(converted(plain)))
@@ -99,5 +99,5 @@ def test_card_injection():
 
 @pytest.mark.parametrize("words", [["x\n# A", "<b>", "```", "[a](http://b)"], ["|", "`", "\x1b[0m", "# x"]])
 def test_hostile_text_in_a_card(words):
-    """Two of the cards of the slow test."""
+    """Two examples of the slow test."""
     assert anatomy(str(converted(words))) == anatomy(str(converted([f"word{index}" for index in range(4)])))

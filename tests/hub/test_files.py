@@ -1,4 +1,4 @@
-"""Files of a model folder: which are copied, and what links and indices may refer to."""
+"""Files of a model folder: which files are copied, and what links and indices may refer to."""
 
 import json
 import os
@@ -58,7 +58,7 @@ def test_a_link_out_of_the_folder_is_an_error(tmp_path, name):
 
 
 def test_links_within_the_folder_and_the_cache_of_the_hub(tmp_path):
-    """The cache has the files of a repository as links from snapshots/REVISION to blobs."""
+    """Links may point into the folder or the Hub cache, which links snapshots/REVISION to blobs."""
     repository = tmp_path / "models--user--name"
     fill(repository, ["blobs/abc", "blobs/def", "snapshots/123/real.json"])
     snapshot = repository / "snapshots" / "123"

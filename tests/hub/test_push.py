@@ -15,7 +15,7 @@ REPOSITORY = "tester/small"
 
 
 def saved(folder, tokenizer, **fields):
-    """A folder with model, tokenizer and card, and the model's logits."""
+    """Save a model with tokenizer and card; return the folder."""
     model = make("ForSequenceClassification", **fields)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
@@ -96,7 +96,7 @@ def test_training_script(hub, client, folder, tmp_path):
     ],
 )
 def test_dataset_in_the_card(options, expected, tmp_path, monkeypatch):
-    """Only names on the Hub become metadata; of local paths, the card has the last part."""
+    """Only names on the Hub become metadata; for local paths, the card has the last component."""
     (tmp_path / "data").mkdir()
     monkeypatch.chdir(tmp_path / "data")
     data = SimpleNamespace(**dict.fromkeys(("dataset_name", "dataset_config", "dataset_path")) | options)
@@ -151,7 +151,7 @@ def test_training_script_that_cannot_push_does_not_train(hub, client, folder, tm
     ],
 )
 def test_interrupted_upload(hub, client, folder, tokenizer, tmp_path, request_, kind, message):
-    """The client reports it, the repository does not change, and the next push succeeds."""
+    """The client reports the interruption, the repository does not change, and the next push succeeds."""
     client(on_client.push_model, folder, REPOSITORY)
     repository = hub.repositories[REPOSITORY]
     before = dict(repository.files), list(repository.commits)
@@ -217,6 +217,6 @@ def test_private_repository(hub, client, folder):
     ],
 )
 def test_card_rejected_by_the_hub(hub, client, metadata, message):
-    """The loopback Hub checks cards, so that the tests of the cards can fail."""
+    """The loopback Hub rejects invalid cards, so that the tests of cards can fail."""
     client(on_client.create, REPOSITORY)
     assert message in client.error(on_client.push_card, f"---\n{metadata}\n---\n\n# Small\n", REPOSITORY)

@@ -1,4 +1,4 @@
-"""Sharded safetensors: every command loads them and produces the results of the single file."""
+"""Every command loads sharded safetensors and produces the results of the single file."""
 
 import pytest
 from transformers import AutoModelForMaskedLM
@@ -12,7 +12,7 @@ from tests.modeling import luna
 
 
 def test_shards(tmp_path):
-    """The files are those of `save_pretrained(max_shard_size=...)`."""
+    """Shards of `save_pretrained(max_shard_size=...)` give the results of one file; a missing shard raises."""
     model, one, several = luna.make("ForMaskedLM"), tmp_path / "one", tmp_path / "several"
     model.save_pretrained(one)
     model.save_pretrained(several, max_shard_size="5KB")
