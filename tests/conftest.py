@@ -17,7 +17,7 @@ import torch
 
 from tests.parity import report
 
-# Without a GPU the Triton kernels are interpreted. Triton reads this when a kernel is defined.
+# Without a GPU, Triton kernels are interpreted. Triton reads this variable when a kernel is defined.
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
@@ -26,9 +26,9 @@ ROOT = Path(__file__).resolve().parent.parent
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Iterator[None]:
-    """Keep what lives until the end out of the garbage collector: the modules and the tests, a million objects.
+    """Exclude objects that exist until the end (modules and tests, about a million) from garbage collection.
 
-    `Trainer` collects garbage at the beginning of every training, which would take half of the time of a small one.
+    `Trainer` collects garbage at the start of every training, which would take half the time of a small one.
     """
     gc.disable()
     try:
@@ -38,9 +38,9 @@ def pytest_collection() -> Iterator[None]:
         gc.freeze()
 
 
-@pytest.hookimpl(tryfirst=True)  # before -m chooses
+@pytest.hookimpl(tryfirst=True)  # runs before -m selects tests
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark cases of a `covering` test as slow if a covering array of the marker's strength does not need them."""
+    """Mark cases of a `covering` test as slow if the covering array of the marker's strength does not need them."""
     products: dict[str, list[pytest.Item]] = {}
     for item in items:
         if item.get_closest_marker("covering") and not item.get_closest_marker("slow"):
@@ -61,13 +61,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def repo_root() -> Path:
-    """Root folder of the checkout."""
+    """Return the root folder of the checkout."""
     return ROOT
 
 
 @pytest.fixture(scope="module")
 def import_benchmark() -> Iterator[Callable[[str], ModuleType]]:
-    """Function that imports a script of the folder `benchmarks`, which is added to the path temporarily."""
+    """Return a function that imports a script of the folder `benchmarks`, which is temporarily in the path."""
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(ROOT / "benchmarks")
         yield importlib.import_module
@@ -75,7 +75,7 @@ def import_benchmark() -> Iterator[Callable[[str], ModuleType]]:
 
 @pytest.fixture(scope="session")
 def shared_dir() -> Path:
-    """Folder with further parity fixtures and data sets next to the checkout; the test is skipped if it is absent."""
+    """Return the folder next to the checkout that has more parity fixtures and data sets; skip the test without it."""
     path = ROOT.parent / "shared"
     if not path.is_dir():
         pytest.skip("../shared (further parity fixtures and data sets) is absent")
@@ -83,7 +83,7 @@ def shared_dir() -> Path:
 
 
 class ParityFolders:
-    """Finds the folder of a parity fixture: in the repository, then in `FIXTURES` (default: `../shared`)."""
+    """Find the folder of a parity fixture in the repository or in `FIXTURES` (default: `../shared`)."""
 
     def __init__(self):
         further = os.environ.get("FIXTURES", ROOT.parent / "shared" / "fixtures")
@@ -91,7 +91,7 @@ class ParityFolders:
         self.last = ""
 
     def __call__(self, family: str, name: str) -> Path:
-        """Return the folder; the test is skipped if no directory contains it."""
+        """Return the folder, or skip the test if neither root contains it."""
         self.last = f"{family}/{name}"
         for root in self.roots:
             if (root / family / name).is_dir():
@@ -104,7 +104,7 @@ class ParityFolders:
         return sorted({folder.name for root in self.roots if root.is_dir() for folder in (root / family).iterdir()})
 
     def all(self, family: str, *patterns: str) -> list[Path]:
-        """Return the folders of a family whose names match one of the patterns; skip the test if there is none."""
+        """Return the folders of a family whose names match one of the patterns; skip the test if there are none."""
         found = [name for pattern in patterns or ("*",) for name in self.names(family) if fnmatch(name, pattern)]
         if not found:
             pytest.skip(f"no fixture {family}/{' or '.join(patterns)} in the repository")
@@ -113,13 +113,13 @@ class ParityFolders:
 
 @pytest.fixture(scope="session")
 def parity_folder() -> ParityFolders:
-    """Function that returns the folder of a parity fixture by family and name."""
+    """Return a function that returns the folder of a parity fixture by family and name."""
     return ParityFolders()
 
 
-@pytest.hookimpl(wrapper=True, tryfirst=True)  # after the lines of skipped tests
+@pytest.hookimpl(wrapper=True, tryfirst=True)  # prints after the list of skipped tests
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> Iterator[None]:
-    """Print how many parity cases ran, and write the page that `PARITY_TABLE` names."""
+    """Print how many parity cases ran, and write the page that `PARITY_TABLE` specifies."""
     yield
     if line := report.summary(terminalreporter.stats):
         terminalreporter.write_line(line)
@@ -129,14 +129,14 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> Iterat
 
 @pytest.fixture(scope="session")
 def triton_device() -> torch.device:
-    """Device of the Triton kernels: the GPU, or interpreted on the CPU; the test is skipped without Triton."""
+    """Return the device of the Triton kernels: the GPU, or the CPU if they are interpreted. Skip without Triton."""
     pytest.importorskip("triton", reason="Triton is not installed")
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 @pytest.fixture(scope="session", autouse=True)
 def interpret_quickly() -> Iterator[None]:
-    """Let interpreted kernels call their helpers without patching Triton's language again: the launch has done so."""
+    """Call helpers of interpreted kernels without patching Triton's language, which the launch has already patched."""
     if os.environ.get("TRITON_INTERPRET") != "1" or importlib.util.find_spec("triton") is None:
         yield
         return
@@ -158,7 +158,7 @@ def interpret_quickly() -> Iterator[None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def deprecation_errors() -> Iterator[None]:
-    """Raise an error if our own code causes a deprecation warning that transformers logs once."""
+    """Raise an error if code of this repository causes a deprecation warning that transformers logs once."""
     import transformers.utils.logging  # noqa: F401  # defines `Logger.warning_once`
 
     warning_once = logging.Logger.warning_once
@@ -183,5 +183,5 @@ def seed() -> None:
     np.random.seed(0)
     if torch.cuda.is_available():
         torch.manual_seed(0)
-    else:  # `torch.manual_seed` would also format the stack, to seed other devices when they are first used
+    else:  # `torch.manual_seed` would also format the stack, in order to seed other devices when they are first used
         torch.default_generator.manual_seed(0)

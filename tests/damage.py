@@ -1,8 +1,8 @@
-"""Damaged files, for the tests of the programs that read them."""
+"""Damaged files for tests of programs that read them."""
 
 from pathlib import Path
 
-# Contents that no reader of a JSON object accepts.
+# Contents that are not a JSON object.
 NOT_OBJECTS = {
     "empty": b"",
     "open": b"{",
@@ -18,6 +18,6 @@ SHARES = (0.0, 0.3, 0.9)
 
 
 def cut(file: Path, share: float) -> None:
-    """Keep a share of the bytes of a file."""
+    """Truncate a file to a share of its bytes."""
     content = file.read_bytes()
     file.write_bytes(content[: int(share * len(content))])

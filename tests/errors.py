@@ -1,4 +1,4 @@
-"""Checks of error messages: one line that names the argument, the file or the fix."""
+"""Checks of error messages: each is one line that names the argument, the file or the fix."""
 
 from collections.abc import Callable
 from typing import Any
@@ -19,7 +19,7 @@ def check_error(call: Callable[[], Any], exception: type[Exception], named: str)
 
 
 def command_error(capsys: pytest.CaptureFixture, *argv: object) -> str:
-    """Return the error of a command, which must be one line."""
+    """Run a command that fails; return its error and check that it is one line."""
     capsys.readouterr()
     assert luna_mega_cli.main([str(argument) for argument in argv]) == 1
     printed = capsys.readouterr().err

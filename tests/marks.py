@@ -6,7 +6,7 @@ import pytest
 
 
 def slow_but(fast: Iterable, values: Iterable) -> list:
-    """Return the values of a parameter, or tuples of several; all but those in `fast` are marked as slow."""
+    """Return the values of a parameter, or tuples of several; values that are not in `fast` are marked as slow."""
     fast, values = list(fast), list(values)
     assert fast and set(fast) < set(values), "some values are fast, and some are not"
     rows = {value: value if isinstance(value, tuple) else (value,) for value in values}
@@ -14,7 +14,7 @@ def slow_but(fast: Iterable, values: Iterable) -> list:
 
 
 def diagonal(first: Iterable, second: Iterable) -> list[tuple]:
-    """Return pairs that contain every value of both parameters, as few as possible."""
+    """Return the smallest number of pairs that contain every value of both parameters."""
     first, second = list(first), list(second)
     count = max(len(first), len(second))
     return [(first[index % len(first)], second[index % len(second)]) for index in range(count)]

@@ -43,7 +43,7 @@ KINDS = [
     ("MegalodonForSequenceClassification", "MegalodonConfig", MEGALODON),
     ("MegalodonForCausalLM", "MegalodonConfig", MEGALODON),
 ]
-# Suffix of the class -> Auto class and task of its pipeline. transformers 5 has no pipeline for encoder-decoders.
+# Suffix of the class -> Auto class and pipeline task. transformers 5 has no pipeline for encoder-decoders.
 HEADS = {
     "ForMaskedLM": (AutoModelForMaskedLM, "fill-mask"),
     "ForSequenceClassification": (AutoModelForSequenceClassification, "text-classification"),

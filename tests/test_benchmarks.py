@@ -1,4 +1,4 @@
-"""The benchmark runner: an incorrect op has no figures, every size has a lower bound, and the output can be parsed."""
+"""The benchmark runner: incorrect ops get no figures, every size has a lower bound, and output can be parsed."""
 
 import csv
 import dataclasses
@@ -29,7 +29,7 @@ def test_failing_parity_test_prevents_figures(runner, monkeypatch, tmp_path, cap
 
 
 def test_floors(runner):
-    """Every size has a floor, on a CPU and on a GPU; bytes grow with the width of an element."""
+    """Every size has a lower bound, on a CPU and on a GPU; its bytes grow with the size of an element."""
     for case in runner.CASES.values():
         for size in (*case.sizes, *case.gpu):
             if case.floor is not None:
@@ -79,7 +79,7 @@ TOYS = [
 @pytest.mark.slow
 @pytest.mark.parametrize("name, size", TOYS)
 def test_models(runner, monkeypatch, name, size):
-    """Every variant runs; a row has the time and the memory of the passes of the case."""
+    """Every variant runs; a row has the memory, and the times of the passes that the case specifies."""
     from measure import measure
 
     case = dataclasses.replace(runner.CASES[name], repeats=1)
@@ -178,7 +178,7 @@ def test_unsupported_variant_is_reported(runner, monkeypatch):
     assert measure("damped_ema", "original", {"n": 8}, "cpu", "float32", 0) == {"error": "CUDA out of memory."}
 
 
-# Jobs of a program in place of `gpu_jobs.py`: a wrong operator, one that ends the process, and one that never ends.
+# Jobs that replace `gpu_jobs.py`: an incorrect operator, one that ends the process, and one that never ends.
 FAKE_JOBS = """
 import json, os, sys, time
 def row(part, **fields):
@@ -209,7 +209,7 @@ def test_gate_of_a_gpu(import_benchmark, monkeypatch, tmp_path, capsys):
     gate, limits = import_benchmark("gpu"), []
 
     class Timer:
-        """Ends the jobs when the one that never ends says so."""
+        """Mock timer that stops the jobs once the endless job has started."""
 
         def __init__(self, seconds, stop):
             limits.append((seconds, stop))
@@ -246,7 +246,7 @@ def test_gate_of_a_gpu(import_benchmark, monkeypatch, tmp_path, capsys):
 
 @pytest.mark.slow
 def test_dry_run_of_the_gate(import_benchmark, tmp_path, capsys):
-    """Every part runs on a CPU: checks of every operator, steps in place of CUDA graphs, operators and models."""
+    """Every part runs on a CPU: checks of operators, steps instead of CUDA graphs, operators and models."""
     assert import_benchmark("gpu").main(["--dry", "--seconds", "600", "--output", str(tmp_path)]) == 0
     assert capsys.readouterr().out.endswith("Fell short:\n  nothing\n")
     rows = json.loads((tmp_path / "gpu.json").read_text())["rows"]

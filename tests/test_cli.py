@@ -21,7 +21,7 @@ COMMANDS = ("convert", "export", "distill", "verify", "info", "bundle", "onnx")
 
 
 def replace(monkeypatch, name, function):
-    """Let the command run another function."""
+    """Make the command run another function."""
     monkeypatch.setattr(importlib.import_module(f"luna_mega_cli.{name}"), "run", function)
 
 
@@ -56,7 +56,7 @@ def test_examples_in_the_help_are_commands(name, monkeypatch, capsys):
 
 
 def test_completion(repo_root, tmp_path):
-    """The protocol of argcomplete's shell functions."""
+    """Completion follows the protocol of argcomplete's shell functions."""
     pytest.importorskip("argcomplete", reason="argcomplete is not installed")
     line = "luna-mega convert --ema-convention "
     place = tmp_path / "answer"
@@ -109,7 +109,10 @@ def encoder(tmp_path):
 
 
 def test_reports_as_json(encoder, tmp_path, capsys):
-    """Reports of convert, export and onnx are tested with these commands' formats and packages."""
+    """`--json` prints a JSON report.
+
+    The reports of convert, export and onnx are tested with the formats and packages of these commands.
+    """
     found = {}
     for argv in (["info", encoder], ["verify", encoder, encoder], ["bundle", encoder, "--output", tmp_path / "bundle"]):
         status, output = run([*map(str, argv), "--json"], capsys)
@@ -147,7 +150,7 @@ def test_common_beginner_mistakes(argv, answer, encoder, tmp_path, capsys):
 
 
 def test_help_imports_no_package(repo_root):
-    """CPU time does not depend on other work on the machine."""
+    """`--help` imports no packages and takes little CPU time, which does not depend on the load of the machine."""
     code = f"""
 import contextlib, sys, time
 from luna_mega_cli import main
@@ -235,7 +238,7 @@ def test_invalid_input_is_one_line(name, error, monkeypatch, capsys):
     ],
 )
 def test_choices_equal_the_function_choices(command, function, option, tmp_path, capsys):
-    """The choices are duplicated because the help does not import the package."""
+    """The choices in the help, which is separate because it does not import the package, equal the function's."""
     with pytest.raises(ValueError, match=f"{option} must be one of") as raised:
         function(tmp_path / "a", tmp_path / "b", **{option: "nonsense"})
     _, output = run([command, "--help"], capsys)

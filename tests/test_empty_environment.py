@@ -1,4 +1,4 @@
-"""The package in an empty environment, with the versions that pip selects."""
+"""The package works in an empty environment, with the versions that pip selects."""
 
 import os
 import shutil
@@ -21,7 +21,10 @@ def run(*command: str | Path, cwd: Path) -> subprocess.CompletedProcess:
 
 @pytest.mark.slow
 def test_quickstart_after_pip_install(repo_root, tmp_path):
-    """`pip install .` without pins; only torch has the version of this environment, as others are gigabytes."""
+    """The quickstart runs after `pip install .` without pins.
+
+    Only torch has the version of this environment, because other versions are gigabytes to download.
+    """
     checkout, empty, folder = tmp_path / "checkout", tmp_path / "empty", tmp_path / "folder"
     folder.mkdir()
     for name in [*packaged_folders().values(), *SCRIPT_FOLDERS]:

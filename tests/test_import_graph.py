@@ -1,4 +1,4 @@
-"""Import rules (see docs/development.md), checked in the source without running it."""
+"""Import rules (see docs/development.md), checked in the source without importing it."""
 
 import ast
 import configparser
@@ -15,8 +15,8 @@ TRAINING = set(
     "datasets huggingface_hub matplotlib numpy PIL pyarrow pytorch_optimizer "
     "safetensors timm tokenizers torch tqdm transformers yaml".split()
 )
-# Layer -> the packages that it may import in addition to the standard library. A layer imports from itself and from the
-# layers above it in this list. A module belongs to the layer with the longest name that it begins with.
+# Layer -> the packages that it may import in addition to the standard library. A layer may also import itself and the
+# layers above it in this list. A module belongs to the layer with the longest name that is a prefix of its own.
 LAYERS = {
     "luna_mega.compat": {"packaging"},
     "luna_mega.escaping": set(),
@@ -50,7 +50,7 @@ def setup() -> configparser.SectionProxy:
 
 
 def packaged_files() -> dict[str, Path]:
-    """Module -> its file, of everything that is installed."""
+    """Return the file of every installed module."""
     found = {}
     for row in setup()["package_dir"].strip().split("\n"):
         package, folder = row.split(" = ")
@@ -70,12 +70,12 @@ def nodes_of(source: str) -> tuple[ast.AST, ...]:
 
 
 def imports(source: str) -> Iterator[str]:
-    """Dotted names that the source imports anywhere, including in functions; a relative import keeps its dots."""
+    """Yield the dotted names that the source imports, including in functions; relative imports keep their dots."""
     yield from imported_names(nodes_of(source))
 
 
 def targets(source: str) -> Iterator[str]:
-    """Dotted names that the source imports by a string, an argument of `import_module`."""
+    """Yield the dotted names that the source passes to `import_module` as strings."""
     for node in nodes_of(source):
         if isinstance(node, ast.Call) and getattr(node.func, "attr", getattr(node.func, "id", "")) == "import_module":
             yield from (value.value for value in node.args if isinstance(getattr(value, "value", None), str))
@@ -87,7 +87,7 @@ def imported_names(nodes) -> Iterator[str]:
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             module = "." * node.level + (node.module or "")
-            # `from luna_mega import kernels` imports luna_mega.kernels; for other packages only the package is listed.
+            # `from luna_mega import kernels` imports luna_mega.kernels. For other packages, only the package is listed.
             ours = module.split(".")[0] in ("luna_mega", "luna_mega_cli")
             yield from (f"{module}.{alias.name}" if ours else module for alias in node.names)
 
@@ -112,7 +112,7 @@ def violations(module: str, source: str) -> list[str]:
 
 
 def inside_functions(source: str) -> list[str]:
-    """Names that are imported inside functions, except optional packages and modules that need them."""
+    """Return the names that are imported in functions, except optional packages and modules that need them."""
     functions = [node for node in nodes_of(source) if isinstance(node, ast.FunctionDef)]
     names = imported_names(inner for function in functions for inner in ast.walk(function))
     return [name for name in names if name.split(".")[0] not in OPTIONAL and "triton" not in name]
@@ -130,20 +130,20 @@ def test_modules_import_only_from_lower_layers():
 
 
 def exists(name: str) -> bool:
-    """Return whether a name in one of our packages is a module, a package, or an attribute of a module."""
+    """Return whether a name in a package of this repository is a module, a package, or an attribute of a module."""
     home, _, last = name.rpartition(".")
     is_module = name in FILES or any(module.startswith(f"{name}.") for module in FILES)
     return is_module or re.search(rf"\b{last}\b", SOURCES.get(home, "")) is not None
 
 
 def test_imported_names_of_the_package_exist():
-    """An editable install of another checkout would hide a missing module."""
+    """All imported names exist; an editable install of another checkout would hide a missing module."""
     ours = {(module, name) for module, source in SOURCES.items() for name in imports(source) if layer_of(name)}
     assert {(module, name) for module, name in ours if not exists(name)} == set()
 
 
 def test_only_the_registry_imports_formats_by_name():
-    """Generic code finds a format by its facts; a writer imports the format that it belongs to."""
+    """Only the registry imports formats by name; an exporter imports the format that it belongs to."""
     public, own = {"", "format", "registry"}, ("luna_mega.convert.formats.", "luna_mega.convert.export.")
     for module, source in SOURCES.items():
         if not module.startswith(own):
@@ -172,22 +172,22 @@ def test_no_import_cycles():
 
 
 def test_command_line_only_imports_the_standard_library_at_module_level():
-    """`luna-mega --help` does not wait for torch."""
+    """`luna-mega --help` does not import torch."""
     for module in filter(lambda name: layer_of(name) == "luna_mega_cli", SOURCES):
         names = imported_names(ast.parse(SOURCES[module]).body)
         assert {name.split(".")[0] for name in names} <= sys.stdlib_module_names | {"luna_mega_cli"}, module
 
 
 def test_no_import_inside_a_function():
-    """Only the command line imports inside functions: the modules of a command when it runs."""
+    """Only the command line imports in functions: a command imports its modules when it runs."""
     modules = {module for module, source in SOURCES.items() if inside_functions(source)}
     assert {module for module in modules if layer_of(module) != "luna_mega_cli"} == set()
 
 
 def test_nothing_imports_tests_or_scripts():
-    """Scripts may import within their own folder; only tests import scripts from other folders.
+    """Scripts import only from their own folder; only tests import scripts of other folders.
 
-    The checks of `make gpu` are those of the tests.
+    The exception is `make gpu`, which runs checks of the tests.
     """
     files = {file: folder for folder in NEVER_IMPORTED - {"tests"} for file in (ROOT / folder).rglob("*.py")}
     found = {file: (imports(file.read_text(encoding="utf-8")), folder) for file, folder in files.items()}
@@ -198,7 +198,7 @@ def test_nothing_imports_tests_or_scripts():
 
 
 def test_no_postponed_annotations():
-    """The annotation `config: LunaConfig` must be a class for Auto*; a postponed one is a string."""
+    """Annotations are not postponed: Auto classes need `config: LunaConfig` to be a class, not a string."""
     assert {module for module, source in SOURCES.items() if "__future__" in imports(source)} == set()
 
 

@@ -24,7 +24,7 @@ from tests.distributed.ranks import PATIENCE
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPT_FOLDERS = ["requirements", "docs", "tests", "examples", "benchmarks"]
 
-# Runs in each installation; one process gathers all facts, because every start imports torch and transformers.
+# Runs in each installation. One process collects all results, because every start imports torch and transformers.
 PROBE = """
 import importlib.util, json, multiprocessing, pickle, sys
 from importlib.resources import files
@@ -52,7 +52,7 @@ print(json.dumps({
 }))
 """
 
-# Stands for the PyPI package `kernels`: every name is a class whose instances are identity decorators.
+# A mock of the PyPI package `kernels`: every name is a class whose instances are identity decorators.
 FAKE_KERNELS = """
 class Anything:
     def __init__(self, *args, **kwargs): pass
@@ -66,7 +66,7 @@ def __getattr__(name):
 
 
 def packaged_folders() -> dict[str, str]:
-    """Package -> its folder in the checkout."""
+    """Return the folder of each package in the checkout."""
     setup = configparser.ConfigParser()
     setup.read(ROOT / "setup.cfg")
     rows = setup["options"]["package_dir"].strip().split("\n")
@@ -82,7 +82,7 @@ def run(*command: str | Path, cwd: Path, **environment: str) -> str:
 
 @pytest.fixture(scope="session")
 def checkout(tmp_path_factory) -> Path:
-    """A copy of the tracked files of the checkout that packaging needs, because builds leave files there."""
+    """Copy the tracked files that packaging needs, because builds leave files in their folder; return the copy."""
     copy = tmp_path_factory.mktemp("packaging") / "checkout"
     copy.mkdir()
     for file in filter(Path.is_file, ROOT.iterdir()):
@@ -94,16 +94,16 @@ def checkout(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="session")
 def built(checkout) -> dict[str, Path]:
-    """Suffix -> the source distribution, and the wheel built from it."""
+    """Build the source distribution, and the wheel from it; return their paths by suffix."""
     run(sys.executable, "-m", "build", "--no-isolation", "--outdir", "../dist", ".", cwd=checkout)
     return {suffix: next((checkout.parent / "dist").glob(f"*{suffix}")) for suffix in (".tar.gz", ".whl")}
 
 
 @pytest.fixture(scope="session")
 def installed(checkout, built) -> Callable[[str], Path]:
-    """Return, for a way of installing, the interpreter of an environment that has luna_mega that way.
+    """Return a function that installs luna_mega in a new environment and returns its interpreter.
 
-    All other packages are shared.
+    The argument is the method of installation. All other packages are shared with this environment.
     """
     ways = {"wheel": [built[".whl"]], "editable": ["--no-build-isolation", "--editable", checkout], "none": None}
 
@@ -112,7 +112,8 @@ def installed(checkout, built) -> Callable[[str], Path]:
         folder = checkout.parent / way
         venv.create(folder, symlinks=True)
         python = folder / "bin" / "python"
-        # Plain paths: .pth files there are not processed, so the editable install of this environment is not used.
+        # Paths in sys.path: .pth files in them are not processed, so the editable install of this environment is not
+        # used.
         own_site = next(folder.glob("lib/python*/site-packages"))
         (own_site / "shared.pth").write_text("\n".join(site.getsitepackages()))
         if arguments := ways[way]:
@@ -135,7 +136,7 @@ def fake_kernels(tmp_path_factory) -> Path:
 
 
 def test_kernels_stays_a_namespace_folder():
-    """An __init__.py would shadow the PyPI package that transformers imports, whenever Python starts here."""
+    """An __init__.py in `kernels` would hide the PyPI package `kernels`, if Python is started in the checkout."""
     assert not (ROOT / "kernels" / "__init__.py").exists()
 
 

@@ -1,4 +1,4 @@
-"""The private and undocumented names in the code match the table in docs/development.md."""
+"""The private and undocumented names that the code uses match the table in docs/development.md."""
 
 import ast
 import re
@@ -29,7 +29,7 @@ def is_private(name):
 
 
 def defined_names(statement):
-    """Return the names that a statement in the body of a class defines."""
+    """Return the names that a statement in a class body defines."""
     if isinstance(statement, ast.FunctionDef):
         return [statement.name]
     return [node.id for node in ast.walk(statement) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)]
@@ -52,7 +52,7 @@ def undocumented_names(nodes):
 
 
 def checked_names(node):
-    """Return the private name that a call of `getattr` or `hasattr` reads."""
+    """Return the private names that a call of `getattr` or `hasattr` reads."""
     is_check = isinstance(node, ast.Call) and getattr(node.func, "id", None) in ("getattr", "hasattr")
     return {node.args[1].value} if is_check and is_private(str(getattr(node.args[1], "value", ""))) else set()
 
@@ -68,7 +68,7 @@ def used_names():
     stored = {node.attr for node in stored if getattr(node.value, "id", None) == "self" or "luna_mega" in node.attr}
     own = in_classes | stored | NAMED_TUPLE
     inherited = {name for base in BASES for name in dir(base) if is_private(name)}
-    read = {node.attr for node in attributes if ast.unparse(node) != "os._exit"}  # documented
+    read = {node.attr for node in attributes if ast.unparse(node) != "os._exit"}  # `os._exit` is documented
     imports = [node for node in nodes if isinstance(node, ast.ImportFrom) and not node.module.startswith("luna_mega")]
     read |= {alias.name for node in imports for alias in node.names if is_private(alias.name)}
     read = read.union(*map(checked_names, nodes))

@@ -50,7 +50,7 @@ def test_config_is_registered_and_registering_again_changes_nothing():
 
 
 def test_another_model_of_the_same_type_is_named():
-    """Another package may register a model type `luna`, or transformers may add one."""
+    """The warning names another package (or transformers) that registers a model type `luna`."""
     others = type("LunaConfig", (transformers.PreTrainedConfig,), {"model_type": "luna", "__module__": "speech.luna"})
     copy = type("LunaConfig", (luna_mega.LunaConfig,), {"__module__": "transformers_modules.x.configuration_luna"})
     try:
@@ -89,12 +89,12 @@ def test_supported_versions_do_not_warn(monkeypatch, caplog):
     assert not caplog.records
 
 
-# Other files are not parsed.
+# Files without these texts are not parsed.
 SUSPECT = re.compile(r"packaging|version_info|__version__|version\(|(hasattr|getattr)\(\s*[\w.]+,\s*['\"]")
 
 
 def version_checks(source):
-    """Return the lines that compare a version, import functions that do so, or check whether a package has a name."""
+    """Return the lines that compare versions, import functions that do so, or check whether a package has a name."""
     lines, nodes = [], [*ast.walk(ast.parse(source))]
     imports = [node for node in nodes if isinstance(node, ast.Import | ast.ImportFrom)]
     packages = re.compile("torch|transformers|triton")
@@ -113,7 +113,7 @@ def version_checks(source):
         compared = ast.unparse(node) if ordered else ""
         function = node.func.id if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) else ""
         optional = function == "hasattr" or function == "getattr" and len(node.args) == 3
-        # Not a name that is computed, and not an operator, which a native library registers.
+        # Computed names are excluded, and operators, which native libraries register.
         owner = ast.unparse(node.args[0]) if optional and isinstance(node.args[1], ast.Constant) else ""
         checked = re.fullmatch(r"[\w.]+", owner) and not owner.startswith("torch.ops.")
         checked = checked and owner.partition(".")[0] in names

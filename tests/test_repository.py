@@ -10,7 +10,7 @@ from luna_mega import compat
 
 
 def commit_hook(root: Path) -> re.Pattern:
-    """The pattern that pre-commit looks for in a message, with the flags of its option --multiline."""
+    """Return the pattern that pre-commit searches for in a message, with the flags of its option --multiline."""
     repositories = yaml.safe_load((root / ".pre-commit-config.yaml").read_text(encoding="utf-8"))["repos"]
     (hook,) = [hook for repository in repositories for hook in repository["hooks"] if hook["id"] == "commit-subject"]
     assert hook["args"] == ["--multiline", "--negate"] and hook["stages"] == ["commit-msg"]
@@ -43,7 +43,7 @@ def test_workflows_and_templates_are_yaml(repo_root):
 
 
 def test_commands_of_workflows_exist(repo_root):
-    """Make targets and scripts that a workflow runs."""
+    """The make targets and scripts that workflows run exist."""
     targets = re.findall(r"^([a-z-]+):", (repo_root / "Makefile").read_text(encoding="utf-8"), flags=re.MULTILINE)
     for file in (repo_root / ".github" / "workflows").glob("*.yml"):
         text = file.read_text(encoding="utf-8")
@@ -52,7 +52,10 @@ def test_commands_of_workflows_exist(repo_root):
 
 
 def test_text_is_read_without_its_byte_order_mark(repo_root):
-    """Editors on Windows start a file with U+FEFF, which plain UTF-8 keeps as part of the first word."""
+    """All text is read as utf-8-sig.
+
+    Editors on Windows start a file with U+FEFF, which UTF-8 keeps as part of the first word.
+    """
     folders = ["benchmarks", "convert", "examples", "kernels", "luna_mega", *repo_root.glob("modeling_*")]
     files = [file for folder in folders for file in (repo_root / folder).rglob("*.py")]
     reads = re.compile(r"\.read_text\((?:encoding=[^()]*)?\)|open\([^()\n]*encoding=[^()\n]*\)")
@@ -62,7 +65,7 @@ def test_text_is_read_without_its_byte_order_mark(repo_root):
 
 
 def test_install_commands_work_in_a_clone(repo_root):
-    """The name of the package is not on an index; `luna_mega.errors.install` returns the command of messages."""
+    """No install command uses the package name, which is not on an index; error messages use `errors.install`."""
     files = [repo_root / "README.md", *(repo_root / "docs").glob("*.md")]
     for folder in ("luna_mega", "luna_mega_cli", "convert", "kernels", "modeling_common", "examples", "tests"):
         files += [file for end in ("py", "md", "yaml") for file in (repo_root / folder).rglob(f"*.{end}")]

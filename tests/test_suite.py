@@ -1,4 +1,4 @@
-"""The list of products in tests/README.md, and the files that the CI names."""
+"""The list of products in tests/README.md, and the files that CI uses."""
 
 import re
 from pathlib import Path

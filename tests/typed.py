@@ -1,4 +1,4 @@
-"""User code that `make typing` checks: the types of the public names. It is not run."""
+"""User code with which `make typing` checks the types of public names. It is not run."""
 
 from typing import assert_type
 

@@ -15,7 +15,7 @@ from .test_training_mixin import TrainingTesterMixin
 
 
 class EncoderTester:
-    """Small configuration and inputs for the common tests. `config_class` and `small` belong to the model."""
+    """Small configurations and inputs for the common tests. Subclasses define `config_class` and `small`."""
 
     batch_size = 13
     seq_length = 7
@@ -38,15 +38,15 @@ class EncoderTester:
         attention_mask = random_attention_mask(shape)
         if config.input_type == "values":
             return config, {"input_values": floats_tensor(shape), "attention_mask": attention_mask}
-        first_word = config.eos_token_id + 1  # no padding among the tokens
+        first_word = config.eos_token_id + 1  # no padding tokens among the ids
         input_ids = ids_tensor(shape, config.vocab_size - first_word) + first_word
         return config, {"input_ids": input_ids, "attention_mask": attention_mask}
 
 
 class EncoderTests(ModelTesterMixin, TrainingTesterMixin):
-    """The common tests, with the second input of pair classifiers. `model_tester_class`: a kind of `EncoderTester`."""
+    """The common tests, with a second input for pair classifiers. Subclasses set `model_tester_class`."""
 
-    # Older transformers unfreeze every parameter in this test and then require gradients of unused ones.
+    # Older transformers unfreeze all parameters in this test and then require gradients of unused ones.
     test_all_params_have_gradient = "frozen" in inspect.getsource(
         ModelTesterMixin.check_training_gradient_checkpointing
     )
@@ -80,7 +80,7 @@ class EncoderTests(ModelTesterMixin, TrainingTesterMixin):
 
 
 class WithoutVocabulary:
-    """Switches off the tests of a vocabulary, for models of real values."""
+    """Disable the tests of a vocabulary, for models of real values."""
 
     test_resize_embeddings = False
 
@@ -106,7 +106,7 @@ class WithoutVocabulary:
 
 
 class EncoderDecoderTests:
-    """Differences of encoder-decoders with a head."""
+    """Overrides for encoder-decoders with a head."""
 
     is_encoder_decoder = True
 
@@ -116,9 +116,9 @@ class EncoderDecoderTests:
 
 
 class WeightsWithoutCache:
-    """Differences of decoders that return attention maps of generation only without a cache.
+    """Overrides for decoders that return attention weights during generation only without a cache.
 
-    `attention_shape`: the shape of the weights of a batch of this length.
+    `attention_shape` returns the shape of the weights of a batch of the given length.
     """
 
     def _greedy_generate(self, *arguments, use_cache=True, output_attentions=False, **options):
@@ -141,9 +141,9 @@ class WeightsWithoutCache:
 
 
 class PipelineTests:
-    """Every pipeline supported by an encoder's heads: a single text has the same result as in a padded batch.
+    """Run every pipeline that an encoder's heads support: a single text has the same result as in a padded batch.
 
-    `model_classes`: the classes by the part of their names after `Luna` or `Mega`. `PipelineTesterMixin` cannot be
+    `model_classes` maps the part of a class name after `Luna` or `Mega` to the class. `PipelineTesterMixin` cannot be
     used: its tests are in `tests/pipelines`, which the source distribution lacks, and use checkpoints from the Hub.
     """
 
@@ -177,7 +177,7 @@ class PipelineTests:
         return separate
 
     def assert_alike(self, first, second):
-        """The same lists and dictionaries, with numbers that agree to 4 places."""
+        """Check that lists and dictionaries are equal, with numbers rounded to 4 places."""
         if isinstance(first, dict):
             self.assertEqual(first.keys(), second.keys())
             first, second = list(first.values()), list(second.values())

@@ -40,9 +40,9 @@ from ..test_modeling_common import ids_tensor, random_attention_mask
 class LunaModelTester(EncoderTester):
     config_class = LunaConfig
     num_attention_heads = 4
-    key_length = 5  # of the recorded attention: the rows of P
+    key_length = 5  # last dimension of the recorded attention: the rows of P
     num_hidden_states_types = 2  # hidden_states and packed_hidden_states
-    causal_lm_class = LunaForMaskedLM  # the class with a loss that test_training_overfit trains
+    causal_lm_class = LunaForMaskedLM  # the class that test_training_overfit trains, because it has a loss
     small = {
         "num_attention_heads": num_attention_heads,
         "num_pack_attention_heads": 2,
@@ -53,7 +53,7 @@ class LunaModelTester(EncoderTester):
 
 
 class LunaModelTest(EncoderTests, unittest.TestCase):
-    """Post-norm, tied keys and values, learned positions, classification by the first token: the paper's base model."""
+    """The paper's base model: post-norm, tied keys and values, learned positions, classification by the first token."""
 
     model_tester_class = LunaModelTester
     all_model_classes = (
@@ -106,12 +106,12 @@ class LunaValuesModelTest(WithoutVocabulary, LunaModelTest):
 
 
 class LunaDecoderTests(GenerationTesterMixin, EncoderTests):
-    """Tests that the decoders share."""
+    """Overrides that all decoders share."""
 
     def _check_attentions_for_generate(
         self, batch_size, attentions, prompt_length, output_length, config, decoder_past_key_values
     ):
-        """Every step weighs the rows of P."""
+        """Check that every step has attention weights over the rows of P."""
         heads = config.get_text_config(decoder=True).num_attention_heads
         self.assertEqual(len(attentions), output_length - prompt_length)
         for length, step in enumerate(attentions, start=prompt_length):
@@ -145,7 +145,7 @@ class LunaDecoderTests(GenerationTesterMixin, EncoderTests):
 class LunaCausalModelTester(LunaModelTester):
     num_hidden_states_types = 2
     causal_lm_class = LunaForCausalLM
-    # test_training_overfit prompts with token 1, which must not be the padding token.
+    # test_training_overfit starts prompts with token 1, which must not be the padding token
     small = LunaModelTester.small | {"is_decoder": True, "pad_token_id": 0, "bos_token_id": 1}
 
 
@@ -157,7 +157,7 @@ class LunaCausalModelTest(LunaDecoderTests, unittest.TestCase):
 
 
 class LunaCausalPreNormModelTest(LunaCausalModelTest):
-    """elu, untied keys and values, sinusoidal positions, pre-norm."""
+    """A decoder-only model with elu, untied keys and values, sinusoidal positions and pre-norm."""
 
     fields = {
         "causal_activation": "elu",
@@ -172,7 +172,7 @@ class LunaParallelModelTester(LunaCausalModelTester):
 
 
 class LunaTensorParallelTest(TensorParallelTests, unittest.TestCase):
-    """The decoder-only model on two processes, and the plans of the classes for text."""
+    """The decoder-only model on two processes, and the tensor parallelism plans of all classes for text."""
 
     model_tester_class = LunaParallelModelTester
     all_model_classes = (LunaModel, LunaForCausalLM)
@@ -183,7 +183,7 @@ class LunaSeq2SeqModelTester(LunaModelTester):
     causal_lm_class = LunaForConditionalGeneration
     decoder_seq_length = LunaModelTester.seq_length
     decoder_key_length = LunaModelTester.key_length
-    num_hidden_states_types = 4  # of encoder and decoder
+    num_hidden_states_types = 4  # those of the encoder and of the decoder
     small = LunaModelTester.small | {"pad_token_id": 0, "bos_token_id": 1}
 
     def prepare_config_and_inputs_for_common(self):
@@ -195,7 +195,7 @@ class LunaSeq2SeqModelTester(LunaModelTester):
 
 
 class LunaSeq2SeqModelTest(EncoderDecoderTests, LunaDecoderTests, unittest.TestCase):
-    """Encoder-decoder with the defaults: one embedding, learned positions, post-norm."""
+    """The encoder-decoder with the default configuration: one embedding, learned positions, post-norm."""
 
     model_tester_class = LunaSeq2SeqModelTester
     all_model_classes = (LunaForConditionalGeneration,)
@@ -206,7 +206,7 @@ class LunaSeq2SeqModelTest(EncoderDecoderTests, LunaDecoderTests, unittest.TestC
 
 
 class LunaSeq2SeqPreNormModelTest(LunaSeq2SeqModelTest):
-    """Untied, sinusoidal positions, pre-norm, two embeddings."""
+    """The encoder-decoder with untied weights, sinusoidal positions, pre-norm and two embeddings."""
 
     fields = {
         "tie_key_value": False,

@@ -57,20 +57,20 @@ NO_DROPOUT = dict.fromkeys(
 
 class MegaModelTester(EncoderTester):
     config_class = MegaConfig
-    num_attention_heads = 1  # of the recorded attention [B, chunks, C, C]: the chunks
-    causal_lm_class = MegaForMaskedLM  # the class with a loss that test_training_overfit trains
+    num_attention_heads = 1  # second dimension of the recorded attention [B, chunks, C, C]: the number of chunks
+    causal_lm_class = MegaForMaskedLM  # the class that test_training_overfit trains, because it has a loss
     small = {
         "intermediate_size": 48,
         "shared_representation_size": 16,
         "ema_projection_size": 4,
         "nffn_hidden_size": 37,
         "max_positions": 64,
-        "initializer_range": 0.2,  # with v4's 0.02 the signal vanishes in layers this narrow
+        "initializer_range": 0.2,  # with v4's value of 0.02, the signal vanishes in layers this narrow
     }
 
 
 class MegaModelTest(EncoderTests, unittest.TestCase):
-    """The defaults: softmax attention over the complete sequence, rotary bias, ScaleNorm before the sublayers."""
+    """The default configuration: softmax over all positions, rotary bias, ScaleNorm before the sublayers."""
 
     model_tester_class = MegaModelTester
     all_model_classes = (
@@ -86,7 +86,7 @@ class MegaModelTest(EncoderTests, unittest.TestCase):
     training_overfit_learning_rate = 1e-2
 
     def test_training_overfit(self):
-        # Dropout would make the gradient of the last step, which the test checks, random.
+        # Dropout would randomize the gradient of the last step, which the test checks.
         self.model_tester.fields = self.fields | NO_DROPOUT
         super().test_training_overfit()
 
@@ -113,7 +113,7 @@ class MegaChunkModelTest(MegaModelTest):
 
 
 class MegaValuesModelTest(WithoutVocabulary, MegaModelTest):
-    """Real values instead of tokens, batch norm, feature dropout, mean pooling: the paper's speech model."""
+    """The paper's speech model: real values instead of tokens, batch norm, feature dropout, mean pooling."""
 
     all_model_classes = (
         MegaModel,
@@ -135,7 +135,7 @@ class MegaValuesModelTest(WithoutVocabulary, MegaModelTest):
 
 
 class MegaPicturesTester(MegaModelTester):
-    encoder_seq_length = seq_length = key_length = 16  # patches
+    encoder_seq_length = seq_length = key_length = 16  # number of patches
     small = MegaModelTester.small | {
         "input_type": "patches", "image_size": 16, "patch_size": 4, "max_positions": 16, "output_projection": True,
         "final_norm": True, "attention_activation": "laplace", "relative_positional_bias": "simple",
@@ -156,7 +156,7 @@ class MegaPicturesModelTest(WithoutVocabulary, EncoderTests, unittest.TestCase):
 
 class MegaCausalModelTester(MegaModelTester):
     causal_lm_class = MegaForCausalLM
-    # test_training_overfit prompts with token 1, which must not be the padding token.
+    # test_training_overfit starts prompts with token 1, which must not be the padding token
     small = MegaModelTester.small | {"is_decoder": True, "bidirectional": False, "pad_token_id": 0, "bos_token_id": 1}
 
 
@@ -189,11 +189,11 @@ class MegaCausalModelTest(WeightsWithoutCache, GenerationTesterMixin, MegaModelT
 
 
 class MegaCausalChunkModelTest(MegaChunkModelTest, MegaCausalModelTest):
-    """The language model in chunks that divide neither prompt nor output."""
+    """The language model with chunks that divide neither the prompt nor the output."""
 
 
 class MegaAdaptiveModelTest(MegaCausalModelTest):
-    """Adaptive embeddings and softmax with tied words, RMSNorm, truncated moving average."""
+    """Adaptive embeddings and softmax with tied weights, RMSNorm, truncated moving average."""
 
     fields = {
         "adaptive_input_cutoffs": [20, 50],
@@ -213,7 +213,7 @@ class MegaParallelModelTester(MegaCausalModelTester):
 
 
 class MegaTensorParallelTest(TensorParallelTests, unittest.TestCase):
-    """The language model on two processes, and the plans of the classes for text."""
+    """The language model on two processes, and the tensor parallelism plans of all classes for text."""
 
     model_tester_class = MegaParallelModelTester
     all_model_classes = (MegaModel, MegaForCausalLM)
@@ -240,7 +240,7 @@ class MegaSeq2SeqModelTest(EncoderDecoderTests, MegaCausalModelTest):
         return super().attention_shape(batch_size, length, config.decoder_config)
 
     def _check_encoder_attention_for_generate(self, attentions, **expected):
-        if attentions is not None:  # they are not returned with a cache
+        if attentions is not None:  # attention weights are not returned with a cache
             super()._check_encoder_attention_for_generate(attentions, **expected)
 
     def _check_past_key_values_for_generate(self, batch_size, past_key_values, seq_length, config):

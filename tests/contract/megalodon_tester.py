@@ -34,15 +34,15 @@ class MegalodonModelTester(EncoderTester):
         "value_size": 48,
         "intermediate_size": 36,
         "ema_projection_size": 4,
-        "norm_num_groups": 4,  # also used by the tensor parallel test, which has no additional fields
+        "norm_num_groups": 4,  # also for the tensor parallelism test, which adds no fields
         "chunk_size": 16,
-        "pad_token_id": 0,  # test_training_overfit prompts with token 1, which must not be the padding token
+        "pad_token_id": 0,  # test_training_overfit starts prompts with token 1, which must not be the padding token
     }
-    num_attention_heads = 1  # of the recorded attention [B, H, chunks, C, C]: the chunks
+    num_attention_heads = 1  # third dimension of the recorded attention [B, H, chunks, C, C]: the number of chunks
 
 
 class MegalodonModelTest(WeightsWithoutCache, GenerationTesterMixin, EncoderTests, unittest.TestCase):
-    """One incomplete chunk; generation continues past its end."""
+    """Prompts that are shorter than a chunk; generation continues in the next chunk."""
 
     model_tester_class = MegalodonModelTester
     all_model_classes = (MegalodonModel, MegalodonForCausalLM, MegalodonForSequenceClassification)
@@ -77,7 +77,7 @@ class MegalodonModelTest(WeightsWithoutCache, GenerationTesterMixin, EncoderTest
 
 
 class MegalodonChunkModelTest(MegalodonModelTest):
-    """Short chunks that do not divide the length, one head, gated feed-forward layers, tied words."""
+    """Short chunks that do not divide the length, one head, gated feed-forward layers, tied weights."""
 
     fields = {
         "norm_num_groups": 4,
@@ -97,7 +97,7 @@ class MegalodonChunkModelTest(MegalodonModelTest):
 
 
 class MegalodonTensorParallelTest(TensorParallelTests, unittest.TestCase):
-    """The language model on two processes, and the plans of the classes."""
+    """The language model on two processes, and the tensor parallelism plans of the classes."""
 
     model_tester_class = MegalodonModelTester
     all_model_classes = (MegalodonModel, MegalodonForCausalLM)

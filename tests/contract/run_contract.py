@@ -32,7 +32,7 @@ REPOSITORY = "https://raw.githubusercontent.com/huggingface/transformers"
 GENERATION_TESTS = "generation/test_utils.py"
 STAND_INS = {
     "__init__.py": "",
-    # The original starts processes for every test; these stay.
+    # The original starts new processes for every test; these processes are reused.
     "distributed_testing_utils.py": f"""import atexit
 import sys
 
@@ -52,13 +52,13 @@ def run_distributed(world_size):
 def run(function, arguments):
     function(dist.get_rank(), *arguments)
 """,
-    # All of the original's export tests are marked slow, so the default run excludes them.
+    # All export tests of transformers are marked slow, so the default run excludes them.
     "exporters/__init__.py": "",
     "exporters/test_export.py": "class ExportTesterMixin:\n    pass\n\n\nclass ExportGenerateTesterMixin:\n    pass\n",
     "generation/__init__.py": "",
-    # Used if the real one is missing, see `add_generation_tests`.
+    # Used if the original file is missing, see `add_generation_tests`.
     GENERATION_TESTS: "class GenerationTesterMixin:\n    pass\n",
-    # Every field of the base configuration with a value that is not its default.
+    # Sets every field of the base configuration to a value that is not its default.
     "utils/__init__.py": "",
     "utils/test_configuration_utils.py": """config_common_kwargs = {
     "return_dict": False,
@@ -73,7 +73,7 @@ def run(function, arguments):
 }
 """,
 }
-# Tests that take a third of the time and do not cover the models of this package on CPU.
+# Tests that take a third of the time and do not cover the models of this package on a CPU.
 LEFT_OUT = {
     "test_bc_torch_dtype": "loads each class in seven dtypes, twice: `torch_dtype` is still read as `dtype`",
     "sdpa_kernels": "the same comparison again, with other kernels of SDPA allowed; a CPU has one",
@@ -94,8 +94,8 @@ def cache_folder() -> Path:
 def download_sdist(version: str, archive: Path) -> None:
     """Download the source distribution of transformers `version` to `archive` with pip.
 
-    pip reads the metadata of its downloads, for which it requires setuptools: the one in this environment, or one that
-    pip installs into an isolated environment.
+    pip requires setuptools to read the metadata of the download: either that of this environment, or one that pip
+    installs in an isolated environment.
     """
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps"]
     command += ["--no-binary", "transformers", f"transformers=={version}"]
@@ -134,7 +134,7 @@ def common_tests(version: str) -> Path:
 
 
 def add_generation_tests(version: str, tests: Path) -> bool:
-    """Add the generation tests of transformers `version` to the cache; False = not reachable."""
+    """Add the generation tests of transformers `version` to the cache; return False if they cannot be downloaded."""
     target = tests / GENERATION_TESTS
     if not target.exists():
         try:
@@ -148,7 +148,7 @@ def add_generation_tests(version: str, tests: Path) -> bool:
 
 
 def assemble(tests: Path, folder: Path) -> list[Path]:
-    """Create the package `tests` in `folder`: common tests, stand-ins and our testers; return their paths."""
+    """Create the package `tests` in `folder` from common tests, stand-ins and testers; return the testers' paths."""
     package = folder / "tests"
     shutil.copytree(tests, package)
     for path, text in STAND_INS.items():
@@ -167,7 +167,7 @@ def assemble(tests: Path, folder: Path) -> list[Path]:
 
 
 def run(workers: int, pytest_arguments: list[str]) -> int:
-    """Run the contract on the installed transformers; return the exit status."""
+    """Run the tests against the installed transformers; return the exit status."""
     version = importlib.metadata.version("transformers")
     try:
         tests = common_tests(version)
@@ -177,7 +177,7 @@ def run(workers: int, pytest_arguments: list[str]) -> int:
     found = "with" if add_generation_tests(version, tests) else "without (out of reach)"
     print(f"transformers {version}, {found} the generation tests", flush=True)
     environment = {"OMP_NUM_THREADS": "1", **os.environ, "HF_HUB_OFFLINE": "1"}
-    environment.pop("PYTEST_ADDOPTS", None)  # meant for the run that may have started this one
+    environment.pop("PYTEST_ADDOPTS", None)  # this variable is meant for the test run that may have started this one
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(CHECKOUT), os.environ.get("PYTHONPATH")]))
     with tempfile.TemporaryDirectory() as folder:
         testers = assemble(tests, Path(folder))

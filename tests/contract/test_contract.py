@@ -1,4 +1,4 @@
-"""transformers' own common model tests must pass for the Luna and the Mega classes, see `run_contract.py`."""
+"""transformers' own common model tests pass for the classes of all families, see `run_contract.py`."""
 
 import re
 import subprocess
@@ -9,8 +9,8 @@ import pytest
 
 RUN_CONTRACT = Path(__file__).with_name("run_contract.py")
 EXIT_UNAVAILABLE = 77
-# Fewer would mean that tests were switched off: the oldest version runs the fewest. The second number is with the
-# generation tests.
+# A smaller number means that tests were disabled; the oldest version runs the fewest. "with": including the generation
+# tests.
 FEWEST_PASSED = {"without": 850, "with": 940}
 
 

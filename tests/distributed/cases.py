@@ -1,4 +1,4 @@
-"""Small models of every class and batches for them, trained on one process and on several."""
+"""Small models of every class and batches for them, which are trained on one process and on several."""
 
 import tempfile
 import warnings
@@ -18,8 +18,8 @@ from transformers.distributed import DistributedConfig
 import luna_mega
 from tests.modeling import decoders, luna, mega, megalodon_decoders
 
-ROWS, WIDTH = 4, 9  # of a global batch
-LENGTHS = [[9, 4, 7, 2], [5, 8, 3, 9], [6, 6, 2, 8], [2, 9, 9, 3], [7, 3, 8, 5]]  # a step each
+ROWS, WIDTH = 4, 9  # size of a global batch
+LENGTHS = [[9, 4, 7, 2], [5, 8, 3, 9], [6, 6, 2, 8], [2, 9, 9, 3], [7, 3, 8, 5]]  # lengths of the rows, for each step
 FAMILIES = {"luna": luna, "mega": mega, "megalodon": megalodon_decoders}
 DROPOUT = {"luna": luna.NO_DROPOUT, "mega": mega.NO_DROPOUT, "megalodon": {}}
 HEADS = [head for head in luna.HEADS if head not in ("ForSequenceClassification", "ForMaskedLM")]
@@ -69,7 +69,7 @@ A_FEW = ["luna: masked LM, tied", "luna: seq2seq", "mega: masked LM, synchronize
 
 
 def make(name: str, checkpointing: bool = False, **others) -> PreTrainedModel:
-    """Return the model of a case in training, with `others` as fields of its configuration; dropout is 0."""
+    """Return the model of a case in training mode without dropout; `others` override fields of its configuration."""
     family, (head, fields) = name.split(":")[0], CASES[name]
     sides = {"ForCausalLM": {"is_decoder": True}, "ForConditionalGeneration": {"is_encoder_decoder": True}}
     config = FAMILIES[family].tiny_config(**DROPOUT[family] | sides.get(head, {}) | fields | others)
@@ -79,14 +79,14 @@ def make(name: str, checkpointing: bool = False, **others) -> PreTrainedModel:
 
 
 def enable_checkpointing(model: PreTrainedModel) -> PreTrainedModel:
-    # The old name warns in new versions of transformers, and the new one is not in old versions.
+    # The old name causes a warning in new versions of transformers; old versions do not have the new name.
     enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
     enable()
     return model
 
 
 def batch(name: str, step: int) -> dict[str, torch.Tensor]:
-    """Return the global batch of a step, with labels; the rows have different numbers of tokens."""
+    """Return the global batch of a step with labels; the rows have different numbers of tokens."""
     (head, fields), lengths = CASES[name], LENGTHS[step]
     if head in ("ForCausalLM", "ForConditionalGeneration"):
         ids, mask = decoders.padded(lengths, WIDTH, "right", seed=step)
@@ -104,9 +104,10 @@ def batch(name: str, step: int) -> dict[str, torch.Tensor]:
 
 
 def own_rows(complete: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return this process's rows of a batch, cut to the longest source or target among them.
+    """Return the rows of a batch for this process, truncated to the longest source or target among them.
 
-    Batches of question answering are not cut, because their loss includes padding, as in all models of transformers.
+    Batches of question answering are not truncated, because the loss includes padding, as in all models of
+    transformers.
     """
     rows = slice(dist.get_rank() * ROWS // dist.get_world_size(), (dist.get_rank() + 1) * ROWS // dist.get_world_size())
     own = {name: value[rows] for name, value in complete.items()}
@@ -114,14 +115,16 @@ def own_rows(complete: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     kept += [value != -100 for name, value in own.items() if name == "labels" and value.dim() == 2]
     longest = WIDTH if "start_positions" in own else max(int(value.sum(dim=-1).max()) for value in kept)
     own = {name: value[..., :longest] if value.shape[-1] == WIDTH else value for name, value in own.items()}
-    return {name: value.contiguous() for name, value in own.items()}  # required by the losses of transformers
+    # losses of transformers require contiguous tensors
+    return {name: value.contiguous() for name, value in own.items()}
 
 
 def loss_of(model: nn.Module, inputs: dict[str, torch.Tensor], complete: dict[str, torch.Tensor]) -> torch.Tensor:
     """Return the loss of the rows `inputs` of a batch `complete`; DDP and FSDP average it over processes.
 
     The loss of a text is a mean over labels, whose number differs between processes. Each process divides by the number
-    of labels of all processes, times the divisor of DDP. Other losses are means over rows, whose number is equal.
+    of labels of all processes, and multiplies by the number of processes, by which DDP divides. Other losses are means
+    over rows, whose number is the same in all processes.
     """
     labels = complete.get("labels")
     if labels is not None and labels.dim() == 2:
@@ -148,7 +151,7 @@ def ddp(model: PreTrainedModel) -> nn.Module:
 
 
 def fsdp_of_accelerate(model: PreTrainedModel) -> nn.Module:
-    """Return the model with FSDP2 as accelerate wraps it on accelerators; on CPUs, accelerate uses DDP."""
+    """Return the model wrapped with FSDP2 as accelerate does on accelerators; on CPUs, accelerate uses DDP."""
     plugin = FullyShardedDataParallelPlugin(
         fsdp_version=2, auto_wrap_policy="transformer_based_wrap", cpu_ram_efficient_loading=False
     )
@@ -158,7 +161,7 @@ def fsdp_of_accelerate(model: PreTrainedModel) -> nn.Module:
 
 
 def fsdp_of_transformers(model: PreTrainedModel) -> nn.Module:
-    """Return the model with FSDP2 as transformers wraps it for `fsdp_size`."""
+    """Return the model wrapped with FSDP2 as transformers does for `fsdp_size`."""
     folders = [None]
     with tempfile.TemporaryDirectory() as folder:
         if dist.get_rank() == 0:
@@ -176,8 +179,8 @@ def is_checkpointing(model: PreTrainedModel) -> bool:
 
 
 def train(name: str, wrap: Callable | None, steps: int, checkpointing: bool = False) -> list[tuple[float, dict]]:
-    """Return the loss, and the gradients by name, of every step."""
-    # A process group exists, and synchronized batch norm would wait for its other processes.
+    """Return the loss and the gradients by name for every step."""
+    # A process group exists, so that synchronized batch norm would wait for its other processes.
     options = {"normalization_type": "batchnorm"} if wrap is None and "syncbatchnorm" in CASES[name][1].values() else {}
     model = make(name, checkpointing, **options)
     wrapped = model if wrap is None else wrap(model)
@@ -200,7 +203,7 @@ def train(name: str, wrap: Callable | None, steps: int, checkpointing: bool = Fa
 
 
 def compare(names: Iterable[str], wrap: Callable, steps: int, checkpointings: tuple[bool, ...] = (False, True)):
-    """Return, on rank 0, the maximum differences from one process for each case, and other faults as text.
+    """Return (on rank 0) the maximum differences from one process for each case, and warnings and errors as text.
 
     A difference of gradients is divided by the largest gradient if that is above 1.
     """

@@ -7,7 +7,7 @@ from tests.distributed.ranks import Ranks
 
 @pytest.fixture(scope="session")
 def ranks() -> Iterator[Ranks]:
-    """Run a function as the ranks of a process group: `ranks(2, function, *arguments)` returns one result per rank."""
+    """Run functions on the ranks of a process group: `ranks(2, function, *arguments)` returns a result per rank."""
     ranks = Ranks()
     yield ranks
     ranks.stop()

@@ -1,4 +1,4 @@
-"""Runs of run_mlm.py that are killed by `kill -9`, and resumed."""
+"""Run run_mlm.py, kill it with `kill -9`, and resume it."""
 
 import json
 import os
@@ -15,7 +15,7 @@ from tests.examples.test_run_mlm import texts
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 STEPS = 24
-# No dropout: its masks depend on the number of processes.
+# There is no dropout, because its masks depend on the number of processes.
 MODEL = (
     "hidden_size=32,num_hidden_layers=2,intermediate_size=32,nffn_hidden_size=32,shared_representation_size=16,"
     "ema_projection_size=2,use_chunking=true,chunk_size=8,dropout_prob=0.0,hidden_dropout_prob=0.0,"
@@ -24,14 +24,14 @@ MODEL = (
 
 
 def write_corpus(folder: Path) -> Path:
-    """Write lines of consecutive numbers, and return their folder."""
+    """Write lines of consecutive numbers and return their folder."""
     folder.mkdir(parents=True)
     (folder / "train.txt").write_text("\n".join(texts(200, seed=0)) + "\n")
     return folder
 
 
 def arguments(processes: int, corpus: Path, output: Path, *options: str) -> list[str]:
-    """Return the options of a run, which continues from the latest checkpoint of `output` if there is one."""
+    """Return the options of a run; it continues from the latest checkpoint in `output` if there is one."""
     resume = ["--resume_from_checkpoint", "last"] if any(output.glob("checkpoint-*")) else []
     return [
         *("--do_train", "--use_cpu", "--disable_tqdm", "true", "--ddp_timeout", str(PATIENCE)),
@@ -43,7 +43,10 @@ def arguments(processes: int, corpus: Path, output: Path, *options: str) -> list
 
 
 def start(processes: int, *options: object) -> list[subprocess.Popen]:
-    """Start a run in new processes, without a launcher, which stops the other processes if one dies."""
+    """Start a run in new processes.
+
+    No launcher is used, because it would stop the other processes if one of them is killed.
+    """
     command = [sys.executable, str(EXAMPLES / "run_mlm.py"), *arguments(processes, *options)]
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -57,7 +60,7 @@ def start(processes: int, *options: object) -> list[subprocess.Popen]:
 
 
 def finish(ranks: Ranks, processes: int, corpus: Path, output: Path, *options: str) -> list[float]:
-    """Run, or resume, to the end; return the losses of all steps."""
+    """Run or resume to the end; return the losses of all steps."""
     for found in ranks(processes, call, "run_mlm", arguments(processes, corpus, output, *options)):
         assert "error" not in found, found
     rows = [row for row in json.loads((output / "trainer_state.json").read_text())["log_history"] if "loss" in row]
@@ -66,7 +69,7 @@ def finish(ranks: Ranks, processes: int, corpus: Path, output: Path, *options: s
 
 
 def kill(processes: int, corpus: Path, output: Path, step: int, delay: float, *options: str) -> None:
-    """Start a run, and kill its last process `delay` seconds after it began to write the checkpoint of a step.
+    """Start a run, and kill its last process `delay` seconds after it started to write the checkpoint of a step.
 
     The other processes must exit with an error.
     """

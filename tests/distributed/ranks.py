@@ -12,16 +12,16 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
 
-# Seconds without a response until a process is considered dead. A process that exits or fails is detected immediately.
-# A process on a loaded machine may be silent for many minutes and must not fail because of that.
+# After this number of seconds without a response, a process counts as dead. A process that exits or fails is detected
+# immediately. On a loaded machine, a process may not respond for many minutes, which must not fail a test.
 PATIENCE = 1800
 
 
 class Ranks:
     """Up to `most` processes; calling the object runs a function on the first `count` of them.
 
-    Functions are defined at the top level of a test module; arguments and results are pickled. A call in which a rank
-    fails or hangs stops all processes; the next call starts new ones.
+    Functions are defined at the top level of a test module; arguments and results are pickled. If a rank fails or hangs
+    during a call, all processes are stopped, and the next call starts new ones.
     """
 
     def __init__(self, most: int = 4):
@@ -81,7 +81,7 @@ class Ranks:
         raise AssertionError(reason)
 
     def stop(self):
-        """End all processes."""
+        """Stop all processes."""
         for process in self.processes:
             process.kill()
             process.join()
@@ -95,14 +95,14 @@ def _serve(pipe: Connection):
             rank, count, store, timeout, function, arguments = pipe.recv()
         except EOFError:
             return
-        # Accelerate and other libraries read these if no launcher has created a process group.
+        # Accelerate and other libraries read these variables if no launcher has created a process group.
         os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(count)}
         torch.manual_seed(0)
         try:
             dist.init_process_group(
                 "gloo", init_method=f"file://{store}", rank=rank, world_size=count, timeout=timedelta(seconds=timeout)
             )
-            dist.barrier()  # a rank that ends at once would close its sockets while others still connect
+            dist.barrier()  # a rank that exits immediately would close its sockets while others still connect
             answer = None, function(*arguments)
         except BaseException:
             answer = traceback.format_exc(), None

@@ -1,4 +1,4 @@
-"""DDP of every class: losses and gradients of one process, without unused parameters and without warnings."""
+"""DDP with every class gives the losses and gradients of one process, without unused parameters or warnings."""
 
 import os
 import re
@@ -35,7 +35,7 @@ def test_four_processes(ranks):
 
 
 def layerdrop_step(name: str, wrap) -> list[bool]:
-    """Take two steps in which every process drops different layers."""
+    """Run two steps in which every process drops different layers; return whether all gradients are finite."""
     model = wrap(cases.make(name, layerdrop=0.5))
     torch.manual_seed(dist.get_rank())
     finite = []
@@ -64,7 +64,7 @@ def batch_norm_step() -> float:
     name = "mega: masked LM, synchronized batch norm"
     model = cases.ddp(cases.make(name, normalization_type="batchnorm"))
     complete = cases.batch(name, 0)
-    for _ in range(2):  # the statistics of process 0 reach the others at the next step
+    for _ in range(2):  # the statistics of process 0 are broadcast at the next step
         cases.loss_of(model, cases.own_rows(complete), complete).backward()
     model.eval()
     with torch.no_grad():
@@ -72,7 +72,7 @@ def batch_norm_step() -> float:
 
 
 def test_batch_norm_uses_the_rows_of_its_process(ranks):
-    """A step normalizes by the rows of its process; DDP broadcasts the running statistics of rank 0 before."""
+    """A step normalizes by the rows of its process; before it, DDP broadcasts the running statistics of rank 0."""
     first, second = ranks(2, batch_norm_step)
     assert first == second
 
@@ -92,8 +92,9 @@ def test_process_without_rows_raises(ranks):
 
 
 def accelerate_small_data() -> list[float]:
-    """Train on one row with accelerate, which passes it to every process."""
-    os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "0"}  # required but unused: the process group exists
+    """Train on one row with accelerate, which passes the row to every process."""
+    # required but unused, because the process group exists
+    os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
     AcceleratorState._reset_state(reset_partial_state=True)
     accelerator = Accelerator(cpu=True)
     complete = cases.batch("mega: causal LM", 0)
@@ -127,7 +128,7 @@ def die_at_second_step():
 def test_the_others_end_when_a_process_dies(ranks):
     survivor, dead = ranks(2, die_at_second_step, may_fail=True)
     assert dead == "the process ended"
-    # Detected by the closed connection, not by a timeout.
+    # The failure is detected by the closed connection, not by a timeout.
     assert re.search("Connection (closed|reset)", survivor), survivor
 
 

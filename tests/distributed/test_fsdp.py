@@ -1,4 +1,4 @@
-"""FSDP2 of every class, as accelerate and as transformers wrap it: losses and gradients of one process."""
+"""FSDP2 with every class, as accelerate and transformers wrap it, gives the losses and gradients of one process."""
 
 import pytest
 from torch.distributed.fsdp import FSDPModule

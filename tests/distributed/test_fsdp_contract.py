@@ -1,8 +1,8 @@
-"""transformers' own FSDP2 tests (`tests/test_fsdp_mixin.py` of the installed version) on both causal language models.
+"""transformers' own FSDP2 tests (`tests/test_fsdp_mixin.py` of the installed version) with causal language models.
 
-The tests run on existing ranks; the mixin itself starts new processes for each test. It only supports causal models.
-Not run: expert parallelism, because there are no experts, and the comparison with a single device, which `test_fsdp.py`
-covers more thoroughly.
+The tests run on existing ranks; the mixin itself starts new processes for each test. It supports only causal models.
+Two tests are not run: expert parallelism, because there are no experts, and the comparison with a single device, which
+`test_fsdp.py` covers more thoroughly.
 """
 
 import importlib
@@ -19,7 +19,7 @@ from tests.contract.run_contract import SourceUnavailableError, common_tests
 from tests.distributed import cases
 
 PACKAGE = "tests_of_transformers"
-# Newer versions import these from a file that is missing in the source distribution.
+# Newer versions import these names from a file that the source distribution lacks.
 HELPERS = {
     "_get_distributed_backend": lambda: "gloo",
     "_get_distributed_device_type": lambda: "cpu",
@@ -39,7 +39,7 @@ BODIES = {
 
 
 def run_bodies(folder: str, config_class: type, fields: dict) -> dict[str, bool]:
-    """Run the tests that this version provides, and return their names."""
+    """Run the tests that this version provides; return for each name whether it exists."""
     package, helpers = types.ModuleType(PACKAGE), types.ModuleType(f"{PACKAGE}.distributed_testing_utils")
     package.__path__ = [folder]
     vars(helpers).update(HELPERS)

@@ -16,7 +16,7 @@ def corpus(tmp_path_factory):
 
 
 def losses_of_a_killed_run(ranks, processes, corpus, folder, *options):
-    """Return the losses of a run that is not killed, and of a run that was killed at a random moment and resumed."""
+    """Return the losses of an uninterrupted run, and of a run that was killed at a random time and resumed."""
     complete = killing.finish(ranks, processes, corpus, folder / "complete", *options)
     draw = random.Random(processes)
     step, delay = draw.randrange(4, killing.STEPS - 8, 2), draw.uniform(0, 0.1)
@@ -25,13 +25,13 @@ def losses_of_a_killed_run(ranks, processes, corpus, folder, *options):
 
 
 def test_a_run_is_killed(ranks, corpus, tmp_path):
-    """One process, with dropout and in bfloat16: bit for bit."""
+    """Losses of a resumed run of one process, with dropout and in bfloat16, are equal bit for bit."""
     complete, resumed = losses_of_a_killed_run(ranks, 1, corpus, tmp_path, *DROPOUT)
     assert resumed == complete
 
 
 def test_one_of_two_processes_is_killed(ranks, corpus, tmp_path):
-    """The other process exits with an error; both continue from the last complete checkpoint.
+    """If one process is killed, the other one exits with an error, and both resume from the last complete checkpoint.
 
     `test_scripts.py` resumes on another number of processes.
     """

@@ -1,4 +1,4 @@
-"""Models with weights offloaded to CPU or disk, and the names of layers and modules that tools read."""
+"""Models whose weights are offloaded to the CPU or to disk, and the names of layers and modules that tools read."""
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ from tests.marks import slow_but
 
 
 def outputs(model, name):
-    """Return all tensors that a model returns for a batch without labels, and with."""
+    """Return all tensors that a model returns for a batch with labels and without labels."""
     inputs = cases.batch(name, 0)
     without = {key: value for key, value in inputs.items() if key == "labels" and "seq2seq" in name or key != "labels"}
     with torch.no_grad():
@@ -44,7 +44,10 @@ def test_device_map_with_weights_on_disk(name, tmp_path):
 
 @pytest.mark.parametrize("name", cases.CASES)
 def test_names_are_of_this_instance(name, caplog):
-    """An unknown class raises an error in accelerate; an unused rule causes a warning of transformers."""
+    """A model lists only names of classes that it contains.
+
+    An unknown class raises an error in accelerate, and an unused rule causes a warning in transformers.
+    """
     model = cases.make(name)
     caplog.clear()  # the first configuration of a deprecated kind logs a message
     classes = {type(module).__name__ for module in model.modules()}

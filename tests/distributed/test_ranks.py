@@ -1,4 +1,4 @@
-"""The processes that other tests run ranks in, and the patience of all tests with other processes."""
+"""The processes in which other tests run ranks, and the timeouts of all tests that wait for processes."""
 
 import ast
 import os
@@ -44,7 +44,7 @@ def test_failure_is_reported_and_the_next_call_works(ranks, function, message):
 
 
 def test_every_wait_is_patient(repo_root):
-    """A limit of time ends the wait for the dead; of the busy it would make a failure that hangs on the load."""
+    """Timeouts of tests are at least `PATIENCE`: they detect dead processes, and busy ones must not fail a test."""
     waits = {"run", "call", "check_call", "check_output", "communicate", "wait", "result", "get", "ranks", "join"}
     hasty = []
     sources = {path: path.read_text(encoding="utf-8") for path in sorted((repo_root / "tests").rglob("*.py"))}

@@ -1,4 +1,4 @@
-"""The training scripts on two processes: their files, and equality with one process on the same batch."""
+"""The training scripts on two processes write their files, and equal one process with the same batch."""
 
 import importlib
 import json
@@ -32,11 +32,12 @@ LUNA = f"{TINY},dropout=0.0"
 
 
 def call(name: str, arguments: list[str]) -> dict:
-    """Call a script as a rank; return its summary or, if it ends with an error, its line."""
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "LOCAL_WORLD_SIZE": os.environ["WORLD_SIZE"]}  # as launchers do
+    """Run a script as a rank; return its summary, or its error message."""
+    # launchers set these variables
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "LOCAL_WORLD_SIZE": os.environ["WORLD_SIZE"]}
     if str(EXAMPLES) not in sys.path:
         sys.path.insert(0, str(EXAMPLES))
-    AcceleratorState._reset_state(reset_partial_state=True)  # of the test before
+    AcceleratorState._reset_state(reset_partial_state=True)  # the state of the previous test
     try:
         return importlib.import_module(name).main(arguments)
     except SystemExit as error:
@@ -66,7 +67,7 @@ def write_pairs(folder: Path) -> Path:
     return folder
 
 
-# The data of each script and its options; no split for evaluation or prediction is a multiple of the batch.
+# The data and options of each script. Neither evaluation nor prediction splits are a multiple of the batch.
 SIZES = {"train": 32, "validation": 9, "test": 5}
 SCRIPTS = {
     "run_clm": (
@@ -117,7 +118,7 @@ def test_two_processes_equal_one(name, ranks, tmp_path):
         output = outputs[processes] = tmp_path / str(processes)
         batches = ["--per_device_train_batch_size", str(8 // processes), "--per_device_eval_batch_size", "4"]
         paths = ["--dataset_path", str(data), "--output_dir", str(output), "--save_strategy", "no"]
-        # Adam would amplify the rounding of near-zero gradients to full steps.
+        # Adam would amplify rounding errors of gradients near zero to full steps.
         steps = ["--max_steps", "3", "--optim", "sgd", "--learning_rate", "0.1", "--do_train", "--do_eval"]
         found = ranks(processes, call, name, [*QUIET, *paths, *steps, *batches, *options])
         assert "error" not in found[0], found
@@ -138,7 +139,7 @@ def test_two_processes_equal_one(name, ranks, tmp_path):
 
 @pytest.mark.slow
 def test_a_run_resumes_on_another_number_of_processes(ranks, tmp_path):
-    """In the second epoch, whose order and masks are others than those of the first."""
+    """A run resumes with the same losses in the second epoch, whose order and masks differ from the first one."""
     data = write_texts(tmp_path / "data")
     options = ["--config_overrides", MEGA, "--model_type", "mega", "--vocab_size", "300", "--block_size", "32"]
     options += ["--dataset_path", str(data), "--do_train", "--optim", "sgd", "--learning_rate", "0.1"]
@@ -165,7 +166,7 @@ def test_wrong_numbers_of_processes_raise(ranks, tmp_path):
     large = [*options, "--use_cpu", "--per_device_train_batch_size", "1000"]
     (message,) = {answer["error"] for answer in ranks(2, call, "run_mlm", large)}
     assert "2 processes with --per_device_train_batch_size 1000 need 2000 examples for a batch" in message
-    first, second = ranks(2, call, "run_mlm", options)  # without --use_cpu each process would train separately
+    first, second = ranks(2, call, "run_mlm", options)  # without --use_cpu, each process would train separately
     assert (
         "2 processes were launched, but they would train independently; on CPUs, pass --use_cpu true" in first["error"]
     )

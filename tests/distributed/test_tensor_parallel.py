@@ -1,4 +1,4 @@
-"""Tensor parallelism with transformers' own plans: a model that is split over ranks is the model of one process."""
+"""Tensor parallelism with transformers' own plans: a model that is split over ranks equals the model of one process."""
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the ranks are
 
 merges_plans = pytest.mark.skipif(not MERGES_PLANS, reason="this transformers replaces the plan of the model")
 NO_DROPOUT = {"luna": luna.NO_DROPOUT, "mega": mega.NO_DROPOUT, "megalodon": {}}
-# Cases of the encoder test: head, fields.
+# Name -> (head, fields) of the encoder test.
 ENCODERS = {
     "luna Model": ("Model", {}),
     "luna masked, untied, 2 pack heads": ("ForMaskedLM", {"tie_key_value": False, "num_pack_attention_heads": 2}),
@@ -37,7 +37,7 @@ ENCODERS = {
 }
 ADAPTIVE = dict.fromkeys(("adaptive_input_cutoffs", "adaptive_softmax_cutoffs"), [10, 20])
 ADAPTIVE |= dict.fromkeys(("adaptive_input_factor", "adaptive_softmax_factor"), 2)
-# Cases of the decoder test: name in DECODERS, fields.
+# Name -> (name in `decoders.DECODERS`, fields) of the decoder test.
 DECODERS = {
     "luna": ("luna: softplus", {}),
     "luna untied": ("luna: elu, untied", {"num_pack_attention_heads": 2, "tie_word_embeddings": False}),
@@ -57,7 +57,7 @@ DECODERS = {
 
 
 def make_encoder(name):
-    """A model of `ENCODERS` and its inputs with labels."""
+    """Return a model of `ENCODERS` and its inputs with labels."""
     family, (head, fields) = name.split()[0], ENCODERS[name]
     model = {"luna": luna, "mega": mega}[family].make(head, **NO_DROPOUT[family] | fields)
     inputs = luna.head_inputs(head, (9, 4, 7))
@@ -65,7 +65,7 @@ def make_encoder(name):
 
 
 def make_decoder(name, **more):
-    """A model of `DECODERS` in float64 and its inputs with labels."""
+    """Return a model of `DECODERS` in float64 and its inputs with labels."""
     shape, fields = DECODERS[name]
     model = decoders.make(shape, **NO_DROPOUT[name.split()[0]] | fields | more)
     ids, mask = decoders.padded([7, 3, 5], 7, "right")
@@ -74,19 +74,22 @@ def make_decoder(name, **more):
 
 
 def load(folder, **plan):
-    """Return the model of the folder, tensor-parallel and on one process."""
+    """Return the model of the folder twice: tensor-parallel, and on one process."""
     model_class = getattr(luna_mega, transformers.AutoConfig.from_pretrained(folder).architectures[0])
     config = DistributedConfig(tp_size=dist.get_world_size(), **plan)
     return model_class.from_pretrained(folder, distributed_config=config), model_class.from_pretrained(folder)
 
 
 def full(tensor):
-    """A tensor that the ranks have parts of."""
+    """Return the complete tensor if the ranks have parts of it."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def train(folder, inputs, checkpointing, plan=None):
-    """Train five steps with and without tensor parallelism; return the maximum differences of losses and gradients."""
+    """Train five steps with and without tensor parallelism; return the largest differences.
+
+    They are those of losses, gradients and weights.
+    """
     pair = load(folder, **({} if plan is None else {"tp_plan": plan}))
     losses, differences = [], []
     for model in pair:
@@ -155,7 +158,7 @@ def test_a_vocabulary_that_the_ranks_do_not_divide(ranks, tmp_path, name):
 
 
 def train_with_dropout(folder, inputs):
-    """Run a step; return the loss and the gradients of replicated parameters."""
+    """Run a training step; return the loss and the gradients of replicated parameters."""
     model, _ = load(folder)
     loss = model.train()(**inputs).loss
     loss.backward()
@@ -177,9 +180,9 @@ def test_ranks_with_one_seed_drop_the_same(ranks, tmp_path, name):
 
 
 def answer(folder, inputs, options):
-    """Generate greedily and with beams, with and without tensor parallelism, and compare.
+    """Generate greedily and with beams, and check that tensor parallelism does not change the tokens.
 
-    Returns the tokens, the bytes of both caches, and the names of the sharded parameters.
+    Return the tokens, the bytes of both caches, and the names of the sharded parameters.
     """
     pair, results = load(folder), []
     for model in pair:
@@ -207,12 +210,12 @@ def test_generation_equals_one_process(ranks, tmp_path, name):
     options = {"max_new_tokens": 5, "min_new_tokens": 5, "output_scores": True, "return_dict_in_generate": True}
     (tokens, part, complete, split), other = ranks(2, answer, str(tmp_path), decoders.prompt(model, ids, mask), options)
     assert torch.equal(tokens, other[0])
-    assert part < complete  # a rank only caches its own heads
+    assert part < complete  # a rank caches only its own heads
     assert ("lm_head.weight" in split or any("word_embeddings" in name for name in split)) == ("adaptive" not in name)
 
 
 def save(folder, inputs, target):
-    """Train for a step, save, and return the weights as the ranks have them."""
+    """Train for a step, save, and return the complete weights."""
     model, _ = load(folder)
     model.train()
     model(**inputs).loss.backward()
@@ -242,7 +245,7 @@ def test_saved_folder_equals_one_process(ranks, tmp_path, name):
 
 
 def compare(folder, calls):
-    """Return every tensor of the outputs of calls, with and without tensor parallelism."""
+    """Check that every tensor of the outputs of calls is the same with and without tensor parallelism."""
     for model in (pair := load(folder)):
         model.eval()
     for call in calls:
@@ -286,7 +289,7 @@ def test_plan_may_leave_layers_unsharded(ranks, tmp_path):
 
 
 def error_of(folder, plan):
-    """The errors of loading with plans, one for each."""
+    """Return the error message of loading with each plan ("" if there is none)."""
     messages = []
     for options in plan:
         try:

@@ -18,7 +18,7 @@ BLOCK = re.compile(
     re.MULTILINE | re.DOTALL,
 )
 
-# Programs replaced by stubs. `python -m zipfile` and the directory of `git clone` are emulated.
+# Programs that stubs replace. The stubs emulate `python -m zipfile` and the directory of `git clone`.
 PROGRAMS = ["accelerate", "curl", "git", "hf", "luna-mega", "make", "pip", "python", "torchrun", "vllm"]
 STUB = """#!/bin/bash
 printf '%s\\0' "${0##*/}" "$@" >> "$RECORD"; printf '\\n' >> "$RECORD"
@@ -28,7 +28,7 @@ case "${0##*/} $1 $2" in "python -m zipfile") exec "$PYTHON" "$@";; "git clone "
 
 @dataclass(frozen=True)
 class Block:
-    """A fenced block: its page, the line number of its code, and the reason if it is not run (else None)."""
+    """A fenced block: its page, the line number of its code, and the reason why it is not run (else None)."""
 
     page: str
     line: int
@@ -40,14 +40,14 @@ class Block:
         return f"{self.page}:{self.line}"
 
     def run(self, session: dict) -> None:
-        """Execute a Python block; an error shows the line of the page."""
+        """Execute a Python block; tracebacks have the line numbers of the page."""
         exec(compile("\n" * (self.line - 1) + self.code, ROOT / self.page, "exec"), session)
 
 
 def commands(blocks: list[Block], folder: Path, python: str) -> list[list[str]]:
-    """Run each shell block in `folder`, and return the programs that they called with their arguments.
+    """Run each shell block in `folder`; return the programs that it calls with their arguments.
 
-    Each block calls at least one program.
+    A block that calls no program raises an error.
     """
     stubs, record = folder / ".stubs", folder / ".record"
     if not stubs.exists():

@@ -1,4 +1,4 @@
-"""Checks that a command of the pages has a program and options that exist."""
+"""Check that the program and the options of a command in the documentation exist."""
 
 import argparse
 import configparser
@@ -15,7 +15,7 @@ from tests.docs.blocks import ROOT
 
 
 class Understood(Exception):
-    """A program has understood its arguments."""
+    """Raised when a program has parsed its arguments."""
 
 
 @contextmanager
@@ -25,7 +25,7 @@ def only_parse() -> Iterator[None]:
 
     def parse_and_leave(self, *arguments, **options):
         found, unknown = parse(self, *arguments, **options)
-        if not self.add_help:  # looks for one option before the others are parsed
+        if not self.add_help:  # this parser reads one option before the others are parsed
             return found, unknown
         assert not unknown, f"unknown: {unknown}"
         raise Understood
@@ -65,7 +65,7 @@ def check_python(words: list[str]) -> None:
 
 
 def check_launcher(words: list[str]) -> None:
-    """`torchrun` and `accelerate launch`: the script after their own options, whose files exist."""
+    """Check the files in the options of `torchrun` or `accelerate launch`, and the command of the script."""
     at = next(index for index, word in enumerate(words) if word.endswith(".py"))
     files = [word for word in words[:at] if word.endswith(".yaml")]
     assert all((ROOT / file).is_file() for file in files), files
@@ -91,7 +91,7 @@ def check_pip(words: list[str]) -> None:
 
 
 def check_foreign(words: list[str]) -> None:
-    """Check that programs of other packages are called with arguments."""
+    """Check that a program of another package is called with arguments."""
     assert words
 
 

@@ -4,12 +4,12 @@ import tomllib
 
 from tests.docs.blocks import ROOT, read
 
-# Tables of measurements with the commands that reproduce them, the notes on one operator, and the list of all changes.
+# Tables of measurements with the commands that reproduce them, notes on an operator, and the list of all changes.
 EXCEPTIONS = {"CHANGELOG.md", "docs/performance.md", "docs/results.md", "kernels/moving_average/README.md"}
 
 
 def pages(entry: object) -> list[str]:
-    """Return the pages below an entry of the navigation."""
+    """Return the pages in an entry of the navigation."""
     if isinstance(entry, str):
         return [entry]
     entries = entry.values() if isinstance(entry, dict) else entry

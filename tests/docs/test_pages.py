@@ -1,4 +1,4 @@
-"""Every code block of README, docs and examples runs offline on small data, or states why it does not."""
+"""Every code block of README, docs and examples runs offline on small data, or states why it is not run."""
 
 import sys
 
@@ -28,7 +28,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(autouse=True)
 def offline(folder, monkeypatch):
-    """The names of the Hub are folders of the working directory; nothing else is available."""
+    """Replace names on the Hub by folders of the working directory, and disable access to the Hub."""
     monkeypatch.chdir(folder)
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
@@ -55,10 +55,10 @@ def session(page: str) -> dict:
 
 @pytest.mark.parametrize("page", [page for page in PAGES if any(b.language == "python" for b in read(page))])
 def test_python(page, monkeypatch):
-    """The blocks of a page, in one session from the first to the last."""
+    """The blocks of a page run one after the other in one session."""
     monkeypatch.setattr(registry, "_FORMATS", registry._FORMATS.copy())
     monkeypatch.setattr(transformers.TrainingArguments, "__init__", short_training(transformers.TrainingArguments))
-    for config in CONFIGS.values():  # `register_for_auto_class` sets it
+    for config in CONFIGS.values():  # `register_for_auto_class` sets this attribute
         monkeypatch.setattr(config, "code_writer", None)
     given = session(page)
     for block in read(page):
@@ -72,7 +72,7 @@ def test_python(page, monkeypatch):
 
 
 def short_training(arguments: type):
-    """Return `TrainingArguments.__init__` that ends every training after two steps, on the CPU."""
+    """Return an `__init__` of `TrainingArguments` that limits every training to two steps on the CPU."""
     begin = arguments.__init__
 
     def begin_short(self, *positional, **options):
@@ -83,7 +83,7 @@ def short_training(arguments: type):
 
 @pytest.mark.parametrize("page", sorted({block.page for block in SHELL}))
 def test_shell(page, folder):
-    """Every command names a program, options and files that exist."""
+    """Every command has a program, options and files that exist."""
     missing = set()
     for program, *words in commands([block for block in SHELL if block.page == page], folder, sys.executable):
         try:
@@ -95,7 +95,7 @@ def test_shell(page, folder):
 
 
 def test_conversion_of_the_readme(folder, capsys):
-    """The commands that convert a released checkpoint run, on a small checkpoint."""
+    """The commands that convert a released checkpoint run with a small checkpoint."""
     (block,) = [block for block in BLOCKS if block.page == "README.md" and "luna-mega convert" in block.code]
     called = [words for program, *words in commands([block], folder, sys.executable) if program == "luna-mega"]
     for words in called:
@@ -104,7 +104,7 @@ def test_conversion_of_the_readme(folder, capsys):
 
 
 def test_skipped_blocks_state_a_reason(capsys):
-    """Blocks are of known languages; those that are not run have a reason, and are counted."""
+    """Blocks have known languages; blocks that are not run state a reason, and their number is limited."""
     assert {block.language for block in BLOCKS} <= LANGUAGES
     left_out = [block for block in BLOCKS if block.reason]
     with capsys.disabled():

@@ -1,4 +1,4 @@
-"""The README as a package index shows it, and the files that name the repository."""
+"""The README as a package index displays it, and the files that contain the address of the repository."""
 
 import configparser
 import re

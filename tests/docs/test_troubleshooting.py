@@ -27,12 +27,15 @@ def folder(tmp_path_factory):
 
 @pytest.fixture
 def said() -> str:
-    """The error messages of the page, in which `...` is a wildcard."""
+    """Return the text of the page; `...` in its error messages is a wildcard."""
     return (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
 
 
 def assert_said(message: str, said: str, least: int = 12) -> None:
-    """Assert that a message on the page, of a minimum length, is part of this one except for its numbers."""
+    """Check that the page quotes the message.
+
+    A quoted text of at least `least` characters must occur in `message`; numbers may differ.
+    """
     quoted = [part for part in re.findall(r"`+([^`]+(?:`\w+`[^`]+)?)`+", said) if len(part) >= least]
     patterns = [re.sub(r"\d+", r"\\d+", re.escape(part)).replace(re.escape("..."), ".*") for part in quoted]
     assert any(re.search(pattern, message) for pattern in patterns), message

@@ -1,6 +1,7 @@
-"""Small copies of the models, data and files that the pages use, with their names on the Hub or in the text.
+"""Small copies of the models, data and files that the pages use, named as on the Hub or in the text.
 
-transformers and datasets use a folder of the working directory instead of a name on the Hub, if there is one.
+If the working directory has a folder with the name of a repository on the Hub, transformers and datasets use the
+folder.
 """
 
 import shutil
@@ -34,7 +35,7 @@ TINY_RECIPE = {
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
-    """Return a tokenizer of bytes, `<s> text </s>` as RoBERTa has it."""
+    """Return a byte tokenizer with the input format of RoBERTa, `<s> text </s>`."""
     special = ["<s>", "<pad>", "</s>", "<unk>", "<mask>"]
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     bpe = Tokenizer(models.BPE({piece: index for index, piece in enumerate(special + letters)}, []))
@@ -90,7 +91,7 @@ def make_data(folder: Path) -> None:
 
 
 def make_files(folder: Path) -> None:
-    """Recipes, one of which is made small, and the download of a checkpoint."""
+    """Copy the recipes, one of them reduced in size, and create the download of a checkpoint."""
     shutil.copytree(ROOT / "examples" / "recipes", folder / "examples" / "recipes")
     recipe = folder / "examples" / "recipes" / "clm" / "wikitext2_words_mega_adaptive.yaml"
     text = recipe.read_text()
@@ -105,7 +106,7 @@ def make_files(folder: Path) -> None:
 
 
 def make(folder: Path) -> Path:
-    """Fill the working directory of the pages."""
+    """Fill the working directory in which the blocks of the pages run."""
     make_models(folder)
     make_data(folder)
     make_files(folder)

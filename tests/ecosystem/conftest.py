@@ -5,7 +5,7 @@ from transformers import PreTrainedTokenizerFast
 
 @pytest.fixture
 def tokenizer() -> PreTrainedTokenizerFast:
-    """A word-level tokenizer: w0 to w34 and the special tokens."""
+    """Return a tokenizer with one token per word: w0 to w34 and the special tokens."""
     words = ["<s>", "<pad>", "</s>", "<unk>", *(f"w{number}" for number in range(35)), "<mask>"]
     backend = Tokenizer(models.WordLevel({word: index for index, word in enumerate(words)}, unk_token="<unk>"))
     backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()

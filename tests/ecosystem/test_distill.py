@@ -1,4 +1,4 @@
-"""`luna-mega distill` of models of sentence-transformers, PEFT and bitsandbytes: the same vectors, or an error."""
+"""`luna-mega distill` with models of sentence-transformers, PEFT and bitsandbytes: equal vectors, or an error."""
 
 import importlib.util
 
@@ -80,7 +80,7 @@ def vectors(model, texts=TEXTS):
 
 @pytest.fixture
 def teacher(tmp_path, request):
-    """The folder of a model of `MODELS`."""
+    """Return the folder of a model in `MODELS`."""
     kind, make = MODELS[request.param]
     kind(modules=make(tmp_path / "plain"), device="cpu").save_pretrained(str(tmp_path / "teacher"))
     return tmp_path / "teacher"
@@ -103,7 +103,10 @@ def test_vectors(teacher, request, tmp_path, capsys):
 @pytest.mark.parametrize("labels", [1, 3])
 @pytest.mark.parametrize("stored", [True, False])
 def test_scores_of_cross_encoders(labels, stored, tmp_path, capsys):
-    """A folder of CrossEncoder, and one of transformers with the activation in its configuration."""
+    """Scores equal the teacher's for a folder of CrossEncoder, and for one of transformers.
+
+    The latter has its activation in the configuration.
+    """
     folder = save(tmp_path / "teacher", head="ForSequenceClassification", num_labels=labels)
     if stored:
         CrossEncoder(folder, device="cpu").save_pretrained(folder)
@@ -120,7 +123,7 @@ def test_scores_of_cross_encoders(labels, stored, tmp_path, capsys):
 
 @pytest.mark.parametrize("teacher", ["dense"], indirect=True)
 def test_faults_of_modules(teacher, tmp_path, monkeypatch):
-    """A module whose weights differ, even if the check of the files does not see it."""
+    """A module with different weights raises an error, even if the comparison of files does not detect it."""
     monkeypatch.setattr(comparison, "_compare_modules", damage)
     with pytest.raises(ConversionError, match="sentence vectors of the copy differ from the teacher's"):
         convert_teacher(str(teacher), tmp_path / "out", projection_length=16)

@@ -36,7 +36,7 @@ def test_the_printed_length_is_read(name, kind, length, tmp_path, capsys):
 
 
 def test_a_text_beyond_the_table(tmp_path, capsys):
-    """The last words of a text have an effect, which they do not have if a reader truncates to the teacher's table."""
+    """The last words of a long text affect its vector, so it is not truncated to the teacher's length."""
     folder, printed = convert("encoder", 48, tmp_path, capsys)
     model = sentence_transformers.SentenceTransformer(str(folder), device="cpu")
     words = TEXT.split()[:46]

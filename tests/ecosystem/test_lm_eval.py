@@ -57,7 +57,7 @@ def save(family, folder, ending="ForCausalLM", **fields):
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    """A byte is a token."""
+    """Return a tokenizer in which each byte is a token."""
     symbols = [*SPECIAL, *sorted(pre_tokenizers.ByteLevel.alphabet())]
     backend = Tokenizer(models.BPE(vocab={symbol: index for index, symbol in enumerate(symbols)}, merges=[]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -75,14 +75,14 @@ def folder(request, tokenizer, tmp_path_factory):
 
 
 def load(folder):
-    """Return the language model in a folder of the fixture."""
+    """Load the language model in a folder of the fixture."""
     family = folder.name.rstrip("0123456789")
     return getattr(luna_mega, f"{family.capitalize()}ForCausalLM").from_pretrained(folder, dtype=torch.float32).eval()
 
 
 @pytest.fixture(scope="module")
 def tasks(tmp_path_factory):
-    """A folder with a local task of each kind."""
+    """Write a local task of each kind and return their folder."""
     folder = tmp_path_factory.mktemp("tasks")
     data = folder / "rows.jsonl"
     data.write_text("\n".join(map(json.dumps, ROWS)))
@@ -95,7 +95,7 @@ def tasks(tmp_path_factory):
 
 @pytest.fixture(autouse=True)
 def without_its_own_tasks(monkeypatch):
-    """lm-eval would load its thousands of tasks, and log to the standard error of an earlier test."""
+    """Disable lm-eval's thousands of tasks, and exceptions of logging to the closed stderr of an earlier test."""
     monkeypatch.setattr(TaskManager, "__init__", functools.partialmethod(TaskManager.__init__, include_defaults=False))
     monkeypatch.setattr(logging, "raiseExceptions", False)
 
@@ -109,7 +109,7 @@ def evaluate(folder, manager, names, **options):
 
 @pytest.mark.parametrize("batch_size", [1, 4])
 def test_results_match_the_model(folder, tasks, tokenizer, batch_size):
-    """Log-likelihoods of choices, rolling log-likelihoods and generation do not depend on the batch size."""
+    """Log-likelihoods of choices, rolling log-likelihoods and generated texts equal the model's for any batch size."""
     manager = TaskManager(include_path=str(tasks))
     samples = evaluate(folder, manager, list(TASKS), batch_size=batch_size)["samples"]
     found = {name: {row["doc"]["text"]: row["resps"] for row in rows} for name, rows in samples.items()}
@@ -128,7 +128,7 @@ def test_results_match_the_model(folder, tasks, tokenizer, batch_size):
             prompt = encode(row["text"])
             choices = [log_likelihood(prompt, encode(choice)) for choice in row["choices"]]
             assert [resp[0][0] for resp in found["choice"][row["text"]]] == pytest.approx(choices, rel=1e-5)
-            start = torch.tensor([[tokenizer.bos_token_id]])  # lm-eval prepends it
+            start = torch.tensor([[tokenizer.bos_token_id]])  # lm-eval prepends this token
             assert found["rolling"][row["text"]][0][0] == pytest.approx(log_likelihood(start, prompt), rel=1e-5)
             new = model.generate(prompt, max_new_tokens=7, do_sample=False, pad_token_id=1)[0, prompt.shape[1] :]
             text = tokenizer.decode(new, skip_special_tokens=True)

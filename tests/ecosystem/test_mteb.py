@@ -1,4 +1,4 @@
-"""A task of mteb for encoders, with local rows instead of the Hub's."""
+"""mteb evaluates encoders on a task with local rows."""
 
 import pytest
 import torch
@@ -20,7 +20,7 @@ ROWS = {
 
 @pytest.fixture
 def task(monkeypatch):
-    """STSBenchmark, offline."""
+    """Replace the data of STSBenchmark by local rows."""
 
     def load(self, *args, **kwargs):
         self.dataset, self.data_loaded = DatasetDict(test=Dataset.from_dict(ROWS)), True

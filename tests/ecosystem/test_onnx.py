@@ -1,4 +1,4 @@
-"""ONNX: the results of onnxruntime equal the model's, for lengths and batch sizes not used in the export."""
+"""ONNX: results of onnxruntime equal the model's, for lengths and batch sizes that the export did not use."""
 
 import json
 
@@ -23,7 +23,7 @@ if not WRITES_EXPORT_FOLDERS:
     pytest.skip("this transformers writes no export folders", allow_module_level=True)
 
 ENCODERS = {
-    "luna without a head": lambda: luna.make("Model", num_hidden_layers=1),  # returns its mask as well
+    "luna without a head": lambda: luna.make("Model", num_hidden_layers=1),  # also returns its mask
     "luna": lambda: luna.make("ForMaskedLM", num_hidden_layers=1),
     "luna, importance": lambda: luna.make(
         "ForMaskedLM", num_hidden_layers=1, pack_method="importance", position_extension="interpolate"
@@ -62,7 +62,7 @@ def test_encoders(name, tmp_path, capsys):
 
 @pytest.mark.parametrize("types", [0, 2])
 def test_programs_read_what_the_tokenizer_returns(types, tmp_path, tokenizer, capsys):
-    """In float32 and in int8; a model without types reads zeros."""
+    """Exported programs accept the tokenizer's inputs, in float32 and in int8; models without types read zeros."""
     names = ["input_ids", "token_type_ids", "attention_mask"]
     tokenizer.model_input_names = names if types else names[::2]
     tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
@@ -87,7 +87,7 @@ def test_programs_read_what_the_tokenizer_returns(types, tmp_path, tokenizer, ca
 
 
 def test_answers(tmp_path, capsys):
-    """The scores at padding are the lowest number in the program as well."""
+    """Scores at padding are the lowest number in the exported program too."""
     model, output = luna.make("ForQuestionAnswering", num_hidden_layers=1), tmp_path / "model.onnx"
     assert main(["onnx", str(saved(tmp_path / "model", model)), "--output", str(output)]) == 0
     capsys.readouterr()
@@ -130,7 +130,10 @@ def test_decoders(name, tmp_path):
 
 @pytest.mark.parametrize("name", ["mega chunks", "megalodon"])
 def test_steps_continue_from_the_model_cache(name):
-    """From one position to more than a chunk, and after padded prompts, with the tokens of `generate`."""
+    """Steps from a model's cache give the tokens of `generate`.
+
+    The cache has from one position to more than a chunk, also after padded prompts.
+    """
     model = DECODERS[name]()
     with onnx._quiet():
         exported = onnx._export(model, make_inputs(model, [9, 5], "left"), None)

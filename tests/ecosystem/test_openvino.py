@@ -1,4 +1,4 @@
-"""OpenVINO by transformers' exporter: encoders, prompts and steps, for lengths not used in the export."""
+"""OpenVINO through transformers' exporter: encoders, prompts and steps, for lengths that the export did not use."""
 
 import pytest
 import torch
@@ -17,12 +17,12 @@ MODELS = {
     "luna causal": lambda: make("luna: softplus", num_hidden_layers=1),
     "mega causal, chunks": lambda: make("mega: laplace chunks", num_hidden_layers=1),
 }
-# By default OpenVINO multiplies in bfloat16 if the processor supports it.
+# By default, OpenVINO multiplies in bfloat16 if the processor supports it.
 EXACT = {"INFERENCE_PRECISION_HINT": "f32", "INFERENCE_NUM_THREADS": 1}
 
 
 class Runner:
-    """A program that copies its inputs, because an output that aliases an input may point to freed memory."""
+    """Copy the inputs of a program, because an output that aliases an input may point to freed memory."""
 
     def __init__(self, runner):
         self.runner, self.metadata = runner, runner.metadata

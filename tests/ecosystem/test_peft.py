@@ -1,4 +1,4 @@
-"""PEFT with every class of all models: trainable parameters, saved adapters, merged models."""
+"""PEFT with every class of all families: trainable parameters, saved adapters, merged models."""
 
 import copy
 
@@ -13,13 +13,13 @@ peft = pytest.importorskip("peft", reason="peft is not installed")
 other = pytest.importorskip("peft.utils.other", reason="peft is not installed")
 
 FAMILIES = {"luna": luna, "mega": mega, "megalodon": megalodon_decoders}
-# The linear layers listed in docs/peft.md. Causal Luna only packs keys; a Mega decoder also has `k_proj`.
+# The linear layers listed in docs/peft.md. A causal Luna only packs keys; a Mega decoder also has `k_proj`.
 TARGETS = {
     "luna": ["query", "pack_query", "key_value", "pack_key_value", "output", "fc1", "fc2"],
     "mega": ["v_proj", "mx_proj", "h_proj", "fc1", "fc2"],
     "megalodon": ["wz", "wv", "wr", "wh1", "wh2", "fc1", "fc2"],
 }
-# Parameters that are not linear layers, and the names of their adapters.
+# Parameters that do not belong to linear layers, which PEFT adapts by name.
 PARAMETERS = {"mega": "mega_layer.qk_weight", "megalodon": "mega.gamma"}
 HEADS = [head for head in luna.HEADS if head != "Model"]
 CLASSES = {
@@ -46,7 +46,7 @@ def make(family, name):
 
 
 def batch(name):
-    """Inputs with padding and labels."""
+    """Return inputs with padding and labels."""
     inputs = luna.head_inputs(name, [9, 5]) if name in luna.HEADS else luna.tokens([9, 5])
     if name in luna.HEADS:
         return inputs | luna.labels(name, inputs)
@@ -59,7 +59,7 @@ def lora(family, **options):
 
 
 def adapt(model, config):
-    """The model with an adapter that changes its results."""
+    """Return the model with an adapter that changes its results."""
     model = peft.get_peft_model(model, config)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -75,11 +75,12 @@ def logits(model, inputs):
 
 
 def check(model, base, config, inputs, folder, merged=True):
-    """Everything that is trained gets a gradient; the folder and the merged model have the same results."""
+    """Check that all trained parameters get gradients, and that the saved and the merged model have equal results."""
     original = logits(base, inputs)
     model = adapt(model, config)
     expected = logits(model, inputs)
-    assert (expected[:, -original.shape[1] :] - original).abs().max() > 1e-4  # before it virtual tokens
+    # virtual tokens precede the logits of the text
+    assert (expected[:, -original.shape[1] :] - original).abs().max() > 1e-4
     model(**inputs).loss.backward()
     trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     assert trained and not [name for name, parameter in trained.items() if parameter.grad is None]
@@ -93,7 +94,7 @@ def check(model, base, config, inputs, folder, merged=True):
 
 @pytest.mark.parametrize(("family", "name"), CASES)
 def test_lora_on_every_linear_layer(family, name, tmp_path):
-    """Heads that PEFT trains completely are not targets: PEFT excludes the head of SEQ_CLS."""
+    """LoRA adapts every linear layer except heads that PEFT trains completely; it excludes SEQ_CLS heads itself."""
     heads = {"ForTokenClassification": ["classifier"], "ForQuestionAnswering": ["qa_outputs"]}
     config = lora(family, target_modules="all-linear", task_type=TASKS.get(name), exclude_modules=heads.get(name))
     check(make(family, name), make(family, name), config, batch(name), tmp_path)
@@ -105,13 +106,13 @@ TIED += [("luna", "ForConditionalGeneration"), ("mega", "ForConditionalGeneratio
 
 @pytest.mark.parametrize(("family", "name"), TIED)
 def test_adapters_of_embeddings_are_merged_exactly_into_untied_weights(family, name):
-    """docs/peft.md: while the weights are tied, PEFT merges an adapter of one into both."""
+    """Merged results equal the adapter's only if weights are untied; PEFT merges an adapter into both tied weights."""
     inputs, differences = {key: x for key, x in batch(name).items() if key != "labels"}, []
     if name == "ForConditionalGeneration":
         inputs["decoder_input_ids"] = inputs["input_ids"]
     for tied in (True, False):
         model = make(family, name)
-        assert other._get_module_names_tied_with_embedding(model)  # in the form that PEFT looks for
+        assert other._get_module_names_tied_with_embedding(model)  # checks that PEFT finds the tied names
         if not tied:
             for key in model.all_tied_weights_keys:
                 key = key.removesuffix(".weight")
@@ -157,7 +158,7 @@ def test_virtual_tokens(family, name, kind, tmp_path):
 
 @pytest.mark.parametrize(("family", "name"), TASK_CASES)
 def test_prefix_tuning_raises(family, name):
-    """A recurrent state does not support tuned keys and values."""
+    """Prefix tuning raises an error, because a recurrent state has no keys and values to tune."""
     options = {"num_virtual_tokens": 3, "num_attention_heads": 1, "num_layers": 2, "token_dim": 12}
     model = peft.get_peft_model(make(family, name), peft.PrefixTuningConfig(task_type=TASKS[name], **options))
     with pytest.raises(ValueError, match="prefix tuning") as error:
@@ -199,7 +200,7 @@ def test_gradient_checkpointing(family, name):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_trainer_fine_tunes_a_classifier(family, tmp_path):
-    """The adapter and the head are trained, and the folder that Trainer saves contains both."""
+    """Trainer trains the adapter and the head, and saves both to the folder."""
     name = "ForSequenceClassification"
     draw = torch.Generator().manual_seed(0)
     rows = [{"input_ids": torch.randint(4, 40, (9,), generator=draw), "labels": index % 2} for index in range(32)]

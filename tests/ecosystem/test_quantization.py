@@ -1,4 +1,4 @@
-"""Linear layers in 8 and 4 bits, with torchao, torch and bitsandbytes: which layers, and the change of the results."""
+"""Linear layers in 8 and 4 bits with torchao, torch and bitsandbytes: which layers change, and how much results do."""
 
 import pytest
 import torch
@@ -13,7 +13,8 @@ WIDTHS = {
     "luna": {"hidden_size": 128, "intermediate_size": 128, "num_attention_heads": 4},
     "mega": {"hidden_size": 128, "intermediate_size": 128, "shared_representation_size": 64, "nffn_hidden_size": 128},
     "megalodon": {"hidden_size": 128, "intermediate_size": 128, "shared_representation_size": 64, "value_size": 128}
-    | {"norm_num_groups": 4, "vocab_size": 40, "initializer": "bert"},  # small scores, as those of the others
+    # initializes the scores as small as those of the other families
+    | {"norm_num_groups": 4, "vocab_size": 40, "initializer": "bert"},
 }
 NF4 = {"bnb_4bit_quant_type": "nf4", "bnb_4bit_compute_dtype": torch.float32}
 MODULES = {"luna": luna, "mega": mega, "megalodon": megalodon_decoders}
@@ -30,7 +31,10 @@ def model(request):
 
 @torch.no_grad()
 def check(quantized, model, limit):
-    """The difference is relative to the largest score, because families initialize heads with different widths."""
+    """Check that results change by less than `limit`.
+
+    The difference is relative to the largest score, because families initialize heads with different widths.
+    """
     scores = model(**INPUTS).logits
     difference = quantized(**INPUTS).logits.float() - scores
     assert 0 < difference.abs().max() / scores.abs().max() < limit
@@ -59,7 +63,7 @@ def test_torch_dynamic(model):
 def test_bitsandbytes(model, bits, tmp_path):
     pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
     model.save_pretrained(tmp_path)
-    # On CPU, 4-bit layers need widths that are multiples of the block size; a head of 3 classes is too narrow.
+    # On a CPU, 4-bit layers need widths that are multiples of the block size; a head of 3 classes is too narrow.
     fields = {"load_in_8bit": True} if bits == 8 else {"load_in_4bit": True} | NF4
     config = BitsAndBytesConfig(**fields, llm_int8_skip_modules=["classifier"])
     quantized = AutoModelForSequenceClassification.from_pretrained(
@@ -72,7 +76,7 @@ def test_bitsandbytes(model, bits, tmp_path):
 
 @pytest.mark.parametrize("family", WIDTHS)
 def test_generate_and_train_on_4_bits(family, tmp_path):
-    """QLoRA: adapters on layers of 4 bits get gradients; generation runs through the cache."""
+    """QLoRA: adapters on 4-bit layers get gradients, and generation uses the cache."""
     pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
     peft = pytest.importorskip("peft", reason="peft is not installed")
     torch.manual_seed(0)

@@ -1,4 +1,4 @@
-"""sentence-transformers with the encoders: embeddings of any length, training, cross-encoders, folders and bundles."""
+"""sentence-transformers with the encoders: embeddings of any length, training, cross-encoders, folders, bundles."""
 
 import json
 import os
@@ -36,7 +36,7 @@ MODELS = {
         {"use_chunking": True, "chunk_size": CHUNK, "relative_positional_bias": "simple", "truncation": 3},
     ),
 }
-# Every length from one token to one more than two chunks.
+# Every length from one token to two chunks plus one token.
 TEXTS = [" ".join(f"w{(7 * length + place) % 35}" for place in range(length)) for length in range(1, 2 * CHUNK + 2)]
 PAIRS = [(f"w{row} w1 w2", f"w3 w4 w1 w0 w{row} w2 w{row}") for row in range(5, 29)]
 QUIET = {"use_cpu": True, "report_to": [], "disable_tqdm": True, "save_strategy": "no", "learning_rate": 4e-3}
@@ -44,7 +44,7 @@ QUIET = {"use_cpu": True, "report_to": [], "disable_tqdm": True, "save_strategy"
 
 @pytest.fixture(params=MODELS)
 def folder(request, tokenizer, tmp_path):
-    """A saved encoder with its tokenizer."""
+    """Save an encoder with its tokenizer and return the folder."""
     module, fields = MODELS[request.param]
     module.make("Model", **fields).save_pretrained(tmp_path / "model")
     tokenizer.save_pretrained(tmp_path / "model")
@@ -107,7 +107,7 @@ def test_cross_encoder(folder, tmp_path):
 
 @pytest.mark.parametrize("family", [luna, mega], ids=["luna", "mega"])
 def test_tokenizer_with_types(family, tmp_path):
-    """BERT's tokenizer returns token types: zeros for texts, and ones for pairs, which require type embeddings."""
+    """Texts of BERT's tokenizer have token types of 0; pairs also have 1, which requires type embeddings."""
     words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *[f"w{number}" for number in range(35)]]
     tokenizer = BertTokenizer(vocab={word: index for index, word in enumerate(words)}, model_max_length=32)
     family.make("Model", pad_token_id=0).save_pretrained(tmp_path)
@@ -121,7 +121,7 @@ def test_tokenizer_with_types(family, tmp_path):
 
 
 def test_folder_of_v4_encodes(tokenizer, tmp_path):
-    """BEE-spoke-data/mega-small-embed-synthSTS-16384-v1, small: v4's weights, with sentence-transformers 2's files."""
+    """A small copy of a sentence encoder with v4's weights and files of sentence-transformers 2 encodes texts."""
     folder = tmp_path / "v4"
     config, _ = write_folder(folder, "BEE-spoke-data/mega-small-embed-synthSTS-16384-v1")
     tokenizer.save_pretrained(folder)

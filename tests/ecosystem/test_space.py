@@ -80,7 +80,7 @@ def test_page(family, app, save):
 
 
 def test_space_loads_a_bundle(repo_root, save, tmp_path):
-    """Without the package and without arguments."""
+    """The app serves a bundle without the package and without arguments."""
     bundle(save(mega.make("ForMaskedLM")), tmp_path / "bundle")
     code = """
 import runpy, sys

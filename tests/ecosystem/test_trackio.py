@@ -11,7 +11,7 @@ pytest.importorskip("trackio", reason="trackio is not installed")
 
 @pytest.mark.parametrize("family", [luna_decoders, mega_decoders], ids=["luna", "mega"])
 def test_report_to_trackio(family, tmp_path, monkeypatch):
-    """With `report_to="trackio"` the losses of every step are in its database."""
+    """With `report_to="trackio"`, the database contains the losses of every step."""
     import trackio
     from trackio import sqlite_storage, utils
 

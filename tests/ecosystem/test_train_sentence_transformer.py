@@ -31,7 +31,7 @@ def run(call):  # noqa: F811
 
 @pytest.fixture
 def data(tmp_path):
-    """Pairs of reviews with the same label are similar; scores are from 0 to 5."""
+    """Write pairs of reviews with scores from 0 to 5; pairs of the same class have high scores."""
     draw = random.Random(0)
     for name, size in (("train", 64), ("validation", 32)):
         rows = []
@@ -59,7 +59,7 @@ def test_trains_and_is_evaluated(model, run, data, tmp_path):
     assert ModelCard(card).data.library_name == "sentence-transformers"
     assert "/tmp" not in card.replace(str(tmp_path), "")
 
-    # The folder by itself can embed, and the script evaluates it as after training.
+    # The folder is sufficient to embed texts, and the script evaluates it with the same result as after training.
     trained = sentence_transformers.SentenceTransformer(str(tmp_path / "out"), device="cpu")
     assert trained.max_seq_length == 24
     assert torch.as_tensor(trained.encode(["the film was so so so fine"])).isfinite().all()
@@ -88,7 +88,7 @@ RATES = r'{"salience$": 0.01, "embeddings\\.": 0.0}'
 
 @pytest.fixture
 def student(tmp_path):
-    """A Luna that was converted from the sentence encoder in the folder `teacher`, with 12 rows."""
+    """Return a Luna with 12 rows of P, converted from the sentence encoder in the folder `teacher`."""
     teacher = str(save_teacher(tmp_path / "teacher", modules=("Pooling", "Normalize")))
     options = ["--output", str(tmp_path / "student"), "--projection-length", "12", "--max-length", "40"]
     assert luna_mega_cli.main(["distill", teacher, *options]) == 0
@@ -107,7 +107,7 @@ def texts(tmp_path):
 
 
 def distill(student, texts, output, *more):
-    """Options that train a student on vectors of its teacher."""
+    """Return the options that train a student on vectors of its teacher."""
     return [
         *("--model_name_or_path", student, "--teacher", student.with_name("teacher"), "--dataset_path", texts),
         *("--text_columns", "text", "--validation_split", "validation", "--max_seq_length", 30, "--do_eval"),
@@ -117,7 +117,7 @@ def distill(student, texts, output, *more):
 
 
 def mean_cosine(output, teacher, texts) -> float:
-    """Return the mean cosine of the validation texts, one at a time, with the mean of windows of the teacher."""
+    """Return the mean cosine of the validation texts, one at a time, with the mean of the teacher's windows."""
     ours, theirs = (sentence_transformers.SentenceTransformer(str(name), device="cpu") for name in (output, teacher))
     values, window = [], 20
     for line in (texts / "validation.jsonl").read_text().splitlines():
@@ -133,7 +133,7 @@ def mean_cosine(output, teacher, texts) -> float:
 
 
 def test_distillation(run, student, texts, tmp_path):
-    """The loss equals the loss of the saved folder, and training with `--learning_rate_mapping` reduces it."""
+    """The loss equals that computed from the saved folder, and training with `--learning_rate_mapping` reduces it."""
     teacher, output = tmp_path / "teacher", tmp_path / "out"
     before = run(*distill(student, texts, tmp_path / "before"))
     assert before["eval_loss"] == pytest.approx(1 - mean_cosine(student, teacher, texts), abs=1e-5)

@@ -1,6 +1,6 @@
 """Features of transformers that other tests do not cover: options of Trainer, streaming, unsupported options.
 
-Accumulated batches are tested in tests/modeling/test_encoder_model.py.
+tests/modeling/test_encoder_model.py tests accumulated batches.
 """
 
 import pytest
@@ -31,7 +31,7 @@ OPTIONS = {
 
 
 def rows(count=32):
-    """Sequences of several lengths, whose label is in their second token."""
+    """Return sequences of several lengths, whose second token determines the label."""
     draw, made = torch.Generator().manual_seed(0), []
     for index in range(count):
         ids = torch.randint(6, 40, (4 + index % 6,), generator=draw)
@@ -103,7 +103,10 @@ UNSUPPORTED = {
 @pytest.mark.parametrize("case", UNSUPPORTED)
 @pytest.mark.parametrize(("family", "encoder_decoder"), PLAIN)
 def test_unsupported_inputs_are_one_line(family, encoder_decoder, case):
-    """Continuous batching is in tests/modeling/test_generation.py, prefix tuning in test_peft.py."""
+    """Unsupported inputs raise an error of one line.
+
+    Continuous batching is tested in tests/modeling/test_generation.py, prefix tuning in test_peft.py.
+    """
     model = make_plain(family, is_encoder_decoder=encoder_decoder)
     options, message = UNSUPPORTED[case]
     if "assistant_model" in options:

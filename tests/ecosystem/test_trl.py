@@ -1,4 +1,4 @@
-"""TRL with the causal models. Losses are computed from the body and `lm_head.weight`, and must equal the model's."""
+"""TRL with the causal models. It computes losses from the body and `lm_head.weight`; they must equal the model's."""
 
 import copy
 import logging
@@ -26,7 +26,7 @@ MODELS = {
     ),
     "megalodon": ("megalodon", {}),
 }
-# Texts of 3 to 9 tokens, no multiple of the chunk among most of them.
+# Texts of 3 to 9 tokens; most lengths are not a multiple of the chunk.
 TEXTS = [" ".join(f"w{(row * place) % 25}" for place in range(1, 4 + row % 7)) for row in range(16)]
 QUIET = {"use_cpu": True, "bf16": False, "report_to": [], "disable_tqdm": True, "save_strategy": "no"}
 
@@ -42,7 +42,7 @@ def arguments(kind, folder, **options):
 
 
 def expected_loss(model, tokenizer):
-    """The mean over the tokens of all texts, each evaluated separately."""
+    """Return the mean loss over the tokens of all texts, each evaluated separately."""
     total = count = 0
     with torch.no_grad():
         for text in TEXTS:
@@ -68,7 +68,7 @@ def sft(model, tokenizer, folder, peft_config=None, **options):
 @pytest.mark.parametrize("method", ["padded", "packing", "padding_free", "LoRA", "checkpointing", "by name"])
 @pytest.mark.parametrize("name", MODELS)
 def test_sft(name, method, tokenizer, tmp_path):
-    """The loss equals the loss of separate texts, before and after training, for any batching."""
+    """The loss equals that of separate texts, before and after training, for any batching."""
     model, options, given = make(name), {"gradient_checkpointing": method == "checkpointing"}, tokenizer
     if method == "packing":
         options |= {"packing": True, "eval_packing": True}
@@ -101,7 +101,7 @@ def test_layers_ignored_by_trl_raise(fields, tokenizer, tmp_path):
 @pytest.mark.parametrize("reference", ["explicit", "by name"])
 @pytest.mark.parametrize("name", MODELS)
 def test_dpo(name, reference, tokenizer, tmp_path):
-    """Initially the model equals its reference, and the loss is ln 2."""
+    """At first the model equals its reference, so that the loss is ln 2; then the loss decreases."""
     rows = {"prompt": TEXTS, "chosen": [" w3 w4"] * len(TEXTS), "rejected": [" w5"] * len(TEXTS)}
     model = make(name)
     if reference == "by name":
@@ -121,7 +121,7 @@ def test_dpo(name, reference, tokenizer, tmp_path):
 
 @pytest.mark.parametrize("name", MODELS)
 def test_grpo(name, tokenizer, tmp_path):
-    """Completions of prompts of several lengths are generated, scored and used in training."""
+    """Completions for prompts of several lengths are generated, scored and used in training."""
     model, written = make(name), []
 
     def reward(completions, **kwargs):
@@ -150,7 +150,7 @@ def test_gkd(name, tokenizer, tmp_path, monkeypatch):
     """A student approaches the distribution of a Luna, on texts and on its own completions."""
     from trl.experimental.gkd import GKDConfig, GKDTrainer
 
-    # TRL 1.16 passes `generation_config` and an option to `generate`, which transformers deprecates.
+    # TRL 1.16 passes `generation_config` together with an option to `generate`, which transformers deprecates.
     monkeypatch.setattr(logging.Logger, "warning_once", lambda *args, **kwargs: None)
     tokenizer.chat_template = "{% for message in messages %}{{ message['content'] }} {% endfor %}"
     roles = [{"role": "user", "content": "w1 w2"}, {"role": "assistant", "content": "w3 w4 w5 w6"}]

@@ -87,7 +87,7 @@ CLASSES = {
     ),
 }
 SIZES = {"Luna": LUNA, "Mega": MEGA, "Megalodon": MEGALODON}
-# P has one row per token up to its length; Mega's cross-attention keeps all keys.
+# P has one row per token up to its length, and Mega's cross-attention caches all keys.
 GROWING = {"luna many rows"} | {name for name in CLASSES if name.startswith("mega ")} - {"mega truncated chunks"}
 
 
@@ -98,7 +98,7 @@ def make(name, **fields):
 
 
 def inputs_of(model, length):
-    """Inputs of one sequence, or of a source and a target."""
+    """Return inputs of one sequence, or of a source and a target."""
     inputs = {"input_ids": torch.randint(4, 30, (1, length))}
     if model.config.is_encoder_decoder:
         inputs["decoder_input_ids"] = inputs["input_ids"]
@@ -111,7 +111,7 @@ def inputs_of(model, length):
 
 @torch.no_grad()
 def cached_bytes(model, length):
-    """Bytes of the cache of a model after a forward pass."""
+    """Return the bytes of a model's cache after a forward pass."""
     cache = model(**inputs_of(model, length), use_cache=True).cache
     caches = [cache.self_attention_cache, cache.cross_attention_cache] if "Seq2Seq" in type(cache).__name__ else [cache]
     layers = [vars(layer) | getattr(layer, "tensors", {}) for cache in caches for layer in cache.layers]
@@ -121,7 +121,7 @@ def cached_bytes(model, length):
 
 @pytest.mark.parametrize(("name", "dtype"), diagonal(CLASSES, [torch.float32, torch.bfloat16]))
 def test_info_of_a_folder(name, dtype, tmp_path, capsys):
-    """Parameters, weights and cache are those of the loaded model and of its cache."""
+    """Counts of parameters, weights and cache equal those of the loaded model and its cache."""
     make(name).to(dtype).save_pretrained(tmp_path)
     model = getattr(luna_mega, CLASSES[name][0]).from_pretrained(tmp_path).eval()
     capsys.readouterr()
@@ -186,7 +186,10 @@ def test_model_equals_itself_and_no_other_model(name, tmp_path):
 
 @pytest.mark.parametrize("family", ["luna", "mega"])
 def test_differences_start_at_their_layer(family, tmp_path):
-    """A change in the decoder does not affect the encoder; a change in the encoder affects the entire decoder."""
+    """Differences start at the changed layer.
+
+    A change in the decoder does not affect the encoder; a change in the encoder affects the entire decoder.
+    """
     make(f"{family} seq2seq").save_pretrained(folder := tmp_path / "a")
     inner = {"luna": "{0}.{0}.layers.1.fc2.bias", "mega": "{0}.layers.1.nffn.fc2.bias"}[family]
     found = {}

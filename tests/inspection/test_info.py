@@ -1,4 +1,4 @@
-"""`luna-mega info`: parameters against published counts, and the description of folders and checkpoints."""
+"""`luna-mega info`: published parameter counts, and the description of folders and checkpoints."""
 
 import json
 
@@ -40,7 +40,7 @@ def test_parameters_of_the_presets(config, total, encoder_only):
         assert counts["total"] == total == sum(value for part, value in counts.items() if part != "total")
         assert count_parameters(LunaModel(config))["total"] == encoder_only == counts["embeddings"] + counts["encoder"]
         assert count_parameters(LunaModel(config))["head"] == 0
-        # The 132 M and 147 M of the original's README: with the LM head and a head for two classes.
+        # The 132 M and 147 M in the original's README include the LM head and a head for two classes.
         classifier = count_parameters(LunaForSequenceClassification(config))["head"]
         assert total + classifier == total + (config.hidden_size + 1) * config.hidden_size + 2 * (
             config.hidden_size + 1

@@ -1,4 +1,4 @@
-"""`luna-mega verify`: two models on the same inputs."""
+"""`luna-mega verify` compares two models on the same inputs."""
 
 import json
 import re
@@ -35,7 +35,7 @@ OF_CLASS = {
     "MegaForCausalLM": DECODER,
     "MegaForImageClassification": PICTURES,
 }
-# Encoder-decoders, and Megalodon, are compared in test_decoders.py.
+# test_decoders.py compares encoder-decoders and Megalodon.
 CLASSES = [
     name
     for name in luna_mega.__all__
@@ -51,7 +51,7 @@ def save(folder, model_class=LunaForMaskedLM, **fields):
 
 
 def change(folder, new, name, edit):
-    """A copy of the model with one edited tensor."""
+    """Write a copy of the model with one edited tensor and return its folder."""
     new.mkdir()
     (new / "config.json").write_bytes((folder / "config.json").read_bytes())
     tensors = load_file(folder / "model.safetensors")
@@ -82,7 +82,7 @@ def change_last_row(table):
 
 IMPORTANCE, EMBEDDINGS = {"pack_method": "importance"}, "luna.embeddings.{}_embeddings"
 SIMPLE = {"relative_positional_bias": "simple", "max_positions": 70}
-# Class, fields, and the tensor whose last row changes: the last token type, position, row of P and relative position.
+# Class, fields, and the tensor whose last row is edited: token type, position, row of P or relative position.
 UNUSUAL = {
     "types": (LunaForSequenceClassification, {"type_vocab_size": 3}, EMBEDDINGS.format("token_type") + ".weight"),
     "types, importance": (

@@ -15,8 +15,8 @@ VOCABULARY = 101
 
 class Request(NamedTuple):
     prompt: list[int]
-    tokens: list[int]  # that `generate` adds
-    chances: list[float]  # their log-probabilities, from one call of the model in float64
+    tokens: list[int]  # tokens that `generate` adds
+    chances: list[float]  # their log-probabilities, computed by one call of the model in float64
 
 
 def make_model(family: str, **fields) -> PreTrainedModel:
@@ -56,7 +56,7 @@ def make_requests(model, count: int, longest: int = 90, most: int = 40) -> list[
     for _ in range(count):
         prompt = torch.randint(3, VOCABULARY, (1, draw(longest)), generator=generator)
         if prompt.shape[1] > 4:
-            prompt[0, 3] = model.config.pad_token_id  # a token like others inside of a text
+            prompt[0, 3] = model.config.pad_token_id  # within a text, the padding token is an ordinary token
         mask, length = torch.ones_like(prompt), prompt.shape[1]
         text = model.generate(prompt, attention_mask=mask, max_new_tokens=draw(most), do_sample=False, eos_token_id=[])
         with torch.no_grad():
@@ -68,7 +68,7 @@ def make_requests(model, count: int, longest: int = 90, most: int = 40) -> list[
 
 @pytest.fixture(scope="session")
 def served():
-    """Return a function that returns a model and requests to it, which are cached."""
+    """Return a function that returns a model and requests for it; both are cached."""
     made = {}
 
     def get(family: str, count: int, **fields):

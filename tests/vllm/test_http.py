@@ -1,4 +1,4 @@
-"""`vllm serve DIR` without further options: answers to simultaneous requests equal `generate`, or are errors."""
+"""`vllm serve DIR` without options: answers to simultaneous requests equal `generate`, or are errors."""
 
 import json
 import os
@@ -27,7 +27,7 @@ KINDS = ["plain"] * 11 + ["stream"] * 5 + ["cut"] * 2 + ["long", "garbled"]
 
 @contextmanager
 def serving(folder: str, plugins: Path):
-    """Serve a folder and yield the port and the process, which must stop on SIGTERM after the block."""
+    """Serve a folder and yield the port and the process; after the block, it must stop on SIGTERM."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -56,7 +56,10 @@ def is_ready(port: int) -> bool:
 
 
 def environment(plugins: Path) -> dict[str, str]:
-    """Return the environment of a server; on a CPU, a plugin in the folder `plugins` defines missing operators."""
+    """Return the environment variables of a server.
+
+    On a CPU, a vLLM plugin in the folder `plugins` defines missing operators.
+    """
     variables = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
     if os.environ.get("VLLM_TARGET_DEVICE") == "cpu":
         plugin = plugins / "vllm_cpu-0.dist-info"
@@ -79,7 +82,7 @@ def send(port: int, path: str, body: bytes | None = None) -> tuple[int, str]:
 
 
 def draw_requests(complete, family: str) -> list[dict]:
-    """Return requests with the expected result of each: a text, or None for an error."""
+    """Return requests with their expected results: a text, or None for an error."""
     chosen, letters = random.Random(0), [chr(code) for code in range(33, 127)]
     prompts = []
     for _ in range(30):
@@ -121,7 +124,7 @@ def check_answer(client: openai.OpenAI, port: int, path: str, request: dict) -> 
 
 
 def resources(process) -> tuple[int, int, int]:
-    """Return memory in bytes, open files and threads of a server and its child processes."""
+    """Return the memory in bytes and the numbers of open files and threads of a server and its child processes."""
     own = psutil.Process(process.pid)
     every = [own, *own.children(recursive=True)]
     return sum(p.memory_info().rss for p in every), sum(p.num_fds() for p in every), sum(p.num_threads() for p in every)
@@ -145,11 +148,12 @@ def test_answers_equal_generate_and_resources_are_released(family, folder, compl
             with client, ThreadPoolExecutor(AT_ONCE) as pool:
                 assert [model.id for model in client.models.list().data] == [path]
                 wrong = [w for w in pool.map(lambda r: check_answer(client, port, path, r), requests) if w]
-                client.completions.create(model=path, prompt="x", max_tokens=1)  # after the canceled requests
-            time.sleep(2.0)  # connections close
+                # runs after the canceled requests have ended
+                client.completions.create(model=path, prompt="x", max_tokens=1)
+            time.sleep(2.0)  # waits until connections are closed
             return wrong, resources(process)
 
-        wrong, before = run()  # warms up, so one-time allocations are included
+        wrong, before = run()  # the first run includes one-time allocations
         again, after = run()
         assert not wrong + again
         assert after[0] < before[0] + 8 * 2**20, (before, after)

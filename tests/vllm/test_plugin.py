@@ -1,4 +1,4 @@
-"""vLLM plugin: the tokens equal the output of `generate` with continuous batching and prefix caching."""
+"""vLLM plugin: tokens equal the output of `generate`, with continuous batching and prefix caching."""
 
 import copy
 import os
@@ -20,7 +20,7 @@ COUNT = 100
 
 @pytest.fixture(scope="module")
 def folders(served, tmp_path_factory):
-    """Return a function that returns the folder of a family, which is saved once."""
+    """Return a function that returns the folder of a family; each family is saved once."""
     made = {}
 
     def get(family: str) -> str:
@@ -56,14 +56,14 @@ def send(llm, requests):
 
 
 def compare(outputs, requests, complete=True):
-    """Return the requests with different tokens, and the largest difference of log-probabilities before."""
+    """Return the requests whose tokens differ, and the largest difference of log-probabilities before that."""
     wrong, worst = [], 0.0
     for number, (output, request) in enumerate(zip(outputs, requests, strict=True)):
         given = list(output.outputs[0].token_ids)
         if given != (request.tokens if complete else request.tokens[: len(given)]):
             wrong.append(number)
         for at, (token, known) in enumerate(zip(given, request.tokens, strict=False)):
-            if token != known:  # vLLM does not return its log-probability
+            if token != known:  # vLLM does not return the log-probability of this token
                 break
             worst = max(worst, abs(output.outputs[0].logprobs[at][known].logprob - request.chances[at]))
     return wrong, worst
@@ -85,7 +85,7 @@ def test_tokens_equal_generate(family, setting, folders, served):
     _, requests = served(family, COUNT)
     requests = requests[:25] if setting == "pieces-of-1" else requests
     llm = start(folders(family), **SETTINGS[setting])
-    for again in range(2):  # slots, and cached prefixes, are used again
+    for again in range(2):  # the second run reuses slots and cached prefixes
         outputs = send(llm, requests)
         wrong, worst = compare(outputs, requests)
         assert not wrong and worst < 1e-5
@@ -151,7 +151,7 @@ def test_bfloat16_error_equals_transformers(family, served, tmp_path):
     outputs = send(start(str(tmp_path), max_num_batched_tokens=64), requests)
 
     def chances(dtype):
-        """Return the log-probabilities of the tokens of vLLM, from one call of the model per text."""
+        """Return the log-probabilities of vLLM's tokens, computed by one call of the model per text."""
         model, result = model_class.from_pretrained(tmp_path, dtype=dtype).eval(), []
         for output, request in zip(outputs, requests, strict=True):
             new = torch.tensor(output.outputs[0].token_ids)
@@ -200,7 +200,7 @@ def test_lost_or_swapped_state_is_detected(family, control, folders, served, mon
     requests = served(family, COUNT)[1][:24]
     if control == "write":
         monkeypatch.setattr(Sequences, "write", lambda *_: None)
-    else:  # the state of another sequence is used
+    else:  # the state of another sequence was used
         made = Sequences.__init__
         monkeypatch.setattr(Sequences, "__init__", lambda self, a, b, *rest: made(self, a, b.clamp(min=1), *rest))
     wrong, worst = compare(send(start(folders(family)), requests), requests)

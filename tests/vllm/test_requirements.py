@@ -1,11 +1,11 @@
-"""The packages that `make test-vllm` installs for vLLM match its wheel, without CUDA."""
+"""The packages that `make test-vllm` installs match the requirements of vLLM's wheel, without CUDA."""
 
 import re
 from importlib import metadata
 
 import pytest
 
-WITHOUT = {  # packages that need CUDA, or are for other kinds of models
+WITHOUT = {  # packages that need CUDA, or that only other kinds of models need
     "apache-tvm-ffi", "fastsafetensors", "flashinfer-python", "humming-kernels", "instanttensor",
     "nvidia-cudnn-frontend", "nvidia-cutlass-dsl", "nvtx", "pynvvideocodec", "quack-kernels", "setuptools", "six",
     "tilelang", "tokenspeed-mla", "torchaudio", "torchcodec", "torchvision",

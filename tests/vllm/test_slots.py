@@ -31,7 +31,7 @@ class Server:
         self.family = FAMILIES[type(model).__name__](model.config, torch.float32)
         self.family.load(model.state_dict())
         shapes, dtypes = self.family.state_shapes(model.config), self.family.state_dtypes(torch.float32)
-        # Slots contain the state of another sequence, which must not be used.
+        # Slots contain states of other sequences, which must not be used.
         self.states = [
             tuple(torch.full((slots, *shape), 1e4, dtype=dtype) for shape, dtype in zip(shapes, dtypes, strict=True))
             for _ in range(model.config.num_hidden_layers)
@@ -56,7 +56,7 @@ class Server:
         return self.family.score(self.family.finish(hidden)[lengths.cumsum(0) - 1]).log_softmax(-1)
 
     def serve(self, requests, leave=()):
-        """Return tokens and log-probabilities of each request; requests in `leave` are aborted halfway."""
+        """Return the tokens and log-probabilities of each request; requests in `leave` are aborted halfway."""
         waiting, running, results = list(range(len(requests))), {}, {}
         while waiting or running:
             while waiting and self.free:
@@ -114,7 +114,7 @@ def test_lost_or_swapped_state_is_detected(family, control, served, monkeypatch)
     server = Server(model, slots=1, most=100)
     if control == "write":
         monkeypatch.setattr(Sequences, "write", lambda *_: None)
-    else:  # the state of another sequence is used
+    else:  # the state of another sequence was used
         made = Sequences.__init__
         monkeypatch.setattr(Sequences, "__init__", lambda self, a, b, *rest: made(self, a, b.clamp(min=1), *rest))
     results = server.serve([request._replace(tokens=request.tokens[:2]) for request in requests])
