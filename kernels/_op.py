@@ -1,6 +1,6 @@
 """Dispatch of all ops: backend selection, varlen input, autocast.
 
-Each public function of the kernels is an `Op`. The backend is specified by, in order of precedence, the argument of the
+Each public function of the kernels is an `Op`. The backend is specified by (in order of precedence) the argument of the
 call, `use_backend` and the environment variable `LUNA_MEGA_BACKEND`. Otherwise the best supported backend is selected.
 """
 
@@ -116,7 +116,7 @@ class Op:
         self, backend: str | None, call: Call, cu_seqlens: Tensor | None = None, max_seqlen: int | None = None,
         return_weights: bool = False,
     ) -> Any:  # fmt: skip
-        """Compute a call, varlen if `cu_seqlens` is given, with the requested or the best backend."""
+        """Run a call with the requested or the best backend; the call is varlen if `cu_seqlens` is given."""
         device = call[self.tokens[0]].device
         if return_weights:
             if cu_seqlens is not None:
@@ -221,6 +221,6 @@ def _unavailable_reason(device: torch.device) -> str | None:
 
 @cache
 def _old_device(device: torch.device) -> str | None:
-    """Return the reason why a CUDA device is too old for the kernels, or None if it is not."""
+    """Return the reason why a CUDA device is too old for the kernels, or None if it is supported."""
     major, minor = torch.cuda.get_device_capability(device)
     return None if major >= 8 else f"compute capability {major}.{minor} is below 8.0"

@@ -1,6 +1,6 @@
-"""Custom operators whose gradients are computed by a second operator, `<name>_backward`, and their direct execution.
+"""Custom operators whose gradients are computed by a second operator (`<name>_backward`), and their direct execution.
 
-Eager mode does not call an operator: its dispatch and autograd take as long as several launches of kernels.
+Eager mode does not call an operator, because its dispatch and autograd take as long as several kernel launches.
 """
 
 from collections.abc import Callable, Sequence

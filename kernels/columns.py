@@ -1,4 +1,4 @@
-"""Aligns the rows of a batch so that chunks start at multiples of their size and padding does not affect positions."""
+"""Align the rows of a batch, so that chunks start at multiples of their size and padding does not affect positions."""
 
 from collections.abc import Callable
 from typing import Any

@@ -1,4 +1,4 @@
-"""Dropout on CPU with 16 random bits per entry, drawn 64 at a time: about five times as fast as PyTorch's."""
+"""Dropout on the CPU with 16 random bits per entry, drawn 64 at a time: about five times as fast as PyTorch's."""
 
 import torch
 from torch import Tensor, nn

@@ -1,4 +1,4 @@
-"""Computation in float32 or, for float64 inputs, in float64."""
+"""Compute in float32, or in float64 for float64 inputs."""
 
 import torch
 from torch import Tensor

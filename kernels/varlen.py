@@ -1,6 +1,7 @@
 """Conversion between varlen sequences `[1, total, ...]`, bounded by `cu_seqlens`, and padded ones `[B, T, ...]`.
 
-`cu_seqlens` is `[B + 1]` int32 or int64, ascending from 0 to `total`: sequence b is `[cu_seqlens[b], cu_seqlens[b+1])`.
+`cu_seqlens` is `[B + 1]`, int32 or int64, and ascends from 0 to `total`. Sequence b is `[cu_seqlens[b],
+cu_seqlens[b+1])`.
 """
 
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""Comparison of tensors position by position."""
+"""Compare tensors position by position."""
 
 import math
 

@@ -1,6 +1,6 @@
-"""Selection of a kernel's configuration: the default for the shapes and the shared memory, or the fastest one.
+"""Select a kernel's configuration: the default for the shapes and the shared memory, or the fastest one.
 
-With `LUNA_MEGA_AUTOTUNE=1`, Triton's autotuner benchmarks all configurations on the first call of every kind on a GPU
+With `LUNA_MEGA_AUTOTUNE=1`, Triton's autotuner benchmarks all configurations on the first call of each kind on a GPU,
 and stores the times in Triton's disk cache.
 """
 
@@ -67,7 +67,7 @@ def _tuner(kernel: Any, configurations: tuple[Any, ...]) -> "_Tuner":
 
 
 class _Tuner:
-    """The launches of one kind of call, as a kernel that Triton's autotuner runs with the fields of a configuration."""
+    """Wrap the launches of one kind of call as a kernel that Triton's autotuner runs with each configuration."""
 
     def __init__(self, kernel: Any, configurations: tuple[Any, ...]) -> None:
         self.fn, self.default = kernel, configurations[0]

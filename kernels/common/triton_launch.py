@@ -1,7 +1,7 @@
-"""Launching of Triton kernels for all ops: tensor layout, tile sizes, recorded launches.
+"""Launch Triton kernels for all ops: tensor layout, tile sizes, recorded launches.
 
-Only `triton_*.py` files import this file. Ops import those lazily because Triton decides at import time whether kernels
-are interpreted.
+Only `triton_*.py` files import this file. Ops import those lazily, because Triton decides at import time whether
+kernels are interpreted.
 """
 
 from collections.abc import Iterator

@@ -53,7 +53,7 @@ def _with_weights(
     query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, mask: Tensor | None, chunk_size: int | None,
     dropout: float, heads: int | None = None, **rest: Any,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Return the output and the weights `[B, chunks, C, C]`, or `[B, 1, T, S]` without chunks."""
+    """Return the output and the weights; the weights are `[B, chunks, C, C]`, or `[B, 1, T, S]` without chunks."""
     batch, length, _ = query.shape
     if chunk_size is not None:
         size = max(-longer(-chunk_size, -length), 1)
@@ -88,7 +88,7 @@ def _round(call: Call) -> Call:
 
 
 def _fast(run: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `run`, except that single queries with a row_offset use the reference, because `run` is not faster."""
+    """Return a function that calls `run`, or the reference for single queries with `row_offset` (it is not slower)."""
     run = in_columns(run)
 
     def run_any(**call: Any) -> Any:

@@ -55,7 +55,7 @@ def _attend_in_program(
     query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, mask: Tensor | None, function: str, causal: bool,
     chunk_size: int, dropout: float,
 ) -> Tensor:  # fmt: skip
-    """Attend in chunks for any length in one exported program, even if it is not a multiple of the chunk."""
+    """Attend in chunks so that one exported program supports any length, including incomplete chunks."""
     batch, length, _ = query.shape
     position, real = chunk_positions(length, chunk_size, query.device)
     mask = real.expand(batch, -1, -1) if mask is None else mask[:, position] & real
@@ -103,7 +103,7 @@ def _positions(query: Tensor, key: Tensor, offset: int) -> int:
 def _divisor(
     query: Tensor, key: Tensor, mask: Tensor | None, start: Tensor | None, function: str, causal: bool, offset: int
 ) -> float | Tensor:
-    """Return the divisor of the scores, a number or `[B or 1, T or 1, 1]`."""
+    """Return the divisor of the scores: a number, or a tensor `[B or 1, T or 1, 1]`."""
     if function == "softmax":
         return math.sqrt(query.shape[2])
     if causal:
@@ -113,7 +113,7 @@ def _divisor(
 
 
 class _Blocks:
-    """The scores and weights of N sequences or chunks, iterated in blocks (some sequences, some queries)."""
+    """The scores and weights of N sequences or chunks, computed in blocks of some sequences and some queries."""
 
     def __init__(
         self, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, mask: Tensor | None, start: Tensor | None,
@@ -144,7 +144,10 @@ class _Blocks:
         self.generator = None if seed is None else torch.Generator(query.device).manual_seed(int(seed))
 
     def __iter__(self) -> Iterator[tuple[slice, slice, slice]]:
-        """Yield (sequences, queries, keys) of every block, in a fixed order that the random generator depends on."""
+        """Yield (sequences, queries, keys) of every block.
+
+        The order is fixed, because the random numbers of dropout depend on it.
+        """
         count, length, keys = self.query.shape[0], self.query.shape[1], self.key.shape[1]
         limit = BLOCK_SCORES_CPU if self.query.device.type == "cpu" else BLOCK_SCORES
         sequences = max(1, limit // max(1, min(BLOCK_ROWS, length) * keys))
@@ -196,7 +199,7 @@ def _forward(
     query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, mask: Tensor | None, start: Tensor | None,
     function: str, causal: bool, offset: int, dropout: float, seed: Tensor | None, keep: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Return the output and, with `keep`, the scores (of softmax the weights) for the backward pass."""
+    """Return the output and, if `keep`, the scores for the backward pass (for softmax, the weights)."""
     blocks = _Blocks(query, key, value, bias, mask, start, function, causal, offset, dropout, seed)
     output, kept = _empty(query, key, value, bias, mask, start, function, causal, offset, dropout, seed, keep)
     for n, rows, keys in blocks:
@@ -270,7 +273,7 @@ def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
 
 
 def _diagonal_sums(matrices: Tensor) -> Tensor:
-    """Return the sums over the diagonals of `[N, R, S]`, `[N, R + S - 1]`, starting at the lower left corner."""
+    """Return the sums `[N, R + S - 1]` over the diagonals of `[N, R, S]`, starting at the lower left corner."""
     _, rows, columns = matrices.shape
     # Rows are one element longer than in the next view, so each shifts one column relative to the row above.
     skewed = torch.nn.functional.pad(matrices.flip(1), (0, rows)).flatten(1)

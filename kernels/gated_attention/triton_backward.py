@@ -1,7 +1,7 @@
 """The backward kernels of gated attention.
 
-One kernel writes the weights and the gradient of the scores, for several segments or for some queries of a long one,
-to a buffer of fixed size. Every gradient is a product with one of the two, and each output block is written by one
+One kernel writes the weights and the gradient of the scores to a buffer of fixed size: for several segments, or for
+some queries of a long segment. Every gradient is a product with one of the two, and each output block is written by one
 program.
 """
 
@@ -78,7 +78,7 @@ def _scores_kernel(
 ):  # fmt: skip
     """Write a tile of the weights that multiplied the values and, if GRAD is given, of the gradient of the scores.
 
-    Tiles without visible keys are neither written nor read by the other kernels.
+    Tiles without visible keys are neither written, nor read by other kernels.
     """
     program = tl.program_id(0)
     local = program // key_blocks // row_blocks
@@ -250,10 +250,10 @@ def _diagonals_kernel(
     first, shares, diagonals, length,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Add the sums over the diagonals of all tiles `[shares, diagonals, BLOCK, BLOCK]` to BIAS from `first` on.
+    """Add the sums over the diagonals of all tiles `[shares, diagonals, BLOCK, BLOCK]` to BIAS, starting at `first`.
 
-    Row a of a tile starts BLOCK - 1 - a entries after the diagonal of the tile's lower left corner. Program: entries
-    that start in one tile.
+    Row a of a tile starts BLOCK - 1 - a entries after the diagonal of the tile's lower left corner. A program computes
+    the entries that start in one tile.
     """
     entry, a = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK), tl.arange(0, BLOCK)[:, None]
     place = entry[None, :] + a + 1  # relative to the column 0 of the tile before
@@ -300,7 +300,7 @@ class Part(NamedTuple):
 
 
 def _configurations(call: Call) -> list[Configuration]:
-    """Return the candidate configurations, the default first."""
+    """Return the candidate configurations, with the default first."""
     hopper = triton_launch.target(call.query.device).large
     if not call.narrow:
         return [Configuration(block_of(call.queries, 64), block_of(call.keys, 64 if hopper else 32), 32, 64, 8, 2)]
@@ -419,7 +419,7 @@ def multiply_scores(
 
 
 def _add_diagonals(grad_bias: Tensor, part: Part) -> None:
-    """Add the sums over the diagonals of the gradient of the scores."""
+    """Add the sums over the diagonals of the scores' gradient to `grad_bias`."""
     call, size = part.call, min(64, part.blocks.queries, part.blocks.keys)
     blocks = part.band // size
     diagonals = blocks + part.stride // size - 1

@@ -125,8 +125,8 @@ def _forward_kernel(
 ):  # fmt: skip
     """Compute a block of queries and one slice of the value, over blocks of keys, with an online softmax.
 
-    RESIDENT: BLOCK_N covers all keys. The weights are computed at once and multiplied by one slice of the value at a
-    time; `slices` programs share the slices.
+    RESIDENT: BLOCK_N covers all keys. The weights are computed once and multiplied by one slice of the value at a time;
+    `slices` programs share the slices.
     """
     program = tl.program_id(0)
     segment = program // slices // blocks
@@ -282,7 +282,7 @@ def prepare(
 
 
 def _count_live(mask: Tensor, bounds: Tensor | None, chunk: int, segments: int) -> Tensor:
-    """Return the number of keys kept by the mask, for every segment."""
+    """Return the number of unmasked keys of every segment."""
     if bounds is not None:
         seen = torch.nn.functional.pad(mask[0].cumsum(0, dtype=torch.int32), (1, 0))
         return (seen[bounds[:, 1]] - seen[bounds[:, 0]]).contiguous()
@@ -302,7 +302,7 @@ class Configuration(NamedTuple):
 
 
 def _configurations(call: Call) -> list[Configuration]:
-    """Return candidate configurations with little register spilling that fit the shared memory, the default first."""
+    """Return candidate configurations that spill few registers and fit the shared memory, with the default first."""
     target = triton_launch.target(call.query.device)
     hopper = target.large
     size, rows, columns = call.constants["SIZE"], block_of(call.queries, 64), block_of(call.width, 128)

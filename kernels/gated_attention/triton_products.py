@@ -1,7 +1,7 @@
-"""The forward pass of gated attention, with two kernels if sequences or chunks are long.
+"""The forward pass of gated attention with two kernels, for long sequences or chunks.
 
-The forward kernel computes the weights again for every slice of the value. With more than two slices it is faster to
-write them with one kernel and to multiply them with another one. The backward pass has both kernels.
+The forward kernel recomputes the weights for every slice of the value. With more than two slices, it is faster to write
+the weights with one kernel and to multiply them with another. The backward pass uses both kernels.
 """
 
 from typing import Any, NamedTuple

@@ -200,11 +200,12 @@ def _attend(
 
 
 def _sdpa_is_best(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> bool:
-    """Return whether PyTorch's flash kernels on a GPU are optimal in memory traffic, with and without dropout.
+    """Return whether PyTorch's flash kernels on a GPU have minimal memory traffic, with and without dropout.
 
-    They do not support masks, fill their tiles from 128 queries on, and load keys and values separately. The separate
-    loads are slow if keys and values are one tensor and most of the bytes. A few keys (unpack) remain in on-chip
-    memory. Their backward pass uses atomics, so they are not used if deterministic algorithms are enabled.
+    They do not support masks, need 128 queries to fill their tiles, and load keys and values separately. Separate loads
+    are slow if keys and values are one tensor and most of the bytes. If there are few keys (unpack), they stay in
+    on-chip memory. The backward pass of these kernels uses atomics, so they are not used if deterministic algorithms
+    are enabled.
     """
     if torch.are_deterministic_algorithms_enabled():
         return False

@@ -1,4 +1,4 @@
-"""Pack and unpack attention in PyTorch, with the fused SDPA kernels and memory linear in the length."""
+"""Pack and unpack attention in PyTorch with the fused SDPA kernels; memory is linear in the length."""
 
 import torch
 from torch import Tensor, nn
@@ -25,7 +25,10 @@ def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale
 
 
 def _in_steps(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float, dropout: float) -> Tensor:
-    """Attend with dropout; PyTorch has no fused CPU kernel for it, and its math path is half as fast."""
+    """Attend with dropout in separate operations.
+
+    PyTorch has no fused CPU kernel for dropout, and its math path takes twice as long.
+    """
     batch, _, heads, _ = query.shape
     tied = key is value
     query, key = (x.transpose(1, 2).flatten(0, 1) for x in (query, key))
@@ -62,7 +65,7 @@ def _additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _heads_first(*tensors: Tensor) -> list[Tensor]:
-    """Return `[B, H, T, K]`; PyTorch's CPU kernel does not check that the last dimension is contiguous."""
+    """Return tensors `[B, H, T, K]` whose last dimension is contiguous, which PyTorch's CPU kernel does not check."""
     return [(x if x.stride(-1) == 1 else x.contiguous()).transpose(1, 2) for x in tensors]
 
 

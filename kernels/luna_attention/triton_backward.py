@@ -1,4 +1,4 @@
-"""Triton backward of pack and unpack; each gradient is written by one program or as partial sums in a fixed order."""
+"""Triton backward of pack and unpack. Each gradient is written by one program, or as partial sums in a fixed order."""
 
 from typing import Any
 
@@ -29,7 +29,7 @@ def _query_kernel(
 ):  # fmt: skip
     """Compute the gradient of the queries, and DELTA = <OUT, DO> for the other kernel.
 
-    Grid (query blocks * sequences * heads, splits of the keys), DQ `[splits, B, T, H, K]`.
+    The grid is (query blocks * sequences * heads, splits of the keys); DQ is `[splits, B, T, H, K]`.
     """
     matrix, head, batch, first, count, key_batch, first_key, key_count = place(
         CU_SEQLENS, queries, keys, heads, blocks, QUERY_VARLEN, KEY_VARLEN
@@ -88,7 +88,7 @@ def _key_kernel(
 ):  # fmt: skip
     """Compute the gradients of keys and values; without V, DK is their sum. Tiles are transposed, `[BLOCK_M, BLOCK_Q]`.
 
-    Grid (key blocks * sequences * heads, splits of the queries), DK and DV `[splits, B, M, H, K]`.
+    The grid is (key blocks * sequences * heads, splits of the queries); DK and DV are `[splits, B, M, H, K]`.
     """
     matrix, head, batch, first, count, key_batch, first_key, key_count = place(
         CU_SEQLENS, queries, keys, heads, blocks, QUERY_VARLEN, KEY_VARLEN
@@ -142,7 +142,7 @@ def _key_kernel(
 
 
 def _query_configurations(call: Call) -> list[Configuration]:
-    """Return the candidate configurations; as in the forward pass, the first does not spill registers."""
+    """Return the candidate configurations; as in the forward pass, the first one does not spill registers."""
     small, hopper = call.plan.block_k <= 64, triton_launch.target(call.query.device).large
     if call.query.dtype == torch.float32:
         ieee = call.plan.constants["PRECISION"] == "ieee"

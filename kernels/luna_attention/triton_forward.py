@@ -1,7 +1,7 @@
 """Triton forward of pack and unpack: one kernel over splits of the keys and one that merges the splits.
 
-`varlen_side` names the varlen side, `"query"` or `"key"` (see `kernels/varlen.py`); None = neither. A varlen tensor has
-batch size 1, and `cu_seqlens` bounds its sequences.
+`varlen_side` is the side with varlen sequences: `"query"`, `"key"` (see `kernels/varlen.py`) or None. A varlen tensor
+has batch size 1, and `cu_seqlens` bounds its sequences.
 """
 
 from collections.abc import Callable
@@ -28,7 +28,7 @@ from luna_mega.kernels.common.triton_tiles import (
 
 @triton.jit
 def _span(CU_SEQLENS, sequence, length, VARLEN: tl.constexpr):
-    """Return the batch index, first row and number of rows of a sequence, on a side of `length` rows."""
+    """Return the batch index, first row and number of rows of a sequence; without varlen, all have `length` rows."""
     if VARLEN:
         first = tl.load(CU_SEQLENS + sequence).to(tl.int64)
         return sequence * 0, first, (tl.load(CU_SEQLENS + sequence + 1).to(tl.int64) - first).to(tl.int32)
@@ -68,9 +68,9 @@ def _forward_kernel(
     HEAD_SIZE: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_M: tl.constexpr,
     QUERY_VARLEN: tl.constexpr, KEY_VARLEN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Attend over a split of the keys. If V is None, K is used for both and loaded once.
+    """Attend over a split of the keys. If V is None, K is also the value and is loaded only once.
 
-    Grid (query blocks * sequences * heads, splits of the keys).
+    The grid is (query blocks * sequences * heads, splits of the keys).
     """
     matrix, head, batch, first, count, key_batch, first_key, key_count = place(
         CU_SEQLENS, queries, keys, heads, blocks, QUERY_VARLEN, KEY_VARLEN
@@ -118,7 +118,10 @@ def _merge_kernel(
     queries, heads, blocks, split_rows, splits,
     HEAD_SIZE: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_Q: tl.constexpr,
 ):  # fmt: skip
-    """Merge the splits in order, PARTIAL `[splits, B, H, T, K]` to OUT `[B, T, H, K]`. Grid (query blocks * B * H,)."""
+    """Merge the splits in order, from PARTIAL `[splits, B, H, T, K]` to OUT `[B, T, H, K]`.
+
+    The grid is (query blocks * B * H,).
+    """
     row = (tl.program_id(0) // blocks).to(tl.int64)
     t, column = tl.program_id(0) % blocks * BLOCK_Q + tl.arange(0, BLOCK_Q), tl.arange(0, BLOCK_K)
     valid = t < queries
@@ -244,7 +247,7 @@ class Configuration(NamedTuple):
 
 
 def _configurations(call: Call) -> list[Configuration]:
-    """Return the candidate configurations. The first does not spill registers; in float32 it uses all of them."""
+    """Return the candidate configurations. The first one does not spill registers; in float32 it uses all of them."""
     small = call.plan.block_k <= 64
     if call.query.dtype == torch.float32:
         if not small:
@@ -259,7 +262,7 @@ def _configurations(call: Call) -> list[Configuration]:
 
 
 def _large_tiles(call: Call) -> bool:
-    """Return whether tiles of 128 keys are faster on an H200: for 16 queries, unless fewer splits remain."""
+    """Return whether tiles of 128 keys are faster on an H200: for 16 queries, if the number of splits is the same."""
     plan = call.plan
     plain = plan.block_k == 64 and plan.longest_query <= 16 and call.value is None and call.seed is None
     few, many = (plan.splits(plan.longest_query, 16, plan.longest_key, block) for block in (128, 64))

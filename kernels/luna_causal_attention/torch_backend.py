@@ -113,7 +113,7 @@ def _short(
     query: Tensor, pack_key: Tensor, key: Tensor, value: Tensor, pack_query: Tensor, mask: Tensor | None,
     pack_mask: Tensor | None, activation: str, dropout: float,
 ) -> tuple[Tensor, LunaCausalState]:  # fmt: skip
-    """Attend from the start of the sequence with few calls, each differentiated by autograd."""
+    """Attend from the start of the sequence with few operations, which autograd differentiates."""
     (batch, length, heads, size), dtype, working = query.shape, query.dtype, upcast_dtype(query)
     if mask is not None:
         pack_key, key, value = (x.masked_fill(~mask[:, :, None, None], 0.0) for x in (pack_key, key, value))
@@ -149,7 +149,7 @@ def _exported(
     tokens: Sequence[Tensor], pack_query: Tensor, mask: Tensor | None, pack_mask: Tensor | None, activation: str,
     state: LunaCausalState | None, dropout: float,
 ) -> tuple[Tensor, LunaCausalState]:  # fmt: skip
-    """Attend for any length in one exported program."""
+    """Attend so that one exported program supports any length."""
     batch, length = tokens[0].shape[:2]
     device = tokens[0].device
     position, kept = (x.flatten() for x in chunk_positions(length, CHUNK, device))
@@ -168,7 +168,7 @@ def _exported(
 class _Block:
     """The computation for some heads of all sequences, as R = heads * batch * chunks matrices of C tokens.
 
-    y_t = (1/t) w_t (sum over earlier chunks + sum over earlier tokens of the chunk); the scores of w_t have the same
+    y_t = (1/t) w_t (sum over earlier chunks + sum over earlier tokens of the chunk). The scores of w_t have the same
     form.
     """
 
@@ -298,7 +298,7 @@ def _prefix_sums(x: Tensor) -> Tensor:
 
 
 def _dropped(weights: Tensor, dropout: float, generator: torch.Generator | None) -> tuple[Tensor, Tensor | None]:
-    """Return the weights after dropout, and their dropout factors."""
+    """Return the weights after dropout, and the factors that dropout multiplied them by."""
     if dropout == 0.0:
         return weights, None
     factors = dropout_factors(weights, dropout, generator)
@@ -317,7 +317,10 @@ def _blocks(
     pack_mask: Tensor | None, key_mean: Tensor | None, value_mean: Tensor | None, seen: Tensor | None, activation: str,
     dropout: float, seed: Tensor | None,
 ) -> Iterator[tuple[slice, _Block]]:  # fmt: skip
-    """Yield slices of the heads and their blocks, in a fixed order that the random generator depends on."""
+    """Yield slices of the heads and their blocks.
+
+    The order is fixed, because the random numbers of dropout depend on it.
+    """
     (batch, length, heads, _), device, tokens = query.shape, query.device, (query, pack_key, key, value)
     size = max(1, BLOCK_TOKENS // (batch * length)) if device.type == "cpu" else heads
     generator = None if seed is None else torch.Generator(device).manual_seed(int(seed))
@@ -333,7 +336,7 @@ def _blocks(
 def _forward(
     query: Tensor, pack_key: Tensor, key: Tensor, value: Tensor, pack_query: Tensor, *rest: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the result and the means after the last token."""
+    """Return the output and the means after the last token."""
     output, key_mean, value_mean = empty(query, pack_key, key, value, pack_query)
     for heads, block in _blocks(query, pack_key, key, value, pack_query, *rest):
         output[:, :, heads] = block.tokens(block.output())[:, : query.shape[1]]
@@ -353,7 +356,7 @@ def empty(
 def _backward(
     grad_output: Tensor, grad_key_mean: Tensor | None, grad_value_mean: Tensor | None, *inputs: Any
 ) -> list[Tensor | None]:
-    """Return the gradients of query, pack_key, key, value, pack_query and of the means."""
+    """Return the gradients of query, pack_key, key, value, pack_query and the means."""
     length, mask, means = inputs[0].shape[1], inputs[6], inputs[8:10]
     grads: list[Any] = [None if x is None else x.new_empty(x.shape) for x in (*inputs[:5], *means)]
     for heads, block in _blocks(*inputs):

@@ -44,7 +44,7 @@ def _query_kernel(
     ELU: tl.constexpr, INNER: tl.constexpr, PRECISION: tl.constexpr,
     C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BL: tl.constexpr,
 ):  # fmt: skip
-    """Compute, forward in time, the gradient of query, unpack weights W and score gradients DU, `[B, H, T, L]`."""
+    """Compute the query gradient, unpack weights W and score gradients DU `[B, H, T, L]`, forward in time."""
     segments, segment, head, b, h = place(1, T, H, S)
     Q, K, PK, V = Q + b * q_b + h * q_h, K + b * k_b + h * k_h, PK + b * pk_b + h * pk_h, V + b * v_b + h * v_h
     sum_k = load_sums(START_K, head * segments + segment, SIZE, L, BK, BL, False)

@@ -75,7 +75,7 @@ def _sums_kernel(
 ):  # fmt: skip
     """Compute the sums of x_t^T y_t, `[K, L]`, and of w_t^T z_t, `[L, V]`, over every segment.
 
-    PACK: x, z are key and value, y = w the pack weights, Y pack_key. Else z is divided by t.
+    PACK: x and z are key and value, y = w are the pack weights, and Y is pack_key. Otherwise z is divided by t.
     """
     segments, segment, head, b, h = place(1, T, H, S)
     key_column, value_column, row = tl.arange(0, BK), tl.arange(0, BV), tl.arange(0, BL)
@@ -167,7 +167,7 @@ def _pack_kernel(
     SIZE: tl.constexpr, L: tl.constexpr, ELU: tl.constexpr, PRECISION: tl.constexpr,
     C: tl.constexpr, BK: tl.constexpr, BL: tl.constexpr,
 ):  # fmt: skip
-    """Compute the pack weights of C tokens or, if their gradients DA are given, the gradients of their scores."""
+    """Compute the pack weights of C tokens or, if the gradients DA of the weights are given, those of the scores."""
     _, chunk, head, b, h = place(1, T, H, C)
     t, row = chunk * C + tl.arange(0, C), tl.arange(0, BL)
     kept = load_kept(MASK, b * T, t, T)
@@ -191,7 +191,7 @@ def _softmax_kernel(
     scale, threshold, rescale, T, H,
     L: tl.constexpr, C: tl.constexpr, BL: tl.constexpr,
 ):  # fmt: skip
-    """Compute the unpack weights of C tokens or, if their gradients DW are given, the gradients of their scores."""
+    """Compute the unpack weights of C tokens or, if the gradients DW of the weights are given, those of the scores."""
     _, chunk, head, b, _ = place(1, T, H, C)
     t, row = chunk * C + tl.arange(0, C), tl.arange(0, BL)
     ok = t < T
@@ -221,10 +221,10 @@ def _scan_kernel(
     N: tl.constexpr, M: tl.constexpr, INNER: tl.constexpr, PRECISION: tl.constexpr,
     C: tl.constexpr, BN: tl.constexpr, BM: tl.constexpr,
 ):  # fmt: skip
-    """Compute F_t = X_t sum_{j<=t} Y_j^T Z_j, for BM columns of Z `[T, M]`; REVERSE: sum_{j>=t}.
+    """Compute F_t = X_t sum_{j<=t} Y_j^T Z_j for BM columns of Z `[T, M]`; REVERSE: sum over j >= t.
 
-    RATE: multiply by scale / t. RATE_INSIDE: use Z_j / j (in counts of tokens). ADD: add the result to F. END: write
-    the sum over all tokens. SUMS: only write the sum over every segment.
+    RATE: multiply by scale / t. RATE_INSIDE: use Z_j / j (t and j count tokens). ADD: add the result to F. END: also
+    write the sum over all tokens. SUMS: only write the sum over every segment.
     """
     blocks = tl.cdiv(M, BM)
     segments, segment, head, b, h = place(blocks, T, H, S)

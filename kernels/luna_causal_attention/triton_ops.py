@@ -76,7 +76,7 @@ _operator = register(
 def _step_backward(
     grad_output: Tensor, grad_key_mean: Tensor | None, grad_value_mean: Tensor | None, count: Tensor, *inputs: Any
 ) -> list[Tensor | None]:
-    """Return the gradients of a sequence of one token."""
+    """Return the gradients of a step by treating it as a sequence of one token."""
     *tokens, pack_query, mask, pack_mask = inputs[:7]
     grad_output, count, *tokens = (x[:, None] for x in (grad_output, count, *tokens))
     mask = None if mask is None else mask[:, None]

@@ -24,7 +24,7 @@ from luna_mega.kernels.luna_causal_attention.triton_weights import (
 def _move(
     MEAN, NEXT, head, new, rate, ROWS: tl.constexpr, COLUMNS: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr
 ):  # fmt: skip
-    """Move the mean of a head by `rate` of the distance to the new token's product; store it in NEXT and return it."""
+    """Move the mean of a head toward the new token's product by the fraction `rate`; store it in NEXT and return it."""
     offsets, inside = tile_of(ROWS, COLUMNS, BR, BC, False)
     if MEAN is not None:
         before = tl.load(MEAN + head * ROWS * COLUMNS + offsets, mask=inside, other=0.0)
@@ -50,7 +50,7 @@ def _step_kernel(
     SIZE: tl.constexpr, WIDTH: tl.constexpr, L: tl.constexpr, ELU: tl.constexpr,
     BK: tl.constexpr, BV: tl.constexpr, BL: tl.constexpr,
 ):  # fmt: skip
-    """Compute one token of one head; each mean moves by 1 / count of the distance to the new token."""
+    """Compute one token of one head; each mean moves toward the new token by the fraction 1 / count."""
     head = tl.program_id(0).to(tl.int64)
     b, h = head // H, head % H
     at_k, at_v = tl.arange(0, BK), tl.arange(0, BV)

@@ -2,7 +2,7 @@
 
 `INNER` is the dtype of weights and their gradients in matrix products: bfloat16 for bfloat16 inputs, float32 otherwise,
 because float16 overflows. `PRECISION` applies to products of float32. Tiles are zero-padded to powers of two: `BK`,
-`BV`, `BL` for the sizes `SIZE` of keys, `WIDTH` of values, `L` of P.
+`BV` and `BL` for the sizes `SIZE` of keys, `WIDTH` of values and `L` of P.
 """
 
 import triton

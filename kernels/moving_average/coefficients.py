@@ -1,10 +1,11 @@
-"""Coefficients of both averages from their parameters, and powers of q in real numbers.
+"""Compute the coefficients of both averages from their parameters, and powers of q in real numbers.
 
 q = exp(log_decay + 2 pi i turn); `turn` is None if q is real. The number of turns is float64: over thousands of
 positions a float32 angle would be off by entire turns. The angle is rounded to float32 after removing them.
 
-Gradients of the coefficients are in closed form. Autograd would run some sixty operations on tensors of a few thousand
-numbers, which takes as long as the average of a short batch. Compiled, exported and traced programs use autograd.
+The gradients of the coefficients are in closed form. Autograd would run some sixty operations on tensors of a few
+thousand numbers, which takes as long as the average of a short batch. Compiled, exported and traced programs use
+autograd.
 """
 
 import math

@@ -1,7 +1,8 @@
 """The averages in an exported program: chunks and groups of chunks by real matrices, without FFT and without a loop.
 
-One program serves every length. For B sequences of T positions and D channels it stores B T D numbers a few times, and
-D N (T / 2048)^2 for the decays between groups. A complex state is a pair of real numbers: P = 2 parts, else P = 1.
+One program supports every length. For B sequences of T positions and D channels, it stores B T D numbers a few times,
+and D N (T / 2048)^2 numbers for the decays between groups. A complex state is a pair of real numbers: P = 2 parts, else
+P = 1.
 """
 
 import torch
@@ -44,7 +45,7 @@ def average(
 
 
 def _chunk_maps(of: Coefficients, channels: int, shift: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Return `tables.chunk_maps` in real operators."""
+    """Return the result of `tables.chunk_maps`, computed with real operators."""
     if of.turn is None:
         return tables.chunk_maps(of, channels, CHUNK, shift)[:3]
     of_q = powers(of.log_decay, of.turn, torch.arange(CHUNK + 1, device=of.turn.device))
@@ -60,7 +61,7 @@ def _in_chunks(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Return the average of a signal `[B, T, D]`, the states before the last chunk `[D, N, P, B]`, and that chunk.
 
-    The chunk is `[D, C, B]`. Also return its length, and for every position the number of positions after it.
+    The last chunk is `[D, C, B]`. Also return its length, and for every position the number of positions after it.
     """
     batch, length = signal.shape[:2]
     position, real = chunk_positions(length, CHUNK, signal.device)
@@ -78,13 +79,13 @@ def _in_chunks(
 
 
 def _truncated(signal: Tensor, taps: Tensor, center: int) -> Tensor:
-    """Apply all lags, the taps `[D, K]`, to a signal `[B, T, D]`."""
+    """Apply the weights of all lags `[D, K]` to a signal `[B, T, D]`."""
     padded = nn.functional.pad(signal.mT, (taps.shape[1] - center - 1, center))
     return nn.functional.conv1d(padded, taps.flip(1)[:, None], groups=len(taps)).mT
 
 
 def _states(chunk_states: Tensor, of: Coefficients, initial: Tensor | None) -> Tensor:
-    """Return the states before each chunk, `[D, N', P, B, M]` of the chunk_states of the chunks."""
+    """Return the states before each chunk, `[D, N', P, B, M]`, given the states that each chunk adds."""
     first = torch.zeros_like(chunk_states[..., :1])
     rate, turn = of.log_decay * CHUNK, None if of.turn is None else of.turn * CHUNK
     if len(rate) == len(chunk_states):
@@ -100,7 +101,10 @@ def _states(chunk_states: Tensor, of: Coefficients, initial: Tensor | None) -> T
 
 
 def _scan(x: Tensor, rate: Tensor, turn: Tensor | None) -> Tensor:
-    """Return s_i = q s_{i-1} + x_i along the last dimension of `[D, N, P, B, M]`; `rate`, `turn`: of q, `[D, N]`."""
+    """Return s_i = q s_{i-1} + x_i along the last dimension of `[D, N, P, B, M]`.
+
+    `rate` and `turn` are the logarithm and the angle of q, `[D, N]`.
+    """
     # The values that fill up the last group follow all others.
     position, _ = chunk_positions(x.shape[-1], GROUP, x.device)
     within = _product(x[..., position], _lags(rate, turn, torch.arange(GROUP, device=x.device), 0))
@@ -125,7 +129,7 @@ def _product(x: Tensor, matrix: Tensor) -> Tensor:
 
 
 def _lags(rate: Tensor, turn: Tensor | None, index: Tensor, least: int) -> Tensor:
-    """Return q^(i - j - least), `[D, N, P, index, index]`, and 0 if the exponent is below 0."""
+    """Return q^(i - j - least), `[D, N, P, index, index]`; entries with a negative exponent are 0."""
     lag = index[:, None] - index - least
     table = powers(rate, turn, lag.clamp(min=0).flatten()).unflatten(-1, lag.shape)
     return table.masked_fill(lag < 0, 0.0)

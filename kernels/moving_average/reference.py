@@ -137,7 +137,7 @@ def complex_ema(
 
 
 def _convolve(x: Tensor, kernel: Tensor, truncation: int | None) -> Tensor:
-    """Convolve x `[B, T, D]` with the kernel `[D, T]`, one lag after the other."""
+    """Convolve x `[B, T, D]` with the kernel `[D, T]`, one lag at a time."""
     length = x.shape[1] if truncation is None else min(truncation, x.shape[1])
     lags = [nn.functional.pad(kernel[:, j] * x[:, : x.shape[1] - j], (0, 0, j, 0)) for j in range(length)]
     return sum(lags[1:], lags[0])

@@ -1,9 +1,9 @@
-"""Lags and chunk matrices of both averages for the PyTorch backend, with their gradients in closed form.
+"""Weights of lags and chunk matrices of both averages for the PyTorch backend, with closed-form gradients.
 
-All are made of tables of powers of q. The real functions also run in exported programs. A complex table has one row per
-power, so that a product of two rows is one of contiguous tensors; one matrix transposition converts it into real pairs
-`[D, 2 N, E]` of alternating real and imaginary parts. The complex functions run inside an operator, which hides complex
-numbers from compilers.
+All are computed from tables of powers of q. The real functions also run in exported programs. A complex table has one
+row per power, so that a product of two rows is a product of contiguous tensors. One matrix transposition converts it to
+real pairs `[D, 2 N, E]` of alternating real and imaginary parts. The complex functions run inside an operator, which
+hides complex numbers from compilers.
 """
 
 import math
@@ -102,7 +102,7 @@ def chunk_maps_backward(
 
 
 def _join(kernel: Tensor, channels: int, shift: bool) -> Tensor:
-    """Return the lags of both directions, `[D or 2 D, K]`, in one row per channel."""
+    """Join the lags of both directions, `[D or 2 D, K]`, to one row per channel."""
     length = kernel.shape[1]
     if len(kernel) == channels:
         return kernel
@@ -112,7 +112,7 @@ def _join(kernel: Tensor, channels: int, shift: bool) -> Tensor:
 
 
 def _split(gradient: Tensor, rows: int, channels: int, length: int, shift: bool) -> Tensor:
-    """Return the gradients of both directions, the transpose of `_join`."""
+    """Split the gradient into the two directions (the transpose of `_join`)."""
     if rows == channels:
         return gradient
     return torch.cat((gradient[:, length if shift else length - 1 :], gradient[:, :length].flip(1)))
@@ -146,7 +146,10 @@ def _power(of: Coefficients, exponent: float) -> Tensor:
 
 
 def _table(of: Coefficients, count: int, step: int = 1) -> Tensor:
-    """Return q^(step t) for t < count, `[count, D, N]`, by doubling: a product has few factors and little error."""
+    """Return q^(step t) for t < count, `[count, D, N]`.
+
+    Powers are computed by doubling, so that each is a product of few factors with a small rounding error.
+    """
     first = torch.view_as_complex(of.weight_out)
     rows = first.new_empty(count, *first.shape)
     rows[0] = 1.0
@@ -178,7 +181,7 @@ def _complex_chunk_maps(of: Coefficients, chunk: int) -> tuple[Tensor, Tensor, T
 
 
 def _complex_chunk_maps_backward(of: Coefficients, chunk: int, *gradients: Tensor) -> list[Tensor]:
-    """Compute the gradients of some channels at a time."""
+    """Compute the gradients for some of the channels at a time."""
     parts, size = [], max(LEAST_CHANNELS, BLOCK // chunk)
     for start in range(0, len(of.log_decay), size):
         block = slice(start, start + size)
@@ -242,7 +245,7 @@ def _rows(pairs: Tensor) -> Tensor:
 
 
 def _sums(rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the sums over t of complex numbers `[E, D, N]`, and of t times them, `[D, N]`, by a product."""
+    """Return the sums over t of complex numbers `[E, D, N]`, and of t times the numbers; both are `[D, N]`."""
     pairs = torch.view_as_real(rows)
     ramp = torch.arange(len(rows), device=pairs.device, dtype=pairs.dtype)
     sums = torch.stack((torch.ones_like(ramp), ramp)) @ pairs.flatten(1)
@@ -251,7 +254,10 @@ def _sums(rows: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _of_slopes(slopes: Tensor, grad_in: Tensor, grad_out: Tensor) -> list[Tensor]:
-    """Return the gradients of the coefficients; `slopes`: of log q, the others as complex derivatives."""
+    """Return the gradients of the coefficients.
+
+    `slopes` is the gradient of log q; it and the other gradients are complex derivatives.
+    """
     return [
         slopes.real.contiguous(),
         slopes.imag.double() * (-2 * math.pi),

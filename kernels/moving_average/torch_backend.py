@@ -1,6 +1,6 @@
-"""Both averages in PyTorch: by FFT, or in chunks with a carried state; memory is linear in the length.
+"""Both averages in PyTorch, by FFT, or in chunks with a recurrent state; memory is linear in the length.
 
-The lags are real. A complex state is two real ones, the real and imaginary parts, which alternate.
+The lag weights are real. A complex state is stored as alternating real and imaginary parts.
 """
 
 import functools
@@ -83,7 +83,7 @@ def complex_step(
 
 
 def _final_state(x: Tensor, mask: Tensor | None, of: Coefficients, last: Tensor, chunk: int) -> Tensor:
-    """Return the state after the last position, from the state before the last chunk, which may be short."""
+    """Return the state after the last position, from the state before the last chunk, which may be incomplete."""
     rest = (x.shape[1] - 1) % chunk + 1
     exponents = torch.arange(rest - 1, -1, -1, device=x.device)
     input_map = (of.weight_in[..., None, None] * powers(of.log_decay, of.turn, exponents)).flatten(1, 2)
@@ -98,7 +98,7 @@ def _final_state(x: Tensor, mask: Tensor | None, of: Coefficients, last: Tensor,
 
 @functools.lru_cache
 def _fft_length(at_least: int) -> int:
-    """Return the next number without prime factors above 5; other sizes of an FFT take up to six times as long."""
+    """Return the next number without prime factors above 5; an FFT of another size takes up to six times as long."""
     while True:
         rest = at_least
         for prime in (2, 3, 5):
@@ -110,13 +110,13 @@ def _fft_length(at_least: int) -> int:
 
 
 def _spectrum(taps: Tensor, center: int, size: int) -> Tensor:
-    """Return the spectrum of the taps on a circle of `size` positions, with negative lags at the end."""
+    """Return the spectrum of the lag weights `taps` on a circle of `size` positions, with negative lags at the end."""
     circle = torch.roll(nn.functional.pad(taps, (0, size - taps.shape[1])), -center, 1)
     return torch.fft.rfft(circle)[:, None]
 
 
 def _convolve(signal: Tensor, taps: Tensor, center: int, size: int) -> Tensor:
-    """Apply every lag of `taps` `[D, K]` to a signal `[D, B, T]` at once."""
+    """Apply the weights `taps` `[D, K]` of all lags to a signal `[D, B, T]` by FFT."""
     spectrum = torch.fft.rfft(signal, n=size) * _spectrum(taps, center, size)
     return torch.fft.irfft(spectrum, n=size)[..., : signal.shape[-1]]
 
@@ -140,7 +140,7 @@ def toeplitz(taps: Tensor, center: int, chunk: int) -> Tensor:
 
 
 def _lag_sums(products: Tensor, center: int) -> Tensor:
-    """Return the sums over the diagonals, the transpose of `toeplitz`."""
+    """Return the sums over the diagonals (the transpose of `toeplitz`)."""
     chunk = products.shape[-1]
     # With 2 C - 1 columns instead of 2 C, each row starts one column further right.
     rows = nn.functional.pad(products.flip(1), (0, chunk)).flatten(1)[:, : chunk * (2 * chunk - 1)]
@@ -149,10 +149,11 @@ def _lag_sums(products: Tensor, center: int) -> Tensor:
 
 
 def _scan_chunks(chunk_states: Tensor, decay: Tensor, first: float | Tensor, forward: slice, backward: slice) -> Tensor:
-    """Return the states before each chunk, s_i = q^C s_{i-1} + chunk_states_{i-1}, stored in `chunk_states`.
+    """Compute the states before each chunk, s_i = q^C s_{i-1} + chunk_states_{i-1}, in place of `chunk_states`.
 
     `chunk_states` is `[D, B, chunks, N']`. `decay` is q^C - 1; if it is complex, pairs of states are complex numbers.
-    `first` contains the initial states, `[D, B, N']`, `forward` and `backward` the slices of each time direction.
+    `first` contains the initial states, `[D, B, N']`; `forward` and `backward` are the slices of the two time
+    directions.
     """
     carried = chunk_states.new_empty(chunk_states.shape[2], *chunk_states.shape[:2], chunk_states.shape[3])
     carried[0] = first
@@ -167,12 +168,12 @@ def _scan_chunks(chunk_states: Tensor, decay: Tensor, first: float | Tensor, for
 
 
 def _numbers(states: Tensor, decay: Tensor) -> Tensor:
-    """Return states in the form that `decay` multiplies: pairs as complex numbers if it is complex."""
+    """Return states that `decay` can multiply: as complex numbers if `decay` is complex."""
     return torch.view_as_complex(states.unflatten(-1, (-1, 2))) if decay.is_complex() else states
 
 
 def _pairs(numbers: Tensor) -> Tensor:
-    """Return complex numbers as pairs of real ones."""
+    """Return complex numbers as pairs of real numbers; real numbers are unchanged."""
     return torch.view_as_real(numbers).flatten(-2) if numbers.is_complex() else numbers
 
 
@@ -193,7 +194,7 @@ def _scan(
     chunks: Tensor, taps: Tensor, center: int, input_map: Tensor, output_map: Tensor, decay: Tensor,
     initial: Tensor | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Return the average of chunks `[D, B, chunks, C]`, in the same shape, and the state before the last chunk."""
+    """Return the average of chunks `[D, B, chunks, C]` in the same shape, and the state before the last chunk."""
     states = _states(chunks, input_map, decay, initial, _directions(input_map, center))
     rows = chunks.flatten(1, 2) @ toeplitz(taps, center, chunks.shape[-1])
     rows.baddbmm_(states.flatten(1, 2), output_map)
@@ -224,7 +225,7 @@ def _scan_backward(
 
 
 def _decay_gradient(gradients: Tensor, states: Tensor) -> Tensor:
-    """Return the sums of complex gradients times conjugate states: `[D, R, 2 N]` to `[D, 2 N]`, all as pairs.
+    """Return the sums `[D, 2 N]` of complex gradients `[D, R, 2 N]` times conjugate states, all as pairs.
 
     A matrix product of all states takes less time and memory than a product of complex tensors and a sum.
     """
@@ -234,7 +235,10 @@ def _decay_gradient(gradients: Tensor, states: Tensor) -> Tensor:
 
 
 def _blocks(x: Tensor) -> list[slice]:
-    """Return slices of the channels on CPU; on other devices many small kernels cost more than the memory they save."""
+    """Return slices of the channels on the CPU, and one slice on other devices.
+
+    There, many small kernels take more time than the saved memory is worth.
+    """
     batch, length, channels = x.shape
     size = channels
     if x.device.type == "cpu":
@@ -243,7 +247,10 @@ def _blocks(x: Tensor) -> list[slice]:
 
 
 def _rows(x: Tensor, mask: Tensor | None, multiple: int) -> Tensor:
-    """Return `[B, T, D]` as `[D, B, T']`, with zeros at masked positions and up to T', a multiple of `multiple`."""
+    """Return x `[B, T, D]` as `[D, B, T']` with 0 at masked positions and at the end.
+
+    T' is the next multiple of `multiple`.
+    """
     if mask is not None:
         x = x.masked_fill(~mask[..., None], 0.0)
     x = nn.functional.pad(x, (0, 0, 0, -x.shape[1] % multiple)).contiguous()
@@ -254,9 +261,9 @@ def _rows(x: Tensor, mask: Tensor | None, multiple: int) -> Tensor:
 def _maps(
     of: Coefficients, skip: Tensor | None, channels: int, chunk: int, length: int, shift: bool
 ) -> tuple[Tensor, list[Any], list[Tensor]]:
-    """Return the lags, the maps of chunks (None without chunks), and tables for the backward pass.
+    """Return the lag weights, the chunk matrices (None without chunks), and tables for the backward pass.
 
-    The skip of a complex average is added to lag 0.
+    The skip weights of a complex average are added to lag 0.
     """
     maps: list[Any]
     if chunk:
@@ -271,7 +278,7 @@ def _maps(
 
 
 def _keep(of: Coefficients, taps: Tensor, maps: list[Any], kept: list[Tensor]) -> list[Tensor]:
-    """Return the results of `_maps` that the backward pass does not recompute, only for a real average."""
+    """Return the results of `_maps` that are stored for the backward pass; a complex average recomputes them."""
     return [taps, *(table for table in maps if table is not None), *kept] if of.turn is None else []
 
 
@@ -281,7 +288,7 @@ def _average(
 ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:  # fmt: skip
     """Return the result, the argument of silu, the states before the last chunk, and tables for the backward pass.
 
-    All but the result may be empty.
+    All except the result may be empty.
     """
     of, channels = Coefficients(log_decay, turn, weight_in, weight_out), x.shape[2]
     taps, maps, kept = _maps(of, skip, channels, chunk, length, shift)
@@ -322,7 +329,7 @@ def _average_backward(
     skip: Tensor | None, log_decay: Tensor, turn: Tensor | None, weight_in: Tensor, weight_out: Tensor,
     initial: Tensor | None, chunk: int, length: int, shift: bool,
 ) -> list[Tensor | None]:  # fmt: skip
-    """Return the gradients of x, skip, the coefficients and initial, None for None."""
+    """Return the gradients of x, skip, the coefficients and initial; None for arguments that are None."""
     of, (channels, dtype) = Coefficients(log_decay, turn, weight_in, weight_out), (x.shape[2], log_decay.dtype)
     if kept:
         taps, *kept = kept

@@ -1,8 +1,8 @@
 """Coefficients of both averages from their parameters, and the gradients of the parameters, in one launch each.
 
-The definitions are those of `coefficients` (Mega section 3.1, Megalodon section 3.2). The parameters are `[R, N]`
-(complex: projection `[D, N, 2]`, phase `[D]`) of any dtype, and the results `[..., N, R]`. Intermediate values are
-float64, because the decay over a chunk multiplies an error by the length of the chunk.
+`coefficients` has the definitions (Mega section 3.1, Megalodon section 3.2). The parameters are `[R, N]` (complex:
+projection `[D, N, 2]`, phase `[D]`) of any dtype, and the results are `[..., N, R]`. Intermediate values are float64,
+because the decay over a chunk multiplies an error by the length of the chunk.
 """
 
 from typing import Any
@@ -31,7 +31,7 @@ def _store(pointer, places, value, inside):
 
 @triton.jit
 def _rates(input_logit, damping_logit):
-    """Return p, the damping, q and log q, without cancellation for q close to 0 or 1."""
+    """Return p, the damping, q and log q, without cancellation if q is close to 0 or 1."""
     gate, damping = tl.sigmoid(input_logit), tl.sigmoid(damping_logit)
     lost = gate * damping
     q = tl.maximum(tl.sigmoid(-input_logit) + gate * tl.sigmoid(-damping_logit), LEAST)
@@ -64,7 +64,10 @@ def _damped_backward_kernel(
     total, rows, channels, scale,
     N: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The sums are those of `triton_damped_backward.backward`; `input_sums` is None if they contain p beta and eta."""
+    """Compute the gradients of the parameters from the sums of `triton_damped_backward.backward`.
+
+    If `input_sums` is None, the sums lack the factors p beta and eta / sqrt(N), which this kernel applies.
+    """
     place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside, n, row = place < total, place % N, place // N
     first = row // channels * 2 * N * channels + n * channels + row % channels
@@ -86,7 +89,7 @@ def _damped_backward_kernel(
 
 @triton.jit
 def _turned(log_size, turn, exponent):
-    """Return the real and the imaginary part of exp(log_size + 2 pi i turn)^exponent."""
+    """Return the real and imaginary parts of exp(log_size + 2 pi i turn)^exponent."""
     size, turn = tl.exp(log_size * exponent), turn * exponent
     angle = (turn - tl.floor(turn + 0.5)) * TURN
     return size * tl.cos(angle), size * tl.sin(angle)
@@ -99,7 +102,7 @@ def _complex_kernel(
     channels, chunk, scale,
     N: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Write q, the part of it that is lost to rounding, q^C - 1, C q^(C-1), p, and gamma / sqrt(N)."""
+    """Write q, the rounding error of q, q^C - 1, C q^(C-1), p, and gamma / sqrt(N)."""
     n, d = tl.arange(0, BLOCK_N)[:, None], (tl.program_id(0) * BLOCK_D + tl.arange(0, BLOCK_D))[None, :]
     inside, source, place, states = (n < N) & (d < channels), d * N + n, n * channels + d, N * channels
     gate, _, _, log_q = _rates(_double(input_logit, source, inside), _double(damping_logit, source, inside))
@@ -131,7 +134,10 @@ def _complex_backward_kernel(
     channels, scale,
     N: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """The sums `[4, N, D]` are pairs: of the gradient times states, and times their derivatives with respect to q."""
+    """Compute the gradients of the parameters from complex `sums` `[4, N, D]`.
+
+    These are the sums of the gradient times the states, and times the derivatives of the states with respect to q.
+    """
     n, d = tl.arange(0, BLOCK_N)[:, None], tl.program_id(0) * BLOCK_D + tl.arange(0, BLOCK_D)
     inside, source, place, states = (n < N) & (d < channels)[None, :], d * N + n, n * channels + d, N * channels
     entry_logit, damping_logits = _double(input_logit, source, inside), _double(damping_logit, source, inside)
@@ -188,19 +194,19 @@ def _empty(parameters: tuple[Tensor, ...]) -> list[Tensor]:
 
 
 def _converted(grads: list[Tensor], parameters: tuple[Tensor, ...]) -> list[Tensor]:
-    """Return the gradients in the dtypes of the parameters; a conversion without effect costs a call as well."""
+    """Return the gradients in the dtypes of the parameters; float32 is not converted, because each call costs time."""
     pairs = zip(grads, parameters, strict=True)
     return [grad if parameter.dtype == torch.float32 else grad.to(parameter.dtype) for grad, parameter in pairs]
 
 
 def _launch(kernel: Any, total: int, states: int, *arguments: Any) -> None:
-    """Launch a kernel for `total` numbers; the last argument is 1 / sqrt(N)."""
+    """Launch a kernel for `total` numbers; its last argument is 1 / sqrt(N)."""
     options = {"N": states, "BLOCK": BLOCK, "num_warps": 4, "num_stages": 1}
     launch(kernel, (cdiv(total, BLOCK),), *arguments, states**-0.5, **options)
 
 
 def _launch_tiles(kernel: Any, channels: int, states: int, *arguments: Any) -> None:
-    """Launch a kernel for tiles of states and channels; the last argument is 1 / sqrt(N)."""
+    """Launch a kernel for tiles of states and channels; its last argument is 1 / sqrt(N)."""
     block_n = next_power_of_2(states)
     block_d = max(1, BLOCK // block_n)
     options = {"N": states, "BLOCK_N": block_n, "BLOCK_D": block_d, "num_warps": 4, "num_stages": 1}

@@ -30,7 +30,7 @@ from luna_mega.kernels.moving_average.triton_step import load_pair, times
 
 @triton.jit
 def _rate(factors, rows, states, tile, UNROLL: tl.constexpr):
-    """Return q, and the part of a state that is lost to the rounding of q in UNROLL steps."""
+    """Return q, and the rounding error of q that accumulates over UNROLL steps."""
     q_real, q_imaginary = load_pair(factors, rows, states, tile)
     lost_real, lost_imaginary = load_pair(factors + 2 * states, rows, states, tile)
     return q_real, q_imaginary, lost_real * UNROLL, lost_imaginary * UNROLL
@@ -50,8 +50,8 @@ def _chunk_state_kernel(
 ):  # fmt: skip
     """Write the states at the end of a chunk with zero initial states; the first chunk starts from `starts`.
 
-    SLOPE: also write their derivatives with respect to q. GRADIENT: run in reversed time. Program `(block, chunk,
-    sequence)`.
+    SLOPE: also write their derivatives with respect to q. GRADIENT: run backward in time. The program index is `(block,
+    chunk, sequence)`.
     """
     block, sequence, row, first, size, number, slot, begin, count = place(cu_seqlens, length, chunk, chunks, blocks)
     if count <= 0:
@@ -115,9 +115,9 @@ def _state_passing_kernel(
     own_blocks, cu_seqlens, length, chunk, chunks, channels, blocks, width, slots,
     N: tl.constexpr, BLOCK: tl.constexpr, SLOPE: tl.constexpr, GRADIENT: tl.constexpr,
 ):  # fmt: skip
-    """Replace the states at the ends of chunks by those before the chunks, in the direction of the scan.
+    """Replace the states at the end of each chunk by the states before the chunk, in the direction of the scan.
 
-    Program `(block of states, sequence)`.
+    The program index is `(block of states, sequence)`.
     """
     program = tl.program_id(0).to(tl.int64)
     block, sequence = program % own_blocks, program // own_blocks
@@ -167,9 +167,9 @@ def _scan_kernel(
     stride_b, stride_t, stride_d, x_stride_b, x_stride_t, x_stride_d,
     N: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, UNROLL: tl.constexpr, GRADIENT: tl.constexpr,
 ):  # fmt: skip
-    """Write the average with the skip, and the states after the last step to `last`.
+    """Write the average including the skip, and the states after the last step to `last`.
 
-    GRADIENT: `signal` is the gradient of the result, the scan runs in reversed time, the result is the gradient of x,
+    GRADIENT: `signal` is the gradient of the result, the scan runs backward in time, the result is the gradient of x,
     and `sums` receives the sum of the real part of the states times x.
     """
     block, sequence, row, first, size, number, slot, begin, count = place(cu_seqlens, length, chunk, chunks, blocks)
@@ -251,7 +251,7 @@ def _gradient_kernel(
 ):  # fmt: skip
     """Write the sums of gradient times state, and the gradients of q and of the skip, over a chunk.
 
-    The sums are `[slots, 4, N, D]`, as real and imaginary parts of complex derivatives.
+    The sums are `[slots, 4, N, D]`: real and imaginary parts of complex derivatives.
     """
     block, sequence, row, first, size, number, slot, begin, count = place(cu_seqlens, length, chunk, chunks, blocks)
     if (count <= 0) & (number > 0):
@@ -334,7 +334,7 @@ def _states_before(
     plan: Plan, signal: Tensor, mask: Tensor | None, factors: Tensor, weights: tuple[Tensor, Tensor],
     starts: Tensor | None, *, slope: bool = False, gradient: bool = False,
 ) -> Tensor | None:  # fmt: skip
-    """Return the states before every chunk, `[slots, 2, N, D]`, with slopes `[slots, 4, N, D]`."""
+    """Return the states before every chunk, `[slots, 2, N, D]`, or with their slopes, `[slots, 4, N, D]`."""
     if plan.chunks == 1:
         return starts
     ends = factors.new_empty(plan.slots, 4 if slope else 2, plan.states, plan.channels)

@@ -1,8 +1,8 @@
 """Backward pass of the damped EMA in Triton: no states are stored.
 
 The gradients of the parameters come from a second scan of x, which computes each state and its derivative with respect
-to q, s_t = q s_{t-1} + h_{t-1}. The gradient of x is the scan of the result's gradient in reversed time with the two
-weights exchanged.
+to q, s_t = q s_{t-1} + h_{t-1}. The gradient of x is a scan of the result's gradient backward in time, in which the
+input and output weights are exchanged.
 """
 
 from typing import Any
@@ -42,10 +42,11 @@ def _gradient_kernel(
     N: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, UNROLL: tl.constexpr,
     REVERSED: tl.constexpr, SHIFT: tl.constexpr, SCALED: tl.constexpr, CARRIED: tl.constexpr,
 ):  # fmt: skip
-    """Write the sums of gradient times state and of gradient times slope, d state / d q, over a chunk.
+    """Write the sums over a chunk of gradient times state, and of gradient times slope (d state / d q).
 
-    `gradient` is the gradient of the average, or, with `skip`, of the result: then `inner` gets the gradient of the
-    average, and `skip_sums` the gradient of the skip. SCALED: the second sum is the gradient of q.
+    `gradient` is the gradient of the average or, if `skip` is given, of the result. In the latter case, `inner`
+    receives the gradient of the average, and `skip_sums` the gradient of the skip. SCALED: the second sum is the
+    gradient of q.
     """
     block, sequence, row, first, size, number, slot, begin, count = place(cu_seqlens, length, chunk, chunks, blocks)
     if (count <= 0) & (number > 0):

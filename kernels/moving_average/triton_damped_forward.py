@@ -105,7 +105,8 @@ def _chunk_state_kernel(
 ):  # fmt: skip
     """Write the states at the end of a chunk with zero initial states; SLOPE: also their derivatives with respect to q.
 
-    Program `(block of channels, chunk, sequence; direction)`. FLIPPED: direction 0 runs from the end, 1 from the start.
+    The program index is `(block of channels, chunk, sequence; direction)`. FLIPPED: direction 0 runs from the end, and
+    direction 1 from the start.
     """
     block, sequence, row, first, size, number, slot, begin, count = place(cu_seqlens, length, chunk, chunks, blocks)
     if count <= 0:
@@ -159,7 +160,8 @@ def _state_passing_kernel(
 ):  # fmt: skip
     """Replace the states at the end of each chunk by the states before it, in its direction.
 
-    The first states are `starts` `[S, N, D]`; their slope is 0. Program `(block of states, sequence; direction)`.
+    The first states are `starts` `[S, N, D]`; their slope is 0. The program index is `(block of states, sequence;
+    direction)`.
     """
     program = tl.program_id(0).to(tl.int64)
     block, sequence = program % own_blocks, program // own_blocks
@@ -219,10 +221,10 @@ def _scan_kernel(
     N: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, UNROLL: tl.constexpr,
     REVERSED: tl.constexpr, SHIFT: tl.constexpr, SCALED: tl.constexpr, GRADIENT: tl.constexpr,
 ):  # fmt: skip
-    """Write one direction of the average of `signal` plus `other`, finished: silu(average + skip signal).
+    """Write silu(average + skip signal); the average is one direction of the average of `signal`, plus `other`.
 
     GRADIENT: `signal` is the gradient of an average, the two weights are exchanged, and the result is the gradient of
-    x, masked average + skip signal; `sums` receives the sum of state times x. The final states are written to `last`.
+    x: masked average + skip signal. `sums` receives the sum of state times x, and `last` the final states.
     """
     block, sequence, row, first, size, number, slot, begin, count = place(cu_seqlens, length, chunk, chunks, blocks)
     if (count <= 0) & (number > 0):

@@ -87,7 +87,7 @@ def _damped_backward(
 
 
 def _channels_last(state: Tensor | None) -> Tensor | None:
-    """Convert states `[B, D, N]` to float32 `[B, N, D]`: a program reads adjacent channels."""
+    """Convert states `[B, D, N]` to float32 `[B, N, D]`, because a program reads adjacent channels."""
     return None if state is None else state.float().mT.contiguous()
 
 
@@ -133,7 +133,10 @@ _complex = _register_average("complex", _complex_forward, _complex_backward)
 
 
 def _register_step(kind: str, forward: Callable[..., Any], backward: Callable[..., Any]) -> Callable[..., Any]:
-    """Register the operator of a step; `backward` takes the inputs, the next state and the gradients of the results."""
+    """Register the operator of a step.
+
+    `backward` receives the inputs, the next state and the gradients of the results.
+    """
     inputs = f"Tensor x, Tensor state, {STEPS[kind]}, Tensor? skip, Tensor? mask"
     is_complex = kind == "complex"
 

@@ -31,7 +31,10 @@ def _damped_step_kernel(
     channels, blocks, stride_b, stride_d, scale,
     N: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Process one position of the causal average, from the logits. Program `(block of channels, batch row)`."""
+    """Process one position of the causal average, given the logits.
+
+    The program index is `(block of channels, batch row)`.
+    """
     program = tl.program_id(0).to(tl.int64)
     row = program // blocks
     n, d = tl.arange(0, BLOCK_N)[None, :], program % blocks * BLOCK_D + tl.arange(0, BLOCK_D)
@@ -65,9 +68,9 @@ def _complex_step_kernel(
     channels, blocks, stride_b, stride_d,
     N: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Process one position; all arguments except x and the skip are real pairs `[..., D, N, 2]`.
+    """Process one position of the complex average.
 
-    Program `(block, row)`.
+    All arguments except x and the skip are real pairs `[..., D, N, 2]`. The program index is `(block, row)`.
     """
     program = tl.program_id(0).to(tl.int64)
     row = program // blocks

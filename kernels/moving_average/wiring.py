@@ -1,4 +1,4 @@
-"""Code of both public averages: backends, checks, varlen calls with states, states after some positions."""
+"""Code that both public averages share: backends, checks, varlen calls with states, states after some positions."""
 
 from collections.abc import Callable
 from typing import Any
@@ -112,7 +112,7 @@ def run_call(
 
 
 def _state_after(op: Op, coefficients: Callable[..., Any], backend: str | None, call: Call, lengths: Tensor) -> Tensor:
-    """Return the states after the first `lengths` `[B]` positions of each row, without decay at dropped positions."""
+    """Return the states after the first `lengths` `[B]` positions of each row, without decay at masked positions."""
     rows = {name: to_end(call[name], lengths) for name in ("x", "mask")}
     _, state = op(backend, call | rows | {"skip": None, "initial_state": None, "return_state": True})
     initial, dtype = call["initial_state"], upcast_dtype(call["x"], *call["parameters"])

@@ -32,10 +32,10 @@ def assign_rows(score: torch.Tensor, mask: torch.Tensor, rows: int) -> torch.Ten
 
 
 def _fill(weight: torch.Tensor, budget: int) -> torch.Tensor:
-    """Return the costs `min(1, factor * weight)`, `[B, T]`, that sum to `budget` (water filling), by one sort.
+    """Return the costs `min(1, factor * weight)`, `[B, T]`, that sum to `budget` (water filling).
 
-    With the k heaviest tokens at cost 1, the factor is (budget - k) / (sum of the other weights). The smallest k for
-    which the next token costs at most 1 is the solution.
+    The weights are sorted once. If the k heaviest tokens have cost 1, the factor is (budget - k) / (sum of the other
+    weights). The solution is the smallest k for which the next token costs at most 1.
     """
     heaviest = weight.sort(dim=-1, descending=True).values
     others = heaviest.flip(-1).cumsum(dim=-1).flip(-1)
@@ -65,7 +65,7 @@ def segment_pack(
 
 
 def _sums(x: torch.Tensor, index: torch.Tensor, rows: int) -> torch.Tensor:
-    """Return the sums of the elements of each row; `x` is `[N, ...]`, `index` `[N]`, and the result `[rows, ...]`."""
+    """Return the sums `[rows, ...]` of the elements of x `[N, ...]` in each row; `index` `[N]` contains the rows."""
     zeros = x.new_zeros(rows, *x.shape[1:])
     if x.is_cuda:  # index_add uses atomics there, which are not deterministic
         return zeros.index_put((index,), x, accumulate=True)
@@ -95,12 +95,12 @@ def _pack(
 
 
 def _traced(*call: Any) -> tuple[torch.Tensor, ...]:
-    """Return the results of `_pack`: `torch.jit.trace` does not support numbers in an autograd function."""
+    """Return the first three results of `_pack`; `torch.jit.trace` does not support numbers in an autograd function."""
     return _pack(*call)[:3]
 
 
 class _SegmentPack(torch.autograd.Function):
-    """Pack of tokens `[N, D]`. The backward pass contains no sums over the tokens of a row."""
+    """Pack tokens `[N, D]`. The backward pass computes no sums over the tokens of a row."""
 
     @staticmethod
     def forward(

@@ -13,7 +13,7 @@ LARGEST_D = 128
 
 @triton.jit
 def _tile(SCORE, KEPT, first, end, BLOCK_T: tl.constexpr):
-    """Return the tokens of a tile, whether they are in the row and whether they are kept, and their scores."""
+    """Return the tokens of a tile, whether they are in the row, whether they are unmasked, and their scores."""
     token = first + tl.arange(0, BLOCK_T)
     there = token < end
     kept = there
@@ -34,7 +34,7 @@ def _forward_kernel(
 ):  # fmt: skip
     """Write the weighted mean of a block of features, the entropy, the largest score and the sum of weights.
 
-    Program `(row, block of features)`.
+    The program index is `(row, block of features)`.
     """
     row = tl.program_id(0)
     feature = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
@@ -79,7 +79,7 @@ def _backward_kernel(
     width,
     BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Write the gradients of the tokens of a row; 0 for masked tokens. Program `row`."""
+    """Write the gradients of the tokens of a row; masked tokens have gradient 0. The program index is `row`."""
     row = tl.program_id(0)
     begin, end = tl.load(STARTS + row), tl.load(STARTS + row + 1)
     place = row.to(tl.int64) * width

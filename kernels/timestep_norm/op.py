@@ -157,7 +157,7 @@ def _check(op: str, x: Tensor, groups: int, weight: Tensor | None, bias: Tensor 
 def _checked_state(
     op: str, x: Tensor, groups: int, state: TimestepNormState | None, sequences: int
 ) -> TimestepNormState:
-    """Return the state in float64, with mean and variance 0 if the count is 0."""
+    """Return the state in float64; where the count is 0, mean and variance are set to 0."""
     if state is None:
         return empty_state(x, groups, sequences)
     count, *rest = state

@@ -1,7 +1,7 @@
-"""Statistics of all positions so far from the group mean and variance of every position, in float64.
+"""Compute float64 statistics of all positions so far from the group mean and variance of every position.
 
-n_t is the number of kept positions; m_t and v_t are the mean and variance of a group at one position, M_t and S_t those
-of all positions up to t:
+n_t is the number of unmasked positions. m_t and v_t are the mean and variance of a group at one position, M_t and S_t
+those of all positions up to t:
 
     n_t M_t = n_0 M_0 + sum_k m_k
     n_t S_t = n_0 S_0 + sum_k (v_k + (1 - 1 / n_k) (m_k - M_{k-1})^2)

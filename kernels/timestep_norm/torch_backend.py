@@ -1,4 +1,4 @@
-"""Timestep norm in PyTorch: blocks of positions that fit the cache, and float64 sums over time."""
+"""Timestep norm in PyTorch: blocks of positions that fit the CPU cache, and float64 sums over time."""
 
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -58,7 +58,7 @@ def _in_program(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, mask: Tensor | None, count: Tensor, mean: Tensor,
     variance: Tensor, groups: int, eps: float,
 ) -> tuple[Tensor, None, None, None, Tensor, Tensor]:  # fmt: skip
-    """Compute the operator with native PyTorch operators, for exported programs."""
+    """Compute the result with PyTorch operators only, for exported programs."""
     number = counts(count, mask, x.shape[1])
     rows = x.to(upcast_dtype(x, weight))
     rows = rows if mask is None else rows.masked_fill(~mask[..., None], 0.0)
@@ -77,7 +77,7 @@ def _in_program(
 
 
 def _affine(y: Tensor, weight: Tensor | None, bias: Tensor | None, into: Tensor | None = None) -> Tensor:
-    """Return y times weight plus bias, written to `into` if given."""
+    """Return y times weight plus bias; write it to `into` if that is given."""
     out = into if into is not None and into.dtype == y.dtype else None
     if weight is not None:
         y = torch.mul(y, weight, out=out) if bias is None else torch.addcmul(bias, y, weight, out=out)
@@ -89,8 +89,8 @@ def _affine(y: Tensor, weight: Tensor | None, bias: Tensor | None, into: Tensor 
 def _blocks(rows: Tensor, groups: int, dtype: torch.dtype, tensors: int) -> Iterator[tuple[slice, list[Tensor]]]:
     """Yield slices of rows `[R, D]`, each with `tensors` scratch tensors `[R, G, D / G]`.
 
-    On CPU a slice and its tensors fit the cache. The tensors of the previous slice are reused, because allocation would
-    take longer than the computation.
+    On the CPU, a slice and its tensors fit the cache. The tensors of the previous slice are reused, because allocation
+    would take longer than the computation.
     """
     total, features = rows.shape
     size = min(total, max(1, BLOCK // max(features, 1)) if rows.device.type == "cpu" else total)
@@ -107,7 +107,10 @@ def _rows(x: Tensor, mask: Tensor | None, *of_groups: Tensor) -> Any:
 
 
 def _of_block(rows: Tensor, kept: Tensor | None, block: slice, scratch: Tensor) -> Tensor:
-    """Return a block of rows in groups, 0 if masked, in the dtype of the scratch tensor, which may be overwritten."""
+    """Return a block of rows in groups, in the dtype of `scratch`, with 0 at masked rows.
+
+    The result may be written to `scratch`.
+    """
     rows = rows[block].view(scratch.shape)
     if kept is None and rows.dtype == scratch.dtype:
         return rows
@@ -116,12 +119,12 @@ def _of_block(rows: Tensor, kept: Tensor | None, block: slice, scratch: Tensor) 
 
 
 def _means(rows: Tensor) -> Tensor:
-    """Return the means of the last dimension as a matrix product, which is faster than summing short rows."""
+    """Return the means over the last dimension, as a matrix product, which is faster than summing short rows."""
     return rows @ rows.new_full(rows.shape[-1:], 1.0 / rows.shape[-1])
 
 
 def _column_sums(rows: Tensor) -> Tensor:
-    """Return the sums of `[R, G, D / G]` over the rows, `[D]`."""
+    """Return the sums `[D]` over the rows of `[R, G, D / G]`."""
     return rows.new_ones(len(rows)) @ rows.flatten(1)
 
 
@@ -250,7 +253,7 @@ def _forward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Return the result, three statistics per position for the backward pass, and the last mean and variance.
 
-    The statistics `[B, T, G]` are the means of single positions, the means of all positions so far and their rstd.
+    The statistics `[B, T, G]` are the means of single positions, and the means and rstd of all positions so far.
     """
     own, spread = passes.moments(x, mask, groups, upcast_dtype(x, weight))
     means, rstd, *last = passes.statistics(own, spread, mask, count, mean, variance, eps)
@@ -271,7 +274,7 @@ def _backward(
     means: Tensor, rstd: Tensor, x: Tensor, weight: Tensor | None, bias: Tensor | None, mask: Tensor | None,
     count: Tensor, mean: Tensor, variance: Tensor, groups: int, eps: float,
 ) -> list[Tensor | None]:  # fmt: skip
-    """Return the gradients of x, weight, bias and the initial mean and variance, None for None."""
+    """Return the gradients of x, weight, bias and the initial mean and variance; None for arguments that are None."""
     sums, products, *grads = passes.sums(gradient, x, mask, means, rstd, weight, bias)
     last = grad_mean, grad_variance, x.shape[2] // groups
     stretches, shifts, *initial = passes.statistics_backward(sums, products, own, means, rstd, mask, count, mean, *last)
@@ -286,8 +289,8 @@ def _back_in_time(
     """Return the gradients of the means and variances of single positions, `[B, T, G]`, and of the initial statistics.
 
     `sums` and `products` are the sums of the gradient of x - M, and of its product with x - M. `away` is m_t - M_{t-1}.
-    `last` contains the gradients of n M and n S after the last position. The initial gradients are the gradients of
-    n M, n S and M before the first position.
+    `last` contains the gradients of n M and n S after the last position. The initial gradients are those of n M, n S
+    and M before the first position.
     """
     share = 1.0 / number
     of_total = _sums_from_end(-0.5 * rstd.double().square() * products * share, last[1])
@@ -302,7 +305,7 @@ def _back_in_time(
 
 
 def _sums_from_end(x: Tensor, last: Tensor) -> Tensor:
-    """Return the sums from every position to the end, of x `[B, T, G]` followed by `last` `[B, G]`."""
+    """Return, for every position, the sum of x `[B, T, G]` from there to the end, plus `last` `[B, G]`."""
     before = x.cumsum(1).sub_(x)
     return (before[:, -1:] + x[:, -1:] + last[:, None]) - before
 

@@ -19,7 +19,7 @@ TILES = 8
 
 @triton.jit
 def _tile(first, total, KEPT, BLOCK_R: tl.constexpr, BLOCK_W: tl.constexpr):
-    """Return the rows of a tile, the features in the group, and masks of valid rows and of kept rows."""
+    """Return the rows of a tile, the features in the group, and masks of valid rows and of unmasked rows."""
     row = first.to(tl.int64) + tl.arange(0, BLOCK_R)
     feature = tl.arange(0, BLOCK_W)
     there = row < total
@@ -37,7 +37,7 @@ def _moments_kernel(
     total, groups, width,
     BLOCK_R: tl.constexpr, BLOCK_W: tl.constexpr,
 ):  # fmt: skip
-    """Write mean and variance of a feature group of every row. Program `(tile of rows, group)`."""
+    """Write mean and variance of a feature group for every row. The program index is `(tile of rows, group)`."""
     group = tl.program_id(1)
     row, feature, there, kept = _tile(tl.program_id(0) * BLOCK_R, total, KEPT, BLOCK_R, BLOCK_W)
     inside = kept[:, None] & (feature < width)[None, :]
@@ -59,7 +59,7 @@ def _apply_kernel(
     total, groups, width,
     BLOCK_R: tl.constexpr, BLOCK_W: tl.constexpr,
 ):  # fmt: skip
-    """Write (x - mean) rstd weight + bias, 0 if masked. Program `(tile of rows, group)`."""
+    """Write (x - mean) rstd weight + bias; masked rows are 0. The program index is `(tile of rows, group)`."""
     group = tl.program_id(1)
     row, feature, there, kept = _tile(tl.program_id(0) * BLOCK_R, total, KEPT, BLOCK_R, BLOCK_W)
     inside = kept[:, None] & (feature < width)[None, :]
@@ -87,9 +87,9 @@ def _sums_kernel(
     total, groups, width,
     BLOCK_R: tl.constexpr, BLOCK_W: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
-    """Write the group means of dy rstd weight and of that times x - mean, and partial gradients of weight and bias.
+    """Write group means of g = dy rstd weight and of g (x - mean), and partial gradients of weight and bias.
 
-    Program `(TILES tiles of rows, group)`.
+    The program index is `(TILES tiles of rows, group)`.
     """
     group, part = tl.program_id(1), tl.program_id(0)
     of_weight = tl.zeros([BLOCK_W], tl.float32)
@@ -130,7 +130,7 @@ def _apply_backward_kernel(
     total, groups, width,
     BLOCK_R: tl.constexpr, BLOCK_W: tl.constexpr,
 ):  # fmt: skip
-    """Write dy rstd weight + x stretch + shift. Program `(tile of rows, group)`."""
+    """Write dy rstd weight + x stretch + shift. The program index is `(tile of rows, group)`."""
     group = tl.program_id(1)
     row, feature, there, kept = _tile(tl.program_id(0) * BLOCK_R, total, KEPT, BLOCK_R, BLOCK_W)
     inside = kept[:, None] & (feature < width)[None, :]
@@ -157,7 +157,7 @@ def _step_kernel(
     groups, width, eps,
     BLOCK_G: tl.constexpr, BLOCK_W: tl.constexpr,
 ):  # fmt: skip
-    """Process one position. Program `(block of groups, batch row)`; statistics are float64."""
+    """Process one position with float64 statistics. The program index is `(block of groups, batch row)`."""
     batch = tl.program_id(1).to(tl.int64)
     group, feature = tl.program_id(0) * BLOCK_G + tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_W)
     there = group < groups
@@ -195,7 +195,7 @@ def _step_kernel(
 
 
 def _sizes(x: Tensor, groups: int) -> tuple[tuple[int, int, int], dict[str, int], int]:
-    """Return the shared arguments of the row kernels, their tile, and the number of tiles."""
+    """Return the arguments that the kernels over rows share, their tile, and the number of tiles."""
     total, width = x.shape[0] * x.shape[1], x.shape[2] // groups
     block_w = next_power_of_2(width)
     block_r = max(1, min(TILE // block_w, 128))

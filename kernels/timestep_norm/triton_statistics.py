@@ -1,6 +1,6 @@
-"""Statistics of all positions so far in Triton, in float64: the sums over time of `statistics` and of its gradients.
+"""Statistics of all positions so far in Triton, in float64: sums over time as in `statistics`, and their gradients.
 
-A program processes BLOCK_G groups of one sequence, in tiles `[BLOCK_T, BLOCK_G]` of positions, one after the other.
+A program processes BLOCK_G groups of one sequence, in successive tiles `[BLOCK_T, BLOCK_G]` of positions.
 """
 
 import torch
@@ -21,7 +21,7 @@ def _double(pointer, places, inside):
 
 @triton.jit
 def _kept(MASK, row, position, length):
-    """Return 1 for kept positions, 0 for masked ones and for those outside of the sequence."""
+    """Return 1 for unmasked positions, and 0 for masked positions and positions outside of the sequence."""
     inside = (position >= 0) & (position < length)
     if MASK is None:
         return inside.to(tl.int64)
@@ -31,7 +31,7 @@ def _kept(MASK, row, position, length):
 
 @triton.jit
 def _from_end(values):
-    """Return the sums from every position to the end of the tile."""
+    """Return, for every position, the sum from there to the end of the tile."""
     return tl.sum(values, 0)[None, :] - tl.cumsum(values, 0) + values
 
 
@@ -45,7 +45,10 @@ def _statistics_kernel(
     length, groups, eps,
     BLOCK_T: tl.constexpr, BLOCK_G: tl.constexpr,
 ):  # fmt: skip
-    """Write M_t, the rstd of S_t, and both after the last position. Program `(block of groups, sequence)`."""
+    """Write M_t and the rstd of S_t, and the final mean and variance.
+
+    The program index is `(block of groups, sequence)`.
+    """
     row, group = tl.program_id(1).to(tl.int64), tl.program_id(0) * BLOCK_G + tl.arange(0, BLOCK_G)
     there, of_row = group < groups, row * groups + group
     number = tl.load(COUNT + row)
@@ -78,7 +81,10 @@ def _statistics_kernel(
 
 @triton.jit
 def _of_away(of_total, OWN, MEANS, MEAN, row, position, length, count, kept, group, groups):
-    """Return the gradient of the distance m_t - M_{t-1}, 0 for masked positions; `of_total` is the gradient of n S."""
+    """Return the gradient of the distance m_t - M_{t-1}; masked positions have gradient 0.
+
+    `of_total` is the gradient of n S.
+    """
     used = (kept > 0)[:, None] & (group < groups)[None, :]
     places = (row * length + position.to(tl.int64))[:, None] * groups + group[None, :]
     before = _double(MEANS, places - groups, used & (position > 0)[:, None])
@@ -100,7 +106,7 @@ def _statistics_backward_kernel(
 ):  # fmt: skip
     """Write the results of `torch_backend._statistics_backward`, from the last tile to the first.
 
-    Program `(block of groups, sequence)`.
+    The program index is `(block of groups, sequence)`.
     """
     row, group = tl.program_id(1).to(tl.int64), tl.program_id(0) * BLOCK_G + tl.arange(0, BLOCK_G)
     there, of_row = group < groups, row * groups + group
