@@ -1,4 +1,4 @@
-"""Conversion of checkpoints of the original code into folders that transformers loads, and back."""
+"""Convert checkpoints of the original code to folders that transformers loads, and convert models back."""
 
 from luna_mega.convert.export.exporter import export_checkpoint
 from luna_mega.convert.importer import convert_checkpoint

@@ -1,4 +1,4 @@
-"""Types of arguments: each function returns a plain Python value, or raises a `ValueError` such as "is not a number".
+"""Types of arguments: each function returns a Python value, or raises a `ValueError` such as "is not a number".
 
 The caller prepends the name of the argument and the value to the message.
 """

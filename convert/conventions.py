@@ -1,9 +1,9 @@
 """Conventions that names and shapes do not determine: the storage of norm weights, and the branch of Mega.
 
 Luna's code stores norm weights as `weight` or, in 2023, as `weight - 1`. The two branches of Mega swap the names alpha
-and delta of a moving average, so a file loads in both branches and gives wrong results in one of them. They register
-the two parameters in different orders, which a state dict preserves. The backward average of the `flash` branch also
-starts at the next token.
+and delta of a moving average, so a file loads with either convention but gives wrong results with one of them. The
+branches register the two parameters in different orders, which a state dict preserves. In the `flash` branch, the
+backward average also starts at the next token.
 """
 
 import re

@@ -1,6 +1,6 @@
 """Dictionaries of fairseq (dict.txt) and other files of vocabularies and labels.
 
-A `DictionaryKind` describes the files of a model: a vocabulary with labels, two languages, names of classes, or a
+A `DictionaryKind` describes the files of a model: a vocabulary with labels, two languages, class names, or a
 SentencePiece model.
 """
 
@@ -206,7 +206,7 @@ class VocabularyAndLabels(DictionaryKind):
         return files, notes
 
     def _search(self, folder: Path) -> list[Path]:
-        """Return at most one file for each role, from the first place that has one."""
+        """Return at most one file for each role, from the first location that has one."""
         places = [_VOCABULARY_PLACES] * (self.vocab_size is not None) + [_LABEL_PLACES] * (self.num_labels is not None)
         return [path for names in places for path in _inside(folder, *names)[:1]]
 
@@ -278,7 +278,7 @@ class LanguagePair(DictionaryKind):
         return {name: dictionary.path.read_bytes() for name, dictionary in pair}, []
 
     def _roles(self, dictionary: Dictionary) -> list[str]:
-        """Return the roles whose embedding has the size of a dictionary, without a role that its name excludes."""
+        """Return the roles whose embedding has the size of the dictionary and which its file name does not exclude."""
         names = self.names
         fitting = [role for role, size in zip(_ROLES, self.sizes, strict=True) if dictionary.size(None) == size]
         if dictionary.path.name in names and names[0] != names[1]:

@@ -1,4 +1,4 @@
-"""Args and tensors of a checkpoint, checked against each other, and the model that they describe."""
+"""The args and tensors of a checkpoint, checked against each other, and the model that they describe."""
 
 import re
 from dataclasses import dataclass, field

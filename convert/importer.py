@@ -1,4 +1,4 @@
-"""Conversion of a checkpoint of the original code to a folder that transformers loads (`luna-mega convert`)."""
+"""Convert a checkpoint of the original code to a folder that transformers loads (`luna-mega convert`)."""
 
 import json
 import os
@@ -49,7 +49,7 @@ from luna_mega.hub.output import check_output, complete_folder
 
 @dataclass(frozen=True)
 class _Source:
-    """A checkpoint with its format, the model in it, and the places of its tensors."""
+    """A checkpoint, its format, the model that it contains, and the mapping of its tensors."""
 
     checkpoint: Checkpoint
     format: Format

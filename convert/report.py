@@ -1,4 +1,4 @@
-"""Report of a conversion: a table for the screen, and conversion_report.json, which an export reads."""
+"""The report of a conversion: a table for the terminal, and conversion_report.json, which an export reads."""
 
 import json
 import re

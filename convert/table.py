@@ -1,4 +1,4 @@
-"""Tables of arguments. Each row reads an argument of a file into a field of the configuration.
+"""Tables of arguments: each row reads an argument of a file into a field of the configuration.
 
 An export writes the arguments in the order of the table.
 """

@@ -1,4 +1,4 @@
-"""Conversion of tensors: every tensor of a checkpoint is mapped or dropped with a reason; others are errors."""
+"""Convert tensors: each tensor of a checkpoint is mapped, or dropped for a stated reason; others raise an error."""
 
 from dataclasses import dataclass
 from pathlib import Path

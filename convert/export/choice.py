@@ -1,7 +1,7 @@
-"""Choice of the format, the args and the tensors of an export.
+"""Choose the format, the args and the tensors of an export.
 
 An export is checked by reading it back: the args through the table, the names through the key map. No tensor is
-converted for it.
+converted for this check.
 """
 
 import re
@@ -53,7 +53,7 @@ class Choice:
 
 
 class _Inexpressible(ConversionError):
-    """The original does not support values of the configuration."""
+    """The original code does not support values of the configuration."""
 
     def __init__(self, layout: str, problems: list[str], was_read: bool):
         super().__init__(f"{layout} cannot express {'; '.join(problems)}")
@@ -113,7 +113,7 @@ def choose_export(
 
 
 def _head(writer: Writer, model_class: type, config: PreTrainedConfig, requested: str | None) -> str | None:
-    """Return the name of the classification head of a model, `requested` or the usual one; None without a name."""
+    """Return the name of a model's classification head (`requested` or the usual name), or None if it has no name."""
     usual = writer.head(config) if is_classifier(model_class) else None
     return usual and (requested or usual)
 
@@ -165,7 +165,7 @@ def _choice(
 
 
 def _rename(writer: Writer, target: Target, ours: Tensors) -> tuple[Tensors, list[str], list[str]]:
-    """Return the tensors of the file in its order, the names that it does not support, and notes on added tensors."""
+    """Return the tensors in the order of the file, the names without a counterpart, and notes on added tensors."""
     keymap, tensors, unknown = writer.format.keymap(target), {}, []
     for name, tensor in ours.items():
         if (match := keymap.backward(name)) is None:
@@ -182,7 +182,7 @@ def _rename(writer: Writer, target: Target, ours: Tensors) -> tuple[Tensors, lis
 def _choose_args(
     writer: Writer, target: Target, tensors: Tensors, report: dict[str, Any]
 ) -> tuple[dict[str, Any], Target, Evidence]:
-    """Return the args of the converted file if they still describe the model, else args created from its configuration.
+    """Return the args of the converted file if they still describe the model; else return args of its configuration.
 
     Also return the model that is read from the args, and its evidence.
     """
@@ -204,7 +204,7 @@ def _choose_args(
 
 
 def _differences(writer: Writer, target: Target, read: Target) -> Iterator[tuple[str, Any, Any]]:
-    """Yield (field, the model's value, the value that is read) of the fields in use whose two values differ."""
+    """Yield (field, value in the model, value that is read) for each used field whose two values differ."""
     config, theirs_config, unused = target.config, writer.resolve(read.config), _unused(writer, target)
     pairs = {
         name: (getattr(config, name), getattr(theirs_config, name))
@@ -219,7 +219,7 @@ def _differences(writer: Writer, target: Target, read: Target) -> Iterator[tuple
 
 
 def _unused(writer: Writer, target: Target) -> set[str]:
-    """Return the fields that a checkpoint of the model does not determine, so that they may differ."""
+    """Return the fields that a checkpoint of the model does not determine, and that may therefore differ."""
     config, name = target.config, target.model_class.__name__
     conditions = {
         ("vocab_size", "pad_token_id", *_OPTIONAL_IDS): config.input_type != "tokens",

@@ -133,7 +133,7 @@ def export_checkpoint(
 
 
 def _recorded(source: ModelFolder) -> dict[str, Any]:
-    """Return the record of the conversion that wrote the folder, or an empty one; `read_folder` checked its types."""
+    """Return the record of the conversion that wrote the folder, or an empty record if there is none."""
     if (report := source.report) is None:
         return _NOT_CONVERTED
     if not (
@@ -150,7 +150,10 @@ def _recorded(source: ModelFolder) -> dict[str, Any]:
 
 
 def _non_finite(folder: Path, chosen: Choice, tensors: Tensors, dtype: str) -> list[str]:
-    """Return a warning if weights are NaN or Inf, or raise it as an error; `tensors` are the ones to write."""
+    """Return a warning about weights that are NaN or Inf.
+
+    Raise an error if only the conversion to `dtype` makes weights infinite.
+    """
     names = [name for name, tensor in tensors.items() if not tensor.isfinite().all()]
     if overflown := [name for name in names if chosen.tensors[name].isfinite().all()]:
         raise ConversionError(f"{folder}: {non_finite(overflown, tensors)} in {dtype}; choose a wider --dtype")

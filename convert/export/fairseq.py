@@ -1,4 +1,4 @@
-"""Args of the fairseq code that the writers share."""
+"""The fairseq args that several writers share."""
 
 import copy
 

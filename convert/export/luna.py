@@ -1,4 +1,4 @@
-"""Writing halves of the formats of Luna."""
+"""Writers of Luna's formats."""
 
 import torch
 from torch import nn
@@ -47,7 +47,7 @@ class _LunaWriter(Writer):
 
 
 def _encoder(target: Target) -> Args:
-    """Return the args of encoders in addition to those of the table."""
+    """Return the args of encoders that the table does not contain."""
     later = {"stop_min_lr": -1} if target.revision == "head" else {}  # only the 2023 code has this option
     return fairseq.COMMON | {"tokens_per_sample": target.config.max_position_embeddings} | later
 

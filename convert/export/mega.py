@@ -1,4 +1,4 @@
-"""Writing halves of the formats of Mega."""
+"""Writers of Mega's formats."""
 
 import argparse
 from typing import Any

@@ -1,4 +1,4 @@
-"""Writing half of the format of Megalodon."""
+"""Writer of Megalodon's format."""
 
 import copy
 import json
@@ -72,7 +72,7 @@ class MegalodonWriter(Writer):
 
 
 def _files(export: Export) -> dict[str, bytes | Tensors]:
-    """Return the files of a folder: name -> bytes, or -> tensors for `torch.save`."""
+    """Return the files of a folder: name -> bytes, or tensors that `torch.save` writes."""
     args, config, companions = export.args, export.target.config, export.companions
     count = export.shards or args[SHARDS]
     sizes = ("num_attention_heads", "norm_num_groups", "intermediate_size")

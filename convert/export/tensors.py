@@ -1,4 +1,4 @@
-"""Tensors of an export: their dtype, and norm weights that the original stores minus one."""
+"""Tensors of an export: their dtype, and norm weights that the original code stores minus one."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""A writer: the writing half of a format, which writes its checkpoints."""
+"""Base class of the writers: a writer writes the checkpoints of one format."""
 
 import argparse
 from collections.abc import Callable, Iterator

@@ -1,4 +1,4 @@
-"""The checkpoint formats of the converter, one file each; `register_format` adds one from outside."""
+"""The checkpoint formats of the converter, one per file. `register_format` adds a user-defined format."""
 
 from luna_mega.convert.formats.format import Companions, Facts, Format, Notes, Revision
 from luna_mega.convert.formats.registry import register_format, registered_formats

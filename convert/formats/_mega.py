@@ -192,14 +192,17 @@ class Stack:
         return f"{self._layers}.0.mega_layer"
 
     def _entries(self, evidence: Evidence) -> int | None:
-        """Return the length of the table of a simple bias; None without a table."""
+        """Return the length of the table of a simple bias, or None if there is no table."""
         table = f"{self._attention}.rel_pos_bias.rel_pos_bias"
         if table not in evidence.tensors:
             return None
         return (evidence.shape(table, "2 positions - 1")[0] + 1) // 2
 
     def _has_norm(self, evidence: Evidence, name: str, norm: str) -> bool:
-        """Return whether there is a norm; a missing norm that the args require is an error of the key map."""
+        """Return whether the model has this norm.
+
+        If the args require a norm that the file lacks, the key map raises an error.
+        """
         # The argument comes first, because a norm without parameters has no tensor.
         return bool(evidence.args.get(name)) or any(key.startswith(f"{self.body}.{norm}.") for key in evidence.tensors)
 

@@ -1,7 +1,7 @@
-"""Megalodon folders: their files, their settings, and shards.
+"""Megalodon folders: their files, settings and shards.
 
-`consolidate_config.json` marks a folder that the original's loader reads; without it, the weights have the layout of
-training.
+`consolidate_config.json` marks a folder that the original's loader reads. Without it, the weights have the layout used
+in training.
 """
 
 import argparse
@@ -96,7 +96,7 @@ def _settings(folder: Path) -> dict[str, Any]:
 
 
 def _check_files(folder: Path, count: int) -> None:
-    """Raise an error if a shard is missing, or if there are too many."""
+    """Raise an error if a shard is missing or if there are too many shards."""
     found = _files(folder, _WEIGHTS)
     expected = shard_names(min(count, len(found) + 1) if count > 1 else 1)  # `count` is a number from a file
     if missing := [name for name in expected if name not in found]:
@@ -111,7 +111,7 @@ def _check_files(folder: Path, count: int) -> None:
 
 
 def _digest(files: dict[str, Checkpoint]) -> str:
-    """Return the SHA-256 of the file; with shards, of the lines that `sha256sum consolidated.*.pth` prints."""
+    """Return the SHA-256 of a single file, or of the lines that `sha256sum consolidated.*.pth` prints for shards."""
     if len(files) == 1:
         return next(iter(files.values())).sha256
     return hashlib.sha256("".join(f"{file.sha256}  {name}\n" for name, file in files.items()).encode()).hexdigest()

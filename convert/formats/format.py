@@ -1,8 +1,8 @@
-"""A format: the description of one kind of checkpoint.
+"""Base class of the formats: a format describes one kind of checkpoint.
 
 A format has six members: `facts` are constants, `table` reads arguments into fields of the configuration, `recognize`
-identifies a file, `keymap` translates names of tensors, `companions` are the files next to the weights, and `report`
-has decisions and notes for the user. Its writing half is a `Writer` in `convert/export/`.
+identifies a file, `keymap` translates names of tensors, `companions` returns the files next to the weights, and
+`report` returns decisions and notes for the user. The `Writer` of a format is in `convert/export/`.
 """
 
 import re

@@ -1,4 +1,4 @@
-"""luna_bert: masked language models, and the models that were fine-tuned from them."""
+"""luna_bert: masked language models, and models that were fine-tuned from them."""
 
 import re
 from collections.abc import Iterable
@@ -61,7 +61,7 @@ def names_of_heads(keys: Iterable[str]) -> list[str]:
 
 
 def _head(evidence: Evidence) -> dict[str, Any]:
-    """Return class, name and fields of the head: the requested one or the only one of a fine-tuned model."""
+    """Return class, name and fields of the head: the requested head, or the only one of a fine-tuned model."""
     names, name, task = names_of_heads(evidence.tensors), evidence.head, evidence.args.get("task")
     if wrong := next((name for name in names if not re.fullmatch(r"[\w-]+", name)), None):
         raise ConversionError(f"classification head {wrong!r}: a name has letters, digits, '_' and '-' only")

@@ -62,7 +62,10 @@ def _layers(evidence: Evidence) -> int:
 
 
 def _embedding_norm(evidence: Evidence) -> dict[str, bool]:
-    """Return whether there is a norm; a missing norm that the args require is an error of the key map."""
+    """Return whether there is an embedding norm.
+
+    If the args require a norm that the file lacks, the key map raises an error.
+    """
     name = "encoder_normalize_before"
     if evidence.revision == "r21" or evidence.args.get(name):
         return {"embedding_norm": True}
@@ -104,7 +107,7 @@ def _pre_logits(evidence: Evidence) -> dict[str, Any]:
 
 
 def _head(evidence: Evidence) -> dict[str, Any]:
-    """Return width and class of the head; its number of features determines whether it classifies pairs."""
+    """Return class and width of the head; its number of features determines whether it classifies pairs."""
     if evidence.revision == "head" and _PRE_LOGITS not in evidence.tensors:
         found, features = {}, evidence.shape(OUT, "classes", "features")[1]
     else:

@@ -32,7 +32,7 @@ def _there(key: str) -> Callable[[Evidence], bool]:
 
 
 def _positions(side: str) -> Callable[[Evidence], int]:
-    """Return a function that counts the positions of a side: the rows of its table, or the argument."""
+    """Return a function that counts the positions of a side: the rows of its table or, without one, the argument."""
 
     def read(evidence: Evidence) -> int:
         if f"{side}.embed_positions.weight" not in evidence.tensors:
@@ -76,7 +76,7 @@ def _heads_of_decoder(evidence: Evidence) -> int:
 
 
 def _side(side: str) -> Table:
-    """Return the rows of the arguments and fields of one side."""
+    """Return the rows of the table for the arguments and fields of one side."""
     field = partial(_translation.field_of, side, decoder_fields=DECODER_FIELDS)
     positions, layers = field("position_embedding_type"), f"{side}_layers"
     depth = partial(Evidence.unshared_layers, prefix=f"{side}.layers", name=layers)

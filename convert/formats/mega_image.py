@@ -1,4 +1,4 @@
-"""mega_image: Mega for images, saved by the training script that the authors took from DeiT."""
+"""mega_image: Mega for images, saved by the authors' training script, which is based on DeiT's."""
 
 import math
 from functools import partial

@@ -54,7 +54,7 @@ def _widths(evidence: Evidence) -> tuple[int, int]:
 
 
 def _ends(evidence: Evidence, prefix: str, matrix: str, before: tuple[int, ...] = ()) -> list[int]:
-    """Return the end of each band under `prefix`; `before` has the sizes of earlier bands."""
+    """Return the cumulative sizes of the bands under `prefix`; `before` contains the sizes of earlier bands."""
     names = (f"{prefix}.{band}.{matrix}.weight" for band in range(evidence.layers(prefix)))
     return list(accumulate((*before, *(evidence.shape(name, "words", "width")[0] for name in names))))
 
@@ -81,7 +81,7 @@ def _softmax_cutoffs(evidence: Evidence) -> dict[str, list[int] | None]:
 
 
 def _checked(evidence: Evidence, name: str, in_file: list[int] | None) -> list[int] | None:
-    """Return the cutoffs in the tensors, and warn if the argument differs; it can end with the vocabulary size."""
+    """Return the cutoffs of the tensors; warn if the argument differs (it may end with the vocabulary size)."""
     in_args = [int(number) for number in re.findall(r"\d+", str(evidence.args.get(name)))]
     if in_args and in_file is not None and in_args not in (in_file, [*in_file, _vocabulary(evidence)]):
         evidence.prefer(name, ",".join(map(str, in_file)))
@@ -109,7 +109,10 @@ def _shares_words(evidence: Evidence) -> dict[str, bool]:
 
 
 def _shares_projections(evidence: Evidence) -> dict[str, bool]:
-    """Return whether the tails use the projections of the embedding: by shapes, values and, if equal, the argument."""
+    """Return whether bands after the first share the projections of the embedding.
+
+    Shapes and values determine this and, if the values are equal, the argument.
+    """
     if not _ties_bands(evidence):
         return {"tie_adaptive_projections": False}
     pairs = [
@@ -212,7 +215,7 @@ class MegaLM(_mega.MegaFormat):
 
 
 def _softmax_rows(config: MegaConfig) -> list[Row]:
-    """Return the rows of an adaptive softmax; if it is tied, its words and projections are copies."""
+    """Return the rows of an adaptive softmax; if it is tied, its matrices and projections are copies."""
 
     def copy(source: str, of: str) -> Row:
         return Row(source, None, reason="tied to the embedding", copy_of=f"{_BANDS}.{of}.weight")

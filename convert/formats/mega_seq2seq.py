@@ -27,7 +27,7 @@ def _positions(side: str) -> Arg:
 
 
 def _sizes(side: str) -> Table:
-    """Return the rows of the sizes of one side."""
+    """Return the rows of the table for the sizes of one side."""
     field = partial(_translation.field_of, side, decoder_fields=_OWN)
     return *typed(anything, f"{side}_embed_path"), *_mega.Stack(side).sizes(side, _translation.width, field)
 

@@ -1,6 +1,6 @@
 """megalodon: folders of the released code of Megalodon, complete or in shards of model-parallel ranks.
 
-The code is `XuezheMax/megalodon`, and its loader `megalodon/reloading.py`.
+The code is `XuezheMax/megalodon`; its loader is `megalodon/reloading.py`.
 """
 
 from typing import Any
@@ -44,7 +44,7 @@ def _one_of(*choices: Any) -> Any:
 
 
 def _vocabulary(evidence: Evidence) -> dict[str, int]:
-    """Return the number of tokens; old configurations have -1, for the size of the embedding."""
+    """Return the number of tokens; in old configurations it is -1, which means the size of the embedding."""
     given = evidence.arg("vocab_size")
     return {"vocab_size": evidence.shape(EMBEDDING, "vocabulary", "width")[0] if given == -1 else given}
 
@@ -55,7 +55,7 @@ def _scores(evidence: Evidence) -> dict[str, int | None]:
 
 
 def _base(evidence: Evidence) -> dict[str, float]:
-    """Return the base of the rotary frequencies; raise an error if the tensor has another one."""
+    """Return the base of the rotary frequencies; raise an error if the tensor was computed with another base."""
     given = evidence.args.get("rope_base")
     base = USUAL_BASE if given is None else float(given)
     (pairs,) = evidence.shape(_FREQUENCIES, "pairs of features")

@@ -1,4 +1,4 @@
-"""Registry of the formats, and detection of the format of a file."""
+"""Register formats, and detect the format of a file."""
 
 import re
 from collections.abc import Iterable
@@ -101,14 +101,14 @@ def detect(checkpoint: Checkpoint) -> tuple[Format, str, Checkpoint, list[str]]:
 
 
 def _is_foreign(tensors: dict) -> bool:
-    """Return whether the layers are of a Megalodon variant that was not released."""
+    """Return whether the layers belong to a Megalodon variant that was not released."""
     if any(re.search(_MEGALODON, key) for key in tensors):
         return True
     return any(key.endswith("mega_layer.h_proj.weight") and f"{key[:-6]}bias" not in tensors for key in tensors)
 
 
 def _reason(tensors: dict, arch: str, foreign: bool) -> str:
-    """Return why a file of no format cannot be converted."""
+    """Return why a file that matches no format cannot be converted."""
     if foreign:
         return (
             f"a Megalodon-line checkpoint (arch {arch}: complex EMA, timestep norm), but not as the released code "

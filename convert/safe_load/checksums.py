@@ -1,4 +1,4 @@
-"""SHA-256 of a checkpoint and, in a zip archive, a check of the CRC-32 of every entry."""
+"""Compute the SHA-256 of a checkpoint and, in a zip archive, check the CRC-32 of every entry."""
 
 import hashlib
 import zipfile
@@ -58,9 +58,9 @@ def read_checksums(path: Path, is_zip: bool, progress: bool = False) -> Checksum
 
 
 def _check_entries(path: Path, file: BinaryIO) -> tuple[list[tuple[str, int]], bool]:
-    """Return the name and the offset of the data of each entry, and whether there are CRCs.
+    """Return the name and the data offset of each entry, and whether the entries have CRCs.
 
-    It is an error unless the entries are uncompressed, follow their headers and have their CRC-32.
+    Raise an error unless the entries are uncompressed, follow their headers and have their CRC-32.
     """
     if not zipfile.is_zipfile(file):
         raise _damaged(path, "the zip directory at its end is missing")

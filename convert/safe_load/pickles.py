@@ -1,7 +1,7 @@
-"""Checks of the pickles in a checkpoint for contents that would hang or crash torch.
+"""Check the pickles in a checkpoint for contents that would hang or crash torch.
 
-A tuple that contains another one twice, to a depth of 40, takes a few hundred bytes and 2^40 steps to hash. A storage
-that the legacy format does not list has the previous content of the memory.
+A tuple that contains another tuple twice, to a depth of 40, takes a few hundred bytes, and 2^40 steps to hash. A
+storage that the legacy format does not list would contain uninitialized memory.
 """
 
 import pickletools
@@ -21,7 +21,10 @@ class InvalidPickle(ValueError):
 
 
 class _Item(NamedTuple):
-    """A value on the stack of the unpickler: the items of a tuple, and the number and depth of all values in it."""
+    """A value on the stack of the unpickler.
+
+    If the value is a tuple, `content` has its items. `values` and `depth` count all values inside it.
+    """
 
     content: Any = None
     values: int = 1
@@ -82,7 +85,7 @@ def check_pickle(file: BinaryIO) -> tuple[set[Any], set[Any]]:
 
 
 def _key_of(persistent_id: Any) -> str:
-    """Return the key of the tuple ("storage", type, key, location, size)."""
+    """Return the key from the persistent id ("storage", type, key, location, size)."""
     if not isinstance(persistent_id, list) or len(persistent_id) < 5 or not isinstance(persistent_id[2].content, str):
         raise InvalidPickle("a storage has no name")
     return persistent_id[2].content

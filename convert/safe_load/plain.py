@@ -1,4 +1,4 @@
-"""Conversion of the args of a checkpoint to plain Python values, with limits on their number and depth."""
+"""Convert the args of a checkpoint to built-in Python values, with limits on their number and depth."""
 
 import argparse
 from collections.abc import Mapping

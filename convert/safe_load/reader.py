@@ -1,6 +1,7 @@
-"""Reading of checkpoints without executing code in them.
+"""Read checkpoints without executing code in them.
 
-`torch.load(weights_only=True)` creates only tensors and plain containers; the types of `_inert_types` are allowed too.
+`torch.load(weights_only=True)` creates only tensors and built-in containers; the types of `_inert_types` are allowed
+too.
 """
 
 import argparse
@@ -137,7 +138,7 @@ def read_tensors(path: Path, progress: bool = False) -> Checkpoint:
 
 
 def _open(path: Path, progress: bool) -> tuple[Any, dict[str, Any]]:
-    """Return the content of a file, and fields of its `Checkpoint`."""
+    """Return the content of a file, and the fields of its `Checkpoint`."""
     serialization = _serialization(path)
     checksums = read_checksums(path, serialization == "zip", progress)
     found = {
@@ -196,7 +197,7 @@ def _load(path: Path, serialization: str, checksums: Checksums) -> Any:
 
 
 def _reason(error: Exception) -> str:
-    """Return why a file cannot be read; torch's messages suggest loading it with code execution."""
+    """Return why a file cannot be read, without torch's advice to load it with code execution."""
     message = str(error)
     if forbidden := re.search(r"GLOBAL (\S+)", message):
         name = shown(forbidden[1])[1:-1]

@@ -1,4 +1,4 @@
-"""Checks of the storages of tensors."""
+"""Check the storages of tensors."""
 
 import argparse
 from collections.abc import Iterator, Mapping

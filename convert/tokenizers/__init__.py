@@ -1,4 +1,4 @@
-"""Tokenizers of converted checkpoints, made from fairseq's dictionaries; the format of a checkpoint chooses one."""
+"""Tokenizers of converted checkpoints, made from fairseq's dictionaries. The checkpoint format selects one of them."""
 
 from luna_mega.convert.tokenizers.converted import PIECES, SENTENCEPIECE, WORDS, ConvertedTokenizer
 

@@ -1,4 +1,4 @@
-"""Fast tokenizer for fairseq's `--bpe gpt2`: GPT-2's byte-pair encoding, then the dictionary of the model."""
+"""Fast tokenizer for fairseq's `--bpe gpt2`: GPT-2's byte-pair encoding followed by the dictionary of the model."""
 
 from collections.abc import Container
 from dataclasses import dataclass

@@ -1,7 +1,7 @@
 """Fast tokenizers for language models: whitespace-separated words, the bytes of enwik8, or GPT-2's pieces.
 
-The original trains on a stream in which every line ends with `</s>`, and prepends `</s>`. The tokenizers therefore
-replace a newline by `</s>` and prepend `</s>`, except for a model of bytes.
+The original code trains on a stream in which every line ends with `</s>`, and prepends `</s>` to it. The tokenizers
+therefore replace a newline by `</s>` and prepend `</s>`, except for byte models.
 """
 
 import re
@@ -45,7 +45,7 @@ def _words(dictionary: Dictionary, max_length: int | None) -> TokenizersBackend:
 def _bytes(dictionary: Dictionary, max_length: int | None) -> TokenizersBackend:
     """Return a tokenizer that looks up the decimal number of every UTF-8 byte.
 
-    If the dictionary has no symbol 10, a newline is `</s>`. Decoding restores the text.
+    If the dictionary has no symbol 10, a newline becomes `</s>`. Decoding restores the text.
     """
     names = bytes_to_unicode()
     symbols = [symbol if (byte := _byte(symbol)) is None else names[byte] for symbol in dictionary.symbols]
@@ -59,7 +59,7 @@ def _bytes(dictionary: Dictionary, max_length: int | None) -> TokenizersBackend:
 
 
 def _pieces(dictionary: Dictionary, bpe: Gpt2Bpe, max_length: int | None) -> TokenizersBackend:
-    """Return a tokenizer of GPT-2's byte-pair encoding for a dictionary of its ids."""
+    """Return a GPT-2 BPE tokenizer for a dictionary that lists GPT-2's ids."""
     vocab = vocabulary(piece_names(dictionary, bpe, None), None)
     if missing := missing_pieces(bpe, vocab):
         raise ConversionError(

@@ -1,6 +1,6 @@
-"""Fast tokenizers from SentencePiece models of byte-pair encoding, without the packages sentencepiece and protobuf.
+"""Fast tokenizers from SentencePiece BPE models, without the packages sentencepiece and protobuf.
 
-The file is a protocol buffer, `ModelProto` of `sentencepiece_model.proto`; only the necessary fields are read.
+The file is a protocol buffer (`ModelProto` of `sentencepiece_model.proto`); only the necessary fields are read.
 """
 
 import struct
@@ -92,7 +92,7 @@ def parse_pieces(content: bytes, path: Path) -> PieceModel:
 
 
 def _fields(message: bytes) -> Fields:
-    """Return the fields of a message: number -> values."""
+    """Return the fields of a message as a dict: number -> values."""
     fields, place = {}, 0
     while place < len(message):
         key, place = _varint(message, place)
@@ -186,7 +186,7 @@ def _byte_pairs(model: PieceModel) -> models.BPE:
 
 
 def _normalizer(model: PieceModel) -> normalizers.Normalizer:
-    """Return the normalization: character map, removal of spaces, space prefix, replacement of spaces."""
+    """Return the normalizer: character map, removal of spaces, space prefix, replacement of spaces."""
     steps = [normalizers.Precompiled(model.character_map)] if model.character_map else []
     if model.removes_spaces:
         steps += [normalizers.Replace(Regex(r"\A +| +\z"), ""), normalizers.Replace(Regex(" {2,}"), " ")]

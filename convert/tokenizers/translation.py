@@ -52,7 +52,10 @@ def _symbols(dictionary: Dictionary) -> Tokenizer:
 
 
 def _pieces(dictionary: Dictionary, codes: str | Path) -> tuple[Tokenizer, int]:
-    """Return the backend, in which the last ids are pieces that the dictionary lacks, and the dictionary's size."""
+    """Return the backend and the size of the dictionary.
+
+    The last ids of the backend are pieces that the dictionary lacks.
+    """
     if not any(symbol.endswith(_CONTINUES) for symbol in dictionary.symbols):
         raise ConversionError(
             f"{dictionary.path}: no symbol ends with {_CONTINUES}, so {codes} cannot be its codes; omit them"
@@ -73,7 +76,7 @@ def _pieces(dictionary: Dictionary, codes: str | Path) -> tuple[Tokenizer, int]:
 
 
 def _piece(symbol: str) -> str:
-    """Return the piece of a symbol: `x@@` is `x`, which does not end a word, and `x` is `x</w>`."""
+    """Return the piece of a symbol: `x@@` becomes `x`, which does not end a word, and `x` becomes `x</w>`."""
     if FILLER.fullmatch(symbol):
         return symbol
     if symbol.endswith(_CONTINUES) and symbol != _CONTINUES:
