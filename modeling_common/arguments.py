@@ -1,4 +1,4 @@
-"""Checks of the arguments of a forward pass, which run before the first embedding. They only raise errors."""
+"""Check the arguments of a forward pass before the first embedding. The checks only raise errors."""
 
 from collections.abc import Mapping
 from typing import Any, TypedDict
@@ -142,9 +142,9 @@ def check_position_ids(
 
 
 def _follow_mask(position_ids: torch.Tensor, mask: torch.Tensor, cache: StateCache | None) -> bool:
-    """Return whether positions `[..., T]` count the tokens that the mask keeps; True if reading values is not free.
+    """Return whether positions `[..., T]` count the unmasked tokens; True if reading values would synchronize.
 
-    With a filled cache the mask may cover the T positions, or these and all positions before them.
+    With a filled cache, the mask may cover only the T positions, or also all positions before them.
     """
     if not (can_look(position_ids) and can_look(mask)):
         return True

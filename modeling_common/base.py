@@ -1,4 +1,4 @@
-"""Base classes of the models of all families, with a head and without."""
+"""Base classes of the models of all families, with and without a head."""
 
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
@@ -36,7 +36,7 @@ class CommonPreTrainedModel(PreTrainedModel):
     _supports_sdpa = True
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Let `forward` accept its cache under both names, also if it is inherited from a mixin."""
+        """Make `forward` accept its cache under both names, also if it is inherited from a mixin."""
         super().__init_subclass__(**kwargs)
         if has_cache(cls.forward):  # other heads pass it on to the body
             cls.forward = accept_cache_names(cls.forward)

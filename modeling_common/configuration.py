@@ -25,14 +25,14 @@ else:
 
 
 class _RecurrentLayer(str):
-    """Layer type for which the context parallelism of other tools raises an error; the `repr` says what to use."""
+    """A layer type for which context parallelism of other tools raises an error; its `repr` says what to set."""
 
     def __repr__(self) -> str:
         return f"{str(self)!r} (set cp_size and sp_size to 1)"
 
 
 class _NoCode(dict[str, str]):
-    """`auto_map` of a configuration class of the installed package."""
+    """An `auto_map` that rejects code for configuration classes of the installed package."""
 
     def __setitem__(self, name: str, code: str) -> None:
         raise ValueError(
@@ -270,7 +270,7 @@ class SharedConfig(ConfigMixin):
 
 
 def _has_code(code: Any, config_class: type, folder: str | os.PathLike[str]) -> bool:
-    """Return whether an entry of `auto_map` (one class, or a slow and a fast one) has its files in the folder."""
+    """Return whether the files of an `auto_map` entry (one class, or a slow and a fast one) are in the folder."""
     if not config_class.__module__.startswith("luna_mega."):  # transformers saves the code of a bundle's own classes
         return True
     names = [name for name in (code if isinstance(code, list | tuple) else [code]) if name]

@@ -41,7 +41,7 @@ class StateGenerationMixin(GenerativeMixin):
         return generated(output) if isinstance(output, ModelOutput) else output
 
     def _prepare_model_inputs(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, str | None, dict[str, Any]]:
-        """Check prompts or sources with their mask and cache, and infer the mask of sources."""
+        """Check prompts or sources together with their mask and cache, and infer the mask of sources."""
         parent: Any = super()
         inputs, name, model_kwargs = parent._prepare_model_inputs(*args, **kwargs)
         check_class(self, model_kwargs.get(CACHE_NAME))
@@ -61,7 +61,7 @@ class StateGenerationMixin(GenerativeMixin):
         return inputs, name, model_kwargs
 
     def _warn_of_right_padding(self, inputs: torch.Tensor, mask: torch.Tensor | None) -> None:
-        """Warn about padding at the end of a prompt in the cases in which transformers does not."""
+        """Warn about padding at the end of a prompt in the cases in which transformers does not warn."""
         if inputs.dim() == 2 and len(inputs) > 1 and not self.config.is_encoder_decoder:
             return
         if mask is None and inputs.dim() == 2:
@@ -138,7 +138,10 @@ class StateGenerationMixin(GenerativeMixin):
         batch_size: int,
         max_cache_length: int,
     ) -> Any:
-        """Create a cache; raise `ValueError` for a cache of another class and for inputs that are only padding."""
+        """Create a cache.
+
+        Raise `ValueError` for a cache of another class, and for inputs that contain only padding.
+        """
         mask = read_mask("attention_mask", model_kwargs.get("attention_mask"))
         if mask is None:
             mask = getattr(model_kwargs.get("encoder_outputs"), "attention_mask", None)
@@ -190,7 +193,7 @@ class Seq2SeqGenerationMixin(StateGenerationMixin):
     """Generation of encoder-decoders."""
 
     def _prepare_decoder_input_ids_for_generation(self, *args: Any, **kwargs: Any) -> Any:
-        """Check the target, its mask and the cache, and create the mask that marks new tokens for transformers."""
+        """Check the target, its mask and the cache, and create the mask to which transformers appends new tokens."""
         given = kwargs.get("model_kwargs", {}).get("decoder_input_ids")
         if given is not None and given.shape[1] == 0:
             raise ValueError("`decoder_input_ids` has length 0; pass at least one token, or omit the argument")

@@ -1,8 +1,8 @@
 """Generic heads: constructors, logits and losses of the classes with a head, for all families.
 
 A class of a family lists a generic head before the family's `PreTrainedModel`. It implements the body, the layers that
-differ, and `forward` with the arguments of the family, because Trainer reads its signature. It checks the labels, calls
-the body, and passes the outputs to the method of the generic head.
+differ, and `forward` with the arguments of the family, because Trainer reads its signature. `forward` checks the
+labels, calls the body, and passes the outputs to the method of the generic head.
 """
 
 from typing import Any

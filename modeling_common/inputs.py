@@ -1,4 +1,4 @@
-"""Inputs of a forward pass: `prepare` returns them as `Inputs`, and `embed` is the first computation."""
+"""Inputs of a forward pass: `prepare` returns them as `Inputs`, and `embed` runs the first computation on them."""
 
 from collections.abc import Mapping
 from typing import Any, NamedTuple

@@ -78,7 +78,10 @@ class KeyValueCacheLayer(StateLayer):
         return -first if self.position is None else torch.where(self.position > 0, self.position, -first)
 
     def _write(self, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor | None) -> KeyWindow:
-        """Write one position of each sequence into its next column; mask None = all are at one position."""
+        """Write one position of each sequence to its next column.
+
+        If `mask` is None, all sequences are at the same position.
+        """
         chunk_size, seen = self._chunk, self.seen
         if not self.is_static:
             self._make_room(keys, values, seen + 1)
@@ -106,7 +109,7 @@ class KeyValueCacheLayer(StateLayer):
         return KeyWindow(keys, values, chunk_size, mask, offset=self._used - 1, step=True, column=column)
 
     def _make_room(self, keys: torch.Tensor, values: torch.Tensor, columns: int) -> None:
-        """Extend the buffers to `columns` at least: to the size of a chunk, or to twice their size."""
+        """Extend the buffers to at least `columns`: to the size of a chunk, or to twice the current size."""
         columns = self._chunk or columns
         if self.keys is None:
             self.position = torch.zeros(len(keys), dtype=torch.int64, device=keys.device)
@@ -139,7 +142,10 @@ class KeyValueCacheLayer(StateLayer):
         return window
 
     def _append(self, new: tuple[Any, ...]) -> KeyWindow:
-        """Add keys, values and mask of sequences at different positions, and move earlier columns to before them."""
+        """Add keys, values and mask of sequences at different positions.
+
+        Earlier columns are moved directly before the new ones.
+        """
         mask, chunk_size = new[-1], self._chunk
         length, width, start = mask.shape[1], 0, self.start(mask)
         begun = torch.zeros_like(start) if self.position is None else self.position
@@ -175,5 +181,5 @@ class KeyValueCacheLayer(StateLayer):
 
 
 def _fill(x: torch.Tensor, count: int) -> torch.Tensor:
-    """Return a copy of `[B, T, ...]` with `count` columns, the new ones filled with zeros, or True in a mask."""
+    """Return a copy of `[B, T, ...]` with `count` columns; new columns are 0, or True in a mask."""
     return nn.functional.pad(x, (*(0, 0) * (x.dim() - 2), 0, count - x.shape[1]), value=x.dtype == torch.bool)

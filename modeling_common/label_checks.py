@@ -1,4 +1,4 @@
-"""Checks of the labels of a head, which run before the body."""
+"""Check the labels of a head before the body runs."""
 
 from typing import Any
 

@@ -1,7 +1,6 @@
 """Labels of the heads: decoder inputs, the target of each position, and ignored positions.
 
-Labels are ignored at positions that the attention mask drops, so that a loss equals the loss of the sequence
-without padding.
+Labels at masked positions are ignored, so that a loss equals the loss of the sequence without padding.
 """
 
 import torch
@@ -80,7 +79,7 @@ def next_tokens(
 
 
 def _next_kept(mask: torch.Tensor) -> torch.Tensor:
-    """Return the column of the next position that `mask` `[B, T]` keeps after each one; T after the last."""
+    """Return for each position the column of the next unmasked position of `mask` `[B, T]`; T after the last one."""
     columns = torch.arange(mask.shape[1] + 1, device=mask.device)
     # The column after the last one is a tensor: torch.compile would specialize on a Python number.
     kept = torch.where(nn.functional.pad(mask, (0, 1)), columns, columns[-1:]).flip(1).cummin(dim=1).values.flip(1)

@@ -181,7 +181,7 @@ def close_gaps(mask: torch.Tensor | None, cache: StateCache | None = None) -> De
 
 
 def _is_aligned(mask: torch.Tensor, cached: bool, begins: bool) -> bool:
-    """Return whether the kept positions are in the columns of `close_gaps`, or without a cache contiguous."""
+    """Return whether unmasked positions are in the columns of `close_gaps` or, without a cache, contiguous."""
     earlier, later = mask[:, :-1], mask[:, 1:]
     if cached:
         return not (later < earlier if begins else later > earlier).any()

@@ -1,4 +1,4 @@
-"""Masks of the caller, 1 = keep, which models read as bool."""
+"""Masks of the caller (1 = keep), which models convert to bool."""
 
 import torch
 from transformers.configuration_utils import PreTrainedConfig

@@ -1,4 +1,4 @@
-"""Output classes of transformers with both names of the cache, see `with_cache_alias`."""
+"""Output classes of transformers in which the cache has both names, see `with_cache_alias`."""
 
 from typing import TYPE_CHECKING, Any, Protocol
 

@@ -166,7 +166,10 @@ def find_starts(
 
 
 def _bounds(options: Mapping[str, Any]) -> torch.Tensor | None:
-    """Return `cu_seq_lens_q` or None; raise `ValueError` for other bounds of keys, and for lengths without bounds."""
+    """Return `cu_seq_lens_q` or None.
+
+    Raise `ValueError` if the bounds of keys differ, or if lengths are given without bounds.
+    """
     cu_seqlens, longest = options.get("cu_seq_lens_q"), options.get("max_length_q")
     others = {name: options.get(name) for name in ("cu_seq_lens_k", "max_length_q", "max_length_k")}
     if cu_seqlens is None:
@@ -184,13 +187,13 @@ def _bounds(options: Mapping[str, Any]) -> torch.Tensor | None:
 
 
 def _starts(cu_seqlens: torch.Tensor, shape: tuple[int, int]) -> torch.Tensor:
-    """Return `[B, T]` bool, True at the first token of each sequence."""
+    """Return a bool tensor `[B, T]` that is True at the first token of each sequence."""
     starts = cu_seqlens.new_zeros(shape[0] * shape[1] + 1, dtype=torch.bool)
     return starts.index_fill(0, cu_seqlens.long(), True)[:-1].view(shape)
 
 
 def _flatten(mask: torch.Tensor | None, starts: torch.Tensor) -> PaddingFreeLayout:
-    """Return the layout of the tokens that `mask` `[B, T]` keeps; `starts` `[B, T]` marks the first of each sequence.
+    """Return the layout of the unmasked tokens; `starts` `[B, T]` marks the first token of each sequence.
 
     This waits for the device, which counts the tokens.
     """

@@ -1,4 +1,4 @@
-"""First and last token, and mean over the positions of sequences. Masks are bool, `[B, T]`, True = keep; None = all."""
+"""First and last token, and mean over the positions of sequences. Masks are bool `[B, T]`, True = keep; None = all."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""Data-parallel processes of a training run."""
+"""The data-parallel processes of a training run."""
 
 from typing import Any
 

@@ -1,7 +1,7 @@
 """Styles and checks of tensor parallelism plans, in addition to transformers' styles.
 
-A `base_model_tp_plan` maps names of modules to the styles in which transformers distributes them over the ranks. Linear
-layers have the styles of transformers. At a `RankBoundary`, a tensor changes between replicated and sharded.
+A `base_model_tp_plan` maps names of modules to styles that specify how transformers distributes them over the ranks.
+Linear layers have styles of transformers. At a `RankBoundary`, a tensor changes between replicated and sharded.
 """
 
 import re

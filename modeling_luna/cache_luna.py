@@ -1,4 +1,4 @@
-"""Caches of Luna decoders, whose size is constant: `LunaCache`, and with an encoder `LunaSeq2SeqCache`."""
+"""Caches of Luna decoders, whose size is constant: `LunaCache`, and `LunaSeq2SeqCache` for encoder-decoders."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Luna language models: `LunaForCausalLM`, and with an encoder `LunaForConditionalGeneration` (section 3.3)."""
+"""Luna language models: `LunaForCausalLM`, and the encoder-decoder `LunaForConditionalGeneration` (section 3.3)."""
 
 from dataclasses import dataclass
 from typing import Any, Unpack

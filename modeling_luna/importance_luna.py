@@ -1,4 +1,4 @@
-"""Position-aware pack, `pack_method="importance"`."""
+"""The position-aware pack (`pack_method="importance"`)."""
 
 from collections.abc import Mapping
 from typing import Any

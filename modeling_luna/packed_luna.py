@@ -1,4 +1,4 @@
-"""The packed sequence P that a caller or a cache provides in place of the learned one, and the P of selected layers."""
+"""A packed sequence P from the caller or a cache, which replaces the learned P, and the recorded P of layers."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -40,7 +40,10 @@ def read_packed(
 
 
 def _check(states: torch.Tensor | None, mask: torch.Tensor | None, shape: tuple[int, int | str, int]) -> None:
-    """Raise `ValueError` unless `packed_states` and its mask have this shape; any number of rows if it has a name."""
+    """Raise `ValueError` unless `packed_states` and its mask have this shape.
+
+    If the number of rows in `shape` is a name, any number is accepted.
+    """
     batch, rows, width = shape
     if states is not None:
         given = list(states.shape)

@@ -1,4 +1,4 @@
-"""Positions of tokens: their numbers, sinusoids, and positions of texts longer than the table."""
+"""Positions of tokens: their numbers, sinusoids, and positions of texts that are longer than the table."""
 
 import math
 

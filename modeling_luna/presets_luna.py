@@ -34,7 +34,10 @@ class LunaPresets:
     def _lra(
         cls, vocab_size: int, projection_length: int, width: int, overrides: dict[str, Any], **fields: Any
     ) -> Self:
-        """Long Range Arena in the 2021 code (paper Table 1): untied, classifier [Linear + ReLU] + Linear."""
+        """Return a model of Long Range Arena in the 2021 code (paper Table 1).
+
+        Keys and values are untied, and the classifier is [Linear + ReLU] + Linear.
+        """
         fields |= {
             "vocab_size": vocab_size, "projection_length": projection_length, "hidden_size": width,
             "tie_key_value": False, "classifier_activation": "relu", "classifier_bias": False,

@@ -1,4 +1,4 @@
-"""Encoding of documents of any length at constant memory: P is passed from segment to segment (section 6)."""
+"""Encode documents of any length with constant memory: P is passed from segment to segment (section 6)."""
 
 from collections.abc import Iterator
 from typing import cast

@@ -1,5 +1,5 @@
 # Copyright 2026 The luna-mega authors. Licensed under the Apache License, Version 2.0.
-"""Tokenizer for a dictionary that does not contain all pieces of its byte-pair encoding."""
+"""Tokenizer for dictionaries that lack some of the pieces of their byte-pair encoding."""
 
 from collections.abc import Iterable
 from functools import cached_property

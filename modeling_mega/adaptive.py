@@ -50,9 +50,10 @@ def _bands(cutoffs: list[int], vocab_size: int, width: int, factor: float) -> tu
 
 
 class _Words(nn.Embedding):
-    """Embedding matrix of a band: embeddings of tokens, or with `score` the scores `[M, words]` of `[M, width]`.
+    """Embedding matrix of a band.
 
-    One `forward` computes both, because FSDP and offloading load the weights of a module only during its `forward`.
+    `forward` returns the embeddings of tokens or, if `score`, the scores `[M, words]` of states `[M, width]`. One
+    method computes both, because FSDP and offloading load the weights of a module only during its `forward`.
     """
 
     def forward(self, input: torch.Tensor, score: bool = False) -> torch.Tensor:

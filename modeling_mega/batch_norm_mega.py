@@ -1,4 +1,4 @@
-"""The batch norms of Mega, whose statistics exclude padding."""
+"""Batch norms of Mega, whose statistics exclude padding."""
 
 from collections.abc import Callable
 from typing import Self
@@ -55,11 +55,11 @@ class MegaBatchNorm(nn.BatchNorm1d):
         return normed.to(x.dtype)
 
     def _fits_pytorch(self, x: torch.Tensor) -> bool:
-        """Return whether PyTorch's batch norm supports a training step of `x` in which all positions count."""
+        """Return whether PyTorch's batch norm supports a training step on `x` without masked positions."""
         return not torch.compiler.is_compiling() and x.dtype == self.running_mean.dtype and x.shape[:2].numel() > 1
 
     def _normalize_at_once(self, x: torch.Tensor, counts: bool) -> torch.Tensor:
-        """Normalize by PyTorch's batch norm: one call instead of twenty."""
+        """Normalize with PyTorch's batch norm, which is one call instead of twenty."""
         weight, bias = (upcast(self.weight), upcast(self.bias)) if self.affine else (None, None)
         flat = x.flatten(0, 1)
         # Without the running statistics: autograd would save them, and a later update would be an error.
@@ -95,7 +95,7 @@ class MegaBatchNorm(nn.BatchNorm1d):
         return self.synchronized and are_joined()
 
     def _total(self, sums: torch.Tensor) -> torch.Tensor:
-        """Return the sums over all processes over which the statistics are computed."""
+        """Return the sums over all processes that share the statistics."""
         return all_reduce_sum(sums) if self._is_shared() else sums
 
 

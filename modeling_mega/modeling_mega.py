@@ -1,12 +1,13 @@
 """Mega: Moving Average Equipped Gated Attention (Ma et al. 2022, arXiv 2209.10655).
 
 A block smooths its input with a multi-dimensional damped moving average, applies single-head attention to the smoothed
-sequence, and gates the result into the residual. Attention may be restricted to chunks, across which the moving average
-carries information. The order is: embeddings, moving average, gated attention, feed-forward layer, block, model. The
-heads are in `heads_mega.py`, language models and translation in `generation_mega.py`.
+sequence, and gates the result into the residual. Attention may be restricted to chunks; then only the moving average
+passes information across chunks. The order is: embeddings, moving average, gated attention, feed-forward layer, block,
+model. The heads are in `heads_mega.py`, language models and translation in `generation_mega.py`.
 
-Modules and parameters have the names of the Mega of transformers v4, so that its checkpoints load. They swap two names
-of the paper: `damping_factor` contains the logits of alpha (weight of the input), `decay_factor` the logits of delta.
+Modules and parameters have the same names as Mega in transformers v4, so that its checkpoints can be loaded. These
+names swap two names of the paper: `damping_factor` contains the logits of alpha (weight of the input), `decay_factor`
+the logits of delta.
 """
 
 import math

@@ -89,7 +89,7 @@ def interpolate_raster_bias(table: torch.Tensor, grid: tuple[int, int]) -> torch
 
 
 def _read(table: torch.Tensor, side: int, down: torch.Tensor, across: torch.Tensor) -> torch.Tensor:
-    """Return the entries of fractional steps, interpolated bilinearly."""
+    """Return the table entries of fractional steps, interpolated bilinearly."""
     center, value = side * side - 1, torch.zeros_like(down)
     for row, row_share in _neighbors(down, side):
         for column, column_share in _neighbors(across, side):
@@ -98,7 +98,7 @@ def _read(table: torch.Tensor, side: int, down: torch.Tensor, across: torch.Tens
 
 
 def _neighbors(steps: torch.Tensor, side: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Yield the integer steps below and above, within a square of `side`, and their weights."""
+    """Yield the integer steps below and above (limited to a square of `side`) and their weights."""
     below = steps.floor()
     for step, share in ((below, below + 1 - steps), (below + 1, steps - below)):
         yield step.long().clamp(1 - side, side - 1), share

@@ -9,7 +9,7 @@ class MegaPresets:
 
     @classmethod
     def _lra(cls, width: int, values: int, overrides: dict[str, Any], **fields: Any) -> Self:
-        """Return a model of Long Range Arena or raw speech: simple bias, mean pooling."""
+        """Return a model of Long Range Arena or raw speech, with a simple bias and mean pooling."""
         fields |= {
             "hidden_size": width, "intermediate_size": values, "nffn_hidden_size": values,
             "relative_positional_bias": "simple", "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0,
@@ -20,7 +20,7 @@ class MegaPresets:
 
     @classmethod
     def _lra_tokens(cls, vocab_size: int, width: int, values: int, overrides: dict[str, Any], **fields: Any) -> Self:
-        """Return a model of LRA tokens: norms after the residual, softmax attention."""
+        """Return a model of LRA for tokens, with norms after the residual and softmax attention."""
         fields |= {
             "vocab_size": vocab_size, "shared_representation_size": 64, "truncation": 1024, "dropout_prob": 0.1,
             "classifier_dropout": 0.1, "normalize_before_mega": False, "normalize_before_ffn": False,
@@ -29,7 +29,7 @@ class MegaPresets:
 
     @classmethod
     def _lra_values(cls, width: int, values: int, overrides: dict[str, Any], **fields: Any) -> Self:
-        """Return a model of real numbers: batch norm before the layers, Laplace attention, no dropout."""
+        """Return a model for real numbers, with batch norm before the layers, Laplace attention and no dropout."""
         fields = {
             "input_type": "values", "normalization_type": "batchnorm", "final_norm": True,
             "attention_activation": "laplace", "dropout_prob": 0.0, "classifier_dropout": 0.0,

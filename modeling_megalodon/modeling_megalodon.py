@@ -1,14 +1,13 @@
 """Megalodon (Ma et al. 2024, arXiv 2404.08801): Mega with a complex moving average and normalized attention.
 
 A block normalizes its input by statistics of all positions so far, smooths it with a complex exponential moving
-average, and attends within chunks with queries and keys of unit length. The average and the statistics carry
-information across chunks. The residual of the feed-forward layer is the input of the block ("two-hop"). The order
-follows
-the paper: timestep norm, moving average, attention, feed-forward layer, block, model. The language model is in
+average, and attends within chunks with queries and keys of unit length. The average and the statistics pass information
+across chunks. The residual of the feed-forward layer is the input of the block ("two-hop"). The order follows the
+paper: timestep norm, moving average, attention, feed-forward layer, block, model. The language model is in
 `generation_megalodon.py`, the classifier in `heads_megalodon.py`.
 
-Names and values of parameters match the published code: scales are stored as scale - 1, so that weight decay
-draws them to 1.
+Names and values of parameters match the published code: scales are stored as scale - 1, so that weight decay draws them
+to 1.
 """
 
 import math

@@ -1,4 +1,4 @@
-"""Statistics of the last chunks only (`windowed_statistics`), as in the inference of the published code."""
+"""Statistics of only the last chunks (`windowed_statistics`), as in the inference of the published code."""
 
 from collections.abc import Mapping
 from typing import Any
