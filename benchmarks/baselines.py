@@ -1,4 +1,4 @@
-"""Baselines of the ops: the operations of the original code, in its order, and PyTorch's own kernels."""
+"""Baselines of the ops: the operations of the original code in the original order, and PyTorch's own kernels."""
 
 import math
 from unittest import mock

@@ -1,4 +1,4 @@
-"""Registry of all measurements: the ops and models, their sizes, and the baselines they are compared with."""
+"""Registry of all measurements: the ops and models, their sizes, and the baselines that they are compared with."""
 
 import itertools
 from collections.abc import Callable
@@ -96,7 +96,7 @@ def _compiled(function):
 
 
 def _by_torch(function):
-    """Return the same function without Triton kernels."""
+    """Return a function that runs `function` without Triton kernels."""
 
     def run(*arguments, **options):
         with use_backend("torch"):
@@ -106,7 +106,7 @@ def _by_torch(function):
 
 
 def _draw(device, dtype, *shapes, logits=()):
-    """Return random leaves; those with an index in `logits` are small."""
+    """Return random leaves; leaves whose index is in `logits` are small."""
     generator = torch.Generator().manual_seed(0)
     values = (torch.randn(shape, generator=generator) * (0.2 if i in logits else 1.0) for i, shape in enumerate(shapes))
     return [x.to(device, dtype).requires_grad_() for x in values]
@@ -157,7 +157,7 @@ def _gated(attend, device, dtype, n, function, chunk, b=1, causal=0, shared=128,
 
 
 def _mega_layer(run, device, dtype, n, function, chunk, d=512, values=1024, shared=128, b=1):
-    """Time one layer of the paper's width; `chunk` 0 is full attention."""
+    """Time one layer with the paper's width; if `chunk` is 0, attention covers the complete sequence."""
     torch.manual_seed(0)
     sizes = {"hidden_size": d, "intermediate_size": values, "shared_representation_size": shared}
     fields = {"attention_activation": function, "use_chunking": chunk > 0, "chunk_size": chunk or -1}
@@ -225,7 +225,10 @@ def _encoder(make, device, dtype, n, b=1, within=nullcontext, **fields):
 
 
 def _decoder(make, device, dtype, n, b=1, **fields):
-    """Time the prefill, with a cache and the last logits, and with a gradient the loss of all positions."""
+    """Time a forward pass over n positions.
+
+    With gradients, it returns the loss of all positions; else it fills a cache and returns the last logits.
+    """
     model, ids = _model_and_tokens(make, device, dtype, n, b, fields)
 
     def forward():
@@ -238,10 +241,10 @@ def _decoder(make, device, dtype, n, b=1, **fields):
 
 @torch.no_grad()
 def _decoding(make, device, dtype, n, b=1, beams=0, compiled=False, **fields):
-    """Time a step after n positions; with `beams`, their caches are reordered before it.
+    """Time a decoding step after n positions; if `beams` is set, the caches are reordered before the step.
 
-    Caches with keys and values are random. The others have a constant size after at most 1,024 positions, which end in
-    the middle of a chunk of 512, because half of the chunk is in use on average.
+    Caches with keys and values are filled with random numbers. Other caches have a constant size after at most 1,024
+    positions. These end in the middle of a chunk of 512, because on average half of the chunk is in use.
     """
     b = beams or b
     model, ids = _model_and_tokens(make, device, dtype, max(n, 1024) + 1024, b, fields)
@@ -272,7 +275,7 @@ def _images(make, device, dtype, b, size=224, **fields):
 
 
 def _padded(make, unpad, device, dtype, n, b):
-    """Time a batch with lengths from n / 8 to n in equal steps, 44 % of it padding; padded outputs are excluded."""
+    """Time a batch with lengths from n / 8 to n in equal steps; 44 % of it is padding, whose outputs are excluded."""
     torch.manual_seed(0)
     model = make(n).to(device, dtype)
     model.config.unpad_inputs = unpad
@@ -301,7 +304,7 @@ _roberta_base = partial(
 
 
 def _op(name, make, function, original, compiles=True, others=None, gpu_variants=None, **options):
-    """Return the case of an op, with the original code as its baseline, compiled as well on a GPU."""
+    """Return the case of an op; its baseline is the original code, on a GPU also in compiled form."""
     return Case(
         name,
         {"luna_mega": partial(make, function), "original": partial(make, original), **(others or {})},

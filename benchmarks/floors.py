@@ -108,6 +108,6 @@ def rates(device: str, dtype: str) -> Rates:
 
 
 def _seconds(function):
-    """Return the time of the fastest of five calls after a first one; on a GPU until it is idle."""
+    """Return the time of the fastest of five calls after a warm-up call; on a GPU, wait until it is idle."""
     timer = Timer("function()", globals={"function": function}, num_threads=torch.get_num_threads())
     return min(timer.timeit(1).mean for _ in range(5))

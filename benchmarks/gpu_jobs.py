@@ -1,7 +1,7 @@
-"""The jobs of `gpu.py`: `gpu_jobs.py '[name, argument, ...]'` runs one after one line of its input.
+"""The jobs of `gpu.py`: `gpu_jobs.py '[name, argument, ...]'` runs a job for each line of its input.
 
-A job prints rows: a check with its result, or a measurement with its milliseconds. Without a transformers that the
-models support, jobs that need models are skipped, with the reason.
+A job prints rows: a check with its result, or a measurement in milliseconds. If the installed transformers does not
+support the models, jobs that need models are skipped, and the reason is printed.
 """
 
 import importlib
@@ -170,7 +170,10 @@ def time_model(variant: str, dry: bool) -> Iterator[Row]:
 
 
 def _time(part: str, entries: list[tuple]) -> Iterator[Row]:
-    """Yield the milliseconds of each pass: first all eager calls, because a failed capture can make them fail."""
+    """Yield the milliseconds of each pass.
+
+    All eager calls run first, because a failed capture of a CUDA graph can make later calls fail.
+    """
     made = []
     for name, case, variant, size, found in entries:
         runs, label = None, " ".join(f"{key}={value}" for key, value in size.items())
@@ -202,7 +205,7 @@ def _median(run: Callable[[], object]) -> float:
 
 
 def _host(run: Callable[[], object], repeats: int) -> float:
-    """Return the median of the milliseconds until a call returns, while the GPU has no other work."""
+    """Return the median time in milliseconds until a call returns, while the GPU has no other work."""
     times = []
     for _ in range(repeats):
         if gpu.GPU:

@@ -1,4 +1,4 @@
-"""Measurement of one `Work`, time and peak memory, and comparison of the variants of a case."""
+"""Measure the time and the peak memory of one `Work`, and compare the variants of a case."""
 
 import resource
 import statistics
@@ -75,9 +75,9 @@ def _measure(work, case, device):
 
 
 def _pass(name, function, repeats, device):
-    """Return the peak megabytes of the first call, and the median and the minimum of the milliseconds of later ones.
+    """Return the peak memory of the first call in MB, and the median and minimum time of later calls in ms.
 
-    On a CPU a call of more than 5 seconds is not repeated: its first time counts.
+    On a CPU, a call of more than 5 seconds is not repeated, and the time of the first call is returned.
     """
     base = reset_peak(device)
     first = _milliseconds(function)
@@ -170,7 +170,7 @@ def agree(case_name: str, size: Size, device: str, dtype: str) -> str | None:
 
 
 def _results(case, variant, size, device, dtype):
-    """Return outputs and gradients for inputs that all dtypes represent exactly."""
+    """Return the outputs and gradients for inputs that all dtypes represent exactly."""
     work = case.make(variant, torch.device(device), torch.float64, size)
     with torch.no_grad():
         for leaf in work.leaves:

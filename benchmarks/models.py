@@ -1,7 +1,8 @@
 """Models of equal size from this package and from transformers: about 23 million parameters, and two image models.
 
 By default they have a width of 512 and a vocabulary of 8,000. The width of the feed-forward layers, and for Mamba the
-number of layers, makes up for differences elsewhere. Dropout is off; everything else has the default of each model.
+number of layers, is chosen so that the sizes are equal. Dropout is 0; all other options have the defaults of each
+model.
 """
 
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForImageClassification

@@ -114,7 +114,7 @@ def _print_turns(cases, arguments):
 
 
 def _measure_all(rows, arguments):
-    """Measure all rows, on a CPU each in a separate process, because memory is measured per process.
+    """Measure all rows; on a CPU, each row in a separate process, because memory is measured per process.
 
     The processes are forked from a server that has only loaded the modules.
     """
@@ -136,7 +136,7 @@ def _measure_all(rows, arguments):
 
 
 def _per_second(case, row, peaks, width):
-    """Return the minimum GB/s and TFLOP/s of the algorithm, and the percentage of the floor."""
+    """Return the minimum GB/s and TFLOP/s of the algorithm, and the lower bound of the time in percent of the time."""
     if case.floor is None or "error" in row:
         return {}
     sizes = {name: value for name, value in row.items() if name in SIZES}

@@ -1,4 +1,4 @@
-"""Tables in Markdown and plots of the rows that `run.py` measures."""
+"""Markdown tables and plots of the rows that `run.py` measures."""
 
 SIZES = ("b", "beams", "l", "n", "directions", "function", "chunk", "causal", "masked", "shared", "values")
 
@@ -8,7 +8,7 @@ def key(row, without=()):
 
 
 def _ratios(case, row, mine):
-    """Return the time of every pass and the memory of the last pass, relative to ours."""
+    """Return the time of every pass and the memory of the last pass, relative to those of this package."""
     if row is mine or "error" in mine or "error" in row:
         return []
     fields = [*(f"{name}_ms" for name in case.passes), "both_mb"]
@@ -65,7 +65,7 @@ def _speeds(case, rows, name, title):
 
 
 def _relative(case, rows, baseline):
-    """Return speed (above 1: faster) and peak memory (below 1: smaller) of every model relative to the baseline's."""
+    """Return speed (above 1: faster) and peak memory (below 1: smaller) of every model relative to the baseline."""
     sizes = list(dict.fromkeys(key(row) for row in rows))
     found = {(row["variant"], key(row)): row for row in rows}
     lengths = [f"{dict(size)['n']:,}" for size in sizes]

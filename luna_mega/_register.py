@@ -1,5 +1,5 @@
 # Copyright 2026 The luna-mega authors. Licensed under the Apache License, Version 2.0.
-"""Registration of all classes with the `Auto*` classes of transformers."""
+"""Register all classes with the `Auto*` classes of transformers."""
 
 import warnings
 
@@ -75,7 +75,7 @@ def register_auto_classes() -> None:
 
 
 def _warn_of_others(model_type: str, config: type) -> None:
-    """Warn if a model type is registered by another class, which this registration replaces."""
+    """Warn if another class has registered a model type, because this registration replaces it."""
     if model_type not in CONFIG_MAPPING:
         return
     other = CONFIG_MAPPING[model_type]

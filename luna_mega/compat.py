@@ -125,7 +125,7 @@ def accept_cache_names(function: Callable) -> Callable:
 
 
 class _CacheAlias:
-    """`cache` as another name of the field `past_key_values` of an output."""
+    """Make `cache` another name of the output field `past_key_values`."""
 
     def __init__(self, *args, **kwargs):
         rename_cache(kwargs)

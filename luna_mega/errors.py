@@ -1,4 +1,4 @@
-"""Error of the converter and of the other commands, and helpers for its messages."""
+"""The error class of the converter and the other commands, and helpers for its messages."""
 
 import reprlib
 from typing import Any

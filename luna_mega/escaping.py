@@ -1,4 +1,4 @@
-"""Escaping of untrusted text from files, names and arguments for a terminal, for YAML and for Markdown."""
+"""Escape untrusted text from files, names and arguments for a terminal, for YAML and for Markdown."""
 
 import os
 import re

@@ -3,8 +3,8 @@
 """The command line `luna-mega`, one module per command.
 
 The package is separate from `luna_mega`, whose import takes seconds because of torch and transformers. The module of a
-command is imported when the command is used. It imports the standard library at the top, and what runs the command
-inside functions.
+command is imported when the command is used. At its top, it imports only the standard library; functions import the
+rest.
 """
 
 import argparse
@@ -114,7 +114,7 @@ def _red(text: str) -> str:
 
 
 class _Parser(argparse.ArgumentParser):
-    """Argument parser whose errors do not contain terminal control characters."""
+    """Argument parser whose errors contain no terminal control characters."""
 
     def error(self, message: str) -> NoReturn:
         super().error("".join(c if c.isprintable() or c == "\n" else ascii(c)[1:-1] for c in message))
@@ -129,7 +129,7 @@ class _Version(argparse.Action):
 
 
 def _parser(used: Collection[str | None]) -> argparse.ArgumentParser:
-    """Return the parser, with the options of the commands `used`."""
+    """Return the parser, with the options of the commands in `used`."""
     parser = _Parser(
         prog="luna-mega",
         usage="luna-mega [-h] [--version] COMMAND ...",

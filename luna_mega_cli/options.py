@@ -22,7 +22,7 @@ _WORDS = {"head", "license"}
 
 
 class _Help(argparse.HelpFormatter):
-    """Help formatter that keeps the lines of the examples."""
+    """Help formatter that preserves the lines of the examples."""
 
     def _fill_text(self, text: str, width: int, indent: str) -> str:
         return text if "\n" in text else super()._fill_text(text, width, indent)
@@ -59,7 +59,7 @@ def add_conventions(parser: argparse.ArgumentParser, *, head: str, layer_norm: s
 
 
 def _integer(first: int, last: int, expected: str) -> Callable[[str], int]:
-    """Return the type of an option for integers from `first` to `last`."""
+    """Return an option type for integers from `first` to `last`."""
 
     def integer(text: str) -> int:
         # `int` takes quadratic time for a long text.

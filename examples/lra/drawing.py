@@ -1,6 +1,6 @@
 """Parts of a Pathfinder image: sizes, canvas, paddles and discs.
 
-An angle is in radians, a point is (row, column) in pixels.
+Angles are in radians; points are (row, column) in pixels.
 """
 
 import math
@@ -124,7 +124,7 @@ def offsets(radius: int) -> np.ndarray:
 
 
 def _reduced(drawn: Image.Image | np.ndarray) -> np.ndarray:
-    """Return the reduced drawing with values from 0 to 1."""
+    """Return the drawing in the final size, with values from 0 to 1."""
     drawn = drawn if isinstance(drawn, Image.Image) else Image.fromarray(drawn)
     side = drawn.width // _SCALE
     return np.asarray(drawn.resize((side, side), Image.Resampling.LANCZOS)) / 255.0

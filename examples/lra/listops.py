@@ -1,8 +1,8 @@
-"""ListOps: nested lists of digits under minimum, maximum, median and sum modulo 10 (Nangia and Bowman 2018).
+"""ListOps: nested lists of digits with minimum, maximum, median and sum modulo 10 (Nangia and Bowman 2018).
 
-The trees follow Long Range Arena (Tay et al. 2021, section 2.2). Above the deepest level, a node is an operation
-over 2 to `max_args` arguments with probability 1/4, else a digit. Trees with `min_length < tokens < max_length` are
-kept. Tokens and brackets are separated by spaces: `[MAX 2 9 [MIN 4 7 ] 0 ]`.
+The trees follow Long Range Arena (Tay et al. 2021, section 2.2). Above the deepest level, a node is an operation on 2
+to `max_args` arguments with probability 1/4, and otherwise a digit. Trees are accepted if `min_length < tokens <
+max_length`. Tokens and brackets are separated by spaces: `[MAX 2 9 [MIN 4 7 ] 0 ]`.
 """
 
 import random

@@ -1,9 +1,9 @@
 """Pathfinder: two dashed snakes among shorter ones, and two discs; are the discs the ends of one snake?
 
-The task of Linsley et al. (2018) and Houtkamp and Roelfsema (2010), with the parameters of Long Range Arena (Tay et al.
-2021, section 2.2): Pathfinder has 32 x 32 pixels, Path-X 128 x 128. A snake is a chain of paddles, straight strokes of
-equal length with gaps. It grows paddle by paddle, prefers to continue straight, and keeps a distance from everything
-that is already drawn. An angle is in radians, a point is (row, column) in pixels.
+This is the task of Linsley et al. (2018) and Houtkamp and Roelfsema (2010), with the parameters of Long Range Arena
+(Tay et al. 2021, section 2.2): Pathfinder has 32 x 32 pixels, Path-X 128 x 128. A snake is a chain of paddles: straight
+strokes of equal length with gaps. It grows paddle by paddle, prefers to continue straight, and keeps a distance from
+everything that is already drawn. Angles are in radians; points are (row, column) in pixels.
 """
 
 import math
@@ -66,7 +66,7 @@ def draw_image(numbers: np.random.Generator, sizes: Drawing) -> Sample:
 
 @dataclass
 class _Snake:
-    """Growing snake.
+    """A snake that grows paddle by paddle.
 
     Attributes:
         pivot: Point a margin before the tail of the last paddle.
@@ -84,7 +84,7 @@ class _Snake:
 
 
 def _two_snakes(numbers: np.random.Generator, sizes: Drawing, margin: int) -> tuple[Canvas, list[_Snake]] | None:
-    """Draw the long snakes, which grow alternately; return None if one of them cannot grow."""
+    """Draw the two long snakes, which grow alternately; return None if one of them cannot grow."""
     canvas = Canvas(sizes, margin)
     first = _seed(numbers, canvas, lambda angle: _free_point(numbers, canvas, angle, 2 * sizes.seed_distance))
     if first is None:
@@ -117,7 +117,7 @@ def _with_distractor(numbers: np.random.Generator, canvas: Canvas) -> Canvas | N
 
 
 def _seed(numbers: np.random.Generator, canvas: Canvas, find: Callable) -> _Snake | None:
-    """Draw the first paddle of a snake at the point that `find` returns for its angle, an integer degree."""
+    """Draw the first paddle of a snake, at an angle of integer degrees and the point that `find` returns for it."""
     length = canvas.sizes.paddle_length
     for _ in range(_PADDLE_TRIES):
         angle = math.radians(numbers.integers(-180, 180))
@@ -134,7 +134,7 @@ def _seed(numbers: np.random.Generator, canvas: Canvas, find: Callable) -> _Snak
 
 
 def _free_point(numbers: np.random.Generator, canvas: Canvas, angle: float, edge: int) -> np.ndarray | None:
-    """Return a random point for a paddle without overlap and outside the border of `edge` pixels, or None."""
+    """Return a random point at which a paddle neither overlaps nor touches the border of `edge` pixels, or None."""
     size, border = canvas.sizes.size, canvas.border
     reached = np.argwhere(canvas.paddle(angle)[1] >= 1.0) - border
     low, high = np.maximum(edge - reached.min(axis=0), 0), np.minimum(size - edge - reached.max(axis=0), size)
@@ -153,9 +153,10 @@ def _free_point(numbers: np.random.Generator, canvas: Canvas, angle: float, edge
 
 
 def _extend(numbers: np.random.Generator, canvas: Canvas, snake: _Snake, other: _Snake | None = None) -> bool:
-    """Draw the next paddle of `snake` with a distance from all paddles but its last one; return whether it succeeded.
+    """Draw the next paddle of `snake` and return whether this was possible.
 
-    The code of Linsley et al. ignores the last paddle of the `other` snake, where the two can cross.
+    It keeps a distance from all paddles except the last one. The code of Linsley et al. also ignores the last paddle of
+    the `other` snake, so that the two snakes can cross there.
     """
     length, margin, border = canvas.sizes.paddle_length, canvas.margin, canvas.border
     mask = canvas.mask

@@ -1,4 +1,4 @@
-"""Self-pretraining (Amos et al. 2023): prediction of masked inputs of a task before training on the labels."""
+"""Self-pretraining (Amos et al. 2023): predict masked inputs of a task before training on its labels."""
 
 import copy
 from typing import Any

@@ -1,4 +1,4 @@
-"""The tasks of Long Range Arena as a model reads them, and the points in which the papers' code differs."""
+"""The inputs of a model for each task of Long Range Arena, and the points in which the papers' code differs."""
 
 import math
 from dataclasses import dataclass, field

@@ -1,4 +1,4 @@
-"""Baseline of Long Range Arena: the Transformer encoder of ModernBERT, with global attention and rotary positions.
+"""Baseline of Long Range Arena: ModernBERT's Transformer encoder with global attention and rotary positions.
 
 In addition to ModernBERT, it supports real numbers and pairs, and has the classifier of Luna and Mega.
 """

@@ -1,4 +1,4 @@
-"""Documents of the lm-eval task `passkey`: a number hidden in filler sentences, and a question for it at the end.
+"""Documents of the lm-eval task `passkey`: a number hidden in filler sentences, followed by a question for it.
 
 lm-eval calls `documents` with the `metadata` of the task manager, which includes the arguments of the model.
 """

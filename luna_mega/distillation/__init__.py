@@ -1,4 +1,4 @@
-"""Conversion of trained encoders to Lunas that equal them (docs/distillation.md)."""
+"""Convert trained encoders to Lunas with equal results (docs/distillation.md)."""
 
 from luna_mega.distillation.exact import (
     Converted as Converted,

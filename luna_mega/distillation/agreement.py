@@ -1,4 +1,4 @@
-"""Agreement of a converted encoder with its teacher, on texts of several lengths."""
+"""Measure the agreement of a converted encoder with its teacher, on texts of several lengths."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -96,7 +96,7 @@ def compare_lengths(
 
 
 def _vectors(teacher: Teacher, student: PreTrainedModel, lengths: Lengths, modules: SentenceModules | None) -> Measure:
-    """Return the function that compares vectors; poolings that have no function here are replaced by the mean."""
+    """Return a function that compares vectors; poolings that are not implemented here are replaced by the mean."""
     modules = modules if modules is not None and modules.embeds else SentenceModules(("mean",), normalizes=True)
 
     def measure(batches):
@@ -124,7 +124,7 @@ def _neighbors(vectors: torch.Tensor) -> torch.Tensor:
 
 
 def _predictions(teacher: Teacher, student: PreTrainedModel, lengths: Lengths) -> Measure:
-    """Return the function that compares the predictions of a head."""
+    """Return a function that compares the predictions of a head."""
     config, head = student.config, find_head(student)
     outside = [index for index, label in config.id2label.items() if label == _OUTSIDE]
 
@@ -161,7 +161,7 @@ def _on_device(batches: Iterable[dict[str, torch.Tensor]], model: PreTrainedMode
 
 
 def _gives_scores(model: PreTrainedModel) -> bool:
-    """Return whether the head returns one number per text, which only ranks it."""
+    """Return whether the head returns one score per text, which is only used to rank texts."""
     head = find_head(model)
     return head == "ForMultipleChoice" or (head == "ForSequenceClassification" and model.config.num_labels == 1)
 
@@ -175,7 +175,7 @@ def _share(equal: torch.Tensor) -> float | None:
 
 
 def _read(model: PreTrainedModel, head: str, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
-    """Return scores `[B, C]` of a text, scores `[B, T, 2]` of an answer, or predicted classes `[B, T]` of tokens."""
+    """Return scores `[B, C]` of texts, `[B, T, 2]` for answers, or the predicted classes `[B, T]` of tokens."""
     if head == "ForMultipleChoice":
         inputs = {name: tensor[:, None] for name, tensor in inputs.items()}
     output = model(**inputs)
@@ -185,7 +185,7 @@ def _read(model: PreTrainedModel, head: str, inputs: dict[str, torch.Tensor]) ->
 
 
 def _join(values: torch.Tensor, windows: Windows, batch: dict[str, torch.Tensor], head: str) -> torch.Tensor:
-    """Return the values of texts from the values of their windows: the mean, or the values of their tokens."""
+    """Return the values of texts, given the values of their windows: the mean, or the values of their tokens."""
     if head not in TOKEN_HEADS:
         return windows.mean(values)
     lowest = -torch.inf if values.is_floating_point() else 0

@@ -1,4 +1,4 @@
-"""Comparison of a converted model, in memory or in a folder, with its teacher."""
+"""Compare a converted model, in memory or in a folder, with its teacher."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -113,7 +113,7 @@ def _longest(teacher: Teacher, student: PreTrainedModel) -> int:
 
 @torch.no_grad()
 def _compare_outputs(teacher: Teacher, student: PreTrainedModel, batches: dict[str, dict[str, torch.Tensor]]) -> float:
-    """Return the largest difference of the outputs at positions that the masks keep."""
+    """Return the largest difference of the outputs at unmasked positions."""
     head, largest = find_head(teacher.model), 0.0
     pooled = head in ("ForSequenceClassification", "ForMultipleChoice")
     for name, batch in batches.items():
@@ -144,7 +144,7 @@ def _difference(ours: torch.Tensor, theirs: torch.Tensor, what: str, dtype: torc
 
 @contextmanager
 def _eager(model: torch.nn.Module) -> Iterator[None]:
-    """Run a model that `model.compile()` has compiled without compiling it for the shapes of a comparison."""
+    """Disable the compilation of `model.compile()`, so that a comparison does not compile for its shapes."""
     if all(getattr(module, "_compiled_call_impl", None) is None for module in model.modules()):
         yield
         return
@@ -153,7 +153,7 @@ def _eager(model: torch.nn.Module) -> Iterator[None]:
 
 
 def _texts(tokenizer: PreTrainedTokenizerBase, ids: list[int], longest: int) -> tuple[list[str], list[tuple[str, str]]]:
-    """Return texts and pairs of texts of at most `longest` tokens, with the words of `ids`."""
+    """Return texts and pairs of texts of at most `longest` tokens, made of the words of `ids`."""
     counts = sorted({1, 2, longest // 4, longest // 2, longest - 2} - {0})
     texts = [tokenizer.decode(ids[:count], skip_special_tokens=True) for count in counts if count > 0]
     pairs = [(first, second) for first in texts for second in texts[:2]]
@@ -184,7 +184,7 @@ def _compare_modules(modules: SentenceModules, folder: Path) -> None:
 
 
 def _compare_vectors(kind: str, name: str, folder: Path, texts: list[Any], longest: int) -> float | None:
-    """Return the largest difference of vectors or scores; None if sentence-transformers is not installed."""
+    """Return the largest difference of vectors or scores, or None if sentence-transformers is not installed."""
     try:
         import sentence_transformers
     except ImportError:

@@ -1,4 +1,4 @@
-"""Trained encoders as folders with a Luna model, for `luna-mega distill`."""
+"""Convert trained encoders to folders with a Luna model, for `luna-mega distill`."""
 
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Copying of the weights of an encoder into a Luna of the same sizes, bit for bit, with a report."""
+"""Copy the weights of an encoder bit for bit into a Luna of the same sizes, and report what was copied."""
 
 from dataclasses import dataclass, field
 

@@ -1,4 +1,4 @@
-"""Training on the sentence vectors of a teacher: vectors of long texts, lengths of texts, and numbers of rows."""
+"""Training on a teacher's sentence vectors: vectors of long texts, lengths of texts, and numbers of rows."""
 
 import random
 from collections.abc import Sequence

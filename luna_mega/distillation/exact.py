@@ -1,4 +1,4 @@
-"""Luna encoders that equal a trained encoder on texts of up to `projection_length` tokens; nothing is trained."""
+"""Luna encoders that equal a trained encoder on texts of up to `projection_length` tokens, without training."""
 
 import copy
 from collections.abc import Iterable
@@ -286,7 +286,10 @@ def fit_salience(
 
 
 def _solve(gram: torch.Tensor, ridge: float) -> tuple[torch.Tensor, float]:
-    """Return the weights `[d]` and the explained share of the variance, of the Gram matrix of states, 1 and target."""
+    """Solve a ridge regression; return its weights `[d]` and the explained share of the variance.
+
+    `gram` is the Gram matrix of the states, a constant 1 and the target.
+    """
     square, moment, total = gram[:-1, :-1], gram[:-1, -1:], gram[-1, -1]
     penalty = ridge * square.diagonal().mean() * torch.eye(len(square)).to(square)
     # One layer at a time: the batched `torch.linalg.solve` fails with two threads in PyTorch 2.13.

@@ -1,4 +1,4 @@
-"""Families of encoders: the names of the parts that models have in common, one row per family."""
+"""Families of encoders: a table with one row per family, which names the parts that all models have."""
 
 import re
 from collections.abc import Mapping

@@ -1,4 +1,4 @@
-"""Lengths of a converted encoder: rows of its layers, longest text, and what texts beyond them are worth."""
+"""Lengths of a converted encoder: the rows of its layers, its longest text, and the quality for longer texts."""
 
 from dataclasses import dataclass
 from typing import Any

@@ -1,4 +1,4 @@
-"""Loading of teachers, which may be damaged or do not fit their configuration, and checks of their tokenizers."""
+"""Load teachers, which may be damaged or not match their configuration, and check their tokenizers."""
 
 import re
 from collections.abc import Iterator
@@ -78,7 +78,7 @@ def load_teacher(name_or_path: str, num_labels: int | None = None, **options: An
 
 
 def _check_loaded(name: str, model: PreTrainedModel, info: dict[str, Any], num_labels: int | None) -> None:
-    """Raise if weights of the model are missing, or have another shape; with `num_labels`, the head may be new."""
+    """Raise an error if weights are missing or have another shape; with `num_labels`, the head may be new."""
     body = "" if num_labels is None else f"{model.base_model_prefix}."
     for key, stored, expected in sorted(entry for entry in info["mismatched_keys"] if entry[0].startswith(body)):
         raise ValueError(
@@ -109,7 +109,10 @@ def _one_line(name: str) -> Iterator[None]:
 
 
 def _read_weights(name: str, places: dict[str, Any]) -> tuple[dict[str, torch.Tensor] | None, dict[str, torch.Size]]:
-    """Return the tensors of pickled weights (None for safetensors, of which headers are read), and all shapes."""
+    """Return the tensors of pickled weights and all shapes.
+
+    For safetensors, the tensors are None and only the headers are read.
+    """
     if files := _find(name, SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME, places):
         shapes = {}
         for file in files:
@@ -125,7 +128,7 @@ def _read_weights(name: str, places: dict[str, Any]) -> tuple[dict[str, torch.Te
 
 
 def _find(name: str, single: str, index: str, places: dict[str, Any]) -> list[Path]:
-    """Return the file of all weights, else the files in an index, else nothing."""
+    """Return the file that contains all weights, or the files in an index, or an empty list."""
     if file := cached_file(name, single, _raise_exceptions_for_missing_entries=False, **places):
         return [Path(file)]
     if file := cached_file(name, index, _raise_exceptions_for_missing_entries=False, **places):
@@ -135,7 +138,7 @@ def _find(name: str, single: str, index: str, places: dict[str, Any]) -> list[Pa
 
 
 def _check_sizes(name: str, kind: type, config: PreTrainedConfig, family: Family, shapes: dict[str, torch.Size]):
-    """Raise if the weights have other layers, or less than half of the parameters, than the configuration specifies.
+    """Raise an error if the weights have other layers than the configuration, or less than half of its parameters.
 
     `from_pretrained` reports smaller differences, but allocates and initializes missing parameters first.
     """

@@ -1,4 +1,4 @@
-"""Checks that a model has the classes and weights of transformers, so that a copy of its weights is a copy of it."""
+"""Check that a model has the classes and weights of transformers, so that copying its weights copies the model."""
 
 from typing import Any
 
@@ -62,7 +62,7 @@ def _check_weights(model: PreTrainedModel) -> None:
 
 
 def _quantization(config: PreTrainedConfig) -> str | None:
-    """Return how the weights are quantized, for a message; None if they are not."""
+    """Return a description of the quantization of the weights for a message, or None if they are not quantized."""
     if not (given := getattr(config, "quantization_config", None)):
         return None
     method = given.get("quant_method") if isinstance(given, dict) else getattr(given, "quant_method", None)

@@ -80,7 +80,7 @@ class SentenceModules:
 
 
 def _without_limits(settings: dict[str, Any], max_length: int) -> dict[str, Any]:
-    """Return settings without limits of the length, except for shorter ones of queries and documents."""
+    """Return settings without length limits, except for shorter limits of queries and documents."""
     kept = dict(settings)
     longest = min(kept.get("max_seq_length") or max_length, max_length)
     for name in ("query_length", "document_length"):
@@ -96,7 +96,7 @@ def _without(options: Any, name: str) -> Any:
 
 
 def _write_mean(folder: Path) -> None:
-    """Write mean pooling next to a saved transformer."""
+    """Write a mean pooling module to the folder of a saved transformer."""
     kinds = {"": "Transformer", "1_Pooling": "Pooling"}
     modules = [
         {"idx": index, "name": str(index), "path": path, "type": f"sentence_transformers.models.{kind}"}
@@ -165,12 +165,12 @@ def read_modules(name: str) -> SentenceModules | None:
 
 
 def _short(kind: str) -> str:
-    """Return the class of a module of sentence-transformers, and the complete name of any other class."""
+    """Return the class name of a module of sentence-transformers, or the qualified name of another class."""
     return kind.rpartition(".")[2] if kind.startswith("sentence_transformers.") else kind
 
 
 def _pooling(name: str, path: str) -> tuple[str, ...]:
-    """Return the modes of a pooling."""
+    """Return the modes of a pooling module."""
     config = _read(name, path) or {}
     given = config.get("pooling_mode", [mode for field, mode in _LEGACY.items() if config.get(field)])
     modes = tuple(given) if isinstance(given, list) else (given,)

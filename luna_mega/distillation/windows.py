@@ -1,4 +1,4 @@
-"""Batches of texts, and windows of texts that a teacher does not read at once."""
+"""Batches of texts, and windows of texts that are too long for a teacher."""
 
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple

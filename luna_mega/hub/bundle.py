@@ -84,7 +84,7 @@ def _add_code_after_save(folder: str | Path) -> None:
 
 
 def _add_code(folder: Path, config: dict) -> list[str]:
-    """Write the code, then the configuration that names it, so that the folder still loads after an interruption."""
+    """Write the code, and after it the configuration that names it, so that an interrupted folder still loads."""
     old = [file for file in folder.glob("*.py") if file.read_bytes().startswith(_GENERATED.encode())]
     with temporary_folder(folder, "bundle") as temporary:
         files, auto_map = write_code(config["model_type"], temporary)
@@ -107,7 +107,7 @@ def _add_code(folder: Path, config: dict) -> list[str]:
 
 
 def _is_foreign(code: Any, folder: Path) -> bool:
-    """Return whether an entry of `auto_map` (a class, or a slow and a fast one) names code of another package."""
+    """Return whether an `auto_map` entry (one class, or a slow and a fast one) refers to code of another package."""
     parts = [part for part in (code if isinstance(code, list) else [code]) if part is not None]
     homes = {part.partition(".")[0] if isinstance(part, str) else "" for part in parts}
     return homes.isdisjoint(f"auto_{model_type}" for model_type in CONFIGS) and all(
@@ -162,9 +162,9 @@ def _flat_texts(modules: Iterable[str]) -> dict[str, str]:
 
 
 def _flat_name(module: str) -> str:
-    """Return the name of a module's file: luna_mega.modeling_luna.heads_luna -> heads_luna.
+    """Return the file name of a module: luna_mega.modeling_luna.heads_luna -> heads_luna.
 
-    Files of kernels keep the name of their folder, because the files of all ops have the same names.
+    Files of kernels start with the name of their folder, because the files of all ops have the same names.
     """
     _, folder, *rest = module.split(".")
     return rest[-1] if folder.startswith("modeling_") else "_".join([folder, *rest])
@@ -212,8 +212,8 @@ def _is_ours(node: ast.AST) -> bool:
 def _home(module: str, name: str) -> tuple[str, str | None]:
     """Return the module of this package that defines what `from module import name` imports, and its name there.
 
-    The name is None if a module itself is imported. Re-exports are resolved, so that the bundle does not contain
-    everything else that the module re-exports.
+    The name is None if the import is a module. Re-exports are resolved, so that the bundle does not contain everything
+    else that the module re-exports.
     """
     named = f"{module}.{name}"
     try:
@@ -237,8 +237,9 @@ def _home(module: str, name: str) -> tuple[str, str | None]:
 def _own_operators(module: str, text: str) -> str:
     """Replace the namespace of the operators in a text by the name of their folder.
 
-    A name can be registered once per process, which may contain this package, bundles of several models and the copies
-    that transformers makes of one bundle. Characters of the folder that a namespace cannot contain are replaced.
+    An operator name can be registered only once per process, which may contain this package, bundles of several models
+    and the copies that transformers makes of one bundle. Characters of the folder that a namespace cannot contain are
+    replaced.
     """
     namespace = '"".join(c if c.isascii() and c.isalnum() else "_" for c in __package__)'
     for quote in ('f"', '"'):

@@ -1,4 +1,4 @@
-"""Files that belong to a model folder, and their copies (`luna-mega bundle`)."""
+"""List and copy the files that belong to a model folder (`luna-mega bundle`)."""
 
 import re
 import shutil
@@ -53,7 +53,7 @@ def copy_model(folder: str | Path, output: Path) -> None:
 
 
 def _model_files(folder: Path) -> Iterator[Path]:
-    """Yield the regular files with a name of the list."""
+    """Yield the regular files whose names are in the list of model files."""
     for entry in sorted(folder.iterdir()):
         if _FOLDERS.fullmatch(entry.name) and entry.is_dir():
             entries = sorted(entry.iterdir())

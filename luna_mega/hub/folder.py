@@ -1,4 +1,4 @@
-"""Model folders of `save_pretrained`, `luna-mega convert` or the Hub, read without building the model."""
+"""Read model folders of `save_pretrained`, `luna-mega convert` or the Hub without building the model."""
 
 import json
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""Export of model folders to ONNX programs, with a comparison (`luna-mega onnx`)."""
+"""Export model folders to ONNX programs, and compare the programs with the models (`luna-mega onnx`)."""
 
 import copy
 import io
@@ -112,7 +112,7 @@ def _check_class(folder: ModelFolder) -> None:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Suppress messages of the exporters for developers."""
+    """Suppress exporter messages that are meant for developers."""
     level, silence = logging.root.manager.disable, io.StringIO()
     logging.disable(logging.WARNING)
     try:
@@ -125,7 +125,7 @@ def _quiet() -> Iterator[None]:
 # The exporters cast inputs to the dtype of the model, but statistics of Megalodon's norms are float64.
 @patch("transformers.exporters.utils.cast_leaf_tensors", lambda inputs, **_: inputs)
 def _export(model: PreTrainedModel, sample: dict[str, torch.Tensor], opset: int | None) -> Any:
-    """Return the `ExportedModel`, with dynamic batch and lengths."""
+    """Return the `ExportedModel` with a dynamic batch size and dynamic lengths."""
     exporter, config = exporters.OnnxExporter(), exporters.OnnxConfig(dynamic=True, opset_version=opset)
     exported = (exporter.export_for_generation if model.can_generate() else exporter.export)(
         model, dict(sample), config
@@ -166,7 +166,7 @@ def compare(model: PreTrainedModel, runners: Mapping[str, Any], inputs: dict[str
 def _batches(folder: ModelFolder) -> list[dict[str, torch.Tensor]]:
     """Return random inputs for the export and, with other lengths, for the comparison.
 
-    They are arguments of `forward` or `generate` that the tokenizer of the folder returns, if there is one.
+    They are arguments of `forward` or `generate`; if the folder has a tokenizer, only those that it returns.
     """
     tokenizer = read_tokenizer(folder.path) if (folder.path / "tokenizer_config.json").is_file() else None
     period, limit, decodes = borders(folder.config)[-1], length_limit(folder.config), folder.config.is_decoder

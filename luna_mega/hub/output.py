@@ -1,4 +1,4 @@
-"""Checks of paths, and outputs that are written completely or not at all."""
+"""Check output paths, and write outputs completely or not at all."""
 
 import glob
 import os

@@ -133,7 +133,7 @@ def _reads(model_class: type, name: str) -> bool:
 
 
 def _mask(lengths: torch.Tensor, side: str, gaps: bool) -> torch.Tensor:
-    """Return the bool mask `[..., T]` of sequences of the lengths `[...]`."""
+    """Return the bool mask `[..., T]` of sequences with the lengths `[...]`."""
     lengths = lengths[..., None]
     columns = torch.arange(int(lengths.max()))
     mask = columns < lengths
@@ -143,7 +143,7 @@ def _mask(lengths: torch.Tensor, side: str, gaps: bool) -> torch.Tensor:
 
 
 def _ids(config: Any, mask: torch.Tensor, processor: Any, generator: torch.Generator) -> torch.Tensor:
-    """Return ids for a mask, with as many different ones as the vocabulary has."""
+    """Return token ids for a mask; together they contain as many different tokens as possible."""
     pad = getattr(processor, "pad_token_id", None)
     pad = config.pad_token_id if pad is None else pad
     ids = torch.arange(config.vocab_size)
@@ -153,7 +153,7 @@ def _ids(config: Any, mask: torch.Tensor, processor: Any, generator: torch.Gener
 
 
 def _types(model_class: type, config: Any, processor: Any) -> int | None:
-    """Return the number of token types of the inputs; None = the inputs have no `token_type_ids`."""
+    """Return the number of token types in the inputs, or None if the inputs have no `token_type_ids`."""
     if not _reads(model_class, "token_type_ids"):
         return None
     types = config.type_vocab_size if getattr(config, "add_token_type_embeddings", True) else 0
@@ -162,7 +162,7 @@ def _types(model_class: type, config: Any, processor: Any) -> int | None:
 
 
 def _packed(config: Any, rows: int, seed: int) -> dict[str, torch.Tensor]:
-    """Return a P for each sequence, and a mask that drops its last row in every second one."""
+    """Return a P for each sequence, and a mask that drops the last row of every second P."""
     shape = (rows, config.projection_length, config.hidden_size)
     mask = torch.ones(shape[:2], dtype=torch.long)
     mask[1::2, -1] = shape[1] == 1

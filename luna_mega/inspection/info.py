@@ -1,4 +1,4 @@
-"""Description of a model folder or checkpoint: architecture, sizes, heads, origin (`luna-mega info`)."""
+"""Describe a model folder or checkpoint: architecture, sizes, heads, origin (`luna-mega info`)."""
 
 import re
 from collections import Counter
@@ -118,7 +118,7 @@ def describe(path: str | Path, length: int | None = None, progress: bool = False
 
 
 def _fields(config: PreTrainedConfig) -> dict[str, int | str | bool]:
-    """Return the configuration fields with the sizes of the model, and the decoder's fields if they differ."""
+    """Return the configuration fields with the sizes of the model; fields of the decoder are added if they differ."""
     values = architecture(config)
     if config.is_encoder_decoder:
         own = architecture(config.decoder_config).items()
@@ -135,7 +135,7 @@ def count_parameters(model: PreTrainedModel) -> dict[str, int]:
 
 
 def _part(model: PreTrainedModel, name: str) -> str:
-    """Return the part that a parameter belongs to: embeddings, a stack, or head."""
+    """Return the part to which a parameter belongs: "embeddings", a stack, or "head"."""
     first, _, rest = name.removeprefix(f"{model.base_model_prefix}.").partition(".")
     if model.config.is_encoder_decoder and first in ("encoder", "decoder"):
         return "embeddings" if rest.split(".")[0] in _EMBEDDINGS else first
@@ -145,7 +145,7 @@ def _part(model: PreTrainedModel, name: str) -> str:
 
 
 def _count_cache(model: PreTrainedModel, length: int) -> dict[str, int]:
-    """Return the bytes of the cache of a model on the meta device after `length` positions, and of the last one."""
+    """Return the bytes of a model's cache after `length` positions, and the bytes that the last position adds."""
     size, *before = (_cache_bytes(model, positions) for positions in (length, length - 1) if positions > 0)
     return {"sequence": size, "token": size - sum(before)}
 
@@ -187,7 +187,10 @@ def _read_folder(path: str | Path):
 
 
 def _compare_weights(path: str | Path, model: PreTrainedModel, tensors: dict[str, TensorInfo]) -> list[str]:
-    """Return a warning about weights without a place in the model; raise an error for missing ones and other shapes."""
+    """Return a warning about weights that the model does not use.
+
+    Raise an error if weights are missing or have other shapes.
+    """
     prefix = f"{model.base_model_prefix}."
     shapes = {name.removeprefix(prefix): tuple(info.shape) for name, info in tensors.items()}
     expected = {name.removeprefix(prefix): tuple(tensor.shape) for name, tensor in model.state_dict().items()}

@@ -1,4 +1,4 @@
-"""Comparison of two models, layer by layer, on the same inputs (`luna-mega verify`)."""
+"""Compare two models layer by layer on the same inputs (`luna-mega verify`)."""
 
 import inspect
 import math
@@ -87,7 +87,7 @@ class Comparison:
 
 
 def _listed(inputs: dict[str, dict[str, list[int]]]) -> str:
-    """Return the shapes of one batch, or the arguments and the shapes of the first one in every batch."""
+    """Return the shapes of one batch, or for several batches the argument names and the first shape of each batch."""
     if len(inputs) == 1:
         return ", ".join(f"{name} {shape}" for shapes in inputs.values() for name, shape in shapes.items())
     names = dict.fromkeys(name for shapes in inputs.values() for name in shapes)
@@ -170,7 +170,7 @@ def compare(
 
 
 def _random(folder: ModelFolder, batch: int | None, length: int | None, seed: int) -> dict[str, dict]:
-    """Return the batches of `sample_inputs`, or one of the given size."""
+    """Return the batches of `sample_inputs`, or one batch of the given size."""
     try:
         if batch is None and length is None:
             return sample_inputs(folder, seed=seed)
@@ -183,7 +183,7 @@ def _random(folder: ModelFolder, batch: int | None, length: int | None, seed: in
 
 
 def _largest(rows: Sequence[Mapping]) -> dict:
-    """Return the largest differences of rows of one layer, or of results."""
+    """Return the largest differences over batches, given the rows of one layer or of the results."""
     largest = dict(rows[0])
     for name in _columns(largest):
         values = [row[name] for row in rows]
@@ -298,9 +298,10 @@ def _run(folder: ModelFolder, batches: Mapping[str, Mapping[str, torch.Tensor]])
 
 
 def _mask(tensors: Mapping[str, torch.Tensor], config: PreTrainedConfig, prefix: str = "") -> torch.Tensor:
-    """Return a mask of the compared positions, `[B, T]`, or `[B options, T]` for multiple choice.
+    """Return a mask of the compared positions: `[B, T]`, or `[B options, T]` for multiple choice.
 
-    The positions belong to the source, with `prefix` "decoder_" to the target, and of the first sequence of pairs.
+    The positions are those of the source or, if `prefix` is "decoder_", of the target. For pairs, they are those of the
+    first sequence.
     """
     if f"{prefix}attention_mask" in tensors:
         mask = tensors[f"{prefix}attention_mask"].bool()
@@ -366,7 +367,7 @@ def _results(first: Mapping, second: Mapping, mask: torch.Tensor) -> dict[str, f
 
 
 def _difference(first: torch.Tensor, second: torch.Tensor, keep: torch.Tensor | None) -> float | None:
-    """Return the largest difference at positions of `keep`: 0 for equal Inf and NaN, None for unequal ones."""
+    """Return the largest difference at positions in `keep`: 0 for equal Inf and NaN, None for unequal ones."""
     if keep is not None:
         first, second = first[keep], second[keep]
     if first.numel() == 0:

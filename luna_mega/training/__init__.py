@@ -1,6 +1,7 @@
 """Components of training scripts: options and recipes, data, models, tokenizers, Trainer, results and model cards.
 
-A script imports only this module. Names that all tasks use are here, and others in the modules of their task.
+Scripts import only from this package: names that all tasks use from the package itself, other names from the modules of
+their tasks.
 """
 
 # ruff: noqa: F401

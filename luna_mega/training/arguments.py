@@ -1,4 +1,4 @@
-"""Command lines from dataclasses, and recipes: YAML files with defaults for the options."""
+"""Parse command lines into dataclasses, and read recipes: YAML files with defaults for the options."""
 
 import argparse
 import math

@@ -64,7 +64,7 @@ def match_labels(model: CheckpointArguments, names: Sequence[str], training: Tra
 def _match_order(
     source: str | None, own: list[str] | None, names: Sequence[str], training: TrainingArguments
 ) -> Labels:
-    """Return the labels of a head without names."""
+    """Return the labels of a head that has no label names."""
     outputs = {name: index for index, name in enumerate(names)}
     if training.do_train or own is None:
         return Labels(list(names), outputs)
@@ -82,13 +82,13 @@ def _say(training: TrainingArguments, line: str) -> None:
 
 
 def _listed(names: Iterable[str], most: int = 20) -> str:
-    """Return the first names, separated by commas."""
+    """Return the first names as text, separated by commas."""
     names = list(names)
     return ", ".join(names[:most]) + (f", ... ({len(names)} labels)" if len(names) > most else "")
 
 
 def _is_hidden(label: Any, name: str) -> bool:
-    """Return whether a label of the split `name` is not known: None and -1 in a test split."""
+    """Return whether a label is unknown: None or -1 in a test split."""
     return name.startswith("test") and label in (None, -1)
 
 

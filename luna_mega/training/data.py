@@ -1,4 +1,4 @@
-"""Loading of datasets from the Hub or a local folder, and checks of their columns."""
+"""Load datasets from the Hub or a local folder, and check their columns."""
 
 import glob
 import math

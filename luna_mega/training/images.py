@@ -1,4 +1,4 @@
-"""Decoding, evaluation transforms and augmentation of images."""
+"""Decode, transform and augment images."""
 
 import math
 from collections.abc import Callable

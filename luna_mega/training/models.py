@@ -1,4 +1,4 @@
-"""Loading and creation of configuration, model and tokenizer."""
+"""Load or create configuration, model and tokenizer."""
 
 import copy
 import math

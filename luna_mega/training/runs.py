@@ -116,7 +116,7 @@ class OrderedTrainer(Trainer):
         return metrics
 
     def _kept(self, labels: torch.Tensor | None) -> int:
-        """Return the number of examples of a batch without those that Accelerate repeats to fill the last batch."""
+        """Return the number of examples in a batch without those that Accelerate repeats to fill the last batch."""
         state, size = self.accelerator.gradient_state, 0 if labels is None else len(labels)
         if self.args.world_size == 1 or not state.end_of_dataloader or state.remainder <= 0:
             return size

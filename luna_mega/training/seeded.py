@@ -1,4 +1,4 @@
-"""Random changes of examples that depend only on seed, epoch and index, not on processes and workers."""
+"""Random changes of examples that depend only on the seed, the epoch and the index, not on processes or workers."""
 
 from collections.abc import Callable, Iterator
 from typing import Any

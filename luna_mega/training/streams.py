@@ -1,4 +1,4 @@
-"""Streamed training data, and their distribution over processes."""
+"""Streamed training data, and how it is distributed over processes."""
 
 import itertools
 from collections.abc import Iterable, Iterator

@@ -1,4 +1,4 @@
-"""Texts and text pairs of classifiers; a pair is one sequence, or each text has a separate tower."""
+"""Inputs of classifiers of texts and text pairs; a pair is one sequence, or each text has a separate tower."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

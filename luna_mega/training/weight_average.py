@@ -1,4 +1,4 @@
-"""Averages of weights: exponential moving average during training, and mean of checkpoints."""
+"""Averages of weights: an exponential moving average during training, and the mean of several checkpoints."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -89,13 +89,13 @@ class ChunkSlots(KeyValueCacheLayer):
         return KeyWindow(keys, values, chunk_size, offset=count - 1, step=True, column=column, slots=slots)
 
     def _columns(self, chunk_size):
-        """Return the columns of the new positions, and an upper bound of the columns in use."""
+        """Return the columns of the new positions, and an upper bound for the number of columns in use."""
         column = self.sequences.before % chunk_size
         # Reading the maximum would synchronize with a GPU, so all columns are used there.
         return column, int(column.max()) + 1 if can_look(column) else chunk_size
 
     def _extend_varlen(self, keys, values, chunk_size):
-        """Insert the cached keys before the new keys of each sequence, so that it starts with a chunk."""
+        """Insert the cached keys of each sequence before its new keys, so that it starts with a complete chunk."""
         places = self.sequences.once("places", lambda: self._places(keys.shape[1], chunk_size))
         slots, column, is_kept, source, following, is_open, varlen, columns = places
         tensors = []
@@ -106,7 +106,7 @@ class ChunkSlots(KeyValueCacheLayer):
         return KeyWindow(*tensors, chunk_size, varlen=varlen, places=columns)
 
     def _places(self, total, chunk_size):
-        """Return the indices of all keys: slot and column of cached ones, index of new ones, and destinations."""
+        """Return the indices of all keys: slot and column of cached keys, index of new keys, and destinations."""
         slots, before, layout = self.sequences.slots, self.sequences.before, self.sequences.layout
         bounds, kept = layout.cu_seqlens.long(), before % chunk_size
         # The number of cached keys is unknown without a synchronization. The maximum is allocated then, and the unused

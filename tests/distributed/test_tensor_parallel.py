@@ -86,10 +86,7 @@ def full(tensor):
 
 
 def train(folder, inputs, checkpointing, plan=None):
-    """Train five steps with and without tensor parallelism; return the largest differences.
-
-    They are those of losses, gradients and weights.
-    """
+    """Train five steps with and without tensor parallelism; return largest loss, gradient and weight differences."""
     pair = load(folder, **({} if plan is None else {"tp_plan": plan}))
     losses, differences = [], []
     for model in pair:

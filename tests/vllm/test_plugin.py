@@ -200,7 +200,7 @@ def test_lost_or_swapped_state_is_detected(family, control, folders, served, mon
     requests = served(family, COUNT)[1][:24]
     if control == "write":
         monkeypatch.setattr(Sequences, "write", lambda *_: None)
-    else:  # the state of another sequence was used
+    else:  # a new sequence then reads the state of another one
         made = Sequences.__init__
         monkeypatch.setattr(Sequences, "__init__", lambda self, a, b, *rest: made(self, a, b.clamp(min=1), *rest))
     wrong, worst = compare(send(start(folders(family)), requests), requests)
