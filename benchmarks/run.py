@@ -136,7 +136,7 @@ def _measure_all(rows, arguments):
 
 
 def _per_second(case, row, peaks, width):
-    """Return the minimum GB/s and TFLOP/s of the algorithm, and the lower bound of the time in percent of the time."""
+    """Return the GB/s and TFLOP/s that the algorithm needs at least, and the floor in percent of the measured time."""
     if case.floor is None or "error" in row:
         return {}
     sizes = {name: value for name, value in row.items() if name in SIZES}

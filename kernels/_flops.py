@@ -1,4 +1,4 @@
-"""FLOPs of the operators for `torch.utils.flop_counter.FlopCounterMode`, which imports of this package register.
+"""FLOPs of the operators for `torch.utils.flop_counter.FlopCounterMode`; imports of this package register them.
 
 The conventions are those of PyTorch's formula of `scaled_dot_product_attention`, so that the numbers can be compared: a
 multiply-add counts as 2; softmax, activations, norms, masks and dropout are not counted; causal attention and padding

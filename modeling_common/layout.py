@@ -181,7 +181,10 @@ def close_gaps(mask: torch.Tensor | None, cache: StateCache | None = None) -> De
 
 
 def _is_aligned(mask: torch.Tensor, cached: bool, begins: bool) -> bool:
-    """Return whether unmasked positions are in the columns of `close_gaps` or, without a cache, contiguous."""
+    """Return whether the tokens need not move: they are contiguous or, with a cache, on one side of the row.
+
+    With a cache, tokens are on the right in the first call and on the left in later calls.
+    """
     earlier, later = mask[:, :-1], mask[:, 1:]
     if cached:
         return not (later < earlier if begins else later > earlier).any()

@@ -79,7 +79,7 @@ TOYS = [
 @pytest.mark.slow
 @pytest.mark.parametrize("name, size", TOYS)
 def test_models(runner, monkeypatch, name, size):
-    """Every variant runs; a row has the memory, and the times of the passes that the case specifies."""
+    """Every variant runs; a row contains the memory, and the times of the passes in the case."""
     from measure import measure
 
     case = dataclasses.replace(runner.CASES[name], repeats=1)

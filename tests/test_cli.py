@@ -150,7 +150,7 @@ def test_common_beginner_mistakes(argv, answer, encoder, tmp_path, capsys):
 
 
 def test_help_imports_no_package(repo_root):
-    """`--help` imports no packages and takes little CPU time, which does not depend on the load of the machine."""
+    """`--help` imports no packages and takes little CPU time (which other processes do not affect)."""
     code = f"""
 import contextlib, sys, time
 from luna_mega_cli import main
@@ -238,7 +238,7 @@ def test_invalid_input_is_one_line(name, error, monkeypatch, capsys):
     ],
 )
 def test_choices_equal_the_function_choices(command, function, option, tmp_path, capsys):
-    """The choices in the help, which is separate because it does not import the package, equal the function's."""
+    """The choices in the help equal the function's; they are duplicated, because the help imports no package."""
     with pytest.raises(ValueError, match=f"{option} must be one of") as raised:
         function(tmp_path / "a", tmp_path / "b", **{option: "nonsense"})
     _, output = run([command, "--help"], capsys)

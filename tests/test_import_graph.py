@@ -187,7 +187,7 @@ def test_no_import_inside_a_function():
 def test_nothing_imports_tests_or_scripts():
     """Scripts import only from their own folder; only tests import scripts of other folders.
 
-    The exception is `make gpu`, which runs checks of the tests.
+    The exception is `make gpu`, which imports its checks from the tests.
     """
     files = {file: folder for folder in NEVER_IMPORTED - {"tests"} for file in (ROOT / folder).rglob("*.py")}
     found = {file: (imports(file.read_text(encoding="utf-8")), folder) for file, folder in files.items()}

@@ -117,7 +117,7 @@ def _with_distractor(numbers: np.random.Generator, canvas: Canvas) -> Canvas | N
 
 
 def _seed(numbers: np.random.Generator, canvas: Canvas, find: Callable) -> _Snake | None:
-    """Draw the first paddle of a snake, at an angle of integer degrees and the point that `find` returns for it."""
+    """Draw the first paddle of a snake at the point that `find` returns for its random angle, an integer degree."""
     length = canvas.sizes.paddle_length
     for _ in range(_PADDLE_TRIES):
         angle = math.radians(numbers.integers(-180, 180))

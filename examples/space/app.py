@@ -1,4 +1,4 @@
-"""Page of a Luna, Mega or Megalodon in the browser: the task of the model, and a plot of its attention weights.
+"""Show a Luna, Mega or Megalodon in the browser: the task of the model, and a plot of its attention weights.
 
     pip install gradio matplotlib
     python examples/space/app.py FOLDER

@@ -256,7 +256,7 @@ def _sums(rows: Tensor) -> tuple[Tensor, Tensor]:
 def _of_slopes(slopes: Tensor, grad_in: Tensor, grad_out: Tensor) -> list[Tensor]:
     """Return the gradients of the coefficients.
 
-    `slopes` is the gradient of log q; it and the other gradients are complex derivatives.
+    All arguments are complex derivatives; `slopes` is the derivative by log q.
     """
     return [
         slopes.real.contiguous(),

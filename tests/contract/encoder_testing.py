@@ -38,7 +38,7 @@ class EncoderTester:
         attention_mask = random_attention_mask(shape)
         if config.input_type == "values":
             return config, {"input_values": floats_tensor(shape), "attention_mask": attention_mask}
-        first_word = config.eos_token_id + 1  # no padding tokens among the ids
+        first_word = config.eos_token_id + 1  # the ids contain no padding tokens
         input_ids = ids_tensor(shape, config.vocab_size - first_word) + first_word
         return config, {"input_ids": input_ids, "attention_mask": attention_mask}
 

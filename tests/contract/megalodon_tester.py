@@ -42,7 +42,7 @@ class MegalodonModelTester(EncoderTester):
 
 
 class MegalodonModelTest(WeightsWithoutCache, GenerationTesterMixin, EncoderTests, unittest.TestCase):
-    """Prompts that are shorter than a chunk; generation continues in the next chunk."""
+    """Prompts are shorter than a chunk, and generation continues in the next chunk."""
 
     model_tester_class = MegalodonModelTester
     all_model_classes = (MegalodonModel, MegalodonForCausalLM, MegalodonForSequenceClassification)

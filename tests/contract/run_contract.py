@@ -111,10 +111,10 @@ def download_sdist(version: str, archive: Path) -> None:
 
 
 def common_tests(version: str) -> Path:
-    """Folder with `tests/*.py` of transformers `version`, from the cache or the package index.
+    """Return the folder with `tests/*.py` of transformers `version`, from the cache or the package index.
 
     Raises:
-        SourceUnavailableError: it is in neither.
+        SourceUnavailableError: neither contains it.
     """
     name = f"transformers-{version}"
     cache = cache_folder()

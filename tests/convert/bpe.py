@@ -60,6 +60,6 @@ class Gpt2:
         return ranges
 
     def encode(self, symbols, texts):
-        """Return the ids of the texts from fairseq's `encode` and a dictionary of these symbols."""
+        """Return the ids that fairseq's `encode` and a dictionary of these symbols assign to the texts."""
         index = {symbol: 4 + line for line, symbol in enumerate(symbols)}
         return [[0, *(index.get(self.number[piece], 3) for piece in self.pieces(text)), 2] for text in texts]

@@ -303,7 +303,7 @@ def test_args_become_plain_values(convert, make):
 
 
 def test_numpy_numbers_of_numpy_1(tmp_path, make):
-    """Numbers that NumPy before 2.0 pickled, with another module name of the same function, are read."""
+    """Numbers pickled by NumPy before 2.0, which used another module name, can be read."""
     file = tmp_path / "model.pt"
     write(make.bert(lr=numpy.float64(0.5)), file, "legacy")
     content = file.read_bytes()

@@ -59,7 +59,7 @@ def test_both_conventions_give_the_same_model(convert, make):
 
 @pytest.mark.parametrize(("value", "options", "expected"), [(1.0, [], 1), (0.0, [], 1), (0.5, ["plus-one"], 1.5)])
 def test_norms_with_one_value(convert, make, value, options, expected):
-    """Norms that are constant need no option if the value identifies the convention, as in untrained files."""
+    """Constant norms of 1 or 0, as in untrained files, identify the convention; other constants require the option."""
     state = make.bert()
     for key, tensor in state["model"].items():
         if key.endswith("layer_norm.weight"):

@@ -72,7 +72,7 @@ SIGNALS = [("SIGINT", 130, "luna-mega convert: interrupted\n"), ("SIGTERM", 143,
 
 @pytest.mark.parametrize(("name", "status", "screen"), SIGNALS)
 def test_interrupted_conversion_leaves_no_files(convert, make, monkeypatch, name, status, screen):
-    """A conversion that is interrupted in this process leaves no files; `test_signals_leave_no_files` uses others."""
+    """A conversion that is interrupted leaves no files; `test_signals_leave_no_files` uses separate processes."""
     convert.save(make.bert())
     monkeypatch.setattr(importer.Report, "save", lambda *_: signal.raise_signal(getattr(signal, name)))
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -221,7 +221,7 @@ def test_locale_without_utf8_is_named(convert, make, monkeypatch):
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "output"), [("modèle.pt", "a"), ("plain.pt", "bé")])
 def test_locale_of_a_process(convert, make, repo_root, name, output):
-    """File names that the locale cannot encode are read through a link; output paths that it cannot encode raise."""
+    """Input paths that the locale cannot encode are read through a link; such output paths raise an error."""
     convert.save(make.bert())
     environment = os.environ | {"LC_ALL": "POSIX", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
     file = convert.file.rename(convert.source / name)

@@ -72,7 +72,7 @@ def batch_norm_step() -> float:
 
 
 def test_batch_norm_uses_the_rows_of_its_process(ranks):
-    """A step normalizes by the rows of its process; before it, DDP broadcasts the running statistics of rank 0."""
+    """A step normalizes by the rows of its process; DDP first broadcasts the running statistics of rank 0."""
     first, second = ranks(2, batch_norm_step)
     assert first == second
 

@@ -44,7 +44,7 @@ def test_failure_is_reported_and_the_next_call_works(ranks, function, message):
 
 
 def test_every_wait_is_patient(repo_root):
-    """Timeouts of tests are at least `PATIENCE`: they detect dead processes, and busy ones must not fail a test."""
+    """All timeouts are at least `PATIENCE`, so that a test does not fail because a process is slow."""
     waits = {"run", "call", "check_call", "check_output", "communicate", "wait", "result", "get", "ranks", "join"}
     hasty = []
     sources = {path: path.read_text(encoding="utf-8") for path in sorted((repo_root / "tests").rglob("*.py"))}

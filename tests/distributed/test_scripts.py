@@ -1,4 +1,4 @@
-"""The training scripts on two processes write their files, and equal one process with the same batch."""
+"""Training scripts on two processes write their files, and give the results of one process with the same batch."""
 
 import importlib
 import json

@@ -104,7 +104,7 @@ def test_conversion_of_the_readme(folder, capsys):
 
 
 def test_skipped_blocks_state_a_reason(capsys):
-    """Blocks have known languages; blocks that are not run state a reason, and their number is limited."""
+    """Blocks have known languages, and at most 15 blocks are not run, each for a stated reason."""
     assert {block.language for block in BLOCKS} <= LANGUAGES
     left_out = [block for block in BLOCKS if block.reason]
     with capsys.disabled():

@@ -23,7 +23,7 @@ if not WRITES_EXPORT_FOLDERS:
     pytest.skip("this transformers writes no export folders", allow_module_level=True)
 
 ENCODERS = {
-    "luna without a head": lambda: luna.make("Model", num_hidden_layers=1),  # also returns its mask
+    "luna without a head": lambda: luna.make("Model", num_hidden_layers=1),  # the program also returns the mask
     "luna": lambda: luna.make("ForMaskedLM", num_hidden_layers=1),
     "luna, importance": lambda: luna.make(
         "ForMaskedLM", num_hidden_layers=1, pack_method="importance", position_extension="interpolate"
@@ -130,10 +130,7 @@ def test_decoders(name, tmp_path):
 
 @pytest.mark.parametrize("name", ["mega chunks", "megalodon"])
 def test_steps_continue_from_the_model_cache(name):
-    """Steps from a model's cache give the tokens of `generate`.
-
-    The cache has from one position to more than a chunk, also after padded prompts.
-    """
+    """Steps from a model's cache give the tokens of `generate`, for caches of one position to more than a chunk."""
     model = DECODERS[name]()
     with onnx._quiet():
         exported = onnx._export(model, make_inputs(model, [9, 5], "left"), None)

@@ -94,7 +94,7 @@ def check(model, base, config, inputs, folder, merged=True):
 
 @pytest.mark.parametrize(("family", "name"), CASES)
 def test_lora_on_every_linear_layer(family, name, tmp_path):
-    """LoRA adapts every linear layer except heads that PEFT trains completely; it excludes SEQ_CLS heads itself."""
+    """LoRA adapts every linear layer, except heads that PEFT trains completely."""
     heads = {"ForTokenClassification": ["classifier"], "ForQuestionAnswering": ["qa_outputs"]}
     config = lora(family, target_modules="all-linear", task_type=TASKS.get(name), exclude_modules=heads.get(name))
     check(make(family, name), make(family, name), config, batch(name), tmp_path)
@@ -106,13 +106,13 @@ TIED += [("luna", "ForConditionalGeneration"), ("mega", "ForConditionalGeneratio
 
 @pytest.mark.parametrize(("family", "name"), TIED)
 def test_adapters_of_embeddings_are_merged_exactly_into_untied_weights(family, name):
-    """Merged results equal the adapter's only if weights are untied; PEFT merges an adapter into both tied weights."""
+    """Merged models with untied weights equal the adapter; with tied weights, PEFT merges the adapter into both."""
     inputs, differences = {key: x for key, x in batch(name).items() if key != "labels"}, []
     if name == "ForConditionalGeneration":
         inputs["decoder_input_ids"] = inputs["input_ids"]
     for tied in (True, False):
         model = make(family, name)
-        assert other._get_module_names_tied_with_embedding(model)  # checks that PEFT finds the tied names
+        assert other._get_module_names_tied_with_embedding(model)  # PEFT must find the tied names
         if not tied:
             for key in model.all_tied_weights_keys:
                 key = key.removesuffix(".weight")

@@ -13,7 +13,7 @@ WIDTHS = {
     "luna": {"hidden_size": 128, "intermediate_size": 128, "num_attention_heads": 4},
     "mega": {"hidden_size": 128, "intermediate_size": 128, "shared_representation_size": 64, "nffn_hidden_size": 128},
     "megalodon": {"hidden_size": 128, "intermediate_size": 128, "shared_representation_size": 64, "value_size": 128}
-    # initializes the scores as small as those of the other families
+    # makes the scores as small as those of the other families
     | {"norm_num_groups": 4, "vocab_size": 40, "initializer": "bert"},
 }
 NF4 = {"bnb_4bit_quant_type": "nf4", "bnb_4bit_compute_dtype": torch.float32}

@@ -107,7 +107,7 @@ def test_cross_encoder(folder, tmp_path):
 
 @pytest.mark.parametrize("family", [luna, mega], ids=["luna", "mega"])
 def test_tokenizer_with_types(family, tmp_path):
-    """Texts of BERT's tokenizer have token types of 0; pairs also have 1, which requires type embeddings."""
+    """Embeddings accept the token types of BERT's tokenizer (0 for texts); pairs require type embeddings."""
     words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *[f"w{number}" for number in range(35)]]
     tokenizer = BertTokenizer(vocab={word: index for index, word in enumerate(words)}, model_max_length=32)
     family.make("Model", pad_token_id=0).save_pretrained(tmp_path)
@@ -121,7 +121,7 @@ def test_tokenizer_with_types(family, tmp_path):
 
 
 def test_folder_of_v4_encodes(tokenizer, tmp_path):
-    """A small copy of a sentence encoder with v4's weights and files of sentence-transformers 2 encodes texts."""
+    """A folder with v4's weights and the files of sentence-transformers 2, as on the Hub, encodes texts."""
     folder = tmp_path / "v4"
     config, _ = write_folder(folder, "BEE-spoke-data/mega-small-embed-synthSTS-16384-v1")
     tokenizer.save_pretrained(folder)

@@ -30,7 +30,7 @@ def test_both_models_train(demo, tmp_path, capsys):
 
 @pytest.fixture
 def few(demo, monkeypatch):
-    """Return the demo with only a few of the digits."""
+    """Reduce the data of the demo to a few digits."""
     parts = [split.select(range(count)) for split, count in zip(demo.load_data(seed=0), (64, 32), strict=True)]
     monkeypatch.setattr(demo, "load_data", lambda seed: parts)
     return demo

@@ -168,7 +168,7 @@ def test_glue_with_the_labels_of_a_cross_encoder(call, mnli, tmp_path):
 
 
 def test_metrics_of_a_head_in_another_order(script, examples_dir):
-    """F1 counts predictions of the task's label 1, whatever the order of the head."""
+    """F1 counts predictions of the task's label 1 for any order of the head's labels."""
     module, draw = script("run_glue"), np.random.default_rng(0)
     data = module.DataArguments(task_name="mrpc", metric_path=str(examples_dir / "metrics" / "glue_metrics"))
     logits, labels = draw.normal(size=(30, 2)), draw.integers(0, 2, 30)

@@ -140,7 +140,7 @@ def test_masking_is_dynamic_in_training_and_fixed_in_evaluation(script, tokenize
     data = module.DataArguments()
     masked = [module.mask_once(blocks, tokenizer, data, seed=seed) for seed in (1, 1, 2)]
     assert masked[0]["labels"] == masked[1]["labels"] != masked[2]["labels"]
-    # Without an attention mask, models would mask a token that is replaced by the padding token.
+    # An inferred mask would also mask tokens that are replaced by the padding token.
     assert first["attention_mask"].all() and torch.tensor(masked[0]["attention_mask"]).all()
 
 

@@ -22,7 +22,7 @@ def converted(model_class="LunaForMaskedLM", tokenizer=False, license=None, **fi
 
 
 def parts(card: ModelCard) -> dict[str, str]:
-    """Return the text of each section by its title."""
+    """Return title -> text of the sections of a card."""
     _, *sections = re.split(r"^## ", card.text, flags=re.MULTILINE)
     return {title: text.strip() for title, text in (section.split("\n", 1) for section in sections)}
 

@@ -99,5 +99,5 @@ def test_card_injection():
 
 @pytest.mark.parametrize("words", [["x\n# A", "<b>", "```", "[a](http://b)"], ["|", "`", "\x1b[0m", "# x"]])
 def test_hostile_text_in_a_card(words):
-    """Two examples of the slow test."""
+    """Two examples of `test_card_injection` run in the fast tests."""
     assert anatomy(str(converted(words))) == anatomy(str(converted([f"word{index}" for index in range(4)])))

@@ -17,13 +17,13 @@ def online(hub, monkeypatch):
 
 
 def sent(hub):
-    """Requests about models; the client may send others when it starts."""
+    """Return the list of requests about models; the client may send other requests when it starts."""
     return [request for request in hub.requests if "/api/models" in request]
 
 
 @pytest.fixture
 def cache(online, tmp_path):
-    """A cache of the Hub that contains `REPOSITORY`."""
+    """Return a Hub cache that contains `REPOSITORY`."""
     online.repositories[REPOSITORY] = Repository()
     (commit,) = online.repositories[REPOSITORY].commits
     folder = tmp_path / "cache" / "models--tester--teacher"

@@ -87,7 +87,7 @@ CLASSES = {
     ),
 }
 SIZES = {"Luna": LUNA, "Mega": MEGA, "Megalodon": MEGALODON}
-# P has one row per token up to its length, and Mega's cross-attention caches all keys.
+# Caches that grow: P has one row per token up to its length, and Mega's cross-attention caches all keys.
 GROWING = {"luna many rows"} | {name for name in CLASSES if name.startswith("mega ")} - {"mega truncated chunks"}
 
 
@@ -186,7 +186,7 @@ def test_model_equals_itself_and_no_other_model(name, tmp_path):
 
 @pytest.mark.parametrize("family", ["luna", "mega"])
 def test_differences_start_at_their_layer(family, tmp_path):
-    """Differences start at the changed layer.
+    """Differences start at the layer that was changed.
 
     A change in the decoder does not affect the encoder; a change in the encoder affects the entire decoder.
     """

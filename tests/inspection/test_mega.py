@@ -58,7 +58,7 @@ def test_genuine_language_models(parity_folder, tmp_path, capsys, name):
 
 
 def test_checkpoints_of_the_two_branches(convert, tmp_path):
-    """The convention of the wrong branch gives different results for the same file."""
+    """A file that is loaded with the convention of the other branch gives different results."""
     state = mega(rotary=True)
     folder = convert(state)
     assert compare(folder, convert.file, length=9).largest == 0

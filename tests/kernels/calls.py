@@ -81,7 +81,7 @@ def _randoms(**shapes):
 
 
 def _mask(batch, n, device):
-    """Return a mask in which the number of masked first tokens grows from 0 in the first row to n // 8 in the last."""
+    """Return a mask that drops 0 tokens at the start of the first row, and up to n // 8 at the start of the last."""
     return torch.arange(n, device=device) >= torch.linspace(0, n // 8, batch, device=device)[:, None].long()
 
 

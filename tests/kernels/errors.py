@@ -6,7 +6,7 @@ from luna_mega.kernels.common.comparison import row_error
 
 
 def relative_error(actual: torch.Tensor, exact: torch.Tensor) -> float:
-    """Return the norm of the error relative to the exact norm, or a quarter of the largest row error if greater.
+    """Return the relative norm of the error, or a quarter of the largest row error if that is greater.
 
     The norm over all positions hides one wrong position, and single rows have larger rounding errors than the total.
     Both errors are absolute for small results (with one key, the gradient of the query is 0).

@@ -1,4 +1,4 @@
-"""Input tensors of a call, of which tests compare the outputs and gradients."""
+"""The input tensors of a call whose outputs and gradients are tested."""
 
 import copy
 
@@ -12,7 +12,8 @@ MASKS = ["none", "some", "all of one row"]
 class Leaves:
     """Float64 tensors of one call, in the order of the gradients.
 
-    The last `states` tensors are a state. Subclasses define `call`, which returns one output or a tuple.
+    `states` is the number of tensors of the state, which are the last ones. Subclasses define `call`, which returns one
+    output or a tuple.
     """
 
     leaves: list[torch.Tensor]

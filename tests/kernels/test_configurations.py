@@ -55,7 +55,10 @@ def choice(monkeypatch):
 
 
 def pick(choice, kind="bfloat16", length=500, tiles=tuple(SECONDS), device=GPU):
-    """Return the configuration that is chosen for a call; the configuration `WRONG` has one incorrect result."""
+    """Return the configuration that is chosen for a call.
+
+    The mocked call has one incorrect result with the configuration `WRONG`.
+    """
     from triton.runtime.errors import OutOfResources
 
     def run(tiles):

@@ -93,7 +93,7 @@ def truncated(inputs):
 @pytest.mark.parametrize("backend", ["reference", "torch"])
 @pytest.mark.parametrize("truncation", [1, 4, 30])
 def test_truncated_average_in_segments_and_steps(truncation, backend):
-    """A truncated average continues from its state; the inputs in the state are masked as well."""
+    """A truncated average continues from its state in segments and steps, also with masked inputs."""
     inputs = Inputs(23, masking="some")
     inputs.mask[:, 19:] = True
     x, *parameters = inputs.leaves

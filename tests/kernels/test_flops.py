@@ -207,9 +207,9 @@ MEGALODON |= {"value_size": 32, "ema_projection_size": 4, "chunk_size": 24, "nor
     ids=lambda value: value.__name__ if isinstance(value, type) else "",
 )
 def test_models_count_as_their_reference(model_class, config, uncounted):
-    """The model's FLOPs equal the reference's.
+    """A model has the FLOPs of its reference.
 
-    Length 24 is one chunk, because the reference also computes the scores between chunks and masks them.
+    The length is one chunk (24), because the reference also computes the scores between chunks, which it then masks.
     """
     model, inputs, totals = model_class(config).eval(), torch.randint(5, 50, (2, 24)), {}
     for backend in ("reference", "torch"):

@@ -353,7 +353,7 @@ def test_cross_attention_with_left_padding(function, backend, blocks):
     + [(False, 3, 0, 0), (False, 0, 3, 0)],
 )
 def test_other_keys_than_queries(device, function, causal, queries, keys, offset, backend):
-    """The numbers of queries and keys may differ, and either may be 0: cached decoding and cross-attention."""
+    """Queries and keys may differ in number, as in cached decoding and cross-attention, and either may be missing."""
     dtype, bound = (torch.float32, TOLERANCE[torch.float32]) if backend == "triton" else (torch.float64, 1e-12)
     inputs = make_inputs(queries, keys, dtype, size=20, width=37, positions=100, device=device)
     mask = torch.rand(2, keys, device=device) < 0.7
@@ -433,7 +433,7 @@ def test_registration(function, dropout):
 @pytest.mark.parametrize("chunk", [None, CHUNK])
 @pytest.mark.parametrize("function", ["softmax", "laplace"])
 def test_export(function, chunk):
-    """One exported program without custom operators supports every length: below a chunk, and not a multiple."""
+    """One exported program without custom operators supports every length: below a chunk, or not a multiple of it."""
 
     class Attention(torch.nn.Module):
         def forward(self, query, key, value, bias, mask):

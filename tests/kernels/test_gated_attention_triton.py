@@ -84,7 +84,7 @@ def test_many_blocks(device, function, causal, batch, length, chunk, monkeypatch
     "function, causal, batch, length, chunk", [("laplace", True, 1, 300, None), ("relu2", False, 2, 200, 140)]
 )
 def test_forward_of_two_kernels(device, function, causal, batch, length, chunk, monkeypatch):
-    """The forward pass with two kernels, for long chunks and wide values, equals the one with one kernel."""
+    """For long chunks and wide values, the forward pass with two kernels equals that with one kernel."""
     from luna_mega.kernels.common import triton_choice
     from luna_mega.kernels.gated_attention import triton_backward, triton_products
 
@@ -159,7 +159,7 @@ def check_kept(inputs, kept, **options):
     [("softmax", True, CHUNK), ("laplace", True, None), ("laplace", True, CHUNK), ("relu2", False, CHUNK)],
 )
 def test_positions_count_from_the_first_token(device, function, causal, chunk):
-    """With left padding, chunks start at the first token, also if a call has only the last queries."""
+    """With left padding, chunks start at the first token, also in a call with only the last queries."""
     inputs, start = make_inputs(device, 40), torch.tensor([-5, -19], device=device)
     mask = torch.arange(40, device=device) + start[:, None] >= 0
     options = {"function": function, "causal": causal, "chunk_size": chunk}
@@ -198,7 +198,7 @@ def test_masked_values_may_be_nan(device):
 @pytest.mark.parametrize("varlen", [False, True])
 @pytest.mark.parametrize("function", FUNCTIONS)
 def test_dropout(device, function, varlen):
-    """The dropped weights, which are visible if the value is an identity, give the outputs and gradients."""
+    """Outputs and gradients correspond to the dropped weights, which an identity as the value shows."""
     length, rate = 72, 0.3
     inputs = make_inputs(device, length, batch=1 if varlen else 2)
     options = {"function": function, "chunk_size": 24}

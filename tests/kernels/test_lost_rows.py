@@ -1,4 +1,4 @@
-"""Every comparison finds one wrong position among thousands: in tests, on GPUs, interpreted, and in tuning."""
+"""Every comparison detects one wrong position among thousands: in tests, on GPUs, interpreted, and in tuning."""
 
 import pytest
 import torch

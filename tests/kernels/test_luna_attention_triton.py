@@ -100,7 +100,7 @@ def test_masked_values_are_not_read(device, queries, keys, bad):
 @pytest.mark.slow
 @pytest.mark.parametrize("processors, most", [(8, 4), (132, 62), (10**6, 1 << 30)])
 def test_number_of_splits(device, processors, most):
-    """At most two programs per processor are used, at most one per four blocks, and at least one."""
+    """The number of splits is limited to two programs per processor and one split per four blocks; it is at least 1."""
     from luna_mega.kernels.luna_attention import triton_forward
 
     plan = triton_forward.Plan(2, 2, 64, 64, 16, 500, processors, {})
@@ -149,7 +149,7 @@ def test_varlen_sequences(device, cu_seqlens, varlen_side, dtype, tied):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 def test_dropout(device, dtype, tied):
-    """Output and gradients follow from the dropped weights, which are visible if values are unit vectors."""
+    """Outputs and gradients correspond to the dropped weights, which unit vectors as values show."""
     queries, keys, rate = 70, 64, 0.3
     leaves, _ = make_leaves(device, dtype, queries, keys, tied, batch=1, size=keys)
     mask = torch.arange(keys, device=device)[None] != 5

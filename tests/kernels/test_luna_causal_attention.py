@@ -71,9 +71,9 @@ class Inputs(Leaves):
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_activations_are_exact_in_both_tails(activation, dtype):
-    """Value and slope are exact where PyTorch is not: its softplus is off by 3e-9 at s = 29.
+    """Value and slope are exact for all scores.
 
-    elu(s) + 1 is 0 for s < -37.
+    PyTorch's softplus is off by 3e-9 at s = 29, and its elu(s) + 1 is 0 for s < -37.
     """
     numbers = [-700.0, -80.0, -40.0, -9.0, -1.0, -1e-3, 0.0, 1e-3, 1.0, 9.0, 28.0, 29.0, 57.0, 58.0, 100.0, 1e4]
     scores = torch.tensor([s for s in numbers if dtype == torch.float64 or s > -90], dtype=dtype, requires_grad=True)
@@ -292,7 +292,7 @@ def test_rows_without_tokens_and_without_p(device, backend, length, rows):
 @pytest.mark.parametrize("backend", ["reference", "torch"])
 @pytest.mark.parametrize("length", [1, 70])
 def test_masked_rows_of_p_are_as_if_absent(backend, length):
-    """Results and gradients equal a call without the masked rows, whatever they contain; the rows have state 0."""
+    """Results and gradients equal a call without the masked rows, for any content; the state of these rows is 0."""
     inputs = Inputs(length)
     keep = torch.tensor([True, False, True, True])
 
@@ -334,7 +334,7 @@ def test_low_precision(activation, dtype):
 
 
 def test_large_activations_in_float16():
-    """Sums of the original overflow float16 within 2048 tokens at 8 times unit scale; these results are exact."""
+    """At 8 times unit scale, results are exact, although sums of the original overflow float16 within 2048 tokens."""
     inputs = Inputs(2048, size=64, width=64, heads=2, rows=16)
     inputs.leaves = [8 * leaf.detach() for leaf in inputs.leaves]
     half = [leaf.half() for leaf in inputs.leaves]

@@ -268,7 +268,7 @@ def test_a_row_of_padding(backend, kind):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("kind", KINDS)
 def test_saturated_logits(form_or_reference, dtype, kind):
-    """Results are finite for decays of 0, although the original computes NaN as their power."""
+    """Results are finite for decays of 0, for which the original computes NaN."""
     inputs = saturated(130, kind)
     for tensor in inputs.to(dtype).run(**form_or_reference):
         assert torch.isfinite(tensor).all()

@@ -62,9 +62,9 @@ def test_long(triton_device, kind):
 @pytest.mark.parametrize("kind", ["states", "bidirectional", "complex", "complex states"])
 @pytest.mark.parametrize("skip", [True, False])
 def test_padding_may_be_nan(device, kind, skip):
-    """NaN at padding changes neither used results nor gradients.
+    """NaN at padding changes neither results at other positions nor gradients.
 
-    With a skip, the damped average is NaN there, because it adds the input at padding too.
+    The damped average adds the skip at padding too, so its output is NaN there.
     """
     inputs = Inputs(10, kind, "some", skip=skip)
 

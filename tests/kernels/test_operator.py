@@ -1,4 +1,4 @@
-"""Eager calls run a plain function instead of the operator; all other calls are operators."""
+"""Direct calls in eager mode run a plain function; all other calls run an operator."""
 
 import importlib.util
 

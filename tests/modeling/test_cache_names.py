@@ -212,7 +212,7 @@ def test_trainer_predictions(model, tmp_path):
 
 @two
 def test_generation_in_training_mode(model):
-    """A model in training mode can generate: without gradients, checkpointing runs each layer once, so caches work."""
+    """A model in training mode can use a cache: without gradients, checkpointing runs each layer once."""
     ids, mask = padded([7, 7], 7, "right")
     model.gradient_checkpointing_enable()
     model.train()

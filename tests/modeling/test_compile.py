@@ -57,4 +57,4 @@ def test_a_compiled_model_generates_the_same_tokens(name):
     expected = model.generate(**inputs, **options)
     model.compile(backend=counter)
     assert torch.equal(model.generate(**inputs, **options), expected)
-    assert counter.frame_count < 8  # fewer than the 20 steps, two of which end a chunk
+    assert counter.frame_count < 8  # must be fewer than the 20 steps, two of which end a chunk

@@ -308,7 +308,7 @@ def test_evaluation_does_not_use_old_weights():
 
 
 def test_bias_has_the_length_of_the_input(monkeypatch):
-    """The rotary bias has the length of the longest sequence or of a step's keys; its values do not depend on it."""
+    """The rotary bias has the length of the longest sequence or of a step's keys, with the same entries."""
     lengths, forward = [], MegaRotaryRelativeBias.forward
     complete = forward(bias := make("mega", "Model").layers[0].mega_layer.rel_pos_bias, 300)
     assert all(forward(bias, length).equal(complete[300 - length : 299 + length]) for length in (1, 2, 7, 33, 128, 299))

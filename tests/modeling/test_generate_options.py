@@ -22,7 +22,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "generation.md"
 KINDS = ["decoders", "encoder-decoders"]
 # Arguments of `generate` that are not fields of `GenerationConfig`.
 MORE_ARGUMENTS = {"tokenizer", "assistant_tokenizer", "trust_remote_code"}
-STOPS = {"eos_token_id": [*range(5), *range(7, 262)]}  # all tokens except two
+STOPS = {"eos_token_id": [*range(5), *range(7, 262)]}  # all tokens except two end a text
 
 
 def byte_tokenizer():
@@ -274,7 +274,7 @@ NO_EFFECT = {
     "disable_compile": {"disable_compile": True},
     "trust_remote_code": {"trust_remote_code": True},
     "transformers_version": {"transformers_version": "5"},
-    "decoder_start_token_id": {"decoder_start_token_id": 5},  # has an effect in encoder-decoders
+    "decoder_start_token_id": {"decoder_start_token_id": 5},  # changes results only in encoder-decoders
 }
 
 
@@ -296,7 +296,7 @@ def process_group():
 @torch.no_grad()
 @pytest.mark.parametrize("name", WORKS)
 def test_works(model, name, request):
-    """The option has its effect, equally with and without a cache; every step has the model's logits."""
+    """The option has an effect, which does not depend on the cache; every step has the model's logits."""
     if name in (DECODER_ONLY if model.config.is_encoder_decoder else NO_EFFECT):
         return
     if name == "synced_gpus":

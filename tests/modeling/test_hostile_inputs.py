@@ -43,7 +43,7 @@ def run(model, name, values, mask, **inputs):
 
 
 def check_clean(make, name, values, mask, expand=None, **inputs):
-    """Check that NaN at padding leaves outputs, gradients and statistics bitwise equal and gets a gradient of 0."""
+    """Check that NaN at padding does not change outputs, gradients or statistics, and has a gradient of 0."""
     place = mask if expand is None else expand(mask)
     clean, dirty = (run(make(), name, x, mask, **inputs) for x in (values, soiled(values, place)))
     assert clean[0].isfinite().all() and dirty[0].equal(clean[0]) and dirty[1].equal(clean[1])

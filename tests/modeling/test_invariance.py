@@ -99,7 +99,7 @@ def test_counting_padding_is_the_original_mean(pooling):
 
 @pytest.mark.parametrize("function, bias", diagonal(FUNCTIONS, ["simple", "rotary"]))
 def test_chunk_boundaries(function, bias):
-    """Sequences that are much shorter than a chunk, one shorter, equal or one longer do not depend on padding."""
+    """Sequences much shorter than a chunk, one shorter, equally long, or one longer do not depend on padding."""
     options = {"attention_activation": function, "relative_positional_bias": bias}
     check_invariance("Model", mega.make("Model", **CHUNKS, **options), BOUNDARIES)
 

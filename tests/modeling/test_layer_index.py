@@ -112,7 +112,7 @@ def test_cache(name, choice):
 
 @pytest.mark.parametrize("name", ["decoder", "encoder"])
 def test_gradient_checkpointing(name):
-    """Only the used rows of P get gradients, which checkpointing does not change."""
+    """Only the used rows of P get gradients, and checkpointing does not change them."""
     gradients = []
     for again in (False, True):
         model = choose(MODELS[name](), CHOICES["fewer"]).train()

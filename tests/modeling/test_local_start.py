@@ -143,7 +143,7 @@ def causal_weights(model, ids):
 @torch.no_grad()
 @pytest.mark.parametrize("tied, activation", [(True, "softplus"), (False, "elu")])
 def test_decoder_heads_attend_to_earlier_tokens(tied, activation):
-    """With random tokens, the median position of the largest weight is within 1 of the head's offset."""
+    """With random tokens, the most attended position is, in the median, within 1 of the head's offset."""
     fields = {"is_decoder": True, "hidden_size": 256, "tie_key_value": tied, "causal_activation": activation}
     model = LunaModel(config(**fields)).eval()
     weights = next(causal_weights(model, torch.randint(4, 60, (16, LENGTH))))

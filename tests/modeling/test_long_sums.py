@@ -27,7 +27,7 @@ def draw(*shape, dtype, seed=0):
 
 
 def assert_near(actual, expected, dtype, roundings=4):
-    """Check that the error to a float64 result is at most a few roundings of `dtype`."""
+    """Check that the error relative to a float64 result is at most a few roundings of `dtype`."""
     assert actual.isfinite().all()
     error = (actual.double() - expected).abs().max() / expected.abs().max()
     assert error < roundings * torch.finfo(dtype).eps

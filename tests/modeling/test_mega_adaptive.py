@@ -51,7 +51,7 @@ def test_probabilities_and_loss(model):
 def test_original_omits_one_word_of_a_tail():
     model, legacy = make(**BANDS), make(**BANDS, legacy_adaptive_loss=True)
     legacy.load_state_dict(model.state_dict())
-    # 11 and 21 are entry 1 of their bands. The original omits this entry, because 1 is the number of the padding token.
+    # 11 and 21 are entry 1 of their bands. The original omits entry 1 of each band, because the padding token is 1.
     ids = torch.tensor([[5, 11, 12, 21, 22, 7]])
     log_probabilities = model(ids).logits
     head = model.lm_head.score_head(model.mega(ids).last_hidden_state[0], model.mega.get_input_embeddings())

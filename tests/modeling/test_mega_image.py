@@ -69,7 +69,7 @@ def test_positions_are_interpolated_as_in_vit():
 
 @pytest.mark.parametrize("grid", [(6, 5), (2, 3), (8, 8), (1, 4)])
 def test_bias_table_is_interpolated_linearly(grid):
-    """The interpolated table equals loops over all pairs of patches, which read it at the scaled offset of a pair."""
+    """The interpolated table equals a loop over all pairs of patches, which interpolates at the scaled offset."""
     side, (rows, columns) = 4, grid
     table = torch.randn(2 * side * side - 1, dtype=torch.float64)
 

@@ -28,7 +28,7 @@ def make_norm(norm_type, width=5, **options):
 
 @pytest.mark.parametrize("norm_type", NORMS)
 def test_half_precision(norm_type):
-    """Norms are accurate if squares (of 1000) and sums (of 4096 such numbers) exceed the range of float16."""
+    """Norms are accurate although squares of 1000, and sums of 4096 such numbers, exceed the range of float16."""
     x = 1000.0 + 100.0 * torch.randn(2, 2048, 5)
     norm = make_norm(norm_type)
     for dtype, tolerance in ((torch.float16, 4e-3), (torch.bfloat16, 3e-2)):
@@ -161,7 +161,7 @@ def test_a_decoder_has_one_direction(tmp_path):
 
 
 def test_odd_widths_and_lengths_of_the_bias_table():
-    """The simple bias supports odd widths; its table limits the length, and the legacy table limits the chunk."""
+    """The simple bias supports odd widths; its table limits the length, and the legacy table the chunk size."""
     model = mega.make("Model", shared_representation_size=13, relative_positional_bias="simple")
     assert torch.isfinite(model(**tokens([9, 4])).last_hidden_state).all()
     model = mega.make("Model", relative_positional_bias="simple", legacy_bias_table=True, chunk_size=24)

@@ -96,7 +96,7 @@ def test_states_in_half_precision(autocast):
 
 def test_sensitive_parameters_stay_in_float32(tmp_path):
     model = make(dtype=torch.float32)
-    model.megalodon.rope.freqs.mul_(1.01)  # as in a checkpoint with other frequencies
+    model.megalodon.rope.freqs.mul_(1.01)  # frequencies of a checkpoint may differ from the computed ones
     model.save_pretrained(tmp_path)
     loaded = MegalodonForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
     wide = {name for name, x in loaded.state_dict().items() if x.dtype == torch.float32}
@@ -133,7 +133,7 @@ def test_without_padding_token_no_position_is_masked():
 
 @torch.no_grad()
 def test_windows_start_after_8_chunks():
-    """Windows change results only after 8 chunks, in evaluation, and in a call; steps after a prompt do not change."""
+    """Windows change results only in evaluation, in one call, and after 8 chunks; later steps are supported."""
     plain, windowed = make(), make(windowed_statistics=True)
     short, long = padded([32], 32, "none")[0], padded([43], 43, "none")[0]
     assert torch.equal(windowed(short).logits, plain(short).logits)

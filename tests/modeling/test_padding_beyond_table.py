@@ -63,7 +63,7 @@ def test_encoders(name, fields):
 @pytest.mark.parametrize("name", DECODERS)
 @torch.no_grad()
 def test_decoders(name):
-    """Decoders accept the padded length in one call, and in steps after a cache."""
+    """Decoders accept padding beyond their positions in one call, and in steps after a cache."""
     model = DECODERS[name]()
     prefix = "decoder_" if model.config.is_encoder_decoder else ""
     ids, mask = batch([LONG, 3], LONG, "right")

@@ -153,7 +153,7 @@ def test_unpadding_does_not_affect_heads(family, head):
 
 @pytest.mark.parametrize("bounds", [[0, 4, 14], [0, 7, 14]])
 def test_a_padding_free_batch_has_no_pooler_output(bounds):
-    """The number of sequences may equal the number of rows without each row being a sequence."""
+    """A padding-free batch has no pooler output, even if it has as many sequences as rows."""
     model, inputs = mega.make("Model"), luna.tokens([7, 7])["input_ids"]
     assert model(inputs).pooler_output is not None
     assert model(inputs, cu_seq_lens_q=torch.tensor(bounds), max_length_q=10).pooler_output is None
@@ -253,7 +253,7 @@ def test_encoder_decoders_unpad_their_source(family):
 )
 @torch.no_grad()
 def test_mega_uses_positions_of_the_mask(name, side):
-    """Mega uses mask positions and accepts consistent `position_ids`, as servers and trainers pass them."""
+    """Mega counts positions from the mask, and accepts `position_ids` of servers and trainers that agree with it."""
     model, (ids, mask) = decoders.make(name), decoders.padded([9, 4], 9, side)
     positions = mask.cumsum(dim=1) - 1
     for given in (positions, positions.masked_fill(mask == 0, 1), positions.masked_fill(mask == 0, -7)):

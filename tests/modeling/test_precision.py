@@ -38,7 +38,7 @@ def training_step(model, head, inputs):
 @pytest.mark.parametrize("function", FUNCTIONS)
 @pytest.mark.parametrize("norm", NORMS)
 def test_training_step(norm, function, bias, dtype):
-    """A training step is finite if one row is all padding and, with chunks, another row ends in padded chunks."""
+    """A training step is finite if a row contains only padding and, with chunks, if a row ends in padded chunks."""
     options = {"normalization_type": norm, "attention_activation": function, "relative_positional_bias": bias}
     inputs = tokens([21, 5, 0])
     for chunks in ({}, {"use_chunking": True, "chunk_size": 8}):
@@ -54,7 +54,7 @@ def test_training_step_of_a_head(family, head):
 
 @pytest.mark.parametrize("case, dtype", diagonal(VARIANTS, HALF))
 def test_autocast(case, dtype):
-    """Losses under autocast are close to float32, whether attention weights are recorded or not."""
+    """Losses with autocast are close to float32, with and without recorded attention weights."""
     inputs, family = head_inputs("ForMaskedLM", [21, 5]), FAMILIES[case[0]]
     model = family.make("ForMaskedLM", **family.VARIANTS[case[1]], **family.NO_DROPOUT).train()
     expected = model(**inputs, **labels("ForMaskedLM", inputs)).loss

@@ -1,4 +1,4 @@
-"""Encoder-decoders have a separate `model_type` and configuration class; the type of a single side raises an error."""
+"""Encoder-decoders have separate model types and configuration classes; the type of one side raises an error."""
 
 import copy
 import json

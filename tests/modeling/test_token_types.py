@@ -121,7 +121,7 @@ PIPELINES = {
 
 @pytest.mark.parametrize("name, task", PIPELINES.items())
 def test_pipelines(name, task, tokenizer, tmp_path):
-    """A pipeline loads from the folder only; a single text has the same result as in a padded batch."""
+    """A pipeline needs only the folder; a single text has the same result as in a padded batch."""
     CLASSES[name](pad_token_id=0, vocab_size=len(tokenizer)).save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
     pipe, texts = pipeline(task, model=str(tmp_path)), ["w1 w2 [MASK] w3 w4 w5 w6 w7 w8", "w5 [MASK]"]

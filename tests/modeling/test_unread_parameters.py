@@ -34,7 +34,8 @@ def assert_frozen_are_unread(model, loss):
     return frozen
 
 
-@pytest.mark.parametrize("case", list(CASES)[::3])  # one in three cases covers every head, variant and number of layers
+# every third case; these cover every head, variant and number of layers
+@pytest.mark.parametrize("case", list(CASES)[::3])
 def test_luna(case):
     head, fields = CASES[case]
     inputs = luna.head_inputs(head, [9, 4])
@@ -120,7 +121,7 @@ def own_seq2seq():
     ],
 )
 def test_classes_of_users_are_never_frozen(make, tmp_path):
-    """No parameter of a user-defined class is frozen: at construction, after resizing, copying or loading."""
+    """User-defined classes have no frozen parameters, also after resizing, copying or loading."""
     model = make()
     assert all(parameter.requires_grad for parameter in model.parameters())
     model.resize_token_embeddings(model.config.vocab_size + 3)

@@ -45,7 +45,7 @@ def check_states(parity, original, prefix, output):
 
 
 def options_of(tokens, model):
-    """Return the tokens, for a multiple-choice model with every sequence as a question with one option."""
+    """Return the tokens; for a multiple-choice model, each sequence becomes a question with one option."""
     return tokens[:, None] if isinstance(model, luna_mega.LunaForMultipleChoice) else tokens
 
 

@@ -29,7 +29,7 @@ CASES = [
 
 @pytest.fixture(params=["reference", "fft", "chunks"])
 def backend(request, monkeypatch):
-    """Return the name of a backend; the torch backend is run with both algorithms (truncation requires the FFT)."""
+    """Return the name of a backend; the torch backend runs with both algorithms (truncation requires the FFT)."""
     monkeypatch.setattr(torch_backend, "MANY_POSITIONS", 0 if request.param == "chunks" else 4096)
     return "reference" if request.param == "reference" else "torch"
 

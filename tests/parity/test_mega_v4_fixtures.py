@@ -78,7 +78,7 @@ def test_v4_folder(original, parity, tmp_path):
 @torch.no_grad()
 @originals("mega", ["hf_mlm_softmax_chunk_notmultiple"])
 def test_length_that_v4_rejects(original, parity):
-    """Any length works, with the result of rows padded to a multiple of the chunk; v4 raises an error."""
+    """Lengths that are not a multiple of the chunk, for which v4 raises an error, equal rows padded to a multiple."""
     assert set(original.meta["raises"]) == {"", "nomask."}
     model, io = load(original)
     ids, mask = io["input_ids"], io["attention_mask"]

@@ -171,7 +171,7 @@ def check_cache(case, parity, past, read):
 
 @torch.no_grad()
 def test_streams_and_caches(case, parity):
-    """Results equal the original's token by token, after a prompt and in one call; so do caches after some tokens."""
+    """Results and caches equal the original's token by token, after a prompt and in one call."""
     ids, chunk = case.io["stream.ids"], case.chunk
     total, cached = ids.shape[1], {int(name.split(".")[2]) for name in case.io if name.startswith("stream.cache.")}
     assert cached == {3, chunk, chunk + 2, 2 * chunk, total}

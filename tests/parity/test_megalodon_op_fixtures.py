@@ -10,7 +10,7 @@ from tests.parity.original import Original
 
 @pytest.fixture(params=["reference", "fft", "chunks"])
 def backend(request, monkeypatch):
-    """Return the name of a backend; the torch backend is run with both algorithms."""
+    """Return the name of a backend; the torch backend runs with both algorithms."""
     monkeypatch.setattr(torch_backend, "MANY_POSITIONS", 0 if request.param == "chunks" else 4096)
     return "reference" if request.param == "reference" else "torch"
 
@@ -76,7 +76,10 @@ def test_cema_in_steps(fixture, parity):
 @pytest.mark.parametrize("fixture", cases("11_op_timestep_norm", range(9)), indirect=True)
 @pytest.mark.parametrize("norm_backend", ["reference", "torch"])
 def test_timestep_norm(fixture, parity, norm_backend):
-    """Results equal the original's; gradients after masked positions are not compared, because they are wrong there."""
+    """Results equal the original's.
+
+    Gradients after masked positions are not compared, because the original's are wrong.
+    """
     sizes, io = fixture.sizes, fixture.io
     x, weight, bias = fixture.leaves("x", "weights.weight", "weights.bias")
     leaves, state = {"grad_x": x, "grad.weight": weight, "grad.bias": bias}, None
