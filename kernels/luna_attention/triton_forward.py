@@ -262,7 +262,7 @@ def _configurations(call: Call) -> list[Configuration]:
 
 
 def _large_tiles(call: Call) -> bool:
-    """Return whether tiles of 128 keys are faster on an H200: for 16 queries, if the number of splits is the same."""
+    """Return whether tiles of 128 keys are faster on an H200: for 16 queries, if they do not reduce the splits."""
     plan = call.plan
     plain = plan.block_k == 64 and plan.longest_query <= 16 and call.value is None and call.seed is None
     few, many = (plan.splits(plan.longest_query, 16, plan.longest_key, block) for block in (128, 64))

@@ -32,10 +32,7 @@ def said() -> str:
 
 
 def assert_said(message: str, said: str, least: int = 12) -> None:
-    """Check that the page quotes the message.
-
-    A quoted text of at least `least` characters must occur in `message`; numbers may differ.
-    """
+    """Check that the page quotes the message, except for numbers, in a quotation of at least `least` characters."""
     quoted = [part for part in re.findall(r"`+([^`]+(?:`\w+`[^`]+)?)`+", said) if len(part) >= least]
     patterns = [re.sub(r"\d+", r"\\d+", re.escape(part)).replace(re.escape("..."), ".*") for part in quoted]
     assert any(re.search(pattern, message) for pattern in patterns), message

@@ -433,7 +433,7 @@ def test_registration(function, dropout):
 @pytest.mark.parametrize("chunk", [None, CHUNK])
 @pytest.mark.parametrize("function", ["softmax", "laplace"])
 def test_export(function, chunk):
-    """One exported program without custom operators supports every length: below a chunk, or not a multiple of it."""
+    """One exported program without custom operators supports lengths below a chunk and between multiples of it."""
 
     class Attention(torch.nn.Module):
         def forward(self, query, key, value, bias, mask):

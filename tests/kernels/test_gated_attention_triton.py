@@ -198,7 +198,7 @@ def test_masked_values_may_be_nan(device):
 @pytest.mark.parametrize("varlen", [False, True])
 @pytest.mark.parametrize("function", FUNCTIONS)
 def test_dropout(device, function, varlen):
-    """Outputs and gradients correspond to the dropped weights, which an identity as the value shows."""
+    """An identity as the value shows the dropped weights; from these follow other outputs and all gradients."""
     length, rate = 72, 0.3
     inputs = make_inputs(device, length, batch=1 if varlen else 2)
     options = {"function": function, "chunk_size": 24}

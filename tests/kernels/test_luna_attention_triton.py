@@ -149,7 +149,7 @@ def test_varlen_sequences(device, cu_seqlens, varlen_side, dtype, tied):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 def test_dropout(device, dtype, tied):
-    """Outputs and gradients correspond to the dropped weights, which unit vectors as values show."""
+    """Unit vectors as values show the dropped weights; from these follow other outputs and all gradients."""
     queries, keys, rate = 70, 64, 0.3
     leaves, _ = make_leaves(device, dtype, queries, keys, tied, batch=1, size=keys)
     mask = torch.arange(keys, device=device)[None] != 5
@@ -159,7 +159,7 @@ def test_dropout(device, dtype, tied):
     alive = weights != 0
     seen = alive[..., mask[0]].double()
     assert abs(seen.mean() - (1 - rate)) < 4 * (rate * (1 - rate) / seen.numel()) ** 0.5
-    # If drops are independent, the means of rows and columns vary like means of independent draws.
+    # The means of rows and columns vary like means of independent draws, so dropped weights are independent.
     for dim, length in ((-1, seen.shape[-1]), (-2, queries)):
         spread = seen.mean(dim).std() / (rate * (1 - rate) / length) ** 0.5
         assert 0.8 < spread < 1.2, (dim, spread)

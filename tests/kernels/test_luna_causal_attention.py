@@ -433,7 +433,7 @@ def test_compile_fullgraph(device, backend, lengths, rows, stateful):
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("stateful", [False, True])
 def test_export_needs_no_custom_operator(stateful, activation):
-    """One exported program supports every length: shorter than a chunk, and not a multiple of it."""
+    """One exported program supports every length, also below a chunk and between multiples of the chunk."""
 
     class Attention(torch.nn.Module):
         def forward(self, query, pack_query, pack_key, key, value, mask, pack_mask, *means):

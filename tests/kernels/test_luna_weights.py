@@ -27,7 +27,7 @@ def test_pack_and_unpack_weights(backend):
 
 @pytest.mark.parametrize("backend", ["reference", "torch"])
 def test_causal_weights(backend):
-    """On every backend, weights over the unmasked rows of P are returned with unchanged output and state."""
+    """Every backend returns the weights over unmasked rows of P, and the output and state without the option."""
     inputs = Inputs(9, "middle", stateful=True, pack_masked=True)
     state = LunaCausalState(*inputs.leaves[5:], inputs.count)
     options = {"mask": inputs.mask, "pack_mask": inputs.pack_mask, "state": state, "backend": backend}

@@ -32,7 +32,7 @@ PATHS = {
 
 
 def signatures():
-    """Return the parameters of every public `forward`; the cache has its name before transformers 5.24."""
+    """Return the parameters of every public `forward`; the cache is named `past_key_values` in all versions."""
     table = {}
     for name in sorted(luna_mega.__all__):
         cls = getattr(luna_mega, name)
