@@ -116,7 +116,7 @@ def test_equals_transformers_roberta(texts, complete, robertas):
 
 
 def test_special_tokens_in_text(complete, symbols, gpt2):
-    """Special tokens in a text are recognized as in transformers, or treated as text as in fairseq with an option."""
+    """Special tokens in a text are recognized, as in transformers; an option treats them as text, as in fairseq."""
     texts = ["a <unk> in WikiText</s>"]
     assert complete[0](texts).input_ids[0].count(3) == 1
     assert complete[0](texts, split_special_tokens=True).input_ids == gpt2.encode(symbols, texts)

@@ -19,7 +19,7 @@ TARGETS = {
     "mega": ["v_proj", "mx_proj", "h_proj", "fc1", "fc2"],
     "megalodon": ["wz", "wv", "wr", "wh1", "wh2", "fc1", "fc2"],
 }
-# Parameters that do not belong to linear layers, which PEFT adapts by name.
+# Parameters outside of linear layers; PEFT adapts them by name.
 PARAMETERS = {"mega": "mega_layer.qk_weight", "megalodon": "mega.gamma"}
 HEADS = [head for head in luna.HEADS if head != "Model"]
 CLASSES = {

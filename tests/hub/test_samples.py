@@ -28,7 +28,7 @@ MODELS = {
        for family, name in (("luna", "translation"), ("mega", "softmax"))},
     **{f"bare decoder of {family}": lambda family=family: bare(family) for family in ("luna", "mega")},
 }  # fmt: skip
-# Arguments that replace other arguments, computed values, labels, and options.
+# Not sample inputs: arguments that replace other arguments, computed values, labels, and options.
 OTHERS = {
     *("inputs_embeds", "pair_inputs_embeds", "decoder_inputs_embeds", "position_ids", "encoder_outputs"),
     *("past_key_values", "cache", "use_cache", "logits_to_keep", "labels", "start_positions", "end_positions"),

@@ -274,7 +274,7 @@ def test_varlen_sequences_need_batch_size_1(device):
 @pytest.mark.slow
 @pytest.mark.parametrize("length, rows", [(1, 24), (40, 24), (20, 100)])
 def test_dropout(monkeypatch, device, length, rows):
-    """Given the dropped weights, the reference has the same outputs and gradients, also with two segments."""
+    """Outputs and gradients equal those of the reference with the same dropped weights, also with two segments."""
     from luna_mega.kernels.luna_causal_attention import triton_forward
 
     monkeypatch.setattr(triton_forward, "MIN_SEGMENT", 32)
