@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import torch
 
-from luna_mega.kernels._op import use_backend, use_float32_precision
+from luna_mega.kernels._dispatch import use_backend, use_float32_precision
 from luna_mega.kernels.gated_attention import op as _gated_attention
 from luna_mega.kernels.gated_attention.op import gated_attention, gated_attention_step
 from luna_mega.kernels.luna_attention import op as _luna_attention

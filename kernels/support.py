@@ -3,9 +3,9 @@
 Code outside of `kernels` imports the operators from `api` and everything else from here.
 """
 
+from luna_mega.kernels._custom_operator import is_plain
+from luna_mega.kernels._dispatch import without_autocast
 from luna_mega.kernels._export import forbid_capture, in_program, is_capturing, is_exporting, is_tracing, longer
-from luna_mega.kernels._op import without_autocast
-from luna_mega.kernels._operator import is_plain
 from luna_mega.kernels.columns import roll_columns, take_columns
 from luna_mega.kernels.dropout import Dropout, dropout
 from luna_mega.kernels.upcast import upcast, upcast_dtype

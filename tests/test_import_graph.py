@@ -220,7 +220,7 @@ INVALID = [
     ("luna_mega.convert.importer", "from luna_mega.inspection.info import describe"),
 ]
 VALID = [
-    ("luna_mega.kernels.api", "from luna_mega.kernels import _op\nimport math, os.path"),
+    ("luna_mega.kernels.api", "from luna_mega.kernels import _dispatch\nimport math, os.path"),
     ("luna_mega.modeling_luna.x", "from luna_mega.kernels.api import luna_attention"),
     ("luna_mega.convert.__main__", "from luna_mega_cli import main"),
     ("luna_mega.convert.importer", "from luna_mega.hub.folder import read_folder"),

@@ -45,14 +45,16 @@ def choose(
     """Return the result of `run` with one of `configurations`, named tuples of integers with the default first.
 
     `kernel` is the kernel that takes most of the time. The speed depends on `kind`, values such as dtypes and options
-    that must be equal, and on `sizes`, which are rounded up to the next power of two. `run` must have no side effects.
+    that must be equal (False: an option that is not used), and on `sizes`, which are rounded up to the next power of
+    two. `run` must have no side effects.
     """
     tuned = os.environ.get("LUNA_MEGA_AUTOTUNE") == "1" and device.type == "cuda" and not triton_launch.is_recording()
     tuned = tuned and not torch.are_deterministic_algorithms_enabled()
     if _instead is None and not tuned:
         return run(configurations[0])
     sizes = {name: next_power_of_2(max(size, 1)) for name, size in sizes.items()}
-    key = " ".join(str(value).removeprefix("torch.") for value in (*kind, *(f"{n}={s}" for n, s in sizes.items())))
+    words = (*(value for value in kind if value is not False), *(f"{name}={size}" for name, size in sizes.items()))
+    key = " ".join(str(word).removeprefix("torch.") for word in words)
     configurations = tuple(dict.fromkeys(configurations))
     if _instead is not None:
         return _instead(kernel, key, configurations, run)

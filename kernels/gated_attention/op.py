@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from luna_mega.kernels._dispatch import Arguments, Op
 from luna_mega.kernels._export import in_program, is_exporting, longer
-from luna_mega.kernels._op import Call, Op
 from luna_mega.kernels.columns import (
     in_columns,
     in_last_column,
@@ -82,7 +82,7 @@ def _unsupported(query: Tensor, value: Tensor, offset: int, row_offset: Tensor |
     return None
 
 
-def _round(call: Call) -> Call:
+def _round(call: Arguments) -> Arguments:
     # Tensor cores need 16-bit operands, as autocast would produce.
     return call | {name: call[name].to(call["value"].dtype) for name in ("query", "key")}
 
@@ -133,7 +133,7 @@ ARGUMENTS = (
 )  # fmt: skip
 
 
-def _named(*arguments: Any) -> Call:
+def _named(*arguments: Any) -> Arguments:
     return dict(zip(ARGUMENTS, arguments, strict=True))
 
 
@@ -275,13 +275,13 @@ def gated_attention_step(
         mask = None if mask is None else mask[:, last - window :]
         start = None if start is None else (start + last) % chunk_size - window
     check_bias(op, bias, key.shape[1])
-    call: Call = {"query": query, "key": key, "value": value, "bias": bias, "mask": mask, "function": function}
+    call: Arguments = {"query": query, "key": key, "value": value, "bias": bias, "mask": mask, "function": function}
     call |= {"column": column, "start": unless_zero(start), "slots": slots, "dropout": dropout}
     return STEP(backend, call)[:, 0]
 
 
 def _run(
-    op: Op, backend: str | None, call: Call, cu_seqlens: Tensor | None = None, max_seqlen: int | None = None,
+    op: Op, backend: str | None, call: Arguments, cu_seqlens: Tensor | None = None, max_seqlen: int | None = None,
     return_weights: bool = False,
 ) -> Any:  # fmt: skip
     query, key, chunk_size, start = (call[name] for name in ("query", "key", "chunk_size", "start"))

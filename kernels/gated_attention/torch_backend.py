@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from luna_mega.kernels._custom_operator import register
 from luna_mega.kernels._export import chunk_positions, in_program, is_exporting, longer
-from luna_mega.kernels._operator import register
 from luna_mega.kernels.dropout import dropout_factors, host_seed
 from luna_mega.kernels.gated_attention import reference
 from luna_mega.kernels.upcast import upcast_dtype

@@ -20,12 +20,10 @@ from luna_mega.kernels.gated_attention.triton_forward import (
     INVERSE_DEVIATION,
     MEAN,
     SQRT_HALF,
-    Call,
-    choose,
+    GatedCall,
     find_segment,
     finish,
     multiply,
-    prepare,
     scales,
 )
 
@@ -268,8 +266,8 @@ def _diagonals_kernel(
     tl.store(BIAS + places, tl.load(BIAS + places, there, other=0.0) + tl.sum(total, 0), there)
 
 
-class Configuration(NamedTuple):
-    """The tiles of the kernels and their options; `inner` queries, keys or columns are read per iteration."""
+class BackwardTiles(NamedTuple):
+    """A configuration: tiles of the kernels, and their options; an iteration reads `inner` queries, keys or columns."""
 
     queries: int
     keys: int
@@ -282,8 +280,8 @@ class Configuration(NamedTuple):
 class Part(NamedTuple):
     """The part of a call that is computed at once: a band of queries of some segments, and their scores."""
 
-    call: Call
-    blocks: Configuration
+    call: GatedCall
+    blocks: BackwardTiles
     first_segment: int
     segments: int
     first_query: int
@@ -299,14 +297,14 @@ class Part(NamedTuple):
         return self.weights.shape[2]
 
 
-def _configurations(call: Call) -> list[Configuration]:
+def _configurations(call: GatedCall) -> list[BackwardTiles]:
     """Return the candidate configurations, with the default first."""
     hopper = triton_launch.target(call.query.device).large
     if not call.narrow:
-        return [Configuration(block_of(call.queries, 64), block_of(call.keys, 64 if hopper else 32), 32, 64, 8, 2)]
+        return [BackwardTiles(block_of(call.queries, 64), block_of(call.keys, 64 if hopper else 32), 32, 64, 8, 2)]
     # Random numbers need registers.
     largest = 128 if hopper and call.seed is None else 64
-    default = Configuration(block_of(call.queries, 128), block_of(call.keys, largest), 64, 128, 8, 3)
+    default = BackwardTiles(block_of(call.queries, 128), block_of(call.keys, largest), 64, 128, 8, 3)
     return [default, default._replace(stages=2), default._replace(keys=block_of(call.keys, 64), warps=4)]
 
 
@@ -317,19 +315,19 @@ def backward(
 
     `output` and `lse` come from the forward pass and are used for softmax only.
     """
-    bias, call = arguments[3], prepare(*arguments)
+    bias, call = arguments[3], GatedCall(*arguments)
     (grad_output,) = rows_contiguous(grad_output)
-    softmax = call.constants["FUNCTION"] == "softmax"
+    softmax = call.function == "softmax"
     delta = _delta(output, grad_output) if softmax and output is not None else None
 
-    def run(blocks: Configuration) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    def run(blocks: BackwardTiles) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         return _gradients(call, blocks, grad_output, lse, delta)
 
-    *grads, grad_bias = choose(_scores_kernel, call, _configurations(call), run)
+    *grads, grad_bias = call.choose(_scores_kernel, _configurations(call), run)
     return *grads, None if bias is None else grad_bias.to(bias.dtype)
 
 
-def split(call: Call, blocks: Configuration, grad_dtype: torch.dtype | None = None) -> list[Part]:
+def split(call: GatedCall, blocks: BackwardTiles, grad_dtype: torch.dtype | None = None) -> list[Part]:
     """Return the parts of a call; they share one buffer of weights and, with `grad_dtype`, one of gradients."""
     stride = _whole(call.keys, blocks.keys)
     band = min(_whole(call.queries, blocks.queries), _whole(SCORES // stride, blocks.queries))
@@ -344,7 +342,7 @@ def split(call: Call, blocks: Configuration, grad_dtype: torch.dtype | None = No
 
 
 def _gradients(
-    call: Call, blocks: Configuration, grad_output: Tensor, lse: Tensor, delta: Tensor | None
+    call: GatedCall, blocks: BackwardTiles, grad_output: Tensor, lse: Tensor, delta: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Return the gradients; the gradient of the bias is float32."""
     query, key, value, bias = call.query, call.key, call.value, call.bias
@@ -391,7 +389,8 @@ def write_scores(part: Part, grad_output: Tensor | None, lse: Tensor | None, del
         call.query, call.key, call.value, grad_output, lse, delta, part.weights, part.grad_scores,
         *numbers, part.first_segment, part.first_query, part.band, part.stride, row_blocks, key_blocks,
         num_warps=blocks.warps, num_stages=blocks.stages, **call.constants,
-        UNIT=unit, BLOCK_M=blocks.queries, BLOCK_N=blocks.keys, BLOCK_V=block_of(call.width, blocks.inner),
+        UNIT=unit, BLOCK_Z=call.block_z, BLOCK_M=blocks.queries, BLOCK_N=blocks.keys,
+        BLOCK_V=block_of(call.width, blocks.inner),
     )  # fmt: skip
 
 
@@ -405,14 +404,12 @@ def multiply_scores(
         rows, outer, inner = call.keys, blocks.keys, blocks.queries
     block_columns = block_of(columns, blocks.columns)
     row_blocks, slices = cdiv(rows, outer), cdiv(columns, block_columns)
-    *sizes, _ = call.sizes
-    constants = {name: call.constants[name] for name in ("FUNCTION", "CAUSAL", "PRECISION", "SIZE")}
     triton_launch.launch(
         product_kernel, (part.segments * row_blocks * slices,),
         scores, x, output, call.mask, call.live, call.bounds,
-        *sizes, *strides(x, number=2),
+        *call.sizes, *strides(x, number=2),
         part.first_segment, part.first_query, part.band, part.stride, row_blocks, slices,
-        num_warps=blocks.warps, num_stages=blocks.stages, **constants,
+        num_warps=blocks.warps, num_stages=blocks.stages, **call.constants,
         COLUMNS=columns, TRANSPOSED=transposed, SCALED=scaled, ADD=add,
         BLOCK_M=outer, BLOCK_K=min(inner, blocks.inner), BLOCK_N=block_columns,
     )  # fmt: skip
@@ -428,15 +425,14 @@ def _add_diagonals(grad_bias: Tensor, part: Part) -> None:
     share = cdiv(part.segments, max(1, shares))
     shares = cdiv(part.segments, max(1, share))
     tiles = grad_bias.new_empty(shares, diagonals, size, size)
-    queries, keys, chunk, chunks, offset, center = call.sizes
     triton_launch.launch(
         _bias_kernel, (shares * diagonals,),
-        part.grad_scores, tiles, call.bounds, queries, keys, chunk, chunks, offset,
+        part.grad_scores, tiles, call.bounds, *call.sizes,
         part.first_segment, part.segments, part.first_query, part.band, part.stride,
         blocks, diagonals, share,
         num_warps=4, num_stages=3, CAUSAL=call.constants["CAUSAL"], BLOCK=size,
     )  # fmt: skip
-    first = center - offset - part.first_query - blocks * size + 1
+    first = call.center - call.offset - part.first_query - blocks * size + 1
     triton_launch.launch(
         _diagonals_kernel, (diagonals + 1,), tiles, grad_bias, first, shares, diagonals, grad_bias.shape[0],
         num_warps=4, num_stages=1, BLOCK=size,

@@ -204,35 +204,41 @@ def _forward_kernel(
         store_tile(OUT, token, width, i < n_queries, v, width, output)
 
 
-class Call(NamedTuple):
-    """The arguments of one call in the form required by the kernels."""
+class GatedCall:
+    """The arguments of one call in the form required by the kernels, and its segments.
 
-    query: Tensor
-    key: Tensor
-    value: Tensor
-    bias: Tensor | None
-    mask: Tensor | None
-    live: Tensor | None
-    bounds: Tensor | None
-    seed: Tensor | None
-    chunk: int
-    segments: int
-    offset: int
-    dropout: float
-    constants: dict[str, Any]
+    Attributes:
+        queries: largest number of queries of a segment; likewise `keys`.
+        sizes: arguments of the kernels from `queries` to `offset`, except the width.
+        narrow: whether every operand of a matrix product has 16 bits.
+        constants: constants of the kernels.
+    """
 
-    @property
-    def queries(self) -> int:
-        """Return the largest number of queries of a segment."""
-        return min(self.query.shape[1], self.chunk)
-
-    @property
-    def keys(self) -> int:
-        return min(self.key.shape[1], self.chunk)
-
-    @property
-    def width(self) -> int:
-        return self.value.shape[2]
+    def __init__(
+        self, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, mask: Tensor | None,
+        bounds: Tensor | None, function: str, causal: bool, chunk: int, offset: int, dropout: float,
+        seed: Tensor | None, precision: str,
+    ) -> None:  # fmt: skip
+        self.query, self.key, self.value = rows_contiguous(query, key, value)
+        (batch, queries, size), keys, self.width = query.shape, key.shape[1], value.shape[2]
+        self.queries, self.keys = min(queries, chunk), min(keys, chunk)
+        self.segments = batch * cdiv(max(queries, keys, 1), chunk) if bounds is None else bounds.shape[0]
+        chunks = self.segments // max(1, batch) if bounds is None else 1
+        self.sizes = queries, keys, chunk, chunks, offset
+        self.live = None
+        if mask is not None:
+            if function != "softmax" and not causal:
+                self.live = _count_live(mask, bounds, chunk, self.segments)
+            mask = mask.contiguous().view(torch.uint8)
+        self.mask, self.bounds, self.seed, self.dropping = mask, bounds, seed, dropping(dropout)
+        self.bias, self.center = None if bias is None else bias.float().contiguous(), 0
+        if bias is not None:
+            self.center = bias.shape[0] // 2
+        self.function, self.offset = function, offset
+        self.narrow = query.dtype.itemsize == value.dtype.itemsize == 2
+        self.constants: dict[str, Any] = {"FUNCTION": function, "CAUSAL": causal, "PRECISION": precision, "SIZE": size}
+        # In float32, the three passes of a product need registers.
+        self.block_z = block_of(size, 256 if self.narrow else 64)
 
     def numbers(self, *gradients: Tensor | None) -> tuple[tuple[Any, ...], int]:
         """Return the kernel arguments from `BIAS` to the strides of query, key, value and gradients, and UNIT.
@@ -243,42 +249,18 @@ class Call(NamedTuple):
         lengths = strides(self.query, self.key, self.value, *gradients, number=2)
         unit = 8 if all(length % 8 == 0 for length in (self.width, *lengths)) else 1
         queries, keys, *rest = self.sizes
-        sizes = queries, keys, self.width // unit, *rest, *dropping(self.dropout)
+        sizes = queries, keys, self.width // unit, *rest, self.center, *self.dropping
         tensors = self.bias, self.mask, self.live, self.bounds, self.seed
         return (*tensors, *sizes, *(length // unit for length in lengths)), unit
 
-    @property
-    def sizes(self) -> tuple[Any, ...]:
-        """Return the kernel arguments from `queries` to `center`, except the width."""
-        chunks = self.segments // max(1, self.query.shape[0]) if self.bounds is None else 1
-        center = 0 if self.bias is None else self.bias.shape[0] // 2
-        return self.query.shape[1], self.key.shape[1], self.chunk, chunks, self.offset, center
-
-    @property
-    def narrow(self) -> bool:
-        """Return whether every operand of a matrix product has 16 bits."""
-        return self.query.dtype.itemsize == self.value.dtype.itemsize == 2
-
-
-def prepare(
-    query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, mask: Tensor | None, bounds: Tensor | None,
-    function: str, causal: bool, chunk: int, offset: int, dropout: float, seed: Tensor | None, precision: str,
-) -> Call:  # fmt: skip
-    """Convert the operator's arguments to a `Call`."""
-    query, key, value = rows_contiguous(query, key, value)
-    batch, length, size = query.shape
-    segments = batch * cdiv(max(length, key.shape[1], 1), chunk) if bounds is None else bounds.shape[0]
-    live = None
-    if mask is not None:
-        if function != "softmax" and not causal:
-            live = _count_live(mask, bounds, chunk, segments)
-        mask = mask.contiguous().view(torch.uint8)
-    bias = None if bias is None else bias.float().contiguous()
-    constants = {"FUNCTION": function, "CAUSAL": causal, "PRECISION": precision, "SIZE": size}
-    call = Call(query, key, value, bias, mask, live, bounds, seed, chunk, segments, offset, dropout, constants)
-    # In float32, the three passes of a product need registers.
-    constants["BLOCK_Z"] = block_of(size, 256 if call.narrow else 64)
-    return call
+    def choose(self, kernel: Any, configurations: list[Any], run: Callable[..., Any]) -> Any:
+        """Return the result of `run` for the configuration selected from `configurations`."""
+        precision, causal, size = (self.constants[name] for name in ("PRECISION", "CAUSAL", "SIZE"))
+        kind = [*dict.fromkeys((self.query.dtype, self.value.dtype)), self.function, not self.narrow and precision]
+        kind += [causal and "causal", self.mask is not None and "masked", self.seed is not None and "dropout"]
+        sizes = {"segments": self.segments, "queries": self.queries, "keys": self.keys}
+        sizes |= {"shared": size, "values": self.width}
+        return triton_choice.choose(kernel, kind, sizes, configurations, run, self.query.device)
 
 
 def _count_live(mask: Tensor, bounds: Tensor | None, chunk: int, segments: int) -> Tensor:
@@ -291,8 +273,8 @@ def _count_live(mask: Tensor, bounds: Tensor | None, chunk: int, segments: int) 
     return padded.view(segments, chunk).sum(dim=1, dtype=torch.int32)
 
 
-class Configuration(NamedTuple):
-    """The tiles of a kernel and its options: rows of queries, keys, columns of the value."""
+class ForwardTiles(NamedTuple):
+    """A configuration: tiles of the forward kernel (rows of queries, keys, columns of the value), and its options."""
 
     rows: int
     keys: int
@@ -301,73 +283,54 @@ class Configuration(NamedTuple):
     stages: int
 
 
-def _configurations(call: Call) -> list[Configuration]:
+def _configurations(call: GatedCall) -> list[ForwardTiles]:
     """Return candidate configurations that spill few registers and fit the shared memory, with the default first."""
     target = triton_launch.target(call.query.device)
     hopper = target.large
     size, rows, columns = call.constants["SIZE"], block_of(call.queries, 64), block_of(call.width, 128)
     if not call.narrow:
-        return [Configuration(rows, block_of(call.keys, 32 if hopper else 16), min(columns, 64), 8, 2)]
+        return [ForwardTiles(rows, block_of(call.keys, 32 if hopper else 16), min(columns, 64), 8, 2)]
     if rows < 64:
         # Few rows cannot saturate the tensor cores; narrow slices of the value occupy more multiprocessors.
-        return [Configuration(rows, block_of(call.keys, 64), min(columns, 64), 4, 3 if hopper else 2)]
+        return [ForwardTiles(rows, block_of(call.keys, 64), min(columns, 64), 4, 3 if hopper else 2)]
     # Random numbers need registers.
     if call.keys <= (256 if hopper and call.seed is None else 128):
         warps = 4 if call.keys <= 128 and call.seed is None else 8
-        default = Configuration(rows, block_of(call.keys, 256), columns, warps, 2)
+        default = ForwardTiles(rows, block_of(call.keys, 256), columns, warps, 2)
         found = [default, default._replace(columns=min(columns, 64)), default._replace(stages=3)]
         # On an H200, 3 stages need 0.9 of the time of 2 stages if a program iterates over slices of the value.
         faster = hopper and warps == 4 and call.keys > 64 and size <= 128 and call.width > columns
         return found[::-1] if faster else found
     rows = block_of(call.queries, 128 if size <= 128 or target.shared_memory >= 128 * 1024 else 64)
     if not hopper:
-        return [Configuration(rows, 32, columns, 8, 2)]
-    heavy = call.constants["FUNCTION"] == "softmax" or size > 128 or call.seed is not None
-    default = (
-        Configuration(rows, 32, block_of(call.width, 256), 8, 3)
-        if heavy
-        else Configuration(rows, 64, block_of(call.width, 256), 8, 2)
-    )
-    return [default, Configuration(rows, 64, columns, 8, 2), Configuration(rows, 32, columns, 8, 3)]
+        return [ForwardTiles(rows, 32, columns, 8, 2)]
+    heavy = call.function == "softmax" or size > 128 or call.seed is not None
+    keys, stages = (32, 3) if heavy else (64, 2)
+    default = ForwardTiles(rows, keys, block_of(call.width, 256), 8, stages)
+    return [default, ForwardTiles(rows, 64, columns, 8, 2), ForwardTiles(rows, 32, columns, 8, 3)]
 
 
-def attend(call: Call) -> tuple[Tensor, Tensor]:
+def attend(call: GatedCall) -> tuple[Tensor, Tensor]:
     """Return the output `[B, T, V]` and, for softmax, log2 of its denominators, `[B, T]` float32."""
-    batch, length = call.query.shape[:2]
+    rows = call.query.shape[:2]
 
-    def run(c: Configuration) -> tuple[Tensor, Tensor]:
-        output = call.value.new_empty(batch, length, call.width)
-        lse = call.query.new_empty(
-            (batch, length) if call.constants["FUNCTION"] == "softmax" else 0, dtype=torch.float32
-        )
-        resident = call.keys <= c.keys
-        blocks, slices = cdiv(call.queries, c.rows), cdiv(call.width, c.columns)
+    def run(tiles: ForwardTiles) -> tuple[Tensor, Tensor]:
+        output = call.value.new_empty(*rows, call.width)
+        lse = call.query.new_empty(rows if call.function == "softmax" else 0, dtype=torch.float32)
+        resident = call.keys <= tiles.keys
+        blocks, slices = cdiv(call.queries, tiles.rows), cdiv(call.width, tiles.columns)
         if resident:
             # A program processes several slices if every multiprocessor is still occupied.
-            processors = triton_launch.processors(call.query.device, batch)
+            processors = triton_launch.processors(call.query.device, rows[0])
             enough = cdiv(2 * processors, max(1, call.segments * blocks))
             slices = max(1, min(slices, enough))
         numbers, unit = call.numbers()
         triton_launch.launch(
-            _forward_kernel,
-            (call.segments * blocks * slices,),
-            *(call.query, call.key, call.value, output, lse, *numbers, blocks, slices),
-            num_warps=c.warps, num_stages=c.stages, **call.constants,
-            UNIT=unit, RESIDENT=resident, BLOCK_M=c.rows, BLOCK_N=c.keys, BLOCK_V=c.columns,
+            _forward_kernel, (call.segments * blocks * slices,),
+            call.query, call.key, call.value, output, lse, *numbers, blocks, slices,
+            num_warps=tiles.warps, num_stages=tiles.stages, **call.constants, UNIT=unit, RESIDENT=resident,
+            BLOCK_Z=call.block_z, BLOCK_M=tiles.rows, BLOCK_N=tiles.keys, BLOCK_V=tiles.columns,
         )  # fmt: skip
-
         return output, lse
 
-    return choose(_forward_kernel, call, _configurations(call), run)
-
-
-def choose(kernel: Any, call: Call, configurations: list[Any], run: Callable[..., Any]) -> Any:
-    """Return the result of `run` for the configuration selected from `configurations`."""
-    query, value = call.query, call.value
-    kind = [query.dtype, *([value.dtype] if value.dtype != query.dtype else []), call.constants["FUNCTION"]]
-    kind += [] if call.narrow else [call.constants["PRECISION"]]
-    options = {"causal": call.constants["CAUSAL"], "masked": call.mask is not None, "dropout": call.seed is not None}
-    kind += [name for name, given in options.items() if given]
-    sizes = {"segments": call.segments, "queries": call.queries, "keys": call.keys, "shared": query.shape[2]}
-    sizes["values"] = call.width
-    return triton_choice.choose(kernel, kind, sizes, configurations, run, query.device)
+    return call.choose(_forward_kernel, _configurations(call), run)

@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
-from luna_mega.kernels import _op
-from luna_mega.kernels._operator import register
+from luna_mega.kernels import _dispatch
+from luna_mega.kernels._custom_operator import register
 from luna_mega.kernels.common.triton_launch import random_seed
 from luna_mega.kernels.gated_attention import torch_backend, triton_backward, triton_products
 
@@ -28,7 +28,7 @@ def attend(
     seed = random_seed(dropout, query.device)
     return _operator(
         query, key, value, bias, mask, bounds, function, causal, max(chunk_size, 1), offset, dropout, seed,
-        _op.float32_precision(),
+        _dispatch.float32_precision(),
     )[0]  # fmt: skip
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from luna_mega.kernels._op import Op
+from luna_mega.kernels._dispatch import Op
 from luna_mega.kernels.checks import check_dropout, check_mask, check_shape
 from luna_mega.kernels.luna_attention import reference, torch_backend
 from luna_mega.kernels.varlen import check_cu_seqlens

@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor, nn
 
+from luna_mega.kernels._custom_operator import register
 from luna_mega.kernels._export import is_exporting
-from luna_mega.kernels._operator import register
 from luna_mega.kernels.dropout import dropout as drop
 from luna_mega.kernels.upcast import upcast_dtype
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from luna_mega.kernels.common import triton_launch
 from luna_mega.kernels.common.triton_launch import cdiv
 from luna_mega.kernels.common.triton_tiles import LOG2_E, dot, load_kept, load_tile, store_tile, undropped
-from luna_mega.kernels.luna_attention.triton_forward import Call, Configuration, place, prepare, share
+from luna_mega.kernels.luna_attention.triton_forward import AttentionCall, Tiles, place, share
 
 
 @triton.jit(do_not_specialize=["blocks"])
@@ -141,67 +141,56 @@ def _key_kernel(
         store_tile(DV + at, m, o_row, m < key_count, column, HEAD_SIZE, dv)
 
 
-def _query_configurations(call: Call) -> list[Configuration]:
+def _query_configurations(call: AttentionCall) -> list[Tiles]:
     """Return the candidate configurations; as in the forward pass, the first one does not spill registers."""
-    small, hopper = call.plan.block_k <= 64, triton_launch.target(call.query.device).large
+    small, hopper = call.block_k <= 64, triton_launch.target(call.query.device).large
     if call.query.dtype == torch.float32:
-        ieee = call.plan.constants["PRECISION"] == "ieee"
+        ieee = call.precision == "ieee"
         if small and hopper and not ieee:
-            return [Configuration(64, 32, 4, 2)]
-        return [Configuration(16, 32, 8 if ieee and not small else 4, 1)]
+            return [Tiles(64, 32, 4, 2)]
+        return [Tiles(16, 32, 8 if ieee and not small else 4, 1)]
     if hopper:
-        return [Configuration(64, 64, 4, 2), Configuration(64, 64, 8, 2)]
-    return [Configuration(64, 32, 4, 2), Configuration(64, 64, 8, 2)]
+        return [Tiles(64, 64, 4, 2), Tiles(64, 64, 8, 2)]
+    return [Tiles(64, 32, 4, 2), Tiles(64, 64, 8, 2)]
 
 
-def _key_configurations(call: Call) -> list[Configuration]:
-    small, hopper = call.plan.block_k <= 64, triton_launch.target(call.query.device).large
+def _key_configurations(call: AttentionCall) -> list[Tiles]:
+    small, hopper = call.block_k <= 64, triton_launch.target(call.query.device).large
     if call.query.dtype == torch.float32:
-        ieee = call.plan.constants["PRECISION"] == "ieee"
-        return [Configuration(32, 16, 4, 1) if small else Configuration(16, 16, 8 if ieee else 4, 1)]
+        return [Tiles(32, 16, 4, 1) if small else Tiles(16, 16, 8 if call.precision == "ieee" else 4, 1)]
     if hopper:
-        return [Configuration(64, 64, 4 if small else 8, 2), Configuration(64, 32, 4, 2)]
-    return [Configuration(64, 32, 4, 2), Configuration(64, 64, 8, 2)]
+        return [Tiles(64, 64, 4 if small else 8, 2), Tiles(64, 32, 4, 2)]
+    return [Tiles(64, 32, 4, 2), Tiles(64, 64, 8, 2)]
 
 
 def backward(grad_output: Tensor, output: Tensor, log_sum_exp: Tensor, *arguments: Any) -> list[Tensor | None]:
     """Return the gradients of query, key and value, None for None; `arguments` as in `forward`."""
-    call = prepare(*arguments)
-    query, key, plan, grad_output = call.query, call.key, call.plan, grad_output.contiguous()
-    delta = torch.empty_like(log_sum_exp)
+    call, grad_output, delta = AttentionCall(*arguments), grad_output.contiguous(), torch.empty_like(log_sum_exp)
+    query, key, value = call.query, call.key, call.value
 
-    def run(
-        kernel: Any, grid: tuple[int, int], configuration: Configuration, tensors: tuple[Any, ...], split_rows: int
-    ) -> None:
-        blocks, splits = grid
-        triton_launch.launch(
-            kernel,
-            (blocks * plan.sequences * plan.heads, splits),
-            *(*call.tensors, *tensors, *call.numbers(blocks, split_rows)),
-            **configuration.options(),
-            **plan.constants,
-        )
+    def run(kernel: Any, tiles: Tiles, blocks: int, splits: int, split_rows: int, *tensors: Tensor | None) -> None:
+        grid = (blocks * call.sequences * call.heads, splits)
+        arguments = (*call.tensors, *tensors, *call.numbers(blocks, split_rows))
+        triton_launch.launch(kernel, grid, *arguments, **tiles.options(), **call.constants)
 
-    def query_gradient(configuration: Configuration) -> Tensor:
-        block_q, block_m, *_ = configuration = configuration.fitted(plan)
-        splits = plan.splits(plan.longest_query, block_q, plan.longest_key, block_m)
-        gradient, grid = _partial(query, splits), (cdiv(plan.longest_query, block_q), splits)
-        tensors = output, grad_output, log_sum_exp, delta, gradient
-        run(_query_kernel, grid, configuration, tensors, log_sum_exp.numel())
+    def query_gradient(tiles: Tiles) -> Tensor:
+        blocks = cdiv(call.longest_query, tiles.block_q)
+        splits = call.splits(call.longest_query, tiles.block_q, call.longest_key, tiles.block_m)
+        gradient, tensors = _partial(query, splits), (output, grad_output, log_sum_exp, delta)
+        run(_query_kernel, tiles, blocks, splits, log_sum_exp.numel(), *tensors, gradient)
         return _summed(gradient, query)
 
-    def key_gradients(configuration: Configuration) -> tuple[Tensor | None, ...]:
-        block_q, block_m, *_ = configuration = configuration.fitted(plan)
-        splits = plan.splits(plan.longest_key, block_m, plan.longest_query, block_q)
-        gradients = [_partial(key, splits) for _ in range(1 if call.value is None else 2)]
-        grid = cdiv(plan.longest_key, block_m), splits
-        tensors = grad_output, log_sum_exp, delta, gradients[0], None if call.value is None else gradients[1]
-        run(_key_kernel, grid, configuration, tensors, key[..., 0].numel())
-        return *(_summed(gradient, key) for gradient in gradients), *(None,) * (2 - len(gradients))
+    def key_gradients(tiles: Tiles) -> tuple[Tensor | None, ...]:
+        blocks = cdiv(call.longest_key, tiles.block_m)
+        splits = call.splits(call.longest_key, tiles.block_m, call.longest_query, tiles.block_q)
+        of_key, of_value = _partial(key, splits), None if value is None else _partial(key, splits)
+        tensors = grad_output, log_sum_exp, delta, of_key, of_value
+        run(_key_kernel, tiles, blocks, splits, key[..., 0].numel(), *tensors)
+        return _summed(of_key, key), None if of_value is None else _summed(of_value, key)
 
     # The order matters: the first kernel writes DELTA, which the second reads.
-    of_query = call.choose(_query_kernel, _query_configurations, query_gradient)
-    return [of_query, *call.choose(_key_kernel, _key_configurations, key_gradients)]
+    of_query = call.choose(_query_kernel, _query_configurations(call), query_gradient)
+    return [of_query, *call.choose(_key_kernel, _key_configurations(call), key_gradients)]
 
 
 def _partial(x: Tensor, splits: int) -> Tensor:

@@ -143,92 +143,8 @@ def _merge_kernel(
     tl.store(LSE + row * queries + t, largest + tl.log2(some), mask=valid)
 
 
-class Plan(NamedTuple):
-    """The sizes that determine how a call is divided into programs, and the constants of every kernel."""
-
-    sequences: int
-    heads: int
-    head_size: int
-    block_k: int
-    longest_query: int
-    longest_key: int
-    processors: int
-    constants: dict[str, Any]
-
-    def splits(self, owned: int, owned_block: int, walked: int, walked_block: int) -> int:
-        """Return the number of splits of the walked side that results in two programs per multiprocessor.
-
-        A split has at least four blocks: with fewer, partial results cost more than the second program saves.
-        """
-        programs = max(1, cdiv(owned, owned_block) * self.sequences * self.heads)
-        return max(1, min(cdiv(2 * self.processors, programs), cdiv(walked, 4 * walked_block)))
-
-
-class Call(NamedTuple):
-    """The arguments of one call in the form required by the kernels."""
-
-    query: Tensor
-    key: Tensor
-    value: Tensor | None
-    mask: Tensor | None
-    cu_seqlens: Tensor | None
-    seed: Tensor | None
-    scale: float
-    dropout: float
-    plan: Plan
-
-    @property
-    def tensors(self) -> tuple[Any, ...]:
-        """Return the arguments of the kernels from `Q` to `SEED`."""
-        return self[:6]
-
-    def numbers(self, blocks: int, split_rows: int) -> tuple[Any, ...]:
-        """Return the arguments of the kernels from `queries` to `v_head`."""
-        sizes = self.query.shape[1], self.key.shape[1], self.plan.heads, blocks, split_rows
-        return *sizes, self.scale, *dropping(self.dropout), *strides(self.query, self.key, self.value, number=3)
-
-    def choose(
-        self, kernel: Any, configurations: Callable[["Call"], list["Configuration"]], run: Callable[..., Any]
-    ) -> Any:
-        """Return the result of `run` for the configuration selected from `configurations(call)`."""
-        plan, precision = self.plan, self.plan.constants["PRECISION"]
-        kind = [self.query.dtype, f"heads of {plan.block_k}"]
-        kind += [precision] if self.query.dtype == torch.float32 else []
-        options = {"tied": self.value is None, "masked": self.mask is not None, "dropout": self.seed is not None}
-        kind += [name for name, given in options.items() if given]
-        sizes = {"heads": plan.sequences * plan.heads, "queries": plan.longest_query, "keys": plan.longest_key}
-        return triton_choice.choose(kernel, kind, sizes, configurations(self), run, self.query.device)
-
-
-def prepare(
-    query: Tensor, key: Tensor, value: Tensor | None, mask: Tensor | None, cu_seqlens: Tensor | None,
-    seed: Tensor | None, varlen_side: str | None, max_seqlen: int, scale: float, dropout: float, precision: str,
-) -> Call:  # fmt: skip
-    """Convert the operator's arguments to a `Call`."""
-    query, key, value = rows_contiguous(query, key, value)
-    _, queries, heads, head_size = query.shape
-    sequences = len(query) if cu_seqlens is None else len(cu_seqlens) - 1
-    plan = Plan(
-        sequences,
-        heads,
-        head_size,
-        block_of(head_size),
-        max_seqlen if varlen_side == "query" else queries,
-        max_seqlen if varlen_side == "key" else key.shape[1],
-        triton_launch.processors(query.device, sequences),
-        {
-            "HEAD_SIZE": head_size,
-            "BLOCK_K": block_of(head_size),
-            "QUERY_VARLEN": varlen_side == "query",
-            "KEY_VARLEN": varlen_side == "key",
-            "PRECISION": precision,
-        },
-    )
-    return Call(query, key, value, *contiguous(mask), cu_seqlens, seed, scale, dropout, plan)
-
-
-class Configuration(NamedTuple):
-    """The tiles `[block_q, block_m]` of a kernel, queries by keys, and its options."""
+class Tiles(NamedTuple):
+    """A configuration: the tiles `[block_q, block_m]` of a kernel, queries by keys, and its options."""
 
     block_q: int
     block_m: int
@@ -240,45 +156,91 @@ class Configuration(NamedTuple):
         tiles = {"BLOCK_Q": self.block_q, "BLOCK_M": self.block_m}
         return tiles | {"num_warps": self.warps, "num_stages": self.stages}
 
-    def fitted(self, plan: Plan) -> "Configuration":
-        """Return the configuration with blocks limited to the sizes of the call."""
-        block_q, block_m = block_of(plan.longest_query, self.block_q), block_of(plan.longest_key, self.block_m)
-        return self._replace(block_q=block_q, block_m=block_m)
+
+class AttentionCall:
+    """The arguments of one call in the form required by the kernels, and the sizes that divide it into programs.
+
+    Attributes:
+        tensors: the arguments of the kernels from `Q` to `SEED`.
+        constants: constants of every kernel.
+    """
+
+    def __init__(
+        self, query: Tensor, key: Tensor, value: Tensor | None, mask: Tensor | None, cu_seqlens: Tensor | None,
+        seed: Tensor | None, varlen_side: str | None, max_seqlen: int, scale: float, dropout: float, precision: str,
+    ) -> None:  # fmt: skip
+        self.query, self.key, self.value = rows_contiguous(query, key, value)
+        self.tensors = self.query, self.key, self.value, *contiguous(mask), cu_seqlens, seed
+        self.scale, self.dropping = scale, dropping(dropout)
+        self.sequences = len(query) if cu_seqlens is None else len(cu_seqlens) - 1
+        _, queries, self.heads, self.head_size = query.shape
+        self.block_k, self.precision = block_of(self.head_size), precision
+        self.longest_query = max_seqlen if varlen_side == "query" else queries
+        self.longest_key = max_seqlen if varlen_side == "key" else key.shape[1]
+        self.processors = triton_launch.processors(query.device, self.sequences)
+        self.constants: dict[str, Any] = {
+            "HEAD_SIZE": self.head_size, "BLOCK_K": self.block_k, "QUERY_VARLEN": varlen_side == "query",
+            "KEY_VARLEN": varlen_side == "key", "PRECISION": precision,
+        }  # fmt: skip
+
+    def numbers(self, blocks: int, split_rows: int) -> tuple[Any, ...]:
+        """Return the arguments of the kernels from `queries` to `v_head`."""
+        sizes = self.query.shape[1], self.key.shape[1], self.heads, blocks, split_rows
+        return *sizes, self.scale, *self.dropping, *strides(self.query, self.key, self.value, number=3)
+
+    def splits(self, owned: int, owned_block: int, walked: int, walked_block: int) -> int:
+        """Return the number of splits of the walked side that results in two programs per multiprocessor.
+
+        A split has at least four blocks: with fewer, partial results cost more than the second program saves.
+        """
+        programs = max(1, cdiv(owned, owned_block) * self.sequences * self.heads)
+        return max(1, min(cdiv(2 * self.processors, programs), cdiv(walked, 4 * walked_block)))
+
+    def choose(self, kernel: Any, configurations: list[Tiles], run: Callable[[Tiles], Any]) -> Any:
+        """Return the result of `run` for the selected configuration, with blocks limited to the sizes of the call."""
+        _, _, value, mask, _, seed = self.tensors
+        kind = [self.query.dtype, f"heads of {self.block_k}", self.query.dtype == torch.float32 and self.precision]
+        kind += [value is None and "tied", mask is not None and "masked", seed is not None and "dropout"]
+        sizes = {"heads": self.sequences * self.heads, "queries": self.longest_query, "keys": self.longest_key}
+
+        def run_fitted(tiles: Tiles) -> Any:
+            block_q, block_m = block_of(self.longest_query, tiles.block_q), block_of(self.longest_key, tiles.block_m)
+            return run(tiles._replace(block_q=block_q, block_m=block_m))
+
+        return triton_choice.choose(kernel, kind, sizes, configurations, run_fitted, self.query.device)
 
 
-def _configurations(call: Call) -> list[Configuration]:
+def _configurations(call: AttentionCall) -> list[Tiles]:
     """Return the candidate configurations. The first one does not spill registers; in float32 it uses all of them."""
-    small = call.plan.block_k <= 64
+    small = call.block_k <= 64
     if call.query.dtype == torch.float32:
         if not small:
-            return [Configuration(16, 32, 8 if call.plan.constants["PRECISION"] == "ieee" else 4, 1)]
-        hopper = triton_launch.target(call.query.device).large
-        large = hopper and call.plan.constants["PRECISION"] == "tf32x3"
-        return [Configuration(64, 32, 4, 2) if large else Configuration(32, 32, 4, 2)]
+            return [Tiles(16, 32, 8 if call.precision == "ieee" else 4, 1)]
+        large = triton_launch.target(call.query.device).large and call.precision == "tf32x3"
+        return [Tiles(64, 32, 4, 2) if large else Tiles(32, 32, 4, 2)]
     if small:
-        found = [Configuration(64, 64, 4, 3), Configuration(128, 64, 8, 3), Configuration(64, 128, 4, 2)]
+        found = [Tiles(64, 64, 4, 3), Tiles(128, 64, 8, 3), Tiles(64, 128, 4, 2)]
         return found[::-1] if _large_tiles(call) else found
-    return [Configuration(64, 64, 4, 2), Configuration(128, 64, 8, 2)]
+    return [Tiles(64, 64, 4, 2), Tiles(128, 64, 8, 2)]
 
 
-def _large_tiles(call: Call) -> bool:
+def _large_tiles(call: AttentionCall) -> bool:
     """Return whether tiles of 128 keys are faster on an H200: for 16 queries, if they do not reduce the splits."""
-    plan = call.plan
-    plain = plan.block_k == 64 and plan.longest_query <= 16 and call.value is None and call.seed is None
-    few, many = (plan.splits(plan.longest_query, 16, plan.longest_key, block) for block in (128, 64))
+    _, _, value, _, _, seed = call.tensors
+    plain = call.block_k == 64 and call.longest_query <= 16 and value is None and seed is None
+    few, many = (call.splits(call.longest_query, 16, call.longest_key, block) for block in (128, 64))
     return plain and few == many and triton_launch.target(call.query.device).large
 
 
 def forward(*arguments: Any) -> tuple[Tensor, Tensor]:
     """Return the output `[B, T, H, K]`, and log2 of the sum of exponentials `[B, H, T]`, -inf without keys."""
-    call = prepare(*arguments)
-    query, plan = call.query, call.plan
+    call = AttentionCall(*arguments)
+    query = call.query
     batch, queries, heads, head_size = query.shape
 
-    def run(configuration: Configuration) -> tuple[Tensor, Tensor]:
-        block_q, block_m, *_ = configuration = configuration.fitted(plan)
-        blocks = cdiv(plan.longest_query, block_q)
-        splits = plan.splits(plan.longest_query, block_q, plan.longest_key, block_m)
+    def run(tiles: Tiles) -> tuple[Tensor, Tensor]:
+        blocks = cdiv(call.longest_query, tiles.block_q)
+        splits = call.splits(call.longest_query, tiles.block_q, call.longest_key, tiles.block_m)
         output = query.new_empty(query.shape)
         log_sum_exp = query.new_empty((batch, heads, queries), dtype=torch.float32)
         rows = log_sum_exp.numel()
@@ -288,25 +250,17 @@ def forward(*arguments: Any) -> tuple[Tensor, Tensor]:
             to_log = query.new_empty((splits, batch, heads, queries), dtype=torch.float32)
             to_strides = (to.stride(1), to.stride(3), to.stride(2))
         triton_launch.launch(
-            _forward_kernel,
-            (blocks * plan.sequences * heads, splits),
-            *(*call.tensors, to, to_log, *call.numbers(blocks, rows), *to_strides),
-            **configuration.options(),
-            **plan.constants,
-        )
+            _forward_kernel, (blocks * call.sequences * heads, splits),
+            *call.tensors, to, to_log, *call.numbers(blocks, rows), *to_strides, **tiles.options(), **call.constants,
+        )  # fmt: skip
         if splits > 1:
-            merge_block = min(block_q, 16)
-            merge_blocks = cdiv(queries, merge_block)
+            block = min(tiles.block_q, 16)
+            blocks = cdiv(queries, block)
             triton_launch.launch(
-                _merge_kernel,
-                (merge_blocks * batch * heads,),
-                *(to, to_log, output, log_sum_exp, queries, heads, merge_blocks, rows, splits),
-                HEAD_SIZE=head_size,
-                BLOCK_K=plan.block_k,
-                BLOCK_Q=merge_block,
-                num_warps=4,
-                num_stages=1,
-            )
+                _merge_kernel, (blocks * batch * heads,),
+                to, to_log, output, log_sum_exp, queries, heads, blocks, rows, splits,
+                HEAD_SIZE=head_size, BLOCK_K=call.block_k, BLOCK_Q=block, num_warps=4, num_stages=1,
+            )  # fmt: skip
         return output, log_sum_exp
 
-    return call.choose(_forward_kernel, _configurations, run)
+    return call.choose(_forward_kernel, _configurations(call), run)

@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
-from luna_mega.kernels import _op
-from luna_mega.kernels._operator import register
+from luna_mega.kernels import _dispatch
+from luna_mega.kernels._custom_operator import register
 from luna_mega.kernels.common.triton_launch import random_seed
 from luna_mega.kernels.luna_attention import torch_backend, triton_backward, triton_forward
 
@@ -23,7 +23,7 @@ def attend(
     Shapes are `[B, T, H, K]`, mask `[B, M]`. With `cu_seqlens`, `varlen_side` (`"query"` or `"key"`) is `[1, total, H,
     K]` (a mask of keys `[1, total]`), and the other side has one batch row per sequence.
     """
-    precision = _op.float32_precision() if query.dtype == torch.float32 else "tf32"
+    precision = _dispatch.float32_precision() if query.dtype == torch.float32 else "tf32"
     seed = random_seed(dropout, query.device)
     return _operator(
         query, key, None if key is value else value, mask, cu_seqlens, seed, varlen_side, max_seqlen, scale, dropout,

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from luna_mega.kernels._op import Call, Op
+from luna_mega.kernels._dispatch import Arguments, Op
 from luna_mega.kernels.checks import check_dropout, check_mask
 from luna_mega.kernels.luna_causal_attention import reference, torch_backend
 from luna_mega.kernels.luna_causal_attention.reference import LunaCausalState
@@ -61,7 +61,7 @@ ARGUMENTS = (
 )  # fmt: skip
 
 
-def _named(*arguments: Any) -> Call:
+def _named(*arguments: Any) -> Arguments:
     return dict(zip(ARGUMENTS, arguments, strict=True))
 
 

@@ -266,7 +266,7 @@ def _scan_kernel(
             tl.store(END + head * N * M + offsets, state, mask=inside)
 
 
-class Call:
+class CausalCall:
     """The arguments of one call in the form required by the kernels, with their sizes and dtypes."""
 
     def __init__(
@@ -303,15 +303,15 @@ def per_row(x: Tensor, factor: Tensor) -> Tensor:
     return (x.float() * factor[:, None, None, None]).contiguous()
 
 
-class Configuration(NamedTuple):
-    """The tokens of a chunk and the warps of the fused kernels."""
+class FusedTiles(NamedTuple):
+    """A configuration of the fused kernels: the tokens of a chunk and the warps."""
 
     chunk: int
     warps: int
 
 
-class Fused(Call):
-    def configure(self, configuration: Configuration) -> None:
+class Fused(CausalCall):
+    def configure(self, configuration: FusedTiles) -> None:
         """Divide the call into programs for this configuration."""
         chunk, warps = configuration
         self.segment = segment_length(self.batch, self.heads, self.length, chunk, self.device)
@@ -323,18 +323,18 @@ class Fused(Call):
             "num_warps": warps, "num_stages": 1,
         }  # fmt: skip
 
-    def configurations(self) -> list[Configuration]:
+    def configurations(self) -> list[FusedTiles]:
         """Return the candidate configurations. The first keeps the kernels in registers."""
         hopper = triton_launch.target(self.device).large
         if self.dtype == torch.float32:
-            return [Configuration(16, 8), Configuration(16, 4)]
+            return [FusedTiles(16, 8), FusedTiles(16, 4)]
         tile = block_of(max(self.size, self.width)) * block_of(self.rows)
         if tile <= 64 * 32 and (hopper or self.dtype == torch.bfloat16):
             # Not (64, 4): `ptxas` 12.8 of Triton 3.6 and 3.7 compiles `_sums_kernel` incorrectly.
-            return [Configuration(32, 4), Configuration(64 if hopper and self.dtype == torch.bfloat16 else 32, 8)]
+            return [FusedTiles(32, 4), FusedTiles(64 if hopper and self.dtype == torch.bfloat16 else 32, 8)]
         if hopper:
-            return [Configuration(32, 8), Configuration(16, 4)]
-        few, many = Configuration(16, 4), Configuration(16, 8)
+            return [FusedTiles(32, 8), FusedTiles(16, 4)]
+        few, many = FusedTiles(16, 4), FusedTiles(16, 8)
         return [few, many] if tile <= 64 * 64 else [many, few]
 
     def launch(self, kernel: Any, *tensors: Tensor | None, of: tuple[Tensor, ...], **constants: Any) -> None:
@@ -378,15 +378,15 @@ class Fused(Call):
         return output, *end
 
 
-class ScanConfiguration(NamedTuple):
-    """The largest tiles of a scan (tokens of a chunk, columns of the sum) and its warps."""
+class ScanTiles(NamedTuple):
+    """A configuration of the scans: their largest tiles (tokens of a chunk, columns of the sum) and warps."""
 
     chunk: int
     columns: int
     warps: int
 
 
-class Scans(Call):
+class Scans(CausalCall):
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
         if self.mask is not None:
@@ -455,7 +455,7 @@ class Scans(Call):
         launch(start, end, SUMS=False, RATE=rate, ADD=add)
         return end
 
-    def configure(self, configuration: ScanConfiguration) -> None:
+    def configure(self, configuration: ScanTiles) -> None:
         """Divide the scans of the call into programs for this configuration."""
         self.configuration = configuration
 
@@ -463,11 +463,11 @@ class Scans(Call):
     def hopper(self) -> bool:
         return triton_launch.target(self.device).large
 
-    def configurations(self) -> list[ScanConfiguration]:
+    def configurations(self) -> list[ScanTiles]:
         """Return the candidate configurations, the default first."""
         if self.dtype == torch.float32:
-            return [ScanConfiguration(16, 32, 8), ScanConfiguration(16, 32, 4)]
-        default = ScanConfiguration(64 if self.hopper else 32, 64, 8)
+            return [ScanTiles(16, 32, 8), ScanTiles(16, 32, 4)]
+        default = ScanTiles(64 if self.hopper else 32, 64, 8)
         found = [default, default._replace(columns=32), default._replace(warps=4)]
         # On an H200, 4 warps need 0.7 of the time of 8 warps for this shape, although they spill more registers.
         tiles = block_of(max(self.size, self.width)), block_of(self.rows)
@@ -525,9 +525,8 @@ def choose(direction: str, call: Fused | Scans, run: Callable[[], tuple[Any, ...
 
     kernel = _forward_kernel if isinstance(call, Fused) else _scan_kernel
     heads = f"heads of {block_of(call.size)} and {block_of(call.width)}"
-    kind = [direction, call.dtype, heads, f"l {block_of(call.rows)}"]
-    kind += [call.precision] if call.dtype == torch.float32 else []
-    kind += [] if call.seed is None else ["dropout"]
+    kind = [direction, call.dtype, heads, f"l {block_of(call.rows)}", call.dtype == torch.float32 and call.precision]
+    kind += [call.seed is not None and "dropout"]
     sizes = {"heads": call.batch * call.heads, "length": call.length}
     return triton_choice.choose(kernel, kind, sizes, call.configurations(), configured, call.device)
 

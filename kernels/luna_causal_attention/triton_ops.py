@@ -6,8 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from luna_mega.kernels import _op
-from luna_mega.kernels._operator import register
+from luna_mega.kernels import _dispatch
+from luna_mega.kernels._custom_operator import register
 from luna_mega.kernels.common.triton_launch import random_seed
 from luna_mega.kernels.luna_causal_attention import (
     reference,
@@ -37,7 +37,7 @@ def attend(
         return output[:, None], state
     key_mean, value_mean, seen = (None, None, None) if state is None else state
     count = reference.token_count(mask, query, seen)
-    options = (activation, dropout, random_seed(dropout, query.device), _op.float32_precision())
+    options = (activation, dropout, random_seed(dropout, query.device), _dispatch.float32_precision())
     output, key_mean, value_mean = _operator(
         query, pack_key, key, value, pack_query, count, mask, pack_mask, key_mean, value_mean, seen, *options
     )
@@ -55,7 +55,7 @@ def step(
     if inplace and all(mean.dtype == torch.float32 and mean.is_contiguous() for mean in before[:2]):
         output, *after = triton_step.forward_step(*inputs, into=before[:2])
     else:
-        precision = _op.float32_precision()
+        precision = _dispatch.float32_precision()
         output, *after = _step_operator(*inputs, precision)
     return output, LunaCausalState(*after)
 

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
+from luna_mega.kernels._dispatch import without_autocast
 from luna_mega.kernels._export import expm1, in_program
-from luna_mega.kernels._op import without_autocast
 from luna_mega.kernels.moving_average import reference
 
 LEAST = 1e-30  # lower bound of q, where the gradient of log q is 0

@@ -4,7 +4,7 @@ from typing import Any
 
 from torch import Tensor
 
-from luna_mega.kernels._op import Op
+from luna_mega.kernels._dispatch import Op
 from luna_mega.kernels.checks import check_average, check_position
 from luna_mega.kernels.moving_average import reference, torch_backend
 from luna_mega.kernels.moving_average.coefficients import complex_coefficients, complex_ema_coefficients

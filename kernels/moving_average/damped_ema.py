@@ -5,8 +5,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from luna_mega.kernels._dispatch import Arguments, Op
 from luna_mega.kernels._export import is_exporting
-from luna_mega.kernels._op import Call, Op
 from luna_mega.kernels.checks import check_average, check_mask
 from luna_mega.kernels.moving_average import reference, torch_backend
 from luna_mega.kernels.moving_average.coefficients import damped_coefficients, ema_coefficients
@@ -143,7 +143,7 @@ def damped_ema(
             )
 
         def run_again(x: Tensor, state: Tensor | None, parameters: tuple[Tensor, ...]) -> Any:
-            options: Call = {"initial_state": state, "return_state": True, "lengths": lengths, "backend": backend}
+            options: Arguments = {"initial_state": state, "return_state": True, "lengths": lengths, "backend": backend}
             return damped_ema(x, *parameters, mask=None if lengths is None else mask, **options)
 
         output, state = truncated(run_again, x, parameters, skip, mask, truncation, initial_state, lengths)

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from luna_mega.kernels._custom_operator import register
 from luna_mega.kernels._export import in_program, is_tracing
-from luna_mega.kernels._operator import register
 from luna_mega.kernels.moving_average import tables
 from luna_mega.kernels.moving_average.coefficients import Coefficients, powers, powers_less_one, times
 from luna_mega.kernels.moving_average.reference import finish, hold

@@ -389,8 +389,7 @@ def choose(
     """Return the result of `run` for the plan of the selected configuration; `size` is (N, R)."""
     (batch, length, channels), (states, width) = x.shape, size
     sequences, longest = (batch, length) if cu_seqlens is None else (len(cu_seqlens) - 1, max_seqlen)
-    kind = [x.dtype, f"{states} states", *(["bidirectional"] if width > channels else [])]
-    kind += [] if cu_seqlens is None else ["varlen"]
+    kind = [x.dtype, f"{states} states", width > channels and "bidirectional", cu_seqlens is not None and "varlen"]
     sizes = {"sequences": sequences, "length": longest, "channels": channels}
     return triton_choice.choose(
         kernel, kind, sizes, CONFIGURATIONS,

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from luna_mega.kernels._operator import register
+from luna_mega.kernels._custom_operator import register
 from luna_mega.kernels.common.triton_launch import contiguous
 from luna_mega.kernels.moving_average import (
     triton_coefficients,

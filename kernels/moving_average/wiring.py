@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from luna_mega.kernels import varlen
+from luna_mega.kernels._dispatch import Arguments, Op, without_autocast
 from luna_mega.kernels._export import is_exporting
-from luna_mega.kernels._op import Call, Op, without_autocast
 from luna_mega.kernels.checks import check_lengths, check_sequences, count_sequences
 from luna_mega.kernels.columns import to_end
 from luna_mega.kernels.moving_average import export, torch_backend
@@ -30,7 +30,7 @@ def make_average(
         state: index of a parameter that has the shape of a state.
     """
 
-    def run_varlen(run: Callable[..., Any], call: Call, cu_seqlens: Tensor, max_seqlen: int) -> Any:
+    def run_varlen(run: Callable[..., Any], call: Arguments, cu_seqlens: Tensor, max_seqlen: int) -> Any:
         if call["initial_state"] is None and not call["return_state"]:
             return op.run_padded(run, call, cu_seqlens, max_seqlen)
         x, parameters = call["x"], call["parameters"]
@@ -97,7 +97,7 @@ def check_call(
 
 
 def run_call(
-    op: Op, coefficients: Callable[..., Any], check: Callable[..., Any], backend: str | None, call: Call,
+    op: Op, coefficients: Callable[..., Any], check: Callable[..., Any], backend: str | None, call: Arguments,
     lengths: Tensor | None, cu_seqlens: Tensor | None, max_seqlen: int | None,
 ) -> Any:  # fmt: skip
     """Return the output and, if requested, the states; `check(name, x, parameters, skip, state, sequences)` first."""
@@ -111,7 +111,9 @@ def run_call(
     return (output, state) if return_state else output
 
 
-def _state_after(op: Op, coefficients: Callable[..., Any], backend: str | None, call: Call, lengths: Tensor) -> Tensor:
+def _state_after(
+    op: Op, coefficients: Callable[..., Any], backend: str | None, call: Arguments, lengths: Tensor
+) -> Tensor:
     """Return the states after the first `lengths` `[B]` positions of each row, without decay at masked positions."""
     rows = {name: to_end(call[name], lengths) for name in ("x", "mask")}
     _, state = op(backend, call | rows | {"skip": None, "initial_state": None, "return_state": True})

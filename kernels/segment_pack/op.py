@@ -5,8 +5,8 @@ from typing import Any
 import torch
 
 from luna_mega.kernels import varlen
+from luna_mega.kernels._dispatch import Op
 from luna_mega.kernels._export import in_program
-from luna_mega.kernels._op import Op
 from luna_mega.kernels.checks import check_mask, count_sequences
 from luna_mega.kernels.segment_pack import reference, torch_backend
 

@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from luna_mega.kernels._operator import Values, register
+from luna_mega.kernels._custom_operator import Values, register
 from luna_mega.kernels.segment_pack import torch_backend, triton_kernels
 
 

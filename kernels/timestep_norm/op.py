@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from luna_mega.kernels._op import Op
+from luna_mega.kernels._dispatch import Op
 from luna_mega.kernels.checks import check_position, check_sequences, count_sequences
 from luna_mega.kernels.timestep_norm import reference, torch_backend
 from luna_mega.kernels.timestep_norm.reference import TimestepNormState, empty_state

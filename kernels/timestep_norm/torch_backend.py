@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from luna_mega.kernels._custom_operator import register
 from luna_mega.kernels._export import is_exporting
-from luna_mega.kernels._operator import register
 from luna_mega.kernels.timestep_norm.reference import TimestepNormState
 from luna_mega.kernels.timestep_norm.statistics import counts, distances, over_time
 from luna_mega.kernels.upcast import upcast_dtype

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from luna_mega.kernels._operator import register
+from luna_mega.kernels._custom_operator import register
 from luna_mega.kernels.timestep_norm import torch_backend, triton_kernels, triton_statistics
 from luna_mega.kernels.timestep_norm.reference import TimestepNormState
 

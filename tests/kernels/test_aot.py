@@ -35,10 +35,10 @@ OLDER = ("3.6.0", "3.7.1")
 KNOWN_FAULT = """
 import aot, aot_luna_causal_attention, json, sass, torch
 from luna_mega.kernels.common import triton_choice, triton_launch
-from luna_mega.kernels.luna_causal_attention.triton_forward import Configuration
+from luna_mega.kernels.luna_causal_attention.triton_forward import FusedTiles
 
 def instead(kernel, key, configurations, run):
-    return run(Configuration(chunk=64, warps=4))
+    return run(FusedTiles(chunk=64, warps=4))
 
 with triton_launch.recording(aot.TARGETS[90]) as launches, triton_choice.choosing(instead):
     aot_luna_causal_attention.both(8, 32, torch.bfloat16, backward=False)

@@ -7,7 +7,7 @@ import sys
 import pytest
 import torch
 
-from luna_mega.kernels import _op, api
+from luna_mega.kernels import _dispatch, api
 from tests.distributed.ranks import PATIENCE
 
 CUDA = torch.device("cuda")
@@ -67,11 +67,11 @@ def gpu(monkeypatch):
 
     def set_capability(*capability):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
-        _op._old_device.cache_clear()
+        _dispatch._old_device.cache_clear()
 
     set_capability(9, 0)
     yield set_capability
-    _op._old_device.cache_clear()
+    _dispatch._old_device.cache_clear()
 
 
 def test_a_gpu_runs_triton(op, gpu):
@@ -103,7 +103,7 @@ def test_gpu_fallback_warns_once(op, gpu, monkeypatch, caplog):
 
     It does not warn if the caller chose the backend, for tensors on other devices, or while compiling.
     """
-    monkeypatch.setattr(_op, "_warned", set())
+    monkeypatch.setattr(_dispatch, "_warned", set())
     choose = api._OPS[op].choose
     for backend, device in ((None, "cpu"), ("torch", "cuda"), ("reference", "cuda")):
         choose(backend, torch.device(device), "of one reason")
@@ -112,7 +112,7 @@ def test_gpu_fallback_warns_once(op, gpu, monkeypatch, caplog):
     monkeypatch.undo()
     assert not caplog.records
     gpu(9, 0)
-    monkeypatch.setattr(_op, "_warned", set())
+    monkeypatch.setattr(_dispatch, "_warned", set())
     for reason in ("of one reason", "of one reason", "of another", None):
         assert choose(None, CUDA, reason) == ("torch" if reason else "triton")
     assert [(record.name, record.getMessage()) for record in caplog.records] == [
@@ -122,7 +122,7 @@ def test_gpu_fallback_warns_once(op, gpu, monkeypatch, caplog):
 
 
 def test_order_of_choices(op, gpu, monkeypatch):
-    monkeypatch.setattr(_op, "_default", "reference")
+    monkeypatch.setattr(_dispatch, "_default", "reference")
     assert decide(op) == ("reference", "chosen by LUNA_MEGA_BACKEND")
     with api.use_backend("torch"):
         assert decide(op) == ("torch", "chosen by use_backend")
@@ -141,10 +141,10 @@ def test_every_op_has_every_backend(op, triton_device):
 
 
 def test_float32_precision():
-    assert _op.float32_precision() == "tf32x3"
+    assert _dispatch.float32_precision() == "tf32x3"
     with api.use_float32_precision("ieee"):
-        assert _op.float32_precision() == "ieee"
-    assert _op.float32_precision() == "tf32x3"
+        assert _dispatch.float32_precision() == "ieee"
+    assert _dispatch.float32_precision() == "tf32x3"
     with pytest.raises(ValueError, match="no float32 precision 'tf32'; choose one of tf32x3, ieee"):
         api.use_float32_precision("tf32").__enter__()
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.library import opcheck
 
-from luna_mega.kernels import _op
+from luna_mega.kernels import _dispatch
 from luna_mega.kernels.api import explain, luna_attention, luna_pack, luna_unpack, use_backend
 from luna_mega.kernels.luna_attention import reference, torch_backend
 from tests.kernels.backends import SLOW_TRITON, on_triton
@@ -201,7 +201,7 @@ def test_dropout(backend):
 
 def test_backend_choice(monkeypatch):
     (query, key, value), _ = make_inputs(2, 3, "none")
-    monkeypatch.setattr(_op, "_default", "reference")
+    monkeypatch.setattr(_dispatch, "_default", "reference")
     assert "'reference'" in explain()
     with use_backend("torch"):
         assert "'torch'" in explain()

@@ -99,13 +99,15 @@ def test_masked_values_are_not_read(device, queries, keys, bad):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("processors, most", [(8, 4), (132, 62), (10**6, 1 << 30)])
-def test_number_of_splits(device, processors, most):
+def test_number_of_splits(device, processors, most, monkeypatch):
     """The number of splits is limited to two programs per processor and one split per four blocks; it is at least 1."""
     from luna_mega.kernels.luna_attention import triton_forward
 
-    plan = triton_forward.Plan(2, 2, 64, 64, 16, 500, processors, {})
-    assert plan.splits(16, 16, 64 * 100, 64) == min(most, 2 * processors // 4, 25)
-    assert plan.splits(16, 16, 0, 64) == plan.splits(0, 16, 64, 64) == 1
+    monkeypatch.setattr(triton_forward.triton_launch, "processors", lambda *_: processors)
+    query, key = torch.empty(2, 16, 2, 64), torch.empty(2, 500, 2, 64)
+    call = triton_forward.AttentionCall(query, key, key, None, None, None, None, 0, 0.125, 0.0, "ieee")
+    assert call.splits(16, 16, 64 * 100, 64) == min(most, 2 * processors // 4, 25)
+    assert call.splits(16, 16, 0, 64) == call.splits(0, 16, 64, 64) == 1
 
 
 SEQUENCES = [33, 0, 90, 1]

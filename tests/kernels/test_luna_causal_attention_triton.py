@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 
-from luna_mega.kernels import _op
+from luna_mega.kernels import _dispatch
 from luna_mega.kernels.api import (
     LunaCausalState,
     luna_causal_attention,
@@ -313,7 +313,7 @@ def test_dropout(monkeypatch, device, length, rows):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("precision", _op.FLOAT32_PRECISIONS)
+@pytest.mark.parametrize("precision", _dispatch.FLOAT32_PRECISIONS)
 @pytest.mark.parametrize("rows", [FUSED, SCANS])
 def test_float32_precision(monkeypatch, device, rows, precision):
     """The precision is passed to the kernels, also in a backward pass outside of the context manager."""

@@ -8,7 +8,7 @@ from torch import nn
 from torch.autograd import forward_ad
 from torch.utils.flop_counter import FlopCounterMode
 
-from luna_mega.kernels import _operator
+from luna_mega.kernels import _custom_operator
 from luna_mega.kernels.api import damped_ema, timestep_norm
 from tests.kernels.operators import OperatorCalls
 
@@ -93,8 +93,8 @@ def test_second_derivatives_and_forward_mode_raise_errors():
 def test_every_call_is_an_operator_if_a_private_name_is_missing(monkeypatch, missing):
     with monkeypatch.context() as patch:
         patch.delattr(forward_ad if missing == "_current_level" else torch._C, missing)
-        spec = importlib.util.spec_from_file_location("without_a_name", _operator.__file__)
+        spec = importlib.util.spec_from_file_location("without_a_name", _custom_operator.__file__)
         spec.loader.exec_module(module := importlib.util.module_from_spec(spec))
     assert not module.HAS_NAMES
-    monkeypatch.setattr(_operator, "HAS_NAMES", False)
+    monkeypatch.setattr(_custom_operator, "HAS_NAMES", False)
     assert operators(lambda: train(*leaves())) == {FORWARD, BACKWARD}

@@ -6,7 +6,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import luna_mega
-from luna_mega.kernels import _export, _operator, api
+from luna_mega.kernels import _custom_operator, _export, api
 from tests.modeling.decoders import DECODER_ONLY, SOME, make, make_plain, padded
 
 pytestmark = pytest.mark.triton
@@ -43,7 +43,7 @@ def on_meta(monkeypatch, triton_device):
     """Run operators on the meta device as eager mode does on a GPU, and record the launches."""
     from luna_mega.kernels.common import triton_launch
 
-    monkeypatch.setattr(_operator, "is_plain", lambda arguments: True)
+    monkeypatch.setattr(_custom_operator, "is_plain", lambda arguments: True)
     with api.use_backend("triton"), triton_launch.recording(triton_launch.Target()) as launches:
         yield launches
 

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Function, forward_ad
 
+from luna_mega.kernels._dispatch import without_autocast
 from luna_mega.kernels._export import in_program
 from luna_mega.kernels._flops import register_flops
-from luna_mega.kernels._op import without_autocast
 
 Values = Sequence[Any]  # tensors, lists of tensors, numbers and None
 
@@ -60,56 +60,17 @@ def register(
     register_flops(name, lambda *inputs: flops(*inputs)[0])
     if backward is None:
         return lambda *inputs: (run if is_plain(inputs) else operator)(*inputs)
-    names = [argument.split()[-1] for argument in inputs.split(", ")]
-    tensors = [place for place, argument in enumerate(inputs.split(", ")) if argument.startswith("Tensor")]
-    places = [names.index(name) for name in differentiable]
-    given = ["Tensor grad_0", *(f"Tensor? grad_{index}" for index in gradients[1:]), *([saved] if saved else [])]
-    run_backward = _without_autocast(backward)
-    operator_backward = torch.library.custom_op(
-        f"{name}_backward",
-        lambda grad, *rest: [_or_empty(x, grad) for x in run_backward(grad, *rest)],
-        mutates_args=(),
-        schema=f"({', '.join(given)}, {inputs}) -> Tensor[]",
-    )
-    register_flops(f"{name}_backward", lambda *given: flops(*given[-len(names) :])[1])
-
-    @operator_backward.register_fake
-    def _(grad: Tensor, *rest: Any) -> list[Tensor]:
-        values = (rest[place - len(names)] for place in places)
-        return [_or_empty(None if x is None else x.new_empty(x.shape), grad) for x in values]
-
-    def setup_context(ctx: Any, inputs: Values, output: Values) -> None:
-        kept = save(inputs, output)
-        ctx.sizes = [len(x) if isinstance(x, list) else None for x in kept]
-        flat = [tensor for x in kept for tensor in (x if isinstance(x, list) else [x])]
-        ctx.options = [None if place in tensors else x for place, x in enumerate(inputs)]
-        ctx.save_for_backward(*flat, *[inputs[place] for place in tensors])
-        ctx.set_materialize_grads(False)
-        others = [x for index, x in enumerate(output) if index not in gradients and isinstance(x, Tensor)]
-        ctx.mark_non_differentiable(*others)
-
-    def differentiate(ctx: Any, *grads: Any) -> Values:
-        flat, inputs = iter(ctx.saved_tensors), list(ctx.options)
-        kept = [next(flat) if size is None else [next(flat) for _ in range(size)] for size in ctx.sizes]
-        for place, x in zip(tensors, flat, strict=True):
-            inputs[place] = x
-        first = torch.zeros_like(fake(*inputs)[0]) if grads[0] is None else grads[0]
-        arguments = (first, *[grads[index] for index in gradients[1:]], *kept, *inputs)
-        # The operator raises an error if its results are differentiated again.
-        direct = not torch.is_grad_enabled() and is_plain(arguments)
-        results: list[Tensor | None] = [None] * len(inputs)
-        for place, grad in zip(places, (run_backward if direct else operator_backward)(*arguments), strict=True):
-            results[place] = None if inputs[place] is None else grad
-        return tuple(results)
+    gradient = _Gradient(name, inputs, fake, backward, flops, differentiable, gradients, saved, save)
+    operator.register_autograd(gradient.differentiate, setup_context=gradient.set_up_context)
 
     def compute(ctx: Any, *inputs: Any) -> Values:
         output = tuple(run(*inputs))
-        setup_context(ctx, inputs, output)
+        gradient.set_up_context(ctx, inputs, output)
         return output
 
-    operator.register_autograd(differentiate, setup_context=setup_context)
-    methods = {"forward": staticmethod(compute), "backward": staticmethod(differentiate)}
+    methods = {"forward": staticmethod(compute), "backward": staticmethod(gradient.differentiate)}
     function: Any = type(name.rpartition(":")[2], (Function,), methods)
+    places = gradient.places
 
     def call(*inputs: Any) -> Any:
         if not is_plain(inputs):
@@ -119,6 +80,59 @@ def register(
         return (function.apply if trained or forward_ad._current_level >= 0 else run)(*inputs)
 
     return call
+
+
+class _Gradient:
+    """The gradient of an operator: the values that a forward pass keeps, and `<name>_backward`; see `register`."""
+
+    def __init__(
+        self, name: str, inputs: str, fake: Callable[..., Values], backward: Callable[..., Sequence[Tensor | None]],
+        flops: Callable[..., tuple[int, int]], differentiable: Sequence[str], gradients: Sequence[int], saved: str,
+        save: Callable[[Values, Values], Values],
+    ) -> None:  # fmt: skip
+        self.fake, self.gradients, self.save, self.run = fake, gradients, save, _without_autocast(backward)
+        types, names = zip(*(argument.split() for argument in inputs.split(", ")), strict=True)
+        self.tensors = [place for place, kind in enumerate(types) if kind.startswith("Tensor")]
+        self.places = [names.index(name) for name in differentiable]
+        given = ["Tensor grad_0", *(f"Tensor? grad_{index}" for index in gradients[1:]), *([saved] if saved else [])]
+        self.operator = torch.library.custom_op(
+            f"{name}_backward",
+            lambda grad, *rest: [_or_empty(x, grad) for x in self.run(grad, *rest)],
+            mutates_args=(),
+            schema=f"({', '.join(given)}, {inputs}) -> Tensor[]",
+        )
+        register_flops(f"{name}_backward", lambda *given: flops(*given[-len(names) :])[1])
+
+        @self.operator.register_fake
+        def _(grad: Tensor, *rest: Any) -> list[Tensor]:
+            values = (rest[place - len(names)] for place in self.places)
+            return [_or_empty(None if x is None else x.new_empty(x.shape), grad) for x in values]
+
+    def set_up_context(self, ctx: Any, inputs: Values, output: Values) -> None:
+        """Store the values that `differentiate` reads."""
+        kept = self.save(inputs, output)
+        ctx.sizes = [len(x) if isinstance(x, list) else None for x in kept]
+        flat = [tensor for x in kept for tensor in (x if isinstance(x, list) else [x])]
+        ctx.options = [None if place in self.tensors else x for place, x in enumerate(inputs)]
+        ctx.save_for_backward(*flat, *[inputs[place] for place in self.tensors])
+        ctx.set_materialize_grads(False)
+        others = [x for index, x in enumerate(output) if index not in self.gradients and isinstance(x, Tensor)]
+        ctx.mark_non_differentiable(*others)
+
+    def differentiate(self, ctx: Any, *grads: Any) -> Values:
+        """Return the gradients of all inputs, None for those without."""
+        flat, inputs = iter(ctx.saved_tensors), list(ctx.options)
+        kept = [next(flat) if size is None else [next(flat) for _ in range(size)] for size in ctx.sizes]
+        for place, x in zip(self.tensors, flat, strict=True):
+            inputs[place] = x
+        first = torch.zeros_like(self.fake(*inputs)[0]) if grads[0] is None else grads[0]
+        arguments = (first, *[grads[index] for index in self.gradients[1:]], *kept, *inputs)
+        # The operator raises an error if its results are differentiated again.
+        run = self.run if not torch.is_grad_enabled() and is_plain(arguments) else self.operator
+        results: list[Tensor | None] = [None] * len(inputs)
+        for place, grad in zip(self.places, run(*arguments), strict=True):
+            results[place] = None if inputs[place] is None else grad
+        return tuple(results)
 
 
 def is_plain(arguments: Values) -> bool:

@@ -44,7 +44,7 @@ def use_backend(name: str) -> Iterator[None]:
         _override = previous
 
 
-Call = dict[str, Any]
+Arguments = dict[str, Any]
 
 FLOAT32_PRECISIONS = ("tf32x3", "ieee")
 _float32_precision = "tf32x3"
@@ -109,11 +109,11 @@ class Op:
     tokens_out: bool = True
     native: tuple[str, ...] = ("triton",)
     with_weights: Callable[..., Any] | None = None
-    under_autocast: Callable[[Call], Call] | None = None
+    under_autocast: Callable[[Arguments], Arguments] | None = None
     run_varlen: Callable[..., Any] | None = None
 
     def __call__(
-        self, backend: str | None, call: Call, cu_seqlens: Tensor | None = None, max_seqlen: int | None = None,
+        self, backend: str | None, call: Arguments, cu_seqlens: Tensor | None = None, max_seqlen: int | None = None,
         return_weights: bool = False,
     ) -> Any:  # fmt: skip
         """Run a call with the requested or the best backend; the call is varlen if `cu_seqlens` is given."""
@@ -140,7 +140,7 @@ class Op:
             assert max_seqlen is not None  # `check_cu_seqlens` returns it
             return (self.run_varlen or self.run_padded)(run, call, cu_seqlens, max_seqlen)
 
-    def run_padded(self, run: Callable[..., Any], call: Call, cu_seqlens: Tensor, max_seqlen: int) -> Any:
+    def run_padded(self, run: Callable[..., Any], call: Arguments, cu_seqlens: Tensor, max_seqlen: int) -> Any:
         """Compute a varlen call with a backend that requires padded input."""
         total = call[self.tokens[0]].shape[1]
         filled: dict[str, Tensor] = {}
