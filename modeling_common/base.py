@@ -49,6 +49,14 @@ class CommonPreTrainedModel(PreTrainedModel):
     def _can_set_attn_implementation(cls) -> bool:
         return True
 
+    def _check_and_adjust_attn_implementation(self, attn_implementation: str | None, *args: Any, **kwargs: Any) -> str:
+        if attn_implementation not in (None, "sdpa", "eager"):
+            raise ValueError(
+                f"attn_implementation={attn_implementation!r} is not supported, because {type(self).__name__} has its "
+                "own kernels; omit `attn_implementation`, or pass 'eager' to get attention weights"
+            )
+        return attn_implementation or "sdpa"
+
     def require_tokens(self) -> None:
         """Raise `ValueError` for a model whose inputs are not tokens."""
         if self.config.input_type != "tokens":

@@ -5,8 +5,10 @@ import copy
 import dataclasses
 import os
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
+from huggingface_hub import dataclasses as hub_dataclasses
+from huggingface_hub.errors import StrictDataclassClassValidationError, StrictDataclassError
 from transformers.activations import ACT2FN
 from transformers.configuration_utils import PreTrainedConfig
 
@@ -22,6 +24,29 @@ if TYPE_CHECKING:
     ConfigMixin = PreTrainedConfig
 else:
     ConfigMixin = object
+
+
+ConfigClass = TypeVar("ConfigClass", bound=type)
+
+
+class ConfigurationError(StrictDataclassError, ValueError):
+    """Fields of a configuration that are invalid or do not fit together."""
+
+
+def strict(config_class: ConfigClass) -> ConfigClass:
+    """Check fields with `strict` of huggingface_hub, whose errors would name the method of the check first."""
+    decorated: Any = hub_dataclasses.strict(config_class)
+    validate = decorated.validate
+
+    def validate_plainly(self: Any) -> None:
+        try:
+            validate(self)
+        except StrictDataclassClassValidationError as error:
+            raise ConfigurationError(str(error.__cause__)) from error.__cause__
+
+    validate_plainly.__is_defined_by_strict_decorator__ = True  # type: ignore[attr-defined]  # subclasses replace it
+    decorated.validate = validate_plainly
+    return decorated
 
 
 class _RecurrentLayer(str):

@@ -5,6 +5,7 @@ differ, and `forward` with the arguments of the family, because Trainer reads it
 labels, calls the body, and passes the outputs to the method of the generic head.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from transformers.configuration_utils import PreTrainedConfig
 
 from luna_mega.kernels.support import forbid_capture, upcast
 from luna_mega.modeling_common.base import ModelMixin
+from luna_mega.modeling_common.label_checks import check_ids
 from luna_mega.modeling_common.labels import count_columns, count_kept, keep_positions, next_tokens
 from luna_mega.modeling_common.masks import drop_if_full, find_mask, read_mask
 from luna_mega.modeling_common.outputs import BodyOutput
@@ -26,6 +28,15 @@ def find_kept(
     if attention_mask is not None:
         return read_mask("attention_mask", attention_mask[:, -length:], drop_full=True)
     return None if input_ids is None else drop_if_full(find_mask(input_ids, config))
+
+
+def checked_loss(compute: Callable[[], Any], labels: torch.Tensor, count: int) -> Any:
+    """Return `compute()`, the loss of `labels`; raise `ValueError` if a label is none of `count` ids."""
+    try:
+        return compute()
+    except IndexError:  # only on a CPU: a GPU would have to wait
+        check_ids("labels", labels, count)
+        raise
 
 
 class Head(ModelMixin):
@@ -106,7 +117,8 @@ class GenericForMaskedLM(LMHead):
                 hidden_states, labels = hidden_states[predicted], labels[predicted]
         logits = self.score_tokens(hidden_states)
         if labels is not None:
-            loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
+            options = {"logits": logits, "labels": labels, "vocab_size": self.config.vocab_size, **kwargs}
+            loss = checked_loss(lambda: self.loss_function(**options), labels, self.config.vocab_size)
         return self.output_class(loss=loss, logits=logits, **self.carried_over(outputs))
 
 
@@ -159,8 +171,8 @@ class GenericForCausalLM(LMHead):
         """Return the loss of states `[B, T, d]` for the next tokens `targets` `[B, T]`, and the logits."""
         logits, loss = self.score_tokens(hidden_states), None
         if targets is not None:
-            arguments = {"labels": labels, "vocab_size": logits.shape[-1], "shift_labels": targets}
-            loss = self.loss_function(logits=logits, **arguments, **kwargs)
+            options = {"logits": logits, "labels": labels, "vocab_size": logits.shape[-1], "shift_labels": targets}
+            loss = checked_loss(lambda: self.loss_function(**options, **kwargs), targets, logits.shape[-1])
         return loss, logits
 
 
@@ -184,7 +196,8 @@ class GenericForTokenClassification(Head):
         if labels is not None:
             kept = find_kept(self.config, input_ids, attention_mask, labels.shape[1])
             labels = count_kept(labels, kept).contiguous()
-            loss = self.loss_function(logits=logits, labels=labels, config=self.config, **kwargs)
+            options = {"logits": logits, "labels": labels, "config": self.config, **kwargs}
+            loss = checked_loss(lambda: self.loss_function(**options), labels, self.config.num_labels)
         return self.output_class(loss=loss, logits=logits, **self.carried_over(outputs))
 
 

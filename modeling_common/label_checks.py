@@ -5,30 +5,52 @@ from typing import Any
 import torch
 from transformers.configuration_utils import PreTrainedConfig
 
-from luna_mega.modeling_common.labels import keep_positions
+from luna_mega.modeling_common.labels import IGNORED, keep_positions
+from luna_mega.modeling_common.masks import can_look
 
 
 def check_labels(name: str, labels: torch.Tensor, shape: tuple[int, ...]) -> None:
-    """Raise `ValueError` unless `labels` has this shape."""
+    """Raise `ValueError` unless `labels` are integers of this shape."""
     if tuple(labels.shape) != tuple(shape):
+        positions = " of the positions (with `logits_to_keep`, of those kept)" if len(shape) == 2 else ""
+        raise ValueError(f"`{name}` must have the shape {list(shape)}{positions}, got {list(labels.shape)}")
+    if labels.dtype not in (torch.int64, torch.uint8):
+        raise ValueError(f"`{name}` must be ids or indices, integers of dtype torch.int64, got {labels.dtype}")
+
+
+def check_ids(name: str, labels: torch.Tensor, count: int) -> None:
+    """Raise `ValueError` for labels that are neither -100 nor one of `count` ids."""
+    if not can_look(labels):
+        return
+    first, last = (x.item() for x in labels.masked_fill(labels == IGNORED, 0).aminmax())
+    if first < 0 or last >= count:
         raise ValueError(
-            f"`{name}` must have the shape {list(shape)} of the positions (with `logits_to_keep`, of those kept), got "
-            f"{list(labels.shape)}"
+            f"`{name}` are from {first} to {last}, but must be ids from 0 to {count - 1}, or {IGNORED} to ignore a "
+            "position; correct them, or set `num_labels` of a classifier"
         )
 
 
 def check_pooled_labels(config: PreTrainedConfig, labels: torch.Tensor, batch: int) -> None:
     """Raise `ValueError` for labels of B sequences that transformers' loss would flatten or broadcast."""
-    kind, count = config.problem_type, config.num_labels
-    integers = not (labels.is_floating_point() or labels.dtype == torch.bool)
-    one_each = count == 1 if kind in ("regression", None) else kind == "single_label_classification"
-    one_each = one_each or (kind is None and integers)
-    shapes = [(batch,), (batch, 1)] if one_each else [(batch, count)]
-    if tuple(labels.shape) not in shapes:
-        raise ValueError(
-            f"`labels` must have the shape {list(shapes[0])} (problem_type={kind!r}, num_labels={count}), got "
-            f"{list(labels.shape)}"
-        )
+    kind, count, floats = config.problem_type, config.num_labels, labels.is_floating_point()
+    is_regression = kind == "regression" or (kind is None and count == 1)
+    is_class = not is_regression and (kind == "single_label_classification" or (kind is None and not floats))
+    shapes = [(batch,), (batch, 1)] if is_class or (is_regression and count == 1) else [(batch, count)]
+    fits = tuple(labels.shape) in shapes
+    if fits and (is_regression or floats != is_class):
+        return
+    meaning = f"class ids from 0 to {count - 1} (torch.int64)"
+    fix = "; for regression, set num_labels=1 or problem_type='regression'"
+    if is_regression:
+        meaning, fix = "numbers", ""
+    elif is_class or kind is None:
+        shapes = [(batch,)]
+    else:
+        meaning = "0.0 or 1.0 for each class"
+    raise ValueError(
+        f"`labels` must have the shape {list(shapes[0])} and be {meaning}, for problem_type={kind!r} and "
+        f"num_labels={count}, got {labels.dtype} of shape {list(labels.shape)}{fix}"
+    )
 
 
 def given_input(*inputs: torch.Tensor | None) -> torch.Tensor | None:
@@ -43,10 +65,9 @@ def check_token_labels(
     given = given_input(*inputs)
     if given is None or given.dim() < 2:
         return  # the body raises the error
-    kept = keep_positions(given, logits_to_keep)
     for name, value in labels.items():
         if value is not None:
-            check_labels(name, value, kept.shape[:2])
+            check_labels(name, value, keep_positions(given, logits_to_keep).shape[:2])
 
 
 def check_next_labels(
@@ -57,16 +78,14 @@ def check_next_labels(
     logits_to_keep: int | torch.Tensor,
 ) -> None:
     """Raise `ValueError` if the labels of a causal language model do not have the shape of its positions."""
-    if shift_labels is not None:
-        check_token_labels(input_ids, inputs_embeds, logits_to_keep=logits_to_keep, shift_labels=shift_labels)
-    elif labels is not None:
-        check_token_labels(input_ids, inputs_embeds, logits_to_keep=logits_to_keep, labels=labels)
+    used = {"labels": labels} if shift_labels is None else {"shift_labels": shift_labels}
+    check_token_labels(input_ids, inputs_embeds, logits_to_keep=logits_to_keep, **used)
 
 
 def check_span(
     start_positions: torch.Tensor | None, end_positions: torch.Tensor | None, *inputs: torch.Tensor | None
 ) -> None:
-    """Raise `ValueError` for a start of an answer without an end, and for another shape than `[B]`."""
+    """Raise `ValueError` for a start of an answer without an end, and for other labels than columns `[B]`."""
     given = given_input(*inputs)
     if given is None or given.dim() < 2 or (start_positions is None and end_positions is None):
         return
@@ -74,8 +93,7 @@ def check_span(
         name = "end_positions" if end_positions is None else "start_positions"
         raise ValueError(f"`{name}` is missing; pass `start_positions` and `end_positions`, or neither")
     for name, value in {"start_positions": start_positions, "end_positions": end_positions}.items():
-        if value.shape not in ((len(given),), (len(given), 1)):
-            raise ValueError(f"`{name}` must have the shape [{len(given)}], got {list(value.shape)}")
+        check_labels(name, value[:, 0] if value.shape[1:] == (1,) else value, given.shape[:1])
 
 
 def validate_pooled(config: PreTrainedConfig | None, labels: torch.Tensor, *inputs: torch.Tensor | None) -> None:

@@ -13,7 +13,7 @@ from transformers.utils.generic import can_return_tuple
 
 from luna_mega.kernels.support import upcast
 from luna_mega.modeling_common.arguments import HeadKwargs
-from luna_mega.modeling_common.heads import Head
+from luna_mega.modeling_common.heads import Head, checked_loss
 from luna_mega.modeling_common.inputs import read_sequences
 from luna_mega.modeling_common.label_checks import validate_pairs, validate_pooled
 from luna_mega.modeling_common.masks import read_mask
@@ -93,7 +93,8 @@ class PooledHead(Head):
         """Return the output with the logits `[B, num_labels]` and their loss."""
         loss = None
         if labels is not None:
-            loss = self.loss_function(labels=labels, pooled_logits=upcast(logits), config=self.config)
+            options = {"labels": labels, "pooled_logits": upcast(logits), "config": self.config}
+            loss = checked_loss(lambda: self.loss_function(**options), labels, self.config.num_labels)
         return self.output_class(loss=loss, logits=logits, **self.carried_over(outputs))
 
     def choose_option(
@@ -101,7 +102,9 @@ class PooledHead(Head):
     ) -> Any:
         """Return the output with logits `[B, C]` for scores `[B C, 1]` of C options, and their loss."""
         logits = scores.view(shape)  # -1 would exclude a batch of 1 from an exported program
-        loss = None if labels is None else nn.functional.cross_entropy(upcast(logits), labels)
+        loss = None
+        if labels is not None:
+            loss = checked_loss(lambda: nn.functional.cross_entropy(upcast(logits), labels), labels, shape[1])
         return self.output_class(loss=loss, logits=logits, **self.carried_over(outputs))
 
 

@@ -11,8 +11,8 @@ from transformers.utils.generic import ModelOutput, can_return_tuple
 from luna_mega.modeling_common.arguments import HeadKwargs
 from luna_mega.modeling_common.base import ModelMixin
 from luna_mega.modeling_common.cache import keeps_cache
-from luna_mega.modeling_common.heads import LMHead, find_kept
-from luna_mega.modeling_common.label_checks import check_token_labels, given_input
+from luna_mega.modeling_common.heads import LMHead, checked_loss, find_kept
+from luna_mega.modeling_common.label_checks import check_ids, check_token_labels, given_input
 from luna_mega.modeling_common.labels import count_kept, keep_positions, shift_right
 from luna_mega.modeling_common.masks import drop_if_full, find_mask, read_mask
 from luna_mega.modeling_common.outputs import Seq2SeqLMOutput, Seq2SeqModelOutput
@@ -271,7 +271,8 @@ class Seq2SeqLM(EncoderDecoder, LMHead):
             config, length = self.get_decoder().config, outputs.last_hidden_state.shape[1]
             mask = find_kept(config, decoder_input_ids, decoder_attention_mask, length)
             counted = count_kept(labels, None if mask is None else keep_positions(mask, logits_to_keep)).contiguous()
-            loss = self.loss_function(logits=logits, labels=counted, vocab_size=logits.shape[-1], **kwargs)
+            options = {"logits": logits, "labels": counted, "vocab_size": logits.shape[-1], **kwargs}
+            loss = checked_loss(lambda: self.loss_function(**options), counted, logits.shape[-1])
         return self.output_class(loss=loss, logits=logits, **self.carried_over(outputs))
 
     def read_target(
@@ -289,6 +290,7 @@ class Seq2SeqLM(EncoderDecoder, LMHead):
         if labels.dim() != 2:
             raise ValueError(f"`labels` must have the shape [B, T] of a target, got {list(labels.shape)}")
         check_token_labels(labels, logits_to_keep=logits_to_keep, labels=labels)
+        check_ids("labels", labels, self.get_decoder().config.vocab_size)  # they are the inputs of the decoder
         start, config = self.config.decoder_start_token_id, self.get_decoder().config
         input_ids, kept = shift_right(labels, start, config.pad_token_id)
         if attention_mask is None and find_mask(input_ids, config) is None:

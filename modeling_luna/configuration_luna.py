@@ -3,10 +3,9 @@
 
 from typing import Any
 
-from huggingface_hub.dataclasses import strict
 from transformers.configuration_utils import PreTrainedConfig
 
-from luna_mega.modeling_common.configuration import SharedConfig
+from luna_mega.modeling_common.configuration import SharedConfig, strict
 from luna_mega.modeling_luna.initialization_luna import check_initialization, decoder_options
 from luna_mega.modeling_luna.presets_luna import LunaPresets
 

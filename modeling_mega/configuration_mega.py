@@ -3,10 +3,9 @@
 
 from typing import Any, Self
 
-from huggingface_hub.dataclasses import strict
 from transformers.configuration_utils import PreTrainedConfig
 
-from luna_mega.modeling_common.configuration import MOST_IN_CHUNK, SharedConfig
+from luna_mega.modeling_common.configuration import MOST_IN_CHUNK, SharedConfig, strict
 from luna_mega.modeling_mega.adaptive import check_bands
 from luna_mega.modeling_mega.presets_mega import MegaPresets
 
@@ -42,6 +41,10 @@ TP_PLAN = {"embedding_layer.word_embeddings": "embedding_rowwise"} | {
 @strict
 class MegaConfig(MegaPresets, SharedConfig, PreTrainedConfig):
     """Configuration of a Mega model (Moving Average Equipped Gated Attention, Ma et al. 2022).
+
+    By default attention covers all positions, so that time, memory and cache grow with the length, quadratic time
+    included. For long inputs, set chunks, for which they are linear and the cache constant: `use_chunking=True,
+    chunk_size=128`.
 
     The first group of fields has the names and defaults of the Mega of transformers v4, so that its folders load. The
     second group is for the models of the paper, the third for encoder-decoders.

@@ -9,7 +9,7 @@ from transformers.generation.configuration_utils import GenerationMode
 from transformers.utils.generic import TransformersKwargs, can_return_tuple
 
 from luna_mega.modeling_common.generation import Seq2SeqGenerationMixin, StateGenerationMixin
-from luna_mega.modeling_common.heads import GenericForCausalLM
+from luna_mega.modeling_common.heads import GenericForCausalLM, checked_loss
 from luna_mega.modeling_common.label_checks import check_next_labels
 from luna_mega.modeling_common.outputs import CausalLMOutputWithCrossAttentions, Seq2SeqLMOutput
 from luna_mega.modeling_common.seq2seq import Seq2SeqBody, Seq2SeqLM
@@ -132,7 +132,10 @@ class MegaForCausalLM(GenericForCausalLM, StateGenerationMixin, MegaPreTrainedMo
         if targets is None:
             return None, self.lm_head(hidden_states.flatten(0, 1), embedding).unflatten(0, hidden_states.shape[:2])
         counted = targets != -100
-        total, count = self.lm_head.loss(hidden_states[counted], targets[counted], embedding), counted.sum()
+        hidden_states, targets, count = hidden_states[counted], targets[counted], counted.sum()
+        total = checked_loss(
+            lambda: self.lm_head.loss(hidden_states, targets, embedding), targets, self.config.vocab_size
+        )
         items = kwargs.get("num_items_in_batch")
         return total / (count if items is None else items), None
 

@@ -1,10 +1,9 @@
 # Copyright 2026 The luna-mega authors. Licensed under the Apache License, Version 2.0.
 """Configuration of the Megalodon models."""
 
-from huggingface_hub.dataclasses import strict
 from transformers.configuration_utils import PreTrainedConfig
 
-from luna_mega.modeling_common.configuration import MOST_IN_CHUNK, SharedConfig
+from luna_mega.modeling_common.configuration import MOST_IN_CHUNK, SharedConfig, strict
 from luna_mega.modeling_megalodon.presets_megalodon import MegalodonPresets
 
 _CHOICES: dict[str, tuple[str | None, ...]] = {

@@ -188,6 +188,8 @@ def test_invalid_fields(base):
         with pytest.raises((ValueError, TypeError, StrictDataclassError)) as error:
             family.tiny_config(**fixed | fields)
         message = str(error.value)
+        assert isinstance(error.value, ValueError) == ("Validation error for field" not in message)
+        assert "validator" not in message and "\n" not in message.partition("Validation error for field")[0], row
         assert re.search(rf"\b{name}\b" if text is None else text, message), row
         assert text is not None or value == {} or str(value) in message, row
 

@@ -1,4 +1,6 @@
-"""Labels of the heads: shapes and ignored positions."""
+"""Labels of the heads: shapes, values and ignored positions."""
+
+from functools import partial
 
 import pytest
 import torch
@@ -7,7 +9,7 @@ from torch.nn.functional import cross_entropy
 from luna_mega.modeling_common.labels import next_tokens, shift_right
 from tests.marks import diagonal
 
-from . import decoders, luna, mega, megalodon_decoders
+from . import classes, decoders, luna, mega, mega_decoders, megalodon_decoders
 
 FAMILIES = {"luna": luna, "mega": mega}
 family = pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES.keys())
@@ -123,6 +125,27 @@ def test_labels_of_choices(family):
         for labels in (torch.tensor([0, 1]), torch.tensor([[0], [1], [0]]), torch.ones(3, 2)):
             with pytest.raises(ValueError, match=r"`labels` must have the shape \[3\]"):
                 chooser(**given, labels=labels)
+
+
+LABELED = classes.HEADS | classes.DECODERS | classes.SEQ2SEQ
+ADAPTIVE = {"adaptive_softmax_cutoffs": [9], "tie_word_embeddings": False, "dtype": torch.float32}
+LABELED |= {"mega adaptive decoder": partial(mega_decoders.make, **ADAPTIVE)}
+
+
+@pytest.mark.parametrize("name", [name for name in LABELED if not name.endswith("Model")])
+def test_labels_that_are_no_ids(name):
+    """The errors name the ids that labels can be: for numbers with a fraction, and on a CPU for other ids."""
+    model, head = LABELED[name](), name.split()[-1]
+    inputs = {key: value.clamp(max=22) for key, value in luna.head_inputs(head, [5, 4]).items()}
+    given = luna.labels("ForMaskedLM" if head in ("decoder", "seq2seq", "ForCausalLM") else head, inputs)
+    for field, labels in given.items():
+        with pytest.raises(ValueError, match=rf"`{field}` must .*\b(ids|indices)\b.*, got torch\.float32"):
+            model(**inputs, **given | {field: labels.float()})
+    for wrong in [] if head == "ForQuestionAnswering" else [-5, 1000]:
+        labels = given["labels"].clone()
+        labels.view(-1)[1] = wrong
+        with pytest.raises(ValueError, match=rf"`labels` are from .*{wrong}.* ids from 0 to \d+, or -100"):
+            model(**inputs, labels=labels)
 
 
 @torch.no_grad()
