@@ -1,4 +1,3 @@
-# Copyright 2026 The luna-mega authors. Licensed under the Apache License, Version 2.0.
 """Luna, Mega and Megalodon for transformers. Importing the package registers them with the `Auto*` classes."""
 
 from pathlib import Path

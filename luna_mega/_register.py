@@ -1,4 +1,3 @@
-# Copyright 2026 The luna-mega authors. Licensed under the Apache License, Version 2.0.
 """Register all classes with the `Auto*` classes of transformers."""
 
 import warnings

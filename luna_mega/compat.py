@@ -1,4 +1,3 @@
-# Copyright 2026 The luna-mega authors. Licensed under the Apache License, Version 2.0.
 """Supported versions, and the differences between them. No other module checks a version.
 
 Each function or constant states since which version it is needed, why, and when it can be removed.

@@ -1,4 +1,3 @@
-# Copyright 2026 The luna-mega authors. Licensed under the Apache License, Version 2.0.
 # PYTHON_ARGCOMPLETE_OK
 """The command line `luna-mega`, one module per command.
 

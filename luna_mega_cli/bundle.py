@@ -1,4 +1,3 @@
-# Copyright 2026 The luna-mega authors. Licensed under the Apache License, Version 2.0.
 """`luna-mega bundle`: add the code of a model to its folder."""
 
 import argparse

@@ -1,4 +1,3 @@
-# Copyright 2026 The luna-mega authors. Licensed under the Apache License, Version 2.0.
 """`luna-mega distill`: convert a trained encoder to a Luna model with linear time and memory."""
 
 import argparse

@@ -1,4 +1,3 @@
-# Copyright 2026 The luna-mega authors. Licensed under the Apache License, Version 2.0.
 """`luna-mega export`: write a checkpoint of the original code."""
 
 import argparse

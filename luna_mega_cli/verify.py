@@ -1,4 +1,3 @@
-# Copyright 2026 The luna-mega authors. Licensed under the Apache License, Version 2.0.
 """`luna-mega verify`: compare two models."""
 
 import argparse

@@ -1,4 +1,3 @@
-# Copyright 2026 The luna-mega authors. Licensed under the Apache License, Version 2.0.
 """Base of the configurations of all families: checks of fields, and configurations of encoder and decoder."""
 
 import copy

@@ -1,4 +1,3 @@
-# Copyright 2026 The luna-mega authors. Licensed under the Apache License, Version 2.0.
 """Local initialization (`initialization="local"`): before training, every head of Luna attends to a neighbor.
 
 A token reads other tokens through pack and unpack attention, and neither learns before the other works. The local

@@ -1,4 +1,3 @@
-# Copyright 2026 The luna-mega authors. Licensed under the Apache License, Version 2.0.
 """Published sizes and recipes of Luna as class methods of `LunaConfig`; keyword arguments override a recipe."""
 
 from typing import Any, Self

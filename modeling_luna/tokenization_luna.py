@@ -1,4 +1,3 @@
-# Copyright 2026 The luna-mega authors. Licensed under the Apache License, Version 2.0.
 """Tokenizer for dictionaries that lack some of the pieces of their byte-pair encoding."""
 
 from collections.abc import Iterable

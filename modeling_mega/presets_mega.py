@@ -1,4 +1,3 @@
-# Copyright 2026 The luna-mega authors. Licensed under the Apache License, Version 2.0.
 """Published sizes and recipes of Mega as class methods of `MegaConfig`. Keyword arguments override a recipe."""
 
 from typing import Any, Self

@@ -1,4 +1,3 @@
-# Copyright 2026 The luna-mega authors. Licensed under the Apache License, Version 2.0.
 """Published sizes of Megalodon as class methods of `MegalodonConfig`. Keyword arguments override a size.
 
 The first five match the published code, with chunks of 2,048 positions. Numbers of parameters are for the

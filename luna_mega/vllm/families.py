@@ -1,4 +1,3 @@
-# Copyright 2026 The luna-mega authors. Licensed under the Apache License, Version 2.0.
 """Causal language models for a server: layer by layer, over a padding-free batch of tokens.
 
 The server stores the recurrent states (`slots.py`) and schedules the sequences. There is one class per model family;

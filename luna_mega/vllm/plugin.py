@@ -1,4 +1,3 @@
-# Copyright 2026 The luna-mega authors. Licensed under the Apache License, Version 2.0.
 """vLLM plugin: all code that depends on the internals of vLLM, for the versions of the extra `vllm`.
 
 The entry point of vLLM calls `register` in each of its processes. A layer is a custom operator, so that compilation

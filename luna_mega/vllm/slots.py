@@ -1,4 +1,3 @@
-# Copyright 2026 The luna-mega authors. Licensed under the Apache License, Version 2.0.
 """Cache layers whose states are in slots of a server.
 
 A slot stores the state of one sequence in one layer. The tensors of a layer have the shape `[slots, ...]`, and layers
