@@ -11,7 +11,8 @@ def add(parser: argparse.ArgumentParser) -> None:
         run,
         description="Converts a fairseq checkpoint of Luna (luna_bert, LRA, translation) or Mega (LRA, raw speech, "
         "ImageNet, language models, translation), or a Megalodon folder, into a folder for transformers. Code in the "
-        "checkpoint is not executed.",
+        "checkpoint is not executed. Sizes of the papers: Luna 132 M and 381 M parameters; Mega 252 M (WikiText-103), "
+        "39 M (enwik8) and 0.3 M (raw speech); Megalodon 7.4 B.",
         examples=(
             "checkpoint_best.pt --output my-model",
             "checkpoint_best.pt --output my-model --dict dict.txt --bpe gpt2_bpe/",

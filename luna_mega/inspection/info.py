@@ -38,6 +38,7 @@ class Info:
     written_by: str
     model_class: str
     config: dict[str, int | str | bool]
+    attention: str
     heads: list[str]
     parameters: dict[str, int]
     weights: dict[str, int | str]
@@ -52,6 +53,7 @@ class Info:
             "written by": self.written_by,
             "class": self.model_class,
             "config": _listed(self.config),
+            "attention": self.attention,
             "heads": "; ".join(self.heads) or "none",
             "parameters": f"{parameters.pop('total')}: {_listed(parameters)}",
             "weights": f"{_short(self.weights['bytes'])}B ({self.weights['dtype']})",
@@ -108,6 +110,7 @@ def describe(path: str | Path, length: int | None = None, progress: bool = False
         written_by=written_by,
         model_class=model_class.__name__,
         config=_fields(config),
+        attention=_attention(config),
         heads=heads,
         parameters=count_parameters(model),
         weights={"dtype": dtype_name(model.dtype), "bytes": sum(weight.nbytes for weight in model.parameters())},
@@ -124,6 +127,21 @@ def _fields(config: PreTrainedConfig) -> dict[str, int | str | bool]:
         own = architecture(config.decoder_config).items()
         values |= {f"decoder_{name}": value for name, value in own if value != values[name]}
     return values
+
+
+def _attention(config: PreTrainedConfig) -> str:
+    """Return the positions that a position attends to, and how time grows with the length; by stack if they differ."""
+    kinds = {name: _attention_of_stack(stack) for name, stack in stacks(config).items()}
+    both = [f"{name}: {kind}" for name, kind in kinds.items()]
+    return "; ".join(both) if len(set(kinds.values())) > 1 else kinds.popitem()[1]
+
+
+def _attention_of_stack(config: PreTrainedConfig) -> str:
+    if isinstance(config, LunaConfig):
+        return f"{config.projection_length} packed rows, linear"
+    if getattr(config, "use_chunking", True):  # Megalodon always has chunks
+        return f"chunks of {config.chunk_size}, linear"
+    return "all positions, quadratic"
 
 
 def count_parameters(model: PreTrainedModel) -> dict[str, int]:

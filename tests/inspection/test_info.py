@@ -66,6 +66,29 @@ def test_folder(tmp_path, capsys):
     assert found["weights"] == {"dtype": "float32", "bytes": 4 * size}
 
 
+@pytest.mark.parametrize(
+    ("model_class", "fields", "attention"),
+    [
+        ("MegaModel", {}, "all positions, quadratic"),
+        ("MegaModel", {"use_chunking": True, "chunk_size": 128}, "chunks of 128, linear"),
+        ("MegaForConditionalGeneration", {}, "all positions, quadratic"),
+        (
+            "MegaForConditionalGeneration",
+            {"use_chunking": True, "chunk_size": 16, "decoder_chunk_size": 0},
+            "encoder: chunks of 16, linear; decoder: all positions, quadratic",
+        ),
+        ("MegalodonForCausalLM", {"chunk_size": 128}, "chunks of 128, linear"),
+        ("LunaModel", {"projection_length": 8, "num_attention_heads": 4}, "8 packed rows, linear"),
+    ],
+)
+def test_attention(tmp_path, capsys, model_class, fields, attention):
+    model_class = getattr(luna_mega, model_class)
+    sizes = {"vocab_size": 40, "hidden_size": 32, "num_hidden_layers": 1, "intermediate_size": 56}
+    model_class(model_class.config_class(**sizes | fields)).save_pretrained(tmp_path)
+    assert main(["info", str(tmp_path)]) == 0
+    assert f"\nattention    {attention}\n" in capsys.readouterr().out
+
+
 HEADS = {
     "LunaModel": [],
     "LunaForTokenClassification": ["TokenClassification: 2 classes"],
