@@ -7,14 +7,15 @@ rest.
 """
 
 import argparse
+import difflib
 import importlib
 import os
 import signal
 import sys
 import threading
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from typing import NoReturn
+from typing import Any, NoReturn
 
 # Module of a command -> its line in the list of commands.
 COMMANDS = {
@@ -61,13 +62,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(options: argparse.Namespace) -> int:
     """Run a command; print errors caused by its input as one line on stderr."""
     if options.check is not None and (wrong := options.check(options)) is not None:
-        options.error(wrong)
+        options.parser.error(wrong)
     import torch
     from transformers.utils import logging
 
     from luna_mega.errors import ConversionError
     from luna_mega.escaping import terminal
-    from luna_mega_cli.options import check_text
+    from luna_mega_cli.options import check_paths, check_text
 
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="backslashreplace")  # as stderr: a locale may lack characters of a report
@@ -76,12 +77,16 @@ def _run(options: argparse.Namespace) -> int:
         logging.disable_progress_bar()  # the progress bars of this package check for a terminal themselves
     try:
         check_text(options)
+        check_paths(options)
         return int(options.run(options) or 0)
     except torch.OutOfMemoryError as error:
         reason = str(error).strip().partition(". ")[0]
         message = f"out of memory ({reason}); use shorter inputs, or set CUDA_VISIBLE_DEVICES= to run on the CPU"
     except (ConversionError, OSError, UnicodeError) as error:
-        message = " ".join(str(error).split())
+        text = str(error)
+        if isinstance(error, OSError) and error.filename is not None and error.strerror:
+            text = f"{error.filename}: {error.strerror}"  # without "[Errno 13]"
+        message = " ".join(text.split())
     finally:
         if bars:
             logging.enable_progress_bar()
@@ -113,10 +118,30 @@ def _red(text: str) -> str:
 
 
 class _Parser(argparse.ArgumentParser):
-    """Argument parser whose errors contain no terminal control characters."""
+    """Argument parser whose errors suggest a similar word, and contain no terminal control characters."""
 
     def error(self, message: str) -> NoReturn:
         super().error("".join(c if c.isprintable() or c == "\n" else ascii(c)[1:-1] for c in message))
+
+    def parse_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:
+        options, unknown = self.parse_known_args(args, namespace)
+        if unknown:
+            parser = options.parser  # of the command: its usage lists the options
+            similar = _similar(unknown[0].partition("=")[0], parser._option_string_actions)
+            parser.error(f"unrecognized arguments: {' '.join(unknown)}{similar}")
+        return options
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:  # of commands and of options with choices
+        if action.choices is not None and value not in action.choices:
+            choices = ", ".join(map(repr, action.choices))
+            similar = _similar(value, action.choices)
+            raise argparse.ArgumentError(action, f"invalid choice: {value!r}{similar} (choose from {choices})")
+
+
+def _similar(word: str, words: Iterable[str]) -> str:
+    """Return a question with the most similar of the words; an empty string if none is similar."""
+    found = difflib.get_close_matches(word, words, n=1)
+    return f"; did you mean {found[0]!r}?" if found else ""
 
 
 class _Version(argparse.Action):

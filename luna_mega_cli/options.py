@@ -17,6 +17,8 @@ Run = Callable[[argparse.Namespace], int | None]
 Check = Callable[[argparse.Namespace], str | None]
 
 _PATHS = {"checkpoint", "folder", "path", "a", "b", "inputs", "dict", "bpe", "output", "teacher", "texts"}
+# Paths that are read. Folders of models are checked where they are opened.
+_FILES, _FILES_OR_FOLDERS = ("dict", "inputs", "texts"), ("a", "b", "bpe", "checkpoint", "path")
 _WORDS = {"head", "license"}
 
 
@@ -47,7 +49,7 @@ def define_command(
     lines = "\n".join(f"  {parser.prog} {line}" for line in examples)
     parser.description, parser.epilog, parser.formatter_class = description, f"examples:\n{lines}", _Help
     parser.add_argument("--json", action="store_true", help="print the report as JSON")
-    parser.set_defaults(run=run, check=check, error=parser.error)
+    parser.set_defaults(run=run, check=check, parser=parser)
 
 
 def add_conventions(parser: argparse.ArgumentParser, *, head: str, layer_norm: str, ema_convention: str) -> None:
@@ -95,6 +97,8 @@ def check_text(options: argparse.Namespace) -> None:
         for text in value if isinstance(value, list) else [value]:
             if not isinstance(text, str):
                 continue
+            if not text and name in _PATHS:
+                raise ConversionError(f"{name} '': is empty; pass a path")
             try:
                 valid = "\0" not in text and os.fsencode(text) is not None
                 # The name of a file may contain bytes that are not UTF-8.
@@ -106,3 +110,18 @@ def check_text(options: argparse.Namespace) -> None:
                 if not is_utf8(text):
                     advice = locale_hint() or advice
                 raise ConversionError(f"{name} {shown(text)}: {advice}")
+
+
+def check_paths(options: argparse.Namespace) -> None:
+    """Raise `ConversionError` for a path that does not exist, or that is a folder instead of a file."""
+    from luna_mega.errors import ConversionError
+
+    named = options.parser._option_string_actions
+    for name in (*_FILES, *_FILES_OR_FOLDERS):
+        value = getattr(options, name, None)
+        label = f"--{name} " * (f"--{name}" in named)
+        for path in value if isinstance(value, list) else filter(None, [value]):
+            if not os.path.exists(path):
+                raise ConversionError(f"{label}{path}: no such {'file' if name in _FILES else 'file or folder'}")
+            if name in _FILES and os.path.isdir(path):
+                raise ConversionError(f"{label}{path}: is a folder; pass a file")

@@ -21,7 +21,8 @@ COMMANDS = ("convert", "export", "distill", "verify", "info", "bundle", "onnx")
 
 
 def replace(monkeypatch, name, function):
-    """Make the command run another function."""
+    """Make the command run another function, also with names of files that do not exist."""
+    monkeypatch.setattr("luna_mega_cli.options.check_paths", lambda options: None)
     monkeypatch.setattr(importlib.import_module(f"luna_mega_cli.{name}"), "run", function)
 
 
@@ -126,9 +127,27 @@ def test_reports_as_json(encoder, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("argv", "answer"),
     [
+        (["convert", "ABSENT", "--output", "NEW"], "error: ABSENT: no such file or folder"),
+        (["convert", "TEXT", "--output", "NEW", "--dict", "ABSENT"], "error: --dict ABSENT: no such file"),
+        (["convert", "TEXT", "--output", "NEW", "--dict", "TEXT", "FOLDER"], "error: --dict FOLDER: is a folder; pass"),
+        (["convert", "TEXT", "--output", "NEW", "--bpe", "ABSENT"], "error: --bpe ABSENT: no such file or folder"),
+        (["convert", "TEXT", "--output", ""], "error: output '': is empty; pass a path"),
+        (["convert", "TEXT", "--output", "TEXT"], "TEXT: the output is a file; use a folder"),
+        (["distill", "FOLDER", "--output", "NEW", "--texts", "ABSENT"], "error: --texts ABSENT: no such file"),
+        (["distill", "FOLDER", "--output", "NEW", "--texts", "FOLDER"], "error: --texts FOLDER: is a folder; pass a"),
+        (["distill", "FOLDER", "--output", "TEXT"], "TEXT: the output is a file; use a folder"),
+        (["export", "ABSENT", "--output", "NEW"], "error: ABSENT: no such folder"),
+        (["export", "FOLDER", "--output", "NEW", "--dict", "INSIDE"], "error: --dict INSIDE: no such file"),
+        (["export", "FOLDER", "--output", "FOLDER"], "FOLDER: already exists"),
+        (["info", ""], "error: path '': is empty; pass a path"),
+        (["info", "INSIDE"], "error: INSIDE: no such file or folder"),
+        (["verify", "FOLDER", "FOLDER", "--inputs", "ABSENT"], "error: --inputs ABSENT: no such file"),
+        (["verify", "FOLDER", "FOLDER", "--inputs", "FOLDER"], "error: --inputs FOLDER: is a folder; pass a file"),
+        (["bundle", "ABSENT"], "error: ABSENT: no such folder"),
+        (["bundle", "FOLDER", "--output", "INSIDE"], "INSIDE: TEXT is not a folder; use another name"),
         (["convert", "FOLDER", "--output", "NEW"], "is a folder; pass the checkpoint file itself"),
         (["export", "TEXT", "--output", "NEW"], "is a file; use a model folder"),
-        (["verify", "FOLDER", "NEW"], "no such folder"),
+        (["verify", "FOLDER", "NEW"], "no such file or folder"),
         (["info", "ROBERTA"], "model_type 'roberta' is not supported; expected 'luna', "),
         (["bundle", "TEXT"], "is a file; use a model folder"),
         (["bundle", "ROBERTA"], "model_type 'roberta' is not supported; expected 'luna', "),
@@ -143,10 +162,14 @@ def test_common_beginner_mistakes(argv, answer, encoder, tmp_path, capsys):
         "FOLDER": encoder,
         "TEXT": tmp_path / "notes.txt",
         "NEW": tmp_path / "new",
+        "ABSENT": tmp_path / "absent",
+        "INSIDE": tmp_path / "notes.txt" / "inside",
         "ROBERTA": tmp_path / "roberta",
     }
     status, output = run([str(names.get(word, word)) for word in argv], capsys)
-    assert status == 1 and output.err.count("\n") == 1 and answer in output.err
+    for name, path in names.items():
+        answer = answer.replace(name, str(path))
+    assert status == 1 and output.err.count("\n") == 1 and answer in output.err and "Errno" not in output.err
 
 
 def test_help_imports_no_package(repo_root):
@@ -189,7 +212,15 @@ def test_version_option(capsys):
         (["verify", "a", "b", "--seed", "9" * 30], "must be an integer of at most 64 bits, got 999"),
         (["verify", "a", "b", "--batch", "9" * 9999], "must be an integer from 1 to 2^31 - 1"),
         (["info", "x", "--len\x1b[31m"], r"--len\x1b[31m"),
-        (["convert", "x", "--output", "y", "--dtype", "int8"], "invalid choice: 'int8'"),
+        (["convert", "x", "--output", "y", "--dtype", "int8"], "invalid choice: 'int8' (choose from 'float32', "),
+        (["conver"], "invalid choice: 'conver'; did you mean 'convert'? (choose from 'convert', 'export', "),
+        (["inof", "x"], "invalid choice: 'inof'; did you mean 'info'?"),
+        (["convert", "x", "--output", "y", "--dtype", "bfloat"], "--dtype: invalid choice: 'bfloat'; did you mean 'bf"),
+        (["verify", "x", "y", "--layer-norm", "plusone"], "--layer-norm: invalid choice: 'plusone'; did you mean 'pl"),
+        (["distill", "x", "--output", "y", "--position-extension", "interpol"], "did you mean 'interpolate'?"),
+        (["info", "x", "--lenght", "3"], "luna-mega info: error: unrecognized arguments: --lenght 3; did you mean '--"),
+        (["export", "x", "--output", "y", "--shrads=2"], "unrecognized arguments: --shrads=2; did you"),
+        (["info", "x", "y"], "luna-mega info: error: unrecognized arguments: y\n"),
     ],
 )
 def test_wrong_usage_exits_with_2(argv, named, capsys):

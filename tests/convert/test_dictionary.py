@@ -106,7 +106,7 @@ def test_mismatched_labels_are_omitted_with_a_warning(convert, make):
 
 
 def test_missing_and_ambiguous_files(convert, make, tmp_path):
-    assert "no such dictionary" in convert.error(make.bert(), "--dict", tmp_path / "nowhere.txt")
+    assert "no such file" in convert.error(make.bert(), "--dict", tmp_path / "nowhere.txt")
     first = make.dictionary(tmp_path / "a.txt")
     second = make.dictionary(tmp_path / "b.txt", prefix="v")
     assert "pass one of them" in convert.error(make.bert(), "--dict", first, second)

@@ -279,7 +279,7 @@ def test_bad_input_is_one_line_and_writes_nothing(tmp_path, capsys, name):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (["--dict", "dict.txt"], "pass the SentencePiece model with --bpe"),
+        (["--dict", __file__], "pass the SentencePiece model with --bpe"),
         (["--bpe", "missing.model"], "missing.model: no such file"),
         (["--layer-norm", "standard"], "Megalodon stores norm weights minus 1"),
         (["--ema-convention", "main"], "one form of its moving average"),

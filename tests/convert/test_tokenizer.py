@@ -274,11 +274,11 @@ def test_overwritten_line_is_the_later_id(tmp_path, bpe, numbers):
     assert tokenizer.convert_ids_to_tokens(4 + 5) == tokenizer.convert_ids_to_tokens(4 + len(numbers)) + " (id 9)"
 
 
-def test_bpe_errors_are_one_line(convert, make, bpe, twelve, tmp_path):
+def test_bpe_errors_are_one_line(convert, make, bpe, twelve):
     state = make.bert()
     assert "there is no dictionary next to the checkpoint; pass it with --dict" in convert.error(state, "--bpe", bpe)
     state = checkpoint_with_dictionary(convert, make, twelve)
-    assert "has neither encoder.json and vocab.bpe nor" in convert.error(state, "--bpe", tmp_path / "nowhere")
+    assert "has neither encoder.json and vocab.bpe nor" in convert.error(state, "--bpe", convert.source)
     make.dictionary(convert.source / "dict.txt")
     assert "symbol 'w0' is not a number" in convert.error(state, "--bpe", bpe)
     checkpoint_with_dictionary(convert, make, [*twelve[:-1], "70000"])

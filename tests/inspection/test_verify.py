@@ -275,7 +275,7 @@ def test_incomplete_weights(tmp_path, capsys):
     del tensors["luna.encoder.layers.1.fc1.weight"]
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     assert "luna.encoder.layers.1.fc1.weight" in command_error(capsys, "verify", folder, folder)
-    assert "no such folder" in command_error(capsys, "verify", folder, tmp_path / "absent")
+    assert "no such file or folder" in command_error(capsys, "verify", folder, tmp_path / "absent")
 
 
 @pytest.mark.parametrize(
