@@ -41,7 +41,7 @@ from luna_mega.convert.tensors import (
 )
 from luna_mega.convert.tokenizers import ConvertedTokenizer
 from luna_mega.errors import ConversionError
-from luna_mega.escaping import one_line
+from luna_mega.escaping import short_line
 from luna_mega.hub.card import conversion_card, license_metadata
 from luna_mega.hub.folder import REPORT_NAME
 from luna_mega.hub.output import check_output, complete_folder
@@ -206,8 +206,8 @@ def _report(
             "software": facts.container.software,
             "layout": facts.name,
             "revision": target.revision,
-            "arch": one_line(without_folders(facts.container.architecture(checkpoint.args))),
-            "task": task if task is None else one_line(without_folders(str(task))),
+            "arch": short_line(without_folders(facts.container.architecture(checkpoint.args))),
+            "task": task if task is None else short_line(without_folders(str(task))),
             "num_updates": checkpoint.num_updates,
         },
         model_class=target.model_class.__name__,

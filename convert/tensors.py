@@ -10,7 +10,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from luna_mega.convert.evidence import same_bits
 from luna_mega.convert.keymap import LAYER_NORM, WIDE, KeyMap, Reshape
 from luna_mega.errors import ConversionError, reason, shown
-from luna_mega.escaping import one_line
+from luna_mega.escaping import short_line
 
 DTYPES = ("float32", "float16", "bfloat16")
 # Norm weights of a plus-one checkpoint. Adding 1 rounds them, so an export writes the saved ones.
@@ -162,7 +162,7 @@ def meta_model(
 
 def few(keys: list[str]) -> str:
     """Return the first five names and the number of the others."""
-    return ", ".join(map(one_line, keys[:5])) + (f" and {len(keys) - 5} more" if len(keys) > 5 else "")
+    return ", ".join(map(short_line, keys[:5])) + (f" and {len(keys) - 5} more" if len(keys) > 5 else "")
 
 
 def non_finite(names: list[str], tensors: dict[str, torch.Tensor]) -> str:

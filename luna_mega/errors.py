@@ -3,7 +3,7 @@
 import reprlib
 from typing import Any
 
-from luna_mega.escaping import LONGEST, one_line, terminal
+from luna_mega.escaping import LONGEST, short_line, terminal
 
 _LONGEST_REASON = 600
 _REPR = reprlib.Repr()
@@ -37,6 +37,6 @@ def reason(error: Exception) -> str:
 def shown(value: Any) -> str:
     """Return the `repr` of a value for a message: one line without control characters, at most 200 characters."""
     try:
-        return one_line(_REPR.repr(value))
+        return short_line(_REPR.repr(value))
     except ValueError:  # Python writes no integer of more than 4,300 digits
         return f"an integer of {value.bit_length()} bits" if isinstance(value, int) else f"a {type(value).__name__}"

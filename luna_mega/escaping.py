@@ -15,7 +15,7 @@ def terminal(text: str) -> str:
     return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text)
 
 
-def one_line(value: Any) -> str:
+def short_line(value: Any) -> str:
     """Return a value as one line for YAML, without control characters and of at most 200 characters.
 
     The YAML writer adds quotes, but keeps line breaks and invisible characters.
@@ -26,13 +26,13 @@ def one_line(value: Any) -> str:
 
 def markdown(value: Any) -> str:
     """Return a value for Markdown: plain words unchanged, anything else as code."""
-    text = one_line(value)
+    text = short_line(value)
     return text if _WORDS.fullmatch(text) and "www." not in text.lower() else code(text)
 
 
 def code(value: Any) -> str:
     """Return a value as code within a line or a table of Markdown; backticks and pipes become escapes."""
-    text = one_line(value).replace("`", r"\x60").replace("|", r"\x7c")
+    text = short_line(value).replace("`", r"\x60").replace("|", r"\x7c")
     return f"`{text or ' '}`"
 
 

@@ -15,7 +15,7 @@ from luna_mega.convert.evidence import Evidence, Target
 from luna_mega.convert.formats.format import Format
 from luna_mega.convert.table import rows_of, typed_args
 from luna_mega.errors import ConversionError
-from luna_mega.hub.output import publish, temporary_folder
+from luna_mega.hub.output import move_files, temporary_folder
 
 Args = dict[str, Any]
 Tensors = dict[str, torch.Tensor]
@@ -112,7 +112,7 @@ class Writer:
             with check_disk(output.name), (folder / output.name).open("wb") as file:
                 with tqdm.wrapattr(file, "write", **bar) as writer:
                     torch.save(self.state(export), writer)
-            publish({folder / name: output.parent / name for name in names})
+            move_files({folder / name: output.parent / name for name in names})
         return names
 
 

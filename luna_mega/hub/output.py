@@ -90,7 +90,7 @@ def complete_output(output: Path) -> Iterator[Path]:
             raise ConversionError(f"{output}: cannot write tokenizer.json: {reason(error)}") from error
         if output.is_dir():
             output.rmdir()
-        publish({temporary / output.name: output})
+        move_files({temporary / output.name: output})
 
 
 @contextmanager
@@ -101,7 +101,7 @@ def complete_folder(output: Path) -> Iterator[Path]:
         yield partial
 
 
-def publish(places: Mapping[Path, Path]) -> None:
+def move_files(places: Mapping[Path, Path]) -> None:
     """Move files to new places, in this order, and create their parent folders; a failure undoes everything."""
     created = []
     try:

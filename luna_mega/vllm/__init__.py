@@ -1,1 +1,1 @@
-"""The vLLM plugin (`plugin`), and models whose recurrent states are in slots (`families`, `slots`)."""
+"""The vLLM plugin (`plugin`), and models whose recurrent states are in slots (`served_models`, `slots`)."""

@@ -31,18 +31,18 @@ from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
 
 from luna_mega.hub.folder import position_limit
 from luna_mega.modeling_common.padding_free import PaddingFreeLayout
-from luna_mega.vllm.families import FAMILIES, ServedModel
+from luna_mega.vllm.served_models import SERVED_MODELS, ServedModel
 from luna_mega.vllm.slots import Sequences
 
 OPERATOR = "vllm::luna_mega_layer"
 DEFAULT_LENGTH = 32_768  # at least, for models without a limit; finite, because vLLM allocates memory for each token
-MODEL_TYPES = {family.model_class.config_class.model_type for family in FAMILIES.values()}
+MODEL_TYPES = {family.model_class.config_class.model_type for family in SERVED_MODELS.values()}
 _resolve_auto_dtype = model_settings._resolve_auto_dtype
 
 
 def register():
     """Register the architectures with vLLM. Further calls have no effect."""
-    for name in FAMILIES:
+    for name in SERVED_MODELS:
         ModelRegistry.register_model(name, f"{__name__}:{name}")
         MODELS_CONFIG_MAP[name] = SlotConfig
     MODEL_ARCH_CONFIG_CONVERTORS.update(dict.fromkeys(MODEL_TYPES, SlotArchitecture))
@@ -74,7 +74,7 @@ class SlotConfig(MambaModelConfig):
     @classmethod
     def verify_and_update_config(cls, vllm_config: VllmConfig) -> None:
         model, parallel = vllm_config.model_config, vllm_config.parallel_config
-        family, scheduler = FAMILIES[model.architecture], vllm_config.scheduler_config
+        family, scheduler = SERVED_MODELS[model.architecture], vllm_config.scheduler_config
         reasons = [
             (parallel.tensor_parallel_size > 1, "tensor parallelism; set tensor_parallel_size=1"),
             (parallel.pipeline_parallel_size > 1, "pipeline parallelism; set pipeline_parallel_size=1"),
@@ -248,12 +248,12 @@ class SlotForCausalLM(nn.Module, HasInnerState, IsAttentionFree, SupportsMambaPr
 
 
 class LunaForCausalLM(SlotForCausalLM):
-    family = FAMILIES["LunaForCausalLM"]
+    family = SERVED_MODELS["LunaForCausalLM"]
 
 
 class MegaForCausalLM(SlotForCausalLM):
-    family = FAMILIES["MegaForCausalLM"]
+    family = SERVED_MODELS["MegaForCausalLM"]
 
 
 class MegalodonForCausalLM(SlotForCausalLM):
-    family = FAMILIES["MegalodonForCausalLM"]
+    family = SERVED_MODELS["MegalodonForCausalLM"]

@@ -9,7 +9,7 @@ import yaml
 from markdown_it import MarkdownIt
 
 from luna_mega.errors import ConversionError
-from luna_mega.escaping import LONGEST, code, code_block, markdown, one_line, terminal
+from luna_mega.escaping import LONGEST, code, code_block, markdown, short_line, terminal
 from luna_mega.hub.card import conversion_card, license_metadata
 from tests.modeling.luna import tiny_config
 
@@ -26,7 +26,7 @@ ALIVE = [
 
 @pytest.mark.parametrize("text", ALIVE, ids=ascii)
 def test_forms(text):
-    for form in (one_line, markdown, code):
+    for form in (short_line, markdown, code):
         line = form(text)
         assert line.isprintable() and line.encode().decode() == line and len(line) <= 4 * LONGEST
     screen = terminal(text)
@@ -41,7 +41,7 @@ def test_forms(text):
 
 @pytest.mark.parametrize("text", ["my-model", "luna_base_512", "nyu-mll/glue sst2", "0.9123", "1,234,567", "3e-05"])
 def test_plain_words_are_unchanged(text):
-    assert markdown(text) == terminal(text) == one_line(text) == text
+    assert markdown(text) == terminal(text) == short_line(text) == text
 
 
 @pytest.mark.parametrize("license", ["mit", "apache-2.0", "other:my-license-1.0", None])

@@ -14,7 +14,7 @@ if os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING") != "0":
 from luna_mega.vllm import plugin  # noqa: E402
 from luna_mega.vllm.slots import Sequences  # noqa: E402
 
-FAMILIES = ("mega", "megalodon", "luna")
+SERVED_MODELS = ("mega", "megalodon", "luna")
 COUNT = 100
 
 
@@ -80,7 +80,7 @@ SETTINGS = {
 
 
 @pytest.mark.parametrize("setting", SETTINGS)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", SERVED_MODELS)
 def test_tokens_equal_generate(family, setting, folders, served):
     _, requests = served(family, COUNT)
     requests = requests[:25] if setting == "pieces-of-1" else requests
@@ -93,7 +93,7 @@ def test_tokens_equal_generate(family, setting, folders, served):
         assert (cached > 0) == (setting == "prefixes" and again == 1)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", SERVED_MODELS)
 def test_a_folder_without_options_equals_generate(family, folder, complete):
     llm, prompts = vllm.LLM(folder(family)), ["Hello world", "x", "".join(map(chr, range(33, 127))) * 5]
     outputs = llm.generate(prompts, vllm.SamplingParams(temperature=0, max_tokens=12), use_tqdm=False)
@@ -143,7 +143,7 @@ def test_prompt_above_the_default_length(family, folders, served):
     assert list(output.outputs[0].token_ids) == request.tokens
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", SERVED_MODELS)
 def test_bfloat16_error_equals_transformers(family, served, tmp_path):
     model, requests = served(family, 6)
     model_class = type(model)
@@ -169,7 +169,7 @@ def test_bfloat16_error_equals_transformers(family, served, tmp_path):
 
 
 @pytest.mark.parametrize("prefixes", [False, True])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", SERVED_MODELS)
 def test_requests_start_finish_and_are_aborted(family, prefixes, folders, served):
     _, requests = served(family, COUNT)
     options = {"enable_prefix_caching": True, "block_size": 16} if prefixes else {}
@@ -195,7 +195,7 @@ def test_requests_start_finish_and_are_aborted(family, prefixes, folders, served
 
 
 @pytest.mark.parametrize("control", ["write", "new"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", SERVED_MODELS)
 def test_lost_or_swapped_state_is_detected(family, control, folders, served, monkeypatch):
     requests = served(family, COUNT)[1][:24]
     if control == "write":

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from luna_mega.modeling_common.padding_free import PaddingFreeLayout
-from luna_mega.vllm.families import FAMILIES
+from luna_mega.vllm.served_models import SERVED_MODELS
 from luna_mega.vllm.slots import Sequences
 
 MODELS = {
@@ -28,7 +28,7 @@ class Server:
     """A scheduler that randomly selects requests and the number of prompt tokens per step."""
 
     def __init__(self, model, slots: int, most: int, seed: int = 0):
-        self.family = FAMILIES[type(model).__name__](model.config, torch.float32)
+        self.family = SERVED_MODELS[type(model).__name__](model.config, torch.float32)
         self.family.load(model.state_dict())
         shapes, dtypes = self.family.state_shapes(model.config), self.family.state_dtypes(torch.float32)
         # Slots contain states of other sequences, which must not be used.
@@ -138,7 +138,7 @@ def test_padding_after_the_sequences_is_zero(family, served):
 @pytest.mark.parametrize(("family", "exact"), [("mega", ["ema_gate"]), ("megalodon", ["cema", "rope"])])
 def test_weights_of_bfloat16_keep_the_average_exact(family, exact, served):
     model, _ = served(family, 6)
-    family = FAMILIES[type(model).__name__](model.config, torch.bfloat16)
+    family = SERVED_MODELS[type(model).__name__](model.config, torch.bfloat16)
     dtypes = {name: tensor.dtype for name, tensor in family.model.state_dict().items()}
     for part in exact:
         assert {dtype for name, dtype in dtypes.items() if f".{part}." in name} == {torch.float32}
@@ -159,7 +159,7 @@ def test_states_of_another_size_raise(family, fields, reason, served):
     model, _ = served(family, 6)
     config = type(model.config)(**model.config.to_dict() | fields)
     with pytest.raises(ValueError, match=reason):
-        FAMILIES[type(model).__name__](config, torch.float32)
+        SERVED_MODELS[type(model).__name__](config, torch.float32)
 
 
 def test_missing_weights_are_named(served):
@@ -167,4 +167,4 @@ def test_missing_weights_are_named(served):
     weights = model.state_dict()
     del weights["luna.decoder.layers.1.fc1.weight"]
     with pytest.raises(ValueError, match="lacks the weights.*layers.1.fc1.weight"):
-        FAMILIES["LunaForCausalLM"](model.config, torch.float32).load(weights | {"other": torch.ones(1)})
+        SERVED_MODELS["LunaForCausalLM"](model.config, torch.float32).load(weights | {"other": torch.ones(1)})

@@ -1,7 +1,7 @@
 """Causal language models for a server: layer by layer, over a padding-free batch of tokens.
 
 The server stores the recurrent states (`slots.py`) and schedules the sequences. There is one class per model family;
-`FAMILIES` lists them by architecture.
+`SERVED_MODELS` lists them by architecture.
 """
 
 import torch
@@ -228,5 +228,5 @@ class ServedMegalodon(ServedModel):
         return hidden_states
 
 
-SERVED = (ServedLuna, ServedMega, ServedMegalodon)
-FAMILIES: dict[str, type[ServedModel]] = {cls.model_class.__name__: cls for cls in SERVED}
+_CLASSES = (ServedLuna, ServedMega, ServedMegalodon)
+SERVED_MODELS: dict[str, type[ServedModel]] = {cls.model_class.__name__: cls for cls in _CLASSES}
