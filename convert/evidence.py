@@ -11,7 +11,7 @@ from luna_mega.errors import ConversionError, shown
 
 
 @dataclass(frozen=True)
-class Target:
+class ModelSpec:
     """A model that is imported or exported: its class, configuration, revision of the code, and name of its head."""
 
     model_class: type[PreTrainedModel]

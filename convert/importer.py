@@ -21,7 +21,7 @@ from luna_mega.convert.conventions import (
     decide_layer_norm,
 )
 from luna_mega.convert.dictionaries import Dictionaries
-from luna_mega.convert.evidence import Evidence, Target
+from luna_mega.convert.evidence import Evidence, ModelSpec
 from luna_mega.convert.formats import Format, Notes, registered_formats
 from luna_mega.convert.formats.format import read_model
 from luna_mega.convert.formats.registry import detect, open_checkpoint
@@ -53,7 +53,7 @@ class _Source:
 
     checkpoint: Checkpoint
     format: Format
-    target: Target
+    spec: ModelSpec
     evidence: Evidence
     mapping: Mapping
     norm: Decision | None
@@ -109,9 +109,9 @@ def convert_checkpoint(
     license_metadata(license)
     output = check_output(output)
     source = _identify(open_checkpoint(path, progress), head, layer_norm, ema_convention)
-    config, tensors = source.target.config, source.checkpoint.tensors
-    companions = source.format.companions(source.target, source.evidence)
-    words = source.format.report(source.target, source.evidence)
+    config, tensors = source.spec.config, source.checkpoint.tensors
+    companions = source.format.companions(source.spec, source.evidence)
+    words = source.format.report(source.spec, source.evidence)
     chosen = companions.dictionaries.find(list(dictionaries), source.checkpoint.folder)
     if chosen.class_names:
         config.id2label = dict(enumerate(chosen.class_names))
@@ -119,7 +119,7 @@ def convert_checkpoint(
     tokenizer = companions.tokenizer(chosen, bpe, words.notes)
     dtype = dtype or source.format.facts.container.stored_dtype(tensors)
     converted = convert_tensors(source.mapping, tensors, source.minus_one, getattr(torch, dtype))
-    model = meta_model(source.target.model_class, config).to(getattr(torch, dtype))
+    model = meta_model(source.spec.model_class, config).to(getattr(torch, dtype))
     if companions.generation:
         model.generation_config.update(**companions.generation)
     report = _report(output, source, words, chosen, tokenizer, converted, model)
@@ -164,9 +164,9 @@ def _identify(checkpoint: Checkpoint, head: str | None, layer_norm: str, ema_con
         if "ema-convention" not in facts.unsupported_options:
             decisions.append(decide_ema_convention(tensors, ema_convention))
             revision = decisions[0].convention
-        target, evidence = read_model(fmt, tensors, checkpoint.args, revision, head)
-        weights = weights_of(target.config, target.model_class, *facts.additional_classes)
-        mapping = map_tensors(fmt.keymap(target), weights, tensors)
+        spec, evidence = read_model(fmt, tensors, checkpoint.args, revision, head)
+        weights = weights_of(spec.config, spec.model_class, *facts.additional_classes)
+        mapping = map_tensors(fmt.keymap(spec), weights, tensors)
         if checkpoint.unchecked:
             check_unshared(mapping, tensors)
         norms = [tensors[key] for key in mapping.norm_weights]
@@ -174,7 +174,7 @@ def _identify(checkpoint: Checkpoint, head: str | None, layer_norm: str, ema_con
     except ConversionError as error:
         raise ConversionError(f"{checkpoint.path}: {error}") from error
     warnings = [*evidence.warnings, *(made.warning for made in (*decisions, norm) if made and made.warning)]
-    return _Source(checkpoint, fmt, target, evidence, mapping, norm, notes, warnings)
+    return _Source(checkpoint, fmt, spec, evidence, mapping, norm, notes, warnings)
 
 
 def _report(
@@ -186,7 +186,7 @@ def _report(
     converted: dict[str, torch.Tensor],
     model: PreTrainedModel,
 ) -> Report:
-    checkpoint, target, norm, facts = source.checkpoint, source.target, source.norm, source.format.facts
+    checkpoint, spec, norm, facts = source.checkpoint, source.spec, source.norm, source.format.facts
     task = checkpoint.args.get("task")
     infinite = [target for target, tensor in converted.items() if not tensor.isfinite().all()]
     warnings = [*checkpoint.warnings, *source.warnings, *dictionaries.warnings]
@@ -205,15 +205,15 @@ def _report(
             "serialization": checkpoint.serialization,
             "software": facts.container.software,
             "layout": facts.name,
-            "revision": target.revision,
+            "revision": spec.revision,
             "arch": short_line(without_folders(facts.container.architecture(checkpoint.args))),
             "task": task if task is None else short_line(without_folders(str(task))),
             "num_updates": checkpoint.num_updates,
         },
-        model_class=target.model_class.__name__,
+        model_class=spec.model_class.__name__,
         decisions=({"layer_norm": norm.convention, "layer_norm_mean": norm.mean} if norm else {})
         | words.decisions
-        | {name: getattr(target.config, name) for name in facts.decided},
+        | {name: getattr(spec.config, name) for name in facts.decided},
         mapped=[{"source": key, "target": target, "shape": shape[key]} for key, target in mapped],
         dropped=[{"source": key, "shape": shape[key], "reason": reason} for key, reason in dropped],
         dtype_in=dict(Counter(dtype_name(tensor.dtype) for tensor in checkpoint.tensors.values())),
@@ -227,5 +227,5 @@ def _report(
         args=dict(checkpoint.args),
         notes=[*words.notes, *dictionaries.notes, *source.notes],
         warnings=warnings,
-        code=facts.revisions[target.revision].name,
+        code=facts.revisions[spec.revision].name,
     )

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from luna_mega.convert.evidence import Evidence, Target, is_classifier, problem_type, same_bits
+from luna_mega.convert.evidence import Evidence, ModelSpec, is_classifier, problem_type, same_bits
 from luna_mega.convert.export.writer import Writer, unsupported_values, write_args, writer_of
 from luna_mega.convert.formats import Format, registered_formats
 from luna_mega.convert.formats.format import read_model
@@ -37,10 +37,10 @@ class Choice:
     """A model as a checkpoint: its args and tensors, and the model `read` that the converter reads from them."""
 
     writer: Writer
-    target: Target
+    spec: ModelSpec
     args: dict[str, Any]
     tensors: Tensors
-    read: Target
+    read: ModelSpec
     evidence: Evidence
     notes: list[str]
     warnings: list[str]
@@ -49,7 +49,7 @@ class Choice:
     @property
     def layout(self) -> str:
         """Return the description of the format in this revision."""
-        return self.writer.format.facts.revisions[self.target.revision].format
+        return self.writer.format.facts.revisions[self.spec.revision].format
 
 
 class _Inexpressible(ConversionError):
@@ -76,13 +76,13 @@ def choose_export(
     if given and given["revision"] not in formats[0].facts.revisions.keys() - {"unknown"}:
         raise ConversionError(f"format {given['layout']} has no revision {shown(given['revision'])}")
     wanted = head or report["decisions"].get("head")
-    targets = [
-        (writer, Target(model_class, writer.resolve(config), revision, _head(writer, model_class, config, wanted)))
+    specs = [
+        (writer, ModelSpec(model_class, writer.resolve(config), revision, _head(writer, model_class, config, wanted)))
         for writer in writers
         if model_class in writer.format.facts.model_classes
         for revision in ([given["revision"]] if given else writer.revisions)
     ]
-    if not targets:
+    if not specs:
         raise ConversionError(_no_format(model_class, config, formats[0], given))
     if wanted is not None and not re.fullmatch(r"[\w-]+", wanted):
         raise ConversionError(f"--head {shown(wanted)}: a name has letters, digits, '_' and '-' only")
@@ -93,16 +93,16 @@ def choose_export(
                 f"config.json ties {name} to {other}, but their weights differ; set tie_word_embeddings to false"
             )
     failures = []
-    for writer, target in targets:
+    for writer, spec in specs:
         try:
-            chosen = _choice(writer, target, tensors, report, built)
+            chosen = _choice(writer, spec, tensors, report, built)
             break
         except ConversionError as error:
             failures.append(error)
     else:
         inexpressible = [error for error in failures if isinstance(error, _Inexpressible)]
         raise min(inexpressible, key=lambda error: error.distance) if inexpressible else failures[0]
-    if head is not None and chosen.target.head is None:
+    if head is not None and chosen.spec.head is None:
         raise ConversionError(f"--head {head}: the original has no named head for a {model_class.__name__}")
     read, fmt = chosen.read, chosen.writer.format  # the class differs for an encoder, which gets an untrained head
     if read.model_class is not model_class:
@@ -129,22 +129,22 @@ def _no_format(model_class: type, config: PreTrainedConfig, fmt: Format, given: 
 
 
 def _choice(
-    writer: Writer, target: Target, ours: Tensors, report: dict[str, Any], built: Callable[..., Weights]
+    writer: Writer, spec: ModelSpec, ours: Tensors, report: dict[str, Any], built: Callable[..., Weights]
 ) -> Choice:
     """Return the model as a checkpoint of a format; raise an error if the format does not support it."""
     fmt = writer.format
-    layout = fmt.facts.revisions[target.revision].format
-    if problems := unsupported_values(writer, target):
+    layout = fmt.facts.revisions[spec.revision].format
+    if problems := unsupported_values(writer, spec):
         raise _Inexpressible(layout, problems, was_read=False)
-    tied = built(target.model_class, *fmt.facts.additional_classes).tied
+    tied = built(spec.model_class, *fmt.facts.additional_classes).tied
     ours = ours | {copy: ours[original] for copy, original in tied.items() if original in ours}
-    tensors, unknown, notes = _rename(writer, target, ours)
+    tensors, unknown, notes = _rename(writer, spec, ours)
     unplaced = ConversionError(f"{layout} has no place for {few(unknown)}") if unknown else None
     try:
-        args, read, evidence = _choose_args(writer, target, tensors, report)
+        args, read, evidence = _choose_args(writer, spec, tensors, report)
     except ConversionError as error:
         raise unplaced or error from error
-    differences = list(_differences(writer, target, read))
+    differences = list(_differences(writer, spec, read))
     training, rows = writer.training_fields, {row.field for row in fmt.table if row.name}
     if problems := [
         f"{name} = {ours!r} (it {'reads' if name in rows else 'has'} {theirs!r})"
@@ -161,72 +161,72 @@ def _choice(
     recorded = report["args"] or {}
     if replaced := sorted(name for name in recorded if recorded[name] != args[name]):
         warnings.append(f"args of the converted file that no longer apply are replaced: {', '.join(replaced)}")
-    return Choice(writer, target, args, tensors, read, evidence, notes, warnings)
+    return Choice(writer, spec, args, tensors, read, evidence, notes, warnings)
 
 
-def _rename(writer: Writer, target: Target, ours: Tensors) -> tuple[Tensors, list[str], list[str]]:
+def _rename(writer: Writer, spec: ModelSpec, ours: Tensors) -> tuple[Tensors, list[str], list[str]]:
     """Return the tensors in the order of the file, the names without a counterpart, and notes on added tensors."""
-    keymap, tensors, unknown = writer.format.keymap(target), {}, []
+    keymap, tensors, unknown = writer.format.keymap(spec), {}, []
     for name, tensor in ours.items():
         if (match := keymap.backward(name)) is None:
             unknown.append(name)
         else:
             reshape = match.row.transform
             tensors[match.key] = reshape.backward(tensor) if isinstance(reshape, Reshape) else tensor
-    added = {name: tensor for name, tensor in writer.added(target, tensors).items() if name not in tensors}
+    added = {name: tensor for name, tensor in writer.added(spec, tensors).items() if name not in tensors}
     tensors |= added | {row.source: tensors[row.copy_of] for row in keymap.rows if row.copy_of in tensors}
     notes = [writer.note_of_added] if added and writer.note_of_added else []
     return {key: tensors[key] for key in sorted(tensors, key=keymap.position)}, unknown, notes
 
 
 def _choose_args(
-    writer: Writer, target: Target, tensors: Tensors, report: dict[str, Any]
-) -> tuple[dict[str, Any], Target, Evidence]:
+    writer: Writer, spec: ModelSpec, tensors: Tensors, report: dict[str, Any]
+) -> tuple[dict[str, Any], ModelSpec, Evidence]:
     """Return the args of the converted file if they still describe the model; else return args of its configuration.
 
     Also return the model that is read from the args, and its evidence.
     """
     recorded = report["args"]
     kept = {name: value for name, value in (recorded or {}).items() if name in writer.kept}
-    made = (recorded or {}) | write_args(writer, target) | kept
-    same_head = recorded is not None and target.head in (None, report["decisions"].get("head"))
+    made = (recorded or {}) | write_args(writer, spec) | kept
+    same_head = recorded is not None and spec.head in (None, report["decisions"].get("head"))
     for args in (recorded, made) if same_head else (made,):
         try:
-            read, evidence = read_model(writer.format, tensors, args, target.revision, target.head)
+            read, evidence = read_model(writer.format, tensors, args, spec.revision, spec.head)
         except ConversionError:
             if args is made:
                 raise
             continue  # config.json was edited
-        if args is made or not any(_differences(writer, target, read)):
+        if args is made or not any(_differences(writer, spec, read)):
             break
     evidence.left_out += [row["source"] for row in report["dropped"]]
     return args, read, evidence
 
 
-def _differences(writer: Writer, target: Target, read: Target) -> Iterator[tuple[str, Any, Any]]:
+def _differences(writer: Writer, spec: ModelSpec, read: ModelSpec) -> Iterator[tuple[str, Any, Any]]:
     """Yield (field, value in the model, value that is read) for each used field whose two values differ."""
-    config, theirs_config, unused = target.config, writer.resolve(read.config), _unused(writer, target)
+    config, theirs_config, unused = spec.config, writer.resolve(read.config), _unused(writer, spec)
     pairs = {
         name: (getattr(config, name), getattr(theirs_config, name))
         for name in (*(config.side_class or type(config)).__annotations__, "num_labels")
     }
     pairs["problem_type"] = problem_type(config), problem_type(theirs_config)
-    if is_classifier(target.model_class) and read.model_class is not target.model_class:
-        pairs["architectures"] = target.model_class.__name__, read.model_class.__name__
+    if is_classifier(spec.model_class) and read.model_class is not spec.model_class:
+        pairs["architectures"] = spec.model_class.__name__, read.model_class.__name__
     for name, (ours, theirs) in pairs.items():
         if name not in unused and ours != theirs and not (ours is None and name in _OPTIONAL_IDS):
             yield name, ours, theirs
 
 
-def _unused(writer: Writer, target: Target) -> set[str]:
+def _unused(writer: Writer, spec: ModelSpec) -> set[str]:
     """Return the fields that a checkpoint of the model does not determine, and that may therefore differ."""
-    config, name = target.config, target.model_class.__name__
+    config, name = spec.config, spec.model_class.__name__
     conditions = {
         ("vocab_size", "pad_token_id", *_OPTIONAL_IDS): config.input_type != "tokens",
-        _OF_CLASSIFIERS: not is_classifier(target.model_class),
+        _OF_CLASSIFIERS: not is_classifier(spec.model_class),
         ("pair_features",): not name.endswith("PairClassification"),
         ("problem_type",): not name.endswith("ForSequenceClassification"),
         ("classifier_hidden_size", "classifier_activation"): config.classifier_num_layers == 0,
     }
-    unused = _NOT_IN_A_FILE | writer.unused(target)
+    unused = _NOT_IN_A_FILE | writer.unused(spec)
     return unused.union(*(names for names, applies in conditions.items() if applies))

@@ -96,7 +96,7 @@ def export_checkpoint(
     report = _recorded(source)
     try:
         chosen = choose_export(source.model_class, source.config, source.tensors(), head, report)
-        writer, target = chosen.writer, chosen.target
+        writer, spec = chosen.writer, chosen.spec
         facts = writer.format.facts
         if layer_norm is not None and "layer-norm" in facts.unsupported_options:
             raise ConversionError(f"--layer-norm {layer_norm}: {facts.unsupported_options['layer-norm']}; omit it")
@@ -106,7 +106,7 @@ def export_checkpoint(
         raise ConversionError(f"{source.path}: {error}") from error
     output = check_output(output) if writer.is_folder else check_new_file(output)
     mapping, tensors = chosen.mapping, chosen.tensors
-    convention = layer_norm or report["decisions"].get("layer_norm") or facts.revisions[target.revision].norms
+    convention = layer_norm or report["decisions"].get("layer_norm") or facts.revisions[spec.revision].norms
     lowered = {}
     if convention == MINUS_ONE:
         lowered = norms_minus_one(source.path, {key: tensors[key] for key in mapping.norm_weights})
@@ -115,19 +115,19 @@ def export_checkpoint(
     kind = writer.format.companions(chosen.read, chosen.evidence).dictionaries
     companions, missing = kind.export(list(dictionaries), source.path, source.config.id2label)
     updates = report["source"].get("num_updates") or 0
-    files = writer.write(output, Export(target, chosen.args, tensors, companions, updates, shards), progress)
+    files = writer.write(output, Export(spec, chosen.args, tensors, companions, updates, shards), progress)
     return ExportReport(
         folder=str(source.path),
         output=str(output if writer.is_folder else output.parent),
         model_class=source.model_class.__name__,
         layout=chosen.layout,
         args=chosen.args,
-        head=target.head,
+        head=spec.head,
         layer_norm=convention,
         tensors=len(tensors),
         dtype=stored,
         files=files,
-        notes=[*chosen.notes, *writer.notes(target, chosen.evidence), *stored_as, *missing],
+        notes=[*chosen.notes, *writer.notes(spec, chosen.evidence), *stored_as, *missing],
         warnings=[*warnings, *chosen.warnings],
     )
 

@@ -6,7 +6,7 @@ import torch
 from transformers import PreTrainedConfig
 
 from luna_mega.convert import table
-from luna_mega.convert.evidence import Target
+from luna_mega.convert.evidence import ModelSpec
 from luna_mega.convert.export.writer import Args, Tensors
 
 ACTIVATIONS = tuple(dict.fromkeys(table.ACTIVATIONS.values()))
@@ -44,9 +44,9 @@ def dtype_of(tensors: Tensors) -> torch.dtype:
     return next(iter(tensors.values())).dtype
 
 
-def translation(target: Target) -> Args:
+def translation(spec: ModelSpec) -> Args:
     """Return the args of translation in addition to those of the table."""
-    return COMMON | _TRANSLATION | {"share_decoder_input_output_embed": target.config.tie_word_embeddings}
+    return COMMON | _TRANSLATION | {"share_decoder_input_output_embed": spec.config.tie_word_embeddings}
 
 
 def resolve(config: PreTrainedConfig, decoder_fields: dict[str, str]) -> PreTrainedConfig:

@@ -5,7 +5,7 @@ from torch import nn
 from transformers import PreTrainedConfig
 
 from luna_mega import LunaConfig, LunaForMultipleChoice, LunaSeq2SeqConfig
-from luna_mega.convert.evidence import Evidence, Target, problem_type
+from luna_mega.convert.evidence import Evidence, ModelSpec, problem_type
 from luna_mega.convert.export import fairseq
 from luna_mega.convert.export.writer import Args, Tensors, Writer, register_writer
 from luna_mega.convert.formats._lra import BODY, is_pair
@@ -20,9 +20,9 @@ _HEAD_OF_POOLING = {pooling: head for head, pooling in POOLING_OF_HEAD.items()}
 _LRA_OF_WIDTH = {512: "luna_lra_listop", 256: "luna_lra_imdb", 128: "luna_lra_pf32", 64: "luna_lra_cifar10"}
 
 
-def _activations(target: Target) -> tuple[str, ...]:
+def _activations(spec: ModelSpec) -> tuple[str, ...]:
     """Return the activations of a revision. The 2023 code replaced `tanh` by `silu`; earlier files have either."""
-    return tuple(name for name in fairseq.ACTIVATIONS if target.revision == "head" or name != "silu")
+    return tuple(name for name in fairseq.ACTIVATIONS if spec.revision == "head" or name != "silu")
 
 
 class _LunaWriter(Writer):
@@ -31,10 +31,10 @@ class _LunaWriter(Writer):
         "dropout attention_dropout activation_dropout word_dropout layerdrop classifier_dropout problem_type".split()
     )
 
-    def limits(self, target: Target) -> dict[str, tuple]:
-        config = target.config
+    def limits(self, spec: ModelSpec) -> dict[str, tuple]:
+        config = spec.config
         return {
-            "hidden_act": _activations(target),
+            "hidden_act": _activations(spec),
             "contextual_projection": (True,),
             "pack_method": ("attention",),
             "position_extension": (None,),
@@ -46,10 +46,10 @@ class _LunaWriter(Writer):
         }
 
 
-def _encoder(target: Target) -> Args:
+def _encoder(spec: ModelSpec) -> Args:
     """Return the args of encoders that the table does not contain."""
-    later = {"stop_min_lr": -1} if target.revision == "head" else {}  # only the 2023 code has this option
-    return fairseq.COMMON | {"tokens_per_sample": target.config.max_position_embeddings} | later
+    later = {"stop_min_lr": -1} if spec.revision == "head" else {}  # only the 2023 code has this option
+    return fairseq.COMMON | {"tokens_per_sample": spec.config.max_position_embeddings} | later
 
 
 def _sinusoids(body: str, config: LunaConfig, tensors: Tensors) -> Tensors:
@@ -63,10 +63,10 @@ def _sinusoids(body: str, config: LunaConfig, tensors: Tensors) -> Tensors:
     return {name: tensor.to(fairseq.dtype_of(tensors)) for name, tensor in buffers.items()}
 
 
-def _task(target: Target) -> str:
-    if target.head is None or target.config.classifier_hidden_size != target.config.hidden_size:
+def _task(spec: ModelSpec) -> str:
+    if spec.head is None or spec.config.classifier_hidden_size != spec.config.hidden_size:
         return "masked_lm"  # the other tasks build a head of width d before they read the file
-    return "sentence_ranking" if target.model_class is LunaForMultipleChoice else "sentence_prediction"
+    return "sentence_ranking" if spec.model_class is LunaForMultipleChoice else "sentence_prediction"
 
 
 @register_writer(LunaBert)
@@ -81,12 +81,12 @@ class LunaBertWriter(_LunaWriter):
         "sentence_ranking": "SentenceRankingCriterion",
     }
 
-    def args(self, target: Target, args: Args) -> Args:
-        config, head, task = target.config, target.head, _task(target)
+    def args(self, spec: ModelSpec, args: Args) -> Args:
+        config, head, task = spec.config, spec.head, _task(spec)
         sizes = {name: args[name] for name in SIZES}  # the args have all sizes, so another architecture is valid
         usual = f"luna_base_{'tied' if config.tie_key_value else 'untied'}_512"
         arch = next((arch for arch, own in ARCHITECTURES.items() if own == sizes), usual)
-        args |= _encoder(target) | {"arch": arch, "task": task, "criterion": task}
+        args |= _encoder(spec) | {"arch": arch, "task": task, "criterion": task}
         if head is None:
             del args["pooler_activation_fn"], args["pooler_dropout"]
         elif task == "sentence_ranking":
@@ -97,41 +97,41 @@ class LunaBertWriter(_LunaWriter):
             args["regression_target"] = problem_type(config) == "regression"
         return args
 
-    def added(self, target: Target, tensors: Tensors) -> Tensors:
+    def added(self, spec: ModelSpec, tensors: Tensors) -> Tensors:
         if f"{LM_HEAD}.dense.weight" in tensors:
             return {}
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)  # the same file every time
-            head = LunaLMHead(target.config)
+            head = LunaLMHead(spec.config)
             for linear in (head.dense, head.decoder):
-                nn.init.normal_(linear.weight, std=target.config.initializer_range)
+                nn.init.normal_(linear.weight, std=spec.config.initializer_range)
                 nn.init.zeros_(linear.bias)
         dtype, weights = fairseq.dtype_of(tensors), head.state_dict().items()
         return {f"{LM_HEAD}.{name.removeprefix('decoder.')}": weight.to(dtype) for name, weight in weights}
 
-    def limits(self, target: Target) -> dict[str, tuple]:
-        config = target.config
-        one_of_several = target.model_class is LunaForMultipleChoice  # this task builds a head of width d
+    def limits(self, spec: ModelSpec) -> dict[str, tuple]:
+        config = spec.config
+        one_of_several = spec.model_class is LunaForMultipleChoice  # this task builds a head of width d
         return {
-            "classifier_activation": (config.classifier_activation,) if target.head is None else _activations(target),
+            "classifier_activation": (config.classifier_activation,) if spec.head is None else _activations(spec),
             "classifier_hidden_size": (config.hidden_size if one_of_several else config.classifier_hidden_size,),
             "input_type": ("tokens",),
             "position_embedding_type": ("learned",),
             "share_layers": (False,),
-        } | super().limits(target)
+        } | super().limits(spec)
 
-    def unused(self, target: Target) -> set[str]:
-        return {"num_labels", "drop_first_token"} if target.model_class is LunaForMultipleChoice else set()
+    def unused(self, spec: ModelSpec) -> set[str]:
+        return {"num_labels", "drop_first_token"} if spec.model_class is LunaForMultipleChoice else set()
 
     def head(self, config: PreTrainedConfig) -> str:
         return _HEAD_OF_POOLING.get(config.pooling, _HEAD_OF_POOLING["cls"])
 
-    def notes(self, target: Target, evidence: Evidence) -> list[str]:
+    def notes(self, spec: ModelSpec, evidence: Evidence) -> list[str]:
         notes = []
         if lost := names_of_heads(evidence.left_out):
             notes.append(f"the conversion left out the heads {', '.join(lost)}: they are not in the file")
-        if target.head is not None and evidence.args.get("task") == "masked_lm":
-            notes.append(f"the task in args is masked_lm: luna-mega convert takes the head with --head {target.head}")
+        if spec.head is not None and evidence.args.get("task") == "masked_lm":
+            notes.append(f"the task in args is masked_lm: luna-mega convert takes the head with --head {spec.head}")
         return notes
 
 
@@ -142,13 +142,13 @@ class LunaLraWriter(_LunaWriter):
     revisions = ("r21", "head")
     criteria = fairseq.LRA_CRITERIA
 
-    def args(self, target: Target, args: Args) -> Args:
-        config, later = target.config, target.revision == "head"
-        values, pair = config.input_type == "values", is_pair(target)
+    def args(self, spec: ModelSpec, args: Args) -> Args:
+        config, later = spec.config, spec.revision == "head"
+        values, pair = config.input_type == "values", is_pair(spec)
         # The args have all sizes, so another architecture is valid as well.
         arch = "luna_lra_aan" if pair else _LRA_OF_WIDTH.get(config.hidden_size, "luna_lra_imdb")
-        features = (PAIRS[target.revision][0] if pair else 1) * config.hidden_size
-        args |= _encoder(target) | fairseq.LRA | {"arch": arch, "layer_type": "luna", "classifier_in_dim": features}
+        features = (PAIRS[spec.revision][0] if pair else 1) * config.hidden_size
+        args |= _encoder(spec) | fairseq.LRA | {"arch": arch, "layer_type": "luna", "classifier_in_dim": features}
         args["encoder_learned_pos"] = config.position_embedding_type == "learned"
         args["sen_rep_type"] = "mp" if config.pooling == "mean" or values else "cls"
         args["use_p"] = config.pooling == "packed_mean"
@@ -158,18 +158,18 @@ class LunaLraWriter(_LunaWriter):
         del args["input_type"]
         return args | {"task": "long_range_arena", "classifier_out_dim": config.classifier_hidden_size}
 
-    def added(self, target: Target, tensors: Tensors) -> Tensors:
-        return _sinusoids(BODY, target.config, tensors) if target.revision == "head" else {}
+    def added(self, spec: ModelSpec, tensors: Tensors) -> Tensors:
+        return _sinusoids(BODY, spec.config, tensors) if spec.revision == "head" else {}
 
-    def limits(self, target: Target) -> dict[str, tuple]:
-        config, later = target.config, target.revision == "head"
+    def limits(self, spec: ModelSpec) -> dict[str, tuple]:
+        config, later = spec.config, spec.revision == "head"
         fixed_width = later and config.classifier_num_layers
-        activation = {} if later else {"classifier_activation": _activations(target)}
+        activation = {} if later else {"classifier_activation": _activations(spec)}
         return activation | {
             "input_type": ("tokens", "values")[: 1 + later],
             "classifier_num_layers": (0, 1) if later else (config.classifier_num_layers or 1,),
             "classifier_hidden_size": (config.hidden_size if fixed_width else config.classifier_hidden_size,),
-            **super().limits(target),
+            **super().limits(spec),
         }
 
 
@@ -181,9 +181,9 @@ class LunaSeq2SeqWriter(_LunaWriter):
     kept = fairseq.KEPT_OF_TRANSLATION
     criteria = fairseq.TRANSLATION_CRITERIA
 
-    def args(self, target: Target, args: Args) -> Args:
-        config, width = target.config, target.config.hidden_size
-        args |= fairseq.translation(target)
+    def args(self, spec: ModelSpec, args: Args) -> Args:
+        config, width = spec.config, spec.config.hidden_size
+        args |= fairseq.translation(spec)
         args["arch"] = f"luna_base_{'tied' if config.tie_key_value else 'untied'}"  # the args have all sizes
         args |= dict.fromkeys(("decoder_embed_dim", "decoder_input_dim", "decoder_output_dim"), width)
         args["encoder_learned_pos"] = config.position_embedding_type == "learned"
@@ -191,15 +191,15 @@ class LunaSeq2SeqWriter(_LunaWriter):
         args["no_token_positional_embeddings"] = config.position_embedding_type == "none"
         return args | {"encoder_layers_to_keep": None, "decoder_layers_to_keep": None}
 
-    def added(self, target: Target, tensors: Tensors) -> Tensors:
+    def added(self, spec: ModelSpec, tensors: Tensors) -> Tensors:
         return {
             **{f"{side}.version": torch.tensor([3.0]) for side in ("encoder", "decoder")},
-            **_sinusoids("encoder", target.config, tensors),
-            **_sinusoids("decoder", target.config.decoder_config, tensors),
+            **_sinusoids("encoder", spec.config, tensors),
+            **_sinusoids("decoder", spec.config.decoder_config, tensors),
         }
 
-    def limits(self, target: Target) -> dict[str, tuple]:
-        return {"share_layers": (False,)} | super().limits(target)
+    def limits(self, spec: ModelSpec) -> dict[str, tuple]:
+        return {"share_layers": (False,)} | super().limits(spec)
 
     def resolve(self, config: LunaSeq2SeqConfig) -> LunaSeq2SeqConfig:
         return fairseq.resolve(config, DECODER_FIELDS)

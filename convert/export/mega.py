@@ -7,7 +7,7 @@ import torch
 
 from luna_mega import MegaConfig, MegaSeq2SeqConfig
 from luna_mega.convert.conventions import ORDER
-from luna_mega.convert.evidence import Evidence, Target
+from luna_mega.convert.evidence import Evidence, ModelSpec
 from luna_mega.convert.export import fairseq
 from luna_mega.convert.export.writer import Args, Export, Tensors, Writer, register_writer
 from luna_mega.convert.formats._lra import BODY, is_pair
@@ -43,13 +43,13 @@ class _MegaWriter(Writer):
         "legacy_adaptive_loss".split()
     )
 
-    def args(self, target: Target, args: Args) -> Args:
-        if not target.config.use_normalized_ffn:
+    def args(self, spec: ModelSpec, args: Args) -> Args:
+        if not spec.config.use_normalized_ffn:
             args |= {name: 0 for name in args if name.endswith("ffn_embed_dim")}
-        return args | {self.chunk: target.config.attention_chunk or -1}
+        return args | {self.chunk: spec.config.attention_chunk or -1}
 
-    def limits(self, target: Target) -> dict[str, tuple]:
-        before = target.config.normalize_before_mega
+    def limits(self, spec: ModelSpec) -> dict[str, tuple]:
+        before = spec.config.normalize_before_mega
         return {
             "activation": _ACTIVATIONS,
             "embedding_norm": (False,) if before else (False, True),
@@ -58,8 +58,8 @@ class _MegaWriter(Writer):
             "final_norm": (before,),
         }
 
-    def unused(self, target: Target) -> set[str]:
-        config, no_softmax = target.config, target.config.adaptive_softmax_cutoffs is None
+    def unused(self, spec: ModelSpec) -> set[str]:
+        config, no_softmax = spec.config, spec.config.adaptive_softmax_cutoffs is None
         conditions = {
             "image_size patch_size num_channels use_absolute_position_embeddings": config.input_type != "patches",
             "adaptive_input_factor": config.adaptive_input_cutoffs is None,
@@ -80,9 +80,9 @@ def _buffers(body: str, config: MegaConfig, *attentions: str) -> Tensors:
     return {f"{layer}.rel_pos_bias._float_tensor": torch.zeros(1) for layer in layers}
 
 
-def _is_speech(target: Target) -> bool:
+def _is_speech(spec: ModelSpec) -> bool:
     # The code for speech always has a classifier layer, and no norm on the embeddings.
-    config = target.config
+    config = spec.config
     is_size = config.input_type == "values" and config.hidden_size in _OF_SPEECH
     return is_size and bool(config.classifier_num_layers) and not config.embedding_norm
 
@@ -94,8 +94,8 @@ class MegaLraWriter(_MegaWriter):
     kept = ("arch", "task")
     criteria = fairseq.LRA_CRITERIA
 
-    def args(self, target: Target, args: Args) -> Args:
-        config, width, speech, pair = target.config, target.config.hidden_size, _is_speech(target), is_pair(target)
+    def args(self, spec: ModelSpec, args: Args) -> Args:
+        config, width, speech, pair = spec.config, spec.config.hidden_size, _is_speech(spec), is_pair(spec)
         if config.input_type == "tokens":
             arch, task = "mega_lra_aan" if pair else _OF_TEXT.get(width, "mega_lra_imdb"), "lra-text"
         elif speech:
@@ -108,21 +108,21 @@ class MegaLraWriter(_MegaWriter):
         args |= fairseq.COMMON | fairseq.LRA | {"arch": arch, "task": task, "layer_type": "mega", "use_p": False}
         args |= {"apply_bert_init": False, "tokens_per_sample": config.max_positions, "classifier_in_dim": features}
         args["classifier_out_dim"] = config.classifier_hidden_size if config.classifier_num_layers else features
-        return super().args(target, args)
+        return super().args(spec, args)
 
-    def added(self, target: Target, tensors: Tensors) -> Tensors:
-        return _buffers(BODY, target.config, "mega_layer")
+    def added(self, spec: ModelSpec, tensors: Tensors) -> Tensors:
+        return _buffers(BODY, spec.config, "mega_layer")
 
-    def limits(self, target: Target) -> dict[str, tuple]:
-        config, tokens = target.config, target.config.input_type == "tokens"
-        return super().limits(target) | {
+    def limits(self, spec: ModelSpec) -> dict[str, tuple]:
+        config, tokens = spec.config, spec.config.input_type == "tokens"
+        return super().limits(spec) | {
             "pooling": ("cls", "mean") if tokens else ("mean",),
             "classifier_activation": _ACTIVATIONS if config.classifier_num_layers else (config.classifier_activation,),
-            "input_type": ("tokens",) if is_pair(target) else ("tokens", "values"),
+            "input_type": ("tokens",) if is_pair(spec) else ("tokens", "values"),
         }
 
-    def unused(self, target: Target) -> set[str]:
-        return super().unused(target) | _FIELDS_OF_LM
+    def unused(self, spec: ModelSpec) -> set[str]:
+        return super().unused(spec) | _FIELDS_OF_LM
 
 
 @register_writer(MegaLM)
@@ -133,8 +133,8 @@ class MegaLMWriter(_MegaWriter):
     criteria = {"adaptive_loss": "AdaptiveLoss"}
     chunk = "decoder_chunk_size"
 
-    def args(self, target: Target, args: Args) -> Args:
-        config, adaptive = target.config, target.config.adaptive_softmax_cutoffs is not None
+    def args(self, spec: ModelSpec, args: Args) -> Args:
+        config, adaptive = spec.config, spec.config.adaptive_softmax_cutoffs is not None
         tied = config.tie_word_embeddings
         args |= fairseq.COMMON | {
             "task": "language_modeling",
@@ -158,10 +158,10 @@ class MegaLMWriter(_MegaWriter):
         }
         for name in ("adaptive_input_cutoff", "adaptive_softmax_cutoff"):
             args[name] = None if args[name] is None else ",".join(map(str, args[name]))
-        return super().args(target, args)
+        return super().args(spec, args)
 
-    def added(self, target: Target, tensors: Tensors) -> Tensors:
-        config, softmax = target.config, "decoder.adaptive_softmax"
+    def added(self, spec: ModelSpec, tensors: Tensors) -> Tensors:
+        config, softmax = spec.config, "decoder.adaptive_softmax"
         buffers = {"decoder.version": torch.tensor([3.0])} | _buffers("decoder", config, "mega_layer")
         if config.adaptive_input_cutoffs is not None:
             buffers["decoder.embed_tokens._float_tensor"] = torch.zeros(1)
@@ -171,16 +171,16 @@ class MegaLMWriter(_MegaWriter):
                 buffers[f"{softmax}.head._float_tensor"] = torch.zeros(1)
         return buffers
 
-    def limits(self, target: Target) -> dict[str, tuple]:
-        config = target.config
+    def limits(self, spec: ModelSpec) -> dict[str, tuple]:
+        config = spec.config
         tied = config.tie_word_embeddings and config.adaptive_softmax_cutoffs is None
-        return super().limits(target) | {
+        return super().limits(spec) | {
             "embedding_size": (config.hidden_size if tied else config.embedding_size,),
             "adaptive_input_cutoffs": (None if tied else config.adaptive_input_cutoffs,),
         }
 
-    def unused(self, target: Target) -> set[str]:
-        return super().unused(target) | {"bos_token_id"}
+    def unused(self, spec: ModelSpec) -> set[str]:
+        return super().unused(spec) | {"bos_token_id"}
 
 
 @register_writer(MegaSeq2Seq)
@@ -191,21 +191,21 @@ class MegaSeq2SeqWriter(_MegaWriter):
     criteria = fairseq.TRANSLATION_CRITERIA
     chunk = "encoder_chunk_size"
 
-    def args(self, target: Target, args: Args) -> Args:
+    def args(self, spec: ModelSpec, args: Args) -> Args:
         del args["no_affine_final_norm"]
-        args |= fairseq.translation(target) | {"arch": "mega"}  # the args have all sizes
-        return super().args(target, args)
+        args |= fairseq.translation(spec) | {"arch": "mega"}  # the args have all sizes
+        return super().args(spec, args)
 
-    def added(self, target: Target, tensors: Tensors) -> Tensors:
+    def added(self, spec: ModelSpec, tensors: Tensors) -> Tensors:
         return {
             **{f"{side}.version": torch.tensor([3.0]) for side in SIDES},
-            **_buffers("encoder", target.config.encoder_config, "mega_layer"),
-            **_buffers("decoder", target.config.decoder_config, "mega_layer", "cross_attn"),
+            **_buffers("encoder", spec.config.encoder_config, "mega_layer"),
+            **_buffers("decoder", spec.config.decoder_config, "mega_layer", "cross_attn"),
         }
 
-    def unused(self, target: Target) -> set[str]:
-        without = set() if target.config.use_normalized_ffn else {"decoder_nffn_hidden_size"}
-        return super().unused(target) | _FIELDS_OF_LM - {"tie_word_embeddings"} | without | {"bos_token_id"}
+    def unused(self, spec: ModelSpec) -> set[str]:
+        without = set() if spec.config.use_normalized_ffn else {"decoder_nffn_hidden_size"}
+        return super().unused(spec) | _FIELDS_OF_LM - {"tie_word_embeddings"} | without | {"bos_token_id"}
 
     def resolve(self, config: MegaSeq2SeqConfig) -> MegaSeq2SeqConfig:
         full = fairseq.resolve(config, DECODER_FIELDS)
@@ -221,8 +221,8 @@ class MegaImageWriter(_MegaWriter):
     revisions = ("conv",)
     kept = ("model",)
 
-    def args(self, target: Target, args: Args) -> Args:
-        config = target.config
+    def args(self, spec: ModelSpec, args: Args) -> Args:
+        config = spec.config
         attention = (config.nffn_hidden_size, config.shared_representation_size)
         widths = (config.hidden_size, config.intermediate_size, *attention)
         sizes = (config.num_hidden_layers, config.ema_projection_size, config.patch_size, config.image_size)
@@ -230,12 +230,12 @@ class MegaImageWriter(_MegaWriter):
         hidden = config.classifier_hidden_size if config.classifier_num_layers else None
         return args | {
             "model": model,
-            "patch_impl": target.revision,
+            "patch_impl": spec.revision,
             "representation_size": hidden,
             "model_ema": False,
         }
 
-    def limits(self, target: Target) -> dict[str, tuple]:
+    def limits(self, spec: ModelSpec) -> dict[str, tuple]:
         return {
             "num_channels": (3,),
             "normalization_type": ("layernorm", "scalenorm", "batchnorm", "syncbatchnorm"),
@@ -244,10 +244,10 @@ class MegaImageWriter(_MegaWriter):
             "norm_affine": (True,),
         }
 
-    def unused(self, target: Target) -> set[str]:
-        return super().unused(target) | _FIELDS_OF_LM
+    def unused(self, spec: ModelSpec) -> set[str]:
+        return super().unused(spec) | _FIELDS_OF_LM
 
-    def notes(self, target: Target, evidence: Evidence) -> list[str]:
+    def notes(self, spec: ModelSpec, evidence: Evidence) -> list[str]:
         if (model := evidence.args.get("model")) in _IMAGE_MODELS.values():
             return []
         return [f"the original has no model of these sizes: register one as args.model = {model!r} in its code"]

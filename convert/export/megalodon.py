@@ -9,7 +9,7 @@ from tqdm import tqdm
 
 from luna_mega import MegalodonConfig
 from luna_mega.convert.dictionaries import PIECES_FILE
-from luna_mega.convert.evidence import Target
+from luna_mega.convert.evidence import ModelSpec
 from luna_mega.convert.export.writer import Args, Export, Writer, check_disk, register_writer
 from luna_mega.convert.formats._megalodon_folder import (
     CONFIG,
@@ -39,8 +39,8 @@ class MegalodonWriter(Writer):
     kept = ("efficient_attn", "layerwise_ckpt", TOKENIZER, SHARDS)
     training_fields = ("dropout_prob", "hidden_dropout_prob", "attention_probs_dropout_prob", "initializer")
 
-    def args(self, target: Target, args: Args) -> Args:
-        config = target.config
+    def args(self, spec: ModelSpec, args: Args) -> Args:
+        config = spec.config
         return args | {
             "output_size": -1 if config.scores == config.vocab_size else config.scores,
             "rope_base": None if config.rope_theta == USUAL_BASE else config.rope_theta,
@@ -50,7 +50,7 @@ class MegalodonWriter(Writer):
             SHARDS: 1,
         }
 
-    def unused(self, target: Target) -> set[str]:
+    def unused(self, spec: ModelSpec) -> set[str]:
         # The original has no padding, and its inference has no options.
         return {"pad_token_id", "bos_token_id", "eos_token_id", "windowed_statistics"}
 
@@ -73,7 +73,7 @@ class MegalodonWriter(Writer):
 
 def _files(export: Export) -> dict[str, bytes | Tensors]:
     """Return the files of a folder: name -> bytes, or tensors that `torch.save` writes."""
-    args, config, companions = export.args, export.target.config, export.companions
+    args, config, companions = export.args, export.spec.config, export.companions
     count = export.shards or args[SHARDS]
     sizes = ("num_attention_heads", "norm_num_groups", "intermediate_size")
     if uneven := [f"{name} = {getattr(config, name)}" for name in sizes if getattr(config, name) % count]:

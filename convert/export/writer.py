@@ -11,7 +11,7 @@ import torch
 from tqdm import tqdm
 from transformers import PreTrainedConfig
 
-from luna_mega.convert.evidence import Evidence, Target
+from luna_mega.convert.evidence import Evidence, ModelSpec
 from luna_mega.convert.formats.format import Format
 from luna_mega.convert.table import rows_of, typed_args
 from luna_mega.errors import ConversionError
@@ -25,7 +25,7 @@ Tensors = dict[str, torch.Tensor]
 class Export:
     """Content of a checkpoint to write, with the contents of its dictionaries by name and the option `--shards`."""
 
-    target: Target
+    spec: ModelSpec
     args: Args
     tensors: Tensors
     companions: dict[str, bytes]
@@ -57,19 +57,19 @@ class Writer:
     def __init__(self, checkpoint_format: Format):
         self.format = checkpoint_format
 
-    def args(self, target: Target, args: Args) -> Args:
+    def args(self, spec: ModelSpec, args: Args) -> Args:
         """Return the args of a checkpoint; `args` are those that the format reads into one field."""
         return args
 
-    def added(self, target: Target, tensors: Tensors) -> Tensors:
+    def added(self, spec: ModelSpec, tensors: Tensors) -> Tensors:
         """Return the tensors of a file that a model lacks; those of the model are `tensors`."""
         return {}
 
-    def limits(self, target: Target) -> dict[str, tuple]:
+    def limits(self, spec: ModelSpec) -> dict[str, tuple]:
         """Return field -> values that the original supports, of fields that reading the args does not check."""
         return {}
 
-    def unused(self, target: Target) -> set[str]:
+    def unused(self, spec: ModelSpec) -> set[str]:
         """Return the fields of the configuration that a checkpoint does not determine."""
         return set()
 
@@ -81,7 +81,7 @@ class Writer:
         """Return the original's usual name for the head of a classifier; None if heads have no names."""
         return None
 
-    def notes(self, target: Target, evidence: Evidence) -> list[str]:
+    def notes(self, spec: ModelSpec, evidence: Evidence) -> list[str]:
         """Return notes for the user; `evidence` comes from the checkpoint."""
         return []
 
@@ -135,20 +135,20 @@ def writer_of(checkpoint_format: Format) -> Writer | None:
     return next((writer_class(checkpoint_format) for writer_class in found), None)
 
 
-def write_args(writer: Writer, target: Target) -> Args:
+def write_args(writer: Writer, spec: ModelSpec) -> Args:
     """Return the args of a checkpoint for a model, in the order of the table."""
     table = writer.format.table
     args: Args = {}
-    for row in rows_of(table, target.revision):
+    for row in rows_of(table, spec.revision):
         if row.name and row.field is not None and row.name not in args:
-            args[row.name] = row.encoded(getattr(target.config, row.field))
-    args = typed_args(table, writer.args(target, args), target.revision)
+            args[row.name] = row.encoded(getattr(spec.config, row.field))
+    args = typed_args(table, writer.args(spec, args), spec.revision)
     return {row.name: args[row.name] for row in table if row.name in args} | args
 
 
-def unsupported_values(writer: Writer, target: Target) -> list[str]:
+def unsupported_values(writer: Writer, spec: ModelSpec) -> list[str]:
     """Return a description of each field whose value the original does not support."""
-    found = {field: (getattr(target.config, field), values) for field, values in writer.limits(target).items()}
+    found = {field: (getattr(spec.config, field), values) for field, values in writer.limits(spec).items()}
     return [
         f"{field} = {value!r} (it has {' or '.join(map(repr, values))})"
         for field, (value, values) in found.items()

@@ -7,7 +7,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from luna_mega.convert.argtypes import integer, word
 from luna_mega.convert.dictionaries import Dictionaries, VocabularyAndLabels
-from luna_mega.convert.evidence import Evidence, Target
+from luna_mega.convert.evidence import Evidence, ModelSpec
 from luna_mega.convert.formats.format import Bpe, Companions
 from luna_mega.convert.table import ACTIVATIONS, Arg, decoded, fields, size_of
 from luna_mega.convert.tokenizers import WORDS, ConvertedTokenizer
@@ -26,8 +26,8 @@ def classifier_activation(default: str, **options: Any) -> Arg:
     return Arg("classifier_activation_fn", "classifier_activation", ACTIVATIONS, default, kind=word, **options)
 
 
-def is_pair(target: Target) -> bool:
-    return target.model_class.__name__.endswith("PairClassification")
+def is_pair(spec: ModelSpec) -> bool:
+    return spec.model_class.__name__.endswith("PairClassification")
 
 
 def input_type(tokens: Callable[[Evidence], bool]) -> Arg:
@@ -73,12 +73,12 @@ def first_token_note(config: PreTrainedConfig) -> str:
     return f"every sequence starts with <CLS>, id {config.vocab_size - 1}, and ends with </s>, id 2"
 
 
-def companions(target: Target, evidence: Evidence, starts_with_cls: bool) -> Companions:
+def companions(spec: ModelSpec, evidence: Evidence, starts_with_cls: bool) -> Companions:
     """Return the dictionaries of a classifier, and its tokenizer of whitespace-separated symbols.
 
     `starts_with_cls` is whether the model was trained with `<CLS>` before every sequence.
     """
-    config, tokens = target.config, target.config.input_type == "tokens"
+    config, tokens = spec.config, spec.config.input_type == "tokens"
     places = {"vocabulary_place": "src-bin/dict.txt"} if evidence.args.get("task") in _TASKS_OF_WORDS else {}
 
     def tokenizer(dictionaries: Dictionaries, bpe: Bpe, notes: list[str]) -> ConvertedTokenizer | None:
@@ -90,5 +90,5 @@ def companions(target: Target, evidence: Evidence, starts_with_cls: bool) -> Com
         return ConvertedTokenizer(words, WORDS, [])
 
     labels = {"labeled": config.problem_type != "regression"} | places
-    kind = VocabularyAndLabels(target.vocab_size, _CLS if tokens else None, config.num_labels, **labels)
+    kind = VocabularyAndLabels(spec.vocab_size, _CLS if tokens else None, config.num_labels, **labels)
     return Companions(kind, tokenizer)

@@ -5,7 +5,7 @@ from typing import Any
 
 from luna_mega.convert.argtypes import anything, flag, language
 from luna_mega.convert.dictionaries import Dictionaries, LanguagePair
-from luna_mega.convert.evidence import Evidence, Target, same_bits
+from luna_mega.convert.evidence import Evidence, ModelSpec, same_bits
 from luna_mega.convert.formats.format import Bpe, Companions
 from luna_mega.convert.table import COMMON, Arg, Table, typed
 from luna_mega.convert.tokenizers import WORDS, ConvertedTokenizer
@@ -59,9 +59,9 @@ SHARING = (
 HEADS = ["sequence-to-sequence LM"]
 
 
-def companions(target: Target, evidence: Evidence, positions: int) -> Companions:
+def companions(spec: ModelSpec, evidence: Evidence, positions: int) -> Companions:
     """Return dictionaries, tokenizers and generation settings; `positions` is the decoder's number of positions."""
-    config = target.config
+    config = spec.config
     languages = tuple(evidence.args.get(f"{name}_lang") or name for name in ("source", "target"))
     sizes = (config.vocab_size, config.get_text_config(decoder=True).vocab_size)
 

@@ -16,7 +16,7 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from luna_mega.convert.dictionaries import Dictionaries, DictionaryKind
-from luna_mega.convert.evidence import Evidence, Target
+from luna_mega.convert.evidence import Evidence, ModelSpec
 from luna_mega.convert.keymap import KeyMap
 from luna_mega.convert.safe_load import Checkpoint
 from luna_mega.convert.table import HEAD, MODEL, Table, build_config, read_fields, typed_args
@@ -150,15 +150,15 @@ class Format(ABC):
         """Return the revision of the code that wrote a file with the stacks of this format; None for another format."""
 
     @abstractmethod
-    def keymap(self, target: Target) -> KeyMap:
+    def keymap(self, spec: ModelSpec) -> KeyMap:
         """Return the names of the tensors of a model in the original and in this package."""
 
     @abstractmethod
-    def companions(self, target: Target, evidence: Evidence) -> Companions:
+    def companions(self, spec: ModelSpec, evidence: Evidence) -> Companions:
         """Return the files next to the weights of a model; `evidence` comes from its checkpoint."""
 
     @abstractmethod
-    def report(self, target: Target, evidence: Evidence) -> Notes:
+    def report(self, spec: ModelSpec, evidence: Evidence) -> Notes:
         """Return decisions and notes on a model; `evidence` comes from its checkpoint."""
 
 
@@ -174,7 +174,7 @@ def rename_tensors(fmt: Format, tensors: Tensors) -> tuple[Tensors, list[str]]:
 
 def read_model(
     fmt: Format, tensors: Tensors, args: dict[str, Any], revision: str, head: str | None = None
-) -> tuple[Target, Evidence]:
+) -> tuple[ModelSpec, Evidence]:
     """Return the model that the table reads from args and tensors, and the evidence.
 
     `head` is the name of the classification head; None if the table determines it.
@@ -187,4 +187,4 @@ def read_model(
     fields = read_fields(fmt.table, evidence)
     model_class, head = fields.pop(MODEL, facts.model_classes[0]), fields.pop(HEAD, None)
     config = build_config(facts.make_config or facts.config_class, fmt.table, evidence, **fields)
-    return Target(model_class, config, revision, head), evidence
+    return ModelSpec(model_class, config, revision, head), evidence

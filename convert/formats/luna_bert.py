@@ -7,7 +7,7 @@ from typing import Any
 from luna_mega import LunaForMaskedLM, LunaForMultipleChoice, LunaForSequenceClassification, LunaModel
 from luna_mega.convert.argtypes import flag, integer, number, size, word
 from luna_mega.convert.dictionaries import Dictionaries, VocabularyAndLabels
-from luna_mega.convert.evidence import Evidence, Target, same_bits
+from luna_mega.convert.evidence import Evidence, ModelSpec, same_bits
 from luna_mega.convert.formats import _luna
 from luna_mega.convert.formats.format import Bpe, Companions, Facts, Format, Notes
 from luna_mega.convert.keymap import LAYER_NORM, KeyMap, Row, rows
@@ -126,7 +126,7 @@ class LunaBert(Format):
     def recognize(self, file: Checkpoint) -> str | None:
         return "head" if "stop_min_lr" in file.args else "r21"
 
-    def keymap(self, target: Target) -> KeyMap:
+    def keymap(self, spec: ModelSpec) -> KeyMap:
         found = [
             *(Row(f"{LM_HEAD}.{part}", f"lm_head.decoder.{part}") for part in ("weight", "bias")),
             *rows(LM_HEAD, "lm_head", ["dense"]),
@@ -134,8 +134,8 @@ class LunaBert(Format):
             Row(f"{_BODY}.embed_tokens.weight", "luna.embeddings.word_embeddings.weight"),
             *_luna.encoder_rows(_BODY),
         ]
-        if target.head is not None:
-            source = f"classification_heads.{target.head}"
+        if spec.head is not None:
+            source = f"classification_heads.{spec.head}"
             found += [
                 *rows(source, "pooler", {"in_proj": "dense"}),
                 *rows(f"{source}.attn", "pooler.attention", ("q_proj", "k_proj", "v_proj", "out_proj")),
@@ -143,16 +143,16 @@ class LunaBert(Format):
                 *rows(source, "classifier", {"dense": "dense.0", "out_proj": "out_proj"}),
             ]
         reason = "head not chosen; --head {name} converts it"
-        return KeyMap([*found, Row("classification_heads.{name}.{rest}", None, reason=reason, except_name=target.head)])
+        return KeyMap([*found, Row("classification_heads.{name}.{rest}", None, reason=reason, except_name=spec.head)])
 
-    def companions(self, target: Target, evidence: Evidence) -> Companions:
-        task, config = evidence.args.get("task"), target.config
+    def companions(self, spec: ModelSpec, evidence: Evidence) -> Companions:
+        task, config = evidence.args.get("task"), spec.config
         places = {"vocabulary_place": "input0/dict.txt"} if task in ("sentence_prediction", "sentence_ranking") else {}
         places |= {"label_place": "label/dict.txt"} if task == "sentence_prediction" else {}
         kind = VocabularyAndLabels(
             config.vocab_size,
             "<mask>",
-            config.num_labels if target.model_class is LunaForSequenceClassification else None,
+            config.num_labels if spec.model_class is LunaForSequenceClassification else None,
             labeled=config.problem_type != "regression",
             **places,
         )
@@ -172,11 +172,11 @@ class LunaBert(Format):
 
         return Companions(kind, tokenizer)
 
-    def report(self, target: Target, evidence: Evidence) -> Notes:
+    def report(self, spec: ModelSpec, evidence: Evidence) -> Notes:
         named = [
             f"{key.split('.')[1]}: {len(tensor)} classes"
             for key, tensor in evidence.tensors.items()
             if key.startswith("classification_heads.") and key.endswith(".out_proj.weight") and ".attn." not in key
         ]
-        kept = ["the LM head is kept: AutoModelForMaskedLM loads from the same folder"] * (target.head is not None)
-        return Notes({"head": target.head}, kept, ["masked LM", *named])
+        kept = ["the LM head is kept: AutoModelForMaskedLM loads from the same folder"] * (spec.head is not None)
+        return Notes({"head": spec.head}, kept, ["masked LM", *named])

@@ -6,7 +6,7 @@ from typing import Any
 from luna_mega import LunaForSequenceClassification, LunaForSequencePairClassification
 from luna_mega.convert.argtypes import anything, flag, integer, number, size, word
 from luna_mega.convert.conventions import MINUS_ONE
-from luna_mega.convert.evidence import Evidence, Target
+from luna_mega.convert.evidence import Evidence, ModelSpec
 from luna_mega.convert.formats import _lra, _luna
 from luna_mega.convert.formats._lra import BODY, OUT
 from luna_mega.convert.formats.format import Companions, Facts, Format, Notes
@@ -120,8 +120,8 @@ def _head(evidence: Evidence) -> dict[str, Any]:
     return found | pair | {MODEL: model_class}
 
 
-def _is_later(target: Target) -> bool:
-    return target.revision == "head"
+def _is_later(spec: ModelSpec) -> bool:
+    return spec.revision == "head"
 
 
 _TABLE = (
@@ -184,27 +184,27 @@ class LunaLra(Format):
             return None
         return "r21" if any(key.startswith("classifier.") for key in file.tensors) else "head"
 
-    def keymap(self, target: Target) -> KeyMap:
-        embedding = {"tokens": "word_embeddings", "values": "value_embeddings"}[target.config.input_type]
+    def keymap(self, spec: ModelSpec) -> KeyMap:
+        embedding = {"tokens": "word_embeddings", "values": "value_embeddings"}[spec.config.input_type]
         classifier = [Row("classifier.{n}.{part}", "classifier.dense.{n}.{part}")]
-        if _is_later(target):
+        if _is_later(spec):
             classifier = [Row("pre_logits.0.{part}", "classifier.dense.0.{part}")]
             classifier += _luna.sinusoid_rows(BODY)
         embeddings = rows(BODY, "luna.embeddings", {"embed_tokens": embedding})
         out = Row(OUT, "classifier.out_proj.weight")
         return KeyMap([*embeddings, *_luna.encoder_rows(BODY), *classifier, out])
 
-    def companions(self, target: Target, evidence: Evidence) -> Companions:
-        return _lra.companions(target, evidence, _starts_with_cls(target, evidence))
+    def companions(self, spec: ModelSpec, evidence: Evidence) -> Companions:
+        return _lra.companions(spec, evidence, _starts_with_cls(spec, evidence))
 
-    def report(self, target: Target, evidence: Evidence) -> Notes:
-        config = target.config
+    def report(self, spec: ModelSpec, evidence: Evidence) -> Notes:
+        config = spec.config
         notes = [_PADDING_NOTE] * config.pool_padding
-        notes += [_lra.first_token_note(config)] * _starts_with_cls(target, evidence)
+        notes += [_lra.first_token_note(config)] * _starts_with_cls(spec, evidence)
         notes += [_SCALED_NOTE] * (config.position_embedding_type == "sinusoidal")
         return Notes(notes=notes)
 
 
-def _starts_with_cls(target: Target, evidence: Evidence) -> bool:
-    tokens = target.config.input_type == "tokens"
-    return tokens and (target.revision == "r21" or evidence.arg("sen_rep_type") == "cls")
+def _starts_with_cls(spec: ModelSpec, evidence: Evidence) -> bool:
+    tokens = spec.config.input_type == "tokens"
+    return tokens and (spec.revision == "r21" or evidence.arg("sen_rep_type") == "cls")

@@ -7,7 +7,7 @@ from typing import Any
 
 from luna_mega import LunaForConditionalGeneration, LunaSeq2SeqConfig
 from luna_mega.convert.argtypes import anything, flag, number, size, word
-from luna_mega.convert.evidence import Evidence, Target
+from luna_mega.convert.evidence import Evidence, ModelSpec
 from luna_mega.convert.formats import _luna, _translation
 from luna_mega.convert.formats.format import Companions, Facts, Format, Notes
 from luna_mega.convert.keymap import LAYER_NORM, KeyMap, Row, rows
@@ -139,13 +139,13 @@ class LunaSeq2Seq(Format):
     def recognize(self, file: Checkpoint) -> str:
         return "r21"
 
-    def companions(self, target: Target, evidence: Evidence) -> Companions:
-        return _translation.companions(target, evidence, target.config.decoder_config.max_position_embeddings)
+    def companions(self, spec: ModelSpec, evidence: Evidence) -> Companions:
+        return _translation.companions(spec, evidence, spec.config.decoder_config.max_position_embeddings)
 
-    def report(self, target: Target, evidence: Evidence) -> Notes:
+    def report(self, spec: ModelSpec, evidence: Evidence) -> Notes:
         return Notes(notes=[_ACTIVATION_NOTE], heads=_translation.HEADS)
 
-    def keymap(self, target: Target) -> KeyMap:
+    def keymap(self, spec: ModelSpec) -> KeyMap:
         encoder, decoder = "luna.encoder", "luna.decoder"
         return KeyMap(
             [

@@ -6,7 +6,7 @@ from functools import partial
 from luna_mega import MegaConfig, MegaForImageClassification
 from luna_mega.convert.argtypes import flag, integer, number, size, word
 from luna_mega.convert.dictionaries import ClassNames
-from luna_mega.convert.evidence import Evidence, Target
+from luna_mega.convert.evidence import Evidence, ModelSpec
 from luna_mega.convert.formats import _mega
 from luna_mega.convert.formats.format import Companions, Container, Facts, Format, Notes, Revision
 from luna_mega.convert.keymap import KeyMap, Reshape, Row
@@ -96,9 +96,9 @@ class MegaImage(Format):
             return None
         return "linear" if file.tensors[_PATCHES].dim() == 2 else "conv"
 
-    def keymap(self, target: Target) -> KeyMap:
+    def keymap(self, spec: ModelSpec) -> KeyMap:
         to_patches = "mega.embedding_layer.patch_embeddings.projection"
-        config, linear = target.config, target.revision == "linear"
+        config, linear = spec.config, spec.revision == "linear"
         shape = (-1, config.num_channels, config.patch_size, config.patch_size)
         convolution = Reshape(lambda weight: weight.reshape(shape), lambda weight: weight.flatten(1))  # equivalent
         return KeyMap(
@@ -114,16 +114,16 @@ class MegaImage(Format):
             ]
         )
 
-    def companions(self, target: Target, evidence: Evidence) -> Companions:
+    def companions(self, spec: ModelSpec, evidence: Evidence) -> Companions:
         # The evaluation transform: resize the shorter side to 256 / 224 of the size, then crop the center.
-        size = target.config.image_size
+        size = spec.config.image_size
         preprocessor = {
             "image_processor_type": "LevitImageProcessor",
             "size": {"shortest_edge": size},
             "crop_size": {"height": size, "width": size},
         }
-        return Companions(ClassNames(target.config.num_labels), preprocessor=preprocessor)
+        return Companions(ClassNames(spec.config.num_labels), preprocessor=preprocessor)
 
-    def report(self, target: Target, evidence: Evidence) -> Notes:
-        config = target.config
-        return Notes({"image_size": config.image_size, "patch_size": config.patch_size, "patches": target.revision})
+    def report(self, spec: ModelSpec, evidence: Evidence) -> Notes:
+        config = spec.config
+        return Notes({"image_size": config.image_size, "patch_size": config.patch_size, "patches": spec.revision})

@@ -6,7 +6,7 @@ from itertools import accumulate, product
 from luna_mega import MegaConfig, MegaForCausalLM
 from luna_mega.convert.argtypes import anything, cutoffs, flag, number, size, word
 from luna_mega.convert.dictionaries import Dictionaries, VocabularyAndLabels
-from luna_mega.convert.evidence import Evidence, Target, same_bits
+from luna_mega.convert.evidence import Evidence, ModelSpec, same_bits
 from luna_mega.convert.formats import _mega
 from luna_mega.convert.formats.format import Bpe, Companions, Facts, Notes
 from luna_mega.convert.keymap import KeyMap, Row
@@ -181,8 +181,8 @@ class MegaLM(_mega.MegaFormat):
     )
     table = _TABLE
 
-    def keymap(self, target: Target) -> KeyMap:
-        config, words = target.config, "mega.embedding_layer.word_embeddings"
+    def keymap(self, spec: ModelSpec) -> KeyMap:
+        config, words = spec.config, "mega.embedding_layer.word_embeddings"
         embedding = [Row(_EMBEDDING, f"{words}.weight")]
         if config.adaptive_input_cutoffs is not None:
             bands = product(range(len(config.adaptive_input_cutoffs) + 1), enumerate(("words", "projections")))
@@ -195,23 +195,23 @@ class MegaLM(_mega.MegaFormat):
                 _mega.placeholder_row(f"{_BODY}.version"),
                 *embedding,
                 Row(_PROJECTION, "mega.embedding_layer.projection.weight"),
-                *_mega.layer_rows(_BODY, target.revision),
+                *_mega.layer_rows(_BODY, spec.revision),
                 *([Row(_OUT, "lm_head.weight")] if config.adaptive_softmax_cutoffs is None else _softmax_rows(config)),
             ]
         )
 
-    def companions(self, target: Target, evidence: Evidence) -> Companions:
+    def companions(self, spec: ModelSpec, evidence: Evidence) -> Companions:
         def tokenizer(dictionaries: Dictionaries, bpe: Bpe, notes: list[str]) -> ConvertedTokenizer | None:
             found = dictionaries.has_vocabulary(bpe)
-            return lm_tokenizer(dictionaries.vocabulary, bpe, position_limit(target.config)) if found else None
+            return lm_tokenizer(dictionaries.vocabulary, bpe, position_limit(spec.config)) if found else None
 
-        return Companions(VocabularyAndLabels(target.vocab_size, None, None), tokenizer)
+        return Companions(VocabularyAndLabels(spec.vocab_size, None, None), tokenizer)
 
-    def report(self, target: Target, evidence: Evidence) -> Notes:
+    def report(self, spec: ModelSpec, evidence: Evidence) -> Notes:
         name, notes = "activation_dropout", []
         if evidence.args.get(name) is None and name not in _ARCHITECTURES.get(str(evidence.args.get("arch")), {}):
             notes.append(f"args.{name} is missing, which is an error in the original; using 0.0")
-        return Notes({"ema_convention": target.revision}, notes, heads=["causal LM"])
+        return Notes({"ema_convention": spec.revision}, notes, heads=["causal LM"])
 
 
 def _softmax_rows(config: MegaConfig) -> list[Row]:

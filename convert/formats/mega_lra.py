@@ -5,7 +5,7 @@ from typing import Any
 
 from luna_mega import MegaForSequenceClassification, MegaForSequencePairClassification
 from luna_mega.convert.argtypes import anything, flag, integer, mean_and_deviation, number, size, word
-from luna_mega.convert.evidence import Evidence, Target
+from luna_mega.convert.evidence import Evidence, ModelSpec
 from luna_mega.convert.formats import _lra, _mega
 from luna_mega.convert.formats._lra import BODY, OUT
 from luna_mega.convert.formats.format import Companions, Facts, Notes
@@ -112,29 +112,29 @@ class MegaLra(_mega.MegaFormat):
     )
     table = _TABLE
 
-    def keymap(self, target: Target) -> KeyMap:
-        deeper = range(1, target.config.classifier_num_layers)
+    def keymap(self, spec: ModelSpec) -> KeyMap:
+        deeper = range(1, spec.config.classifier_num_layers)
         return KeyMap(
             [
                 Row(_WORDS, "mega.embedding_layer.word_embeddings.weight"),
                 *rows(BODY, "mega.embedding_layer", {"embed_tokens": "value_embeddings"}),
-                *_mega.layer_rows(BODY, target.revision),
+                *_mega.layer_rows(BODY, spec.revision),
                 Row("classifier.0.0.{part}", "classifier.dense.{part}"),
                 *rows("classifier", "classifier.deeper", {f"{n}.0": f"{n - 1}" for n in deeper}),
                 Row(OUT, "classifier.out_proj.weight"),
             ]
         )
 
-    def companions(self, target: Target, evidence: Evidence) -> Companions:
-        return _lra.companions(target, evidence, _starts_with_cls(target))
+    def companions(self, spec: ModelSpec, evidence: Evidence) -> Companions:
+        return _lra.companions(spec, evidence, _starts_with_cls(spec))
 
-    def report(self, target: Target, evidence: Evidence) -> Notes:
-        notes = [_lra.first_token_note(target.config)] * _starts_with_cls(target)
+    def report(self, spec: ModelSpec, evidence: Evidence) -> Notes:
+        notes = [_lra.first_token_note(spec.config)] * _starts_with_cls(spec)
         if evidence.args.get("task") == "lra-image":
             mean, deviation = evidence.args.get("pixel_normalization") or (0.5, 0.5)
             notes.append(f"a pixel x of 0 to 255 must be normalized to (x / 255 - {mean}) / {deviation}")
-        return Notes({"ema_convention": target.revision}, notes)
+        return Notes({"ema_convention": spec.revision}, notes)
 
 
-def _starts_with_cls(target: Target) -> bool:
-    return target.config.input_type == "tokens" and target.config.pooling == "cls"
+def _starts_with_cls(spec: ModelSpec) -> bool:
+    return spec.config.input_type == "tokens" and spec.config.pooling == "cls"

@@ -5,7 +5,7 @@ from typing import Any
 
 from luna_mega import MegaForConditionalGeneration, MegaSeq2SeqConfig
 from luna_mega.convert.argtypes import anything
-from luna_mega.convert.evidence import Evidence, Target
+from luna_mega.convert.evidence import Evidence, ModelSpec
 from luna_mega.convert.formats import _mega, _translation
 from luna_mega.convert.formats._translation import SIDES
 from luna_mega.convert.formats.format import Companions, Facts, Notes
@@ -73,18 +73,18 @@ class MegaSeq2Seq(_mega.MegaFormat):
     )
     table = _TABLE
 
-    def keymap(self, target: Target) -> KeyMap:
+    def keymap(self, spec: ModelSpec) -> KeyMap:
         rows = []
         for side in SIDES:
             rows += [
                 _mega.placeholder_row(f"{side}.version"),
                 Row(f"{side}.embed_tokens.weight", f"mega.{side}.embedding_layer.word_embeddings.weight"),
-                *_mega.layer_rows(side, target.revision, f"mega.{side}", cross=side == "decoder"),
+                *_mega.layer_rows(side, spec.revision, f"mega.{side}", cross=side == "decoder"),
             ]
         return KeyMap([*rows, Row(_OUT, "lm_head.weight")])
 
-    def companions(self, target: Target, evidence: Evidence) -> Companions:
-        return _translation.companions(target, evidence, target.config.decoder_config.max_positions)
+    def companions(self, spec: ModelSpec, evidence: Evidence) -> Companions:
+        return _translation.companions(spec, evidence, spec.config.decoder_config.max_positions)
 
-    def report(self, target: Target, evidence: Evidence) -> Notes:
-        return Notes({"ema_convention": target.revision}, heads=_translation.HEADS)
+    def report(self, spec: ModelSpec, evidence: Evidence) -> Notes:
+        return Notes({"ema_convention": spec.revision}, heads=_translation.HEADS)

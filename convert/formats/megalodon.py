@@ -10,7 +10,7 @@ import torch
 from luna_mega import MegalodonConfig, MegalodonForCausalLM
 from luna_mega.convert.argtypes import flag, integer, number, size
 from luna_mega.convert.dictionaries import PIECES_FILE, Dictionaries, PieceFile
-from luna_mega.convert.evidence import Evidence, Target
+from luna_mega.convert.evidence import Evidence, ModelSpec
 from luna_mega.convert.formats._megalodon_folder import (
     CONFIG,
     EMBEDDING,
@@ -135,7 +135,7 @@ class Megalodon(Format):
     def recognize(self, file: Checkpoint) -> str | None:
         return "release" if SHARDS in file.args else None
 
-    def keymap(self, target: Target) -> KeyMap:
+    def keymap(self, spec: ModelSpec) -> KeyMap:
         layer, body = "layers.{layer}", MegalodonForCausalLM.base_model_prefix
         parts = ("rmsnorm.{part}", *(f"{name}.{{part}}" for name in ("wz", "wv", "wr", "wh1", "wh2")), "gamma", "beta")
         own = [f"mega.{name}" for name in parts] + [f"nffn.{name}.{{part}}" for name in ("norm", "fc1", "fc2", "fc3")]
@@ -151,8 +151,8 @@ class Megalodon(Format):
             ]
         )
 
-    def companions(self, target: Target, evidence: Evidence) -> Companions:
-        settings, config = evidence.arg(TOKENIZER), target.config
+    def companions(self, spec: ModelSpec, evidence: Evidence) -> Companions:
+        settings, config = evidence.arg(TOKENIZER), spec.config
 
         def tokenizer(dictionaries: Dictionaries, bpe: Bpe, notes: list[str]) -> ConvertedTokenizer | None:
             path, named = bpe or dictionaries.pieces, settings["path"]
@@ -173,9 +173,9 @@ class Megalodon(Format):
 
         return Companions(PieceFile(settings["path"]), tokenizer)
 
-    def report(self, target: Target, evidence: Evidence) -> Notes:
+    def report(self, spec: ModelSpec, evidence: Evidence) -> Notes:
         notes = []
-        if target.config.attention_probs_dropout_prob and evidence.args.get("efficient_attn") is not None:
+        if spec.config.attention_probs_dropout_prob and evidence.args.get("efficient_attn") is not None:
             notes.append("the fused attention of the original drops keys in training; here it drops attention weights")
-        decisions = {"shards": evidence.arg(SHARDS), "output_size": target.config.scores}
+        decisions = {"shards": evidence.arg(SHARDS), "output_size": spec.config.scores}
         return Notes(decisions, notes, heads=["causal LM"])

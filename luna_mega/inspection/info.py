@@ -31,7 +31,7 @@ class Info:
     """Description of a model, with the bytes of its weights and cache as `from_pretrained` loads it in this dtype.
 
     `cache_bytes` contains the bytes of the cache of one sequence of `length` positions, and their growth with its last
-    position (`"token"`); None for an encoder. Source and target of an encoder-decoder have `length` positions each.
+    position (`"token"`); None for an encoder. Source and spec of an encoder-decoder have `length` positions each.
     """
 
     path: str
@@ -264,12 +264,12 @@ def _read_checkpoint(path: str | Path, progress: bool):
     facts = fmt.facts
     # The description does not depend on the revision.
     assumed = next(iter(facts.revisions)) if revision == "unknown" else revision
-    target, evidence = read_model(fmt, checkpoint.tensors, checkpoint.args, assumed)
+    spec, evidence = read_model(fmt, checkpoint.tensors, checkpoint.args, assumed)
     dtypes = Counter()
     for tensor in filter(torch.is_floating_point, checkpoint.tensors.values()):
         dtypes[dtype_name(tensor.dtype)] += tensor.numel()
     origin = f"{facts.container.software}: {_origin_of(fmt, revision, facts.container.architecture(checkpoint.args))}"
     warnings = [*checkpoint.warnings, *evidence.warnings]
-    name, config = target.model_class.__name__.rpartition("For")[2], target.config
-    heads = fmt.report(target, evidence).heads or [f"{name}: {config.num_labels} classes, pooling {config.pooling}"]
-    return config, target.model_class, origin, heads, dtypes, warnings, None
+    name, config = spec.model_class.__name__.rpartition("For")[2], spec.config
+    heads = fmt.report(spec, evidence).heads or [f"{name}: {config.num_labels} classes, pooling {config.pooling}"]
+    return config, spec.model_class, origin, heads, dtypes, warnings, None

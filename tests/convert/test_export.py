@@ -6,7 +6,7 @@ from safetensors.torch import load_file
 
 from luna_mega import LunaConfig, LunaForMaskedLM, MegaConfig, MegaForSequenceClassification
 from luna_mega.convert import convert_checkpoint
-from luna_mega.convert.evidence import Target
+from luna_mega.convert.evidence import ModelSpec
 from luna_mega.convert.export.exporter import export_checkpoint
 from luna_mega.convert.export.writer import write_args, writer_of
 from luna_mega.convert.formats.registry import find_format
@@ -194,8 +194,8 @@ def test_logits_of_an_export(tmp_path, name):
 def test_architectures_of_presets(preset, arch):
     is_luna = isinstance(preset, LunaConfig)
     model_class = LunaForMaskedLM if is_luna else MegaForSequenceClassification
-    target = Target(model_class, preset, "r21" if is_luna else "main")
-    args = write_args(writer_of(find_format("luna_bert" if is_luna else "mega_lra")), target)
+    spec = ModelSpec(model_class, preset, "r21" if is_luna else "main")
+    args = write_args(writer_of(find_format("luna_bert" if is_luna else "mega_lra")), spec)
     assert args["arch"] == arch and (not is_luna or args["untie_luna_kv"] is not preset.tie_key_value)
 
 

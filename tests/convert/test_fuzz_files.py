@@ -39,7 +39,7 @@ def understood(file):
     """Return the tensors that a conversion would write, its configuration, and its warnings; write no files."""
     source = _identify(read_checkpoint(file), None, "auto", "auto")
     tensors = convert_tensors(source.mapping, source.checkpoint.tensors, source.minus_one, torch.float32)
-    return tensors, source.target.config.to_dict(), [*source.checkpoint.warnings, *source.warnings]
+    return tensors, source.spec.config.to_dict(), [*source.checkpoint.warnings, *source.warnings]
 
 
 def outcome(file, folder, original):
@@ -187,7 +187,7 @@ def test_hostile_pickles(tmp_path, watched, legacy, monkeypatch):
 def planned(checkpoint):
     """Return the configuration converted from a fixture, or the text of the error if it is only part of a model."""
     try:
-        return _identify(checkpoint, None, "auto", "auto").target.config.to_dict()
+        return _identify(checkpoint, None, "auto", "auto").spec.config.to_dict()
     except ConversionError as error:
         return str(error).removeprefix(str(checkpoint.path))
 

@@ -1,7 +1,7 @@
 import pytest
 
 from luna_mega import LunaConfig, MegaConfig
-from luna_mega.convert.evidence import Target
+from luna_mega.convert.evidence import ModelSpec
 from luna_mega.convert.formats.format import read_model, rename_tensors
 from luna_mega.convert.formats.registry import find_format
 from luna_mega.convert.keymap import KeyMap, Row
@@ -10,7 +10,7 @@ from luna_mega.convert.keymap import KeyMap, Row
 def keymap(name, revision="r21", head=None, **fields):
     config = (LunaConfig if name.startswith("luna") else MegaConfig)(**fields)
     found = find_format(name)
-    return found.keymap(Target(found.facts.model_classes[0], config, revision, head))
+    return found.keymap(ModelSpec(found.facts.model_classes[0], config, revision, head))
 
 
 @pytest.mark.parametrize(
@@ -26,8 +26,8 @@ def test_mismatched_names_and_shapes(key):
 def test_dropped_rows_state_a_reason_and_are_not_exported(make):
     state = make.bert(heads=[("a_head", 2)])
     luna_bert = find_format("luna_bert")
-    target, _ = read_model(luna_bert, state["model"], vars(state["args"]), "r21")
-    found = luna_bert.keymap(target)
+    spec, _ = read_model(luna_bert, state["model"], vars(state["args"]), "r21")
+    found = luna_bert.keymap(spec)
     match = found.forward("classification_heads.a_head.dense.weight")
     assert match.key is None and "--head a_head" in match.reason
     assert keymap("luna_bert", head="a_head").forward("classification_heads.a_head.other.weight") is None

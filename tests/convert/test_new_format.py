@@ -60,23 +60,23 @@ class TinyFormat(Format):
     def recognize(self, file):
         return "one" if all(key.startswith(("net.", "head.")) for key in file.tensors) else None
 
-    def keymap(self, target):
+    def keymap(self, spec):
         return KeyMap([Row("net.{rest}", "mega.{rest}"), Row("head.{rest}", "classifier.{rest}")])
 
-    def companions(self, target, evidence):
-        return Companions(VocabularyAndLabels(target.config.vocab_size, None, None))
+    def companions(self, spec, evidence):
+        return Companions(VocabularyAndLabels(spec.config.vocab_size, None, None))
 
-    def report(self, target, evidence):
+    def report(self, spec, evidence):
         return Notes()
 
 
 class TinyWriter(Writer):
     revisions = ("one",)
 
-    def args(self, target, args):
+    def args(self, spec, args):
         return {"model": "tiny"} | args
 
-    def limits(self, target):
+    def limits(self, spec):
         return {"normalization_type": ("scalenorm",)}
 
     def state(self, export):

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from luna_mega.convert import argtypes
-from luna_mega.convert.evidence import Evidence, Target
+from luna_mega.convert.evidence import Evidence, ModelSpec
 from luna_mega.convert.export.writer import Writer, write_args, writer_of
 from luna_mega.convert.formats import registered_formats
 from luna_mega.convert.table import ACTIVATIONS, NOT, Arg, read_fields, typed_args
@@ -35,8 +35,8 @@ TABLE = (
 
 
 class TableWriter(Writer):
-    def args(self, target, args):
-        new = {"new": -1} if target.revision == "new" else {"tasks": target.head} if target.head else {}
+    def args(self, spec, args):
+        new = {"new": -1} if spec.revision == "new" else {"tasks": spec.head} if spec.head else {}
         return args | new | {"data": "."}
 
 
@@ -46,7 +46,7 @@ def evidence(revision="old", **args):
 
 @pytest.mark.parametrize(("revision", "head"), [("old", None), ("new", None), ("old", "a")])
 def test_both_directions(revision, head):
-    args = write_args(TableWriter(SimpleNamespace(table=TABLE)), Target(object, Config(), revision, head))
+    args = write_args(TableWriter(SimpleNamespace(table=TABLE)), ModelSpec(object, Config(), revision, head))
     expected = {"data": ".", "dim": 8, "activation_fn": "gelu_accurate", "no_scale": False, "drop": 0.5}
     expected |= {"new": -1} if revision == "new" else {"tasks": "a"} if head else {}
     assert args == expected
@@ -139,7 +139,7 @@ def test_flags_of_genuine_files(value):
 def test_a_value_of_another_type_is_not_written():
     writer = Writer(SimpleNamespace(table=(Arg("flag", "act", kind=argtypes.flag),)))
     with pytest.raises(ConversionError, match=r"^args\.flag = 'gelu_new' is neither True nor False$"):
-        write_args(writer, Target(object, Config(), "old"))
+        write_args(writer, ModelSpec(object, Config(), "old"))
 
 
 @functools.cache
