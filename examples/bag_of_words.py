@@ -1,0 +1,68 @@
+"""Evaluate a bag of words on a text classification dataset, as a baseline for the results of the other scripts.
+
+    python examples/bag_of_words.py --dataset_name stanfordnlp/imdb --split test
+    python examples/bag_of_words.py --dataset_name nyu-mll/glue --dataset_config sst2 --text_columns sentence
+
+A logistic regression reads the TF-IDF of words and bigrams. Its settings are not tuned. For two text columns, it reads
+the vectors of both texts and their product. If the labels are numbers with a fraction, such as the similarities of
+STS-B, nothing is trained: the score is the cosine similarity of the two vectors.
+"""
+
+import json
+import time
+from dataclasses import dataclass
+
+import numpy as np
+from scipy.sparse import hstack
+from scipy.stats import pearsonr, spearmanr
+from sklearn.feature_extraction.text import TfidfVectorizer
+from sklearn.linear_model import LogisticRegression
+from sklearn.metrics import accuracy_score, f1_score, matthews_corrcoef
+from transformers.hf_argparser import HfArg
+
+from luna_mega import training as lib
+
+
+@dataclass
+class DataArguments(lib.SourceArguments):
+    text_columns: list[str] = HfArg(default_factory=lambda: ["text"], help="text column, or two columns for pairs")
+    label_column: str = HfArg(default="label", help="column with the labels: names, ids or scores")
+    split: str = HfArg(default="validation", help="split to evaluate; the classifier is trained on the split train")
+    max_characters: int | None = HfArg(default=None, help="read only the first N characters of a text")
+
+
+def main(argv: list[str] | None = None) -> dict[str, float]:
+    (data,) = lib.parse_arguments((DataArguments,), argv)
+    start = time.perf_counter()
+    splits = lib.load_splits({"train": None, data.split: None}, data, data.text_columns, label=data.label_column)
+    texts = {
+        name: [[text[: data.max_characters] for text in split[column]] for column in data.text_columns]
+        for name, split in splits.items()
+    }
+    vectorizer = TfidfVectorizer(ngram_range=(1, 2)).fit(text for column in texts["train"] for text in column)
+
+    def features(name: str) -> list:
+        """Return the vectors of each text column and, for pairs, their product, all `[N, terms]`."""
+        vectors = [vectorizer.transform(column) for column in texts[name]]
+        return vectors if len(vectors) == 1 else [*vectors, vectors[0].multiply(vectors[1])]
+
+    labels = {name: split[data.label_column] for name, split in splits.items()}
+    known = labels[data.split]
+    if None in known or -1 in known:
+        lib.fail(f"--split {data.split} has rows without a label; pass another split")
+    if isinstance(known[0], float):
+        similarities = np.asarray(features(data.split)[-1].sum(axis=1)).ravel()
+        metrics = {"pearson": pearsonr(similarities, known)[0], "spearmanr": spearmanr(similarities, known)[0]}
+    else:
+        classifier = LogisticRegression(C=30, max_iter=1000).fit(hstack(features("train")).tocsr(), labels["train"])
+        predicted = classifier.predict(hstack(features(data.split)).tocsr())
+        average = "binary" if set(labels["train"]) == {0, 1} else "macro"
+        metrics = {"accuracy": accuracy_score(known, predicted), "f1": f1_score(known, predicted, average=average)}
+        metrics["matthews_correlation"] = matthews_corrcoef(known, predicted)
+    metrics |= {"examples": len(known), "seconds": time.perf_counter() - start}
+    print(json.dumps(metrics))
+    return metrics
+
+
+if __name__ == "__main__":
+    main()
