@@ -12,7 +12,7 @@ from pathlib import Path
 
 import matplotlib.pyplot as plt
 import torch
-from transformers import HfArgumentParser, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.hf_argparser import HfArg
 
 from luna_mega import training as lib
@@ -36,8 +36,7 @@ class Arguments(lib.SourceArguments):
 
 
 def parse(argv: list[str] | None) -> Arguments:
-    (arguments,) = HfArgumentParser(Arguments, allow_abbrev=False).parse_args_into_dataclasses(argv)
-    lib.check_finite(arguments)
+    (arguments,) = lib.parse_arguments((Arguments,), argv)
     lib.check_least(arguments, 1, "context", "chunk", "segment", "batch_size")
     lib.check_choice(arguments, "line_end", ("newline", "eos"))
     if not 0 < arguments.last_share <= 1:

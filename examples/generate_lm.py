@@ -2,16 +2,18 @@
 
     python examples/generate_lm.py --model_name_or_path OUT --prompt "ROMEO:" --max_new_tokens 20000 --output_dir TEXT
 
-Print speed and cache size at regular intervals. Both are constant for Luna, and for Mega with chunked attention.
+Print the text and, at regular intervals on the standard error, speed and cache size. Both are constant for Luna, and
+for Mega with chunked attention.
 """
 
 import json
+import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from transformers import HfArgumentParser, TextStreamer, set_seed
+from transformers import TextStreamer, set_seed
 from transformers.hf_argparser import HfArg
 
 from luna_mega import training as lib
@@ -32,7 +34,7 @@ class Arguments:
 
 
 class MeasuredStreamer(TextStreamer):
-    """Streamer that writes the text to a file, and reports speed and cache size at regular intervals."""
+    """Streamer that prints the text, writes it to a file, and reports speed and cache size at regular intervals."""
 
     def __init__(self, tokenizer, file, every: int):
         super().__init__(tokenizer, skip_special_tokens=True, clean_up_tokenization_spaces=False)
@@ -52,12 +54,14 @@ class MeasuredStreamer(TextStreamer):
         if self.count % self.every == 0:
             report = {"tokens": self.count, "tokens_per_second": self.every / (now - self.start)}
             report["cache_bytes"] = cache_bytes(self.cache)
-            print("  ".join(f"{name} {value:,.0f}" for name, value in report.items()), flush=True)
+            line = "  ".join(f"{name} {value:,.0f}" for name, value in report.items())
+            print(f"\n{line}", file=sys.stderr, flush=True)
             self.reports.append(report)
             self.start = now
 
     def on_finalized_text(self, text: str, stream_end: bool = False):
         self.file.write(text)
+        print(text, end="\n" if stream_end else "", flush=True)
 
 
 def cache_bytes(cache) -> int:
@@ -68,8 +72,7 @@ def cache_bytes(cache) -> int:
 
 
 def main(argv: list[str] | None = None) -> list[dict[str, float]]:
-    (arguments,) = HfArgumentParser(Arguments, allow_abbrev=False).parse_args_into_dataclasses(argv)
-    lib.check_finite(arguments)
+    (arguments,) = lib.parse_arguments((Arguments,), argv)
     lib.check_least(arguments, 1, "max_new_tokens", "report_every")
     lib.check_least(arguments, 0, "temperature", "top_k")
     set_seed(arguments.seed)

@@ -47,7 +47,8 @@ def read_texts(source: str, column: str) -> list[str]:
     name, _, configuration = source.partition("@")
     with lib.one_line(f"cannot load {source}", DatasetsError):
         if Path(source).is_dir():
-            found = lib.load_files({split: lib.find_files(source, split) for split in SPLITS})
+            files = lib.find_files(source)
+            found = lib.load_files({split: files[split] for split in SPLITS if split in files})
         else:
             found = load_dataset(name, configuration or None)
     splits = [found[split].flatten() for split in SPLITS if split in found]

@@ -141,8 +141,7 @@ def cut_training(
     """Cut the training stream into blocks: streamed, consecutive, or at random positions."""
     if data.streaming:
         blocks = lib.language_modeling.cut_stream(stream, data.text_column, tokenizer, data.line_end, data.block_size)
-        shuffled = blocks.shuffle(training.seed, buffer_size=data.shuffle_buffer)
-        return lib.streams.Stream(shuffled, None, training)
+        return lib.streams.Stream(blocks, None, training, data.shuffle_buffer)
     if data.carry_state:
         return lib.language_modeling.Streams(stream, data.block_size, training.train_batch_size)
     return lib.language_modeling.draw_windows(stream, data.block_size, training.seed)

@@ -31,8 +31,12 @@ from luna_mega import training as lib
 
 @dataclass
 class DataArguments(lib.StreamArguments):
-    train_files: list[str] | None = HfArg(default=None, help="local training files instead of a folder")
-    validation_files: list[str] | None = HfArg(default=None, help="local files of the validation split")
+    train_files: list[str] | None = HfArg(
+        default=None, metadata={"metavar": "FILE"}, help="local training files instead of a folder"
+    )
+    validation_files: list[str] | None = HfArg(
+        default=None, metadata={"metavar": "FILE"}, help="local files of the validation split"
+    )
     text_column: str = HfArg(default="text", help="column with the text; a txt file has one text per line")
     block_size: int = HfArg(default=512, help="tokens of an input, including <s>")
     short_seq_prob: float = HfArg(default=0.0, help="share of the training inputs with a random shorter length")
@@ -160,8 +164,7 @@ def load_data(
         blocks["validation"] = mask_once(blocks["validation"], tokenizer, data, training.seed)
     masking = Masking(tokenizer, data.mlm_probability)
     if data.streaming and "train" in blocks:
-        shuffled = blocks["train"].shuffle(training.seed, buffer_size=data.shuffle_buffer)
-        blocks["train"] = lib.streams.Stream(shuffled, masking, training)
+        blocks["train"] = lib.streams.Stream(blocks["train"], masking, training, data.shuffle_buffer)
     elif "train" in blocks:
         blocks["train"] = lib.Redrawn(blocks["train"], masking, training.seed)
     return blocks, tokenizer, config

@@ -10,8 +10,8 @@ from luna_mega.hub.folder import load_tokenizer, remove_truncation
 from luna_mega.training import images, language_modeling, optimization, streams, tokenizers, weight_average
 from luna_mega.training.arguments import (
     check_choice,
-    check_finite,
     check_least,
+    check_path,
     fail,
     one_line,
     parse_arguments,

@@ -1,25 +1,33 @@
 """Parse command lines into dataclasses, and read recipes: YAML files with defaults for the options."""
 
 import argparse
+import copy
 import math
 import os
+import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import fields
-from itertools import chain
 from pathlib import Path
+from timeit import repeat
 from typing import Any, NoReturn
 
 import torch
 import yaml
 from huggingface_hub.errors import HTTPError, StrictDataclassError
-from transformers import HfArgumentParser
+from transformers import HfArgumentParser, TrainingArguments
+from transformers.hf_argparser import string_to_bool
+from transformers.utils import is_torch_bf16_gpu_available
 
 from luna_mega.errors import reason
 from luna_mega.escaping import terminal
 
 # Environment variables in which torchrun, accelerate and MPI launchers store the number of processes.
 WORLD_SIZES = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE")
+# Options with the name of a model or the folder of the results.
+FOLDERS = ("model_name_or_path", "tokenizer_name", "teacher", "output_dir")
+# A run in bfloat16 stops if matrix products on the CPU take this many times as long as in float32.
+SLOW = 3.0
 # Errors of libraries about invalid options, files and data.
 INVALID = (OSError, ValueError, TypeError, ImportError, HTTPError, StrictDataclassError, yaml.YAMLError)
 
@@ -52,6 +60,7 @@ def read_recipe(path: str, options: set[str], readers: tuple[Path, ...] = ()) ->
         options: Names of the valid options.
         readers: Recipes that have this one as a base, to detect cycles.
     """
+    check_path("recipe", path, "file")
     if (file := Path(path).resolve()) in readers:
         fail(f"recipe {path} is its own base; change its option `recipe`")
     with one_line(f"recipe {path}", RecursionError):
@@ -64,15 +73,51 @@ def read_recipe(path: str, options: set[str], readers: tuple[Path, ...] = ()) ->
     return (read_recipe(str(Path(path).parent / str(base)), options, (*readers, file)) if base else {}) | recipe
 
 
+class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
+    """Help with one spelling per option, with underscores, and with defaults other than None and empty texts."""
+
+    def _format_action_invocation(self, action: argparse.Action) -> str:
+        shown = copy.copy(action)
+        shown.option_strings = [name for name in action.option_strings if "-" not in name.lstrip("-")]
+        return super()._format_action_invocation(shown)
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        return action.help if action.default in (None, "") else super()._get_help_string(action)
+
+
+class Parser(HfArgumentParser):
+    """Parser of a script: the fields of each dataclass are a group of options, and `--bf16` also accepts `auto`."""
+
+    def __init__(self, dataclasses: tuple[type, ...], **options: Any):
+        for kind in dataclasses:
+            if issubclass(kind, TrainingArguments):
+                kind._argument_group_name = f"options of {kind.__name__}"
+        super().__init__(dataclasses, formatter_class=HelpFormatter, **options)
+        for action in self._actions:
+            if action.dest == "bf16":
+                action.type = lambda value: value if value == "auto" else string_to_bool(value)
+                action.help += "; auto: if the GPU or the CPU has units for bfloat16"
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[argparse.Namespace, list[str]]:
+        found, unknown = super().parse_known_args(args, namespace)
+        if getattr(found, "bf16", False):  # on a CPU, Trainer then requires use_cpu
+            found.use_cpu = found.use_cpu or not torch.accelerator.is_available()
+            found.bf16 = has_bfloat16(found.use_cpu) if found.bf16 == "auto" else found.bf16
+        return found, unknown
+
+
 def parse_arguments(dataclasses: tuple[type, ...], argv: list[str] | None, **defaults: Any) -> tuple[Any, ...]:
     """Parse `argv` into `dataclasses`.
 
-    The command line overrides `--recipe FILE`, and the recipe overrides `defaults`.
+    The command line overrides `--recipe FILE`, and the recipe overrides `defaults`. The help starts with the docstring
+    of the script, the module of the first dataclass.
     """
     recipe_parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    recipe_parser.add_argument("--recipe", help="YAML file with defaults for the other options")
-    usage = "%(prog)s [--recipe FILE] [--OPTION VALUE ...] (--help lists the options)"
-    parser = HfArgumentParser(dataclasses, usage=usage, parents=[recipe_parser], allow_abbrev=False)
+    recipe_parser.add_argument("--recipe", metavar="FILE", help="YAML file with defaults for the other options")
+    texts = {"usage": "%(prog)s [--recipe FILE] [--OPTION VALUE ...]"}
+    texts["description"] = sys.modules[dataclasses[0].__module__].__doc__
+    texts["epilog"] = "Options can also be written with hyphens: --output-dir."
+    parser = Parser(dataclasses, **texts, parents=[recipe_parser], allow_abbrev=False)
     # Without an accelerator, pinned memory only causes a warning.
     parser.set_defaults(dataloader_pin_memory=torch.accelerator.is_available(), **defaults)
     known, _ = recipe_parser.parse_known_args(argv)
@@ -84,8 +129,30 @@ def parse_arguments(dataclasses: tuple[type, ...], argv: list[str] | None, **def
         )
     if unknown:
         parser.error(terminal(f"unknown option {' '.join(unknown)}"))
-    check_finite(*parsed)
+    check_values(*parsed)
     return tuple(parsed)
+
+
+def has_bfloat16(on_cpu: bool) -> bool:
+    """Return whether the GPU or, with `on_cpu`, the CPU has units for bfloat16."""
+    if on_cpu:
+        return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+    # transformers also counts GPUs that emulate bfloat16.
+    return (
+        torch.cuda.is_bf16_supported(including_emulation=False)
+        if torch.cuda.is_available()
+        else is_torch_bf16_gpu_available()
+    )
+
+
+def check_precision(training: TrainingArguments) -> None:
+    """Exit if `--bf16` makes the matrix products of a CPU more than `SLOW` times as slow."""
+    if not training.bf16 or training.device.type != "cpu":
+        return
+    matrices = [torch.ones(512, 512, dtype=dtype) for dtype in (torch.bfloat16, torch.float32)]
+    low, full = (min(repeat("x @ x", number=1, repeat=5, globals={"x": matrix})) for matrix in matrices)
+    if low > SLOW * full:
+        fail(f"--bf16: matrix products on this CPU take {low / full:.1f} times as long as in float32; pass --bf16 auto")
 
 
 def check_launch(processes: int) -> None:
@@ -97,12 +164,29 @@ def check_launch(processes: int) -> None:
         fail(f"{launched} processes were launched, but they would train independently; on CPUs, pass --use_cpu true")
 
 
-def check_finite(*groups: object) -> None:
-    """Exit if an option of `groups` is NaN or infinite, or a list with such a number."""
-    for name, value in chain.from_iterable(vars(group).items() for group in groups):
-        for number in value if isinstance(value, list | tuple) else [value]:
-            if isinstance(number, float) and not math.isfinite(number):
-                fail(f"--{name} {number} must be a finite number")
+def check_values(*groups: object) -> None:
+    """Exit if an option of `groups` is a number that is not finite, or a path that is missing or of another kind.
+
+    Paths are the options whose metavar is FILE or FOLDER, and `FOLDERS`, which are not files.
+    """
+    for group in groups:
+        for option in fields(group):
+            name, value = option.name, getattr(group, option.name)
+            for part in value if isinstance(value, list | tuple) else [value]:
+                if isinstance(part, float) and not math.isfinite(part):
+                    fail(f"--{name} {part} must be a finite number")
+                if part is not None and (kind := option.metadata.get("metavar")):
+                    check_path(name, part, kind.lower())
+                elif part is not None and name in FOLDERS and Path(part).is_file():
+                    check_path(name, part, "folder")
+
+
+def check_path(name: str, path: str, kind: str) -> None:
+    """Exit unless the option `name` is the path of an existing `kind`: "file" or "folder"."""
+    if not Path(path).exists():
+        fail(f"--{name} {path}: no such {kind}")
+    if Path(path).is_file() != (kind == "file"):
+        fail(f"--{name} {path} is a {'folder' if kind == 'file' else 'file'}, not a {kind}")
 
 
 def check_least(arguments: object, least: float, *names: str) -> None:
@@ -115,5 +199,7 @@ def check_least(arguments: object, least: float, *names: str) -> None:
 
 def check_choice(arguments: object, name: str, choices: Iterable[str]) -> None:
     """Exit if the option `name` is not one of `choices`."""
-    if (value := getattr(arguments, name)) not in choices:
+    if (value := getattr(arguments, name)) is None:
+        fail(f"--{name} is required: {', '.join(choices)}")
+    if value not in choices:
         fail(f"--{name} {value} must be one of {', '.join(choices)}")

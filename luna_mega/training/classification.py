@@ -32,6 +32,8 @@ def class_names(splits: dict[str, Dataset], column: str) -> list[str]:
         if isinstance(split.features[column], ClassLabel):
             return split.features[column].names
     labels = {label for name, split in chosen.items() for label in split[column] if not _is_hidden(label, name)}
+    if not labels - {None} and not all(name.startswith("test") for name in chosen):
+        fail(f"the column {column} has no labels; fill it, or pass another --label_column")
     return [str(label) for label in sorted(labels - {None})]
 
 

@@ -21,9 +21,15 @@ SUFFIX = r"\.(parquet|jsonl?|csv|txt)(\.gz)?"  # suffixes of data files
 class SourceArguments:
     """Options that specify the dataset."""
 
+    _argument_group_name = "data and task"
+
     dataset_name: str | None = HfArg(default=None, help="dataset on the Hub: Salesforce/wikitext")
     dataset_config: str | None = HfArg(default=None, help="configuration of the dataset: wikitext-103-raw-v1")
-    dataset_path: str | None = HfArg(default=None, help="local folder with parquet, json(l), csv or txt files by split")
+    dataset_path: str | None = HfArg(
+        default=None,
+        metadata={"metavar": "FOLDER"},
+        help="local folder with parquet, json(l), csv or txt files by split",
+    )
 
 
 @dataclass
@@ -37,6 +43,8 @@ class StreamArguments(SourceArguments):
 @dataclass
 class LimitArguments:
     """Options that limit the number of rows."""
+
+    _argument_group_name = "data and task"
 
     max_train_samples: int | None = HfArg(default=None, help="use only the first N")
     max_eval_samples: int | None = HfArg(default=None, help="use only the first N")
@@ -67,10 +75,13 @@ def choose_splits(
     return splits
 
 
-def find_files(folder: str, split: str) -> list[str]:
-    """Return the data files of a split: `train.jsonl`, `train.txt.gz` or shards `train-00000-of-00001.parquet`."""
-    name = re.compile(rf"{re.escape(split)}(-\d+-of-\d+)?{SUFFIX}")
-    return sorted(str(file) for file in Path(folder).iterdir() if name.fullmatch(file.name))
+def find_files(folder: str) -> dict[str, list[str]]:
+    """Return the files of each split: `train.jsonl`, `train.txt.gz` or shards `train-00000-of-00001.parquet`."""
+    files: dict[str, list[str]] = {}
+    for file in sorted(Path(folder).iterdir()):
+        if name := re.fullmatch(rf"(.+?)(-\d+-of-\d+)?{SUFFIX}", file.name):
+            files.setdefault(name[1], []).append(str(file))
+    return files
 
 
 def load_files(files: dict[str, list[str]], streaming: bool = False) -> dict[str, Dataset | IterableDataset]:
@@ -80,6 +91,8 @@ def load_files(files: dict[str, list[str]], streaming: bool = False) -> dict[str
         return {}
     if wrong := [path for shards in paths.values() for path in shards if not re.search(f"{SUFFIX}$", path.name)]:
         fail(f"{wrong[0]} cannot be read; use .parquet, .json, .jsonl, .csv or .txt files, possibly with .gz")
+    if empty := [path for shards in paths.values() for path in shards if not path.stat().st_size]:
+        fail(f"{empty[0]} is empty")
     first = next(iter(paths.values()))[0]
     # datasets removes a byte order mark from csv and json files, but not from text files.
     options = {"encoding": "utf-8-sig"} if ".txt" in first.suffixes else {}
@@ -132,13 +145,15 @@ def load_splits(
         elif files is None and any(Path(path, split).is_dir() for split in needed):  # such as images
             splits = load_folder(path, streaming)
         else:
-            splits = load_files(files or {split: find_files(path, split) for split in needed}, streaming)
+            files = files or find_files(path)
+            splits = load_files({split: files[split] for split in needed if split in files}, streaming)
         if streaming:
             next(iter(splits.get("train", [None])))
-    except Exception as error:  # datasets raises the errors of its readers, and StopIteration for an empty file
-        fail(f"cannot load {source}: {reason(error)}")
+    except Exception as error:  # datasets raises the errors of its readers, or wraps them
+        no_rows = isinstance(error, StopIteration) or "corresponds to no data" in str(error)
+        fail(f"cannot load {source}: {'a split has no rows' if no_rows else reason(error.__cause__ or error)}")
     if missing := [split for split in needed if split not in splits]:
-        fail(f"{source} has no split {', '.join(missing)}; files are called NAME.parquet, .json, .jsonl, .csv or .txt")
+        fail(f"{source} has no split {', '.join(missing)}, only {', '.join(files or splits)}; {_advice(missing, data)}")
     splits = dict(splits)
     if divide and "train" in needed:
         splits["train"], splits["validation"] = divide(splits["train"])
@@ -149,6 +164,13 @@ def load_splits(
         required = [*columns, label] if label and not split.startswith("test") else columns
         check_split(splits[split], split, texts, required)
     return {split: splits[split] for split in limits}
+
+
+def _advice(missing: list[str], data: object) -> str:
+    """Return what to do if splits are missing."""
+    if ways := [name for name in ("validation_share", "hold_out") if missing == ["validation"] and hasattr(data, name)]:
+        return f"pass --{ways[0]} to use a part of the split train"
+    return f"files are called {missing[0]}.parquet, .json, .jsonl, .csv or .txt"
 
 
 def check_split(split: Dataset | IterableDataset, name: str, texts: Sequence[str], columns: Sequence[str] = ()) -> None:

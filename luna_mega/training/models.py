@@ -31,6 +31,8 @@ COUNT_FROM_PADDING = ("camembert", "longformer", "mpnet", "roberta", "xlm-robert
 
 @dataclass
 class CheckpointArguments:
+    _argument_group_name = "model"
+
     model_name_or_path: str | None = HfArg(default=None, help="folder or Hub name; default: train from scratch")
     model_type: str = HfArg(default="luna", help="type of a new model: luna, mega, roberta, bart, ...")
     config_overrides: str = HfArg(default="", help="configuration fields: hidden_size=128,pooling=mean")
@@ -197,9 +199,10 @@ def make_model(model_class: type, model: CheckpointArguments, config: PreTrained
     create = getattr(model_class, "from_config", model_class)
     if not model.model_name_or_path:
         return create(config)
-    network = model_class.from_pretrained(
-        model.model_name_or_path, config=config, ignore_mismatched_sizes=model.ignore_mismatched_sizes
-    )
+    with one_line(f"--model_name_or_path {model.model_name_or_path}"):
+        network = model_class.from_pretrained(
+            model.model_name_or_path, config=config, ignore_mismatched_sizes=model.ignore_mismatched_sizes
+        )
     own = label_names(model) if model.ignore_mismatched_sizes else []
     if not are_default(own) and config.num_labels > 1 and set(own) != set(config.id2label.values()):
         # transformers only replaces an output layer of another size.

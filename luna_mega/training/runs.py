@@ -25,9 +25,10 @@ from transformers.trainer_utils import has_length, sort_checkpoints
 
 from luna_mega.hub.bundle import register_for_auto_class
 from luna_mega.hub.folder import remove_truncation
-from luna_mega.training.arguments import check_launch, check_least, fail, one_line
+from luna_mega.training.arguments import check_launch, check_least, check_precision, fail, one_line
 from luna_mega.training.hub import check_hub, complete_card, describe_source, publish
 from luna_mega.training.models import CheckpointArguments
+from luna_mega.training.plots import plot_losses
 from luna_mega.training.seeded import SeededSampler
 from luna_mega.training.weight_average import FILE_NAME, add_average
 
@@ -145,6 +146,7 @@ class Run:
         `predicts` specifies whether the script supports `--do_predict`.
         """
         check_launch(training.world_size)
+        check_precision(training)
         if training.world_size > 1 and training.device.type == "cpu":  # Trainer sets ddp_timeout only for accelerators
             dist.distributed_c10d._set_pg_timeout(timedelta(seconds=training.ddp_timeout))
         if training.do_predict and not predicts:
@@ -169,7 +171,8 @@ class Run:
         """Train and save the model with `--do_train`, and publish it at the end of the context.
 
         The context evaluates the model; it yields the metrics of the training. If it raises an error, the model is not
-        published. `describe` adds the model that is fine-tuned, its license and the data to the model card.
+        published. `describe` adds the model that is fine-tuned, its license and the data to the model card. The plot
+        `training.png` contains the losses and the metrics of all evaluations.
         """
         callbacks = [EpochCallback(), DivergenceCallback()]
         if patience := getattr(self.data, "early_stopping_patience", None):
@@ -178,6 +181,10 @@ class Run:
             trainer.add_callback(callback)
         yield self._train(trainer) if self.training.do_train else {}
         if self.training.do_train:
+            trainer.save_state()  # with the evaluations of the context
+            if trainer.is_world_process_zero():
+                output = Path(self.training.output_dir)
+                plot_losses({output.resolve().name: output}, output / "training.png")
             describe(trainer, self.base_model, self.license, describe_source(self.data))
             publish(trainer)
 

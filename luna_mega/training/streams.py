@@ -9,6 +9,7 @@ from datasets.distributed import split_dataset_by_node
 from torch.utils.data import DataLoader, IterableDataset
 from transformers import TrainingArguments
 
+from luna_mega.training.arguments import fail
 from luna_mega.training.runs import OrderedTrainer
 from luna_mega.training.seeded import Change, Example, draw
 
@@ -27,7 +28,12 @@ class Stream(IterableDataset):
     process reads all files and keeps its share, so that batches do not depend on the number of processes.
     """
 
-    def __init__(self, examples: datasets.IterableDataset, change: Change | None, training: TrainingArguments):
+    def __init__(
+        self, examples: datasets.IterableDataset, change: Change | None, training: TrainingArguments, buffer_size: int
+    ):
+        if next(iter(examples), None) is None:
+            fail("the streamed training data have too little text for one example; reduce --block_size")
+        examples = examples.shuffle(training.seed, buffer_size=buffer_size)
         self.rank, self.count = training.process_index, training.world_size
         self.own_files = self.count > 1 and examples.num_shards % self.count == 0
         if self.own_files:
@@ -45,7 +51,7 @@ class Stream(IterableDataset):
                     yield self.change(example, draw(self.seed, epoch, index)) if self.change else example
                 position += 1
             if position == start:
-                raise ValueError("the streamed training data have no examples; reduce --block_size")
+                raise ValueError("the files of this process have too little text for one example; use fewer processes")
 
 
 class StreamingTrainer(OrderedTrainer):

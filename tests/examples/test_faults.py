@@ -37,7 +37,7 @@ def glue(data, output, *options):
     ("option", "value"), diagonal(["learning_rate", "max_grad_norm", "token_dropout", "ema_decay"], ["nan", "inf"])
 )
 def test_numbers_are_finite(script, tmp_path, option, value):
-    options = map(str, glue("data", tmp_path / "out", f"--{option}", value))
+    options = map(str, glue(tmp_path, tmp_path / "out", f"--{option}", value))
     assert_error(script("run_glue").parse, f"--{option} {value} must be a finite number", list(options))
 
 
@@ -92,7 +92,7 @@ def test_files_without_text(call, tmp_path, kind, content):
     for split in ("train", "validation"):
         (tmp_path / "empty" / f"{split}.{kind}").write_text(content)
     options = mlm(tmp_path / "empty", tmp_path / "out")
-    assert_error(call, "split (train|validation)|cannot load", "run_mlm", *options)
+    assert_error(call, "split (train|validation)|cannot load|is empty", "run_mlm", *options)
 
 
 @pytest.mark.parametrize("name", ["a[b]", "[a", "a*b", "what?"])

@@ -33,12 +33,14 @@ def generate(script, tmp_path):
     [["--temperature", "0"], pytest.param(["--top_k", "3"], marks=pytest.mark.slow)],
     ids=["greedy", "sampled"],
 )
-def test_constant_memory(generate, tmp_path, sampling):
+def test_constant_memory(generate, tmp_path, sampling, capsys):
     rows, text = generate("--max_new_tokens", "200", "--report_every", "20", *sampling, **CHUNKS)
     assert json.loads((tmp_path / "text" / "speed.json").read_text()) == rows
     assert [row["tokens"] for row in rows] == list(range(20, 201, 20))
     assert len({row["cache_bytes"] for row in rows}) == 1 and rows[0]["cache_bytes"] > 0
     assert all(row["tokens_per_second"] > 0 for row in rows)
+    output = capsys.readouterr()
+    assert text in output.out and "cache_bytes" in output.err
     assert text.startswith("ab") and len(text) > 100 and set(text) <= set("abcdefgh \n")
 
 

@@ -53,7 +53,9 @@ def test_a_run_publishes_a_model_after_its_evaluation(error, tmp_path, monkeypat
     monkeypatch.setattr(runs, "publish", lambda trainer: steps.append("publish"))
     model, data = lib.CheckpointArguments(), lib.SourceArguments(dataset_path=str(tmp_path))
     training = TrainingArguments(str(tmp_path), do_train=True, use_cpu=True)
-    trainer, describe = SimpleNamespace(add_callback=lambda callback: None), lambda *about: steps.append(about[3])
+    monkeypatch.setattr(runs, "plot_losses", lambda folders, file: steps.append(Path(file).name))
+    trainer = SimpleNamespace(add_callback=lambda callback: None, save_state=int, is_world_process_zero=lambda: True)
+    describe = lambda *about: steps.append(about[3])  # noqa: E731
     with pytest.raises(ValueError) if error else nullcontext():
         with lib.Run(data, model, training).fit(trainer, describe) as metrics:
             assert metrics == {"train_loss": 1.0}
@@ -61,4 +63,4 @@ def test_a_run_publishes_a_model_after_its_evaluation(error, tmp_path, monkeypat
             if error:
                 raise ValueError
     assert steps[:2] == ["train", "evaluate"]
-    assert steps[2:] == ([] if error else [{"dataset": tmp_path.name}, "publish"])
+    assert steps[2:] == ([] if error else ["training.png", {"dataset": tmp_path.name}, "publish"])

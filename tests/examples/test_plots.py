@@ -9,15 +9,17 @@ from luna_mega.training.plots import plot_losses
 
 def test_plot_of_losses(tmp_path, monkeypatch):
     pytest.importorskip("matplotlib")
-    history = [{"step": 1, "loss": 2.0}, {"step": 2, "loss": 1.0}, {"step": 2, "eval_loss": 1.5}, {"step": 2}]
+    history = [{"step": 1, "loss": 2.0}, {"step": 2, "loss": 1.0}, {"step": 2, "eval_loss": 1.5}]
+    history += [{"step": 2, "eval_accuracy": 0.5, "eval_runtime": 9.0, "eval_samples_per_second": 1.0}]
     (tmp_path / "trainer_state.json").write_text(json.dumps({"log_history": history}))
     drawn = {}
     monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda figure, file: drawn.update({file: figure}))
     plot_losses({"a": tmp_path, "b": tmp_path}, "losses.png")
-    (axes,) = drawn["losses.png"].axes
+    axes, accuracy = drawn["losses.png"].axes
     points = {line.get_label(): line.get_xydata().tolist() for line in axes.lines}
     assert points["a, training"] == points["b, training"] == [[1, 2], [2, 1]]
-    assert points["a, evaluation"] == [[2, 1.5]] and axes.get_xlabel() == "steps"
+    assert points["a, loss"] == [[2, 1.5]] and axes.get_xlabel() == "steps"
+    assert accuracy.lines[1].get_xydata().tolist() == [[2, 0.5]] and accuracy.get_ylabel() == "accuracy"
     (tmp_path / "trainer_state.json").write_text(json.dumps({"log_history": history[3:]}))
     with pytest.raises(ValueError, match="trainer_state.json has no loss"):
         plot_losses({"a": tmp_path}, "losses.png")

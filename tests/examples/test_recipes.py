@@ -1,5 +1,7 @@
 """Recipes: every option and model field exists and is used. Scripts: every one supports --help."""
 
+import ast
+import re
 import runpy
 import sys
 from pathlib import Path
@@ -13,6 +15,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoModelF
 from luna_mega import MegaConfig
 from luna_mega.training.models import label_fields, make_config
 from luna_mega.training.tokenizers import train_joint_bpe, train_words
+from tests.examples.runs import assert_error
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples"
@@ -36,7 +39,7 @@ def parsed(script, tmp_path, monkeypatch):
     def parse(path: Path):
         monkeypatch.setattr("luna_mega.training.images._timm", lambda: None)
         task = {"csqa": "race", "recipes": "mlm"}.get(path.parent.name, path.parent.name)
-        source = [] if task in ("glue", "race") else ["--dataset_path", "x"]
+        source = [] if task in ("glue", "race") else ["--dataset_path", str(tmp_path)]
         options = ["--recipe", str(path), "--output_dir", str(tmp_path), *source, "--bf16", "false"]
         if "pretrained" in path.stem or "continued" in path.stem:
             options += ["--model_name_or_path", "x"]
@@ -71,6 +74,53 @@ def test_recipe_is_complete(path, parsed):
         assert task.data.task == path.parent.name
     elif path.parent.name == "lra":
         assert task.data.task == path.stem.split("_")[0]
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: f"{path.parent.name}-{path.stem}")
+def test_recipe_says_how_to_get_its_data(path):
+    """The commands of the header run in a fresh clone: they read the Hub, or a folder that an earlier line creates."""
+    header = path.read_text().split("\n\n")[0]
+    lines = [line.removeprefix("#   ") for line in header.splitlines() if line.startswith("#   ")]
+    commands = "\n".join(lines).replace("\\\n    ", "")
+    assert f"--recipe {path.relative_to(ROOT)}" in commands
+    assert set(re.findall(r"examples/[\w/]+\.(?:py|yaml)", commands)) == {
+        name for name in re.findall(r"examples/[\w/]+\.(?:py|yaml)", commands) if (ROOT / name).is_file()
+    }
+    if path.parent.name in ("glue", "race", "csqa") or "--dataset_name " in commands:
+        return
+    (folder,) = re.findall(r"--dataset_path (\S+)", commands)
+    created = re.findall(r"(?:--output|--output_dir|-o|to_parquet\(f\")[ ]?(data/\w+)", commands.split("--recipe")[0])
+    assert folder in created
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: f"{path.parent.name}-{path.stem}")
+def test_recipe_fits_the_machine(path):
+    recipe = yaml.safe_load(path.read_text())
+    assert recipe.get("bf16", "auto") == "auto" and not {"fp16", "use_cpu"} & recipe.keys()
+
+
+@pytest.mark.parametrize("units", [False, True])
+@pytest.mark.parametrize("where", ["--bf16", "recipe"])
+def test_bf16_auto(script, tmp_path, monkeypatch, where, units):
+    monkeypatch.setattr("luna_mega.training.arguments.has_bfloat16", lambda on_cpu: on_cpu and units)
+    (tmp_path / "recipe.yaml").write_text("bf16: auto\n")
+    options = ["--bf16", "auto"] if where == "--bf16" else ["--recipe", str(tmp_path / "recipe.yaml")]
+    options += ["--task_name", "sst2", "--do_train", "--output_dir", str(tmp_path / "out"), "--use_cpu"]
+    _, _, training, _ = script("run_glue").parse(options)
+    assert training.bf16 is units and training.use_cpu
+
+
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="bfloat16 of the accelerator")
+@pytest.mark.parametrize(("seconds", "slow"), [(3.5, True), (2.5, False)])
+def test_bf16_on_a_cpu_that_emulates_it(script, tmp_path, monkeypatch, seconds, slow):
+    times = iter([[seconds, 9.0], [1.0, 9.0]])
+    monkeypatch.setattr("luna_mega.training.arguments.repeat", lambda *args, **options: next(times))
+    options = ["--bf16", "true", "--task_name", "sst2", "--do_train", "--output_dir", str(tmp_path / "out")]
+    if slow:
+        message = "--bf16: matrix products on this CPU take 3.5 times as long as in float32; pass --bf16 auto"
+        assert_error(script("run_glue").parse, message, options)
+    else:
+        assert script("run_glue").parse(options)[2].bf16
 
 
 @pytest.mark.parametrize("path", [path for path in RECIPES if path.parent.name == "clm"], ids=lambda path: path.stem)
@@ -121,9 +171,17 @@ def test_translation_model_of_a_recipe(recipe, parsed, script):
     ids=lambda path: path.stem,
 )
 def test_script_answers_help(path, script, monkeypatch, capsys):
+    """The help has the sentence of the script, then its own options, then those of Trainer, in one spelling."""
     if path.stem == "train_sentence_transformer":
         pytest.importorskip("sentence_transformers", reason="sentence-transformers is not installed")
     monkeypatch.setattr(sys, "argv", [path.name, "--help"])
     with pytest.raises(SystemExit) as error:
         runpy.run_path(str(path), run_name="__main__")
-    assert error.value.code == 0 and f"usage: {path.name} " in capsys.readouterr().out
+    text = capsys.readouterr().out
+    assert error.value.code == 0 and text.startswith(f"usage: {path.name} ")
+    sentence = ast.get_docstring(ast.parse(path.read_text())).split("\n")[0]
+    groups = [sentence, *(name for name in ("\ndata and task:", "\nmodel:", "\noptions of ") if name in text)]
+    assert [text.index(name) for name in groups] == sorted(text.index(name) for name in groups)
+    assert not re.findall(r"^ +--\w+-[\w-]+", text, re.MULTILINE) and "default: None" not in text
+    if "\noptions of " in text:
+        assert len(groups) == 4 and "--output_dir" in text.split("\noptions of ")[1]

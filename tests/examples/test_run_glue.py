@@ -153,7 +153,7 @@ ERRORS = {
         "32 tokens do not fit in the 8 positions",
     ),
     "two towers": (["--two_towers"], "--two_towers: sentence is one text column"),
-    "no folder": (["--dataset_path", "nowhere"], "cannot load nowhere"),
+    "no folder": (["--dataset_path", "nowhere"], "--dataset_path nowhere: no such folder"),
     "no recipe": (["--recipe", "nowhere.yaml"], "recipe nowhere.yaml"),
     "no tokenizer": (["--tokenizer_name", "nowhere"], "no tokenizer in nowhere"),
     "no checkpoint": (["--resume_from_checkpoint", "last"], "--resume_from_checkpoint last: no checkpoint there"),

@@ -166,7 +166,15 @@ def test_sizes_of_the_paper_models(script, tmp_path):
     """The recipes of the paper's models have as many parameters as the original models."""
     module, recipes = script("lra.run_lra"), Path(__file__).resolve().parents[2] / "examples" / "recipes" / "lra"
     for name, millions in (("image_mega", 2.839), ("pathfinder_mega", 1.387), ("pathx_mega", 0.382)):
-        arguments = ["--recipe", recipes / f"{name}.yaml", "--dataset_path", "x", "--output_dir", tmp_path, "--use_cpu"]
+        arguments = [
+            "--recipe",
+            recipes / f"{name}.yaml",
+            "--dataset_path",
+            tmp_path,
+            "--output_dir",
+            tmp_path,
+            "--use_cpu",
+        ]
         data, model, _, _ = module.parse([*map(str, arguments)])
         config = module.choose_config(data, model, None, tuple(map(str, range(module.TASKS[data.task].classes))))
         with torch.device("meta"):
@@ -233,7 +241,7 @@ BAD = {
     "pixels": (["--pixels", "bits"], "--pixels bits must be one of values, tokens"),
     "share": (["--masked_share", 1], "--masked_share 1.0 must be between 0 and 1"),
     "warm-up": (["--warmup_power", 2, "--lr_scheduler_type", "cosine"], "requires --lr_scheduler_type linear"),
-    "no folder": (["--dataset_path", "nowhere"], "cannot load nowhere"),
+    "no folder": (["--dataset_path", "nowhere"], "--dataset_path nowhere: no such folder"),
     "positions": (["--config_overrides", "max_positions=8,use_chunking=false,relative_positional_bias=simple"],
                   "inputs of 32 tokens do not fit in the 8 positions"),
     "paper": (["--model_type", "transformer", "--paper_model", "true", "--config_overrides", ""],

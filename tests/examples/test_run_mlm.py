@@ -298,7 +298,7 @@ def test_wrong_files(run, tmp_path):
     for files, message in (
         ([], "pass one of --dataset_name"),
         (["--validation_files", tmp_path / "a.txt"], "pass --train_files as well"),
-        (["--train_files", tmp_path / "b.txt"], "cannot load the files"),
+        (["--train_files", tmp_path / "b.txt"], "b.txt: no such file"),
         (["--train_files", tmp_path / "a.md"], "a.md cannot be read; use .parquet"),
         (["--dataset_name", "Salesforce/wikitext"], "cannot load Salesforce/wikitext"),
     ):

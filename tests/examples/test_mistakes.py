@@ -1,0 +1,131 @@
+"""Mistakes of a first hour with the scripts: each ends with one line that names the option and what to do."""
+
+import pytest
+
+from tests.examples.runs import TINY, assert_error, write
+
+# Options of each script; {data} is a folder with the splits of `ROWS`.
+SCRIPTS = {
+    "run_glue": ["--task_name", "sst2"],
+    "run_text_classification": ["--text_columns", "sentence"],
+    "run_race": [],
+    "run_mlm": ["--text_column", "sentence"],
+    "run_clm": ["--text_column", "sentence"],
+    "run_translation": [],
+    "run_audio": ["--audio_column", "sentence"],
+    "run_image_classification": ["--image_column", "sentence"],
+    "lra.run_lra": [],
+}
+PATHS = {
+    "recipe": ("--recipe", "--recipe {missing}: no such file", "--recipe {folder} is a folder, not a file"),
+    "data": ("--dataset_path", "--dataset_path {missing}: no such folder", "--dataset_path {file} is a file, not a f"),
+    "output": ("--output_dir", None, "--output_dir {file} is a file, not a folder"),
+    "model": ("--model_name_or_path", None, "--model_name_or_path {file} is a file, not a folder"),
+    "files": ("--train_files", "--train_files {missing}: no such file", "--train_files {folder} is a folder, not a"),
+    "tests": ("--test_paths", "--test_paths {missing}: no such folder", "--test_paths {file} is a file, not a folder"),
+}
+
+
+@pytest.fixture
+def options(tmp_path):
+    write([{"sentence": "a film", "label": index % 2} for index in range(8)], tmp_path / "data" / "train.csv")
+    return ["--do_train", "--dataset_path", tmp_path / "data", "--output_dir", tmp_path / "out"]
+
+
+def parse(script, name, *arguments):
+    return script(name).parse([*SCRIPTS[name], *map(str, arguments)])
+
+
+@pytest.mark.parametrize("case", PATHS)
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_paths(script, options, tmp_path, name, case):
+    option, missing, other = PATHS[case]
+    if {"files": "run_mlm", "tests": "run_translation"}.get(case, name) != name:
+        pytest.skip("not an option of this script")
+    (tmp_path / "file").touch()
+    places = {"missing": tmp_path / "nowhere", "file": tmp_path / "file", "folder": tmp_path}
+    if missing is not None:
+        assert_error(parse, missing.format(**places), script, name, *options, option, places["missing"])
+    kind = "file" if "{file}" in other else "folder"
+    assert_error(parse, other.format(**places), script, name, *options, option, places[kind], output=tmp_path / "out")
+
+
+def test_base_of_a_recipe(script, options, tmp_path):
+    (tmp_path / "a.yaml").write_text("recipe: b.yaml\n")
+    message = f"--recipe {tmp_path}/b.yaml: no such file"
+    assert_error(parse, message, script, "run_glue", *options, "--recipe", tmp_path / "a.yaml")
+
+
+@pytest.mark.parametrize(("name", "option"), [("run_glue", "task_name"), ("run_text_classification", None)])
+def test_required_options(script, options, name, option):
+    if option:
+        assert_error(script(name).parse, f"--{option} is required: cola, mnli", [str(part) for part in options])
+    else:
+        assert_error(script(name).parse, "the following|--output_dir|nothing to do", ["--output_dir", "x"])
+
+
+ADVICE = {
+    "run_glue": "has no split validation, only train; files are called validation.parquet",
+    "run_text_classification": "has no split validation, only train; pass --validation_share",
+    "run_clm": "has no split validation, only train; pass --validation_share",
+    "run_mlm": "has no split validation, only train; files are called validation.parquet",
+    "run_audio": "has no split validation, only train; pass --hold_out",
+    "run_image_classification": "has no split validation, only train; files are called validation.parquet",
+}
+
+
+def load(script, name, options):
+    """Read the data of a script."""
+    data, model, training, run = parse(script, name, *options)
+    with run.reading():
+        script(name).load_data(data, model, training)
+
+
+@pytest.mark.parametrize("name", ADVICE)
+def test_no_validation_split(script, options, name):
+    assert_error(load, ADVICE[name], script, name, [*options, "--do_eval"])
+
+
+TABLES = {
+    "empty": ("", "train.csv is empty"),
+    "only a header": ("sentence,label\n", "cannot load .*: a split has no rows"),
+    "no labels": (
+        "sentence,label\na film,\na book,\n",
+        "the column label has no labels|row 0: label None is not one|has no column sampling_rate",
+    ),
+    "no texts": (
+        "sentence,label\n,0\n,1\n",
+        "sentence is None instead of text|has no column sampling_rate|an image cannot be read",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", TABLES)
+@pytest.mark.parametrize("name", ["run_glue", "run_text_classification", "run_audio", "run_image_classification"])
+def test_incomplete_tables(script, options, tmp_path, name, case):
+    content, message = TABLES[case]
+    (tmp_path / "data" / "train.csv").write_text(content)
+    assert_error(load, message, script, name, options)
+
+
+@pytest.mark.parametrize("name", ["run_mlm", "run_clm"])
+@pytest.mark.parametrize("kind", ["txt", "jsonl"])
+def test_streams_without_text(script, tmp_path, name, kind):
+    (tmp_path / "data").mkdir()
+    content = "\n \n\n" * 20 if kind == "txt" else '{"text": " "}\n' * 20
+    (tmp_path / "data" / f"train.{kind}").write_text(content)
+    options = ["--do_train", "--streaming", "true", "--max_steps", 2, "--dataset_path", tmp_path / "data"]
+    options += [
+        "--output_dir",
+        tmp_path / "out",
+        "--model_type",
+        "luna",
+        "--config_overrides",
+        TINY,
+        "--vocab_size",
+        300,
+        "--block_size",
+        32,
+    ]
+    main = script(name).main
+    assert_error(main, "too little text for one example; reduce --block_size", [str(part) for part in options])
