@@ -19,7 +19,7 @@ from luna_mega import training as lib
 
 
 @dataclass(frozen=True)
-class Task:
+class GlueTask:
     """GLUE task: text columns, labels (empty for regression), main metric, and file name of the GLUE server."""
 
     columns: tuple[str, ...]
@@ -41,15 +41,15 @@ PAIR = ("sentence1", "sentence2")
 NLI = ("entailment", "not_entailment")
 MNLI = ("entailment", "neutral", "contradiction")
 TASKS = {
-    "cola": Task(("sentence",), ("unacceptable", "acceptable"), "matthews_correlation", "CoLA"),
-    "mnli": Task(("premise", "hypothesis"), MNLI, "matched_accuracy", "MNLI", predicts_names=True),
-    "mrpc": Task(PAIR, ("not_equivalent", "equivalent"), "combined_score", "MRPC"),
-    "qnli": Task(("question", "sentence"), NLI, "accuracy", "QNLI", predicts_names=True),
-    "qqp": Task(("question1", "question2"), ("not_duplicate", "duplicate"), "combined_score", "QQP"),
-    "rte": Task(PAIR, NLI, "accuracy", "RTE", predicts_names=True),
-    "sst2": Task(("sentence",), ("negative", "positive"), "accuracy", "SST-2"),
-    "stsb": Task(PAIR, (), "combined_score", "STS-B"),
-    "wnli": Task(PAIR, ("not_entailment", "entailment"), "accuracy", "WNLI"),
+    "cola": GlueTask(("sentence",), ("unacceptable", "acceptable"), "matthews_correlation", "CoLA"),
+    "mnli": GlueTask(("premise", "hypothesis"), MNLI, "matched_accuracy", "MNLI", predicts_names=True),
+    "mrpc": GlueTask(PAIR, ("not_equivalent", "equivalent"), "combined_score", "MRPC"),
+    "qnli": GlueTask(("question", "sentence"), NLI, "accuracy", "QNLI", predicts_names=True),
+    "qqp": GlueTask(("question1", "question2"), ("not_duplicate", "duplicate"), "combined_score", "QQP"),
+    "rte": GlueTask(PAIR, NLI, "accuracy", "RTE", predicts_names=True),
+    "sst2": GlueTask(("sentence",), ("negative", "positive"), "accuracy", "SST-2"),
+    "stsb": GlueTask(PAIR, (), "combined_score", "STS-B"),
+    "wnli": GlueTask(PAIR, ("not_entailment", "entailment"), "accuracy", "WNLI"),
 }
 
 
@@ -135,7 +135,7 @@ def make_metrics(data: DataArguments, outputs: list[int]) -> Callable[[EvalPredi
     return compute_metrics
 
 
-def predict(trainer: Trainer, splits: dict[str, Dataset], task: Task, outputs: list[int]) -> None:
+def predict(trainer: Trainer, splits: dict[str, Dataset], task: GlueTask, outputs: list[int]) -> None:
     """Write one file per test split in the format of the GLUE server."""
     for side, name in task.splits("test").items():
         predicted = task.decode(trainer.predict(splits[name]).predictions, outputs)

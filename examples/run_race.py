@@ -28,7 +28,7 @@ Batch = dict[str, list]
 
 
 @dataclass(frozen=True)
-class Task:
+class ChoiceTask:
     """Multiple-choice task: dataset on the Hub, its columns, letters of the options, and function that encodes them.
 
     `levels` are prefixes of `name` for which the accuracy is also computed.
@@ -129,7 +129,7 @@ def encode_towers(
 
 
 TASKS = {
-    "race": Task(
+    "race": ChoiceTask(
         hub_name="ehovy/race",
         hub_config="all",
         name="example_id",
@@ -140,7 +140,7 @@ TASKS = {
         encode=encode_race,
         levels=("middle", "high"),
     ),
-    "csqa": Task(
+    "csqa": ChoiceTask(
         hub_name="tau/commonsense_qa",
         hub_config=None,
         name="id",
@@ -169,7 +169,7 @@ class TowerCollator(OptionCollator):
         return {"labels": options.pop("labels"), **texts, **{f"pair_{name}": x for name, x in options.items()}}
 
 
-def check_answers(split: Dataset, name: str, task: Task) -> None:
+def check_answers(split: Dataset, name: str, task: ChoiceTask) -> None:
     """Exit unless each question has all options and, except in the test split, an answer."""
     for row, (options, answer) in enumerate(zip(split[task.options], split[task.answer], strict=True)):
         texts = option_texts(options)
@@ -185,7 +185,7 @@ def check_answers(split: Dataset, name: str, task: Task) -> None:
             lib.fail(f"split {name}, row {row}: {task.answer} is {answer!r}, not one of {', '.join(task.letters)}")
 
 
-def load_split(name: str, task: Task, data: DataArguments, limit: int | None) -> Dataset:
+def load_split(name: str, task: ChoiceTask, data: DataArguments, limit: int | None) -> Dataset:
     """Load a split, and concatenate it if there are several folders."""
     columns = [task.name, *task.texts, task.options, task.answer]
     parts = []
@@ -201,7 +201,7 @@ def load_split(name: str, task: Task, data: DataArguments, limit: int | None) ->
     return split
 
 
-def all_texts(split: Dataset, task: Task) -> Iterator[str]:
+def all_texts(split: Dataset, task: ChoiceTask) -> Iterator[str]:
     for column in task.texts:
         yield from split[column]
     for options in split[task.options]:
@@ -233,7 +233,7 @@ def encode_split(
     return split.map(encode, batched=True, remove_columns=unused, keep_in_memory=in_memory, desc=name)
 
 
-def make_metrics(split: Dataset, task: Task) -> Callable[[EvalPrediction], dict[str, float]]:
+def make_metrics(split: Dataset, task: ChoiceTask) -> Callable[[EvalPrediction], dict[str, float]]:
     """Return a function that computes the accuracy over `split` and over each of its levels."""
     names = split[task.name]
     levels = {level: np.array([name.startswith(level) for name in names]) for level in task.levels}
@@ -266,7 +266,7 @@ def load_data(
     return {name: encode_split(split, name, tokenizer, data, in_memory) for name, split in splits.items()}, tokenizer
 
 
-def predict(trainer: Trainer, split: Dataset, task: Task) -> dict[str, float]:
+def predict(trainer: Trainer, split: Dataset, task: ChoiceTask) -> dict[str, float]:
     """Write the predicted letters of the test split; return the metrics, which require known answers."""
     known = -100 not in split["labels"]
     trainer.compute_metrics = make_metrics(split, task) if known else None

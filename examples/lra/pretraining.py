@@ -14,7 +14,7 @@ from transformers import (
     default_data_collator,
 )
 
-from lra.tasks import GRAYS, Task, gray_levels
+from lra.tasks import GRAYS, LraTask, gray_levels
 from luna_mega import training as lib
 
 
@@ -33,7 +33,7 @@ class Reconstruction(nn.Module):
 
 
 def mask_split(
-    split: Dataset, task: Task, tokenizer: PreTrainedTokenizerFast | None, share: float, seed: int
+    split: Dataset, task: LraTask, tokenizer: PreTrainedTokenizerFast | None, share: float, seed: int
 ) -> lib.Redrawn:
     """Return rows with `share` of the positions masked, and the inputs as labels; one text of a pair is drawn."""
 
@@ -56,7 +56,7 @@ def mask_split(
 def pretrain(
     model: PreTrainedModel,
     split: Dataset,
-    task: Task,
+    task: LraTask,
     tokenizer: PreTrainedTokenizerFast | None,
     training: TrainingArguments,
     steps: int,

@@ -107,7 +107,7 @@ def load_rows(
     data: DataArguments,
     model: ModelArguments,
     training: TrainingArguments,
-    task: tasks.Task,
+    task: tasks.LraTask,
     convention: tasks.Convention,
 ) -> tuple[dict[str, Dataset], list[str]]:
     """Return the required splits of the convention, with outputs as labels, and the label names of the head."""

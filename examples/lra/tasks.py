@@ -18,7 +18,7 @@ GRAYS = 256
 
 
 @dataclass(frozen=True)
-class Task:
+class LraTask:
     """One task.
 
     Args:
@@ -45,12 +45,12 @@ class Task:
 
 
 TASKS = {
-    "listops": Task(("source",), 10, 2000, 96_000, "lra_listops", "words"),
-    "text": Task(("text",), 2, 4096, 22_500, "lra_text", "bytes"),
-    "retrieval": Task(("text1", "text2"), 2, 4000, 147_086, "lra_retrieval", "bytes"),
-    "image": Task(("image",), 10, 1024, 45_000, "lra_image", "pixels", (0.48, 0.24)),
-    "pathfinder": Task(("image",), 2, 1024, 160_000, "lra_pathfinder", "pixels"),
-    "pathx": Task(("image",), 2, 16_384, 160_000, "lra_pathfinder128", "pixels"),
+    "listops": LraTask(("source",), 10, 2000, 96_000, "lra_listops", "words"),
+    "text": LraTask(("text",), 2, 4096, 22_500, "lra_text", "bytes"),
+    "retrieval": LraTask(("text1", "text2"), 2, 4000, 147_086, "lra_retrieval", "bytes"),
+    "image": LraTask(("image",), 10, 1024, 45_000, "lra_image", "pixels", (0.48, 0.24)),
+    "pathfinder": LraTask(("image",), 2, 1024, 160_000, "lra_pathfinder", "pixels"),
+    "pathx": LraTask(("image",), 2, 16_384, 160_000, "lra_pathfinder128", "pixels"),
 }
 
 
@@ -143,7 +143,12 @@ def encode_words(
 
 
 def encode_texts(
-    split: Dataset, task: Task, tokenizer: PreTrainedTokenizerFast, convention: Convention, max_length: int, **options
+    split: Dataset,
+    task: LraTask,
+    tokenizer: PreTrainedTokenizerFast,
+    convention: Convention,
+    max_length: int,
+    **options,
 ) -> Dataset:
     """Return a split with `input_ids`, `pair_input_ids` for pairs, and `labels`."""
     names = dict(zip(("input_ids", "pair_input_ids"), task.columns, strict=False))
@@ -159,7 +164,7 @@ def encode_texts(
 def encode_images(
     split: Dataset,
     name: str,
-    task: Task,
+    task: LraTask,
     tokenizer: PreTrainedTokenizerFast | None,
     convention: Convention,
     max_length: int,
@@ -191,7 +196,7 @@ def encode_images(
     return split.with_transform(encode)
 
 
-def gray_levels(values: torch.Tensor, task: Task) -> torch.Tensor:
+def gray_levels(values: torch.Tensor, task: LraTask) -> torch.Tensor:
     """Return the gray levels 0 to 255 of input values."""
     mean, deviation = task.scale
     return ((values * deviation + mean) * (GRAYS - 1)).round().long()

@@ -26,6 +26,7 @@ from luna_mega.escaping import terminal
 WORLD_SIZES = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE")
 # Options with the name of a model or the folder of the results.
 FOLDERS = ("model_name_or_path", "tokenizer_name", "teacher", "output_dir")
+AUTO = object()  # the value `auto` of an option, before `Parser` replaces it
 # A run in bfloat16 stops if matrix products on the CPU take this many times as long as in float32.
 SLOW = 3.0
 # Errors of libraries about invalid options, files and data.
@@ -93,16 +94,15 @@ class Parser(HfArgumentParser):
             if issubclass(kind, TrainingArguments):
                 kind._argument_group_name = f"options of {kind.__name__}"
         super().__init__(dataclasses, formatter_class=HelpFormatter, **options)
-        for action in self._actions:
-            if action.dest == "bf16":
-                action.type = lambda value: value if value == "auto" else string_to_bool(value)
-                action.help += "; auto: if the GPU or the CPU has units for bfloat16"
+        self.register("type", string_to_bool, lambda value: AUTO if value == "auto" else string_to_bool(value))
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[argparse.Namespace, list[str]]:
         found, unknown = super().parse_known_args(args, namespace)
         if getattr(found, "bf16", False):  # on a CPU, Trainer then requires use_cpu
             found.use_cpu = found.use_cpu or not torch.accelerator.is_available()
-            found.bf16 = has_bfloat16(found.use_cpu) if found.bf16 == "auto" else found.bf16
+            found.bf16 = has_bfloat16(found.use_cpu) if found.bf16 is AUTO else found.bf16
+        for name in [name for name, value in vars(found).items() if value is AUTO]:
+            self.error(f"--{name} auto must be true or false")
         return found, unknown
 
 
@@ -116,7 +116,9 @@ def parse_arguments(dataclasses: tuple[type, ...], argv: list[str] | None, **def
     recipe_parser.add_argument("--recipe", metavar="FILE", help="YAML file with defaults for the other options")
     texts = {"usage": "%(prog)s [--recipe FILE] [--OPTION VALUE ...]"}
     texts["description"] = sys.modules[dataclasses[0].__module__].__doc__
-    texts["epilog"] = "Options can also be written with hyphens: --output-dir."
+    texts["epilog"] = "Options can also be written with hyphens: --output-dir. " + (
+        "--bf16 auto trains in bfloat16 if the GPU or the CPU has units for it."
+    )
     parser = Parser(dataclasses, **texts, parents=[recipe_parser], allow_abbrev=False)
     # Without an accelerator, pinned memory only causes a warning.
     parser.set_defaults(dataloader_pin_memory=torch.accelerator.is_available(), **defaults)
@@ -136,13 +138,11 @@ def parse_arguments(dataclasses: tuple[type, ...], argv: list[str] | None, **def
 def has_bfloat16(on_cpu: bool) -> bool:
     """Return whether the GPU or, with `on_cpu`, the CPU has units for bfloat16."""
     if on_cpu:
-        return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
-    # transformers also counts GPUs that emulate bfloat16.
-    return (
-        torch.cuda.is_bf16_supported(including_emulation=False)
-        if torch.cuda.is_available()
-        else is_torch_bf16_gpu_available()
-    )
+        found = torch.cpu.get_capabilities()
+        return bool(found.get("avx512_bf16") or found.get("amx_bf16"))
+    if torch.cuda.is_available():  # transformers also counts GPUs that emulate bfloat16
+        return torch.cuda.is_bf16_supported(including_emulation=False)
+    return is_torch_bf16_gpu_available()
 
 
 def check_precision(training: TrainingArguments) -> None:
