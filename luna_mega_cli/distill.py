@@ -1,6 +1,8 @@
 """`luna-mega distill`: convert a trained encoder to a Luna model with linear time and memory."""
 
 import argparse
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from luna_mega_cli.options import chosen, define_command, positive, show
 
@@ -24,8 +26,8 @@ def add(parser: argparse.ArgumentParser) -> None:
         "--projection-length",
         metavar="N",
         type=positive,
-        help="rows per layer that a text is packed into (default: 128, or --max-length for masked language modeling, "
-        "token classification and question answering)",
+        help="rows per layer that a text is packed into, at most --max-length (default: 128, or --max-length for "
+        "masked language modeling, token classification and question answering)",
     )
     parser.add_argument(
         "--max-length",
@@ -54,8 +56,24 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
-    from luna_mega.distillation.convert import convert_teacher
+    from luna_mega.distillation.folders import convert_teacher
 
     names = ("teacher", "output", "projection_length", "max_length", "position_extension", "texts", "num_labels")
-    report = convert_teacher(**chosen(options, *names))
+    with _progress(options.json):
+        report = convert_teacher(**chosen(options, *names))
     show(options, report)
+
+
+@contextmanager
+def _progress(quiet: bool) -> Iterator[None]:
+    """Print the log of the conversion on stderr."""
+    import logging
+
+    logger, handler = logging.getLogger("luna_mega.distillation"), logging.StreamHandler()
+    logger.addHandler(handler)
+    logger.setLevel(logging.WARNING if quiet else logging.INFO)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(logging.NOTSET)

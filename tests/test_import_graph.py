@@ -32,7 +32,7 @@ LAYERS = {
     "luna_mega.convert": {"huggingface_hub", "numpy", "safetensors", "tokenizers", "torch", "tqdm", "transformers"},
     "luna_mega.inspection": {"safetensors", "torch", "tqdm", "transformers"},
     "luna_mega.training": TRAINING,
-    "luna_mega.distillation": {"sentence_transformers", "torch", "transformers", "yaml"},
+    "luna_mega.distillation": {"huggingface_hub", "sentence_transformers", "torch", "transformers"},
     "luna_mega.vllm": {"torch", "transformers", "vllm"},
     "luna_mega_cli": {"argcomplete", "torch", "transformers"},
     "luna_mega.convert.__main__": set(),

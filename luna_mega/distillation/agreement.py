@@ -1,5 +1,6 @@
 """Measure the agreement of a converted encoder with its teacher, on texts of several lengths."""
 
+import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -8,12 +9,13 @@ import torch
 from torch.nn import functional
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from luna_mega.distillation.families import find_head
 from luna_mega.distillation.lengths import TOKEN_HEADS, Lengths
+from luna_mega.distillation.parts import find_head
 from luna_mega.distillation.sentences import SentenceModules
 from luna_mega.distillation.teachers import Teacher
 from luna_mega.distillation.windows import Windows, make_batches, split_windows
 
+logger = logging.getLogger(__name__)
 _TEXTS, _TOKENS, _FEWEST = 64, 100_000, 8  # texts per length: at most 64, and fewer if they are long
 _OUTSIDE = "O"  # label of tokens that a token classifier finds nothing in
 Measure = Callable[[Iterable[dict[str, torch.Tensor]]], dict[str, float]]
@@ -90,6 +92,7 @@ def compare_lengths(
             missing.append(length)
             continue
         chosen = [chosen[index * len(chosen) // count] for index in range(count)]
+        logger.info("comparing the model with its teacher on %d texts of up to %d tokens", count, length)
         values = measure(make_batches(tokenizer, chosen, length))
         rows.append({"length": length, "texts": count, "windows": length > lengths.table} | values)
     return Agreement(rows, missing)

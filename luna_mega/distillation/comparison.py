@@ -1,5 +1,6 @@
 """Compare a converted model, in memory or in a folder, with its teacher."""
 
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -8,13 +9,14 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from luna_mega.distillation.families import find_head
+from luna_mega.distillation.parts import find_head
 from luna_mega.distillation.sentences import SentenceModules, read_modules
 from luna_mega.distillation.teachers import Teacher
 from luna_mega.errors import ConversionError, reason, shown
 from luna_mega.hub.folder import load_tokenizer, read_folder, read_tokenizer
 from luna_mega.hub.samples import make_inputs, sample_inputs
 
+logger = logging.getLogger(__name__)
 Differences = dict[str, float | None]
 # Largest difference that rounding explains, relative to the largest output if that is above 1.
 _TOLERANCES = {torch.float64: 1e-9, torch.float32: 3e-5, torch.float16: 2e-2, torch.bfloat16: 1e-1}
@@ -65,6 +67,7 @@ def compare_folder(
     Raises:
         ConversionError: Weights, tokenizers or modules differ, or rounding does not explain the difference of outputs.
     """
+    logger.info("comparing the folder with the teacher")
     saved, length = read_folder(folder), _longest(teacher, student)
     loaded, weights = saved.load(dtype="auto").to(student.device), student.state_dict()
     for key, tensor in loaded.state_dict().items():
@@ -92,15 +95,21 @@ def compare_folder(
     words = batches[f"length {length}"]["input_ids"].flatten().tolist()
     singles, pairs = _texts(tokenizer, words, longest)
     _compare_tokenizers(load_tokenizer(name), tokenizer, singles, pairs)
-    kind = modules.kind if modules else None
     if modules:
         _compare_modules(modules, folder)
-    elif find_head(student) == "ForSequenceClassification" and not new_head:
-        kind = "CrossEncoder" if any(hasattr(student.config, field) for field in SCORES) else None
+    kind = None if new_head else class_of_scores(student, modules)
     texts = pairs if kind == "CrossEncoder" else singles
     if kind and texts:
         differences[_VECTORS[kind]] = _compare_vectors(kind, name, folder, texts, longest)
     return differences
+
+
+def class_of_scores(model: PreTrainedModel, modules: SentenceModules | None) -> str | None:
+    """Return the class of sentence-transformers that computes vectors or scores from a folder, or None."""
+    if modules:
+        return modules.kind
+    scores = find_head(model) == "ForSequenceClassification" and any(hasattr(model.config, field) for field in SCORES)
+    return "CrossEncoder" if scores else None
 
 
 def _error(what: str) -> ConversionError:
@@ -186,6 +195,7 @@ def _compare_modules(modules: SentenceModules, folder: Path) -> None:
 def _compare_vectors(kind: str, name: str, folder: Path, texts: list[Any], longest: int) -> float | None:
     """Return the largest difference of vectors or scores, or None if sentence-transformers is not installed."""
     try:
+        logger.info("comparing the %s of sentence-transformers", _VECTORS[kind])
         import sentence_transformers
     except ImportError:
         return None

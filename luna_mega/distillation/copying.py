@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 import torch
 from transformers import PreTrainedModel
 
-from luna_mega.distillation.families import ATTENTION, LUNA, Parts
+from luna_mega.distillation.parts import ATTENTION, LUNA, Parts
 from luna_mega.distillation.teachers import Teacher
 
 _MODEL_PARTS = (
@@ -50,9 +50,9 @@ def copy_encoder(teacher: Teacher, student: PreTrainedModel) -> CopyReport:
                 parameter.copy_(given[key])
                 report.copied[names[id(parameter)]] = f"{teacher.path(*place)}.{key}"
                 used.add(id(given[key]))
-    table, target, source = teacher.positions(), own.module("positions").weight, teacher.module("positions").weight
-    offset, first = student.config.position_offset, len(source) - len(table)
-    target[offset:] = table
+    target, source = (model.module("positions").weight for model in (own, teacher))
+    first = teacher.first_position
+    target[student.config.position_offset :] = source[first:]
     report.copied[names[id(target)]] = f"{teacher.path('positions')}.weight" + (f"[{first}:]" if first else "")
     used.add(id(source))
     report.new = [name for name in names.values() if name not in report.copied]

@@ -1,6 +1,7 @@
 """Luna encoders that equal a trained encoder on texts of up to `projection_length` tokens, without training."""
 
 import copy
+import logging
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -9,33 +10,18 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from luna_mega import (
-    LunaConfig,
-    LunaForMaskedLM,
-    LunaForMultipleChoice,
-    LunaForQuestionAnswering,
-    LunaForSequenceClassification,
-    LunaForTokenClassification,
-    LunaModel,
-)
+import luna_mega
 from luna_mega.distillation.agreement import Agreement
 from luna_mega.distillation.comparison import SCORES, Differences, compare_models
 from luna_mega.distillation.copying import CopyReport, copy_encoder
-from luna_mega.distillation.families import find_head
 from luna_mega.distillation.lengths import Lengths, choose_lengths
-from luna_mega.distillation.loading import check_tokenizer, load_teacher
-from luna_mega.distillation.teachers import HEADS, Teacher
+from luna_mega.distillation.loading import check_tokenizer, find_teacher, load_weights, read_config
+from luna_mega.distillation.parts import find_head
+from luna_mega.distillation.teachers import Teacher
 from luna_mega.distillation.windows import make_batches
 from luna_mega.hub.folder import load_tokenizer, set_max_length
 
-_CLASSES: tuple[type[PreTrainedModel], ...] = (
-    LunaModel,
-    LunaForMaskedLM,
-    LunaForSequenceClassification,
-    LunaForTokenClassification,
-    LunaForQuestionAnswering,
-    LunaForMultipleChoice,
-)
+logger = logging.getLogger(__name__)
 _FIT_LENGTH = 256  # tokens per text
 _RIDGE = 1e-2
 _LEAST = 1e-6  # lower bound of the attention that a token receives, before the logarithm
@@ -46,6 +32,7 @@ _DROPOUTS = {
     "classifier_dropout": ("classifier_dropout", "seq_classif_dropout", "hidden_dropout_prob"),
 }
 _KEPT_FIELDS = (*SCORES, "output_hidden_states")
+_LEFT = "the pooling layer for classifiers, which no output of this model depends on; num_labels converts a BERT's"
 
 
 @dataclass
@@ -76,7 +63,7 @@ class ConversionReport:
         else:
             shares = ", ".join(f"{share:.2f}" for share in self.fit)
             fit = f"salience: fitted on {self.tokens:,} tokens, r2 per layer {shares}"
-        left = [f"left: {name}" for name in self.copied.left]
+        left = [f"not copied: {', '.join(self.copied.left)} ({_LEFT})"] if self.copied.left else []
         unknown = "not compared; install sentence-transformers"
         found = [f"{name} {unknown if x is None else f'{x:.1e}'}" for name, x in self.differences.items()]
         largest = f"largest difference from the teacher: {', '.join(found)}"
@@ -119,8 +106,8 @@ def from_teacher(
 
     Args:
         teacher: name on the Hub, folder, or model: BERT, RoBERTa, XLM-RoBERTa, CamemBERT, DistilBERT or ELECTRA.
-        projection_length: number of rows l that a layer packs a text into; None = 128, and `max_length` for a head that
-            reads tokens.
+        projection_length: number of rows l that a layer packs a text into, at most `max_length`; None = 128, and
+            `max_length` for a head that reads tokens.
         max_length: longest text in tokens: `max_position_embeddings` of the model, and `model_max_length` of the
             tokenizer; None = the number of positions of the teacher. Token classification requires at most that many.
         position_extension: positions of texts longer than the teacher's table, see `LunaConfig`; None = a larger
@@ -134,15 +121,15 @@ def from_teacher(
         The model, the tokenizer, and a report.
 
     Raises:
-        ValueError: The teacher is not supported or damaged, an option is out of range, or the model differs from the
-            teacher.
-        OSError: There is no such folder or model.
+        ValueError: There is no such folder or model, the teacher is not supported or damaged, an option is out of
+            range, or the model differs from the teacher.
 
     Example:
         >>> model, tokenizer, report = from_teacher("sentence-transformers/all-MiniLM-L6-v2")  # doctest: +SKIP
     """
+    lengths = (projection_length, max_length, position_extension)
     if isinstance(teacher, str):
-        source, tokenizer = load_source(teacher, num_labels, tokenizer)
+        source, tokenizer = load_source(find_teacher(teacher), lengths, num_labels, tokenizer)
     elif num_labels is None:
         source = Teacher(teacher)
     else:
@@ -150,17 +137,23 @@ def from_teacher(
             f"num_labels={num_labels} requires the name or folder of the teacher; for a loaded teacher, load it with "
             f"AutoModelForSequenceClassification and num_labels={num_labels}"
         )
-    return convert_encoder(source, tokenizer, projection_length, max_length, position_extension, texts)
+    return convert_encoder(source, tokenizer, *lengths, texts)
 
 
 def load_source(
-    name: str, num_labels: int | None = None, tokenizer: PreTrainedTokenizerBase | None = None
+    name: str,
+    lengths: tuple[int | None, int | None, str | None],
+    num_labels: int | None = None,
+    tokenizer: PreTrainedTokenizerBase | None = None,
 ) -> tuple[Teacher, PreTrainedTokenizerBase]:
-    """Return a teacher and its tokenizer, from a folder or the Hub; see `from_teacher`."""
+    """Return a teacher and its tokenizer, from a folder or the Hub, after a check of the options of `from_teacher`."""
     if num_labels is not None and num_labels < 1:
         raise ValueError(f"num_labels must be at least 1, got {num_labels}")
-    source = load_teacher(name, num_labels, dtype=torch.float32)
-    return source, load_tokenizer(name) if tokenizer is None else tokenizer
+    config, kind = read_config(name, num_labels, {})
+    choose_lengths(config, find_head(kind), *lengths)
+    logger.info("reading the teacher")
+    tokenizer = load_tokenizer(name) if tokenizer is None else tokenizer
+    return load_weights(name, config, kind, num_labels, {}, dtype=torch.float32), tokenizer
 
 
 def convert_encoder(
@@ -172,24 +165,27 @@ def convert_encoder(
     texts: Iterable[str] | None = None,
 ) -> Converted:
     """Convert a loaded teacher; see `from_teacher`."""
-    lengths = choose_lengths(source, projection_length, max_length, position_extension)
+    head = find_head(source.model)
+    lengths = choose_lengths(source.config, head, projection_length, max_length, position_extension)
     if isinstance(texts, str):
         raise ValueError(f"`texts` must be a list of texts, got the str {texts[:20]!r}; pass [text] for a single text")
+    texts = None if texts is None else list(texts)
+    if texts is not None and not texts:
+        raise ValueError("`texts` is empty; pass at least one text, or None")
     if tokenizer is not None:
         check_tokenizer(source, tokenizer)
     elif texts is not None:
         raise ValueError("`texts` require a `tokenizer` if the teacher is given as a model; pass the teacher's own")
     config = _luna_config(source, None if tokenizer is None else tokenizer.pad_token_id, lengths)
-    model_class = dict(zip(HEADS, _CLASSES, strict=True))[find_head(source.model)]
-    model = model_class(config).to(source.model.device, source.model.dtype).eval()
+    model = getattr(luna_mega, f"Luna{head or 'Model'}")(config)
+    model.to(source.model.device, source.model.dtype).eval()
     report = ConversionReport(copy_encoder(source, model), lengths)
     if new := [name for name in report.copied.new if not name.endswith("salience")]:
         raise ValueError(f"the teacher has no weights for {len(new)} parameters ({new[0]}, ...); pass a complete model")
     if tokenizer is not None:
         tokenizer = copy.deepcopy(tokenizer)  # a tokenizer of the caller keeps its length
         if texts is not None:
-            if not (texts := list(texts)):
-                raise ValueError("`texts` is empty; pass at least one text, or None")
+            logger.info("fitting the salience on %d texts", len(texts))
             batches = make_batches(tokenizer, texts, min(_FIT_LENGTH, lengths.table))
             report.fit, report.tokens = fit_salience(source, model, batches)
         set_max_length(tokenizer, lengths.max_length)
@@ -197,7 +193,7 @@ def convert_encoder(
     return Converted(model, tokenizer, report)
 
 
-def _luna_config(teacher: Teacher, padding: int | None, lengths: Lengths) -> LunaConfig:
+def _luna_config(teacher: Teacher, padding: int | None, lengths: Lengths) -> luna_mega.LunaConfig:
     """Return the configuration of a Luna with the sizes and options of the teacher.
 
     Args:
@@ -215,7 +211,7 @@ def _luna_config(teacher: Teacher, padding: int | None, lengths: Lengths) -> Lun
         names += ("id2label", "label2id", "problem_type")
     dropouts = {ours: [getattr(config, name, None) for name in theirs] for ours, theirs in _DROPOUTS.items()}
     types = teacher.module("token_types")
-    return LunaConfig(
+    return luna_mega.LunaConfig(
         **{name: getattr(config, name) for name in names if hasattr(config, name)},
         **{ours: next((value for value in values if value is not None), 0.0) for ours, values in dropouts.items()},
         **lengths.fields(),
@@ -224,7 +220,7 @@ def _luna_config(teacher: Teacher, padding: int | None, lengths: Lengths) -> Lun
         bos_token_id=getattr(config, "bos_token_id", None),
         eos_token_id=getattr(config, "eos_token_id", None),
         # Luna's table starts after the row of the padding token, which may be one of the last tokens here.
-        first_position=None if teacher.pads_positions or padding == 0 else 0,
+        first_position=None if teacher.family.padded or padding == 0 else 0,
         embedding_size=config.embedding_size if teacher.module("embedding_projection") is not None else None,
         type_vocab_size=0 if types is None else len(types.weight),
         intermediate_size=len(teacher.module("fc1", 0).weight),

@@ -3,21 +3,22 @@
 from dataclasses import dataclass
 from typing import Any
 
-from luna_mega.distillation.families import find_head
-from luna_mega.distillation.teachers import Teacher
+from transformers import PreTrainedConfig
+
+from luna_mega.distillation.teachers import check_teacher
 
 ROWS = 128
 TOKEN_HEADS = ("ForMaskedLM", "ForTokenClassification", "ForQuestionAnswering")
 _EXTENSIONS = ("interpolate", "wrap")
 _BEYOND = (
     "note: texts of more than {table:,} tokens have squeezed positions and are worth less than windows of the teacher: "
-    "at 2,048 tokens, vectors found 84.4 % of the articles, the mean of windows 90.6 %, and one vector per window "
-    "92.4 % (docs/distillation.md)"
+    "at 2,048 tokens, vectors found 84.4 % of the articles, one vector per window 92.4 % (docs/distillation.md)"
 )
 _PACKED = (
     "note: the head reads tokens, which differ from the teacher's beyond {rows:,} tokens: a token classifier with 128 "
     "rows lost half of its labels at 512 tokens (docs/distillation.md)"
 )
+_TRUNCATED = "note: the model reads {longest:,} tokens of a text, the teacher {table:,}; omit max_length for as many"
 
 
 @dataclass(frozen=True)
@@ -29,7 +30,7 @@ class Lengths:
         max_length: longest text in tokens.
         table: number of positions of the teacher.
         position_extension: positions beyond the table; None = the longest text fits in it.
-        note: one line about longer texts than those that equal the teacher's; empty for the default lengths.
+        note: lines about texts that do not equal the teacher's, or are truncated; empty for the default lengths.
     """
 
     projection_length: int
@@ -54,15 +55,20 @@ class Lengths:
 
 
 def choose_lengths(
-    teacher: Teacher, projection_length: int | None, max_length: int | None, position_extension: str | None
+    config: PreTrainedConfig,
+    head: str,
+    projection_length: int | None,
+    max_length: int | None,
+    position_extension: str | None,
 ) -> Lengths:
     """Return the lengths of a student.
 
     The longest text is by default the one that fits in the teacher's table of positions. The number of rows is by
-    default 128, or the longest text for a head that reads tokens, which then equals the teacher's.
+    default 128, or the longest text if that is shorter, or if the head reads tokens, which then equal the teacher's.
 
     Args:
-        teacher: the teacher.
+        config: configuration of the teacher.
+        head: head of the teacher, see `find_head`.
         projection_length: number of rows; None = the default.
         max_length: longest text in tokens; None = the default.
         position_extension: positions of texts beyond the teacher's table; None = such texts are an error.
@@ -78,22 +84,27 @@ def choose_lengths(
         raise ValueError(
             f"position_extension must be one of None, {', '.join(_EXTENSIONS)}, got {position_extension!r}"
         )
-    head, table = find_head(teacher.model), len(teacher.positions())
-    longest = table if max_length is None else max_length
-    reads_tokens = head in TOKEN_HEADS
-    rows = projection_length or (longest if reads_tokens else ROWS)
-    if longest <= table:
-        note = _PACKED.format(rows=rows) if reads_tokens and rows < longest else ""
-        return Lengths(rows, longest, table, note=note)
-    if head == "ForTokenClassification":
+    table = config.max_position_embeddings - check_teacher(config).first_position(config)
+    longest, reads_tokens = max_length or table, head in TOKEN_HEADS
+    if longest > table and head == "ForTokenClassification":
         raise ValueError(
             f"max_length={longest} exceeds the {table} positions of the teacher, beyond which a converted token "
             "classifier finds no labels; use windows of the teacher: pipeline('token-classification', TEACHER, "
             f"aggregation_strategy='simple', stride={table // 4})"
         )
-    if position_extension is None:
+    if longest > table and position_extension is None:
         raise ValueError(
             f"max_length={longest} exceeds the {table} positions of the teacher; pass max_length={table}, or "
             "position_extension='interpolate'"
         )
-    return Lengths(rows, longest, table, position_extension, _BEYOND.format(table=table))
+    rows = projection_length or (longest if reads_tokens else min(ROWS, longest))
+    if rows > longest:
+        raise ValueError(
+            f"projection_length={rows} exceeds the longest text of {longest} tokens; pass at most {longest}, with "
+            "which the model equals the teacher for all texts"
+        )
+    if longest > table:
+        return Lengths(rows, longest, table, position_extension, _BEYOND.format(table=table))
+    notes = [_PACKED.format(rows=rows)] if reads_tokens and rows < longest else []
+    notes += [_TRUNCATED.format(longest=longest, table=table)] if longest < table else []
+    return Lengths(rows, longest, table, note="\n".join(notes))

@@ -17,10 +17,11 @@ from transformers import (
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGHTS_INDEX_NAME, WEIGHTS_NAME, cached_file
 
 from luna_mega.convert.safe_load.reader import read_tensors
-from luna_mega.distillation.families import Family, find_head
 from luna_mega.distillation.originals import check_adapter, check_quantization
+from luna_mega.distillation.parts import find_head
 from luna_mega.distillation.teachers import Teacher, check_teacher, model_class
 from luna_mega.errors import ConversionError, reason
+from luna_mega.hub.find import find_model
 from luna_mega.hub.folder import largest_id, open_weights, read_weight_map
 
 
@@ -36,44 +37,69 @@ def load_teacher(name_or_path: str, num_labels: int | None = None, **options: An
         options: passed to `from_pretrained` (`revision`, `dtype`, `device_map`, ...).
 
     Raises:
-        ValueError: The model cannot be a teacher, is damaged, lacks weights, or requires its own code.
-        OSError: There is no such folder or model.
+        ValueError: There is no such folder or model, or it cannot be a teacher, is damaged, lacks weights, or requires
+            its own code.
     """
     if options.pop("trust_remote_code", False):
         raise ValueError("trust_remote_code=True runs code of the teacher; omit it, and use a model of transformers")
-    folder = Path(name_or_path)
-    if folder.suffix == ".gguf" or (any(folder.glob("*.gguf")) and not (folder / "config.json").exists()):
-        raise ValueError(f"{name_or_path} is a GGUF checkpoint; pass a checkpoint in safetensors")
     places = {key: options.pop(key) for key in ("revision", "cache_dir", "token", "subfolder") if key in options}
-    with _one_line(name_or_path):
-        check_adapter(name_or_path, places)
-        config = AutoConfig.from_pretrained(name_or_path, trust_remote_code=False, **places)
-    check_quantization(name_or_path, config)
-    family = check_teacher(config)
-    with _one_line(name_or_path):
+    name = find_teacher(name_or_path, places)
+    return load_weights(name, *read_config(name, num_labels, places), num_labels, places, **options)
+
+
+def find_teacher(name: str, places: dict[str, Any] | None = None) -> str:
+    """Return the folder or name that a teacher is loaded from; see `find_model`."""
+    folder = Path(name)
+    if folder.suffix == ".gguf" or (any(folder.glob("*.gguf")) and not (folder / "config.json").exists()):
+        raise ValueError(f"{name} is a GGUF checkpoint; pass a checkpoint in safetensors")
+    return find_model(name, **{key: value for key, value in (places or {}).items() if key != "subfolder"})
+
+
+def read_config(
+    name: str, num_labels: int | None, places: dict[str, Any]
+) -> tuple[PreTrainedConfig, type[PreTrainedModel]]:
+    """Return the configuration and the class of a teacher; see `load_teacher`."""
+    with _one_line(name):
+        check_adapter(name, places)
+        config = AutoConfig.from_pretrained(name, trust_remote_code=False, **places)
+    check_quantization(name, config)
+    check_teacher(config)
+    with _one_line(name):
         if num_labels is None:
-            kind = model_class(config)
-        else:
-            config.num_labels, kind = num_labels, MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING[type(config)]
-        tensors, shapes = _read_weights(name_or_path, places)
-    _check_sizes(name_or_path, kind, config, family, shapes)
-    with _one_line(name_or_path):
+            return config, model_class(config)
+        config.num_labels = num_labels
+        return config, MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING[type(config)]
+
+
+def load_weights(
+    name: str,
+    config: PreTrainedConfig,
+    kind: type[PreTrainedModel],
+    num_labels: int | None,
+    places: dict[str, Any],
+    **options: Any,
+) -> Teacher:
+    """Return the teacher of a configuration and a class; see `load_teacher`."""
+    with _one_line(name):
+        tensors, shapes = _read_weights(name, places)
+    _check_sizes(name, kind, config, shapes)
+    with _one_line(name):
         source = {"config": config} | places
         if tensors is None:
-            source |= {"pretrained_model_name_or_path": name_or_path, "use_safetensors": True}
+            source |= {"pretrained_model_name_or_path": name, "use_safetensors": True}
         else:
             source |= {"pretrained_model_name_or_path": None, "state_dict": tensors}
         # Sizes that do not match are collected, to name one of them in the error below.
         collected = {"output_loading_info": True, "ignore_mismatched_sizes": True}
         model, info = kind.from_pretrained(**source, **collected, **options)
-    _check_loaded(name_or_path, model, info, num_labels)
+    _check_loaded(name, model, info, num_labels)
     teacher = Teacher(model)
     ids = torch.zeros(1, 2, dtype=torch.long, device=model.device)
     ids = ids[:, None] if find_head(model) == "ForMultipleChoice" else ids
-    with _one_line(name_or_path), torch.no_grad():  # invalid values of the configuration may only show here
+    with _one_line(name), torch.no_grad():  # invalid values of the configuration may only show here
         logits = model(**teacher.inputs({"input_ids": ids}))[0]
     if not torch.isfinite(logits).all():
-        raise ValueError(f"{name_or_path}: the teacher's logits are not finite; use another checkpoint")
+        raise ValueError(f"{name}: the teacher's logits are not finite; use another checkpoint")
     return teacher
 
 
@@ -137,12 +163,12 @@ def _find(name: str, single: str, index: str, places: dict[str, Any]) -> list[Pa
     return []
 
 
-def _check_sizes(name: str, kind: type, config: PreTrainedConfig, family: Family, shapes: dict[str, torch.Size]):
+def _check_sizes(name: str, kind: type, config: PreTrainedConfig, shapes: dict[str, torch.Size]) -> None:
     """Raise an error if the weights have other layers than the configuration, or less than half of its parameters.
 
     `from_pretrained` reports smaller differences, but allocates and initializes missing parameters first.
     """
-    layer = re.compile(rf"(?:^|\.){re.escape(family.layers.rpartition('.')[2])}\.(\d+)\.")
+    layer = re.compile(rf"(?:^|\.){re.escape(check_teacher(config).layers.rpartition('.')[2])}\.(\d+)\.")
     layers = 1 + max((int(match[1]) for key in shapes if (match := layer.search(key))), default=-1)
     wanted = config.num_hidden_layers
     if wanted != layers:
@@ -172,5 +198,5 @@ def check_tokenizer(teacher: Teacher, tokenizer: PreTrainedTokenizerBase) -> Non
             "the teacher's tokenizer"
         )
     own, padding = getattr(teacher.config, "pad_token_id", None), tokenizer.pad_token_id
-    if teacher.pads_positions and None not in (own, padding) and own != padding:
+    if teacher.family.padded and None not in (own, padding) and own != padding:
         raise ValueError(f"the tokenizer pads with {padding} and the teacher with {own}; use the teacher's tokenizer")

@@ -7,8 +7,8 @@ import transformers
 from torch import nn
 from transformers import MODEL_MAPPING, PreTrainedConfig, PreTrainedModel
 
-from luna_mega.distillation.families import FAMILIES, Family, Parts, find_head
 from luna_mega.distillation.originals import check_original
+from luna_mega.distillation.parts import FAMILIES, Family, Parts, find_head
 from luna_mega.errors import ConversionError
 
 HEADS = (
@@ -61,14 +61,14 @@ class Teacher(Parts):
             )
 
     @property
-    def max_length(self) -> int:
-        """The number of positions of the teacher."""
-        return len(self.positions())
+    def first_position(self) -> int:
+        """The row of the first token in the position table."""
+        return self.family.first_position(self.config)
 
     @property
-    def pads_positions(self) -> bool:
-        """Whether positions depend on the padding token, as in RoBERTa."""
-        return self.module("positions").padding_idx is not None
+    def max_length(self) -> int:
+        """The number of positions of the teacher."""
+        return self.config.max_position_embeddings - self.first_position
 
     def inputs(self, batch: dict[str, Any]) -> dict[str, torch.Tensor]:
         """Return the teacher's inputs of a batch `[B, T]` or, for multiple choice, `[B, options, T]`.
@@ -79,7 +79,7 @@ class Teacher(Parts):
         inputs = {"input_ids": ids, "attention_mask": batch.get("attention_mask", torch.ones_like(ids))}
         if "token_type_ids" in batch and self.module("token_types") is not None:
             inputs["token_type_ids"] = batch["token_type_ids"]
-        if not self.pads_positions:
+        if not self.family.padded:
             # By default, positions include padding, so the states would depend on the padding side. DistilBERT does
             # not reshape `position_ids`, and the others accept them as `[B * options, T]`.
             mask = inputs["attention_mask"].long().flatten(0, -2)

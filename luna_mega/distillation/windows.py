@@ -1,5 +1,7 @@
 """Batches of texts, and windows of texts that are too long for a teacher."""
 
+import logging
+import time
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
@@ -9,7 +11,9 @@ from transformers import PreTrainedTokenizerBase
 
 from luna_mega.kernels.support import upcast
 
+logger = logging.getLogger(__name__)
 _TOKENS = 4096  # approximately, per batch
+_SECONDS = 5  # between two lines about the progress
 
 
 class Windows(NamedTuple):
@@ -62,9 +66,13 @@ def split_windows(mask: torch.Tensor, window: int) -> Windows:
 def make_batches(
     tokenizer: PreTrainedTokenizerBase, texts: Iterable[str], length: int
 ) -> Iterator[dict[str, torch.Tensor]]:
-    """Yield padded batches of texts of similar lengths."""
+    """Yield padded batches of texts of similar lengths, the longest first; log the progress every few seconds."""
     rows = sorted(tokenizer(list(texts), truncation=True, max_length=length)["input_ids"], key=len, reverse=True)
+    total, logged = len(rows), time.monotonic()
     while rows:
         count = max(1, _TOKENS // len(rows[0]))
         yield dict(tokenizer.pad({"input_ids": rows[:count]}, return_tensors="pt"))
         rows = rows[count:]
+        if time.monotonic() - logged > _SECONDS:
+            logger.info("  %d of %d texts", total - len(rows), total)
+            logged = time.monotonic()

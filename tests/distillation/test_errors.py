@@ -10,8 +10,8 @@ from transformers import BertForSequenceClassification, PreTrainedTokenizerFast
 
 from luna_mega import LunaForSequenceClassification
 from luna_mega.distillation import Teacher, from_teacher
-from luna_mega.distillation.families import FAMILIES
 from luna_mega.distillation.loading import check_tokenizer
+from luna_mega.distillation.parts import FAMILIES
 from tests.distillation.models import make_model
 from tests.errors import check_error
 
@@ -71,6 +71,8 @@ OPTIONS = {
     "a single text": ({"texts": "a b"}, "`texts`"),
     "no rows": ({"projection_length": 0}, "projection_length"),
     "no length": ({"max_length": 0}, "max_length"),
+    "more rows than positions": ({"projection_length": 100_000}, "projection_length=100000 exceeds the longest text"),
+    "more rows than tokens": ({"projection_length": 9, "max_length": 8}, "pass at most 8"),
     "labels of a loaded model": ({"num_labels": 2}, "num_labels"),
     "long": ({"max_length": 50, "position_extension": None}, "max_length=20"),
     "extension": ({"position_extension": "mirror"}, "position_extension"),

@@ -175,29 +175,35 @@ def test_default_lengths(head, tmp_path, capsys):
         )
         configs += [from_teacher(str(teacher)).model.config, AutoConfig.from_pretrained(tmp_path / "out")]
     for config in configs:
-        assert config.projection_length == (TABLE if head in TOKEN_HEADS else 128)
+        assert config.projection_length == TABLE  # 128 if the table is longer, see test_default_rows
         assert (config.max_position_embeddings, config.position_extension) == (TABLE, None)
         assert config.position_table_size is None
 
 
+@pytest.mark.parametrize("head", ["Model", "ForSequenceClassification", *TOKEN_HEADS])
+def test_default_rows(head):
+    config = from_teacher(make_model("bert", head, max_position_embeddings=200)).model.config
+    assert config.projection_length == (200 if head in TOKEN_HEADS else 128)
+
+
 NOTES = {
     "vectors": ("Model", {"max_length": 64}, 32, "texts of more than 32 tokens have squeezed positions"),
-    "short vectors": ("Model", {"max_length": 16}, 16, ""),
+    "short vectors": ("Model", {"max_length": 16}, 16, "reads 16 tokens of a text, the teacher 32; omit"),
     "rows": ("Model", {"projection_length": 8}, 8, ""),
     "class": ("ForSequenceClassification", {"max_length": 64}, 32, "texts of more than 32 tokens have squeezed"),
     "rows of labels": ("ForTokenClassification", {"projection_length": 8}, 8, "differ from the teacher's beyond 8"),
-    "short labels": ("ForTokenClassification", {"max_length": 16}, 16, ""),
+    "short labels": ("ForTokenClassification", {"max_length": 16}, 16, "reads 16 tokens of a text, the teacher 32"),
     "answer": ("ForQuestionAnswering", {"max_length": 64}, 32, "texts of more than 32 tokens have squeezed"),
 }
 
 
 @pytest.mark.parametrize(("head", "options", "exact", "note"), NOTES.values(), ids=NOTES)
-def test_one_line_about_longer_texts(head, options, exact, note):
+def test_one_line_about_other_lengths(head, options, exact, note):
     report = from_teacher(make_model("bert", head, max_position_embeddings=TABLE), **options).report
     assert report.lengths.exact == exact
     lines = [line for line in str(report).splitlines() if line.startswith("note: ")]
     assert len(lines) == bool(note) and note in "".join(lines)
-    assert not note or "docs/distillation.md" in lines[0]
+    assert not note or "docs/distillation.md" in lines[0] or exact == 16
 
 
 def test_labels_of_tokens_beyond_the_table(tmp_path, capsys):

@@ -1,18 +1,21 @@
 """`luna-mega distill`: folders of encoders and of sentence-transformers."""
 
 import json
+import re
 import shutil
 
 import pytest
 import torch
+from huggingface_hub import ModelCard
 from transformers import AutoModel, AutoModelForSequenceClassification, AutoTokenizer
 
 import luna_mega_cli
-from luna_mega.distillation.convert import convert_teacher
+from luna_mega.distillation import from_teacher
+from luna_mega.distillation.folders import convert_teacher
 from luna_mega.distillation.sentences import read_modules
 from luna_mega.hub.card import license_of
 from tests.damage import NOT_OBJECTS
-from tests.distillation.models import ENCODERS, change, make_model, save_teacher, write, xlm_tokenizer
+from tests.distillation.models import ENCODERS, HEADS, change, make_model, save_teacher, write, xlm_tokenizer
 from tests.errors import check_error, command_error
 
 
@@ -144,10 +147,61 @@ def test_the_license_of_a_damaged_card_is_unknown(license, tmp_path):
 def test_texts(teacher, tmp_path, capsys):
     (tmp_path / "empty.txt").write_text("\n")
     (tmp_path / "latin.txt").write_bytes("caf\xe9".encode("latin-1"))
-    for texts, named in {"none.txt": "No such file", "empty.txt": "no text", "latin.txt": "UTF-8"}.items():
+    cases = {"none.txt": "no such file", "teacher": "a folder", "empty.txt": "no text", "latin.txt": "UTF-8"}
+    for texts, named in cases.items():
         argv = ["--output", tmp_path / "out", "--texts", tmp_path / texts]
         error = command_error(capsys, "distill", teacher, *argv)
-        assert named in error and texts in error
+        assert named in error and f"--texts {tmp_path / texts}" in error
+
+
+INPUTS = {
+    "rows": (["--projection-length", 100_000], "projection_length=100000 exceeds the longest text of 20 tokens"),
+    "labels of long texts": (["--max-length", 64], "max_length=64 exceeds the 20 positions"),
+    "texts": (["--texts", "none.txt"], "--texts none.txt: no such file; pass a text file"),
+}
+
+
+@pytest.mark.parametrize(("argv", "named"), INPUTS.values(), ids=INPUTS)
+def test_inputs_are_checked_before_weights_are_read(argv, named, tmp_path, capsys):
+    folder = save_teacher(tmp_path / "teacher", head="ForTokenClassification")
+    (folder / "model.safetensors").unlink()
+    assert named in command_error(capsys, "distill", folder, "--output", tmp_path / "out", *argv)
+
+
+def test_misspelled_names(tmp_path, capsys, monkeypatch):
+    """One request instead of six attempts for each file."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("luna_mega.distillation.folders.read_modules", None)
+    for name, named in {"teachr": "the Hub cannot be reached", "./teachr": "pass a folder or a name"}.items():
+        error = command_error(capsys, "distill", name, "--output", tmp_path / "out")
+        assert f"{name}: no such folder" in error and named in error
+        check_error(lambda: from_teacher(name), ValueError, named)  # noqa: B023
+
+
+def test_progress(teacher, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("luna_mega.distillation.windows._SECONDS", -1)
+    (tmp_path / "texts.txt").write_text("a b c d e f g h i j\n" * 500)
+    argv = ["distill", str(teacher), "--texts", str(tmp_path / "texts.txt"), "--projection-length", "8", "--output"]
+    assert luna_mega_cli.main([*argv, str(tmp_path / "out")]) == 0
+    lines = iter(capsys.readouterr().err.splitlines())
+    for named in ("reading the teacher", "fitting the salience on 500 texts", "341 of 500 texts", "up to 8 tokens"):
+        assert any(named in line for line in lines), named
+    assert [*lines][-2:] == ["writing the folder", "comparing the folder with the teacher"]
+    assert luna_mega_cli.main([*argv, str(tmp_path / "json"), "--json"]) == 0
+    assert not capsys.readouterr().err
+
+
+@pytest.mark.parametrize("head", HEADS)
+def test_code_of_the_card(head, tmp_path, monkeypatch):
+    save_teacher(tmp_path / "teacher", head=head)
+    report = convert_teacher(str(tmp_path / "teacher"), tmp_path / 'out "1"', projection_length=20)
+    card = (report.output / "README.md").read_text()
+    (block,) = re.findall("(?s)```python\n(.*?)```", card)
+    monkeypatch.chdir(tmp_path)
+    names: dict = {}
+    exec(block, names)
+    assert type(getattr(names["model"], "model", names["model"])).__name__ == report.model_class
+    assert ModelCard(card).data.pipeline_tag and "equals that model for texts of up to 20 tokens" in card
 
 
 def test_folders(teacher, tmp_path, capsys):

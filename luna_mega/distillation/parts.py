@@ -1,12 +1,12 @@
-"""Families of encoders: a table with one row per family, which names the parts that all models have."""
+"""Parts of encoders: a table with one row per family, which names the parts that all models have."""
 
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from typing import Any
 
-import torch
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 ATTENTION = ("query", "key", "value", "output")
 
@@ -23,6 +23,7 @@ class Family:
         activation, head_activation: configuration field that contains the activation of the feed-forward layers and
             of the head, or the activation itself.
         class_activation: activation of the classifier's hidden layer.
+        padded: whether the position table starts with the rows up to that of the padding token, as in fairseq.
         heads: other heads, by the end of the names of their classes -> the names of their parts, `class_...`.
     """
 
@@ -32,7 +33,12 @@ class Family:
     activation: str = "hidden_act"
     head_activation: str = "hidden_act"
     class_activation: str = "gelu"
+    padded: bool = False
     heads: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+
+    def first_position(self, config: PreTrainedConfig) -> int:
+        """Return the row of the first token in the position table."""
+        return (config.pad_token_id or 0) + 1 if self.padded else 0
 
     def of(self, model: PreTrainedModel) -> "Family":
         """Return the names of the modules of a model, which depend on its head."""
@@ -45,9 +51,9 @@ class Family:
         return replace(self, layers=self.layers.removeprefix(f"{base}."), model=body)
 
 
-def find_head(model: PreTrainedModel) -> str:
+def find_head(model: PreTrainedModel | type[PreTrainedModel]) -> str:
     """Return the end of the name of a class with a head, for example `"ForMaskedLM"`; `""` for a class without."""
-    match = re.search(r"For[A-Z]\w*$", type(model).__name__)
+    match = re.search(r"For[A-Z]\w*$", (model if isinstance(model, type) else type(model)).__name__)
     return match[0] if match else ""
 
 
@@ -62,7 +68,7 @@ def _choices(dense: str) -> dict[str, Mapping[str, str]]:
     return _OUTPUTS | {"ForMultipleChoice": {"class_dense": dense, "class_output": "classifier"}}
 
 
-def _bert(prefix: str, head: Mapping[str, str], **options: str) -> Family:
+def _bert(prefix: str, head: Mapping[str, str], **options: Any) -> Family:
     layer = {
         "query": "attention.self.query", "key": "attention.self.key", "value": "attention.self.value",
         "output": "attention.output.dense", "attention_norm": "attention.output.LayerNorm",
@@ -84,6 +90,7 @@ _ROBERTA = _bert(
     },
     head_activation="gelu",
     class_activation="tanh",
+    padded=True,
 )  # fmt: skip
 _ELECTRA = _bert(
     "electra",
@@ -169,10 +176,3 @@ class Parts:
             return (path := self.path(name, layer)) and self.model.get_submodule(path)
         except AttributeError:  # the head of a classifier, the projection of embeddings that have the layers' width
             return None
-
-    def positions(self) -> torch.Tensor:
-        """Return the learned positions `[n, d]`, the first token's first."""
-        module = self.module("positions")
-        # As in fairseq, the first token uses the row after the padding row.
-        first = 0 if module.padding_idx is None else module.padding_idx + 1
-        return module.weight.detach()[first:]
