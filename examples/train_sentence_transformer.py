@@ -22,6 +22,7 @@ from transformers.hf_argparser import HfArg
 from luna_mega import training as lib
 from luna_mega.distillation.embeddings import RandomRows, cut_texts, teacher_vectors
 from luna_mega.distillation.sentences import read_modules
+from luna_mega.hub.find import find_model
 
 try:
     from sentence_transformers import (
@@ -33,7 +34,7 @@ try:
     from sentence_transformers.sentence_transformer.losses import EmbedDistillLoss, MultipleNegativesRankingLoss
     from sentence_transformers.sentence_transformer.modules import Pooling, Transformer
 except ImportError:
-    lib.fail("sentence-transformers is not installed; run pip install '.[examples,ecosystem]'")
+    lib.fail("sentence-transformers is not installed; run pip install 'sentence-transformers>=6'")
 POOLINGS = ("mean", "cls", "max", "mean_sqrt_len_tokens")
 
 
@@ -96,6 +97,9 @@ def parse(
     lib.check_least(data, 2, "max_seq_length")
     lib.check_least(data, 3, "teacher_window")
     lib.check_least(data, 1, "projection_lengths")
+    if data.teacher and "/" in data.teacher:  # sentence-transformers completes the name of one of its own models
+        with lib.one_line("--teacher"):
+            data.teacher = find_model(data.teacher)
     return data, model, training, run
 
 

@@ -107,8 +107,6 @@ def convert_teacher(
 
 def _read_lines(path: Path) -> list[str]:
     """Return the lines of `--texts`."""
-    if not path.is_file():
-        raise ValueError(f"--texts {path}: {'is a folder' if path.is_dir() else 'no such file'}; pass a text file")
     try:
         lines = [line.strip() for line in path.read_text(encoding="utf-8-sig").splitlines()]
     except UnicodeDecodeError as error:

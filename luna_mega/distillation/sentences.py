@@ -56,12 +56,7 @@ class SentenceModules:
     kind: str = "SentenceTransformer"
 
     def write(self, folder: Path, max_length: int) -> None:
-        """Write the modules next to a saved transformer for texts of `max_length` tokens.
-
-        Without `files`, these are mean pooling. A folder without modules would be truncated to the position table.
-        """
-        if not self.files:
-            _write_mean(folder)
+        """Write the modules next to a saved transformer for texts of `max_length` tokens."""
         for name, path in self.files.items():
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(path, folder / name)
@@ -95,22 +90,6 @@ def _without(options: Any, name: str) -> Any:
     return {key: value for key, value in options.items() if key != name} if isinstance(options, dict) else options
 
 
-def _write_mean(folder: Path) -> None:
-    """Write a mean pooling module to the folder of a saved transformer."""
-    kinds = {"": "Transformer", "1_Pooling": "Pooling"}
-    modules = [
-        {"idx": index, "name": str(index), "path": path, "type": f"sentence_transformers.models.{kind}"}
-        for index, (path, kind) in enumerate(kinds.items())
-    ]
-    width = json.loads((folder / "config.json").read_text(encoding="utf-8-sig"))["hidden_size"]
-    (folder / "1_Pooling").mkdir(exist_ok=True)
-    for path, content in (
-        ("modules.json", modules),
-        ("1_Pooling/config.json", {"word_embedding_dimension": width, "pooling_mode_mean_tokens": True}),
-    ):
-        (folder / path).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-
-
 def read_modules(name: str) -> SentenceModules | None:
     """Return the modules of a sentence-transformers folder or repository; None if it is not one.
 
@@ -124,44 +103,48 @@ def read_modules(name: str) -> SentenceModules | None:
         kinds = [(_short(str(entry["type"])), str(entry["path"])) for entry in listed]
     except (TypeError, KeyError) as error:
         raise ValueError(f"{name}: modules.json is not a list of modules with type and path; repair it") from error
-    if not kinds or kinds[0] not in [(kind, "") for kind in _TRANSFORMERS]:
-        raise ValueError(
-            f"{name}: the first module in modules.json must be a Transformer in the same folder, got {kinds[:1]}; pass "
-            "the folder of the transformer"
-        )
-    if outside := [path for _, path in kinds if Path(path).is_absolute() or ".." in Path(path).parts]:
-        raise ValueError(
-            f"{name}: modules.json names {shown(outside[0])}, which is not in the folder; copy the module there"
-        )
-    if unknown := [kind for kind, _ in kinds[1:] if kind not in _MODULES]:
-        raise ValueError(
-            f"{name}: the module {shown(unknown[0])} in modules.json is not supported; supported are "
-            f"{', '.join(_MODULES)}"
-        )
-    pooling: tuple[str, ...] = ()
-    files = {path: file for path in ("modules.json", _CONFIGS[1]) if (file := _find(name, path))}
-    for kind, path in kinds[1:]:
-        found = {f"{path}/{file}": place for file in _FILES if path and (place := _find(name, f"{path}/{file}"))}
-        files |= found
-        if kind == "Pooling":
-            pooling = _pooling(name, f"{path}/config.json")
+    names = [kind for kind, _ in kinds[1:]]
     settings, prompts = _read(name, _CONFIGS[0]) or {}, _read(name, _CONFIGS[1]) or {}
-    sparse = any(kind == "SpladePooling" for kind, _ in kinds)
-    model = prompts.get("model_type", _MODELS[sparse])
-    if model not in _MODELS:
-        raise ValueError(f"{name}: a {shown(model)} is not supported; supported are {', '.join(_MODELS)}")
-    if model != "CrossEncoder" and not any(kind in _POOLING for kind, _ in kinds):
-        raise ValueError(f"{name}: modules.json contains no Pooling; add one, or pass a folder without modules.json")
-    others = tuple(kind for kind, _ in kinds[1:] if kind not in ("Pooling", "Normalize"))
-    normalizes = any(kind == "Normalize" for kind, _ in kinds)
     length, texts = settings.get("max_seq_length"), prompts.get("prompts") or {}
-    if length is not None and (type(length) is not int or length < 1):
-        raise ValueError(
-            f"{name}: max_seq_length must be a positive integer, got {shown(length)}; repair {_CONFIGS[0]}"
-        )
-    if not isinstance(texts, dict) or not all(isinstance(text, str) for text in texts.values()):
-        raise ValueError(f"{name}: prompts must be texts by name, got {shown(texts)}; repair {_CONFIGS[1]}")
-    return SentenceModules(pooling, normalizes, length, texts, files, settings, others, model)
+    model = prompts.get("model_type", _MODELS["SpladePooling" in names])
+    outside = next((path for _, path in kinds if Path(path).is_absolute() or ".." in Path(path).parts), None)
+    unknown = next((kind for kind in names if kind not in _MODULES), None)
+
+    def check(valid: bool, message: str) -> None:
+        if not valid:
+            raise ValueError(f"{name}: {message}")
+
+    check(
+        kinds[:1] in [[(kind, "")] for kind in _TRANSFORMERS],
+        f"the first module in modules.json must be a Transformer in the same folder, got {kinds[:1]}; pass the folder "
+        "of the transformer",
+    )
+    check(outside is None, f"modules.json names {shown(outside)}, which is not in the folder; copy the module there")
+    check(
+        unknown is None,
+        f"the module {shown(unknown)} in modules.json is not supported; supported are {', '.join(_MODULES)}",
+    )
+    check(model in _MODELS, f"a {shown(model)} is not supported; supported are {', '.join(_MODELS)}")
+    check(
+        model == "CrossEncoder" or not {*names}.isdisjoint(_POOLING),
+        "modules.json contains no Pooling; add one, or pass a folder without modules.json",
+    )
+    check(
+        length is None or (type(length) is int and length > 0),
+        f"max_seq_length must be a positive integer, got {shown(length)}; repair {_CONFIGS[0]}",
+    )
+    check(
+        isinstance(texts, dict) and all(isinstance(text, str) for text in texts.values()),
+        f"prompts must be texts by name, got {shown(texts)}; repair {_CONFIGS[1]}",
+    )
+    files = {path: file for path in ("modules.json", _CONFIGS[1]) if (file := _find(name, path))}
+    paths = [f"{path}/{file}" for _, path in kinds[1:] if path for file in _FILES]
+    files |= {path: place for path in paths if (place := _find(name, path))}
+    pooling = [_pooling(name, f"{path}/config.json") for kind, path in kinds if kind == "Pooling"][-1:]
+    others = tuple(kind for kind in names if kind not in ("Pooling", "Normalize"))
+    return SentenceModules(
+        pooling[0] if pooling else (), "Normalize" in names, length, texts, files, settings, others, model
+    )
 
 
 def _short(kind: str) -> str:

@@ -157,7 +157,7 @@ def test_texts(teacher, tmp_path, capsys):
 INPUTS = {
     "rows": (["--projection-length", 100_000], "projection_length=100000 exceeds the longest text of 20 tokens"),
     "labels of long texts": (["--max-length", 64], "max_length=64 exceeds the 20 positions"),
-    "texts": (["--texts", "none.txt"], "--texts none.txt: no such file; pass a text file"),
+    "texts": (["--texts", "none.txt"], "--texts none.txt: no such file"),
 }
 
 
