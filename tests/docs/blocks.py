@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-DOCS = sorted(f"docs/{page.name}" for page in (ROOT / "docs").glob("*.md"))
+DOCS = sorted(page.relative_to(ROOT).as_posix() for page in (ROOT / "docs").rglob("*.md"))
 PAGES = ["README.md", "examples/README.md", "examples/lra/README.md", *DOCS]
 LANGUAGES = {"python", "bash", "bibtex"}
 BLOCK = re.compile(

@@ -4,8 +4,8 @@ import tomllib
 
 from tests.docs.blocks import ROOT, read
 
-# Tables of measurements with the commands that reproduce them, notes on an operator, and the list of all changes.
-EXCEPTIONS = {"CHANGELOG.md", "docs/performance.md", "docs/results.md", "kernels/moving_average/README.md"}
+# Archives of measurements with the commands that reproduce them, and notes on an operator.
+EXCEPTIONS = {"docs/archive/performance.md", "docs/archive/results.md", "kernels/moving_average/README.md"}
 
 
 def pages(entry: object) -> list[str]:

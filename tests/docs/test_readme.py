@@ -43,7 +43,7 @@ def test_links_are_absolute_and_files_exist():
     for target in targets:
         assert target.startswith("https://"), target
         if target.startswith(source):
-            file = target.removeprefix(f"{source}/blob/main/").partition("#")[0]
+            file = target.removeprefix(f"{source}/blob/main/").partition("#")[0].partition("?")[0]
             assert (ROOT / file).is_file(), target
 
 
