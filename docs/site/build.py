@@ -5,6 +5,7 @@ copy of the package in its installed layout; nothing is imported. Equations beco
 from another server, and any broken link within the site, is an error.
 """
 
+import ast
 import configparser
 import html
 import re
@@ -33,6 +34,16 @@ SOURCE_LINK = re.compile(r"\((?:\.\./)+([\w/]+(?:\.py)?)\)")
 EQUATION = re.compile(
     r'<(?P<tag>span|div) class="arithmatex">\\(?P<open>[(\[])(?P<latex>.*?)\\[)\]]</(?P=tag)>', re.DOTALL
 )
+FIELDS = re.compile(r"^        ((?:\w+, )*\w+): ", re.MULTILINE)
+# Arguments of heads that their base model does not have.
+HEAD_ARGUMENTS = {
+    "labels": "targets of the loss, see above. None = no loss.",
+    "start_positions": "first columns of the answers, see above. None = no loss.",
+    "end_positions": "last columns of the answers, see above. None = no loss.",
+    "logits_to_keep": "number of last positions, or positions, for which logits are computed. 0 = all.",
+}
+# Pages that search omits: logs, whose many words would come before the pages that a reader looks for.
+NOT_SEARCHED = ("CHANGELOG.md", "docs/archive/", "docs/initialization_study.md", "docs/distillation_results.md")
 INLINE_CODE = re.compile(r"<code>[^<]*</code>")
 OPTION = re.compile(r"(?<![\w-])(--[\w-]+)")
 
@@ -53,19 +64,74 @@ def stage(folder: Path) -> None:
     # The site has no page for source files and their folders.
     for page in (folder / "pages").rglob("*.md"):
         text = page.read_text(encoding="utf-8")
-        page.write_text(SOURCE_LINK.sub(rf"({source}/blob/main/\1)", text), encoding="utf-8")
+        text = SOURCE_LINK.sub(rf"({source}/blob/main/\1)", text)
+        if page.relative_to(folder / "pages").as_posix().startswith(NOT_SEARCHED):
+            text = f"---\nsearch:\n  exclude: true\n---\n{text}"
+        page.write_text(text, encoding="utf-8")
     for row in setup["options"]["package_dir"].strip().split("\n"):
         package, source = row.split(" = ")
         for file in (ROOT / source).rglob("*.py"):
             target = folder / "package" / package.replace(".", "/") / file.relative_to(ROOT / source)
             # mkdocstrings formats sections named `Examples` as code.
-            text = file.read_text(encoding="utf-8").replace(" Example:\n", " Examples:\n")
+            text = complete_docstrings(file.read_text(encoding="utf-8")).replace(" Example:\n", " Examples:\n")
             target.parent.mkdir(parents=True, exist_ok=True)
             target.write_text(text, encoding="utf-8")
     for package in setup["options"]["packages"].split():
         # griffe skips folders without __init__.py, such as kernels/.
         (folder / "package" / package.replace(".", "/") / "__init__.py").touch()
     copy(ROOT / "docs" / "site" / "zensical.toml", folder / "zensical.toml")
+
+
+def complete_docstrings(source: str) -> str:
+    """Add what the reference shows and the code has elsewhere to the docstrings of a module.
+
+    These are the types and defaults of the fields of configurations, and the arguments of the heads.
+    """
+    for node in ast.parse(source).body:
+        docstring = isinstance(node, ast.ClassDef) and ast.get_docstring(node, clean=False)
+        if docstring and node.name.endswith("Config"):
+            source = source.replace(docstring, add_types(node, docstring))
+        elif docstring and "For" in node.name:
+            source = add_arguments(node, source)
+    return source
+
+
+def add_types(config: ast.ClassDef, docstring: str) -> str:
+    """Write `hidden_size (int, defaults to 768): ...` for `hidden_size: ...`, and add fields that have no line."""
+    fields = {field.target.id: field for field in config.body if isinstance(field, ast.AnnAssign) and field.value}
+
+    def describe(found: re.Match) -> str:
+        named = [fields[name] for name in found[1].split(", ") if name in fields]
+        if not named:
+            return found[0]
+        types, defaults = (
+            ", ".join(dict.fromkeys(ast.unparse(part) for part in parts))
+            for parts in ([field.annotation for field in named], [field.value for field in named])
+        )
+        return f"        {found[1]} ({types}, defaults to {defaults}): "
+
+    described = {name for names in FIELDS.findall(docstring) for name in names.split(", ")}
+    others = [name for name in fields if name not in described]
+    rest = [f"        {name}: See the fields above, or `PreTrainedConfig`.\n" for name in others]
+    return FIELDS.sub(describe, docstring.replace("\n    Raises:", f"{''.join(rest)}\n    Raises:"))
+
+
+def add_arguments(head: ast.ClassDef, source: str) -> str:
+    """Append `Args` to the docstring of a head's `forward`; `LunaModel.forward` and its like describe most of them."""
+    forward = next((part for part in head.body if isinstance(part, ast.FunctionDef) and part.name == "forward"), None)
+    docstring = forward and ast.get_docstring(forward, clean=False)
+    if not docstring or "Args:" in docstring:
+        return source
+    family = re.match("Luna|Megalodon|Mega|", head.name)[0] or "Luna"
+    lines = []
+    for argument in [*forward.args.args[1:], *forward.args.kwonlyargs]:
+        text = HEAD_ARGUMENTS.get(argument.arg, f"see `{family}Model.forward`.")
+        if argument.arg.startswith("pair_"):
+            text = f"the same as `{argument.arg.removeprefix('pair_')}`, of the second sequences."
+        lines.append(f"            {argument.arg}: {text}\n")
+    head_end, raises, errors = docstring.partition("        Raises:")
+    arguments = f"\n\n        Args:\n{''.join(lines)}\n        "
+    return source.replace(docstring, f"{head_end.rstrip()}{arguments}{(raises + errors).strip()}", 1)
 
 
 def copy(source: Path, target: Path) -> None:
