@@ -21,7 +21,6 @@ from luna_mega.modeling_mega.layers_mega import (
     MegaDropout,
     MegaSequenceNorm,
     build_relative_bias,
-    compute_bias,
     restore_columns,
 )
 
@@ -85,7 +84,7 @@ class MegaGatedCrossAttention(nn.Module):
         positions, offset, row_offset = self.positions(query, key, layout, encoder_layout, cache)
         dropout, weights = self.config.attention_probs_dropout_prob if self.training else 0.0, None
         count = partial(self.count_tokens, query, key, layout, encoder_layout, cache)
-        bias = self.whole(compute_bias(self.config, self.rel_pos_bias, positions, count=count))
+        bias = self.whole(self.rel_pos_bias(positions, count=count))
         options: dict[str, Any] = {"mask": encoder_layout.mask, "offset": offset, "row_offset": row_offset}
         options |= {"function": self.config.attention_activation, "dropout": dropout}
         attended: Any = gated_attention(query, key, value, bias, return_weights=output_weights, **options)

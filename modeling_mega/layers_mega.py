@@ -5,7 +5,7 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from luna_mega.kernels.support import dropout, in_program, upcast, upcast_dtype
+from luna_mega.kernels.support import dropout, in_program, upcast
 from luna_mega.modeling_common.layout import DENSE, Layout
 from luna_mega.modeling_mega.batch_norm_mega import MegaBatchNorm, MegaSyncBatchNorm
 from luna_mega.modeling_mega.configuration_mega import MegaConfig
@@ -121,34 +121,37 @@ class MegaDropPath(nn.Module):
 
 
 class MegaSimpleRelativeBias(nn.Module):
-    """A table with one number per distance, `[2 max_positions - 1]`, with distance 0 in the middle.
+    """A table with one number per distance, `[2 max_positions - 1]`; entry `center` (None = the middle) is distance 0.
 
     `MegaPreTrainedModel._init_weights` initializes `rel_pos_bias`.
     """
 
-    def __init__(self, max_positions: int):
+    def __init__(self, max_positions: int, center: int | None = None):
         super().__init__()
         self.rel_pos_bias = nn.Parameter(torch.empty(2 * max_positions - 1))
+        self.center = max_positions - 1 if center is None else center
 
-    def forward(self, length: int, center: int | None = None, count: Callable[[], int] | None = None) -> torch.Tensor:
+    def forward(
+        self, length: int, grid: tuple[int, int] | None = None, count: Callable[[], int] | None = None
+    ) -> torch.Tensor:
         """Return the biases of the distances j - i from `1 - length` to `length - 1`, `[2 length - 1]` float32.
 
         Args:
             length: number of columns.
-            center: the entry of distance 0; None = the middle one.
+            grid: rows and columns of patches of images, for which the table is interpolated; None = no images.
             count: returns the greatest number of tokens of a sequence if other columns are padding, whose bias is 0.
 
         Raises:
             ValueError: The table has too few entries.
         """
-        entries = self.rel_pos_bias.shape[0]
-        if center is None:
-            center = entries // 2
+        if grid is not None:
+            return interpolate_raster_bias(upcast(self.rel_pos_bias), grid)
+        entries, center = self.rel_pos_bias.shape[0], self.center
         longest = min(center + 1, entries - center)
         if length > longest:
             tokens = length if count is None or in_program() else count()
             if tokens <= longest:
-                return nn.functional.pad(self(longest, center), [length - longest] * 2)
+                return nn.functional.pad(self(longest), [length - longest] * 2)
             raise ValueError(
                 f"a simple relative bias with {entries} entries, distance 0 at entry {center}, supports at most "
                 f"{longest} positions, got {tokens}; shorten the input or increase `max_positions` (with chunks "
@@ -171,39 +174,21 @@ class MegaRotaryRelativeBias(nn.Module):
         self.alpha = nn.Parameter(torch.empty(1, width))
         self.b_param = nn.Parameter(torch.empty(1, width))
 
-    def forward(self, length: int) -> torch.Tensor:
-        """Return the biases of the distances j - i from `1 - length` to `length - 1`, `[2 length - 1]` float32."""
-        dtype = upcast_dtype(self.alpha)
-        alpha, beta = self.alpha.to(dtype)[0], self.b_param.to(dtype)[0]
-        products = torch.cat((alpha * beta, alpha.roll(len(alpha) // 2) * beta))
+    def forward(
+        self, length: int, grid: tuple[int, int] | None = None, count: Callable[[], int] | None = None
+    ) -> torch.Tensor:
+        """Return the biases as `MegaSimpleRelativeBias` does; `grid` and `count` do not affect them."""
+        alpha, beta = upcast(self.alpha), upcast(self.b_param)
+        products = torch.cat((alpha, alpha.roll(alpha.shape[1] // 2, dims=1))) * beta
         # Not as a matrix product, whose sums may depend on the number of rows.
-        return (rotations(length, alpha) * products).sum(dim=1)
+        return (rotations(length, alpha) * products.view(-1)).sum(dim=1)
 
 
 def build_relative_bias(config: MegaConfig, positions: int) -> MegaSimpleRelativeBias | MegaRotaryRelativeBias:
     """Return the relative bias of `config`; a simple one has entries for `positions`."""
     if config.relative_positional_bias == "simple":
-        return MegaSimpleRelativeBias(positions)
+        return MegaSimpleRelativeBias(positions, config.chunk_size - 1 if config.legacy_bias_table else None)
     return MegaRotaryRelativeBias(config.shared_representation_size)
-
-
-def compute_bias(
-    config: MegaConfig,
-    module: nn.Module,
-    positions: int,
-    grid: tuple[int, int] | None = None,
-    count: Callable[[], int] | None = None,
-) -> torch.Tensor:
-    """Return the bias of `positions` positions as a vector over their differences, `[2 positions - 1]`.
-
-    A simple bias is interpolated for `grid`, the rows and columns of patches of images; None = as in the
-    configuration. `count` returns the greatest number of tokens of a sequence, None = all positions.
-    """
-    if config.relative_positional_bias == "simple" and grid is not None:
-        return interpolate_raster_bias(module(config.max_positions), grid)
-    if config.relative_positional_bias == "simple":
-        return module(positions, config.chunk_size - 1 if config.legacy_bias_table else None, count)
-    return module(positions)
 
 
 def restore_columns(

@@ -44,7 +44,6 @@ from luna_mega.modeling_mega.layers_mega import (
     MegaSequenceNorm,
     MegaSimpleRelativeBias,
     build_relative_bias,
-    compute_bias,
     restore_columns,
 )
 from luna_mega.modeling_mega.patches_mega import PatchEmbeddings, interpolate_positions
@@ -147,7 +146,10 @@ class MegaGatedAttention(nn.Module):
 
     def __init__(self, config: MegaConfig, drop_path_rate: float = 0.0):
         super().__init__()
-        self.config = config
+        # Read here: `PreTrainedConfig.__getattribute__` is slow.
+        self.chunk_size, self.causal = config.attention_chunk, config.is_decoder
+        self.pre_norm, self.function = config.normalize_before_mega, config.attention_activation
+        self.attention_dropout = config.attention_probs_dropout_prob
         width, values, shared = config.hidden_size, config.intermediate_size, config.shared_representation_size
         self.sizes = (width, shared, values, width)
         self.norm = MegaSequenceNorm(config, config.norm_affine)
@@ -177,29 +179,28 @@ class MegaGatedAttention(nn.Module):
         With `cache`, the sequences continue from the cache, which is updated in place. `grid` is the number of rows and
         columns of patches of images.
         """
-        residual = hidden_states
-        if self.config.normalize_before_mega:
+        residual, chunk = hidden_states, self.chunk_size
+        if self.pre_norm:
             hidden_states = self.norm(hidden_states, layout)
         value = self.hidden_dropout(self.activation(self.v_proj(hidden_states)), layout)
         smoothed = self.dropout(self.ema_gate(hidden_states, layout, cache), layout)
         update, shared, reset, candidate = self.mx_proj(smoothed).split(self.sizes, dim=-1)
         shared, reset = nn.functional.silu(shared), self.own_columns(nn.functional.silu(reset))
-        rows = zip(self.qk_bias.unbind(), self.qk_weight.unbind(), strict=True)
-        query, key = (self.whole(torch.addcmul(bias, shared, weight)) for bias, weight in rows)
-        chunk = self.config.attention_chunk
+        bias, weight = (x.view(2, 1, 1, -1) for x in (self.qk_bias, self.qk_weight))
+        query, key = self.whole(torch.addcmul(bias, shared, weight)).unbind()
         if cache is None:
             window = layout.key_window(key, value, chunk)
         else:
             window = cache.extend(key, value, layout.mask, chunk)
         if output_weights:
             window = window._replace(step=False)
-        dropout = self.config.attention_probs_dropout_prob if self.training else 0.0
+        dropout = self.attention_dropout if self.training else 0.0
         attended, weights = attend(
             query,
             window,
             bias=self.relative_bias(window, grid, cache),
-            function=self.config.attention_activation,
-            causal=self.config.is_decoder,
+            function=self.function,
+            causal=self.causal,
             dropout=dropout,
             return_weights=output_weights,
         )
@@ -210,7 +211,7 @@ class MegaGatedAttention(nn.Module):
         attended = self.drop_path(attended, layout)
         # Under autocast, the residual has a wider dtype, but lerp requires equal dtypes.
         output = torch.lerp(residual, attended.to(residual.dtype), update.to(residual.dtype).sigmoid())
-        if not self.config.normalize_before_mega:
+        if not self.pre_norm:
             output = self.norm(output, layout)
         return output, weights
 
@@ -221,7 +222,8 @@ class MegaGatedAttention(nn.Module):
 
         A step reuses the bias in `cache`. It has more positions than necessary, so that it is rarely computed again.
         """
-        length, chunk, is_simple = window.length(), window.chunk_size, self.config.relative_positional_bias == "simple"
+        length, chunk = window.length(), window.chunk_size
+        is_simple = isinstance(self.rel_pos_bias, MegaSimpleRelativeBias)
         if window.step and cache is not None and not is_simple:
             length = max(length, cache.keys.shape[1]) if chunk is None else 2 ** max(6, (length - 1).bit_length())
         if chunk is not None:
@@ -235,7 +237,7 @@ class MegaGatedAttention(nn.Module):
             return window.length() if window.mask is None else int(window.mask.sum(dim=1).max())
 
         def compute() -> torch.Tensor:
-            return self.whole(compute_bias(self.config, self.rel_pos_bias, length, grid, count))
+            return self.whole(self.rel_pos_bias(length, grid, count))
 
         if not window.step or cache is None:
             return compute()

@@ -16,10 +16,10 @@ _tables: dict[tuple[Any, ...], torch.Tensor] = {}
 def rotations(length: int, vector: torch.Tensor) -> torch.Tensor:
     """Return the factors of alpha_1 beta_1, alpha_2 beta_2, alpha_2 beta_1 and alpha_1 beta_2, `[2 length - 1, 2 Z]`.
 
-    alpha_1 and alpha_2 are the halves of a vector like `vector` `[Z]`. The rows are the distances j - i from
+    alpha_1 and alpha_2 are the halves of a vector like `vector` `[..., Z]`. The rows are the distances j - i from
     `1 - length` to `length - 1`.
     """
-    pairs, dtype, device = len(vector) // 2, vector.dtype, vector.device
+    pairs, dtype, device = vector.shape[-1] // 2, vector.dtype, vector.device
     positions = 1 << max(length - 1, 0).bit_length() if is_plain((vector,)) else 0
     if not positions or 8 * positions * pairs > LARGEST:
         return _compute(length, pairs, dtype, device)

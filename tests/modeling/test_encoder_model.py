@@ -312,9 +312,8 @@ def test_bias_has_the_length_of_the_input(monkeypatch):
     lengths, forward = [], MegaRotaryRelativeBias.forward
     complete = forward(bias := make("mega", "Model").layers[0].mega_layer.rel_pos_bias, 300)
     assert all(forward(bias, length).equal(complete[300 - length : 299 + length]) for length in (1, 2, 7, 33, 128, 299))
-    monkeypatch.setattr(
-        MegaRotaryRelativeBias, "forward", lambda self, length: lengths.append(length) or forward(self, length)
-    )
+    recorded = lambda self, length, *others: lengths.append(length) or forward(self, length, *others)  # noqa: E731
+    monkeypatch.setattr(MegaRotaryRelativeBias, "forward", recorded)
     make("mega", "Model", use_chunking=True, chunk_size=2**20)(**tokens([4, 3]))
     model = mega_decoders.make(use_chunking=True, chunk_size=1000)
     model.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=80, do_sample=False, eos_token_id=29)

@@ -124,7 +124,7 @@ def test_bad_inputs(model, inputs, message):
 
 
 def test_a_label_out_of_range(model):
-    with pytest.raises(IndexError, match="Target 7 is out of bounds"):
+    with pytest.raises(ValueError, match="`labels` are from 1 to 7, but must be ids from 0 to"):
         model(pixel_values=torch.zeros(2, 3, 32, 32), labels=torch.tensor([1, 7]))
 
 

@@ -115,11 +115,13 @@ def test_simple_bias():
     nn.init.normal_(bias.rel_pos_bias)
     table = bias.rel_pos_bias.detach()
     assert torch.equal(bias(6), table) and torch.equal(bias(2), table[4:7])
-    assert torch.equal(bias(3, center=3), table[1:6])
+    shifted = MegaSimpleRelativeBias(6, center=3)
+    shifted.load_state_dict(bias.state_dict())
+    assert torch.equal(shifted(3), table[1:6])
     with pytest.raises(ValueError, match="11 entries.* at most 6 positions, got 7"):
         bias(7)
     with pytest.raises(ValueError, match="entry 3, supports at most 4 positions, got 5"):
-        bias(5, center=3)
+        shifted(5)
     assert bias.bfloat16()(4).dtype == torch.float32
     assert list(bias.state_dict()) == ["rel_pos_bias"]
 

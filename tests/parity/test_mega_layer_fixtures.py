@@ -149,7 +149,7 @@ def test_gated_attention_by_kernels(fixture, parity, padding_attends, triton_dev
 @pytest.mark.parametrize("fixture", [case for case in MODULES if "causal" in case], indirect=True)
 def test_steps_and_segments(fixture, parity):
     layer, x = gated_attention(fixture), fixture.time_major("x")
-    chunk = layer.config.attention_chunk
+    chunk = layer.chunk_size
     recorded = [("step_out", 1)] + ([("segment_out", chunk), ("segment_out", 2 * chunk)] if chunk else [])
     assert {name for name, _ in recorded} == fixture.io.keys() & {"step_out", "segment_out"}
     for name, length in [*recorded, ("out", 5)]:  # the original does not support segments that end within a chunk
@@ -157,7 +157,7 @@ def test_steps_and_segments(fixture, parity):
         parts = ((part, DenseLayout(torch.ones(part.shape[:2]).bool())) for part in x.split(length, dim=1))
         outputs = [layer(part, layout, cache=past)[0] for part, layout in parts]
         # The original's steps never truncate the average; here, steps match the parallel form.
-        expected = fixture.io[name if layer.config.truncation is None else "out"]
+        expected = fixture.io[name if layer.ema_gate.truncation is None else "out"]
         parity.check(f"{name} by {length}", torch.cat(outputs, dim=1).transpose(0, 1), expected, **fixture.tight)
 
 
