@@ -90,8 +90,13 @@ def decoded(evidence: Evidence, name: str, value: Any, values: Values) -> Any:
 
 
 def typed(kind: Callable[[Any], Any], *names: str) -> Table:
-    """Return the rows of arguments whose type is checked, but which are not read."""
+    """Return the rows of arguments whose type is checked, but which determine no field."""
     return tuple(Arg(name, kind=kind) for name in names)
+
+
+def untyped(*names: str) -> Table:
+    """Return the rows of arguments of any type, which determine no field; an export writes them in this place."""
+    return typed(anything, *names)
 
 
 def read_if(condition: Callable[[Evidence], bool], *rows: Arg) -> Table:
@@ -119,7 +124,7 @@ def size_of(key: str, *dims: str, index: int = 0) -> Callable[[Evidence], int]:
 
 
 # Every checkpoint of fairseq has these.
-COMMON = (*typed(anything, "data", "seed"), *typed(flag, "no_save_optimizer_state"))
+COMMON = (*untyped("data", "seed"), *typed(flag, "no_save_optimizer_state"))
 
 
 def rows_of(table: Iterable[Arg], revision: str) -> list[Arg]:

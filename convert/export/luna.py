@@ -9,6 +9,7 @@ from luna_mega.convert.evidence import Evidence, ModelSpec, problem_type
 from luna_mega.convert.export import fairseq
 from luna_mega.convert.export.writer import Args, Tensors, Writer, register_writer
 from luna_mega.convert.formats._lra import BODY, is_pair
+from luna_mega.convert.formats._luna import CODE_2021, CODE_2023
 from luna_mega.convert.formats.luna_bert import ARCHITECTURES, LM_HEAD, POOLING_OF_HEAD, SIZES, LunaBert, names_of_heads
 from luna_mega.convert.formats.luna_lra import PAIRS, LunaLra
 from luna_mega.convert.formats.luna_seq2seq import LunaSeq2Seq
@@ -22,7 +23,7 @@ _LRA_OF_WIDTH = {512: "luna_lra_listop", 256: "luna_lra_imdb", 128: "luna_lra_pf
 
 def _activations(spec: ModelSpec) -> tuple[str, ...]:
     """Return the activations of a revision. The 2023 code replaced `tanh` by `silu`; earlier files have either."""
-    return tuple(name for name in fairseq.ACTIVATIONS if spec.revision == "head" or name != "silu")
+    return tuple(name for name in fairseq.ACTIVATIONS if spec.revision == CODE_2023 or name != "silu")
 
 
 class _LunaWriter(Writer):
@@ -48,7 +49,7 @@ class _LunaWriter(Writer):
 
 def _encoder(spec: ModelSpec) -> Args:
     """Return the args of encoders that the table does not contain."""
-    later = {"stop_min_lr": -1} if spec.revision == "head" else {}  # only the 2023 code has this option
+    later = {"stop_min_lr": -1} if spec.revision == CODE_2023 else {}  # only the 2023 code has this option
     return fairseq.COMMON | {"tokens_per_sample": spec.config.max_position_embeddings} | later
 
 
@@ -73,7 +74,7 @@ def _task(spec: ModelSpec) -> str:
 class LunaBertWriter(_LunaWriter):
     """Writer of `luna_bert`."""
 
-    revisions = ("r21",)
+    revisions = (CODE_2021,)
     note_of_added = "the folder has no LM head, which fairseq's loader requires: a new, untrained one is written"
     criteria = {
         "masked_lm": "MaskedLmLoss",
@@ -139,11 +140,11 @@ class LunaBertWriter(_LunaWriter):
 class LunaLraWriter(_LunaWriter):
     """Writer of `luna_lra`."""
 
-    revisions = ("r21", "head")
+    revisions = (CODE_2021, CODE_2023)
     criteria = fairseq.LRA_CRITERIA
 
     def args(self, spec: ModelSpec, args: Args) -> Args:
-        config, later = spec.config, spec.revision == "head"
+        config, later = spec.config, spec.revision == CODE_2023
         values, pair = config.input_type == "values", is_pair(spec)
         # The args have all sizes, so another architecture is valid as well.
         arch = "luna_lra_aan" if pair else _LRA_OF_WIDTH.get(config.hidden_size, "luna_lra_imdb")
@@ -159,10 +160,10 @@ class LunaLraWriter(_LunaWriter):
         return args | {"task": "long_range_arena", "classifier_out_dim": config.classifier_hidden_size}
 
     def added(self, spec: ModelSpec, tensors: Tensors) -> Tensors:
-        return _sinusoids(BODY, spec.config, tensors) if spec.revision == "head" else {}
+        return _sinusoids(BODY, spec.config, tensors) if spec.revision == CODE_2023 else {}
 
     def limits(self, spec: ModelSpec) -> dict[str, tuple]:
-        config, later = spec.config, spec.revision == "head"
+        config, later = spec.config, spec.revision == CODE_2023
         fixed_width = later and config.classifier_num_layers
         activation = {} if later else {"classifier_activation": _activations(spec)}
         return activation | {
@@ -177,7 +178,7 @@ class LunaLraWriter(_LunaWriter):
 class LunaSeq2SeqWriter(_LunaWriter):
     """Writer of `luna_seq2seq`."""
 
-    revisions = ("r21",)
+    revisions = (CODE_2021,)
     kept = fairseq.KEPT_OF_TRANSLATION
     criteria = fairseq.TRANSLATION_CRITERIA
 

@@ -5,14 +5,16 @@ from collections.abc import Callable
 import torch
 
 from luna_mega import LunaConfig
-from luna_mega.convert.argtypes import anything, flag, number, size, word
+from luna_mega.convert.argtypes import flag, number, size, word
 from luna_mega.convert.evidence import Evidence
 from luna_mega.convert.formats.format import Revision
 from luna_mega.convert.keymap import LAYER_NORM, Row, rows
-from luna_mega.convert.table import ACTIVATIONS, COMMON, NOT, Arg, Table, size_of, typed
+from luna_mega.convert.table import ACTIVATIONS, COMMON, NOT, Arg, Table, size_of, typed, untyped
 from luna_mega.errors import ConversionError
 from luna_mega.modeling_luna.positions_luna import sinusoids
 
+# Revisions of the code, with their names in conversion reports: the published models, and the last commit.
+CODE_2021, CODE_2023 = "r21", "head"
 SINUSOIDS = "sinusoids of P: checked against the formula, not stored"
 PLACEHOLDER = "placeholder buffer of the original, no content"
 ATTENTION = {"pq_proj": "pack_query", "pc_proj": "pack_key_value", "pk_proj": "pack_key", "pv_proj": "pack_value"}
@@ -70,7 +72,7 @@ def encoder_arguments(body: str, layers: Callable, width: Callable, positions: C
         Arg("activation_fn", "hidden_act", ACTIVATIONS, "gelu", kind=word),
         Arg("dropout", "dropout", default=0.1, kind=number),
         Arg("attention_dropout", "attention_dropout", default=0.1, kind=number),
-        *typed(anything, "stop_min_lr"),
+        *untyped("stop_min_lr"),
     )
 
 

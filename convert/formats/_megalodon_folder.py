@@ -14,7 +14,7 @@ from luna_mega.convert.argtypes import flag, integer, size, word
 from luna_mega.convert.formats._shards import Tensors, join_shards
 from luna_mega.convert.formats.format import Folder
 from luna_mega.convert.safe_load import Checkpoint, read_tensors
-from luna_mega.convert.safe_load.plain import plain_args
+from luna_mega.convert.safe_load.values import plain_args
 from luna_mega.convert.tensors import dtype_name
 from luna_mega.convert.tokenizers.sentencepiece import PieceModel
 from luna_mega.errors import ConversionError, shown

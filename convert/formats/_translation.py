@@ -3,11 +3,11 @@
 from collections.abc import Callable
 from typing import Any
 
-from luna_mega.convert.argtypes import anything, flag, language
+from luna_mega.convert.argtypes import flag, language
 from luna_mega.convert.dictionaries import Dictionaries, LanguagePair
 from luna_mega.convert.evidence import Evidence, ModelSpec, same_bits
 from luna_mega.convert.formats.format import Bpe, Companions
-from luna_mega.convert.table import COMMON, Arg, Table, typed
+from luna_mega.convert.table import COMMON, Arg, Table, typed, untyped
 from luna_mega.convert.tokenizers import WORDS, ConvertedTokenizer
 from luna_mega.convert.tokenizers.translation import translation_tokenizer
 from luna_mega.errors import ConversionError, shown
@@ -40,20 +40,20 @@ def task(arch: Callable[[Any], Any]) -> Table:
     """Return the rows of the task; `arch` is the type of the architecture."""
     return (
         *COMMON,
-        *typed(anything, "task"),
+        *untyped("task"),
         *typed(arch, "arch"),
-        *typed(anything, "criterion", "label_smoothing"),
+        *untyped("criterion", "label_smoothing"),
         *typed(language, "source_lang", "target_lang"),
-        *typed(anything, "left_pad_source", "left_pad_target"),
+        *untyped("left_pad_source", "left_pad_target"),
         *typed(flag, "load_alignments", "truncate_source"),
-        *typed(anything, "num_batch_buckets"),
+        *untyped("num_batch_buckets"),
     )
 
 
 SHARING = (
     Arg("share_all_embeddings", "share_encoder_decoder_embeddings", read=_sharing, kind=flag),
     *typed(flag, "share_decoder_input_output_embed"),
-    *typed(anything, "adaptive_softmax_cutoff", "adaptive_softmax_dropout"),
+    *untyped("adaptive_softmax_cutoff", "adaptive_softmax_dropout"),
     *typed(flag, "adaptive_input", "tie_adaptive_weights"),
 )
 HEADS = ["sequence-to-sequence LM"]

@@ -9,6 +9,7 @@ from luna_mega.convert.argtypes import flag, integer, number, size, word
 from luna_mega.convert.dictionaries import Dictionaries, VocabularyAndLabels
 from luna_mega.convert.evidence import Evidence, ModelSpec, same_bits
 from luna_mega.convert.formats import _luna
+from luna_mega.convert.formats._luna import CODE_2021, CODE_2023
 from luna_mega.convert.formats.format import Bpe, Companions, Facts, Format, Notes
 from luna_mega.convert.keymap import LAYER_NORM, KeyMap, Row, rows
 from luna_mega.convert.safe_load import Checkpoint
@@ -48,6 +49,7 @@ ARCHITECTURES = {
 
 
 def _tied_lm(evidence: Evidence) -> dict[str, bool]:
+    """Return whether the LM head is tied: its weights equal the embeddings, and the args do not untie them."""
     evidence.shape(f"{LM_HEAD}.weight", "vocabulary", "width")
     same = same_bits(evidence.tensors[f"{LM_HEAD}.weight"], evidence.tensors[f"{_BODY}.embed_tokens.weight"])
     untied = evidence.args.get("untie_weights_luna")
@@ -80,7 +82,7 @@ def _head(evidence: Evidence) -> dict[str, Any]:
     return found | regression | {MODEL: LunaForSequenceClassification, "num_labels": num_labels}
 
 
-_EMBEDDING = (f"{_BODY}.embed_tokens.weight", "vocabulary", "width")
+_EMBEDDING = (f"{_BODY}.embed_tokens.weight", "vocabulary", "width")  # arguments of `size_of`
 _TABLE = (
     *_luna.encoder_arguments(
         _BODY,
@@ -111,7 +113,10 @@ class LunaBert(Format):
 
     facts = Facts(
         name="luna_bert",
-        revisions={"r21": _luna.code_of(2021, "luna_bert"), "head": _luna.code_of(2023, "luna_bert of the 2023 code")},
+        revisions={
+            CODE_2021: _luna.code_of(2021, "luna_bert"),
+            CODE_2023: _luna.code_of(2023, "luna_bert of the 2023 code"),
+        },
         model_classes=(LunaForMaskedLM, LunaModel, LunaForMultipleChoice, LunaForSequenceClassification),
         additional_classes=(LunaForMaskedLM,),
         stacks=frozenset({("luna", _BODY)}),
@@ -124,7 +129,7 @@ class LunaBert(Format):
     table = _TABLE
 
     def recognize(self, file: Checkpoint) -> str | None:
-        return "head" if "stop_min_lr" in file.args else "r21"
+        return CODE_2023 if "stop_min_lr" in file.args else CODE_2021
 
     def keymap(self, spec: ModelSpec) -> KeyMap:
         found = [
@@ -147,6 +152,7 @@ class LunaBert(Format):
 
     def companions(self, spec: ModelSpec, evidence: Evidence) -> Companions:
         task, config = evidence.args.get("task"), spec.config
+        # fairseq's tasks read their dictionaries from these folders.
         places = {"vocabulary_place": "input0/dict.txt"} if task in ("sentence_prediction", "sentence_ranking") else {}
         places |= {"label_place": "label/dict.txt"} if task == "sentence_prediction" else {}
         kind = VocabularyAndLabels(

@@ -1,18 +1,19 @@
-"""luna_lra: Luna encoders of the Long Range Arena, of the 2021 code ("r21") and the 2023 code ("head")."""
+"""luna_lra: Luna encoders of the Long Range Arena, of the code of 2021 and of 2023."""
 
 from functools import partial
 from typing import Any
 
 from luna_mega import LunaForSequenceClassification, LunaForSequencePairClassification
-from luna_mega.convert.argtypes import anything, flag, integer, number, size, word
+from luna_mega.convert.argtypes import flag, integer, number, size, word
 from luna_mega.convert.conventions import MINUS_ONE
 from luna_mega.convert.evidence import Evidence, ModelSpec
 from luna_mega.convert.formats import _lra, _luna
 from luna_mega.convert.formats._lra import BODY, OUT
+from luna_mega.convert.formats._luna import CODE_2021, CODE_2023
 from luna_mega.convert.formats.format import Companions, Facts, Format, Notes
 from luna_mega.convert.keymap import KeyMap, Row, rows
 from luna_mega.convert.safe_load import Checkpoint
-from luna_mega.convert.table import MODEL, Arg, derived, fields, typed
+from luna_mega.convert.table import MODEL, Arg, derived, fields, typed, untyped
 from luna_mega.errors import ConversionError
 
 _CLASSES = (LunaForSequenceClassification, LunaForSequencePairClassification)
@@ -29,7 +30,7 @@ _ARCHITECTURES = {
     "luna_lra_pf128": _PF32 | {"max_positions": 16386},
 }
 # Revision -> number of features of a pair, in widths, and the combination of the pair.
-PAIRS = {"r21": (2, "concat"), "head": (4, "interaction")}
+PAIRS = {CODE_2021: (2, "concat"), CODE_2023: (4, "interaction")}
 _PADDING_NOTE = (
     "as in the original, scores depend on how much padding a batch has; set pool_padding to false in config.json for "
     "scores that do not (they then differ from the original's on padded batches)"
@@ -67,13 +68,13 @@ def _embedding_norm(evidence: Evidence) -> dict[str, bool]:
     If the args require a norm that the file lacks, the key map raises an error.
     """
     name = "encoder_normalize_before"
-    if evidence.revision == "r21" or evidence.args.get(name):
+    if evidence.revision == CODE_2021 or evidence.args.get(name):
         return {"embedding_norm": True}
     return {"embedding_norm": evidence.prefer(name, f"{BODY}.emb_layer_norm.weight" in evidence.tensors)}
 
 
 def _learned(evidence: Evidence) -> bool:
-    return evidence.revision == "r21" or _POSITIONS in evidence.tensors or evidence.arg("encoder_learned_pos")
+    return evidence.revision == CODE_2021 or _POSITIONS in evidence.tensors or evidence.arg("encoder_learned_pos")
 
 
 def _position_type(evidence: Evidence) -> dict[str, str]:
@@ -81,7 +82,7 @@ def _position_type(evidence: Evidence) -> dict[str, str]:
         _luna.check_sinusoids(evidence, f"{BODY}.projected_positions")
         return {"position_embedding_type": "sinusoidal"}
     evidence.shape(_POSITIONS, "positions", "width")
-    if evidence.revision == "head":
+    if evidence.revision == CODE_2023:
         evidence.prefer("encoder_learned_pos", True)
     return {"position_embedding_type": "learned"}
 
@@ -94,7 +95,7 @@ def _positions(evidence: Evidence) -> int:
 
 
 def _pooling(evidence: Evidence) -> dict[str, Any]:
-    first = evidence.revision == "r21"
+    first = evidence.revision == CODE_2021
     if evidence.arg("use_p"):
         return {"pooling": "packed_mean", "pool_padding": True, "drop_first_token": first}
     if _lra.representation(evidence) == "cls":
@@ -108,20 +109,16 @@ def _pre_logits(evidence: Evidence) -> dict[str, Any]:
 
 def _head(evidence: Evidence) -> dict[str, Any]:
     """Return class and width of the head; its number of features determines whether it classifies pairs."""
-    if evidence.revision == "head" and _PRE_LOGITS not in evidence.tensors:
+    if evidence.revision == CODE_2023 and _PRE_LOGITS not in evidence.tensors:
         found, features = {}, evidence.shape(OUT, "classes", "features")[1]
     else:
-        first = "classifier.0.weight" if evidence.revision == "r21" else _PRE_LOGITS
+        first = "classifier.0.weight" if evidence.revision == CODE_2021 else _PRE_LOGITS
         hidden, features = evidence.shape(first, "hidden", "features")
         found = {"classifier_hidden_size": hidden}
     factor, combined = PAIRS[evidence.revision]
     model_class = _lra.choose_class(features, _embedding(evidence)[-1], factor, *_CLASSES)
     pair = {"pair_features": combined} if model_class is LunaForSequencePairClassification else {}
     return found | pair | {MODEL: model_class}
-
-
-def _is_later(spec: ModelSpec) -> bool:
-    return spec.revision == "head"
 
 
 _TABLE = (
@@ -132,7 +129,7 @@ _TABLE = (
         positions=_positions,
     ),
     *typed(word, "arch"),
-    *typed(anything, "criterion"),
+    *untyped("criterion"),
     _lra.layer_type("luna"),
     Arg("encoder_projection_length", "projection_length", read=_luna.packed_length(BODY), kind=size),
     Arg("act_dropout", "activation_dropout", default=0.0, kind=number),
@@ -145,14 +142,14 @@ _TABLE = (
     Arg("use_p", default=False, read=_pooling, kind=flag),
     *typed(flag, "regression_target"),
     *typed(word, "task"),
-    Arg("classifier_layers", "classifier_num_layers", read=_DEPTH, revision="r21", kind=integer),
+    Arg("classifier_layers", "classifier_num_layers", read=_DEPTH, revision=CODE_2021, kind=integer),
     _lra.input_type(_tokens),
     *typed(integer, "classifier_in_dim"),
-    Arg("classifier_out_dim", kind=integer, revision="r21"),
-    _lra.classifier_activation("relu", revision="r21"),
-    Arg("pre_logits", read=_pre_logits, kind=flag, revision="head"),
-    Arg("dropout", "classifier_dropout", revision="head"),
-    derived("classifier_dropout", lambda evidence: 0.0, revision="r21"),
+    Arg("classifier_out_dim", kind=integer, revision=CODE_2021),
+    _lra.classifier_activation("relu", revision=CODE_2021),
+    Arg("pre_logits", read=_pre_logits, kind=flag, revision=CODE_2023),
+    Arg("dropout", "classifier_dropout", revision=CODE_2023),
+    derived("classifier_dropout", lambda evidence: 0.0, revision=CODE_2021),
     derived("classifier_bias", lambda evidence: False),
     _lra.vocabulary(_embedding),
     fields(_head),
@@ -165,8 +162,8 @@ class LunaLra(Format):
     facts = Facts(
         name="luna_lra",
         revisions={
-            "r21": _luna.code_of(2021, "Luna LRA of the 2021 code"),
-            "head": _luna.code_of(2023, "Luna LRA of the 2023 code", MINUS_ONE),
+            CODE_2021: _luna.code_of(2021, "Luna LRA of the 2021 code"),
+            CODE_2023: _luna.code_of(2023, "Luna LRA of the 2023 code", MINUS_ONE),
         },
         model_classes=_CLASSES,
         stacks=frozenset({("luna", BODY)}),
@@ -182,12 +179,12 @@ class LunaLra(Format):
     def recognize(self, file: Checkpoint) -> str | None:
         if f"{BODY}.projected_embeddings" not in file.tensors:
             return None
-        return "r21" if any(key.startswith("classifier.") for key in file.tensors) else "head"
+        return CODE_2021 if any(key.startswith("classifier.") for key in file.tensors) else CODE_2023
 
     def keymap(self, spec: ModelSpec) -> KeyMap:
         embedding = {"tokens": "word_embeddings", "values": "value_embeddings"}[spec.config.input_type]
         classifier = [Row("classifier.{n}.{part}", "classifier.dense.{n}.{part}")]
-        if _is_later(spec):
+        if spec.revision == CODE_2023:
             classifier = [Row("pre_logits.0.{part}", "classifier.dense.0.{part}")]
             classifier += _luna.sinusoid_rows(BODY)
         embeddings = rows(BODY, "luna.embeddings", {"embed_tokens": embedding})
@@ -207,4 +204,4 @@ class LunaLra(Format):
 
 def _starts_with_cls(spec: ModelSpec, evidence: Evidence) -> bool:
     tokens = spec.config.input_type == "tokens"
-    return tokens and (spec.revision == "r21" or evidence.arg("sen_rep_type") == "cls")
+    return tokens and (spec.revision == CODE_2021 or evidence.arg("sen_rep_type") == "cls")

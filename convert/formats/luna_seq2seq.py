@@ -6,13 +6,14 @@ from functools import partial
 from typing import Any
 
 from luna_mega import LunaForConditionalGeneration, LunaSeq2SeqConfig
-from luna_mega.convert.argtypes import anything, flag, number, size, word
+from luna_mega.convert.argtypes import flag, number, size, word
 from luna_mega.convert.evidence import Evidence, ModelSpec
 from luna_mega.convert.formats import _luna, _translation
+from luna_mega.convert.formats._luna import CODE_2021
 from luna_mega.convert.formats.format import Companions, Facts, Format, Notes
 from luna_mega.convert.keymap import LAYER_NORM, KeyMap, Row, rows
 from luna_mega.convert.safe_load import Checkpoint
-from luna_mega.convert.table import ACTIVATIONS, NOT, Arg, Table, fields, typed
+from luna_mega.convert.table import ACTIVATIONS, NOT, Arg, Table, fields, typed, untyped
 from luna_mega.errors import ConversionError
 from luna_mega.modeling_luna.configuration_luna import DECODER_FIELDS
 
@@ -87,7 +88,7 @@ def _side(side: str) -> Table:
         width = Arg("decoder_embed_dim", kind=size)
         drop = replace(drop, name="decoder_layerdrop", read=_decoder_layerdrop)
     return (
-        *typed(anything, f"{side}_embed_path"),
+        *untyped(f"{side}_embed_path"),
         Arg(layers, field("num_hidden_layers"), read=depth, kind=size),
         width,
         Arg(f"{side}_ffn_embed_dim", field("intermediate_size"), read=_luna.feed_forward(side), kind=size),
@@ -96,7 +97,7 @@ def _side(side: str) -> Table:
         Arg(f"{side}_learned_pos", default=False, read=_type(side, positions), kind=flag),
         Arg(f"{side}_normalize_before", field("pre_norm"), read=_there(f"{side}.layer_norm.weight"), kind=flag),
         drop,
-        *typed(anything, f"{side}_layers_to_keep"),
+        *untyped(f"{side}_layers_to_keep"),
     )
 
 
@@ -128,7 +129,7 @@ class LunaSeq2Seq(Format):
 
     facts = Facts(
         name="luna_seq2seq",
-        revisions={"r21": _luna.code_of(2021, "Luna translation")},
+        revisions={CODE_2021: _luna.code_of(2021, "Luna translation")},
         model_classes=(LunaForConditionalGeneration,),
         stacks=frozenset({("luna", "encoder"), ("luna", "decoder")}),
         decided=_DECIDED,
@@ -137,7 +138,7 @@ class LunaSeq2Seq(Format):
     table = _TABLE
 
     def recognize(self, file: Checkpoint) -> str:
-        return "r21"
+        return CODE_2021
 
     def companions(self, spec: ModelSpec, evidence: Evidence) -> Companions:
         return _translation.companions(spec, evidence, spec.config.decoder_config.max_position_embeddings)

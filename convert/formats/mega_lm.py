@@ -4,13 +4,13 @@ import re
 from itertools import accumulate, product
 
 from luna_mega import MegaConfig, MegaForCausalLM
-from luna_mega.convert.argtypes import anything, cutoffs, flag, number, size, word
+from luna_mega.convert.argtypes import cutoffs, flag, number, size, word
 from luna_mega.convert.dictionaries import Dictionaries, VocabularyAndLabels
 from luna_mega.convert.evidence import Evidence, ModelSpec, same_bits
 from luna_mega.convert.formats import _mega
 from luna_mega.convert.formats.format import Bpe, Companions, Facts, Notes
 from luna_mega.convert.keymap import KeyMap, Row
-from luna_mega.convert.table import COMMON, Arg, derived, fields, read_if, typed
+from luna_mega.convert.table import COMMON, Arg, derived, fields, read_if, typed, untyped
 from luna_mega.convert.tokenizers import ConvertedTokenizer
 from luna_mega.convert.tokenizers.language_models import lm_tokenizer
 from luna_mega.hub.folder import position_limit
@@ -19,6 +19,8 @@ _BODY = "decoder"
 _EMBEDDING, _BANDS = f"{_BODY}.embed_tokens.weight", f"{_BODY}.embed_tokens.embeddings"
 _PROJECTION = f"{_BODY}.project_in_dim.weight"
 _OUT, _ADAPTIVE = f"{_BODY}.output_projection.weight", f"{_BODY}.adaptive_softmax"
+# An adaptive vocabulary is divided into bands. A band of the embedding has the matrices "0" of words and "1" of their
+# projection. A tail of the softmax, which scores a band after the first, has "0" of the projection and "2" of words.
 _STACK = _mega.Stack(_BODY)
 _BIG = {
     "dropout": 0.3,
@@ -130,22 +132,22 @@ def _shares_projections(evidence: Evidence) -> dict[str, bool]:
 # Common fields of all language models; fairseq prepends `</s>`, id 2.
 _CONSTANTS = dict.fromkeys(("bidirectional", "add_lm_hidden_dense_layer", "lm_head_bias"), False)
 _CONSTANTS |= {"is_decoder": True, "bos_token_id": 2}
-_SIZES = _STACK.sizes("decoder", lambda evidence: _widths(evidence)[0])
+_SIZES = _STACK.sizes("decoder", lambda evidence: _widths(evidence)[0])  # `decoder_input_dim` follows the first two
 _TABLE = (
     *COMMON,
-    *typed(anything, "task"),
+    *untyped("task"),
     *typed(word, "arch", "criterion"),
-    *typed(anything, "sample_break_mode"),
+    *untyped("sample_break_mode"),
     *typed(size, "tokens_per_sample"),
     _STACK.positions("max_target_positions", "decoder_chunk_size", default=1024),
-    *typed(anything, "output_dictionary_size"),
+    *untyped("output_dictionary_size"),
     *typed(flag, "self_target", "future_target", "past_target", "add_bos_token"),
-    *typed(anything, "shorten_method", "shorten_data_split_list"),
-    *typed(anything, "variant_block_multiple_min", "variant_block_multiple_max", "valid_block"),
+    *untyped("shorten_method", "shorten_data_split_list"),
+    *untyped("variant_block_multiple_min", "variant_block_multiple_max", "valid_block"),
     *_SIZES[:2],
     Arg("decoder_input_dim", "embedding_size", read=lambda evidence: _widths(evidence)[1], kind=size),
     *_SIZES[2:],
-    *typed(anything, "decoder_embed_path"),
+    *untyped("decoder_embed_path"),
     *_mega.options(_STACK, truncation=2048),
     Arg("share_decoder_input_output_embed", read=_shares_words, kind=flag),
     *typed(flag, "share_all_embeddings", "adaptive_input"),

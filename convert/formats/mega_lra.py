@@ -4,13 +4,13 @@ from dataclasses import replace
 from typing import Any
 
 from luna_mega import MegaForSequenceClassification, MegaForSequencePairClassification
-from luna_mega.convert.argtypes import anything, flag, integer, mean_and_deviation, number, size, word
+from luna_mega.convert.argtypes import flag, integer, mean_and_deviation, number, size, word
 from luna_mega.convert.evidence import Evidence, ModelSpec
 from luna_mega.convert.formats import _lra, _mega
 from luna_mega.convert.formats._lra import BODY, OUT
 from luna_mega.convert.formats.format import Companions, Facts, Notes
 from luna_mega.convert.keymap import KeyMap, Row, rows
-from luna_mega.convert.table import COMMON, MODEL, Arg, derived, typed
+from luna_mega.convert.table import COMMON, MODEL, Arg, derived, typed, untyped
 from luna_mega.errors import ConversionError
 
 _CLASSES = (MegaForSequenceClassification, MegaForSequencePairClassification)
@@ -62,7 +62,7 @@ def _pooling(evidence: Evidence) -> dict[str, str]:
 
 _TABLE = (
     *COMMON,
-    *typed(anything, "criterion"),
+    *untyped("criterion"),
     _lra.layer_type("mega"),
     *typed(flag, "apply_bert_init"),
     *_STACK.sizes("encoder", lambda evidence: _embedding(evidence)[-1], short=""),

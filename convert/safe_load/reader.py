@@ -18,8 +18,7 @@ import torch
 
 from luna_mega.convert.safe_load.checksums import Checksums, read_checksums
 from luna_mega.convert.safe_load.pickles import InvalidPickle, check_legacy_pickles, check_pickle
-from luna_mega.convert.safe_load.plain import plain_args
-from luna_mega.convert.safe_load.storages import check_bytes, check_storages, is_dense
+from luna_mega.convert.safe_load.values import check_bytes, check_storages, is_dense, plain_args
 from luna_mega.errors import ConversionError, shown
 from luna_mega.escaping import is_utf8
 

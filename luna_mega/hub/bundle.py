@@ -172,9 +172,13 @@ def _flat_name(module: str) -> str:
 
 def _flat_text(module: str) -> tuple[str, set[str]]:
     """Return the text of a module with flat imports, and the modules of this package that it imports."""
-    text = _source(module)
-    lines, needed = text.splitlines(), set()
-    for node in sorted(filter(_is_ours, ast.walk(ast.parse(text))), key=lambda node: node.lineno, reverse=True):
+    text = _own_operators(_source(module))
+    lines, needed, nodes = text.splitlines(), set(), list(ast.walk(ast.parse(text)))
+    for node in nodes:
+        names = getattr(node, "id", None), getattr(node, "attr", None), str(getattr(node, "value", "")).split("::")[0]
+        if "luna_mega" in names:
+            raise RuntimeError(f"{module}, line {node.lineno}: `luna_mega` cannot be used like this in a flat file")
+    for node in sorted(filter(_is_ours, nodes), key=lambda node: node.lineno, reverse=True):
         first, last = node.lineno - 1, node.end_lineno
         indent, rest = lines[first][: node.col_offset], lines[last - 1][node.end_col_offset :]
         names = [alias.name for alias in node.names]
@@ -195,7 +199,7 @@ def _flat_text(module: str) -> tuple[str, set[str]]:
         lines[first:last] = [indent + line for line in imports]
     # Files with kernels are imported only if Triton is used, but transformers would require Triton in any case.
     lines = [_TRITON_IMPORT.sub(r"try:\n    \g<0>\nexcept ImportError:\n    raise", line) for line in lines]
-    return _own_operators(module, "\n".join(lines) + "\n"), needed
+    return "\n".join(lines) + "\n", needed
 
 
 def _source(module: str) -> str:
@@ -234,7 +238,7 @@ def _home(module: str, name: str) -> tuple[str, str | None]:
     return (home if defined else module), name
 
 
-def _own_operators(module: str, text: str) -> str:
+def _own_operators(text: str) -> str:
     """Replace the namespace of the operators in a text by the name of their folder.
 
     An operator name can be registered only once per process, which may contain this package, bundles of several models
@@ -244,12 +248,7 @@ def _own_operators(module: str, text: str) -> str:
     namespace = '"".join(c if c.isascii() and c.isalnum() else "_" for c in __package__)'
     for quote in ('f"', '"'):
         text = text.replace(f"{quote}luna_mega::", f"{namespace} + {quote}::")
-    text = text.replace("torch.ops.luna_mega.", f"getattr(torch.ops, {namespace}).")
-    for node in ast.walk(ast.parse(text)):
-        names = getattr(node, "id", None), getattr(node, "attr", None), str(getattr(node, "value", "")).split("::")[0]
-        if "luna_mega" in names:
-            raise RuntimeError(f"{module}, line {node.lineno}: `luna_mega` cannot be used like this in a flat file")
-    return text
+    return text.replace("torch.ops.luna_mega.", f"getattr(torch.ops, {namespace}).")
 
 
 def _check(entry: Path) -> None:
