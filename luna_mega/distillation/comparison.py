@@ -13,7 +13,7 @@ from luna_mega.distillation.parts import find_head
 from luna_mega.distillation.sentences import SentenceModules, read_modules
 from luna_mega.distillation.teachers import Teacher
 from luna_mega.errors import ConversionError, reason, shown
-from luna_mega.hub.folder import load_tokenizer, read_folder, read_tokenizer
+from luna_mega.hub.folder import load_tokenizer, read_folder
 from luna_mega.hub.samples import make_inputs, sample_inputs
 
 logger = logging.getLogger(__name__)
@@ -73,7 +73,7 @@ def compare_folder(
     for key, tensor in loaded.state_dict().items():
         if not torch.equal(tensor, weights[key]):
             raise _error(f"the folder has another tensor {key} than the converted model")
-    tokenizer = read_tokenizer(folder)
+    tokenizer = load_tokenizer(folder)
     if tokenizer.pad_token_id not in (None, loaded.config.pad_token_id):
         raise _error(
             f"the tokenizer pads with {tokenizer.pad_token_id}, but the model with {loaded.config.pad_token_id}"

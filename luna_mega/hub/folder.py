@@ -15,6 +15,7 @@ from transformers.utils import GENERATION_CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME, 
 from luna_mega import LunaConfig
 from luna_mega._register import CONFIGS, model_classes
 from luna_mega.errors import ConversionError, reason, shown
+from luna_mega.hub.find import find_model
 from luna_mega.hub.output import check_path
 
 REPORT_NAME = "conversion_report.json"
@@ -129,29 +130,30 @@ def _is_file_name(name: Any) -> bool:
     return isinstance(name, str) and name not in ("", ".", "..") and not set(name) & set("/\\\0")
 
 
-def read_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
-    """Return the tokenizer of a model folder, without running code of the folder; raise an error if there is none."""
-    try:
-        return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-    except Exception as error:  # damaged files cause exceptions of any type in transformers and tokenizers
-        why = "" if isinstance(error, OSError) else f" ({type(error).__name__}: {reason(error)})"
-        raise ConversionError(
-            f"{folder}: no tokenizer that transformers {transformers.__version__} loads{why}"
-        ) from error
+def load_tokenizer(source: str | Path) -> PreTrainedTokenizerBase:
+    """Load a tokenizer from the Hub or a folder without running its code.
 
+    RoBERTa's `vocab.json` and `merges.txt` are sufficient.
 
-def load_tokenizer(source: str) -> PreTrainedTokenizerBase:
-    """Load a tokenizer from the Hub or a folder; RoBERTa's `vocab.json` and `merges.txt` are sufficient."""
+    Raises:
+        ConversionError: There is no such folder or model, or it has no tokenizer that can be loaded.
+    """
     names = {path.name for path in Path(source).glob("*")}
     bare = {"vocab.json", "merges.txt"} <= names and not names & {"tokenizer.json", "tokenizer_config.json"}
+    place = find_model(str(source))
     try:
-        tokenizer = (RobertaTokenizer if bare else AutoTokenizer).from_pretrained(source)
-    except OSError:
-        raise
-    except Exception as error:  # damaged files raise many types of errors
-        raise ValueError(f"{source}: the tokenizer cannot be read ({type(error).__name__}: {reason(error)})") from error
-    if len(tokenizer) <= len(tokenizer.all_special_ids):  # transformers 5 returns such a one if there are no files
-        raise ValueError(f"{source}: there is no tokenizer, or its vocabulary is empty; save the tokenizer there")
+        if bare:
+            tokenizer = RobertaTokenizer.from_pretrained(place)
+        else:
+            tokenizer = AutoTokenizer.from_pretrained(place, trust_remote_code=False)
+    except Exception as error:  # damaged files raise errors of many types in transformers and tokenizers
+        raise ConversionError(
+            f"{source}: no tokenizer that transformers {transformers.__version__} loads ({type(error).__name__}: "
+            f"{reason(error)})"
+        ) from error
+    # transformers 5 returns an empty tokenizer if there are no files.
+    if len(tokenizer) <= len(tokenizer.all_special_ids):
+        raise ConversionError(f"{source}: there is no tokenizer, or its vocabulary is empty; save the tokenizer there")
     return tokenizer
 
 

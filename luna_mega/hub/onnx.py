@@ -18,7 +18,7 @@ from transformers.exporters.utils import decompose_for_generation
 
 from luna_mega.compat import CACHE_NAME, WRITES_EXPORT_FOLDERS
 from luna_mega.errors import ConversionError, install, reason
-from luna_mega.hub.folder import ModelFolder, length_limit, read_folder, read_tokenizer
+from luna_mega.hub.folder import ModelFolder, length_limit, load_tokenizer, read_folder
 from luna_mega.hub.output import check_new_file, check_output, complete_output
 from luna_mega.hub.samples import borders, make_inputs
 
@@ -168,7 +168,7 @@ def _batches(folder: ModelFolder) -> list[dict[str, torch.Tensor]]:
 
     They are arguments of `forward` or `generate`; if the folder has a tokenizer, only those that it returns.
     """
-    tokenizer = read_tokenizer(folder.path) if (folder.path / "tokenizer_config.json").is_file() else None
+    tokenizer = load_tokenizer(folder.path) if (folder.path / "tokenizer_config.json").is_file() else None
     period, limit, decodes = borders(folder.config)[-1], length_limit(folder.config), folder.config.is_decoder
     if limit is not None:
         period = min(period, max(2, (limit - 2) // 2))

@@ -20,7 +20,7 @@ from luna_mega.convert.formats.registry import is_checkpoint
 from luna_mega.convert.importer import convert_checkpoint
 from luna_mega.convert.tensors import few
 from luna_mega.errors import ConversionError, reason, shown
-from luna_mega.hub.folder import ModelFolder, length_limit, position_limit, read_folder, read_tokenizer, stacks
+from luna_mega.hub.folder import ModelFolder, length_limit, load_tokenizer, position_limit, read_folder, stacks
 from luna_mega.hub.samples import make_inputs, sample_inputs
 from luna_mega.modeling_common.masks import find_mask
 
@@ -261,7 +261,7 @@ def _tokenize(texts: Sequence[str], *folders: ModelFolder) -> dict[str, torch.Te
     for folder in folders:
         if not (folder.path / "tokenizer_config.json").is_file():
             continue
-        tokenizer = read_tokenizer(folder.path)
+        tokenizer = load_tokenizer(folder.path)
         limit = position_limit(folder.config)
         options = {"truncation": limit is not None, "max_length": limit}
         if tokenizer.pad_token is None:  # the mask marks padding
