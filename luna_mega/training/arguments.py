@@ -19,13 +19,14 @@ from transformers import HfArgumentParser, TrainingArguments
 from transformers.hf_argparser import string_to_bool
 from transformers.utils import is_torch_bf16_gpu_available
 
-from luna_mega.errors import reason
+from luna_mega.errors import ConversionError, reason
 from luna_mega.escaping import terminal
+from luna_mega.hub.find import find_model
 
 # Environment variables in which torchrun, accelerate and MPI launchers store the number of processes.
 WORLD_SIZES = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE")
-# Options with the name of a model or the folder of the results.
-FOLDERS = ("model_name_or_path", "tokenizer_name", "teacher", "output_dir")
+MODELS = ("model_name_or_path", "tokenizer_name", "teacher")  # options with a folder or a name on the Hub
+FOLDERS = (*MODELS, "output_dir")
 AUTO = object()  # the value `auto` of an option, before `Parser` replaces it
 # A run in bfloat16 stops if matrix products on the CPU take this many times as long as in float32.
 SLOW = 3.0
@@ -167,7 +168,8 @@ def check_launch(processes: int) -> None:
 def check_values(*groups: object) -> None:
     """Exit if an option of `groups` is a number that is not finite, or a path that is missing or of another kind.
 
-    Paths are the options whose metavar is FILE or FOLDER, and `FOLDERS`, which are not files.
+    Paths are the options whose metavar is FILE or FOLDER, and `FOLDERS`. `MODELS` may also be names on the Hub, see
+    `find_model`.
     """
     for group in groups:
         for option in fields(group):
@@ -179,6 +181,11 @@ def check_values(*groups: object) -> None:
                     check_path(name, part, kind.lower())
                 elif part is not None and name in FOLDERS and Path(part).is_file():
                     check_path(name, part, "folder")
+                elif part and name in MODELS:
+                    try:
+                        find_model(part)
+                    except ConversionError as error:
+                        fail(f"--{name} {error}")
 
 
 def check_path(name: str, path: str, kind: str) -> None:

@@ -20,7 +20,11 @@ PATHS = {
     "recipe": ("--recipe", "--recipe {missing}: no such file", "--recipe {folder} is a folder, not a file"),
     "data": ("--dataset_path", "--dataset_path {missing}: no such folder", "--dataset_path {file} is a file, not a f"),
     "output": ("--output_dir", None, "--output_dir {file} is a file, not a folder"),
-    "model": ("--model_name_or_path", None, "--model_name_or_path {file} is a file, not a folder"),
+    "model": (
+        "--model_name_or_path",
+        "--model_name_or_path {missing}: no such folder; pass a folder or a",
+        "--model_name_or_path {file} is a file, not a folder",
+    ),
     "files": ("--train_files", "--train_files {missing}: no such file", "--train_files {folder} is a folder, not a"),
     "tests": ("--test_paths", "--test_paths {missing}: no such folder", "--test_paths {file} is a file, not a folder"),
 }
@@ -54,6 +58,13 @@ def test_base_of_a_recipe(script, options, tmp_path):
     (tmp_path / "a.yaml").write_text("recipe: b.yaml\n")
     message = f"--recipe {tmp_path}/b.yaml: no such file"
     assert_error(parse, message, script, "run_glue", *options, "--recipe", tmp_path / "a.yaml")
+
+
+@pytest.mark.parametrize("option", ["model_name_or_path", "tokenizer_name"])
+def test_names_of_models(script, options, option):
+    """They are checked before the data is read, with one request."""
+    message = f"--{option} teachr: no such folder, and the Hub cannot be reached"
+    assert_error(parse, message, script, "run_glue", *options, f"--{option}", "teachr")
 
 
 @pytest.mark.parametrize(("name", "option"), [("run_glue", "task_name"), ("run_text_classification", None)])

@@ -155,7 +155,7 @@ ERRORS = {
     "two towers": (["--two_towers"], "--two_towers: sentence is one text column"),
     "no folder": (["--dataset_path", "nowhere"], "--dataset_path nowhere: no such folder"),
     "no recipe": (["--recipe", "nowhere.yaml"], "recipe nowhere.yaml"),
-    "no tokenizer": (["--tokenizer_name", "nowhere"], "no tokenizer in nowhere"),
+    "no tokenizer": (["--tokenizer_name", "nowhere"], "--tokenizer_name nowhere: no such folder"),
     "no checkpoint": (["--resume_from_checkpoint", "last"], "--resume_from_checkpoint last: no checkpoint there"),
     "early stopping": (["--early_stopping_patience", "2"], "needs --load_best_model_at_end"),
     "strategies": (["--load_best_model_at_end"], "save and eval strategy"),

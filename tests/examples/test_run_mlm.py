@@ -281,7 +281,7 @@ ERRORS = {
     "column": (["--text_column", "sentence"], "split train has no column sentence, only text"),
     "positions": (["--config_overrides", f"{TINY},max_position_embeddings=8"], "32 tokens do not fit in the 8"),
     "padding": (["--config_overrides", f"{TINY},pad_token_id=5"], "pads with id 1, but the model with 5"),
-    "tokenizer": (["--tokenizer_name", "nowhere"], "no tokenizer in nowhere"),
+    "tokenizer": (["--tokenizer_name", "nowhere"], "--tokenizer_name nowhere: no such folder"),
     "no samples": (["--max_train_samples", "0"], "split train is empty"),
 }
 

@@ -235,7 +235,7 @@ OPTION_ERRORS = {
         "48 tokens do not fit in the 8 positions",
     ),
     "no folder": (["--dataset_path", "nowhere"], "--dataset_path nowhere: no such folder"),
-    "no tokenizer": (["--tokenizer_name", "nowhere"], "no tokenizer in nowhere"),
+    "no tokenizer": (["--tokenizer_name", "nowhere"], "--tokenizer_name nowhere: no such folder"),
     "vocabulary": (["--config_overrides", f"{TINY},vocab_size=200"], "the model has vocab_size=200"),
     "early stopping": (["--early_stopping_patience", "2"], "needs --load_best_model_at_end"),
     "no samples": (["--max_train_samples", "0"], "split train is empty"),
