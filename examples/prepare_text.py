@@ -86,6 +86,8 @@ def main(argv: list[str] | None = None) -> dict[str, int]:
         "--output_dir", type=Path, required=True, help="output folder for train.parquet and validation.parquet"
     )
     arguments = parser.parse_args(argv)
+    for name, path in [("output_dir", arguments.output_dir), *(("source", source) for source, _ in arguments.source)]:
+        lib.check_no_file(name, path)
     sources: dict[str, tuple[str, str]] = {}
     for source, column in arguments.source:
         texts = read_texts(source, column)

@@ -87,30 +87,22 @@ def load_data(
 ) -> tuple[dict[str, Dataset], PreTrainedTokenizerBase, PreTrainedConfig, list[int]]:
     """Return the encoded splits, the tokenizer, the configuration, and the output of each label of the task."""
     task = TASKS[data.task_name]
-    sides = [tuple(task.splits(name).values()) for name in ("validation", "test")]
-    splits = lib.load_splits(lib.choose_splits(training, data, *sides), data, task.columns, label="label")
+    names = (tuple(task.splits(name).values()) for name in ("validation", "test"))  # MNLI has two of each
+    splits = lib.load_splits(lib.choose_splits(training, data, *names), data, task.columns, label="label")
+    # The outputs of a checkpoint may be in another order than the labels of the task; a regression has one output.
     labels = lib.match_labels(model, task.labels, training) if task.labels else lib.Labels(["score"], {})
-    for name, split in splits.items():
-        if not name.startswith("test"):
-            if task.labels:
-                splits[name] = lib.number_labels(split, labels.outputs, name, task.labels)
-            else:
-                lib.check_scores(split, name)
     texts = (text for column in task.columns for text in splits["train"][column])
     tokenizer = lib.make_tokenizer(model, texts, data.max_seq_length)
     kind = "single_label_classification" if task.labels else "regression"
     config = lib.make_config(model, tokenizer, data.max_seq_length, **lib.label_fields(labels.names), problem_type=kind)
-
-    def encode(batch: dict[str, list]) -> dict[str, list]:
-        texts = [batch[column] for column in task.columns]
-        return lib.encode_texts(tokenizer, texts, data.max_seq_length, data.two_towers)
-
     for name, split in splits.items():
-        unused = [column for column in split.column_names if column != "label" or name.startswith("test")]
-        options = {"remove_columns": unused, "keep_in_memory": training.world_size == 1}
-        splits[name] = split.map(encode, batched=True, **options, desc=name)
-    if training.do_train:
-        splits["train"] = lib.hide_tokens(splits["train"], tokenizer, data.token_dropout, training.seed)
+        if name.startswith("test"):  # their labels are not published
+            numbers = None
+        elif task.labels:
+            numbers = lib.class_numbers(split, "label", labels.outputs, name, task.labels)
+        else:
+            numbers = lib.read_scores(split, name)
+        splits[name] = lib.encode_split(split, name, task.columns, numbers, tokenizer, data, training)
     return splits, tokenizer, config, [labels.outputs[name] for name in task.labels]
 
 

@@ -19,7 +19,6 @@ from transformers import (
     DataCollatorForTokenClassification,
     EvalPrediction,
     PreTrainedConfig,
-    PreTrainedModel,
     PreTrainedTokenizerBase,
     TrainingArguments,
     default_data_collator,
@@ -170,16 +169,14 @@ def load_data(
     return blocks, tokenizer, config
 
 
-def make_trainer(
-    network: PreTrainedModel,
-    data: DataArguments,
-    training: TrainingArguments,
-    blocks: dict[str, Any],
-    tokenizer: PreTrainedTokenizerBase,
-) -> lib.streams.StreamingTrainer:
-    """Return the Trainer, which evaluates masked tokens."""
-    return lib.streams.StreamingTrainer(
-        network,
+def main(argv: list[str] | None = None) -> dict[str, float]:
+    data, model, training, run = parse(argv)
+
+    with run.reading():
+        blocks, tokenizer, config = load_data(data, model, training)
+
+    trainer = lib.streams.StreamingTrainer(
+        lib.make_model(AutoModelForMaskedLM, model, config),
         training,
         train_dataset=blocks.get("train"),
         eval_dataset=blocks.get("validation"),
@@ -188,16 +185,6 @@ def make_trainer(
         compute_metrics=compute_metrics,
         preprocess_logits_for_metrics=token_scores,
     )
-
-
-def main(argv: list[str] | None = None) -> dict[str, float]:
-    data, model, training, run = parse(argv)
-
-    with run.reading():
-        blocks, tokenizer, config = load_data(data, model, training)
-
-    network = lib.make_model(AutoModelForMaskedLM, model, config)
-    trainer = make_trainer(network, data, training, blocks, tokenizer)
 
     with run.fit(trainer) as metrics:
         metrics |= lib.score(trainer)

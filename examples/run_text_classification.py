@@ -21,7 +21,6 @@ class DataArguments(lib.SourceArguments, lib.TextArguments):
     text_columns: list[str] = HfArg(default_factory=lambda: ["text"], help="text column, or two columns for pairs")
     label_column: str = HfArg(default="label", help="column with the labels: names or ids")
     validation_share: float = HfArg(default=0.0, help="share of the training rows that forms the validation split")
-    max_seq_length: int = HfArg(default=512, help="maximum length; longer inputs are truncated")
 
 
 def parse(argv: list[str] | None) -> tuple[DataArguments, lib.ModelArguments, TrainingArguments, lib.Run]:
@@ -55,16 +54,9 @@ def load_data(
     fields = lib.label_fields(labels.names) | {"problem_type": "single_label_classification"}
     config = lib.make_config(model, tokenizer, data.max_seq_length, **fields)
 
-    def encode(batch: dict[str, list]) -> dict[str, list]:
-        texts = [batch[column] for column in data.text_columns]
-        return lib.encode_texts(tokenizer, texts, data.max_seq_length, data.two_towers)
-
     for name, split in splits.items():
         numbers = lib.class_numbers(split, data.label_column, labels.outputs, name)
-        options = {"remove_columns": split.column_names, "keep_in_memory": training.world_size == 1}
-        splits[name] = split.map(encode, batched=True, **options, desc=name).add_column("labels", numbers)
-    if training.do_train:
-        splits["train"] = lib.hide_tokens(splits["train"], tokenizer, data.token_dropout, training.seed)
+        splits[name] = lib.encode_split(split, name, data.text_columns, numbers, tokenizer, data, training)
     return splits, tokenizer, config
 
 

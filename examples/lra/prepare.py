@@ -107,6 +107,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
             options.add_argument("--words", nargs="+", default=list(released.SC10), help="classes")
             add("--sampling_rate", default=16_000, help="sampling rate of the clips in Hz")
     arguments = parser.parse_args(argv)
+    lib.check_no_file("output", arguments.output)
+    lib.check_no_file("source", arguments.source or "")
     for name, least in (("seed", 0), ("processes", 1), *((split, 0) for split in SPLITS)):
         if getattr(arguments, name, least) < least:
             lib.fail(f"--{name} {getattr(arguments, name)} must be at least {least}")

@@ -121,7 +121,9 @@ def load_rows(
     splits = {name: splits[name] for name in limits}
     classes = tasks.label_names(next(iter(splits.values())), task.classes)
     names, outputs = lib.match_labels(model, classes, training)
-    splits = {name: lib.number_labels(split, outputs, name, classes) for name, split in splits.items()}
+    for name, split in splits.items():
+        numbers = lib.class_numbers(split, "label", outputs, name, classes)
+        splits[name] = split.remove_columns("label").add_column("label", numbers)
     return lib.images.undecoded(splits), names
 
 

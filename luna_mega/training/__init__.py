@@ -11,7 +11,7 @@ from luna_mega.training import images, language_modeling, optimization, streams,
 from luna_mega.training.arguments import (
     check_choice,
     check_least,
-    check_path,
+    check_no_file,
     fail,
     one_line,
     parse_arguments,
@@ -22,7 +22,6 @@ from luna_mega.training.classification import (
     class_names,
     class_numbers,
     match_labels,
-    number_labels,
     write_predictions,
 )
 from luna_mega.training.data import (
@@ -30,13 +29,13 @@ from luna_mega.training.data import (
     LimitArguments,
     SourceArguments,
     StreamArguments,
-    check_scores,
     check_split,
     choose_splits,
     find_files,
     load_files,
     load_folder,
     load_splits,
+    read_scores,
 )
 from luna_mega.training.models import (
     CheckpointArguments,
@@ -56,8 +55,7 @@ from luna_mega.training.texts import (
     TextArguments,
     check_pairs,
     choose_model,
-    encode_texts,
-    hide_tokens,
+    encode_split,
     make_pair_collator,
     pair_class,
 )

@@ -179,13 +179,19 @@ def check_values(*groups: object) -> None:
                     fail(f"--{name} {part} must be a finite number")
                 if part is not None and (kind := option.metadata.get("metavar")):
                     check_path(name, part, kind.lower())
-                elif part is not None and name in FOLDERS and Path(part).is_file():
-                    check_path(name, part, "folder")
-                elif part and name in MODELS:
+                if part and name in FOLDERS:
+                    check_no_file(name, part)
+                if part and name in MODELS:
                     try:
                         find_model(part)
                     except ConversionError as error:
                         fail(f"--{name} {error}")
+
+
+def check_no_file(name: str, path: str | Path) -> None:
+    """Exit if the option `name`, a folder that may be new or the name of a model or dataset, is a file."""
+    if Path(path).is_file():
+        fail(f"--{name} {path} is a file, not a folder")
 
 
 def check_path(name: str, path: str, kind: str) -> None:

@@ -122,12 +122,6 @@ def class_numbers(
     return numbers
 
 
-def number_labels(split: Dataset, outputs: dict[str, int], name: str, classes: Sequence[str] = ()) -> Dataset:
-    """Return the split with the outputs of the head in the column `label`, see `class_numbers`."""
-    numbers = class_numbers(split, "label", outputs, name, classes)
-    return split.remove_columns("label").add_column("label", numbers)
-
-
 def accuracy(prediction: EvalPrediction) -> dict[str, float]:
     """Return the accuracy over the rows with a label."""
     known = prediction.label_ids != -100

@@ -186,8 +186,10 @@ def check_split(split: Dataset | IterableDataset, name: str, texts: Sequence[str
                 fail(f"split {name}, row {row}: {column} is {text!r} instead of text")
 
 
-def check_scores(split: Dataset, name: str) -> None:
-    """Exit unless all labels of `split` are finite numbers."""
-    for row, label in enumerate(split["label"]):
+def read_scores(split: Dataset, name: str) -> list[float]:
+    """Return the labels of a regression; exit unless all of them are finite numbers."""
+    labels = split["label"][:]
+    for row, label in enumerate(labels):
         if not (isinstance(label, int | float) and math.isfinite(label)):
             fail(f"split {name}, row {row}: label {label!r} is not a number")
+    return list(map(float, labels))

@@ -12,6 +12,7 @@ from transformers import (
     DataCollatorWithPadding,
     PreTrainedModel,
     PreTrainedTokenizerBase,
+    TrainingArguments,
 )
 from transformers.hf_argparser import HfArg
 
@@ -27,6 +28,7 @@ class TextArguments(ClassifierArguments):
 
     two_towers: bool = HfArg(default=False, help="encode the texts of a pair separately, and classify their vectors")
     token_dropout: float = HfArg(default=0.0, help="share of the training tokens to replace by the mask token")
+    max_seq_length: int = HfArg(default=512, help="maximum length; longer inputs are truncated")
 
 
 def check_pairs(data: TextArguments, columns: Sequence[str]) -> None:
@@ -35,16 +37,33 @@ def check_pairs(data: TextArguments, columns: Sequence[str]) -> None:
         fail(f"--two_towers: {columns[0]} is one text column, and pairs have two")
 
 
-def encode_texts(
-    tokenizer: PreTrainedTokenizerBase, texts: Sequence[list[str]], max_length: int, two_towers: bool
-) -> dict[str, list]:
-    """Return the inputs of a model for one or two text columns, with the prefix `pair_` for a second tower."""
-    cut = {"truncation": True, "max_length": max_length}
-    if not two_towers:
-        return dict(tokenizer(*texts, **cut))
-    # The texts of a pair have no token types.
-    first, second = (tokenizer(column, **cut, return_token_type_ids=False) for column in texts)
-    return dict(first) | {f"pair_{name}": value for name, value in second.items()}
+def encode_split(
+    split: Dataset,
+    name: str,
+    columns: Sequence[str],
+    labels: Sequence[float] | None,
+    tokenizer: PreTrainedTokenizerBase,
+    data: TextArguments,
+    training: TrainingArguments,
+) -> TorchDataset:
+    """Return the inputs of one or two text columns and, unless they are None, the `labels`.
+
+    Inputs of a second tower have the prefix `pair_`. `--token_dropout` hides tokens of the split `train`.
+    """
+    cut = {"truncation": True, "max_length": data.max_seq_length}
+
+    def encode(batch: dict[str, list[str]]) -> dict[str, list[list[int]]]:
+        texts = [batch[column] for column in columns]
+        if not data.two_towers:
+            return dict(tokenizer(*texts, **cut))
+        # The texts of a pair have no token types.
+        first, second = (tokenizer(column, **cut, return_token_type_ids=False) for column in texts)
+        return dict(first) | {f"pair_{name}": value for name, value in second.items()}
+
+    options = {"remove_columns": split.column_names, "keep_in_memory": training.world_size == 1, "desc": name}
+    encoded = split.map(encode, batched=True, **options)
+    encoded = encoded if labels is None else encoded.add_column("labels", labels)
+    return hide_tokens(encoded, tokenizer, data.token_dropout, training.seed) if name == "train" else encoded
 
 
 def hide_tokens(split: Dataset, tokenizer: PreTrainedTokenizerBase, share: float, seed: int) -> TorchDataset:

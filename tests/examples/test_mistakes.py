@@ -54,6 +54,18 @@ def test_paths(script, options, tmp_path, name, case):
     assert_error(parse, other.format(**places), script, name, *options, option, places[kind], output=tmp_path / "out")
 
 
+@pytest.mark.parametrize("name", ["prepare_text", "lra.prepare"])
+@pytest.mark.parametrize("option", ["source", "output"])
+def test_files_instead_of_folders_of_data(script, tmp_path, name, option):
+    (tmp_path / "file").touch()
+    source, output = (tmp_path / "file" if option == kind else tmp_path for kind in ("source", "output"))
+    options = ["text", "--source", source, "--output", output]
+    if name == "prepare_text":
+        options, option = ["--source", source, "text", "--output_dir", output], option.replace("output", "output_dir")
+    message = f"--{option} {tmp_path}/file is a file, not a folder"
+    assert_error(script(name).main, message, [str(part) for part in options])
+
+
 def test_base_of_a_recipe(script, options, tmp_path):
     (tmp_path / "a.yaml").write_text("recipe: b.yaml\n")
     message = f"--recipe {tmp_path}/b.yaml: no such file"

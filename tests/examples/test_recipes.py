@@ -42,10 +42,10 @@ def parsed(script, tmp_path, monkeypatch):
         source = [] if task in ("glue", "race") else ["--dataset_path", str(tmp_path)]
         options = ["--recipe", str(path), "--output_dir", str(tmp_path), *source, "--bf16", "false"]
         if "pretrained" in path.stem or "continued" in path.stem:
-            options += ["--model_name_or_path", "x"]
+            options += ["--model_name_or_path", str(tmp_path)]
         if task == "sentence_transformer":
             pytest.importorskip("sentence_transformers", reason="sentence-transformers is not installed")
-            options += ["--teacher", "x"]
+            options += ["--teacher", str(tmp_path)]
         if path.stem.startswith("pretrained"):
             options += ["--task_name", "rte"]
         return Parsed(*script(SCRIPTS.get(task, f"run_{task}")).parse(options))
