@@ -1,7 +1,7 @@
 """Measure the agreement of a converted encoder with its teacher, on texts of several lengths."""
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,7 +18,7 @@ from luna_mega.distillation.windows import Windows, make_batches, split_windows
 logger = logging.getLogger(__name__)
 _TEXTS, _TOKENS, _FEWEST = 64, 100_000, 8  # texts per length: at most 64, and fewer if they are long
 _OUTSIDE = "O"  # label of tokens that a token classifier finds nothing in
-Measure = Callable[[Iterable[dict[str, torch.Tensor]]], dict[str, float]]
+Batches = Iterable[dict[str, torch.Tensor]]
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,6 @@ def compare_lengths(
     """
     head = find_head(student)
     by_vectors = vectors or not head or bool(modules and modules.pooling)
-    measure = _vectors(teacher, student, lengths, modules) if by_vectors else _predictions(teacher, student, lengths)
     sizes = [len(ids) for ids in tokenizer(list(texts), truncation=True, max_length=lengths.max_length)["input_ids"]]
     least = 3 if by_vectors or _gives_scores(student) else 1
     rows, missing, shorter = [], [], 0
@@ -93,31 +92,33 @@ def compare_lengths(
             continue
         chosen = [chosen[index * len(chosen) // count] for index in range(count)]
         logger.info("comparing the model with its teacher on %d texts of up to %d tokens", count, length)
-        values = measure(make_batches(tokenizer, chosen, length))
+        batches = make_batches(tokenizer, chosen, length, student.device)
+        if by_vectors:
+            values = _compare_vectors(batches, teacher, student, lengths, modules)
+        else:
+            values = _compare_predictions(batches, teacher, student, lengths)
         rows.append({"length": length, "texts": count, "windows": length > lengths.table} | values)
     return Agreement(rows, missing)
 
 
-def _vectors(teacher: Teacher, student: PreTrainedModel, lengths: Lengths, modules: SentenceModules | None) -> Measure:
-    """Return a function that compares vectors; poolings that are not implemented here are replaced by the mean."""
+def _compare_vectors(
+    batches: Batches, teacher: Teacher, student: PreTrainedModel, lengths: Lengths, modules: SentenceModules | None
+) -> dict[str, float]:
+    """Compare vectors; poolings that are not implemented here are replaced by the mean."""
     modules = modules if modules is not None and modules.embeds else SentenceModules(("mean",), normalizes=True)
-
-    def measure(batches):
-        ours, theirs = [], []
-        for batch in _on_device(batches, student):
-            mask = batch["attention_mask"].bool()
-            windows = split_windows(mask, lengths.table)
-            states = teacher.model.base_model(**windows.inputs(batch)).last_hidden_state
-            mean = windows.mean(modules.embed(states, windows.mask))
-            theirs.append(functional.normalize(mean, dim=-1) if modules.normalizes else mean)
-            ours.append(modules.embed(student.base_model(**batch).last_hidden_state, mask))
-        ours, theirs = torch.cat(ours).double(), torch.cat(theirs).double()
-        center = theirs.mean(dim=0)
-        cosine = functional.cosine_similarity(ours - center, theirs - center, dim=-1).mean()
-        same = (_neighbors(ours) == _neighbors(theirs)).double().mean()
-        return {"centered cosine": cosine.item(), "same nearest neighbor": same.item()}
-
-    return measure
+    ours, theirs = [], []
+    for batch in batches:
+        mask = batch["attention_mask"].bool()
+        windows = split_windows(mask, lengths.table)
+        states = teacher.model.base_model(**windows.inputs(batch)).last_hidden_state
+        mean = windows.mean(modules.embed(states, windows.mask))
+        theirs.append(functional.normalize(mean, dim=-1) if modules.normalizes else mean)
+        ours.append(modules.embed(student.base_model(**batch).last_hidden_state, mask))
+    ours, theirs = torch.cat(ours).double(), torch.cat(theirs).double()
+    center = theirs.mean(dim=0)
+    cosine = functional.cosine_similarity(ours - center, theirs - center, dim=-1).mean()
+    same = (_neighbors(ours) == _neighbors(theirs)).double().mean()
+    return {"centered cosine": cosine.item(), "same nearest neighbor": same.item()}
 
 
 def _neighbors(vectors: torch.Tensor) -> torch.Tensor:
@@ -126,51 +127,42 @@ def _neighbors(vectors: torch.Tensor) -> torch.Tensor:
     return (normal @ normal.T).fill_diagonal_(-torch.inf).argmax(dim=-1)
 
 
-def _predictions(teacher: Teacher, student: PreTrainedModel, lengths: Lengths) -> Measure:
-    """Return a function that compares the predictions of a head."""
+def _compare_predictions(
+    batches: Batches, teacher: Teacher, student: PreTrainedModel, lengths: Lengths
+) -> dict[str, float | None]:
+    """Compare the predictions of a head."""
     config, head = student.config, find_head(student)
+    ours, theirs = [], []
+    for batch in batches:
+        windows = split_windows(batch["attention_mask"].bool(), lengths.table)
+        own = _read(student, head, batch)
+        given = _join(_read(teacher.model, head, windows.inputs(batch)), windows, batch, head)
+        if head in ("ForMaskedLM", "ForTokenClassification"):
+            kept = batch["attention_mask"].bool()
+            own, given = own[kept], given[kept]
+        elif head == "ForQuestionAnswering":  # start and end
+            own, given = own.argmax(dim=1), given.argmax(dim=1)
+        ours.append(own)
+        theirs.append(given)
+    ours, theirs = torch.cat(ours), torch.cat(theirs)
+    if _gives_scores(student):
+        first, second = torch.combinations(torch.arange(len(ours), device=ours.device)).T
+        own, given = (x.flatten()[first] > x.flatten()[second] for x in (ours, theirs))
+        return {"pairs in the same order": _share(own == given)}
+    if head == "ForSequenceClassification":
+        multiple = config.problem_type == "multi_label_classification"
+        ours, theirs = (x > 0 if multiple else x.argmax(dim=-1) for x in (ours, theirs))
+    equal = ours == theirs
     outside = [index for index, label in config.id2label.items() if label == _OUTSIDE]
-
-    def measure(batches):
-        ours, theirs = [], []
-        for batch in _on_device(batches, student):
-            windows = split_windows(batch["attention_mask"].bool(), lengths.table)
-            own = _read(student, head, batch)
-            given = _join(_read(teacher.model, head, windows.inputs(batch)), windows, batch, head)
-            if head in ("ForMaskedLM", "ForTokenClassification"):
-                kept = batch["attention_mask"].bool()
-                own, given = own[kept], given[kept]
-            elif head == "ForQuestionAnswering":  # start and end
-                own, given = own.argmax(dim=1), given.argmax(dim=1)
-            ours.append(own)
-            theirs.append(given)
-        ours, theirs = torch.cat(ours), torch.cat(theirs)
-        if _gives_scores(student):
-            above = [x.flatten()[:, None] > x.flatten() for x in (ours, theirs)]
-            return {"pairs in the same order": _share((above[0] == above[1])[_above_diagonal(len(ours), ours.device)])}
-        if head == "ForSequenceClassification":
-            multiple = config.problem_type == "multi_label_classification"
-            ours, theirs = (x > 0 if multiple else x.argmax(dim=-1) for x in (ours, theirs))
-        equal = ours == theirs
-        if head == "ForTokenClassification" and outside:
-            equal = equal[(ours != outside[0]) | (theirs != outside[0])]
-        return {"equal predictions": _share(equal.all(dim=-1) if head == "ForQuestionAnswering" else equal)}
-
-    return measure
-
-
-def _on_device(batches: Iterable[dict[str, torch.Tensor]], model: PreTrainedModel):
-    return ({name: tensor.to(model.device) for name, tensor in batch.items()} for batch in batches)
+    if head == "ForTokenClassification" and outside:
+        equal = equal[(ours != outside[0]) | (theirs != outside[0])]
+    return {"equal predictions": _share(equal.all(dim=-1) if head == "ForQuestionAnswering" else equal)}
 
 
 def _gives_scores(model: PreTrainedModel) -> bool:
     """Return whether the head returns one score per text, which is only used to rank texts."""
     head = find_head(model)
     return head == "ForMultipleChoice" or (head == "ForSequenceClassification" and model.config.num_labels == 1)
-
-
-def _above_diagonal(size: int, device: torch.device) -> torch.Tensor:
-    return torch.ones(size, size, dtype=torch.bool, device=device).triu(1)
 
 
 def _share(equal: torch.Tensor) -> float | None:

@@ -22,7 +22,7 @@ from luna_mega.distillation.windows import make_batches
 from luna_mega.hub.folder import load_tokenizer, set_max_length
 
 logger = logging.getLogger(__name__)
-_FIT_LENGTH = 256  # tokens per text
+_FIT_TEXTS, _FIT_LENGTH = 500, 256  # texts at most, and tokens per text
 _RIDGE = 1e-2
 _LEAST = 1e-6  # lower bound of the attention that a token receives, before the logarithm
 # Field of Luna -> the first of the teacher's fields that is set.
@@ -112,7 +112,8 @@ def from_teacher(
             tokenizer; None = the number of positions of the teacher. Token classification requires at most that many.
         position_extension: positions of texts longer than the teacher's table, see `LunaConfig`; None = a larger
             `max_length` is an error. Without effect for the default `max_length`.
-        texts: texts to fit the salience on, which decides how longer texts are packed. About 100 are enough.
+        texts: texts to fit the salience on, which decides how longer texts are packed. About 100 are enough, and at
+            most 500 are used.
         tokenizer: tokenizer of a teacher that is given as a model; only required for `texts`.
         num_labels: make a sequence classifier of that many labels for fine-tuning, 1 for regression. If the checkpoint
             has no such head, its output layer is new, and its dense layer is the pooling layer of a BERT.
@@ -185,8 +186,9 @@ def convert_encoder(
     if tokenizer is not None:
         tokenizer = copy.deepcopy(tokenizer)  # a tokenizer of the caller keeps its length
         if texts is not None:
-            logger.info("fitting the salience on %d texts", len(texts))
-            batches = make_batches(tokenizer, texts, min(_FIT_LENGTH, lengths.table))
+            chosen = texts[:: -(-len(texts) // _FIT_TEXTS)]
+            logger.info("fitting the salience on %d texts", len(chosen))
+            batches = make_batches(tokenizer, chosen, min(_FIT_LENGTH, lengths.table))
             report.fit, report.tokens = fit_salience(source, model, batches)
         set_max_length(tokenizer, lengths.max_length)
     report.differences = compare_models(source, model)

@@ -108,7 +108,7 @@ def convert_teacher(
 def _read_lines(path: Path) -> list[str]:
     """Return the lines of `--texts`."""
     try:
-        lines = [line.strip() for line in path.read_text(encoding="utf-8-sig").splitlines()]
+        lines = [line.strip() for line in path.read_text(encoding="utf-8-sig").split("\n")]
     except UnicodeDecodeError as error:
         raise ValueError(f"--texts {path} is not UTF-8 ({error.reason} at byte {error.start}); convert it") from error
     if not (lines := [line for line in lines if line]):

@@ -64,14 +64,14 @@ def split_windows(mask: torch.Tensor, window: int) -> Windows:
 
 
 def make_batches(
-    tokenizer: PreTrainedTokenizerBase, texts: Iterable[str], length: int
+    tokenizer: PreTrainedTokenizerBase, texts: Iterable[str], length: int, device: torch.device | str = "cpu"
 ) -> Iterator[dict[str, torch.Tensor]]:
     """Yield padded batches of texts of similar lengths, the longest first; log the progress every few seconds."""
     rows = sorted(tokenizer(list(texts), truncation=True, max_length=length)["input_ids"], key=len, reverse=True)
     total, logged = len(rows), time.monotonic()
     while rows:
         count = max(1, _TOKENS // len(rows[0]))
-        yield dict(tokenizer.pad({"input_ids": rows[:count]}, return_tensors="pt"))
+        yield dict(tokenizer.pad({"input_ids": rows[:count]}, return_tensors="pt").to(device))
         rows = rows[count:]
         if time.monotonic() - logged > _SECONDS:
             logger.info("  %d of %d texts", total - len(rows), total)

@@ -1,11 +1,13 @@
 """Tiny encoders of every family, their tokenizers and folders."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
+from huggingface_hub import ModelCard
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import BertTokenizer, PreTrainedTokenizerFast
 
@@ -67,6 +69,15 @@ def xlm_tokenizer(fill: str = "") -> PreTrainedTokenizerFast:
         mask_token="<mask>",
         model_input_names=["input_ids", "attention_mask"],
     )
+
+
+def run_card(folder: Path) -> tuple[Any, ModelCard]:
+    """Run the code in the model card of a folder in its parent; return its model, and the card."""
+    card = ModelCard.load(folder / "README.md")
+    (block,) = re.findall("(?s)```python\n(.*?)```", card.text)
+    names: dict[str, Any] = {}
+    exec(block, names)
+    return names["model"], card
 
 
 def write(path: Path, content: object) -> None:

@@ -1,12 +1,10 @@
 """`luna-mega distill`: folders of encoders and of sentence-transformers."""
 
 import json
-import re
 import shutil
 
 import pytest
 import torch
-from huggingface_hub import ModelCard
 from transformers import AutoModel, AutoModelForSequenceClassification, AutoTokenizer
 
 import luna_mega_cli
@@ -15,7 +13,7 @@ from luna_mega.distillation.folders import convert_teacher
 from luna_mega.distillation.sentences import read_modules
 from luna_mega.hub.card import license_of
 from tests.damage import NOT_OBJECTS
-from tests.distillation.models import ENCODERS, HEADS, change, make_model, save_teacher, write, xlm_tokenizer
+from tests.distillation.models import ENCODERS, HEADS, change, make_model, run_card, save_teacher, write, xlm_tokenizer
 from tests.errors import check_error, command_error
 
 
@@ -39,7 +37,7 @@ def sentence_teacher(saved, tmp_path):
 
 def test_command(sentence_teacher, tmp_path, capsys):
     texts, output = tmp_path / "texts.txt", tmp_path / "out"
-    texts.write_text("a b c d\n\ne f g\nh i j a b\n")
+    texts.write_text("a b\u2028c d\n\ne f g\nh i j a b\n")  # only line feeds end a text
     argv = ["distill", str(sentence_teacher), "--output", str(output), "--projection-length", "9", "--max-length", "64"]
     assert luna_mega_cli.main([*argv, "--texts", str(texts)]) == 0
     out = capsys.readouterr().out
@@ -180,7 +178,7 @@ def test_misspelled_names(tmp_path, capsys, monkeypatch):
 
 def test_progress(teacher, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("luna_mega.distillation.windows._SECONDS", -1)
-    (tmp_path / "texts.txt").write_text("a b c d e f g h i j\n" * 500)
+    (tmp_path / "texts.txt").write_text("a b c d e f g h i j\n" * 1000)
     argv = ["distill", str(teacher), "--texts", str(tmp_path / "texts.txt"), "--projection-length", "8", "--output"]
     assert luna_mega_cli.main([*argv, str(tmp_path / "out")]) == 0
     lines = iter(capsys.readouterr().err.splitlines())
@@ -195,13 +193,10 @@ def test_progress(teacher, tmp_path, capsys, monkeypatch):
 def test_code_of_the_card(head, tmp_path, monkeypatch):
     save_teacher(tmp_path / "teacher", head=head)
     report = convert_teacher(str(tmp_path / "teacher"), tmp_path / 'out "1"', projection_length=20)
-    card = (report.output / "README.md").read_text()
-    (block,) = re.findall("(?s)```python\n(.*?)```", card)
     monkeypatch.chdir(tmp_path)
-    names: dict = {}
-    exec(block, names)
-    assert type(getattr(names["model"], "model", names["model"])).__name__ == report.model_class
-    assert ModelCard(card).data.pipeline_tag and "equals that model for texts of up to 20 tokens" in card
+    model, card = run_card(report.output)
+    assert type(getattr(model, "model", model)).__name__ == report.model_class
+    assert card.data.pipeline_tag and "equals that model for texts of up to 20 tokens" in card.text
 
 
 def test_folders(teacher, tmp_path, capsys):

@@ -10,7 +10,7 @@ import luna_mega_cli
 from luna_mega.distillation import comparison, from_teacher
 from luna_mega.distillation.folders import convert_teacher
 from luna_mega.errors import ConversionError
-from tests.distillation.models import bert_tokenizer, make_model, save_teacher, xlm_tokenizer
+from tests.distillation.models import bert_tokenizer, make_model, run_card, save_teacher, xlm_tokenizer
 
 pytest.importorskip("sentence_transformers", reason="sentence-transformers is not installed")
 
@@ -87,7 +87,7 @@ def teacher(tmp_path, request):
 
 
 @pytest.mark.parametrize("teacher", MODELS, indirect=True)
-def test_vectors(teacher, request, tmp_path, capsys):
+def test_vectors(teacher, request, tmp_path, capsys, monkeypatch):
     kind = MODELS[request.node.callspec.params["teacher"]][0]
     argv = ["distill", str(teacher), "--output", str(tmp_path / "out"), "--projection-length", "16"]
     assert luna_mega_cli.main(argv) == 0
@@ -98,11 +98,14 @@ def test_vectors(teacher, request, tmp_path, capsys):
     expected = vectors(theirs)
     torch.testing.assert_close(vectors(ours), expected, rtol=0, atol=1e-5)
     assert (expected[0] - expected[1]).abs().max() > 1e-3
+    monkeypatch.chdir(tmp_path)
+    model, card = run_card(tmp_path / "out")
+    assert type(model) is kind and card.data.library_name == "sentence-transformers"
 
 
 @pytest.mark.parametrize("labels", [1, 3])
 @pytest.mark.parametrize("stored", [True, False])
-def test_scores_of_cross_encoders(labels, stored, tmp_path, capsys):
+def test_scores_of_cross_encoders(labels, stored, tmp_path, capsys, monkeypatch):
     """Scores equal the teacher's for a folder of CrossEncoder, and for one of transformers.
 
     The latter has its activation in the configuration.
@@ -117,6 +120,8 @@ def test_scores_of_cross_encoders(labels, stored, tmp_path, capsys):
     assert line.count("scores ") == stored
     ours, theirs = (CrossEncoder(str(path), device="cpu").predict(PAIRS) for path in (tmp_path / "out", folder))
     assert abs(ours - theirs).max() < 1e-5
+    monkeypatch.chdir(tmp_path)
+    assert (type(run_card(tmp_path / "out")[0]) is CrossEncoder) == stored
     assert luna_mega_cli.main([*argv[:2], "--output", str(tmp_path / "new"), "--num-labels", "2"]) == 0
     assert "scores" not in next(line for line in capsys.readouterr().out.splitlines() if line.startswith("largest"))
 
