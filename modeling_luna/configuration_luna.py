@@ -146,7 +146,10 @@ class LunaConfig(LunaPresets, SharedConfig, PreTrainedConfig):
     }  # fmt: skip
     decoder_fields = DECODER_FIELDS
     base_model_tp_plan = TP_PLAN
-    attribute_map = {"d_model": "hidden_size", "encoder_layers": "num_hidden_layers"}
+    attribute_map = {
+        "d_model": "hidden_size", "encoder_layers": "num_hidden_layers", "activation": "hidden_act",
+        "dropout_prob": "dropout", "attention_probs_dropout_prob": "attention_dropout",
+    }  # fmt: skip
     base_model_fsdp_plan = {
         "embeddings.word_embeddings": "free_full_weight",
         "encoder.layers.*": "free_full_weight",

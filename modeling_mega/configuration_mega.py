@@ -134,7 +134,10 @@ class MegaConfig(MegaPresets, SharedConfig, PreTrainedConfig):
     }  # fmt: skip
     decoder_fields = DECODER_FIELDS
     base_model_tp_plan = TP_PLAN
-    attribute_map = {"d_model": "hidden_size", "max_position_embeddings": "max_positions"}
+    attribute_map = {
+        "d_model": "hidden_size", "max_position_embeddings": "max_positions", "hidden_act": "activation",
+        "dropout": "dropout_prob", "attention_dropout": "attention_probs_dropout_prob",
+    }  # fmt: skip
     base_model_fsdp_plan = {"embedding_layer.word_embeddings": "free_full_weight", "layers.*": "free_full_weight"}
 
     vocab_size: int = 30522

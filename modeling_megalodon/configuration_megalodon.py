@@ -76,7 +76,10 @@ class MegalodonConfig(MegalodonPresets, SharedConfig, PreTrainedConfig):
     default_fields = {"classifier_hidden_size": "hidden_size", "classifier_dropout": "hidden_dropout_prob"}
     base_model_tp_plan = TP_PLAN
     base_model_fsdp_plan = {"embed_tokens": "free_full_weight", "layers.*": "free_full_weight"}
-    attribute_map = {"d_model": "hidden_size", "attention_chunk": "chunk_size"}
+    attribute_map = {
+        "d_model": "hidden_size", "attention_chunk": "chunk_size",
+        "dropout": "dropout_prob", "attention_dropout": "attention_probs_dropout_prob",
+    }  # fmt: skip
 
     vocab_size: int = 32000
     hidden_size: int = 1024
