@@ -12,6 +12,7 @@ import re
 import shutil
 import subprocess
 import sys
+from functools import cache
 from html.parser import HTMLParser
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
@@ -35,7 +36,7 @@ EQUATION = re.compile(
     r'<(?P<tag>span|div) class="arithmatex">\\(?P<open>[(\[])(?P<latex>.*?)\\[)\]]</(?P=tag)>', re.DOTALL
 )
 FIELDS = re.compile(r"^        ((?:\w+, )*\w+): ", re.MULTILINE)
-# Arguments of heads that their base model does not have.
+# Arguments of heads that `LunaModel.forward` and its like do not have.
 HEAD_ARGUMENTS = {
     "labels": "targets of the loss, see above. None = no loss.",
     "start_positions": "first columns of the answers, see above. None = no loss.",
@@ -117,21 +118,35 @@ def add_types(config: ast.ClassDef, docstring: str) -> str:
 
 
 def add_arguments(head: ast.ClassDef, source: str) -> str:
-    """Append `Args` to the docstring of a head's `forward`; `LunaModel.forward` and its like describe most of them."""
+    """Append `Args` to the docstring of a head's `forward`, with the descriptions of its base model."""
     forward = next((part for part in head.body if isinstance(part, ast.FunctionDef) and part.name == "forward"), None)
     docstring = forward and ast.get_docstring(forward, clean=False)
     if not docstring or "Args:" in docstring:
         return source
     family = re.match("Luna|Megalodon|Mega|", head.name)[0] or "Luna"
+    described = base_arguments(family) | HEAD_ARGUMENTS
     lines = []
     for argument in [*forward.args.args[1:], *forward.args.kwonlyargs]:
-        text = HEAD_ARGUMENTS.get(argument.arg, f"see `{family}Model.forward`.")
+        text = described.get(argument.arg, f"see `{family}Model.forward`.")
         if argument.arg.startswith("pair_"):
             text = f"the same as `{argument.arg.removeprefix('pair_')}`, of the second sequences."
+        if head.name.endswith("MultipleChoice"):
+            text = text.replace("`[B, T", "`[B, C, T")
         lines.append(f"            {argument.arg}: {text}\n")
     head_end, raises, errors = docstring.partition("        Raises:")
     arguments = f"\n\n        Args:\n{''.join(lines)}\n        "
     return source.replace(docstring, f"{head_end.rstrip()}{arguments}{(raises + errors).strip()}", 1)
+
+
+@cache
+def base_arguments(family: str) -> dict[str, str]:
+    """Return the descriptions of the arguments of `LunaModel.forward` and its like."""
+    source = (ROOT / f"modeling_{family.lower()}" / f"modeling_{family.lower()}.py").read_text(encoding="utf-8")
+    base = next(node for node in ast.parse(source).body if getattr(node, "name", "") == f"{family}Model")
+    forward = next(part for part in base.body if getattr(part, "name", "") == "forward")
+    arguments = ast.get_docstring(forward).split("Args:\n")[1].split("\n\n")[0]
+    found = re.findall(r"^    (\w+): (.*?)(?=^    \w|\Z)", arguments, re.MULTILINE | re.DOTALL)
+    return {name: " ".join(text.split()) for name, text in found}
 
 
 def copy(source: Path, target: Path) -> None:
