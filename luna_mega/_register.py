@@ -6,18 +6,12 @@ import transformers
 from transformers.models.auto import modeling_auto
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from luna_mega.modeling_luna import configuration_luna, generation_luna, heads_luna, modeling_luna, tokenization_luna
-from luna_mega.modeling_mega import configuration_mega, generation_mega, heads_mega, modeling_mega
-from luna_mega.modeling_megalodon import (
-    configuration_megalodon,
-    generation_megalodon,
-    heads_megalodon,
-    modeling_megalodon,
-)
+from luna_mega.modeling_luna import configuration_luna, modeling_luna, tokenization_luna
+from luna_mega.modeling_mega import configuration_mega, modeling_mega
+from luna_mega.modeling_megalodon import configuration_megalodon, modeling_megalodon
 
-_MODULES = [configuration_luna, generation_luna, heads_luna, modeling_luna]
-_MODULES += [configuration_mega, generation_mega, heads_mega, modeling_mega]
-_MODULES += [configuration_megalodon, generation_megalodon, heads_megalodon, modeling_megalodon]
+_MODULES = [configuration_luna, modeling_luna, configuration_mega, modeling_mega]
+_MODULES += [configuration_megalodon, modeling_megalodon]
 _CLASSES = {name: getattr(module, name) for module in _MODULES for name in module.__all__}
 CONFIGS = {cls.model_type: cls for name, cls in _CLASSES.items() if name.endswith("Config")}
 

@@ -3,8 +3,7 @@
 Attention to a context of length n has two steps: a short *packed* sequence P of l rows attends to the context (pack),
 and every token attends to the resulting l rows (unpack). Time and memory are linear in n. Each layer returns P in
 addition to the tokens. A decoder attends to the tokens so far through sums over them (section 3.3). From top to bottom:
-outputs, embeddings, attention, causal attention, layers, stack of layers, model. The heads are in `heads_luna.py`,
-language models and translation in `generation_luna.py`.
+outputs, embeddings, attention, causal attention, layers, stack of layers, model, heads, language models, translation.
 """
 
 import math
@@ -18,8 +17,19 @@ from torch import nn
 from transformers import initialization as init
 from transformers.activations import ACT2FN
 from transformers.modeling_layers import GradientCheckpointingLayer
-from transformers.modeling_outputs import BaseModelOutputWithPastAndCrossAttentions
+from transformers.modeling_outputs import (
+    BaseModelOutputWithPastAndCrossAttentions,
+    CausalLMOutputWithPast,
+    MaskedLMOutput,
+    MultipleChoiceModelOutput,
+    QuestionAnsweringModelOutput,
+    Seq2SeqLMOutput,
+    Seq2SeqModelOutput,
+    SequenceClassifierOutput,
+    TokenClassifierOutput,
+)
 from transformers.pytorch_utils import apply_chunking_to_forward
+from transformers.utils.generic import ModelOutput, can_return_tuple
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
 from luna_mega.compat import with_cache_alias
@@ -30,16 +40,32 @@ from luna_mega.kernels.api import (
     luna_unpack,
 )
 from luna_mega.kernels.support import Dropout, forbid_capture
-from luna_mega.modeling_common.arguments import ModelKwargs
+from luna_mega.modeling_common.arguments import HeadKwargs, ModelKwargs
 from luna_mega.modeling_common.base import BodyMixin, CommonPreTrainedModel
 from luna_mega.modeling_common.cache import layer_caches
+from luna_mega.modeling_common.generation import Seq2SeqGenerationMixin, StateGenerationMixin
+from luna_mega.modeling_common.heads import (
+    GenericForCausalLM,
+    GenericForMaskedLM,
+    GenericForQuestionAnswering,
+    GenericForTokenClassification,
+)
 from luna_mega.modeling_common.inputs import ValueEmbeddings, embed, prepare, scatter_states
+from luna_mega.modeling_common.label_checks import check_next_labels, check_span, check_token_labels
 from luna_mega.modeling_common.layout import DENSE, Layout
 from luna_mega.modeling_common.masks import padding_token
+from luna_mega.modeling_common.pooled_heads import (
+    GenericForMultipleChoice,
+    GenericForSequenceClassification,
+    GenericForSequencePairClassification,
+    PooledHead,
+)
+from luna_mega.modeling_common.pooling import first_token, masked_mean
 from luna_mega.modeling_common.processes import has_peers
+from luna_mega.modeling_common.seq2seq import Seq2SeqBody, Seq2SeqLM
 from luna_mega.modeling_common.tensor_parallel import RankBoundary
 from luna_mega.modeling_luna.cache_luna import LunaCache, LunaCacheLayer, LunaSeq2SeqCache
-from luna_mega.modeling_luna.configuration_luna import LunaConfig
+from luna_mega.modeling_luna.configuration_luna import LunaConfig, LunaSeq2SeqConfig
 from luna_mega.modeling_luna.importance_luna import pack_by_importance, rows_in_use
 from luna_mega.modeling_luna.initialization_luna import blind_queries, start_attention, start_embeddings
 from luna_mega.modeling_luna.packed_luna import Packed, PackedStates, read_packed, select_layers
@@ -815,4 +841,513 @@ class LunaModel(BodyMixin, LunaPreTrainedModel):
 
 LunaPreTrainedModel.body_class = LunaModel
 
-__all__ = ["LunaModel", "LunaPreTrainedModel"]
+
+@dataclass
+class LunaPackedOutputs:
+    """P and the attention that packs it, of each layer, in the outputs of heads; see `LunaModelOutput`."""
+
+    packed_hidden_states: tuple[torch.FloatTensor, ...] | None = None
+    packed_attentions: tuple[torch.FloatTensor, ...] | None = None
+
+
+@dataclass
+class LunaMaskedLMOutput(LunaPackedOutputs, MaskedLMOutput):
+    """`MaskedLMOutput` with `LunaPackedOutputs`."""
+
+
+@dataclass
+class LunaSequenceClassifierOutput(LunaPackedOutputs, SequenceClassifierOutput):
+    """`SequenceClassifierOutput` with `LunaPackedOutputs`."""
+
+
+@dataclass
+class LunaMultipleChoiceOutput(LunaPackedOutputs, MultipleChoiceModelOutput):
+    """`MultipleChoiceModelOutput` with `LunaPackedOutputs`."""
+
+
+@dataclass
+class LunaTokenClassifierOutput(LunaPackedOutputs, TokenClassifierOutput):
+    """`TokenClassifierOutput` with `LunaPackedOutputs`."""
+
+
+@dataclass
+class LunaQuestionAnsweringOutput(LunaPackedOutputs, QuestionAnsweringModelOutput):
+    """`QuestionAnsweringModelOutput` with `LunaPackedOutputs`."""
+
+
+class LunaLMHead(nn.Module):
+    """Masked-LM head: dense, activation, LayerNorm, decoder."""
+
+    def __init__(self, config: LunaConfig):
+        super().__init__()
+        width = cast(int, config.embedding_size)
+        self.dense = nn.Linear(config.hidden_size, width)
+        self.activation = ACT2FN[config.hidden_act]
+        self.layer_norm = nn.LayerNorm(width, eps=config.layer_norm_eps)
+        self.decoder = nn.Linear(width, config.vocab_size)
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        return self.decoder(self.layer_norm(self.activation(self.dense(hidden_states))))
+
+
+class LunaForMaskedLM(GenericForMaskedLM, LunaPreTrainedModel):
+    """Luna with a masked-language-modeling head (`luna_bert` of the original code)."""
+
+    _tied_weights_keys = {"lm_head.decoder.weight": "luna.embeddings.word_embeddings.weight"}
+    _tp_plan = {"lm_head.decoder": "colwise_gather_output"}
+    _keys_to_ignore_on_load_unexpected = [r"^pooler\.", r"^classifier\."]
+    output_class = LunaMaskedLMOutput
+    output_layer = "lm_head.decoder"
+
+    def make_head(self, config: LunaConfig) -> None:
+        self.lm_head = LunaLMHead(config)
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: torch.LongTensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        token_type_ids: torch.LongTensor | None = None,
+        position_ids: torch.LongTensor | None = None,
+        inputs_embeds: torch.FloatTensor | None = None,
+        *,
+        labels: torch.LongTensor | None = None,
+        **kwargs: Unpack[HeadKwargs],
+    ) -> LunaMaskedLMOutput:
+        """Predict tokens from the inputs of `LunaModel.forward`.
+
+        `labels`: `[B, T]` tokens, -100 = not predicted. `logits`: `[B, T, vocab_size]`; in training with
+        `sparse_prediction` there are logits of the M predicted positions only, `[M, vocab_size]`.
+        """
+        if labels is not None:
+            check_token_labels(input_ids, inputs_embeds, labels=labels)
+        outputs = self.base_model(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            token_type_ids=token_type_ids,
+            position_ids=position_ids,
+            inputs_embeds=inputs_embeds,
+            return_dict=True,
+            **kwargs,
+        )
+        return self.predict_tokens(outputs, labels, input_ids, attention_mask, **kwargs)
+
+
+class LunaPoolerAttention(nn.Module):
+    """Multi-head attention of one query to the packed sequence."""
+
+    def __init__(self, config: LunaConfig):
+        super().__init__()
+        width = config.hidden_size
+        self.num_heads = config.num_attention_heads
+        self.q_proj, self.k_proj = nn.Linear(width, width), nn.Linear(width, width)
+        self.v_proj, self.out_proj = nn.Linear(width, width), nn.Linear(width, width)
+
+    def forward(self, query: torch.Tensor, packed: torch.Tensor, packed_mask: torch.Tensor | None) -> torch.Tensor:
+        query = self.q_proj(query)[:, None].unflatten(-1, (self.num_heads, -1))
+        key, value = (proj(packed).unflatten(-1, (self.num_heads, -1)) for proj in (self.k_proj, self.v_proj))
+        attended: Any = luna_unpack(query, key, value, packed_mask)
+        return self.out_proj(attended.flatten(2)[:, 0])
+
+
+class LunaPooler(nn.Module):
+    """Sequence vector `[B, d]` of tokens or packed sequence, by `config.pooling` (heads of `luna_bert` and LRA)."""
+
+    def __init__(self, config: LunaConfig):
+        super().__init__()
+        self.pooling = config.pooling
+        self.reads_tokens = config.pooling not in ("packed_max", "packed_mean")
+        self.reads_packed = config.pooling.startswith("packed")
+        self.pool_padding = config.pool_padding
+        if self.pooling == "packed_max":
+            self.dense = nn.Linear(config.hidden_size, config.hidden_size)
+        elif self.pooling == "packed_attention":
+            self.attention = LunaPoolerAttention(config)
+            self.layer_norm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
+
+    def forward(self, outputs: LunaModelOutput, mask: torch.Tensor | None) -> torch.Tensor:
+        """Return `[B, d]`; `mask` is `[B, T]` bool, True = keep, None = all."""
+        states: Any = outputs.last_hidden_state, outputs.packed_last_hidden_state
+        tokens, packed = states
+        packed_mask = None if outputs.packed_mask is None else outputs.packed_mask.bool()
+        if self.pooling == "mean":
+            return masked_mean(tokens, None if self.pool_padding else mask)
+        if self.pooling == "packed_mean":
+            if self.pool_padding and packed_mask is not None:
+                # The original averages over the rows that the longest sequence of the batch uses.
+                packed_mask = packed_mask.any(dim=0, keepdim=True)
+            return masked_mean(packed, packed_mask)
+        if self.pooling == "packed_max":
+            packed = self.dense(packed)
+            if packed_mask is None:
+                return packed.amax(dim=1)
+            packed = packed.masked_fill(~packed_mask[..., None], torch.finfo(packed.dtype).min).amax(dim=1)
+            return packed.masked_fill(~packed_mask.any(dim=1, keepdim=True), 0.0)
+        first = first_token(tokens, mask)
+        if self.pooling == "cls":
+            return first
+        return self.layer_norm(self.attention(first, packed, packed_mask))
+
+
+class LunaPooledHead(PooledHead):
+    """Base of the heads for sequences, which read the outputs by `config.pooling`."""
+
+    pooler: LunaPooler
+    luna: LunaModel
+    _keys_to_ignore_on_load_unexpected = [r"^lm_head\."]
+
+    def make_head(self, config: LunaConfig) -> None:
+        self.pooler = LunaPooler(config)
+        super().make_head(config)
+
+    def summarize(self, outputs: LunaModelOutput, mask: torch.Tensor | None) -> torch.Tensor:
+        return self.pooler(outputs, mask)
+
+    def unread_parameters(self) -> Iterable[nn.Parameter]:
+        """Return the parameters that no loss depends on."""
+        return self.luna.encoder.unread_parameters(self.pooler.reads_tokens, self.pooler.reads_packed)
+
+
+class LunaForSequenceClassification(LunaPooledHead, GenericForSequenceClassification, LunaPreTrainedModel):
+    """Luna with a sequence classification or regression head, which reads the outputs by `config.pooling`."""
+
+    output_class = LunaSequenceClassifierOutput
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: torch.LongTensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        token_type_ids: torch.LongTensor | None = None,
+        position_ids: torch.LongTensor | None = None,
+        inputs_embeds: torch.FloatTensor | None = None,
+        *,
+        input_values: torch.FloatTensor | None = None,
+        labels: torch.Tensor | None = None,
+        **kwargs: Unpack[HeadKwargs],
+    ) -> LunaSequenceClassifierOutput:
+        """Classify the inputs of `LunaModel.forward`.
+
+        `labels`: `[B]` class ids, or numbers for regression. `logits`: `[B, num_labels]`.
+        """
+        if self.config.drop_first_token and position_ids is not None:
+            raise ValueError("`position_ids` are not supported with `drop_first_token=True`; omit them")
+        return self.classify(
+            labels,
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            token_type_ids=token_type_ids,
+            position_ids=position_ids,
+            inputs_embeds=inputs_embeds,
+            input_values=input_values,
+            drop_first_token=self.config.drop_first_token,
+            **kwargs,
+        )
+
+
+class LunaForSequencePairClassification(LunaPooledHead, GenericForSequencePairClassification, LunaPreTrainedModel):
+    """Two towers with one set of weights, classified together (LRA Retrieval; paper section 4.1)."""
+
+    output_class = LunaSequenceClassifierOutput
+    unsupported_options = {"position_ids": "the positions of pairs are counted from the attention masks"}
+
+
+class LunaForMultipleChoice(LunaPooledHead, GenericForMultipleChoice, LunaPreTrainedModel):
+    """Luna with one score for every option (paper section 4.3: RACE, CommonsenseQA)."""
+
+    output_class = LunaMultipleChoiceOutput
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: torch.LongTensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        token_type_ids: torch.LongTensor | None = None,
+        position_ids: torch.LongTensor | None = None,
+        inputs_embeds: torch.FloatTensor | None = None,
+        *,
+        labels: torch.LongTensor | None = None,
+        **kwargs: Unpack[HeadKwargs],
+    ) -> LunaMultipleChoiceOutput:
+        """Score C options, `[B, C, T]`; `labels` `[B]` are the right options, and `logits` are `[B, C]`."""
+        return self.choose(
+            labels,
+            kwargs,
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            token_type_ids=token_type_ids,
+            position_ids=position_ids,
+            inputs_embeds=inputs_embeds,
+        )
+
+
+class LunaForTokenClassification(GenericForTokenClassification, LunaPreTrainedModel):
+    """Luna with a label for every token."""
+
+    _keys_to_ignore_on_load_unexpected = [r"^lm_head\."]
+    output_class = LunaTokenClassifierOutput
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: torch.LongTensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        token_type_ids: torch.LongTensor | None = None,
+        position_ids: torch.LongTensor | None = None,
+        inputs_embeds: torch.FloatTensor | None = None,
+        *,
+        input_values: torch.FloatTensor | None = None,
+        labels: torch.LongTensor | None = None,
+        **kwargs: Unpack[HeadKwargs],
+    ) -> LunaTokenClassifierOutput:
+        """Label the positions of the inputs of `LunaModel.forward`.
+
+        `labels`: `[B, T]`, -100 = not counted. `logits`: `[B, T, num_labels]`.
+        """
+        if labels is not None:
+            check_token_labels(input_ids, inputs_embeds, input_values, labels=labels)
+        outputs = self.base_model(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            token_type_ids=token_type_ids,
+            position_ids=position_ids,
+            inputs_embeds=inputs_embeds,
+            input_values=input_values,
+            return_dict=True,
+            **kwargs,
+        )
+        return self.label_tokens(outputs, labels, input_ids, attention_mask, **kwargs)
+
+
+class LunaForQuestionAnswering(GenericForQuestionAnswering, LunaPreTrainedModel):
+    """Luna with start and end scores for extractive question answering."""
+
+    _keys_to_ignore_on_load_unexpected = [r"^lm_head\."]
+    output_class = LunaQuestionAnsweringOutput
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: torch.LongTensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        token_type_ids: torch.LongTensor | None = None,
+        position_ids: torch.LongTensor | None = None,
+        inputs_embeds: torch.FloatTensor | None = None,
+        *,
+        start_positions: torch.LongTensor | None = None,
+        end_positions: torch.LongTensor | None = None,
+        **kwargs: Unpack[HeadKwargs],
+    ) -> LunaQuestionAnsweringOutput:
+        """Score the positions of the inputs of `LunaModel.forward` as start and end of the answer.
+
+        `start_logits`, `end_logits`: `[B, T]`, the lowest number of the dtype at positions that the mask drops.
+        `start_positions`, `end_positions`: `[B]`, the columns of the answer. Columns that the mask drops and columns
+        after the end are ignored.
+        """
+        check_span(start_positions, end_positions, input_ids, inputs_embeds)
+        outputs = self.base_model(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            token_type_ids=token_type_ids,
+            position_ids=position_ids,
+            inputs_embeds=inputs_embeds,
+            return_dict=True,
+            **kwargs,
+        )
+        return self.find_span(
+            outputs,
+            start_positions,
+            end_positions,
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            **kwargs,
+        )
+
+
+@with_cache_alias
+@dataclass
+class LunaCausalLMOutput(CausalLMOutputWithPast):
+    """`CausalLMOutputWithPast` with the P of each layer, see `LunaModelOutput`."""
+
+    packed_hidden_states: tuple[torch.FloatTensor, ...] | None = None
+
+
+@with_cache_alias
+@dataclass
+class LunaSeq2SeqModelOutput(Seq2SeqModelOutput):
+    """`Seq2SeqModelOutput` of an encoder-decoder with S source and T target positions, and what Luna adds.
+
+    Args:
+        encoder_packed_last_hidden_state: `[B, L, d]`, P after the encoder.
+        packed_last_hidden_state: `[B, L, d]`, P after the decoder; None with a filled cache.
+        packed_mask: `[B, L]`, 1 = a row of both that is in use; None = all, or nothing was encoded.
+        encoder_packed_hidden_states, packed_hidden_states: with `output_hidden_states=True`, P before the first layer
+            and after each layer of encoder and decoder.
+        cross_attentions, decoder_attentions, encoder_attentions: with `output_attentions=True`, weights over the rows
+            of P, not over positions: `[B, heads, T, L]`, of the encoder `[B, heads, S, L]`.
+        cross_packed_attentions: with `output_packed_attentions=True`, the pack weights of the source,
+            `[B, pack heads, L, S]`; None with a filled cache.
+    """
+
+    packed_last_hidden_state: torch.FloatTensor | None = None
+    packed_hidden_states: tuple[torch.FloatTensor, ...] | None = None
+    packed_mask: torch.LongTensor | None = None
+    encoder_packed_last_hidden_state: torch.FloatTensor | None = None
+    encoder_packed_hidden_states: tuple[torch.FloatTensor, ...] | None = None
+    cross_packed_attentions: tuple[torch.FloatTensor, ...] | None = None
+
+
+@with_cache_alias
+@dataclass
+class LunaSeq2SeqLMOutput(Seq2SeqLMOutput):
+    """`Seq2SeqLMOutput` with the recorded states and attention weights of P, as in `LunaSeq2SeqModelOutput`."""
+
+    packed_hidden_states: tuple[torch.FloatTensor, ...] | None = None
+    encoder_packed_hidden_states: tuple[torch.FloatTensor, ...] | None = None
+    cross_packed_attentions: tuple[torch.FloatTensor, ...] | None = None
+
+
+class LunaForCausalLM(GenericForCausalLM, StateGenerationMixin, LunaPreTrainedModel):
+    """Luna with a language-modeling head; generates at constant memory. Requires `is_decoder=True`.
+
+    P is a parameter of each layer (section 3.3), unless `packed_states` is given, such as the
+    `packed_last_hidden_state` of a `LunaModel` for a prefix.
+    """
+
+    _tied_weights_keys = {"lm_head.weight": "luna.embeddings.word_embeddings.weight"}
+    output_class = LunaCausalLMOutput
+
+    def check_config(self, config: LunaConfig) -> None:
+        if not config.learns_causal_projection:
+            raise ValueError(
+                "LunaForCausalLM requires a configuration with is_decoder=True and add_cross_attention=False"
+            )
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: torch.LongTensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        token_type_ids: torch.LongTensor | None = None,
+        position_ids: torch.LongTensor | None = None,
+        inputs_embeds: torch.FloatTensor | None = None,
+        *,
+        packed_states: torch.FloatTensor | None = None,
+        packed_mask: torch.Tensor | None = None,
+        past_key_values: LunaCache | None = None,
+        use_cache: bool | None = None,
+        labels: torch.LongTensor | None = None,
+        logits_to_keep: int | torch.Tensor = 0,
+        **kwargs: Unpack[HeadKwargs],
+    ) -> LunaCausalLMOutput:
+        """Predict the next token of each position from the inputs of `LunaModel.forward`.
+
+        `labels` `[B, T]` are token ids, usually `input_ids`; the loss shifts them and ignores -100. The keyword
+        argument `shift_labels` `[B, T]` replaces them: the token that follows each position, including the last.
+
+        `logits` are `[B, T, vocab_size]`, restricted to the last `logits_to_keep` positions or to the positions in
+        `logits_to_keep` if it is a tensor.
+
+        Raises:
+            ValueError: As in `LunaModel.forward`, and if labels do not match the positions of `logits_to_keep`.
+        """
+        options: dict[str, Any] = {**kwargs}
+        shift_labels = options.pop("shift_labels", None)
+        check_next_labels(input_ids, inputs_embeds, labels, shift_labels, logits_to_keep)
+        outputs = self.base_model(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            token_type_ids=token_type_ids,
+            position_ids=position_ids,
+            inputs_embeds=inputs_embeds,
+            packed_states=packed_states,
+            packed_mask=packed_mask,
+            past_key_values=past_key_values,
+            use_cache=use_cache,
+            return_dict=True,
+            **options,
+        )
+        return self.predict_next(
+            outputs,
+            labels,
+            shift_labels,
+            logits_to_keep,
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            **options,
+        )
+
+
+class LunaSeq2SeqModel(Seq2SeqBody, LunaPreTrainedModel):
+    """Luna encoder-decoder without a head. The layers of the decoder continue from the P of the encoder.
+
+    In addition to the arguments of `Seq2SeqBody`, `forward` accepts `decoder_position_ids` `[B, T]`, which start at 0,
+    and `output_packed_attentions`. If `encoder_outputs` is a tuple, it contains
+    `(token states, P, P mask, token mask)`; one or both masks can be omitted, first the P mask.
+    """
+
+    config_class = LunaSeq2SeqConfig
+    _tied_weights_keys = {"decoder.embeddings.word_embeddings.weight": "encoder.embeddings.word_embeddings.weight"}
+    encoder_output_class = LunaModelOutput
+    body_output_class = LunaSeq2SeqModelOutput
+
+    def read_outputs(self, outputs: ModelOutput | tuple[torch.Tensor, ...] | None) -> LunaModelOutput | None:
+        if outputs is None or isinstance(outputs, LunaModelOutput):
+            return outputs
+        states = [value for value in outputs if isinstance(value, torch.Tensor)]
+        if not 2 <= len(states) <= 4:
+            raise ValueError(
+                "`encoder_outputs` must be the LunaModelOutput of the encoder, or a tuple with the states of the "
+                f"tokens and P, got a {type(outputs).__name__} with {len(states)} tensors"
+            )
+        names = ["last_hidden_state", "packed_last_hidden_state", "packed_mask", "attention_mask"]
+        if len(states) == 3:
+            names.remove("packed_mask")
+        named: dict[str, Any] = dict(zip(names, states, strict=False))
+        return LunaModelOutput(**named)
+
+    def decoder_inputs(self, encoded: LunaModelOutput, options: dict[str, Any]) -> dict[str, Any]:
+        return {
+            "position_ids": options.pop("decoder_position_ids", None),
+            "packed_states": encoded.packed_last_hidden_state,
+            "packed_mask": encoded.packed_mask,
+        }
+
+    def make_output(self, encoded: LunaModelOutput, decoded: LunaModelOutput, **fields: Any) -> Seq2SeqModelOutput:
+        return super().make_output(
+            encoded,
+            decoded,
+            packed_last_hidden_state=decoded.packed_last_hidden_state,
+            packed_hidden_states=decoded.packed_hidden_states,
+            packed_mask=encoded.packed_mask,
+            encoder_packed_last_hidden_state=encoded.packed_last_hidden_state,
+            encoder_packed_hidden_states=encoded.packed_hidden_states,
+            cross_packed_attentions=decoded.packed_attentions,
+            **fields,
+        )
+
+
+class LunaForConditionalGeneration(Seq2SeqLM, Seq2SeqGenerationMixin, LunaPreTrainedModel):
+    """Luna encoder-decoder with a language-modeling head, for translation and other sequence-to-sequence tasks."""
+
+    config_class = LunaSeq2SeqConfig
+    body_class = LunaSeq2SeqModel
+    _tied_weights_keys = {"lm_head.weight": "luna.decoder.embeddings.word_embeddings.weight"}
+    output_class = LunaSeq2SeqLMOutput
+
+
+__all__ = [
+    "LunaForCausalLM",
+    "LunaForConditionalGeneration",
+    "LunaForMaskedLM",
+    "LunaForMultipleChoice",
+    "LunaForQuestionAnswering",
+    "LunaForSequenceClassification",
+    "LunaForSequencePairClassification",
+    "LunaForTokenClassification",
+    "LunaModel",
+    "LunaPreTrainedModel",
+    "LunaSeq2SeqModel",
+]

@@ -1,16 +1,22 @@
 """Layers that both attentions of a Mega block use: norms, dropout and relative position biases (section 3.2)."""
 
+import math
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import nn
 
-from luna_mega.kernels.support import dropout, in_program, upcast
+from luna_mega.kernels.support import dropout, in_program, is_plain, upcast
 from luna_mega.modeling_common.layout import DENSE, Layout
 from luna_mega.modeling_mega.batch_norm_mega import MegaBatchNorm, MegaSyncBatchNorm
 from luna_mega.modeling_mega.configuration_mega import MegaConfig
 from luna_mega.modeling_mega.patches_mega import interpolate_raster_bias
-from luna_mega.modeling_mega.rotations_mega import rotations
+
+# Elements of the largest table that is kept.
+LARGEST_TABLE = 1 << 22
+# Tables of `rotations` by positions, pairs, dtype and device. None is removed, because a CUDA graph may read it.
+_rotation_tables: dict[tuple[Any, ...], torch.Tensor] = {}
 
 
 class MegaScaleNorm(nn.Module):
@@ -182,6 +188,33 @@ class MegaRotaryRelativeBias(nn.Module):
         products = torch.cat((alpha, alpha.roll(alpha.shape[1] // 2, dims=1))) * beta
         # Not as a matrix product, whose sums may depend on the number of rows.
         return (rotations(length, alpha) * products.view(-1)).sum(dim=1)
+
+
+def rotations(length: int, vector: torch.Tensor) -> torch.Tensor:
+    """Return the factors of alpha_1 beta_1, alpha_2 beta_2, alpha_2 beta_1 and alpha_1 beta_2, `[2 length - 1, 2 Z]`.
+
+    alpha_1 and alpha_2 are the halves of a vector like `vector` `[..., Z]`. The rows are the distances j - i from
+    `1 - length` to `length - 1`.
+    """
+    pairs, dtype, device = vector.shape[-1] // 2, vector.dtype, vector.device
+    positions = 1 << max(length - 1, 0).bit_length() if is_plain((vector,)) else 0
+    if not positions or 8 * positions * pairs > LARGEST_TABLE:
+        return compute_rotations(length, pairs, dtype, device)
+    key = positions, pairs, dtype, device
+    if (table := _rotation_tables.get(key)) is None:
+        with torch.inference_mode(False), torch.no_grad():
+            table = compute_rotations(positions, pairs, dtype, device)
+        # A CUDA graph owns the memory that it allocates.
+        if device.type != "cuda" or not torch.cuda.is_current_stream_capturing():
+            _rotation_tables[key] = table
+    return table[positions - length : positions + length - 1]
+
+
+def compute_rotations(length: int, pairs: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    frequency = torch.exp(torch.arange(pairs, dtype=dtype, device=device) * -(math.log(10000.0) / pairs))
+    angle = torch.arange(1 - length, length, dtype=dtype, device=device)[:, None] * frequency
+    cosine, sine = angle.cos(), angle.sin()
+    return torch.cat((cosine, cosine, sine, -sine), 1)
 
 
 def build_relative_bias(config: MegaConfig, positions: int) -> MegaSimpleRelativeBias | MegaRotaryRelativeBias:

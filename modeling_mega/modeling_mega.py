@@ -3,7 +3,7 @@
 A block smooths its input with a multi-dimensional damped moving average, applies single-head attention to the smoothed
 sequence, and gates the result into the residual. Attention may be restricted to chunks; then only the moving average
 passes information across chunks. The order is: embeddings, moving average, gated attention, feed-forward layer, block,
-model. The heads are in `heads_mega.py`, language models and translation in `generation_mega.py`.
+model, heads, language models, translation.
 
 Modules and parameters have the same names as Mega in transformers v4, so that its checkpoints can be loaded. These
 names swap two names of the paper: `damping_factor` contains the logits of alpha (weight of the input), `decay_factor`
@@ -15,10 +15,19 @@ from typing import Any, Unpack
 
 import torch
 from torch import nn
-from transformers import initialization as init
+from transformers import GenerationConfig, initialization as init
 from transformers.activations import ACT2FN
+from transformers.generation.configuration_utils import GenerationMode
 from transformers.modeling_layers import GradientCheckpointingLayer
-from transformers.utils.generic import TransformersKwargs
+from transformers.modeling_outputs import (
+    ImageClassifierOutput,
+    MaskedLMOutput,
+    MultipleChoiceModelOutput,
+    QuestionAnsweringModelOutput,
+    SequenceClassifierOutput,
+    TokenClassifierOutput,
+)
+from transformers.utils.generic import TransformersKwargs, can_return_tuple
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
 from luna_mega.kernels.api import TruncatedEmaState, damped_ema, damped_ema_step, ema_coefficients
@@ -26,15 +35,41 @@ from luna_mega.kernels.support import in_program
 from luna_mega.modeling_common.attention import KeyWindow, attend
 from luna_mega.modeling_common.base import BodyMixin, CommonPreTrainedModel, StateRecorder, exact_dtype
 from luna_mega.modeling_common.cache import layer_caches
+from luna_mega.modeling_common.generation import Seq2SeqGenerationMixin, StateGenerationMixin
+from luna_mega.modeling_common.heads import (
+    GenericForCausalLM,
+    GenericForMaskedLM,
+    GenericForQuestionAnswering,
+    GenericForTokenClassification,
+    checked_loss,
+)
 from luna_mega.modeling_common.inputs import ValueEmbeddings, embed, prepare, scatter_states
+from luna_mega.modeling_common.label_checks import (
+    check_next_labels,
+    check_pooled_labels,
+    check_span,
+    check_token_labels,
+)
 from luna_mega.modeling_common.layout import DENSE, Layout
-from luna_mega.modeling_common.masks import padding_token
-from luna_mega.modeling_common.outputs import BaseModelOutputWithPoolingAndCrossAttentions
-from luna_mega.modeling_common.pooling import first_token
+from luna_mega.modeling_common.masks import padding_token, read_mask
+from luna_mega.modeling_common.outputs import (
+    BaseModelOutputWithPoolingAndCrossAttentions,
+    CausalLMOutputWithCrossAttentions,
+    Seq2SeqLMOutput,
+)
+from luna_mega.modeling_common.pooled_heads import (
+    ClassificationHead,
+    GenericForMultipleChoice,
+    GenericForSequenceClassification,
+    GenericForSequencePairClassification,
+    PooledHead,
+)
+from luna_mega.modeling_common.pooling import first_token, masked_mean
+from luna_mega.modeling_common.seq2seq import Seq2SeqBody, Seq2SeqLM
 from luna_mega.modeling_common.tensor_parallel import RankBoundary
-from luna_mega.modeling_mega.adaptive import MegaAdaptiveEmbedding, MegaBandProjection
+from luna_mega.modeling_mega.adaptive import MegaAdaptiveEmbedding, MegaAdaptiveSoftmax, MegaBandProjection
 from luna_mega.modeling_mega.cache_mega import MegaCache, MegaCacheLayer, MegaCrossCacheLayer, MegaSeq2SeqCache
-from luna_mega.modeling_mega.configuration_mega import MegaConfig
+from luna_mega.modeling_mega.configuration_mega import MegaConfig, MegaSeq2SeqConfig, check_tied_widths
 from luna_mega.modeling_mega.cross_attention import MegaGatedCrossAttention
 from luna_mega.modeling_mega.layers_mega import (
     MegaDropout,
@@ -549,4 +584,441 @@ class MegaModel(BodyMixin, MegaPreTrainedModel):
 
 MegaPreTrainedModel.body_class = MegaModel
 
-__all__ = ["MegaModel", "MegaPreTrainedModel"]
+
+class MegaForMaskedLM(GenericForMaskedLM, MegaPreTrainedModel):
+    """Mega with a masked-language-modeling head."""
+
+    _tied_weights_keys = {"mlm_head.weight": "mega.embedding_layer.word_embeddings.weight"}
+    _tp_plan = {"mlm_head": "colwise_gather_output"}
+    output_class = MaskedLMOutput
+    output_layer = "mlm_head"
+
+    def make_head(self, config: MegaConfig) -> None:
+        self.dense = nn.Linear(config.hidden_size, config.hidden_size) if config.add_lm_hidden_dense_layer else None
+        self.dropout = nn.Dropout(config.dropout_prob)
+        check_tied_widths(config)
+        self.mlm_head = nn.Linear(config.hidden_size, config.vocab_size)
+
+    def score_tokens(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        if self.dense is not None:
+            hidden_states = torch.tanh(self.dense(hidden_states))
+        return self.mlm_head(self.dropout(hidden_states))
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: torch.LongTensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        token_type_ids: torch.LongTensor | None = None,
+        inputs_embeds: torch.FloatTensor | None = None,
+        *,
+        labels: torch.LongTensor | None = None,
+        **kwargs: Unpack[TransformersKwargs],
+    ) -> MaskedLMOutput:
+        """Predict tokens from the inputs of `MegaModel.forward`.
+
+        `labels`: `[B, T]` tokens, -100 = not predicted. `logits`: `[B, T, vocab_size]`; in training with
+        `sparse_prediction` there are logits of the M predicted positions only, `[M, vocab_size]`.
+        """
+        if labels is not None:
+            check_token_labels(input_ids, inputs_embeds, labels=labels)
+        outputs = self.base_model(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            token_type_ids=token_type_ids,
+            inputs_embeds=inputs_embeds,
+            return_dict=True,
+            **kwargs,
+        )
+        return self.predict_tokens(outputs, labels, input_ids, attention_mask, **kwargs)
+
+
+class MegaClassificationHead(ClassificationHead):
+    """Classification head. Its first layer has the name of transformers v4."""
+
+    def name_layers(self, layers: list[nn.Linear]) -> None:
+        self.dense, self.deeper = layers[0] if layers else None, nn.ModuleList(layers[1:])
+
+    def dense_layers(self) -> list[nn.Linear]:
+        return [] if self.dense is None else [self.dense, *self.deeper]
+
+
+class MegaPooledHead(PooledHead):
+    """Base class of the heads on pooled states (`config.pooling`)."""
+
+    head_class = MegaClassificationHead
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        super()._init_weights(module)  # type: ignore[no-untyped-call]
+        head = self.classifier
+        if self.config.input_type == "patches" and isinstance(module, nn.Linear):
+            if module in (*head.dense_layers(), head.out_proj):
+                init.xavier_uniform_(module.weight)
+
+    def summarize(self, outputs: Any, mask: torch.Tensor | None) -> torch.Tensor:
+        pool = first_token if self.config.pooling == "cls" else masked_mean
+        return pool(outputs.last_hidden_state, mask)
+
+
+class MegaForSequenceClassification(MegaPooledHead, GenericForSequenceClassification, MegaPreTrainedModel):
+    """Mega with a sequence classification or regression head on the pooled states (`config.pooling`)."""
+
+    output_class = SequenceClassifierOutput
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: torch.LongTensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        token_type_ids: torch.LongTensor | None = None,
+        inputs_embeds: torch.FloatTensor | None = None,
+        *,
+        input_values: torch.FloatTensor | None = None,
+        labels: torch.Tensor | None = None,
+        **kwargs: Unpack[TransformersKwargs],
+    ) -> SequenceClassifierOutput:
+        """Classify the inputs of `MegaModel.forward`.
+
+        `labels`: `[B]` class ids, or numbers for regression. `logits`: `[B, num_labels]`.
+        """
+        return self.classify(
+            labels,
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            token_type_ids=token_type_ids,
+            inputs_embeds=inputs_embeds,
+            input_values=input_values,
+            **kwargs,
+        )
+
+
+class MegaForImageClassification(MegaPooledHead, MegaPreTrainedModel):
+    """Mega with an image classification head (Table 7) on the pooled states of the patches (`config.pooling`)."""
+
+    main_input_name = "pixel_values"
+    output_class = ImageClassifierOutput
+
+    def check_config(self, config: MegaConfig) -> None:
+        if config.input_type != "patches":
+            raise ValueError(f"{type(self).__name__} needs input_type='patches', got {config.input_type!r}")
+
+    @can_return_tuple
+    def forward(
+        self,
+        pixel_values: torch.FloatTensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        *,
+        labels: torch.Tensor | None = None,
+        interpolate_pos_encoding: bool = False,
+        **kwargs: Unpack[TransformersKwargs],
+    ) -> ImageClassifierOutput:
+        """Classify images `[B, C, H, W]`, see `MegaModel.forward`.
+
+        `attention_mask`: `[B, P]`, 1 = keep the patch; None = all. `labels`: `[B]` class ids, or numbers for
+        regression. `logits`: `[B, num_labels]`.
+        """
+        if labels is not None and pixel_values is not None:
+            check_pooled_labels(self.config, labels, len(pixel_values))
+        outputs = self.base_model(
+            attention_mask=attention_mask,
+            pixel_values=pixel_values,
+            interpolate_pos_encoding=interpolate_pos_encoding,
+            return_dict=True,
+            **kwargs,
+        )
+        features = self.summarize(outputs, read_mask("attention_mask", attention_mask))
+        return self.make_output(self.classifier(features), outputs, labels)
+
+
+class MegaForSequencePairClassification(MegaPooledHead, GenericForSequencePairClassification, MegaPreTrainedModel):
+    """Classification of pairs of sequences, encoded separately with the same weights (LRA Retrieval)."""
+
+
+class MegaForMultipleChoice(GenericForMultipleChoice, MegaPreTrainedModel):
+    """Mega with a multiple choice head."""
+
+    body_options = {}
+    output_class = MultipleChoiceModelOutput
+    classifier: Any  # an nn.Linear, not a classification head
+
+    def make_head(self, config: MegaConfig) -> None:
+        self.dropout = nn.Dropout(config.classifier_dropout or 0.0)
+        self.classifier = nn.Linear(config.hidden_size, 1)
+
+    def summarize(self, outputs: Any, mask: torch.Tensor | None) -> torch.Tensor:
+        return outputs.pooler_output
+
+    def score_options(self, features: torch.Tensor) -> torch.Tensor:
+        return self.classifier(self.dropout(features))
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: torch.LongTensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        token_type_ids: torch.LongTensor | None = None,
+        inputs_embeds: torch.FloatTensor | None = None,
+        *,
+        labels: torch.LongTensor | None = None,
+        **kwargs: Unpack[TransformersKwargs],
+    ) -> MultipleChoiceModelOutput:
+        """Score C options, `[B, C, T]`. `labels`: `[B]` indices of the correct options. `logits`: `[B, C]`."""
+        return self.choose(
+            labels,
+            kwargs,
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            token_type_ids=token_type_ids,
+            inputs_embeds=inputs_embeds,
+        )
+
+
+class MegaForTokenClassification(GenericForTokenClassification, MegaPreTrainedModel):
+    """Mega with a token classification head."""
+
+    output_class = TokenClassifierOutput
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: torch.LongTensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        token_type_ids: torch.LongTensor | None = None,
+        inputs_embeds: torch.FloatTensor | None = None,
+        *,
+        input_values: torch.FloatTensor | None = None,
+        labels: torch.LongTensor | None = None,
+        **kwargs: Unpack[TransformersKwargs],
+    ) -> TokenClassifierOutput:
+        """Classify the positions of the inputs of `MegaModel.forward`.
+
+        `labels`: `[B, T]`, -100 = ignored. `logits`: `[B, T, num_labels]`.
+        """
+        if labels is not None:
+            check_token_labels(input_ids, inputs_embeds, input_values, labels=labels)
+        outputs = self.base_model(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            token_type_ids=token_type_ids,
+            inputs_embeds=inputs_embeds,
+            input_values=input_values,
+            return_dict=True,
+            **kwargs,
+        )
+        return self.label_tokens(outputs, labels, input_ids, attention_mask, **kwargs)
+
+
+class MegaForQuestionAnswering(GenericForQuestionAnswering, MegaPreTrainedModel):
+    """Mega with a head for extractive question answering."""
+
+    output_class = QuestionAnsweringModelOutput
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: torch.LongTensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        token_type_ids: torch.LongTensor | None = None,
+        inputs_embeds: torch.FloatTensor | None = None,
+        *,
+        start_positions: torch.LongTensor | None = None,
+        end_positions: torch.LongTensor | None = None,
+        **kwargs: Unpack[TransformersKwargs],
+    ) -> QuestionAnsweringModelOutput:
+        """Score the positions of the inputs of `MegaModel.forward` as start and end of the answer.
+
+        `start_logits`, `end_logits`: `[B, T]`, the lowest number of the dtype at masked positions. `start_positions`,
+        `end_positions`: `[B]`, the columns of the answer. The loss ignores masked columns and columns after the end.
+        """
+        check_span(start_positions, end_positions, input_ids, inputs_embeds)
+        outputs = self.base_model(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            token_type_ids=token_type_ids,
+            inputs_embeds=inputs_embeds,
+            return_dict=True,
+            **kwargs,
+        )
+        return self.find_span(outputs, start_positions, end_positions, input_ids, attention_mask, **kwargs)
+
+
+_WORDS = "embedding_layer.word_embeddings.weight"
+
+
+class MegaForCausalLM(GenericForCausalLM, StateGenerationMixin, MegaPreTrainedModel):
+    """Mega with a language-modeling head; generates at constant memory if attention is in chunks.
+
+    Requires `is_decoder=True` and `bidirectional=False`.
+    """
+
+    _tied_weights_keys = {"lm_head.weight": f"mega.{_WORDS}"}
+    output_class = CausalLMOutputWithCrossAttentions
+    mega: MegaModel
+    lm_head: Any  # nn.Linear or MegaAdaptiveSoftmax
+
+    def check_config(self, config: MegaConfig) -> None:
+        if not config.is_decoder:
+            raise ValueError("MegaForCausalLM requires a configuration with is_decoder=True and bidirectional=False")
+
+    def make_head(self, config: MegaConfig) -> None:
+        self.dense = nn.Linear(config.hidden_size, config.hidden_size) if config.add_lm_hidden_dense_layer else None
+        self.dropout = nn.Dropout(config.dropout_prob)
+        if config.adaptive_softmax_cutoffs is None:
+            check_tied_widths(config)
+            self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=config.lm_head_bias)
+        else:
+            self.lm_head = MegaAdaptiveSoftmax(config)
+            self._tied_weights_keys = {}  # tied weights of an adaptive softmax have a single name
+
+    def get_output_embeddings(self) -> nn.Module | None:
+        """Return the output layer, or None for an adaptive softmax, which has several."""
+        return None if self.config.adaptive_softmax_cutoffs is not None else super().get_output_embeddings()
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set an attribute; raise `ValueError` for a `forward` of TRL that would skip layers of the head."""
+        code = getattr(value, "__code__", None)
+        if name == "forward" and code is not None and "fused_lm_head" in code.co_varnames:
+            adaptive = self.config.adaptive_softmax_cutoffs is not None
+            if adaptive or self.dense is not None:
+                what = "an adaptive softmax" if adaptive else "a dense layer (add_lm_hidden_dense_layer=True)"
+                raise ValueError(f"TRL computes logits from lm_head.weight, but this model has {what}; use Trainer")
+        super().__setattr__(name, value)
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: torch.LongTensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        token_type_ids: torch.LongTensor | None = None,
+        inputs_embeds: torch.FloatTensor | None = None,
+        *,
+        past_key_values: MegaCache | MegaSeq2SeqCache | None = None,
+        use_cache: bool | None = None,
+        encoder_hidden_states: torch.FloatTensor | None = None,
+        encoder_attention_mask: torch.Tensor | None = None,
+        labels: torch.LongTensor | None = None,
+        logits_to_keep: int | torch.Tensor = 0,
+        **kwargs: Unpack[TransformersKwargs],
+    ) -> CausalLMOutputWithCrossAttentions:
+        """Predict the next token of each position from the inputs of `MegaModel.forward`.
+
+        `labels` `[B, T]` are token ids, usually `input_ids`; the loss shifts them and ignores -100. The keyword
+        argument `shift_labels` `[B, T]` replaces them: the token that follows each position, including the last.
+
+        `logits` are `[B, T, vocab_size]`, restricted to the last `logits_to_keep` positions or to the positions in
+        `logits_to_keep` if it is a tensor. With an adaptive softmax they are log-probabilities, or None if labels are
+        given.
+
+        Raises:
+            ValueError: As in `MegaModel.forward`, and if labels do not match the positions of `logits_to_keep`.
+        """
+        options: dict[str, Any] = {**kwargs}
+        shift_labels = options.pop("shift_labels", None)
+        check_next_labels(input_ids, inputs_embeds, labels, shift_labels, logits_to_keep)
+        outputs = self.base_model(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            token_type_ids=token_type_ids,
+            inputs_embeds=inputs_embeds,
+            past_key_values=past_key_values,
+            use_cache=use_cache,
+            encoder_hidden_states=encoder_hidden_states,
+            encoder_attention_mask=encoder_attention_mask,
+            return_dict=True,
+            **options,
+        )
+        return self.predict_next(
+            outputs,
+            labels,
+            shift_labels,
+            logits_to_keep,
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            **options,
+        )
+
+    def score_tokens(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        return self.lm_head(self.dropout(self._project(hidden_states)))
+
+    def score_next(
+        self,
+        hidden_states: torch.Tensor,
+        labels: torch.Tensor | None,
+        targets: torch.Tensor | None,
+        **kwargs: Any,
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """Return the loss and the logits. An adaptive softmax returns only one of the two, the loss if labels exist."""
+        if self.config.adaptive_softmax_cutoffs is None:
+            return super().score_next(hidden_states, labels, targets, **kwargs)
+        hidden_states = self._project(hidden_states)
+        # Not the module itself: accelerate moves modules in arguments, and fails if the weights are offloaded.
+        embedding = self.mega.get_input_embeddings().__call__
+        if targets is None:
+            return None, self.lm_head(hidden_states.flatten(0, 1), embedding).unflatten(0, hidden_states.shape[:2])
+        counted = targets != -100
+        hidden_states, targets, count = hidden_states[counted], targets[counted], counted.sum()
+        total = checked_loss(
+            lambda: self.lm_head.loss(hidden_states, targets, embedding), targets, self.config.vocab_size
+        )
+        items = kwargs.get("num_items_in_batch")
+        return total / (count if items is None else items), None
+
+    def _project(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        return hidden_states if self.dense is None else torch.tanh(self.dense(hidden_states))
+
+
+class MegaSeq2SeqModel(Seq2SeqBody, MegaPreTrainedModel):
+    """A Mega encoder and a Mega decoder with gated cross-attention, without a head.
+
+    `cross_attentions` has one tensor `[B, 1, T, S]` per layer. Other attention weights are as in `MegaModel`.
+    """
+
+    config_class = MegaSeq2SeqConfig
+    _tied_weights_keys = {f"decoder.{_WORDS}": f"encoder.{_WORDS}"}
+
+
+class MegaForConditionalGeneration(Seq2SeqLM, Seq2SeqGenerationMixin, MegaPreTrainedModel):
+    """Mega encoder-decoder with a language-modeling head, for translation and other sequence-to-sequence tasks."""
+
+    config_class = MegaSeq2SeqConfig
+    body_class = MegaSeq2SeqModel
+    _tied_weights_keys = {"lm_head.weight": f"mega.decoder.{_WORDS}"}
+    output_class = Seq2SeqLMOutput
+    mega: MegaSeq2SeqModel
+    lm_head: nn.Linear
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        super()._init_weights(module)
+        if module is self.lm_head:
+            init.normal_(module.weight, std=self.config.hidden_size**-0.5)
+
+    def _prepare_cache_for_generation(
+        self, config: GenerationConfig, model_kwargs: dict[str, Any], mode: GenerationMode, batch: int, length: int
+    ) -> Any:
+        """Prepare the cache; raise `ValueError` if targets could exceed the relative bias tables."""
+        decoder = self.mega.decoder.config
+        tables = [decoder.cross_positions, *([] if decoder.use_chunking else [decoder.max_positions])]
+        if decoder.relative_positional_bias == "simple" and length > min(tables):
+            raise ValueError(
+                f"max_length={length + 1} requires {length} positions of the decoder, but its "
+                f"relative bias has {min(tables)}; reduce max_length"
+            )
+        super()._prepare_cache_for_generation(config, model_kwargs, mode, batch, length)
+
+
+__all__ = [
+    "MegaForCausalLM",
+    "MegaForConditionalGeneration",
+    "MegaForImageClassification",
+    "MegaForMaskedLM",
+    "MegaForMultipleChoice",
+    "MegaForQuestionAnswering",
+    "MegaForSequenceClassification",
+    "MegaForSequencePairClassification",
+    "MegaForTokenClassification",
+    "MegaModel",
+    "MegaPreTrainedModel",
+    "MegaSeq2SeqModel",
+]

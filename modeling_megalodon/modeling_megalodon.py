@@ -3,8 +3,8 @@
 A block normalizes its input by statistics of all positions so far, smooths it with a complex exponential moving
 average, and attends within chunks with queries and keys of unit length. The average and the statistics pass information
 across chunks. The residual of the feed-forward layer is the input of the block ("two-hop"). The order follows the
-paper: timestep norm, moving average, attention, feed-forward layer, block, model. The language model is in
-`generation_megalodon.py`, the classifier in `heads_megalodon.py`.
+paper: rotary positions, attention within chunks, timestep norm, moving average, gated attention, feed-forward layer,
+block, model, language model, classifier.
 
 Names and values of parameters match the published code: scales are stored as scale - 1, so that weight decay draws them
 to 1.
@@ -19,7 +19,8 @@ from torch import nn
 from torch.nn.functional import layer_norm, rms_norm, silu
 from transformers import initialization as init
 from transformers.modeling_layers import GradientCheckpointingLayer
-from transformers.utils.generic import TransformersKwargs
+from transformers.modeling_outputs import SequenceClassifierOutput
+from transformers.utils.generic import TransformersKwargs, can_return_tuple
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
 from luna_mega.kernels.api import (
@@ -30,16 +31,90 @@ from luna_mega.kernels.api import (
     timestep_norm_step,
 )
 from luna_mega.kernels.support import Dropout, upcast
+from luna_mega.modeling_common.attention import attend
 from luna_mega.modeling_common.base import BodyMixin, CommonPreTrainedModel, StateRecorder, exact_dtype
 from luna_mega.modeling_common.cache import StateCache
+from luna_mega.modeling_common.generation import StateGenerationMixin
+from luna_mega.modeling_common.heads import GenericForCausalLM
 from luna_mega.modeling_common.inputs import Inputs, embed, prepare, scatter_states
+from luna_mega.modeling_common.label_checks import check_next_labels
 from luna_mega.modeling_common.layout import Layout
-from luna_mega.modeling_common.outputs import BaseModelOutputWithPast
+from luna_mega.modeling_common.outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
+from luna_mega.modeling_common.pooled_heads import GenericForSequenceClassification
+from luna_mega.modeling_common.pooling import last_token, masked_mean
 from luna_mega.modeling_common.tensor_parallel import RankBoundary
-from luna_mega.modeling_megalodon.attention_megalodon import MegalodonChunkAttention, MegalodonRotary, Rotation
 from luna_mega.modeling_megalodon.cache_megalodon import MegalodonCache, MegalodonCacheLayer
 from luna_mega.modeling_megalodon.configuration_megalodon import MegalodonConfig
 from luna_mega.modeling_megalodon.windows_megalodon import needs_windows, run_in_windows
+
+Rotation = tuple[torch.Tensor, torch.Tensor]
+
+
+class MegalodonRotary(nn.Module):
+    """Rotary position embedding: cosine and sine of the angles of every position within its chunk."""
+
+    freqs: torch.Tensor
+
+    def __init__(self, config: MegalodonConfig):
+        super().__init__()
+        self.chunk_size, self.base = config.chunk_size, config.rope_theta
+        width = config.shared_representation_size // config.num_attention_heads
+        # Persistent: checkpoints in half precision have different frequencies.
+        self.register_buffer("freqs", self.frequencies(width))
+
+    def frequencies(self, width: int) -> torch.Tensor:
+        """Return the angles per position of `width / 2` pairs of features."""
+        return 1.0 / self.base ** (torch.arange(0, width, 2, dtype=torch.float32) / width)
+
+    def forward(self, x: torch.Tensor, layout: Layout, cache: MegalodonCacheLayer | None) -> Rotation:
+        """Return the two factors of `rotate`, `[B or 1, T, 1, z / 2 H, 2]`, for the positions of `x` after `cache`.
+
+        The first factor is for the features of a pair, the second for the features of the pair in reverse order.
+        """
+        start = layout.start() if cache is None else cache.start(layout.mask)
+        freqs, positions = upcast(self.freqs), layout.columns_from(start, x)
+        angles = (positions % self.chunk_size)[..., None, None].to(freqs.dtype) * freqs
+        cosine, sine = angles.cos(), angles.sin()
+        return torch.stack((cosine, cosine), -1), torch.stack((-sine, sine), -1)
+
+
+def rotate(x: torch.Tensor, rotation: Rotation) -> torch.Tensor:
+    """Rotate pairs of adjacent features of every head of `[B, T, z]`."""
+    cosine, sine = rotation
+    pairs = upcast(x).unflatten(-1, (-1, *cosine.shape[-2:]))
+    return torch.addcmul(pairs * cosine, pairs.flip(-1), sine).flatten(-3).to(x.dtype)
+
+
+class MegalodonChunkAttention(nn.Module):
+    """Causal attention of every head within chunks (section 3.4), counted from the first token of a sequence."""
+
+    def __init__(self, config: MegalodonConfig):
+        super().__init__()
+        self.chunk_size, self.dropout = config.chunk_size, config.attention_probs_dropout_prob
+        self.size = config.shared_representation_size // config.num_attention_heads
+        self.all_heads = RankBoundary()
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        layout: Layout,
+        rotation: Rotation,
+        output_weights: bool = False,
+        cache: MegalodonCacheLayer | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return `[B, T, v]`, and with `output_weights` the weights `[B, H, chunks, C, C]`."""
+        # The op divides scores by the square root of the width, but normalized attention does not.
+        query, key = rotate(query, rotation) * math.sqrt(self.size), rotate(key, rotation)
+        chunk, heads = self.chunk_size, query.shape[-1] // self.size
+        if cache is None:
+            window = layout.key_window(key, value, chunk)
+        else:
+            window = cache.extend(key, value, layout.mask, chunk)
+        dropout = self.dropout if self.training else 0.0
+        attended, weights = attend(query, window, heads, return_weights=output_weights, causal=True, dropout=dropout)
+        return attended, self.all_heads.join_heads(weights) if output_weights else None
 
 
 class MegalodonTimestepNorm(nn.Module):
@@ -376,4 +451,103 @@ class MegalodonModel(BodyMixin, MegalodonPreTrainedModel):
 
 MegalodonPreTrainedModel.body_class = MegalodonModel
 
-__all__ = ["MegalodonModel", "MegalodonPreTrainedModel"]
+
+class MegalodonForCausalLM(GenericForCausalLM, StateGenerationMixin, MegalodonPreTrainedModel):
+    """Megalodon with a language-modeling head. Generation uses constant memory, because attention is in chunks."""
+
+    _tied_weights_keys = {"lm_head.weight": "megalodon.embed_tokens.weight"}
+    output_class = CausalLMOutputWithPast
+
+    def make_head(self, config: MegalodonConfig) -> None:
+        self.lm_head = nn.Linear(config.hidden_size, config.scores, bias=False)
+
+    def resize_token_embeddings(self, *args: Any, **kwargs: Any) -> nn.Embedding:
+        """Resize the vocabulary. Raises `NotImplementedError` if `output_size` differs from `vocab_size`."""
+        if self.config.scores != self.config.vocab_size:
+            raise NotImplementedError(
+                f"a vocabulary of {self.config.vocab_size} tokens with output_size={self.config.output_size} scores "
+                "cannot be resized, as the token of each score is not known; build a model with the new sizes"
+            )
+        return super().resize_token_embeddings(*args, **kwargs)
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: torch.LongTensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        token_type_ids: torch.LongTensor | None = None,
+        inputs_embeds: torch.FloatTensor | None = None,
+        *,
+        past_key_values: MegalodonCache | None = None,
+        use_cache: bool | None = None,
+        labels: torch.LongTensor | None = None,
+        logits_to_keep: int | torch.Tensor = 0,
+        **kwargs: Unpack[TransformersKwargs],
+    ) -> CausalLMOutputWithPast:
+        """Predict the next tokens from the inputs of `MegalodonModel.forward`.
+
+        `labels` `[B, T]` are token ids, usually `input_ids`; the loss shifts them and ignores -100. The keyword
+        argument `shift_labels` `[B, T]` replaces them: the token that follows each position, including the last.
+        `logits` are `[B, T, output_size]`, restricted to the last `logits_to_keep` positions or to the positions in
+        `logits_to_keep` if it is a tensor.
+
+        Raises:
+            ValueError: As in `MegalodonModel.forward`, and if labels do not match the positions of `logits_to_keep`.
+        """
+        options: dict[str, Any] = {**kwargs}
+        shift_labels = options.pop("shift_labels", None)
+        check_next_labels(input_ids, inputs_embeds, labels, shift_labels, logits_to_keep)
+        outputs = self.base_model(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            token_type_ids=token_type_ids,
+            inputs_embeds=inputs_embeds,
+            past_key_values=past_key_values,
+            use_cache=use_cache,
+            return_dict=True,
+            **options,
+        )
+        return self.predict_next(
+            outputs,
+            labels,
+            shift_labels,
+            logits_to_keep,
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            **options,
+        )
+
+
+class MegalodonForSequenceClassification(GenericForSequenceClassification, MegalodonPreTrainedModel):
+    """Megalodon with a sequence classification or regression head on the pooled states (`config.pooling`)."""
+
+    output_class = SequenceClassifierOutput
+
+    def summarize(self, outputs: Any, mask: torch.Tensor | None) -> torch.Tensor:
+        pool = last_token if self.config.pooling == "last" else masked_mean
+        return pool(outputs.last_hidden_state, mask)
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: torch.LongTensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        inputs_embeds: torch.FloatTensor | None = None,
+        *,
+        labels: torch.Tensor | None = None,
+        **kwargs: Unpack[TransformersKwargs],
+    ) -> SequenceClassifierOutput:
+        """Classify the inputs of `MegalodonModel.forward`.
+
+        `labels`: `[B]` class ids, or numbers for regression. `logits`: `[B, num_labels]`.
+        """
+        return self.classify(
+            labels,
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            inputs_embeds=inputs_embeds,
+            **{"use_cache": False, **kwargs},
+        )
+
+
+__all__ = ["MegalodonForCausalLM", "MegalodonForSequenceClassification", "MegalodonModel", "MegalodonPreTrainedModel"]

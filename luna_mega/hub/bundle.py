@@ -162,7 +162,7 @@ def _flat_texts(modules: Iterable[str]) -> dict[str, str]:
 
 
 def _flat_name(module: str) -> str:
-    """Return the file name of a module: luna_mega.modeling_luna.heads_luna -> heads_luna.
+    """Return the file name of a module: luna_mega.modeling_luna.cache_luna -> cache_luna.
 
     Files of kernels start with the name of their folder, because the files of all ops have the same names.
     """

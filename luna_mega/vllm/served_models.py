@@ -11,9 +11,9 @@ from transformers import PreTrainedConfig, PreTrainedModel, initialization as in
 from luna_mega.modeling_common.cache import Constants, StateLayer
 from luna_mega.modeling_common.layout import DENSE, Layout
 from luna_mega.modeling_common.padding_free import PaddingFreeLayout
-from luna_mega.modeling_luna.generation_luna import LunaForCausalLM
-from luna_mega.modeling_mega.generation_mega import MegaForCausalLM
-from luna_mega.modeling_megalodon.generation_megalodon import MegalodonForCausalLM
+from luna_mega.modeling_luna.modeling_luna import LunaForCausalLM
+from luna_mega.modeling_mega.modeling_mega import MegaForCausalLM
+from luna_mega.modeling_megalodon.modeling_megalodon import MegalodonForCausalLM
 from luna_mega.vllm.slots import LunaSlots, MegalodonSlots, MegaSlots, Sequences
 
 Shapes = tuple[tuple[int, ...], ...]
