@@ -1,0 +1,47 @@
+"""The API reference has the type and the default of every field, and every argument of the heads."""
+
+import ast
+import dataclasses
+import importlib.util
+import inspect
+import re
+
+import pytest
+
+from luna_mega import LunaConfig, MegaConfig, MegalodonConfig
+from tests.docs.blocks import ROOT
+
+spec = importlib.util.spec_from_file_location("docstrings", ROOT / "docs" / "site" / "docstrings.py")
+docstrings = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(docstrings)
+MODULES = [*ROOT.glob("modeling_*/heads_*.py"), *ROOT.glob("modeling_*/generation_*.py")]
+MODULES += [ROOT / "modeling_common" / "pooled_heads.py", ROOT / "modeling_common" / "seq2seq.py"]
+
+
+def classes(file: str) -> dict[str, ast.ClassDef]:
+    """Return the classes of a module with completed docstrings."""
+    source = docstrings.complete_docstrings((ROOT / file).read_text(encoding="utf-8"))
+    return {node.name: node for node in ast.parse(source).body if isinstance(node, ast.ClassDef)}
+
+
+@pytest.mark.parametrize("config", [LunaConfig, MegaConfig, MegalodonConfig])
+def test_fields(config):
+    family = config.__name__.removesuffix("Config").lower()
+    text = ast.get_docstring(classes(f"modeling_{family}/configuration_{family}.py")[config.__name__])
+    described = re.findall(r"^    ((?:\w+, )*\w+) \((.*), defaults to (.*?)\): ", text, re.MULTILINE)
+    defaults = {name: values for names, _, values in described for name in names.split(", ")}
+    own = inspect.get_annotations(config)
+    for field in dataclasses.fields(config):
+        if field.name in own:
+            assert repr(field.default) in defaults[field.name], field.name
+
+
+@pytest.mark.parametrize("module", MODULES, ids=lambda file: file.name)
+def test_arguments(module):
+    for name, node in classes(module.relative_to(ROOT).as_posix()).items():
+        for forward in node.body:
+            if isinstance(forward, ast.FunctionDef) and forward.name == "forward" and ast.get_docstring(forward):
+                arguments = {argument.arg for argument in [*forward.args.args[1:], *forward.args.kwonlyargs]}
+                if "labels" in arguments or "start_positions" in arguments:
+                    described = re.findall(r"^    (\w+): \S", ast.get_docstring(forward), re.MULTILINE)
+                    assert arguments <= set(described), name
