@@ -12,8 +12,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 import luna_mega
 from luna_mega.distillation.agreement import Agreement
-from luna_mega.distillation.comparison import SCORES, Differences, compare_models
 from luna_mega.distillation.copying import CopyReport, copy_encoder
+from luna_mega.distillation.equality import SCORES, Differences, compare_models
 from luna_mega.distillation.lengths import Lengths, choose_lengths
 from luna_mega.distillation.loading import check_tokenizer, find_teacher, load_weights, read_config
 from luna_mega.distillation.parts import find_head

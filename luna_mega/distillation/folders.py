@@ -9,7 +9,7 @@ from typing import Any
 from huggingface_hub import ModelCardData
 
 from luna_mega.distillation.agreement import compare_lengths
-from luna_mega.distillation.comparison import class_of_scores, compare_folder
+from luna_mega.distillation.equality import class_of_scores, compare_folder
 from luna_mega.distillation.exact import ConversionReport, convert_encoder, load_source
 from luna_mega.distillation.loading import find_teacher
 from luna_mega.distillation.parts import find_head
@@ -99,7 +99,8 @@ def convert_teacher(
         tokenizer.save_pretrained(folder)
         if modules is not None:
             modules.write(folder, lengths.max_length)
-        (folder / "README.md").write_text(_card(teacher, place.name, model, loader, report), encoding="utf-8")
+        card = _card(teacher, license_of(name), place.name, model, loader, report)
+        (folder / "README.md").write_text(card, encoding="utf-8")
         report.differences = compare_folder(source, name, model, folder, modules, new_head)
     rows, longest = lengths.projection_length, lengths.max_length
     return DistillReport(type(model).__name__, place, rows, longest, modules is not None, report)
@@ -116,13 +117,13 @@ def _read_lines(path: Path) -> list[str]:
     return lines
 
 
-def _card(teacher: str, name: str, model: Any, loader: str, report: ConversionReport) -> str:
+def _card(teacher: str, license: str | None, name: str, model: Any, loader: str, report: ConversionReport) -> str:
     """Return the model card of the folder `name`, with the code for a `loader`: a class or a head."""
     library = "transformers" if loader.startswith("For") or not loader else "sentence-transformers"
     local, kind, lengths = Path(teacher).exists(), type(model).__name__, report.lengths
     data = ModelCardData(
         base_model=None if local else teacher,
-        license=license_of(teacher),
+        license=license,
         library_name=library,
         pipeline_tag=_TASKS.get(loader, task_of(kind, model.config)),
         tags=sorted({"luna", library}),

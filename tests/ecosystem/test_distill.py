@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import luna_mega_cli
-from luna_mega.distillation import comparison, from_teacher
+from luna_mega.distillation import equality, from_teacher
 from luna_mega.distillation.folders import convert_teacher
 from luna_mega.errors import ConversionError
 from tests.distillation.models import bert_tokenizer, make_model, run_card, save_teacher, xlm_tokenizer
@@ -129,7 +129,7 @@ def test_scores_of_cross_encoders(labels, stored, tmp_path, capsys, monkeypatch)
 @pytest.mark.parametrize("teacher", ["dense"], indirect=True)
 def test_faults_of_modules(teacher, tmp_path, monkeypatch):
     """A module with different weights raises an error, even if the comparison of files does not detect it."""
-    monkeypatch.setattr(comparison, "_compare_modules", damage)
+    monkeypatch.setattr(equality, "_compare_modules", damage)
     with pytest.raises(ConversionError, match="sentence vectors of the copy differ from the teacher's"):
         convert_teacher(str(teacher), tmp_path / "out", projection_length=16)
     assert not (tmp_path / "out").exists()
