@@ -1,6 +1,7 @@
-"""Train a classifier of audio clips, such as spoken words, on raw samples.
+r"""Train a classifier of audio clips, such as spoken words, on raw samples.
 
-    python examples/run_audio.py --recipe examples/recipes/audio/fsdd_mega_chunk.yaml --dataset_path DIR ...
+    python examples/run_audio.py --recipe examples/recipes/audio/fsdd_mega_chunk.yaml --dataset_path data/fsdd \
+        --output_dir outputs/fsdd
 
 All fields of TrainingArguments are options. A recipe contains defaults, which the command line overrides.
 """

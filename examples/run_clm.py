@@ -1,7 +1,7 @@
-"""Train a causal language model, from scratch or from a checkpoint, on plain text as one stream of tokens.
+r"""Train a causal language model, from scratch or from a checkpoint, on plain text as one stream of tokens.
 
-    python examples/run_clm.py --recipe examples/recipes/clm/shakespeare_mega_chunk.yaml --dataset_path DIR \
-        --output_dir OUT
+    python examples/run_clm.py --recipe examples/recipes/clm/shakespeare_mega_chunk.yaml \
+        --dataset_path data/shakespeare --output_dir outputs/shakespeare
 
 All fields of TrainingArguments are options. A recipe contains defaults, which the command line overrides.
 """

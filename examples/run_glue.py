@@ -1,6 +1,6 @@
 """Fine-tune, or train from scratch, a sequence classifier on a GLUE task.
 
-    python examples/run_glue.py --recipe examples/recipes/glue/sst2_small.yaml --dataset_path DIR --output_dir OUT
+    python examples/run_glue.py --recipe examples/recipes/glue/sst2_small.yaml --output_dir outputs/sst2
 
 All fields of TrainingArguments are options. A recipe contains defaults, which the command line overrides.
 """

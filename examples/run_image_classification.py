@@ -1,7 +1,7 @@
 r"""Train an image classifier: Mega on patches, or any other vision model of transformers.
 
     python examples/run_image_classification.py --recipe examples/recipes/image_classification/cifar10_gray_mega.yaml \
-        --dataset_path DIR --output_dir outputs/cifar10
+        --dataset_path data/image --output_dir outputs/cifar10
 
 All fields of TrainingArguments are options. A recipe contains defaults, which the command line overrides.
 """

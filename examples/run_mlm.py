@@ -1,6 +1,7 @@
-"""Pretrain a masked language model, from scratch or from a checkpoint, on plain text.
+r"""Pretrain a masked language model, from scratch or from a checkpoint, on plain text.
 
-    python examples/run_mlm.py --recipe examples/recipes/mlm/wikitext2_small.yaml --dataset_path DIR --output_dir OUT
+    python examples/run_mlm.py --recipe examples/recipes/mlm/wikitext2_small.yaml \
+        --dataset_name Salesforce/wikitext --dataset_config wikitext-2-v1 --output_dir outputs/wikitext2
 
 All fields of TrainingArguments are options. A recipe contains defaults, which the command line overrides.
 """

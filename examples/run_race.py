@@ -1,7 +1,7 @@
 """Fine-tune, or train from scratch, a multiple-choice model on RACE or CommonsenseQA.
 
-    python examples/run_race.py --recipe examples/recipes/race/race_small.yaml --dataset_path DIR --output_dir OUT
-    python examples/run_race.py --recipe examples/recipes/csqa/csqa_small.yaml --dataset_path DIR --output_dir OUT
+    python examples/run_race.py --recipe examples/recipes/race/race_small.yaml --output_dir outputs/race
+    python examples/run_race.py --recipe examples/recipes/csqa/csqa_small.yaml --output_dir outputs/csqa
 
 All fields of TrainingArguments are options. A recipe contains defaults, which the command line overrides.
 """

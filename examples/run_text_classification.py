@@ -1,4 +1,4 @@
-"""Fine-tune, or train from scratch, a classifier of texts or text pairs on your own data.
+r"""Fine-tune, or train from scratch, a classifier of texts or text pairs on your own data.
 
     python examples/run_text_classification.py --dataset_name stanfordnlp/imdb --validation_share 0.1 \
         --model_name_or_path DIR --max_seq_length 1024 --do_train --do_eval --do_predict --output_dir OUT

@@ -1,4 +1,4 @@
-"""Train a translation model, from scratch or from a checkpoint, and evaluate it with sacreBLEU.
+r"""Train a translation model, from scratch or from a checkpoint, and evaluate it with sacreBLEU.
 
     python examples/run_translation.py --recipe examples/recipes/translation/multi30k_luna.yaml \
         --dataset_name bentrevett/multi30k --output_dir outputs/multi30k_luna

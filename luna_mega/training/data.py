@@ -153,7 +153,8 @@ def load_splits(
         no_rows = isinstance(error, StopIteration) or "corresponds to no data" in str(error)
         fail(f"cannot load {source}: {'a split has no rows' if no_rows else reason(error.__cause__ or error)}")
     if missing := [split for split in needed if split not in splits]:
-        fail(f"{source} has no split {', '.join(missing)}, only {', '.join(files or splits)}; {_advice(missing, data)}")
+        found = f", only {', '.join(files or splits)}" if files or splits else ""
+        fail(f"{source} has no split {', '.join(missing)}{found}; {_advice(missing, data)}")
     splits = dict(splits)
     if divide and "train" in needed:
         splits["train"], splits["validation"] = divide(splits["train"])

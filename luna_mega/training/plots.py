@@ -12,11 +12,11 @@ _COSTS = ("_runtime", "_per_second", "_time", "_loss")
 
 
 def plot_losses(runs: Mapping[str, str | Path], file: str | Path) -> None:
-    """Plot the losses and, in further panels, the evaluation metrics of runs over their steps.
+    """Plot the losses and, in other panels, the evaluation metrics of runs over their steps.
 
     Args:
         runs: Name -> output folder with the `trainer_state.json` that `Trainer` saves. Training losses are lines, and
-            evaluations points. If no training loss was logged, its mean over the run is shown.
+            evaluations have points. If no training loss was logged, its mean over the run is shown.
         file: Image to write, with any suffix that matplotlib supports.
 
     Raises:
@@ -36,11 +36,12 @@ def plot_losses(runs: Mapping[str, str | Path], file: str | Path) -> None:
         trained = "loss" if _curve(log, "loss") else "train_loss"
         for axes, key in [(panels[0], key) for key in (trained, *losses)] + list(zip(panels[1:], metrics, strict=True)):
             if points := _curve(log, key):
-                label = f"{name}, {'training' if key == trained else key.removeprefix('eval_')}"
-                axes.plot(*zip(*points, strict=True), "-" if key == "loss" else "o", color=f"C{index}", label=label)
+                label = f"{name}, {'training' if key == trained else key.replace('eval_', 'evaluation ')}"
+                axes.plot(*zip(*points, strict=True), "-" if key == "loss" else "o-", color=f"C{index}", label=label)
     for axes, key in zip(panels, ["loss", *metrics], strict=True):
         axes.set(xlabel="steps", ylabel=key.removeprefix("eval_"))
-        axes.legend()
+        for text in axes.legend().get_texts():
+            text.set_parse_math(False)  # names may contain $
     figure.savefig(file)
 
 

@@ -184,7 +184,8 @@ class Run:
             trainer.save_state()  # with the evaluations of the context
             if trainer.is_world_process_zero():
                 output = Path(self.training.output_dir)
-                plot_losses({output.resolve().name: output}, output / "training.png")
+                with suppress(ValueError):  # nothing was logged, as by a run that resumes after its last step
+                    plot_losses({output.resolve().name: output}, output / "training.png")
             describe(trainer, self.base_model, self.license, describe_source(self.data))
             publish(trainer)
 

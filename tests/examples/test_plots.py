@@ -7,6 +7,14 @@ import pytest
 from luna_mega.training.plots import plot_losses
 
 
+def test_names_are_not_formulas(tmp_path):
+    pytest.importorskip("matplotlib")
+    history = [{"step": 3, "train_loss": 2.0}, {"step": 3, "eval_loss": 1.0, "eval_bleu": 5.0}]
+    (tmp_path / "trainer_state.json").write_text(json.dumps({"log_history": history}))
+    plot_losses({"$x_{": tmp_path}, tmp_path / "plot.png")
+    assert (tmp_path / "plot.png").stat().st_size > 1000
+
+
 def test_plot_of_losses(tmp_path, monkeypatch):
     pytest.importorskip("matplotlib")
     history = [{"step": 1, "loss": 2.0}, {"step": 2, "loss": 1.0}, {"step": 2, "eval_loss": 1.5}]
@@ -18,7 +26,7 @@ def test_plot_of_losses(tmp_path, monkeypatch):
     axes, accuracy = drawn["losses.png"].axes
     points = {line.get_label(): line.get_xydata().tolist() for line in axes.lines}
     assert points["a, training"] == points["b, training"] == [[1, 2], [2, 1]]
-    assert points["a, loss"] == [[2, 1.5]] and axes.get_xlabel() == "steps"
+    assert points["a, evaluation loss"] == [[2, 1.5]] and axes.get_xlabel() == "steps"
     assert accuracy.lines[1].get_xydata().tolist() == [[2, 0.5]] and accuracy.get_ylabel() == "accuracy"
     (tmp_path / "trainer_state.json").write_text(json.dumps({"log_history": history[3:]}))
     with pytest.raises(ValueError, match="trainer_state.json has no loss"):
