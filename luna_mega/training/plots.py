@@ -32,12 +32,14 @@ def plot_losses(runs: Mapping[str, str | Path], file: str | Path) -> None:
     metrics = [key for key in keys if not key.endswith(_COSTS)]
     figure = Figure(figsize=(5 * (1 + len(metrics)), 4), layout="constrained")
     panels = figure.subplots(1, 1 + len(metrics), squeeze=False)[0]
+    own_panels = dict(zip(metrics, panels[1:], strict=True))  # all losses are in the first panel
     for index, (name, log) in enumerate(logs.items()):
         trained = "loss" if _curve(log, "loss") else "train_loss"
-        for axes, key in [(panels[0], key) for key in (trained, *losses)] + list(zip(panels[1:], metrics, strict=True)):
+        for key in (trained, *losses, *metrics):
             if points := _curve(log, key):
                 label = f"{name}, {'training' if key == trained else key.replace('eval_', 'evaluation ')}"
-                axes.plot(*zip(*points, strict=True), "-" if key == "loss" else "o-", color=f"C{index}", label=label)
+                style = {"marker": "" if key == "loss" else "o", "color": f"C{index}", "label": label}
+                own_panels.get(key, panels[0]).plot(*zip(*points, strict=True), **style)
     for axes, key in zip(panels, ["loss", *metrics], strict=True):
         axes.set(xlabel="steps", ylabel=key.removeprefix("eval_"))
         for text in axes.legend().get_texts():
