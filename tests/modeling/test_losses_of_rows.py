@@ -127,7 +127,8 @@ def run(model, inputs):
     model.zero_grad()
     loss = model(**inputs, **options(model)).loss
     loss.backward()
-    return loss.detach().double(), {n: x.grad.clone() for n, x in model.named_parameters() if x.grad is not None}
+    gradients = {name: x.grad.to("cpu", copy=True) for name, x in model.named_parameters() if x.grad is not None}
+    return loss.detach().double().cpu(), gradients
 
 
 def expected(model, case):
@@ -153,10 +154,12 @@ def expected(model, case):
 @pytest.mark.parametrize("option", OPTIONS)
 @pytest.mark.parametrize("layout", COLUMNS)
 @pytest.mark.parametrize("case", CASES)
-def test_loss_and_gradients_equal_the_rows(case, layout, option, monkeypatch):
+def test_loss_and_gradients_equal_the_rows(case, layout, option, request, monkeypatch):
     """A batch has the loss and gradients of its rows, whatever inputs and labels are at padding."""
     total, gradients = expected(make(case, "dense"), case)
-    model, batch = make(case, option), collate(case, COLUMNS[layout])
+    device = request.getfixturevalue("triton_device") if option == "triton" else torch.device("cpu")
+    model = make(case, option).to(device)
+    batch = {name: x.to(device) for name, x in collate(case, COLUMNS[layout]).items()}
     if option == "device":
         monkeypatch.setattr("luna_mega.modeling_common.layout.can_look", lambda mask: False)
     with use_backend("triton" if option == "triton" else "auto"):
