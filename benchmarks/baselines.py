@@ -5,14 +5,13 @@ from unittest import mock
 
 import torch
 from torch import nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention import sdpa_kernel
 
 from luna_mega.kernels.api import damped_ema, use_backend
 from luna_mega.kernels.gated_attention.reference import laplace, relu2, weights
 from luna_mega.kernels.luna_attention import torch_backend as attention_backend
 from luna_mega.kernels.moving_average import torch_backend as ema_backend
 from luna_mega.modeling_common.layout import DENSE
-from luna_mega.modeling_mega.modeling_mega import MegaGatedAttention
 
 
 def original_luna_attention(query, pack_query, key, value, project, *, context_mask=None):
@@ -33,16 +32,14 @@ def _attend(query, key, value, mask, upcast):
     return torch.bmm(weights, value).view(batch, heads, length, size).transpose(1, 2)
 
 
-def sdpa_luna_attention(backend: SDPBackend, query, pack_query, key, value, project, *, context_mask=None):
+def sdpa_luna_attention(backend, query, pack_query, key, value, project, *, context_mask=None):
     """Compute `luna_attention` with one kernel of PyTorch's SDPA, which may not support the mask."""
     with sdpa_kernel(backend):
         packed = attention_backend.sdpa(pack_query, key, value, context_mask, query.shape[-1] ** -0.5, 0.0)
         return attention_backend.sdpa(query, *project(packed), None, query.shape[-1] ** -0.5, 0.0), packed
 
 
-def original_causal_attention(
-    query: torch.Tensor, pack_query: torch.Tensor, pack_key: torch.Tensor, key: torch.Tensor, value: torch.Tensor
-) -> torch.Tensor:
+def original_causal_attention(query, pack_query, pack_key, key, value):
     """Compute `luna_causal_attention` as fairseq-apollo's `LunarCausalAttention` does in training (its parallel form).
 
     The sums up to every token are in memory.
@@ -63,14 +60,7 @@ def _prefix_products(x, y, z):
     return torch.matmul(x.unsqueeze(2), sums).squeeze(2) / positions[None, :, None]
 
 
-def original_damped_ema(
-    x: torch.Tensor,
-    input_logit: torch.Tensor,
-    damping_logit: torch.Tensor,
-    expansion: torch.Tensor,
-    projection: torch.Tensor,
-    skip: torch.Tensor,
-) -> torch.Tensor:
+def original_damped_ema(x, input_logit, damping_logit, expansion, projection, skip):
     """Compute `damped_ema` as facebookresearch/mega's `MultiHeadEMA` does, with all powers of q in memory."""
     length = x.shape[1]
     p = torch.sigmoid(input_logit)[..., None]
@@ -87,14 +77,7 @@ def original_damped_ema(
     return nn.functional.silu(average.transpose(1, 2) + x * skip)
 
 
-def original_complex_ema(
-    x: torch.Tensor,
-    input_logit: torch.Tensor,
-    damping_logit: torch.Tensor,
-    phase_logit: torch.Tensor,
-    projection: torch.Tensor,
-    skip: torch.Tensor,
-) -> torch.Tensor:
+def original_complex_ema(x, input_logit, damping_logit, phase_logit, projection, skip):
     """Compute `complex_ema` as XuezheMax/megalodon does: all N L powers of q in memory, and the next power of two."""
     length, states = x.shape[1], input_logit.shape[1]
     p = torch.sigmoid(input_logit)
@@ -124,7 +107,7 @@ def original_gated_attention(query, key, value, bias, *, function, causal, chunk
     return (weights(query, key, bias, None, function, causal).to(value.dtype) @ value).flatten(1, 2)
 
 
-def original_mega_layer(layer: MegaGatedAttention, x: torch.Tensor) -> torch.Tensor:
+def original_mega_layer(layer, x):
     """Compute the gated attention layer as facebookresearch/mega does, for lengths that are multiples of the chunk."""
     normed = layer.norm(x, DENSE)
     value = nn.functional.silu(layer.v_proj(normed))

@@ -283,24 +283,15 @@ def _padded(make, unpad, device, dtype, n, b):
     lengths = torch.linspace(n // 8, n, b, device=device).long()
     mask = (torch.arange(n, device=device) < lengths[:, None]).long()
     tokens = mask.bool()
-    return Work(
-        lambda: (model(ids, attention_mask=mask).last_hidden_state[tokens],),
-        [p for p in model.parameters() if p.requires_grad],
-    )
+    return _model_work(lambda: (model(ids, attention_mask=mask).last_hidden_state[tokens],), model)
 
 
 def _luna_base(n):
     return LunaModel(LunaConfig.base_512(max_position_embeddings=n, dropout=0.0, attention_dropout=0.0))
 
 
-_roberta_base = partial(
-    models.roberta,
-    vocab_size=50265,
-    hidden_size=768,
-    num_hidden_layers=12,
-    num_attention_heads=12,
-    intermediate_size=3072,
-)
+_BASE = {"vocab_size": 50265, "hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12}
+_roberta_base = partial(models.roberta, intermediate_size=3072, **_BASE)
 
 
 def _op(name, make, function, original, compiles=True, others=None, gpu_variants=None, **options):
@@ -319,7 +310,6 @@ def _sizes(**fields):
     return tuple(dict(zip(fields, values, strict=True)) for values in itertools.product(*fields.values()))
 
 
-_TOKENS = ((512, 128), (4096, 16), (32768, 2))  # (n, b): 65,536 tokens
 _MODEL_TOKENS = tuple({"n": n, "b": 65536 // n} for n in (512, 1024, 2048, 4096, 16384, 32768))
 _FORWARD_AND_BOTH = {name: name for name in ("forward", "both")}
 _TRAINING = {"both": "Training step (forward and backward)"}
@@ -346,7 +336,7 @@ CASES = {
             repeats=7,
             parity=({"l": 16, "n": 33}, {"l": 128, "n": 500}),
             gpu=(
-                *({"l": l, "n": n, "b": b} for l in (128, 16, 256) for n, b in _TOKENS),  # noqa: E741
+                *({"l": l, "n": n, "b": 65536 // n} for n in (4096, 512, 32768) for l in (128, 16, 256)),  # noqa: E741
                 {"l": 128, "n": 4096, "b": 16, "masked": 0},
             ),
             gpu_variants={
@@ -364,12 +354,7 @@ CASES = {
             quick=({"l": 32, "n": 2048},),
             repeats=5,
             parity=({"l": 16, "n": 33}, {"l": 32, "n": 200}),
-            gpu=(
-                {"l": 32, "n": 4096, "b": 8},
-                {"l": 16, "n": 4096, "b": 8},
-                {"l": 128, "n": 4096, "b": 8},
-                {"l": 32, "n": 65536, "b": 1},
-            ),
+            gpu=(*({"l": l, "n": 4096, "b": 8} for l in (32, 128, 16)), {"l": 32, "n": 65536, "b": 1}),  # noqa: E741
             floor=floors.luna_causal_attention,
         ),
         Case(
@@ -389,10 +374,11 @@ CASES = {
             quick=({"b": 1, "n": 1024, "directions": 2},),
             repeats=5,
             parity=_sizes(b=(2,), n=(77,), directions=(1, 2)),
-            gpu=tuple(
-                {"b": b, "n": n, "directions": directions}
-                for b, n in ((8, 4096), (32, 1024), (1, 65536))
-                for directions in (1, 2)
+            gpu=(
+                *_sizes(b=(8,), n=(4096,), directions=(1, 2)),
+                {"b": 64, "n": 512, "directions": 2},
+                *_sizes(b=(32,), n=(1024,), directions=(1, 2)),
+                *_sizes(b=(1,), n=(65536,), directions=(1, 2)),
             ),
             gpu_variants={"fft": partial(_ema, fft_damped_ema)},
             floor=floors.damped_ema,
@@ -414,7 +400,7 @@ CASES = {
             quick=({"b": 1, "n": 1024},),
             repeats=5,
             parity=({"b": 2, "n": 77}, {"b": 1, "n": 4100}),
-            gpu=({"b": 1, "n": 4096, "d": 4096}, {"b": 8, "n": 2048, "d": 1024}),
+            gpu=({"b": 8, "n": 2048, "d": 1024}, {"b": 1, "n": 4096, "d": 4096}),
             compiles=False,
             others={"damped_ema": partial(_ema, damped_ema, directions=1)},
             floor=floors.complex_ema,

@@ -48,22 +48,14 @@ if MISSING is None:
     from tests.kernels import steps
 
 Row = dict[str, object]
-# Case of cases.py -> sizes.
+# Case of cases.py -> the number of its sizes on a GPU that are measured, the first ones.
 OPS = {
-    "luna_attention": [{"l": rows, "n": 4096, "b": 16} for rows in (128, 16)],
-    "luna_causal_attention": [{"l": rows, "n": 4096, "b": 8} for rows in (32, 128)],
-    "damped_ema": [
-        *({"b": 8, "n": 4096, "directions": directions} for directions in (1, 2)),
-        {"b": 64, "n": 512, "directions": 2},
-    ],
-    "complex_ema": [{"b": 8, "n": 2048, "d": 1024}],
-    "timestep_norm": [{"b": 8, "n": 2048}],
-    "gated_attention": [
-        {"n": 4096, "b": 16, "function": "laplace", "chunk": 128, "shared": 64, "values": 256},
-        {"n": 4096, "b": 16, "function": "softmax", "chunk": 128},
-        {"n": 4096, "b": 16, "function": "laplace", "chunk": 2048, "causal": 1},
-        {"n": 2048, "b": 16, "function": "softmax", "chunk": 0},
-    ],
+    "luna_attention": 2,
+    "luna_causal_attention": 2,
+    "damped_ema": 3,
+    "complex_ema": 1,
+    "timestep_norm": 1,
+    "gated_attention": 4,
 }
 # Variant -> case, the most important ones first.
 MODELS = {
@@ -103,7 +95,8 @@ def compile_kernels(index: int, count: int, dry: bool) -> Iterator[Row]:
         yield {"part": "jobs", "checks": jobs, "times": [["ops", list(OPS), dry], *models]}
     work = [(gpu.run, name, n, mode) for mode in gpu.MODES for name in gpu.NAMES for n in (256, 257)]
     if MISSING is None:
-        work += [(_call, op, "luna_mega", {**size, "b": 2}) for op, sizes in OPS.items() for size in sizes]
+        sizes = [(op, size) for op, count in OPS.items() for size in CASES[op].gpu[:count]]
+        work += [(_call, op, "luna_mega", {**size, "b": 2}) for op, size in sizes]
         work += [(_call, case, name, {**size, "b": 2}) for name, case in MODELS.items() for size in MODEL_SIZES]
     for function, *arguments in work[index::count] if not dry else ():
         try:
@@ -153,7 +146,7 @@ def time_operators(names: list[str], dry: bool) -> Iterator[Row]:
     yield {"part": "about", "rates": vars(rates)}
     entries = []
     for case in (CASES[name] for name in names):
-        for size in (case.parity or case.quick)[:1] if dry else OPS[case.name]:
+        for size in (case.parity or case.quick)[:1] if dry else case.gpu[: OPS[case.name]]:
             forward, backward = (rates.milliseconds(x) for x in case.floor(gpu.DTYPE.itemsize, **size))
             found = {"forward": {"floor": forward}, "both": {"floor": forward + backward}}
             entries.append((case.name, case.name, case.ours, size, found))
