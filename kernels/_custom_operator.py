@@ -44,17 +44,17 @@ def register(
         inputs: schema of the inputs.
         outputs: schema of the outputs.
         forward: computes the outputs.
-        fake: returns empty outputs.
+        fake: returns empty outputs from the inputs, which it receives by name.
         backward: returns the gradients of the `differentiable` inputs, contiguous, or None for inputs that are None.
             Its arguments are the gradients of the outputs at `gradients` (only the first is never None), the `saved`
             tensors and all inputs. None = the outputs have no gradient.
-        flops: returns the FLOPs of both operators from the inputs, counted as in `_flops`.
+        flops: returns the FLOPs of both operators from the inputs by name, counted as in `_flops`.
         differentiable: names of the inputs with a gradient.
         gradients: indices of the outputs with a gradient.
         saved: schema of the results of `save`.
         save: maps (inputs, outputs) to the tensors, lists of tensors and None that the backward pass needs as well.
     """
-    run = _without_autocast(forward)
+    run, fake, flops = _without_autocast(forward), _by_name(fake, inputs), _by_name(flops, inputs)
     operator = torch.library.custom_op(name, run, mutates_args=(), schema=f"({inputs}) -> {outputs}")
     operator.register_fake(fake)
     register_flops(name, lambda *inputs: flops(*inputs)[0])
@@ -148,6 +148,11 @@ def _without_autocast(function: Callable[..., Values]) -> Callable[..., Values]:
             return function(x, *rest)
 
     return run
+
+
+def _by_name(function: Callable[..., Any], inputs: str) -> Callable[..., Any]:
+    names = [argument.split()[1] for argument in inputs.split(", ")]
+    return lambda *values: function(**dict(zip(names, values, strict=True)))
 
 
 def _or_empty(x: Tensor | None, like: Tensor) -> Tensor:

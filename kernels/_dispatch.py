@@ -81,6 +81,9 @@ def without_autocast(device: str) -> AbstractContextManager[Any]:
     return torch.autocast(device, enabled=False) if is_autocast(device) else nullcontext()
 
 
+OPS: dict[str, "Op"] = {}  # by name, for `explain`
+
+
 @dataclass(frozen=True, eq=False)
 class Op:
     """A public function of the kernels, with its backends and their limits. Autocast is disabled inside every backend.
@@ -111,6 +114,9 @@ class Op:
     with_weights: Callable[..., Any] | None = None
     under_autocast: Callable[[Arguments], Arguments] | None = None
     run_varlen: Callable[..., Any] | None = None
+
+    def __post_init__(self) -> None:
+        OPS[self.name] = self
 
     def __call__(
         self, backend: str | None, call: Arguments, cu_seqlens: Tensor | None = None, max_seqlen: int | None = None,

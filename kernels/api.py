@@ -1,25 +1,17 @@
 """Public names of the kernels."""
 
-from dataclasses import replace
-
 import torch
 
-from luna_mega.kernels._dispatch import use_backend, use_float32_precision
-from luna_mega.kernels.gated_attention import op as _gated_attention
+from luna_mega.kernels._dispatch import OPS, use_backend, use_float32_precision
 from luna_mega.kernels.gated_attention.op import gated_attention, gated_attention_step
-from luna_mega.kernels.luna_attention import op as _luna_attention
 from luna_mega.kernels.luna_attention.op import luna_attention, luna_pack, luna_unpack
-from luna_mega.kernels.luna_causal_attention import op as _luna_causal_attention
 from luna_mega.kernels.luna_causal_attention.op import luna_causal_attention, luna_causal_attention_step
 from luna_mega.kernels.luna_causal_attention.reference import LunaCausalState
-from luna_mega.kernels.moving_average import complex_ema as _complex_ema, damped_ema as _damped_ema
 from luna_mega.kernels.moving_average.coefficients import complex_ema_coefficients, ema_coefficients
 from luna_mega.kernels.moving_average.complex_ema import complex_ema, complex_ema_step
 from luna_mega.kernels.moving_average.damped_ema import damped_ema, damped_ema_step
 from luna_mega.kernels.moving_average.truncated import TruncatedEmaState
-from luna_mega.kernels.segment_pack import op as _segment_pack
 from luna_mega.kernels.segment_pack.op import assign_rows, segment_pack
-from luna_mega.kernels.timestep_norm import op as _timestep_norm
 from luna_mega.kernels.timestep_norm.op import timestep_norm, timestep_norm_step
 from luna_mega.kernels.timestep_norm.reference import TimestepNormState
 
@@ -49,26 +41,6 @@ __all__ = [
     "use_float32_precision",
 ]
 
-_OPS = {
-    op.name: op
-    for op in (
-        replace(_luna_attention.PACK, name="luna_attention"),
-        _luna_attention.PACK,
-        _luna_attention.UNPACK,
-        _luna_causal_attention.ATTEND,
-        _luna_causal_attention.STEP,
-        _damped_ema.EMA,
-        _damped_ema.STEP,
-        _complex_ema.EMA,
-        _complex_ema.STEP,
-        _timestep_norm.NORM,
-        _timestep_norm.STEP,
-        _gated_attention.ATTEND,
-        _gated_attention.STEP,
-        _segment_pack.PACK,
-    )
-}
-
 
 def explain(op: str = "luna_attention", backend: str | None = None, device: torch.device | str | None = None) -> str:
     """Return one line that states which backend the function `op` uses on `device`, and why.
@@ -77,9 +49,9 @@ def explain(op: str = "luna_attention", backend: str | None = None, device: torc
     considered. If Triton does not support them, the automatic choice is `"torch"`; on a GPU the logger
     `luna_mega.kernels` warns. If `"triton"` was specified by name, the call raises an error that names the argument.
     """
-    if op not in _OPS:
-        raise ValueError(f"there is no op {op!r}; choose one of {', '.join(_OPS)}")
+    if op not in OPS:
+        raise ValueError(f"there is no op {op!r}; choose one of {', '.join(OPS)}")
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
-    chosen, reason = _OPS[op].decide(backend, torch.device(device))
+    chosen, reason = OPS[op].decide(backend, torch.device(device))
     return f"{op} runs on {chosen!r}: {reason}"

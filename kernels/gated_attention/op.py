@@ -9,14 +9,7 @@ from torch import Tensor
 
 from luna_mega.kernels._dispatch import Arguments, Op
 from luna_mega.kernels._export import in_program, is_exporting, longer
-from luna_mega.kernels.columns import (
-    in_columns,
-    in_last_column,
-    pad_columns,
-    roll_columns,
-    take_columns,
-    unless_zero,
-)
+from luna_mega.kernels.columns import in_columns, in_last_column, pad_columns, roll_columns, take_columns, unless_zero
 from luna_mega.kernels.gated_attention import reference, torch_backend, torch_step
 from luna_mega.kernels.gated_attention.checks import check_bias, check_options, check_rows, check_tensors
 from luna_mega.kernels.varlen import check_cu_seqlens
@@ -127,16 +120,6 @@ STEP = Op(
 )
 
 
-ARGUMENTS = (
-    "query", "key", "value", "bias", "mask", "function", "causal", "chunk_size", "offset", "row_offset", "start",
-    "dropout",
-)  # fmt: skip
-
-
-def _named(*arguments: Any) -> Arguments:
-    return dict(zip(ARGUMENTS, arguments, strict=True))
-
-
 def gated_attention(
     query: Tensor,
     key: Tensor,
@@ -222,8 +205,9 @@ def gated_attention(
                 f"row_offset or start, got query {list(query.shape)}, key {list(key.shape)} and offset {offset}"
             )
         max_seqlen = check_cu_seqlens(op, cu_seqlens, max_seqlen, length)
-    call = _named(query, key, value, bias, mask, function, causal, chunk_size, offset, row_offset, start, dropout)
-    call |= {"heads": heads} if return_weights else {}
+    call: Arguments = {"query": query, "key": key, "value": value, "bias": bias, "mask": mask, "function": function}
+    call |= {"causal": causal, "chunk_size": chunk_size, "offset": offset, "row_offset": row_offset, "start": start}
+    call |= {"dropout": dropout} | ({"heads": heads} if return_weights else {})
     return _run(ATTEND, backend, call, cu_seqlens, max_seqlen, return_weights)
 
 

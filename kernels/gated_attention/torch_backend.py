@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -201,7 +200,7 @@ def _forward(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Return the output and, if `keep`, the scores for the backward pass (for softmax, the weights)."""
     blocks = _Blocks(query, key, value, bias, mask, start, function, causal, offset, dropout, seed)
-    output, kept = _empty(query, key, value, bias, mask, start, function, causal, offset, dropout, seed, keep)
+    output, kept = _empty(query, key, value, keep)
     for n, rows, keys in blocks:
         place = kept[n, rows, keys] if keep else None
         if function == "softmax":
@@ -214,10 +213,7 @@ def _forward(
     return output, kept
 
 
-def _empty(
-    query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, mask: Tensor | None, start: Tensor | None,
-    function: str, causal: bool, offset: int, dropout: float, seed: Tensor | None, keep: bool,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+def _empty(query: Tensor, key: Tensor, value: Tensor, keep: bool, **_: object) -> tuple[Tensor, Tensor]:
     kept = query.new_empty((*query.shape[:2], key.shape[1]) if keep else 0, dtype=upcast_dtype(query, value))
     return value.new_empty(*query.shape[:2], value.shape[2]), kept
 
@@ -280,8 +276,8 @@ def _diagonal_sums(matrices: Tensor) -> Tensor:
     return skewed[:, : rows * (rows + columns - 1)].view(-1, rows, rows + columns - 1).sum(dim=1)
 
 
-def _flops(query: Tensor, key: Tensor, value: Tensor, *options: Any) -> tuple[int, int]:
-    return count_flops(query, value, query.shape[1] * key.shape[1] * len(query), recompute=not options[-1])
+def _flops(query: Tensor, key: Tensor, value: Tensor, keep: bool, **_: object) -> tuple[int, int]:
+    return count_flops(query, value, query.shape[1] * key.shape[1] * len(query), recompute=not keep)
 
 
 def count_flops(query: Tensor, value: Tensor, pairs: int, recompute: bool) -> tuple[int, int]:

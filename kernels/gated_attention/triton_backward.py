@@ -67,7 +67,7 @@ def _scores_kernel(
     LIVE,  # [segments], number of visible keys
     BOUNDS,  # [segments, 2], start and end of each segment of a varlen batch
     SEED,  # [1]
-    queries, keys, width, chunk, chunks, offset, center, threshold, rescale,
+    queries, keys, width, chunk, chunks, offset, center, threshold, rescale,  # see `GatedCall` and `dropping`
     q_row, q_token, k_row, k_token, v_row, v_token, grad_row, grad_token,  # strides
     first_segment, first_query, band, stride, row_blocks, key_blocks,
     FUNCTION: tl.constexpr, CAUSAL: tl.constexpr, PRECISION: tl.constexpr,

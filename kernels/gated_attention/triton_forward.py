@@ -15,16 +15,7 @@ from torch import Tensor
 
 from luna_mega.kernels.common import triton_choice, triton_launch
 from luna_mega.kernels.common.triton_launch import block_of, cdiv, rows_contiguous, strides
-from luna_mega.kernels.common.triton_tiles import (
-    LOG2_E,
-    dot,
-    drop,
-    dropping,
-    load_kept,
-    load_tile,
-    rise,
-    store_tile,
-)
+from luna_mega.kernels.common.triton_tiles import LOG2_E, dot, drop, dropping, load_kept, load_tile, rise, store_tile
 from luna_mega.kernels.gated_attention import reference
 
 MEAN = tl.constexpr(reference.LAPLACE_MEAN)
@@ -116,7 +107,7 @@ def _forward_kernel(
     LIVE,  # [segments], number of visible keys
     BOUNDS,  # [segments, 2], start and end of each segment of a varlen batch
     SEED,  # [1]
-    queries, keys, width, chunk, chunks, offset, center, threshold, rescale,
+    queries, keys, width, chunk, chunks, offset, center, threshold, rescale,  # see `GatedCall` and `dropping`
     q_row, q_token, k_row, k_token, v_row, v_token,  # strides
     blocks, slices,
     FUNCTION: tl.constexpr, CAUSAL: tl.constexpr, PRECISION: tl.constexpr,
@@ -209,7 +200,9 @@ class GatedCall:
 
     Attributes:
         queries: largest number of queries of a segment; likewise `keys`.
-        sizes: arguments of the kernels from `queries` to `offset`, except the width.
+        sizes: arguments of the kernels from `queries` to `offset`, except the width: T, S, positions of a chunk, chunks
+            of a sequence, and column of the first query.
+        center: index of distance 0 in the bias.
         narrow: whether every operand of a matrix product has 16 bits.
         constants: constants of the kernels.
     """

@@ -50,18 +50,14 @@ def segment_bounds(cu_seqlens: Tensor, chunk_size: int | None, total: int) -> Te
     return torch.stack((torch.minimum(start, stop), torch.minimum(start + chunk_size, stop)), dim=1)
 
 
-def _fake(
-    query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, mask: Tensor | None, bounds: Tensor | None,
-    function: str, *_: object,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+def _fake(query: Tensor, value: Tensor, function: str, **_: object) -> tuple[Tensor, Tensor]:
     lse = query.shape[:2] if function == "softmax" else (0,)
     return value.new_empty(*query.shape[:2], value.shape[2]), query.new_empty(lse, dtype=torch.float32)
 
 
 def _flops(
-    query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, mask: Tensor | None, bounds: Tensor | None,
-    function: str, causal: bool, chunk: int, *_: object,
-) -> tuple[int, int]:  # fmt: skip
+    query: Tensor, key: Tensor, value: Tensor, bounds: Tensor | None, chunk: int, **_: object
+) -> tuple[int, int]:
     if bounds is None:
         keys = key.shape[1]
         of_row = query.shape[1] * keys if chunk >= keys else keys // chunk * chunk**2 + (keys % chunk) ** 2

@@ -1,6 +1,7 @@
 """Luna attention: `luna_pack`, `luna_unpack`, and `luna_attention`, which applies both with a projection in between."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -50,6 +51,7 @@ def _op(name: str, varlen_side: str, **options: Any) -> Op:
 
 PACK = _op("luna_pack", "key", tokens=("key", "value"), tokens_out=False)
 UNPACK = _op("luna_unpack", "query", tokens=("query",), mask=None)
+ATTENTION = replace(PACK, name="luna_attention")  # for `explain`
 
 
 def luna_pack(

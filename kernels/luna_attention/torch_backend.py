@@ -99,12 +99,12 @@ def flash_backward(
     return tuple(x.transpose(1, 2) for x in gradients)
 
 
-def _fake(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
+def _fake(query: Tensor, **_rest: object) -> tuple[Tensor, Tensor]:
     batch, length, heads, _ = query.shape
     return query.new_empty(query.shape), query.new_empty((batch, heads, length), dtype=upcast_dtype(query))
 
 
-def flops(query: Tensor, key: Tensor, *_: object) -> tuple[int, int]:
+def flops(query: Tensor, key: Tensor, **_rest: object) -> tuple[int, int]:
     """Return the FLOPs of an operator and of its gradient; with varlen tokens one of the two has a batch size of 1."""
     product = 2 * min(len(query), len(key)) * query.shape[1] * key.shape[1] * query.shape[2] * query.shape[3]
     return 2 * product, 5 * product

@@ -22,7 +22,7 @@ def _query_kernel(
     OUT, DO,  # [B, T, heads, HEAD_SIZE]
     LSE, DELTA,  # [B, heads, T]
     DQ,  # [splits, B, T, heads, HEAD_SIZE]
-    queries, keys, heads, blocks, split_rows, scale, threshold, rescale,
+    queries, keys, heads, blocks, split_rows, scale, threshold, rescale,  # blocks per head, rows per split, `dropping`
     q_batch, q_row, q_head, k_batch, k_row, k_head, v_batch, v_row, v_head,  # strides
     HEAD_SIZE: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_M: tl.constexpr,
     QUERY_VARLEN: tl.constexpr, KEY_VARLEN: tl.constexpr, PRECISION: tl.constexpr,
@@ -81,7 +81,7 @@ def _key_kernel(
     DO,  # [B, T, heads, HEAD_SIZE]
     LSE, DELTA,  # [B, heads, T]
     DK, DV,  # [splits, B, M, heads, HEAD_SIZE]
-    queries, keys, heads, blocks, split_rows, scale, threshold, rescale,
+    queries, keys, heads, blocks, split_rows, scale, threshold, rescale,  # blocks per head, rows per split, `dropping`
     q_batch, q_row, q_head, k_batch, k_row, k_head, v_batch, v_row, v_head,  # strides
     HEAD_SIZE: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_M: tl.constexpr,
     QUERY_VARLEN: tl.constexpr, KEY_VARLEN: tl.constexpr, PRECISION: tl.constexpr,

@@ -63,7 +63,7 @@ def _forward_kernel(
     SEED,  # [1]
     OUT,  # [splits, B, T, heads, HEAD_SIZE], without splits the result
     LSE,  # [splits, B, heads, T], log2-sum-exp
-    queries, keys, heads, blocks, split_rows, scale, threshold, rescale,
+    queries, keys, heads, blocks, split_rows, scale, threshold, rescale,  # blocks per head, rows per split, `dropping`
     q_batch, q_row, q_head, k_batch, k_row, k_head, v_batch, v_row, v_head, o_batch, o_row, o_head,  # strides
     HEAD_SIZE: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_M: tl.constexpr,
     QUERY_VARLEN: tl.constexpr, KEY_VARLEN: tl.constexpr, PRECISION: tl.constexpr,

@@ -31,7 +31,7 @@ def attend(
     )[0]  # fmt: skip
 
 
-def _fake(query: Tensor, *_rest: object) -> tuple[Tensor, Tensor]:
+def _fake(query: Tensor, **_rest: object) -> tuple[Tensor, Tensor]:
     batch, length, heads, _ = query.shape
     return query.new_empty(query.shape), query.new_empty((batch, heads, length), dtype=torch.float32)
 

@@ -56,15 +56,6 @@ STEP = Op(
 )
 
 
-ARGUMENTS = (
-    "query", "pack_query", "pack_key", "key", "value", "mask", "pack_mask", "activation", "state", "dropout"
-)  # fmt: skip
-
-
-def _named(*arguments: Any) -> Arguments:
-    return dict(zip(ARGUMENTS, arguments, strict=True))
-
-
 def luna_causal_attention(
     query: Tensor,
     pack_query: Tensor,
@@ -142,7 +133,8 @@ def luna_causal_attention(
         _check_varlen(ATTEND.name, query, (pack_key, key, value), mask)
         max_seqlen = check_cu_seqlens(ATTEND.name, cu_seqlens, max_seqlen, query.shape[1])
         batch = cu_seqlens.numel() - 1
-    call = _named(query, pack_query, pack_key, key, value, mask, pack_mask, activation, state, dropout)
+    call: Arguments = {"query": query, "pack_query": pack_query, "pack_key": pack_key, "key": key, "value": value}
+    call |= {"mask": mask, "pack_mask": pack_mask, "activation": activation, "state": state, "dropout": dropout}
     _check(ATTEND.name, batch, **call)
     *result, state = ATTEND(backend, call, cu_seqlens, max_seqlen, return_weights)
     result = (*result, state) if return_state else tuple(result)
@@ -173,7 +165,8 @@ def luna_causal_attention_step(
     """
     if query.dim() != 3:
         raise ValueError(f"{STEP.name} needs query [batch, heads, size], got {list(query.shape)}")
-    call = _named(query, pack_query, pack_key, key, value, mask, pack_mask, activation, state, dropout)
+    call: Arguments = {"query": query, "pack_query": pack_query, "pack_key": pack_key, "key": key, "value": value}
+    call |= {"mask": mask, "pack_mask": pack_mask, "activation": activation, "state": state, "dropout": dropout}
     _check(STEP.name, query.shape[0], **call)
     if inplace and (state is None or torch.is_grad_enabled()):
         raise ValueError(f"{STEP.name} with inplace needs a state, and torch.no_grad()")

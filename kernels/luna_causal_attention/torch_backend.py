@@ -337,16 +337,14 @@ def _forward(
     query: Tensor, pack_key: Tensor, key: Tensor, value: Tensor, pack_query: Tensor, *rest: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the output and the means after the last token."""
-    output, key_mean, value_mean = empty(query, pack_key, key, value, pack_query)
+    output, key_mean, value_mean = empty(query, value, pack_query)
     for heads, block in _blocks(query, pack_key, key, value, pack_query, *rest):
         output[:, :, heads] = block.tokens(block.output())[:, : query.shape[1]]
         key_mean[:, heads], value_mean[:, heads] = block.means()
     return output, key_mean, value_mean
 
 
-def empty(
-    query: Tensor, pack_key: Tensor, key: Tensor, value: Tensor, pack_query: Tensor, *_rest: object
-) -> tuple[Tensor, Tensor, Tensor]:
+def empty(query: Tensor, value: Tensor, pack_query: Tensor, **_rest: object) -> tuple[Tensor, Tensor, Tensor]:
     """Return empty tensors for the result and the means after the last token."""
     (batch, _, heads, size), rows, dtype = query.shape, pack_query.shape[1], upcast_dtype(query)
     key_mean = query.new_empty((batch, heads, size, rows), dtype=dtype)
@@ -374,9 +372,7 @@ def _backward(
     return grads
 
 
-def flops(
-    query: Tensor, pack_key: Tensor, key: Tensor, value: Tensor, pack_query: Tensor, *_: object
-) -> tuple[int, int]:
+def flops(query: Tensor, value: Tensor, pack_query: Tensor, **_rest: object) -> tuple[int, int]:
     """Return the FLOPs of an operator and of its gradient for `[B, T, H, K]`, or one token `[B, H, K]`."""
     of_key, of_value = (2 * pack_query.shape[1] * x.numel() for x in (query, value))
     # Pack scores, sum of keys and unpack scores; sum of values and output. The gradient recomputes all but the output.

@@ -37,12 +37,12 @@ def _query_kernel(
     START_K, START_V,  # sums before each segment, [B, H, segments, SIZE, L], [B, H, segments, L, WIDTH]
     DQ,  # [B, T, H, SIZE]
     W, DU,  # [B, H, T, L]
-    scale, threshold, rescale,
+    scale, threshold, rescale,  # 1 / sqrt(SIZE), `dropping`
     q_b, q_t, q_h, pk_b, pk_t, pk_h, k_b, k_t, k_h, v_b, v_t, v_h, pq_b, pq_l, pq_h, do_b, do_t, do_h,  # strides
-    T, H, S,
+    T, H, S,  # tokens, heads, tokens of a segment
     SIZE: tl.constexpr, WIDTH: tl.constexpr, L: tl.constexpr,
     ELU: tl.constexpr, INNER: tl.constexpr, PRECISION: tl.constexpr,
-    C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BL: tl.constexpr,
+    C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BL: tl.constexpr,  # see `triton_weights`
 ):  # fmt: skip
     """Compute the query gradient, unpack weights W and score gradients DU `[B, H, T, L]`, forward in time."""
     segments, segment, head, b, h = place(1, T, H, S)
@@ -87,12 +87,12 @@ def _key_kernel(
     SEED,  # [1]
     AFTER,  # sums after each segment
     DY, DA, DPK, DPQ, FIRST,  # see below
-    scale, threshold, rescale,
+    scale, threshold, rescale,  # 1 / sqrt(SIZE), `dropping`
     x_b, x_t, x_h, y_b, y_t, y_h, pk_b, pk_t, pk_h, z_b, z_t, z_h, pq_b, pq_l, pq_h,  # strides
-    T, H, S,
+    T, H, S,  # tokens, heads, tokens of a segment
     KEYS: tl.constexpr, SIZE: tl.constexpr, WIDTH: tl.constexpr, L: tl.constexpr,
     ELU: tl.constexpr, INNER: tl.constexpr, PRECISION: tl.constexpr,
-    C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BL: tl.constexpr,
+    C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BL: tl.constexpr,  # see `triton_weights`
 ):  # fmt: skip
     """Compute, backward in time, the gradient of value or, in a second launch (KEYS), the gradient of key.
 

@@ -66,12 +66,12 @@ def _sums_kernel(
     PACK_MASK,  # [B, L]
     SEED,  # [1]
     SUM_X, SUM_Z,  # [B, H, segments, SIZE, L], [B, H, segments, L, WIDTH]
-    scale, threshold, rescale,
+    scale, threshold, rescale,  # 1 / sqrt(SIZE), `dropping`
     x_b, x_t, x_h, z_b, z_t, z_h, y_b, y_t, y_h, w_b, w_t, w_h, pq_b, pq_l, pq_h,  # strides
-    T, H, S,
+    T, H, S,  # tokens, heads, tokens of a segment
     PACK: tl.constexpr, SIZE: tl.constexpr, WIDTH: tl.constexpr, L: tl.constexpr,
     ELU: tl.constexpr, INNER: tl.constexpr, PRECISION: tl.constexpr,
-    C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BL: tl.constexpr,
+    C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BL: tl.constexpr,  # see `triton_weights`
 ):  # fmt: skip
     """Compute the sums of x_t^T y_t, `[K, L]`, and of w_t^T z_t, `[L, V]`, over every segment.
 
@@ -120,12 +120,12 @@ def _forward_kernel(
     START_K, START_V,  # sums before each segment, [B, H, segments, SIZE, L], [B, H, segments, L, WIDTH]
     Y,
     END_K, END_V,  # [B, H, SIZE, L], [B, H, L, WIDTH]
-    scale, threshold, rescale,
+    scale, threshold, rescale,  # 1 / sqrt(SIZE), `dropping`
     q_b, q_t, q_h, pk_b, pk_t, pk_h, k_b, k_t, k_h, v_b, v_t, v_h, pq_b, pq_l, pq_h,  # strides
-    T, H, S,
+    T, H, S,  # tokens, heads, tokens of a segment
     SIZE: tl.constexpr, WIDTH: tl.constexpr, L: tl.constexpr,
     ELU: tl.constexpr, INNER: tl.constexpr, PRECISION: tl.constexpr,
-    C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BL: tl.constexpr,
+    C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BL: tl.constexpr,  # see `triton_weights`
 ):  # fmt: skip
     """Compute Y; the program of the last segment also writes the means after the last token."""
     segments, segment, head, b, h = place(1, T, H, S)
@@ -161,7 +161,7 @@ def _pack_kernel(
     MASK, PACK_MASK,  # [B, T], [B, L]
     SEED,  # [1]
     DA, A,  # [B, H, T, L]
-    scale, threshold, rescale,
+    scale, threshold, rescale,  # 1 / sqrt(SIZE), `dropping`
     pk_b, pk_t, pk_h, pq_b, pq_l, pq_h,  # strides
     T, H,
     SIZE: tl.constexpr, L: tl.constexpr, ELU: tl.constexpr, PRECISION: tl.constexpr,
@@ -216,7 +216,7 @@ def _scan_kernel(
     END,  # [B, H, N, M], with SUMS [B, H, segments, N, M]
     scale,
     x_b, x_t, x_h, y_b, y_t, y_h, z_b, z_t, z_h, f_b, f_t, f_h,  # strides
-    T, H, S,
+    T, H, S,  # tokens, heads, tokens of a segment
     SUMS: tl.constexpr, REVERSE: tl.constexpr, RATE: tl.constexpr, RATE_INSIDE: tl.constexpr, ADD: tl.constexpr,
     N: tl.constexpr, M: tl.constexpr, INNER: tl.constexpr, PRECISION: tl.constexpr,
     C: tl.constexpr, BN: tl.constexpr, BM: tl.constexpr,

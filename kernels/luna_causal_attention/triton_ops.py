@@ -90,7 +90,7 @@ _step_operator = register(
     f"{TOKENS}, {REST}",
     "(Tensor, Tensor, Tensor, Tensor)",
     lambda *inputs: triton_step.forward_step(*inputs[:-1]),  # the precision is used by the backward pass only
-    lambda query, pack_key, key, value, pack_query, *_: triton_step.empty_step(query, value, pack_query),
+    lambda query, value, pack_query, **_: triton_step.empty_step(query, value, pack_query),
     _step_backward,
     flops=torch_backend.flops,
     differentiable=DIFFERENTIABLE,

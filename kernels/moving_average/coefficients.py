@@ -99,6 +99,19 @@ def conjugate(pairs: Tensor) -> Tensor:
     return torch.stack((pairs[..., 0], -pairs[..., 1]), -1)
 
 
+def damped_step_coefficients(*parameters: Tensor) -> tuple[Tensor, ...]:
+    """Return `ema_coefficients` in the dtype of the parameters."""
+    log_q, weight_in, weight_out = reference.damped_coefficients(*parameters)
+    return expm1(log_q), weight_in, weight_out
+
+
+def complex_step_coefficients(*parameters: Tensor) -> tuple[Tensor, ...]:
+    """Return `complex_ema_coefficients` in the dtype of the parameters."""
+    log_decay, turn, weight_in, weight_out = complex_coefficients(*parameters)
+    entry = torch.stack((weight_in, torch.zeros_like(weight_in)), -1)
+    return powers_less_one(log_decay, turn, 1), entry, conjugate(weight_out)
+
+
 def ema_coefficients(
     input_logit: Tensor,
     damping_logit: Tensor,
@@ -113,9 +126,7 @@ def ema_coefficients(
     in y. `dtype`: the dtype of the states.
     """
     with without_autocast(input_logit.device.type):
-        parameters = (x.to(dtype) for x in (input_logit, damping_logit, expansion, projection))
-        log_q, weight_in, weight_out = reference.damped_coefficients(*parameters)
-        return expm1(log_q), weight_in, weight_out
+        return damped_step_coefficients(*(x.to(dtype) for x in (input_logit, damping_logit, expansion, projection)))
 
 
 def complex_ema_coefficients(
@@ -132,10 +143,7 @@ def complex_ema_coefficients(
     and of the imaginary part of the state in y. `dtype`: the dtype of the states.
     """
     with without_autocast(input_logit.device.type):
-        parameters = (x.to(dtype) for x in (input_logit, damping_logit, phase_logit, projection))
-        log_decay, turn, weight_in, weight_out = complex_coefficients(*parameters)
-        entry = torch.stack((weight_in, torch.zeros_like(weight_in)), -1)
-        return powers_less_one(log_decay, turn, 1), entry, conjugate(weight_out)
+        return complex_step_coefficients(*(x.to(dtype) for x in (input_logit, damping_logit, phase_logit, projection)))
 
 
 class _Coefficients(Function):

@@ -4,46 +4,42 @@ from typing import Any
 
 from torch import Tensor
 
-from luna_mega.kernels._dispatch import Op
+from luna_mega.kernels._dispatch import Arguments, Op
 from luna_mega.kernels.checks import check_average, check_position
 from luna_mega.kernels.moving_average import reference, torch_backend
-from luna_mega.kernels.moving_average.coefficients import complex_coefficients, complex_ema_coefficients
+from luna_mega.kernels.moving_average.coefficients import complex_coefficients, complex_step_coefficients
 from luna_mega.kernels.moving_average.wiring import (
     check_call,
-    from_coefficients,
-    from_parameters,
     make_average,
     run_call,
     unsupported_reason,
+    with_coefficients,
 )
-from luna_mega.kernels.upcast import upcast_dtype
 
 # The limit of the Triton kernels, which store the states of a channel in registers.
 MAX_STATES = 32
 
 
-def _triton_step(*call: Any) -> tuple[Tensor, Tensor]:
+def _triton_step(x: Tensor, **call: Any) -> tuple[Tensor, Tensor]:
     from luna_mega.kernels.moving_average import triton_ops
 
-    return triton_ops.complex_step(*call)
+    return triton_ops.complex_step(x, **call)
 
 
 def _unsupported(x: Tensor, parameters: tuple[Tensor, ...], **_: object) -> str | None:
     return unsupported_reason(x, parameters, MAX_STATES)
 
 
-def _reference_step(
-    x: Tensor, state: Tensor, parameters: tuple[Tensor, ...], coefficients: object, skip: Tensor | None,
-    mask: Tensor | None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    dtype = upcast_dtype(x, *parameters)
-    made = reference.complex_coefficients(*(parameter.to(dtype) for parameter in parameters))
-    return reference.complex_step(x, state.to(dtype), made, None if skip is None else skip.to(dtype), mask)
+_reference_from_parameters = with_coefficients(reference.complex_step, reference.complex_coefficients)
+
+
+def _reference_step(coefficients: object, **call: Any) -> Any:
+    return _reference_from_parameters(**call)  # complex numbers, unlike the given coefficients
 
 
 EMA = make_average(
     "complex_ema",
-    from_parameters(reference.complex_ema, reference.complex_coefficients),
+    with_coefficients(reference.complex_ema, reference.complex_coefficients),
     complex_coefficients,
     _unsupported,
     state=3,
@@ -52,8 +48,8 @@ STEP = Op(
     "complex_ema_step",
     {
         "reference": _reference_step,
-        "torch": from_coefficients(torch_backend.complex_step, complex_ema_coefficients),
-        "triton": from_coefficients(_triton_step, complex_ema_coefficients),
+        "torch": with_coefficients(torch_backend.complex_step, complex_step_coefficients),
+        "triton": with_coefficients(_triton_step, complex_step_coefficients),
     },
     _unsupported,
     tokens=("x",),
@@ -116,14 +112,9 @@ def complex_ema(
         True
     """
     check_call(EMA, x, mask, return_state, lengths, cu_seqlens)
-    call = {
-        "x": x,
-        "parameters": (input_logit, damping_logit, phase_logit, projection),
-        "skip": skip,
-        "mask": mask,
-        "initial_state": initial_state,
-        "return_state": return_state,
-    }
+    parameters = (input_logit, damping_logit, phase_logit, projection)
+    call: Arguments = {"x": x, "parameters": parameters, "skip": skip, "mask": mask}
+    call |= {"initial_state": initial_state, "return_state": return_state}
     return run_call(EMA, complex_coefficients, _check, backend, call, lengths, cu_seqlens, max_seqlen)
 
 

@@ -9,15 +9,14 @@ from luna_mega.kernels._dispatch import Arguments, Op
 from luna_mega.kernels._export import is_exporting
 from luna_mega.kernels.checks import check_average, check_mask
 from luna_mega.kernels.moving_average import reference, torch_backend
-from luna_mega.kernels.moving_average.coefficients import damped_coefficients, ema_coefficients
+from luna_mega.kernels.moving_average.coefficients import damped_coefficients, damped_step_coefficients
 from luna_mega.kernels.moving_average.truncated import TruncatedEmaState, truncated
 from luna_mega.kernels.moving_average.wiring import (
     check_call,
-    from_coefficients,
-    from_parameters,
     make_average,
     run_call,
     unsupported_reason,
+    with_coefficients,
 )
 from luna_mega.kernels.upcast import upcast_dtype
 
@@ -47,7 +46,7 @@ def _unsupported_step(x: Tensor, parameters: tuple[Tensor, ...], **_: object) ->
 
 EMA = make_average(
     "damped_ema",
-    from_parameters(reference.damped_ema, reference.damped_coefficients),
+    with_coefficients(reference.damped_ema, reference.damped_coefficients),
     damped_coefficients,
     _unsupported,
     state=0,
@@ -55,8 +54,8 @@ EMA = make_average(
 STEP = Op(
     "damped_ema_step",
     {
-        "reference": from_coefficients(reference.damped_step, ema_coefficients),
-        "torch": from_coefficients(torch_backend.damped_step, ema_coefficients),
+        "reference": with_coefficients(reference.damped_step, damped_step_coefficients),
+        "torch": with_coefficients(torch_backend.damped_step, damped_step_coefficients),
         "triton": _triton_step,  # computing the coefficients would take longer than the step
     },
     _unsupported_step,
@@ -148,16 +147,8 @@ def damped_ema(
 
         output, state = truncated(run_again, x, parameters, skip, mask, truncation, initial_state, lengths)
         return (output, state) if return_state else output
-    call = {
-        "x": x,
-        "parameters": parameters,
-        "skip": skip,
-        "mask": mask,
-        "shift": shift,
-        "truncation": truncation,
-        "initial_state": initial_state,
-        "return_state": return_state,
-    }
+    call: Arguments = {"x": x, "parameters": parameters, "skip": skip, "mask": mask, "shift": shift}
+    call |= {"truncation": truncation, "initial_state": initial_state, "return_state": return_state}
     return run_call(EMA, damped_coefficients, _check, backend, call, lengths, cu_seqlens, max_seqlen)
 
 

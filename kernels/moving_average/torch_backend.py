@@ -312,8 +312,8 @@ def _average(
 
 
 def _average_fake(
-    x: Tensor, mask: Tensor | None, skip: Tensor | None, log_decay: Tensor, turn: Tensor | None, weight_in: Tensor,
-    weight_out: Tensor, initial: Tensor | None, chunk: int, length: int, shift: bool,
+    x: Tensor, skip: Tensor | None, log_decay: Tensor, turn: Tensor | None, weight_in: Tensor, weight_out: Tensor,
+    chunk: int, length: int, shift: bool, **_: object,
 ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:  # fmt: skip
     average = log_decay.new_empty(0 if skip is None or turn is not None else x.shape)
     states, kept = weight_out.numel() // x.shape[2], list[Tensor]()
@@ -392,9 +392,7 @@ def flops(states: int, is_complex: bool) -> tuple[int, int]:
     return 2 * states * (update + output), 2 * states * (3 * update + 2 * output)
 
 
-def _flops(
-    x: Tensor, mask: Tensor | None, skip: Tensor | None, log_decay: Tensor, turn: Tensor | None, *_: object
-) -> tuple[int, int]:
+def _flops(x: Tensor, log_decay: Tensor, turn: Tensor | None, **_: object) -> tuple[int, int]:
     return flops(x.shape[0] * x.shape[1] * log_decay.numel(), turn is not None)
 
 

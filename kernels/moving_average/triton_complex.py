@@ -43,7 +43,7 @@ def _chunk_state_kernel(
     weight_in, weight_out,  # [N, D], [2, N, D]
     starts,  # [S, 2, N, D]
     ends,  # [slots, 2 or 4 with SLOPE, N, D]
-    cu_seqlens, length, chunk, chunks, channels, blocks, width, slots,
+    cu_seqlens, length, chunk, chunks, channels, blocks, width, slots,  # see `Plan`
     stride_b, stride_t, stride_d,
     N: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, UNROLL: tl.constexpr, SLOPE: tl.constexpr,
     GRADIENT: tl.constexpr,
@@ -163,7 +163,7 @@ def _scan_kernel(
     x, output,  # [B, T, D]
     last,  # [S, 2, N, D]
     sums,  # [slots, N, D]
-    cu_seqlens, length, chunk, chunks, channels, blocks, width, slots,
+    cu_seqlens, length, chunk, chunks, channels, blocks, width, slots,  # see `Plan`
     stride_b, stride_t, stride_d, x_stride_b, x_stride_t, x_stride_d,
     N: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, UNROLL: tl.constexpr, GRADIENT: tl.constexpr,
 ):  # fmt: skip
@@ -245,7 +245,7 @@ def _gradient_kernel(
     last_gradient,  # [S, 2, N, D]
     sums,  # [slots, 4, N, D]
     skip_sums,  # [slots, D]
-    cu_seqlens, length, chunk, chunks, channels, blocks, width, slots,
+    cu_seqlens, length, chunk, chunks, channels, blocks, width, slots,  # see `Plan`
     stride_b, stride_t, stride_d, x_stride_b, x_stride_t, x_stride_d,
     N: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, UNROLL: tl.constexpr, CARRIED: tl.constexpr,
 ):  # fmt: skip

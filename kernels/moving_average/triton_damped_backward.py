@@ -37,7 +37,7 @@ def _gradient_kernel(
     skip,  # [D]
     other, inner,  # [B, T, D]
     skip_sums,  # [slots, D]
-    cu_seqlens, length, chunk, chunks, channels, blocks, width, slots,
+    cu_seqlens, length, chunk, chunks, channels, blocks, width, slots,  # see `Plan`
     stride_b, stride_t, stride_d, x_stride_b, x_stride_t, x_stride_d,
     N: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, UNROLL: tl.constexpr,
     REVERSED: tl.constexpr, SHIFT: tl.constexpr, SCALED: tl.constexpr, CARRIED: tl.constexpr,

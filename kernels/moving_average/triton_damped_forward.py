@@ -98,7 +98,7 @@ def _chunk_state_kernel(
     signal, mask,  # [B, T, D], [B, T]
     log_q, weight,  # [N, R]
     ends,  # [directions, 1 or 2 with SLOPE, slots, N, D]
-    cu_seqlens, length, chunk, chunks, channels, blocks, width, slots,
+    cu_seqlens, length, chunk, chunks, channels, blocks, width, slots,  # see `Plan`
     stride_b, stride_t, stride_d,
     N: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, UNROLL: tl.constexpr, FLIPPED: tl.constexpr,
     SLOPE: tl.constexpr,
@@ -216,7 +216,7 @@ def _scan_kernel(
     other, x, output,  # [B, T, D]
     last,  # [S, N, D]
     sums,  # [slots, N, D]
-    cu_seqlens, length, chunk, chunks, channels, blocks, width, slots,
+    cu_seqlens, length, chunk, chunks, channels, blocks, width, slots,  # see `Plan`
     stride_b, stride_t, stride_d, x_stride_b, x_stride_t, x_stride_d,
     N: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, UNROLL: tl.constexpr,
     REVERSED: tl.constexpr, SHIFT: tl.constexpr, SCALED: tl.constexpr, GRADIENT: tl.constexpr,
@@ -336,7 +336,10 @@ class Plan(NamedTuple):
 
     @property
     def sizes(self) -> tuple[Any, ...]:
-        """Return the arguments of every kernel of the scan, from `cu_seqlens` on."""
+        """Return the arguments of every kernel of the scan, from `cu_seqlens` to `slots`.
+
+        Positions of a batch row and of a chunk, chunks of a sequence, channels and their blocks, rows R of parameters.
+        """
         width = self.directions * self.channels
         return self.cu_seqlens, self.length, self.chunk, self.chunks, self.channels, self.blocks, width, self.slots
 

@@ -18,19 +18,10 @@ from luna_mega.kernels.moving_average import (
 from luna_mega.kernels.moving_average.coefficients import conjugate, times
 from luna_mega.kernels.moving_average.torch_backend import flops
 
-INPUTS = "Tensor x, Tensor? mask, Tensor? skip, {}, Tensor? initial, bool return_state, {}"
-PARAMETERS = {
-    "damped": "Tensor input_logit, Tensor damping_logit, Tensor expansion, Tensor projection",
-    "complex": "Tensor input_logit, Tensor damping_logit, Tensor phase_logit, Tensor projection",
-}
-OPTIONS = {
-    "damped": "bool shift, Tensor? cu_seqlens, SymInt max_seqlen",
-    "complex": "Tensor? cu_seqlens, SymInt max_seqlen",
-}
-STEPS = {
-    "damped": PARAMETERS["damped"],
-    "complex": "Tensor change, Tensor weight_in, Tensor weight_out",
-}
+INPUTS = "Tensor x, Tensor? mask, Tensor? skip, {}, Tensor? initial, bool return_state{}, {}"
+VARLEN = "Tensor? cu_seqlens, SymInt max_seqlen"
+DAMPED = "Tensor input_logit, Tensor damping_logit, Tensor expansion, Tensor projection"
+COMPLEX = "Tensor input_logit, Tensor damping_logit, Tensor phase_logit, Tensor projection"
 
 
 def damped_ema(
@@ -91,53 +82,53 @@ def _channels_last(state: Tensor | None) -> Tensor | None:
     return None if state is None else state.float().mT.contiguous()
 
 
-def _complex_forward(x: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    return triton_complex.forward(x, *contiguous(*rest))
-
-
-def _complex_backward(gradient: Tensor, last_gradient: Tensor | None, x: Tensor, *rest: Any) -> Any:
-    return triton_complex.backward(gradient, *contiguous(last_gradient), x, *contiguous(*rest))
-
-
-def _register_average(kind: str, forward: Callable[..., Any], backward: Callable[..., Any]) -> Callable[..., Any]:
+def _register_average(
+    kind: str, parameters: str, forward: Callable[..., Any], backward: Callable[..., Any]
+) -> Callable[..., Any]:
     """Register the operators of an average and of its gradient."""
-    inputs, is_complex = INPUTS.format(PARAMETERS[kind], OPTIONS[kind]), kind == "complex"
-    names = [argument.split()[-1] for argument in inputs.split(", ")]
+    is_complex = kind == "complex"
 
-    def fake(*inputs: Any) -> tuple[Tensor, ...]:
-        of = dict(zip(names, inputs, strict=True))
-        x, cu_seqlens = of["x"], of["cu_seqlens"]
+    def fake(
+        x: Tensor, input_logit: Tensor, projection: Tensor, cu_seqlens: Tensor | None, return_state: bool, **_: object
+    ) -> tuple[Tensor, ...]:
         # A bidirectional average has twice as many rows of parameters, but no states.
-        shape = (len(x) if cu_seqlens is None else len(cu_seqlens) - 1, x.shape[2], *of["projection"].shape[1:])
-        last = x.new_empty(shape if of["return_state"] else 0, dtype=torch.float32)
-        coefficients = x.new_empty((3, *of["input_logit"].shape[::-1]), dtype=torch.float32)
+        shape = (len(x) if cu_seqlens is None else len(cu_seqlens) - 1, x.shape[2], *projection.shape[1:])
+        last = x.new_empty(shape if return_state else 0, dtype=torch.float32)
+        coefficients = x.new_empty((3, *input_logit.shape[::-1]), dtype=torch.float32)
         return x.new_empty(x.shape), last, *(() if is_complex else (coefficients,))
 
     return register(
         f"luna_mega::{kind}_ema_triton",
-        inputs,
+        INPUTS.format(parameters, "" if is_complex else ", bool shift", VARLEN),
         "(Tensor, Tensor)" if is_complex else "(Tensor, Tensor, Tensor)",
         forward,
         fake,
         backward,
-        flops=lambda x, mask, skip, logit, *_: flops(x.shape[0] * x.shape[1] * logit.numel(), is_complex),
-        differentiable=["x", "skip", *(name.split()[1] for name in PARAMETERS[kind].split(", ")), "initial"],
+        flops=lambda x, input_logit, **_: flops(x.shape[0] * x.shape[1] * input_logit.numel(), is_complex),
+        differentiable=["x", "skip", *(name.split()[1] for name in parameters.split(", ")), "initial"],
         gradients=(0, 1),
         saved="" if is_complex else "Tensor coefficients",
         save=lambda inputs, outputs: outputs[2:],
     )
 
 
-_damped = _register_average("damped", _damped_forward, _damped_backward)
-_complex = _register_average("complex", _complex_forward, _complex_backward)
+_damped = _register_average("damped", DAMPED, _damped_forward, _damped_backward)
+_complex = _register_average(
+    "complex",
+    COMPLEX,
+    lambda x, *rest: triton_complex.forward(x, *contiguous(*rest)),
+    lambda grad, of_last, x, *rest: triton_complex.backward(grad, *contiguous(of_last), x, *contiguous(*rest)),
+)
 
 
-def _register_step(kind: str, forward: Callable[..., Any], backward: Callable[..., Any]) -> Callable[..., Any]:
+def _register_step(
+    kind: str, parameters: str, forward: Callable[..., Any], backward: Callable[..., Any]
+) -> Callable[..., Any]:
     """Register the operator of a step.
 
     `backward` receives the inputs, the next state and the gradients of the results.
     """
-    inputs = f"Tensor x, Tensor state, {STEPS[kind]}, Tensor? skip, Tensor? mask"
+    inputs = f"Tensor x, Tensor state, {parameters}, Tensor? skip, Tensor? mask"
     is_complex = kind == "complex"
 
     def run_backward(gradient: Tensor, next_gradient: Tensor | None, after: Tensor, *inputs: Any) -> Any:
@@ -149,9 +140,9 @@ def _register_step(kind: str, forward: Callable[..., Any], backward: Callable[..
         inputs,
         "(Tensor, Tensor)",
         lambda x, *inputs: forward(x, *contiguous(*inputs)),
-        lambda x, state, *_: (x.new_empty(x.shape), state.new_empty(state.shape)),
+        lambda x, state, **_: (x.new_empty(x.shape), state.new_empty(state.shape)),
         run_backward,
-        flops=lambda x, state, *_: flops(state.numel() // (1 + is_complex), is_complex),
+        flops=lambda state, **_: flops(state.numel() // (1 + is_complex), is_complex),
         differentiable=[argument.split()[-1] for argument in inputs.split(", ")[:-1]],
         gradients=(0, 1),
         saved="Tensor after",
@@ -211,5 +202,7 @@ def _complex_step_backward(
     )
 
 
-_damped_one = _register_step("damped", triton_step.damped_step, _damped_step_backward)
-_complex_one = _register_step("complex", triton_step.complex_step, _complex_step_backward)
+_damped_one = _register_step("damped", DAMPED, triton_step.damped_step, _damped_step_backward)
+_complex_one = _register_step(
+    "complex", "Tensor change, Tensor weight_in, Tensor weight_out", triton_step.complex_step, _complex_step_backward
+)

@@ -128,13 +128,8 @@ def _step(
     block = max(16, tile // block_n)
     blocks = cdiv(channels, block)
     triton_launch.launch(
-        kernel,
-        (blocks * len(x),),
-        *(x, state, *inputs, output, next_state, channels, blocks, *x.stride(), *numbers),
-        N=states,
-        BLOCK_N=block_n,
-        BLOCK_D=block,
-        num_warps=4,
-        num_stages=1,
-    )
+        kernel, (blocks * len(x),),
+        x, state, *inputs, output, next_state, channels, blocks, *x.stride(), *numbers,
+        N=states, BLOCK_N=block_n, BLOCK_D=block, num_warps=4, num_stages=1,
+    )  # fmt: skip
     return output, next_state

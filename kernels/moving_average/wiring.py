@@ -45,11 +45,7 @@ def make_average(
         run: Any = getattr(triton_ops, name)
         return run(x, parameters, **call)
 
-    backends = {
-        "reference": reference,
-        "torch": from_parameters(_torch, coefficients),
-        "triton": triton,
-    }
+    backends = {"reference": reference, "torch": with_coefficients(_torch, coefficients), "triton": triton}
     op = Op(name, backends, unsupported, tokens=("x",), run_varlen=run_varlen)
     return op
 
@@ -59,33 +55,22 @@ def _torch(x: Tensor, **call: Any) -> tuple[Tensor, Tensor | None]:
     return run(x, **call)
 
 
-def from_parameters(run: Callable[..., Any], coefficients: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that takes parameters and calls `run` with the coefficients, in float32 or float64."""
+def with_coefficients(run: Callable[..., Any], compute: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that calls `run` with coefficients instead of parameters, in float32 or float64.
 
-    def run_parameters(x: Tensor, parameters: tuple[Tensor, ...], **rest: Any) -> Any:
+    `compute` returns the coefficients of the parameters. A step may get them from an earlier call.
+    """
+
+    def run_call(x: Tensor, parameters: tuple[Tensor, ...], coefficients: Any = None, **rest: Any) -> Any:
         dtype = upcast_dtype(x, *parameters)
-        made = coefficients(*(parameter.to(dtype) for parameter in parameters))
+        if coefficients is None:
+            coefficients = compute(*(parameter.to(dtype) for parameter in parameters))
         for name in ("skip", "state", "initial_state"):
             if rest.get(name) is not None:
                 rest[name] = rest[name].to(dtype)
-        return run(x, coefficients=made, **rest)
+        return run(x, coefficients=coefficients, **rest)
 
-    return run_parameters
-
-
-def from_coefficients(run: Callable[..., Any], compute: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a step that computes the coefficients if the call has none."""
-
-    def run_step(
-        x: Tensor, parameters: tuple[Tensor, ...], coefficients: tuple[Tensor, ...] | None, skip: Tensor | None,
-        state: Tensor, mask: Tensor | None,
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        dtype = upcast_dtype(x, *parameters)
-        if coefficients is None:
-            coefficients = compute(*parameters, dtype=dtype)
-        return run(x, state.to(dtype), coefficients, None if skip is None else skip.to(dtype), mask)
-
-    return run_step
+    return run_call
 
 
 def check_call(

@@ -3,6 +3,7 @@
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from luna_mega.kernels import varlen
 from luna_mega.kernels._dispatch import Op
@@ -11,14 +12,14 @@ from luna_mega.kernels.checks import check_mask, count_sequences
 from luna_mega.kernels.segment_pack import reference, torch_backend
 
 
-def _triton(**call: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _triton(**call: Any) -> tuple[Tensor, Tensor, Tensor]:
     # Imported lazily because Triton decides at import time whether kernels are interpreted.
     from luna_mega.kernels.segment_pack import triton_ops
 
     return triton_ops.segment_pack(**call)
 
 
-def _unsupported(states: torch.Tensor, **_: Any) -> str | None:
+def _unsupported(states: Tensor, **_: Any) -> str | None:
     return "states are float64" if states.dtype == torch.float64 else None
 
 
@@ -34,13 +35,13 @@ PACK = Op(
 
 @torch.no_grad()
 def assign_rows(
-    score: torch.Tensor,
-    mask: torch.Tensor | None,
+    score: Tensor,
+    mask: Tensor | None,
     rows: int,
     *,
-    cu_seqlens: torch.Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
     max_seqlen: int | None = None,
-) -> torch.Tensor:
+) -> Tensor:
     """Assign every token to one of L rows, so that rows have consecutive tokens and equal shares of the weight.
 
     The weight of a token is the softmax of its score. A token costs `min(1, lambda * weight)`, with lambda so that the
@@ -75,16 +76,16 @@ def assign_rows(
 
 
 def segment_pack(
-    states: torch.Tensor,
-    score: torch.Tensor,
-    row: torch.Tensor,
-    mask: torch.Tensor | None,
+    states: Tensor,
+    score: Tensor,
+    row: Tensor,
+    mask: Tensor | None,
     rows: int,
     *,
     backend: str | None = None,
-    cu_seqlens: torch.Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
     max_seqlen: int | None = None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
     """Pack the tokens of each row: their mean, weighted by the softmax of their scores, and the entropy of the weights.
 
     Attention that adds the entropy to the logit of a row is exact if the logits of its tokens differ only by the score:
@@ -133,7 +134,7 @@ def segment_pack(
     return packed, entropy, filled
 
 
-def _check_tokens(op: str, score: torch.Tensor, mask: torch.Tensor | None, rows: int) -> None:
+def _check_tokens(op: str, score: Tensor, mask: Tensor | None, rows: int) -> None:
     if score.dim() != 2:
         raise ValueError(f"{op} needs score [batch, length], got {list(score.shape)}")
     if rows < 1:

@@ -5,11 +5,12 @@ and mask `[B, T]`. Masks are boolean, True = keep.
 """
 
 import torch
+from torch import Tensor
 
 from luna_mega.kernels.upcast import upcast, upcast_dtype
 
 
-def assign_rows(score: torch.Tensor, mask: torch.Tensor, rows: int) -> torch.Tensor:
+def assign_rows(score: Tensor, mask: Tensor, rows: int) -> Tensor:
     """Return the row of every token, `[B, T]`; 0 at masked positions.
 
     A token with weight `w = exp(score)` costs `min(1, lambda w)`, and the costs sum to `rows`. The row of a token is
@@ -34,8 +35,8 @@ def assign_rows(score: torch.Tensor, mask: torch.Tensor, rows: int) -> torch.Ten
 
 
 def segment_pack(
-    states: torch.Tensor, score: torch.Tensor, row: torch.Tensor, mask: torch.Tensor | None, rows: int
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    states: Tensor, score: Tensor, row: Tensor, mask: Tensor | None, rows: int
+) -> tuple[Tensor, Tensor, Tensor]:
     """Return the packed rows `[B, L, D]`, the entropy of their weights and the mask of rows with tokens, `[B, L]` each.
 
     A row is the mean of its tokens, weighted by the softmax of their scores. A row without tokens is 0, with entropy 0.

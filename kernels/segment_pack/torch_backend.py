@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from luna_mega.kernels._export import in_program, is_exporting, is_tracing
@@ -11,7 +12,7 @@ from luna_mega.kernels.upcast import upcast_dtype
 from luna_mega.kernels.varlen import locate
 
 
-def assign_rows(score: torch.Tensor, mask: torch.Tensor, rows: int) -> torch.Tensor:
+def assign_rows(score: Tensor, mask: Tensor, rows: int) -> Tensor:
     """Return `reference.assign_rows`; the rows of masked positions keep the order."""
     rank = (mask.cumsum(dim=-1) - 1).clamp(min=0)
     if not in_program() and mask.shape[1] <= rows:
@@ -31,7 +32,7 @@ def assign_rows(score: torch.Tensor, mask: torch.Tensor, rows: int) -> torch.Ten
     return torch.where(mask.sum(dim=-1, keepdim=True) <= rows, rank, assigned)
 
 
-def _fill(weight: torch.Tensor, budget: int) -> torch.Tensor:
+def _fill(weight: Tensor, budget: int) -> Tensor:
     """Return the costs `min(1, factor * weight)`, `[B, T]`, that sum to `budget` (water filling).
 
     The weights are sorted once. If the k heaviest tokens have cost 1, the factor is (budget - k) / (sum of the other
@@ -45,9 +46,9 @@ def _fill(weight: torch.Tensor, budget: int) -> torch.Tensor:
 
 
 def segment_pack(
-    states: torch.Tensor, score: torch.Tensor, row: torch.Tensor, mask: torch.Tensor | None, rows: int,
-    cu_seqlens: torch.Tensor | None = None, max_seqlen: int | None = None, run: Callable[..., Any] | None = None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    states: Tensor, score: Tensor, row: Tensor, mask: Tensor | None, rows: int,
+    cu_seqlens: Tensor | None = None, max_seqlen: int | None = None, run: Callable[..., Any] | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Return `reference.segment_pack`; with `cu_seqlens` the tokens are `[1, total]`, and `row` counts per sequence.
 
     `run` packs the rows of all sequences, None = this file's function.
@@ -64,7 +65,7 @@ def segment_pack(
     return packed.to(states.dtype).unflatten(0, (batch, rows)), entropy.view(batch, rows), total.view(batch, rows) != 0
 
 
-def _sums(x: torch.Tensor, index: torch.Tensor, rows: int) -> torch.Tensor:
+def _sums(x: Tensor, index: Tensor, rows: int) -> Tensor:
     """Return the sums `[rows, ...]` of the elements of x `[N, ...]` in each row; `index` `[N]` contains the rows."""
     zeros = x.new_zeros(rows, *x.shape[1:])
     if x.is_cuda:  # index_add uses atomics there, which are not deterministic
@@ -72,9 +73,7 @@ def _sums(x: torch.Tensor, index: torch.Tensor, rows: int) -> torch.Tensor:
     return zeros.index_add(0, index, x)
 
 
-def _pack(
-    states: torch.Tensor, score: torch.Tensor, mask: torch.Tensor | None, index: torch.Tensor, rows: int
-) -> tuple[Any, ...]:
+def _pack(states: Tensor, score: Tensor, mask: Tensor | None, index: Tensor, rows: int) -> tuple[Any, ...]:
     """Return the packed rows, entropy and total weight, and the tensors that the backward pass reads."""
     dropped = None if mask is None else ~mask
     if dropped is not None:
@@ -94,7 +93,7 @@ def _pack(
     return _sums(weighted, index, rows), entropy, total, dropped, weight, relative, divisor
 
 
-def _traced(*call: Any) -> tuple[torch.Tensor, ...]:
+def _traced(*call: Any) -> tuple[Tensor, ...]:
     """Return the first three results of `_pack`; `torch.jit.trace` does not support numbers in an autograd function."""
     return _pack(*call)[:3]
 
@@ -104,8 +103,8 @@ class _SegmentPack(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, states: torch.Tensor, score: torch.Tensor, mask: torch.Tensor | None, index: torch.Tensor, rows: int
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        ctx: Any, states: Tensor, score: Tensor, mask: Tensor | None, index: Tensor, rows: int
+    ) -> tuple[Tensor, Tensor, Tensor]:
         packed, entropy, total, dropped, weight, relative, divisor = _pack(states, score, mask, index, rows)
         ctx.save_for_backward(states, index, dropped, weight, relative, packed, entropy, divisor)
         ctx.mark_non_differentiable(total)
@@ -113,7 +112,7 @@ class _SegmentPack(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_packed: torch.Tensor, grad_entropy: torch.Tensor, _: Any) -> tuple[Any, ...]:
+    def backward(ctx: Any, grad_packed: Tensor, grad_entropy: Tensor, _: Any) -> tuple[Any, ...]:
         states, index, dropped, weight, relative, packed, entropy, divisor = ctx.saved_tensors
         grad_rows = grad_packed[index]
         own = (grad_rows * states).sum(dim=-1) - grad_entropy[index] * relative

@@ -3,6 +3,7 @@
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from luna_mega.kernels.common.triton_launch import block_of, cdiv, contiguous, launch
 
@@ -110,9 +111,7 @@ def _backward_kernel(
         tl.store(DSCORE + token, weight * (own - mean), there)
 
 
-def forward(
-    x: torch.Tensor, score: torch.Tensor, kept: torch.Tensor | None, starts: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+def forward(x: Tensor, score: Tensor, kept: Tensor | None, starts: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return the packed rows `[R, D]` of tokens `[N, D]`, and the entropy, the largest score and the sum of weights.
 
     `starts` `[R + 1]` int64 are the bounds of the rows; score `[N]` and all results are float32.
@@ -130,10 +129,9 @@ def forward(
 
 
 def backward(
-    grad_packed: torch.Tensor, grad_entropy: torch.Tensor | None, packed: torch.Tensor, entropy: torch.Tensor,
-    peak: torch.Tensor, total: torch.Tensor, x: torch.Tensor, score: torch.Tensor, kept: torch.Tensor | None,
-    starts: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    grad_packed: Tensor, grad_entropy: Tensor | None, packed: Tensor, entropy: Tensor, peak: Tensor, total: Tensor,
+    x: Tensor, score: Tensor, kept: Tensor | None, starts: Tensor,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Return the gradients of `x` and `score`; `packed` to `total` are the results of `forward`."""
     grad_entropy = torch.zeros_like(entropy) if grad_entropy is None else grad_entropy
     grad_packed, grad_entropy, x, score, kept = contiguous(grad_packed, grad_entropy, x, score, kept)

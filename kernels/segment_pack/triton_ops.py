@@ -3,26 +3,27 @@
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from luna_mega.kernels._custom_operator import Values, register
 from luna_mega.kernels.segment_pack import torch_backend, triton_kernels
 
 
-def segment_pack(**call: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def segment_pack(**call: Any) -> tuple[Tensor, Tensor, Tensor]:
     """Return `torch_backend.segment_pack`."""
     return torch_backend.segment_pack(**call, run=_pack)
 
 
 def _pack(
-    states: torch.Tensor, score: torch.Tensor, mask: torch.Tensor | None, index: torch.Tensor, rows: int
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    states: Tensor, score: Tensor, mask: Tensor | None, index: Tensor, rows: int
+) -> tuple[Tensor, Tensor, Tensor]:
     # The tokens of a row follow each other.
     starts = torch.searchsorted(index, torch.arange(rows + 1, device=index.device))
     packed, entropy, _, total = _operator(states, score, mask, starts)
     return packed, entropy, total
 
 
-def _fake(states: torch.Tensor, score: torch.Tensor, mask: torch.Tensor | None, starts: torch.Tensor) -> Values:
+def _fake(states: Tensor, starts: Tensor, **_: object) -> Values:
     rows = starts.shape[0] - 1
     sums = (states.new_empty(rows, dtype=torch.float32) for _ in range(3))
     return states.new_empty(rows, states.shape[1], dtype=torch.float32), *sums
@@ -35,7 +36,7 @@ _operator = register(
     triton_kernels.forward,
     _fake,
     triton_kernels.backward,
-    flops=lambda states, *_: (2 * states.numel(), 4 * states.numel()),
+    flops=lambda states, **_: (2 * states.numel(), 4 * states.numel()),
     differentiable=("states", "score"),
     gradients=(0, 1),
     saved="Tensor packed, Tensor entropy, Tensor peak, Tensor total",

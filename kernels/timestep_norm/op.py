@@ -11,20 +11,17 @@ from luna_mega.kernels.timestep_norm import reference, torch_backend
 from luna_mega.kernels.timestep_norm.reference import TimestepNormState, empty_state
 
 
-def _triton(x: Tensor, groups: int, **call: Any) -> tuple[Tensor, TimestepNormState]:
+def _triton(**call: Any) -> tuple[Tensor, TimestepNormState]:
     # Imported lazily because Triton decides at import time whether kernels are interpreted.
     from luna_mega.kernels.timestep_norm import triton_ops
 
-    return triton_ops.timestep_norm(x, groups, **call)
+    return triton_ops.timestep_norm(**call)
 
 
-def _triton_step(
-    x: Tensor, state: TimestepNormState, groups: int, weight: Tensor | None, bias: Tensor | None, eps: float,
-    mask: Tensor | None,
-) -> tuple[Tensor, TimestepNormState]:  # fmt: skip
+def _triton_step(**call: Any) -> tuple[Tensor, TimestepNormState]:
     from luna_mega.kernels.timestep_norm import triton_ops
 
-    return triton_ops.step(x, state, groups, weight, bias, eps, mask)
+    return triton_ops.step(**call)
 
 
 def _unsupported(x: Tensor, weight: Tensor | None, bias: Tensor | None, **_: object) -> str | None:
@@ -108,16 +105,9 @@ def timestep_norm(
     check_sequences("timestep_norm", x, mask, "features")
     sequences, max_seqlen = count_sequences("timestep_norm", x, cu_seqlens, max_seqlen, "features")
     _check("timestep_norm", x, groups, weight, bias)
-    call = {
-        "x": x,
-        "groups": groups,
-        "weight": weight,
-        "bias": bias,
-        "eps": eps,
-        "mask": mask,
-        "initial_state": _checked_state("timestep_norm", x, groups, initial_state, sequences),
-    }
-    output, state = NORM(backend, call, cu_seqlens, max_seqlen)
+    initial_state = _checked_state("timestep_norm", x, groups, initial_state, sequences)
+    call = {"x": x, "groups": groups, "weight": weight, "bias": bias, "eps": eps, "mask": mask}
+    output, state = NORM(backend, call | {"initial_state": initial_state}, cu_seqlens, max_seqlen)
     return (output, state) if return_state else output
 
 
@@ -162,11 +152,7 @@ def _checked_state(
         return empty_state(x, groups, sequences)
     count, *rest = state
     shapes, needed = [list(tensor.shape) for tensor in state], [[sequences], [sequences, groups], [sequences, groups]]
-    if (
-        shapes != needed
-        or count.is_floating_point()
-        or not all(t.dtype in (torch.float32, torch.float64) for t in rest)
-    ):
+    if shapes != needed or count.is_floating_point() or not {x.dtype for x in rest} <= {torch.float32, torch.float64}:
         raise ValueError(
             f"{op} needs a state of an integer count and float32 or float64 mean and variance {needed}, got "
             f"{[t.dtype for t in state]} {shapes}"

@@ -261,9 +261,8 @@ def _forward(
 
 
 def _forward_fake(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, mask: Tensor | None, count: Tensor, mean: Tensor,
-    variance: Tensor, groups: int, eps: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    x: Tensor, weight: Tensor | None, mean: Tensor, groups: int, **_: object
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     means = mean.new_empty(*x.shape[:2], groups)
     own, rstd = (torch.empty_like(means, dtype=upcast_dtype(x, weight)) for _ in range(2))
     return x.new_empty(x.shape), own, means, rstd, torch.empty_like(mean), torch.empty_like(mean)
@@ -319,7 +318,7 @@ def register_passes(name: str, passes: Passes) -> Callable[..., Any]:
         partial(_forward, passes),
         _forward_fake,
         partial(_backward, passes),
-        flops=lambda *_: (0, 0),
+        flops=lambda **_: (0, 0),
         differentiable=("x", "weight", "bias", "mean", "variance"),
         gradients=(0, 4, 5),
         saved="Tensor own, Tensor means, Tensor rstd",

@@ -34,7 +34,7 @@ def _moments_kernel(
     X,  # [total, groups * width]
     KEPT,  # [total]
     MEAN, SPREAD,  # [total, groups]
-    total, groups, width,
+    total, groups, width,  # rows, groups, features of a group
     BLOCK_R: tl.constexpr, BLOCK_W: tl.constexpr,
 ):  # fmt: skip
     """Write mean and variance of a feature group for every row. The program index is `(tile of rows, group)`."""
@@ -56,7 +56,7 @@ def _apply_kernel(
     MEAN, RSTD,  # [total, groups]
     WEIGHT, BIAS,  # [groups * width]
     Y,  # [total, groups * width]
-    total, groups, width,
+    total, groups, width,  # rows, groups, features of a group
     BLOCK_R: tl.constexpr, BLOCK_W: tl.constexpr,
 ):  # fmt: skip
     """Write (x - mean) rstd weight + bias; masked rows are 0. The program index is `(tile of rows, group)`."""
@@ -84,7 +84,7 @@ def _sums_kernel(
     WEIGHT,  # [groups * width]
     SUMS, PRODUCTS,  # [total, groups]
     WEIGHT_SUMS, BIAS_SUMS,  # [parts, groups * width]
-    total, groups, width,
+    total, groups, width,  # rows, groups, features of a group
     BLOCK_R: tl.constexpr, BLOCK_W: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
     """Write group means of g = dy rstd weight and of g (x - mean), and partial gradients of weight and bias.
@@ -127,7 +127,7 @@ def _apply_backward_kernel(
     STRETCH, SHIFT, RSTD,  # [total, groups]
     WEIGHT,  # [groups * width]
     DX,  # [total, groups * width]
-    total, groups, width,
+    total, groups, width,  # rows, groups, features of a group
     BLOCK_R: tl.constexpr, BLOCK_W: tl.constexpr,
 ):  # fmt: skip
     """Write dy rstd weight + x stretch + shift. The program index is `(tile of rows, group)`."""
@@ -263,12 +263,7 @@ def step(
     following = tuple(torch.empty_like(x) for x in state)
     inputs = triton_launch.contiguous(x, *state, weight, bias, mask)
     triton_launch.launch(
-        _step_kernel,
-        (cdiv(groups, block_g), len(x)),
-        *(*inputs, y, *following, groups, width, eps),
-        BLOCK_G=block_g,
-        BLOCK_W=block_w,
-        num_warps=4,
-        num_stages=1,
-    )
+        _step_kernel, (cdiv(groups, block_g), len(x)), *inputs, y, *following, groups, width, eps,
+        BLOCK_G=block_g, BLOCK_W=block_w, num_warps=4, num_stages=1,
+    )  # fmt: skip
     return y, *following

@@ -48,7 +48,7 @@ def op(request):
 
 
 def decide(op, argument=None, device=CUDA, unsupported=None):
-    return api._OPS[op].decide(argument, device, unsupported)
+    return api.OPS[op].decide(argument, device, unsupported)
 
 
 FUNCTIONS = {
@@ -57,7 +57,7 @@ FUNCTIONS = {
 
 
 def test_every_public_op_is_registered():
-    assert api._OPS.keys() == CALLS.keys() == FUNCTIONS
+    assert api.OPS.keys() == CALLS.keys() == FUNCTIONS
 
 
 @pytest.fixture
@@ -104,7 +104,7 @@ def test_gpu_fallback_warns_once(op, gpu, monkeypatch, caplog):
     It does not warn if the caller chose the backend, for tensors on other devices, or while compiling.
     """
     monkeypatch.setattr(_dispatch, "_warned", set())
-    choose = api._OPS[op].choose
+    choose = api.OPS[op].choose
     for backend, device in ((None, "cpu"), ("torch", "cuda"), ("reference", "cuda")):
         choose(backend, torch.device(device), "of one reason")
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
