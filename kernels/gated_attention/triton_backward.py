@@ -97,10 +97,8 @@ def _scores_kernel(
     q_token, k_token, v_token = q_token * UNIT, k_token * UNIT, v_token * UNIT
     if GRAD is not None:
         grad = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-        grad_first, v_first = (
-            GRAD + row * grad_row * UNIT + start * grad_token,
-            V + row * v_row * UNIT + start * v_token,
-        )
+        grad_first = GRAD + row * grad_row * UNIT + start * grad_token
+        v_first = V + row * v_row * UNIT + start * v_token
         for first_column in range(0, width, BLOCK_V):
             v = first_column + tl.arange(0, BLOCK_V)
             grad_output = load_tile(grad_first, i, grad_token, i < n_queries, v, width)

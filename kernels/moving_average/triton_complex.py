@@ -295,9 +295,8 @@ def _gradient_kernel(
                 next_slope_real = tl.where(used, next_slope_real, slope_real)
                 next_slope_imaginary = tl.where(used, next_slope_imaginary, slope_imaginary)
                 next_real, next_imaginary = tl.where(used, next_real, real), tl.where(used, next_imaginary, imaginary)
-            real, imaginary, slope_real, slope_imaginary = (
-                next_real, next_imaginary, next_slope_real, next_slope_imaginary,
-            )  # fmt: skip
+            real, imaginary = next_real, next_imaginary
+            slope_real, slope_imaginary = next_slope_real, next_slope_imaginary
             gained = received[i][None, :]
             sum_real += gained * real
             sum_imaginary += gained * imaginary

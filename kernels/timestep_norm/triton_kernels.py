@@ -18,15 +18,16 @@ TILES = 8
 
 
 @triton.jit
-def _tile(first, total, KEPT, BLOCK_R: tl.constexpr, BLOCK_W: tl.constexpr):
-    """Return the rows of a tile, the features in the group, and masks of valid rows and of unmasked rows."""
-    row = first.to(tl.int64) + tl.arange(0, BLOCK_R)
+def _tile(index, group, total, groups, width, KEPT, BLOCK_R: tl.constexpr, BLOCK_W: tl.constexpr):
+    """Return rows and features of a group's tile, a mask of the rows, and mask and places of unmasked elements."""
+    row = (index * BLOCK_R).to(tl.int64) + tl.arange(0, BLOCK_R)
     feature = tl.arange(0, BLOCK_W)
     there = row < total
     kept = there
     if KEPT is not None:
         kept = there & (tl.load(KEPT + row, there, other=0) != 0)
-    return row, feature, there, kept
+    inside = kept[:, None] & (feature < width)[None, :]
+    return row, feature, there, inside, row[:, None] * (groups * width) + group * width + feature[None, :]
 
 
 @triton.jit(do_not_specialize=["total"])
@@ -39,9 +40,7 @@ def _moments_kernel(
 ):  # fmt: skip
     """Write mean and variance of a feature group for every row. The program index is `(tile of rows, group)`."""
     group = tl.program_id(1)
-    row, feature, there, kept = _tile(tl.program_id(0) * BLOCK_R, total, KEPT, BLOCK_R, BLOCK_W)
-    inside = kept[:, None] & (feature < width)[None, :]
-    places = row[:, None] * (groups * width) + group * width + feature[None, :]
+    row, feature, there, inside, places = _tile(tl.program_id(0), group, total, groups, width, KEPT, BLOCK_R, BLOCK_W)
     values = tl.load(X + places, inside, other=0.0).to(tl.float32)
     mean = tl.sum(values, 1) / width
     around = tl.where(inside, values - mean[:, None], 0.0)
@@ -61,9 +60,7 @@ def _apply_kernel(
 ):  # fmt: skip
     """Write (x - mean) rstd weight + bias; masked rows are 0. The program index is `(tile of rows, group)`."""
     group = tl.program_id(1)
-    row, feature, there, kept = _tile(tl.program_id(0) * BLOCK_R, total, KEPT, BLOCK_R, BLOCK_W)
-    inside = kept[:, None] & (feature < width)[None, :]
-    places = row[:, None] * (groups * width) + group * width + feature[None, :]
+    row, feature, there, inside, places = _tile(tl.program_id(0), group, total, groups, width, KEPT, BLOCK_R, BLOCK_W)
     values = tl.load(X + places, inside, other=0.0).to(tl.float32)
     mean = tl.load(MEAN + row * groups + group, there, other=0.0).to(tl.float32)
     rstd = tl.load(RSTD + row * groups + group, there, other=0.0)
@@ -95,10 +92,8 @@ def _sums_kernel(
     of_weight = tl.zeros([BLOCK_W], tl.float32)
     of_bias = tl.zeros([BLOCK_W], tl.float32)
     for number in range(TILES):
-        first = (part * TILES + number) * BLOCK_R
-        row, feature, there, kept = _tile(first, total, KEPT, BLOCK_R, BLOCK_W)
-        inside = kept[:, None] & (feature < width)[None, :]
-        places = row[:, None] * (groups * width) + group * width + feature[None, :]
+        tile = part * TILES + number
+        row, feature, there, inside, places = _tile(tile, group, total, groups, width, KEPT, BLOCK_R, BLOCK_W)
         received = tl.load(DY + places, inside, other=0.0).to(tl.float32)
         values = tl.load(X + places, inside, other=0.0).to(tl.float32)
         mean = tl.load(MEAN + row * groups + group, there, other=0.0).to(tl.float32)
@@ -132,9 +127,7 @@ def _apply_backward_kernel(
 ):  # fmt: skip
     """Write dy rstd weight + x stretch + shift. The program index is `(tile of rows, group)`."""
     group = tl.program_id(1)
-    row, feature, there, kept = _tile(tl.program_id(0) * BLOCK_R, total, KEPT, BLOCK_R, BLOCK_W)
-    inside = kept[:, None] & (feature < width)[None, :]
-    places = row[:, None] * (groups * width) + group * width + feature[None, :]
+    row, feature, there, inside, places = _tile(tl.program_id(0), group, total, groups, width, KEPT, BLOCK_R, BLOCK_W)
     gradient = tl.load(DY + places, inside, other=0.0).to(tl.float32)
     values = tl.load(X + places, inside, other=0.0).to(tl.float32)
     of_group = row * groups + group

@@ -135,18 +135,9 @@ def _statistics_backward_kernel(
         of_total = variance_sum[None, :] + _from_end(gained)
         of_away = _of_away(of_total, OWN, MEANS, MEAN, row, position, length, counted, kept, group, groups)
         of_next = _of_away(
-            of_total - gained,
-            OWN,
-            MEANS,
-            MEAN,
-            row,
-            position + 1,
-            length,
-            counted + following,
-            following,
-            group,
+            of_total - gained, OWN, MEANS, MEAN, row, position + 1, length, counted + following, following, group,
             groups,
-        )
+        )  # fmt: skip
         direct = tl.where(inside, (-_double(SUMS, places, inside) - of_next) * share, 0.0)
         of_sum = mean_sum[None, :] + _from_end(direct)
         used = (kept > 0)[:, None]
