@@ -22,8 +22,8 @@ from luna_mega.kernels.gated_attention.triton_forward import (
     SQRT_HALF,
     GatedCall,
     find_segment,
-    finish,
     multiply,
+    scale_scores,
     scales,
 )
 
@@ -107,7 +107,7 @@ def _scores_kernel(
     k_first = K + row * k_row * UNIT + start * k_token
     products = multiply(None, q_first, i, q_token, n_queries, k_first, j, k_token, live, SIZE, BLOCK_Z, PRECISION)
     scale = scales(LIVE, segment, i, offset, n_keys, SIZE, FUNCTION, CAUSAL)
-    scores, kept = finish(products, scale, BIAS, center, i, j, live, n_queries, offset, CAUSAL)
+    scores, kept = scale_scores(products, scale, BIAS, center, i, j, live, n_queries, offset, CAUSAL)
     if GRAD is not None:
         grad = drop(grad, SEED, threshold, rescale, segment, i, first_key, BLOCK_M, BLOCK_N)
     if FUNCTION == "softmax":

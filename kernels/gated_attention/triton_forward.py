@@ -70,7 +70,7 @@ def multiply(
 
 
 @triton.jit
-def finish(products, scale, BIAS, center, i, j, live, n_queries, offset, CAUSAL: tl.constexpr):
+def scale_scores(products, scale, BIAS, center, i, j, live, n_queries, offset, CAUSAL: tl.constexpr):
     """Return the scores `[i, j]` and a mask of the visible scores."""
     kept = (i < n_queries)[:, None] & live[None, :]
     lag = j[None, :] - (i + offset)[:, None]
@@ -136,7 +136,7 @@ def _forward_kernel(
         live = load_kept(MASK, row * keys + start, j, n_keys)
         products = multiply(None, q_first, i, q_token, n_queries, k_first, j, k_token, live, SIZE, BLOCK_Z, PRECISION)
         scale = scales(LIVE, segment, i, offset, n_keys, SIZE, FUNCTION, CAUSAL)
-        scores, kept = finish(products, scale, BIAS, center, i, j, live, n_queries, offset, CAUSAL)
+        scores, kept = scale_scores(products, scale, BIAS, center, i, j, live, n_queries, offset, CAUSAL)
         token = row * queries + start + i
         if FUNCTION == "softmax":
             scores = tl.where(kept, scores * LOG2_E, float("-inf"))
@@ -173,7 +173,7 @@ def _forward_kernel(
             j = first + tl.arange(0, BLOCK_N)
             live = load_kept(MASK, row * keys + start, j, n_keys)
             products = multiply(q, q_first, i, q_token, n_queries, k_first, j, k_token, live, SIZE, BLOCK_Z, PRECISION)
-            scores, kept = finish(products, scale, BIAS, center, i, j, live, n_queries, offset, CAUSAL)
+            scores, kept = scale_scores(products, scale, BIAS, center, i, j, live, n_queries, offset, CAUSAL)
             if FUNCTION == "softmax":
                 scores = tl.where(kept, scores * LOG2_E, float("-inf"))
                 largest, shift, shrink = rise(largest, tl.max(scores, axis=1))

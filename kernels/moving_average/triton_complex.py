@@ -23,7 +23,7 @@ from luna_mega.kernels.moving_average.triton_damped_forward import (
     place,
     position,
     sequence_slots,
-    tile_of,
+    state_tile,
 )
 from luna_mega.kernels.moving_average.triton_step import load_pair, times
 
@@ -56,7 +56,7 @@ def _chunk_state_kernel(
     block, sequence, row, first, size, number, slot, begin, count = place(cu_seqlens, length, chunk, chunks, blocks)
     if count <= 0:
         return
-    n, d, inside, tile = tile_of(block, channels, N, BLOCK_N, BLOCK_D)
+    n, d, inside, tile = state_tile(block, channels, N, BLOCK_N, BLOCK_D)
     rows, states, end = n * channels + d[None, :], channels * N, tl.where(inside, count, 0)
     q_real, q_imaginary, lost_real, lost_imaginary = _rate(factors, rows, states, tile, UNROLL)
     real, imaginary = tl.zeros([BLOCK_N, BLOCK_D], tl.float32), tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
@@ -175,7 +175,7 @@ def _scan_kernel(
     block, sequence, row, first, size, number, slot, begin, count = place(cu_seqlens, length, chunk, chunks, blocks)
     if (count <= 0) & (number > 0):
         return
-    n, d, inside, tile = tile_of(block, channels, N, BLOCK_N, BLOCK_D)
+    n, d, inside, tile = state_tile(block, channels, N, BLOCK_N, BLOCK_D)
     rows, states, end = n * channels + d[None, :], channels * N, tl.where(inside, count, 0)
     q_real, q_imaginary, lost_real, lost_imaginary = _rate(factors, rows, states, tile, UNROLL)
     entry = tl.load(weight_in + rows, tile, other=0.0)
@@ -256,7 +256,7 @@ def _gradient_kernel(
     block, sequence, row, first, size, number, slot, begin, count = place(cu_seqlens, length, chunk, chunks, blocks)
     if (count <= 0) & (number > 0):
         return
-    n, d, inside, tile = tile_of(block, channels, N, BLOCK_N, BLOCK_D)
+    n, d, inside, tile = state_tile(block, channels, N, BLOCK_N, BLOCK_D)
     rows, states, end = n * channels + d[None, :], channels * N, tl.where(inside, count, 0)
     q_real, q_imaginary, lost_real, lost_imaginary = _rate(factors, rows, states, tile, UNROLL)
     entry = tl.load(weight_in + rows, tile, other=0.0)

@@ -22,8 +22,8 @@ from luna_mega.kernels.moving_average.triton_damped_forward import (
     place,
     position,
     scan,
+    state_tile,
     states_before,
-    tile_of,
 )
 
 
@@ -51,7 +51,7 @@ def _gradient_kernel(
     block, sequence, row, first, size, number, slot, begin, count = place(cu_seqlens, length, chunk, chunks, blocks)
     if (count <= 0) & (number > 0):
         return
-    n, d, inside, tile = tile_of(block, channels, N, BLOCK_N, BLOCK_D)
+    n, d, inside, tile = state_tile(block, channels, N, BLOCK_N, BLOCK_D)
     end = tl.where(inside, count, 0)
     rows, kept = n * width + d[None, :], n * channels + d[None, :]
     states = channels * N

@@ -80,7 +80,7 @@ def sequence_slots(cu_seqlens, sequence, length, chunk, chunks):
 
 
 @triton.jit
-def tile_of(block, channels, N: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr):
+def state_tile(block, channels, N: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr):
     """Return the states and channels of a block, a mask of existing channels, and a mask of existing states."""
     n, d = tl.arange(0, BLOCK_N)[:, None], tl.multiple_of(block * BLOCK_D + tl.arange(0, BLOCK_D), 1)
     inside = d < channels
@@ -113,7 +113,7 @@ def _chunk_state_kernel(
         return
     direction = tl.program_id(1).to(tl.int64)
     from_end = (direction == 1) != FLIPPED
-    n, d, inside, tile = tile_of(block, channels, N, BLOCK_N, BLOCK_D)
+    n, d, inside, tile = state_tile(block, channels, N, BLOCK_N, BLOCK_D)
     end = tl.where(inside, count, 0)
     rows = n * width + direction * channels + d[None, :]
     q, correction = decay(tl.load(log_q + rows, tile, other=LOWEST_LOG_Q), UNROLL)
@@ -229,7 +229,7 @@ def _scan_kernel(
     block, sequence, row, first, size, number, slot, begin, count = place(cu_seqlens, length, chunk, chunks, blocks)
     if (count <= 0) & (number > 0):
         return
-    n, d, inside, tile = tile_of(block, channels, N, BLOCK_N, BLOCK_D)
+    n, d, inside, tile = state_tile(block, channels, N, BLOCK_N, BLOCK_D)
     end = tl.where(inside, count, 0)
     rows, kept = n * width + d[None, :], n * channels + d[None, :]
     q, correction = decay(tl.load(log_q + rows, tile, other=LOWEST_LOG_Q), UNROLL)
