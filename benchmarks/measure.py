@@ -92,15 +92,10 @@ def _pass(name, function, repeats, device):
 
 def take_turns(case: Case, variants: list[str], size: Size, dtype: str, rounds: int) -> dict[str, list[float]]:
     """Return the median milliseconds of each pass for `variants`, which alternate in this process on the CPU."""
-
-    def step(work):
-        outputs = work.forward()
-        _gradients(outputs, work, [torch.ones_like(output) for output in outputs])
-
     works = [case.make(variant, torch.device("cpu"), getattr(torch, dtype), size) for variant in variants]
-    result, runs = {}, {"forward": _forward, "both": step}
-    for name, run in ((name, run) for name, run in runs.items() if name in case.passes):
-        times = [[1000 * clock(partial(run, work)) for work in works] for _ in range(rounds + 1)]
+    result, runs = {}, [passes(work)[0] for work in works]
+    for name in (name for name in runs[0] if name in case.passes):
+        times = [[1000 * clock(run[name]) for run in runs] for _ in range(rounds + 1)]
         result[name] = [statistics.median(values) for values in zip(*times[1:], strict=True)]  # the first warms up
     return result
 

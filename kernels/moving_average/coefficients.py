@@ -19,8 +19,6 @@ from luna_mega.kernels._dispatch import without_autocast
 from luna_mega.kernels._export import expm1, in_program
 from luna_mega.kernels.moving_average import reference
 
-LEAST = 1e-30  # lower bound of q, where the gradient of log q is 0
-
 
 class Coefficients(NamedTuple):
     """log |q|, its angle in turns (float64, None = real), and the weights of the input in the state and of the state.
@@ -163,7 +161,7 @@ class _Coefficients(Function):
         # Without cancellation: 1 - q is the product of two sigmoids, and q is a sum of their complements.
         q = torch.addcmul(rest, weight, undamped)
         # d log q / d logit = -(1 - sigmoid(logit)) (1 - q) / q
-        through = (grad_log_q * weight * damping / q).masked_fill(q < LEAST, 0.0)
+        through = (grad_log_q * weight * damping / q).masked_fill(q < reference.LEAST, 0.0)
         grad_expansion = grad_in * weight
         grad_input = torch.addcmul(-through, grad_expansion, expansion) * rest
         return grad_input, -through * undamped, grad_expansion, grad_out / math.sqrt(grad_out.shape[-1])

@@ -13,6 +13,8 @@ from torch import Tensor, nn
 
 from luna_mega.kernels._export import log1p
 
+LEAST = 1e-30  # lower bound of q, where the gradient of log q is 0
+
 
 def log_decay(input_logit: Tensor, damping_logit: Tensor) -> Tensor:
     """Return log q = log(1 - sigmoid(input_logit) sigmoid(damping_logit)), at least log(1e-30), with finite gradients.
@@ -26,7 +28,7 @@ def log_decay(input_logit: Tensor, damping_logit: Tensor) -> Tensor:
     # Both forms are evaluated everywhere, so each gets an argument at which its gradient is finite. The gradient of
     # `clamp` at a limit is 0 since torch 2.14, so `clamp` cannot select a product of exactly 0.5.
     slow = log1p(-torch.where(is_fast, 0.5, product))
-    fast = torch.log(-torch.expm1(torch.where(is_fast, log_product, -math.log(2)).clamp(max=-1e-30)))
+    fast = torch.log(-torch.expm1(torch.where(is_fast, log_product, -math.log(2)).clamp(max=-LEAST)))
     return torch.where(is_fast, fast, slow)
 
 

@@ -13,9 +13,10 @@ import triton.language as tl
 from torch import Tensor
 
 from luna_mega.kernels.common.triton_launch import cdiv, launch, next_power_of_2
+from luna_mega.kernels.moving_average import reference
 
 BLOCK = 256
-LEAST = tl.constexpr(1e-30)  # lower bound of q, where the gradient of log q is 0
+LEAST = tl.constexpr(reference.LEAST)
 TURN = tl.constexpr(6.283185307179586)
 
 
