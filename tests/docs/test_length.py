@@ -39,3 +39,10 @@ def test_guides_start_with_a_block():
         lines, first = (ROOT / page).read_text(encoding="utf-8").splitlines(), read(page)[0]
         assert first.language in ("bash", "python"), page
         assert len(" ".join(lines[: first.line - 2]).split()) <= 120, page
+
+
+def test_changes_of_a_version_are_at_most_20():
+    versions = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8").split("\n## ")[1:]
+    assert len(versions) >= 3
+    for version in versions:
+        assert version.count("\n- ") <= 20, version.partition("\n")[0]
