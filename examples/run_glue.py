@@ -57,9 +57,7 @@ TASKS = {
 class DataArguments(lib.TextArguments):
     task_name: str | None = HfArg(default=None, help=f"task: {', '.join(TASKS)}")
     dataset_name: str = HfArg(default="nyu-mll/glue", help="dataset on the Hub, with the task as its configuration")
-    dataset_path: str | None = HfArg(
-        default=None, metadata={"metavar": "FOLDER"}, help="local folder with parquet, json(l) or csv files by split"
-    )
+    dataset_path: str | None = HfArg(default=None, help="local folder with parquet, json(l) or csv files by split")
     metric_path: str = HfArg(default="glue", help="metric for evaluate.load: glue, or the path of a local module")
     max_seq_length: int = HfArg(default=128, help="maximum length; longer inputs are truncated")
 

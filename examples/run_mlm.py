@@ -31,12 +31,8 @@ from luna_mega import training as lib
 
 @dataclass
 class DataArguments(lib.StreamArguments):
-    train_files: list[str] | None = HfArg(
-        default=None, metadata={"metavar": "FILE"}, help="local training files instead of a folder"
-    )
-    validation_files: list[str] | None = HfArg(
-        default=None, metadata={"metavar": "FILE"}, help="local files of the validation split"
-    )
+    train_files: list[str] | None = HfArg(default=None, help="local training files instead of a folder")
+    validation_files: list[str] | None = HfArg(default=None, help="local files of the validation split")
     text_column: str = HfArg(default="text", help="column with the text; a txt file has one text per line")
     block_size: int = HfArg(default=512, help="tokens of an input, including <s>")
     short_seq_prob: float = HfArg(default=0.0, help="share of the training inputs with a random shorter length")

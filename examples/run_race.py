@@ -49,9 +49,7 @@ class ChoiceTask:
 class DataArguments(lib.ClassifierArguments):
     task: str = HfArg(default="race", help="task: race or csqa")
     dataset_config: str | None = HfArg(default=None, help="configuration of the dataset: middle or high for RACE")
-    dataset_path: list[str] | None = HfArg(
-        default=None, metadata={"metavar": "FOLDER"}, help="local folders with parquet or json(l) files by split"
-    )
+    dataset_path: list[str] | None = HfArg(default=None, help="local folders with parquet or json(l) files by split")
     max_option_length: int = HfArg(default=128, help="maximum length of question and option, or of a tower's option")
     max_seq_length: int = HfArg(default=512, help="maximum length; RACE is truncated, longer CommonsenseQA fails")
     two_towers: bool = HfArg(default=False, help="encode text and options separately, and score pairs of vectors")

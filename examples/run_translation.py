@@ -79,9 +79,7 @@ class PairCollator(DataCollatorForSeq2Seq):
 class DataArguments(lib.SourceArguments, lib.LimitArguments):
     source_lang: str = HfArg(default="en", help="name of the source language in the data")
     target_lang: str = HfArg(default="de", help="name of the target language in the data")
-    test_paths: list[str] | None = HfArg(
-        default=None, metadata={"metavar": "FOLDER"}, help="local folders with a split test for --do_predict"
-    )
+    test_paths: list[str] | None = HfArg(default=None, help="local folders with a split test for --do_predict")
     max_source_length: int = HfArg(default=128, help="maximum tokens of a source, including </s>")
     max_target_length: int = HfArg(default=128, help="maximum tokens of a target, including </s>")
     num_beams: int = HfArg(default=5, help="beams after training; --generation_num_beams: during training")

@@ -48,9 +48,7 @@ class DataArguments(lib.SourceArguments, lib.LimitArguments):
     score_column: str | None = HfArg(default=None, help="column with the score of a training pair, for --min_score")
     min_score: float = HfArg(default=0.0, help="minimum score of a training pair")
     sts_name: str | None = HfArg(default=None, help="dataset of scored pairs on the Hub, for the evaluation")
-    sts_path: str | None = HfArg(
-        default=None, metadata={"metavar": "FOLDER"}, help="local folder with the scored pairs"
-    )
+    sts_path: str | None = HfArg(default=None, help="local folder with the scored pairs")
     sts_split: str = HfArg(default="validation", help="split of the scored pairs")
     sts_columns: list[str] = HfArg(
         default_factory=lambda: ["sentence1", "sentence2", "score"],

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import fields
+from itertools import chain
 from pathlib import Path
 from timeit import repeat
 from typing import Any, NoReturn
@@ -27,6 +28,9 @@ from luna_mega.hub.find import find_model
 WORLD_SIZES = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE")
 MODELS = ("model_name_or_path", "tokenizer_name", "teacher")  # options with a folder or a name on the Hub
 FOLDERS = (*MODELS, "output_dir")
+# Options with paths that must exist.
+PATHS = dict.fromkeys(("dataset_path", "sts_path", "test_paths"), "folder")
+PATHS |= dict.fromkeys(("train_files", "validation_files"), "file")
 AUTO = object()  # the value `auto` of an option, before `Parser` replaces it
 # A run in bfloat16 stops if matrix products on the CPU take this many times as long as in float32.
 SLOW = 3.0
@@ -168,30 +172,28 @@ def check_launch(processes: int) -> None:
 def check_values(*groups: object) -> None:
     """Exit if an option of `groups` is a number that is not finite, or a path that is missing or of another kind.
 
-    Paths are the options whose metavar is FILE or FOLDER, and `FOLDERS`. `MODELS` may also be names on the Hub, see
-    `find_model`.
+    Paths are the options `PATHS` and `FOLDERS`. `MODELS` may also be names on the Hub, see `find_model`.
     """
-    for group in groups:
-        for option in fields(group):
-            name, value = option.name, getattr(group, option.name)
-            for part in value if isinstance(value, list | tuple) else [value]:
-                if isinstance(part, float) and not math.isfinite(part):
-                    fail(f"--{name} {part} must be a finite number")
-                if part is not None and (kind := option.metadata.get("metavar")):
-                    check_path(name, part, kind.lower())
-                if part and name in FOLDERS:
-                    check_no_file(name, part)
-                if part and name in MODELS:
-                    try:
-                        find_model(part)
-                    except ConversionError as error:
-                        fail(f"--{name} {error}")
+    for name, value in chain.from_iterable(vars(group).items() for group in groups):
+        for part in value if isinstance(value, list | tuple) else [value]:
+            if isinstance(part, float) and not math.isfinite(part):
+                fail(f"--{name} {part} must be a finite number")
+            if part is not None and name in PATHS:
+                check_path(name, part, PATHS[name])
+            if part and name in FOLDERS:
+                check_no_file(name, part)
+            if part and name in MODELS:
+                try:
+                    find_model(part)
+                except ConversionError as error:
+                    fail(f"--{name} {error}")
 
 
 def check_no_file(name: str, path: str | Path) -> None:
-    """Exit if the option `name`, a folder that may be new or the name of a model or dataset, is a file."""
-    if Path(path).is_file():
-        fail(f"--{name} {path} is a file, not a folder")
+    """Exit if the option `name`, a folder that may be new or the name of a model or dataset, is or is in a file."""
+    for part in (Path(path), *Path(path).parents):
+        if part.is_file():
+            fail(f"--{name} {part} is a file, not a folder")
 
 
 def check_path(name: str, path: str, kind: str) -> None:

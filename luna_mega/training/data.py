@@ -25,11 +25,7 @@ class SourceArguments:
 
     dataset_name: str | None = HfArg(default=None, help="dataset on the Hub: Salesforce/wikitext")
     dataset_config: str | None = HfArg(default=None, help="configuration of the dataset: wikitext-103-raw-v1")
-    dataset_path: str | None = HfArg(
-        default=None,
-        metadata={"metavar": "FOLDER"},
-        help="local folder with parquet, json(l), csv or txt files by split",
-    )
+    dataset_path: str | None = HfArg(default=None, help="local folder with parquet, json(l), csv or txt files by split")
 
 
 @dataclass
@@ -171,6 +167,8 @@ def _advice(missing: list[str], data: object) -> str:
     """Return what to do if splits are missing."""
     if ways := [name for name in ("validation_share", "hold_out") if missing == ["validation"] and hasattr(data, name)]:
         return f"pass --{ways[0]} to use a part of the split train"
+    if data.dataset_path is None:
+        return "pass a dataset or, with --dataset_path, a folder that has it"
     return f"files are called {missing[0]}.parquet, .json, .jsonl, .csv or .txt"
 
 

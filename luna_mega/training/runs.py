@@ -294,9 +294,8 @@ class DivergenceCallback(TrainerCallback):
     """Exit at the first logged gradient norm that is NaN."""
 
     def on_log(self, args, state, control, logs=None, **kwargs) -> None:
-        if (
-            math.isnan(float((logs or {}).get("grad_norm", 0.0))) and not args.fp16
-        ):  # the gradient scaler skips such steps
+        is_nan = math.isnan(float((logs or {}).get("grad_norm", 0.0)))
+        if is_nan and not args.fp16:  # the gradient scaler skips such steps
             fail(f"the gradients are NaN at step {state.global_step}; no model was saved. {DIVERGED}")
 
 

@@ -1,6 +1,7 @@
 """Mistakes of a first hour with the scripts: each ends with one line that names the option and what to do."""
 
 import pytest
+from datasets import Dataset
 
 from tests.examples.runs import TINY, assert_error, write
 
@@ -52,6 +53,8 @@ def test_paths(script, options, tmp_path, name, case):
         assert_error(parse, missing.format(**places), script, name, *options, option, places["missing"])
     kind = "file" if "{file}" in other else "folder"
     assert_error(parse, other.format(**places), script, name, *options, option, places[kind], output=tmp_path / "out")
+    if case == "output":
+        assert_error(parse, other.format(**places), script, name, *options, option, tmp_path / "file" / "out")
 
 
 @pytest.mark.parametrize("name", ["prepare_text", "lra.prepare"])
@@ -107,6 +110,20 @@ def load(script, name, options):
 @pytest.mark.parametrize("name", ADVICE)
 def test_no_validation_split(script, options, name):
     assert_error(load, ADVICE[name], script, name, [*options, "--do_eval"])
+
+
+def test_no_validation_split_on_the_hub(script, monkeypatch, tmp_path):
+    split = Dataset.from_dict({"text": ["a film"], "label": [0]})
+    monkeypatch.setattr(
+        "luna_mega.training.data.load_dataset", lambda *args, **options: {"train": split, "test": split}
+    )
+    options = ["--do_eval", "--do_train", "--output_dir", tmp_path, "--dataset_name", "a/b"]
+    message = "a/b has no split validation, only train, test; pass --validation_share to use a part of the split train"
+    assert_error(load, message, script, "run_text_classification", options)
+    message = (
+        "a/b has no split validation, only train, test; pass a dataset or, with --dataset_path, a folder that has it"
+    )
+    assert_error(load, message, script, "run_mlm", options)
 
 
 TABLES = {
