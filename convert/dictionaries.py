@@ -91,23 +91,13 @@ def vocabulary(names: Iterable[str], appended: str | None) -> dict[str, int]:
 
 @dataclass
 class Dictionaries:
-    """Dictionaries of a model, with notes and warnings for the user.
-
-    Args:
-        vocabulary: Vocabulary, of the source for an encoder-decoder.
-        target: Vocabulary of the target of an encoder-decoder.
-        labels: Dictionary of the classes.
-        class_names: Names of the classes.
-        pieces: SentencePiece model.
-        notes: Notes.
-        warnings: Warnings.
-    """
+    """Dictionaries of a model, for an encoder-decoder of the source (`vocabulary`) and the target."""
 
     vocabulary: Dictionary | None = None
     target: Dictionary | None = None
     labels: Dictionary | None = None
     class_names: tuple[str, ...] = ()
-    pieces: Path | None = None
+    pieces: Path | None = None  # SentencePiece model
     notes: list[str] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
 
@@ -137,10 +127,7 @@ class DictionaryKind(ABC):
     def export(self, given: list[str | Path], folder: Path, class_names: dict[int, str]) -> tuple[Files, list[str]]:
         """Return the files that the original reads next to its checkpoint, and notes on missing ones.
 
-        Args:
-            given: Dictionaries of the user; if there are none, the files of the converted folder are used.
-            folder: Converted folder.
-            class_names: Names of the classes, `id2label` of the configuration.
+        If no dictionaries are `given`, the files in the converted `folder` are used. `class_names` is `id2label`.
         """
 
 
@@ -226,17 +213,11 @@ class VocabularyAndLabels(DictionaryKind):
 
 @dataclass(frozen=True)
 class LanguagePair(DictionaryKind):
-    """The dictionaries of a source and a target language.
-
-    Args:
-        languages: Names of the two languages.
-        sizes: Rows of their embeddings.
-        joint: Whether both languages share one embedding, and therefore one dictionary.
-    """
+    """The dictionaries of a source and a target language."""
 
     languages: tuple[str, str]
-    sizes: tuple[int, int]
-    joint: bool
+    sizes: tuple[int, int]  # rows of the embeddings
+    joint: bool  # both languages share one embedding, and therefore one dictionary
 
     @property
     def names(self) -> list[str]:

@@ -39,12 +39,8 @@ def define_command(
 ) -> None:
     """Set the help and the function of a command.
 
-    Args:
-        parser: Parser of the command.
-        run: Function of the parsed options that returns the exit status, or None for 0.
-        description: Paragraph in the help of the command.
-        examples: Arguments of example calls.
-        check: Function of the parsed options that returns an error message for options that contradict each other.
+    `run` returns the exit status, or None for 0. `check` returns an error message for options that contradict each
+    other, or None.
     """
     lines = "\n".join(f"  {parser.prog} {line}" for line in examples)
     parser.description, parser.epilog, parser.formatter_class = description, f"examples:\n{lines}", _Help

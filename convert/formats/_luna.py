@@ -42,10 +42,7 @@ def encoder_rows(
 ) -> list[Row]:
     """Return the rows of an encoder without its input embedding.
 
-    Args:
-        source: Prefix in the file.
-        model: Prefix of the encoder in the model.
-        norms: Names in the file of the norms of embeddings and P.
+    The prefix is `source` in the file and `model` in the model. `norms` are names of the norms of embeddings and P.
     """
     embeddings, layer = f"{model}.embeddings", f"{source}.layers.{{layer}}"
     to_layer, (norm, packed_norm) = f"{model}.encoder.layers.{{layer}}", norms

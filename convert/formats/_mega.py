@@ -75,13 +75,10 @@ class Stack:
         field: Callable[[str], str] = lambda name: name,
         short: str | None = None,
     ) -> Table:
-        """Return the rows of the sizes of a side.
+        """Return the rows of the sizes of a side, "encoder" or "decoder".
 
-        Args:
-            side: Prefix of the arguments.
-            width: Function that returns the width.
-            field: Function that returns the name of a field on this side.
-            short: Prefix of `z_dim`, `n_dim` and `chunk_size`, if it differs.
+        `field` returns the name of a field on this side, and `short` is the prefix of `z_dim`, `n_dim` and `chunk_size`
+        if it differs from `side`.
         """
         layers, short = f"{side}_layers", f"{side}_" if short is None else short
         depth = partial(Evidence.unshared_layers, prefix=self._layers, name=layers)

@@ -20,19 +20,12 @@ _NO_CRC = (
 
 @dataclass(frozen=True)
 class Checksums:
-    """The SHA-256 of a file, and the description of its zip archive.
-
-    Args:
-        sha256: Digest of the file.
-        pickles: Offsets of the pickles in the file.
-        unchecked: Reason why damage is not detected; None if there are checksums.
-        archive: Name of the archive; `torch.save(..., path)` uses the name of the file.
-    """
+    """The SHA-256 of a file, and the description of its zip archive."""
 
     sha256: str
-    pickles: tuple[int, ...]
-    unchecked: str | None
-    archive: str | None = None
+    pickles: tuple[int, ...]  # their offsets in the file
+    unchecked: str | None  # reason why damage is not detected; None if there are checksums
+    archive: str | None = None  # name of the archive; `torch.save(..., path)` uses the name of the file
 
 
 def read_checksums(path: Path, is_zip: bool, progress: bool = False) -> Checksums:

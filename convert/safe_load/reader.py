@@ -9,7 +9,7 @@ import pickle
 import re
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -36,31 +36,18 @@ _WRAPPERS = {"module.": ("DistributedDataParallel", "module"), "_orig_mod.": ("t
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """Content of a checkpoint.
-
-    Args:
-        path: File or folder.
-        sha256: Digest of the file.
-        serialization: "zip" or "legacy".
-        args: Args as plain values.
-        tensors: Tensors of the model.
-        num_updates: Number of training steps, if it is recorded.
-        warnings: Warnings about the file.
-        missing_args: Error message if the file has no args.
-        unchecked: Reason why damage to the file is not detected; None if it has checksums.
-        archive: Name of the zip archive, see `Checksums`.
-    """
+    """Content of a checkpoint, a file or a folder, with the args as plain values."""
 
     path: Path
     sha256: str
-    serialization: str
+    serialization: str  # "zip" or "legacy"
     args: dict
     tensors: dict[str, torch.Tensor]
     num_updates: int | None = None
     warnings: tuple[str, ...] = ()
-    missing_args: str | None = None
-    unchecked: str | None = None
-    archive: str | None = None
+    missing_args: str | None = None  # error message if the file has no args
+    unchecked: str | None = None  # reason why damage is not detected; None if the file has checksums
+    archive: str | None = None  # name of the zip archive, see `Checksums`
 
     @property
     def folder(self) -> Path:
@@ -79,15 +66,11 @@ def _inert_types() -> list:
 def read_checkpoint(path: str | Path, progress: bool = False) -> Checkpoint:
     """Open a checkpoint of fairseq's `checkpoint_utils.save_state`, in zip or legacy serialization.
 
-    Args:
-        path: The file.
-        progress: Show a progress bar if stderr is a terminal.
-
     Raises:
         ConversionError: If the file is no such checkpoint, is damaged, would run code, or comes from a later fairseq.
     """
     path = Path(path)
-    state, found = _open(path, progress)
+    state, file = _open(path, progress)
     if not isinstance(state, dict):
         raise ConversionError(f"{path}: contains a {type(state).__name__}, not the dict that fairseq saves")
     if state.get("cfg") is not None:
@@ -108,47 +91,39 @@ def read_checkpoint(path: str | Path, progress: bool = False) -> Checkpoint:
         raise ConversionError(f"{path}: field 'args' is a {type(named).__name__}, not an argparse.Namespace")
     try:
         tensors, args = _tensors(state["model"], "field 'model'"), plain_args(named)
-        if found["unchecked"]:
+        if file.unchecked:
             check_storages(state)
     except ConversionError as error:
         raise ConversionError(f"{path}: {error}") from error
-    found |= {"num_updates": _num_updates(state), "missing_args": missing[0] if missing else None}
-    return Checkpoint(args=args, tensors=tensors, **found)
+    missing_args = missing[0] if missing else None
+    return replace(file, args=args, tensors=tensors, num_updates=_num_updates(state), missing_args=missing_args)
 
 
 def read_tensors(path: Path, progress: bool = False) -> Checkpoint:
     """Open a file with only a state dict, in zip or legacy serialization.
 
-    Args:
-        path: The file.
-        progress: Show a progress bar if stderr is a terminal.
-
     Raises:
         ConversionError: If the file contains something else, is damaged, or would run code.
     """
-    state, found = _open(path, progress)
+    state, file = _open(path, progress)
     try:
         tensors = _tensors(state, "the file")
-        if found["unchecked"]:
+        if file.unchecked:
             check_storages({"model": tensors})
     except ConversionError as error:
         raise ConversionError(f"{path}: {error}") from error
-    return Checkpoint(args={}, tensors=tensors, **found)
+    return replace(file, tensors=tensors)
 
 
-def _open(path: Path, progress: bool) -> tuple[Any, dict[str, Any]]:
-    """Return the content of a file, and the fields of its `Checkpoint`."""
+def _open(path: Path, progress: bool) -> tuple[Any, Checkpoint]:
+    """Return the content of a file, and a `Checkpoint` without args and tensors."""
     serialization = _serialization(path)
-    checksums = read_checksums(path, serialization == "zip", progress)
-    found = {
-        "path": path,
-        "sha256": checksums.sha256,
-        "serialization": serialization,
-        "warnings": (checksums.unchecked,) if checksums.unchecked else (),
-        "unchecked": checksums.unchecked,
-        "archive": checksums.archive,
-    }
-    return _load(path, serialization, checksums), found
+    found = read_checksums(path, serialization == "zip", progress)
+    warned = (found.unchecked,) if found.unchecked else ()
+    file = Checkpoint(
+        path, found.sha256, serialization, {}, {}, warnings=warned, unchecked=found.unchecked, archive=found.archive
+    )
+    return _load(path, serialization, found), file
 
 
 def _serialization(path: Path) -> str:

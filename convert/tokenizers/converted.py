@@ -19,21 +19,13 @@ SENTENCEPIECE = "SentencePiece byte-pair encoding"
 
 @dataclass(frozen=True)
 class ConvertedTokenizer:
-    """A tokenizer with its files.
-
-    Args:
-        tokenizer: The tokenizer, of the source for an encoder-decoder.
-        kind: Description of the tokenizer.
-        missing_pieces: Pieces of GPT-2 that become `<unk>` because the dictionary lacks them.
-        target: Tokenizer of the target if it has a separate dictionary; saved in a subfolder.
-        source: SentencePiece model, saved with the tokenizer for an export.
-    """
+    """A tokenizer, for an encoder-decoder of the source, with its files."""
 
     tokenizer: TokenizersBackend
     kind: str
-    missing_pieces: list[str]
-    target: TokenizersBackend | None = None
-    source: Path | None = None
+    missing_pieces: list[str]  # pieces of GPT-2 that become `<unk>` because the dictionary lacks them
+    target: TokenizersBackend | None = None  # tokenizer of the target if it has a separate dictionary
+    source: Path | None = None  # SentencePiece model, saved for an export
 
     @property
     def summary(self) -> dict[str, Any]:

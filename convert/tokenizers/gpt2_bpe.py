@@ -62,16 +62,9 @@ def _read_merges(path: Path) -> tuple[tuple[str, str], ...]:
 def bpe_tokenizer(
     dictionary: Dictionary, bpe: Gpt2Bpe, mask: str, max_length: int
 ) -> tuple[TokenizersBackend, list[str]]:
-    """Return the tokenizer of a dictionary whose symbols are GPT-2's ids.
+    """Return the tokenizer of a dictionary whose symbols are GPT-2's ids, and the pieces that the dictionary lacks.
 
-    Args:
-        dictionary: Vocabulary of the model.
-        bpe: Pieces of GPT-2.
-        mask: Symbol that fairseq appends to the dictionary.
-        max_length: Number of positions of the model.
-
-    Returns:
-        A `RobertaTokenizer`, or a `LunaTokenizer` when pieces are missing, and the pieces that the dictionary lacks.
+    It is a `RobertaTokenizer`, or a `LunaTokenizer` if pieces are missing. fairseq appends `mask` to the dictionary.
     """
     vocab = vocabulary(piece_names(dictionary, bpe, mask), mask)
     missing = missing_pieces(bpe, vocab)

@@ -21,16 +21,9 @@ def translation_tokenizer(
 ) -> TokenizersBackend:
     """Return the tokenizer of one language, which splits text at white space and appends `</s>`.
 
-    With `codes`, words are split into pieces. Without codes, the text must consist of symbols of the dictionary
-    (`"ein Ha@@ us"`, `"▁ein ▁Ha us"`). Decoding joins the pieces of a word.
-
-    Args:
-        dictionary: Vocabulary of the language.
-        codes: File with the merges of subword-nmt (`#version: 0.2`) or fastBPE.
-        max_length: Number of positions of the model; None for no limit.
-
-    Returns:
-        A `TokenizersBackend`, or a `LunaTokenizer` if merges create pieces that the dictionary lacks.
+    With `codes`, a file with the merges of subword-nmt or fastBPE, words are split into pieces. Without codes, the text
+    must consist of symbols of the dictionary (`"ein Ha@@ us"`, `"▁ein ▁Ha us"`). Decoding joins the pieces of a word.
+    The result is a `LunaTokenizer` if merges create pieces that the dictionary lacks.
     """
     backend, size = (_symbols(dictionary), None) if codes is None else _pieces(dictionary, codes)
     backend.post_processor = template("$A </s>", {"</s>": 2})

@@ -41,14 +41,8 @@ def wrap(
 def word_tokenizer(dictionary: Dictionary, cls_token: str, prepend_cls: bool, max_length: int) -> TokenizersBackend:
     """Return a tokenizer that splits text at white space and looks up every symbol, like fairseq-preprocess.
 
-    A sequence ends with `</s>` and, with `prepend_cls`, starts with `cls_token`. Special tokens must be separate
-    symbols.
-
-    Args:
-        dictionary: Vocabulary of the model.
-        cls_token: Symbol that fairseq appends to the dictionary.
-        prepend_cls: Whether sequences start with this symbol.
-        max_length: Number of positions of the model.
+    A sequence ends with `</s>` and, with `prepend_cls`, starts with `cls_token`, the symbol that fairseq appends to the
+    dictionary. Special tokens must be separate symbols.
     """
     backend = word_level(dictionary, cls_token)
     ids = {token: backend.token_to_id(token) for token in (cls_token, "</s>")}

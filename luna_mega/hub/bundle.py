@@ -118,10 +118,6 @@ def _is_foreign(code: Any, folder: Path) -> bool:
 def write_code(model_type: str, folder: Path) -> tuple[list[Path], dict[str, str]]:
     """Write the code of a model type to an empty folder.
 
-    Args:
-        model_type: Model type of a configuration of this package.
-        folder: Empty folder.
-
     Returns:
         The files, and the `auto_map` of config.json: Auto class -> "file.Class".
 

@@ -79,18 +79,11 @@ def conversion_card(
 ) -> ModelCard:
     """Return the card of a converted checkpoint.
 
-    Args:
-        name: Title of the card.
-        model_class: Name of the class of the converted model.
-        config: Configuration of the converted model.
-        source: `file`, `sha256` and `arch` of the checkpoint, and the `software` that saved it.
-        report: Text of the conversion report; the line about the output folder is omitted.
-        parameters: Number of parameters.
-        tokenizer: Whether the folder contains a tokenizer.
-        license: License of the weights, in the form that `license_metadata` accepts.
+    `source` contains `file`, `sha256` and `arch` of the checkpoint, and the `software` that saved it. `report` is the
+    text of the conversion report, whose line about the output folder is omitted.
 
     Raises:
-        ConversionError: If the license does not have that form.
+        ConversionError: If the license does not have the form that `license_metadata` accepts.
     """
     software = source.get("software", "fairseq")
     suffix = _suffix(model_class, config)

@@ -29,10 +29,6 @@ _FOLDERS = re.compile(rf"{TARGET_FOLDER}|\d+_[A-Za-z]+")
 def copy_model(folder: str | Path, output: Path) -> None:
     """Copy the files of a model folder to an empty folder; symbolic links are replaced by their targets.
 
-    Args:
-        folder: Model folder.
-        output: Empty folder.
-
     Raises:
         ConversionError: If a link points outside of the folder, except to the blobs of the same repository in the
             Hub's cache.

@@ -16,13 +16,8 @@ def find_model(
 
     Call it on every name that a user passes, before the first `from_pretrained` or `cached_file`, and load from the
     result: `AutoConfig.from_pretrained(find_model(name))`. A model card should contain `name`, not the result.
-    transformers connects six times, with pauses, for each file of a model. This function sends one request.
-
-    Args:
-        name: Folder, or name on the Hub.
-        revision: Option of `from_pretrained`, for a model in the cache.
-        cache_dir: Option of `from_pretrained`.
-        token: Option of `from_pretrained`.
+    transformers connects six times, with pauses, for each file of a model. This function sends one request. The options
+    are those of `from_pretrained`.
 
     Returns:
         `name`, or its folder in the cache if the Hub cannot be reached.

@@ -35,23 +35,14 @@ class TensorInfo:
 
 @dataclass(frozen=True)
 class ModelFolder:
-    """A model folder.
-
-    Args:
-        path: Path of the folder.
-        files: Files with the weights.
-        model_class: Class of the model, from config.json.
-        config: Configuration.
-        transformers_version: Version of transformers that saved the folder.
-        report: Content of conversion_report.json, if there is one.
-    """
+    """A model folder."""
 
     path: Path
-    files: list[Path]
+    files: list[Path]  # with the weights
     model_class: type[PreTrainedModel]
     config: PreTrainedConfig
-    transformers_version: str | None
-    report: dict[str, Any] | None
+    transformers_version: str | None  # the version that saved the folder
+    report: dict[str, Any] | None  # content of conversion_report.json
 
     @cached_property
     def tensor_info(self) -> dict[str, TensorInfo]:
@@ -77,10 +68,7 @@ class ModelFolder:
         return f"{self.model_class.base_model_prefix}.{name}" if bare else name
 
     def load(self, **options: Any) -> PreTrainedModel:
-        """Return the model in evaluation mode.
-
-        Args:
-            **options: Options of `from_pretrained`.
+        """Return the model in evaluation mode; the options are those of `from_pretrained`.
 
         Raises:
             ConversionError: If the weights do not fit the configuration.

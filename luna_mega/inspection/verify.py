@@ -43,8 +43,7 @@ class Comparison:
 
     `layers` has a row `{"layer", "hidden"}` for each layer, where layer 0 is the embeddings. Rows of Luna also have
     "packed" for P (with `pack_method="importance"` from layer 1), and rows of an encoder-decoder "stack", "encoder" or
-    "decoder". `results` has the outputs. None =
-    NaN or Inf in only one of the models. Padding is not compared.
+    "decoder". `results` has the outputs. None means NaN or Inf in only one of the models. Padding is not compared.
     """
 
     a: str
