@@ -9,6 +9,8 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from luna_mega.errors import ConversionError, shown
 
+Tensors = dict[str, torch.Tensor]
+
 
 @dataclass(frozen=True)
 class ModelSpec:
@@ -49,7 +51,7 @@ class Evidence:
         left_out: Names of the tensors that the conversion of an exported model dropped.
     """
 
-    tensors: dict[str, torch.Tensor]
+    tensors: Tensors
     args: dict[str, Any]
     revision: str
     defaults: dict[str, Any]

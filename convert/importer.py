@@ -21,7 +21,7 @@ from luna_mega.convert.conventions import (
     decide_layer_norm,
 )
 from luna_mega.convert.dictionaries import Dictionaries
-from luna_mega.convert.evidence import Evidence, ModelSpec
+from luna_mega.convert.evidence import Evidence, ModelSpec, Tensors
 from luna_mega.convert.formats import Format, Notes, registered_formats
 from luna_mega.convert.formats.format import read_model
 from luna_mega.convert.formats.registry import detect, open_checkpoint
@@ -29,7 +29,7 @@ from luna_mega.convert.report import Report, without_folders
 from luna_mega.convert.safe_load import Checkpoint
 from luna_mega.convert.tensors import (
     DTYPES,
-    Mapping,
+    TensorMap,
     check_unshared,
     convert_tensors,
     dtype_name,
@@ -55,7 +55,7 @@ class _Source:
     format: Format
     spec: ModelSpec
     evidence: Evidence
-    mapping: Mapping
+    mapping: TensorMap
     norm: Decision | None
     notes: list[str]
     warnings: list[str]
@@ -183,7 +183,7 @@ def _report(
     words: Notes,
     dictionaries: Dictionaries,
     tokenizer: ConvertedTokenizer | None,
-    converted: dict[str, torch.Tensor],
+    converted: Tensors,
     model: PreTrainedModel,
 ) -> Report:
     checkpoint, spec, norm, facts = source.checkpoint, source.spec, source.norm, source.format.facts

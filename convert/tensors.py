@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import save_file
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from luna_mega.convert.evidence import same_bits
+from luna_mega.convert.evidence import Tensors, same_bits
 from luna_mega.convert.keymap import LAYER_NORM, WIDE, KeyMap, Reshape
 from luna_mega.errors import ConversionError, reason, shown
 from luna_mega.escaping import short_line
@@ -18,7 +18,7 @@ SOURCE_NORMS = "source_norms.safetensors"
 
 
 @dataclass(frozen=True)
-class Mapping:
+class TensorMap:
     """Places of all tensors of a file.
 
     Args:
@@ -58,7 +58,7 @@ class Weights:
     """Weights of the class `name` on the meta device, and copy -> original of tied ones; only originals are saved."""
 
     name: str
-    shapes: dict[str, torch.Tensor]
+    shapes: Tensors
     tied: dict[str, str]
 
 
@@ -70,7 +70,7 @@ def weights_of(config: PreTrainedConfig, *model_classes: type[PreTrainedModel]) 
     return Weights(model_classes[0].__name__, shapes, tied)
 
 
-def map_tensors(keymap: KeyMap, weights: Weights, tensors: dict[str, torch.Tensor]) -> Mapping:
+def map_tensors(keymap: KeyMap, weights: Weights, tensors: Tensors) -> TensorMap:
     """Return the places of all tensors; raise an error if names, shapes or dtypes differ from the model's."""
     mapped, dropped, transforms, unexpected = {}, {}, {}, []
     expected, tied = weights.shapes, {row.source: row.copy_of for row in keymap.rows if row.copy_of is not None}
@@ -95,7 +95,7 @@ def map_tensors(keymap: KeyMap, weights: Weights, tensors: dict[str, torch.Tenso
             f"the tensors do not match {weights.name} ({'; '.join(problems)}); the file is incomplete or of a "
             "modified model"
         )
-    mapping = Mapping(mapped, dropped, transforms, absent, frozenset(weights.tied))
+    mapping = TensorMap(mapped, dropped, transforms, absent, frozenset(weights.tied))
     for key, target in mapped.items():
         _check(key, mapping.reshape(key, tensors[key]), expected[target])
     tied |= {sources[a]: sources[b] for a, b in weights.tied.items() if {a, b} <= sources.keys()}
@@ -119,9 +119,7 @@ def _check(key: str, tensor: torch.Tensor, expected: torch.Tensor) -> None:
         )
 
 
-def convert_tensors(
-    mapping: Mapping, tensors: dict[str, torch.Tensor], plus_one: bool, dtype: torch.dtype
-) -> dict[str, torch.Tensor]:
+def convert_tensors(mapping: TensorMap, tensors: Tensors, plus_one: bool, dtype: torch.dtype) -> Tensors:
     """Return the tensors with their new names in `dtype`; `plus_one` adds 1 to the norm weights.
 
     Integers stay integers. Every tensor has its own storage, because transformers saves a shared storage only once,
@@ -136,7 +134,7 @@ def convert_tensors(
     return converted | {target: torch.zeros((), dtype=torch.long) for target in mapping.absent}
 
 
-def check_unshared(mapping: Mapping, tensors: dict[str, torch.Tensor]) -> None:
+def check_unshared(mapping: TensorMap, tensors: Tensors) -> None:
     """Raise `ConversionError` if tensors that are not tied share a storage."""
     owners: dict[int, str] = {}
     for key, target in mapping.mapped.items():
@@ -165,7 +163,7 @@ def few(keys: list[str]) -> str:
     return ", ".join(map(short_line, keys[:5])) + (f" and {len(keys) - 5} more" if len(keys) > 5 else "")
 
 
-def non_finite(names: list[str], tensors: dict[str, torch.Tensor]) -> str:
+def non_finite(names: list[str], tensors: Tensors) -> str:
     """Return the message that `names` of the tensors have NaN or Inf."""
     return f"NaN or Inf in {len(names)} of {len(tensors)} tensors: {few(names)}"
 
@@ -174,6 +172,6 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def save_source_norms(weights: dict[str, torch.Tensor], folder: Path) -> None:
+def save_source_norms(weights: Tensors, folder: Path) -> None:
     """Write the norm weights of the file, with fairseq's names, to the model folder."""
     save_file({name: weight.contiguous() for name, weight in weights.items()}, folder / SOURCE_NORMS)

@@ -10,19 +10,17 @@ from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
 
-import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from luna_mega.convert.evidence import Evidence, ModelSpec, is_classifier, problem_type, same_bits
+from luna_mega.convert.evidence import Evidence, ModelSpec, Tensors, is_classifier, problem_type, same_bits
 from luna_mega.convert.export.writer import Writer, unsupported_values, write_args, writer_of
 from luna_mega.convert.formats import Format, registered_formats
 from luna_mega.convert.formats.format import read_model
 from luna_mega.convert.formats.registry import find_format
 from luna_mega.convert.keymap import Reshape
-from luna_mega.convert.tensors import Mapping, Weights, few, map_tensors, weights_of
+from luna_mega.convert.tensors import TensorMap, Weights, few, map_tensors, weights_of
 from luna_mega.errors import ConversionError, shown
 
-Tensors = dict[str, torch.Tensor]
 # Fields for initialization and execution, which a checkpoint does not contain.
 _NOT_IN_A_FILE = {"initializer_range", "sparse_prediction", "unpad_inputs", "use_cache"}
 _OF_CLASSIFIERS = tuple(
@@ -44,7 +42,7 @@ class Choice:
     evidence: Evidence
     notes: list[str]
     warnings: list[str]
-    mapping: Mapping | None = None
+    mapping: TensorMap | None = None
 
     @property
     def layout(self) -> str:

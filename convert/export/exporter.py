@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from luna_mega.convert.conventions import MINUS_ONE, NORMS, check_choice
+from luna_mega.convert.evidence import Tensors
 from luna_mega.convert.export.choice import Choice, choose_export
 from luna_mega.convert.export.tensors import norms_minus_one, store_tensors
 from luna_mega.convert.export.writer import Export
@@ -17,7 +18,6 @@ from luna_mega.errors import ConversionError
 from luna_mega.hub.folder import REPORT_NAME, ModelFolder, read_folder
 from luna_mega.hub.output import check_new_file, check_output
 
-Tensors = dict[str, torch.Tensor]
 _NOT_CONVERTED = {"source": {}, "decisions": {}, "dropped": [], "dtype_in": {}, "args": None}
 
 

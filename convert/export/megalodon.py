@@ -14,7 +14,7 @@ from luna_mega.convert.export.writer import Args, Export, Writer, check_disk, re
 from luna_mega.convert.formats._megalodon_folder import (
     CONFIG,
     CONSOLIDATED,
-    DTYPES,
+    DTYPE_NAMES,
     EMBEDDING,
     SHARDS,
     TOKENIZER,
@@ -87,7 +87,7 @@ def _files(export: Export) -> dict[str, bytes | Tensors]:
         extra = additional_tokens(pieces, settings, config.vocab_size)
         tokenizer = settings | {"path": PIECES_FILE, "additional_vocab_size": extra}
     ours = dtype_name(export.tensors[EMBEDDING].dtype)
-    dtype = next(name for name, stored in DTYPES.items() if stored == ours)
+    dtype = next(name for name, stored in DTYPE_NAMES.items() if stored == ours)
     contents = {CONFIG: {"model": model, "tokenizer": tokenizer}, CONSOLIDATED: {SHARDS: count, "dtype": dtype}}
     written = {name: (json.dumps(content, indent=2) + "\n").encode() for name, content in contents.items()}
     parts = zip(shard_names(count), split_shards(export.tensors, count), strict=True)

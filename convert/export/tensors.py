@@ -5,12 +5,12 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 
-from luna_mega.convert.evidence import same_bits
+from luna_mega.convert.evidence import Tensors, same_bits
 from luna_mega.convert.keymap import WIDE
-from luna_mega.convert.tensors import DTYPES, SOURCE_NORMS, Mapping, dtype_name
+from luna_mega.convert.tensors import DTYPES, SOURCE_NORMS, TensorMap, dtype_name
 
 
-def norms_minus_one(folder: Path, ours: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def norms_minus_one(folder: Path, ours: Tensors) -> Tensors:
     """Return the norm weights minus 1; a saved weight is used if adding 1 to it gives the weight of the model."""
     file = folder / SOURCE_NORMS
     saved = load_file(file) if file.is_file() else {}
@@ -22,12 +22,12 @@ def norms_minus_one(folder: Path, ours: dict[str, torch.Tensor]) -> dict[str, to
 
 
 def store_tensors(
-    tensors: dict[str, torch.Tensor],
-    mapping: Mapping,
-    lowered: dict[str, torch.Tensor],
+    tensors: Tensors,
+    mapping: TensorMap,
+    lowered: Tensors,
     dtype: str | None,
     in_file: dict[str, int],
-) -> tuple[dict[str, torch.Tensor], str, list[str]]:
+) -> tuple[Tensors, str, list[str]]:
     """Return the tensors in the dtype of a file, that dtype, and notes on rounding.
 
     Args:
@@ -56,7 +56,7 @@ def store_tensors(
     return {key: cast[id(tensor)] for key, tensor in tensors.items()}, dtype, notes
 
 
-def _keeps_all(tensors: dict[str, torch.Tensor], lowered: dict[str, torch.Tensor], dtype: torch.dtype) -> bool:
+def _keeps_all(tensors: Tensors, lowered: Tensors, dtype: torch.dtype) -> bool:
     """Return whether converting a file in `dtype` gives the same tensors."""
     return all(
         same_bits((lowered[key].to(dtype).float() + 1).to(tensor.dtype), (lowered[key].float() + 1).to(tensor.dtype))

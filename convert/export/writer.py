@@ -11,14 +11,13 @@ import torch
 from tqdm import tqdm
 from transformers import PreTrainedConfig
 
-from luna_mega.convert.evidence import Evidence, ModelSpec
+from luna_mega.convert.evidence import Evidence, ModelSpec, Tensors
 from luna_mega.convert.formats.format import Format
 from luna_mega.convert.table import rows_of, typed_args
 from luna_mega.errors import ConversionError
 from luna_mega.hub.output import move_files, temporary_folder
 
 Args = dict[str, Any]
-Tensors = dict[str, torch.Tensor]
 
 
 @dataclass(frozen=True)

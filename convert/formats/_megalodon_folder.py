@@ -22,7 +22,7 @@ from luna_mega.hub.folder import read_json
 
 EMBEDDING = "embed.weight"
 CONFIG, CONSOLIDATED = "config.json", "consolidate_config.json"
-DTYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
+DTYPE_NAMES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
 # Args in addition to the model's.
 TOKENIZER, SHARDS = "tokenizer", "model_parallel_size"
 _EXTRA = 256  # the number of tokens after the pieces is a multiple of this
@@ -72,8 +72,8 @@ def _consolidated(folder: Path) -> tuple[int, str]:
         name, value = SHARDS, content.get(SHARDS)
         count = size(value)
         name, value = "dtype", content.get("dtype")
-        if value not in list(DTYPES):
-            raise ValueError(f"is not one of {', '.join(DTYPES)}")
+        if value not in list(DTYPE_NAMES):
+            raise ValueError(f"is not one of {', '.join(DTYPE_NAMES)}")
     except ValueError as error:
         raise ConversionError(f"{file}: {name} = {shown(value)} {error}") from error
     return count, value
@@ -151,7 +151,7 @@ class MegalodonFolder(Folder):
             raise ConversionError(f"{folder}: {error}") from error
         warnings = {f"{name}: {file.unchecked}" for name, file in files.items() if file.unchecked}
         unchecked, stored = next(iter(warnings), None), _dtypes(tensors)
-        if stored != {DTYPES[dtype]}:
+        if stored != {DTYPE_NAMES[dtype]}:
             words = ", ".join(sorted(stored))
             warnings.add(f"{CONSOLIDATED}: dtype = {dtype!r} but the tensors are {words}: using the tensors")
         return Checkpoint(
@@ -169,7 +169,7 @@ class MegalodonFolder(Folder):
 
     def stored_dtype(self, tensors: Tensors) -> str:
         stored = _dtypes(tensors)
-        return stored.pop() if len(stored) == 1 and stored <= set(DTYPES.values()) else "float32"
+        return stored.pop() if len(stored) == 1 and stored <= set(DTYPE_NAMES.values()) else "float32"
 
 
 def _dtypes(tensors: Tensors) -> set[str]:

@@ -10,10 +10,8 @@ from itertools import combinations
 
 import torch
 
-from luna_mega.convert.evidence import same_bits
+from luna_mega.convert.evidence import Tensors, same_bits
 from luna_mega.errors import ConversionError, shown
-
-Tensors = dict[str, torch.Tensor]
 
 # The dimension along which a tensor is split; tensors that match no pattern are equal in all shards.
 _DIMENSIONS = {

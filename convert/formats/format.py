@@ -12,18 +12,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from luna_mega.convert.dictionaries import Dictionaries, DictionaryKind
-from luna_mega.convert.evidence import Evidence, ModelSpec
+from luna_mega.convert.evidence import Evidence, ModelSpec, Tensors
 from luna_mega.convert.keymap import KeyMap
 from luna_mega.convert.safe_load import Checkpoint
 from luna_mega.convert.table import HEAD, MODEL, Table, build_config, read_fields, typed_args
 from luna_mega.convert.tokenizers import ConvertedTokenizer
 from luna_mega.errors import ConversionError
 
-Tensors = dict[str, torch.Tensor]
 Bpe = str | Path | None  # the option `--bpe`
 # Returns the tokenizer, and appends notes to the list.
 MakeTokenizer = Callable[[Dictionaries, Bpe, list[str]], ConvertedTokenizer | None]
