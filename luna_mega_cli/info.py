@@ -10,8 +10,8 @@ def add(parser: argparse.ArgumentParser) -> None:
     define_command(
         parser,
         run,
-        description="Describes a model: architecture, parameters, bytes of weights and cache, heads, and the code that "
-        "wrote it.",
+        description="Describes a model: architecture, attention, parameters, bytes of weights and cache, heads, and "
+        "the code that wrote it. `luna-mega convert --help` lists the sizes of the papers' models.",
         examples=("my-model", "my-model --length 16384", "checkpoint_best.pt --json"),
     )
     parser.add_argument("path", metavar="PATH", help="model folder or checkpoint")

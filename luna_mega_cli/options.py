@@ -3,7 +3,7 @@
 import argparse
 import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -84,40 +84,42 @@ def show(options: argparse.Namespace, report: Any, content: dict[str, Any] | Non
     print(json.dumps(content, indent=2, default=str) if options.json else terminal(str(report)))
 
 
+def _texts(options: argparse.Namespace) -> Iterator[tuple[str, str]]:
+    """Yield the name and the text of every argument; an option can have several texts."""
+    for name, value in vars(options).items():
+        texts = value if isinstance(value, list) else [value]
+        yield from ((name, text) for text in texts if isinstance(text, str))
+
+
 def check_text(options: argparse.Namespace) -> None:
-    """Raise `ConversionError` for arguments that are not text, and for words with control characters."""
+    """Raise `ConversionError` for arguments that are not text, for words with control characters, and for no path."""
     from luna_mega.errors import ConversionError, shown
     from luna_mega.escaping import is_utf8, locale_hint
 
-    for name, value in vars(options).items():
-        for text in value if isinstance(value, list) else [value]:
-            if not isinstance(text, str):
-                continue
-            if not text and name in _PATHS:
-                raise ConversionError(f"{name} '': is empty; pass a path")
-            try:
-                valid = "\0" not in text and os.fsencode(text) is not None
-                # The name of a file may contain bytes that are not UTF-8.
-                valid = valid and (name in _PATHS or text.encode() is not None)
-            except UnicodeEncodeError:
-                valid = False
-            if not valid or name in _WORDS and not text.isprintable():
-                advice = "use text without control characters and invalid bytes"
-                if not is_utf8(text):
-                    advice = locale_hint() or advice
-                raise ConversionError(f"{name} {shown(text)}: {advice}")
+    for name, text in _texts(options):
+        if not text and name in _PATHS:
+            raise ConversionError(f"{name} '': is empty; pass a path")
+        try:
+            valid = "\0" not in text and os.fsencode(text) is not None
+            # The name of a file may contain bytes that are not UTF-8.
+            valid = valid and (name in _PATHS or text.encode() is not None)
+        except UnicodeEncodeError:
+            valid = False
+        if not valid or name in _WORDS and not text.isprintable():
+            advice = "use text without control characters and invalid bytes"
+            if not is_utf8(text):
+                advice = locale_hint() or advice
+            raise ConversionError(f"{name} {shown(text)}: {advice}")
 
 
 def check_paths(options: argparse.Namespace) -> None:
     """Raise `ConversionError` for a path that does not exist, or that is a folder instead of a file."""
     from luna_mega.errors import ConversionError
 
-    named = options.parser._option_string_actions
-    for name in (*_FILES, *_FILES_OR_FOLDERS):
-        value = getattr(options, name, None)
-        label = f"--{name} " * (f"--{name}" in named)
-        for path in value if isinstance(value, list) else filter(None, [value]):
-            if not os.path.exists(path):
-                raise ConversionError(f"{label}{path}: no such {'file' if name in _FILES else 'file or folder'}")
-            if name in _FILES and os.path.isdir(path):
-                raise ConversionError(f"{label}{path}: is a folder; pass a file")
+    for name, path in _texts(options):
+        label = f"--{name} " * (f"--{name}" in options.parser._option_string_actions)
+        kind = "file" if name in _FILES else "file or folder"
+        if name in (*_FILES, *_FILES_OR_FOLDERS) and not os.path.exists(path):
+            raise ConversionError(f"{label}{path}: no such {kind}")
+        if name in _FILES and os.path.isdir(path):
+            raise ConversionError(f"{label}{path}: is a folder; pass a file")
