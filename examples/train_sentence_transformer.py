@@ -22,7 +22,6 @@ from transformers.hf_argparser import HfArg
 from luna_mega import training as lib
 from luna_mega.distillation.embeddings import RandomRows, cut_texts, teacher_vectors
 from luna_mega.distillation.sentences import read_modules
-from luna_mega.hub.find import find_model
 
 try:
     from sentence_transformers import (
@@ -95,9 +94,6 @@ def parse(
     lib.check_least(data, 2, "max_seq_length")
     lib.check_least(data, 3, "teacher_window")
     lib.check_least(data, 1, "projection_lengths")
-    if data.teacher and "/" in data.teacher:  # sentence-transformers completes the name of one of its own models
-        with lib.one_line("--teacher"):
-            data.teacher = find_model(data.teacher)
     return data, model, training, run
 
 

@@ -17,6 +17,7 @@ from luna_mega.distillation.windows import Windows, make_batches, split_windows
 
 logger = logging.getLogger(__name__)
 _TEXTS, _TOKENS, _FEWEST = 64, 100_000, 8  # texts per length: at most 64, and fewer if they are long
+_READ = 2000  # texts that are tokenized to find long ones
 _OUTSIDE = "O"  # label of tokens that a token classifier finds nothing in
 Batches = Iterable[dict[str, torch.Tensor]]
 
@@ -72,13 +73,15 @@ def compare_lengths(
         teacher: the teacher.
         student: the student.
         tokenizer: tokenizer of both.
-        texts: the texts. At each length, up to 64 of those that are longer than the previous length are compared.
+        texts: at least one text, of which 2,000 are read. At each length, up to 64 of those that are longer than the
+            previous length are compared.
         lengths: lengths of the student.
         modules: the teacher's modules of sentence-transformers.
         vectors: compare vectors although the model has a head.
     """
     head = find_head(student)
     by_vectors = vectors or not head or bool(modules and modules.pooling)
+    texts = texts[:: -(-len(texts) // _READ)]
     sizes = [len(ids) for ids in tokenizer(list(texts), truncation=True, max_length=lengths.max_length)["input_ids"]]
     least = 3 if by_vectors or _gives_scores(student) else 1
     rows, missing, shorter = [], [], 0

@@ -133,6 +133,13 @@ def test_predictions(head, fields, name):
     assert report.rows[0][name] == 1 and min(row[name] for row in report.rows) < 1
 
 
+def test_many_texts_are_sampled(monkeypatch):
+    monkeypatch.setattr("luna_mega.distillation.agreement._READ", 5)
+    teacher, student, tokenizer, lengths = prepare("Model")
+    report = compare_lengths(teacher, student, tokenizer, TEXTS, lengths)
+    assert report.rows[0]["texts"] == 5  # every third of 14
+
+
 def test_texts_that_are_too_short():
     teacher, student, tokenizer, lengths = prepare("Model")
     report = compare_lengths(teacher, student, tokenizer, TEXTS[:4], lengths)

@@ -155,7 +155,7 @@ def test_distillation(run, student, texts, tmp_path):
 ERRORS = {
     "no data for the evaluation": (["--do_eval"], [], "requires --validation_split, --sts_name or --sts_path"),
     "two sources": (["--do_eval", "--sts_path", "DATA"], ["--sts_name", "x"], "one of --sts_name and --sts_path"),
-    "columns of a teacher": (["--do_train", "--dataset_path", "DATA"], ["--teacher", "x"], "must be one column"),
+    "columns of a teacher": (["--do_train", "--dataset_path", "DATA"], ["--teacher", "DATA"], "must be one column"),
     "no teacher": (["--do_train", "--dataset_path", "DATA"], ["--teacher_window", 9], "require --teacher"),
     "no data": (["--do_train"], [], "one of --dataset_name and --dataset_path"),
     "one column": (
@@ -176,9 +176,9 @@ ERRORS = {
 @pytest.mark.parametrize("case", ERRORS)
 def test_invalid_options_are_one_line(case, run, data, tmp_path):
     needed, more, message = ERRORS[case]
-    given = [data if value == "DATA" else value for value in needed]
-    given += ["--model_name_or_path", "nowhere"] if "--do_eval" in needed else []
-    assert_error(run, message, *given, *more, "--output_dir", tmp_path / "out", output=tmp_path / "out")
+    given = [data if value == "DATA" else value for value in [*needed, *more]]
+    given += ["--model_name_or_path", tmp_path] if "--do_eval" in needed else []
+    assert_error(run, message, *given, "--output_dir", tmp_path / "out", output=tmp_path / "out")
 
 
 TEACHERS = {
