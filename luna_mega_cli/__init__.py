@@ -123,7 +123,7 @@ class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         super().error("".join(c if c.isprintable() or c == "\n" else ascii(c)[1:-1] for c in message))
 
-    def parse_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:
+    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
         options, unknown = self.parse_known_args(args, namespace)
         if unknown:
             parser = options.parser  # of the command: its usage lists the options
