@@ -63,3 +63,10 @@ def offline(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
     for module in (datasets.arrow_dataset, datasets.fingerprint):
         monkeypatch.setattr(module, "update_fingerprint", lambda *_: generate_random_fingerprint())
+
+
+@pytest.fixture(autouse=True)
+def without_plots(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plot only in the tests of copied scripts, because a plot takes longer than two steps of a tiny model."""
+    if request.module.__name__ != "tests.examples.test_copyable":
+        monkeypatch.setattr("luna_mega.training.runs.plot_losses", lambda *_: None)

@@ -86,4 +86,4 @@ def test_a_copied_script_trains(path, copied, tmp_path):
     assert json.loads(Path("out", "all_results.json").read_text()) == results and steps(Path("out")) == 2
     assert Path("out", "model.safetensors").is_file()
     assert results["train_loss"] > 0 and results["eval_loss"] > 0 and results["train_runtime"] > 0
-    assert Path("out", "README.md").is_file()
+    assert Path("out", "README.md").is_file() and Path("out", "training.png").stat().st_size > 10_000

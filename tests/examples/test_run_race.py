@@ -234,8 +234,6 @@ OPTION_ERRORS = {
         ["--config_overrides", f"{TINY},max_position_embeddings=8"],
         "48 tokens do not fit in the 8 positions",
     ),
-    "no folder": (["--dataset_path", "nowhere"], "--dataset_path nowhere: no such folder"),
-    "no tokenizer": (["--tokenizer_name", "nowhere"], "--tokenizer_name nowhere: no such folder"),
     "vocabulary": (["--config_overrides", f"{TINY},vocab_size=200"], "the model has vocab_size=200"),
     "early stopping": (["--early_stopping_patience", "2"], "needs --load_best_model_at_end"),
     "no samples": (["--max_train_samples", "0"], "split train is empty"),
