@@ -167,8 +167,8 @@ def _texts(tokenizer: PreTrainedTokenizerBase, ids: list[int], longest: int) -> 
     texts = [tokenizer.decode(ids[:count], skip_special_tokens=True) for count in counts if count > 0]
     pairs = [(first, second) for first in texts for second in texts[:2]]
     return (
-        [text for text in texts if len(tokenizer(text)["input_ids"]) <= longest],
-        [pair for pair in pairs if len(tokenizer(*pair)["input_ids"]) <= longest],
+        [text for text in texts if len(tokenizer(text, verbose=False)["input_ids"]) <= longest],
+        [pair for pair in pairs if len(tokenizer(*pair, verbose=False)["input_ids"]) <= longest],
     )
 
 
