@@ -6,6 +6,7 @@ from typing import Any, TypedDict
 import torch
 
 from luna_mega.kernels.support import is_exporting
+from luna_mega.modeling_common.body import Body
 from luna_mega.modeling_common.cache import StateCache
 from luna_mega.modeling_common.masks import can_look, can_read
 from luna_mega.modeling_common.padding_free import VARLEN_OPTIONS, PaddingFreeLayout
@@ -40,7 +41,7 @@ class HeadKwargs(ModelKwargs, total=False):
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
-def check_options(model: Any, options: Mapping[str, Any], attention_mask: torch.Tensor | None) -> None:
+def check_options(model: Body, options: Mapping[str, Any], attention_mask: torch.Tensor | None) -> None:
     """Raise `ValueError` for unknown keyword arguments, and for those that other arguments exclude."""
     if unknown := {*options} - COMMON_OPTIONS - model.own_options:
         family = model.config.model_type.capitalize()
@@ -56,7 +57,7 @@ def check_cached_weights(requested: bool) -> None:
 
 
 def check_input(
-    model: Any,
+    model: Body,
     mask: torch.Tensor | None,
     inputs: Mapping[str, torch.Tensor | None],
     grid: tuple[int, int] | None = None,
@@ -94,7 +95,7 @@ def check_tokens(given: torch.Tensor, vocab_size: int) -> None:
 
 
 def check_token_types(
-    model: Any, token_type_ids: torch.Tensor, shape: tuple[int, int], mask: torch.Tensor | None
+    model: Body, token_type_ids: torch.Tensor, shape: tuple[int, int], mask: torch.Tensor | None
 ) -> None:
     """Raise `ValueError` for another shape, or a value that is not a type of the model at a position of the bool mask.
 
@@ -120,7 +121,7 @@ def check_token_types(
 
 
 def check_position_ids(
-    model: Any,
+    model: Body,
     position_ids: torch.Tensor,
     shape: tuple[int, int],
     attention_mask: torch.Tensor | None,
@@ -156,7 +157,7 @@ def _follow_mask(position_ids: torch.Tensor, mask: torch.Tensor, cache: StateCac
 
 
 def check_padding_free(
-    model: Any, layout: PaddingFreeLayout, requests_cache: bool, output_weights: bool, output_states: bool
+    model: Body, layout: PaddingFreeLayout, requests_cache: bool, output_weights: bool, output_states: bool
 ) -> None:
     """Raise `ValueError` for arguments that padding-free batches do not support."""
     if requests_cache:
@@ -181,7 +182,7 @@ def check_padding_free(
 
 
 def check_source(
-    model: Any, states: torch.Tensor | None, mask: torch.Tensor | None, rows: int, cross_cache: StateCache | None
+    model: Body, states: torch.Tensor | None, mask: torch.Tensor | None, rows: int, cross_cache: StateCache | None
 ) -> None:
     """Raise `ValueError` for an encoder's output and mask that do not fit; a filled cache contains it already."""
     config = model.config

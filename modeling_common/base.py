@@ -156,15 +156,7 @@ else:
 class BodyMixin(ModelMixin):
     """Base of `LunaModel`, `MegaModel` and `MegalodonModel`: one side without a head, which contains the embeddings.
 
-    The attributes specify which inputs the model supports:
-
-    * `own_options`: keyword arguments of this model in addition to the common ones.
-    * `weight_options`: keyword arguments that request attention weights.
-    * `uses_positions`: whether the model uses `position_ids`; else they only mark boundaries of sequences.
-    * `returns_cached_weights`: whether attention to a filled cache returns its weights.
-    * `token_types`: the number of token types; 0 = the model has no type embeddings.
-    * `packs`: whether the model has a packed sequence P.
-    * `closes_gaps`: whether layers require the kept positions of a row to follow each other, as moving averages do.
+    It implements `Body`, which describes the attributes.
     """
 
     own_options: frozenset[str] = frozenset({"position_ids", "token_type_ids"})
@@ -172,7 +164,7 @@ class BodyMixin(ModelMixin):
     uses_positions = False
     returns_cached_weights = False
     packs = False
-    has_read_types = False  # whether the values of a batch of token types have been checked
+    has_read_types = False
     closes_gaps: bool = True
     embeddings_name: str = ""  # name of the module with the input embedding; "" = the model
     embedding_names = EMBEDDINGS  # name of that embedding by `config.input_type`
@@ -193,7 +185,6 @@ class BodyMixin(ModelMixin):
 
     @property
     def input_width(self) -> int:
-        """Return the width of `inputs_embeds`."""
         return self.config.hidden_size
 
     def set_input_embeddings(self, value: nn.Module) -> None:

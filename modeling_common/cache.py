@@ -9,6 +9,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin, EncoderDecoderCache
 from transformers.configuration_utils import PreTrainedConfig
 
 from luna_mega.kernels.support import forbid_capture, is_exporting
+from luna_mega.modeling_common.body import CacheOwner
 
 ANOTHER_SOURCE = "has another source, of another batch or model"
 _PREFIX_TUNING = "prefix tuning, which passes keys and values, is not supported: use prompt tuning or LoRA"
@@ -292,18 +293,18 @@ def layer_caches(
     return list(zip(*parts, strict=True))
 
 
-def new_cache(model: Any) -> Cache:
+def new_cache(model: CacheOwner) -> Cache:
     """Return an empty cache for the decoder of `model`, of its `cache_class` or `seq2seq_cache_class`."""
     config = model.config.decoder_config if model.config.is_encoder_decoder else model.config
     return _cache_class(model)(config)
 
 
-def _cache_class(model: Any) -> Callable[[PreTrainedConfig], Cache]:
+def _cache_class(model: CacheOwner) -> Callable[[PreTrainedConfig], Cache]:
     crosses = model.config.is_encoder_decoder or model.config.add_cross_attention
     return model.seq2seq_cache_class if crosses else model.cache_class
 
 
-def check_class(model: Any, cache: Cache | None) -> None:
+def check_class(model: CacheOwner, cache: Cache | None) -> None:
     """Raise `ValueError` if the class of the cache does not match the decoder of `model`."""
     kind: Any = _cache_class(model)
     if cache is not None and not isinstance(cache, kind):
@@ -313,7 +314,7 @@ def check_class(model: Any, cache: Cache | None) -> None:
         )
 
 
-def keeps_cache(model: Any) -> bool:
+def keeps_cache(model: CacheOwner) -> bool:
     """Return whether a decoder creates a cache by default: `config.use_cache`, except in training and export.
 
     In export, the lengths of a cache that is no input would be constants of the example inputs.
@@ -321,18 +322,18 @@ def keeps_cache(model: Any) -> bool:
     return model.config.use_cache and not model.training and not is_exporting()
 
 
-def begin_cache(owner: Any, cache: Cache | None, use_cache: bool | None) -> Cache | None:
+def begin_cache(model: CacheOwner, cache: Cache | None, use_cache: bool | None) -> Cache | None:
     """Return the cache that a forward pass of an encoder or a decoder reads and updates, or None.
 
     Args:
-        owner: the encoder or decoder without a head.
+        model: the encoder or decoder without a head.
         cache: the cache that was passed, or None.
         use_cache: whether to create a cache if `cache` is None; None = see `keeps_cache`.
 
     Raises:
         ValueError: An encoder has no cache, the cache is of another class, or a layer does not run exactly once.
     """
-    config = owner.config
+    config = model.config
     if not config.is_decoder:
         if cache is not None or use_cache:
             raise ValueError(
@@ -340,13 +341,13 @@ def begin_cache(owner: Any, cache: Cache | None, use_cache: bool | None) -> Cach
                 f"encoder depend on later positions; omit them; {_PREFIX_TUNING}"
             )
         return None
-    check_class(owner, cache)
+    check_class(model, cache)
     if use_cache is None:
-        use_cache = keeps_cache(owner)
+        use_cache = keeps_cache(model)
     if cache is None and use_cache:
-        cache = new_cache(owner)
-    if cache is not None and owner.training:
-        repeats = any(getattr(module, "gradient_checkpointing", False) for module in owner.modules())
+        cache = new_cache(model)
+    if cache is not None and model.training:
+        repeats = any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
         again = repeats and torch.is_grad_enabled()
         if again or getattr(config, "layerdrop", False):
             reason = "gradient checkpointing runs a layer twice" if again else "layerdrop skips layers"

@@ -196,8 +196,9 @@ class GenericForTokenClassification(Head):
         if labels is not None:
             kept = find_kept(self.config, input_ids, attention_mask, labels.shape[1])
             labels = count_kept(labels, kept).contiguous()
-            options = {"logits": logits, "labels": labels, "config": self.config, **kwargs}
-            loss = checked_loss(lambda: self.loss_function(**options), labels, self.config.num_labels)
+            config: Any = self.config
+            options = {"logits": logits, "labels": labels, "config": config, **kwargs}
+            loss = checked_loss(lambda: self.loss_function(**options), labels, config.num_labels)
         return self.output_class(loss=loss, logits=logits, **self.carried_over(outputs))
 
 

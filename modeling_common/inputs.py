@@ -18,6 +18,7 @@ from luna_mega.modeling_common.arguments import (
     check_token_types,
     check_tokens,
 )
+from luna_mega.modeling_common.body import Body
 from luna_mega.modeling_common.cache import StateCache, begin_cache, split_cache
 from luna_mega.modeling_common.layout import DENSE, DenseLayout, Layout, close_gaps
 from luna_mega.modeling_common.masks import can_look, clean, drop_if_full, find_mask, read_mask
@@ -71,7 +72,7 @@ class Inputs(NamedTuple):
 
 
 def prepare(
-    model: Any,
+    model: Body,
     *,
     options: Mapping[str, Any],
     input_ids: torch.Tensor | None = None,
@@ -89,7 +90,7 @@ def prepare(
 ) -> Inputs:
     """Return the inputs of a forward pass of `model`, a model without a head.
 
-    The attributes of `BodyMixin` specify the supported arguments, which are those of `forward`: `options` are its
+    The attributes of `Body` specify the supported arguments, which are those of `forward`: `options` are its
     keyword arguments, and `grid` the rows and columns of patches of images.
 
     Raises:
@@ -101,41 +102,34 @@ def prepare(
         updated = begin_cache(model, past_key_values, use_cache)
         cache, cross_cache = split_cache(updated)
     seen = 0 if cache is None else cache.get_seq_length()
-
-    output_states = bool(options.get("output_hidden_states", config.output_hidden_states))
-    requested = any(options.get(name, getattr(config, name, False)) for name in model.weight_options)
-    output_weights = requested or config._attn_implementation == "eager"
     if options:
         check_options(model, options, attention_mask)
-    if seen and not model.returns_cached_weights:
-        check_cached_weights(requested)
-        output_weights = False
+    output_states = bool(options.get("output_hidden_states", config.output_hidden_states))
+    output_weights = returns_weights(model, options, seen)
 
-    values = {"input_ids": input_ids, "input_values": input_values, "pixel_values": pixel_values}
-    given: Any = next((x for x in (*values.values(), inputs_embeds) if x is not None), None)
-    mask = attention_mask
-    if seen and mask is not None and mask.dim() == 2 and given is not None and given.dim() > 1:
-        # The mask may cover all positions. In an exported program `seen` is a flag.
-        if in_program() or mask.shape[1] == seen + given.shape[1]:
-            mask = mask[:, -given.shape[1] :]
-    check_input(model, mask, values | {"inputs_embeds": inputs_embeds}, grid)
-    mask = read_mask("attention_mask", mask, drop_full=True)
-    if attention_mask is None and given.dim() == 2 and not given.is_floating_point():
-        mask = drop_if_full(find_mask(given, config))
-    shape = (given.shape[0], given.shape[1] if grid is None else grid[0] * grid[1])
+    inputs = {"input_ids": input_ids, "input_values": input_values, "pixel_values": pixel_values}
+    given: Any = next((x for x in (*inputs.values(), inputs_embeds) if x is not None), None)
+    mask = attention_mask if attention_mask is None or not seen else mask_of_new(attention_mask, given, seen)
+    check_input(model, mask, inputs | {"inputs_embeds": inputs_embeds}, grid)
+    if mask is not None:
+        mask = read_mask("attention_mask", mask, drop_full=True)
+    elif input_ids is not None:
+        mask = drop_if_full(find_mask(input_ids, config))
     if cache is not None:
         cache.check(config, given, model.ranks)
+    shape = (given.shape[0], given.shape[1] if grid is None else grid[0] * grid[1])
     if token_type_ids is not None:
         check_token_types(model, token_type_ids, shape, mask)
         token_type_ids = read_token_types(model, token_type_ids, mask)
-
-    boundaries = padding_free = None
     if position_ids is not None:
         check_position_ids(model, position_ids, shape, attention_mask, cache)
         position_ids = position_ids[None] if position_ids.dim() == 1 else position_ids
-        if attention_mask is None and (not model.uses_positions or options.get("cu_seq_lens_q") is None):
-            boundaries = position_ids
-    if boundaries is not None or not VARLEN_OPTIONS.isdisjoint(options):
+
+    padding_free = None
+    if position_ids is not None or not VARLEN_OPTIONS.isdisjoint(options):
+        boundaries = position_ids if attention_mask is None else None
+        if model.uses_positions and options.get("cu_seq_lens_q") is not None:
+            boundaries = None  # the positions may restart elsewhere
         padding_free = find_padding_free(shape, mask, boundaries, options)
     if padding_free is not None:
         requests_cache = past_key_values is not None or bool(use_cache)
@@ -143,55 +137,54 @@ def prepare(
         updated = cache = None  # a decoder creates one by default
     elif config.unpad_inputs and updated is None and not config.add_cross_attention:
         padding_free = None if output_weights or output_states else unpad(mask)
-    layout: Layout
-    if padding_free is not None:
-        layout = padding_free
-    else:
-        layout = close_gaps(mask, cache) if model.closes_gaps else DenseLayout(mask)
+    layout: Layout = padding_free or (close_gaps(mask, cache) if model.closes_gaps else DenseLayout(mask))
 
-    encoder_layout = DENSE
-    if config.add_cross_attention or encoder_hidden_states is not None or encoder_attention_mask is not None:
-        check_source(model, encoder_hidden_states, encoder_attention_mask, given.shape[0], cross_cache)
-        is_cached = cross_cache is not None and cross_cache.layers[0].is_initialized
-        encoder_hidden_states, encoder_layout = read_source(
-            model, None if is_cached else encoder_hidden_states, encoder_attention_mask
-        )
+    source, encoder_layout = encoder_hidden_states, DENSE
+    if config.add_cross_attention or source is not None or encoder_attention_mask is not None:
+        check_source(model, source, encoder_attention_mask, given.shape[0], cross_cache)
+        source, encoder_layout = read_source(model, source, encoder_attention_mask, cross_cache)
     return Inputs(
-        given=given,
-        mask=mask,
-        layout=layout,
-        past_key_values=updated,
-        cache=cache,
-        cross_cache=cross_cache,
-        seen=seen,
-        output_weights=output_weights,
-        output_states=output_states,
-        position_ids=position_ids,
-        encoder_hidden_states=encoder_hidden_states,
-        encoder_layout=encoder_layout,
-        token_type_ids=token_type_ids,
-    )
+        given, mask, layout, updated, cache, cross_cache, seen, output_weights, output_states, position_ids,
+        encoder_hidden_states=source, encoder_layout=encoder_layout, token_type_ids=token_type_ids,
+    )  # fmt: skip
+
+
+def returns_weights(model: Body, options: Mapping[str, Any], seen: int) -> bool:
+    """Return whether attention is computed in steps that return its weights, after `seen` positions in the cache."""
+    requested = any(options.get(name, getattr(model.config, name, False)) for name in model.weight_options)
+    if seen and not model.returns_cached_weights:
+        check_cached_weights(requested)
+        return False
+    return requested or model.config._attn_implementation == "eager"
+
+
+def mask_of_new(mask: torch.Tensor, given: torch.Tensor | None, seen: int) -> torch.Tensor:
+    """Return the columns of new positions in a mask `[B, T]` that may also cover all `seen` positions in the cache."""
+    if mask.dim() != 2 or given is None or given.dim() < 2:
+        return mask  # `check_input` raises the error
+    # In an exported program `seen` is a flag.
+    return mask[:, -given.shape[1] :] if in_program() or mask.shape[1] == seen + given.shape[1] else mask
 
 
 def read_source(
-    model: Any, states: torch.Tensor | None, attention_mask: torch.Tensor | None
+    model: Body, states: torch.Tensor | None, attention_mask: torch.Tensor | None, cache: StateCache | None
 ) -> tuple[torch.Tensor | None, DenseLayout]:
-    """Return the output of an encoder and its layout; `states` None = a cache contains it."""
+    """Return the output of an encoder, None if the cache contains it, and its layout."""
     mask = read_mask("encoder_attention_mask", attention_mask, drop_full=True)
-    if states is None:
+    if states is None or (cache is not None and cache.layers[0].is_initialized):
         return None, DenseLayout(mask)
     layout = close_gaps(mask) if model.closes_gaps else DenseLayout(mask)
     return layout.gather(clean(states, mask)), layout
 
 
-def read_token_types(model: Any, token_type_ids: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor | None:
+def read_token_types(model: Body, token_type_ids: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor | None:
     """Return `token_type_ids` `[B, T]` with 0 at positions that the bool mask drops; None = no type embeddings."""
     if not model.token_types:
         return None
     return token_type_ids if mask is None else token_type_ids.masked_fill(~mask, 0)
 
 
-def embed(model: Any, inputs: Inputs) -> torch.Tensor:
+def embed(model: Body, inputs: Inputs) -> torch.Tensor:
     """Return embeddings `[B, T, d]` of tokens, values or images in the layout of `inputs`."""
     given, module = inputs.given, model.get_input_embeddings()
     if inputs.mask is not None and given.is_floating_point():
@@ -220,7 +213,7 @@ def scatter_states(inputs: Inputs, hidden_states: torch.Tensor) -> torch.Tensor:
 
 
 def read_sequences(
-    model: Any,
+    model: Body,
     name: str,
     attention_mask: torch.Tensor | None,
     inputs: dict[str, torch.Tensor | None],

@@ -30,12 +30,14 @@ def check_ids(name: str, labels: torch.Tensor, count: int) -> None:
         )
 
 
-def check_pooled_labels(config: PreTrainedConfig, labels: torch.Tensor, batch: int) -> None:
+def check_pooled_labels(config: Any, labels: torch.Tensor, batch: int) -> None:
     """Raise `ValueError` for labels of B sequences that transformers' loss would flatten or broadcast."""
     kind, count, floats = config.problem_type, config.num_labels, labels.is_floating_point()
     is_regression = kind == "regression" or (kind is None and count == 1)
     is_class = not is_regression and (kind == "single_label_classification" or (kind is None and not floats))
-    shapes = [(batch,), (batch, 1)] if is_class or (is_regression and count == 1) else [(batch, count)]
+    shapes: list[tuple[int, ...]] = (
+        [(batch,), (batch, 1)] if is_class or (is_regression and count == 1) else [(batch, count)]
+    )
     fits = tuple(labels.shape) in shapes
     if fits and (is_regression or floats != is_class):
         return

@@ -82,19 +82,19 @@ class PooledHead(Head):
             ValueError: The batch is padding-free, but a row has one label.
         """
         given = {"input_ids": input_ids, "inputs_embeds": inputs_embeds, "input_values": input_values}
-        mask, given = read_sequences(
-            self.base_model, type(self).__name__, attention_mask, given, others, drop_first_token
-        )
+        body: Any = self.base_model
+        mask, given = read_sequences(body, type(self).__name__, attention_mask, given, others, drop_first_token)
         given = {key: value for key, value in given.items() if value is not None}
-        outputs = self.base_model(attention_mask=mask, **others | given, return_dict=True)
+        outputs = body(attention_mask=mask, **others | given, return_dict=True)
         return self.summarize(outputs, mask), outputs
 
     def make_output(self, logits: torch.Tensor, outputs: BodyOutput, labels: torch.Tensor | None) -> Any:
         """Return the output with the logits `[B, num_labels]` and their loss."""
         loss = None
         if labels is not None:
-            options = {"labels": labels, "pooled_logits": upcast(logits), "config": self.config}
-            loss = checked_loss(lambda: self.loss_function(**options), labels, self.config.num_labels)
+            config: Any = self.config
+            options = {"labels": labels, "pooled_logits": upcast(logits), "config": config}
+            loss = checked_loss(lambda: self.loss_function(**options), labels, config.num_labels)
         return self.output_class(loss=loss, logits=logits, **self.carried_over(outputs))
 
     def choose_option(

@@ -34,12 +34,14 @@ from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
 from luna_mega.compat import with_cache_alias
 from luna_mega.kernels.api import (
+    assign_rows,
     luna_causal_attention,
     luna_causal_attention_step,
     luna_pack,
     luna_unpack,
+    segment_pack,
 )
-from luna_mega.kernels.support import Dropout, forbid_capture
+from luna_mega.kernels.support import Dropout, forbid_capture, in_program, upcast, without_autocast
 from luna_mega.modeling_common.arguments import HeadKwargs, ModelKwargs
 from luna_mega.modeling_common.base import BodyMixin, CommonPreTrainedModel
 from luna_mega.modeling_common.cache import layer_caches
@@ -66,10 +68,17 @@ from luna_mega.modeling_common.seq2seq import Seq2SeqBody, Seq2SeqLM
 from luna_mega.modeling_common.tensor_parallel import RankBoundary
 from luna_mega.modeling_luna.cache_luna import LunaCache, LunaCacheLayer, LunaSeq2SeqCache
 from luna_mega.modeling_luna.configuration_luna import LunaConfig, LunaSeq2SeqConfig
-from luna_mega.modeling_luna.importance_luna import pack_by_importance, rows_in_use
 from luna_mega.modeling_luna.initialization_luna import blind_queries, start_attention, start_embeddings
-from luna_mega.modeling_luna.packed_luna import Packed, PackedStates, read_packed, select_layers
-from luna_mega.modeling_luna.positions_luna import interpolate, number_positions, sinusoids
+from luna_mega.modeling_luna.inputs_luna import (
+    Packed,
+    PackedStates,
+    interpolate,
+    number_positions,
+    read_packed,
+    rows_in_use,
+    select_layers,
+    sinusoids,
+)
 
 
 @with_cache_alias
@@ -229,6 +238,17 @@ class LunaProjections(nn.Module):
             return key, key
         key, value = self.key(states), self.value(states)
         return key.unflatten(-1, (-1, self.head_size)), value.unflatten(-1, (-1, self.head_size))
+
+
+def pack_by_importance(
+    states: torch.Tensor, salience: torch.Tensor, layout: Layout, most: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return at most `most` packed rows `[B, L, d]` of states `[B, T, d]`, their entropy and mask, `[B, L]` each."""
+    rows = most if in_program() else min(most, layout.sizes(states)[1])
+    with without_autocast(states.device.type):
+        score = upcast(states) @ upcast(salience)
+    mask, options = layout.mask, layout.varlen_options()
+    return segment_pack(states, score, assign_rows(score, mask, rows, **options), mask, rows, **options)
 
 
 class LunaAttention(LunaProjections):
@@ -709,7 +729,7 @@ class LunaModel(BodyMixin, LunaPreTrainedModel):
 
     embeddings_name = "embeddings"
     own_options = frozenset({"output_packed_attentions"})
-    weight_options = ("output_attentions", "output_packed_attentions")
+    weight_options: tuple[str, ...] = ("output_attentions", "output_packed_attentions")
     uses_positions = returns_cached_weights = packs = True
     closes_gaps = False
 
