@@ -221,8 +221,9 @@ class MegaGatedAttention(nn.Module):
         smoothed = self.dropout(self.ema_gate(hidden_states, layout, cache), layout)
         update, shared, reset, candidate = self.mx_proj(smoothed).split(self.sizes, dim=-1)
         shared, reset = nn.functional.silu(shared), self.own_columns(nn.functional.silu(reset))
-        bias, weight = (x.view(2, 1, 1, -1) for x in (self.qk_bias, self.qk_weight))
-        query, key = self.whole(torch.addcmul(bias, shared, weight)).unbind()
+        # Not one product for both: a cache keeps the memory of the keys.
+        rows = zip(self.qk_bias, self.qk_weight, strict=True)
+        query, key = (self.whole(torch.addcmul(bias, shared, weight)) for bias, weight in rows)
         if cache is None:
             window = layout.key_window(key, value, chunk)
         else:
