@@ -181,10 +181,10 @@ class MegaGatedAttention(nn.Module):
 
     def __init__(self, config: MegaConfig, drop_path_rate: float = 0.0):
         super().__init__()
+        self.config = config  # of a loaded model, `chunk_size` can be changed
         # Read here: `PreTrainedConfig.__getattribute__` is slow.
-        self.chunk_size, self.causal = config.attention_chunk, config.is_decoder
-        self.pre_norm, self.function = config.normalize_before_mega, config.attention_activation
-        self.attention_dropout = config.attention_probs_dropout_prob
+        self.causal, self.pre_norm = config.is_decoder, config.normalize_before_mega
+        self.function, self.attention_dropout = config.attention_activation, config.attention_probs_dropout_prob
         width, values, shared = config.hidden_size, config.intermediate_size, config.shared_representation_size
         self.sizes = (width, shared, values, width)
         self.norm = MegaSequenceNorm(config, config.norm_affine)
@@ -214,7 +214,7 @@ class MegaGatedAttention(nn.Module):
         With `cache`, the sequences continue from the cache, which is updated in place. `grid` is the number of rows and
         columns of patches of images.
         """
-        residual, chunk = hidden_states, self.chunk_size
+        residual, chunk = hidden_states, self.config.attention_chunk
         if self.pre_norm:
             hidden_states = self.norm(hidden_states, layout)
         value = self.hidden_dropout(self.activation(self.v_proj(hidden_states)), layout)

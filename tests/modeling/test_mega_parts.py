@@ -172,3 +172,15 @@ def test_odd_widths_and_lengths_of_the_bias_table():
         model(**tokens([25]))
     for fields in ({}, {"relative_positional_bias": "simple", "use_chunking": True, "chunk_size": 24}):
         mega.make("Model", **fields)(**tokens([49]))
+
+
+def test_chunk_size_of_a_loaded_model_can_be_changed():
+    """As in the evaluation of the language models, with longer chunks than in training."""
+    fields = {"is_decoder": True, "bidirectional": False, "use_chunking": True, "relative_positional_bias": "rotary"}
+    model, expected = (mega.make("Model", chunk_size=chunk, **fields).eval() for chunk in (4, 8))
+    expected.load_state_dict(model.state_dict())
+    inputs = tokens([19, 19])
+    before = model(**inputs)[0]
+    model.config.chunk_size = 8
+    after = model(**inputs)[0]
+    assert torch.equal(after, expected(**inputs)[0]) and not torch.allclose(after, before)

@@ -149,7 +149,7 @@ def test_gated_attention_by_kernels(fixture, parity, padding_attends, triton_dev
 @pytest.mark.parametrize("fixture", [case for case in MODULES if "causal" in case], indirect=True)
 def test_steps_and_segments(fixture, parity):
     layer, x = gated_attention(fixture), fixture.time_major("x")
-    chunk = layer.chunk_size
+    chunk = layer.config.attention_chunk
     recorded = [("step_out", 1)] + ([("segment_out", chunk), ("segment_out", 2 * chunk)] if chunk else [])
     assert {name for name, _ in recorded} == fixture.io.keys() & {"step_out", "segment_out"}
     for name, length in [*recorded, ("out", 5)]:  # the original does not support segments that end within a chunk
