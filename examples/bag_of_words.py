@@ -31,9 +31,8 @@ class DataArguments(lib.SourceArguments):
     max_characters: int | None = HfArg(default=None, help="read only the first N characters of a text")
 
 
-def main(argv: list[str] | None = None) -> dict[str, float]:
-    (data,) = lib.parse_arguments((DataArguments,), argv)
-    start = time.perf_counter()
+def evaluate(data: DataArguments) -> dict[str, float]:
+    """Return the metrics of the split; exit if it has no labels."""
     splits = lib.load_splits({"train": None, data.split: None}, data, data.text_columns, label=data.label_column)
     texts = {
         name: [[text[: data.max_characters] for text in split[column]] for column in data.text_columns]
@@ -46,20 +45,27 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
         vectors = [vectorizer.transform(column) for column in texts[name]]
         return vectors if len(vectors) == 1 else [*vectors, vectors[0].multiply(vectors[1])]
 
-    labels = {name: split[data.label_column] for name, split in splits.items()}
-    known = labels[data.split]
-    if None in known or -1 in known:
-        lib.fail(f"--split {data.split} has rows without a label; pass another split")
+    train, known = (splits[name][data.label_column][:] for name in ("train", data.split))
+    if {None, -1} & {*train, *known}:
+        lib.fail(f"--split {data.split}: rows of this split or of the training split have no label; pass another split")
     if isinstance(known[0], float):
         similarities = np.asarray(features(data.split)[-1].sum(axis=1)).ravel()
-        metrics = {"pearson": pearsonr(similarities, known)[0], "spearmanr": spearmanr(similarities, known)[0]}
-    else:
-        classifier = LogisticRegression(C=30, max_iter=1000).fit(hstack(features("train")).tocsr(), labels["train"])
-        predicted = classifier.predict(hstack(features(data.split)).tocsr())
-        average = "binary" if set(labels["train"]) == {0, 1} else "macro"
-        metrics = {"accuracy": accuracy_score(known, predicted), "f1": f1_score(known, predicted, average=average)}
-        metrics["matthews_correlation"] = matthews_corrcoef(known, predicted)
-    metrics |= {"examples": len(known), "seconds": time.perf_counter() - start}
+        return {"pearson": pearsonr(similarities, known)[0], "spearmanr": spearmanr(similarities, known)[0]}
+    classifier = LogisticRegression(C=30, max_iter=1000).fit(hstack(features("train")).tocsr(), train)
+    predicted = classifier.predict(hstack(features(data.split)).tocsr())
+    average = "binary" if set(train) == {0, 1} else "macro"
+    metrics = {"accuracy": accuracy_score(known, predicted), "f1": f1_score(known, predicted, average=average)}
+    return metrics | {"matthews_correlation": matthews_corrcoef(known, predicted)}
+
+
+def main(argv: list[str] | None = None) -> dict[str, float]:
+    (data,) = lib.parse_arguments((DataArguments,), argv)
+    if len(data.text_columns) > 2:
+        lib.fail(f"--text_columns {' '.join(data.text_columns)} must be one column, or two columns for pairs")
+    start = time.perf_counter()
+    with lib.one_line():  # scikit-learn raises errors for texts without words, and for a single class
+        metrics = {name: float(value) for name, value in evaluate(data).items()}
+    metrics["seconds"] = time.perf_counter() - start
     print(json.dumps(metrics))
     return metrics
 
