@@ -97,10 +97,11 @@ def prepare(
         ValueError: The arguments do not fit together or are not supported by the model, see `arguments.py`.
     """
     config = model.config
-    updated = cache = cross_cache = None
-    if past_key_values is not None or use_cache or (use_cache is None and config.is_decoder):
-        updated = begin_cache(model, past_key_values, use_cache)
-        cache, cross_cache = split_cache(updated)
+    cache = cross_cache = None
+    requests_cache = past_key_values is not None or bool(use_cache)
+    if requests_cache or (use_cache is None and config.is_decoder):
+        past_key_values = begin_cache(model, past_key_values, use_cache)
+        cache, cross_cache = split_cache(past_key_values)
     seen = 0 if cache is None else cache.get_seq_length()
     if options:
         check_options(model, options, attention_mask)
@@ -132,10 +133,9 @@ def prepare(
             boundaries = None  # the positions may restart elsewhere
         padding_free = find_padding_free(shape, mask, boundaries, options)
     if padding_free is not None:
-        requests_cache = past_key_values is not None or bool(use_cache)
         check_padding_free(model, padding_free, requests_cache, output_weights, output_states)
-        updated = cache = None  # a decoder creates one by default
-    elif config.unpad_inputs and updated is None and not config.add_cross_attention:
+        past_key_values = cache = None  # a decoder creates one by default
+    elif config.unpad_inputs and past_key_values is None and not config.add_cross_attention:
         padding_free = None if output_weights or output_states else unpad(mask)
     layout: Layout = padding_free or (close_gaps(mask, cache) if model.closes_gaps else DenseLayout(mask))
 
@@ -144,7 +144,7 @@ def prepare(
         check_source(model, source, encoder_attention_mask, given.shape[0], cross_cache)
         source, encoder_layout = read_source(model, source, encoder_attention_mask, cross_cache)
     return Inputs(
-        given, mask, layout, updated, cache, cross_cache, seen, output_weights, output_states, position_ids,
+        given, mask, layout, past_key_values, cache, cross_cache, seen, output_weights, output_states, position_ids,
         encoder_hidden_states=source, encoder_layout=encoder_layout, token_type_ids=token_type_ids,
     )  # fmt: skip
 

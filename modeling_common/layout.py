@@ -146,7 +146,7 @@ class DenseLayout(NamedTuple):
 DENSE = DenseLayout()  # no padding
 
 
-def align(mask: torch.Tensor, right: bool = False) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def move_kept(mask: torch.Tensor, right: bool = False) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return how the positions that a bool mask `[B, T]` keeps move to the beginning of their rows, or to the end.
 
     Returns:
@@ -174,13 +174,13 @@ def close_gaps(mask: torch.Tensor | None, cache: StateCache | None = None) -> De
         return DENSE
     begins = cache is None or not cache.get_seq_length()
     lengths = None if begins else mask.sum(dim=1)
-    if (mask.shape[1] == 1 and not is_tracing()) or (can_look(mask) and _is_aligned(mask, cache is not None, begins)):
+    if (mask.shape[1] == 1 and not is_tracing()) or (can_look(mask) and _is_closed(mask, cache is not None, begins)):
         return DenseLayout(mask, lengths=lengths)
-    columns, back, mask = align(mask, right=cache is not None and begins)
+    columns, back, mask = move_kept(mask, right=cache is not None and begins)
     return DenseLayout(mask, columns, back, lengths)
 
 
-def _is_aligned(mask: torch.Tensor, cached: bool, begins: bool) -> bool:
+def _is_closed(mask: torch.Tensor, cached: bool, begins: bool) -> bool:
     """Return whether the tokens need not move: they are contiguous or, with a cache, on one side of the row.
 
     With a cache, tokens are on the right in the first call and on the left in later calls.

@@ -225,7 +225,7 @@ class LunaProjections(nn.Module):
         # The size of a head, because with tensor parallelism a rank has only some of the heads.
         self.head_size = config.hidden_size // config.num_attention_heads
         self.dropout, self.tied = config.attention_dropout, config.tie_key_value
-        self.all_heads = RankBoundary()
+        self.all_heads = RankBoundary()  # the identity without tensor parallelism
 
     def add_linears(self, width: int, *names: str) -> None:
         for name in names:
@@ -311,7 +311,7 @@ class LunaAttention(LunaProjections):
             bias=bias,
             dropout=self.dropout if self.training else 0.0,
             return_weights=output_weights,
-            **layout.varlen_options(),
+            **layout.varlen_options(),  # the keys are rows of P, to which the mask of the tokens does not apply
         )
         heads, weights = (result[0], self.all_heads.join_heads(result[1])) if output_weights else (result, None)
         return self.output(heads.flatten(2)), packed_context, weights, pack_weights
@@ -821,17 +821,17 @@ class LunaModel(BodyMixin, LunaPreTrainedModel):
             options=options,
         )
         layout = inputs.layout
-        given: Packed | None = None
+        passed: Packed | None = None
         if self.config.pack_method == "importance":
-            given = rows_in_use(self, inputs, packed_states, packed_mask, options)
+            passed = rows_in_use(self, inputs, packed_states, packed_mask, options)
         elif packed_states is not None or packed_mask is not None or self.config.is_decoder:
-            given = read_packed(self.config, inputs, packed_states, packed_mask)
+            passed = read_packed(self.config, inputs, packed_states, packed_mask)
         positions = number_positions(self.config, inputs)
         # One call: FSDP and offloading load the weights of a module only during its `forward`.
         types = None if inputs.token_type_ids is None else layout.gather(inputs.token_type_ids)
-        hidden_states, learned = self.embeddings(embed(self, inputs), layout, positions, given is None, types)
-        packed, packed_mask = learned if given is None else given
-        if given is None and not self.config.contextual_projection:
+        hidden_states, learned = self.embeddings(embed(self, inputs), layout, positions, passed is None, types)
+        packed, packed_mask = learned if passed is None else passed
+        if passed is None and not self.config.contextual_projection:
             packed = [packed[row] for row in self.stack.packed_rows()]
         caches = None
         if self.config.is_decoder:

@@ -198,7 +198,7 @@ class MegaGatedAttention(nn.Module):
         self.activation = ACT2FN[config.activation]
         self.dropout = MegaDropout(config.dropout_prob, config.use_feature_dropout)
         self.hidden_dropout = MegaDropout(config.hidden_dropout_prob, config.use_feature_dropout)
-        self.whole, self.own_columns = RankBoundary(), RankBoundary()
+        self.whole, self.own_columns = RankBoundary(), RankBoundary()  # the identity without tensor parallelism
         self.drop_path = MegaDropPath(drop_path_rate)
 
     def forward(

@@ -186,7 +186,7 @@ def test_padding_at_the_ends_moves_no_token(family, monkeypatch):
     def fail(*args, **kwargs):
         raise AssertionError("columns were moved")
 
-    monkeypatch.setattr("luna_mega.modeling_common.layout.align", fail)
+    monkeypatch.setattr("luna_mega.modeling_common.layout.move_kept", fail)
     model = (
         family.make("ForMaskedLM", use_chunking=True, chunk_size=4) if family is mega else family.make("ForMaskedLM")
     )
