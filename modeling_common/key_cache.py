@@ -135,8 +135,6 @@ class KeyValueCacheLayer(StateLayer):
         if chunk_size is not None:
             first, count = count - count % chunk_size, chunk_size
             keys, values = (_fill(x[:, first:], chunk_size) for x in (keys, values))
-        elif not before:
-            keys = keys.clone()  # a view of queries and keys, which would keep both in memory
         mask = keys.new_ones(batch, count, dtype=torch.bool)
         position = torch.full((batch,), seen + length, device=keys.device)
         self.store(length, keys=keys, values=values, mask=mask, position=position)
