@@ -1,5 +1,6 @@
 """Names of models that a user types: folders, or names on the Hub."""
 
+import re
 from pathlib import Path
 
 from huggingface_hub import HfApi, constants, snapshot_download
@@ -44,7 +45,8 @@ def find_model(
         try:
             return snapshot_download(name, revision=revision, cache_dir=cache_dir, local_files_only=True)
         except LocalEntryNotFoundError:
+            cause = re.sub(r"\[Errno -?\d+\] ", "", reason(error))
             raise ConversionError(
-                f"{name}: no such folder, and the Hub cannot be reached ({reason(error)}); check the name, or connect"
+                f"{name}: no such folder, and the Hub cannot be reached ({cause}); check the name, or connect"
             ) from error
     return name
