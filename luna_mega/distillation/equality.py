@@ -87,6 +87,7 @@ def compare_folder(
     differences: Differences = {"outputs": _compare_outputs(teacher, loaded, batches)}
     # With a row of P for every position, all texts that the teacher reads are exact.
     table = min(teacher.max_length, student.config.max_position_embeddings)
+    logger.info("comparing a text of %d tokens in float64", table)
     exact = saved.load(dtype="auto", projection_length=table).to(student.device, torch.float64)
     teacher.model.double()
     _compare_outputs(teacher, exact, {f"{table} tokens in float64": make_inputs(exact, [table], processor=tokenizer)})

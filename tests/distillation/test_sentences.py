@@ -184,7 +184,8 @@ def test_progress(teacher, tmp_path, capsys, monkeypatch):
     lines = iter(capsys.readouterr().err.splitlines())
     for named in ("reading the teacher", "fitting the salience on 500 texts", "341 of 500 texts", "up to 8 tokens"):
         assert any(named in line for line in lines), named
-    assert [*lines][-2:] == ["writing the folder", "comparing the folder with the teacher"]
+    last = ["writing the folder", "comparing the folder with the teacher", "comparing a text of 20 tokens in float64"]
+    assert [*lines][-3:] == last
     assert luna_mega_cli.main([*argv, str(tmp_path / "json"), "--json"]) == 0
     assert not capsys.readouterr().err
 
