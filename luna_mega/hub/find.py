@@ -38,9 +38,10 @@ def find_model(
     except GatedRepoError:  # `from_pretrained` explains how to get access
         return name
     except RepositoryNotFoundError as error:
-        raise ConversionError(
-            f"{name}: no such folder, and no such model on the Hub; log in with `hf auth login` if it is private"
-        ) from error
+        advice = "log in with `hf auth login` if it is private"
+        if "/" not in name:  # sentence-transformers completes such names
+            advice = "check the path, or pass the complete name, such as sentence-transformers/all-MiniLM-L6-v2"
+        raise ConversionError(f"{name}: no such folder, and no such model on the Hub; {advice}") from error
     except Exception as error:  # huggingface_hub 1 and 2 raise errors of different HTTP clients
         try:
             return snapshot_download(name, revision=revision, cache_dir=cache_dir, local_files_only=True)

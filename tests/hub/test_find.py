@@ -52,7 +52,9 @@ def test_name_on_the_hub(cache, online):
     assert find_model(REPOSITORY, cache_dir=cache) == REPOSITORY
     with pytest.raises(ConversionError, match="tester/teachr: no such folder, and no such model on the Hub"):
         find_model("tester/teachr", cache_dir=cache)
-    assert len(sent(online)) == 2
+    with pytest.raises(ConversionError, match="or pass the complete name"):
+        find_model("teacher", cache_dir=cache)
+    assert len(sent(online)) == 3
 
 
 @pytest.mark.parametrize("fault", [500, 429, "stopped", "offline"])
