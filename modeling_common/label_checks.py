@@ -1,5 +1,6 @@
 """Check the labels of a head before the body runs."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -7,6 +8,8 @@ from transformers.configuration_utils import PreTrainedConfig
 
 from luna_mega.modeling_common.labels import IGNORED, keep_positions
 from luna_mega.modeling_common.masks import can_look
+
+INPUTS = ("input_ids", "inputs_embeds", "input_values")
 
 
 def check_labels(name: str, labels: torch.Tensor, shape: tuple[int, ...]) -> None:
@@ -98,9 +101,9 @@ def check_span(
         check_labels(name, value[:, 0] if value.shape[1:] == (1,) else value, given.shape[:1])
 
 
-def validate_pooled(config: PreTrainedConfig | None, labels: torch.Tensor, *inputs: torch.Tensor | None) -> None:
+def validate_pooled(config: PreTrainedConfig | None, labels: torch.Tensor, inputs: Mapping[str, Any]) -> None:
     """Raise `ValueError` unless labels and `inputs` have equal numbers of sequences (`config` None: of options)."""
-    given = given_input(*inputs)
+    given = given_input(*map(inputs.get, INPUTS))
     if given is None:
         return  # the body raises the error
     if config is None:
@@ -111,8 +114,7 @@ def validate_pooled(config: PreTrainedConfig | None, labels: torch.Tensor, *inpu
 
 def validate_pairs(config: PreTrainedConfig, first: dict[str, Any], second: dict[str, Any]) -> bool:
     """Return whether the second inputs are candidates `[B, C, ...]`; raise `ValueError` unless they fit the first."""
-    names = ("input_ids", "inputs_embeds", "input_values")
-    one, other = (given_input(*map(inputs.get, names)) for inputs in (first, second))
+    one, other = (given_input(*map(inputs.get, INPUTS)) for inputs in (first, second))
     if one is None or other is None:
         return False  # the body raises the error
     candidates = other.dim() == 3 + (other is second["inputs_embeds"]) and other is not second["input_values"]

@@ -114,8 +114,7 @@ class GenericForSequenceClassification(PooledHead):
     def classify(self, labels: torch.Tensor | None, **inputs: Any) -> Any:
         """Return the output for the `inputs` of `pool`, with logits `[B, num_labels]`."""
         if labels is not None:
-            given = (inputs.get(name) for name in ("input_ids", "inputs_embeds", "input_values"))
-            validate_pooled(self.config, labels, *given)
+            validate_pooled(self.config, labels, inputs)
         features, outputs = self.pool(**inputs)
         return self.make_output(self.classifier(features), outputs, labels)
 
@@ -134,7 +133,7 @@ class GenericForMultipleChoice(PooledHead):
         `kwargs` are further arguments of the body, which are the same for all options.
         """
         if labels is not None:
-            validate_pooled(None, labels, inputs["input_ids"], inputs["inputs_embeds"])
+            validate_pooled(None, labels, inputs)
         shape, options = flatten_options(**inputs)
         features, outputs = self.pool(**options, **kwargs)
         return self.choose_option(self.score_options(features), shape, outputs, labels)
@@ -205,9 +204,7 @@ class GenericForSequencePairClassification(PooledHead):
         }
         candidates, shape = validate_pairs(self.config, first, second), None
         if labels is not None:
-            labeled = second if candidates else first
-            given = (labeled[name] for name in ("input_ids", "inputs_embeds", "input_values"))
-            validate_pooled(None if candidates else self.config, labels, *given)
+            validate_pooled(None if candidates else self.config, labels, second if candidates else first)
         if candidates:
             shape, second = flatten_options(**second)
         drop_first_token = getattr(self.config, "drop_first_token", False)

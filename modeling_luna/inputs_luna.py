@@ -45,6 +45,21 @@ def number_positions(config: PreTrainedConfig, inputs: Inputs) -> torch.Tensor:
             length = length if counts is None else min(length, int(counts.max()))
         else:
             length = min(length, int(positions.max()) + 1)
+    if inputs.position_ids is not None or (longest is not None and length > longest):
+        check_positions(config, inputs.position_ids, positions, length)
+    if extension is not None and (in_program() or length > config.num_learned_positions):
+        positions = extend_positions(positions, layout, length, config)
+    return positions
+
+
+def check_positions(
+    config: PreTrainedConfig, position_ids: torch.Tensor | None, positions: torch.Tensor, length: int
+) -> None:
+    """Raise `ValueError` for a sequence that is too long, and on a CPU for `position_ids` without a learned position.
+
+    `length` is the length of the longest sequence, or 0 if positions are not learned.
+    """
+    longest = config.longest_input
     if longest is not None and length > longest:
         if config.position_table_size is not None:
             raise ValueError(
@@ -56,18 +71,15 @@ def number_positions(config: PreTrainedConfig, inputs: Inputs) -> torch.Tensor:
             "or train with a larger `max_position_embeddings` (`max_target_positions` of a decoder), or set "
             "`position_extension` of an encoder"
         )
-    if inputs.position_ids is not None and can_look(positions):
+    if position_ids is not None and can_look(positions):
         first, last = (x.item() for x in positions.aminmax())
         table = config.num_learned_positions
-        limit = table if extension is None else max(table, length)
-        if first < 0 or (learned and last >= limit):
+        limit = table if config.position_extension is None else max(table, length)
+        if first < 0 or (config.position_embedding_type == "learned" and last >= limit):
             raise ValueError(
                 f"`position_ids` are from {first} to {last}; they must be at least 0, and less than the {limit} "
                 "learned positions (`max_position_embeddings`)"
             )
-    if extension is not None and (in_program() or length > config.num_learned_positions):
-        positions = extend_positions(positions, layout, length, config)
-    return positions
 
 
 def extend_positions(positions: torch.Tensor, layout: Layout, length: int, config: PreTrainedConfig) -> torch.Tensor:
