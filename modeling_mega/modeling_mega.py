@@ -222,7 +222,7 @@ class MegaGatedAttention(nn.Module):
         update, shared, reset, candidate = self.mx_proj(smoothed).split(self.sizes, dim=-1)
         shared, reset = nn.functional.silu(shared), self.own_columns(nn.functional.silu(reset))
         # Not one product for both: a cache keeps the memory of the keys.
-        rows = zip(self.qk_bias, self.qk_weight, strict=True)
+        rows = zip(self.qk_bias.unbind(), self.qk_weight.unbind(), strict=True)
         query, key = (self.whole(torch.addcmul(bias, shared, weight)) for bias, weight in rows)
         if cache is None:
             window = layout.key_window(key, value, chunk)
