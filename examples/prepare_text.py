@@ -14,7 +14,7 @@ from collections import Counter
 from pathlib import Path
 
 import numpy as np
-from datasets import Dataset, load_dataset
+from datasets import Dataset
 from datasets.exceptions import DatasetsError
 from huggingface_hub import DatasetCard, DatasetCardData
 
@@ -50,7 +50,7 @@ def read_texts(source: str, column: str) -> list[str]:
             files = lib.find_files(source)
             found = lib.load_files({split: files[split] for split in SPLITS if split in files})
         else:
-            found = load_dataset(name, configuration or None)
+            found = lib.load_from_hub(name, configuration or None, option="source")
     splits = [found[split].flatten() for split in SPLITS if split in found]
     if not splits:
         lib.fail(f"{source} has no split {' or '.join(SPLITS)}")

@@ -8,6 +8,7 @@ All fields of TrainingArguments are options. A recipe contains defaults, which t
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 import evaluate
 import numpy as np
@@ -16,6 +17,8 @@ from transformers import EvalPrediction, PreTrainedConfig, PreTrainedTokenizerBa
 from transformers.hf_argparser import HfArg
 
 from luna_mega import training as lib
+
+METRIC = "metrics/glue_metrics"  # next to this file
 
 
 @dataclass(frozen=True)
@@ -58,7 +61,7 @@ class DataArguments(lib.TextArguments):
     task_name: str | None = HfArg(default=None, help=f"task: {', '.join(TASKS)}")
     dataset_name: str = HfArg(default="nyu-mll/glue", help="dataset on the Hub, with the task as its configuration")
     dataset_path: str | None = HfArg(default=None, help="local folder with parquet, json(l) or csv files by split")
-    metric_path: str = HfArg(default="glue", help="metric for evaluate.load: glue, or the path of a local module")
+    metric_path: str = HfArg(default=METRIC, help="local module for evaluate.load, or glue, which needs the Hub")
     max_seq_length: int = HfArg(default=128, help="maximum length; longer inputs are truncated")
 
     @property
@@ -110,8 +113,9 @@ def make_metrics(data: DataArguments, outputs: list[int]) -> Callable[[EvalPredi
     `outputs` are those of the labels of the task, because F1 and correlations depend on the ids of the labels.
     """
     task = TASKS[data.task_name]
-    with lib.one_line(f"--metric_path {data.metric_path} (without network access, pass examples/metrics/glue_metrics)"):
-        metric = evaluate.load(data.metric_path, data.task_name, keep_in_memory=True)
+    path = Path(__file__).with_name("metrics") / "glue_metrics" if data.metric_path == METRIC else data.metric_path
+    with lib.one_line(f"--metric_path {path} (with network access, pass glue)"):
+        metric = evaluate.load(str(path), data.task_name, keep_in_memory=True)
 
     def compute_metrics(prediction: EvalPrediction) -> dict[str, float]:
         known = prediction.label_ids

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
-from datasets import Audio, ClassLabel, Dataset, load_dataset
+from datasets import Audio, ClassLabel, Dataset
 from datasets.exceptions import DatasetsError
 from PIL import Image
 
@@ -150,7 +150,7 @@ def _table(path: Path, names: list[str] | None) -> list[dict[str, str]]:
 def load(source: str, *columns: str, splits: Sequence[str] = SPLITS) -> dict[str, Dataset]:
     """Load splits with these columns from the Hub or a folder."""
     with lib.one_line(f"cannot load {source}", DatasetsError):
-        loaded = lib.load_folder(source) if Path(source).is_dir() else load_dataset(source)
+        loaded = lib.load_folder(source) if Path(source).is_dir() else lib.load_from_hub(source, option="source")
     for split in splits:
         if split not in loaded or set(columns) - set(loaded[split].column_names):
             raise ValueError(f"{source} has no split {split} with the columns {', '.join(columns)}")

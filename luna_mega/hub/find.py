@@ -1,4 +1,4 @@
-"""Names of models that a user types: folders, or names on the Hub."""
+"""Names of models and datasets that a user types: folders, or names on the Hub."""
 
 import re
 from pathlib import Path
@@ -30,24 +30,52 @@ def find_model(
         return name
     if Path(name).exists():
         raise ConversionError(f"{name}: is a file; pass a folder or a name on the Hub")
-    try:
-        validate_repo_id(name)
-        HfApi(token=token).model_info(name, timeout=constants.HF_HUB_ETAG_TIMEOUT)
-    except HFValidationError as error:
-        raise ConversionError(f"{name}: no such folder; pass a folder or a name on the Hub") from error
-    except GatedRepoError:  # `from_pretrained` explains how to get access
-        return name
-    except RepositoryNotFoundError as error:
-        advice = "log in with `hf auth login` if it is private"
-        if "/" not in name:  # sentence-transformers completes such names
-            advice = "check the path, or pass the complete name, such as sentence-transformers/all-MiniLM-L6-v2"
-        raise ConversionError(f"{name}: no such folder, and no such model on the Hub; {advice}") from error
-    except Exception as error:  # huggingface_hub 1 and 2 raise errors of different HTTP clients
+    if error := _connect(name, "model", token):
         try:
             return snapshot_download(name, revision=revision, cache_dir=cache_dir, local_files_only=True)
         except LocalEntryNotFoundError:
-            cause = re.sub(r"\[Errno -?\d+\] ", "", reason(error))
-            raise ConversionError(
-                f"{name}: no such folder, and the Hub cannot be reached ({cause}); check the name, or connect"
-            ) from error
+            raise _unreachable(name, error) from error
     return name
+
+
+def find_dataset(name: str, cache_dir: str | Path) -> None:
+    """Check that `datasets.load_dataset(name)` finds a dataset, with one request; it connects six times, with pauses.
+
+    Args:
+        name: Folder, or name on the Hub.
+        cache_dir: Cache of datasets, which contains a folder for each dataset that was loaded before.
+
+    Raises:
+        ConversionError: There is no such folder, and no such dataset on the Hub, or the Hub cannot be reached.
+    """
+    if Path(name).exists():
+        return
+    error = _connect(name, "dataset")
+    if error and not Path(cache_dir, name.replace("/", "___")).is_dir():
+        raise _unreachable(name, error) from error
+
+
+def _connect(name: str, kind: str, token: str | bool | None = None) -> Exception | None:
+    """Return the error if the Hub cannot be reached; raise `ConversionError` if it has no such model or dataset."""
+    try:
+        validate_repo_id(name)
+        HfApi(token=token).repo_info(name, repo_type=kind, timeout=constants.HF_HUB_ETAG_TIMEOUT)
+    except HFValidationError as error:
+        raise ConversionError(f"{name}: no such folder; pass a folder or a name on the Hub") from error
+    except GatedRepoError:  # `from_pretrained` and `load_dataset` explain how to get access
+        return None
+    except RepositoryNotFoundError as error:
+        advice = "log in with `hf auth login` if it is private"
+        if kind == "model" and "/" not in name:  # sentence-transformers completes such names
+            advice = "check the path, or pass the complete name, such as sentence-transformers/all-MiniLM-L6-v2"
+        raise ConversionError(f"{name}: no such folder, and no such {kind} on the Hub; {advice}") from error
+    except Exception as error:  # huggingface_hub 1 and 2 raise errors of different HTTP clients
+        return error
+    return None
+
+
+def _unreachable(name: str, error: Exception) -> ConversionError:
+    cause = re.sub(r"\[Errno -?\d+\] ", "", reason(error))
+    return ConversionError(
+        f"{name}: no such folder, and the Hub cannot be reached ({cause}); check the name, or connect"
+    )

@@ -34,6 +34,7 @@ from luna_mega.training.data import (
     find_files,
     load_files,
     load_folder,
+    load_from_hub,
     load_splits,
     read_scores,
 )

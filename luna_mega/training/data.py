@@ -7,11 +7,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from datasets import Dataset, IterableDataset, load_dataset
+from datasets import Dataset, IterableDataset, config, load_dataset
 from transformers import TrainingArguments
 from transformers.hf_argparser import HfArg
 
-from luna_mega.errors import reason
+from luna_mega.errors import ConversionError, reason
+from luna_mega.hub.find import find_dataset
 from luna_mega.training.arguments import fail
 
 SUFFIX = r"\.(parquet|jsonl?|csv|txt)(\.gz)?"  # suffixes of data files
@@ -106,6 +107,17 @@ def load_folder(path: str, streaming: bool = False) -> dict[str, Dataset | Itera
     return load_dataset(path, streaming=streaming)
 
 
+def load_from_hub(
+    name: str, configuration: str | None = None, streaming: bool = False, option: str = "dataset_path"
+) -> dict[str, Dataset | IterableDataset]:
+    """Load the splits of a dataset, or exit with one line that names the `option` for a local folder."""
+    try:
+        find_dataset(name, config.HF_DATASETS_CACHE)
+    except ConversionError as error:
+        fail(f"cannot load {error}, or pass a local folder with --{option}")
+    return load_dataset(name, configuration, streaming=streaming)
+
+
 def load_splits(
     limits: dict[str, int | None],
     data: object,
@@ -137,7 +149,7 @@ def load_splits(
     needed = dict.fromkeys("train" if divide and split == "validation" else split for split in limits)
     try:
         if files is None and path is None:
-            splits = load_dataset(name, data.dataset_config, streaming=streaming)
+            splits = load_from_hub(name, data.dataset_config, streaming)
         elif files is None and any(Path(path, split).is_dir() for split in needed):  # such as images
             splits = load_folder(path, streaming)
         else:

@@ -78,7 +78,7 @@ SCRIPTS = {
     "run_glue": (
         partial(write_splits, partial(glue.rows, "sst2"), **SIZES),
         [
-            *("--task_name", "sst2", "--metric_path", str(EXAMPLES / "metrics" / "glue_metrics")),
+            *("--task_name", "sst2"),
             *("--config_overrides", LUNA, "--vocab_size", "300", "--token_dropout", "0.2"),
         ],
     ),

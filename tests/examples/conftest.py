@@ -39,8 +39,7 @@ def call(script) -> Callable[..., dict]:
 
     def main(name: str, *arguments: object) -> dict:
         module = script(name)
-        metric = ["--metric_path", str(EXAMPLES / "metrics" / "glue_metrics")] if name.endswith("_glue") else []
-        metrics = module.main([*QUIET, *metric, *map(str, arguments)])
+        metrics = module.main([*QUIET, *map(str, arguments)])
         # the last occurrence of the option
         output = Path(arguments[len(arguments) - arguments[::-1].index("--output_dir")])
         assert metrics.items() <= json.loads((output / "all_results.json").read_text()).items()

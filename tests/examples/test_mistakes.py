@@ -82,6 +82,24 @@ def test_names_of_models(script, options, option):
     assert_error(parse, message, script, "run_glue", *options, f"--{option}", "teachr")
 
 
+DATASETS = {
+    "run_glue": ["--do_train", "--output_dir", "OUT", "--dataset_name", "a/b"],
+    "run_text_classification": ["--do_train", "--output_dir", "OUT", "--dataset_name", "a/b"],
+    "run_mlm": ["--do_train", "--output_dir", "OUT", "--dataset_name", "a/b"],
+    "prepare_text": ["--output_dir", "OUT", "--source", "a/b", "text"],
+    "lra.prepare": ["text", "--output", "OUT", "--source", "a/b"],
+}
+
+
+@pytest.mark.parametrize("name", DATASETS)
+def test_names_of_datasets(script, tmp_path, name):
+    """They are checked with one request, before datasets connects again and again."""
+    options = [str(tmp_path / "out") if part == "OUT" else part for part in [*SCRIPTS.get(name, []), *DATASETS[name]]]
+    folder = "source" if "--source" in options else "dataset_path"
+    message = rf"a/b: no such folder, and the Hub cannot be reached (.*), or pass a local folder with --{folder}"
+    assert_error(script(name).main, message, options)
+
+
 @pytest.mark.parametrize(("name", "option"), [("run_glue", "task_name"), ("run_text_classification", None)])
 def test_required_options(script, options, name, option):
     if option:
@@ -115,7 +133,7 @@ def test_no_validation_split(script, options, name):
 def test_no_validation_split_on_the_hub(script, monkeypatch, tmp_path):
     split = Dataset.from_dict({"text": ["a film"], "label": [0]})
     monkeypatch.setattr(
-        "luna_mega.training.data.load_dataset", lambda *args, **options: {"train": split, "test": split}
+        "luna_mega.training.data.load_from_hub", lambda *args, **options: {"train": split, "test": split}
     )
     options = ["--do_eval", "--do_train", "--output_dir", tmp_path, "--dataset_name", "a/b"]
     message = "a/b has no split validation, only train, test; pass --validation_share to use a part of the split train"

@@ -215,7 +215,7 @@ ROUTES = [
     ("PUT", r"/lfs/([0-9a-f]{64})", Handler.lfs_put),
     ("POST", r"/lfs/([0-9a-f]{64})/verify", Handler.lfs_verify),
     ("POST", rf"/api/models/{REPOSITORY}/commit/[^/]+", Handler.commit),
-    ("GET", rf"/api/models/{REPOSITORY}(?:/revision/[^/]+)?", Handler.info),
+    ("GET", rf"/api/(?:models|datasets)/{REPOSITORY}(?:/revision/[^/]+)?", Handler.info),
     ("GET", r"/api/models/([^/]+)", Handler.info),  # names without a user
     ("GET", rf"/api/models/{REPOSITORY}/tree/[^/]+/?(.*)", Handler.tree),
     ("GET HEAD", rf"/{REPOSITORY}/resolve/[^/]+/(.+)", Handler.resolve),

@@ -2,7 +2,7 @@ import pytest
 from huggingface_hub import constants
 
 from luna_mega.errors import ConversionError
-from luna_mega.hub.find import find_model
+from luna_mega.hub.find import find_dataset, find_model
 from tests.hub.loopback import Repository
 
 REPOSITORY = "tester/teacher"
@@ -17,8 +17,8 @@ def online(hub, monkeypatch):
 
 
 def sent(hub):
-    """Return the list of requests about models; the client may send other requests when it starts."""
-    return [request for request in hub.requests if "/api/models" in request]
+    """Return the list of requests about models and datasets; the client may send other requests when it starts."""
+    return [request for request in hub.requests if "/api/models" in request or "/api/datasets" in request]
 
 
 @pytest.fixture
@@ -68,4 +68,15 @@ def test_one_request_if_the_hub_cannot_be_reached(fault, cache, online, monkeypa
     with pytest.raises(ConversionError, match=r"teachr: no such folder, and the Hub cannot be reached \([^\[]+\);"):
         find_model("tester/teachr", cache_dir=cache)
     assert find_model(REPOSITORY, cache_dir=cache).endswith(online.repositories[REPOSITORY].commits[-1])
-    assert len(sent(online)) == (2 if isinstance(fault, int) else 0)
+    with pytest.raises(ConversionError, match=r"a/data: no such folder, and the Hub cannot be reached \([^\[]+\);"):
+        find_dataset("a/data", cache)
+    (cache / "a___data").mkdir()
+    find_dataset("a/data", cache)
+    assert len(sent(online)) == (4 if isinstance(fault, int) else 0)
+
+
+def test_dataset(tmp_path, online):
+    find_dataset(str(tmp_path), tmp_path)
+    with pytest.raises(ConversionError, match="a/data: no such folder, and no such dataset on the Hub"):
+        find_dataset("a/data", tmp_path)
+    assert len(sent(online)) == 1

@@ -1,4 +1,4 @@
-"""Metric `glue` of `evaluate` as a local module for `--metric_path` of run_glue.py, without network access."""
+"""Metric `glue` of `evaluate` as a local module, the default of run_glue.py, which needs no network access."""
 
 import datasets
 import evaluate
