@@ -41,7 +41,7 @@ class ChoiceTask:
     options: str
     answer: str
     letters: str
-    encode: Callable[[Batch, PreTrainedTokenizerBase, "DataArguments"], list[list[int]]]
+    encode: Callable[[Batch, PreTrainedTokenizerBase, int, int], list[list[int]]]
     levels: tuple[str, ...] = ()
 
 
@@ -68,11 +68,11 @@ def tokenize(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> list[list[
     return tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
 
 
-def encode_race(batch: Batch, tokenizer: PreTrainedTokenizerBase, data: DataArguments) -> list[list[int]]:
+def encode_race(batch: Batch, tokenizer: PreTrainedTokenizerBase, option_length: int, length: int) -> list[list[int]]:
     """Encode `<s> question and option </s></s> passage </s>`, as fairseq's preprocessing of RACE does.
 
     The option replaces each `_` of the question or, without one, follows the question. White space is collapsed. The
-    first part is truncated to `max_option_length`, and the input to `max_seq_length`.
+    first part is truncated to `option_length`, and the input to `length`.
     """
     bos, eos = lib.boundary_ids(tokenizer)
     merged = [
@@ -83,13 +83,13 @@ def encode_race(batch: Batch, tokenizer: PreTrainedTokenizerBase, data: DataArgu
     passages = tokenize(tokenizer, [" ".join(article.split()) for article in batch["article"]])
     inputs = []
     for index, option in enumerate(tokenize(tokenizer, [" ".join(text.split()) for text in merged])):
-        head = [bos, *option, eos][: data.max_option_length]
+        head = [bos, *option, eos][:option_length]
         passage = passages[index // len(TASKS["race"].letters)]
-        inputs.append([*head, eos, *passage, eos][: data.max_seq_length])
+        inputs.append([*head, eos, *passage, eos][:length])
     return inputs
 
 
-def encode_csqa(batch: Batch, tokenizer: PreTrainedTokenizerBase, data: DataArguments) -> list[list[int]]:
+def encode_csqa(batch: Batch, tokenizer: PreTrainedTokenizerBase, option_length: int, length: int) -> list[list[int]]:
     """Encode `<s> Q: question </s> A: choice </s>` without truncation, as fairseq's task commonsense_qa does."""
     bos, eos = lib.boundary_ids(tokenizer)
     questions = tokenize(tokenizer, [f"Q: {question}" for question in batch["question"]])
@@ -98,19 +98,19 @@ def encode_csqa(batch: Batch, tokenizer: PreTrainedTokenizerBase, data: DataArgu
     for index, choice in enumerate(choices):
         question = questions[index // len(TASKS["csqa"].letters)]
         inputs.append([bos, *question, eos, *choice, eos])
-        if len(inputs[-1]) > data.max_seq_length:
-            lib.fail(f"an input has {len(inputs[-1])} tokens, above --max_seq_length {data.max_seq_length}")
+        if len(inputs[-1]) > length:
+            lib.fail(f"an input has {len(inputs[-1])} tokens, above --max_seq_length {length}")
     return inputs
 
 
 def encode_towers(
-    batch: Batch, tokenizer: PreTrainedTokenizerBase, data: DataArguments
+    batch: Batch, tokenizer: PreTrainedTokenizerBase, task: ChoiceTask, option_length: int, length: int
 ) -> tuple[list[list[int]], list[list[int]]]:
     """Encode `<s> question </s></s> passage </s>`, or `<s> question </s>`, and separately `<s> option </s>`.
 
-    They are truncated to `max_seq_length` and `max_option_length`. White space is collapsed.
+    They are truncated to `length` and `option_length`. White space is collapsed.
     """
-    task, (bos, eos) = TASKS[data.task], lib.boundary_ids(tokenizer)
+    bos, eos = lib.boundary_ids(tokenizer)
 
     def encode(texts: list[str]) -> list[list[int]]:
         return tokenize(tokenizer, [" ".join(text.split()) for text in texts])
@@ -121,8 +121,8 @@ def encode_towers(
     ]
     options = encode([text for options in batch[task.options] for text in option_texts(options)])
     return (
-        [text[: data.max_seq_length] for text in texts],
-        [[bos, *option, eos][: data.max_option_length] for option in options],
+        [text[:length] for text in texts],
+        [[bos, *option, eos][:option_length] for option in options],
     )
 
 
@@ -214,17 +214,19 @@ def encode_split(
     With two towers, `input_ids` and `length` belong to the text, and `pair_input_ids` to the options.
     """
     task = TASKS[data.task]
-    size = len(task.letters)
+    # dill pickles `encode` with all that it refers to, so that datasets can hash it. `data` would lead to its class,
+    # and through `TASKS` back to it, for which dill prints warnings.
+    two_towers, size, lengths = data.two_towers, len(task.letters), (data.max_option_length, data.max_seq_length)
 
     def group(options: list[list[int]]) -> list[list[list[int]]]:
         return [options[start : start + size] for start in range(0, len(options), size)]
 
     def encode(batch: Batch) -> Batch:
         labels = {"labels": [task.letters.index(answer) if answer else -100 for answer in batch[task.answer]]}
-        if data.two_towers:
-            texts, options = encode_towers(batch, tokenizer, data)
+        if two_towers:
+            texts, options = encode_towers(batch, tokenizer, task, *lengths)
             return labels | {"input_ids": texts, "pair_input_ids": group(options), "length": list(map(len, texts))}
-        inputs = group(task.encode(batch, tokenizer, data))
+        inputs = group(task.encode(batch, tokenizer, *lengths))
         return labels | {"input_ids": inputs, "length": [max(map(len, options)) for options in inputs]}
 
     unused = [*task.texts, task.options, task.answer]
