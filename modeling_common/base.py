@@ -52,8 +52,8 @@ class CommonPreTrainedModel(PreTrainedModel):
     def _check_and_adjust_attn_implementation(self, attn_implementation: str | None, *args: Any, **kwargs: Any) -> str:
         if attn_implementation not in (None, "sdpa", "eager"):
             raise ValueError(
-                f"attn_implementation={attn_implementation!r} is not supported, because {type(self).__name__} has its "
-                "own kernels; omit `attn_implementation`, or pass 'eager' to get attention weights"
+                f'Specified `attn_implementation="{attn_implementation}"` is not supported: {type(self).__name__} has '
+                "its own kernels; omit `attn_implementation`, or pass 'eager' to get attention weights"
             )
         return attn_implementation or "sdpa"
 

@@ -21,7 +21,7 @@ def run(*command: str | Path, cwd: Path) -> subprocess.CompletedProcess:
 
 @pytest.mark.slow
 def test_quickstart_after_pip_install(repo_root, tmp_path):
-    """The quickstart runs after `pip install .` without pins.
+    """The quickstart runs after `pip install '.[examples]'` without pins.
 
     Only torch has the version of this environment, because other versions are gigabytes to download.
     """
@@ -36,7 +36,7 @@ def test_quickstart_after_pip_install(repo_root, tmp_path):
     pip = [python, "-m", "pip", "--disable-pip-version-check", "install"]
     if run(*pip, "--dry-run", "--no-deps", "--ignore-installed", "packaging", cwd=folder).returncode:
         pytest.skip("pip reaches no package index")
-    for requirement in (f"torch=={metadata.version('torch')}", checkout, "accelerate"):
+    for requirement in (f"torch=={metadata.version('torch')}", f"{checkout}[examples]"):
         done = run(*pip, requirement, cwd=folder)
         assert done.returncode == 0, done.stdout + done.stderr
     listed = run(python, "-m", "pip", "freeze", cwd=folder).stdout

@@ -127,7 +127,7 @@ def test_attention_implementations(family, tmp_path):
         assert loaded.config._attn_implementation == name
         torch.testing.assert_close(loaded(**inputs).logits, expected)
     for name in ("flash_attention_2", "flex_attention", "kernels-community/flash-attn3", "paged|eager", "fastest"):
-        message = f"{re.escape(repr(name))} is not supported, because \\w+ has its own kernels; omit .* or pass 'eager'"
+        message = f'"{re.escape(name)}"` is not supported: \\w+ has its own kernels; omit .* or pass .eager'
         with pytest.raises(ValueError, match=message):
             AutoModelForMaskedLM.from_pretrained(tmp_path, attn_implementation=name)
         with pytest.raises(ValueError, match=message):
