@@ -336,7 +336,7 @@ CASES = {
             repeats=7,
             parity=({"l": 16, "n": 33}, {"l": 128, "n": 500}),
             gpu=(
-                *({"l": l, "n": n, "b": 65536 // n} for n in (4096, 512, 32768) for l in (128, 16, 256)),  # noqa: E741
+                *({"l": rows, "n": n, "b": 65536 // n} for n in (4096, 512, 32768) for rows in (128, 16, 256)),
                 {"l": 128, "n": 4096, "b": 16, "masked": 0},
             ),
             gpu_variants={
@@ -354,7 +354,7 @@ CASES = {
             quick=({"l": 32, "n": 2048},),
             repeats=5,
             parity=({"l": 16, "n": 33}, {"l": 32, "n": 200}),
-            gpu=(*({"l": l, "n": 4096, "b": 8} for l in (32, 128, 16)), {"l": 32, "n": 65536, "b": 1}),  # noqa: E741
+            gpu=(*({"l": rows, "n": 4096, "b": 8} for rows in (32, 128, 16)), {"l": 32, "n": 65536, "b": 1}),
             floor=floors.luna_causal_attention,
         ),
         Case(

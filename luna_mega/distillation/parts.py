@@ -23,7 +23,7 @@ class Family:
         activation, head_activation: configuration field that contains the activation of the feed-forward layers and
             of the head, or the activation itself.
         class_activation: activation of the classifier's hidden layer.
-        padded: whether the position table starts with the rows up to that of the padding token, as in fairseq.
+        padded: whether the first position is `padding_idx + 1`, as in fairseq.
         heads: other heads, by the end of the names of their classes -> the names of their parts, `class_...`.
     """
 

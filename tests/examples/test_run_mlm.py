@@ -154,7 +154,7 @@ def test_pretraining_learns_and_its_perplexity_is_exact(run, script, corpus, tmp
     history = json.loads((output / "trainer_state.json").read_text())["log_history"]
     perplexities = [entry["eval_perplexity"] for entry in history if "eval_perplexity" in entry]
     assert min(perplexities) < 0.5 * perplexities[0]
-    # 300 before training, and 7 for a model that knows only the frequencies of words
+    # The perplexity is 300 before training, and 7 for a model that has learned only the frequencies of words.
     assert summary["eval_perplexity"] < 20
     assert_complete(output)
     card = (output / "README.md").read_text()
