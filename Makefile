@@ -13,7 +13,7 @@ INSTALLED := $(VENV)/.installed-$(notdir $(CONSTRAINTS))
 # `make demo` installs less.
 INSTALLED_DEMO := $(VENV)/.installed-demo-$(notdir $(CONSTRAINTS))
 
-.PHONY: help demo parity parity-released test test-slow test-exhaustive test-oldest test-newest newest environments installed test-ecosystem test-vllm docs style typing audit bench gpu clean
+.PHONY: help demo parity parity-released test test-slow test-exhaustive test-oldest test-newest newest oldest ecosystem installed test-ecosystem test-vllm docs style typing audit bench gpu clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*## ' Makefile | sed -E 's/:[^#]*## /\t/' | expand -t 16
@@ -34,8 +34,9 @@ test-slow: ## run the tests that `make test` leaves out
 test-exhaustive: ## check the machine code of every configuration of the kernels with three versions of Triton (an hour or more)
 	$(MAKE) test MARK=exhaustive
 
-test-oldest: ## run the fast tests with the oldest supported versions, in .venv-oldest
-	$(MAKE) test VENV=.venv-oldest CONSTRAINTS=requirements/ci-oldest.txt
+test-oldest: VENV = .venv-oldest
+test-oldest: oldest ## run the fast tests with the oldest supported versions, in .venv-oldest
+	$(RUN_TESTS)
 
 test-newest: VENV = .venv-newest
 test-newest: newest ## run the fast tests with the newest versions of all dependencies (PRE=1: also pre-releases), in .venv-newest
@@ -47,13 +48,16 @@ newest:
 	$(PYTHON) -m venv --clear .venv-newest
 	.venv-newest/bin/python -m pip install --no-compile $(if $(PRE),--pre) --editable '.[$(EXTRAS)]'
 
-test-ecosystem: ## run the tests with PEFT, TRL, sentence-transformers and other tools, in an environment of their own
-	$(MAKE) test VENV=.venv-ecosystem CONSTRAINTS=requirements/ci-ecosystem.txt EXTRAS=$(EXTRAS),ecosystem MARK= \
-	    TESTS="tests/ecosystem tests/test_cli.py"
+test-ecosystem: VENV = .venv-ecosystem
+test-ecosystem: MARK =
+test-ecosystem: TESTS = tests/ecosystem tests/test_cli.py
+test-ecosystem: ecosystem ## run the tests with PEFT, TRL, sentence-transformers and other tools, in an environment of their own
+	$(RUN_TESTS)
 
-# The environments of the tests with other versions and tools.
-environments: newest
+oldest:
 	$(MAKE) installed VENV=.venv-oldest CONSTRAINTS=requirements/ci-oldest.txt
+
+ecosystem:
 	$(MAKE) installed VENV=.venv-ecosystem CONSTRAINTS=requirements/ci-ecosystem.txt EXTRAS=$(EXTRAS),ecosystem
 
 installed: $(INSTALLED)
