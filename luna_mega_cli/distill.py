@@ -56,7 +56,7 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
-    from luna_mega.distillation.folders import convert_teacher
+    from luna_mega.distillation.convert import convert_teacher
 
     names = ("teacher", "output", "projection_length", "max_length", "position_extension", "texts", "num_labels")
     with _progress(options.json):

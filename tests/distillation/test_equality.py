@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 
 import luna_mega_cli
 from luna_mega.distillation import exact, folders, from_teacher
-from luna_mega.distillation.folders import convert_teacher
+from luna_mega.distillation.convert import convert_teacher
 from luna_mega.errors import ConversionError
 from tests.distillation.models import ENCODERS, HEADS, change, make_model, save_teacher, write, xlm_tokenizer
 from tests.errors import check_error, command_error

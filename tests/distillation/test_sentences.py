@@ -9,7 +9,7 @@ from transformers import AutoModel, AutoModelForSequenceClassification, AutoToke
 
 import luna_mega_cli
 from luna_mega.distillation import from_teacher
-from luna_mega.distillation.folders import convert_teacher
+from luna_mega.distillation.convert import convert_teacher
 from luna_mega.distillation.sentences import read_modules
 from luna_mega.hub.card import license_of
 from tests.damage import NOT_OBJECTS
@@ -169,7 +169,7 @@ def test_inputs_are_checked_before_weights_are_read(argv, named, tmp_path, capsy
 def test_misspelled_names(tmp_path, capsys, monkeypatch):
     """One request instead of six attempts for each file."""
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    monkeypatch.setattr("luna_mega.distillation.folders.read_modules", None)
+    monkeypatch.setattr("luna_mega.distillation.convert.read_modules", None)
     for name, named in {"teachr": "the Hub cannot be reached", "./teachr": "pass a folder or a name"}.items():
         error = command_error(capsys, "distill", name, "--output", tmp_path / "out")
         assert f"{name}: no such folder" in error and named in error

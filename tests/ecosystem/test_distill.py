@@ -8,7 +8,7 @@ from safetensors.torch import load_file, save_file
 
 import luna_mega_cli
 from luna_mega.distillation import equality, from_teacher
-from luna_mega.distillation.folders import convert_teacher
+from luna_mega.distillation.convert import convert_teacher
 from luna_mega.errors import ConversionError
 from tests.distillation.models import bert_tokenizer, make_model, run_card, save_teacher, xlm_tokenizer
 
