@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 
-@pytest.mark.parametrize("family", ["luna", "mega"])
+@pytest.mark.parametrize("family", ["luna", "mega", "megalodon"])
 def test_every_fixture_is_tested(parity_folder, family):
     sources = "".join(path.read_text(encoding="utf-8") for path in Path(__file__).parents[1].rglob("*.py"))
     listed = set(re.findall(r'"(?:\w+/)?(\w+)"', sources))
