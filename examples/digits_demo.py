@@ -67,15 +67,18 @@ def run_model(name: str, options: Arguments) -> dict[str, float]:
     network = lib.make_model(AutoModelForSequenceClassification, model, config)
     parts = {"train_dataset": train_set, "eval_dataset": test_set}
     trainer = lib.OrderedTrainer(network, training, **parts, compute_metrics=lib.accuracy)
-    with run.fit(trainer) as metrics:
-        metrics |= lib.score(trainer)
+
+    def evaluate() -> dict[str, float]:
+        metrics = lib.score(trainer)
         reloaded = AutoModelForSequenceClassification.from_pretrained(training.output_dir)
         with torch.no_grad():
             again = reloaded(input_values=torch.tensor(test_set["input_values"][:])).logits.numpy()
         difference = float(np.abs(again - trainer.predict(test_set).predictions).max())
         if difference > 1e-4:
             lib.fail(f"the logits of the model reloaded from {training.output_dir} differ by {difference:.2g}")
-    return metrics
+        return metrics
+
+    return run.fit(trainer, evaluate=evaluate)
 
 
 def main(argv: list[str] | None = None) -> dict[str, dict[str, float]]:

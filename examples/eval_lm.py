@@ -62,16 +62,16 @@ def with_chunk(model: PreTrainedModel, chunk: int) -> PreTrainedModel:
     return changed.to(model.device, model.dtype).eval()
 
 
-def plot(results: list[tuple[int | None, int, lib.language_modeling.Score]], path: Path) -> None:
-    """Plot perplexity over context and chunk; `results` are (chunk, context, score)."""
-    chunks = list(dict.fromkeys(chunk for chunk, _, _ in results))
-    contexts = list(dict.fromkeys(context for _, context, _ in results))
+def plot(scores: list[dict[str, float | None]], path: Path) -> None:
+    """Plot perplexity over context and chunk."""
+    chunks = list(dict.fromkeys(score["chunk"] for score in scores))
+    contexts = list(dict.fromkeys(score["context"] for score in scores))
     figure, axes = plt.subplots(1, 2, figsize=(10, 4), layout="constrained", sharey=True)
     for chunk in chunks:
-        points = [(context, result.perplexity) for c, context, result in results if c == chunk]
+        points = [(score["context"], score["perplexity"]) for score in scores if score["chunk"] == chunk]
         axes[0].plot(*zip(*points, strict=True), "o-", label="full attention" if chunk is None else f"chunk {chunk}")
     for context in contexts if chunks != [None] else []:
-        points = [(chunk, result.perplexity) for chunk, c, result in results if c == context]
+        points = [(score["chunk"], score["perplexity"]) for score in scores if score["context"] == context]
         axes[1].plot(*zip(*points, strict=True), "o-", label=f"context {context}")
     for axis, name in zip(axes, ("context, tokens", "attention chunk, tokens"), strict=True):
         axis.set_xscale("log", base=2)
@@ -85,20 +85,18 @@ def plot(results: list[tuple[int | None, int, lib.language_modeling.Score]], pat
 def main(argv: list[str] | None = None) -> list[dict[str, float | None]]:
     arguments = parse(argv)
     model, stream = load(arguments)
-    results = []
+    scores = []
     for chunk in arguments.chunk or [getattr(model.config, "attention_chunk", None)]:
         if arguments.chunk:
             model = with_chunk(model, chunk)
         for context in arguments.context:
-            result = lib.language_modeling.score_stream(
-                model, stream, context, arguments.segment, arguments.batch_size, progress=True
-            )
-            results.append((chunk, context, result))
-            print(f"chunk {chunk}, context {context}: {result.metrics}", flush=True)
+            lengths = (context, arguments.segment, arguments.batch_size)
+            metrics = lib.language_modeling.score_stream(model, stream, *lengths, progress=True)
+            scores.append({"chunk": chunk, "context": context, **metrics})
+            print(f"chunk {chunk}, context {context}: {metrics}", flush=True)
     output = Path(arguments.output_dir)
     output.mkdir(parents=True, exist_ok=True)
-    plot(results, output / "context.png")
-    scores = [{"chunk": chunk, "context": context, **result.metrics} for chunk, context, result in results]
+    plot(scores, output / "context.png")
     (output / "scores.json").write_text(json.dumps(scores, indent=2) + "\n", encoding="utf-8")
     return scores
 

@@ -33,9 +33,7 @@ class DataArguments(lib.SourceArguments, lib.ClassifierArguments):
     rate_column: str = HfArg(default="sampling_rate", help="column with the sampling rate, for lists and bytes")
     label_column: str = HfArg(default="label", help="column with the labels: names or ids")
     hold_out: str | None = HfArg(default=None, help="condition of training rows for the validation split: take=5,6")
-    sampling_rate: int | None = HfArg(
-        default=None, help="sampling rate in Hz (default: the rate of the loaded model or first clip)"
-    )
+    sampling_rate: int | None = HfArg(default=None, help="rate in Hz; default: the loaded model's, or the first clip's")
     max_seconds: float | None = HfArg(default=None, help="maximum length; longer clips are truncated")
     random_shift: float = HfArg(default=0.0, help="maximum shift of training clips in seconds")
     random_speed: float = HfArg(default=0.0, help="maximum relative change of the speed of training clips: 0.1")
@@ -193,9 +191,7 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
         compute_metrics=lib.accuracy,
     )
 
-    with run.fit(trainer) as metrics:
-        metrics |= lib.score(trainer) | lib.write_predictions(trainer, splits)
-    return metrics
+    return run.fit(trainer, predict=lambda: lib.write_predictions(trainer, splits["test"]))
 
 
 if __name__ == "__main__":

@@ -39,7 +39,7 @@ class DataArguments(lib.StreamArguments):
     eval_segment: int = HfArg(default=1024, help="tokens of a forward pass in evaluation")
 
 
-class LanguageModelTrainer(lib.streams.StreamingTrainer):
+class LanguageModelTrainer(lib.OrderedTrainer):
     """Trainer that carries the recurrent state along `Streams`, and evaluates one stream of tokens."""
 
     def __init__(self, *args, data: DataArguments, **kwargs):
@@ -69,14 +69,10 @@ class LanguageModelTrainer(lib.streams.StreamingTrainer):
 
     def evaluate(self, eval_dataset=None, ignore_keys=None, metric_key_prefix="eval") -> dict[str, float]:
         stream = self.eval_dataset if eval_dataset is None else eval_dataset
-        data, args = self.data, self.args
-        ranks = (args.process_index, args.world_size)
+        lengths = (self.data.eval_context, self.data.eval_segment, self.args.eval_batch_size)
         with self.averaged():
-            lengths = (data.eval_context, data.eval_segment, args.eval_batch_size)
-            result = lib.language_modeling.score_stream(self.model, stream, *lengths, ranks=ranks)
-        return self.report(
-            lib.language_modeling.Score(*lib.total([result.total, result.tokens], args)).metrics, metric_key_prefix
-        )
+            scores = lib.language_modeling.score_stream(self.model, stream, *lengths, training=self.args)
+        return self.report(scores, metric_key_prefix)
 
 
 def parse(argv: list[str] | None) -> tuple[DataArguments, lib.ModelArguments, TrainingArguments, lib.Run]:
@@ -184,9 +180,7 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
         data_collator=collator,
     )
 
-    with run.fit(trainer) as metrics:
-        metrics |= lib.score(trainer)
-    return metrics
+    return run.fit(trainer)
 
 
 if __name__ == "__main__":

@@ -129,8 +129,8 @@ def make_metrics(data: DataArguments, outputs: list[int]) -> Callable[[EvalPredi
     return compute_metrics
 
 
-def predict(trainer: Trainer, splits: dict[str, Dataset], task: GlueTask, outputs: list[int]) -> None:
-    """Write one file per test split in the format of the GLUE server."""
+def predict(trainer: Trainer, splits: dict[str, Dataset], task: GlueTask, outputs: list[int]) -> dict[str, float]:
+    """Write one file per test split in the format of the GLUE server; their labels are not published."""
     for side, name in task.splits("test").items():
         predicted = task.decode(trainer.predict(splits[name]).predictions, outputs)
         values = predicted if task.labels else [f"{score:.3f}" for score in predicted]
@@ -138,6 +138,7 @@ def predict(trainer: Trainer, splits: dict[str, Dataset], task: GlueTask, output
         lines = ["index\tprediction", *(f"{index}\t{value}" for index, value in enumerate(values))]
         suffix = {"": "", "matched": "-m", "mismatched": "-mm"}[side]
         lib.write_lines(trainer, f"{task.file}{suffix}.tsv", lines)
+    return {}
 
 
 def main(argv: list[str] | None = None) -> dict[str, float]:
@@ -159,11 +160,7 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
         compute_metrics=make_metrics(data, outputs),
     )
 
-    with run.fit(trainer) as metrics:
-        metrics |= lib.score(trainer)
-        if training.do_predict:
-            predict(trainer, splits, task, outputs)
-    return metrics
+    return run.fit(trainer, predict=lambda: predict(trainer, splits, task, outputs))
 
 
 if __name__ == "__main__":

@@ -34,12 +34,8 @@ class DataArguments(lib.SourceArguments, lib.ClassifierArguments, lib.images.Aug
     label_column: str = HfArg(default="label", help="column with the labels: names or ids")
     image_size: int | None = HfArg(default=None, help="side of an image in pixels; default: as the first image")
     channels: int | None = HfArg(default=None, help="1 = gray, 3 = color; default: as the first image")
-    image_mean: list[float] | None = HfArg(
-        default=None, help="means of the channels (default: ImageNet's, 0.5 for gray)"
-    )
-    image_std: list[float] | None = HfArg(
-        default=None, help="deviations of the channels (default: ImageNet's, 0.25 for gray)"
-    )
+    image_mean: list[float] | None = HfArg(default=None, help="channel means; default: ImageNet's, 0.5 for gray")
+    image_std: list[float] | None = HfArg(default=None, help="channel deviations; default: ImageNet's, 0.25 for gray")
     center_crop: bool = HfArg(default=True, help="evaluate on the center crop of a resized image; false = only resize")
 
 
@@ -194,9 +190,7 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
     )
     trainer.repeats, trainer.mix = data.repeated_augmentation, lib.images.make_mix(data, config.num_labels, smoothing)
 
-    with run.fit(trainer) as metrics:
-        metrics |= lib.score(trainer) | lib.write_predictions(trainer, splits)
-    return metrics
+    return run.fit(trainer, predict=lambda: lib.write_predictions(trainer, splits["test"]))
 
 
 if __name__ == "__main__":

@@ -172,7 +172,7 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
     with run.reading():
         blocks, tokenizer, config = load_data(data, model, training)
 
-    trainer = lib.streams.StreamingTrainer(
+    trainer = lib.OrderedTrainer(
         lib.make_model(AutoModelForMaskedLM, model, config),
         training,
         train_dataset=blocks.get("train"),
@@ -183,9 +183,7 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
         preprocess_logits_for_metrics=token_scores,
     )
 
-    with run.fit(trainer) as metrics:
-        metrics |= lib.score(trainer)
-    return metrics
+    return run.fit(trainer)
 
 
 if __name__ == "__main__":

@@ -301,11 +301,7 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
         compute_metrics=make_metrics(splits["validation"], task) if training.do_eval else None,
     )
 
-    with run.fit(trainer) as metrics:
-        metrics |= lib.score(trainer)
-        if training.do_predict:
-            metrics |= predict(trainer, splits["test"], task)
-    return metrics
+    return run.fit(trainer, predict=lambda: predict(trainer, splits["test"], task))
 
 
 if __name__ == "__main__":

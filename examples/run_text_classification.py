@@ -77,9 +77,7 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
         compute_metrics=lib.accuracy,
     )
 
-    with run.fit(trainer) as metrics:
-        metrics |= lib.score(trainer) | lib.write_predictions(trainer, splits)
-    return metrics
+    return run.fit(trainer, predict=lambda: lib.write_predictions(trainer, splits["test"]))
 
 
 if __name__ == "__main__":

@@ -104,16 +104,11 @@ class TranslationTrainer(lib.OrderedTrainer, Seq2SeqTrainer):
             self.optimizer_cls_and_kwargs = lib.optimization.apollo(self.args)  # not an argument of Seq2SeqTrainer
         if data.clip_each is not None:
             self.add_callback(lib.optimization.ClipEach(data.clip_each))
-
-    def create_scheduler(self, num_training_steps, optimizer=None):
-        if self.data.milestones is None or self.lr_scheduler is not None:
-            return super().create_scheduler(num_training_steps, optimizer)
-        warmup = self.args.get_warmup_steps(num_training_steps)
-        start = self.data.warmup_init_lr / self.args.learning_rate
-        self.lr_scheduler = lib.optimization.milestone_schedule(
-            optimizer or self.optimizer, warmup, self.data.milestones, self.data.milestone_factor, start
-        )
-        return self.lr_scheduler
+        if data.milestones is not None:
+            start, factor = data.warmup_init_lr / self.args.learning_rate, data.milestone_factor
+            self.schedule = lambda optimizer, warmup_steps, _: lib.optimization.milestone_schedule(
+                optimizer, warmup_steps, data.milestones, factor, start
+            )
 
     def evaluation_loop(self, dataloader, description, prediction_loss_only=None, *args, **kwargs):
         self.references = list(dataloader.dataset["target"])
@@ -209,10 +204,16 @@ def average_weights(trainer: TranslationTrainer, folder: str) -> None:
         print(f"averaged {', '.join(path.name for path in chosen)}", flush=True)
 
 
-def evaluate(trainer: TranslationTrainer, split: Dataset) -> dict[str, Any]:
-    """Evaluate and write the translations of the validation split."""
+def evaluate(trainer: TranslationTrainer, base_model: str | None, splits: dict[str, Dataset]) -> dict[str, Any]:
+    """Average the weights with `--average_checkpoints`; evaluate and write the translations of the validation split."""
+    training, data = trainer.args, trainer.data
+    if data.average_checkpoints:
+        average_weights(trainer, training.output_dir if training.do_train else base_model)
+    training.predict_with_generate, training.generation_num_beams = True, data.num_beams
+    if not training.do_eval:
+        return {}
     metrics = lib.score(trainer)
-    write_translations(trainer, split, "validation")
+    write_translations(trainer, splits["validation"], "validation")
     return metrics | lib.save(trainer, "eval", {"bleu_signature": str(trainer.bleu.get_signature())})
 
 
@@ -256,15 +257,11 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
         data_collator=PairCollator(tokenizers.source, network),
     )
 
-    with run.fit(trainer) as metrics:
-        if data.average_checkpoints:
-            average_weights(trainer, training.output_dir if training.do_train else run.base_model)
-        training.predict_with_generate, training.generation_num_beams = True, data.num_beams
-        if training.do_eval:
-            metrics |= evaluate(trainer, splits["validation"])
-        if training.do_predict:
-            metrics |= predict(trainer, splits)
-    return metrics
+    return run.fit(
+        trainer,
+        evaluate=lambda: evaluate(trainer, run.base_model, splits),
+        predict=lambda: predict(trainer, splits),
+    )
 
 
 if __name__ == "__main__":

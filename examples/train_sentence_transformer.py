@@ -50,19 +50,13 @@ class DataArguments(lib.SourceArguments, lib.LimitArguments):
     sts_path: str | None = HfArg(default=None, help="local folder with the scored pairs")
     sts_split: str = HfArg(default="validation", help="split of the scored pairs")
     sts_columns: list[str] = HfArg(
-        default_factory=lambda: ["sentence1", "sentence2", "score"],
-        help="columns of the scored pairs: two text columns and the score",
+        default_factory=lambda: ["sentence1", "sentence2", "score"], help="two text columns and the score of the pairs"
     )
     max_seq_length: int = HfArg(default=128, help="maximum length; longer sentences are truncated")
-    pooling: str | None = HfArg(
-        default=None,
-        help=f"pooling of token embeddings: {', '.join(POOLINGS)} (default: the pooling of the folder, or mean)",
-    )
+    pooling: str | None = HfArg(default=None, help=f"{', '.join(POOLINGS)}; default: the folder's pooling, or mean")
     scale: float = HfArg(default=20.0, help="factor of the cosine similarities in the loss")
     teacher: str | None = HfArg(default=None, help="sentence-transformers model or encoder: folder or Hub name")
-    teacher_window: int | None = HfArg(
-        default=None, help="tokens per window of the teacher, over which longer texts are averaged (default: its limit)"
-    )
+    teacher_window: int | None = HfArg(default=None, help="tokens per averaged window of the teacher (default: limit)")
     projection_lengths: list[int] | None = HfArg(
         default=None,
         help="rows of a converted Luna in the training steps; texts are cut at random lengths from the smallest on",
@@ -235,9 +229,7 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
         callbacks=callbacks,
     )
 
-    with run.fit(trainer, describe=set_license) as metrics:
-        metrics |= lib.score(trainer)
-    return metrics
+    return run.fit(trainer, describe=set_license)
 
 
 if __name__ == "__main__":

@@ -11,12 +11,10 @@ overrides.
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
-import torch
-
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for the package `lra`
-
 
 from datasets import Dataset
 from transformers import (
@@ -56,22 +54,13 @@ class ModelArguments(lib.CheckpointArguments):
 
 
 class LraTrainer(lib.OrderedTrainer):
-    """Trainer with the weight decay and the warmup of the papers."""
+    """Trainer with the weight decay of the papers."""
 
-    decays_all, warmup_power = False, 1.0
+    decays_all = False
 
     def get_decay_parameter_names(self, model: PreTrainedModel) -> list[str]:
         names = super().get_decay_parameter_names(model)
         return [name for name, _ in model.named_parameters()] if self.decays_all else names
-
-    def create_scheduler(self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None):
-        if self.warmup_power == 1.0 or self.lr_scheduler is not None:
-            return super().create_scheduler(num_training_steps, optimizer)
-        warmup, optimizer = self.args.get_warmup_steps(num_training_steps), optimizer or self.optimizer
-        self.lr_scheduler = lib.optimization.power_warmup_schedule(
-            optimizer, warmup, num_training_steps, self.warmup_power
-        )
-        return self.lr_scheduler
 
 
 def parse(argv: list[str] | None) -> tuple[DataArguments, ModelArguments, TrainingArguments, lib.Run]:
@@ -178,7 +167,7 @@ def make_trainer(
     splits: dict[str, Dataset],
     tokenizer: PreTrainedTokenizerFast | None,
 ) -> LraTrainer:
-    """Return the Trainer, with the weight decay of the convention."""
+    """Return the Trainer, with the weight decay of the convention and the warmup of the options."""
     collator = lib.make_pair_collator if TASKS[data.task].pairs else DataCollatorWithPadding
     trainer = LraTrainer(
         network,
@@ -189,7 +178,9 @@ def make_trainer(
         data_collator=collator(tokenizer) if tokenizer else default_data_collator,
         compute_metrics=lib.accuracy,
     )
-    trainer.decays_all, trainer.warmup_power = CONVENTIONS[data.convention].decays_all, data.warmup_power
+    trainer.decays_all = CONVENTIONS[data.convention].decays_all
+    if data.warmup_power != 1.0:
+        trainer.schedule = partial(lib.optimization.power_warmup_schedule, power=data.warmup_power)
     return trainer
 
 
@@ -209,9 +200,7 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
         pretraining.pretrain(network, splits["train"], *options)
     trainer = make_trainer(network, data, training, splits, tokenizer)
 
-    with run.fit(trainer) as metrics:
-        metrics |= lib.score(trainer) | lib.write_predictions(trainer, splits)
-    return metrics
+    return run.fit(trainer, predict=lambda: lib.write_predictions(trainer, splits["test"]))
 
 
 if __name__ == "__main__":

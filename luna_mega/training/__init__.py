@@ -51,7 +51,7 @@ from luna_mega.training.models import (
     make_tokenizer,
 )
 from luna_mega.training.runs import OrderedTrainer, Run, save, score, total, write_lines
-from luna_mega.training.seeded import Redrawn
+from luna_mega.training.streams import Redrawn
 from luna_mega.training.texts import (
     TextArguments,
     check_pairs,

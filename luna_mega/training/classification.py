@@ -129,11 +129,9 @@ def accuracy(prediction: EvalPrediction) -> dict[str, float]:
     return {"accuracy": float(right[known].mean())} if known.any() else {}
 
 
-def write_predictions(trainer: Trainer, splits: dict[str, Dataset]) -> dict[str, Any]:
-    """With `--do_predict`, write the predicted test labels; return the metrics."""
-    if not trainer.args.do_predict:
-        return {}
-    output = trainer.predict(splits["test"])
+def write_predictions(trainer: Trainer, split: Dataset) -> dict[str, Any]:
+    """Write the predicted labels of the test split; return the metrics."""
+    output = trainer.predict(split)
     names = trainer.model.config.id2label
     lines = [f"{index}\t{names[best]}" for index, best in enumerate(output.predictions.argmax(-1))]
     write_lines(trainer, "predictions.tsv", ["index\tprediction", *lines])

@@ -21,7 +21,7 @@ from transformers.models.vit.image_processing_pil_vit import ViTImageProcessorPi
 
 from luna_mega.errors import install
 from luna_mega.training.arguments import check_least, fail, one_line
-from luna_mega.training.seeded import Redrawn
+from luna_mega.training.streams import Redrawn
 
 Transform = Callable[[Image.Image], torch.Tensor]
 

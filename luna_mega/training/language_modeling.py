@@ -2,18 +2,18 @@
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
 
 import torch
 from datasets import IterableDataset
 from torch.utils.data import Dataset
 from tqdm import tqdm
-from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase, TrainingArguments
 
 from luna_mega.compat import CACHE_NAME
 from luna_mega.hub.folder import load_tokenizer
 from luna_mega.training.arguments import fail, one_line
-from luna_mega.training.seeded import Redrawn
+from luna_mega.training.runs import total
+from luna_mega.training.streams import Redrawn
 
 
 def load_language_model(source: str, device: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
@@ -86,26 +86,6 @@ def _segment(stream: torch.LongTensor, start: int, length: int) -> dict[str, tor
     return {"input_ids": stream[start : start + length], "shift_labels": stream[start + 1 : start + length + 1]}
 
 
-@dataclass
-class Score:
-    """Sum of the negative log-likelihoods of `tokens` tokens, in nats."""
-
-    total: float
-    tokens: int
-
-    @property
-    def loss(self) -> float:
-        return self.total / self.tokens
-
-    @property
-    def perplexity(self) -> float:
-        return math.exp(min(self.loss, 700))
-
-    @property
-    def metrics(self) -> dict[str, float]:
-        return {"loss": self.loss, "perplexity": self.perplexity, "bits_per_token": self.loss / math.log(2)}
-
-
 @torch.no_grad()
 def score_stream(
     model: PreTrainedModel,
@@ -114,9 +94,9 @@ def score_stream(
     segment: int,
     batch_size: int,
     progress: bool = False,
-    ranks: tuple[int, int] = (0, 1),
-) -> Score:
-    """Score a stream of tokens.
+    training: TrainingArguments | None = None,
+) -> dict[str, float]:
+    """Return the loss of a stream of tokens in nats per token, its perplexity, and the bits per token.
 
     Each token is predicted from all earlier tokens of its block. Shorter blocks therefore increase the loss, shorter
     segments do not. All processes call the model equally often, because sharded models require it.
@@ -128,20 +108,20 @@ def score_stream(
         segment: Number of tokens of a forward pass.
         batch_size: Number of blocks of a forward pass.
         progress: Whether to show a progress bar.
-        ranks: Rank of this process and number of processes; each scores its share of the blocks.
+        training: Options of a run, whose processes score a share of the blocks each; None = a single process.
     """
-    training, device, count = model.training, model.device, len(stream) - 1
+    was_training, device, count = model.training, model.device, len(stream) - 1
     if count < 1:
         fail("the text has fewer than two tokens")
     model.eval()
     starts = list(range(0, count - context + 1, context))
     groups = [starts[i : i + batch_size] for i in range(0, len(starts), batch_size)]
-    rank, processes = ranks
+    rank, processes = (0, 1) if training is None else (training.process_index, training.world_size)
     own = [(group, True) for group in groups[rank::processes]]
     own += [(group, False) for group in groups[:1]] * (math.ceil(len(groups) / processes) - len(own))
     if rest := count % context:
         own.append(([count - rest], rank == 0))
-    total, counted = 0.0, 0
+    summed, counted = 0.0, 0
     for group, counts in tqdm(own, disable=not progress, unit="blocks"):
         past, length = None, min(context, count - group[-1])
         block = torch.stack([stream[start : start + length + 1] for start in group]).to(device)
@@ -157,7 +137,10 @@ def score_stream(
                 **{CACHE_NAME: past},
             )
             past = output[CACHE_NAME]
-            total += output.loss.item() * targets.numel() * counts
+            summed += output.loss.item() * targets.numel() * counts
             counted += targets.numel() * counts
-    model.train(training)
-    return Score(total, counted)
+    model.train(was_training)
+    if training is not None:
+        summed, counted = total([summed, counted], training)
+    loss = summed / counted
+    return {"loss": loss, "perplexity": math.exp(min(loss, 700)), "bits_per_token": loss / math.log(2)}

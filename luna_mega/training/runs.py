@@ -10,7 +10,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.utils.data import Dataset, Sampler, SequentialSampler
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import DataLoader, Dataset, Sampler, SequentialSampler
 from transformers import (
     EarlyStoppingCallback,
     Trainer,
@@ -29,23 +31,29 @@ from luna_mega.training.arguments import check_launch, check_least, check_precis
 from luna_mega.training.hub import check_hub, complete_card, describe_source, publish
 from luna_mega.training.models import CheckpointArguments
 from luna_mega.training.plots import plot_losses
-from luna_mega.training.seeded import SeededSampler
+from luna_mega.training.streams import SeededSampler, Stream
 from luna_mega.training.weight_average import FILE_NAME, add_average
 
+Step = Callable[[], dict[str, Any]]  # it returns metrics
 DIVERGED = "Lower --learning_rate, raise --warmup_steps, or train in float32"
 
 
 class OrderedTrainer(Trainer):
     """Trainer with predictions in the order of the dataset, and losses independent of the number of processes.
 
+    It also supports a `Stream` as training data, and other schedules.
+
     transformers' Trainer also groups the evaluation set by length, so that predictions do not match their rows. Its
     `eval_loss` is the mean over batches and counts padded examples of the last batch twice.
 
     Attributes:
         weight_average: `WeightAverage` that is evaluated instead of the weights.
+        schedule: Function that returns the schedule of the learning rate, instead of `lr_scheduler_type`, from the
+            optimizer and the numbers of warmup steps and of all steps.
     """
 
     weight_average = None
+    schedule: Callable[[Optimizer, int, int], LRScheduler] | None = None
 
     def __init__(self, model: torch.nn.Module, args: TrainingArguments, **options: Any):
         needed, split = args.train_batch_size * args.world_size, options.get("train_dataset")
@@ -60,6 +68,20 @@ class OrderedTrainer(Trainer):
     def averaged(self) -> AbstractContextManager:
         """Return a context in which the model has the averaged weights, if they exist."""
         return nullcontext() if self.weight_average is None else self.weight_average.in_place(self.model)
+
+    def create_scheduler(self, num_training_steps: int, optimizer: Optimizer | None = None) -> LRScheduler:
+        if self.schedule is not None and self.lr_scheduler is None:
+            warmup = self.args.get_warmup_steps(num_training_steps)
+            self.lr_scheduler = self.schedule(optimizer or self.optimizer, warmup, num_training_steps)
+        return super().create_scheduler(num_training_steps, optimizer)
+
+    def get_train_dataloader(self) -> DataLoader:
+        if not isinstance(self.train_dataset, Stream):
+            return super().get_train_dataloader()
+        # The stream is already distributed; Accelerate would distribute it again.
+        options = {"num_workers": self.args.dataloader_num_workers, "pin_memory": self.args.dataloader_pin_memory}
+        collator = self._get_collator_with_removed_columns(self.data_collator, description="training")
+        return DataLoader(self.train_dataset, self.args.train_batch_size, collate_fn=collator, **options)
 
     def _get_train_sampler(self, train_dataset: Dataset | None = None) -> Sampler | None:
         dataset = train_dataset or self.train_dataset
@@ -127,12 +149,12 @@ class OrderedTrainer(Trainer):
 class Run:
     """A training run: checked options, the state of the run, and its steps.
 
-    A script creates its run when it has parsed the options. It reads the data in `reading`, and evaluates in `fit`:
+    A script creates its run when it has parsed the options. It reads the data in `reading`, and ends with `fit`:
 
         with run.reading():
             splits = load_data()
-        with run.fit(trainer) as metrics:
-            metrics |= score(trainer)
+        trainer = OrderedTrainer(...)
+        return run.fit(trainer)
 
     Attributes:
         checkpoint: Checkpoint from which the run resumes.
@@ -166,28 +188,43 @@ class Run:
         with self.training.main_process_first(desc="reading the data"), one_line():
             yield
 
-    @contextmanager
-    def fit(self, trainer: Trainer, describe: Callable[..., None] = complete_card) -> Iterator[dict[str, Any]]:
-        """Train and save the model with `--do_train`, and publish it at the end of the context.
+    def fit(
+        self,
+        trainer: Trainer,
+        *,
+        evaluate: Step | None = None,
+        predict: Step | None = None,
+        describe: Callable[..., None] = complete_card,
+    ) -> dict[str, Any]:
+        """Train, evaluate, predict and publish the model, as the options specify; return all metrics.
 
-        The context evaluates the model; it yields the metrics of the training. If it raises an error, the model is not
-        published. `describe` adds the model that is fine-tuned, its license and the data to the model card. The plot
-        `training.png` contains the losses and the metrics of all evaluations.
+        If an evaluation raises an error, the model is saved, but not published. The plot `training.png` contains the
+        losses and the metrics of all evaluations.
+
+        Args:
+            trainer: Trainer of the model.
+            evaluate: Function that returns the metrics after training; by default, `score`.
+            predict: Function that predicts the test splits and returns their metrics, with `--do_predict`.
+            describe: Function that adds the model that is fine-tuned, its license and the data to the model card.
         """
         callbacks = [EpochCallback(), DivergenceCallback()]
         if patience := getattr(self.data, "early_stopping_patience", None):
             callbacks.append(EarlyStoppingCallback(patience))
         for callback in callbacks:
             trainer.add_callback(callback)
-        yield self._train(trainer) if self.training.do_train else {}
+        metrics = self._train(trainer) if self.training.do_train else {}
+        metrics |= evaluate() if evaluate else score(trainer)
+        if predict is not None and self.training.do_predict:
+            metrics |= predict()
         if self.training.do_train:
-            trainer.save_state()  # with the evaluations of the context
+            trainer.save_state()  # with the evaluations
             if trainer.is_world_process_zero():
                 output = Path(self.training.output_dir)
                 with suppress(ValueError):  # nothing was logged, as by a run that resumes after its last step
                     plot_losses({output.resolve().name: output}, output / "training.png")
             describe(trainer, self.base_model, self.license, describe_source(self.data))
             publish(trainer)
+        return metrics
 
     def _train(self, trainer: Trainer) -> dict[str, Any]:
         if self.ema_decay:

@@ -1,20 +1,66 @@
-"""Streamed training data, and how it is distributed over processes."""
+"""Training examples that are changed at random, shuffled or streamed.
+
+Random numbers depend only on the seed, the epoch and the index of an example, not on processes or workers.
+"""
 
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 import datasets
-from datasets import Dataset
+import numpy as np
+import torch
 from datasets.distributed import split_dataset_by_node
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import Dataset, IterableDataset, Sampler
 from transformers import TrainingArguments
 
 from luna_mega.training.arguments import fail
-from luna_mega.training.runs import OrderedTrainer
-from luna_mega.training.seeded import Change, Example, draw
+
+Example = dict[str, Any]
+Change = Callable[[Example, torch.Generator], Example]
 
 
-def some_texts(split: Dataset | datasets.IterableDataset, column: str) -> Iterable[str]:
+def draw(seed: int, epoch: int, index: int) -> torch.Generator:
+    """Return a generator for one example that does not depend on other examples and processes."""
+    state = np.random.SeedSequence((seed, epoch, index)).generate_state(1, np.uint64)
+    return torch.Generator().manual_seed(int(state[0] >> np.uint64(1)))
+
+
+class Redrawn(Dataset):
+    """Dataset that applies `change` to each example, with a generator seeded by seed, epoch and index."""
+
+    def __init__(self, examples: Dataset, change: Change, seed: int):
+        self.examples, self.change, self.seed = examples, change, seed
+        self.epoch = torch.zeros((), dtype=torch.long).share_memory_()  # visible to persistent workers
+
+    def __len__(self) -> int:
+        return len(self.examples)
+
+    def __getitem__(self, index: int) -> Example:
+        return self.change(self.examples[index], draw(self.seed, int(self.epoch), index))
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch.fill_(epoch)
+
+
+class SeededSampler(Sampler):
+    """Sampler that draws the order of another sampler from seed and epoch, so that resumed runs reproduce it."""
+
+    def __init__(self, sampler: Sampler, seed: int):
+        self.sampler, self.seed, self.epoch = sampler, seed, 0
+
+    def __len__(self) -> int:
+        return len(self.sampler)
+
+    def __iter__(self) -> Iterator[int]:
+        self.sampler.generator = draw(self.seed, self.epoch, 0)
+        return iter(self.sampler)
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+
+def some_texts(split: datasets.Dataset | datasets.IterableDataset, column: str) -> Iterable[str]:
     """Return the texts for training a tokenizer: all, or the first 100,000 of a stream."""
     if isinstance(split, datasets.IterableDataset):
         return [row[column] for row in split.take(100_000)]
@@ -52,15 +98,3 @@ class Stream(IterableDataset):
                 position += 1
             if position == start:
                 raise ValueError("the files of this process have too little text for one example; use fewer processes")
-
-
-class StreamingTrainer(OrderedTrainer):
-    """Trainer that supports a `Stream` as training data."""
-
-    def get_train_dataloader(self) -> DataLoader:
-        if not isinstance(self.train_dataset, Stream):
-            return super().get_train_dataloader()
-        # The stream is already distributed; Accelerate would distribute it again.
-        options = {"num_workers": self.args.dataloader_num_workers, "pin_memory": self.args.dataloader_pin_memory}
-        collator = self._get_collator_with_removed_columns(self.data_collator, description="training")
-        return DataLoader(self.train_dataset, self.args.train_batch_size, collate_fn=collator, **options)

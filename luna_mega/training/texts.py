@@ -19,7 +19,7 @@ from transformers.hf_argparser import HfArg
 import luna_mega
 from luna_mega.training.arguments import fail
 from luna_mega.training.data import ClassifierArguments
-from luna_mega.training.seeded import Redrawn
+from luna_mega.training.streams import Redrawn
 
 
 @dataclass

@@ -56,11 +56,15 @@ def test_a_run_publishes_a_model_after_its_evaluation(error, tmp_path, monkeypat
     monkeypatch.setattr(runs, "plot_losses", lambda folders, file: steps.append(Path(file).name))
     trainer = SimpleNamespace(add_callback=lambda callback: None, save_state=int, is_world_process_zero=lambda: True)
     describe = lambda *about: steps.append(about[3])  # noqa: E731
+
+    def evaluate() -> dict[str, float]:
+        steps.append("evaluate")
+        if error:
+            raise ValueError
+        return {"eval_loss": 2.0}
+
     with pytest.raises(ValueError) if error else nullcontext():
-        with lib.Run(data, model, training).fit(trainer, describe) as metrics:
-            assert metrics == {"train_loss": 1.0}
-            steps.append("evaluate")
-            if error:
-                raise ValueError
+        metrics = lib.Run(data, model, training).fit(trainer, evaluate=evaluate, describe=describe)
+        assert metrics == {"train_loss": 1.0, "eval_loss": 2.0}
     assert steps[:2] == ["train", "evaluate"]
     assert steps[2:] == ([] if error else ["training.png", {"dataset": tmp_path.name}, "publish"])

@@ -91,9 +91,9 @@ def test_score(script, context, batch_size):
         log_probabilities = model(block[None, :-1], torch.ones(1, len(block) - 1)).logits[0].log_softmax(-1)
         total -= log_probabilities.gather(1, block[1:, None]).sum().item()
     result = language_modeling.score_stream(model, stream, context, segment=3, batch_size=batch_size)
-    assert result.tokens == 52
-    assert result.total == pytest.approx(total, rel=1e-5)
-    assert result.metrics["bits_per_token"] == pytest.approx(result.loss / math.log(2))
+    assert result["loss"] == pytest.approx(total / 52, rel=1e-5)
+    assert result["perplexity"] == pytest.approx(math.exp(result["loss"]))
+    assert result["bits_per_token"] == pytest.approx(result["loss"] / math.log(2))
 
 
 def test_training_learns_resumes_and_loads(run, script, corpus, tmp_path):

@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForMaskedLM, AutoTokenizer, default_data_collator
 
 from luna_mega.training.runs import OrderedTrainer
-from luna_mega.training.seeded import Redrawn
+from luna_mega.training.streams import Redrawn
 from luna_mega.training.tokenizers import train_bpe
 from tests.examples import runs
 from tests.examples.runs import assert_complete, assert_error, steps
