@@ -123,19 +123,33 @@ class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         super().error("".join(c if c.isprintable() or c == "\n" else ascii(c)[1:-1] for c in message))
 
-    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
-        options, unknown = self.parse_known_args(args, namespace)
-        if unknown:
-            parser = options.parser  # of the command: its usage lists the options
-            similar = _similar(unknown[0].partition("=")[0], parser._option_string_actions)
-            parser.error(f"unrecognized arguments: {' '.join(unknown)}{similar}")
-        return options
-
     def _check_value(self, action: argparse.Action, value: Any) -> None:  # of commands and of options with choices
         if action.choices is not None and value not in action.choices:
             choices = ", ".join(map(repr, action.choices))
             similar = _similar(value, action.choices)
             raise argparse.ArgumentError(action, f"invalid choice: {value!r}{similar} (choose from {choices})")
+
+
+class _Command(_Parser):
+    """Parser of a command. It reports an unknown option before a missing one, whose misspelling it may be."""
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        unknown: Sequence[str] = ()
+        if not {"-h", "--help"}.intersection(args):
+            required = [action for action in self._actions if action.required]
+            self._set_required(required, False)
+            with suppress(argparse.ArgumentError):  # raised again below
+                _, unknown = super().parse_known_args(args)
+            self._set_required(required, True)
+        if unknown:
+            similar = _similar(unknown[0].partition("=")[0], self._option_string_actions)
+            self.error(f"unrecognized arguments: {' '.join(unknown)}{similar}")
+        return super().parse_known_args(args, namespace)
+
+    def _set_required(self, actions: Iterable[argparse.Action], value: bool) -> None:
+        self.exit_on_error = value
+        for action in actions:
+            action.required = value
 
 
 def _similar(word: str, words: Iterable[str]) -> str:
@@ -162,7 +176,7 @@ def _parser(used: Collection[str | None]) -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action=_Version, nargs=0, help="show program's version number and exit")
     commands = parser.add_subparsers(
-        title="commands", dest="command", metavar="COMMAND", required=True, prog="luna-mega"
+        title="commands", dest="command", metavar="COMMAND", required=True, prog="luna-mega", parser_class=_Command
     )
     for name, line in COMMANDS.items():
         command = commands.add_parser(name, help=line)

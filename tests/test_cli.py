@@ -229,6 +229,19 @@ def test_wrong_usage_exits_with_2(argv, named, capsys):
     assert named in output.err
 
 
+@pytest.mark.parametrize("name", COMMANDS)
+def test_a_misspelled_option_is_named_although_others_are_missing(name, capsys):
+    _, output = run([name, "--help"], capsys)
+    usage = output.out.partition("\n\n")[0]
+    assert usage.count(" --output ") == (name in ("convert", "export", "distill", "onnx"))  # not [--output DIR]
+    for option in set(re.findall(r"^  (--[a-z-]+)", output.out, flags=re.MULTILINE)):
+        wrong = f"{option[:3]}x{option[3:]}"
+        status, output = run([name, wrong], capsys)
+        assert status == 2
+        assert f"unrecognized arguments: {wrong}; did you mean '{option}'?" in output.err
+        assert output.err.startswith(usage)
+
+
 def test_command_receives_its_options_and_returns_its_status(monkeypatch):
     received = []
     replace(monkeypatch, "convert", lambda options: received.append(vars(options)) or 1)
