@@ -148,7 +148,7 @@ def make_embedder(
 def load_teacher(data: DataArguments, embedder: SentenceTransformer) -> SentenceTransformer:
     """Load the teacher; set the default of its window."""
     with lib.one_line(f"--teacher {data.teacher}"):
-        teacher = SentenceTransformer(data.teacher, device=str(embedder.device)).eval()
+        teacher = SentenceTransformer(lib.find_model(data.teacher), device=str(embedder.device)).eval()
         widths = [model.get_embedding_dimension() for model in (teacher, embedder)]
         if widths[0] != widths[1]:
             raise ValueError(f"vectors of {widths[0]} numbers, but the model has {widths[1]}; use another teacher")

@@ -38,21 +38,23 @@ def find_model(
     return name
 
 
-def find_dataset(name: str, cache_dir: str | Path) -> None:
+def find_dataset(name: str, cache_dir: str | Path) -> bool:
     """Check that `datasets.load_dataset(name)` finds a dataset, with one request; it connects six times, with pauses.
 
     Args:
         name: Folder, or name on the Hub.
         cache_dir: Cache of datasets, which contains a folder for each dataset that was loaded before.
 
+    Returns:
+        Whether only the cache has the dataset, because the Hub cannot be reached.
+
     Raises:
         ConversionError: There is no such folder, and no such dataset on the Hub, or the Hub cannot be reached.
     """
-    if Path(name).exists():
-        return
-    error = _connect(name, "dataset")
+    error = None if Path(name).exists() else _connect(name, "dataset")
     if error and not Path(cache_dir, name.replace("/", "___")).is_dir():
         raise _unreachable(name, error) from error
+    return error is not None
 
 
 def _connect(name: str, kind: str, token: str | bool | None = None) -> Exception | None:

@@ -6,6 +6,7 @@ their tasks.
 
 # ruff: noqa: F401
 
+from luna_mega.hub.find import find_model
 from luna_mega.hub.folder import load_tokenizer, remove_truncation
 from luna_mega.training import images, language_modeling, optimization, streams, tokenizers, weight_average
 from luna_mega.training.arguments import (

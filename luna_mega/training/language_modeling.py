@@ -10,6 +10,7 @@ from tqdm import tqdm
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase, TrainingArguments
 
 from luna_mega.compat import CACHE_NAME
+from luna_mega.hub.find import find_model
 from luna_mega.hub.folder import load_tokenizer
 from luna_mega.training.arguments import fail, one_line
 from luna_mega.training.runs import total
@@ -19,7 +20,7 @@ from luna_mega.training.streams import Redrawn
 def load_language_model(source: str, device: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Load a causal language model in evaluation mode, and its tokenizer."""
     with one_line():
-        return AutoModelForCausalLM.from_pretrained(source).to(device).eval(), load_tokenizer(source)
+        return AutoModelForCausalLM.from_pretrained(find_model(source)).to(device).eval(), load_tokenizer(source)
 
 
 def encode(texts: Iterable[str], tokenizer: PreTrainedTokenizerBase, line_end: str) -> torch.LongTensor:

@@ -21,6 +21,7 @@ from transformers.hf_argparser import HfArg
 from transformers.utils import cached_file
 
 from luna_mega._register import CONFIGS
+from luna_mega.hub.find import find_model
 from luna_mega.hub.folder import largest_id, load_tokenizer, position_limit
 from luna_mega.training.arguments import fail, one_line
 from luna_mega.training.tokenizers import train_bpe, train_joint_bpe
@@ -68,9 +69,10 @@ def make_both_tokenizers(model: ModelArguments, texts: Iterable[str], max_length
         joint = train_joint_bpe(texts, model.vocab_size, max_length)
         return Tokenizers(joint, joint)
     with one_line(f"no tokenizer in {source} (pass another --tokenizer_name)"):
-        first = second = load_tokenizer(source)
-        if cached_file(source, "target/tokenizer_config.json", _raise_exceptions_for_missing_entries=False):
-            second = AutoTokenizer.from_pretrained(source, subfolder="target")
+        place = find_model(source)
+        first = second = load_tokenizer(place)
+        if cached_file(place, "target/tokenizer_config.json", _raise_exceptions_for_missing_entries=False):
+            second = AutoTokenizer.from_pretrained(place, subfolder="target")
     for tokenizer in (first, second):
         if tokenizer("a")["input_ids"][-1] != tokenizer.eos_token_id:
             fail(f"the tokenizer of {source} does not end a sentence with its eos_token {tokenizer.eos_token}")

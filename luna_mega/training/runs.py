@@ -26,6 +26,7 @@ from transformers.trainer_pt_utils import LengthGroupedSampler
 from transformers.trainer_utils import has_length, sort_checkpoints
 
 from luna_mega.hub.bundle import register_for_auto_class
+from luna_mega.hub.find import find_model
 from luna_mega.hub.folder import remove_truncation
 from luna_mega.training.arguments import check_launch, check_least, check_precision, fail, one_line
 from luna_mega.training.hub import check_hub, complete_card, describe_source, publish
@@ -179,7 +180,7 @@ class Run:
         self.data, self.training, self.ema_decay = data, training, model.ema_decay
         self.base_model, self.license = model.model_name_or_path, model.license
         self.checkpoint = find_checkpoint(training, *([FILE_NAME] if model.ema_decay else []))
-        model.model_name_or_path = self.checkpoint or self.base_model
+        model.model_name_or_path = self.checkpoint or (self.base_model and find_model(self.base_model))
         set_seed(training.seed)
 
     @contextmanager

@@ -71,12 +71,12 @@ def test_one_request_if_the_hub_cannot_be_reached(fault, cache, online, monkeypa
     with pytest.raises(ConversionError, match=r"a/data: no such folder, and the Hub cannot be reached \([^\[]+\);"):
         find_dataset("a/data", cache)
     (cache / "a___data").mkdir()
-    find_dataset("a/data", cache)
+    assert find_dataset("a/data", cache)
     assert len(sent(online)) == (4 if isinstance(fault, int) else 0)
 
 
 def test_dataset(tmp_path, online):
-    find_dataset(str(tmp_path), tmp_path)
+    assert not find_dataset(str(tmp_path), tmp_path)
     with pytest.raises(ConversionError, match="a/data: no such folder, and no such dataset on the Hub"):
         find_dataset("a/data", tmp_path)
     assert len(sent(online)) == 1
