@@ -9,17 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from safetensors.torch import save_file
 from transformers import PreTrainedModel
 
-from luna_mega.convert.conventions import (
-    MINUS_ONE,
-    NORMS,
-    ORDER,
-    Decision,
-    check_choice,
-    decide_ema_convention,
-    decide_layer_norm,
-)
+from luna_mega.convert import conventions
 from luna_mega.convert.dictionaries import Dictionaries
 from luna_mega.convert.evidence import Evidence, ModelSpec, Tensors
 from luna_mega.convert.formats import Format, Notes, registered_formats
@@ -29,6 +22,7 @@ from luna_mega.convert.report import Report, without_folders
 from luna_mega.convert.safe_load import Checkpoint
 from luna_mega.convert.tensors import (
     DTYPES,
+    SOURCE_NORMS,
     TensorMap,
     check_unshared,
     convert_tensors,
@@ -36,11 +30,10 @@ from luna_mega.convert.tensors import (
     map_tensors,
     meta_model,
     non_finite,
-    save_source_norms,
     weights_of,
 )
 from luna_mega.convert.tokenizers import ConvertedTokenizer
-from luna_mega.errors import ConversionError
+from luna_mega.errors import ConversionError, errors_of
 from luna_mega.escaping import short_line
 from luna_mega.hub.card import conversion_card, license_metadata
 from luna_mega.hub.folder import REPORT_NAME
@@ -56,14 +49,14 @@ class _Source:
     spec: ModelSpec
     evidence: Evidence
     mapping: TensorMap
-    norm: Decision | None
+    norm: conventions.Decision | None
     notes: list[str]
     warnings: list[str]
 
     @property
     def minus_one(self) -> bool:
         """Return whether norm weights are stored minus one."""
-        return self.norm is not None and self.norm.convention == MINUS_ONE
+        return self.norm is not None and self.norm.convention == conventions.MINUS_ONE
 
 
 def convert_checkpoint(
@@ -103,9 +96,9 @@ def convert_checkpoint(
         ConversionError: If the input is invalid. The message is one line with the file or field, and how to fix it.
         ValueError: If an option has an invalid value.
     """
-    check_choice("layer_norm", layer_norm, ("auto", *NORMS))
-    check_choice("ema_convention", ema_convention, ("auto", *ORDER))
-    check_choice("dtype", dtype, (None, *DTYPES))
+    conventions.check_choice("layer_norm", layer_norm, ("auto", *conventions.NORMS))
+    conventions.check_choice("ema_convention", ema_convention, ("auto", *conventions.ORDER))
+    conventions.check_choice("dtype", dtype, (None, *DTYPES))
     license_metadata(license)
     output = check_output(output)
     source = _identify(open_checkpoint(path, progress), head, layer_norm, ema_convention)
@@ -136,7 +129,8 @@ def convert_checkpoint(
     with complete_folder(output) as folder:
         model.save_pretrained(folder, state_dict=converted, max_shard_size="50GB")
         if source.minus_one:
-            save_source_norms({key: tensors[key] for key in source.mapping.norm_weights}, folder)
+            norms = {key: tensors[key].contiguous() for key in source.mapping.norm_weights}
+            save_file(norms, folder / SOURCE_NORMS)
         if companions.preprocessor is not None:
             content = json.dumps(companions.preprocessor, indent=2) + "\n"
             (folder / "preprocessor_config.json").write_text(content, encoding="utf-8")
@@ -153,16 +147,16 @@ def convert_checkpoint(
 def _identify(checkpoint: Checkpoint, head: str | None, layer_norm: str, ema_convention: str) -> _Source:
     fmt, revision, checkpoint, notes = detect(checkpoint)
     facts, tensors = fmt.facts, checkpoint.tensors
-    try:
+    with errors_of(checkpoint.path):
         if head is not None and not facts.named_heads:
             named = ", ".join(known.facts.name for known in registered_formats() if known.facts.named_heads)
             raise ConversionError(f"--head {head}: only {named} files have named heads; omit the option")
         for name, value in (("layer-norm", layer_norm), ("ema-convention", ema_convention)):
             if value != "auto" and name in facts.unsupported_options:
                 raise ConversionError(f"--{name} {value}: {facts.unsupported_options[name]}; omit the option")
-        decisions: list[Decision] = []
+        decisions: list[conventions.Decision] = []
         if "ema-convention" not in facts.unsupported_options:
-            decisions.append(decide_ema_convention(tensors, ema_convention))
+            decisions.append(conventions.decide_ema_convention(tensors, ema_convention))
             revision = decisions[0].convention
         spec, evidence = read_model(fmt, tensors, checkpoint.args, revision, head)
         weights = weights_of(spec.config, spec.model_class, *facts.additional_classes)
@@ -170,9 +164,7 @@ def _identify(checkpoint: Checkpoint, head: str | None, layer_norm: str, ema_con
         if checkpoint.unchecked:
             check_unshared(mapping, tensors)
         norms = [tensors[key] for key in mapping.norm_weights]
-        norm = decide_layer_norm(norms, layer_norm) if norms else None
-    except ConversionError as error:
-        raise ConversionError(f"{checkpoint.path}: {error}") from error
+        norm = conventions.decide_layer_norm(norms, layer_norm) if norms else None
     warnings = [*evidence.warnings, *(made.warning for made in (*decisions, norm) if made and made.warning)]
     return _Source(checkpoint, fmt, spec, evidence, mapping, norm, notes, warnings)
 

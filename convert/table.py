@@ -50,16 +50,16 @@ class Arg:
 
     def fields(self, evidence: Evidence) -> dict[str, Any]:
         """Return the fields that the argument determines."""
-        if self.read is None:
-            return {} if self.field is None else {self.field: self._decoded(evidence, evidence.arg(self.name))}
-        found = self.read(evidence)
-        if isinstance(found, dict):
-            return found
-        value = evidence.prefer(self.name, found)
-        return {} if self.field is None else {self.field: self._decoded(evidence, value)}
-
-    def _decoded(self, evidence: Evidence, value: Any) -> Any:
-        return value if self.values is None else decoded(evidence, self.name, value, self.values)
+        if self.read is not None:
+            value = self.read(evidence)
+            if isinstance(value, dict):
+                return value
+            evidence.prefer(self.name, value)
+        elif self.field is not None:
+            value = evidence.arg(self.name)
+        if self.field is None:
+            return {}
+        return {self.field: value if self.values is None else decoded(evidence, self.name, value, self.values)}
 
     def encoded(self, value: Any) -> Any:
         """Return the value in the original of a value of the field."""

@@ -1,10 +1,8 @@
 """Convert tensors: each tensor of a checkpoint is mapped, or dropped for a stated reason; others raise an error."""
 
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from luna_mega.convert.evidence import Tensors, same_bits
@@ -13,7 +11,7 @@ from luna_mega.errors import ConversionError, reason, shown
 from luna_mega.escaping import short_line
 
 DTYPES = ("float32", "float16", "bfloat16")
-# Norm weights of a plus-one checkpoint. Adding 1 rounds them, so an export writes the saved ones.
+# Norm weights of a plus-one checkpoint, with their names. Adding 1 rounds them, so an export writes the saved ones.
 SOURCE_NORMS = "source_norms.safetensors"
 
 
@@ -170,8 +168,3 @@ def non_finite(names: list[str], tensors: Tensors) -> str:
 
 def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
-
-
-def save_source_norms(weights: Tensors, folder: Path) -> None:
-    """Write the norm weights of the file, with fairseq's names, to the model folder."""
-    save_file({name: weight.contiguous() for name, weight in weights.items()}, folder / SOURCE_NORMS)

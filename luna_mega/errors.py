@@ -1,6 +1,8 @@
 """The error class of the converter and the other commands, and helpers for its messages."""
 
 import reprlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from luna_mega.escaping import LONGEST, short_line, terminal
@@ -18,6 +20,15 @@ class ConversionError(ValueError):
     def __init__(self, message: str):
         # File names, values and errors of other libraries may contain line breaks.
         super().__init__(" ".join(filter(None, map(str.strip, message.splitlines()))))
+
+
+@contextmanager
+def errors_of(path: object) -> Iterator[None]:
+    """Prepend a path to the message of a `ConversionError` in the block."""
+    try:
+        yield
+    except ConversionError as error:
+        raise ConversionError(f"{path}: {error}") from error
 
 
 def install(extra: str) -> str:

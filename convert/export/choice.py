@@ -13,7 +13,7 @@ from typing import Any
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from luna_mega.convert.evidence import Evidence, ModelSpec, Tensors, is_classifier, problem_type, same_bits
-from luna_mega.convert.export.writer import Writer, unsupported_values, write_args, writer_of
+from luna_mega.convert.export.writer import Writer, write_args, writer_of
 from luna_mega.convert.formats import Format, registered_formats
 from luna_mega.convert.formats.format import read_model
 from luna_mega.convert.formats.registry import find_format
@@ -132,7 +132,11 @@ def _choice(
     """Return the model as a checkpoint of a format; raise an error if the format does not support it."""
     fmt = writer.format
     layout = fmt.facts.revisions[spec.revision].format
-    if problems := unsupported_values(writer, spec):
+    if problems := [
+        f"{name} = {value!r} (it has {' or '.join(map(repr, values))})"
+        for name, values in writer.limits(spec).items()
+        if (value := getattr(spec.config, name)) not in values
+    ]:
         raise _Inexpressible(layout, problems, was_read=False)
     tied = built(spec.model_class, *fmt.facts.additional_classes).tied
     ours = ours | {copy: ours[original] for copy, original in tied.items() if original in ours}

@@ -14,7 +14,7 @@ from luna_mega.convert.export.choice import Choice, choose_export
 from luna_mega.convert.export.tensors import norms_minus_one, store_tensors
 from luna_mega.convert.export.writer import Export
 from luna_mega.convert.tensors import DTYPES, non_finite
-from luna_mega.errors import ConversionError
+from luna_mega.errors import ConversionError, errors_of
 from luna_mega.hub.folder import REPORT_NAME, ModelFolder, read_folder
 from luna_mega.hub.output import check_new_file, check_output
 
@@ -94,7 +94,7 @@ def export_checkpoint(
         raise ValueError(f"shards must be at least 1, got {shards!r}")
     source = read_folder(folder)
     report = _recorded(source)
-    try:
+    with errors_of(source.path):
         chosen = choose_export(source.model_class, source.config, source.tensors(), head, report)
         writer, spec = chosen.writer, chosen.spec
         facts = writer.format.facts
@@ -102,8 +102,6 @@ def export_checkpoint(
             raise ConversionError(f"--layer-norm {layer_norm}: {facts.unsupported_options['layer-norm']}; omit it")
         if shards is not None and not writer.is_folder:
             raise ConversionError(f"--shards {shards}: a {facts.name} checkpoint is one file; omit the option")
-    except ConversionError as error:
-        raise ConversionError(f"{source.path}: {error}") from error
     output = check_output(output) if writer.is_folder else check_new_file(output)
     mapping, tensors = chosen.mapping, chosen.tensors
     convention = layer_norm or report["decisions"].get("layer_norm") or facts.revisions[spec.revision].norms

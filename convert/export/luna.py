@@ -38,11 +38,9 @@ class _LunaWriter(Writer):
             "hidden_act": _activations(spec),
             "contextual_projection": (True,),
             "pack_method": ("attention",),
-            "position_extension": (None,),
             "position_table_size": (None, config.max_position_embeddings),
             "pad_token_id": (1 if config.input_type == "tokens" else config.pad_token_id,),
             "first_position": (None,),
-            "type_vocab_size": (0,),
             "embedding_size": (config.hidden_size,),
         }
 

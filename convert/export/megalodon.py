@@ -9,7 +9,7 @@ from tqdm import tqdm
 
 from luna_mega import MegalodonConfig
 from luna_mega.convert.dictionaries import PIECES_FILE
-from luna_mega.convert.evidence import ModelSpec
+from luna_mega.convert.evidence import ModelSpec, Tensors
 from luna_mega.convert.export.writer import Args, Export, Writer, check_disk, register_writer
 from luna_mega.convert.formats._megalodon_folder import (
     CONFIG,
@@ -20,9 +20,9 @@ from luna_mega.convert.formats._megalodon_folder import (
     TOKENIZER,
     additional_tokens,
     shard_names,
+    split_shards,
     tokenizer_settings,
 )
-from luna_mega.convert.formats._shards import Tensors, split_shards
 from luna_mega.convert.formats.megalodon import USUAL_BASE, Megalodon
 from luna_mega.convert.tensors import dtype_name
 from luna_mega.convert.tokenizers.sentencepiece import parse_pieces

@@ -130,8 +130,8 @@ def register_writer(format_class: type[Format]) -> Callable[[type[Writer]], type
 
 def writer_of(checkpoint_format: Format) -> Writer | None:
     """Return the writing half of a format; None if its checkpoints can only be converted."""
-    found = (_WRITERS[each] for each in type(checkpoint_format).__mro__ if each in _WRITERS)
-    return next((writer_class(checkpoint_format) for writer_class in found), None)
+    classes = type(checkpoint_format).__mro__
+    return next((_WRITERS[each](checkpoint_format) for each in classes if each in _WRITERS), None)
 
 
 def write_args(writer: Writer, spec: ModelSpec) -> Args:
@@ -143,16 +143,6 @@ def write_args(writer: Writer, spec: ModelSpec) -> Args:
             args[row.name] = row.encoded(getattr(spec.config, row.field))
     args = typed_args(table, writer.args(spec, args), spec.revision)
     return {row.name: args[row.name] for row in table if row.name in args} | args
-
-
-def unsupported_values(writer: Writer, spec: ModelSpec) -> list[str]:
-    """Return a description of each field whose value the original does not support."""
-    found = {field: (getattr(spec.config, field), values) for field, values in writer.limits(spec).items()}
-    return [
-        f"{field} = {value!r} (it has {' or '.join(map(repr, values))})"
-        for field, (value, values) in found.items()
-        if value not in values
-    ]
 
 
 def _check_companions(output: Path, companions: dict[str, bytes]) -> None:

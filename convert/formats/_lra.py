@@ -1,7 +1,6 @@
 """Common parts of luna_lra and mega_lra, the formats of the Long Range Arena."""
 
 from collections.abc import Callable
-from typing import Any
 
 from transformers import PreTrainedConfig, PreTrainedModel
 
@@ -18,12 +17,8 @@ _CLS, _TASKS_OF_WORDS = "<CLS>", ("long_range_arena", "lra-text")
 BODY, OUT = "encoder.encoder", "sentence_projection_layer.weight"
 _INPUT_TYPE = {"text": "tokens", "image": "values"}
 REPRESENTATION = {"cls": "cls", "mp": "mean"}
+ACTIVATION = Arg("classifier_activation_fn", "classifier_activation", ACTIVATIONS, kind=word)
 CLASSES = Arg("sentence_class_num", "num_labels", read=size_of(OUT, "classes", "features"), kind=integer)
-
-
-def classifier_activation(default: str, **options: Any) -> Arg:
-    """Return the row of the activation of the classification head."""
-    return Arg("classifier_activation_fn", "classifier_activation", ACTIVATIONS, default, kind=word, **options)
 
 
 def is_pair(spec: ModelSpec) -> bool:
@@ -42,11 +37,6 @@ def input_type(tokens: Callable[[Evidence], bool]) -> Arg:
 def vocabulary(embedding: Callable[[Evidence], tuple[int, ...]]) -> Arg:
     """Return the row of the vocabulary; `embedding` returns the shape of the embedding of tokens or values."""
     return fields(lambda evidence: {"vocab_size": shape[0]} if len(shape := embedding(evidence)) == 2 else {})
-
-
-def layer_type(name: str) -> Arg:
-    """Return the row of the kind of layers, which has no field."""
-    return Arg("layer_type", read=lambda evidence: name, kind=word)
 
 
 def choose_class(

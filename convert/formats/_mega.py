@@ -5,7 +5,7 @@ model match Mega in transformers v4.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -56,17 +56,17 @@ class MegaFormat(Format):
         return order_of(file.tensors) or "unknown"
 
 
-@dataclass(frozen=True)
 class Stack:
     """Rows of the layers of an encoder or decoder, and sizes in their tensors.
 
     Args:
         body: Prefix of the encoder or decoder in the file.
-        blocks: Prefix of the layers; None for `{body}.layers`.
+        layers: Prefix of the layers; None for `{body}.layers`.
     """
 
-    body: str
-    blocks: str | None = None
+    def __init__(self, body: str, layers: str | None = None):
+        self.body, self._layers = body, layers or f"{body}.layers"
+        self._attention = f"{self._layers}.0.mega_layer"
 
     def sizes(
         self,
@@ -93,11 +93,9 @@ class Stack:
         )
 
     def values(self, evidence: Evidence) -> int:
-        """Return the width of the values."""
         return evidence.shape(f"{self._attention}.v_proj.weight", "value width", "width")[0]
 
     def shared(self, evidence: Evidence) -> int:
-        """Return the width of the shared representation."""
         return evidence.shape(f"{self._attention}.gamma", "2", "z")[1]
 
     def dimensions(self, evidence: Evidence) -> int:
@@ -167,26 +165,18 @@ class Stack:
     def normalize_embedding(self) -> Arg:
         """Return the row of the norm of the embeddings."""
         name = "normalize_embedding"
-        read = partial(self._has_norm, name=name, norm="embed_norm")
-        return Arg(name, "embedding_norm", read=read, kind=flag)
+        return Arg(
+            name, "embedding_norm", read=lambda evidence: self._has_norm(evidence, name, "embed_norm"), kind=flag
+        )
 
     def affine_final_norm(self) -> Arg:
         """Return the row of a final norm without parameters; tensors override the argument."""
-        name, parts = "no_affine_final_norm", ("scalar", "weight")
 
         def read(evidence: Evidence) -> bool:
-            present = any(f"{self.body}.final_norm.norm.{part}" in evidence.tensors for part in parts)
-            return bool(evidence.args.get(name)) and not present
+            present = any(f"{self.body}.final_norm.norm.{part}" in evidence.tensors for part in ("scalar", "weight"))
+            return bool(evidence.args.get("no_affine_final_norm")) and not present
 
-        return Arg(name, "final_norm_affine", NOT, read=read, kind=flag)
-
-    @property
-    def _layers(self) -> str:
-        return self.blocks or f"{self.body}.layers"
-
-    @property
-    def _attention(self) -> str:
-        return f"{self._layers}.0.mega_layer"
+        return Arg("no_affine_final_norm", "final_norm_affine", NOT, read=read, kind=flag)
 
     def _entries(self, evidence: Evidence) -> int | None:
         """Return the length of the table of a simple bias, or None if there is no table."""

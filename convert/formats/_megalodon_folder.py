@@ -2,22 +2,30 @@
 
 `consolidate_config.json` marks a folder that the original's loader reads. Without it, the weights have the layout used
 in training.
+
+Each model-parallel rank of the original saves its part of every tensor. The residual stream is split along its
+features, and every matrix along its inputs or outputs, contiguously in the order of the ranks
+(`megalodon/modules/model_parallel/layers.py`). Heads and groups of the norms are not split.
 """
 
 import argparse
 import hashlib
 import re
+from collections.abc import Mapping
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from luna_mega.convert.argtypes import flag, integer, size, word
-from luna_mega.convert.formats._shards import Tensors, join_shards
+from luna_mega.convert.evidence import Tensors, same_bits
 from luna_mega.convert.formats.format import Folder
 from luna_mega.convert.safe_load import Checkpoint, read_tensors
-from luna_mega.convert.safe_load.values import plain_args
+from luna_mega.convert.safe_load.contents import plain_args
 from luna_mega.convert.tensors import dtype_name
 from luna_mega.convert.tokenizers.sentencepiece import PieceModel
-from luna_mega.errors import ConversionError, shown
+from luna_mega.errors import ConversionError, errors_of, shown
 from luna_mega.hub.folder import read_json
 
 EMBEDDING = "embed.weight"
@@ -27,6 +35,13 @@ DTYPE_NAMES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
 TOKENIZER, SHARDS = "tokenizer", "model_parallel_size"
 _EXTRA = 256  # the number of tokens after the pieces is a multiple of this
 _WEIGHTS, _TRAINING = "consolidated*.pth", "model.ckpt.*.pth"
+_OTHER_RUN = "they are not shards of one checkpoint; pass shards that were saved together"
+# The dimension along which a tensor is split; tensors that match no pattern are equal in all shards.
+_DIMENSIONS = {
+    0: r"layers\.\d+\.(mega\.(w[zvr]|wh1)\.(weight|bias)|mega\.cema\.\w+|nffn\.fc[13]\.weight)"
+    r"|(layers\.\d+\.mega\.timenorm|output\.final_norm)\.(weight|bias|prior_mean|prior_logv)",
+    1: r"(embed|output\.output)\.weight|layers\.\d+\.(mega\.wh2\.weight|nffn\.fc2\.weight|mega\.gamma|mega\.beta)",
+}
 
 
 def _files(folder: Path, pattern: str) -> list[str]:
@@ -89,10 +104,8 @@ def _settings(folder: Path) -> dict[str, Any]:
         raise ConversionError(
             f"{file}: 'model' does not contain the settings of a Megalodon model; copy the file again"
         )
-    try:
+    with errors_of(file):
         return plain_args(argparse.Namespace(**model, **{TOKENIZER: tokenizer}))
-    except ConversionError as error:
-        raise ConversionError(f"{file}: {error}") from error
 
 
 def _check_files(folder: Path, count: int) -> None:
@@ -145,10 +158,8 @@ class MegalodonFolder(Folder):
                     f"{folder}: {name} was saved as {file.archive}.pth; shards are read by name; "
                     "restore the original names"
                 )
-        try:
+        with errors_of(folder):
             tensors = join_shards({name: file.tensors for name, file in files.items()})
-        except ConversionError as error:
-            raise ConversionError(f"{folder}: {error}") from error
         warnings = {f"{name}: {file.unchecked}" for name, file in files.items() if file.unchecked}
         unchecked, stored = next(iter(warnings), None), _dtypes(tensors)
         if stored != {DTYPE_NAMES[dtype]}:
@@ -186,3 +197,52 @@ def additional_tokens(model: PieceModel, settings: dict[str, Any], rows: int) ->
             f"vocabulary has {rows}; pass the SentencePiece model that it was trained with"
         )
     return extra
+
+
+def _dimension(name: str) -> int | None:
+    return next((dimension for dimension, pattern in _DIMENSIONS.items() if re.fullmatch(pattern, name)), None)
+
+
+def join_shards(shards: Mapping[str, Tensors]) -> Tensors:
+    """Return the tensors of the complete model; `shards` maps file names in the order of the ranks to tensors."""
+    first_file, first = next(iter(shards.items()))
+    for file, tensors in shards.items():
+        if different := sorted(first.keys() ^ tensors.keys()):
+            lacks, has = (file, first_file) if different[0] in first else (first_file, file)
+            raise ConversionError(f"{lacks} lacks {shown(different[0])}, which {has} has: {_OTHER_RUN}")
+        for name, tensor in tensors.items():
+            _check_part(name, tensor, file, first[name], first_file)
+    for (other_file, others), (file, tensors) in combinations(shards.items(), 2):
+        if all(same_bits(tensor, others[name]) for name, tensor in tensors.items() if _dimension(name) is not None):
+            raise ConversionError(f"{file} has the same tensors as {other_file}; pass the shard of its rank")
+    parts = {name: [tensors[name] for tensors in shards.values()] for name in first}
+    return {
+        name: part[0] if len(part) == 1 or (dimension := _dimension(name)) is None else torch.cat(part, dimension)
+        for name, part in parts.items()
+    }
+
+
+def _check_part(name: str, tensor: torch.Tensor, file: str, first: torch.Tensor, first_file: str) -> None:
+    if tensor.shape != first.shape or tensor.dtype != first.dtype:
+        raise ConversionError(
+            f"{shown(name)} is {tensor.dtype} {list(tensor.shape)} in {file} and {first.dtype} {list(first.shape)} in "
+            f"{first_file}: {_OTHER_RUN}"
+        )
+    dimension = _dimension(name)
+    if dimension is None and not same_bits(tensor, first):
+        raise ConversionError(f"{shown(name)}, equal in all shards, differs in {file} and {first_file}: {_OTHER_RUN}")
+    if dimension is not None and tensor.dim() <= dimension:
+        raise ConversionError(f"{shown(name)} has shape {list(tensor.shape)} in {file}, and no dimension {dimension}")
+
+
+def split_shards(tensors: Tensors, count: int) -> list[Tensors]:
+    """Return the tensors of each of `count` shards, in which tied tensors stay tied."""
+    if count == 1:
+        return [tensors]
+    parts: dict[int, list[torch.Tensor]] = {}
+    for name, tensor in tensors.items():
+        if (dimension := _dimension(name)) is None:
+            parts[id(tensor)] = [tensor] * count
+        elif id(tensor) not in parts:
+            parts[id(tensor)] = [part.clone() for part in tensor.chunk(count, dimension)]
+    return [{name: parts[id(tensor)][rank] for name, tensor in tensors.items()} for rank in range(count)]

@@ -1,13 +1,10 @@
 """Common parts of luna_seq2seq and mega_seq2seq, the formats of encoder-decoders."""
 
-from collections.abc import Callable
-from typing import Any
-
-from luna_mega.convert.argtypes import flag, language
+from luna_mega.convert.argtypes import flag, language, word
 from luna_mega.convert.dictionaries import Dictionaries, LanguagePair
 from luna_mega.convert.evidence import Evidence, ModelSpec, same_bits
 from luna_mega.convert.formats.format import Bpe, Companions
-from luna_mega.convert.table import COMMON, Arg, Table, typed, untyped
+from luna_mega.convert.table import COMMON, Arg, typed, untyped
 from luna_mega.convert.tokenizers import WORDS, ConvertedTokenizer
 from luna_mega.convert.tokenizers.translation import translation_tokenizer
 from luna_mega.errors import ConversionError, shown
@@ -36,20 +33,16 @@ def _sharing(evidence: Evidence) -> dict[str, bool]:
     return {"tie_word_embeddings": tied, "share_encoder_decoder_embeddings": joint}
 
 
-def task(arch: Callable[[Any], Any]) -> Table:
-    """Return the rows of the task; `arch` is the type of the architecture."""
-    return (
-        *COMMON,
-        *untyped("task"),
-        *typed(arch, "arch"),
-        *untyped("criterion", "label_smoothing"),
-        *typed(language, "source_lang", "target_lang"),
-        *untyped("left_pad_source", "left_pad_target"),
-        *typed(flag, "load_alignments", "truncate_source"),
-        *untyped("num_batch_buckets"),
-    )
-
-
+TASK = (
+    *COMMON,
+    *untyped("task"),
+    *typed(word, "arch"),
+    *untyped("criterion", "label_smoothing"),
+    *typed(language, "source_lang", "target_lang"),
+    *untyped("left_pad_source", "left_pad_target"),
+    *typed(flag, "load_alignments", "truncate_source"),
+    *untyped("num_batch_buckets"),
+)
 SHARING = (
     Arg("share_all_embeddings", "share_encoder_decoder_embeddings", read=_sharing, kind=flag),
     *typed(flag, "share_decoder_input_output_embed"),

@@ -1,5 +1,6 @@
 """luna_lra: Luna encoders of the Long Range Arena, of the code of 2021 and of 2023."""
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -130,7 +131,7 @@ _TABLE = (
     ),
     *typed(word, "arch"),
     *untyped("criterion"),
-    _lra.layer_type("luna"),
+    Arg("layer_type", read=lambda evidence: "luna", kind=word),
     Arg("encoder_projection_length", "projection_length", read=_luna.packed_length(BODY), kind=size),
     Arg("act_dropout", "activation_dropout", default=0.0, kind=number),
     Arg("tie_kv", "tie_key_value", read=_luna.tied_key_value, kind=flag),
@@ -146,7 +147,7 @@ _TABLE = (
     _lra.input_type(_tokens),
     *typed(integer, "classifier_in_dim"),
     Arg("classifier_out_dim", kind=integer, revision=CODE_2021),
-    _lra.classifier_activation("relu", revision=CODE_2021),
+    replace(_lra.ACTIVATION, default="relu", revision=CODE_2021),
     Arg("pre_logits", read=_pre_logits, kind=flag, revision=CODE_2023),
     Arg("dropout", "classifier_dropout", revision=CODE_2023),
     derived("classifier_dropout", lambda evidence: 0.0, revision=CODE_2021),

@@ -102,7 +102,7 @@ def _side(side: str) -> Table:
 
 
 _TABLE = (
-    *_translation.task(word),
+    *_translation.TASK,
     fields(_translation.vocabularies),
     Arg("max_source_positions", "max_position_embeddings", default=1024, read=_positions("encoder"), kind=size),
     Arg("max_target_positions", "max_target_positions", default=1024, read=_positions("decoder"), kind=size),

@@ -63,7 +63,7 @@ def _pooling(evidence: Evidence) -> dict[str, str]:
 _TABLE = (
     *COMMON,
     *untyped("criterion"),
-    _lra.layer_type("mega"),
+    Arg("layer_type", read=lambda evidence: "mega", kind=word),
     *typed(flag, "apply_bert_init"),
     *_STACK.sizes("encoder", lambda evidence: _embedding(evidence)[-1], short=""),
     _mega.TRUNCATION,
@@ -86,7 +86,7 @@ _TABLE = (
     Arg("sen_rep_type", "pooling", _lra.REPRESENTATION, "mp", read=_pooling, kind=word),
     Arg("classifier_layers", "classifier_num_layers", default=1, read=_classifier, kind=integer),
     *typed(integer, "classifier_in_dim", "classifier_out_dim"),
-    _lra.classifier_activation("gelu"),
+    replace(_lra.ACTIVATION, default="gelu"),
     Arg("use_p", default=False, kind=flag),
     *typed(flag, "regression_target"),
     *typed(word, "arch", "task"),

@@ -4,7 +4,6 @@ from functools import partial
 from typing import Any
 
 from luna_mega import MegaForConditionalGeneration, MegaSeq2SeqConfig
-from luna_mega.convert.argtypes import anything
 from luna_mega.convert.evidence import Evidence, ModelSpec
 from luna_mega.convert.formats import _mega, _translation
 from luna_mega.convert.formats._translation import SIDES
@@ -46,7 +45,7 @@ def _common(evidence: Evidence) -> dict[str, Any]:
 
 
 _TABLE = (
-    *_translation.task(anything),
+    *_translation.TASK,
     fields(_translation.vocabularies),
     _positions("encoder"),
     _positions("decoder"),

@@ -1,25 +1,34 @@
 """Read checkpoints without executing code in them.
 
-`torch.load(weights_only=True)` creates only tensors and built-in containers; the types of `_inert_types` are allowed
-too.
+The SHA-256 is computed, and the CRC-32 of every zip entry checked. `torch.load(weights_only=True)` creates only tensors
+and built-in containers; the types of `_inert_types` are allowed too.
 """
 
 import argparse
+import hashlib
 import pickle
 import re
 import warnings
+import zipfile
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy
 import torch
+from tqdm import tqdm
 
-from luna_mega.convert.safe_load.checksums import Checksums, read_checksums
-from luna_mega.convert.safe_load.pickles import InvalidPickle, check_legacy_pickles, check_pickle
-from luna_mega.convert.safe_load.values import check_bytes, check_storages, is_dense, plain_args
-from luna_mega.errors import ConversionError, shown
+from luna_mega.convert.safe_load.contents import (
+    InvalidPickle,
+    check_bytes,
+    check_legacy_pickles,
+    check_pickle,
+    check_storages,
+    is_dense,
+    plain_args,
+)
+from luna_mega.errors import ConversionError, errors_of, shown
 from luna_mega.escaping import is_utf8
 
 _NUMPY_SCALARS = "?bhilqBHILQefd"
@@ -29,7 +38,12 @@ _LATER_FAIRSEQ = (
     "written by a later fairseq (hydra configuration); the Luna and Mega code writes 'args'; pass a checkpoint "
     "that this code saved"
 )
-
+_BLOCK = 1 << 20
+_UNCHECKED = "damage to it goes unnoticed, unless you compare its SHA-256 with the original's"
+_LEGACY = f"it has torch's legacy format, which has no checksums: {_UNCHECKED}"
+_NO_CRC = (
+    "its zip entries have no CRC-32 (torch.serialization.set_crc32_options(False) writes such a file): " + _UNCHECKED
+)
 # Prefix of the names in a state dict -> the wrapper that adds it, and its attribute with the model.
 _WRAPPERS = {"module.": ("DistributedDataParallel", "module"), "_orig_mod.": ("torch.compile", "_orig_mod")}
 
@@ -47,7 +61,7 @@ class Checkpoint:
     warnings: tuple[str, ...] = ()
     missing_args: str | None = None  # error message if the file has no args
     unchecked: str | None = None  # reason why damage is not detected; None if the file has checksums
-    archive: str | None = None  # name of the zip archive, see `Checksums`
+    archive: str | None = None  # name of the zip archive; `torch.save(..., path)` uses the name of the file
 
     @property
     def folder(self) -> Path:
@@ -89,12 +103,10 @@ def read_checkpoint(path: str | Path, progress: bool = False) -> Checkpoint:
     named = argparse.Namespace() if missing else state["args"]
     if not isinstance(named, argparse.Namespace):
         raise ConversionError(f"{path}: field 'args' is a {type(named).__name__}, not an argparse.Namespace")
-    try:
+    with errors_of(path):
         tensors, args = _tensors(state["model"], "field 'model'"), plain_args(named)
         if file.unchecked:
             check_storages(state)
-    except ConversionError as error:
-        raise ConversionError(f"{path}: {error}") from error
     missing_args = missing[0] if missing else None
     return replace(file, args=args, tensors=tensors, num_updates=_num_updates(state), missing_args=missing_args)
 
@@ -106,24 +118,23 @@ def read_tensors(path: Path, progress: bool = False) -> Checkpoint:
         ConversionError: If the file contains something else, is damaged, or would run code.
     """
     state, file = _open(path, progress)
-    try:
+    with errors_of(path):
         tensors = _tensors(state, "the file")
         if file.unchecked:
             check_storages({"model": tensors})
-    except ConversionError as error:
-        raise ConversionError(f"{path}: {error}") from error
     return replace(file, tensors=tensors)
 
 
 def _open(path: Path, progress: bool) -> tuple[Any, Checkpoint]:
     """Return the content of a file, and a `Checkpoint` without args and tensors."""
     serialization = _serialization(path)
-    found = read_checksums(path, serialization == "zip", progress)
-    warned = (found.unchecked,) if found.unchecked else ()
-    file = Checkpoint(
-        path, found.sha256, serialization, {}, {}, warnings=warned, unchecked=found.unchecked, archive=found.archive
-    )
-    return _load(path, serialization, found), file
+    sha256, entries, unchecked = _verify(path, serialization == "zip", progress)
+    # torch ignores the case of names.
+    pickles = [start for name, start in entries if name.lower().endswith("data.pkl")]
+    archive = next((name.rpartition("/")[0] for name, _ in entries if name.endswith("/data.pkl")), None)
+    warned = (unchecked,) if unchecked else ()
+    file = Checkpoint(path, sha256, serialization, {}, {}, warnings=warned, unchecked=unchecked, archive=archive)
+    return _load(path, serialization, pickles), file
 
 
 def _serialization(path: Path) -> str:
@@ -145,12 +156,68 @@ def _serialization(path: Path) -> str:
     raise ConversionError(f"{path}: not a checkpoint (neither of torch's formats); pass the file that fairseq saved")
 
 
-def _load(path: Path, serialization: str, checksums: Checksums) -> Any:
+def _verify(path: Path, is_zip: bool, progress: bool) -> tuple[str, list[tuple[str, int]], str | None]:
+    """Return the SHA-256 of a file, the zip entries with the offsets of their data, and why damage is not detected."""
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        bar = {"desc": path.name, "total": path.stat().st_size, "disable": None if progress else True, "delay": 1}
+        with tqdm.wrapattr(file, "read", **bar) as reader:
+            while block := reader.read(_BLOCK):
+                digest.update(block)
+        if not is_zip:
+            return digest.hexdigest(), [], _LEGACY
+        try:
+            entries, with_crc = _check_entries(path, file)
+        except ConversionError:
+            raise
+        except Exception as error:  # zipfile raises many types for a damaged directory
+            raise _damaged(path, f"the zip directory cannot be read: {error}") from error
+    return digest.hexdigest(), entries, None if with_crc else _NO_CRC
+
+
+def _check_entries(path: Path, file: BinaryIO) -> tuple[list[tuple[str, int]], bool]:
+    """Return the name and the data offset of each entry, and whether the entries have CRCs.
+
+    Raise an error unless the entries are uncompressed, follow their headers and have their CRC-32.
+    """
+    if not zipfile.is_zipfile(file):
+        raise _damaged(path, "the zip directory at its end is missing")
+    entries, end = [], 0
+    with zipfile.ZipFile(file) as archive:
+        infos = sorted(archive.infolist(), key=lambda info: info.header_offset)
+        # The CRC-32 of a single entry can be 0; without CRCs, torch.save writes 0 for all.
+        with_crc = any(info.CRC for info in infos)
+        for info in infos:
+            name = f"entry {shown(info.filename)}"
+            try:
+                entry, start = archive.open(info), file.tell()  # the header has been read
+            except zipfile.BadZipFile:
+                start = -1
+            if start < 0 or info.header_offset < end:
+                raise _damaged(path, f"{name} is not at the offset in the zip directory")
+            entries.append((info.filename, start))
+            end = start + info.compress_size
+            stored = info.compress_type == zipfile.ZIP_STORED and info.file_size == info.compress_size
+            if end > archive.start_dir or not stored:
+                raise _damaged(path, f"{name} is compressed or cut off, and torch writes neither")
+            try:
+                while with_crc and entry.read(_BLOCK):
+                    pass
+            except zipfile.BadZipFile as error:
+                raise _damaged(path, f"{name} has CRC-32 errors") from error
+    return entries, with_crc
+
+
+def _damaged(path: Path, reason: str) -> ConversionError:
+    return ConversionError(f"{path}: damaged or truncated: {reason}; copy the file again")
+
+
+def _load(path: Path, serialization: str, pickles: list[int]) -> Any:
     try:
         with torch.serialization.safe_globals(_inert_types()), warnings.catch_warnings(), path.open("rb") as file:
             warnings.simplefilter("ignore")  # torch's warning about pickles of other protocols
             if serialization == "zip":
-                for start in checksums.pickles:
+                for start in pickles:
                     file.seek(start)
                     check_pickle(file)
                 file.seek(0)

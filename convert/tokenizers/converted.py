@@ -8,7 +8,6 @@ from typing import Any
 from transformers import TokenizersBackend
 
 from luna_mega.convert.dictionaries import PIECES_FILE
-from luna_mega.errors import ConversionError
 from luna_mega.hub.folder import TARGET_FOLDER
 
 # Options of all tokenizers except RobertaTokenizer, for which they are the defaults.
@@ -39,13 +38,8 @@ class ConvertedTokenizer:
 
     def save(self, folder: Path) -> None:
         """Write the files of the tokenizers, and the code of a class that transformers does not have."""
-        try:
-            self.tokenizer.save_pretrained(folder)
-            if self.source is not None:
-                shutil.copyfile(self.source, folder / PIECES_FILE)
-            if self.target is not None:
-                self.target.save_pretrained(folder / TARGET_FOLDER)
-        except OSError:
-            raise
-        except Exception as error:  # the tokenizers library has no exception type for a full disk
-            raise ConversionError(f"cannot write tokenizer.json: {error}") from error
+        self.tokenizer.save_pretrained(folder)
+        if self.source is not None:
+            shutil.copyfile(self.source, folder / PIECES_FILE)
+        if self.target is not None:
+            self.target.save_pretrained(folder / TARGET_FOLDER)

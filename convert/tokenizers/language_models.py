@@ -4,7 +4,6 @@ The original code trains on a stream in which every line ends with `</s>`, and p
 therefore replace a newline by `</s>` and prepend `</s>`, except for byte models.
 """
 
-import re
 from pathlib import Path
 
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
@@ -19,19 +18,16 @@ from luna_mega.errors import ConversionError
 
 _END = "</s>"
 _STARTS_WITH_END = template(f"{_END} $A", {_END: 2})
+_BYTES = {str(byte): character for byte, character in bytes_to_unicode().items()}
 
 
 def lm_tokenizer(dictionary: Dictionary, bpe: str | Path | None, max_length: int | None) -> ConvertedTokenizer:
     """Return the tokenizer of a dictionary: of bytes if every symbol is a decimal byte, as in the enwik8 recipe."""
     if bpe is not None:
         return ConvertedTokenizer(_pieces(dictionary, read_gpt2_bpe(bpe), max_length), PIECES, [])
-    if dictionary.labels and all(_byte(symbol) is not None for symbol in dictionary.labels):
+    if dictionary.labels and all(symbol in _BYTES for symbol in dictionary.labels):
         return ConvertedTokenizer(_bytes(dictionary, max_length), "bytes", [])
     return ConvertedTokenizer(_words(dictionary, max_length), WORDS, [])
-
-
-def _byte(symbol: str) -> int | None:
-    return int(symbol) if re.fullmatch(r"0|[1-9][0-9]{0,2}", symbol) and int(symbol) < 256 else None
 
 
 def _words(dictionary: Dictionary, max_length: int | None) -> TokenizersBackend:
@@ -47,11 +43,9 @@ def _bytes(dictionary: Dictionary, max_length: int | None) -> TokenizersBackend:
 
     If the dictionary has no symbol 10, a newline becomes `</s>`. Decoding restores the text.
     """
-    names = bytes_to_unicode()
-    symbols = [symbol if (byte := _byte(symbol)) is None else names[byte] for symbol in dictionary.symbols]
-    vocab, end = vocabulary(symbols, None), _END
-    if names[10] not in vocab:
-        vocab[names[10]], end = vocab.pop(_END), names[10]
+    vocab, end = vocabulary([_BYTES.get(symbol, symbol) for symbol in dictionary.symbols], None), _END
+    if (newline := _BYTES["10"]) not in vocab:
+        vocab[newline], end = vocab.pop(_END), newline
     backend = Tokenizer(models.BPE(vocab, [], unk_token="<unk>"))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.decoder = decoders.ByteLevel()

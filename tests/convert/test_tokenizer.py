@@ -15,6 +15,7 @@ from luna_mega.convert import ConversionError
 from luna_mega.convert.dictionaries import read_dictionary
 from luna_mega.convert.tokenizers import ConvertedTokenizer
 from luna_mega.convert.tokenizers.gpt2_bpe import bpe_tokenizer, read_gpt2_bpe
+from luna_mega.hub.output import complete_folder
 
 pytest.importorskip("regex")
 from tests.convert.bpe import Gpt2, byte_alphabet  # noqa: E402  # requires regex
@@ -316,8 +317,7 @@ def test_byte_order_marks(bpe):
 
 
 def test_full_disk(tmp_path, thinned):
-    folder = tmp_path / "full"
-    folder.mkdir()
-    (folder / "tokenizer.json").symlink_to("/dev/full")
-    with pytest.raises(ConversionError, match="cannot write tokenizer.json"):
+    output = tmp_path / "full"
+    with pytest.raises(ConversionError, match="cannot write tokenizer.json"), complete_folder(output) as folder:
+        (folder / "tokenizer.json").symlink_to("/dev/full")
         ConvertedTokenizer(thinned, "GPT-2 byte-pair encoding", []).save(folder)
