@@ -17,6 +17,8 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, NoReturn
 
+from luna_mega_cli.options import check_paths, check_text, define_command
+
 # Module of a command -> its line in the list of commands.
 COMMANDS = {
     "convert": "convert a checkpoint of the original code into a folder that AutoModel loads",
@@ -68,7 +70,6 @@ def _run(options: argparse.Namespace) -> int:
 
     from luna_mega.errors import ConversionError
     from luna_mega.escaping import terminal
-    from luna_mega_cli.options import check_paths, check_text
 
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="backslashreplace")  # as stderr: a locale may lack characters of a report
@@ -181,5 +182,5 @@ def _parser(used: Collection[str | None]) -> argparse.ArgumentParser:
     for name, line in COMMANDS.items():
         command = commands.add_parser(name, help=line)
         if name in used:
-            importlib.import_module(f"luna_mega_cli.{name}").add(command)
+            define_command(command, importlib.import_module(f"luna_mega_cli.{name}"))
     return parser

@@ -2,18 +2,17 @@
 
 import argparse
 
-from luna_mega_cli.options import FOLDER, define_command, show
+from luna_mega_cli.options import FOLDER, show
+
+DESCRIPTION = (
+    "Adds the code to a model folder: AutoModel...from_pretrained(FOLDER, trust_remote_code=True) "
+    "loads it without luna-mega. If luna_mega is imported, its classes are used instead."
+)
+EXAMPLES = ("my-model", "my-model --output my-bundle")
 
 
 def add(parser: argparse.ArgumentParser) -> None:
-    define_command(
-        parser,
-        run,
-        description="Adds the code to a model folder: AutoModel...from_pretrained(FOLDER, trust_remote_code=True) "
-        "loads it without luna-mega. If luna_mega is imported, its classes are used instead.",
-        examples=("my-model", "my-model --output my-bundle"),
-    )
-    parser.add_argument("folder", metavar="FOLDER", help=FOLDER)
+    parser.add_argument("folder", **FOLDER)
     parser.add_argument("--output", metavar="DIR", help="output folder, absent or empty (default: FOLDER itself)")
 
 

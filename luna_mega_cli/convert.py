@@ -2,24 +2,23 @@
 
 import argparse
 
-from luna_mega_cli.options import DTYPES, FILES, add_conventions, chosen, define_command, show
+from luna_mega_cli.options import DTYPES, FILES, add_conventions, chosen, show
+
+DESCRIPTION = (
+    "Converts a fairseq checkpoint of Luna (luna_bert, LRA, translation) or Mega (LRA, raw speech, ImageNet, language "
+    "models, translation), or a Megalodon folder, into a folder for transformers. Code in the checkpoint is not "
+    "executed. Sizes of the papers: Luna 132 M and 381 M parameters; Mega 252 M (WikiText-103), 39 M (enwik8) and 0.3 "
+    "M (raw speech); Megalodon 7.4 B."
+)
+EXAMPLES = (
+    "checkpoint_best.pt --output my-model",
+    "checkpoint_best.pt --output my-model --dict dict.txt --bpe gpt2_bpe/",
+    "checkpoint_best.pt --output my-model --dtype bfloat16 --license mit --json",
+    "megalodon-folder --output my-model",
+)
 
 
 def add(parser: argparse.ArgumentParser) -> None:
-    define_command(
-        parser,
-        run,
-        description="Converts a fairseq checkpoint of Luna (luna_bert, LRA, translation) or Mega (LRA, raw speech, "
-        "ImageNet, language models, translation), or a Megalodon folder, into a folder for transformers. Code in the "
-        "checkpoint is not executed. Sizes of the papers: Luna 132 M and 381 M parameters; Mega 252 M (WikiText-103), "
-        "39 M (enwik8) and 0.3 M (raw speech); Megalodon 7.4 B.",
-        examples=(
-            "checkpoint_best.pt --output my-model",
-            "checkpoint_best.pt --output my-model --dict dict.txt --bpe gpt2_bpe/",
-            "checkpoint_best.pt --output my-model --dtype bfloat16 --license mit --json",
-            "megalodon-folder --output my-model",
-        ),
-    )
     parser.add_argument("checkpoint", metavar="CHECKPOINT", help=".pt file of fairseq, or Megalodon folder")
     parser.add_argument("--output", metavar="DIR", required=True, help="output folder, which must be absent or empty")
     parser.add_argument(

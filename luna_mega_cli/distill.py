@@ -4,35 +4,32 @@ import argparse
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from luna_mega_cli.options import chosen, define_command, positive, show
+from luna_mega_cli.options import COUNT, chosen, show
+
+DESCRIPTION = (
+    "Converts BERT, RoBERTa, XLM-RoBERTa, CamemBERT, DistilBERT or ELECTRA, with or without a head, to "
+    "a Luna model that equals it on texts of up to --projection-length tokens. Longer texts are packed. By "
+    "default, no text is longer than the teacher's limit, and heads that read tokens equal the teacher everywhere. "
+    "Nothing is trained. A sentence-transformers model becomes a sentence-transformers folder."
+)
+EXAMPLES = (
+    "sentence-transformers/all-MiniLM-L6-v2 --output my-encoder --texts texts.txt",
+    "my-fine-tuned-bert --output my-classifier --projection-length 256",
+)
 
 
 def add(parser: argparse.ArgumentParser) -> None:
-    define_command(
-        parser,
-        run,
-        description="Converts BERT, RoBERTa, XLM-RoBERTa, CamemBERT, DistilBERT or ELECTRA, with or without a head, to "
-        "a Luna model that equals it on texts of up to --projection-length tokens. Longer texts are packed. By "
-        "default, no text is longer than the teacher's limit, and heads that read tokens equal the teacher everywhere. "
-        "Nothing is trained. A sentence-transformers model becomes a sentence-transformers folder.",
-        examples=(
-            "sentence-transformers/all-MiniLM-L6-v2 --output my-encoder --texts texts.txt",
-            "my-fine-tuned-bert --output my-classifier --projection-length 256",
-        ),
-    )
     parser.add_argument("teacher", metavar="TEACHER", help="trained encoder: a folder or a name on the Hub")
     parser.add_argument("--output", metavar="DIR", required=True, help="output folder, absent or empty")
     parser.add_argument(
         "--projection-length",
-        metavar="N",
-        type=positive,
+        **COUNT,
         help="rows per layer that a text is packed into, at most --max-length (default: 128, or --max-length for "
         "masked language modeling, token classification and question answering)",
     )
     parser.add_argument(
         "--max-length",
-        metavar="N",
-        type=positive,
+        **COUNT,
         help="longest text in tokens (default: the teacher's number of positions); longer texts are worth less than "
         "windows of the teacher, see docs/distillation.md",
     )
@@ -49,8 +46,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--num-labels",
-        metavar="N",
-        type=positive,
+        **COUNT,
         help="write a classifier to fine-tune, with N labels or 1 for regression; a BERT's pooling layer is its start",
     )
 

@@ -2,21 +2,18 @@
 
 import argparse
 
-from luna_mega_cli.options import DTYPES, FILES, FOLDER, LAYER_NORMS, chosen, define_command, positive, show
+from luna_mega_cli.options import COUNT, DTYPES, FILES, FOLDER, LAYER_NORMS, chosen, show
+
+DESCRIPTION = "Writes a model folder as a checkpoint of the original code."
+EXAMPLES = (
+    "my-model --output checkpoint.pt",
+    "my-model --output checkpoint.pt --layer-norm plus-one",
+    "my-megalodon --output megalodon-folder --shards 2",
+)
 
 
 def add(parser: argparse.ArgumentParser) -> None:
-    define_command(
-        parser,
-        run,
-        description="Writes a model folder as a checkpoint of the original code.",
-        examples=(
-            "my-model --output checkpoint.pt",
-            "my-model --output checkpoint.pt --layer-norm plus-one",
-            "my-megalodon --output megalodon-folder --shards 2",
-        ),
-    )
-    parser.add_argument("folder", metavar="FOLDER", help=FOLDER)
+    parser.add_argument("folder", **FOLDER)
     parser.add_argument(
         "--output",
         metavar="PATH",
@@ -48,8 +45,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--shards",
-        metavar="N",
-        type=positive,
+        **COUNT,
         help="number of weight files of a Megalodon, one per model-parallel rank (default: as in the converted folder, "
         "otherwise 1)",
     )

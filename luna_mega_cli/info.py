@@ -3,24 +3,18 @@
 import argparse
 from dataclasses import asdict
 
-from luna_mega_cli.options import define_command, positive, show
+from luna_mega_cli.options import COUNT, show
+
+DESCRIPTION = (
+    "Describes a model: architecture, attention, parameters, bytes of weights and cache, heads, and "
+    "the code that wrote it. `luna-mega convert --help` lists the sizes of the papers' models."
+)
+EXAMPLES = ("my-model", "my-model --length 16384", "checkpoint_best.pt --json")
 
 
 def add(parser: argparse.ArgumentParser) -> None:
-    define_command(
-        parser,
-        run,
-        description="Describes a model: architecture, attention, parameters, bytes of weights and cache, heads, and "
-        "the code that wrote it. `luna-mega convert --help` lists the sizes of the papers' models.",
-        examples=("my-model", "my-model --length 16384", "checkpoint_best.pt --json"),
-    )
     parser.add_argument("path", metavar="PATH", help="model folder or checkpoint")
-    parser.add_argument(
-        "--length",
-        metavar="N",
-        type=positive,
-        help="positions in the cache (default: all of the model)",
-    )
+    parser.add_argument("--length", **COUNT, help="positions in the cache (default: all of the model)")
 
 
 def run(options: argparse.Namespace) -> None:

@@ -3,18 +3,15 @@
 import argparse
 import json
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
+from types import ModuleType
 from typing import Any
 
 DTYPES = ("float32", "float16", "bfloat16")
 LAYER_NORMS = ("standard", "plus-one")
 EMA_CONVENTIONS = ("main", "flash")
 FILES: dict[str, Any] = {"metavar": "FILE", "nargs": "+", "action": "extend", "default": []}  # `--dict`
-FOLDER = "model folder, written by luna-mega convert or save_pretrained"
-
-Run = Callable[[argparse.Namespace], int | None]
-Check = Callable[[argparse.Namespace], str | None]
 
 _PATHS = {"checkpoint", "folder", "path", "a", "b", "inputs", "dict", "bpe", "output", "teacher", "texts"}
 # Paths that are read. Folders of models are checked where they are opened.
@@ -29,23 +26,17 @@ class _Help(argparse.HelpFormatter):
         return text if "\n" in text else super()._fill_text(text, width, indent)
 
 
-def define_command(
-    parser: argparse.ArgumentParser,
-    run: Run,
-    *,
-    description: str,
-    examples: Sequence[str],
-    check: Check | None = None,
-) -> None:
-    """Set the help and the function of a command.
+def define_command(parser: argparse.ArgumentParser, command: ModuleType) -> None:
+    """Set the help and the options of a command, given its module.
 
-    `run` returns the exit status, or None for 0. `check` returns an error message for options that contradict each
-    other, or None.
+    Its function `run` returns the exit status, or None for 0. Its function `check`, if there is one, returns an error
+    message for options that contradict each other, or None.
     """
-    lines = "\n".join(f"  {parser.prog} {line}" for line in examples)
-    parser.description, parser.epilog, parser.formatter_class = description, f"examples:\n{lines}", _Help
+    lines = "\n".join(f"  {parser.prog} {line}" for line in command.EXAMPLES)
+    parser.description, parser.epilog, parser.formatter_class = command.DESCRIPTION, f"examples:\n{lines}", _Help
     parser.add_argument("--json", action="store_true", help="print the report as JSON")
-    parser.set_defaults(run=run, check=check, parser=parser)
+    parser.set_defaults(run=command.run, check=getattr(command, "check", None), parser=parser)
+    command.add(parser)
 
 
 def add_conventions(parser: argparse.ArgumentParser, *, head: str, layer_norm: str, ema_convention: str) -> None:
@@ -69,6 +60,8 @@ def _integer(first: int, last: int, expected: str) -> Callable[[str], int]:
 
 positive = _integer(1, 2**31 - 1, "from 1 to 2^31 - 1")
 seed = _integer(-(2**63), 2**64 - 1, "of at most 64 bits")
+COUNT: dict[str, Any] = {"metavar": "N", "type": positive}
+FOLDER = {"metavar": "FOLDER", "help": "model folder, written by luna-mega convert or save_pretrained"}
 
 
 def chosen(options: argparse.Namespace, *names: str) -> dict[str, Any]:

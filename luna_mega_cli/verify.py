@@ -3,24 +3,21 @@
 import argparse
 from dataclasses import asdict
 
-from luna_mega_cli.options import add_conventions, chosen, define_command, positive, seed, show
+from luna_mega_cli.options import COUNT, add_conventions, chosen, seed, show
 
+DESCRIPTION = (
+    "Runs two models on the same inputs in float32 and prints the largest difference of every layer. "
+    "Exit status 0: all differences are within the tolerance; 1: a difference is larger, or the input is invalid."
+)
+EXAMPLES = (
+    "checkpoint_best.pt my-model",
+    "my-model my-other-model --tolerance 1e-4",
+    "my-model my-other-model --text 'A sentence.' 'Another one.' --json",
+)
 _RANDOM = ("batch", "length", "seed")
 
 
 def add(parser: argparse.ArgumentParser) -> None:
-    define_command(
-        parser,
-        run,
-        check=check,
-        description="Runs two models on the same inputs in float32 and prints the largest difference of every layer. "
-        "Exit status 0: all differences are within the tolerance; 1: a difference is larger, or the input is invalid.",
-        examples=(
-            "checkpoint_best.pt my-model",
-            "my-model my-other-model --tolerance 1e-4",
-            "my-model my-other-model --text 'A sentence.' 'Another one.' --json",
-        ),
-    )
     for name in "ab":
         parser.add_argument(name, metavar=name.upper(), help="model folder, or checkpoint to convert first")
     source = parser.add_mutually_exclusive_group()
@@ -28,12 +25,9 @@ def add(parser: argparse.ArgumentParser) -> None:
         "--inputs", metavar="FILE", help="safetensors file with the inputs of the models: input_ids [B, T], ..."
     )
     source.add_argument("--text", metavar="TEXT", nargs="+", default=[], help="texts for the tokenizer of A or B")
-    parser.add_argument("--batch", metavar="N", type=positive, help="number of random sequences of one length")
+    parser.add_argument("--batch", **COUNT, help="number of random sequences of one length")
     parser.add_argument(
-        "--length",
-        metavar="N",
-        type=positive,
-        help="length of random sequences; default: shorter and longer than P and a chunk",
+        "--length", **COUNT, help="length of random sequences; default: shorter and longer than P and a chunk"
     )
     parser.add_argument("--seed", metavar="S", type=seed, help="seed of the random inputs (default: 0)")
     parser.add_argument(
