@@ -5,10 +5,12 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 from transformers import BertConfig, BertModel, RobertaTokenizer
+from transformers.dynamic_module_utils import get_imports, get_relative_import_files
 
 import luna_mega
 import luna_mega_cli
@@ -268,8 +270,6 @@ def test_invalid_output(saved, tmp_path, capsys):
         ("x = 1; from luna_mega.kernels.api import luna_pack", "use `from luna_mega.x.y import name`"),
         ("operator = torch.ops.luna_mega", "`luna_mega` cannot be used like this"),
         ("name = 'luna_mega::attend'", "`luna_mega` cannot be used like this"),
-        ("import scipy", "requires scipy"),
-        ('"""\nfrom .elsewhere import x\n"""', "interprets a line of text as an import of"),
     ],
 )
 def test_unsupported_source(monkeypatch, tmp_path, line, message):
@@ -284,11 +284,14 @@ def test_unsupported_source(monkeypatch, tmp_path, line, message):
         hub_bundle.write_code("luna", tmp_path)
 
 
-def test_optional_package_in_a_try_is_allowed(monkeypatch, tmp_path):
-    read = hub_bundle._source
-    added = "\ntry:\n    import scipy\nexcept ImportError:\n    scipy = None\n"
-    monkeypatch.setattr(hub_bundle, "_source", lambda module: read(module) + added)
-    assert hub_bundle.write_code("luna", tmp_path)[0]
+@pytest.mark.parametrize("model_type", CONFIGS)
+def test_transformers_finds_all_files(model_type, tmp_path):
+    """The file in `auto_map` imports all others, and they require no other packages."""
+    files, auto_map = hub_bundle.write_code(model_type, tmp_path)
+    (entry,) = {name.partition(".")[0] for name in auto_map.values()}
+    assert {Path(file) for file in get_relative_import_files(tmp_path / f"{entry}.py")} == set(files)
+    required = {name for file in files for name in get_imports(file)} - sys.stdlib_module_names
+    assert required <= {"huggingface_hub", "packaging", "torch", "transformers"}
 
 
 @pytest.mark.slow
