@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import ModelCardData
+from huggingface_hub import ModelCard, ModelCardData
 
 from luna_mega.distillation.agreement import compare_lengths
 from luna_mega.distillation.equality import class_of_scores, compare_folder
@@ -15,21 +15,21 @@ from luna_mega.distillation.loading import find_teacher
 from luna_mega.distillation.parts import find_head
 from luna_mega.distillation.sentences import read_modules
 from luna_mega.errors import ConversionError
-from luna_mega.escaping import code, code_block
-from luna_mega.hub.card import license_of, task_of
+from luna_mega.escaping import code
+from luna_mega.hub.card import FILE_NAME, license_of, task_of
 from luna_mega.hub.folder import set_max_length
 from luna_mega.hub.output import check_output, complete_folder
 
 logger = logging.getLogger(__name__)
-# Class of sentence-transformers, or head -> the imported name, the call that loads the folder NAME, and an example.
+# Class of sentence-transformers, or head -> the imported name, the call that loads the folder `name`, and an example.
 _LOADERS = {
-    "SentenceTransformer": ("", "SentenceTransformer(NAME)", 'model.encode(["a text", "another text"])'),
-    "SparseEncoder": ("", "SparseEncoder(NAME)", 'model.encode(["a text", "another text"])'),
-    "CrossEncoder": ("", "CrossEncoder(NAME)", 'model.predict([("a question", "a passage")])'),
-    "ForMaskedLM": ("pipeline", 'pipeline("fill-mask", NAME)', 'model(f"a text with a {model.tokenizer.mask_token}")'),
-    "ForSequenceClassification": ("pipeline", 'pipeline("text-classification", NAME)', 'model("a text")'),
+    "SentenceTransformer": ("", "SentenceTransformer(name)", 'model.encode(["a text", "another text"])'),
+    "SparseEncoder": ("", "SparseEncoder(name)", 'model.encode(["a text", "another text"])'),
+    "CrossEncoder": ("", "CrossEncoder(name)", 'model.predict([("a question", "a passage")])'),
+    "ForMaskedLM": ("pipeline", 'pipeline("fill-mask", name)', 'model(f"a text with a {model.tokenizer.mask_token}")'),
+    "ForSequenceClassification": ("pipeline", 'pipeline("text-classification", name)', 'model("a text")'),
     "ForTokenClassification": (
-        "pipeline", 'pipeline("token-classification", NAME, aggregation_strategy="simple")', 'model("a text")',
+        "pipeline", 'pipeline("token-classification", name, aggregation_strategy="simple")', 'model("a text")',
     ),
 }  # fmt: skip
 _TASKS = {"SentenceTransformer": "sentence-similarity", "CrossEncoder": "text-ranking"}
@@ -99,8 +99,7 @@ def convert_teacher(
         tokenizer.save_pretrained(folder)
         if modules is not None:
             modules.write(folder, lengths.max_length)
-        card = _card(teacher, license_of(name), place.name, model, loader, report)
-        (folder / "README.md").write_text(card, encoding="utf-8")
+        _card(teacher, license_of(name), place.name, model, loader, report).save(folder / FILE_NAME)
         report.differences = compare_folder(source, name, model, folder, modules, new_head)
     rows, longest = lengths.projection_length, lengths.max_length
     return DistillReport(type(model).__name__, place, rows, longest, modules is not None, report)
@@ -117,10 +116,11 @@ def _read_lines(path: Path) -> list[str]:
     return lines
 
 
-def _card(teacher: str, license: str | None, name: str, model: Any, loader: str, report: ConversionReport) -> str:
+def _card(teacher: str, license: str | None, name: str, model: Any, loader: str, report: ConversionReport) -> ModelCard:
     """Return the model card of the folder `name`, with the code for a `loader`: a class or a head."""
     library = "transformers" if loader.startswith("For") or not loader else "sentence-transformers"
-    local, kind, lengths = Path(teacher).exists(), type(model).__name__, report.lengths
+    local, kind, auto = Path(teacher).exists(), type(model).__name__, f"AutoModel{find_head(model)}"
+    imported, call, example = _LOADERS.get(loader, (f"{auto}, AutoTokenizer", f"{auto}.from_pretrained(name)", ""))
     data = ModelCardData(
         base_model=None if local else teacher,
         license=license,
@@ -128,32 +128,16 @@ def _card(teacher: str, license: str | None, name: str, model: Any, loader: str,
         pipeline_tag=_TASKS.get(loader, task_of(kind, model.config)),
         tags=sorted({"luna", library}),
     )
-    auto = f"AutoModel{find_head(model)}"
-    imported, call, example = _LOADERS.get(loader, (f"{auto}, AutoTokenizer", f"{auto}.from_pretrained(NAME)", ""))
-    module = "transformers" if imported else "sentence_transformers"
-    lines = [
-        "import luna_mega  # registers the model with transformers",
-        f"from {module} import {imported or loader}",
-        "",
-        f"name = {json.dumps(name)}  # this folder, or its repository on the Hub",
-        f"model = {call.replace('NAME', 'name')}",
-        f"print({example})" if example else "tokenizer = AutoTokenizer.from_pretrained(name)",
-    ]
-    teacher = code(Path(teacher).resolve().name if local else teacher)
-    packed = (
-        f" Longer texts are packed into {lengths.projection_length} rows per layer, so that time and memory are linear "
-        "in their length."
+    return ModelCard.from_template(
+        data,
+        template_path=str(Path(__file__).with_name("model_card.md")),
+        teacher=code(Path(teacher).resolve().name if local else teacher),
+        model_class=kind,
+        lengths=report.lengths,
+        module="transformers" if imported else "sentence_transformers",
+        imported=imported or loader,
+        name=json.dumps(name),
+        call=call,
+        example=example,
+        agreement=report.agreement,
     )
-    parts = [
-        f"---\n{data.to_yaml()}\n---\n",
-        f"# Luna from {teacher}\n",
-        f"`{kind}` with the weights of {teacher}, converted by `luna-mega distill`. It equals that model for texts of "
-        f"up to {lengths.exact} tokens, and reads at most {lengths.max_length}."
-        f"{packed if lengths.projection_length < lengths.max_length else ''}\n",
-        code_block("\n".join(lines), "python") + "\n",
-        "`luna-mega bundle` adds the code of the model to the folder, so that `trust_remote_code=True` replaces the "
-        "import of `luna_mega`.\n",
-        *[f"{note[0].upper()}{note[1:]}.\n" for note in lengths.note.splitlines()],
-        "" if report.agreement is None else f"## Agreement with the teacher\n\n{report.agreement}\n",
-    ]
-    return "\n".join(filter(None, parts))
