@@ -10,47 +10,17 @@ if (_root := Path(__file__).resolve().parent.parent).joinpath("setup.cfg").is_fi
 
 from luna_mega import compat  # noqa: F401  # first, because it checks the versions of what is imported next
 from luna_mega._register import register_auto_classes
-from luna_mega.modeling_luna.cache_luna import LunaCache, LunaSeq2SeqCache
-from luna_mega.modeling_luna.configuration_luna import LunaConfig, LunaSeq2SeqConfig
-from luna_mega.modeling_luna.modeling_luna import (
-    LunaForCausalLM,
-    LunaForConditionalGeneration,
-    LunaForMaskedLM,
-    LunaForMultipleChoice,
-    LunaForQuestionAnswering,
-    LunaForSequenceClassification,
-    LunaForSequencePairClassification,
-    LunaForTokenClassification,
-    LunaModel,
-    LunaPreTrainedModel,
-    LunaSeq2SeqModel,
-)
-from luna_mega.modeling_luna.segments_luna import read_segments
+from luna_mega.modeling_luna.cache_luna import *
+from luna_mega.modeling_luna.configuration_luna import *
+from luna_mega.modeling_luna.modeling_luna import *
+from luna_mega.modeling_luna.segments_luna import *
 from luna_mega.modeling_luna.tokenization_luna import LunaTokenizer
-from luna_mega.modeling_mega.cache_mega import MegaCache, MegaSeq2SeqCache
-from luna_mega.modeling_mega.configuration_mega import MegaConfig, MegaSeq2SeqConfig
-from luna_mega.modeling_mega.modeling_mega import (
-    MegaForCausalLM,
-    MegaForConditionalGeneration,
-    MegaForImageClassification,
-    MegaForMaskedLM,
-    MegaForMultipleChoice,
-    MegaForQuestionAnswering,
-    MegaForSequenceClassification,
-    MegaForSequencePairClassification,
-    MegaForTokenClassification,
-    MegaModel,
-    MegaPreTrainedModel,
-    MegaSeq2SeqModel,
-)
-from luna_mega.modeling_megalodon.cache_megalodon import MegalodonCache
-from luna_mega.modeling_megalodon.configuration_megalodon import MegalodonConfig
-from luna_mega.modeling_megalodon.modeling_megalodon import (
-    MegalodonForCausalLM,
-    MegalodonForSequenceClassification,
-    MegalodonModel,
-    MegalodonPreTrainedModel,
-)
+from luna_mega.modeling_mega.cache_mega import *
+from luna_mega.modeling_mega.configuration_mega import *
+from luna_mega.modeling_mega.modeling_mega import *
+from luna_mega.modeling_megalodon.cache_megalodon import *
+from luna_mega.modeling_megalodon.configuration_megalodon import *
+from luna_mega.modeling_megalodon.modeling_megalodon import *
 
 __all__ = [
     "LunaCache",

@@ -133,7 +133,8 @@ def exists(name: str) -> bool:
     """Return whether a name in a package of this repository is a module, a package, or an attribute of a module."""
     home, _, last = name.rpartition(".")
     is_module = name in FILES or any(module.startswith(f"{name}.") for module in FILES)
-    return is_module or re.search(rf"\b{last}\b", SOURCES.get(home, "")) is not None
+    found = home in FILES if last == "*" else re.search(rf"\b{last}\b", SOURCES.get(home, ""))
+    return is_module or bool(found)
 
 
 def test_imported_names_of_the_package_exist():
