@@ -161,14 +161,10 @@ def load_data(
     config, size = choose_config(data, model, min(first.size), channels, names)
     processor = choose_processor(data, model, size, channels)
     for name, split in splits.items():
-        if name == "train":
-            transform = lib.images.training_transform(data, processor, size)
-            encoded = encode_split(split, name, data, channels, transform, outputs)
-            splits[name] = lib.images.augment_split(encoded, data, training.seed)
-        else:
-            splits[name] = encode_split(
-                split, name, data, channels, lib.images.evaluation_transform(processor), outputs
-            )
+        transform = lib.images.make_transform(processor, size, data if name == "train" else None)
+        splits[name] = encode_split(split, name, data, channels, transform, outputs)
+    if "train" in splits:
+        splits["train"] = lib.images.augment_split(splits["train"], data, training.seed)
     return splits, processor, config
 
 

@@ -64,11 +64,6 @@ def evaluate(source: str) -> int:
     return open_lists[0][0]
 
 
-def read_released(source: str) -> str:
-    """Return the tokens of a tree of the released files without their additional parentheses."""
-    return " ".join(token for token in source.split() if token not in "()")
-
-
 def make_batch(seed: int, shape: Shape, split: int, number: int) -> list[dict[str, str | int]]:
     """Return the rows of one batch."""
     return list(islice(trees(f"{seed} {split} {number}", shape), BATCH))

@@ -58,6 +58,14 @@ TASKS = {
 GENERATED = {"listops": (96_000, 2_000, 2_000), "pathfinder": (160_000, 20_000, 20_000)}
 GENERATED["pathx"] = GENERATED["pathfinder"]
 VALIDATION = {"text": 2_500, "image": 5_000}
+# Reader of the source of each other task, and the options that it requires.
+READERS = {
+    "listops": (released.read_listops,),
+    "retrieval": (released.read_pairs,),
+    "pathfinder": (released.read_pathfinder, "size"),
+    "pathx": (released.read_pathfinder, "size"),
+    "speech": (released.read_speech, "words", "sampling_rate"),
+}
 CARD = """---
 {{ card_data }}
 ---
@@ -126,10 +134,9 @@ def generate(arguments: argparse.Namespace, features: Features, cache: str) -> d
     if not any(getattr(arguments, split) for split in SPLITS):
         lib.fail("one of --train, --validation and --test must be above 0")
     if arguments.task == "listops":
-        limits, unique = listops.Shape(**{name: getattr(arguments, name) for name in vars(listops.Shape())}), "source"
+        module, limits = listops, listops.Shape(**{name: getattr(arguments, name) for name in vars(listops.Shape())})
     else:
-        limits, unique = drawing.find_drawing(arguments.size, arguments.contour_length), None
-    module = listops if arguments.task == "listops" else pathfinder
+        module, limits = pathfinder, drawing.find_drawing(arguments.size, arguments.contour_length)
     splits, seen = {}, set()
     # The number of a split is part of its seed. The test rows come first, so that they do not depend on the others.
     for number, split in enumerate(reversed(SPLITS)):
@@ -137,16 +144,11 @@ def generate(arguments: argparse.Namespace, features: Features, cache: str) -> d
         parts, rows, done = [], 0, 0
         while rows < size:
             batches = list(range(done, done + math.ceil((size - rows) / module.BATCH)))
-            part = Dataset.from_generator(
-                make_rows,
-                features,
-                cache,
-                gen_kwargs={"make": make, "batches": batches},
-                num_proc=min(arguments.processes, len(batches)),
-                split=split,
-            )
-            if unique:
-                sources = enumerate(part[unique])
+            options = {"num_proc": min(arguments.processes, len(batches)), "split": split}
+            work = {"make": make, "batches": batches}
+            part = Dataset.from_generator(make_rows, features, cache, gen_kwargs=work, **options)
+            if module is listops:
+                sources = enumerate(part["source"])
                 part = part.select([index for index, row in sources if row not in seen and not seen.add(row)])
             parts, rows, done = [*parts, part], rows + len(part), done + len(batches)
         if parts:
@@ -167,31 +169,20 @@ def convert(arguments: argparse.Namespace, features: Features, cache: str) -> di
         order = np.random.default_rng(arguments.seed).permutation(len(train))
         splits |= {"train": train.select(order[validation:]), "validation": train.select(order[:validation])}
         if task == "text":
-            return {name: splits[name].select_columns([column, "label"]).cast(features) for name in SPLITS}
+            return {name: rows.select_columns([column, "label"]).cast(features) for name, rows in splits.items()}
 
         def gray(row: dict[str, Any]) -> dict[str, Any]:
             return {"image": row[column].convert("L"), "label": row["label"]}
 
         return {
-            name: splits[name].map(gray, remove_columns=splits[name].column_names, features=features) for name in SPLITS
+            name: rows.map(gray, remove_columns=rows.column_names, features=features) for name, rows in splits.items()
         }
-    readers: dict[str, Callable[..., released.Rows]] = {
-        "listops": released.read_listops,
-        "retrieval": released.read_pairs,
-        "pathfinder": partial(released.read_pathfinder, size=getattr(arguments, "size", None)),
-        "speech": partial(
-            released.read_speech,
-            words=getattr(arguments, "words", None),
-            rate=getattr(arguments, "sampling_rate", None),
-        ),
-    }
     if task == "speech":
         features["label"] = ClassLabel(names=arguments.words)
-    reader = readers["pathfinder" if task == "pathx" else task]
+    reader, *names = READERS[task]
+    read = partial(reader, source, **{name: getattr(arguments, name) for name in names})
     return {
-        split: Dataset.from_generator(
-            reader, features, cache, gen_kwargs={"source": source, "split": split}, split=split
-        )
+        split: Dataset.from_generator(read, features, cache, gen_kwargs={"split": split}, split=split)
         for split in SPLITS
     }
 

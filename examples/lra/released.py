@@ -29,10 +29,10 @@ _PATHFINDER_SEED = 42  # S4 and Mega split the images with this seed: 80, 10 and
 
 
 def read_listops(source: str, split: str) -> Rows:
-    """Read a table of `lra_release/listops-1000`. Copies without the closing brackets exist and raise."""
+    """Read a table of `lra_release/listops-1000`, without its parentheses. Copies without closing brackets raise."""
     name = _LISTOPS[split]
     for number, row in enumerate(_table(Path(source, name), None), start=2):
-        tree = listops.read_released(row.get("Source") or "")
+        tree = " ".join(token for token in (row.get("Source") or "").split() if token not in "()")
         try:
             value = listops.evaluate(tree)
         except ValueError as error:
@@ -86,7 +86,7 @@ def read_pairs(source: str, split: str) -> Rows:
         yield {"text1": row["text1"], "text2": row["text2"], "label": int(float(row["label"]))}
 
 
-def read_speech(source: str, split: str, words: Sequence[str], rate: int) -> Rows:
+def read_speech(source: str, split: str, words: Sequence[str], sampling_rate: int) -> Rows:
     """Read Speech Commands: its unpacked archive, or a dataset from the Hub or a folder of parquet files.
 
     A dataset has the columns `audio` (WAV files, or bytes of 16-bit samples with a column `sampling_rate`) and `label`
@@ -97,8 +97,8 @@ def read_speech(source: str, split: str, words: Sequence[str], rate: int) -> Row
     for name, word, audio, own_rate in (_read_archive if archive else _read_clips)(source, split, words):
         if word in words:
             found.add(word)
-            samples = audio if own_rate == rate else _samples(audio, rate, name)
-            yield {"audio": samples, "sampling_rate": rate, "label": words.index(word)}
+            samples = audio if own_rate == sampling_rate else _samples(audio, sampling_rate, name)
+            yield {"audio": samples, "sampling_rate": sampling_rate, "label": words.index(word)}
     if missing := [word for word in words if word not in found]:
         raise ValueError(f"{source} has no clips of the word {missing[0]!r} in the split {split}")
 

@@ -93,27 +93,22 @@ def reads_values(data: DataArguments) -> bool:
 
 
 def load_rows(
-    data: DataArguments,
-    model: ModelArguments,
-    training: TrainingArguments,
-    task: tasks.LraTask,
-    convention: tasks.Convention,
+    data: DataArguments, model: ModelArguments, training: TrainingArguments
 ) -> tuple[dict[str, Dataset], list[str]]:
     """Return the required splits of the convention, with outputs as labels, and the label names of the head."""
-    limits = lib.choose_splits(training, data)
+    task, convention, limits = TASKS[data.task], CONVENTIONS[data.convention], lib.choose_splits(training, data)
     needed = {"train", "validation", "test"} if data.task in convention.tests_on else limits
     texts, columns = ((), task.columns) if task.kind == "pixels" else (task.columns, ())
     splits = lib.load_splits(dict.fromkeys(needed), data, texts, [*columns, "label"])
     splits = tasks.choose_splits(splits, data.task, convention)
-    for name, limit in limits.items():  # the rows may be sorted by label
-        splits[name] = splits[name] if limit is None else splits[name].shuffle(seed=0).take(limit)
-    splits = {name: splits[name] for name in limits}
     classes = tasks.label_names(next(iter(splits.values())), task.classes)
     names, outputs = lib.match_labels(model, classes, training)
-    for name, split in splits.items():
+    rows = {}
+    for name, limit in limits.items():  # the rows may be sorted by label
+        split = splits[name] if limit is None else splits[name].shuffle(seed=0).take(limit)
         numbers = lib.class_numbers(split, "label", outputs, name, classes)
-        splits[name] = split.remove_columns("label").add_column("label", numbers)
-    return lib.images.undecoded(splits), names
+        rows[name] = split.remove_columns("label").add_column("label", numbers)
+    return lib.images.undecoded(rows), names
 
 
 def choose_tokenizer(data: DataArguments, model: ModelArguments) -> PreTrainedTokenizerFast | None:
@@ -148,7 +143,7 @@ def load_data(
 ) -> tuple[dict[str, Dataset], PreTrainedTokenizerFast | None, PreTrainedConfig]:
     """Return the encoded splits, the tokenizer, and the configuration of the model."""
     task, convention = TASKS[data.task], CONVENTIONS[data.convention]
-    splits, labels = load_rows(data, model, training, task, convention)
+    splits, labels = load_rows(data, model, training)
     tokenizer = choose_tokenizer(data, model)
     config = choose_config(data, model, tokenizer, labels)
     for name, split in splits.items():

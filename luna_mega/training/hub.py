@@ -45,13 +45,9 @@ def publish(trainer: Trainer) -> None:
 
 
 def complete_card(trainer: Trainer, base: str | None, license: str | None, source: dict[str, str | None]) -> None:
-    """Let `Trainer.create_model_card`, which `push_to_hub` calls, write the dataset, task, base model and license.
+    """Let `Trainer.create_model_card`, which `push_to_hub` calls, write dataset, task, base model and license.
 
-    Args:
-        trainer: Trainer of the model.
-        base: Model that was fine-tuned.
-        license: License of the weights.
-        source: Arguments of `Trainer.create_model_card` for the dataset.
+    `source` are its arguments for the dataset.
     """
     output, config = Path(trainer.args.output_dir), trainer.model.config
     is_local = base is not None and Path(base).exists()

@@ -115,19 +115,9 @@ def make_processor(size: int, channels: int, mean: list[float], std: list[float]
     return ViTImageProcessorPil(size=square, resample=Image.Resampling.BICUBIC, **options)
 
 
-def evaluation_transform(processor: BaseImageProcessor) -> Transform:
-    """Return a function that converts an image to pixels `[C, H, W]`."""
-
-    def transform(image: Image.Image) -> torch.Tensor:
-        options = {"input_data_format": "channels_last"} if image.mode == "RGB" else {}
-        return processor(image, **options, return_tensors="pt")["pixel_values"][0]
-
-    return transform
-
-
-def training_transform(data: AugmentArguments, processor: BaseImageProcessor, size: int) -> Transform:
-    """Return timm's training transform to pixels `[C, H, W]` or, without `auto_augment`, the evaluation transform."""
-    if data.auto_augment is not None:
+def make_transform(processor: BaseImageProcessor, size: int, data: AugmentArguments | None = None) -> Transform:
+    """Return a function that converts an image to pixels `[C, H, W]`; timm's with `data` that have `auto_augment`."""
+    if data is not None and data.auto_augment is not None:
         return _timm().create_transform(
             size,
             is_training=True,
@@ -138,7 +128,12 @@ def training_transform(data: AugmentArguments, processor: BaseImageProcessor, si
             mean=tuple(processor.image_mean),
             std=tuple(processor.image_std),
         )
-    return evaluation_transform(processor)
+
+    def transform(image: Image.Image) -> torch.Tensor:
+        options = {"input_data_format": "channels_last"} if image.mode == "RGB" else {}
+        return processor(image, **options, return_tensors="pt")["pixel_values"][0]
+
+    return transform
 
 
 def augment_split(split: Dataset, data: AugmentArguments, seed: int) -> Dataset | Redrawn:

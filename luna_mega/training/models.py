@@ -79,15 +79,6 @@ def make_both_tokenizers(model: ModelArguments, texts: Iterable[str], max_length
     return Tokenizers(first, second)
 
 
-def parse_fields(text: str) -> dict[str, Any]:
-    """Parse `hidden_size=128,pooling=mean`, with YAML values.
-
-    Raises:
-        yaml.YAMLError: The text is not valid.
-    """
-    return yaml.safe_load(f"{{{text.replace('=', ': ')}}}")
-
-
 def make_config(
     model: CheckpointArguments,
     tokenizer: PreTrainedTokenizerBase | None,
@@ -106,7 +97,7 @@ def make_config(
     """
     kind = kind or ("values" if tokenizer is None else "tokens")
     with one_line("configuration"):
-        overrides = parse_fields(model.config_overrides)
+        overrides = yaml.safe_load(f"{{{model.config_overrides.replace('=', ': ')}}}")
         loaded = {}
         if model.model_name_or_path:
             config = AutoConfig.from_pretrained(model.model_name_or_path)

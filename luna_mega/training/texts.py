@@ -96,13 +96,7 @@ def choose_model(
 
 
 def pair_class(model_type: str, option: str, others: str = "luna or mega") -> type[PreTrainedModel]:
-    """Return the class that encodes the two inputs of a pair separately; exit if there is none.
-
-    Args:
-        model_type: Type of the model.
-        option: Option that requires the class, for the message.
-        others: Supported model types, for the message.
-    """
+    """Return the class that encodes the inputs of a pair separately; exit if there is none for the `option`."""
     name = f"{model_type.capitalize()}ForSequencePairClassification"
     if not hasattr(luna_mega, name):
         fail(f"{option}: there is no {name}; use {others}")

@@ -4,14 +4,13 @@ import json
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from itertools import chain
+from typing import Any
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import AddedToken, PreTrainedTokenizerFast, RobertaTokenizer
 
 NAMED_TOKENS = {"bos_token": "<s>", "pad_token": "<pad>", "eos_token": "</s>", "unk_token": "<unk>"}
 SPECIAL_TOKENS = list(NAMED_TOKENS.values())
-# By default, a PreTrainedTokenizerFast also returns token types.
-WITHOUT_TYPES = {"model_input_names": ["input_ids", "attention_mask"]}
 MASK_TOKEN = "<mask>"
 
 
@@ -45,13 +44,7 @@ def train_joint_bpe(texts: Iterable[str], vocab_size: int, model_max_length: int
     backend.decoder = decoders.Sequence([decoders.ByteLevel(), decoders.Strip(" ", 1, 0)])
     eos = NAMED_TOKENS["eos_token"]
     backend.post_processor = processors.TemplateProcessing(single=f"$A {eos}", special_tokens=[(eos, 2)])
-    return PreTrainedTokenizerFast(
-        tokenizer_object=backend,
-        **NAMED_TOKENS,
-        model_max_length=model_max_length,
-        **WITHOUT_TYPES,
-        clean_up_tokenization_spaces=False,
-    )
+    return _wrap(backend, model_max_length=model_max_length, clean_up_tokenization_spaces=False)
 
 
 def _train(texts: Iterable[str], vocab_size: int, added: Sequence[str] = ()) -> Tokenizer:
@@ -67,8 +60,10 @@ def _train(texts: Iterable[str], vocab_size: int, added: Sequence[str] = ()) -> 
     return bpe
 
 
-def _wrap(tokenizer: Tokenizer) -> PreTrainedTokenizerFast:
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **NAMED_TOKENS, **WITHOUT_TYPES)
+def _wrap(tokenizer: Tokenizer, **options: Any) -> PreTrainedTokenizerFast:
+    # By default, it also returns token types.
+    names = {"model_input_names": ["input_ids", "attention_mask"]}
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **NAMED_TOKENS, **names, **options)
 
 
 def _word_level(words: Iterable[str]) -> Tokenizer:
@@ -84,13 +79,13 @@ def train_characters(texts: Iterable[str]) -> PreTrainedTokenizerFast:
     return _wrap(tokenizer)
 
 
-def make_bytes() -> PreTrainedTokenizerFast:
-    """Return a tokenizer of bytes."""
+def make_bytes(**options: Any) -> PreTrainedTokenizerFast:
+    """Return a tokenizer of bytes, with other `options` of PreTrainedTokenizerFast."""
     vocab = [*SPECIAL_TOKENS, *sorted(pre_tokenizers.ByteLevel.alphabet())]
     tokenizer = Tokenizer(models.BPE({token: index for index, token in enumerate(vocab)}, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
-    return _wrap(tokenizer)
+    return _wrap(tokenizer, **options)
 
 
 def train_words(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
@@ -99,8 +94,8 @@ def train_words(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFas
     return make_words(word for word, _ in counts.most_common(vocab_size - len(SPECIAL_TOKENS)))
 
 
-def make_words(words: Iterable[str]) -> PreTrainedTokenizerFast:
-    """Return a tokenizer of `words`; texts are split at white space."""
+def make_words(words: Iterable[str], **options: Any) -> PreTrainedTokenizerFast:
+    """Return a tokenizer of `words`, with other `options`, that splits texts at white space."""
     tokenizer = _word_level(words)
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    return _wrap(tokenizer)
+    return _wrap(tokenizer, **options)
