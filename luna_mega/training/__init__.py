@@ -19,10 +19,16 @@ from luna_mega.training.arguments import (
 )
 from luna_mega.training.classification import (
     Labels,
+    TextArguments,
     accuracy,
+    check_pairs,
+    choose_model,
     class_names,
     class_numbers,
+    encode_split,
+    make_pair_collator,
     match_labels,
+    pair_class,
     write_predictions,
 )
 from luna_mega.training.data import (
@@ -53,11 +59,3 @@ from luna_mega.training.models import (
 )
 from luna_mega.training.runs import OrderedTrainer, Run, save, score, total, write_lines
 from luna_mega.training.streams import Redrawn
-from luna_mega.training.texts import (
-    TextArguments,
-    check_pairs,
-    choose_model,
-    encode_split,
-    make_pair_collator,
-    pair_class,
-)

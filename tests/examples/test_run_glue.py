@@ -11,7 +11,7 @@ from datasets import Dataset
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from luna_mega import LunaForSequencePairClassification
-from luna_mega.training.texts import hide_tokens
+from luna_mega.training.classification import hide_tokens
 from luna_mega.training.tokenizers import train_bpe
 from tests.examples import runs
 from tests.examples.runs import assert_complete, assert_error, assert_resumes, sentence, write, write_splits
