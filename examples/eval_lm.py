@@ -44,14 +44,6 @@ def parse(argv: list[str] | None) -> Arguments:
     return arguments
 
 
-def load(arguments: Arguments) -> tuple[PreTrainedModel, torch.LongTensor]:
-    """Return the model and the tokens to evaluate."""
-    model, tokenizer = lib.language_modeling.load_language_model(arguments.model_name_or_path, arguments.device)
-    (split,) = lib.load_splits({arguments.split: None}, arguments, [arguments.text_column]).values()
-    stream = lib.language_modeling.encode(split[arguments.text_column], tokenizer, arguments.line_end)
-    return model, stream[-round(len(stream) * arguments.last_share) :]
-
-
 def with_chunk(model: PreTrainedModel, chunk: int) -> PreTrainedModel:
     """Return a copy of the model with another chunk size."""
     config = model.config
@@ -84,7 +76,10 @@ def plot(scores: list[dict[str, float | None]], path: Path) -> None:
 
 def main(argv: list[str] | None = None) -> list[dict[str, float | None]]:
     arguments = parse(argv)
-    model, stream = load(arguments)
+    model, tokenizer = lib.language_modeling.load_language_model(arguments.model_name_or_path, arguments.device)
+    (split,) = lib.load_splits({arguments.split: None}, arguments, [arguments.text_column]).values()
+    stream = lib.language_modeling.encode(split[arguments.text_column], tokenizer, arguments.line_end)
+    stream = stream[-round(len(stream) * arguments.last_share) :]
     scores = []
     for chunk in arguments.chunk or [getattr(model.config, "attention_chunk", None)]:
         if arguments.chunk:

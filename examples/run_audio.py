@@ -134,7 +134,6 @@ def augment_split(split: Dataset, rate: int, data: DataArguments, seed: int) -> 
 
 
 def parse(argv: list[str] | None) -> tuple[DataArguments, lib.CheckpointArguments, TrainingArguments, lib.Run]:
-    """Parse the options; exit if they contradict each other."""
     kinds = (DataArguments, lib.CheckpointArguments, TrainingArguments)
     data, model, training = lib.parse_arguments(kinds, argv, metric_for_best_model="accuracy")
     run = lib.Run(data, model, training)
@@ -147,25 +146,20 @@ def parse(argv: list[str] | None) -> tuple[DataArguments, lib.CheckpointArgument
     return data, model, training, run
 
 
-def load_clips(data: DataArguments, training: TrainingArguments) -> dict[str, Dataset]:
-    """Return the required splits, with checked clips and labels."""
+def load_data(
+    data: DataArguments, model: lib.CheckpointArguments, training: TrainingArguments
+) -> tuple[dict[str, Dataset | lib.Redrawn], Wav2Vec2FeatureExtractor, PreTrainedConfig]:
+    """Return the encoded splits, the extractor, and the configuration of the model."""
     divide = partial(hold_out, condition=data.hold_out) if data.hold_out else None
     columns = {"columns": [data.audio_column], "label": data.label_column}
     clips = lib.load_splits(lib.choose_splits(training, data), data, **columns, divide=divide)
     for name, split in clips.items():
         if not isinstance(split.features[data.audio_column], Audio):
             lib.check_split(split, name, (), [data.rate_column])
-    return clips
-
-
-def load_data(
-    data: DataArguments, model: lib.CheckpointArguments, training: TrainingArguments
-) -> tuple[dict[str, Dataset | lib.Redrawn], Wav2Vec2FeatureExtractor, PreTrainedConfig]:
-    """Return the encoded splits, the extractor, and the configuration of the model."""
-    clips, in_memory = load_clips(data, training), training.world_size == 1
     extractor = make_extractor(data, model, clips)
     labels, outputs = lib.match_labels(model, lib.class_names(clips, data.label_column), training)
-    splits = {name: encode_split(split, name, data, extractor, outputs, in_memory) for name, split in clips.items()}
+    options = (data, extractor, outputs, training.world_size == 1)
+    splits = {name: encode_split(split, name, *options) for name, split in clips.items()}
     longest = max(len(clip) for split in splits.values() for clip in split["input_values"])
     if "train" in splits:
         rate = extractor.sampling_rate

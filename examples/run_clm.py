@@ -76,7 +76,6 @@ class LanguageModelTrainer(lib.OrderedTrainer):
 
 
 def parse(argv: list[str] | None) -> tuple[DataArguments, lib.ModelArguments, TrainingArguments, lib.Run]:
-    """Parse the options; exit if they contradict each other."""
     kinds = (DataArguments, lib.ModelArguments, TrainingArguments)
     data, model, training = lib.parse_arguments(kinds, argv, model_type="mega")
     run = lib.Run(data, model, training, predicts=False)

@@ -70,7 +70,6 @@ class DataArguments(lib.TextArguments):
 
 
 def parse(argv: list[str] | None) -> tuple[DataArguments, lib.ModelArguments, TrainingArguments, lib.Run]:
-    """Parse the options; exit if they contradict each other."""
     kinds = (DataArguments, lib.ModelArguments, TrainingArguments)
     # "task" is replaced by the main metric of the task, which is only known after parsing.
     data, model, training = lib.parse_arguments(kinds, argv, metric_for_best_model="task")

@@ -100,7 +100,6 @@ def make_loss(smoothing: float) -> Callable:
 
 
 def parse(argv: list[str] | None) -> tuple[DataArguments, ModelArguments, TrainingArguments, lib.Run]:
-    """Parse the options; exit if they contradict each other."""
     kinds = (DataArguments, ModelArguments, TrainingArguments)
     defaults = {"metric_for_best_model": "accuracy", "remove_unused_columns": False}
     data, model, training = lib.parse_arguments(kinds, argv, **defaults)
@@ -139,15 +138,6 @@ def choose_config(
     return lib.make_config(model, None, (size // patch) ** 2, "patches", **fields), size
 
 
-def choose_processor(data: DataArguments, model: ModelArguments, size: int, channels: int) -> BaseImageProcessor:
-    """Load or create the evaluation transform, which does not require torchvision."""
-    if model.model_name_or_path:
-        return AutoImageProcessor.from_pretrained(model.model_name_or_path, backend="pil")
-    mean, std = _GRAY if channels == 1 else _COLOR
-    mean, std = data.image_mean or mean, data.image_std or std
-    return lib.images.make_processor(size, channels, mean, std, data.center_crop)
-
-
 def load_data(
     data: DataArguments, model: ModelArguments, training: TrainingArguments
 ) -> tuple[dict[str, Dataset | lib.Redrawn], BaseImageProcessor, PreTrainedConfig]:
@@ -159,7 +149,12 @@ def load_data(
     first = lib.images.read_image(split[0][data.image_column], pixels=lib.images.holds_pixels(split, data.image_column))
     channels = data.channels or (1 if first.mode == "L" else 3)
     config, size = choose_config(data, model, min(first.size), channels, names)
-    processor = choose_processor(data, model, size, channels)
+    if model.model_name_or_path:
+        processor = AutoImageProcessor.from_pretrained(model.model_name_or_path, backend="pil")  # without torchvision
+    else:
+        mean, std = _GRAY if channels == 1 else _COLOR
+        scale = data.image_mean or mean, data.image_std or std
+        processor = lib.images.make_processor(size, channels, *scale, data.center_crop)
     for name, split in splits.items():
         transform = lib.images.make_transform(processor, size, data if name == "train" else None)
         splits[name] = encode_split(split, name, data, channels, transform, outputs)

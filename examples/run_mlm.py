@@ -120,7 +120,6 @@ def compute_metrics(prediction: EvalPrediction) -> dict[str, float]:
 
 
 def parse(argv: list[str] | None) -> tuple[DataArguments, lib.ModelArguments, TrainingArguments, lib.Run]:
-    """Parse the options; exit if they contradict each other."""
     kinds = (DataArguments, lib.ModelArguments, TrainingArguments)
     data, model, training = lib.parse_arguments(kinds, argv)
     run = lib.Run(data, model, training, predicts=False)
@@ -134,21 +133,16 @@ def parse(argv: list[str] | None) -> tuple[DataArguments, lib.ModelArguments, Tr
     return data, model, training, run
 
 
-def load_texts(data: DataArguments, training: TrainingArguments) -> dict[str, Dataset | IterableDataset]:
-    """Return the required splits, with checked text."""
+def load_data(
+    data: DataArguments, model: lib.ModelArguments, training: TrainingArguments
+) -> tuple[dict[str, Any], PreTrainedTokenizerBase, PreTrainedConfig]:
+    """Return the splits as masked blocks, the tokenizer, and the configuration of the model."""
     limits, files = lib.choose_splits(training, data), None
     if not (data.dataset_name or data.dataset_path):
         files = {name: getattr(data, f"{name}_files") for name in limits}
         if missing := [name for name in limits if not files[name]]:
             lib.fail(f"pass --{missing[0]}_files as well")
-    return lib.load_splits(limits, data, [data.text_column], files=files, streaming=data.streaming)
-
-
-def load_data(
-    data: DataArguments, model: lib.ModelArguments, training: TrainingArguments
-) -> tuple[dict[str, Any], PreTrainedTokenizerBase, PreTrainedConfig]:
-    """Return the splits as masked blocks, the tokenizer, and the configuration of the model."""
-    splits = load_texts(data, training)
+    splits = lib.load_splits(limits, data, [data.text_column], files=files, streaming=data.streaming)
     texts = lib.streams.some_texts(splits["train"], data.text_column) if "train" in splits else ()
     tokenizer = lib.make_tokenizer(model, texts, data.block_size)
     if tokenizer.mask_token_id is None:

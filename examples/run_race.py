@@ -247,7 +247,6 @@ def make_metrics(split: Dataset, task: ChoiceTask) -> Callable[[EvalPrediction],
 
 
 def parse(argv: list[str] | None) -> tuple[DataArguments, lib.ModelArguments, TrainingArguments, lib.Run]:
-    """Parse the options; exit if they contradict each other."""
     kinds = (DataArguments, lib.ModelArguments, TrainingArguments)
     data, model, training = lib.parse_arguments(kinds, argv, metric_for_best_model="accuracy")
     lib.check_choice(data, "task", TASKS)

@@ -24,7 +24,6 @@ class DataArguments(lib.SourceArguments, lib.TextArguments):
 
 
 def parse(argv: list[str] | None) -> tuple[DataArguments, lib.ModelArguments, TrainingArguments, lib.Run]:
-    """Parse the options; exit if they contradict each other."""
     kinds = (DataArguments, lib.ModelArguments, TrainingArguments)
     data, model, training = lib.parse_arguments(kinds, argv, metric_for_best_model="accuracy")
     run = lib.Run(data, model, training)

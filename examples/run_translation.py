@@ -131,7 +131,6 @@ class TranslationTrainer(lib.OrderedTrainer, Seq2SeqTrainer):
 
 
 def parse(argv: list[str] | None) -> tuple[DataArguments, lib.ModelArguments, Seq2SeqTrainingArguments, lib.Run]:
-    """Parse the options; exit if they contradict each other."""
     kinds = (DataArguments, lib.ModelArguments, Seq2SeqTrainingArguments)
     data, model, training = lib.parse_arguments(kinds, argv)
     run = lib.Run(data, model, training)

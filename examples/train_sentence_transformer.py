@@ -66,7 +66,6 @@ class DataArguments(lib.SourceArguments, lib.LimitArguments):
 def parse(
     argv: list[str] | None,
 ) -> tuple[DataArguments, lib.ModelArguments, SentenceTransformerTrainingArguments, lib.Run]:
-    """Parse the options; exit if they contradict each other."""
     kinds = (DataArguments, lib.ModelArguments, SentenceTransformerTrainingArguments)
     # Duplicates in a batch would be false negatives.
     data, model, training = lib.parse_arguments(kinds, argv, batch_sampler="no_duplicates")

@@ -55,8 +55,9 @@ def draw_performance() -> None:
 
 def draw_results() -> None:
     figure, axes = plt.subplots(figsize=(8, 4), layout="constrained")
-    kinds = {"Mega": "C1s", "Luna": "C0o", "Transformer": "C2^", "bag of words": "kx"}
+    styles = {"Mega": "C1s", "Luna": "C0o", "Transformer": "C2^", "bag of words": "kx"}
     tasks: list[str] = []
+    points: dict[str, list[tuple[float, int]]] = {kind: [] for kind in styles}
     for heading in ("Text classification", "Long Range Arena, small"):
         header, rows = table("results.md", heading)
         names = [name.split(",")[0].split(" of ")[0].replace("RoBERTa", "Transformer") for name in header]
@@ -64,19 +65,16 @@ def draw_results() -> None:
         for task, values in rows.items():
             if "accuracy" in task or heading != "Text classification":
                 tasks.append(task.split(",")[0])
-                for kind, style in kinds.items():
-                    value = values[names.index(kind)]
-                    if value is not None:
-                        axes.plot(value, len(tasks) - 1, style, label=kind if kind not in labels(axes) else None)
+                for kind in styles:
+                    if (value := values[names.index(kind)]) is not None:
+                        points[kind].append((value, len(tasks) - 1))
+    for kind, style in styles.items():
+        axes.plot(*zip(*points[kind], strict=True), style, label=kind)
     axes.set(yticks=range(len(tasks)), yticklabels=tasks, xlabel="accuracy (%)")
     axes.invert_yaxis()
     axes.grid(axis="x", alpha=0.3)
     axes.legend(loc="upper left", fontsize="small")
     figure.savefig(DOCS / "results.png", dpi=100)
-
-
-def labels(axes: plt.Axes) -> list[str]:
-    return axes.get_legend_handles_labels()[1]
 
 
 if __name__ == "__main__":

@@ -64,7 +64,6 @@ class LraTrainer(lib.OrderedTrainer):
 
 
 def parse(argv: list[str] | None) -> tuple[DataArguments, ModelArguments, TrainingArguments, lib.Run]:
-    """Parse the options; exit if they contradict each other."""
     kinds = (DataArguments, ModelArguments, TrainingArguments)
     defaults = {"metric_for_best_model": "accuracy", "remove_unused_columns": False}
     data, model, training = lib.parse_arguments(kinds, argv, **defaults)
@@ -111,15 +110,6 @@ def load_rows(
     return lib.images.undecoded(rows), names
 
 
-def choose_tokenizer(data: DataArguments, model: ModelArguments) -> PreTrainedTokenizerFast | None:
-    """Load the tokenizer of the model, or create one for the task; None for real numbers."""
-    if reads_values(data):
-        return None
-    if not model.model_name_or_path:
-        return tasks.make_tokenizer(TASKS[data.task].kind, CONVENTIONS[data.convention], data.max_length)
-    return lib.load_tokenizer(model.model_name_or_path)
-
-
 def choose_config(
     data: DataArguments, model: ModelArguments, tokenizer: PreTrainedTokenizerFast | None, labels: Sequence[str]
 ) -> PreTrainedConfig:
@@ -141,10 +131,15 @@ def choose_config(
 def load_data(
     data: DataArguments, model: ModelArguments, training: TrainingArguments
 ) -> tuple[dict[str, Dataset], PreTrainedTokenizerFast | None, PreTrainedConfig]:
-    """Return the encoded splits, the tokenizer, and the configuration of the model."""
+    """Return the encoded splits, the tokenizer (None for real numbers), and the configuration of the model."""
     task, convention = TASKS[data.task], CONVENTIONS[data.convention]
     splits, labels = load_rows(data, model, training)
-    tokenizer = choose_tokenizer(data, model)
+    if reads_values(data):
+        tokenizer = None
+    elif model.model_name_or_path:
+        tokenizer = lib.load_tokenizer(model.model_name_or_path)
+    else:
+        tokenizer = tasks.make_tokenizer(task.kind, convention, data.max_length)
     config = choose_config(data, model, tokenizer, labels)
     for name, split in splits.items():
         if task.kind == "pixels":

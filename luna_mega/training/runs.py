@@ -1,4 +1,4 @@
-"""Training runs: checks of the options, checkpoints, training, evaluation and output files."""
+"""Training runs: checks of the options, checkpoints, training, evaluation, output files, model card and push."""
 
 import json
 import math
@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from huggingface_hub import HfApi, ModelCard
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, Dataset, Sampler, SequentialSampler
@@ -25,11 +26,12 @@ from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_pt_utils import LengthGroupedSampler
 from transformers.trainer_utils import has_length, sort_checkpoints
 
+from luna_mega.escaping import code, markdown
 from luna_mega.hub.bundle import register_for_auto_class
+from luna_mega.hub.card import FILE_NAME as CARD_NAME, license_metadata, task_of
 from luna_mega.hub.find import find_model
 from luna_mega.hub.folder import remove_truncation
 from luna_mega.training.arguments import check_launch, check_least, check_precision, fail, one_line
-from luna_mega.training.hub import check_hub, complete_card, describe_source, publish
 from luna_mega.training.models import CheckpointArguments
 from luna_mega.training.plots import plot_losses
 from luna_mega.training.streams import SeededSampler, Stream
@@ -195,7 +197,7 @@ class Run:
         *,
         evaluate: Step | None = None,
         predict: Step | None = None,
-        describe: Callable[..., None] = complete_card,
+        describe: Callable[..., None] | None = None,
     ) -> dict[str, Any]:
         """Train, evaluate, predict and publish the model, as the options specify; return all metrics.
 
@@ -206,7 +208,7 @@ class Run:
             trainer: Trainer of the model.
             evaluate: Function that returns the metrics after training; by default, `score`.
             predict: Function that predicts the test splits and returns their metrics, with `--do_predict`.
-            describe: Function that adds the model that is fine-tuned, its license and the data to the model card.
+            describe: Function that completes the model card; by default, `complete_card`.
         """
         callbacks = [EpochCallback(), DivergenceCallback()]
         if patience := getattr(self.data, "early_stopping_patience", None):
@@ -223,7 +225,7 @@ class Run:
                 output = Path(self.training.output_dir)
                 with suppress(ValueError):  # nothing was logged, as by a run that resumes after its last step
                     plot_losses({output.resolve().name: output}, output / "training.png")
-            describe(trainer, self.base_model, self.license, describe_source(self.data))
+            (describe or complete_card)(trainer, self.base_model, self.license, describe_source(self.data))
             publish(trainer)
         return metrics
 
@@ -268,6 +270,17 @@ def _check_options(data: object, model: CheckpointArguments, training: TrainingA
         fail("--ema_decay requires --do_train")
     if model.ema_decay and training.load_best_model_at_end:
         fail("--ema_decay saves the average of the last step; remove --load_best_model_at_end")
+
+
+def check_hub(training: TrainingArguments, license: str | None = None) -> None:
+    """Exit if the license is invalid or the model cannot be pushed."""
+    with one_line("--license"):
+        license_metadata(license)
+    if training.hub_token:
+        fail("--hub_token: Trainer would push it with training_args.bin; use `hf auth login` or HF_TOKEN instead")
+    if training.push_to_hub:
+        with one_line("--push_to_hub"):
+            HfApi().whoami()
 
 
 def find_checkpoint(training: TrainingArguments, *files: str) -> str | None:
@@ -380,3 +393,53 @@ def write_lines(trainer: Trainer, name: str, lines: Iterable[str]) -> None:
     if trainer.is_world_process_zero():
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+
+
+def describe_source(data: object) -> dict[str, str | None]:
+    """Return the arguments of `Trainer.create_model_card` for the dataset; of local paths, only the last part."""
+    paths = getattr(data, "train_files", None) or data.dataset_path or data.dataset_name
+    if paths is None:
+        return {}
+    paths = paths if isinstance(paths, list) else [paths]
+    if paths == [data.dataset_name] and not Path(data.dataset_name).exists():
+        return {"dataset": data.dataset_name, "dataset_tags": data.dataset_name, "dataset_args": data.dataset_config}
+    return {"dataset": markdown(" and ".join(Path(path).resolve().name for path in paths))}
+
+
+def publish(trainer: Trainer) -> None:
+    """After training, write README.md and, with `--push_to_hub`, push the output folder."""
+    if not trainer.args.push_to_hub:
+        trainer.create_model_card()
+        return
+    output = trainer.args.output_dir
+    again = f'hf upload {trainer.hub_model_id} {output} . --exclude "checkpoint-*"'
+    with one_line(f"the push failed, but {output} is complete; push it with `{again}`", RuntimeError):
+        trainer.push_to_hub()
+
+
+def complete_card(trainer: Trainer, base: str | None, license: str | None, source: dict[str, str | None]) -> None:
+    """Let `Trainer.create_model_card`, which `push_to_hub` calls, write dataset, task, base model and license.
+
+    `source` are its arguments for the dataset.
+    """
+    output, config = Path(trainer.args.output_dir), trainer.model.config
+    is_local = base is not None and Path(base).exists()
+    # transformers reads the name of a new model, which is empty, as the name of a base model on the Hub.
+    config.name_or_path = output if base is None or is_local else base
+    metadata, write = license_metadata(license), trainer.create_model_card
+    model_class = type(trainer.model).__name__.removeprefix("FSDP")  # FSDP2 adds a prefix
+    about: dict[str, Any] = {"model_name": (trainer.args.hub_model_id or output.resolve().name).split("/")[-1]}
+    about |= {"tags": [config.model_type], "tasks": task_of(model_class, config), "license": metadata.get("license")}
+
+    def create_model_card(**options: Any) -> None:
+        write(**options | about | source)
+        if not trainer.is_world_process_zero():
+            return
+        card = ModelCard.load(output / CARD_NAME, ignore_metadata_errors=True)
+        card.data.license_name = metadata.get("license_name")
+        if is_local:
+            name = code(Path(base).resolve().name)
+            card.text = card.text.replace("was trained from scratch", f"was fine-tuned from {name}", 1)
+        card.save(output / CARD_NAME)
+
+    trainer.create_model_card = create_model_card

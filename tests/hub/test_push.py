@@ -3,7 +3,7 @@ from types import SimpleNamespace
 import pytest
 from huggingface_hub import ModelCard
 
-from luna_mega.training.hub import describe_source
+from luna_mega.training.runs import describe_source
 from tests.hub import client as on_client
 from tests.hub.loopback import metadata_errors
 from tests.modeling.luna import make
