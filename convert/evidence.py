@@ -99,6 +99,17 @@ class Evidence:
             self.warn(f"{self.shown(name)} but the tensors have {shown(from_file)}: using the tensors")
         return from_file
 
+    def ties(self, name: str, requested: bool, output: str, embedding: str) -> dict[str, bool]:
+        """Return whether the output layer is tied: it equals the embedding, and the argument `name` does not untie it.
+
+        `requested` is the value of the argument that ties them.
+        """
+        self.shape(output, "vocabulary", "width")
+        same = embedding in self.tensors and same_bits(self.tensors[output], self.tensors[embedding])
+        if not same:
+            self.prefer(name, not requested)
+        return {"tie_word_embeddings": same and self.args.get(name) in (None, requested)}
+
     def layers(self, prefix: str) -> int:
         """Return the number of layers in the file; raise an error unless they are numbered 0 to n - 1."""
         numbers = {int(match[1]) for key in self.tensors if (match := re.match(rf"{re.escape(prefix)}\.(\d+)\.", key))}

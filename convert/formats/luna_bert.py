@@ -7,7 +7,7 @@ from typing import Any
 from luna_mega import LunaForMaskedLM, LunaForMultipleChoice, LunaForSequenceClassification, LunaModel
 from luna_mega.convert.argtypes import flag, integer, number, size, word
 from luna_mega.convert.dictionaries import Dictionaries, VocabularyAndLabels
-from luna_mega.convert.evidence import Evidence, ModelSpec, same_bits
+from luna_mega.convert.evidence import Evidence, ModelSpec
 from luna_mega.convert.formats import _luna
 from luna_mega.convert.formats._luna import CODE_2021, CODE_2023
 from luna_mega.convert.formats.format import Bpe, Companions, Facts, Format, Notes
@@ -49,13 +49,7 @@ ARCHITECTURES = {
 
 
 def _tied_lm(evidence: Evidence) -> dict[str, bool]:
-    """Return whether the LM head is tied: its weights equal the embeddings, and the args do not untie them."""
-    evidence.shape(f"{LM_HEAD}.weight", "vocabulary", "width")
-    same = same_bits(evidence.tensors[f"{LM_HEAD}.weight"], evidence.tensors[f"{_BODY}.embed_tokens.weight"])
-    untied = evidence.args.get("untie_weights_luna")
-    if not same:
-        evidence.prefer("untie_weights_luna", True)
-    return {"tie_word_embeddings": same and not untied}
+    return evidence.ties("untie_weights_luna", False, f"{LM_HEAD}.weight", _EMBEDDING[0])
 
 
 def names_of_heads(keys: Iterable[str]) -> list[str]:

@@ -177,9 +177,7 @@ class LunaLra(Format):
     )
     table = _TABLE
 
-    def recognize(self, file: Checkpoint) -> str | None:
-        if f"{BODY}.projected_embeddings" not in file.tensors:
-            return None
+    def recognize(self, file: Checkpoint) -> str:
         return CODE_2021 if any(key.startswith("classifier.") for key in file.tensors) else CODE_2023
 
     def keymap(self, spec: ModelSpec) -> KeyMap:

@@ -68,23 +68,17 @@ def _decoder_layerdrop(evidence: Evidence) -> dict[str, Any]:
     return {}
 
 
-def _heads(evidence: Evidence) -> int:
-    return evidence.args.get("encoder_attention_heads") or 8
-
-
-def _heads_of_decoder(evidence: Evidence) -> int:
-    return evidence.args.get("decoder_attention_heads") or _heads(evidence)
-
-
 def _side(side: str) -> Table:
     """Return the rows of the table for the arguments and fields of one side."""
     field = partial(_translation.field_of, side, decoder_fields=DECODER_FIELDS)
     positions, layers = field("position_embedding_type"), f"{side}_layers"
     depth = partial(Evidence.unshared_layers, prefix=f"{side}.layers", name=layers)
+    heads, default_heads = f"{side}_attention_heads", 8
+    own_heads = partial(Evidence.arg, name=heads)
     width = Arg("encoder_embed_dim", "hidden_size", read=_translation.width, kind=size)
     drop = Arg("encoder_layerdrop", "layerdrop", default=0.0, kind=number)
-    pack_heads = _heads if side == "encoder" else _heads_of_decoder
     if side == "decoder":
+        default_heads = partial(Evidence.arg, name="encoder_attention_heads")
         width = Arg("decoder_embed_dim", kind=size)
         drop = replace(drop, name="decoder_layerdrop", read=_decoder_layerdrop)
     return (
@@ -92,8 +86,8 @@ def _side(side: str) -> Table:
         Arg(layers, field("num_hidden_layers"), read=depth, kind=size),
         width,
         Arg(f"{side}_ffn_embed_dim", field("intermediate_size"), read=_luna.feed_forward(side), kind=size),
-        Arg(f"{side}_attention_heads", field("num_attention_heads"), default=_heads, kind=size),
-        Arg(f"{side}_projected_attention_heads", field("num_pack_attention_heads"), default=pack_heads, kind=size),
+        Arg(heads, field("num_attention_heads"), default=default_heads, kind=size),
+        Arg(f"{side}_projected_attention_heads", field("num_pack_attention_heads"), default=own_heads, kind=size),
         Arg(f"{side}_learned_pos", default=False, read=_type(side, positions), kind=flag),
         Arg(f"{side}_normalize_before", field("pre_norm"), read=_there(f"{side}.layer_norm.weight"), kind=flag),
         drop,

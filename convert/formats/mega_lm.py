@@ -99,15 +99,8 @@ def _ties_bands(evidence: Evidence) -> bool:
 
 
 def _shares_words(evidence: Evidence) -> dict[str, bool]:
-    """Return whether an ordinary output layer is tied to the embedding."""
-    tensors, name = evidence.tensors, "share_decoder_input_output_embed"
-    if _is_adaptive(evidence):
-        return {}
-    evidence.shape(_OUT, "vocabulary", "width")
-    same = _EMBEDDING in tensors and same_bits(tensors[_OUT], tensors[_EMBEDDING])
-    if not same:
-        evidence.prefer(name, False)
-    return {"tie_word_embeddings": same and evidence.args.get(name) is not False}
+    name = "share_decoder_input_output_embed"
+    return {} if _is_adaptive(evidence) else evidence.ties(name, True, _OUT, _EMBEDDING)
 
 
 def _shares_projections(evidence: Evidence) -> dict[str, bool]:

@@ -11,15 +11,7 @@ from luna_mega import MegalodonConfig, MegalodonForCausalLM
 from luna_mega.convert.argtypes import flag, integer, number, size
 from luna_mega.convert.dictionaries import PIECES_FILE, Dictionaries, PieceFile
 from luna_mega.convert.evidence import Evidence, ModelSpec
-from luna_mega.convert.formats._megalodon_folder import (
-    CONFIG,
-    EMBEDDING,
-    SHARDS,
-    TOKENIZER,
-    MegalodonFolder,
-    additional_tokens,
-    tokenizer_settings,
-)
+from luna_mega.convert.formats import _megalodon as layout
 from luna_mega.convert.formats.format import Bpe, Companions, Facts, Format, Notes, Revision
 from luna_mega.convert.keymap import WIDE, KeyMap, Row
 from luna_mega.convert.safe_load import Checkpoint
@@ -46,7 +38,7 @@ def _one_of(*choices: Any) -> Any:
 def _vocabulary(evidence: Evidence) -> dict[str, int]:
     """Return the number of tokens; in old configurations it is -1, which means the size of the embedding."""
     given = evidence.arg("vocab_size")
-    return {"vocab_size": evidence.shape(EMBEDDING, "vocabulary", "width")[0] if given == -1 else given}
+    return {"vocab_size": evidence.shape(layout.EMBEDDING, "vocabulary", "width")[0] if given == -1 else given}
 
 
 def _scores(evidence: Evidence) -> dict[str, int | None]:
@@ -108,8 +100,8 @@ _TABLE = (
     Arg("share_emb", "tie_word_embeddings", default=False, kind=flag),
     Arg("layerwise_ckpt", kind=flag),
     # The tokenizer and the number of shards.
-    Arg(TOKENIZER, kind=tokenizer_settings),
-    Arg(SHARDS, kind=size),
+    Arg(layout.TOKENIZER, kind=layout.tokenizer_settings),
+    Arg(layout.SHARDS, kind=size),
     fields(_checked),
 )
 
@@ -123,7 +115,7 @@ class Megalodon(Format):
         config_class=MegalodonConfig,
         model_classes=(MegalodonForCausalLM,),
         stacks=frozenset({("megalodon", "")}),
-        container=MegalodonFolder(),
+        container=layout.MegalodonFolder(),
         unsupported_options={
             "layer-norm": "Megalodon stores norm weights minus 1, as this package does",
             "ema-convention": "Megalodon has one form of its moving average",
@@ -133,7 +125,7 @@ class Megalodon(Format):
     table = _TABLE
 
     def recognize(self, file: Checkpoint) -> str | None:
-        return "release" if SHARDS in file.args else None
+        return "release" if layout.SHARDS in file.args else None
 
     def keymap(self, spec: ModelSpec) -> KeyMap:
         layer, body = "layers.{layer}", MegalodonForCausalLM.base_model_prefix
@@ -141,7 +133,7 @@ class Megalodon(Format):
         own = [f"mega.{name}" for name in parts] + [f"nffn.{name}.{{part}}" for name in ("norm", "fc1", "fc2", "fc3")]
         return KeyMap(
             [
-                Row(EMBEDDING, f"{body}.embed_tokens.weight"),
+                Row(layout.EMBEDDING, f"{body}.embed_tokens.weight"),
                 Row(_FREQUENCIES, f"{body}.rope.freqs", WIDE),
                 Row(f"{layer}.mega.timenorm.{{rest}}", f"{body}.{layer}.mega.timestep_norm.{{rest}}"),
                 Row(f"{layer}.mega.cema.{{rest}}", f"{body}.{layer}.mega.cema.{{rest}}", WIDE),
@@ -152,20 +144,20 @@ class Megalodon(Format):
         )
 
     def companions(self, spec: ModelSpec, evidence: Evidence) -> Companions:
-        settings, config = evidence.arg(TOKENIZER), spec.config
+        settings, config = evidence.arg(layout.TOKENIZER), spec.config
 
         def tokenizer(dictionaries: Dictionaries, bpe: Bpe, notes: list[str]) -> ConvertedTokenizer | None:
             path, named = bpe or dictionaries.pieces, settings["path"]
             if path is None:
                 if named is not None:
                     raise ConversionError(
-                        f"no {PIECES_FILE} in the folder, though {CONFIG} names {shown(named)}; copy it there, or pass "
-                        "it with --bpe"
+                        f"no {PIECES_FILE} in the folder, though {layout.CONFIG} names {shown(named)}; copy it there, "
+                        "or pass it with --bpe"
                     )
-                notes.append(f"no tokenizer: {CONFIG} names none; --bpe FILE specifies a SentencePiece model")
+                notes.append(f"no tokenizer: {layout.CONFIG} names none; --bpe FILE specifies a SentencePiece model")
                 return None
             model = read_pieces(path)
-            extra = additional_tokens(model, settings, config.vocab_size)
+            extra = layout.additional_tokens(model, settings, config.vocab_size)
             for role, index in model.special_ids(extra).items():
                 setattr(config, f"{role}_token_id", index)
             made = sentencepiece_tokenizer(model, config.vocab_size)
@@ -177,5 +169,5 @@ class Megalodon(Format):
         notes = []
         if spec.config.attention_probs_dropout_prob and evidence.args.get("efficient_attn") is not None:
             notes.append("the fused attention of the original drops keys in training; here it drops attention weights")
-        decisions = {"shards": evidence.arg(SHARDS), "output_size": spec.config.scores}
+        decisions = {"shards": evidence.arg(layout.SHARDS), "output_size": spec.config.scores}
         return Notes(decisions, notes, heads=["causal LM"])

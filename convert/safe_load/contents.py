@@ -170,13 +170,13 @@ def plain_args(namespace: argparse.Namespace) -> dict[str, Any]:
     """Return the args as a dict of plain values; raise an error if there are more values than in any model."""
     count = 0
 
-    def check(value: Any, depth: int) -> None:
+    def plain(value: Any, depth: int = 0) -> Any:
         nonlocal count
         if depth > DEEPEST:
             raise ConversionError(f"field 'args' contains itself, or is nested more than {DEEPEST} deep")
         count += 1
-        if isinstance(value, torch.Tensor):
-            count += value.numel() if is_dense(value) else 0
+        if is_dense(value):
+            count += value.numel()
         elif isinstance(value, (str, bytes, bytearray)):
             count += len(value) // _CHARACTERS_OF_A_VALUE
         elif isinstance(value, (set, frozenset)):
@@ -185,11 +185,8 @@ def plain_args(namespace: argparse.Namespace) -> dict[str, Any]:
             raise ConversionError(
                 f"field 'args' contains more than {MOST_VALUES:,} values, but a model has a few hundred"
             )
-
-    def plain(value: Any, depth: int = 0) -> Any:
         if isinstance(value, argparse.Namespace):
             value = vars(value)
-        check(value, depth)
         if isinstance(value, numpy.generic) or is_dense(value):
             return value.tolist()
         if isinstance(value, Mapping):

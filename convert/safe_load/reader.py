@@ -19,15 +19,7 @@ import numpy
 import torch
 from tqdm import tqdm
 
-from luna_mega.convert.safe_load.contents import (
-    InvalidPickle,
-    check_bytes,
-    check_legacy_pickles,
-    check_pickle,
-    check_storages,
-    is_dense,
-    plain_args,
-)
+from luna_mega.convert.safe_load import contents
 from luna_mega.errors import ConversionError, errors_of, shown
 from luna_mega.escaping import is_utf8
 
@@ -104,9 +96,9 @@ def read_checkpoint(path: str | Path, progress: bool = False) -> Checkpoint:
     if not isinstance(named, argparse.Namespace):
         raise ConversionError(f"{path}: field 'args' is a {type(named).__name__}, not an argparse.Namespace")
     with errors_of(path):
-        tensors, args = _tensors(state["model"], "field 'model'"), plain_args(named)
+        tensors, args = _tensors(state["model"], "field 'model'"), contents.plain_args(named)
         if file.unchecked:
-            check_storages(state)
+            contents.check_storages(state)
     missing_args = missing[0] if missing else None
     return replace(file, args=args, tensors=tensors, num_updates=_num_updates(state), missing_args=missing_args)
 
@@ -121,7 +113,7 @@ def read_tensors(path: Path, progress: bool = False) -> Checkpoint:
     with errors_of(path):
         tensors = _tensors(state, "the file")
         if file.unchecked:
-            check_storages({"model": tensors})
+            contents.check_storages({"model": tensors})
     return replace(file, tensors=tensors)
 
 
@@ -219,17 +211,17 @@ def _load(path: Path, serialization: str, pickles: list[int]) -> Any:
             if serialization == "zip":
                 for start in pickles:
                     file.seek(start)
-                    check_pickle(file)
+                    contents.check_pickle(file)
                 file.seek(0)
                 # A mapped file keeps the optimizer state, two thirds of a training checkpoint, out of memory. torch
                 # maps only files with UTF-8 names.
                 mapped = is_utf8(str(path))
                 return torch.load(str(path) if mapped else file, map_location="cpu", weights_only=True, mmap=mapped)
-            check_legacy_pickles(file)
+            contents.check_legacy_pickles(file)
             file.seek(0)
             state = torch.load(file, map_location="cpu", weights_only=True)
             if extra := path.stat().st_size - file.tell():
-                raise InvalidPickle(f"{extra} bytes follow the last storage")
+                raise contents.InvalidPickle(f"{extra} bytes follow the last storage")
             return state
     except OSError:
         raise
@@ -248,7 +240,7 @@ def _reason(error: Exception) -> str:
             f"not loaded, nothing was executed: the file calls {name}, which is not a tensor or a plain value; if "
             "you trust its origin, load it on the machine that wrote it, and save only its tensors and plain values"
         )
-    if isinstance(error, InvalidPickle):
+    if isinstance(error, contents.InvalidPickle):
         detail = message
     elif isinstance(error, pickle.UnpicklingError) or "weights_only" in message:
         detail = "its pickle creates other objects than tensors and plain values; nothing was executed"
@@ -262,7 +254,7 @@ def _tensors(model: Any, place: str) -> dict[str, torch.Tensor]:
     if not isinstance(model, Mapping):
         raise ConversionError(f"{place} is a {type(model).__name__}, not a state dict")
     for key, value in model.items():
-        if not isinstance(key, str) or not is_dense(value):
+        if not isinstance(key, str) or not contents.is_dense(value):
             raise ConversionError(f"{place}: entry {shown(key)} is not a dense tensor")
         if value.dtype not in _DTYPES:
             raise ConversionError(
@@ -275,7 +267,7 @@ def _tensors(model: Any, place: str) -> dict[str, torch.Tensor]:
                 f"{place}: all names start with {prefix!r}, the prefix of {wrapper}; save "
                 f"model.{attribute}.state_dict(), or remove the prefix"
             )
-    check_bytes(model)
+    contents.check_bytes(model)
     # A tensor with the negative bit stores the negated values.
     return {key: value.detach().resolve_neg() for key, value in model.items()}
 
@@ -286,7 +278,7 @@ def _num_updates(state: dict) -> int | None:
     history = state.get("optimizer_history")
     if isinstance(history, list) and history and isinstance(history[-1], dict):
         number = history[-1].get("num_updates")
-        if isinstance(number, numpy.integer) or (is_dense(number) and number.numel() == 1):
+        if isinstance(number, numpy.integer) or (contents.is_dense(number) and number.numel() == 1):
             number = number.item()
         return number if isinstance(number, int) else None
     return None

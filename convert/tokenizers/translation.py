@@ -8,7 +8,7 @@ from transformers import TokenizersBackend
 
 from luna_mega import LunaTokenizer
 from luna_mega.convert.dictionaries import FILLER, Dictionary, read_text, vocabulary
-from luna_mega.convert.tokenizers.words import split_at_white_space, template, word_level, wrap
+from luna_mega.convert.tokenizers.words import SPLIT, template, word_level, wrap
 from luna_mega.errors import ConversionError
 
 _CONTINUES = "@@"
@@ -61,7 +61,7 @@ def _pieces(dictionary: Dictionary, codes: str | Path) -> tuple[Tokenizer, int]:
             # The tokenizers library merges only pieces with an id; LunaTokenizer replaces these by <unk>.
             vocab.setdefault(piece, len(vocab))
     backend = Tokenizer(models.BPE(vocab, merges, unk_token="<unk>", end_of_word_suffix=_WORD_END))
-    backend.pre_tokenizer = split_at_white_space()
+    backend.pre_tokenizer = SPLIT
     backend.decoder = decoders.Sequence(
         [decoders.Replace("<unk>", f"<unk>{_WORD_END}"), decoders.BPEDecoder(_WORD_END)]
     )

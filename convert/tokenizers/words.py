@@ -9,18 +9,13 @@ from luna_mega.convert.dictionaries import Dictionary, vocabulary
 from luna_mega.convert.tokenizers.converted import OPTIONS
 
 # White space of Python's `str.split()`, which fairseq uses, includes the separators 0x1c to 0x1f.
-_WHITE_SPACE = r"[\s\x1c-\x1f]+"
-
-
-def split_at_white_space() -> pre_tokenizers.PreTokenizer:
-    """Return a pre-tokenizer that splits a text like fairseq."""
-    return pre_tokenizers.Split(Regex(_WHITE_SPACE), behavior="removed")
+SPLIT = pre_tokenizers.Split(Regex(r"[\s\x1c-\x1f]+"), behavior="removed")
 
 
 def word_level(dictionary: Dictionary, appended: str | None = None) -> Tokenizer:
     """Return a tokenizer that splits text like fairseq and looks up every symbol."""
     backend = Tokenizer(models.WordLevel(vocabulary(dictionary.symbols, appended), unk_token="<unk>"))
-    backend.pre_tokenizer = split_at_white_space()
+    backend.pre_tokenizer = SPLIT
     return backend
 
 

@@ -9,7 +9,7 @@ import torch
 
 import luna_mega
 from luna_mega.convert import ConversionError, convert_checkpoint, export_checkpoint
-from luna_mega.convert.formats._megalodon_folder import CONFIG, CONSOLIDATED, SHARDS, TOKENIZER
+from luna_mega.convert.formats._megalodon import CONFIG, CONSOLIDATED, SHARDS, TOKENIZER
 from tests.convert import luna, megalodon
 from tests.convert.exports import luna_seq2seq, mega_seq2seq, read
 from tests.convert.mega import mega, mega_image
