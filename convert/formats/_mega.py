@@ -196,10 +196,8 @@ class Stack:
 
 def _truncation(evidence: Evidence) -> dict[str, int | None]:
     name = "truncation_length"
-    if evidence.args.get(name, evidence.defaults.get(name)) is None:
-        return {"truncation": None}  # in the args, None means no truncation
-    length = evidence.arg(name)
-    return {"truncation": length if length > 0 else None}
+    length = evidence.args.get(name, evidence.defaults.get(name))  # in the args, None means no truncation
+    return {"truncation": None if length is None or length < 1 else length}
 
 
 TRUNCATION = Arg("truncation_length", "truncation", read=_truncation, kind=integer)

@@ -110,15 +110,12 @@ def _shares_projections(evidence: Evidence) -> dict[str, bool]:
     """
     if not _ties_bands(evidence):
         return {"tie_adaptive_projections": False}
-    pairs = [
-        [evidence.tensors.get(name) for name in (f"{_ADAPTIVE}.tail.{tail}.0.weight", f"{_BANDS}.{tail + 1}.1.weight")]
-        for tail in range(evidence.layers(f"{_ADAPTIVE}.tail"))
-    ]
-    requested = evidence.arg("tie_adaptive_proj")
-    if any(tensor is None for pair in pairs for tensor in pair):
-        return {"tie_adaptive_projections": requested}  # the key map reports the missing tensor
-    shapes = all(ours.shape == theirs.shape for ours, theirs in pairs)
-    tied = shapes and (requested or all(same_bits(*pair) for pair in pairs))
+    tails = range(evidence.layers(f"{_ADAPTIVE}.tail"))
+    pairs = [(f"{_ADAPTIVE}.tail.{tail}.0.weight", f"{_BANDS}.{tail + 1}.1.weight") for tail in tails]
+    shapes = ([evidence.shape(name, "rows", "columns") for name in pair] for pair in pairs)
+    tied = all(ours == theirs for ours, theirs in shapes)
+    if tied and not evidence.arg("tie_adaptive_proj"):
+        tied = all(same_bits(evidence.tensors[ours], evidence.tensors[theirs]) for ours, theirs in pairs)
     return {"tie_adaptive_projections": evidence.prefer("tie_adaptive_proj", tied)}
 
 

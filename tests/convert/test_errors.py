@@ -30,9 +30,14 @@ MISSING = {
         *(f"{LUNA}.self_attn.pc_proj.weight", f"{LUNA}.fc1.bias", f"{ENCODER}.embed_tokens.weight"),
         *(f"{ENCODER}.proj_emb_layer_norm.weight", "encoder.lm_head.weight", "encoder.lm_head.dense.bias"),
         *("classification_heads.topic.out_proj.bias", "classification_heads.topic.out_proj.weight"),
+        f"{ENCODER}.projected_embeddings",
     ],
-    "luna_lra, 2021": [f"{LRA}.{x}.weight" for x in ("emb_layer_norm", "embed_tokens", "embed_positions")],
-    "luna_lra, 2023": [f"{LRA}.embed_tokens.weight", f"{LRA}.layers.0.self_attn.pk_proj.bias"],
+    "luna_lra, 2021": [
+        *(f"{LRA}.{x}.weight" for x in ("emb_layer_norm", "embed_tokens", "embed_positions")),
+        f"{LRA}.projected_embeddings",
+    ],
+    "luna_lra, 2023": [f"{LRA}.{x}" for x in ("embed_tokens.weight", "layers.0.self_attn.pk_proj.bias")]
+    + [f"{LRA}.projected_embeddings"],
     "mega_lra, prenorm": [
         *(f"{BODY}.embed_tokens.embed.weight", f"{MEGA}.gamma", f"{MEGA}.move.delta", f"{MEGA}.move.omega"),
         *(f"{MEGA}.mx_proj.bias", f"{BODY}.layers.1.nffn.norm.norm.bias", f"{BODY}.final_norm.norm.weight"),
@@ -41,8 +46,13 @@ MISSING = {
     "mega_lm, untied": [
         *("decoder.embed_tokens.weight", "decoder.output_projection.weight", "decoder.final_norm.norm.weight"),
     ],
-    "mega_lm, adaptive": [f"{TAIL}.0.2.weight", f"{LM}.mega_layer.gamma"],
-    "luna_seq2seq": ["decoder.layers.1.encoder_attn.q_proj.weight", "decoder.output_projection.weight"],
+    "mega_lm, adaptive": [
+        *(f"{TAIL}.0.2.weight", f"{TAIL}.1.0.weight", f"{BANDS}.2.1.weight", f"{LM}.mega_layer.gamma"),
+    ],
+    "luna_seq2seq": [
+        *("decoder.layers.1.encoder_attn.q_proj.weight", "decoder.output_projection.weight"),
+        "encoder.projected_embeddings",
+    ],
     "mega_seq2seq": ["decoder.output_projection.weight", "encoder.layers.1.mega_layer.gamma"],
     "mega_image": ["pos_embed", "head.weight"],
 }
