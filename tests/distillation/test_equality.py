@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import luna_mega_cli
-from luna_mega.distillation import exact, folders, from_teacher
+from luna_mega.distillation import convert, exact, from_teacher
 from luna_mega.distillation.convert import convert_teacher
 from luna_mega.errors import ConversionError
 from tests.distillation.models import ENCODERS, HEADS, change, make_model, save_teacher, write, xlm_tokenizer
@@ -71,13 +71,13 @@ def teacher(tmp_path_factory):
 @pytest.mark.parametrize("case", FAULTS)
 def test_faults_in_the_folder(case, teacher, tmp_path, monkeypatch, capsys):
     fault, message = FAULTS[case]
-    compare = folders.compare_folder
+    compare = convert.compare_folder
 
     def damage(teacher, name, student, folder, *options):
         fault(folder)
         return compare(teacher, name, student, folder, *options)
 
-    monkeypatch.setattr(folders, "compare_folder", damage)
+    monkeypatch.setattr(convert, "compare_folder", damage)
     argv = ["distill", teacher, "--output", tmp_path / "out", "--projection-length", 12]
     assert re.search(message, command_error(capsys, *argv))
     assert not list(tmp_path.iterdir())
