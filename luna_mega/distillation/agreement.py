@@ -69,15 +69,8 @@ def compare_lengths(
     answers, or of tokens, without the tokens that both label `O`. Scores without labels have the share of pairs of
     texts in the same order. Beyond the table, the teacher reads windows: vectors and scores are their mean.
 
-    Args:
-        teacher: the teacher.
-        student: the student.
-        tokenizer: tokenizer of both.
-        texts: at least one text, of which 2,000 are read. At each length, up to 64 of those that are longer than the
-            previous length are compared.
-        lengths: lengths of the student.
-        modules: the teacher's modules of sentence-transformers.
-        vectors: compare vectors although the model has a head.
+    Of `texts`, 2,000 are read. At each length, up to 64 of those that are longer than the previous length are compared.
+    `modules` are the teacher's modules of sentence-transformers; `vectors` compares vectors although there is a head.
     """
     head = find_head(student)
     by_vectors = vectors or not head or bool(modules and modules.pooling)

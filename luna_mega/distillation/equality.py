@@ -1,8 +1,7 @@
 """Compare a converted model, in memory or in a folder, with its teacher."""
 
 import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -56,13 +55,8 @@ def compare_folder(
     mistaken for rounding, for a text with all positions of the teacher. Vectors and scores of both folders are computed
     by sentence-transformers; if it is not installed, their difference is None.
 
-    Args:
-        teacher: the teacher; its model is converted to float64.
-        name: folder or name of the teacher.
-        student: the model that was saved.
-        folder: the folder.
-        modules: the modules of the teacher that were copied, if it is a model of sentence-transformers.
-        new_head: whether the folder `name` has another head, or none.
+    `name` is the folder or name of the teacher, whose model is converted to float64; `new_head` specifies whether it
+    has another head than the student, or none. `modules` are those of the teacher that were copied.
 
     Raises:
         ConversionError: Weights, tokenizers or modules differ, or rounding does not explain the difference of outputs.
@@ -78,12 +72,9 @@ def compare_folder(
         raise _error(
             f"the tokenizer pads with {tokenizer.pad_token_id}, but the model with {loaded.config.pad_token_id}"
         )
-    batches = sample_inputs(loaded, tokenizer, longest=length)
-    batches |= {
-        name: batch
-        for name, batch in sample_inputs(loaded, tokenizer, longest=min(length, _PADDED)).items()
-        if not name.startswith("length")
-    }
+    batches = sample_inputs(loaded, tokenizer, longest=min(length, _PADDED))
+    longer = sample_inputs(loaded, tokenizer, longest=length)
+    batches |= {name: batch for name, batch in longer.items() if name.startswith("length")}
     differences: Differences = {"outputs": _compare_outputs(teacher, loaded, batches)}
     # With a row of P for every position, all texts that the teacher reads are exact.
     table = min(teacher.max_length, student.config.max_position_embeddings)
@@ -131,7 +122,7 @@ def _compare_outputs(teacher: Teacher, student: PreTrainedModel, batches: dict[s
             continue
         inputs = {key: tensor.to(student.device) for key, tensor in batch.items()}
         mask = inputs["attention_mask"].bool()
-        with _eager(teacher.model):
+        with _uncompiled(teacher.model):
             found = student(**inputs), teacher.model(**teacher.inputs(inputs))
         count = 2 if head == "ForQuestionAnswering" else 1
         ours, theirs = (x.to_tuple()[:count] + tuple(getattr(x, "hidden_states", None) or ()) for x in found)
@@ -152,14 +143,10 @@ def _difference(ours: torch.Tensor, theirs: torch.Tensor, what: str, dtype: torc
     return difference
 
 
-@contextmanager
-def _eager(model: torch.nn.Module) -> Iterator[None]:
+def _uncompiled(model: torch.nn.Module) -> AbstractContextManager:
     """Disable the compilation of `model.compile()`, so that a comparison does not compile for its shapes."""
-    if all(getattr(module, "_compiled_call_impl", None) is None for module in model.modules()):
-        yield
-        return
-    with torch.compiler.set_stance("force_eager"):
-        yield
+    compiled = any(getattr(module, "_compiled_call_impl", None) for module in model.modules())
+    return torch.compiler.set_stance("force_eager") if compiled else nullcontext()
 
 
 def _texts(tokenizer: PreTrainedTokenizerBase, ids: list[int], longest: int) -> tuple[list[str], list[tuple[str, str]]]:

@@ -198,11 +198,8 @@ def convert_encoder(
 def _luna_config(teacher: Teacher, padding: int | None, lengths: Lengths) -> luna_mega.LunaConfig:
     """Return the configuration of a Luna with the sizes and options of the teacher.
 
-    Args:
-        teacher: the teacher.
-        padding: padding token of the tokenizer. It only marks positions that the mask drops, so that any token of the
-            tokenizer can be the padding token. None = the teacher's padding token.
-        lengths: lengths of the Luna.
+    `padding` is the padding token of the tokenizer; None = the teacher's. It only marks positions that the mask drops,
+    so that any token can be the padding token.
     """
     config = teacher.config
     if padding is None:

@@ -65,13 +65,7 @@ def choose_lengths(
 
     The longest text is by default the one that fits in the teacher's table of positions. The number of rows is by
     default 128, or the longest text if that is shorter, or if the head reads tokens, which then equal the teacher's.
-
-    Args:
-        config: configuration of the teacher.
-        head: head of the teacher, see `find_head`.
-        projection_length: number of rows; None = the default.
-        max_length: longest text in tokens; None = the default.
-        position_extension: positions of texts beyond the teacher's table; None = such texts are an error.
+    `config` and `head` are those of the teacher; see `from_teacher` for the options.
 
     Raises:
         ValueError: An option is out of range, or the longest text exceeds the table and the head or

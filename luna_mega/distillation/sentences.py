@@ -14,8 +14,7 @@ from luna_mega.errors import shown
 from luna_mega.hub.folder import read_json
 from luna_mega.modeling_common.pooling import first_token, masked_mean
 
-_MODES = ("cls", "max", "mean", "mean_sqrt_len_tokens", "weightedmean", "lasttoken")
-_LEGACY = {
+_MODES = {  # field of an earlier version -> value of `pooling_mode`
     "pooling_mode_cls_token": "cls",
     "pooling_mode_max_tokens": "max",
     "pooling_mode_mean_tokens": "mean",
@@ -155,7 +154,7 @@ def _short(kind: str) -> str:
 def _pooling(name: str, path: str) -> tuple[str, ...]:
     """Return the modes of a pooling module."""
     config = _read(name, path) or {}
-    given = config.get("pooling_mode", [mode for field, mode in _LEGACY.items() if config.get(field)])
+    given = config.get("pooling_mode", [mode for field, mode in _MODES.items() if config.get(field)])
     modes = tuple(given) if isinstance(given, list) else (given,)
     width, model = config.get("word_embedding_dimension"), _read(name, "config.json") or {}
     size = model.get("hidden_size", model.get("dim"))
@@ -164,11 +163,11 @@ def _pooling(name: str, path: str) -> tuple[str, ...]:
             f"{name}: {path} is for vectors of {width} numbers, but config.json specifies {size}; pass the "
             "folder's own files"
         )
-    unknown = [str(mode) for mode in modes if mode not in _MODES]
-    unknown += [field for field in config if field.startswith("pooling_mode_") and field not in _LEGACY]
+    unknown = [str(mode) for mode in modes if mode not in _MODES.values()]
+    unknown += [field for field in config if field.startswith("pooling_mode_") and field not in _MODES]
     if unknown or not modes:
         raise ValueError(
-            f"{name}: {path} has the pooling {', '.join(unknown) or 'none'}; supported are {', '.join(_MODES)}"
+            f"{name}: {path} has the pooling {', '.join(unknown) or 'none'}; supported are {', '.join(_MODES.values())}"
         )
     return modes
 

@@ -146,12 +146,8 @@ class LayerSlots(nn.Module, MambaBase):
         config = vllm_config.model_config
         self.shapes = served.state_shapes(config.hf_config)
         self.dtypes = served.state_dtypes(config.dtype)
-        self.served, self.index, self.name, self.kv_cache = (
-            [served],
-            index,
-            name,
-            (),
-        )  # in a list, so that it is not a submodule
+        self.served = [served]  # in a list, so that it is not a submodule
+        self.index, self.name, self.kv_cache = index, name, ()
         vllm_config.compilation_config.static_forward_context[name] = self
 
     def get_state_shape(self):
@@ -244,7 +240,7 @@ class SlotForCausalLM(nn.Module, HasInnerState, IsAttentionFree, SupportsMambaPr
     @classmethod
     def get_mamba_state_copy_func(cls):
         # All states are copied completely.
-        return (get_temporal_copy_spec,) * cls.family.states
+        return (get_temporal_copy_spec,) * len(cls.family.states)
 
 
 class LunaForCausalLM(SlotForCausalLM):

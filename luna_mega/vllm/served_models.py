@@ -23,7 +23,7 @@ class ServedModel(nn.Module):
     """A causal language model without cache. The weights of `model` are loaded by `load`."""
 
     model_class: type[PreTrainedModel]
-    states: int  # number of state tensors per layer
+    states: tuple[torch.dtype | None, ...]  # dtypes of the state tensors of a layer; None = the dtype of the model
 
     def __init__(self, config: PreTrainedConfig, dtype: torch.dtype):
         super().__init__()
@@ -48,7 +48,7 @@ class ServedModel(nn.Module):
     @classmethod
     def state_dtypes(cls, dtype: torch.dtype) -> tuple[torch.dtype, ...]:
         """Return the dtypes of the state tensors for the dtype of the model."""
-        raise NotImplementedError
+        return tuple(kind or dtype for kind in cls.states)
 
     def embed(self, embeddings: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Return the input `[tokens, d]` of the first layer for embeddings `[tokens, E]` and positions `[tokens]`."""
@@ -109,7 +109,7 @@ class ServedModel(nn.Module):
 class ServedMega(ServedModel):
     """Mega with chunked attention: a slot stores the moving average, and keys and values of the current chunk."""
 
-    model_class, states = MegaForCausalLM, 3
+    model_class, states = MegaForCausalLM, (torch.float32, None, None)
 
     @classmethod
     def unsupported(cls, config: PreTrainedConfig) -> str | None:
@@ -125,10 +125,6 @@ class ServedMega(ServedModel):
     def state_shapes(cls, config: PreTrainedConfig) -> Shapes:
         chunk, keys, values = config.attention_chunk, config.shared_representation_size, config.intermediate_size
         return (config.hidden_size, config.ema_projection_size), (chunk, keys), (chunk, values)
-
-    @classmethod
-    def state_dtypes(cls, dtype: torch.dtype) -> tuple[torch.dtype, ...]:
-        return torch.float32, dtype, dtype
 
     def embed(self, embeddings, positions):
         return self.model.mega.start(embeddings[None], DENSE)[0]
@@ -146,17 +142,13 @@ class ServedMega(ServedModel):
 class ServedLuna(ServedModel):
     """Luna: a slot stores two running means. The projected P of a layer only depends on weights."""
 
-    model_class, states = LunaForCausalLM, 2
+    model_class, states = LunaForCausalLM, (torch.float32, torch.float32)
 
     @classmethod
     def state_shapes(cls, config: PreTrainedConfig) -> Shapes:
         heads, rows = config.num_attention_heads, config.projection_length
         size = config.hidden_size // heads
         return (heads, size, rows), (heads, rows, size)
-
-    @classmethod
-    def state_dtypes(cls, dtype: torch.dtype) -> tuple[torch.dtype, ...]:
-        return torch.float32, torch.float32
 
     def embed(self, embeddings, positions):
         return self.model.luna.embeddings(embeddings[None], DENSE, positions[None], with_packed=False)[0][0]
@@ -191,7 +183,7 @@ class ServedLuna(ServedModel):
 class ServedMegalodon(ServedModel):
     """Megalodon: a slot stores the complex moving average, the current chunk and the statistics of timestep norms."""
 
-    model_class, states = MegalodonForCausalLM, 4
+    model_class, states = MegalodonForCausalLM, (torch.float32, None, None, torch.float64)
 
     @classmethod
     def unsupported(cls, config: PreTrainedConfig) -> str | None:
@@ -206,10 +198,6 @@ class ServedMegalodon(ServedModel):
         chunk, keys, values = config.chunk_size, config.shared_representation_size, config.value_size
         average = (config.hidden_size, config.ema_projection_size, 2)
         return average, (chunk, keys), (chunk, values), (2, 2, config.norm_num_groups)
-
-    @classmethod
-    def state_dtypes(cls, dtype: torch.dtype) -> tuple[torch.dtype, ...]:
-        return torch.float32, dtype, dtype, torch.float64
 
     def embed(self, embeddings, positions):
         return embeddings * self.model.megalodon.scale
