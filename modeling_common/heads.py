@@ -1,11 +1,13 @@
 """Generic heads: constructors, logits and losses of the classes with a head, for all families.
 
 A class of a family lists a generic head before the family's `PreTrainedModel`. It implements the body, the layers that
-differ, and `forward` with the arguments of the family, because Trainer reads its signature. `forward` checks the
-labels, calls the body, and passes the outputs to the method of the generic head.
+differ, and `forward` with the arguments of the family, because Trainer reads its signature. `forward` calls the method
+of the generic head, which checks the labels, calls the body, and returns logits and loss. The arguments of this method
+are the labels, `options` (the keyword arguments of `forward`, for the body and the loss) and `inputs` (the other
+arguments of the body).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -14,19 +16,26 @@ from transformers.configuration_utils import PreTrainedConfig
 
 from luna_mega.kernels.support import forbid_capture, upcast
 from luna_mega.modeling_common.base import ModelMixin
-from luna_mega.modeling_common.label_checks import check_ids
-from luna_mega.modeling_common.labels import count_columns, count_kept, keep_positions, next_tokens
+from luna_mega.modeling_common.labels import (
+    check_ids,
+    check_span,
+    check_token_labels,
+    count_columns,
+    count_kept,
+    given_input,
+    keep_positions,
+    next_tokens,
+)
 from luna_mega.modeling_common.masks import drop_if_full, find_mask, read_mask
 from luna_mega.modeling_common.outputs import BodyOutput
 from luna_mega.modeling_common.padding_free import find_starts
 
 
-def find_kept(
-    config: PreTrainedConfig, input_ids: torch.Tensor | None, attention_mask: torch.Tensor | None, length: int
-) -> torch.Tensor | None:
-    """Return the bool mask `[B, T]` of the last T positions, as the body applies it; None = all."""
-    if attention_mask is not None:
-        return read_mask("attention_mask", attention_mask[:, -length:], drop_full=True)
+def find_kept(config: PreTrainedConfig, inputs: Mapping[str, Any], length: int) -> torch.Tensor | None:
+    """Return the bool mask `[B, T]` of the last T positions of `inputs`, as the body applies it; None = all."""
+    if (mask := inputs["attention_mask"]) is not None:
+        return read_mask("attention_mask", mask[:, -length:], drop_full=True)
+    input_ids = inputs.get("input_ids")
     return None if input_ids is None else drop_if_full(find_mask(input_ids, config))
 
 
@@ -94,31 +103,26 @@ class LMHead(Head):
 class GenericForMaskedLM(LMHead):
     """Masked language model."""
 
-    def predict_tokens(
-        self,
-        outputs: BodyOutput,
-        labels: torch.Tensor | None,
-        input_ids: torch.Tensor | None,
-        attention_mask: torch.Tensor | None,
-        **kwargs: Any,
-    ) -> Any:
-        """Return the output for the `outputs` of the body; for the other arguments, see `forward`.
+    def predict_tokens(self, labels: torch.Tensor | None, options: Mapping[str, Any], **inputs: Any) -> Any:
+        """Return the output with logits `[B, T, vocab_size]`, in training with `sparse_prediction` `[M, vocab_size]`.
 
-        The logits are `[B, T, vocab_size]`, in training with `sparse_prediction` `[M, vocab_size]`. In evaluation,
-        Trainer requires predictions and labels of the same positions.
+        In evaluation, Trainer requires predictions and labels of the same positions.
         """
+        if labels is not None:
+            check_token_labels(given_input(inputs), labels=labels)
+        outputs = self.base_model(**inputs, **options, return_dict=True)
         hidden_states, loss = outputs.last_hidden_state, None
         if labels is not None:
-            kept = find_kept(self.config, input_ids, attention_mask, labels.shape[1])
-            labels = count_kept(labels, kept).contiguous()
+            labels = count_kept(labels, find_kept(self.config, inputs, labels.shape[1])).contiguous()
             if self.training and self.config.sparse_prediction:
                 forbid_capture(labels, "sparse_prediction, whose size depends on the labels", "set it to False")
                 predicted = labels != -100
                 hidden_states, labels = hidden_states[predicted], labels[predicted]
         logits = self.score_tokens(hidden_states)
         if labels is not None:
-            options = {"logits": logits, "labels": labels, "vocab_size": self.config.vocab_size, **kwargs}
-            loss = checked_loss(lambda: self.loss_function(**options), labels, self.config.vocab_size)
+            count = self.config.vocab_size
+            values = {"logits": logits, "labels": labels, "vocab_size": count, **options}
+            loss = checked_loss(lambda: self.loss_function(**values), labels, count)
         return self.output_class(loss=loss, logits=logits, **self.carried_over(outputs))
 
 
@@ -130,35 +134,34 @@ class GenericForCausalLM(LMHead):
 
     def predict_next(
         self,
-        outputs: BodyOutput,
         labels: torch.Tensor | None,
-        shift_labels: torch.Tensor | None,
         logits_to_keep: int | torch.Tensor,
-        input_ids: torch.Tensor | None,
-        attention_mask: torch.Tensor | None,
-        position_ids: torch.Tensor | None = None,
-        **kwargs: Any,
+        options: Mapping[str, Any],
+        **inputs: Any,
     ) -> Any:
-        """Return the output for the `outputs` of the body; for the other arguments, see `forward`.
+        """Return the output with logits of the positions `logits_to_keep`.
 
         `shift_labels` is no parameter of `forward`, because Trainer would treat it as a second label.
         """
+        options = {**options}
+        shift_labels = options.pop("shift_labels", None)
+        used = {"labels": labels} if shift_labels is None else {"shift_labels": shift_labels}
+        check_token_labels(given_input(inputs), logits_to_keep, **used)
+        outputs = self.base_model(**inputs, **options, return_dict=True)
         counted = labels is not None or shift_labels is not None
         hidden_states, targets, mask = outputs.last_hidden_state, None, None
         if counted or hidden_states.requires_grad:
-            mask = find_kept(self.config, input_ids, attention_mask, hidden_states.shape[1])
+            mask = find_kept(self.config, inputs, hidden_states.shape[1])
         if mask is not None and hidden_states.requires_grad:
             # Losses outside of the model, such as label smoothing of Trainer, count the token that padding predicts.
             # States of padding have no variance, so that norms could multiply their gradients by 1 / sqrt(eps) each.
             hidden_states = torch.where(mask[..., None], hidden_states, hidden_states.detach())
         hidden_states = keep_positions(hidden_states, logits_to_keep)
         if counted:
-            positions = position_ids if attention_mask is None else None
-            batch, length, _ = outputs.last_hidden_state.shape
-            starts = find_starts((batch, length), positions, kwargs)
+            starts = find_starts(outputs.last_hidden_state.shape[:2], inputs | options)
             mask, starts = (None if x is None else keep_positions(x, logits_to_keep) for x in (mask, starts))
             targets = next_tokens(labels, shift_labels, mask, starts)
-        loss, logits = self.score_next(hidden_states, labels, targets, **kwargs)
+        loss, logits = self.score_next(hidden_states, labels, targets, **options)
         return self.output_class(loss=loss, logits=logits, **self.carried_over(outputs))
 
     def score_next(
@@ -183,22 +186,17 @@ class GenericForTokenClassification(Head):
         self.dropout = nn.Dropout(config.classifier_dropout)
         self.classifier = nn.Linear(config.hidden_size, config.num_labels)
 
-    def label_tokens(
-        self,
-        outputs: BodyOutput,
-        labels: torch.Tensor | None,
-        input_ids: torch.Tensor | None,
-        attention_mask: torch.Tensor | None,
-        **kwargs: Any,
-    ) -> Any:
-        """Return the output for the `outputs` of the body, with logits `[B, T, num_labels]`."""
+    def label_tokens(self, labels: torch.Tensor | None, options: Mapping[str, Any], **inputs: Any) -> Any:
+        """Return the output with logits `[B, T, num_labels]`."""
+        if labels is not None:
+            check_token_labels(given_input(inputs), labels=labels)
+        outputs = self.base_model(**inputs, **options, return_dict=True)
         logits, loss = self.classifier(self.dropout(outputs.last_hidden_state)), None
         if labels is not None:
-            kept = find_kept(self.config, input_ids, attention_mask, labels.shape[1])
-            labels = count_kept(labels, kept).contiguous()
             config: Any = self.config
-            options = {"logits": logits, "labels": labels, "config": config, **kwargs}
-            loss = checked_loss(lambda: self.loss_function(**options), labels, config.num_labels)
+            labels = count_kept(labels, find_kept(config, inputs, labels.shape[1])).contiguous()
+            values = {"logits": logits, "labels": labels, "config": config, **options}
+            loss = checked_loss(lambda: self.loss_function(**values), labels, config.num_labels)
         return self.output_class(loss=loss, logits=logits, **self.carried_over(outputs))
 
 
@@ -212,30 +210,28 @@ class GenericForQuestionAnswering(Head):
 
     def find_span(
         self,
-        outputs: BodyOutput,
         start_positions: torch.Tensor | None,
         end_positions: torch.Tensor | None,
-        input_ids: torch.Tensor | None,
-        attention_mask: torch.Tensor | None,
-        position_ids: torch.Tensor | None = None,
-        **kwargs: Any,
+        options: Mapping[str, Any],
+        **inputs: Any,
     ) -> Any:
-        """Return the output for the `outputs` of the body, with logits of start and end `[B, T]`.
+        """Return the output with logits of start and end `[B, T]`.
 
         The scores of dropped positions are the minimum of the dtype, so that no softmax or maximum depends on them.
         """
+        check_span(start_positions, end_positions, given_input(inputs))
+        outputs = self.base_model(**inputs, **options, return_dict=True)
         scores, loss = self.qa_outputs(outputs.last_hidden_state), None
-        mask = find_kept(self.config, input_ids, attention_mask, scores.shape[1])
+        mask = find_kept(self.config, inputs, scores.shape[1])
         if mask is not None:
             scores = scores.masked_fill(~mask[..., None], torch.finfo(scores.dtype).min)
         logits = scores.unbind(dim=-1)
         if start_positions is not None and end_positions is not None:
-            positions = position_ids if attention_mask is None else None
-            if find_starts(scores.shape[:2], positions, kwargs) is not None:
+            if find_starts(scores.shape[:2], inputs | options) is not None:
                 raise ValueError(
                     f"{type(self).__name__} has no loss for a padding-free batch; pad the batch, or omit "
                     "`start_positions` and `end_positions`"
                 )
             columns = (count_columns(column.view(-1), mask) for column in (start_positions, end_positions))
-            loss = self.loss_function(*(upcast(x) for x in logits), *columns, **kwargs)
+            loss = self.loss_function(*(upcast(x) for x in logits), *columns, **options)
         return self.output_class(loss=loss, start_logits=logits[0], end_logits=logits[1], **self.carried_over(outputs))

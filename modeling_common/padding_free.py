@@ -145,20 +145,19 @@ def check_seq_idx(seq_idx: torch.Tensor, shape: tuple[int, int]) -> None:
         raise ValueError(f"`seq_idx` must be integers of the shape {list(shape)} of the input, got {found}")
 
 
-def find_starts(
-    shape: tuple[int, int], position_ids: torch.Tensor | None, options: Mapping[str, Any]
-) -> torch.Tensor | None:
+def find_starts(shape: tuple[int, int], arguments: Mapping[str, Any]) -> torch.Tensor | None:
     """Return `[B, T]` bool, True = the first token of a sequence of a padding-free batch, or None for another batch.
 
-    `shape` is `(B, T)`, `position_ids` `[B or 1, T]`, and `options` the keyword arguments of a `forward`.
+    `shape` is `(B, T)`, and `arguments` are those of a `forward`.
     """
-    if options.get("cu_seq_lens_q") is not None:
-        return _starts(options["cu_seq_lens_q"], shape)
+    if arguments.get("cu_seq_lens_q") is not None:
+        return _starts(arguments["cu_seq_lens_q"], shape)
     if in_program():
         return None
-    if options.get("seq_idx") is not None:
-        starts = options["seq_idx"].diff(dim=1) != 0
-    elif position_ids is not None:
+    position_ids = arguments.get("position_ids")
+    if arguments.get("seq_idx") is not None:
+        starts = arguments["seq_idx"].diff(dim=1) != 0
+    elif position_ids is not None and arguments.get("attention_mask") is None:
         starts = position_ids.view(-1, position_ids.shape[-1]).diff(dim=1) <= 0
     else:
         return None

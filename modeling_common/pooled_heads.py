@@ -15,7 +15,7 @@ from luna_mega.kernels.support import upcast
 from luna_mega.modeling_common.arguments import HeadKwargs
 from luna_mega.modeling_common.heads import Head, checked_loss
 from luna_mega.modeling_common.inputs import read_sequences
-from luna_mega.modeling_common.label_checks import validate_pairs, validate_pooled
+from luna_mega.modeling_common.labels import validate_pairs, validate_pooled
 from luna_mega.modeling_common.masks import read_mask
 from luna_mega.modeling_common.outputs import BodyOutput
 
@@ -127,15 +127,12 @@ class GenericForMultipleChoice(PooledHead):
     def head_sizes(self, config: Any) -> tuple[int, int]:
         return config.hidden_size, 1
 
-    def choose(self, labels: torch.Tensor | None, kwargs: Any, **inputs: torch.Tensor | None) -> Any:
-        """Return the output for C options `[B, C, ...]` of the inputs of the body, with logits `[B, C]`.
-
-        `kwargs` are further arguments of the body, which are the same for all options.
-        """
+    def choose(self, labels: torch.Tensor | None, options: Any, **inputs: torch.Tensor | None) -> Any:
+        """Return the output with logits `[B, C]` for inputs of the body that contain C choices, `[B, C, ...]`."""
         if labels is not None:
             validate_pooled(None, labels, inputs)
-        shape, options = flatten_options(**inputs)
-        features, outputs = self.pool(**options, **kwargs)
+        shape, flat = flatten_options(**inputs)
+        features, outputs = self.pool(**flat, **options)
         return self.choose_option(self.score_options(features), shape, outputs, labels)
 
     def score_options(self, features: torch.Tensor) -> torch.Tensor:

@@ -12,8 +12,13 @@ from luna_mega.modeling_common.arguments import HeadKwargs
 from luna_mega.modeling_common.base import ModelMixin
 from luna_mega.modeling_common.cache import keeps_cache
 from luna_mega.modeling_common.heads import LMHead, checked_loss, find_kept
-from luna_mega.modeling_common.label_checks import check_ids, check_token_labels, given_input
-from luna_mega.modeling_common.labels import count_kept, keep_positions, shift_right
+from luna_mega.modeling_common.labels import (
+    check_ids,
+    check_token_labels,
+    count_kept,
+    keep_positions,
+    shift_right,
+)
 from luna_mega.modeling_common.masks import drop_if_full, find_mask, read_mask
 from luna_mega.modeling_common.outputs import Seq2SeqLMOutput, Seq2SeqModelOutput
 from luna_mega.modeling_common.tensor_parallel import known_rules
@@ -239,14 +244,14 @@ class Seq2SeqLM(EncoderDecoder, LMHead):
         logits_to_keep: int | torch.Tensor = 0,
         **kwargs: Unpack[HeadKwargs],
     ) -> Seq2SeqLMOutput:
-        """Predict the tokens of the target from the inputs of `Seq2SeqBody.forward`.
+        """Predict the tokens of the target from the inputs of the model without a head.
 
         `labels` `[B, T]` are the tokens of the target including its end, -100 = not counted. If no other target is
         given, the decoder inputs are the shifted labels. `logits` are `[B, T, target vocabulary]`, restricted to the
         last `logits_to_keep` positions or to the positions in `logits_to_keep` if it is a tensor.
 
         Raises:
-            ValueError: As in `Seq2SeqBody.forward`, and if labels do not match the positions of `logits_to_keep`.
+            ValueError: As in the model without a head, and if labels do not match the positions of `logits_to_keep`.
         """
         if labels is not None:
             decoder_input_ids, decoder_attention_mask = self.read_target(
@@ -268,8 +273,8 @@ class Seq2SeqLM(EncoderDecoder, LMHead):
         hidden_states, loss = keep_positions(outputs.last_hidden_state, logits_to_keep), None
         logits = self.lm_head(hidden_states)
         if labels is not None:
-            config, length = self.get_decoder().config, outputs.last_hidden_state.shape[1]
-            mask = find_kept(config, decoder_input_ids, decoder_attention_mask, length)
+            target = {"input_ids": decoder_input_ids, "attention_mask": decoder_attention_mask}
+            mask = find_kept(self.get_decoder().config, target, outputs.last_hidden_state.shape[1])
             counted = count_kept(labels, None if mask is None else keep_positions(mask, logits_to_keep)).contiguous()
             options = {"logits": logits, "labels": counted, "vocab_size": logits.shape[-1], **kwargs}
             loss = checked_loss(lambda: self.loss_function(**options), counted, logits.shape[-1])
@@ -284,12 +289,13 @@ class Seq2SeqLM(EncoderDecoder, LMHead):
         logits_to_keep: int | torch.Tensor,
     ) -> tuple[Any, torch.Tensor | None]:
         """Check the labels, and return tokens and mask of the target; without a target, those of the labels."""
-        if given_input(input_ids, inputs_embeds) is not None:
-            check_token_labels(input_ids, inputs_embeds, logits_to_keep=logits_to_keep, labels=labels)
+        given = input_ids if inputs_embeds is None else inputs_embeds
+        if given is not None:
+            check_token_labels(given, logits_to_keep, labels=labels)
             return input_ids, attention_mask
         if labels.dim() != 2:
             raise ValueError(f"`labels` must have the shape [B, T] of a target, got {list(labels.shape)}")
-        check_token_labels(labels, logits_to_keep=logits_to_keep, labels=labels)
+        check_token_labels(labels, logits_to_keep, labels=labels)
         check_ids("labels", labels, self.get_decoder().config.vocab_size)  # they are the inputs of the decoder
         start, config = self.config.decoder_start_token_id, self.get_decoder().config
         input_ids, kept = shift_right(labels, start, config.pad_token_id)

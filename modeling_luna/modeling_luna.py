@@ -53,7 +53,6 @@ from luna_mega.modeling_common.heads import (
     GenericForTokenClassification,
 )
 from luna_mega.modeling_common.inputs import ValueEmbeddings, embed, prepare, scatter_states
-from luna_mega.modeling_common.label_checks import check_next_labels, check_span, check_token_labels
 from luna_mega.modeling_common.layout import DENSE, Layout
 from luna_mega.modeling_common.masks import padding_token
 from luna_mega.modeling_common.pooled_heads import (
@@ -939,18 +938,15 @@ class LunaForMaskedLM(GenericForMaskedLM, LunaPreTrainedModel):
         `labels`: `[B, T]` tokens, -100 = not predicted. `logits`: `[B, T, vocab_size]`; in training with
         `sparse_prediction` there are logits of the M predicted positions only, `[M, vocab_size]`.
         """
-        if labels is not None:
-            check_token_labels(input_ids, inputs_embeds, labels=labels)
-        outputs = self.base_model(
+        return self.predict_tokens(
+            labels,
+            kwargs,
             input_ids=input_ids,
             attention_mask=attention_mask,
             token_type_ids=token_type_ids,
             position_ids=position_ids,
             inputs_embeds=inputs_embeds,
-            return_dict=True,
-            **kwargs,
         )
-        return self.predict_tokens(outputs, labels, input_ids, attention_mask, **kwargs)
 
 
 class LunaPoolerAttention(nn.Module):
@@ -1124,19 +1120,16 @@ class LunaForTokenClassification(GenericForTokenClassification, LunaPreTrainedMo
 
         `labels`: `[B, T]`, -100 = not counted. `logits`: `[B, T, num_labels]`.
         """
-        if labels is not None:
-            check_token_labels(input_ids, inputs_embeds, input_values, labels=labels)
-        outputs = self.base_model(
+        return self.label_tokens(
+            labels,
+            kwargs,
             input_ids=input_ids,
             attention_mask=attention_mask,
             token_type_ids=token_type_ids,
             position_ids=position_ids,
             inputs_embeds=inputs_embeds,
             input_values=input_values,
-            return_dict=True,
-            **kwargs,
         )
-        return self.label_tokens(outputs, labels, input_ids, attention_mask, **kwargs)
 
 
 class LunaForQuestionAnswering(GenericForQuestionAnswering, LunaPreTrainedModel):
@@ -1164,24 +1157,15 @@ class LunaForQuestionAnswering(GenericForQuestionAnswering, LunaPreTrainedModel)
         `start_positions`, `end_positions`: `[B]`, the columns of the answer. Columns that the mask drops and columns
         after the end are ignored.
         """
-        check_span(start_positions, end_positions, input_ids, inputs_embeds)
-        outputs = self.base_model(
+        return self.find_span(
+            start_positions,
+            end_positions,
+            kwargs,
             input_ids=input_ids,
             attention_mask=attention_mask,
             token_type_ids=token_type_ids,
             position_ids=position_ids,
             inputs_embeds=inputs_embeds,
-            return_dict=True,
-            **kwargs,
-        )
-        return self.find_span(
-            outputs,
-            start_positions,
-            end_positions,
-            input_ids=input_ids,
-            attention_mask=attention_mask,
-            position_ids=position_ids,
-            **kwargs,
         )
 
 
@@ -1272,10 +1256,10 @@ class LunaForCausalLM(GenericForCausalLM, StateGenerationMixin, LunaPreTrainedMo
         Raises:
             ValueError: As in `LunaModel.forward`, and if labels do not match the positions of `logits_to_keep`.
         """
-        options: dict[str, Any] = {**kwargs}
-        shift_labels = options.pop("shift_labels", None)
-        check_next_labels(input_ids, inputs_embeds, labels, shift_labels, logits_to_keep)
-        outputs = self.base_model(
+        return self.predict_next(
+            labels,
+            logits_to_keep,
+            kwargs,
             input_ids=input_ids,
             attention_mask=attention_mask,
             token_type_ids=token_type_ids,
@@ -1285,26 +1269,14 @@ class LunaForCausalLM(GenericForCausalLM, StateGenerationMixin, LunaPreTrainedMo
             packed_mask=packed_mask,
             past_key_values=past_key_values,
             use_cache=use_cache,
-            return_dict=True,
-            **options,
-        )
-        return self.predict_next(
-            outputs,
-            labels,
-            shift_labels,
-            logits_to_keep,
-            input_ids=input_ids,
-            attention_mask=attention_mask,
-            position_ids=position_ids,
-            **options,
         )
 
 
 class LunaSeq2SeqModel(Seq2SeqBody, LunaPreTrainedModel):
     """Luna encoder-decoder without a head. The layers of the decoder continue from the P of the encoder.
 
-    In addition to the arguments of `Seq2SeqBody`, `forward` accepts `decoder_position_ids` `[B, T]`, which start at 0,
-    and `output_packed_attentions`. If `encoder_outputs` is a tuple, it contains
+    Further keyword arguments of `forward` are `decoder_position_ids` `[B, T]`, which start at 0, and
+    `output_packed_attentions`. If `encoder_outputs` is a tuple, it contains
     `(token states, P, P mask, token mask)`; one or both masks can be omitted, first the P mask.
     """
 

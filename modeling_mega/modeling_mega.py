@@ -44,12 +44,7 @@ from luna_mega.modeling_common.heads import (
     checked_loss,
 )
 from luna_mega.modeling_common.inputs import ValueEmbeddings, embed, prepare, scatter_states
-from luna_mega.modeling_common.label_checks import (
-    check_next_labels,
-    check_pooled_labels,
-    check_span,
-    check_token_labels,
-)
+from luna_mega.modeling_common.labels import check_pooled_labels
 from luna_mega.modeling_common.layout import DENSE, Layout
 from luna_mega.modeling_common.masks import padding_token, read_mask
 from luna_mega.modeling_common.outputs import (
@@ -621,17 +616,14 @@ class MegaForMaskedLM(GenericForMaskedLM, MegaPreTrainedModel):
         `labels`: `[B, T]` tokens, -100 = not predicted. `logits`: `[B, T, vocab_size]`; in training with
         `sparse_prediction` there are logits of the M predicted positions only, `[M, vocab_size]`.
         """
-        if labels is not None:
-            check_token_labels(input_ids, inputs_embeds, labels=labels)
-        outputs = self.base_model(
+        return self.predict_tokens(
+            labels,
+            kwargs,
             input_ids=input_ids,
             attention_mask=attention_mask,
             token_type_ids=token_type_ids,
             inputs_embeds=inputs_embeds,
-            return_dict=True,
-            **kwargs,
         )
-        return self.predict_tokens(outputs, labels, input_ids, attention_mask, **kwargs)
 
 
 class MegaClassificationHead(ClassificationHead):
@@ -796,18 +788,15 @@ class MegaForTokenClassification(GenericForTokenClassification, MegaPreTrainedMo
 
         `labels`: `[B, T]`, -100 = ignored. `logits`: `[B, T, num_labels]`.
         """
-        if labels is not None:
-            check_token_labels(input_ids, inputs_embeds, input_values, labels=labels)
-        outputs = self.base_model(
+        return self.label_tokens(
+            labels,
+            kwargs,
             input_ids=input_ids,
             attention_mask=attention_mask,
             token_type_ids=token_type_ids,
             inputs_embeds=inputs_embeds,
             input_values=input_values,
-            return_dict=True,
-            **kwargs,
         )
-        return self.label_tokens(outputs, labels, input_ids, attention_mask, **kwargs)
 
 
 class MegaForQuestionAnswering(GenericForQuestionAnswering, MegaPreTrainedModel):
@@ -832,16 +821,15 @@ class MegaForQuestionAnswering(GenericForQuestionAnswering, MegaPreTrainedModel)
         `start_logits`, `end_logits`: `[B, T]`, the lowest number of the dtype at masked positions. `start_positions`,
         `end_positions`: `[B]`, the columns of the answer. The loss ignores masked columns and columns after the end.
         """
-        check_span(start_positions, end_positions, input_ids, inputs_embeds)
-        outputs = self.base_model(
+        return self.find_span(
+            start_positions,
+            end_positions,
+            kwargs,
             input_ids=input_ids,
             attention_mask=attention_mask,
             token_type_ids=token_type_ids,
             inputs_embeds=inputs_embeds,
-            return_dict=True,
-            **kwargs,
         )
-        return self.find_span(outputs, start_positions, end_positions, input_ids, attention_mask, **kwargs)
 
 
 _WORDS = "embedding_layer.word_embeddings.weight"
@@ -914,10 +902,10 @@ class MegaForCausalLM(GenericForCausalLM, StateGenerationMixin, MegaPreTrainedMo
         Raises:
             ValueError: As in `MegaModel.forward`, and if labels do not match the positions of `logits_to_keep`.
         """
-        options: dict[str, Any] = {**kwargs}
-        shift_labels = options.pop("shift_labels", None)
-        check_next_labels(input_ids, inputs_embeds, labels, shift_labels, logits_to_keep)
-        outputs = self.base_model(
+        return self.predict_next(
+            labels,
+            logits_to_keep,
+            kwargs,
             input_ids=input_ids,
             attention_mask=attention_mask,
             token_type_ids=token_type_ids,
@@ -926,17 +914,6 @@ class MegaForCausalLM(GenericForCausalLM, StateGenerationMixin, MegaPreTrainedMo
             use_cache=use_cache,
             encoder_hidden_states=encoder_hidden_states,
             encoder_attention_mask=encoder_attention_mask,
-            return_dict=True,
-            **options,
-        )
-        return self.predict_next(
-            outputs,
-            labels,
-            shift_labels,
-            logits_to_keep,
-            input_ids=input_ids,
-            attention_mask=attention_mask,
-            **options,
         )
 
     def score_tokens(self, hidden_states: torch.Tensor) -> torch.Tensor:

@@ -37,7 +37,6 @@ from luna_mega.modeling_common.cache import StateCache
 from luna_mega.modeling_common.generation import StateGenerationMixin
 from luna_mega.modeling_common.heads import GenericForCausalLM
 from luna_mega.modeling_common.inputs import Inputs, embed, prepare, scatter_states
-from luna_mega.modeling_common.label_checks import check_next_labels
 from luna_mega.modeling_common.layout import Layout
 from luna_mega.modeling_common.outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from luna_mega.modeling_common.pooled_heads import GenericForSequenceClassification
@@ -494,27 +493,16 @@ class MegalodonForCausalLM(GenericForCausalLM, StateGenerationMixin, MegalodonPr
         Raises:
             ValueError: As in `MegalodonModel.forward`, and if labels do not match the positions of `logits_to_keep`.
         """
-        options: dict[str, Any] = {**kwargs}
-        shift_labels = options.pop("shift_labels", None)
-        check_next_labels(input_ids, inputs_embeds, labels, shift_labels, logits_to_keep)
-        outputs = self.base_model(
+        return self.predict_next(
+            labels,
+            logits_to_keep,
+            kwargs,
             input_ids=input_ids,
             attention_mask=attention_mask,
             token_type_ids=token_type_ids,
             inputs_embeds=inputs_embeds,
             past_key_values=past_key_values,
             use_cache=use_cache,
-            return_dict=True,
-            **options,
-        )
-        return self.predict_next(
-            outputs,
-            labels,
-            shift_labels,
-            logits_to_keep,
-            input_ids=input_ids,
-            attention_mask=attention_mask,
-            **options,
         )
 
 
