@@ -6,13 +6,11 @@ from typing import Any, TypedDict
 import torch
 
 from luna_mega.kernels.support import is_exporting
-from luna_mega.modeling_common.body import Body
+from luna_mega.modeling_common.base import INPUT_NAMES, BodyMixin
 from luna_mega.modeling_common.cache import StateCache
 from luna_mega.modeling_common.masks import can_look, can_read
 from luna_mega.modeling_common.padding_free import VARLEN_OPTIONS, PaddingFreeLayout
 
-# Argument with the input of a model, by `config.input_type`.
-INPUT_NAMES = {"tokens": "input_ids", "values": "input_values", "patches": "pixel_values"}
 # Keyword arguments that every model accepts.
 COMMON_OPTIONS = VARLEN_OPTIONS | {"num_items_in_batch", "output_hidden_states", "output_attentions"}
 
@@ -41,7 +39,7 @@ class HeadKwargs(ModelKwargs, total=False):
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
-def check_options(model: Body, options: Mapping[str, Any], attention_mask: torch.Tensor | None) -> None:
+def check_options(model: BodyMixin, options: Mapping[str, Any], attention_mask: torch.Tensor | None) -> None:
     """Raise `ValueError` for unknown keyword arguments, and for those that other arguments exclude."""
     if unknown := {*options} - COMMON_OPTIONS - model.own_options:
         family = model.config.model_type.capitalize()
@@ -57,7 +55,7 @@ def check_cached_weights(requested: bool) -> None:
 
 
 def check_input(
-    model: Body,
+    model: BodyMixin,
     mask: torch.Tensor | None,
     inputs: Mapping[str, torch.Tensor | None],
     grid: tuple[int, int] | None = None,
@@ -95,7 +93,7 @@ def check_tokens(given: torch.Tensor, vocab_size: int) -> None:
 
 
 def check_token_types(
-    model: Body, token_type_ids: torch.Tensor, shape: tuple[int, int], mask: torch.Tensor | None
+    model: BodyMixin, token_type_ids: torch.Tensor, shape: tuple[int, int], mask: torch.Tensor | None
 ) -> None:
     """Raise `ValueError` for another shape, or a value that is not a type of the model at a position of the bool mask.
 
@@ -121,7 +119,7 @@ def check_token_types(
 
 
 def check_position_ids(
-    model: Body,
+    model: BodyMixin,
     position_ids: torch.Tensor,
     shape: tuple[int, int],
     attention_mask: torch.Tensor | None,
@@ -157,7 +155,7 @@ def _follow_mask(position_ids: torch.Tensor, mask: torch.Tensor, cache: StateCac
 
 
 def check_padding_free(
-    model: Body, layout: PaddingFreeLayout, requests_cache: bool, output_weights: bool, output_states: bool
+    model: BodyMixin, layout: PaddingFreeLayout, requests_cache: bool, output_weights: bool, output_states: bool
 ) -> None:
     """Raise `ValueError` for arguments that padding-free batches do not support."""
     if requests_cache:
@@ -182,7 +180,7 @@ def check_padding_free(
 
 
 def check_source(
-    model: Body, states: torch.Tensor | None, mask: torch.Tensor | None, rows: int, cross_cache: StateCache | None
+    model: BodyMixin, states: torch.Tensor | None, mask: torch.Tensor | None, rows: int, cross_cache: StateCache | None
 ) -> None:
     """Raise `ValueError` for an encoder's output and mask that do not fit; a filled cache contains it already."""
     config = model.config

@@ -9,9 +9,10 @@ from transformers.configuration_utils import PreTrainedConfig
 from transformers.modeling_utils import PreTrainedModel
 
 from luna_mega.compat import accept_cache_names, has_cache
-from luna_mega.modeling_common.arguments import INPUT_NAMES
 from luna_mega.modeling_common.tensor_parallel import RankBoundary, check_plan, known_rules, wildcard
 
+# Argument with the input of a model, by `config.input_type`.
+INPUT_NAMES = {"tokens": "input_ids", "values": "input_values", "patches": "pixel_values"}
 # Fields of the configuration that only apply to one kind of input.
 INPUT_OF_FIELD = {"vocab_size": "tokens", "image_size": "patches", "patch_size": "patches"}
 EMBEDDINGS = {"tokens": "word_embeddings", "values": "value_embeddings", "patches": "patch_embeddings"}
@@ -31,6 +32,8 @@ class CommonPreTrainedModel(PreTrainedModel):
     ranks = 1  # ranks that share the heads or columns of a layer (tensor parallelism)
     body_class: Any  # the model without a head: `LunaModel`, `MegaModel` or `MegalodonModel`
     body_options: dict[str, Any] = {}  # constructor arguments of the body in models with a head
+    cache_class: Any  # the cache of a decoder
+    seq2seq_cache_class: Any  # the cache of a decoder with cross-attention
     supports_gradient_checkpointing = True
     # "sdpa" (default) is `luna_mega.kernels`; "eager" computes attention step by step and returns its weights.
     _supports_sdpa = True
@@ -156,7 +159,17 @@ else:
 class BodyMixin(ModelMixin):
     """Base of `LunaModel`, `MegaModel` and `MegalodonModel`: one side without a head, which contains the embeddings.
 
-    It implements `Body`, which describes the attributes.
+    The attributes specify which inputs the model supports:
+
+    * `own_options`: keyword arguments of this model in addition to the common ones.
+    * `weight_options`: keyword arguments that request attention weights.
+    * `uses_positions`: whether the model uses `position_ids`; else they only mark boundaries of sequences.
+    * `returns_cached_weights`: whether attention to a filled cache returns its weights.
+    * `packs`: whether the model has a packed sequence P.
+    * `has_read_types`: whether the values of a batch of token types have been checked.
+    * `closes_gaps`: whether layers require the kept positions of a row to follow each other, as moving averages do.
+    * `token_types`: the number of token types; 0 = the model has no type embeddings.
+    * `input_width`: the width of `inputs_embeds`.
     """
 
     own_options: frozenset[str] = frozenset({"position_ids", "token_type_ids"})

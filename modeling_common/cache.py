@@ -9,7 +9,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin, EncoderDecoderCache
 from transformers.configuration_utils import PreTrainedConfig
 
 from luna_mega.kernels.support import forbid_capture, is_exporting
-from luna_mega.modeling_common.body import CacheOwner
+from luna_mega.modeling_common.base import CommonPreTrainedModel
 
 ANOTHER_SOURCE = "has another source, of another batch or model"
 _PREFIX_TUNING = "prefix tuning, which passes keys and values, is not supported: use prompt tuning or LoRA"
@@ -293,18 +293,18 @@ def layer_caches(
     return list(zip(*parts, strict=True))
 
 
-def new_cache(model: CacheOwner) -> Cache:
+def new_cache(model: CommonPreTrainedModel) -> Cache:
     """Return an empty cache for the decoder of `model`, of its `cache_class` or `seq2seq_cache_class`."""
     config = model.config.decoder_config if model.config.is_encoder_decoder else model.config
     return _cache_class(model)(config)
 
 
-def _cache_class(model: CacheOwner) -> Callable[[PreTrainedConfig], Cache]:
+def _cache_class(model: CommonPreTrainedModel) -> Callable[[PreTrainedConfig], Cache]:
     crosses = model.config.is_encoder_decoder or model.config.add_cross_attention
     return model.seq2seq_cache_class if crosses else model.cache_class
 
 
-def check_class(model: CacheOwner, cache: Cache | None) -> None:
+def check_class(model: CommonPreTrainedModel, cache: Cache | None) -> None:
     """Raise `ValueError` if the class of the cache does not match the decoder of `model`."""
     kind: Any = _cache_class(model)
     if cache is not None and not isinstance(cache, kind):
@@ -314,7 +314,7 @@ def check_class(model: CacheOwner, cache: Cache | None) -> None:
         )
 
 
-def keeps_cache(model: CacheOwner) -> bool:
+def keeps_cache(model: CommonPreTrainedModel) -> bool:
     """Return whether a decoder creates a cache by default: `config.use_cache`, except in training and export.
 
     In export, the lengths of a cache that is no input would be constants of the example inputs.
@@ -322,7 +322,7 @@ def keeps_cache(model: CacheOwner) -> bool:
     return model.config.use_cache and not model.training and not is_exporting()
 
 
-def begin_cache(model: CacheOwner, cache: Cache | None, use_cache: bool | None) -> Cache | None:
+def begin_cache(model: CommonPreTrainedModel, cache: Cache | None, use_cache: bool | None) -> Cache | None:
     """Return the cache that a forward pass of an encoder or a decoder reads and updates, or None.
 
     Args:

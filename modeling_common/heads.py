@@ -158,7 +158,7 @@ class GenericForCausalLM(LMHead):
             hidden_states = torch.where(mask[..., None], hidden_states, hidden_states.detach())
         hidden_states = keep_positions(hidden_states, logits_to_keep)
         if counted:
-            starts = find_starts(outputs.last_hidden_state.shape[:2], inputs | options)
+            starts = find_starts(outputs.last_hidden_state.shape[:2], {**inputs, **options})
             mask, starts = (None if x is None else keep_positions(x, logits_to_keep) for x in (mask, starts))
             targets = next_tokens(labels, shift_labels, mask, starts)
         loss, logits = self.score_next(hidden_states, labels, targets, **options)
@@ -227,7 +227,7 @@ class GenericForQuestionAnswering(Head):
             scores = scores.masked_fill(~mask[..., None], torch.finfo(scores.dtype).min)
         logits = scores.unbind(dim=-1)
         if start_positions is not None and end_positions is not None:
-            if find_starts(scores.shape[:2], inputs | options) is not None:
+            if find_starts(scores.shape[:2], {**inputs, **options}) is not None:
                 raise ValueError(
                     f"{type(self).__name__} has no loss for a padding-free batch; pad the batch, or omit "
                     "`start_positions` and `end_positions`"

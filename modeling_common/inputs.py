@@ -18,7 +18,7 @@ from luna_mega.modeling_common.arguments import (
     check_token_types,
     check_tokens,
 )
-from luna_mega.modeling_common.body import Body
+from luna_mega.modeling_common.base import BodyMixin
 from luna_mega.modeling_common.cache import StateCache, begin_cache, split_cache
 from luna_mega.modeling_common.layout import DENSE, DenseLayout, Layout, close_gaps
 from luna_mega.modeling_common.masks import can_look, clean, drop_if_full, find_mask, read_mask
@@ -72,7 +72,7 @@ class Inputs(NamedTuple):
 
 
 def prepare(
-    model: Body,
+    model: BodyMixin,
     *,
     options: Mapping[str, Any],
     input_ids: torch.Tensor | None = None,
@@ -149,7 +149,7 @@ def prepare(
     )  # fmt: skip
 
 
-def returns_weights(model: Body, options: Mapping[str, Any], seen: int) -> bool:
+def returns_weights(model: BodyMixin, options: Mapping[str, Any], seen: int) -> bool:
     """Return whether attention is computed in steps that return its weights, after `seen` positions in the cache."""
     requested = any(options.get(name, getattr(model.config, name, False)) for name in model.weight_options)
     if seen and not model.returns_cached_weights:
@@ -167,7 +167,7 @@ def mask_of_new(mask: torch.Tensor, given: torch.Tensor | None, seen: int) -> to
 
 
 def read_source(
-    model: Body, states: torch.Tensor | None, attention_mask: torch.Tensor | None, cache: StateCache | None
+    model: BodyMixin, states: torch.Tensor | None, attention_mask: torch.Tensor | None, cache: StateCache | None
 ) -> tuple[torch.Tensor | None, DenseLayout]:
     """Return the output of an encoder, None if the cache contains it, and its layout."""
     mask = read_mask("encoder_attention_mask", attention_mask, drop_full=True)
@@ -177,16 +177,17 @@ def read_source(
     return layout.gather(clean(states, mask)), layout
 
 
-def read_token_types(model: Body, token_type_ids: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor | None:
+def read_token_types(model: BodyMixin, token_type_ids: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor | None:
     """Return `token_type_ids` `[B, T]` with 0 at positions that the bool mask drops; None = no type embeddings."""
     if not model.token_types:
         return None
     return token_type_ids if mask is None else token_type_ids.masked_fill(~mask, 0)
 
 
-def embed(model: Body, inputs: Inputs) -> torch.Tensor:
+def embed(model: BodyMixin, inputs: Inputs) -> torch.Tensor:
     """Return embeddings `[B, T, d]` of tokens, values or images in the layout of `inputs`."""
-    given, module = inputs.given, model.get_input_embeddings()
+    given = inputs.given
+    module: Any = model.get_input_embeddings()
     if inputs.mask is not None and given.is_floating_point():
         given = module.clean(given, inputs.mask) if given.dim() == 4 else clean(given, inputs.mask)
     if given.dim() == 3:
@@ -213,7 +214,7 @@ def scatter_states(inputs: Inputs, hidden_states: torch.Tensor) -> torch.Tensor:
 
 
 def read_sequences(
-    model: Body,
+    model: BodyMixin,
     name: str,
     attention_mask: torch.Tensor | None,
     inputs: dict[str, torch.Tensor | None],

@@ -9,7 +9,7 @@ from torch import nn
 from transformers.configuration_utils import PreTrainedConfig
 
 from luna_mega.kernels.support import forbid_capture, in_program
-from luna_mega.modeling_common.body import Body
+from luna_mega.modeling_common.base import BodyMixin
 from luna_mega.modeling_common.inputs import Inputs
 from luna_mega.modeling_common.layout import Layout
 from luna_mega.modeling_common.masks import can_look, is_sound, read_mask
@@ -160,7 +160,7 @@ def select_layers(packed: list[torch.Tensor], options: Mapping[str, Any]) -> tup
 
 
 def rows_in_use(
-    model: Body,
+    model: BodyMixin,
     inputs: Inputs,
     packed_states: torch.Tensor | None,
     packed_mask: torch.Tensor | None,
