@@ -23,7 +23,6 @@ from luna_mega.modeling_common.cache import StateCache, begin_cache, split_cache
 from luna_mega.modeling_common.layout import DENSE, DenseLayout, Layout, close_gaps
 from luna_mega.modeling_common.masks import can_look, clean, drop_if_full, find_mask, read_mask
 from luna_mega.modeling_common.padding_free import VARLEN_OPTIONS, find_padding_free, unpad
-from luna_mega.modeling_common.pooling import without_first
 
 
 class ValueEmbeddings(nn.Module):
@@ -211,37 +210,3 @@ def scatter_states(inputs: Inputs, hidden_states: torch.Tensor) -> torch.Tensor:
     if can_look(counts) and counts.all():
         return states
     return states.masked_fill((counts == 0)[..., None], 0.0)
-
-
-def read_sequences(
-    model: BodyMixin,
-    name: str,
-    attention_mask: torch.Tensor | None,
-    inputs: dict[str, torch.Tensor | None],
-    options: Mapping[str, Any],
-    drop_first_token: bool,
-) -> tuple[torch.Tensor | None, dict[str, torch.Tensor | None]]:
-    """Return the bool mask and the inputs of a head with one result per row; `name` is the class of the head.
-
-    With `drop_first_token` the first token of each row is removed. The results are arguments of `model`, the model
-    without a head.
-
-    Raises:
-        ValueError: As `prepare`; and if the batch is padding-free.
-    """
-    check_input(model, attention_mask, inputs)
-    mask = read_mask("attention_mask", attention_mask)
-    given: Any = next(x for x in inputs.values() if x is not None)
-    shape = (given.shape[0], given.shape[1])
-    positions = options.get("position_ids") if mask is None else None
-    if find_padding_free(shape, None, positions, options) is not None:
-        raise ValueError(f"{name} does not support padding-free batches; pad the batch")
-    if mask is None and inputs["input_ids"] is not None:
-        mask = find_mask(inputs["input_ids"], model.config)
-    if drop_first_token:
-        if (types := options.get("token_type_ids")) is not None:
-            check_token_types(model, types, shape, mask)
-            inputs = inputs | {"token_type_ids": read_token_types(model, types, mask)}
-        inputs = {key: without_first(value, mask) for key, value in inputs.items()}
-        mask = without_first(mask, mask)
-    return mask, inputs

@@ -12,12 +12,14 @@ from transformers.modeling_outputs import SequenceClassifierOutput
 from transformers.utils.generic import can_return_tuple
 
 from luna_mega.kernels.support import upcast
-from luna_mega.modeling_common.arguments import HeadKwargs
+from luna_mega.modeling_common.arguments import HeadKwargs, check_input, check_token_types
 from luna_mega.modeling_common.heads import Head, checked_loss
-from luna_mega.modeling_common.inputs import read_sequences
-from luna_mega.modeling_common.labels import validate_pairs, validate_pooled
-from luna_mega.modeling_common.masks import read_mask
+from luna_mega.modeling_common.inputs import read_token_types
+from luna_mega.modeling_common.labels import given_input, validate_pairs, validate_pooled
+from luna_mega.modeling_common.masks import find_mask, read_mask
 from luna_mega.modeling_common.outputs import BodyOutput
+from luna_mega.modeling_common.padding_free import find_padding_free
+from luna_mega.modeling_common.pooling import without_first
 
 
 class ClassificationHead(nn.Module):
@@ -81,11 +83,24 @@ class PooledHead(Head):
         Raises:
             ValueError: The batch is padding-free, but a row has one label.
         """
-        given = {"input_ids": input_ids, "inputs_embeds": inputs_embeds, "input_values": input_values}
+        inputs = {"input_ids": input_ids, "inputs_embeds": inputs_embeds, "input_values": input_values}
         body: Any = self.base_model
-        mask, given = read_sequences(body, type(self).__name__, attention_mask, given, others, drop_first_token)
-        given = {key: value for key, value in given.items() if value is not None}
-        outputs = body(attention_mask=mask, **others | given, return_dict=True)
+        check_input(body, attention_mask, inputs)
+        mask = read_mask("attention_mask", attention_mask)
+        given: Any = given_input(inputs)
+        positions = others.get("position_ids") if mask is None else None
+        if find_padding_free(given.shape[:2], None, positions, others) is not None:
+            raise ValueError(f"{type(self).__name__} does not support padding-free batches; pad the batch")
+        if mask is None and input_ids is not None:
+            mask = find_mask(input_ids, self.config)
+        if drop_first_token:
+            if (types := others.get("token_type_ids")) is not None:
+                check_token_types(body, types, given.shape[:2], mask)
+                others["token_type_ids"] = without_first(read_token_types(body, types, mask), mask)
+            inputs = {key: without_first(value, mask) for key, value in inputs.items()}
+            mask = without_first(mask, mask)
+        inputs = {key: value for key, value in inputs.items() if value is not None}
+        outputs = body(attention_mask=mask, **others | inputs, return_dict=True)
         return self.summarize(outputs, mask), outputs
 
     def make_output(self, logits: torch.Tensor, outputs: BodyOutput, labels: torch.Tensor | None) -> Any:

@@ -3,12 +3,13 @@
 Attention to a context of length n has two steps: a short *packed* sequence P of l rows attends to the context (pack),
 and every token attends to the resulting l rows (unpack). Time and memory are linear in n. Each layer returns P in
 addition to the tokens. A decoder attends to the tokens so far through sums over them (section 3.3). From top to bottom:
-outputs, embeddings, attention, causal attention, layers, stack of layers, model, heads, language models, translation.
+outputs, embeddings, attention, causal attention, layers, stack of layers, inputs, model, heads, language models,
+translation.
 """
 
 import math
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Unpack, cast
 
@@ -52,9 +53,10 @@ from luna_mega.modeling_common.heads import (
     GenericForQuestionAnswering,
     GenericForTokenClassification,
 )
-from luna_mega.modeling_common.inputs import ValueEmbeddings, embed, prepare, scatter_states
+from luna_mega.modeling_common.inputs import Inputs, ValueEmbeddings, embed, prepare, scatter_states
 from luna_mega.modeling_common.layout import DENSE, Layout
-from luna_mega.modeling_common.masks import padding_token
+from luna_mega.modeling_common.masks import can_look, is_sound, padding_token, read_mask
+from luna_mega.modeling_common.outputs import selected_hidden_states
 from luna_mega.modeling_common.pooled_heads import (
     GenericForMultipleChoice,
     GenericForSequenceClassification,
@@ -68,16 +70,9 @@ from luna_mega.modeling_common.tensor_parallel import RankBoundary
 from luna_mega.modeling_luna.cache_luna import LunaCache, LunaCacheLayer, LunaSeq2SeqCache
 from luna_mega.modeling_luna.configuration_luna import LunaConfig, LunaSeq2SeqConfig
 from luna_mega.modeling_luna.initialization_luna import blind_queries, start_attention, start_embeddings
-from luna_mega.modeling_luna.inputs_luna import (
-    Packed,
-    PackedStates,
-    interpolate,
-    number_positions,
-    read_packed,
-    rows_in_use,
-    select_layers,
-    sinusoids,
-)
+
+PackedStates = list[torch.Tensor | None]  # of each layer
+Packed = tuple[PackedStates, torch.Tensor | None]
 
 
 @with_cache_alias
@@ -105,6 +100,21 @@ class LunaModelOutput(BaseModelOutputWithPastAndCrossAttentions):
     attention_mask: torch.Tensor | None = None
     packed_hidden_states: tuple[torch.Tensor | None, ...] | None = None
     packed_attentions: tuple[torch.FloatTensor, ...] | None = None
+
+
+def sinusoids(positions: torch.Tensor, width: int) -> torch.Tensor:
+    """Return the sinusoids of positions `[...]`, `[..., width]` in float32: sines, then cosines, as in fairseq."""
+    half = width // 2
+    index = torch.arange(half, device=positions.device, dtype=torch.float32)
+    angle = positions[..., None].float() * torch.exp(index * (-math.log(10000.0) / (half - 1)))
+    return nn.functional.pad(torch.cat([angle.sin(), angle.cos()], dim=-1), (0, width % 2))
+
+
+def interpolate(table: nn.Embedding, places: torch.Tensor, offset: int) -> torch.Tensor:
+    """Return position embeddings at real numbers `[B or 1, T]`, `[B or 1, T, d]`; exact at integers."""
+    low = places.long().clamp(max=table.num_embeddings - offset - 2)
+    weight = (places - low)[..., None].to(table.weight.dtype)
+    return torch.lerp(table(low + offset), table(low + offset + 1), weight)
 
 
 class LunaEmbeddings(nn.Module):
@@ -721,6 +731,157 @@ class LunaPreTrainedModel(CommonPreTrainedModel):
                 start_attention(module, self.config, causal=isinstance(module, LunaCausalAttention))
             elif isinstance(module, LunaModel):
                 blind_queries(module, self.config)
+
+
+def number_positions(config: LunaConfig, inputs: Inputs) -> torch.Tensor:
+    """Return the position of every token in the layout, `[B or 1, T]`: the number of kept tokens before it."""
+    layout, given, longest = inputs.layout, inputs.given, config.longest_input
+    learned, extension = config.position_embedding_type == "learned", config.position_extension
+    length = layout.sizes(given)[1] + inputs.seen if learned else 0
+    if inputs.position_ids is not None:
+        positions = layout.gather(inputs.position_ids.expand(given.shape[:2]))
+        # Positions of padding have no effect and may be invalid.
+        positions = positions if layout.mask is None else positions.masked_fill(~layout.mask, 0)
+    else:
+        positions = layout.positions(given)
+        if inputs.cache is not None and inputs.seen:
+            positions = positions + inputs.cache.layers[0].tensors["count"][:, None]
+    # Padding has no positions. Programs contain no branch on values.
+    if longest is not None and length > longest and (inputs.past_key_values is not None or not in_program()):
+        forbid_capture(positions, f"{length} positions of a model that has learned {longest}", "shorten the input")
+        if inputs.position_ids is None and not inputs.seen:
+            counts = layout.counts()
+            length = length if counts is None else min(length, int(counts.max()))
+        else:
+            length = min(length, int(positions.max()) + 1)
+    if inputs.position_ids is not None or (longest is not None and length > longest):
+        check_positions(config, inputs.position_ids, positions, length)
+    if extension is not None and (in_program() or length > config.num_learned_positions):
+        positions = extend_positions(positions, layout, length, config)
+    return positions
+
+
+def check_positions(
+    config: LunaConfig, position_ids: torch.Tensor | None, positions: torch.Tensor, length: int
+) -> None:
+    """Raise `ValueError` for a sequence that is too long, and on a CPU for `position_ids` without a learned position.
+
+    `length` is the length of the longest sequence, or 0 if positions are not learned.
+    """
+    longest = config.longest_input
+    if longest is not None and length > longest:
+        if config.position_table_size is not None:
+            raise ValueError(
+                f"the sequence length {length} exceeds the `max_position_embeddings` {longest} of the model; truncate "
+                "the input, or set a larger value in the configuration"
+            )
+        raise ValueError(
+            f"the sequence length {length} exceeds the {longest} learned positions of the model; truncate the input "
+            "or train with a larger `max_position_embeddings` (`max_target_positions` of a decoder), or set "
+            "`position_extension` of an encoder"
+        )
+    if position_ids is not None and can_look(positions):
+        first, last = (x.item() for x in positions.aminmax())
+        table = config.num_learned_positions
+        limit = table if config.position_extension is None else max(table, length)
+        if first < 0 or (config.position_embedding_type == "learned" and last >= limit):
+            raise ValueError(
+                f"`position_ids` are from {first} to {last}; they must be at least 0, and less than the {limit} "
+                "learned positions (`max_position_embeddings`)"
+            )
+
+
+def extend_positions(positions: torch.Tensor, layout: Layout, length: int, config: LunaConfig) -> torch.Tensor:
+    """Return positions `[B or 1, T]` within the table: integers for "wrap", real numbers for "interpolate".
+
+    `length` is the length of sequences without dropped tokens.
+    """
+    last = config.num_learned_positions - 1
+    if config.position_extension == "wrap":
+        return torch.where(positions <= last, positions, 1 + (positions - 1) % last)
+    count = layout.counts()
+    if count is None:
+        count = positions.new_full((1, 1), length)
+    else:
+        count = layout.spread(count, positions.shape[1])[..., 0]
+    # By the length of the sequence itself, so that padding moves no position.
+    return (positions * (last / (count - 1).clamp(min=1)).clamp(max=1.0)).clamp(max=last)
+
+
+def read_packed(
+    config: LunaConfig, inputs: Inputs, states: torch.Tensor | None, mask: torch.Tensor | None
+) -> Packed | None:
+    """Return P for every layer, None with a filled cache, and the bool mask of its rows; None = P is learned."""
+    layers, width, cache = config.num_hidden_layers, config.hidden_size, inputs.cache
+    if cache is not None and inputs.seen:
+        kept = cache.layers[0].tensors
+        check_packed(states, mask, (inputs.given.shape[0], kept["key_mean"].shape[3], width))
+        return [None] * layers, kept.get("pack_mask")
+    if cache is not None:
+        for layer in cache.layers:
+            layer.learned = states is None
+    if states is None:
+        if mask is not None:
+            raise ValueError("`packed_states` is missing; pass it with its `packed_mask`, or neither")
+        if config.add_cross_attention:
+            raise ValueError("`packed_states` is missing; a decoder with `add_cross_attention=True` requires it")
+        return None
+    check_packed(states, mask, (inputs.layout.sizes(inputs.given)[0], "rows", width))
+    mask = read_mask("packed_mask", mask, drop_full=True)
+    if mask is not None:  # unused rows may contain NaN, and pass through the layers
+        states = states.masked_fill(~mask[..., None] & ~is_sound(states), 0.0)
+    return [states] * layers, mask
+
+
+def check_packed(states: torch.Tensor | None, mask: torch.Tensor | None, shape: tuple[int, int | str, int]) -> None:
+    """Raise `ValueError` unless `packed_states` and its mask have this shape.
+
+    If the number of rows in `shape` is a name, any number is accepted.
+    """
+    batch, rows, width = shape
+    if states is not None:
+        given = list(states.shape)
+        if len(given) != 3 or given[::2] != [batch, width] or rows not in ("rows", given[1]):
+            raise ValueError(f"`packed_states` must have the shape [{batch}, {rows}, {width}], got {given}")
+        rows = given[1]
+    if mask is not None and tuple(mask.shape) != (batch, rows):
+        raise ValueError(f"`packed_mask` must have the shape [{batch}, {rows}] of P, got {list(mask.shape)}")
+
+
+def select_layers(packed: list[torch.Tensor], options: Mapping[str, Any]) -> tuple[torch.Tensor | None, ...]:
+    """Return P of the layers that `output_hidden_states` selects, and None for the others, as transformers does."""
+    selected = selected_hidden_states(options.get("output_hidden_states"))
+    count = len(packed)
+    kept = set(range(count)) if selected is None else {index % count for index in selected if -count <= index < count}
+    states = tuple(states if index in kept else None for index, states in enumerate(packed))
+    return states[1:] if packed[0] is None else states
+
+
+def rows_in_use(
+    model: BodyMixin,
+    inputs: Inputs,
+    packed_states: torch.Tensor | None,
+    packed_mask: torch.Tensor | None,
+    options: Mapping[str, Any],
+) -> Packed:
+    """Return the absent P of every layer and the mask of the rows that a sequence of n tokens uses, `[B, L]`.
+
+    Raises:
+        ValueError: an argument is for the packed sequence P.
+    """
+    config = model.config
+    given = {"packed_states": packed_states is not None, "packed_mask": packed_mask is not None}
+    name = "output_packed_attentions"
+    given[name] = options.get(name, getattr(config, name, False))
+    if names := [name for name, value in given.items() if value]:
+        raise ValueError(
+            f"`{names[0]}` is not supported with pack_method='importance', which has no packed sequence P; omit it"
+        )
+    (batch, length), count = inputs.layout.sizes(inputs.given), inputs.layout.counts()
+    if count is None:
+        count = inputs.given.new_full((batch, 1), length, dtype=torch.long)
+    rows = config.projection_length if in_program() else min(config.projection_length, length)
+    return [None] * config.num_hidden_layers, torch.arange(rows, device=count.device) < count
 
 
 class LunaModel(BodyMixin, LunaPreTrainedModel):

@@ -5,8 +5,8 @@ from typing import Any
 import torch
 from transformers.configuration_utils import PreTrainedConfig
 
+from luna_mega.modeling_common.attention import KeyValueCacheLayer
 from luna_mega.modeling_common.cache import ANOTHER_SOURCE, StateCache, StateLayer, StateSeq2SeqCache
-from luna_mega.modeling_common.key_cache import KeyValueCacheLayer
 
 
 class MegaCacheLayer(KeyValueCacheLayer):

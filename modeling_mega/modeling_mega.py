@@ -2,8 +2,8 @@
 
 A block smooths its input with a multi-dimensional damped moving average, applies single-head attention to the smoothed
 sequence, and gates the result into the residual. Attention may be restricted to chunks; then only the moving average
-passes information across chunks. The order is: embeddings, moving average, gated attention, feed-forward layer, block,
-model, heads, language models, translation.
+passes information across chunks. The order is: norms, dropout, relative biases, embeddings, moving average, gated
+attention, cross-attention, feed-forward layer, block, model, heads, language models, translation.
 
 Modules and parameters have the same names as Mega in transformers v4, so that its checkpoints can be loaded. These
 names swap two names of the paper: `damping_factor` contains the logits of alpha (weight of the input), `decay_factor`
@@ -11,6 +11,8 @@ the logits of delta.
 """
 
 import math
+from collections.abc import Callable
+from functools import partial
 from typing import Any, Unpack
 
 import torch
@@ -30,8 +32,8 @@ from transformers.modeling_outputs import (
 from transformers.utils.generic import TransformersKwargs, can_return_tuple
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
-from luna_mega.kernels.api import TruncatedEmaState, damped_ema, damped_ema_step, ema_coefficients
-from luna_mega.kernels.support import in_program
+from luna_mega.kernels.api import TruncatedEmaState, damped_ema, damped_ema_step, ema_coefficients, gated_attention
+from luna_mega.kernels.support import dropout, in_program, is_exporting, is_plain, longer, upcast
 from luna_mega.modeling_common.attention import KeyWindow, attend
 from luna_mega.modeling_common.base import BodyMixin, CommonPreTrainedModel, StateRecorder, exact_dtype
 from luna_mega.modeling_common.cache import layer_caches
@@ -45,7 +47,7 @@ from luna_mega.modeling_common.heads import (
 )
 from luna_mega.modeling_common.inputs import ValueEmbeddings, embed, prepare, scatter_states
 from luna_mega.modeling_common.labels import check_pooled_labels
-from luna_mega.modeling_common.layout import DENSE, Layout
+from luna_mega.modeling_common.layout import DENSE, DenseLayout, Layout
 from luna_mega.modeling_common.masks import padding_token, read_mask
 from luna_mega.modeling_common.outputs import (
     BaseModelOutputWithPoolingAndCrossAttentions,
@@ -63,20 +65,240 @@ from luna_mega.modeling_common.pooling import first_token, masked_mean
 from luna_mega.modeling_common.seq2seq import Seq2SeqBody, Seq2SeqLM
 from luna_mega.modeling_common.tensor_parallel import RankBoundary
 from luna_mega.modeling_mega.adaptive import MegaAdaptiveEmbedding, MegaAdaptiveSoftmax, MegaBandProjection
+from luna_mega.modeling_mega.batch_norm_mega import MegaBatchNorm, MegaSyncBatchNorm
 from luna_mega.modeling_mega.cache_mega import MegaCache, MegaCacheLayer, MegaCrossCacheLayer, MegaSeq2SeqCache
 from luna_mega.modeling_mega.configuration_mega import MegaConfig, MegaSeq2SeqConfig, check_tied_widths
-from luna_mega.modeling_mega.cross_attention import MegaGatedCrossAttention
-from luna_mega.modeling_mega.layers_mega import (
-    MegaDropout,
-    MegaDropPath,
-    MegaRotaryRelativeBias,
-    MegaScaleNorm,
-    MegaSequenceNorm,
-    MegaSimpleRelativeBias,
-    build_relative_bias,
-    restore_columns,
-)
-from luna_mega.modeling_mega.patches_mega import PatchEmbeddings, interpolate_positions
+from luna_mega.modeling_mega.patches_mega import PatchEmbeddings, interpolate_positions, interpolate_raster_bias
+
+
+class MegaScaleNorm(nn.Module):
+    """x / sqrt(mean(x^2) + eps), times one learned number (`scalar`, `[1]`)."""
+
+    def __init__(self, width: int, eps: float, affine: bool):
+        super().__init__()
+        self.width, self.eps = width, eps
+        self.scalar = nn.Parameter(torch.ones(1)) if affine else None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        normed = nn.functional.rms_norm(x, (self.width,), eps=self.eps)
+        return normed if self.scalar is None else (normed * self.scalar).to(x.dtype)
+
+
+class MegaRMSNorm(nn.RMSNorm):
+    """x / sqrt(mean(x^2) + eps) weight.
+
+    `legacy`: x weight, as the Mega of transformers v4 computes it and its checkpoints require it.
+    """
+
+    def __init__(self, width: int, eps: float, affine: bool, legacy: bool):
+        super().__init__(width, eps=eps, elementwise_affine=affine)
+        self.legacy = legacy
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not self.legacy:
+            return super().forward(x)
+        return x if self.weight is None else (x * self.weight).to(x.dtype)
+
+
+def build_norm(
+    norm_type: str,
+    width: int,
+    affine: bool = True,
+    eps: float = 1e-5,
+    *,
+    padded_statistics: bool = False,
+    legacy_rms_norm: bool = False,
+) -> nn.Module:
+    """Return a norm of `[B, T, width]` over the last dimension; `norm_type` is defined in `MegaConfig`.
+
+    Batch norms accept a mask `[B, T]`, and with `padded_statistics` include padding. With `legacy_rms_norm`, the RMS
+    norm does not normalize, see `MegaRMSNorm`.
+    """
+    if norm_type == "layernorm":
+        return nn.LayerNorm(width, eps=eps, elementwise_affine=affine)
+    if norm_type == "scalenorm":
+        return MegaScaleNorm(width, eps, affine)
+    if norm_type == "rmsnorm":
+        return MegaRMSNorm(width, eps, affine, legacy_rms_norm)
+    if norm_type == "batchnorm":
+        return MegaBatchNorm(width, eps, affine, padded_statistics)
+    if norm_type == "syncbatchnorm":
+        return MegaSyncBatchNorm(width, eps, affine, padded_statistics)
+    raise ValueError(f"`norm_type` is {norm_type!r}; choose layernorm, scalenorm, rmsnorm, batchnorm or syncbatchnorm")
+
+
+class MegaSequenceNorm(nn.Module):
+    """Norm `config.normalization_type` of `[B, T, d]`. Its statistics exclude padding."""
+
+    def __init__(self, config: MegaConfig, affine: bool):
+        super().__init__()
+        self.norm = build_norm(
+            config.normalization_type,
+            config.hidden_size,
+            affine=affine,
+            padded_statistics=config.padded_batch_statistics,
+            legacy_rms_norm=config.legacy_rms_norm,
+        )
+
+    def forward(self, hidden_states: torch.Tensor, layout: Layout) -> torch.Tensor:
+        if isinstance(self.norm, MegaBatchNorm):
+            return self.norm(hidden_states, layout.mask)
+        return self.norm(hidden_states)
+
+
+class MegaDropout(nn.Module):
+    """Dropout of `[B, T, d]`: of entries, or with `features` of channels at all positions of a sequence."""
+
+    def __init__(self, probability: float, features: bool):
+        super().__init__()
+        self.probability, self.features = probability, features
+
+    def forward(self, states: torch.Tensor, layout: Layout = DENSE) -> torch.Tensor:
+        if not self.training:
+            return states
+        if not self.features or self.probability == 0.0:
+            return dropout(states, self.probability)
+        return layout.drop_features(states, self.probability)
+
+
+class MegaDropPath(nn.Module):
+    """Stochastic depth: dropout of the output of a sub-layer for an entire sequence."""
+
+    def __init__(self, probability: float):
+        super().__init__()
+        self.probability = probability
+
+    def forward(self, states: torch.Tensor, layout: Layout) -> torch.Tensor:
+        if not self.training or self.probability == 0.0:
+            return states
+        return states * layout.spread(self.draw(states, layout.sizes(states)[0]), states.shape[1])
+
+    def draw(self, states: torch.Tensor, sequences: int) -> torch.Tensor:
+        """Return a factor for each sequence, `[sequences, 1]`: 0, or the factor that preserves the mean."""
+        return nn.functional.dropout(states.new_ones(sequences, 1), self.probability)
+
+
+class MegaSimpleRelativeBias(nn.Module):
+    """A table with one number per distance, `[2 max_positions - 1]`; entry `center` (None = the middle) is distance 0.
+
+    `MegaPreTrainedModel._init_weights` initializes `rel_pos_bias`.
+    """
+
+    def __init__(self, max_positions: int, center: int | None = None):
+        super().__init__()
+        self.rel_pos_bias = nn.Parameter(torch.empty(2 * max_positions - 1))
+        self.center = max_positions - 1 if center is None else center
+
+    def forward(
+        self, length: int, grid: tuple[int, int] | None = None, count: Callable[[], int] | None = None
+    ) -> torch.Tensor:
+        """Return the biases of the distances j - i from `1 - length` to `length - 1`, `[2 length - 1]` float32.
+
+        Args:
+            length: number of columns.
+            grid: rows and columns of patches of images, for which the table is interpolated; None = no images.
+            count: returns the greatest number of tokens of a sequence if other columns are padding, whose bias is 0.
+
+        Raises:
+            ValueError: The table has too few entries.
+        """
+        if grid is not None:
+            return interpolate_raster_bias(upcast(self.rel_pos_bias), grid)
+        entries, center = self.rel_pos_bias.shape[0], self.center
+        longest = min(center + 1, entries - center)
+        if length > longest:
+            tokens = length if count is None or in_program() else count()
+            if tokens <= longest:
+                return nn.functional.pad(self(longest), [length - longest] * 2)
+            raise ValueError(
+                f"a simple relative bias with {entries} entries, distance 0 at entry {center}, supports at most "
+                f"{longest} positions, got {tokens}; shorten the input or increase `max_positions` (with chunks "
+                "`chunk_size`)"
+            )
+        return upcast(self.rel_pos_bias[center - length + 1 : center + length])
+
+
+class MegaRotaryRelativeBias(nn.Module):
+    """<R_i alpha, R_j b>, where R_t rotates the pairs (m, m + Z/2) of a vector by t 10000^(-2m/Z), for any length.
+
+    The product depends only on j - i, so the vector over the distances costs `length` rotations.
+    `MegaPreTrainedModel._init_weights` initializes `alpha` and `b_param` (the paper's beta).
+    """
+
+    def __init__(self, width: int):
+        super().__init__()
+        if width % 2:
+            raise ValueError(f"a rotary relative bias requires an even width, got {width}")
+        self.alpha = nn.Parameter(torch.empty(1, width))
+        self.b_param = nn.Parameter(torch.empty(1, width))
+
+    def forward(
+        self, length: int, grid: tuple[int, int] | None = None, count: Callable[[], int] | None = None
+    ) -> torch.Tensor:
+        """Return the biases as `MegaSimpleRelativeBias` does; `grid` and `count` do not affect them."""
+        alpha, beta = upcast(self.alpha), upcast(self.b_param)
+        products = torch.cat((alpha, alpha.roll(alpha.shape[1] // 2, dims=1))) * beta
+        # Not as a matrix product, whose sums may depend on the number of rows.
+        return (rotations(length, alpha) * products.view(-1)).sum(dim=1)
+
+
+# Elements of the largest table that is kept.
+LARGEST_TABLE = 1 << 22
+# Tables of `rotations` by positions, pairs, dtype and device. None is removed, because a CUDA graph may read it.
+_rotation_tables: dict[tuple[Any, ...], torch.Tensor] = {}
+
+
+def rotations(length: int, vector: torch.Tensor) -> torch.Tensor:
+    """Return the factors of alpha_1 beta_1, alpha_2 beta_2, alpha_2 beta_1 and alpha_1 beta_2, `[2 length - 1, 2 Z]`.
+
+    alpha_1 and alpha_2 are the halves of a vector like `vector` `[..., Z]`. The rows are the distances j - i from
+    `1 - length` to `length - 1`.
+    """
+    pairs, dtype, device = vector.shape[-1] // 2, vector.dtype, vector.device
+    positions = 1 << max(length - 1, 0).bit_length() if is_plain((vector,)) else 0
+    if not positions or 8 * positions * pairs > LARGEST_TABLE:
+        return compute_rotations(length, pairs, dtype, device)
+    key = positions, pairs, dtype, device
+    if (table := _rotation_tables.get(key)) is None:
+        with torch.inference_mode(False), torch.no_grad():
+            table = compute_rotations(positions, pairs, dtype, device)
+        # A CUDA graph owns the memory that it allocates.
+        if device.type != "cuda" or not torch.cuda.is_current_stream_capturing():
+            _rotation_tables[key] = table
+    return table[positions - length : positions + length - 1]
+
+
+def compute_rotations(length: int, pairs: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    frequency = torch.exp(torch.arange(pairs, dtype=dtype, device=device) * -(math.log(10000.0) / pairs))
+    angle = torch.arange(1 - length, length, dtype=dtype, device=device)[:, None] * frequency
+    cosine, sine = angle.cos(), angle.sin()
+    return torch.cat((cosine, cosine, sine, -sine), 1)
+
+
+def build_relative_bias(config: MegaConfig, positions: int) -> MegaSimpleRelativeBias | MegaRotaryRelativeBias:
+    """Return the relative bias of `config`; a simple one has entries for `positions`."""
+    if config.relative_positional_bias == "simple":
+        return MegaSimpleRelativeBias(positions, config.chunk_size - 1 if config.legacy_bias_table else None)
+    return MegaRotaryRelativeBias(config.shared_representation_size)
+
+
+def restore_columns(
+    attended: torch.Tensor,
+    weights: torch.Tensor,
+    value: torch.Tensor,
+    layout: Layout,
+    key_layout: Layout,
+    dropout: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return `attended` `[B, T, V]` and attention weights `[B, 1, T, S]` in the columns of the batch.
+
+    If a layout moves columns, `attended` is computed from the returned weights, so that they have a gradient.
+    """
+    restored = key_layout.scatter_weights(layout.scatter_weights(weights, 2), 3)
+    if restored is weights:
+        return attended, weights
+    dropped = torch.dropout(restored[:, 0].to(value.dtype), dropout, train=True)
+    return layout.gather(dropped @ key_layout.scatter(value)), restored
 
 
 class MegaEmbeddings(nn.Module):
@@ -273,6 +495,112 @@ class MegaGatedAttention(nn.Module):
         if not window.step or cache is None:
             return compute()
         return cache.constants.get("bias", tuple(self.rel_pos_bias.parameters()), compute, length)
+
+
+class MegaGatedCrossAttention(nn.Module):
+    """Compute u * act(W_h(A V * r)) + (1 - u) * x: gates u, r and queries from x, keys and values from the source.
+
+    In the relative bias, positions of source and target count from the first token after padding. The paper evaluates
+    cross-attention on WMT'16 (section 4.4) but does not define it: this is that of the original code.
+    """
+
+    def __init__(self, config: MegaConfig):
+        super().__init__()
+        self.config = config
+        width, shared = config.hidden_size, config.shared_representation_size
+        self.sizes = (width, width, shared)
+        self.norm = MegaSequenceNorm(config, config.norm_affine)
+        self.k_proj = nn.Linear(width, shared)
+        self.v_proj = nn.Linear(width, width)
+        self.q_proj = nn.Linear(width, sum(self.sizes))
+        self.h_proj = nn.Linear(width, width)
+        self.rel_pos_bias = build_relative_bias(config, config.cross_positions)
+        self.activation = ACT2FN[config.activation]
+        self.dropout = MegaDropout(config.dropout_prob, config.use_feature_dropout)
+        self.hidden_dropout = MegaDropout(config.hidden_dropout_prob, config.use_feature_dropout)
+        self.whole, self.own_columns = RankBoundary(), RankBoundary()
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        layout: Layout,
+        encoder_hidden_states: torch.Tensor | None,
+        encoder_layout: Layout,
+        output_weights: bool = False,
+        cache: MegaCacheLayer | None = None,
+        cross_cache: MegaCrossCacheLayer | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return target states `[B, T, d]`, and with `output_weights` attention weights `[B, 1, T, S]`, else None.
+
+        Args:
+            hidden_states: States of the target, `[B, T, d]`, in `layout`.
+            layout: Layout of the target.
+            encoder_hidden_states: States of the source, `[B, S, d]`, in `encoder_layout`. None with a filled cache.
+            encoder_layout: Layout of the source.
+            output_weights: Return the attention weights.
+            cache: Cache of the self-attention, which already contains the T positions.
+            cross_cache: Cache of keys and values of the source.
+        """
+        residual = hidden_states
+        if self.config.normalize_before_mega:
+            hidden_states = self.norm(hidden_states, layout)
+        update, reset, query = self.q_proj(hidden_states).split(self.sizes, dim=-1)
+        reset, query = self.own_columns(nn.functional.silu(reset)), self.whole(query)
+        if cross_cache is not None and cross_cache.is_initialized:
+            key, value, encoder_layout = cross_cache.keys, cross_cache.values, DenseLayout(cross_cache.mask)
+        else:
+            key = self.whole(self.k_proj(encoder_hidden_states))
+            value = self.activation(self.v_proj(encoder_hidden_states))
+            if cross_cache is not None:
+                cross_cache.store(keys=key, values=value, mask=encoder_layout.mask)
+        value = self.hidden_dropout(value)
+        positions, offset, row_offset = self.positions(query, key, layout, encoder_layout, cache)
+        dropout, weights = self.config.attention_probs_dropout_prob if self.training else 0.0, None
+        count = partial(self.count_tokens, query, key, layout, encoder_layout, cache)
+        bias = self.whole(self.rel_pos_bias(positions, count=count))
+        options: dict[str, Any] = {"mask": encoder_layout.mask, "offset": offset, "row_offset": row_offset}
+        options |= {"function": self.config.attention_activation, "dropout": dropout}
+        attended: Any = gated_attention(query, key, value, bias, return_weights=output_weights, **options)
+        if output_weights:
+            attended, weights = restore_columns(attended[0], attended[1], value, layout, encoder_layout, dropout)
+        attended = self.dropout(self.activation(self.h_proj(attended * reset)))
+        # Under autocast, the residual has a wider dtype, but lerp requires equal dtypes.
+        output = torch.lerp(residual, attended.to(residual.dtype), update.to(residual.dtype).sigmoid())
+        if not self.config.normalize_before_mega:
+            output = self.norm(output, layout)
+        return output, weights
+
+    def count_tokens(
+        self, query: torch.Tensor, key: torch.Tensor, layout: Layout, source: Layout, cache: MegaCacheLayer | None
+    ) -> int:
+        """Return the greatest number of tokens of a target or a source; arguments as in `positions`."""
+        target = layout.counts() if cache is None else cache.position
+        pairs = (target, query.shape[1]), (source.counts(), key.shape[1])
+        return max(size if count is None else int(count.max()) for count, size in pairs)
+
+    def positions(
+        self, query: torch.Tensor, key: torch.Tensor, layout: Layout, source: Layout, cache: MegaCacheLayer | None
+    ) -> tuple[int, int, torch.Tensor | None]:
+        """Return the number of positions of the bias, and the `offset` and `row_offset` of the queries.
+
+        If `cache` is given, the queries are the last positions of the sequences.
+        """
+        seen, start, source_start = query.shape[1], layout.start(), source.start()
+        offset, positions = 0, longer(seen, key.shape[1])
+        if cache is not None:
+            start = cache.position - (seen if layout.lengths is None else layout.lengths)
+            if not is_exporting():
+                offset, positions = cache.seen - seen, max(cache.seen, key.shape[1])
+                start = start - offset
+            elif self.config.relative_positional_bias == "simple":
+                positions = self.config.cross_positions
+            else:  # a bound: lengths of exported programs are symbolic
+                longest: Any = cache.position.max().item()
+                torch._check(longest >= 1)
+                positions = longest + key.shape[1]
+        if source_start is None:
+            return positions, offset, start
+        return positions, offset, -source_start if start is None else start - source_start
 
 
 class MegaNormalizedFeedForwardNetwork(nn.Module):

@@ -6,8 +6,8 @@ import torch
 from transformers.configuration_utils import PreTrainedConfig
 
 from luna_mega.kernels.api import TimestepNormState
+from luna_mega.modeling_common.attention import KeyValueCacheLayer
 from luna_mega.modeling_common.cache import StateCache
-from luna_mega.modeling_common.key_cache import KeyValueCacheLayer
 
 
 class MegalodonCacheLayer(KeyValueCacheLayer):

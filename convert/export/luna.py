@@ -14,8 +14,7 @@ from luna_mega.convert.formats.luna_bert import ARCHITECTURES, LM_HEAD, POOLING_
 from luna_mega.convert.formats.luna_lra import PAIRS, LunaLra
 from luna_mega.convert.formats.luna_seq2seq import LunaSeq2Seq
 from luna_mega.modeling_luna.configuration_luna import DECODER_FIELDS
-from luna_mega.modeling_luna.inputs_luna import sinusoids
-from luna_mega.modeling_luna.modeling_luna import LunaLMHead
+from luna_mega.modeling_luna.modeling_luna import LunaLMHead, sinusoids
 
 _HEAD_OF_POOLING = {pooling: head for head, pooling in POOLING_OF_HEAD.items()}
 _LRA_OF_WIDTH = {512: "luna_lra_listop", 256: "luna_lra_imdb", 128: "luna_lra_pf32", 64: "luna_lra_cifar10"}

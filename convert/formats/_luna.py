@@ -11,7 +11,7 @@ from luna_mega.convert.formats.format import Revision
 from luna_mega.convert.keymap import LAYER_NORM, Row, rows
 from luna_mega.convert.table import ACTIVATIONS, COMMON, NOT, Arg, Table, size_of, typed, untyped
 from luna_mega.errors import ConversionError
-from luna_mega.modeling_luna.inputs_luna import sinusoids
+from luna_mega.modeling_luna.modeling_luna import sinusoids
 
 # Revisions of the code, with their names in conversion reports: the published models, and the last commit.
 CODE_2021, CODE_2023 = "r21", "head"

@@ -17,8 +17,7 @@ from luna_mega import (
 )
 from luna_mega.modeling_common.layout import DenseLayout
 from luna_mega.modeling_luna import modeling_luna
-from luna_mega.modeling_mega.layers_mega import MegaRotaryRelativeBias
-from luna_mega.modeling_mega.modeling_mega import MegaDropout
+from luna_mega.modeling_mega.modeling_mega import MegaDropout, MegaRotaryRelativeBias
 
 from . import luna, mega, mega_decoders
 from .luna import HEADS, head_inputs, labels, tokens

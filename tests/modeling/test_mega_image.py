@@ -9,7 +9,7 @@ from transformers.models.vit.modeling_vit import ViTEmbeddings
 from luna_mega import MegaConfig, MegaForImageClassification, MegaModel
 from luna_mega.modeling_common.layout import DENSE
 from luna_mega.modeling_common.padding_free import PaddingFreeLayout
-from luna_mega.modeling_mega.layers_mega import MegaDropPath
+from luna_mega.modeling_mega.modeling_mega import MegaDropPath
 from luna_mega.modeling_mega.patches_mega import interpolate_positions, interpolate_raster_bias
 
 SMALL = {

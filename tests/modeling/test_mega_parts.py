@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from luna_mega import MegaConfig
-from luna_mega.modeling_mega.layers_mega import MegaRotaryRelativeBias, MegaSimpleRelativeBias, build_norm
+from luna_mega.modeling_mega.modeling_mega import MegaRotaryRelativeBias, MegaSimpleRelativeBias, build_norm
 from tests.modeling import mega
 from tests.modeling.luna import tokens
 
