@@ -1,11 +1,11 @@
 """Layouts: the positions of the tokens of a batch.
 
-A model chooses one of two classes once, and its layers only call methods: `DenseLayout` has one sequence per row, and
-`PaddingFreeLayout` (`padding_free.py`) has all sequences in one row. They are NamedTuples, because Accelerate's hooks
-move the tensors inside tuples.
+A model chooses one of two classes once, and its layers only call methods, which both classes have: `DenseLayout` has
+one sequence per row, and `PaddingFreeLayout` (`padding_free.py`) has all sequences in one row. They are NamedTuples,
+because Accelerate's hooks move the tensors inside tuples.
 """
 
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -14,67 +14,11 @@ from luna_mega.kernels.support import is_tracing, take_columns
 from luna_mega.modeling_common.attention import KeyWindow
 from luna_mega.modeling_common.cache import StateCache
 from luna_mega.modeling_common.masks import can_look
-
-
-class Layout(Protocol):
-    """Interface of the layouts. T is the number of columns, and S the number of sequences."""
-
-    @property
-    def mask(self) -> torch.Tensor | None:
-        """`[B, T]` bool, True = keep; None = all."""
-
-    @property
-    def lengths(self) -> torch.Tensor | None:
-        """`[B]`, the number of positions that continue each sequence of a filled cache; None = all."""
-
-    def has_rows(self) -> bool:
-        """Return whether every row of the batch is one sequence."""
-
-    def options(self) -> dict[str, Any]:
-        """Return the keyword arguments that specify the layout in an op."""
-
-    def varlen_options(self) -> dict[str, Any]:
-        """Return `options` without a mask, for an op whose mask is not for the tokens of the layout."""
-
-    def gather(self, x: torch.Tensor) -> torch.Tensor:
-        """Return `[B, T, ...]` of the batch in the layout."""
-
-    def scatter(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the states of layers as `[B, T, ...]` of the batch."""
-
-    def scatter_weights(self, weights: torch.Tensor, *dims: int) -> torch.Tensor:
-        """Return attention weights with the columns of the batch in the dimensions `dims`."""
-
-    def clear_padding(self, x: torch.Tensor) -> torch.Tensor:
-        """Return `[B, T, ...]` with zeros at padding."""
-
-    def sizes(self, x: torch.Tensor) -> tuple[int, int]:
-        """Return S and the length of the longest sequence."""
-
-    def counts(self) -> torch.Tensor | None:
-        """Return the number of tokens of each sequence, `[S, 1]`; None = all are kept."""
-
-    def start(self) -> torch.Tensor | None:
-        """Return the position of the first column of each row, `[B]`: below 0 with padding before it; None = 0."""
-
-    def positions(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the position of every token of the batch `x`, in the layout: the number of kept tokens before it."""
-
-    def columns_from(self, start: torch.Tensor | None, x: torch.Tensor) -> torch.Tensor:
-        """Return the position of every column of `x`, `[B or 1, T]`; `start` `[S]` is the position of the first one."""
-
-    def spread(self, factors: torch.Tensor, length: int) -> torch.Tensor:
-        """Return random factors of sequences, `[S, width]`, for their positions: `[B, 1 or T, width]`."""
-
-    def drop_features(self, x: torch.Tensor, probability: float) -> torch.Tensor:
-        """Return `[B, T, d]` after dropout of channels, at all positions of a sequence."""
-
-    def key_window(self, key: torch.Tensor, value: torch.Tensor, chunk_size: int | None) -> KeyWindow:
-        """Return the keys and values that are visible to the queries of the layout."""
+from luna_mega.modeling_common.padding_free import PaddingFreeLayout
 
 
 class DenseLayout(NamedTuple):
-    """One sequence per row, `[B, T]`.
+    """One sequence per row, `[B, T]`. S is the number of sequences.
 
     Args:
         mask: `[B, T]` bool, True = keep; None = all.
@@ -89,21 +33,27 @@ class DenseLayout(NamedTuple):
     lengths: torch.Tensor | None = None
 
     def has_rows(self) -> bool:
+        """Return whether every row of the batch is one sequence."""
         return True
 
     def options(self) -> dict[str, Any]:
+        """Return the keyword arguments that specify the layout in an op."""
         return {"mask": self.mask}
 
     def varlen_options(self) -> dict[str, Any]:
+        """Return `options` without a mask, for an op whose mask is not for the tokens of the layout."""
         return {}
 
     def gather(self, x: torch.Tensor) -> torch.Tensor:
+        """Return `[B, T, ...]` of the batch in the layout."""
         return x if self.columns is None else take_columns(x, self.columns)
 
     def scatter(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the states of layers as `[B, T, ...]` of the batch."""
         return x if self.back is None else take_columns(x, self.back)
 
     def scatter_weights(self, weights: torch.Tensor, *dims: int) -> torch.Tensor:
+        """Return attention weights with the columns of the batch in the dimensions `dims`."""
         if (back := self.back) is None:
             return weights
         for dim in dims:
@@ -113,37 +63,47 @@ class DenseLayout(NamedTuple):
         return weights
 
     def clear_padding(self, x: torch.Tensor) -> torch.Tensor:
+        """Return `[B, T, ...]` with zeros at padding."""
         return x if self.mask is None else x.masked_fill(~self.mask[..., None], 0.0)
 
     def sizes(self, x: torch.Tensor) -> tuple[int, int]:
+        """Return S and the length of the longest sequence."""
         return x.shape[0], x.shape[1]
 
     def counts(self) -> torch.Tensor | None:
+        """Return the number of tokens of each sequence, `[S, 1]`; None = all are kept."""
         return None if self.mask is None else self.mask.sum(dim=1, keepdim=True)
 
     def start(self) -> torch.Tensor | None:
+        """Return the position of the first column of each row, `[B]`: below 0 with padding before it; None = 0."""
         return None if self.mask is None or self.columns is not None else -self.mask.int().argmax(dim=1)
 
     def positions(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the position of every token of the batch `x`, in the layout: the number of kept tokens before it."""
         if self.mask is None:
             return torch.arange(x.shape[1], device=x.device)[None]
         return (self.mask.cumsum(dim=1) - 1).clamp(min=0)
 
     def columns_from(self, start: torch.Tensor | None, x: torch.Tensor) -> torch.Tensor:
+        """Return the position of every column of `x`, `[B or 1, T]`; `start` `[S]` is the position of the first one."""
         columns = torch.arange(x.shape[1], device=x.device)[None]
         return columns if start is None else columns + start[:, None]
 
     def spread(self, factors: torch.Tensor, length: int) -> torch.Tensor:
+        """Return random factors of sequences, `[S, width]`, for their positions: `[B, 1 or T, width]`."""
         return factors[:, None]
 
     def drop_features(self, x: torch.Tensor, probability: float) -> torch.Tensor:
+        """Return `[B, T, d]` after dropout of channels, at all positions of a sequence."""
         return nn.functional.dropout1d(x.transpose(1, 2), probability).transpose(1, 2)
 
     def key_window(self, key: torch.Tensor, value: torch.Tensor, chunk_size: int | None) -> KeyWindow:
+        """Return the keys and values that are visible to the queries of the layout."""
         return KeyWindow(key, value, chunk_size, self.mask, self.start())
 
 
 DENSE = DenseLayout()  # no padding
+Layout = DenseLayout | PaddingFreeLayout
 
 
 def move_kept(mask: torch.Tensor, right: bool = False) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -14,19 +14,19 @@ class MegaBatchNorm(nn.BatchNorm1d):
     """Batch norm of the features of `[B, T, D]`, with statistics in float32 (float64 for float64 inputs).
 
     The statistics of a training step include only the positions that `mask` `[B, T]` (True = keep) keeps. With
-    `padded_statistics` they include all positions, as in the original. A batch without a kept position does not change
-    the running statistics.
+    `padded_statistics` they include all positions, as in the original, and with `synchronized` the batches of all
+    processes of the default group, if there is one. A batch without a kept position does not change the running
+    statistics.
     """
 
     running_mean: torch.Tensor
     running_var: torch.Tensor
     num_batches_tracked: torch.Tensor
     momentum: float
-    synchronized = False  # whether all processes of the default group, if there is one, share the statistics
 
-    def __init__(self, width: int, eps: float, affine: bool, padded_statistics: bool):
+    def __init__(self, width: int, eps: float, affine: bool, padded_statistics: bool, synchronized: bool = False):
         super().__init__(width, eps=eps, affine=affine)
-        self.padded_statistics = padded_statistics
+        self.padded_statistics, self.synchronized = padded_statistics, synchronized
         self.running_mean, self.running_var = (upcast(x) for x in (self.running_mean, self.running_var))
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
@@ -97,9 +97,3 @@ class MegaBatchNorm(nn.BatchNorm1d):
     def _total(self, sums: torch.Tensor) -> torch.Tensor:
         """Return the sums over all processes that share the statistics."""
         return all_reduce_sum(sums) if self._is_shared() else sums
-
-
-class MegaSyncBatchNorm(MegaBatchNorm):
-    """Batch norm over the batches of all processes of the default group, if there is one."""
-
-    synchronized = True

@@ -65,7 +65,7 @@ from luna_mega.modeling_common.pooling import first_token, masked_mean
 from luna_mega.modeling_common.seq2seq import Seq2SeqBody, Seq2SeqLM
 from luna_mega.modeling_common.tensor_parallel import RankBoundary
 from luna_mega.modeling_mega.adaptive import MegaAdaptiveEmbedding, MegaAdaptiveSoftmax, MegaBandProjection
-from luna_mega.modeling_mega.batch_norm_mega import MegaBatchNorm, MegaSyncBatchNorm
+from luna_mega.modeling_mega.batch_norm_mega import MegaBatchNorm
 from luna_mega.modeling_mega.cache_mega import MegaCache, MegaCacheLayer, MegaCrossCacheLayer, MegaSeq2SeqCache
 from luna_mega.modeling_mega.configuration_mega import MegaConfig, MegaSeq2SeqConfig, check_tied_widths
 from luna_mega.modeling_mega.patches_mega import PatchEmbeddings, interpolate_positions, interpolate_raster_bias
@@ -120,11 +120,7 @@ def build_norm(
         return MegaScaleNorm(width, eps, affine)
     if norm_type == "rmsnorm":
         return MegaRMSNorm(width, eps, affine, legacy_rms_norm)
-    if norm_type == "batchnorm":
-        return MegaBatchNorm(width, eps, affine, padded_statistics)
-    if norm_type == "syncbatchnorm":
-        return MegaSyncBatchNorm(width, eps, affine, padded_statistics)
-    raise ValueError(f"`norm_type` is {norm_type!r}; choose layernorm, scalenorm, rmsnorm, batchnorm or syncbatchnorm")
+    return MegaBatchNorm(width, eps, affine, padded_statistics, synchronized=norm_type == "syncbatchnorm")
 
 
 class MegaSequenceNorm(nn.Module):

@@ -50,11 +50,6 @@ def test_legacy_rms_norm():
     assert torch.equal(build_norm("rmsnorm", 5, affine=False, legacy_rms_norm=True)(x), x)
 
 
-def test_unknown_norm():
-    with pytest.raises(ValueError, match="`norm_type` is 'groupnorm'; choose layernorm"):
-        build_norm("groupnorm", 5)
-
-
 @pytest.mark.parametrize("norm_type", ("batchnorm", "syncbatchnorm"))
 def test_batch_norm_equals_pytorch(norm_type):
     x = torch.randn(3, 7, 5, dtype=torch.float64, requires_grad=True)
