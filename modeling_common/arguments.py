@@ -195,7 +195,10 @@ def check_source(
             f"encoder_hidden_states must have the shape [{rows}, S, {width}], S at least 1, got {list(states.shape)}"
         )
     if cached is not None:
-        cached.check_source(config, rows, length, model.ranks)
-        length = cached.get_seq_length() if length is None else length
+        cached.check_sizes(config, rows)
+        seen = cached.get_seq_length()
+        if length not in (None, seen) and not model.packs and not is_exporting():
+            raise ValueError(f"`past_key_values` has another source, of length {seen}, not {length}; pass a new cache")
+        length = seen if length is None else length
     if mask is not None and (states is not None or not model.packs) and mask.shape != (rows, length):
         raise ValueError(f"encoder_attention_mask must have the shape {[rows, length]}, got {list(mask.shape)}")

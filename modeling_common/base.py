@@ -9,7 +9,7 @@ from transformers.configuration_utils import PreTrainedConfig
 from transformers.modeling_utils import PreTrainedModel
 
 from luna_mega.compat import accept_cache_names, has_cache
-from luna_mega.modeling_common.tensor_parallel import RankBoundary, check_plan, known_rules, wildcard
+from luna_mega.modeling_common.tensor_parallel import check_plan, known_rules, wildcard
 
 # Argument with the input of a model, by `config.input_type`.
 INPUT_NAMES = {"tokens": "input_ids", "values": "input_values", "patches": "pixel_values"}
@@ -29,7 +29,6 @@ def exact_dtype() -> torch.dtype:
 class CommonPreTrainedModel(PreTrainedModel):
     """Base of the `PreTrainedModel` of each family."""
 
-    ranks = 1  # ranks that share the heads or columns of a layer (tensor parallelism)
     body_class: Any  # the model without a head: `LunaModel`, `MegaModel` or `MegalodonModel`
     body_options: dict[str, Any] = {}  # constructor arguments of the body in models with a head
     cache_class: Any  # the cache of a decoder
@@ -126,8 +125,6 @@ class CommonPreTrainedModel(PreTrainedModel):
         model = super().maybe_distribute_model(model, distributed_config, mesh)
         if mesh is not None and distributed_config.tp_size > 1:
             check_plan(model, planned, distributed_config.tp_size)
-            for part in (module for module in model.modules() if isinstance(module, CommonPreTrainedModel)):
-                part.ranks = max((x.ranks for x in part.modules() if isinstance(x, RankBoundary)), default=1)
         return model
 
     def tie_weights(self, *args: Any, **kwargs: Any) -> None:

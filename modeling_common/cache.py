@@ -11,7 +11,6 @@ from transformers.configuration_utils import PreTrainedConfig
 from luna_mega.kernels.support import forbid_capture, is_exporting
 from luna_mega.modeling_common.base import CommonPreTrainedModel
 
-ANOTHER_SOURCE = "has another source, of another batch or model"
 _PREFIX_TUNING = "prefix tuning, which passes keys and values, is not supported: use prompt tuning or LoRA"
 
 
@@ -182,13 +181,15 @@ class StateCache(Cache):
     """
 
     layer_class: type[StateLayer]
+    sized_by: tuple[str, ...]  # fields of the configuration that determine the sizes of the tensors
     layers: list[Any]
 
     def __init__(self, config: PreTrainedConfig):
         super().__init__(layers=[self.layer_class() for _ in range(config.num_hidden_layers)])
+        self.sizes = {name: getattr(config, name) for name in ("num_hidden_layers", *self.sized_by)}
 
-    def check(self, config: PreTrainedConfig, given: torch.Tensor, ranks: int) -> None:
-        """Raise `ValueError` unless the cache fits a model of `config`, distributed over `ranks`, and the inputs."""
+    def check(self, config: PreTrainedConfig, given: torch.Tensor) -> None:
+        """Raise `ValueError` unless the cache fits a model of `config` and the inputs."""
         batch, length = given.shape[:2]
         if self.is_static:
             if length != 1 or torch.is_grad_enabled():
@@ -199,25 +200,19 @@ class StateCache(Cache):
             self.layers[0].check_room()
         else:
             forbid_capture(given, "a cache whose tensors are replaced", "call its `make_static` after the prompt")
+        self.check_sizes(config, batch)
+
+    def check_sizes(self, config: PreTrainedConfig, batch: int) -> None:
+        """Raise `ValueError` unless the cache is empty, or fits a model of `config` and B sequences."""
         # Comparing sizes would specialize an exported program on the cache of the example.
-        if self.layers[0].is_initialized and not is_exporting():
-            self.require_shapes(*self.shapes(config, batch, ranks), config.num_hidden_layers)
-
-    def shapes(self, config: PreTrainedConfig, batch: int, ranks: int) -> tuple[str, Any, Any]:
-        """Return a description of the tensors of the first layer, their shapes, and the shapes that fit."""
-        raise NotImplementedError
-
-    def check_source(self, config: PreTrainedConfig, batch: int, length: int | None, ranks: int) -> None:
-        """Raise `ValueError` unless the cache fits the encoder's output; `length` None = it is not given again."""
-
-    def require_shapes(
-        self, what: str, given: Any, needed: Any, layers: int, problem: str = "does not fit this model and batch"
-    ) -> None:
-        """Raise `ValueError` unless the shapes and the number of layers are the needed ones."""
-        if given != needed or len(self) != layers:
+        if not self.layers[0].is_initialized or is_exporting():
+            return
+        sizes = self.sizes | {"batch size": self.layers[0].batch_size}
+        needed = {name: getattr(config, name) for name in self.sizes} | {"batch size": batch}
+        if sizes != needed:
+            differing = (f"{name} {size}, not {needed[name]}" for name, size in sizes.items() if size != needed[name])
             raise ValueError(
-                f"`past_key_values` {problem}: it has {len(self)} layers with {what} of {given}, not {layers} with "
-                f"{needed}; pass a new cache"
+                f"`past_key_values` does not fit this model and batch: it has {', '.join(differing)}; pass a new cache"
             )
 
     @property
@@ -258,13 +253,14 @@ class StateSeq2SeqCache(EncoderDecoderCache):
     """Cache of a decoder with cross-attention, which contains one for self-attention and one for cross-attention.
 
     Args:
-        config: configuration of the decoder, `config.decoder_config` of an encoder-decoder.
+        config: configuration of the decoder, or of the encoder-decoder.
     """
 
     self_attention_class: type[StateCache]
     cross_attention_class: type[StateCache]
 
     def __init__(self, config: PreTrainedConfig):
+        config = config.decoder_config if config.is_encoder_decoder else config
         super().__init__(self.self_attention_class(config), self.cross_attention_class(config))
 
     @property
@@ -295,8 +291,7 @@ def layer_caches(
 
 def new_cache(model: CommonPreTrainedModel) -> Cache:
     """Return an empty cache for the decoder of `model`, of its `cache_class` or `seq2seq_cache_class`."""
-    config = model.config.decoder_config if model.config.is_encoder_decoder else model.config
-    return _cache_class(model)(config)
+    return _cache_class(model)(model.config)
 
 
 def _cache_class(model: CommonPreTrainedModel) -> Callable[[PreTrainedConfig], Cache]:

@@ -116,7 +116,7 @@ def prepare(
     elif input_ids is not None:
         mask = drop_if_full(find_mask(input_ids, config))
     if cache is not None:
-        cache.check(config, given, model.ranks)
+        cache.check(config, given)
     shape = (given.shape[0], given.shape[1] if grid is None else grid[0] * grid[1])
     if token_type_ids is not None:
         check_token_types(model, token_type_ids, shape, mask)

@@ -1,12 +1,9 @@
 """Caches of Luna decoders, whose size is constant: `LunaCache`, and `LunaSeq2SeqCache` for encoder-decoders."""
 
-from typing import Any
-
 import torch
-from transformers.configuration_utils import PreTrainedConfig
 
 from luna_mega.kernels.api import LunaCausalState
-from luna_mega.modeling_common.cache import ANOTHER_SOURCE, StateCache, StateLayer, StateSeq2SeqCache
+from luna_mega.modeling_common.cache import StateCache, StateLayer, StateSeq2SeqCache
 
 
 class LunaCacheLayer(StateLayer):
@@ -18,8 +15,7 @@ class LunaCacheLayer(StateLayer):
     """
 
     # Slots, see `StateLayer`. `_owned`: the state was computed without gradients, so that no graph contains it.
-    # `learned`: P is the parameter of the model, and was not passed as `packed_states`.
-    __slots__ = ("_owned", "learned")
+    __slots__ = ("_owned",)
     key: torch.Tensor
     value: torch.Tensor
     key_mean: torch.Tensor
@@ -51,22 +47,7 @@ class LunaCache(StateCache):
     """Cache of a Luna decoder without cross-attention."""
 
     layer_class = LunaCacheLayer
-
-    def shapes(self, config: PreTrainedConfig, batch: int, ranks: int) -> tuple[str, Any, Any]:
-        heads, width = config.num_attention_heads, config.hidden_size // config.num_attention_heads
-        layer, rows = self.layers[0], config.projection_length
-        given = tuple(layer.key_mean.shape)
-        if not getattr(layer, "learned", False) or (config.dynamic_projection_length and given[3] < rows):
-            rows = given[3]  # P was passed, or is cut to the length of the first input
-        needed = (batch, heads // ranks, width, rows)
-        return "states (batch, heads, head size, rows of P)", given, needed
-
-    def check_source(self, config: PreTrainedConfig, batch: int, length: int | None, ranks: int) -> None:
-        # The source is packed into rows of P, so that its length is unknown.
-        heads, width = config.num_attention_heads, config.hidden_size // config.num_attention_heads
-        key = self.layers[0].key
-        needed, given = (batch, key.shape[1], heads // ranks, width), tuple(key.shape)
-        self.require_shapes("keys", given, needed, config.num_hidden_layers, ANOTHER_SOURCE)
+    sized_by = ("hidden_size", "num_attention_heads", "projection_length")
 
 
 class LunaSeq2SeqCache(StateSeq2SeqCache):

@@ -817,9 +817,6 @@ def read_packed(
         kept = cache.layers[0].tensors
         check_packed(states, mask, (inputs.given.shape[0], kept["key_mean"].shape[3], width))
         return [None] * layers, kept.get("pack_mask")
-    if cache is not None:
-        for layer in cache.layers:
-            layer.learned = states is None
     if states is None:
         if mask is not None:
             raise ValueError("`packed_states` is missing; pass it with its `packed_mask`, or neither")

@@ -1,12 +1,9 @@
 """Caches of Mega decoders. Their size is constant if attention is in chunks."""
 
-from typing import Any
-
 import torch
-from transformers.configuration_utils import PreTrainedConfig
 
 from luna_mega.modeling_common.attention import KeyValueCacheLayer
-from luna_mega.modeling_common.cache import ANOTHER_SOURCE, StateCache, StateLayer, StateSeq2SeqCache
+from luna_mega.modeling_common.cache import StateCache, StateLayer, StateSeq2SeqCache
 
 
 class MegaCacheLayer(KeyValueCacheLayer):
@@ -42,33 +39,17 @@ class MegaCache(StateCache):
     """Cache of a Mega decoder without cross-attention, its `past_key_values`."""
 
     layer_class = MegaCacheLayer
-
-    def shapes(self, config: PreTrainedConfig, batch: int, ranks: int) -> tuple[str, Any, Any]:
-        layer = self.layers[0]
-        kept = max(layer.seen, layer.keys.shape[1]) if config.attention_chunk is None else config.attention_chunk
-        needed = [
-            (batch, config.hidden_size, config.ema_projection_size),
-            (batch, kept, config.shared_representation_size),
-            (batch, kept, config.intermediate_size // ranks),
-        ]
-        if config.truncation is not None:
-            needed.append((batch, config.truncation, config.hidden_size))
-        tensors = (layer.average, layer.keys, layer.values, layer.inputs)
-        given = [tuple(tensor.shape) for tensor in tensors if tensor is not None]
-        return "states, keys and values", given, needed
+    sized_by = (
+        "hidden_size", "ema_projection_size", "attention_chunk", "shared_representation_size", "intermediate_size",
+        "truncation",
+    )  # fmt: skip
 
 
 class MegaCrossCache(StateCache):
     """Cache of the source of a Mega decoder with cross-attention."""
 
     layer_class = MegaCrossCacheLayer
-
-    def check_source(self, config: PreTrainedConfig, batch: int, length: int | None, ranks: int) -> None:
-        keys, values = self.layers[0].keys, self.layers[0].values
-        length = keys.shape[1] if length is None else length
-        needed = [(batch, length, config.shared_representation_size), (batch, length, config.hidden_size // ranks)]
-        given = [tuple(keys.shape), tuple(values.shape)]
-        self.require_shapes("keys and values", given, needed, config.num_hidden_layers, ANOTHER_SOURCE)
+    sized_by = ("hidden_size", "shared_representation_size")
 
 
 class MegaSeq2SeqCache(StateSeq2SeqCache):

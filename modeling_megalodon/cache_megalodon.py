@@ -1,9 +1,6 @@
 """Cache of Megalodon. Its size does not depend on the length of the sequences."""
 
-from typing import Any
-
 import torch
-from transformers.configuration_utils import PreTrainedConfig
 
 from luna_mega.kernels.api import TimestepNormState
 from luna_mega.modeling_common.attention import KeyValueCacheLayer
@@ -40,17 +37,10 @@ class MegalodonCache(StateCache):
     """Cache of a Megalodon model, its `past_key_values`."""
 
     layer_class = MegalodonCacheLayer
-
-    def shapes(self, config: PreTrainedConfig, batch: int, ranks: int) -> tuple[str, Any, Any]:
-        layer = self.layers[0]
-        needed = [
-            (batch, config.hidden_size, config.ema_projection_size, 2),
-            (batch, config.chunk_size, config.shared_representation_size // ranks),
-            (batch, config.chunk_size, config.value_size // ranks),
-            (batch, config.norm_num_groups),
-        ]
-        given = [tuple(x.shape) for x in (layer.average, layer.keys, layer.values, layer.norm_mean)]
-        return "states, keys, values and means", given, needed
+    sized_by = (
+        "hidden_size", "ema_projection_size", "chunk_size", "shared_representation_size", "value_size",
+        "norm_num_groups",
+    )  # fmt: skip
 
 
 __all__ = ["MegalodonCache"]

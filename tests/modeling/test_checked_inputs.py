@@ -77,7 +77,7 @@ def test_cache_of_another_projection_length():
     model, other = (luna_decoders.make(projection_length=rows) for rows in (6, 4))
     past = other(IDS, use_cache=True).past_key_values
     for cache in (past, copy.deepcopy(past), pickle.loads(pickle.dumps(past))):
-        with pytest.raises(ValueError, match=r"rows of P\) of \(1, 4, 6, 4\), not 2 with \(1, 4, 6, 6\)"):
+        with pytest.raises(ValueError, match="it has projection_length 4, not 6; pass a new cache"):
             model(IDS, past_key_values=cache)
     assert model(IDS, past_key_values=model(IDS, use_cache=True).past_key_values).logits.isfinite().all()
     # A P that is passed in may have any number of rows.
