@@ -119,8 +119,7 @@ def prepare(
         cache.check(config, given)
     shape = (given.shape[0], given.shape[1] if grid is None else grid[0] * grid[1])
     if token_type_ids is not None:
-        check_token_types(model, token_type_ids, shape, mask)
-        token_type_ids = read_token_types(model, token_type_ids, mask)
+        token_type_ids = read_token_types(model, token_type_ids, shape, mask)
     if position_ids is not None:
         check_position_ids(model, position_ids, shape, attention_mask, cache)
         position_ids = position_ids[None] if position_ids.dim() == 1 else position_ids
@@ -176,8 +175,11 @@ def read_source(
     return layout.gather(clean(states, mask)), layout
 
 
-def read_token_types(model: BodyMixin, token_type_ids: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor | None:
+def read_token_types(
+    model: BodyMixin, token_type_ids: torch.Tensor, shape: tuple[int, int], mask: torch.Tensor | None
+) -> torch.Tensor | None:
     """Return `token_type_ids` `[B, T]` with 0 at positions that the bool mask drops; None = no type embeddings."""
+    check_token_types(model, token_type_ids, shape, mask)
     if not model.token_types:
         return None
     return token_type_ids if mask is None else token_type_ids.masked_fill(~mask, 0)

@@ -103,13 +103,7 @@ def find_padding_free(
     Raises:
         ValueError: `cu_seq_lens_q` does not increase from 0 to B T, or another argument contradicts it.
     """
-    cu_seqlens, starts = _bounds(options), None
-    if not in_program():
-        if options.get("seq_idx") is not None:
-            check_seq_idx(options["seq_idx"], shape)
-            starts = options["seq_idx"].diff(dim=1) != 0
-        elif position_ids is not None:
-            starts = position_ids.diff(dim=1) <= 0
+    cu_seqlens, starts = _bounds(options), _next_starts(shape, position_ids, options)
     if cu_seqlens is None and starts is not None:
         forbid_capture(starts, "`seq_idx` or `position_ids`, whose values are the boundaries of sequences", BOUNDS)
     if cu_seqlens is not None:
@@ -138,11 +132,21 @@ def unpad(mask: torch.Tensor | None) -> PaddingFreeLayout | None:
     return _flatten(mask, first)._replace(unpadded=True)
 
 
-def check_seq_idx(seq_idx: torch.Tensor, shape: tuple[int, int]) -> None:
-    """Raise `ValueError` unless `seq_idx` has an integer for every position of a batch `[B, T]`."""
-    if not isinstance(seq_idx, torch.Tensor) or seq_idx.is_floating_point() or seq_idx.shape != tuple(shape):
-        found = f"{list(seq_idx.shape)} of {seq_idx.dtype}" if isinstance(seq_idx, torch.Tensor) else type(seq_idx)
-        raise ValueError(f"`seq_idx` must be integers of the shape {list(shape)} of the input, got {found}")
+def _next_starts(
+    shape: tuple[int, int], position_ids: torch.Tensor | None, options: Mapping[str, Any]
+) -> torch.Tensor | None:
+    """Return whether a sequence starts after each position but the last, `[B or 1, T - 1]`; None = it is not given.
+
+    Raise `ValueError` unless `seq_idx` has an integer for every position.
+    """
+    if in_program():
+        return None
+    if (seq_idx := options.get("seq_idx")) is not None:
+        if not isinstance(seq_idx, torch.Tensor) or seq_idx.is_floating_point() or seq_idx.shape != tuple(shape):
+            found = f"{list(seq_idx.shape)} of {seq_idx.dtype}" if isinstance(seq_idx, torch.Tensor) else type(seq_idx)
+            raise ValueError(f"`seq_idx` must be integers of the shape {list(shape)} of the input, got {found}")
+        return seq_idx.diff(dim=1) != 0
+    return None if position_ids is None else position_ids.view(-1, position_ids.shape[-1]).diff(dim=1) <= 0
 
 
 def find_starts(shape: tuple[int, int], arguments: Mapping[str, Any]) -> torch.Tensor | None:
@@ -152,16 +156,11 @@ def find_starts(shape: tuple[int, int], arguments: Mapping[str, Any]) -> torch.T
     """
     if arguments.get("cu_seq_lens_q") is not None:
         return _starts(arguments["cu_seq_lens_q"], shape)
-    if in_program():
+    position_ids = arguments.get("position_ids") if arguments.get("attention_mask") is None else None
+    starts = _next_starts(shape, position_ids, arguments)
+    if starts is None or not starts.any():
         return None
-    position_ids = arguments.get("position_ids")
-    if arguments.get("seq_idx") is not None:
-        starts = arguments["seq_idx"].diff(dim=1) != 0
-    elif position_ids is not None and arguments.get("attention_mask") is None:
-        starts = position_ids.view(-1, position_ids.shape[-1]).diff(dim=1) <= 0
-    else:
-        return None
-    return nn.functional.pad(starts, (1, 0), value=True).expand(shape) if starts.any() else None
+    return nn.functional.pad(starts, (1, 0), value=True).expand(shape)
 
 
 def _bounds(options: Mapping[str, Any]) -> torch.Tensor | None:

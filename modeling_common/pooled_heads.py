@@ -12,7 +12,7 @@ from transformers.modeling_outputs import SequenceClassifierOutput
 from transformers.utils.generic import can_return_tuple
 
 from luna_mega.kernels.support import upcast
-from luna_mega.modeling_common.arguments import HeadKwargs, check_input, check_token_types
+from luna_mega.modeling_common.arguments import HeadKwargs, check_input
 from luna_mega.modeling_common.heads import Head, checked_loss
 from luna_mega.modeling_common.inputs import read_token_types
 from luna_mega.modeling_common.labels import given_input, validate_pairs, validate_pooled
@@ -95,8 +95,7 @@ class PooledHead(Head):
             mask = find_mask(input_ids, self.config)
         if drop_first_token:
             if (types := others.get("token_type_ids")) is not None:
-                check_token_types(body, types, given.shape[:2], mask)
-                others["token_type_ids"] = without_first(read_token_types(body, types, mask), mask)
+                others["token_type_ids"] = without_first(read_token_types(body, types, given.shape[:2], mask), mask)
             inputs = {key: without_first(value, mask) for key, value in inputs.items()}
             mask = without_first(mask, mask)
         inputs = {key: value for key, value in inputs.items() if value is not None}
@@ -234,5 +233,5 @@ def flatten_options(**inputs: torch.Tensor | None) -> tuple[tuple[int, int], dic
     if given is None or given.dim() < 3:
         shape = None if given is None else list(given.shape)
         raise ValueError(f"multiple choice requires input_ids [B, options, T] or inputs_embeds, got {shape}")
-    flat = {name: None if tensor is None else tensor.flatten(0, 1) for name, tensor in inputs.items()}
-    return (given.shape[0], given.shape[1]), flat
+    flat = {name: x if x is None or x.dim() < 3 else x.flatten(0, 1) for name, x in inputs.items()}
+    return (given.shape[0], given.shape[1]), flat  # `position_ids` `[T]` are for all rows

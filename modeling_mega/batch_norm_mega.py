@@ -44,7 +44,8 @@ class MegaBatchNorm(nn.BatchNorm1d):
             # Gradient checkpointing repeats the step in the backward pass, which must not update the statistics again.
             counts = torch.compiler.is_compiling() or torch._C._current_graph_task_id() == -1
             mask = None if self.padded_statistics else mask
-            if mask is None and not self._is_shared() and self._fits_pytorch(values):
+            fits_pytorch = values.dtype == mean.dtype and x.shape[:2].numel() > 1 and not torch.compiler.is_compiling()
+            if mask is None and fits_pytorch and not self._is_shared():
                 return self._normalize_at_once(values, counts).to(x.dtype)
             mean, variance, count = self._batch_statistics(values, mask)
             if counts:
@@ -53,10 +54,6 @@ class MegaBatchNorm(nn.BatchNorm1d):
         if self.affine:
             normed = normed * self.weight + self.bias
         return normed.to(x.dtype)
-
-    def _fits_pytorch(self, x: torch.Tensor) -> bool:
-        """Return whether PyTorch's batch norm supports a training step on `x` without masked positions."""
-        return not torch.compiler.is_compiling() and x.dtype == self.running_mean.dtype and x.shape[:2].numel() > 1
 
     def _normalize_at_once(self, x: torch.Tensor, counts: bool) -> torch.Tensor:
         """Normalize with PyTorch's batch norm, which is one call instead of twenty."""

@@ -48,6 +48,14 @@ def test_inputs(family):
 
 
 @family
+@pytest.mark.parametrize("head", [head for head in luna.HEADS if head != "ForSequencePairClassification"])
+def test_positions_of_all_rows(family, head):
+    """`position_ids` `[T]` apply to every row, also if a head reads the inputs before the base model."""
+    model, ids = family.make(head), luna.head_inputs(head, [9, 9])["input_ids"]
+    assert torch.equal(model(ids, position_ids=torch.arange(9))[0], model(ids)[0])
+
+
+@family
 def test_values_have_no_vocabulary(family):
     name, model = family.__name__.split(".")[-1].capitalize(), family.make("Model", **family.VALUES)
     for head in ("ForMaskedLM", "ForMultipleChoice", "ForQuestionAnswering"):
