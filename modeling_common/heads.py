@@ -145,10 +145,11 @@ class GenericForCausalLM(LMHead):
         """
         options = {**options}
         shift_labels = options.pop("shift_labels", None)
-        used = {"labels": labels} if shift_labels is None else {"shift_labels": shift_labels}
-        check_token_labels(given_input(inputs), logits_to_keep, **used)
-        outputs = self.base_model(**inputs, **options, return_dict=True)
         counted = labels is not None or shift_labels is not None
+        if counted:
+            used = {"labels": labels} if shift_labels is None else {"shift_labels": shift_labels}
+            check_token_labels(given_input(inputs), logits_to_keep, **used)
+        outputs = self.base_model(**inputs, **options, return_dict=True)
         hidden_states, targets, mask = outputs.last_hidden_state, None, None
         if counted or hidden_states.requires_grad:
             mask = find_kept(self.config, inputs, hidden_states.shape[1])

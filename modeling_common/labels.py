@@ -145,14 +145,13 @@ def given_input(inputs: Mapping[str, Any]) -> torch.Tensor | None:
 
 
 def check_token_labels(
-    given: torch.Tensor | None, logits_to_keep: int | torch.Tensor = 0, **labels: torch.Tensor | None
+    given: torch.Tensor | None, logits_to_keep: int | torch.Tensor = 0, **labels: torch.Tensor
 ) -> None:
     """Raise `ValueError` for labels, by name, of another shape than the positions `[B, T]` that have logits."""
     if given is None or given.dim() < 2:
         return  # the body raises the error
     for name, value in labels.items():
-        if value is not None:
-            check_labels(name, value, keep_positions(given, logits_to_keep).shape[:2])
+        check_labels(name, value, keep_positions(given, logits_to_keep).shape[:2])
 
 
 def check_span(
