@@ -167,9 +167,11 @@ class MegaDropPath(nn.Module):
     def forward(self, states: torch.Tensor, layout: Layout) -> torch.Tensor:
         if not self.training or self.probability == 0.0:
             return states
-        # A factor for each sequence: 0, or the factor that preserves the mean.
-        factors = nn.functional.dropout(states.new_ones(layout.sizes(states)[0], 1), self.probability)
-        return states * layout.spread(factors, states.shape[1])
+        return states * layout.spread(self.draw(states, layout.sizes(states)[0]), states.shape[1])
+
+    def draw(self, states: torch.Tensor, sequences: int) -> torch.Tensor:
+        """Return a factor for each sequence, `[sequences, 1]`: 0, or the factor that preserves the mean."""
+        return nn.functional.dropout(states.new_ones(sequences, 1), self.probability)
 
 
 class MegaSimpleRelativeBias(nn.Module):
