@@ -39,7 +39,7 @@ def sdpa_luna_attention(backend, query, pack_query, key, value, project, *, cont
         return attention_backend.sdpa(query, *project(packed), None, query.shape[-1] ** -0.5, 0.0), packed
 
 
-def original_causal_attention(query, pack_query, pack_key, key, value):
+def original_luna_causal_attention(query, pack_query, pack_key, key, value):
     """Compute `luna_causal_attention` as fairseq-apollo's `LunarCausalAttention` does in training (its parallel form).
 
     The sums up to every token are in memory.

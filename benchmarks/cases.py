@@ -6,33 +6,15 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import cache, partial
 
+import baselines
 import floors
 import models
 import torch
-from baselines import (
-    fft_damped_ema,
-    original_causal_attention,
-    original_complex_ema,
-    original_damped_ema,
-    original_gated_attention,
-    original_luna_attention,
-    original_mega_layer,
-    sdpa_luna_attention,
-)
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import DynamicCache
 
-from luna_mega import LunaConfig, LunaModel
 from luna_mega.compat import CACHE_NAME
-from luna_mega.kernels.api import (
-    complex_ema,
-    damped_ema,
-    gated_attention,
-    luna_attention,
-    luna_causal_attention,
-    timestep_norm,
-    use_backend,
-)
+from luna_mega.kernels import api
 from luna_mega.modeling_common.layout import DENSE
 
 Size = dict[str, int | str]
@@ -56,9 +38,9 @@ class Case:
 
     name: str
     variants: dict[str, Callable[..., Work]]
-    sizes: tuple[Size, ...]
-    quick: tuple[Size, ...]
-    repeats: int
+    sizes: tuple[Size, ...]  # a quick run measures the first one
+    repeats: int = 3
+    long: tuple[Size, ...] = ()  # sizes of our variant only, because the original would need gigabytes
     # Sizes at which all variants must have the same outputs and gradients before any speed-up is printed.
     parity: tuple[Size, ...] = ()
     # On a GPU: sizes, more variants, and compiled variants, which are measured at the first size only to save time.
@@ -81,13 +63,14 @@ class Case:
     def measurements(self, device: str, quick: bool) -> list[tuple[Size, str]]:
         """Return all pairs (size, variant) that are measured on a device."""
         if device != "cuda":
-            return [(size, variant) for size in (self.quick if quick else self.sizes) for variant in self.variants]
+            sizes, long = (self.sizes[:1], ()) if quick else (self.sizes, self.long)
+            return [*itertools.product(sizes, self.variants), *((size, self.ours) for size in long)]
         sizes = self.gpu[:1] if quick else self.gpu
-        pairs = [(size, variant) for size in sizes for variant in {**self.variants, **self.gpu_variants}]
-        return pairs + [(size, variant) for size in sizes[:1] for variant in self.compiled]
+        pairs = itertools.product(sizes, self.variants | self.gpu_variants)
+        return [*pairs, *itertools.product(sizes[:1], self.compiled)]
 
     def make(self, variant: str, device: torch.device, dtype: torch.dtype, size: Size) -> Work:
-        return {**self.variants, **self.gpu_variants, **self.compiled}[variant](device, dtype, **size)
+        return (self.variants | self.gpu_variants | self.compiled)[variant](device, dtype, **size)
 
 
 @cache
@@ -99,7 +82,7 @@ def _by_torch(function):
     """Return a function that runs `function` without Triton kernels."""
 
     def run(*arguments, **options):
-        with use_backend("torch"):
+        with api.use_backend("torch"):
             return function(*arguments, **options)
 
     return run
@@ -286,21 +269,15 @@ def _padded(make, unpad, device, dtype, n, b):
     return _model_work(lambda: (model(ids, attention_mask=mask).last_hidden_state[tokens],), model)
 
 
-def _luna_base(n):
-    return LunaModel(LunaConfig.base_512(max_position_embeddings=n, dropout=0.0, attention_dropout=0.0))
-
-
-_BASE = {"vocab_size": 50265, "hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12}
-_roberta_base = partial(models.roberta, intermediate_size=3072, **_BASE)
-
-
-def _op(name, make, function, original, compiles=True, others=None, gpu_variants=None, **options):
-    """Return the case of an op; its baseline is the original code, on a GPU also in compiled form."""
+def _op(name, make, function=None, compiles=True, others=None, gpu_variants=None, **options):
+    """Return the case of an op of the kernels; its baseline is the original code, on a GPU also in compiled form."""
+    function, original = function or getattr(api, name), getattr(baselines, f"original_{name}")
     return Case(
         name,
         {"luna_mega": partial(make, function), "original": partial(make, original), **(others or {})},
         gpu_variants={"torch": partial(make, _by_torch(function)), **(gpu_variants or {})},
         compiled={"original_compiled": partial(make, _compiled(original))} if compiles else {},
+        floor=getattr(floors, name, None),
         **options,
     )
 
@@ -329,10 +306,7 @@ CASES = {
         _op(
             "luna_attention",
             _attention,
-            luna_attention,
-            original_luna_attention,
-            sizes=_sizes(l=(16, 128, 256), n=(512, 2048, 8192, 32768)),
-            quick=({"l": 128, "n": 512}, {"l": 128, "n": 4096}),
+            sizes=_sizes(l=(128, 16, 256), n=(512, 2048, 8192, 32768)),
             repeats=7,
             parity=({"l": 16, "n": 33}, {"l": 128, "n": 500}),
             gpu=(
@@ -340,38 +314,24 @@ CASES = {
                 {"l": 128, "n": 4096, "b": 16, "masked": 0},
             ),
             gpu_variants={
-                "sdpa_cudnn": partial(_attention, partial(sdpa_luna_attention, SDPBackend.CUDNN_ATTENTION)),
-                "sdpa_flash": partial(_attention, partial(sdpa_luna_attention, SDPBackend.FLASH_ATTENTION)),
+                "sdpa_cudnn": partial(_attention, partial(baselines.sdpa_luna_attention, SDPBackend.CUDNN_ATTENTION)),
+                "sdpa_flash": partial(_attention, partial(baselines.sdpa_luna_attention, SDPBackend.FLASH_ATTENTION)),
             },
-            floor=floors.luna_attention,
         ),
         _op(
             "luna_causal_attention",
             _causal_attention,
-            luna_causal_attention,
-            original_causal_attention,
-            sizes=(*({"l": 32, "n": n} for n in (4, 64, 512, 2048)), {"l": 16, "n": 2048}, {"l": 128, "n": 512}),
-            quick=({"l": 32, "n": 2048},),
+            sizes=(*_sizes(l=(32,), n=(2048, 512, 64, 4)), {"l": 16, "n": 2048}, {"l": 128, "n": 512}),
+            long=_sizes(l=(32,), n=(8192, 32768)),
             repeats=5,
             parity=({"l": 16, "n": 33}, {"l": 32, "n": 200}),
             gpu=(*({"l": rows, "n": 4096, "b": 8} for rows in (32, 128, 16)), {"l": 32, "n": 65536, "b": 1}),
-            floor=floors.luna_causal_attention,
-        ),
-        Case(
-            "luna_causal_attention_long",  # the original would need 8 GB and more here
-            {"luna_mega": partial(_causal_attention, luna_causal_attention)},
-            sizes=_sizes(l=(32,), n=(8192, 32768)),
-            quick=(),
-            repeats=3,
-            floor=floors.luna_causal_attention,
         ),
         _op(
             "damped_ema",
             _ema,
-            damped_ema,
-            original_damped_ema,
-            sizes=(*_sizes(b=(1, 8), n=(1024,), directions=(1, 2)), *_sizes(b=(1,), n=(4096,), directions=(1, 2))),
-            quick=({"b": 1, "n": 1024, "directions": 2},),
+            sizes=(*_sizes(b=(1, 8), n=(1024,), directions=(2, 1)), *_sizes(b=(1,), n=(4096,), directions=(1, 2))),
+            long=_sizes(b=(1,), n=(16384, 65536), directions=(2,)),
             repeats=5,
             parity=_sizes(b=(2,), n=(77,), directions=(1, 2)),
             gpu=(
@@ -380,48 +340,31 @@ CASES = {
                 *_sizes(b=(32,), n=(1024,), directions=(1, 2)),
                 *_sizes(b=(1,), n=(65536,), directions=(1, 2)),
             ),
-            gpu_variants={"fft": partial(_ema, fft_damped_ema)},
-            floor=floors.damped_ema,
-        ),
-        Case(
-            "damped_ema_long",  # the powers of q in the original would need 4 GB here
-            {"luna_mega": partial(_ema, damped_ema)},
-            sizes=_sizes(b=(1,), n=(4096, 16384, 65536), directions=(2,)),
-            quick=(),
-            repeats=3,
-            floor=floors.damped_ema,
+            gpu_variants={"fft": partial(_ema, baselines.fft_damped_ema)},
         ),
         _op(
             "complex_ema",
             _complex_ema,
-            complex_ema,
-            original_complex_ema,
             sizes=tuple({"b": b, "n": n} for b, n in ((1, 1024), (1, 4096), (8, 1024))),
-            quick=({"b": 1, "n": 1024},),
             repeats=5,
             parity=({"b": 2, "n": 77}, {"b": 1, "n": 4100}),
             gpu=({"b": 8, "n": 2048, "d": 1024}, {"b": 1, "n": 4096, "d": 4096}),
             compiles=False,
-            others={"damped_ema": partial(_ema, damped_ema, directions=1)},
-            floor=floors.complex_ema,
+            others={"damped_ema": partial(_ema, api.damped_ema, directions=1)},
         ),
         Case(
             "timestep_norm",
-            {"luna_mega": partial(_norm, timestep_norm), "layer_norm": partial(_norm, _layer_norm)},
+            {"luna_mega": partial(_norm, api.timestep_norm), "layer_norm": partial(_norm, _layer_norm)},
             sizes=({"b": 1, "n": 4096}, {"b": 8, "n": 1024}, {"b": 1, "n": 1024, "d": 4096, "groups": 64}),
-            quick=({"b": 1, "n": 1024},),
             repeats=9,
             gpu=({"b": 8, "n": 2048}, {"b": 1, "n": 4096, "d": 4096, "groups": 64}),
-            gpu_variants={"torch": partial(_norm, _by_torch(timestep_norm))},
+            gpu_variants={"torch": partial(_norm, _by_torch(api.timestep_norm))},
             floor=floors.timestep_norm,
         ),
         _op(
             "gated_attention",
             _gated,
-            gated_attention,
-            original_gated_attention,
-            sizes=_sizes(n=(2048,), function=("softmax", "laplace"), chunk=(0, 128)),
-            quick=({"n": 1024, "function": "laplace", "chunk": 128},),
+            sizes=_sizes(n=(2048,), function=("laplace", "softmax"), chunk=(128, 0)),
             repeats=5,
             parity=_sizes(n=(96,), function=("softmax", "laplace", "relu2"), chunk=(0, 32), causal=(0, 1)),
             gpu=(
@@ -430,16 +373,12 @@ CASES = {
                 {"n": 4096, "b": 16, "function": "laplace", "chunk": 2048, "causal": 1},
                 {"n": 2048, "b": 16, "function": "softmax", "chunk": 0},
             ),
-            floor=floors.gated_attention,
         ),
         _op(
             "mega_layer",
             _mega_layer,
             lambda layer, x: layer(x, DENSE)[0],
-            original_mega_layer,
-            sizes=_sizes(n=(1024, 4096), function=("softmax", "laplace"), chunk=(0, 128)),
-            quick=({"n": 1024, "function": "laplace", "chunk": 128},),
-            repeats=3,
+            sizes=_sizes(n=(1024, 4096), function=("laplace", "softmax"), chunk=(128, 0)),
             parity=_sizes(n=(48,), function=("softmax", "laplace", "relu2"), chunk=(0, 16)),
             gpu=({"n": 4096, "b": 8, "function": "laplace", "chunk": 128},),
         ),
@@ -447,32 +386,27 @@ CASES = {
             "long",
             {name: partial(_long_layer, make) for name, make in _LONG.items()},
             sizes=_sizes(n=(16_384, 65_536, 262_144, 1_048_576)),
-            quick=({"n": 16_384},),
             repeats=1,
             passes=_FORWARD_AND_BOTH,
         ),
         Case(
             "base_model",
-            {"luna_128": partial(_encoder, _luna_base), "roberta_sdpa": partial(_encoder, _roberta_base)},
+            {"luna_128": partial(_encoder, models.luna_base), "roberta_sdpa": partial(_encoder, models.roberta_base)},
             sizes=_sizes(n=(512, 1024, 2048, 4096, 8192)),
-            quick=({"n": 512},),
-            repeats=3,
             passes=_FORWARD_AND_BOTH,
             gpu=_MODEL_TOKENS,
             gpu_variants={
                 **{
-                    f"roberta_{name}": partial(_encoder, _roberta_base, within=partial(sdpa_kernel, backend))
+                    f"roberta_{name}": partial(_encoder, models.roberta_base, within=partial(sdpa_kernel, backend))
                     for name, backend in (("cudnn", SDPBackend.CUDNN_ATTENTION), ("flash", SDPBackend.FLASH_ATTENTION))
                 },
-                "luna_torch": partial(_encoder, _luna_base, within=partial(use_backend, "torch")),
+                "luna_torch": partial(_encoder, models.luna_base, within=partial(api.use_backend, "torch")),
             },
         ),
         Case(
             "padding",
-            {"unpadded": partial(_padded, _luna_base, True), "padded": partial(_padded, _luna_base, False)},
+            {"unpadded": partial(_padded, models.luna_base, True), "padded": partial(_padded, models.luna_base, False)},
             sizes=({"n": 512, "b": 8},),
-            quick=(),
-            repeats=3,
             gpu=({"n": 512, "b": 128}, {"n": 4096, "b": 16}),
         ),
         Case(
@@ -488,8 +422,6 @@ CASES = {
                 "nystromformer_64": partial(_encoder, models.nystromformer),
             },
             sizes=_sizes(n=(512, 1024, 2048, 4096, 8192, 16384)),
-            quick=({"n": 512},),
-            repeats=3,
             gpu=_MODEL_TOKENS,
             passes={"forward": "Inference (forward)", **_TRAINING},
             unit="tokens",
@@ -509,8 +441,6 @@ CASES = {
                 "nystromformer_64": partial(_encoder, models.nystromformer, **models.TEXT),
             },
             sizes=_sizes(n=(1024, 2048, 3072, 4096)),
-            quick=({"n": 1024},),
-            repeats=3,
             gpu=tuple({"n": n, "b": 8} for n in (1024, 2048, 3072, 4096)),
             passes=_TRAINING,
             unit="tokens",
@@ -520,8 +450,6 @@ CASES = {
             "decoders",
             {name: partial(_decoder, make) for name, make in {**_DECODERS, "mamba": models.mamba}.items()},
             sizes=({"n": 512}, {"n": 4096}),
-            quick=({"n": 512},),
-            repeats=3,
             gpu=tuple({"n": n, "b": 65536 // n} for n in (512, 4096)),
             passes={"forward": "Prefill (forward, with a cache)", **_TRAINING},
             unit="tokens",
@@ -530,7 +458,6 @@ CASES = {
             "decoding",
             {name: partial(_decoding, make) for name, make in _DECODERS.items()},
             sizes=(*_sizes(n=(128, 512, 4096, 16_384), b=(1, 8)), *_sizes(n=(128, 512, 4096, 16_384), beams=(4,))),
-            quick=({"n": 128},),
             repeats=15,
             gpu=({"n": 512}, {"n": 4096, "b": 8}),
             compiled={f"{name}_compiled": partial(_decoding, make, compiled=True) for name, make in _DECODERS.items()},
@@ -545,7 +472,6 @@ CASES = {
                 "megalodon_chunk_128": partial(_decoder, models.megalodon_lm, **models.TEXT_MEGALODON),
             },
             sizes=_sizes(n=(4096, 16_384, 65_536)),
-            quick=({"n": 4096},),
             repeats=0,
             gpu=_sizes(n=(4096, 16_384, 65_536, 131_072, 262_144, 524_288)),
             passes=_TRAINING,
@@ -555,8 +481,6 @@ CASES = {
             "images",
             {"mega_base": partial(_images, models.mega_image), "vit_base_sdpa": partial(_images, models.vit)},
             sizes=({"b": 4},),
-            quick=({"b": 1},),
-            repeats=3,
             gpu=({"b": 128},),
             passes={"forward": "Inference (forward)", **_TRAINING},
             unit="images",

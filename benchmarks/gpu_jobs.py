@@ -146,7 +146,7 @@ def time_operators(names: list[str], dry: bool) -> Iterator[Row]:
     yield {"part": "about", "rates": vars(rates)}
     entries = []
     for case in (CASES[name] for name in names):
-        for size in (case.parity or case.quick)[:1] if dry else case.gpu[: OPS[case.name]]:
+        for size in (case.parity or case.sizes)[:1] if dry else case.gpu[: OPS[case.name]]:
             forward, backward = (rates.milliseconds(x) for x in case.floor(gpu.DTYPE.itemsize, **size))
             found = {"forward": {"floor": forward}, "both": {"floor": forward + backward}}
             entries.append((case.name, case.name, case.ours, size, found))

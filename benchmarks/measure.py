@@ -36,7 +36,7 @@ def parameters(case_name: str) -> dict[str, int]:
     """Return the number of parameters of every variant that cost time."""
     case, device = CASES[case_name], torch.device("meta")
     with device:
-        works = {name: case.make(name, device, torch.float32, case.quick[0]) for name in case.variants}
+        works = {name: case.make(name, device, torch.float32, case.sizes[0]) for name in case.variants}
     return {name: work.parameters for name, work in works.items()}
 
 

@@ -41,6 +41,10 @@ def luna(n, **fields):
     return LunaModel(LunaConfig(**{**_SIZE, **_LUNA, "max_position_embeddings": n, **fields}))
 
 
+def luna_base(n):
+    return LunaModel(LunaConfig.base_512(max_position_embeddings=n, dropout=0.0, attention_dropout=0.0))
+
+
 def mega(n, **fields):
     return MegaModel(MegaConfig(**{**_SIZE, **_MEGA, "nffn_hidden_size": 896, **fields}), add_pooling_layer=False)
 
@@ -55,6 +59,12 @@ def roberta(n, attention="sdpa", **fields):
     # Position ids start after the padding id.
     model = {"attn_implementation": attention, "add_pooling_layer": False}
     return encoder("roberta", n + 2, model, type_vocab_size=1, **fields)
+
+
+def roberta_base(n):
+    return roberta(
+        n, vocab_size=50265, hidden_size=768, num_hidden_layers=12, num_attention_heads=12, intermediate_size=3072
+    )
 
 
 def modernbert(n, **fields):

@@ -1,7 +1,7 @@
 """Measure ops and models of the registry and their baselines in one run.
 
     python benchmarks/run.py                              everything (about 40 minutes on 2 cores)
-    python benchmarks/run.py --quick                      a few sizes
+    python benchmarks/run.py --quick                      the first size of every case
     python benchmarks/run.py luna_attention               one case
     python benchmarks/run.py encoders --lengths 512 16384 --time-limit 120
     python benchmarks/run.py timestep_norm --turns 21     alternating variants, for machines whose speed drifts
@@ -38,7 +38,7 @@ import luna_mega
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("cases", nargs="*", help=f"cases to run (default: all): {', '.join(CASES)}")
-    parser.add_argument("--quick", action="store_true", help="a few sizes only")
+    parser.add_argument("--quick", action="store_true", help="the first size of every case only")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=("cpu", "cuda"))
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16", "float16"))
     parser.add_argument("--threads", type=int, default=0, help="CPU threads; 0 = as PyTorch chooses")
@@ -103,7 +103,7 @@ def _print_turns(cases, arguments):
     for case in cases:
         variants = arguments.variants or list(case.variants)
         print(f"\n| {case.name} | pass (ms) | {' | '.join(variants)} |\n{'|---' * (2 + len(variants))}|")
-        for size in case.quick if arguments.quick else case.sizes:
+        for size in case.sizes[:1] if arguments.quick else case.sizes:
             if arguments.lengths and size.get("n") not in arguments.lengths:
                 continue
             label = " ".join(f"{field} = {value:,}" for field, value in size.items())

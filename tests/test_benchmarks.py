@@ -35,7 +35,7 @@ def test_failing_parity_test_prevents_figures(runner, monkeypatch, tmp_path, cap
 def test_floors(runner):
     """Every size has a lower bound, on a CPU and on a GPU; its bytes grow with the size of an element."""
     for case in runner.CASES.values():
-        for size in (*case.sizes, *case.gpu):
+        for size in (*case.sizes, *case.long, *case.gpu):
             if case.floor is not None:
                 for narrow, wide in zip(case.floor(2, **size), case.floor(4, **size), strict=True):
                     assert 0 < 2 * narrow.bytes == wide.bytes
@@ -65,7 +65,7 @@ def test_written_files(runner, tmp_path, capsys):
     assert "luna_mega" in printed and "of the floor" in printed
     lines = [line for line in (tmp_path / "results.md").read_text().splitlines() if line.startswith("|")]
     assert lines[0].startswith("| n | function | chunk | luna_mega: forward, backward, both (ms), peak (MB) |")
-    assert lines[2].startswith("| 1024 | laplace | 128 |") and len({line.count("|") for line in lines}) == 1
+    assert lines[2].startswith("| 2048 | laplace | 128 |") and len({line.count("|") for line in lines}) == 1
 
 
 TOY = {"hidden_size": 64, "num_hidden_layers": 1}
@@ -153,7 +153,7 @@ def test_turns(runner, capsys):
     assert lines[1] == "| timestep_norm | pass (ms) | layer_norm | luna_mega |"
     for line, name in zip(lines[3:], ("forward", "both"), strict=True):
         size, kind, baseline, ours = line.strip("| ").split(" | ")
-        assert size == "b = 1 n = 1,024" and kind == name and baseline.endswith("(1.00)") and "(" in ours
+        assert size == "b = 1 n = 4,096" and kind == name and baseline.endswith("(1.00)") and "(" in ours
     for options, message in (
         (["--variants", "luna_mega"], "requires --turns"),
         (["--turns", "1", "--variants", "x"], "no variant x"),
