@@ -3,12 +3,15 @@
 import torch
 from torch import Tensor
 
-from luna_mega.kernels._export import is_tracing
 from luna_mega.kernels.checks import check_dropout, check_mask
 from luna_mega.kernels.gated_attention import reference
 
 
-def check_tensors(op: str, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> None:
+def check_call(
+    op: str, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, function: str, causal: bool,
+    chunk_size: int | None, offset: int, dropout: float, **rows: Tensor | None,
+) -> None:  # fmt: skip
+    """Raise `ValueError` unless the arguments match; `rows` are the integers `[B]` by name."""
     if not query.dim() == key.dim() == value.dim() == 3:
         raise ValueError(
             f"{op} needs [batch, length, size] tensors, got query {list(query.shape)}, key {list(key.shape)} and value "
@@ -25,12 +28,6 @@ def check_tensors(op: str, query: Tensor, key: Tensor, value: Tensor, mask: Tens
             f"and value {value.dtype}"
         )
     check_mask(op, mask, key.shape[:2])
-
-
-def check_options(
-    op: str, query: Tensor, key: Tensor, function: str, causal: bool, chunk_size: int | None, offset: int,
-    dropout: float,
-) -> None:  # fmt: skip
     queries, keys = query.shape[1], key.shape[1]
     if function not in reference.FUNCTIONS:
         raise ValueError(f"{op} does not support function {function!r}; choose one of {', '.join(reference.FUNCTIONS)}")
@@ -42,27 +39,11 @@ def check_options(
             "need a key at the position of every query, and offset must not be negative"
         )
     check_dropout(op, dropout)
-
-
-def check_rows(
-    op: str, query: Tensor, causal: bool, chunk_size: int | None, offset: int, row_offset: Tensor | None,
-    start: Tensor | None, column: Tensor | None = None, slots: Tensor | None = None,
-) -> None:  # fmt: skip
-    for name, rows in (("row_offset", row_offset), ("start", start), ("column", column), ("slots", slots)):
-        if rows is not None and (rows.dtype not in (torch.int32, torch.int64) or rows.shape != query.shape[:1]):
-            raise ValueError(
-                f"{op} needs {name} [{query.shape[0]}] of int32 or int64, got {rows.dtype} {list(rows.shape)}"
-            )
-    if row_offset is not None and (causal or chunk_size is not None):
+    for name, x in rows.items():
+        if x is not None and (x.dtype not in (torch.int32, torch.int64) or x.shape != query.shape[:1]):
+            raise ValueError(f"{op} needs {name} [{query.shape[0]}] of int32 or int64, got {x.dtype} {list(x.shape)}")
+    if rows.get("row_offset") is not None and (causal or chunk_size is not None):
         raise ValueError(f"{op}: row_offset is only for cross-attention without chunks; omit row_offset")
-    if start is None or chunk_size in (None, 1) or offset > 0 or start.device.type != "cpu":
-        return
-    # Reading the values on a GPU would synchronize the device.
-    if not torch.compiler.is_compiling() and not is_tracing() and (start > 0).any():
-        raise ValueError(
-            f"{op}: start is {start.tolist()}, so the first keys of a chunk are missing; pass the number of earlier "
-            "keys as offset"
-        )
 
 
 def check_bias(op: str, bias: Tensor | None, positions: int) -> None:

@@ -11,7 +11,7 @@ from luna_mega.kernels._dispatch import Arguments, Op
 from luna_mega.kernels._export import in_program, is_exporting, longer
 from luna_mega.kernels.columns import in_columns, in_last_column, pad_columns, roll_columns, take_columns, unless_zero
 from luna_mega.kernels.gated_attention import reference, torch_backend, torch_step
-from luna_mega.kernels.gated_attention.checks import check_bias, check_options, check_rows, check_tensors
+from luna_mega.kernels.gated_attention.checks import check_bias, check_call
 from luna_mega.kernels.varlen import check_cu_seqlens
 
 
@@ -195,9 +195,15 @@ def gated_attention(
         torch.Size([2, 100, 64])
     """
     op, length = ATTEND.name, query.shape[1]
-    check_tensors(op, query, key, value, mask)
-    check_options(op, query, key, function, causal, chunk_size, offset, dropout)
-    check_rows(op, query, causal, chunk_size, offset, row_offset, start)
+    options = (function, causal, chunk_size, offset, dropout)
+    check_call(op, query, key, value, mask, *options, row_offset=row_offset, start=start)
+    # Reading the values on a GPU would synchronize the device.
+    if start is not None and chunk_size not in (None, 1) and offset == 0 and start.device.type == "cpu":
+        if not in_program() and (start > 0).any():
+            raise ValueError(
+                f"{op}: start is {start.tolist()}, so the first keys of a chunk are missing; pass the number of "
+                "earlier keys as offset"
+            )
     if cu_seqlens is not None:
         if query.shape[0] != 1 or length != key.shape[1] or offset != 0 or not (row_offset is start is None):
             raise ValueError(
@@ -205,10 +211,18 @@ def gated_attention(
                 f"row_offset or start, got query {list(query.shape)}, key {list(key.shape)} and offset {offset}"
             )
         max_seqlen = check_cu_seqlens(op, cu_seqlens, max_seqlen, length)
+    longest: Any = max(offset + length, key.shape[1]) if cu_seqlens is None else max_seqlen
+    # In a program the length may vary, so chunks longer than the input are padded.
+    short = chunk_size is not None and not in_program() and offset == 0 and longest <= chunk_size
+    check_bias(op, bias, longest if chunk_size is None or short else chunk_size)
+    if chunk_size == 1 and start is not None:  # chunks start at every position
+        start = start.clamp(max=0)
+    if short and not return_weights:
+        chunk_size = None
     call: Arguments = {"query": query, "key": key, "value": value, "bias": bias, "mask": mask, "function": function}
-    call |= {"causal": causal, "chunk_size": chunk_size, "offset": offset, "row_offset": row_offset, "start": start}
-    call |= {"dropout": dropout} | ({"heads": heads} if return_weights else {})
-    return _run(ATTEND, backend, call, cu_seqlens, max_seqlen, return_weights)
+    call |= {"causal": causal, "chunk_size": chunk_size, "offset": offset, "row_offset": unless_zero(row_offset)}
+    call |= {"start": unless_zero(start), "dropout": dropout} | ({"heads": heads} if return_weights else {})
+    return ATTEND(backend, call, cu_seqlens, max_seqlen, return_weights)
 
 
 def gated_attention_step(
@@ -243,9 +257,8 @@ def gated_attention_step(
     if slots is not None and mask is not None:
         raise ValueError(f"{op} does not support mask with slots; omit mask, or select the rows of key and value first")
     rows = [x if slots is None else x[:1].expand(len(query), -1, -1) for x in (key, value)]
-    check_tensors(op, query, rows[0], rows[1], mask)
-    check_options(op, query, key, function, True, chunk_size, 0, dropout)
-    check_rows(op, query, True, chunk_size, 1, None, start, column, slots)
+    options = (function, True, chunk_size, 0, dropout)
+    check_call(op, query, rows[0], rows[1], mask, *options, start=start, column=column, slots=slots)
     if column is not None and chunk_size is not None:
         raise ValueError(f"{op}: column does not support chunk_size={chunk_size}; omit chunk_size")
     if chunk_size is not None:
@@ -262,21 +275,3 @@ def gated_attention_step(
     call: Arguments = {"query": query, "key": key, "value": value, "bias": bias, "mask": mask, "function": function}
     call |= {"column": column, "start": unless_zero(start), "slots": slots, "dropout": dropout}
     return STEP(backend, call)[:, 0]
-
-
-def _run(
-    op: Op, backend: str | None, call: Arguments, cu_seqlens: Tensor | None = None, max_seqlen: int | None = None,
-    return_weights: bool = False,
-) -> Any:  # fmt: skip
-    query, key, chunk_size, start = (call[name] for name in ("query", "key", "chunk_size", "start"))
-    longest: Any = max(call["offset"] + query.shape[1], key.shape[1]) if cu_seqlens is None else max_seqlen
-    # In a program the length may vary, so chunks longer than the input are padded.
-    short = chunk_size is not None and not in_program() and call["offset"] == 0
-    short = short and longest <= chunk_size
-    check_bias(op.name, call["bias"], longest if chunk_size is None or short else chunk_size)
-    if short and not return_weights:
-        chunk_size = None
-    if call["chunk_size"] == 1 and start is not None:  # chunks start at every position
-        start = start.clamp(max=0)
-    call |= {"chunk_size": chunk_size, "row_offset": unless_zero(call["row_offset"]), "start": unless_zero(start)}
-    return op(backend, call, cu_seqlens, max_seqlen, return_weights)

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,33 +35,25 @@ def attend(
     position 0.
     """
     if chunk_size is None:
-        options = (function, causal, offset, row_offset, start, dropout)
-        return _attend_full(query, key, value, bias, mask, *options)
-    if in_program():
-        return _attend_in_program(query, key, value, bias, mask, function, causal, chunk_size, dropout)
+        return _attend_full(query, key, value, bias, mask, function, causal, offset, row_offset, start, dropout)
+    options = (function, causal, 0, None, None, dropout)
     batch, length, _ = query.shape
+    if in_program():
+        # So that one exported program supports any length, including incomplete chunks.
+        position, real = chunk_positions(length, chunk_size, query.device)
+        mask = real.expand(batch, -1, -1) if mask is None else mask[:, position] & real
+        query, key, value, mask = (x.flatten(0, 1) for x in (*(x[:, position] for x in (query, key, value)), mask))
+        output = _attend_full(query, key, value, bias, mask, *options)
+        return output.unflatten(0, (batch, -1)).flatten(1, 2)[:, torch.arange(length, device=query.device)]
     complete = length - length % chunk_size
     parts = []
     for first, stop, size in ((0, complete, chunk_size), (complete, length, length - complete)):
         if first < stop:
             q, k, v = (x[:, first:stop].reshape(-1, size, x.shape[2]) for x in (query, key, value))
             m = None if mask is None else mask[:, first:stop].reshape(-1, size)
-            output = _attend_full(q, k, v, bias, m, function, causal, 0, None, None, dropout)
+            output = _attend_full(q, k, v, bias, m, *options)
             parts.append(output.view(batch, stop - first, value.shape[2]))
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
-
-
-def _attend_in_program(
-    query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, mask: Tensor | None, function: str, causal: bool,
-    chunk_size: int, dropout: float,
-) -> Tensor:  # fmt: skip
-    """Attend in chunks so that one exported program supports any length, including incomplete chunks."""
-    batch, length, _ = query.shape
-    position, real = chunk_positions(length, chunk_size, query.device)
-    mask = real.expand(batch, -1, -1) if mask is None else mask[:, position] & real
-    query, key, value, mask = (x.flatten(0, 1) for x in (*(x[:, position] for x in (query, key, value)), mask))
-    output = _attend_full(query, key, value, bias, mask, function, causal, 0, None, None, dropout)
-    return output.unflatten(0, (batch, -1)).flatten(1, 2)[:, torch.arange(length, device=query.device)]
 
 
 def _attend_full(
@@ -116,9 +109,9 @@ class _Blocks:
 
     def __init__(
         self, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, mask: Tensor | None, start: Tensor | None,
-        function: str, causal: bool, offset: int, dropout: float, seed: Tensor | None,
+        function: str, causal: bool, offset: int, dropout: float, seed: Tensor | None, keep: bool,
     ) -> None:  # fmt: skip
-        self.function, self.causal, self.offset, self.dropout = function, causal, offset, dropout
+        self.function, self.causal, self.offset, self.dropout, self.keep = function, causal, offset, dropout, keep
         self.dtype = upcast_dtype(query, value)
         # The products with the value dominate: they use its dtype, unless it is slow (float16 on CPU).
         slow = value.dtype == torch.float16 and value.device.type == "cpu"
@@ -194,20 +187,17 @@ class _Blocks:
         return dropout_factors(weights, self.dropout, self.generator)
 
 
-def _forward(
-    query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, mask: Tensor | None, start: Tensor | None,
-    function: str, causal: bool, offset: int, dropout: float, seed: Tensor | None, keep: bool,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+def _forward(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     """Return the output and, if `keep`, the scores for the backward pass (for softmax, the weights)."""
-    blocks = _Blocks(query, key, value, bias, mask, start, function, causal, offset, dropout, seed)
-    output, kept = _empty(query, key, value, keep)
+    blocks = _Blocks(query, key, value, *rest)
+    output, kept = _empty(query, key, value, blocks.keep)
     for n, rows, keys in blocks:
-        place = kept[n, rows, keys] if keep else None
-        if function == "softmax":
+        place = kept[n, rows, keys] if blocks.keep else None
+        if blocks.function == "softmax":
             weights = blocks.weights(blocks.scores(n, rows, keys), n, rows, place)
         else:
             weights = blocks.weights(blocks.scores(n, rows, keys, place), n, rows)
-        if dropout > 0.0:
+        if blocks.dropout > 0.0:
             weights = weights * blocks.dropped(weights)
         _set_product(output[n, rows], weights.to(blocks.value_dtype), blocks.value[n, keys])
     return output, kept
@@ -218,26 +208,23 @@ def _empty(query: Tensor, key: Tensor, value: Tensor, keep: bool, **_: object) -
     return value.new_empty(*query.shape[:2], value.shape[2]), kept
 
 
-def _backward(
-    grad_output: Tensor, kept: Tensor, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None,
-    mask: Tensor | None, start: Tensor | None, function: str, causal: bool, offset: int, dropout: float,
-    seed: Tensor | None, keep: bool,
-) -> list[Tensor | None]:  # fmt: skip
-    blocks = _Blocks(query, key, value, bias, mask, start, function, causal, offset, dropout, seed)
+def _backward(grad_output: Tensor, kept: Tensor, *inputs: Any) -> list[Tensor | None]:
+    blocks, (query, key, value, bias) = _Blocks(*inputs), inputs[:4]
     # The first block of a sequence overwrites the gradients of keys and values if it attends to all of them.
-    set_first = 0 < query.shape[1] and (not causal or offset + min(query.shape[1], BLOCK_ROWS) == key.shape[1])
+    seen = blocks.offset + min(query.shape[1], BLOCK_ROWS) if blocks.causal else key.shape[1]
+    set_first = 0 < query.shape[1] and seen == key.shape[1]
     make = torch.empty if set_first else torch.zeros
     grad_query, grad_key, grad_value = (make(x.shape, dtype=blocks.dtype, device=x.device) for x in (query, key, value))
     grad_bias = torch.zeros_like(blocks.bias)
     grad_output = grad_output.to(blocks.value_dtype)
     for n, rows, keys in blocks:
         write = _set_product if set_first and rows.start == 0 else _add_product
-        scores = weights = kept[n, rows, keys] if keep else blocks.scores(n, rows, keys)
-        if not keep or function != "softmax":
+        scores = weights = kept[n, rows, keys] if blocks.keep else blocks.scores(n, rows, keys)
+        if not blocks.keep or blocks.function != "softmax":
             weights = blocks.weights(scores, n, rows)
         grad = torch.bmm(grad_output[n, rows], blocks.value[n, keys].transpose(1, 2)).to(blocks.dtype)
         used = weights
-        if dropout > 0.0:
+        if blocks.dropout > 0.0:
             dropped = blocks.dropped(weights)
             grad *= dropped
             used = weights * dropped
