@@ -1,5 +1,6 @@
 """Luna's causal attention for a sequence or segment, and for one token (`luna_causal_attention_step`)."""
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,17 +13,12 @@ from luna_mega.kernels.luna_causal_attention.reference import LunaCausalState
 from luna_mega.kernels.varlen import check_cu_seqlens
 
 
-def _triton_attend(**call: Any) -> tuple[Tensor, LunaCausalState]:
+def _triton(name: str, **call: Any) -> tuple[Tensor, LunaCausalState]:
     # Imported lazily because Triton decides at import time whether kernels are interpreted.
     from luna_mega.kernels.luna_causal_attention import triton_ops
 
-    return triton_ops.attend(**call)
-
-
-def _triton_step(**call: Any) -> tuple[Tensor, LunaCausalState]:
-    from luna_mega.kernels.luna_causal_attention import triton_ops
-
-    return triton_ops.step(**call)
+    run: Any = getattr(triton_ops, name)
+    return run(**call)
 
 
 def _reference_step(inplace: bool, **call: Any) -> tuple[Tensor, LunaCausalState]:
@@ -42,7 +38,7 @@ def _unsupported(query: Tensor, pack_query: Tensor, value: Tensor, **_: object) 
 
 ATTEND = Op(
     "luna_causal_attention",
-    {"reference": reference.attend, "torch": torch_backend.attend, "triton": _triton_attend},
+    {"reference": reference.attend, "torch": torch_backend.attend, "triton": partial(_triton, "attend")},
     _unsupported,
     tokens=("query", "pack_key", "key", "value"),
     native=(),
@@ -50,7 +46,7 @@ ATTEND = Op(
 )
 STEP = Op(
     "luna_causal_attention_step",
-    {"reference": _reference_step, "torch": torch_backend.step, "triton": _triton_step},
+    {"reference": _reference_step, "torch": torch_backend.step, "triton": partial(_triton, "step")},
     _unsupported,
     tokens=("query",),
 )
@@ -130,7 +126,12 @@ def luna_causal_attention(
         )
     batch = query.shape[0]
     if cu_seqlens is not None:
-        _check_varlen(ATTEND.name, query, (pack_key, key, value), mask)
+        shapes = [list(x.shape[:2]) for x in (query, pack_key, key, value, mask) if x is not None]
+        if any(shape != [1, query.shape[1]] for shape in shapes):
+            raise ValueError(
+                f"{ATTEND.name} with cu_seqlens needs tokens and mask [1, {query.shape[1]}, ...], got "
+                f"{', '.join(map(str, shapes))}"
+            )
         max_seqlen = check_cu_seqlens(ATTEND.name, cu_seqlens, max_seqlen, query.shape[1])
         batch = cu_seqlens.numel() - 1
     call: Arguments = {"query": query, "pack_query": pack_query, "pack_key": pack_key, "key": key, "value": value}
@@ -179,14 +180,6 @@ def luna_causal_attention_step(
     return output, following
 
 
-def _check_varlen(op: str, query: Tensor, rest: tuple[Tensor, ...], mask: Tensor | None) -> None:
-    shapes = [list(x.shape[:2]) for x in (query, *rest, *(() if mask is None else (mask,)))]
-    if any(shape != [1, query.shape[1]] for shape in shapes):
-        raise ValueError(
-            f"{op} with cu_seqlens needs tokens and mask [1, {query.shape[1]}, ...], got {', '.join(map(str, shapes))}"
-        )
-
-
 def _check(
     op: str, batch: int, query: Tensor, pack_query: Tensor, pack_key: Tensor, key: Tensor, value: Tensor,
     mask: Tensor | None, pack_mask: Tensor | None, activation: str, state: LunaCausalState | None, dropout: float,
@@ -202,27 +195,23 @@ def _check(
         raise ValueError(
             f"{op} needs pack_query [{batch}, rows, {heads}, {size}] with 1 row or more, got {list(pack_query.shape)}"
         )
-    same = query.dtype == pack_query.dtype == pack_key.dtype == key.dtype == value.dtype
-    if not same or not query.is_floating_point():
-        dtypes = ", ".join(str(x.dtype) for x in (query, pack_query, pack_key, key, value))
+    tensors = (query, pack_query, pack_key, key, value)
+    if any(x.dtype != query.dtype for x in tensors) or not query.is_floating_point():
+        dtypes = ", ".join(str(x.dtype) for x in tensors)
         raise ValueError(f"{op} needs floating-point tensors of the same dtype, got {dtypes}")
     check_mask(op, mask, key.shape[:-2])
     check_mask(op, pack_mask, pack_query.shape[:2], "pack_mask")
     if activation not in reference.ACTIVATIONS:
         raise ValueError(f"{op} has no activation {activation!r}; choose one of {', '.join(reference.ACTIVATIONS)}")
     check_dropout(op, dropout)
-    if state is not None:
-        _check_state(op, state, (batch, heads, size, rows, value.shape[-1]))
-
-
-def _check_state(op: str, state: LunaCausalState, sizes: tuple[int, ...]) -> None:
-    (batch, heads, size, rows, width), (key_mean, value_mean, count) = sizes, state
-    shapes = ((batch, heads, size, rows), (batch, heads, rows, width), (batch,))
-    if (key_mean.shape, value_mean.shape, count.shape) != shapes:
+    if state is None:
+        return
+    shapes = ((batch, heads, size, rows), (batch, heads, rows, value.shape[-1]), (batch,))
+    if tuple(x.shape for x in state) != shapes:
         got, needed = (dict(zip(state._fields, map(list, x), strict=True)) for x in ([x.shape for x in state], shapes))
         raise ValueError(f"{op}: a state of shapes {got} does not fit these inputs, which need {needed}")
-    means = {key_mean.dtype, value_mean.dtype}
-    if count.dtype != torch.int64 or not means <= {torch.float32, torch.float64}:
+    *means, count = (x.dtype for x in state)
+    if count != torch.int64 or not {torch.float32, torch.float64}.issuperset(means):
         raise ValueError(
             f"{op} needs means of float32 or float64 and an int64 count in the state, got "
             f"{', '.join(str(x.dtype) for x in state)}"

@@ -23,6 +23,7 @@ INPUTS = (
     "Tensor query, Tensor pack_key, Tensor key, Tensor value, Tensor pack_query, Tensor count, Tensor? mask, "
     "Tensor? pack_mask, Tensor? key_mean, Tensor? value_mean, Tensor? seen, str activation, float dropout, Tensor? seed"
 )
+DIFFERENTIABLE = ("query", "pack_key", "key", "value", "pack_query", "key_mean", "value_mean")
 
 
 def attend(
@@ -72,9 +73,7 @@ def step(
     packed = reference.activate(scores * size**-0.5, activation)
     if masked is not None:
         packed = packed.masked_fill(masked, 0.0)
-    if dropout > 0.0:
-        packed = torch.dropout(packed, dropout, train=True)
-    packed = packed.view(batch, heads, 1, -1)
+    packed = torch.dropout(packed, dropout, train=True).view(batch, heads, 1, -1)
     key_mean = key.unsqueeze(3) * packed
     value_mean = key_mean.mT if tied else packed.mT * value.unsqueeze(2)
     rate, count = _rate(mask, batch, state, working, query.device, inplace)
@@ -85,9 +84,7 @@ def step(
         key_mean = move(state.key_mean.to(working), key_mean, rate)
         value_mean = move(state.value_mean.to(working), value_mean, rate)
     scores = torch.bmm(query.reshape(-1, 1, size), key_mean.flatten(0, 1))
-    weights = reference.unpack_weights(scores * size**-0.5, masked)
-    if dropout > 0.0:
-        weights = torch.dropout(weights, dropout, train=True)
+    weights = torch.dropout(reference.unpack_weights(scores * size**-0.5, masked), dropout, train=True)
     output = torch.bmm(weights, value_mean.flatten(0, 1)).view(value.shape)
     return output.to(dtype), LunaCausalState(key_mean, value_mean, count)
 
@@ -126,8 +123,7 @@ def _short(
     if pack_mask is not None:
         masked = ~pack_mask.repeat_interleave(heads, dim=0)[:, None]
         packed = packed.masked_fill(masked, 0.0)
-    if dropout > 0.0:
-        packed = torch.dropout(packed, dropout, train=True)
+    packed = torch.dropout(packed, dropout, train=True)
     if mask is None:
         count = torch.arange(1, length + 1, device=query.device).expand(batch, -1)
         rate = count[:1, :, None].to(working).reciprocal()
@@ -135,9 +131,7 @@ def _short(
         count = mask.cumsum(dim=1)
         rate = count.clamp(min=1).to(working).reciprocal().repeat_interleave(heads, dim=0)[..., None]
     scores = torch.bmm(torch.bmm(query, key.mT).tril(), packed) * (rate * size**-0.5)
-    weights = reference.unpack_weights(scores, masked)
-    if dropout > 0.0:
-        weights = torch.dropout(weights, dropout, train=True)
+    weights = torch.dropout(reference.unpack_weights(scores, masked), dropout, train=True)
     output = torch.bmm(torch.bmm(weights, packed.mT).tril(), value) * rate
     packed_mean = packed.mT * rate[:, -1:]
     key_mean, value_mean = (x.unflatten(0, (batch, heads)) for x in ((packed_mean @ key).mT, packed_mean @ value))
@@ -388,6 +382,6 @@ operator = register(
     empty,
     _backward,
     flops=flops,
-    differentiable=("query", "pack_key", "key", "value", "pack_query", "key_mean", "value_mean"),
+    differentiable=DIFFERENTIABLE,
     gradients=(0, 1, 2),
 )

@@ -274,14 +274,20 @@ class CausalCall:
         mask: Tensor | None, pack_mask: Tensor | None, key_mean: Tensor | None, value_mean: Tensor | None,
         seen: Tensor | None, activation: str, dropout: float, seed: Tensor | None, precision: str,
     ) -> None:  # fmt: skip
-        tokens = rows_contiguous(query, pack_key, key, value, pack_query)
-        self.query, self.pack_key, self.key, self.value, self.pack_query = tokens
+        self.tokens = rows_contiguous(query, pack_key, key, value, pack_query)
+        self.query, self.pack_key, self.key, self.value, self.pack_query = self.tokens
         self.count, self.mask, self.pack_mask, self.seen = contiguous(count, mask, pack_mask, seen)
+        self.options = (
+            self.count,
+            self.mask,
+            self.pack_mask,
+            seed,
+        )  # the arguments of the kernels from `COUNT` to `SEED`
         self.means: tuple[Any, Any] = (key_mean, value_mean)
         self.seed, self.dropping = seed, dropping(dropout)
         self.batch, self.length, self.heads, self.size = query.shape
         self.rows, self.width, self.scale = pack_query.shape[1], value.shape[3], self.size**-0.5
-        self.device, self.dtype = query.device, query.dtype
+        self.device, self.dtype, self.hopper = query.device, query.dtype, triton_launch.target(query.device).large
         self.kind = torch.bfloat16 if self.dtype == torch.bfloat16 else torch.float32
         self.inner = tl.bfloat16 if self.dtype == torch.bfloat16 else tl.float32
         self.precision = precision if self.dtype == torch.float32 else "tf32"
@@ -289,9 +295,7 @@ class CausalCall:
 
     def first(self) -> tuple[Tensor | None, Tensor | None]:
         """Return both sums before the first token."""
-        if self.seen is None:
-            return None, None
-        return per_row(self.means[0], self.seen), per_row(self.means[1], self.seen)
+        return (None, None) if self.seen is None else tuple(per_row(mean, self.seen) for mean in self.means)
 
     def last_rate(self) -> Tensor:
         """Return 1 / t of the last token, `[B]`."""
@@ -325,14 +329,13 @@ class Fused(CausalCall):
 
     def configurations(self) -> list[FusedTiles]:
         """Return the candidate configurations. The first keeps the kernels in registers."""
-        hopper = triton_launch.target(self.device).large
         if self.dtype == torch.float32:
             return [FusedTiles(16, 8), FusedTiles(16, 4)]
         tile = block_of(max(self.size, self.width)) * block_of(self.rows)
-        if tile <= 64 * 32 and (hopper or self.dtype == torch.bfloat16):
+        if tile <= 64 * 32 and (self.hopper or self.dtype == torch.bfloat16):
             # Not (64, 4): `ptxas` 12.8 of Triton 3.6 and 3.7 compiles `_sums_kernel` incorrectly.
-            return [FusedTiles(32, 4), FusedTiles(64 if hopper and self.dtype == torch.bfloat16 else 32, 8)]
-        if hopper:
+            return [FusedTiles(32, 4), FusedTiles(64 if self.hopper and self.dtype == torch.bfloat16 else 32, 8)]
+        if self.hopper:
             return [FusedTiles(32, 8), FusedTiles(16, 4)]
         few, many = FusedTiles(16, 4), FusedTiles(16, 8)
         return [few, many] if tile <= 64 * 64 else [many, few]
@@ -348,15 +351,6 @@ class Fused(CausalCall):
         leading = (self.batch, self.heads, *leading)
         key_sums = self.query.new_empty((*leading, self.size, self.rows), dtype=torch.float32)
         return key_sums, key_sums.new_empty((*leading, self.rows, self.width))
-
-    @property
-    def tokens(self) -> tuple[Tensor, ...]:
-        return self.query, self.pack_key, self.key, self.value, self.pack_query
-
-    @property
-    def options(self) -> tuple[Tensor | None, ...]:
-        """Return the arguments of the kernels from `COUNT` to `SEED`."""
-        return self.count, self.mask, self.pack_mask, self.seed
 
     def sums(
         self, x: Tensor, z: Tensor, y: Tensor, w: Tensor, first: Sequence[Tensor | None], pack: bool
@@ -458,10 +452,6 @@ class Scans(CausalCall):
     def configure(self, configuration: ScanTiles) -> None:
         """Divide the scans of the call into programs for this configuration."""
         self.configuration = configuration
-
-    @property
-    def hopper(self) -> bool:
-        return triton_launch.target(self.device).large
 
     def configurations(self) -> list[ScanTiles]:
         """Return the candidate configurations, the default first."""

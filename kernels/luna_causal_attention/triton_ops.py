@@ -18,12 +18,7 @@ from luna_mega.kernels.luna_causal_attention import (
 )
 from luna_mega.kernels.luna_causal_attention.reference import LunaCausalState
 
-TOKENS = "Tensor query, Tensor pack_key, Tensor key, Tensor value, Tensor pack_query"
-REST = (
-    "Tensor? mask, Tensor? pack_mask, Tensor? key_mean, Tensor? value_mean, Tensor? seen, str activation, "
-    "float dropout, Tensor? seed, str precision"
-)
-DIFFERENTIABLE = ("query", "pack_key", "key", "value", "pack_query", "key_mean", "value_mean")
+INPUTS = f"{torch_backend.INPUTS}, str precision"
 
 
 def attend(
@@ -50,25 +45,24 @@ def step(
 ) -> tuple[Tensor, LunaCausalState]:  # fmt: skip
     """Return `reference.step`; with `inplace`, float32 means of the state are overwritten."""
     before: Sequence[Any] = state or (None, None, None)
-    inputs: list[Any] = [query, pack_key, key, value, pack_query, mask, pack_mask, *before, activation, dropout]
-    inputs.append(random_seed(dropout, query.device))
+    seed = random_seed(dropout, query.device)
+    inputs = (query, pack_key, key, value, pack_query, mask, pack_mask, *before, activation, dropout, seed)
     if inplace and all(mean.dtype == torch.float32 and mean.is_contiguous() for mean in before[:2]):
         output, *after = triton_step.forward_step(*inputs, into=before[:2])
     else:
-        precision = _dispatch.float32_precision()
-        output, *after = _step_operator(*inputs, precision)
+        output, *after = _step_operator(*inputs, _dispatch.float32_precision())
     return output, LunaCausalState(*after)
 
 
 _operator = register(
     "luna_mega::luna_causal_attention_triton",
-    f"{TOKENS}, Tensor count, {REST}",
+    INPUTS,
     "(Tensor, Tensor, Tensor)",
     triton_forward.forward,
     torch_backend.empty,
     triton_backward.backward,
     flops=torch_backend.flops,
-    differentiable=DIFFERENTIABLE,
+    differentiable=torch_backend.DIFFERENTIABLE,
     gradients=(0, 1, 2),
 )
 
@@ -87,13 +81,13 @@ def _step_backward(
 
 _step_operator = register(
     "luna_mega::luna_causal_attention_step_triton",
-    f"{TOKENS}, {REST}",
+    INPUTS.replace("Tensor count, ", ""),
     "(Tensor, Tensor, Tensor, Tensor)",
     lambda *inputs: triton_step.forward_step(*inputs[:-1]),  # the precision is used by the backward pass only
     lambda query, value, pack_query, **_: triton_step.empty_step(query, value, pack_query),
     _step_backward,
     flops=torch_backend.flops,
-    differentiable=DIFFERENTIABLE,
+    differentiable=torch_backend.DIFFERENTIABLE,
     gradients=(0, 1, 2),
     saved="Tensor count",
     save=lambda inputs, outputs: outputs[3:],
