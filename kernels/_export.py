@@ -46,22 +46,18 @@ def longer(first: int, second: int) -> int:
     return larger
 
 
-def count_chunks(length: int, size: int, device: torch.device) -> int:
-    """Return ceil(length / size) + 1, as a value computed at run time in an exported program.
-
-    If it were computed from a shape, the exported program would only accept lengths similar to the example's. The
-    result is one more than needed because compilers treat a size of 1 as a constant.
-    """
-    if not is_exporting():
-        return -(-length // size) + 1
-    chunks: int = ((torch.full((), length, device=device) + size - 1) // size + 1).item()  # type: ignore[assignment]
-    torch._check(chunks >= 2)
-    return chunks
-
-
 def chunk_positions(length: int, size: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return positions `[chunks, size]`, padded with the last one, and a mask that is False for padding."""
-    chunks = count_chunks(length, size, device)
+    """Return positions `[chunks, size]`, padded with the last one, and a mask that is False for padding.
+
+    The last chunk is padding because compilers treat a size of 1 as a constant. An exported program computes the number
+    of chunks at run time. If it were computed from a shape, the program would only accept lengths similar to the
+    example's.
+    """
+    if is_exporting():
+        chunks: Any = ((torch.full((), length, device=device) + size - 1) // size + 1).item()
+        torch._check(chunks >= 2)
+    else:
+        chunks = -(-length // size) + 1
     position = torch.arange(chunks * size, device=device).view(chunks, size)
     return position.clamp(max=length - 1), position < length
 

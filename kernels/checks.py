@@ -16,12 +16,6 @@ def check_mask(op: str, mask: Tensor | None, shape: torch.Size, name: str = "mas
         )
 
 
-def check_shape(op: str, name: str, x: torch.Tensor, shape: torch.Size) -> None:
-    """Raise `ValueError` unless `x` has this shape."""
-    if x.shape != shape:
-        raise ValueError(f"{op} needs {name} of shape {list(shape)}, got {list(x.shape)}")
-
-
 def check_dropout(op: str, dropout: float) -> None:
     """Raise `ValueError` unless the probability is in [0, 1)."""
     if not 0.0 <= dropout < 1.0:

@@ -174,9 +174,7 @@ def gated_attention(
             `[cu_seqlens[b], cu_seqlens[b + 1])`. Columns and chunks count from the start of the sequence. Not supported
             with offset, row_offset or start.
         max_seqlen: upper bound of the sequence lengths; None = computed, which synchronizes the device.
-        backend: one of `"auto"`, `"reference"`, `"torch"`, `"triton"`; None = the setting of
-            `luna_mega.kernels.api.use_backend` or `LUNA_MEGA_BACKEND`. `"triton"` supports row_offset only with offset
-            0.
+        backend: as in `luna_pack`. `"triton"` supports row_offset only with offset 0.
 
     Returns:
         `[B, T, V]` in the dtype of `value`, or (output, weights) if `return_weights` is set. Scores and weights are

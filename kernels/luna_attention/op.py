@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from luna_mega.kernels._dispatch import Op
-from luna_mega.kernels.checks import check_dropout, check_mask, check_shape
+from luna_mega.kernels.checks import check_dropout, check_mask
 from luna_mega.kernels.luna_attention import reference, torch_backend
 from luna_mega.kernels.varlen import check_cu_seqlens
 
@@ -116,7 +116,8 @@ def luna_unpack(
     options = (dropout, return_weights, backend, cu_seqlens, max_seqlen)
     if bias is None:
         return _attend(UNPACK, query, key, value, mask, *options)
-    check_shape("luna_unpack", "bias", bias, key.shape[:2])
+    if bias.shape != key.shape[:2]:
+        raise ValueError(f"luna_unpack needs bias of shape {list(key.shape[:2])}, got {list(bias.shape)}")
     scale = query.shape[-1] ** -0.5
     # A feature, because fused kernels have no gradient of a bias: 1 in queries and bias / scale in keys.
     feature = (bias / scale).to(key.dtype)[..., None, None].expand(-1, -1, key.shape[2], 1)
@@ -192,34 +193,6 @@ def _attend(
     op: Op, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout: float, return_weights: bool,
     backend: str | None, cu_seqlens: Tensor | None, max_seqlen: int | None, scale: float | None = None,
 ) -> Any:  # fmt: skip
-    _check(op, query, key, value, mask, dropout, cu_seqlens)
-    if cu_seqlens is not None:
-        total = (query if op is UNPACK else key).shape[1]
-        max_seqlen = check_cu_seqlens(op.name, cu_seqlens, max_seqlen, total)
-    scale = query.shape[-1] ** -0.5 if scale is None else scale
-    call = {"query": query, "key": key, "value": value, "mask": mask, "scale": scale, "dropout": dropout}
-    return op(backend, call, cu_seqlens, max_seqlen, return_weights)
-
-
-def _sdpa_is_best(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> bool:
-    """Return whether PyTorch's flash kernels on a GPU have minimal memory traffic, with and without dropout.
-
-    They do not support masks, need 128 queries to fill their tiles, and load keys and values separately. Separate loads
-    are slow if keys and values are one tensor and most of the bytes. If there are few keys (unpack), they stay in
-    on-chip memory. The backward pass of these kernels uses atomics, so they are not used if deterministic algorithms
-    are enabled.
-    """
-    if torch.are_deterministic_algorithms_enabled():
-        return False
-    if query.device.type != "cuda" or mask is not None or query.dtype == torch.float32 or query.shape[-1] % 8:
-        return False
-    queries, keys = query.shape[1], key.shape[1]
-    return keys <= max(queries, 256) or (key is not value and queries >= 128)
-
-
-def _check(
-    op: Op, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout: float, cu_seqlens: Tensor | None
-) -> None:
     name, varlen_side = op.name, op.tokens[0]
     if query.dim() != 4 or key.dim() != 4:
         raise ValueError(
@@ -240,7 +213,27 @@ def _check(
                 f"{name} with cu_seqlens {list(cu_seqlens.shape)} needs {varlen_side} [1, total, heads, head size] and "
                 f"{cu_seqlens.numel() - 1} rows in the other batch, got {list(flat.shape)} and {list(other.shape)}"
             )
+        max_seqlen = check_cu_seqlens(name, cu_seqlens, max_seqlen, flat.shape[1])
     if not query.dtype == key.dtype == value.dtype:
         raise ValueError(f"{name}: dtypes differ: query {query.dtype}, key {key.dtype}, value {value.dtype}")
     check_mask(name, mask, key.shape[:2])
     check_dropout(name, dropout)
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    call = {"query": query, "key": key, "value": value, "mask": mask, "scale": scale, "dropout": dropout}
+    return op(backend, call, cu_seqlens, max_seqlen, return_weights)
+
+
+def _sdpa_is_best(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> bool:
+    """Return whether PyTorch's flash kernels on a GPU have minimal memory traffic, with and without dropout.
+
+    They do not support masks, need 128 queries to fill their tiles, and load keys and values separately. Separate loads
+    are slow if keys and values are one tensor and most of the bytes. If there are few keys (unpack), they stay in
+    on-chip memory. The backward pass of these kernels uses atomics, so they are not used if deterministic algorithms
+    are enabled.
+    """
+    if torch.are_deterministic_algorithms_enabled():
+        return False
+    if query.device.type != "cuda" or mask is not None or query.dtype == torch.float32 or query.shape[-1] % 8:
+        return False
+    queries, keys = query.shape[1], key.shape[1]
+    return keys <= max(queries, 256) or (key is not value and queries >= 128)

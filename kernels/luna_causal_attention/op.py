@@ -98,8 +98,7 @@ def luna_causal_attention(
         cu_seqlens: `[S + 1]` int32 or int64, ascending from 0 to T, for S varlen sequences with B = 1. Sequences do not
             attend to each other. pack_query, pack_mask and state have one row per sequence, `[S, ...]`.
         max_seqlen: upper bound of the sequence lengths; None = computed, which synchronizes the device.
-        backend: one of `"auto"`, `"reference"`, `"torch"`, `"triton"`; None = the setting of
-            `luna_mega.kernels.api.use_backend` or `LUNA_MEGA_BACKEND`.
+        backend: as in `luna_pack`.
 
     Returns:
         `[B, T, H, V]` in the dtype of the inputs, or a tuple with the weights and the state, if requested. The state

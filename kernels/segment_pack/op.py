@@ -16,7 +16,7 @@ def _triton(**call: Any) -> tuple[Tensor, Tensor, Tensor]:
     # Imported lazily because Triton decides at import time whether kernels are interpreted.
     from luna_mega.kernels.segment_pack import triton_ops
 
-    return triton_ops.segment_pack(**call)
+    return torch_backend.segment_pack(**call, run=triton_ops.pack)
 
 
 def _unsupported(states: Tensor, **_: Any) -> str | None:
@@ -97,8 +97,7 @@ def segment_pack(
         row: `[B, T]` int64 from 0 to L - 1, as returned by `assign_rows`: it must not decrease along a sequence.
         mask: `[B, T]` bool, True = keep; None = all.
         rows: L, the number of rows.
-        backend: one of `"auto"`, `"reference"`, `"torch"`, `"triton"`; None = the setting of
-            `luna_mega.kernels.api.use_backend` or `LUNA_MEGA_BACKEND`. Triton does not support float64.
+        backend: as in `luna_pack`. Triton does not support float64.
         cu_seqlens: `[S + 1]` int32 or int64, for S varlen sequences: `states` is `[1, total, D]`, and `score`, `row`
             and `mask` are `[1, total]`. The results have S batch rows.
         max_seqlen: length of the longest sequence; None = computed from `cu_seqlens`, which synchronizes the device.

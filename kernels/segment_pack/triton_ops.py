@@ -1,23 +1,14 @@
 """Position-aware pack with Triton kernels, as custom operators."""
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from luna_mega.kernels._custom_operator import Values, register
-from luna_mega.kernels.segment_pack import torch_backend, triton_kernels
+from luna_mega.kernels.segment_pack import triton_kernels
 
 
-def segment_pack(**call: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """Return `torch_backend.segment_pack`."""
-    return torch_backend.segment_pack(**call, run=_pack)
-
-
-def _pack(
-    states: Tensor, score: Tensor, mask: Tensor | None, index: Tensor, rows: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    # The tokens of a row follow each other.
+def pack(states: Tensor, score: Tensor, mask: Tensor | None, index: Tensor, rows: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the packed rows, entropy and total weight of tokens `[N, D]`; `index` `[N]` are their rows, in order."""
     starts = torch.searchsorted(index, torch.arange(rows + 1, device=index.device))
     packed, entropy, _, total = _operator(states, score, mask, starts)
     return packed, entropy, total
