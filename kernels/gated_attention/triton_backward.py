@@ -313,16 +313,31 @@ def backward(
 
     `output` and `lse` come from the forward pass and are used for softmax only.
     """
-    bias, call = arguments[3], GatedCall(*arguments)
+    call = GatedCall(*arguments)
+    query, key, value, bias = call.query, call.key, call.value, call.bias
     (grad_output,) = rows_contiguous(grad_output)
-    softmax = call.function == "softmax"
-    delta = _delta(output, grad_output) if softmax and output is not None else None
+    delta = _delta(output, grad_output) if call.function == "softmax" and output is not None else None
 
     def run(blocks: BackwardTiles) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        return _gradients(call, blocks, grad_output, lse, delta)
+        parts = split(call, blocks, query.dtype)
+        banded = any(part.first_query for part in parts)
+        grad_query = query.new_empty(query.shape)
+        # Each band adds to the gradients of the previous bands.
+        grad_key, grad_value = (
+            x.new_zeros(x.shape, dtype=torch.float32) if banded else x.new_empty(x.shape) for x in (key, value)
+        )
+        grad_bias = None if bias is None else torch.zeros_like(bias, dtype=torch.float32)
+        for part in parts:
+            write_scores(part, grad_output, lse, delta)
+            multiply_scores(part, part.grad_scores, call.key, grad_query, transposed=False, scaled=True, add=False)
+            multiply_scores(part, part.grad_scores, call.query, grad_key, transposed=True, scaled=True, add=banded)
+            multiply_scores(part, part.weights, grad_output, grad_value, transposed=True, scaled=False, add=banded)
+            if grad_bias is not None:
+                _add_diagonals(grad_bias, part)
+        return grad_query, grad_key.to(key.dtype), grad_value.to(value.dtype), grad_bias
 
     *grads, grad_bias = call.choose(_scores_kernel, _configurations(call), run)
-    return *grads, None if bias is None else grad_bias.to(bias.dtype)
+    return *grads, None if grad_bias is None else grad_bias.to(arguments[3].dtype)
 
 
 def split(call: GatedCall, blocks: BackwardTiles, grad_dtype: torch.dtype | None = None) -> list[Part]:
@@ -337,29 +352,6 @@ def split(call: GatedCall, blocks: BackwardTiles, grad_dtype: torch.dtype | None
         for first in range(0, call.segments, group)
         for first_query in range(0, max(call.queries, 1), band)
     ]
-
-
-def _gradients(
-    call: GatedCall, blocks: BackwardTiles, grad_output: Tensor, lse: Tensor, delta: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Return the gradients; the gradient of the bias is float32."""
-    query, key, value, bias = call.query, call.key, call.value, call.bias
-    parts = split(call, blocks, query.dtype)
-    banded = any(part.first_query for part in parts)
-    grad_query = query.new_empty(query.shape)
-    # Each band adds to the gradients of the previous bands.
-    grad_key, grad_value = (
-        x.new_zeros(x.shape, dtype=torch.float32) if banded else x.new_empty(x.shape) for x in (key, value)
-    )
-    grad_bias = None if bias is None else torch.zeros_like(bias, dtype=torch.float32)
-    for part in parts:
-        write_scores(part, grad_output, lse, delta)
-        multiply_scores(part, part.grad_scores, call.key, grad_query, transposed=False, scaled=True, add=False)
-        multiply_scores(part, part.grad_scores, call.query, grad_key, transposed=True, scaled=True, add=banded)
-        multiply_scores(part, part.weights, grad_output, grad_value, transposed=True, scaled=False, add=banded)
-        if grad_bias is not None:
-            _add_diagonals(grad_bias, part)
-    return grad_query, grad_key.to(key.dtype), grad_value.to(value.dtype), grad_bias
 
 
 def _delta(output: Tensor, grad_output: Tensor) -> Tensor:

@@ -4,8 +4,6 @@ This file is the specification: all faster implementations are tested against it
 sequence P `[B, L, H, K]`, query `[B, T, H, K]`. Masks are boolean, True = attend.
 """
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
@@ -28,15 +26,3 @@ def attend(
         weights = weights.masked_fill(masked, 0.0)
     weights = torch.dropout(weights.to(value.dtype), dropout, train=True)
     return torch.einsum("bhtm,bmhk->bthk", weights, value), weights
-
-
-def luna_attention(
-    query: Tensor, pack_query: Tensor, pack_key: Tensor, pack_value: Tensor,
-    project: Callable[[Tensor], tuple[Tensor, Tensor]], context_mask: Tensor | None = None,
-    pack_mask: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Pack the context, Y_P = Attn(P, C), unpack it for every query, Y_X = Attn(X, Y_P), and return (Y_X, Y_P)."""
-    packed, _ = attend(pack_query, pack_key, pack_value, context_mask, pack_query.shape[-1] ** -0.5)
-    key, value = project(packed)
-    output, _ = attend(query, key, value, pack_mask, query.shape[-1] ** -0.5)
-    return output, packed

@@ -99,7 +99,8 @@ def flash_backward(
     return tuple(x.transpose(1, 2) for x in gradients)
 
 
-def _fake(query: Tensor, **_rest: object) -> tuple[Tensor, Tensor]:
+def empty(query: Tensor, **_rest: object) -> tuple[Tensor, Tensor]:
+    """Return empty tensors for the result and the log-sum-exp."""
     batch, length, heads, _ = query.shape
     return query.new_empty(query.shape), query.new_empty((batch, heads, length), dtype=upcast_dtype(query))
 
@@ -115,7 +116,7 @@ operator = register(
     "Tensor query, Tensor key, Tensor value, Tensor? mask, float scale",
     "(Tensor, Tensor)",
     lambda *inputs: tuple(x.contiguous() for x in flash(*inputs)),
-    _fake,
+    empty,
     lambda *inputs: [x.contiguous() for x in flash_backward(*inputs)],
     flops=flops,
     differentiable=("query", "key", "value"),

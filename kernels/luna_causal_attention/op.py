@@ -194,9 +194,9 @@ def _check(
         raise ValueError(
             f"{op} needs pack_query [{batch}, rows, {heads}, {size}] with 1 row or more, got {list(pack_query.shape)}"
         )
-    tensors = (query, pack_query, pack_key, key, value)
-    if any(x.dtype != query.dtype for x in tensors) or not query.is_floating_point():
-        dtypes = ", ".join(str(x.dtype) for x in tensors)
+    same = query.dtype == pack_query.dtype == pack_key.dtype == key.dtype == value.dtype
+    if not same or not query.is_floating_point():
+        dtypes = ", ".join(str(x.dtype) for x in (query, pack_query, pack_key, key, value))
         raise ValueError(f"{op} needs floating-point tensors of the same dtype, got {dtypes}")
     check_mask(op, mask, key.shape[:-2])
     check_mask(op, pack_mask, pack_query.shape[:2], "pack_mask")
@@ -205,12 +205,12 @@ def _check(
     check_dropout(op, dropout)
     if state is None:
         return
+    key_mean, value_mean, count = state
     shapes = ((batch, heads, size, rows), (batch, heads, rows, value.shape[-1]), (batch,))
-    if tuple(x.shape for x in state) != shapes:
+    if (key_mean.shape, value_mean.shape, count.shape) != shapes:
         got, needed = (dict(zip(state._fields, map(list, x), strict=True)) for x in ([x.shape for x in state], shapes))
         raise ValueError(f"{op}: a state of shapes {got} does not fit these inputs, which need {needed}")
-    *means, count = (x.dtype for x in state)
-    if count != torch.int64 or not {torch.float32, torch.float64}.issuperset(means):
+    if count.dtype != torch.int64 or not {key_mean.dtype, value_mean.dtype} <= {torch.float32, torch.float64}:
         raise ValueError(
             f"{op} needs means of float32 or float64 and an int64 count in the state, got "
             f"{', '.join(str(x.dtype) for x in state)}"

@@ -172,8 +172,8 @@ def _fused(
         (False, grad_output, call.value, weights, after[1], grads[3], first[1]),
         (True, call.query, call.key, grad_scores, after[0], grads[2], first[0]),
     ):
-        inputs = (x, y, call.pack_key, z, call.pack_query)
-        call.launch(_key_kernel, *inputs, *call.options, sums, grad, *outputs, end, of=inputs, KEYS=keys)
+        of = (x, y, call.pack_key, z, call.pack_query)
+        call.launch(_key_kernel, *of, *call.options, sums, grad, *outputs, end, of=of, KEYS=keys)
     return [*grads, of_pack_query.sum(2).transpose(1, 2).to(call.dtype).contiguous()], first
 
 

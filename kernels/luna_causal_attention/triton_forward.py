@@ -295,7 +295,8 @@ class CausalCall:
 
     def first(self) -> tuple[Tensor | None, Tensor | None]:
         """Return both sums before the first token."""
-        return (None, None) if self.seen is None else tuple(per_row(mean, self.seen) for mean in self.means)
+        key_mean, value_mean = self.means
+        return (None, None) if self.seen is None else (per_row(key_mean, self.seen), per_row(value_mean, self.seen))
 
     def last_rate(self) -> Tensor:
         """Return 1 / t of the last token, `[B]`."""
@@ -393,25 +394,24 @@ class Scans(CausalCall):
 
     def pack(self, grad: Tensor | None = None) -> Tensor:
         """Return pack weights, or the gradients of their scores."""
-        output, chunk = self.empty(self.kind), 16 if self.dtype == torch.float32 else 64
-        numbers = (self.scale, *self.dropping, *strides(self.pack_key, self.pack_query, number=3))
-        inputs = (self.pack_key, self.pack_query, self.mask, self.pack_mask, self.seed, grad, output)
-        triton_launch.launch(
-            _pack_kernel, (self.batch * self.heads * cdiv(self.length, chunk),),
-            *inputs, *numbers, self.length, self.heads,
-            SIZE=self.size, L=self.rows, ELU=self.elu, PRECISION=self.precision,
-            C=chunk, BK=block_of(self.size), BL=block_of(self.rows), num_warps=8, num_stages=1,
-        )  # fmt: skip
-        return output
+        constants = {"SIZE": self.size, "ELU": self.elu, "PRECISION": self.precision, "BK": block_of(self.size)}
+        inputs, chunk = (self.pack_key, self.pack_query), 16 if self.dtype == torch.float32 else 64
+        options = (self.mask, self.pack_mask, self.seed)
+        return self._run(_pack_kernel, chunk, 8, *inputs, *options, grad, of=inputs, **constants)
 
     def weigh(self, scores: Tensor, grad: Tensor | None = None) -> Tensor:
         """Return the unpack weights of scores, or the gradients of the scores."""
-        output = self.empty(self.kind)
-        inputs = (scores, self.count, self.pack_mask, self.seed, grad, output)
+        return self._run(_softmax_kernel, 16, 4, scores, self.count, self.pack_mask, self.seed, grad)
+
+    def _run(
+        self, kernel: Any, chunk: int, warps: int, *tensors: Tensor | None, of: Sequence[Tensor] = (), **constants: Any
+    ) -> Tensor:
+        """Launch a kernel over chunks of tokens, with the strides of the tensors `of`; return its output."""
+        output, numbers = self.empty(self.kind), (self.scale, *self.dropping, *strides(*of, number=3))
         triton_launch.launch(
-            _softmax_kernel, (self.batch * self.heads * cdiv(self.length, 16),),
-            *inputs, self.scale, *self.dropping, self.length, self.heads,
-            L=self.rows, C=16, BL=block_of(self.rows), num_warps=4, num_stages=1,
+            kernel, (self.batch * self.heads * cdiv(self.length, chunk),),
+            *tensors, output, *numbers, self.length, self.heads,
+            L=self.rows, C=chunk, BL=block_of(self.rows), num_warps=warps, num_stages=1, **constants,
         )  # fmt: skip
         return output
 

@@ -60,8 +60,9 @@ def segment_pack(
     flat = states.flatten(0, 1), score.flatten().to(upcast_dtype(states)), None if mask is None else mask.flatten()
     index = (row + rows * sequence).flatten()  # the row of every token among the rows of all sequences
     if run is None:
-        run = _traced if is_tracing() else _SegmentPack.apply
-    packed, entropy, total = run(*flat, index, batch * rows)
+        # `torch.jit.trace` does not support numbers in an autograd function.
+        run = _pack if is_tracing() else _SegmentPack.apply
+    packed, entropy, total = run(*flat, index, batch * rows)[:3]
     return packed.to(states.dtype).unflatten(0, (batch, rows)), entropy.view(batch, rows), total.view(batch, rows) != 0
 
 
@@ -91,11 +92,6 @@ def _pack(states: Tensor, score: Tensor, mask: Tensor | None, index: Tensor, row
     if dropped is not None:
         weighted = weighted.masked_fill(dropped[:, None], 0.0)
     return _sums(weighted, index, rows), entropy, total, dropped, weight, relative, divisor
-
-
-def _traced(*call: Any) -> tuple[Tensor, ...]:
-    """Return the first three results of `_pack`; `torch.jit.trace` does not support numbers in an autograd function."""
-    return _pack(*call)[:3]
 
 
 class _SegmentPack(torch.autograd.Function):
