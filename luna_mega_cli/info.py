@@ -1,7 +1,6 @@
 """`luna-mega info`: describe a model."""
 
 import argparse
-from dataclasses import asdict
 
 from luna_mega_cli.options import COUNT, show
 
@@ -20,5 +19,4 @@ def add(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> None:
     from luna_mega.inspection.info import describe
 
-    description = describe(options.path, options.length, progress=not options.json)
-    show(options, description, asdict(description))
+    show(options, describe(options.path, options.length, progress=not options.json))

@@ -38,7 +38,6 @@ class SentenceModules:
         pooling: modes of the pooling, whose vectors are concatenated; empty for a cross-encoder.
         normalizes: whether the vectors are scaled to length 1.
         max_seq_length: longest text in tokens; None = not specified.
-        prompts: texts before an input, by name.
         files: relative paths -> the files to copy.
         settings: contents of `sentence_bert_config.json`.
         others: types of modules that are neither pooling nor normalization.
@@ -48,7 +47,6 @@ class SentenceModules:
     pooling: tuple[str, ...]
     normalizes: bool = False
     max_seq_length: int | None = None
-    prompts: dict[str, str] = field(default_factory=dict)
     files: dict[str, Path] = field(default_factory=dict)
     settings: dict[str, Any] = field(default_factory=dict)
     others: tuple[str, ...] = ()
@@ -141,9 +139,7 @@ def read_modules(name: str) -> SentenceModules | None:
     files |= {path: place for path in paths if (place := _find(name, path))}
     pooling = [_pooling(name, f"{path}/config.json") for kind, path in kinds if kind == "Pooling"][-1:]
     others = tuple(kind for kind in names if kind not in ("Pooling", "Normalize"))
-    return SentenceModules(
-        pooling[0] if pooling else (), "Normalize" in names, length, texts, files, settings, others, model
-    )
+    return SentenceModules(pooling[0] if pooling else (), "Normalize" in names, length, files, settings, others, model)
 
 
 def _short(kind: str) -> str:

@@ -49,9 +49,9 @@ def sample_inputs(
     for side in ("right", "left"):
         batches[f"padded {side}"] = make_inputs(model, padded, side=side, **options)
     batches["gaps"] = make_inputs(model, padded, gaps=True, **options)
-    if _reads(model_class, "packed_mask") and config.pack_method == "attention":
+    if accepts(model_class, "packed_mask") and config.pack_method == "attention":
         batches["packed"] = make_inputs(model, padded, **options) | _packed(config, len(padded), seed)
-    if _reads(model_class, "pair_attention_mask") and config.num_labels == 1:
+    if accepts(model_class, "pair_attention_mask") and config.num_labels == 1:
         second = [make_inputs(model, padded, **options | {"seed": seed + index}) for index in range(2)]
         pairs = {name: torch.stack([x[name] for x in second], 1) for name in second[0] if name.startswith("pair_")}
         batches["candidates"] = second[0] | pairs
@@ -90,7 +90,7 @@ def make_inputs(
     sides = {"": (config, lengths)}
     if config.is_encoder_decoder:
         sides = {"": (config.encoder_config, lengths), "decoder_": (config.decoder_config, halves)}
-    elif _reads(model_class, "pair_attention_mask"):
+    elif accepts(model_class, "pair_attention_mask"):
         sides["pair_"] = (config, [halves[-1], *halves[:-1]])
     inputs = {}
     for prefix, (stack, counts) in sides.items():
@@ -110,7 +110,7 @@ def make_inputs(
         mask = _mask(torch.tensor(halves), side, gaps)
         states = torch.randn(*mask.shape, config.hidden_size, generator=generator)
         inputs |= {"encoder_hidden_states": states, "encoder_attention_mask": mask.long()}
-        if _reads(model_class, "packed_states"):
+        if accepts(model_class, "packed_states"):
             inputs["packed_states"] = _packed(config, len(lengths), seed)["packed_states"]
     return inputs
 
@@ -128,7 +128,8 @@ def _parts(model: PreTrainedModel | ModelFolder) -> tuple[type, PreTrainedConfig
     return getattr(model, "model_class", type(model)), model.config
 
 
-def _reads(model_class: type, name: str) -> bool:
+def accepts(model_class: type, name: str) -> bool:
+    """Return whether `forward` has an argument with this name."""
     return name in inspect.signature(model_class.forward).parameters
 
 
@@ -154,7 +155,7 @@ def _ids(config: Any, mask: torch.Tensor, processor: Any, generator: torch.Gener
 
 def _types(model_class: type, config: Any, processor: Any) -> int | None:
     """Return the number of token types in the inputs, or None if the inputs have no `token_type_ids`."""
-    if not _reads(model_class, "token_type_ids"):
+    if not accepts(model_class, "token_type_ids"):
         return None
     types = config.type_vocab_size if getattr(config, "add_token_type_embeddings", True) else 0
     named = "token_type_ids" in getattr(processor, "model_input_names", ())

@@ -1,6 +1,5 @@
 """Compare two models layer by layer on the same inputs (`luna-mega verify`)."""
 
-import inspect
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -21,7 +20,7 @@ from luna_mega.convert.importer import convert_checkpoint
 from luna_mega.convert.tensors import few
 from luna_mega.errors import ConversionError, reason, shown
 from luna_mega.hub.folder import ModelFolder, length_limit, load_tokenizer, position_limit, read_folder, stacks
-from luna_mega.hub.samples import make_inputs, sample_inputs
+from luna_mega.hub.samples import accepts, make_inputs, sample_inputs
 from luna_mega.modeling_common.masks import find_mask
 
 _INPUTS = (
@@ -151,10 +150,7 @@ def compare(
             batches = _random(first, batch, length, seed)
         folders = tqdm((first, second), desc="models", delay=1, disable=None if progress else True)
         outputs = [_run(folder, batches) for folder in folders]
-    layers, results = [], []
-    for tensors, pair in zip(batches.values(), zip(*outputs, strict=True), strict=True):
-        layers.append(_layers(*pair, tensors, first.config))
-        results.append(_results(*pair, _mask(tensors, first.config, "decoder_" * first.config.is_encoder_decoder)))
+    pairs = [(*pair, first.config) for pair in zip(*outputs, batches.values(), strict=True)]
     return Comparison(
         a=str(a),
         b=str(b),
@@ -162,8 +158,8 @@ def compare(
         inputs={
             batch: {name: list(tensor.shape) for name, tensor in tensors.items()} for batch, tensors in batches.items()
         },
-        layers=[_largest(rows) for rows in zip(*layers, strict=True)],
-        results=_largest(results),
+        layers=[_largest(rows) for rows in zip(*(_layers(*pair) for pair in pairs), strict=True)],
+        results=_largest([_results(*pair) for pair in pairs]),
         tolerance=tolerance,
     )
 
@@ -234,7 +230,7 @@ def _read_inputs(path: Path, folder: ModelFolder) -> dict[str, torch.Tensor]:
         tensors = load_file(path)
     except SafetensorError as error:
         raise ConversionError(f"{path}: not a safetensors file ({error})") from error
-    known = [name for name in _INPUTS if _reads(model_class, name)]
+    known = [name for name in _INPUTS if accepts(model_class, name)]
     if unknown := sorted(tensors.keys() - set(known)):
         raise ConversionError(
             f"{path}: {few(unknown)}: {model_class.__name__} has no such inputs; it supports {', '.join(known)}"
@@ -255,7 +251,7 @@ def _read_inputs(path: Path, folder: ModelFolder) -> dict[str, torch.Tensor]:
 def _tokenize(texts: Sequence[str], *folders: ModelFolder) -> dict[str, torch.Tensor]:
     model_class = folders[0].model_class
     for name, what in (("pair_input_ids", "pairs of sequences"), ("decoder_input_ids", "a source and a target")):
-        if _reads(model_class, name):
+        if accepts(model_class, name):
             raise ConversionError(f"--text: this model requires {what}; use --inputs")
     for folder in folders:
         if not (folder.path / "tokenizer_config.json").is_file():
@@ -279,10 +275,6 @@ def _tokenize(texts: Sequence[str], *folders: ModelFolder) -> dict[str, torch.Te
     raise ConversionError("--text: neither model has a tokenizer; convert with --bpe, or use --inputs")
 
 
-def _reads(model_class: type, name: str) -> bool:
-    return name in inspect.signature(model_class.forward).parameters
-
-
 @torch.no_grad()
 def _run(folder: ModelFolder, batches: Mapping[str, Mapping[str, torch.Tensor]]) -> list[Mapping]:
     """Return the output of every batch."""
@@ -296,36 +288,31 @@ def _run(folder: ModelFolder, batches: Mapping[str, Mapping[str, torch.Tensor]])
         raise ConversionError(f"the inputs do not fit {folder.path}: {reason(error)}") from error
 
 
-def _mask(tensors: Mapping[str, torch.Tensor], config: PreTrainedConfig, prefix: str = "") -> torch.Tensor:
+def _mask(output: Mapping, tensors: Mapping, config: PreTrainedConfig, prefix: str = "") -> torch.Tensor:
     """Return a mask of the compared positions: `[B, T]`, or `[B options, T]` for multiple choice.
 
     The positions are those of the source or, if `prefix` is "decoder_", of the target. For pairs, they are those of the
     first sequence.
     """
-    if f"{prefix}attention_mask" in tensors:
-        mask = tensors[f"{prefix}attention_mask"].bool()
-    elif config.input_type == "tokens":
-        tokens = tensors[f"{prefix}input_ids"]
-        mask = find_mask(tokens, config)
-        mask = torch.ones_like(tokens, dtype=torch.bool) if mask is None else mask
-    elif config.input_type == "patches":
-        patches = (config.image_size // config.patch_size) ** 2
-        mask = torch.ones(len(tensors["pixel_values"]), patches, dtype=torch.bool)
-    else:
-        mask = torch.ones_like(tensors["input_values"], dtype=torch.bool)
-    mask = mask.flatten(0, -2)
+    mask = tensors.get(f"{prefix}attention_mask")
+    if mask is None and f"{prefix}input_ids" in tensors:
+        mask = find_mask(tensors[f"{prefix}input_ids"], config)
+    if mask is None:
+        states = output[f"{prefix or 'encoder_' * config.is_encoder_decoder}hidden_states"]
+        return torch.ones(states[0].shape[:2], dtype=torch.bool)
+    mask = mask.bool().flatten(0, -2)
     # Without the first token of each sequence, for padding on both sides.
     return mask[:, 1:] & mask[:, :-1] if getattr(config, "drop_first_token", False) else mask
 
 
 def _layers(first: Mapping, second: Mapping, tensors: Mapping, config: PreTrainedConfig) -> list[dict]:
     """Return the rows of all layers, see `Comparison`."""
-    mask = _mask(tensors, config)
+    mask = _mask(first, tensors, config)
     names = {"": ("hidden_states", mask, "packed_hidden_states")}
     if config.is_encoder_decoder:
         names = {
             "encoder": ("encoder_hidden_states", mask, "encoder_packed_hidden_states"),
-            "decoder": ("decoder_hidden_states", _mask(tensors, config, "decoder_"), "packed_hidden_states"),
+            "decoder": ("decoder_hidden_states", _mask(first, tensors, config, "decoder_"), "packed_hidden_states"),
         }
     rows = []
     for stack, (hidden, keep, packed) in names.items():
@@ -351,8 +338,8 @@ def _layers(first: Mapping, second: Mapping, tensors: Mapping, config: PreTraine
     return rows
 
 
-def _results(first: Mapping, second: Mapping, mask: torch.Tensor) -> dict[str, float | None]:
-    results = {}
+def _results(first: Mapping, second: Mapping, tensors: Mapping, config: PreTrainedConfig) -> dict[str, float | None]:
+    mask, results = _mask(first, tensors, config, "decoder_" * config.is_encoder_decoder), {}
     for name in _RESULTS:
         if first.get(name) is not None:
             shapes = [list(output[name].shape) for output in (first, second)]

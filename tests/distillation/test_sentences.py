@@ -58,7 +58,7 @@ def test_command(sentence_teacher, tmp_path, capsys):
     for name in ("modules.json", "1_Pooling/config.json", "config_sentence_transformers.json"):
         assert (output / name).read_bytes() == (sentence_teacher / name).read_bytes()
     modules = read_modules(str(output))
-    assert modules.pooling == ("mean",) and modules.normalizes and modules.prompts == {"query": "w1 "}
+    assert modules.pooling == ("mean",) and modules.normalizes
     vectors = modules.embed(got, kept)
     assert torch.allclose(vectors.norm(dim=-1), torch.ones(2))
     assert "not empty" in command_error(capsys, *argv, "--json")
