@@ -85,7 +85,7 @@ def convert_teacher(
         name = find_teacher(teacher)
         modules = read_modules(name) if num_labels is None else None
         source, tokenizer = load_source(name, sizes, num_labels)
-        model, tokenizer, report = convert_encoder(source, tokenizer, *sizes, lines)
+        model, tokenizer, report = convert_encoder(source, tokenizer, sizes, lines)
         lengths, new_head = report.lengths, num_labels is not None
         if lines is not None:
             report.agreement = compare_lengths(source, model, tokenizer, lines, lengths, modules, vectors=new_head)

@@ -14,7 +14,7 @@ import luna_mega
 from luna_mega.distillation.agreement import Agreement
 from luna_mega.distillation.copying import CopyReport, copy_encoder
 from luna_mega.distillation.equality import SCORES, Differences, compare_models
-from luna_mega.distillation.lengths import Lengths, choose_lengths
+from luna_mega.distillation.lengths import Lengths, Sizes, choose_lengths
 from luna_mega.distillation.loading import check_tokenizer, find_teacher, load_weights, read_config
 from luna_mega.distillation.parts import find_head
 from luna_mega.distillation.teachers import Teacher
@@ -128,9 +128,9 @@ def from_teacher(
     Example:
         >>> model, tokenizer, report = from_teacher("sentence-transformers/all-MiniLM-L6-v2")  # doctest: +SKIP
     """
-    lengths = (projection_length, max_length, position_extension)
+    sizes = (projection_length, max_length, position_extension)
     if isinstance(teacher, str):
-        source, tokenizer = load_source(find_teacher(teacher), lengths, num_labels, tokenizer)
+        source, tokenizer = load_source(find_teacher(teacher), sizes, num_labels, tokenizer)
     elif num_labels is None:
         source = Teacher(teacher)
     else:
@@ -138,36 +138,28 @@ def from_teacher(
             f"num_labels={num_labels} requires the name or folder of the teacher; for a loaded teacher, load it with "
             f"AutoModelForSequenceClassification and num_labels={num_labels}"
         )
-    return convert_encoder(source, tokenizer, *lengths, texts)
+    return convert_encoder(source, tokenizer, sizes, texts)
 
 
 def load_source(
-    name: str,
-    lengths: tuple[int | None, int | None, str | None],
-    num_labels: int | None = None,
-    tokenizer: PreTrainedTokenizerBase | None = None,
+    name: str, sizes: Sizes, num_labels: int | None = None, tokenizer: PreTrainedTokenizerBase | None = None
 ) -> tuple[Teacher, PreTrainedTokenizerBase]:
     """Return a teacher and its tokenizer, from a folder or the Hub, after a check of the options of `from_teacher`."""
     if num_labels is not None and num_labels < 1:
         raise ValueError(f"num_labels must be at least 1, got {num_labels}")
     config, kind = read_config(name, num_labels, {})
-    choose_lengths(config, find_head(kind), *lengths)
+    choose_lengths(config, find_head(kind), sizes)
     logger.info("reading the teacher")
     tokenizer = load_tokenizer(name) if tokenizer is None else tokenizer
     return load_weights(name, config, kind, num_labels, {}, dtype=torch.float32), tokenizer
 
 
 def convert_encoder(
-    source: Teacher,
-    tokenizer: PreTrainedTokenizerBase | None,
-    projection_length: int | None = None,
-    max_length: int | None = None,
-    position_extension: str | None = "interpolate",
-    texts: Iterable[str] | None = None,
+    source: Teacher, tokenizer: PreTrainedTokenizerBase | None, sizes: Sizes, texts: Iterable[str] | None = None
 ) -> Converted:
     """Convert a loaded teacher; see `from_teacher`."""
     head = find_head(source.model)
-    lengths = choose_lengths(source.config, head, projection_length, max_length, position_extension)
+    lengths = choose_lengths(source.config, head, sizes)
     if isinstance(texts, str):
         raise ValueError(f"`texts` must be a list of texts, got the str {texts[:20]!r}; pass [text] for a single text")
     texts = None if texts is None else list(texts)

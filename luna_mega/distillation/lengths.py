@@ -7,6 +7,7 @@ from transformers import PreTrainedConfig
 
 from luna_mega.distillation.teachers import check_teacher
 
+Sizes = tuple[int | None, int | None, str | None]  # `projection_length`, `max_length`, `position_extension` of a call
 ROWS = 128
 TOKEN_HEADS = ("ForMaskedLM", "ForTokenClassification", "ForQuestionAnswering")
 _EXTENSIONS = ("interpolate", "wrap")
@@ -54,23 +55,18 @@ class Lengths:
         }
 
 
-def choose_lengths(
-    config: PreTrainedConfig,
-    head: str,
-    projection_length: int | None,
-    max_length: int | None,
-    position_extension: str | None,
-) -> Lengths:
+def choose_lengths(config: PreTrainedConfig, head: str, sizes: Sizes) -> Lengths:
     """Return the lengths of a student.
 
     The longest text is by default the one that fits in the teacher's table of positions. The number of rows is by
     default 128, or the longest text if that is shorter, or if the head reads tokens, which then equal the teacher's.
-    `config` and `head` are those of the teacher; see `from_teacher` for the options.
+    `config` and `head` are those of the teacher.
 
     Raises:
         ValueError: An option is out of range, or the longest text exceeds the table and the head or
             `position_extension` does not support it.
     """
+    projection_length, max_length, position_extension = sizes
     for name, value in (("projection_length", projection_length), ("max_length", max_length)):
         if value is not None and value < 1:
             raise ValueError(f"{name} must be at least 1, got {value}")

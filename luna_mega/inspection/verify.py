@@ -258,20 +258,17 @@ def _tokenize(texts: Sequence[str], *folders: ModelFolder) -> dict[str, torch.Te
             continue
         tokenizer = load_tokenizer(folder.path)
         limit = position_limit(folder.config)
-        options = {"truncation": limit is not None, "max_length": limit}
         if tokenizer.pad_token is None:  # the mask marks padding
             tokenizer.pad_token = tokenizer.eos_token or tokenizer.unk_token
         try:
-            tokens = tokenizer(list(texts), padding=True, return_tensors="pt", **options)
+            tokens = tokenizer(
+                list(texts), padding=True, return_tensors="pt", truncation=limit is not None, max_length=limit
+            )
         except (ValueError, TypeError) as error:  # such as a tokenizer without a padding token
             raise ConversionError(f"--text: the tokenizer of {folder.path} raises an error: {reason(error)}") from error
-        names = ["input_ids", "attention_mask"]
-        if "token_type_ids" in tokens and "token_type_ids" in make_inputs(folders[0], [1]):
-            names.append("token_type_ids")
-        tensors = {name: tokens[name] for name in names}
-        if model_class.__name__.endswith("ForMultipleChoice"):
-            return {name: tensor[None] for name, tensor in tensors.items()}
-        return tensors
+        tensors = {name: tokens[name] for name in make_inputs(folders[0], [1]) if name in tokens}
+        options = model_class.__name__.endswith("ForMultipleChoice")  # of one question
+        return {name: tensor[None] if options else tensor for name, tensor in tensors.items()}
     raise ConversionError("--text: neither model has a tokenizer; convert with --bpe, or use --inputs")
 
 

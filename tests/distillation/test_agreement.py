@@ -26,7 +26,7 @@ CENTERED, NEIGHBOR, EQUAL, ORDER = (
 def prepare(head, rows=ROWS, longest=LONGEST, **fields):
     torch.manual_seed(5)
     teacher = Teacher(make_model("bert", head, pad_token_id=0, **{"num_hidden_layers": 3} | fields))
-    student, tokenizer, report = convert_encoder(teacher, bert_tokenizer(), rows, longest)
+    student, tokenizer, report = convert_encoder(teacher, bert_tokenizer(), (rows, longest, "interpolate"))
     with torch.no_grad():
         for layer in student.base_model.encoder.layers:
             layer.attention.salience.normal_()
