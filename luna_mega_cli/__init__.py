@@ -17,7 +17,7 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, NoReturn
 
-from luna_mega_cli.options import check_paths, check_text, define_command
+from luna_mega_cli.options import check_arguments, define_command
 
 # Module of a command -> its line in the list of commands.
 COMMANDS = {
@@ -77,8 +77,7 @@ def _run(options: argparse.Namespace) -> int:
     if not sys.stderr.isatty():
         logging.disable_progress_bar()  # the progress bars of this package check for a terminal themselves
     try:
-        check_text(options)
-        check_paths(options)
+        check_arguments(options)
         return int(options.run(options) or 0)
     except torch.OutOfMemoryError as error:
         reason = str(error).strip().partition(". ")[0]

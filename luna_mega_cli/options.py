@@ -84,8 +84,8 @@ def _texts(options: argparse.Namespace) -> Iterator[tuple[str, str]]:
         yield from ((name, text) for text in texts if isinstance(text, str))
 
 
-def check_text(options: argparse.Namespace) -> None:
-    """Raise `ConversionError` for arguments that are not text, for words with control characters, and for no path."""
+def check_arguments(options: argparse.Namespace) -> None:
+    """Raise `ConversionError` for invalid text, words with control characters, and missing or wrong paths."""
     from luna_mega.errors import ConversionError, shown
     from luna_mega.escaping import is_utf8, locale_hint
 
@@ -103,16 +103,9 @@ def check_text(options: argparse.Namespace) -> None:
             if not is_utf8(text):
                 advice = locale_hint() or advice
             raise ConversionError(f"{name} {shown(text)}: {advice}")
-
-
-def check_paths(options: argparse.Namespace) -> None:
-    """Raise `ConversionError` for a path that does not exist, or that is a folder instead of a file."""
-    from luna_mega.errors import ConversionError
-
-    for name, path in _texts(options):
         label = f"--{name} " * (f"--{name}" in options.parser._option_string_actions)
         kind = "file" if name in _FILES else "file or folder"
-        if name in (*_FILES, *_FILES_OR_FOLDERS) and not os.path.exists(path):
-            raise ConversionError(f"{label}{path}: no such {kind}")
-        if name in _FILES and os.path.isdir(path):
-            raise ConversionError(f"{label}{path}: is a folder; pass a file")
+        if name in (*_FILES, *_FILES_OR_FOLDERS) and not os.path.exists(text):
+            raise ConversionError(f"{label}{text}: no such {kind}")
+        if name in _FILES and os.path.isdir(text):
+            raise ConversionError(f"{label}{text}: is a folder; pass a file")

@@ -22,7 +22,7 @@ COMMANDS = ("convert", "export", "distill", "verify", "info", "bundle", "onnx")
 
 def replace(monkeypatch, name, function):
     """Make the command run another function, also with names of files that do not exist."""
-    monkeypatch.setattr("luna_mega_cli.check_paths", lambda options: None)
+    monkeypatch.setattr("luna_mega_cli.check_arguments", lambda options: None)
     monkeypatch.setattr(importlib.import_module(f"luna_mega_cli.{name}"), "run", function)
 
 

@@ -73,11 +73,7 @@ def register_for_auto_class(model: PreTrainedModel) -> None:
         raise ValueError(
             f"no Auto class loads a {type(model).__name__}; save it without its code and import `luna_mega` to load it"
         )
-    config.code_writer = staticmethod(_add_code_after_save)
-
-
-def _add_code_after_save(folder: str | Path) -> None:
-    _add_code(Path(folder), read_config(folder))
+    config.code_writer = staticmethod(lambda folder: _add_code(Path(folder), read_config(folder)))
 
 
 def _add_code(folder: Path, config: dict) -> list[str]:

@@ -10,7 +10,7 @@ from huggingface_hub import ModelCard, ModelCardData
 from huggingface_hub.errors import HTTPError
 from transformers import PreTrainedConfig
 
-from luna_mega._register import _AUTO_CLASSES
+from luna_mega._register import auto_classes
 from luna_mega.errors import ConversionError, shown
 from luna_mega.escaping import code, code_block, markdown
 from luna_mega.modeling_common.base import INPUT_OF_FIELD
@@ -87,8 +87,8 @@ def conversion_card(
     """
     software = source.get("software", "fairseq")
     suffix = _suffix(model_class, config)
-    loaders = {suffix: auto_class for auto_class, (suffix, _) in _AUTO_CLASSES.items()} | {"Seq2SeqModel": "AutoModel"}
-    imports = [loaders[suffix]] if suffix in loaders else []
+    loader = {model.__name__: name for name, model in auto_classes(type(config)).items()}.get(model_class)
+    imports = [loader] if loader else []
     imports += ["AutoImageProcessor"] * (suffix == "ForImageClassification") + ["AutoTokenizer"] * tokenizer
     data = ModelCardData(
         library_name="transformers",
@@ -103,7 +103,7 @@ def conversion_card(
         model_class=model_class,
         family=config.model_type.removesuffix("_seq2seq"),
         imports=imports,
-        loader=loaders.get(suffix, f"luna_mega.{model_class}"),
+        loader=loader or f"luna_mega.{model_class}",
         pairs=tokenizer and suffix == "ForSequencePairClassification",
         architecture={field: markdown(value) for field, value in architecture(config).items()},
         parameters=f"{parameters:,}",

@@ -131,17 +131,16 @@ def _fields(config: PreTrainedConfig) -> dict[str, int | str | bool]:
 
 def _attention(config: PreTrainedConfig) -> str:
     """Return the positions that a position attends to, and how time grows with the length; by stack if they differ."""
-    kinds = {name: _attention_of_stack(stack) for name, stack in stacks(config).items()}
+    kinds = {}
+    for name, stack in stacks(config).items():
+        if isinstance(stack, LunaConfig):
+            kinds[name] = f"{stack.projection_length} packed rows, linear"
+        elif getattr(stack, "use_chunking", True):  # Megalodon always has chunks
+            kinds[name] = f"chunks of {stack.chunk_size}, linear"
+        else:
+            kinds[name] = "all positions, quadratic"
     both = [f"{name}: {kind}" for name, kind in kinds.items()]
     return "; ".join(both) if len(set(kinds.values())) > 1 else kinds.popitem()[1]
-
-
-def _attention_of_stack(config: PreTrainedConfig) -> str:
-    if isinstance(config, LunaConfig):
-        return f"{config.projection_length} packed rows, linear"
-    if getattr(config, "use_chunking", True):  # Megalodon always has chunks
-        return f"chunks of {config.chunk_size}, linear"
-    return "all positions, quadratic"
 
 
 def count_parameters(model: PreTrainedModel) -> dict[str, int]:
