@@ -45,7 +45,7 @@ class ModelArguments(lib.CheckpointArguments):
 
 
 class ImageTrainer(lib.OrderedTrainer):
-    """Trainer with repeated augmentation, and without weight decay of biases, norms and position embeddings."""
+    """Trainer with repeated augmentation and mixup."""
 
     repeats = 1
     mix: Callable | None = None
@@ -55,13 +55,6 @@ class ImageTrainer(lib.OrderedTrainer):
             self.mix.device = inputs["pixel_values"].device
             inputs["pixel_values"], inputs["labels"] = self.mix(inputs["pixel_values"], inputs["labels"])
         return super().training_step(model, inputs, *args, **kwargs)
-
-    def get_decay_parameter_names(self, model: torch.nn.Module) -> list[str]:
-        return [
-            name
-            for name, parameter in model.named_parameters()
-            if not name.endswith((".bias", "position_embeddings")) and not (parameter.ndim == 1 and ".weight" in name)
-        ]
 
     def _get_train_sampler(self, train_dataset: Dataset | None = None) -> torch.utils.data.Sampler | None:
         if self.repeats > 1:
@@ -87,6 +80,11 @@ def encode_split(
         return {"pixel_values": [transform(image) for image in read], "labels": batch["labels"]}
 
     return rows.with_transform(encode)
+
+
+def decays(name: str, parameter: torch.nn.Parameter) -> bool:
+    """Return whether a parameter has weight decay: all except biases, norms and position embeddings."""
+    return not name.endswith((".bias", "position_embeddings")) and not (parameter.ndim == 1 and ".weight" in name)
 
 
 def make_loss(smoothing: float) -> Callable:
@@ -179,6 +177,7 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
         compute_loss_func=make_loss(smoothing),
         compute_metrics=lib.accuracy,
     )
+    trainer.decays = decays
     trainer.repeats, trainer.mix = data.repeated_augmentation, lib.images.make_mix(data, config.num_labels, smoothing)
 
     return run.fit(trainer, predict=lambda: lib.write_predictions(trainer, splits["test"]))

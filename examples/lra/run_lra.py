@@ -21,7 +21,6 @@ from transformers import (
     AutoModelForSequenceClassification,
     DataCollatorWithPadding,
     PreTrainedConfig,
-    PreTrainedModel,
     PreTrainedTokenizerFast,
     TrainingArguments,
     default_data_collator,
@@ -51,16 +50,6 @@ class DataArguments(lib.SourceArguments, lib.ClassifierArguments):
 class ModelArguments(lib.CheckpointArguments):
     model_type: str = HfArg(default="luna", help="type of a new model: luna | mega | transformer, or another encoder")
     paper_model: bool = HfArg(default=False, help="use the model of the paper; --config_overrides still apply")
-
-
-class LraTrainer(lib.OrderedTrainer):
-    """Trainer with the weight decay of the papers."""
-
-    decays_all = False
-
-    def get_decay_parameter_names(self, model: PreTrainedModel) -> list[str]:
-        names = super().get_decay_parameter_names(model)
-        return [name for name, _ in model.named_parameters()] if self.decays_all else names
 
 
 def parse(argv: list[str] | None) -> tuple[DataArguments, ModelArguments, TrainingArguments, lib.Run]:
@@ -150,30 +139,6 @@ def load_data(
     return splits, tokenizer, config
 
 
-def make_trainer(
-    network: PreTrainedModel,
-    data: DataArguments,
-    training: TrainingArguments,
-    splits: dict[str, Dataset],
-    tokenizer: PreTrainedTokenizerFast | None,
-) -> LraTrainer:
-    """Return the Trainer, with the weight decay of the convention and the warmup of the options."""
-    collator = lib.make_pair_collator if TASKS[data.task].pairs else DataCollatorWithPadding
-    trainer = LraTrainer(
-        network,
-        training,
-        train_dataset=splits.get("train"),
-        eval_dataset=splits.get("validation"),
-        processing_class=tokenizer,
-        data_collator=collator(tokenizer) if tokenizer else default_data_collator,
-        compute_metrics=lib.accuracy,
-    )
-    trainer.decays_all = CONVENTIONS[data.convention].decays_all
-    if data.warmup_power != 1.0:
-        trainer.schedule = partial(lib.optimization.power_warmup_schedule, power=data.warmup_power)
-    return trainer
-
-
 def main(argv: list[str] | None = None) -> dict[str, float]:
     data, model, training, run = parse(argv)
     task = TASKS[data.task]
@@ -188,7 +153,20 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
     if data.self_pretraining_steps and training.do_train and not model.model_name_or_path:
         options = (task, tokenizer, training, data.self_pretraining_steps, data.masked_share)
         pretraining.pretrain(network, splits["train"], *options)
-    trainer = make_trainer(network, data, training, splits, tokenizer)
+    collator = lib.make_pair_collator if task.pairs else DataCollatorWithPadding
+    trainer = lib.OrderedTrainer(
+        network,
+        training,
+        train_dataset=splits.get("train"),
+        eval_dataset=splits.get("validation"),
+        processing_class=tokenizer,
+        data_collator=collator(tokenizer) if tokenizer else default_data_collator,
+        compute_metrics=lib.accuracy,
+    )
+    if CONVENTIONS[data.convention].decays_all:
+        trainer.decays = lambda name, parameter: True
+    if data.warmup_power != 1.0:
+        trainer.schedule = partial(lib.optimization.power_warmup_schedule, power=data.warmup_power)
 
     return run.fit(trainer, predict=lambda: lib.write_predictions(trainer, splits["test"]))
 

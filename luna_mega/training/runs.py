@@ -44,7 +44,7 @@ DIVERGED = "Lower --learning_rate, raise --warmup_steps, or train in float32"
 class OrderedTrainer(Trainer):
     """Trainer with predictions in the order of the dataset, and losses independent of the number of processes.
 
-    It also supports a `Stream` as training data, and other schedules.
+    It also supports a `Stream` as training data, and other schedules and rules of weight decay.
 
     transformers' Trainer also groups the evaluation set by length, so that predictions do not match their rows. Its
     `eval_loss` is the mean over batches and counts padded examples of the last batch twice.
@@ -53,10 +53,13 @@ class OrderedTrainer(Trainer):
         weight_average: `WeightAverage` that is evaluated instead of the weights.
         schedule: Function that returns the schedule of the learning rate, instead of `lr_scheduler_type`, from the
             optimizer and the numbers of warmup steps and of all steps.
+        decays: Function of the name and the value of a parameter that returns whether it has weight decay, instead of
+            all except biases and norms.
     """
 
     weight_average = None
     schedule: Callable[[Optimizer, int, int], LRScheduler] | None = None
+    decays: Callable[[str, torch.nn.Parameter], bool] | None = None
 
     def __init__(self, model: torch.nn.Module, args: TrainingArguments, **options: Any):
         needed, split = args.train_batch_size * args.world_size, options.get("train_dataset")
@@ -77,6 +80,11 @@ class OrderedTrainer(Trainer):
             warmup = self.args.get_warmup_steps(num_training_steps)
             self.lr_scheduler = self.schedule(optimizer or self.optimizer, warmup, num_training_steps)
         return super().create_scheduler(num_training_steps, optimizer)
+
+    def get_decay_parameter_names(self, model: torch.nn.Module) -> list[str]:
+        if self.decays is None:
+            return super().get_decay_parameter_names(model)
+        return [name for name, parameter in model.named_parameters() if self.decays(name, parameter)]
 
     def get_train_dataloader(self) -> DataLoader:
         if not isinstance(self.train_dataset, Stream):
@@ -324,16 +332,13 @@ def load_finished(trainer: Trainer, checkpoint: str) -> bool:
     return True
 
 
-def count_broken(state: dict[str, torch.Tensor]) -> int:
-    """Return the number of tensors, or of their local shards, with values that are not finite."""
-    local = [tensor.to_local() if hasattr(tensor, "to_local") else tensor for tensor in state.values()]
-    return sum(not torch.isfinite(tensor).all() for tensor in local if tensor.is_floating_point())
-
-
 def check_model(trainer: Trainer) -> None:
     """Exit unless the training loss and all weights are finite."""
     losses = [entry["train_loss"] for entry in trainer.state.log_history if "train_loss" in entry]
-    (broken,) = total([float(count_broken(trainer.model.state_dict()))], trainer.args)
+    weights = trainer.model.state_dict().values()
+    shards = [tensor.to_local() if hasattr(tensor, "to_local") else tensor for tensor in weights]
+    own = sum(not torch.isfinite(tensor).all() for tensor in shards if tensor.is_floating_point())
+    (broken,) = total([float(own)], trainer.args)
     if broken or not all(map(math.isfinite, losses[-1:])):
         fail(
             f"the training diverged: train_loss={losses[-1] if losses else None} and {broken:.0f} tensors of weights "

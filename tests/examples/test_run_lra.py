@@ -182,16 +182,14 @@ def test_sizes_of_the_paper_models(script, tmp_path):
         assert network.num_parameters() == pytest.approx(millions * 1e6, abs=500)
 
 
-def test_weight_decay_and_warm_up(script, folder, tmp_path):
+def test_weight_decay_and_warm_up(script, folder, tmp_path, monkeypatch):
     module = script("lra.run_lra")
+    monkeypatch.setattr(module.lib.Run, "fit", lambda run, trainer, **steps: trainer)
     arguments = options("image", folder("image"), tmp_path / "out", *TWO_STEPS, "--weight_decay", 0.1, "--use_cpu")
     arguments += ["--warmup_power", 2, "--warmup_steps", 4, "--max_steps", 8]
     decayed = {}
     for convention in ("ours", "mega"):
-        data, model, training, _ = module.parse([*map(str, arguments), "--convention", convention])
-        splits, tokenizer, config = module.load_data(data, model, training)
-        network = AutoModelForSequenceClassification.from_config(config)
-        trainer = module.make_trainer(network, data, training, splits, tokenizer)
+        trainer = module.main([*map(str, arguments), "--convention", convention])
         decayed[convention] = set(trainer.get_decay_parameter_names(trainer.model))
     assert decayed["mega"] == {name for name, _ in trainer.model.named_parameters()}
     assert not any(name.endswith(".bias") for name in decayed["ours"])
