@@ -6,7 +6,6 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from unittest.mock import patch
 
 from datasets import Dataset, IterableDataset, config, load_dataset
 from transformers import TrainingArguments
@@ -113,11 +112,11 @@ def load_from_hub(
 ) -> dict[str, Dataset | IterableDataset]:
     """Load the splits of a dataset, or exit with one line that names the `option` for a local folder."""
     try:
-        offline = find_dataset(name, config.HF_DATASETS_CACHE) or config.HF_HUB_OFFLINE
+        if find_dataset(name, config.HF_DATASETS_CACHE):
+            config.HF_HUB_OFFLINE = True  # reads the cache without further attempts to connect
     except ConversionError as error:
         fail(f"cannot load {error}, or pass a local folder with --{option}")
-    with patch.object(config, "HF_HUB_OFFLINE", offline):  # reads the cache without further attempts to connect
-        return load_dataset(name, configuration, streaming=streaming)
+    return load_dataset(name, configuration, streaming=streaming)
 
 
 def load_splits(
