@@ -4,7 +4,6 @@ Angles are in radians; points are (row, column) in pixels.
 """
 
 import math
-from copy import copy
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 
@@ -81,11 +80,6 @@ class Canvas:
         self.light, self.mask = np.zeros((2, sizes.size + 2 * self.border, sizes.size + 2 * self.border))
         padding = np.pad(np.zeros((sizes.size - 2 * sizes.padding,) * 2), sizes.padding, constant_values=1.0)
         self.inner(self.mask)[:] = padding
-
-    def copy(self) -> "Canvas":
-        other = copy(self)
-        other.light, other.mask = self.light.copy(), self.mask.copy()
-        return other
 
     def inner(self, wide: np.ndarray) -> np.ndarray:
         """Return the image without the border, `[size, size]`."""

@@ -8,6 +8,7 @@ everything that is already drawn. Angles are in radians; points are (row, column
 
 import math
 from collections.abc import Callable
+from copy import deepcopy
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -108,7 +109,7 @@ def _two_snakes(numbers: np.random.Generator, sizes: Drawing, margin: int) -> tu
 
 def _with_distractor(numbers: np.random.Generator, canvas: Canvas) -> Canvas | None:
     """Return the canvas with another short snake, or None if there is no space."""
-    canvas = canvas.copy()
+    canvas = deepcopy(canvas)
     snake = _seed(numbers, canvas, lambda angle: _free_point(numbers, canvas, angle, 1))
     if snake is None or not all(_extend(numbers, canvas, snake) for _ in range(canvas.sizes.distractor_length - 1)):
         return None

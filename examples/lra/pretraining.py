@@ -43,12 +43,10 @@ def mask_split(
         masked = torch.rand(len(inputs), generator=numbers) < share
         masked[int(torch.randint(len(inputs), (), generator=numbers))] = True
         if tokenizer is None:
-            return {
-                "input_values": inputs.masked_fill(masked, 0.0),
-                "labels": gray_levels(inputs, task).masked_fill(~masked, -100),
-            }
-        ids = inputs.masked_fill(masked, tokenizer.mask_token_id)
-        return {"input_ids": ids, "labels": inputs.masked_fill(~masked, -100)}
+            hidden, labels = {"input_values": inputs.masked_fill(masked, 0.0)}, gray_levels(inputs, task)
+        else:
+            hidden, labels = {"input_ids": inputs.masked_fill(masked, tokenizer.mask_token_id)}, inputs
+        return hidden | {"labels": labels.masked_fill(~masked, -100)}
 
     return lib.Redrawn(split, mask, seed)
 
