@@ -74,8 +74,3 @@ def mean_and_deviation(value: Any) -> tuple[int | float, int | float]:
     if not isinstance(value, (list, tuple)) or len(value) != 2:
         raise ValueError("is not a pair of numbers")
     return number(value[0]), number(value[1])
-
-
-def anything(value: Any) -> Any:
-    """Return any value unchanged."""
-    return value

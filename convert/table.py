@@ -11,7 +11,7 @@ from typing import Any
 from huggingface_hub.errors import StrictDataclassError
 from transformers import PreTrainedConfig
 
-from luna_mega.convert.argtypes import anything, flag
+from luna_mega.convert.argtypes import flag
 from luna_mega.convert.evidence import Evidence
 from luna_mega.errors import ConversionError, shown
 
@@ -96,7 +96,7 @@ def typed(kind: Callable[[Any], Any], *names: str) -> Table:
 
 def untyped(*names: str) -> Table:
     """Return the rows of arguments of any type, which determine no field; an export writes them in this place."""
-    return typed(anything, *names)
+    return typed(lambda value: value, *names)
 
 
 def read_if(condition: Callable[[Evidence], bool], *rows: Arg) -> Table:

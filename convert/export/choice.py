@@ -44,11 +44,6 @@ class Choice:
     warnings: list[str]
     mapping: TensorMap | None = None
 
-    @property
-    def layout(self) -> str:
-        """Return the description of the format in this revision."""
-        return self.writer.format.facts.revisions[self.spec.revision].format
-
 
 class _Inexpressible(ConversionError):
     """The original code does not support values of the configuration."""

@@ -104,7 +104,8 @@ def export_checkpoint(
             raise ConversionError(f"--shards {shards}: a {facts.name} checkpoint is one file; omit the option")
     output = check_output(output) if writer.is_folder else check_new_file(output)
     mapping, tensors = chosen.mapping, chosen.tensors
-    convention = layer_norm or report["decisions"].get("layer_norm") or facts.revisions[spec.revision].norms
+    revision = facts.revisions[spec.revision]
+    convention = layer_norm or report["decisions"].get("layer_norm") or revision.norms
     lowered = {}
     if convention == MINUS_ONE:
         lowered = norms_minus_one(source.path, {key: tensors[key] for key in mapping.norm_weights})
@@ -118,7 +119,7 @@ def export_checkpoint(
         folder=str(source.path),
         output=str(output if writer.is_folder else output.parent),
         model_class=source.model_class.__name__,
-        layout=chosen.layout,
+        layout=revision.format,
         args=chosen.args,
         head=spec.head,
         layer_norm=convention,

@@ -25,17 +25,16 @@ def is_pair(spec: ModelSpec) -> bool:
     return spec.model_class.__name__.endswith("PairClassification")
 
 
-def input_type(tokens: Callable[[Evidence], bool]) -> Arg:
-    """Return the row of the input; `tokens` returns whether a file has an embedding of tokens."""
-
-    def read(evidence: Evidence) -> str:
-        return "text" if tokens(evidence) else "image"
-
-    return Arg("input_type", "input_type", _INPUT_TYPE, read=read, kind=word)
+def input_type(embedding: Callable[[Evidence], tuple[int, ...]]) -> Arg:
+    """Return the row of the input; `embedding` returns the shape of the embedding of tokens or values."""
+    names = {1: "image", 2: "text"}
+    return Arg(
+        "input_type", "input_type", _INPUT_TYPE, read=lambda evidence: names[len(embedding(evidence))], kind=word
+    )
 
 
 def vocabulary(embedding: Callable[[Evidence], tuple[int, ...]]) -> Arg:
-    """Return the row of the vocabulary; `embedding` returns the shape of the embedding of tokens or values."""
+    """Return the row of the vocabulary; for `embedding`, see `input_type`."""
     return fields(lambda evidence: {"vocab_size": shape[0]} if len(shape := embedding(evidence)) == 2 else {})
 
 

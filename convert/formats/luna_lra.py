@@ -144,7 +144,7 @@ _TABLE = (
     *typed(flag, "regression_target"),
     *typed(word, "task"),
     Arg("classifier_layers", "classifier_num_layers", read=_DEPTH, revision=CODE_2021, kind=integer),
-    _lra.input_type(_tokens),
+    _lra.input_type(_embedding),
     *typed(integer, "classifier_in_dim"),
     Arg("classifier_out_dim", kind=integer, revision=CODE_2021),
     replace(_lra.ACTIVATION, default="relu", revision=CODE_2021),

@@ -90,7 +90,7 @@ _TABLE = (
     Arg("use_p", default=False, kind=flag),
     *typed(flag, "regression_target"),
     *typed(word, "arch", "task"),
-    _lra.input_type(_tokens),
+    _lra.input_type(_embedding),
     *typed(mean_and_deviation, "pixel_normalization"),
     _lra.vocabulary(_embedding),
     derived("classifier_bias", lambda evidence: False),
