@@ -35,12 +35,9 @@ _EMA_OF_BOTH = {"beta": "ema_expansion_matrix", "gamma": "kernel_projection_matr
 
 def revisions(name: str) -> dict[str, Revision]:
     """Return the descriptions of the branches of the code; `name` describes the format."""
-    words = {
-        branch: Revision(f"{name} of branch {branch}", f"branch {branch}", f"the Mega code, branch {branch}")
-        for branch in ORDER
-    }
-    either = "branch main or flash (not determined by the order of its tensors)"
-    return words | {"unknown": Revision(f"{name} of {either}", either, f"the Mega code, {either}")}
+    branches = {branch: f"branch {branch}" for branch in ORDER}
+    branches["unknown"] = "branch main or flash (not determined by the order of its tensors)"
+    return {key: Revision(f"{name} of {code}", code, f"the Mega code, {code}") for key, code in branches.items()}
 
 
 FACTS = {

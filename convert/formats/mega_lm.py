@@ -31,9 +31,7 @@ _BIG = {
     "tie_adaptive_proj": True,
 }
 _ARCHITECTURES = {
-    "mega_lm_adaptive_big": _BIG,
-    "mega_lm_wiki103": _BIG,
-    "mega_lm_adaptive_base": _BIG,
+    **dict.fromkeys(("mega_lm_adaptive_big", "mega_lm_wiki103", "mega_lm_adaptive_base"), _BIG),
     "mega_lm_enwik8_base": {"activation_dropout": 0.0},
     "mega_lm_enwik8_large": {"dropout": 0.2, "attention_dropout": 0.1, "hidden_dropout": 0.1},
     "mega_lm_pg19_base": {"dropout": 0.0, "activation_dropout": 0.0},

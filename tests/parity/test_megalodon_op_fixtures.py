@@ -151,7 +151,7 @@ def test_average_of_coefficients(fixture, parity, backend):
     """Kernel, response to a state, and last state equal the original's, whose operators have p, q and gamma."""
     io, rates = fixture.io, fixture.sizes["rates"]
     leaves = dict(zip(("p", "q", "gamma", "h0", "x"), fixture.leaves("p", "q", "gamma", "h0", "x"), strict=True))
-    # The torch backend has log |q|, whose gradient divides by |q|, and that multiplies rounding errors near zero.
+    # The torch backend uses log |q|. Its gradient divides by |q|, which amplifies rounding errors near zero.
     dtype = torch.float64 if rates == "near_zero" else torch.float32
     p, q, gamma, state, x = (leaf.to(dtype) for leaf in leaves.values())
     weight_in, number = p[..., 0], torch.view_as_complex(q[:, :, 0])
