@@ -92,18 +92,6 @@ def _positions(query: Tensor, key: Tensor, offset: int) -> int:
     return max(longer(offset + query.shape[1], key.shape[1]), 1)
 
 
-def _divisor(
-    query: Tensor, key: Tensor, mask: Tensor | None, start: Tensor | None, function: str, causal: bool, offset: int
-) -> float | Tensor:
-    """Return the divisor of the scores: a number, or a tensor `[B or 1, T or 1, 1]`."""
-    if function == "softmax":
-        return math.sqrt(query.shape[2])
-    if causal:
-        seen = torch.arange(offset + 1, offset + query.shape[1] + 1, device=query.device)
-        return (seen if start is None else (seen + start[:, None]).clamp(min=1))[..., None]
-    return max(key.shape[1], 1) if mask is None else mask.sum(dim=1).clamp(min=1)[:, None, None]
-
-
 class _Blocks:
     """The scores and weights of N sequences or chunks, computed in blocks of some sequences and some queries."""
 
@@ -116,7 +104,12 @@ class _Blocks:
         # The products with the value dominate: they use its dtype, unless it is slow (float16 on CPU).
         slow = value.dtype == torch.float16 and value.device.type == "cpu"
         self.value_dtype = self.dtype if slow else value.dtype
-        self.divisor = _divisor(query, key, mask, start, function, causal, offset)
+        self.divisor: float | Tensor = math.sqrt(query.shape[2])  # of the scores; a tensor is `[B or 1, T or 1, 1]`
+        if function != "softmax" and causal:
+            seen = torch.arange(offset + 1, offset + query.shape[1] + 1, device=query.device)
+            self.divisor = (seen if start is None else (seen + start[:, None]).clamp(min=1))[..., None]
+        elif function != "softmax":
+            self.divisor = max(key.shape[1], 1) if mask is None else mask.sum(dim=1).clamp(min=1)[:, None, None]
         self.query, self.key = query.to(self.dtype) / self.divisor, key.to(self.dtype)
         self.value = value.to(self.value_dtype)
         # Entry positions - 1 + lag; lags above 0 are keys after the query, so this is also the causal mask.

@@ -14,18 +14,13 @@ from luna_mega.kernels.luna_attention import reference, torch_backend
 from luna_mega.kernels.varlen import check_cu_seqlens
 
 
-def _triton(
-    varlen_side: str | None, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float,
-    dropout: float, cu_seqlens: Tensor | None = None, max_seqlen: int = 0,
-) -> Tensor:  # fmt: skip
+def _triton(varlen_side: str, cu_seqlens: Tensor | None = None, **call: Any) -> Tensor:
     # Imported lazily because Triton decides at import time whether kernels are interpreted.
     from luna_mega.kernels.luna_attention import triton_ops
 
     if cu_seqlens is None:
-        varlen_side = None
-        if _sdpa_is_best(query, key, value, mask):
-            return torch_backend.sdpa(query, key, value, mask, scale, dropout)
-    return triton_ops.attend(query, key, value, mask, scale, dropout, cu_seqlens, varlen_side, max_seqlen)
+        return torch_backend.sdpa(**call) if _sdpa_is_best(**call) else triton_ops.attend(**call)
+    return triton_ops.attend(**call, cu_seqlens=cu_seqlens, varlen_side=varlen_side)
 
 
 def _reference(**call: Any) -> Tensor:
@@ -223,7 +218,7 @@ def _attend(
     return op(backend, call, cu_seqlens, max_seqlen, return_weights)
 
 
-def _sdpa_is_best(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> bool:
+def _sdpa_is_best(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **_: object) -> bool:
     """Return whether PyTorch's flash kernels on a GPU have minimal memory traffic, with and without dropout.
 
     They do not support masks, need 128 queries to fill their tiles, and load keys and values separately. Separate loads
