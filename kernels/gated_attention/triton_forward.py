@@ -224,7 +224,8 @@ class GatedCall:
                 self.live = _count_live(mask, bounds, chunk, self.segments)
             mask = mask.contiguous().view(torch.uint8)
         self.mask, self.bounds, self.seed, self.dropping = mask, bounds, seed, dropping(dropout)
-        self.bias, self.center = (None, 0) if bias is None else (bias.float().contiguous(), bias.shape[0] // 2)
+        self.bias = None if bias is None else bias.float().contiguous()
+        self.center = 0 if bias is None else bias.shape[0] // 2
         self.function, self.offset = function, offset
         self.narrow = query.dtype.itemsize == value.dtype.itemsize == 2
         self.constants: dict[str, Any] = {"FUNCTION": function, "CAUSAL": causal, "PRECISION": precision, "SIZE": size}
