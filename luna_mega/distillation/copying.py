@@ -5,14 +5,8 @@ from dataclasses import dataclass, field
 import torch
 from transformers import PreTrainedModel
 
-from luna_mega.distillation.parts import ATTENTION, LUNA, Parts
+from luna_mega.distillation.parts import LUNA, Parts
 from luna_mega.distillation.teachers import Teacher
-
-_MODEL_PARTS = (
-    "words", "token_types", "embedding_norm", "embedding_projection", "decoder", "head_dense", "head_norm",
-    "class_dense", "class_output",
-)  # fmt: skip
-_LAYER_PARTS = (*ATTENTION, "attention_norm", "fc1", "fc2", "final_norm")
 
 
 @dataclass
@@ -35,8 +29,8 @@ def copy_encoder(teacher: Teacher, student: PreTrainedModel) -> CopyReport:
     """Copy the weights of an encoder, with any head, into a Luna of the same sizes with the same head."""
     own, report, used = Parts(student, LUNA), CopyReport(), set()
     names = {id(parameter): name for name, parameter in student.named_parameters()}
-    places: list[tuple[str, int | None]] = [(part, None) for part in _MODEL_PARTS]
-    places += [(part, layer) for layer in range(len(own.layers)) for part in _LAYER_PARTS]
+    places: list[tuple[str, int | None]] = [(part, None) for part in LUNA.model if part != "positions"]
+    places += [(part, layer) for layer in range(len(own.layers)) for part in LUNA.layer]
     words = own.module("words").weight
     for place in places:
         target, source = own.module(*place), teacher.module(*place)

@@ -8,8 +8,6 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-ATTENTION = ("query", "key", "value", "output")
-
 
 @dataclass(frozen=True)
 class Family:
@@ -134,7 +132,8 @@ FAMILIES: dict[str, Family] = {
 }  # fmt: skip
 LUNA = Family(
     "luna.encoder.layers",
-    {name: f"attention.{name}" for name in ATTENTION} | {
+    {
+        "query": "attention.query", "key": "attention.key", "value": "attention.value", "output": "attention.output",
         "attention_norm": "attention_layer_norm", "fc1": "fc1", "fc2": "fc2", "final_norm": "final_layer_norm",
     },
     {
