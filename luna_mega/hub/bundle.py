@@ -6,15 +6,15 @@ generated from the installed sources: imports of this package become relative im
 """
 
 import ast
+import functools
 import importlib.util
 import json
 import os
 import re
 import shutil
-import sys
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 from transformers import PreTrainedModel
@@ -207,23 +207,18 @@ def _home(module: str, name: str) -> tuple[str, str | None]:
     The name is None if the import is a module. Re-exports are resolved, so that the bundle does not contain everything
     else that the module re-exports.
     """
-    named = f"{module}.{name}"
-    try:
-        value = getattr(importlib.import_module(module), name, None)
-        # The name may belong to a module that is not imported yet.
-        value = importlib.import_module(named) if value is None else value
-    except ModuleNotFoundError as error:
-        if error.name != "triton":
-            raise
-        try:
-            return (module, name) if importlib.util.find_spec(named) is None else (named, None)
-        except ModuleNotFoundError:  # its parent is not a package, or requires Triton
-            return module, name
-    if isinstance(value, ModuleType):
-        return value.__name__, None
-    home = str(getattr(value, "__module__", ""))
-    defined = home.startswith("luna_mega.") and getattr(sys.modules[home], name, None) is value
-    return (home if defined else module), name
+    with suppress(ModuleNotFoundError):  # `module` is not a package, or requires Triton
+        if importlib.util.find_spec(f"{module}.{name}") is not None:
+            return f"{module}.{name}", None
+    imported = _imported_names(_source(module)).get(name)
+    return (module, name) if imported is None else _home(*imported)
+
+
+@functools.cache
+def _imported_names(text: str) -> dict[str, tuple[str, str]]:
+    """Return the names that the text of a module imports from this package -> their module and their name there."""
+    nodes = [node for node in ast.parse(text).body if isinstance(node, ast.ImportFrom) and _is_ours(node)]
+    return {alias.asname or alias.name: (node.module, alias.name) for node in nodes for alias in node.names}
 
 
 def _own_operators(text: str) -> str:
