@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -24,16 +24,11 @@ Batches = Iterable[dict[str, torch.Tensor]]
 
 @dataclass(frozen=True)
 class Agreement:
-    """Agreement with the teacher by length.
+    """Agreement with the teacher by length."""
 
-    Args:
-        rows: for every length `length`, `texts` (their number), `windows` (whether the teacher read windows) and the
-            measured values.
-        missing: lengths for which there were too few texts that are longer than the previous length.
-    """
-
-    rows: list[dict[str, Any]] = field(default_factory=list)
-    missing: list[int] = field(default_factory=list)
+    # For every `length`: `texts` (their number), `windows` (whether the teacher read windows), and the measured values
+    rows: list[dict[str, Any]]
+    missing: list[int]  # lengths for which there were too few texts that are longer than the previous length
 
     def __str__(self) -> str:
         lines = []

@@ -11,17 +11,11 @@ from luna_mega.distillation.teachers import Teacher
 
 @dataclass
 class CopyReport:
-    """Record of `copy_encoder`, by names of parameters.
+    """Record of `copy_encoder`, by names of parameters."""
 
-    Args:
-        copied: student's name -> teacher's name.
-        new: parameters of the student without a counterpart.
-        left: parameters of the teacher without a counterpart.
-    """
-
-    copied: dict[str, str] = field(default_factory=dict)
-    new: list[str] = field(default_factory=list)
-    left: list[str] = field(default_factory=list)
+    copied: dict[str, str] = field(default_factory=dict)  # student's name -> teacher's name
+    new: list[str] = field(default_factory=list)  # parameters of the student without a counterpart
+    left: list[str] = field(default_factory=list)  # parameters of the teacher without a counterpart
 
 
 @torch.no_grad()

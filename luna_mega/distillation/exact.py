@@ -37,24 +37,16 @@ _LEFT = "the pooling layer for classifiers, which no output of this model depend
 
 @dataclass
 class ConversionReport:
-    """Record of `from_teacher`.
-
-    Args:
-        copied: the copied weights.
-        lengths: number of rows, longest text and positions.
-        fit: for every layer the share of the variance of the log of received attention that the fitted salience
-            explains; None = there were no texts, and the salience is 0.
-        tokens: number of tokens of the fit.
-        agreement: the comparison with the teacher at several lengths; None = there were no texts.
-        differences: largest differences from the teacher for texts of at most `projection_length` tokens, by kind of
-            output; None = not compared, because sentence-transformers is not installed.
-    """
+    """Record of `from_teacher`; `fit` and `agreement` are None if there were no texts."""
 
     copied: CopyReport
     lengths: Lengths
+    # For every layer, the share of the variance of the log of received attention that the fitted salience explains
     fit: list[float] | None = None
-    tokens: int = 0
-    agreement: Agreement | None = None
+    tokens: int = 0  # number of tokens of the fit
+    agreement: Agreement | None = None  # comparison with the teacher at several lengths
+    # Largest differences from the teacher for texts of at most `projection_length` tokens, by kind of output; None =
+    # not compared, because sentence-transformers is not installed
     differences: Differences = field(default_factory=dict)
 
     def __str__(self) -> str:
@@ -73,16 +65,10 @@ class ConversionReport:
 
 
 class Converted(NamedTuple):
-    """Result of `from_teacher`.
+    """Result of `from_teacher`."""
 
-    Args:
-        model: the Luna model, in evaluation mode.
-        tokenizer: the teacher's tokenizer; None if a model without a tokenizer was given.
-        report: the copied weights and the fit.
-    """
-
-    model: PreTrainedModel
-    tokenizer: PreTrainedTokenizerBase | None
+    model: PreTrainedModel  # in evaluation mode
+    tokenizer: PreTrainedTokenizerBase | None  # the teacher's; None if a model without a tokenizer was given
     report: ConversionReport
 
 

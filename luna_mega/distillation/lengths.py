@@ -24,21 +24,13 @@ _TRUNCATED = "note: the model reads {longest:,} tokens of a text, the teacher {t
 
 @dataclass(frozen=True)
 class Lengths:
-    """Lengths of a converted encoder.
+    """Lengths of a converted encoder."""
 
-    Args:
-        projection_length: number of rows l that a layer packs a text into.
-        max_length: longest text in tokens.
-        table: number of positions of the teacher.
-        position_extension: positions beyond the table; None = the longest text fits in it.
-        note: lines about texts that do not equal the teacher's, or are truncated; empty for the default lengths.
-    """
-
-    projection_length: int
-    max_length: int
-    table: int
-    position_extension: str | None = None
-    note: str = ""
+    projection_length: int  # number of rows l that a layer packs a text into
+    max_length: int  # longest text in tokens
+    table: int  # number of positions of the teacher
+    position_extension: str | None = None  # positions beyond the table; None = the longest text fits in it
+    note: str = ""  # lines about texts that do not equal the teacher's, or are truncated
 
     @property
     def exact(self) -> int:

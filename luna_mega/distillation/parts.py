@@ -11,27 +11,19 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 @dataclass(frozen=True)
 class Family:
-    """The names of a family's modules.
+    """The names of a family's modules."""
 
-    Args:
-        layers: the list of layers, as seen from the model with its head.
-        layer: our name of a part of a layer -> the family's name in the layer.
-        model: our name of a part outside the layers -> the family's name. `head_...` and `decoder` belong to the
-            language-modeling head, `class_...` to a sequence classifier.
-        activation, head_activation: configuration field that contains the activation of the feed-forward layers and
-            of the head, or the activation itself.
-        class_activation: activation of the classifier's hidden layer.
-        padded: whether the first position is `padding_idx + 1`, as in fairseq.
-        heads: other heads, by the end of the names of their classes -> the names of their parts, `class_...`.
-    """
-
-    layers: str
-    layer: Mapping[str, str]
+    layers: str  # the list of layers, as seen from the model with its head
+    layer: Mapping[str, str]  # our name of a part of a layer -> the family's name in the layer
+    # Our name of a part outside the layers -> the family's name. `head_...` and `decoder` belong to the
+    # language-modeling head, `class_...` to a sequence classifier.
     model: Mapping[str, str]
+    # Configuration field with the activation of the feed-forward layers and of the head, or the activation itself
     activation: str = "hidden_act"
     head_activation: str = "hidden_act"
-    class_activation: str = "gelu"
-    padded: bool = False
+    class_activation: str = "gelu"  # of the classifier's hidden layer
+    padded: bool = False  # whether the first position is `padding_idx + 1`, as in fairseq
+    # Other heads, by the end of the names of their classes -> the names of their parts, `class_...`
     heads: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
 
     def first_position(self, config: PreTrainedConfig) -> int:

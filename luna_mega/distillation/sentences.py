@@ -32,25 +32,15 @@ _MODELS = ("SentenceTransformer", "SparseEncoder", "CrossEncoder")
 
 @dataclass
 class SentenceModules:
-    """The modules of a sentence-transformers folder after its transformer.
+    """The modules of a sentence-transformers folder after its transformer."""
 
-    Args:
-        pooling: modes of the pooling, whose vectors are concatenated; empty for a cross-encoder.
-        normalizes: whether the vectors are scaled to length 1.
-        max_seq_length: longest text in tokens; None = not specified.
-        files: relative paths -> the files to copy.
-        settings: contents of `sentence_bert_config.json`.
-        others: types of modules that are neither pooling nor normalization.
-        kind: class of sentence-transformers that loads the folder.
-    """
-
-    pooling: tuple[str, ...]
-    normalizes: bool = False
-    max_seq_length: int | None = None
-    files: dict[str, Path] = field(default_factory=dict)
-    settings: dict[str, Any] = field(default_factory=dict)
-    others: tuple[str, ...] = ()
-    kind: str = "SentenceTransformer"
+    pooling: tuple[str, ...]  # modes of the pooling, whose vectors are concatenated; empty for a cross-encoder
+    normalizes: bool = False  # whether the vectors are scaled to length 1
+    max_seq_length: int | None = None  # longest text in tokens; None = not specified
+    files: dict[str, Path] = field(default_factory=dict)  # relative paths -> the files to copy
+    settings: dict[str, Any] = field(default_factory=dict)  # contents of `sentence_bert_config.json`
+    others: tuple[str, ...] = ()  # types of modules that are neither pooling nor normalization
+    kind: str = "SentenceTransformer"  # class of sentence-transformers that loads the folder
 
     def write(self, folder: Path, max_length: int) -> None:
         """Write the modules next to a saved transformer for texts of `max_length` tokens."""

@@ -17,19 +17,12 @@ _SECONDS = 5  # between two lines about the progress
 
 
 class Windows(NamedTuple):
-    """Windows of the texts of a batch; a short text is one window.
+    """Windows of the texts of a batch; a short text is one window."""
 
-    Args:
-        owner: number of the text, `[W]`.
-        columns: columns of the tokens in the batch, `[W, T]`.
-        mask: True for the tokens of a window, `[W, T]`.
-        counts: number of windows of every text, `[B]`.
-    """
-
-    owner: torch.Tensor
-    columns: torch.Tensor
-    mask: torch.Tensor
-    counts: torch.Tensor
+    owner: torch.Tensor  # `[W]`, number of the text
+    columns: torch.Tensor  # `[W, T]`, columns of the tokens in the batch
+    mask: torch.Tensor  # `[W, T]`, True for the tokens of a window
+    counts: torch.Tensor  # `[B]`, number of windows of every text
 
     def inputs(self, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Return the inputs of the windows `[W, T]`."""

@@ -26,17 +26,11 @@ _NORMS = ("norm", "final")
 
 @dataclass
 class Sequences:
-    """S sequences that are processed together in one step of all layers.
+    """S sequences that are processed together in one step of all layers."""
 
-    Args:
-        slots: `[S]`, slot of each sequence.
-        before: `[S]` int64, number of tokens in the slot; 0 for a new sequence, whose slot has old content.
-        layout: Layout of the new tokens: varlen, or `DENSE` for one token per sequence.
-    """
-
-    slots: torch.Tensor
-    before: torch.Tensor
-    layout: Layout = DENSE
+    slots: torch.Tensor  # `[S]`, slot of each sequence
+    before: torch.Tensor  # `[S]` int64, number of tokens in the slot; 0 for a new sequence, whose slot has old content
+    layout: Layout = DENSE  # of the new tokens: varlen, or `DENSE` for one token per sequence
     kept: dict[str, Any] = field(default_factory=dict, init=False)
 
     def once(self, name: str, compute: Callable[[], Any]) -> Any:
@@ -148,10 +142,7 @@ class MegalodonSlots(ChunkSlots, MegalodonCacheLayer):
 class LunaSlots(LunaCacheLayer):
     """Cache of one Luna decoder layer in slots: means `[slots, H, K, L]` and `[slots, H, L, K]`.
 
-    Args:
-        states: State tensors of the layer.
-        sequences: Current sequences.
-        pack_query: `[L, H, K]`, projected P of the layer.
+    `pack_query` `[L, H, K]` is the projected P of the layer.
     """
 
     def __init__(self, states: tuple[torch.Tensor, ...], sequences: Sequences, pack_query: torch.Tensor):
