@@ -11,8 +11,7 @@ from typing import Any
 from huggingface_hub.errors import StrictDataclassError
 from transformers import PreTrainedConfig
 
-from luna_mega.convert.argtypes import flag
-from luna_mega.convert.evidence import Evidence
+from luna_mega.convert.evidence import Evidence, flag
 from luna_mega.errors import ConversionError, shown
 
 Values = dict[Any, Any]  # value in the original -> value in the configuration
@@ -36,7 +35,7 @@ class Arg:
         values: Value in the original -> value of the field; None if they are equal.
         default: Value if the args lack the argument, or a function that returns it; an architecture can override it.
         read: Function that returns the value from the tensors, which override the args, or a dictionary of fields.
-        kind: Type of the argument, a function of argtypes.py; None if another row has it, or if any value is valid.
+        kind: Type of the argument, a function of evidence.py; None if another row has it, or if any value is valid.
         revision: Only revision of the original that has the argument; None if all have it.
     """
 

@@ -4,9 +4,8 @@ from collections.abc import Callable
 
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from luna_mega.convert.argtypes import integer, word
 from luna_mega.convert.dictionaries import Dictionaries, VocabularyAndLabels
-from luna_mega.convert.evidence import Evidence, ModelSpec
+from luna_mega.convert.evidence import Evidence, ModelSpec, integer, word
 from luna_mega.convert.formats.format import Bpe, Companions
 from luna_mega.convert.table import ACTIVATIONS, Arg, decoded, fields, size_of
 from luna_mega.convert.tokenizers import WORDS, ConvertedTokenizer

@@ -5,8 +5,7 @@ from collections.abc import Callable
 import torch
 
 from luna_mega import LunaConfig
-from luna_mega.convert.argtypes import flag, number, size, word
-from luna_mega.convert.evidence import Evidence
+from luna_mega.convert.evidence import Evidence, flag, number, size, word
 from luna_mega.convert.formats.format import Revision
 from luna_mega.convert.keymap import LAYER_NORM, Row, rows
 from luna_mega.convert.table import ACTIVATIONS, COMMON, NOT, Arg, Table, size_of, typed, untyped

@@ -10,9 +10,8 @@ from functools import partial
 from typing import Any
 
 from luna_mega import MegaConfig
-from luna_mega.convert.argtypes import flag, integer, number, size, word
 from luna_mega.convert.conventions import ORDER, order_of
-from luna_mega.convert.evidence import Evidence
+from luna_mega.convert.evidence import Evidence, flag, integer, number, size, word
 from luna_mega.convert.formats.format import Format, Revision
 from luna_mega.convert.keymap import Row, rows
 from luna_mega.convert.safe_load import Checkpoint

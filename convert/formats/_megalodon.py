@@ -18,8 +18,7 @@ from typing import Any
 
 import torch
 
-from luna_mega.convert.argtypes import flag, integer, size, word
-from luna_mega.convert.evidence import Tensors, same_bits
+from luna_mega.convert.evidence import Tensors, flag, integer, same_bits, size, word
 from luna_mega.convert.formats.format import Folder
 from luna_mega.convert.safe_load import Checkpoint, read_tensors
 from luna_mega.convert.safe_load.contents import plain_args

@@ -1,8 +1,7 @@
 """Common parts of luna_seq2seq and mega_seq2seq, the formats of encoder-decoders."""
 
-from luna_mega.convert.argtypes import flag, language, word
 from luna_mega.convert.dictionaries import Dictionaries, LanguagePair
-from luna_mega.convert.evidence import Evidence, ModelSpec, same_bits
+from luna_mega.convert.evidence import Evidence, ModelSpec, flag, language, same_bits, word
 from luna_mega.convert.formats.format import Bpe, Companions
 from luna_mega.convert.table import COMMON, Arg, typed, untyped
 from luna_mega.convert.tokenizers import WORDS, ConvertedTokenizer

@@ -5,9 +5,8 @@ from collections.abc import Iterable
 from typing import Any
 
 from luna_mega import LunaForMaskedLM, LunaForMultipleChoice, LunaForSequenceClassification, LunaModel
-from luna_mega.convert.argtypes import flag, integer, number, size, word
 from luna_mega.convert.dictionaries import Dictionaries, VocabularyAndLabels
-from luna_mega.convert.evidence import Evidence, ModelSpec
+from luna_mega.convert.evidence import Evidence, ModelSpec, flag, integer, number, size, word
 from luna_mega.convert.formats import _luna
 from luna_mega.convert.formats._luna import CODE_2021, CODE_2023
 from luna_mega.convert.formats.format import Bpe, Companions, Facts, Format, Notes

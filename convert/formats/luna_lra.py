@@ -5,9 +5,8 @@ from functools import partial
 from typing import Any
 
 from luna_mega import LunaForSequenceClassification, LunaForSequencePairClassification
-from luna_mega.convert.argtypes import flag, integer, number, size, word
 from luna_mega.convert.conventions import MINUS_ONE
-from luna_mega.convert.evidence import Evidence, ModelSpec
+from luna_mega.convert.evidence import Evidence, ModelSpec, flag, integer, number, size, word
 from luna_mega.convert.formats import _lra, _luna
 from luna_mega.convert.formats._lra import BODY, OUT
 from luna_mega.convert.formats._luna import CODE_2021, CODE_2023

@@ -6,8 +6,7 @@ from functools import partial
 from typing import Any
 
 from luna_mega import LunaForConditionalGeneration, LunaSeq2SeqConfig
-from luna_mega.convert.argtypes import flag, number, size, word
-from luna_mega.convert.evidence import Evidence, ModelSpec
+from luna_mega.convert.evidence import Evidence, ModelSpec, flag, number, size, word
 from luna_mega.convert.formats import _luna, _translation
 from luna_mega.convert.formats._luna import CODE_2021
 from luna_mega.convert.formats.format import Companions, Facts, Format, Notes

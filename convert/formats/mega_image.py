@@ -4,9 +4,8 @@ import math
 from functools import partial
 
 from luna_mega import MegaConfig, MegaForImageClassification
-from luna_mega.convert.argtypes import flag, integer, number, size, word
 from luna_mega.convert.dictionaries import ClassNames
-from luna_mega.convert.evidence import Evidence, ModelSpec
+from luna_mega.convert.evidence import Evidence, ModelSpec, flag, integer, number, size, word
 from luna_mega.convert.formats import _mega
 from luna_mega.convert.formats.format import Companions, Container, Facts, Format, Notes, Revision
 from luna_mega.convert.keymap import KeyMap, Reshape, Row

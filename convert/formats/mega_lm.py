@@ -4,9 +4,8 @@ import re
 from itertools import accumulate, product
 
 from luna_mega import MegaConfig, MegaForCausalLM
-from luna_mega.convert.argtypes import cutoffs, flag, number, size, word
 from luna_mega.convert.dictionaries import Dictionaries, VocabularyAndLabels
-from luna_mega.convert.evidence import Evidence, ModelSpec, same_bits
+from luna_mega.convert.evidence import Evidence, ModelSpec, cutoffs, flag, number, same_bits, size, word
 from luna_mega.convert.formats import _mega
 from luna_mega.convert.formats.format import Bpe, Companions, Facts, Notes
 from luna_mega.convert.keymap import KeyMap, Row

@@ -4,8 +4,7 @@ from dataclasses import replace
 from typing import Any
 
 from luna_mega import MegaForSequenceClassification, MegaForSequencePairClassification
-from luna_mega.convert.argtypes import flag, integer, mean_and_deviation, number, size, word
-from luna_mega.convert.evidence import Evidence, ModelSpec
+from luna_mega.convert.evidence import Evidence, ModelSpec, flag, integer, mean_and_deviation, number, size, word
 from luna_mega.convert.formats import _lra, _mega
 from luna_mega.convert.formats._lra import BODY, OUT
 from luna_mega.convert.formats.format import Companions, Facts, Notes

@@ -8,9 +8,8 @@ from typing import Any
 import torch
 
 from luna_mega import MegalodonConfig, MegalodonForCausalLM
-from luna_mega.convert.argtypes import flag, integer, number, size
 from luna_mega.convert.dictionaries import PIECES_FILE, Dictionaries, PieceFile
-from luna_mega.convert.evidence import Evidence, ModelSpec
+from luna_mega.convert.evidence import Evidence, ModelSpec, flag, integer, number, size
 from luna_mega.convert.formats import _megalodon as layout
 from luna_mega.convert.formats.format import Bpe, Companions, Facts, Format, Notes, Revision
 from luna_mega.convert.keymap import WIDE, KeyMap, Row

@@ -7,8 +7,7 @@ import numpy
 import pytest
 import torch
 
-from luna_mega.convert import argtypes
-from luna_mega.convert.evidence import Evidence, ModelSpec
+from luna_mega.convert.evidence import Evidence, ModelSpec, flag
 from luna_mega.convert.export.writer import Writer, write_args, writer_of
 from luna_mega.convert.formats import registered_formats
 from luna_mega.convert.table import ACTIVATIONS, NOT, Arg, read_fields, typed_args
@@ -131,13 +130,13 @@ CASES = [
 
 @pytest.mark.parametrize("value", [1, True, numpy.int64(1)])
 def test_flags_of_genuine_files(value):
-    row = Arg("flag", "scaled", kind=argtypes.flag)
+    row = Arg("flag", "scaled", kind=flag)
     assert typed_args((row,), {"flag": value, "other": "kept"}, "old") == {"flag": True, "other": "kept"}
     assert typed_args((row,), {"flag": None}, "old") == {"flag": None}
 
 
 def test_a_value_of_another_type_is_not_written():
-    writer = Writer(SimpleNamespace(table=(Arg("flag", "act", kind=argtypes.flag),)))
+    writer = Writer(SimpleNamespace(table=(Arg("flag", "act", kind=flag),)))
     with pytest.raises(ConversionError, match=r"^args\.flag = 'gelu_new' is neither True nor False$"):
         write_args(writer, ModelSpec(object, Config(), "old"))
 
