@@ -711,18 +711,14 @@ class MegaPreTrainedModel(CommonPreTrainedModel):
             init.copy_(module.ema_expansion_matrix, signs + noise)
             init.normal_(module.kernel_projection_matrix, std=config.ema_gamma_omega_range)
             init.normal_(module.residual_weight, std=config.ema_gamma_omega_range)
-        elif isinstance(module, MegaBandProjection):
-            init.normal_(module.weight, std=std)
+        elif isinstance(module, MegaBandProjection | MegaSimpleRelativeBias | MegaRotaryRelativeBias):
+            for parameter in module.parameters():
+                init.normal_(parameter, std=std)
         elif isinstance(module, MegaGatedAttention):
             init.normal_(module.qk_weight, std=std)
             init.zeros_(module.qk_bias)
         elif isinstance(module, MegaScaleNorm) and module.scalar is not None:
             init.ones_(module.scalar)
-        elif isinstance(module, MegaSimpleRelativeBias):
-            init.normal_(module.rel_pos_bias, std=std)
-        elif isinstance(module, MegaRotaryRelativeBias):
-            init.normal_(module.alpha, std=std)
-            init.normal_(module.b_param, std=std)
         elif isinstance(module, nn.Embedding) and config.scale_embedding:
             # `scale_embedding` multiplies by sqrt(d), so that entries are around 1.
             init.normal_(module.weight, std=module.embedding_dim**-0.5)
