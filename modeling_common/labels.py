@@ -118,22 +118,16 @@ def check_pooled_labels(config: Any, labels: torch.Tensor, batch: int) -> None:
     kind, count, floats = config.problem_type, config.num_labels, labels.is_floating_point()
     is_regression = kind == "regression" or (kind is None and count == 1)
     is_class = not is_regression and (kind == "single_label_classification" or (kind is None and not floats))
-    shapes: list[tuple[int, ...]] = (
-        [(batch,), (batch, 1)] if is_class or (is_regression and count == 1) else [(batch, count)]
-    )
-    fits = tuple(labels.shape) in shapes
-    if fits and (is_regression or floats != is_class):
+    flat = is_class or (is_regression and count == 1)
+    shapes: list[tuple[int, ...]] = [(batch,), (batch, 1)] if flat else [(batch, count)]
+    if tuple(labels.shape) in shapes and (is_regression or floats != is_class):
         return
-    meaning = f"class ids from 0 to {count - 1} (torch.int64)"
-    fix = "; for regression, set num_labels=1 or problem_type='regression'"
-    if is_regression:
-        meaning, fix = "numbers", ""
-    elif is_class or kind is None:
-        shapes = [(batch,)]
-    else:
-        meaning = "0.0 or 1.0 for each class"
+    shape, meaning = shapes[0], "numbers" if is_regression else "0.0 or 1.0 for each class"
+    if not is_regression and kind != "multi_label_classification":
+        shape, meaning = (batch,), f"class ids from 0 to {count - 1} (torch.int64)"
+    fix = "" if is_regression else "; for regression, set num_labels=1 or problem_type='regression'"
     raise ValueError(
-        f"`labels` must have the shape {list(shapes[0])} and be {meaning}, for problem_type={kind!r} and "
+        f"`labels` must have the shape {list(shape)} and be {meaning}, for problem_type={kind!r} and "
         f"num_labels={count}, got {labels.dtype} of shape {list(labels.shape)}{fix}"
     )
 

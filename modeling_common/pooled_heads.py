@@ -1,4 +1,7 @@
-"""Generic heads for sequences: classification, pairs and options, see `heads.py`."""
+"""Pooling of sequences, and the generic heads that use it: classification, pairs and options, see `heads.py`.
+
+Masks are bool `[B, T]`, True = keep; None = all.
+"""
 
 from collections.abc import Iterable
 from itertools import pairwise
@@ -11,7 +14,7 @@ from transformers.configuration_utils import PreTrainedConfig
 from transformers.modeling_outputs import SequenceClassifierOutput
 from transformers.utils.generic import can_return_tuple
 
-from luna_mega.kernels.support import upcast
+from luna_mega.kernels.support import take_columns, upcast, upcast_dtype
 from luna_mega.modeling_common.arguments import HeadKwargs, check_input
 from luna_mega.modeling_common.heads import Head, checked_loss
 from luna_mega.modeling_common.inputs import read_token_types
@@ -19,7 +22,43 @@ from luna_mega.modeling_common.labels import given_input, validate_pairs, valida
 from luna_mega.modeling_common.masks import find_mask, read_mask
 from luna_mega.modeling_common.outputs import BodyOutput
 from luna_mega.modeling_common.padding_free import find_padding_free
-from luna_mega.modeling_common.pooling import without_first
+
+
+def first_position(mask: torch.Tensor) -> torch.Tensor:
+    """Return the position of the first token that the mask keeps, `[B]`: with padding on the left it is not 0."""
+    return mask.int().argmax(dim=1)
+
+
+def first_token(states: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+    """Return the first position of `[B, T, d]` that the mask keeps, `[B, d]`."""
+    return states[:, 0] if mask is None else take_columns(states, first_position(mask)[:, None])[:, 0]
+
+
+def last_token(states: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+    """Return the last position of `[B, T, d]` that the mask keeps, `[B, d]`; the last of all if it keeps none."""
+    if mask is None:
+        return states[:, -1]
+    position = states.shape[1] - 1 - first_position(mask.flip(1))
+    return take_columns(states, position[:, None])[:, 0]
+
+
+def without_first(states: torch.Tensor | None, mask: torch.Tensor | None) -> torch.Tensor | None:
+    """Return `[B, T, ...]` without the first position that the mask keeps, `[B, T - 1, ...]`."""
+    if states is None or mask is None:
+        return states if states is None else states[:, 1:]
+    index = torch.arange(mask.shape[1] - 1, device=mask.device)
+    return take_columns(states, index + (index >= first_position(mask)[:, None]).long())
+
+
+def masked_mean(states: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+    """Return the mean over the rows of `[B, T, d]` that the mask `[B or 1, T]` keeps; 0 if it keeps none.
+
+    Half precision cannot represent the sums of long sequences.
+    """
+    if mask is None:
+        return states.mean(dim=1, dtype=upcast_dtype(states)).to(states.dtype)
+    kept = states.masked_fill(~mask[..., None], 0.0).sum(dim=1, dtype=upcast_dtype(states))
+    return (kept / mask.sum(dim=1, keepdim=True).clamp(min=1)).to(states.dtype)
 
 
 class ClassificationHead(nn.Module):

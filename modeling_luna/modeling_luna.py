@@ -62,8 +62,9 @@ from luna_mega.modeling_common.pooled_heads import (
     GenericForSequenceClassification,
     GenericForSequencePairClassification,
     PooledHead,
+    first_token,
+    masked_mean,
 )
-from luna_mega.modeling_common.pooling import first_token, masked_mean
 from luna_mega.modeling_common.processes import has_peers
 from luna_mega.modeling_common.seq2seq import Seq2SeqBody, Seq2SeqLM
 from luna_mega.modeling_common.tensor_parallel import RankBoundary

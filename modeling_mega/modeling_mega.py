@@ -60,8 +60,9 @@ from luna_mega.modeling_common.pooled_heads import (
     GenericForSequenceClassification,
     GenericForSequencePairClassification,
     PooledHead,
+    first_token,
+    masked_mean,
 )
-from luna_mega.modeling_common.pooling import first_token, masked_mean
 from luna_mega.modeling_common.seq2seq import Seq2SeqBody, Seq2SeqLM
 from luna_mega.modeling_common.tensor_parallel import RankBoundary
 from luna_mega.modeling_mega.adaptive import MegaAdaptiveEmbedding, MegaAdaptiveSoftmax, MegaBandProjection

@@ -39,8 +39,7 @@ from luna_mega.modeling_common.heads import GenericForCausalLM
 from luna_mega.modeling_common.inputs import Inputs, embed, prepare, scatter_states
 from luna_mega.modeling_common.layout import Layout
 from luna_mega.modeling_common.outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
-from luna_mega.modeling_common.pooled_heads import GenericForSequenceClassification
-from luna_mega.modeling_common.pooling import last_token, masked_mean
+from luna_mega.modeling_common.pooled_heads import GenericForSequenceClassification, last_token, masked_mean
 from luna_mega.modeling_common.tensor_parallel import RankBoundary
 from luna_mega.modeling_megalodon.cache_megalodon import MegalodonCache, MegalodonCacheLayer
 from luna_mega.modeling_megalodon.configuration_megalodon import MegalodonConfig

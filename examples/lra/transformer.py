@@ -15,8 +15,13 @@ from transformers.models.modernbert.modeling_modernbert import ModernBertModel, 
 
 from luna_mega.modeling_common.base import INPUT_NAMES
 from luna_mega.modeling_common.inputs import ValueEmbeddings
-from luna_mega.modeling_common.pooled_heads import ClassificationHead, pair_features, pair_size
-from luna_mega.modeling_common.pooling import first_token, masked_mean
+from luna_mega.modeling_common.pooled_heads import (
+    ClassificationHead,
+    first_token,
+    masked_mean,
+    pair_features,
+    pair_size,
+)
 
 
 @strict

@@ -12,7 +12,7 @@ from transformers.utils import cached_file
 
 from luna_mega.errors import shown
 from luna_mega.hub.folder import read_json
-from luna_mega.modeling_common.pooling import first_token, masked_mean
+from luna_mega.modeling_common.pooled_heads import first_token, masked_mean
 
 _MODES = {  # field of an earlier version -> value of `pooling_mode`
     "pooling_mode_cls_token": "cls",

@@ -7,7 +7,7 @@ import luna_mega
 from luna_mega.distillation.sentences import SentenceModules
 from luna_mega.distillation.windows import split_windows
 from luna_mega.modeling_common.layout import DENSE, DenseLayout
-from luna_mega.modeling_common.pooling import masked_mean
+from luna_mega.modeling_common.pooled_heads import masked_mean
 from luna_mega.modeling_luna.modeling_luna import LunaModelOutput, pack_by_importance
 from luna_mega.modeling_mega.batch_norm_mega import MegaBatchNorm
 from tests.marks import diagonal
