@@ -41,12 +41,7 @@ def find_model(
 def find_dataset(name: str, cache_dir: str | Path) -> bool:
     """Check that `datasets.load_dataset(name)` finds a dataset, with one request; it connects six times, with pauses.
 
-    Args:
-        name: Folder, or name on the Hub.
-        cache_dir: Cache of datasets, which contains a folder for each dataset that was loaded before.
-
-    Returns:
-        Whether only the cache has the dataset, because the Hub cannot be reached.
+    Return whether only `cache_dir`, the cache of datasets, has it, because the Hub cannot be reached.
 
     Raises:
         ConversionError: There is no such folder, and no such dataset on the Hub, or the Hub cannot be reached.

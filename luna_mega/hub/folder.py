@@ -76,14 +76,13 @@ class ModelFolder:
         if (self.path / GENERATION_CONFIG_NAME).is_file():
             read_json(self.path / GENERATION_CONFIG_NAME)  # transformers raises a bare TypeError
         try:
-            loaded = self.model_class.from_pretrained(
+            model, info = self.model_class.from_pretrained(
                 self.path, use_safetensors=True, output_loading_info=True, **options
             )
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # transformers, torch and safetensors raise different types
             raise ConversionError(f"{self.path}: {type(error).__name__}: {reason(error)}") from error
-        model, info = loaded
         if missing := sorted(info["missing_keys"]):
             raise ConversionError(f"{self.path}: the weights lack {', '.join(missing)[:200]}")
         return model.eval()

@@ -18,14 +18,8 @@ def sample_inputs(
     """Return batches that together contain every kind of input that a user can pass to a model.
 
     Texts are shorter, as long as, and longer than the packed sequence P, a chunk and a window of statistics, and as
-    long as the table of positions. Batches have padding on either side, and masks with gaps. See `make_inputs` for the
-    arguments of `forward`.
-
-    Args:
-        model: Model or model folder of this package.
-        processor: Tokenizer or processor of the model, see `make_inputs`.
-        longest: Length of the longest text; None = that of the model.
-        seed: Seed of the random numbers.
+    long as the table of positions, or as `longest`. Batches have padding on either side, and masks with gaps. See
+    `make_inputs` for the other arguments, and those of `forward`.
 
     Returns:
         Name of a batch -> name of an argument -> tensor. Batches of one length have one sequence.

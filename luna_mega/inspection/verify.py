@@ -313,7 +313,9 @@ def _layers(first: Mapping, second: Mapping, tensors: Mapping, config: PreTraine
         }
     rows = []
     for stack, (hidden, keep, packed) in names.items():
-        compared = {"hidden": (hidden, keep)}
+        start = {"stack": stack} if stack else {}
+        values = [_difference(*pair, keep) for pair in zip(first[hidden], second[hidden], strict=True)]
+        layers = [start | {"layer": layer, "hidden": value} for layer, value in enumerate(values)]
         if first.get(packed) is not None:
             used = None  # all rows of P
             if "packed_mask" in tensors:
@@ -322,16 +324,11 @@ def _layers(first: Mapping, second: Mapping, tensors: Mapping, config: PreTraine
                 not config.add_cross_attention
             ):
                 used = torch.arange(first[packed][-1].shape[1]) < mask.sum(dim=1, keepdim=True)
-            compared["packed"] = packed, used
-        columns = {
-            column: [_difference(*pair, keep) for pair in zip(first[name], second[name], strict=True)]
-            for column, (name, keep) in compared.items()
-        }
-        start, count = {"stack": stack} if stack else {}, len(columns["hidden"])
-        for layer in range(count):
+            values = [_difference(*pair, used) for pair in zip(first[packed], second[packed], strict=True)]
             # With pack_method="importance" there is no P before the first layer.
-            values = {column: found[layer - count] for column, found in columns.items() if len(found) >= count - layer}
-            rows.append(start | {"layer": layer} | values)
+            for row, value in zip(layers[-len(values) :], values, strict=True):
+                row["packed"] = value
+        rows += layers
     return rows
 
 
