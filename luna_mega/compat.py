@@ -84,10 +84,7 @@ def rename_cache(arguments: dict[str, Any], name: str = CACHE_NAME) -> None:
         ValueError: A cache is passed under both names.
     """
     (other,) = {*_CACHE_NAMES} - {name}
-    if other not in arguments:
-        return
-    cache = arguments.pop(other)
-    if cache is None:
+    if (cache := arguments.pop(other, None)) is None:
         return
     if arguments.get(name) is not None:
         raise ValueError("`cache` and `past_key_values` are two names of one argument; pass only one of them.")

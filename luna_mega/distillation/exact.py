@@ -23,7 +23,6 @@ from luna_mega.hub.folder import load_tokenizer, set_max_length
 
 logger = logging.getLogger(__name__)
 _FIT_TEXTS, _FIT_LENGTH = 500, 256  # texts at most, and tokens per text
-_RIDGE = 1e-2
 _LEAST = 1e-6  # lower bound of the attention that a token receives, before the logarithm
 # Field of Luna -> the first of the teacher's fields that is set.
 _DROPOUTS = {
@@ -191,7 +190,10 @@ def _luna_config(teacher: Teacher, padding: int | None, lengths: Lengths) -> lun
     return luna_mega.LunaConfig(
         **{name: getattr(config, name) for name in names if hasattr(config, name)},
         **{ours: next((value for value in values if value is not None), 0.0) for ours, values in dropouts.items()},
-        **lengths.fields(),
+        projection_length=lengths.projection_length,
+        max_position_embeddings=lengths.max_length,
+        position_table_size=None if lengths.max_length == lengths.table else lengths.table,
+        position_extension=lengths.position_extension,
         pack_method="importance",
         pad_token_id=padding,
         bos_token_id=getattr(config, "bos_token_id", None),
@@ -214,7 +216,7 @@ def _luna_config(teacher: Teacher, padding: int | None, lengths: Lengths) -> lun
 
 @torch.no_grad()
 def fit_salience(
-    teacher: Teacher, student: PreTrainedModel, batches: Iterable[dict[str, torch.Tensor]], ridge: float = _RIDGE
+    teacher: Teacher, student: PreTrainedModel, batches: Iterable[dict[str, torch.Tensor]], ridge: float = 1e-2
 ) -> tuple[list[float], int]:
     """Fit the salience of a student with `pack_method="importance"` in closed form.
 

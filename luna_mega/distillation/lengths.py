@@ -1,14 +1,12 @@
 """Lengths of a converted encoder: the rows of its layers, its longest text, and the quality for longer texts."""
 
 from dataclasses import dataclass
-from typing import Any
 
 from transformers import PreTrainedConfig
 
 from luna_mega.distillation.teachers import check_teacher
 
 Sizes = tuple[int | None, int | None, str | None]  # `projection_length`, `max_length`, `position_extension` of a call
-ROWS = 128
 TOKEN_HEADS = ("ForMaskedLM", "ForTokenClassification", "ForQuestionAnswering")
 _EXTENSIONS = ("interpolate", "wrap")
 _BEYOND = (
@@ -36,15 +34,6 @@ class Lengths:
     def exact(self) -> int:
         """The length of the longest text for which the student equals the teacher."""
         return min(self.projection_length, self.max_length, self.table)
-
-    def fields(self) -> dict[str, Any]:
-        """Return the fields of `LunaConfig`."""
-        return {
-            "projection_length": self.projection_length,
-            "max_position_embeddings": self.max_length,
-            "position_table_size": None if self.max_length == self.table else self.table,
-            "position_extension": self.position_extension,
-        }
 
 
 def choose_lengths(config: PreTrainedConfig, head: str, sizes: Sizes) -> Lengths:
@@ -79,7 +68,7 @@ def choose_lengths(config: PreTrainedConfig, head: str, sizes: Sizes) -> Lengths
             f"max_length={longest} exceeds the {table} positions of the teacher; pass max_length={table}, or "
             "position_extension='interpolate'"
         )
-    rows = projection_length or (longest if reads_tokens else min(ROWS, longest))
+    rows = projection_length or (longest if reads_tokens else min(128, longest))
     if rows > longest:
         raise ValueError(
             f"projection_length={rows} exceeds the longest text of {longest} tokens; pass at most {longest}, with "
