@@ -135,7 +135,7 @@ def unpad(mask: torch.Tensor | None) -> PaddingFreeLayout | None:
 def _next_starts(
     shape: tuple[int, int], position_ids: torch.Tensor | None, options: Mapping[str, Any]
 ) -> torch.Tensor | None:
-    """Return whether a sequence starts after each position but the last, `[B or 1, T - 1]`; None = it is not given.
+    """Return whether a sequence starts after each position but the last, `[..., T - 1]`; None = it is not given.
 
     Raise `ValueError` unless `seq_idx` has an integer for every position.
     """
@@ -146,7 +146,7 @@ def _next_starts(
             found = f"{list(seq_idx.shape)} of {seq_idx.dtype}" if isinstance(seq_idx, torch.Tensor) else type(seq_idx)
             raise ValueError(f"`seq_idx` must be integers of the shape {list(shape)} of the input, got {found}")
         return seq_idx.diff(dim=1) != 0
-    return None if position_ids is None else position_ids.view(-1, position_ids.shape[-1]).diff(dim=1) <= 0
+    return None if position_ids is None else position_ids.diff(dim=-1) <= 0
 
 
 def find_starts(shape: tuple[int, int], arguments: Mapping[str, Any]) -> torch.Tensor | None:
