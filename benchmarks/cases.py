@@ -270,7 +270,7 @@ def _padded(make, unpad, device, dtype, n, b):
 
 
 def _op(name, make, function=None, compiles=True, others=None, gpu_variants=None, **options):
-    """Return the case of an op of the kernels; its baseline is the original code, on a GPU also in compiled form."""
+    """Return the case of an op, compared with `baselines.original_<name>`, on a GPU also with its compiled form."""
     function, original = function or getattr(api, name), getattr(baselines, f"original_{name}")
     return Case(
         name,
