@@ -5,9 +5,8 @@ converted for this check.
 """
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cache, partial
 from typing import Any
 
 from transformers import PreTrainedConfig, PreTrainedModel
@@ -18,7 +17,7 @@ from luna_mega.convert.formats import Format, registered_formats
 from luna_mega.convert.formats.format import read_model
 from luna_mega.convert.formats.registry import find_format
 from luna_mega.convert.keymap import Reshape
-from luna_mega.convert.tensors import TensorMap, Weights, few, map_tensors, weights_of
+from luna_mega.convert.tensors import TensorMap, few, map_tensors, weights_of
 from luna_mega.errors import ConversionError, shown
 
 # Fields for initialization and execution, which a checkpoint does not contain.
@@ -79,8 +78,7 @@ def choose_export(
         raise ConversionError(_no_format(model_class, config, formats[0], given))
     if wanted is not None and not re.fullmatch(r"[\w-]+", wanted):
         raise ConversionError(f"--head {shown(wanted)}: a name has letters, digits, '_' and '-' only")
-    built = cache(partial(weights_of, config))
-    for name, other in built(model_class).tied.items():
+    for name, other in weights_of(config, model_class).tied.items():
         if {name, other} <= tensors.keys() and not same_bits(tensors[name], tensors[other]):
             raise ConversionError(
                 f"config.json ties {name} to {other}, but their weights differ; set tie_word_embeddings to false"
@@ -88,7 +86,7 @@ def choose_export(
     failures = []
     for writer, spec in specs:
         try:
-            chosen = _choice(writer, spec, tensors, report, built)
+            chosen = _choice(writer, spec, tensors, report)
             break
         except ConversionError as error:
             failures.append(error)
@@ -98,9 +96,7 @@ def choose_export(
     if head is not None and chosen.spec.head is None:
         raise ConversionError(f"--head {head}: the original has no named head for a {model_class.__name__}")
     read, fmt = chosen.read, chosen.writer.format  # the class differs for an encoder, which gets an untrained head
-    if read.model_class is not model_class:
-        built = partial(weights_of, read.config)
-    weights = built(read.model_class, *fmt.facts.additional_classes)
+    weights = weights_of(read.config, read.model_class, *fmt.facts.additional_classes)
     chosen.mapping = map_tensors(fmt.keymap(read), weights, chosen.tensors)
     return chosen
 
@@ -121,9 +117,7 @@ def _no_format(model_class: type, config: PreTrainedConfig, fmt: Format, given: 
     )
 
 
-def _choice(
-    writer: Writer, spec: ModelSpec, ours: Tensors, report: dict[str, Any], built: Callable[..., Weights]
-) -> Choice:
+def _choice(writer: Writer, spec: ModelSpec, ours: Tensors, report: dict[str, Any]) -> Choice:
     """Return the model as a checkpoint of a format; raise an error if the format does not support it."""
     fmt = writer.format
     layout = fmt.facts.revisions[spec.revision].format
@@ -133,7 +127,7 @@ def _choice(
         if (value := getattr(spec.config, name)) not in values
     ]:
         raise _Inexpressible(layout, problems, was_read=False)
-    tied = built(spec.model_class, *fmt.facts.additional_classes).tied
+    tied = weights_of(spec.config, spec.model_class, *fmt.facts.additional_classes).tied
     ours = ours | {copy: ours[original] for copy, original in tied.items() if original in ours}
     tensors, unknown, notes = _rename(writer, spec, ours)
     unplaced = ConversionError(f"{layout} has no place for {few(unknown)}") if unknown else None
