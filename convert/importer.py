@@ -154,10 +154,10 @@ def _identify(checkpoint: Checkpoint, head: str | None, layer_norm: str, ema_con
         for name, value in (("layer-norm", layer_norm), ("ema-convention", ema_convention)):
             if value != "auto" and name in facts.unsupported_options:
                 raise ConversionError(f"--{name} {value}: {facts.unsupported_options[name]}; omit the option")
-        decisions: list[conventions.Decision] = []
+        branch = None
         if "ema-convention" not in facts.unsupported_options:
-            decisions.append(conventions.decide_ema_convention(tensors, ema_convention))
-            revision = decisions[0].convention
+            branch = conventions.decide_ema_convention(tensors, ema_convention)
+            revision = branch.convention
         spec, evidence = read_model(fmt, tensors, checkpoint.args, revision, head)
         weights = weights_of(spec.config, spec.model_class, *facts.additional_classes)
         mapping = map_tensors(fmt.keymap(spec), weights, tensors)
@@ -165,7 +165,7 @@ def _identify(checkpoint: Checkpoint, head: str | None, layer_norm: str, ema_con
             check_unshared(mapping, tensors)
         norms = [tensors[key] for key in mapping.norm_weights]
         norm = conventions.decide_layer_norm(norms, layer_norm) if norms else None
-    warnings = [*evidence.warnings, *(made.warning for made in (*decisions, norm) if made and made.warning)]
+    warnings = [*evidence.warnings, *(made.warning for made in (branch, norm) if made and made.warning)]
     return _Source(checkpoint, fmt, spec, evidence, mapping, norm, notes, warnings)
 
 

@@ -149,8 +149,7 @@ def _choice(writer: Writer, spec: ModelSpec, ours: Tensors, report: dict[str, An
         f"{name} = {ours!r} is not in the original, which trains with {theirs!r}; scores are the same"
         for name, ours, theirs in differences
     ]
-    recorded = report["args"] or {}
-    if replaced := sorted(name for name in recorded if recorded[name] != args[name]):
+    if replaced := sorted(name for name, value in report["args"].items() if value != args[name]):
         warnings.append(f"args of the converted file that no longer apply are replaced: {', '.join(replaced)}")
     return Choice(writer, spec, args, tensors, read, evidence, notes, warnings)
 
@@ -178,9 +177,9 @@ def _choose_args(
     Also return the model that is read from the args, and its evidence.
     """
     recorded = report["args"]
-    kept = {name: value for name, value in (recorded or {}).items() if name in writer.kept}
-    made = (recorded or {}) | write_args(writer, spec) | kept
-    same_head = recorded is not None and spec.head in (None, report["decisions"].get("head"))
+    kept = {name: value for name, value in recorded.items() if name in writer.kept}
+    made = recorded | write_args(writer, spec) | kept
+    same_head = report["source"] and spec.head in (None, report["decisions"].get("head"))
     for args in (recorded, made) if same_head else (made,):
         try:
             read, evidence = read_model(writer.format, tensors, args, spec.revision, spec.head)

@@ -18,7 +18,7 @@ from luna_mega.errors import ConversionError, errors_of
 from luna_mega.hub.folder import REPORT_NAME, ModelFolder, read_folder
 from luna_mega.hub.output import check_new_file, check_output
 
-_NOT_CONVERTED = {"source": {}, "decisions": {}, "dropped": [], "dtype_in": {}, "args": None}
+_NOT_CONVERTED = {"source": {}, "decisions": {}, "dropped": [], "dtype_in": {}, "args": {}}
 
 
 @dataclass
