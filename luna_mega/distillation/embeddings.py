@@ -15,10 +15,7 @@ if TYPE_CHECKING:
 
 @torch.no_grad()
 def teacher_vectors(teacher: "SentenceTransformer", texts: Sequence[str], window: int) -> torch.Tensor:
-    """Return the vectors `[B, d]` of texts; a text of more than `window` tokens has the mean over its windows.
-
-    Every window has the first and the last token of the text, as the tokenizer adds them to a text.
-    """
+    """Return the vectors `[B, d]` of texts; a text of more than `window` tokens has the mean over its windows."""
     batch = teacher.tokenizer(list(texts), padding=True, return_tensors="pt", verbose=False).to(teacher.device)
     windows = split_windows(batch["attention_mask"].bool(), window)
     return windows.mean(teacher(windows.inputs(batch))["sentence_embedding"])

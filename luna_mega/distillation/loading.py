@@ -21,7 +21,7 @@ from luna_mega.distillation.originals import check_adapter, check_quantization
 from luna_mega.distillation.parts import find_head
 from luna_mega.distillation.teachers import Teacher, check_teacher, model_class
 from luna_mega.errors import ConversionError, reason
-from luna_mega.hub.find import find_model
+from luna_mega.hub.find import find_file, find_model
 from luna_mega.hub.folder import largest_id, open_weights, read_weight_map
 
 
@@ -155,10 +155,10 @@ def _read_weights(name: str, places: dict[str, Any]) -> tuple[dict[str, torch.Te
 
 def _find(name: str, single: str, index: str, places: dict[str, Any]) -> list[Path]:
     """Return the file that contains all weights, or the files in an index, or an empty list."""
-    if file := cached_file(name, single, _raise_exceptions_for_missing_entries=False, **places):
-        return [Path(file)]
-    if file := cached_file(name, index, _raise_exceptions_for_missing_entries=False, **places):
-        shards = sorted(set(read_weight_map(Path(file)).values()))
+    if file := find_file(name, single, **places):
+        return [file]
+    if file := find_file(name, index, **places):
+        shards = sorted(set(read_weight_map(file).values()))
         return [Path(cached_file(name, shard, **places)) for shard in shards]
     return []
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 from torch.nn import functional
-from transformers.utils import cached_file
 
 from luna_mega.errors import shown
+from luna_mega.hub.find import find_file
 from luna_mega.hub.folder import read_json
 from luna_mega.modeling_common.pooled_heads import first_token, masked_mean
 
@@ -124,9 +124,9 @@ def read_modules(name: str) -> SentenceModules | None:
         isinstance(texts, dict) and all(isinstance(text, str) for text in texts.values()),
         f"prompts must be texts by name, got {shown(texts)}; repair {_CONFIGS[1]}",
     )
-    files = {path: file for path in ("modules.json", _CONFIGS[1]) if (file := _find(name, path))}
+    files = {path: file for path in ("modules.json", _CONFIGS[1]) if (file := find_file(name, path))}
     paths = [f"{path}/{file}" for _, path in kinds[1:] if path for file in _FILES]
-    files |= {path: place for path in paths if (place := _find(name, path))}
+    files |= {path: place for path in paths if (place := find_file(name, path))}
     pooling = [_pooling(name, f"{path}/config.json") for kind, path in kinds if kind == "Pooling"][-1:]
     others = tuple(kind for kind in names if kind not in ("Pooling", "Normalize"))
     return SentenceModules(pooling[0] if pooling else (), "Normalize" in names, length, files, settings, others, model)
@@ -158,12 +158,7 @@ def _pooling(name: str, path: str) -> tuple[str, ...]:
     return modes
 
 
-def _find(name: str, path: str) -> Path | None:
-    file = cached_file(name, path, _raise_exceptions_for_missing_entries=False)
-    return Path(file) if file else None
-
-
 def _read(name: str, path: str, kind: type = dict) -> Any:
     """Return the content of a JSON file, or None if there is no file."""
-    file = _find(name, path)
+    file = find_file(name, path)
     return None if file is None else read_json(file, kind)
