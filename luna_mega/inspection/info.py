@@ -179,7 +179,7 @@ def _cache_bytes(model: PreTrainedModel, length: int) -> int:
         inputs["encoder_hidden_states"] = states
         if isinstance(decoder, LunaConfig):
             inputs["packed_states"] = states.new_empty(1, decoder.projection_length, config.hidden_size)
-    cache = model.eval()(**inputs, use_cache=True).cache
+    cache = model.base_model.eval()(**inputs, use_cache=True).cache  # a classifier returns none
     sides = [cache]
     if hasattr(cache, "cross_attention_cache"):
         sides = [cache.self_attention_cache, cache.cross_attention_cache]

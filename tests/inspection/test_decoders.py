@@ -145,6 +145,23 @@ def test_info_of_a_folder(name, dtype, tmp_path, capsys):
     assert found["config"].get("decoder_num_hidden_layers") == (1 if "other" in name else None)
 
 
+CLASSIFIERS = {
+    "LunaForTokenClassification": LUNA | DECODER_ONLY,
+    "MegaForMultipleChoice": MEGA | MEGA_DECODER_ONLY,
+    "MegaForSequenceClassification": MEGA | MEGA_DECODER_ONLY,
+    "MegalodonForSequenceClassification": MEGALODON,
+}
+
+
+@pytest.mark.parametrize("name", CLASSIFIERS)
+def test_info_of_a_classifier_with_a_causal_body(name, tmp_path):
+    """A classifier does not return the cache of its body, whose size is printed."""
+    model_class = getattr(luna_mega, name)
+    model = model_class(model_class.config_class(**CLASSIFIERS[name])).eval()
+    model.save_pretrained(tmp_path)
+    assert describe(tmp_path, 20).cache_bytes["sequence"] == cached_bytes(model.base_model, 20) > 0
+
+
 @pytest.mark.parametrize(
     ("name", "printed"),
     [
