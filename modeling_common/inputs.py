@@ -89,7 +89,7 @@ def prepare(
 ) -> Inputs:
     """Return the inputs of a forward pass of `model`, a model without a head.
 
-    The attributes of `Body` specify the supported arguments, which are those of `forward`: `options` are its
+    The attributes of `BodyMixin` specify the supported arguments, which are those of `forward`: `options` are its
     keyword arguments, and `grid` the rows and columns of patches of images.
 
     Raises:
