@@ -10,15 +10,12 @@ if (_root := Path(__file__).resolve().parent.parent).joinpath("setup.cfg").is_fi
 
 from luna_mega import compat  # noqa: F401  # first, because it checks the versions of what is imported next
 from luna_mega._register import register_auto_classes
-from luna_mega.modeling_luna.cache_luna import *
 from luna_mega.modeling_luna.configuration_luna import *
 from luna_mega.modeling_luna.modeling_luna import *
 from luna_mega.modeling_luna.segments_luna import *
 from luna_mega.modeling_luna.tokenization_luna import LunaTokenizer
-from luna_mega.modeling_mega.cache_mega import *
 from luna_mega.modeling_mega.configuration_mega import *
 from luna_mega.modeling_mega.modeling_mega import *
-from luna_mega.modeling_megalodon.cache_megalodon import *
 from luna_mega.modeling_megalodon.configuration_megalodon import *
 from luna_mega.modeling_megalodon.modeling_megalodon import *
 

@@ -3,8 +3,8 @@
 Attention to a context of length n has two steps: a short *packed* sequence P of l rows attends to the context (pack),
 and every token attends to the resulting l rows (unpack). Time and memory are linear in n. Each layer returns P in
 addition to the tokens. A decoder attends to the tokens so far through sums over them (section 3.3). From top to bottom:
-outputs, embeddings, attention, causal attention, layers, stack of layers, inputs, model, heads, language models,
-translation.
+outputs, caches, embeddings, attention, causal attention, layers, stack of layers, inputs, model, heads, language
+models, translation.
 """
 
 import math
@@ -35,6 +35,7 @@ from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
 from luna_mega.compat import with_cache_alias
 from luna_mega.kernels.api import (
+    LunaCausalState,
     assign_rows,
     luna_causal_attention,
     luna_causal_attention_step,
@@ -45,7 +46,7 @@ from luna_mega.kernels.api import (
 from luna_mega.kernels.support import Dropout, forbid_capture, in_program, upcast, without_autocast
 from luna_mega.modeling_common.arguments import HeadKwargs, ModelKwargs
 from luna_mega.modeling_common.base import BodyMixin, CommonPreTrainedModel
-from luna_mega.modeling_common.cache import layer_caches
+from luna_mega.modeling_common.cache import StateCache, StateLayer, StateSeq2SeqCache, layer_caches
 from luna_mega.modeling_common.generation import Seq2SeqGenerationMixin, StateGenerationMixin
 from luna_mega.modeling_common.heads import (
     GenericForCausalLM,
@@ -68,7 +69,6 @@ from luna_mega.modeling_common.pooled_heads import (
 from luna_mega.modeling_common.processes import has_peers
 from luna_mega.modeling_common.seq2seq import Seq2SeqBody, Seq2SeqLM
 from luna_mega.modeling_common.tensor_parallel import RankBoundary
-from luna_mega.modeling_luna.cache_luna import LunaCache, LunaCacheLayer, LunaSeq2SeqCache
 from luna_mega.modeling_luna.configuration_luna import LunaConfig, LunaSeq2SeqConfig
 from luna_mega.modeling_luna.initialization_luna import blind_queries, start_attention, start_embeddings
 
@@ -101,6 +101,56 @@ class LunaModelOutput(BaseModelOutputWithPastAndCrossAttentions):
     attention_mask: torch.Tensor | None = None
     packed_hidden_states: tuple[torch.Tensor | None, ...] | None = None
     packed_attentions: tuple[torch.FloatTensor, ...] | None = None
+
+
+class LunaCacheLayer(StateLayer):
+    """State of one attention.
+
+    Causal attention stores its state (`key_mean` `[B, H, K, L]`, `value_mean` `[B, H, L, K]`, `count` `[B]`), and of P
+    `pack_query` `[B, L, H, K]` and `pack_mask` `[B, L]`, None if all rows are in use. Cross-attention stores the unpack
+    `key` and `value` `[B, L, H, K]` of the packed source.
+    """
+
+    # Slots, see `StateLayer`. `_owned`: the state was computed without gradients, so that no graph contains it.
+    __slots__ = ("_owned",)
+    key: torch.Tensor
+    value: torch.Tensor
+    key_mean: torch.Tensor
+    value_mean: torch.Tensor
+    count: torch.Tensor
+    pack_query: torch.Tensor
+    fields = ("key_mean", "value_mean", "count", "pack_query", "pack_mask", "key", "value")
+
+    @property
+    def state(self) -> LunaCausalState:
+        """Return the state of causal attention."""
+        return LunaCausalState(self.key_mean, self.value_mean, self.count)
+
+    def store_state(self, state: LunaCausalState, length: int) -> None:
+        """Replace the state of causal attention after `length` more positions."""
+        self.store(length, **state._asdict())
+        self._owned = not torch.is_grad_enabled()
+
+    def writes_over(self) -> bool:
+        """Return whether a step may update this state in place: no gradient, program or other object requires it."""
+        if self.is_static:
+            return True
+        if torch.is_grad_enabled() or torch.compiler.is_compiling() or not getattr(self, "_owned", False):
+            return False
+        return torch.is_inference_mode_enabled() or not self.key_mean.is_inference()
+
+
+class LunaCache(StateCache):
+    """Cache of a Luna decoder without cross-attention."""
+
+    layer_class = LunaCacheLayer
+    sized_by = ("hidden_size", "num_attention_heads", "projection_length")
+
+
+class LunaSeq2SeqCache(StateSeq2SeqCache):
+    """Cache of a Luna decoder with cross-attention: a `LunaCache` for self-attention and one for cross-attention."""
+
+    self_attention_class = cross_attention_class = LunaCache
 
 
 def sinusoids(positions: torch.Tensor, width: int) -> torch.Tensor:
@@ -1490,6 +1540,7 @@ class LunaForConditionalGeneration(Seq2SeqLM, Seq2SeqGenerationMixin, LunaPreTra
 
 
 __all__ = [
+    "LunaCache",
     "LunaForCausalLM",
     "LunaForConditionalGeneration",
     "LunaForMaskedLM",
@@ -1500,5 +1551,6 @@ __all__ = [
     "LunaForTokenClassification",
     "LunaModel",
     "LunaPreTrainedModel",
+    "LunaSeq2SeqCache",
     "LunaSeq2SeqModel",
 ]

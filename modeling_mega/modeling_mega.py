@@ -2,8 +2,8 @@
 
 A block smooths its input with a multi-dimensional damped moving average, applies single-head attention to the smoothed
 sequence, and gates the result into the residual. Attention may be restricted to chunks; then only the moving average
-passes information across chunks. The order is: norms, dropout, relative biases, embeddings, moving average, gated
-attention, cross-attention, feed-forward layer, block, model, heads, language models, translation.
+passes information across chunks. The order is: caches, norms, dropout, relative biases, embeddings, moving average,
+gated attention, cross-attention, feed-forward layer, block, model, heads, language models, translation.
 
 Modules and parameters have the same names as Mega in transformers v4, so that its checkpoints can be loaded. These
 names swap two names of the paper: `damping_factor` contains the logits of alpha (weight of the input), `decay_factor`
@@ -34,9 +34,9 @@ from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
 from luna_mega.kernels.api import TruncatedEmaState, damped_ema, damped_ema_step, ema_coefficients, gated_attention
 from luna_mega.kernels.support import dropout, in_program, is_exporting, is_plain, longer, upcast
-from luna_mega.modeling_common.attention import KeyWindow, attend
+from luna_mega.modeling_common.attention import KeyValueCacheLayer, KeyWindow, attend
 from luna_mega.modeling_common.base import BodyMixin, CommonPreTrainedModel, StateRecorder, exact_dtype
-from luna_mega.modeling_common.cache import layer_caches
+from luna_mega.modeling_common.cache import StateCache, StateLayer, StateSeq2SeqCache, layer_caches
 from luna_mega.modeling_common.generation import Seq2SeqGenerationMixin, StateGenerationMixin
 from luna_mega.modeling_common.heads import (
     GenericForCausalLM,
@@ -67,9 +67,60 @@ from luna_mega.modeling_common.seq2seq import Seq2SeqBody, Seq2SeqLM
 from luna_mega.modeling_common.tensor_parallel import RankBoundary
 from luna_mega.modeling_mega.adaptive import MegaAdaptiveEmbedding, MegaAdaptiveSoftmax, MegaBandProjection
 from luna_mega.modeling_mega.batch_norm_mega import MegaBatchNorm
-from luna_mega.modeling_mega.cache_mega import MegaCache, MegaCacheLayer, MegaCrossCacheLayer, MegaSeq2SeqCache
 from luna_mega.modeling_mega.configuration_mega import MegaConfig, MegaSeq2SeqConfig, check_tied_widths
 from luna_mega.modeling_mega.patches_mega import PatchEmbeddings, interpolate_positions, interpolate_raster_bias
+
+
+class MegaCacheLayer(KeyValueCacheLayer):
+    """Recurrent state of one block for B sequences, and the visible keys and values.
+
+    `average` `[B, D, N]` has the states of the moving average. If it is truncated, `inputs` `[B, truncation, D]` are
+    its last inputs, and `forgotten` `[B, D, N]` the states of the inputs before them.
+    """
+
+    average: torch.Tensor | None
+    inputs: torch.Tensor
+    forgotten: torch.Tensor
+    keys: torch.Tensor
+
+    fields = ("average", "keys", "values", "mask", "position", "inputs", "forgotten")
+
+
+class MegaCrossCacheLayer(StateLayer):
+    """Source of the cross-attention of one block: `keys` `[B, S, Z]`, `values` `[B, S, D]`, `mask` `[B, S]` or None."""
+
+    keys: torch.Tensor  # None before the source is stored
+    values: torch.Tensor
+    mask: torch.Tensor | None
+
+    fields = ("keys", "values", "mask")
+
+    def get_seq_length(self) -> int:
+        """Return S, or 0 before the source is stored."""
+        return 0 if self.keys is None else self.keys.shape[1]
+
+
+class MegaCache(StateCache):
+    """Cache of a Mega decoder without cross-attention, its `past_key_values`."""
+
+    layer_class = MegaCacheLayer
+    sized_by = (
+        "hidden_size", "ema_projection_size", "attention_chunk", "shared_representation_size", "intermediate_size",
+        "truncation",
+    )  # fmt: skip
+
+
+class MegaCrossCache(StateCache):
+    """Cache of the source of a Mega decoder with cross-attention."""
+
+    layer_class = MegaCrossCacheLayer
+    sized_by = ("hidden_size", "shared_representation_size")
+
+
+class MegaSeq2SeqCache(StateSeq2SeqCache):
+    """Cache of a Mega decoder with cross-attention: a `MegaCache` and a `MegaCrossCache`."""
+
+    self_attention_class, cross_attention_class = MegaCache, MegaCrossCache
 
 
 class MegaScaleNorm(nn.Module):
@@ -1308,6 +1359,8 @@ class MegaForConditionalGeneration(Seq2SeqLM, Seq2SeqGenerationMixin, MegaPreTra
 
 
 __all__ = [
+    "MegaCache",
+    "MegaCrossCache",
     "MegaForCausalLM",
     "MegaForConditionalGeneration",
     "MegaForImageClassification",
@@ -1319,5 +1372,6 @@ __all__ = [
     "MegaForTokenClassification",
     "MegaModel",
     "MegaPreTrainedModel",
+    "MegaSeq2SeqCache",
     "MegaSeq2SeqModel",
 ]

@@ -3,8 +3,8 @@
 A block normalizes its input by statistics of all positions so far, smooths it with a complex exponential moving
 average, and attends within chunks with queries and keys of unit length. The average and the statistics pass information
 across chunks. The residual of the feed-forward layer is the input of the block ("two-hop"). The order follows the
-paper: rotary positions, attention within chunks, timestep norm, moving average, gated attention, feed-forward layer,
-block, model, language model, classifier.
+paper: cache, rotary positions, attention within chunks, timestep norm, moving average, gated attention, feed-forward
+layer, block, model, language model, classifier.
 
 Names and values of parameters match the published code: scales are stored as scale - 1, so that weight decay draws them
 to 1.
@@ -24,6 +24,7 @@ from transformers.utils.generic import TransformersKwargs, can_return_tuple
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
 from luna_mega.kernels.api import (
+    TimestepNormState,
     complex_ema,
     complex_ema_coefficients,
     complex_ema_step,
@@ -31,7 +32,7 @@ from luna_mega.kernels.api import (
     timestep_norm_step,
 )
 from luna_mega.kernels.support import Dropout, upcast
-from luna_mega.modeling_common.attention import attend
+from luna_mega.modeling_common.attention import KeyValueCacheLayer, attend
 from luna_mega.modeling_common.base import BodyMixin, CommonPreTrainedModel, StateRecorder, exact_dtype
 from luna_mega.modeling_common.cache import StateCache
 from luna_mega.modeling_common.generation import StateGenerationMixin
@@ -41,11 +42,46 @@ from luna_mega.modeling_common.layout import Layout
 from luna_mega.modeling_common.outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from luna_mega.modeling_common.pooled_heads import GenericForSequenceClassification, last_token, masked_mean
 from luna_mega.modeling_common.tensor_parallel import RankBoundary
-from luna_mega.modeling_megalodon.cache_megalodon import MegalodonCache, MegalodonCacheLayer
 from luna_mega.modeling_megalodon.configuration_megalodon import MegalodonConfig
 from luna_mega.modeling_megalodon.windows_megalodon import needs_windows, run_in_windows
 
 Rotation = tuple[torch.Tensor, torch.Tensor]
+
+
+class MegalodonCacheLayer(KeyValueCacheLayer):
+    """Recurrent state of one block for B sequences, and the rotated keys and the values of the current chunk.
+
+    `average` `[B, D, N, 2]` has the real and imaginary parts of the moving average. `norm_count` `[B]`, `norm_mean` and
+    `norm_variance` `[B, G]` are the statistics of the timestep norm. The last block also has the statistics of the
+    final norm, `final_count`, `final_mean` and `final_variance`. Statistics are float64 for every dtype of the model.
+    """
+
+    average: torch.Tensor | None
+    norm_mean: torch.Tensor | None
+
+    fields = (
+        "average", "keys", "values", "mask", "position", "norm_count", "norm_mean", "norm_variance", "final_count",
+        "final_mean", "final_variance",
+    )  # fmt: skip
+
+    def statistics(self, norm: str) -> TimestepNormState | None:
+        """Return the statistics of the norm `"norm"` or `"final"`, or None before the first position."""
+        tensors = [getattr(self, f"{norm}_{name}") for name in ("count", "mean", "variance")]
+        return None if tensors[0] is None else TimestepNormState(*tensors)
+
+    def store_statistics(self, norm: str, state: TimestepNormState) -> None:
+        """Replace the statistics of the norm `"norm"` or `"final"`."""
+        self.store(**{f"{norm}_{name}": tensor for name, tensor in state._asdict().items()})
+
+
+class MegalodonCache(StateCache):
+    """Cache of a Megalodon model, its `past_key_values`."""
+
+    layer_class = MegalodonCacheLayer
+    sized_by = (
+        "hidden_size", "ema_projection_size", "chunk_size", "shared_representation_size", "value_size",
+        "norm_num_groups",
+    )  # fmt: skip
 
 
 class MegalodonRotary(nn.Module):
@@ -537,4 +573,10 @@ class MegalodonForSequenceClassification(GenericForSequenceClassification, Megal
         )
 
 
-__all__ = ["MegalodonForCausalLM", "MegalodonForSequenceClassification", "MegalodonModel", "MegalodonPreTrainedModel"]
+__all__ = [
+    "MegalodonCache",
+    "MegalodonForCausalLM",
+    "MegalodonForSequenceClassification",
+    "MegalodonModel",
+    "MegalodonPreTrainedModel",
+]

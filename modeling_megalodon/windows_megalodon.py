@@ -7,7 +7,6 @@ import torch
 
 from luna_mega.modeling_common.inputs import Inputs
 from luna_mega.modeling_common.layout import DenseLayout
-from luna_mega.modeling_megalodon.cache_megalodon import MegalodonCache
 
 # Chunks of each part of a prompt; chunks after which the statistics restart; and chunks that they include then.
 PIECE, LONG, WINDOW = 2, 8, 6
@@ -39,7 +38,7 @@ def needs_windows(model: Any, inputs: Inputs, options: Mapping[str, Any]) -> boo
 def run_in_windows(model: Any, states: torch.Tensor, inputs: Inputs) -> torch.Tensor:
     """Return the results `[B, T, d]` of all layers; the cache is updated in place."""
     chunk, length = model.config.chunk_size, states.shape[1]
-    cache = MegalodonCache(model.config) if inputs.cache is None else inputs.cache
+    cache = model.cache_class(model.config) if inputs.cache is None else inputs.cache
     complete = (length - 1) // chunk * chunk
     ends = [*range(PIECE * chunk, complete, PIECE * chunk), complete, length]
     outputs, start = [], 0
@@ -47,7 +46,7 @@ def run_in_windows(model: Any, states: torch.Tensor, inputs: Inputs) -> torch.Te
         outputs.append(model.run_layers(states[:, start:end], inputs, cache))
         start = end
         if LONG * chunk <= end < length:
-            window = MegalodonCache(model.config)
+            window = model.cache_class(model.config)
             model.run_layers(states[:, end - WINDOW * chunk : end], inputs, window)
             for layer, other in zip(cache.layers, window.layers, strict=True):
                 for norm in ("norm", "final"):

@@ -150,7 +150,7 @@ def _flat_texts(modules: Iterable[str]) -> dict[str, str]:
 
 
 def _flat_name(module: str) -> str:
-    """Return the file name of a module: luna_mega.modeling_luna.cache_luna -> cache_luna.
+    """Return the file name of a module: luna_mega.modeling_common.cache -> cache.
 
     Files of kernels start with the name of their folder, because the files of all ops have the same names.
     """

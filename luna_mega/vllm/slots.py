@@ -17,9 +17,9 @@ from luna_mega.modeling_common.cache import Constants
 from luna_mega.modeling_common.layout import DENSE, Layout
 from luna_mega.modeling_common.masks import can_look
 from luna_mega.modeling_common.padding_free import PaddingFreeLayout
-from luna_mega.modeling_luna.cache_luna import LunaCacheLayer
-from luna_mega.modeling_mega.cache_mega import MegaCacheLayer
-from luna_mega.modeling_megalodon.cache_megalodon import MegalodonCacheLayer
+from luna_mega.modeling_luna.modeling_luna import LunaCacheLayer
+from luna_mega.modeling_mega.modeling_mega import MegaCacheLayer
+from luna_mega.modeling_megalodon.modeling_megalodon import MegalodonCacheLayer
 
 _NORMS = ("norm", "final")
 

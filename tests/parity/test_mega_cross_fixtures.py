@@ -7,8 +7,7 @@ from transformers import AutoModelForCausalLM
 
 from luna_mega import MegaConfig, MegaForCausalLM
 from luna_mega.modeling_common.layout import DENSE, DenseLayout
-from luna_mega.modeling_mega.cache_mega import MegaCacheLayer, MegaCrossCacheLayer
-from luna_mega.modeling_mega.modeling_mega import MegaGatedCrossAttention
+from luna_mega.modeling_mega.modeling_mega import MegaCacheLayer, MegaCrossCacheLayer, MegaGatedCrossAttention
 from tests.parity.original import Original
 
 MODULES = [

@@ -13,8 +13,12 @@ from luna_mega.kernels.api import use_backend
 from luna_mega.kernels.gated_attention.reference import laplace, relu2
 from luna_mega.modeling_common import attention
 from luna_mega.modeling_common.layout import DENSE, DenseLayout
-from luna_mega.modeling_mega.cache_mega import MegaCacheLayer
-from luna_mega.modeling_mega.modeling_mega import MegaGatedAttention, MegaNormalizedFeedForwardNetwork, build_norm
+from luna_mega.modeling_mega.modeling_mega import (
+    MegaCacheLayer,
+    MegaGatedAttention,
+    MegaNormalizedFeedForwardNetwork,
+    build_norm,
+)
 from tests.parity.original import Original
 
 MODULES = [

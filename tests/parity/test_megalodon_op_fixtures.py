@@ -8,8 +8,11 @@ from luna_mega.kernels.api import TimestepNormState, complex_ema, complex_ema_st
 from luna_mega.kernels.moving_average import reference, torch_backend
 from luna_mega.kernels.moving_average.coefficients import Coefficients
 from luna_mega.modeling_common.layout import DENSE
-from luna_mega.modeling_megalodon.cache_megalodon import MegalodonCacheLayer
-from luna_mega.modeling_megalodon.modeling_megalodon import MegalodonChunkAttention, MegalodonRotary
+from luna_mega.modeling_megalodon.modeling_megalodon import (
+    MegalodonCacheLayer,
+    MegalodonChunkAttention,
+    MegalodonRotary,
+)
 from tests.parity.original import Original
 
 
