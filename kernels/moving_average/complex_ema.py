@@ -4,14 +4,14 @@ from typing import Any
 
 from torch import Tensor
 
-from luna_mega.kernels._dispatch import Arguments, Op
+from luna_mega.kernels._dispatch import Arguments
 from luna_mega.kernels.checks import check_average, check_position
 from luna_mega.kernels.moving_average import reference, torch_backend
 from luna_mega.kernels.moving_average.coefficients import complex_coefficients, complex_step_coefficients
 from luna_mega.kernels.moving_average.wiring import (
     check_call,
     make_average,
-    run_call,
+    make_step,
     unsupported_reason,
     with_coefficients,
 )
@@ -20,10 +20,12 @@ from luna_mega.kernels.moving_average.wiring import (
 MAX_STATES = 32
 
 
-def _triton_step(x: Tensor, **call: Any) -> tuple[Tensor, Tensor]:
+def _triton_step(
+    x: Tensor, state: Tensor, coefficients: tuple[Tensor, ...], skip: Tensor | None, mask: Tensor | None
+) -> Any:
     from luna_mega.kernels.moving_average import triton_ops
 
-    return triton_ops.complex_step(x, **call)
+    return triton_ops.complex_step(x, state, *coefficients, skip, mask)
 
 
 def _unsupported(x: Tensor, parameters: tuple[Tensor, ...], **_: object) -> str | None:
@@ -35,25 +37,6 @@ _reference_from_parameters = with_coefficients(reference.complex_step, reference
 
 def _reference_step(coefficients: object, **call: Any) -> Any:
     return _reference_from_parameters(**call)  # complex numbers, unlike the given coefficients
-
-
-EMA = make_average(
-    "complex_ema",
-    with_coefficients(reference.complex_ema, reference.complex_coefficients),
-    complex_coefficients,
-    _unsupported,
-    state=3,
-)
-STEP = Op(
-    "complex_ema_step",
-    {
-        "reference": _reference_step,
-        "torch": with_coefficients(torch_backend.complex_step, complex_step_coefficients),
-        "triton": with_coefficients(_triton_step, complex_step_coefficients),
-    },
-    _unsupported,
-    tokens=("x",),
-)
 
 
 def complex_ema(
@@ -111,11 +94,11 @@ def complex_ema(
         >>> torch.allclose(torch.cat([first, second], 1), complex_ema(x, *parameters), atol=1e-5)
         True
     """
-    check_call(EMA, x, mask, return_state, lengths, cu_seqlens)
+    check_call("complex_ema", x, mask, return_state, lengths, cu_seqlens)
     parameters = (input_logit, damping_logit, phase_logit, projection)
     call: Arguments = {"x": x, "parameters": parameters, "skip": skip, "mask": mask}
     call |= {"initial_state": initial_state, "return_state": return_state}
-    return run_call(EMA, complex_coefficients, _check, backend, call, lengths, cu_seqlens, max_seqlen)
+    return _average(backend, call, lengths, cu_seqlens, max_seqlen)
 
 
 def complex_ema_step(
@@ -141,7 +124,7 @@ def complex_ema_step(
     parameters = (input_logit, damping_logit, phase_logit, projection)
     _check("complex_ema_step", x, parameters, skip, state, x.shape[0])
     call = {"x": x, "state": state, "parameters": parameters, "coefficients": coefficients, "skip": skip, "mask": mask}
-    return STEP(backend, call)
+    return _step(backend, call)
 
 
 def _check(
@@ -155,3 +138,20 @@ def _check(
             f"projection [{channels}, N, 2], got {shapes}"
         )
     check_average(op, x, parameters, skip, state, [sequences, channels, states, 2])
+
+
+_average = make_average(
+    "complex_ema",
+    with_coefficients(reference.complex_ema, reference.complex_coefficients),
+    complex_coefficients,
+    _unsupported,
+    _check,
+    state=3,
+)
+_step = make_step(
+    "complex_ema_step",
+    _reference_step,
+    with_coefficients(torch_backend.complex_step, complex_step_coefficients),
+    with_coefficients(_triton_step, complex_step_coefficients),
+    _unsupported,
+)

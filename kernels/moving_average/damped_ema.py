@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from luna_mega.kernels._dispatch import Arguments, Op
+from luna_mega.kernels._dispatch import Arguments
 from luna_mega.kernels._export import is_exporting
 from luna_mega.kernels.checks import check_average, check_mask
 from luna_mega.kernels.moving_average import reference, torch_backend
@@ -14,7 +14,7 @@ from luna_mega.kernels.moving_average.truncated import TruncatedEmaState, trunca
 from luna_mega.kernels.moving_average.wiring import (
     check_call,
     make_average,
-    run_call,
+    make_step,
     unsupported_reason,
     with_coefficients,
 )
@@ -24,10 +24,14 @@ from luna_mega.kernels.upcast import upcast_dtype
 MAX_STATES = 64
 
 
-def _triton_step(x: Tensor, state: Tensor, coefficients: object, **call: Any) -> tuple[Tensor, Tensor]:
+def _triton_step(
+    x: Tensor, state: Tensor, parameters: tuple[Tensor, ...], coefficients: object, skip: Tensor | None,
+    mask: Tensor | None,
+) -> Any:  # fmt: skip
     from luna_mega.kernels.moving_average import triton_ops
 
-    return triton_ops.damped_step(x, state.to(torch.float32), **call)
+    # Computing the coefficients would take longer than the step, which starts from the parameters.
+    return triton_ops.damped_step(x, state.float(), *parameters, skip, mask)
 
 
 def _unsupported(
@@ -42,25 +46,6 @@ def _unsupported(
 
 def _unsupported_step(x: Tensor, parameters: tuple[Tensor, ...], **_: object) -> str | None:
     return "x or a parameter is float64" if upcast_dtype(x, *parameters) == torch.float64 else None
-
-
-EMA = make_average(
-    "damped_ema",
-    with_coefficients(reference.damped_ema, reference.damped_coefficients),
-    damped_coefficients,
-    _unsupported,
-    state=0,
-)
-STEP = Op(
-    "damped_ema_step",
-    {
-        "reference": with_coefficients(reference.damped_step, damped_step_coefficients),
-        "torch": with_coefficients(torch_backend.damped_step, damped_step_coefficients),
-        "triton": _triton_step,  # computing the coefficients would take longer than the step
-    },
-    _unsupported_step,
-    tokens=("x",),
-)
 
 
 def damped_ema(
@@ -132,7 +117,7 @@ def damped_ema(
     """
     if truncation is not None and truncation < 1:
         truncation = None
-    check_call(EMA, x, mask, return_state, lengths, cu_seqlens)
+    check_call("damped_ema", x, mask, return_state, lengths, cu_seqlens)
     _check_directions(x, input_logit, shift, truncation, initial_state, return_state)
     parameters = (input_logit, damping_logit, expansion, projection)
     if truncation is not None and (return_state or initial_state is not None):
@@ -149,7 +134,7 @@ def damped_ema(
         return (output, state) if return_state else output
     call: Arguments = {"x": x, "parameters": parameters, "skip": skip, "mask": mask, "shift": shift}
     call |= {"truncation": truncation, "initial_state": initial_state, "return_state": return_state}
-    return run_call(EMA, damped_coefficients, _check, backend, call, lengths, cu_seqlens, max_seqlen)
+    return _average(backend, call, lengths, cu_seqlens, max_seqlen)
 
 
 def damped_ema_step(
@@ -193,7 +178,7 @@ def damped_ema_step(
         return output[:, 0], TruncatedEmaState(*(reference.hold(*pair, mask) for pair in pairs))
     _check("damped_ema_step", x, parameters, skip, state, x.shape[0])
     call = {"x": x, "state": state, "parameters": parameters, "coefficients": coefficients, "skip": skip, "mask": mask}
-    return STEP(backend, call)
+    return _step(backend, call)
 
 
 def _check_directions(
@@ -224,3 +209,20 @@ def _check(
             f"{op} needs input_logit, damping_logit, expansion and projection of one shape [rows, N], got {shapes}"
         )
     check_average(op, x, parameters, skip, state, [sequences, x.shape[-1], shapes[0][1]])
+
+
+_average = make_average(
+    "damped_ema",
+    with_coefficients(reference.damped_ema, reference.damped_coefficients),
+    damped_coefficients,
+    _unsupported,
+    _check,
+    state=0,
+)
+_step = make_step(
+    "damped_ema_step",
+    with_coefficients(reference.damped_step, damped_step_coefficients),
+    with_coefficients(torch_backend.damped_step, damped_step_coefficients),
+    _triton_step,
+    _unsupported_step,
+)

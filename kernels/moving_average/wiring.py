@@ -18,15 +18,18 @@ from luna_mega.kernels.upcast import upcast_dtype
 
 def make_average(
     name: str, reference: Callable[..., Any], coefficients: Callable[..., Any], unsupported: Callable[..., Any],
-    state: int,
-) -> Op:  # fmt: skip
-    """Return the `Op` of an average of sequences.
+    check: Callable[..., None], state: int,
+) -> Callable[..., Any]:  # fmt: skip
+    """Return the function that computes an average of sequences.
+
+    Its arguments are the name of a backend, the call, and `lengths`, `cu_seqlens` and `max_seqlen`.
 
     Args:
-        name: name of the public function, and of the function in `triton_ops` that computes it.
+        name: name of the public function.
         reference: computes a call, including the coefficients.
         coefficients: returns the `Coefficients` of the parameters.
         unsupported: returns the reason why Triton kernels cannot compute a call, else None.
+        check: raises errors for (name, x, parameters, skip, state, number of sequences).
         state: index of a parameter that has the shape of a state.
     """
 
@@ -36,18 +39,53 @@ def make_average(
         x, parameters = call["x"], call["parameters"]
         return varlen.one_by_one(run, call, cu_seqlens, parameters[state].shape, upcast_dtype(x, *parameters))
 
-    def triton(
-        x: Tensor, parameters: tuple[Tensor, ...], truncation: object = None, **call: Any
-    ) -> tuple[Tensor, Tensor | None]:
+    def triton(**call: Any) -> tuple[Tensor, Tensor | None]:
         # Imported lazily because Triton decides at import time whether kernels are interpreted.
         from luna_mega.kernels.moving_average import triton_ops
 
-        run: Any = getattr(triton_ops, name)
-        return run(x, parameters, **call)
+        return triton_ops.average(**call)
+
+    def average(
+        backend: str | None, call: Arguments, lengths: Tensor | None, cu_seqlens: Tensor | None, max_seqlen: int | None
+    ) -> Any:
+        sequences, max_seqlen = count_sequences(name, call["x"], cu_seqlens, max_seqlen, "channels")
+        check(name, call["x"], call["parameters"], call["skip"], call["initial_state"], sequences)
+        return_state = call["return_state"]
+        output, state = op(backend, call | {"return_state": return_state and lengths is None}, cu_seqlens, max_seqlen)
+        if lengths is not None:
+            state = state_after(backend, call, lengths)
+        return (output, state) if return_state else output
+
+    def state_after(backend: str | None, call: Arguments, lengths: Tensor) -> Tensor:
+        """Return the states after the first `lengths` `[B]` positions, without decay at masked positions."""
+        rows = {name: to_end(call[name], lengths) for name in ("x", "mask")}
+        _, state = op(backend, call | rows | {"skip": None, "initial_state": None, "return_state": True})
+        initial, dtype = call["initial_state"], upcast_dtype(call["x"], *call["parameters"])
+        if initial is None:
+            return state
+        with without_autocast(state.device.type):
+            of = coefficients(*(parameter.to(dtype) for parameter in call["parameters"]))
+            decays = powers(of.log_decay, of.turn, lengths).permute(3, 0, 1, 2)
+            return state + times(decays, initial.to(dtype).reshape(decays.shape)).reshape(state.shape)
 
     backends = {"reference": reference, "torch": with_coefficients(_torch, coefficients), "triton": triton}
     op = Op(name, backends, unsupported, tokens=("x",), run_varlen=run_varlen)
-    return op
+    return average
+
+
+def make_step(
+    name: str, reference: Callable[..., Any], plain: Callable[..., Any], triton: Callable[..., Any],
+    unsupported: Callable[..., Any],
+) -> Op:  # fmt: skip
+    """Return the `Op` of a step. `plain`, the PyTorch backend, also computes gradients, which `triton` does not."""
+
+    def run(**call: Any) -> tuple[Tensor, Tensor]:
+        tensors = (call["x"], call["state"], call["skip"], *call["parameters"], *(call["coefficients"] or ()))
+        trained = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
+        result: tuple[Tensor, Tensor] = (plain if trained else triton)(**call)
+        return result
+
+    return Op(name, {"reference": reference, "torch": plain, "triton": run}, unsupported, tokens=("x",))
 
 
 def _torch(x: Tensor, **call: Any) -> tuple[Tensor, Tensor | None]:
@@ -74,41 +112,11 @@ def with_coefficients(run: Callable[..., Any], compute: Callable[..., Any]) -> C
 
 
 def check_call(
-    op: Op, x: Tensor, mask: Tensor | None, return_state: bool, lengths: Tensor | None, cu_seqlens: Tensor | None
+    op: str, x: Tensor, mask: Tensor | None, return_state: bool, lengths: Tensor | None, cu_seqlens: Tensor | None
 ) -> None:
     """Raise `ValueError` for arguments that do not match each other."""
-    check_sequences(op.name, x, mask, "channels")
-    check_lengths(op.name, lengths, x, mask, return_state, cu_seqlens)
-
-
-def run_call(
-    op: Op, coefficients: Callable[..., Any], check: Callable[..., Any], backend: str | None, call: Arguments,
-    lengths: Tensor | None, cu_seqlens: Tensor | None, max_seqlen: int | None,
-) -> Any:  # fmt: skip
-    """Return the output and, if requested, the states; `check(name, x, parameters, skip, state, sequences)` first."""
-    sequences, max_seqlen = count_sequences(op.name, call["x"], cu_seqlens, max_seqlen, "channels")
-    check(op.name, call["x"], call["parameters"], call["skip"], call["initial_state"], sequences)
-    return_state = call["return_state"]
-    call["return_state"] = return_state and lengths is None
-    output, state = op(backend, call, cu_seqlens, max_seqlen)
-    if lengths is not None:
-        state = _state_after(op, coefficients, backend, call, lengths)
-    return (output, state) if return_state else output
-
-
-def _state_after(
-    op: Op, coefficients: Callable[..., Any], backend: str | None, call: Arguments, lengths: Tensor
-) -> Tensor:
-    """Return the states after the first `lengths` `[B]` positions of each row, without decay at masked positions."""
-    rows = {name: to_end(call[name], lengths) for name in ("x", "mask")}
-    _, state = op(backend, call | rows | {"skip": None, "initial_state": None, "return_state": True})
-    initial, dtype = call["initial_state"], upcast_dtype(call["x"], *call["parameters"])
-    if initial is None:
-        return state
-    with without_autocast(state.device.type):
-        of = coefficients(*(parameter.to(dtype) for parameter in call["parameters"]))
-        decays = powers(of.log_decay, of.turn, lengths).permute(3, 0, 1, 2)
-        return state + times(decays, initial.to(dtype).reshape(decays.shape)).reshape(state.shape)
+    check_sequences(op, x, mask, "channels")
+    check_lengths(op, lengths, x, mask, return_state, cu_seqlens)
 
 
 def unsupported_reason(x: Tensor, parameters: tuple[Tensor, ...], most: int) -> str | None:

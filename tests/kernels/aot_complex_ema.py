@@ -4,7 +4,7 @@ from functools import partial
 
 import torch
 
-from luna_mega.kernels.moving_average import triton_complex, triton_step
+from luna_mega.kernels.moving_average import triton_scan, triton_scan_backward, triton_step
 
 
 def call(
@@ -25,9 +25,9 @@ def call(
     mask = meta(*x.shape[:2], dtype=torch.bool) if masked else None
     initial = state if stateful else None
     parameters = (meta(channels, states), meta(channels, states), meta(channels), meta(channels, states, 2))
-    inputs = (x, mask, weight, *parameters, initial)
-    triton_complex.forward(*inputs, stateful, cu_seqlens, length)
-    triton_complex.backward(x, initial, *inputs, stateful, cu_seqlens, length)
+    inputs = (x, mask, weight, *parameters, initial, stateful, False, cu_seqlens, length)
+    triton_scan.forward(*inputs)
+    triton_scan_backward.backward(x, initial, [], *inputs)
 
 
 def cases():

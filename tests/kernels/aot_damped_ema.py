@@ -4,7 +4,7 @@ from functools import partial
 
 import torch
 
-from luna_mega.kernels.moving_average import triton_ops, triton_step
+from luna_mega.kernels.moving_average import triton_scan, triton_scan_backward, triton_step
 
 
 def call(
@@ -25,8 +25,8 @@ def call(
     mask = meta(*x.shape[:2], dtype=torch.bool) if masked else None
     initial = state if stateful else None
     inputs = (x, mask, weight, *parameters, initial, stateful, shift, cu_seqlens, length)
-    *_, coefficients = triton_ops._damped_forward(*inputs)
-    triton_ops._damped_backward(x, initial, coefficients, *inputs)
+    *_, coefficients = triton_scan.forward(*inputs)
+    triton_scan_backward.backward(x, initial, coefficients, *inputs)
 
 
 def cases():

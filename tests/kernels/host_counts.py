@@ -26,7 +26,7 @@ BUDGETS = {
     "luna_pack": (12, 4),
     "luna_unpack": (10, 3),
     "luna_causal_attention": (30, 13),
-    "damped_ema": (23, 11),
+    "damped_ema": (19, 11),
     "damped_ema, two directions": (30, 15),
     "complex_ema": (25, 12),
     "timestep_norm": (23, 6),

@@ -157,7 +157,7 @@ def test_damped_average_counts_as_recurrence(length, directions, triton_operator
     if directions == 1:
         state = x.new_empty(2, channels, states)
         with FlopCounterMode(display=False) as counter:
-            triton_operators["averages"].damped_step(x[:, 0], state, tuple(parameters), skip, None)
+            triton_operators["averages"].damped_step(x[:, 0], state, *parameters, skip, None)
         assert counter.get_total_flops() * length == expected[0]
 
 
@@ -174,7 +174,7 @@ def test_complex_average_counts_as_recurrence(length, triton_operators):
     assert count(lambda *x: complex_ema(*x, backend="triton"), x, *parameters, skip) == expected
     with FlopCounterMode(display=False) as counter:
         coefficients = (parameters[3],) * 3
-        triton_operators["averages"].complex_step(x[:, 0], x.new_empty(2, *pairs), coefficients, None, None)
+        triton_operators["averages"].complex_step(x[:, 0], x.new_empty(2, *pairs), *coefficients, None, None)
     assert counter.get_total_flops() * length == expected[0]
 
 

@@ -20,10 +20,10 @@ FLOAT32 = 5e-6
 @pytest.fixture
 def small_tiles(monkeypatch):
     """Use chunks of 8 positions for any number of processors."""
-    from luna_mega.kernels.moving_average import triton_damped_forward as triton_forward
+    from luna_mega.kernels.moving_average import triton_plan
 
-    monkeypatch.setattr(triton_forward, "SHORTEST_CHUNK", CHUNK)
-    monkeypatch.setattr(triton_forward, "CONFIGURATIONS", (triton_forward.Configuration(1 << 20, 8),))
+    monkeypatch.setattr(triton_plan, "SHORTEST_CHUNK", CHUNK)
+    monkeypatch.setattr(triton_plan, "CONFIGURATIONS", (triton_plan.Configuration(1 << 20, 8),))
 
 
 @pytest.fixture(params=["fft", "chunks"])

@@ -17,9 +17,9 @@ TESTS = ("test_schema", "test_faketensor", "test_autograd_registration")
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("skip", [True, False])
 def test_one_chunk(device, monkeypatch, kind, skip):
-    from luna_mega.kernels.moving_average import triton_damped_forward
+    from luna_mega.kernels.moving_average import triton_plan
 
-    monkeypatch.setattr(triton_damped_forward, "SHORTEST_CHUNK", 1 << 20)
+    monkeypatch.setattr(triton_plan, "SHORTEST_CHUNK", 1 << 20)
     check_triton(device, Inputs(11, kind, "some", skip=skip))
 
 
@@ -163,8 +163,12 @@ def step(inputs):
 @pytest.mark.parametrize("kind", [pytest.param("states", marks=pytest.mark.slow), "complex states"])
 def test_step(device, kind, masked, skip):
     inputs = step_inputs(kind, device, masked, skip)
-    actual = inputs.run(step(inputs), device, backend="triton")
-    assert_same(actual, inputs.to(torch.float64).run(step(inputs), device, backend="reference"), FLOAT32)
+    with torch.no_grad():
+        outputs = [x.cpu() for x in step(inputs)(*inputs.leaves, backend="triton")]
+    actual = inputs.run(step(inputs), device, backend="triton")  # gradients are computed in PyTorch
+    exact = inputs.to(torch.float64).run(step(inputs), device, backend="reference")
+    assert_same(actual, exact, FLOAT32)
+    assert_same(outputs, exact[:2], FLOAT32)
 
 
 @pytest.mark.slow
@@ -189,14 +193,13 @@ def test_registration(device, kind):
     inputs = Inputs(10, kind, "some", dtype=torch.float32).on(device)
     (x, *parameters, skip), state = inputs.arguments(*(leaf.detach() for leaf in inputs.leaves))
     leaves = [None if t is None else t.detach().requires_grad_() for t in (x, skip, *parameters, state)]
-    shift = () if inputs.complex else (inputs.shift,)
-    operator = getattr(torch.ops.luna_mega, f"{inputs.op.__name__}_triton")
-    opcheck(operator, (leaves[0], inputs.mask, *leaves[1:], bool(inputs.states), *shift, None, 10), test_utils=TESTS)
+    operator, shift = torch.ops.luna_mega.moving_average_triton, inputs.shift
+    opcheck(operator, (leaves[0], inputs.mask, *leaves[1:], bool(inputs.states), shift, None, 10), test_utils=TESTS)
     if kind == "states":
         inputs = step_inputs(kind, device)
         (x, *parameters), state = inputs.arguments(*inputs.leaves)
-        x = x.detach()[:, 0].clone().requires_grad_()
-        opcheck(torch.ops.luna_mega.damped_ema_step_triton, (x, state, *parameters, inputs.mask), test_utils=TESTS)
+        leaves = [leaf.detach() for leaf in (x[:, 0].clone(), state, *parameters)]
+        opcheck(torch.ops.luna_mega.damped_ema_step_triton, (*leaves, inputs.mask), test_utils=TESTS)
 
 
 @pytest.mark.slow

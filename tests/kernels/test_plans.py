@@ -12,7 +12,7 @@ pytest.importorskip("triton", reason="Triton is not installed")
 from luna_mega.kernels import api  # noqa: E402
 from luna_mega.kernels.common import triton_choice, triton_launch  # noqa: E402
 from luna_mega.kernels.luna_causal_attention import triton_forward  # noqa: E402
-from luna_mega.kernels.moving_average import triton_damped_forward  # noqa: E402
+from luna_mega.kernels.moving_average import triton_plan  # noqa: E402
 from tests.kernels import (  # noqa: E402
     aot_complex_ema,
     aot_damped_ema,
@@ -125,7 +125,7 @@ def results(op: str, batch: int, processors: int, monkeypatch) -> list[torch.Ten
     """Return the outputs and gradients of the first sequence of a batch."""
     monkeypatch.setattr(triton_launch, "_target", triton_launch.Target(processors=processors))
     monkeypatch.setattr(triton_forward, "MIN_SEGMENT", 16)
-    monkeypatch.setattr(triton_damped_forward, "SHORTEST_CHUNK", 16)
+    monkeypatch.setattr(triton_plan, "SHORTEST_CHUNK", 16)
     generator, length = torch.Generator().manual_seed(0), 260 if op == "luna_pack" else 40
 
     def randoms(*shape: int) -> torch.Tensor:

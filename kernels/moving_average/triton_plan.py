@@ -1,0 +1,116 @@
+"""Division of a moving average in Triton into programs, chunks and blocks of channels."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from luna_mega.kernels.common import triton_choice, triton_launch
+from luna_mega.kernels.common.triton_launch import cdiv, next_power_of_2
+
+# Minimum length of chunks.
+SHORTEST_CHUNK = 64
+
+
+class Configuration(NamedTuple):
+    """The number of single-warp programs per multiprocessor for a pass, and the positions that are loaded together."""
+
+    programs: int
+    unroll: int
+
+
+CONFIGURATIONS = tuple(Configuration(*numbers) for numbers in ((8, 8), (4, 8), (16, 8), (8, 4), (8, 16)))
+
+
+class Plan(NamedTuple):
+    """The division of a call into programs. `slots` store values per chunk; varlen calls leave some unused."""
+
+    cu_seqlens: Tensor | None
+    sequences: int
+    length: int
+    channels: int
+    directions: int
+    states: int
+    parts: int
+    shift: bool
+    block: int
+    chunk: int
+    chunks: int
+    slots: int
+    unroll: int
+
+    @property
+    def blocks(self) -> int:
+        return cdiv(self.channels, self.block)
+
+    @property
+    def sizes(self) -> tuple[Any, ...]:
+        """Return the arguments of every kernel of the scan, from `cu_seqlens` to `slots`.
+
+        Positions of a batch row and of a chunk, chunks of a sequence, channels and their blocks, rows R of parameters.
+        """
+        width = self.directions * self.channels
+        return self.cu_seqlens, self.length, self.chunk, self.chunks, self.channels, self.blocks, width, self.slots
+
+    def of_states(self, *shape: int) -> tuple[int, ...]:
+        """Return the shape of states, `[*shape, P, N, D]`."""
+        return *shape, *(() if self.parts == 1 else (self.parts,)), self.states, self.channels
+
+    def of_directions(self, values: Tensor) -> Sequence[Tensor]:
+        """Return the values `[directions, ...]` of each direction, without an operator if there is only one."""
+        return [values] if self.directions == 1 else values.unbind()
+
+    def launch(self, kernel: Any, *arguments: Any, directions: int = 1, **constants: Any) -> None:
+        """Launch a kernel with one warp per chunk and block of channels."""
+        tile = {"N": self.states, "BLOCK_N": next_power_of_2(self.states), "BLOCK_D": self.block, "PARTS": self.parts}
+        constants = {**tile, "UNROLL": self.unroll, "num_warps": 1, "num_stages": 1, **constants}
+        grid = (self.blocks * self.chunks * self.sequences, directions)
+        triton_launch.launch(kernel, grid, *arguments, **constants)
+
+
+def make_plan(
+    configuration: Configuration, x: Tensor, size: Sequence[int], shift: bool, cu_seqlens: Tensor | None,
+    max_seqlen: int,
+) -> Plan:  # fmt: skip
+    """Return the division of a call into programs for one configuration; `size` is (R, N, P)."""
+    (batch, length, channels), (width, states, parts) = x.shape, size
+    sequences, longest = (batch, length) if cu_seqlens is None else (len(cu_seqlens) - 1, max_seqlen)
+    block = min(32, 512 // next_power_of_2(states))  # 16 states per thread
+    programs = configuration.programs * triton_launch.processors(x.device, sequences)
+    blocks = cdiv(channels, block)
+    # The total number of tokens depends on the batch, also per sequence.
+    tokens = sequences * longest if torch.are_deterministic_algorithms_enabled() else batch * length
+    if 2 * sequences * blocks >= programs and sequences * longest <= 2 * tokens:
+        # Many sequences of similar lengths are not divided: the states before chunks cost one more pass over x.
+        chunk = max(SHORTEST_CHUNK, next_power_of_2(max(longest, 1)))
+    else:
+        chunk = max(SHORTEST_CHUNK, 1 << (max(tokens * blocks // programs, 1).bit_length() - 1))
+    chunks = cdiv(max(longest, 1), chunk)
+    slots = sequences * chunks if cu_seqlens is None or chunks == 1 else length // chunk + sequences
+    block = min(block, 512 // parts // next_power_of_2(states))  # 8 complex states per thread
+    return Plan(
+        cu_seqlens, sequences, length, channels, width // max(channels, 1), states, parts, shift, block, chunk, chunks,
+        slots, configuration.unroll,
+    )  # fmt: skip
+
+
+def choose(
+    kernel: Any, run: Callable[[Plan], Any], x: Tensor, size: Sequence[int], shift: bool, cu_seqlens: Tensor | None,
+    max_seqlen: int,
+) -> Any:  # fmt: skip
+    """Return the result of `run` for the plan of the selected configuration; `size` is (R, N, P)."""
+    (batch, length, channels), (width, states, _) = x.shape, size
+    sequences, longest = (batch, length) if cu_seqlens is None else (len(cu_seqlens) - 1, max_seqlen)
+    kind = [x.dtype, f"{states} states", width > channels and "bidirectional", cu_seqlens is not None and "varlen"]
+    sizes = {"sequences": sequences, "length": longest, "channels": channels}
+    return triton_choice.choose(
+        kernel, kind, sizes, CONFIGURATIONS,
+        lambda c: run(make_plan(c, x, size, shift, cu_seqlens, max_seqlen)), x.device,
+    )  # fmt: skip
+
+
+def size_of(parameters: Sequence[Tensor]) -> tuple[int, int, int]:
+    """Return the rows R of the parameters, the states N, and the real numbers P in a state."""
+    rows, states = parameters[0].shape
+    return rows, states, parameters[3].dim() - 1

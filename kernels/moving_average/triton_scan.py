@@ -1,0 +1,453 @@
+"""Forward pass of both averages in Triton: a scan in registers, in chunks that run in parallel.
+
+A program processes one chunk of one sequence with the states of BLOCK_D channels in a tile `[BLOCK_N, BLOCK_D]`, or in
+two tiles for the real and imaginary parts of complex states. Two small kernels compute the states before each chunk:
+one computes the states at the end of each chunk with zero initial states, the other carries them from chunk to chunk.
+The layout of states is `[..., P, N, D]` with P = PARTS real numbers in a state.
+
+`tl.multiple_of(d, 1)` hides from the compiler that blocks start at larger multiples. Otherwise a thread would load four
+channels of every fourth state at once. With it, a thread holds columns of the tile, and sums over states stay in it.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from luna_mega.kernels.common.triton_launch import cdiv, contiguous, launch
+from luna_mega.kernels.moving_average import triton_coefficients
+from luna_mega.kernels.moving_average.triton_numbers import (
+    add,
+    add_scaled,
+    load,
+    real_times,
+    select,
+    store,
+    times,
+    zeros,
+)
+from luna_mega.kernels.moving_average.triton_plan import Plan, choose, size_of
+
+# States with faster decay are negligible, and a quotient by q must not overflow.
+LOWEST_LOG_Q = tl.constexpr(-46.0)
+# The rates and the weights of the input in the state and of the state in the average, for each direction. Real: log q,
+# p beta and eta / sqrt(N), `[N, D]` with rows that are R apart. Complex: the factors `[8, N, D]` of
+# `triton_coefficients`, p `[N, D]` and gamma / sqrt(N) `[2, N, D]`.
+Rows = list[tuple[Tensor, ...]]
+
+
+@triton.jit
+def _minus_one(log_q):
+    """Return exp(log_q) - 1 for log_q > -0.5."""
+    series = 1.0 + log_q * (1 / 10)
+    for k in tl.static_range(9, 1, -1):
+        series = 1.0 + series * log_q * (1 / k)
+    return log_q * series
+
+
+@triton.jit
+def _decay(log_q, STEPS: tl.constexpr):
+    """Return q, and the part of a state that is lost to the rounding of q in STEPS steps.
+
+    If q is close to 1, this error would accumulate over thousands of steps.
+    """
+    log_q = tl.maximum(log_q, LOWEST_LOG_Q)
+    near, slow = _minus_one(log_q), log_q > -0.5
+    q = tl.where(slow, 1.0 + near, tl.exp(log_q))
+    return q, tl.where(slow, STEPS * (near - (q - 1.0)) / q, 0.0)
+
+
+@triton.jit
+def place(cu_seqlens, length, chunk, chunks, blocks):
+    """Return the block of channels, the sequence and the chunk of this program.
+
+    The sequence is given by its index, batch row, first position and length; the chunk by its index, its slot among the
+    values stored per chunk, its first position and its length.
+    """
+    program = tl.program_id(0).to(tl.int64)
+    item = program // blocks
+    sequence, number = item // chunks, item % chunks
+    if cu_seqlens is None:
+        slot, row, first, size = item, sequence, sequence * 0, sequence * 0 + length
+    else:
+        row, first = sequence * 0, tl.load(cu_seqlens + sequence).to(tl.int64)
+        size = tl.load(cu_seqlens + sequence + 1).to(tl.int64) - first
+        # The slots are distinct: a sequence has at most one chunk more than complete chunks fit into its positions.
+        slot = tl.where(chunks == 1, sequence, first // chunk + sequence + number)
+    begin = number * chunk
+    return program % blocks, sequence, row, first, size, number, slot, begin, tl.minimum(size - begin, chunk)
+
+
+@triton.jit
+def sequence_slots(cu_seqlens, sequence, length, chunk, chunks):
+    """Return the first slot of a sequence among the values stored per chunk, and its length."""
+    if cu_seqlens is None:
+        return sequence * chunks, sequence * 0 + length
+    else:
+        first = tl.load(cu_seqlens + sequence).to(tl.int64)
+        return first // chunk + sequence, tl.load(cu_seqlens + sequence + 1).to(tl.int64) - first
+
+
+@triton.jit
+def state_tile(block, channels, N: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Return the states and channels of a block, a mask of existing channels, and a mask of existing states."""
+    n, d = tl.arange(0, BLOCK_N)[:, None], tl.multiple_of(block * BLOCK_D + tl.arange(0, BLOCK_D), 1)
+    inside = d < channels
+    return n, d, inside, (n < N) & inside[None, :]
+
+
+@triton.jit
+def position(step, count, UNROLL: tl.constexpr, REVERSED: tl.constexpr):
+    """Return the position of a step in its chunk; REVERSED: positions after the last one come first."""
+    return tl.cdiv(count, UNROLL) * UNROLL - 1 - step if REVERSED else step
+
+
+@triton.jit
+def decayed_positions(count, is_last):
+    """Return the number of positions of a chunk at which a scan from the end decays the given states.
+
+    They are the gradients of the states after the last position of a sequence, which does not decay them.
+    """
+    return tl.where(is_last, count - 1, count)
+
+
+@triton.jit
+def load_rate(rates, rows, states, tile, STEPS: tl.constexpr, PARTS: tl.constexpr):
+    """Return q, and the part of a state that is lost to the rounding of q in STEPS steps; `rates`: see `Rows`."""
+    if PARTS == 1:
+        q, lost = _decay(tl.load(rates + rows, tile, other=LOWEST_LOG_Q), STEPS)
+        return (q,), (lost,)
+    else:
+        lost = load(rates + 2 * states, rows, states, tile, PARTS)
+        return load(rates, rows, states, tile, PARTS), (lost[0] * STEPS, lost[1] * STEPS)
+
+
+@triton.jit
+def _load_chunk_rate(rates, rows, states, tile, chunk, PARTS: tl.constexpr):
+    """Return q^C - 1 and C q^(C-1) for C = `chunk` positions; `rates`: see `Rows`, complex ones are of the chunks."""
+    if PARTS == 1:
+        log_q = tl.maximum(tl.load(rates + rows, tile, other=LOWEST_LOG_Q), LOWEST_LOG_Q)
+        steps = chunk.to(tl.float32)
+        total = log_q * steps
+        change = tl.where(total > -0.5, _minus_one(total), tl.exp(total) - 1.0)
+        return (change,), (steps * tl.exp(total - log_q),)
+    else:
+        return load(rates + 4 * states, rows, states, tile, PARTS), load(rates + 6 * states, rows, states, tile, PARTS)
+
+
+@triton.jit(do_not_specialize=["length", "chunks", "slots"])
+def _chunk_state_kernel(
+    signal, mask,  # [B, T, D], [B, T]
+    rates, weight,  # see `Rows`
+    starts,  # [S, P, N, D]
+    ends,  # [directions, 1 or 2 with SLOPE, slots, P, N, D]
+    cu_seqlens, length, chunk, chunks, channels, blocks, width, slots,  # see `Plan`
+    stride_b, stride_t, stride_d,
+    N: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, PARTS: tl.constexpr, UNROLL: tl.constexpr,
+    FLIPPED: tl.constexpr, SLOPE: tl.constexpr,
+):  # fmt: skip
+    """Write the states at the end of a chunk; SLOPE: also their derivatives with respect to q.
+
+    The states before the chunk are 0, or `starts` before the first chunk of a complex average. The program index is
+    `(block of channels, chunk, sequence; direction)`. FLIPPED: `signal` is a gradient; direction 0 runs from the end,
+    and direction 1 from the start.
+    """
+    block, sequence, row, first, size, number, slot, begin, count = place(cu_seqlens, length, chunk, chunks, blocks)
+    if count <= 0:
+        return
+    direction = tl.program_id(1).to(tl.int64) if PARTS == 1 else 0  # a complex average has one
+    from_end = (direction == 1) != FLIPPED
+    n, d, inside, tile = state_tile(block, channels, N, BLOCK_N, BLOCK_D)
+    states, end = channels * N, tl.where(inside, count, 0)
+    rows = n * width + direction * channels + d[None, :]
+    # With one direction, the same addresses, which need fewer registers.
+    kept = rows if starts is not None or PARTS == 2 else n * channels + d[None, :]
+    state, slope = zeros([BLOCK_N, BLOCK_D], PARTS), zeros([BLOCK_N, BLOCK_D], PARTS)
+    if starts is not None:
+        is_first = begin + chunk >= size if FLIPPED else number == 0
+        if is_first:
+            state = load(starts + sequence * PARTS * states, kept, states, tile, PARTS)
+        decayed = decayed_positions(count, is_first)
+    q, lost = load_rate(rates, rows, states, tile, UNROLL, PARTS)
+    entry = None
+    if weight is not None:
+        entry = load(weight, rows, states, tile, PARTS if FLIPPED else 1)
+    values = signal + row * stride_b + (first + begin) * stride_t + d * stride_d
+    token = row * length + first + begin
+    # From the end, positions after the last come first.
+    start_at = tl.where(from_end, tl.cdiv(count, UNROLL) * UNROLL - 1, 0)
+    step = tl.where(from_end, -1, 1)
+    for start in range(0, count, UNROLL):
+        entering = ()
+        for i in tl.static_range(UNROLL):
+            t = start_at + (start + i) * step
+            value = tl.load(values + t * stride_t, t < end, other=0.0).to(tl.float32)
+            if mask is not None:
+                value = tl.where(tl.load(mask + token + t, t < count, other=0), value, 0.0)
+            entering += (value[None, :],)
+        state = add(state, times(state, lost))
+        if SLOPE:
+            slope = add(slope, times(slope, lost))
+        for i in tl.static_range(UNROLL):
+            if SLOPE:
+                slope = add(times(slope, q), state)
+            following = times(state, q)
+            if FLIPPED and starts is not None:
+                following = select(start_at + (start + i) * step < decayed, following, state)
+            state = add_scaled(following, entry, entering[i])
+    own = direction * (2 if SLOPE else 1) * slots + slot
+    store(ends + own * PARTS * states, kept, states, tile, state)
+    if SLOPE:
+        store(ends + (own + slots) * PARTS * states, kept, states, tile, slope)
+
+
+@triton.jit
+def _of_row(is_row, number):
+    """Return one row `[1, columns]` of a number."""
+    if len(number) == 1:
+        return (tl.sum(tl.where(is_row, number[0], 0.0), 0, keep_dims=True),)
+    else:
+        real, imaginary = tl.where(is_row, number[0], 0.0), tl.where(is_row, number[1], 0.0)
+        return tl.sum(real, 0, keep_dims=True), tl.sum(imaginary, 0, keep_dims=True)
+
+
+@triton.jit(do_not_specialize=["length", "chunks", "slots"])
+def _state_passing_kernel(
+    ends,  # [directions, 1 or 2 with SLOPE, slots, P, N, D]
+    rates,  # see `Rows`
+    starts,  # [S, P, N, D]
+    own_blocks, cu_seqlens, length, chunk, chunks, channels, blocks, width, slots,
+    N: tl.constexpr, BLOCK: tl.constexpr, AHEAD: tl.constexpr, PARTS: tl.constexpr, FLIPPED: tl.constexpr,
+    SLOPE: tl.constexpr,
+):  # fmt: skip
+    """Replace the states at the end of each chunk by the states before it, in its direction.
+
+    The program index is `(block of states, sequence; direction)`.
+    """
+    program = tl.program_id(0).to(tl.int64)
+    block, sequence = program % own_blocks, program // own_blocks
+    first_slot, size = sequence_slots(cu_seqlens, sequence, length, chunk, chunks)
+    direction = tl.program_id(1).to(tl.int64) if PARTS == 1 else 0  # a complex average has one
+    from_end = (direction == 1) != FLIPPED
+    states = channels * N
+    place = tl.multiple_of(block * BLOCK + tl.arange(0, BLOCK), 1)[None, :]
+    inside = place < states
+    rows = place // channels * width + direction * channels + place % channels
+    change, slope_change = _load_chunk_rate(rates, rows, states, inside, chunk, PARTS)
+    count = tl.maximum(tl.cdiv(size, chunk), 1)
+    state, slope = zeros([1, BLOCK], PARTS), zeros([1, BLOCK], PARTS)
+    if starts is not None:
+        state = load(starts + sequence * PARTS * states, place, states, inside, PARTS)
+        # The given states after the last position are gradients, which it does not decay.
+        first_steps = size - (count - 1) * chunk - 1 if FLIPPED else chunk
+        first_change, _ = _load_chunk_rate(rates, rows, states, inside, first_steps, PARTS)
+    ahead = tl.arange(0, AHEAD)[:, None]
+    own = direction * (2 if SLOPE else 1) * slots + first_slot
+    for start in range(0, count, AHEAD):
+        number = own + tl.where(from_end, count - 1 - start - ahead, start + ahead)
+        used = (start + ahead < count) & inside
+        values = ends + number * PARTS * states
+        gained, carried = load(values, place, states, used, PARTS), zeros([AHEAD, BLOCK], PARTS)
+        if SLOPE:
+            slopes = ends + (number + slots) * PARTS * states
+            slope_gained, slope_carried = load(slopes, place, states, used, PARTS), zeros([AHEAD, BLOCK], PARTS)
+        for i in tl.static_range(AHEAD):
+            carried = select(ahead == i, state, carried)
+            own_change = change
+            if starts is not None and PARTS == 1:
+                own_change = select(start + i == 0, first_change, change)
+            elif starts is not None:  # the end of the first chunk includes them
+                state = select(start + i > 0, state, zeros([1, BLOCK], PARTS))
+            if SLOPE:
+                slope_carried = select(ahead == i, slope, slope_carried)
+                moved = add(times(slope, own_change), times(state, slope_change))
+                slope = add(add(slope, moved), _of_row(ahead == i, slope_gained))
+            state = add(state, add(times(state, own_change), _of_row(ahead == i, gained)))
+        store(values, place, states, used, carried)
+        if SLOPE:
+            store(slopes, place, states, used, slope_carried)
+
+
+@triton.jit(do_not_specialize=["length", "chunks", "slots"])
+def _scan_kernel(
+    signal, mask,  # [B, T, D], [B, T]
+    rates, weight_in, weight_out,  # see `Rows`
+    skip,  # [D]
+    starts,  # [slots, P, N, D]
+    other, x, output,  # [B, T, D]
+    last,  # [S, P, N, D]
+    sums,  # [slots, N, D]
+    cu_seqlens, length, chunk, chunks, channels, blocks, width, slots,  # see `Plan`
+    stride_b, stride_t, stride_d, x_stride_b, x_stride_t, x_stride_d,
+    N: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, PARTS: tl.constexpr, UNROLL: tl.constexpr,
+    REVERSED: tl.constexpr, SHIFT: tl.constexpr, SCALED: tl.constexpr, GRADIENT: tl.constexpr,
+):  # fmt: skip
+    """Write one direction of the average of `signal`, plus `other`, with the skip: silu(average + skip signal).
+
+    The skip of a complex average is part of the average, without silu. GRADIENT: `signal` is the gradient of an
+    average, the two weights are exchanged, and the result is the gradient of x: masked average + skip signal. `sums`
+    receives the sums of the states times x. `last` receives the states after the last position, or the gradient of
+    those before the first.
+    """
+    block, sequence, row, first, size, number, slot, begin, count = place(cu_seqlens, length, chunk, chunks, blocks)
+    if (count <= 0) & (number > 0):
+        return
+    n, d, inside, tile = state_tile(block, channels, N, BLOCK_N, BLOCK_D)
+    states, end = channels * N, tl.where(inside, count, 0)
+    rows = n * width + d[None, :]
+    kept = rows if SCALED else n * channels + d[None, :]  # with one direction, the same addresses save registers
+    q, lost = load_rate(rates, rows, states, tile, UNROLL, PARTS)
+    entry = load(weight_in, rows, states, tile, PARTS if GRADIENT else 1)
+    exit = load(weight_out, rows, states, tile, 1 if GRADIENT else PARTS)
+    if not SCALED:
+        exit = times(exit, entry)
+    state = zeros([BLOCK_N, BLOCK_D], PARTS)
+    if starts is not None:
+        state = load(starts + slot * PARTS * states, kept, states, tile, PARTS)
+        decayed = decayed_positions(count, begin + chunk >= size)
+    if skip is not None:
+        skip_weight = tl.load(skip + d, inside, other=0.0)
+    if sums is not None:
+        total = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
+        inputs = x + row * x_stride_b + (first + begin) * x_stride_t + d * x_stride_d
+    values = signal + row * stride_b + (first + begin) * stride_t + d * stride_d
+    token = row * length + first + begin
+    places = token * channels + d
+    for start in range(0, count, UNROLL):
+        signals, keeps, others, multiplied = (), (), (), ()
+        for i in tl.static_range(UNROLL):
+            t = position(start + i, count, UNROLL, REVERSED)
+            used = t < end
+            signals += (tl.load(values + t * stride_t, used, other=0.0).to(tl.float32),)
+            keep = t < count
+            if mask is not None:
+                keep = tl.load(mask + token + t, keep, other=0)
+            keeps += (keep,)
+            if other is not None:
+                others += (tl.load(other + places + t * channels, used, other=0.0),)
+            if sums is not None:
+                value = tl.load(inputs + t * x_stride_t, used, other=0.0).to(tl.float32)
+                multiplied += (tl.where(keep, value, 0.0),)
+        state = add(state, times(state, lost))
+        for i in tl.static_range(UNROLL):
+            t = position(start + i, count, UNROLL, REVERSED)
+            entering = signals[i]
+            if mask is not None and not GRADIENT:
+                entering = tl.where(keeps[i], entering, 0.0)
+            if SHIFT:
+                average = tl.sum(real_times(exit, state), 0)
+            following = times(state, q)
+            if SCALED and REVERSED and starts is not None:
+                following = select(t < decayed, following, state)
+            following = add_scaled(following, entry if SCALED else None, entering[None, :])
+            if last is not None and not REVERSED:
+                following = select(t < count, following, state)
+            state = following
+            if not SHIFT:
+                average = tl.sum(real_times(exit, state), 0)
+            if sums is not None:
+                total += state[0] * multiplied[i][None, :]
+            if other is not None:
+                average += others[i]
+            if PARTS == 2 and skip is not None:
+                average += skip_weight * entering
+            if GRADIENT and mask is not None:
+                average = tl.where(keeps[i], average, 0.0)
+            if PARTS == 1 and skip is not None:
+                average += skip_weight * signals[i]
+                if not GRADIENT:
+                    average *= tl.sigmoid(average)
+            tl.store(output + places + t * channels, average.to(output.dtype.element_ty), t < end)
+    if last is not None:
+        if GRADIENT:
+            state = select(count > 0, times(state, q), state)
+        elif not SCALED:
+            state = times(state, entry)
+        if (REVERSED and number == 0) or (not REVERSED and begin + chunk >= size):
+            store(last + sequence * PARTS * states, kept, states, tile, state)
+    if sums is not None:
+        tl.store(sums + slot * states + kept, total, tile)
+
+
+def coefficients_of(plan: Plan, parameters: Sequence[Tensor], coefficients: Sequence[Tensor]) -> Rows:
+    """Return the coefficients of each direction; those of real averages are given, `[3, N, R]`."""
+    if coefficients:
+        halves = coefficients if plan.directions == 1 else coefficients[0].split(plan.channels, 2)
+        return [half.unbind() for half in halves]
+    factors, weights = triton_coefficients.complex_factors(plan.chunk, *parameters)
+    return [(factors, *weights)]
+
+
+def channels_last(states: Tensor | None) -> Tensor | None:
+    """Convert states `[S, D, N]` or `[S, D, N, 2]` to float32 `[S, P, N, D]`: a program reads adjacent channels."""
+    return None if states is None else states.float().transpose(1, -1).contiguous()
+
+
+def states_before(
+    plan: Plan, signal: Tensor, mask: Tensor | None, coefficients: Rows, scaled: bool, initial: Tensor | None,
+    *, flipped: bool = False, slope: bool = False,
+) -> Sequence[Tensor | None]:  # fmt: skip
+    """Return the states of each direction before every chunk, `[slots, P, N, D]`; with slopes `[2, slots, P, N, D]`.
+
+    `scaled`: the signal is multiplied by the weight of the input. With one chunk per sequence the states are `initial`.
+    """
+    rates, weight, _ = coefficients[0]  # the kernels add the place of direction 1
+    if plan.chunks == 1:
+        return [initial] * plan.directions
+    ends = rates.new_empty(plan.of_states(plan.directions, *(2,) * slope, plan.slots))
+    options = {"PARTS": plan.parts, "FLIPPED": flipped, "SLOPE": slope}
+    # The second kernel computes real powers for any number of positions, complex ones only for complete chunks.
+    starts = None if plan.parts == 1 else initial
+    inputs = (signal, mask, rates, weight if scaled else None, starts, ends, *plan.sizes, *signal.stride())
+    plan.launch(_chunk_state_kernel, *inputs, directions=plan.directions, **options)
+    blocks = cdiv(plan.states * plan.channels, 128)
+    launch(
+        _state_passing_kernel, (blocks * plan.sequences, plan.directions), ends, rates, initial, blocks, *plan.sizes,
+        N=plan.states, BLOCK=128, AHEAD=8 // plan.parts, num_warps=4, num_stages=1, **options,
+    )  # fmt: skip
+    return plan.of_directions(ends)
+
+
+def scan(
+    plan: Plan, direction: int, signal: Tensor, mask: Tensor | None, coefficients: Rows,
+    starts: Sequence[Tensor | None], output: Tensor, *, scaled: bool = False, skip: Tensor | None = None,
+    other: Tensor | None = None, last: Tensor | None = None, x: Tensor | None = None, sums: Tensor | None = None,
+    gradient: bool = False,
+) -> Tensor:  # fmt: skip
+    """Write one direction of the average of `signal` into `output`, as `_scan_kernel` does, and return it."""
+    plan.launch(
+        _scan_kernel,
+        *(signal, mask, *coefficients[direction], skip),
+        *(starts[direction], other, x, output, last, sums, *plan.sizes),
+        *(*signal.stride(), *((0, 0, 0) if x is None else x.stride())),
+        REVERSED=(direction == 1) != gradient,
+        SHIFT=plan.shift and direction == 1,
+        SCALED=scaled,
+        GRADIENT=gradient,
+    )
+    return output
+
+
+def forward(x: Tensor, *inputs: Any) -> tuple[Tensor, Tensor, list[Tensor]]:
+    """Return the result, the final states (empty unless requested), and the coefficients of a real average."""
+    mask, skip, *parameters, initial, return_state, shift, cu_seqlens, max_seqlen = contiguous(*inputs)
+    size, initial = size_of(parameters), channels_last(initial)
+    coefficients = [triton_coefficients.damped(*parameters)] if size[2] == 1 else []
+    scaled = size[2] == 2 or initial is not None
+
+    def run(plan: Plan) -> tuple[Tensor, Tensor]:
+        rows = coefficients_of(plan, parameters, coefficients)
+        last = rows[0][0].new_empty(plan.of_states(plan.sequences)) if return_state else None
+        starts, other = states_before(plan, x, mask, rows, scaled, initial), None
+        if plan.directions == 2:
+            # In float32 until the other direction is added.
+            other = scan(plan, 1, x, mask, rows, starts, rows[0][0].new_empty(x.shape))
+        output = x.new_empty(x.shape)
+        scan(plan, 0, x, mask, rows, starts, output, scaled=scaled, skip=skip, other=other, last=last)
+        return output, last
+
+    output, last = choose(_scan_kernel, run, x, size, shift, cu_seqlens, max_seqlen)
+    return output, output.new_empty(0, dtype=torch.float32) if last is None else channels_last(last), coefficients
