@@ -14,11 +14,12 @@ def zeros(shape, PARTS: tl.constexpr):
 
 @triton.jit
 def load(pointer, places, plane, mask, PARTS: tl.constexpr):
-    """Return numbers, 0 if masked; the imaginary parts are `plane` after the real parts."""
+    """Return float32 numbers, 0 if masked; the imaginary parts are `plane` after the real parts."""
+    real = tl.load(pointer + places, mask, other=0.0).to(tl.float32)
     if PARTS == 1:
-        return (tl.load(pointer + places, mask, other=0.0),)
+        return (real,)
     else:
-        return tl.load(pointer + places, mask, other=0.0), tl.load(pointer + plane + places, mask, other=0.0)
+        return real, tl.load(pointer + plane + places, mask, other=0.0).to(tl.float32)
 
 
 @triton.jit

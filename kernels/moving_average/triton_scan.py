@@ -381,9 +381,9 @@ def coefficients_of(plan: Plan, parameters: Sequence[Tensor], coefficients: Sequ
     return [(factors, *weights)]
 
 
-def channels_last(states: Tensor | None) -> Tensor | None:
+def channels_last(states: Tensor) -> Tensor:
     """Convert states `[S, D, N]` or `[S, D, N, 2]` to float32 `[S, P, N, D]`: a program reads adjacent channels."""
-    return None if states is None else states.float().transpose(1, -1).contiguous()
+    return states.float().transpose(1, -1).contiguous()
 
 
 def states_before(
@@ -434,11 +434,11 @@ def scan(
 def forward(x: Tensor, *inputs: Any) -> tuple[Tensor, Tensor, list[Tensor]]:
     """Return the result, the final states (empty unless requested), and the coefficients of a real average."""
     mask, skip, *parameters, initial, return_state, shift, cu_seqlens, max_seqlen = contiguous(*inputs)
-    size, initial = size_of(parameters), channels_last(initial)
+    size, initial = size_of(parameters), None if initial is None else channels_last(initial)
     coefficients = [triton_coefficients.damped(*parameters)] if size[2] == 1 else []
     scaled = size[2] == 2 or initial is not None
 
-    def run(plan: Plan) -> tuple[Tensor, Tensor]:
+    def run(plan: Plan) -> tuple[Tensor, Tensor | None]:
         rows = coefficients_of(plan, parameters, coefficients)
         last = rows[0][0].new_empty(plan.of_states(plan.sequences)) if return_state else None
         starts, other = states_before(plan, x, mask, rows, scaled, initial), None
@@ -450,4 +450,5 @@ def forward(x: Tensor, *inputs: Any) -> tuple[Tensor, Tensor, list[Tensor]]:
         return output, last
 
     output, last = choose(_scan_kernel, run, x, size, shift, cu_seqlens, max_seqlen)
-    return output, output.new_empty(0, dtype=torch.float32) if last is None else channels_last(last), coefficients
+    last = output.new_empty(0, dtype=torch.float32) if last is None else channels_last(last)
+    return output, last, coefficients

@@ -148,7 +148,7 @@ def backward(
 ) -> list[Tensor | None]:
     """Return the gradients of x, skip, the four parameters and the initial states, None for None."""
     mask, skip, *parameters, initial, return_state, shift, cu_seqlens, max_seqlen = contiguous(*inputs)
-    size, first = size_of(parameters), channels_last(initial)
+    size, first = size_of(parameters), None if initial is None else channels_last(initial)
     is_complex, arriving = size[2] == 2, last_gradient if return_state else None
     if arriving is not None:
         # dL = Re(r dh): r is the conjugate of the pair of derivatives.

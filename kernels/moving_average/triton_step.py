@@ -6,7 +6,7 @@ import triton.language as tl
 from torch import Tensor
 
 from luna_mega.kernels.common.triton_launch import cdiv, launch, next_power_of_2
-from luna_mega.kernels.moving_average.triton_numbers import add, add_scaled, load, select, store, times
+from luna_mega.kernels.moving_average.triton_numbers import add, add_scaled, load, real_times, select, store, times
 
 
 @triton.jit
@@ -31,13 +31,13 @@ def _step_kernel(
     places = PARTS * (d[:, None] * N + n)
     own = row * channels * N * PARTS
     entry = tl.load(weight_in + places, tile, other=0.0).to(tl.float32)
+    change, exit = load(rates, places, 1, tile, PARTS), load(weight_out, places, 1, tile, PARTS)
     if PARTS == 1:
-        gate = tl.sigmoid(tl.load(rates + places, tile, other=0.0).to(tl.float32))
+        gate = tl.sigmoid(change[0])
         damping = tl.sigmoid(tl.load(damping_logit + places, tile, other=0.0).to(tl.float32))
-        change, entry = (-gate * damping,), gate * entry
-        exit = (scale * tl.load(weight_out + places, tile, other=0.0).to(tl.float32),)
+        change, entry, exit = (-gate * damping,), gate * entry, (scale * exit[0],)
     else:
-        change, exit = load(rates, places, 1, tile, PARTS), load(weight_out, places, 1, tile, PARTS)
+        exit = exit[0], -exit[1]  # the weights are conjugate
     value = tl.load(x + row * stride_b + d * stride_d, inside, other=0.0).to(tl.float32)
     if PARTS == 2 and mask is not None:
         value = tl.where(tl.load(mask + row), value, 0.0)
@@ -47,10 +47,7 @@ def _step_kernel(
     if mask is not None:  # masked positions do not change the state
         after = select(tl.load(mask + row), after, before)
     store(next_state + own, places, 1, tile, after)
-    if PARTS == 1:
-        average = tl.sum(exit[0] * after[0], 1)
-    else:  # the weights are conjugate
-        average = tl.sum(exit[0] * after[0] + exit[1] * after[1], 1)
+    average = tl.sum(real_times(exit, after), 1)
     if skip is not None:
         average += value * tl.load(skip + d, inside, other=0.0).to(tl.float32)
         if PARTS == 1:

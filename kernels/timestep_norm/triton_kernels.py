@@ -1,20 +1,25 @@
-"""The passes of timestep norm over all features in Triton, and a single-launch kernel for one position.
+"""The passes of `torch_passes` in Triton, and a single-launch kernel for one position.
 
-A program processes a tile of rows of one group of features, `[BLOCK_R, BLOCK_W]`.
+In a pass over features, a program processes a tile of rows of one group, `[BLOCK_R, BLOCK_W]`. In a pass over time, in
+float64, it processes BLOCK_G groups of one sequence, in successive tiles `[BLOCK_T, BLOCK_G]` of positions.
 """
+
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from luna_mega.kernels.common import triton_launch
-from luna_mega.kernels.common.triton_launch import cdiv, next_power_of_2
+from luna_mega.kernels.common.triton_launch import cdiv, contiguous, launch, next_power_of_2
 
-# Elements per tile.
+# Elements per tile of features.
 TILE = 4096
 # Number of tiles over which a program of the backward pass sums the gradients of weight and bias.
 TILES = 8
+# Positions and groups of a tile of a pass over time.
+BLOCK_T, BLOCK_G = 256, 4
 
 
 @triton.jit
@@ -140,6 +145,145 @@ def _apply_backward_kernel(
 
 
 @triton.jit
+def _double(pointer, places, inside):
+    return tl.load(pointer + places, inside, other=0.0).to(tl.float64)
+
+
+@triton.jit
+def _kept(MASK, row, position, length):
+    """Return 1 for unmasked positions, and 0 for masked positions and positions outside of the sequence."""
+    inside = (position >= 0) & (position < length)
+    if MASK is None:
+        return inside.to(tl.int64)
+    else:
+        return (tl.load(MASK + row * length + position, inside, other=0) != 0).to(tl.int64)
+
+
+@triton.jit
+def _from_end(values):
+    """Return, for every position, the sum from there to the end of the tile."""
+    return tl.sum(values, 0)[None, :] - tl.cumsum(values, 0) + values
+
+
+@triton.jit(do_not_specialize=["length"])
+def _statistics_kernel(
+    OWN, SPREAD,  # m_t and v_t, [B, T, groups]
+    MASK,  # [B, T]
+    COUNT, MEAN, VARIANCE,  # the state: [B], [B, groups], [B, groups]
+    MEANS, RSTD,  # [B, T, groups]
+    LAST_MEAN, LAST_VARIANCE,  # [B, groups]
+    length, groups, eps,
+    BLOCK_T: tl.constexpr, BLOCK_G: tl.constexpr,
+):  # fmt: skip
+    """Write M_t and the rstd of S_t, and the final mean and variance.
+
+    The program index is `(block of groups, sequence)`.
+    """
+    row, group = tl.program_id(1).to(tl.int64), tl.program_id(0) * BLOCK_G + tl.arange(0, BLOCK_G)
+    there, of_row = group < groups, row * groups + group
+    number = tl.load(COUNT + row)
+    mean_sum = _double(MEAN, of_row, there) * number.to(tl.float64)
+    variance_sum = _double(VARIANCE, of_row, there) * number.to(tl.float64)
+    for start in range(0, length, BLOCK_T):
+        position = start + tl.arange(0, BLOCK_T)
+        kept = _kept(MASK, row, position, length)
+        counted = number + tl.cumsum(kept, 0)
+        counts = tl.maximum(counted, 1).to(tl.float64)[:, None]
+        before = tl.maximum(counted - kept, 1).to(tl.float64)[:, None]
+        places = (row * length + position.to(tl.int64))[:, None] * groups + group[None, :]
+        inside = (position < length)[:, None] & there[None, :]
+        used = (kept > 0)[:, None] & there[None, :]
+        own = _double(OWN, places, used)
+        sums = mean_sum[None, :] + tl.cumsum(own, 0)
+        means = sums / counts
+        away = tl.where(used, own - (sums - own) / before, 0.0)
+        gained = _double(SPREAD, places, used) + away * away * (1.0 - 1.0 / counts)
+        variances = (variance_sum[None, :] + tl.cumsum(gained, 0)) / counts
+        tl.store(MEANS + places, means, inside)
+        tl.store(RSTD + places, 1.0 / tl.sqrt(variances.to(tl.float32) + eps), inside)
+        mean_sum += tl.sum(own, 0)
+        variance_sum += tl.sum(gained, 0)
+        number += tl.sum(kept, 0)
+    counts = tl.maximum(number, 1).to(tl.float64)
+    tl.store(LAST_MEAN + of_row, mean_sum / counts, there)
+    tl.store(LAST_VARIANCE + of_row, variance_sum / counts, there)
+
+
+@triton.jit
+def _of_away(of_total, OWN, MEANS, MEAN, row, position, length, count, kept, group, groups):
+    """Return the gradient of the distance m_t - M_{t-1}; masked positions have gradient 0.
+
+    `of_total` is the gradient of n S.
+    """
+    used = (kept > 0)[:, None] & (group < groups)[None, :]
+    places = (row * length + position.to(tl.int64))[:, None] * groups + group[None, :]
+    before = _double(MEANS, places - groups, used & (position > 0)[:, None])
+    first = _double(MEAN, row * groups + group, group < groups)
+    away = _double(OWN, places, used) - tl.where((position > 0)[:, None], before, first[None, :])
+    return tl.where(used, 2.0 * of_total * (1.0 - 1.0 / tl.maximum(count, 1).to(tl.float64))[:, None] * away, 0.0)
+
+
+@triton.jit(do_not_specialize=["length"])
+def _statistics_backward_kernel(
+    SUMS, PRODUCTS, OWN, MEANS, RSTD,  # [B, T, groups]
+    MASK,  # [B, T]
+    COUNT, MEAN,  # [B], [B, groups]
+    GRAD_MEAN, GRAD_VARIANCE,  # gradients of the last mean and variance, [B, groups]
+    STRETCH, SHIFT,  # [B, T, groups]
+    OF_MEAN, OF_VARIANCE,  # gradients of the initial mean and variance, [B, groups]
+    length, groups, width,
+    BLOCK_T: tl.constexpr, BLOCK_G: tl.constexpr,
+):  # fmt: skip
+    """Write the results of `torch_passes.statistics_backward`, from the last tile to the first.
+
+    The program index is `(block of groups, sequence)`.
+    """
+    row, group = tl.program_id(1).to(tl.int64), tl.program_id(0) * BLOCK_G + tl.arange(0, BLOCK_G)
+    there, of_row = group < groups, row * groups + group
+    started = tl.load(COUNT + row)
+    number = started
+    for start in range(0, length, BLOCK_T):
+        number += tl.sum(_kept(MASK, row, start + tl.arange(0, BLOCK_T), length), 0)
+    # Gradients of n M and n S after the current tile.
+    scale = 1.0 / (tl.maximum(number, 1).to(tl.float64) * width)
+    mean_sum, variance_sum = tl.zeros([BLOCK_G], tl.float64), tl.zeros([BLOCK_G], tl.float64)
+    if GRAD_MEAN is not None:
+        mean_sum += _double(GRAD_MEAN, of_row, there) * scale
+    if GRAD_VARIANCE is not None:
+        variance_sum += _double(GRAD_VARIANCE, of_row, there) * scale
+    first_away = tl.zeros([BLOCK_G], tl.float64)
+    for step in range(0, tl.cdiv(length, BLOCK_T)):
+        position = (tl.cdiv(length, BLOCK_T) - 1 - step) * BLOCK_T + tl.arange(0, BLOCK_T)
+        kept, following = _kept(MASK, row, position, length), _kept(MASK, row, position + 1, length)
+        number -= tl.sum(kept, 0)
+        counted = number + tl.cumsum(kept, 0)
+        share = (1.0 / tl.maximum(counted, 1).to(tl.float64))[:, None]
+        inside = (position < length)[:, None] & there[None, :]
+        places = (row * length + position.to(tl.int64))[:, None] * groups + group[None, :]
+        rstd = _double(RSTD, places, inside)
+        gained = -0.5 * rstd * rstd * _double(PRODUCTS, places, inside) * share
+        of_total = variance_sum[None, :] + _from_end(gained)
+        of_away = _of_away(of_total, OWN, MEANS, MEAN, row, position, length, counted, kept, group, groups)
+        of_next = _of_away(
+            of_total - gained, OWN, MEANS, MEAN, row, position + 1, length, counted + following, following, group,
+            groups,
+        )  # fmt: skip
+        direct = tl.where(inside, (-_double(SUMS, places, inside) - of_next) * share, 0.0)
+        of_sum = mean_sum[None, :] + _from_end(direct)
+        used = (kept > 0)[:, None]
+        stretch = tl.where(used, 2.0 * of_total, 0.0)
+        shift = tl.where(used, of_sum + of_away, 0.0) - stretch * _double(OWN, places, inside)
+        tl.store(STRETCH + places, stretch.to(tl.float32), inside)
+        tl.store(SHIFT + places, shift.to(tl.float32), inside)
+        mean_sum += tl.sum(direct, 0)
+        variance_sum += tl.sum(gained, 0)
+        first_away = tl.sum(tl.where((position == 0)[:, None], of_away, 0.0), 0)
+    begun = started.to(tl.float64) * width
+    tl.store(OF_MEAN + of_row, begun * mean_sum - width * first_away, there)
+    tl.store(OF_VARIANCE + of_row, begun * variance_sum, there)
+
+
+@triton.jit
 def _step_kernel(
     X,  # [B, groups * width]
     COUNT, MEAN, SPREAD,  # the state: [B], [B, groups], [B, groups]
@@ -187,32 +331,52 @@ def _step_kernel(
         tl.store(NEXT_COUNT + batch, following)
 
 
-def _sizes(x: Tensor, groups: int) -> tuple[tuple[int, int, int], dict[str, int], int]:
-    """Return the arguments that the kernels over rows share, their tile, and the number of tiles."""
-    total, width = x.shape[0] * x.shape[1], x.shape[2] // groups
-    block_w = next_power_of_2(width)
+def _tile_of(x: Tensor, groups: int) -> tuple[dict[str, int], int]:
+    """Return the tile of the kernels over features, and the number of tiles."""
+    block_w = next_power_of_2(x.shape[2] // groups)
     block_r = max(1, min(TILE // block_w, 128))
     tile = {"BLOCK_R": block_r, "BLOCK_W": block_w, "num_warps": 4, "num_stages": 1}
-    return (total, groups, width), tile, cdiv(total, block_r)
+    return tile, cdiv(x.shape[0] * x.shape[1], block_r)
+
+
+def _over_features(kernel: Any, groups: int, inputs: Sequence[Any], *outputs: Tensor | None, **options: int) -> None:
+    """Launch a kernel for all tiles of x, the first input, and all groups."""
+    x = inputs[0]
+    tile, tiles = _tile_of(x, groups)
+    grid = cdiv(tiles, options.get("TILES", 1)), groups
+    sizes = x.shape[0] * x.shape[1], groups, x.shape[2] // groups
+    launch(kernel, grid, *contiguous(*inputs), *outputs, *sizes, **tile, **options)
+
+
+def _over_time(kernel: Any, inputs: Sequence[Any], outputs: Sequence[Tensor], number: float) -> None:
+    """Launch a kernel for all sequences and groups of the first input; `number` is the last argument."""
+    sequences, length, groups = inputs[0].shape
+    block_g = min(BLOCK_G, next_power_of_2(groups))
+    tile = {"BLOCK_T": BLOCK_T, "BLOCK_G": block_g, "num_warps": 4, "num_stages": 1}
+    launch(kernel, (cdiv(groups, block_g), sequences), *contiguous(*inputs), *outputs, length, groups, number, **tile)
 
 
 def moments(x: Tensor, mask: Tensor | None, groups: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return mean and variance of the groups of each position."""
     mean, spread = (x.new_empty(*x.shape[:2], groups, dtype=dtype) for _ in range(2))
-    sizes, tile, tiles = _sizes(x, groups)
-    inputs = triton_launch.contiguous(x, mask)
-    triton_launch.launch(_moments_kernel, (tiles, groups), *inputs, mean, spread, *sizes, **tile)
+    _over_features(_moments_kernel, groups, (x, mask), mean, spread)
     return mean, spread
+
+
+def statistics(
+    own: Tensor, spread: Tensor, mask: Tensor | None, count: Tensor, mean: Tensor, variance: Tensor, eps: float
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    means, rstd = (torch.empty_like(own, dtype=dtype) for dtype in (torch.float64, torch.float32))
+    last_mean, last_variance = (mean.new_empty(mean.shape, dtype=torch.float64) for _ in range(2))
+    results = means, rstd, last_mean, last_variance
+    _over_time(_statistics_kernel, (own, spread, mask, count, mean, variance), results, eps)
+    return results
 
 
 def apply(
     x: Tensor, mask: Tensor | None, means: Tensor, rstds: Tensor, weight: Tensor | None, bias: Tensor | None
 ) -> Tensor:
-    """Return (x - means) rstds weight + bias, 0 if masked."""
-    groups, y = means.shape[2], x.new_empty(x.shape)
-    sizes, tile, tiles = _sizes(x, groups)
-    inputs = triton_launch.contiguous(x, mask, means, rstds, weight, bias)
-    triton_launch.launch(_apply_kernel, (tiles, groups), *inputs, y, *sizes, **tile)
+    y = x.new_empty(x.shape)
+    _over_features(_apply_kernel, means.shape[2], (x, mask, means, rstds, weight, bias), y)
     return y
 
 
@@ -220,27 +384,32 @@ def sums(
     gradients: Tensor, x: Tensor, mask: Tensor | None, means: Tensor, rstds: Tensor, weight: Tensor | None,
     bias: Tensor | None,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
-    """Return the sums of `torch_backend.Passes`."""
     groups, features = means.shape[2], x.shape[2]
-    sizes, tile, tiles = _sizes(x, groups)
-    parts = cdiv(tiles, TILES)
+    parts = cdiv(_tile_of(x, groups)[1], TILES)
     summed, products = torch.empty_like(rstds), torch.empty_like(rstds)
     of_weight, of_bias = (None if t is None else rstds.new_empty(parts, features) for t in (weight, bias))
-    inputs = triton_launch.contiguous(gradients, x, mask, means, rstds, weight)
-    outputs = summed, products, of_weight, of_bias
-    triton_launch.launch(_sums_kernel, (parts, groups), *inputs, *outputs, *sizes, **tile, TILES=TILES)
+    inputs = gradients, x, mask, means, rstds, weight
+    _over_features(_sums_kernel, groups, inputs, summed, products, of_weight, of_bias, TILES=TILES)
     return summed, products, *(None if t is None else t.sum(0) for t in (of_weight, of_bias))
+
+
+def statistics_backward(
+    sums: Tensor, products: Tensor, own: Tensor, means: Tensor, rstd: Tensor, mask: Tensor | None, count: Tensor,
+    mean: Tensor, grad_mean: Tensor | None, grad_variance: Tensor | None, width: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    results = torch.empty_like(own), torch.empty_like(own), mean.new_empty(mean.shape), mean.new_empty(mean.shape)
+    inputs = sums, products, own, means, rstd, mask, count, mean, grad_mean, grad_variance
+    _over_time(_statistics_backward_kernel, inputs, results, width)
+    return results
 
 
 def apply_backward(
     gradients: Tensor, x: Tensor, mask: Tensor | None, stretches: Tensor, shifts: Tensor, rstds: Tensor,
     weight: Tensor | None,
 ) -> Tensor:  # fmt: skip
-    """Return gradients rstds weight + x stretches + shifts."""
-    groups, grad_x = shifts.shape[2], x.new_empty(x.shape)
-    sizes, tile, tiles = _sizes(x, groups)
-    inputs = triton_launch.contiguous(gradients, x, mask, stretches, shifts, rstds, weight)
-    triton_launch.launch(_apply_backward_kernel, (tiles, groups), *inputs, grad_x, *sizes, **tile)
+    grad_x = x.new_empty(x.shape)
+    inputs = gradients, x, mask, stretches, shifts, rstds, weight
+    _over_features(_apply_backward_kernel, shifts.shape[2], inputs, grad_x)
     return grad_x
 
 
@@ -252,10 +421,10 @@ def step(
     width, y = x.shape[1] // groups, x.new_empty(x.shape)
     block_w = next_power_of_2(width)
     block_g = max(1, min(TILE // block_w, next_power_of_2(groups)))
-    state = triton_launch.contiguous(count, mean, variance)
+    state = contiguous(count, mean, variance)
     following = tuple(torch.empty_like(x) for x in state)
-    inputs = triton_launch.contiguous(x, *state, weight, bias, mask)
-    triton_launch.launch(
+    inputs = contiguous(x, *state, weight, bias, mask)
+    launch(
         _step_kernel, (cdiv(groups, block_g), len(x)), *inputs, y, *following, groups, width, eps,
         BLOCK_G=block_g, BLOCK_W=block_w, num_warps=4, num_stages=1,
     )  # fmt: skip

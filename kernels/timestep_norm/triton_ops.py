@@ -6,18 +6,10 @@ import torch
 from torch import Tensor
 
 from luna_mega.kernels._custom_operator import register
-from luna_mega.kernels.timestep_norm import torch_backend, triton_kernels, triton_statistics
+from luna_mega.kernels.timestep_norm import torch_backend, triton_kernels
 from luna_mega.kernels.timestep_norm.reference import TimestepNormState
 
-PASSES = torch_backend.Passes(
-    triton_kernels.moments,
-    triton_statistics.statistics,
-    triton_kernels.apply,
-    triton_kernels.sums,
-    triton_statistics.statistics_backward,
-    triton_kernels.apply_backward,
-)
-_operator = torch_backend.register_passes("luna_mega::timestep_norm_triton", PASSES)
+_operator = torch_backend.register_norm("luna_mega::timestep_norm_triton", triton_kernels)
 
 
 def timestep_norm(x: Tensor, groups: int, **call: Any) -> tuple[Tensor, TimestepNormState]:

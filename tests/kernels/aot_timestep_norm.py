@@ -4,7 +4,7 @@ from functools import partial
 
 import torch
 
-from luna_mega.kernels.timestep_norm import torch_backend, triton_kernels, triton_ops
+from luna_mega.kernels.timestep_norm import torch_backend, triton_kernels
 
 
 def call(
@@ -22,9 +22,9 @@ def call(
     if step:
         triton_kernels.step(*inputs)
         return
-    _, *saved, mean, variance = torch_backend._forward(triton_ops.PASSES, *inputs)
+    _, *saved, mean, variance = torch_backend._forward(triton_kernels, *inputs)
     last = (mean, variance) if masked else (None, None)
-    torch_backend._backward(triton_ops.PASSES, x, *last, *saved, *inputs)
+    torch_backend._backward(triton_kernels, x, *last, *saved, *inputs)
 
 
 def cases():

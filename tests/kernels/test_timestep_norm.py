@@ -11,7 +11,7 @@ from luna_mega.kernels.api import (
     timestep_norm_step,
     use_backend,
 )
-from luna_mega.kernels.timestep_norm import torch_backend
+from luna_mega.kernels.timestep_norm import torch_backend, torch_passes
 from tests.kernels.backends import SLOW_TRITON, on_triton
 from tests.kernels.errors import relative_error
 from tests.kernels.leaves import MASKS, Leaves, assert_same, random_mask
@@ -91,7 +91,7 @@ def backend(request, monkeypatch):
 
 
 def choose_form(name, monkeypatch):
-    monkeypatch.setattr(torch_backend, "BLOCK", 1 << 40 if name == "complete" else 80)
+    monkeypatch.setattr(torch_passes, "BLOCK", 1 << 40 if name == "complete" else 80)
     if name == "program":
         monkeypatch.setattr(torch_backend, "operator", torch_backend._in_program)
 
