@@ -8,13 +8,7 @@ from luna_mega.kernels._dispatch import Arguments
 from luna_mega.kernels.checks import check_average, check_position
 from luna_mega.kernels.moving_average import reference, torch_backend
 from luna_mega.kernels.moving_average.coefficients import complex_coefficients, complex_step_coefficients
-from luna_mega.kernels.moving_average.wiring import (
-    check_call,
-    make_average,
-    make_step,
-    unsupported_reason,
-    with_coefficients,
-)
+from luna_mega.kernels.moving_average.wiring import check_call, make_average, make_step, with_coefficients
 
 # The limit of the Triton kernels, which store the states of a channel in registers.
 MAX_STATES = 32
@@ -26,10 +20,6 @@ def _triton_step(
     from luna_mega.kernels.moving_average import triton_ops
 
     return triton_ops.complex_step(x, state, *coefficients, skip, mask)
-
-
-def _unsupported(x: Tensor, parameters: tuple[Tensor, ...], **_: object) -> str | None:
-    return unsupported_reason(x, parameters, MAX_STATES)
 
 
 _reference_from_parameters = with_coefficients(reference.complex_step, reference.complex_coefficients)
@@ -144,14 +134,14 @@ _average = make_average(
     "complex_ema",
     with_coefficients(reference.complex_ema, reference.complex_coefficients),
     complex_coefficients,
-    _unsupported,
     _check,
     state=3,
+    most=MAX_STATES,
 )
 _step = make_step(
     "complex_ema_step",
     _reference_step,
     with_coefficients(torch_backend.complex_step, complex_step_coefficients),
     with_coefficients(_triton_step, complex_step_coefficients),
-    _unsupported,
+    most=MAX_STATES,
 )

@@ -2,26 +2,14 @@
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from luna_mega.kernels._dispatch import Arguments
-from luna_mega.kernels._export import is_exporting
 from luna_mega.kernels.checks import check_average, check_mask
 from luna_mega.kernels.moving_average import reference, torch_backend
 from luna_mega.kernels.moving_average.coefficients import damped_coefficients, damped_step_coefficients
 from luna_mega.kernels.moving_average.truncated import TruncatedEmaState, truncated
-from luna_mega.kernels.moving_average.wiring import (
-    check_call,
-    make_average,
-    make_step,
-    unsupported_reason,
-    with_coefficients,
-)
-from luna_mega.kernels.upcast import upcast_dtype
-
-# The limit of the Triton kernels, which store the states of a channel in registers.
-MAX_STATES = 64
+from luna_mega.kernels.moving_average.wiring import check_call, make_average, make_step, with_coefficients
 
 
 def _triton_step(
@@ -32,20 +20,6 @@ def _triton_step(
 
     # Computing the coefficients would take longer than the step, which starts from the parameters.
     return triton_ops.damped_step(x, state.float(), *parameters, skip, mask)
-
-
-def _unsupported(
-    x: Tensor, parameters: tuple[Tensor, ...], truncation: int | None = None, max_seqlen: int | None = None, **_: object
-) -> str | None:
-    # Comparing with the length would restrict an exported program to lengths on one side of it.
-    length = max_seqlen or x.shape[1]
-    if truncation is not None and (is_exporting() or truncation < length):
-        return f"its average has no truncation, and truncation={truncation} is below the length {length}"
-    return unsupported_reason(x, parameters, MAX_STATES)
-
-
-def _unsupported_step(x: Tensor, parameters: tuple[Tensor, ...], **_: object) -> str | None:
-    return "x or a parameter is float64" if upcast_dtype(x, *parameters) == torch.float64 else None
 
 
 def damped_ema(
@@ -215,14 +189,13 @@ _average = make_average(
     "damped_ema",
     with_coefficients(reference.damped_ema, reference.damped_coefficients),
     damped_coefficients,
-    _unsupported,
     _check,
     state=0,
+    most=64,
 )
 _step = make_step(
     "damped_ema_step",
     with_coefficients(reference.damped_step, damped_step_coefficients),
     with_coefficients(torch_backend.damped_step, damped_step_coefficients),
     _triton_step,
-    _unsupported_step,
 )

@@ -65,7 +65,7 @@ def _damped_backward_kernel(
     total, rows, channels, scale,
     N: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Compute the gradients of the parameters from the sums of `triton_damped_backward.backward`.
+    """Compute the gradients of the parameters from the sums of `triton_scan_backward.backward`.
 
     If `input_sums` is None, the sums lack the factors p beta and eta / sqrt(N), which this kernel applies.
     """
@@ -114,17 +114,17 @@ def _complex_kernel(
     scaled = tl.where(size > 1e-40, 1.0 / tl.maximum(size, 1e-40), 0.0)
     power_real, power_imaginary = _turned(log_q, turn, chunk)
     slope_real, slope_imaginary = _turned(log_q, turn, chunk - 1)
-    _store(output, place, real, inside)
-    _store(output, states + place, imaginary, inside)
-    _store(output, 2 * states + place, (lost_real * real + lost_imaginary * imaginary) * scaled, inside)
-    _store(output, 3 * states + place, (lost_imaginary * real - lost_real * imaginary) * scaled, inside)
-    _store(output, 4 * states + place, power_real - 1.0, inside)
-    _store(output, 5 * states + place, power_imaginary, inside)
-    _store(output, 6 * states + place, chunk * slope_real, inside)
-    _store(output, 7 * states + place, chunk * slope_imaginary, inside)
-    _store(output, 8 * states + place, gate, inside)
-    _store(output, 9 * states + place, scale * _double(projection, 2 * source, inside), inside)
-    _store(output, 10 * states + place, scale * _double(projection, 2 * source + 1, inside), inside)
+    lost_real, lost_imaginary = lost_real * scaled, lost_imaginary * scaled
+    values = (
+        real, imaginary,
+        lost_real * real + lost_imaginary * imaginary, lost_imaginary * real - lost_real * imaginary,
+        power_real - 1.0, power_imaginary,
+        chunk * slope_real, chunk * slope_imaginary,
+        gate,
+        scale * _double(projection, 2 * source, inside), scale * _double(projection, 2 * source + 1, inside),
+    )  # fmt: skip
+    for i in tl.static_range(11):
+        _store(output + i * states, place, values[i], inside)
 
 
 @triton.jit
@@ -167,14 +167,6 @@ def damped(*parameters: Tensor) -> Tensor:
     return output
 
 
-def damped_backward(sums: Tensor, input_sums: Tensor | None, *parameters: Tensor) -> list[Tensor]:
-    """Return the gradients of the parameters from `sums` `[directions, 2, N, D]` and `input_sums` `[N, D]`."""
-    (rows, states), channels, grads = parameters[0].shape, sums.shape[-1], _empty(parameters)
-    sizes = rows * states, rows, channels
-    _launch(_damped_backward_kernel, rows * states, states, *parameters, sums, input_sums, *grads, *sizes)
-    return _converted(grads, parameters)
-
-
 def complex_factors(chunk: int, *parameters: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
     """Return the numbers of `_complex_kernel`: factors `[8, N, D]`, and the weights `[N, D]` and `[2, N, D]`."""
     channels, states = parameters[0].shape
@@ -183,19 +175,17 @@ def complex_factors(chunk: int, *parameters: Tensor) -> tuple[Tensor, tuple[Tens
     return output[:8], (output[8], output[9:])
 
 
-def complex_backward(sums: Tensor, input_sums: Tensor, *parameters: Tensor) -> list[Tensor]:
-    """Return the gradients of the parameters from the sums `[4, N, D]` and `[N, D]`."""
-    (channels, states), grads = parameters[0].shape, _empty(parameters)
-    _launch_tiles(_complex_backward_kernel, channels, states, *parameters[:3], sums, input_sums, *grads, channels)
-    return _converted(grads, parameters)
-
-
-def _empty(parameters: tuple[Tensor, ...]) -> list[Tensor]:
-    return [torch.empty_like(parameter, dtype=torch.float32) for parameter in parameters]
-
-
-def _converted(grads: list[Tensor], parameters: tuple[Tensor, ...]) -> list[Tensor]:
-    """Return the gradients in the dtypes of the parameters; float32 is not converted, because each call costs time."""
+def backward(sums: Tensor, input_sums: Tensor | None, *parameters: Tensor) -> list[Tensor]:
+    """Return the gradients of the parameters from `sums` `[directions, 2, P, N, D]` and `input_sums` `[N, D]`."""
+    (rows, states), channels = parameters[0].shape, sums.shape[-1]
+    grads = [torch.empty_like(parameter, dtype=torch.float32) for parameter in parameters]
+    if parameters[3].dim() == 2:
+        total, arguments = rows * states, (*parameters, sums, input_sums, *grads)
+        _launch(_damped_backward_kernel, total, states, *arguments, total, rows, channels)
+    else:
+        arguments = *parameters[:3], sums, input_sums, *grads
+        _launch_tiles(_complex_backward_kernel, channels, states, *arguments, channels)
+    # Without a conversion of float32, because each call costs time.
     pairs = zip(grads, parameters, strict=True)
     return [grad if parameter.dtype == torch.float32 else grad.to(parameter.dtype) for grad, parameter in pairs]
 

@@ -177,8 +177,8 @@ def backward(
     if before is not None:
         before = channels_last(before)
         before = (conjugate(before) if is_complex else before).to(initial.dtype)
-    of_parameters = triton_coefficients.complex_backward if is_complex else triton_coefficients.damped_backward
-    return [grad_x, None if skip is None else grad_skip.to(skip.dtype), *of_parameters(*sums, *parameters), before]
+    of_parameters = triton_coefficients.backward(*sums, *parameters)
+    return [grad_x, None if skip is None else grad_skip.to(skip.dtype), *of_parameters, before]
 
 
 def _parameter_sums(

@@ -1,5 +1,6 @@
 """Code that both public averages share: backends, checks, varlen calls with states, states after some positions."""
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -17,8 +18,8 @@ from luna_mega.kernels.upcast import upcast_dtype
 
 
 def make_average(
-    name: str, reference: Callable[..., Any], coefficients: Callable[..., Any], unsupported: Callable[..., Any],
-    check: Callable[..., None], state: int,
+    name: str, reference: Callable[..., Any], coefficients: Callable[..., Any], check: Callable[..., None], *,
+    state: int, most: int,
 ) -> Callable[..., Any]:  # fmt: skip
     """Return the function that computes an average of sequences.
 
@@ -28,9 +29,9 @@ def make_average(
         name: name of the public function.
         reference: computes a call, including the coefficients.
         coefficients: returns the `Coefficients` of the parameters.
-        unsupported: returns the reason why Triton kernels cannot compute a call, else None.
         check: raises errors for (name, x, parameters, skip, state, number of sequences).
         state: index of a parameter that has the shape of a state.
+        most: number of states of a channel that the Triton kernels can store in registers.
     """
 
     def run_varlen(run: Callable[..., Any], call: Arguments, cu_seqlens: Tensor, max_seqlen: int) -> Any:
@@ -68,6 +69,16 @@ def make_average(
             decays = powers(of.log_decay, of.turn, lengths).permute(3, 0, 1, 2)
             return state + times(decays, initial.to(dtype).reshape(decays.shape)).reshape(state.shape)
 
+    def unsupported(
+        x: Tensor, parameters: tuple[Tensor, ...], truncation: int | None = None, max_seqlen: int | None = None,
+        **_: object,
+    ) -> str | None:  # fmt: skip
+        # Comparing with the length would restrict an exported program to lengths on one side of it.
+        length = max_seqlen or x.shape[1]
+        if truncation is not None and (is_exporting() or truncation < length):
+            return f"its average has no truncation, and truncation={truncation} is below the length {length}"
+        return _unsupported(x, parameters, most)
+
     backends = {"reference": reference, "torch": with_coefficients(_torch, coefficients), "triton": triton}
     op = Op(name, backends, unsupported, tokens=("x",), run_varlen=run_varlen)
     return average
@@ -75,15 +86,18 @@ def make_average(
 
 def make_step(
     name: str, reference: Callable[..., Any], plain: Callable[..., Any], triton: Callable[..., Any],
-    unsupported: Callable[..., Any],
+    most: float = math.inf,
 ) -> Op:  # fmt: skip
-    """Return the `Op` of a step. `plain`, the PyTorch backend, also computes gradients, which `triton` does not."""
+    """Return the `Op` of a step; `plain`, the PyTorch backend, computes the gradients, which `triton` does not."""
 
     def run(**call: Any) -> tuple[Tensor, Tensor]:
         tensors = (call["x"], call["state"], call["skip"], *call["parameters"], *(call["coefficients"] or ()))
         trained = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
         result: tuple[Tensor, Tensor] = (plain if trained else triton)(**call)
         return result
+
+    def unsupported(x: Tensor, parameters: tuple[Tensor, ...], **_: object) -> str | None:
+        return _unsupported(x, parameters, most)
 
     return Op(name, {"reference": reference, "torch": plain, "triton": run}, unsupported, tokens=("x",))
 
@@ -119,8 +133,7 @@ def check_call(
     check_lengths(op, lengths, x, mask, return_state, cu_seqlens)
 
 
-def unsupported_reason(x: Tensor, parameters: tuple[Tensor, ...], most: int) -> str | None:
-    """Return the reason why Triton kernels for up to `most` states per channel cannot compute a call, else None."""
+def _unsupported(x: Tensor, parameters: tuple[Tensor, ...], most: float) -> str | None:
     if upcast_dtype(x, *parameters) == torch.float64:
         return "x or a parameter is float64"
     states = parameters[0].shape[1]
