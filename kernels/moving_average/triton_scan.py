@@ -163,8 +163,7 @@ def _chunk_state_kernel(
     n, d, inside, tile = state_tile(block, channels, N, BLOCK_N, BLOCK_D)
     states, end = channels * N, tl.where(inside, count, 0)
     rows = n * width + direction * channels + d[None, :]
-    # With one direction, the same addresses, which need fewer registers.
-    kept = rows if starts is not None or PARTS == 2 else n * channels + d[None, :]
+    kept = rows if PARTS == 2 else n * channels + d[None, :]  # the same addresses need fewer registers
     state, slope = zeros([BLOCK_N, BLOCK_D], PARTS), zeros([BLOCK_N, BLOCK_D], PARTS)
     if starts is not None:
         is_first = begin + chunk >= size if FLIPPED else number == 0
@@ -298,7 +297,7 @@ def _scan_kernel(
     n, d, inside, tile = state_tile(block, channels, N, BLOCK_N, BLOCK_D)
     states, end = channels * N, tl.where(inside, count, 0)
     rows = n * width + d[None, :]
-    kept = rows if SCALED else n * channels + d[None, :]  # with one direction, the same addresses save registers
+    kept = rows if PARTS == 2 else n * channels + d[None, :]  # the same addresses need fewer registers
     q, lost = load_rate(rates, rows, states, tile, UNROLL, PARTS)
     entry = load(weight_in, rows, states, tile, PARTS if GRADIENT else 1)
     exit = load(weight_out, rows, states, tile, 1 if GRADIENT else PARTS)

@@ -66,11 +66,14 @@ def _gradient_kernel(
     n, d, inside, tile = state_tile(block, channels, N, BLOCK_N, BLOCK_D)
     states, end = channels * N, tl.where(inside, count, 0)
     rows = n * width + d[None, :]
-    kept = rows if SCALED else n * channels + d[None, :]  # with one direction, the same addresses save registers
+    kept = rows if PARTS == 2 else n * channels + d[None, :]  # the same addresses need fewer registers
     q, lost = load_rate(rates, rows, states, tile, UNROLL, PARTS)
-    entry = None
-    if SCALED:
+    if SCALED or skip is not None:
         entry = load(weight_in, rows, states, tile, 1)
+        if PARTS == 1:
+            exit = load(weight_out, rows, states, tile, PARTS)
+            if not SCALED:
+                exit = times(exit, entry)
     state, slope = zeros([BLOCK_N, BLOCK_D], PARTS), zeros([BLOCK_N, BLOCK_D], PARTS)
     if starts is not None:
         state = load(starts + slot * PARTS * states, kept, states, tile, PARTS)
@@ -81,9 +84,6 @@ def _gradient_kernel(
         skip_sum = tl.zeros([BLOCK_D], tl.float32)
         if PARTS == 1:
             skip_weight = tl.load(skip + d, inside, other=0.0)
-            exit = load(weight_out, rows, states, tile, 1)
-            if not SCALED:
-                exit = times(exit, load(weight_in, rows, states, tile, 1))
     values = gradient + row * stride_b + (first + begin) * stride_t + d * stride_d
     inputs = x + row * x_stride_b + (first + begin) * x_stride_t + d * x_stride_d
     token = row * length + first + begin
@@ -110,7 +110,7 @@ def _gradient_kernel(
                 state_sum = add_scaled(state_sum, state, received[None, :])
                 slope_sum = add_scaled(slope_sum, slope, received[None, :])
             next_slope = add(times(slope, q), state)
-            following = add_scaled(times(state, q), entry, entering[None, :])
+            following = add_scaled(times(state, q), entry if SCALED else None, entering[None, :])
             if last_gradient is not None:
                 next_slope = select(t < count, next_slope, slope)
                 following = select(t < count, following, state)
@@ -132,13 +132,16 @@ def _gradient_kernel(
             if PARTS == 2 and skip is not None:
                 skip_sum += received * entering
     if SCALED:
-        slope_sum = times(slope_sum, load(weight_out, rows, states, tile, PARTS))
+        if PARTS == 2:  # loaded here, because the scan needs all registers
+            exit = load(weight_out, rows, states, tile, PARTS)
+        slope_sum = times(slope_sum, exit)
         if last_gradient is not None:
             if begin + chunk >= size:
                 received = load(last_gradient + sequence * PARTS * states, kept, states, tile, PARTS)
                 slope_sum = add(slope_sum, times(slope, received))
-    store(sums + 2 * slot * PARTS * states, kept, states, tile, state_sum)
-    store(sums + (2 * slot + 1) * PARTS * states, kept, states, tile, slope_sum)
+    own = sums + 2 * slot * PARTS * states + kept
+    store(own, 0, states, tile, state_sum)
+    store(own + PARTS * states, 0, states, tile, slope_sum)
     if skip is not None:
         tl.store(skip_sums + slot * channels + d, skip_sum, inside)
 
