@@ -129,7 +129,8 @@ def damped_ema_step(
     For arguments and errors, see `damped_ema`; R = D, and `mask` is `[B]`. Masked rows keep their states, and
     their y is undefined. The given state is not modified. A `TruncatedEmaState` truncates at the length of its inputs.
     `coefficients` are the `ema_coefficients` of the four parameters; None = computed, which takes half of the time of a
-    step. They are not supported with a `TruncatedEmaState`.
+    step. They are not supported with a `TruncatedEmaState`. The backend `"triton"` computes steps whose gradients are
+    required in PyTorch.
     """
     if x.dim() != 2 or input_logit.shape[:1] != x.shape[1:]:
         raise ValueError(

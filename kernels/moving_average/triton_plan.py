@@ -70,11 +70,11 @@ class Plan(NamedTuple):
 
 
 def make_plan(
-    configuration: Configuration, x: Tensor, size: Sequence[int], shift: bool, cu_seqlens: Tensor | None,
+    configuration: Configuration, x: Tensor, parameters: Sequence[Tensor], shift: bool, cu_seqlens: Tensor | None,
     max_seqlen: int,
 ) -> Plan:  # fmt: skip
-    """Return the division of a call into programs for one configuration; `size` is (R, N, P)."""
-    (batch, length, channels), (width, states, parts) = x.shape, size
+    """Return the division of a call into programs for one configuration."""
+    (batch, length, channels), (width, states), parts = x.shape, parameters[0].shape, parameters[3].dim() - 1
     sequences, longest = (batch, length) if cu_seqlens is None else (len(cu_seqlens) - 1, max_seqlen)
     block = min(32, 512 // next_power_of_2(states))  # 16 states per thread
     programs = configuration.programs * triton_launch.processors(x.device, sequences)
@@ -96,21 +96,15 @@ def make_plan(
 
 
 def choose(
-    kernel: Any, run: Callable[[Plan], Any], x: Tensor, size: Sequence[int], shift: bool, cu_seqlens: Tensor | None,
-    max_seqlen: int,
+    kernel: Any, run: Callable[[Plan], Any], x: Tensor, parameters: Sequence[Tensor], shift: bool,
+    cu_seqlens: Tensor | None, max_seqlen: int,
 ) -> Any:  # fmt: skip
-    """Return the result of `run` for the plan of the selected configuration; `size` is (R, N, P)."""
-    (batch, length, channels), (width, states, _) = x.shape, size
+    """Return the result of `run` for the plan of the selected configuration."""
+    (batch, length, channels), (width, states) = x.shape, parameters[0].shape
     sequences, longest = (batch, length) if cu_seqlens is None else (len(cu_seqlens) - 1, max_seqlen)
     kind = [x.dtype, f"{states} states", width > channels and "bidirectional", cu_seqlens is not None and "varlen"]
     sizes = {"sequences": sequences, "length": longest, "channels": channels}
     return triton_choice.choose(
         kernel, kind, sizes, CONFIGURATIONS,
-        lambda c: run(make_plan(c, x, size, shift, cu_seqlens, max_seqlen)), x.device,
+        lambda c: run(make_plan(c, x, parameters, shift, cu_seqlens, max_seqlen)), x.device,
     )  # fmt: skip
-
-
-def size_of(parameters: Sequence[Tensor]) -> tuple[int, int, int]:
-    """Return the rows R of the parameters, the states N, and the real numbers P in a state."""
-    rows, states = parameters[0].shape
-    return rows, states, parameters[3].dim() - 1

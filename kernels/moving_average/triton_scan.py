@@ -29,7 +29,7 @@ from luna_mega.kernels.moving_average.triton_numbers import (
     times,
     zeros,
 )
-from luna_mega.kernels.moving_average.triton_plan import Plan, choose, size_of
+from luna_mega.kernels.moving_average.triton_plan import Plan, choose
 
 # States with faster decay are negligible, and a quotient by q must not overflow.
 LOWEST_LOG_Q = tl.constexpr(-46.0)
@@ -433,9 +433,9 @@ def scan(
 def forward(x: Tensor, *inputs: Any) -> tuple[Tensor, Tensor, list[Tensor]]:
     """Return the result, the final states (empty unless requested), and the coefficients of a real average."""
     mask, skip, *parameters, initial, return_state, shift, cu_seqlens, max_seqlen = contiguous(*inputs)
-    size, initial = size_of(parameters), None if initial is None else channels_last(initial)
-    coefficients = [triton_coefficients.damped(*parameters)] if size[2] == 1 else []
-    scaled = size[2] == 2 or initial is not None
+    initial, is_complex = None if initial is None else channels_last(initial), parameters[3].dim() == 3
+    coefficients = [] if is_complex else [triton_coefficients.damped(*parameters)]
+    scaled = is_complex or initial is not None
 
     def run(plan: Plan) -> tuple[Tensor, Tensor | None]:
         rows = coefficients_of(plan, parameters, coefficients)
@@ -448,6 +448,6 @@ def forward(x: Tensor, *inputs: Any) -> tuple[Tensor, Tensor, list[Tensor]]:
         scan(plan, 0, x, mask, rows, starts, output, scaled=scaled, skip=skip, other=other, last=last)
         return output, last
 
-    output, last = choose(_scan_kernel, run, x, size, shift, cu_seqlens, max_seqlen)
+    output, last = choose(_scan_kernel, run, x, parameters, shift, cu_seqlens, max_seqlen)
     last = output.new_empty(0, dtype=torch.float32) if last is None else channels_last(last)
     return output, last, coefficients

@@ -25,7 +25,7 @@ from luna_mega.kernels.moving_average.triton_numbers import (
     times,
     zeros,
 )
-from luna_mega.kernels.moving_average.triton_plan import Plan, choose, size_of
+from luna_mega.kernels.moving_average.triton_plan import Plan, choose
 from luna_mega.kernels.moving_average.triton_scan import (
     Rows,
     channels_last,
@@ -151,8 +151,8 @@ def backward(
 ) -> list[Tensor | None]:
     """Return the gradients of x, skip, the four parameters and the initial states, None for None."""
     mask, skip, *parameters, initial, return_state, shift, cu_seqlens, max_seqlen = contiguous(*inputs)
-    size, first = size_of(parameters), None if initial is None else channels_last(initial)
-    is_complex, arriving = size[2] == 2, last_gradient if return_state else None
+    first, arriving = None if initial is None else channels_last(initial), last_gradient if return_state else None
+    is_complex = parameters[3].dim() == 3
     if arriving is not None:
         # dL = Re(r dh): r is the conjugate of the pair of derivatives.
         arriving = channels_last(conjugate(arriving) if is_complex else arriving)
@@ -176,7 +176,7 @@ def backward(
         grad_x = scan(plan, 0, received, mask, rows, starts, x.new_empty(x.shape), **options)
         return [grad_x, grad_skip, before, sums, None if input_sums is None else input_sums.sum(0)]
 
-    grad_x, grad_skip, before, *sums = choose(_gradient_kernel, run, x, size, shift, cu_seqlens, max_seqlen)
+    grad_x, grad_skip, before, *sums = choose(_gradient_kernel, run, x, parameters, shift, cu_seqlens, max_seqlen)
     if before is not None:
         before = channels_last(before)
         before = (conjugate(before) if is_complex else before).to(initial.dtype)
