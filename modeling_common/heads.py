@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 from transformers.configuration_utils import PreTrainedConfig
+from transformers.utils import logging
 
 from luna_mega.kernels.support import forbid_capture, upcast
 from luna_mega.modeling_common.base import ModelMixin
@@ -29,6 +30,8 @@ from luna_mega.modeling_common.labels import (
 from luna_mega.modeling_common.masks import drop_if_full, find_mask, read_mask
 from luna_mega.modeling_common.outputs import BodyOutput
 from luna_mega.modeling_common.padding_free import find_starts
+
+logger = logging.get_logger(__name__)
 
 
 def find_kept(config: PreTrainedConfig, inputs: Mapping[str, Any], length: int) -> torch.Tensor | None:
@@ -102,6 +105,13 @@ class LMHead(Head):
 
 class GenericForMaskedLM(LMHead):
     """Masked language model."""
+
+    def check_config(self, config: PreTrainedConfig) -> None:
+        if config.is_decoder:
+            logger.warning(
+                f"{type(self).__name__} with is_decoder=True predicts masked tokens from earlier tokens only; set "
+                "is_decoder=False to read both sides"
+            )
 
     def predict_tokens(self, labels: torch.Tensor | None, options: Mapping[str, Any], **inputs: Any) -> Any:
         """Return the output with logits `[B, T, vocab_size]`, in training with `sparse_prediction` `[M, vocab_size]`.

@@ -88,12 +88,22 @@ class ClassificationHead(nn.Module):
         return self.out_proj(features)
 
 
+POOLINGS = {"cls": first_token, "last": last_token, "mean": masked_mean}
+
+
 class PooledHead(Head):
-    """Base of the heads for sequences. Classes of a family implement `summarize`."""
+    """Base of the heads for sequences, which read the states by `config.pooling`."""
 
     # The losses of these heads are means over the batch; Trainer divides them by the accumulation steps.
     accepts_loss_kwargs = False
     head_class: type[ClassificationHead] = ClassificationHead
+
+    def check_config(self, config: Any) -> None:
+        if config.is_decoder and config.pooling not in ("last", "mean"):
+            raise ValueError(
+                f"{type(self).__name__} with is_decoder=True does not support pooling={config.pooling!r}, because only "
+                "the last token depends on all others; set pooling to 'last' or 'mean'"
+            )
 
     def make_head(self, config: Any) -> None:
         self.classifier = self.head_class(config, *self.head_sizes(config))
@@ -104,7 +114,7 @@ class PooledHead(Head):
 
     def summarize(self, outputs: Any, mask: torch.Tensor | None) -> torch.Tensor:
         """Return the representation of sequences `[B, d]`; `mask` is `[B, T]` bool, True = keep, None = all."""
-        raise NotImplementedError
+        return POOLINGS[self.config.pooling](outputs.last_hidden_state, mask)
 
     def pool(
         self,

@@ -13,7 +13,7 @@ _CHOICES = {
     "position_embedding_type": ("learned", "sinusoidal", "none"),
     "position_extension": (None, "interpolate", "wrap"),
     "pack_method": ("attention", "importance"),
-    "pooling": ("cls", "mean", "packed_max", "packed_mean", "packed_attention"),
+    "pooling": ("cls", "last", "mean", "packed_max", "packed_mean", "packed_attention"),
     "pair_features": ("concat", "interaction"),
     "causal_activation": ("softplus", "elu"),
     "initialization": ("original", "local"),
@@ -95,9 +95,9 @@ class LunaConfig(LunaPresets, SharedConfig, PreTrainedConfig):
         initialization: `"original"` (random weights), or `"local"`, with which heads initially attend to neighbors
             (docs/initialization.md).
         initialization_options: options of `"local"`, for example `{"length": 128}`; see `LocalStart`.
-        pooling: input of a sequence classifier: the first token (`"cls"`), the mean over tokens (`"mean"`), or the
-            packed sequence by max-pooling, mean (Table 3) or attention from the first token (`"packed_max"`,
-            `"packed_mean"`, `"packed_attention"`).
+        pooling: input of a sequence classifier: the first token (`"cls"`), the last token (`"last"`), the mean over
+            tokens (`"mean"`), or the packed sequence by max-pooling, mean (Table 3) or attention from the first token
+            (`"packed_max"`, `"packed_mean"`, `"packed_attention"`). With `is_decoder=True` `"last"` or `"mean"`.
         pool_padding: a mean includes padding, as in the original LRA code; the result then depends on the batch.
         drop_first_token: remove the first token in sequence classification (in pairs only of the first sequence), as in
             the 2021 LRA code.

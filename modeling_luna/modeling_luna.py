@@ -59,6 +59,7 @@ from luna_mega.modeling_common.layout import DENSE, Layout
 from luna_mega.modeling_common.masks import can_look, is_sound, padding_token, read_mask
 from luna_mega.modeling_common.outputs import selected_hidden_states
 from luna_mega.modeling_common.pooled_heads import (
+    POOLINGS,
     GenericForMultipleChoice,
     GenericForSequenceClassification,
     GenericForSequencePairClassification,
@@ -1195,8 +1196,8 @@ class LunaPooler(nn.Module):
         states: Any = outputs.last_hidden_state, outputs.packed_last_hidden_state
         tokens, packed = states
         packed_mask = None if outputs.packed_mask is None else outputs.packed_mask.bool()
-        if self.pooling == "mean":
-            return masked_mean(tokens, None if self.pool_padding else mask)
+        if self.pooling in POOLINGS:
+            return POOLINGS[self.pooling](tokens, None if self.pool_padding else mask)
         if self.pooling == "packed_mean":
             if self.pool_padding and packed_mask is not None:
                 # The original averages over the rows that the longest sequence of the batch uses.
@@ -1208,10 +1209,7 @@ class LunaPooler(nn.Module):
                 return packed.amax(dim=1)
             packed = packed.masked_fill(~packed_mask[..., None], torch.finfo(packed.dtype).min).amax(dim=1)
             return packed.masked_fill(~packed_mask.any(dim=1, keepdim=True), 0.0)
-        first = first_token(tokens, mask)
-        if self.pooling == "cls":
-            return first
-        return self.layer_norm(self.attention(first, packed, packed_mask))
+        return self.layer_norm(self.attention(first_token(tokens, mask), packed, packed_mask))
 
 
 class LunaPooledHead(PooledHead):
@@ -1230,7 +1228,7 @@ class LunaPooledHead(PooledHead):
 
     def unread_parameters(self) -> Iterable[nn.Parameter]:
         """Return the parameters that no loss depends on."""
-        return self.luna.encoder.unread_parameters(self.pooler.reads_tokens, self.pooler.reads_packed)
+        return self.luna.stack.unread_parameters(self.pooler.reads_tokens, self.pooler.reads_packed)
 
 
 class LunaForSequenceClassification(LunaPooledHead, GenericForSequenceClassification, LunaPreTrainedModel):

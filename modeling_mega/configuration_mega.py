@@ -13,7 +13,7 @@ _CHOICES: dict[str, tuple[str | None, ...]] = {
     "attention_activation": ("softmax", "laplace", "relu2"),
     "normalization_type": ("layernorm", "scalenorm", "rmsnorm", "batchnorm", "syncbatchnorm"),
     "relative_positional_bias": ("rotary", "simple"),
-    "pooling": ("cls", "mean"),
+    "pooling": ("cls", "last", "mean"),
     "pair_features": ("concat", "interaction"),
 }
 # Field of the decoder of an encoder-decoder -> field that applies if it is None.
@@ -97,7 +97,8 @@ class MegaConfig(MegaPresets, SharedConfig, PreTrainedConfig):
         legacy_rms_norm: `"rmsnorm"` only multiplies by its weight, as the Mega of transformers v4 does.
         legacy_bias_table: A `"simple"` table has `2 * max_positions - 1` entries and its center at `chunk_size - 1`,
             as in transformers v4 if `chunk_size` is not negative.
-        pooling: Input of sequence classifiers: the first token (`"cls"`) or the mean (`"mean"`).
+        pooling: Input of sequence classifiers: the first token (`"cls"`), the last token (`"last"`) or the mean
+            (`"mean"`). With `is_decoder=True` the last token or the mean.
         classifier_num_layers, classifier_hidden_size, classifier_activation, classifier_bias: Classification head.
         pair_features: `"concat"` [b, a] or `"interaction"` [a, b, a * b, a - b] of the sequences a and b of a pair.
         lm_head_bias: The output layer of `MegaForCausalLM` has a bias.

@@ -61,7 +61,6 @@ from luna_mega.modeling_common.pooled_heads import (
     GenericForSequencePairClassification,
     PooledHead,
     first_token,
-    masked_mean,
 )
 from luna_mega.modeling_common.seq2seq import Seq2SeqBody, Seq2SeqLM
 from luna_mega.modeling_common.tensor_parallel import RankBoundary
@@ -1020,10 +1019,6 @@ class MegaPooledHead(PooledHead):
         if self.config.input_type == "patches" and isinstance(module, nn.Linear):
             if module in (*head.dense_layers(), head.out_proj):
                 init.xavier_uniform_(module.weight)
-
-    def summarize(self, outputs: Any, mask: torch.Tensor | None) -> torch.Tensor:
-        pool = first_token if self.config.pooling == "cls" else masked_mean
-        return pool(outputs.last_hidden_state, mask)
 
 
 class MegaForSequenceClassification(MegaPooledHead, GenericForSequenceClassification, MegaPreTrainedModel):

@@ -40,7 +40,7 @@ from luna_mega.modeling_common.heads import GenericForCausalLM
 from luna_mega.modeling_common.inputs import Inputs, embed, prepare, scatter_states
 from luna_mega.modeling_common.layout import Layout
 from luna_mega.modeling_common.outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
-from luna_mega.modeling_common.pooled_heads import GenericForSequenceClassification, last_token, masked_mean
+from luna_mega.modeling_common.pooled_heads import GenericForSequenceClassification
 from luna_mega.modeling_common.tensor_parallel import RankBoundary
 from luna_mega.modeling_megalodon.configuration_megalodon import MegalodonConfig
 from luna_mega.modeling_megalodon.windows_megalodon import needs_windows, run_in_windows
@@ -545,10 +545,6 @@ class MegalodonForSequenceClassification(GenericForSequenceClassification, Megal
     """Megalodon with a sequence classification or regression head on the pooled states (`config.pooling`)."""
 
     output_class = SequenceClassifierOutput
-
-    def summarize(self, outputs: Any, mask: torch.Tensor | None) -> torch.Tensor:
-        pool = last_token if self.config.pooling == "last" else masked_mean
-        return pool(outputs.last_hidden_state, mask)
 
     @can_return_tuple
     def forward(

@@ -17,7 +17,7 @@ HEADS = {
     )
 }
 SIZES = {"vocab_size": 40, "hidden_size": 24, "num_hidden_layers": 2, "intermediate_size": 32, "num_labels": 3}
-POOLINGS = ("cls", "mean", "packed_max", "packed_mean", "packed_attention")
+POOLINGS = ("cls", "last", "mean", "packed_max", "packed_mean", "packed_attention")
 VARIANTS = {
     "tied": {},
     "untied, other pack heads": {"tie_key_value": False, "num_pack_attention_heads": 2},

@@ -47,18 +47,24 @@ BY_HAND = {
         model.pooler.attention(states[:1], packed[None], None)
     )[0],
 }
-CLASSIFIERS = {
-    **{f"luna {pooling}": (luna, pooling) for pooling in POOLINGS},
-    **{f"mega {pooling}": (mega, pooling) for pooling in ("cls", "mean")},
-    **{f"megalodon {pooling}": (megalodon_decoders, pooling) for pooling in ("last", "mean")},
+DECODERS = {
+    "luna": (luna, {"is_decoder": True}),
+    "mega": (mega, {"is_decoder": True, "bidirectional": False}),
+    "megalodon": (megalodon_decoders, {}),
 }
+CLASSIFIERS = {
+    **{f"luna {pooling}": (luna, pooling, {}) for pooling in POOLINGS},
+    **{f"mega {pooling}": (mega, pooling, {}) for pooling in ("cls", "last", "mean")},
+    **{f"causal {name} {pooling}": (family, pooling, fields)
+       for name, (family, fields) in DECODERS.items() for pooling in ("last", "mean")},
+}  # fmt: skip
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("family, pooling", CLASSIFIERS.values(), ids=CLASSIFIERS)
-def test_poolings_by_hand(family, pooling):
+@pytest.mark.parametrize("family, pooling, fields", CLASSIFIERS.values(), ids=CLASSIFIERS)
+def test_poolings_by_hand(family, pooling, fields):
     """Scores equal those of vectors pooled by hand, with padding on either side and with an inferred mask."""
-    model = family.make("ForSequenceClassification", pooling=pooling, num_labels=3, vocab_size=40).float()
+    model = family.make("ForSequenceClassification", pooling=pooling, num_labels=3, vocab_size=40, **fields).float()
     for side in ("left", "right"):
         inputs = tokens([9, 4, 1], side, 11)
         scores, inferred = model(**inputs).logits, model(inputs["input_ids"]).logits
@@ -69,6 +75,22 @@ def test_poolings_by_hand(family, pooling):
             expected = model.classifier(BY_HAND[pooling](model, body.last_hidden_state[0], packed)[None])[0]
             torch.testing.assert_close(scores[row], expected, atol=1e-5, rtol=1e-5)
             torch.testing.assert_close(inferred[row], expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("head", POOLED)
+@pytest.mark.parametrize("name, pooling", [("luna", "cls"), ("luna", "packed_mean"), ("mega", "cls")])
+def test_causal_classifiers_read_the_last_token(name, pooling, head):
+    """The first token of a decoder, and P, do not depend on the text."""
+    family, fields = DECODERS[name]
+    with pytest.raises(ValueError, match=f"pooling='{pooling}'.*set pooling to 'last' or 'mean'"):
+        family.make(head, pooling=pooling, **fields)
+
+
+def test_causal_masked_model_warns(caplog):
+    for family, fields in (DECODERS["luna"], DECODERS["mega"]):
+        caplog.clear()
+        family.make("ForMaskedLM", **fields)
+        assert "is_decoder=False to read both sides" in caplog.text
 
 
 @pytest.mark.parametrize("pooling", ["cls", "packed_attention"])
