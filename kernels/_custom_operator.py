@@ -3,7 +3,7 @@
 Eager mode does not call an operator, because its dispatch and autograd take as long as several kernel launches.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from types import NoneType
 from typing import Any
 
@@ -75,9 +75,8 @@ def register(
     def call(*inputs: Any) -> Any:
         if not is_plain(inputs):
             return operator(*inputs)
-        trained = torch.is_grad_enabled() and any(inputs[i] is not None and inputs[i].requires_grad for i in places)
         # In forward mode, `Function` raises an error for tensors with tangents.
-        return (function.apply if trained or forward_ad._current_level >= 0 else run)(*inputs)
+        return (function.apply if has_gradients(inputs[i] for i in places) else run)(*inputs)
 
     return call
 
@@ -140,6 +139,13 @@ def is_plain(arguments: Values) -> bool:
     if not HAS_NAMES or in_program() or not PLAIN.issuperset(map(type, arguments)) or arguments[0].is_meta:
         return False
     return _len_torch_dispatch_stack() == 0 and not _are_functorch_transforms_active()
+
+
+def has_gradients(tensors: Iterable[Tensor | None]) -> bool:
+    """Return whether gradients of a call may be required, in backward or in forward mode."""
+    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors):
+        return True
+    return HAS_NAMES and not in_program() and forward_ad._current_level >= 0
 
 
 def _without_autocast(function: Callable[..., Values]) -> Callable[..., Values]:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from luna_mega.kernels import varlen
+from luna_mega.kernels._custom_operator import has_gradients
 from luna_mega.kernels._dispatch import Arguments, Op, without_autocast
 from luna_mega.kernels._export import is_exporting
 from luna_mega.kernels.checks import check_lengths, check_sequences, count_sequences
@@ -92,8 +93,7 @@ def make_step(
 
     def run(**call: Any) -> tuple[Tensor, Tensor]:
         tensors = (call["x"], call["state"], call["skip"], *call["parameters"], *(call["coefficients"] or ()))
-        trained = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
-        result: tuple[Tensor, Tensor] = (plain if trained else triton)(**call)
+        result: tuple[Tensor, Tensor] = (plain if has_gradients(tensors) else triton)(**call)
         return result
 
     def unsupported(x: Tensor, parameters: tuple[Tensor, ...], **_: object) -> str | None:

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from luna_mega.kernels._custom_operator import register
+from luna_mega.kernels._custom_operator import has_gradients, register
 from luna_mega.kernels.timestep_norm import torch_backend, triton_kernels
 from luna_mega.kernels.timestep_norm.reference import TimestepNormState
 
@@ -22,8 +22,7 @@ def step(
     mask: Tensor | None,
 ) -> tuple[Tensor, TimestepNormState]:  # fmt: skip
     """Return `reference.step`, in one launch if no gradient is required."""
-    tensors = (x, weight, bias, state.mean, state.variance)
-    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
+    if has_gradients((x, weight, bias, state.mean, state.variance)):
         mask = None if mask is None else mask[:, None]
         y, state = timestep_norm(x[:, None], groups, weight=weight, bias=bias, eps=eps, mask=mask, initial_state=state)
         return y[:, 0], state

@@ -8,8 +8,8 @@ from torch import nn
 from torch.autograd import forward_ad
 from torch.utils.flop_counter import FlopCounterMode
 
-from luna_mega.kernels import _custom_operator
-from luna_mega.kernels.api import damped_ema, timestep_norm
+from luna_mega.kernels import _custom_operator, api
+from luna_mega.kernels.api import TimestepNormState, damped_ema, timestep_norm
 from tests.kernels.operators import OperatorCalls
 
 FORWARD, BACKWARD = "luna_mega::moving_average", "luna_mega::moving_average_backward"
@@ -87,6 +87,27 @@ def test_second_derivatives_and_forward_mode_raise_errors():
         gradient.sum().backward()
     with forward_ad.dual_level(), torch.no_grad(), pytest.raises(NotImplementedError, match="jvp"):
         damped_ema(forward_ad.make_dual(inputs[0], inputs[0]), *inputs[1:])
+
+
+@pytest.mark.triton
+@pytest.mark.parametrize("op", ["damped_ema_step", "complex_ema_step", "timestep_norm_step"])
+def test_steps_in_forward_mode_have_tangents_or_raise_errors(triton_device, op):
+    """The Triton kernels of steps have no gradients, so a step does not use them in forward mode."""
+    x, state, table, pairs = (
+        torch.randn(shape, device=triton_device) for shape in ((2, 4), (2, 4, 3), (4, 3), (4, 3, 2))
+    )
+    count, statistics = torch.ones(2, dtype=torch.int64, device=triton_device), torch.ones_like(x[:, :2]).double()
+    rest = {
+        "damped_ema_step": (state, *[table] * 4),
+        "complex_ema_step": (state[..., None].expand(2, 4, 3, 2), table, table, x[0], pairs),
+        "timestep_norm_step": (TimestepNormState(count, statistics, statistics), 2),
+    }
+    with forward_ad.dual_level(), torch.no_grad():
+        try:
+            y, _ = getattr(api, op)(forward_ad.make_dual(x, torch.ones_like(x)), *rest[op], backend="triton")
+        except NotImplementedError:
+            return
+        assert forward_ad.unpack_dual(y).tangent is not None
 
 
 @pytest.mark.parametrize("missing", ["_len_torch_dispatch_stack", "_are_functorch_transforms_active", "_current_level"])
