@@ -17,6 +17,7 @@ class Request(NamedTuple):
     prompt: list[int]
     tokens: list[int]  # tokens that `generate` adds
     chances: list[float]  # their log-probabilities, computed by one call of the model in float64
+    rounding: float  # the largest difference from them of one call in float32
 
 
 def make_model(family: str, **fields) -> PreTrainedModel:
@@ -59,10 +60,12 @@ def make_requests(model, count: int, longest: int = 90, most: int = 40) -> list[
             prompt[0, 3] = model.config.pad_token_id  # within a text, the padding token is an ordinary token
         mask, length = torch.ones_like(prompt), prompt.shape[1]
         text = model.generate(prompt, attention_mask=mask, max_new_tokens=draw(most), do_sample=False, eos_token_id=[])
-        with torch.no_grad():
-            chances = exact(text, torch.ones_like(text)).logits[0, length - 1 : -1].log_softmax(-1)
         new = text[0, length:]
-        requests.append(Request(prompt[0].tolist(), new.tolist(), chances.gather(1, new[:, None])[:, 0].tolist()))
+        with torch.no_grad():
+            logits = [x(text, torch.ones_like(text)).logits[0, length - 1 : -1].double() for x in (exact, model)]
+        chances, rounded = (x.log_softmax(-1).gather(1, new[:, None])[:, 0] for x in logits)
+        rounding = (rounded - chances).abs().max().item()
+        requests.append(Request(prompt[0].tolist(), new.tolist(), chances.tolist(), rounding))
     return requests
 
 

@@ -88,7 +88,7 @@ def test_tokens_equal_generate(family, setting, folders, served):
     for again in range(2):  # the second run reuses slots and cached prefixes
         outputs = send(llm, requests)
         wrong, worst = compare(outputs, requests)
-        assert not wrong and worst < 1e-5
+        assert not wrong and worst < 2 * max(request.rounding for request in requests)
         cached = sum(output.num_cached_tokens or 0 for output in outputs)
         assert (cached > 0) == (setting == "prefixes" and again == 1)
 
@@ -189,7 +189,7 @@ def test_requests_start_finish_and_are_aborted(family, prefixes, folders, served
                 left.remove(number)
                 engine.abort_request([f"r{number}"])
     wrong, worst = compare([done[n] for n in sorted(done)], [requests[n] for n in sorted(done)], complete=False)
-    assert not wrong and worst < 1e-5
+    assert not wrong and worst < 2 * max(request.rounding for request in requests)
     short = [n for n in done if len(done[n].outputs[0].token_ids) < len(requests[n].tokens)]
     assert set(done) == set(range(COUNT)) and all(n % 7 == 5 for n in short) and short
 
