@@ -147,8 +147,9 @@ def test_info_of_a_folder(name, dtype, tmp_path, capsys):
 
 CLASSIFIERS = {
     "LunaForTokenClassification": LUNA | DECODER_ONLY,
-    "MegaForMultipleChoice": MEGA | MEGA_DECODER_ONLY,
-    "MegaForSequenceClassification": MEGA | MEGA_DECODER_ONLY,
+    "LunaForSequenceClassification": LUNA | DECODER_ONLY | {"pooling": "last"},
+    "MegaForMultipleChoice": MEGA | MEGA_DECODER_ONLY | {"pooling": "mean"},
+    "MegaForSequenceClassification": MEGA | MEGA_DECODER_ONLY | {"pooling": "last"},
     "MegalodonForSequenceClassification": MEGALODON,
 }
 
