@@ -548,7 +548,7 @@ class MegaGatedCrossAttention(nn.Module):
     """Compute u * act(W_h(A V * r)) + (1 - u) * x: gates u, r and queries from x, keys and values from the source.
 
     In the relative bias, positions of source and target count from the first token after padding. The paper evaluates
-    cross-attention on WMT'16 (section 4.4) but does not define it: this is that of the original code.
+    cross-attention on WMT'16 (section 4.4) without a formula; this class implements the original code.
     """
 
     def __init__(self, config: MegaConfig):

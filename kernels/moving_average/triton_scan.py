@@ -127,7 +127,10 @@ def load_rate(rates, rows, states, tile, STEPS: tl.constexpr, PARTS: tl.constexp
 
 @triton.jit
 def _load_chunk_rate(rates, rows, states, tile, chunk, PARTS: tl.constexpr):
-    """Return q^C - 1 and C q^(C-1) for C = `chunk` positions; `rates`: see `Rows`, complex ones are of the chunks."""
+    """Return q^C - 1 and C q^(C-1) for C = `chunk` positions.
+
+    `rates` are described at `Rows`. Those of a complex average contain both results, for complete chunks only.
+    """
     if PARTS == 1:
         log_q = tl.maximum(tl.load(rates + rows, tile, other=LOWEST_LOG_Q), LOWEST_LOG_Q)
         steps = chunk.to(tl.float32)

@@ -57,5 +57,5 @@ from luna_mega.training.models import (
     make_model,
     make_tokenizer,
 )
-from luna_mega.training.runs import OrderedTrainer, Run, save, score, total, write_lines
+from luna_mega.training.runs import OrderedTrainer, Run, save, score, write_lines
 from luna_mega.training.streams import Redrawn
