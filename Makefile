@@ -19,7 +19,7 @@ help: ## list the targets
 	@grep -E '^[a-z-]+:.*## ' Makefile | sed -E 's/:[^#]*## /\t/' | expand -t 16
 
 demo: $(INSTALLED_DEMO) ## train, save, reload and evaluate a Luna and a Mega on handwritten digits (5 minutes including the setup)
-	$(VENV)/bin/python examples/digits_demo.py
+	OMP_NUM_THREADS=1 $(VENV)/bin/python examples/digits_demo.py
 
 # The tests start Python many times; without byte code each start would compile the package.
 RUN_TESTS = HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= \
