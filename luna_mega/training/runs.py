@@ -16,6 +16,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, Dataset, Sampler, SequentialSampler
 from transformers import (
     EarlyStoppingCallback,
+    ProgressCallback,
     Trainer,
     TrainerCallback,
     TrainerState,
@@ -221,6 +222,8 @@ class Run:
         callbacks = [EpochCallback(), DivergenceCallback()]
         if patience := getattr(self.data, "early_stopping_patience", None):
             callbacks.append(EarlyStoppingCallback(patience))
+        if trainer.pop_callback(ProgressCallback):  # Trainer has none with --disable_tqdm or in a notebook
+            callbacks.append(ProgressBar())
         for callback in callbacks:
             trainer.add_callback(callback)
         metrics = self._train(trainer) if self.training.do_train else {}
@@ -353,6 +356,22 @@ class DivergenceCallback(TrainerCallback):
         is_nan = math.isnan(float((logs or {}).get("grad_norm", 0.0)))
         if is_nan and not args.fp16:  # the gradient scaler skips such steps
             fail(f"the gradients are NaN at step {state.global_step}; no model was saved. {DIVERGED}")
+
+
+class ProgressBar(ProgressCallback):
+    """Progress bar that estimates the remaining time without the first step and the steps before a resumed run.
+
+    The first step also loads libraries and allocates memory, and can take 20 times as long as the others.
+    """
+
+    def on_step_end(self, args, state, control, **kwargs) -> None:
+        if state.is_world_process_zero and self.current_step == 0:
+            bar, self.current_step = self.training_bar, state.global_step
+            bar.n = bar.last_print_n = bar.initial = state.global_step
+            bar.unpause()
+            bar.refresh()
+        else:
+            super().on_step_end(args, state, control, **kwargs)
 
 
 class EpochCallback(TrainerCallback):

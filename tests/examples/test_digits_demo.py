@@ -1,7 +1,9 @@
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForSequenceClassification
+from transformers import AutoModelForSequenceClassification, TrainerState
+
+from luna_mega.training.runs import ProgressBar
 
 
 @pytest.fixture
@@ -43,6 +45,28 @@ def test_low_accuracy_fails_and_the_folder_can_be_reused(few, tmp_path):
             few.main([*arguments, "--model_type", "luna"])
         assert (tmp_path / "luna" / "all_results.json").is_file()
     assert not list(tmp_path.glob("*/checkpoint-*"))
+
+
+def test_one_thread_and_the_progress_without_the_first_step(few, tmp_path, capsys):
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        few.main(["--epochs=2", "--min_accuracy=0", "--model_type=luna", "--output_dir", str(tmp_path)])
+        assert torch.get_num_threads() == 1
+    finally:
+        torch.set_num_threads(threads)
+    assert "| 1/4 [00:00<?, ?it/s]" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("first", [1, 11])
+def test_progress_of_a_new_and_of_a_resumed_run(first, capsys):
+    bar, state = ProgressBar(), TrainerState(max_steps=20)
+    bar.on_train_begin(None, state, None)
+    for state.global_step in range(first, 21):
+        bar.on_step_end(None, state, None)
+    bar.on_train_end(None, state, None)
+    shown = capsys.readouterr().err
+    assert f"| {first}/20 [00:00<?, ?it/s]" in shown and "| 20/20 [00:00<00:00" in shown
 
 
 @pytest.mark.parametrize(

@@ -54,7 +54,8 @@ def test_a_run_publishes_a_model_after_its_evaluation(error, tmp_path, monkeypat
     model, data = lib.CheckpointArguments(), lib.SourceArguments(dataset_path=str(tmp_path))
     training = TrainingArguments(str(tmp_path), do_train=True, use_cpu=True)
     monkeypatch.setattr(runs, "plot_losses", lambda folders, file: steps.append(Path(file).name))
-    trainer = SimpleNamespace(add_callback=lambda callback: None, save_state=int, is_world_process_zero=lambda: True)
+    callbacks = {"add_callback": lambda callback: None, "pop_callback": lambda callback: None}
+    trainer = SimpleNamespace(**callbacks, save_state=int, is_world_process_zero=lambda: True)
     describe = lambda *about: steps.append(about[3])  # noqa: E731
 
     def evaluate() -> dict[str, float]:
