@@ -30,7 +30,7 @@ PAGES = [
     "examples/**/README.md",
 ]
 PAGES += ["kernels/*/README.md"]
-SOURCE_LINK = re.compile(r"\((?:\.\./)+([\w/]+(?:\.py)?)\)")
+SOURCE_LINK = re.compile(r"\[([^\]]+)\]\((?:\.\./)+[\w/]+(?:\.py)?\)")
 EQUATION = re.compile(
     r'<(?P<tag>span|div) class="arithmatex">\\(?P<open>[(\[])(?P<latex>.*?)\\[)\]]</(?P=tag)>', re.DOTALL
 )
@@ -47,16 +47,12 @@ def stage(folder: Path) -> None:
         for file in filter(Path.is_file, ROOT.glob(pattern)):
             if not file.is_relative_to(ROOT / "docs" / "site") or file.suffix == ".css":
                 copy(file, folder / "pages" / file.relative_to(ROOT))
-    start = folder / "pages" / "README.md"
     setup = configparser.ConfigParser()
     setup.read(ROOT / "setup.cfg")
-    source = re.search(r"Source = (\S+)", setup["metadata"]["project_urls"])[1]
-    # Links of the README are absolute for the package index.
-    start.write_text(start.read_text(encoding="utf-8").replace(f"({source}/blob/main/", "("), encoding="utf-8")
     # The site has no page for source files and their folders.
     for page in (folder / "pages").rglob("*.md"):
         text = page.read_text(encoding="utf-8")
-        text = SOURCE_LINK.sub(rf"({source}/blob/main/\1)", text)
+        text = SOURCE_LINK.sub(r"\1", text)
         if page.relative_to(folder / "pages").as_posix().startswith(NOT_SEARCHED):
             text = f"---\nsearch:\n  exclude: true\n---\n{text}"
         page.write_text(text, encoding="utf-8")

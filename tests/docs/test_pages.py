@@ -14,7 +14,7 @@ import luna_mega_cli
 from luna_mega._register import CONFIGS
 from luna_mega.convert.formats import registry
 from tests.docs import world
-from tests.docs.blocks import LANGUAGES, PAGES, commands, read
+from tests.docs.blocks import LANGUAGES, PAGES, ROOT, commands, read
 from tests.docs.commands import CHECKS
 
 BLOCKS = [block for page in PAGES for block in read(page)]
@@ -92,6 +92,24 @@ def test_shell(page, folder):
             missing.add(str(skipped))
     if missing:
         pytest.skip("; ".join(sorted(missing)))
+
+
+def test_commands_of_small_recipes_use_one_thread():
+    """Commands have `OMP_NUM_THREADS=1` if the recipe has it in its own command.
+
+    Launchers set it themselves, and docs/archive states it once.
+    """
+    recipes = (ROOT / "examples" / "recipes").rglob("*.yaml")
+    small = {
+        file.relative_to(ROOT).as_posix()
+        for file in recipes
+        if "#   OMP_NUM_THREADS=1 python" in file.read_text("utf-8")
+    }
+    blocks = [block for block in SHELL if not block.page.startswith("docs/archive/")]
+    lines = [(block, line) for block in blocks for line in block.code.replace("\\\n", " ").splitlines()]
+    found = [(block, line) for block, line in lines if small & set(line.split()) and "python" in line.split()]
+    assert len(found) > 5
+    assert [str(block) for block, line in found if not line.startswith("OMP_NUM_THREADS=1 ")] == []
 
 
 def test_conversion_of_the_readme(folder, capsys):

@@ -1,7 +1,8 @@
-"""The README as a package index displays it, and the files that contain the address of the repository."""
+"""The README: its length, links and first screen."""
 
-import configparser
+import os
 import re
+import subprocess
 
 import yaml
 from markdown_it import MarkdownIt
@@ -14,13 +15,6 @@ TABLE_PAGES = sorted(
     page.relative_to(ROOT).as_posix()
     for page in [*ROOT.glob("*.md"), *(page for folder in FOLDERS for page in (ROOT / folder).rglob("*.md"))]
 )
-
-
-def project_urls() -> dict[str, str]:
-    setup = configparser.ConfigParser()
-    setup.read(ROOT / "setup.cfg")
-    lines = setup["metadata"]["project_urls"].strip().splitlines()
-    return dict(line.split(" = ") for line in lines)
 
 
 def links(text: str) -> list[str]:
@@ -36,26 +30,37 @@ def test_length():
         assert block.code.count("\n") <= 16, f"{block} is longer than 16 lines"
 
 
-def test_links_are_absolute_and_files_exist():
-    source = project_urls()["Source"]
-    targets = links(README)
+def test_links_are_relative_and_files_exist():
+    targets = [target for target in links(README) if not target.startswith("https://arxiv.org/")]
     assert len(targets) > 20
-    for target in targets:
-        assert target.startswith("https://"), target
-        if target.startswith(source):
-            file = target.removeprefix(f"{source}/blob/main/").partition("#")[0].partition("?")[0]
-            assert (ROOT / file).is_file(), target
+    assert [target for target in targets if not (ROOT / target.partition("#")[0]).is_file()] == []
 
 
-def test_every_file_names_the_same_repository():
-    source = project_urls()["Source"]
-    assert f"git clone {source}\n" in README
-    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
-    assert citation["repository-code"] == source and len(citation["references"]) == 3
-    owner = source.rpartition("/")[0]
-    for page in TABLE_PAGES:
-        found = re.findall(r"https://github\.com/[\w-]+/luna-mega\b", (ROOT / page).read_text(encoding="utf-8"))
-        assert all(url.startswith(owner) for url in found), page
+def test_links_of_a_release_are_absolute(tmp_path):
+    """The release workflow replaces the links for the package index, which does not have the files."""
+    (tmp_path / "README.md").write_text(README, encoding="utf-8")
+    workflow = yaml.safe_load((ROOT / ".github" / "workflows" / "release.yml").read_text(encoding="utf-8"))
+    (step,) = [step for step in workflow["jobs"]["build"]["steps"] if "README.md absolute" in step.get("name", "")]
+    names = {"GITHUB_SERVER_URL": "https://github.com", "GITHUB_REPOSITORY": "owner/name", "GITHUB_REF_NAME": "v1.0"}
+    subprocess.run(["bash", "-e", "-c", step["run"]], cwd=tmp_path, env=os.environ | names, check=True)
+    page = "https://github.com/owner/name/blob/v1.0"
+    expected = [target if "://" in target else f"{page}/{target}" for target in links(README)]
+    expected = [f"{target}?raw=true" if target.endswith(".svg") else target for target in expected]
+    assert links((tmp_path / "README.md").read_text(encoding="utf-8")) == expected
+
+
+def test_no_page_names_an_address_of_the_repository():
+    for page in [*TABLE_PAGES, "setup.cfg", "CITATION.cff"]:
+        assert "/luna-mega/luna-mega" not in (ROOT / page).read_text(encoding="utf-8"), page
+
+
+def test_the_first_block_has_the_commands_that_ci_runs():
+    """The first screen has `make demo` and the test command of `.ci/run`."""
+    block = read("README.md")[0]
+    assert block.line <= 10 and block.language == "bash"
+    demo, test = (line.partition("#")[0].strip() for line in block.code.splitlines())
+    assert demo == "make demo"
+    assert re.search(rf'^part ".*" {test}$', (ROOT / ".ci" / "run").read_text(encoding="utf-8"), re.MULTILINE)
 
 
 def test_rows_of_a_table_have_equal_numbers_of_columns():
