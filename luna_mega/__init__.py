@@ -9,6 +9,8 @@ if (_root := Path(__file__).resolve().parent.parent).joinpath("setup.cfg").is_fi
     __path__.append(str(_root))
 
 from luna_mega import compat  # noqa: F401  # first, because it checks the versions of what is imported next
+from luna_mega._cards import add_to_cards
+from luna_mega._code import save_code
 from luna_mega._register import register_auto_classes
 from luna_mega.modeling_luna.configuration_luna import *
 from luna_mega.modeling_luna.modeling_luna import *
@@ -60,6 +62,8 @@ __all__ = [
     "MegalodonPreTrainedModel",
     "read_segments",
     "register_auto_classes",
+    "save_code",
 ]
 
 register_auto_classes()
+add_to_cards()

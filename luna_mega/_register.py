@@ -72,7 +72,7 @@ def _warn_of_others(model_type: str, config: type) -> None:
     if model_type not in CONFIG_MAPPING:
         return
     other = CONFIG_MAPPING[model_type]
-    # The code of a bundle, or this package after a reload, is the same model.
+    # The code of a folder, or this package after a reload, is the same model.
     if other is not config and other.__module__.split(".")[0] not in ("luna_mega", "transformers_modules"):
         warnings.warn(
             f"luna_mega replaces {other.__module__}.{other.__qualname__} as the class of model type {model_type!r}: "

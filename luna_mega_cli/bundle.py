@@ -5,7 +5,7 @@ import argparse
 from luna_mega_cli.options import FOLDER, show
 
 DESCRIPTION = (
-    "Adds the code to a model folder: AutoModel...from_pretrained(FOLDER, trust_remote_code=True) "
+    "Adds the code to a model folder that has none: AutoModel...from_pretrained(FOLDER, trust_remote_code=True) "
     "loads it without luna-mega. If luna_mega is imported, its classes are used instead."
 )
 EXAMPLES = ("my-model", "my-model --output my-bundle")
@@ -19,6 +19,5 @@ def add(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> None:
     from luna_mega.hub.bundle import bundle
 
-    files, output = bundle(options.folder, options.output), options.output or options.folder
-    text = f"written to {output}: {', '.join(files)}; config.json names them in auto_map"
-    show(options, text, {"output": output, "files": files})
+    code, output = bundle(options.folder, options.output), options.output or options.folder
+    show(options, f"written to {output}; without luna-mega: {code[-1]}", {"output": output, "code": code})

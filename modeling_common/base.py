@@ -1,6 +1,7 @@
 """Base classes of the models of all families, with and without a head."""
 
-from collections.abc import Iterable
+import os
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -9,6 +10,7 @@ from transformers.configuration_utils import PreTrainedConfig
 from transformers.modeling_utils import PreTrainedModel
 
 from luna_mega.compat import accept_cache_names, has_cache
+from luna_mega.modeling_common.configuration import is_own
 from luna_mega.modeling_common.tensor_parallel import check_plan, known_rules, wildcard
 
 # Argument with the input of a model, by `config.input_type`.
@@ -34,6 +36,8 @@ class CommonPreTrainedModel(PreTrainedModel):
     cache_class: Any  # the cache of a decoder
     seq2seq_cache_class: Any  # the cache of a decoder with cross-attention
     supports_gradient_checkpointing = True
+    # Completes the card in a folder that is pushed to a repository, with the code that loads the model.
+    card_writer: Callable[[PreTrainedModel, str | os.PathLike[str], str], None] | None = None
     # "sdpa" (default) is `luna_mega.kernels`; "eager" computes attention step by step and returns its weights.
     _supports_sdpa = True
 
@@ -46,6 +50,26 @@ class CommonPreTrainedModel(PreTrainedModel):
     def __init__(self, config: PreTrainedConfig):
         super().__init__(config)
         self.main_input_name = INPUT_NAMES[config.input_type]
+        self.model_tags = ["luna-mega"]  # of model cards
+
+    @classmethod
+    def register_for_auto_class(cls, auto_class: str = "AutoModel") -> None:
+        """Do nothing for a class of this package: `save_pretrained` saves its code in any case."""
+        if not is_own(cls):
+            super().register_for_auto_class(auto_class)
+
+    def save_pretrained(self, *args: Any, **kwargs: Any) -> None:
+        """Save the model and its code (`luna_mega.save_code`)."""
+        if self.is_remote_code():  # transformers adds the code of a user's class to the attribute
+            vars(self.config).setdefault("auto_map", {})
+        super().save_pretrained(*args, **kwargs)
+
+    def _upload_modified_files(
+        self, working_dir: str | os.PathLike[str], repo_id: str, *args: Any, **kwargs: Any
+    ) -> Any:
+        if self.card_writer is not None:
+            self.card_writer(working_dir, repo_id)
+        return super()._upload_modified_files(working_dir, repo_id, *args, **kwargs)
 
     @classmethod
     def _can_set_attn_implementation(cls) -> bool:
@@ -81,7 +105,7 @@ class CommonPreTrainedModel(PreTrainedModel):
 
         A class of a user, also a subclass of such a head, may read every output.
         """
-        if type(self).__module__.partition(".")[0] == __name__.partition(".")[0]:
+        if is_own(type(self)):
             for parameter in self.unread_parameters():
                 parameter.requires_grad_(False)
 

@@ -3,7 +3,11 @@
 import copy
 import dataclasses
 import os
-from collections.abc import Callable, Iterable
+import re
+import shutil
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from huggingface_hub import dataclasses as hub_dataclasses
@@ -11,6 +15,8 @@ from huggingface_hub.errors import StrictDataclassClassValidationError, StrictDa
 from transformers.activations import ACT2FN
 from transformers.configuration_utils import PreTrainedConfig
 
+# Sub-folder of a model folder with the code of the model.
+CODE_FOLDER = "luna_mega_code"
 # Largest size of a tensor dimension: the kernels index with 32 bits.
 MOST = 2**31 - 1
 # Largest attention chunk: memory grows with the square of the chunk size.
@@ -55,15 +61,28 @@ class _RecurrentLayer(str):
         return f"{str(self)!r} (set cp_size and sp_size to 1)"
 
 
-class _NoCode(dict[str, str]):
-    """An `auto_map` that rejects code for configuration classes of the installed package."""
+class CodeCopy:
+    """Copies the code of a loaded folder to folders that are saved without this package.
 
-    def __setitem__(self, name: str, code: str) -> None:
-        raise ValueError(
-            f"`register_for_auto_class({name!r})` of transformers would save one of many files; call "
-            "`luna_mega.hub.bundle.register_for_auto_class(model)` instead, or add the code to the saved folder with "
-            "`luna-mega bundle`"
-        )
+    The code of a folder contains a line that creates this object.
+
+    Args:
+        model_type: Type of the models that the code contains.
+        auto_map: Their entries of `auto_map`: Auto class -> "file.Class".
+    """
+
+    def __init__(self, model_type: str, auto_map: dict[str, str]):
+        self.model_type, self.auto_map = model_type, auto_map
+
+    def __call__(self, config: PreTrainedConfig, folder: str | os.PathLike[str]) -> dict[str, str]:
+        """Copy the code; return `auto_map`, or {} for a configuration of another type."""
+        if config.model_type != self.model_type:
+            return {}
+        code = Path(folder, CODE_FOLDER)
+        code.mkdir(parents=True, exist_ok=True)
+        for file in Path(__file__).parent.glob("[!_]*.py"):
+            shutil.copyfile(file, code / file.name)
+        return dict(self.auto_map)
 
 
 class SharedConfig(ConfigMixin):
@@ -78,11 +97,12 @@ class SharedConfig(ConfigMixin):
 
     default_fields: dict[str, str] = {}
     decoder_fields: dict[str, str] = {}
-    auto_map: dict[str, str] = _NoCode()  # TRL requires the attribute
+    # TRL requires the attribute. Read-only, because all configurations share it.
+    auto_map: Mapping[str, str] = MappingProxyType({})
     seq2seq_class: type["SharedConfig"] | None = None
     side_class: type["SharedConfig"] | None = None
-    # Adds the code of the model to a saved folder; set by `luna_mega.hub.bundle.register_for_auto_class`.
-    code_writer: Callable[[str | os.PathLike[str]], None] | None = None
+    # Writes the code of the models to a folder, and returns the entries of `auto_map`.
+    code_writer: Callable[["SharedConfig", str | os.PathLike[str]], dict[str, str]]
     if TYPE_CHECKING:  # fields of every family
         hidden_size: int
         vocab_size: int
@@ -102,26 +122,38 @@ class SharedConfig(ConfigMixin):
         kwargs.pop("model_type", None)  # differs between a user's subclass and the folders it reads
         super().__post_init__(**kwargs)
 
-    def save_pretrained(self, save_directory: str | os.PathLike[str], push_to_hub: bool = False, **kwargs: Any) -> None:
-        """Save the configuration, and the code of its models if a model is registered for its Auto class.
+    @classmethod
+    def register_for_auto_class(cls, auto_class: str = "AutoConfig") -> None:
+        """Do nothing for a class of this package: `save_pretrained` saves its code in any case."""
+        if not is_own(cls):
+            super().register_for_auto_class(auto_class)
 
-        Raises:
-            ValueError: `push_to_hub` is set for a configuration with code, which would upload only its JSON file.
+    def save_pretrained(self, save_directory: str | os.PathLike[str], push_to_hub: bool = False, **kwargs: Any) -> None:
+        """Save the configuration, and the code of its models in the sub-folder `luna_mega_code`.
+
+        The entries of `auto_map` for code of others are saved if the folder contains that code. `luna_mega.save_code`
+        disables the code of this package.
         """
-        if push_to_hub and self.code_writer is not None:
-            raise ValueError(
-                "`push_to_hub=True` uploads a configuration without its code; use `config.push_to_hub(...)` instead"
-            )
-        loaded = vars(self).pop("auto_map", None)  # refers to the folder that a bundle was loaded from
-        if present := {
-            name: code for name, code in (loaded or {}).items() if _has_code(code, type(self), save_directory)
-        }:
-            self.auto_map = present
-        super().save_pretrained(save_directory, push_to_hub=push_to_hub, **kwargs)
-        if loaded is not None:
-            self.auto_map = loaded
-        if self.code_writer is not None:
-            self.code_writer(save_directory)
+        if push_to_hub:  # transformers would push only files at the top
+            self.save_pretrained(save_directory)
+            self.push_to_hub(kwargs.pop("repo_id", None) or Path(save_directory).name, **kwargs)
+            return
+        loaded = vars(self).pop("auto_map", None)
+        present = {
+            name: code for name, code in (loaded or {}).items() if is_foreign(code) and has_code(code, save_directory)
+        }
+        code = self.code_writer(self, save_directory)
+        # Trainer pushes a checkpoint as its configuration and weights, which it copies to the folder of the run.
+        if re.fullmatch(r"checkpoint-\d+", Path(save_directory).name):
+            self.code_writer(self, Path(save_directory).parent)
+        if code or present or self._auto_class:  # transformers adds the code of a user's class
+            self.auto_map = code | present
+        try:
+            super().save_pretrained(save_directory, **kwargs)
+        finally:
+            vars(self).pop("auto_map", None)
+            if loaded is not None:
+                self.auto_map = loaded
 
     def update_from_string(self, update_str: str) -> None:
         """Update fields from `"name=value,name=value"`.
@@ -194,7 +226,7 @@ class SharedConfig(ConfigMixin):
         config = copy.deepcopy(self)
         config.__class__ = self.side_class or type(self)  # type: ignore[assignment]
         config.is_encoder_decoder = config.is_decoder = config.add_cross_attention = False
-        vars(config).pop("auto_map", None)  # a bundle contains the code of the encoder-decoder
+        vars(config).pop("auto_map", None)  # names the code of the encoder-decoder
         return config
 
     @property
@@ -293,9 +325,26 @@ class SharedConfig(ConfigMixin):
             )
 
 
-def _has_code(code: Any, config_class: type, folder: str | os.PathLike[str]) -> bool:
-    """Return whether the files of an `auto_map` entry (one class, or a slow and a fast one) are in the folder."""
-    if not config_class.__module__.startswith("luna_mega."):  # transformers saves the code of a bundle's own classes
-        return True
-    names = [name for name in (code if isinstance(code, list | tuple) else [code]) if name]
-    return all(os.path.isfile(os.path.join(folder, f"{str(name).partition('.')[0]}.py")) for name in names)
+def is_own(cls: type) -> bool:
+    """Return whether a class is part of this package, or of the same code of a folder."""
+    return cls.__module__.startswith(f"{__package__.removesuffix('.modeling_common')}.")
+
+
+def is_foreign(code: Any) -> bool:
+    """Return whether an entry of `auto_map` (one class, or a slow and a fast one) names code of another package."""
+    # Earlier versions saved `auto_luna.py` and others next to the weights.
+    return not any(
+        re.match(rf"{CODE_FOLDER}/|auto_(luna|mega|megalodon)(_seq2seq)?\.", str(part)) for part in _parts(code)
+    )
+
+
+def has_code(code: Any, folder: str | os.PathLike[str]) -> bool:
+    """Return whether a folder contains the files of an entry of `auto_map`, or the entry names another repository."""
+    return all(
+        isinstance(part, str) and ("--" in part or Path(folder, f"{part.partition('.')[0]}.py").is_file())
+        for part in _parts(code)
+    )
+
+
+def _parts(code: Any) -> list[Any]:
+    return [part for part in (code if isinstance(code, list | tuple) else [code]) if part is not None]

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from luna_mega.kernels.support import is_tracing, take_columns
-from luna_mega.modeling_common.attention import KeyWindow
 from luna_mega.modeling_common.cache import StateCache
+from luna_mega.modeling_common.key_window import KeyWindow
 from luna_mega.modeling_common.masks import can_look
 from luna_mega.modeling_common.padding_free import PaddingFreeLayout
 

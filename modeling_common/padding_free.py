@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from luna_mega.kernels.support import check_cu_seqlens, forbid_capture, in_program, locate
-from luna_mega.modeling_common.attention import KeyWindow
+from luna_mega.modeling_common.key_window import KeyWindow
 from luna_mega.modeling_common.masks import can_look
 
 # Keyword arguments of a padding-free batch, as `DataCollatorWithFlattening` returns them.

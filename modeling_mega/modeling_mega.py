@@ -34,7 +34,7 @@ from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
 from luna_mega.kernels.api import TruncatedEmaState, damped_ema, damped_ema_step, ema_coefficients, gated_attention
 from luna_mega.kernels.support import dropout, in_program, is_exporting, is_plain, longer, upcast
-from luna_mega.modeling_common.attention import KeyValueCacheLayer, KeyWindow, attend
+from luna_mega.modeling_common.attention import KeyValueCacheLayer, attend
 from luna_mega.modeling_common.base import BodyMixin, CommonPreTrainedModel, StateRecorder, exact_dtype
 from luna_mega.modeling_common.cache import StateCache, StateLayer, StateSeq2SeqCache, layer_caches
 from luna_mega.modeling_common.generation import Seq2SeqGenerationMixin, StateGenerationMixin
@@ -46,6 +46,7 @@ from luna_mega.modeling_common.heads import (
     checked_loss,
 )
 from luna_mega.modeling_common.inputs import ValueEmbeddings, embed, prepare, scatter_states
+from luna_mega.modeling_common.key_window import KeyWindow
 from luna_mega.modeling_common.labels import check_pooled_labels
 from luna_mega.modeling_common.layout import DENSE, DenseLayout, Layout
 from luna_mega.modeling_common.masks import padding_token, read_mask

@@ -3,7 +3,7 @@
     pip install gradio matplotlib
     python examples/space/app.py FOLDER
 
-As a Hugging Face Space, the page loads the bundle of the variable MODEL. See docs/hub.md.
+As a Hugging Face Space, the page loads the repository of the variable MODEL. See docs/hub.md.
 """
 
 import argparse
@@ -15,7 +15,7 @@ import torch
 from matplotlib.figure import Figure
 from transformers import AutoConfig, Pipeline, pipeline
 
-with suppress(ImportError):  # a bundle contains the code of its model
+with suppress(ImportError):  # the folder contains the code of its model
     import luna_mega  # noqa: F401
 
 TEXT = "The quick brown fox jumps over the lazy dog."
@@ -99,7 +99,7 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description="Page of a Luna, Mega or Megalodon in the browser.")
     default = os.environ.get("MODEL")
     nargs = "?" if default else None
-    parser.add_argument("model", nargs=nargs, default=default, help="model folder, or bundle on the Hub")
+    parser.add_argument("model", nargs=nargs, default=default, help="model folder, or repository on the Hub")
     make_page(parser.parse_args(argv).model).launch(show_error=True)
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from huggingface_hub import ModelCard, ModelCardData
 
+from luna_mega._cards import FILE_NAME
 from luna_mega.distillation.agreement import compare_lengths
 from luna_mega.distillation.equality import class_of_scores, compare_folder
 from luna_mega.distillation.exact import ConversionReport, convert_encoder, load_source
@@ -16,7 +17,7 @@ from luna_mega.distillation.parts import find_head
 from luna_mega.distillation.sentences import read_modules
 from luna_mega.errors import ConversionError
 from luna_mega.escaping import code
-from luna_mega.hub.card import FILE_NAME, license_of, task_of
+from luna_mega.hub.card import license_of, task_of
 from luna_mega.hub.folder import set_max_length
 from luna_mega.hub.output import check_output, complete_folder
 

@@ -10,12 +10,12 @@ from huggingface_hub import ModelCard, ModelCardData
 from huggingface_hub.errors import HTTPError
 from transformers import PreTrainedConfig
 
-from luna_mega._register import auto_classes
+from luna_mega._cards import TAG, auto_class_of, loading_without_package
+from luna_mega._register import model_classes
 from luna_mega.errors import ConversionError, shown
 from luna_mega.escaping import code, code_block, markdown
 from luna_mega.modeling_common.base import INPUT_OF_FIELD
 
-FILE_NAME = "README.md"
 _TEMPLATE = str(Path(__file__).with_name("model_card.md"))
 _TASKS = {
     "Model": "feature-extraction",
@@ -87,12 +87,13 @@ def conversion_card(
     """
     software = source.get("software", "fairseq")
     suffix = _suffix(model_class, config)
-    loader = {model.__name__: name for name, model in auto_classes(type(config)).items()}.get(model_class)
+    cls = model_classes(type(config))[model_class]
+    loader = auto_class_of(cls)
     imports = [loader] if loader else []
     imports += ["AutoImageProcessor"] * (suffix == "ForImageClassification") + ["AutoTokenizer"] * tokenizer
     data = ModelCardData(
         library_name="transformers",
-        tags=[config.model_type],
+        tags=[config.model_type, TAG],
         pipeline_tag=task_of(model_class, config),
         **license_metadata(license),
     )
@@ -104,6 +105,7 @@ def conversion_card(
         family=config.model_type.removesuffix("_seq2seq"),
         imports=imports,
         loader=loader or f"luna_mega.{model_class}",
+        without_package=loading_without_package(cls, "..."),
         pairs=tokenizer and suffix == "ForSequencePairClassification",
         architecture={field: markdown(value) for field, value in architecture(config).items()},
         parameters=f"{parameters:,}",

@@ -27,9 +27,9 @@ from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_pt_utils import LengthGroupedSampler
 from transformers.trainer_utils import has_length, sort_checkpoints
 
+from luna_mega._cards import FILE_NAME as CARD_NAME
 from luna_mega.escaping import code, markdown
-from luna_mega.hub.bundle import register_for_auto_class
-from luna_mega.hub.card import FILE_NAME as CARD_NAME, license_metadata, task_of
+from luna_mega.hub.card import license_metadata, task_of
 from luna_mega.hub.find import find_model
 from luna_mega.hub.folder import remove_truncation
 from luna_mega.training.arguments import check_launch, check_least, check_precision, fail, one_line
@@ -67,9 +67,6 @@ class OrderedTrainer(Trainer):
         if args.do_train and args.world_size > 1 and has_length(split) and len(split) < needed:
             batch = f"{args.world_size} processes with --per_device_train_batch_size {args.per_device_train_batch_size}"
             fail(f"{batch} need {needed} examples for a batch; the split train has {len(split)}")
-        if args.push_to_hub:
-            with suppress(ValueError):  # other models, and classes without an Auto class
-                register_for_auto_class(model)
         super().__init__(model, args, **options)
 
     def averaged(self) -> AbstractContextManager:

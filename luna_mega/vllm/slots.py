@@ -12,8 +12,9 @@ import torch
 
 from luna_mega.kernels.api import LunaCausalState, TimestepNormState
 from luna_mega.kernels.support import locate
-from luna_mega.modeling_common.attention import KeyValueCacheLayer, KeyWindow
+from luna_mega.modeling_common.attention import KeyValueCacheLayer
 from luna_mega.modeling_common.cache import Constants
+from luna_mega.modeling_common.key_window import KeyWindow
 from luna_mega.modeling_common.layout import DENSE, Layout
 from luna_mega.modeling_common.masks import can_look
 from luna_mega.modeling_common.padding_free import PaddingFreeLayout

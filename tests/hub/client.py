@@ -17,7 +17,7 @@ from unittest import mock
 import torch
 import transformers
 from huggingface_hub import HfApi
-from transformers import AutoModelForSequenceClassification, AutoTokenizer
+from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
 from tests.distributed.ranks import PATIENCE
@@ -169,38 +169,57 @@ def train_without_token(*args: Any) -> None:
         os.environ["HF_TOKEN"] = token
 
 
-def save_again(source: Path, auto_class: str, output: Path) -> None:
-    getattr(transformers, auto_class).from_pretrained(source, trust_remote_code=True).save_pretrained(output)
+def save_again(source: Path, auto_class: str, output: Path, new: Path) -> None:
+    """Save a model that is loaded with its code, and the configuration of a new one of its class."""
+    model = getattr(transformers, auto_class).from_pretrained(source, trust_remote_code=True)
+    model.save_pretrained(output)
+    type(model.config)().save_pretrained(new)
 
 
-def train_and_push_with_code(source: Path, output: Path, repository: str, prefix: str) -> None:
-    """Train for two steps and push the folder; then push only the model, and push the model while saving it."""
+def push_in_both_ways(source: Path, auto_class: str, output: Path, by_trainer: str, by_model: str) -> None:
+    """Push a model with `Trainer.push_to_hub` and with its own method."""
     from transformers import Trainer, TrainingArguments
 
-    from luna_mega.hub.bundle import register_for_auto_class
+    model = getattr(transformers, auto_class).from_pretrained(source)
+    arguments = TrainingArguments(output_dir=str(output), hub_model_id=by_trainer, report_to="none", use_cpu=True)
+    Trainer(model, arguments).push_to_hub()
+    model.push_to_hub(by_model)
 
-    model = AutoModelForSequenceClassification.from_pretrained(source)
-    register_for_auto_class(model)
-    try:
-        arguments = TrainingArguments(
-            output_dir=str(output),
-            max_steps=2,
-            save_steps=1,
-            push_to_hub=True,
-            hub_model_id=repository,
-            report_to="none",
-            use_cpu=True,
-        )
-        data = [{"input_ids": [0, 5 + index, 2], "labels": index % 2} for index in range(8)]
-        tokenizer = AutoTokenizer.from_pretrained(source)
-        trainer = Trainer(model, arguments, train_dataset=data, processing_class=tokenizer)
-        trainer.train()
-        trainer.push_to_hub()
-        model.push_to_hub(f"{prefix}-model")
-        model.save_pretrained(output, push_to_hub=True, repo_id=f"{prefix}-saved")
-        model.config.push_to_hub(f"{prefix}-config")
-    finally:
-        type(model.config).code_writer = None
+
+def push_config(source: Path, output: Path, repository: str) -> None:
+    AutoConfig.from_pretrained(source).save_pretrained(output, push_to_hub=True, repo_id=repository)
+
+
+def model_type_of(source: str, **options: Any) -> str:
+    return AutoConfig.from_pretrained(source, **options).model_type
+
+
+def run_code(code: str) -> str:
+    """Run code that creates a `model`; return the module of its class."""
+    scope: dict[str, Any] = {}
+    exec(code, scope)
+    return type(scope["model"]).__module__
+
+
+def train_with_pushed_checkpoints(source: Path, output: Path, repository: str) -> None:
+    """Train for two steps with a plain `Trainer` that pushes each checkpoint, and do not push the final model."""
+    from transformers import Trainer, TrainingArguments
+
+    arguments = TrainingArguments(
+        output_dir=str(output),
+        max_steps=2,
+        save_steps=2,
+        push_to_hub=True,
+        hub_model_id=repository,
+        report_to="none",
+        use_cpu=True,
+        disable_tqdm=True,
+    )
+    data = [{"input_ids": [0, 5 + index, 2], "labels": index % 2} for index in range(8)]
+    model, tokenizer = AutoModelForSequenceClassification.from_pretrained(source), AutoTokenizer.from_pretrained(source)
+    trainer = Trainer(model, arguments, train_dataset=data, processing_class=tokenizer)
+    trainer.train()
+    trainer._finish_current_push()
 
 
 def gradients_with_other_bundles(folders: list[Path], inputs: dict[str, list]) -> list[tuple[str, bool]]:
@@ -218,7 +237,11 @@ def gradients_with_other_bundles(folders: list[Path], inputs: dict[str, list]) -
         return [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
 
     def load(folder):
-        return get_class_from_dynamic_module("auto_luna.LunaForMaskedLM", folder).from_pretrained(folder).eval()
+        return (
+            get_class_from_dynamic_module("luna_mega_code/auto_luna.LunaForMaskedLM", folder)
+            .from_pretrained(folder)
+            .eval()
+        )
 
     first = load(folders[0])
     compiled = torch.compile(first, backend="eager", fullgraph=True)

@@ -34,7 +34,11 @@ def python(text):
 def test_conversion():
     card = converted()
     assert metadata_errors(str(card)) == []
-    assert card.data.to_dict() == {"library_name": "transformers", "pipeline_tag": "fill-mask", "tags": ["luna"]}
+    assert card.data.to_dict() == {
+        "library_name": "transformers",
+        "pipeline_tag": "fill-mask",
+        "tags": ["luna", "luna-mega"],
+    }
     sections = parts(card)
     assert "# converted\n" in card.text and "/home/somebody" not in str(card)
     assert "`model.pt`" in sections["Origin"] and "ab" * 32 in sections["Origin"]

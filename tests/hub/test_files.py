@@ -152,7 +152,7 @@ def test_a_bundle_of_any_auto_map(folder, auto_map, tmp_path, capsys):
         return
     assert luna_mega_cli.main(["bundle", str(folder), "--output", str(tmp_path / "out")]) == 0
     written = json.loads((tmp_path / "out" / "config.json").read_text())["auto_map"]
-    assert set(written.values()) == {f"auto_luna.{code.partition('.')[2]}" for code in written.values()}
+    assert set(written.values()) == {f"luna_mega_code/auto_luna.{code.partition('.')[2]}" for code in written.values()}
 
 
 def test_byte_order_mark_of_json(tmp_path):

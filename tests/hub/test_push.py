@@ -43,25 +43,11 @@ def test_model_tokenizer_and_card(hub, client, folder):
     assert {"config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"} <= set(files)
     assert files["model.safetensors"] == (folder / "model.safetensors").read_bytes()
     assert files["README.md"].decode() == CARD
-    assert not any(name.endswith(".py") for name in files)
+    assert "luna_mega_code/auto_luna.py" in files
     assert logits(client, REPOSITORY) == logits(client, folder)
     assert (
         client(on_client.encode, REPOSITORY, ["abc"]) == client(on_client.encode, folder, ["abc"]) == [[0, 4, 5, 6, 2]]
     )
-
-
-@pytest.mark.slow
-def test_registered_models_are_pushed_with_their_code(hub, client, stranger, folder, tmp_path):
-    client(on_client.train_and_push_with_code, folder, tmp_path / "trained", REPOSITORY, "tester/model")
-    places = [REPOSITORY, "tester/model-model", "tester/model-saved"]
-    results = [stranger(on_client.outputs, place, SEQUENCES, INPUTS, trust_remote_code=True) for place in places]
-    results += [
-        stranger(on_client.outputs, tmp_path / "trained" / "checkpoint-2", SEQUENCES, INPUTS, trust_remote_code=True)
-    ]
-    for result in results:
-        assert result["module"].startswith("transformers_modules.")
-        assert result["logits"] == logits(client, tmp_path / "trained")
-    assert "auto_luna.py" in hub.repositories["tester/model-config"].files
 
 
 def test_training_script(hub, client, folder, tmp_path):
@@ -74,7 +60,7 @@ def test_training_script(hub, client, folder, tmp_path):
     assert metadata_errors(card) == [] and files["README.md"] == (output / "README.md").read_bytes()
     data = ModelCard(card).data
     assert (data.datasets, data.license, data.license_name) == (["nyu-mll/glue"], "other", "my-license")
-    assert data.base_model is None and data.tags == ["luna", "generated_from_trainer"]
+    assert data.base_model is None and data.tags == ["luna", "generated_from_trainer", "luna-mega"]
     assert "This model was fine-tuned from `small` on the nyu-mll/glue dataset." in card
     assert str(tmp_path) not in card
     assert files["model.safetensors"] == (output / "model.safetensors").read_bytes()
@@ -196,7 +182,8 @@ def test_existing_repository_keeps_its_other_files(hub, client, folder):
     assert "409" in client.error(on_client.create, REPOSITORY)
     client(on_client.push_model, folder, REPOSITORY)
     files = hub.repositories[REPOSITORY].files
-    assert files["README.md"].decode() == CARD and "model.safetensors" in files
+    card = files["README.md"].decode()
+    assert "\n# Small\n" in card and "trust_remote_code=True" in card and "model.safetensors" in files
 
 
 def test_private_repository(hub, client, folder):
