@@ -94,7 +94,7 @@ def complete_card(model: PreTrainedModel, folder: str | os.PathLike[str], name: 
     """Add the section for a model to the card in its folder, if there is a card."""
     file = Path(folder, FILE_NAME)
     if file.is_file():
-        text = file.read_text(encoding="utf-8")
+        text = file.read_text(encoding="utf-8-sig")
         license = ModelCard(text, ignore_metadata_errors=True).data.license
         file.write_text(add_section(text, loading_section(type(model), folder, name, license)), encoding="utf-8")
 

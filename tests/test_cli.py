@@ -121,7 +121,7 @@ def test_reports_as_json(encoder, tmp_path, capsys):
         found[argv[0]] = json.loads(output.out)
     assert found["info"]["model_class"] == "LunaForMaskedLM" and found["verify"]["within"] is True
     assert found["bundle"]["output"] == str(tmp_path / "bundle")
-    assert set(found["bundle"]["files"]) == {file.name for file in (tmp_path / "bundle").glob("*.py")}
+    assert "trust_remote_code=True" in found["bundle"]["code"][-1]
 
 
 @pytest.mark.parametrize(

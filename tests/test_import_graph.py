@@ -27,7 +27,7 @@ LAYERS = {
     "luna_mega.modeling_luna": {"torch", "transformers"},
     "luna_mega.modeling_mega": {"torch", "transformers"},
     "luna_mega.modeling_megalodon": {"torch", "transformers"},
-    "luna_mega": {"packaging", "transformers"},
+    "luna_mega": {"huggingface_hub", "packaging", "transformers"},
     "luna_mega.hub": {"huggingface_hub", "onnx_ir", "safetensors", "torch", "transformers", "yaml"},
     "luna_mega.convert": {"huggingface_hub", "numpy", "safetensors", "tokenizers", "torch", "tqdm", "transformers"},
     "luna_mega.inspection": {"safetensors", "torch", "tqdm", "transformers"},

@@ -69,7 +69,7 @@ def _add_code(folder: Path, name: Path, config: dict[str, Any]) -> list[str]:
     model_class = classes[next(name for name in names if name in classes)]
     card = folder / FILE_NAME
     if card.is_file():
-        text = card.read_text(encoding="utf-8")
+        text = card.read_text(encoding="utf-8-sig")
     else:
         data = ModelCardData(library_name="transformers", tags=[TAG])
         text = f"---\n{data}\n---\n\n# {markdown(name.resolve().name)}\n"

@@ -167,6 +167,7 @@ def record(build, fields, folder):
     source = made if isinstance(made, Path) else folder / "checkpoint.pt"
     convert_checkpoint(source, model)
     config, report = (json.loads((model / name).read_text()) for name in ("config.json", "conversion_report.json"))
+    assert config.pop("auto_map") and report["files"].remove("luna_mega_code") is None  # the code of the model
     content = open_checkpoint(source)
     arrived = load_file(model / "model.safetensors")  # `test_fixtures.py` loads the models
     check_arrived(content, arrived, report)

@@ -11,7 +11,6 @@ from transformers import AutoModelForMaskedLM, AutoTokenizer, TrainingArguments
 
 import luna_mega
 import luna_mega_cli
-from luna_mega._register import CONFIGS
 from luna_mega.convert.formats import registry
 from tests.docs import world
 from tests.docs.blocks import LANGUAGES, PAGES, ROOT, commands, read
@@ -58,8 +57,6 @@ def test_python(page, monkeypatch):
     """The blocks of a page run one after the other in one session."""
     monkeypatch.setattr(registry, "_FORMATS", registry._FORMATS.copy())
     monkeypatch.setattr(transformers.TrainingArguments, "__init__", short_training(transformers.TrainingArguments))
-    for config in CONFIGS.values():  # `register_for_auto_class` sets this attribute
-        monkeypatch.setattr(config, "code_writer", None)
     given = session(page)
     for block in read(page):
         if block.language == "python" and block.reason is None:

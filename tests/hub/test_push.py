@@ -1,6 +1,7 @@
 from types import SimpleNamespace
 
 import pytest
+import torch
 from huggingface_hub import ModelCard
 
 from luna_mega.training.runs import describe_source
@@ -50,7 +51,7 @@ def test_model_tokenizer_and_card(hub, client, folder):
     )
 
 
-def test_training_script(hub, client, folder, tmp_path):
+def test_training_script(hub, client, stranger, folder, tmp_path):
     output = tmp_path / "trained"
     client(on_client.train, folder, output, hub_model_id=REPOSITORY)
     files = hub.repositories[REPOSITORY].files
@@ -66,6 +67,8 @@ def test_training_script(hub, client, folder, tmp_path):
     assert files["model.safetensors"] == (output / "model.safetensors").read_bytes()
     assert files["model.safetensors"] != (folder / "model.safetensors").read_bytes()
     assert logits(client, REPOSITORY) == logits(client, output)
+    found = logits(stranger, REPOSITORY, trust_remote_code=True)
+    torch.testing.assert_close(torch.tensor(found), torch.tensor(logits(client, output)))
 
 
 @pytest.mark.parametrize(
