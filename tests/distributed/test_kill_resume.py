@@ -7,7 +7,7 @@ import pytest
 from tests.distributed import killing
 
 pytestmark = pytest.mark.slow
-DROPOUT = ("--bf16", "true", "--config_overrides", killing.MODEL.replace("dropout_prob=0.0", "dropout_prob=0.1"))
+DROPOUT = ("--bf16", "auto", "--config_overrides", killing.MODEL.replace("dropout_prob=0.0", "dropout_prob=0.1"))
 
 
 @pytest.fixture(scope="module")
@@ -25,7 +25,7 @@ def losses_of_a_killed_run(ranks, processes, corpus, folder, *options):
 
 
 def test_a_run_is_killed(ranks, corpus, tmp_path):
-    """Losses of a resumed run of one process, with dropout and in bfloat16, are equal bit for bit."""
+    """Losses of a resumed run of one process, with dropout, are equal bit for bit, also in bfloat16."""
     complete, resumed = losses_of_a_killed_run(ranks, 1, corpus, tmp_path, *DROPOUT)
     assert resumed == complete
 

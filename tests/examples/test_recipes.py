@@ -102,7 +102,7 @@ def test_recipe_fits_the_machine(path):
 @pytest.mark.parametrize("units", [False, True])
 @pytest.mark.parametrize("where", ["--bf16", "recipe"])
 def test_bf16_auto(script, tmp_path, monkeypatch, where, units):
-    monkeypatch.setattr("luna_mega.training.arguments.has_bfloat16", lambda on_cpu: on_cpu and units)
+    monkeypatch.setattr("torch.cpu.get_capabilities", lambda: dict.fromkeys(("avx512_bw", "avx512_bf16"), units))
     (tmp_path / "recipe.yaml").write_text("bf16: auto\n")
     options = ["--bf16", "auto"] if where == "--bf16" else ["--recipe", str(tmp_path / "recipe.yaml")]
     options += ["--task_name", "sst2", "--do_train", "--output_dir", str(tmp_path / "out"), "--use_cpu"]
@@ -111,13 +111,12 @@ def test_bf16_auto(script, tmp_path, monkeypatch, where, units):
 
 
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="bfloat16 of the accelerator")
-@pytest.mark.parametrize(("seconds", "slow"), [(3.5, True), (2.5, False)])
-def test_bf16_on_a_cpu_that_emulates_it(script, tmp_path, monkeypatch, seconds, slow):
-    times = iter([[seconds, 9.0], [1.0, 9.0]])
-    monkeypatch.setattr("luna_mega.training.arguments.repeat", lambda *args, **options: next(times))
+@pytest.mark.parametrize("flag", ["avx2", "avx512_bw", "amx_bf16", "bf16"])
+def test_bf16_on_a_cpu_that_emulates_it(script, tmp_path, monkeypatch, flag):
+    monkeypatch.setattr("torch.cpu.get_capabilities", lambda: {"sse4_1": True, flag: True})
     options = ["--bf16", "true", "--task_name", "sst2", "--do_train", "--output_dir", str(tmp_path / "out")]
-    if slow:
-        message = "--bf16: matrix products on this CPU take 3.5 times as long as in float32; pass --bf16 auto"
+    if flag == "avx2":
+        message = "--bf16: this CPU has neither AVX-512 nor AMX and is far slower in bfloat16; pass --bf16 auto"
         assert_error(script("run_glue").parse, message, options)
     else:
         assert script("run_glue").parse(options)[2].bf16
