@@ -156,7 +156,7 @@ class _Blocks:
         return scores
 
     def weights(self, scores: Tensor, n: slice, rows: slice, out: Tensor | None = None) -> Tensor:
-        """Return the weights, bitwise equal to the reference; `out` is used for softmax only."""
+        """Return the weights, computed as in the reference; `out` is used for softmax only."""
         if self.function == "relu2":
             return torch.relu(scores).square_()
         if self.function == "laplace":
