@@ -27,7 +27,7 @@ def test_offloading_does_not_change_outputs(name, tmp_path):
         disk_offload(cases.make(name).eval(), tmp_path, execution_device="cpu"),
     ):
         for actual, wanted in zip(outputs(offloaded, name), expected, strict=True):
-            torch.testing.assert_close(actual, wanted, atol=0.0, rtol=0.0)
+            torch.testing.assert_close(actual, wanted)
 
 
 @pytest.mark.parametrize("name", ["luna: seq2seq", "luna: pooling packed_mean", "mega: causal LM, adaptive"])
@@ -39,7 +39,7 @@ def test_device_map_with_weights_on_disk(name, tmp_path):
     assert set(placed.values()) == {"cpu", "disk"}
     loaded = type(model).from_pretrained(tmp_path, device_map=placed, offload_folder=tmp_path / "weights")
     for actual, wanted in zip(outputs(loaded, name), outputs(model, name), strict=True):
-        torch.testing.assert_close(actual, wanted, atol=0.0, rtol=0.0)
+        torch.testing.assert_close(actual, wanted)
 
 
 @pytest.mark.parametrize("name", cases.CASES)

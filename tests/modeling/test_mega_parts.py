@@ -178,4 +178,5 @@ def test_chunk_size_of_a_loaded_model_can_be_changed():
     before = model(**inputs)[0]
     model.config.chunk_size = 8
     after = model(**inputs)[0]
-    assert torch.equal(after, expected(**inputs)[0]) and not torch.allclose(after, before)
+    torch.testing.assert_close(after, expected(**inputs)[0])
+    assert not torch.allclose(after, before)
