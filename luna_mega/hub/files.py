@@ -5,14 +5,16 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-from luna_mega.errors import ConversionError
-from luna_mega.hub.folder import TARGET_FOLDER
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
-# Weights, configuration, tokenizer, processor, files of sentence-transformers, documentation. Nothing else is copied to
-# a folder that is meant for an upload.
+from luna_mega.errors import ConversionError
+from luna_mega.hub.folder import TARGET_FOLDER, weight_files
+
+# Weights, configuration, tokenizer, processor, files of sentence-transformers, documentation. Nothing else, except
+# shards that are read, is copied to a folder that is meant for an upload.
 _FILES = re.compile(
     r"""
-    model(-\d+-of-\d+)?\.safetensors | model\.safetensors\.index\.json | source_norms\.safetensors
+    (model|source_norms)\.safetensors
     | (config|generation_config|conversion_report)\.json
     | (tokenizer|tokenizer_config|special_tokens_map|added_tokens|vocab|encoder)\.json
     | (vocab|merges|dict|dict\.\w+)\.txt | vocab\.bpe | [\w.-]+\.model | chat_template\.(jinja|json)
@@ -30,8 +32,8 @@ def copy_model(folder: str | Path, output: Path) -> None:
     """Copy the files of a model folder to an empty folder; symbolic links are replaced by their targets.
 
     Raises:
-        ConversionError: If a link points outside of the folder, except to the blobs of the same repository in the
-            Hub's cache.
+        ConversionError: If weights are missing, or a link points outside of the folder, except to the blobs of the same
+            repository in the Hub's cache.
     """
     root = Path(folder).resolve()
     homes = [root]
@@ -49,7 +51,9 @@ def copy_model(folder: str | Path, output: Path) -> None:
 
 
 def _model_files(folder: Path) -> Iterator[Path]:
-    """Yield the regular files whose names are in the list of model files."""
+    """Yield the weights that `from_pretrained` reads, and the regular files whose names are in the list."""
+    if (weights := weight_files(folder)) != [folder / SAFE_WEIGHTS_NAME]:
+        yield from [*weights, folder / SAFE_WEIGHTS_INDEX_NAME]
     for entry in sorted(folder.iterdir()):
         if _FOLDERS.fullmatch(entry.name) and entry.is_dir():
             entries = sorted(entry.iterdir())

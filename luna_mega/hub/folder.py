@@ -10,7 +10,13 @@ import torch
 import transformers
 from safetensors import SafetensorError, safe_open
 from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase, RobertaTokenizer
-from transformers.utils import GENERATION_CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGHTS_NAME
+from transformers.utils import (
+    GENERATION_CONFIG_NAME,
+    SAFE_WEIGHTS_INDEX_NAME,
+    SAFE_WEIGHTS_NAME,
+    WEIGHTS_INDEX_NAME,
+    WEIGHTS_NAME,
+)
 
 from luna_mega import LunaConfig
 from luna_mega._register import CONFIGS, model_classes
@@ -89,16 +95,20 @@ class ModelFolder:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """Return the safetensors files of a model folder; raise an error if one is missing."""
-    index = folder / SAFE_WEIGHTS_INDEX_NAME
-    names = set(read_weight_map(index).values()) if index.is_file() else {SAFE_WEIGHTS_NAME}
-    files = [folder / name for name in sorted(names)]
+    """Return the safetensors files that `from_pretrained` reads; raise an error if one is missing.
+
+    As in transformers, `model.safetensors` takes precedence over an index of shards, which is then from another save.
+    """
+    single, index = folder / SAFE_WEIGHTS_NAME, folder / SAFE_WEIGHTS_INDEX_NAME
+    sharded = index.is_file() and not single.is_file()
+    files = [folder / name for name in sorted(set(read_weight_map(index).values()))] if sharded else [single]
     if missing := [file.name for file in files if not file.is_file()]:
-        if (folder / WEIGHTS_NAME).is_file():
-            raise ConversionError(
-                f"{folder}: has its weights only in {WEIGHTS_NAME}; "
-                "convert them with AutoModel...from_pretrained(FOLDER).save_pretrained(NEW)"
-            )
+        for name in (WEIGHTS_NAME, WEIGHTS_INDEX_NAME):
+            if (folder / name).is_file():
+                raise ConversionError(
+                    f"{folder}: has its weights only in {name}; "
+                    "convert them with AutoModel...from_pretrained(FOLDER).save_pretrained(NEW)"
+                )
         raise ConversionError(
             f"{folder}: no {', '.join(missing[:3])}; use a folder of save_pretrained, with safetensors"
         )

@@ -24,6 +24,7 @@ KEPT = [
 LEFT = [
     "evil.py", "notes.txt", ".env", "training_args.bin", "optimizer.pt", "pytorch_model.bin", "1_Pooling/evil.py",
     "checkpoint-5/model.safetensors", "data/config.json", "target/.secret", "trainer_state.json", "config.json.bak",
+    "model-00001-of-00002.safetensors", "model.safetensors.index.json",
 ]  # fmt: skip
 
 
@@ -46,7 +47,7 @@ def test_only_files_of_the_list_are_copied(tmp_path):
 
 @pytest.mark.parametrize("name", ["README.md", "target", "1_Pooling"])
 def test_a_link_out_of_the_folder_is_an_error(tmp_path, name):
-    fill(tmp_path / "model", ["config.json", "real.txt"])
+    fill(tmp_path / "model", ["config.json", "model.safetensors", "real.txt"])
     (tmp_path / "out").mkdir()
     fill(tmp_path / "elsewhere", ["config.json"])
     there = tmp_path / "elsewhere"
@@ -60,7 +61,7 @@ def test_a_link_out_of_the_folder_is_an_error(tmp_path, name):
 def test_links_within_the_folder_and_the_cache_of_the_hub(tmp_path):
     """Links may point into the folder or the Hub cache, which links snapshots/REVISION to blobs."""
     repository = tmp_path / "models--user--name"
-    fill(repository, ["blobs/abc", "blobs/def", "snapshots/123/real.json"])
+    fill(repository, ["blobs/abc", "blobs/def", "snapshots/123/real.json", "snapshots/123/model.safetensors"])
     snapshot = repository / "snapshots" / "123"
     (snapshot / "target").mkdir()
     for name, link in (
@@ -71,7 +72,7 @@ def test_links_within_the_folder_and_the_cache_of_the_hub(tmp_path):
         (snapshot / name).symlink_to(link)
     (tmp_path / "out").mkdir()
     copy_model(snapshot, tmp_path / "out")
-    assert listed(tmp_path / "out") == ["config.json", "target/vocab.json", "vocab.json"]
+    assert listed(tmp_path / "out") == ["config.json", "model.safetensors", "target/vocab.json", "vocab.json"]
     assert (tmp_path / "out" / "config.json").read_text() == "blobs/abc"
     assert not (tmp_path / "out" / "config.json").is_symlink()
     fill(tmp_path / "models--user--other", ["blobs/xyz"])
@@ -117,11 +118,14 @@ def test_no_command_reads_weights_elsewhere_or_pickled_ones(folder, argv, capsys
     index, names = folder / "model.safetensors.index.json", {"MODEL": folder, "NEW": folder.parent / "new"}
     argv = [names.get(word, word) for word in argv]
     index.write_text(json.dumps({"weight_map": {"x": "../outside.safetensors"}}))
+    (folder / "model.safetensors").rename(folder / "model.pt")
     assert "weight_map must name files" in command_error(capsys, *argv)
     index.unlink()
-    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
-    message = command_error(capsys, *argv)
-    assert "has its weights only in pytorch_model.bin" in message and "save_pretrained(NEW)" in message
+    assert "no model.safetensors" in command_error(capsys, *argv)
+    for name in ("pytorch_model.bin.index.json", "pytorch_model.bin"):
+        (folder / name).touch()
+        message = command_error(capsys, *argv)
+        assert f"has its weights only in {name};" in message and "save_pretrained(NEW)" in message
 
 
 CONFIGS = [

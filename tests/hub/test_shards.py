@@ -1,11 +1,16 @@
 """Every command loads sharded safetensors and produces the results of the single file."""
 
+import json
+
 import pytest
 from transformers import AutoModelForMaskedLM
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
+from luna_mega import LunaForMaskedLM
 from luna_mega.convert import export_checkpoint
 from luna_mega.convert.safe_load.reader import read_checkpoint
 from luna_mega.hub.bundle import bundle
+from luna_mega.hub.folder import read_folder
 from luna_mega.inspection.info import describe
 from luna_mega.inspection.verify import compare
 from tests.modeling import luna
@@ -31,3 +36,48 @@ def test_shards(tmp_path):
     for command in (lambda: compare(one, several), lambda: export_checkpoint(several, tmp_path / "other.pt")):
         with pytest.raises(ValueError, match="no model-00002-of-"):
             command()
+
+
+SHARDS, ONE_FILE = {"max_shard_size": "5KB"}, {}
+# Options of two saves to one folder -> the save that `from_pretrained` reads. transformers deletes shards of an earlier
+# save, but neither their index nor a single file, which takes precedence over an index.
+SAVES = [
+    (SHARDS, ONE_FILE, 1),
+    (SHARDS, {"max_shard_size": "10KB"}, 1),
+    ({"max_shard_size": "10KB"}, SHARDS, 1),
+    (ONE_FILE, SHARDS, 0),
+]
+
+
+def check_weights_read(folder, output, expected):
+    """Check that `from_pretrained` reads the expected weights, and the tools of the package the same."""
+    bundle(folder, output)
+    for place in (folder, output):
+        loaded, read = AutoModelForMaskedLM.from_pretrained(place).state_dict(), read_folder(place)
+        assert all(loaded[name].equal(tensor) for name, tensor in expected.state_dict().items())
+        assert all(loaded[name].equal(tensor) for name, tensor in read.tensors().items())
+    names = {file.name for file in read.files}
+    kept = names if names == {SAFE_WEIGHTS_NAME} else names | {SAFE_WEIGHTS_INDEX_NAME}
+    assert {file.name for file in output.iterdir() if ".safetensors" in file.name} == kept
+
+
+@pytest.mark.parametrize(("first", "second", "position"), SAVES)
+def test_a_folder_with_two_saves_is_read_as_by_transformers(first, second, position, tmp_path):
+    models = [luna.make("ForMaskedLM"), LunaForMaskedLM(luna.tiny_config())]
+    for model, options in zip(models, (first, second), strict=True):
+        model.save_pretrained(tmp_path / "model", **options)
+    check_weights_read(tmp_path / "model", tmp_path / "bundle", models[position])
+
+
+def test_shards_may_have_any_name(tmp_path):
+    """The index names the shards; other files are not read or copied."""
+    model, folder = luna.make("ForMaskedLM"), tmp_path / "model"
+    model.save_pretrained(folder, **SHARDS)
+    index = folder / SAFE_WEIGHTS_INDEX_NAME
+    content = json.loads(index.read_text())
+    for name in set(content["weight_map"].values()):
+        (folder / name).rename(folder / name.replace("model-", "part-"))
+    content["weight_map"] = {key: name.replace("model-", "part-") for key, name in content["weight_map"].items()}
+    index.write_text(json.dumps(content))
+    (folder / "model-00001-of-00009.safetensors").write_text("of another save")
+    check_weights_read(folder, tmp_path / "bundle", model)
