@@ -2,9 +2,11 @@
 
 import json
 import os
+import pickle
 
 import pytest
-from transformers import PreTrainedTokenizerFast
+import torch
+from transformers import AutoModelForMaskedLM, PreTrainedTokenizerFast
 
 import luna_mega_cli
 from luna_mega.errors import ConversionError
@@ -126,6 +128,51 @@ def test_no_command_reads_weights_elsewhere_or_pickled_ones(folder, argv, capsys
         (folder / name).touch()
         message = command_error(capsys, *argv)
         assert f"has its weights only in {name};" in message and "save_pretrained(NEW)" in message
+
+
+class Executed:
+    """An object whose pickle creates a file when it is loaded."""
+
+    def __init__(self, file):
+        self.file = file
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.file),)
+
+
+def pickled(folder, harmful):
+    """Return what `torch.save` stores in pickled weights: those of a folder, and an object that runs code."""
+    weights = AutoModelForMaskedLM.from_pretrained(folder).state_dict()
+    return weights | ({"x": Executed(folder / "executed")} if harmful else {})
+
+
+SHARD = "pytorch_model-00001-of-00001.bin"
+PICKLES = [("pytorch_model.bin", {}), ("pytorch_model.bin", {"_use_new_zipfile_serialization": False}), (SHARD, {})]
+
+
+@pytest.mark.parametrize("harmful", [False, True])
+@pytest.mark.parametrize(("name", "options"), PICKLES)
+def test_folders_of_pickles_are_read_as_the_security_page_says(folder, name, options, harmful, repo_root):
+    page = (repo_root / "SECURITY.md").read_text(encoding="utf-8")
+    assert all(f"`{text}`" in page for text in ("pytorch_model.bin", "torch.load(weights_only=True)", "model.pt"))
+    weights, load = pickled(folder, harmful), AutoModelForMaskedLM.from_pretrained
+    torch.save(weights, folder / name, **options)
+    if name == SHARD:
+        index = {"metadata": {}, "weight_map": dict.fromkeys(weights, name)}
+        (folder / "pytorch_model.bin.index.json").write_text(json.dumps(index))
+    load(folder)  # the safetensors
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(OSError, match="no file named model.safetensors"):
+        load(folder, use_safetensors=True)
+    if harmful:
+        with pytest.raises(pickle.UnpicklingError, match="Weights only load failed"):
+            load(folder)
+    else:
+        assert all(tensor.equal(weights[key]) for key, tensor in load(folder).state_dict().items())
+    assert not (folder / "executed").exists()
+    (folder / name).rename(folder / "model.pt")
+    with pytest.raises(OSError):
+        load(folder)
 
 
 CONFIGS = [
