@@ -1,4 +1,4 @@
-"""Model folders and bundles of 0.1.0 and 0.2.0 load, or `luna-mega bundle` recreates their code.
+"""Model folders and bundles of earlier releases load, or `luna-mega bundle` recreates their code.
 
 Those releases wrote `earlier_releases.tar.xz`. Each folder is the result of `save_pretrained` for a tiny model with
 random weights, and contains `outputs.json`: the class, its inputs and its logits. If the name ends in `_bundle`, it is
@@ -18,12 +18,14 @@ import luna_mega_cli
 from luna_mega.hub.folder import position_limit, stacks
 from tests.hub import client as on_client
 
+NAMES = [
+    *("luna_causal", "luna_masked_bundle", "luna_translation"),
+    *("mega_causal", "mega_masked", "mega_translation", "megalodon_causal"),
+]
 FOLDERS = {
     "0.1.0": ["luna_causal", "luna_masked", "luna_masked_bundle", "mega_causal", "mega_translation"],
-    "0.2.0": [
-        *("luna_causal", "luna_masked_bundle", "luna_translation"),
-        *("mega_causal", "mega_masked", "mega_translation", "megalodon_causal"),
-    ],
+    "0.2.0": NAMES,
+    "0.3.0": NAMES,
 }
 AUTO_CLASSES = {
     "ForCausalLM": "AutoModelForCausalLM",
