@@ -4,6 +4,7 @@ import configparser
 import functools
 import json
 import os
+import re
 import shutil
 import site
 import subprocess
@@ -16,6 +17,7 @@ from email.parser import Parser
 from pathlib import Path
 
 import pytest
+import yaml
 from transformers.utils.import_utils import KERNELS_MIN_VERSION
 
 import luna_mega
@@ -161,18 +163,54 @@ def test_wheel_metadata(built):
     assert metadata["License-Expression"] == "Apache-2.0"
     assert metadata["Requires-Python"] == ">=3.11"
     requirements = metadata.get_all("Requires-Dist")
-    assert {"torch>=2.11", "transformers<6,>=5.20"} <= set(requirements)
+    trainer = {"accelerate>=1.3", "datasets>=4", "evaluate>=0.4.6"}
+    assert {"torch>=2.11", "transformers<6,>=5.20"} | trainer <= set(requirements)
+    assert not metadata.get_all("Project-URL")
     assert any("triton>=3.6" in row and "Linux" in row and "extra" in row for row in requirements)
     assert read["top_level.txt"].split() == ["luna_mega", "luna_mega_cli"]
     assert "luna-mega = luna_mega_cli:main" in read["entry_points.txt"]
 
 
-def test_source_distribution_contains_tests_and_examples(checkout, built):
+def test_source_distribution_contains_exactly_the_packages_and_examples(checkout, built):
+    """The source distribution has every file of the wheel, and of the tests, documentation and benchmarks none."""
     with tarfile.open(built[".tar.gz"]) as archive:
-        names = {name.partition("/")[2] for name in archive.getnames()}
-    scripts = [file for folder in SCRIPT_FOLDERS for file in (checkout / folder).rglob("*.py")]
-    assert {"LICENSE", "README.md", "CHANGELOG.md", "setup.cfg", "pyproject.toml", "Makefile"} <= names
-    assert {file.relative_to(checkout).as_posix() for file in scripts} <= names
+        names = {member.name.partition("/")[2] for member in archive if member.isfile()}
+    metadata = {"PKG-INFO", "setup.cfg", "pyproject.toml", "MANIFEST.in", "LICENSE", "README.md"}
+    files = [
+        file
+        for folder in {*packaged_folders().values(), "examples"}
+        for file in (checkout / folder).rglob("*")
+        if file.is_file() and "__pycache__" not in file.parts
+    ]
+    expected = {file.relative_to(checkout).as_posix() for file in files} | metadata | {"CHANGELOG.md", "CITATION.cff"}
+    assert {name for name in names if "luna_mega.egg-info" not in name} == expected
+
+
+def test_citation(checkout):
+    """The citation has the fields that its format requires, and the version and date of the changelog."""
+    citation = yaml.safe_load((checkout / "CITATION.cff").read_text(encoding="utf-8"))
+    assert {"authors", "cff-version", "message", "title"} <= citation.keys()
+    assert citation["version"] == luna_mega.__version__ and len(citation["references"]) == 3
+    heading = f"## [{luna_mega.__version__}] - {citation['date-released']}\n"
+    changelog = (checkout / "CHANGELOG.md").read_text(encoding="utf-8")
+    assert re.search(r"^## .*\n", changelog, re.MULTILINE)[0] == heading
+
+
+def test_no_file_has_an_address_of_the_repository(checkout):
+    """The repository has no public address, so that pages use relative links."""
+    files = [file for folder in (checkout, ROOT / ".github") for file in folder.rglob("*") if file.is_file()]
+    found = [file.name for file in files if re.search(rb"github\.com/[\w-]+/luna-mega\b", file.read_bytes())]
+    assert found == []
+
+
+def test_import_does_not_import_what_only_scripts_need():
+    """`import luna_mega` imports no more of the dependencies than transformers does."""
+    names = "{'accelerate', 'datasets', 'evaluate'}"
+    code = (
+        f"import sys, transformers.modeling_utils; before = {names} & sys.modules.keys(); import luna_mega.hub.bundle; "
+        f"assert {names} & sys.modules.keys() == before != {names}"
+    )
+    run(sys.executable, "-c", code, cwd=ROOT)
 
 
 @pytest.mark.slow
