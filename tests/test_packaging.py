@@ -196,13 +196,6 @@ def test_citation(checkout):
     assert re.search(r"^## .*\n", changelog, re.MULTILINE)[0] == heading
 
 
-def test_no_file_has_an_address_of_the_repository(checkout):
-    """The repository has no public address, so that pages use relative links."""
-    files = [file for folder in (checkout, ROOT / ".github") for file in folder.rglob("*") if file.is_file()]
-    found = [file.name for file in files if re.search(rb"github\.com/[\w-]+/luna-mega\b", file.read_bytes())]
-    assert found == []
-
-
 def test_import_does_not_import_what_only_scripts_need():
     """`import luna_mega` imports no more of the dependencies than transformers does."""
     names = "{'accelerate', 'datasets', 'evaluate'}"
