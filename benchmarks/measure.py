@@ -42,7 +42,7 @@ def parameters(case_name: str) -> dict[str, int]:
 
 def limit_memory() -> None:
     """Limit the memory of this process to the free memory, so that it fails with an error and no other process does."""
-    with open("/proc/meminfo") as file:
+    with open("/proc/meminfo", encoding="utf-8-sig") as file:
         free = next(1024 * int(line.split()[1]) for line in file if line.startswith("MemAvailable"))
     limit = _status("VmSize") + free
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
@@ -131,7 +131,7 @@ def reset_peak(device):
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         return torch.cuda.memory_allocated()
-    with open("/proc/self/clear_refs", "w") as file:
+    with open("/proc/self/clear_refs", "w", encoding="utf-8") as file:
         file.write("5")
     return _status("VmRSS")
 
@@ -141,7 +141,7 @@ def peak(device):
 
 
 def _status(field):
-    with open("/proc/self/status") as file:
+    with open("/proc/self/status", encoding="utf-8-sig") as file:
         line = next(line for line in file if line.startswith(field))
     return 1024 * int(line.split()[1])
 

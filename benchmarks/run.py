@@ -163,9 +163,11 @@ def _write(rows, peaks, arguments):
         "rates": dataclasses.asdict(peaks),
         "versions": versions,
     }
-    (arguments.output / "results.json").write_text(json.dumps({"about": about, "rows": rows}, indent=1))
+    (arguments.output / "results.json").write_text(
+        json.dumps({"about": about, "rows": rows}, indent=1), encoding="utf-8"
+    )
     fields = list(dict.fromkeys(field for row in rows for field in row))
-    with open(arguments.output / "results.csv", "w", newline="") as file:
+    with open(arguments.output / "results.csv", "w", encoding="utf-8", newline="") as file:
         writer = csv.DictWriter(file, fields)
         writer.writeheader()
         writer.writerows(rows)
@@ -174,7 +176,7 @@ def _write(rows, peaks, arguments):
         case, found = CASES[name], [row for row in rows if row["case"] == name]
         plot(case, found, arguments.output / f"{name}.png")
         text += f"\n## {name}\n\n{markdown(case, found)}"
-    (arguments.output / "results.md").write_text(text)
+    (arguments.output / "results.md").write_text(text, encoding="utf-8")
     print(text)
 
 

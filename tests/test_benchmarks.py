@@ -52,9 +52,9 @@ def test_written_files(runner, tmp_path, capsys):
     arguments = ["gated_attention", "--quick", "--device", "cpu", "--threads", "1", "--output", str(tmp_path)]
     assert runner.main(arguments) == 0
     printed = capsys.readouterr().out
-    result = json.loads((tmp_path / "results.json").read_text())
+    result = json.loads((tmp_path / "results.json").read_text(encoding="utf-8"))
     assert result["about"]["device"].endswith("CPU") and result["about"]["rates"]["bytes"] > 1e8
-    with open(tmp_path / "results.csv", newline="") as file:
+    with open(tmp_path / "results.csv", encoding="utf-8", newline="") as file:
         rows = list(csv.DictReader(file))
     assert [row["variant"] for row in rows] == ["luna_mega", "original"]
     for row, written in zip(rows, result["rows"], strict=True):
@@ -63,7 +63,9 @@ def test_written_files(runner, tmp_path, capsys):
         assert 0 < float(row["forward_percent_of_floor"]) < 150
     assert (tmp_path / "gated_attention.png").stat().st_size > 5000
     assert "luna_mega" in printed and "of the floor" in printed
-    lines = [line for line in (tmp_path / "results.md").read_text().splitlines() if line.startswith("|")]
+    lines = [
+        line for line in (tmp_path / "results.md").read_text(encoding="utf-8").splitlines() if line.startswith("|")
+    ]
     assert lines[0].startswith("| n | function | chunk | luna_mega: forward, backward, both (ms), peak (MB) |")
     assert lines[2].startswith("| 2048 | laplace | 128 |") and len({line.count("|") for line in lines}) == 1
 
@@ -108,7 +110,7 @@ def test_timeouts_are_reported(runner, tmp_path, capsys):
     arguments = ["images", "--quick", "--device", "cpu", "--time-limit", "0.01", "--output", str(tmp_path)]
     assert runner.main(arguments) == 0
     assert "more than 0.01 s" in capsys.readouterr().out
-    text = (tmp_path / "results.md").read_text()
+    text = (tmp_path / "results.md").read_text(encoding="utf-8")
     assert text.count("more than 0.01 s") == 4 and "Inference (forward): images a second (peak MB)" in text
 
 
@@ -226,15 +228,15 @@ def test_gate_of_a_gpu(import_benchmark, monkeypatch, tmp_path, capsys):
             if "waits" in row:
                 limits[0][1]()
 
-    (tmp_path / "gpu_jobs.py").write_text(FAKE_JOBS)
+    (tmp_path / "gpu_jobs.py").write_text(FAKE_JOBS, encoding="utf-8")
     monkeypatch.setattr(gate, "FOLDER", tmp_path)
     monkeypatch.setattr(gate, "Gate", Gate)
     monkeypatch.setattr(gate.threading, "Timer", Timer)
     monkeypatch.setattr(gate.os, "cpu_count", lambda: 1)
     assert gate.main(["--output", str(tmp_path)]) == 1 and limits[0][0] == 240
-    result = json.loads((tmp_path / "gpu.json").read_text())
+    result = json.loads((tmp_path / "gpu.json").read_text(encoding="utf-8"))
     assert {row["name"] for row in result["rows"] if row["part"] == "ops"} == {"right"}
-    printed = capsys.readouterr().out + (tmp_path / "gpu.md").read_text()
+    printed = capsys.readouterr().out + (tmp_path / "gpu.md").read_text(encoding="utf-8")
     expected = (
         "model: luna n=8 both: 4.000 ms, peer 3.000 ms",
         "model: stuck: failed: not finished in time",
@@ -245,7 +247,7 @@ def test_gate_of_a_gpu(import_benchmark, monkeypatch, tmp_path, capsys):
     )
     for line, start in zip(sorted(result["short"]), expected, strict=True):
         assert line.startswith(start) and printed.count(line) == 2
-    assert "| right | n=8 | both | 9.000 | 8.000 | 5.000 | 1.000 |" in (tmp_path / "gpu.md").read_text()
+    assert "| right | n=8 | both | 9.000 | 8.000 | 5.000 | 1.000 |" in (tmp_path / "gpu.md").read_text(encoding="utf-8")
 
 
 @pytest.mark.slow
@@ -253,7 +255,7 @@ def test_dry_run_of_the_gate(import_benchmark, tmp_path, capsys):
     """Every part runs on a CPU: checks of operators, steps instead of CUDA graphs, operators and models."""
     assert import_benchmark("gpu").main(["--dry", "--seconds", "600", "--output", str(tmp_path)]) == 0
     assert capsys.readouterr().out.endswith("Fell short:\n  nothing\n")
-    rows = json.loads((tmp_path / "gpu.json").read_text())["rows"]
+    rows = json.loads((tmp_path / "gpu.json").read_text(encoding="utf-8"))["rows"]
     names = {
         part: {row["name"].split()[0].strip(":") for row in rows if row["part"] == part} for part in ("operator", "ops")
     }
@@ -281,7 +283,7 @@ def test_windows_and_luna_equal_the_teacher_on_short_texts(part, import_benchmar
     (tmp_path / "data").mkdir()
     for name, lines in {"train": texts, "validation": articles, "test": texts if part == "classes" else []}.items():
         rows = [json.dumps({"text": text, "label": row % 2}) for row, text in enumerate(lines or [""])]
-        (tmp_path / "data" / f"{name}.jsonl").write_text("\n".join(rows))
+        (tmp_path / "data" / f"{name}.jsonl").write_text("\n".join(rows), encoding="utf-8")
     options = ["--teacher", "teacher", "--imdb", "data", "--wikitext", "data", "--lengths", "16", "40"]
     monkeypatch.chdir(tmp_path)
     *_, short, long = module.main([part, *options, "--projection_length", "16", "--window", "16"])

@@ -66,7 +66,7 @@ def test_completion(repo_root, tmp_path):
     code = "import luna_mega_cli, sys; luna_mega_cli.main()"
     done = subprocess.run([sys.executable, "-c", code], cwd=repo_root, env=os.environ | asked, capture_output=True)
     assert done.returncode == 0, done.stderr
-    assert place.read_text().split() == ["auto", "main", "flash"]
+    assert place.read_text(encoding="utf-8").split() == ["auto", "main", "flash"]
 
 
 @pytest.mark.parametrize(
@@ -155,9 +155,9 @@ def test_reports_as_json(encoder, tmp_path, capsys):
     ids=lambda value: " ".join(value) if isinstance(value, list) else None,
 )
 def test_common_beginner_mistakes(argv, answer, encoder, tmp_path, capsys):
-    (tmp_path / "notes.txt").write_text("no checkpoint")
+    (tmp_path / "notes.txt").write_text("no checkpoint", encoding="utf-8")
     (tmp_path / "roberta").mkdir()
-    (tmp_path / "roberta" / "config.json").write_text('{"model_type": "roberta"}')
+    (tmp_path / "roberta" / "config.json").write_text('{"model_type": "roberta"}', encoding="utf-8")
     names = {
         "FOLDER": encoder,
         "TEXT": tmp_path / "notes.txt",
@@ -185,7 +185,7 @@ for argv in {[[], *([name] for name in COMMANDS)]!r}:
 assert not {{"luna_mega", "torch", "transformers"}} & sys.modules.keys()
 assert time.process_time() < 0.3, time.process_time()
 """
-    done = subprocess.run([sys.executable, "-c", code], cwd=repo_root, capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-c", code], cwd=repo_root, capture_output=True, encoding="utf-8")
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("usage: luna-mega") == 1 + len(COMMANDS)
 

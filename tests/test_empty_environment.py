@@ -16,7 +16,7 @@ def run(*command: str | Path, cwd: Path) -> subprocess.CompletedProcess:
     """Run a command without the modules and the constraints of this environment."""
     hidden = {"PYTHONPATH", "PIP_CONSTRAINT"}
     environment = {name: value for name, value in os.environ.items() if name not in hidden} | {"HF_HUB_OFFLINE": "1"}
-    return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True)
+    return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, encoding="utf-8")
 
 
 @pytest.mark.slow

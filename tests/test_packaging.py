@@ -77,7 +77,7 @@ def packaged_folders() -> dict[str, str]:
 
 def run(*command: str | Path, cwd: Path, **environment: str) -> str:
     env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | environment
-    done = subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=PATIENCE)
+    done = subprocess.run(command, cwd=cwd, env=env, capture_output=True, encoding="utf-8", timeout=PATIENCE)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
@@ -117,7 +117,7 @@ def installed(checkout, built) -> Callable[[str], Path]:
         # Paths in sys.path: .pth files in them are not processed, so the editable install of this environment is not
         # used.
         own_site = next(folder.glob("lib/python*/site-packages"))
-        (own_site / "shared.pth").write_text("\n".join(site.getsitepackages()))
+        (own_site / "shared.pth").write_text("\n".join(site.getsitepackages()), encoding="utf-8")
         if arguments := ways[way]:
             pip = [sys.executable, "-m", "pip", "--python", python, "install"]
             run(*pip, "--no-deps", "--no-index", "--force-reinstall", *arguments, cwd=checkout.parent)
@@ -130,10 +130,10 @@ def installed(checkout, built) -> Callable[[str], Path]:
 def fake_kernels(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("site")
     (folder / "kernels").mkdir()
-    (folder / "kernels" / "__init__.py").write_text(FAKE_KERNELS)
+    (folder / "kernels" / "__init__.py").write_text(FAKE_KERNELS, encoding="utf-8")
     (folder / "kernels.dist-info").mkdir()
     metadata = f"Metadata-Version: 2.1\nName: kernels\nVersion: {KERNELS_MIN_VERSION}\n"
-    (folder / "kernels.dist-info" / "METADATA").write_text(metadata)
+    (folder / "kernels.dist-info" / "METADATA").write_text(metadata, encoding="utf-8")
     return folder
 
 

@@ -1,5 +1,6 @@
 """Hooks, workflows, constraint files and templates of the repository."""
 
+import ast
 import configparser
 import re
 from pathlib import Path
@@ -62,6 +63,23 @@ def test_text_is_read_without_its_byte_order_mark(repo_root):
     found = {(file.name, call) for file in files for call in reads.findall(file.read_text(encoding="utf-8"))}
     assert len(found) > 5
     assert not [read for read in found if "utf-8-sig" not in read[1] and '"w"' not in read[1]]
+
+
+def test_text_has_an_encoding(sources):
+    """Files and pipes of text are not in the encoding of the locale, which is ASCII in some containers.
+
+    ruff finds `open` without an encoding (PLW1514), but not these methods.
+    """
+    assert len(sources) > 500
+    found = []
+    for name, source in sources.items():
+        for call in (node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call)):
+            method, arguments = getattr(call.func, "attr", ""), {argument.arg for argument in call.keywords}
+            file = len(call.args) <= {"read_text": 0, "write_text": 1}.get(method, -1)
+            pipe = "text" in arguments and method in ("run", "Popen", "check_output")
+            if (file or pipe) and "encoding" not in arguments:
+                found.append(f"{name}:{call.lineno}")
+    assert not found
 
 
 def test_install_commands_work_in_a_clone(repo_root):

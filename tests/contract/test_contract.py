@@ -17,7 +17,7 @@ FEWEST_PASSED = {"without": 850, "with": 940}
 @pytest.mark.slow
 def test_common_model_tests_of_transformers():
     command = [sys.executable, str(RUN_CONTRACT), "--show-capture=no", "--tb=short"]
-    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    result = subprocess.run(command, capture_output=True, encoding="utf-8", check=False)
     if result.returncode == EXIT_UNAVAILABLE:
         pytest.skip(result.stdout.strip())
     assert result.returncode == 0, result.stdout[-10000:] + result.stderr

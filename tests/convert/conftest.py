@@ -37,7 +37,7 @@ class Convert:
 
     def report(self, state, *options):
         """Convert a checkpoint and return the report."""
-        return json.loads((self(state, *options) / "conversion_report.json").read_text())
+        return json.loads((self(state, *options) / "conversion_report.json").read_text(encoding="utf-8"))
 
     def error(self, state=None, *options):
         """Return the one-line error of a conversion; check that it leaves no files."""

@@ -20,7 +20,7 @@ from tests.errors import command_error
 
 def load(folder, model_class=None):
     """Return the model of a folder, loaded with its auto class if it has one; check that no weights are missing."""
-    name = json.loads((folder / "config.json").read_text())["architectures"][0]
+    name = json.loads((folder / "config.json").read_text(encoding="utf-8"))["architectures"][0]
     model_class = model_class or getattr(transformers, f"AutoModel{name[4:]}", None) or getattr(luna_mega, name)
     model, info = model_class.from_pretrained(folder, output_loading_info=True)
     assert not info["missing_keys"] and not info["mismatched_keys"] and not info["unexpected_keys"], info
@@ -49,7 +49,7 @@ def half(state):
 
 def edit(folder, name="config.json", **changes):
     file = folder / name
-    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+    file.write_text(json.dumps(json.loads(file.read_text(encoding="utf-8")) | changes), encoding="utf-8")
 
 
 def fails(capsys, folder, output, *options):
@@ -67,7 +67,7 @@ def read(path):
 
 
 def dictionary(path, size):
-    path.write_text("".join(f"w{index} 1\n" for index in range(size - 4)))
+    path.write_text("".join(f"w{index} 1\n" for index in range(size - 4)), encoding="utf-8")
     return path
 
 

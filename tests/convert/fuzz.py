@@ -59,8 +59,8 @@ def save(state, folder):
     place.mkdir(exist_ok=True)
     model = {name: value for name, value in args.items() if name not in (SHARDS, TOKENIZER)}
     torch.save(state["model"], place / "consolidated.pth")
-    (place / CONFIG).write_text(_json({"model": model, TOKENIZER: args[TOKENIZER]}))
-    (place / CONSOLIDATED).write_text(_json({SHARDS: args[SHARDS], "dtype": "fp32"}))
+    (place / CONFIG).write_text(_json({"model": model, TOKENIZER: args[TOKENIZER]}), encoding="utf-8")
+    (place / CONSOLIDATED).write_text(_json({SHARDS: args[SHARDS], "dtype": "fp32"}), encoding="utf-8")
     return place
 
 

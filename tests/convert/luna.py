@@ -146,5 +146,5 @@ def bert23(**args):
 
 def dictionary(path, symbols=SYMBOLS, prefix="w"):
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("".join(f"{prefix}{index} {100 - index}\n" for index in range(symbols)))
+    path.write_text("".join(f"{prefix}{index} {100 - index}\n" for index in range(symbols)), encoding="utf-8")
     return path

@@ -96,7 +96,9 @@ def folder(path, *, tensors=None, ranks=1, dtype="fp32", extra=0, tokenizer="tok
         name = f"consolidated.{rank:02d}.pth" if ranks > 1 else "consolidated.pth"
         torch.save({key: part(key, x, rank, ranks) if ranks > 1 else x for key, x in tensors.items()}, path / name)
     named = {"path": tokenizer, "additional_vocab_size": extra, "data_tokenized": False}
-    (path / "config.json").write_text(json.dumps({"model": MODEL | settings, "tokenizer": named}))
-    (path / "consolidate_config.json").write_text(json.dumps({"model_parallel_size": ranks, "dtype": dtype}))
+    (path / "config.json").write_text(json.dumps({"model": MODEL | settings, "tokenizer": named}), encoding="utf-8")
+    (path / "consolidate_config.json").write_text(
+        json.dumps({"model_parallel_size": ranks, "dtype": dtype}), encoding="utf-8"
+    )
     (path / "tokenizer.model").write_bytes(pieces())
     return path

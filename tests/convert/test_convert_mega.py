@@ -35,7 +35,7 @@ def test_dictionary_and_tokenizer(convert, make, pooling, starts):
 
 def test_dictionary_with_cls_and_one_of_another_model(convert, make):
     dictionary = make.dictionary(convert.source / "dict.txt")
-    dictionary.write_text(dictionary.read_text() + "<CLS> 1\n")
+    dictionary.write_text(dictionary.read_text(encoding="utf-8") + "<CLS> 1\n", encoding="utf-8")
     assert (convert(mega()) / "dict.txt").is_file()
     convert.output = convert.output.with_name("other")
     make.dictionary(dictionary, symbols=SYMBOLS + 1)

@@ -20,8 +20,8 @@ def test_info_and_verify(convert):
         printed = str(describe(path))
         assert "image_size 12, patch_size 4" in printed and "ImageClassification: 5 classes, pooling mean" in printed
     assert compare(folder, convert.file, tolerance=0.0).within
-    assert "AutoImageProcessor" in (folder / "README.md").read_text()
-    assert '"crop_size": {\n    "height": 12' in (folder / "preprocessor_config.json").read_text()
+    assert "AutoImageProcessor" in (folder / "README.md").read_text(encoding="utf-8")
+    assert '"crop_size": {\n    "height": 12' in (folder / "preprocessor_config.json").read_text(encoding="utf-8")
 
 
 def test_model_without_conversion_record(tmp_path):
@@ -45,7 +45,7 @@ def test_state_dict_without_metadata(convert):
 
 def test_names_of_classes(convert, tmp_path, capsys):
     names = tmp_path / "names.txt"
-    names.write_text("tench, Tinca tinca\ngoldfish\nshark\nhen\ncrane\n")
+    names.write_text("tench, Tinca tinca\ngoldfish\nshark\nhen\ncrane\n", encoding="utf-8")
     model = AutoModelForImageClassification.from_pretrained(convert(mega_image(), "--dict", names))
     assert model.config.id2label[0] == "tench, Tinca tinca" and model.config.label2id["crane"] == 4
     assert "reads no dictionary" in fails(capsys, convert.output, tmp_path / "a.pth", "--dict", names)
@@ -58,7 +58,7 @@ def test_names_of_classes(convert, tmp_path, capsys):
 def test_invalid_label_names(convert, tmp_path, text, named):
     names = tmp_path / "names.txt"
     if text is not None:
-        names.write_text(text)
+        names.write_text(text, encoding="utf-8")
     assert named in convert.error(mega_image(), "--dict", names)
 
 

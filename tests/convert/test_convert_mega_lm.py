@@ -31,7 +31,7 @@ def test_args_of_the_architecture(convert, kind):
     for name in vars(state["args"]).keys() - set(keep):
         delattr(state["args"], name)
     convert(state)
-    report = json.loads((convert.output / "conversion_report.json").read_text())
+    report = json.loads((convert.output / "conversion_report.json").read_text(encoding="utf-8"))
     assert report["warnings"] == []
     config = load(convert.output).config
     assert config.tie_word_embeddings is KINDS[kind].get("tied", False)
@@ -71,7 +71,7 @@ def test_info(convert):
 
 def dictionary(convert, symbols):
     path = convert.source / "dict.txt"
-    path.write_text("".join(f"{symbol} 1\n" for symbol in symbols))
+    path.write_text("".join(f"{symbol} 1\n" for symbol in symbols), encoding="utf-8")
 
 
 def test_words(convert):

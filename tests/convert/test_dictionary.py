@@ -73,12 +73,12 @@ def test_conversion_without_a_dictionary(convert, make):
 def test_given_files_in_any_order(convert, make, tmp_path):
     make.dictionary(convert.source / "dict.txt", symbols=3)
     labels = tmp_path / "labels.txt"
-    labels.write_text("positive 7\nnegative 5\nmadeupword0000 0\nmadeupword0001 0\n")
+    labels.write_text("positive 7\nnegative 5\nmadeupword0000 0\nmadeupword0001 0\n", encoding="utf-8")
     vocabulary = make.dictionary(tmp_path / "words.txt")
     output = convert(make.lra21(classes=2), "--dict", labels, vocabulary)
     assert (output / "dict.txt").read_bytes() == vocabulary.read_bytes()
     assert (output / "dict.label.txt").read_bytes() == labels.read_bytes()
-    config = json.loads((output / "config.json").read_text())
+    config = json.loads((output / "config.json").read_text(encoding="utf-8"))
     assert config["id2label"] == {"0": "positive", "1": "negative"}
     assert config["label2id"] == {"positive": 0, "negative": 1}
 
@@ -86,7 +86,7 @@ def test_given_files_in_any_order(convert, make, tmp_path):
 def test_label_dictionary_next_to_the_checkpoint(convert, make):
     make.dictionary(convert.source / "label" / "dict.txt", symbols=3, prefix="label")
     output = convert(make.bert(heads=[("cls_head", 3)], task="sentence_prediction"))
-    assert json.loads((output / "config.json").read_text())["id2label"]["2"] == "label2"
+    assert json.loads((output / "config.json").read_text(encoding="utf-8"))["id2label"]["2"] == "label2"
 
 
 @pytest.mark.parametrize("difference", [-1, 1])

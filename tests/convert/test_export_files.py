@@ -23,7 +23,7 @@ def save(folder, model_class, **fields):
     ("damage", "expected"),
     [
         (lambda folder: (folder / "config.json").unlink(), "no config.json"),
-        (lambda folder: (folder / "config.json").write_text("{"), "not JSON"),
+        (lambda folder: (folder / "config.json").write_text("{", encoding="utf-8"), "not JSON"),
         (lambda folder: edit(folder, model_type="bert"), "model_type 'bert'"),
         (lambda folder: edit(folder, architectures=None), "architectures None"),
         (lambda folder: edit(folder, hidden_size=15), "divisible"),
@@ -31,8 +31,8 @@ def save(folder, model_class, **fields):
         (lambda folder: edit(folder, num_hidden_layers=3), "encoder_layers"),
         (lambda folder: (folder / "model.safetensors").unlink(), "no model.safetensors"),
         (lambda folder: (folder / "model.safetensors").write_bytes(b"\x08" + bytes(30)), "damaged or truncated"),
-        (lambda folder: (folder / "conversion_report.json").write_text('{"format": 2}'), "format 2"),
-        (lambda folder: (folder / "dict.txt").write_text("a 1\n"), "1 symbols do not fit"),
+        (lambda folder: (folder / "conversion_report.json").write_text('{"format": 2}', encoding="utf-8"), "format 2"),
+        (lambda folder: (folder / "dict.txt").write_text("a 1\n", encoding="utf-8"), "1 symbols do not fit"),
     ],
 )
 def test_bad_folders(tmp_path, capsys, damage, expected):
@@ -79,8 +79,8 @@ def test_dictionaries(make, tmp_path):
     report = export_checkpoint(folder, tmp_path / "a" / "model.pt", dictionaries=[dictionary])
     assert report.files == ["dict.txt", "input0/dict.txt", "label/dict.txt", "model.pt"]
     for name in ("dict.txt", "input0/dict.txt"):
-        assert (tmp_path / "a" / name).read_text() == dictionary.read_text()
-    assert (tmp_path / "a" / "label" / "dict.txt").read_text() == "no 1\nnot at all 1\nyes 1\n"
+        assert (tmp_path / "a" / name).read_text(encoding="utf-8") == dictionary.read_text(encoding="utf-8")
+    assert (tmp_path / "a" / "label" / "dict.txt").read_text(encoding="utf-8") == "no 1\nnot at all 1\nyes 1\n"
     convert_checkpoint(tmp_path / "a" / "model.pt", tmp_path / "back")
     assert LunaConfig.from_pretrained(tmp_path / "back").id2label == fields["id2label"]
     assert not report.notes or not any("dict.txt" in note for note in report.notes)
@@ -133,14 +133,14 @@ def test_nothing_is_overwritten(make, tmp_path, capsys):
     folder = save(tmp_path / "model", LunaForMaskedLM)
     make.dictionary(folder / "dict.txt")
     (tmp_path / "out").mkdir()
-    (tmp_path / "out" / "dict.txt").write_text("mine 1\n")
+    (tmp_path / "out" / "dict.txt").write_text("mine 1\n", encoding="utf-8")
     assert "belongs to another model; choose an --output in a new" in fails(
         capsys, folder, tmp_path / "out" / "model.pt"
     )
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["dict.txt"]
-    (tmp_path / "out" / "model.pt").write_text("mine")
+    (tmp_path / "out" / "model.pt").write_text("mine", encoding="utf-8")
     assert "already exists" in fails(capsys, folder, tmp_path / "out" / "model.pt")
-    assert (tmp_path / "out" / "model.pt").read_text() == "mine"
+    assert (tmp_path / "out" / "model.pt").read_text(encoding="utf-8") == "mine"
 
 
 @pytest.mark.parametrize(("error", "broken"), [(OSError("no space left"), "save"), (KeyboardInterrupt(), "publish")])

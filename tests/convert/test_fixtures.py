@@ -39,11 +39,14 @@ def expected_class(meta):
 @pytest.mark.parametrize("name", slow_but(FAST, ALL))
 def test_a_file_of_the_original_comes_back(parity_folder, tmp_path, name):
     fixture = parity_folder(*name.split("/"))
-    meta, source = json.loads((fixture / "meta.json").read_text()), read_checkpoint(fixture / "checkpoint.pt")
+    meta, source = (
+        json.loads((fixture / "meta.json").read_text(encoding="utf-8")),
+        read_checkpoint(fixture / "checkpoint.pt"),
+    )
     for head in (None, *(meta.get("heads") or ())):
         place = tmp_path / str(head)
         convert_checkpoint(fixture / "checkpoint.pt", place / "model", head=head)
-        report = json.loads((place / "model" / "conversion_report.json").read_text())
+        report = json.loads((place / "model" / "conversion_report.json").read_text(encoding="utf-8"))
         check_arrived(source, load(place / "model").state_dict(), report)
         export_checkpoint(place / "model", place / "out" / "model.pt")
         check_came_back(source, read_checkpoint(place / "out" / "model.pt"), report)

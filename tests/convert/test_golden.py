@@ -125,7 +125,7 @@ def contents(path):
     if path.is_file():
         state = read(path)
         return {"args": vars(state["args"]), "tensors": digest(state["model"])}
-    args = {file.name: json.loads(file.read_text()) for file in sorted(path.glob("*.json"))}
+    args = {file.name: json.loads(file.read_text(encoding="utf-8")) for file in sorted(path.glob("*.json"))}
     return {"args": args, "tensors": [digest(torch.load(file)) for file in sorted(path.glob("*.pth"))]}
 
 
@@ -166,7 +166,9 @@ def record(build, fields, folder):
     made, model = build_checkpoint(build, fields, folder), folder / "model"
     source = made if isinstance(made, Path) else folder / "checkpoint.pt"
     convert_checkpoint(source, model)
-    config, report = (json.loads((model / name).read_text()) for name in ("config.json", "conversion_report.json"))
+    config, report = (
+        json.loads((model / name).read_text(encoding="utf-8")) for name in ("config.json", "conversion_report.json")
+    )
     assert config.pop("auto_map") and report["files"].remove("luna_mega_code") is None  # the code of the model
     content = open_checkpoint(source)
     arrived = load_file(model / "model.safetensors")  # `test_fixtures.py` loads the models

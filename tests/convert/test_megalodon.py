@@ -41,7 +41,9 @@ def same_folder(first, second):
     for file in sorted(first.glob("consolidated*.pth")):
         identical(torch.load(file), torch.load(second / file.name))
     for name in ("config.json", "consolidate_config.json"):
-        assert json.loads((first / name).read_text()) == json.loads((second / name).read_text())
+        assert json.loads((first / name).read_text(encoding="utf-8")) == json.loads(
+            (second / name).read_text(encoding="utf-8")
+        )
     assert (first / "tokenizer.model").read_bytes() == (second / "tokenizer.model").read_bytes()
     names = {file.name for file in first.iterdir()} - {"io.safetensors", "meta.json"}
     assert names == {file.name for file in second.iterdir()}
@@ -176,7 +178,9 @@ def test_info_verify_and_card(tmp_path, capsys):
     assert "from source, a megalodon checkpoint" in of_folder.written_by
     assert compare(source, tmp_path / "model", tolerance=0.0, length=9).within
     assert compare(source, tmp_path / "model", texts=["a bca", "b"]).within
-    assert "Converted from the Megalodon checkpoint `source`" in (tmp_path / "model" / "README.md").read_text()
+    assert "Converted from the Megalodon checkpoint `source`" in (tmp_path / "model" / "README.md").read_text(
+        encoding="utf-8"
+    )
 
 
 def broken(change):
@@ -306,7 +310,7 @@ def test_shards_of_an_export_name_their_rank(tmp_path, capsys):
 
 def test_llama_folder_is_not_megalodon(tmp_path, capsys):
     torch.save({"tok_embeddings.weight": torch.zeros(3, 2)}, tmp_path / "consolidated.00.pth")
-    (tmp_path / "params.json").write_text('{"dim": 2}')
+    (tmp_path / "params.json").write_text('{"dim": 2}', encoding="utf-8")
     for source, named in ((tmp_path, "is a folder"), (tmp_path / "consolidated.00.pth", "no field 'args'")):
         assert named in command_error(capsys, "convert", source, "--output", tmp_path / "out")
 
@@ -338,7 +342,7 @@ def test_fixtures_of_the_original(parity_folder, tmp_path):
     folders = [folder for folder in parity_folder.all("megalodon") if (folder / "consolidate_config.json").is_file()]
     assert folders
     for source in folders:
-        meta, output = json.loads((source / "meta.json").read_text()), tmp_path / source.name
+        meta, output = json.loads((source / "meta.json").read_text(encoding="utf-8")), tmp_path / source.name
         report = convert_checkpoint(source, output / "model")
         assert not report.warnings and not report.dropped
         export_checkpoint(output / "model", output / "back")

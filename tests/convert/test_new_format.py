@@ -134,7 +134,7 @@ def test_unsupported_models_and_options(tmp_path, exported):
 
 
 def test_others_are_still_recognized(convert, make):
-    assert '"luna_bert"' in (convert(make.bert()) / "conversion_report.json").read_text()
+    assert '"luna_bert"' in (convert(make.bert()) / "conversion_report.json").read_text(encoding="utf-8")
     convert.output = convert.output.with_name("other")
     assert "not a Luna or Mega checkpoint" in convert.error(make.checkpoint({"x.weight": torch.zeros(2)}, arch="a"))
 

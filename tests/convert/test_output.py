@@ -29,7 +29,7 @@ def test_empty_output_folder_and_new_parents(convert, make):
 
 def test_occupied_output(convert, make):
     convert.output.mkdir()
-    (convert.output / "mine").write_text("precious")
+    (convert.output / "mine").write_text("precious", encoding="utf-8")
     assert "not empty" in convert.error(make.bert())
     assert [path.name for path in convert.output.iterdir()] == ["mine"]
     (convert.output / "mine").rename(convert.output.with_name("file"))
@@ -104,7 +104,7 @@ def test_signals_leave_no_files(convert, make, repo_root, name, status, screen):
         command,
         cwd=repo_root,
         capture_output=True,
-        text=True,
+        encoding="utf-8",
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     assert (done.returncode, done.stderr, done.stdout) == (status, screen, "")
@@ -161,7 +161,7 @@ def test_no_file_names_a_folder_of_this_machine(convert, make):
     assert len([path for path in texts if path.parent == output]) == 7 and not [
         path.name for path, text in texts.items() if here.encode() in text
     ]
-    report = json.loads((output / "conversion_report.json").read_text())
+    report = json.loads((output / "conversion_report.json").read_text(encoding="utf-8"))
     assert report["warnings"] == ["label-bin/dict.txt: 9 labels for 2 classes: not used, classes keep their numbers"]
     assert {name: report["args"][name] for name in args} == {"data": "data-bin:more", "paths": ["a", {"b": ["b"]}]}
     assert {name: report["args"][name] for name in kept} == kept
@@ -193,7 +193,7 @@ def test_no_text_of_the_report_keeps_a_path(convert, make):
         "tuple": ({"a": ["x", "cat '/home/me/d' 'e/f'"]},),
     }
     convert(make.bert(**args, arch="/home/me/arch", task="/home/me/task"))
-    report = json.loads((convert.output / "conversion_report.json").read_text())
+    report = json.loads((convert.output / "conversion_report.json").read_text(encoding="utf-8"))
     assert report["args"]["texts"] == list(PATHS.values())
     assert report["args"]["keys"] == {"k": {"train k": 1}} and report["args"]["set"] == "{'a', 'c'}"
     assert report["args"]["bytes"] == "b'--data x'" and report["args"]["tuple"] == [{"a": ["x", "cat 'd' 'e/f'"]}]

@@ -47,7 +47,9 @@ class Reference(Gpt2):
 def write_bpe(folder, merges=MERGES):
     folder.mkdir()
     pieces = [*byte_alphabet().values(), *(merge.replace(" ", "") for merge in merges), "<|endoftext|>"]
-    (folder / "encoder.json").write_text(json.dumps({piece: index for index, piece in enumerate(pieces)}))
+    (folder / "encoder.json").write_text(
+        json.dumps({piece: index for index, piece in enumerate(pieces)}), encoding="utf-8"
+    )
     (folder / "vocab.bpe").write_text("#version: 0.2\n" + "\n".join(merges) + "\n", encoding="utf-8")
     return folder
 
@@ -67,7 +69,7 @@ def numbers():
 
 def build(tmp_path, bpe, symbols, max_length=20):
     path = tmp_path / "symbols.txt"
-    path.write_text("".join(f"{symbol} 1\n" for symbol in symbols))
+    path.write_text("".join(f"{symbol} 1\n" for symbol in symbols), encoding="utf-8")
     return bpe_tokenizer(read_dictionary(path), read_gpt2_bpe(bpe), "<mask>", max_length)
 
 
@@ -204,15 +206,17 @@ def test_both_kinds_of_folder(tmp_path, bpe, numbers):
     other.mkdir()
     (other / "merges.txt").write_bytes((bpe / "vocab.bpe").read_bytes().removesuffix(b"\n"))
     # RoBERTa's vocab.json has the ids of RoBERTa's own dictionary
-    pieces = ["<s>", "<pad>", *reversed(json.loads((bpe / "encoder.json").read_text()))]
-    (other / "vocab.json").write_text(json.dumps({piece: index for index, piece in enumerate(pieces)}))
+    pieces = ["<s>", "<pad>", *reversed(json.loads((bpe / "encoder.json").read_text(encoding="utf-8")))]
+    (other / "vocab.json").write_text(
+        json.dumps({piece: index for index, piece in enumerate(pieces)}), encoding="utf-8"
+    )
     assert read_gpt2_bpe(other) == read_gpt2_bpe(bpe)
 
 
 def checkpoint_with_dictionary(convert, make, symbols):
     """Return a luna_bert checkpoint of 12 symbols, and write its dictionary to the same directory."""
     assert len(symbols) == make.SYMBOLS
-    (convert.source / "dict.txt").write_text("".join(f"{symbol} 1\n" for symbol in symbols))
+    (convert.source / "dict.txt").write_text("".join(f"{symbol} 1\n" for symbol in symbols), encoding="utf-8")
     return make.bert()
 
 
@@ -230,7 +234,7 @@ def test_conversion(convert, make, bpe, twelve):
     text = "abc the abx"
     assert tokenizer(text).input_ids == Reference(MERGES, twelve)(text)
     assert tokenizer.model_max_length == make.POSITIONS and len(tokenizer) == make.VOCABULARY
-    report = json.loads((output / "conversion_report.json").read_text())
+    report = json.loads((output / "conversion_report.json").read_text(encoding="utf-8"))
     entry = report["tokenizer"]
     assert (entry["class"], entry["size"]) == ("LunaTokenizer", make.VOCABULARY)
     assert "x" in entry["missing_pieces"] and "abc" not in entry["missing_pieces"]
@@ -246,7 +250,7 @@ def test_without_bpe_a_note_names_the_option(convert, make, twelve):
     output = convert(checkpoint_with_dictionary(convert, make, twelve))
     assert "no tokenizer: --bpe DIR" in convert.screen
     assert not (output / "tokenizer.json").exists()
-    assert json.loads((output / "conversion_report.json").read_text())["tokenizer"] is None
+    assert json.loads((output / "conversion_report.json").read_text(encoding="utf-8"))["tokenizer"] is None
     with pytest.raises(ValueError, match="the folder has no tokenizer.*--bpe"):
         AutoTokenizer.from_pretrained(output)
 
@@ -260,7 +264,7 @@ def test_class_travels_with_the_folder(convert, make, bpe, twelve):
         f"AutoTokenizer.from_pretrained({str(output)!r})"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, cwd=output.parent, stdin=subprocess.DEVNULL
+        [sys.executable, "-c", code], capture_output=True, encoding="utf-8", cwd=output.parent, stdin=subprocess.DEVNULL
     )
     assert done.stdout.splitlines()[0] == str(Reference(MERGES, twelve)("abc the abx")), done.stderr
     # loading without the custom class raises an error instead of giving other ids
@@ -269,7 +273,9 @@ def test_class_travels_with_the_folder(convert, make, bpe, twelve):
 
 def test_overwritten_line_is_the_later_id(tmp_path, bpe, numbers):
     path = tmp_path / "symbols.txt"
-    path.write_text("".join(f"{symbol} 1\n" for symbol in numbers) + f"{numbers[5]} 1 #fairseq:overwrite\n")
+    path.write_text(
+        "".join(f"{symbol} 1\n" for symbol in numbers) + f"{numbers[5]} 1 #fairseq:overwrite\n", encoding="utf-8"
+    )
     tokenizer, missing = bpe_tokenizer(read_dictionary(path), read_gpt2_bpe(bpe), "<mask>", 20)
     assert missing == [] and len(tokenizer) == 4 + len(numbers) + 2
     assert tokenizer.convert_ids_to_tokens(4 + 5) == tokenizer.convert_ids_to_tokens(4 + len(numbers)) + " (id 9)"

@@ -37,7 +37,7 @@ def texts(data):
 
 @pytest.fixture(scope="module")
 def symbols(data):
-    lines = (data / "roberta_bpe" / "dict.txt").read_text().splitlines()
+    lines = (data / "roberta_bpe" / "dict.txt").read_text(encoding="utf-8").splitlines()
     return [line.split(" ")[0] for line in lines]
 
 
@@ -53,7 +53,7 @@ def thinned(data, symbols, tmp_path_factory):
     """Return a dictionary without a random third of the pieces, its tokenizer, and the missing pieces."""
     left = random.Random(1).sample(symbols, len(symbols) * 2 // 3)
     path = tmp_path_factory.mktemp("thinned") / "dict.txt"
-    path.write_text("".join(f"{symbol} 1\n" for symbol in left))
+    path.write_text("".join(f"{symbol} 1\n" for symbol in left), encoding="utf-8")
     tokenizer, missing = bpe_tokenizer(read_dictionary(path), read_gpt2_bpe(data / "roberta_bpe"), "<mask>", 512)
     return left, tokenizer, missing
 

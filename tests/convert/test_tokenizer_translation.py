@@ -146,7 +146,7 @@ def test_saved_folder_needs_only_its_own_file(tmp_path, lines, merges):
         "print(tokenizer(sys.argv[2]).input_ids)"
     )
     command = [sys.executable, "-c", program, str(tmp_path / "saved"), lines[0]]
-    result = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, check=True)
+    result = subprocess.run(command, capture_output=True, encoding="utf-8", cwd=tmp_path, check=True)
     assert result.stdout.strip() == str(expected[0])
 
 

@@ -16,7 +16,7 @@ CLS = 4 + len(SYMBOLS)
 
 def build(tmp_path, prepend_cls=True, symbols=SYMBOLS, max_length=6):
     path = tmp_path / "symbols.txt"
-    path.write_text("".join(f"{symbol} 1\n" for symbol in symbols))
+    path.write_text("".join(f"{symbol} 1\n" for symbol in symbols), encoding="utf-8")
     return word_tokenizer(read_dictionary(path), "<CLS>", prepend_cls, max_length)
 
 
@@ -94,7 +94,7 @@ def test_pickled_and_reloaded(tmp_path):
 
 def test_overwritten_line_is_the_later_id(tmp_path):
     path = tmp_path / "symbols.txt"
-    path.write_text("a 1\nb 1\na 1 #fairseq:overwrite\n<s> 1 #fairseq:overwrite\n")
+    path.write_text("a 1\nb 1\na 1 #fairseq:overwrite\n<s> 1 #fairseq:overwrite\n", encoding="utf-8")
     tokenizer = word_tokenizer(read_dictionary(path), "<CLS>", True, 9)
     assert tokenizer("a b").input_ids == [8, 6, 5, 2]
     assert tokenizer.convert_ids_to_tokens([0, 4, 6, 7]) == ["<s>", "a (id 4)", "a", "<s> (id 7)"]
@@ -117,7 +117,7 @@ def test_conversion(convert, make, kind, args, starts_with_cls):
     cls = [make.VOCABULARY - 1] * starts_with_cls
     assert tokenizer("w0 w2 x").input_ids == [*cls, 4, 6, 3, 2]
     assert tokenizer.model_max_length == make.POSITIONS and len(tokenizer) == make.VOCABULARY
-    report = json.loads((output / "conversion_report.json").read_text())
+    report = json.loads((output / "conversion_report.json").read_text(encoding="utf-8"))
     assert report["tokenizer"] == {
         "class": "TokenizersBackend",
         "kind": "whitespace-separated symbols",
@@ -139,13 +139,13 @@ def test_no_tokenizer_without_a_dictionary_or_for_pixels(convert, make):
 
 def test_fixtures(parity_folder, tmp_path):
     for fixture in parity_folder.all("luna", "lra*"):
-        meta = json.loads((fixture / "meta.json").read_text())
+        meta = json.loads((fixture / "meta.json").read_text(encoding="utf-8"))
         output = tmp_path / fixture.name
         assert main(["convert", str(fixture / "checkpoint.pt"), "--output", str(output)]) == 0
         assert (output / "tokenizer.json").is_file() is not meta["image"]
         if meta["image"]:
             continue
         tokenizer = AutoTokenizer.from_pretrained(output)
-        symbols = [line.rsplit(" ", 1)[0] for line in (output / "dict.txt").read_text().splitlines()]
+        symbols = [line.rsplit(" ", 1)[0] for line in (output / "dict.txt").read_text(encoding="utf-8").splitlines()]
         ids = tokenizer(" ".join(symbols), add_special_tokens=False).input_ids
         assert ids == list(range(4, 4 + len(symbols))) and len(tokenizer) == meta["vocab_size"]

@@ -72,7 +72,7 @@ def test_dictionaries_go_there_and_back(tmp_path, family, kind):
     torch.testing.assert_close(back(ids, labels=ids).logits, ours(ids, labels=ids).logits)
     assert export_checkpoint(tmp_path / "back", tmp_path / "again" / "model.pt").args == report.args
     assert AutoTokenizer.from_pretrained(tmp_path / "back")("w3 w1 zzz").input_ids == [7, 5, 3, 2]
-    assert (tmp_path / "out" / "dict.target.txt").read_text().count("\n") == sizes[1] - 4
+    assert (tmp_path / "out" / "dict.target.txt").read_text(encoding="utf-8").count("\n") == sizes[1] - 4
 
 
 def exported(tmp_path, family, change=None, **fields):
@@ -137,12 +137,12 @@ def test_a_joint_vocabulary_has_one_dictionary(tmp_path):
     one, other = dictionary(tmp_path / "a.txt", 19), dictionary(tmp_path / "b.txt", 19)
     convert_checkpoint(path, tmp_path / "one", dictionaries=[one])
     assert not (tmp_path / "one" / "target").exists()
-    other.write_text(other.read_text().replace("w3", "x"))
+    other.write_text(other.read_text(encoding="utf-8").replace("w3", "x"), encoding="utf-8")
     with pytest.raises(ConversionError, match="but the model has one embedding"):
         convert_checkpoint(path, tmp_path / "two", dictionaries=[one, other])
     separate = exported(tmp_path / "x", "mega", share_encoder_decoder_embeddings=False)
     convert_checkpoint(separate, tmp_path / "both", dictionaries=[other, one])  # the first dictionary is the source's
-    assert (tmp_path / "both" / "dict.txt").read_text() == other.read_text()
+    assert (tmp_path / "both" / "dict.txt").read_text(encoding="utf-8") == other.read_text(encoding="utf-8")
 
 
 def test_tensors_take_precedence_over_args(tmp_path):
@@ -158,7 +158,11 @@ def english(tmp_path_factory):
     place = tmp_path_factory.mktemp("english")
     path = exported(place, "mega", {"source_lang": "en"})
     convert_checkpoint(path, place / "folder")
-    return read(path), place / "folder", json.loads((place / "folder" / "conversion_report.json").read_text())
+    return (
+        read(path),
+        place / "folder",
+        json.loads((place / "folder" / "conversion_report.json").read_text(encoding="utf-8")),
+    )
 
 
 @pytest.mark.parametrize("language", ["../../x", "/etc/x", "a\nb", "..\\x", ["en"], 3, "\x1b"])
@@ -178,10 +182,10 @@ def test_language_name_is_not_a_path(tmp_path, english, language):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_settings_of_generation(tmp_path, family):
     convert_checkpoint(exported(tmp_path, family), tmp_path / "folder")
-    generation = json.loads((tmp_path / "folder" / "generation_config.json").read_text())
+    generation = json.loads((tmp_path / "folder" / "generation_config.json").read_text(encoding="utf-8"))
     assert (generation["num_beams"], generation["decoder_start_token_id"]) == (5, 2)
     assert generation["max_length"] == {"luna": 21, "mega": 202}[family]
-    assert "AutoModelForSeq2SeqLM" in (tmp_path / "folder" / "README.md").read_text()
+    assert "AutoModelForSeq2SeqLM" in (tmp_path / "folder" / "README.md").read_text(encoding="utf-8")
 
 
 def test_an_edited_folder_keeps_its_languages(tmp_path):

@@ -82,12 +82,12 @@ def run_card(folder: Path) -> tuple[Any, ModelCard]:
 
 def write(path: Path, content: object) -> None:
     path.parent.mkdir(exist_ok=True)
-    path.write_text(json.dumps(content))
+    path.write_text(json.dumps(content), encoding="utf-8")
 
 
 def change(path: Path, **fields: Any) -> None:
     """Change fields of a JSON file."""
-    write(path, json.loads(path.read_text()) | fields)
+    write(path, json.loads(path.read_text(encoding="utf-8")) | fields)
 
 
 def save_teacher(

@@ -150,10 +150,10 @@ def test_texts_that_are_too_short():
 @pytest.mark.parametrize("head", ["Model", "ForSequenceClassification"])
 def test_report_and_card(head, tmp_path, capsys):
     teacher, texts = save_teacher(tmp_path / "teacher", head=head, max_position_embeddings=32), tmp_path / "texts.txt"
-    texts.write_text("\n".join(TEXTS))
+    texts.write_text("\n".join(TEXTS), encoding="utf-8")
     argv = ["distill", str(teacher), "--texts", str(texts), "--projection-length", "6", "--max-length", "48"]
     assert luna_mega_cli.main([*argv, "--output", str(tmp_path / "out")]) == 0
-    output, card = capsys.readouterr().out, (tmp_path / "out" / "README.md").read_text()
+    output, card = capsys.readouterr().out, (tmp_path / "out" / "README.md").read_text(encoding="utf-8")
     name = EQUAL if head != "Model" else f"{CENTERED} | {NEIGHBOR}"
     (first,) = [line for line in output.splitlines() if line.startswith("| 6 |")]
     for text in (output, card):
@@ -161,5 +161,5 @@ def test_report_and_card(head, tmp_path, capsys):
     assert luna_mega_cli.main([*argv, "--output", str(tmp_path / "json"), "--json"]) == 0
     rows = json.loads(capsys.readouterr().out)["conversion"]["agreement"]["rows"]
     assert [row["length"] for row in rows] == [6, 12, 32, 48]
-    tokenizer = json.loads((tmp_path / "out" / "tokenizer.json").read_text())
+    tokenizer = json.loads((tmp_path / "out" / "tokenizer.json").read_text(encoding="utf-8"))
     assert tokenizer["truncation"] is None and tokenizer["padding"] is None

@@ -38,7 +38,7 @@ def swap(loaded):
 
 
 def drop_module(folder):
-    modules = json.loads((folder / "modules.json").read_text())
+    modules = json.loads((folder / "modules.json").read_text(encoding="utf-8"))
     write(folder / "modules.json", modules[:-1])
 
 

@@ -65,7 +65,7 @@ def convert(kind: str, length: int, tmp_path: Path, capsys) -> tuple[Path, int]:
 
 def longest_of_the_model(folder: Path) -> int:
     """Return the maximum length, from 8 to 101, for which the model raises no error."""
-    name = json.loads((folder / "config.json").read_text())["architectures"][0]
+    name = json.loads((folder / "config.json").read_text(encoding="utf-8"))["architectures"][0]
     model = (getattr(transformers, name, None) or getattr(luna_mega, name)).from_pretrained(folder)
 
     @torch.no_grad()
@@ -82,7 +82,7 @@ def longest_of_the_model(folder: Path) -> int:
 
 def read_by_pipeline(folder: Path) -> int:
     """Return the number of tokens that the head's pipeline passes to the model."""
-    head = json.loads((folder / "config.json").read_text())["architectures"][0]
+    head = json.loads((folder / "config.json").read_text(encoding="utf-8"))["architectures"][0]
     task, options = {
         "LunaForSequenceClassification": ("text-classification", {"truncation": True}),
         "LunaForTokenClassification": ("token-classification", {}),
@@ -100,7 +100,7 @@ def read_by_vllm(folder: Path) -> int:
     """Return the smallest limit among the fields that vLLM reads from the configurations of a folder."""
     names = ("max_position_embeddings", "n_positions", "max_seq_len", "model_max_length", "max_seq_length")
     files = [folder / name for name in ("config.json", "sentence_bert_config.json", "tokenizer_config.json")]
-    contents = [json.loads(file.read_text()) for file in files if file.exists()]
+    contents = [json.loads(file.read_text(encoding="utf-8")) for file in files if file.exists()]
     return min(content[name] for content in contents for name in names if name in content)
 
 
@@ -109,7 +109,7 @@ def read_by_tokenizers(folder: Path) -> int:
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     assert tokenizer.truncation is None and tokenizer.padding is None
     assert len(tokenizer.encode(TEXT).ids) == 102 and len(tokenizer.encode("w1").ids) == 3
-    config = json.loads((folder / "tokenizer_config.json").read_text())
+    config = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
     return config.get("max_length") or config["model_max_length"]
 
 
@@ -145,7 +145,7 @@ def test_saved_again(kind, tmp_path, capsys):
 def test_limits_of_the_modules(tmp_path, capsys):
     """A shorter limit for queries is copied; the other limits of the teacher are not."""
     folder, _ = convert("sentence-transformers", 48, tmp_path, capsys)
-    settings = json.loads((folder / "sentence_bert_config.json").read_text())
+    settings = json.loads((folder / "sentence_bert_config.json").read_text(encoding="utf-8"))
     assert settings == {"max_seq_length": 48, "query_length": 8, "processing_kwargs": {"text": {"padding": True}}}
 
 

@@ -44,7 +44,7 @@ def write_pickles(model, folder, how):
     if how == "shards":
         names = [f"pytorch_model-0000{index}-of-00002.bin" for index in (1, 2)]
         places = {key: names[index % 2] for index, key in enumerate(tensors)}
-        (folder / f"{PICKLE}.index.json").write_text(json.dumps({"weight_map": places}))
+        (folder / f"{PICKLE}.index.json").write_text(json.dumps({"weight_map": places}), encoding="utf-8")
         for name in names:
             torch.save({key: tensors[key] for key, place in places.items() if place == name}, folder / name)
         return
@@ -159,7 +159,7 @@ def test_missing_weights(folder):
 
 def test_other_files(folder, tmp_path):
     check(folder, "trust_remote_code", trust_remote_code=True)
-    (folder / "adapter_config.json").write_text("{}")
+    (folder / "adapter_config.json").write_text("{}", encoding="utf-8")
     check(folder, "merge_and_unload")
     (tmp_path / "model-Q4.gguf").write_bytes(b"GGUF")
     for name in (tmp_path, tmp_path / "model-Q4.gguf"):

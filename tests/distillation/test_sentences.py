@@ -37,12 +37,12 @@ def sentence_teacher(saved, tmp_path):
 
 def test_command(sentence_teacher, tmp_path, capsys):
     texts, output = tmp_path / "texts.txt", tmp_path / "out"
-    texts.write_text("a b\u2028c d\n\ne f g\nh i j a b\n")  # only line feeds end a text
+    texts.write_text("a b\u2028c d\n\ne f g\nh i j a b\n", encoding="utf-8")  # only line feeds end a text
     argv = ["distill", str(sentence_teacher), "--output", str(output), "--projection-length", "9", "--max-length", "64"]
     assert luna_mega_cli.main([*argv, "--texts", str(texts)]) == 0
     out = capsys.readouterr().out
     assert "equals the teacher for texts of up to 9 tokens, reads 64" in out and "salience: fitted on 18 tokens" in out
-    assert "```python\nimport luna_mega" in (output / "README.md").read_text()
+    assert "```python\nimport luna_mega" in (output / "README.md").read_text(encoding="utf-8")
     model, tokenizer = AutoModel.from_pretrained(output), AutoTokenizer.from_pretrained(output)
     assert tokenizer.model_max_length == 64 and model.config.projection_length == 9
     batch = tokenizer(["a b c d", "e f"], return_tensors="pt", padding=True)
@@ -51,7 +51,7 @@ def test_command(sentence_teacher, tmp_path, capsys):
         got = model(**batch).last_hidden_state
     kept = batch["attention_mask"].bool()
     torch.testing.assert_close(got[kept], reference[kept], rtol=0, atol=1e-5)
-    assert json.loads((output / "sentence_bert_config.json").read_text()) == {
+    assert json.loads((output / "sentence_bert_config.json").read_text(encoding="utf-8")) == {
         "max_seq_length": 64,
         "do_lower_case": True,
     }
@@ -86,7 +86,7 @@ def test_cross_encoder(teacher, tmp_path):
     write(teacher / "config_sentence_transformers.json", {"model_type": "CrossEncoder"})
     report = convert_teacher(str(teacher), tmp_path / "out", projection_length=16, max_length=32)
     assert report.model_class == "LunaForSequenceClassification" and report.sentence_transformers
-    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    config = json.loads((tmp_path / "out" / "config.json").read_text(encoding="utf-8"))
     assert config["sentence_transformers"] == model.config.sentence_transformers
     assert not read_modules(str(tmp_path / "out")).embeds
 
@@ -128,7 +128,7 @@ def test_settings(file, fields, named, sentence_teacher, tmp_path, capsys):
 
 def test_damaged_modules(sentence_teacher):
     file = sentence_teacher / "modules.json"
-    entries = json.loads(file.read_text())
+    entries = json.loads(file.read_text(encoding="utf-8"))
     changes = [json.dumps(content).encode() for content in MODULES.values()]
     changes += [json.dumps([*entries, {"path": path, "type": "Dense"}]).encode() for path in OUTSIDE]
     for content in changes + [content for content in NOT_OBJECTS.values() if content != b"[1]"]:
@@ -138,12 +138,12 @@ def test_damaged_modules(sentence_teacher):
 
 @pytest.mark.parametrize("license", ["[" * 1000, "[mit, other]", "{a: 1}", "5"])
 def test_the_license_of_a_damaged_card_is_unknown(license, tmp_path):
-    (tmp_path / "README.md").write_text(f"---\nlicense: {license}\n---\n")
+    (tmp_path / "README.md").write_text(f"---\nlicense: {license}\n---\n", encoding="utf-8")
     assert license_of(str(tmp_path)) is None
 
 
 def test_texts(teacher, tmp_path, capsys):
-    (tmp_path / "empty.txt").write_text("\n")
+    (tmp_path / "empty.txt").write_text("\n", encoding="utf-8")
     (tmp_path / "latin.txt").write_bytes("caf\xe9".encode("latin-1"))
     cases = {"none.txt": "no such file", "teacher": "a folder", "empty.txt": "no text", "latin.txt": "UTF-8"}
     for texts, named in cases.items():
@@ -178,7 +178,7 @@ def test_misspelled_names(tmp_path, capsys, monkeypatch):
 
 def test_progress(teacher, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("luna_mega.distillation.windows._SECONDS", -1)
-    (tmp_path / "texts.txt").write_text("a b c d e f g h i j\n" * 1000)
+    (tmp_path / "texts.txt").write_text("a b c d e f g h i j\n" * 1000, encoding="utf-8")
     argv = ["distill", str(teacher), "--texts", str(tmp_path / "texts.txt"), "--projection-length", "8", "--output"]
     assert luna_mega_cli.main([*argv, str(tmp_path / "out")]) == 0
     lines = iter(capsys.readouterr().err.splitlines())

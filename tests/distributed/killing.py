@@ -26,7 +26,7 @@ MODEL = (
 def write_corpus(folder: Path) -> Path:
     """Write lines of consecutive numbers and return their folder."""
     folder.mkdir(parents=True)
-    (folder / "train.txt").write_text("\n".join(texts(200, seed=0)) + "\n")
+    (folder / "train.txt").write_text("\n".join(texts(200, seed=0)) + "\n", encoding="utf-8")
     return folder
 
 
@@ -63,7 +63,11 @@ def finish(ranks: Ranks, processes: int, corpus: Path, output: Path, *options: s
     """Run or resume to the end; return the losses of all steps."""
     for found in ranks(processes, call, "run_mlm", arguments(processes, corpus, output, *options)):
         assert "error" not in found, found
-    rows = [row for row in json.loads((output / "trainer_state.json").read_text())["log_history"] if "loss" in row]
+    rows = [
+        row
+        for row in json.loads((output / "trainer_state.json").read_text(encoding="utf-8"))["log_history"]
+        if "loss" in row
+    ]
     assert [row["step"] for row in rows] == list(range(1, STEPS + 1)), "steps are missing or doubled"
     return [row["loss"] for row in rows]
 

@@ -51,7 +51,7 @@ def scores(results: dict, *prefixes: str) -> dict:
 
 
 def read_losses(output: Path) -> list[float]:
-    history = json.loads((output / "trainer_state.json").read_text())["log_history"]
+    history = json.loads((output / "trainer_state.json").read_text(encoding="utf-8"))["log_history"]
     return [entry["loss"] for entry in history if "loss" in entry]
 
 
@@ -123,7 +123,7 @@ def test_two_processes_equal_one(name, ranks, tmp_path):
         found = ranks(processes, call, name, [*QUIET, *paths, *steps, *batches, *options])
         assert "error" not in found[0], found
         summaries[processes] = found[0]
-        saved = json.loads((output / "all_results.json").read_text())
+        saved = json.loads((output / "all_results.json").read_text(encoding="utf-8"))
         assert saved == found[0]
         other = scores(found[-1], "eval_", "test_")
         assert other.items() <= saved.items()
@@ -133,7 +133,7 @@ def test_two_processes_equal_one(name, ranks, tmp_path):
     files = [sorted(path.name for path in output.iterdir()) for output in outputs.values()]
     assert files[0] == files[1]
     if name in WRITTEN:
-        one, two = ((output / WRITTEN[name]).read_text() for output in outputs.values())
+        one, two = ((output / WRITTEN[name]).read_text(encoding="utf-8") for output in outputs.values())
         assert one == two
 
 
@@ -154,7 +154,7 @@ def test_a_run_resumes_on_another_number_of_processes(ranks, tmp_path):
     run(2, "two")
     for start, processes in (("two", 2), ("two", 1), ("complete", 2)):
         checkpoint = tmp_path / start / "checkpoint-4"
-        assert int(json.loads((checkpoint / "trainer_state.json").read_text())["epoch"]) == 1
+        assert int(json.loads((checkpoint / "trainer_state.json").read_text(encoding="utf-8"))["epoch"]) == 1
         output = f"{start}-{processes}"
         run(processes, output, "--resume_from_checkpoint", str(checkpoint))
         assert read_losses(tmp_path / output) == pytest.approx(read_losses(tmp_path / "complete"), rel=1e-6)

@@ -237,7 +237,7 @@ def test_saved_folder_equals_one_process(ranks, tmp_path, name):
     assert [file.name for file in sorted((tmp_path / "before").iterdir())] == [
         file.name for file in sorted((tmp_path / "after").iterdir())
     ]
-    before, after = ((tmp_path / folder / "config.json").read_text() for folder in ("before", "after"))
+    before, after = ((tmp_path / folder / "config.json").read_text(encoding="utf-8") for folder in ("before", "after"))
     assert before == after
 
 

@@ -53,14 +53,16 @@ def commands(blocks: list[Block], folder: Path, python: str) -> list[list[str]]:
     if not stubs.exists():
         stubs.mkdir()
         for name in PROGRAMS:
-            stubs.joinpath(name).write_text(STUB)
+            stubs.joinpath(name).write_text(STUB, encoding="utf-8")
             stubs.joinpath(name).chmod(0o755)
     environment = {"PATH": f"{stubs}:/usr/bin:/bin", "RECORD": str(record), "PYTHON": python}
     code = "".join(f": > .record\n(\n{block.code}\n)\ntest -s .record; cat .record >> .all\n" for block in blocks)
     code = f": > .all\n{code}"
-    done = subprocess.run(["bash", "-e"], cwd=folder, input=code, env=environment, capture_output=True, text=True)
+    done = subprocess.run(
+        ["bash", "-e"], cwd=folder, input=code, env=environment, capture_output=True, encoding="utf-8"
+    )
     assert done.returncode == 0, f"{blocks[0].page}: {done.stderr or 'a block calls no program'}"
-    return [call.split("\0")[:-1] for call in (folder / ".all").read_text().split("\n")[:-1]]
+    return [call.split("\0")[:-1] for call in (folder / ".all").read_text(encoding="utf-8").split("\n")[:-1]]
 
 
 def read(page: str) -> list[Block]:

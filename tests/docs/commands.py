@@ -78,7 +78,7 @@ def check_luna_mega(words: list[str]) -> None:
 
 
 def check_make(words: list[str]) -> None:
-    targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
     named = [word for word in words if "=" not in word]
     assert named and set(named) <= set(targets), words
 

@@ -45,7 +45,7 @@ def luna(folder, input_ids=None, **inputs):
 
 def unknown_type(folder):
     (folder / "other").mkdir(exist_ok=True)
-    (folder / "other" / "config.json").write_text('{"model_type": "lunar"}')
+    (folder / "other" / "config.json").write_text('{"model_type": "lunar"}', encoding="utf-8")
     try:
         AutoConfig.from_pretrained(folder / "other")
     except ValueError as error:

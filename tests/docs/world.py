@@ -87,19 +87,19 @@ def make_data(folder: Path) -> None:
         pd.DataFrame({"text": lines}).to_parquet(words / "wikitext-2-v1" / f"{split}-00000-of-00001.parquet")
     card = "---\nconfigs:\n- config_name: wikitext-2-v1\n  data_files:\n"
     card += "".join(f"  - split: {split}\n    path: wikitext-2-v1/{split}-*\n" for split in ("train", "validation"))
-    (words / "README.md").write_text(f"{card}---\n")
+    (words / "README.md").write_text(f"{card}---\n", encoding="utf-8")
 
 
 def make_files(folder: Path) -> None:
     """Copy the recipes, one of them reduced in size, and create the download of a checkpoint."""
     shutil.copytree(ROOT / "examples" / "recipes", folder / "examples" / "recipes")
     recipe = folder / "examples" / "recipes" / "clm" / "wikitext2_words_mega_adaptive.yaml"
-    text = recipe.read_text()
+    text = recipe.read_text(encoding="utf-8")
     for long, short in TINY_RECIPE.items():
         assert long in text, long
         text = text.replace(long, short)
-    recipe.write_text(text)
-    (folder / "FILE").write_text("do_train: true\n")
+    recipe.write_text(text, encoding="utf-8")
+    (folder / "FILE").write_text("do_train: true\n", encoding="utf-8")
     torch.save(mega.mega("mega_sc_raw_base", values=True), folder / "checkpoint_best.pt")
     with zipfile.ZipFile(folder / "mega.sc.zip", "w") as archive:
         archive.write(folder / "checkpoint_best.pt", "mega.sc/base/checkpoint_best.pt")

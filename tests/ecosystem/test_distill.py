@@ -144,9 +144,9 @@ def damage(modules, folder):
 @pytest.mark.parametrize("teacher", ["mean"], indirect=True)
 def test_other_modules_are_errors(teacher, tmp_path):
     file = teacher / "modules.json"
-    text = file.read_text()
+    text = file.read_text(encoding="utf-8")
     for kind, name in (("sentence_transformers.models.WordWeights", "WordWeights"), ("my_code.Pool", "my_code.Pool")):
-        file.write_text(text.replace("sentence_transformers.base.modules.normalize.Normalize", kind))
+        file.write_text(text.replace("sentence_transformers.base.modules.normalize.Normalize", kind), encoding="utf-8")
         with pytest.raises(ConversionError, match=f"the module '{name}' in modules.json is not supported"):
             convert_teacher(str(teacher), tmp_path / "out")
     with pytest.raises(ValueError, match="must be a model of transformers, got a SentenceTransformer; pass its folder"):

@@ -85,11 +85,11 @@ def tasks(tmp_path_factory):
     """Write a local task of each kind and return their folder."""
     folder = tmp_path_factory.mktemp("tasks")
     data = folder / "rows.jsonl"
-    data.write_text("\n".join(map(json.dumps, ROWS)))
+    data.write_text("\n".join(map(json.dumps, ROWS)), encoding="utf-8")
     source = {"data_files": {"test": str(data)}, "cache_dir": str(folder / "cache")}
     for name, text in TASKS.items():
         head = f"task: {name}\ndataset_path: json\ndataset_kwargs: {json.dumps(source)}\ntest_split: test\n"
-        (folder / f"{name}.yaml").write_text(head + text + "\n")
+        (folder / f"{name}.yaml").write_text(head + text + "\n", encoding="utf-8")
     return folder
 
 

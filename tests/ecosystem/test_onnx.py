@@ -125,7 +125,7 @@ def test_decoders(name, tmp_path):
     report = onnx.export_onnx(saved(tmp_path / "model", model), tmp_path / "out")
     parts = {"prefill", "decode"} | ({"encoder"} if model.config.is_encoder_decoder else set())
     assert set(report.programs) == parts and 0 < report.difference <= 1e-5
-    assert set(json.loads((tmp_path / "out" / "export.json").read_text())["components"]) == parts
+    assert set(json.loads((tmp_path / "out" / "export.json").read_text(encoding="utf-8"))["components"]) == parts
 
 
 @pytest.mark.parametrize("name", ["mega chunks", "megalodon"])

@@ -137,7 +137,7 @@ def test_folder_of_v4_encodes(tokenizer, tmp_path):
         "1_Pooling/config.json": pooling,
     }
     for name, content in files.items():
-        (folder / name).write_text(json.dumps(content))
+        (folder / name).write_text(json.dumps(content), encoding="utf-8")
     model = SentenceTransformer(str(folder), device="cpu")
     assert model.max_seq_length == 128
     with torch.no_grad():
@@ -174,7 +174,7 @@ def test_bundles_do_not_require_the_package(tokenizer, tmp_path):
     ]
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     environment["HF_HOME"] = str(tmp_path / "home")
-    run = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=tmp_path)
+    run = subprocess.run(command, capture_output=True, encoding="utf-8", env=environment, cwd=tmp_path)
     assert run.returncode == 0, run.stderr
     for line, embeddings in zip(run.stdout.splitlines(), expected, strict=True):
         torch.testing.assert_close(torch.tensor(json.loads(line)), embeddings, atol=1e-6, rtol=0)

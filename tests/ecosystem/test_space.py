@@ -91,7 +91,7 @@ runpy.run_path("app.py", run_name="__main__")
 """
     environment = os.environ | {"MODEL": str(tmp_path / "bundle"), "HF_MODULES_CACHE": str(tmp_path / "modules")}
     command, space = [sys.executable, "-c", code], repo_root / "examples" / "space"
-    done = subprocess.run(command, cwd=space, env=environment, capture_output=True, text=True)
+    done = subprocess.run(command, cwd=space, env=environment, capture_output=True, encoding="utf-8")
     assert "title: MegaForMaskedLM" in done.stdout, done.stderr
 
 

@@ -55,7 +55,7 @@ def test_trains_and_is_evaluated(model, run, data, tmp_path):
     summary = run(*given, *options, "--per_device_train_batch_size", 4)
     assert 0.1 < summary["eval_sts_spearman_cosine"] <= 1 and summary["train_samples_per_second"] > 0
     assert summary["train_samples"] < 64
-    card = (tmp_path / "out" / "README.md").read_text()
+    card = (tmp_path / "out" / "README.md").read_text(encoding="utf-8")
     assert ModelCard(card).data.library_name == "sentence-transformers"
     assert "/tmp" not in card.replace(str(tmp_path), "")
 
@@ -79,7 +79,12 @@ def test_resumed_run_ends_with_the_same_weights(run, data, tmp_path):
         model = sentence_transformers.SentenceTransformer(str(tmp_path / name), device="cpu")
         weights.append(model.state_dict())
     torch.testing.assert_close(*weights)
-    assert json.loads((tmp_path / "complete" / "checkpoint-4" / "trainer_state.json").read_text())["global_step"] == 4
+    assert (
+        json.loads((tmp_path / "complete" / "checkpoint-4" / "trainer_state.json").read_text(encoding="utf-8"))[
+            "global_step"
+        ]
+        == 4
+    )
 
 
 EXACT = "dropout=0.0,attention_dropout=0.0"
@@ -120,7 +125,7 @@ def mean_cosine(output, teacher, texts) -> float:
     """Return the mean cosine of the validation texts, one at a time, with the mean of the teacher's windows."""
     ours, theirs = (sentence_transformers.SentenceTransformer(str(name), device="cpu") for name in (output, teacher))
     values, window = [], 20
-    for line in (texts / "validation.jsonl").read_text().splitlines():
+    for line in (texts / "validation.jsonl").read_text(encoding="utf-8").splitlines():
         ids = ours.tokenizer(json.loads(line)["text"], truncation=True, max_length=30, return_tensors="pt")["input_ids"]
         parts = [torch.cat([ids[:, :1], part, ids[:, -1:]], 1) for part in ids[:, 1:-1].split(window - 2, dim=1)]
         vectors = []
@@ -149,7 +154,7 @@ def test_distillation(run, student, texts, tmp_path):
     model = sentence_transformers.SentenceTransformer(str(output), device="cpu")
     assert [type(module).__name__ for module in model] == ["Transformer", "Pooling", "Normalize"]
     assert model.max_seq_length == 30
-    assert "/tmp" not in (output / "README.md").read_text().replace(str(tmp_path), "")
+    assert "/tmp" not in (output / "README.md").read_text(encoding="utf-8").replace(str(tmp_path), "")
 
 
 ERRORS = {

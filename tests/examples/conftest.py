@@ -42,7 +42,7 @@ def call(script) -> Callable[..., dict]:
         metrics = module.main([*QUIET, *map(str, arguments)])
         # the last occurrence of the option
         output = Path(arguments[len(arguments) - arguments[::-1].index("--output_dir")])
-        assert metrics.items() <= json.loads((output / "all_results.json").read_text()).items()
+        assert metrics.items() <= json.loads((output / "all_results.json").read_text(encoding="utf-8")).items()
         return metrics
 
     return main

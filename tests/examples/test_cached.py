@@ -25,7 +25,7 @@ def no_network(offline, monkeypatch, tmp_path):
     """Let connections fail, with the pauses of the libraries, and fill the caches with a model and a dataset."""
     cache = tmp_path / "hub" / "models--tester--cached"
     (cache / "refs").mkdir(parents=True)
-    (cache / "refs" / "main").write_text(COMMIT)
+    (cache / "refs" / "main").write_text(COMMIT, encoding="utf-8")
     tokenizer = train_joint_bpe(["abcdefgh"], 300, 8)
     tokenizer.save_pretrained(cache / "snapshots" / COMMIT)
     sizes = {"hidden_size": 16, "num_hidden_layers": 1, "shared_representation_size": 8}

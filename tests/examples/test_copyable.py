@@ -84,7 +84,9 @@ def test_a_copied_script_trains(path, copied, tmp_path):
     options = [*OPTIONS[path.stem](tmp_path / "data"), "--output_dir", "out", "--max_steps", 2]
     options += [*QUIET, "--do_train", "--do_eval", "--save_strategy", "no"]
     results = copied(path).main([str(option) for option in options])
-    assert json.loads(Path("out", "all_results.json").read_text()) == results and steps(Path("out")) == 2
+    assert (
+        json.loads(Path("out", "all_results.json").read_text(encoding="utf-8")) == results and steps(Path("out")) == 2
+    )
     assert Path("out", "model.safetensors").is_file()
     assert results["train_loss"] > 0 and results["eval_loss"] > 0 and results["train_runtime"] > 0
     assert Path("out", "README.md").is_file() and Path("out", "training.png").stat().st_size > 10_000
@@ -96,6 +98,6 @@ def test_a_script_that_runs_can_be_hashed(path, tmp_path):
     """Datasets hashes functions with all that they refer to; classes of `__main__` are pickled, not imported."""
     options = [*OPTIONS[path.stem](tmp_path / "data"), "--output_dir", tmp_path / "out", "--max_steps", 1]
     command = [sys.executable, path, *options, *QUIET, "--do_train", "--save_strategy", "no"]
-    result = subprocess.run([str(part) for part in command], capture_output=True, text=True, check=True)
+    result = subprocess.run([str(part) for part in command], capture_output=True, encoding="utf-8", check=True)
     # dill also warns about `safe_open`, but only if the package is imported from a checkout.
     assert "<class '__main__." not in result.stderr

@@ -60,9 +60,9 @@ def test_checkpoints_are_finite(call, sentences, tmp_path):
 
 
 def test_a_recipe_that_is_its_own_base(call, sentences, tmp_path):
-    (tmp_path / "a.yaml").write_text("recipe: b.yaml\n")
-    (tmp_path / "b.yaml").write_text("recipe: a.yaml\n")
-    (tmp_path / "c.yaml").write_text("recipe: c.yaml\n")
+    (tmp_path / "a.yaml").write_text("recipe: b.yaml\n", encoding="utf-8")
+    (tmp_path / "b.yaml").write_text("recipe: a.yaml\n", encoding="utf-8")
+    (tmp_path / "c.yaml").write_text("recipe: c.yaml\n", encoding="utf-8")
     for name in ("a", "c"):
         options = ["--recipe", tmp_path / f"{name}.yaml"]
         assert_error(call, f"recipe .*{name}.yaml is its own base", "run_glue", *glue(sentences, "out", *options))
@@ -70,9 +70,9 @@ def test_a_recipe_that_is_its_own_base(call, sentences, tmp_path):
 
 def test_a_recipe_is_read_twice_by_two_recipes(script, tmp_path):
     """A recipe that two recipes include is not a cycle."""
-    (tmp_path / "base.yaml").write_text("seed: 5\n")
-    (tmp_path / "middle.yaml").write_text("recipe: base.yaml\n")
-    (tmp_path / "top.yaml").write_text("recipe: middle.yaml\nmax_steps: 3\n")
+    (tmp_path / "base.yaml").write_text("seed: 5\n", encoding="utf-8")
+    (tmp_path / "middle.yaml").write_text("recipe: base.yaml\n", encoding="utf-8")
+    (tmp_path / "top.yaml").write_text("recipe: middle.yaml\nmax_steps: 3\n", encoding="utf-8")
     read = read_recipe
     assert read(str(tmp_path / "top.yaml"), {"seed", "max_steps"}) == {"seed": 5, "max_steps": 3}
 
@@ -90,7 +90,7 @@ def mlm(data, output):
 def test_files_without_text(call, tmp_path, kind, content):
     (tmp_path / "empty").mkdir()
     for split in ("train", "validation"):
-        (tmp_path / "empty" / f"{split}.{kind}").write_text(content)
+        (tmp_path / "empty" / f"{split}.{kind}").write_text(content, encoding="utf-8")
     options = mlm(tmp_path / "empty", tmp_path / "out")
     assert_error(call, "split (train|validation)|cannot load|is empty", "run_mlm", *options)
 

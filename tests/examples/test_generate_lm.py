@@ -23,7 +23,7 @@ def generate(script, tmp_path):
         MegaForCausalLM(config).save_pretrained(tmp_path / "model")
         paths = ["--model_name_or_path", tmp_path / "model", "--output_dir", tmp_path / "text"]
         reports = script("generate_lm").main([*map(str, [*paths, "--prompt", "ab", "--device", "cpu", *options])])
-        return reports, (tmp_path / "text" / "text.txt").read_text()
+        return reports, (tmp_path / "text" / "text.txt").read_text(encoding="utf-8")
 
     return run
 
@@ -35,7 +35,7 @@ def generate(script, tmp_path):
 )
 def test_constant_memory(generate, tmp_path, sampling, capsys):
     rows, text = generate("--max_new_tokens", "200", "--report_every", "20", *sampling, **CHUNKS)
-    assert json.loads((tmp_path / "text" / "speed.json").read_text()) == rows
+    assert json.loads((tmp_path / "text" / "speed.json").read_text(encoding="utf-8")) == rows
     assert [row["tokens"] for row in rows] == list(range(20, 201, 20))
     assert len({row["cache_bytes"] for row in rows}) == 1 and rows[0]["cache_bytes"] > 0
     assert all(row["tokens_per_second"] > 0 for row in rows)

@@ -162,7 +162,7 @@ def test_glue_with_the_labels_of_a_cross_encoder(call, mnli, tmp_path):
     names = [name for name in scores[0] if name.endswith(("accuracy", "_loss"))]
     assert "eval_matched_accuracy" in names and "eval_mismatched_loss" in names
     assert [scores[0][name] for name in names] == pytest.approx([scores[1][name] for name in names], rel=1e-4)
-    first, second = ((output / "MNLI-m.tsv").read_text() for output in outputs)
+    first, second = ((output / "MNLI-m.tsv").read_text(encoding="utf-8") for output in outputs)
     assert first == second and len({line.split("\t")[1] for line in first.splitlines()[1:]}) > 1
     assert list(AutoConfig.from_pretrained(outputs[1]).id2label.values()) == NLI
 

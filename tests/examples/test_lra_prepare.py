@@ -105,7 +105,7 @@ def test_released_listops(prepare, script, tmp_path):
     source.mkdir()
     line = "( ( ( ( [MAX 2 ) ( ( ( [MIN 4 ) 7 ) ] ) ) 0 ) ] )\t4"
     for name in ("train", "val", "test"):
-        (source / f"basic_{name}.tsv").write_text(f"Source\tTarget\n{line}\n")
+        (source / f"basic_{name}.tsv").write_text(f"Source\tTarget\n{line}\n", encoding="utf-8")
     prepare("listops", "--source", source, "--output", output)
     (row,) = load_dataset(str(output))["test"]
     assert row == {"source": "[MAX 2 [MIN 4 7 ] 0 ]", "label": 4}
@@ -113,7 +113,7 @@ def test_released_listops(prepare, script, tmp_path):
         (("] ", ""), "line 2: .* lost its brackets"),
         (("\t4", "\t5"), "evaluates to 4, but Target is 5"),
     ]:
-        (source / "basic_val.tsv").write_text(f"Source\tTarget\n{line.replace(*harm)}\n")
+        (source / "basic_val.tsv").write_text(f"Source\tTarget\n{line.replace(*harm)}\n", encoding="utf-8")
         with pytest.raises(SystemExit, match=message):
             prepare("listops", "--source", source, "--output", tmp_path / harm[0].strip())
     (source / "basic_val.tsv").unlink()
@@ -126,7 +126,7 @@ def test_released_pathfinder(prepare, tmp_path, capsys):
     (source / "metadata").mkdir(parents=True)
     (source / "imgs" / "0").mkdir(parents=True)
     lines = [f"imgs/0 sample_{index}.png {index} {index % 2} 1.0 14" for index in range(20)]
-    (source / "metadata" / "0.npy").write_text("\n".join(lines))
+    (source / "metadata" / "0.npy").write_text("\n".join(lines), encoding="utf-8")
     for index in range(20):
         Image.fromarray(np.full((32, 32), index, np.uint8)).save(source / "imgs" / "0" / f"sample_{index}.png")
     (source / "imgs" / "0" / "sample_3.png").write_bytes(b"")
@@ -136,7 +136,7 @@ def test_released_pathfinder(prepare, tmp_path, capsys):
     assert len(rows) == 19 and all(np.asarray(row["image"])[0, 0] % 2 == row["label"] for row in rows)
     with pytest.raises(SystemExit, match="has 32 x 32 pixels, not 128 x 128"):
         prepare("pathx", "--source", source, "--output", tmp_path / "large")
-    (source / "metadata" / "0.npy").write_text(lines[0].replace(" 0 0 ", " 0 2 "))
+    (source / "metadata" / "0.npy").write_text(lines[0].replace(" 0 0 ", " 0 2 "), encoding="utf-8")
     with pytest.raises(SystemExit, match="the label is '2', not 0 or 1"):
         prepare("pathfinder", "--source", source, "--output", tmp_path / "label")
 
@@ -170,11 +170,11 @@ def test_retrieval(prepare, tmp_path):
     source = tmp_path / "tsv_data"
     source.mkdir()
     for name in ("train", "eval", "test"):
-        (source / f"new_aan_pairs.{name}.tsv").write_text('1.0\tA1\tB1\ta "quoted" text\tanother\n')
+        (source / f"new_aan_pairs.{name}.tsv").write_text('1.0\tA1\tB1\ta "quoted" text\tanother\n', encoding="utf-8")
     prepare("retrieval", "--source", source, "--output", tmp_path / "out")
     (row,) = load_dataset(str(tmp_path / "out"))["validation"]
     assert row == {"text1": 'a "quoted" text', "text2": "another", "label": 1}
-    (source / "new_aan_pairs.test.tsv").write_text("2.0\tA1\tB1\ta\tb\n")
+    (source / "new_aan_pairs.test.tsv").write_text("2.0\tA1\tB1\ta\tb\n", encoding="utf-8")
     with pytest.raises(SystemExit, match="new_aan_pairs.test.tsv, line 1: two texts and the label 0 or 1 are needed"):
         prepare("retrieval", "--source", source, "--output", tmp_path / "label")
 
@@ -187,8 +187,8 @@ def test_speech(prepare, tmp_path):
             with wave.open(str(source / word / f"{index}.wav"), "wb") as clip:
                 clip.setparams((1, 2, 16_000, 0, "NONE", None))
                 clip.writeframes(np.arange(index + 1, dtype="<i2").tobytes())
-    (source / "validation_list.txt").write_text("yes/1.wav\nno/1.wav\n")
-    (source / "testing_list.txt").write_text("yes/2.wav\nno/2.wav\n")
+    (source / "validation_list.txt").write_text("yes/1.wav\nno/1.wav\n", encoding="utf-8")
+    (source / "testing_list.txt").write_text("yes/2.wav\nno/2.wav\n", encoding="utf-8")
     options = ["speech", "--source", source, "--words", "yes", "no"]
     prepare(*options, "--output", tmp_path / "out")
     rows = load_dataset(str(tmp_path / "out"))["test"]
@@ -258,6 +258,6 @@ def test_invalid_options(prepare, tmp_path, arguments, message):
 
 
 def test_another_folder(prepare, tmp_path):
-    (tmp_path / "notes.txt").write_text("")
+    (tmp_path / "notes.txt").write_text("", encoding="utf-8")
     with pytest.raises(SystemExit, match="contains other files; choose another --output"):
         prepare("listops", "--output", tmp_path, *ROWS, *SHORT)

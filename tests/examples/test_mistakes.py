@@ -70,7 +70,7 @@ def test_files_instead_of_folders_of_data(script, tmp_path, name, option):
 
 
 def test_base_of_a_recipe(script, options, tmp_path):
-    (tmp_path / "a.yaml").write_text("recipe: b.yaml\n")
+    (tmp_path / "a.yaml").write_text("recipe: b.yaml\n", encoding="utf-8")
     message = f"--recipe {tmp_path}/b.yaml: no such file"
     assert_error(parse, message, script, "run_glue", *options, "--recipe", tmp_path / "a.yaml")
 
@@ -162,7 +162,7 @@ TABLES = {
 @pytest.mark.parametrize("name", ["run_glue", "run_text_classification", "run_audio", "run_image_classification"])
 def test_incomplete_tables(script, options, tmp_path, name, case):
     content, message = TABLES[case]
-    (tmp_path / "data" / "train.csv").write_text(content)
+    (tmp_path / "data" / "train.csv").write_text(content, encoding="utf-8")
     assert_error(load, message, script, name, options)
 
 
@@ -171,7 +171,7 @@ def test_incomplete_tables(script, options, tmp_path, name, case):
 def test_streams_without_text(script, tmp_path, name, kind):
     (tmp_path / "data").mkdir()
     content = "\n \n\n" * 20 if kind == "txt" else '{"text": " "}\n' * 20
-    (tmp_path / "data" / f"train.{kind}").write_text(content)
+    (tmp_path / "data" / f"train.{kind}").write_text(content, encoding="utf-8")
     options = ["--do_train", "--streaming", "true", "--max_steps", 2, "--dataset_path", tmp_path / "data"]
     options += [
         "--output_dir",

@@ -22,7 +22,7 @@ def run(call, tmp_path):
         output = ["--do_train", "--do_eval", "--max_steps", 2, "--output_dir", tmp_path / "out"]
         summary = call(name, "--dataset_path", tmp_path / "data", *model, *output, *arguments)
         assert steps(tmp_path / "out") == 2
-        return summary, (tmp_path / "out" / "README.md").read_text()
+        return summary, (tmp_path / "out" / "README.md").read_text(encoding="utf-8")
 
     return main
 
@@ -83,7 +83,7 @@ def test_bart_translates(run, tmp_path):
     summary, card = run("run_translation", "bart", BART, *lengths)
     model = AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "out")
     assert type(model).__name__ == "BartForConditionalGeneration" and summary["eval_bleu"] >= 0
-    translations = (tmp_path / "out" / "translations.validation.de").read_text().splitlines()
+    translations = (tmp_path / "out" / "translations.validation.de").read_text(encoding="utf-8").splitlines()
     assert model.config.decoder_start_token_id == 2 and len(translations) == 24
     assert_card(card, summary)
 

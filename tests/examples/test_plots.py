@@ -10,7 +10,7 @@ from luna_mega.training.plots import plot_losses
 def test_names_are_not_formulas(tmp_path):
     pytest.importorskip("matplotlib")
     history = [{"step": 3, "train_loss": 2.0}, {"step": 3, "eval_loss": 1.0, "eval_bleu": 5.0}]
-    (tmp_path / "trainer_state.json").write_text(json.dumps({"log_history": history}))
+    (tmp_path / "trainer_state.json").write_text(json.dumps({"log_history": history}), encoding="utf-8")
     plot_losses({"$x_{": tmp_path}, tmp_path / "plot.png")
     assert (tmp_path / "plot.png").stat().st_size > 1000
 
@@ -19,7 +19,7 @@ def test_plot_of_losses(tmp_path, monkeypatch):
     pytest.importorskip("matplotlib")
     history = [{"step": 1, "loss": 2.0}, {"step": 2, "loss": 1.0}, {"step": 2, "eval_loss": 1.5}]
     history += [{"step": 2, "eval_accuracy": 0.5, "eval_runtime": 9.0, "eval_samples_per_second": 1.0}]
-    (tmp_path / "trainer_state.json").write_text(json.dumps({"log_history": history}))
+    (tmp_path / "trainer_state.json").write_text(json.dumps({"log_history": history}), encoding="utf-8")
     drawn = {}
     monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda figure, file: drawn.update({file: figure}))
     plot_losses({"a": tmp_path, "b": tmp_path}, "losses.png")
@@ -28,6 +28,6 @@ def test_plot_of_losses(tmp_path, monkeypatch):
     assert points["a, training"] == points["b, training"] == [[1, 2], [2, 1]]
     assert points["a, evaluation loss"] == [[2, 1.5]] and axes.get_xlabel() == "steps"
     assert accuracy.lines[1].get_xydata().tolist() == [[2, 0.5]] and accuracy.get_ylabel() == "accuracy"
-    (tmp_path / "trainer_state.json").write_text(json.dumps({"log_history": history[3:]}))
+    (tmp_path / "trainer_state.json").write_text(json.dumps({"log_history": history[3:]}), encoding="utf-8")
     with pytest.raises(ValueError, match="trainer_state.json has no loss"):
         plot_losses({"a": tmp_path}, "losses.png")

@@ -57,11 +57,11 @@ def parsed(script, tmp_path, monkeypatch):
 def test_recipe_is_complete(path, parsed):
     task = parsed(path)
     assert task.training.do_train and task.training.do_eval
-    text = path.read_text()
+    text = path.read_text(encoding="utf-8")
     recipe = yaml.safe_load(text)
     if base := recipe.pop("recipe", None):
         assert (path.parent / base).resolve().is_relative_to(ROOT)
-        recipe = yaml.safe_load((path.parent / base).read_text()) | recipe
+        recipe = yaml.safe_load((path.parent / base).read_text(encoding="utf-8")) | recipe
         text = text.replace(base, "")
     assert "../" not in text  # refers to nothing outside of the repository
     for name, value in recipe.items():
@@ -79,7 +79,7 @@ def test_recipe_is_complete(path, parsed):
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: f"{path.parent.name}-{path.stem}")
 def test_recipe_says_how_to_get_its_data(path):
     """The commands of the header run in a fresh clone: they read the Hub, or a folder that an earlier line creates."""
-    header = path.read_text().split("\n\n")[0]
+    header = path.read_text(encoding="utf-8").split("\n\n")[0]
     lines = [line.removeprefix("#   ") for line in header.splitlines() if line.startswith("#   ")]
     commands = "\n".join(lines).replace("\\\n    ", "")
     assert f"--recipe {path.relative_to(ROOT)}" in commands
@@ -95,7 +95,7 @@ def test_recipe_says_how_to_get_its_data(path):
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: f"{path.parent.name}-{path.stem}")
 def test_recipe_fits_the_machine(path):
-    recipe = yaml.safe_load(path.read_text())
+    recipe = yaml.safe_load(path.read_text(encoding="utf-8"))
     assert recipe.get("bf16", "auto") == "auto" and not {"fp16", "use_cpu"} & recipe.keys()
 
 
@@ -178,7 +178,7 @@ def test_script_answers_help(path, script, monkeypatch, capsys):
         runpy.run_path(str(path), run_name="__main__")
     text = capsys.readouterr().out
     assert error.value.code == 0 and text.startswith(f"usage: {path.name} ")
-    sentence = ast.get_docstring(ast.parse(path.read_text())).split("\n")[0]
+    sentence = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))).split("\n")[0]
     groups = [sentence, *(name for name in ("\ndata and task:", "\nmodel:", "\noptions of ") if name in text)]
     assert [text.index(name) for name in groups] == sorted(text.index(name) for name in groups)
     assert not re.findall(r"^ +--\w+-[\w-]+", text, re.MULTILINE) and "default: None" not in text

@@ -61,7 +61,7 @@ def test_mega_from_scratch_with_held_out_takes(run, folder, tmp_path):
     assert summary["train_samples"] == 32
     assert summary["eval_accuracy"] == summary["test_accuracy"] == 1.0
     assert_complete(output)
-    assert "accuracy" in (output / "README.md").read_text()
+    assert "accuracy" in (output / "README.md").read_text(encoding="utf-8")
 
     # The saved folder is sufficient to reproduce the written predictions.
     model = AutoModelForSequenceClassification.from_pretrained(output).eval()
@@ -98,7 +98,7 @@ def test_average_of_weights_and_of_the_statistics_of_batch_norm(run, folder, tmp
     held = ["--hold_out", "take=3", "--do_eval"]
     train = [*options(folder, tmp_path / "out", *held), "--max_steps", 6, "--learning_rate", 0.02, "--ema_decay", 0.7]
     summary = run(*train, "--eval_strategy", "steps", "--eval_steps", 6)
-    history = json.loads((tmp_path / "out" / "trainer_state.json").read_text())["log_history"]
+    history = json.loads((tmp_path / "out" / "trainer_state.json").read_text(encoding="utf-8"))["log_history"]
     losses = [entry["eval_loss"] for entry in history if "eval_loss" in entry]
     source = ["--dataset_path", folder, "--audio_column", "clip", "--model_name_or_path", tmp_path / "out"]
     again = run(*source, *held, "--output_dir", tmp_path / "again")

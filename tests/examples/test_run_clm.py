@@ -113,7 +113,7 @@ def test_training_learns_resumes_and_loads(run, script, corpus, tmp_path):
             *("--segment", "16", "--output_dir", str(tmp_path / "scores"), "--device", "cpu"),
         ]
     )
-    assert json.loads((tmp_path / "scores" / "scores.json").read_text()) == scores
+    assert json.loads((tmp_path / "scores" / "scores.json").read_text(encoding="utf-8")) == scores
     assert [(row["chunk"], row["context"]) for row in scores] == [(8, 16), (8, 64), (12, 16), (12, 64)]
     assert next(row for row in scores if row["context"] == 64)["loss"] == pytest.approx(resumed["eval_loss"], rel=0.02)
 

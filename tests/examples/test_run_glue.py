@@ -57,7 +57,7 @@ def test_single_sentences_from_scratch_and_then_another_task(run, sst2, tmp_path
     )
     assert summary["eval_accuracy"] == 1.0
     assert_complete(output)
-    assert json.loads((output / "trainer_state.json").read_text())["best_metric"] == 1.0
+    assert json.loads((output / "trainer_state.json").read_text(encoding="utf-8"))["best_metric"] == 1.0
 
     # The saved folder is sufficient to reproduce the written predictions and label names.
     model = AutoModelForSequenceClassification.from_pretrained(output).eval()
@@ -99,7 +99,7 @@ def test_pairs_with_two_validation_sets(run, tmp_path):
         predicted = pd.read_csv(output / name, sep="\t")["prediction"]
         assert len(predicted) == 5
         assert set(predicted) <= {"entailment", "neutral", "contradiction"}
-    state = json.loads((output / "trainer_state.json").read_text())
+    state = json.loads((output / "trainer_state.json").read_text(encoding="utf-8"))
     assert state["best_metric"] == max(entry.get("eval_matched_accuracy", 0) for entry in state["log_history"])
 
 
@@ -133,7 +133,7 @@ def test_resumed_run_ends_with_the_same_weights(run, sst2, tmp_path):
 
 def test_command_line_overrides_recipe(run, script, sst2, tmp_path):
     recipe = tmp_path / "recipe.yaml"
-    recipe.write_text("task_name: sst2\ndo_train: true\nlearning_rate: 1e-5\nmax_steps: 7\nseed: 3\n")
+    recipe.write_text("task_name: sst2\ndo_train: true\nlearning_rate: 1e-5\nmax_steps: 7\nseed: 3\n", encoding="utf-8")
     data, _, training, _ = script("run_glue").parse(["--recipe", str(recipe), "--max_steps", "1", "--output_dir", "x"])
     assert (data.task_name, training.do_train, training.seed) == ("sst2", True, 3)
     assert (training.learning_rate, training.max_steps) == (1e-5, 1)
@@ -179,7 +179,7 @@ def test_wrong_recipes(run, tmp_path):
         ("- 1", "option: value"),
         ("a: [", "recipe"),
     ):
-        recipe.write_text(text)
+        recipe.write_text(text, encoding="utf-8")
         with pytest.raises(SystemExit, match=message):
             run("--recipe", recipe)
 

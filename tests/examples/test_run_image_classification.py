@@ -56,7 +56,7 @@ def test_mega_from_scratch(run, folder, tmp_path):
     )
     assert summary["train_samples"] == 48 and summary["eval_accuracy"] == summary["test_accuracy"] == 1.0
     assert summary["train_samples_per_second"] > 0 and "num_input_tokens_seen" not in summary
-    assert (output / "README.md").read_text().startswith("---\n")
+    assert (output / "README.md").read_text(encoding="utf-8").startswith("---\n")
     assert (output / "predictions.tsv").is_file()
     model = AutoModelForImageClassification.from_pretrained(output)
     assert type(model) is MegaForImageClassification and model.config.id2label == dict(enumerate(NAMES))
@@ -66,7 +66,7 @@ def test_mega_from_scratch(run, folder, tmp_path):
     bright = Image.fromarray(draw_pixels(1, np.random.default_rng(3)))
     pixels = processor(np.asarray(bright)[None], input_data_format="channels_first", return_tensors="pt")
     assert classify.model(**pixels).logits.argmax().item() == 1
-    first = (output / "predictions.tsv").read_text().splitlines()
+    first = (output / "predictions.tsv").read_text(encoding="utf-8").splitlines()
     assert first[:3] == ["index\tprediction", "0\tleft", "1\tright"]
 
     # The script evaluates the folder, which requires the evaluation transform and the image size of the model.

@@ -106,7 +106,7 @@ def test_predictions_of_the_saved_model(run, script, folder, tmp_path, task, mod
             assert encoded["input_ids"][0][encoded["attention_mask"][0].bool()][-1] == tokenizer.eos_token_id
     with torch.no_grad():
         predicted = trained.eval()(**inputs).logits.argmax(-1).tolist()
-    lines = (output / "predictions.tsv").read_text().splitlines()[1:]
+    lines = (output / "predictions.tsv").read_text(encoding="utf-8").splitlines()[1:]
     assert [int(line.split("\t")[1]) for line in lines] == predicted
 
 
@@ -220,7 +220,9 @@ def test_self_pretraining(run, folder, tmp_path, task, model):
     torch.testing.assert_close(frozen, plain, rtol=0, atol=0)
     trained = body("trained", *pretrained)
     assert any(not torch.equal(trained[name], plain[name]) for name in plain)
-    assert json.loads((tmp_path / "trained" / "all_results.json").read_text())["self_pretraining_loss"] > 0
+    assert (
+        json.loads((tmp_path / "trained" / "all_results.json").read_text(encoding="utf-8"))["self_pretraining_loss"] > 0
+    )
 
 
 def test_masks_of_self_pretraining(script):

@@ -151,13 +151,13 @@ def test_pretraining_learns_and_its_perplexity_is_exact(run, script, corpus, tmp
         *("--do_eval", "--learning_rate", 0.01, "--num_train_epochs", 12, "--warmup_steps", 5, "--seed", 5),
         *("--eval_strategy", "epoch", "--save_strategy", "epoch", "--load_best_model_at_end"),
     )
-    history = json.loads((output / "trainer_state.json").read_text())["log_history"]
+    history = json.loads((output / "trainer_state.json").read_text(encoding="utf-8"))["log_history"]
     perplexities = [entry["eval_perplexity"] for entry in history if "eval_perplexity" in entry]
     assert min(perplexities) < 0.5 * perplexities[0]
     # The perplexity is 300 before training, and 7 for a model that has learned only the frequencies of words.
     assert summary["eval_perplexity"] < 20
     assert_complete(output)
-    card = (output / "README.md").read_text()
+    card = (output / "README.md").read_text(encoding="utf-8")
     assert "on the corpus dataset" in card and "- Perplexity: " in card
 
     module = script("run_mlm")
@@ -192,7 +192,7 @@ def test_a_pretrained_model_is_fine_tuned(run, script, corpus, tmp_path):
     options = {"label": list("ABCDE"), "text": ["one", "two", "three", "four", "five"]}
     row = {"id": "1", "question": "two follows", "choices": options, "answerKey": "A"}
     (tmp_path / "csqa").mkdir()
-    (tmp_path / "csqa" / "train.jsonl").write_text(json.dumps(row) + "\n")
+    (tmp_path / "csqa" / "train.jsonl").write_text(json.dumps(row) + "\n", encoding="utf-8")
     arguments = ["--task", "csqa", "--dataset_path", tmp_path / "csqa", "--max_seq_length", 32, "--do_train"]
     arguments += ["--output_dir", tmp_path / "tuned", "--model_name_or_path", tmp_path / "mlm", "--use_cpu"]
     script("run_race").main([str(item) for item in [*arguments, "--max_steps", 1, "--learning_rate", 0]])
@@ -219,14 +219,14 @@ def test_resumed_run_continues_where_it_stopped(run, corpus, tmp_path):
     options += ["--dataloader_drop_last", "true"]
     run(*scratch(corpus, tmp_path / "out"), *options, "--max_steps", 4)
     (tmp_path / "out" / "checkpoint-4").rename(tmp_path / "other")
-    before = (tmp_path / "out" / "checkpoint-2" / "trainer_state.json").read_text()
+    before = (tmp_path / "out" / "checkpoint-2" / "trainer_state.json").read_text(encoding="utf-8")
     # the process was killed while it wrote a checkpoint, so `last` names the previous one
     for step, state in ((3, None), (6, before[:40])):
         (tmp_path / "out" / f"checkpoint-{step}").mkdir()
         if state is not None:
-            (tmp_path / "out" / f"checkpoint-{step}" / "trainer_state.json").write_text(state)
+            (tmp_path / "out" / f"checkpoint-{step}" / "trainer_state.json").write_text(state, encoding="utf-8")
     run(*scratch(corpus, tmp_path / "out"), *options, "--max_steps", 4, "--resume_from_checkpoint", "last")
-    state = json.loads((tmp_path / "out" / "trainer_state.json").read_text())
+    state = json.loads((tmp_path / "out" / "trainer_state.json").read_text(encoding="utf-8"))
     assert state["global_step"] == 4
     assert state["log_history"][:2] == json.loads(before)["log_history"][:2]
     rates = [entry["learning_rate"] for entry in state["log_history"] if "learning_rate" in entry]
@@ -243,7 +243,7 @@ def test_resumed_run_keeps_the_order_by_length(run, corpus, tmp_path):
 
     def losses(*more):
         run(*arguments, *options, *more)
-        log = json.loads((Path(arguments[3]) / "trainer_state.json").read_text())["log_history"]
+        log = json.loads((Path(arguments[3]) / "trainer_state.json").read_text(encoding="utf-8"))["log_history"]
         return [entry["loss"] for entry in log if "loss" in entry]
 
     complete = losses()
@@ -268,7 +268,7 @@ def test_finished_run_is_not_continued(run, corpus, tmp_path):
         assert steps(output) == 2 and resumed["epoch"] > 0
         after = load_file(output / "model.safetensors")
         assert all(torch.equal(before[name], after[name]) for name in before)
-    state = json.loads((tmp_path / "best" / "trainer_state.json").read_text())
+    state = json.loads((tmp_path / "best" / "trainer_state.json").read_text(encoding="utf-8"))
     assert state["best_model_checkpoint"].endswith("checkpoint-1")
 
 
@@ -294,7 +294,7 @@ def test_invalid_options_are_one_line(options, message, run, corpus, tmp_path):
 def test_wrong_files(run, tmp_path):
     arguments = scratch("", tmp_path / "out")[2:]
     write(texts(10, seed=1), tmp_path / "a.txt")
-    (tmp_path / "a.md").write_text("text")
+    (tmp_path / "a.md").write_text("text", encoding="utf-8")
     for files, message in (
         ([], "pass one of --dataset_name"),
         (["--validation_files", tmp_path / "a.txt"], "pass --train_files as well"),

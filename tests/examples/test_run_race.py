@@ -148,10 +148,10 @@ def test_race_from_scratch_with_both_levels(run, script, race, tmp_path):
     middle, high = (summary[f"eval_{level}_accuracy"] for level in ("middle", "high"))
     assert summary["eval_accuracy"] == pytest.approx((24 * middle + 8 * high) / 32) and summary["eval_accuracy"] > 0.8
     assert_complete(output)
-    state = json.loads((output / "trainer_state.json").read_text())
+    state = json.loads((output / "trainer_state.json").read_text(encoding="utf-8"))
     assert state["best_metric"] == max(entry.get("eval_accuracy", 0) for entry in state["log_history"])
 
-    card = (output / "README.md").read_text()
+    card = (output / "README.md").read_text(encoding="utf-8")
     assert "on the middle and high dataset" in card and "- High Accuracy: " in card
 
     # The saved folder is sufficient to reproduce the written predictions, in the order of the test set.

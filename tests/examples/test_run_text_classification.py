@@ -43,7 +43,7 @@ def test_names_as_labels_and_rows_held_out(run, folder, tmp_path):
     assert summary["train_samples"] == 64
     assert summary["eval_accuracy"] == summary["test_accuracy"] == 1.0
     assert_complete(output)
-    lines = (output / "predictions.tsv").read_text().split()[2:]
+    lines = (output / "predictions.tsv").read_text(encoding="utf-8").split()[2:]
     assert lines[1::2] == [row["label"] for row in rows(12, 12)]
     classify = pipeline("text-classification", model=str(output))
     assert [found["label"] for found in classify([row["text"] for row in rows(12, 12)])] == lines[1::2]
@@ -54,7 +54,10 @@ def test_names_as_labels_and_rows_held_out(run, folder, tmp_path):
     again = run(
         "--dataset_path", folder, "--model_name_or_path", output, "--output_dir", tmp_path / "two", "--do_predict"
     )
-    assert again["test_accuracy"] == 1.0 and (tmp_path / "two" / "predictions.tsv").read_text().split()[2:] == lines
+    assert (
+        again["test_accuracy"] == 1.0
+        and (tmp_path / "two" / "predictions.tsv").read_text(encoding="utf-8").split()[2:] == lines
+    )
 
 
 @pytest.mark.slow

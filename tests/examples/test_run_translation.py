@@ -39,10 +39,12 @@ def corpus(tmp_path) -> Path:
     folder.mkdir()
     splits = {"train": make_pairs(400), "validation": make_pairs(20)}
     for name, pairs in splits.items():
-        (folder / f"{name}.jsonl").write_text("".join(json.dumps({"translation": pair}) + "\n" for pair in pairs))
+        (folder / f"{name}.jsonl").write_text(
+            "".join(json.dumps({"translation": pair}) + "\n" for pair in pairs), encoding="utf-8"
+        )
     other = tmp_path / "more"
     other.mkdir()
-    (other / "test.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in make_pairs(20)))
+    (other / "test.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in make_pairs(20)), encoding="utf-8")
     return folder
 
 
@@ -126,7 +128,9 @@ def checkpoints(tmp_path):
         weights = {"weight": torch.full((2,), float(step), dtype=torch.bfloat16), "count": torch.tensor(step)}
         save_file(weights, tmp_path / f"checkpoint-{step}" / "model.safetensors")
     history = [{"step": step, "eval_loss": loss, "eval_bleu": loss} for step, loss in losses.items()]
-    (tmp_path / "checkpoint-100" / "trainer_state.json").write_text(json.dumps({"log_history": history}))
+    (tmp_path / "checkpoint-100" / "trainer_state.json").write_text(
+        json.dumps({"log_history": history}), encoding="utf-8"
+    )
     return tmp_path
 
 
@@ -164,8 +168,10 @@ def test_training_learns_resumes_averages_and_loads(run, script, corpus, tmp_pat
 
     model, tokenizer = (kind.from_pretrained(out) for kind in (AutoModelForSeq2SeqLM, AutoTokenizer))
     assert (model.generation_config.num_beams, model.generation_config.max_length) == (5, 17)
-    rows = [json.loads(line) for line in (corpus.parent / "more" / "test.jsonl").read_text().splitlines()]
-    written = (out / "translations.more.de").read_text().splitlines()
+    rows = [
+        json.loads(line) for line in (corpus.parent / "more" / "test.jsonl").read_text(encoding="utf-8").splitlines()
+    ]
+    written = (out / "translations.more.de").read_text(encoding="utf-8").splitlines()
     for row, line in list(zip(rows, written, strict=True))[:5]:
         ids = model.generate(**tokenizer(row["en"], return_tensors="pt"))
         assert tokenizer.decode(ids[0], skip_special_tokens=True) == line
@@ -222,7 +228,7 @@ def test_apollo_follows_the_schedule_and_clips_each_gradient(run, script, monkey
     options += ["--lr_scheduler_type", "constant_with_warmup", "--milestones", 3, "--warmup_steps", 2]
     options += ["--eval_strategy", "steps", "--eval_steps", 2]
     summary = run(*TRAIN, *options, "--warmup_init_lr", 1e-4, "--save_strategy", "no")
-    history = json.loads((tmp_path / "out" / "trainer_state.json").read_text())["log_history"]
+    history = json.loads((tmp_path / "out" / "trainer_state.json").read_text(encoding="utf-8"))["log_history"]
     rates = [entry["learning_rate"] for entry in history if "learning_rate" in entry]
     assert rates == pytest.approx([1e-4, 5.05e-3, 1e-2, 1e-3])
     assert sum("eval_bleu" in entry for entry in history) == 1 and "eval_bleu" in summary  # after the training

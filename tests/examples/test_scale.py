@@ -34,7 +34,10 @@ def corpus(tmp_path) -> Path:
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
 def test_accelerate_reads_the_file(path):
     config = load_config_from_file(str(path))
-    assert config.num_processes == 2 and config.distributed_type.value in yaml.safe_load(path.read_text()).values()
+    assert (
+        config.num_processes == 2
+        and config.distributed_type.value in yaml.safe_load(path.read_text(encoding="utf-8")).values()
+    )
 
 
 @pytest.mark.skipif(find_spec("deepspeed") is None, reason="DeepSpeed is not installed")
@@ -61,7 +64,9 @@ def launch(config: str, corpus: Path, output: Path, *more: str) -> None:
     command = ["accelerate.commands.launch", "--config_file", EXAMPLES / "accelerate" / f"{config}.yaml"]
     command += ["--main_process_port", "0", EXAMPLES / "run_mlm.py", *options]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(EXAMPLES.parent)}
-    done = subprocess.run([sys.executable, "-m", *map(str, command)], env=environment, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-m", *map(str, command)], env=environment, capture_output=True, encoding="utf-8"
+    )
     assert done.returncode == 0, done.stderr
     assert steps(output) == 2 and done.stdout.count("***** train metrics *****") == 1
 
@@ -106,7 +111,10 @@ def test_language_models_stream_and_resume(name, call, corpus, tmp_path):
     resumed = call(*options, "--output_dir", tmp_path / "resumed", "--resume_from_checkpoint", checkpoint)
     assert steps(tmp_path / "complete") == steps(tmp_path / "resumed") == 8 and "train_samples" not in complete
     assert resumed["eval_loss"] == pytest.approx(complete["eval_loss"], rel=1e-6)
-    states = [json.loads((tmp_path / run / "trainer_state.json").read_text()) for run in ("complete", "resumed")]
+    states = [
+        json.loads((tmp_path / run / "trainer_state.json").read_text(encoding="utf-8"))
+        for run in ("complete", "resumed")
+    ]
     one, two = ([entry["loss"] for entry in state["log_history"] if "loss" in entry] for state in states)
     assert one == two and len(set(one)) == 8
 

@@ -81,7 +81,7 @@ def push(folder: Path, repository: str, **options: Any) -> None:
     """Push model, tokenizer and card, in three commits."""
     AutoModelForSequenceClassification.from_pretrained(folder).push_to_hub(repository, **options)
     AutoTokenizer.from_pretrained(folder).push_to_hub(repository, **options)
-    push_card((folder / "README.md").read_text(), repository)
+    push_card((folder / "README.md").read_text(encoding="utf-8"), repository)
 
 
 def push_model(folder: Path, repository: str, **options: Any) -> None:

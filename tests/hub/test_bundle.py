@@ -122,7 +122,7 @@ def saved(tmp_path, tokenizer):
     model, inputs = make("ForMaskedLM"), head_inputs("ForMaskedLM", [7, 3])
     save_without_code(model, tmp_path / "saved")
     tokenizer.save_pretrained(tmp_path / "saved")
-    (tmp_path / "saved" / "README.md").write_text("# Small\n")
+    (tmp_path / "saved" / "README.md").write_text("# Small\n", encoding="utf-8")
     return tmp_path / "saved", model, inputs
 
 
@@ -170,8 +170,10 @@ def test_several_bundles_and_the_package_in_one_process(client, tmp_path, saved)
     assert bundle(folder) == 0
     assert bundle(folder, "--output", tmp_path / "other") == 0
     code = tmp_path / "other" / "luna_mega_code" / "kernels_luna_attention_torch_backend.py"
-    changed = code.read_text().replace("return output.transpose(1, 2)", "return 2 * output.transpose(1, 2)")
-    assert changed != code.read_text()
+    changed = code.read_text(encoding="utf-8").replace(
+        "return output.transpose(1, 2)", "return 2 * output.transpose(1, 2)"
+    )
+    assert changed != code.read_text(encoding="utf-8")
     code.write_text(changed)
     modules, equal = zip(
         *client(on_client.gradients_with_other_bundles, [folder, tmp_path / "other"], lists(inputs)), strict=True
@@ -188,15 +190,15 @@ def test_output_contains_only_model_files(stranger, saved, tmp_path):
     special = {"cls_token": "<s>", "pad_token": "<pad>", "sep_token": "</s>", "unk_token": "<unk>"}
     LunaTokenizer(tokenizer_object=backend, dictionary_size=6, **special).save_pretrained(folder)
     for name in ("training_args.bin", "optimizer.pt", ".hidden"):
-        (folder / name).write_text("")
+        (folder / name).write_text("", encoding="utf-8")
     (folder / "checkpoint-1").mkdir()
     before = contents(folder)
     assert bundle(folder, "--output", tmp_path / "out") == 0 and contents(folder) == before
     kept = {name for name in before if not name.endswith((".bin", ".pt")) and not name.startswith(".")}
     assert {name for name in contents(tmp_path / "out") if not name.startswith("luna_mega_code/")} == kept
-    auto_map = json.loads((tmp_path / "out" / "config.json").read_text())["auto_map"]
+    auto_map = json.loads((tmp_path / "out" / "config.json").read_text(encoding="utf-8"))["auto_map"]
     assert auto_map.keys() == {"AutoConfig", *AUTO_CLASSES, "AutoModelForCausalLM"}
-    old, new = (json.loads((place / "config.json").read_text()) for place in (folder, tmp_path / "out"))
+    old, new = (json.loads((place / "config.json").read_text(encoding="utf-8")) for place in (folder, tmp_path / "out"))
     assert new.pop("auto_map") and new == old
     assert stranger(on_client.encode, tmp_path / "out", ["ab"], **REMOTE) == [[0, 4, 3, 2]]
 
@@ -205,8 +207,8 @@ def test_output_contains_only_model_files(stranger, saved, tmp_path):
     ("harm", "message"),
     [
         (lambda folder: (folder / "config.json").unlink(), "no config.json"),
-        (lambda folder: (folder / "config.json").write_text("{"), "not JSON"),
-        (lambda folder: (folder / "config.json").write_text("[]"), "not a JSON object"),
+        (lambda folder: (folder / "config.json").write_text("{", encoding="utf-8"), "not JSON"),
+        (lambda folder: (folder / "config.json").write_text("[]", encoding="utf-8"), "not a JSON object"),
         (lambda folder: edit(folder, model_type="bert"), "model_type 'bert' is not supported; expected 'luna'"),
         (lambda folder: (folder / "model.safetensors").unlink(), "no model.safetensors"),
     ],
@@ -230,7 +232,7 @@ def test_message_and_card(saved, capsys):
         assert bundle(folder) == 0
         line = f'model = AutoModelForMaskedLM.from_pretrained("{folder}", trust_remote_code=True)'
         assert capsys.readouterr().out == f"written to {folder}; without luna-mega: {line}\n"
-        text = (folder / "README.md").read_text()
+        text = (folder / "README.md").read_text(encoding="utf-8")
         assert text.index("## Load this model") < text.find("## Use") % len(text)
         assert "trust_remote_code=True" in text and metadata_errors(text) == []
         assert ("Weights: mit." in text and old.partition("## Use")[2] in text) if card else "# saved" in text

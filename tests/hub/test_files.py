@@ -33,7 +33,7 @@ LEFT = [
 def fill(folder, names):
     for name in names:
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / name).write_text(name)
+        (folder / name).write_text(name, encoding="utf-8")
 
 
 def listed(folder):
@@ -75,7 +75,7 @@ def test_links_within_the_folder_and_the_cache_of_the_hub(tmp_path):
     (tmp_path / "out").mkdir()
     copy_model(snapshot, tmp_path / "out")
     assert listed(tmp_path / "out") == ["config.json", "model.safetensors", "target/vocab.json", "vocab.json"]
-    assert (tmp_path / "out" / "config.json").read_text() == "blobs/abc"
+    assert (tmp_path / "out" / "config.json").read_text(encoding="utf-8") == "blobs/abc"
     assert not (tmp_path / "out" / "config.json").is_symlink()
     fill(tmp_path / "models--user--other", ["blobs/xyz"])
     (snapshot / "README.md").symlink_to("../../../models--user--other/blobs/xyz")
@@ -110,7 +110,7 @@ COMMANDS = [
 @pytest.mark.parametrize("places", INDEXES, ids=repr)
 def test_an_index_names_files_of_its_folder(folder, places):
     (folder / "model.safetensors").rename(folder.parent / "outside.safetensors")
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}), encoding="utf-8")
     with pytest.raises(ConversionError, match="weight_map must name files of this folder"):
         read_folder(folder)
 
@@ -202,7 +202,7 @@ def test_a_bundle_of_any_auto_map(folder, auto_map, tmp_path, capsys):
         assert "auto_map" in command_error(capsys, "bundle", folder)
         return
     assert luna_mega_cli.main(["bundle", str(folder), "--output", str(tmp_path / "out")]) == 0
-    written = json.loads((tmp_path / "out" / "config.json").read_text())["auto_map"]
+    written = json.loads((tmp_path / "out" / "config.json").read_text(encoding="utf-8"))["auto_map"]
     assert set(written.values()) == {f"luna_mega_code/auto_luna.{code.partition('.')[2]}" for code in written.values()}
 
 
@@ -225,23 +225,25 @@ def test_invalid_json_raises(folder, content, capsys):
 def test_invalid_report_raises(folder, change, capsys):
     source = {"file": "a.pt", "layout": "luna_bert", "revision": "2021", "arch": "x"}
     report = {"format": 1, "source": source, "decisions": {}, "dropped": [], "dtype_in": {}, "args": {}}
-    (folder / "conversion_report.json").write_text(json.dumps(report | change))
+    (folder / "conversion_report.json").write_text(json.dumps(report | change), encoding="utf-8")
     assert "conversion_report.json: " in command_error(capsys, "info", folder)
     report["source"]["revision"] = "\x1b[31m"
-    (folder / "conversion_report.json").write_text(json.dumps(report))
+    (folder / "conversion_report.json").write_text(json.dumps(report), encoding="utf-8")
     assert "has no revision '\\x1b[31m'" in command_error(capsys, "info", folder)
 
 
 def test_a_tokenizer_with_code_is_not_run(folder, capsys):
-    (folder / "evil.py").write_text("raise SystemExit('executed')")
+    (folder / "evil.py").write_text("raise SystemExit('executed')", encoding="utf-8")
     content = {"tokenizer_class": "Evil", "auto_map": {"AutoTokenizer": ["evil.Evil", None]}}
-    (folder / "tokenizer_config.json").write_text(json.dumps(content))
+    (folder / "tokenizer_config.json").write_text(json.dumps(content), encoding="utf-8")
     assert "no tokenizer that transformers" in command_error(capsys, "verify", folder, folder, "--text", "a")
 
 
 @pytest.mark.parametrize("damage", ["[]", "{", '{"model": 5}', "\udcff"])
 def test_damaged_tokenizer_raises(folder, damage, capsys):
-    (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": PreTrainedTokenizerFast.__name__}))
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps({"tokenizer_class": PreTrainedTokenizerFast.__name__}), encoding="utf-8"
+    )
     (folder / "tokenizer.json").write_bytes(damage.encode(errors="surrogateescape"))
     assert "no tokenizer that transformers" in command_error(capsys, "verify", folder, folder, "--text", "a")
 
@@ -261,7 +263,7 @@ OUTPUTS = ["a\0b", "caf\udce9", "\ud800", "loop", "loop/x", "file/x"]
 def test_output_without_a_file_name(folder, name, command, capsys, monkeypatch):
     monkeypatch.chdir(folder.parent)
     os.symlink("loop", "loop")
-    (folder.parent / "file").write_text("")
+    (folder.parent / "file").write_text("", encoding="utf-8")
     command_error(capsys, command, folder if command != "convert" else "file", "--output", name)
     assert not list(folder.parent.glob(".*.partial"))
 

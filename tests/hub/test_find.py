@@ -29,7 +29,7 @@ def cache(online, tmp_path):
     folder = tmp_path / "cache" / "models--tester--teacher"
     (folder / "snapshots" / commit).mkdir(parents=True)
     (folder / "refs").mkdir()
-    (folder / "refs" / "main").write_text(commit)
+    (folder / "refs" / "main").write_text(commit, encoding="utf-8")
     return tmp_path / "cache"
 
 
@@ -42,7 +42,7 @@ def test_other_names_are_no_names_on_the_hub(name, online):
 
 def test_folder_and_file(tmp_path, online):
     assert find_model(str(tmp_path)) == str(tmp_path)
-    (tmp_path / "file").write_text("")
+    (tmp_path / "file").write_text("", encoding="utf-8")
     with pytest.raises(ConversionError, match="is a file; pass a folder"):
         find_model(str(tmp_path / "file"))
     assert not sent(online)

@@ -21,7 +21,7 @@ def saved(folder, tokenizer, **fields):
     model = make("ForSequenceClassification", **fields)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-    (folder / "README.md").write_text(CARD)
+    (folder / "README.md").write_text(CARD, encoding="utf-8")
     return folder
 
 

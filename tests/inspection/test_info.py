@@ -134,7 +134,11 @@ def test_lra_checkpoints(convert, make):
         (lambda folder: None, ["--length", "65"], "64 learned positions"),
         (lambda folder: (folder / "config.json").unlink(), [], "no config.json"),
         (lambda folder: (folder / "model.safetensors").write_bytes(b"junk"), [], "damaged"),
-        (lambda folder: (folder / "config.json").write_text('{"model_type": "bert"}'), [], "model_type 'bert'"),
+        (
+            lambda folder: (folder / "config.json").write_text('{"model_type": "bert"}', encoding="utf-8"),
+            [],
+            "model_type 'bert'",
+        ),
     ],
 )
 def test_bad_input(tmp_path, capsys, damage, options, expected):
@@ -185,6 +189,6 @@ def test_usage(tmp_path, capsys):
 def test_fixtures(parity_folder):
     folder = parity_folder("luna", "bert_heads")
     info = describe(folder / "checkpoint.pt")
-    meta = json.loads((folder / "meta.json").read_text())
+    meta = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
     assert info.heads[1:] == [f"{name}: {sizes['num_classes']} classes" for name, sizes in meta["heads"].items()]
     assert "2023" in describe(parity_folder("luna", "head_bert_tied") / "checkpoint.pt").written_by

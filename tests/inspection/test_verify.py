@@ -296,7 +296,7 @@ def test_options_for_checkpoints_require_one(tmp_path, capsys, options):
 
 def test_generation_config_is_an_object(tmp_path, capsys):
     folder = save(tmp_path / "a")
-    (folder / "generation_config.json").write_text("[]")
+    (folder / "generation_config.json").write_text("[]", encoding="utf-8")
     assert "generation_config.json: not a JSON object" in command_error(capsys, "verify", folder, folder)
 
 

@@ -139,7 +139,9 @@ def report(compiled) -> dict:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(compiled.asm["cubin"])
         file.flush()
-        usage = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
+        usage = subprocess.run(
+            [tool, "-res-usage", file.name], capture_output=True, encoding="utf-8", check=True
+        ).stdout
     registers, stack, static = map(int, re.search(r"REG:(\d+) STACK:(\d+) SHARED:(\d+)", usage).groups())
     spills = len(re.findall(r"\b(LDL|STL)\b", code)) if stack else 0
     wgmma, mma = (len(re.findall(rf"\b{name}\b", compiled.asm["ptx"])) for name in INSTRUCTIONS.values())
@@ -159,7 +161,7 @@ def narrow_sums(ttir: str) -> list[str]:
 
 def read_budgets() -> dict[tuple[str, ...], dict[str, int]]:
     """Return (op, kernel, case, arch) -> column -> limit: a minimum for tensor core instructions, else a maximum."""
-    with open(BUDGETS, newline="") as file:
+    with open(BUDGETS, encoding="utf-8", newline="") as file:
         rows = list(csv.DictReader(file))
     return {tuple(row[name] for name in KEY): {name: int(row[name]) for name in COLUMNS} for row in rows}
 
@@ -174,7 +176,7 @@ def widen_budgets(rows: list[dict]) -> None:
         old = table.get(key, row)
         limits = {name: (min if name in INSTRUCTIONS else max)(int(row[name]), int(old[name])) for name in COLUMNS}
         table[key] = limits
-    with open(BUDGETS, "w", newline="") as file:
+    with open(BUDGETS, "w", encoding="utf-8", newline="") as file:
         writer = csv.writer(file, lineterminator="\n")
         writer.writerow((*KEY, *COLUMNS))
         writer.writerows((*key, *limits.values()) for key, limits in sorted(table.items()))
@@ -230,7 +232,7 @@ def main() -> None:
     if arguments.json:
         lengths = {op: keys_of_lengths(op) for op in arguments.ops or OPS}
         content = {"triton": triton.__version__, "kernels": rows, "lengths": lengths}
-        arguments.json.write_text(json.dumps(content, indent=1))
+        arguments.json.write_text(json.dumps(content, indent=1), encoding="utf-8")
 
 
 if __name__ == "__main__":

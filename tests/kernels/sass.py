@@ -23,7 +23,7 @@ def disassemble(cubin: bytes) -> str:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        return subprocess.run([tool, "-c", file.name], capture_output=True, text=True, check=True).stdout
+        return subprocess.run([tool, "-c", file.name], capture_output=True, encoding="utf-8", check=True).stdout
 
 
 def unwritten_reads(code: str) -> list[str]:

@@ -86,7 +86,7 @@ def run_script(*command, root: Path, triton_folder: Path | None = None) -> str:
     """Run Python with a version of Triton (default: the installed one) and return its standard output."""
     paths = [*([] if triton_folder is None else [triton_folder]), root, HERE]
     environment = os.environ | {"TRITON_INTERPRET": "0", "PYTHONPATH": os.pathsep.join(map(str, paths))}
-    run = subprocess.run([sys.executable, *command], env=environment, capture_output=True, text=True)
+    run = subprocess.run([sys.executable, *command], env=environment, capture_output=True, encoding="utf-8")
     print(run.stdout)
     assert run.returncode == 0, run.stderr[-4000:]
     return run.stdout
@@ -134,7 +134,7 @@ def test_machine_code_of_the_triton_of_torch_2_13(op, tmp_path, repo_root):
     """The default configurations for sm_90 are compiled correctly; `test_budgets` checks the installed version."""
     command = [HERE / "aot.py", op, "--arch", "90", "--json", tmp_path / "report.json"]
     run_script(*command, root=repo_root, triton_folder=folder_of_triton("3.7.1", repo_root))
-    check_machine_code(json.loads((tmp_path / "report.json").read_text()), "3.7.1")
+    check_machine_code(json.loads((tmp_path / "report.json").read_text(encoding="utf-8")), "3.7.1")
 
 
 @pytest.mark.slow
@@ -146,7 +146,7 @@ def test_machine_code_of_every_configuration(version, op, tmp_path, repo_root):
     folder = None if version is None else folder_of_triton(version, repo_root)
     command = [HERE / "aot.py", op, "--arch", "80", "--arch", "90", "--every", "--json", tmp_path / "report.json"]
     run_script(*command, root=repo_root, triton_folder=folder)
-    content = json.loads((tmp_path / "report.json").read_text())
+    content = json.loads((tmp_path / "report.json").read_text(encoding="utf-8"))
     check_machine_code(content, version or triton.__version__)
     assert not all(row["default"] for row in content["kernels"])
     for row in content["kernels"]:
@@ -158,11 +158,11 @@ def test_machine_code_of_every_configuration(version, op, tmp_path, repo_root):
 @pytest.mark.parametrize("op", OPS)
 def test_budgets(op, tmp_path, repo_root):
     run_script(HERE / "aot.py", op, "--json", tmp_path / "report.json", root=repo_root)
-    content = json.loads((tmp_path / "report.json").read_text())
+    content = json.loads((tmp_path / "report.json").read_text(encoding="utf-8"))
     check_machine_code(content, triton.__version__)
     rows, (keys, *of_other_lengths) = content["kernels"], content["lengths"][op]
     assert all(other == keys for other in of_other_lengths), "another length of sequences compiles other kernels"
-    with open(HERE / "aot_budgets.csv", newline="") as file:
+    with open(HERE / "aot_budgets.csv", encoding="utf-8", newline="") as file:
         budgets = {(row["kernel"], row["case"], row["arch"]): row for row in csv.DictReader(file) if row["op"] == op}
     used = {(row["kernel"], row["case"], str(row["arch"])): row for row in rows}
     assert used.keys() == budgets.keys(), "run tests/kernels/aot.py --budgets and check the differences"

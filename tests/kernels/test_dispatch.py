@@ -158,7 +158,11 @@ def test_errors():
 
 def run(code, **environment):
     return subprocess.run(
-        [sys.executable, "-c", code], env=os.environ | environment, capture_output=True, text=True, timeout=PATIENCE
+        [sys.executable, "-c", code],
+        env=os.environ | environment,
+        capture_output=True,
+        encoding="utf-8",
+        timeout=PATIENCE,
     )
 
 

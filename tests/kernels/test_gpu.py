@@ -51,5 +51,5 @@ def test_compute_sanitizer():
     command = ["compute-sanitizer", "--tool", "memcheck", "--error-exitcode", "9", sys.executable, calls.__file__]
     # With one allocation per tensor, an address outside of a tensor does not belong to another tensor.
     environment = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "PYTHONPATH": str(Path(__file__).parents[2])}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    done = subprocess.run(command, capture_output=True, encoding="utf-8", env=environment)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-1000:]

@@ -193,7 +193,7 @@ def test_folders(tmp_path):
     options = {"length": 20, "base": 50, "strength": 4, "offsets": [1, -1], "mask_token_id": 59}
     model = LunaForMaskedLM(config(initialization_options=options))
     model.save_pretrained(tmp_path)
-    assert json.loads((tmp_path / "config.json").read_text())["initialization_options"] == options
+    assert json.loads((tmp_path / "config.json").read_text(encoding="utf-8"))["initialization_options"] == options
     state = load_file(tmp_path / "model.safetensors")
     loaded = LunaForMaskedLM.from_pretrained(tmp_path)
     assert loaded.config.initialization_options == options

@@ -150,7 +150,7 @@ def test_a_decoder_has_one_direction(tmp_path):
     for decoder in (True, False):
         config = mega.tiny_config(is_decoder=decoder)
         config.save_pretrained(tmp_path)
-        saved = json.loads((tmp_path / "config.json").read_text())["bidirectional"]
+        saved = json.loads((tmp_path / "config.json").read_text(encoding="utf-8"))["bidirectional"]
         assert config.bidirectional is saved is MegaConfig.from_pretrained(tmp_path).bidirectional is not decoder
     with pytest.raises(Exception, match="is_decoder=True requires bidirectional=False"):
         MegaConfig.from_pretrained(tmp_path, is_decoder=True)

@@ -94,7 +94,7 @@ def write_folder(folder, name):
     config = V4 | options | {"architectures": [model_class], "_name_or_path": name}
     weights = v4_weights(config, model_class)
     folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
     if file.endswith(".bin"):
         torch.save(weights, folder / file)
     else:  # v4 omitted the second name of a tied weight
@@ -103,7 +103,7 @@ def write_folder(folder, name):
     if model_class == "MegaForCausalLM":
         tokens = {key: config[key] for key in ("bos_token_id", "eos_token_id")}
         generation = tokens | {"_from_model_config": True, "transformers_version": "4.36.2"}
-        (folder / "generation_config.json").write_text(json.dumps(generation))
+        (folder / "generation_config.json").write_text(json.dumps(generation), encoding="utf-8")
     return config, weights
 
 
@@ -152,7 +152,9 @@ def test_decoder_generates(tmp_path, name):
 def test_wrong_fields_raise(tmp_path):
     write_folder(tmp_path / "v4", CHUNKED)
     file = tmp_path / "v4" / "config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | {"attention_activation": "swish"}))
+    file.write_text(
+        json.dumps(json.loads(file.read_text(encoding="utf-8")) | {"attention_activation": "swish"}), encoding="utf-8"
+    )
     with pytest.raises(Exception, match="attention_activation .* 'swish'"):  # transformers 5.20 wraps the `ValueError`
         AutoModelForMaskedLM.from_pretrained(tmp_path / "v4")
 

@@ -47,9 +47,9 @@ def family(request):
 def with_old_type(folder, family):
     """Write the `model_type` of luna-mega 0.1.0 to config.json and return the folder."""
     file = folder / "config.json"
-    config = json.loads(file.read_text())
+    config = json.loads(file.read_text(encoding="utf-8"))
     assert config["model_type"] == f"{family.name}_seq2seq" and config["is_encoder_decoder"] is True
-    file.write_text(json.dumps(config | {"model_type": family.name}))
+    file.write_text(json.dumps(config | {"model_type": family.name}), encoding="utf-8")
     return folder
 
 
@@ -112,7 +112,7 @@ def test_encoder_decoder_folder_of_an_early_type_loads_after_an_edit(family, tmp
     model = with_encoder(family)
     inputs = source(model, 2) | target(model, padded([5, 4], 5, "left")[0])
     model.save_pretrained(tmp_path)
-    content = (tmp_path / "config.json").read_text()
+    content = (tmp_path / "config.json").read_text(encoding="utf-8")
     with_old_type(tmp_path, family)
     capsys.readouterr()
     classes = (AutoConfig, family.Config, family.Seq2SeqConfig, AutoModelForSeq2SeqLM, AutoModel)
@@ -124,7 +124,7 @@ def test_encoder_decoder_folder_of_an_early_type_loads_after_an_edit(family, tmp
         message = capsys.readouterr().err
         assert wrong_type(family) in message and message.count("\n") == 1
     assert not list(tmp_path.glob("*.py"))
-    (tmp_path / "config.json").write_text(content)
+    (tmp_path / "config.json").write_text(content, encoding="utf-8")
     found = AutoModelForSeq2SeqLM.from_pretrained(tmp_path)
     torch.testing.assert_close(found(**inputs).logits, model(**inputs).logits)
 

@@ -24,7 +24,7 @@ def originals(family: str, cases: list[str]) -> pytest.MarkDecorator:
 
 @functools.cache
 def _load(folder: Path, auto: Any, **fields: Any) -> Any:
-    name = json.loads((folder / "config.json").read_text())["architectures"][0]
+    name = json.loads((folder / "config.json").read_text(encoding="utf-8"))["architectures"][0]
     loader = auto or getattr(luna_mega, name)
     model, report = loader.from_pretrained(folder, output_loading_info=True, **fields)
     keys = ["missing_keys", "mismatched_keys", *(["unexpected_keys"] if type(model).__name__ == name else [])]
@@ -37,7 +37,10 @@ class Original:
 
     def __init__(self, folder: Path, outputs: Path):
         self.folder, self.outputs = folder, outputs / folder.parent.name / folder.name
-        self.io, self.meta = load_file(folder / "io.safetensors"), json.loads((folder / "meta.json").read_text())
+        self.io, self.meta = (
+            load_file(folder / "io.safetensors"),
+            json.loads((folder / "meta.json").read_text(encoding="utf-8")),
+        )
         self.args, tolerance = self.meta.get("args", {}), self.meta.get("tolerance", {})
         self.flash = "branch flash" in self.meta.get("source", "")
         self.tight = {name: tolerance.get(name, value) for name, value in TOLERANCE.items()}
@@ -75,7 +78,7 @@ class Original:
 
     def report(self, head: str | None = None) -> dict[str, Any]:
         """Return the report of the conversion."""
-        return json.loads((self.convert(head) / "conversion_report.json").read_text())
+        return json.loads((self.convert(head) / "conversion_report.json").read_text(encoding="utf-8"))
 
     def add_gradients(self, model: Any, head: str | None = None) -> None:
         """Add the gradients of `model` to the sums, under the original's parameter names."""

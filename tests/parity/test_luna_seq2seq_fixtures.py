@@ -153,7 +153,7 @@ def test_a_sentence_through_both_languages(original, model):
     folder = original.convert()
     source = AutoTokenizer.from_pretrained(folder)
     target = AutoTokenizer.from_pretrained(folder, subfolder="target") if (folder / "target").is_dir() else source
-    words = [line.split()[0] for line in (folder / "dict.txt").read_text().splitlines()][:4]
+    words = [line.split()[0] for line in (folder / "dict.txt").read_text(encoding="utf-8").splitlines()][:4]
     inputs = source([" ".join(words), words[0] + " unheard-of"], return_tensors="pt", padding=True)
     assert inputs["input_ids"].tolist() == [[4, 5, 6, 7, END], [4, 3, END, PAD, PAD]]
     tokens = model.generate(**inputs, max_length=9)

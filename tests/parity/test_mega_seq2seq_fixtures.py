@@ -153,4 +153,4 @@ def test_generation_config_and_tokenizers(original, model):
 def dictionary(folder, side):
     path = folder / ("dict.target.txt" if side == "target" else "dict.txt")
     path = path if path.is_file() else folder / "dict.txt"
-    return [line.split()[0] for line in path.read_text().splitlines()]
+    return [line.split()[0] for line in path.read_text(encoding="utf-8").splitlines()]

@@ -64,8 +64,10 @@ def environment(plugins: Path) -> dict[str, str]:
     if os.environ.get("VLLM_TARGET_DEVICE") == "cpu":
         plugin = plugins / "vllm_cpu-0.dist-info"
         plugin.mkdir()
-        (plugin / "METADATA").write_text("Metadata-Version: 2.1\nName: vllm-cpu\nVersion: 0\n")
-        (plugin / "entry_points.txt").write_text("[vllm.general_plugins]\nvllm_cpu = vllm_cpu:register\n")
+        (plugin / "METADATA").write_text("Metadata-Version: 2.1\nName: vllm-cpu\nVersion: 0\n", encoding="utf-8")
+        (plugin / "entry_points.txt").write_text(
+            "[vllm.general_plugins]\nvllm_cpu = vllm_cpu:register\n", encoding="utf-8"
+        )
         paths = [str(plugins), str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]
         variables["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
     return variables

@@ -18,7 +18,7 @@ def name(requirement: str) -> str:
 
 def test_requirements_match_the_wheel(repo_root):
     pytest.importorskip("vllm", reason="vllm is not installed; make test-vllm has an environment with it")
-    lines = (repo_root / "requirements/ci-vllm.txt").read_text().splitlines()
+    lines = (repo_root / "requirements/ci-vllm.txt").read_text(encoding="utf-8").splitlines()
     ours = {name(line) for line in lines if line and line[0] not in "#-"}
     theirs = [line for line in metadata.requires("vllm") if "extra ==" not in line]
     assert {name(line) for line in theirs} - WITHOUT == ours - {"pytest"}
