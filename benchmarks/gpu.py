@@ -31,8 +31,7 @@ class Gate:
 
     def __init__(self, arguments: argparse.Namespace) -> None:
         self.arguments, self.start = arguments, time.monotonic()
-        commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=FOLDER, capture_output=True, text=True).stdout.strip()
-        self.about: Row = {"date": time.strftime("%Y-%m-%d"), "commit": commit, "dry": arguments.dry}
+        self.about: Row = {"date": time.strftime("%Y-%m-%d"), "commit": _commit(), "dry": arguments.dry}
         self.jobs: dict[str, list[list]] = {"checks": [], "times": []}
         self.rows: dict[tuple, Row] = {}
         self.running: set[subprocess.Popen] = set()
@@ -76,7 +75,7 @@ class Gate:
         command = [sys.executable, str(FOLDER / "gpu_jobs.py"), json.dumps(job)]
         dry = {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""} if self.arguments.dry else {}
         process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, encoding="utf-8",
             env=os.environ | dry,
         )  # fmt: skip
         self.running.add(process)
@@ -135,9 +134,18 @@ class Gate:
                 lines.append([row["name"], row["size"], row["pass"], *figures])
             text += f"\n## {title}\n\n{join(lines)}"
         self.arguments.output.mkdir(parents=True, exist_ok=True)
-        (self.arguments.output / "gpu.md").write_text(text)
+        (self.arguments.output / "gpu.md").write_text(text, encoding="utf-8")
         result = {"about": self.about, "rows": rows, "short": short}
-        (self.arguments.output / "gpu.json").write_text(json.dumps(result, indent=1))
+        (self.arguments.output / "gpu.json").write_text(json.dumps(result, indent=1), encoding="utf-8")
+
+
+def _commit() -> str:
+    """Return the commit of the checkout, or an empty string without git or its data."""
+    command = ["git", "rev-parse", "HEAD"]
+    try:
+        return subprocess.run(command, cwd=FOLDER, capture_output=True, encoding="utf-8").stdout.strip()
+    except FileNotFoundError:
+        return ""
 
 
 def _name(job: list) -> str:

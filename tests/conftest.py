@@ -38,6 +38,11 @@ def pytest_collection() -> Iterator[None]:
         gc.freeze()
 
 
+def pytest_unconfigure() -> None:
+    """Let the interpreter free all objects, or nanobind reports its functions as leaks."""
+    gc.unfreeze()
+
+
 @pytest.hookimpl(tryfirst=True)  # runs before -m selects tests
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark cases of a `covering` test as slow if the covering array of the marker's strength does not need them."""
@@ -63,6 +68,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def repo_root() -> Path:
     """Return the root folder of the checkout."""
     return ROOT
+
+
+@pytest.fixture(scope="session")
+def sources() -> dict[str, str]:
+    """Return the text of all Python files of the repository by their paths."""
+    built = {"build", "dist", "outputs", "runs"}
+    folders = [path for path in ROOT.iterdir() if path.is_dir() and path.name[0] != "." and path.name not in built]
+    files = [file for folder in folders for file in folder.rglob("*.py")]
+    return {file.relative_to(ROOT).as_posix(): file.read_text(encoding="utf-8") for file in files}
 
 
 @pytest.fixture(scope="module")

@@ -102,7 +102,7 @@ def download_sdist(version: str, archive: Path) -> None:
     if importlib.util.find_spec("setuptools"):
         command.append("--no-build-isolation")
     with tempfile.TemporaryDirectory(dir=archive.parent) as folder:
-        result = subprocess.run([*command, "--dest", folder], capture_output=True, text=True, check=False)
+        result = subprocess.run([*command, "--dest", folder], capture_output=True, encoding="utf-8", check=False)
         fetched = Path(folder) / archive.name
         if result.returncode or not fetched.exists():
             reason = (result.stderr.strip() or result.stdout.strip() or "no output").splitlines()[-1]
@@ -127,7 +127,8 @@ def common_tests(version: str) -> Path:
         download_sdist(version, archive)
     with tempfile.TemporaryDirectory(dir=cache) as folder, tarfile.open(archive) as tar:
         wanted = [member for member in tar if Path(member.name).match(f"{name}/tests/*.py")]
-        tar.extractall(folder, wanted, filter="data")
+        tar.extraction_filter = getattr(tarfile, "data_filter", lambda member, path: member)  # new in Python 3.11.4
+        tar.extractall(folder, wanted)
         shutil.rmtree(cache / name, ignore_errors=True)
         (Path(folder) / name).replace(cache / name)
     return tests
@@ -154,8 +155,8 @@ def assemble(tests: Path, folder: Path) -> list[Path]:
     for path, text in STAND_INS.items():
         (package / path).parent.mkdir(exist_ok=True)
         if not (package / path).exists():
-            (package / path).write_text(text)
-    (folder / "pytest.ini").write_text("[pytest]\n")
+            (package / path).write_text(text, encoding="utf-8")
+    (folder / "pytest.ini").write_text("[pytest]\n", encoding="utf-8")
     for name in ("encoder_testing.py", "parallel_testing.py"):
         shutil.copy(HERE / name, package)
     testers = []
