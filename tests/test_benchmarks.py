@@ -230,11 +230,13 @@ def test_gate_of_a_gpu(import_benchmark, monkeypatch, tmp_path, capsys):
 
     (tmp_path / "gpu_jobs.py").write_text(FAKE_JOBS, encoding="utf-8")
     monkeypatch.setattr(gate, "FOLDER", tmp_path)
+    monkeypatch.setenv("PATH", "")  # git is absent
     monkeypatch.setattr(gate, "Gate", Gate)
     monkeypatch.setattr(gate.threading, "Timer", Timer)
     monkeypatch.setattr(gate.os, "cpu_count", lambda: 1)
     assert gate.main(["--output", str(tmp_path)]) == 1 and limits[0][0] == 240
     result = json.loads((tmp_path / "gpu.json").read_text(encoding="utf-8"))
+    assert result["about"]["commit"] == ""
     assert {row["name"] for row in result["rows"] if row["part"] == "ops"} == {"right"}
     printed = capsys.readouterr().out + (tmp_path / "gpu.md").read_text(encoding="utf-8")
     expected = (

@@ -50,7 +50,7 @@ TYPES = {
     torch.int64: "i64",
 }
 TYPES |= {torch.bool: "i1", torch.uint8: "u8"}
-# Resource limits of the kernels in the newest and the oldest Triton. `test_aot.py` fails if a kernel exceeds them.
+# Resource limits of the kernels in all tested versions of Triton. `test_aot.py` fails if a kernel exceeds them.
 BUDGETS = HERE / "aot_budgets.csv"
 # Tensor core instructions and their prefixes in PTX.
 INSTRUCTIONS = {"wgmma": r"wgmma\.mma_async", "mma": r"mma\.sync"}
