@@ -1,4 +1,5 @@
-# Every target sets up its own virtual environment, once. A fresh machine needs only make and Python >= 3.11.
+# Every target sets up its own virtual environment, once. A fresh machine needs only make and Python >= 3.11 with venv.
+# For Linux and macOS: environments of Windows have other paths.
 PYTHON ?= python3
 VENV ?= .venv
 CONSTRAINTS ?= requirements/ci.txt
@@ -108,8 +109,8 @@ bench: $(INSTALLED) ## measure the ops, on a GPU if available (DTYPE=bfloat16)
 	$(VENV)/bin/python benchmarks/run.py --dtype $(DTYPE)
 
 GPU_OPTIONS ?=
-gpu: ## check the kernels on a GPU and measure them with the installed python3 (4 minutes); results in outputs/gpu
-	python3 benchmarks/gpu.py $(GPU_OPTIONS)
+gpu: ## check the kernels on a GPU and measure them with the Python of PYTHON (4 minutes); results in outputs/gpu
+	$(PYTHON) benchmarks/gpu.py $(GPU_OPTIONS)
 
 clean: ## remove the environments and what was built
 	rm -rf $(VENV) .venv-oldest .venv-newest .venv-ecosystem .venv-vllm .venv-docs build dist *.egg-info .pytest_cache .ruff_cache
