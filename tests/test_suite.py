@@ -24,3 +24,11 @@ def test_named_files_exist():
     named = {path for file in callers for path in re.findall(r"\btests/[\w/.]+", file.read_text(encoding="utf-8"))}
     assert len(named) > 10
     assert sorted(path for path in named if not (root / path).exists()) == []
+
+
+def test_ci_begins_with_the_package_index_and_calls_the_test_command():
+    text = (TESTS.parent / ".ci/run").read_text(encoding="utf-8")
+    commands = [line for line in text.splitlines() if line.startswith((".ci/", "part ", "install "))]
+    assert commands[0].startswith(".ci/resolve") and 'part "fast tests" make test' in commands
+    assert 'part "requirements with the package index alone" resolved' in commands
+    assert re.search(r"^make test\b", (TESTS.parent / "README.md").read_text(encoding="utf-8"), re.MULTILINE)
