@@ -120,6 +120,12 @@ class SharedConfig(ConfigMixin):
             if getattr(self, name) is None:
                 setattr(self, name, getattr(self, other))
         kwargs.pop("model_type", None)  # differs between a user's subclass and the folders it reads
+        auto_map = kwargs.pop("auto_map", None)
+        if isinstance(auto_map, dict) and __package__ == "luna_mega.modeling_common":
+            # Auto classes read the attribute only if the code of a folder is used.
+            auto_map = {name: code for name, code in auto_map.items() if is_foreign(code)}
+        if auto_map:
+            kwargs["auto_map"] = auto_map
         super().__post_init__(**kwargs)
 
     @classmethod

@@ -103,7 +103,7 @@ def test_recipe_fits_the_machine(path):
 @pytest.mark.parametrize("where", ["--bf16", "recipe"])
 def test_bf16_auto(script, tmp_path, monkeypatch, where, units):
     monkeypatch.setattr("torch.cpu.get_capabilities", lambda: dict.fromkeys(("avx512_bw", "avx512_bf16"), units))
-    (tmp_path / "recipe.yaml").write_text("bf16: auto\n")
+    (tmp_path / "recipe.yaml").write_text("bf16: auto\n", encoding="utf-8")
     options = ["--bf16", "auto"] if where == "--bf16" else ["--recipe", str(tmp_path / "recipe.yaml")]
     options += ["--task_name", "sst2", "--do_train", "--output_dir", str(tmp_path / "out"), "--use_cpu"]
     _, _, training, _ = script("run_glue").parse(options)

@@ -119,7 +119,7 @@ def test_an_index_names_files_of_its_folder(folder, places):
 def test_no_command_reads_weights_elsewhere_or_pickled_ones(folder, argv, capsys):
     index, names = folder / "model.safetensors.index.json", {"MODEL": folder, "NEW": folder.parent / "new"}
     argv = [names.get(word, word) for word in argv]
-    index.write_text(json.dumps({"weight_map": {"x": "../outside.safetensors"}}))
+    index.write_text(json.dumps({"weight_map": {"x": "../outside.safetensors"}}), encoding="utf-8")
     (folder / "model.safetensors").rename(folder / "model.pt")
     assert "weight_map must name files" in command_error(capsys, *argv)
     index.unlink()
@@ -159,7 +159,7 @@ def test_folders_of_pickles_are_read_as_the_security_page_says(folder, name, opt
     torch.save(weights, folder / name, **options)
     if name == SHARD:
         index = {"metadata": {}, "weight_map": dict.fromkeys(weights, name)}
-        (folder / "pytorch_model.bin.index.json").write_text(json.dumps(index))
+        (folder / "pytorch_model.bin.index.json").write_text(json.dumps(index), encoding="utf-8")
     load(folder)  # the safetensors
     (folder / "model.safetensors").unlink()
     with pytest.raises(OSError, match="no file named model.safetensors"):

@@ -74,10 +74,10 @@ def test_shards_may_have_any_name(tmp_path):
     model, folder = luna.make("ForMaskedLM"), tmp_path / "model"
     model.save_pretrained(folder, **SHARDS)
     index = folder / SAFE_WEIGHTS_INDEX_NAME
-    content = json.loads(index.read_text())
+    content = json.loads(index.read_text(encoding="utf-8"))
     for name in set(content["weight_map"].values()):
         (folder / name).rename(folder / name.replace("model-", "part-"))
     content["weight_map"] = {key: name.replace("model-", "part-") for key, name in content["weight_map"].items()}
-    index.write_text(json.dumps(content))
-    (folder / "model-00001-of-00009.safetensors").write_text("of another save")
+    index.write_text(json.dumps(content), encoding="utf-8")
+    (folder / "model-00001-of-00009.safetensors").write_text("of another save", encoding="utf-8")
     check_weights_read(folder, tmp_path / "bundle", model)

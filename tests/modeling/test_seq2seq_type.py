@@ -136,8 +136,7 @@ def test_encoder_or_decoder_is_a_separate_model(family, tmp_path):
         side.save_pretrained(tmp_path / name)
         loaded, info = AutoModel.from_pretrained(tmp_path / name, output_loading_info=True)
         assert type(loaded) is family.Model and not {key for key in info["missing_keys"] if "pooler" not in key}
-        assert loaded.config.model_type == family.name
-        assert loaded.config.auto_map["AutoModel"] == f"luna_mega_code/auto_{family.name}.{family.Model.__name__}"
+        assert loaded.config.model_type == family.name and not loaded.config.auto_map
 
 
 def test_tokenizer_in_the_same_folder_loads(family, tmp_path, tokenizer):
