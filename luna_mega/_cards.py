@@ -4,6 +4,7 @@ The cards of `Trainer` and `push_to_hub` contain it.
 """
 
 import functools
+import json
 import os
 import re
 from pathlib import Path
@@ -45,10 +46,11 @@ def loading_section(model_class: type, folder: str | os.PathLike[str], name: str
     tokenizer = []
     if Path(folder, "tokenizer_config.json").is_file():
         imports.append("AutoTokenizer")
-        tokenizer = [f'tokenizer = AutoTokenizer.from_pretrained("{name}")']
+        tokenizer = [f"tokenizer = AutoTokenizer.from_pretrained({json.dumps(name)})"]
     if imports:
         lines.append(f"from transformers import {', '.join(imports)}")
-    lines += ["", f'model = {auto or f"luna_mega.{model_class.__name__}"}.from_pretrained("{name}")', *tokenizer]
+    loader = auto or f"luna_mega.{model_class.__name__}"
+    lines += ["", f"model = {loader}.from_pretrained({json.dumps(name)})", *tokenizer]
     text = ["## Load this model", "", "```python", *lines, "```", ""]
     has_code = Path(folder, CODE_FOLDER).is_dir()
     if has_code:
@@ -71,14 +73,14 @@ def loading_without_package(model_class: type, name: str) -> list[str]:
         return [
             f"from transformers import {auto}",
             "",
-            f'model = {auto}.from_pretrained("{name}", trust_remote_code=True)',
+            f"model = {auto}.from_pretrained({json.dumps(name)}, trust_remote_code=True)",
         ]
     reference = f"{CODE_FOLDER}/auto_{model_class.config_class.model_type}.{model_class.__name__}"
     return [
         "from transformers.dynamic_module_utils import get_class_from_dynamic_module",
         "",
-        f'model_class = get_class_from_dynamic_module("{reference}", "{name}")',
-        f'model = model_class.from_pretrained("{name}")',
+        f"model_class = get_class_from_dynamic_module({json.dumps(reference)}, {json.dumps(name)})",
+        f"model = model_class.from_pretrained({json.dumps(name)})",
     ]
 
 
