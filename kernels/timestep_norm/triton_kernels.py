@@ -18,8 +18,8 @@ from luna_mega.kernels.common.triton_launch import cdiv, contiguous, launch, nex
 TILE = 4096
 # Number of tiles over which a program of the backward pass sums the gradients of weight and bias.
 TILES = 8
-# Positions and groups of a tile of a pass over time.
-BLOCK_T, BLOCK_G = 256, 4
+# Positions and groups of a tile of a pass over time: the fewer groups, the more programs.
+BLOCK_T, BLOCK_G = 512, 2
 
 
 @triton.jit
@@ -145,6 +145,13 @@ def _apply_backward_kernel(
 
 
 @triton.jit
+def _place(groups, BLOCK_G: tl.constexpr):
+    """Return the sequence and the groups of this program; the programs of a sequence are adjacent."""
+    program, blocks = tl.program_id(0), tl.cdiv(groups, BLOCK_G)
+    return (program // blocks).to(tl.int64), program % blocks * BLOCK_G + tl.arange(0, BLOCK_G)
+
+
+@triton.jit
 def _double(pointer, places, inside):
     return tl.load(pointer + places, inside, other=0.0).to(tl.float64)
 
@@ -177,9 +184,9 @@ def _statistics_kernel(
 ):  # fmt: skip
     """Write M_t and the rstd of S_t, and the final mean and variance.
 
-    The program index is `(block of groups, sequence)`.
+    The program index is `sequence * blocks of groups + block`.
     """
-    row, group = tl.program_id(1).to(tl.int64), tl.program_id(0) * BLOCK_G + tl.arange(0, BLOCK_G)
+    row, group = _place(groups, BLOCK_G)
     there, of_row = group < groups, row * groups + group
     number = tl.load(COUNT + row)
     mean_sum = _double(MEAN, of_row, there) * number.to(tl.float64)
@@ -236,9 +243,9 @@ def _statistics_backward_kernel(
 ):  # fmt: skip
     """Write the results of `torch_passes.statistics_backward`, from the last tile to the first.
 
-    The program index is `(block of groups, sequence)`.
+    The program index is `sequence * blocks of groups + block`.
     """
-    row, group = tl.program_id(1).to(tl.int64), tl.program_id(0) * BLOCK_G + tl.arange(0, BLOCK_G)
+    row, group = _place(groups, BLOCK_G)
     there, of_row = group < groups, row * groups + group
     started = tl.load(COUNT + row)
     number = started
@@ -294,9 +301,9 @@ def _step_kernel(
     groups, width, eps,
     BLOCK_G: tl.constexpr, BLOCK_W: tl.constexpr,
 ):  # fmt: skip
-    """Process one position with float64 statistics. The program index is `(block of groups, batch row)`."""
-    batch = tl.program_id(1).to(tl.int64)
-    group, feature = tl.program_id(0) * BLOCK_G + tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_W)
+    """Process one position with float64 statistics. The program index is `batch row * blocks of groups + block`."""
+    batch, group = _place(groups, BLOCK_G)
+    feature = tl.arange(0, BLOCK_W)
     there = group < groups
     inside = there[:, None] & (feature < width)[None, :]
     places = group[:, None] * width + feature[None, :]
@@ -327,7 +334,7 @@ def _step_kernel(
     tl.store(Y + batch * groups * width + places, y.to(Y.dtype.element_ty), inside)
     tl.store(NEXT_MEAN + batch * groups + group, next_mean, there)
     tl.store(NEXT_SPREAD + batch * groups + group, next_variance, there)
-    if tl.program_id(0) == 0:
+    if tl.program_id(0) % tl.cdiv(groups, BLOCK_G) == 0:
         tl.store(NEXT_COUNT + batch, following)
 
 
@@ -352,8 +359,9 @@ def _over_time(kernel: Any, inputs: Sequence[Any], outputs: Sequence[Tensor], nu
     """Launch a kernel for all sequences and groups of the first input; `number` is the last argument."""
     sequences, length, groups = inputs[0].shape
     block_g = min(BLOCK_G, next_power_of_2(groups))
-    tile = {"BLOCK_T": BLOCK_T, "BLOCK_G": block_g, "num_warps": 4, "num_stages": 1}
-    launch(kernel, (cdiv(groups, block_g), sequences), *contiguous(*inputs), *outputs, length, groups, number, **tile)
+    tile = {"BLOCK_T": BLOCK_T, "BLOCK_G": block_g, "num_warps": 8, "num_stages": 1}
+    grid = (cdiv(groups, block_g) * sequences,)
+    launch(kernel, grid, *contiguous(*inputs), *outputs, length, groups, number, **tile)
 
 
 def moments(x: Tensor, mask: Tensor | None, groups: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -425,7 +433,7 @@ def step(
     following = tuple(torch.empty_like(x) for x in state)
     inputs = contiguous(x, *state, weight, bias, mask)
     launch(
-        _step_kernel, (cdiv(groups, block_g), len(x)), *inputs, y, *following, groups, width, eps,
+        _step_kernel, (cdiv(groups, block_g) * len(x),), *inputs, y, *following, groups, width, eps,
         BLOCK_G=block_g, BLOCK_W=block_w, num_warps=4, num_stages=1,
     )  # fmt: skip
     return y, *following

@@ -146,6 +146,24 @@ def test_edges(name, edge, backend, triton_device):
             torch.testing.assert_close(got, reference, atol=2e-5, rtol=2e-4)
 
 
+@pytest.mark.triton
+@pytest.mark.parametrize("name", CALLS)
+def test_grids_of_many_sequences(name, triton_device):
+    """Only the first axis of a grid can have more than 65,535 programs."""
+    from luna_mega.kernels.common import triton_launch
+
+    shapes = CALLS[name][0](65_544, 2, 1)
+    with triton_launch.recording(triton_launch.Target()) as launches:
+        run(name, shapes, "triton", triton_device)
+        with torch.no_grad():
+            CALLS[name][1](
+                **{key: torch.zeros(shape, device=triton_device) for key, shape in shapes.items()}, backend="triton"
+            )
+    assert launches
+    for launch in launches:
+        assert max(launch.grid[1:], default=1) < 65_536, (launch.kernel.__name__, launch.grid)
+
+
 @pytest.mark.parametrize("backend", ["torch", SLOW_TRITON])
 @pytest.mark.parametrize("name", dict(calls(40, toy=True)))
 def test_last_dimensions_with_any_stride(name, backend, device):
