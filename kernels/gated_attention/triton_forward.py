@@ -281,6 +281,8 @@ def _configurations(call: GatedCall) -> list[ForwardTiles]:
     hopper = target.large
     size, rows, columns = call.constants["SIZE"], block_of(call.queries, 64), block_of(call.width, 128)
     if not call.narrow:
+        if size > 128 and target.shared_memory < 128 * 1024:
+            rows = min(rows, 32)
         return [ForwardTiles(rows, block_of(call.keys, 32 if hopper else 16), min(columns, 64), 8, 2)]
     if rows < 64:
         # Few rows cannot saturate the tensor cores; narrow slices of the value occupy more multiprocessors.

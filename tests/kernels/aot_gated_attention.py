@@ -56,6 +56,16 @@ def dtypes():
             yield f"full {dtype}{words}", functools.partial(run, *FULL[:-1], dtype, backward=backward)
     for dtype in (torch.float16, torch.float32):
         yield f"step enwik8 {dtype}", functools.partial(run, *STEP_ENWIK8[:-1], dtype)
+    # The largest sizes of queries and keys of each configuration.
+    for size in (128, 256):
+        for dtype in (torch.bfloat16, torch.float32):
+            full = functools.partial(run, 4, 4096, 4096, 4096, size, 1024, "softmax", True, True, dtype)
+            yield f"Z={size} {dtype}", full
+            yield f"Z={size} {dtype} backward", functools.partial(full, backward=True)
+            chunks = functools.partial(run, *LRA[:4], size, 1024, "laplace", False, True, dtype)
+            yield f"Z={size} in chunks {dtype}", chunks
+            yield f"Z={size} in chunks {dtype} backward", functools.partial(chunks, backward=True)
+        yield f"step Z={size} fp32", functools.partial(run, *STEP_WT103[:4], size, *STEP_WT103[5:-1], torch.float32)
 
 
 def edges():
@@ -72,6 +82,11 @@ def edges():
     yield "Z=40 V=200 bf16 backward", (90,), functools.partial(odd, backward=True)
     odd = functools.partial(run, *shape, 128, 96, 80, "laplace", False, True, torch.float32)
     yield "Z=96 V=80 fp32", (80,), odd
+    yield (
+        "Z=256 V=256 fp32",
+        (89,),
+        functools.partial(run, *shape, 4096, 256, 256, "softmax", True, True, torch.float32),
+    )
     yield "Z=200 V=96 bf16", (120,), functools.partial(run, *shape, 4096, 200, 96, "softmax", False, True, bfloat16)
 
 

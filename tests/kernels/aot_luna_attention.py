@@ -63,6 +63,10 @@ def dtypes():
         yield f"pack l=256 varlen {name}", partial(_run, "pack", 256, masked=False, varlen=True, dtype=dtype)
         yield f"pack l=128 untied dropout {name}", partial(_run, "pack", 128, tied=False, dropout=0.1, dtype=dtype)
         yield f"unpack l=128 {name}", partial(_run, "unpack", 128, dtype=dtype)
+    for dtype in (torch.bfloat16, torch.float32):  # the largest heads
+        wide = partial(_run, dtype=dtype, head_size=128, tied=False)
+        yield f"pack l=128 {dtype} head size 128", partial(wide, "pack", 128)
+        yield f"unpack l=128 {dtype} head size 128 dropout", partial(wide, "unpack", 128, dropout=0.1)
 
 
 def edges():

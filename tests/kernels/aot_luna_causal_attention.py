@@ -75,6 +75,10 @@ def dtypes():
         yield f"l=64 {dtype}", functools.partial(both, 8, 64, dtype)
         yield f"l=128 {dtype}", functools.partial(both, 8, 128, dtype)
         yield f"step, l=128 {dtype}", functools.partial(step, 8, 128, dtype)
+    # The largest heads, with the rows from which the configuration changes.
+    for dtype in (bfloat16, float16, float32):
+        for rows in (32, 64, 128, 256) if dtype != float32 else (32, 64, 128):
+            yield f"l={rows} {dtype}, heads of 128", functools.partial(both, 32, rows, dtype, size=128)
 
 
 def edges():

@@ -108,17 +108,30 @@ DEFAULTS = [
 ]
 
 
-@pytest.mark.parametrize("call, default, other", DEFAULTS)
-def test_default_configurations(call, default, other):
+def configurations_of(call, target: triton_launch.Target) -> tuple:
+    """Return the candidate configurations of the first kernel of a call, with the default first."""
     seen = []
 
     def record(kernel, key, configurations, run):
         seen.append(configurations)
         return run(configurations[0])
 
-    with triton_launch.recording(triton_launch.Target()), triton_choice.choosing(record):
+    with triton_launch.recording(target), triton_choice.choosing(record):
         call()
-    assert seen[0][0] == default and (other is None or other in seen[0][1:])
+    return seen[0]
+
+
+@pytest.mark.parametrize("call, default, other", DEFAULTS)
+def test_default_configurations(call, default, other):
+    found = configurations_of(call, triton_launch.Target())
+    assert found[0] == default and (other is None or other in found[1:])
+
+
+@pytest.mark.parametrize("memory, size, rows", [(99, 128, 64), (99, 129, 32), (99, 256, 32), (163, 256, 64)])
+def test_wide_queries_in_float32_fit_the_shared_memory(memory, size, rows):
+    """64 rows of 256 columns need 152 KB; `test_aot.py` compiles all sizes for 99 KB."""
+    call = partial(GATED, 4, 4096, 4096, 4096, size, 1024, "softmax", True, True, torch.float32)
+    assert configurations_of(call, triton_launch.Target((8, 6), 84, memory * 1024))[0].rows == rows
 
 
 def results(op: str, batch: int, processors: int, monkeypatch) -> list[torch.Tensor]:
