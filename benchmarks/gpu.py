@@ -4,7 +4,8 @@
     python3 benchmarks/gpu.py --dry    # all parts on a CPU, with tiny sizes and times that mean nothing
 
 Prints each result when it is known, and at the end what fell short; gpu.json and gpu.md in --output are complete at any
-time. Every operator is checked in a process of its own, because an illegal access fails all later calls of a process.
+time. The checks run in a pool of processes, one job for each call of an operator and each dtype, because a process
+compiles its kernels one after the other. A process ends after a failed check: an illegal access fails all later calls.
 Parts that the installed transformers cannot run are skipped, with the reason. The exit status is 1 if a check failed.
 """
 
@@ -17,6 +18,7 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from queue import SimpleQueue
 
 from tables import join
 
@@ -36,6 +38,7 @@ class Gate:
         self.rows: dict[tuple, Row] = {}
         self.running: set[subprocess.Popen] = set()
         self.lock, self.over = threading.Lock(), False
+        self.free: SimpleQueue[subprocess.Popen] = SimpleQueue()
         self.timer = threading.Timer(arguments.seconds, self.stop)
         self.timer.daemon = True
         self.timer.start()
@@ -60,19 +63,36 @@ class Gate:
             print(f"{time.monotonic() - self.start:5.0f} s  {part}: {', '.join(words)}", flush=True)
             self.write()
 
-    def run(self, jobs: list[list], in_turn: bool = False) -> None:
-        """Run jobs at the same time, or one after the other as soon as all have imported what they need."""
-        started = [(job, self.begin(job)) for job in jobs if not self.over]
-        for _, process in started if in_turn else ():
+    def run(self, jobs: list[list], count: int) -> None:
+        """Run jobs in `count` processes."""
+        while self.free.qsize() < count:
+            self.free.put(self.begin())
+        with ThreadPoolExecutor(count) as pool:
+            list(pool.map(self.take, jobs))
+
+    def take(self, job: list) -> None:
+        """Run a job in a free process, or in a new one if that has ended."""
+        process = self.free.get()
+        if not self.over and process.poll() is not None:
+            process = self.begin()
+        self.follow(job, process)
+        self.free.put(process)
+
+    def run_in_turn(self, jobs: list[list]) -> None:
+        """Run jobs one after the other, when all other processes have ended; each has its own process."""
+        processes = [self.begin() for _ in jobs if not self.over]
+        while not self.free.empty():
+            self.end(self.free.get())
+        for process in processes:
             while not (process.stdout.readline() or '"ready"').count('"ready"'):
                 pass
-        with ThreadPoolExecutor(1 if in_turn else max(1, len(started))) as pool:
-            list(pool.map(lambda pair: self.follow(*pair), started))
-        for job in jobs[len(started) :]:
-            self.add(job[0], name=_name(job), result="failed: not reached in time")
+        for job in jobs:
+            process = processes.pop(0) if processes else None
+            self.follow(job, process)
+            self.end(process)
 
-    def begin(self, job: list) -> subprocess.Popen:
-        command = [sys.executable, str(FOLDER / "gpu_jobs.py"), json.dumps(job)]
+    def begin(self) -> subprocess.Popen:
+        command = [sys.executable, str(FOLDER / "gpu_jobs.py")]
         dry = {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""} if self.arguments.dry else {}
         process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, encoding="utf-8",
@@ -81,17 +101,26 @@ class Gate:
         self.running.add(process)
         return process
 
-    def follow(self, job: list, process: subprocess.Popen) -> None:
-        """Let a job begin, and keep its rows until it ends."""
-        if self.over:
-            process.kill()
+    def end(self, process: subprocess.Popen | None) -> None:
+        """Let a process end."""
+        if process is not None:
+            process.communicate()
+            self.running.discard(process)
+
+    def follow(self, job: list, process: subprocess.Popen | None) -> None:
+        """Run a job in a process, and keep its rows until it is done or the process has ended."""
+        if self.over or process is None:
+            self.add(job[0], name=_name(job), result="failed: not reached in time")
+            return
         printed = []
         try:
-            process.stdin.write("\n")
-            process.stdin.close()
+            process.stdin.write(json.dumps(job) + "\n")
+            process.stdin.flush()
         except BrokenPipeError:
             printed = ["it ended before it began"]
         for line in process.stdout:
+            if line.startswith('{"part": "done"'):
+                return
             if line.startswith('{"part"'):
                 self.add(**json.loads(line))
             else:
@@ -149,7 +178,7 @@ def _commit() -> str:
 
 
 def _name(job: list) -> str:
-    return " ".join(map(str, job[1:2]))
+    return " ".join(word for word in job[1:] if isinstance(word, str)) or job[0]
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -158,15 +187,15 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--seconds", type=float, default=240, help="end what is not finished after this time")
     parser.add_argument("--output", type=Path, default=Path("outputs/gpu"))
     arguments = parser.parse_args(argv)
-    gate, count = Gate(arguments), min(16, os.cpu_count())
-    gate.run([["dry"]] if arguments.dry else [["compile", index, count, False] for index in range(count)])
-    gate.run(gate.jobs["checks"])
+    gate, count = Gate(arguments), 1 if arguments.dry else min(16, os.cpu_count())
+    gate.run([["dry" if arguments.dry else "list"]], count)
+    gate.run(gate.jobs["checks"], count)
     # An operator with wrong results is not measured.
     found = [row for row in gate.rows.values() if row["part"] == "operator" and row["result"] != "ok"]
     wrong = {row["name"].split(":")[0].split(" ")[0] for row in found if "cuda graph" not in row["name"]}
     for job in gate.jobs["times"][:1]:
         job[1] = [op for op in job[1] if op not in wrong]
-    gate.run(gate.jobs["times"], in_turn=True)
+    gate.run_in_turn(gate.jobs["times"])
     gate.timer.cancel()
     print("\nFell short:", *(gate.short() or ["nothing"]), sep="\n  ")
     return int(any(row.get("result", "").startswith("failed") for row in gate.rows.values()))

@@ -1,4 +1,4 @@
-"""The jobs of `gpu.py`: `gpu_jobs.py '[name, argument, ...]'` runs a job for each line of its input.
+"""The jobs of `gpu.py`: `gpu_jobs.py` runs a job `[name, argument, ...]` for each line of its input.
 
 A job prints rows: a check with its result, or a measurement in milliseconds. If the installed transformers does not
 support the models, jobs that need models are skipped, and the reason is printed.
@@ -6,6 +6,7 @@ support the models, jobs that need models are skipped, and the reason is printed
 
 import importlib
 import json
+import os
 import statistics
 import sys
 import time
@@ -81,47 +82,49 @@ def failure(error: Exception) -> str:
     return f"skipped: transformers {found} is not supported: {_words(error)}"
 
 
-def compile_kernels(index: int, count: int, dry: bool) -> Iterator[Row]:
-    """Compile a part of the kernels that later jobs launch. Those jobs report the errors."""
+def list_jobs(dry: bool = False) -> Iterator[Row]:
+    """List all jobs: the checks in the order in which they begin, and the measurements."""
     if not gpu.GPU and not dry:
         raise SystemExit("PyTorch finds no GPU; --dry runs all parts on a CPU")
-    if index == 0:
-        versions = {name: str(compat.installed(name)) for name in ("torch", "triton", "transformers")}
-        device = torch.cuda.get_device_name() if gpu.GPU else "CPU"
-        yield {"part": "about", "device": device, "python": sys.version.split()[0], **versions}
-        models = [["model", name, dry] for name in MODELS]
-        jobs = [["operator", name, dry] for name in gpu.OPS]
-        jobs += [["step", name] for name in (steps.STEPS if MISSING is None else ["all"])]
-        yield {"part": "jobs", "checks": jobs, "times": [["ops", list(OPS), dry], *models]}
-    work = [(gpu.run, name, n, mode) for mode in gpu.MODES for name in gpu.NAMES for n in (256, 257)]
-    if MISSING is None:
-        sizes = [(op, size) for op, count in OPS.items() for size in CASES[op].gpu[:count]]
-        work += [(_call, op, "luna_mega", {**size, "b": 2}) for op, size in sizes]
-        work += [(_call, case, name, {**size, "b": 2}) for name, case in MODELS.items() for size in MODEL_SIZES]
-    for function, *arguments in work[index::count] if not dry else ():
-        try:
-            function(*arguments)
-        except Exception as error:
-            if "CUDA error" in str(error):
-                return
+    versions = {name: str(compat.installed(name)) for name in ("torch", "triton", "transformers")}
+    device = torch.cuda.get_device_name() if gpu.GPU else "CPU"
+    yield {"part": "about", "device": device, "python": sys.version.split()[0], **versions}
+    jobs = check_jobs(gpu.ONE if dry else gpu.NAMES)
+    jobs += [["step", name] for name in (steps.STEPS if MISSING is None else ["all"])]
+    if MISSING is None and not dry:
+        sizes = [[op, "luna_mega", size] for op, count in OPS.items() for size in CASES[op].gpu[:count]]
+        sizes += [[case, name, size] for name, case in MODELS.items() for size in MODEL_SIZES]
+        jobs += [["compile", case, variant, {**size, "b": 2}] for case, variant, size in sizes]
+    models = [["model", name, dry] for name in MODELS]
+    yield {"part": "jobs", "checks": jobs, "times": [["ops", list(OPS), dry], *models]}
 
 
-def _call(case: str, variant: str, size: dict) -> None:
-    for run in passes(CASES[case].make(variant, gpu.DEVICE, gpu.DTYPE, size))[0].values():
-        run()
+def check_jobs(names: list[str]) -> list[list]:
+    """Return a job for each check of a call, and for each dtype of its outputs and gradients."""
+    jobs = []
+    for check, name in gpu.checks(names):
+        modes = gpu.MODES if check is gpu.outputs_and_gradients else [None]
+        jobs += [["operator", name, check.__name__, *([] if mode is None else [mode])] for mode in modes]
+    # Those with the most kernels come first; the others find most of their kernels compiled.
+    slow = ("luna_causal_attention", "gated_attention")
+    return sorted(jobs, key=lambda job: (len(job) < 4, not job[1].startswith(slow), "float32" not in job[-1]))
 
 
-def check_operator(op: str, dry: bool) -> Iterator[Row]:
-    """Run all checks of the calls of an operator."""
-    gpu.LENGTHS = (17,) if dry else gpu.LENGTHS
-    names = [name for name in gpu.NAMES if name.split(" ")[0].removesuffix("_step") == op]
-    for check, name in gpu.checks(names[:1] if dry else names):
-        about = f"{name.strip()}: {check.__name__.replace('_', ' ')}"
-        row = _checked(check, name, lambda error: f"failed: {_words(error)}")
-        yield {"part": "operator", "name": about, **row}
-        if "CUDA error" in row["result"]:
-            yield {"part": "operator", "name": op, "result": "failed: no further checks after the CUDA error"}
-            return
+def compile_kernels(case: str, variant: str, size: dict) -> Iterator[Row]:
+    """Compile kernels that are measured later; the measurement reports the errors."""
+    try:
+        for run in passes(CASES[case].make(variant, gpu.DEVICE, gpu.DTYPE, size))[0].values():
+            run()
+    except Exception as error:
+        if "CUDA error" in str(error):
+            raise SystemExit from error
+    yield from ()
+
+
+def check_operator(name: str, check: str, *modes: str) -> Iterator[Row]:
+    """Run a check of a call of an operator."""
+    row = _checked(lambda name: getattr(gpu, check)(name, *modes), name, lambda error: f"failed: {_words(error)}")
+    yield {"part": "operator", "name": ", ".join((f"{name.strip()}: {check.replace('_', ' ')}", *modes)), **row}
 
 
 def check_step(name: str) -> Iterator[Row]:
@@ -211,13 +214,15 @@ def _host(run: Callable[[], object], repeats: int) -> float:
 
 def dry_run() -> Iterator[Row]:
     """Run all jobs in this process."""
-    about, jobs = compile_kernels(0, 1, True)
+    gpu.LENGTHS = (17,)
+    about, jobs = list_jobs(True)
     yield about
     for job in (*jobs["checks"], *jobs["times"]):
         yield from run(*job)
 
 
 JOBS = {
+    "list": list_jobs,
     "compile": compile_kernels,
     "operator": check_operator,
     "step": check_step,
@@ -238,9 +243,12 @@ def run(name: str, *arguments: object) -> Iterator[Row]:
 def main() -> None:
     torch.zeros(1, device=gpu.DEVICE)
     print(json.dumps({"part": "ready"}), flush=True)
-    if sys.stdin.readline():
-        for row in run(*json.loads(sys.argv[1])):
+    for line in sys.stdin:
+        for row in run(*json.loads(line)):
             print(json.dumps(row), flush=True)
+            if row["part"] in ("operator", "step") and row["result"].startswith("failed") and gpu.GPU:
+                os._exit(0)  # later calls may fail as well
+        print(json.dumps({"part": "done"}), flush=True)
 
 
 if __name__ == "__main__":

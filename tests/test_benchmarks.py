@@ -190,24 +190,28 @@ import json, os, sys, time
 def row(part, **fields):
     print(json.dumps({"part": part, **fields}), flush=True)
 row("ready")
-sys.stdin.readline()
-name, *arguments = json.loads(sys.argv[1])
-if name == "compile":
-    names = ["right", "wrong", "dead"]
-    models = [["model", model] for model in ("luna", "peer", "stuck")]
-    row("jobs", checks=[["operator", op] for op in names], times=[["ops", names], *models])
-elif arguments[0] == "dead":
-    os.abort()
-elif name == "operator":
-    row(name, name=f"{arguments[0]} masked: outputs", result="ok" if arguments[0] == "right" else "failed: off by 0.31")
-elif name == "ops":
-    for op in arguments[0]:
-        row(name, name=op, size="n=8", **{"pass": "both"}, eager=9.0, host=8.0, graph=5.0, floor=1.0)
-elif arguments[0] == "stuck":
-    row("about", waits=True)
-    time.sleep(600)
-else:
-    row(name, name=arguments[0], size="n=8", **{"pass": "both"}, peer="peer", eager=3.0 + (arguments[0] == "luna"))
+for line in sys.stdin:
+    name, *arguments = json.loads(line)
+    if name == "list":
+        names = ["dead", "wrong", "right"]
+        models = [["model", model] for model in ("luna", "peer", "stuck")]
+        row("jobs", checks=[["operator", op] for op in names], times=[["ops", names], *models])
+    elif arguments[0] == "dead":
+        os.abort()
+    elif name == "operator":
+        result = "ok" if arguments[0] == "right" else "failed: off by 0.31"
+        row(name, name=f"{arguments[0]} masked: outputs", result=result)
+        if arguments[0] == "wrong":
+            break
+    elif name == "ops":
+        for op in arguments[0]:
+            row(name, name=op, size="n=8", **{"pass": "both"}, eager=9.0, host=8.0, graph=5.0, floor=1.0)
+    elif arguments[0] == "stuck":
+        row("about", waits=True)
+        time.sleep(600)
+    else:
+        row(name, name=arguments[0], size="n=8", **{"pass": "both"}, peer="peer", eager=3.0 + (arguments[0] == "luna"))
+    row("done")
 """
 
 
