@@ -64,6 +64,7 @@ class Launch(NamedTuple):
     constants: dict[str, Any]
     num_warps: int
     num_stages: int
+    options: dict[str, int]
 
 
 class Target(NamedTuple):
@@ -124,16 +125,19 @@ def processors(device: torch.device, sequences: int) -> int:
 
 
 def launch(
-    kernel: Any, grid: tuple[int, ...], *arguments: Any, num_warps: int, num_stages: int, **constants: Any
-) -> None:
+    kernel: Any, grid: tuple[int, ...], *arguments: Any, num_warps: int, num_stages: int, registers: int | None = None,
+    **constants: Any,
+) -> None:  # fmt: skip
     """Run `kernel[grid](*arguments, **constants)` on the device of its first argument, a tensor.
 
     `arguments` are tensors, None, ints and floats in the order of the kernel's parameters, `constants` its constexprs.
+    `registers` limits the registers of a thread.
     """
+    # Triton 3.10 disables fused multiply-add by default; the scans would then need twice the instructions.
+    options = {"enable_fp_fusion": True} | ({} if registers is None else {"maxnreg": registers})
     if _recorded is not None:
-        _recorded.append(Launch(kernel, grid, arguments, constants, num_warps, num_stages))
+        _recorded.append(Launch(kernel, grid, arguments, constants, num_warps, num_stages, options))
     elif all(grid):
         device = arguments[0].device
         with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
-            # Triton 3.10 disables fused multiply-add by default; the scans would then need twice the instructions.
-            kernel[grid](*arguments, **constants, num_warps=num_warps, num_stages=num_stages, enable_fp_fusion=True)
+            kernel[grid](*arguments, **constants, num_warps=num_warps, num_stages=num_stages, **options)

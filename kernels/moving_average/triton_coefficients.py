@@ -89,9 +89,9 @@ def _damped_backward_kernel(
 
 
 @triton.jit
-def _turned(log_size, turn, exponent):
-    """Return the real and imaginary parts of exp(log_size + 2 pi i turn)^exponent."""
-    size, turn = tl.exp(log_size * exponent), turn * exponent
+def _turned(log_size, turn):
+    """Return the real and imaginary parts of exp(log_size + 2 pi i turn)."""
+    size = tl.exp(log_size)
     angle = (turn - tl.floor(turn + 0.5)) * TURN
     return size * tl.cos(angle), size * tl.sin(angle)
 
@@ -99,31 +99,28 @@ def _turned(log_size, turn, exponent):
 @triton.jit
 def _complex_kernel(
     input_logit, damping_logit, phase_logit, projection,  # [D, N], [D, N], [D], [D, N, 2]
-    output,  # [11, N, D]
-    channels, chunk, scale,
+    output,  # [10, N, D]
+    channels, scale,
     N: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Write q, the rounding error of q, q^C - 1, C q^(C-1), p, and gamma / sqrt(N)."""
+    """Write q, the rounding error of q, log |q|, the turn of q in two parts, p, and gamma / sqrt(N)."""
     n, d = tl.arange(0, BLOCK_N)[:, None], (tl.program_id(0) * BLOCK_D + tl.arange(0, BLOCK_D))[None, :]
     inside, source, place, states = (n < N) & (d < channels), d * N + n, n * channels + d, N * channels
     gate, _, _, log_q = _rates(_double(input_logit, source, inside), _double(damping_logit, source, inside))
     turn = tl.sigmoid(_double(phase_logit, d, d < channels)) * (n + 1) / N
-    real, imaginary = _turned(log_q, turn, 1)
+    real, imaginary = _turned(log_q, turn)
     lost_real, lost_imaginary = real - real.to(tl.float32), imaginary - imaginary.to(tl.float32)
     size = real * real + imaginary * imaginary
     scaled = tl.where(size > 1e-40, 1.0 / tl.maximum(size, 1e-40), 0.0)
-    power_real, power_imaginary = _turned(log_q, turn, chunk)
-    slope_real, slope_imaginary = _turned(log_q, turn, chunk - 1)
     lost_real, lost_imaginary = lost_real * scaled, lost_imaginary * scaled
     values = (
         real, imaginary,
         lost_real * real + lost_imaginary * imaginary, lost_imaginary * real - lost_real * imaginary,
-        power_real - 1.0, power_imaginary,
-        chunk * slope_real, chunk * slope_imaginary,
+        log_q, turn, turn - turn.to(tl.float32),
         gate,
         scale * _double(projection, 2 * source, inside), scale * _double(projection, 2 * source + 1, inside),
     )  # fmt: skip
-    for i in tl.static_range(11):
+    for i in tl.static_range(10):
         _store(output + i * states, place, values[i], inside)
 
 
@@ -145,7 +142,7 @@ def _complex_backward_kernel(
     gate, damping, q, log_q = _rates(entry_logit, damping_logits)
     phase = _double(phase_logit, d, d < channels)
     frequency = (n + 1.0) / N
-    real, imaginary = _turned(log_q * 0.0, tl.sigmoid(phase)[None, :] * frequency, 1)
+    real, imaginary = _turned(log_q * 0.0, tl.sigmoid(phase)[None, :] * frequency)
     slope_real = _double(sums, 2 * states + place, inside)
     slope_imaginary = _double(sums, 3 * states + place, inside)
     grad_in = _double(input_sums, place, inside) * gate
@@ -167,12 +164,12 @@ def damped(*parameters: Tensor) -> Tensor:
     return output
 
 
-def complex_factors(chunk: int, *parameters: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-    """Return the numbers of `_complex_kernel`: factors `[8, N, D]`, and the weights `[N, D]` and `[2, N, D]`."""
+def complex_factors(*parameters: Tensor) -> Tensor:
+    """Return the numbers of `_complex_kernel`: 7 factors, p, and the two parts of the projection, `[10, N, D]`."""
     channels, states = parameters[0].shape
-    output = parameters[0].new_empty((11, states, channels), dtype=torch.float32)
-    _launch_tiles(_complex_kernel, channels, states, *parameters, output, channels, chunk)
-    return output[:8], (output[8], output[9:])
+    output = parameters[0].new_empty((10, states, channels), dtype=torch.float32)
+    _launch_tiles(_complex_kernel, channels, states, *parameters, output, channels)
+    return output
 
 
 def backward(sums: Tensor, input_sums: Tensor | None, *parameters: Tensor) -> list[Tensor]:

@@ -24,19 +24,19 @@ def average(
 
 def _fake(
     x: Tensor, input_logit: Tensor, projection: Tensor, cu_seqlens: Tensor | None, return_state: bool, **_: object
-) -> tuple[Tensor, Tensor, list[Tensor]]:
+) -> tuple[Tensor, Tensor, Tensor]:
     # A bidirectional average has twice as many rows of parameters, but no states.
     shape = (len(x) if cu_seqlens is None else len(cu_seqlens) - 1, x.shape[2], *projection.shape[1:])
     last = x.new_empty(shape if return_state else 0, dtype=torch.float32)
-    coefficients = x.new_empty((3, *input_logit.shape[::-1]), dtype=torch.float32)
-    return x.new_empty(x.shape), last, [coefficients] if projection.dim() == 2 else []
+    numbers = 3 if projection.dim() == 2 else 10
+    return x.new_empty(x.shape), last, x.new_empty((numbers, *input_logit.shape[::-1]), dtype=torch.float32)
 
 
 _average = register(
     "luna_mega::moving_average_triton",
     "Tensor x, Tensor? mask, Tensor? skip, Tensor input_logit, Tensor damping_logit, Tensor expansion_or_phase, "
     "Tensor projection, Tensor? initial, bool return_state, bool shift, Tensor? cu_seqlens, SymInt max_seqlen",
-    "(Tensor, Tensor, Tensor[])",
+    "(Tensor, Tensor, Tensor)",
     triton_scan.forward,
     _fake,
     triton_scan_backward.backward,
@@ -45,7 +45,7 @@ _average = register(
     ),
     differentiable=("x", "skip", "input_logit", "damping_logit", "expansion_or_phase", "projection", "initial"),
     gradients=(0, 1),
-    saved="Tensor[] coefficients",
+    saved="Tensor coefficients",
     save=lambda inputs, outputs: outputs[2:],
 )
 

@@ -76,19 +76,21 @@ def make_plan(
     """Return the division of a call into programs for one configuration."""
     (batch, length, channels), (width, states), parts = x.shape, parameters[0].shape, parameters[3].dim() - 1
     sequences, longest = (batch, length) if cu_seqlens is None else (len(cu_seqlens) - 1, max_seqlen)
-    block = min(32, 512 // next_power_of_2(states))  # 16 states per thread
+    # 16 real or 8 complex states per thread.
+    block = min(32, 512 // parts // next_power_of_2(states))
     programs = configuration.programs * triton_launch.processors(x.device, sequences)
     blocks = cdiv(channels, block)
     # The total number of tokens depends on the batch, also per sequence.
     tokens = sequences * longest if torch.are_deterministic_algorithms_enabled() else batch * length
-    if 2 * sequences * blocks >= programs and sequences * longest <= 2 * tokens:
-        # Many sequences of similar lengths are not divided: the states before chunks cost one more pass over x.
+    if 8 * sequences * blocks >= 7 * programs and sequences * longest <= 2 * tokens:
+        # Many sequences of similar lengths are not divided: the states before chunks cost one more pass over x. A call
+        # with fewer programs is faster if it is divided.
         chunk = max(SHORTEST_CHUNK, next_power_of_2(max(longest, 1)))
     else:
-        chunk = max(SHORTEST_CHUNK, 1 << (max(tokens * blocks // programs, 1).bit_length() - 1))
+        # More programs of complex states fit the registers.
+        chunk = max(SHORTEST_CHUNK, 1 << (max(tokens * blocks // (parts * programs), 1).bit_length() - 1))
     chunks = cdiv(max(longest, 1), chunk)
     slots = sequences * chunks if cu_seqlens is None or chunks == 1 else length // chunk + sequences
-    block = min(block, 512 // parts // next_power_of_2(states))  # 8 complex states per thread
     return Plan(
         cu_seqlens, sequences, length, channels, width // max(channels, 1), states, parts, shift, block, chunk, chunks,
         slots, configuration.unroll,

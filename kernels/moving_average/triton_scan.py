@@ -33,8 +33,9 @@ from luna_mega.kernels.moving_average.triton_plan import Plan, choose
 
 # States with faster decay are negligible, and a quotient by q must not overflow.
 LOWEST_LOG_Q = tl.constexpr(-46.0)
+PI = tl.constexpr(3.141592653589793)
 # The rates and the weights of the input in the state and of the state in the average, for each direction. Real: log q,
-# p beta and eta / sqrt(N), `[N, D]` with rows that are R apart. Complex: the factors `[8, N, D]` of
+# p beta and eta / sqrt(N), `[N, D]` with rows that are R apart. Complex: the factors `[7, N, D]` of
 # `triton_coefficients`, p `[N, D]` and gamma / sqrt(N) `[2, N, D]`.
 Rows = list[tuple[Tensor, ...]]
 
@@ -46,6 +47,19 @@ def _minus_one(log_q):
     for k in tl.static_range(9, 1, -1):
         series = 1.0 + series * log_q * (1 / k)
     return log_q * series
+
+
+@triton.jit
+def _turned_minus_one(turns):
+    """Return the real and imaginary parts of exp(2 pi i turns) - 1."""
+    half = (turns - tl.floor(turns + 0.5)) * PI
+    square = half * half
+    sine, cosine = 1.0, 1.0
+    for k in tl.static_range(7, 0, -1):
+        sine = 1.0 - sine * square * (1 / (2 * k * (2 * k + 1)))
+        cosine = 1.0 - cosine * square * (1 / (2 * k * (2 * k - 1)))
+    sine *= half
+    return -2.0 * sine * sine, 2.0 * sine * cosine
 
 
 @triton.jit
@@ -127,18 +141,28 @@ def load_rate(rates, rows, states, tile, STEPS: tl.constexpr, PARTS: tl.constexp
 
 @triton.jit
 def _load_chunk_rate(rates, rows, states, tile, chunk, PARTS: tl.constexpr):
-    """Return q^C - 1 and C q^(C-1) for C = `chunk` positions.
+    """Return q^C - 1 and C q^(C-1) for C = `chunk` positions; a complex average needs a power of two.
 
-    `rates` are described at `Rows`. Those of a complex average contain both results, for complete chunks only.
+    `rates` are described at `Rows`.
     """
+    if PARTS == 2:
+        rates += 4 * states
+    log_q = tl.maximum(tl.load(rates + rows, tile, other=LOWEST_LOG_Q), LOWEST_LOG_Q)
+    steps = chunk.to(tl.float32)
+    total = log_q * steps
+    change = tl.where(total > -0.5, _minus_one(total), tl.exp(total) - 1.0)
+    slope = steps * tl.exp(total - log_q)
     if PARTS == 1:
-        log_q = tl.maximum(tl.load(rates + rows, tile, other=LOWEST_LOG_Q), LOWEST_LOG_Q)
-        steps = chunk.to(tl.float32)
-        total = log_q * steps
-        change = tl.where(total > -0.5, _minus_one(total), tl.exp(total) - 1.0)
-        return (change,), (steps * tl.exp(total - log_q),)
+        return (change,), (slope,)
     else:
-        return load(rates + 4 * states, rows, states, tile, PARTS), load(rates + 6 * states, rows, states, tile, PARTS)
+        turn, rest = load(rates + states, rows, states, tile, PARTS)
+        # The first product is exact, because the number of positions is a power of two.
+        turns = turn * steps
+        turns = turns - tl.floor(turns + 0.5) + rest * steps
+        turned, turned_less = _turned_minus_one(turns), _turned_minus_one(turns - turn - rest)
+        # (1 + a) (1 + b) - 1 = a (1 + b) + b
+        change = change * (1.0 + turned[0]) + turned[0], (1.0 + change) * turned[1]
+        return change, (slope * (1.0 + turned_less[0]), slope * turned_less[1])
 
 
 @triton.jit(do_not_specialize=["length", "chunks", "slots"])
@@ -374,13 +398,12 @@ def _scan_kernel(
         tl.store(sums + slot * states + kept, total, tile)
 
 
-def coefficients_of(plan: Plan, parameters: Sequence[Tensor], coefficients: Sequence[Tensor]) -> Rows:
-    """Return the coefficients of each direction; those of real averages are given, `[3, N, R]`."""
-    if coefficients:
-        halves = coefficients if plan.directions == 1 else coefficients[0].split(plan.channels, 2)
-        return [half.unbind() for half in halves]
-    factors, weights = triton_coefficients.complex_factors(plan.chunk, *parameters)
-    return [(factors, *weights)]
+def coefficients_of(plan: Plan, coefficients: Tensor) -> Rows:
+    """Return the coefficients of each direction; `coefficients` are those of `triton_coefficients`."""
+    if plan.parts == 2:
+        return [(coefficients[:7], coefficients[7], coefficients[8:])]
+    halves = [coefficients] if plan.directions == 1 else coefficients.split(plan.channels, 2)
+    return [half.unbind() for half in halves]
 
 
 def channels_last(states: Tensor) -> Tensor:
@@ -433,15 +456,15 @@ def scan(
     return output
 
 
-def forward(x: Tensor, *inputs: Any) -> tuple[Tensor, Tensor, list[Tensor]]:
-    """Return the result, the final states (empty unless requested), and the coefficients of a real average."""
+def forward(x: Tensor, *inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the result, the final states (empty unless requested), and the coefficients."""
     mask, skip, *parameters, initial, return_state, shift, cu_seqlens, max_seqlen = contiguous(*inputs)
     initial, is_complex = None if initial is None else channels_last(initial), parameters[3].dim() == 3
-    coefficients = [] if is_complex else [triton_coefficients.damped(*parameters)]
+    coefficients = (triton_coefficients.complex_factors if is_complex else triton_coefficients.damped)(*parameters)
     scaled = is_complex or initial is not None
 
     def run(plan: Plan) -> tuple[Tensor, Tensor | None]:
-        rows = coefficients_of(plan, parameters, coefficients)
+        rows = coefficients_of(plan, coefficients)
         last = rows[0][0].new_empty(plan.of_states(plan.sequences)) if return_state else None
         starts, other = states_before(plan, x, mask, rows, scaled, initial), None
         if plan.directions == 2:

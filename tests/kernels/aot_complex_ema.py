@@ -26,8 +26,8 @@ def call(
     initial = state if stateful else None
     parameters = (meta(channels, states), meta(channels, states), meta(channels), meta(channels, states, 2))
     inputs = (x, mask, weight, *parameters, initial, stateful, False, cu_seqlens, length)
-    triton_scan.forward(*inputs)
-    triton_scan_backward.backward(x, initial, [], *inputs)
+    *_, coefficients = triton_scan.forward(*inputs)
+    triton_scan_backward.backward(x, initial, coefficients, *inputs)
 
 
 def cases():
