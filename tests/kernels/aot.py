@@ -6,8 +6,9 @@ This is a script because a process that interprets kernels cannot compile them:
 The launches come from the functions of `aot_<op>.py` in this directory. `cases()` yields (name, function without
 arguments): the function calls the op with meta tensors, and its launches are compiled unchanged for sm_80 and sm_90.
 `edges()` yields (name, targets, function) for the sizes, dtypes and targets with the tightest limits. `dtypes()` yields
-cases in other dtypes; only `--every` compiles them, and all configurations that tuning may select. `of_length()`
-launches kernels that must not be recompiled for another of `LENGTHS`.
+cases in other dtypes and with the largest sizes; only `--every` compiles them, for sm_80 and sm_90 with all
+configurations that tuning may select, for targets with less shared memory with the default ones. `of_length()` launches
+kernels that must not be recompiled for another of `LENGTHS`.
 """
 
 import argparse
@@ -16,14 +17,17 @@ import importlib.util
 import json
 import re
 import subprocess
+import sys
 import tempfile
 import time
 from collections import Counter
+from contextlib import nullcontext
 from pathlib import Path
 
 import sass
 import torch
 import triton
+import tritons
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
@@ -50,7 +54,7 @@ TYPES = {
     torch.int64: "i64",
 }
 TYPES |= {torch.bool: "i1", torch.uint8: "u8"}
-# Resource limits of the kernels in all tested versions of Triton. `test_aot.py` fails if a kernel exceeds them.
+# Resource limits of the kernels, with all versions of `tritons`. `test_aot.py` fails if a kernel exceeds them.
 BUDGETS = HERE / "aot_budgets.csv"
 # Tensor core instructions and their prefixes in PTX.
 INSTRUCTIONS = {"wgmma": r"wgmma\.mma_async", "mma": r"mma\.sync"}
@@ -83,10 +87,11 @@ def launches(op: str, arch: int):
 
 
 def further_launches(op: str, arch: int):
-    """Yield (case, launch) for other dtypes, and for all configurations that tuning may select."""
-    with triton_choice.choosing(_run_all):
+    """Yield (case, launch) for other dtypes, and for all configurations that tuning may select on the main targets."""
+    main, cases = arch in MAIN_TARGETS, _cases(op)
+    with triton_choice.choosing(_run_all) if main else nullcontext():
         yield from launches(op, arch)
-        for name, run in _cases(op).dtypes():
+        for name, run in (*cases.dtypes(), *(() if main else cases.cases())):
             with triton_launch.recording(TARGETS[arch]) as recorded:
                 run()
             for launch in recorded:
@@ -123,7 +128,7 @@ def compile_launch(launch: triton_launch.Launch, arch: int):
             if value % 16 == 0 and not any_number:
                 attributes[(index,)] = [["tt.divisibility", 16]]
     source = ASTSource(fn=launch.kernel, signature=signature, constexprs=constants, attrs=attributes)
-    options = {"num_warps": launch.num_warps, "num_stages": launch.num_stages, "enable_fp_fusion": True}
+    options = {"num_warps": launch.num_warps, "num_stages": launch.num_stages, **launch.options}
     key = repr((launch.kernel.fn.__name__, signature, constants, attributes, options))
     return key, lambda: triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
 
@@ -166,17 +171,26 @@ def read_budgets() -> dict[tuple[str, ...], dict[str, int]]:
     return {tuple(row[name] for name in KEY): {name: int(row[name]) for name in COLUMNS} for row in rows}
 
 
-def widen_budgets(rows: list[dict]) -> None:
-    """Raise the limits to the values of these reports, and delete the rows of removed kernels of the same ops."""
-    rows = [row for row in rows if row["default"]]
-    table = read_budgets() if BUDGETS.exists() else {}
-    ops, reported = {row["op"] for row in rows}, {tuple(str(row[name]) for name in KEY): row for row in rows}
-    table = {key: limits for key, limits in table.items() if key[0] not in ops or key in reported}
-    for key, row in reported.items():
+def report_versions(options: list[str]) -> list[dict]:
+    """Return the reports of this script with all versions of Triton."""
+    rows = []
+    for version in (*tritons.OLDER, tritons.NEWEST):
+        with tempfile.NamedTemporaryFile(suffix=".json") as file:
+            command = [sys.executable, __file__, *options, "--json", file.name]
+            subprocess.run(command, env=tritons.environment(version), check=True)
+            rows += json.load(file)["kernels"]
+    return rows
+
+
+def write_budgets(rows: list[dict]) -> None:
+    """Replace the limits of the reported ops and targets by the largest values of these reports."""
+    replaced = {(row["op"], str(row["arch"])) for row in rows}
+    table = {key: limits for key, limits in read_budgets().items() if (key[0], key[3]) not in replaced}
+    for row in rows:
+        key = tuple(str(row[name]) for name in KEY)
         old = table.get(key, row)
-        limits = {name: (min if name in INSTRUCTIONS else max)(int(row[name]), int(old[name])) for name in COLUMNS}
-        table[key] = limits
-    with open(BUDGETS, "w", encoding="utf-8", newline="") as file:
+        table[key] = {name: (min if name in INSTRUCTIONS else max)(row[name], old[name]) for name in COLUMNS}
+    with open(BUDGETS, "w", newline="") as file:
         writer = csv.writer(file, lineterminator="\n")
         writer.writerow((*KEY, *COLUMNS))
         writer.writerows((*key, *limits.values()) for key, limits in sorted(table.items()))
@@ -185,7 +199,7 @@ def widen_budgets(rows: list[dict]) -> None:
 def reports(op: str, arch: int, every: bool):
     """Compile the kernels of an op; print and yield their reports."""
     seen, variants = set(), Counter()
-    further = further_launches(op, arch) if every and arch in MAIN_TARGETS else ()
+    further = further_launches(op, arch) if every else ()
     for default, launched in ((True, launches(op, arch)), (False, further)):
         for case, launch in launched:
             key, compile_it = compile_launch(launch, arch)
@@ -214,10 +228,14 @@ def main() -> None:
     parser.add_argument("--arch", type=int, choices=TARGETS, action="append")
     parser.add_argument("--every", action="store_true", help="compile further dtypes and all configurations")
     parser.add_argument("--json", type=Path, help="file that the reports are written to")
-    parser.add_argument("--budgets", action="store_true", help="raise limits in aot_budgets.csv to the reported values")
+    parser.add_argument("--budgets", action="store_true", help="write aot_budgets.csv with all versions of Triton")
     arguments = parser.parse_args()
     if triton.knobs.runtime.interpret:
         parser.error("needs TRITON_INTERPRET=0")
+    if arguments.budgets:
+        options = [f"--arch={arch}" for arch in arguments.arch or ()]
+        write_budgets(report_versions([*arguments.ops, *options]))
+        return
     print(
         f"Triton {triton.__version__}\n{'kernel, case':<72} arch ", *(f"{column:>9}" for column in COLUMNS), "seconds"
     )
@@ -227,8 +245,6 @@ def main() -> None:
         for arch in arguments.arch or TARGETS
         for row in reports(op, arch, arguments.every)
     ]
-    if arguments.budgets:
-        widen_budgets(rows)
     if arguments.json:
         lengths = {op: keys_of_lengths(op) for op in arguments.ops or OPS}
         content = {"triton": triton.__version__, "kernels": rows, "lengths": lengths}

@@ -6,18 +6,16 @@ installs in the folder `build`.
 
 import csv
 import json
-import os
 import subprocess
 import sys
 import types
 from pathlib import Path
 
 import pytest
-from filelock import FileLock
 
 triton = pytest.importorskip("triton", reason="Triton is not installed")
 
-from tests.kernels import sass  # noqa: E402
+from tests.kernels import sass, tritons  # noqa: E402
 
 HERE = Path(__file__).resolve().parent
 MOST = ("registers", "stack", "spills", "shared")
@@ -29,8 +27,6 @@ OPS = (
 )  # fmt: skip
 
 
-# The oldest and the newest supported version. `requirements/ci.txt` has the version that its torch requires.
-OLDEST, NEWEST = "3.6.0", "3.9.0"
 # Compiles the kernel that `ptxas` 12.8 compiles incorrectly, and prints its faults.
 KNOWN_FAULT = """
 import aot, aot_luna_causal_attention, json, sass, torch
@@ -82,27 +78,12 @@ def test_descriptors_of_tensor_cores():
     assert len(sass.unwritten_reads(both)) == 1 and sass.unwritten_reads(one) == []
 
 
-def run_script(*command, root: Path, triton_folder: Path | None = None) -> str:
+def run_script(*command, version: str | None = None) -> str:
     """Run Python with a version of Triton (default: the installed one) and return its standard output."""
-    paths = [*([] if triton_folder is None else [triton_folder]), root, HERE]
-    environment = os.environ | {"TRITON_INTERPRET": "0", "PYTHONPATH": os.pathsep.join(map(str, paths))}
-    run = subprocess.run([sys.executable, *command], env=environment, capture_output=True, encoding="utf-8")
+    run = subprocess.run([sys.executable, *command], env=tritons.environment(version), capture_output=True, text=True)
     print(run.stdout)
     assert run.returncode == 0, run.stderr[-4000:]
     return run.stdout
-
-
-def folder_of_triton(version: str, root: Path) -> Path:
-    """Return the folder of another version of Triton; the first call installs it."""
-    folder = root / "build" / f"triton-{version}"
-    folder.parent.mkdir(exist_ok=True)
-    with FileLock(f"{folder}.lock"):
-        if not folder.exists():
-            new = Path(f"{folder}.new")
-            pip = [sys.executable, "-m", "pip", "install", "--quiet", "--upgrade", "--no-deps", "--target", new]
-            subprocess.run([*pip, f"triton=={version}"], check=True)
-            new.rename(folder)
-    return folder
 
 
 def check_machine_code(content: dict, version: str) -> None:
@@ -114,38 +95,36 @@ def check_machine_code(content: dict, version: str) -> None:
     assert not [row for row in rows if row["narrow"]], "these kernels accumulate in 16 bits"
 
 
-def test_the_known_fault_with_the_installed_compiler(repo_root):
-    faults = json.loads(run_script("-c", KNOWN_FAULT, root=repo_root))
+def test_the_known_fault_with_the_installed_compiler():
+    faults = json.loads(run_script("-c", KNOWN_FAULT))
     assert bool(faults) == triton.__version__.startswith(("3.6.", "3.7."))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("version, found", [(OLDEST, True), (NEWEST, False)])
-def test_the_known_fault_with_other_compilers(version, found, repo_root):
-    output = run_script("-c", KNOWN_FAULT, root=repo_root, triton_folder=folder_of_triton(version, repo_root))
-    faults = json.loads(output)
-    assert "UR22" in faults[0] if found else not faults
+@pytest.mark.parametrize("version", tritons.OLDER)
+def test_the_known_fault_is_found(version):
+    faults = json.loads(run_script("-c", KNOWN_FAULT, version=version))
+    assert faults and "UR22" in faults[0]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("op", OPS)
-def test_machine_code_of_the_newest_triton(op, tmp_path, repo_root):
+def test_machine_code_of_the_triton_of_torch_2_13(op, tmp_path):
     """The default configurations for sm_90 are compiled correctly; `test_budgets` checks the installed version."""
     command = [HERE / "aot.py", op, "--arch", "90", "--json", tmp_path / "report.json"]
-    run_script(*command, root=repo_root, triton_folder=folder_of_triton(NEWEST, repo_root))
-    check_machine_code(json.loads((tmp_path / "report.json").read_text(encoding="utf-8")), NEWEST)
+    run_script(*command, version="3.7.1")
+    check_machine_code(json.loads((tmp_path / "report.json").read_text()), "3.7.1")
 
 
 @pytest.mark.slow
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("op", OPS)
-@pytest.mark.parametrize("version", [None, OLDEST, NEWEST])
-def test_machine_code_of_every_configuration(version, op, tmp_path, repo_root):
+@pytest.mark.parametrize("version", [None, *tritons.OLDER])
+def test_machine_code_of_every_configuration(version, op, tmp_path):
     """Other dtypes and all configurations that tuning may select are compiled correctly, and fit an H100."""
-    folder = None if version is None else folder_of_triton(version, repo_root)
     command = [HERE / "aot.py", op, "--arch", "80", "--arch", "90", "--every", "--json", tmp_path / "report.json"]
-    run_script(*command, root=repo_root, triton_folder=folder)
-    content = json.loads((tmp_path / "report.json").read_text(encoding="utf-8"))
+    run_script(*command, version=version)
+    content = json.loads((tmp_path / "report.json").read_text())
     check_machine_code(content, version or triton.__version__)
     assert not all(row["default"] for row in content["kernels"])
     for row in content["kernels"]:
@@ -155,10 +134,10 @@ def test_machine_code_of_every_configuration(version, op, tmp_path, repo_root):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("op", ["gated_attention", "luna_attention", "luna_causal_attention"])
-def test_default_configurations_fit_small_devices(op, tmp_path, repo_root):
+def test_default_configurations_fit_small_devices(op, tmp_path):
     """All sizes and dtypes fit the 99 KB of shared memory of the RTX 30, 40 and 50; other ops need less than 8 KB."""
     command = [HERE / "aot.py", op, "--arch", "89", "--every", "--json", tmp_path / "report.json"]
-    run_script(*command, root=repo_root)
+    run_script(*command)
     rows = json.loads((tmp_path / "report.json").read_text())["kernels"]
     assert not all(row["default"] for row in rows) and {row["available"] for row in rows} == {99 * 1024}
     assert not [row for row in rows if row["shared"] > row["available"]]
@@ -166,9 +145,9 @@ def test_default_configurations_fit_small_devices(op, tmp_path, repo_root):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("op", OPS)
-def test_budgets(op, tmp_path, repo_root):
-    run_script(HERE / "aot.py", op, "--json", tmp_path / "report.json", root=repo_root)
-    content = json.loads((tmp_path / "report.json").read_text(encoding="utf-8"))
+def test_budgets(op, tmp_path):
+    run_script(HERE / "aot.py", op, "--json", tmp_path / "report.json")
+    content = json.loads((tmp_path / "report.json").read_text())
     check_machine_code(content, triton.__version__)
     rows, (keys, *of_other_lengths) = content["kernels"], content["lengths"][op]
     assert all(other == keys for other in of_other_lengths), "another length of sequences compiles other kernels"
