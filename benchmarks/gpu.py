@@ -4,7 +4,7 @@
     python3 benchmarks/gpu.py --dry    # all parts on a CPU, with tiny sizes and times that mean nothing
 
 Prints each result when it is known, and at the end what fell short; gpu.json and gpu.md in --output are complete at any
-time. The checks run in a pool of processes, one job for each call of an operator and each dtype, because a process
+time. The checks run in a pool of processes, one job for each call of an operator, dtype and length, because a process
 compiles its kernels one after the other. A process ends after a failed check: an illegal access fails all later calls.
 Parts that the installed transformers cannot run are skipped, with the reason. The exit status is 1 if a check failed.
 """

@@ -12,7 +12,9 @@ import sys
 import time
 import types
 from collections.abc import Callable, Iterator
+from itertools import product
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
@@ -100,14 +102,13 @@ def list_jobs(dry: bool = False) -> Iterator[Row]:
 
 
 def check_jobs(names: list[str]) -> list[list]:
-    """Return a job for each check of a call, and for each dtype of its outputs and gradients."""
-    jobs = []
+    """Return a job for each check of a call, and for each dtype and length of its outputs and gradients."""
+    jobs, slow = [], ("luna_causal_attention", "gated_attention")
     for check, name in gpu.checks(names):
-        modes = gpu.MODES if check is gpu.outputs_and_gradients else [None]
-        jobs += [["operator", name, check.__name__, *([] if mode is None else [mode])] for mode in modes]
-    # Those with the most kernels come first; the others find most of their kernels compiled.
-    slow = ("luna_causal_attention", "gated_attention")
-    return sorted(jobs, key=lambda job: (len(job) < 4, not job[1].startswith(slow), "float32" not in job[-1]))
+        split = [*product(gpu.MODES, reversed(gpu.LENGTHS))] if check is gpu.outputs_and_gradients else [()]
+        jobs += [["operator", name, check.__name__, *options] for options in split]
+    # The jobs of a length find many kernels that those of other lengths have compiled. The most kernels come first.
+    return sorted(jobs, key=lambda job: (len(job) < 5, -job[4] if job[4:] else 0, not job[1].startswith(slow)))
 
 
 def compile_kernels(case: str, variant: str, size: dict) -> Iterator[Row]:
@@ -121,10 +122,11 @@ def compile_kernels(case: str, variant: str, size: dict) -> Iterator[Row]:
     yield from ()
 
 
-def check_operator(name: str, check: str, *modes: str) -> Iterator[Row]:
+def check_operator(name: str, check: str, *options: Any) -> Iterator[Row]:
     """Run a check of a call of an operator."""
-    row = _checked(lambda name: getattr(gpu, check)(name, *modes), name, lambda error: f"failed: {_words(error)}")
-    yield {"part": "operator", "name": ", ".join((f"{name.strip()}: {check.replace('_', ' ')}", *modes)), **row}
+    row = _checked(lambda name: getattr(gpu, check)(name, *options), name, lambda error: f"failed: {_words(error)}")
+    about = f"{name.strip()}: {check.replace('_', ' ')}"
+    yield {"part": "operator", "name": ", ".join((about, *map(str, options))), **row}
 
 
 def check_step(name: str) -> Iterator[Row]:

@@ -3,7 +3,10 @@
 import csv
 import dataclasses
 import json
+import os
 import random
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -254,6 +257,42 @@ def test_gate_of_a_gpu(import_benchmark, monkeypatch, tmp_path, capsys):
     for line, start in zip(sorted(result["short"]), expected, strict=True):
         assert line.startswith(start) and printed.count(line) == 2
     assert "| right | n=8 | both | 9.000 | 8.000 | 5.000 | 1.000 |" in (tmp_path / "gpu.md").read_text(encoding="utf-8")
+
+
+# Prints the number of kernels that each job of `make gpu` compiles for an H100 in a check of outputs and gradients. No
+# kernel runs: the launches are recorded on the CPU.
+KERNELS_OF_JOBS = """
+import json, sys, torch
+available, torch.cuda.is_available = torch.cuda.is_available, lambda: True
+from tests.kernels import gpu
+torch.cuda.is_available, gpu.DEVICE = available, torch.device("cpu")
+import aot, gpu_jobs
+from luna_mega.kernels import _dispatch
+from luna_mega.kernels.common import triton_launch
+_dispatch._unavailable_reason = lambda device: None
+counts = []
+for _, name, check, *options in gpu_jobs.check_jobs(gpu.NAMES):
+    with triton_launch.recording(aot.TARGETS[90]) as launches:
+        if options:
+            gpu.run(name, *reversed(options))
+    counts.append((name, check, *options, len({aot.compile_launch(launch, 90)[0] for launch in launches})))
+print(json.dumps(counts))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.triton
+def test_a_job_of_the_gate_compiles_few_kernels(repo_root):
+    """A process compiles its kernels one after the other, so one job with all kernels would take the entire time."""
+    pytest.importorskip("triton", reason="Triton is not installed")
+    folders = [repo_root / "benchmarks", repo_root, repo_root / "tests" / "kernels"]
+    environment = os.environ | {"TRITON_INTERPRET": "0", "PYTHONPATH": os.pathsep.join(map(str, folders))}
+    done = subprocess.run([sys.executable, "-c", KERNELS_OF_JOBS], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    counts = json.loads(done.stdout.splitlines()[-1])
+    checked = [job for job in counts if job[1] == "outputs_and_gradients"]
+    assert len(checked) == 4 * 8 * len({name for name, *_ in counts}) and len(checked) > 700
+    assert all(1 <= job[-1] <= 20 for job in checked), [job for job in checked if not 1 <= job[-1] <= 20]
 
 
 @pytest.mark.slow

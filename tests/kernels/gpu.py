@@ -98,12 +98,12 @@ def record(step: Callable[[], list[torch.Tensor]]) -> tuple[Callable[[], None], 
     return graph.replay, results
 
 
-def outputs_and_gradients(name: str, *modes: str) -> None:
-    """Check the named modes, or all."""
-    for n in LENGTHS:
+def outputs_and_gradients(name: str, mode: str | None = None, length: int | None = None) -> None:
+    """Check one mode (None: all) at one length (None: all)."""
+    for n in LENGTHS if length is None else (length,):
         expected = run(name, n)
-        for mode in modes or MODES:
-            check(run(name, n, mode), expected, MODES[mode][0], n, f"{mode}, n = {n}, ")
+        for mode_ in MODES if mode is None else (mode,):
+            check(run(name, n, mode_), expected, MODES[mode_][0], n, f"{mode_}, n = {n}, ")
 
 
 def two_runs_have_the_same_bits(name: str) -> None:

@@ -68,11 +68,12 @@ class Inputs(Leaves):
 
 @pytest.fixture
 def small_tiles(monkeypatch):
-    """Use tiles of 32 elements, and two tiles per program."""
+    """Use tiles of 32 elements and of 8 positions, and two tiles per program."""
     from luna_mega.kernels.timestep_norm import triton_kernels
 
     monkeypatch.setattr(triton_kernels, "TILE", 32)
     monkeypatch.setattr(triton_kernels, "TILES", 2)
+    monkeypatch.setattr(triton_kernels, "BLOCK_T", 8)
 
 
 @pytest.fixture(params=FORMS)
