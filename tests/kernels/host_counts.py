@@ -28,7 +28,7 @@ BUDGETS = {
     "luna_causal_attention": (30, 13),
     "damped_ema": (19, 11),
     "damped_ema, two directions": (30, 15),
-    "complex_ema": (25, 12),
+    "complex_ema": (24, 11),
     "timestep_norm": (23, 6),
     "gated_attention": (11, 7),
     "gated_attention, softmax": (14, 8),
@@ -39,7 +39,7 @@ BUDGETS = {
     "MegaForMaskedLM, training step": (1615, 102),
     "MegaForCausalLM, training step": (1599, 78),
     "MegaForCausalLM, decoding step": (427, 12),
-    "MegalodonForCausalLM, training step": (2015, 114),
+    "MegalodonForCausalLM, training step": (2009, 108),
     "MegalodonForCausalLM, decoding step": (654, 19),
 }
 
