@@ -1,8 +1,9 @@
-"""Versions of Triton that compile the kernels in tests; pip installs them in the folder `build`."""
+"""Versions of Triton that compile the kernels in tests; pip installs those other than the installed one in `build`."""
 
 import os
 import subprocess
 import sys
+from importlib import metadata
 from pathlib import Path
 
 from filelock import FileLock
@@ -29,5 +30,6 @@ def folder(version: str) -> Path:
 
 def environment(version: str | None) -> dict[str, str]:
     """Return the environment of a process that compiles kernels with a version; None = the installed one."""
-    paths = [*([] if version is None else [folder(version)]), ROOT, HERE]
+    installed = version in (None, metadata.version("triton"))
+    paths = [*([] if installed else [folder(version)]), ROOT, HERE]
     return os.environ | {"TRITON_INTERPRET": "0", "PYTHONPATH": os.pathsep.join(map(str, paths))}
