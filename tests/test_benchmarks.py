@@ -287,7 +287,9 @@ def test_a_job_of_the_gate_compiles_few_kernels(repo_root):
     pytest.importorskip("triton", reason="Triton is not installed")
     folders = [repo_root / "benchmarks", repo_root, repo_root / "tests" / "kernels"]
     environment = os.environ | {"TRITON_INTERPRET": "0", "PYTHONPATH": os.pathsep.join(map(str, folders))}
-    done = subprocess.run([sys.executable, "-c", KERNELS_OF_JOBS], env=environment, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", KERNELS_OF_JOBS], env=environment, capture_output=True, encoding="utf-8"
+    )
     assert done.returncode == 0, done.stderr[-2000:]
     counts = json.loads(done.stdout.splitlines()[-1])
     checked = [job for job in counts if job[1] == "outputs_and_gradients"]
