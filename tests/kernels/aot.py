@@ -190,7 +190,7 @@ def write_budgets(rows: list[dict]) -> None:
         key = tuple(str(row[name]) for name in KEY)
         old = table.get(key, row)
         table[key] = {name: (min if name in INSTRUCTIONS else max)(row[name], old[name]) for name in COLUMNS}
-    with open(BUDGETS, "w", newline="") as file:
+    with open(BUDGETS, "w", encoding="utf-8", newline="") as file:
         writer = csv.writer(file, lineterminator="\n")
         writer.writerow((*KEY, *COLUMNS))
         writer.writerows((*key, *limits.values()) for key, limits in sorted(table.items()))
