@@ -145,10 +145,10 @@ def _apply_backward_kernel(
 
 
 @triton.jit
-def _place(groups, BLOCK_G: tl.constexpr):
-    """Return the sequence and the groups of this program; the programs of a sequence are adjacent."""
-    program, blocks = tl.program_id(0), tl.cdiv(groups, BLOCK_G)
-    return (program // blocks).to(tl.int64), program % blocks * BLOCK_G + tl.arange(0, BLOCK_G)
+def _place(BLOCKS: tl.constexpr, BLOCK_G: tl.constexpr):
+    """Return the sequence and the groups of this program; the BLOCKS programs of a sequence are adjacent."""
+    program = tl.program_id(0)
+    return (program // BLOCKS).to(tl.int64), program % BLOCKS * BLOCK_G + tl.arange(0, BLOCK_G)
 
 
 @triton.jit
@@ -180,13 +180,13 @@ def _statistics_kernel(
     MEANS, RSTD,  # [B, T, groups]
     LAST_MEAN, LAST_VARIANCE,  # [B, groups]
     length, groups, eps,
-    BLOCK_T: tl.constexpr, BLOCK_G: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_G: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
     """Write M_t and the rstd of S_t, and the final mean and variance.
 
-    The program index is `sequence * blocks of groups + block`.
+    The program index is `sequence * BLOCKS + block of groups`.
     """
-    row, group = _place(groups, BLOCK_G)
+    row, group = _place(BLOCKS, BLOCK_G)
     there, of_row = group < groups, row * groups + group
     number = tl.load(COUNT + row)
     mean_sum = _double(MEAN, of_row, there) * number.to(tl.float64)
@@ -239,13 +239,13 @@ def _statistics_backward_kernel(
     STRETCH, SHIFT,  # [B, T, groups]
     OF_MEAN, OF_VARIANCE,  # gradients of the initial mean and variance, [B, groups]
     length, groups, width,
-    BLOCK_T: tl.constexpr, BLOCK_G: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_G: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
     """Write the results of `torch_passes.statistics_backward`, from the last tile to the first.
 
-    The program index is `sequence * blocks of groups + block`.
+    The program index is `sequence * BLOCKS + block of groups`.
     """
-    row, group = _place(groups, BLOCK_G)
+    row, group = _place(BLOCKS, BLOCK_G)
     there, of_row = group < groups, row * groups + group
     started = tl.load(COUNT + row)
     number = started
@@ -299,10 +299,10 @@ def _step_kernel(
     Y,  # [B, groups * width]
     NEXT_COUNT, NEXT_MEAN, NEXT_SPREAD,  # the next state
     groups, width, eps,
-    BLOCK_G: tl.constexpr, BLOCK_W: tl.constexpr,
+    BLOCK_G: tl.constexpr, BLOCK_W: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
-    """Process one position with float64 statistics. The program index is `batch row * blocks of groups + block`."""
-    batch, group = _place(groups, BLOCK_G)
+    """Process one position with float64 statistics. The program index is `batch row * BLOCKS + block of groups`."""
+    batch, group = _place(BLOCKS, BLOCK_G)
     feature = tl.arange(0, BLOCK_W)
     there = group < groups
     inside = there[:, None] & (feature < width)[None, :]
@@ -334,7 +334,7 @@ def _step_kernel(
     tl.store(Y + batch * groups * width + places, y.to(Y.dtype.element_ty), inside)
     tl.store(NEXT_MEAN + batch * groups + group, next_mean, there)
     tl.store(NEXT_SPREAD + batch * groups + group, next_variance, there)
-    if tl.program_id(0) % tl.cdiv(groups, BLOCK_G) == 0:
+    if tl.program_id(0) % BLOCKS == 0:
         tl.store(NEXT_COUNT + batch, following)
 
 
@@ -359,9 +359,9 @@ def _over_time(kernel: Any, inputs: Sequence[Any], outputs: Sequence[Tensor], nu
     """Launch a kernel for all sequences and groups of the first input; `number` is the last argument."""
     sequences, length, groups = inputs[0].shape
     block_g = min(BLOCK_G, next_power_of_2(groups))
-    tile = {"BLOCK_T": BLOCK_T, "BLOCK_G": block_g, "num_warps": 8, "num_stages": 1}
-    grid = (cdiv(groups, block_g) * sequences,)
-    launch(kernel, grid, *contiguous(*inputs), *outputs, length, groups, number, **tile)
+    blocks = cdiv(groups, block_g)
+    tile = {"BLOCK_T": BLOCK_T, "BLOCK_G": block_g, "BLOCKS": blocks, "num_warps": 8, "num_stages": 1}
+    launch(kernel, (blocks * sequences,), *contiguous(*inputs), *outputs, length, groups, number, **tile)
 
 
 def moments(x: Tensor, mask: Tensor | None, groups: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -429,11 +429,12 @@ def step(
     width, y = x.shape[1] // groups, x.new_empty(x.shape)
     block_w = next_power_of_2(width)
     block_g = max(1, min(TILE // block_w, next_power_of_2(groups)))
+    blocks = cdiv(groups, block_g)
     state = contiguous(count, mean, variance)
     following = tuple(torch.empty_like(x) for x in state)
     inputs = contiguous(x, *state, weight, bias, mask)
     launch(
-        _step_kernel, (cdiv(groups, block_g) * len(x),), *inputs, y, *following, groups, width, eps,
-        BLOCK_G=block_g, BLOCK_W=block_w, num_warps=4, num_stages=1,
+        _step_kernel, (blocks * len(x),), *inputs, y, *following, groups, width, eps,
+        BLOCK_G=block_g, BLOCK_W=block_w, BLOCKS=blocks, num_warps=4, num_stages=1,
     )  # fmt: skip
     return y, *following
