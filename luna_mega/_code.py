@@ -38,7 +38,7 @@ def write_enabled_code(config: SharedConfig, folder: str | os.PathLike[str]) -> 
     return write_code(config.model_type, Path(folder)) if _enabled and config.model_type in CONFIGS else {}
 
 
-SharedConfig.code_writer = staticmethod(write_enabled_code)
+SharedConfig.code_writer = write_enabled_code
 
 
 def write_code(model_type: str, folder: Path) -> dict[str, str]:
@@ -80,7 +80,7 @@ def model_code(model_type: str) -> tuple[dict[str, str], dict[str, str]]:
     texts[entry] = "\n".join(f"from .{file} import {name}" for file, name in names) + "\n"
     auto_map = {name: f"{CODE_FOLDER}/{entry}.{cls.__name__}" for name, cls in autos.items()}
     texts[_flat_name(SharedConfig.__module__)] += (
-        f"\n\nSharedConfig.code_writer = staticmethod(CodeCopy({model_type!r}, {auto_map!r}))\n"
+        f"\n\nSharedConfig.code_writer = CodeCopy({model_type!r}, {auto_map!r})\n"
     )
     header = f"{GENERATED}{_PACKAGE.__version__}. Licensed under the Apache License, Version 2.0.\n"
     return {name: header + text for name, text in texts.items()}, auto_map

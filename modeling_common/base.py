@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import nn
@@ -37,7 +37,7 @@ class CommonPreTrainedModel(PreTrainedModel):
     seq2seq_cache_class: Any  # the cache of a decoder with cross-attention
     supports_gradient_checkpointing = True
     # Completes the card in a folder that is pushed to a repository, with the code that loads the model.
-    card_writer: Callable[[PreTrainedModel, str | os.PathLike[str], str], None] | None = None
+    card_writer: ClassVar[Callable[[Any, str | os.PathLike[str], str], None] | None] = None
     # "sdpa" (default) is `luna_mega.kernels`; "eager" computes attention step by step and returns its weights.
     _supports_sdpa = True
 
@@ -67,8 +67,8 @@ class CommonPreTrainedModel(PreTrainedModel):
     def _upload_modified_files(
         self, working_dir: str | os.PathLike[str], repo_id: str, *args: Any, **kwargs: Any
     ) -> Any:
-        if self.card_writer is not None:
-            self.card_writer(working_dir, repo_id)
+        if (write_card := type(self).card_writer) is not None:
+            write_card(self, working_dir, repo_id)
         return super()._upload_modified_files(working_dir, repo_id, *args, **kwargs)
 
     @classmethod

@@ -8,7 +8,7 @@ import shutil
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Self, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar
 
 from huggingface_hub import dataclasses as hub_dataclasses
 from huggingface_hub.errors import StrictDataclassClassValidationError, StrictDataclassError
@@ -102,7 +102,7 @@ class SharedConfig(ConfigMixin):
     seq2seq_class: type["SharedConfig"] | None = None
     side_class: type["SharedConfig"] | None = None
     # Writes the code of the models to a folder, and returns the entries of `auto_map`.
-    code_writer: Callable[["SharedConfig", str | os.PathLike[str]], dict[str, str]]
+    code_writer: ClassVar[Callable[["SharedConfig", str | os.PathLike[str]], dict[str, str]]]
     if TYPE_CHECKING:  # fields of every family
         hidden_size: int
         vocab_size: int
@@ -148,10 +148,11 @@ class SharedConfig(ConfigMixin):
         present = {
             name: code for name, code in (loaded or {}).items() if is_foreign(code) and has_code(code, save_directory)
         }
-        code = self.code_writer(self, save_directory)
+        write_code = type(self).code_writer
+        code = write_code(self, save_directory)
         # Trainer pushes a checkpoint as its configuration and weights, which it copies to the folder of the run.
         if re.fullmatch(r"checkpoint-\d+", Path(save_directory).name):
-            self.code_writer(self, Path(save_directory).parent)
+            write_code(self, Path(save_directory).parent)
         if code or present or self._auto_class:  # transformers adds the code of a user's class
             self.auto_map = code | present
         try:
