@@ -26,20 +26,24 @@ TAG = "luna-mega"
 def auto_class_of(model_class: type) -> str | None:
     """Return the name of the most specific Auto class that loads a model class, or None."""
     classes = auto_classes(model_class.config_class)
-    return next((name for name, cls in reversed(classes.items()) if issubclass(model_class, cls)), None)
+    return next((name for name, cls in reversed(classes.items()) if cls is model_class), None)
+
+
+def known_class(model_class: type) -> type | None:
+    """Return the class of this package that a class is or, as those of FSDP2 and of users, derives from; or None."""
+    known = model_classes(model_class.config_class).values()
+    return next((cls for cls in model_class.__mro__ if cls in known), None)
 
 
 def loading_section(model_class: type, folder: str | os.PathLike[str], name: str, license: str | None) -> str:
     """Return the section of a card.
 
     Args:
-        model_class: Class of the model.
+        model_class: Class of the model, of this package.
         folder: Folder with the files that are pushed.
         name: Repository or folder that the code loads.
         license: License of the weights, if it is known.
     """
-    # FSDP2 and users derive classes.
-    model_class = next(cls for cls in model_class.__mro__ if cls in model_classes(model_class.config_class).values())
     auto = auto_class_of(model_class)
     imports = [auto] if auto else []
     lines = ["import luna_mega  # registers the model with transformers"]
@@ -94,11 +98,11 @@ def add_section(card: str, section: str) -> str:
 
 def complete_card(model: PreTrainedModel, folder: str | os.PathLike[str], name: str) -> None:
     """Add the section for a model to the card in its folder, if there is a card."""
-    file = Path(folder, FILE_NAME)
-    if file.is_file():
+    file, model_class = Path(folder, FILE_NAME), known_class(type(model))
+    if model_class is not None and file.is_file():
         text = file.read_text(encoding="utf-8-sig")
         license = ModelCard(text, ignore_metadata_errors=True).data.license
-        file.write_text(add_section(text, loading_section(type(model), folder, name, license)), encoding="utf-8")
+        file.write_text(add_section(text, loading_section(model_class, folder, name, license)), encoding="utf-8")
 
 
 class _Summary(TrainingSummary):
@@ -115,11 +119,12 @@ _from_trainer = TrainingSummary.from_trainer.__func__
 def _summary_of_trainer(cls: type, trainer: Any, *args: Any, **options: Any) -> TrainingSummary:
     summary = _from_trainer(cls, trainer, *args, **options)
     model = unwrap_model(trainer.model)
-    if isinstance(model, CommonPreTrainedModel):
+    model_class = known_class(type(model)) if isinstance(model, CommonPreTrainedModel) else None
+    if model_class is not None:
         name = trainer.hub_model_id or summary.model_name
         summary.tags = [*summary.tags, *({TAG} - {*summary.tags})]
         summary.__class__ = _Summary
-        summary.section = loading_section(type(model), trainer.args.output_dir, name, summary.license)
+        summary.section = loading_section(model_class, trainer.args.output_dir, name, summary.license)
     return summary
 
 

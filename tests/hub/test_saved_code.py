@@ -206,6 +206,19 @@ def test_classes_of_a_user(tmp_path, monkeypatch):
     assert (tmp_path / "model" / "test_saved_code.py").is_file()
 
 
+class MyHead(luna_mega.LunaPreTrainedModel):
+    config_class = luna_mega.LunaConfig
+
+
+@pytest.mark.parametrize(("model_class", "said"), [(MyModel, True), (MyHead, False)])
+def test_cards_of_classes_of_a_user(tmp_path, model_class, said):
+    """The card of a subclass of a model says how to load that model; a model of its own is not loaded like that."""
+    (tmp_path / "README.md").write_text("# Mine\n", encoding="utf-8")
+    luna_mega._cards.complete_card(model_class(luna_mega.LunaConfig(**LUNA)), tmp_path, "a/b")
+    text = (tmp_path / "README.md").read_text(encoding="utf-8")
+    assert text.startswith("# Mine\n") and ('AutoModelForMaskedLM.from_pretrained("a/b")' in text) == said
+
+
 def test_registering_a_class_of_the_package_changes_nothing(tmp_path):
     """Transformers' method would save one of many files; the code is saved in any case."""
     luna_mega.LunaForMaskedLM.register_for_auto_class("AutoModelForMaskedLM")
