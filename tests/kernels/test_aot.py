@@ -21,11 +21,6 @@ HERE = Path(__file__).resolve().parent
 MOST = ("registers", "stack", "spills", "shared")
 
 
-def exhaustive(op: str) -> object:
-    """Return an op as a parameter of an exhaustive test."""
-    return pytest.param(op, marks=pytest.mark.exhaustive)
-
-
 OPS = (
     "complex_ema", "damped_ema", "gated_attention", "luna_attention", "luna_causal_attention", "segment_pack",
     "timestep_norm",
@@ -140,7 +135,8 @@ def test_machine_code_of_every_configuration(version, op, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("op", ["gated_attention", *map(exhaustive, ["luna_attention", "luna_causal_attention"])])
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("op", ["gated_attention", "luna_attention", "luna_causal_attention"])
 def test_default_configurations_fit_small_devices(op, tmp_path):
     """All sizes and dtypes fit the 99 KB of shared memory of the RTX 30, 40 and 50; other ops need less than 8 KB."""
     command = [HERE / "aot.py", op, "--arch", "89", "--every", "--json", tmp_path / "report.json"]
