@@ -11,7 +11,6 @@ from luna_mega.kernels.moving_average.coefficients import complex_ema_coefficien
 from luna_mega.kernels.moving_average.complex_ema import complex_ema, complex_ema_step
 from luna_mega.kernels.moving_average.damped_ema import damped_ema, damped_ema_step
 from luna_mega.kernels.moving_average.truncated import TruncatedEmaState
-from luna_mega.kernels.segment_pack.op import assign_rows, segment_pack
 from luna_mega.kernels.timestep_norm.op import timestep_norm, timestep_norm_step
 from luna_mega.kernels.timestep_norm.reference import TimestepNormState
 
@@ -19,7 +18,6 @@ __all__ = [
     "LunaCausalState",
     "TimestepNormState",
     "TruncatedEmaState",
-    "assign_rows",
     "complex_ema",
     "complex_ema_coefficients",
     "complex_ema_step",
@@ -34,7 +32,6 @@ __all__ = [
     "luna_causal_attention_step",
     "luna_pack",
     "luna_unpack",
-    "segment_pack",
     "timestep_norm",
     "timestep_norm_step",
     "use_backend",

@@ -22,6 +22,8 @@ MOST = 2**31 - 1
 # Largest attention chunk: memory grows with the square of the chunk size.
 MOST_IN_CHUNK = 2**20
 MOST_LAYERS = 2**16
+# The last commit with the fields in `removed_fields`.
+LAST_COMMIT = "20c2b5c3"
 
 
 # At runtime the family's configuration class lists `PreTrainedConfig` after the mixins.
@@ -93,6 +95,8 @@ class SharedConfig(ConfigMixin):
         decoder_fields: for each field of the decoder, the field of the encoder that it replaces unless it is None.
         seq2seq_class: class of the configuration of an encoder-decoder of the family, or None.
         side_class: class of the configurations of encoder and decoder; None unless the class has both.
+        removed_fields: for each field that only earlier versions have: its value in the folders that are supported, and
+            the end of the error for other values.
     """
 
     default_fields: dict[str, str] = {}
@@ -101,6 +105,7 @@ class SharedConfig(ConfigMixin):
     auto_map: Mapping[str, str] = MappingProxyType({})
     seq2seq_class: type["SharedConfig"] | None = None
     side_class: type["SharedConfig"] | None = None
+    removed_fields: ClassVar[dict[str, tuple[Any, str]]] = {}
     # Writes the code of the models to a folder, and returns the entries of `auto_map`.
     code_writer: ClassVar[Callable[["SharedConfig", str | os.PathLike[str]], dict[str, str]]]
     if TYPE_CHECKING:  # fields of every family
@@ -116,6 +121,12 @@ class SharedConfig(ConfigMixin):
         decoder_start_token_id: int | None
 
     def __post_init__(self, **kwargs: Any) -> None:
+        for name, (supported, advice) in self.removed_fields.items():
+            if (value := kwargs.pop(name, supported)) != supported:
+                raise ConfigurationError(
+                    f"{name}={value!r} is not supported; the last commit of luna-mega that supports it is "
+                    f"{LAST_COMMIT}{advice}"
+                )
         for name, other in self.default_fields.items():
             if getattr(self, name) is None:
                 setattr(self, name, getattr(self, other))
@@ -260,7 +271,7 @@ class SharedConfig(ConfigMixin):
         config.vocab_size = self.decoder_vocab_size
         return config
 
-    def _check_choices(self, choices: dict[str, tuple[str | None, ...]]) -> None:
+    def _check_choices(self, choices: Mapping[str, tuple[str | None, ...]]) -> None:
         for field, allowed in choices.items():
             if getattr(self, field) not in allowed:
                 raise ValueError(f"{field} must be one of {', '.join(map(str, allowed))}, got {getattr(self, field)!r}")

@@ -11,13 +11,12 @@ from luna_mega.modeling_luna.presets_luna import LunaPresets
 _CHOICES = {
     "input_type": ("tokens", "values"),
     "position_embedding_type": ("learned", "sinusoidal", "none"),
-    "position_extension": (None, "interpolate", "wrap"),
-    "pack_method": ("attention", "importance"),
     "pooling": ("cls", "last", "mean", "packed_max", "packed_mean", "packed_attention"),
     "pair_features": ("concat", "interaction"),
     "causal_activation": ("softplus", "elu"),
     "initialization": ("original", "local"),
 }
+REMOVED_FIELDS = {"pack_method": ("attention", ""), "position_extension": (None, ""), "position_table_size": (None, "")}
 # Field of the decoder of an encoder-decoder -> the field of the encoder that is used if it is None.
 DECODER_FIELDS = {
     "num_decoder_layers": "num_hidden_layers",
@@ -65,12 +64,6 @@ class LunaConfig(LunaPresets, SharedConfig, PreTrainedConfig):
         contextual_projection: every layer updates P (paper section 3.1); False = every layer has a separate learned P
             (the ablation of Table 5, and section 3.3 for a decoder without an encoder). None = True, except for such a
             decoder.
-        pack_method: `"attention"`: P attends to the tokens (section 3.1). `"importance"`, encoders only: every layer
-            assigns its input states to min(n, `projection_length`) rows of neighboring tokens. A row is their mean,
-            weighted by the softmax of a learned `salience`; tokens of high weight share their row with fewer others.
-            Tokens attend to the rows, with the entropy of the weights added to the logits. This is full softmax
-            attention for n <= `projection_length`. P, its projections and norms do not exist;
-            `packed_last_hidden_state` are the rows of the last layer.
         tie_key_value: one projection serves as key and value (section 4.2).
         hidden_act: activation of the feed-forward layers.
         dropout: probability on embeddings and on the outputs of attention and feed-forward layers.
@@ -79,13 +72,7 @@ class LunaConfig(LunaPresets, SharedConfig, PreTrainedConfig):
         layerdrop: probability of skipping a layer in training.
         input_type: `"tokens"` (`input_ids`) or `"values"` (`input_values`, one real number a position).
         max_position_embeddings: longest sequence with learned positions.
-        position_table_size: number of learned positions; None = `max_position_embeddings`. A smaller table requires
-            `position_extension`.
         position_embedding_type: `"learned"`, `"sinusoidal"` (any length; also added to P) or `"none"`.
-        position_extension: positions of texts longer than the table of learned positions (encoders only).
-            `"interpolate"` squeezes the positions of such a text into the table, by its own length; `"wrap"` counts
-            from 0 to the last position, then again from 1. None = such a text is an error. Without
-            `position_table_size`, texts have no greatest length.
         scale_embedding: multiply embeddings and P by sqrt(d); None = only with sinusoidal positions, as the original.
         embedding_norm: LayerNorm on the embeddings and on P.
         pre_norm: LayerNorm before attention and feed-forward, and once at the end; False = after each (section 3.1).
@@ -145,6 +132,7 @@ class LunaConfig(LunaPresets, SharedConfig, PreTrainedConfig):
         "classifier_hidden_size": "hidden_size",
     }  # fmt: skip
     decoder_fields = DECODER_FIELDS
+    removed_fields = REMOVED_FIELDS
     base_model_tp_plan = TP_PLAN
     attribute_map = {
         "d_model": "hidden_size", "encoder_layers": "num_hidden_layers", "activation": "hidden_act",
@@ -167,7 +155,6 @@ class LunaConfig(LunaPresets, SharedConfig, PreTrainedConfig):
     projection_length: int = 128
     dynamic_projection_length: bool | None = None
     contextual_projection: bool | None = None
-    pack_method: str = "attention"
     tie_key_value: bool = True
     hidden_act: str = "gelu"
     dropout: float | int = 0.1
@@ -177,8 +164,6 @@ class LunaConfig(LunaPresets, SharedConfig, PreTrainedConfig):
     input_type: str = "tokens"
     max_position_embeddings: int = 512
     position_embedding_type: str = "learned"
-    position_extension: str | None = None
-    position_table_size: int | None = None
     scale_embedding: bool | None = None
     embedding_norm: bool = True
     pre_norm: bool = False
@@ -251,15 +236,9 @@ class LunaConfig(LunaPresets, SharedConfig, PreTrainedConfig):
         return 0 if self.input_type == "values" else (self.pad_token_id or 0) + 1
 
     @property
-    def num_learned_positions(self) -> int:
-        """Number of rows of the position table from the first position on."""
-        return self.max_position_embeddings if self.position_table_size is None else self.position_table_size
-
-    @property
     def longest_input(self) -> int | None:
         """The greatest number of positions of a text; None = no limit."""
-        extends = self.position_extension is not None and self.position_table_size is None
-        return None if extends or self.position_embedding_type != "learned" else self.max_position_embeddings
+        return self.max_position_embeddings if self.position_embedding_type == "learned" else None
 
     def validate_architecture(self) -> None:
         """Check the fields; `@strict` calls this after `__init__` and before saving."""
@@ -289,7 +268,7 @@ class LunaConfig(LunaPresets, SharedConfig, PreTrainedConfig):
         sizes = (
             "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_pack_attention_heads",
             "intermediate_size", "projection_length", "max_position_embeddings", "classifier_hidden_size",
-            "embedding_size", "position_table_size",
+            "embedding_size",
         )  # fmt: skip
         self._check_counts(sizes)
         self._check_counts(["classifier_num_layers", "first_position", "type_vocab_size"], least=0)
@@ -303,8 +282,6 @@ class LunaConfig(LunaPresets, SharedConfig, PreTrainedConfig):
                 raise ValueError(
                     f"hidden_size ({self.hidden_size}) must be divisible by {field} ({getattr(self, field)})"
                 )
-        self._check_positions()
-        self._check_pack_method()
         if self.position_embedding_type == "sinusoidal" and self.hidden_size < 4:
             raise ValueError(f"sinusoidal positions need a hidden_size of at least 4, got {self.hidden_size}")
         check_initialization(self)
@@ -314,44 +291,6 @@ class LunaConfig(LunaPresets, SharedConfig, PreTrainedConfig):
             raise ValueError(
                 "pool_padding=True reads states at padding, which unpad_inputs=True does not compute; set one to False"
             )
-
-    def _check_pack_method(self) -> None:
-        if self.pack_method == "importance":
-            fields = {
-                "dynamic_projection_length": True,
-                "contextual_projection": True,
-                "num_pack_attention_heads": self.num_attention_heads,
-            }
-            self._check_required("pack_method", fields)
-            if self.pooling.startswith("packed"):
-                raise ValueError(
-                    f"pooling={self.pooling!r} reads the packed sequence P, which pack_method='importance' does not "
-                    "have; set pooling to 'cls' or 'mean'"
-                )
-
-    def _check_positions(self) -> None:
-        table, length = self.position_table_size, self.max_position_embeddings
-        for name in ("position_extension", "position_table_size"):
-            if getattr(self, name) is not None:
-                self._check_required(name, {"position_embedding_type": "learned"})
-        if self.position_extension is None and table is not None and table < length:
-            raise ValueError(
-                f"position_table_size={table} is less than max_position_embeddings={length}; set position_extension"
-            )
-        if self.position_extension is not None and self.num_learned_positions < 2:
-            name = "max_position_embeddings" if table is None else "position_table_size"
-            raise ValueError(
-                f"position_extension={self.position_extension!r} requires {name} of at least 2, got "
-                f"{self.num_learned_positions}"
-            )
-
-    def _check_required(self, name: str, fields: dict[str, Any]) -> None:
-        """Raise `ValueError` unless the model is an encoder with these fields, which the field `name` requires."""
-        for field, value in ({"is_decoder": False, "is_encoder_decoder": False} | fields).items():
-            if getattr(self, field) != value:
-                raise ValueError(
-                    f"{name}={getattr(self, name)!r} requires {field}={value!r}, got {getattr(self, field)!r}"
-                )
 
 
 @strict

@@ -50,7 +50,7 @@ class LocalStart:
         _check_model(config)
         _check_options(start, config)
         if start.length is None:
-            start = replace(start, length=config.num_learned_positions)
+            start = replace(start, length=config.max_position_embeddings)
         if start.base is None:
             base = CAUSAL_BASE if config.learns_causal_projection else max(start.length or 1, 2)
             learned = config.position_embedding_type == "learned"
@@ -104,7 +104,7 @@ def _check_options(start: LocalStart, config: Any) -> None:
 
     learned = config.position_embedding_type == "learned"
     if start.length is not None:
-        limit = config.num_learned_positions if learned else math.inf
+        limit = config.max_position_embeddings if learned else math.inf
         if type(start.length) is not int or not 1 <= start.length <= limit:
             fail("length", f"an integer from 1 to {limit}" + " (max_position_embeddings)" * learned)
     if start.base is not None and not learned:
@@ -188,7 +188,7 @@ def start_embeddings(embeddings: Any, config: Any, size: float) -> None:
     """
     start, first = LocalStart.of(config), config.position_offset
     if config.position_embedding_type == "learned" and not is_loaded(table := embeddings.position_embeddings.weight):
-        positions = torch.arange(config.num_learned_positions)
+        positions = torch.arange(config.max_position_embeddings)
         values = math.sqrt(2) * size * paired_sinusoids(positions, config.hidden_size, cast(float, start.base))
         table[first:] = values.to(table)
     if embeddings.has_projection and not is_loaded(packed := embeddings.packed_embeddings):
@@ -206,7 +206,7 @@ def start_attention(attention: nn.Module, config: Any, causal: bool) -> None:
     Keys and the query of P contain positions in pairs. The query of the tokens is also rotated by the offset of each
     head. If keys and values are tied, the packed context contains the pairs already.
     """
-    paired = causal or config.pack_method == "importance"  # keys are projections of states, and not of packed context
+    paired = causal  # keys are projections of states, and not of packed context
     start, width = LocalStart.of(config), config.hidden_size
     heads = config.num_attention_heads
     pack_heads = heads if causal else config.num_pack_attention_heads

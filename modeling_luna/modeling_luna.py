@@ -36,14 +36,12 @@ from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 from luna_mega.compat import with_cache_alias
 from luna_mega.kernels.api import (
     LunaCausalState,
-    assign_rows,
     luna_causal_attention,
     luna_causal_attention_step,
     luna_pack,
     luna_unpack,
-    segment_pack,
 )
-from luna_mega.kernels.support import Dropout, forbid_capture, in_program, upcast, without_autocast
+from luna_mega.kernels.support import Dropout, forbid_capture, in_program
 from luna_mega.modeling_common.arguments import HeadKwargs, ModelKwargs
 from luna_mega.modeling_common.base import BodyMixin, CommonPreTrainedModel
 from luna_mega.modeling_common.cache import StateCache, StateLayer, StateSeq2SeqCache, layer_caches
@@ -84,13 +82,11 @@ class LunaModelOutput(BaseModelOutputWithPastAndCrossAttentions):
 
     Args:
         last_hidden_state: `[B, T, d]`.
-        packed_last_hidden_state: `[B, L, d]`; rows that `packed_mask` excludes are undefined. With
-            `pack_method="importance"`, the rows that the last layer reads.
+        packed_last_hidden_state: `[B, L, d]`; rows that `packed_mask` excludes are undefined.
         packed_mask: `[B, L]`, 1 = a row of P that is in use; None = all.
         attention_mask: `[B, T]`, 1 = a kept position; None = all. Not set by a decoder.
         cache: cache of a decoder with `use_cache`; also available as `past_key_values`.
-        hidden_states, packed_hidden_states: with `output_hidden_states=True`, N + 1 tensors each, the embeddings first;
-            with `pack_method="importance"`, N `packed_hidden_states`, the rows of each layer.
+        hidden_states, packed_hidden_states: with `output_hidden_states=True`, N + 1 tensors each, the embeddings first.
         attentions: with `output_attentions=True`, the unpack weights of every layer, `[B, heads, T, L]`.
         cross_attentions: the same for the cross-attention of a decoder.
         packed_attentions: with `output_packed_attentions=True`, the pack weights, `[B, pack heads, L, T]`; in a
@@ -162,13 +158,6 @@ def sinusoids(positions: torch.Tensor, width: int) -> torch.Tensor:
     return nn.functional.pad(torch.cat([angle.sin(), angle.cos()], dim=-1), (0, width % 2))
 
 
-def interpolate(table: nn.Embedding, places: torch.Tensor, offset: int) -> torch.Tensor:
-    """Return position embeddings at real numbers `[B or 1, T]`, `[B or 1, T, d]`; exact at integers."""
-    low = places.long().clamp(max=table.num_embeddings - offset - 2)
-    weight = (places - low)[..., None].to(table.weight.dtype)
-    return torch.lerp(table(low + offset), table(low + offset + 1), weight)
-
-
 class LunaEmbeddings(nn.Module):
     """Tokens or values plus positions, and the initial packed sequence P."""
 
@@ -181,13 +170,13 @@ class LunaEmbeddings(nn.Module):
         else:
             self.value_embeddings = ValueEmbeddings(width)
         if config.position_embedding_type == "learned":
-            rows = config.num_learned_positions + config.position_offset
+            rows = config.max_position_embeddings + config.position_offset
             padding_row = config.position_offset - 1 if config.position_offset else None
             self.position_embeddings = nn.Embedding(rows, narrow, padding_idx=padding_row)
         if config.type_vocab_size:
             self.token_type_embeddings = nn.Embedding(config.type_vocab_size, narrow)
         # A decoder has the P of its encoder.
-        self.has_projection = config.pack_method == "attention" and not config.add_cross_attention
+        self.has_projection = not config.add_cross_attention
         if self.has_projection:
             layers = () if config.contextual_projection else (config.num_hidden_layers,)
             self.packed_embeddings = nn.Parameter(torch.empty(*layers, config.projection_length, width))
@@ -231,8 +220,6 @@ class LunaEmbeddings(nn.Module):
 
     def positions(self, position_ids: torch.Tensor) -> torch.Tensor:
         """Return position embeddings, `[B or 1, T, d]`."""
-        if position_ids.is_floating_point():
-            return interpolate(self.position_embeddings, position_ids, self.offset)
         position_ids = position_ids + self.offset
         if self.config.position_embedding_type == "learned":
             return self.position_embeddings(position_ids)
@@ -301,17 +288,6 @@ class LunaProjections(nn.Module):
         return key.unflatten(-1, (-1, self.head_size)), value.unflatten(-1, (-1, self.head_size))
 
 
-def pack_by_importance(
-    states: torch.Tensor, salience: torch.Tensor, layout: Layout, most: int
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return at most `most` packed rows `[B, L, d]` of states `[B, T, d]`, their entropy and mask, `[B, L]` each."""
-    rows = most if in_program() else min(most, layout.sizes(states)[1])
-    with without_autocast(states.device.type):
-        score = upcast(states) @ upcast(salience)
-    mask, options = layout.mask, layout.varlen_options()
-    return segment_pack(states, score, assign_rows(score, mask, rows, **options), mask, rows, **options)
-
-
 class LunaAttention(LunaProjections):
     """Pack and unpack attention with its projections (section 3.1, `LunarMultiheadAttention` of the original)."""
 
@@ -319,14 +295,8 @@ class LunaAttention(LunaProjections):
         super().__init__(config)
         width = config.hidden_size
         self.pack_head_size = width // cast(int, config.num_pack_attention_heads)
-        self.projection_length, self.by_importance = config.projection_length, config.pack_method == "importance"
         keys = ("key_value",) if self.tied else ("key", "value")
-        if self.by_importance:
-            self.salience = nn.Parameter(torch.empty(width))
-            self.entropy = RankBoundary()
-            self.add_linears(width, "query", *keys, "output")
-        else:
-            self.add_linears(width, "pack_query", "query", *(f"pack_{name}" for name in keys), *keys, "output")
+        self.add_linears(width, "pack_query", "query", *(f"pack_{name}" for name in keys), *keys, "output")
 
     def forward(
         self,
@@ -349,18 +319,12 @@ class LunaAttention(LunaProjections):
             `[B, heads, T, L]` and pack weights `[B, pack heads, L, M]` (else None).
         """
         query = self.query(hidden_states).unflatten(-1, (-1, self.head_size))
-        packed_context = pack_weights = bias = None
+        packed_context = pack_weights = None
         if cache is not None and cache.is_initialized:
             key, value, layout = cache.key, cache.value, DENSE
         else:
             context = hidden_states if encoder_hidden_states is None else encoder_hidden_states
-            if self.by_importance:
-                packed_context, entropy, packed_mask = pack_by_importance(
-                    context, self.salience, layout, self.projection_length
-                )
-                bias = self.entropy(entropy)
-            else:
-                packed_context, pack_weights = self.pack(packed, context, layout, output_weights)
+            packed_context, pack_weights = self.pack(packed, context, layout, output_weights)
             key, value = self.project(packed_context)
             if cache is not None:
                 cache.store(key.shape[1], key=key, value=value)
@@ -369,7 +333,6 @@ class LunaAttention(LunaProjections):
             key,
             value,
             packed_mask,
-            bias=bias,
             dropout=self.dropout if self.training else 0.0,
             return_weights=output_weights,
             **layout.varlen_options(),  # the keys are rows of P, to which the mask of the tokens does not apply
@@ -508,7 +471,7 @@ class LunaLayer(LunaBlock):
     """An encoder layer (Figure 2): attention and a feed-forward network for the tokens; P has a separate norm."""
 
     def __init__(self, config: LunaConfig, layer_idx: int):
-        super().__init__(config, LunaAttention(config), config.pack_method == "attention", layer_idx)
+        super().__init__(config, LunaAttention(config), True, layer_idx)
 
     def forward(
         self,
@@ -522,14 +485,12 @@ class LunaLayer(LunaBlock):
         norm, packed_norm = self.attention_layer_norm, self.packed_layer_norm
         output, packed_output, *_ = self.attention(
             self.before(norm, hidden_states),
-            packed if packed_norm is None else self.before(packed_norm, packed),
+            self.before(packed_norm, packed),
             layout=layout,
             packed_mask=packed_mask,
             output_weights=output_weights,
         )
         hidden_states = self.after(norm, hidden_states, self.dropout(output))
-        if packed_norm is None:
-            return self.feed_forward(hidden_states), packed_output
         packed = self.after(packed_norm, packed, self.dropout(packed_output))
         return self.feed_forward(hidden_states), packed
 
@@ -598,7 +559,7 @@ class LunaStack(nn.Module):
         self.layers: Any = nn.ModuleList(layer_class(config, index) for index in range(layers))
         if config.pre_norm:
             self.layer_norm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
-            if config.pack_method == "attention" and not config.learns_causal_projection:
+            if not config.learns_causal_projection:
                 self.packed_layer_norm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
         self.gradient_checkpointing = False
 
@@ -767,8 +728,6 @@ class LunaPreTrainedModel(CommonPreTrainedModel):
         super()._init_weights(module)
         if isinstance(module, LunaEmbeddings) and module.has_projection:
             init.normal_(module.packed_embeddings, std=self.embedding_range)
-        elif isinstance(module, LunaAttention) and module.by_importance:
-            init.zeros_(module.salience)
         elif isinstance(module, nn.Embedding) and self.config.scale_embedding:
             init.normal_(module.weight, std=self.embedding_range)
             if module.padding_idx is not None:
@@ -788,8 +747,7 @@ class LunaPreTrainedModel(CommonPreTrainedModel):
 def number_positions(config: LunaConfig, inputs: Inputs) -> torch.Tensor:
     """Return the position of every token in the layout, `[B or 1, T]`: the number of kept tokens before it."""
     layout, given, longest = inputs.layout, inputs.given, config.longest_input
-    learned, extension = config.position_embedding_type == "learned", config.position_extension
-    length = layout.sizes(given)[1] + inputs.seen if learned else 0
+    length = layout.sizes(given)[1] + inputs.seen if longest is not None else 0
     if inputs.position_ids is not None:
         positions = layout.gather(inputs.position_ids.expand(given.shape[:2]))
         # Positions of padding have no effect and may be invalid.
@@ -807,57 +765,27 @@ def number_positions(config: LunaConfig, inputs: Inputs) -> torch.Tensor:
         else:
             length = min(length, int(positions.max()) + 1)
     if inputs.position_ids is not None or (longest is not None and length > longest):
-        check_positions(config, inputs.position_ids, positions, length)
-    if extension is not None and (in_program() or length > config.num_learned_positions):
-        positions = extend_positions(positions, layout, length, config)
+        check_positions(longest, inputs.position_ids, positions, length)
     return positions
 
 
 def check_positions(
-    config: LunaConfig, position_ids: torch.Tensor | None, positions: torch.Tensor, length: int
+    longest: int | None, position_ids: torch.Tensor | None, positions: torch.Tensor, length: int
 ) -> None:
     """Raise `ValueError` for a sequence that is too long, and on a CPU for `position_ids` without a learned position.
 
-    `length` is the length of the longest sequence, or 0 if positions are not learned.
+    `length` is the length of the longest sequence, and `longest` the number of learned positions, or None.
     """
-    longest = config.longest_input
     if longest is not None and length > longest:
-        if config.position_table_size is not None:
-            raise ValueError(
-                f"the sequence length {length} exceeds the `max_position_embeddings` {longest} of the model; truncate "
-                "the input, or set a larger value in the configuration"
-            )
         raise ValueError(
             f"the sequence length {length} exceeds the {longest} learned positions of the model; truncate the input "
-            "or train with a larger `max_position_embeddings` (`max_target_positions` of a decoder), or set "
-            "`position_extension` of an encoder"
+            "or train with a larger `max_position_embeddings` (`max_target_positions` of a decoder)"
         )
     if position_ids is not None and can_look(positions):
         first, last = (x.item() for x in positions.aminmax())
-        table = config.num_learned_positions
-        limit = table if config.position_extension is None else max(table, length)
-        if first < 0 or (config.position_embedding_type == "learned" and last >= limit):
-            raise ValueError(
-                f"`position_ids` are from {first} to {last}; they must be at least 0, and less than the {limit} "
-                "learned positions (`max_position_embeddings`)"
-            )
-
-
-def extend_positions(positions: torch.Tensor, layout: Layout, length: int, config: LunaConfig) -> torch.Tensor:
-    """Return positions `[B or 1, T]` within the table: integers for "wrap", real numbers for "interpolate".
-
-    `length` is the length of sequences without dropped tokens.
-    """
-    last = config.num_learned_positions - 1
-    if config.position_extension == "wrap":
-        return torch.where(positions <= last, positions, 1 + (positions - 1) % last)
-    count = layout.counts()
-    if count is None:
-        count = positions.new_full((1, 1), length)
-    else:
-        count = layout.spread(count, positions.shape[1])[..., 0]
-    # By the length of the sequence itself, so that padding moves no position.
-    return (positions * (last / (count - 1).clamp(min=1)).clamp(max=1.0)).clamp(max=last)
+        if first < 0 or (longest is not None and last >= longest):
+            limit = "0" if longest is None else f"0 and less than the {longest} of `max_position_embeddings`"
+            raise ValueError(f"`position_ids` are from {first} to {last}; they must be at least {limit}")
 
 
 def read_packed(
@@ -902,35 +830,7 @@ def select_layers(packed: list[torch.Tensor], options: Mapping[str, Any]) -> tup
     selected = selected_hidden_states(options.get("output_hidden_states"))
     count = len(packed)
     kept = set(range(count)) if selected is None else {index % count for index in selected if -count <= index < count}
-    states = tuple(states if index in kept else None for index, states in enumerate(packed))
-    return states[1:] if packed[0] is None else states
-
-
-def rows_in_use(
-    model: BodyMixin,
-    inputs: Inputs,
-    packed_states: torch.Tensor | None,
-    packed_mask: torch.Tensor | None,
-    options: Mapping[str, Any],
-) -> Packed:
-    """Return the absent P of every layer and the mask of the rows that a sequence of n tokens uses, `[B, L]`.
-
-    Raises:
-        ValueError: an argument is for the packed sequence P.
-    """
-    config = model.config
-    given = {"packed_states": packed_states is not None, "packed_mask": packed_mask is not None}
-    name = "output_packed_attentions"
-    given[name] = options.get(name, getattr(config, name, False))
-    if names := [name for name, value in given.items() if value]:
-        raise ValueError(
-            f"`{names[0]}` is not supported with pack_method='importance', which has no packed sequence P; omit it"
-        )
-    (batch, length), count = inputs.layout.sizes(inputs.given), inputs.layout.counts()
-    if count is None:
-        count = inputs.given.new_full((batch, 1), length, dtype=torch.long)
-    rows = config.projection_length if in_program() else min(config.projection_length, length)
-    return [None] * config.num_hidden_layers, torch.arange(rows, device=count.device) < count
+    return tuple(states if index in kept else None for index, states in enumerate(packed))
 
 
 class LunaModel(BodyMixin, LunaPreTrainedModel):
@@ -1031,9 +931,7 @@ class LunaModel(BodyMixin, LunaPreTrainedModel):
         )
         layout = inputs.layout
         passed: Packed | None = None
-        if self.config.pack_method == "importance":
-            passed = rows_in_use(self, inputs, packed_states, packed_mask, options)
-        elif packed_states is not None or packed_mask is not None or self.config.is_decoder:
+        if packed_states is not None or packed_mask is not None or self.config.is_decoder:
             passed = read_packed(self.config, inputs, packed_states, packed_mask)
         positions = number_positions(self.config, inputs)
         # One call: FSDP and offloading load the weights of a module only during its `forward`.

@@ -39,10 +39,8 @@ def read_segments(
         ValueError: If the model is a decoder or has a dynamic length of P, a length is below 1, or padding precedes a
             token.
     """
-    if model.config.is_decoder or model.config.pack_method != "attention" or model.config.dynamic_projection_length:
-        raise ValueError(
-            "`read_segments` requires an encoder with pack_method='attention' and dynamic_projection_length=False"
-        )
+    if model.config.is_decoder or model.config.dynamic_projection_length:
+        raise ValueError("`read_segments` requires an encoder with dynamic_projection_length=False")
     for name, value in (("segment_length", segment_length), ("gradient_segments", gradient_segments)):
         if value is not None and value < 1:
             raise ValueError(f"`{name}` must be at least 1, got {value}")

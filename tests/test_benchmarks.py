@@ -4,15 +4,11 @@ import csv
 import dataclasses
 import json
 import os
-import random
 import subprocess
 import sys
 
 import pytest
 import torch
-from transformers import BertConfig, BertModel
-
-from tests.distillation.models import WORDS, bert_tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -306,34 +302,8 @@ def test_dry_run_of_the_gate(import_benchmark, tmp_path, capsys):
     names = {
         part: {row["name"].split()[0].strip(":") for row in rows if row["part"] == part} for part in ("operator", "ops")
     }
-    assert names["operator"] == names["ops"] | {"segment_pack"} and len(names["ops"]) == 6
+    assert names["operator"] == names["ops"] and len(names["ops"]) == 6
     times = [row for row in rows if row["part"] in ("ops", "model")]
     assert len({row["name"] for row in times}) == 14
     assert all(row["eager"] > 0 and row["host"] > 0 and row["graph"] > 0 for row in times)
     assert sum(row["part"] == "step" for row in rows) > 8
-
-
-@pytest.mark.parametrize("part", ["vectors", "classes"])
-def test_windows_and_luna_equal_the_teacher_on_short_texts(part, import_benchmark, monkeypatch, tmp_path):
-    module = import_benchmark("long_texts")
-    for name, number in {"DOCUMENTS": 12, "REVIEWS": 30, "HELD_OUT": 10, "LONG": 10}.items():
-        monkeypatch.setattr(module, name, number)
-    torch.manual_seed(0)
-    sizes = {"vocab_size": 40, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
-    config = BertConfig(**sizes, intermediate_size=32, max_position_embeddings=20, initializer_range=0.2)
-    BertModel(config).save_pretrained(tmp_path / "teacher")
-    bert_tokenizer().save_pretrained(tmp_path / "teacher")
-    rng = random.Random(0)
-    words = WORDS[15:27], WORDS[27:]  # of the two labels
-    texts = [" ".join([*rng.choices(words[row % 2], k=9), "."] * 4) for row in range(40)]
-    articles = [line for text in texts for line in (" = a = \n", text)]
-    (tmp_path / "data").mkdir()
-    for name, lines in {"train": texts, "validation": articles, "test": texts if part == "classes" else []}.items():
-        rows = [json.dumps({"text": text, "label": row % 2}) for row, text in enumerate(lines or [""])]
-        (tmp_path / "data" / f"{name}.jsonl").write_text("\n".join(rows), encoding="utf-8")
-    options = ["--teacher", "teacher", "--imdb", "data", "--wikitext", "data", "--lengths", "16", "40"]
-    monkeypatch.chdir(tmp_path)
-    *_, short, long = module.main([part, *options, "--projection_length", "16", "--window", "16"])
-    names = ["teacher, truncated", "mean of windows", "Luna"]
-    assert len({short[name] for name in names}) == 1 and short["Luna"] > 50
-    assert long["tokens"] == 40 and all(0 <= long[name] <= 100 for name in names)

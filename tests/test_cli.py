@@ -17,7 +17,7 @@ import luna_mega_cli
 from luna_mega.convert import ConversionError, convert_checkpoint
 from luna_mega.convert.export.exporter import export_checkpoint
 
-COMMANDS = ("convert", "export", "distill", "verify", "info", "bundle", "onnx")
+COMMANDS = ("convert", "export", "verify", "info", "bundle", "onnx")
 
 
 def replace(monkeypatch, name, function):
@@ -133,9 +133,6 @@ def test_reports_as_json(encoder, tmp_path, capsys):
         (["convert", "TEXT", "--output", "NEW", "--bpe", "ABSENT"], "error: --bpe ABSENT: no such file or folder"),
         (["convert", "TEXT", "--output", ""], "error: output '': is empty; pass a path"),
         (["convert", "TEXT", "--output", "TEXT"], "TEXT: the output is a file; use a folder"),
-        (["distill", "FOLDER", "--output", "NEW", "--texts", "ABSENT"], "error: --texts ABSENT: no such file"),
-        (["distill", "FOLDER", "--output", "NEW", "--texts", "FOLDER"], "error: --texts FOLDER: is a folder; pass a"),
-        (["distill", "FOLDER", "--output", "TEXT"], "TEXT: the output is a file; use a folder"),
         (["export", "ABSENT", "--output", "NEW"], "error: ABSENT: no such folder"),
         (["export", "FOLDER", "--output", "NEW", "--dict", "INSIDE"], "error: --dict INSIDE: no such file"),
         (["export", "FOLDER", "--output", "FOLDER"], "FOLDER: already exists"),
@@ -217,7 +214,6 @@ def test_version_option(capsys):
         (["inof", "x"], "invalid choice: 'inof'; did you mean 'info'?"),
         (["convert", "x", "--output", "y", "--dtype", "bfloat"], "--dtype: invalid choice: 'bfloat'; did you mean 'bf"),
         (["verify", "x", "y", "--layer-norm", "plusone"], "--layer-norm: invalid choice: 'plusone'; did you mean 'pl"),
-        (["distill", "x", "--output", "y", "--position-extension", "interpol"], "did you mean 'interpolate'?"),
         (["info", "x", "--lenght", "3"], "luna-mega info: error: unrecognized arguments: --lenght 3; did you mean '--"),
         (["export", "x", "--output", "y", "--shrads=2"], "unrecognized arguments: --shrads=2; did you"),
         (["info", "x", "y"], "luna-mega info: error: unrecognized arguments: y\n"),
@@ -233,7 +229,7 @@ def test_wrong_usage_exits_with_2(argv, named, capsys):
 def test_a_misspelled_option_is_named_although_others_are_missing(name, capsys):
     _, output = run([name, "--help"], capsys)
     usage = output.out.partition("\n\n")[0]
-    assert usage.count(" --output ") == (name in ("convert", "export", "distill", "onnx"))  # not [--output DIR]
+    assert usage.count(" --output ") == (name in ("convert", "export", "onnx"))  # not [--output DIR]
     for option in set(re.findall(r"^  (--[a-z-]+)", output.out, flags=re.MULTILINE)):
         wrong = f"{option[:3]}x{option[3:]}"
         status, output = run([name, wrong], capsys)
@@ -264,7 +260,7 @@ def test_invalid_input_is_one_line(name, error, monkeypatch, capsys):
         raise error
 
     replace(monkeypatch, name, fail)
-    writes = dict.fromkeys(("convert", "export", "distill", "onnx"), ["a", "--output", "b"])
+    writes = dict.fromkeys(("convert", "export", "onnx"), ["a", "--output", "b"])
     argv = (writes | {"verify": ["a", "b"]}).get(name, ["a"])
     status, output = run([name, *argv], capsys)
     assert status == 1 and output.out == ""

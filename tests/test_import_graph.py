@@ -32,13 +32,12 @@ LAYERS = {
     "luna_mega.convert": {"huggingface_hub", "numpy", "safetensors", "tokenizers", "torch", "tqdm", "transformers"},
     "luna_mega.inspection": {"safetensors", "torch", "tqdm", "transformers"},
     "luna_mega.training": TRAINING,
-    "luna_mega.distillation": {"huggingface_hub", "sentence_transformers", "torch", "transformers"},
     "luna_mega.vllm": {"torch", "transformers", "vllm"},
     "luna_mega_cli": {"argcomplete", "torch", "transformers"},
     "luna_mega.convert.__main__": set(),
 }
 APART = {"luna_mega.modeling_luna", "luna_mega.modeling_mega", "luna_mega.modeling_megalodon"}
-OPTIONAL = {"triton", "onnx_ir", "sentence_transformers"}
+OPTIONAL = {"triton", "onnx_ir"}
 OPTIONAL |= {"argcomplete", "matplotlib", "timm", "pytorch_optimizer"}
 NEVER_IMPORTED = {"examples", "benchmarks", "tests"}
 

@@ -36,8 +36,6 @@ class _LunaWriter(Writer):
         return {
             "hidden_act": _activations(spec),
             "contextual_projection": (True,),
-            "pack_method": ("attention",),
-            "position_table_size": (None, config.max_position_embeddings),
             "pad_token_id": (1 if config.input_type == "tokens" else config.pad_token_id,),
             "first_position": (None,),
             "embedding_size": (config.hidden_size,),

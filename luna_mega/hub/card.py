@@ -5,9 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import yaml
 from huggingface_hub import ModelCard, ModelCardData
-from huggingface_hub.errors import HTTPError
 from transformers import PreTrainedConfig
 
 from luna_mega._cards import TAG, auto_class_of, loading_without_package
@@ -46,10 +44,9 @@ _LICENSES = frozenset(
 FIELDS = {
     "luna": (
         "num_hidden_layers", "share_layers", "hidden_size", "intermediate_size", "num_attention_heads",
-        "num_pack_attention_heads", "pack_method", "projection_length", "dynamic_projection_length",
-        "contextual_projection", "tie_key_value", "hidden_act", "pre_norm", "input_type", "vocab_size",
-        "max_position_embeddings", "position_embedding_type", "position_extension", "position_table_size", "pooling",
-        "pool_padding",
+        "num_pack_attention_heads", "projection_length", "dynamic_projection_length", "contextual_projection",
+        "tie_key_value", "hidden_act", "pre_norm", "input_type", "vocab_size", "max_position_embeddings",
+        "position_embedding_type", "pooling", "pool_padding",
     ),
     "mega": (
         "num_hidden_layers", "hidden_size", "intermediate_size", "shared_representation_size",
@@ -151,12 +148,3 @@ def license_metadata(license: str | None) -> dict[str, str]:
         f"license {shown(license)} is not one of the Hub's identifiers, such as mit, apache-2.0 or cc-by-4.0; use "
         "other:NAME for any other license, with lowercase letters, digits, - and . in NAME"
     )
-
-
-def license_of(name: str) -> str | None:
-    """Return the license in the card of a model, in its folder or on the Hub; None if it is unknown."""
-    try:
-        license = ModelCard.load(Path(name, "README.md") if Path(name).is_dir() else name).data.license
-    except (HTTPError, OSError, ValueError, RecursionError, yaml.YAMLError):
-        return None
-    return license if isinstance(license, str) else None

@@ -2,7 +2,6 @@
 
 import re
 from pathlib import Path
-from typing import Any
 
 from huggingface_hub import HfApi, constants, snapshot_download
 from huggingface_hub.errors import GatedRepoError, HFValidationError, LocalEntryNotFoundError, RepositoryNotFoundError
@@ -12,15 +11,12 @@ from transformers.utils import cached_file
 from luna_mega.errors import ConversionError, reason
 
 
-def find_model(
-    name: str, *, revision: str | None = None, cache_dir: str | Path | None = None, token: str | bool | None = None
-) -> str:
+def find_model(name: str) -> str:
     """Return the folder or the name on the Hub from which a model, tokenizer or configuration is loaded.
 
     Call it on every name that a user passes, before the first `from_pretrained` or `cached_file`, and load from the
     result: `AutoConfig.from_pretrained(find_model(name))`. A model card should contain `name`, not the result.
-    transformers connects six times, with pauses, for each file of a model. This function sends one request. The options
-    are those of `from_pretrained`.
+    transformers connects six times, with pauses, for each file of a model. This function sends one request.
 
     Returns:
         `name`, or its folder in the cache if the Hub cannot be reached.
@@ -32,17 +28,17 @@ def find_model(
         return name
     if Path(name).exists():
         raise ConversionError(f"{name}: is a file; pass a folder or a name on the Hub")
-    if error := _connect(name, "model", token):
+    if error := _connect(name, "model"):
         try:
-            return snapshot_download(name, revision=revision, cache_dir=cache_dir, local_files_only=True)
+            return snapshot_download(name, local_files_only=True)
         except LocalEntryNotFoundError:
             raise _unreachable(name, error) from error
     return name
 
 
-def find_file(name: str, path: str, **options: Any) -> Path | None:
+def find_file(name: str, path: str) -> Path | None:
     """Return a file of a folder or of a model on the Hub; None if it does not have this file."""
-    file = cached_file(name, path, _raise_exceptions_for_missing_entries=False, **options)
+    file = cached_file(name, path, _raise_exceptions_for_missing_entries=False)
     return Path(file) if file else None
 
 
@@ -60,19 +56,17 @@ def find_dataset(name: str, cache_dir: str | Path) -> bool:
     return error is not None
 
 
-def _connect(name: str, kind: str, token: str | bool | None = None) -> Exception | None:
+def _connect(name: str, kind: str) -> Exception | None:
     """Return the error if the Hub cannot be reached; raise `ConversionError` if it has no such model or dataset."""
     try:
         validate_repo_id(name)
-        HfApi(token=token).repo_info(name, repo_type=kind, timeout=constants.HF_HUB_ETAG_TIMEOUT)
+        HfApi().repo_info(name, repo_type=kind, timeout=constants.HF_HUB_ETAG_TIMEOUT)
     except HFValidationError as error:
         raise ConversionError(f"{name}: no such folder; pass a folder or a name on the Hub") from error
     except GatedRepoError:  # `from_pretrained` and `load_dataset` explain how to get access
         return None
     except RepositoryNotFoundError as error:
         advice = "log in with `hf auth login` if it is private"
-        if kind == "model" and "/" not in name:  # sentence-transformers completes such names
-            advice = "check the path, or pass the complete name, such as sentence-transformers/all-MiniLM-L6-v2"
         raise ConversionError(f"{name}: no such folder, and no such {kind} on the Hub; {advice}") from error
     except Exception as error:  # huggingface_hub 1 and 2 raise errors of different HTTP clients
         return error

@@ -154,14 +154,6 @@ def load_tokenizer(source: str | Path) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-def set_max_length(tokenizer: PreTrainedTokenizerBase, max_length: int) -> None:
-    """Set the greatest length of a tokenizer, and remove the truncation and padding of its last call."""
-    tokenizer.model_max_length = max_length
-    for name in ("max_length", "stride", "truncation_strategy"):  # of the truncation in the file that was read
-        tokenizer.init_kwargs.pop(name, None)
-    remove_truncation(tokenizer)
-
-
 def remove_truncation(processor: Any) -> None:
     """Remove the truncation and padding of the last call, which `save_pretrained` would write to tokenizer.json."""
     if isinstance(processor, PreTrainedTokenizerBase) and processor.is_fast:

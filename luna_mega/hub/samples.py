@@ -43,7 +43,7 @@ def sample_inputs(
     for side in ("right", "left"):
         batches[f"padded {side}"] = make_inputs(model, padded, side=side, **options)
     batches["gaps"] = make_inputs(model, padded, gaps=True, **options)
-    if accepts(model_class, "packed_mask") and config.pack_method == "attention":
+    if accepts(model_class, "packed_mask"):
         batches["packed"] = make_inputs(model, padded, **options) | _packed(config, len(padded), seed)
     if accepts(model_class, "pair_attention_mask") and config.num_labels == 1:
         second = [make_inputs(model, padded, **options | {"seed": seed + index}) for index in range(2)]

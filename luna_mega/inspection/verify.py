@@ -41,8 +41,8 @@ class Comparison:
     `inputs` has the shapes of the arguments of `forward` by batch, and the differences are the largest of all batches.
 
     `layers` has a row `{"layer", "hidden"}` for each layer, where layer 0 is the embeddings. Rows of Luna also have
-    "packed" for P (with `pack_method="importance"` from layer 1), and rows of an encoder-decoder "stack", "encoder" or
-    "decoder". `results` has the outputs. None means NaN or Inf in only one of the models. Padding is not compared.
+    "packed" for P, and rows of an encoder-decoder "stack", "encoder" or "decoder". `results` has the outputs. None
+    means NaN or Inf in only one of the models. Padding is not compared.
     """
 
     a: str
@@ -320,13 +320,10 @@ def _layers(first: Mapping, second: Mapping, tensors: Mapping, config: PreTraine
             used = None  # all rows of P
             if "packed_mask" in tensors:
                 used = tensors["packed_mask"].bool()
-            elif (config.dynamic_projection_length or config.pack_method == "importance") and (
-                not config.add_cross_attention
-            ):
+            elif config.dynamic_projection_length and not config.add_cross_attention:
                 used = torch.arange(first[packed][-1].shape[1]) < mask.sum(dim=1, keepdim=True)
             values = [_difference(*pair, used) for pair in zip(first[packed], second[packed], strict=True)]
-            # With pack_method="importance" there is no P before the first layer.
-            for row, value in zip(layers[-len(values) :], values, strict=True):
+            for row, value in zip(layers, values, strict=True):
                 row["packed"] = value
         rows += layers
     return rows

@@ -36,7 +36,7 @@ LUNA = {
     "masked LM, sparse": ("ForMaskedLM", {"sparse_prediction": True, "unpad_inputs": True}),
     "masked LM, odd vocabulary": ("ForMaskedLM", {"vocab_size": 41}),
     "masked LM, layerdrop": ("ForMaskedLM", {"layerdrop": 1e-9}),
-    "importance": ("ForTokenClassification", {"pack_method": "importance", "tie_key_value": False}),
+    "untied keys": ("ForTokenClassification", {"tie_key_value": False}),
     "causal LM": ("ForCausalLM", {"vocab_size": 41}),
     "causal LM, pre-norm": ("ForCausalLM", {"pre_norm": True, "tie_word_embeddings": False}),
     "seq2seq": ("ForConditionalGeneration", {"vocab_size": 41}),

@@ -33,7 +33,7 @@ ENCODERS = {
     "mega choice, no ffn": ("ForMultipleChoice", mega.VARIANTS["simple chunks, shift, no ffn"]),
     "mega token, unpadded": ("ForTokenClassification", {"unpad_inputs": True}),
     "mega answers, truncated": ("ForQuestionAnswering", mega.VARIANTS["one direction, truncated"]),
-    "luna token, importance": ("ForTokenClassification", {"pack_method": "importance", "tie_key_value": False}),
+    "luna token, untied keys": ("ForTokenClassification", {"tie_key_value": False}),
 }
 ADAPTIVE = dict.fromkeys(("adaptive_input_cutoffs", "adaptive_softmax_cutoffs"), [10, 20])
 ADAPTIVE |= dict.fromkeys(("adaptive_input_factor", "adaptive_softmax_factor"), 2)

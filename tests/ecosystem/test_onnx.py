@@ -25,9 +25,6 @@ if not WRITES_EXPORT_FOLDERS:
 ENCODERS = {
     "luna without a head": lambda: luna.make("Model", num_hidden_layers=1),  # the program also returns the mask
     "luna": lambda: luna.make("ForMaskedLM", num_hidden_layers=1),
-    "luna, importance": lambda: luna.make(
-        "ForMaskedLM", num_hidden_layers=1, pack_method="importance", position_extension="interpolate"
-    ),
     "mega chunks": lambda: mega.make(
         "ForSequenceClassification", num_hidden_layers=1, **mega.VARIANTS["laplace chunks"]
     ),

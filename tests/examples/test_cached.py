@@ -9,7 +9,6 @@ from huggingface_hub import constants
 from transformers import AutoConfig, TrainingArguments
 
 from luna_mega import MegaConfig, MegaForCausalLM
-from luna_mega.distillation.sentences import read_modules
 from luna_mega.training.data import load_from_hub
 from luna_mega.training.language_modeling import load_language_model
 from luna_mega.training.models import ModelArguments, make_both_tokenizers
@@ -57,7 +56,6 @@ def start_run(folder):
     run = Run(SimpleNamespace(), model, training)
     assert run.base_model == NAME
     assert AutoConfig.from_pretrained(model.model_name_or_path).model_type == "mega"
-    assert read_modules(model.model_name_or_path) is None
 
 
 def load_tokenizers(_):

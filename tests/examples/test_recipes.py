@@ -20,7 +20,7 @@ from tests.examples.runs import assert_error
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples"
 RECIPES = sorted((EXAMPLES / "recipes").rglob("*.yaml"))
-SCRIPTS = {"lra": "lra.run_lra", "sentence_transformer": "train_sentence_transformer"}
+SCRIPTS = {"lra": "lra.run_lra"}
 
 
 class Parsed(NamedTuple):
@@ -43,9 +43,6 @@ def parsed(script, tmp_path, monkeypatch):
         options = ["--recipe", str(path), "--output_dir", str(tmp_path), *source, "--bf16", "false"]
         if "pretrained" in path.stem or "continued" in path.stem:
             options += ["--model_name_or_path", str(tmp_path)]
-        if task == "sentence_transformer":
-            pytest.importorskip("sentence_transformers", reason="sentence-transformers is not installed")
-            options += ["--teacher", str(tmp_path)]
         if path.stem.startswith("pretrained"):
             options += ["--task_name", "rte"]
         return Parsed(*script(SCRIPTS.get(task, f"run_{task}")).parse(options))
@@ -171,8 +168,6 @@ def test_translation_model_of_a_recipe(recipe, parsed, script):
 )
 def test_script_answers_help(path, script, monkeypatch, capsys):
     """The help has the sentence of the script, then its own options, then those of Trainer, in one spelling."""
-    if path.stem == "train_sentence_transformer":
-        pytest.importorskip("sentence_transformers", reason="sentence-transformers is not installed")
     monkeypatch.setattr(sys, "argv", [path.name, "--help"])
     with pytest.raises(SystemExit) as error:
         runpy.run_path(str(path), run_name="__main__")

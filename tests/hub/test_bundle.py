@@ -41,7 +41,6 @@ IMAGES = {"input_type": "patches", "image_size": 16, "patch_size": 4}
 VALUES_IN_CHUNKS = {"input_type": "values", "normalization_type": "batchnorm", "use_chunking": True, "chunk_size": 3}
 OTHER_FIELDS = {
     "ForSequenceClassification": {"tie_key_value": False, "pooling": "packed_attention"},
-    "ForTokenClassification": {"pack_method": "importance", "type_vocab_size": 2},
 }
 
 

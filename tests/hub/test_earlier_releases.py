@@ -1,8 +1,8 @@
-"""Model folders and bundles of earlier releases load, or `luna-mega bundle` recreates their code.
+"""Model folders and bundles of earlier releases load, or their code is recreated, or an error names a removed field.
 
 Those releases wrote `earlier_releases.tar.xz`. Each folder is the result of `save_pretrained` for a tiny model with
 random weights, and contains `outputs.json`: the class, its inputs and its logits. If the name ends in `_bundle`, it is
-also the result of `luna-mega bundle`.
+also the result of `luna-mega bundle`. The folders of the commit 20c2b5c3 are named after the removed field that they use.
 """
 
 import json
@@ -14,8 +14,10 @@ import pytest
 import torch
 import transformers
 
+import luna_mega
 import luna_mega_cli
 from luna_mega.hub.folder import position_limit, stacks
+from tests.errors import check_error, command_error
 from tests.hub import client as on_client
 
 NAMES = [
@@ -27,6 +29,7 @@ FOLDERS = {
     "0.2.0": NAMES,
     "0.3.0": NAMES,
 }
+REMOVED_FIELDS = {"pack_method", "position_extension", "position_table_size"}
 AUTO_CLASSES = {
     "ForCausalLM": "AutoModelForCausalLM",
     "ForMaskedLM": "AutoModelForMaskedLM",
@@ -52,7 +55,9 @@ def read(folder: Path) -> tuple[str, dict[str, list], torch.Tensor]:
 
 
 def test_every_folder_is_tested(releases):
-    assert {path.name: sorted(part.name for part in path.iterdir()) for path in releases.iterdir()} == FOLDERS
+    removed = {"20c2b5c3": sorted(f"luna_{field}" for field in REMOVED_FIELDS)}
+    found = {path.name: sorted(part.name for part in path.iterdir()) for path in releases.iterdir()}
+    assert found == FOLDERS | removed
 
 
 @pytest.mark.parametrize(("release", "name"), [(release, name) for release in FOLDERS for name in FOLDERS[release]])
@@ -98,3 +103,12 @@ def test_bundle_loads_without_the_package(releases, release, stranger, repo_root
     result = stranger(on_client.outputs, folder, auto_class, inputs, trust_remote_code=True)
     assert result["module"].startswith("transformers_modules.")
     torch.testing.assert_close(torch.tensor(result["logits"]), logits, atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("field", sorted(REMOVED_FIELDS))
+def test_folder_that_needs_a_removed_field_is_refused(releases, field, capsys):
+    folder = releases / "20c2b5c3" / f"luna_{field}"
+    value = json.loads((folder / "config.json").read_text(encoding="utf-8"))[field]
+    for load in (transformers.AutoConfig, transformers.AutoModelForMaskedLM, luna_mega.LunaModel):
+        check_error(lambda load=load: load.from_pretrained(folder), ValueError, f"{field}={value!r} is not supported")
+    assert "the last commit of luna-mega that supports it is 20c2b5c3" in command_error(capsys, "bundle", folder)

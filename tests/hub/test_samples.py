@@ -17,7 +17,6 @@ MODELS = {
     **{f"luna {head}": lambda head=head: luna.make(head, **TYPES[luna]) for head in luna.HEADS},
     **{f"mega {head}": lambda head=head: mega.make(head, **TYPES[mega]) for head in mega.HEADS},
     "candidates": lambda: luna.make("ForSequencePairClassification", num_labels=1),
-    "importance": lambda: luna.make("Model", pack_method="importance"),
     "values": lambda: mega.make("ForSequenceClassification", **mega.VALUES),
     "without the first token": lambda: luna.make("ForSequenceClassification", drop_first_token=True),
     "images": lambda: luna_mega.MegaForImageClassification(luna_mega.MegaConfig.image_base_patch16_224(**IMAGES)),
@@ -51,8 +50,6 @@ def test_batches_have_every_input_and_run(name):
     left = set(inspect.signature(model.forward).parameters) - OTHERS - unused[config.input_type] - given
     if not config.add_cross_attention:
         left -= {"encoder_hidden_states", "encoder_attention_mask"}
-    if name == "importance":
-        left -= {"packed_states", "packed_mask"}
     if not getattr(config, "add_token_type_embeddings", getattr(config, "type_vocab_size", 0)):
         left.discard("token_type_ids")
     assert not left

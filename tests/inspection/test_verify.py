@@ -1,7 +1,6 @@
 """`luna-mega verify` compares two models on the same inputs."""
 
 import json
-import re
 
 import pytest
 import torch
@@ -80,15 +79,11 @@ def change_last_row(table):
     table[-1] += torch.linspace(20, 40, table[-1].numel()).view_as(table[-1])
 
 
-IMPORTANCE, EMBEDDINGS = {"pack_method": "importance"}, "luna.embeddings.{}_embeddings"
+EMBEDDINGS = "luna.embeddings.{}_embeddings"
 SIMPLE = {"relative_positional_bias": "simple", "max_positions": 70}
 # Class, fields, and the tensor whose last row is edited: token type, position, row of P or relative position.
 UNUSUAL = {
     "types": (LunaForSequenceClassification, {"type_vocab_size": 3}, EMBEDDINGS.format("token_type") + ".weight"),
-    "types, importance": (
-        *(LunaForSequenceClassification, {"type_vocab_size": 2, **IMPORTANCE}),
-        EMBEDDINGS.format("token_type") + ".weight",
-    ),
     "types of options": (LunaForMultipleChoice, {"type_vocab_size": 2}, EMBEDDINGS.format("token_type") + ".weight"),
     "positions": (LunaForMaskedLM, {"max_position_embeddings": 99}, EMBEDDINGS.format("position") + ".weight"),
     "P": (LunaForMaskedLM, {"projection_length": 30, "max_position_embeddings": 99}, EMBEDDINGS.format("packed")),
@@ -109,14 +104,6 @@ def test_differences_of_every_input_are_seen(tmp_path, name):
     model_class, fields, tensor = UNUSUAL[name]
     folder = save(tmp_path / "a", model_class, **fields)
     assert not compare(folder, change(folder, tmp_path / "b", tensor, change_last_row)).within
-
-
-def test_importance_has_no_P_before_the_first_layer(tmp_path, capsys):
-    folder = save(tmp_path / "a", LunaForSequenceClassification, type_vocab_size=2, **IMPORTANCE)
-    assert main(["verify", str(folder), str(folder)]) == 0
-    printed = capsys.readouterr().out
-    assert "input_ids, attention_mask, token_type_ids: length 1 [1, 1], length 5 [1, 5], length 6 [1, 6]" in printed
-    assert re.search(r"embeddings +0 +-\n1 +0 +0\n2 +0 +0\n", printed)
 
 
 @pytest.mark.parametrize(

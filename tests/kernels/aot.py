@@ -36,7 +36,6 @@ from luna_mega.kernels.common import triton_choice, triton_launch
 HERE = Path(__file__).resolve().parent
 OPS = (
     "luna_attention", "luna_causal_attention", "damped_ema", "complex_ema", "timestep_norm", "gated_attention",
-    "segment_pack",
 )  # fmt: skip
 TARGETS = {
     80: triton_launch.Target((8, 0), 108, 163 * 1024),

@@ -43,8 +43,6 @@ def calls(n: int, toy: bool) -> Iterator[tuple[str, Callable[[], Call]]]:
         yield f"complex_ema {_words(options)}", partial(_complex_ema, n, toy, **options)
     for options in ({"stateful": True}, {"masked": True}):
         yield f"timestep_norm {_words(options)}", partial(_norm, n, toy, **options)
-    for options in ({}, {"masked": True}, {"padding_free": True}):
-        yield f"segment_pack {_words(options)}", partial(_segments, n, toy, **options)
     yield "luna_causal_attention_step", partial(_causal_step, toy)
     yield "damped_ema_step", partial(_ema_step, toy)
     yield "gated_attention_step", partial(_gated_step, n, toy)
@@ -186,25 +184,6 @@ def _norm(n, toy, masked=False, stateful=False):
             options |= {"initial_state": api.TimestepNormState(count, mean, variance)}
         output, state = api.timestep_norm(x, groups, weight, bias, return_state=True, **options)
         return output, state.mean, state.variance
-
-    return Call(leaves, run)
-
-
-def _segments(n, toy, masked=False, padding_free=False):
-    batch, width, rows = (1, 16, 4) if toy else (1 if padding_free else 2, 96, 24)
-    leaves = _randoms(states=(batch, n, width), score=(batch, n))
-
-    def run(states, score, backend=None):
-        options = (
-            dict(zip(("cu_seqlens", "max_seqlen"), _bounds(n, states.device), strict=True)) if padding_free else {}
-        )
-        mask = _mask(batch, n, states.device) if masked else None
-        # The positions are integers, because rounding on a device would move tokens to other rows.
-        position = torch.arange(n, device=states.device)
-        if padding_free:
-            position = torch.where(position < n // 3, position, position - n // 3)
-        row = (position * rows // n).expand(batch, n)
-        return api.segment_pack(states, score, row, mask, rows, backend=backend, **options)[:2]
 
     return Call(leaves, run)
 

@@ -23,7 +23,6 @@ OPS = (
     "complex_ema",
     "timestep_norm",
     "gated_attention",
-    "segment_pack",
 )
 NAMES = [name for name, _ in calls.calls(1, not GPU)]
 TRAINED = [name for name in NAMES if not name.split(" ")[0].endswith("_step")]

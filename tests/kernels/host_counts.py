@@ -32,7 +32,6 @@ BUDGETS = {
     "timestep_norm": (23, 6),
     "gated_attention": (11, 7),
     "gated_attention, softmax": (14, 8),
-    "segment_pack": (33, 2),
     "LunaForMaskedLM, training step": (1050, 36),
     "LunaForCausalLM, training step": (1333, 90),
     "LunaForCausalLM, decoding step": (214, 6),
@@ -74,8 +73,7 @@ def operator_cases() -> Iterator[tuple[str, Callable]]:
     p, x, mask = leaf(1, 16, h, k), leaf(1, t, h, k), torch.arange(t)[None] < t - 64
     tokens, rows = leaf(1, t, d), [leaf(d, n) for _ in range(4)]
     turning = [leaf(d, n), leaf(d, n), leaf(d), leaf(d, n, 2)]
-    z, v, score = leaf(1, t, d), leaf(1, t, 32), leaf(1, t)
-    index = api.assign_rows(score.detach(), None, 16)
+    z, v = leaf(1, t, d), leaf(1, t, 32)
     gated = partial(api.gated_attention, chunk_size=128)
     yield "luna_pack", case(lambda p, x: api.luna_pack(p, x, x, mask), p, x)
     yield "luna_unpack", case(lambda x, p: api.luna_unpack(x, p, p), x, p)
@@ -87,7 +85,6 @@ def operator_cases() -> Iterator[tuple[str, Callable]]:
     yield "timestep_norm", case(lambda x, *w: api.timestep_norm(x, 2, *w), tokens, leaf(d), leaf(d))
     yield "gated_attention", case(partial(gated, function="laplace"), z, z, v, leaf(255))
     yield "gated_attention, softmax", case(partial(gated, causal=True), z, z, v, leaf(255))
-    yield "segment_pack", case(lambda x, s: api.segment_pack(x, s, index, mask, 16)[:2], tokens, score)
 
 
 SIZES = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 6, "intermediate_size": 64}

@@ -22,7 +22,7 @@ MOST = ("registers", "stack", "spills", "shared")
 
 
 OPS = (
-    "complex_ema", "damped_ema", "gated_attention", "luna_attention", "luna_causal_attention", "segment_pack",
+    "complex_ema", "damped_ema", "gated_attention", "luna_attention", "luna_causal_attention",
     "timestep_norm",
 )  # fmt: skip
 

@@ -36,9 +36,6 @@ CALLS = {
     "timestep_norm_step": lambda **options: api.timestep_norm_step(normal(8), None, 2, **options)[0],
     "gated_attention": lambda **options: api.gated_attention(*[normal(4, 16)] * 3, **options),
     "gated_attention_step": lambda **options: api.gated_attention_step(normal(16), *[normal(4, 16)] * 2, **options),
-    "segment_pack": lambda **options: api.segment_pack(
-        normal(4, 8), normal(4), torch.zeros(1, 4, dtype=torch.long), None, 2, **options
-    )[0],
 }
 
 

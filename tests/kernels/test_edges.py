@@ -43,12 +43,6 @@ CALLS: dict[str, tuple[Callable, Callable]] = {
         luna_tokens,
         lambda query, key, value, rows, **options: api.luna_unpack(query, rows, rows, **options),
     ),
-    "segment_pack": (
-        lambda batch, length, heads: {"states": (batch, length, 8), "score": (batch, length)},
-        lambda states, score, **options: api.segment_pack(
-            states, score, (torch.arange(score.shape[1]) // 2).expand(score.shape).to(score.device), None, 3, **options
-        ),
-    ),
     "luna_causal_attention": (
         luna_tokens,
         lambda query, key, value, rows, **options: api.luna_causal_attention(

@@ -19,7 +19,6 @@ def tokens(*sizes: int, mean: float = MEAN) -> torch.Tensor:
 
 MASK = torch.arange(LENGTH)[None] >= 7
 PARAMETERS = [randoms(4, 16) for _ in range(4)]
-ROWS = (torch.arange(LENGTH) * 3 // LENGTH)[None]
 
 
 def causal(*leaves, **options):
@@ -54,7 +53,6 @@ CALLS = {
     "damped_ema": (lambda x, **o: api.damped_ema(x, *PARAMETERS, mask=MASK, return_state=True, **o), (tokens(4),)),
     "complex_ema": (complex_average, (tokens(4),)),
     "timestep_norm": (norm, (tokens(4), randoms(4), randoms(4))),
-    "segment_pack": (lambda *x, **o: api.segment_pack(*x, ROWS, MASK, 3, **o)[:2], (tokens(4), randoms(1, LENGTH) / 9)),
     "gated_attention": (
         lambda *x, **o: [api.gated_attention(*x, None, function="softmax", mask=MASK, **o)],
         (randoms(1, 3, 4) / 9, tokens(4), tokens(8)),

@@ -10,9 +10,6 @@ from .decoders import make
 CHUNKS = {"use_chunking": True, "chunk_size": 8}
 MODELS = {
     "luna": lambda: luna.make("ForMaskedLM", num_hidden_layers=1),
-    "luna, importance": lambda: luna.make(
-        "ForMaskedLM", num_hidden_layers=1, pack_method="importance", position_extension="interpolate"
-    ),
     "mega": lambda: mega.make("ForMaskedLM", num_hidden_layers=1),
     "mega chunks": lambda: mega.make("ForMaskedLM", num_hidden_layers=1, **CHUNKS),
     "luna decoder": lambda: make("luna: softplus", num_hidden_layers=1).float(),

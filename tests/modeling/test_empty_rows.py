@@ -22,7 +22,6 @@ HEADS = {
     **{f"mega {pooling}, {variant}": classify("mega", pooling=pooling, **mega.VARIANTS[variant])
        for pooling, variant in diagonal(("cls", "mean"), mega.VARIANTS)},
 }  # fmt: skip
-HEADS |= {f"luna importance, {x}": classify("luna", pooling=x, pack_method="importance") for x in ("cls", "mean")}
 HEADS |= {f"megalodon {pooling}": classify("megalodon", pooling=pooling) for pooling in ("last", "mean")}
 HEADS["luna without the first token"] = classify("luna", drop_first_token=True)
 # Lengths of the rows (the first row has no token), side of the padding, and number of columns.

@@ -5,8 +5,6 @@ import copy
 import pytest
 import torch
 
-import luna_mega
-
 from . import decoders, luna, luna_decoders
 
 DEPTH = 4
@@ -132,11 +130,3 @@ def test_packed_states_replace_every_row():
     model.embeddings.packed_embeddings.data.fill_(torch.nan)
     results.append(model(torch.full((2, 8), 5), packed_states=given).last_hidden_state)
     assert torch.equal(*results) and results[0].isfinite().all()
-
-
-def test_importance_has_no_rows(tmp_path):
-    model = luna.make("ForMaskedLM", pack_method="importance", num_hidden_layers=DEPTH)
-    reference = expected(model.double(), CHOICES["fewer"])
-    choose(model, CHOICES["fewer"]).save_pretrained(tmp_path)
-    assert_equal(model, reference)
-    assert_equal(luna_mega.LunaForMaskedLM.from_pretrained(tmp_path).double().eval(), reference)

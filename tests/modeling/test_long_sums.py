@@ -4,11 +4,8 @@ import pytest
 import torch
 
 import luna_mega
-from luna_mega.distillation.sentences import SentenceModules
-from luna_mega.distillation.windows import split_windows
-from luna_mega.modeling_common.layout import DENSE, DenseLayout
 from luna_mega.modeling_common.pooled_heads import masked_mean
-from luna_mega.modeling_luna.modeling_luna import LunaModelOutput, pack_by_importance
+from luna_mega.modeling_luna.modeling_luna import LunaModelOutput
 from luna_mega.modeling_mega.batch_norm_mega import MegaBatchNorm
 from tests.marks import diagonal
 
@@ -96,19 +93,6 @@ def test_heads_and_losses(name, dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_sentence_vectors(dtype):
-    states, modules = draw(1, LENGTH, 4, dtype=dtype), SentenceModules(("mean",))
-    assert_near(modules.embed(states, KEEP), states[:, KEEP[0]].double().mean(1), dtype)
-
-
-def test_vectors_of_windows():
-    """The mean over the vectors of many windows is accurate, although their sum overflows float16."""
-    windows = split_windows(torch.ones(1, LENGTH, dtype=torch.bool), 8)
-    vectors = draw(len(windows.owner), 4, dtype=torch.float16)
-    assert_near(windows.mean(vectors), vectors.double().mean(0, keepdim=True), torch.float16, roundings=1)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("mask", MASKS)
 def test_statistics_of_batch_norm(mask, dtype):
     states, mask = draw(1, LENGTH, 4, dtype=dtype), MASKS[mask]
@@ -122,22 +106,10 @@ def test_statistics_of_batch_norm(mask, dtype):
         torch.testing.assert_close(getattr(norm, name).double(), getattr(reference, name), rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("mask", MASKS)
-def test_rows_by_importance(mask, dtype):
-    states, layout = draw(1, LENGTH, 4, dtype=dtype), DENSE if MASKS[mask] is None else DenseLayout(MASKS[mask])
-    salience = torch.tensor([0.01, -0.02, 0.0, 0.01]).to(dtype)
-    rows, entropy, _ = pack_by_importance(states, salience, layout, 3)
-    expected, entropies, _ = pack_by_importance(states.double(), salience.double(), layout, 3)
-    assert_near(rows, expected, dtype)
-    assert_near(entropy, entropies, torch.float16)
-
-
 SIZES = {"vocab_size": 20, "hidden_size": 8, "num_hidden_layers": 1, "intermediate_size": 8, "num_labels": 3}
 LUNA = {"num_attention_heads": 2, "projection_length": 4, "position_embedding_type": "sinusoidal"}
 MODELS = {
     "Luna": LUNA,
-    "Luna, importance": LUNA | {"pack_method": "importance"},
     "Mega": {"shared_representation_size": 4, "ema_projection_size": 2, "nffn_hidden_size": 8, "chunk_size": 32,
              "use_chunking": True, "final_norm": True},
     "Megalodon": {"shared_representation_size": 4, "value_size": 4, "ema_projection_size": 2, "norm_num_groups": 2,

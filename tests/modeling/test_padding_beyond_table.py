@@ -13,9 +13,6 @@ SIMPLE = {"relative_positional_bias": "simple", "max_positions": TABLE}
 ENCODERS = {
     **{f"luna {head}": lambda head=head, **fields: luna.make(head, max_position_embeddings=TABLE, **fields)
        for head in ("Model", "ForMaskedLM", "ForSequenceClassification")},
-    "luna importance": lambda **fields: luna.make(
-        "ForMaskedLM", max_position_embeddings=TABLE, pack_method="importance", **fields
-    ),
     "mega Model": lambda **fields: mega.make("Model", **SIMPLE, **fields),
     "mega one direction": lambda **fields: mega.make("ForMaskedLM", bidirectional=False, **SIMPLE, **fields),
     "mega relu2": lambda **fields: mega.make("ForMaskedLM", attention_activation="relu2", **SIMPLE, **fields),

@@ -17,12 +17,9 @@ from .decoders import make
 COMPILER = next(filter(shutil.which, ("g++", "c++", "clang++")), None)
 QUICKLY = {"aot_inductor.compile_wrapper_opt_level": "O0"}  # C++ compilation dominates the run time
 CHUNKS, SIMPLE = mega.VARIANTS["laplace chunks"], mega.VARIANTS["relu2 simple post-norm"]
-IMPORTANCE = {"pack_method": "importance", "position_extension": "interpolate", "max_position_embeddings": 10}
 MODELS = {
     "luna": lambda: luna.make("ForMaskedLM"),
     "luna, fixed P": lambda: luna.make("Model", dynamic_projection_length=False, position_embedding_type="sinusoidal"),
-    "luna, importance": lambda: luna.make("ForSequenceClassification", **IMPORTANCE),
-    "luna, importance, wrap": lambda: luna.make("ForMaskedLM", **IMPORTANCE | {"position_extension": "wrap"}),
     "luna, types": lambda: luna.make("ForMultipleChoice", type_vocab_size=2),
     "luna, pairs": lambda: luna.make("ForSequencePairClassification"),
     "luna, values": lambda: luna.make("ForSequenceClassification", **luna.VALUES),
@@ -96,7 +93,7 @@ def check(way, name, lengths, attention=None):
 
 
 LENGTHS = {"one": lambda last: [1], "short": lambda last: [3, 2], "long": lambda last: [last + 2, 2]}
-TRACED = ["luna", "luna, importance", "luna, importance, wrap", "mega", "mega, truncated", "megalodon"]
+TRACED = ["luna", "mega", "mega, truncated", "megalodon"]
 CASES = list(product(MODELS, ("short", "long")))
 ONE_EACH = slow_but([("megalodon", "long")], diagonal(MODELS, ("short", "long")))
 
@@ -141,7 +138,7 @@ def test_the_reference_cannot_be_traced():
         check(trace, "mega", lambda last: [3, 2])
 
 
-@pytest.mark.parametrize("name", ["luna, importance", "megalodon"])
+@pytest.mark.parametrize("name", ["luna", "megalodon"])
 def test_traced_programs_of_trained_parameters(name):
     """A program that is traced without `torch.no_grad` equals the model."""
     model = MODELS[name]().eval()
