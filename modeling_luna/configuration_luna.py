@@ -5,7 +5,6 @@ from typing import Any
 from transformers.configuration_utils import PreTrainedConfig
 
 from luna_mega.modeling_common.configuration import SharedConfig, strict
-from luna_mega.modeling_luna.initialization_luna import check_initialization, decoder_options
 from luna_mega.modeling_luna.presets_luna import LunaPresets
 
 _CHOICES = {
@@ -14,9 +13,14 @@ _CHOICES = {
     "pooling": ("cls", "last", "mean", "packed_max", "packed_mean", "packed_attention"),
     "pair_features": ("concat", "interaction"),
     "causal_activation": ("softplus", "elu"),
-    "initialization": ("original", "local"),
 }
-REMOVED_FIELDS = {"pack_method": ("attention", ""), "position_extension": (None, ""), "position_table_size": (None, "")}
+REMOVED_FIELDS = {
+    "pack_method": ("attention", ""),
+    "position_extension": (None, ""),
+    "position_table_size": (None, ""),
+    "initialization_options": (None, "; if the weights are trained, delete both fields of the initialization"),
+    "initialization": ("original", "; if the weights are trained, delete both fields of the initialization"),
+}
 # Field of the decoder of an encoder-decoder -> the field of the encoder that is used if it is None.
 DECODER_FIELDS = {
     "num_decoder_layers": "num_hidden_layers",
@@ -79,9 +83,6 @@ class LunaConfig(LunaPresets, SharedConfig, PreTrainedConfig):
         share_layers: all layers share one set of weights.
         layer_norm_eps: epsilon of every LayerNorm.
         initializer_range: standard deviation of the initial weights.
-        initialization: `"original"` (random weights), or `"local"`, with which heads initially attend to neighbors
-            (docs/initialization.md).
-        initialization_options: options of `"local"`, for example `{"length": 128}`; see `LocalStart`.
         pooling: input of a sequence classifier: the first token (`"cls"`), the last token (`"last"`), the mean over
             tokens (`"mean"`), or the packed sequence by max-pooling, mean (Table 3) or attention from the first token
             (`"packed_max"`, `"packed_mean"`, `"packed_attention"`). With `is_decoder=True` `"last"` or `"mean"`.
@@ -170,8 +171,6 @@ class LunaConfig(LunaPresets, SharedConfig, PreTrainedConfig):
     share_layers: bool = False
     layer_norm_eps: float = 1e-5
     initializer_range: float = 0.02
-    initialization: str = "original"
-    initialization_options: dict[str, Any] | None = None
     pooling: str = "cls"
     pool_padding: bool = False
     drop_first_token: bool = False
@@ -224,8 +223,6 @@ class LunaConfig(LunaPresets, SharedConfig, PreTrainedConfig):
         config = super().decoder_config
         if self.num_decoder_attention_heads is not None and self.num_decoder_pack_attention_heads is None:
             config.num_pack_attention_heads = self.num_decoder_attention_heads
-        if self.initialization == "local":
-            config.initialization_options = decoder_options(self)
         return config
 
     @property
@@ -284,7 +281,6 @@ class LunaConfig(LunaPresets, SharedConfig, PreTrainedConfig):
                 )
         if self.position_embedding_type == "sinusoidal" and self.hidden_size < 4:
             raise ValueError(f"sinusoidal positions need a hidden_size of at least 4, got {self.hidden_size}")
-        check_initialization(self)
         if self.pool_padding and self.pooling not in ("mean", "packed_mean"):
             raise ValueError(f"pool_padding applies to pooling 'mean' and 'packed_mean', not to {self.pooling!r}")
         if self.pool_padding and self.unpad_inputs and self.pooling == "mean":

@@ -69,7 +69,6 @@ from luna_mega.modeling_common.processes import has_peers
 from luna_mega.modeling_common.seq2seq import Seq2SeqBody, Seq2SeqLM
 from luna_mega.modeling_common.tensor_parallel import RankBoundary
 from luna_mega.modeling_luna.configuration_luna import LunaConfig, LunaSeq2SeqConfig
-from luna_mega.modeling_luna.initialization_luna import blind_queries, start_attention, start_embeddings
 
 PackedStates = list[torch.Tensor | None]  # of each layer
 Packed = tuple[PackedStates, torch.Tensor | None]
@@ -718,11 +717,6 @@ class LunaPreTrainedModel(CommonPreTrainedModel):
                     state_dict[name] = state_dict[name][rows]
         super().save_pretrained(save_directory, is_main_process, state_dict, *args, **kwargs)
 
-    def _initialize_weights(self, module: nn.Module, is_custom_code: bool = False) -> None:
-        # In custom code, transformers does not initialize modules whose parameters are all in their submodules.
-        starts = isinstance(module, LunaEmbeddings | LunaAttention | LunaCausalAttention | LunaModel)
-        super()._initialize_weights(module, is_custom_code and not starts)
-
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
         super()._init_weights(module)
@@ -735,13 +729,6 @@ class LunaPreTrainedModel(CommonPreTrainedModel):
         elif isinstance(module, ValueEmbeddings):
             init.normal_(module.weight, std=self.config.initializer_range)
             init.zeros_(module.bias)
-        if self.config.initialization == "local":
-            if isinstance(module, LunaEmbeddings):
-                start_embeddings(module, self.config, self.embedding_range * module.scale)
-            elif isinstance(module, LunaAttention | LunaCausalAttention):
-                start_attention(module, self.config, causal=isinstance(module, LunaCausalAttention))
-            elif isinstance(module, LunaModel):
-                blind_queries(module, self.config)
 
 
 def number_positions(config: LunaConfig, inputs: Inputs) -> torch.Tensor:

@@ -35,7 +35,7 @@ EQUATION = re.compile(
     r'<(?P<tag>span|div) class="arithmatex">\\(?P<open>[(\[])(?P<latex>.*?)\\[)\]]</(?P=tag)>', re.DOTALL
 )
 # Pages that search omits: logs, whose many words would come before the pages that a reader looks for.
-NOT_SEARCHED = ("CHANGELOG.md", "docs/archive/", "docs/initialization_study.md")
+NOT_SEARCHED = ("CHANGELOG.md", "docs/archive/")
 INLINE_CODE = re.compile(r"<code>[^<]*</code>")
 OPTION = re.compile(r"(?<![\w-])(--[\w-]+)")
 

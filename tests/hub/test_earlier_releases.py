@@ -2,7 +2,7 @@
 
 Those releases wrote `earlier_releases.tar.xz`. Each folder is the result of `save_pretrained` for a tiny model with
 random weights, and contains `outputs.json`: the class, its inputs and its logits. If the name ends in `_bundle`, it is
-also the result of `luna-mega bundle`. The folders of the commit 20c2b5c3 are named after the removed field that they use.
+also the result of `luna-mega bundle`. Folders of the commit 20c2b5c3 are named after the removed field that they use.
 """
 
 import json
@@ -29,7 +29,9 @@ FOLDERS = {
     "0.2.0": NAMES,
     "0.3.0": NAMES,
 }
-REMOVED_FIELDS = {"pack_method", "position_extension", "position_table_size"}
+REMOVED_FIELDS = {
+    *("pack_method", "position_extension", "position_table_size", "initialization", "initialization_options"),
+}
 AUTO_CLASSES = {
     "ForCausalLM": "AutoModelForCausalLM",
     "ForMaskedLM": "AutoModelForMaskedLM",
