@@ -161,7 +161,10 @@ class KeyValueCacheLayer(StateLayer):
         elif mask is None:
             mask = torch.ones(len(keys), 1, dtype=torch.bool, device=keys.device)
         column: Any = seen if mask is None else self.position
-        column = column if chunk_size is None else column % chunk_size
+        if chunk_size is not None:
+            column = column % chunk_size
+        elif self.is_static:
+            column = column.clone()  # `store` writes `position` in place
         rows = slice(None) if mask is None else torch.arange(len(keys), device=keys.device)
         self.keys[rows, column], self.values[rows, column] = keys[:, 0], values[:, 0]
         if mask is None:
