@@ -14,7 +14,7 @@ INSTALLED := $(VENV)/.installed-$(notdir $(CONSTRAINTS))
 # `make demo` installs less.
 INSTALLED_DEMO := $(VENV)/.installed-demo-$(notdir $(CONSTRAINTS))
 
-.PHONY: help demo parity parity-released test test-slow test-exhaustive test-oldest test-newest newest oldest ecosystem installed test-ecosystem test-vllm docs style typing audit bench gpu clean
+.PHONY: help demo parity parity-released test test-slow test-exhaustive test-oldest test-newest newest oldest ecosystem installed test-ecosystem docs style typing audit bench gpu clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*## ' Makefile | sed -E 's/:[^#]*## /\t/' | expand -t 16
@@ -63,15 +63,6 @@ ecosystem:
 
 installed: $(INSTALLED)
 
-test-vllm: ## run the tests of the vLLM plugin, with vLLM's own wheel on a CPU, in an environment of their own
-	test -x .venv-vllm/bin/python || $(PYTHON) -m venv .venv-vllm
-	.venv-vllm/bin/python -m pip install --quiet --requirement requirements/ci-vllm.txt
-	.venv-vllm/bin/python -m pip install --quiet --no-deps vllm==0.33.0
-	.venv-vllm/bin/python -m pip install --quiet --no-deps --editable .
-	VLLM_TARGET_DEVICE=cpu VLLM_ENABLE_V1_MULTIPROCESSING=0 VLLM_CPU_KVCACHE_SPACE=1 VLLM_NO_USAGE_STATS=1 \
-	    HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 PYTHONPATH=tests/vllm \
-	    .venv-vllm/bin/python -m pytest --durations=20 tests/vllm
-
 # Further fixtures for `make parity`, with folders DIR/<family>/<name>.
 FIXTURES ?=
 parity: $(INSTALLED) ## compare with the original code and write docs/parity.md (FIXTURES=DIR adds fixtures)
@@ -113,7 +104,7 @@ gpu: ## check the kernels on a GPU and measure them with the Python of PYTHON (4
 	$(PYTHON) benchmarks/gpu.py $(GPU_OPTIONS)
 
 clean: ## remove the environments and what was built
-	rm -rf $(VENV) .venv-oldest .venv-newest .venv-ecosystem .venv-vllm .venv-docs build dist *.egg-info .pytest_cache .ruff_cache
+	rm -rf $(VENV) .venv-oldest .venv-newest .venv-ecosystem .venv-docs build dist *.egg-info .pytest_cache .ruff_cache
 
 $(INSTALLED_DEMO): EXTRAS = examples
 # Python compiles a module when it is first imported; pip would compile all of them, most of which nothing imports.

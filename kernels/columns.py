@@ -39,11 +39,8 @@ def in_last_column(run: Callable[..., Any]) -> Callable[..., Any]:
     """Return a step whose query is in `column` `[B]` of the keys (None: the last), based on a causal `run`."""
 
     def run_step(
-        key: Tensor, value: Tensor, mask: Tensor | None, column: Tensor | None, start: Tensor | None,
-        slots: Tensor | None, **call: Any,
+        key: Tensor, value: Tensor, mask: Tensor | None, column: Tensor | None, start: Tensor | None, **call: Any,
     ) -> Tensor:  # fmt: skip
-        if slots is not None:
-            key, value = key[slots], value[slots]
         if column is not None:
             # Keys after the query move to the start, before the first position.
             shift = column + 1 - key.shape[1]

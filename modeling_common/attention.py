@@ -32,8 +32,6 @@ def attend(
         return attend_step(query, window, heads, **options), None
     if window.varlen is not None:
         options |= dict(zip(("cu_seqlens", "max_seqlen"), window.varlen, strict=True))
-        if window.places is not None:  # zeros in the columns of earlier keys
-            query = query.new_zeros(1, window.keys.shape[1], query.shape[2]).index_copy(1, window.places, query)
     else:
         options |= {"mask": window.mask, "start": window.start}
     options |= {"chunk_size": window.chunk_size, "offset": window.offset, "return_weights": return_weights}
@@ -42,8 +40,7 @@ def attend(
         result = attend_by_head(query, window, heads, options)
     else:
         result = gated_attention(query, window.keys, window.values, **options)
-    attended, weights = result if return_weights else (result, None)
-    return (attended if window.places is None else attended[:, window.places]), weights
+    return result if return_weights else (result, None)
 
 
 def attend_step(
@@ -52,7 +49,7 @@ def attend_step(
     """Return `attend` of one query, `[B, 1, H V]`, head by head: the heads of a cache are not copied."""
     one_chunk = window.column is not None or window.start is None  # the keys belong to it
     options |= {"chunk_size": None if one_chunk else window.chunk_size, "mask": window.mask, "start": window.start}
-    options |= {"column": window.column, "slots": window.slots}
+    options |= {"column": window.column}
     if heads in (None, 1):
         return gated_attention_step(query[:, 0], window.keys, window.values, **options)[:, None]
     split = (x.chunk(heads, -1) for x in (query[:, 0], window.keys, window.values))

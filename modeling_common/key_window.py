@@ -16,9 +16,7 @@ class KeyWindow(NamedTuple):
         offset: the column of the first query.
         step: whether there is one query, the last position of a cache.
         column: `[B]`, the column of that query; None = the last.
-        slots: `[B]`, the rows of keys and values that belong to the sequences; None = all.
         varlen: `cu_seqlens` `[S + 1]` and `max_seqlen` of keys in one row; None = one sequence per row.
-        places: `[total]`, the columns of the queries in that row; None = all.
     """
 
     keys: torch.Tensor
@@ -29,9 +27,7 @@ class KeyWindow(NamedTuple):
     offset: int = 0
     step: bool = False
     column: torch.Tensor | None = None
-    slots: torch.Tensor | None = None
     varlen: tuple[torch.Tensor, int] | None = None
-    places: torch.Tensor | None = None
 
     def length(self) -> int:
         """Return the length of the longest sequence of keys."""

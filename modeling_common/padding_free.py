@@ -75,8 +75,7 @@ class PaddingFreeLayout(NamedTuple):
         return locate(self.cu_seqlens, total)[1][None]
 
     def columns_from(self, start: torch.Tensor | None, x: torch.Tensor) -> torch.Tensor:
-        row, position = locate(self.cu_seqlens, x.shape[1])
-        return (position if start is None else position + start[row])[None]
+        return locate(self.cu_seqlens, x.shape[1])[1][None]  # without a cache `start` is None
 
     def spread(self, factors: torch.Tensor, length: int) -> torch.Tensor:
         return factors[locate(self.cu_seqlens, length)[0]][None]

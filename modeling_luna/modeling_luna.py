@@ -385,7 +385,7 @@ class LunaCausalAttention(LunaProjections):
         if cache is not None and cache.is_initialized:
             pack_query, state = cache.pack_query, cache.state
         else:
-            pack_query = self.project_packed(packed)
+            pack_query = self.pack_query(packed).unflatten(-1, (-1, self.head_size))
         is_step = state is not None and hidden_states.shape[1] == 1 and not output_weights
         tokens = hidden_states[:, 0] if is_step else hidden_states  # now, so that tied keys and values are one tensor
         key, value = self.project(tokens)
@@ -407,10 +407,6 @@ class LunaCausalAttention(LunaProjections):
                 cache.store(pack_query=pack_query, pack_mask=packed_mask)
             cache.store_state(following, hidden_states.shape[1])
         return self.output(output.flatten(2)), self.all_heads.join_heads(weights[0] if weights else None)
-
-    def project_packed(self, packed: torch.Tensor | None) -> torch.Tensor:
-        """Return the projected P, `[B, L, H, K]`."""
-        return self.pack_query(packed).unflatten(-1, (-1, self.head_size))
 
 
 class LunaBlock(GradientCheckpointingLayer):

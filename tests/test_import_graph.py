@@ -32,7 +32,6 @@ LAYERS = {
     "luna_mega.convert": {"huggingface_hub", "numpy", "safetensors", "tokenizers", "torch", "tqdm", "transformers"},
     "luna_mega.inspection": {"safetensors", "torch", "tqdm", "transformers"},
     "luna_mega.training": TRAINING,
-    "luna_mega.vllm": {"torch", "transformers", "vllm"},
     "luna_mega_cli": {"argcomplete", "torch", "transformers"},
     "luna_mega.convert.__main__": set(),
 }

@@ -105,10 +105,10 @@ ATTEND = Op(
 _triton_in_last_column = in_last_column(BACKENDS["triton"])
 
 
-def _triton_step(column: Tensor | None, slots: Tensor | None, **call: Any) -> Tensor:
+def _triton_step(column: Tensor | None, **call: Any) -> Tensor:
     # Moving the columns of all keys and values would take longer than the products of PyTorch.
-    run = _triton_in_last_column if column is None or slots is not None else torch_step.step
-    return run(column=column, slots=slots, **call)
+    run = _triton_in_last_column if column is None else torch_step.step
+    return run(column=column, **call)
 
 
 STEP = Op(
@@ -234,7 +234,6 @@ def gated_attention_step(
     mask: Tensor | None = None,
     start: Tensor | None = None,
     column: Tensor | None = None,
-    slots: Tensor | None = None,
     dropout: float = 0.0,
     backend: str | None = None,
 ) -> Tensor:
@@ -242,8 +241,7 @@ def gated_attention_step(
 
     For arguments and errors, see `gated_attention`; query is `[B, Z]`. Only the last `chunk_size` of the keys
     `[B, S, Z]` are read. `column` `[B]` is the column of the query's own key, from 0 to S - 1, if it is not the last.
-    Later keys are ignored, the keys must belong to one chunk, and `chunk_size` must be None. With `slots` `[B]`, key
-    and value may have any number of rows; `slots` are the row indices of the queries.
+    Later keys are ignored, the keys must belong to one chunk, and `chunk_size` must be None.
     """
     op = STEP.name
     if query.dim() != 2 or key.dim() != 3 or key.shape[1] == 0:
@@ -252,11 +250,8 @@ def gated_attention_step(
             f"{list(query.shape)} and {list(key.shape)}"
         )
     query = query[:, None]
-    if slots is not None and mask is not None:
-        raise ValueError(f"{op} does not support mask with slots; omit mask, or select the rows of key and value first")
-    rows = [x if slots is None else x[:1].expand(len(query), -1, -1) for x in (key, value)]
     options = (function, True, chunk_size, 0, dropout)
-    check_call(op, query, rows[0], rows[1], mask, *options, start=start, column=column, slots=slots)
+    check_call(op, query, key, value, mask, *options, start=start, column=column)
     if column is not None and chunk_size is not None:
         raise ValueError(f"{op}: column does not support chunk_size={chunk_size}; omit chunk_size")
     if chunk_size is not None:
@@ -271,5 +266,5 @@ def gated_attention_step(
         start = None if start is None else (start + last) % chunk_size - window
     check_bias(op, bias, key.shape[1])
     call: Arguments = {"query": query, "key": key, "value": value, "bias": bias, "mask": mask, "function": function}
-    call |= {"column": column, "start": unless_zero(start), "slots": slots, "dropout": dropout}
+    call |= {"column": column, "start": unless_zero(start), "dropout": dropout}
     return STEP(backend, call)[:, 0]

@@ -5,19 +5,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from luna_mega.kernels._export import forbid_capture, in_program
 from luna_mega.kernels.gated_attention import reference
 from luna_mega.kernels.upcast import upcast_dtype
 
 
 def step(
     query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, mask: Tensor | None, function: str,
-    column: Tensor | None, start: Tensor | None, slots: Tensor | None, dropout: float,
+    column: Tensor | None, start: Tensor | None, dropout: float,
 ) -> Tensor:  # fmt: skip
     """Return `reference.attend` for one query `[B, 1, Z]` in `column` `[B]` of the keys, None = the last."""
     keys = key.shape[1]
-    if slots is not None and (key.device.type != "cpu" or torch.is_grad_enabled() or in_program()):
-        key, value, slots = key[slots], value[slots], None
     dtype = upcast_dtype(query, value)
     # The product with the value dominates: it uses its dtype, unless it is slow (float16 on CPU).
     slow = value.dtype == torch.float16 and value.device.type == "cpu"
@@ -32,17 +29,7 @@ def step(
         query = query / (seen if start is None else (seen + start).clamp(min=1))[:, None, None]
     # [B, S, 1]: on CPU, many short rows times a column take half the time of one row times many columns.
     bias = query.new_zeros(()) if bias is None else _select(bias, keys, column)
-    if slots is None:
-        scores = torch.baddbmm(bias.to(dtype), key.to(dtype), query, alpha=scale).mT
-    else:
-        forbid_capture(query, "gated_attention_step with slots in PyTorch", "choose the backend 'triton'")
-        # Copying the keys and values of all sequences would take longer than the attention.
-        ends = [keys] * len(query) if column is None else (column + 1).tolist()
-        places = list(zip(slots.tolist(), ends, strict=True))
-        products = query.new_empty(len(query), keys, 1)
-        for row, (slot, end) in enumerate(places):
-            torch.mm(key[slot, :end].to(dtype), query[row], out=products[row, :end])
-        scores = torch.add(bias.to(dtype), products, alpha=scale).mT
+    scores = torch.baddbmm(bias.to(dtype), key.to(dtype), query, alpha=scale).mT
     keep = _keep(keys, mask, column, start, key.device)
     if function != "softmax":
         weights = getattr(reference, function)(scores)
@@ -53,13 +40,7 @@ def step(
     if keep is not None:
         weights = weights.masked_fill(~keep, 0.0)
     weights = torch.dropout(weights, dropout, train=True) if dropout > 0.0 else weights
-    weights = weights.to(value_dtype)
-    if slots is None:
-        return torch.bmm(weights, value.to(value_dtype)).to(value.dtype)
-    attended = weights.new_empty(len(query), 1, value.shape[2])
-    for row, (slot, end) in enumerate(places):
-        torch.mm(weights[row, :, :end], value[slot, :end].to(value_dtype), out=attended[row])
-    return attended.to(value.dtype)
+    return torch.bmm(weights.to(value_dtype), value.to(value_dtype)).to(value.dtype)
 
 
 def _select(bias: Tensor, keys: int, column: Tensor | None) -> Tensor:

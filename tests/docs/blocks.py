@@ -19,7 +19,7 @@ BLOCK = re.compile(
 )
 
 # Programs that stubs replace. The stubs emulate `python -m zipfile` and the directory of `git clone`.
-PROGRAMS = ["accelerate", "curl", "git", "hf", "luna-mega", "make", "pip", "python", "torchrun", "vllm"]
+PROGRAMS = ["accelerate", "curl", "git", "hf", "luna-mega", "make", "pip", "python", "torchrun"]
 STUB = """#!/bin/bash
 printf '%s\\0' "${0##*/}" "$@" >> "$RECORD"; printf '\\n' >> "$RECORD"
 case "${0##*/} $1 $2" in "python -m zipfile") exec "$PYTHON" "$@";; "git clone "*) mkdir -p "${2##*/}";; esac

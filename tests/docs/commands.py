@@ -105,5 +105,4 @@ CHECKS = {
     "pip": check_pip,
     "python": check_python,
     "torchrun": check_launcher,
-    "vllm": check_foreign,
 }

@@ -282,36 +282,6 @@ def test_left_padding_does_not_affect_outputs(function, causal, chunk, backend):
                     torch.testing.assert_close(actual[kept[:, 0]], output[:, begin][kept[:, 0]], rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-@pytest.mark.parametrize("records", [False, True])
-@pytest.mark.parametrize("column", [None, torch.tensor([4, 0, 6])])
-@pytest.mark.parametrize("backend", ["reference", "torch"])
-@pytest.mark.parametrize("function", FUNCTIONS)
-def test_keys_of_a_step_in_slots(function, backend, column, records, dtype):
-    """A step reads the keys and values in `slots`, and no other rows."""
-    query, key, value, bias = (x.detach().to(dtype) for x in make_inputs(7, batch=6))
-    slots, query = torch.tensor([4, 1, 3]), query[:3, 0]
-    options = {"function": function, "column": column, "backend": backend}
-    expected = gated_attention_step(query, key[slots], value[slots], bias, **options)
-    for tensor in (key, value):
-        tensor[[0, 2, 5]] = torch.nan
-        tensor.requires_grad_(records)
-    with torch.set_grad_enabled(records):
-        actual = gated_attention_step(query, key, value, bias, slots=slots, **options)
-    exact = 1e-12 if dtype == torch.float64 else 1e-2
-    torch.testing.assert_close(actual, expected, rtol=exact, atol=exact)
-    if records:
-        assert torch.autograd.grad(actual.sum(), value)[0][slots].any()
-
-
-def test_mask_with_slots_raises():
-    query, key, value, bias = (x.detach() for x in make_inputs(7, batch=2))
-    with pytest.raises(ValueError, match="does not support mask with slots"):
-        gated_attention_step(query[:, 0], key, value, mask=key[..., 0] > 0, slots=torch.tensor([1, 0]))
-    with pytest.raises(ValueError, match=r"needs slots \[2\] of int32 or int64"):
-        gated_attention_step(query[:, 0], key, value, slots=torch.tensor([1]))
-
-
 @pytest.mark.parametrize("backend", ["reference", "torch"])
 @pytest.mark.parametrize("function", FUNCTIONS)
 def test_cross_attention_with_left_padding(function, backend, blocks):

@@ -1,1 +1,0 @@
-"""The vLLM plugin (`plugin`), and models whose recurrent states are in slots (`served_models`, `slots`)."""
