@@ -13,7 +13,6 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import DynamicCache
 
-from luna_mega.compat import CACHE_NAME
 from luna_mega.kernels import api
 from luna_mega.modeling_common.layout import DENSE
 
@@ -245,7 +244,7 @@ def _decoding(make, device, dtype, n, b=1, beams=0, compiled=False, **fields):
     def forward():
         if beams:
             cache.reorder_cache(order)
-        return (step(ids[:, :1], use_cache=True, **{CACHE_NAME: cache}).logits,)
+        return (step(ids[:, :1], use_cache=True, cache=cache).logits,)
 
     return Work(forward, [], models.count_parameters(model))
 

@@ -17,7 +17,6 @@ from transformers import TextStreamer, set_seed
 from transformers.hf_argparser import HfArg
 
 from luna_mega import training as lib
-from luna_mega.compat import CACHE_NAME
 
 
 @dataclass
@@ -42,7 +41,7 @@ class MeasuredStreamer(TextStreamer):
         self.count, self.reports, self.start = 0, [], None
 
     def save_cache(self, module, arguments, output):  # a forward hook
-        self.cache = output[CACHE_NAME]
+        self.cache = output["cache"]
 
     def put(self, value: torch.Tensor):
         super().put(value)

@@ -18,7 +18,6 @@ from transformers.hf_argparser import HfArg
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from luna_mega import training as lib
-from luna_mega.compat import CACHE_NAME
 
 # Fields of Luna and Mega, which can also be encoders.
 DECODER = {"is_decoder": True, "bidirectional": False}
@@ -62,9 +61,9 @@ class LanguageModelTrainer(lib.OrderedTrainer):
             self.past.detach()
         kwargs.pop("return_outputs", None)
         loss, outputs = super().compute_loss(
-            model, inputs | {CACHE_NAME: self.past, "use_cache": True}, *args, return_outputs=True, **kwargs
+            model, inputs | {"cache": self.past, "use_cache": True}, *args, return_outputs=True, **kwargs
         )
-        self.past = outputs[CACHE_NAME]
+        self.past = outputs["cache"]
         return loss
 
     def evaluate(self, eval_dataset=None, ignore_keys=None, metric_key_prefix="eval") -> dict[str, float]:

@@ -159,7 +159,7 @@ def check_padding_free(
 ) -> None:
     """Raise `ValueError` for arguments that padding-free batches do not support."""
     if requests_cache:
-        raise ValueError("a padding-free batch has no cache; omit `past_key_values` and pass `use_cache=False`")
+        raise ValueError("a padding-free batch has no cache; omit `cache` and pass `use_cache=False`")
     if model.config.add_cross_attention:
         raise ValueError("a decoder with `add_cross_attention=True` does not support padding-free batches; pad them")
     if output_weights:
@@ -198,7 +198,7 @@ def check_source(
         cached.check_sizes(config, rows)
         seen = cached.get_seq_length()
         if length not in (None, seen) and not model.packs and not is_exporting():
-            raise ValueError(f"`past_key_values` has another source, of length {seen}, not {length}; pass a new cache")
+            raise ValueError(f"`cache` has another source, of length {seen}, not {length}; pass a new cache")
         length = seen if length is None else length
     if mask is not None and (states is not None or not model.packs) and mask.shape != (rows, length):
         raise ValueError(f"encoder_attention_mask must have the shape {[rows, length]}, got {list(mask.shape)}")

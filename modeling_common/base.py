@@ -8,8 +8,10 @@ import torch
 from torch import nn
 from transformers.configuration_utils import PreTrainedConfig
 from transformers.modeling_utils import PreTrainedModel
+from transformers.utils.deprecation import deprecate_kwarg
 
-from luna_mega.compat import accept_cache_names, has_cache
+# Checks the versions, also for the code in a model folder.
+from luna_mega import compat as compat
 from luna_mega.modeling_common.configuration import is_own
 from luna_mega.modeling_common.tensor_parallel import check_plan, known_rules, wildcard
 
@@ -18,6 +20,11 @@ INPUT_NAMES = {"tokens": "input_ids", "values": "input_values", "patches": "pixe
 # Fields of the configuration that only apply to one kind of input.
 INPUT_OF_FIELD = {"vocab_size": "tokens", "image_size": "patches", "patch_size": "patches"}
 EMBEDDINGS = {"tokens": "word_embeddings", "values": "value_embeddings", "patches": "patch_embeddings"}
+
+# transformers renamed the argument in 5.24, and accepts the earlier name until 5.40.
+accept_past_key_values = deprecate_kwarg(
+    "past_key_values", "5.40.0", new_name="cache", raise_if_both_names=True, additional_message="Pass only `cache`."
+)
 
 
 def exact_dtype() -> torch.dtype:
@@ -40,12 +47,6 @@ class CommonPreTrainedModel(PreTrainedModel):
     card_writer: ClassVar[Callable[[Any, str | os.PathLike[str], str], None] | None] = None
     # "sdpa" (default) is `luna_mega.kernels`; "eager" computes attention step by step and returns its weights.
     _supports_sdpa = True
-
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Make `forward` accept its cache under both names, also if it is inherited from a mixin."""
-        super().__init_subclass__(**kwargs)
-        if has_cache(cls.forward):  # other heads pass it on to the body
-            cls.forward = accept_cache_names(cls.forward)
 
     def __init__(self, config: PreTrainedConfig):
         super().__init__(config)

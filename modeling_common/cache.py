@@ -212,7 +212,7 @@ class StateCache(Cache):
         if sizes != needed:
             differing = (f"{name} {size}, not {needed[name]}" for name, size in sizes.items() if size != needed[name])
             raise ValueError(
-                f"`past_key_values` does not fit this model and batch: it has {', '.join(differing)}; pass a new cache"
+                f"`cache` does not fit this model and batch: it has {', '.join(differing)}; pass a new cache"
             )
 
     @property
@@ -304,7 +304,7 @@ def check_class(model: CommonPreTrainedModel, cache: Cache | None) -> None:
     kind: Any = _cache_class(model)
     if cache is not None and not isinstance(cache, kind):
         raise ValueError(
-            f"past_key_values must be a {kind.__name__}, got a {type(cache).__name__}; omit it for a new cache; "
+            f"`cache` must be a {kind.__name__}, got a {type(cache).__name__}; omit it for a new cache; "
             f"{_PREFIX_TUNING}"
         )
 
@@ -332,7 +332,7 @@ def begin_cache(model: CommonPreTrainedModel, cache: Cache | None, use_cache: bo
     if not config.is_decoder:
         if cache is not None or use_cache:
             raise ValueError(
-                "past_key_values and use_cache=True require a decoder (is_decoder=True), because the outputs of an "
+                "`cache` and `use_cache=True` require a decoder (is_decoder=True), because the outputs of an "
                 f"encoder depend on later positions; omit them; {_PREFIX_TUNING}"
             )
         return None

@@ -1,6 +1,5 @@
 """`GenerationMixin` overrides for decoders with a recurrent state."""
 
-from functools import wraps
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -8,13 +7,10 @@ from transformers.cache_utils import Cache
 from transformers.generation.configuration_utils import GenerationConfig
 from transformers.generation.utils import GenerationMixin
 from transformers.utils import logging
-from transformers.utils.generic import ModelOutput
 
-from luna_mega.compat import CACHE_NAME, accept_cache_names
-from luna_mega.modeling_common.base import CommonPreTrainedModel
+from luna_mega.modeling_common.base import CommonPreTrainedModel, accept_past_key_values
 from luna_mega.modeling_common.cache import check_class, new_cache
 from luna_mega.modeling_common.masks import drop_if_full, find_mask, read_mask
-from luna_mega.modeling_common.outputs import generated
 
 logger = logging.get_logger(__name__)
 
@@ -34,24 +30,18 @@ class StateGenerationMixin(GenerativeMixin):
 
     _is_stateful = True  # recurrent states cannot be rolled back, so assisted decoding is not supported
 
-    @accept_cache_names
-    @wraps(GenerationMixin.generate)
-    def generate(self, *args: Any, **kwargs: Any) -> torch.Tensor | ModelOutput:
-        output = super().generate(*args, **kwargs)
-        return generated(output) if isinstance(output, ModelOutput) else output
-
     def _prepare_model_inputs(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, str | None, dict[str, Any]]:
         """Check prompts or sources together with their mask and cache, and infer the mask of sources."""
         parent: Any = super()
         inputs, name, model_kwargs = parent._prepare_model_inputs(*args, **kwargs)
-        check_class(self, model_kwargs.get(CACHE_NAME))
+        check_class(self, model_kwargs.get("cache"))
         if inputs.shape[1] == 0:
             fix = "pass at least one token, such as eos_token_id"
             if not self.config.is_encoder_decoder:
                 fix = "pass at least one token, or omit input_ids to start from bos_token_id"
             raise ValueError(f"the {self._inputs_name} have length 0; {fix}")
         if not self.config.is_encoder_decoder:
-            mask, cache = model_kwargs.get("attention_mask"), model_kwargs.get(CACHE_NAME)
+            mask, cache = model_kwargs.get("attention_mask"), model_kwargs.get("cache")
             check_prompt(inputs, mask, cache, "attention_mask", name)
             self._warn_of_right_padding(inputs, mask)
         elif name == "input_ids":
@@ -109,7 +99,7 @@ class StateGenerationMixin(GenerativeMixin):
     def _inputs_name(self) -> str:
         return "sources" if self.config.is_encoder_decoder else "prompts"
 
-    @accept_cache_names
+    @accept_past_key_values
     def prepare_inputs_for_generation(
         self,
         input_ids: Any,
@@ -152,8 +142,8 @@ class StateGenerationMixin(GenerativeMixin):
                     f"the {self._inputs_name} {(~filled).nonzero().flatten().tolist()} contain only padding; pass at "
                     "least one token each, such as bos_token_id or eos_token_id"
                 )
-        if model_kwargs.get(CACHE_NAME) is None and generation_config.use_cache is not False:
-            model_kwargs[CACHE_NAME] = new_cache(self)
+        if model_kwargs.get("cache") is None and generation_config.use_cache is not False:
+            model_kwargs["cache"] = new_cache(self)
         else:
             parent: Any = super()
             parent._prepare_cache_for_generation(generation_config, model_kwargs, mode, batch_size, max_cache_length)
@@ -178,13 +168,13 @@ def check_prompt(
     if mask is not None and tuple(mask.shape) not in ((batch, length), (batch, seen + length)):
         raise ValueError(
             f"`{mask_name}` must have the shape {[batch, length]} of `{name}`"
-            + (f", or {[batch, seen + length]} with the {seen} positions of `{CACHE_NAME}`" if seen else "")
+            + (f", or {[batch, seen + length]} with the {seen} positions of `cache`" if seen else "")
             + f", got {list(mask.shape)}"
         )
     is_new = mask is not None and mask.shape[1] > length and prompt.dim() == 2
     if seen >= length and not is_new:
         raise ValueError(
-            f"`{CACHE_NAME}` contains {seen} positions already, and `{name}` has {length}; pass the cached text with "
+            f"`cache` contains {seen} positions already, and `{name}` has {length}; pass the cached text with "
             f"new tokens after it, or new tokens with an `{mask_name}` of all positions, or no cache"
         )
 
@@ -202,7 +192,7 @@ class Seq2SeqGenerationMixin(StateGenerationMixin):
         if model_kwargs.get("decoder_attention_mask") is None:
             mask = find_mask(target, self.get_decoder().config)
             model_kwargs["decoder_attention_mask"] = torch.ones_like(target) if mask is None else mask.long()
-        mask, cache = model_kwargs["decoder_attention_mask"], model_kwargs.get(CACHE_NAME)
+        mask, cache = model_kwargs["decoder_attention_mask"], model_kwargs.get("cache")
         check_prompt(target, mask, cache, "decoder_attention_mask", "decoder_input_ids")
         self._warn_of_right_padding(target, mask)
         return target, model_kwargs

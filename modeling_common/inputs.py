@@ -44,7 +44,7 @@ class Inputs(NamedTuple):
         given: token ids or values `[B, T]`, embeddings `[B, T, d]` or images `[B, C, H, W]`.
         mask: `[B, T]` bool of the batch, True = keep; None = all.
         layout: the positions of the tokens.
-        past_key_values: the cache to read and to update, or None.
+        model_cache: the cache to read and to update, or None.
         cache, cross_cache: its parts for the positions so far and for the encoder's output, or None.
         seen: the number of positions in the cache.
         output_weights: whether attention is computed in steps that return its weights.
@@ -58,7 +58,7 @@ class Inputs(NamedTuple):
     given: torch.Tensor
     mask: torch.Tensor | None
     layout: Layout
-    past_key_values: Cache | None
+    model_cache: Cache | None
     cache: StateCache | None
     cross_cache: StateCache | None
     seen: int
@@ -84,7 +84,7 @@ def prepare(
     grid: tuple[int, int] | None = None,
     encoder_hidden_states: torch.Tensor | None = None,
     encoder_attention_mask: torch.Tensor | None = None,
-    past_key_values: Cache | None = None,
+    model_cache: Cache | None = None,
     use_cache: bool | None = None,
 ) -> Inputs:
     """Return the inputs of a forward pass of `model`, a model without a head.
@@ -97,10 +97,10 @@ def prepare(
     """
     config = model.config
     cache = cross_cache = None
-    requests_cache = past_key_values is not None or bool(use_cache)
+    requests_cache = model_cache is not None or bool(use_cache)
     if requests_cache or (use_cache is None and config.is_decoder):
-        past_key_values = begin_cache(model, past_key_values, use_cache)
-        cache, cross_cache = split_cache(past_key_values)
+        model_cache = begin_cache(model, model_cache, use_cache)
+        cache, cross_cache = split_cache(model_cache)
     seen = 0 if cache is None else cache.get_seq_length()
     if options:
         check_options(model, options, attention_mask)
@@ -132,8 +132,8 @@ def prepare(
         padding_free = find_padding_free(shape, mask, boundaries, options)
     if padding_free is not None:
         check_padding_free(model, padding_free, requests_cache, output_weights, output_states)
-        past_key_values = cache = None  # a decoder creates one by default
-    elif config.unpad_inputs and past_key_values is None and not config.add_cross_attention:
+        model_cache = cache = None  # a decoder creates one by default
+    elif config.unpad_inputs and model_cache is None and not config.add_cross_attention:
         padding_free = None if output_weights or output_states else unpad(mask)
     layout: Layout = padding_free or (close_gaps(mask, cache) if model.closes_gaps else DenseLayout(mask))
 
@@ -142,7 +142,7 @@ def prepare(
         check_source(model, source, encoder_attention_mask, given.shape[0], cross_cache)
         source, encoder_layout = read_source(model, source, encoder_attention_mask, cross_cache)
     return Inputs(
-        given, mask, layout, past_key_values, cache, cross_cache, seen, output_weights, output_states, position_ids,
+        given, mask, layout, model_cache, cache, cross_cache, seen, output_weights, output_states, position_ids,
         encoder_hidden_states=source, encoder_layout=encoder_layout, token_type_ids=token_type_ids,
     )  # fmt: skip
 

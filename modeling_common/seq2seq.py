@@ -5,11 +5,11 @@ from typing import Any, Unpack, cast
 import torch
 from torch import nn
 from transformers.cache_utils import EncoderDecoderCache
-from transformers.modeling_outputs import BaseModelOutput
+from transformers.modeling_outputs import BaseModelOutput, Seq2SeqLMOutput, Seq2SeqModelOutput
 from transformers.utils.generic import ModelOutput, can_return_tuple
 
 from luna_mega.modeling_common.arguments import HeadKwargs
-from luna_mega.modeling_common.base import ModelMixin
+from luna_mega.modeling_common.base import ModelMixin, accept_past_key_values
 from luna_mega.modeling_common.cache import keeps_cache
 from luna_mega.modeling_common.heads import LMHead, checked_loss, find_kept
 from luna_mega.modeling_common.labels import (
@@ -20,7 +20,6 @@ from luna_mega.modeling_common.labels import (
     shift_right,
 )
 from luna_mega.modeling_common.masks import drop_if_full, find_mask, read_mask
-from luna_mega.modeling_common.outputs import Seq2SeqLMOutput, Seq2SeqModelOutput
 from luna_mega.modeling_common.tensor_parallel import known_rules
 
 
@@ -80,6 +79,7 @@ class Seq2SeqBody(EncoderDecoder):
         if self.config.shares_embeddings:
             self.decoder.set_input_embeddings(value)
 
+    @accept_past_key_values
     @can_return_tuple
     def forward(
         self,
@@ -89,7 +89,7 @@ class Seq2SeqBody(EncoderDecoder):
         decoder_attention_mask: torch.Tensor | None = None,
         *,
         encoder_outputs: ModelOutput | tuple[torch.Tensor, ...] | None = None,
-        past_key_values: EncoderDecoderCache | None = None,
+        cache: EncoderDecoderCache | None = None,
         inputs_embeds: torch.FloatTensor | None = None,
         decoder_inputs_embeds: torch.FloatTensor | None = None,
         use_cache: bool | None = None,
@@ -104,7 +104,7 @@ class Seq2SeqBody(EncoderDecoder):
             decoder_input_ids: `[B, T]`, tokens of the target, which starts with `decoder_start_token_id`.
             decoder_attention_mask: `[B, T]`, mask of the target.
             encoder_outputs: outputs of the encoder, instead of a source.
-            past_key_values: cache of the previous positions, which is updated in place. It contains the source.
+            cache: cache of the previous positions, which is updated in place. It contains the source.
             inputs_embeds: `[B, S, d]`, embeddings instead of `input_ids`.
             decoder_inputs_embeds: `[B, T, d]`, embeddings instead of `decoder_input_ids`.
             use_cache: return a cache. None = `config.use_cache`, except in training.
@@ -122,7 +122,7 @@ class Seq2SeqBody(EncoderDecoder):
         """
         options = self.read_options({**kwargs}, use_cache, decoder_input_ids, decoder_inputs_embeds)
         source = {"input_ids": input_ids, "attention_mask": attention_mask, "inputs_embeds": inputs_embeds}
-        encoded, source_mask = self.encode(source, self.read_outputs(encoder_outputs), past_key_values, options)
+        encoded, source_mask = self.encode(source, self.read_outputs(encoder_outputs), cache, options)
         own = self.decoder_inputs(encoded, options)
         decoded = self.decoder(
             decoder_input_ids,
@@ -130,7 +130,7 @@ class Seq2SeqBody(EncoderDecoder):
             inputs_embeds=decoder_inputs_embeds,
             encoder_hidden_states=encoded.last_hidden_state,
             encoder_attention_mask=source_mask,
-            past_key_values=past_key_values,
+            cache=cache,
             **own,
             **options,
         )
@@ -227,6 +227,7 @@ class Seq2SeqLM(EncoderDecoder, LMHead):
         """Return decoder inputs `[B, T]` for labels `[B, T]`, see `shift_right`."""
         return shift_right(labels, self.config.decoder_start_token_id, self.config.pad_token_id)[0]
 
+    @accept_past_key_values
     @can_return_tuple
     def forward(
         self,
@@ -236,7 +237,7 @@ class Seq2SeqLM(EncoderDecoder, LMHead):
         decoder_attention_mask: torch.Tensor | None = None,
         *,
         encoder_outputs: ModelOutput | tuple[torch.Tensor, ...] | None = None,
-        past_key_values: EncoderDecoderCache | None = None,
+        cache: EncoderDecoderCache | None = None,
         inputs_embeds: torch.FloatTensor | None = None,
         decoder_inputs_embeds: torch.FloatTensor | None = None,
         labels: torch.LongTensor | None = None,
@@ -263,7 +264,7 @@ class Seq2SeqLM(EncoderDecoder, LMHead):
             decoder_input_ids=decoder_input_ids,
             decoder_attention_mask=decoder_attention_mask,
             encoder_outputs=encoder_outputs,
-            past_key_values=past_key_values,
+            cache=cache,
             inputs_embeds=inputs_embeds,
             decoder_inputs_embeds=decoder_inputs_embeds,
             use_cache=use_cache,

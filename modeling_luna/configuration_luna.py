@@ -117,7 +117,7 @@ class LunaConfig(LunaPresets, SharedConfig, PreTrainedConfig):
         share_encoder_decoder_embeddings: one embedding for both languages; None = if `tie_word_embeddings` is True and
             the vocabularies have the same size.
         decoder_start_token_id: first token of decoder inputs; fairseq starts with `</s>`.
-        use_cache: a decoder returns `past_key_values` in evaluation.
+        use_cache: a decoder returns its cache in evaluation.
 
     Raises:
         ValueError: The fields do not fit together.

@@ -31,9 +31,8 @@ from transformers.modeling_outputs import (
 )
 from transformers.pytorch_utils import apply_chunking_to_forward
 from transformers.utils.generic import ModelOutput, can_return_tuple
-from transformers.utils.output_capturing import OutputRecorder, capture_outputs
+from transformers.utils.output_capturing import OutputRecorder, capture_outputs, selected_hidden_states
 
-from luna_mega.compat import with_cache_alias
 from luna_mega.kernels.api import (
     LunaCausalState,
     luna_causal_attention,
@@ -43,7 +42,7 @@ from luna_mega.kernels.api import (
 )
 from luna_mega.kernels.support import Dropout, forbid_capture, in_program
 from luna_mega.modeling_common.arguments import HeadKwargs, ModelKwargs
-from luna_mega.modeling_common.base import BodyMixin, CommonPreTrainedModel
+from luna_mega.modeling_common.base import BodyMixin, CommonPreTrainedModel, accept_past_key_values
 from luna_mega.modeling_common.cache import StateCache, StateLayer, StateSeq2SeqCache, layer_caches
 from luna_mega.modeling_common.generation import Seq2SeqGenerationMixin, StateGenerationMixin
 from luna_mega.modeling_common.heads import (
@@ -55,7 +54,6 @@ from luna_mega.modeling_common.heads import (
 from luna_mega.modeling_common.inputs import Inputs, ValueEmbeddings, embed, prepare, scatter_states
 from luna_mega.modeling_common.layout import DENSE, Layout
 from luna_mega.modeling_common.masks import can_look, is_sound, padding_token, read_mask
-from luna_mega.modeling_common.outputs import selected_hidden_states
 from luna_mega.modeling_common.pooled_heads import (
     POOLINGS,
     GenericForMultipleChoice,
@@ -74,7 +72,6 @@ PackedStates = list[torch.Tensor | None]  # of each layer
 Packed = tuple[PackedStates, torch.Tensor | None]
 
 
-@with_cache_alias
 @dataclass
 class LunaModelOutput(BaseModelOutputWithPastAndCrossAttentions):
     """Output of `LunaModel`. B sequences of T positions, L = min(l, T) rows of P, width d, N layers.
@@ -84,7 +81,7 @@ class LunaModelOutput(BaseModelOutputWithPastAndCrossAttentions):
         packed_last_hidden_state: `[B, L, d]`; rows that `packed_mask` excludes are undefined.
         packed_mask: `[B, L]`, 1 = a row of P that is in use; None = all.
         attention_mask: `[B, T]`, 1 = a kept position; None = all. Not set by a decoder.
-        cache: cache of a decoder with `use_cache`; also available as `past_key_values`.
+        cache: cache of a decoder with `use_cache`.
         hidden_states, packed_hidden_states: with `output_hidden_states=True`, N + 1 tensors each, the embeddings first.
         attentions: with `output_attentions=True`, the unpack weights of every layer, `[B, heads, T, L]`.
         cross_attentions: the same for the cross-attention of a decoder.
@@ -740,7 +737,7 @@ def number_positions(config: LunaConfig, inputs: Inputs) -> torch.Tensor:
         if inputs.cache is not None and inputs.seen:
             positions = positions + inputs.cache.layers[0].tensors["count"][:, None]
     # Padding has no positions. Programs contain no branch on values.
-    if longest is not None and length > longest and (inputs.past_key_values is not None or not in_program()):
+    if longest is not None and length > longest and (inputs.model_cache is not None or not in_program()):
         forbid_capture(positions, f"{length} positions of a model that has learned {longest}", "shorten the input")
         if inputs.position_ids is None and not inputs.seen:
             counts = layout.counts()
@@ -847,6 +844,7 @@ class LunaModel(BodyMixin, LunaPreTrainedModel):
     def input_width(self) -> int:
         return cast(int, self.config.embedding_size)
 
+    @accept_past_key_values
     @capture_outputs
     def forward(
         self,
@@ -861,7 +859,7 @@ class LunaModel(BodyMixin, LunaPreTrainedModel):
         packed_mask: torch.Tensor | None = None,
         encoder_hidden_states: torch.FloatTensor | None = None,
         encoder_attention_mask: torch.Tensor | None = None,
-        past_key_values: LunaCache | LunaSeq2SeqCache | None = None,
+        cache: LunaCache | LunaSeq2SeqCache | None = None,
         use_cache: bool | None = None,
         # Not named `**kwargs`: `generate` would forward decoder arguments to the encoder.
         **options: Unpack[ModelKwargs],
@@ -884,7 +882,7 @@ class LunaModel(BodyMixin, LunaPreTrainedModel):
             packed_mask: `[B, L]`, 1 = a row of `packed_states` that is in use; None = all.
             encoder_hidden_states: `[B, M, d]`, output of an encoder; `add_cross_attention` only.
             encoder_attention_mask: `[B, M]`, 1 = keep; None = all.
-            past_key_values: cache of the previous positions, which is updated in place; `is_decoder` only. It contains
+            cache: cache of the previous positions, which is updated in place; `is_decoder` only. It contains
                 the output of the encoder. `attention_mask` covers the T positions, or these and all before them.
             use_cache: return the cache; `is_decoder` only. None = `config.use_cache`, except in training.
             options: `output_hidden_states`, `output_attentions`, `output_packed_attentions`, `return_dict`; for
@@ -908,7 +906,7 @@ class LunaModel(BodyMixin, LunaPreTrainedModel):
             token_type_ids=token_type_ids,
             encoder_hidden_states=encoder_hidden_states,
             encoder_attention_mask=encoder_attention_mask,
-            past_key_values=past_key_values,
+            model_cache=cache,
             use_cache=use_cache,
             options=options,
         )
@@ -944,7 +942,7 @@ class LunaModel(BodyMixin, LunaPreTrainedModel):
             packed_last_hidden_state=packed[-1],
             packed_mask=None if packed_mask is None else packed_mask.long(),
             attention_mask=None if inputs.mask is None or self.config.is_decoder else inputs.mask.long(),
-            cache=inputs.past_key_values,
+            cache=inputs.model_cache,
             packed_hidden_states=select_layers(packed, options) if returns_packed else None,
         )
 
@@ -1257,7 +1255,6 @@ class LunaForQuestionAnswering(GenericForQuestionAnswering, LunaPreTrainedModel)
         )
 
 
-@with_cache_alias
 @dataclass
 class LunaCausalLMOutput(CausalLMOutputWithPast):
     """`CausalLMOutputWithPast` with the P of each layer, see `LunaModelOutput`."""
@@ -1265,7 +1262,6 @@ class LunaCausalLMOutput(CausalLMOutputWithPast):
     packed_hidden_states: tuple[torch.FloatTensor, ...] | None = None
 
 
-@with_cache_alias
 @dataclass
 class LunaSeq2SeqModelOutput(Seq2SeqModelOutput):
     """`Seq2SeqModelOutput` of an encoder-decoder with S source and T target positions, and what Luna adds.
@@ -1290,7 +1286,6 @@ class LunaSeq2SeqModelOutput(Seq2SeqModelOutput):
     cross_packed_attentions: tuple[torch.FloatTensor, ...] | None = None
 
 
-@with_cache_alias
 @dataclass
 class LunaSeq2SeqLMOutput(Seq2SeqLMOutput):
     """`Seq2SeqLMOutput` with the recorded states and attention weights of P, as in `LunaSeq2SeqModelOutput`."""
@@ -1316,6 +1311,7 @@ class LunaForCausalLM(GenericForCausalLM, StateGenerationMixin, LunaPreTrainedMo
                 "LunaForCausalLM requires a configuration with is_decoder=True and add_cross_attention=False"
             )
 
+    @accept_past_key_values
     @can_return_tuple
     def forward(
         self,
@@ -1327,7 +1323,7 @@ class LunaForCausalLM(GenericForCausalLM, StateGenerationMixin, LunaPreTrainedMo
         *,
         packed_states: torch.FloatTensor | None = None,
         packed_mask: torch.Tensor | None = None,
-        past_key_values: LunaCache | None = None,
+        cache: LunaCache | None = None,
         use_cache: bool | None = None,
         labels: torch.LongTensor | None = None,
         logits_to_keep: int | torch.Tensor = 0,
@@ -1355,7 +1351,7 @@ class LunaForCausalLM(GenericForCausalLM, StateGenerationMixin, LunaPreTrainedMo
             inputs_embeds=inputs_embeds,
             packed_states=packed_states,
             packed_mask=packed_mask,
-            past_key_values=past_key_values,
+            cache=cache,
             use_cache=use_cache,
         )
 

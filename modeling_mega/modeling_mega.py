@@ -22,10 +22,13 @@ from transformers.activations import ACT2FN
 from transformers.generation.configuration_utils import GenerationMode
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import (
+    BaseModelOutputWithPoolingAndCrossAttentions,
+    CausalLMOutputWithCrossAttentions,
     ImageClassifierOutput,
     MaskedLMOutput,
     MultipleChoiceModelOutput,
     QuestionAnsweringModelOutput,
+    Seq2SeqLMOutput,
     SequenceClassifierOutput,
     TokenClassifierOutput,
 )
@@ -35,7 +38,13 @@ from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 from luna_mega.kernels.api import TruncatedEmaState, damped_ema, damped_ema_step, ema_coefficients, gated_attention
 from luna_mega.kernels.support import dropout, in_program, is_exporting, is_plain, longer, upcast
 from luna_mega.modeling_common.attention import KeyValueCacheLayer, attend
-from luna_mega.modeling_common.base import BodyMixin, CommonPreTrainedModel, StateRecorder, exact_dtype
+from luna_mega.modeling_common.base import (
+    BodyMixin,
+    CommonPreTrainedModel,
+    StateRecorder,
+    accept_past_key_values,
+    exact_dtype,
+)
 from luna_mega.modeling_common.cache import StateCache, StateLayer, StateSeq2SeqCache, layer_caches
 from luna_mega.modeling_common.generation import Seq2SeqGenerationMixin, StateGenerationMixin
 from luna_mega.modeling_common.heads import (
@@ -50,11 +59,6 @@ from luna_mega.modeling_common.key_window import KeyWindow
 from luna_mega.modeling_common.labels import check_pooled_labels
 from luna_mega.modeling_common.layout import DENSE, DenseLayout, Layout
 from luna_mega.modeling_common.masks import padding_token, read_mask
-from luna_mega.modeling_common.outputs import (
-    BaseModelOutputWithPoolingAndCrossAttentions,
-    CausalLMOutputWithCrossAttentions,
-    Seq2SeqLMOutput,
-)
 from luna_mega.modeling_common.pooled_heads import (
     ClassificationHead,
     GenericForMultipleChoice,
@@ -101,7 +105,7 @@ class MegaCrossCacheLayer(StateLayer):
 
 
 class MegaCache(StateCache):
-    """Cache of a Mega decoder without cross-attention, its `past_key_values`."""
+    """Cache of a Mega decoder without cross-attention."""
 
     layer_class = MegaCacheLayer
     sized_by = (
@@ -818,6 +822,7 @@ class MegaModel(BodyMixin, MegaPreTrainedModel):
         projects = config.input_type == "tokens" and config.adaptive_input_cutoffs is None
         return (config.embedding_size if projects else None) or config.hidden_size
 
+    @accept_past_key_values
     @capture_outputs
     def forward(
         self,
@@ -827,7 +832,7 @@ class MegaModel(BodyMixin, MegaPreTrainedModel):
         inputs_embeds: torch.FloatTensor | None = None,
         *,
         input_values: torch.FloatTensor | None = None,
-        past_key_values: MegaCache | MegaSeq2SeqCache | None = None,
+        cache: MegaCache | MegaSeq2SeqCache | None = None,
         use_cache: bool | None = None,
         encoder_hidden_states: torch.FloatTensor | None = None,
         encoder_attention_mask: torch.Tensor | None = None,
@@ -848,9 +853,9 @@ class MegaModel(BodyMixin, MegaPreTrainedModel):
                 is supported. None = all 0.
             inputs_embeds: `[B, T, d]` embeddings instead of tokens, values or patches.
             input_values: `[B, T]` real numbers (`input_type="values"`).
-            past_key_values: Only with `is_decoder`: cache of the positions before these, which is updated in place.
+            cache: Only with `is_decoder`: cache of the positions before these, which is updated in place.
                 `attention_mask` is for the T positions, or for these and all before them.
-            use_cache: Only with `is_decoder`: return `past_key_values`. None = `config.use_cache`, but not in training.
+            use_cache: Only with `is_decoder`: return the cache. None = `config.use_cache`, but not in training.
             encoder_hidden_states: `[B, S, d]`, only with `add_cross_attention`: the source, which is also cached.
             encoder_attention_mask: `[B, S]`, 1 = keep. None = all. Attention to a source without tokens is 0.
             pixel_values: `[B, C, H, W]` images (`input_type="patches"`); the T positions are their patches in
@@ -865,7 +870,7 @@ class MegaModel(BodyMixin, MegaPreTrainedModel):
 
         Returns:
             `last_hidden_state` `[B, T, d]` (undefined at padding), `pooler_output` `[B, d]` or None (also for
-            padding-free batches), `past_key_values` or None, `hidden_states` N + 1 of `[B, T, d]`, `attentions` N of
+            padding-free batches), `cache` or None, `hidden_states` N + 1 of `[B, T, d]`, `attentions` N of
             `[B, chunks, C, C]`, `cross_attentions` N of `[B, 1, T, S]`.
 
         Raises:
@@ -890,7 +895,7 @@ class MegaModel(BodyMixin, MegaPreTrainedModel):
             token_type_ids=token_type_ids,
             encoder_hidden_states=encoder_hidden_states,
             encoder_attention_mask=encoder_attention_mask,
-            past_key_values=past_key_values,
+            model_cache=cache,
             use_cache=use_cache,
             options=options,
         )
@@ -899,9 +904,9 @@ class MegaModel(BodyMixin, MegaPreTrainedModel):
         hidden_states = self.start(embed(self, inputs), layout, types, grid)
         recorded = layout.scatter(hidden_states) if inputs.output_states else None
         caches: Any = [(None, None)] * len(self.layers)
-        if inputs.past_key_values is not None:
+        if inputs.model_cache is not None:
             caches = layer_caches(inputs.cache, inputs.cross_cache, len(self.layers))
-        for layer, (cache, cross_cache) in zip(self.layers, caches, strict=True):
+        for layer, (own_cache, cross_cache) in zip(self.layers, caches, strict=True):
             if recorded is not None:
                 hidden_states = layout.gather(recorded)
             hidden_states = layer(
@@ -910,7 +915,7 @@ class MegaModel(BodyMixin, MegaPreTrainedModel):
                 inputs.encoder_hidden_states,
                 encoder_layout=inputs.encoder_layout,
                 output_weights=inputs.output_weights,
-                cache=cache,
+                cache=own_cache,
                 cross_cache=cross_cache,
                 grid=grid,
             )
@@ -921,7 +926,7 @@ class MegaModel(BodyMixin, MegaPreTrainedModel):
         if self.pooler is not None and layout.has_rows():
             pooled = self.pooler(first_token(hidden_states, inputs.mask))
         return BaseModelOutputWithPoolingAndCrossAttentions(
-            last_hidden_state=hidden_states, cache=inputs.past_key_values, pooler_output=pooled
+            last_hidden_state=hidden_states, cache=inputs.model_cache, pooler_output=pooled
         )
 
     def get_input_embeddings(self) -> nn.Module:
@@ -1242,6 +1247,7 @@ class MegaForCausalLM(GenericForCausalLM, StateGenerationMixin, MegaPreTrainedMo
                 raise ValueError(f"TRL computes logits from lm_head.weight, but this model has {what}; use Trainer")
         super().__setattr__(name, value)
 
+    @accept_past_key_values
     @can_return_tuple
     def forward(
         self,
@@ -1250,7 +1256,7 @@ class MegaForCausalLM(GenericForCausalLM, StateGenerationMixin, MegaPreTrainedMo
         token_type_ids: torch.LongTensor | None = None,
         inputs_embeds: torch.FloatTensor | None = None,
         *,
-        past_key_values: MegaCache | MegaSeq2SeqCache | None = None,
+        cache: MegaCache | MegaSeq2SeqCache | None = None,
         use_cache: bool | None = None,
         encoder_hidden_states: torch.FloatTensor | None = None,
         encoder_attention_mask: torch.Tensor | None = None,
@@ -1278,7 +1284,7 @@ class MegaForCausalLM(GenericForCausalLM, StateGenerationMixin, MegaPreTrainedMo
             attention_mask=attention_mask,
             token_type_ids=token_type_ids,
             inputs_embeds=inputs_embeds,
-            past_key_values=past_key_values,
+            cache=cache,
             use_cache=use_cache,
             encoder_hidden_states=encoder_hidden_states,
             encoder_attention_mask=encoder_attention_mask,

@@ -19,7 +19,11 @@ from torch import nn
 from torch.nn.functional import layer_norm, rms_norm, silu
 from transformers import initialization as init
 from transformers.modeling_layers import GradientCheckpointingLayer
-from transformers.modeling_outputs import SequenceClassifierOutput
+from transformers.modeling_outputs import (
+    BaseModelOutputWithPast,
+    CausalLMOutputWithPast,
+    SequenceClassifierOutput,
+)
 from transformers.utils.generic import TransformersKwargs, can_return_tuple
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
@@ -33,13 +37,18 @@ from luna_mega.kernels.api import (
 )
 from luna_mega.kernels.support import Dropout, upcast
 from luna_mega.modeling_common.attention import KeyValueCacheLayer, attend
-from luna_mega.modeling_common.base import BodyMixin, CommonPreTrainedModel, StateRecorder, exact_dtype
+from luna_mega.modeling_common.base import (
+    BodyMixin,
+    CommonPreTrainedModel,
+    StateRecorder,
+    accept_past_key_values,
+    exact_dtype,
+)
 from luna_mega.modeling_common.cache import StateCache
 from luna_mega.modeling_common.generation import StateGenerationMixin
 from luna_mega.modeling_common.heads import GenericForCausalLM
 from luna_mega.modeling_common.inputs import Inputs, embed, prepare, scatter_states
 from luna_mega.modeling_common.layout import Layout
-from luna_mega.modeling_common.outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from luna_mega.modeling_common.pooled_heads import GenericForSequenceClassification
 from luna_mega.modeling_common.tensor_parallel import RankBoundary
 from luna_mega.modeling_megalodon.configuration_megalodon import MegalodonConfig
@@ -75,7 +84,7 @@ class MegalodonCacheLayer(KeyValueCacheLayer):
 
 
 class MegalodonCache(StateCache):
-    """Cache of a Megalodon model, its `past_key_values`."""
+    """Cache of a Megalodon model."""
 
     layer_class = MegalodonCacheLayer
     sized_by = (
@@ -408,6 +417,7 @@ class MegalodonModel(BodyMixin, MegalodonPreTrainedModel):
         self.gradient_checkpointing = False
         self.post_init()
 
+    @accept_past_key_values
     @capture_outputs
     def forward(
         self,
@@ -415,7 +425,7 @@ class MegalodonModel(BodyMixin, MegalodonPreTrainedModel):
         attention_mask: torch.Tensor | None = None,
         inputs_embeds: torch.FloatTensor | None = None,
         *,
-        past_key_values: MegalodonCache | None = None,
+        cache: MegalodonCache | None = None,
         use_cache: bool | None = None,
         **options: Unpack[TransformersKwargs],
     ) -> BaseModelOutputWithPast:
@@ -426,15 +436,15 @@ class MegalodonModel(BodyMixin, MegalodonPreTrainedModel):
             attention_mask: `[B, T]`, 1 = keep, 0 = drop. None = all positions, with `input_ids` all that are not
                 `pad_token_id`. Dropped positions have no effect, even between kept positions.
             inputs_embeds: `[B, T, d]` embeddings instead of tokens.
-            past_key_values: Cache of the positions before these, which is updated in place. `attention_mask` is for the
+            cache: Cache of the positions before these, which is updated in place. `attention_mask` is for the
                 T positions, or for these and all before them.
-            use_cache: Return `past_key_values`. None = `config.use_cache`, but not in training.
+            use_cache: Return the cache. None = `config.use_cache`, but not in training.
             options: `output_hidden_states`, `output_attentions`, `return_dict`, and for padding-free batches
                 `position_ids`, `seq_idx`, or `cu_seq_lens_q` and `max_length_q`; see `MegaModel.forward`.
                 `token_type_ids` must be 0.
 
         Returns:
-            `last_hidden_state` `[B, T, d]` (undefined at padding), `past_key_values` or None, `hidden_states` N + 1 of
+            `last_hidden_state` `[B, T, d]` (undefined at padding), `cache` or None, `hidden_states` N + 1 of
             `[B, T, d]`, `attentions` N of `[B, H, chunks, C, C]`.
 
         Raises:
@@ -449,7 +459,7 @@ class MegalodonModel(BodyMixin, MegalodonPreTrainedModel):
             inputs_embeds=inputs_embeds,
             position_ids=options.get("position_ids"),
             token_type_ids=token_type_ids,
-            past_key_values=past_key_values,
+            model_cache=cache,
             use_cache=use_cache,
             options=options,
         )
@@ -463,7 +473,7 @@ class MegalodonModel(BodyMixin, MegalodonPreTrainedModel):
         else:
             hidden_states = self.run_layers(hidden_states, inputs, inputs.cache)
         return BaseModelOutputWithPast(
-            last_hidden_state=scatter_states(inputs, hidden_states), cache=inputs.past_key_values
+            last_hidden_state=scatter_states(inputs, hidden_states), cache=inputs.model_cache
         )
 
     def run_layers(self, hidden_states: torch.Tensor, inputs: Inputs, cache: StateCache | None) -> torch.Tensor:
@@ -504,6 +514,7 @@ class MegalodonForCausalLM(GenericForCausalLM, StateGenerationMixin, MegalodonPr
             )
         return super().resize_token_embeddings(*args, **kwargs)
 
+    @accept_past_key_values
     @can_return_tuple
     def forward(
         self,
@@ -512,7 +523,7 @@ class MegalodonForCausalLM(GenericForCausalLM, StateGenerationMixin, MegalodonPr
         token_type_ids: torch.LongTensor | None = None,
         inputs_embeds: torch.FloatTensor | None = None,
         *,
-        past_key_values: MegalodonCache | None = None,
+        cache: MegalodonCache | None = None,
         use_cache: bool | None = None,
         labels: torch.LongTensor | None = None,
         logits_to_keep: int | torch.Tensor = 0,
@@ -536,7 +547,7 @@ class MegalodonForCausalLM(GenericForCausalLM, StateGenerationMixin, MegalodonPr
             attention_mask=attention_mask,
             token_type_ids=token_type_ids,
             inputs_embeds=inputs_embeds,
-            past_key_values=past_key_values,
+            cache=cache,
             use_cache=use_cache,
         )
 

@@ -124,7 +124,7 @@ def version_checks(source):
 
 
 def test_only_compat_checks_versions(sources):
-    """Other modules import version-dependent names from `compat`."""
+    """No other module compares versions, or checks whether a package has a name."""
     others = sources.keys() - {"luna_mega/compat.py", "tests/test_public_api.py"}
     suspects = {name: sources[name] for name in others if SUSPECT.search(sources[name])}
     assert {name: lines for name, source in suspects.items() if (lines := version_checks(source))} == {}

@@ -16,7 +16,6 @@ import torch
 from transformers import PreTrainedModel, exporters
 from transformers.exporters.utils import decompose_for_generation
 
-from luna_mega.compat import CACHE_NAME, WRITES_EXPORT_FOLDERS
 from luna_mega.errors import ConversionError, install, reason
 from luna_mega.hub.folder import ModelFolder, length_limit, load_tokenizer, read_folder
 from luna_mega.hub.output import check_new_file, check_output, complete_output
@@ -58,8 +57,8 @@ def export_onnx(folder: str | Path, output: str | Path, opset: int | None = None
             1e-4. Nothing is written to `output`.
     """
     missing = [name for name in _PACKAGES if find_spec(name) is None]
-    if missing or not WRITES_EXPORT_FOLDERS:
-        raise ConversionError(f"{', '.join(missing) or 'transformers 5.23'} not installed; run {install('onnx')}")
+    if missing:
+        raise ConversionError(f"{', '.join(missing)} not installed; run {install('onnx')}")
     if opset is not None and opset < 18:
         raise ConversionError(f"--opset {opset}: the version of ONNX operators must be at least 18")
     source = read_folder(folder)
@@ -153,7 +152,7 @@ def compare(model: PreTrainedModel, runners: Mapping[str, Any], inputs: dict[str
     for name, (part, given) in parts.items():
         traced = {key: value for key, value in given.items() if key in runners[name].metadata.kwargs}
         if name == "decode":  # the cache of the previous program, `prefill`
-            traced[CACHE_NAME] = actual[CACHE_NAME]
+            traced["cache"] = actual["cache"]
         actual, expected = runners[name](**copy.deepcopy(traced)), part(**given)  # the model changes a cache in place
         mask = given.get("decoder_attention_mask", given.get("attention_mask"))
         for key in filter(expected.__contains__, _OUTPUTS):

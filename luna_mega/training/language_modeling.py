@@ -9,7 +9,6 @@ from torch.utils.data import Dataset
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase, TrainingArguments
 
-from luna_mega.compat import CACHE_NAME
 from luna_mega.hub.find import find_model
 from luna_mega.hub.folder import load_tokenizer
 from luna_mega.training.arguments import fail, one_line
@@ -135,9 +134,9 @@ def score_stream(
                 labels=targets,  # transformers' models compute no loss without labels
                 shift_labels=targets,
                 use_cache=True,
-                **{CACHE_NAME: past},
+                cache=past,
             )
-            past = output[CACHE_NAME]
+            past = output["cache"]
             summed += output.loss.item() * targets.numel() * counts
             counted += targets.numel() * counts
     model.train(was_training)

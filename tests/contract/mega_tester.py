@@ -4,8 +4,6 @@ Disabled tests, and the reasons:
 
 * tests of a vocabulary, for the model of real values; for the adaptive model, tests that resize the vocabulary or
   require a single `nn.Embedding`.
-* `test_keep_in_fp32_modules` of transformers below 5.23, for the model with batch norm: it requires the integer
-  `num_batches_tracked` in half precision. `tests/modeling/test_precision.py` covers the feature.
 * `test_bc_cache_name_forward`, see `luna_tester.py`.
 * attention maps of generation with a cache, which a Mega decoder does not support; they are tested without a cache.
 
@@ -36,7 +34,6 @@ from luna_mega import (
     MegaSeq2SeqConfig,
     MegaSeq2SeqModel,
 )
-from luna_mega.compat import TESTS_CONVERT_INTEGERS
 
 from ..encoder_testing import (
     EncoderDecoderTests,
@@ -128,10 +125,6 @@ class MegaValuesModelTest(WithoutVocabulary, MegaModelTest):
         "use_feature_dropout": True,
         "pooling": "mean",
     }
-
-    @unittest.skipIf(TESTS_CONVERT_INTEGERS, "it counts integers as weights")
-    def test_keep_in_fp32_modules(self):
-        super().test_keep_in_fp32_modules()
 
 
 class MegaPicturesTester(MegaModelTester):

@@ -1,9 +1,7 @@
 """The Megalodon classes under transformers' common model tests; `run_contract.py` runs this file inside their package.
 
-Disabled tests: attention maps of generation with a cache, which Megalodon does not support (they are tested without a
-cache), and `test_keep_in_fp32_modules` of transformers below 5.23, which requires the integer `prior_count` in half
-precision; `tests/modeling/test_megalodon_model.py` covers the feature. transformers skips the same tests as for a Mega
-decoder, see `mega_tester.py`.
+Disabled tests: attention maps of generation with a cache, which Megalodon does not support; they are tested without a
+cache. transformers skips the same tests as for a Mega decoder, see `mega_tester.py`.
 """
 
 import unittest
@@ -17,7 +15,6 @@ from luna_mega import (
     MegalodonForSequenceClassification,
     MegalodonModel,
 )
-from luna_mega.compat import TESTS_CONVERT_INTEGERS
 
 from ..encoder_testing import EncoderTester, EncoderTests, WeightsWithoutCache
 from ..generation.test_utils import GenerationTesterMixin
@@ -50,10 +47,6 @@ class MegalodonModelTest(WeightsWithoutCache, GenerationTesterMixin, EncoderTest
     fields = {"norm_num_groups": 4}
     training_overfit_steps = 100
     training_overfit_learning_rate = 1e-2
-
-    @unittest.skipIf(TESTS_CONVERT_INTEGERS, "it counts integers as weights")
-    def test_keep_in_fp32_modules(self):
-        super().test_keep_in_fp32_modules()
 
     def attention_shape(self, batch_size, length, config):
         size = min(config.chunk_size, length)

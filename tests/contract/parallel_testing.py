@@ -1,10 +1,8 @@
 """transformers' tensor parallelism tests for all families; `run_contract.py` copies this file next to them."""
 
 from . import test_tensor_parallel_mixin as original
-from .distributed_testing_utils import run_distributed
 
 original.TP_DISTRIBUTED_TEST_MODEL_TYPES = None
-original._init_distributed = lambda tp: run_distributed(tp)  # transformers 5.20 starts new processes for every test
 
 
 class TensorParallelTests(original.TensorParallelTesterMixin):

@@ -9,13 +9,11 @@ from transformers.distributed import DistributedConfig
 from transformers.integrations.tensor_parallel import replace_layer_number_by_wildcard
 
 import luna_mega
-from luna_mega.compat import MERGES_PLANS, SPLITS_UNEVENLY
 from tests.marks import slow_but
 from tests.modeling import decoders, luna, mega, megalodon_decoders
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the ranks are a gloo group on CPUs")
 
-merges_plans = pytest.mark.skipif(not MERGES_PLANS, reason="this transformers replaces the plan of the model")
 NO_DROPOUT = {"luna": luna.NO_DROPOUT, "mega": mega.NO_DROPOUT, "megalodon": {}}
 # Name -> (head, fields) of the encoder test.
 ENCODERS = {
@@ -146,12 +144,8 @@ def test_four_ranks_train_as_one_process(ranks, tmp_path, name):
 def test_a_vocabulary_that_the_ranks_do_not_divide(ranks, tmp_path, name):
     model, inputs = make_decoder(name, vocab_size=33)
     model.save_pretrained(tmp_path)
-    if SPLITS_UNEVENLY:
-        for differences in ranks(2, train, str(tmp_path), inputs | {"use_cache": False}, False):
-            assert max(differences) < 1e-11
-    else:
-        for (message,) in ranks(2, error_of, str(tmp_path), [{}]):
-            assert "`lm_head` (33) must be divisible by the tensor parallel size (2)" in message
+    for differences in ranks(2, train, str(tmp_path), inputs | {"use_cache": False}, False):
+        assert max(differences) < 1e-11
 
 
 def train_with_dropout(folder, inputs):
@@ -190,7 +184,7 @@ def answer(folder, inputs, options):
         torch.testing.assert_close(torch.stack(split.scores), torch.stack(complete.scores), atol=1e-10, rtol=0.0)
         assert torch.equal(split.sequences, complete.sequences)
     parts = [name for name, parameter in pair[0].named_parameters() if isinstance(parameter, DTensor)]
-    return results[0][0].sequences, results[0][0].past_key_values.nbytes, results[1][0].past_key_values.nbytes, parts
+    return results[0][0].sequences, results[0][0].cache.nbytes, results[1][0].cache.nbytes, parts
 
 
 @pytest.mark.parametrize(
@@ -274,7 +268,6 @@ def test_attention_weights_of_a_translation_equal_one_process(ranks, tmp_path):
 
 
 @pytest.mark.slow
-@merges_plans
 def test_plan_may_leave_layers_unsharded(ranks, tmp_path):
     model = luna.make("ForMaskedLM", num_attention_heads=3, **NO_DROPOUT["luna"]).double()
     model.save_pretrained(tmp_path)
@@ -334,7 +327,6 @@ def test_incompatible_plans_raise(ranks, tmp_path):
     )
 
 
-@merges_plans
 def test_unmatched_plan_rules_raise(ranks, tmp_path):
     mega.make("Model").save_pretrained(tmp_path)
     ((message,), _) = ranks(2, error_of, str(tmp_path), [{"tp_plan": {"layers.*.attention.query": "colwise"}}])

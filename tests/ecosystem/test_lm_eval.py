@@ -169,7 +169,7 @@ def test_state_size_does_not_depend_on_the_length(folder, tokenizer, passkey):
     model, found = load(folder), {}
     for row in passkey.documents(str(folder), max_length=4096, max_seq_lengths=[1024, 4096], num_samples=1)["test"]:
         ids = tokenizer(row["text"], return_tensors="pt").input_ids
-        found.setdefault(row["length"], []).append(model(ids, logits_to_keep=1, use_cache=True).past_key_values.nbytes)
+        found.setdefault(row["length"], []).append(model(ids, logits_to_keep=1, use_cache=True).cache.nbytes)
     assert max(found[4096]) <= max(found[1024])
 
 

@@ -7,7 +7,6 @@ import torch
 from tokenizers import processors
 
 from luna_mega import MegaConfig, MegaForImageClassification
-from luna_mega.compat import CACHE_NAME, WRITES_EXPORT_FOLDERS
 from luna_mega.hub import onnx
 from luna_mega.hub.samples import make_inputs
 from luna_mega.modeling_common.cache import new_cache
@@ -19,8 +18,6 @@ from tests.modeling.decoders import make
 pytest.importorskip("onnxscript", reason="onnxscript is not installed")
 onnxruntime = pytest.importorskip("onnxruntime", reason="onnxruntime is not installed")
 quantization = pytest.importorskip("onnxruntime.quantization", reason="onnxruntime is not installed")
-if not WRITES_EXPORT_FOLDERS:
-    pytest.skip("this transformers writes no export folders", allow_module_level=True)
 
 ENCODERS = {
     "luna without a head": lambda: luna.make("Model", num_hidden_layers=1),  # the program also returns the mask
@@ -134,8 +131,8 @@ def test_steps_continue_from_the_model_cache(name):
     runners = exported.to(device="cpu").runners
 
     def run(part, ids, mask, past):
-        output = runners[part](input_ids=ids, attention_mask=mask, **{CACHE_NAME: past})
-        return output.logits, output[CACHE_NAME]
+        output = runners[part](input_ids=ids, attention_mask=mask, cache=past)
+        return output.logits, output["cache"]
 
     ids, past, logits = torch.randint(3, 23, (3, 13)), new_cache(model), []
     for end in range(1, 14):

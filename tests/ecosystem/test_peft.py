@@ -7,7 +7,7 @@ import torch
 from transformers import Trainer, TrainingArguments
 
 from tests.modeling import luna, mega, megalodon_decoders
-from tests.modeling.decoders import PLAIN, make_plain
+from tests.modeling.decoders import PLAIN, check_names_of_the_cache, make_plain
 
 peft = pytest.importorskip("peft", reason="peft is not installed")
 other = pytest.importorskip("peft.utils.other", reason="peft is not installed")
@@ -179,6 +179,12 @@ def test_generate_with_an_adapter(family, encoder_decoder):
     with adapted.disable_adapter():
         assert torch.equal(adapted.generate(**inputs), model.generate(**inputs))
     assert torch.equal(adapted.merge_and_unload().generate(**inputs), expected)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_names_of_the_cache(family):
+    adapted = adapt(make_plain(family), lora(family, task_type="CAUSAL_LM", lora_alpha=64))
+    check_names_of_the_cache(adapted, torch.randint(3, 23, (2, 6)))
 
 
 @pytest.mark.parametrize(("family", "name"), TASK_CASES)

@@ -90,11 +90,11 @@ UNSUPPORTED = {
         "'offloaded' .* has its own cache; omit the argument",
     ),
     "a cache of another class": (
-        {"past_key_values": DynamicCache},
+        {"cache": DynamicCache},
         "must be a .*Cache, got a .*; omit it for a new cache",
     ),
     "a static cache": (
-        {"past_key_values": StaticCache},
+        {"cache": StaticCache},
         "must be a .*Cache, got a StaticCache; omit it for a new cache",
     ),
 }
@@ -111,10 +111,10 @@ def test_unsupported_inputs_are_one_line(family, encoder_decoder, case):
     options, message = UNSUPPORTED[case]
     if "assistant_model" in options:
         options = {"assistant_model": make_plain(family, is_encoder_decoder=encoder_decoder)}
-    elif options.get("past_key_values") is StaticCache:
-        options = {"past_key_values": StaticCache(config=model.config, max_cache_len=16)}
-    elif "past_key_values" in options:
-        options = {"past_key_values": DynamicCache()}
+    elif options.get("cache") is StaticCache:
+        options = {"cache": StaticCache(config=model.config, max_cache_len=16)}
+    elif "cache" in options:
+        options = {"cache": DynamicCache()}
     with pytest.raises(ValueError, match=message) as error:
         model.generate(torch.randint(3, 23, (1, 5)), max_new_tokens=4, **options)
     assert "\n" not in str(error.value)

@@ -10,7 +10,7 @@ from datasets import Dataset
 from transformers import AutoModelForCausalLM
 
 from tests.modeling import mega
-from tests.modeling.decoders import make_plain
+from tests.modeling.decoders import check_names_of_the_cache, make_plain
 
 pytest.importorskip("trl", reason="TRL is not installed")
 peft = pytest.importorskip("peft", reason="peft is not installed")
@@ -87,6 +87,8 @@ def test_sft(name, method, tokenizer, tmp_path):
     after = trainer.evaluate()["eval_loss"]
     assert after < before
     assert after == pytest.approx(expected_loss(trainer.model, tokenizer), abs=2e-6)
+    if method in ("padded", "LoRA"):
+        check_names_of_the_cache(trainer.model.eval(), torch.randint(3, 23, (2, 6)))
 
 
 @pytest.mark.parametrize("fields", [{"add_lm_hidden_dense_layer": True}, {"adaptive_softmax_cutoffs": [20]}])

@@ -30,7 +30,7 @@ MODELS = {
 # Not sample inputs: arguments that replace other arguments, computed values, labels, and options.
 OTHERS = {
     *("inputs_embeds", "pair_inputs_embeds", "decoder_inputs_embeds", "position_ids", "encoder_outputs"),
-    *("past_key_values", "cache", "use_cache", "logits_to_keep", "labels", "start_positions", "end_positions"),
+    *("cache", "use_cache", "logits_to_keep", "labels", "start_positions", "end_positions"),
     *("interpolate_pos_encoding", "self", "kwargs", "options"),
 }
 

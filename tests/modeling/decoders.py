@@ -78,3 +78,14 @@ def prompt(model, ids, mask):
 def own_cache(past):
     """Return the part of a cache that belongs to the target."""
     return getattr(past, "self_attention_cache", past)
+
+
+@torch.no_grad()
+def check_names_of_the_cache(model, ids):
+    """Check that a decoder, also with an adapter, accepts its cache under either name, in a call and in `generate`."""
+    options = {"do_sample": False, "max_new_tokens": 4, "eos_token_id": None}
+    logits, text = model(input_ids=ids).logits[:, -1:], model.generate(input_ids=ids, **options)
+    for name in ("cache", "past_key_values"):
+        caches = [model(input_ids=ids[:, :-1], use_cache=True).cache for _ in range(2)]
+        torch.testing.assert_close(model(input_ids=ids[:, -1:], **{name: caches[0]}).logits, logits)
+        assert torch.equal(model.generate(input_ids=ids, **{name: caches[1]}, **options), text)

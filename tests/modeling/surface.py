@@ -32,7 +32,7 @@ PATHS = {
 
 
 def signatures():
-    """Return the parameters of every public `forward`; the cache is named `past_key_values` in all versions."""
+    """Return the parameters of every public `forward`."""
     table = {}
     for name in sorted(luna_mega.__all__):
         cls = getattr(luna_mega, name)
@@ -42,7 +42,7 @@ def signatures():
             named = [index for index, x in enumerate(parameters) if x.kind is x.KEYWORD_ONLY]
             if named:
                 texts.insert(named[0], "*")
-            table[name] = " ".join("past_key_values=None" if text == "cache=None" else text for text in texts)
+            table[name] = " ".join(texts)
     return table
 
 
@@ -145,8 +145,8 @@ def _decode(name, sides):
     past, steps = None, []
     with torch.no_grad():
         for part in ids.split([4, 1, 1, 3], dim=1):
-            output = model(**given, **decoders.target(model, part), past_key_values=past, use_cache=True)
-            past = output.past_key_values
+            output = model(**given, **decoders.target(model, part), cache=past, use_cache=True)
+            past = output.cache
             steps.append(output.logits)
     return table | {"cache": steps}
 

@@ -1,9 +1,8 @@
-"""`cache` and `past_key_values` are two names of one argument and of one output."""
+"""`cache` is also accepted, and accessible in outputs, under its earlier name `past_key_values`."""
 
 import copy
 import inspect
 import pickle
-from dataclasses import dataclass
 
 import numpy as np
 import pytest
@@ -13,7 +12,6 @@ from transformers import Trainer, TrainingArguments
 from transformers.exporters import DynamoConfig, DynamoExporter
 from transformers.utils import ModelOutput
 
-from luna_mega.compat import CACHE_NAME, WRITES_EXPORT_FOLDERS
 from luna_mega.modeling_common.base import CommonPreTrainedModel
 from tests.marks import diagonal, slow_but
 
@@ -21,7 +19,7 @@ from . import luna, mega
 from .decoders import FAMILIES, PLAIN, make_plain, own_cache, padded, prompt, source, target
 
 NAMES = ["cache", "past_key_values"]
-BOTH = "`cache` and `past_key_values` are two names of one argument; pass only one"
+BOTH = "Both `past_key_values` and `cache` are set .* Pass only `cache`"
 plain = pytest.mark.parametrize(("family", "translates"), PLAIN)
 # tests of code that all models share
 two = pytest.mark.parametrize(("family", "translates"), [("luna", False), ("mega", True)])
@@ -49,9 +47,9 @@ def step(model, **options):
 
 def same_cache(output):
     """Return the cache of an output after checking that all accessors return it."""
-    cache = output[CACHE_NAME]
+    cache = output["cache"]
     assert cache is not None
-    assert CACHE_NAME in list(output.keys())
+    assert "cache" in list(output.keys())
     assert sum(value is cache for value in output.to_tuple()) == 1
     for name in NAMES:
         assert getattr(output, name) is output[name] is output.get(name) is cache
@@ -63,11 +61,10 @@ def same_cache(output):
 def test_forward(model):
     cache = same_cache(first_pass(model))
     same_cache(first_pass(model.base_model))
-    expected = step(model, **{CACHE_NAME: copy.deepcopy(cache)})
+    expected = step(model, cache=copy.deepcopy(cache))
     assert own_cache(same_cache(expected)).get_seq_length() == 8
     for name in NAMES:
-        other = next(x for x in NAMES if x != name)
-        actual = step(model, **{name: copy.deepcopy(cache), other: None})
+        actual = step(model, **{name: copy.deepcopy(cache)})
         assert torch.equal(actual.logits, expected.logits)
         base = step(model.base_model, **{name: copy.deepcopy(cache)})
         assert own_cache(same_cache(base)).get_seq_length() == 8
@@ -75,12 +72,12 @@ def test_forward(model):
         with pytest.raises(ValueError, match=BOTH):
             step(part, cache=cache, past_key_values=cache)
         parameters = inspect.signature(part.forward).parameters
-        assert [name for name in NAMES if name in parameters] == [CACHE_NAME]
+        assert [name for name in NAMES if name in parameters] == ["cache"]
     ids = torch.full((2, 8), 5)
     for name in NAMES:
         inputs = model.prepare_inputs_for_generation(ids, next_sequence_length=1, **{name: cache})
-        assert inputs[CACHE_NAME] is cache
-        assert [x for x in NAMES if x in inputs] == [CACHE_NAME]
+        assert inputs["cache"] is cache
+        assert [x for x in NAMES if x in inputs] == ["cache"]
     with pytest.raises(ValueError, match=BOTH):
         model.prepare_inputs_for_generation(ids, cache=cache, past_key_values=cache)
 
@@ -88,7 +85,7 @@ def test_forward(model):
 @pytest.mark.parametrize("family", [luna, mega], ids=["luna", "mega"])
 def test_models_without_a_cache(family):
     """Classes without a cache accept both names, including subclasses whose `forward` passes them on."""
-    cache = first_pass(make_plain(family.__name__.split(".")[-1]))[CACHE_NAME]
+    cache = first_pass(make_plain(family.__name__.split(".")[-1]))["cache"]
     for name, head in diagonal(NAMES, ("Model", "ForMaskedLM", "ForSequenceClassification")):
         with pytest.raises(ValueError, match="require a decoder"):
             family.make(head)(torch.full((2, 1), 5), **{name: cache})
@@ -136,8 +133,6 @@ def test_generate(model, options):
     first = model.generate(**prompt(model, ids, mask), **options)
     assert isinstance(first, ModelOutput)
     cache = same_cache(first)
-    with pytest.raises(ValueError, match=BOTH):
-        model.generate(**prompt(model, ids, mask), cache=cache, past_key_values=cache, **options)
     if options.get("num_beams"):
         return
     results = []
@@ -149,15 +144,6 @@ def test_generate(model, options):
     assert torch.equal(*(result.sequences for result in results))
 
 
-def test_custom_generate_with_its_own_output_class():
-    @dataclass
-    class Output(ModelOutput):
-        sequences: torch.Tensor | None = None
-
-    output = Output(sequences=torch.ones(1, 2))
-    assert make_plain("luna").generate(torch.full((1, 2), 5), custom_generate=lambda *_, **__: output) is output
-
-
 COMPILED = [(*kind, name) for kind, name in diagonal(PLAIN, NAMES)]
 
 
@@ -166,7 +152,7 @@ def test_compile(family, translates, name):
     """Dynamo traces both names of argument and output without a graph break."""
     torch.compiler.reset()
     model = make_plain(family, is_encoder_decoder=translates, num_hidden_layers=1).float()
-    cache = first_pass(model)[CACHE_NAME]
+    cache = first_pass(model)["cache"]
     inputs = {**source(model, 2), **target(model, torch.tensor([[4], [5]]))}
 
     def run(cache):
@@ -183,15 +169,14 @@ def test_compile(family, translates, name):
 
 @pytest.mark.parametrize("family", slow_but(["megalodon"], FAMILIES))
 def test_export(family, monkeypatch):
-    """An exported step has the cache in its inputs and outputs, under the name that transformers uses."""
+    """An exported step has the cache in its inputs and outputs."""
     # The exporter would convert Megalodon's float64 statistics to the dtype of the model, see `luna_mega/hub/onnx.py`.
     monkeypatch.setattr("transformers.exporters.utils.cast_leaf_tensors", lambda inputs, **_: inputs)
     model = make_plain(family, num_hidden_layers=1).float()
-    cache = first_pass(model, logits_to_keep=1)[CACHE_NAME]
+    cache = first_pass(model, logits_to_keep=1)["cache"]
     inputs = {"input_ids": torch.tensor([[4], [5]])}
-    program = DynamoExporter().export(model, {**inputs, CACHE_NAME: copy.deepcopy(cache)}, DynamoConfig())
-    program = program.program if WRITES_EXPORT_FOLDERS else program
-    actual = program.module()(**inputs, **{CACHE_NAME: copy.deepcopy(cache)})
+    program = DynamoExporter().export(model, {**inputs, "cache": copy.deepcopy(cache)}, DynamoConfig())
+    actual = program.program.module()(**inputs, cache=copy.deepcopy(cache))
     expected = step(model, past_key_values=cache)
     torch.testing.assert_close(actual.logits, expected.logits)
     assert own_cache(same_cache(actual)).layers[0].tensors.keys() == own_cache(cache).layers[0].tensors.keys()

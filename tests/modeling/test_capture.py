@@ -158,7 +158,7 @@ def test_generate_and_beam_search_with_a_static_cache(name):
         expected = model.generate(ids, attention_mask=mask, **options)
         rows = options.get("num_beams", 1)
         past = static_cache(model, *(x[:, :6].repeat_interleave(rows, 0) for x in (ids, mask)), 20)
-        assert torch.equal(model.generate(ids, attention_mask=mask, past_key_values=past, **options), expected)
+        assert torch.equal(model.generate(ids, attention_mask=mask, cache=past, **options), expected)
 
 
 @torch.no_grad()

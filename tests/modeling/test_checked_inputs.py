@@ -6,8 +6,6 @@ import pickle
 import pytest
 import torch
 
-from luna_mega.compat import SELECTS_HIDDEN_STATES
-
 from . import classes, luna_decoders, mega_decoders
 
 MODELS = {"luna": classes.HEADS["luna Model"], "mega": classes.HEADS["mega Model"], **classes.DECODERS}
@@ -55,7 +53,6 @@ def test_hidden_states_of_a_padding_free_batch(make):
 
 
 @torch.no_grad()
-@pytest.mark.skipif(not SELECTS_HIDDEN_STATES, reason="this transformers returns all hidden states")
 @pytest.mark.parametrize("selection", [True, 2, [-1], [0, -1], [1, 7], [-9]], ids=str)
 @pytest.mark.parametrize("make", [MODELS["luna"], MODELS["luna decoder"]], ids=["encoder", "decoder"])
 def test_selected_states_of_the_packed_sequence(make, selection):
@@ -75,15 +72,15 @@ def test_selected_states_of_the_packed_sequence(make, selection):
 @torch.no_grad()
 def test_cache_of_another_projection_length():
     model, other = (luna_decoders.make(projection_length=rows) for rows in (6, 4))
-    past = other(IDS, use_cache=True).past_key_values
+    past = other(IDS, use_cache=True).cache
     for cache in (past, copy.deepcopy(past), pickle.loads(pickle.dumps(past))):
         with pytest.raises(ValueError, match="it has projection_length 4, not 6; pass a new cache"):
-            model(IDS, past_key_values=cache)
-    assert model(IDS, past_key_values=model(IDS, use_cache=True).past_key_values).logits.isfinite().all()
+            model(IDS, cache=cache)
+    assert model(IDS, cache=model(IDS, use_cache=True).cache).logits.isfinite().all()
     # A P that is passed in may have any number of rows.
     packed = torch.randn(1, 3, 24, dtype=torch.float64)
-    past = model(IDS, packed_states=packed, use_cache=True).past_key_values
-    assert model(IDS, past_key_values=past).logits.isfinite().all()
+    past = model(IDS, packed_states=packed, use_cache=True).cache
+    assert model(IDS, cache=past).logits.isfinite().all()
 
 
 @torch.no_grad()
@@ -92,11 +89,11 @@ def test_packed_sequence_with_a_cache():
     model, packed = luna_decoders.make(), torch.randn(1, 3, 24, dtype=torch.float64)
     mask = torch.tensor([[1, 1, 0]])
     for given in ({"packed_states": packed}, {"packed_states": packed, "packed_mask": mask}):
-        past = model(IDS, **given, use_cache=True).past_key_values
-        expected = model(IDS, past_key_values=copy.deepcopy(past)).logits
-        assert torch.equal(model(IDS, **given, past_key_values=copy.deepcopy(past)).logits, expected)
+        past = model(IDS, **given, use_cache=True).cache
+        expected = model(IDS, cache=copy.deepcopy(past)).logits
+        assert torch.equal(model(IDS, **given, cache=copy.deepcopy(past)).logits, expected)
         for shape in ((1, 4, 24), (2, 3, 24), (1, 3, 20), (3, 24)):
             with pytest.raises(ValueError, match=r"`packed_states` must have the shape \[1, 3, 24\], got"):
-                model(IDS, packed_states=torch.zeros(shape), past_key_values=copy.deepcopy(past))
+                model(IDS, packed_states=torch.zeros(shape), cache=copy.deepcopy(past))
         with pytest.raises(ValueError, match=r"`packed_mask` must have the shape \[1, 3\] of P, got \[1, 4\]"):
-            model(IDS, packed_states=packed, packed_mask=torch.ones(1, 4), past_key_values=copy.deepcopy(past))
+            model(IDS, packed_states=packed, packed_mask=torch.ones(1, 4), cache=copy.deepcopy(past))

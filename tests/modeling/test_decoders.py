@@ -39,15 +39,15 @@ def test_cached_is_uncached(name, cuts, side):
     ids, mask = padded([17] * 2 if side == "none" else [17, 9, 3, 12], 17, side)
     given = source(model, len(ids), "left" if side == "right" else "right")
     expected = model(**given, **target(model, ids, mask), use_cache=False)
-    assert expected.past_key_values is None
+    assert expected.cache is None
     past, start, logits = None, 0, []
     for index, length in enumerate(cuts):
         end = start + length
         # Pass the mask of the segment, or of all positions so far as in `generate`. The cache contains the source
         # states.
         segment = target(model, ids[:, start:end], mask[:, start:end] if index % 2 else mask[:, :end])
-        output = model(**given if index % 3 == 0 else {}, **segment, past_key_values=past, use_cache=True)
-        past, start = output.past_key_values, end
+        output = model(**given if index % 3 == 0 else {}, **segment, cache=past, use_cache=True)
+        past, start = output.cache, end
         logits.append(output.logits)
     assert past.get_seq_length() == 17
     torch.testing.assert_close(torch.cat(logits, 1)[mask.bool()], expected.logits[mask.bool()], atol=1e-9, rtol=1e-7)
@@ -80,7 +80,7 @@ def test_gradients_flow_through_the_cache(name):
     model.zero_grad()
     past, logits = new_cache(model), []
     for index, (a, b) in enumerate(((0, 6), (6, 7), (7, 13))):
-        segment = target(model, ids[:, a:b], mask[:, a:b], past_key_values=past, use_cache=True)
+        segment = target(model, ids[:, a:b], mask[:, a:b], cache=past, use_cache=True)
         logits.append(model(**{} if index else given, **segment).logits)
     torch.cat(logits, 1)[mask.bool()].sin().sum().backward()
     unused = [name for name, gradient in expected.items() if gradient is None]
@@ -96,9 +96,9 @@ def test_detached_cache_stops_gradients():
     for family in FAMILIES:
         model, ids = make_plain(family), padded([9], 9, "none")[0]
         embeddings = model.get_input_embeddings()(ids).detach().requires_grad_()
-        past = model(inputs_embeds=embeddings[:, :4], use_cache=True).past_key_values
+        past = model(inputs_embeds=embeddings[:, :4], use_cache=True).cache
         past.detach()
-        model(inputs_embeds=embeddings[:, 4:], past_key_values=past).logits.sum().backward()
+        model(inputs_embeds=embeddings[:, 4:], cache=past).logits.sum().backward()
         assert not embeddings.grad[:, :4].any() and embeddings.grad[:, 4:].all()
 
 
@@ -111,7 +111,7 @@ def test_constant_memory(name):
     past = new_cache(model)
     for _ in range(4):
         ids = padded([7, 7], 7, "none")[0]
-        model(**source(model, 2), **target(model, ids), past_key_values=past, use_cache=True)
+        model(**source(model, 2), **target(model, ids), cache=past, use_cache=True)
         sizes.append((own_cache(past).nbytes, past.nbytes))
     assert sizes[0] == sizes[-1] and past.get_seq_length() == 28
     tensors = own_cache(past).layers[0].tensors.values()
@@ -159,7 +159,7 @@ def test_shift_labels(family):
 def test_cache_operations(model):
     ids, mask = padded([6, 4, 5], 6, "left")
     given = source(model, 3, "left")
-    past = model(**given, **target(model, ids, mask), use_cache=True).past_key_values
+    past = model(**given, **target(model, ids, mask), use_cache=True).cache
     order = torch.tensor([2, 0, 0])
     past.reorder_cache(order)
     next_ids = torch.tensor([[4], [9], [4]])
@@ -167,7 +167,7 @@ def test_cache_operations(model):
     complete = {name: value[order] for name, value in given.items()} | target(model, ids, mask)
     expected = model(**complete).logits
     # No source is passed, because the cache contains its states.
-    output = model(**target(model, next_ids), past_key_values=past, use_cache=True)
+    output = model(**target(model, next_ids), cache=past, use_cache=True)
     torch.testing.assert_close(output.logits[:, -1], expected[:, -1])
     past.batch_repeat_interleave(2)
     past.batch_select_indices(torch.tensor([0, 3, 4, 5]))
@@ -179,7 +179,7 @@ def test_cache_operations(model):
     past.reset()
     assert past.get_seq_length() == 0 and not any(layer.tensors for cache in caches for layer in cache.layers)
     assert {layer.batch_size for cache in caches for layer in cache.layers} == {None}
-    torch.testing.assert_close(model(**complete, past_key_values=past).logits, expected)
+    torch.testing.assert_close(model(**complete, cache=past).logits, expected)
 
 
 @pytest.mark.parametrize(("family", "with_encoder"), PLAIN)
@@ -187,11 +187,11 @@ def test_use_cache_defaults_to_the_configuration(family, with_encoder):
     """`use_cache` follows changes of the configuration of an existing model; its default is False in training."""
     model = make_plain(family, is_encoder_decoder=with_encoder)
     inputs = source(model, 2) | target(model, padded([5, 5], 5, "none")[0])
-    assert type(model(**inputs).past_key_values) is type(new_cache(model))
-    assert model.train()(**inputs).past_key_values is None
+    assert type(model(**inputs).cache) is type(new_cache(model))
+    assert model.train()(**inputs).cache is None
     model.config.use_cache = False
-    assert model.eval()(**inputs).past_key_values is None
-    assert model(**inputs, use_cache=True).past_key_values is not None
+    assert model.eval()(**inputs).cache is None
+    assert model(**inputs, use_cache=True).cache is not None
 
 
 @torch.no_grad()
@@ -200,12 +200,12 @@ def test_incompatible_caches_raise(family, with_encoder):
     """Caches of a deeper model or of another class raise an error; `test_guards.py` checks the other errors."""
     model, deeper = (make_plain(family, is_encoder_decoder=with_encoder, num_hidden_layers=count) for count in (1, 2))
     inputs = source(model, 2) | target(model, torch.randint(3, 23, (2, 5)))
-    past = model(**inputs, use_cache=True).past_key_values
+    past = model(**inputs, use_cache=True).cache
     with pytest.raises(ValueError, match="does not fit this model and batch|another source, of another batch or model"):
-        deeper(**inputs, past_key_values=past)
+        deeper(**inputs, cache=past)
     others = [((),), EncoderDecoderCache(DynamicCache(), DynamicCache())]
     if with_encoder:
         others += [past.self_attention_cache, EncoderDecoderCache(past.self_attention_cache, DynamicCache())]
     for other in others:
         with pytest.raises(ValueError, match=f"must be a {type(past).__name__}, got a {type(other).__name__}"):
-            model(**inputs, past_key_values=other)
+            model(**inputs, cache=other)

@@ -121,10 +121,10 @@ def test_cached_rows_are_not_empty():
     """A row without tokens in a later call continues its sequence; other rows keep their results."""
     model = luna_decoders.make(torch.float32)
     ids, mask = decoders.padded([6, 6], 6, "right")
-    cache = model(ids[:, :4], mask[:, :4], use_cache=True).past_key_values
+    cache = model(ids[:, :4], mask[:, :4], use_cache=True).cache
     mask = mask.clone()
     mask[1, 4:] = 0
-    later = model(ids[:, 4:], mask, past_key_values=cache, use_cache=True).logits
+    later = model(ids[:, 4:], mask, cache=cache, use_cache=True).logits
     torch.testing.assert_close(later[0], model(ids, use_cache=False).logits[0, 4:], rtol=0, atol=1e-5)
 
 

@@ -76,8 +76,8 @@ def test_cached_decoders(name, cuts, place):
     for count in cuts:
         end = start + count
         own = decoders.target(model, ids[:, start:end], mask[:, :end])
-        output = model(**sources, **own, past_key_values=past, use_cache=True)
-        past, start = output.past_key_values, end
+        output = model(**sources, **own, cache=past, use_cache=True)
+        past, start = output.cache, end
         logits.append(output.logits)
     assert_rows(model, torch.cat(logits, 1), sources, ids, mask)
 
@@ -90,9 +90,9 @@ def test_generate_continues_a_batch_of_turns(name):
     turns = [[[5, 6, 7, 8, 9], [10, 11]], [[12, 13], [14, 15, 16, 17, 18, 19]]]
     ids = torch.tensor([[0, 0, 0, 5, 6, 7, 8, 9, 0, 0, 0, 0, 10, 11], [0] * 6 + [12, 13, 14, 15, 16, 17, 18, 19]])
     mask = torch.tensor([[0, 0, 0, 1, 1, 1, 1, 1, 0, 0, 0, 0, 1, 1], [0] * 6 + [1] * 8])
-    past = model(ids[:, :8], attention_mask=mask[:, :8], use_cache=True).past_key_values
+    past = model(ids[:, :8], attention_mask=mask[:, :8], use_cache=True).cache
     options = {"max_new_tokens": 6, "min_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
-    together = model.generate(ids, attention_mask=mask, past_key_values=past, **options)[:, ids.shape[1] :]
+    together = model.generate(ids, attention_mask=mask, cache=past, **options)[:, ids.shape[1] :]
     for row, (first, second) in enumerate(turns):
         prompt = torch.tensor([first + second])
         separate = model.generate(prompt, attention_mask=torch.ones_like(prompt), **options)[:, prompt.shape[1] :]

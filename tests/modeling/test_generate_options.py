@@ -160,7 +160,7 @@ WORKS = {
     ),
     "do_sample": ({**SAMPLED, "temperature": 50.0}, lambda run: run.scored),
     "num_beams": (BEAMS, lambda run: run.output.sequences_scores is not None),
-    "use_cache": ({}, lambda run: "past_key_values" in run.output or not run.inputs["use_cache"]),
+    "use_cache": ({}, lambda run: "cache" in run.output or not run.inputs["use_cache"]),
     "temperature": ({**SAMPLED, "temperature": 0.5}, lambda run: run.scored),
     "top_k": ({**SAMPLED, "top_k": 2}, lambda run: run.scored),
     "top_p": ({**SAMPLED, "top_p": 0.5}, lambda run: run.scored),

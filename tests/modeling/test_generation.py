@@ -77,10 +77,10 @@ def test_generate_continues_from_a_cache(name, cached):
     options = {"do_sample": False, "eos_token_id": None}
     complete = decoder.generate(ids, attention_mask=mask, max_new_tokens=8, **options)
     mask = torch.cat([mask, mask.new_ones(2, 8)], 1)
-    past = decoder(complete[:, :cached], mask[:, :cached], use_cache=True).past_key_values
+    past = decoder(complete[:, :cached], mask[:, :cached], use_cache=True).cache
     begun = complete[:, : max(cached + 1, 7)]
     length = begun.shape[1]
-    options |= {"past_key_values": past, "max_new_tokens": 15 - length}
+    options |= {"cache": past, "max_new_tokens": 15 - length}
     assert torch.equal(decoder.generate(begun, attention_mask=mask[:, :length], **options), complete)
     assert past.get_seq_length() == 14
 
@@ -90,8 +90,8 @@ def test_generate_continues_from_a_target_in_a_cache(seq2seq):
     cached = 2 if seq2seq.config.model_type == "luna_seq2seq" else 6
     given, options = source(seq2seq, 2), {"do_sample": False, "eos_token_id": None}
     complete = seq2seq.generate(**given, max_new_tokens=12, **options)
-    past = seq2seq(**given, decoder_input_ids=complete[:, :cached], use_cache=True).past_key_values
-    options |= {"decoder_input_ids": complete[:, :8], "past_key_values": past, "max_new_tokens": 5}
+    past = seq2seq(**given, decoder_input_ids=complete[:, :cached], use_cache=True).cache
+    options |= {"decoder_input_ids": complete[:, :8], "cache": past, "max_new_tokens": 5}
     assert torch.equal(seq2seq.generate(**given, **options), complete)
     assert past.get_seq_length() == 12
 
@@ -162,9 +162,9 @@ def test_unsupported_inputs_raise(family, with_encoder):
     with pytest.raises(NotImplementedError, match="continuous batching"):
         model.init_continuous_batching()
     if with_encoder:
-        past = model(ids, decoder_input_ids=ids, use_cache=True).past_key_values
+        past = model(ids, decoder_input_ids=ids, use_cache=True).cache
         with pytest.raises(ValueError, match="contains 5 positions already, and `decoder_input_ids` has 1;"):
-            model.generate(ids, past_key_values=past)
+            model.generate(ids, cache=past)
 
 
 @pytest.mark.parametrize(("family", "checkpointing"), [("luna", False), ("megalodon", True)])

@@ -32,7 +32,7 @@ def make(case, **fields):
 def filled(model, ids=IDS, **options):
     """Return a cache that contains `ids`."""
     source = decoders.source(model, len(ids))
-    return model(**source, **decoders.target(model, ids), use_cache=True, **options).past_key_values
+    return model(**source, **decoders.target(model, ids), use_cache=True, **options).cache
 
 
 def generate(model, ids=IDS, mask=None, **options):
@@ -60,27 +60,27 @@ def ones(*shape):
 
 GENERATE = {
     "no token": ("ha(s|ve) length 0", lambda m: generate(m, IDS[:, :0])),
-    "the prompt in the cache": ("contains 5 positions already", lambda m: generate(m, past_key_values=filled(m))),
+    "the prompt in the cache": ("contains 5 positions already", lambda m: generate(m, cache=filled(m))),
     "more in the cache": (
         "contains 8 positions already, and .* has 5;",
-        lambda m: generate(m, past_key_values=filled(m, torch.cat([IDS, IDS[:, 1:4]], 1))),
+        lambda m: generate(m, cache=filled(m, torch.cat([IDS, IDS[:, 1:4]], 1))),
     ),
     "a mask of another length": (
         r"must have the shape \[2, 5\] .*, or \[2, 7\] with the 2 positions of .*, got \[2, 9\]",
-        lambda m: generate(m, mask=ones(2, 9), past_key_values=filled(m, IDS[:, :2])),
+        lambda m: generate(m, mask=ones(2, 9), cache=filled(m, IDS[:, :2])),
     ),
     "a longer mask": (r"must have the shape \[2, 5\] .*, got \[2, 9\]", lambda m: generate(m, mask=ones(2, 9))),
     "a shorter mask": (r"must have the shape \[2, 5\] .*, got \[2, 3\]", lambda m: generate(m, mask=ones(2, 3))),
     "a mask of one row": (r"must have the shape \[2, 5\] .*, got \[1, 5\]", lambda m: generate(m, mask=ones(1, 5))),
     "an additive mask": ("attention_mask` has values from", lambda m: generate(m, mask=-1.0 * ones(2, 5))),
-    "another cache": ("must be a", lambda m: generate(m, past_key_values=DynamicCache())),
+    "another cache": ("must be a", lambda m: generate(m, cache=DynamicCache())),
     "a cache of one row": (
         "does not fit this model and batch",
-        lambda m: generate(m, IDS.repeat(1, 2), past_key_values=filled(m, IDS[:1])),
+        lambda m: generate(m, IDS.repeat(1, 2), cache=filled(m, IDS[:1])),
     ),
     "beams after a cache": (
         "does not fit this model and batch|another source",
-        lambda m: generate(m, IDS.repeat(1, 2), past_key_values=filled(m), num_beams=2),
+        lambda m: generate(m, IDS.repeat(1, 2), cache=filled(m), num_beams=2),
     ),
     "a static cache": ("has its own cache", lambda m: generate(m, cache_implementation="static")),
     "compilation": ("compile_config", lambda m: generate(m, compile_config=CompileConfig())),
@@ -88,15 +88,15 @@ GENERATE = {
     "guidance of beams": ("guidance_scale", lambda m: generate(m, guidance_scale=2.0, num_beams=2)),
 }
 FORWARD = {
-    "another cache": ("must be a", lambda m: run(m, past_key_values=DynamicCache())),
+    "another cache": ("must be a", lambda m: run(m, cache=DynamicCache())),
     "a cache of one row": (
         "does not fit this model and batch",
-        lambda m: run(m, past_key_values=filled(m, IDS[:1])),
+        lambda m: run(m, cache=filled(m, IDS[:1])),
     ),
     "a longer mask": (r"must have the shape \[2, 5\]", lambda m: run(m, mask=ones(2, 9))),
     "a mask that a cache does not explain": (
         r"must have the shape \[2, 5\]",
-        lambda m: run(m, mask=ones(2, 12), past_key_values=filled(m)),
+        lambda m: run(m, mask=ones(2, 12), cache=filled(m)),
     ),
     "an additive mask": ("attention_mask` has values from", lambda m: run(m, mask=-1.0 * ones(2, 5))),
     "an unknown argument": ("do not support foo", lambda m: run(m, foo=1)),
@@ -138,7 +138,7 @@ def test_embeddings_of_a_prompt_in_the_cache(case):
     model = make(case)
     embeddings = model.get_input_embeddings()(IDS)
     with pytest.raises(ValueError, match="contains 5 positions already, and `inputs_embeds` has 5"):
-        model.generate(inputs_embeds=embeddings, past_key_values=filled(model), max_new_tokens=3)
+        model.generate(inputs_embeds=embeddings, cache=filled(model), max_new_tokens=3)
 
 
 @torch.no_grad()
@@ -147,10 +147,10 @@ def test_new_tokens_after_a_cache(case):
     """Generation after a cache accepts the complete text, or new tokens with a mask of the complete text."""
     model = make(case, eos_token_id=None)
     expected = generate(model)
-    complete = generate(model, past_key_values=filled(model, IDS[:, :3]))
+    complete = generate(model, cache=filled(model, IDS[:, :3]))
     assert torch.equal(complete, expected)
     if not model.config.is_encoder_decoder:  # for encoder-decoders, transformers puts a start token before new tokens
-        new = generate(model, IDS[:, 3:], ones(2, 5), past_key_values=filled(model, IDS[:, :3]))
+        new = generate(model, IDS[:, 3:], ones(2, 5), cache=filled(model, IDS[:, :3]))
         assert torch.equal(new[:, 2:], expected[:, 5:])
 
 

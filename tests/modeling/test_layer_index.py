@@ -101,8 +101,8 @@ def test_cache(name, choice):
     ids, _ = decoders.padded([12, 12], 12, "right")
     at_once, cache, steps = model(ids, use_cache=False).logits, None, []
     for part in ids.split([5, 1, 1, 5], dim=1):
-        output = model(part, past_key_values=cache, use_cache=True)
-        cache, steps = output.past_key_values, [*steps, output.logits]
+        output = model(part, cache=cache, use_cache=True)
+        cache, steps = output.cache, [*steps, output.logits]
     torch.testing.assert_close(torch.cat(steps, dim=1), at_once)
     prompt = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "max_new_tokens": 4, "do_sample": False}
     assert torch.equal(model.generate(**prompt, use_cache=True), model.generate(**prompt, use_cache=False))

@@ -32,7 +32,7 @@ def test_prefix_as_projection():
     complete = model(ids, mask, **prefix).logits
     assert (complete - model(ids, mask).logits).abs().max() > 0.01
     first = model(ids[:, :4], mask[:, :4], **prefix, use_cache=True)
-    second = model(ids[:, 4:], mask, past_key_values=first.past_key_values)
+    second = model(ids[:, 4:], mask, cache=first.cache)
     cached = torch.cat([first.logits, second.logits], 1)
     torch.testing.assert_close(cached[mask.bool()], complete[mask.bool()])
     separate = model(ids[1:, 4:], packed_states=read.packed_last_hidden_state[1:, :3]).logits
@@ -52,14 +52,14 @@ def test_steps_overwrite_one_state():
     model = make(dtype=torch.float32)
     ids = torch.randint(3, 23, (2, 2000), generator=torch.Generator().manual_seed(0))
     with torch.enable_grad():
-        past = model(ids[:, :3], use_cache=True).past_key_values
+        past = model(ids[:, :3], use_cache=True).cache
     held = [x for layer in past.layers for x in layer.state]
     before = [x.clone() for x in held]
-    model(ids[:, 3:4], past_key_values=past)
+    model(ids[:, 3:4], cache=past)
     assert all(map(torch.equal, held, before))
     places, size = place(past), past.nbytes
     for t in range(4, 2000):
-        step = model(ids[:, t : t + 1], past_key_values=past)
+        step = model(ids[:, t : t + 1], cache=past)
         assert place(past) == places and past.nbytes == size
     torch.testing.assert_close(step.logits, model(ids).logits[:, -1:], atol=1e-4, rtol=1e-4)
 
@@ -76,7 +76,7 @@ def test_attentions():
     complete = model(ids, mask, **prefix, output_attentions=True)
     torch.testing.assert_close(complete.logits, model(ids, mask, **prefix).logits)
     first = model(ids[:, :4], mask[:, :4], **prefix, output_attentions=True, use_cache=True)
-    second = model(ids[:, 4:], mask, past_key_values=first.past_key_values, output_attentions=True)
+    second = model(ids[:, 4:], mask, cache=first.cache, output_attentions=True)
     for weights, *parts in zip(complete.attentions, first.attentions, second.attentions, strict=True):
         assert weights.shape == (2, 4, 7, 4) and (weights[1, :, :, 2:] == 0).all()
         torch.testing.assert_close(weights.sum(-1), torch.ones(2, 4, 7).double())

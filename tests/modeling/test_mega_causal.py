@@ -19,8 +19,8 @@ def test_a_chunk_is_written_in_place(padded):
     mask[1, :2] = 1 - int(padded)
     expected, places, sizes, last = model(ids, mask, use_cache=False).logits[:, -1], set(), set(), None
     for end in range(3, 2004):
-        output = model(ids[:, (end - 1) * (end > 3) : end], mask[:, :end], past_key_values=past, use_cache=True)
-        past, last = output.past_key_values, output.logits[:, -1]
+        output = model(ids[:, (end - 1) * (end > 3) : end], mask[:, :end], cache=past, use_cache=True)
+        past, last = output.cache, output.logits[:, -1]
         layer = past.layers[0]
         places.add(tuple(x.data_ptr() for x in (layer.keys, layer.values, layer.mask)))
         sizes.add(past.nbytes)
@@ -33,7 +33,7 @@ def test_cache_doubles_without_chunks():
     model, places = make(num_hidden_layers=1), set()
     past = MegaCache(model.config)
     for token in torch.randint(3, 30, (200, 2, 1)):
-        model(token, past_key_values=past)
+        model(token, cache=past)
         places.add(past.layers[0].keys.data_ptr())
     assert past.layers[0].keys.shape[1] < 400 and len(places) < 10
 
@@ -41,12 +41,12 @@ def test_cache_doubles_without_chunks():
 @torch.no_grad()
 def test_beams_move_in_place():
     model, ids = make(**DECODER_ONLY["laplace chunks"]), torch.randint(3, 30, (3, 8))
-    past = model(ids, use_cache=True).past_key_values
+    past = model(ids, use_cache=True).cache
     place = past.layers[0].values.data_ptr()
     for order in ([0, 1, 2], [1, 1, 0], [2, 0, 0]):
         past.reorder_cache(torch.tensor(order))
         ids = torch.cat([ids[order], torch.randint(3, 30, (3, 1))], 1)
-        output = model(ids[:, -1:], past_key_values=past)
+        output = model(ids[:, -1:], cache=past)
         torch.testing.assert_close(output.logits[:, -1], model(ids, use_cache=False).logits[:, -1])
     assert past.layers[0].values.data_ptr() == place
 
@@ -55,8 +55,8 @@ def test_beams_move_in_place():
 @pytest.mark.parametrize("change", ["nothing", "in place", "new storage", "new parameter"])
 def test_derived_tensors_are_cached_until_weights_change(change):
     model, ids = make(**DECODER_ONLY["laplace chunks"]), torch.randint(3, 30, (2, 1))
-    past = model(ids.repeat(1, 3), use_cache=True).past_key_values
-    model(ids, past_key_values=past)
+    past = model(ids.repeat(1, 3), use_cache=True).cache
+    model(ids, cache=past)
     kept = {name: entry[-1] for name, entry in past.layers[0].constants.kept.items()}
     assert kept.keys() == {"average", "bias"}
     layer = model.mega.layers[0].mega_layer
@@ -70,8 +70,8 @@ def test_derived_tensors_are_cached_until_weights_change(change):
                 setattr(module, name, torch.nn.Parameter(parameter * 0.5))
     fresh = copy.deepcopy(past)
     assert not fresh.layers[0].constants.kept
-    expected = model(ids, past_key_values=fresh).logits
-    torch.testing.assert_close(model(ids, past_key_values=past).logits, expected, rtol=0.0, atol=0.0)
+    expected = model(ids, cache=fresh).logits
+    torch.testing.assert_close(model(ids, cache=past).logits, expected, rtol=0.0, atol=0.0)
     for name, entry in past.layers[0].constants.kept.items():
         assert (entry[-1] is kept[name]) == (change == "nothing")
 
@@ -80,7 +80,7 @@ def test_tensors_saved_by_autograd_are_not_overwritten():
     model, ids = make(**DECODER_ONLY["laplace chunks"]), torch.randint(3, 30, (2, 8))
     output = model(ids, use_cache=True)
     with torch.no_grad():
-        model(ids[:, :1], past_key_values=output.past_key_values)
+        model(ids[:, :1], cache=output.cache)
     output.logits.sum().backward()
     given = [parameter.grad.clone() for parameter in model.parameters()]
     model.zero_grad()
@@ -91,11 +91,11 @@ def test_tensors_saved_by_autograd_are_not_overwritten():
 def test_errors():
     model = make()
     ids = torch.randint(3, 30, (2, 5))
-    past = model(ids).past_key_values
+    past = model(ids).cache
     for other in ({"use_chunking": True, "chunk_size": 4}, {"truncation": 3}):
         with pytest.raises(ValueError, match="does not fit this model and batch"):
-            make(**other)(ids, past_key_values=past)
+            make(**other)(ids, cache=past)
     with pytest.raises(ValueError, match="output_attentions"):
-        model(ids, past_key_values=past, output_attentions=True)
+        model(ids, cache=past, output_attentions=True)
     with pytest.raises(ValueError, match="is_decoder=True"):
         MegaForCausalLM(MegaConfig())

@@ -84,9 +84,9 @@ def test_states_in_half_precision(autocast):
     model, ids = make(dtype=torch.float32, num_hidden_layers=1), torch.randint(3, 30, (2, 100))
     model = model if autocast else model.bfloat16()
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-        complete, steps = model(ids, use_cache=True).past_key_values, None
+        complete, steps = model(ids, use_cache=True).cache, None
         for column in ids.split(1, dim=1):
-            steps = model(column, past_key_values=steps, use_cache=True).past_key_values
+            steps = model(column, cache=steps, use_cache=True).cache
     for cache in (complete, steps):
         assert {x.dtype for layer in cache.layers for x in (layer.norm_mean, layer.norm_variance)} == {torch.float64}
         assert {layer.average.dtype for layer in cache.layers} == {torch.float32}
@@ -108,18 +108,18 @@ def test_sensitive_parameters_stay_in_float32(tmp_path):
 def test_steps_use_changed_weights():
     """Steps after a change of weights recompute the coefficients in the cache; the original uses old ones."""
     model, ids = make(), padded([6], 6, "none")[0]
-    past = model(ids[:, :4], use_cache=True).past_key_values
-    model(ids[:, 4:5], past_key_values=past)
+    past = model(ids[:, :4], use_cache=True).cache
+    model(ids[:, 4:5], cache=past)
     for block in model.megalodon.layers:
         block.mega.cema.delta.add_(1.0)
     fresh = model.__class__(model.config).double().eval()
     fresh.load_state_dict(model.state_dict())
-    copied = fresh.megalodon(ids[:, :1], use_cache=True).past_key_values
+    copied = fresh.megalodon(ids[:, :1], use_cache=True).cache
     for layer, other in zip(copied.layers, past.layers, strict=True):
         layer.store(**{name: x.clone() for name, x in other.tensors.items()})
         layer.seen = other.seen
-    step = model(ids[:, 5:], past_key_values=past).logits
-    torch.testing.assert_close(step, fresh(ids[:, 5:], past_key_values=copied).logits)
+    step = model(ids[:, 5:], cache=past).logits
+    torch.testing.assert_close(step, fresh(ids[:, 5:], cache=copied).logits)
 
 
 @torch.no_grad()
@@ -141,10 +141,10 @@ def test_windows_start_after_8_chunks():
     windowed.eval(), plain.eval()
     difference = (windowed(long).logits - plain(long).logits).abs().amax(-1)[0]
     assert difference[:32].max() < 1e-9 and (difference[32:] > 1e-6).all()
-    past = windowed(long, use_cache=True).past_key_values
+    past = windowed(long, use_cache=True).cache
     assert past.get_seq_length() == 43 and (past.layers[0].position == 43).all()
     assert (past.layers[0].norm_count == past.layers[-1].final_count).all() and past.layers[0].norm_count[0] == 24 + 3
-    assert windowed(short[:, :1], past_key_values=past).logits.isfinite().all()
+    assert windowed(short[:, :1], cache=past).logits.isfinite().all()
 
 
 def test_unsupported_window_options_raise():
@@ -154,9 +154,9 @@ def test_unsupported_window_options_raise():
         ValueError, match="does not support padding or padding-free batches after 8 chunks of 4 positions"
     ):
         model(ids, mask)
-    past = model(ids[:, :9], use_cache=True).past_key_values
+    past = model(ids[:, :9], use_cache=True).cache
     with pytest.raises(ValueError, match="requires the first 33 positions, more than 8 chunks of 4, in one call"):
-        model(ids[:1].expand(2, -1)[:, 9:33], past_key_values=past)
+        model(ids[:1].expand(2, -1)[:, 9:33], cache=past)
     with pytest.raises(ValueError, match="`output_hidden_states` .*, or set it to False"):
         model(ids[:1], output_hidden_states=True)
 

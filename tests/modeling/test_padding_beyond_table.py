@@ -78,8 +78,8 @@ def test_decoders(name):
     cache, steps, first = None, [], WIDE - 6
     for part in (slice(0, first), *(slice(column, column + 1) for column in range(first, WIDE))):
         inputs = {f"{prefix}input_ids": wide[:, part], f"{prefix}attention_mask": kept[:, : part.stop]}
-        output = model(**source, **inputs, past_key_values=cache, use_cache=True)
-        cache, steps = output.past_key_values, [*steps, output.logits]
+        output = model(**source, **inputs, cache=cache, use_cache=True)
+        cache, steps = output.cache, [*steps, output.logits]
     torch.testing.assert_close(torch.cat(steps, dim=1)[kept.bool()], expected)
     ids = batch([LONG + 1], LONG + 1, "right")[0]
     with pytest.raises(ValueError, match=f"length {LONG + 1} exceeds|got {LONG + 1}"):

@@ -100,7 +100,7 @@ def test_padding_free_equals_separate_sequences(name, marker):
         expected, gradients = one_by_one(model, [*items[:3], items[3], cut(items[4], 3)])
     labels = batch.pop("labels")
     output = model(**batch)
-    assert output.logits.shape[:2] == labels.shape and output.get("past_key_values") is None
+    assert output.logits.shape[:2] == labels.shape and output.get("cache") is None
     torch.testing.assert_close(output.logits.flatten(0, 1), expected, rtol=1e-7, atol=1e-9)
     summed_loss(model, output.logits, labels).backward()
     assert_equal_gradients(taken_gradients(model), gradients)
@@ -264,8 +264,8 @@ def test_mega_uses_positions_of_the_mask(name, side):
         return
     for second in (mask, mask[:, 6:]):
         for offset, right in ((0, True), (1, False)):
-            past = model(ids[:, :6], mask[:, :6], use_cache=True).past_key_values
-            inputs = {"position_ids": positions[:, 6:] + offset, "past_key_values": past}
+            past = model(ids[:, :6], mask[:, :6], use_cache=True).cache
+            inputs = {"position_ids": positions[:, 6:] + offset, "cache": past}
             if right:
                 expected = model(ids, mask).logits[:, 6:]
                 torch.testing.assert_close(model(ids[:, 6:], second, **inputs).logits, expected)

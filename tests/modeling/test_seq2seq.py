@@ -218,9 +218,9 @@ def test_errors_of_a_cache(family):
     """A cache contains the states of its source; another source raises an error."""
     model, ids = plain(family), IDS
     given = source(model, 2) | {"decoder_input_ids": ids}
-    past = model(**given).past_key_values
+    past = model(**given).cache
     with pytest.raises(ValueError, match=r"another source.*5|`packed_states` .* \[2, 5, 24\]"):
-        model(ids, decoder_input_ids=ids, past_key_values=past)
+        model(ids, decoder_input_ids=ids, cache=past)
 
 
 @torch.no_grad()

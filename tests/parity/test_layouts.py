@@ -119,10 +119,8 @@ def test_pieces_with_a_cache(case, parity):
     past, pieces, first = None, [], 0
     for length in (1, 6, 1, 2, case.ids.shape[1] - 10):
         last = first + length
-        output = case.model(
-            case.ids[:, first:last], attention_mask=case.mask[:, :last], past_key_values=past, use_cache=True
-        )
-        past, first = output.past_key_values, last
+        output = case.model(case.ids[:, first:last], attention_mask=case.mask[:, :last], cache=past, use_cache=True)
+        past, first = output.cache, last
         pieces.append(output.logits)
     logits = torch.cat(pieces, dim=1)
     case.check(

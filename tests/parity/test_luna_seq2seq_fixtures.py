@@ -90,8 +90,8 @@ def test_steps(original, model, parity):
         source, target = io[f"{batch}.src_tokens"], io[f"{batch}.prev_output_tokens"]
         given, past, logits = {"input_ids": source}, None, []
         for token in target.split(1, dim=1):
-            output = model(**given, decoder_input_ids=token, past_key_values=past, use_cache=True)
-            given, past = {}, output.past_key_values
+            output = model(**given, decoder_input_ids=token, cache=past, use_cache=True)
+            given, past = {}, output.cache
             logits.append(output.logits)
         logits = torch.cat(logits, dim=1)
         parity.check(f"{batch}.inc", logits, io[f"{batch}.inc.logits"], keep=target != PAD, **tolerance)
@@ -114,9 +114,9 @@ def test_steps(original, model, parity):
 def test_reordering(original, model, parity):
     io = original.io
     source, tokens, order = io["C.src_tokens"][:1].expand(3, -1), io["reorder.tokens"], torch.tensor([2, 0, 0])
-    past = model(source, decoder_input_ids=tokens[:, :-1], use_cache=True).past_key_values
+    past = model(source, decoder_input_ids=tokens[:, :-1], use_cache=True).cache
     past.reorder_cache(order)
-    output = model(decoder_input_ids=tokens[order, -1:], past_key_values=past, use_cache=True)
+    output = model(decoder_input_ids=tokens[order, -1:], cache=past, use_cache=True)
     parity.check("reordered", output.logits, io["reorder.logits_after"], **original.tight)
 
 

@@ -108,8 +108,8 @@ def test_v4_decoder(parity_folder, parity, name):
     past, logits = None, []
     with torch.no_grad():
         for token in io["input_ids_nopad"].split(1, dim=1):
-            output = model(token, past_key_values=past, use_cache=True, **({} if past else states))
-            past = output.past_key_values
+            output = model(token, cache=past, use_cache=True, **({} if past else states))
+            past = output.cache
             logits.append(output.logits)
     parity.check("steps", torch.cat(logits, 1), io["nomask.logits"])
     loss = model(io["input_ids"], io["attention_mask"], **source, labels=io["labels"]).loss

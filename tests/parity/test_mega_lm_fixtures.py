@@ -27,8 +27,8 @@ def stream(model, tokens, length=None):
     """Return the features of the streams, computed in segments of `length` with a cache (None: in one call)."""
     past, features = None, []
     for segment in tokens.split(length or tokens.shape[1], dim=1):
-        output = model.mega(segment, past_key_values=past)
-        past = output.past_key_values
+        output = model.mega(segment, cache=past)
+        past = output.cache
         features.append(output.last_hidden_state)
     return torch.cat(features, dim=1)
 

@@ -82,9 +82,9 @@ def test_steps(original, model, parity):
     encoded = model.mega.encoder(io["src_tokens"])
     tokens, mask, past, logits = io["inc_prev_output_tokens"], io["src_tokens"] != PAD, None, []
     for token in tokens.split(1, dim=1):
-        given = {"encoder_outputs": encoded, "attention_mask": mask, "past_key_values": past}
+        given = {"encoder_outputs": encoded, "attention_mask": mask, "cache": past}
         output = model(**given, decoder_input_ids=token, use_cache=True)
-        past = output.past_key_values
+        past = output.cache
         logits.append(output.logits)
     parity.check("inc_logits_step", torch.cat(logits, 1), io["inc_logits_step"], **original.tight)
     parallel = model(io["src_tokens"], decoder_input_ids=tokens).logits

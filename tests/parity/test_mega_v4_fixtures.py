@@ -138,8 +138,8 @@ def test_v4_decoder_with_cache(original, parity):
     past, logits = None, []
     with torch.no_grad():
         for token in io["input_ids_nopad"].split(1, dim=1):
-            output = model(token, past_key_values=past, use_cache=True)
-            past = output.past_key_values
+            output = model(token, cache=past, use_cache=True)
+            past = output.cache
             logits.append(output.logits)
     parity.check("logits", torch.cat(logits, 1), io["nomask.logits"], scaled=True)
     if model.config.attention_activation == "softmax" and model.config.truncation is None and "generate_prompt" in io:

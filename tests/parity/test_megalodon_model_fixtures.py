@@ -178,15 +178,15 @@ def test_streams_and_caches(case, parity):
     for name, pieces in (("steps", [1] * total), ("prefill", [2 * chunk, 3] + [1] * (total - 2 * chunk - 3))):
         past, logits, read = None, [], 0
         for piece in ids.split(pieces, dim=1):
-            output = case.model(piece, past_key_values=past, use_cache=True)
-            past, read = output.past_key_values, read + piece.shape[1]
+            output = case.model(piece, cache=past, use_cache=True)
+            past, read = output.cache, read + piece.shape[1]
             logits.append(output.logits)
             if read in cached:
                 check_cache(case, parity, past, read)
         check(parity, f"stream.{name}", torch.cat(logits, 1), case.io[f"stream.{name}.logits"])
     check(parity, "stream in one call", case.model(ids, use_cache=False).logits, case.io["stream.steps.logits"])
     for read in cached:
-        past = case.model(ids[:, :read], use_cache=True).past_key_values
+        past = case.model(ids[:, :read], use_cache=True).cache
         check_cache(case, parity, past, read)
 
 
