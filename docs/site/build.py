@@ -34,8 +34,8 @@ SOURCE_LINK = re.compile(r"\[([^\]]+)\]\((?:\.\./)+[\w/]+(?:\.py)?\)")
 EQUATION = re.compile(
     r'<(?P<tag>span|div) class="arithmatex">\\(?P<open>[(\[])(?P<latex>.*?)\\[)\]]</(?P=tag)>', re.DOTALL
 )
-# Pages that search omits: logs, whose many words would come before the pages that a reader looks for.
-NOT_SEARCHED = ("CHANGELOG.md", "docs/archive/")
+# The page that search omits: its many words would come before the pages that a reader looks for.
+NOT_SEARCHED = "CHANGELOG.md"
 INLINE_CODE = re.compile(r"<code>[^<]*</code>")
 OPTION = re.compile(r"(?<![\w-])(--[\w-]+)")
 
@@ -53,7 +53,7 @@ def stage(folder: Path) -> None:
     for page in (folder / "pages").rglob("*.md"):
         text = page.read_text(encoding="utf-8")
         text = SOURCE_LINK.sub(r"\1", text)
-        if page.relative_to(folder / "pages").as_posix().startswith(NOT_SEARCHED):
+        if page.relative_to(folder / "pages").as_posix() == NOT_SEARCHED:
             text = f"---\nsearch:\n  exclude: true\n---\n{text}"
         page.write_text(text, encoding="utf-8")
     for row in setup["options"]["package_dir"].strip().split("\n"):

@@ -4,8 +4,8 @@ import tomllib
 
 from tests.docs.blocks import ROOT, read
 
-# Archives of measurements with the commands that reproduce them, and notes on an operator.
-EXCEPTIONS = {"docs/archive/performance.md", "docs/archive/results.md", "kernels/moving_average/README.md"}
+# Notes on an operator.
+EXCEPTIONS = {"kernels/moving_average/README.md"}
 
 
 def pages(entry: object) -> list[str]:

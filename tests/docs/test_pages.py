@@ -94,7 +94,7 @@ def test_shell(page, folder):
 def test_commands_of_small_recipes_use_one_thread():
     """Commands have `OMP_NUM_THREADS=1` if the recipe has it in its own command.
 
-    Launchers set it themselves, and docs/archive states it once.
+    Launchers set it themselves.
     """
     recipes = (ROOT / "examples" / "recipes").rglob("*.yaml")
     small = {
@@ -102,8 +102,7 @@ def test_commands_of_small_recipes_use_one_thread():
         for file in recipes
         if "#   OMP_NUM_THREADS=1 python" in file.read_text("utf-8")
     }
-    blocks = [block for block in SHELL if not block.page.startswith("docs/archive/")]
-    lines = [(block, line) for block in blocks for line in block.code.replace("\\\n", " ").splitlines()]
+    lines = [(block, line) for block in SHELL for line in block.code.replace("\\\n", " ").splitlines()]
     found = [(block, line) for block, line in lines if small & set(line.split()) and "python" in line.split()]
     assert len(found) > 5
     assert [str(block) for block, line in found if not line.startswith("OMP_NUM_THREADS=1 ")] == []
