@@ -35,9 +35,9 @@ def register(
 ) -> Callable[..., Any]:  # fmt: skip
     """Register the operators `name` and `<name>_backward`, and return the function that computes the first one.
 
-    The function runs `forward` and `backward` directly in eager mode. It calls the operators in compiled, exported and
-    traced programs, under dispatch modes and transforms of `torch.func`, for tensor subclasses and for meta tensors.
-    Both run without autocast.
+    The function runs `forward` and `backward` directly in eager mode. It calls the operators in compiled and exported
+    programs, under dispatch modes and transforms of `torch.func`, for tensor subclasses and for meta tensors. Both run
+    without autocast.
 
     Args:
         name: name with namespace, `"luna_mega::..."`. The first input and the first output are tensors.

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from luna_mega.kernels import varlen
-from luna_mega.kernels._export import is_exporting, is_tracing
+from luna_mega.kernels._export import forbid_tracing, is_exporting
 
 NAMES = ("auto", "reference", "torch", "triton")
 logger = logging.getLogger("luna_mega.kernels")
@@ -123,6 +123,7 @@ class Op:
         return_weights: bool = False,
     ) -> Any:  # fmt: skip
         """Run a call with the requested or the best backend; the call is varlen if `cu_seqlens` is given."""
+        forbid_tracing()
         device = call[self.tokens[0]].device
         if return_weights:
             if cu_seqlens is not None:
@@ -199,10 +200,6 @@ class Op:
             return ("triton", "automatic choice") if against is None else ("torch", _FALLBACK + against)
         if requested == "triton" and (against := _unavailable_reason(device) or unsupported) is not None:
             raise ValueError(f"{self.name} cannot run on 'triton': {against}; choose 'torch' or 'auto'")
-        if requested == "reference" and is_tracing():
-            raise ValueError(
-                f"{self.name}: torch.jit.trace would fix the number of steps of the backend 'reference'; choose 'torch'"
-            )
         return requested, f"chosen by {source}"
 
 

@@ -18,13 +18,14 @@ def is_exporting() -> bool:
 
 
 def in_program() -> bool:
-    """Return whether the call is being compiled, exported or traced."""
-    return torch.compiler.is_compiling() or is_tracing()
+    """Return whether the call is being compiled or exported."""
+    return torch.compiler.is_compiling()
 
 
-def is_tracing() -> bool:
-    """Return whether the call is being traced by `torch.jit.trace`."""
-    return bool(torch.jit.is_tracing())  # type: ignore[attr-defined, no-untyped-call]
+def forbid_tracing() -> None:
+    """Raise `RuntimeError` while `torch.jit.trace` records operations."""
+    if torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
+        raise RuntimeError("`torch.jit.trace` is not supported; use `torch.export.export`")
 
 
 def is_capturing(x: Tensor) -> bool:
@@ -36,14 +37,6 @@ def forbid_capture(x: Tensor, what: str, instead: str) -> None:
     """Raise `RuntimeError` while a CUDA graph records operations on the device of `x`."""
     if is_capturing(x):
         raise RuntimeError(f"a CUDA graph cannot contain {what}; {instead}")
-
-
-def longer(first: int, second: int) -> int:
-    """Return the larger one of two lengths, which a traced program computes at run time."""
-    if not is_tracing():
-        return max(first, second)
-    larger: Any = torch.maximum(torch.as_tensor(first), torch.as_tensor(second))
-    return larger
 
 
 def chunk_positions(length: int, size: int, device: torch.device) -> tuple[Tensor, Tensor]:

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from luna_mega.kernels._export import is_tracing
+from luna_mega.kernels._export import in_program
 
 
 def in_columns(run: Callable[..., Any]) -> Callable[..., Any]:
@@ -99,13 +99,13 @@ def take_columns(x: Tensor, columns: Tensor) -> Tensor:
 def pad_columns(x: Tensor, before: int, count: int) -> Tensor:
     """Zero-pad `[B, T]` or `[B, T, W]` to `count` columns, with `before` of the new columns at the start."""
     after = count - before - x.shape[1]
-    if before == after == 0 and not is_tracing():
+    if before == after == 0:
         return x
     return nn.functional.pad(x, (*(0, 0) * (x.dim() - 2), before, after))
 
 
 def unless_zero(rows: Tensor | None) -> Tensor | None:
     """Return None if all rows are zero and this can be checked without device synchronization, else the rows."""
-    if type(rows) is not Tensor or rows.device.type != "cpu" or is_tracing():
+    if type(rows) is not Tensor or rows.device.type != "cpu" or in_program():
         return rows
-    return rows if torch.compiler.is_compiling() or rows.any() else None
+    return rows if rows.any() else None

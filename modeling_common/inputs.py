@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from transformers.cache_utils import Cache
 
-from luna_mega.kernels.support import in_program
+from luna_mega.kernels.support import forbid_tracing, in_program
 from luna_mega.modeling_common.arguments import (
     check_cached_weights,
     check_input,
@@ -94,7 +94,9 @@ def prepare(
 
     Raises:
         ValueError: The arguments do not fit together or are not supported by the model, see `arguments.py`.
+        RuntimeError: The model is being traced by `torch.jit.trace`.
     """
+    forbid_tracing()
     config = model.config
     cache = cross_cache = None
     requests_cache = model_cache is not None or bool(use_cache)

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from luna_mega.kernels.support import is_tracing, take_columns
+from luna_mega.kernels.support import take_columns
 from luna_mega.modeling_common.cache import StateCache
 from luna_mega.modeling_common.key_window import KeyWindow
 from luna_mega.modeling_common.masks import can_look
@@ -134,7 +134,7 @@ def close_gaps(mask: torch.Tensor | None, cache: StateCache | None = None) -> De
         return DENSE
     begins = cache is None or not cache.get_seq_length()
     lengths = None if begins else mask.sum(dim=1)
-    if (mask.shape[1] == 1 and not is_tracing()) or (can_look(mask) and _is_closed(mask, cache is not None, begins)):
+    if mask.shape[1] == 1 or (can_look(mask) and _is_closed(mask, cache is not None, begins)):
         return DenseLayout(mask, lengths=lengths)
     columns, back, mask = move_kept(mask, right=cache is not None and begins)
     return DenseLayout(mask, columns, back, lengths)

@@ -13,12 +13,12 @@ _LARGEST = 2.0**16
 
 
 def can_read(x: torch.Tensor) -> bool:
-    """Return whether the values can be read: not while a model is being traced, compiled, exported or captured."""
+    """Return whether the values can be read: not while a model is being compiled, exported or captured."""
     return type(x) is torch.Tensor and not (x.is_meta or in_program() or is_capturing(x))
 
 
 def can_look(x: torch.Tensor) -> bool:
-    """Return whether reading the values is free: on a CPU, unless a model is being traced, compiled or exported."""
+    """Return whether reading the values is free: on a CPU, unless a model is being compiled or exported."""
     return type(x) is torch.Tensor and x.device.type == "cpu" and not in_program()
 
 

@@ -36,7 +36,7 @@ from transformers.utils.generic import TransformersKwargs, can_return_tuple
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
 from luna_mega.kernels.api import TruncatedEmaState, damped_ema, damped_ema_step, ema_coefficients, gated_attention
-from luna_mega.kernels.support import dropout, in_program, is_exporting, is_plain, longer, upcast
+from luna_mega.kernels.support import dropout, in_program, is_exporting, is_plain, upcast
 from luna_mega.modeling_common.attention import KeyValueCacheLayer, attend
 from luna_mega.modeling_common.base import (
     BodyMixin,
@@ -638,7 +638,7 @@ class MegaGatedCrossAttention(nn.Module):
         If `cache` is given, the queries are the last positions of the sequences.
         """
         seen, start, source_start = query.shape[1], layout.start(), source.start()
-        offset, positions = 0, longer(seen, key.shape[1])
+        offset, positions = 0, max(seen, key.shape[1])
         if cache is not None:
             start = cache.position - (seen if layout.lengths is None else layout.lengths)
             if not is_exporting():

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from luna_mega.kernels._dispatch import Arguments, Op
-from luna_mega.kernels._export import in_program, is_exporting, longer
+from luna_mega.kernels._export import in_program, is_exporting
 from luna_mega.kernels.columns import in_columns, in_last_column, pad_columns, roll_columns, take_columns, unless_zero
 from luna_mega.kernels.gated_attention import reference, torch_backend, torch_step
 from luna_mega.kernels.gated_attention.checks import check_bias, check_call
@@ -49,7 +49,7 @@ def _with_weights(
     """Return the output and the weights; the weights are `[B, chunks, C, C]`, or `[B, 1, T, S]` without chunks."""
     batch, length, _ = query.shape
     if chunk_size is not None:
-        size = max(-longer(-chunk_size, -length), 1)
+        size = max(min(chunk_size, length), 1)
         if mask is None:
             mask = torch.ones(query.shape[:2], dtype=torch.bool, device=query.device)
         # Pad an incomplete last chunk.

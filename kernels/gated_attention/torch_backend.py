@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from luna_mega.kernels._custom_operator import register
-from luna_mega.kernels._export import chunk_positions, in_program, is_exporting, longer
+from luna_mega.kernels._export import chunk_positions, in_program, is_exporting
 from luna_mega.kernels.dropout import dropout_factors, host_seed
 from luna_mega.kernels.gated_attention import reference
 from luna_mega.kernels.upcast import upcast_dtype
@@ -89,7 +89,7 @@ def _scores_are_few(query: Tensor, key: Tensor, value: Tensor) -> bool:
 
 
 def _positions(query: Tensor, key: Tensor, offset: int) -> int:
-    return max(longer(offset + query.shape[1], key.shape[1]), 1)
+    return max(offset + query.shape[1], key.shape[1], 1)
 
 
 class _Blocks:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from luna_mega.kernels._custom_operator import register
-from luna_mega.kernels._export import chunk_positions, in_program, is_exporting, is_tracing, lerp
+from luna_mega.kernels._export import chunk_positions, in_program, is_exporting, lerp
 from luna_mega.kernels.dropout import dropout_factors, host_seed
 from luna_mega.kernels.luna_causal_attention import reference
 from luna_mega.kernels.luna_causal_attention.reference import LunaCausalState
@@ -35,7 +35,7 @@ def attend(
     # Exported programs must not depend on this package, so export uses PyTorch's own operators.
     if is_exporting():
         return _exported(tokens, pack_query, mask, pack_mask, activation, state, dropout)
-    if query.shape[1] == 1 and not is_tracing():
+    if query.shape[1] == 1:
         one = (query[:, 0], pack_query, pack_key[:, 0], key[:, 0], value[:, 0])
         output, state = step(*one, None if mask is None else mask[:, 0], pack_mask, activation, state, dropout)
         return output[:, None], state

@@ -4,8 +4,7 @@ q = exp(log_decay + 2 pi i turn); `turn` is None if q is real. The number of tur
 positions a float32 angle would be off by entire turns. The angle is rounded to float32 after removing them.
 
 The gradients of the coefficients are in closed form. Autograd would run some sixty operations on tensors of a few
-thousand numbers, which takes as long as the average of a short batch. Compiled, exported and traced programs use
-autograd.
+thousand numbers, which takes as long as the average of a short batch. Compiled and exported programs use autograd.
 """
 
 import math

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from luna_mega.kernels._custom_operator import register
-from luna_mega.kernels._export import in_program, is_tracing
+from luna_mega.kernels._export import in_program
 from luna_mega.kernels.moving_average import tables
 from luna_mega.kernels.moving_average.coefficients import Coefficients, powers, powers_less_one, times
 from luna_mega.kernels.moving_average.reference import finish, hold
@@ -36,7 +36,7 @@ def average(
     """Return `reference.damped_ema` or `reference.complex_ema`; the final state only on request."""
     length = x.shape[1]
     chunk = chunk_length(x, return_state or initial_state is not None)
-    if truncation is not None and (is_tracing() or truncation < length):
+    if truncation is not None and truncation < length:
         chunk, length = 0, truncation
     initial = None if initial_state is None else initial_state.flatten(2)
     output, _, last, _ = operator(x, mask, skip, *coefficients, initial, chunk, length, shift)

@@ -10,6 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from luna_mega.kernels import _custom_operator, api
 from luna_mega.kernels.api import TimestepNormState, damped_ema, timestep_norm
+from tests.kernels.calls import calls
 from tests.kernels.operators import OperatorCalls
 
 FORWARD, BACKWARD = "luna_mega::moving_average", "luna_mega::moving_average_backward"
@@ -70,14 +71,21 @@ def call_under_mode(inputs):
         (call_under_mode, {FORWARD, BACKWARD}),
         (lambda inputs: train(*inputs, create_graph=True), {BACKWARD}),
         (lambda inputs: torch.vmap(lambda x: timestep_norm(x[None], 1))(inputs[0]), {"luna_mega::timestep_norm"}),
-        (lambda inputs: torch.jit.trace(damped_ema, tuple(inputs))(*inputs), {FORWARD}),
         (lambda inputs: torch.compile(damped_ema, backend="aot_eager", fullgraph=True)(*inputs), {FORWARD, BACKWARD}),
     ],
-    ids=["subclass", "mode", "create_graph", "vmap", "trace", "compile"],
+    ids=["subclass", "mode", "create_graph", "vmap", "compile"],
 )
 def test_other_calls_are_operators(run, names):
     torch.compiler.reset()
     assert operators(lambda: run(leaves())) == names
+
+
+@pytest.mark.filterwarnings("ignore")  # warnings of the tracer
+@pytest.mark.parametrize("call", [pytest.param(make, id=name) for name, make in calls(24, True)])
+def test_tracing_raises_an_error(call):
+    leaves, run, _ = call()
+    with pytest.raises(RuntimeError, match="^`torch.jit.trace` is not supported; use `torch.export.export`$"):
+        torch.jit.trace(lambda *given: run(**dict(zip(leaves, given, strict=True))), tuple(leaves.values()))
 
 
 def test_second_derivatives_and_forward_mode_raise_errors():

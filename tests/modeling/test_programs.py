@@ -2,21 +2,20 @@
 
 import shutil
 import warnings
-from itertools import product
 
 import pytest
 import torch
 
 from luna_mega.hub.samples import borders, make_inputs
-from luna_mega.kernels.api import use_backend
 from tests.marks import diagonal, slow_but
 
-from . import luna, mega, megalodon_decoders
+from . import classes, luna, mega, megalodon_decoders
 from .decoders import make
 
 COMPILER = next(filter(shutil.which, ("g++", "c++", "clang++")), None)
 QUICKLY = {"aot_inductor.compile_wrapper_opt_level": "O0"}  # C++ compilation dominates the run time
 CHUNKS, SIMPLE = mega.VARIANTS["laplace chunks"], mega.VARIANTS["relu2 simple post-norm"]
+CLASSES = {**classes.HEADS, **classes.DECODERS, **classes.SEQ2SEQ}
 MODELS = {
     "luna": lambda: luna.make("ForMaskedLM"),
     "luna, fixed P": lambda: luna.make("Model", dynamic_projection_length=False, position_embedding_type="sinusoidal"),
@@ -37,22 +36,6 @@ MODELS = {
     "luna seq2seq": lambda: make("luna seq2seq: translation").float(),
     "mega seq2seq": lambda: make("mega seq2seq: softmax").float(),
 }
-
-
-class InOrder(torch.nn.Module):
-    """Wrap a model so that inputs are positional, in the order of `names`; `torch.jit` has no keyword-only inputs."""
-
-    def __init__(self, model, names):
-        super().__init__()
-        self.model, self.names = model, list(names)
-
-    def forward(self, *inputs):
-        return self.model(**dict(zip(self.names, inputs, strict=True)))
-
-
-def trace(model, sample):
-    program = torch.jit.trace(InOrder(model, sample), tuple(sample.values()), check_trace=False)
-    return lambda **inputs: program(*(inputs[name] for name in sample))
 
 
 def export_program(model, sample):
@@ -92,25 +75,19 @@ def check(way, name, lengths, attention=None):
             torch.testing.assert_close(actual, expected, atol=2e-5, rtol=1e-5)
 
 
-LENGTHS = {"one": lambda last: [1], "short": lambda last: [3, 2], "long": lambda last: [last + 2, 2]}
-TRACED = ["luna", "mega", "mega, truncated", "megalodon"]
-CASES = list(product(MODELS, ("short", "long")))
-ONE_EACH = slow_but([("megalodon", "long")], diagonal(MODELS, ("short", "long")))
-
-
-@pytest.mark.parametrize(("name", "lengths"), slow_but(diagonal(TRACED, LENGTHS), product(MODELS, LENGTHS)))
-def test_traced_programs(name, lengths):
-    check(trace, name, LENGTHS[lengths])
-
-
-@pytest.mark.parametrize(("name", "lengths"), slow_but([("megalodon", "long")], CASES))
-def test_traced_programs_with_eager_attention(name, lengths):
-    check(trace, name, LENGTHS[lengths], "eager")
+LENGTHS = {"short": lambda last: [3, 2], "long": lambda last: [last + 2, 2]}
+EAGER = [("luna, fixed P", "short"), ("mega", "long")]
+ONE_EACH = slow_but([("megalodon", "long")], diagonal(MODELS, LENGTHS))
 
 
 @pytest.mark.parametrize(("name", "lengths"), ONE_EACH)
 def test_exported_programs(name, lengths):
     check(export, name, LENGTHS[lengths])
+
+
+@pytest.mark.parametrize(("name", "lengths"), slow_but([("mega", "long")], EAGER))
+def test_exported_programs_with_eager_attention(name, lengths):
+    check(export, name, LENGTHS[lengths], "eager")
 
 
 @pytest.mark.slow
@@ -128,24 +105,15 @@ def test_ahead_of_time_packages(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "lengths"), diagonal(MODELS, ("short", "long")))
+@pytest.mark.parametrize(("name", "lengths"), diagonal(MODELS, LENGTHS))
 def test_compiled_programs(name, lengths):
     check(compiled, name, LENGTHS[lengths])
 
 
-def test_the_reference_cannot_be_traced():
-    with use_backend("reference"), pytest.raises(ValueError, match="trace would fix the number of steps.*'torch'"):
-        check(trace, "mega", lambda last: [3, 2])
-
-
-@pytest.mark.parametrize("name", ["luna", "megalodon"])
-def test_traced_programs_of_trained_parameters(name):
-    """A program that is traced without `torch.no_grad` equals the model."""
-    model = MODELS[name]().eval()
-    model.config.return_dict = False
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        program = trace(model, make_inputs(model, [4, 2]))
-    for lengths in ([2], [15, 3]):
-        inputs = make_inputs(model, lengths)
-        torch.testing.assert_close(program(**inputs)[0], model(**inputs)[0], atol=1e-5, rtol=1e-5)
+@pytest.mark.filterwarnings("ignore")  # warnings of the tracer
+@pytest.mark.parametrize("name", CLASSES)
+def test_tracing_raises_an_error(name):
+    model = CLASSES[name]()
+    inputs = make_inputs(model, [4, 2])
+    with pytest.raises(RuntimeError, match="^`torch.jit.trace` is not supported; use `torch.export.export`$"):
+        torch.jit.trace(lambda *given: model(**dict(zip(inputs, given, strict=True))), tuple(inputs.values()))
