@@ -7,14 +7,9 @@ import torch
 import transformers
 
 import luna_mega
-from luna_mega import (
-    LunaForConditionalGeneration,
-    LunaSeq2SeqConfig,
-    MegaConfig,
-    MegaForConditionalGeneration,
-    MegaSeq2SeqConfig,
-)
+from luna_mega import MegaConfig
 from tests.convert.mega import FIELDS
+from tests.convert.translation import luna_seq2seq, mega_seq2seq
 from tests.errors import command_error
 
 
@@ -78,22 +73,6 @@ MEGA |= {"hidden_dropout_prob": 0.0, "nffn_activation_dropout_prob": 0.0, "class
 MEGA |= {"classifier_activation": "gelu", "classifier_bias": False}
 MEGA_LM = FIELDS | {"vocab_size": 40, "max_positions": 20, "is_decoder": True, "bidirectional": False}
 MEGA_LM |= {"final_norm": True, "lm_head_bias": False, "add_lm_hidden_dense_layer": False}
-TRANSLATION = {"vocab_size": 19, "hidden_size": 8, "num_hidden_layers": 2, "intermediate_size": 12}
-LUNA_TRANSLATION = TRANSLATION | {"num_attention_heads": 2, "projection_length": 5, "max_position_embeddings": 20}
-MEGA_TRANSLATION = TRANSLATION | {"shared_representation_size": 6, "ema_projection_size": 3, "nffn_hidden_size": 10}
-MEGA_TRANSLATION |= {"normalization_type": "layernorm", "normalize_before_mega": False, "normalize_before_ffn": False}
-
-SINUSOIDAL = {"position_embedding_type": "sinusoidal", "embedding_norm": False}
-
-
-def luna_seq2seq(**fields):
-    torch.manual_seed(0)
-    return LunaForConditionalGeneration(LunaSeq2SeqConfig(**LUNA_TRANSLATION | fields)).eval()
-
-
-def mega_seq2seq(**fields):
-    torch.manual_seed(0)
-    return MegaForConditionalGeneration(MegaSeq2SeqConfig(**MEGA_TRANSLATION | fields)).eval()
 
 
 def new_model(name, **fields):

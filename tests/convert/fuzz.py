@@ -8,12 +8,12 @@ import shutil
 import torch
 
 import luna_mega
-from luna_mega.convert import ConversionError, convert_checkpoint, export_checkpoint
+from luna_mega.convert import ConversionError, convert_checkpoint
 from luna_mega.convert.formats._megalodon import CONFIG, CONSOLIDATED, SHARDS, TOKENIZER
 from tests.convert import luna, megalodon
-from tests.convert.exports import luna_seq2seq, mega_seq2seq, read
 from tests.convert.mega import mega, mega_image
 from tests.convert.mega_lm import KINDS, mega_lm
+from tests.convert.translation import checkpoint, luna_seq2seq, mega_seq2seq
 
 
 def megalodon_folder():
@@ -26,27 +26,22 @@ BUILDERS = {
     "luna_bert": lambda: luna.bert(heads=[("topic", 3)], task="sentence_prediction", num_classes=3),
     "luna_lra, 2021": luna.lra21,
     "luna_lra, 2023": lambda: luna.lra23(pre_logits=True),
-    "luna_seq2seq": luna_seq2seq,
+    "luna_seq2seq": lambda: checkpoint(luna_seq2seq()),
     "mega_lra": mega,
     "mega_lra, pixels": lambda: mega("mega_lra_cifar10", "flash", values=True, sen_rep_type="mp"),
     "mega_lm": lambda: mega_lm(**KINDS["tied"]),
     "mega_lm, adaptive": lambda: mega_lm(**KINDS["adaptive"]),
-    "mega_seq2seq": mega_seq2seq,
+    "mega_seq2seq": lambda: checkpoint(mega_seq2seq()),
     "mega_image": lambda: mega_image(hidden=6),
     "megalodon": megalodon_folder,
 }
 _LARGEST, _DIGITS = 2**31 - 1, "5,000 digits"
 
 
-def build(builder, folder):
+def build(builder):
     """Return the content of a valid checkpoint."""
     torch.manual_seed(0)
-    state = builder()
-    if isinstance(state, dict):
-        return state
-    state.save_pretrained(folder / "ours")
-    export_checkpoint(folder / "ours", folder / "exported.pt")
-    return read(folder / "exported.pt")
+    return builder()
 
 
 def save(state, folder):

@@ -1,24 +1,22 @@
 """Checkpoints of every format with missing, unexpected or misshapen tensors, invalid args or inapplicable options."""
 
 import functools
-import tempfile
 from argparse import Namespace
-from pathlib import Path
 
 import pytest
 import torch
 
 from tests.convert import fuzz, luna
-from tests.convert.exports import SINUSOIDAL, luna_seq2seq
 from tests.convert.mega import BODY, mega
 from tests.convert.mega_lm import TAIL, mega_lm
+from tests.convert.translation import SINUSOIDAL, checkpoint, luna_seq2seq
 from tests.errors import command_error
 
 ENCODER, BANDS = "encoder.sentence_encoder", "decoder.embed_tokens.embeddings"
 LUNA, LRA, MEGA, LM = f"{ENCODER}.layers.1", "encoder.encoder", f"{BODY}.layers.0.mega_layer", "decoder.layers.1"
 KINDS = fuzz.BUILDERS | {
     "mega_lra, prenorm": lambda: mega(prenorm=True),
-    "luna_seq2seq, sinusoids": lambda: luna_seq2seq(**SINUSOIDAL),
+    "luna_seq2seq, sinusoids": lambda: checkpoint(luna_seq2seq(**SINUSOIDAL)),
     "mega_lm, untied": mega_lm,
     "luna_lra, three": lambda: luna.lra21(towers=3),
     "luna_lra, four": lambda: luna.lra21(towers=4),
@@ -149,8 +147,7 @@ CASES = [
 
 @functools.cache
 def built(kind):
-    with tempfile.TemporaryDirectory() as folder:
-        return fuzz.build(KINDS[kind], Path(folder))
+    return fuzz.build(KINDS[kind])
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case[0]} {case[-1][-1]}")

@@ -27,7 +27,7 @@ VALUES = (
 @pytest.mark.parametrize("damaged", ["args", "weights"])
 @pytest.mark.parametrize("kind", BUILDERS)
 def test_damaged_content(tmp_path, kind, damaged):
-    state, draw = build(BUILDERS[kind], tmp_path), random.Random(7)
+    state, draw = build(BUILDERS[kind]), random.Random(7)
     assert survives(state, tmp_path, kind)
     names = sorted({row.name for row in find_format(kind.partition(",")[0]).table} | vars(state["args"]).keys())
     kept = 0

@@ -10,8 +10,10 @@ from luna_mega import LunaForConditionalGeneration
 from luna_mega.convert.export.exporter import export_checkpoint
 from luna_mega.convert.importer import convert_checkpoint
 from luna_mega.errors import ConversionError
-from tests.convert.exports import SINUSOIDAL, dictionary, edit, identical, luna_seq2seq, mega_seq2seq, read
+from tests.convert import translation
+from tests.convert.exports import dictionary, edit, identical, read
 from tests.convert.fuzz import changed
+from tests.convert.translation import SINUSOIDAL, luna_seq2seq, mega_seq2seq
 
 FAMILIES = {"luna": luna_seq2seq, "mega": mega_seq2seq}
 LUNA_KINDS = {
@@ -75,21 +77,16 @@ def test_dictionaries_go_there_and_back(tmp_path, family, kind):
     assert (tmp_path / "out" / "dict.target.txt").read_text(encoding="utf-8").count("\n") == sizes[1] - 4
 
 
-def exported(tmp_path, family, change=None, **fields):
-    """Export a new model, change its args, and return the path of the checkpoint."""
-    FAMILIES[family](**fields).save_pretrained(tmp_path / "ours")
-    path = tmp_path / "out" / "model.pt"
-    export_checkpoint(tmp_path / "ours", path)
-    if change:
-        state = read(path)
-        vars(state["args"]).update(change)
-        torch.save(state, path)
-    return path
+def save(folder, family, change=None, **fields):
+    """Save the checkpoint of a new model, with these changes of its args, and return its path."""
+    folder.mkdir(exist_ok=True)
+    torch.save(translation.checkpoint(FAMILIES[family](**fields), **change or {}), folder / "model.pt")
+    return folder / "model.pt"
 
 
 def test_norms_stored_minus_one(tmp_path):
     """A file of the 2023 code, with norm weights around 0, converts with the option."""
-    path = exported(tmp_path, "luna")
+    path = save(tmp_path / "out", "luna")
     content = read(path)
     norms = [key for key in content["model"] if "norm" in key and key.endswith(".weight")]
     for key in norms:
@@ -105,7 +102,7 @@ def test_norms_stored_minus_one(tmp_path):
 @pytest.fixture
 def checkpoint(tmp_path):
     """Return a checkpoint with two vocabularies and no dictionaries in its directory."""
-    return exported(tmp_path, "mega", **MEGA_KINDS["two vocabularies"])
+    return save(tmp_path / "out", "mega", **MEGA_KINDS["two vocabularies"])
 
 
 def test_dictionaries(tmp_path, checkpoint):
@@ -133,20 +130,20 @@ def test_dictionaries(tmp_path, checkpoint):
 
 
 def test_a_joint_vocabulary_has_one_dictionary(tmp_path):
-    path = exported(tmp_path, "mega")
+    path = save(tmp_path / "out", "mega")
     one, other = dictionary(tmp_path / "a.txt", 19), dictionary(tmp_path / "b.txt", 19)
     convert_checkpoint(path, tmp_path / "one", dictionaries=[one])
     assert not (tmp_path / "one" / "target").exists()
     other.write_text(other.read_text(encoding="utf-8").replace("w3", "x"), encoding="utf-8")
     with pytest.raises(ConversionError, match="but the model has one embedding"):
         convert_checkpoint(path, tmp_path / "two", dictionaries=[one, other])
-    separate = exported(tmp_path / "x", "mega", share_encoder_decoder_embeddings=False)
+    separate = save(tmp_path / "x", "mega", share_encoder_decoder_embeddings=False)
     convert_checkpoint(separate, tmp_path / "both", dictionaries=[other, one])  # the first dictionary is the source's
     assert (tmp_path / "both" / "dict.txt").read_text(encoding="utf-8") == other.read_text(encoding="utf-8")
 
 
 def test_tensors_take_precedence_over_args(tmp_path):
-    path = exported(tmp_path, "mega", {"share_all_embeddings": True, "decoder_z_dim": 99}, decoder_vocab_size=14)
+    path = save(tmp_path / "out", "mega", {"share_all_embeddings": True, "decoder_z_dim": 99}, decoder_vocab_size=14)
     warnings = "\n".join(convert_checkpoint(path, tmp_path / "a").warnings)
     assert "args.share_all_embeddings = True but the tensors have False" in warnings
     assert "args.decoder_z_dim = 99 but the tensors have 6" in warnings
@@ -156,7 +153,7 @@ def test_tensors_take_precedence_over_args(tmp_path):
 def english(tmp_path_factory):
     """Return a checkpoint whose source language is en, its converted folder, and the report."""
     place = tmp_path_factory.mktemp("english")
-    path = exported(place, "mega", {"source_lang": "en"})
+    path = save(place, "mega", {"source_lang": "en"})
     convert_checkpoint(path, place / "folder")
     return (
         read(path),
@@ -181,7 +178,7 @@ def test_language_name_is_not_a_path(tmp_path, english, language):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_settings_of_generation(tmp_path, family):
-    convert_checkpoint(exported(tmp_path, family), tmp_path / "folder")
+    convert_checkpoint(save(tmp_path / "out", family), tmp_path / "folder")
     generation = json.loads((tmp_path / "folder" / "generation_config.json").read_text(encoding="utf-8"))
     assert (generation["num_beams"], generation["decoder_start_token_id"]) == (5, 2)
     assert generation["max_length"] == {"luna": 21, "mega": 202}[family]
@@ -189,7 +186,7 @@ def test_settings_of_generation(tmp_path, family):
 
 
 def test_an_edited_folder_keeps_its_languages(tmp_path):
-    path = exported(tmp_path, "luna", {"source_lang": "en", "target_lang": "de"})
+    path = save(tmp_path / "out", "luna", {"source_lang": "en", "target_lang": "de"})
     convert_checkpoint(path, tmp_path / "back")
     edit(tmp_path / "back", dropout=0.25)
     report = export_checkpoint(tmp_path / "back", tmp_path / "again.pt")
