@@ -10,17 +10,14 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from luna_mega.errors import ConversionError, shown
+from luna_mega.errors import ConversionError
 
-VOCABULARY_FILE, LABELS_FILE, TARGET_FILE = "dict.txt", "dict.label.txt", "dict.target.txt"
 PIECES_FILE = "tokenizer.model"
 SPECIALS = ("<s>", "<pad>", "</s>", "<unk>")
 FILLER = re.compile(r"madeupword\d{4}")
 _VOCABULARY_PLACES = ("dict.txt", "src-bin/dict.txt", "input0/dict.txt")
 _LABEL_PLACES = ("label-bin/dict.txt", "label/dict.txt")
 _ROLES = ("source", "target")
-
-Files = dict[str, bytes]
 
 
 @dataclass(frozen=True)
@@ -110,25 +107,18 @@ class Dictionaries:
     @property
     def files(self) -> dict[str, Path]:
         """Return name in a converted folder -> file of a dictionary."""
-        names = {VOCABULARY_FILE: self.vocabulary, LABELS_FILE: self.labels}
+        names = {"dict.txt": self.vocabulary, "dict.label.txt": self.labels}
         if self.target is not self.vocabulary:
-            names[TARGET_FILE] = self.target
+            names["dict.target.txt"] = self.target
         return {name: dictionary.path for name, dictionary in names.items() if dictionary is not None}
 
 
 class DictionaryKind(ABC):
-    """The dictionaries that a model can have, and their places in an export."""
+    """The dictionaries that a model can have."""
 
     @abstractmethod
     def find(self, given: list[str | Path], folder: Path) -> Dictionaries:
         """Return the dictionaries of the model among the files `given` or, if there are none, in `folder`."""
-
-    @abstractmethod
-    def export(self, given: list[str | Path], folder: Path, class_names: dict[int, str]) -> tuple[Files, list[str]]:
-        """Return the files that the original reads next to its checkpoint, and notes on missing ones.
-
-        If no dictionaries are `given`, the files in the converted `folder` are used. `class_names` is `id2label`.
-        """
 
 
 @dataclass(frozen=True)
@@ -139,17 +129,11 @@ class VocabularyAndLabels(DictionaryKind):
         vocab_size: Rows of the embedding; None for a model without a vocabulary.
         appended: Symbol that fairseq appends to the vocabulary.
         num_labels: Number of classes; None for a model without classes.
-        vocabulary_place: Path of the vocabulary in the original, relative to the checkpoint.
-        label_place: Path of the labels in the original.
-        labeled: Whether an export writes a dictionary of labels with the names of the classes.
     """
 
     vocab_size: int | None
     appended: str | None
     num_labels: int | None
-    vocabulary_place: str = _VOCABULARY_PLACES[0]
-    label_place: str = _LABEL_PLACES[0]
-    labeled: bool = True
 
     def find(self, given: list[str | Path], folder: Path) -> Dictionaries:
         dictionaries = Dictionaries()
@@ -177,20 +161,6 @@ class VocabularyAndLabels(DictionaryKind):
             note = "no dictionary: the folder has no dict.txt, and a tokenizer needs one; --dict adds it"
             dictionaries.notes.append(note)
         return dictionaries
-
-    def export(self, given: list[str | Path], folder: Path, class_names: dict[int, str]) -> tuple[Files, list[str]]:
-        dictionaries = self.find(given or _inside(folder, VOCABULARY_FILE, LABELS_FILE), folder)
-        files, notes = {}, list(dictionaries.warnings)
-        if dictionaries.vocabulary is not None:
-            places = {VOCABULARY_FILE, self.vocabulary_place}
-            files |= dict.fromkeys(places, dictionaries.vocabulary.path.read_bytes())
-        elif self.vocab_size is not None:
-            notes.append("no dict.txt in the folder, which fairseq needs next to the file; --dict adds it")
-        if dictionaries.labels is not None:
-            files[self.label_place] = dictionaries.labels.path.read_bytes()
-        elif self.vocab_size is not None and self.num_labels and self.labeled:
-            files[self.label_place] = _label_dictionary([class_names[index] for index in range(self.num_labels)])
-        return files, notes
 
     def _search(self, folder: Path) -> list[Path]:
         """Return at most one file for each role, from the first location that has one."""
@@ -250,14 +220,6 @@ class LanguagePair(DictionaryKind):
             )
         return Dictionaries(by_role["source"], by_role["target"])
 
-    def export(self, given: list[str | Path], folder: Path, class_names: dict[int, str]) -> tuple[Files, list[str]]:
-        dictionaries = self.find(given or _inside(folder, VOCABULARY_FILE, TARGET_FILE), folder)
-        if dictionaries.vocabulary is None:
-            note = "no dict.txt in the folder, but fairseq needs the dictionaries of both languages; --dict adds them"
-            return {}, [note]
-        pair = zip(self.names, (dictionaries.vocabulary, dictionaries.target), strict=True)
-        return {name: dictionary.path.read_bytes() for name, dictionary in pair}, []
-
     def _roles(self, dictionary: Dictionary) -> list[str]:
         """Return the roles whose embedding has the size of the dictionary and which its file name does not exclude."""
         names = self.names
@@ -293,11 +255,6 @@ class ClassNames(DictionaryKind):
             raise ConversionError(f"{path}: line {names.index('') + 1} is empty; write one name per line")
         return Dictionaries(class_names=names)
 
-    def export(self, given: list[str | Path], folder: Path, class_names: dict[int, str]) -> tuple[Files, list[str]]:
-        if given:
-            raise ConversionError(f"--dict {given[0]}: the original code reads no dictionary; omit the option")
-        return {}, []
-
 
 @dataclass(frozen=True)
 class PieceFile(DictionaryKind):
@@ -317,23 +274,6 @@ class PieceFile(DictionaryKind):
         names = [PIECES_FILE, *([Path(self.named).name] if self.named else [])]
         return Dictionaries(pieces=next(iter(_inside(folder, *names)), None))
 
-    def export(self, given: list[str | Path], folder: Path, class_names: dict[int, str]) -> tuple[Files, list[str]]:
-        if len(given) > 1:
-            raise ConversionError(f"--dict {given[1]}: the original reads one SentencePiece model; pass one --dict")
-        path = Path(given[0]) if given else next(iter(_inside(folder, PIECES_FILE)), None)
-        if path is None:
-            return {}, [f"no {PIECES_FILE} in the folder, which the original needs next to the weights; --dict adds it"]
-        return {PIECES_FILE: path.read_bytes()}, []
-
 
 def _inside(folder: Path, *names: str) -> list[Path]:
     return [path for name in names if (path := folder / name).is_file()]
-
-
-def _label_dictionary(names: list[str]) -> bytes:
-    for name in names:
-        if not re.fullmatch(r"\S+( \S+)*", name) or name in SPECIALS or names.count(name) > 1:
-            raise ConversionError(
-                f"config.json: id2label has {shown(name)}, which a dictionary cannot contain; rename the class"
-            )
-    return "".join(f"{name} 1\n" for name in names).encode()

@@ -86,7 +86,7 @@ def mean_and_deviation(value: Any) -> tuple[int | float, int | float]:
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """A model that is imported or exported: its class, configuration, revision of the code, and name of its head."""
+    """The model in a checkpoint: its class, configuration, revision of the code, and name of its head."""
 
     model_class: type[PreTrainedModel]
     config: PreTrainedConfig
@@ -97,15 +97,6 @@ class ModelSpec:
     def vocab_size(self) -> int | None:
         """Return the number of rows of the embedding; None for a model without tokens."""
         return self.config.vocab_size if self.config.input_type == "tokens" else None
-
-
-def is_classifier(model_class: type[PreTrainedModel]) -> bool:
-    return model_class.__name__.endswith(("Classification", "MultipleChoice"))
-
-
-def problem_type(config: PreTrainedConfig) -> str:
-    """Return `config.problem_type`, or the default of transformers if it is None."""
-    return config.problem_type or ("regression" if config.num_labels == 1 else "single_label_classification")
 
 
 @dataclass
@@ -120,7 +111,6 @@ class Evidence:
         settings: Name of the args in messages.
         head: Value of `--head`.
         warnings: Warnings so far.
-        left_out: Names of the tensors that the conversion of an exported model dropped.
     """
 
     tensors: Tensors
@@ -130,7 +120,6 @@ class Evidence:
     settings: str = "args"
     head: str | None = None
     warnings: list[str] = field(default_factory=list)
-    left_out: list[str] = field(default_factory=list)
 
     def arg(self, name: str) -> Any:
         """Return the argument, or the default of the architecture if it is missing."""

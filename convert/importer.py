@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
 from transformers import PreTrainedModel
 
 from luna_mega.convert import conventions
@@ -22,7 +21,6 @@ from luna_mega.convert.report import Report, without_folders
 from luna_mega.convert.safe_load import Checkpoint
 from luna_mega.convert.tensors import (
     DTYPES,
-    SOURCE_NORMS,
     TensorMap,
     check_unshared,
     convert_tensors,
@@ -128,9 +126,6 @@ def convert_checkpoint(
     )
     with complete_folder(output) as folder:
         model.save_pretrained(folder, state_dict=converted, max_shard_size="50GB")
-        if source.minus_one:
-            norms = {key: tensors[key].contiguous() for key in source.mapping.norm_weights}
-            save_file(norms, folder / SOURCE_NORMS)
         if companions.preprocessor is not None:
             content = json.dumps(companions.preprocessor, indent=2) + "\n"
             (folder / "preprocessor_config.json").write_text(content, encoding="utf-8")

@@ -16,15 +16,8 @@ import torch
 LAYER_NORM = "layer_norm"
 # The transform of tensors that keep their dtype if the narrower dtype of the others would round them.
 WIDE = "wide"
+Reshape = Callable[[torch.Tensor], torch.Tensor]  # changes the shape of a tensor of the file to the model's
 _FIELDS = {"layer": r"\d+", "n": r"\d+", "part": r"weight|bias", "rest": r".+", "name": r"[^.]+"}
-
-
-@dataclass(frozen=True)
-class Reshape:
-    """Change of the shape of a tensor: `forward` from the file to the model, `backward` from the model to the file."""
-
-    forward: Callable[[torch.Tensor], torch.Tensor]
-    backward: Callable[[torch.Tensor], torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -75,16 +68,6 @@ class KeyMap:
     def backward(self, key: str) -> Match | None:
         """Return the match of a name in the model; None if no row matches."""
         return self._match(key, "target", "source")
-
-    def position(self, key: str) -> tuple:
-        """Return a key that sorts names of the original by row, by layer, and weight before bias."""
-        for index, row in enumerate(self.rows):
-            if match := _compile(row.source).fullmatch(key):
-                fields = match.groupdict()
-                # Rows with {layer} are one block, after the same number of other rows.
-                block = sum("{layer}" not in other.source for other in self.rows[:index])
-                return block, "layer" not in fields, int(fields.get("layer", 0)), index, fields.get("part") == "bias"
-        raise KeyError(key)
 
     def _match(self, key: str, from_side: str, to_side: str) -> Match | None:
         for row in self.rows:

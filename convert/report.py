@@ -1,4 +1,4 @@
-"""The report of a conversion: a table for the terminal, and conversion_report.json, which an export reads."""
+"""The report of a conversion: a table for the terminal, and conversion_report.json."""
 
 import json
 import re
@@ -23,8 +23,8 @@ class Report:
     """Record of a conversion: its input, its decisions and its output.
 
     `mapped` has `{"source", "target", "shape"}` and `dropped` has `{"source", "shape", "reason"}` for every tensor of
-    the checkpoint. `tokenizer` has `{"class", "kind", "size", "missing_pieces"}`. `args` are the checkpoint's, for
-    an export. `code` describes the revision. `missing` and `unexpected` are empty, since other conversions fail.
+    the checkpoint. `tokenizer` has `{"class", "kind", "size", "missing_pieces"}`. `args` are the checkpoint's.
+    `code` describes the revision. `missing` and `unexpected` are empty, since other conversions fail.
     """
 
     output: str

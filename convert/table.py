@@ -1,7 +1,4 @@
-"""Tables of arguments: each row reads an argument of a file into a field of the configuration.
-
-An export writes the arguments in the order of the table.
-"""
+"""Tables of arguments: each row reads an argument of a file into a field of the configuration."""
 
 import re
 from collections.abc import Callable, Iterable
@@ -11,7 +8,7 @@ from typing import Any
 from huggingface_hub.errors import StrictDataclassError
 from transformers import PreTrainedConfig
 
-from luna_mega.convert.evidence import Evidence, flag
+from luna_mega.convert.evidence import Evidence
 from luna_mega.errors import ConversionError, shown
 
 Values = dict[Any, Any]  # value in the original -> value in the configuration
@@ -60,13 +57,6 @@ class Arg:
             return {}
         return {self.field: value if self.values is None else decoded(evidence, self.name, value, self.values)}
 
-    def encoded(self, value: Any) -> Any:
-        """Return the value in the original of a value of the field."""
-        if self.values is None:
-            return value
-        # A model whose activation has no name in fairseq does not use it, so any name is valid.
-        return next((theirs for theirs, ours in self.values.items() if ours == value), next(iter(self.values)))
-
     def typed(self, value: Any, settings: str = "args") -> Any:
         """Return the value in the type of the argument; None stays None.
 
@@ -93,11 +83,6 @@ def typed(kind: Callable[[Any], Any], *names: str) -> Table:
     return tuple(Arg(name, kind=kind) for name in names)
 
 
-def untyped(*names: str) -> Table:
-    """Return the rows of arguments of any type, which determine no field; an export writes them in this place."""
-    return typed(lambda value: value, *names)
-
-
 def read_if(condition: Callable[[Evidence], bool], *rows: Arg) -> Table:
     """Return the rows of arguments that are read only if `condition` returns True."""
 
@@ -120,10 +105,6 @@ def fields(read: Callable[[Evidence], dict[str, Any]], **options: Any) -> Arg:
 def size_of(key: str, *dims: str, index: int = 0) -> Callable[[Evidence], int]:
     """Return a function that reads one size of the tensor `key`; `dims` are its dimensions in errors."""
     return lambda evidence: evidence.shape(key, *dims)[index]
-
-
-# Every checkpoint of fairseq has these.
-COMMON = (*untyped("data", "seed"), *typed(flag, "no_save_optimizer_state"))
 
 
 def rows_of(table: Iterable[Arg], revision: str) -> list[Arg]:

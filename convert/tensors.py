@@ -11,8 +11,6 @@ from luna_mega.errors import ConversionError, reason, shown
 from luna_mega.escaping import short_line
 
 DTYPES = ("float32", "float16", "bfloat16")
-# Norm weights of a plus-one checkpoint, with their names. Adding 1 rounds them, so an export writes the saved ones.
-SOURCE_NORMS = "source_norms.safetensors"
 
 
 @dataclass(frozen=True)
@@ -41,7 +39,7 @@ class TensorMap:
     def reshape(self, key: str, tensor: torch.Tensor) -> torch.Tensor:
         """Return a tensor of the file in the shape of the model."""
         transform = self.transforms[key]
-        return transform.forward(tensor) if isinstance(transform, Reshape) else tensor
+        return transform(tensor) if callable(transform) else tensor
 
     def dtype_of(self, key: str, tensor: torch.Tensor, dtype: torch.dtype) -> torch.dtype:
         """Return the dtype of the tensor `key` of a file if the other tensors are stored in `dtype`."""

@@ -22,7 +22,6 @@ from luna_mega_cli.options import check_arguments, define_command
 # Module of a command -> its line in the list of commands.
 COMMANDS = {
     "convert": "convert a checkpoint of the original code into a folder that AutoModel loads",
-    "export": "write a model folder as a checkpoint of the original code",
     "verify": "compare two models layer by layer on the same inputs",
     "info": "describe a model: parameters, weights, cache, heads, origin",
     "bundle": "add the code to a model folder, for trust_remote_code",

@@ -2,7 +2,7 @@
 
 import argparse
 
-from luna_mega_cli.options import DTYPES, FILES, add_conventions, chosen, show
+from luna_mega_cli.options import add_conventions, chosen, show
 
 DESCRIPTION = (
     "Converts a fairseq checkpoint of Luna (luna_bert, LRA, translation) or Mega (LRA, raw speech, ImageNet, language "
@@ -23,7 +23,10 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--output", metavar="DIR", required=True, help="output folder, which must be absent or empty")
     parser.add_argument(
         "--dict",
-        **FILES,
+        metavar="FILE",
+        nargs="+",
+        action="extend",
+        default=[],
         help="dictionaries: dict.txt of the vocabulary, and of the labels if there is one; for translation one of the "
         "source and one of the target (default: those in the checkpoint's directory)",
     )
@@ -45,7 +48,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--dtype",
-        choices=DTYPES,
+        choices=("float32", "float16", "bfloat16"),
         help="dtype of the converted weights (default: float32; for Megalodon as in the checkpoint)",
     )
     parser.add_argument(

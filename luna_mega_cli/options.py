@@ -8,10 +8,8 @@ from dataclasses import asdict
 from types import ModuleType
 from typing import Any
 
-DTYPES = ("float32", "float16", "bfloat16")
 LAYER_NORMS = ("standard", "plus-one")
 EMA_CONVENTIONS = ("main", "flash")
-FILES: dict[str, Any] = {"metavar": "FILE", "nargs": "+", "action": "extend", "default": []}  # `--dict`
 
 _PATHS = {"checkpoint", "folder", "path", "a", "b", "inputs", "dict", "bpe", "output", "teacher", "texts"}
 # Paths that are read. Folders of models are checked where they are opened.

@@ -15,9 +15,8 @@ from transformers.utils import logging
 import luna_mega
 import luna_mega_cli
 from luna_mega.convert import ConversionError, convert_checkpoint
-from luna_mega.convert.export.exporter import export_checkpoint
 
-COMMANDS = ("convert", "export", "verify", "info", "bundle", "onnx")
+COMMANDS = ("convert", "verify", "info", "bundle", "onnx")
 
 
 def replace(monkeypatch, name, function):
@@ -112,7 +111,7 @@ def encoder(tmp_path):
 def test_reports_as_json(encoder, tmp_path, capsys):
     """`--json` prints a JSON report.
 
-    The reports of convert, export and onnx are tested with the formats and packages of these commands.
+    The reports of convert and onnx are tested with the formats and packages of these commands.
     """
     found = {}
     for argv in (["info", encoder], ["verify", encoder, encoder], ["bundle", encoder, "--output", tmp_path / "bundle"]):
@@ -133,9 +132,6 @@ def test_reports_as_json(encoder, tmp_path, capsys):
         (["convert", "TEXT", "--output", "NEW", "--bpe", "ABSENT"], "error: --bpe ABSENT: no such file or folder"),
         (["convert", "TEXT", "--output", ""], "error: output '': is empty; pass a path"),
         (["convert", "TEXT", "--output", "TEXT"], "TEXT: the output is a file; use a folder"),
-        (["export", "ABSENT", "--output", "NEW"], "error: ABSENT: no such folder"),
-        (["export", "FOLDER", "--output", "NEW", "--dict", "INSIDE"], "error: --dict INSIDE: no such file"),
-        (["export", "FOLDER", "--output", "FOLDER"], "FOLDER: already exists"),
         (["info", ""], "error: path '': is empty; pass a path"),
         (["info", "INSIDE"], "error: INSIDE: no such file or folder"),
         (["verify", "FOLDER", "FOLDER", "--inputs", "ABSENT"], "error: --inputs ABSENT: no such file"),
@@ -143,7 +139,6 @@ def test_reports_as_json(encoder, tmp_path, capsys):
         (["bundle", "ABSENT"], "error: ABSENT: no such folder"),
         (["bundle", "FOLDER", "--output", "INSIDE"], "INSIDE: TEXT is not a folder; use another name"),
         (["convert", "FOLDER", "--output", "NEW"], "is a folder; pass the checkpoint file itself"),
-        (["export", "TEXT", "--output", "NEW"], "is a file; use a model folder"),
         (["verify", "FOLDER", "NEW"], "no such file or folder"),
         (["info", "ROBERTA"], "model_type 'roberta' is not supported; expected 'luna', "),
         (["bundle", "TEXT"], "is a file; use a model folder"),
@@ -210,12 +205,12 @@ def test_version_option(capsys):
         (["verify", "a", "b", "--batch", "9" * 9999], "must be an integer from 1 to 2^31 - 1"),
         (["info", "x", "--len\x1b[31m"], r"--len\x1b[31m"),
         (["convert", "x", "--output", "y", "--dtype", "int8"], "invalid choice: 'int8' (choose from 'float32', "),
-        (["conver"], "invalid choice: 'conver'; did you mean 'convert'? (choose from 'convert', 'export', "),
+        (["conver"], "invalid choice: 'conver'; did you mean 'convert'? (choose from 'convert', "),
         (["inof", "x"], "invalid choice: 'inof'; did you mean 'info'?"),
         (["convert", "x", "--output", "y", "--dtype", "bfloat"], "--dtype: invalid choice: 'bfloat'; did you mean 'bf"),
         (["verify", "x", "y", "--layer-norm", "plusone"], "--layer-norm: invalid choice: 'plusone'; did you mean 'pl"),
         (["info", "x", "--lenght", "3"], "luna-mega info: error: unrecognized arguments: --lenght 3; did you mean '--"),
-        (["export", "x", "--output", "y", "--shrads=2"], "unrecognized arguments: --shrads=2; did you"),
+        (["convert", "x", "--output", "y", "--dtpye=x"], "unrecognized arguments: --dtpye=x; did you"),
         (["info", "x", "y"], "luna-mega info: error: unrecognized arguments: y\n"),
     ],
 )
@@ -229,7 +224,7 @@ def test_wrong_usage_exits_with_2(argv, named, capsys):
 def test_a_misspelled_option_is_named_although_others_are_missing(name, capsys):
     _, output = run([name, "--help"], capsys)
     usage = output.out.partition("\n\n")[0]
-    assert usage.count(" --output ") == (name in ("convert", "export", "onnx"))  # not [--output DIR]
+    assert usage.count(" --output ") == (name in ("convert", "onnx"))  # not [--output DIR]
     for option in set(re.findall(r"^  (--[a-z-]+)", output.out, flags=re.MULTILINE)):
         wrong = f"{option[:3]}x{option[3:]}"
         status, output = run([name, wrong], capsys)
@@ -260,27 +255,18 @@ def test_invalid_input_is_one_line(name, error, monkeypatch, capsys):
         raise error
 
     replace(monkeypatch, name, fail)
-    writes = dict.fromkeys(("convert", "export", "onnx"), ["a", "--output", "b"])
+    writes = dict.fromkeys(("convert", "onnx"), ["a", "--output", "b"])
     argv = (writes | {"verify": ["a", "b"]}).get(name, ["a"])
     status, output = run([name, *argv], capsys)
     assert status == 1 and output.out == ""
     assert output.err.startswith(f"luna-mega {name}: error: ") and output.err.count("\n") == 1
 
 
-@pytest.mark.parametrize(
-    ("command", "function", "option"),
-    [
-        ("convert", convert_checkpoint, "layer_norm"),
-        ("convert", convert_checkpoint, "ema_convention"),
-        ("convert", convert_checkpoint, "dtype"),
-        ("export", export_checkpoint, "layer_norm"),
-        ("export", export_checkpoint, "dtype"),
-    ],
-)
-def test_choices_equal_the_function_choices(command, function, option, tmp_path, capsys):
+@pytest.mark.parametrize("option", ["layer_norm", "ema_convention", "dtype"])
+def test_choices_equal_the_function_choices(option, tmp_path, capsys):
     """The choices in the help equal the function's; they are duplicated, because the help imports no package."""
     with pytest.raises(ValueError, match=f"{option} must be one of") as raised:
-        function(tmp_path / "a", tmp_path / "b", **{option: "nonsense"})
-    _, output = run([command, "--help"], capsys)
+        convert_checkpoint(tmp_path / "a", tmp_path / "b", **{option: "nonsense"})
+    _, output = run(["convert", "--help"], capsys)
     shown = re.search(rf"--{option.replace('_', '-')} {{(.*?)}}", output.out)[1].split(",")
     assert ", ".join(shown) + ", got" in str(raised.value)

@@ -12,16 +12,12 @@ from luna_mega.convert.tokenizers import WORDS, ConvertedTokenizer
 from luna_mega.convert.tokenizers.words import word_tokenizer
 from luna_mega.errors import ConversionError
 
-_CLS, _TASKS_OF_WORDS = "<CLS>", ("long_range_arena", "lra-text")
+_CLS = "<CLS>"
 BODY, OUT = "encoder.encoder", "sentence_projection_layer.weight"
 _INPUT_TYPE = {"text": "tokens", "image": "values"}
 REPRESENTATION = {"cls": "cls", "mp": "mean"}
 ACTIVATION = Arg("classifier_activation_fn", "classifier_activation", ACTIVATIONS, kind=word)
 CLASSES = Arg("sentence_class_num", "num_labels", read=size_of(OUT, "classes", "features"), kind=integer)
-
-
-def is_pair(spec: ModelSpec) -> bool:
-    return spec.model_class.__name__.endswith("PairClassification")
 
 
 def input_type(embedding: Callable[[Evidence], tuple[int, ...]]) -> Arg:
@@ -67,7 +63,6 @@ def companions(spec: ModelSpec, evidence: Evidence, starts_with_cls: bool) -> Co
     `starts_with_cls` is whether the model was trained with `<CLS>` before every sequence.
     """
     config, tokens = spec.config, spec.config.input_type == "tokens"
-    places = {"vocabulary_place": "src-bin/dict.txt"} if evidence.args.get("task") in _TASKS_OF_WORDS else {}
 
     def tokenizer(dictionaries: Dictionaries, bpe: Bpe, notes: list[str]) -> ConvertedTokenizer | None:
         if bpe is not None:
@@ -77,6 +72,5 @@ def companions(spec: ModelSpec, evidence: Evidence, starts_with_cls: bool) -> Co
         words = word_tokenizer(dictionaries.vocabulary, _CLS, starts_with_cls, config.max_position_embeddings)
         return ConvertedTokenizer(words, WORDS, [])
 
-    labels = {"labeled": config.problem_type != "regression"} | places
-    kind = VocabularyAndLabels(spec.vocab_size, _CLS if tokens else None, config.num_labels, **labels)
+    kind = VocabularyAndLabels(spec.vocab_size, _CLS if tokens else None, config.num_labels)
     return Companions(kind, tokenizer)

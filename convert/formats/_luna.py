@@ -8,7 +8,7 @@ from luna_mega import LunaConfig
 from luna_mega.convert.evidence import Evidence, flag, number, size, word
 from luna_mega.convert.formats.format import Revision
 from luna_mega.convert.keymap import LAYER_NORM, Row, rows
-from luna_mega.convert.table import ACTIVATIONS, COMMON, NOT, Arg, Table, size_of, typed, untyped
+from luna_mega.convert.table import ACTIVATIONS, NOT, Arg, Table, size_of
 from luna_mega.errors import ConversionError
 from luna_mega.modeling_luna.modeling_luna import sinusoids
 
@@ -31,9 +31,9 @@ FACTS = {
 }
 
 
-def code_of(year: int, name: str, norms: str = "standard") -> Revision:
-    """Return the description of the code of a year; `name` describes the format."""
-    return Revision(name, f"{year} code", f"the {year} fairseq code", norms)
+def code_of(year: int) -> Revision:
+    """Return the description of the code of a year."""
+    return Revision(f"{year} code", f"the {year} fairseq code")
 
 
 def encoder_rows(
@@ -58,17 +58,14 @@ def encoder_rows(
 def encoder_arguments(body: str, layers: Callable, width: Callable, positions: Callable) -> Table:
     """Return the rows of the common arguments of encoders; `layers`, `width` and `positions` return values."""
     return (
-        *COMMON,
         Arg("encoder_layers", "num_hidden_layers", read=layers, kind=size),
         Arg("encoder_embed_dim", "hidden_size", read=width, kind=size),
         Arg("encoder_ffn_embed_dim", "intermediate_size", read=feed_forward(body), kind=size),
         Arg("encoder_attention_heads", "num_attention_heads", kind=size),
         Arg("max_positions", "max_position_embeddings", read=positions, kind=size),
-        *typed(size, "tokens_per_sample"),
         Arg("activation_fn", "hidden_act", ACTIVATIONS, "gelu", kind=word),
         Arg("dropout", "dropout", default=0.1, kind=number),
         Arg("attention_dropout", "attention_dropout", default=0.1, kind=number),
-        *untyped("stop_min_lr"),
     )
 
 

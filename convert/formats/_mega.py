@@ -32,13 +32,9 @@ _EMA = {
 _EMA_OF_BOTH = {"beta": "ema_expansion_matrix", "gamma": "kernel_projection_matrix", "omega": "residual_weight"}
 
 
-def revisions(name: str) -> dict[str, Revision]:
-    """Return the descriptions of the branches of the code; `name` describes the format."""
-    branches = {branch: f"branch {branch}" for branch in ORDER}
-    branches["unknown"] = "branch main or flash (not determined by the order of its tensors)"
-    return {key: Revision(f"{name} of {code}", code, f"the Mega code, {code}") for key, code in branches.items()}
-
-
+_BRANCHES = {branch: f"branch {branch}" for branch in ORDER}
+_BRANCHES["unknown"] = "branch main or flash (not determined by the order of its tensors)"
+REVISIONS = {key: Revision(code, f"the Mega code, {code}") for key, code in _BRANCHES.items()}
 FACTS = {
     "config_class": MegaConfig,
     "unsupported_options": {"layer-norm": "Mega stores norm weights as they are"},

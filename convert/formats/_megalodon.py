@@ -29,7 +29,7 @@ from luna_mega.hub.folder import read_json
 
 EMBEDDING = "embed.weight"
 CONFIG, CONSOLIDATED = "config.json", "consolidate_config.json"
-DTYPE_NAMES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
+_DTYPE_NAMES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
 # Args in addition to the model's.
 TOKENIZER, SHARDS = "tokenizer", "model_parallel_size"
 _EXTRA = 256  # the number of tokens after the pieces is a multiple of this
@@ -47,7 +47,7 @@ def _files(folder: Path, pattern: str) -> list[str]:
     return sorted(path.name for path in folder.glob(pattern) if path.is_file())
 
 
-def shard_names(count: int) -> list[str]:
+def _shard_names(count: int) -> list[str]:
     """Return the names of the files with weights."""
     return ["consolidated.pth"] if count == 1 else [f"consolidated.{rank:02d}.pth" for rank in range(count)]
 
@@ -86,8 +86,8 @@ def _consolidated(folder: Path) -> tuple[int, str]:
         name, value = SHARDS, content.get(SHARDS)
         count = size(value)
         name, value = "dtype", content.get("dtype")
-        if value not in list(DTYPE_NAMES):
-            raise ValueError(f"is not one of {', '.join(DTYPE_NAMES)}")
+        if value not in list(_DTYPE_NAMES):
+            raise ValueError(f"is not one of {', '.join(_DTYPE_NAMES)}")
     except ValueError as error:
         raise ConversionError(f"{file}: {name} = {shown(value)} {error}") from error
     return count, value
@@ -110,7 +110,7 @@ def _settings(folder: Path) -> dict[str, Any]:
 def _check_files(folder: Path, count: int) -> None:
     """Raise an error if a shard is missing or if there are too many shards."""
     found = _files(folder, _WEIGHTS)
-    expected = shard_names(min(count, len(found) + 1) if count > 1 else 1)  # `count` is a number from a file
+    expected = _shard_names(min(count, len(found) + 1) if count > 1 else 1)  # `count` is a number from a file
     if missing := [name for name in expected if name not in found]:
         raise ConversionError(
             f"{folder}: {missing[0]} is missing, and {CONSOLIDATED} has {SHARDS} = {count}; copy all shards there"
@@ -150,7 +150,7 @@ class MegalodonFolder(Folder):
         count, dtype = _consolidated(folder)
         args = _settings(folder) | {SHARDS: count}
         _check_files(folder, count)
-        files = {name: read_tensors(folder / name, progress) for name in shard_names(count)}
+        files = {name: read_tensors(folder / name, progress) for name in _shard_names(count)}
         for name, file in files.items():
             if file.archive != Path(name).stem and re.fullmatch(r"consolidated(\.\d+)?", file.archive or ""):
                 raise ConversionError(
@@ -161,7 +161,7 @@ class MegalodonFolder(Folder):
             tensors = join_shards({name: file.tensors for name, file in files.items()})
         warnings = {f"{name}: {file.unchecked}" for name, file in files.items() if file.unchecked}
         unchecked, stored = next(iter(warnings), None), _dtypes(tensors)
-        if stored != {DTYPE_NAMES[dtype]}:
+        if stored != {_DTYPE_NAMES[dtype]}:
             words = ", ".join(sorted(stored))
             warnings.add(f"{CONSOLIDATED}: dtype = {dtype!r} but the tensors are {words}: using the tensors")
         return Checkpoint(
@@ -179,7 +179,7 @@ class MegalodonFolder(Folder):
 
     def stored_dtype(self, tensors: Tensors) -> str:
         stored = _dtypes(tensors)
-        return stored.pop() if len(stored) == 1 and stored <= set(DTYPE_NAMES.values()) else "float32"
+        return stored.pop() if len(stored) == 1 and stored <= set(_DTYPE_NAMES.values()) else "float32"
 
 
 def _dtypes(tensors: Tensors) -> set[str]:
@@ -232,16 +232,3 @@ def _check_part(name: str, tensor: torch.Tensor, file: str, first: torch.Tensor,
         raise ConversionError(f"{shown(name)}, equal in all shards, differs in {file} and {first_file}: {_OTHER_RUN}")
     if dimension is not None and tensor.dim() <= dimension:
         raise ConversionError(f"{shown(name)} has shape {list(tensor.shape)} in {file}, and no dimension {dimension}")
-
-
-def split_shards(tensors: Tensors, count: int) -> list[Tensors]:
-    """Return the tensors of each of `count` shards, in which tied tensors stay tied."""
-    if count == 1:
-        return [tensors]
-    parts: dict[int, list[torch.Tensor]] = {}
-    for name, tensor in tensors.items():
-        if (dimension := _dimension(name)) is None:
-            parts[id(tensor)] = [tensor] * count
-        elif id(tensor) not in parts:
-            parts[id(tensor)] = [part.clone() for part in tensor.chunk(count, dimension)]
-    return [{name: parts[id(tensor)][rank] for name, tensor in tensors.items()} for rank in range(count)]

@@ -3,7 +3,7 @@
 from luna_mega.convert.dictionaries import Dictionaries, LanguagePair
 from luna_mega.convert.evidence import Evidence, ModelSpec, flag, language, same_bits, word
 from luna_mega.convert.formats.format import Bpe, Companions
-from luna_mega.convert.table import COMMON, Arg, typed, untyped
+from luna_mega.convert.table import Arg, typed
 from luna_mega.convert.tokenizers import WORDS, ConvertedTokenizer
 from luna_mega.convert.tokenizers.translation import translation_tokenizer
 from luna_mega.errors import ConversionError, shown
@@ -33,20 +33,12 @@ def _sharing(evidence: Evidence) -> dict[str, bool]:
 
 
 TASK = (
-    *COMMON,
-    *untyped("task"),
     *typed(word, "arch"),
-    *untyped("criterion", "label_smoothing"),
     *typed(language, "source_lang", "target_lang"),
-    *untyped("left_pad_source", "left_pad_target"),
-    *typed(flag, "load_alignments", "truncate_source"),
-    *untyped("num_batch_buckets"),
 )
 SHARING = (
     Arg("share_all_embeddings", "share_encoder_decoder_embeddings", read=_sharing, kind=flag),
     *typed(flag, "share_decoder_input_output_embed"),
-    *untyped("adaptive_softmax_cutoff", "adaptive_softmax_dropout"),
-    *typed(flag, "adaptive_input", "tie_adaptive_weights"),
 )
 HEADS = ["sequence-to-sequence LM"]
 

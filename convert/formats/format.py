@@ -2,7 +2,7 @@
 
 A format has six members: `facts` are constants, `table` reads arguments into fields of the configuration, `recognize`
 identifies a file, `keymap` translates names of tensors, `companions` returns the files next to the weights, and
-`report` returns decisions and notes for the user. The `Writer` of a format is in `convert/export/`.
+`report` returns decisions and notes for the user.
 """
 
 import re
@@ -64,15 +64,10 @@ class Folder(Container, ABC):
 
 @dataclass(frozen=True)
 class Revision:
-    """Descriptions of one revision of the original code: of the format, of the revision, of the code.
+    """Descriptions of one revision of the original code: of the revision, and of the code."""
 
-    `norms` is "standard" or "plus-one", the storage of norm weights; None if it is always the same.
-    """
-
-    format: str
     name: str
     code: str
-    norms: str | None = None
 
 
 def no_tokenizer(dictionaries: Dictionaries, bpe: Bpe, notes: list[str]) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 from luna_mega import LunaForMaskedLM, LunaForMultipleChoice, LunaForSequenceClassification, LunaModel
 from luna_mega.convert.dictionaries import Dictionaries, VocabularyAndLabels
-from luna_mega.convert.evidence import Evidence, ModelSpec, flag, integer, number, size, word
+from luna_mega.convert.evidence import Evidence, ModelSpec, flag, number, size, word
 from luna_mega.convert.formats import _luna
 from luna_mega.convert.formats._luna import CODE_2021, CODE_2023
 from luna_mega.convert.formats.format import Bpe, Companions, Facts, Format, Notes
@@ -17,29 +17,29 @@ from luna_mega.convert.tokenizers import PIECES, ConvertedTokenizer
 from luna_mega.convert.tokenizers.gpt2_bpe import bpe_tokenizer, read_gpt2_bpe
 from luna_mega.errors import ConversionError
 
-_BODY, LM_HEAD = "encoder.sentence_encoder", "encoder.lm_head"
+_BODY, _LM_HEAD = "encoder.sentence_encoder", "encoder.lm_head"
 _NOTE = "early file: its prefix 'decoder.' is today's 'encoder.'"
 _EARLY_PREFIX = (r"^decoder\.(?=(sentence_encoder|lm_head)\.)", "encoder.", _NOTE)
 _RANKING_TASKS = ("sentence_ranking", "commonsense_qa")
 _FINE_TUNING_TASKS = ("sentence_prediction", *_RANKING_TASKS)
 # A head with any other name reads the first token.
-POOLING_OF_HEAD = {
+_POOLING_OF_HEAD = {
     "sentence_classification_head": "cls",
     "pooling_classification_head": "packed_max",
     "attention_classification_head": "packed_attention",
 }
-SIZES = tuple(
+_SIZES = tuple(
     "encoder_layers encoder_embed_dim encoder_ffn_embed_dim encoder_attention_heads max_positions "
     "projection_length".split()
 )
 
 
 def _sizes(*values: int) -> dict[str, int]:
-    return dict(zip(SIZES, values, strict=True))
+    return dict(zip(_SIZES, values, strict=True))
 
 
 _OF_512 = ("luna_bert", "luna_base_512", "luna_base_tied_512", "luna_base_untied_512")
-ARCHITECTURES = {
+_ARCHITECTURES = {
     **dict.fromkeys(_OF_512, {"encoder_attention_heads": 12}),
     "luna_base_2048": _sizes(12, 768, 3072, 12, 2048, 256),
     "luna_large_512": _sizes(24, 1024, 4096, 16, 512, 128),
@@ -48,16 +48,16 @@ ARCHITECTURES = {
 
 
 def _tied_lm(evidence: Evidence) -> dict[str, bool]:
-    return evidence.ties("untie_weights_luna", False, f"{LM_HEAD}.weight", _EMBEDDING[0])
+    return evidence.ties("untie_weights_luna", False, f"{_LM_HEAD}.weight", _EMBEDDING[0])
 
 
-def names_of_heads(keys: Iterable[str]) -> list[str]:
+def _names_of_heads(keys: Iterable[str]) -> list[str]:
     return sorted({key.split(".")[1] for key in keys if key.startswith("classification_heads.")})
 
 
 def _head(evidence: Evidence) -> dict[str, Any]:
     """Return class, name and fields of the head: the requested head, or the only one of a fine-tuned model."""
-    names, name, task = names_of_heads(evidence.tensors), evidence.head, evidence.args.get("task")
+    names, name, task = _names_of_heads(evidence.tensors), evidence.head, evidence.args.get("task")
     if wrong := next((name for name in names if not re.fullmatch(r"[\w-]+", name)), None):
         raise ConversionError(f"classification head {wrong!r}: a name has letters, digits, '_' and '-' only")
     if name is not None and name not in names:
@@ -68,7 +68,7 @@ def _head(evidence: Evidence) -> dict[str, Any]:
     if name is None:
         return {MODEL: LunaForMaskedLM}
     num_labels, inner = evidence.shape(f"classification_heads.{name}.out_proj.weight", "classes", "inner width")
-    found = {HEAD: name, "pooling": POOLING_OF_HEAD.get(name, "cls"), "classifier_hidden_size": inner}
+    found = {HEAD: name, "pooling": _POOLING_OF_HEAD.get(name, "cls"), "classifier_hidden_size": inner}
     if task in _RANKING_TASKS and num_labels == 1:
         return found | {MODEL: LunaForMultipleChoice}
     regression = {"problem_type": "regression"} if evidence.args.get("regression_target") else {}
@@ -83,7 +83,7 @@ _TABLE = (
         width=size_of(*_EMBEDDING, index=1),
         positions=_luna.positions(_BODY),
     ),
-    *typed(word, "arch", "task", "criterion"),
+    *typed(word, "arch", "task"),
     Arg("projection_length", "projection_length", read=_luna.packed_length(_BODY), kind=size),
     _luna.PACKED_LENGTH_FIXED,
     _luna.UNTIED_KEY_VALUE,
@@ -92,10 +92,7 @@ _TABLE = (
     Arg("encoder_layerdrop", "layerdrop", default=0.0, kind=number),
     Arg("pooler_activation_fn", "classifier_activation", ACTIVATIONS, "tanh", kind=word),
     Arg("pooler_dropout", "classifier_dropout", default=0.0, kind=number),
-    *typed(word, "ranking_head_name"),
-    *typed(integer, "num_classes"),
     *typed(flag, "regression_target"),
-    *typed(word, "classification_head_name"),
     derived("vocab_size", size_of(*_EMBEDDING)),
     fields(_head),
 )
@@ -107,13 +104,13 @@ class LunaBert(Format):
     facts = Facts(
         name="luna_bert",
         revisions={
-            CODE_2021: _luna.code_of(2021, "luna_bert"),
-            CODE_2023: _luna.code_of(2023, "luna_bert of the 2023 code"),
+            CODE_2021: _luna.code_of(2021),
+            CODE_2023: _luna.code_of(2023),
         },
         model_classes=(LunaForMaskedLM, LunaModel, LunaForMultipleChoice, LunaForSequenceClassification),
         additional_classes=(LunaForMaskedLM,),
         stacks=frozenset({("luna", _BODY)}),
-        architectures=ARCHITECTURES,
+        architectures=_ARCHITECTURES,
         aliases=(_EARLY_PREFIX,),
         named_heads=True,
         decided=("tie_key_value", "tie_word_embeddings", "dynamic_projection_length"),
@@ -126,9 +123,9 @@ class LunaBert(Format):
 
     def keymap(self, spec: ModelSpec) -> KeyMap:
         found = [
-            *(Row(f"{LM_HEAD}.{part}", f"lm_head.decoder.{part}") for part in ("weight", "bias")),
-            *rows(LM_HEAD, "lm_head", ["dense"]),
-            *rows(LM_HEAD, "lm_head", ["layer_norm"], LAYER_NORM),
+            *(Row(f"{_LM_HEAD}.{part}", f"lm_head.decoder.{part}") for part in ("weight", "bias")),
+            *rows(_LM_HEAD, "lm_head", ["dense"]),
+            *rows(_LM_HEAD, "lm_head", ["layer_norm"], LAYER_NORM),
             Row(f"{_BODY}.embed_tokens.weight", "luna.embeddings.word_embeddings.weight"),
             *_luna.encoder_rows(_BODY),
         ]
@@ -144,17 +141,9 @@ class LunaBert(Format):
         return KeyMap([*found, Row("classification_heads.{name}.{rest}", None, reason=reason, except_name=spec.head)])
 
     def companions(self, spec: ModelSpec, evidence: Evidence) -> Companions:
-        task, config = evidence.args.get("task"), spec.config
-        # fairseq's tasks read their dictionaries from these folders.
-        places = {"vocabulary_place": "input0/dict.txt"} if task in ("sentence_prediction", "sentence_ranking") else {}
-        places |= {"label_place": "label/dict.txt"} if task == "sentence_prediction" else {}
-        kind = VocabularyAndLabels(
-            config.vocab_size,
-            "<mask>",
-            config.num_labels if spec.model_class is LunaForSequenceClassification else None,
-            labeled=config.problem_type != "regression",
-            **places,
-        )
+        config = spec.config
+        labels = config.num_labels if spec.model_class is LunaForSequenceClassification else None
+        kind = VocabularyAndLabels(config.vocab_size, "<mask>", labels)
 
         def tokenizer(dictionaries: Dictionaries, bpe: Bpe, notes: list[str]) -> ConvertedTokenizer | None:
             if bpe is None:

@@ -5,7 +5,6 @@ from functools import partial
 from typing import Any
 
 from luna_mega import LunaForSequenceClassification, LunaForSequencePairClassification
-from luna_mega.convert.conventions import MINUS_ONE
 from luna_mega.convert.evidence import Evidence, ModelSpec, flag, integer, number, size, word
 from luna_mega.convert.formats import _lra, _luna
 from luna_mega.convert.formats._lra import BODY, OUT
@@ -13,7 +12,7 @@ from luna_mega.convert.formats._luna import CODE_2021, CODE_2023
 from luna_mega.convert.formats.format import Companions, Facts, Format, Notes
 from luna_mega.convert.keymap import KeyMap, Row, rows
 from luna_mega.convert.safe_load import Checkpoint
-from luna_mega.convert.table import MODEL, Arg, derived, fields, typed, untyped
+from luna_mega.convert.table import MODEL, Arg, derived, fields, typed
 from luna_mega.errors import ConversionError
 
 _CLASSES = (LunaForSequenceClassification, LunaForSequencePairClassification)
@@ -30,7 +29,7 @@ _ARCHITECTURES = {
     "luna_lra_pf128": _PF32 | {"max_positions": 16386},
 }
 # Revision -> number of features of a pair, in widths, and the combination of the pair.
-PAIRS = {CODE_2021: (2, "concat"), CODE_2023: (4, "interaction")}
+_PAIRS = {CODE_2021: (2, "concat"), CODE_2023: (4, "interaction")}
 _PADDING_NOTE = (
     "as in the original, scores depend on how much padding a batch has; set pool_padding to false in config.json for "
     "scores that do not (they then differ from the original's on padded batches)"
@@ -115,7 +114,7 @@ def _head(evidence: Evidence) -> dict[str, Any]:
         first = "classifier.0.weight" if evidence.revision == CODE_2021 else _PRE_LOGITS
         hidden, features = evidence.shape(first, "hidden", "features")
         found = {"classifier_hidden_size": hidden}
-    factor, combined = PAIRS[evidence.revision]
+    factor, combined = _PAIRS[evidence.revision]
     model_class = _lra.choose_class(features, _embedding(evidence)[-1], factor, *_CLASSES)
     pair = {"pair_features": combined} if model_class is LunaForSequencePairClassification else {}
     return found | pair | {MODEL: model_class}
@@ -129,7 +128,6 @@ _TABLE = (
         positions=_positions,
     ),
     *typed(word, "arch"),
-    *untyped("criterion"),
     Arg("layer_type", read=lambda evidence: "luna", kind=word),
     Arg("encoder_projection_length", "projection_length", read=_luna.packed_length(BODY), kind=size),
     Arg("act_dropout", "activation_dropout", default=0.0, kind=number),
@@ -140,12 +138,8 @@ _TABLE = (
     _lra.CLASSES,
     Arg("sen_rep_type", default="cls", kind=word),
     Arg("use_p", default=False, read=_pooling, kind=flag),
-    *typed(flag, "regression_target"),
-    *typed(word, "task"),
     Arg("classifier_layers", "classifier_num_layers", read=_DEPTH, revision=CODE_2021, kind=integer),
     _lra.input_type(_embedding),
-    *typed(integer, "classifier_in_dim"),
-    Arg("classifier_out_dim", kind=integer, revision=CODE_2021),
     replace(_lra.ACTIVATION, default="relu", revision=CODE_2021),
     Arg("pre_logits", read=_pre_logits, kind=flag, revision=CODE_2023),
     Arg("dropout", "classifier_dropout", revision=CODE_2023),
@@ -162,8 +156,8 @@ class LunaLra(Format):
     facts = Facts(
         name="luna_lra",
         revisions={
-            CODE_2021: _luna.code_of(2021, "Luna LRA of the 2021 code"),
-            CODE_2023: _luna.code_of(2023, "Luna LRA of the 2023 code", MINUS_ONE),
+            CODE_2021: _luna.code_of(2021),
+            CODE_2023: _luna.code_of(2023),
         },
         model_classes=_CLASSES,
         stacks=frozenset({("luna", BODY)}),

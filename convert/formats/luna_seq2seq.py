@@ -12,7 +12,7 @@ from luna_mega.convert.formats._luna import CODE_2021
 from luna_mega.convert.formats.format import Companions, Facts, Format, Notes
 from luna_mega.convert.keymap import LAYER_NORM, KeyMap, Row, rows
 from luna_mega.convert.safe_load import Checkpoint
-from luna_mega.convert.table import ACTIVATIONS, NOT, Arg, Table, fields, typed, untyped
+from luna_mega.convert.table import ACTIVATIONS, NOT, Arg, Table, fields
 from luna_mega.errors import ConversionError
 from luna_mega.modeling_luna.configuration_luna import DECODER_FIELDS
 
@@ -81,7 +81,6 @@ def _side(side: str) -> Table:
         width = Arg("decoder_embed_dim", kind=size)
         drop = replace(drop, name="decoder_layerdrop", read=_decoder_layerdrop)
     return (
-        *untyped(f"{side}_embed_path"),
         Arg(layers, field("num_hidden_layers"), read=depth, kind=size),
         width,
         Arg(f"{side}_ffn_embed_dim", field("intermediate_size"), read=_luna.feed_forward(side), kind=size),
@@ -90,7 +89,6 @@ def _side(side: str) -> Table:
         Arg(f"{side}_learned_pos", default=False, read=_type(side, positions), kind=flag),
         Arg(f"{side}_normalize_before", field("pre_norm"), read=_there(f"{side}.layer_norm.weight"), kind=flag),
         drop,
-        *untyped(f"{side}_layers_to_keep"),
     )
 
 
@@ -111,7 +109,6 @@ _TABLE = (
     Arg("activation_dropout", "activation_dropout", default=0.0, kind=number),
     Arg("word_dropout", "word_dropout", default=0.0, kind=number),
     *_translation.SHARING,
-    *typed(size, "decoder_input_dim", "decoder_output_dim"),
     *_side("encoder"),
     *_side("decoder"),
 )
@@ -122,7 +119,7 @@ class LunaSeq2Seq(Format):
 
     facts = Facts(
         name="luna_seq2seq",
-        revisions={CODE_2021: _luna.code_of(2021, "Luna translation")},
+        revisions={CODE_2021: _luna.code_of(2021)},
         model_classes=(LunaForConditionalGeneration,),
         stacks=frozenset({("luna", "encoder"), ("luna", "decoder")}),
         decided=_DECIDED,

@@ -8,7 +8,7 @@ from luna_mega.convert.dictionaries import ClassNames
 from luna_mega.convert.evidence import Evidence, ModelSpec, flag, integer, number, size, word
 from luna_mega.convert.formats import _mega
 from luna_mega.convert.formats.format import Companions, Container, Facts, Format, Notes, Revision
-from luna_mega.convert.keymap import KeyMap, Reshape, Row
+from luna_mega.convert.keymap import KeyMap, Row
 from luna_mega.convert.safe_load import Checkpoint
 from luna_mega.convert.table import NOT, Arg, derived, fields, size_of, typed
 from luna_mega.errors import ConversionError
@@ -55,12 +55,10 @@ _TABLE = (
     Arg("input_size", "image_size", read=lambda evidence: _side(evidence) * _patches(evidence)[2], kind=size),
     Arg("nb_classes", "num_labels", read=size_of("head.weight", "classes", "width"), kind=integer),
     _STACK.norm_type("norm_type"),
-    *typed(word, "patch_impl"),
     Arg("no_pos_emb", "use_absolute_position_embeddings", NOT, read=_no_positions, kind=flag),
     Arg("representation_size", read=_representation, kind=integer),
     Arg("drop", "dropout_prob", default=0.0, kind=number),
     Arg("drop_path", "drop_path_rate", default=0.2, kind=number),
-    *typed(flag, "model_ema"),
     # The args do not have these sizes.
     fields(lambda evidence: dict(zip(("num_channels", "patch_size"), _patches(evidence)[1:], strict=True))),
     derived("num_hidden_layers", partial(Evidence.layers, prefix="blocks")),
@@ -78,7 +76,7 @@ class MegaImage(Format):
     facts = Facts(
         name="mega_image",
         revisions={
-            name: Revision(f"Mega for images, {patches}", f"variant with {patches}", "the Mega code for images")
+            name: Revision(f"variant with {patches}", "the Mega code for images")
             for name, patches in (("conv", "patches by convolution"), ("linear", "linear patches"))
         },
         model_classes=(MegaForImageClassification,),
@@ -99,11 +97,11 @@ class MegaImage(Format):
         to_patches = "mega.embedding_layer.patch_embeddings.projection"
         config, linear = spec.config, spec.revision == "linear"
         shape = (-1, config.num_channels, config.patch_size, config.patch_size)
-        convolution = Reshape(lambda weight: weight.reshape(shape), lambda weight: weight.flatten(1))  # equivalent
         return KeyMap(
             [
                 Row("pos_embed", "mega.embedding_layer.position_embeddings"),
-                Row(_PATCHES, f"{to_patches}.weight", convolution if linear else None),
+                # A matrix of linear patches is equivalent to a convolution.
+                Row(_PATCHES, f"{to_patches}.weight", (lambda weight: weight.reshape(shape)) if linear else None),
                 Row("patch_embed.pemb.proj.bias", f"{to_patches}.bias"),
                 *_mega.block_rows("blocks.{layer}", "mega.layers.{layer}", "flash"),
                 *_mega.norm_rows("final_norm", "mega.final_norm"),

@@ -9,7 +9,7 @@ from luna_mega.convert.evidence import Evidence, ModelSpec, cutoffs, flag, numbe
 from luna_mega.convert.formats import _mega
 from luna_mega.convert.formats.format import Bpe, Companions, Facts, Notes
 from luna_mega.convert.keymap import KeyMap, Row
-from luna_mega.convert.table import COMMON, Arg, derived, fields, read_if, typed, untyped
+from luna_mega.convert.table import Arg, derived, fields, read_if, typed
 from luna_mega.convert.tokenizers import ConvertedTokenizer
 from luna_mega.convert.tokenizers.language_models import lm_tokenizer
 from luna_mega.hub.folder import position_limit
@@ -119,25 +119,13 @@ def _shares_projections(evidence: Evidence) -> dict[str, bool]:
 # Common fields of all language models; fairseq prepends `</s>`, id 2.
 _CONSTANTS = dict.fromkeys(("bidirectional", "add_lm_hidden_dense_layer", "lm_head_bias"), False)
 _CONSTANTS |= {"is_decoder": True, "bos_token_id": 2}
-_SIZES = _STACK.sizes("decoder", lambda evidence: _widths(evidence)[0])  # `decoder_input_dim` follows the first two
 _TABLE = (
-    *COMMON,
-    *untyped("task"),
-    *typed(word, "arch", "criterion"),
-    *untyped("sample_break_mode"),
-    *typed(size, "tokens_per_sample"),
+    *typed(word, "arch"),
     _STACK.positions("max_target_positions", "decoder_chunk_size", default=1024),
-    *untyped("output_dictionary_size"),
-    *typed(flag, "self_target", "future_target", "past_target", "add_bos_token"),
-    *untyped("shorten_method", "shorten_data_split_list"),
-    *untyped("variant_block_multiple_min", "variant_block_multiple_max", "valid_block"),
-    *_SIZES[:2],
+    *_STACK.sizes("decoder", lambda evidence: _widths(evidence)[0]),
     Arg("decoder_input_dim", "embedding_size", read=lambda evidence: _widths(evidence)[1], kind=size),
-    *_SIZES[2:],
-    *untyped("decoder_embed_path"),
     *_mega.options(_STACK, truncation=2048),
     Arg("share_decoder_input_output_embed", read=_shares_words, kind=flag),
-    *typed(flag, "share_all_embeddings", "adaptive_input"),
     *read_if(
         _has_bands,
         Arg("adaptive_input_cutoff", "adaptive_input_cutoffs", read=_input_cutoffs, kind=cutoffs),
@@ -161,7 +149,7 @@ class MegaLM(_mega.MegaFormat):
 
     facts = Facts(
         name="mega_lm",
-        revisions=_mega.revisions("Mega LM"),
+        revisions=_mega.REVISIONS,
         model_classes=(MegaForCausalLM,),
         stacks=frozenset({("mega", _BODY)}),
         architectures=_ARCHITECTURES,

@@ -4,12 +4,12 @@ from dataclasses import replace
 from typing import Any
 
 from luna_mega import MegaForSequenceClassification, MegaForSequencePairClassification
-from luna_mega.convert.evidence import Evidence, ModelSpec, flag, integer, mean_and_deviation, number, size, word
+from luna_mega.convert.evidence import Evidence, ModelSpec, flag, integer, mean_and_deviation, number, word
 from luna_mega.convert.formats import _lra, _mega
 from luna_mega.convert.formats._lra import BODY, OUT
 from luna_mega.convert.formats.format import Companions, Facts, Notes
 from luna_mega.convert.keymap import KeyMap, Row, rows
-from luna_mega.convert.table import COMMON, MODEL, Arg, derived, typed, untyped
+from luna_mega.convert.table import MODEL, Arg, derived, typed
 from luna_mega.errors import ConversionError
 
 _CLASSES = (MegaForSequenceClassification, MegaForSequencePairClassification)
@@ -60,15 +60,11 @@ def _pooling(evidence: Evidence) -> dict[str, str]:
 
 
 _TABLE = (
-    *COMMON,
-    *untyped("criterion"),
     Arg("layer_type", read=lambda evidence: "mega", kind=word),
-    *typed(flag, "apply_bert_init"),
     *_STACK.sizes("encoder", lambda evidence: _embedding(evidence)[-1], short=""),
     _mega.TRUNCATION,
     Arg("rel_pos_bias", "relative_positional_bias", read=_STACK.bias, kind=word),
     _STACK.positions("max_positions", "chunk_size"),
-    *typed(size, "tokens_per_sample"),
     replace(_mega.ACTIVATION_FUNCTION, default="gelu"),
     Arg("attention_activation_fn", "attention_activation", default="relu2", kind=word),
     _STACK.norm_type("norm_type"),
@@ -84,10 +80,8 @@ _TABLE = (
     _lra.CLASSES,
     Arg("sen_rep_type", "pooling", _lra.REPRESENTATION, "mp", read=_pooling, kind=word),
     Arg("classifier_layers", "classifier_num_layers", default=1, read=_classifier, kind=integer),
-    *typed(integer, "classifier_in_dim", "classifier_out_dim"),
     replace(_lra.ACTIVATION, default="gelu"),
     Arg("use_p", default=False, kind=flag),
-    *typed(flag, "regression_target"),
     *typed(word, "arch", "task"),
     _lra.input_type(_embedding),
     *typed(mean_and_deviation, "pixel_normalization"),
@@ -102,7 +96,7 @@ class MegaLra(_mega.MegaFormat):
 
     facts = Facts(
         name="mega_lra",
-        revisions=_mega.revisions("Mega LRA"),
+        revisions=_mega.REVISIONS,
         model_classes=_CLASSES,
         stacks=frozenset({("mega", BODY)}),
         architectures=_ARCHITECTURES,

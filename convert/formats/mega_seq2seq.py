@@ -9,7 +9,7 @@ from luna_mega.convert.formats import _mega, _translation
 from luna_mega.convert.formats._translation import SIDES
 from luna_mega.convert.formats.format import Companions, Facts, Notes
 from luna_mega.convert.keymap import KeyMap, Row
-from luna_mega.convert.table import Arg, Table, derived, fields, read_fields, untyped
+from luna_mega.convert.table import Arg, Table, derived, fields, read_fields
 from luna_mega.errors import ConversionError
 from luna_mega.modeling_mega.configuration_mega import DECODER_FIELDS
 
@@ -28,7 +28,7 @@ def _positions(side: str) -> Arg:
 def _sizes(side: str) -> Table:
     """Return the rows of the table for the sizes of one side."""
     field = partial(_translation.field_of, side, decoder_fields=_OWN)
-    return *untyped(f"{side}_embed_path"), *_mega.Stack(side).sizes(side, _translation.width, field)
+    return _mega.Stack(side).sizes(side, _translation.width, field)
 
 
 def _common(evidence: Evidence) -> dict[str, Any]:
@@ -63,7 +63,7 @@ class MegaSeq2Seq(_mega.MegaFormat):
 
     facts = Facts(
         name="mega_seq2seq",
-        revisions=_mega.revisions("Mega translation"),
+        revisions=_mega.REVISIONS,
         model_classes=(MegaForConditionalGeneration,),
         stacks=frozenset({("mega", side) for side in SIDES}),
         architectures=_ARCHITECTURES,

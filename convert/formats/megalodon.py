@@ -21,7 +21,7 @@ from luna_mega.errors import ConversionError, shown
 
 _OUTPUT, _FREQUENCIES = "output.output.weight", "rope.freqs"
 _OF_BFLOAT16 = 2**-7  # relative tolerance for frequencies that were rounded to bfloat16
-USUAL_BASE = 10000.0
+_USUAL_BASE = 10000.0
 _ATTENTIONS = (None, "swift", "fused")
 
 
@@ -48,7 +48,7 @@ def _scores(evidence: Evidence) -> dict[str, int | None]:
 def _base(evidence: Evidence) -> dict[str, float]:
     """Return the base of the rotary frequencies; raise an error if the tensor was computed with another base."""
     given = evidence.args.get("rope_base")
-    base = USUAL_BASE if given is None else float(given)
+    base = _USUAL_BASE if given is None else float(given)
     (pairs,) = evidence.shape(_FREQUENCIES, "pairs of features")
     stored = evidence.tensors[_FREQUENCIES].double()
     expected = base ** -(torch.arange(pairs, dtype=torch.float64) / pairs) if base > 0 else stored
@@ -110,7 +110,7 @@ class Megalodon(Format):
 
     facts = Facts(
         name="megalodon",
-        revisions={"release": Revision("Megalodon", "released code", "the released Megalodon code")},
+        revisions={"release": Revision("released code", "the released Megalodon code")},
         config_class=MegalodonConfig,
         model_classes=(MegalodonForCausalLM,),
         stacks=frozenset({("megalodon", "")}),

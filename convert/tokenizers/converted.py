@@ -24,7 +24,7 @@ class ConvertedTokenizer:
     kind: str
     missing_pieces: list[str]  # pieces of GPT-2 that become `<unk>` because the dictionary lacks them
     target: TokenizersBackend | None = None  # tokenizer of the target if it has a separate dictionary
-    source: Path | None = None  # SentencePiece model, saved for an export
+    source: Path | None = None  # SentencePiece model
 
     @property
     def summary(self) -> dict[str, Any]:

@@ -60,13 +60,8 @@ def read_pieces(path: str | Path) -> PieceModel:
     path = Path(path)
     if not path.is_file():
         raise ConversionError(f"{path}: no such file; pass the SentencePiece model, tokenizer.model")
-    return parse_pieces(path.read_bytes(), path)
-
-
-def parse_pieces(content: bytes, path: Path) -> PieceModel:
-    """Return the SentencePiece model in the content of a file."""
     try:
-        model = _fields(content)
+        model = _fields(path.read_bytes())
         pieces = tuple(map(_piece, model.get(1, [])))
         trainer, normalizer = (_fields(_last(model, number, b"")) for number in (2, 3))
         names = {role: _last(trainer, number, usual.encode()).decode() for role, (number, usual) in _NAMES.items()}

@@ -14,7 +14,7 @@ from luna_mega.hub.folder import TARGET_FOLDER, weight_files
 # shards that are read, is copied to a folder that is meant for an upload.
 _FILES = re.compile(
     r"""
-    (model|source_norms)\.safetensors
+    model\.safetensors
     | (config|generation_config|conversion_report)\.json
     | (tokenizer|tokenizer_config|special_tokens_map|added_tokens|vocab|encoder)\.json
     | (vocab|merges|dict|dict\.\w+)\.txt | vocab\.bpe | [\w.-]+\.model | chat_template\.(jinja|json)

@@ -4,7 +4,7 @@ import glob
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -90,7 +90,7 @@ def complete_output(output: Path) -> Iterator[Path]:
             raise ConversionError(f"{output}: cannot write tokenizer.json: {reason(error)}") from error
         if output.is_dir():
             output.rmdir()
-        move_files({temporary / output.name: output})
+        _move(temporary / output.name, output)
 
 
 @contextmanager
@@ -101,17 +101,15 @@ def complete_folder(output: Path) -> Iterator[Path]:
         yield partial
 
 
-def move_files(places: Mapping[Path, Path]) -> None:
-    """Move files to new places, in this order, and create their parent folders; a failure undoes everything."""
+def _move(path: Path, place: Path) -> None:
+    """Move a file or folder, and create the missing parents of its new place; a failure undoes everything."""
     created = []
     try:
-        for path, place in places.items():
-            for folder in reversed([folder for folder in place.parents if not folder.exists()]):
-                folder.mkdir()
-                created.append(folder)
-            path.rename(place)
-            created.append(place)
+        for folder in reversed([folder for folder in place.parents if not folder.exists()]):
+            folder.mkdir()
+            created.append(folder)
+        path.rename(place)
     except BaseException:  # including KeyboardInterrupt
-        for path in reversed(created):
-            path.rmdir() if path.is_dir() else path.unlink()
+        for folder in reversed(created):
+            folder.rmdir()
         raise

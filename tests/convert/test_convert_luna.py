@@ -12,7 +12,7 @@ from transformers import (
     AutoModelForSequenceClassification,
 )
 
-from tests.convert.exports import half, load
+from tests.convert.folders import half, load
 
 HEADS = {
     "sentence_classification_head": "cls",

@@ -5,7 +5,7 @@ import torch
 from transformers import AutoTokenizer
 
 from luna_mega.convert import convert_checkpoint
-from tests.convert.exports import half, load
+from tests.convert.folders import half, load
 from tests.convert.mega import BODY, POSITIONS, SYMBOLS, VOCABULARY, mega
 
 

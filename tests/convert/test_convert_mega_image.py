@@ -1,4 +1,4 @@
-"""Mega checkpoints for images: class names, presets, and files of other code."""
+"""Mega checkpoints for images: class names, and files of other code."""
 
 import argparse
 
@@ -6,11 +6,8 @@ import pytest
 import torch
 from transformers import AutoModelForImageClassification
 
-from luna_mega import MegaConfig, MegaForImageClassification
-from luna_mega.convert import convert_checkpoint, export_checkpoint
 from luna_mega.inspection.info import describe
 from luna_mega.inspection.verify import compare
-from tests.convert.exports import fails
 from tests.convert.mega import mega_image
 
 
@@ -24,31 +21,17 @@ def test_info_and_verify(convert):
     assert '"crop_size": {\n    "height": 12' in (folder / "preprocessor_config.json").read_text(encoding="utf-8")
 
 
-def test_model_without_conversion_record(tmp_path):
-    sizes = {"hidden_size": 192, "intermediate_size": 384, "shared_representation_size": 64, "num_hidden_layers": 12}
-    model = MegaForImageClassification(MegaConfig.image_base_patch16_224(**sizes, num_labels=3))
-    model.save_pretrained(tmp_path / "model")
-    report = export_checkpoint(tmp_path / "model", tmp_path / "a.pth")
-    state = torch.load(tmp_path / "a.pth", weights_only=False)
-    assert state["args"].model == "mega_tiny_patch16_224" and state["args"].patch_impl == "conv"
-    assert state["args"].nb_classes == 3 and state["args"].drop_path == 0.3 and state["model_ema"] is None
-    assert "register one" not in str(report)
-    convert_checkpoint(tmp_path / "a.pth", tmp_path / "again")
-    assert compare(tmp_path / "model", tmp_path / "again", tolerance=0.0).within
-
-
 def test_state_dict_without_metadata(convert):
     state = mega_image(positions=False, hidden=6)
     config = AutoModelForImageClassification.from_pretrained(convert({"model": state["model"]})).config
     assert not config.use_absolute_position_embeddings and config.classifier_hidden_size == 6
 
 
-def test_names_of_classes(convert, tmp_path, capsys):
+def test_names_of_classes(convert, tmp_path):
     names = tmp_path / "names.txt"
     names.write_text("tench, Tinca tinca\ngoldfish\nshark\nhen\ncrane\n", encoding="utf-8")
     model = AutoModelForImageClassification.from_pretrained(convert(mega_image(), "--dict", names))
     assert model.config.id2label[0] == "tench, Tinca tinca" and model.config.label2id["crane"] == 4
-    assert "reads no dictionary" in fails(capsys, convert.output, tmp_path / "a.pth", "--dict", names)
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from transformers import AutoTokenizer
 
 from luna_mega.convert.evidence import same_bits
 from luna_mega.inspection import info
-from tests.convert.exports import load
+from tests.convert.folders import load
 from tests.convert.mega import POSITIONS
 from tests.convert.mega_lm import KINDS, VOCABULARY, mega_lm
 

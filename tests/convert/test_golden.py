@@ -20,7 +20,7 @@ from transformers import AutoConfig
 from luna_mega.convert import convert_checkpoint
 from luna_mega.convert.formats.registry import open_checkpoint
 from tests.convert import luna, mega, mega_lm, megalodon, translation
-from tests.convert.exports import identical
+from tests.convert.folders import identical
 from tests.convert.test_translation import LUNA_KINDS, MEGA_KINDS
 
 FILE = Path(__file__).with_name("golden.json")
@@ -132,23 +132,6 @@ def check_arrived(source, ours, report):
             expected = source.tensors[key] + (is_norm and raised)
             assert torch.equal(ours[row["target"]].view(expected.shape), expected), row
     assert all(row["reason"] for row in report["dropped"])
-
-
-def check_came_back(source, exported, report):
-    """Check that an export has the tensors and args of the converted file, for Mega in the same order."""
-    left_out = {row["source"] for row in report["dropped"] if row["source"].startswith("classification_heads.")}
-    expected = {key: tensor for key, tensor in source.tensors.items() if key not in left_out}
-    kept = report["args"]  # args without folders of the machine
-    assert exported.tensors.keys() == expected.keys() and exported.num_updates == source.num_updates
-    assert exported.args == {**source.args, **{name: kept[name] for name in source.args.keys() & {"data_path"}}}
-    assert not report["source"]["layout"].startswith("mega_") or list(exported.tensors) == list(expected)
-    for key, tensor in expected.items():
-        if key.endswith("_float_tensor"):  # fairseq does not initialize this tensor
-            assert exported.tensors[key].shape == tensor.shape
-        elif key.endswith("projected_positions"):
-            torch.testing.assert_close(exported.tensors[key], tensor, rtol=0, atol=1e-6)
-        else:
-            assert exported.tensors[key].dtype == tensor.dtype and torch.equal(exported.tensors[key], tensor), key
 
 
 def record(build, fields, folder):

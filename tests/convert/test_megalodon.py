@@ -1,85 +1,69 @@
-"""Folders of the released Megalodon code: conversion, export, info, errors."""
+"""Folders of the released Megalodon code: conversion, info, errors."""
 
 import json
-import shutil
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
-from luna_mega import MegalodonConfig, MegalodonForCausalLM, MegalodonForSequenceClassification
-from luna_mega.convert import convert_checkpoint, export_checkpoint
+from luna_mega import MegalodonConfig, MegalodonForCausalLM
+from luna_mega.convert import convert_checkpoint
 from luna_mega.inspection.info import describe
 from luna_mega.inspection.verify import compare
-from luna_mega_cli import main
-from tests.convert.exports import edit, fails, identical, load, save
+from tests.convert.folders import edit, identical, load
 from tests.convert.megalodon import MODEL, PIECES, folder, pieces, state
 from tests.errors import command_error
 
-OURS = {
-    "vocab_size": 9,
-    "hidden_size": 16,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "shared_representation_size": 8,
-    "value_size": 24,
-    "intermediate_size": 12,
-    "ema_projection_size": 3,
-    "norm_num_groups": 4,
-    "chunk_size": 8,
-}
+# Settings of the original, and the fields that they set.
 KINDS = {
-    "plain": {},
-    "swiglu": {"swiglu": True, "scale_emb": True, "share_emb": True, "rope_base": 500.0},
-    "rescaled": {"rescale_nffn": True, "norm_affine": False, "efficient_attn": "swift", "init_mode": "xavier"},
-    "fewer scores": {"output_size": 5, "norm_eps": 1e-3, "dropout": 0.1},
+    "plain": ({}, {}),
+    "swiglu": (
+        {"swiglu": True, "scale_emb": True, "share_emb": True, "rope_base": 500.0},
+        {"swiglu": True, "scale_embedding": True, "tie_word_embeddings": True, "rope_theta": 500.0},
+    ),
+    "rescaled": (
+        {"rescale_nffn": True, "norm_affine": False, "efficient_attn": "swift", "init_mode": "xavier"},
+        {"rescale_nffn": True, "norm_affine": False, "initializer": "xavier"},
+    ),
+    "fewer scores": (
+        {"output_size": 5, "norm_eps": 1e-3, "dropout": 0.1},
+        {"output_size": 5, "norm_eps": 1e-3, "dropout_prob": 0.1},
+    ),
 }
-
-
-def same_folder(first, second):
-    for file in sorted(first.glob("consolidated*.pth")):
-        identical(torch.load(file), torch.load(second / file.name))
-    for name in ("config.json", "consolidate_config.json"):
-        assert json.loads((first / name).read_text(encoding="utf-8")) == json.loads(
-            (second / name).read_text(encoding="utf-8")
-        )
-    assert (first / "tokenizer.model").read_bytes() == (second / "tokenizer.model").read_bytes()
-    names = {file.name for file in first.iterdir()} - {"io.safetensors", "meta.json"}
-    assert names == {file.name for file in second.iterdir()}
+USUAL = {"swiglu": False, "scale_embedding": False, "tie_word_embeddings": False, "rope_theta": 10000.0}
+USUAL |= {"rescale_nffn": False, "norm_affine": True, "initializer": "he"}
+USUAL |= {"output_size": None, "norm_eps": 1e-5, "dropout_prob": 0.0}
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_folder_comes_back_bit_for_bit(tmp_path, kind):
-    source = folder(tmp_path / "source", **KINDS[kind])
+def test_weights_and_settings(tmp_path, kind):
+    settings, fields = KINDS[kind]
+    source = folder(tmp_path / "source", **settings)
     report = convert_checkpoint(source, tmp_path / "model")
     assert not report.warnings and not report.dropped and report.source["layout"] == "megalodon"
     model = load(tmp_path / "model", MegalodonForCausalLM)
     assert model.config.vocab_size == len(PIECES) and (model.config.bos_token_id, model.config.eos_token_id) == (1, 2)
-    assert model.config.tie_word_embeddings is KINDS[kind].get("share_emb", False)
-    weights = torch.load(source / "consolidated.pth")
-    assert torch.equal(model.megalodon.layers[1].mega.cema.alpha, weights["layers.1.mega.cema.alpha"])
-    assert torch.equal(model.megalodon.rope.freqs, weights["rope.freqs"])
-    assert not export_checkpoint(tmp_path / "model", tmp_path / "back").warnings
-    same_folder(source, tmp_path / "back")
+    assert {name: getattr(model.config, name) for name in USUAL} == USUAL | fields
+    assert (tmp_path / "model" / "tokenizer.model").read_bytes() == pieces()
+    check_weights(torch.load(source / "consolidated.pth"), model, report)
 
 
-def test_shards_are_joined_and_split(tmp_path):
+def check_weights(weights, model, report):
+    """Check that a model has the values of all tensors of a file."""
+    ours = model.state_dict()
+    assert weights.keys() == {row["source"] for row in report.mapped}
+    for row in report.mapped:
+        assert torch.equal(ours[row["target"]].float(), weights[row["source"]].float()), row
+
+
+def test_shards_are_joined(tmp_path):
     complete = folder(tmp_path / "complete", swiglu=True)
     halves = folder(tmp_path / "halves", swiglu=True, ranks=2)
     for name in ("complete", "halves"):
         convert_checkpoint(tmp_path / name, tmp_path / f"{name}-model")
     models = [load_file(tmp_path / f"{name}-model" / "model.safetensors") for name in ("complete", "halves")]
     identical(*models)
-    export_checkpoint(tmp_path / "halves-model", tmp_path / "back")
-    same_folder(halves, tmp_path / "back")
-    for source, shards, expected in (("complete", 2, halves), ("halves", 1, complete)):
-        output = tmp_path / f"{shards} of {source}"
-        assert (
-            main(["export", str(tmp_path / f"{source}-model"), "--output", str(output), "--shards", str(shards)]) == 0
-        )
-        for file in expected.glob("consolidated*.pth"):
-            identical(torch.load(file), torch.load(output / file.name))
     assert compare(halves, complete, tolerance=0.0, length=20).within
 
 
@@ -89,13 +73,10 @@ def test_half_precision_stays_as_it_is(tmp_path):
     assert report.dtype_out == "bfloat16"
     stored = load_file(tmp_path / "model" / "model.safetensors")
     assert {x.dtype for x in stored.values() if x.is_floating_point()} == {torch.bfloat16}
-    export_checkpoint(tmp_path / "model", tmp_path / "back")
-    same_folder(source, tmp_path / "back")
     # The model stores rates and frequencies in float32, with the values of the file.
-    MegalodonForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.bfloat16).save_pretrained(tmp_path / "again")
-    shutil.copy(tmp_path / "model" / "conversion_report.json", tmp_path / "again")
-    export_checkpoint(tmp_path / "again", tmp_path / "again-back")
-    identical(torch.load(source / "consolidated.pth"), torch.load(tmp_path / "again-back" / "consolidated.pth"))
+    model = MegalodonForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.bfloat16)
+    assert model.megalodon.layers[1].mega.cema.alpha.dtype == torch.float32
+    check_weights(torch.load(source / "consolidated.pth"), model, report)
 
 
 def test_a_narrower_dtype_does_not_round_frequencies_and_rates(tmp_path):
@@ -107,37 +88,12 @@ def test_a_narrower_dtype_does_not_round_frequencies_and_rates(tmp_path):
     assert stored["megalodon.layers.0.mega.wz.weight"].dtype == torch.bfloat16
 
 
-PRESETS = {
-    "base": {},
-    "tied": {"swiglu": True, "scale_embedding": True, "tie_word_embeddings": True},
-    "paper": {"swiglu": True, "rope_theta": 100_000.0},
-    "scores": {"output_size": 5, "rescale_nffn": True, "norm_affine": False, "initializer": "bert"},
-    "extra": {"vocab_size": 9 + 256},
-}
-
-
-@pytest.mark.parametrize("name", PRESETS)
-def test_a_model_made_here_goes_there_and_back(tmp_path, name):
-    ours = save(tmp_path / "ours", MegalodonForCausalLM(MegalodonConfig(**OURS | PRESETS[name])))
-    (tmp_path / "pieces").write_bytes(pieces())
-    shards = 1 if "rescale_nffn" in PRESETS[name] else 2
-    report = export_checkpoint(ours, tmp_path / "out", dictionaries=[tmp_path / "pieces"], shards=shards)
-    assert not report.warnings and not report.notes
-    converted = convert_checkpoint(tmp_path / "out", tmp_path / "back")
-    assert not converted.warnings
-    identical(*(load(path, MegalodonForCausalLM).state_dict() for path in (ours, tmp_path / "back")))
-    config = MegalodonConfig.from_pretrained(tmp_path / "back")
-    assert {field: getattr(config, field) for field in OURS | PRESETS[name]} == OURS | PRESETS[name]
-    assert len(AutoTokenizer.from_pretrained(tmp_path / "back")) == config.vocab_size
-
-
-def test_a_model_without_a_tokenizer(tmp_path):
-    ours = save(tmp_path / "ours", MegalodonForCausalLM(MegalodonConfig(**OURS)))
-    assert "no tokenizer.model in the folder" in "".join(export_checkpoint(ours, tmp_path / "out").notes)
-    report = convert_checkpoint(tmp_path / "out", tmp_path / "back")
+def test_a_folder_without_a_tokenizer(tmp_path):
+    source = folder(tmp_path / "source", tokenizer=None)
+    (source / "tokenizer.model").rename(tmp_path / "pieces")
+    report = convert_checkpoint(source, tmp_path / "model")
     assert report.tokenizer is None and "--bpe FILE" in "".join(report.notes)
-    (tmp_path / "pieces").write_bytes(pieces())
-    report = convert_checkpoint(tmp_path / "out", tmp_path / "with", bpe=tmp_path / "pieces")
+    report = convert_checkpoint(source, tmp_path / "with", bpe=tmp_path / "pieces")
     assert report.tokenizer["size"] == 9 and (tmp_path / "with" / "tokenizer.model").is_file()
 
 
@@ -301,41 +257,11 @@ def test_a_single_file_of_a_folder(tmp_path, capsys):
     assert "one file of a megalodon checkpoint; pass its folder" in message
 
 
-def test_shards_of_an_export_name_their_rank(tmp_path, capsys):
-    ours = save(tmp_path / "ours", MegalodonForCausalLM(MegalodonConfig(**OURS)))
-    export_checkpoint(ours, tmp_path / "out", shards=2)
-    swapped(tmp_path / "out")
-    assert "was saved as" in command_error(capsys, "convert", tmp_path / "out", "--output", tmp_path / "back")
-
-
 def test_llama_folder_is_not_megalodon(tmp_path, capsys):
     torch.save({"tok_embeddings.weight": torch.zeros(3, 2)}, tmp_path / "consolidated.00.pth")
     (tmp_path / "params.json").write_text('{"dim": 2}', encoding="utf-8")
     for source, named in ((tmp_path, "is a folder"), (tmp_path / "consolidated.00.pth", "no field 'args'")):
         assert named in command_error(capsys, "convert", source, "--output", tmp_path / "out")
-
-
-def test_exports_that_the_original_cannot_run(tmp_path, capsys):
-    ours = save(tmp_path / "ours", MegalodonForCausalLM(MegalodonConfig(**OURS)))
-    assert "does not divide num_attention_heads = 2" in fails(capsys, ours, tmp_path / "out", "--shards", "3")
-    rescaled = save(tmp_path / "other", MegalodonForCausalLM(MegalodonConfig(**OURS, rescale_nffn=True)))
-    assert "rescale_nffn in one shard only" in fails(capsys, rescaled, tmp_path / "out", "--shards", "2")
-    head = save(tmp_path / "head", MegalodonForSequenceClassification(MegalodonConfig(**OURS)))
-    assert "these can be exported" in fails(capsys, head, tmp_path / "out")
-    (tmp_path / "pieces").write_bytes(pieces(kinds=PIECES[:-1]))
-    assert "do not fit the model" in fails(capsys, ours, tmp_path / "out", "--dict", str(tmp_path / "pieces"))
-    (tmp_path / "full").mkdir()
-    (tmp_path / "full" / "x").touch()
-    assert "not empty" in fails(capsys, ours, tmp_path / "full")
-    weights = load_file(ours / "model.safetensors")
-    tied = save(tmp_path / "tied", MegalodonForCausalLM(MegalodonConfig(**OURS, tie_word_embeddings=True)))
-    save_file(weights, tied / "model.safetensors", {"format": "pt"})
-    assert "config.json ties lm_head.weight to megalodon.embed_tokens" in fails(capsys, tied, tmp_path / "out")
-    weights["megalodon.embed_tokens.weight"][0] = torch.nan
-    save_file(weights, ours / "model.safetensors", {"format": "pt"})
-    assert "NaN or Inf in 1 of" in fails(capsys, ours, tmp_path / "out")
-    with pytest.raises(ValueError, match="shards must be at least 1"):
-        export_checkpoint(ours, tmp_path / "out", shards=0)
 
 
 def test_fixtures_of_the_original(parity_folder, tmp_path):
@@ -345,8 +271,6 @@ def test_fixtures_of_the_original(parity_folder, tmp_path):
         meta, output = json.loads((source / "meta.json").read_text(encoding="utf-8")), tmp_path / source.name
         report = convert_checkpoint(source, output / "model")
         assert not report.warnings and not report.dropped
-        export_checkpoint(output / "model", output / "back")
-        same_folder(source, output / "back")
         tokenizer, ids = AutoTokenizer.from_pretrained(output / "model"), meta["tokenizer"]
         assert len(tokenizer) == ids["n_words"] == report.tokenizer["size"]
         for role in ("bos", "eos", "pad"):
@@ -361,7 +285,3 @@ def test_fixtures_of_the_original(parity_folder, tmp_path):
         torch.testing.assert_close(
             logits, io["C.logits"], rtol=0, atol=1e-5 * max(1, io["C.logits"].abs().max().item())
         )
-        if meta["model_parallel_size"] == 2:
-            export_checkpoint(output / "model", output / "complete", shards=1)
-            convert_checkpoint(output / "complete", output / "again")
-            identical(*(load_file(output / name / "model.safetensors") for name in ("model", "again")))

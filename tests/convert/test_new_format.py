@@ -1,4 +1,4 @@
-"""A format registered by a user works in convert, export and info without changes to the package."""
+"""A format registered by a user works in convert and info without changes to the package."""
 
 import argparse
 
@@ -6,9 +6,8 @@ import pytest
 import torch
 
 from luna_mega import MegaConfig, MegaForMultipleChoice
-from luna_mega.convert import ConversionError, convert_checkpoint, export_checkpoint
+from luna_mega.convert import ConversionError, convert_checkpoint
 from luna_mega.convert.dictionaries import VocabularyAndLabels
-from luna_mega.convert.export import Writer, register_writer, writer
 from luna_mega.convert.formats import (
     Companions,
     Facts,
@@ -20,7 +19,6 @@ from luna_mega.convert.formats import (
     registry,
 )
 from luna_mega.convert.keymap import KeyMap, Row
-from luna_mega.convert.safe_load import read_checkpoint
 from luna_mega.convert.table import Arg, derived
 from luna_mega.inspection.info import describe
 from luna_mega.inspection.verify import compare
@@ -41,7 +39,7 @@ class TinyFormat(Format):
 
     facts = Facts(
         name="tiny",
-        revisions={"one": Revision("tiny", "first code", "the tiny code")},
+        revisions={"one": Revision("first code", "the tiny code")},
         config_class=MegaConfig,
         model_classes=(MegaForMultipleChoice,),
         unsupported_options={"layer-norm": "it has one way", "ema-convention": "it has no branches"},
@@ -70,67 +68,46 @@ class TinyFormat(Format):
         return Notes()
 
 
-class TinyWriter(Writer):
-    revisions = ("one",)
-
-    def args(self, spec, args):
-        return {"model": "tiny"} | args
-
-    def limits(self, spec):
-        return {"normalization_type": ("scalenorm",)}
-
-    def state(self, export):
-        return {"args": argparse.Namespace(**export.args), "model": export.tensors, "epoch": 3}
-
-
 @pytest.fixture(autouse=True)
 def tiny(monkeypatch):
     monkeypatch.setattr(registry, "_FORMATS", registry._FORMATS.copy())
-    monkeypatch.setattr(writer, "_WRITERS", writer._WRITERS.copy())
     register_format(TinyFormat())
-    register_writer(TinyFormat)(TinyWriter)
 
 
 @pytest.fixture
-def exported(tmp_path):
+def checkpoint(tmp_path):
+    """Return a checkpoint of the format; `model` is a folder with its model."""
     model = MegaForMultipleChoice(MegaConfig(**SIZES))
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter), alpha=0.1)
     model.save_pretrained(tmp_path / "model")
-    report = export_checkpoint(tmp_path / "model", tmp_path / "out" / "tiny.pt")
-    assert (report.layout, report.head, report.layer_norm, report.warnings) == ("tiny", None, None, [])
-    return tmp_path / "out" / "tiny.pt"
+    prefixes = {"mega": "net", "classifier": "head"}
+    names = {name: ".".join([prefixes[name.split(".")[0]], *name.split(".")[1:]]) for name in model.state_dict()}
+    tensors = {names[name]: tensor for name, tensor in model.state_dict().items()}
+    torch.save({"args": argparse.Namespace(drop=0.25), "model": tensors}, tmp_path / "tiny.pt")
+    return tmp_path / "tiny.pt"
 
 
-def test_there_and_back(tmp_path, exported):
-    state = torch.load(exported, weights_only=False)
-    assert vars(state["args"]) == {"model": "tiny", "drop": 0.25} and state["epoch"] == 3
-    report = convert_checkpoint(exported, tmp_path / "back")
+def test_conversion(tmp_path, checkpoint):
+    report = convert_checkpoint(checkpoint, tmp_path / "back")
     assert report.source["layout"] == "tiny" and "tiny of the first code" in str(report) and not report.warnings
     config = MegaConfig.from_pretrained(tmp_path / "back")
     assert {name: getattr(config, name) for name in SIZES} == SIZES
     assert compare(tmp_path / "model", tmp_path / "back", tolerance=0.0).within
-    again = export_checkpoint(tmp_path / "back", tmp_path / "again.pt")
-    assert again.args == report.args
-    first, second = read_checkpoint(exported).tensors, read_checkpoint(tmp_path / "again.pt").tensors
-    assert list(first) == list(second) and all(torch.equal(first[key], second[key]) for key in first)
 
 
-def test_info_describes_it(tmp_path, exported):
-    info = describe(exported)
+def test_info_describes_it(tmp_path, checkpoint):
+    info = describe(checkpoint)
     assert info.written_by == "fairseq: a tiny checkpoint (arch None) of the tiny code"
     assert info.heads == ["MultipleChoice: 2 classes, pooling cls"]
 
 
-def test_unsupported_models_and_options(tmp_path, exported):
+def test_unsupported_options(tmp_path, checkpoint):
     with pytest.raises(ConversionError, match="--layer-norm standard: it has one way; omit the option"):
-        convert_checkpoint(exported, tmp_path / "back", layer_norm="standard")
+        convert_checkpoint(checkpoint, tmp_path / "back", layer_norm="standard")
     with pytest.raises(ConversionError, match="--head a: only luna_bert files have named heads"):
-        convert_checkpoint(exported, tmp_path / "back", head="a")
-    MegaForMultipleChoice(MegaConfig(**SIZES, normalization_type="rmsnorm")).save_pretrained(tmp_path / "other")
-    with pytest.raises(ConversionError, match="tiny cannot express normalization_type = 'rmsnorm'"):
-        export_checkpoint(tmp_path / "other", tmp_path / "other.pt")
+        convert_checkpoint(checkpoint, tmp_path / "back", head="a")
 
 
 def test_others_are_still_recognized(convert, make):
@@ -139,23 +116,7 @@ def test_others_are_still_recognized(convert, make):
     assert "not a Luna or Mega checkpoint" in convert.error(make.checkpoint({"x.weight": torch.zeros(2)}, arch="a"))
 
 
-def test_a_format_without_a_writer(tmp_path, exported, monkeypatch):
-    convert_checkpoint(exported, tmp_path / "back")
-    monkeypatch.delitem(writer._WRITERS, TinyFormat)
-    with pytest.raises(ConversionError, match="format tiny can only be converted; it has no registered writer"):
-        export_checkpoint(tmp_path / "back", tmp_path / "model.pt")
-    with pytest.raises(ConversionError, match="these can be exported: MegaFor"):
-        export_checkpoint(tmp_path / "model", tmp_path / "model.pt")
-
-
 def test_names_are_unique():
     assert [found.facts.name for found in registered_formats()][-1] == "tiny"
     with pytest.raises(ValueError, match="format 'tiny' is registered already"):
         register_format(TinyFormat())
-
-
-def test_a_folder_of_a_format_that_is_not_registered(tmp_path, exported, monkeypatch):
-    convert_checkpoint(exported, tmp_path / "back")
-    monkeypatch.delitem(registry._FORMATS, "tiny")
-    with pytest.raises(ConversionError, match="format 'tiny' is not known; this version knows luna_bert, "):
-        export_checkpoint(tmp_path / "back", tmp_path / "model.pt")

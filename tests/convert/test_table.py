@@ -1,28 +1,21 @@
-"""The argument tables: conversion in both directions, and errors for meaningless values."""
+"""The argument tables: fields of the configuration, and errors for meaningless values."""
 
 import functools
-from types import SimpleNamespace
 
 import numpy
 import pytest
 import torch
 
-from luna_mega.convert.evidence import Evidence, ModelSpec, flag
-from luna_mega.convert.export.writer import Writer, write_args, writer_of
+from luna_mega.convert.evidence import Evidence, flag
 from luna_mega.convert.formats import registered_formats
 from luna_mega.convert.table import ACTIVATIONS, NOT, Arg, read_fields, typed_args
 from luna_mega.errors import ConversionError, shown
 from tests.convert import luna
-from tests.convert.exports import load
+from tests.convert.folders import load
 from tests.convert.fuzz import changed
 from tests.convert.mega import BODY, POSITIONS, mega, mega_image
 from tests.convert.mega_lm import KINDS, mega_lm
 from tests.marks import diagonal
-
-
-class Config:
-    width, act, scaled, rate = 8, "gelu_new", True, 0.5
-
 
 TABLE = (
     Arg("dim", "width", read=lambda evidence: len(evidence.tensors["w"])),
@@ -33,23 +26,12 @@ TABLE = (
 )
 
 
-class TableWriter(Writer):
-    def args(self, spec, args):
-        new = {"new": -1} if spec.revision == "new" else {"tasks": spec.head} if spec.head else {}
-        return args | new | {"data": "."}
+def evidence(**args):
+    return Evidence({"w": torch.zeros(8)}, args, "old", {"activation_fn": "relu", "no_scale": False, "drop": 0.1})
 
 
-def evidence(revision="old", **args):
-    return Evidence({"w": torch.zeros(8)}, args, revision, {"activation_fn": "relu", "no_scale": False, "drop": 0.1})
-
-
-@pytest.mark.parametrize(("revision", "head"), [("old", None), ("new", None), ("old", "a")])
-def test_both_directions(revision, head):
-    args = write_args(TableWriter(SimpleNamespace(table=TABLE)), ModelSpec(object, Config(), revision, head))
-    expected = {"data": ".", "dim": 8, "activation_fn": "gelu_accurate", "no_scale": False, "drop": 0.5}
-    expected |= {"new": -1} if revision == "new" else {"tasks": "a"} if head else {}
-    assert args == expected
-    found = evidence(revision, **args)
+def test_fields_of_the_arguments():
+    found = evidence(dim=8, activation_fn="gelu_accurate", no_scale=False, drop=0.5, data=".")
     fields = {"width": 8, "act": "gelu_new", "scaled": True, "rate": 0.5, "other_rate": 0.5}
     assert read_fields(TABLE, found) == fields and not found.warnings
 
@@ -69,8 +51,8 @@ def test_an_activation_that_means_nothing(value):
 
 @pytest.mark.parametrize("found", registered_formats(), ids=lambda found: found.facts.name)
 def test_every_argument_stands_once(found):
-    """Every argument has one row with a type per revision; the first row with its name is written."""
-    for revision in writer_of(found).revisions:
+    """Every argument has one row with a type per revision."""
+    for revision in found.facts.revisions:
         rows = [row for row in found.table if row.revision in (None, revision)]
         kinds = {(row.name, row.kind) for row in rows if row.name and row.kind is not None}
         assert {name for name, _ in kinds} == {row.name for row in rows} - {""} and len(kinds) == len(dict(kinds))
@@ -105,7 +87,7 @@ FLAGS = [
     ("bert", "untie_weights_luna"),
     ("mega", "normalize_embedding"),
     ("mega_lm", "tie_adaptive_proj"),
-    ("mega_lm", "share_all_embeddings"),
+    ("mega_lm", "no_scale_embedding"),
 ]
 FAULTS_OF_TYPE = {
     "mega": {
@@ -133,12 +115,6 @@ def test_flags_of_genuine_files(value):
     row = Arg("flag", "scaled", kind=flag)
     assert typed_args((row,), {"flag": value, "other": "kept"}, "old") == {"flag": True, "other": "kept"}
     assert typed_args((row,), {"flag": None}, "old") == {"flag": None}
-
-
-def test_a_value_of_another_type_is_not_written():
-    writer = Writer(SimpleNamespace(table=(Arg("flag", "act", kind=flag),)))
-    with pytest.raises(ConversionError, match=r"^args\.flag = 'gelu_new' is neither True nor False$"):
-        write_args(writer, ModelSpec(object, Config(), "old"))
 
 
 @functools.cache

@@ -7,12 +7,10 @@ import torch
 from transformers import AutoTokenizer
 
 from luna_mega import LunaForConditionalGeneration
-from luna_mega.convert.export.exporter import export_checkpoint
 from luna_mega.convert.importer import convert_checkpoint
 from luna_mega.errors import ConversionError
 from tests.convert import translation
-from tests.convert.exports import dictionary, edit, identical, read
-from tests.convert.fuzz import changed
+from tests.convert.folders import dictionary, identical
 from tests.convert.translation import SINUSOIDAL, luna_seq2seq, mega_seq2seq
 
 FAMILIES = {"luna": luna_seq2seq, "mega": mega_seq2seq}
@@ -57,24 +55,20 @@ TWO = [("luna", "two vocabularies, pre-norm, fixed length"), ("mega", "two vocab
 
 
 @pytest.mark.parametrize(("family", "kind"), TWO)
-def test_dictionaries_go_there_and_back(tmp_path, family, kind):
-    """Args and dictionaries are unchanged after export and conversion; `test_golden.py` checks the weights."""
-    ours = FAMILIES[family](**(LUNA_KINDS | MEGA_KINDS)[kind])
-    ours.save_pretrained(tmp_path / "ours")
+def test_model_and_dictionaries(tmp_path, family, kind):
+    """A converted model has the weights and outputs of the checkpoint, and a tokenizer of each language."""
+    fields = (LUNA_KINDS | MEGA_KINDS)[kind]
+    ours, path = FAMILIES[family](**fields), save(tmp_path / "out", family, **fields)
     sizes = (ours.config.vocab_size, ours.config.decoder_config.vocab_size)
     files = [dictionary(tmp_path / f"{name}.txt", rows) for name, rows in zip("ab", sizes, strict=True)]
-    report = export_checkpoint(tmp_path / "ours", tmp_path / "out" / "model.pt", dictionaries=files)
-    branch = " of branch flash" if ours.config.to_dict().get("ema_shift") else " of branch main"
-    assert report.layout == ("Luna translation" if family == "luna" else f"Mega translation{branch}")
-    converted = convert_checkpoint(tmp_path / "out" / "model.pt", tmp_path / "back")
-    assert converted.model_class == type(ours).__name__ and not report.warnings and not converted.warnings
+    report = convert_checkpoint(path, tmp_path / "back", dictionaries=files)
+    assert report.model_class == type(ours).__name__ and not report.warnings
     back = type(ours).from_pretrained(tmp_path / "back").eval()
     identical(ours.state_dict(), back.state_dict())
     ids = torch.randint(4, 14, (2, 9))
     torch.testing.assert_close(back(ids, labels=ids).logits, ours(ids, labels=ids).logits)
-    assert export_checkpoint(tmp_path / "back", tmp_path / "again" / "model.pt").args == report.args
     assert AutoTokenizer.from_pretrained(tmp_path / "back")("w3 w1 zzz").input_ids == [7, 5, 3, 2]
-    assert (tmp_path / "out" / "dict.target.txt").read_text(encoding="utf-8").count("\n") == sizes[1] - 4
+    assert (tmp_path / "back" / "dict.target.txt").read_text(encoding="utf-8").count("\n") == sizes[1] - 4
 
 
 def save(folder, family, change=None, **fields):
@@ -86,13 +80,11 @@ def save(folder, family, change=None, **fields):
 
 def test_norms_stored_minus_one(tmp_path):
     """A file of the 2023 code, with norm weights around 0, converts with the option."""
-    path = save(tmp_path / "out", "luna")
-    content = read(path)
+    content = translation.checkpoint(luna_seq2seq())
     norms = [key for key in content["model"] if "norm" in key and key.endswith(".weight")]
-    for key in norms:
-        content["model"][key] -= 1
-    torch.save(content, path)
-    report = convert_checkpoint(path, tmp_path / "back", layer_norm="plus-one")
+    content["model"] |= {key: content["model"][key] - 1 for key in norms}
+    torch.save(content, tmp_path / "model.pt")
+    report = convert_checkpoint(tmp_path / "model.pt", tmp_path / "back", layer_norm="plus-one")
     assert len(norms) == 2 * 3 + 2 * 4 + 3 and report.decisions["layer_norm"] == "plus-one"
     back = LunaForConditionalGeneration.from_pretrained(tmp_path / "back").eval()
     ids = torch.randint(4, 14, (2, 9))
@@ -149,31 +141,12 @@ def test_tensors_take_precedence_over_args(tmp_path):
     assert "args.decoder_z_dim = 99 but the tensors have 6" in warnings
 
 
-@pytest.fixture(scope="module")
-def english(tmp_path_factory):
-    """Return a checkpoint whose source language is en, its converted folder, and the report."""
-    place = tmp_path_factory.mktemp("english")
-    path = save(place, "mega", {"source_lang": "en"})
-    convert_checkpoint(path, place / "folder")
-    return (
-        read(path),
-        place / "folder",
-        json.loads((place / "folder" / "conversion_report.json").read_text(encoding="utf-8")),
-    )
-
-
 @pytest.mark.parametrize("language", ["../../x", "/etc/x", "a\nb", "..\\x", ["en"], 3, "\x1b"])
-def test_language_name_is_not_a_path(tmp_path, english, language):
+def test_language_name_is_not_a_path(tmp_path, language):
     """A language name that is a path raises an error, because it becomes part of a file name."""
-    state, folder, report = english
-    torch.save(changed(state, source_lang=language), tmp_path / "a.pt")
-    named = "args.source_lang = .* is not (a name|the name of a language)"
-    with pytest.raises(ConversionError, match=named):
-        convert_checkpoint(tmp_path / "a.pt", tmp_path / "a")
-    edit(folder, "conversion_report.json", args=report["args"] | {"source_lang": language})
-    with pytest.raises(ConversionError, match=named):
-        export_checkpoint(folder, tmp_path / "new" / "b.pt")
-    assert not (tmp_path / "new").exists()
+    path = save(tmp_path / "out", "mega", {"source_lang": language})
+    with pytest.raises(ConversionError, match="args.source_lang = .* is not (a name|the name of a language)"):
+        convert_checkpoint(path, tmp_path / "a")
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -183,12 +156,3 @@ def test_settings_of_generation(tmp_path, family):
     assert (generation["num_beams"], generation["decoder_start_token_id"]) == (5, 2)
     assert generation["max_length"] == {"luna": 21, "mega": 202}[family]
     assert "AutoModelForSeq2SeqLM" in (tmp_path / "folder" / "README.md").read_text(encoding="utf-8")
-
-
-def test_an_edited_folder_keeps_its_languages(tmp_path):
-    path = save(tmp_path / "out", "luna", {"source_lang": "en", "target_lang": "de"})
-    convert_checkpoint(path, tmp_path / "back")
-    edit(tmp_path / "back", dropout=0.25)
-    report = export_checkpoint(tmp_path / "back", tmp_path / "again.pt")
-    assert (report.args["source_lang"], report.args["target_lang"], report.args["dropout"]) == ("en", "de", 0.25)
-    assert report.warnings == ["args of the converted file that no longer apply are replaced: dropout"]

@@ -99,7 +99,6 @@ def test_exceptions(fault, folder, said):
         "convert bare.pt --output out",
         "convert nowhere.pt --output out",
         "convert bare.pt --output full",
-        "export luna/config.json --output out.pt",
         "info nowhere",
     ],
 )

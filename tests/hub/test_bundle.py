@@ -15,7 +15,7 @@ import luna_mega
 import luna_mega_cli
 from luna_mega import LunaTokenizer, MegaConfig, _code
 from luna_mega.hub.samples import make_inputs
-from tests.convert.exports import edit
+from tests.convert.folders import edit
 from tests.errors import command_error
 from tests.hub import client as on_client
 from tests.hub.loopback import metadata_errors

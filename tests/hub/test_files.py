@@ -12,7 +12,7 @@ import luna_mega_cli
 from luna_mega.errors import ConversionError
 from luna_mega.hub.files import copy_model
 from luna_mega.hub.folder import read_folder, read_json
-from tests.convert.exports import edit
+from tests.convert.folders import edit
 from tests.damage import NOT_OBJECTS
 from tests.errors import command_error
 from tests.marks import diagonal
@@ -20,7 +20,7 @@ from tests.modeling.luna import make
 
 KEPT = [
     "config.json", "model.safetensors", "tokenizer.json", "README.md", "LICENSE", "modules.json", "dict.txt",
-    "dict.label.txt", "source_norms.safetensors", "target/tokenizer.json", "1_Pooling/config.json",
+    "dict.label.txt", "target/tokenizer.json", "1_Pooling/config.json",
     "2_Dense/model.safetensors",
 ]  # fmt: skip
 LEFT = [
@@ -102,7 +102,7 @@ INDEXES = [
     {"x": 5}, {"x": ["a"]}, {"x": "a\0b"}, [], {}, "model.safetensors", None, 5, {"x": "..\\outside.safetensors"},
 ]  # fmt: skip
 COMMANDS = [
-    ["info", "MODEL"], ["verify", "MODEL", "MODEL"], ["bundle", "MODEL"], ["export", "MODEL", "--output", "NEW"],
+    ["info", "MODEL"], ["verify", "MODEL", "MODEL"], ["bundle", "MODEL"],
     ["bundle", "MODEL", "--output", "NEW"],
 ]  # fmt: skip
 
@@ -259,7 +259,7 @@ def test_names_of_folders_on_the_screen(folder, capsys):
 OUTPUTS = ["a\0b", "caf\udce9", "\ud800", "loop", "loop/x", "file/x"]
 
 
-@pytest.mark.parametrize(("name", "command"), diagonal(OUTPUTS, ["convert", "export", "bundle"]))
+@pytest.mark.parametrize(("name", "command"), diagonal(OUTPUTS, ["convert", "bundle"]))
 def test_output_without_a_file_name(folder, name, command, capsys, monkeypatch):
     monkeypatch.chdir(folder.parent)
     os.symlink("loop", "loop")
@@ -274,7 +274,7 @@ WORDS = ["a\0b", "\udcff", "\ud800"]
 ARGUMENTS = [
     ["info", "WORD"], ["verify", "MODEL", "WORD"], ["verify", "MODEL", "MODEL", "--text", "WORD"],
     ["verify", "MODEL", "MODEL", "--inputs", "WORD"], ["bundle", "WORD"],
-    ["onnx", "WORD", "--output", "NEW"], ["export", "MODEL", "--output", "NEW", "--head", "WORD"],
+    ["onnx", "WORD", "--output", "NEW"], ["convert", "x", "--output", "NEW", "--head", "WORD"],
     ["convert", "WORD", "--output", "NEW"], ["convert", "x", "--output", "NEW", "--bpe", "WORD"],
 ]  # fmt: skip
 

@@ -10,7 +10,7 @@ import luna_mega
 from luna_mega import LunaConfig, LunaForMaskedLM, LunaForSequenceClassification, LunaModel, MegaConfig
 from luna_mega.inspection.info import count_parameters, describe
 from luna_mega_cli import main
-from tests.convert.exports import half
+from tests.convert.folders import half
 from tests.errors import command_error
 
 SIZES = {

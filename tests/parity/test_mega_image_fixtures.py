@@ -1,15 +1,13 @@
 """Converted Mega image models against the original, through the command line and the Auto classes.
 
 The tests compare patches, hidden states, moving averages, features, logits, losses and gradients in evaluation and in
-training, stochastic depth with the original's random draws, and the export.
+training, and stochastic depth with the original's random draws.
 """
 
 import pytest
-import torch
 from torch.nn.functional import cross_entropy
 from transformers import AutoModel, AutoModelForImageClassification
 
-from luna_mega_cli import main
 from tests.parity.original import originals
 
 CASES = [
@@ -83,12 +81,3 @@ def test_stochastic_depth(original, parity, monkeypatch):
                 monkeypatch.setattr(drop_path, "draw", lambda states, count, kept=factors: kept[:, None])
     logits = model(pixel_values=io["pixel_values"]).logits
     parity.check("droppath_logits", logits, io["droppath_logits"], **original.tight)
-
-
-@cases
-def test_export_reproduces_the_file(original, tmp_path):
-    assert main(["export", str(original.convert()), "--output", str(tmp_path / "checkpoint.pt")]) == 0
-    old, new = (torch.load(path / "checkpoint.pt", weights_only=False) for path in (original.folder, tmp_path))
-    assert list(old["model"]) == list(new["model"]) and old["args"] == new["args"] and old["steps"] == new["steps"]
-    for name, tensor in old["model"].items():
-        assert tensor.dtype == new["model"][name].dtype and torch.equal(tensor, new["model"][name]), name
