@@ -148,37 +148,6 @@ def _mega_layer(run, device, dtype, n, function, chunk, d=512, values=1024, shar
     return Work(lambda: (run(layer, x),), [x, *layer.parameters()])
 
 
-def _long_layer(make, device, dtype, n):
-    """Time one encoder layer of width 128 with a feed-forward network of 256 units."""
-    torch.manual_seed(0)
-    layer, others = make(hidden_size=128, intermediate_size=256, num_hidden_layers=1)
-    layer = layer.to(device, dtype)
-    (x,) = _draw(device, dtype, (1, n, 128))
-
-    def forward():
-        output = layer(x, *others(x))
-        return output[:1] if isinstance(output, tuple) else (output,)
-
-    return Work(forward, [x, *layer.parameters()])
-
-
-def _long_luna(**sizes):
-    model = models.luna(1, num_attention_heads=2, projection_length=32, **sizes)
-    packed = torch.randn(1, 32, 128, requires_grad=True)
-    return model.encoder.layers[0], lambda x: (packed.to(x),)
-
-
-def _long_mega(**sizes):
-    model = models.mega(1, chunk_size=128, nffn_hidden_size=256, shared_representation_size=64, **sizes)
-    return model.layers[0], lambda x: (DENSE,)
-
-
-def _long_megalodon(**sizes):
-    sizes |= {"value_size": 256, "norm_num_groups": 8, "shared_representation_size": 64}
-    model = models.megalodon_lm(1, chunk_size=128, **sizes).megalodon
-    return model.layers[0], lambda x: (DENSE, model.rope(x, DENSE, None))
-
-
 def _model_work(forward, model):
     def run():
         model.train(torch.is_grad_enabled())
@@ -287,10 +256,8 @@ def _sizes(**fields):
 
 
 _MODEL_TOKENS = tuple({"n": n, "b": 65536 // n} for n in (512, 1024, 2048, 4096, 16384, 32768))
-_FORWARD_AND_BOTH = {name: name for name in ("forward", "both")}
 _TRAINING = {"both": "Training step (forward and backward)"}
 
-_LONG = {"luna_32": _long_luna, "mega_chunk_128": _long_mega, "megalodon_chunk_128": _long_megalodon}
 _DECODERS = {
     "luna_32": models.luna_lm,
     "mega_chunk_512": models.mega_lm,
@@ -382,17 +349,10 @@ CASES = {
             gpu=({"n": 4096, "b": 8, "function": "laplace", "chunk": 128},),
         ),
         Case(
-            "long",
-            {name: partial(_long_layer, make) for name, make in _LONG.items()},
-            sizes=_sizes(n=(16_384, 65_536, 262_144, 1_048_576)),
-            repeats=1,
-            passes=_FORWARD_AND_BOTH,
-        ),
-        Case(
             "base_model",
             {"luna_128": partial(_encoder, models.luna_base), "roberta_sdpa": partial(_encoder, models.roberta_base)},
             sizes=_sizes(n=(512, 1024, 2048, 4096, 8192)),
-            passes=_FORWARD_AND_BOTH,
+            passes={"forward": "forward", "both": "both"},
             gpu=_MODEL_TOKENS,
             gpu_variants={
                 **{
@@ -447,7 +407,7 @@ CASES = {
         ),
         Case(
             "decoders",
-            {name: partial(_decoder, make) for name, make in {**_DECODERS, "mamba": models.mamba}.items()},
+            {name: partial(_decoder, make) for name, make in _DECODERS.items()},
             sizes=({"n": 512}, {"n": 4096}),
             gpu=tuple({"n": n, "b": 65536 // n} for n in (512, 4096)),
             passes={"forward": "Prefill (forward, with a cache)", **_TRAINING},

@@ -1,8 +1,7 @@
 """Models of equal size from this package and from transformers: about 23 million parameters, and two image models.
 
-By default they have a width of 512 and a vocabulary of 8,000. The width of the feed-forward layers, and for Mamba the
-number of layers, is chosen so that the sizes are equal. Dropout is 0; all other options have the defaults of each
-model.
+By default they have a width of 512 and a vocabulary of 8,000. The width of the feed-forward layers is chosen so that
+the sizes are equal. Dropout is 0; all other options have the defaults of each model.
 """
 
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForImageClassification
@@ -120,11 +119,6 @@ def gpt2(n, **fields):
     dropouts = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
     special = {"bos_token_id": 0, "eos_token_id": 2}
     return decoder("gpt2", **{**dropouts, **special, "n_head": 8, "n_positions": n, **fields})
-
-
-def mamba(n, **fields):
-    """Return a Mamba, which without its own package computes one position after the other."""
-    return decoder("mamba", **{"num_hidden_layers": 11, **fields})
 
 
 def mega_image(**fields):

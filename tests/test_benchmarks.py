@@ -76,7 +76,6 @@ TOYS = [
     ("decoders", {"n": 70, **TOY}),
     ("memory", {"n": 70, **TOY}),
     ("decoding", {"n": 70, "beams": 4, **TOY}),
-    ("long", {"n": 200}),
     ("images", {"b": 2, "size": 32, **TOY, "hidden_size": 96}),
 ]
 
