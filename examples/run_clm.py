@@ -69,8 +69,7 @@ class LanguageModelTrainer(lib.OrderedTrainer):
     def evaluate(self, eval_dataset=None, ignore_keys=None, metric_key_prefix="eval") -> dict[str, float]:
         stream = self.eval_dataset if eval_dataset is None else eval_dataset
         lengths = (self.data.eval_context, self.data.eval_segment, self.args.eval_batch_size)
-        with self.averaged():
-            scores = lib.language_modeling.score_stream(self.model, stream, *lengths, training=self.args)
+        scores = lib.language_modeling.score_stream(self.model, stream, *lengths, training=self.args)
         return self.report(scores, metric_key_prefix)
 
 

@@ -13,7 +13,15 @@ from pathlib import Path
 import evaluate
 import numpy as np
 from datasets import Dataset
-from transformers import EvalPrediction, PreTrainedConfig, PreTrainedTokenizerBase, Trainer, TrainingArguments
+from transformers import (
+    AutoModelForSequenceClassification,
+    DataCollatorWithPadding,
+    EvalPrediction,
+    PreTrainedConfig,
+    PreTrainedTokenizerBase,
+    Trainer,
+    TrainingArguments,
+)
 from transformers.hf_argparser import HfArg
 
 from luna_mega import training as lib
@@ -77,7 +85,6 @@ def parse(argv: list[str] | None) -> tuple[DataArguments, lib.ModelArguments, Tr
     task = TASKS[data.task_name]
     if training.metric_for_best_model == "task":
         training.metric_for_best_model = task.metric
-    lib.check_pairs(data, task.columns)
     run = lib.Run(data, model, training)
     return data, model, training, run
 
@@ -147,15 +154,14 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
     with run.reading():
         splits, tokenizer, config, outputs = load_data(data, model, training)
 
-    model_class, collator = lib.choose_model(data, config.model_type, tokenizer)
     validation = {side: splits[name] for side, name in task.splits("validation").items() if name in splits}
     trainer = lib.OrderedTrainer(
-        lib.make_model(model_class, model, config),
+        lib.make_model(AutoModelForSequenceClassification, model, config),
         training,
         train_dataset=splits.get("train"),
         eval_dataset=validation.get("", validation) or None,
         processing_class=tokenizer,
-        data_collator=collator,
+        data_collator=DataCollatorWithPadding(tokenizer),
         compute_metrics=make_metrics(data, outputs),
     )
 

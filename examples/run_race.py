@@ -50,9 +50,8 @@ class DataArguments(lib.ClassifierArguments):
     task: str = HfArg(default="race", help="task: race or csqa")
     dataset_config: str | None = HfArg(default=None, help="configuration of the dataset: middle or high for RACE")
     dataset_path: list[str] | None = HfArg(default=None, help="local folders with parquet or json(l) files by split")
-    max_option_length: int = HfArg(default=128, help="maximum length of question and option, or of a tower's option")
+    max_option_length: int = HfArg(default=128, help="maximum length of question and option")
     max_seq_length: int = HfArg(default=512, help="maximum length; RACE is truncated, longer CommonsenseQA fails")
-    two_towers: bool = HfArg(default=False, help="encode text and options separately, and score pairs of vectors")
 
     @property
     def dataset_name(self) -> str:
@@ -103,29 +102,6 @@ def encode_csqa(batch: Batch, tokenizer: PreTrainedTokenizerBase, option_length:
     return inputs
 
 
-def encode_towers(
-    batch: Batch, tokenizer: PreTrainedTokenizerBase, task: ChoiceTask, option_length: int, length: int
-) -> tuple[list[list[int]], list[list[int]]]:
-    """Encode `<s> question </s></s> passage </s>`, or `<s> question </s>`, and separately `<s> option </s>`.
-
-    They are truncated to `length` and `option_length`. White space is collapsed.
-    """
-    bos, eos = lib.boundary_ids(tokenizer)
-
-    def encode(texts: list[str]) -> list[list[int]]:
-        return tokenize(tokenizer, [" ".join(text.split()) for text in texts])
-
-    texts = [
-        [bos, *question, eos, *(token for passage in passages for token in (eos, *passage, eos))]
-        for question, *passages in zip(*(encode(batch[name]) for name in reversed(task.texts)), strict=True)
-    ]
-    options = encode([text for options in batch[task.options] for text in option_texts(options)])
-    return (
-        [text[:length] for text in texts],
-        [[bos, *option, eos][:option_length] for option in options],
-    )
-
-
 TASKS = {
     "race": ChoiceTask(
         hub_name="ehovy/race",
@@ -156,15 +132,6 @@ class OptionCollator(DataCollatorForMultipleChoice):
 
     def torch_call(self, examples: list[dict[str, Any]]) -> dict[str, Any]:
         return super().torch_call([{name: example[name] for name in ("input_ids", "labels")} for example in examples])
-
-
-class TowerCollator(OptionCollator):
-    """Collator that pads texts, and separately their options `pair_*`."""
-
-    def torch_call(self, examples: list[dict[str, Any]]) -> dict[str, Any]:
-        options = super().torch_call([example | {"input_ids": example["pair_input_ids"]} for example in examples])
-        texts = self.tokenizer.pad({"input_ids": [example["input_ids"] for example in examples]}, return_tensors="pt")
-        return {"labels": options.pop("labels"), **texts, **{f"pair_{name}": x for name, x in options.items()}}
 
 
 def check_answers(split: Dataset, name: str, task: ChoiceTask) -> None:
@@ -209,25 +176,17 @@ def all_texts(split: Dataset, task: ChoiceTask) -> Iterator[str]:
 def encode_split(
     split: Dataset, name: str, tokenizer: PreTrainedTokenizerBase, data: DataArguments, in_memory: bool = True
 ) -> Dataset:
-    """Return a split with `input_ids` (one list per option), their maximum `length`, and `labels` (-100 = unknown).
-
-    With two towers, `input_ids` and `length` belong to the text, and `pair_input_ids` to the options.
-    """
+    """Return a split with `input_ids` (one list per option), their maximum `length`, and `labels` (-100 = unknown)."""
     task = TASKS[data.task]
     # dill pickles `encode` with all that it refers to, so that datasets can hash it. `data` would lead to its class,
     # and through `TASKS` back to it, for which dill prints warnings.
-    two_towers, size, lengths = data.two_towers, len(task.letters), (data.max_option_length, data.max_seq_length)
-
-    def group(options: list[list[int]]) -> list[list[list[int]]]:
-        return [options[start : start + size] for start in range(0, len(options), size)]
+    size, lengths = len(task.letters), (data.max_option_length, data.max_seq_length)
 
     def encode(batch: Batch) -> Batch:
-        labels = {"labels": [task.letters.index(answer) if answer else -100 for answer in batch[task.answer]]}
-        if two_towers:
-            texts, options = encode_towers(batch, tokenizer, task, *lengths)
-            return labels | {"input_ids": texts, "pair_input_ids": group(options), "length": list(map(len, texts))}
-        inputs = group(task.encode(batch, tokenizer, *lengths))
-        return labels | {"input_ids": inputs, "length": [max(map(len, options)) for options in inputs]}
+        options = task.encode(batch, tokenizer, *lengths)
+        inputs = [options[start : start + size] for start in range(0, len(options), size)]
+        labels = [task.letters.index(answer) if answer else -100 for answer in batch[task.answer]]
+        return {"input_ids": inputs, "length": [max(map(len, options)) for options in inputs], "labels": labels}
 
     unused = [*task.texts, task.options, task.answer]
     return split.map(encode, batched=True, remove_columns=unused, keep_in_memory=in_memory, desc=name)
@@ -279,24 +238,21 @@ def predict(trainer: Trainer, split: Dataset, task: ChoiceTask) -> dict[str, flo
 
 def main(argv: list[str] | None = None) -> dict[str, float]:
     data, model, training, run = parse(argv)
-    task, towers = TASKS[data.task], data.two_towers
+    task = TASKS[data.task]
 
     with run.reading():
         splits, tokenizer = load_data(data, model, training)
 
-    # Concatenated vectors do not represent the similarity of a text and an option; their product does.
-    fields = {"num_labels": 1, "pair_features": "interaction"} if towers else {}
-    config = lib.make_config(model, tokenizer, data.max_seq_length, **fields)
-    model_class = lib.pair_class(config.model_type, "--two_towers") if towers else AutoModelForMultipleChoice
+    config = lib.make_config(model, tokenizer, data.max_seq_length)
     # The collator selects the columns; train_sampling_strategy group_by_length requires the lengths.
     training.remove_unused_columns = False
     trainer = lib.OrderedTrainer(
-        lib.make_model(model_class, model, config),
+        lib.make_model(AutoModelForMultipleChoice, model, config),
         training,
         train_dataset=splits.get("train"),
         eval_dataset=splits.get("validation"),
         processing_class=tokenizer,
-        data_collator=(TowerCollator if towers else OptionCollator)(tokenizer),
+        data_collator=OptionCollator(tokenizer),
         compute_metrics=make_metrics(splits["validation"], task) if training.do_eval else None,
     )
 

@@ -10,7 +10,13 @@ run_glue.py.
 from dataclasses import dataclass
 
 from datasets import Dataset
-from transformers import PreTrainedConfig, PreTrainedTokenizerBase, TrainingArguments
+from transformers import (
+    AutoModelForSequenceClassification,
+    DataCollatorWithPadding,
+    PreTrainedConfig,
+    PreTrainedTokenizerBase,
+    TrainingArguments,
+)
 from transformers.hf_argparser import HfArg
 
 from luna_mega import training as lib
@@ -31,7 +37,6 @@ def parse(argv: list[str] | None) -> tuple[DataArguments, lib.ModelArguments, Tr
         lib.fail(f"--validation_share {data.validation_share} must be in [0, 1)")
     if len(data.text_columns) > 2:
         lib.fail(f"--text_columns {' '.join(data.text_columns)} must be one column, or two columns for pairs")
-    lib.check_pairs(data, data.text_columns)
     return data, model, training, run
 
 
@@ -65,14 +70,13 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
     with run.reading():
         splits, tokenizer, config = load_data(data, model, training)
 
-    model_class, collator = lib.choose_model(data, config.model_type, tokenizer)
     trainer = lib.OrderedTrainer(
-        lib.make_model(model_class, model, config),
+        lib.make_model(AutoModelForSequenceClassification, model, config),
         training,
         train_dataset=splits.get("train"),
         eval_dataset=splits.get("validation"),
         processing_class=tokenizer,
-        data_collator=collator,
+        data_collator=DataCollatorWithPadding(tokenizer),
         compute_metrics=lib.accuracy,
     )
 

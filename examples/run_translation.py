@@ -11,8 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from datasets import Dataset
 from sacrebleu.metrics import BLEU
+from safetensors.torch import load_file
 from transformers import (
     AutoModelForSeq2SeqLM,
     DataCollatorForSeq2Seq,
@@ -20,8 +22,12 @@ from transformers import (
     PreTrainedConfig,
     Seq2SeqTrainer,
     Seq2SeqTrainingArguments,
+    TrainerState,
 )
 from transformers.hf_argparser import HfArg
+from transformers.trainer import TRAINER_STATE_NAME
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, sort_checkpoints
+from transformers.utils import SAFE_WEIGHTS_NAME
 
 from luna_mega import training as lib
 
@@ -147,8 +153,6 @@ def parse(argv: list[str] | None) -> tuple[DataArguments, lib.ModelArguments, Se
         lib.fail(f"--warmup_init_lr {data.warmup_init_lr} requires --milestones and a higher --learning_rate")
     if data.clip_each is not None and (data.clip_each <= 0 or training.max_grad_norm or training.fp16):
         lib.fail(f"--clip_each {data.clip_each} must be above 0, with --max_grad_norm 0 and without --fp16")
-    if data.average_checkpoints and model.ema_decay:
-        lib.fail("--average_checkpoints and --ema_decay are both averages of the weights; pass one of them")
     if data.average_checkpoints > (training.save_total_limit or data.average_checkpoints):
         lib.fail(f"--average_checkpoints {data.average_checkpoints} is above --save_total_limit")
     return data, model, training, run
@@ -188,16 +192,47 @@ def load_data(
     return splits, tokenizers, config
 
 
+def choose_checkpoints(folder: str, count: int, metric: str | None) -> list[Path]:
+    """Return the last `count` checkpoints in `folder` or, with a `metric`, the best ones.
+
+    Higher values are better unless the name ends with "loss".
+    """
+    checkpoints = [path for path in map(Path, sort_checkpoints(folder)) if (path / SAFE_WEIGHTS_NAME).is_file()]
+    if len(checkpoints) < count:
+        lib.fail(f"{folder} has {len(checkpoints)} checkpoints, too few for --average_checkpoints {count}")
+    if metric is not None:
+        history = TrainerState.load_from_json(str(checkpoints[-1] / TRAINER_STATE_NAME)).log_history
+        scores = {f"{PREFIX_CHECKPOINT_DIR}-{entry['step']}": entry[metric] for entry in history if metric in entry}
+        if unknown := [path.name for path in checkpoints if path.name not in scores]:
+            lib.fail(f"{unknown[0]} has no {metric}; evaluate whenever a checkpoint is saved")
+        checkpoints.sort(key=lambda path: scores[path.name], reverse=metric.endswith("loss"))
+    return checkpoints[-count:]
+
+
+def average(checkpoints: list[Path]) -> dict[str, torch.Tensor]:
+    """Return the mean of the weights, summed in float32; integer tensors come from the last checkpoint."""
+    total: dict[str, torch.Tensor] = {}
+    for path in checkpoints:
+        weights = load_file(path / SAFE_WEIGHTS_NAME)
+        if total and total.keys() != weights.keys():
+            lib.fail(f"{path} contains another model than {checkpoints[0]}")
+        for name, tensor in weights.items():
+            summed = tensor.is_floating_point() and name in total
+            total[name] = total[name] + tensor.float() if summed else tensor
+    return {
+        name: (total[name] / len(checkpoints)).to(tensor.dtype) if tensor.is_floating_point() else tensor
+        for name, tensor in weights.items()
+    }
+
+
 def average_weights(trainer: TranslationTrainer, folder: str) -> None:
     """Load the mean of several checkpoints in `folder` into the model, and save it."""
     data = trainer.data
     metric = trainer.args.metric_for_best_model or "eval_loss"
     metric = metric if metric.startswith("eval_") else f"eval_{metric}"
     trainer.accelerator.wait_for_everyone()
-    chosen = lib.weight_average.choose_checkpoints(
-        folder, data.average_checkpoints, metric if data.average_by == "best" else None
-    )
-    trainer.accelerator.unwrap_model(trainer.model).load_state_dict(lib.weight_average.average(chosen), strict=False)
+    chosen = choose_checkpoints(folder, data.average_checkpoints, metric if data.average_by == "best" else None)
+    trainer.accelerator.unwrap_model(trainer.model).load_state_dict(average(chosen), strict=False)
     trainer.save_model(_internal_call=True)
     if trainer.is_world_process_zero():
         print(f"averaged {', '.join(path.name for path in chosen)}", flush=True)

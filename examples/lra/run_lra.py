@@ -9,18 +9,21 @@ overrides.
 """
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for the package `lra`
 
+import torch
 from datasets import Dataset
 from transformers import (
     AutoModelForSequenceClassification,
     DataCollatorWithPadding,
     PreTrainedConfig,
+    PreTrainedModel,
     PreTrainedTokenizerFast,
     TrainingArguments,
     default_data_collator,
@@ -139,6 +142,26 @@ def load_data(
     return splits, tokenizer, config
 
 
+def pair_class(model_type: str, task: str) -> type[PreTrainedModel]:
+    """Return the class that encodes the inputs of a pair separately; exit if there is none."""
+    name = f"{model_type.capitalize()}ForSequencePairClassification"
+    if not hasattr(luna_mega, name):
+        lib.fail(f"--task {task}: there is no {name}; use luna, mega or transformer")
+    return getattr(luna_mega, name)
+
+
+def make_pair_collator(tokenizer: PreTrainedTokenizerFast) -> Callable[[list[dict[str, Any]]], dict[str, torch.Tensor]]:
+    """Return a collator that pads the first and the second inputs separately."""
+    pad = DataCollatorWithPadding(tokenizer)
+
+    def collate(rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+        first = [{name: x for name, x in row.items() if not name.startswith("pair_")} for row in rows]
+        second = [{name.removeprefix("pair_"): x for name, x in row.items() if name not in first[0]} for row in rows]
+        return dict(pad(first)) | {f"pair_{name}": x for name, x in pad(second).items()}
+
+    return collate
+
+
 def main(argv: list[str] | None = None) -> dict[str, float]:
     data, model, training, run = parse(argv)
     task = TASKS[data.task]
@@ -148,12 +171,12 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
 
     model_class = AutoModelForSequenceClassification
     if task.pairs and config.model_type != transformer.TransformerConfig.model_type:
-        model_class = lib.pair_class(config.model_type, f"--task {data.task}", "luna, mega or transformer")
+        model_class = pair_class(config.model_type, data.task)
     network = lib.make_model(model_class, model, config)
     if data.self_pretraining_steps and training.do_train and not model.model_name_or_path:
         options = (task, tokenizer, training, data.self_pretraining_steps, data.masked_share)
         pretraining.pretrain(network, splits["train"], *options)
-    collator = lib.make_pair_collator if task.pairs else DataCollatorWithPadding
+    collator = make_pair_collator if task.pairs else DataCollatorWithPadding
     trainer = lib.OrderedTrainer(
         network,
         training,

@@ -8,7 +8,7 @@ their tasks.
 
 from luna_mega.hub.find import find_model
 from luna_mega.hub.folder import load_tokenizer, remove_truncation
-from luna_mega.training import images, language_modeling, optimization, streams, tokenizers, weight_average
+from luna_mega.training import images, language_modeling, optimization, streams, tokenizers
 from luna_mega.training.arguments import (
     check_choice,
     check_least,
@@ -21,14 +21,10 @@ from luna_mega.training.classification import (
     Labels,
     TextArguments,
     accuracy,
-    check_pairs,
-    choose_model,
     class_names,
     class_numbers,
     encode_split,
-    make_pair_collator,
     match_labels,
-    pair_class,
     write_predictions,
 )
 from luna_mega.training.data import (

@@ -25,10 +25,9 @@ from luna_mega.hub.find import find_model
 
 # Environment variables in which torchrun, accelerate and MPI launchers store the number of processes.
 WORLD_SIZES = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE")
-MODELS = ("model_name_or_path", "tokenizer_name", "teacher")  # options with a folder or a name on the Hub
-FOLDERS = (*MODELS, "output_dir")
+MODELS = ("model_name_or_path", "tokenizer_name")  # options with a folder or a name on the Hub
 # Options with paths that must exist.
-PATHS = dict.fromkeys(("dataset_path", "sts_path", "test_paths"), "folder")
+PATHS = dict.fromkeys(("dataset_path", "test_paths"), "folder")
 PATHS |= dict.fromkeys(("train_files", "validation_files"), "file")
 AUTO = object()  # the value `auto` of an option, before `Parser` replaces it
 # CPUs without any of these convert matrices element by element: products in bfloat16 take 20 to 150 times as long as in
@@ -170,7 +169,7 @@ def check_launch(processes: int) -> None:
 def check_values(*groups: object) -> None:
     """Exit if an option of `groups` is a number that is not finite, or a path that is missing or of another kind.
 
-    Paths are the options `PATHS` and `FOLDERS`. `MODELS` may also be names on the Hub, see `find_model`.
+    Paths are `--output_dir` and the options `PATHS`. `MODELS` may also be names on the Hub, see `find_model`.
     """
     for name, value in chain.from_iterable(vars(group).items() for group in groups):
         for part in value if isinstance(value, list | tuple) else [value]:
@@ -178,7 +177,7 @@ def check_values(*groups: object) -> None:
                 fail(f"--{name} {part} must be a finite number")
             if part is not None and name in PATHS:
                 check_path(name, part, PATHS[name])
-            if part and name in FOLDERS:
+            if part and name == "output_dir":
                 check_no_file(name, part)
             if part and name in MODELS:
                 try:
@@ -188,7 +187,7 @@ def check_values(*groups: object) -> None:
 
 
 def check_no_file(name: str, path: str | Path) -> None:
-    """Exit if the option `name`, a folder that may be new or the name of a model or dataset, is or is in a file."""
+    """Exit if the option `name`, a folder that may be new or the name of a dataset, is or is in a file."""
     for part in (Path(path), *Path(path).parents):
         if part.is_file():
             fail(f"--{name} {part} is a file, not a folder")

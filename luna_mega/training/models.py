@@ -38,7 +38,6 @@ class CheckpointArguments:
     config_overrides: str = HfArg(default="", help="configuration fields: hidden_size=128,pooling=mean")
     ignore_mismatched_sizes: bool = HfArg(default=False, help="replace heads of another size or with other labels")
     license: str | None = HfArg(default=None, help="license of the weights in the model card: apache-2.0")
-    ema_decay: float = HfArg(default=0.0, help="decay of the average of weights that is saved; 0 = none")
 
 
 @dataclass

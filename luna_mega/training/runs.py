@@ -2,8 +2,8 @@
 
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -36,7 +36,6 @@ from luna_mega.training.arguments import check_launch, check_least, check_precis
 from luna_mega.training.models import CheckpointArguments
 from luna_mega.training.plots import plot_losses
 from luna_mega.training.streams import SeededSampler, Stream
-from luna_mega.training.weight_average import FILE_NAME, add_average
 
 Step = Callable[[], dict[str, Any]]  # it returns metrics
 DIVERGED = "Lower --learning_rate, raise --warmup_steps, or train in float32"
@@ -51,14 +50,12 @@ class OrderedTrainer(Trainer):
     `eval_loss` is the mean over batches and counts padded examples of the last batch twice.
 
     Attributes:
-        weight_average: `WeightAverage` that is evaluated instead of the weights.
         schedule: Function that returns the schedule of the learning rate, instead of `lr_scheduler_type`, from the
             optimizer and the numbers of warmup steps and of all steps.
         decays: Function of the name and the value of a parameter that returns whether it has weight decay, instead of
             all except biases and norms.
     """
 
-    weight_average = None
     schedule: Callable[[Optimizer, int, int], LRScheduler] | None = None
     decays: Callable[[str, torch.nn.Parameter], bool] | None = None
 
@@ -68,10 +65,6 @@ class OrderedTrainer(Trainer):
             batch = f"{args.world_size} processes with --per_device_train_batch_size {args.per_device_train_batch_size}"
             fail(f"{batch} need {needed} examples for a batch; the split train has {len(split)}")
         super().__init__(model, args, **options)
-
-    def averaged(self) -> AbstractContextManager:
-        """Return a context in which the model has the averaged weights, if they exist."""
-        return nullcontext() if self.weight_average is None else self.weight_average.in_place(self.model)
 
     def create_scheduler(self, num_training_steps: int, optimizer: Optimizer | None = None) -> LRScheduler:
         if self.schedule is not None and self.lr_scheduler is None:
@@ -108,8 +101,7 @@ class OrderedTrainer(Trainer):
         self.losses = [0.0, 0.0]  # sum and count
         averages, self.args.average_tokens_across_devices = self.args.average_tokens_across_devices, False
         try:
-            with self.averaged():
-                output = super().evaluation_loop(*args, metric_key_prefix=metric_key_prefix, **kwargs)
+            output = super().evaluation_loop(*args, metric_key_prefix=metric_key_prefix, **kwargs)
         finally:
             self.args.average_tokens_across_devices = averages
         loss, count = total(self.losses, self.args)
@@ -185,9 +177,9 @@ class Run:
         _check_options(data, model, training)
         if training.include_num_input_tokens_seen == "no":  # Trainer logs the speed of counted tokens
             training.include_num_input_tokens_seen = "non_padding"
-        self.data, self.training, self.ema_decay = data, training, model.ema_decay
+        self.data, self.training = data, training
         self.base_model, self.license = model.model_name_or_path, model.license
-        self.checkpoint = find_checkpoint(training, *([FILE_NAME] if model.ema_decay else []))
+        self.checkpoint = find_checkpoint(training)
         model.model_name_or_path = self.checkpoint or (self.base_model and find_model(self.base_model))
         set_seed(training.seed)
 
@@ -238,8 +230,6 @@ class Run:
         return metrics
 
     def _train(self, trainer: Trainer) -> dict[str, Any]:
-        if self.ema_decay:
-            add_average(trainer, self.ema_decay, self.checkpoint)
         if self.checkpoint and load_finished(trainer, self.checkpoint):
             metrics = {"epoch": trainer.state.epoch}
         else:
@@ -272,12 +262,6 @@ def _check_options(data: object, model: CheckpointArguments, training: TrainingA
         if training.dataloader_num_workers > 1:
             fail(f"--dataloader_num_workers {training.dataloader_num_workers}: --streaming supports at most 1 worker")
         check_least(data, 1, "shuffle_buffer")
-    if not 0.0 <= model.ema_decay < 1.0:
-        fail(f"--ema_decay {model.ema_decay} must be in [0, 1)")
-    if model.ema_decay and not training.do_train:
-        fail("--ema_decay requires --do_train")
-    if model.ema_decay and training.load_best_model_at_end:
-        fail("--ema_decay saves the average of the last step; remove --load_best_model_at_end")
 
 
 def check_hub(training: TrainingArguments, license: str | None = None) -> None:
@@ -291,8 +275,8 @@ def check_hub(training: TrainingArguments, license: str | None = None) -> None:
             HfApi().whoami()
 
 
-def find_checkpoint(training: TrainingArguments, *files: str) -> str | None:
-    """Return the checkpoint of `--resume_from_checkpoint`, which must contain `files`, or None.
+def find_checkpoint(training: TrainingArguments) -> str | None:
+    """Return the checkpoint of `--resume_from_checkpoint`, or None.
 
     `last` is the newest complete checkpoint in the output folder; the newest one is incomplete if the run was killed
     while it saved. A run that does not resume exits if the output folder contains checkpoints.
@@ -304,18 +288,18 @@ def find_checkpoint(training: TrainingArguments, *files: str) -> str | None:
             fail(f"{found[0]} already exists; pass --resume_from_checkpoint last, or another --output_dir")
         return None
     for path in found if source == "last" else [Path(source)]:
-        if is_complete(path, files):
+        if is_complete(path):
             return str(path)
-    fail(f"--resume_from_checkpoint {source}: no checkpoint there" + f" with {' and '.join(files)}" * bool(files))
+    fail(f"--resume_from_checkpoint {source}: no checkpoint there")
 
 
-def is_complete(checkpoint: Path, files: Sequence[str]) -> bool:
-    """Return whether a checkpoint has `files` and the state, which Trainer writes last."""
+def is_complete(checkpoint: Path) -> bool:
+    """Return whether a checkpoint has the state, which Trainer writes last."""
     try:
         json.loads((checkpoint / TRAINER_STATE_NAME).read_text(encoding="utf-8-sig"))
     except (OSError, ValueError):
         return False
-    return all((checkpoint / name).is_file() for name in files)
+    return True
 
 
 def load_finished(trainer: Trainer, checkpoint: str) -> bool:
@@ -326,9 +310,6 @@ def load_finished(trainer: Trainer, checkpoint: str) -> bool:
     trainer.state = state
     if args.load_best_model_at_end and state.best_model_checkpoint:
         trainer._load_best_model()
-    if average := getattr(trainer, "weight_average", None):
-        average.on_train_begin(args, state, trainer.control, model=trainer.model)
-        average.on_train_end(args, state, trainer.control, model=trainer.model)
     return True
 
 

@@ -24,7 +24,7 @@ PATHS = {
     "model": (
         "--model_name_or_path",
         "--model_name_or_path {missing}: no such folder; pass a folder or a",
-        "--model_name_or_path {file} is a file, not a folder",
+        "--model_name_or_path {file}: is a file; pass a folder or a name on the Hub",
     ),
     "files": ("--train_files", "--train_files {missing}: no such file", "--train_files {folder} is a folder, not a"),
     "tests": ("--test_paths", "--test_paths {missing}: no such folder", "--test_paths {file} is a file, not a folder"),

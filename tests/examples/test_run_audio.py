@@ -1,5 +1,4 @@
 import io
-import json
 import wave
 from importlib.util import find_spec
 from pathlib import Path
@@ -90,22 +89,6 @@ def test_mega_from_scratch_with_held_out_takes(run, folder, tmp_path):
     test[5]["label"] = -1  # unknown label
     pd.DataFrame(test).to_parquet(folder / "test-00000-of-00001.parquet")
     assert "test_accuracy" in run(*source, "--do_predict")
-
-
-@pytest.mark.slow
-def test_average_of_weights_and_of_the_statistics_of_batch_norm(run, folder, tmp_path):
-    """The averaged weights and batch norm statistics are evaluated during and after training, and saved."""
-    held = ["--hold_out", "take=3", "--do_eval"]
-    train = [*options(folder, tmp_path / "out", *held), "--max_steps", 6, "--learning_rate", 0.02, "--ema_decay", 0.7]
-    summary = run(*train, "--eval_strategy", "steps", "--eval_steps", 6)
-    history = json.loads((tmp_path / "out" / "trainer_state.json").read_text(encoding="utf-8"))["log_history"]
-    losses = [entry["eval_loss"] for entry in history if "eval_loss" in entry]
-    source = ["--dataset_path", folder, "--audio_column", "clip", "--model_name_or_path", tmp_path / "out"]
-    again = run(*source, *held, "--output_dir", tmp_path / "again")
-    assert [summary["eval_loss"], *losses] == pytest.approx([again["eval_loss"]] * (1 + len(losses)), rel=1e-5)
-    train[train.index("--ema_decay") + 1], train[3] = 0.0, tmp_path / "plain"
-    assert abs(run(*train)["eval_loss"] - again["eval_loss"]) > 1e-3
-    assert_error(run, "--ema_decay requires --do_train", *source, *held, "--ema_decay", 0.5)
 
 
 def test_luna_names_as_labels_lists_and_another_rate(run, tmp_path):

@@ -10,7 +10,6 @@ import torch
 from datasets import Dataset
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-from luna_mega import LunaForSequencePairClassification
 from luna_mega.training.classification import hide_tokens
 from luna_mega.training.tokenizers import train_bpe
 from tests.examples import runs
@@ -103,28 +102,6 @@ def test_pairs_with_two_validation_sets(run, tmp_path):
     assert state["best_metric"] == max(entry.get("eval_matched_accuracy", 0) for entry in state["log_history"])
 
 
-def test_two_towers(run, tmp_path):
-    """The texts of a pair are encoded separately; the saved model reproduces the written scores."""
-    for split, size in (("train", 16), ("validation", 16), ("test", 5)):
-        write(rows("stsb", size, seed=size), tmp_path / "data" / f"{split}.jsonl")
-    output = tmp_path / "out"
-    towers = ["--two_towers", "--token_dropout", 0.2]
-    arguments = [*scratch("stsb", tmp_path / "data", output), *towers]
-    summary = run(*arguments, "--do_eval", "--do_predict", "--num_train_epochs", 1, "--per_device_eval_batch_size", 2)
-    assert "eval_combined_score" in summary
-    model, tokenizer = LunaForSequencePairClassification.from_pretrained(output), AutoTokenizer.from_pretrained(output)
-    assert model.config.num_labels == 1
-    scores = []
-    for row in rows("stsb", 5, seed=5):
-        first, second = (tokenizer(row[column], return_tensors="pt") for column in ("sentence1", "sentence2"))
-        with torch.no_grad():
-            scores.append(float(model(**first, **{f"pair_{name}": value for name, value in second.items()}).logits))
-    assert pd.read_csv(output / "STS-B.tsv", sep="\t")["prediction"].tolist() == pytest.approx(scores, abs=5e-4 + 1e-5)
-
-    arguments = [*scratch("stsb", tmp_path / "data", tmp_path / "roberta"), *towers, "--model_type", "roberta"]
-    assert_error(run, "--two_towers: there is no RobertaForSeq", *arguments, "--config_overrides", "")
-
-
 @pytest.mark.slow
 def test_resumed_run_ends_with_the_same_weights(run, sst2, tmp_path):
     assert_resumes(run, partial(scratch, "sst2", sst2), AutoModelForSequenceClassification, tmp_path)
@@ -152,7 +129,6 @@ ERRORS = {
         ["--config_overrides", f"{TINY},max_position_embeddings=8"],
         "32 tokens do not fit in the 8 positions",
     ),
-    "two towers": (["--two_towers"], "--two_towers: sentence is one text column"),
     "no checkpoint": (["--resume_from_checkpoint", "last"], "--resume_from_checkpoint last: no checkpoint there"),
     "early stopping": (["--early_stopping_patience", "2"], "needs --load_best_model_at_end"),
     "strategies": (["--load_best_model_at_end"], "save and eval strategy"),
@@ -165,17 +141,20 @@ def test_invalid_options_are_one_line(options, message, run, sst2, tmp_path):
     assert_error(run, message, *scratch("sst2", sst2, tmp_path / "out"), *options, output=tmp_path / "out")
 
 
-def test_unknown_option(run, sst2, tmp_path, capsys):
+@pytest.mark.parametrize("option", ["learning_rat", "ema_decay", "two_towers"])
+def test_unknown_option(option, run, sst2, tmp_path, capsys):
     with pytest.raises(SystemExit) as error:
-        run(*scratch("sst2", sst2, tmp_path / "out"), "--learning_rat", "1")
+        run(*scratch("sst2", sst2, tmp_path / "out"), f"--{option}", "1")
     assert error.value.code == 2
-    assert "unknown option --learning_rat 1" in capsys.readouterr().err
+    assert f"unknown option --{option} 1" in capsys.readouterr().err
 
 
 def test_wrong_recipes(run, tmp_path):
     recipe = tmp_path / "recipe.yaml"
     for text, message in (
         ("learning_rat: 1", "unknown option learning_rat"),
+        ("two_towers: true", "unknown option two_towers"),
+        ("ema_decay: 0.9", "unknown option ema_decay"),
         ("- 1", "option: value"),
         ("a: [", "recipe"),
     ):

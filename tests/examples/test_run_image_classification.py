@@ -111,33 +111,12 @@ def test_another_model_of_transformers(run, folder, tmp_path):
     assert summary["eval_accuracy"] > 0.7
 
 
-@pytest.mark.slow
-def test_average_of_the_weights(run, folder, tmp_path):
-    """Averaged weights are evaluated, saved with checkpoints, resumed, and stored in the final model."""
-    average = [*options(folder, tmp_path / "complete", "--ema_decay", 0.5), "--max_steps", 4, "--save_steps", 2]
-    complete = run(*average, "--do_eval")
-    average[3] = tmp_path / "resumed"
-    resumed = run(*average, "--do_eval", "--resume_from_checkpoint", tmp_path / "complete" / "checkpoint-2")
-    assert complete["eval_loss"] == pytest.approx(resumed["eval_loss"], rel=1e-6)
-    last, saved = (
-        AutoModelForImageClassification.from_pretrained(path).state_dict()
-        for path in (tmp_path / "complete" / "checkpoint-4", tmp_path / "complete")
-    )
-    stored = torch.load(tmp_path / "complete" / "checkpoint-4" / "weight_average.pt", weights_only=True)
-    for name, tensor in saved.items():
-        torch.testing.assert_close(tensor, stored[f"module.{name}"], atol=0, rtol=0)
-    assert any(not torch.equal(saved[name], last[name]) for name in saved)
-
-
 @pytest.mark.parametrize(
     "arguments, message",
     [
         (["--patch_size", 3], "--patch_size 3 does not divide the size of the images, 8"),
         (["--channels", 2], "--channels 2 must be 1 or 3"),
         (["--random_erasing", 0.2], "--random_erasing 0.2 is a part of timm's transform"),
-        (["--ema_decay", 1.0], r"--ema_decay 1.0 must be in \[0, 1\)"),
-        (["--ema_decay", 0.9, "--eval_strategy", "epoch", "--save_strategy", "epoch", "--load_best_model_at_end"],
-         "remove --load_best_model_at_end"),
         (["--image_mean", 0.5, 0.5], "must have 1 numbers, got 2 and 1"),
         (["--image_column", "photo"], "no column photo, only image, label"),
         (["--auto_augment", "none", "--horizontal_flip"], "--auto_augment crops and flips"),

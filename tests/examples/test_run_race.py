@@ -8,7 +8,6 @@ import pytest
 import torch
 from transformers import AutoModelForMultipleChoice, AutoTokenizer
 
-from luna_mega import LunaForSequencePairClassification
 from luna_mega.training.tokenizers import train_bpe
 from tests.examples import runs
 from tests.examples.runs import assert_complete, assert_error, write, write_splits
@@ -174,40 +173,6 @@ def test_race_from_scratch_with_both_levels(run, script, race, tmp_path):
     again = ["--dataset_path", race, "--output_dir", tmp_path / "again", "--do_eval", "--model_name_or_path", output]
     again = run(*again)
     assert again["eval_middle_accuracy"] == again["eval_accuracy"] == middle and "eval_high_accuracy" not in again
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("task", ["race", "csqa"])
-def test_two_towers(task, run, script, race, csqa, tmp_path):
-    """The text and each option are encoded separately; the saved folder reproduces the written predictions."""
-    output = tmp_path / "out"
-    summary = run(
-        *scratch({"race": race, "csqa": csqa}[task], output, task),
-        *("--two_towers", "true", "--do_eval", "--do_predict", "--learning_rate", 0.02, "--num_train_epochs", 8),
-        *("--train_sampling_strategy", "group_by_length", "--max_option_length", 16),
-    )
-    assert summary["eval_accuracy"] > 0.8
-    model, tokenizer = LunaForSequencePairClassification.from_pretrained(output), AutoTokenizer.from_pretrained(output)
-    assert model.config.num_labels == 1 and model.config.pair_features == "interaction"
-
-    def ids(length: int, *texts: str) -> torch.Tensor:
-        tokens = [[BOS, *tokenizer.encode(" ".join(text.split()), add_special_tokens=False), EOS] for text in texts]
-        tokens[1:] = [[EOS, *more[1:]] for more in tokens[1:]]
-        return torch.tensor([sum(tokens, [])[:length]])
-
-    predicted = []
-    for row in race_rows(9, seed=9) if task == "race" else csqa_rows(6, seed=6):
-        texts, options = [row["question"]], row["options"] if task == "race" else row["choices"]["text"]
-        texts += [row["article"]] if task == "race" else []
-        scores = [model.eval()(ids(48, *texts), pair_input_ids=ids(16, option)).logits.item() for option in options]
-        predicted.append("ABCDE"[scores.index(max(scores))])
-    assert pd.read_csv(output / "predictions.tsv", sep="\t")["prediction"].tolist() == predicted
-
-
-def test_two_towers_of_a_model_without_pairs(run, race, tmp_path):
-    arguments = [*scratch(race, tmp_path / "out"), "--model_type", "roberta", "--two_towers", "true"]
-    arguments[arguments.index(TINY)] = "hidden_size=32"
-    assert_error(run, "--two_towers: there is no RobertaForSequencePairClassification; use luna or mega", *arguments)
 
 
 def test_csqa_with_unknown_test_answers(run, csqa, tmp_path):

@@ -4,7 +4,7 @@ import pandas as pd
 import pytest
 from transformers import pipeline
 
-from luna_mega import LunaForSequencePairClassification
+from luna_mega import LunaForSequenceClassification
 from tests.examples import runs
 from tests.examples.runs import assert_complete, assert_error, sentence, write
 
@@ -64,8 +64,7 @@ def test_names_as_labels_and_rows_held_out(run, folder, tmp_path):
 def test_pairs(run, folder, tmp_path):
     pairs = ["--text_columns", "title", "text", "--max_steps", 2]
     run(*options(folder, tmp_path / "out", *pairs))
-    run(*options(folder, tmp_path / "towers", *pairs, "--two_towers", "--do_predict"))
-    model = LunaForSequencePairClassification.from_pretrained(tmp_path / "towers")
+    model = LunaForSequenceClassification.from_pretrained(tmp_path / "out")
     assert model.config.id2label == {0: "bad", 1: "good"}
 
 
@@ -75,7 +74,6 @@ def test_pairs(run, folder, tmp_path):
         (["--validation_share", 1], r"--validation_share 1.0 must be in \[0, 1\)"),
         (["--do_eval"], "has no split validation"),
         (["--text_columns", "a", "b", "c"], "--text_columns a b c must be one column, or two columns for pairs"),
-        (["--two_towers"], "--two_towers: text is one text column, and pairs have two"),
         (["--text_columns", "review"], "split train has no column review, only title, text, label"),
         (["--label_column", "stars"], "split train has no column stars"),
         (["--dataset_name", "stanfordnlp/imdb"], "pass one of --dataset_name and --dataset_path"),

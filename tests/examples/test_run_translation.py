@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
 
-from luna_mega.training import models, weight_average
+from luna_mega.training import models
 from luna_mega.training.models import ModelArguments
 from luna_mega.training.optimization import milestone_schedule
 from luna_mega.training.tokenizers import make_bytes, train_joint_bpe
@@ -135,7 +135,7 @@ def checkpoints(tmp_path):
 
 
 def test_averages_of_checkpoints(script, checkpoints):
-    averaging = weight_average
+    averaging = script("run_translation")
     for metric, used in ((None, [30, 100]), ("eval_loss", [100, 5]), ("eval_bleu", [20, 30])):
         chosen = averaging.choose_checkpoints(str(checkpoints), 2, metric)
         assert [path.name for path in chosen] == [f"checkpoint-{step}" for step in used]

@@ -28,8 +28,7 @@ MEGA += ",ema_projection_size=4"
 
 # Options of a script for texts, and whether its models have token types.
 SCRIPTS = {
-    "mnli": (["run_glue", "--task_name", "mnli", "--max_seq_length", 16], True),
-    "towers": (["run_glue", "--task_name", "mnli", "--two_towers", "--token_dropout", 0.1], True),
+    "mnli": (["run_glue", "--task_name", "mnli", "--max_seq_length", 16, "--token_dropout", 0.1], True),
     "texts": (["run_text_classification", "--text_columns", "sentence", "--max_seq_length", 16], True),
     "pairs": (["run_text_classification", "--text_columns", "sentence", "premise", "--max_seq_length", 16], True),
     "mlm": (["run_mlm", "--text_column", "sentence", "--block_size", 8, "--short_seq_prob", 0.3], True),
