@@ -7,9 +7,10 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from luna_mega.convert import conventions
 from luna_mega.convert.dictionaries import Dictionaries
@@ -17,7 +18,7 @@ from luna_mega.convert.evidence import Evidence, ModelSpec, Tensors
 from luna_mega.convert.formats import Format, Notes, registered_formats
 from luna_mega.convert.formats.format import read_model
 from luna_mega.convert.formats.registry import detect, open_checkpoint
-from luna_mega.convert.report import Report, without_folders
+from luna_mega.convert.report import REPORT_NAME, Report, without_folders
 from luna_mega.convert.safe_load import Checkpoint
 from luna_mega.convert.tensors import (
     DTYPES,
@@ -33,8 +34,7 @@ from luna_mega.convert.tensors import (
 from luna_mega.convert.tokenizers import ConvertedTokenizer
 from luna_mega.errors import ConversionError, errors_of
 from luna_mega.escaping import short_line
-from luna_mega.hub.card import conversion_card, license_metadata
-from luna_mega.hub.folder import REPORT_NAME
+from luna_mega.hub.card import architecture, conversion_card, license_metadata
 from luna_mega.hub.output import check_output, complete_folder
 
 
@@ -59,7 +59,7 @@ class _Source:
 
 def convert_checkpoint(
     path: str | Path,
-    output: str | Path,
+    output: str | Path | None,
     *,
     dictionaries: Sequence[str | Path] = (),
     bpe: str | Path | None = None,
@@ -74,7 +74,7 @@ def convert_checkpoint(
 
     Args:
         path: Checkpoint of the original code, a file or a folder.
-        output: Folder to write, absent or empty. It is not changed if the conversion fails.
+        output: Folder to write, absent or empty. It is not changed if the conversion fails. None = write nothing.
         dictionaries: Vocabulary and label dictionary, or dictionaries of source and target, in any order. Default: the
             files in the folder of the checkpoint.
         bpe: Folder with GPT-2's BPE files if the symbols of the dictionary are GPT-2 ids, codes of a byte-pair encoding
@@ -88,7 +88,7 @@ def convert_checkpoint(
         progress: Show a progress bar if stderr is a terminal.
 
     Returns:
-        The report that is also written to conversion_report.json.
+        The report. Most of it is also written to conversion_report.json.
 
     Raises:
         ConversionError: If the input is invalid. The message is one line with the file or field, and how to fix it.
@@ -98,7 +98,7 @@ def convert_checkpoint(
     conventions.check_choice("ema_convention", ema_convention, ("auto", *conventions.ORDER))
     conventions.check_choice("dtype", dtype, (None, *DTYPES))
     license_metadata(license)
-    output = check_output(output)
+    output = None if output is None else check_output(output)
     source = _identify(open_checkpoint(path, progress), head, layer_norm, ema_convention)
     config, tensors = source.spec.config, source.checkpoint.tensors
     companions = source.format.companions(source.spec, source.evidence)
@@ -114,6 +114,8 @@ def convert_checkpoint(
     if companions.generation:
         model.generation_config.update(**companions.generation)
     report = _report(output, source, words, chosen, tokenizer, converted, model)
+    if output is None:
+        return report
     card = conversion_card(
         output.name,
         report.model_class,
@@ -164,8 +166,17 @@ def _identify(checkpoint: Checkpoint, head: str | None, layer_norm: str, ema_con
     return _Source(checkpoint, fmt, spec, evidence, mapping, norm, notes, warnings)
 
 
+def _sizes(config: PreTrainedConfig) -> dict[str, Any]:
+    """Return the sizes in the configuration of a model; those of a decoder are added if they differ."""
+    sizes = architecture(config)
+    if config.is_encoder_decoder:
+        own = architecture(config.decoder_config).items()
+        sizes |= {f"decoder_{name}": value for name, value in own if value != sizes[name]}
+    return sizes
+
+
 def _report(
-    output: Path,
+    output: Path | None,
     source: _Source,
     words: Notes,
     dictionaries: Dictionaries,
@@ -185,7 +196,7 @@ def _report(
     shape = {key: list(tensor.shape) for key, tensor in checkpoint.tensors.items()}
     mapped, dropped = source.mapping.mapped.items(), source.mapping.dropped.items()
     return Report(
-        output=str(output),
+        output=output and str(output),
         source={
             "file": os.fsencode(checkpoint.path.absolute().name).decode("utf-8", "backslashreplace"),
             "sha256": checkpoint.sha256,
@@ -214,5 +225,7 @@ def _report(
         args=dict(checkpoint.args),
         notes=[*words.notes, *dictionaries.notes, *source.notes],
         warnings=warnings,
-        code=facts.revisions[spec.revision].name,
+        code=facts.revisions[spec.revision],
+        sizes=_sizes(spec.config),
+        labels=list(spec.config.id2label.values()) if "Classification" in spec.model_class.__name__ else [],
     )

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from luna_mega.convert.tensors import few
-from luna_mega.hub.folder import REPORT_NAME
 
+REPORT_NAME = "conversion_report.json"
 _WORDS = {True: "yes", False: "no", None: "none"}
 # An absolute path in a text, but not inside a word, "</s>" or "../a", or the "//" of env:// or tcp://host. It ends at
 # ':', at the end of the line, at a closing quote, or before an option of a command.
@@ -24,10 +24,11 @@ class Report:
 
     `mapped` has `{"source", "target", "shape"}` and `dropped` has `{"source", "shape", "reason"}` for every tensor of
     the checkpoint. `tokenizer` has `{"class", "kind", "size", "missing_pieces"}`. `args` are the checkpoint's.
-    `code` describes the revision. `missing` and `unexpected` are empty, since other conversions fail.
+    `missing` and `unexpected` are empty, since other conversions fail. `code` describes the revision, and `output` is
+    None if nothing was written. These two, `sizes` and `labels` are not in conversion_report.json.
     """
 
-    output: str
+    output: str | None
     source: dict[str, Any]
     model_class: str
     decisions: dict[str, Any]
@@ -45,12 +46,15 @@ class Report:
     missing: list[str] = field(default_factory=list)
     unexpected: list[str] = field(default_factory=list)
     code: str = ""
+    sizes: dict[str, Any] = field(default_factory=dict)
+    labels: list[str] = field(default_factory=list)
 
     def save(self, folder: Path) -> None:
         """Write conversion_report.json into `folder`, without the folders of absolute paths."""
         own = ("source", "decisions", "args", "notes", "warnings")
         content = {"format": 1} | asdict(self) | {name: without_folders(getattr(self, name)) for name in own}
-        del content["output"], content["code"]
+        for name in ("output", "code", "sizes", "labels"):
+            del content[name]
         (folder / REPORT_NAME).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
     def __str__(self) -> str:
@@ -65,6 +69,8 @@ class Report:
             "read": f"{source['file']}: {source['layout']} of the {self.code or source['revision']}, "
             + ", ".join(origin),
             "class": self.model_class,
+            "sizes": ", ".join(f"{name} {_shown(value)}" for name, value in self.sizes.items()),
+            **({"labels": f"{len(self.labels)}: {few(self.labels)}"} if self.labels else {}),
             **{name: _shown(value) for name, value in decisions.items()},
             "tensors": f"{len(self.mapped)} mapped, {len(self.dropped)} dropped, "
             f"{len(self.missing)} missing, {len(self.unexpected)} unexpected",
@@ -78,7 +84,7 @@ class Report:
             *(("dropped", f"{number} x {reason}") for reason, number in reasons.items()),
             *(("note", without_folders(note)) for note in self.notes),
             *(("warning", without_folders(warning)) for warning in self.warnings),
-            ("written", f"{self.output}: {', '.join(self.files)}"),
+            ("written", "nothing" if self.output is None else f"{self.output}: {', '.join(self.files)}"),
         ]
         width = max(len(name) for name, _ in lines) + 2
         return "\n".join(f"{name:<{width}}{' '.join(value.split())}" for name, value in lines)

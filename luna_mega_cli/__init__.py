@@ -23,7 +23,6 @@ from luna_mega_cli.options import check_arguments, define_command
 COMMANDS = {
     "convert": "convert a checkpoint of the original code into a folder that AutoModel loads",
     "verify": "compare two models layer by layer on the same inputs",
-    "info": "describe a model: parameters, weights, cache, heads, origin",
     "bundle": "add the code to a model folder, for trust_remote_code",
     "onnx": "export a model folder to ONNX and compare it with the model",
 }
@@ -134,7 +133,7 @@ class _Command(_Parser):
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         unknown: Sequence[str] = ()
         if not {"-h", "--help"}.intersection(args):
-            required = [action for action in self._actions if action.required]
+            required = [one for one in (*self._actions, *self._mutually_exclusive_groups) if one.required]
             self._set_required(required, False)
             with suppress(argparse.ArgumentError):  # raised again below
                 _, unknown = super().parse_known_args(args)
@@ -144,10 +143,10 @@ class _Command(_Parser):
             self.error(f"unrecognized arguments: {' '.join(unknown)}{similar}")
         return super().parse_known_args(args, namespace)
 
-    def _set_required(self, actions: Iterable[argparse.Action], value: bool) -> None:
+    def _set_required(self, options: Iterable[Any], value: bool) -> None:
         self.exit_on_error = value
-        for action in actions:
-            action.required = value
+        for option in options:
+            option.required = value
 
 
 def _similar(word: str, words: Iterable[str]) -> str:

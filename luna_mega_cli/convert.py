@@ -11,6 +11,7 @@ DESCRIPTION = (
     "M (raw speech); Megalodon 7.4 B."
 )
 EXAMPLES = (
+    "checkpoint_best.pt --dry-run",
     "checkpoint_best.pt --output my-model",
     "checkpoint_best.pt --output my-model --dict dict.txt --bpe gpt2_bpe/",
     "checkpoint_best.pt --output my-model --dtype bfloat16 --license mit --json",
@@ -20,7 +21,13 @@ EXAMPLES = (
 
 def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("checkpoint", metavar="CHECKPOINT", help=".pt file of fairseq, or Megalodon folder")
-    parser.add_argument("--output", metavar="DIR", required=True, help="output folder, which must be absent or empty")
+    output = parser.add_mutually_exclusive_group(required=True)
+    output.add_argument("--output", metavar="DIR", help="output folder, which must be absent or empty")
+    output.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="write nothing; print the report: format, class, sizes, labels, and what is missing",
+    )
     parser.add_argument(
         "--dict",
         metavar="FILE",

@@ -11,9 +11,9 @@ from typing import Any
 LAYER_NORMS = ("standard", "plus-one")
 EMA_CONVENTIONS = ("main", "flash")
 
-_PATHS = {"checkpoint", "folder", "path", "a", "b", "inputs", "dict", "bpe", "output", "teacher", "texts"}
+_PATHS = {"checkpoint", "folder", "a", "b", "inputs", "dict", "bpe", "output"}
 # Paths that are read. Folders of models are checked where they are opened.
-_FILES, _FILES_OR_FOLDERS = ("dict", "inputs", "texts"), ("a", "b", "bpe", "checkpoint", "path")
+_FILES, _FILES_OR_FOLDERS = ("dict", "inputs"), ("a", "b", "bpe", "checkpoint")
 _WORDS = {"head", "license"}
 
 

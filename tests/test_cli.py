@@ -16,7 +16,7 @@ import luna_mega
 import luna_mega_cli
 from luna_mega.convert import ConversionError, convert_checkpoint
 
-COMMANDS = ("convert", "verify", "info", "bundle", "onnx")
+COMMANDS = ("convert", "verify", "bundle", "onnx")
 
 
 def replace(monkeypatch, name, function):
@@ -74,10 +74,10 @@ def test_completion(repo_root, tmp_path):
 def test_colors_are_only_for_terminals(environment, colored, monkeypatch, capsys, tmp_path):
     for name, value in ({"NO_COLOR": "", "TERM": "xterm"} | environment).items():
         monkeypatch.setenv(name, value)
-    _, output = run(["info", str(tmp_path)], capsys)
+    _, output = run(["bundle", str(tmp_path)], capsys)
     assert "\033" not in output.err
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
-    _, output = run(["info", str(tmp_path)], capsys)
+    _, output = run(["bundle", str(tmp_path)], capsys)
     assert ("\033[31merror:\033[0m" in output.err) == colored
 
 
@@ -92,11 +92,11 @@ def test_out_of_memory_is_one_line_with_a_hint(monkeypatch, capsys):
 
 def test_progress_bars_require_a_terminal(monkeypatch, tmp_path, capsys):
     seen = []
-    replace(monkeypatch, "info", lambda options: seen.append(logging.is_progress_bar_enabled()) or 0)
+    replace(monkeypatch, "bundle", lambda options: seen.append(logging.is_progress_bar_enabled()) or 0)
     assert logging.is_progress_bar_enabled()
-    run(["info", "x"], capsys)
+    run(["bundle", "x"], capsys)
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
-    run(["info", "x"], capsys)
+    run(["bundle", "x"], capsys)
     assert seen == [False, True] and logging.is_progress_bar_enabled()
 
 
@@ -114,11 +114,11 @@ def test_reports_as_json(encoder, tmp_path, capsys):
     The reports of convert and onnx are tested with the formats and packages of these commands.
     """
     found = {}
-    for argv in (["info", encoder], ["verify", encoder, encoder], ["bundle", encoder, "--output", tmp_path / "bundle"]):
+    for argv in (["verify", encoder, encoder], ["bundle", encoder, "--output", tmp_path / "bundle"]):
         status, output = run([*map(str, argv), "--json"], capsys)
         assert status == 0 and output.err == ""
         found[argv[0]] = json.loads(output.out)
-    assert found["info"]["model_class"] == "LunaForMaskedLM" and found["verify"]["within"] is True
+    assert found["verify"]["model_class"] == "LunaForMaskedLM" and found["verify"]["within"] is True
     assert found["bundle"]["output"] == str(tmp_path / "bundle")
     assert "trust_remote_code=True" in found["bundle"]["code"][-1]
 
@@ -132,15 +132,15 @@ def test_reports_as_json(encoder, tmp_path, capsys):
         (["convert", "TEXT", "--output", "NEW", "--bpe", "ABSENT"], "error: --bpe ABSENT: no such file or folder"),
         (["convert", "TEXT", "--output", ""], "error: output '': is empty; pass a path"),
         (["convert", "TEXT", "--output", "TEXT"], "TEXT: the output is a file; use a folder"),
-        (["info", ""], "error: path '': is empty; pass a path"),
-        (["info", "INSIDE"], "error: INSIDE: no such file or folder"),
+        (["convert", "", "--dry-run"], "error: checkpoint '': is empty; pass a path"),
+        (["convert", "INSIDE", "--dry-run"], "error: INSIDE: no such file or folder"),
         (["verify", "FOLDER", "FOLDER", "--inputs", "ABSENT"], "error: --inputs ABSENT: no such file"),
         (["verify", "FOLDER", "FOLDER", "--inputs", "FOLDER"], "error: --inputs FOLDER: is a folder; pass a file"),
         (["bundle", "ABSENT"], "error: ABSENT: no such folder"),
         (["bundle", "FOLDER", "--output", "INSIDE"], "INSIDE: TEXT is not a folder; use another name"),
         (["convert", "FOLDER", "--output", "NEW"], "is a folder; pass the checkpoint file itself"),
         (["verify", "FOLDER", "NEW"], "no such file or folder"),
-        (["info", "ROBERTA"], "model_type 'roberta' is not supported; expected 'luna', "),
+        (["verify", "ROBERTA", "FOLDER"], "model_type 'roberta' is not supported; expected 'luna', "),
         (["bundle", "TEXT"], "is a file; use a model folder"),
         (["bundle", "ROBERTA"], "model_type 'roberta' is not supported; expected 'luna', "),
     ],
@@ -193,9 +193,11 @@ def test_version_option(capsys):
         ([], "COMMAND"),
         (["transmogrify", "x"], "transmogrify"),
         (["-q"], "COMMAND"),
-        (["info"], "luna-mega info: error: the following arguments are required: PATH"),
-        (["info", "x", "--length", "0"], "argument --length: must be an integer from 1 to 2^31 - 1, got 0"),
-        (["info", "x", "--length", "-3"], "argument --length: must be an integer from 1 to 2^31 - 1, got -3"),
+        (["bundle"], "luna-mega bundle: error: the following arguments are required: FOLDER"),
+        (["convert", "x"], "luna-mega convert: error: one of the arguments --output --dry-run is required"),
+        (["convert", "x", "--output", "y", "--dry-run"], "--dry-run: not allowed with argument --output"),
+        (["verify", "x", "y", "--length", "0"], "argument --length: must be an integer from 1 to 2^31 - 1, got 0"),
+        (["verify", "x", "y", "--length", "-3"], "argument --length: must be an integer from 1 to 2^31 - 1, got -3"),
         (["verify", "a", "b", "--batch", "two"], "argument --batch: must be an integer from 1 to 2^31 - 1, got two"),
         (
             ["verify", "a", "b", "--seed", "1", "--text", "x"],
@@ -203,15 +205,18 @@ def test_version_option(capsys):
         ),
         (["verify", "a", "b", "--seed", "9" * 30], "must be an integer of at most 64 bits, got 999"),
         (["verify", "a", "b", "--batch", "9" * 9999], "must be an integer from 1 to 2^31 - 1"),
-        (["info", "x", "--len\x1b[31m"], r"--len\x1b[31m"),
+        (["bundle", "x", "--len\x1b[31m"], r"--len\x1b[31m"),
         (["convert", "x", "--output", "y", "--dtype", "int8"], "invalid choice: 'int8' (choose from 'float32', "),
         (["conver"], "invalid choice: 'conver'; did you mean 'convert'? (choose from 'convert', "),
-        (["inof", "x"], "invalid choice: 'inof'; did you mean 'info'?"),
+        (["bunlde", "x"], "invalid choice: 'bunlde'; did you mean 'bundle'?"),
         (["convert", "x", "--output", "y", "--dtype", "bfloat"], "--dtype: invalid choice: 'bfloat'; did you mean 'bf"),
         (["verify", "x", "y", "--layer-norm", "plusone"], "--layer-norm: invalid choice: 'plusone'; did you mean 'pl"),
-        (["info", "x", "--lenght", "3"], "luna-mega info: error: unrecognized arguments: --lenght 3; did you mean '--"),
+        (
+            ["verify", "x", "y", "--lenght=3"],
+            "luna-mega verify: error: unrecognized arguments: --lenght=3; did you mean",
+        ),
         (["convert", "x", "--output", "y", "--dtpye=x"], "unrecognized arguments: --dtpye=x; did you"),
-        (["info", "x", "y"], "luna-mega info: error: unrecognized arguments: y\n"),
+        (["bundle", "x", "y"], "luna-mega bundle: error: unrecognized arguments: y\n"),
     ],
 )
 def test_wrong_usage_exits_with_2(argv, named, capsys):
@@ -224,7 +229,8 @@ def test_wrong_usage_exits_with_2(argv, named, capsys):
 def test_a_misspelled_option_is_named_although_others_are_missing(name, capsys):
     _, output = run([name, "--help"], capsys)
     usage = output.out.partition("\n\n")[0]
-    assert usage.count(" --output ") == (name in ("convert", "onnx"))  # not [--output DIR]
+    assert usage.count(" --output ") == (name == "onnx")  # not [--output DIR]
+    assert ("(--output DIR | --dry-run)" in usage) == (name == "convert")
     for option in set(re.findall(r"^  (--[a-z-]+)", output.out, flags=re.MULTILINE)):
         wrong = f"{option[:3]}x{option[3:]}"
         status, output = run([name, wrong], capsys)

@@ -33,7 +33,6 @@ LAYERS = {
     "luna_mega.inspection": {"safetensors", "torch", "tqdm", "transformers"},
     "luna_mega.training": TRAINING,
     "luna_mega_cli": {"argcomplete", "torch", "transformers"},
-    "luna_mega.convert.__main__": set(),
 }
 APART = {"luna_mega.modeling_luna", "luna_mega.modeling_mega", "luna_mega.modeling_megalodon"}
 OPTIONAL = {"triton", "onnx_ir"}
@@ -216,12 +215,11 @@ INVALID = [
     ("luna_mega", "from luna_mega.hub.card import conversion_card"),
     ("luna_mega", "import luna_megalodon"),
     ("luna_mega.convert.importer", "import tests.helpers"),
-    ("luna_mega.convert.importer", "from luna_mega.inspection.info import describe"),
+    ("luna_mega.convert.importer", "from luna_mega.inspection.verify import compare"),
 ]
 VALID = [
     ("luna_mega.kernels.api", "from luna_mega.kernels import _dispatch\nimport math, os.path"),
     ("luna_mega.modeling_luna.x", "from luna_mega.kernels.api import luna_attention"),
-    ("luna_mega.convert.__main__", "from luna_mega_cli import main"),
     ("luna_mega.convert.importer", "from luna_mega.hub.folder import read_folder"),
 ]
 

@@ -239,10 +239,10 @@ def test_installed_package_works(way, place, with_kernels, checkout, installed, 
     ("way", "place", "command"),
     [
         ("wheel", "outside", ["luna-mega", "convert"]),
-        ("wheel", "root", ["python", "-m", "luna_mega.convert"]),
-        ("editable", "outside", ["python", "-m", "luna_mega.convert"]),
+        ("wheel", "root", ["python", "-m", "luna_mega_cli", "convert"]),
+        ("editable", "outside", ["python", "-m", "luna_mega_cli", "convert"]),
         ("editable", "root", ["luna-mega", "convert"]),
-        ("none", "root", ["python", "-m", "luna_mega.convert"]),
+        ("none", "root", ["python", "-m", "luna_mega_cli", "convert"]),
     ],
 )
 def test_command_line_starts(way, place, command, checkout, installed, tmp_path):

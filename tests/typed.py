@@ -10,7 +10,6 @@ from luna_mega import LunaConfig, LunaForMaskedLM, MegaConfig, MegaForCausalLM
 from luna_mega.convert import convert_checkpoint
 from luna_mega.convert.report import Report
 from luna_mega.hub.bundle import bundle
-from luna_mega.inspection.info import Info, describe
 from luna_mega.kernels.api import (
     LunaCausalState,
     TruncatedEmaState,
@@ -49,7 +48,6 @@ def ops(x: torch.Tensor, weight: torch.Tensor, state: LunaCausalState, truncated
 
 def tools() -> None:
     assert_type(convert_checkpoint("model.pt", "folder"), Report)
-    assert_type(describe("folder").heads, list[str])
-    assert_type(describe("folder"), Info)
+    assert_type(convert_checkpoint("model.pt", None).labels, list[str])
     assert_type(bundle("folder"), list[str])
-    assert_type(luna_mega_cli.main(["info", "folder"]), int)
+    assert_type(luna_mega_cli.main(["bundle", "folder"]), int)

@@ -6,7 +6,6 @@ import torch
 
 from luna_mega import LunaConfig
 from luna_mega.convert.evidence import Evidence, flag, number, size, word
-from luna_mega.convert.formats.format import Revision
 from luna_mega.convert.keymap import LAYER_NORM, Row, rows
 from luna_mega.convert.table import ACTIVATIONS, NOT, Arg, Table, size_of
 from luna_mega.errors import ConversionError
@@ -14,6 +13,7 @@ from luna_mega.modeling_luna.modeling_luna import sinusoids
 
 # Revisions of the code, with their names in conversion reports: the published models, and the last commit.
 CODE_2021, CODE_2023 = "r21", "head"
+REVISIONS = {CODE_2021: "2021 code", CODE_2023: "2023 code"}
 SINUSOIDS = "sinusoids of P: checked against the formula, not stored"
 PLACEHOLDER = "placeholder buffer of the original, no content"
 ATTENTION = {"pq_proj": "pack_query", "pc_proj": "pack_key_value", "pk_proj": "pack_key", "pv_proj": "pack_value"}
@@ -29,11 +29,6 @@ FACTS = {
     "config_class": LunaConfig,
     "unsupported_options": {"ema-convention": "Luna has no moving average"},
 }
-
-
-def code_of(year: int) -> Revision:
-    """Return the description of the code of a year."""
-    return Revision(f"{year} code", f"the {year} fairseq code")
 
 
 def encoder_rows(

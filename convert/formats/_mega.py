@@ -12,7 +12,7 @@ from typing import Any
 from luna_mega import MegaConfig
 from luna_mega.convert.conventions import ORDER, order_of
 from luna_mega.convert.evidence import Evidence, flag, integer, number, size, word
-from luna_mega.convert.formats.format import Format, Revision
+from luna_mega.convert.formats.format import Format
 from luna_mega.convert.keymap import Row, rows
 from luna_mega.convert.safe_load import Checkpoint
 from luna_mega.convert.table import ACTIVATIONS, NOT, Arg, Table
@@ -32,9 +32,7 @@ _EMA = {
 _EMA_OF_BOTH = {"beta": "ema_expansion_matrix", "gamma": "kernel_projection_matrix", "omega": "residual_weight"}
 
 
-_BRANCHES = {branch: f"branch {branch}" for branch in ORDER}
-_BRANCHES["unknown"] = "branch main or flash (not determined by the order of its tensors)"
-REVISIONS = {key: Revision(code, f"the Mega code, {code}") for key, code in _BRANCHES.items()}
+REVISIONS = {branch: f"branch {branch}" for branch in ORDER}
 FACTS = {
     "config_class": MegaConfig,
     "unsupported_options": {"layer-norm": "Mega stores norm weights as they are"},

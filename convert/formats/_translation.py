@@ -40,7 +40,6 @@ SHARING = (
     Arg("share_all_embeddings", "share_encoder_decoder_embeddings", read=_sharing, kind=flag),
     *typed(flag, "share_decoder_input_output_embed"),
 )
-HEADS = ["sequence-to-sequence LM"]
 
 
 def companions(spec: ModelSpec, evidence: Evidence, positions: int) -> Companions:

@@ -62,14 +62,6 @@ class Folder(Container, ABC):
         """Return the checkpoint in a folder."""
 
 
-@dataclass(frozen=True)
-class Revision:
-    """Descriptions of one revision of the original code: of the revision, and of the code."""
-
-    name: str
-    code: str
-
-
 def no_tokenizer(dictionaries: Dictionaries, bpe: Bpe, notes: list[str]) -> None:
     """Return None, the tokenizer of a model without one."""
     if bpe is not None:
@@ -98,7 +90,7 @@ class Facts:
     """
 
     name: str
-    revisions: dict[str, Revision]
+    revisions: dict[str, str]
     config_class: type[PreTrainedConfig]
     model_classes: tuple[type[PreTrainedModel], ...]
     stacks: frozenset[tuple[str, str]] = frozenset()
@@ -125,11 +117,10 @@ class Companions:
 
 @dataclass(frozen=True)
 class Notes:
-    """Other decisions and notes of a conversion, and lines on heads other than one classifier."""
+    """Other decisions and notes of a conversion."""
 
     decisions: dict[str, Any] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
-    heads: list[str] = field(default_factory=list)
 
 
 class Format(ABC):

@@ -103,10 +103,7 @@ class LunaBert(Format):
 
     facts = Facts(
         name="luna_bert",
-        revisions={
-            CODE_2021: _luna.code_of(2021),
-            CODE_2023: _luna.code_of(2023),
-        },
+        revisions=_luna.REVISIONS,
         model_classes=(LunaForMaskedLM, LunaModel, LunaForMultipleChoice, LunaForSequenceClassification),
         additional_classes=(LunaForMaskedLM,),
         stacks=frozenset({("luna", _BODY)}),
@@ -161,10 +158,5 @@ class LunaBert(Format):
         return Companions(kind, tokenizer)
 
     def report(self, spec: ModelSpec, evidence: Evidence) -> Notes:
-        named = [
-            f"{key.split('.')[1]}: {len(tensor)} classes"
-            for key, tensor in evidence.tensors.items()
-            if key.startswith("classification_heads.") and key.endswith(".out_proj.weight") and ".attn." not in key
-        ]
         kept = ["the LM head is kept: AutoModelForMaskedLM loads from the same folder"] * (spec.head is not None)
-        return Notes({"head": spec.head}, kept, ["masked LM", *named])
+        return Notes({"head": spec.head}, kept)

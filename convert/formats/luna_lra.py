@@ -155,10 +155,7 @@ class LunaLra(Format):
 
     facts = Facts(
         name="luna_lra",
-        revisions={
-            CODE_2021: _luna.code_of(2021),
-            CODE_2023: _luna.code_of(2023),
-        },
+        revisions=_luna.REVISIONS,
         model_classes=_CLASSES,
         stacks=frozenset({("luna", BODY)}),
         architectures=_ARCHITECTURES,

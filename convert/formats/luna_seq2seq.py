@@ -119,7 +119,7 @@ class LunaSeq2Seq(Format):
 
     facts = Facts(
         name="luna_seq2seq",
-        revisions={CODE_2021: _luna.code_of(2021)},
+        revisions={CODE_2021: _luna.REVISIONS[CODE_2021]},
         model_classes=(LunaForConditionalGeneration,),
         stacks=frozenset({("luna", "encoder"), ("luna", "decoder")}),
         decided=_DECIDED,
@@ -134,7 +134,7 @@ class LunaSeq2Seq(Format):
         return _translation.companions(spec, evidence, spec.config.decoder_config.max_position_embeddings)
 
     def report(self, spec: ModelSpec, evidence: Evidence) -> Notes:
-        return Notes(notes=[_ACTIVATION_NOTE], heads=_translation.HEADS)
+        return Notes(notes=[_ACTIVATION_NOTE])
 
     def keymap(self, spec: ModelSpec) -> KeyMap:
         encoder, decoder = "luna.encoder", "luna.decoder"

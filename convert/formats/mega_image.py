@@ -7,7 +7,7 @@ from luna_mega import MegaConfig, MegaForImageClassification
 from luna_mega.convert.dictionaries import ClassNames
 from luna_mega.convert.evidence import Evidence, ModelSpec, flag, integer, number, size, word
 from luna_mega.convert.formats import _mega
-from luna_mega.convert.formats.format import Companions, Container, Facts, Format, Notes, Revision
+from luna_mega.convert.formats.format import Companions, Container, Facts, Format, Notes
 from luna_mega.convert.keymap import KeyMap, Row
 from luna_mega.convert.safe_load import Checkpoint
 from luna_mega.convert.table import NOT, Arg, derived, fields, size_of, typed
@@ -76,8 +76,8 @@ class MegaImage(Format):
     facts = Facts(
         name="mega_image",
         revisions={
-            name: Revision(f"variant with {patches}", "the Mega code for images")
-            for name, patches in (("conv", "patches by convolution"), ("linear", "linear patches"))
+            "conv": "variant with patches by convolution",
+            "linear": "variant with linear patches",
         },
         model_classes=(MegaForImageClassification,),
         stacks=frozenset({("mega", "")}),

@@ -188,7 +188,7 @@ class MegaLM(_mega.MegaFormat):
         name, notes = "activation_dropout", []
         if evidence.args.get(name) is None and name not in _ARCHITECTURES.get(str(evidence.args.get("arch")), {}):
             notes.append(f"args.{name} is missing, which is an error in the original; using 0.0")
-        return Notes({"ema_convention": spec.revision}, notes, heads=["causal LM"])
+        return Notes({"ema_convention": spec.revision}, notes)
 
 
 def _softmax_rows(config: MegaConfig) -> list[Row]:

@@ -86,4 +86,4 @@ class MegaSeq2Seq(_mega.MegaFormat):
         return _translation.companions(spec, evidence, spec.config.decoder_config.max_positions)
 
     def report(self, spec: ModelSpec, evidence: Evidence) -> Notes:
-        return Notes({"ema_convention": spec.revision}, heads=_translation.HEADS)
+        return Notes({"ema_convention": spec.revision})

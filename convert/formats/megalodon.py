@@ -11,7 +11,7 @@ from luna_mega import MegalodonConfig, MegalodonForCausalLM
 from luna_mega.convert.dictionaries import PIECES_FILE, Dictionaries, PieceFile
 from luna_mega.convert.evidence import Evidence, ModelSpec, flag, integer, number, size
 from luna_mega.convert.formats import _megalodon as layout
-from luna_mega.convert.formats.format import Bpe, Companions, Facts, Format, Notes, Revision
+from luna_mega.convert.formats.format import Bpe, Companions, Facts, Format, Notes
 from luna_mega.convert.keymap import WIDE, KeyMap, Row
 from luna_mega.convert.safe_load import Checkpoint
 from luna_mega.convert.table import Arg, fields
@@ -110,7 +110,7 @@ class Megalodon(Format):
 
     facts = Facts(
         name="megalodon",
-        revisions={"release": Revision("released code", "the released Megalodon code")},
+        revisions={"release": "released code"},
         config_class=MegalodonConfig,
         model_classes=(MegalodonForCausalLM,),
         stacks=frozenset({("megalodon", "")}),
@@ -169,4 +169,4 @@ class Megalodon(Format):
         if spec.config.attention_probs_dropout_prob and evidence.args.get("efficient_attn") is not None:
             notes.append("the fused attention of the original drops keys in training; here it drops attention weights")
         decisions = {"shards": evidence.arg(layout.SHARDS), "output_size": spec.config.scores}
-        return Notes(decisions, notes, heads=["causal LM"])
+        return Notes(decisions, notes)

@@ -27,7 +27,7 @@ _MEGALODON = r"(^|\.)(theta|cema|move_act|timenorm|prior_mean)(\.|$)"
 
 
 def register_format(checkpoint_format: Format) -> None:
-    """Register a format for convert and info; it is tried after the formats that are registered already.
+    """Register a format; it is tried after the formats that are registered already.
 
     Raises:
         ValueError: If another format has this name, or the same stacks under the same names.
@@ -43,13 +43,6 @@ def register_format(checkpoint_format: Format) -> None:
 
 def registered_formats() -> tuple[Format, ...]:
     return tuple(_FORMATS.values())
-
-
-def find_format(name: str) -> Format:
-    """Return the format with a name, the `layout` of a conversion report."""
-    if name not in _FORMATS:
-        raise ConversionError(f"format {shown(name)} is not known; this version knows {', '.join(_FORMATS)}")
-    return _FORMATS[name]
 
 
 def stacks_of(names: Iterable[str]) -> frozenset[tuple[str, str]]:

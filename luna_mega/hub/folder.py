@@ -2,13 +2,11 @@
 
 import json
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
-from safetensors import SafetensorError, safe_open
 from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase, RobertaTokenizer
 from transformers.utils import (
     GENERATION_CONFIG_NAME,
@@ -24,19 +22,7 @@ from luna_mega.errors import ConversionError, reason, shown
 from luna_mega.hub.find import find_model
 from luna_mega.hub.output import check_path
 
-REPORT_NAME = "conversion_report.json"
 TARGET_FOLDER = "target"  # tokenizer of the target of an encoder-decoder, if it differs from the source's
-_REPORT_FIELDS = {"source": dict, "decisions": dict, "dropped": list, "dtype_in": dict, "args": dict}
-_SOURCE_FIELDS = ("file", "layout", "revision", "arch")
-
-
-@dataclass(frozen=True)
-class TensorInfo:
-    """File, shape and dtype of a tensor on disk."""
-
-    file: Path
-    shape: tuple[int, ...]
-    dtype: str
 
 
 @dataclass(frozen=True)
@@ -47,31 +33,6 @@ class ModelFolder:
     files: list[Path]  # with the weights
     model_class: type[PreTrainedModel]
     config: PreTrainedConfig
-    transformers_version: str | None  # the version that saved the folder
-    report: dict[str, Any] | None  # content of conversion_report.json
-
-    @cached_property
-    def tensor_info(self) -> dict[str, TensorInfo]:
-        """Return name -> `TensorInfo` from the headers of the weight files, with the names of a model with a head."""
-        tensors = {}
-        for file in self.files:
-            with open_weights(file) as weights:
-                for name in weights.keys():
-                    part = weights.get_slice(name)
-                    tensors[self._full_name(name)] = TensorInfo(file, tuple(part.get_shape()), part.get_dtype())
-        return tensors
-
-    def tensors(self) -> dict[str, torch.Tensor]:
-        """Return all tensors, memory-mapped, with the names of `tensor_info`."""
-        tensors = {}
-        for file in self.files:
-            with open_weights(file) as weights:
-                tensors |= {self._full_name(name): weights.get_tensor(name) for name in weights.keys()}
-        return tensors
-
-    def _full_name(self, name: str) -> str:
-        bare = "For" not in self.model_class.__name__
-        return f"{self.model_class.base_model_prefix}.{name}" if bare else name
 
     def load(self, **options: Any) -> PreTrainedModel:
         """Return the model in evaluation mode; the options are those of `from_pretrained`.
@@ -228,31 +189,7 @@ def read_folder(path: str | Path) -> ModelFolder:
     name = names[0] if isinstance(names, list) else names
     if not isinstance(name, str) or name not in classes:
         raise ConversionError(f"{file}: architectures {shown(name)} is not one of {', '.join(classes)}")
-    return ModelFolder(path, files, classes[name], config, content.get("transformers_version"), _read_report(path))
-
-
-def _read_report(folder: Path) -> dict[str, Any] | None:
-    file = folder / REPORT_NAME
-    if not file.is_file():
-        return None
-    written = read_json(file)
-    if written.get("format") != 1:
-        raise ConversionError(f"{file}: format {shown(written.get('format'))} is not supported; expected 1")
-    wrong = [name for name, kind in _REPORT_FIELDS.items() if not isinstance(written.get(name), kind)]
-    wrong += [
-        name for name in _SOURCE_FIELDS if "source" not in wrong and not isinstance(written["source"].get(name), str)
-    ]
-    if wrong:
-        raise ConversionError(f"{file}: {', '.join(wrong)} is invalid; convert the checkpoint again")
-    return written
-
-
-def open_weights(file: Path) -> safe_open:
-    """Open a safetensors file; raise an error if it is damaged."""
-    try:
-        return safe_open(file, framework="pt")
-    except SafetensorError as error:
-        raise ConversionError(f"{file}: damaged or truncated ({error}); copy or download it again") from error
+    return ModelFolder(path, files, classes[name], config)
 
 
 def read_json(file: Path, kind: type = dict) -> Any:

@@ -1,4 +1,4 @@
-"""Helpers of conversion tests: load models, edit folders, write dictionaries."""
+"""Helpers of conversion tests: load models, edit folders, write dictionaries, find formats."""
 
 import json
 
@@ -6,6 +6,7 @@ import torch
 import transformers
 
 import luna_mega
+from luna_mega.convert.formats import registered_formats
 
 
 def load(folder, model_class=None):
@@ -36,3 +37,8 @@ def edit(folder, name="config.json", **changes):
 def dictionary(path, size):
     path.write_text("".join(f"w{index} 1\n" for index in range(size - 4)), encoding="utf-8")
     return path
+
+
+def find_format(name):
+    """Return the format with a name, the `layout` of a conversion report."""
+    return {found.facts.name: found for found in registered_formats()}[name]

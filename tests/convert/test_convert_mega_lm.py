@@ -7,7 +7,6 @@ import torch
 from transformers import AutoTokenizer
 
 from luna_mega.convert.evidence import same_bits
-from luna_mega.inspection import info
 from tests.convert.folders import load
 from tests.convert.mega import POSITIONS
 from tests.convert.mega_lm import KINDS, VOCABULARY, mega_lm
@@ -56,17 +55,6 @@ def test_cutoffs_in_the_args(convert):
     convert.output = convert.output.with_name("other")
     convert(mega_lm(**KINDS["adaptive"] | {"adaptive_softmax_cutoff": "12,21"}))
     assert "args.adaptive_softmax_cutoff = '12,21' but the tensors have '12,20'" in convert.screen
-
-
-def test_info(convert):
-    state = mega_lm(**KINDS["adaptive"])
-    convert.save(state)
-    found = info.describe(convert.file)
-    assert found.heads == ["causal LM"] and "a mega_lm checkpoint (arch mega_lm_enwik8_base)" in found.written_by
-    model = load(convert(state))
-    of_folder = info.describe(convert.output)
-    assert found.parameters["total"] == model.num_parameters() == of_folder.parameters["total"]
-    assert of_folder.heads == ["causal LM"]
 
 
 def dictionary(convert, symbols):

@@ -7,7 +7,7 @@ import numpy
 import pytest
 import torch
 
-from luna_mega.convert.formats.registry import find_format
+from tests.convert.folders import find_format
 from tests.convert.fuzz import BUILDERS, build, changed, survives
 
 TRIES = 500 // len(BUILDERS)

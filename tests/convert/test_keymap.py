@@ -3,8 +3,8 @@ import pytest
 from luna_mega import LunaConfig, MegaConfig
 from luna_mega.convert.evidence import ModelSpec
 from luna_mega.convert.formats.format import read_model, rename_tensors
-from luna_mega.convert.formats.registry import find_format
 from luna_mega.convert.keymap import KeyMap, Row
+from tests.convert.folders import find_format
 
 
 def keymap(name, revision="r21", head=None, **fields):

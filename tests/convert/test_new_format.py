@@ -1,4 +1,4 @@
-"""A format registered by a user works in convert and info without changes to the package."""
+"""A format registered by a user works in convert without changes to the package."""
 
 import argparse
 
@@ -13,14 +13,12 @@ from luna_mega.convert.formats import (
     Facts,
     Format,
     Notes,
-    Revision,
     register_format,
     registered_formats,
     registry,
 )
 from luna_mega.convert.keymap import KeyMap, Row
 from luna_mega.convert.table import Arg, derived
-from luna_mega.inspection.info import describe
 from luna_mega.inspection.verify import compare
 from tests.convert.mega import FIELDS
 
@@ -39,7 +37,7 @@ class TinyFormat(Format):
 
     facts = Facts(
         name="tiny",
-        revisions={"one": Revision("first code", "the tiny code")},
+        revisions={"one": "first code"},
         config_class=MegaConfig,
         model_classes=(MegaForMultipleChoice,),
         unsupported_options={"layer-norm": "it has one way", "ema-convention": "it has no branches"},
@@ -95,12 +93,6 @@ def test_conversion(tmp_path, checkpoint):
     config = MegaConfig.from_pretrained(tmp_path / "back")
     assert {name: getattr(config, name) for name in SIZES} == SIZES
     assert compare(tmp_path / "model", tmp_path / "back", tolerance=0.0).within
-
-
-def test_info_describes_it(tmp_path, checkpoint):
-    info = describe(checkpoint)
-    assert info.written_by == "fairseq: a tiny checkpoint (arch None) of the tiny code"
-    assert info.heads == ["MultipleChoice: 2 classes, pooling cls"]
 
 
 def test_unsupported_options(tmp_path, checkpoint):

@@ -231,7 +231,7 @@ def test_locale_of_a_process(convert, make, repo_root, name, output):
     convert.save(make.bert())
     environment = os.environ | {"LC_ALL": "POSIX", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
     file = convert.file.rename(convert.source / name)
-    command = [sys.executable, "-m", "luna_mega.convert", str(file).encode()]
+    command = [sys.executable, "-m", "luna_mega_cli", "convert", str(file).encode()]
     command += ["--output", str(convert.output.with_name(output)).encode()]
     done = subprocess.run(command, cwd=repo_root, env=environment, capture_output=True)
     assert done.returncode == (output != "a"), done.stderr

@@ -11,7 +11,6 @@ from safetensors.torch import save_file
 
 from luna_mega.convert import ConversionError, convert_checkpoint
 from luna_mega.convert.safe_load.reader import read_checkpoint
-from luna_mega.inspection.info import describe
 from tests.convert.files import flip, write
 
 
@@ -91,7 +90,7 @@ def test_serializations(convert, make, form):
         return
     (warning,) = read.warnings
     assert {"legacy": "legacy format, which has no checksums", "no crc": "no CRC-32"}[form] in warning
-    assert "damage to it goes unnoticed" in warning and f"warning      {warning}" in str(describe(convert.file))
+    assert "damage to it goes unnoticed" in warning
     assert any(line.startswith("warning  ") and line.endswith(warning) for line in convert.screen.splitlines())
     if form == "legacy":
         convert.file.write_bytes(flip(content, len(content) - 1))

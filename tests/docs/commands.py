@@ -54,8 +54,8 @@ def entry(script: str) -> Callable[[list[str]], object]:
 
 def check_python(words: list[str]) -> None:
     if words[0] == "-m":
-        if words[1] == "luna_mega.convert":
-            check_luna_mega(["convert", *words[2:]])
+        if words[1] == "luna_mega_cli":
+            check_luna_mega(words[2:])
     elif words[0].startswith(("examples/", "benchmarks/")):
         main = entry(words[0])
         with only_parse():

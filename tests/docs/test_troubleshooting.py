@@ -99,7 +99,7 @@ def test_exceptions(fault, folder, said):
         "convert bare.pt --output out",
         "convert nowhere.pt --output out",
         "convert bare.pt --output full",
-        "info nowhere",
+        "verify nowhere luna",
     ],
 )
 def test_commands(command, folder, said, monkeypatch, capsys):

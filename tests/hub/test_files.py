@@ -102,8 +102,7 @@ INDEXES = [
     {"x": 5}, {"x": ["a"]}, {"x": "a\0b"}, [], {}, "model.safetensors", None, 5, {"x": "..\\outside.safetensors"},
 ]  # fmt: skip
 COMMANDS = [
-    ["info", "MODEL"], ["verify", "MODEL", "MODEL"], ["bundle", "MODEL"],
-    ["bundle", "MODEL", "--output", "NEW"],
+    ["verify", "MODEL", "MODEL"], ["bundle", "MODEL"], ["bundle", "MODEL", "--output", "NEW"],
 ]  # fmt: skip
 
 
@@ -187,9 +186,8 @@ CONFIGS = [
 @pytest.mark.parametrize(("field", "value"), CONFIGS, ids=lambda value: str(value)[:20])
 def test_invalid_configuration_raises(folder, field, value, capsys):
     edit(folder, **{field: value})
-    for argv in (["info", folder], ["verify", folder, folder]):
-        message = command_error(capsys, *argv)
-        assert "\x1b" not in message and len(message) < 800 + len(str(folder))
+    message = command_error(capsys, "verify", folder, folder)
+    assert "\x1b" not in message and len(message) < 800 + len(str(folder))
 
 
 AUTO_MAPS = [["a"], "x", {"AutoModel": ["a", None], "AutoModelForMaskedLM": 5, "x": "evil.X"}]
@@ -214,22 +212,7 @@ def test_byte_order_mark_of_json(tmp_path):
 @pytest.mark.parametrize("content", NOT_OBJECTS.values(), ids=NOT_OBJECTS)
 def test_invalid_json_raises(folder, content, capsys):
     (folder / "config.json").write_bytes(content)
-    command_error(capsys, "info", folder)
-
-
-@pytest.mark.parametrize(
-    "change",
-    [{"source": []}, {"source": {}}, {"args": 5}, {"dropped": {}}, {"decisions": None}, {"format": []}],
-    ids=str,
-)
-def test_invalid_report_raises(folder, change, capsys):
-    source = {"file": "a.pt", "layout": "luna_bert", "revision": "2021", "arch": "x"}
-    report = {"format": 1, "source": source, "decisions": {}, "dropped": [], "dtype_in": {}, "args": {}}
-    (folder / "conversion_report.json").write_text(json.dumps(report | change), encoding="utf-8")
-    assert "conversion_report.json: " in command_error(capsys, "info", folder)
-    report["source"]["revision"] = "\x1b[31m"
-    (folder / "conversion_report.json").write_text(json.dumps(report), encoding="utf-8")
-    assert "has no revision '\\x1b[31m'" in command_error(capsys, "info", folder)
+    command_error(capsys, "bundle", folder)
 
 
 def test_a_tokenizer_with_code_is_not_run(folder, capsys):
@@ -250,10 +233,10 @@ def test_damaged_tokenizer_raises(folder, damage, capsys):
 
 def test_names_of_folders_on_the_screen(folder, capsys):
     odd = folder.rename(folder.parent / "a\x1b[31mb\u202ec")
-    assert luna_mega_cli.main(["info", str(odd)]) == 0
+    assert luna_mega_cli.main(["bundle", str(odd)]) == 0
     printed = capsys.readouterr().out
     assert r"a\x1b[31mb\u202ec" in printed and "\x1b" not in printed and "\u202e" not in printed
-    assert r"a\x1b[31mb" in command_error(capsys, "info", f"{odd}/nothing")
+    assert r"a\x1b[31mb" in command_error(capsys, "bundle", f"{odd}/nothing")
 
 
 OUTPUTS = ["a\0b", "caf\udce9", "\ud800", "loop", "loop/x", "file/x"]
@@ -272,7 +255,7 @@ WORDS = ["a\0b", "\udcff", "\ud800"]
 
 
 ARGUMENTS = [
-    ["info", "WORD"], ["verify", "MODEL", "WORD"], ["verify", "MODEL", "MODEL", "--text", "WORD"],
+    ["convert", "WORD", "--dry-run"], ["verify", "MODEL", "WORD"], ["verify", "MODEL", "MODEL", "--text", "WORD"],
     ["verify", "MODEL", "MODEL", "--inputs", "WORD"], ["bundle", "WORD"],
     ["onnx", "WORD", "--output", "NEW"], ["convert", "x", "--output", "NEW", "--head", "WORD"],
     ["convert", "WORD", "--output", "NEW"], ["convert", "x", "--output", "NEW", "--bpe", "WORD"],

@@ -171,4 +171,4 @@ def test_commands_for_safetensors_say_how_to_convert_bin_files(tmp_path):
     folder = tmp_path / "v4"
     write_folder(folder, "Bingsu/mega-150m-arch")
     with pytest.raises(ConversionError, match=r"pytorch_model.bin.*from_pretrained\(FOLDER\).save_pretrained\(NEW\)"):
-        read_folder(folder).tensors()
+        read_folder(folder)
