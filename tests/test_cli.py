@@ -208,7 +208,7 @@ def test_version_option(capsys):
         (["bundle", "x", "--len\x1b[31m"], r"--len\x1b[31m"),
         (["convert", "x", "--output", "y", "--dtype", "int8"], "invalid choice: 'int8' (choose from 'float32', "),
         (["conver"], "invalid choice: 'conver'; did you mean 'convert'? (choose from 'convert', "),
-        (["bundel", "x"], "invalid choice: 'bundel'; did you mean 'bundle'?"),
+        (["bundlex", "x"], "invalid choice: 'bundlex'; did you mean 'bundle'?"),
         (["convert", "x", "--output", "y", "--dtype", "bfloat"], "--dtype: invalid choice: 'bfloat'; did you mean 'bf"),
         (["verify", "x", "y", "--layer-norm", "plusone"], "--layer-norm: invalid choice: 'plusone'; did you mean 'pl"),
         (
