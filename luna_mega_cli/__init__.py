@@ -133,7 +133,8 @@ class _Command(_Parser):
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         unknown: Sequence[str] = ()
         if not {"-h", "--help"}.intersection(args):
-            required = [one for one in (*self._actions, *self._mutually_exclusive_groups) if one.required]
+            groups: Sequence[Any] = self._mutually_exclusive_groups
+            required = [one for one in (*self._actions, *groups) if one.required]
             self._set_required(required, False)
             with suppress(argparse.ArgumentError):  # raised again below
                 _, unknown = super().parse_known_args(args)
