@@ -24,7 +24,6 @@ COMMANDS = {
     "convert": "convert a checkpoint of the original code into a folder that AutoModel loads",
     "verify": "compare two models layer by layer on the same inputs",
     "bundle": "add the code to a model folder, for trust_remote_code",
-    "onnx": "export a model folder to ONNX and compare it with the model",
 }
 
 

@@ -16,7 +16,7 @@ import luna_mega
 import luna_mega_cli
 from luna_mega.convert import ConversionError, convert_checkpoint
 
-COMMANDS = ("convert", "verify", "bundle", "onnx")
+COMMANDS = ("convert", "verify", "bundle")
 
 
 def replace(monkeypatch, name, function):
@@ -109,10 +109,7 @@ def encoder(tmp_path):
 
 
 def test_reports_as_json(encoder, tmp_path, capsys):
-    """`--json` prints a JSON report.
-
-    The reports of convert and onnx are tested with the formats and packages of these commands.
-    """
+    """`--json` prints a JSON report. Reports of convert are tested with the formats."""
     found = {}
     for argv in (["verify", encoder, encoder], ["bundle", encoder, "--output", tmp_path / "bundle"]):
         status, output = run([*map(str, argv), "--json"], capsys)
@@ -229,7 +226,6 @@ def test_wrong_usage_exits_with_2(argv, named, capsys):
 def test_a_misspelled_option_is_named_although_others_are_missing(name, capsys):
     _, output = run([name, "--help"], capsys)
     usage = output.out.partition("\n\n")[0]
-    assert usage.count(" --output ") == (name == "onnx")  # not [--output DIR]
     assert ("(--output DIR | --dry-run)" in usage) == (name == "convert")
     for option in set(re.findall(r"^  (--[a-z-]+)", output.out, flags=re.MULTILINE)):
         wrong = f"{option[:3]}x{option[3:]}"
@@ -261,8 +257,7 @@ def test_invalid_input_is_one_line(name, error, monkeypatch, capsys):
         raise error
 
     replace(monkeypatch, name, fail)
-    writes = dict.fromkeys(("convert", "onnx"), ["a", "--output", "b"])
-    argv = (writes | {"verify": ["a", "b"]}).get(name, ["a"])
+    argv = {"convert": ["a", "--dry-run"], "verify": ["a", "b"]}.get(name, ["a"])
     status, output = run([name, *argv], capsys)
     assert status == 1 and output.out == ""
     assert output.err.startswith(f"luna-mega {name}: error: ") and output.err.count("\n") == 1

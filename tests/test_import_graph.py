@@ -28,15 +28,14 @@ LAYERS = {
     "luna_mega.modeling_mega": {"torch", "transformers"},
     "luna_mega.modeling_megalodon": {"torch", "transformers"},
     "luna_mega": {"huggingface_hub", "packaging", "transformers"},
-    "luna_mega.hub": {"huggingface_hub", "onnx_ir", "safetensors", "torch", "transformers", "yaml"},
+    "luna_mega.hub": {"huggingface_hub", "safetensors", "torch", "transformers", "yaml"},
     "luna_mega.convert": {"huggingface_hub", "numpy", "safetensors", "tokenizers", "torch", "tqdm", "transformers"},
     "luna_mega.inspection": {"safetensors", "torch", "tqdm", "transformers"},
     "luna_mega.training": TRAINING,
     "luna_mega_cli": {"argcomplete", "torch", "transformers"},
 }
 APART = {"luna_mega.modeling_luna", "luna_mega.modeling_mega", "luna_mega.modeling_megalodon"}
-OPTIONAL = {"triton", "onnx_ir"}
-OPTIONAL |= {"argcomplete", "matplotlib", "timm", "pytorch_optimizer"}
+OPTIONAL = {"triton", "argcomplete", "matplotlib", "timm", "pytorch_optimizer"}
 NEVER_IMPORTED = {"examples", "benchmarks", "tests"}
 
 

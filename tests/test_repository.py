@@ -105,7 +105,7 @@ def test_install_commands_work_in_a_clone(repo_root):
     extras = re.findall(r"install\('(\w+)'\)", "".join(file.read_text(encoding="utf-8") for file in files))
     options = configparser.ConfigParser()
     options.read(repo_root / "setup.cfg")
-    assert {"onnx"} <= set(extras) <= set(options["options.extras_require"])
+    assert {"vision"} <= set(extras) <= set(options["options.extras_require"])
 
 
 def test_ci_runs_every_python_with_both_constraint_files(repo_root):

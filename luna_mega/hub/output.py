@@ -25,34 +25,20 @@ def check_path(path: str | Path) -> Path:
     return Path(path)
 
 
-def resolve_output(output: str | Path) -> Path:
-    """Return an output path without symbolic links; raise an error if they are circular, or a parent is a file."""
+def check_output(output: str | Path) -> Path:
+    """Return an output path without symbolic links; raise an error unless it is absent or an empty folder."""
     path = Path(os.path.realpath(check_path(output)))
     if path.is_symlink():
         raise ConversionError(f"{output}: the symbolic link is circular; use another name")
     above = next(parent for parent in path.parents if os.path.lexists(parent))
     if not above.is_dir():
         raise ConversionError(f"{output}: {above} is not a folder; use another name")
+    if path.is_dir():
+        if any(path.iterdir()):
+            raise ConversionError(f"{path}: the output folder is not empty; use a new one or remove it")
+    elif path.exists():
+        raise ConversionError(f"{path}: the output is a file; use a folder")
     return path
-
-
-def check_output(output: str | Path) -> Path:
-    """Return the resolved output path; raise an error unless it is absent or an empty folder."""
-    output = resolve_output(output)
-    if output.is_dir():
-        if any(output.iterdir()):
-            raise ConversionError(f"{output}: the output folder is not empty; use a new one or remove it")
-    elif output.exists():
-        raise ConversionError(f"{output}: the output is a file; use a folder")
-    return output
-
-
-def check_new_file(output: str | Path) -> Path:
-    """Return the resolved path of a file to write; raise an error if it exists."""
-    output = resolve_output(output)
-    if output.exists():
-        raise ConversionError(f"{output}: already exists; use a new file name or remove it")
-    return output
 
 
 @contextmanager
@@ -72,16 +58,18 @@ def temporary_folder(parent: Path, name: str) -> Iterator[Path]:
 
 
 @contextmanager
-def complete_output(output: Path) -> Iterator[Path]:
-    """Yield a temporary path on the same file system, which becomes `output` if the block raises no exception.
+def complete_folder(output: Path) -> Iterator[Path]:
+    """Yield a new folder on the same file system, which becomes `output` if the block raises no exception.
 
     Raises:
         ConversionError: A file cannot be written, for example because the disk is full.
     """
     parent = next(folder for folder in output.parents if folder.is_dir())
     with temporary_folder(parent, output.name) as temporary:
+        partial = temporary / output.name
+        partial.mkdir()
         try:
-            yield temporary / output.name
+            yield partial
         except SafetensorError as error:
             raise ConversionError(f"{output}: cannot write model.safetensors: {reason(error)}") from error
         except Exception as error:
@@ -90,19 +78,11 @@ def complete_output(output: Path) -> Iterator[Path]:
             raise ConversionError(f"{output}: cannot write tokenizer.json: {reason(error)}") from error
         if output.is_dir():
             output.rmdir()
-        _move(temporary / output.name, output)
-
-
-@contextmanager
-def complete_folder(output: Path) -> Iterator[Path]:
-    """Yield a new folder, see `complete_output`."""
-    with complete_output(output) as partial:
-        partial.mkdir()
-        yield partial
+        _move(partial, output)
 
 
 def _move(path: Path, place: Path) -> None:
-    """Move a file or folder, and create the missing parents of its new place; a failure undoes everything."""
+    """Move a folder, and create the missing parents of its new place; a failure undoes everything."""
     created = []
     try:
         for folder in reversed([folder for folder in place.parents if not folder.exists()]):

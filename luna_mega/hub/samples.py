@@ -1,4 +1,4 @@
-"""Sample inputs of a model, for exports and for comparisons of two models."""
+"""Sample inputs of a model, for comparisons of two models."""
 
 import inspect
 from collections.abc import Sequence

@@ -4,8 +4,8 @@ import pytest
 import torch
 from transformers import exporters
 
-from luna_mega.hub import onnx
 from luna_mega.hub.samples import make_inputs
+from tests.ecosystem.programs import compare, quiet
 from tests.modeling import luna, mega
 from tests.modeling.decoders import make
 
@@ -43,9 +43,9 @@ def export(model, sample):
 def test_programs_return_the_scores_of_the_model(name):
     model = MODELS[name]().float().eval()
     side = "left" if model.config.is_decoder else "right"
-    with onnx._quiet():
+    with quiet():
         exported = export(model, make_inputs(model, [33, 17], side))
     runners = {part: Runner(runner) for part, runner in exported.to(device="cpu", config=EXACT).runners.items()}
     for lengths in ([17], [48, 24], [300, 150, 300]):
         inputs = make_inputs(model, lengths, side)
-        assert onnx.compare(model, runners, inputs) <= 1e-5 * model(**inputs).logits.abs().max()
+        assert compare(model, runners, inputs) <= 1e-5 * model(**inputs).logits.abs().max()

@@ -257,7 +257,7 @@ WORDS = ["a\0b", "\udcff", "\ud800"]
 ARGUMENTS = [
     ["convert", "WORD", "--dry-run"], ["verify", "MODEL", "WORD"], ["verify", "MODEL", "MODEL", "--text", "WORD"],
     ["verify", "MODEL", "MODEL", "--inputs", "WORD"], ["bundle", "WORD"],
-    ["onnx", "WORD", "--output", "NEW"], ["convert", "x", "--output", "NEW", "--head", "WORD"],
+    ["convert", "x", "--output", "NEW", "--head", "WORD"],
     ["convert", "WORD", "--output", "NEW"], ["convert", "x", "--output", "NEW", "--bpe", "WORD"],
 ]  # fmt: skip
 

@@ -170,7 +170,7 @@ def test_compile(family, translates, name):
 @pytest.mark.parametrize("family", slow_but(["megalodon"], FAMILIES))
 def test_export(family, monkeypatch):
     """An exported step has the cache in its inputs and outputs."""
-    # The exporter would convert Megalodon's float64 statistics to the dtype of the model, see `luna_mega/hub/onnx.py`.
+    # The exporter would convert Megalodon's float64 statistics to the dtype of the model, see docs/export.md.
     monkeypatch.setattr("transformers.exporters.utils.cast_leaf_tensors", lambda inputs, **_: inputs)
     model = make_plain(family, num_hidden_layers=1).float()
     cache = first_pass(model, logits_to_keep=1)["cache"]
