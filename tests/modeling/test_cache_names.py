@@ -2,17 +2,14 @@
 
 import copy
 import inspect
-import pickle
 
 import numpy as np
 import pytest
 import torch
-from torch.utils import _pytree as pytree
 from transformers import Trainer, TrainingArguments
 from transformers.exporters import DynamoConfig, DynamoExporter
 from transformers.utils import ModelOutput
 
-from luna_mega.modeling_common.base import CommonPreTrainedModel
 from tests.marks import diagonal, slow_but
 
 from . import luna, mega
@@ -46,14 +43,11 @@ def step(model, **options):
 
 
 def same_cache(output):
-    """Return the cache of an output after checking that all accessors return it."""
+    """Return the cache of an output after checking that both names return it."""
     cache = output["cache"]
     assert cache is not None
-    assert "cache" in list(output.keys())
-    assert sum(value is cache for value in output.to_tuple()) == 1
     for name in NAMES:
-        assert getattr(output, name) is output[name] is output.get(name) is cache
-        assert name in output
+        assert getattr(output, name) is output[name] is cache
     return cache
 
 
@@ -89,40 +83,6 @@ def test_models_without_a_cache(family):
     for name, head in diagonal(NAMES, ("Model", "ForMaskedLM", "ForSequenceClassification")):
         with pytest.raises(ValueError, match="require a decoder"):
             family.make(head)(torch.full((2, 1), 5), **{name: cache})
-
-
-@two
-def test_subclass_with_its_own_forward(model):
-    class Subclass(type(model)):
-        def forward(self, *args, **kwargs):
-            return super().forward(*args, **kwargs)
-
-    assert issubclass(Subclass, CommonPreTrainedModel)
-    model.__class__ = Subclass
-    cache = same_cache(first_pass(model))
-    results = [step(model, **{name: copy.deepcopy(cache)}).logits for name in NAMES]
-    assert torch.equal(*results)
-
-
-@two
-def test_outputs(model):
-    output = first_pass(model)
-    cache = same_cache(output)
-    for name in NAMES:
-        assert same_cache(type(output)(logits=output.logits, **{name: cache})) is cache
-        changed = type(output)(logits=output.logits)
-        setattr(changed, name, cache)
-        same_cache(changed)
-        changed = type(output)(logits=output.logits)
-        changed[name] = cache
-        same_cache(changed)
-    with pytest.raises(ValueError, match="`cache` and `past_key_values`"):
-        type(output)(cache=cache, past_key_values=cache)
-    restored = pickle.loads(pickle.dumps(output))
-    assert type(restored) is type(output)
-    assert own_cache(same_cache(restored)).get_seq_length() == 7
-    leaves, structure = pytree.tree_flatten(output, is_leaf=lambda value: value is cache)
-    assert same_cache(pytree.tree_unflatten(leaves, structure)) is cache
 
 
 @two
