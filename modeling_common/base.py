@@ -1,6 +1,7 @@
 """Base classes of the models of all families, with and without a head."""
 
 import os
+import re
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -13,7 +14,6 @@ from transformers.utils.deprecation import deprecate_kwarg
 # Checks the versions, also for the code in a model folder.
 from luna_mega import compat as compat
 from luna_mega.modeling_common.configuration import is_own
-from luna_mega.modeling_common.tensor_parallel import check_plan, known_rules, wildcard
 
 # Argument with the input of a model, by `config.input_type`.
 INPUT_NAMES = {"tokens": "input_ids", "values": "input_values", "patches": "pixel_values"}
@@ -121,36 +121,28 @@ class CommonPreTrainedModel(PreTrainedModel):
         classes = {type(module).__name__ for module in self.modules()}
         self._no_split_modules = {*(self._no_split_modules or ())} & classes
         tied = {name.rpartition(".")[0] for pair in self.all_tied_weights_keys.items() for name in pair}
-        rules = {wildcard(name) for name, _ in self.named_modules()} - tied
+        rules = {re.sub(r"\.\d+\b", ".*", name) for name, _ in self.named_modules()} - tied
         self._fsdp_plan = {rule: style for rule, style in (self._fsdp_plan or {}).items() if rule in rules}
-
-    def init_parallel_plans(self) -> None:
-        """Collect the plans of the configuration and the classes, and remove rules that match no module."""
-        super().init_parallel_plans()
-        self._tp_plan = known_rules(self, self._tp_plan or {})
 
     @classmethod
     def maybe_distribute_model(cls, model: Any, distributed_config: Any, mesh: Any) -> PreTrainedModel:
         """Distribute a model over `mesh`, None = a single process; transformers calls this before it loads weights.
 
         Weights are tied before: transformers ties them after FSDP2 has split them. If the number of processes does not
-        divide their rows, an update would then change only one of the two. Tensor parallelism splits the names of a
-        plan separately.
+        divide their rows, an update would then change only one of the two.
 
         Raises:
-            ValueError: If a plan of tensor parallelism would give wrong results.
+            ValueError: Tensor parallelism is requested, for which transformers would replicate a model without a plan.
         """
-        plan = None if distributed_config is None else distributed_config.tp_plan
-        if isinstance(plan, str) and plan != "auto":
-            raise ValueError(f"`tp_plan` must be 'auto' or a dictionary from modules to styles, got {plan!r}")
-        if mesh is not None and distributed_config.tp_size == 1:
+        if distributed_config is not None and (distributed_config.tp_plan or distributed_config.tp_size > 1):
+            raise ValueError(
+                f"`tp_plan={distributed_config.tp_plan!r}` with `tp_size={distributed_config.tp_size}`: "
+                f"{type(model).__name__} does not support tensor parallelism; use FSDP2 (`fsdp_size`) or `device_map`"
+            )
+        if mesh is not None:
             model.tie_weights(recompute_mapping=False)
             model.share_modules()
-        planned = model._tp_plan or {}
-        model = super().maybe_distribute_model(model, distributed_config, mesh)
-        if mesh is not None and distributed_config.tp_size > 1:
-            check_plan(model, planned, distributed_config.tp_size)
-        return model
+        return super().maybe_distribute_model(model, distributed_config, mesh)
 
     def tie_weights(self, *args: Any, **kwargs: Any) -> None:
         """Tie weights; transformers calls this after constructing, loading and resizing a model."""

@@ -88,7 +88,6 @@ class LMHead(Head):
 
     needs_tokens = True
     output_layer = "lm_head"  # the layer with a row for every token
-    _tp_plan = {"lm_head": "colwise_gather_output"}
 
     def get_output_embeddings(self) -> nn.Module | None:
         """Return the output layer."""

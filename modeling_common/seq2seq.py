@@ -20,7 +20,6 @@ from luna_mega.modeling_common.labels import (
     shift_right,
 )
 from luna_mega.modeling_common.masks import drop_if_full, find_mask, read_mask
-from luna_mega.modeling_common.tensor_parallel import known_rules
 
 
 class EncoderDecoder(ModelMixin):
@@ -36,7 +35,6 @@ class EncoderDecoder(ModelMixin):
         """Use one module for shared embeddings, because FSDP2 does not support a weight in two modules."""
         if self.config.shares_embeddings:
             self.get_decoder().set_input_embeddings(self.get_encoder().get_input_embeddings())
-            self._tp_plan = known_rules(self, self._tp_plan or {})
 
     def resize_token_embeddings(self, *args: Any, **kwargs: Any) -> nn.Embedding:
         """Resize the common vocabulary of source and target in encoder and decoder."""

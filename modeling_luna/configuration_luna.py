@@ -33,18 +33,6 @@ DECODER_FIELDS = {
     "decoder_vocab_size": "vocab_size",
 }
 
-# How transformers splits a model over the ranks of tensor parallelism: attention by heads, the feed-forward network by
-# columns, the vocabulary by rows.
-_ATTENTION = dict.fromkeys(
-    ("query", "key", "value", "key_value", "pack_query", "pack_key", "pack_value", "pack_key_value"), "colwise"
-) | {"output": "rowwise", "all_heads": "luna_all_heads", "entropy": "mega_whole"}
-_LAYER = {"fc1": "colwise", "fc2": "rowwise"} | {
-    f"{attention}.{name}": style for attention in ("attention", "cross_attention") for name, style in _ATTENTION.items()
-}
-TP_PLAN = {"embeddings.word_embeddings": "embedding_rowwise"} | {
-    f"{stack}.layers.*.{name}": style for stack in ("encoder", "decoder") for name, style in _LAYER.items()
-}
-
 
 @strict
 class LunaConfig(LunaPresets, SharedConfig, PreTrainedConfig):
@@ -134,7 +122,6 @@ class LunaConfig(LunaPresets, SharedConfig, PreTrainedConfig):
     }  # fmt: skip
     decoder_fields = DECODER_FIELDS
     removed_fields = REMOVED_FIELDS
-    base_model_tp_plan = TP_PLAN
     attribute_map = {
         "d_model": "hidden_size", "encoder_layers": "num_hidden_layers", "activation": "hidden_act",
         "dropout_prob": "dropout", "attention_probs_dropout_prob": "attention_dropout",

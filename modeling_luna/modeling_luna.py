@@ -65,7 +65,6 @@ from luna_mega.modeling_common.pooled_heads import (
 )
 from luna_mega.modeling_common.processes import has_peers
 from luna_mega.modeling_common.seq2seq import Seq2SeqBody, Seq2SeqLM
-from luna_mega.modeling_common.tensor_parallel import RankBoundary
 from luna_mega.modeling_luna.configuration_luna import LunaConfig, LunaSeq2SeqConfig
 
 PackedStates = list[torch.Tensor | None]  # of each layer
@@ -266,10 +265,8 @@ class LunaProjections(nn.Module):
 
     def __init__(self, config: LunaConfig):
         super().__init__()
-        # The size of a head, because with tensor parallelism a rank has only some of the heads.
         self.head_size = config.hidden_size // config.num_attention_heads
         self.dropout, self.tied = config.attention_dropout, config.tie_key_value
-        self.all_heads = RankBoundary()  # the identity without tensor parallelism
 
     def add_linears(self, width: int, *names: str) -> None:
         for name in names:
@@ -333,7 +330,7 @@ class LunaAttention(LunaProjections):
             return_weights=output_weights,
             **layout.varlen_options(),  # the keys are rows of P, to which the mask of the tokens does not apply
         )
-        heads, weights = (result[0], self.all_heads.join_heads(result[1])) if output_weights else (result, None)
+        heads, weights = result if output_weights else (result, None)
         return self.output(heads.flatten(2)), packed_context, weights, pack_weights
 
     def pack(
@@ -348,8 +345,8 @@ class LunaAttention(LunaProjections):
             value = self.pack_value(context).unflatten(-1, (-1, self.pack_head_size))
         dropout = self.dropout if self.training else 0.0
         result: Any = luna_pack(query, key, value, dropout=dropout, return_weights=output_weights, **layout.options())
-        heads, weights = (result[0], self.all_heads.join_heads(result[1])) if output_weights else (result, None)
-        return self.all_heads(heads).flatten(2), weights
+        heads, weights = result if output_weights else (result, None)
+        return heads.flatten(2), weights
 
 
 class LunaCausalAttention(LunaProjections):
@@ -403,7 +400,7 @@ class LunaCausalAttention(LunaProjections):
                 pack_query = pack_query.transpose(1, 2).contiguous().transpose(1, 2)
                 cache.store(pack_query=pack_query, pack_mask=packed_mask)
             cache.store_state(following, hidden_states.shape[1])
-        return self.output(output.flatten(2)), self.all_heads.join_heads(weights[0] if weights else None)
+        return self.output(output.flatten(2)), weights[0] if weights else None
 
 
 class LunaBlock(GradientCheckpointingLayer):
@@ -1002,7 +999,6 @@ class LunaForMaskedLM(GenericForMaskedLM, LunaPreTrainedModel):
     """Luna with a masked-language-modeling head (`luna_bert` of the original code)."""
 
     _tied_weights_keys = {"lm_head.decoder.weight": "luna.embeddings.word_embeddings.weight"}
-    _tp_plan = {"lm_head.decoder": "colwise_gather_output"}
     _keys_to_ignore_on_load_unexpected = [r"^pooler\.", r"^classifier\."]
     output_class = LunaMaskedLMOutput
     output_layer = "lm_head.decoder"

@@ -27,15 +27,6 @@ DECODER_FIELDS = {
     "decoder_max_positions": "max_positions",
 }
 
-# Tensor parallelism: values of the single head and feed-forward layers by columns, the vocabulary by rows.
-_ATTENTION = {"v_proj": "colwise", "h_proj": "rowwise", "own_columns": "mega_own_columns", "whole": "mega_whole"}
-_BLOCK = {"nffn.fc1": "colwise", "nffn.fc2": "rowwise"} | {
-    f"{attention}.{name}": style for attention in ("mega_layer", "cross_attn") for name, style in _ATTENTION.items()
-}
-TP_PLAN = {"embedding_layer.word_embeddings": "embedding_rowwise"} | {
-    f"layers.*.{name}": style for name, style in _BLOCK.items()
-}
-
 
 @strict
 class MegaConfig(MegaPresets, SharedConfig, PreTrainedConfig):
@@ -134,7 +125,6 @@ class MegaConfig(MegaPresets, SharedConfig, PreTrainedConfig):
         "classifier_dropout": "hidden_dropout_prob",
     }  # fmt: skip
     decoder_fields = DECODER_FIELDS
-    base_model_tp_plan = TP_PLAN
     attribute_map = {
         "d_model": "hidden_size", "max_position_embeddings": "max_positions", "hidden_act": "activation",
         "dropout": "dropout_prob", "attention_dropout": "attention_probs_dropout_prob",

@@ -68,7 +68,6 @@ from luna_mega.modeling_common.pooled_heads import (
     first_token,
 )
 from luna_mega.modeling_common.seq2seq import Seq2SeqBody, Seq2SeqLM
-from luna_mega.modeling_common.tensor_parallel import RankBoundary
 from luna_mega.modeling_mega.adaptive import MegaAdaptiveEmbedding, MegaAdaptiveSoftmax, MegaBandProjection
 from luna_mega.modeling_mega.batch_norm_mega import MegaBatchNorm
 from luna_mega.modeling_mega.configuration_mega import MegaConfig, MegaSeq2SeqConfig, check_tied_widths
@@ -467,7 +466,6 @@ class MegaGatedAttention(nn.Module):
         self.activation = ACT2FN[config.activation]
         self.dropout = MegaDropout(config.dropout_prob, config.use_feature_dropout)
         self.hidden_dropout = MegaDropout(config.hidden_dropout_prob, config.use_feature_dropout)
-        self.whole, self.own_columns = RankBoundary(), RankBoundary()  # the identity without tensor parallelism
         self.drop_path = MegaDropPath(drop_path_rate)
 
     def forward(
@@ -489,10 +487,10 @@ class MegaGatedAttention(nn.Module):
         value = self.hidden_dropout(self.activation(self.v_proj(hidden_states)), layout)
         smoothed = self.dropout(self.ema_gate(hidden_states, layout, cache), layout)
         update, shared, reset, candidate = self.mx_proj(smoothed).split(self.sizes, dim=-1)
-        shared, reset = nn.functional.silu(shared), self.own_columns(nn.functional.silu(reset))
+        shared, reset = nn.functional.silu(shared), nn.functional.silu(reset)
         # Not one product for both: a cache keeps the memory of the keys.
         rows = zip(self.qk_bias.unbind(), self.qk_weight.unbind(), strict=True)
-        query, key = (self.whole(torch.addcmul(bias, shared, weight)) for bias, weight in rows)
+        query, key = (torch.addcmul(bias, shared, weight) for bias, weight in rows)
         if cache is None:
             window = layout.key_window(key, value, chunk)
         else:
@@ -542,7 +540,7 @@ class MegaGatedAttention(nn.Module):
             return window.length() if window.mask is None else int(window.mask.sum(dim=1).max())
 
         def compute() -> torch.Tensor:
-            return self.whole(self.rel_pos_bias(length, grid, count))
+            return self.rel_pos_bias(length, grid, count)
 
         if not window.step or cache is None:
             return compute()
@@ -570,7 +568,6 @@ class MegaGatedCrossAttention(nn.Module):
         self.activation = ACT2FN[config.activation]
         self.dropout = MegaDropout(config.dropout_prob, config.use_feature_dropout)
         self.hidden_dropout = MegaDropout(config.hidden_dropout_prob, config.use_feature_dropout)
-        self.whole, self.own_columns = RankBoundary(), RankBoundary()
 
     def forward(
         self,
@@ -597,11 +594,11 @@ class MegaGatedCrossAttention(nn.Module):
         if self.config.normalize_before_mega:
             hidden_states = self.norm(hidden_states, layout)
         update, reset, query = self.q_proj(hidden_states).split(self.sizes, dim=-1)
-        reset, query = self.own_columns(nn.functional.silu(reset)), self.whole(query)
+        reset = nn.functional.silu(reset)
         if cross_cache is not None and cross_cache.is_initialized:
             key, value, encoder_layout = cross_cache.keys, cross_cache.values, DenseLayout(cross_cache.mask)
         else:
-            key = self.whole(self.k_proj(encoder_hidden_states))
+            key = self.k_proj(encoder_hidden_states)
             value = self.activation(self.v_proj(encoder_hidden_states))
             if cross_cache is not None:
                 cross_cache.store(keys=key, values=value, mask=encoder_layout.mask)
@@ -609,7 +606,7 @@ class MegaGatedCrossAttention(nn.Module):
         positions, offset, row_offset = self.positions(query, key, layout, encoder_layout, cache)
         dropout, weights = self.config.attention_probs_dropout_prob if self.training else 0.0, None
         count = partial(self.count_tokens, query, key, layout, encoder_layout, cache)
-        bias = self.whole(self.rel_pos_bias(positions, count=count))
+        bias = self.rel_pos_bias(positions, count=count)
         options: dict[str, Any] = {"mask": encoder_layout.mask, "offset": offset, "row_offset": row_offset}
         options |= {"function": self.config.attention_activation, "dropout": dropout}
         attended: Any = gated_attention(query, key, value, bias, return_weights=output_weights, **options)
@@ -962,7 +959,6 @@ class MegaForMaskedLM(GenericForMaskedLM, MegaPreTrainedModel):
     """Mega with a masked-language-modeling head."""
 
     _tied_weights_keys = {"mlm_head.weight": "mega.embedding_layer.word_embeddings.weight"}
-    _tp_plan = {"mlm_head": "colwise_gather_output"}
     output_class = MaskedLMOutput
     output_layer = "mlm_head"
 

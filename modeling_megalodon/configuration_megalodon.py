@@ -12,13 +12,6 @@ _CHOICES: dict[str, tuple[str | None, ...]] = {
 # Fields that the shared code reads, with their only values.
 _FIXED = {"input_type": "tokens", "is_decoder": True, "is_encoder_decoder": False, "add_cross_attention": False}
 
-# Tensor parallelism: heads and feed-forward layers by columns, the vocabulary by rows.
-_MEGA = {"wv": "colwise", "wr": "colwise", "wh2": "rowwise", "own_heads": "mega_own_columns"}
-_FFN = {"fc1": "colwise", "fc3": "colwise", "fc2": "rowwise"}
-TP_PLAN = {"embed_tokens": "embedding_rowwise", "layers.*.mega.attention.all_heads": "luna_all_heads"}
-TP_PLAN |= {f"layers.*.mega.{name}": style for name, style in _MEGA.items()}
-TP_PLAN |= {f"layers.*.nffn.{name}": style for name, style in _FFN.items()}
-
 
 @strict
 class MegalodonConfig(MegalodonPresets, SharedConfig, PreTrainedConfig):
@@ -74,7 +67,6 @@ class MegalodonConfig(MegalodonPresets, SharedConfig, PreTrainedConfig):
     input_type = "tokens"
     add_token_type_embeddings = False
     default_fields = {"classifier_hidden_size": "hidden_size", "classifier_dropout": "hidden_dropout_prob"}
-    base_model_tp_plan = TP_PLAN
     base_model_fsdp_plan = {"embed_tokens": "free_full_weight", "layers.*": "free_full_weight"}
     attribute_map = {
         "d_model": "hidden_size", "attention_chunk": "chunk_size",

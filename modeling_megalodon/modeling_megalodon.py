@@ -50,7 +50,6 @@ from luna_mega.modeling_common.heads import GenericForCausalLM
 from luna_mega.modeling_common.inputs import Inputs, embed, prepare, scatter_states
 from luna_mega.modeling_common.layout import Layout
 from luna_mega.modeling_common.pooled_heads import GenericForSequenceClassification
-from luna_mega.modeling_common.tensor_parallel import RankBoundary
 from luna_mega.modeling_megalodon.configuration_megalodon import MegalodonConfig
 from luna_mega.modeling_megalodon.windows_megalodon import needs_windows, run_in_windows
 
@@ -134,8 +133,8 @@ class MegalodonChunkAttention(nn.Module):
     def __init__(self, config: MegalodonConfig):
         super().__init__()
         self.chunk_size, self.dropout = config.chunk_size, config.attention_probs_dropout_prob
-        self.size = config.shared_representation_size // config.num_attention_heads
-        self.all_heads = RankBoundary()
+        self.heads = config.num_attention_heads
+        self.size = config.shared_representation_size // self.heads
 
     def forward(
         self,
@@ -150,14 +149,13 @@ class MegalodonChunkAttention(nn.Module):
         """Return `[B, T, v]`, and with `output_weights` the weights `[B, H, chunks, C, C]`."""
         # The op divides scores by the square root of the width, but normalized attention does not.
         query, key = rotate(query, rotation) * math.sqrt(self.size), rotate(key, rotation)
-        chunk, heads = self.chunk_size, query.shape[-1] // self.size
+        chunk = self.chunk_size
         if cache is None:
             window = layout.key_window(key, value, chunk)
         else:
             window = cache.extend(key, value, layout.mask, chunk)
         dropout = self.dropout if self.training else 0.0
-        attended, weights = attend(query, window, heads, return_weights=output_weights, causal=True, dropout=dropout)
-        return attended, self.all_heads.join_heads(weights) if output_weights else None
+        return attend(query, window, self.heads, return_weights=output_weights, causal=True, dropout=dropout)
 
 
 class MegalodonTimestepNorm(nn.Module):
@@ -247,7 +245,6 @@ class MegalodonGatedAttention(nn.Module):
         super().__init__()
         width, shared, values = config.hidden_size, config.shared_representation_size, config.value_size
         self.heads, self.eps = config.num_attention_heads, config.norm_eps
-        self.head_size = values // self.heads  # read by tensor parallelism, which does not split heads
         self.timestep_norm = MegalodonTimestepNorm(config)
         self.cema = MegalodonMovingAverage(config)
         self.rmsnorm = MegalodonRMSNorm(config)
@@ -258,7 +255,6 @@ class MegalodonGatedAttention(nn.Module):
         self.wh2 = nn.Linear(values, width, bias=False)
         self.gamma = nn.Parameter(torch.empty(2, shared))
         self.beta = nn.Parameter(torch.empty(2, shared))
-        self.own_heads = RankBoundary()
         self.attention = MegalodonChunkAttention(config)
         self.dropout, self.hidden_dropout = Dropout(config.dropout_prob), Dropout(config.hidden_dropout_prob)
 
@@ -272,7 +268,7 @@ class MegalodonGatedAttention(nn.Module):
     ) -> torch.Tensor:
         normed = self.timestep_norm(x, layout, cache)
         smoothed = self.hidden_dropout(self.rmsnorm(self.cema(normed, layout, cache)))
-        query, key = self.own_heads(self.query_and_key(smoothed)).unbind()
+        query, key = self.query_and_key(smoothed).unbind()
         value, reset = silu(self.wv(normed)), silu(self.wr(smoothed))
         attended, _ = self.attention(query, key, value, layout, rotation, output_weights=output_weights, cache=cache)
         candidate = self.wh1(smoothed) + self.wh2(self.hidden_dropout(attended * reset))

@@ -14,7 +14,6 @@ BASES += (EncoderDecoderCache, torch.nn.Module)
 UNDOCUMENTED = (
     "transformers.convert_slow_tokenizer",
     "transformers.dynamic_module_utils",
-    "transformers.integrations.tensor_parallel",
     "transformers.modelcard",
     "transformers.models.auto",
     "transformers.utils.import_utils",

@@ -33,7 +33,6 @@ from luna_mega import (
 
 from ..encoder_testing import EncoderDecoderTests, EncoderTester, EncoderTests, PipelineTests, WithoutVocabulary
 from ..generation.test_utils import GenerationTesterMixin
-from ..parallel_testing import TensorParallelTests
 from ..test_modeling_common import ids_tensor, random_attention_mask
 
 
@@ -165,17 +164,6 @@ class LunaCausalPreNormModelTest(LunaCausalModelTest):
         "position_embedding_type": "sinusoidal",
         "pre_norm": True,
     }
-
-
-class LunaParallelModelTester(LunaCausalModelTester):
-    small = LunaCausalModelTester.small | {"intermediate_size": 36, "dropout": 0.0, "attention_dropout": 0.0}
-
-
-class LunaTensorParallelTest(TensorParallelTests, unittest.TestCase):
-    """The decoder-only model on two processes, and the tensor parallelism plans of all classes for text."""
-
-    model_tester_class = LunaParallelModelTester
-    all_model_classes = (LunaModel, LunaForCausalLM)
 
 
 class LunaSeq2SeqModelTester(LunaModelTester):

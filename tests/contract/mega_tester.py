@@ -44,7 +44,6 @@ from ..encoder_testing import (
     WithoutVocabulary,
 )
 from ..generation.test_utils import GenerationTesterMixin
-from ..parallel_testing import TensorParallelTests
 from ..test_modeling_common import floats_tensor
 
 NO_DROPOUT = dict.fromkeys(
@@ -199,17 +198,6 @@ class MegaAdaptiveModelTest(MegaCausalModelTest):
     @unittest.skip("the test expects an nn.Embedding, adaptive ones are several")
     def test_model_get_set_embeddings(self):
         pass
-
-
-class MegaParallelModelTester(MegaCausalModelTester):
-    small = MegaCausalModelTester.small | {"nffn_hidden_size": 36} | NO_DROPOUT
-
-
-class MegaTensorParallelTest(TensorParallelTests, unittest.TestCase):
-    """The language model on two processes, and the tensor parallelism plans of all classes for text."""
-
-    model_tester_class = MegaParallelModelTester
-    all_model_classes = (MegaModel, MegaForCausalLM)
 
 
 class MegaSeq2SeqModelTester(MegaModelTester):

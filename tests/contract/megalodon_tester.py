@@ -18,7 +18,6 @@ from luna_mega import (
 
 from ..encoder_testing import EncoderTester, EncoderTests, WeightsWithoutCache
 from ..generation.test_utils import GenerationTesterMixin
-from ..parallel_testing import TensorParallelTests
 
 
 class MegalodonModelTester(EncoderTester):
@@ -31,7 +30,7 @@ class MegalodonModelTester(EncoderTester):
         "value_size": 48,
         "intermediate_size": 36,
         "ema_projection_size": 4,
-        "norm_num_groups": 4,  # also for the tensor parallelism test, which adds no fields
+        "norm_num_groups": 4,
         "chunk_size": 16,
         "pad_token_id": 0,  # test_training_overfit starts prompts with token 1, which must not be the padding token
     }
@@ -87,10 +86,3 @@ class MegalodonChunkModelTest(MegalodonModelTest):
         self.model_tester.num_attention_heads, self.model_tester.encoder_seq_length = 2, 4
         self.model_tester.key_length = 4
         super().test_attention_outputs()
-
-
-class MegalodonTensorParallelTest(TensorParallelTests, unittest.TestCase):
-    """The language model on two processes, and the tensor parallelism plans of the classes."""
-
-    model_tester_class = MegalodonModelTester
-    all_model_classes = (MegalodonModel, MegalodonForCausalLM)

@@ -32,26 +32,6 @@ REPOSITORY = "https://raw.githubusercontent.com/huggingface/transformers"
 GENERATION_TESTS = "generation/test_utils.py"
 STAND_INS = {
     "__init__.py": "",
-    # The original starts new processes for every test; these processes are reused.
-    "distributed_testing_utils.py": f"""import atexit
-import sys
-
-import torch.distributed as dist
-
-sys.path.append({str(HERE.parent / "distributed")!r})
-from ranks import Ranks
-
-RANKS = Ranks(2)
-atexit.register(RANKS.stop)
-
-
-def run_distributed(world_size):
-    return lambda function: lambda *arguments: RANKS(world_size, run, function, arguments)
-
-
-def run(function, arguments):
-    function(dist.get_rank(), *arguments)
-""",
     # All export tests of transformers are marked slow, so the default run excludes them.
     "exporters/__init__.py": "",
     "exporters/test_export.py": "class ExportTesterMixin:\n    pass\n\n\nclass ExportGenerateTesterMixin:\n    pass\n",
@@ -157,8 +137,7 @@ def assemble(tests: Path, folder: Path) -> list[Path]:
         if not (package / path).exists():
             (package / path).write_text(text, encoding="utf-8")
     (folder / "pytest.ini").write_text("[pytest]\n", encoding="utf-8")
-    for name in ("encoder_testing.py", "parallel_testing.py"):
-        shutil.copy(HERE / name, package)
+    shutil.copy(HERE / "encoder_testing.py", package)
     testers = []
     for name in ("luna", "mega", "megalodon"):
         (package / name).mkdir()

@@ -1,4 +1,6 @@
-"""Models whose weights are offloaded to the CPU or to disk, and the names of layers and modules that tools read."""
+"""Models whose weights are offloaded to the CPU or to disk, and names and options of tools that distribute models."""
+
+from itertools import product
 
 import pytest
 import torch
@@ -56,6 +58,30 @@ def test_names_are_of_this_instance(name, caplog):
     if hasattr(model, "_resolve_parallel_plans"):
         model._resolve_parallel_plans(DistributedConfig(fsdp_size=2))
     assert not caplog.records
+
+
+TENSOR_PARALLEL = [{"tp_plan": "auto"}, {"tp_plan": {"lm_head": "colwise_gather_output"}}, {"tp_size": 2}]
+
+
+def error_of(folder, model_class, options):
+    """Return the message of the error of loading a model."""
+    with pytest.raises(ValueError) as error:
+        model_class.from_pretrained(folder, distributed_config=DistributedConfig(**options))
+    return str(error.value)
+
+
+@pytest.mark.parametrize(("processes", "options"), [(1, TENSOR_PARALLEL[0]), *product([2], TENSOR_PARALLEL)])
+@pytest.mark.parametrize("name", ["luna: causal LM", "mega: seq2seq", "megalodon: causal LM"])
+def test_tensor_parallelism_raises_an_error(ranks, name, processes, options, tmp_path):
+    """Without a plan, transformers would load the complete model on every rank."""
+    model = cases.make(name)
+    model.save_pretrained(tmp_path)
+    plan, size = options.get("tp_plan"), processes
+    expected = f"`tp_plan={plan!r}` with `tp_size={size}`: {type(model).__name__} does not support tensor parallelism; "
+    expected += "use FSDP2 (`fsdp_size`) or `device_map`"
+    call = str(tmp_path), type(model), options
+    messages = ranks(processes, error_of, *call) if processes > 1 else [error_of(*call)]
+    assert messages == [expected] * processes
 
 
 @pytest.mark.parametrize("name", ["luna: causal LM", "mega: causal LM", "megalodon: causal LM"])
