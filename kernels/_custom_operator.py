@@ -9,29 +9,22 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd import Function, forward_ad
+from torch.autograd import Function
 
 from luna_mega.kernels._dispatch import without_autocast
-from luna_mega.kernels._export import in_program
+from luna_mega.kernels._export import in_dispatch_mode, in_program, is_transformed
 from luna_mega.kernels._flops import register_flops
 
 Values = Sequence[Any]  # tensors, lists of tensors, numbers and None
 
 PLAIN = frozenset((Tensor, nn.Parameter, NoneType, bool, int, float, str, list))
-# Private names of PyTorch, which may disappear; without them, every call is an operator.
-try:
-    from torch._C import _are_functorch_transforms_active, _len_torch_dispatch_stack
-
-    HAS_NAMES = forward_ad._current_level is not None
-except (AttributeError, ImportError):
-    HAS_NAMES = False
 
 
 def register(
     name: str, inputs: str, outputs: str, forward: Callable[..., Values], fake: Callable[..., Values],
     backward: Callable[..., Sequence[Tensor | None]] | None = None, *, flops: Callable[..., tuple[int, int]],
     differentiable: Sequence[str] = (), gradients: Sequence[int] = (0,), saved: str = "",
-    save: Callable[[Values, Values], Values] = lambda inputs, outputs: (),
+    save: Callable[[Values, Values], Values] = lambda inputs, outputs: (), parts: Callable[..., Values] | None = None,
 ) -> Callable[..., Any]:  # fmt: skip
     """Register the operators `name` and `<name>_backward`, and return the function that computes the first one.
 
@@ -53,6 +46,8 @@ def register(
         gradients: indices of the outputs with a gradient.
         saved: schema of the results of `save`.
         save: maps (inputs, outputs) to the tensors, lists of tensors and None that the backward pass needs as well.
+        parts: computes the outputs with operators of PyTorch, for derivatives of the backward pass; outputs without a
+            gradient may be None. None = the backward pass cannot be differentiated.
     """
     run, fake, flops = _without_autocast(forward), _by_name(fake, inputs), _by_name(flops, inputs)
     operator = torch.library.custom_op(name, run, mutates_args=(), schema=f"({inputs}) -> {outputs}")
@@ -60,7 +55,7 @@ def register(
     register_flops(name, lambda *inputs: flops(*inputs)[0])
     if backward is None:
         return lambda *inputs: (run if is_plain(inputs) else operator)(*inputs)
-    gradient = _Gradient(name, inputs, fake, backward, flops, differentiable, gradients, saved, save)
+    gradient = _Gradient(name, inputs, fake, backward, flops, differentiable, gradients, saved, save, parts)
     operator.register_autograd(gradient.differentiate, setup_context=gradient.set_up_context)
 
     def compute(ctx: Any, *inputs: Any) -> Values:
@@ -75,7 +70,6 @@ def register(
     def call(*inputs: Any) -> Any:
         if not is_plain(inputs):
             return operator(*inputs)
-        # In forward mode, `Function` raises an error for tensors with tangents.
         return (function.apply if has_gradients(inputs[i] for i in places) else run)(*inputs)
 
     return call
@@ -87,9 +81,10 @@ class _Gradient:
     def __init__(
         self, name: str, inputs: str, fake: Callable[..., Values], backward: Callable[..., Sequence[Tensor | None]],
         flops: Callable[..., tuple[int, int]], differentiable: Sequence[str], gradients: Sequence[int], saved: str,
-        save: Callable[[Values, Values], Values],
+        save: Callable[[Values, Values], Values], parts: Callable[..., Values] | None,
     ) -> None:  # fmt: skip
-        self.fake, self.gradients, self.save, self.run = fake, gradients, save, _without_autocast(backward)
+        self.name, self.fake, self.gradients, self.save = name, fake, gradients, save
+        self.run, self.parts = _without_autocast(backward), parts and _without_autocast(parts)
         types, names = zip(*(argument.split() for argument in inputs.split(", ")), strict=True)
         self.tensors = [place for place, kind in enumerate(types) if kind.startswith("Tensor")]
         self.places = [names.index(name) for name in differentiable]
@@ -124,28 +119,70 @@ class _Gradient:
         kept = [next(flat) if size is None else [next(flat) for _ in range(size)] for size in ctx.sizes]
         for place, x in zip(self.tensors, flat, strict=True):
             inputs[place] = x
-        first = torch.zeros_like(self.fake(*inputs)[0]) if grads[0] is None else grads[0]
-        arguments = (first, *[grads[index] for index in self.gradients[1:]], *kept, *inputs)
-        # The operator raises an error if its results are differentiated again.
-        run = self.run if not torch.is_grad_enabled() and is_plain(arguments) else self.operator
         results: list[Tensor | None] = [None] * len(inputs)
-        for place, grad in zip(self.places, run(*arguments), strict=True):
+        found: Sequence[Tensor | None]
+        if torch.is_grad_enabled() and not in_program():  # with `create_graph=True`, or for a second derivative
+            if self.parts is None:
+                raise no_second_derivative(self.name)
+            found = differentiate_parts(self.parts, inputs, self.places, grads, self.gradients)
+        else:
+            first = torch.zeros_like(self.fake(*inputs)[0]) if grads[0] is None else grads[0]
+            arguments = (first, *[grads[index] for index in self.gradients[1:]], *kept, *inputs)
+            found = (self.run if is_plain(arguments) else self.operator)(*arguments)
+        for place, grad in zip(self.places, found, strict=True):
             results[place] = None if inputs[place] is None else grad
         return tuple(results)
 
 
+def differentiate_parts(
+    parts: Callable[..., Values], inputs: list[Any], places: Sequence[int], grads: Values, gradients: Sequence[int]
+) -> list[Tensor | None]:
+    """Return gradients that autograd can differentiate again.
+
+    Args:
+        parts: computes the outputs with operators of PyTorch.
+        inputs: its arguments.
+        places: indices of the inputs whose gradients are returned, None for those that require none.
+        grads: gradients of all outputs.
+        gradients: indices of the outputs with a gradient.
+    """
+    # Views, because an input may be computed from another one.
+    inputs = [x.view_as(x) if place in places and x is not None else x for place, x in enumerate(inputs)]
+    needed = [place for place in places if inputs[place] is not None and inputs[place].requires_grad]
+    outputs = parts(*inputs)
+    used = [index for index in gradients if grads[index] is not None]
+    found = torch.autograd.grad(
+        [outputs[index] for index in used],
+        [inputs[place] for place in needed],
+        [grads[index] for index in used],
+        create_graph=True,
+        allow_unused=True,
+        materialize_grads=True,
+    )
+    by_place = dict(zip(needed, found, strict=True))
+    return [by_place.get(place) for place in places]
+
+
+def no_second_derivative(name: str, call: str = "") -> RuntimeError:
+    """Return the error of a backward pass that cannot be differentiated, for a kind of `call`."""
+    return RuntimeError(
+        f"{name}: the gradient{call} cannot be differentiated again (`create_graph=True`); compute the model inside "
+        "`luna_mega.kernels.api.use_backend('reference')`"
+    )
+
+
 def is_plain(arguments: Values) -> bool:
     """Return whether a call is eager, with ordinary tensors, and outside of dispatch modes and transforms."""
-    if not HAS_NAMES or in_program() or not PLAIN.issuperset(map(type, arguments)) or arguments[0].is_meta:
+    if in_program() or not PLAIN.issuperset(map(type, arguments)) or arguments[0].is_meta:
         return False
-    return _len_torch_dispatch_stack() == 0 and not _are_functorch_transforms_active()
+    return not (in_dispatch_mode() or is_transformed())
 
 
 def has_gradients(tensors: Iterable[Tensor | None]) -> bool:
     """Return whether gradients of a call may be required, in backward or in forward mode."""
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors):
         return True
-    return HAS_NAMES and not in_program() and forward_ad._current_level >= 0
+    return is_transformed()
 
 
 def _without_autocast(function: Callable[..., Values]) -> Callable[..., Values]:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from luna_mega.kernels import varlen
-from luna_mega.kernels._export import forbid_tracing, is_exporting
+from luna_mega.kernels._export import forbid_tracing, is_exporting, is_transformed
 
 NAMES = ("auto", "reference", "torch", "triton")
 logger = logging.getLogger("luna_mega.kernels")
@@ -189,6 +189,8 @@ class Op:
             requested, source = _override, "use_backend"
         else:
             requested, source = _default, "LUNA_MEGA_BACKEND"
+        if is_transformed():
+            unsupported = "transforms of torch.func and forward mode require operators of PyTorch"
         if requested == "auto":
             # Interpreted kernels are for tests only, so they must be selected by name.
             if device.type != "cuda":

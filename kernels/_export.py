@@ -7,6 +7,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
+
+# Private names of PyTorch, which may disappear; without them, every call is an operator.
+try:
+    from torch._C import _are_functorch_transforms_active, _len_torch_dispatch_stack
+
+    HAS_NAMES = forward_ad._current_level is not None
+except (AttributeError, ImportError):
+    HAS_NAMES = False
 
 
 def is_exporting() -> bool:
@@ -15,6 +24,23 @@ def is_exporting() -> bool:
     Before torch 2.13, `torch.compiler.is_exporting()` is always True under Dynamo, also in `torch.compile`.
     """
     return bool(torch.compiler._is_exporting_flag)
+
+
+def is_transformed() -> bool:
+    """Return whether `torch.func` transforms the call, or it may compute tangents in forward mode."""
+    if not HAS_NAMES or in_program():
+        return False
+    return _are_functorch_transforms_active() or forward_ad._current_level >= 0
+
+
+def in_parts() -> bool:
+    """Return whether a call must consist of operators of PyTorch, which have derivatives of every kind and order."""
+    return is_exporting() or is_transformed()
+
+
+def in_dispatch_mode() -> bool:
+    """Return whether a mode of `torch_dispatch` is active, or this cannot be known."""
+    return not HAS_NAMES or _len_torch_dispatch_stack() > 0
 
 
 def in_program() -> bool:

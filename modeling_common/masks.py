@@ -4,7 +4,7 @@ import torch
 from transformers.configuration_utils import PreTrainedConfig
 from transformers.utils import logging
 
-from luna_mega.kernels.support import in_program, is_capturing
+from luna_mega.kernels.support import in_program, is_capturing, is_transformed
 
 logger = logging.get_logger(__name__)
 
@@ -13,13 +13,13 @@ _LARGEST = 2.0**16
 
 
 def can_read(x: torch.Tensor) -> bool:
-    """Return whether the values can be read: not while a model is being compiled, exported or captured."""
-    return type(x) is torch.Tensor and not (x.is_meta or in_program() or is_capturing(x))
+    """Return whether the values can be read: not while a model is being compiled, exported, captured or transformed."""
+    return type(x) is torch.Tensor and not (x.is_meta or in_program() or is_capturing(x) or is_transformed())
 
 
 def can_look(x: torch.Tensor) -> bool:
-    """Return whether reading the values is free: on a CPU, unless a model is being compiled or exported."""
-    return type(x) is torch.Tensor and x.device.type == "cpu" and not in_program()
+    """Return whether reading the values is free: on a CPU, if they can be read."""
+    return type(x) is torch.Tensor and x.device.type == "cpu" and not (in_program() or is_transformed())
 
 
 def read_mask(name: str, mask: torch.Tensor | None, drop_full: bool = False) -> torch.Tensor | None:

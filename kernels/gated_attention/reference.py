@@ -60,7 +60,8 @@ def weights(
     query, key = upcast(query), upcast(key)
     scores = query @ key.transpose(-1, -2) / divisor
     if bias is not None:
-        scores = scores + bias.to(scores.dtype)[(bias.shape[0] // 2 + lag).clamp(0, bias.shape[0] - 1)]
+        size = bias.shape[-1]
+        scores = scores + bias.to(scores.dtype)[..., (size // 2 + lag).clamp(0, size - 1)]
     if function == "softmax":
         result = scores.masked_fill(~keep, torch.finfo(scores.dtype).min).softmax(dim=-1)
     else:

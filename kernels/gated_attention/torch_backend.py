@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from luna_mega.kernels._custom_operator import register
-from luna_mega.kernels._export import chunk_positions, in_program, is_exporting
+from luna_mega.kernels._export import chunk_positions, in_parts, in_program
 from luna_mega.kernels.dropout import dropout_factors, host_seed
 from luna_mega.kernels.gated_attention import reference
 from luna_mega.kernels.upcast import upcast_dtype
@@ -60,8 +60,7 @@ def _attend_full(
     query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, mask: Tensor | None, function: str, causal: bool,
     offset: int, row_offset: Tensor | None, start: Tensor | None, dropout: float,
 ) -> Tensor:  # fmt: skip
-    # Exported programs must not depend on this package, so export uses PyTorch's own operators.
-    if is_exporting():
+    if in_parts():
         scoring = (bias, mask, function, causal, None, offset, row_offset, start)
         return reference.attend(query, key, value, *scoring, dropout=dropout)[0]
     if bias is not None:
@@ -234,6 +233,22 @@ def _backward(grad_output: Tensor, kept: Tensor, *inputs: Any) -> list[Tensor | 
     return [*(grad.to(x.dtype) for grad, x in gradients), of_bias]
 
 
+def _parts(
+    query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, mask: Tensor | None, start: Tensor | None,
+    function: str, causal: bool, offset: int, dropout: float, seed: Tensor | None, keep: bool,
+) -> tuple[Tensor, None]:  # fmt: skip
+    """Return the output, computed with operators of PyTorch."""
+    weights = reference.weights(query, key, bias, mask, function, causal, offset=offset, start=start)
+    if dropout > 0.0:
+        with torch.no_grad():
+            blocks = _Blocks(query, key, value, bias, mask, start, function, causal, offset, dropout, seed, keep)
+            factors = torch.zeros_like(weights)
+            for n, rows, keys in blocks:
+                factors[n, rows, keys] = blocks.dropped(weights[n, rows, keys])
+        weights = weights * factors
+    return weights.to(value.dtype) @ value, None
+
+
 def _set_product(out: Tensor, left: Tensor, right: Tensor) -> None:
     if out.dtype == left.dtype:
         torch.bmm(left, right, out=out)
@@ -277,4 +292,5 @@ operator = register(
     differentiable=("query", "key", "value", "bias"),
     saved="Tensor kept",
     save=lambda inputs, outputs: outputs[1:],
+    parts=_parts,
 )

@@ -4,9 +4,9 @@ import torch
 from torch import Tensor
 
 from luna_mega.kernels import _dispatch
-from luna_mega.kernels._custom_operator import register
+from luna_mega.kernels._custom_operator import no_second_derivative, register
 from luna_mega.kernels.common.triton_launch import random_seed
-from luna_mega.kernels.gated_attention import torch_backend, triton_backward, triton_products
+from luna_mega.kernels.gated_attention import reference, torch_backend, triton_backward, triton_products
 
 INPUTS = (
     "Tensor query, Tensor key, Tensor value, Tensor? bias, Tensor? mask, Tensor? bounds, str function, bool causal, "
@@ -69,6 +69,17 @@ def _flops(
     return torch_backend.count_flops(query, value, pairs, recompute=True)
 
 
+def _parts(
+    query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, mask: Tensor | None, bounds: Tensor | None,
+    function: str, causal: bool, chunk: int, offset: int, dropout: float, *_: object,
+) -> tuple[Tensor, None]:  # fmt: skip
+    if bounds is not None or dropout > 0.0:
+        raise no_second_derivative("gated_attention", " of varlen calls or with dropout")
+    size = chunk if chunk < key.shape[1] else None
+    scoring = (bias, mask, function, causal, size, offset)
+    return reference.attend(query, key, value, *scoring)[0], None
+
+
 _operator = register(
     "luna_mega::gated_attention_triton",
     INPUTS,
@@ -80,4 +91,5 @@ _operator = register(
     differentiable=("query", "key", "value", "bias"),
     saved="Tensor? output, Tensor lse",
     save=lambda inputs, outputs: (outputs[0] if inputs[6] == "softmax" else None, outputs[1]),
+    parts=_parts,
 )

@@ -1,16 +1,22 @@
 """Pack and unpack attention in PyTorch with the fused SDPA kernels; memory is linear in the length."""
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
+from torch.autograd import Function
 
-from luna_mega.kernels._custom_operator import register
-from luna_mega.kernels._export import is_exporting
+from luna_mega.kernels._custom_operator import differentiate_parts, register
+from luna_mega.kernels._export import is_exporting, is_transformed
 from luna_mega.kernels.dropout import dropout as drop
+from luna_mega.kernels.luna_attention import reference
 from luna_mega.kernels.upcast import upcast_dtype
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float, dropout: float) -> Tensor:
     """Return `reference.attend` without the weights. Shapes `[B, T, H, K]`, mask `[B, M]`."""
+    if is_transformed():  # PyTorch's fused kernels have no tangents and no second derivatives
+        return reference.attend(query, key, value, mask, scale, dropout)[0]
     # Exported programs must not depend on this package, so export uses PyTorch's own operator.
     if query.device.type != "cpu" or is_exporting():
         return sdpa(query, key, value, mask, scale, dropout)
@@ -21,7 +27,10 @@ def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale
         return sdpa(query, key, value, mask, scale, dropout)
     if torch.compiler.is_compiling():  # the compiler would decompose the kernel and materialize the weights
         return operator(query, key, value, mask, scale)[0]
-    return flash(query, key, value, mask, scale)[0]
+    if not torch.is_grad_enabled():
+        return flash(query, key, value, mask, scale)[0]
+    output: Tensor = _Flash.apply(query, key, value, mask, scale)  # type: ignore[no-untyped-call]
+    return output
 
 
 def _in_steps(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float, dropout: float) -> Tensor:
@@ -99,6 +108,29 @@ def flash_backward(
     return tuple(x.transpose(1, 2) for x in gradients)
 
 
+def _parts(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float) -> tuple[Tensor, None]:
+    return reference.attend(query, key, value, mask, scale)[0], None
+
+
+class _Flash(Function):
+    """The result of `flash` in eager mode, whose gradient can be differentiated; PyTorch's own cannot."""
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float) -> Tensor:
+        output, log_sum_exp = flash(query, key, value, mask, scale)
+        ctx.save_for_backward(output, log_sum_exp, query, key, value, mask)
+        ctx.scale = scale
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        output, log_sum_exp, query, key, value, mask = ctx.saved_tensors
+        if torch.is_grad_enabled():
+            inputs = [query, key, value, mask, ctx.scale]
+            return (*differentiate_parts(_parts, inputs, (0, 1, 2), [grad], (0,)), None, None)
+        return (*flash_backward(grad, output, log_sum_exp, query, key, value, mask, ctx.scale), None, None)
+
+
 def empty(query: Tensor, **_rest: object) -> tuple[Tensor, Tensor]:
     """Return empty tensors for the result and the log-sum-exp."""
     batch, length, heads, _ = query.shape
@@ -122,4 +154,5 @@ operator = register(
     differentiable=("query", "key", "value"),
     saved="Tensor output, Tensor log_sum_exp",
     save=lambda inputs, outputs: outputs,
+    parts=_parts,
 )

@@ -1,12 +1,14 @@
 """Pack and unpack attention with Triton kernels, as custom operators."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from luna_mega.kernels import _dispatch
-from luna_mega.kernels._custom_operator import register
+from luna_mega.kernels._custom_operator import no_second_derivative, register
 from luna_mega.kernels.common.triton_launch import random_seed
-from luna_mega.kernels.luna_attention import torch_backend, triton_backward, triton_forward
+from luna_mega.kernels.luna_attention import reference, torch_backend, triton_backward, triton_forward
 
 INPUTS = (
     "Tensor query, Tensor key, Tensor? value, Tensor? mask, Tensor? cu_seqlens, Tensor? seed, str? varlen_side, "
@@ -31,6 +33,15 @@ def attend(
     )[0]  # fmt: skip
 
 
+def _parts(
+    query: Tensor, key: Tensor, value: Tensor | None, mask: Tensor | None, cu_seqlens: Tensor | None, *rest: Any
+) -> tuple[Tensor, None]:
+    scale, dropout = rest[3:5]
+    if cu_seqlens is not None or dropout > 0.0:
+        raise no_second_derivative("luna_attention", " of varlen calls or with dropout")
+    return reference.attend(query, key, key if value is None else value, mask, scale)[0], None
+
+
 _operator = register(
     "luna_mega::luna_attention_triton",
     INPUTS,
@@ -42,4 +53,5 @@ _operator = register(
     differentiable=("query", "key", "value"),
     saved="Tensor output, Tensor log_sum_exp",
     save=lambda inputs, outputs: outputs,
+    parts=_parts,
 )

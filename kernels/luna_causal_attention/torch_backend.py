@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from luna_mega.kernels._custom_operator import register
-from luna_mega.kernels._export import chunk_positions, in_program, is_exporting, lerp
+from luna_mega.kernels._export import chunk_positions, in_parts, in_program, lerp
 from luna_mega.kernels.dropout import dropout_factors, host_seed
 from luna_mega.kernels.luna_causal_attention import reference
 from luna_mega.kernels.luna_causal_attention.reference import LunaCausalState
@@ -32,9 +32,8 @@ def attend(
 ) -> tuple[Tensor, LunaCausalState]:  # fmt: skip
     """Return `reference.attend`."""
     tokens = (query, pack_key, key, value)
-    # Exported programs must not depend on this package, so export uses PyTorch's own operators.
-    if is_exporting():
-        return _exported(tokens, pack_query, mask, pack_mask, activation, state, dropout)
+    if in_parts():
+        return _in_parts(tokens, pack_query, mask, pack_mask, activation, state, dropout)
     if query.shape[1] == 1:
         one = (query[:, 0], pack_query, pack_key[:, 0], key[:, 0], value[:, 0])
         output, state = step(*one, None if mask is None else mask[:, 0], pack_mask, activation, state, dropout)
@@ -139,11 +138,11 @@ def _short(
     return output, LunaCausalState(key_mean, value_mean, count[:, -1].clone())
 
 
-def _exported(
+def _in_parts(
     tokens: Sequence[Tensor], pack_query: Tensor, mask: Tensor | None, pack_mask: Tensor | None, activation: str,
     state: LunaCausalState | None, dropout: float,
 ) -> tuple[Tensor, LunaCausalState]:  # fmt: skip
-    """Attend so that one exported program supports any length."""
+    """Attend with operators of PyTorch, so that one exported program supports any length."""
     batch, length = tokens[0].shape[:2]
     device = tokens[0].device
     position, kept = (x.flatten() for x in chunk_positions(length, CHUNK, device))
@@ -284,7 +283,7 @@ class _Block:
 
 
 def _prefix_sums(x: Tensor) -> Tensor:
-    if x.device.type != "cpu" or is_exporting():
+    if x.device.type != "cpu" or in_parts() or x.requires_grad:
         return x.cumsum(dim=1)
     for before, row in pairwise(x.unbind(1)):  # four times as fast as cumsum, whose access is strided here
         row += before
@@ -338,6 +337,16 @@ def _forward(
     return output, key_mean, value_mean
 
 
+def parts(
+    query: Tensor, pack_key: Tensor, key: Tensor, value: Tensor, pack_query: Tensor, *rest: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the output and the means after the last token, computed with operators of PyTorch."""
+    blocks = [block for _, block in _blocks(query, pack_key, key, value, pack_query, *rest)]
+    output = torch.cat([block.tokens(block.output())[:, : query.shape[1]] for block in blocks], 2)
+    key_means, value_means = zip(*(block.means() for block in blocks), strict=True)
+    return output.to(value.dtype), torch.cat(key_means, 1), torch.cat(value_means, 1)
+
+
 def empty(query: Tensor, value: Tensor, pack_query: Tensor, **_rest: object) -> tuple[Tensor, Tensor, Tensor]:
     """Return empty tensors for the result and the means after the last token."""
     (batch, _, heads, size), rows, dtype = query.shape, pack_query.shape[1], upcast_dtype(query)
@@ -384,4 +393,5 @@ operator = register(
     flops=flops,
     differentiable=DIFFERENTIABLE,
     gradients=(0, 1, 2),
+    parts=parts,
 )

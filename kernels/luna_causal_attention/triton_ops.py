@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from luna_mega.kernels import _dispatch
-from luna_mega.kernels._custom_operator import register
+from luna_mega.kernels._custom_operator import no_second_derivative, register
 from luna_mega.kernels.common.triton_launch import random_seed
 from luna_mega.kernels.luna_causal_attention import (
     reference,
@@ -54,6 +54,16 @@ def step(
     return output, LunaCausalState(*after)
 
 
+def _check_parts(dropout: float) -> None:
+    if dropout > 0.0:
+        raise no_second_derivative("luna_causal_attention", " with dropout")
+
+
+def _parts(*inputs: Any) -> tuple[Tensor, ...]:
+    _check_parts(inputs[-3])
+    return torch_backend.parts(*inputs[:-1])
+
+
 _operator = register(
     "luna_mega::luna_causal_attention_triton",
     INPUTS,
@@ -64,7 +74,17 @@ _operator = register(
     flops=torch_backend.flops,
     differentiable=torch_backend.DIFFERENTIABLE,
     gradients=(0, 1, 2),
+    parts=_parts,
 )
+
+
+def _step_parts(*inputs: Any) -> tuple[Tensor, ...]:
+    query, pack_key, key, value, pack_query, mask, pack_mask, *before, activation, dropout, _, _ = inputs
+    _check_parts(dropout)
+    state = None if before[2] is None else LunaCausalState(before[0], before[1], before[2])
+    tokens = (query, pack_query, pack_key, key, value)
+    output, state = torch_backend.step(*tokens, mask, pack_mask, activation, state, dropout)
+    return output, *state
 
 
 def _step_backward(
@@ -91,4 +111,5 @@ _step_operator = register(
     gradients=(0, 1, 2),
     saved="Tensor count",
     save=lambda inputs, outputs: outputs[3:],
+    parts=_step_parts,
 )

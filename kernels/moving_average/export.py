@@ -12,7 +12,7 @@ from luna_mega.kernels._export import chunk_positions
 from luna_mega.kernels.moving_average import tables
 from luna_mega.kernels.moving_average.coefficients import Coefficients, powers, times
 from luna_mega.kernels.moving_average.reference import finish
-from luna_mega.kernels.moving_average.torch_backend import CHUNK, toeplitz
+from luna_mega.kernels.moving_average.tables import CHUNK, toeplitz
 
 # Chunks in a group.
 GROUP = 32
@@ -42,6 +42,23 @@ def average(
         state = times(decay, before.permute(3, 0, 1, 2)) + last_chunk
         state = state if of.parts > 1 else state.squeeze(-1)
     return finish(result, x, skip), state
+
+
+def parts(
+    x: Tensor, mask: Tensor | None, skip: Tensor | None, log_decay: Tensor, turn: Tensor | None, weight_in: Tensor,
+    weight_out: Tensor, initial: Tensor | None, chunk: int, length: int, shift: bool,
+) -> tuple[Tensor, None, Tensor | None]:  # fmt: skip
+    """Return the output and the state before the last chunk of `torch_backend.operator`."""
+    of, last = Coefficients(log_decay, turn, weight_in, weight_out), None
+    truncation = length if length < x.shape[1] else None
+    output, _ = average(x, of, skip, mask, shift, truncation, initial)
+    if chunk and len(log_decay) == x.shape[2]:
+        before = (x.shape[1] - 1) // chunk * chunk
+        if before:
+            mask = None if mask is None else mask[:, :before]
+            last = average(x[:, :before], of, mask=mask, initial_state=initial, return_state=True)[1]
+        last = initial if last is None else last.flatten(2)
+    return output, None, last
 
 
 def _chunk_maps(of: Coefficients, channels: int, shift: bool) -> tuple[Tensor, Tensor, Tensor]:

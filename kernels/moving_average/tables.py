@@ -14,8 +14,15 @@ from torch import Tensor, nn
 
 from luna_mega.kernels.moving_average.coefficients import Coefficients, angle, powers_less_one
 
+CHUNK = 64
 # Channels times positions of the tables in memory at the same time for gradients, and least number of channels.
 BLOCK, LEAST_CHANNELS = 1 << 12, 32
+
+
+def toeplitz(taps: Tensor, center: int, chunk: int) -> Tensor:
+    """Return the matrix `[D, C, C]` of the taps; row: position of the input, column: position of the output."""
+    taps = nn.functional.pad(taps, (chunk - 1 - center, 0))
+    return taps.unfold(1, chunk, 1).flip(1)
 
 
 def lags(of: Coefficients, channels: int, length: int, shift: bool) -> tuple[Tensor, list[Tensor]]:

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from luna_mega.kernels._custom_operator import register
-from luna_mega.kernels._export import in_program
-from luna_mega.kernels.moving_average import tables
+from luna_mega.kernels._export import in_program, is_transformed
+from luna_mega.kernels.moving_average import export, tables
 from luna_mega.kernels.moving_average.coefficients import Coefficients, powers, powers_less_one, times
 from luna_mega.kernels.moving_average.reference import finish, hold
+from luna_mega.kernels.moving_average.tables import CHUNK, toeplitz
 
-CHUNK = 64
 # Shorter chunks, whose matrices take less time to compute, and the positions in a batch up to which they are faster.
 SHORT_CHUNKS = ((16, 1024), (32, 4096))
 # From this number of positions in the batch on, chunks are faster than the FFT (README).
@@ -70,7 +70,7 @@ def complex_step(
     """Return `reference.complex_step`, but add (q - 1) h, as in `damped_step`."""
     change, weight_in, weight_out = coefficients
     kept = (x if mask is None else x.masked_fill(~mask[:, None], 0.0)).to(change.dtype)
-    if in_program():  # compilers and ONNX do not support complex numbers
+    if in_program() or is_transformed():  # compilers, ONNX and vmap do not support these complex numbers
         after = state + times(change, state)
     else:
         number = torch.view_as_complex(state.contiguous())
@@ -131,12 +131,6 @@ def _convolve_backward(gradient: Tensor, signal: Tensor, taps: Tensor, center: i
 
 def _circle(signal: Tensor, taps: Tensor, center: int) -> int:
     return _fft_length(signal.shape[-1] + max(center, taps.shape[1] - center - 1))
-
-
-def toeplitz(taps: Tensor, center: int, chunk: int) -> Tensor:
-    """Return the matrix `[D, C, C]` of the taps; row: position of the input, column: position of the output."""
-    taps = nn.functional.pad(taps, (chunk - 1 - center, 0))
-    return taps.unfold(1, chunk, 1).flip(1)
 
 
 def _lag_sums(products: Tensor, center: int) -> Tensor:
@@ -408,4 +402,5 @@ operator = register(
     gradients=(0, 2),
     saved="Tensor average, Tensor[] kept",
     save=lambda inputs, outputs: (outputs[1], list(outputs[3])),
+    parts=export.parts,
 )

@@ -6,9 +6,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from luna_mega.kernels._custom_operator import register
+from luna_mega.kernels._custom_operator import no_second_derivative, register
 from luna_mega.kernels.common.triton_launch import contiguous
-from luna_mega.kernels.moving_average import triton_scan, triton_scan_backward, triton_step
+from luna_mega.kernels.moving_average import export, triton_scan, triton_scan_backward, triton_step
+from luna_mega.kernels.moving_average.coefficients import complex_coefficients, damped_coefficients
 from luna_mega.kernels.moving_average.torch_backend import flops
 
 
@@ -32,6 +33,19 @@ def _fake(
     return x.new_empty(x.shape), last, x.new_empty((numbers, *input_logit.shape[::-1]), dtype=torch.float32)
 
 
+def _parts(
+    x: Tensor, mask: Tensor | None, skip: Tensor | None, input_logit: Tensor, damping_logit: Tensor,
+    expansion_or_phase: Tensor, projection: Tensor, initial: Tensor | None, return_state: bool, shift: bool,
+    cu_seqlens: Tensor | None, max_seqlen: int,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    if cu_seqlens is not None:
+        raise no_second_derivative("damped_ema and complex_ema", " of varlen calls")
+    compute = damped_coefficients if projection.dim() == 2 else complex_coefficients
+    parameters = (input_logit, damping_logit, expansion_or_phase, projection)
+    of = compute(*(parameter.float() for parameter in parameters))
+    return export.average(x, of, skip, mask, shift, None, initial, return_state)
+
+
 _average = register(
     "luna_mega::moving_average_triton",
     "Tensor x, Tensor? mask, Tensor? skip, Tensor input_logit, Tensor damping_logit, Tensor expansion_or_phase, "
@@ -47,6 +61,7 @@ _average = register(
     gradients=(0, 1),
     saved="Tensor coefficients",
     save=lambda inputs, outputs: outputs[2:],
+    parts=_parts,
 )
 
 

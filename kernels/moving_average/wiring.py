@@ -10,7 +10,7 @@ from torch import Tensor
 from luna_mega.kernels import varlen
 from luna_mega.kernels._custom_operator import has_gradients
 from luna_mega.kernels._dispatch import Arguments, Op, without_autocast
-from luna_mega.kernels._export import is_exporting
+from luna_mega.kernels._export import in_parts, is_exporting
 from luna_mega.kernels.checks import check_lengths, check_sequences, count_sequences
 from luna_mega.kernels.columns import to_end
 from luna_mega.kernels.moving_average import export, torch_backend
@@ -103,7 +103,7 @@ def make_step(
 
 
 def _torch(x: Tensor, **call: Any) -> tuple[Tensor, Tensor | None]:
-    run = export.average if is_exporting() else torch_backend.average
+    run = export.average if in_parts() else torch_backend.average
     return run(x, **call)
 
 

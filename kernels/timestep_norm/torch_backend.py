@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from luna_mega.kernels._custom_operator import register
-from luna_mega.kernels._export import is_exporting
+from luna_mega.kernels._export import in_parts
 from luna_mega.kernels.timestep_norm import torch_passes
 from luna_mega.kernels.timestep_norm.reference import TimestepNormState
 from luna_mega.kernels.timestep_norm.torch_passes import affine, counts, over_time
@@ -28,7 +28,7 @@ def timestep_norm(
     """Return `reference.timestep_norm`; `run` is the operator, None = this file's."""
     count, mean, variance = initial_state
     if run is None:
-        run = _in_program if is_exporting() else operator
+        run = _in_parts if in_parts() else operator
     y, _, _, _, mean, variance = run(x, weight, bias, mask, count, mean, variance, groups, eps)
     return y, TimestepNormState(count + (x.shape[1] if mask is None else mask.sum(1)), mean, variance)
 
@@ -54,11 +54,11 @@ def step(
     return y, TimestepNormState(count, mean, variance)
 
 
-def _in_program(
+def _in_parts(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, mask: Tensor | None, count: Tensor, mean: Tensor,
     variance: Tensor, groups: int, eps: float,
 ) -> tuple[Tensor, None, None, None, Tensor, Tensor]:  # fmt: skip
-    """Compute the result with PyTorch operators only, for exported programs."""
+    """Compute the result with operators of PyTorch only."""
     number = counts(count, mask, x.shape[1])
     rows = x.to(upcast_dtype(x, weight))
     rows = rows if mask is None else rows.masked_fill(~mask[..., None], 0.0)
@@ -122,6 +122,7 @@ def register_norm(name: str, passes: ModuleType) -> Callable[..., Any]:
         gradients=(0, 4, 5),
         saved="Tensor own, Tensor means, Tensor rstd",
         save=lambda inputs, outputs: outputs[1:4],
+        parts=_in_parts,
     )
 
 

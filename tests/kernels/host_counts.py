@@ -19,7 +19,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import luna_mega
-from luna_mega.kernels import _custom_operator, api
+from luna_mega.kernels import _export, api
 
 # The maximum numbers of operators and launches of each case.
 BUDGETS = {
@@ -149,7 +149,7 @@ def measure(run: Callable) -> tuple[int, int]:
         for _ in range(2):
             run()
         launches[0] = 0
-        with mock.patch.object(_custom_operator, "_len_torch_dispatch_stack", lambda: 0), Counts() as counts:
+        with mock.patch.object(_export, "_len_torch_dispatch_stack", lambda: 0), Counts() as counts:
             run()
     return counts.operators, launches[0]
 

@@ -94,7 +94,7 @@ def backend(request, monkeypatch):
 def choose_form(name, monkeypatch):
     monkeypatch.setattr(torch_passes, "BLOCK", 1 << 40 if name == "complete" else 80)
     if name == "program":
-        monkeypatch.setattr(torch_backend, "operator", torch_backend._in_program)
+        monkeypatch.setattr(torch_backend, "operator", torch_backend._in_parts)
 
 
 @pytest.mark.parametrize("kind", KINDS)

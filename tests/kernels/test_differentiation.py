@@ -1,0 +1,266 @@
+"""Every operator has the right derivatives in every way of PyTorch, or raises an error that names what to use."""
+
+from collections.abc import Callable
+from functools import partial
+
+import pytest
+import torch
+from torch.autograd import forward_ad
+
+from luna_mega.kernels import api
+from tests.marks import diagonal
+
+T = 19  # more than the positions that causal Luna attention computes without an operator
+MASK = torch.arange(T)[None] < T - 2
+STEP = 1e-6
+
+
+def normal(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed + sum(shape)))
+
+
+def causal(query, rows, key, key_mean, value_mean, **options):
+    state = api.LunaCausalState(key_mean, value_mean, torch.tensor([5]))
+    output, state = api.luna_causal_attention(
+        query, rows, key, key, key, state=state, mask=MASK, return_state=True, **options
+    )
+    return output, state.key_mean, state.value_mean
+
+
+def causal_step(query, rows, key, key_mean, value_mean, **options):
+    state = api.LunaCausalState(key_mean, value_mean, torch.tensor([5]))
+    return api.luna_causal_attention_step(query, rows, key, key, key, state=state, **options)[0]
+
+
+def norm(x, weight, bias, mean, variance, **options):
+    state = api.TimestepNormState(torch.tensor([5]), mean, variance.square() + 1)
+    output, state = api.timestep_norm(x, 2, weight, bias, mask=MASK, initial_state=state, return_state=True, **options)
+    return output, state.mean, state.variance
+
+
+TOKENS, ROWS, PARAMETERS = normal(1, T, 2, 3), normal(1, 4, 2, 3), [normal(4, 2, seed=seed) for seed in range(4)]
+UNPACK = TOKENS, ROWS, ROWS / 2, normal(1, 4)
+X, SKIP = normal(1, 4), normal(4)
+MEANS = normal(1, 2, 3, 4), normal(1, 2, 4, 3)
+GATED = normal(1, T, 3), normal(1, T, 3, seed=1), normal(1, T, 4)
+COMPLEX = normal(4, 2), normal(4, 2, seed=1), normal(4), normal(4, 2, 2)
+# Operator and options -> (function of the leaves, leaves).
+CALLS: dict[str, tuple[Callable, tuple[torch.Tensor, ...]]] = {
+    "luna_pack": (lambda p, x, **o: api.luna_pack(p, x, x, MASK, **o), (ROWS, TOKENS)),
+    "luna_unpack": (lambda x, p, v, b, **o: api.luna_unpack(x, p, v, bias=b, **o), UNPACK),
+    "luna_attention": (
+        lambda q, p, x, **o: api.luna_attention(q, p, x, x, lambda y: (y, y), **o)[0], (TOKENS, ROWS, TOKENS / 2),
+    ),
+    "luna_causal_attention": (causal, (TOKENS, ROWS, TOKENS / 2, *MEANS)),
+    "luna_causal_attention, elu": (
+        lambda q, p, x, **o: api.luna_causal_attention(q, p, x, x, x / 2, activation="elu", **o),
+        (TOKENS, ROWS, TOKENS / 2),
+    ),
+    "luna_causal_attention_step": (causal_step, (TOKENS[:, 0], ROWS, TOKENS[:, 1], *MEANS)),
+    "gated_attention": (partial(api.gated_attention, mask=MASK), (*GATED, normal(2 * T - 1))),
+    "gated_attention, laplace": (
+        partial(api.gated_attention, function="laplace", causal=True, chunk_size=8), (*GATED, normal(15)),
+    ),
+    "gated_attention, relu2": (
+        partial(api.gated_attention, function="relu2", row_offset=torch.tensor([2]), mask=MASK.flip(1)),
+        (*GATED, normal(2 * T - 1)),
+    ),
+    "gated_attention_step": (
+        lambda q, *x, **o: api.gated_attention_step(q[:, 0], *x, **o), (*GATED, normal(2 * T - 1)),
+    ),
+    "damped_ema": (
+        lambda x, s, *p, **o: api.damped_ema(x, *p, mask=MASK, initial_state=s, return_state=True, **o),
+        (normal(1, T, 4), normal(1, 4, 2), *PARAMETERS, normal(4)),
+    ),
+    "damped_ema, two directions": (
+        partial(api.damped_ema, shift=True),
+        (normal(1, T, 4), *(torch.cat((x, x / 2)) for x in PARAMETERS), normal(4)),
+    ),
+    "damped_ema, truncated": (partial(api.damped_ema, truncation=5), (normal(1, T, 4), *PARAMETERS)),
+    "damped_ema_step": (
+        lambda x, s, *p, **o: api.damped_ema_step(x, s, *p, **o), (X, normal(1, 4, 2), *PARAMETERS, SKIP),
+    ),
+    "complex_ema": (
+        lambda x, s, *p, **o: api.complex_ema(x, *p, mask=MASK, initial_state=s, return_state=True, **o),
+        (normal(1, T, 4), normal(1, 4, 2, 2), *COMPLEX, normal(4)),
+    ),
+    "complex_ema_step": (
+        lambda x, s, *p, **o: api.complex_ema_step(x, s, *p, **o), (X, normal(1, 4, 2, 2), *COMPLEX, SKIP),
+    ),
+    "timestep_norm": (norm, (normal(1, T, 4), normal(4), normal(4, seed=1), normal(1, 2), normal(1, 2, seed=1))),
+    "timestep_norm_step": (
+        lambda x, w, b, **o: api.timestep_norm_step(x, None, 2, w, b, **o)[0], (X, SKIP, normal(4, seed=1)),
+    ),
+    "ema_coefficients": (partial(api.ema_coefficients, dtype=torch.float64), tuple(PARAMETERS)),
+    "complex_ema_coefficients": (partial(api.complex_ema_coefficients, dtype=torch.float64), COMPLEX),
+}  # fmt: skip
+
+
+def scalar(name: str, **options) -> Callable[..., torch.Tensor]:
+    """Return a call as a function with one number as its result."""
+    function = CALLS[name][0]
+
+    def run(*leaves):
+        outputs = function(*leaves, **options)
+        outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+        return sum(
+            (x * torch.linspace(1, 9, x.numel(), dtype=x.dtype, device=x.device).cos().view(x.shape)).sum()
+            for x in outputs
+        )
+
+    return run
+
+
+def gradients(run, leaves):
+    leaves = [x.detach().requires_grad_() for x in leaves]
+    return torch.autograd.grad(run(*leaves), leaves, allow_unused=True, materialize_grads=True)
+
+
+def dot(first, second):
+    return sum((x * y).sum() for x, y in zip(first, second, strict=True))
+
+
+class Case:
+    """A call with its gradients, and with those of the derivative in a direction, by differences of float64 results."""
+
+    def __init__(self, name: str):
+        self.run, self.leaves = scalar(name), CALLS[name][1]
+        self.places = tuple(range(len(self.leaves)))
+        self.directions = tuple(normal(*x.shape, seed=9) for x in self.leaves)
+        self.first = gradients(
+            scalar(name, **({} if "coefficients" in name else {"backend": "reference"})), self.leaves
+        )
+        ahead, behind = (
+            gradients(self.run, [x + sign * STEP * v for x, v in zip(self.leaves, self.directions, strict=True)])
+            for sign in (1, -1)
+        )
+        self.second = [(x - y) / (2 * STEP) for x, y in zip(ahead, behind, strict=True)]
+
+    def new(self):
+        return [x.clone().requires_grad_() for x in self.leaves]
+
+
+def backward(case):
+    leaves = case.new()
+    case.run(*leaves).backward()
+    return [x.grad for x in leaves], case.first
+
+
+def second(case):
+    leaves = case.new()
+    first = torch.autograd.grad(case.run(*leaves), leaves, create_graph=True)
+    derivative = dot(first, case.directions)
+    return torch.autograd.grad(derivative, leaves, allow_unused=True, materialize_grads=True), case.second
+
+
+def second_of_each(case):
+    """The gradient of one leaf at a time, with `inputs=`, as for a gradient penalty."""
+    results = [torch.zeros_like(x) for x in case.leaves]
+    for place, direction in zip(case.places, case.directions, strict=True):
+        leaves = case.new()
+        (first,) = torch.autograd.grad(case.run(*leaves), leaves[place], create_graph=True)
+        if first.requires_grad:  # not if the call is linear in the leaf and depends on no other one
+            derivative = (first * direction).sum()
+            found = torch.autograd.grad(derivative, leaves, allow_unused=True, materialize_grads=True)
+            results = [x + y for x, y in zip(results, found, strict=True)]
+    return results, case.second
+
+
+def second_backward(case):
+    leaves = case.new()
+    case.run(*leaves).backward(create_graph=True)
+    first = [x.grad for x in leaves]
+    for x in leaves:
+        x.grad = None
+    dot(first, case.directions).backward()
+    return [torch.zeros_like(x) if x.grad is None else x.grad for x in leaves], case.second
+
+
+def dual(case):
+    with forward_ad.dual_level():
+        pairs = zip(case.leaves, case.directions, strict=True)
+        result = forward_ad.unpack_dual(case.run(*(forward_ad.make_dual(*pair) for pair in pairs)))
+    return [result.tangent], [dot(case.first, case.directions)]
+
+
+def hessian(case):
+    rows = torch.func.hessian(case.run, case.places)(*case.leaves)
+    products = [
+        sum(torch.tensordot(v, row[place], v.dim()) for v, row in zip(case.directions, rows, strict=True))
+        for place in case.places
+    ]
+    return products, case.second
+
+
+def batches(case, function):
+    stacked = [torch.stack((x, 2 * x)) for x in case.leaves]
+    results = torch.func.vmap(function)(*stacked)
+    return [x[0] for x in (results if isinstance(results, tuple) else (results,))]
+
+
+WAYS = {
+    "backward": backward,
+    "second": second,
+    "second of each": second_of_each,
+    "second backward": second_backward,
+    "grad": lambda c: (torch.func.grad(c.run, c.places)(*c.leaves), c.first),
+    "vjp": lambda c: (torch.func.vjp(c.run, *c.leaves)[1](torch.ones((), dtype=torch.float64)), c.first),
+    "jvp": lambda c: ([torch.func.jvp(c.run, c.leaves, c.directions)[1]], [dot(c.first, c.directions)]),
+    "jvp of grad": lambda c: (
+        torch.func.jvp(torch.func.grad(c.run, c.places), c.leaves, c.directions)[1], c.second,
+    ),
+    "grad of grad": lambda c: (
+        torch.func.grad(lambda *x: dot(torch.func.grad(c.run, c.places)(*x), c.directions), c.places)(*c.leaves),
+        c.second,
+    ),
+    "jacrev": lambda c: (torch.func.jacrev(c.run, c.places)(*c.leaves), c.first),
+    "jacfwd": lambda c: (torch.func.jacfwd(c.run, c.places)(*c.leaves), c.first),
+    "hessian": hessian,
+    "vmap": lambda c: (batches(c, c.run), [c.run(*c.leaves)]),
+    "vmap of grad": lambda c: (batches(c, torch.func.grad(c.run, c.places)), c.first),
+    "forward_ad": dual,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_every_way(name):
+    case = Case(name)
+    for way, compute in WAYS.items():
+        for actual, expected in zip(*compute(case), strict=True):
+            torch.testing.assert_close(
+                actual, expected, rtol=1e-5, atol=1e-6, msg=lambda text, way=way: f"{way}: {text}"
+            )
+
+
+TRITON = [name for name in CALLS if not name.endswith(("coefficients", "truncated"))]
+SECOND = ("second", "second of each", "second backward")
+
+
+@pytest.mark.triton
+@pytest.mark.parametrize(("name", "way"), diagonal(TRITON, SECOND))
+def test_second_derivatives_of_triton(name, way, triton_device):
+    case = Case(name)
+    function, leaves = scalar(name, backend="triton"), case.leaves
+    case.run, case.leaves = function, [x.float().to(triton_device) for x in leaves]
+    case.directions = [x.float().to(triton_device) for x in case.directions]
+    for actual, expected in zip(*WAYS[way](case), strict=True):
+        torch.testing.assert_close(actual.double().cpu(), expected, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.triton
+def test_transforms_do_not_run_triton(triton_device):
+    x, rows = (x.float().to(triton_device) for x in (TOKENS, ROWS))
+    with pytest.raises(ValueError, match="luna_pack cannot run on 'triton': transforms of torch.func.*choose 'torch'"):
+        torch.func.grad(lambda x: api.luna_pack(rows, x, x, backend="triton").sum())(x)
+
+
+@pytest.mark.parametrize("name", ["gated_attention", "luna_causal_attention"])
+def test_dropout_is_drawn_again(name):
+    """A gradient that can be differentiated is that of the same random numbers."""
+    run, leaves, found = scalar(name, dropout=0.3), CALLS[name][1], []
+    for create_graph in (False, True):
+        torch.manual_seed(0)
+        leaves = [x.clone().requires_grad_() for x in leaves]
+        found.append(torch.autograd.grad(run(*leaves), leaves, create_graph=create_graph))
+    for actual, expected in zip(*reversed(found), strict=True):
+        torch.testing.assert_close(actual, expected)
