@@ -1,0 +1,177 @@
+"""One function, however it is computed: without a cache, with a dynamic and with a static one, for random decoders.
+
+The logits of every row equal those of the row alone, without padding and gaps, in float64. The prompt is read in calls
+of any lengths; then follow steps, calls of several positions, and changes of the cache in random order.
+"""
+
+import copy
+import pickle
+import random
+
+import pytest
+import torch
+
+from luna_mega import (
+    LunaConfig,
+    LunaForCausalLM,
+    MegaConfig,
+    MegaForCausalLM,
+    MegalodonConfig,
+    MegalodonForCausalLM,
+)
+
+SIZES = {"vocab_size": 40, "hidden_size": 16, "is_decoder": True, "eos_token_id": 2}
+BLOCK = 25  # configurations in a test
+FAST, ALL = 100, 1000
+
+
+def choose(rng, **fields):
+    """Return fields with one of their values each."""
+    return {name: rng.choice(values) for name, values in fields.items()}
+
+
+def luna(rng):
+    fields = choose(
+        rng, num_hidden_layers=(1, 2, 3), num_attention_heads=(1, 2, 4), num_pack_attention_heads=(None, 1, 2),
+        projection_length=(1, 3, 8), tie_key_value=(True, False), pad_token_id=(0, 1), first_position=(None, 0),
+        position_embedding_type=("learned", "sinusoidal", "none"), embedding_norm=(True, False),
+        pre_norm=(True, False), share_layers=(True, False), causal_activation=("softplus", "elu"),
+        scale_embedding=(None, True, False),
+    )  # fmt: skip
+    return LunaForCausalLM, LunaConfig(**SIZES, **fields, intermediate_size=24, max_position_embeddings=64)
+
+
+def mega(rng):
+    fields = choose(
+        rng, num_hidden_layers=(1, 2, 3), intermediate_size=(16, 24), ema_projection_size=(1, 2, 5),
+        shared_representation_size=(4, 8), truncation=(None, None, 2, 5, 100), normalize_before_mega=(True, False),
+        normalization_type=("layernorm", "scalenorm", "rmsnorm", "batchnorm"), norm_affine=(True, False),
+        attention_activation=("softmax", "laplace", "relu2"), use_normalized_ffn=(True, False),
+        normalize_before_ffn=(True, False), relative_positional_bias=("rotary", "simple"),
+        add_lm_hidden_dense_layer=(True, False), embedding_norm=(True, False), final_norm=(True, False),
+        scale_embedding=(True, False), tie_word_embeddings=(True, False), legacy_rms_norm=(True, False),
+    )  # fmt: skip
+    chunk = rng.choice((None, None, 3, 4, 8))
+    fields |= {} if chunk is None else {"use_chunking": True, "chunk_size": chunk}
+    fields |= {"bidirectional": False, "nffn_hidden_size": 24, "max_positions": 64, "pad_token_id": 1}
+    return MegaForCausalLM, MegaConfig(**SIZES, **fields)
+
+
+def megalodon(rng):
+    fields = choose(
+        rng, num_hidden_layers=(1, 2, 3), num_attention_heads=(1, 2, 4), ema_projection_size=(1, 2, 5),
+        norm_num_groups=(1, 2, 4, 8), chunk_size=(3, 4, 8, 64), norm_affine=(True, False), swiglu=(True, False),
+        rescale_nffn=(True, False), scale_embedding=(True, False), tie_word_embeddings=(True, False),
+        pad_token_id=(0, None),
+    )  # fmt: skip
+    fields |= {"shared_representation_size": 8, "value_size": 16, "intermediate_size": 24}
+    return MegalodonForCausalLM, MegalodonConfig(**SIZES, **fields, bos_token_id=1)
+
+
+class Texts:
+    """Random texts with padding on the left and gaps in the prompt, and the logits of each text alone."""
+
+    def __init__(self, rng, model):
+        self.rng, self.model, self.total = rng, model, rng.choice((3, 6, 12, 20, 33))
+        self.prompt, batch = rng.randrange(1, self.total), rng.choice((1, 2, 3, 5))
+        self.ids = torch.randint(4, 40, (batch, self.total))
+        self.mask = torch.ones_like(self.ids)
+        gaps = rng.random() < 0.3
+        for row in self.mask:
+            row[: rng.choice((0, 0, rng.randrange(self.prompt)))] = 0
+            if gaps:
+                row[: self.prompt - 1] &= torch.rand(self.prompt - 1) < 0.8
+        self.expected = torch.stack([self.alone(row) for row in range(batch)])
+
+    def alone(self, row):
+        kept = self.mask[row].bool()
+        logits = self.model(
+            self.ids[row][kept][None], use_cache=False, attention_mask=self.mask[row][kept][None]
+        ).logits
+        return logits.new_full((self.total, logits.shape[-1]), torch.nan).masked_scatter(kept[:, None], logits[0])
+
+    def select(self, change):
+        self.ids, self.mask, self.expected = (change(x) for x in (self.ids, self.mask, self.expected))
+
+    def drop(self, at):
+        """Drop a position of a text, as a stopped text of a batch."""
+        row = self.rng.randrange(len(self.ids))
+        self.mask = self.mask.clone()
+        self.mask[row, at] = 0
+        self.expected = self.expected.clone()
+        self.expected[row] = self.alone(row)
+
+    def run(self, start, stop, cache):
+        """Compute positions with a mask of these, of all so far, or without a mask; check the logits."""
+        new = self.mask[:, start:stop]
+        masks = [new, self.mask[:, :stop], *([None] if new.all() and start else [])]
+        output = self.model(self.ids[:, start:stop], attention_mask=self.rng.choice(masks), cache=cache, use_cache=True)
+        kept = new.bool()
+        torch.testing.assert_close(output.logits[kept], self.expected[:, start:stop][kept], rtol=1e-7, atol=1e-7)
+        return output.cache
+
+
+def change(texts, cache, at):
+    """Change the cache, or replace it by a copy; return it."""
+    rng, rows = texts.rng, len(texts.ids)
+    action = rng.choice(("reorder", "select", "repeat", "copy", "pickle"))
+    if action == "reorder" or (action == "select" and cache.is_static):
+        order = torch.randint(0, rows, (rows,))
+        cache.reorder_cache(order)
+        texts.select(lambda x: x[order])
+    elif action == "select":
+        order = torch.randint(0, rows, (rng.randrange(1, rows + 1),))
+        cache.batch_select_indices(order)
+        texts.select(lambda x: x[order])
+    elif action == "repeat" and not cache.is_static and rows < 6:
+        cache.batch_repeat_interleave(2)
+        texts.select(lambda x: x.repeat_interleave(2, 0))
+    elif action == "copy":
+        other = copy.deepcopy(cache)
+        cache, other = (cache, other) if rng.random() < 0.5 else (other, cache)
+        texts.model(torch.randint(4, 40, (rows, 1)), cache=other)  # has no effect on the other one
+    elif action == "pickle":
+        cache = pickle.loads(pickle.dumps(cache))
+    return cache
+
+
+@torch.no_grad()
+def check(seed):
+    rng = random.Random(seed)
+    torch.manual_seed(seed)
+    model_class, config = rng.choice((luna, mega, megalodon))(rng)
+    model = model_class(config).double().eval()
+    model.set_attn_implementation(rng.choice(("eager", "sdpa")))
+    for parameter in model.parameters():
+        parameter.add_(torch.randn_like(parameter) * (0.1 if parameter.dim() > 1 else 0.3))
+    texts = Texts(rng, model)
+    logits = model(texts.ids, attention_mask=texts.mask, use_cache=False).logits
+    kept = texts.mask.bool()
+    torch.testing.assert_close(logits[kept], texts.expected[kept], rtol=1e-7, atol=1e-7)
+    cache, at = None, 0
+    for stop in sorted({texts.prompt, *(rng.randrange(1, texts.prompt + 1) for _ in range(rng.choice((0, 1, 3))))}):
+        cache, at = texts.run(at, stop, cache), stop
+    if rng.random() < 0.5:
+        cache.make_static(texts.total + rng.choice((0, 1, 7)))
+    while at < texts.total:
+        if rng.random() < 0.4:
+            cache = change(texts, cache, at)
+        if rng.random() < 0.1:
+            texts.drop(at)
+        stop = at + 1 if cache.is_static or rng.random() < 0.8 else rng.randrange(at + 1, min(at + 6, texts.total) + 1)
+        assert texts.run(at, stop, cache) is cache
+        at = stop
+    assert cache.get_seq_length() == texts.total
+
+
+@pytest.mark.parametrize(
+    "first",
+    [*range(0, FAST, BLOCK), *(pytest.param(first, marks=pytest.mark.slow) for first in range(FAST, ALL, BLOCK))],
+)
+def test_one_result(first):
+    for seed in range(first, first + BLOCK):
+        try:
+            check(seed)
+        except Exception as error:
+            error.add_note(f"seed {seed}")
+            raise
