@@ -43,7 +43,12 @@ def dropout(x: Tensor, probability: float, training: bool = True) -> Tensor:
 
 
 class Dropout(nn.Dropout):
-    """`torch.nn.Dropout`, faster on CPU."""
+    """`torch.nn.Dropout`, faster on CPU; also the dropout that an operator draws, with the probability `rate`."""
+
+    @property
+    def rate(self) -> float:
+        """The probability that applies now: 0 in evaluation."""
+        return self.p if self.training else 0.0
 
     def forward(self, x: Tensor) -> Tensor:
         return dropout(x, self.p) if self.training else x

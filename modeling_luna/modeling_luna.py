@@ -182,7 +182,7 @@ class LunaEmbeddings(nn.Module):
         if narrow != width:
             self.projection = nn.Linear(narrow, width)
         self.dropout = Dropout(config.dropout)
-        self.word_dropout = nn.Dropout(config.word_dropout)
+        self.word_dropout = Dropout(config.word_dropout)
         self.scale, self.offset = math.sqrt(width) if config.scale_embedding else 1.0, config.position_offset
 
     def forward(
@@ -199,7 +199,7 @@ class LunaEmbeddings(nn.Module):
         load the weights of a module only during its `forward`.
         """
         hidden_states = inputs_embeds if self.scale == 1.0 else inputs_embeds * self.scale
-        if self.training and self.config.word_dropout:
+        if self.word_dropout.rate > 0.0:
             hidden_states = hidden_states * self.word_dropout(hidden_states.new_ones((*hidden_states.shape[:2], 1)))
         if self.config.position_embedding_type != "none":
             hidden_states = hidden_states + self.positions(position_ids).to(hidden_states.dtype)
@@ -266,7 +266,7 @@ class LunaProjections(nn.Module):
     def __init__(self, config: LunaConfig):
         super().__init__()
         self.head_size = config.hidden_size // config.num_attention_heads
-        self.dropout, self.tied = config.attention_dropout, config.tie_key_value
+        self.dropout, self.tied = Dropout(config.attention_dropout), config.tie_key_value
 
     def add_linears(self, width: int, *names: str) -> None:
         for name in names:
@@ -326,7 +326,7 @@ class LunaAttention(LunaProjections):
             key,
             value,
             packed_mask,
-            dropout=self.dropout if self.training else 0.0,
+            dropout=self.dropout.rate,
             return_weights=output_weights,
             **layout.varlen_options(),  # the keys are rows of P, to which the mask of the tokens does not apply
         )
@@ -343,8 +343,8 @@ class LunaAttention(LunaProjections):
         else:
             key = self.pack_key(context).unflatten(-1, (-1, self.pack_head_size))
             value = self.pack_value(context).unflatten(-1, (-1, self.pack_head_size))
-        dropout = self.dropout if self.training else 0.0
-        result: Any = luna_pack(query, key, value, dropout=dropout, return_weights=output_weights, **layout.options())
+        options = {"dropout": self.dropout.rate, "return_weights": output_weights, **layout.options()}
+        result: Any = luna_pack(query, key, value, **options)
         heads, weights = result if output_weights else (result, None)
         return heads.flatten(2), weights
 
@@ -385,7 +385,7 @@ class LunaCausalAttention(LunaProjections):
         key, value = self.project(tokens)
         query = self.query(tokens).unflatten(-1, (-1, self.head_size))
         pack_key = self.pack_key(tokens).unflatten(-1, (-1, self.head_size))
-        options: dict[str, Any] = {"activation": self.activation, "dropout": self.dropout if self.training else 0.0}
+        options: dict[str, Any] = {"activation": self.activation, "dropout": self.dropout.rate}
         options |= {"pack_mask": packed_mask, "state": state}
         if cache is not None and is_step:
             options |= {"mask": None if layout.mask is None else layout.mask[:, 0], "inplace": cache.writes_over()}

@@ -1,7 +1,7 @@
 """Batch norms of Mega, whose statistics exclude padding."""
 
 from collections.abc import Callable
-from typing import Self
+from typing import Any, Self
 
 import torch
 from torch import nn
@@ -22,7 +22,7 @@ class MegaBatchNorm(nn.BatchNorm1d):
     running_mean: torch.Tensor
     running_var: torch.Tensor
     num_batches_tracked: torch.Tensor
-    momentum: float
+    momentum: float | None  # None = the mean over all batches
 
     def __init__(self, width: int, eps: float, affine: bool, padded_statistics: bool, synchronized: bool = False):
         super().__init__(width, eps=eps, affine=affine)
@@ -60,13 +60,13 @@ class MegaBatchNorm(nn.BatchNorm1d):
         weight, bias = (upcast(self.weight), upcast(self.bias)) if self.affine else (None, None)
         flat = x.flatten(0, 1)
         # Without the running statistics: autograd would save them, and a later update would be an error.
-        output, mean, scale = torch.native_batch_norm(flat, weight, bias, None, None, True, self.momentum, self.eps)
+        output, mean, scale = torch.native_batch_norm(flat, weight, bias, None, None, True, 0.0, self.eps)
         if counts:
             with torch.no_grad():
-                unbiased = (scale.pow(-2) - self.eps).mul_(len(flat) / (len(flat) - 1))
-                self.running_mean.lerp_(mean, self.momentum)
-                self.running_var.lerp_(unbiased, self.momentum)
                 self.num_batches_tracked.add_(1)
+                unbiased = (scale.pow(-2) - self.eps).mul_(len(flat) / (len(flat) - 1))
+                self.running_mean.lerp_(mean, self._rate())
+                self.running_var.lerp_(unbiased, self._rate())
         return output.view(x.shape)
 
     def _batch_statistics(
@@ -82,11 +82,15 @@ class MegaBatchNorm(nn.BatchNorm1d):
 
     @torch.no_grad()
     def _update(self, mean: torch.Tensor, variance: torch.Tensor, count: torch.Tensor) -> None:
-        rate = self.momentum * (count > 0).to(mean.dtype)
+        self.num_batches_tracked.add_((count[0] > 0).long())
+        rate = (self._rate() * (count > 0).to(mean.dtype)).nan_to_num(0.0)
         unbiased = variance * count / (count - 1.0).clamp(min=1.0)
         self.running_mean.add_(rate * (mean - self.running_mean))
         self.running_var.add_(rate * (unbiased - self.running_var))
-        self.num_batches_tracked.add_(1)
+
+    def _rate(self) -> Any:
+        """Return the weight of the last batch in the running statistics."""
+        return 1.0 / self.num_batches_tracked.to(self.running_mean.dtype) if self.momentum is None else self.momentum
 
     def _is_shared(self) -> bool:
         return self.synchronized and are_joined()

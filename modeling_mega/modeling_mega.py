@@ -36,7 +36,7 @@ from transformers.utils.generic import TransformersKwargs, can_return_tuple
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
 from luna_mega.kernels.api import TruncatedEmaState, damped_ema, damped_ema_step, ema_coefficients, gated_attention
-from luna_mega.kernels.support import dropout, in_program, is_exporting, is_plain, upcast
+from luna_mega.kernels.support import Dropout, in_program, is_exporting, is_plain, upcast
 from luna_mega.modeling_common.attention import KeyValueCacheLayer, attend
 from luna_mega.modeling_common.base import (
     BodyMixin,
@@ -191,42 +191,43 @@ class MegaSequenceNorm(nn.Module):
             legacy_rms_norm=config.legacy_rms_norm,
         )
 
+    def add_module(self, name: str, module: nn.Module | None) -> None:
+        """Add a module; `SyncBatchNorm.convert_sync_batchnorm` synchronizes the batch norm, which excludes padding."""
+        if isinstance(module, nn.SyncBatchNorm) and isinstance(self.norm, MegaBatchNorm):
+            self.norm.synchronized = True
+        else:
+            super().add_module(name, module)
+
     def forward(self, hidden_states: torch.Tensor, layout: Layout) -> torch.Tensor:
         if isinstance(self.norm, MegaBatchNorm):
             return self.norm(hidden_states, layout.mask)
         return self.norm(hidden_states)
 
 
-class MegaDropout(nn.Module):
+class MegaDropout(Dropout):
     """Dropout of `[B, T, d]`: of entries, or with `features` of channels at all positions of a sequence."""
 
     def __init__(self, probability: float, features: bool):
-        super().__init__()
-        self.probability, self.features = probability, features
+        super().__init__(probability)
+        self.features = features
 
     def forward(self, states: torch.Tensor, layout: Layout = DENSE) -> torch.Tensor:
-        if not self.training:
-            return states
-        if not self.features or self.probability == 0.0:
-            return dropout(states, self.probability)
-        return layout.drop_features(states, self.probability)
+        if not self.features or self.rate == 0.0:
+            return super().forward(states)
+        return layout.drop_features(states, self.p)
 
 
-class MegaDropPath(nn.Module):
+class MegaDropPath(Dropout):
     """Stochastic depth: dropout of the output of a sub-layer for an entire sequence."""
 
-    def __init__(self, probability: float):
-        super().__init__()
-        self.probability = probability
-
-    def forward(self, states: torch.Tensor, layout: Layout) -> torch.Tensor:
-        if not self.training or self.probability == 0.0:
+    def forward(self, states: torch.Tensor, layout: Layout = DENSE) -> torch.Tensor:
+        if self.rate == 0.0:
             return states
         return states * layout.spread(self.draw(states, layout.sizes(states)[0]), states.shape[1])
 
     def draw(self, states: torch.Tensor, sequences: int) -> torch.Tensor:
         """Return a factor for each sequence, `[sequences, 1]`: 0, or the factor that preserves the mean."""
-        return nn.functional.dropout(states.new_ones(sequences, 1), self.probability)
+        return nn.functional.dropout(states.new_ones(sequences, 1), self.p)
 
 
 class MegaSimpleRelativeBias(nn.Module):
@@ -452,7 +453,7 @@ class MegaGatedAttention(nn.Module):
         self.config = config  # of a loaded model, `chunk_size` can be changed
         # Read here: `PreTrainedConfig.__getattribute__` is slow.
         self.causal, self.pre_norm = config.is_decoder, config.normalize_before_mega
-        self.function, self.attention_dropout = config.attention_activation, config.attention_probs_dropout_prob
+        self.function = config.attention_activation
         width, values, shared = config.hidden_size, config.intermediate_size, config.shared_representation_size
         self.sizes = (width, shared, values, width)
         self.norm = MegaSequenceNorm(config, config.norm_affine)
@@ -464,6 +465,7 @@ class MegaGatedAttention(nn.Module):
         self.qk_bias = nn.Parameter(torch.empty(2, shared))
         self.rel_pos_bias = build_relative_bias(config, config.bias_positions)
         self.activation = ACT2FN[config.activation]
+        self.attention_dropout = Dropout(config.attention_probs_dropout_prob)
         self.dropout = MegaDropout(config.dropout_prob, config.use_feature_dropout)
         self.hidden_dropout = MegaDropout(config.hidden_dropout_prob, config.use_feature_dropout)
         self.drop_path = MegaDropPath(drop_path_rate)
@@ -497,7 +499,7 @@ class MegaGatedAttention(nn.Module):
             window = cache.extend(key, value, layout.mask, chunk)
         if output_weights:
             window = window._replace(step=False)
-        dropout = self.attention_dropout if self.training else 0.0
+        dropout = self.attention_dropout.rate
         attended, weights = attend(
             query,
             window,
@@ -566,6 +568,7 @@ class MegaGatedCrossAttention(nn.Module):
         self.h_proj = nn.Linear(width, width)
         self.rel_pos_bias = build_relative_bias(config, config.cross_positions)
         self.activation = ACT2FN[config.activation]
+        self.attention_dropout = Dropout(config.attention_probs_dropout_prob)
         self.dropout = MegaDropout(config.dropout_prob, config.use_feature_dropout)
         self.hidden_dropout = MegaDropout(config.hidden_dropout_prob, config.use_feature_dropout)
 
@@ -604,7 +607,7 @@ class MegaGatedCrossAttention(nn.Module):
                 cross_cache.store(keys=key, values=value, mask=encoder_layout.mask)
         value = self.hidden_dropout(value)
         positions, offset, row_offset = self.positions(query, key, layout, encoder_layout, cache)
-        dropout, weights = self.config.attention_probs_dropout_prob if self.training else 0.0, None
+        dropout, weights = self.attention_dropout.rate, None
         count = partial(self.count_tokens, query, key, layout, encoder_layout, cache)
         bias = self.rel_pos_bias(positions, count=count)
         options: dict[str, Any] = {"mask": encoder_layout.mask, "offset": offset, "row_offset": row_offset}
@@ -800,7 +803,8 @@ class MegaModel(BodyMixin, MegaPreTrainedModel):
         self.embedding_norm = MegaSequenceNorm(config, config.norm_affine) if config.embedding_norm else None
         dropout = 0.0 if config.input_type == "patches" else config.dropout_prob
         self.embedding_dropout = MegaDropout(dropout, config.use_feature_dropout)
-        rates = torch.linspace(0.0, config.drop_path_rate, config.num_hidden_layers, device="cpu").tolist()
+        last = max(config.num_hidden_layers - 1, 1)
+        rates = [config.drop_path_rate * layer / last for layer in range(config.num_hidden_layers)]
         self.layers = nn.ModuleList(MegaBlock(config, rate) for rate in rates)
         self.recorder = StateRecorder()
         self.final_norm = MegaSequenceNorm(config, config.final_norm_affine) if config.final_norm else None

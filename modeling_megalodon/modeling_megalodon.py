@@ -132,7 +132,7 @@ class MegalodonChunkAttention(nn.Module):
 
     def __init__(self, config: MegalodonConfig):
         super().__init__()
-        self.chunk_size, self.dropout = config.chunk_size, config.attention_probs_dropout_prob
+        self.chunk_size, self.dropout = config.chunk_size, Dropout(config.attention_probs_dropout_prob)
         self.heads = config.num_attention_heads
         self.size = config.shared_representation_size // self.heads
 
@@ -154,8 +154,8 @@ class MegalodonChunkAttention(nn.Module):
             window = layout.key_window(key, value, chunk)
         else:
             window = cache.extend(key, value, layout.mask, chunk)
-        dropout = self.dropout if self.training else 0.0
-        return attend(query, window, self.heads, return_weights=output_weights, causal=True, dropout=dropout)
+        options = {"causal": True, "dropout": self.dropout.rate}
+        return attend(query, window, self.heads, return_weights=output_weights, **options)
 
 
 class MegalodonTimestepNorm(nn.Module):

@@ -76,7 +76,7 @@ def test_stochastic_depth(original, parity, monkeypatch):
     for index, layer in enumerate(model.mega.layers):
         for name in ("mega_layer", "nffn"):
             drop_path, factors = getattr(layer, name).drop_path, io.get(f"droppath_mask.{index}.{name}")
-            assert drop_path.probability == pytest.approx(0.5 * index / (len(model.mega.layers) - 1))
+            assert drop_path.p == pytest.approx(0.5 * index / (len(model.mega.layers) - 1))
             if factors is not None:
                 monkeypatch.setattr(drop_path, "draw", lambda states, count, kept=factors: kept[:, None])
     logits = model(pixel_values=io["pixel_values"]).logits
