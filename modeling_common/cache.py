@@ -186,6 +186,8 @@ class StateCache(Cache):
 
     def __init__(self, config: PreTrainedConfig):
         super().__init__(layers=[self.layer_class() for _ in range(config.num_hidden_layers)])
+        # `generate` makes the cache static after the prompt, for this number of positions; None = not.
+        self.static_length: int | None = None
         self.sizes = {name: getattr(config, name) for name in ("num_hidden_layers", *self.sized_by)}
 
     def check(self, config: PreTrainedConfig, given: torch.Tensor) -> None:
@@ -231,8 +233,11 @@ class StateCache(Cache):
                 keys and values is allocated at once.
 
         Raises:
-            ValueError: The cache is empty, or attention without chunks has no `max_length` or a longer prompt.
+            ValueError: The cache is empty, `max_length` is not a positive integer, or attention without chunks has no
+                `max_length` or a longer prompt.
         """
+        if max_length is not None and (type(max_length) is not int or max_length < 1):
+            raise ValueError(f"max_length must be an integer of at least 1, got {max_length!r}")
         if not self.layers[0].is_initialized:
             raise ValueError("an empty cache cannot be static; call the model with the prompt first")
         for layer in self.layers:
@@ -262,6 +267,29 @@ class StateSeq2SeqCache(EncoderDecoderCache):
     def __init__(self, config: PreTrainedConfig):
         config = config.decoder_config if config.is_encoder_decoder else config
         super().__init__(self.self_attention_class(config), self.cross_attention_class(config))
+
+    @property
+    def is_static(self) -> bool:
+        """Whether `make_static` was called."""
+        return self._own.is_static
+
+    @property
+    def static_length(self) -> int | None:
+        """As in `StateCache`, of the self-attention."""
+        return self._own.static_length
+
+    @static_length.setter
+    def static_length(self, length: int | None) -> None:
+        self._own.static_length = length
+
+    def make_static(self, max_length: int | None = None) -> None:
+        """Make the cache of the self-attention static, see `StateCache.make_static`; that of the source is anyway."""
+        self._own.make_static(max_length)
+
+    @property
+    def _own(self) -> StateCache:
+        cache: Any = self.self_attention_cache
+        return cache
 
     @property
     def nbytes(self) -> int:

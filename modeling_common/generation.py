@@ -69,15 +69,22 @@ class StateGenerationMixin(GenerativeMixin):
         """Raise `ValueError` for options that would have no effect or give wrong results."""
         parent: Any = super()
         parent._validate_generation_mode(generation_mode, generation_config, generation_mode_kwargs)
-        for name in ("cache_implementation", "cache_config", "max_cache_len"):
-            if (value := getattr(generation_config, name)) not in (None, "dynamic"):
-                raise ValueError(
-                    f"{name}={value!r} is not supported: {type(self).__name__} has its own cache; omit the argument"
-                )
+        kind = generation_config.cache_implementation
+        if kind not in (None, "dynamic", "static") or generation_config.cache_config is not None:
+            name, value = "cache_implementation", kind
+            if kind in (None, "dynamic", "static"):
+                name, value = "cache_config", generation_config.cache_config
+            raise ValueError(
+                f"{name}={value!r} is not supported: {type(self).__name__} has its own cache; omit the argument, or "
+                "pass cache_implementation='static'"
+            )
+        if (length := generation_config.max_cache_len) is not None and kind != "static":
+            raise ValueError(f"max_cache_len={length!r} requires cache_implementation='static'; omit it or pass both")
+        if kind == "static" and generation_config.use_cache is False:
+            raise ValueError("cache_implementation='static' requires use_cache=True; omit one of them")
         if generation_config.compile_config is not None:
             raise ValueError(
-                "`compile_config` requires a static cache, which is not supported; omit the argument, or compile "
-                "the model with torch.compile"
+                "`compile_config` is not supported; omit the argument, or compile the model with torch.compile"
             )
         if generation_config.is_assistant:
             raise ValueError(
@@ -143,10 +150,24 @@ class StateGenerationMixin(GenerativeMixin):
                     "least one token each, such as bos_token_id or eos_token_id"
                 )
         if model_kwargs.get("cache") is None and generation_config.use_cache is not False:
-            model_kwargs["cache"] = new_cache(self)
+            cache: Any = new_cache(self)
+            model_kwargs["cache"] = cache
+            if generation_config.cache_implementation == "static":
+                cache.static_length = max(max_cache_length, generation_config.max_cache_len or 0)
         else:
             parent: Any = super()
             parent._prepare_cache_for_generation(generation_config, model_kwargs, mode, batch_size, max_cache_length)
+
+    def _update_model_kwargs_for_generation(
+        self, outputs: Any, model_kwargs: dict[str, Any], *args: Any, **options: Any
+    ) -> Any:
+        """Make the cache static after the prompt, with `cache_implementation="static"`."""
+        parent: Any = super()
+        model_kwargs = parent._update_model_kwargs_for_generation(outputs, model_kwargs, *args, **options)
+        cache: Any = model_kwargs.get("cache")
+        if getattr(cache, "static_length", None) is not None and not cache.is_static:
+            cache.make_static(cache.static_length)
+        return model_kwargs
 
     def init_continuous_batching(self, *args: Any, **kwargs: Any) -> Any:
         """Raise `NotImplementedError`: continuous batching of transformers requires a cache of only keys and values."""

@@ -80,7 +80,6 @@ def test_streaming(family, encoder_decoder, tokenizer, capsys):
 UNSUPPORTED = {
     "an assistant": ({"assistant_model": None}, "assisted generation is not supported"),
     "lookup in the prompt": ({"prompt_lookup_num_tokens": 2}, "assisted generation is not supported"),
-    "static cache": ({"cache_implementation": "static"}, "'static' .* has its own cache; omit the argument"),
     "quantised cache": (
         {"cache_implementation": "quantized"},
         "'quantized' .* has its own cache; omit the argument",

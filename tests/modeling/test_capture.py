@@ -7,7 +7,7 @@ from torch.utils._pytree import tree_leaves
 
 import luna_mega
 from luna_mega.kernels import _custom_operator, _export, api
-from tests.modeling.decoders import DECODER_ONLY, SOME, make, make_plain, padded
+from tests.modeling.decoders import DECODER_ONLY, DECODERS, SOME, make, make_plain, padded, prompt, slow_but_some
 
 pytestmark = pytest.mark.triton
 SIZES = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "intermediate_size": 64}
@@ -162,10 +162,29 @@ def test_generate_and_beam_search_with_a_static_cache(name):
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("name", slow_but_some(DECODERS))
+def test_generate_with_a_static_cache(name):
+    model, (ids, mask) = make(name), padded([7, 3], 7, "left")
+    for options in ({}, {"num_beams": 2}, {"max_cache_len": 33}, {"do_sample": True}):
+        options = {"do_sample": False, "max_new_tokens": 6, "min_new_tokens": 6, **options}
+        found = []
+        for kind in ("dynamic", "static"):
+            torch.manual_seed(0)
+            given = {name: value for name, value in options.items() if kind == "static" or name != "max_cache_len"}
+            given |= {"cache_implementation": kind, "return_dict_in_generate": True}
+            found.append(model.generate(**prompt(model, ids, mask), **given))
+        assert torch.equal(found[0].sequences, found[1].sequences)
+        assert [output["cache"].is_static for output in found] == [False, True]
+
+
+@torch.no_grad()
 def test_errors_of_static_caches():
     model, (ids, mask) = make_plain("mega"), padded([5, 5], 5, "right")
     with pytest.raises(ValueError, match="an empty cache cannot be static"):
         luna_mega.MegaCache(model.config).make_static(9)
+    for length in (0, "9", 9.0):
+        with pytest.raises(ValueError, match=f"max_length must be an integer of at least 1, got {length!r}"):
+            static_cache(model, ids, mask, length)
     for length in (None, 4):
         with pytest.raises(ValueError, match="requires max_length of at least the 5 positions so far"):
             static_cache(model, ids, mask, length)

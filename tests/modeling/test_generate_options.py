@@ -133,6 +133,10 @@ def streamed(run):
     return shown[-1] == "end" and shown[-11:-1] == run.new.T.flatten().tolist()
 
 
+def is_static(run):
+    return run.output["cache"].is_static
+
+
 def own_loop(run):
     """Return whether a custom loop of one step, given the prompt and the model's cache, matches the run."""
 
@@ -239,10 +243,12 @@ WORKS = {
     ),
     "tokenizer": ({"tokenizer": TOKENIZER}, None),
     "custom_generate": ({}, own_loop),
+    "cache_implementation": ({"cache_implementation": "static"}, is_static),
+    "max_cache_len": ({"cache_implementation": "static", "max_cache_len": 40}, is_static),
 }
 _ASSISTED = "assisted generation is not supported with stateful models"
 _FETCHED = "requires `trust_remote_code=True`"
-_OWN = "has its own cache; omit the argument"
+_OWN = "has its own cache; omit the argument, or pass cache_implementation='static'"
 _ALONE = "is not supported by encoder-decoders"
 ASSISTED = {"use_mtp": True, "prompt_lookup_num_tokens": 2, "assistant_early_exit": 1, "num_assistant_tokens": 3}
 ASSISTED |= {"num_assistant_tokens_schedule": "constant", "assistant_confidence_threshold": 0.3}
@@ -251,10 +257,11 @@ ASSISTED |= {"speculation_type": "dflash"}
 # Option -> argument and error message, for decoders and encoder-decoders.
 UNSUPPORTED = {
     **{name: ({name: value}, _ASSISTED) for name, value in ASSISTED.items()},
-    "cache_implementation": ({"cache_implementation": "static"}, _OWN),
+    "quantized cache": ({"cache_implementation": "quantized"}, _OWN),
     "cache_config": ({"cache_config": {"nbits": 4}}, _OWN),
-    "max_cache_len": ({"max_cache_len": 40}, _OWN),
-    "compile_config": ({"compile_config": CompileConfig()}, "`compile_config` requires a static cache"),
+    "length of a dynamic cache": ({"max_cache_len": 40}, "max_cache_len=40 requires cache_implementation='static'"),
+    "static without a cache": ({"cache_implementation": "static", "use_cache": False}, "requires use_cache=True"),
+    "compile_config": ({"compile_config": CompileConfig()}, "`compile_config` is not supported"),
     "continuous_batching_config": ({"cache_implementation": "paged"}, "continuous batching"),
     "is_assistant": ({"is_assistant": True}, "cannot be an assistant model"),
     "max_matching_ngram_size": ({"prompt_lookup_num_tokens": 2, "max_matching_ngram_size": 2}, _ASSISTED),
@@ -302,7 +309,7 @@ def test_works(model, name, request):
     if name == "synced_gpus":
         request.getfixturevalue("process_group")
     options, shows = WORKS[name]
-    uncached = name != "prefill_chunk_size"  # transformers supports it only with a cache
+    uncached = name not in ("prefill_chunk_size", "cache_implementation", "max_cache_len")  # require a cache
     cached = not (name == "output_attentions" and model.config.model_type.startswith("mega"))
     runs = [Run(model, options | {"use_cache": use}) for use in (True, False) if (cached if use else uncached)]
     for run in runs:
