@@ -184,6 +184,7 @@ class BodyMixin(ModelMixin):
     * `closes_gaps`: whether layers require the kept positions of a row to follow each other, as moving averages do.
     * `token_types`: the number of token types; 0 = the model has no type embeddings.
     * `input_width`: the width of `inputs_embeds`.
+    * `built_with`: fields that determine the modules, which cannot be changed later.
     """
 
     own_options: frozenset[str] = frozenset({"position_ids", "token_type_ids"})
@@ -198,6 +199,7 @@ class BodyMixin(ModelMixin):
 
     def __init__(self, config: PreTrainedConfig):
         super().__init__(config)
+        self.built_with = {name: getattr(config, name) for name in ("is_decoder", "add_cross_attention")}
         self._input_embed_layer = self.embedding_names[config.input_type]
         if config.is_encoder_decoder:
             family = type(self).__name__.removesuffix("Model")
