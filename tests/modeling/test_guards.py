@@ -82,7 +82,7 @@ GENERATE = {
         "does not fit this model and batch|another source",
         lambda m: generate(m, IDS.repeat(1, 2), cache=filled(m), num_beams=2),
     ),
-    "another kind of cache": ("has its own cache", lambda m: generate(m, cache_implementation="hybrid")),
+    "another kind of cache": ("has its own cache", lambda m: generate(m, cache_implementation="quantized")),
     "compilation": ("compile_config", lambda m: generate(m, compile_config=CompileConfig())),
     "lookup": ("assisted generation is not supported", lambda m: generate(m, IDS[:1], prompt_lookup_num_tokens=2)),
     "guidance of beams": ("guidance_scale", lambda m: generate(m, guidance_scale=2.0, num_beams=2)),
