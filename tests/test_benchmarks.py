@@ -288,7 +288,7 @@ def test_a_job_of_the_gate_compiles_few_kernels(repo_root):
     assert done.returncode == 0, done.stderr[-2000:]
     counts = json.loads(done.stdout.splitlines()[-1])
     checked = [job for job in counts if job[1] == "outputs_and_gradients"]
-    assert len(checked) == 4 * 8 * len({name for name, *_ in counts}) and len(checked) > 700
+    assert len(checked) == 4 * 8 * len({name for name, *_ in counts}) and len(checked) > 600
     assert all(1 <= job[-1] <= 20 for job in checked), [job for job in checked if not 1 <= job[-1] <= 20]
 
 
