@@ -283,7 +283,7 @@ class StateSeq2SeqCache(EncoderDecoderCache):
         self._own.static_length = length
 
     def make_static(self, max_length: int | None = None) -> None:
-        """Make the cache of the self-attention static, see `StateCache.make_static`; that of the source is anyway."""
+        """Make the cache of the self-attention static (`StateCache.make_static`). That of the source never changes."""
         self._own.make_static(max_length)
 
     @property

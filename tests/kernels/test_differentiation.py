@@ -130,11 +130,11 @@ class Case:
         self.first = gradients(
             scalar(name, **({} if "coefficients" in name else {"backend": "reference"})), self.leaves
         )
-        ahead, behind = (
+        above, below = (
             gradients(self.run, [x + sign * STEP * v for x, v in zip(self.leaves, self.directions, strict=True)])
             for sign in (1, -1)
         )
-        self.second = [(x - y) / (2 * STEP) for x, y in zip(ahead, behind, strict=True)]
+        self.second = [(x - y) / (2 * STEP) for x, y in zip(above, below, strict=True)]
 
     def new(self):
         return [x.clone().requires_grad_() for x in self.leaves]
@@ -256,7 +256,7 @@ def test_transforms_do_not_run_triton(triton_device):
 
 @pytest.mark.parametrize("name", ["gated_attention", "luna_causal_attention"])
 def test_dropout_is_drawn_again(name):
-    """A gradient that can be differentiated is that of the same random numbers."""
+    """With `create_graph=True`, the backward pass uses the dropout mask of the forward pass."""
     run, leaves, found = scalar(name, dropout=0.3), CALLS[name][1], []
     for create_graph in (False, True):
         torch.manual_seed(0)

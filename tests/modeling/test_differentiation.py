@@ -30,8 +30,8 @@ class Case:
             name: torch.randn(x.shape, dtype=x.dtype, generator=generator) / 9 for name, x in self.values.items()
         }
         self.first = self.gradient(self.values)
-        ahead, behind = (self.gradient(self.moved(sign * STEP)) for sign in (1, -1))
-        self.second = {name: (ahead[name] - behind[name]) / (2 * STEP) for name in self.values}
+        above, below = (self.gradient(self.moved(sign * STEP)) for sign in (1, -1))
+        self.second = {name: (above[name] - below[name]) / (2 * STEP) for name in self.values}
 
     def moved(self, step):
         return {name: x + step * self.direction[name] for name, x in self.values.items()}

@@ -1,7 +1,7 @@
 """One function, however it is computed: without a cache, with a dynamic and with a static one, for random decoders.
 
-The logits of every row equal those of the row alone, without padding and gaps, in float64. The prompt is read in calls
-of any lengths; then follow steps, calls of several positions, and changes of the cache in random order.
+The logits of each text in a batch equal those of a batch that contains only this text, without padding, in float64. The
+prompt is split into calls of random lengths. Steps, calls of several positions and changes of the cache follow.
 """
 
 import copy
@@ -69,7 +69,7 @@ def megalodon(rng):
 
 
 class Texts:
-    """Random texts with padding on the left and gaps in the prompt, and the logits of each text alone."""
+    """Random texts with padding on the left and gaps in the prompt, and the logits of each text in a batch of one."""
 
     def __init__(self, rng, model):
         self.rng, self.model, self.total = rng, model, rng.choice((3, 6, 12, 20, 33))
@@ -81,9 +81,9 @@ class Texts:
             row[: rng.choice((0, 0, rng.randrange(self.prompt)))] = 0
             if gaps:
                 row[: self.prompt - 1] &= torch.rand(self.prompt - 1) < 0.8
-        self.expected = torch.stack([self.alone(row) for row in range(batch)])
+        self.expected = torch.stack([self.single(row) for row in range(batch)])
 
-    def alone(self, row):
+    def single(self, row):
         kept = self.mask[row].bool()
         logits = self.model(
             self.ids[row][kept][None], use_cache=False, attention_mask=self.mask[row][kept][None]
@@ -94,12 +94,12 @@ class Texts:
         self.ids, self.mask, self.expected = (change(x) for x in (self.ids, self.mask, self.expected))
 
     def drop(self, at):
-        """Drop a position of a text, as a stopped text of a batch."""
+        """Drop a position of a text, as after the end of a text."""
         row = self.rng.randrange(len(self.ids))
         self.mask = self.mask.clone()
         self.mask[row, at] = 0
         self.expected = self.expected.clone()
-        self.expected[row] = self.alone(row)
+        self.expected[row] = self.single(row)
 
     def run(self, start, stop, cache):
         """Compute positions with a mask of these, of all so far, or without a mask; check the logits."""
