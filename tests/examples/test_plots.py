@@ -1,10 +1,12 @@
-"""Plots of training runs."""
+"""Plots and the progress of training runs."""
 
 import json
 
 import pytest
+from transformers import TrainerState
 
 from luna_mega.training.plots import plot_losses
+from luna_mega.training.runs import ProgressBar
 
 
 def test_names_are_not_formulas(tmp_path):
@@ -31,3 +33,14 @@ def test_plot_of_losses(tmp_path, monkeypatch):
     (tmp_path / "trainer_state.json").write_text(json.dumps({"log_history": history[3:]}), encoding="utf-8")
     with pytest.raises(ValueError, match="trainer_state.json has no loss"):
         plot_losses({"a": tmp_path}, "losses.png")
+
+
+@pytest.mark.parametrize("first", [1, 11])
+def test_progress_of_a_new_and_of_a_resumed_run(first, capsys):
+    bar, state = ProgressBar(), TrainerState(max_steps=20)
+    bar.on_train_begin(None, state, None)
+    for state.global_step in range(first, 21):
+        bar.on_step_end(None, state, None)
+    bar.on_train_end(None, state, None)
+    shown = capsys.readouterr().err
+    assert f"| {first}/20 [00:00<?, ?it/s]" in shown and "| 20/20 [00:00<00:00" in shown

@@ -92,15 +92,6 @@ def test_dataset_in_the_card(options, expected, tmp_path, monkeypatch):
     assert describe_source(data) == expected
 
 
-@pytest.mark.slow
-def test_demo(hub, client, tmp_path, examples):
-    options = ["--model_type", "mega", "--epochs", "0.05", "--min_accuracy", "0", "--output_dir", str(tmp_path)]
-    client(on_client.run_example, examples, "digits_demo", [*options, "--push_to_hub"])
-    files = hub.repositories["tester/digits-mega"].files
-    assert files["model.safetensors"] == (tmp_path / "mega" / "model.safetensors").read_bytes()
-    assert "trained from scratch on the digits of scikit-learn dataset" in files["README.md"].decode()
-
-
 def test_training_script_whose_push_fails(hub, client, folder, tmp_path):
     output = tmp_path / "trained"
     hub.fail("POST .*/commit/main", 500)
