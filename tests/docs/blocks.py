@@ -12,7 +12,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = sorted(page.relative_to(ROOT).as_posix() for page in (ROOT / "docs").rglob("*.md"))
 PAGES = ["README.md", "examples/README.md", "examples/lra/README.md", *DOCS]
-LANGUAGES = {"python", "bash", "bibtex"}
+LANGUAGES = {"text", "python", "bash", "bibtex"}
 BLOCK = re.compile(
     r"^(?:<!-- not run: (?P<reason>[^\n]+?) -->\n+)?(?P<fence> *```)(?P<language>\w*)\n(?P<code>.*?)^(?P=fence)$",
     re.MULTILINE | re.DOTALL,

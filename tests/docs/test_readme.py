@@ -45,7 +45,7 @@ def test_links_of_a_release_are_absolute(tmp_path):
     subprocess.run(["bash", "-e", "-c", step["run"]], cwd=tmp_path, env=os.environ | names, check=True)
     page = "https://github.com/owner/name/blob/v1.0"
     expected = [target if "://" in target else f"{page}/{target}" for target in links(README)]
-    expected = [f"{target}?raw=true" if target.endswith(".svg") else target for target in expected]
+    expected = [f"{target}?raw=true" if target.endswith((".svg", ".png")) else target for target in expected]
     assert links((tmp_path / "README.md").read_text(encoding="utf-8")) == expected
 
 
@@ -57,9 +57,9 @@ def test_no_page_names_an_address_of_the_repository():
 def test_the_first_block_has_the_commands_that_ci_runs():
     """The first screen has `make demo` and the test command of `.ci/run`."""
     block = read("README.md")[0]
-    assert block.line <= 10 and block.language == "bash"
-    demo, test = (line.partition("#")[0].strip() for line in block.code.splitlines())
-    assert demo == "make demo"
+    assert block.line <= 22 and block.language == "bash"
+    demo, test, install = (line.partition("#")[0].strip() for line in block.code.splitlines())
+    assert demo == "make demo" and install.startswith("pip install ")
     assert re.search(rf'^part ".*" {test}$', (ROOT / ".ci" / "run").read_text(encoding="utf-8"), re.MULTILINE)
 
 

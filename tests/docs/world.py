@@ -80,6 +80,11 @@ def make_data(folder: Path) -> None:
     films.mkdir(parents=True)
     for split in ("train", "test"):
         pd.DataFrame(rows[:4]).to_parquet(films / f"{split}-00000-of-00001.parquet")
+    sentences = folder / "stanfordnlp" / "sst2"
+    sentences.mkdir()
+    for split in ("train", "validation"):
+        renamed = pd.DataFrame(rows[:4]).rename(columns={"text": "sentence"})
+        renamed.to_parquet(sentences / f"{split}-00000-of-00001.parquet")
     words = folder / "Salesforce" / "wikitext"
     (words / "wikitext-2-v1").mkdir(parents=True)
     for split in ("train", "validation", "test"):
