@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from luna_mega._cards import how_to_load
 from luna_mega.convert import conventions
 from luna_mega.convert.dictionaries import Dictionaries
 from luna_mega.convert.evidence import Evidence, ModelSpec, Tensors
@@ -138,6 +139,7 @@ def convert_checkpoint(
         card.save(folder / "README.md")
         report.files = [*sorted(file.name for file in folder.iterdir()), REPORT_NAME]
         report.save(folder)
+    report.load = how_to_load(source.spec.model_class, str(output))
     return report
 
 

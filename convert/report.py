@@ -25,7 +25,8 @@ class Report:
     `mapped` has `{"source", "target", "shape"}` and `dropped` has `{"source", "shape", "reason"}` for every tensor of
     the checkpoint. `tokenizer` has `{"class", "kind", "size", "missing_pieces"}`. `args` are the checkpoint's.
     `missing` and `unexpected` are empty, since other conversions fail. `code` describes the revision, and `output` is
-    None if nothing was written. These two, `sizes` and `labels` are not in conversion_report.json.
+    None if nothing was written. `load` says how to load the output. These three, `sizes` and `labels` are not in
+    conversion_report.json.
     """
 
     output: str | None
@@ -48,12 +49,13 @@ class Report:
     code: str = ""
     sizes: dict[str, Any] = field(default_factory=dict)
     labels: list[str] = field(default_factory=list)
+    load: str = ""
 
     def save(self, folder: Path) -> None:
         """Write conversion_report.json into `folder`, without the folders of absolute paths."""
         own = ("source", "decisions", "args", "notes", "warnings")
         content = {"format": 1} | asdict(self) | {name: without_folders(getattr(self, name)) for name in own}
-        for name in ("output", "code", "sizes", "labels"):
+        for name in ("output", "code", "sizes", "labels", "load"):
             del content[name]
         (folder / REPORT_NAME).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
@@ -85,6 +87,7 @@ class Report:
             *(("note", without_folders(note)) for note in self.notes),
             *(("warning", without_folders(warning)) for warning in self.warnings),
             ("written", "nothing" if self.output is None else f"{self.output}: {', '.join(self.files)}"),
+            *([("load", self.load)] if self.load else []),
         ]
         width = max(len(name) for name, _ in lines) + 2
         return "\n".join(f"{name:<{width}}{' '.join(value.split())}" for name, value in lines)

@@ -88,6 +88,14 @@ def loading_without_package(model_class: type, name: str) -> list[str]:
     ]
 
 
+def how_to_load(model_class: type, folder: str) -> str:
+    """Return one line that says how to load a folder with the code of its model."""
+    auto = auto_class_of(model_class)
+    call = f"{auto or f'luna_mega.{model_class.__name__}'}.from_pretrained({json.dumps(folder)})"
+    without = "; without luna-mega, add trust_remote_code=True" if auto else ""
+    return f"{call} after `import luna_mega`{without}"
+
+
 def add_section(card: str, section: str) -> str:
     """Insert a section before the first one of a card, unless the card already mentions the code of the folder."""
     if CODE_FOLDER in card:

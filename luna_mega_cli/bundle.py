@@ -20,4 +20,5 @@ def run(options: argparse.Namespace) -> None:
     from luna_mega.hub.bundle import bundle
 
     code, output = bundle(options.folder, options.output), options.output or options.folder
-    show(options, f"written to {output}; without luna-mega: {code[-1]}", {"output": output, "code": code})
+    line = f"{code[-1]}; after `import luna_mega`, trust_remote_code is not required"
+    show(options, f"written to {output}; load it with {line}", {"output": output, "code": code})

@@ -3,6 +3,7 @@
 import json
 
 import pytest
+import transformers
 
 from luna_mega.convert import convert_checkpoint
 from luna_mega_cli import main
@@ -54,6 +55,17 @@ def test_files_of_the_original(name, parity_folder, capsys):
     assert found["written"] == "nothing" and "hidden_size " in found["sizes"] and sorted(folder.iterdir()) == before
 
 
+@pytest.mark.parametrize("kind", ["luna_bert", "mega_lra, pixels", "megalodon"])
+def test_a_conversion_says_how_to_load_its_folder(kind, tmp_path, capsys):
+    """The row `load` is code that loads the folder."""
+    output = tmp_path / "converted"
+    assert main(["convert", str(fuzz.save(fuzz.build(fuzz.BUILDERS[kind]), tmp_path)), "--output", str(output)]) == 0
+    row = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines())["load"]
+    call, _, condition = row.partition(" after ")
+    assert condition == "`import luna_mega`; without luna-mega, add trust_remote_code=True"
+    assert type(eval(call, vars(transformers))).__name__ == EXPECTED[kind][0]
+
+
 def test_what_is_missing(convert, make, capsys):
     """The notes name a missing dictionary and tokenizer, and the heads that are not converted."""
     convert.save(make.bert(heads=[("a", 3), ("b", 2)]))
@@ -75,7 +87,8 @@ def test_report_as_json(convert, make, capsys):
         assert main(["convert", str(file), *option, "--json"]) == 0
         contents.append(json.loads(capsys.readouterr().out))
     dry, written = contents
-    assert (dry.pop("output"), dry.pop("files")) == (None, []) and written.pop("output") and written.pop("files")
+    own = ("output", "files", "load")
+    assert [dry.pop(name) for name in own] == [None, [], ""] and all([written.pop(name) for name in own])
     assert dry == written and dry["sizes"]["hidden_size"] == 16 and dry["labels"] == ["LABEL_0", "LABEL_1"]
 
 
