@@ -88,7 +88,7 @@ def test_report_as_json(convert, make, capsys):
         contents.append(json.loads(capsys.readouterr().out))
     dry, written = contents
     own = ("output", "files", "load")
-    assert [dry.pop(name) for name in own] == [None, [], ""] and all([written.pop(name) for name in own])
+    assert [dry.pop(name) for name in own] == [None, [], ""] and all(written.pop(name) for name in own)
     assert dry == written and dry["sizes"]["hidden_size"] == 16 and dry["labels"] == ["LABEL_0", "LABEL_1"]
 
 
