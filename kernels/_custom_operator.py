@@ -3,6 +3,7 @@
 Eager mode does not call an operator, because its dispatch and autograd take as long as several kernel launches.
 """
 
+import re
 from collections.abc import Callable, Iterable, Sequence
 from types import NoneType
 from typing import Any
@@ -11,12 +12,15 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Function
 
-from luna_mega.kernels._dispatch import without_autocast
-from luna_mega.kernels._export import in_dispatch_mode, in_program, is_transformed
-from luna_mega.kernels._flops import register_flops
+from ._dispatch import without_autocast
+from ._export import in_dispatch_mode, in_program, is_transformed
+from ._flops import register_flops
 
 Values = Sequence[Any]  # tensors, lists of tensors, numbers and None
 
+# Of the operators, from the package with the kernels: `luna_mega`, a package of the kernels alone, or the code of a
+# model folder. A process may have several of them, and the name of an operator can be registered only once.
+NAMESPACE = re.sub(r"[^A-Za-z0-9]", "_", __package__.removesuffix(".kernels"))
 PLAIN = frozenset((Tensor, nn.Parameter, NoneType, bool, int, float, str, list))
 
 
@@ -33,7 +37,7 @@ def register(
     without autocast.
 
     Args:
-        name: name with namespace, `"luna_mega::..."`. The first input and the first output are tensors.
+        name: name without namespace. The first input and the first output are tensors.
         inputs: schema of the inputs.
         outputs: schema of the outputs.
         forward: computes the outputs.
@@ -49,6 +53,7 @@ def register(
         parts: computes the outputs with operators of PyTorch, for derivatives of the backward pass; outputs without a
             gradient may be None. None = the backward pass cannot be differentiated.
     """
+    name = f"{NAMESPACE}::{name}"
     run, fake, flops = _without_autocast(forward), _by_name(fake, inputs), _by_name(flops, inputs)
     operator = torch.library.custom_op(name, run, mutates_args=(), schema=f"({inputs}) -> {outputs}")
     operator.register_fake(fake)
@@ -167,7 +172,7 @@ def no_second_derivative(name: str, call: str = "") -> RuntimeError:
     """Return the error of a backward pass that cannot be differentiated, for a kind of `call`."""
     return RuntimeError(
         f"{name}: the gradient{call} cannot be differentiated again (`create_graph=True`); compute the model inside "
-        "`luna_mega.kernels.api.use_backend('reference')`"
+        "`use_backend('reference')`"
     )
 
 

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from luna_mega.kernels import varlen
-from luna_mega.kernels._export import forbid_tracing, is_exporting, is_transformed
+from . import varlen
+from ._export import forbid_tracing, is_exporting, is_transformed
 
 NAMES = ("auto", "reference", "torch", "triton")
 logger = logging.getLogger("luna_mega.kernels")
@@ -209,7 +209,6 @@ _FALLBACK = "no Triton kernel: "
 _warned: set[str] = set()
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _unavailable_reason(device: torch.device) -> str | None:
     """Return the reason why Triton kernels cannot run on `device`, or None if they can."""
     try:
@@ -222,6 +221,10 @@ def _unavailable_reason(device: torch.device) -> str | None:
         return None
     kind = "a ROCm device" if device.type == "cuda" else device.type
     return f"the tensors are on {kind}; the kernels need CUDA, or TRITON_INTERPRET=1 set before the first kernel runs"
+
+
+# As by `torch.compiler.assume_constant_result`, which imports the compiler: a second of processor time, and 70 MB.
+_unavailable_reason._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 @cache

@@ -2,17 +2,17 @@
 
 import torch
 
-from luna_mega.kernels._dispatch import OPS, use_backend, use_float32_precision
-from luna_mega.kernels.gated_attention.op import gated_attention, gated_attention_step
-from luna_mega.kernels.luna_attention.op import luna_attention, luna_pack, luna_unpack
-from luna_mega.kernels.luna_causal_attention.op import luna_causal_attention, luna_causal_attention_step
-from luna_mega.kernels.luna_causal_attention.reference import LunaCausalState
-from luna_mega.kernels.moving_average.coefficients import complex_ema_coefficients, ema_coefficients
-from luna_mega.kernels.moving_average.complex_ema import complex_ema, complex_ema_step
-from luna_mega.kernels.moving_average.damped_ema import damped_ema, damped_ema_step
-from luna_mega.kernels.moving_average.truncated import TruncatedEmaState
-from luna_mega.kernels.timestep_norm.op import timestep_norm, timestep_norm_step
-from luna_mega.kernels.timestep_norm.reference import TimestepNormState
+from ._dispatch import OPS, use_backend, use_float32_precision
+from .gated_attention.op import gated_attention, gated_attention_step
+from .luna_attention.op import luna_attention, luna_pack, luna_unpack
+from .luna_causal_attention.op import luna_causal_attention, luna_causal_attention_step
+from .luna_causal_attention.reference import LunaCausalState
+from .moving_average.coefficients import complex_ema_coefficients, ema_coefficients
+from .moving_average.complex_ema import complex_ema, complex_ema_step
+from .moving_average.damped_ema import damped_ema, damped_ema_step
+from .moving_average.truncated import TruncatedEmaState
+from .timestep_norm.op import timestep_norm, timestep_norm_step
+from .timestep_norm.reference import TimestepNormState
 
 __all__ = [
     "LunaCausalState",

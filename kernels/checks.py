@@ -5,7 +5,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from luna_mega.kernels.varlen import check_cu_seqlens
+from .varlen import check_cu_seqlens
 
 
 def check_mask(op: str, mask: Tensor | None, shape: torch.Size, name: str = "mask") -> None:

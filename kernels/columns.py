@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from luna_mega.kernels._export import in_program, is_transformed
+from ._export import in_program, is_transformed
 
 
 def in_columns(run: Callable[..., Any]) -> Callable[..., Any]:

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from luna_mega.kernels._export import forbid_capture, in_program
+from ._export import forbid_capture, in_program
 
 # For fewer entries, PyTorch's single call is faster than these five.
 FEW = 4096

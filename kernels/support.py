@@ -3,9 +3,9 @@
 Code outside of `kernels` imports the operators from `api` and everything else from here.
 """
 
-from luna_mega.kernels._custom_operator import is_plain
-from luna_mega.kernels._dispatch import without_autocast
-from luna_mega.kernels._export import (
+from ._custom_operator import is_plain
+from ._dispatch import without_autocast
+from ._export import (
     forbid_capture,
     forbid_tracing,
     in_program,
@@ -13,10 +13,10 @@ from luna_mega.kernels._export import (
     is_exporting,
     is_transformed,
 )
-from luna_mega.kernels.columns import roll_columns, take_columns
-from luna_mega.kernels.dropout import Dropout, dropout
-from luna_mega.kernels.upcast import upcast, upcast_dtype
-from luna_mega.kernels.varlen import check_cu_seqlens, locate
+from .columns import roll_columns, take_columns
+from .dropout import Dropout, dropout
+from .upcast import upcast, upcast_dtype
+from .varlen import check_cu_seqlens, locate
 
 __all__ = [
     "Dropout",

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from luna_mega.kernels._export import forbid_capture, is_exporting
+from ._export import forbid_capture, is_exporting
 
 
 def check_cu_seqlens(op: str, cu_seqlens: Tensor, max_seqlen: int | None, total: int) -> int:

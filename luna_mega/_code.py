@@ -7,6 +7,7 @@ generated from the installed sources: imports of this package become relative im
 
 import ast
 import functools
+import importlib.util
 import os
 import re
 import sys
@@ -112,7 +113,7 @@ def _flat_name(module: str) -> str:
 @functools.cache
 def _flat_text(module: str) -> tuple[str, frozenset[str]]:
     """Return the text of a module with flat imports, and the modules of this package that it imports."""
-    text = _own_operators(_source(module))
+    text = _source(module)
     lines, needed, nodes = text.splitlines(), set(), list(ast.walk(ast.parse(text)))
     for node in nodes:
         names = getattr(node, "id", None), getattr(node, "attr", None), str(getattr(node, "value", "")).split("::")[0]
@@ -122,11 +123,11 @@ def _flat_text(module: str) -> tuple[str, frozenset[str]]:
         first, last = node.lineno - 1, node.end_lineno
         indent, rest = lines[first][: node.col_offset], lines[last - 1][node.end_col_offset :]
         names = [alias.name for alias in node.names]
-        if not isinstance(node, ast.ImportFrom) or node.level or "*" in names or (indent + rest).strip():
-            raise RuntimeError(f"{module}, line {node.lineno}: use `from luna_mega.x.y import name` on separate lines")
+        if not isinstance(node, ast.ImportFrom) or "*" in names or (indent + rest).strip():
+            raise RuntimeError(f"{module}, line {node.lineno}: use `from x.y import name` on separate lines")
         imports = []
         for alias in node.names:
-            home, name = _home(node.module, alias.name)
+            home, name = _home(_absolute(node, module), alias.name)
             needed.add(home)
             file, bound = _flat_name(home), alias.asname or alias.name
             if name is None:
@@ -162,6 +163,12 @@ def _is_ours(node: ast.AST) -> bool:
     return isinstance(node, ast.Import) and any(alias.name.split(".")[0] == "luna_mega" for alias in node.names)
 
 
+def _absolute(node: ast.ImportFrom, module: str) -> str:
+    """Return the name of the module from which a node in `module` imports."""
+    package = module if _file(module).name == "__init__.py" else module.rpartition(".")[0]
+    return importlib.util.resolve_name("." * node.level + (node.module or ""), package)
+
+
 def _home(module: str, name: str) -> tuple[str, str | None]:
     """Return the module of this package that defines what `from module import name` imports, and its name there.
 
@@ -178,17 +185,4 @@ def _home(module: str, name: str) -> tuple[str, str | None]:
 def _imported_names(module: str) -> dict[str, tuple[str, str]]:
     """Return the names that a module imports from this package -> their module and their name there."""
     nodes = [node for node in ast.parse(_source(module)).body if isinstance(node, ast.ImportFrom) and _is_ours(node)]
-    return {alias.asname or alias.name: (node.module, alias.name) for node in nodes for alias in node.names}
-
-
-def _own_operators(text: str) -> str:
-    """Replace the namespace of the operators in a text by the name of their folder.
-
-    An operator name can be registered only once per process, which may contain this package, the code of several
-    models and the copies that transformers makes of one. Characters of the folder that a namespace cannot contain are
-    replaced.
-    """
-    namespace = '"".join(c if c.isascii() and c.isalnum() else "_" for c in __package__)'
-    for quote in ('f"', '"'):
-        text = text.replace(f"{quote}luna_mega::", f"{namespace} + {quote}::")
-    return text.replace("torch.ops.luna_mega.", f"getattr(torch.ops, {namespace}).")
+    return {alias.asname or alias.name: (_absolute(node, module), alias.name) for node in nodes for alias in node.names}

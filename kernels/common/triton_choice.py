@@ -16,9 +16,9 @@ import triton
 from torch import Tensor
 from triton.runtime.autotuner import Autotuner
 
-from luna_mega.kernels.common import triton_launch
-from luna_mega.kernels.common.comparison import ROUNDING, row_error
-from luna_mega.kernels.common.triton_launch import next_power_of_2
+from . import triton_launch
+from .comparison import ROUNDING, row_error
+from .triton_launch import next_power_of_2
 
 _instead: Callable[..., Any] | None = None
 

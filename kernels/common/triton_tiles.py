@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from luna_mega.kernels.common.triton_launch import INTERPRETED
+from .triton_launch import INTERPRETED
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 

@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
-from luna_mega.kernels.checks import check_dropout, check_mask
-from luna_mega.kernels.gated_attention import reference
+from ..checks import check_dropout, check_mask
+from . import reference
 
 
 def check_call(

@@ -7,12 +7,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from luna_mega.kernels._dispatch import Arguments, Op
-from luna_mega.kernels._export import in_program, is_exporting, is_transformed
-from luna_mega.kernels.columns import in_columns, in_last_column, pad_columns, roll_columns, take_columns, unless_zero
-from luna_mega.kernels.gated_attention import reference, torch_backend, torch_step
-from luna_mega.kernels.gated_attention.checks import check_bias, check_call
-from luna_mega.kernels.varlen import check_cu_seqlens
+from .._dispatch import Arguments, Op
+from .._export import in_program, is_exporting, is_transformed
+from ..columns import in_columns, in_last_column, pad_columns, roll_columns, take_columns, unless_zero
+from ..varlen import check_cu_seqlens
+from . import reference, torch_backend, torch_step
+from .checks import check_bias, check_call
 
 
 def _reference(**call: Any) -> Tensor:
@@ -24,7 +24,7 @@ def _triton(
     chunk_size: int | None, offset: int, row_offset: Tensor | None, start: Tensor | None, dropout: float, **varlen: Any,
 ) -> Tensor:  # fmt: skip
     # Imported lazily because Triton decides at import time whether kernels are interpreted.
-    from luna_mega.kernels.gated_attention import triton_ops
+    from . import triton_ops
 
     if start is not None and causal and function != "softmax":
         # The kernels divide by the query's column plus 1, not by its position plus 1.

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from luna_mega.kernels.upcast import upcast
+from ..upcast import upcast
 
 FUNCTIONS = ("softmax", "laplace", "relu2")
 

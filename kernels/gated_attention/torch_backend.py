@@ -7,11 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from luna_mega.kernels._custom_operator import register
-from luna_mega.kernels._export import chunk_positions, in_parts, in_program
-from luna_mega.kernels.dropout import dropout_factors, host_seed
-from luna_mega.kernels.gated_attention import reference
-from luna_mega.kernels.upcast import upcast_dtype
+from .._custom_operator import register
+from .._export import chunk_positions, in_parts, in_program
+from ..dropout import dropout_factors, host_seed
+from ..upcast import upcast_dtype
+from . import reference
 
 BLOCK_ROWS = 256
 # Number of scores in a block of several sequences or chunks: the first fits the cache of a CPU, the second saturates
@@ -282,7 +282,7 @@ def count_flops(query: Tensor, value: Tensor, pairs: int, recompute: bool) -> tu
 
 
 operator = register(
-    "luna_mega::gated_attend",
+    "gated_attend",
     INPUTS,
     "(Tensor, Tensor)",
     _forward,

@@ -5,8 +5,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from luna_mega.kernels.gated_attention import reference
-from luna_mega.kernels.upcast import upcast_dtype
+from ..upcast import upcast_dtype
+from . import reference
 
 
 def step(

@@ -12,10 +12,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from luna_mega.kernels.common import triton_launch
-from luna_mega.kernels.common.triton_launch import block_of, cdiv, rows_contiguous, strides
-from luna_mega.kernels.common.triton_tiles import LOG2_E, dot, drop, load_kept, load_tile, store_tile
-from luna_mega.kernels.gated_attention.triton_forward import (
+from ..common import triton_launch
+from ..common.triton_launch import block_of, cdiv, rows_contiguous, strides
+from ..common.triton_tiles import LOG2_E, dot, drop, load_kept, load_tile, store_tile
+from .triton_forward import (
     DENSITY,
     INVERSE_DEVIATION,
     MEAN,

@@ -13,10 +13,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from luna_mega.kernels.common import triton_choice, triton_launch
-from luna_mega.kernels.common.triton_launch import block_of, cdiv, rows_contiguous, strides
-from luna_mega.kernels.common.triton_tiles import LOG2_E, dot, drop, dropping, load_kept, load_tile, rise, store_tile
-from luna_mega.kernels.gated_attention import reference
+from ..common import triton_choice, triton_launch
+from ..common.triton_launch import block_of, cdiv, rows_contiguous, strides
+from ..common.triton_tiles import LOG2_E, dot, drop, dropping, load_kept, load_tile, rise, store_tile
+from . import reference
 
 MEAN = tl.constexpr(reference.LAPLACE_MEAN)
 INVERSE_DEVIATION = tl.constexpr(1.0 / reference.LAPLACE_DEVIATION)

@@ -3,10 +3,10 @@
 import torch
 from torch import Tensor
 
-from luna_mega.kernels import _dispatch
-from luna_mega.kernels._custom_operator import no_second_derivative, register
-from luna_mega.kernels.common.triton_launch import random_seed
-from luna_mega.kernels.gated_attention import reference, torch_backend, triton_backward, triton_products
+from .. import _dispatch
+from .._custom_operator import no_second_derivative, register
+from ..common.triton_launch import random_seed
+from . import reference, torch_backend, triton_backward, triton_products
 
 INPUTS = (
     "Tensor query, Tensor key, Tensor value, Tensor? bias, Tensor? mask, Tensor? bounds, str function, bool causal, "
@@ -81,7 +81,7 @@ def _parts(
 
 
 _operator = register(
-    "luna_mega::gated_attention_triton",
+    "gated_attention_triton",
     INPUTS,
     "(Tensor, Tensor)",
     triton_products.forward,

@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from luna_mega.kernels.common import triton_launch
-from luna_mega.kernels.gated_attention import triton_backward
-from luna_mega.kernels.gated_attention.triton_forward import GatedCall, attend
+from ..common import triton_launch
+from . import triton_backward
+from .triton_forward import GatedCall, attend
 
 # The numbers of keys and of columns of the value from which two kernels are faster, estimated from machine code.
 LONG, WIDE = 1024, 513

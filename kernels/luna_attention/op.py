@@ -8,15 +8,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from luna_mega.kernels._dispatch import Op
-from luna_mega.kernels.checks import check_dropout, check_mask
-from luna_mega.kernels.luna_attention import reference, torch_backend
-from luna_mega.kernels.varlen import check_cu_seqlens
+from .._dispatch import Op
+from ..checks import check_dropout, check_mask
+from ..varlen import check_cu_seqlens
+from . import reference, torch_backend
 
 
 def _triton(varlen_side: str, cu_seqlens: Tensor | None = None, **call: Any) -> Tensor:
     # Imported lazily because Triton decides at import time whether kernels are interpreted.
-    from luna_mega.kernels.luna_attention import triton_ops
+    from . import triton_ops
 
     if cu_seqlens is None:
         return torch_backend.sdpa(**call) if _sdpa_is_best(**call) else triton_ops.attend(**call)
@@ -72,7 +72,7 @@ def luna_pack(
         return_weights: also return the weights `[B, H, L, M]`. The reference computes them on every backend. Not
             supported with `cu_seqlens`.
         backend: one of `"auto"`, `"reference"`, `"torch"`, `"triton"`; None = the setting of
-            `luna_mega.kernels.api.use_backend` or `LUNA_MEGA_BACKEND`. `"triton"` supports float32, float16 and
+            `use_backend` or `LUNA_MEGA_BACKEND`. `"triton"` supports float32, float16 and
             bfloat16 and head sizes up to 128. It uses PyTorch's attention for calls for which that is the best kernel.
         cu_seqlens: `[B + 1]` int32 or int64, `[0, ..., total]`, for varlen contexts: `key` and `value` are `[1, total,
             H, K]` and `mask` is `[1, total]`. `pack_query` and the result have one row per context.

@@ -7,7 +7,7 @@ sequence P `[B, L, H, K]`, query `[B, T, H, K]`. Masks are boolean, True = atten
 import torch
 from torch import Tensor
 
-from luna_mega.kernels.upcast import upcast
+from ..upcast import upcast
 
 
 def attend(

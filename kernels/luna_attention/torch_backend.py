@@ -6,11 +6,11 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Function
 
-from luna_mega.kernels._custom_operator import differentiate_parts, register
-from luna_mega.kernels._export import is_exporting, is_transformed
-from luna_mega.kernels.dropout import dropout as drop
-from luna_mega.kernels.luna_attention import reference
-from luna_mega.kernels.upcast import upcast_dtype
+from .._custom_operator import differentiate_parts, register
+from .._export import is_exporting, is_transformed
+from ..dropout import dropout as drop
+from ..upcast import upcast_dtype
+from . import reference
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float, dropout: float) -> Tensor:
@@ -144,7 +144,7 @@ def flops(query: Tensor, key: Tensor, **_rest: object) -> tuple[int, int]:
 
 
 operator = register(
-    "luna_mega::attend",
+    "attend",
     "Tensor query, Tensor key, Tensor value, Tensor? mask, float scale",
     "(Tensor, Tensor)",
     lambda *inputs: tuple(x.contiguous() for x in flash(*inputs)),

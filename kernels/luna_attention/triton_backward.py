@@ -7,10 +7,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from luna_mega.kernels.common import triton_launch
-from luna_mega.kernels.common.triton_launch import cdiv
-from luna_mega.kernels.common.triton_tiles import LOG2_E, dot, load_kept, load_tile, store_tile, undropped
-from luna_mega.kernels.luna_attention.triton_forward import AttentionCall, Tiles, place, share
+from ..common import triton_launch
+from ..common.triton_launch import cdiv
+from ..common.triton_tiles import LOG2_E, dot, load_kept, load_tile, store_tile, undropped
+from .triton_forward import AttentionCall, Tiles, place, share
 
 
 @triton.jit(do_not_specialize=["blocks"])

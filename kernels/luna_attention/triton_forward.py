@@ -12,9 +12,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from luna_mega.kernels.common import triton_choice, triton_launch
-from luna_mega.kernels.common.triton_launch import block_of, cdiv, contiguous, rows_contiguous, strides
-from luna_mega.kernels.common.triton_tiles import (
+from ..common import triton_choice, triton_launch
+from ..common.triton_launch import block_of, cdiv, contiguous, rows_contiguous, strides
+from ..common.triton_tiles import (
     LOG2_E,
     dot,
     dropping,

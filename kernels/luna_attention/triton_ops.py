@@ -5,10 +5,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from luna_mega.kernels import _dispatch
-from luna_mega.kernels._custom_operator import no_second_derivative, register
-from luna_mega.kernels.common.triton_launch import random_seed
-from luna_mega.kernels.luna_attention import reference, torch_backend, triton_backward, triton_forward
+from .. import _dispatch
+from .._custom_operator import no_second_derivative, register
+from ..common.triton_launch import random_seed
+from . import reference, torch_backend, triton_backward, triton_forward
 
 INPUTS = (
     "Tensor query, Tensor key, Tensor? value, Tensor? mask, Tensor? cu_seqlens, Tensor? seed, str? varlen_side, "
@@ -43,7 +43,7 @@ def _parts(
 
 
 _operator = register(
-    "luna_mega::luna_attention_triton",
+    "luna_attention_triton",
     INPUTS,
     "(Tensor, Tensor)",
     triton_forward.forward,

@@ -6,16 +6,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from luna_mega.kernels._dispatch import Arguments, Op
-from luna_mega.kernels.checks import check_dropout, check_mask
-from luna_mega.kernels.luna_causal_attention import reference, torch_backend
-from luna_mega.kernels.luna_causal_attention.reference import LunaCausalState
-from luna_mega.kernels.varlen import check_cu_seqlens
+from .._dispatch import Arguments, Op
+from ..checks import check_dropout, check_mask
+from ..varlen import check_cu_seqlens
+from . import reference, torch_backend
+from .reference import LunaCausalState
 
 
 def _triton(name: str, **call: Any) -> tuple[Tensor, LunaCausalState]:
     # Imported lazily because Triton decides at import time whether kernels are interpreted.
-    from luna_mega.kernels.luna_causal_attention import triton_ops
+    from . import triton_ops
 
     run: Any = getattr(triton_ops, name)
     return run(**call)

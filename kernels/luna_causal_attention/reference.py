@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from luna_mega.kernels.upcast import upcast
+from ..upcast import upcast
 
 ACTIVATIONS = ("softplus", "elu")
 

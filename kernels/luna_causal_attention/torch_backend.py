@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from luna_mega.kernels._custom_operator import register
-from luna_mega.kernels._export import chunk_positions, in_parts, in_program, lerp
-from luna_mega.kernels.dropout import dropout_factors, host_seed
-from luna_mega.kernels.luna_causal_attention import reference
-from luna_mega.kernels.luna_causal_attention.reference import LunaCausalState
-from luna_mega.kernels.upcast import upcast_dtype
+from .._custom_operator import register
+from .._export import chunk_positions, in_parts, in_program, lerp
+from ..dropout import dropout_factors, host_seed
+from ..upcast import upcast_dtype
+from . import reference
+from .reference import LunaCausalState
 
 CHUNK = 64
 SHORT = 16  # up to this number of tokens, call overhead dominates
@@ -384,7 +384,7 @@ def flops(query: Tensor, value: Tensor, pack_query: Tensor, **_rest: object) -> 
 
 
 operator = register(
-    "luna_mega::luna_causal_attention",
+    "luna_causal_attention",
     INPUTS,
     "(Tensor, Tensor, Tensor)",
     _forward,

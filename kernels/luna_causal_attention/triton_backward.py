@@ -8,10 +8,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from luna_mega.kernels.common.triton_launch import rows_contiguous
-from luna_mega.kernels.common.triton_tiles import dot, load_kept, load_tile, store_tile
-from luna_mega.kernels.luna_causal_attention.triton_forward import Fused, Scans, choose, per_row, prepare
-from luna_mega.kernels.luna_causal_attention.triton_weights import (
+from ..common.triton_launch import rows_contiguous
+from ..common.triton_tiles import dot, load_kept, load_tile, store_tile
+from .triton_forward import Fused, Scans, choose, per_row, prepare
+from .triton_weights import (
     activate,
     load_pack_query,
     load_rate,

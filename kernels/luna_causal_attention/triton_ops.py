@@ -6,17 +6,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from luna_mega.kernels import _dispatch
-from luna_mega.kernels._custom_operator import no_second_derivative, register
-from luna_mega.kernels.common.triton_launch import random_seed
-from luna_mega.kernels.luna_causal_attention import (
+from .. import _dispatch
+from .._custom_operator import no_second_derivative, register
+from ..common.triton_launch import random_seed
+from . import (
     reference,
     torch_backend,
     triton_backward,
     triton_forward,
     triton_step,
 )
-from luna_mega.kernels.luna_causal_attention.reference import LunaCausalState
+from .reference import LunaCausalState
 
 INPUTS = f"{torch_backend.INPUTS}, str precision"
 
@@ -65,7 +65,7 @@ def _parts(*inputs: Any) -> tuple[Tensor, ...]:
 
 
 _operator = register(
-    "luna_mega::luna_causal_attention_triton",
+    "luna_causal_attention_triton",
     INPUTS,
     "(Tensor, Tensor, Tensor)",
     triton_forward.forward,
@@ -100,7 +100,7 @@ def _step_backward(
 
 
 _step_operator = register(
-    "luna_mega::luna_causal_attention_step_triton",
+    "luna_causal_attention_step_triton",
     INPUTS.replace("Tensor count, ", ""),
     "(Tensor, Tensor, Tensor, Tensor)",
     lambda *inputs: triton_step.forward_step(*inputs[:-1]),  # the precision is used by the backward pass only

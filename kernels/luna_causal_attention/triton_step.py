@@ -7,10 +7,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from luna_mega.kernels.common import triton_launch
-from luna_mega.kernels.common.triton_launch import block_of, contiguous, rows_contiguous, strides
-from luna_mega.kernels.common.triton_tiles import dropping, load_kept
-from luna_mega.kernels.luna_causal_attention.triton_weights import (
+from ..common import triton_launch
+from ..common.triton_launch import block_of, contiguous, rows_contiguous, strides
+from ..common.triton_tiles import dropping, load_kept
+from .triton_weights import (
     activate,
     load_pack_query,
     pack_dropout,

@@ -8,7 +8,7 @@ because float16 overflows. `PRECISION` applies to products of float32. Tiles are
 import triton
 import triton.language as tl
 
-from luna_mega.kernels.common.triton_tiles import dot, drop, load_kept, load_tile
+from ..common.triton_tiles import dot, drop, load_kept, load_tile
 
 
 @triton.jit

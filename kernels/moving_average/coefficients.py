@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from luna_mega.kernels._dispatch import without_autocast
-from luna_mega.kernels._export import expm1, in_program, is_transformed
-from luna_mega.kernels.moving_average import reference
+from .._dispatch import without_autocast
+from .._export import expm1, in_program, is_transformed
+from . import reference
 
 
 class Coefficients(NamedTuple):

@@ -4,11 +4,11 @@ from typing import Any
 
 from torch import Tensor
 
-from luna_mega.kernels._dispatch import Arguments
-from luna_mega.kernels.checks import check_average, check_position
-from luna_mega.kernels.moving_average import reference, torch_backend
-from luna_mega.kernels.moving_average.coefficients import complex_coefficients, complex_step_coefficients
-from luna_mega.kernels.moving_average.wiring import check_call, make_average, make_step, with_coefficients
+from .._dispatch import Arguments
+from ..checks import check_average, check_position
+from . import reference, torch_backend
+from .coefficients import complex_coefficients, complex_step_coefficients
+from .wiring import check_call, make_average, make_step, with_coefficients
 
 # The limit of the Triton kernels, which store the states of a channel in registers.
 MAX_STATES = 32
@@ -17,7 +17,7 @@ MAX_STATES = 32
 def _triton_step(
     x: Tensor, state: Tensor, coefficients: tuple[Tensor, ...], skip: Tensor | None, mask: Tensor | None
 ) -> Any:
-    from luna_mega.kernels.moving_average import triton_ops
+    from . import triton_ops
 
     return triton_ops.complex_step(x, state, *coefficients, skip, mask)
 

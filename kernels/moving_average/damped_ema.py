@@ -4,19 +4,19 @@ from typing import Any
 
 from torch import Tensor
 
-from luna_mega.kernels._dispatch import Arguments
-from luna_mega.kernels.checks import check_average, check_mask
-from luna_mega.kernels.moving_average import reference, torch_backend
-from luna_mega.kernels.moving_average.coefficients import damped_coefficients, damped_step_coefficients
-from luna_mega.kernels.moving_average.truncated import TruncatedEmaState, truncated
-from luna_mega.kernels.moving_average.wiring import check_call, make_average, make_step, with_coefficients
+from .._dispatch import Arguments
+from ..checks import check_average, check_mask
+from . import reference, torch_backend
+from .coefficients import damped_coefficients, damped_step_coefficients
+from .truncated import TruncatedEmaState, truncated
+from .wiring import check_call, make_average, make_step, with_coefficients
 
 
 def _triton_step(
     x: Tensor, state: Tensor, parameters: tuple[Tensor, ...], coefficients: object, skip: Tensor | None,
     mask: Tensor | None,
 ) -> Any:  # fmt: skip
-    from luna_mega.kernels.moving_average import triton_ops
+    from . import triton_ops
 
     # Computing the coefficients would take longer than the step, which starts from the parameters.
     return triton_ops.damped_step(x, state.float(), *parameters, skip, mask)
@@ -68,7 +68,7 @@ def damped_ema(
             result of a separate call.
         max_seqlen: length of the longest sequence; None = computed from `cu_seqlens`, which synchronizes the device.
         backend: one of `"auto"`, `"reference"`, `"torch"`, `"triton"`; None = the setting of
-            `luna_mega.kernels.api.use_backend` or `LUNA_MEGA_BACKEND`. Triton supports up to 64 states per channel, and
+            `use_backend` or `LUNA_MEGA_BACKEND`. Triton supports up to 64 states per channel, and
             neither truncation nor float64. The other backends pad varlen sequences, or process them sequentially if
             there are states.
 

@@ -8,11 +8,11 @@ P = 1.
 import torch
 from torch import Tensor, nn
 
-from luna_mega.kernels._export import chunk_positions
-from luna_mega.kernels.moving_average import tables
-from luna_mega.kernels.moving_average.coefficients import Coefficients, powers, times
-from luna_mega.kernels.moving_average.reference import finish
-from luna_mega.kernels.moving_average.tables import CHUNK, toeplitz
+from .._export import chunk_positions
+from . import tables
+from .coefficients import Coefficients, powers, times
+from .reference import finish
+from .tables import CHUNK, toeplitz
 
 # Chunks in a group.
 GROUP = 32

@@ -11,7 +11,7 @@ import math
 import torch
 from torch import Tensor, nn
 
-from luna_mega.kernels._export import log1p
+from .._export import log1p
 
 LEAST = 1e-30  # lower bound of q, where the gradient of log q is 0
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from luna_mega.kernels.moving_average.coefficients import Coefficients, angle, powers_less_one
+from .coefficients import Coefficients, angle, powers_less_one
 
 CHUNK = 64
 # Channels times positions of the tables in memory at the same time for gradients, and least number of channels.

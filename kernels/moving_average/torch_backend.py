@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from luna_mega.kernels._custom_operator import register
-from luna_mega.kernels._export import in_program, is_transformed
-from luna_mega.kernels.moving_average import export, tables
-from luna_mega.kernels.moving_average.coefficients import Coefficients, powers, powers_less_one, times
-from luna_mega.kernels.moving_average.reference import finish, hold
-from luna_mega.kernels.moving_average.tables import CHUNK, toeplitz
+from .._custom_operator import register
+from .._export import in_program, is_transformed
+from . import export, tables
+from .coefficients import Coefficients, powers, powers_less_one, times
+from .reference import finish, hold
+from .tables import CHUNK, toeplitz
 
 # Shorter chunks, whose matrices take less time to compute, and the positions in a batch up to which they are faster.
 SHORT_CHUNKS = ((16, 1024), (32, 4096))
@@ -391,7 +391,7 @@ def _flops(x: Tensor, log_decay: Tensor, turn: Tensor | None, **_: object) -> tu
 
 
 operator = register(
-    "luna_mega::moving_average",
+    "moving_average",
     INPUTS,
     "(Tensor, Tensor, Tensor, Tensor[])",
     _average,

@@ -12,8 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from luna_mega.kernels.common.triton_launch import cdiv, launch, next_power_of_2
-from luna_mega.kernels.moving_average import reference
+from ..common.triton_launch import cdiv, launch, next_power_of_2
+from . import reference
 
 BLOCK = 256
 LEAST = tl.constexpr(reference.LEAST)

@@ -6,11 +6,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from luna_mega.kernels._custom_operator import no_second_derivative, register
-from luna_mega.kernels.common.triton_launch import contiguous
-from luna_mega.kernels.moving_average import export, triton_scan, triton_scan_backward, triton_step
-from luna_mega.kernels.moving_average.coefficients import complex_coefficients, damped_coefficients
-from luna_mega.kernels.moving_average.torch_backend import flops
+from .._custom_operator import no_second_derivative, register
+from ..common.triton_launch import contiguous
+from . import export, triton_scan, triton_scan_backward, triton_step
+from .coefficients import complex_coefficients, damped_coefficients
+from .torch_backend import flops
 
 
 def average(
@@ -47,7 +47,7 @@ def _parts(
 
 
 _average = register(
-    "luna_mega::moving_average_triton",
+    "moving_average_triton",
     "Tensor x, Tensor? mask, Tensor? skip, Tensor input_logit, Tensor damping_logit, Tensor expansion_or_phase, "
     "Tensor projection, Tensor? initial, bool return_state, bool shift, Tensor? cu_seqlens, SymInt max_seqlen",
     "(Tensor, Tensor, Tensor)",
@@ -69,7 +69,7 @@ def _register_step(kind: str, values: str, step: Callable[..., Any]) -> Callable
     """Register the operator of a step, which has no gradient; `values` is the schema of its parameters."""
     is_complex = kind == "complex"
     return register(
-        f"luna_mega::{kind}_ema_step_triton",
+        f"{kind}_ema_step_triton",
         f"Tensor x, Tensor state, {values}, Tensor? skip, Tensor? mask",
         "(Tensor, Tensor)",
         lambda x, *inputs: step(x, *contiguous(*inputs)),

@@ -6,8 +6,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from luna_mega.kernels.common import triton_choice, triton_launch
-from luna_mega.kernels.common.triton_launch import cdiv, next_power_of_2
+from ..common import triton_choice, triton_launch
+from ..common.triton_launch import cdiv, next_power_of_2
 
 # Minimum length of chunks.
 SHORTEST_CHUNK = 64

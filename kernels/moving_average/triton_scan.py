@@ -17,9 +17,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from luna_mega.kernels.common.triton_launch import cdiv, contiguous, launch
-from luna_mega.kernels.moving_average import triton_coefficients
-from luna_mega.kernels.moving_average.triton_numbers import (
+from ..common.triton_launch import cdiv, contiguous, launch
+from . import triton_coefficients
+from .triton_numbers import (
     add,
     add_scaled,
     load,
@@ -29,7 +29,7 @@ from luna_mega.kernels.moving_average.triton_numbers import (
     times,
     zeros,
 )
-from luna_mega.kernels.moving_average.triton_plan import Plan, choose
+from .triton_plan import Plan, choose
 
 # States with faster decay are negligible, and a quotient by q must not overflow.
 LOWEST_LOG_Q = tl.constexpr(-46.0)

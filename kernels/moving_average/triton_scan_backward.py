@@ -12,10 +12,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from luna_mega.kernels.common.triton_launch import contiguous, target
-from luna_mega.kernels.moving_average import triton_coefficients
-from luna_mega.kernels.moving_average.coefficients import conjugate
-from luna_mega.kernels.moving_average.triton_numbers import (
+from ..common.triton_launch import contiguous, target
+from . import triton_coefficients
+from .coefficients import conjugate
+from .triton_numbers import (
     add,
     add_scaled,
     load,
@@ -25,8 +25,8 @@ from luna_mega.kernels.moving_average.triton_numbers import (
     times,
     zeros,
 )
-from luna_mega.kernels.moving_average.triton_plan import Plan, choose
-from luna_mega.kernels.moving_average.triton_scan import (
+from .triton_plan import Plan, choose
+from .triton_scan import (
     Rows,
     channels_last,
     coefficients_of,

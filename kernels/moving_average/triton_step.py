@@ -5,8 +5,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from luna_mega.kernels.common.triton_launch import cdiv, launch, next_power_of_2
-from luna_mega.kernels.moving_average.triton_numbers import add, add_scaled, load, real_times, select, store, times
+from ..common.triton_launch import cdiv, launch, next_power_of_2
+from .triton_numbers import add, add_scaled, load, real_times, select, store, times
 
 
 @triton.jit

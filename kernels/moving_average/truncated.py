@@ -6,10 +6,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from luna_mega.kernels._dispatch import without_autocast
-from luna_mega.kernels.columns import take_columns
-from luna_mega.kernels.moving_average import reference
-from luna_mega.kernels.upcast import upcast_dtype
+from .._dispatch import without_autocast
+from ..columns import take_columns
+from ..upcast import upcast_dtype
+from . import reference
 
 
 class TruncatedEmaState(NamedTuple):

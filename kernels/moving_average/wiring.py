@@ -7,15 +7,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from luna_mega.kernels import varlen
-from luna_mega.kernels._custom_operator import has_gradients
-from luna_mega.kernels._dispatch import Arguments, Op, without_autocast
-from luna_mega.kernels._export import in_parts, is_exporting
-from luna_mega.kernels.checks import check_lengths, check_sequences, count_sequences
-from luna_mega.kernels.columns import to_end
-from luna_mega.kernels.moving_average import export, torch_backend
-from luna_mega.kernels.moving_average.coefficients import powers, times
-from luna_mega.kernels.upcast import upcast_dtype
+from .. import varlen
+from .._custom_operator import has_gradients
+from .._dispatch import Arguments, Op, without_autocast
+from .._export import in_parts, is_exporting
+from ..checks import check_lengths, check_sequences, count_sequences
+from ..columns import to_end
+from ..upcast import upcast_dtype
+from . import export, torch_backend
+from .coefficients import powers, times
 
 
 def make_average(
@@ -43,7 +43,7 @@ def make_average(
 
     def triton(**call: Any) -> tuple[Tensor, Tensor | None]:
         # Imported lazily because Triton decides at import time whether kernels are interpreted.
-        from luna_mega.kernels.moving_average import triton_ops
+        from . import triton_ops
 
         return triton_ops.average(**call)
 

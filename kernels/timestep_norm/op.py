@@ -5,21 +5,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from luna_mega.kernels._dispatch import Op
-from luna_mega.kernels.checks import check_position, check_sequences, count_sequences
-from luna_mega.kernels.timestep_norm import reference, torch_backend
-from luna_mega.kernels.timestep_norm.reference import TimestepNormState, empty_state
+from .._dispatch import Op
+from ..checks import check_position, check_sequences, count_sequences
+from . import reference, torch_backend
+from .reference import TimestepNormState, empty_state
 
 
 def _triton(**call: Any) -> tuple[Tensor, TimestepNormState]:
     # Imported lazily because Triton decides at import time whether kernels are interpreted.
-    from luna_mega.kernels.timestep_norm import triton_ops
+    from . import triton_ops
 
     return triton_ops.timestep_norm(**call)
 
 
 def _triton_step(**call: Any) -> tuple[Tensor, TimestepNormState]:
-    from luna_mega.kernels.timestep_norm import triton_ops
+    from . import triton_ops
 
     return triton_ops.step(**call)
 
@@ -84,7 +84,7 @@ def timestep_norm(
             separate call.
         max_seqlen: length of the longest sequence; None = computed from `cu_seqlens`, which synchronizes the device.
         backend: one of `"auto"`, `"reference"`, `"torch"`, `"triton"`; None = the setting of
-            `luna_mega.kernels.api.use_backend` or `LUNA_MEGA_BACKEND`. Triton does not support float64. Varlen
+            `use_backend` or `LUNA_MEGA_BACKEND`. Triton does not support float64. Varlen
             sequences are padded.
 
     Returns:

@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from luna_mega.kernels._custom_operator import register
-from luna_mega.kernels._export import in_parts
-from luna_mega.kernels.timestep_norm import torch_passes
-from luna_mega.kernels.timestep_norm.reference import TimestepNormState
-from luna_mega.kernels.timestep_norm.torch_passes import affine, counts, over_time
-from luna_mega.kernels.upcast import upcast_dtype
+from .._custom_operator import register
+from .._export import in_parts
+from ..upcast import upcast_dtype
+from . import torch_passes
+from .reference import TimestepNormState
+from .torch_passes import affine, counts, over_time
 
 INPUTS = (
     "Tensor x, Tensor? weight, Tensor? bias, Tensor? mask, Tensor count, Tensor mean, Tensor variance, int groups, "
@@ -126,4 +126,4 @@ def register_norm(name: str, passes: ModuleType) -> Callable[..., Any]:
     )
 
 
-operator = register_norm("luna_mega::timestep_norm", torch_passes)
+operator = register_norm("timestep_norm", torch_passes)

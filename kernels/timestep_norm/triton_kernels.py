@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from luna_mega.kernels.common.triton_launch import cdiv, contiguous, launch, next_power_of_2
+from ..common.triton_launch import cdiv, contiguous, launch, next_power_of_2
 
 # Elements per tile of features.
 TILE = 4096

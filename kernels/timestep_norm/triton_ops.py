@@ -5,11 +5,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from luna_mega.kernels._custom_operator import has_gradients, register
-from luna_mega.kernels.timestep_norm import torch_backend, triton_kernels
-from luna_mega.kernels.timestep_norm.reference import TimestepNormState
+from .._custom_operator import has_gradients, register
+from . import torch_backend, triton_kernels
+from .reference import TimestepNormState
 
-_operator = torch_backend.register_norm("luna_mega::timestep_norm_triton", triton_kernels)
+_operator = torch_backend.register_norm("timestep_norm_triton", triton_kernels)
 
 
 def timestep_norm(x: Tensor, groups: int, **call: Any) -> tuple[Tensor, TimestepNormState]:
@@ -37,7 +37,7 @@ def _step_fake(
 
 
 _step_operator = register(
-    "luna_mega::timestep_norm_step_triton",
+    "timestep_norm_step_triton",
     torch_backend.INPUTS,
     "(Tensor, Tensor, Tensor, Tensor)",
     triton_kernels.step,

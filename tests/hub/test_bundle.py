@@ -264,10 +264,9 @@ def test_invalid_output(saved, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("import luna_mega.kernels.api", "use `from luna_mega.x.y import name`"),
-        ("from luna_mega.kernels.api import *", "use `from luna_mega.x.y import name`"),
-        ("from . import reference", "use `from luna_mega.x.y import name`"),
-        ("x = 1; from luna_mega.kernels.api import luna_pack", "use `from luna_mega.x.y import name`"),
+        ("import luna_mega.kernels.api", "use `from x.y import name`"),
+        ("from ..api import *", "use `from x.y import name`"),
+        ("x = 1; from luna_mega.kernels.api import luna_pack", "use `from x.y import name`"),
         ("operator = torch.ops.luna_mega", "`luna_mega` cannot be used like this"),
         ("name = 'luna_mega::attend'", "`luna_mega` cannot be used like this"),
     ],
