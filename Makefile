@@ -14,7 +14,7 @@ INSTALLED := $(VENV)/.installed-$(notdir $(CONSTRAINTS))
 # `make demo` installs less.
 INSTALLED_DEMO := $(VENV)/.installed-demo-$(notdir $(CONSTRAINTS))
 
-.PHONY: help demo parity parity-released test test-slow test-exhaustive test-oldest test-newest newest oldest ecosystem installed test-ecosystem docs style typing audit bench gpu clean
+.PHONY: help demo parity parity-released test test-slow test-exhaustive test-oldest test-newest newest oldest ecosystem installed test-ecosystem kernel-repository test-operators operators docs style typing audit bench gpu clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*## ' Makefile | sed -E 's/:[^#]*## /\t/' | expand -t 16
@@ -54,6 +54,18 @@ test-ecosystem: MARK =
 test-ecosystem: TESTS = tests/ecosystem tests/test_cli.py
 test-ecosystem: ecosystem ## run the tests with PEFT, TRL, sentence-transformers and other tools, in an environment of their own
 	$(RUN_TESTS)
+
+OPERATORS := .venv-operators/bin/python
+kernel-repository: operators ## write the operators without the models in build/kernel: a folder for the Kernel Hub, and a wheel
+	$(OPERATORS) .ci/operators.py build/kernel
+	$(OPERATORS) -m pip wheel --quiet --no-deps --wheel-dir build/kernel build/kernel/wheel
+
+test-operators: operators ## test them in an environment without transformers and luna_mega
+	OMP_NUM_THREADS=1 $(OPERATORS) -m pytest --noconftest tests/operators
+
+operators:
+	test -x $(OPERATORS) || $(PYTHON) -m venv .venv-operators
+	$(OPERATORS) -m pip install --quiet --requirement requirements/operators.txt
 
 oldest:
 	$(MAKE) installed VENV=.venv-oldest CONSTRAINTS=requirements/ci-oldest.txt
@@ -104,7 +116,7 @@ gpu: ## check the kernels on a GPU and measure them with the Python of PYTHON (4
 	$(PYTHON) benchmarks/gpu.py $(GPU_OPTIONS)
 
 clean: ## remove the environments and what was built
-	rm -rf $(VENV) .venv-oldest .venv-newest .venv-ecosystem .venv-docs build dist *.egg-info .pytest_cache .ruff_cache
+	rm -rf $(VENV) .venv-oldest .venv-newest .venv-ecosystem .venv-operators .venv-docs build dist *.egg-info .pytest_cache .ruff_cache
 
 $(INSTALLED_DEMO): EXTRAS = examples
 # Python compiles a module when it is first imported; pip would compile all of them, most of which nothing imports.
