@@ -97,6 +97,8 @@ class SharedConfig(ConfigMixin):
         side_class: class of the configurations of encoder and decoder; None unless the class has both.
         removed_fields: for each field that only earlier versions have: its value in the folders that are supported, and
             the end of the error for other values.
+        input_fields: for each field of certain inputs, the values of `input_type` that use it. With others it must have
+            its default, which saved configurations contain.
     """
 
     default_fields: dict[str, str] = {}
@@ -106,6 +108,7 @@ class SharedConfig(ConfigMixin):
     seq2seq_class: type["SharedConfig"] | None = None
     side_class: type["SharedConfig"] | None = None
     removed_fields: ClassVar[dict[str, tuple[Any, str]]] = {}
+    input_fields: ClassVar[dict[str, tuple[str, ...]]] = {}
     # Writes the code of the models to a folder, and returns the entries of `auto_map`.
     code_writer: ClassVar[Callable[["SharedConfig", str | os.PathLike[str]], dict[str, str]]]
     if TYPE_CHECKING:  # fields of every family
@@ -293,6 +296,14 @@ class SharedConfig(ConfigMixin):
         for field in fields:
             if not 0.0 <= getattr(self, field) < 1.0:
                 raise ValueError(f"{field} must be in [0, 1), got {getattr(self, field)}")
+
+    def _check_input_fields(self) -> None:
+        """Raise `ValueError` for fields of another `input_type` that differ from their defaults."""
+        defaults = {item.name: item.default for item in dataclasses.fields(type(self))}
+        for field, kinds in self.input_fields.items():
+            if self.input_type not in kinds and (value := getattr(self, field)) != defaults[field]:
+                supported = " or ".join(map(repr, kinds))
+                raise ValueError(f"{field}={value!r} requires input_type={supported}, got {self.input_type!r}; omit it")
 
     def _check_deviations(self, *fields: str) -> None:
         for field in fields:

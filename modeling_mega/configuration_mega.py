@@ -3,10 +3,13 @@
 from typing import Any, Self
 
 from transformers.configuration_utils import PreTrainedConfig
+from transformers.utils import logging
 
 from luna_mega.modeling_common.configuration import MOST_IN_CHUNK, SharedConfig, strict
 from luna_mega.modeling_mega.adaptive import check_bands
 from luna_mega.modeling_mega.presets_mega import MegaPresets
+
+logger = logging.get_logger(__name__)
 
 _CHOICES: dict[str, tuple[str | None, ...]] = {
     "input_type": ("tokens", "values", "patches"),
@@ -125,6 +128,10 @@ class MegaConfig(MegaPresets, SharedConfig, PreTrainedConfig):
         "classifier_dropout": "hidden_dropout_prob",
     }  # fmt: skip
     decoder_fields = DECODER_FIELDS
+    input_fields = {
+        "image_size": ("patches",), "patch_size": ("patches",), "use_absolute_position_embeddings": ("patches",),
+        "num_channels": ("values", "patches"), "adaptive_input_cutoffs": ("tokens",),
+    }  # fmt: skip
     attribute_map = {
         "d_model": "hidden_size", "max_position_embeddings": "max_positions", "hidden_act": "activation",
         "dropout": "dropout_prob", "attention_dropout": "attention_probs_dropout_prob",
@@ -225,6 +232,11 @@ class MegaConfig(MegaPresets, SharedConfig, PreTrainedConfig):
         if self.truncation is not None and self.truncation < 1:
             self.truncation = None
         super().__post_init__(**kwargs)
+        if self.chunk_size > 0 and not self.use_chunking and not self.legacy_bias_table:
+            logger.warning_once(
+                f"chunk_size={self.chunk_size} has no effect without use_chunking=True: attention covers all "
+                "positions, and time grows with the square of the length; pass use_chunking=True, or omit chunk_size"
+            )
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Self:
@@ -298,6 +310,11 @@ class MegaConfig(MegaPresets, SharedConfig, PreTrainedConfig):
         if self.padded_batch_statistics and self.unpad_inputs:
             raise ValueError("padded_batch_statistics=True requires unpad_inputs=False, got unpad_inputs=True")
         check_bands(self)
+        self._check_input_fields()
+        if self.input_type != "tokens" and self.embedding_size != self.hidden_size:
+            raise ValueError(
+                f"embedding_size={self.embedding_size} requires input_type='tokens', got {self.input_type!r}; omit it"
+            )
         if self.input_type == "patches":
             self._check_patches()
         self._check_sides()

@@ -18,6 +18,7 @@ BASES = {
     "luna seq2seq": (luna, {"is_encoder_decoder": True}),
     "mega": (mega, {}),
     "mega untied": (mega, {"is_decoder": True, "tie_word_embeddings": False}),
+    "mega values": (mega, {"input_type": "values"}),
     "mega images": (mega, IMAGES),
     "mega seq2seq": (mega, {"is_encoder_decoder": True}),
     "megalodon": (megalodon_decoders, {}),
@@ -40,6 +41,15 @@ BOTH_SEQ2SEQ = [
     {"num_decoder_layers": 0},
     {"decoder_vocab_size": 9, "share_encoder_decoder_embeddings": True},
     {"tie_word_embeddings": False, "share_encoder_decoder_embeddings": True},
+]
+OF_IMAGES = [
+    ({"image_size": 32}, "image_size=32 requires input_type='patches', got '(tokens|values)'; omit it"),
+    {"patch_size": 8},
+    {"use_absolute_position_embeddings": False},
+]
+OF_TOKENS = [
+    ({"embedding_size": 8}, "embedding_size=8 requires input_type='tokens', got '(values|patches)'; omit it"),
+    {"adaptive_input_cutoffs": [9]},
 ]
 INVALID = {
     "luna": [
@@ -99,7 +109,10 @@ INVALID = {
         {"num_hidden_layers": 10**10},
         {"unpad_inputs": True, "padded_batch_statistics": True},
         {"drop_path_rate": 1.0},
+        *OF_IMAGES,
+        ({"num_channels": 1}, "num_channels=1 requires input_type='values' or 'patches', got 'tokens'; omit it"),
     ],
+    "mega values": [*OF_IMAGES, *OF_TOKENS],
     "mega untied": [
         {"adaptive_softmax_cutoffs": [20, 10]},
         {"adaptive_softmax_cutoffs": [40]},
@@ -109,6 +122,7 @@ INVALID = {
         {"tie_adaptive_projections": True, "adaptive_input_cutoffs": [9], "adaptive_softmax_cutoffs": [9]},
     ],
     "mega images": [
+        *OF_TOKENS,
         {"patch_size": 7},
         {"max_positions": 20},
         ({"is_decoder": True}, "input_type='patches'"),
@@ -189,3 +203,20 @@ def test_update_from_string_keeps_fields_that_were_set():
 def test_update_from_string_checks_the_new_configuration():
     with pytest.raises(StrictDataclassError, match=r"hidden_size \(50\) .* num_attention_heads \(12\)"):
         LunaConfig().update_from_string("hidden_size=50")
+
+
+@pytest.mark.parametrize("base", ["luna", "mega", "mega values", "mega images", "mega seq2seq"])
+def test_saved_configurations_have_the_fields_of_all_inputs(base, tmp_path):
+    family, fixed = BASES[base]
+    config = family.tiny_config(**fixed)
+    config.save_pretrained(tmp_path)
+    assert AutoConfig.from_pretrained(tmp_path).input_type == config.input_type
+
+
+def test_a_chunk_size_without_chunks_warns(caplog):
+    MegaConfig(chunk_size=97, use_chunking=True)
+    MegaConfig(chunk_size=97, legacy_bias_table=True, relative_positional_bias="simple")
+    MegaConfig()
+    assert not caplog.records
+    MegaConfig(chunk_size=97)
+    assert "chunk_size=97 has no effect without use_chunking=True" in caplog.text
