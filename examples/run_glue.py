@@ -101,7 +101,8 @@ def load_data(
     texts = (text for column in task.columns for text in splits["train"][column])
     tokenizer = lib.make_tokenizer(model, texts, data.max_seq_length)
     kind = "single_label_classification" if task.labels else "regression"
-    config = lib.make_config(model, tokenizer, data.max_seq_length, **lib.label_fields(labels.names), problem_type=kind)
+    fields = lib.label_fields(labels.names) | {"problem_type": kind}
+    config = lib.make_config(model, tokenizer, data.max_seq_length, shorten=(data, "max_seq_length"), **fields)
     for name, split in splits.items():
         if name.startswith("test"):  # their labels are not published
             numbers = None

@@ -106,7 +106,8 @@ def mask_once(blocks: Dataset, tokenizer: PreTrainedTokenizerBase, data: DataArg
 def token_scores(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     """Return the negative log-likelihood of each masked token, and whether the prediction is correct, `[B, T, 2]`."""
     masked = labels != -100
-    logits, targets = logits[masked].float(), labels[masked]
+    logits = logits if logits.ndim == 2 else logits[masked]  # some models only return those of masked tokens
+    logits, targets = logits.float(), labels[masked]
     scores = logits.new_zeros(*labels.shape, 2)
     loss = cross_entropy(logits, targets, reduction="none")
     scores[masked] = torch.stack([loss, logits.argmax(-1) == targets], dim=-1)
@@ -147,7 +148,8 @@ def load_data(
     tokenizer = lib.make_tokenizer(model, texts, data.block_size)
     if tokenizer.mask_token_id is None:
         lib.fail("the tokenizer has no mask_token, which masked language models require; pass another --tokenizer_name")
-    config = lib.make_config(model, tokenizer, data.block_size, sparse_prediction=True)
+    shorten = (data, "block_size")
+    config = lib.make_config(model, tokenizer, data.block_size, shorten=shorten, sparse_prediction=True)
     short = {"train": data.short_seq_prob}
     blocks = {name: cut_blocks(split, name, tokenizer, data, short.get(name, 0.0)) for name, split in splits.items()}
     if "validation" in blocks:

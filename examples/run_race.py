@@ -16,6 +16,7 @@ from transformers import (
     AutoModelForMultipleChoice,
     DataCollatorForMultipleChoice,
     EvalPrediction,
+    PreTrainedConfig,
     PreTrainedTokenizerBase,
     Trainer,
     TrainingArguments,
@@ -216,12 +217,14 @@ def parse(argv: list[str] | None) -> tuple[DataArguments, lib.ModelArguments, Tr
 
 def load_data(
     data: DataArguments, model: lib.ModelArguments, training: TrainingArguments
-) -> tuple[dict[str, Dataset], PreTrainedTokenizerBase]:
-    """Return the encoded splits and the tokenizer."""
+) -> tuple[dict[str, Dataset], PreTrainedTokenizerBase, PreTrainedConfig]:
+    """Return the encoded splits, the tokenizer, and the configuration of the model."""
     task, in_memory = TASKS[data.task], training.world_size == 1
     splits = {name: load_split(name, task, data, limit) for name, limit in lib.choose_splits(training, data).items()}
     tokenizer = lib.make_tokenizer(model, all_texts(splits.get("train"), task), data.max_seq_length)
-    return {name: encode_split(split, name, tokenizer, data, in_memory) for name, split in splits.items()}, tokenizer
+    config = lib.make_config(model, tokenizer, data.max_seq_length, shorten=(data, "max_seq_length"))
+    splits = {name: encode_split(split, name, tokenizer, data, in_memory) for name, split in splits.items()}
+    return splits, tokenizer, config
 
 
 def predict(trainer: Trainer, split: Dataset, task: ChoiceTask) -> dict[str, float]:
@@ -241,9 +244,8 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
     task = TASKS[data.task]
 
     with run.reading():
-        splits, tokenizer = load_data(data, model, training)
+        splits, tokenizer, config = load_data(data, model, training)
 
-    config = lib.make_config(model, tokenizer, data.max_seq_length)
     # The collator selects the columns; train_sampling_strategy group_by_length requires the lengths.
     training.remove_unused_columns = False
     trainer = lib.OrderedTrainer(

@@ -56,7 +56,7 @@ def load_data(
     texts = [text for column in data.text_columns for text in splits["train"][column]] if "train" in splits else []
     tokenizer = lib.make_tokenizer(model, texts, data.max_seq_length)
     fields = lib.label_fields(labels.names) | {"problem_type": "single_label_classification"}
-    config = lib.make_config(model, tokenizer, data.max_seq_length, **fields)
+    config = lib.make_config(model, tokenizer, data.max_seq_length, shorten=(data, "max_seq_length"), **fields)
 
     for name, split in splits.items():
         numbers = lib.class_numbers(split, data.label_column, labels.outputs, name)

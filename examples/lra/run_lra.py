@@ -117,7 +117,8 @@ def choose_config(
             size = _NO_TOKENS if tokenizer is None else len(tokenizer)
             fields = getattr(classes[model.model_type], task.preset)(vocab_size=size).to_diff_dict() | fields
     kind = "values" if tokenizer is None else "tokens"
-    return lib.make_config(model, tokenizer, data.max_length, kind, **fields)
+    shorten = None if task.kind == "pixels" else (data, "max_length")  # an image has a fixed number of pixels
+    return lib.make_config(model, tokenizer, data.max_length, kind, shorten=shorten, **fields)
 
 
 def load_data(

@@ -16,6 +16,7 @@ from luna_mega.training.arguments import (
     fail,
     one_line,
     parse_arguments,
+    say,
 )
 from luna_mega.training.classification import (
     Labels,
@@ -46,6 +47,7 @@ from luna_mega.training.models import (
     ModelArguments,
     Tokenizers,
     boundary_ids,
+    fit_lengths,
     label_fields,
     longest_input,
     make_both_tokenizers,

@@ -42,6 +42,12 @@ def fail(message: object) -> NoReturn:
     raise SystemExit(f"error: {terminal(' '.join(str(message).split()))}")
 
 
+def say(message: str) -> None:
+    """Print one line without control characters, in the first process."""
+    if not int(os.environ.get("RANK") or 0):
+        print(terminal(" ".join(message.split())), flush=True)
+
+
 @contextmanager
 def one_line(about: str = "", *wrappers: type[Exception]) -> Iterator[None]:
     """Exit with status 1 and a one-line message if options, files or data are invalid.

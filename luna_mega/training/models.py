@@ -21,8 +21,8 @@ from transformers.hf_argparser import HfArg
 
 from luna_mega._register import CONFIGS
 from luna_mega.hub.find import find_file, find_model
-from luna_mega.hub.folder import largest_id, load_tokenizer, position_limit
-from luna_mega.training.arguments import fail, one_line
+from luna_mega.hub.folder import largest_id, load_tokenizer, position_limit, stacks
+from luna_mega.training.arguments import fail, one_line, say
 from luna_mega.training.tokenizers import train_bpe, train_joint_bpe
 
 # Models of transformers whose position ids start after the padding id.
@@ -82,6 +82,8 @@ def make_config(
     tokenizer: PreTrainedTokenizerBase | None,
     max_length: int,
     kind: str | None = None,
+    *,
+    shorten: tuple[object, *tuple[str, ...]] | None = None,
     **values: Any,
 ) -> PreTrainedConfig:
     """Load or create the configuration; exit if the tokenizer or the length is not supported.
@@ -91,6 +93,8 @@ def make_config(
         tokenizer: Tokenizer of the model, None for other inputs.
         max_length: Maximum length of the inputs.
         kind: Type of the inputs: "tokens", "values" or "patches"; None = "tokens" with a tokenizer, else "values".
+        shorten: Options and the names of those with a maximum length, for `fit_lengths`; None = longer inputs than the
+            model supports are an error.
         values: Fields of the task, set if the configuration has them.
     """
     kind = kind or ("values" if tokenizer is None else "tokens")
@@ -117,11 +121,15 @@ def make_config(
         # A field can have two names, such as max_position_embeddings and Mega's max_positions; the last value is used.
         pairs = [*loaded.items(), *values.items(), *overrides.items()]
         config = type(config).from_dict({config.attribute_map.get(name, name): value for name, value in pairs})
+        if config.is_encoder_decoder and not hasattr(config, "decoder_start_token_id"):  # T5 starts with padding
+            config.decoder_start_token_id = config.pad_token_id
     if (reads := getattr(config, "input_type", "patches" if hasattr(config, "patch_size") else "tokens")) != kind:
         fail(f"{model.model_name_or_path or 'the model'} reads {reads} (input_type), not {kind}")
     if kind == "patches":
         return config
-    if max_length > (positions := longest_input(config)):
+    if shorten is not None:
+        fit_lengths(config, *shorten)
+    elif max_length > (positions := longest_input(config)):
         fail(f"inputs of {max_length} {kind} do not fit in the {positions} positions of the model")
     if tokenizer is not None:
         if (largest := largest_id(tokenizer)) >= config.vocab_size:
@@ -129,7 +137,8 @@ def make_config(
         if tokenizer.pad_token_id != config.pad_token_id:
             fail(f"the tokenizer pads with id {tokenizer.pad_token_id}, but the model with {config.pad_token_id}")
         # A tokenizer of run_mlm.py has the block size as its maximum.
-        tokenizer.model_max_length = max(tokenizer.model_max_length, max_length)
+        longest = max(tokenizer.model_max_length, max_length)
+        tokenizer.model_max_length = int(min(longest, longest_input(config)))
         fit_types(tokenizer, config)
     return config
 
@@ -177,10 +186,31 @@ def first_position(model_type: str, pad_token_id: int) -> int:
     return pad_token_id + 1 if model_type in COUNT_FROM_PADDING else 0
 
 
-def longest_input(config: PreTrainedConfig) -> float:
-    """Return the maximum input length; infinite without position embeddings, such as for Mega with chunks."""
+def fit_lengths(config: PreTrainedConfig, options: object, *names: str, side: str = "encoder") -> None:
+    """Reduce the options `names`, numbers or lists of numbers, to the positions of the model; print a line for each.
+
+    `side` specifies the inputs of an encoder-decoder: "encoder" or "decoder".
+    """
+    most = longest_input(config, side)
+    for name in names:
+        value = getattr(options, name)
+        numbers = value if isinstance(value, list) else [value]
+        if max(numbers) > most:
+            fitting = list(dict.fromkeys(min(number, int(most)) for number in numbers))
+            setattr(options, name, fitting if isinstance(value, list) else fitting[0])
+            say(f"--{name} {value} is reduced to {getattr(options, name)}, because the model has {most} positions")
+
+
+def longest_input(config: PreTrainedConfig, side: str = "encoder") -> float:
+    """Return the maximum input length; infinite without position embeddings, such as for Mega with chunks.
+
+    `side` specifies the inputs of an encoder-decoder: "encoder" or "decoder".
+    """
     if config.model_type in CONFIGS:
-        return position_limit(config) or math.inf
+        limits = [position_limit(stacks(config).get(side, config))]
+        if config.is_encoder_decoder and getattr(config, "relative_positional_bias", None) == "simple":
+            limits.append(config.cross_positions)
+        return min((limit for limit in limits if limit is not None), default=math.inf)
     positions = getattr(config, "max_position_embeddings", math.inf)
     return positions - first_position(config.model_type, config.pad_token_id)
 
@@ -189,7 +219,12 @@ def make_model(model_class: type, model: CheckpointArguments, config: PreTrained
     """Load the model, or create a new one from `config`; `model_class` may be an Auto class."""
     create = getattr(model_class, "from_config", model_class)
     if not model.model_name_or_path:
-        return create(config)
+        try:
+            return create(config)
+        except ValueError as error:
+            if "Unrecognized configuration class" not in str(error):  # which lists all supported classes
+                raise
+            fail(f"--model_type {config.model_type} is not supported: transformers has no {model_class.__name__} of it")
     with one_line(f"--model_name_or_path {model.model_name_or_path}"):
         network = model_class.from_pretrained(
             model.model_name_or_path, config=config, ignore_mismatched_sizes=model.ignore_mismatched_sizes

@@ -125,10 +125,6 @@ ERRORS = {
     "small vocabulary": (["--vocab_size", "100"], r"vocab_size \(100\) must be at least 261"),
     "vocabulary above the model's": (["--config_overrides", f"{TINY},vocab_size=200"], "the model has vocab_size=200"),
     "other padding": (["--config_overrides", f"{TINY},pad_token_id=5"], "pads with id 1, but the model with 5"),
-    "too long": (
-        ["--config_overrides", f"{TINY},max_position_embeddings=8"],
-        "32 tokens do not fit in the 8 positions",
-    ),
     "no checkpoint": (["--resume_from_checkpoint", "last"], "--resume_from_checkpoint last: no checkpoint there"),
     "early stopping": (["--early_stopping_patience", "2"], "needs --load_best_model_at_end"),
     "strategies": (["--load_best_model_at_end"], "save and eval strategy"),

@@ -241,8 +241,6 @@ BAD = {
     "pixels": (["--pixels", "bits"], "--pixels bits must be one of values, tokens"),
     "share": (["--masked_share", 1], "--masked_share 1.0 must be between 0 and 1"),
     "warm-up": (["--warmup_power", 2, "--lr_scheduler_type", "cosine"], "requires --lr_scheduler_type linear"),
-    "positions": (["--config_overrides", "max_positions=8,use_chunking=false,relative_positional_bias=simple"],
-                  "inputs of 32 tokens do not fit in the 8 positions"),
     "paper": (["--model_type", "transformer", "--paper_model", "true", "--config_overrides", ""],
               "--paper_model is not available"),
 }  # fmt: skip

@@ -280,7 +280,6 @@ ERRORS = {
     "no room": (["--block_size", "1"], "--block_size 1 must be at least 2"),
     "little text": (["--block_size", "4000"], "split train has too little text for one block of 4000 tokens"),
     "column": (["--text_column", "sentence"], "split train has no column sentence, only text"),
-    "positions": (["--config_overrides", f"{TINY},max_position_embeddings=8"], "32 tokens do not fit in the 8"),
     "padding": (["--config_overrides", f"{TINY},pad_token_id=5"], "pads with id 1, but the model with 5"),
     "no samples": (["--max_train_samples", "0"], "split train is empty"),
 }

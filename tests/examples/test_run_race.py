@@ -195,10 +195,6 @@ def test_gradient_checkpointing_and_accumulation_change_nothing(run, race, tmp_p
 
 OPTION_ERRORS = {
     "unknown task": (["--task", "swag"], "--task swag must be one of race, csqa"),
-    "too long": (
-        ["--config_overrides", f"{TINY},max_position_embeddings=8"],
-        "48 tokens do not fit in the 8 positions",
-    ),
     "vocabulary": (["--config_overrides", f"{TINY},vocab_size=200"], "the model has vocab_size=200"),
     "early stopping": (["--early_stopping_patience", "2"], "needs --load_best_model_at_end"),
     "no samples": (["--max_train_samples", "0"], "split train is empty"),
