@@ -153,6 +153,10 @@ def parse(argv: list[str] | None) -> tuple[DataArguments, lib.ModelArguments, Se
         lib.fail(f"--warmup_init_lr {data.warmup_init_lr} requires --milestones and a higher --learning_rate")
     if data.clip_each is not None and (data.clip_each <= 0 or training.max_grad_norm or training.fp16):
         lib.fail(f"--clip_each {data.clip_each} must be above 0, with --max_grad_norm 0 and without --fp16")
+    if data.average_checkpoints and run.checkpoint and training.do_train:
+        place = Path(run.checkpoint).resolve().parent
+        if place != Path(training.output_dir).resolve():
+            lib.fail(f"--average_checkpoints needs the earlier checkpoints; pass --output_dir {place}")
     if data.average_checkpoints > (training.save_total_limit or data.average_checkpoints):
         lib.fail(f"--average_checkpoints {data.average_checkpoints} is above --save_total_limit")
     return data, model, training, run
@@ -182,9 +186,11 @@ def load_data(
     length = max(data.max_source_length, data.max_target_length)
     tokenizers = lib.make_both_tokenizers(model, texts, length)
     start = {"is_encoder_decoder": True, "decoder_start_token_id": tokenizers.target.eos_token_id}
-    config = lib.make_config(model, tokenizers.source, length, **({} if model.model_name_or_path else start))
+    start, shorten = ({} if model.model_name_or_path else start), (data, "max_source_length")
+    config = lib.make_config(model, tokenizers.source, length, shorten=shorten, **start)
     if not config.is_encoder_decoder:
-        lib.fail(f"{model.model_name_or_path} is not an encoder-decoder")
+        lib.fail(f"{model.model_name_or_path or model.model_type} is not an encoder-decoder")
+    lib.fit_lengths(config, data, "max_target_length", side="decoder")
     if len(tokenizers.target) > (size := getattr(config, "decoder_vocab_size", None) or config.vocab_size):
         lib.fail(f"the target tokenizer has {len(tokenizers.target)} tokens, the decoder only {size}")
     for name, pairs in splits.items():

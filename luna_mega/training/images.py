@@ -21,7 +21,7 @@ from transformers.models.vit.image_processing_pil_vit import ViTImageProcessorPi
 
 from luna_mega.errors import install
 from luna_mega.training.arguments import check_least, fail, one_line
-from luna_mega.training.streams import Redrawn
+from luna_mega.training.streams import Redrawn, Reseeded
 
 Transform = Callable[[Image.Image], torch.Tensor]
 
@@ -137,7 +137,9 @@ def make_transform(processor: BaseImageProcessor, size: int, data: AugmentArgume
 
 
 def augment_split(split: Dataset, data: AugmentArguments, seed: int) -> Dataset | Redrawn:
-    """Shift and flip the images of `split` differently in each epoch."""
+    """Augment the images of `split` differently in each epoch."""
+    if data.auto_augment is not None:  # timm's transform has no generator
+        return Reseeded(split, seed)
     most, flips = data.crop_padding, data.horizontal_flip
     if not (most or flips):
         return split

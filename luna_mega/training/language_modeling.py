@@ -1,7 +1,12 @@
-"""Text as one stream of tokens: training blocks, streams with a recurrent state, and scores."""
+"""Text as one stream of tokens: training blocks, streams with a recurrent state, and scores.
+
+A tokenizer that is saved with a model contains the settings of its training that also apply to evaluation and
+generation, see `store_settings`.
+"""
 
 import math
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from datasets import IterableDataset
@@ -11,9 +16,55 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokeni
 
 from luna_mega.hub.find import find_model
 from luna_mega.hub.folder import load_tokenizer
-from luna_mega.training.arguments import fail, one_line
+from luna_mega.modeling_common.cache import StateCache, new_cache
+from luna_mega.training.arguments import fail, one_line, say
 from luna_mega.training.runs import total
-from luna_mega.training.streams import Redrawn
+from luna_mega.training.streams import Change, Redrawn
+
+# Settings of the training that `store_settings` saves, with the values for models without them.
+SETTINGS = {
+    "line_end": "eos",
+    "text_column": "text",
+    "validation_share": 0.0,
+    "eval_context": 8192,
+    "eval_segment": 1024,
+    "tokenization": "bpe",
+}
+_KEY = "language_modeling"  # in tokenizer_config.json
+
+
+def store_settings(tokenizer: PreTrainedTokenizerBase, options: object) -> None:
+    """Store the values of `SETTINGS` in the tokenizer, which is saved with the model."""
+    tokenizer.init_kwargs[_KEY] = {name: getattr(options, name) for name in SETTINGS}
+
+
+def read_settings(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+    """Return the settings that `store_settings` has stored; empty for other models."""
+    return dict(tokenizer.init_kwargs.get(_KEY) or {})
+
+
+def apply_settings(options: object, tokenizer: PreTrainedTokenizerBase | None, *names: str, **other_names: str) -> None:
+    """Set the options `names` that are None to the settings of the training.
+
+    A different value that was passed is used, and a line says so.
+
+    Args:
+        options: The options.
+        tokenizer: The saved tokenizer; None for a new model.
+        names: Options with the names of their settings.
+        other_names: Options with other names -> their settings.
+    """
+    stored = {} if tokenizer is None else read_settings(tokenizer)
+    for name, setting in {**dict(zip(names, names, strict=True)), **other_names}.items():
+        given, trained = getattr(options, name), stored.get(setting)
+        if name == "tokenization" and tokenizer is not None:
+            setattr(options, name, trained)
+            if given not in (None, trained):
+                say(f"--tokenization {given} is not used, because the tokenizer is loaded")
+        elif given is None:
+            setattr(options, name, SETTINGS[setting] if trained is None else trained)
+        elif trained not in (None, given):
+            say(f"--{name} {given} is used, although the model was trained with {trained}")
 
 
 def load_language_model(source: str, device: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
@@ -34,6 +85,37 @@ def encode(texts: Iterable[str], tokenizer: PreTrainedTokenizerBase, line_end: s
     return torch.tensor([token for ids in encoded for token in [*ids, *tail]], dtype=torch.long)
 
 
+def encode_prompt(prompt: str, tokenizer: PreTrainedTokenizerBase, line_end: str) -> torch.LongTensor:
+    """Encode the beginning of a text as one sequence `[1, T]`; its last line continues."""
+    *lines, last = prompt.split("\n")
+    stream = encode(lines, tokenizer, line_end)
+    last = last if line_end == "newline" else last.lstrip()
+    ids = tokenizer(last, add_special_tokens=False, verbose=False)["input_ids"]
+    return torch.cat([stream, torch.tensor(ids, dtype=torch.long)])[None]
+
+
+def held_out(stream: torch.LongTensor, share: float) -> tuple[torch.LongTensor, torch.LongTensor]:
+    """Return the first part of a stream of tokens, and its last `share`."""
+    cut = math.ceil(len(stream) * (1 - share))
+    return stream[:cut], stream[cut:]
+
+
+def pack_cache(cache: StateCache) -> list[dict[str, Any]]:
+    """Return the tensors of each layer of a cache and the number of their positions, for `unpack_cache`."""
+    return [
+        {"length": layer.seen, **{name: tensor.detach().clone() for name, tensor in layer.tensors.items()}}
+        for layer in cache.layers
+    ]
+
+
+def unpack_cache(model: PreTrainedModel, layers: list[dict[str, Any]]) -> StateCache:
+    """Return the cache of `pack_cache`."""
+    cache = new_cache(model)
+    for layer, state in zip(cache.layers, layers, strict=True):
+        layer.store(**state)
+    return cache
+
+
 def cut_stream(
     texts: IterableDataset, column: str, tokenizer: PreTrainedTokenizerBase, line_end: str, length: int
 ) -> IterableDataset:
@@ -50,13 +132,17 @@ def cut_stream(
     return texts.map(cut, batched=True, remove_columns=list(next(iter(texts)))).with_format("torch")
 
 
-def draw_windows(stream: torch.LongTensor, length: int, seed: int) -> Redrawn:
-    """Return blocks of `length` tokens at random positions of a stream, with the tokens that follow each token."""
+def draw_windows(stream: torch.LongTensor, length: int, seed: int, change: Change | None = None) -> Redrawn:
+    """Return blocks of `length` tokens at random positions of a stream, with the tokens that follow each token.
+
+    `change` may modify them.
+    """
     if len(stream) <= length:
         fail(f"the text has {len(stream)} tokens, too few for blocks of {length}; reduce --block_size")
 
     def cut(_: int, numbers: torch.Generator) -> dict[str, torch.Tensor]:
-        return _segment(stream, int(torch.randint(len(stream) - length, (), generator=numbers)), length)
+        block = _segment(stream, int(torch.randint(len(stream) - length, (), generator=numbers)), length)
+        return change(block, numbers) if change else block
 
     return Redrawn(range(len(stream) // length), cut, seed)
 
@@ -125,7 +211,8 @@ def score_stream(
     for group, counts in tqdm(own, disable=not progress, unit="blocks"):
         past, length = None, min(context, count - group[-1])
         block = torch.stack([stream[start : start + length + 1] for start in group]).to(device)
-        for start in range(0, length, segment):
+        start = 0
+        while start < length:
             end = min(start + segment, length)
             inputs, targets = block[:, start:end], block[:, start + 1 : end + 1].contiguous()
             output = model(
@@ -136,7 +223,11 @@ def score_stream(
                 use_cache=True,
                 cache=past,
             )
-            past = output["cache"]
+            past = output.get("cache")
+            if past is None and end < length:  # some models of transformers, such as BERT, have none with labels
+                segment = context
+                continue
+            start = end
             summed += output.loss.item() * targets.numel() * counts
             counted += targets.numel() * counts
     model.train(was_training)

@@ -25,7 +25,7 @@ from transformers import (
 )
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_pt_utils import LengthGroupedSampler
-from transformers.trainer_utils import has_length, sort_checkpoints
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, has_length, sort_checkpoints
 
 from luna_mega._cards import FILE_NAME as CARD_NAME
 from luna_mega.escaping import code, markdown
@@ -38,13 +38,15 @@ from luna_mega.training.plots import plot_losses
 from luna_mega.training.streams import SeededSampler, Stream
 
 Step = Callable[[], dict[str, Any]]  # it returns metrics
+RUN_STATE_NAME = "run_state.pt"  # file in a checkpoint, see `OrderedTrainer.run_state`
 DIVERGED = "Lower --learning_rate, raise --warmup_steps, or train in float32"
 
 
 class OrderedTrainer(Trainer):
     """Trainer with predictions in the order of the dataset, and losses independent of the number of processes.
 
-    It also supports a `Stream` as training data, and other schedules and rules of weight decay.
+    It also supports a `Stream` as training data, and other schedules and rules of weight decay. Losses of a resumed run
+    equal those of an uninterrupted run.
 
     transformers' Trainer also groups the evaluation set by length, so that predictions do not match their rows. Its
     `eval_loss` is the mean over batches and counts padded examples of the last batch twice.
@@ -56,6 +58,7 @@ class OrderedTrainer(Trainer):
             all except biases and norms.
     """
 
+    first_step = 0  # step after which losses are summed
     schedule: Callable[[Optimizer, int, int], LRScheduler] | None = None
     decays: Callable[[str, torch.nn.Parameter], bool] | None = None
 
@@ -89,10 +92,10 @@ class OrderedTrainer(Trainer):
         dataset = train_dataset or self.train_dataset
         # Lengths of the unchanged examples: changing all of them would take as long as an epoch.
         sampler = super()._get_train_sampler(getattr(dataset, "examples", dataset))
-        # The order by length of Trainer depends on all random numbers drawn before.
-        if not isinstance(sampler, LengthGroupedSampler):
-            return sampler
-        return SeededSampler(sampler, self.args.seed)
+        # The order by length of Trainer, and Accelerate's without its own sampler, depend on all random numbers before.
+        if isinstance(sampler, LengthGroupedSampler) or not self.args.accelerator_config.use_seedable_sampler:
+            return SeededSampler(sampler, self.args.seed)
+        return sampler
 
     def _get_eval_sampler(self, eval_dataset: Dataset) -> SequentialSampler:
         return SequentialSampler(eval_dataset)
@@ -118,6 +121,7 @@ class OrderedTrainer(Trainer):
             labels[kept:] = -100  # ignored by the loss
             count = int((labels != -100).sum())
         loss, logits, found = super().prediction_step(model, inputs, *args, **kwargs)
+        logits = logits[0] if isinstance(logits, tuple) else logits  # without the states of an encoder, as of BART
         if count and loss is not None:
             if regression:
                 loss = (logits[:kept].float().view_as(found[:kept]) - found[:kept]).square().mean()
@@ -130,7 +134,29 @@ class OrderedTrainer(Trainer):
 
     def _save_checkpoint(self, model, trial) -> None:
         check_model(self)  # Trainer also pushes checkpoints
+        state = self.run_state()
+        if self.args.should_save:
+            folder = Path(self.args.output_dir, f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}")
+            folder.mkdir(parents=True, exist_ok=True)
+            torch.save(state, folder / RUN_STATE_NAME)  # before Trainer writes the file that completes the checkpoint
         super()._save_checkpoint(model, trial)
+
+    def run_state(self) -> dict[str, Any]:
+        """Return what changes during training and is in no other file of a checkpoint: the sums of the losses."""
+        since_log = total([float(self._tr_loss)], self.args)[0] / self.args.world_size
+        return {"losses": (since_log, self._total_loss_scalar, self._globalstep_last_logged)}
+
+    def load_run_state(self, state: dict[str, Any]) -> None:
+        """Continue with a state of `run_state`; it is empty for checkpoints of earlier versions."""
+        self.first_step = 0 if state else self.state.global_step
+        if state:
+            since_log, self._total_loss_scalar, self._globalstep_last_logged = state["losses"]
+            self._tr_loss.fill_(since_log)
+
+    def log(self, logs: dict[str, float], *args, **kwargs) -> None:
+        if "train_loss" in logs:  # Trainer's is the mean over the steps after resuming
+            logs["train_loss"] = self._total_loss_scalar / max(self.state.global_step - self.first_step, 1)
+        super().log(logs, *args, **kwargs)
 
     def report(self, scores: dict[str, float], prefix: str) -> dict[str, float]:
         """Log the scores of an evaluation, and return them with the prefix."""
@@ -180,6 +206,8 @@ class Run:
         self.data, self.training = data, training
         self.base_model, self.license = model.model_name_or_path, model.license
         self.checkpoint = find_checkpoint(training)
+        if self.checkpoint and training.do_train:
+            _check_resumed(self.checkpoint, training)
         model.model_name_or_path = self.checkpoint or (self.base_model and find_model(self.base_model))
         set_seed(training.seed)
 
@@ -211,6 +239,9 @@ class Run:
         callbacks = [EpochCallback(), DivergenceCallback()]
         if patience := getattr(self.data, "early_stopping_patience", None):
             callbacks.append(EarlyStoppingCallback(patience))
+            callbacks[-1].early_stopping_patience_counter = count_worse(self.checkpoint)
+        if self.checkpoint:
+            callbacks.append(ResumeCallback(trainer, self.checkpoint))
         if trainer.pop_callback(ProgressCallback):  # Trainer has none with --disable_tqdm or in a notebook
             callbacks.append(ProgressBar())
         for callback in callbacks:
@@ -230,7 +261,8 @@ class Run:
         return metrics
 
     def _train(self, trainer: Trainer) -> dict[str, Any]:
-        if self.checkpoint and load_finished(trainer, self.checkpoint):
+        patience = getattr(self.data, "early_stopping_patience", None)
+        if self.checkpoint and load_finished(trainer, self.checkpoint, patience):
             metrics = {"epoch": trainer.state.epoch}
         else:
             metrics = trainer.train(resume_from_checkpoint=self.checkpoint).metrics
@@ -302,10 +334,33 @@ def is_complete(checkpoint: Path) -> bool:
     return True
 
 
-def load_finished(trainer: Trainer, checkpoint: str) -> bool:
-    """Load the state of a checkpoint that has all steps; return whether it has. Trainer would train another step."""
+def _check_resumed(checkpoint: str, training: TrainingArguments) -> None:
+    """Exit if a resumed run would differ from an uninterrupted one."""
+    if training.ignore_data_skip:
+        fail("--ignore_data_skip: a resumed run would train on other data; remove it")
+    if not any(Path(checkpoint).glob("rng_state*.pth")):
+        advice = f"remove --resume_from_checkpoint, and pass --model_name_or_path {checkpoint} and a new --output_dir"
+        fail(f"{checkpoint} has no optimizer, because it was saved with --save_only_model; {advice}")
+    training.eval_on_start = False  # the run has started before
+
+
+def count_worse(checkpoint: str | None) -> int:
+    """Return the number of evaluations without a better metric before a checkpoint, for early stopping."""
+    if checkpoint is None:
+        return 0
+    callbacks = TrainerState.load_from_json(str(Path(checkpoint, TRAINER_STATE_NAME))).stateful_callbacks
+    attributes = callbacks.get(EarlyStoppingCallback.__name__, {}).get("attributes", {})
+    return attributes.get("early_stopping_patience_counter", 0)
+
+
+def load_finished(trainer: Trainer, checkpoint: str, patience: int | None = None) -> bool:
+    """Load the state of the last checkpoint of a run; return whether it is. Trainer would train another step.
+
+    The run has all steps, or was stopped after `patience` evaluations without a better metric.
+    """
     args, state = trainer.args, TrainerState.load_from_json(str(Path(checkpoint, TRAINER_STATE_NAME)))
-    if not 0 < args.max_steps <= state.global_step:
+    stopped = patience is not None and count_worse(checkpoint) >= patience
+    if not (stopped or 0 < args.max_steps <= state.global_step):
         return False
     trainer.state = state
     if args.load_best_model_at_end and state.best_model_checkpoint:
@@ -352,8 +407,35 @@ class ProgressBar(ProgressCallback):
             super().on_step_end(args, state, control, **kwargs)
 
 
+class ResumeCallback(TrainerCallback):
+    """Load the state of the run from a checkpoint when the training begins."""
+
+    def __init__(self, trainer: OrderedTrainer, checkpoint: str):
+        self.trainer, self.file = trainer, Path(checkpoint, RUN_STATE_NAME)
+
+    def on_train_begin(self, args, state, control, **kwargs) -> None:
+        saved = torch.load(self.file, map_location=args.device, weights_only=True) if self.file.exists() else {}
+        self.trainer.load_run_state(saved)
+        # Trainer requires the entry, which is missing if the run had no early stopping.
+        state.stateful_callbacks.setdefault(EarlyStoppingCallback.__name__, {})
+
+
 class EpochCallback(TrainerCallback):
-    """Set the epoch of dataset and sampler, which Accelerate omits with several processes and in a resumed epoch."""
+    """Set the epoch of dataset and sampler, which Accelerate omits with several processes and in a resumed epoch.
+
+    A checkpoint at the end of an epoch is saved after the logs and evaluations of that epoch, because a run that
+    resumes there continues with the next epoch.
+    """
+
+    saves_epoch = False
+
+    def on_step_end(self, args, state, control, **kwargs) -> None:
+        self.saves_epoch = control.should_save and state.epoch == int(state.epoch)
+        control.should_save = control.should_save and not self.saves_epoch
+
+    def on_epoch_end(self, args, state, control, **kwargs) -> None:
+        control.should_save = control.should_save or self.saves_epoch
+        self.saves_epoch = False
 
     def on_epoch_begin(self, args, state, control, train_dataloader=None, **kwargs) -> None:
         epoch = int(state.epoch + 1e-6)

@@ -4,6 +4,7 @@ Random numbers depend only on the seed, the epoch and the index of an example, n
 """
 
 import itertools
+import random
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -29,7 +30,7 @@ def draw(seed: int, epoch: int, index: int) -> torch.Generator:
 class Redrawn(Dataset):
     """Dataset that applies `change` to each example, with a generator seeded by seed, epoch and index."""
 
-    def __init__(self, examples: Dataset, change: Change, seed: int):
+    def __init__(self, examples: Dataset, change: Change | None, seed: int):
         self.examples, self.change, self.seed = examples, change, seed
         self.epoch = torch.zeros((), dtype=torch.long).share_memory_()  # visible to persistent workers
 
@@ -41,6 +42,26 @@ class Redrawn(Dataset):
 
     def set_epoch(self, epoch: int) -> None:
         self.epoch.fill_(epoch)
+
+
+class Reseeded(Redrawn):
+    """Dataset whose examples draw global random numbers, which are seeded by seed, epoch and index."""
+
+    def __init__(self, examples: Dataset, seed: int):
+        super().__init__(examples, None, seed)
+
+    def __getitem__(self, index: int) -> Example:
+        number = draw(self.seed, int(self.epoch), index).initial_seed()
+        states = random.getstate(), np.random.get_state()
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(number)
+            random.seed(number)
+            np.random.seed(number % 2**32)
+            try:
+                return self.examples[index]
+            finally:
+                random.setstate(states[0])
+                np.random.set_state(states[1])
 
 
 class SeededSampler(Sampler):

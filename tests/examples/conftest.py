@@ -1,5 +1,6 @@
 import importlib
 import json
+import random
 import sys
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -11,7 +12,8 @@ import huggingface_hub.constants
 import pytest
 from datasets.fingerprint import generate_random_fingerprint
 
-from tests.examples.runs import QUIET
+from tests.examples.rows import MAKERS
+from tests.examples.runs import QUIET, write
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples"
@@ -69,3 +71,19 @@ def without_plots(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatc
     """Plot only in the tests of copied scripts, because a plot takes longer than two steps of a tiny model."""
     if request.module.__name__ != "tests.examples.test_copyable":
         monkeypatch.setattr("luna_mega.training.runs.plot_losses", lambda *_: None)
+
+
+@pytest.fixture
+def train_rows(call, tmp_path) -> Callable[..., Path]:
+    """Return a function that trains on 20 rows of a kind, with 4 in a batch, and returns the output folder."""
+
+    def run(name: str, script: str, data: str, *options: object) -> Path:
+        draw, more = random.Random(0), 8 if script in ("run_mlm", "run_clm") else 1
+        for split, size in (("train", 20 * more), ("validation", 6 * more)):
+            file = f"{split}.{'parquet' if data in ('images', 'clips') else 'jsonl'}"
+            write([MAKERS[data](draw) for _ in range(size)], tmp_path / f"data-{script}" / file)
+        paths = ["--dataset_path", tmp_path / f"data-{script}", "--output_dir", tmp_path / name, "--do_train"]
+        call(script, "--learning_rate", 0.01, "--per_device_train_batch_size", 4, *paths, *options)
+        return tmp_path / name
+
+    return run
