@@ -1,9 +1,10 @@
 """Evaluate a causal language model on blocks of text that are read in segments with a cache.
 
-    python examples/eval_lm.py --model_name_or_path OUT --dataset_path DIR --split validation --output_dir SCORES
+    python examples/eval_lm.py --model_name_or_path OUT --dataset_path DIR --output_dir SCORES
 
-Plot the perplexity over the context length and, for models with a rotary bias, over the attention chunk. Such models
-can be evaluated with longer chunks than in training (Mega, appendix D.3 and Figure 6).
+By default, text and separators are those of the evaluation in run_clm.py. Plot the perplexity over the context length
+and, for models with a rotary bias, over the attention chunk. Such models can be evaluated with longer chunks than in
+training (Mega, appendix D.3 and Figure 6).
 """
 
 import json
@@ -12,25 +13,25 @@ from pathlib import Path
 
 import matplotlib.pyplot as plt
 import torch
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.hf_argparser import HfArg
 
 from luna_mega import training as lib
 
-plt.rcParams["text.parse_math"] = False  # names may contain $
+CONTEXTS = (128, 512, 2048, 8192)
 
 
 @dataclass(kw_only=True)
 class Arguments(lib.SourceArguments):
     model_name_or_path: str = HfArg(help="folder or Hub name of the model")
     output_dir: str = HfArg(help="output folder for scores and plots")
-    split: str = HfArg(default="validation", help="split to evaluate")
-    last_share: float = HfArg(default=1.0, help="evaluate only this last share of the tokens: 0.1")
-    text_column: str = HfArg(default="text", help="column with the text")
-    line_end: str = HfArg(default="eos", help="separator of the texts: newline, or eos (</s>)")
-    context: list[int] = HfArg(default_factory=lambda: [128, 512, 2048, 8192], help="block lengths in tokens")
+    split: str | None = HfArg(default=None, help="split to evaluate; default: as in the training, or validation")
+    last_share: float | None = HfArg(default=None, help="evaluate only this last share of the tokens: 0.1")
+    text_column: str | None = HfArg(default=None, help="column with the text; default: the model's, or text")
+    line_end: str | None = HfArg(default=None, help="separator: newline, or eos (</s>); default: the model's, or eos")
+    context: list[int] | None = HfArg(default=None, help="block lengths; default: 128 to 8192 and the model's")
     chunk: list[int] = HfArg(default_factory=list, help="attention chunk sizes; default: the model's")
-    segment: int = HfArg(default=1024, help="tokens of a forward pass")
+    segment: int | None = HfArg(default=None, help="tokens of a forward pass; default: the model's, or 1024")
     batch_size: int = HfArg(default=8, help="number of blocks of a forward pass")
     device: str = field(default="cuda" if torch.cuda.is_available() else "cpu")
 
@@ -38,10 +39,31 @@ class Arguments(lib.SourceArguments):
 def parse(argv: list[str] | None) -> Arguments:
     (arguments,) = lib.parse_arguments((Arguments,), argv)
     lib.check_least(arguments, 1, "context", "chunk", "segment", "batch_size")
-    lib.check_choice(arguments, "line_end", ("newline", "eos"))
-    if not 0 < arguments.last_share <= 1:
+    if arguments.line_end is not None:
+        lib.check_choice(arguments, "line_end", ("newline", "eos"))
+    if not 0 < (1.0 if arguments.last_share is None else arguments.last_share) <= 1:
         lib.fail(f"--last_share {arguments.last_share} must be in (0, 1]")
     return arguments
+
+
+def complete(arguments: Arguments, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Set missing options to those of the training, and contexts to lengths that the model supports."""
+    names = {"segment": "eval_segment"}
+    lib.language_modeling.apply_settings(arguments, tokenizer, "line_end", "text_column", **names)
+    settings = lib.language_modeling.read_settings(tokenizer)
+    if arguments.context is None:
+        arguments.context = sorted({*CONTEXTS, settings.get("eval_context", CONTEXTS[-1])})
+    lib.fit_lengths(model.config, arguments, "context")
+    share = settings.get("validation_share")
+    if arguments.split is None and share:
+        arguments.split = "train"
+        arguments.last_share = share if arguments.last_share is None else arguments.last_share
+        lib.say(f"evaluating the last {arguments.last_share} of the split train, as in the training (see --split)")
+    elif arguments.split is None:
+        arguments.split = "validation"
+    elif arguments.split == "train" and share and arguments.last_share is None:
+        lib.say(f"--split train contains the text of the training; pass --last_share {share} for the other part")
+    arguments.last_share = 1.0 if arguments.last_share is None else arguments.last_share
 
 
 def with_chunk(model: PreTrainedModel, chunk: int) -> PreTrainedModel:
@@ -67,6 +89,8 @@ def plot(scores: list[dict[str, float | None]], path: Path) -> None:
         axes[1].plot(*zip(*points, strict=True), "o-", label=f"context {context}")
     for axis, name in zip(axes, ("context, tokens", "attention chunk, tokens"), strict=True):
         axis.set_xscale("log", base=2)
+        ticks = sorted({value for line in axis.lines for value in line.get_xdata() if value is not None})
+        axis.set_xticks(ticks, list(map(str, ticks)))
         axis.set(xlabel=name, ylabel="perplexity")
         if axis.lines:
             axis.legend()
@@ -77,9 +101,10 @@ def plot(scores: list[dict[str, float | None]], path: Path) -> None:
 def main(argv: list[str] | None = None) -> list[dict[str, float | None]]:
     arguments = parse(argv)
     model, tokenizer = lib.language_modeling.load_language_model(arguments.model_name_or_path, arguments.device)
+    complete(arguments, model, tokenizer)
     (split,) = lib.load_splits({arguments.split: None}, arguments, [arguments.text_column]).values()
     stream = lib.language_modeling.encode(split[arguments.text_column], tokenizer, arguments.line_end)
-    stream = stream[-round(len(stream) * arguments.last_share) :]
+    _, stream = lib.language_modeling.held_out(stream, arguments.last_share)
     scores = []
     for chunk in arguments.chunk or [getattr(model.config, "attention_chunk", None)]:
         if arguments.chunk:

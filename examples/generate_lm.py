@@ -24,6 +24,7 @@ class Arguments:
     model_name_or_path: str = HfArg(help="folder or Hub name of the model")
     prompt: str = HfArg(help="prompt of the text")
     output_dir: str = HfArg(help="output folder for text.txt and speed.json")
+    line_end: str | None = HfArg(default=None, help="separator: newline, or eos (</s>); default: the model's, or eos")
     max_new_tokens: int = HfArg(default=1000, help="number of tokens to generate")
     temperature: float = HfArg(default=1.0, help="sampling temperature; 0 = greedy decoding")
     top_k: int = HfArg(default=0, help="sample from the k most likely tokens; 0 = from all")
@@ -33,18 +34,27 @@ class Arguments:
 
 
 class MeasuredStreamer(TextStreamer):
-    """Streamer that prints the text, writes it to a file, and reports speed and cache size at regular intervals."""
+    """Streamer that prints the text, writes it to a file, and reports speed and cache size at regular intervals.
 
-    def __init__(self, tokenizer, file, every: int):
+    The token `line_end` is printed as a newline; -1 = none.
+    """
+
+    def __init__(self, tokenizer, file, every: int, line_end: int):
         super().__init__(tokenizer, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-        self.file, self.every = file, every
+        self.file, self.every, self.line_end = file, every, line_end
         self.count, self.reports, self.start = 0, [], None
 
     def save_cache(self, module, arguments, output):  # a forward hook
         self.cache = output["cache"]
 
     def put(self, value: torch.Tensor):
-        super().put(value)
+        *lines, last = torch.tensor_split(value.flatten(), (value.flatten() == self.line_end).nonzero().flatten() + 1)
+        for line in lines:
+            text = self.tokenizer.decode([*self.token_cache, *line.tolist()], **self.decode_kwargs)
+            self.on_finalized_text(text[self.print_len :] + "\n")
+            self.token_cache, self.print_len = [], 0
+        if len(last):
+            super().put(last)
         now = time.perf_counter()
         if self.start is None:  # the first value is the prompt
             self.start = now
@@ -76,9 +86,19 @@ def main(argv: list[str] | None = None) -> list[dict[str, float]]:
     lib.check_least(arguments, 0, "temperature", "top_k")
     set_seed(arguments.seed)
     model, tokenizer = lib.language_modeling.load_language_model(arguments.model_name_or_path, arguments.device)
-    prompt = tokenizer(arguments.prompt, add_special_tokens=False, return_tensors="pt").to(model.device)["input_ids"]
+    lib.language_modeling.apply_settings(arguments, tokenizer, "line_end")
+    lib.check_choice(arguments, "line_end", ("newline", "eos"))
+    prompt = lib.language_modeling.encode_prompt(arguments.prompt, tokenizer, arguments.line_end).to(model.device)
     if prompt.shape[1] == 0:
         lib.fail(f"--prompt {arguments.prompt!r} has no tokens")
+    positions = lib.longest_input(model.config)
+    if prompt.shape[1] > positions:
+        lib.fail(f"--prompt has {prompt.shape[1]} tokens, but the model has {positions} positions; shorten it")
+    if arguments.max_new_tokens > (most := positions + 1 - prompt.shape[1]):  # the last token is no input
+        lib.say(
+            f"--max_new_tokens {arguments.max_new_tokens} is reduced to {most}: the model has {positions} positions"
+        )
+        arguments.max_new_tokens = most
     model.generation_config.eos_token_id = None  # </s> ends a line or document, not the text
     options = {"max_new_tokens": arguments.max_new_tokens, "do_sample": arguments.temperature > 0}
     if arguments.temperature:
@@ -86,7 +106,8 @@ def main(argv: list[str] | None = None) -> list[dict[str, float]]:
     output = Path(arguments.output_dir)
     output.mkdir(parents=True, exist_ok=True)
     with (output / "text.txt").open("w", encoding="utf-8") as file:
-        streamer = MeasuredStreamer(tokenizer, file, arguments.report_every)
+        end = tokenizer.eos_token_id if arguments.line_end == "eos" else -1
+        streamer = MeasuredStreamer(tokenizer, file, arguments.report_every, end)
         model.register_forward_hook(streamer.save_cache)
         model.generate(prompt, attention_mask=torch.ones_like(prompt), streamer=streamer, **options)
     (output / "speed.json").write_text(json.dumps(streamer.reports, indent=2) + "\n", encoding="utf-8")
