@@ -42,7 +42,7 @@ def plot_losses(runs: Mapping[str, str | Path], file: str | Path) -> None:
                 own_panels.get(key, panels[0]).plot(*zip(*points, strict=True), **style)
     for axes, key in zip(panels, ["loss", *metrics], strict=True):
         axes.set(xlabel="steps", ylabel=key.removeprefix("eval_"))
-        axes.xaxis.get_major_locator().set_params(integer=True)
+        axes.xaxis.get_major_locator().set_params(integer=True, min_n_ticks=1)
         for text in axes.legend().get_texts():
             text.set_parse_math(False)  # names may contain $
     figure.savefig(file)

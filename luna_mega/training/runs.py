@@ -338,6 +338,11 @@ def _check_resumed(checkpoint: str, training: TrainingArguments) -> None:
     """Exit if a resumed run would differ from an uninterrupted one."""
     if training.ignore_data_skip:
         fail("--ignore_data_skip: a resumed run would train on other data; remove it")
+    if training.dataloader_persistent_workers:  # DataLoader draws a number for new workers only
+        fail(
+            "--dataloader_persistent_workers true: dropout of the resumed run would differ from an uninterrupted run; "
+            "remove it, if that is acceptable"
+        )
     if not any(Path(checkpoint).glob("rng_state*.pth")):
         advice = f"remove --resume_from_checkpoint, and pass --model_name_or_path {checkpoint} and a new --output_dir"
         fail(f"{checkpoint} has no optimizer, because it was saved with --save_only_model; {advice}")

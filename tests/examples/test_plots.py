@@ -29,6 +29,7 @@ def test_plot_of_losses(tmp_path, monkeypatch):
     points = {line.get_label(): line.get_xydata().tolist() for line in axes.lines}
     assert points["a, training"] == points["b, training"] == [[1, 2], [2, 1]]
     assert points["a, evaluation loss"] == [[2, 1.5]] and axes.get_xlabel() == "steps"
+    assert all(step == int(step) for panel in (axes, accuracy) for step in panel.get_xticks())
     assert accuracy.lines[1].get_xydata().tolist() == [[2, 0.5]] and accuracy.get_ylabel() == "accuracy"
     (tmp_path / "trainer_state.json").write_text(json.dumps({"log_history": history[3:]}), encoding="utf-8")
     with pytest.raises(ValueError, match="trainer_state.json has no loss"):

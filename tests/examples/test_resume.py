@@ -185,6 +185,7 @@ def test_refused_options(train, checkpoint):
     options = [*CLM, "--config_overrides", CHUNKS, "--resume_from_checkpoint", checkpoint]
     for more, message in (
         (["--ignore_data_skip"], "--ignore_data_skip: a resumed run would train on other data; remove it"),
+        (["--dataloader_num_workers", 1, "--dataloader_persistent_workers", "true"], "--dataloader_persistent_workers"),
         (["--carry_state", "true"], "--carry_state True: the checkpoint has no carried state"),
         (["--carry_state", "true", "--auto_find_batch_size", "true"], "--auto_find_batch_size is not supported with"),
     ):
