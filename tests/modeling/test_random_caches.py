@@ -8,7 +8,6 @@ import copy
 import pickle
 import random
 
-import pytest
 import torch
 
 from luna_mega import (
@@ -19,42 +18,18 @@ from luna_mega import (
     MegalodonConfig,
     MegalodonForCausalLM,
 )
-
-SIZES = {"vocab_size": 40, "hidden_size": 16, "is_decoder": True, "eos_token_id": 2}
-BLOCK = 25  # configurations in a test
-FAST, ALL = 100, 1000
-
-
-def choose(rng, **fields):
-    """Return fields with one of their values each."""
-    return {name: rng.choice(values) for name, values in fields.items()}
+from tests.modeling import random_models
+from tests.random_cases import choose, in_blocks, run_block
 
 
 def luna(rng):
-    fields = choose(
-        rng, num_hidden_layers=(1, 2, 3), num_attention_heads=(1, 2, 4), num_pack_attention_heads=(None, 1, 2),
-        projection_length=(1, 3, 8), tie_key_value=(True, False), pad_token_id=(0, 1), first_position=(None, 0),
-        position_embedding_type=("learned", "sinusoidal", "none"), embedding_norm=(True, False),
-        pre_norm=(True, False), share_layers=(True, False), causal_activation=("softplus", "elu"),
-        scale_embedding=(None, True, False),
-    )  # fmt: skip
-    return LunaForCausalLM, LunaConfig(**SIZES, **fields, intermediate_size=24, max_position_embeddings=64)
+    fields = random_models.luna(rng, causal_activation=("softplus", "elu"))
+    return LunaForCausalLM, LunaConfig(**fields, is_decoder=True, eos_token_id=2)
 
 
 def mega(rng):
-    fields = choose(
-        rng, num_hidden_layers=(1, 2, 3), intermediate_size=(16, 24), ema_projection_size=(1, 2, 5),
-        shared_representation_size=(4, 8), truncation=(None, None, 2, 5, 100), normalize_before_mega=(True, False),
-        normalization_type=("layernorm", "scalenorm", "rmsnorm", "batchnorm"), norm_affine=(True, False),
-        attention_activation=("softmax", "laplace", "relu2"), use_normalized_ffn=(True, False),
-        normalize_before_ffn=(True, False), relative_positional_bias=("rotary", "simple"),
-        add_lm_hidden_dense_layer=(True, False), embedding_norm=(True, False), final_norm=(True, False),
-        scale_embedding=(True, False), tie_word_embeddings=(True, False), legacy_rms_norm=(True, False),
-    )  # fmt: skip
-    chunk = rng.choice((None, None, 3, 4, 8))
-    fields |= {} if chunk is None else {"use_chunking": True, "chunk_size": chunk}
-    fields |= {"bidirectional": False, "nffn_hidden_size": 24, "max_positions": 64, "pad_token_id": 1}
-    return MegaForCausalLM, MegaConfig(**SIZES, **fields)
+    fields = random_models.mega(rng, add_lm_hidden_dense_layer=(True, False), tie_word_embeddings=(True, False))
+    return MegaForCausalLM, MegaConfig(**fields, is_decoder=True, bidirectional=False, eos_token_id=2)
 
 
 def megalodon(rng):
@@ -65,7 +40,8 @@ def megalodon(rng):
         pad_token_id=(0, None),
     )  # fmt: skip
     fields |= {"shared_representation_size": 8, "value_size": 16, "intermediate_size": 24}
-    return MegalodonForCausalLM, MegalodonConfig(**SIZES, **fields, bos_token_id=1)
+    fields |= {"is_decoder": True, "bos_token_id": 1, "eos_token_id": 2}
+    return MegalodonForCausalLM, MegalodonConfig(**random_models.SIZES, **fields)
 
 
 class Texts:
@@ -140,10 +116,7 @@ def check(seed):
     rng = random.Random(seed)
     torch.manual_seed(seed)
     model_class, config = rng.choice((luna, mega, megalodon))(rng)
-    model = model_class(config).double().eval()
-    model.set_attn_implementation(rng.choice(("eager", "sdpa")))
-    for parameter in model.parameters():
-        parameter.add_(torch.randn_like(parameter) * (0.1 if parameter.dim() > 1 else 0.3))
+    model = random_models.make(rng, model_class, config)
     texts = Texts(rng, model)
     logits = model(texts.ids, attention_mask=texts.mask, use_cache=False).logits
     kept = texts.mask.bool()
@@ -164,14 +137,6 @@ def check(seed):
     assert cache.get_seq_length() == texts.total
 
 
-@pytest.mark.parametrize(
-    "first",
-    [*range(0, FAST, BLOCK), *(pytest.param(first, marks=pytest.mark.slow) for first in range(FAST, ALL, BLOCK))],
-)
+@in_blocks()
 def test_one_result(first):
-    for seed in range(first, first + BLOCK):
-        try:
-            check(seed)
-        except Exception as error:
-            error.add_note(f"seed {seed}")
-            raise
+    run_block(check, first)
