@@ -220,3 +220,12 @@ class BodyMixin(ModelMixin):
         """Replace the embedding of tokens."""
         self.require_tokens()
         setattr(self.get_submodule(self.embeddings_name), self._input_embed_layer, value)
+
+    def check_built(self) -> None:
+        """Raise `ValueError` if a field that determines the modules has been changed after their construction."""
+        for name, value in self.built_with.items():
+            if getattr(self.config, name) != value:
+                raise ValueError(
+                    f"`config.{name}` has been changed to {not value} after the construction of the model; create it "
+                    "with this value"
+                )

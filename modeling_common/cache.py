@@ -5,7 +5,7 @@ from typing import Any
 from weakref import ref
 
 import torch
-from transformers.cache_utils import Cache, CacheLayerMixin, EncoderDecoderCache
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, EncoderDecoderCache
 from transformers.configuration_utils import PreTrainedConfig
 
 from luna_mega.kernels.support import forbid_capture, is_exporting
@@ -337,6 +337,16 @@ def check_class(model: CommonPreTrainedModel, cache: Cache | None) -> None:
         )
 
 
+def fill_cache(model: CommonPreTrainedModel, cache: Cache) -> None:
+    """Make an empty cache that `EncoderDecoderModel.generate` has created for the decoder `model` one of its class."""
+    if type(cache) is EncoderDecoderCache and cache.get_seq_length() == 0:
+        parts = cache.self_attention_cache, cache.cross_attention_cache
+        if model.config.add_cross_attention and all(type(part) is DynamicCache for part in parts):
+            new = new_cache(model)
+            cache.__class__ = type(new)
+            vars(cache).update(vars(new))
+
+
 def keeps_cache(model: CommonPreTrainedModel) -> bool:
     """Return whether a decoder creates a cache by default: `config.use_cache`, except in training and export.
 
@@ -364,6 +374,8 @@ def begin_cache(model: CommonPreTrainedModel, cache: Cache | None, use_cache: bo
                 f"encoder depend on later positions; omit them; {_PREFIX_TUNING}"
             )
         return None
+    if cache is not None:
+        fill_cache(model, cache)
     check_class(model, cache)
     if use_cache is None:
         use_cache = keeps_cache(model)

@@ -62,6 +62,9 @@ class _RecurrentLayer(str):
     def __repr__(self) -> str:
         return f"{str(self)!r} (set cp_size and sp_size to 1)"
 
+    def __contains__(self, part: str) -> bool:
+        return part == "linear_attention"  # which Accelerate searches before sequence parallelism
+
 
 class CodeCopy:
     """Copies the code of a loaded folder to folders that are saved without this package.
@@ -118,6 +121,7 @@ class SharedConfig(ConfigMixin):
         input_type: str
         pad_token_id: int | None
         is_decoder: bool
+        add_cross_attention: bool
         tie_word_embeddings: bool
         share_encoder_decoder_embeddings: bool | None
         decoder_vocab_size: int | None
@@ -232,7 +236,9 @@ class SharedConfig(ConfigMixin):
     def layer_types(self) -> list[str]:
         """Types of the layers, all recurrent. Accelerate checks them before context parallelism."""
         self._check_counts(["num_hidden_layers"], most=MOST_LAYERS)  # transformers reads this before validation
-        return [_RecurrentLayer("linear_attention")] * self.num_hidden_layers
+        # `EncoderDecoderModel.generate` creates a cache that must have a length, see `fill_cache`.
+        kind = "hybrid" if self.add_cross_attention else "linear_attention"
+        return [_RecurrentLayer(kind)] * self.num_hidden_layers
 
     @property
     def shares_embeddings(self) -> bool:

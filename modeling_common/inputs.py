@@ -98,12 +98,7 @@ def prepare(
     """
     forbid_tracing()
     config = model.config
-    for name, value in model.built_with.items():
-        if getattr(config, name) != value:
-            raise ValueError(
-                f"`config.{name}` has been changed to {not value} after the construction of the model; create it with "
-                "this value"
-            )
+    model.check_built()
     cache = cross_cache = None
     requests_cache = model_cache is not None or bool(use_cache)
     if requests_cache or (use_cache is None and config.is_decoder):

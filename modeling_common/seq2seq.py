@@ -138,6 +138,12 @@ class Seq2SeqBody(EncoderDecoder):
         self, options: dict[str, Any], use_cache: bool | None, *targets: torch.Tensor | None
     ) -> dict[str, Any]:
         """Return `options` of encoder and decoder with defaults, after checking that one of the `targets` is given."""
+        pad = self.config.pad_token_id
+        if not pad == self.encoder.config.pad_token_id == self.decoder.config.pad_token_id:
+            raise ValueError(
+                f"`config.pad_token_id` has been changed to {pad} after the construction of the model; set it in the "
+                "configurations of `get_encoder()` and `get_decoder()` too"
+            )
         if options.pop("position_ids", None) is not None:
             raise ValueError(
                 "`position_ids` is ambiguous for an encoder-decoder; omit it (Luna has `decoder_position_ids`)"
@@ -177,7 +183,7 @@ class Seq2SeqBody(EncoderDecoder):
         if mask is None:
             mask = getattr(encoded, "attention_mask", None)
         if mask is None and source["input_ids"] is not None:
-            mask = drop_if_full(source["input_ids"] != self.config.pad_token_id)
+            mask = drop_if_full(find_mask(source["input_ids"], self.encoder.config))
         return encoded, mask
 
     def read_outputs(self, outputs: ModelOutput | tuple[torch.Tensor, ...] | None) -> Any:

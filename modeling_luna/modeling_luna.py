@@ -841,6 +841,15 @@ class LunaModel(BodyMixin, LunaPreTrainedModel):
     def input_width(self) -> int:
         return cast(int, self.config.embedding_size)
 
+    def check_built(self) -> None:
+        super().check_built()
+        first = self.embeddings.offset
+        if self.config.position_embedding_type != "none" and self.config.position_offset != first:
+            raise ValueError(
+                f"`config.pad_token_id` has been changed to {self.config.pad_token_id} after the construction of the "
+                f"model, which determines the first position; also set `config.first_position = {first}` to keep it"
+            )
+
     @accept_past_key_values
     @capture_outputs
     def forward(
@@ -1304,7 +1313,9 @@ class LunaForCausalLM(GenericForCausalLM, StateGenerationMixin, LunaPreTrainedMo
     def check_config(self, config: LunaConfig) -> None:
         if not config.learns_causal_projection:
             raise ValueError(
-                "LunaForCausalLM requires a configuration with is_decoder=True and add_cross_attention=False"
+                "LunaForCausalLM requires a configuration with is_decoder=True and add_cross_attention=False, got "
+                f"{config.is_decoder} and {config.add_cross_attention}; for an encoder and a decoder, use "
+                "LunaForConditionalGeneration"
             )
 
     @accept_past_key_values

@@ -186,13 +186,3 @@ def test_right_padding_warns(case, rows, warnings):
     if not model.config.is_encoder_decoder:
         model.generate(inputs_embeds=model.get_input_embeddings()(ids), attention_mask=mask, max_new_tokens=2)
         assert len(warnings) == 1
-
-
-@pytest.mark.parametrize("name", ["is_decoder", "add_cross_attention"])
-@pytest.mark.parametrize("family", ["luna", "mega", "megalodon"])
-def test_fields_that_determine_the_modules_cannot_be_changed(family, name):
-    """`EncoderDecoderModel` sets `add_cross_attention` of a decoder without the modules, which ignored the source."""
-    model = copy.deepcopy(decoders.make_plain(family))
-    setattr(model.config, name, not getattr(model.config, name))
-    with pytest.raises(ValueError, match=f"`config.{name}` has been changed to .*; create it with this value"):
-        model(IDS)

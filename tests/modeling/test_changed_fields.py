@@ -1,0 +1,114 @@
+"""Fields of a configuration that are changed after the construction of the model have their effect, or raise an error."""
+
+import copy
+
+import pytest
+import torch
+from transformers import BertConfig, BertModel, EncoderDecoderModel
+
+from . import decoders, luna, mega
+
+IDS = torch.tensor([[2, 5, 6, 7, 8], [2, 8, 7, 6, 5]])
+SIZES = {"vocab_size": 40, "hidden_size": 24, "num_hidden_layers": 2, "intermediate_size": 32}
+ENCODERS = {
+    "bert": lambda: luna.enlarged(BertModel, BertConfig(**SIZES, num_attention_heads=2)),
+    "luna": lambda: luna.make("Model"),
+    "mega": lambda: mega.make("Model"),
+}
+
+
+@pytest.mark.parametrize("name", ["is_decoder", "add_cross_attention"])
+@pytest.mark.parametrize("family", ["luna", "mega", "megalodon"])
+def test_fields_that_determine_the_modules_cannot_be_changed(family, name):
+    """`EncoderDecoderModel` sets `add_cross_attention` of a decoder without the modules, which ignored the source."""
+    model = copy.deepcopy(decoders.make_plain(family))
+    setattr(model.config, name, not getattr(model.config, name))
+    with pytest.raises(ValueError, match=f"`config.{name}` has been changed to .*; create it with this value"):
+        model(IDS)
+
+
+def results(model, ids):
+    """Return the logits of tokens with an inferred mask."""
+    with torch.no_grad():
+        return model(ids, **({"decoder_input_ids": ids} if model.config.is_encoder_decoder else {})).logits
+
+
+@pytest.mark.parametrize(("family", "both"), decoders.PLAIN)
+def test_another_padding_token(family, both, tmp_path):
+    """A changed `pad_token_id` drops this token and keeps the positions, also after the model has been saved."""
+    model = decoders.make_plain(family, is_encoder_decoder=True) if both else decoders.make_plain(family)
+    ids = torch.tensor([[5, 6, 7, 8, 9, 9]])
+    model.config.pad_token_id = 9
+    if both:
+        with pytest.raises(ValueError, match=r"`config.pad_token_id` has been changed to 9 .* `get_encoder\(\)` and"):
+            results(model, ids)
+        for side in (model.get_encoder(), model.get_decoder()):
+            side.config.pad_token_id = 9
+    if family == "luna":
+        with pytest.raises(ValueError, match="`config.pad_token_id` has been changed.* `config.first_position = 2`"):
+            results(model, ids)
+        for part in (model, model.get_encoder(), model.get_decoder()) if both else (model,):
+            part.config.first_position = 2
+    found = results(model, ids)
+    torch.testing.assert_close(found[:, :4], results(model, ids[:, :4]))
+    model.save_pretrained(tmp_path)
+    loaded = type(model).from_pretrained(tmp_path, dtype=torch.float64)
+    torch.testing.assert_close(results(loaded, ids), found)
+
+
+@pytest.mark.parametrize(("family", "both"), decoders.PLAIN)
+def test_use_cache_of_the_configuration(family, both):
+    model = decoders.make_plain(family, is_encoder_decoder=True) if both else decoders.make_plain(family)
+    inputs = {"input_ids": IDS} | ({"decoder_input_ids": IDS} if both else {})
+    options = {"do_sample": False, "max_new_tokens": 3, "eos_token_id": None}
+    expected = model.generate(IDS, **options)
+    for use_cache in (False, True):
+        model.config.use_cache = model.generation_config.use_cache = use_cache
+        assert (model(**inputs).cache is not None) == use_cache
+        assert torch.equal(model.generate(IDS, **options), expected)
+
+
+@pytest.mark.parametrize("models", [luna, mega])
+def test_problem_type_of_the_configuration(models):
+    """The loss of one model follows `problem_type` and `num_labels`, also if another type was used before."""
+    model = models.make("ForSequenceClassification")
+    functions = {
+        "single_label_classification": (torch.nn.functional.cross_entropy, torch.tensor([0, 2])),
+        "multi_label_classification": (torch.nn.functional.binary_cross_entropy_with_logits, torch.rand(2, 3)),
+        "regression": (torch.nn.functional.mse_loss, torch.rand(2, 3)),
+    }
+    logits = model(IDS).logits
+    for kind, (function, labels) in functions.items():
+        model.config.problem_type = kind
+        torch.testing.assert_close(model(IDS, labels=labels).loss, function(logits, labels))
+        with pytest.raises(ValueError, match=f"problem_type='{kind}'"):
+            model(IDS, labels=labels.float()[:, :1].long() if labels.dim() > 1 else torch.rand(2, 3))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("encoder", ENCODERS)
+def test_decoder_of_an_encoder_decoder_model(encoder, tmp_path):
+    """`generate` of transformers' `EncoderDecoderModel` has the same results with a cache and without."""
+    decoder = decoders.make_plain("mega", add_cross_attention=True).float()
+    assert "linear_attention" in decoder.config.layer_types[0]  # for Accelerate
+    model = EncoderDecoderModel(encoder=ENCODERS[encoder](), decoder=decoder).eval()
+    source, mask = luna.tokens([7, 4]).values()
+    options = {"decoder_start_token_id": 2, "pad_token_id": 1, "do_sample": False, "max_new_tokens": 6}
+    for more in ({}, {"num_beams": 3}, {"num_beams": 2, "num_return_sequences": 2}):
+        inputs = {"inputs": source, "attention_mask": mask, "eos_token_id": None} | options | more
+        texts = [model.generate(**inputs, use_cache=use_cache) for use_cache in (True, False)]
+        assert torch.equal(*texts)
+        assert not torch.equal(texts[0], model.generate(**inputs | {"inputs": source.flip(1)}))
+    with pytest.raises(ValueError, match="`cache` must be a MegaSeq2SeqCache, got a EncoderDecoderCache"):
+        model.generate(source, **options, cache_implementation="static")
+    model.save_pretrained(tmp_path)
+    assert torch.equal(EncoderDecoderModel.from_pretrained(tmp_path).generate(**inputs), texts[0])
+
+
+def test_decoder_of_an_encoder_decoder_model_without_cross_attention():
+    decoder = decoders.make_plain("mega").float()
+    model = EncoderDecoderModel(encoder=ENCODERS["bert"](), decoder=decoder)
+    with pytest.raises(ValueError, match="`config.add_cross_attention` has been changed to True"):
+        model.generate(IDS, decoder_start_token_id=2)
+    with pytest.raises(ValueError, match="use LunaForConditionalGeneration"):
+        decoders.make_plain("luna", add_cross_attention=True)
