@@ -1,4 +1,4 @@
-"""Fields of a configuration that are changed after the construction of the model have their effect, or raise an error."""
+"""A field of a configuration that is changed after the construction of the model has its effect, or raises an error."""
 
 import copy
 

@@ -1,8 +1,8 @@
 """One function, however texts are laid out, for random encoders with a head, in float64.
 
 A text alone has the results of the text in a batch: with padding on either side, gaps, more padding, other tokens at
-padding, another order, masks of any type, `position_ids`, embeddings, recorded states and weights, and without padding in
-one row.
+padding, another order, masks of any type, `position_ids`, embeddings, recorded states and weights, and without padding
+in one row.
 """
 
 import random
