@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import nn
+from transformers import initialization as init
 from transformers.configuration_utils import PreTrainedConfig
 from transformers.modeling_utils import PreTrainedModel
 from transformers.utils.deprecation import deprecate_kwarg
@@ -33,6 +34,15 @@ def exact_dtype() -> torch.dtype:
     `_keep_in_fp32_modules_strict` only affects `from_pretrained`, not the construction in half precision.
     """
     return torch.promote_types(torch.get_default_dtype(), torch.float32)
+
+
+def trunc_normal_(tensor: torch.Tensor, **options: float) -> None:
+    """Initialize a tensor with `init.trunc_normal_`, which samples again until no value is out of bounds (torch 2.13).
+
+    A tensor of `FakeTensorMode` has no values.
+    """
+    if type(tensor).__name__ != "FakeTensor":
+        init.trunc_normal_(tensor, **options)
 
 
 class CommonPreTrainedModel(PreTrainedModel):

@@ -44,6 +44,7 @@ from luna_mega.modeling_common.base import (
     StateRecorder,
     accept_past_key_values,
     exact_dtype,
+    trunc_normal_,
 )
 from luna_mega.modeling_common.cache import StateCache, StateLayer, StateSeq2SeqCache, layer_caches
 from luna_mega.modeling_common.generation import Seq2SeqGenerationMixin, StateGenerationMixin
@@ -785,7 +786,7 @@ class MegaPreTrainedModel(CommonPreTrainedModel):
             for parameter in module.parameters():
                 init.uniform_(parameter, -bound, bound)
         elif isinstance(module, MegaEmbeddings) and hasattr(module, "position_embeddings"):
-            init.trunc_normal_(module.position_embeddings, std=config.hidden_size**-0.5)
+            trunc_normal_(module.position_embeddings, std=config.hidden_size**-0.5)
         elif isinstance(module, ValueEmbeddings):
             init.normal_(module.weight)
             init.normal_(module.bias, std=0.1)

@@ -43,6 +43,7 @@ from luna_mega.modeling_common.base import (
     StateRecorder,
     accept_past_key_values,
     exact_dtype,
+    trunc_normal_,
 )
 from luna_mega.modeling_common.cache import StateCache
 from luna_mega.modeling_common.generation import StateGenerationMixin
@@ -347,7 +348,7 @@ def draw_matrix(weight: torch.Tensor, initializer: str, deviation: float = 1.0) 
     elif initializer == "bert":
         init.normal_(weight, std=0.02)
     elif initializer == "gaussian":
-        init.trunc_normal_(weight, std=deviation, a=-3.0 * deviation, b=3.0 * deviation)
+        trunc_normal_(weight, std=deviation, a=-3.0 * deviation, b=3.0 * deviation)
     elif initializer == "xavier":
         init.xavier_uniform_(weight)
     else:
@@ -386,7 +387,7 @@ class MegalodonPreTrainedModel(CommonPreTrainedModel):
             init.copy_(module.theta, torch.logit(torch.exp(-math.log(width) / width * number)).view(-1, 1, 1))
             real = torch.randn_like(module.gamma[..., 0])
             init.copy_(module.gamma, torch.stack((real, torch.zeros_like(real)), -1))
-            init.trunc_normal_(module.omega, std=0.25, a=-1.0, b=1.0)
+            trunc_normal_(module.omega, std=0.25, a=-1.0, b=1.0)
         elif isinstance(module, MegalodonRotary):
             init.copy_(module.freqs, module.frequencies(2 * len(module.freqs)))
         else:  # scales (stored as scale - 1), shifts and `prior_*`

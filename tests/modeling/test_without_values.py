@@ -1,0 +1,66 @@
+"""Construction and forward passes read no values: under `FakeTensorMode`, and on the meta device, then `to_empty`."""
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTensorMode
+
+from luna_mega import MegaForImageClassification
+
+from . import luna, mega, megalodon_decoders
+from .decoders import DECODERS, make, slow_but_some
+
+BANDS = {"adaptive_input_cutoffs": [10, 20], "adaptive_softmax_cutoffs": [10, 20]}
+BANDS |= {"adaptive_input_factor": 2, "adaptive_softmax_factor": 2}
+IMAGES = {"input_type": "patches", "image_size": 8, "patch_size": 2, "pooling": "mean"}
+MODELS = {
+    "luna": lambda: luna.make("ForSequenceClassification"),
+    "mega": lambda: mega.make("ForSequenceClassification", normalization_type="batchnorm"),
+    "mega: adaptive": lambda: make("mega: softmax", **BANDS),
+    "mega: images": lambda: luna.enlarged(MegaForImageClassification, mega.tiny_config(**IMAGES)),
+    "megalodon: classifier": lambda: megalodon_decoders.make("ForSequenceClassification", torch.float32),
+    **{name: lambda name=name: make(name) for name in DECODERS},
+}
+
+
+def inputs_of(model):
+    if model.config.input_type == "patches":
+        return {"pixel_values": torch.ones(2, 3, 8, 8)}
+    ids = torch.arange(24).view(2, 12) % 17 + 4
+    return {"input_ids": ids} | ({"decoder_input_ids": ids} if model.config.is_encoder_decoder else {})
+
+
+@pytest.mark.parametrize("name", slow_but_some(DECODERS) + [name for name in MODELS if name not in DECODERS])
+def test_weights_are_loaded_into_empty_memory(name):
+    model = MODELS[name]()
+    with torch.no_grad():
+        expected = model(**inputs_of(model)).logits
+    with torch.device("meta"):
+        empty = type(model)(model.config)
+    empty = empty.to(expected.dtype).to_empty(device="cpu")
+    for tensor in (*empty.parameters(), *empty.buffers()):
+        tensor.data.fill_(99)
+    empty.tie_weights()
+    empty.load_state_dict(model.state_dict())
+    assert [*dict(empty.named_parameters())] == [*dict(model.named_parameters())]
+    with torch.no_grad():
+        torch.testing.assert_close(empty.eval()(**inputs_of(model)).logits, expected)
+
+
+@pytest.mark.parametrize("name", slow_but_some(DECODERS) + [name for name in MODELS if name not in DECODERS])
+def test_a_fake_model(name):
+    """Results of a model that is constructed and trained under `FakeTensorMode` have their shapes and dtypes."""
+    model = MODELS[name]().float()
+    expected = model(**inputs_of(model)).logits
+    with FakeTensorMode():
+        fake, inputs = type(model)(model.config), inputs_of(model)
+        if name == "mega: adaptive":  # the number of tokens of a band depends on their values
+            with pytest.raises(DynamicOutputShapeException):
+                fake(**inputs)
+            return
+        logits = fake(**inputs).logits
+        logits.sum().backward()
+    assert (logits.shape, logits.dtype) == (expected.shape, expected.dtype)
+    parameters = dict(model.named_parameters())
+    for key, parameter in fake.named_parameters():
+        assert (parameter.shape, parameter.dtype) == (parameters[key].shape, parameters[key].dtype)
+        assert parameter.grad is None or parameter.grad.shape == parameter.shape
