@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.library import opcheck
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from luna_mega.kernels.api import (
@@ -19,6 +20,7 @@ from luna_mega.kernels.api import (
     timestep_norm_step,
 )
 from tests.kernels.backends import TRITON
+from tests.kernels.operators import OperatorCalls
 
 
 def described(x):
@@ -123,14 +125,17 @@ def norm_over_time(backend, masked):
     return result, timestep_norm_step(x[:, 0], state, 2, backend=backend)[0]
 
 
+CALLS = [
+    *((causal, rows) for rows in (5, 70)),
+    *((packed, tied) for tied in (True, False)),
+    *((gated, function) for function in ("softmax", "laplace")),
+    *((call, option) for call in (average, complex_average, norm_over_time) for option in (True, False)),
+]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", ["torch", TRITON])
-@pytest.mark.parametrize(
-    "call, option",
-    [(causal, 5), (causal, 70), (packed, True), (packed, False), (gated, "softmax"), (gated, "laplace")]
-    + [(average, True), (average, False), (complex_average, True), (complex_average, False)]
-    + [(norm_over_time, True), (norm_over_time, False)],
-)
+@pytest.mark.parametrize("call, option", CALLS)
 def test_results_are_what_the_fakes_promise(triton_device, monkeypatch, call, option, backend):
     if backend == "triton":
         from luna_mega.kernels.luna_causal_attention import triton_forward
@@ -147,6 +152,38 @@ def test_results_are_what_the_fakes_promise(triton_device, monkeypatch, call, op
         with Promises() as promises:
             assert all(map(torch.equal, results, train())), "a call under a mode has other results"
     assert len(results) > 2 and any("backward" in name for name in promises.seen), promises.seen
+
+
+def registered(backend):
+    """Return the names of the operators of a backend."""
+    names = {
+        name.partition("::")[2] for name in torch._C._dispatch_get_all_op_names() if name.startswith("luna_mega::")
+    }
+    return {name for name in names if ("triton" in name) == (backend == "triton")}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["torch", TRITON])
+def test_opcheck(triton_device, backend):
+    """PyTorch's checks of custom operators pass for all operators, with the arguments of the calls above."""
+    seen = set()
+    for call, option in CALLS:
+        with torch.device(triton_device), OperatorCalls() as mode:
+            loss = sum(x.square().sum() for x in call(backend, option))
+            torch.autograd.grad(loss, leaves_of(loss))
+            with torch.no_grad():
+                call(backend, option)
+        for operator, arguments in zip(mode.operators, mode.calls, strict=True):
+            backward = operator._schema.name.endswith("_backward")
+            arguments = tuple(
+                x.detach().clone().requires_grad_(x.is_floating_point() and not backward) if torch.is_tensor(x) else x
+                for x in arguments
+            )
+            tests = ("test_schema", "test_faketensor", *(() if backward else ("test_autograd_registration",)))
+            tests += () if backend == "triton" or backward else ("test_aot_dispatch_dynamic",)
+            opcheck(operator, arguments, test_utils=tests)
+            seen.add(operator._schema.name.partition("::")[2])
+    assert seen == registered(backend)
 
 
 @pytest.mark.slow
