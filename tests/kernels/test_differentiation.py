@@ -5,14 +5,22 @@ from functools import partial
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
 
 from luna_mega.kernels import api
 from tests.marks import diagonal
 
 T = 19  # more than the positions that causal Luna attention computes without an operator
-MASK = torch.arange(T)[None] < T - 2
 STEP = 1e-6
+
+
+def mask(x: torch.Tensor) -> torch.Tensor:
+    return torch.arange(T, device=x.device)[None] < T - 2
+
+
+def integer(x: torch.Tensor, value: int) -> torch.Tensor:
+    return torch.full((1,), value, device=x.device)
 
 
 def normal(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -20,21 +28,22 @@ def normal(*shape: int, seed: int = 0) -> torch.Tensor:
 
 
 def causal(query, rows, key, key_mean, value_mean, **options):
-    state = api.LunaCausalState(key_mean, value_mean, torch.tensor([5]))
+    state = api.LunaCausalState(key_mean, value_mean, integer(query, 5))
     output, state = api.luna_causal_attention(
-        query, rows, key, key, key, state=state, mask=MASK, return_state=True, **options
+        query, rows, key, key, key, state=state, mask=mask(query), return_state=True, **options
     )
     return output, state.key_mean, state.value_mean
 
 
 def causal_step(query, rows, key, key_mean, value_mean, **options):
-    state = api.LunaCausalState(key_mean, value_mean, torch.tensor([5]))
+    state = api.LunaCausalState(key_mean, value_mean, integer(query, 5))
     return api.luna_causal_attention_step(query, rows, key, key, key, state=state, **options)[0]
 
 
 def norm(x, weight, bias, mean, variance, **options):
-    state = api.TimestepNormState(torch.tensor([5]), mean, variance.square() + 1)
-    output, state = api.timestep_norm(x, 2, weight, bias, mask=MASK, initial_state=state, return_state=True, **options)
+    state = api.TimestepNormState(integer(x, 5), mean, variance.square() + 1)
+    options |= {"mask": mask(x), "initial_state": state, "return_state": True}
+    output, state = api.timestep_norm(x, 2, weight, bias, **options)
     return output, state.mean, state.variance
 
 
@@ -46,7 +55,7 @@ GATED = normal(1, T, 3), normal(1, T, 3, seed=1), normal(1, T, 4)
 COMPLEX = normal(4, 2), normal(4, 2, seed=1), normal(4), normal(4, 2, 2)
 # Operator and options -> (function of the leaves, leaves).
 CALLS: dict[str, tuple[Callable, tuple[torch.Tensor, ...]]] = {
-    "luna_pack": (lambda p, x, **o: api.luna_pack(p, x, x, MASK, **o), (ROWS, TOKENS)),
+    "luna_pack": (lambda p, x, **o: api.luna_pack(p, x, x, mask(x), **o), (ROWS, TOKENS)),
     "luna_unpack": (lambda x, p, v, b, **o: api.luna_unpack(x, p, v, bias=b, **o), UNPACK),
     "luna_attention": (
         lambda q, p, x, **o: api.luna_attention(q, p, x, x, lambda y: (y, y), **o)[0], (TOKENS, ROWS, TOKENS / 2),
@@ -57,19 +66,23 @@ CALLS: dict[str, tuple[Callable, tuple[torch.Tensor, ...]]] = {
         (TOKENS, ROWS, TOKENS / 2),
     ),
     "luna_causal_attention_step": (causal_step, (TOKENS[:, 0], ROWS, TOKENS[:, 1], *MEANS)),
-    "gated_attention": (partial(api.gated_attention, mask=MASK), (*GATED, normal(2 * T - 1))),
+    "gated_attention": (
+        lambda q, *x, **o: api.gated_attention(q, *x, mask=mask(q), **o), (*GATED, normal(2 * T - 1)),
+    ),
     "gated_attention, laplace": (
         partial(api.gated_attention, function="laplace", causal=True, chunk_size=8), (*GATED, normal(15)),
     ),
     "gated_attention, relu2": (
-        partial(api.gated_attention, function="relu2", row_offset=torch.tensor([2]), mask=MASK.flip(1)),
+        lambda q, *x, **o: api.gated_attention(
+            q, *x, function="relu2", row_offset=integer(q, 2), mask=mask(q).flip(1), **o
+        ),
         (*GATED, normal(2 * T - 1)),
     ),
     "gated_attention_step": (
         lambda q, *x, **o: api.gated_attention_step(q[:, 0], *x, **o), (*GATED, normal(2 * T - 1)),
     ),
     "damped_ema": (
-        lambda x, s, *p, **o: api.damped_ema(x, *p, mask=MASK, initial_state=s, return_state=True, **o),
+        lambda x, s, *p, **o: api.damped_ema(x, *p, mask=mask(x), initial_state=s, return_state=True, **o),
         (normal(1, T, 4), normal(1, 4, 2), *PARAMETERS, normal(4)),
     ),
     "damped_ema, two directions": (
@@ -81,7 +94,7 @@ CALLS: dict[str, tuple[Callable, tuple[torch.Tensor, ...]]] = {
         lambda x, s, *p, **o: api.damped_ema_step(x, s, *p, **o), (X, normal(1, 4, 2), *PARAMETERS, SKIP),
     ),
     "complex_ema": (
-        lambda x, s, *p, **o: api.complex_ema(x, *p, mask=MASK, initial_state=s, return_state=True, **o),
+        lambda x, s, *p, **o: api.complex_ema(x, *p, mask=mask(x), initial_state=s, return_state=True, **o),
         (normal(1, T, 4), normal(1, 4, 2, 2), *COMPLEX, normal(4)),
     ),
     "complex_ema_step": (
@@ -230,6 +243,26 @@ def test_every_way(name):
             torch.testing.assert_close(
                 actual, expected, rtol=1e-5, atol=1e-6, msg=lambda text, way=way: f"{way}: {text}"
             )
+
+
+def shapes(name, leaves):
+    """Return shapes and dtypes of the outputs and gradients of a call."""
+    leaves = [x.detach().requires_grad_() for x in leaves]
+    outputs = CALLS[name][0](*leaves)
+    outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+    found = torch.autograd.grad([x.sum() for x in outputs], leaves)
+    return [(x.shape, x.dtype) for x in (*outputs, *found)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+@pytest.mark.parametrize("name", CALLS)
+def test_without_values(name, dtype):
+    """Under `FakeTensorMode` and for meta tensors, the results have their shapes and dtypes."""
+    leaves = [x.to(dtype) for x in CALLS[name][1]]
+    expected = shapes(name, leaves)
+    with FakeTensorMode() as mode:
+        assert shapes(name, [mode.from_tensor(x) for x in leaves]) == expected
+    assert shapes(name, [x.to("meta") for x in leaves]) == expected
 
 
 TRITON = [name for name in CALLS if not name.endswith(("coefficients", "truncated"))]
