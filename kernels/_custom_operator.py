@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.autograd import Function
 
 from ._dispatch import without_autocast
-from ._export import in_dispatch_mode, in_program, is_transformed
+from ._export import has_lost_tangent, in_dispatch_mode, in_program, is_transformed
 from ._flops import register_flops
 
 Values = Sequence[Any]  # tensors, lists of tensors, numbers and None
@@ -74,6 +74,7 @@ def register(
 
     def call(*inputs: Any) -> Any:
         if not is_plain(inputs):
+            forbid_tangents(name, inputs)
             return operator(*inputs)
         return (function.apply if has_gradients(inputs[i] for i in places) else run)(*inputs)
 
@@ -174,6 +175,16 @@ def no_second_derivative(name: str, call: str = "") -> RuntimeError:
         f"{name}: the gradient{call} cannot be differentiated again (`create_graph=True`); compute the model inside "
         "`use_backend('reference')`"
     )
+
+
+def forbid_tangents(name: str, inputs: Values) -> None:
+    """Raise `RuntimeError` for tangents that `is_transformed` cannot find: an operator would drop them."""
+    tensors = (x for value in inputs for x in (value if isinstance(value, list) else [value]) if isinstance(x, Tensor))
+    if any(map(has_lost_tangent, tensors)):
+        raise RuntimeError(
+            f"{name} does not support forward mode with torch {torch.__version__}; compute the model inside "
+            "`luna_mega.kernels.api.use_backend('reference')`"
+        )
 
 
 def is_plain(arguments: Values) -> bool:

@@ -33,6 +33,11 @@ def is_transformed() -> bool:
     return _are_functorch_transforms_active() or forward_ad._current_level >= 0
 
 
+def has_lost_tangent(x: Tensor) -> bool:
+    """Return whether `x` has a tangent that `is_transformed` does not find because a name is missing."""
+    return not HAS_NAMES and not in_program() and forward_ad.unpack_dual(x).tangent is not None
+
+
 def in_parts() -> bool:
     """Return whether a call must consist of operators of PyTorch, which have derivatives of every kind and order."""
     return is_exporting() or is_transformed()

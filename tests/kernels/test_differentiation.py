@@ -8,8 +8,8 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
 
-from luna_mega.kernels import api
-from tests.marks import diagonal
+from luna_mega.kernels import _export, api
+from tests.marks import diagonal, slow_but
 
 T = 19  # more than the positions that causal Luna attention computes without an operator
 STEP = 1e-6
@@ -243,6 +243,27 @@ def test_every_way(name):
             torch.testing.assert_close(
                 actual, expected, rtol=1e-5, atol=1e-6, msg=lambda text, way=way: f"{way}: {text}"
             )
+
+
+@pytest.mark.parametrize("name", slow_but(["gated_attention", "timestep_norm", "luna_pack", "damped_ema"], CALLS))
+def test_without_private_names(name, monkeypatch):
+    """Without the private names of PyTorch that find transforms, no way has a wrong result."""
+    case = Case(name)
+    monkeypatch.setattr(_export, "HAS_NAMES", False)
+    for way, compute in WAYS.items():
+        try:
+            results = compute(case)
+        except (RuntimeError, NotImplementedError):
+            assert way not in ("backward", "second", "second of each", "second backward")
+            continue
+        for actual, expected in zip(*results, strict=True):
+            torch.testing.assert_close(
+                actual, expected, rtol=1e-5, atol=1e-6, msg=lambda text, way=way: f"{way}: {text}"
+            )
+    if "coefficients" not in name:
+        case.run = scalar(name, backend="reference")
+        for actual, expected in zip(*WAYS["jvp"](case), strict=True):
+            torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-6)
 
 
 def shapes(name, leaves):
