@@ -4,12 +4,21 @@ from typing import Any
 
 import torch
 from torch.nn.functional import pad
+from transformers.configuration_utils import PreTrainedConfig
 
 from luna_mega.kernels.api import gated_attention, gated_attention_step
 from luna_mega.kernels.support import is_exporting, roll_columns, take_columns
 from luna_mega.modeling_common.cache import StateLayer
 from luna_mega.modeling_common.key_window import KeyWindow
 from luna_mega.modeling_common.masks import can_look
+
+
+def cached_backend(config: PreTrainedConfig, cache: StateLayer | None, output_weights: bool) -> str | None:
+    """Return the backend of attention to a cache: with "eager" the reference; None = the default.
+
+    Without a cache, "eager" computes the weights (`returns_weights`), which is the reference.
+    """
+    return None if cache is None or output_weights or config._attn_implementation != "eager" else "reference"
 
 
 def attend(
@@ -26,7 +35,7 @@ def attend(
         window: visible keys and values.
         heads: H, with the heads of queries, keys and values next to each other; None = one, and weights without H.
         return_weights: also return the attention weights.
-        options: further arguments of `gated_attention`: `bias`, `function`, `causal` and `dropout`.
+        options: further arguments of `gated_attention`: `bias`, `function`, `causal`, `dropout` and `backend`.
     """
     if window.step and not return_weights:
         return attend_step(query, window, heads, **options), None

@@ -37,7 +37,7 @@ from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
 from luna_mega.kernels.api import TruncatedEmaState, damped_ema, damped_ema_step, ema_coefficients, gated_attention
 from luna_mega.kernels.support import Dropout, in_program, is_exporting, is_plain, upcast
-from luna_mega.modeling_common.attention import KeyValueCacheLayer, attend
+from luna_mega.modeling_common.attention import KeyValueCacheLayer, attend, cached_backend
 from luna_mega.modeling_common.base import (
     BodyMixin,
     CommonPreTrainedModel,
@@ -508,6 +508,7 @@ class MegaGatedAttention(nn.Module):
             function=self.function,
             causal=self.causal,
             dropout=dropout,
+            backend=cached_backend(self.config, cache, output_weights),
             return_weights=output_weights,
         )
         if weights is not None and chunk is None:
@@ -613,6 +614,7 @@ class MegaGatedCrossAttention(nn.Module):
         bias = self.rel_pos_bias(positions, count=count)
         options: dict[str, Any] = {"mask": encoder_layout.mask, "offset": offset, "row_offset": row_offset}
         options |= {"function": self.config.attention_activation, "dropout": dropout}
+        options |= {"backend": cached_backend(self.config, cross_cache, output_weights)}
         attended: Any = gated_attention(query, key, value, bias, return_weights=output_weights, **options)
         if output_weights:
             attended, weights = restore_columns(attended[0], attended[1], value, layout, encoder_layout, dropout)

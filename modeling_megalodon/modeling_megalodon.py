@@ -36,7 +36,7 @@ from luna_mega.kernels.api import (
     timestep_norm_step,
 )
 from luna_mega.kernels.support import Dropout, upcast
-from luna_mega.modeling_common.attention import KeyValueCacheLayer, attend
+from luna_mega.modeling_common.attention import KeyValueCacheLayer, attend, cached_backend
 from luna_mega.modeling_common.base import (
     BodyMixin,
     CommonPreTrainedModel,
@@ -133,6 +133,7 @@ class MegalodonChunkAttention(nn.Module):
 
     def __init__(self, config: MegalodonConfig):
         super().__init__()
+        self.config = config
         self.chunk_size, self.dropout = config.chunk_size, Dropout(config.attention_probs_dropout_prob)
         self.heads = config.num_attention_heads
         self.size = config.shared_representation_size // self.heads
@@ -156,6 +157,7 @@ class MegalodonChunkAttention(nn.Module):
         else:
             window = cache.extend(key, value, layout.mask, chunk)
         options = {"causal": True, "dropout": self.dropout.rate}
+        options |= {"backend": cached_backend(self.config, cache, output_weights)}
         return attend(query, window, self.heads, return_weights=output_weights, **options)
 
 
