@@ -121,6 +121,29 @@ def test_dpo(name, reference, tokenizer, tmp_path):
     assert losses[0] == pytest.approx(math.log(2), abs=1e-6) and losses[-1] < losses[0]
 
 
+DROPOUT = {
+    "luna": dict.fromkeys(("dropout", "attention_dropout", "activation_dropout", "word_dropout"), 0.5),
+    "mega": dict.fromkeys(mega.NO_DROPOUT, 0.5),
+    "megalodon": dict.fromkeys(("dropout_prob", "hidden_dropout_prob", "attention_probs_dropout_prob"), 0.5),
+}
+
+
+@pytest.mark.parametrize("name", DROPOUT)
+def test_dpo_of_a_model_with_dropout(name, tokenizer, tmp_path):
+    """TRL sets `p = 0` in every `nn.Dropout`, so that the first loss is ln 2."""
+    rows = {"prompt": TEXTS, "chosen": [" w3 w4"] * len(TEXTS), "rejected": [" w5"] * len(TEXTS)}
+    model = make(name, **DROPOUT[name])
+    trainer = DPOTrainer(
+        model,
+        ref_model=copy.deepcopy(model),
+        args=arguments(DPOConfig, tmp_path / "out", max_steps=1),
+        train_dataset=Dataset.from_dict(rows),
+        processing_class=tokenizer,
+    )
+    trainer.train()
+    assert trainer.state.log_history[0]["loss"] == pytest.approx(math.log(2), abs=1e-4)
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_grpo(name, tokenizer, tmp_path):
     """Completions for prompts of several lengths are generated, scored and used in training."""
