@@ -36,7 +36,7 @@ def exact_dtype() -> torch.dtype:
     return torch.promote_types(torch.get_default_dtype(), torch.float32)
 
 
-def trunc_normal_(tensor: torch.Tensor, **options: float) -> None:
+def trunc_normal_(tensor: torch.Tensor, **options: Any) -> None:
     """Initialize a tensor with `init.trunc_normal_`, which samples again until no value is out of bounds (torch 2.13).
 
     A tensor of `FakeTensorMode` has no values.

@@ -342,7 +342,7 @@ def fill_cache(model: CommonPreTrainedModel, cache: Cache) -> None:
     if type(cache) is EncoderDecoderCache and cache.get_seq_length() == 0:
         parts = cache.self_attention_cache, cache.cross_attention_cache
         if model.config.add_cross_attention and all(type(part) is DynamicCache for part in parts):
-            new = new_cache(model)
+            new: Any = new_cache(model)
             cache.__class__ = type(new)
             vars(cache).update(vars(new))
 

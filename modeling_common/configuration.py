@@ -62,7 +62,7 @@ class _RecurrentLayer(str):
     def __repr__(self) -> str:
         return f"{str(self)!r} (set cp_size and sp_size to 1)"
 
-    def __contains__(self, part: str) -> bool:
+    def __contains__(self, part: object) -> bool:
         return part == "linear_attention"  # which Accelerate searches before sequence parallelism
 
 

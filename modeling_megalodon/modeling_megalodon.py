@@ -156,7 +156,7 @@ class MegalodonChunkAttention(nn.Module):
             window = layout.key_window(key, value, chunk)
         else:
             window = cache.extend(key, value, layout.mask, chunk)
-        options = {"causal": True, "dropout": self.dropout.rate}
+        options: dict[str, Any] = {"causal": True, "dropout": self.dropout.rate}
         options |= {"backend": cached_backend(self.config, cache, output_weights)}
         return attend(query, window, self.heads, return_weights=output_weights, **options)
 
