@@ -92,7 +92,7 @@ def encode_split(
 ) -> Dataset:
     """Return a split with the columns `input_values` and `labels` (-100 = unknown)."""
     rate = extractor.sampling_rate
-    numbers = lib.class_numbers(split, data.label_column, outputs, name)
+    split, numbers = lib.class_numbers(split, data.label_column, outputs, name)
 
     def encode(row: dict[str, Any], index: int) -> dict[str, Any]:
         samples, own_rate = read_clip(row, data)

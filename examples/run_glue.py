@@ -107,9 +107,9 @@ def load_data(
         if name.startswith("test"):  # their labels are not published
             numbers = None
         elif task.labels:
-            numbers = lib.class_numbers(split, "label", labels.outputs, name, task.labels)
+            split, numbers = lib.class_numbers(split, "label", labels.outputs, name, task.labels)
         else:
-            numbers = lib.read_scores(split, name)
+            split, numbers = lib.read_scores(split, name)
         splits[name] = lib.encode_split(split, name, task.columns, numbers, tokenizer, data, training)
     return splits, tokenizer, config, [labels.outputs[name] for name in task.labels]
 

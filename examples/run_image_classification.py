@@ -71,7 +71,7 @@ def encode_split(
     outputs: dict[str, int],
 ) -> Dataset:
     """Return the split with `labels` (-100 = unknown), and `pixel_values` that are transformed on access."""
-    labels = lib.class_numbers(split, data.label_column, outputs, name)
+    split, labels = lib.class_numbers(split, data.label_column, outputs, name)
     rows = split.select_columns([data.image_column]).add_column("labels", labels)
     pixels = lib.images.holds_pixels(split, data.image_column)
 

@@ -135,9 +135,9 @@ class OptionCollator(DataCollatorForMultipleChoice):
         return super().torch_call([{name: example[name] for name in ("input_ids", "labels")} for example in examples])
 
 
-def check_answers(split: Dataset, name: str, task: ChoiceTask) -> None:
-    """Exit unless each question has all options and, except in the test split, an answer."""
-    for row, (options, answer) in enumerate(zip(split[task.options], split[task.answer], strict=True)):
+def check_options(split: Dataset, name: str, task: ChoiceTask) -> None:
+    """Exit unless each question has all options."""
+    for row, options in enumerate(split[task.options]):
         texts = option_texts(options)
         if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
             lib.fail(f"split {name}, row {row}: {task.options} is {options!r} instead of a list of texts")
@@ -147,8 +147,6 @@ def check_answers(split: Dataset, name: str, task: ChoiceTask) -> None:
             lib.fail(
                 f"split {name}, row {row}: the options are called {options['label']} instead of {list(task.letters)}"
             )
-        if answer not in tuple(task.letters) and (name != "test" or answer):
-            lib.fail(f"split {name}, row {row}: {task.answer} is {answer!r}, not one of {', '.join(task.letters)}")
 
 
 def load_split(name: str, task: ChoiceTask, data: DataArguments, limit: int | None) -> Dataset:
@@ -163,7 +161,7 @@ def load_split(name: str, task: ChoiceTask, data: DataArguments, limit: int | No
         split = concatenate_datasets([part if part.features == features else part.cast(features) for part in parts])
     split = split if limit is None else split.take(limit)
     lib.check_split(split, name, (task.name, *task.texts))
-    check_answers(split, name, task)
+    check_options(split, name, task)
     return split
 
 
@@ -182,15 +180,17 @@ def encode_split(
     # dill pickles `encode` with all that it refers to, so that datasets can hash it. `data` would lead to its class,
     # and through `TASKS` back to it, for which dill prints warnings.
     size, lengths = len(task.letters), (data.max_option_length, data.max_seq_length)
+    outputs = {letter: index for index, letter in enumerate(task.letters)}
+    split, labels = lib.class_numbers(split, task.answer, outputs, name)
 
     def encode(batch: Batch) -> Batch:
         options = task.encode(batch, tokenizer, *lengths)
         inputs = [options[start : start + size] for start in range(0, len(options), size)]
-        labels = [task.letters.index(answer) if answer else -100 for answer in batch[task.answer]]
-        return {"input_ids": inputs, "length": [max(map(len, options)) for options in inputs], "labels": labels}
+        return {"input_ids": inputs, "length": [max(map(len, options)) for options in inputs]}
 
     unused = [*task.texts, task.options, task.answer]
-    return split.map(encode, batched=True, remove_columns=unused, keep_in_memory=in_memory, desc=name)
+    encoded = split.map(encode, batched=True, remove_columns=unused, keep_in_memory=in_memory, desc=name)
+    return encoded.add_column("labels", labels)
 
 
 def make_metrics(split: Dataset, task: ChoiceTask) -> Callable[[EvalPrediction], dict[str, float]]:
@@ -199,8 +199,9 @@ def make_metrics(split: Dataset, task: ChoiceTask) -> Callable[[EvalPrediction],
     levels = {level: np.array([name.startswith(level) for name in names]) for level in task.levels}
 
     def compute_metrics(prediction: EvalPrediction) -> dict[str, float]:
-        right = prediction.predictions.argmax(-1) == prediction.label_ids
-        parts = {"accuracy": right, **{f"{level}_accuracy": right[chosen] for level, chosen in levels.items()}}
+        right, known = prediction.predictions.argmax(-1) == prediction.label_ids, prediction.label_ids != -100
+        parts = {"accuracy": right[known]}
+        parts |= {f"{level}_accuracy": right[chosen & known] for level, chosen in levels.items()}
         return {name: float(part.mean()) for name, part in parts.items() if len(part)}
 
     return compute_metrics
@@ -228,13 +229,12 @@ def load_data(
 
 
 def predict(trainer: Trainer, split: Dataset, task: ChoiceTask) -> dict[str, float]:
-    """Write the predicted letters of the test split; return the metrics, which require known answers."""
-    known = -100 not in split["labels"]
-    trainer.compute_metrics = make_metrics(split, task) if known else None
+    """Write the predicted letters of the test split; return the metrics over the known answers."""
+    trainer.compute_metrics = make_metrics(split, task)
     output = trainer.predict(split)
     lines = [f"index\t{task.name}\tprediction"]
     for index, (name, best) in enumerate(zip(split[task.name], output.predictions.argmax(-1), strict=True)):
-        lines.append(f"{index}\t{name}\t{task.letters[best]}")
+        lines.append(f"{index}\t{lib.tsv_field(name)}\t{task.letters[best]}")
     lib.write_lines(trainer, "predictions.tsv", lines)
     return lib.save(trainer, "test", output.metrics)
 

@@ -59,7 +59,7 @@ def load_data(
     config = lib.make_config(model, tokenizer, data.max_seq_length, shorten=(data, "max_seq_length"), **fields)
 
     for name, split in splits.items():
-        numbers = lib.class_numbers(split, data.label_column, labels.outputs, name)
+        split, numbers = lib.class_numbers(split, data.label_column, labels.outputs, name)
         splits[name] = lib.encode_split(split, name, data.text_columns, numbers, tokenizer, data, training)
     return splits, tokenizer, config
 

@@ -15,6 +15,11 @@ def terminal(text: str) -> str:
     return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text)
 
 
+def tsv_field(text: str) -> str:
+    """Return the text with tabs and line ends as escapes, for a field of a file with tab-separated values."""
+    return re.sub(r"[\t\n\v\f\r\x1c-\x1e\x85\u2028\u2029]", lambda c: c[0].encode("unicode_escape").decode(), text)
+
+
 def short_line(value: Any) -> str:
     """Return a value as one line for YAML, without control characters and of at most 200 characters.
 

@@ -97,7 +97,7 @@ def load_rows(
     rows = {}
     for name, limit in limits.items():  # the rows may be sorted by label
         split = splits[name] if limit is None else splits[name].shuffle(seed=0).take(limit)
-        numbers = lib.class_numbers(split, "label", outputs, name, classes)
+        split, numbers = lib.class_numbers(split, "label", outputs, name, classes)
         rows[name] = split.remove_columns("label").add_column("label", numbers)
     return lib.images.undecoded(rows), names
 

@@ -6,6 +6,7 @@ their tasks.
 
 # ruff: noqa: F401
 
+from luna_mega.escaping import tsv_field
 from luna_mega.hub.find import find_model
 from luna_mega.hub.folder import load_tokenizer, remove_truncation
 from luna_mega.training import images, language_modeling, optimization, streams, tokenizers
@@ -26,6 +27,7 @@ from luna_mega.training.classification import (
     class_numbers,
     encode_split,
     match_labels,
+    read_scores,
     write_predictions,
 )
 from luna_mega.training.data import (
@@ -40,7 +42,6 @@ from luna_mega.training.data import (
     load_folder,
     load_from_hub,
     load_splits,
-    read_scores,
 )
 from luna_mega.training.models import (
     CheckpointArguments,

@@ -1,21 +1,28 @@
 """Classifiers: labels, inputs of texts and text pairs, accuracy and test predictions."""
 
+import math
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
+from accelerate import PartialState
 from datasets import ClassLabel, Dataset
 from torch.utils.data import Dataset as TorchDataset
 from transformers import EvalPrediction, PreTrainedTokenizerBase, Trainer, TrainingArguments
 from transformers.hf_argparser import HfArg
 
-from luna_mega.escaping import terminal
+from luna_mega.errors import shown
+from luna_mega.escaping import terminal, tsv_field
 from luna_mega.training.arguments import fail
 from luna_mega.training.data import ClassifierArguments
 from luna_mega.training.models import CheckpointArguments, are_default, label_names
 from luna_mega.training.runs import save, write_lines
 from luna_mega.training.streams import Redrawn
+
+# Names in lower case that mean "no label" unless a class has such a name. Empty fields are never a class.
+UNKNOWN = ("none", "na", "n/a", "nan", "null", "-1")
 
 
 class Labels(NamedTuple):
@@ -37,10 +44,32 @@ def class_names(splits: dict[str, Dataset], column: str) -> list[str]:
     for split in chosen.values():
         if isinstance(split.features[column], ClassLabel):
             return split.features[column].names
-    labels = {label for name, split in chosen.items() for label in split[column] if not _is_hidden(label, name)}
-    if not labels - {None} and not all(name.startswith("test") for name in chosen):
+    names = {label for name, split in chosen.items() for label in _read_labels(split, column, name)} - {None}
+    if not names and not all(name.startswith("test") for name in chosen):
         fail(f"the column {column} has no labels; fill it, or pass another --label_column")
-    return [str(label) for label in sorted(labels - {None})]
+    # The order of numbers does not depend on whether the file stores them as text.
+    numbers = all(re.fullmatch(r"-?[0-9]+(\.[0-9]+)?", label) for label in names)
+    return sorted(names, key=lambda label: (float(label), label)) if numbers else sorted(names)
+
+
+def _read_labels(split: Dataset, column: str, name: str, classes: Sequence[str] = ()) -> list[str | None]:
+    """Return the label names of a split, None for empty labels; exit if a label is not a name or a number."""
+    feature, labels = split.features[column], []
+    classes = feature.names if isinstance(feature, ClassLabel) else classes
+    for row, label in enumerate(split[column]):
+        if isinstance(label, list | dict | bytes):
+            fail(f"split {name}, row {row}: label {shown(label)} is not a name or a number; each row has one label")
+        # A column of integers with empty fields contains floating-point numbers; in CSV files, numbers are text.
+        text = str(label)
+        number = int(float(text)) if re.fullmatch(r"-?[0-9]{1,15}(\.0+)?", text) else None
+        if label is None or text.strip() == "" or (isinstance(label, float) and math.isnan(label)):
+            labels.append(None)
+        elif classes and number is not None and not (isinstance(label, str) and label in classes):
+            known = 0 <= number < len(classes)
+            labels.append(classes[number] if known else None if number == -1 else text)
+        else:
+            labels.append(str(number) if isinstance(label, float) and number is not None else text)
+    return labels
 
 
 def match_labels(model: CheckpointArguments, names: Sequence[str], training: TrainingArguments) -> Labels:
@@ -48,7 +77,7 @@ def match_labels(model: CheckpointArguments, names: Sequence[str], training: Tra
 
     A head whose names contain those of the data keeps its names and their order. A new head, and a head whose names are
     transformers' defaults (`LABEL_0`), have the names of the data. Exit if the names differ, unless a new head is
-    trained (`--ignore_mismatched_sizes`).
+    trained (`--ignore_mismatched_sizes`). In an evaluation, names that mean "no label" (`UNKNOWN`) may differ.
     """
     own, source = label_names(model), model.model_name_or_path
     if own is None or (are_default(own) and not set(own) & set(names)):
@@ -57,15 +86,17 @@ def match_labels(model: CheckpointArguments, names: Sequence[str], training: Tra
     folded = {name.casefold(): index for name, index in outputs.items()}
     if len(folded) == len(own):
         outputs |= {name: folded[name.casefold()] for name in names if name.casefold() in folded}
+    if not training.do_train:
+        names = [name for name in names if name in outputs or not _is_unknown(name)]
     unknown = [name for name in names if name not in outputs]
     if unknown and training.do_train and model.ignore_mismatched_sizes:
-        _say(training, f"the labels {_listed(own)} of {source} are replaced by a new head for {_listed(names)}")
+        _say(f"the labels {_listed(own)} of {source} are replaced by a new head for {_listed(names)}")
         return Labels(list(names), {name: index for index, name in enumerate(names)})
     if unknown:
         advice = "pass --ignore_mismatched_sizes to train a new head" if training.do_train else "rename the latter"
         fail(f"{source} has the labels {_listed(own)}, but not {_listed(unknown)} of the data; {advice}")
     if names and list(names) != own:
-        _say(training, f"labels are matched by name: {source} keeps {_listed(own)}; the data has {_listed(names)}")
+        _say(f"labels are matched by name: {source} keeps {_listed(own)}; the data has {_listed(names)}")
     return Labels(own, outputs)
 
 
@@ -76,16 +107,18 @@ def _match_order(
     outputs = {name: index for index, name in enumerate(names)}
     if training.do_train or own is None:
         return Labels(list(names), outputs)
-    if all(name.isdecimal() and int(name) < len(own) for name in names):  # ids, or no labels
-        return Labels(own, {name: int(name) for name in names})
+    known = [name for name in names if not _is_unknown(name)]
+    if all(name.isdecimal() and int(name) < len(own) for name in known):  # ids, or no labels
+        return Labels(own, {name: int(name) for name in known})
+    names = known if len(known) == len(own) else names
     if len(names) != len(own):
         fail(f"{source} has {len(own)} labels without names, but the data has {len(names)}: {_listed(names)}")
-    _say(training, f"{source} has no label names; its outputs are, in the order of the data, {_listed(names)}")
-    return Labels(list(names), outputs)
+    _say(f"{source} has no label names; its outputs are, in the order of the data, {_listed(names)}")
+    return Labels(list(names), {name: index for index, name in enumerate(names)})
 
 
-def _say(training: TrainingArguments, line: str) -> None:
-    if training.process_index == 0:
+def _say(line: str) -> None:
+    if PartialState().is_main_process:
         print(terminal(" ".join(line.split())), flush=True)
 
 
@@ -95,37 +128,76 @@ def _listed(names: Iterable[str], most: int = 20) -> str:
     return ", ".join(names[:most]) + (f", ... ({len(names)} labels)" if len(names) > most else "")
 
 
-def _is_hidden(label: Any, name: str) -> bool:
-    """Return whether a label is unknown: None or -1 in a test split."""
-    return name.startswith("test") and label in (None, -1)
+def _is_unknown(name: str) -> bool:
+    """Return whether a label name means "no label" unless it is a class."""
+    return name.strip().casefold() in UNKNOWN
 
 
 def class_numbers(
     split: Dataset, column: str, outputs: dict[str, int], name: str, classes: Sequence[str] = ()
-) -> list[int]:
-    """Return the outputs of the head for the labels of a split; exit if a label is not in `outputs`.
+) -> tuple[Dataset, list[int]]:
+    """Return the rows of a split and their outputs of the head; exit if a label is not in `outputs`.
 
-    Missing labels are -100: all of them if there is no such column, and None and -1 in a test split.
+    Rows have no label if it is empty (None, NaN or empty text), or a name of `UNKNOWN` that is not in `outputs`. They
+    are an error in the split `train`, -100 in a test split, and left out otherwise; a line is printed with their count.
 
     Args:
         split: The split.
-        column: Column with label names, or with ids if it is a `ClassLabel` or `classes` are given.
+        column: Column with label names, or with ids if it is a `ClassLabel` or `classes` are given; all rows of a split
+            without the column have no label.
         outputs: Output of each label name.
         name: Name of the split.
         classes: Names of the ids of a column without names.
     """
     if column not in split.column_names:
-        return [-100] * len(split)
-    feature, numbers = split.features[column], []
-    classes = feature.names if isinstance(feature, ClassLabel) else classes
-    for row, label in enumerate(split[column]):
-        if isinstance(label, int) and 0 <= label < len(classes):
-            label = classes[label]
-        hidden = _is_hidden(label, name)
-        if not hidden and str(label) not in outputs:
-            fail(f"split {name}, row {row}: label {label!r} is not one of {_listed(outputs)}")
-        numbers.append(-100 if hidden else outputs[str(label)])
-    return numbers
+        return split, [-100] * len(split)
+    labels, numbers = _read_labels(split, column, name, classes), []
+    problem = f"not one of {_listed(outputs)}"
+    for row, label in enumerate(labels):
+        number = -100 if label is None else outputs.get(label)
+        if number is None and re.fullmatch(r"-?[0-9]+\.0+", label):  # "1.0" in a CSV file
+            number = outputs.get(label.partition(".")[0])
+        if number is None and not _is_unknown(label):
+            fail(f"split {name}, row {row}: label {split[column][row]!r} is {problem}")
+        numbers.append(-100 if number is None else number)
+    if name == "train" and (named := [label for label in outputs if label in labels and _is_unknown(label)]):
+        _say(f"{_listed(map(repr, named))} is a class of the training data; rows without a label have an empty field")
+    return _leave_out(split, column, numbers, -100, name, problem)
+
+
+def _leave_out(
+    split: Dataset, column: str, labels: list, unknown: Any, name: str, problem: str
+) -> tuple[Dataset, list]:
+    """Return the rows and labels that are not `unknown` or, of a test split, all; print how many rows have no label.
+
+    A model is not trained on a part of the rows: exit if labels of the split `train` are unknown.
+    """
+    kept = [row for row, label in enumerate(labels) if label != unknown]
+    if len(kept) == len(labels):
+        return split, labels
+    count = f"{len(labels) - len(kept)} of {len(labels)} rows have no label"
+    if name == "train" or not (kept or name.startswith("test")):
+        row = labels.index(unknown)
+        fail(f"split {name}, row {row}: label {split[column][row]!r} is {problem}; {count}, remove them")
+    if name.startswith("test"):
+        _say(f"split {name}: {count}")
+        return split, labels
+    _say(f"split {name}: {count} and are left out")
+    return split.select(kept), [labels[row] for row in kept]
+
+
+def read_scores(split: Dataset, name: str) -> tuple[Dataset, list[float]]:
+    """Return the rows and labels of a regression as `class_numbers` does; exit unless they are finite numbers."""
+    scores: list[float | None] = []
+    for row, label in enumerate(_read_labels(split, "label", name)):
+        try:
+            scores.append(None if label is None or _is_unknown(label) else float(label))
+            valid = scores[-1] is None or math.isfinite(scores[-1])
+        except ValueError:
+            valid = False
+        if not valid:
+            fail(f"split {name}, row {row}: label {label!r} is not a number")
+    return _leave_out(split, "label", scores, None, name, "not a number")
 
 
 @dataclass
@@ -190,6 +262,6 @@ def write_predictions(trainer: Trainer, split: Dataset) -> dict[str, Any]:
     """Write the predicted labels of the test split; return the metrics."""
     output = trainer.predict(split)
     names = trainer.model.config.id2label
-    lines = [f"{index}\t{names[best]}" for index, best in enumerate(output.predictions.argmax(-1))]
+    lines = [f"{index}\t{tsv_field(names[best])}" for index, best in enumerate(output.predictions.argmax(-1))]
     write_lines(trainer, "predictions.tsv", ["index\tprediction", *lines])
     return save(trainer, "test", output.metrics)

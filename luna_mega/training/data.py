@@ -1,13 +1,13 @@
 """Load datasets from the Hub or a local folder, and check their columns."""
 
 import glob
-import math
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from datasets import Dataset, IterableDataset, config, load_dataset
+import pandas as pd
+from datasets import Dataset, Features, IterableDataset, Value, config, load_dataset
 from transformers import TrainingArguments
 from transformers.hf_argparser import HfArg
 
@@ -73,16 +73,26 @@ def choose_splits(
 
 
 def find_files(folder: str) -> dict[str, list[str]]:
-    """Return the files of each split: `train.jsonl`, `train.txt.gz` or shards `train-00000-of-00001.parquet`."""
+    """Return the files of each split: `train.jsonl`, `train.txt.gz` or shards `train-00000-of-00001.parquet`.
+
+    A split can also be a subfolder that contains only such files.
+    """
     files: dict[str, list[str]] = {}
     for file in sorted(Path(folder).iterdir()):
         if name := re.fullmatch(rf"(.+?)(-\d+-of-\d+)?{SUFFIX}", file.name):
             files.setdefault(name[1], []).append(str(file))
+        elif file.is_dir() and (parts := [part for part in sorted(file.iterdir()) if not part.name.startswith(".")]):
+            names = [re.fullmatch(rf"(.+){SUFFIX}", part.name) for part in parts]
+            if all(name and name[1] != "metadata" for name in names):  # images have metadata.csv
+                files.setdefault(file.name, []).extend(map(str, parts))
     return files
 
 
 def load_files(files: dict[str, list[str]], streaming: bool = False) -> dict[str, Dataset | IterableDataset]:
-    """Load splits from files of one format; a text file has one row per line."""
+    """Load splits from files of one format; a text file has one row per line.
+
+    The columns of CSV files are text, and only empty fields are None.
+    """
     paths = {name: [Path(file).resolve() for file in shards] for name, shards in files.items() if shards}
     if not paths:
         return {}
@@ -91,8 +101,14 @@ def load_files(files: dict[str, list[str]], streaming: bool = False) -> dict[str
     if empty := [path for shards in paths.values() for path in shards if not path.stat().st_size]:
         fail(f"{empty[0]} is empty")
     first = next(iter(paths.values()))[0]
+    if ".csv" in first.suffixes and len(paths) > 1:  # a test split may have no labels
+        return {name: load_files({name: files[name]}, streaming)[name] for name in paths}
     # datasets removes a byte order mark from csv and json files, but not from text files.
     options = {"encoding": "utf-8-sig"} if ".txt" in first.suffixes else {}
+    if ".csv" in first.suffixes:
+        columns = pd.read_csv(first, nrows=0).columns
+        options = {"features": Features(dict.fromkeys(columns, Value("string")))}
+        options |= {"keep_default_na": False, "na_values": [""]}
     escaped = {name: [glob.escape(str(path)) for path in shards] for name, shards in paths.items()}  # for glob
     loaded = load_dataset(str(first.parent), data_files=escaped, streaming=streaming, **options)
     if first.name.endswith(".txt.gz"):  # datasets ignores the encoding of compressed files
@@ -151,7 +167,8 @@ def load_splits(
     try:
         if files is None and path is None:
             splits = load_from_hub(name, data.dataset_config, streaming)
-        elif files is None and any(Path(path, split).is_dir() for split in needed):  # such as images
+        elif files is None and any(Path(path, split).is_dir() and split not in find_files(path) for split in needed):
+            # such as images
             splits = load_folder(path, streaming)
         else:
             files = files or find_files(path)
@@ -196,12 +213,3 @@ def check_split(split: Dataset | IterableDataset, name: str, texts: Sequence[str
         for row, text in enumerate(rows[column]):
             if not isinstance(text, str):
                 fail(f"split {name}, row {row}: {column} is {text!r} instead of text")
-
-
-def read_scores(split: Dataset, name: str) -> list[float]:
-    """Return the labels of a regression; exit unless all of them are finite numbers."""
-    labels = split["label"][:]
-    for row, label in enumerate(labels):
-        if not (isinstance(label, int | float) and math.isfinite(label)):
-            fail(f"split {name}, row {row}: label {label!r} is not a number")
-    return list(map(float, labels))
