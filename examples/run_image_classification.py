@@ -73,10 +73,10 @@ def encode_split(
     """Return the split with `labels` (-100 = unknown), and `pixel_values` that are transformed on access."""
     split, labels = lib.class_numbers(split, data.label_column, outputs, name)
     rows = split.select_columns([data.image_column]).add_column("labels", labels)
-    pixels = lib.images.holds_pixels(split, data.image_column)
+    scale = lib.images.pixel_scale(split, data.image_column)
 
     def encode(batch: dict[str, list]) -> dict[str, list]:
-        read = [lib.images.read_image(value, channels, pixels) for value in batch[data.image_column]]
+        read = [lib.images.read_image(value, channels, scale) for value in batch[data.image_column]]
         return {"pixel_values": [transform(image) for image in read], "labels": batch["labels"]}
 
     return rows.with_transform(encode)
@@ -144,7 +144,7 @@ def load_data(
     splits = lib.images.undecoded(lib.load_splits(lib.choose_splits(training, data), data, **columns))
     names, outputs = lib.match_labels(model, lib.class_names(splits, data.label_column), training)
     split = next(iter(splits.values()))
-    first = lib.images.read_image(split[0][data.image_column], pixels=lib.images.holds_pixels(split, data.image_column))
+    first = lib.images.read_image(split[0][data.image_column], scale=lib.images.pixel_scale(split, data.image_column))
     channels = data.channels or (1 if first.mode == "L" else 3)
     config, size = choose_config(data, model, min(first.size), channels, names)
     if model.model_name_or_path:

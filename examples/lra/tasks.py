@@ -164,12 +164,12 @@ def encode_images(
 ) -> Dataset:
     """Return the split with `input_values` or, with a tokenizer, `input_ids`, which are computed on access."""
     (column,), side = task.columns, math.isqrt(max_length)
-    pixels, (mean, deviation) = lib.images.holds_pixels(split, column), task.scale
+    scale, (mean, deviation) = lib.images.pixel_scale(split, column), task.scale
     if tokenizer is not None:
         zero, first, last = tokenizer.convert_tokens_to_ids(["0", "<s>", "</s>"])
 
     def encode_one(value: Any) -> torch.Tensor:
-        image = lib.images.read_image(value, 1, pixels)
+        image = lib.images.read_image(value, 1, scale)
         if image.size != (side, side):
             size = " x ".join(map(str, image.size))
             lib.fail(f"split {name}: an image has {size} pixels, but {max_length} positions require {side} x {side}")

@@ -65,43 +65,81 @@ def undecoded(splits: dict[str, Dataset]) -> dict[str, Dataset]:
     return splits
 
 
-def holds_pixels(split: Dataset, column: str) -> bool:
-    """Return whether a column contains gray pixels instead of files.
+def pixel_scale(split: Dataset, column: str) -> int | None:
+    """Return the factor with which gray pixels of a column are from 0 to 255, or None if the column contains files.
 
     Pixels are lists, or bytes whose number is the same square in all rows. The first bytes are not sufficient, because
-    pixels can look like the header of a file.
+    pixels can look like the header of a file. If all pixels of the split are floating-point numbers from 0 to 1, the
+    factor is 255. Exit if lists have numbers outside of 0 to 255.
     """
     kind = split.features.arrow_schema.field(column).type
-    if pa.types.is_list(kind) or pa.types.is_large_list(kind):
-        return True
-    if not (pa.types.is_binary(kind) or pa.types.is_large_binary(kind)):
-        return False
+    is_list, is_bytes = _is_list(kind), pa.types.is_binary(kind) or pa.types.is_large_binary(kind)
+    if not (is_list or is_bytes):
+        return None
     values = split.select_columns([column]).with_format("arrow")[:][column]
-    lengths = pc.unique(pc.binary_length(values)).to_pylist()
-    return len(lengths) == 1 and lengths[0] is not None and math.isqrt(lengths[0]) ** 2 == lengths[0]
+    if is_bytes:
+        lengths = pc.unique(pc.binary_length(values)).to_pylist()
+        return 1 if len(lengths) == 1 and lengths[0] is not None and math.isqrt(lengths[0]) ** 2 == lengths[0] else None
+    while _is_list(values.type):
+        values = pc.list_flatten(values)
+    if pa.types.is_boolean(values.type):
+        return 255
+    if not (pa.types.is_integer(values.type) or pa.types.is_floating(values.type)):
+        fail(f"column {column} contains lists of {values.type}; pixels are numbers from 0 to 255")
+    numbers = values.cast(pa.float64(), safe=False)
+    if numbers.null_count or pc.any(pc.is_nan(numbers)).as_py():
+        fail(f"column {column} has pixels that are NaN or None; pixels are numbers from 0 to 255")
+    least, most = pc.min_max(numbers).as_py().values()
+    if most is not None and (least < 0 or most > 255):
+        fail(
+            f"column {column} has pixels from {least:g} to {most:g}; convert them to 0 to 255, or to floats from 0 to 1"
+        )
+    return 255 if pa.types.is_floating(values.type) and most is not None and most <= 1 else 1
 
 
-def read_image(value: Any, channels: int | None = None, pixels: bool = False) -> Image.Image:
+def _is_list(kind: pa.DataType) -> bool:
+    return pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
+
+
+def read_image(value: Any, channels: int | None = None, scale: int | None = None) -> Image.Image:
     """Return an image in gray (1 channel) or color (3 channels); exit if `value` is not an image.
 
     Args:
         value: An image file, as bytes or as the dictionary of `datasets.Image(decode=False)`.
         channels: Number of channels; None = as in the file.
-        pixels: Whether `value` contains the pixels 0 to 255 of a square gray image instead, as bytes or a list.
+        scale: If given, `value` contains the pixels of a square gray image instead, as bytes or a list. They are
+            multiplied by `scale`, after which they are from 0 to 255.
     """
     try:
-        if pixels:
-            numbers = np.frombuffer(value, np.uint8) if isinstance(value, bytes) else np.asarray(value, np.uint8)
+        if scale is not None:
+            numbers = np.frombuffer(value, np.uint8) if isinstance(value, bytes) else np.asarray(value, np.float64)
             side = math.isqrt(numbers.size)
-            image = Image.fromarray(numbers.reshape(side, side))
+            if numbers.shape not in ((numbers.size,), (side, side)):
+                raise ValueError(
+                    f"its pixels have the shape {list(numbers.shape)}; only square gray images are supported"
+                )
+            image = Image.fromarray(_to_bytes(numbers.reshape(side, side) * scale))
         else:
             file = value["bytes"] or Path(value["path"]).read_bytes() if isinstance(value, dict) else value
             image = Image.open(BytesIO(file))
+            if image.mode == "F" or image.mode.startswith("I"):  # `convert` truncates these to 0 to 255
+                numbers = np.array(image)
+                if image.mode == "F" and 0 < numbers.max() <= 1:  # could be of either scale
+                    raise ValueError("its pixels are floating-point numbers up to 1; convert them to 0 to 255")
+                image = Image.fromarray(_to_bytes(numbers))
         if channels is None:
-            channels = 1 if image.mode in ("1", "L", "I", "I;16", "F") else 3
+            channels = 1 if image.mode in ("1", "L") else 3
         return image.convert("L" if channels == 1 else "RGB")
     except (OSError, SyntaxError, TypeError, ValueError) as error:  # raised by reshape, open or convert
         fail(f"an image cannot be read: {error}")
+
+
+def _to_bytes(pixels: np.ndarray) -> np.ndarray:
+    """Return pixels as bytes; raise `ValueError` unless they are from 0 to 255."""
+    least, most = pixels.min(), pixels.max()
+    if not (least >= 0 and most <= 255):  # also NaN
+        raise ValueError(f"its pixels are from {least:g} to {most:g}; convert them to 0 to 255")
+    return pixels.round().astype(np.uint8)
 
 
 def make_processor(size: int, channels: int, mean: list[float], std: list[float], crop: bool) -> BaseImageProcessor:
