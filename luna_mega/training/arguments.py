@@ -2,6 +2,7 @@
 
 import argparse
 import copy
+import json
 import math
 import os
 import sys
@@ -19,7 +20,7 @@ from transformers import HfArgumentParser, TrainingArguments
 from transformers.hf_argparser import string_to_bool
 from transformers.utils import is_torch_bf16_gpu_available
 
-from luna_mega.errors import ConversionError, reason
+from luna_mega.errors import ConversionError, reason, shown
 from luna_mega.escaping import terminal
 from luna_mega.hub.find import find_model
 
@@ -30,6 +31,8 @@ MODELS = ("model_name_or_path", "tokenizer_name")  # options with a folder or a 
 PATHS = dict.fromkeys(("dataset_path", "test_paths"), "folder")
 PATHS |= dict.fromkeys(("train_files", "validation_files"), "file")
 AUTO = object()  # the value `auto` of an option, before `Parser` replaces it
+# Plain text that means "no value" in YAML.
+NULL = ("", "~", "null", "Null", "NULL")
 # CPUs without any of these convert matrices element by element: products in bfloat16 take 20 to 150 times as long as in
 # float32. The last flag is Arm's.
 BFLOAT16 = ("avx512_bw", "amx_bf16", "bf16")
@@ -62,9 +65,10 @@ def one_line(about: str = "", *wrappers: type[Exception]) -> Iterator[None]:
 
 
 def read_recipe(path: str, options: set[str], readers: tuple[Path, ...] = ()) -> dict[str, Any]:
-    """Return the options of a recipe, a YAML file with `option: value` lines.
+    """Return the values in a recipe, a YAML file with `option: value` lines, as text, lists and dictionaries.
 
-    The option `recipe` specifies a base recipe, relative to the file, whose values are overridden.
+    The option `recipe` specifies a base recipe, relative to the file, whose values are overridden. `Parser.read_values`
+    converts the text; with the types of YAML 1.1, `no` would be False, `1:30` 90, and `010` 8.
 
     Args:
         path: The recipe.
@@ -75,13 +79,39 @@ def read_recipe(path: str, options: set[str], readers: tuple[Path, ...] = ()) ->
     if (file := Path(path).resolve()) in readers:
         fail(f"recipe {path} is its own base; change its option `recipe`")
     with one_line(f"recipe {path}", RecursionError):
-        recipe = yaml.safe_load(file.read_text(encoding="utf-8-sig"))
-    if not isinstance(recipe, dict):
-        fail(f"recipe {path}: must contain `option: value` lines")
+        root = yaml.compose(file.read_text(encoding="utf-8-sig"), yaml.SafeLoader)
+        pairs = [(name.value, value) for name, value in root.value] if isinstance(root, yaml.MappingNode) else []
+        if not pairs or not all(isinstance(name, str) for name, _ in pairs):
+            fail(f"recipe {path}: must contain `option: value` lines")
+        names = [name for name, _ in pairs]
+        if unknown := set(names) - options - {"recipe"}:
+            fail(f"recipe {path}: unknown option {', '.join(sorted(unknown))}")
+        for name, value in pairs:
+            if names.count(name) > 1:
+                fail(f"recipe {path}: {name} has several values; keep one of them")
+            if isinstance(value, yaml.ScalarNode) and value.style is None and value.value in NULL:
+                fail(f"recipe {path}: {name} has no value; remove the line to use the default")
+        recipe = {name: _read_node(value) for name, value in pairs}
     base = recipe.pop("recipe", None)
-    if unknown := recipe.keys() - options:
-        fail(f"recipe {path}: unknown option {', '.join(sorted(map(str, unknown)))}")
     return (read_recipe(str(Path(path).parent / str(base)), options, (*readers, file)) if base else {}) | recipe
+
+
+def _read_node(node: yaml.Node) -> Any:
+    """Return the text of a value, or a list of texts, or a dictionary whose values have the types of JSON."""
+    if isinstance(node, yaml.ScalarNode):
+        return node.value
+    if isinstance(node, yaml.SequenceNode):
+        return [_read_node(part) for part in node.value]
+    return {_read_node(name): _read_json(value) for name, value in node.value}
+
+
+def _read_json(node: yaml.Node) -> Any:
+    if isinstance(node, yaml.SequenceNode):
+        return [_read_json(part) for part in node.value]
+    try:
+        return json.loads(node.value) if isinstance(node, yaml.ScalarNode) and node.style is None else _read_node(node)
+    except ValueError:
+        return node.value
 
 
 class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
@@ -115,6 +145,22 @@ class Parser(HfArgumentParser):
             self.error(f"--{name} auto must be true or false")
         return found, unknown
 
+    def read_values(self, recipe: str, values: dict[str, Any]) -> dict[str, Any]:
+        """Convert the values of `read_recipe` as on the command line; exit if one has another type than its option."""
+        read = {}
+        for name, value in values.items():
+            action = self._option_string_actions[f"--{name}"]
+            if isinstance(value, dict) and name in TrainingArguments._VALID_DICT_FIELDS:
+                value = json.dumps(value)
+            parts = value if isinstance(value, list) and action.nargs == "+" else [value]
+            if not parts or not all(isinstance(part, str) for part in parts):
+                fail(f"recipe {recipe}: {name} {shown(value)} must be {'values' if action.nargs == '+' else 'a value'}")
+            try:
+                read[name] = self._get_values(action, parts)
+            except argparse.ArgumentError as error:
+                fail(f"recipe {recipe}: {name}: {error.message}")
+        return read
+
 
 def parse_arguments(dataclasses: tuple[type, ...], argv: list[str] | None, **defaults: Any) -> tuple[Any, ...]:
     """Parse `argv` into `dataclasses`.
@@ -134,7 +180,8 @@ def parse_arguments(dataclasses: tuple[type, ...], argv: list[str] | None, **def
     parser.set_defaults(dataloader_pin_memory=torch.accelerator.is_available(), **defaults)
     known, _ = recipe_parser.parse_known_args(argv)
     if known.recipe:
-        parser.set_defaults(**read_recipe(known.recipe, {field.name for kind in dataclasses for field in fields(kind)}))
+        options = {field.name for kind in dataclasses for field in fields(kind) if field.init}
+        parser.set_defaults(**parser.read_values(known.recipe, read_recipe(known.recipe, options)))
     with one_line():
         *parsed, _, unknown = parser.parse_args_into_dataclasses(
             argv, return_remaining_strings=True, look_for_args_file=False

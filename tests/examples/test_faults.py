@@ -74,7 +74,7 @@ def test_a_recipe_is_read_twice_by_two_recipes(script, tmp_path):
     (tmp_path / "middle.yaml").write_text("recipe: base.yaml\n", encoding="utf-8")
     (tmp_path / "top.yaml").write_text("recipe: middle.yaml\nmax_steps: 3\n", encoding="utf-8")
     read = read_recipe
-    assert read(str(tmp_path / "top.yaml"), {"seed", "max_steps"}) == {"seed": 5, "max_steps": 3}
+    assert read(str(tmp_path / "top.yaml"), {"seed", "max_steps"}) == {"seed": "5", "max_steps": "3"}
 
 
 def test_control_characters_are_not_printed(call, tmp_path):
