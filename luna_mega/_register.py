@@ -23,6 +23,8 @@ _AUTO_CLASSES = {
     "AutoModelForCausalLM": ("ForCausalLM", "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES"),
     "AutoModelForSeq2SeqLM": ("ForConditionalGeneration", "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES"),
     "AutoModelForMaskedLM": ("ForMaskedLM", "MODEL_FOR_MASKED_LM_MAPPING_NAMES"),
+    # Before the class for texts, which cards name.
+    "AutoModelForAudioClassification": ("ForSequenceClassification", "MODEL_FOR_AUDIO_CLASSIFICATION_MAPPING_NAMES"),
     "AutoModelForSequenceClassification": (
         "ForSequenceClassification",
         "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES",

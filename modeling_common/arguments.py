@@ -70,9 +70,12 @@ def check_input(
     if len(found) != 1 or (given is None and embeds is None):
         raise ValueError(f"this model has input_type={kind!r}; pass exactly one of {name} and inputs_embeds")
     shape = list(found[0].shape)
-    if grid is None and (len(shape) < 2 or shape[2:] != ([] if embeds is None else [model.input_width])):
+    channels = model.config.num_channels if kind == "values" else 1
+    expected = [[], [1]] if kind == "values" and channels == 1 else [[]] if channels == 1 else [[channels]]
+    if grid is None and (len(shape) < 2 or shape[2:] not in (expected if embeds is None else [[model.input_width]])):
+        form = "[B, T]" if channels == 1 else f"[B, T, {channels}]"
         raise ValueError(
-            f"`{name}` must have the shape [B, T], or inputs_embeds [B, T, {model.input_width}], got {shape}"
+            f"`{name}` must have the shape {form}, or inputs_embeds [B, T, {model.input_width}], got {shape}"
         )
     rows, length = shape[0], shape[1] if grid is None else grid[0] * grid[1]
     if 0 in (rows, length):

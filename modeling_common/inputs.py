@@ -26,22 +26,25 @@ from luna_mega.modeling_common.padding_free import VARLEN_OPTIONS, find_padding_
 
 
 class ValueEmbeddings(nn.Module):
-    """Embedding x * weight + bias of real numbers x, from `[B, T]` to `[B, T, d]` (pixels, audio samples)."""
+    """Linear embedding of real numbers, `[B, T]` or with C channels `[B, T, C]`, to `[B, T, d]` (pixels, samples)."""
 
-    def __init__(self, hidden_size: int) -> None:
+    def __init__(self, hidden_size: int, num_channels: int = 1) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(hidden_size))
+        self.weight = nn.Parameter(torch.empty(hidden_size, *([num_channels] if num_channels > 1 else [])))
         self.bias = nn.Parameter(torch.empty(hidden_size))
 
     def forward(self, values: torch.Tensor) -> torch.Tensor:
-        return torch.addcmul(self.bias, values[..., None].to(self.weight.dtype), self.weight)
+        values = values.to(self.weight.dtype)
+        if self.weight.dim() == 2:
+            return nn.functional.linear(values, self.weight, self.bias)
+        return torch.addcmul(self.bias, values if values.dim() == 3 else values[..., None], self.weight)
 
 
 class Inputs(NamedTuple):
     """Arguments of a forward pass after all checks. Nothing is embedded yet.
 
     Args:
-        given: token ids or values `[B, T]`, embeddings `[B, T, d]` or images `[B, C, H, W]`.
+        given: token ids or values `[B, T]`, values `[B, T, C]`, embeddings `[B, T, d]` or images `[B, C, H, W]`.
         mask: `[B, T]` bool of the batch, True = keep; None = all.
         layout: the positions of the tokens.
         model_cache: the cache to read and to update, or None.
@@ -53,6 +56,7 @@ class Inputs(NamedTuple):
         encoder_hidden_states: `[B, S, d]`, or None.
         encoder_layout: the positions of its tokens.
         token_type_ids: `[B, T]` of the batch; None = all 0.
+        embedded: whether `given` are embeddings.
     """
 
     given: torch.Tensor
@@ -68,6 +72,7 @@ class Inputs(NamedTuple):
     encoder_hidden_states: torch.Tensor | None = None
     encoder_layout: Layout = DENSE
     token_type_ids: torch.Tensor | None = None
+    embedded: bool = False
 
 
 def prepare(
@@ -147,6 +152,7 @@ def prepare(
     return Inputs(
         given, mask, layout, model_cache, cache, cross_cache, seen, output_weights, output_states, position_ids,
         encoder_hidden_states=source, encoder_layout=encoder_layout, token_type_ids=token_type_ids,
+        embedded=inputs_embeds is not None,
     )  # fmt: skip
 
 
@@ -194,7 +200,7 @@ def embed(model: BodyMixin, inputs: Inputs) -> torch.Tensor:
     module: Any = model.get_input_embeddings()
     if inputs.mask is not None and given.is_floating_point():
         given = module.clean(given, inputs.mask) if given.dim() == 4 else clean(given, inputs.mask)
-    if given.dim() == 3:
+    if inputs.embedded:
         return inputs.layout.gather(given)
     try:
         return inputs.layout.gather(module(given))

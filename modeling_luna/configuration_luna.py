@@ -62,7 +62,8 @@ class LunaConfig(LunaPresets, SharedConfig, PreTrainedConfig):
         attention_dropout: probability on attention weights.
         activation_dropout: probability after `hidden_act`.
         layerdrop: probability of skipping a layer in training.
-        input_type: `"tokens"` (`input_ids`) or `"values"` (`input_values`, one real number a position).
+        input_type: `"tokens"` (`input_ids`) or `"values"` (`input_values`, real numbers).
+        num_channels: Real numbers per position with `"values"`; 1 = `input_values` are `[B, T]`, C = `[B, T, C]`.
         max_position_embeddings: longest sequence with learned positions.
         position_embedding_type: `"learned"`, `"sinusoidal"` (any length; also added to P) or `"none"`.
         scale_embedding: multiply embeddings and P by sqrt(d); None = only with sinusoidal positions, as the original.
@@ -150,6 +151,7 @@ class LunaConfig(LunaPresets, SharedConfig, PreTrainedConfig):
     activation_dropout: float | int = 0.0
     layerdrop: float | int = 0.0
     input_type: str = "tokens"
+    num_channels: int = 1
     max_position_embeddings: int = 512
     position_embedding_type: str = "learned"
     scale_embedding: bool | None = None
@@ -232,6 +234,8 @@ class LunaConfig(LunaPresets, SharedConfig, PreTrainedConfig):
             self.decoder_config._check_fields()
         if (self.is_decoder or self.is_encoder_decoder) and self.input_type != "tokens":
             raise ValueError(f"a decoder needs input_type='tokens', got {self.input_type!r}")
+        if self.num_channels != 1 and self.input_type != "values":
+            raise ValueError(f"num_channels={self.num_channels} requires input_type='values', got {self.input_type!r}")
         for field, off in (("embedding_size", self.hidden_size), ("type_vocab_size", 0)):
             if (value := getattr(self, field)) != off:
                 if self.is_encoder_decoder or (self.is_decoder and field == "embedding_size"):
@@ -252,7 +256,7 @@ class LunaConfig(LunaPresets, SharedConfig, PreTrainedConfig):
         sizes = (
             "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_pack_attention_heads",
             "intermediate_size", "projection_length", "max_position_embeddings", "classifier_hidden_size",
-            "embedding_size",
+            "embedding_size", "num_channels",
         )  # fmt: skip
         self._check_counts(sizes)
         self._check_counts(["classifier_num_layers", "first_position", "type_vocab_size"], least=0)

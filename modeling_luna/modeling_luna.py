@@ -163,7 +163,7 @@ class LunaEmbeddings(nn.Module):
         if config.input_type == "tokens":
             self.word_embeddings = nn.Embedding(config.vocab_size, narrow, padding_idx=padding_token(config))
         else:
-            self.value_embeddings = ValueEmbeddings(width)
+            self.value_embeddings = ValueEmbeddings(width, config.num_channels)
         if config.position_embedding_type == "learned":
             rows = config.max_position_embeddings + config.position_offset
             padding_row = config.position_offset - 1 if config.position_offset else None
@@ -881,7 +881,7 @@ class LunaModel(BodyMixin, LunaPreTrainedModel):
                 increase within a row and there is no `attention_mask`, the batch is padding-free: S sequences in one
                 row, as returned by `DataCollatorWithFlattening`. It has one P per sequence, `[S, L, d]`, and no cache.
             inputs_embeds: `[B, T, d]` embeddings instead of tokens or values; `[B, T, E]` with `embedding_size` E.
-            input_values: `[B, T]` real numbers (`input_type="values"`).
+            input_values: `[B, T]` real numbers (`input_type="values"`), `[B, T, C]` with `num_channels=C`.
             packed_states: `[B, L, d]`, P instead of the learned one, such as the `packed_last_hidden_state` of the
                 previous segment of a document, of an encoder, or of a `LunaModel` for a prefix (section 3.3). An
                 encoder returns it unchanged for a sequence without a token.

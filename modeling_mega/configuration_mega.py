@@ -74,9 +74,11 @@ class MegaConfig(MegaPresets, SharedConfig, PreTrainedConfig):
         is_decoder: Causal attention, for `MegaForCausalLM`. With `pad_token_id=None`, padding requires a mask.
         add_cross_attention: A decoder attends to `encoder_hidden_states`. Requires `is_decoder=True`.
 
-        input_type: `"tokens"` (`input_ids`), `"values"` (`input_values`, one real number per position, such as pixels
-            or audio) or `"patches"` (`pixel_values`, images).
-        image_size, patch_size, num_channels: Height and width of images and of their patches, and their channels.
+        input_type: `"tokens"` (`input_ids`), `"values"` (`input_values`, real numbers, such as pixels or audio) or
+            `"patches"` (`pixel_values`, images).
+        image_size, patch_size: Height and width of images and of their patches.
+        num_channels: Channels of images (default 3) or of `"values"` (default 1, for `input_values` `[B, T]`; with C > 1
+            they are `[B, T, C]`).
         use_absolute_position_embeddings: Patches have learned position embeddings.
         output_projection: A linear layer and SiLU at every position, after the last norm.
         drop_path_rate: Stochastic depth: probability with which a sequence skips a sub-layer of the last block. It
@@ -183,7 +185,7 @@ class MegaConfig(MegaPresets, SharedConfig, PreTrainedConfig):
     input_type: str = "tokens"
     image_size: int = 224
     patch_size: int = 16
-    num_channels: int = 3
+    num_channels: int | None = None
     use_absolute_position_embeddings: bool = True
     output_projection: bool = False
     drop_path_rate: float | int = 0.0
@@ -231,6 +233,8 @@ class MegaConfig(MegaPresets, SharedConfig, PreTrainedConfig):
             self.bidirectional = not self.is_decoder
         if self.truncation is not None and self.truncation < 1:
             self.truncation = None
+        if self.num_channels is None:
+            self.num_channels = {"patches": 3, "values": 1}.get(self.input_type)
         super().__post_init__(**kwargs)
         if self.chunk_size > 0 and not self.use_chunking and not self.legacy_bias_table:
             logger.warning_once(

@@ -13,7 +13,7 @@ the logits of delta.
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Unpack
+from typing import Any, Unpack, cast
 
 import torch
 from torch import nn
@@ -362,7 +362,7 @@ class MegaEmbeddings(nn.Module):
     def __init__(self, config: MegaConfig):
         super().__init__()
         if config.input_type == "values":
-            self.value_embeddings = ValueEmbeddings(config.hidden_size)
+            self.value_embeddings = ValueEmbeddings(config.hidden_size, cast(int, config.num_channels))
         elif config.input_type == "patches":
             self.patch_embeddings = PatchEmbeddings(config)
             if config.use_absolute_position_embeddings:
@@ -790,7 +790,7 @@ class MegaPreTrainedModel(CommonPreTrainedModel):
         elif isinstance(module, MegaEmbeddings) and hasattr(module, "position_embeddings"):
             trunc_normal_(module.position_embeddings, std=config.hidden_size**-0.5)
         elif isinstance(module, ValueEmbeddings):
-            init.normal_(module.weight)
+            init.normal_(module.weight, std=cast(int, config.num_channels) ** -0.5)
             init.normal_(module.bias, std=0.1)
 
 
@@ -856,7 +856,7 @@ class MegaModel(BodyMixin, MegaPreTrainedModel):
             token_type_ids: `[B, T]`, less than `type_vocab_size` with `add_token_type_embeddings`, without which only 0
                 is supported. None = all 0.
             inputs_embeds: `[B, T, d]` embeddings instead of tokens, values or patches.
-            input_values: `[B, T]` real numbers (`input_type="values"`).
+            input_values: `[B, T]` real numbers (`input_type="values"`), `[B, T, C]` with `num_channels=C`.
             cache: Only with `is_decoder`: cache of the positions before these, which is updated in place.
                 `attention_mask` is for the T positions, or for these and all before them.
             use_cache: Only with `is_decoder`: return the cache. None = `config.use_cache`, but not in training.

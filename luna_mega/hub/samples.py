@@ -92,8 +92,9 @@ def make_inputs(
             counts = torch.tensor([counts, [(count + 1) // 2 for count in counts]]).T.contiguous()
         mask = _mask(torch.as_tensor(counts), side, gaps)
         if stack.input_type == "values":
-            values = torch.randn(mask.shape, generator=generator)
-            inputs[f"{prefix}input_values"] = values.masked_fill(~mask, 0.0)
+            channels = [stack.num_channels] if stack.num_channels > 1 else []
+            values = torch.randn((*mask.shape, *channels), generator=generator)
+            inputs[f"{prefix}input_values"] = values.masked_fill(~mask.view(*mask.shape, *(1 for _ in channels)), 0.0)
         else:
             inputs[f"{prefix}input_ids"] = _ids(stack, mask, processor, generator)
         inputs[f"{prefix}attention_mask"] = mask.long()
