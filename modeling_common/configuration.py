@@ -290,6 +290,11 @@ class SharedConfig(ConfigMixin):
             if getattr(self, field) not in ACT2FN:
                 raise ValueError(f"{field} must be an activation of transformers' ACT2FN, got {getattr(self, field)!r}")
 
+    @property
+    def longest_input(self) -> int | None:
+        """The greatest number of positions of a text; None = no limit."""
+        return None
+
     def _check_counts(self, fields: Iterable[str], least: int = 1, most: int = MOST) -> None:
         """Raise `ValueError` for integers below `least` or above `most`; ignore values of other types, such as None."""
         for field in fields:

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers.cache_utils import Cache
 from transformers.generation.configuration_utils import GenerationConfig
+from transformers.generation.stopping_criteria import MaxLengthCriteria
 from transformers.generation.utils import GenerationMixin
 from transformers.utils import logging
 
@@ -49,6 +50,15 @@ class StateGenerationMixin(GenerativeMixin):
             if all(value is None for value in known):
                 model_kwargs["attention_mask"] = drop_if_full(inputs != self.config.pad_token_id)
         return inputs, name, model_kwargs
+
+    def _get_stopping_criteria(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the criteria; without a limit of positions, texts do not exceed `max_position_embeddings`."""
+        parent: Any = super()
+        criteria = parent._get_stopping_criteria(*args, **kwargs)
+        for criterion in criteria:
+            if isinstance(criterion, MaxLengthCriteria):
+                criterion.max_position_embeddings = self.get_decoder().config.longest_input
+        return criteria
 
     def _warn_of_right_padding(self, inputs: torch.Tensor, mask: torch.Tensor | None) -> None:
         """Warn about padding at the end of a prompt in the cases in which transformers does not warn."""

@@ -77,7 +77,7 @@ class MegaConfig(MegaPresets, SharedConfig, PreTrainedConfig):
         input_type: `"tokens"` (`input_ids`), `"values"` (`input_values`, real numbers, such as pixels or audio) or
             `"patches"` (`pixel_values`, images).
         image_size, patch_size: Height and width of images and of their patches.
-        num_channels: Channels of images (default 3) or of `"values"` (default 1, for `input_values` `[B, T]`; with C > 1
+        num_channels: Channels of images (default 3) or of `"values"` (default 1, `input_values` `[B, T]`; with C > 1
             they are `[B, T, C]`).
         use_absolute_position_embeddings: Patches have learned position embeddings.
         output_projection: A linear layer and SiLU at every position, after the last norm.
@@ -259,6 +259,11 @@ class MegaConfig(MegaPresets, SharedConfig, PreTrainedConfig):
     def attention_chunk(self) -> int | None:
         """Return the positions of an attention chunk, or None for attention over the entire sequence."""
         return self.chunk_size if self.use_chunking else None
+
+    @property
+    def longest_input(self) -> int | None:
+        """The greatest number of positions of a text, for a `"simple"` bias without chunks; None = no limit."""
+        return self.max_positions if self.relative_positional_bias == "simple" and not self.use_chunking else None
 
     @property
     def bias_positions(self) -> int:

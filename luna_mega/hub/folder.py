@@ -16,7 +16,6 @@ from transformers.utils import (
     WEIGHTS_NAME,
 )
 
-from luna_mega import LunaConfig
 from luna_mega._register import CONFIGS, model_classes
 from luna_mega.errors import ConversionError, reason, shown
 from luna_mega.hub.find import find_model
@@ -129,10 +128,7 @@ def largest_id(tokenizer: PreTrainedTokenizerBase) -> int:
 
 def position_limit(config: PreTrainedConfig) -> int | None:
     """Return the largest number of positions of the model; None if there is no limit."""
-    if isinstance(config, LunaConfig):
-        return config.longest_input
-    table = getattr(config, "relative_positional_bias", None) == "simple" and not config.use_chunking
-    return config.max_positions if table else None
+    return config.longest_input
 
 
 def stacks(config: PreTrainedConfig) -> dict[str, PreTrainedConfig]:

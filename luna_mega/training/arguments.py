@@ -2,6 +2,7 @@
 
 import argparse
 import copy
+import difflib
 import json
 import math
 import os
@@ -187,7 +188,11 @@ def parse_arguments(dataclasses: tuple[type, ...], argv: list[str] | None, **def
             argv, return_remaining_strings=True, look_for_args_file=False
         )
     if unknown:
-        parser.error(terminal(f"unknown option {' '.join(unknown)}"))
+        names = {name.split("=")[0].replace("-", "_"): name for name in unknown if name.startswith("--")}
+        known = {name.replace("-", "_"): name for name in parser._option_string_actions if "-" not in name.lstrip("-")}
+        close = [known[best] for name in names for best in difflib.get_close_matches(name, known, n=1)]
+        advice = f"; did you mean {', '.join(close)}?" if close else ""
+        parser.error(terminal(f"unknown option {' '.join(unknown)}{advice}"))
     check_values(*parsed)
     return tuple(parsed)
 

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
@@ -27,8 +28,8 @@ from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_pt_utils import LengthGroupedSampler
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, has_length, sort_checkpoints
 
-from luna_mega._cards import FILE_NAME as CARD_NAME
-from luna_mega.escaping import code, markdown
+from luna_mega._cards import FILE_NAME as CARD_NAME, add_section
+from luna_mega.escaping import code, code_block, markdown
 from luna_mega.hub.card import license_metadata, task_of
 from luna_mega.hub.find import find_model
 from luna_mega.hub.folder import remove_truncation
@@ -506,6 +507,16 @@ def publish(trainer: Trainer) -> None:
         trainer.push_to_hub()
 
 
+def _loading_section(model_class: str, place: str, output: Path) -> str:
+    """Return the section of a card with the code that loads a model of transformers, and its tokenizer if any."""
+    names = {"model": model_class}
+    if (output / "tokenizer_config.json").is_file():
+        names["tokenizer"] = "AutoTokenizer"
+    lines = [f"from transformers import {', '.join(sorted(names.values()))}", ""]
+    lines += [f"{name} = {kind}.from_pretrained({json.dumps(place)})" for name, kind in names.items()]
+    return "\n".join(["## Load this model", "", code_block("\n".join(lines), "python"), ""])
+
+
 def complete_card(trainer: Trainer, base: str | None, license: str | None, source: dict[str, str | None]) -> None:
     """Let `Trainer.create_model_card`, which `push_to_hub` calls, write dataset, task, base model and license.
 
@@ -526,6 +537,10 @@ def complete_card(trainer: Trainer, base: str | None, license: str | None, sourc
             return
         card = ModelCard.load(output / CARD_NAME, ignore_metadata_errors=True)
         card.data.license_name = metadata.get("license_name")
+        card.text = re.sub(r"\n## [^\n]+\n\nMore information needed\n", "", card.text)
+        if "from_pretrained" not in card.text:  # models of transformers
+            place = trainer.args.hub_model_id or about["model_name"]
+            card.text = add_section(card.text, _loading_section(model_class, place, output))
         if is_local:
             name = code(Path(base).resolve().name)
             card.text = card.text.replace("was trained from scratch", f"was fine-tuned from {name}", 1)

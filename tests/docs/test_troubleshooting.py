@@ -1,5 +1,7 @@
 """The messages in docs/troubleshooting.md are the actual messages."""
 
+import ast
+import functools
 import re
 
 import pytest
@@ -106,3 +108,85 @@ def test_commands(command, folder, said, monkeypatch, capsys):
     monkeypatch.chdir(folder)
     assert luna_mega_cli.main(command.split()) == 1
     assert_said(capsys.readouterr().err, said)
+
+
+# Messages of Python, pip, shells, PyTorch, transformers and earlier versions of this package.
+OTHERS = (
+    "requires a different Python",
+    "cannot import name 'PreTrainedConfig'",
+    "No module named",
+    "sacrebleu",
+    "scipy",
+    "command not found",
+    "does not recognize this architecture",
+    "contains custom code",
+    "got an unexpected keyword argument 'cache'",
+    "Mega models take no cache",
+    "Unrecognized configuration class",
+    "Unknown task question-answering",
+    "Specified `attn_implementation",
+    "device-side assert triggered",
+)
+# Beginnings of messages about the most frequent mistakes, without their values.
+FREQUENT = (
+    "but the vocabulary of this model has",
+    "learned positions",
+    "but must be ids from 0 to",
+    "must have the shape",
+    "but the model has no type embeddings",
+    "pass exactly one of",
+    "must be one of",
+    "must be divisible by",
+    "unknown option",
+    "nothing to do; pass --do_train, --do_eval or --do_predict",
+    "has no split",
+    "has no column",
+    "is not one of",
+    "rows have no label",
+    "pass --ignore_mismatched_sizes to train a new head",
+    "do not fit in the",
+    "already exists; pass --resume_from_checkpoint last",
+    "the training diverged: train_loss=",
+    "an image cannot be read",
+    "not a fairseq checkpoint",
+    "the output folder is not empty",
+)
+
+
+@functools.cache
+def source() -> list[str]:
+    """Return the text constants of the package and the scripts, with a line end for each value of an f-string."""
+    texts = []
+    for path in ROOT.glob("*/**/*.py"):
+        if path.relative_to(ROOT).parts[0] in ("build", "tests", "benchmarks") or ".venv" in path.parts:
+            continue
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.JoinedStr):
+                texts.append("".join(x.value if isinstance(x, ast.Constant) else "\n" for x in node.values))
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                texts.append(node.value)
+    return [text.replace("`", "") for text in texts]
+
+
+def has_words(quotation: str) -> bool:
+    """Return whether a text of the source has three consecutive words of the quotation, or all of a shorter one."""
+    words = quotation.replace("`", "").split()
+    parts = {" ".join(words[start : start + 3]) for start in range(max(len(words) - 2, 1))}
+    pieces = [piece.strip() for piece in re.split(r"\d+|\.\.\.|'[^']*'|\b(?:Luna|Mega)\w+", " ".join(words))]
+    parts |= {piece for piece in pieces if len(piece.split()) > 1}
+    return any(part in text for part in parts for text in source())
+
+
+def test_every_quotation_is_a_message(said):
+    """The first column of the tables contains messages of this package, or of `OTHERS`."""
+    cells = [re.split(r" \| ", line[2:])[0] for line in said.splitlines() if line.startswith("| ")]
+    quotations = [first or second for cell in cells for first, second in re.findall(r"`` ?(.+?) ?``|`([^`]+)`", cell)]
+    assert len(quotations) > 50
+    wrong = [text for text in quotations if not has_words(text) and not any(other in text for other in OTHERS)]
+    assert not wrong
+
+
+def test_frequent_messages_are_on_the_page(said):
+    for message in FREQUENT:
+        assert message in said, message
+        assert any(message in text for text in source()), message
