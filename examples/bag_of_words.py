@@ -8,6 +8,10 @@ the vectors of both texts and their product. If the labels are numbers with a fr
 STS-B, nothing is trained: the score is the cosine similarity of the two vectors.
 """
 
+from luna_mega_cli.script_options import check_names
+
+check_names(__name__)  # before the imports, which take seconds
+
 import json
 import time
 from dataclasses import dataclass

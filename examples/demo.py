@@ -6,6 +6,10 @@ Nothing is downloaded. The texts are sentences from docstrings of Python's stand
 packages in which they stand. The checkpoints are test fixtures that transformers 4 and fairseq wrote.
 """
 
+from luna_mega_cli.script_options import check_names
+
+check_names(__name__)  # before the imports, which take seconds
+
 import ast
 import platform
 import re

@@ -7,6 +7,10 @@ and, for models with a rotary bias, over the attention chunk. Such models can be
 training (Mega, appendix D.3 and Figure 6).
 """
 
+from luna_mega_cli.script_options import check_names
+
+check_names(__name__)  # before the imports, which take seconds
+
 import json
 from dataclasses import dataclass, field
 from pathlib import Path

@@ -6,6 +6,10 @@ Print the text and, at regular intervals on the standard error, speed and cache 
 for Mega with chunked attention.
 """
 
+from luna_mega_cli.script_options import check_names
+
+check_names(__name__)  # before the imports, which take seconds
+
 import json
 import sys
 import time

@@ -6,6 +6,10 @@ r"""Train a classifier of audio clips, such as spoken words, on raw samples.
 All fields of TrainingArguments are options. A recipe contains defaults, which the command line overrides.
 """
 
+from luna_mega_cli.script_options import check_names
+
+check_names(__name__)  # before the imports, which take seconds
+
 import math
 from dataclasses import dataclass
 from functools import partial

@@ -5,6 +5,10 @@
 All fields of TrainingArguments are options. A recipe contains defaults, which the command line overrides.
 """
 
+from luna_mega_cli.script_options import check_names
+
+check_names(__name__)  # before the imports, which take seconds
+
 import math
 from collections.abc import Callable
 from dataclasses import dataclass

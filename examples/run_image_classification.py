@@ -6,6 +6,10 @@ r"""Train an image classifier: Mega on patches, or any other vision model of tra
 All fields of TrainingArguments are options. A recipe contains defaults, which the command line overrides.
 """
 
+from luna_mega_cli.script_options import check_names
+
+check_names(__name__)  # before the imports, which take seconds
+
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any

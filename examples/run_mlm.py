@@ -6,6 +6,10 @@ r"""Pretrain a masked language model, from scratch or from a checkpoint, on plai
 All fields of TrainingArguments are options. A recipe contains defaults, which the command line overrides.
 """
 
+from luna_mega_cli.script_options import check_names
+
+check_names(__name__)  # before the imports, which take seconds
+
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any

@@ -7,6 +7,10 @@ All fields of TrainingArguments are options. A recipe contains defaults, which t
 run_glue.py.
 """
 
+from luna_mega_cli.script_options import check_names
+
+check_names(__name__)  # before the imports, which take seconds
+
 from dataclasses import dataclass
 
 from datasets import Dataset

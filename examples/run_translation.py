@@ -6,6 +6,10 @@ r"""Train a translation model, from scratch or from a checkpoint, and evaluate i
 All fields of Seq2SeqTrainingArguments are options. A recipe contains defaults, which the command line overrides.
 """
 
+from luna_mega_cli.script_options import check_names
+
+check_names(__name__)  # before the imports, which take seconds
+
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any

@@ -71,8 +71,8 @@ def check_input(
         raise ValueError(f"this model has input_type={kind!r}; pass exactly one of {name} and inputs_embeds")
     shape = list(found[0].shape)
     channels = model.config.num_channels if kind == "values" else 1
-    expected = [[], [1]] if kind == "values" and channels == 1 else [[]] if channels == 1 else [[channels]]
-    if grid is None and (len(shape) < 2 or shape[2:] not in (expected if embeds is None else [[model.input_width]])):
+    widths: list[list[int]] = [[channels]] if channels > 1 else [[], [1]] if kind == "values" else [[]]
+    if grid is None and (len(shape) < 2 or shape[2:] not in (widths if embeds is None else [[model.input_width]])):
         form = "[B, T]" if channels == 1 else f"[B, T, {channels}]"
         raise ValueError(
             f"`{name}` must have the shape {form}, or inputs_embeds [B, T, {model.input_width}], got {shape}"

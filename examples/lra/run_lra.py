@@ -8,6 +8,10 @@ dataset on the Hub. All fields of TrainingArguments are options. A recipe contai
 overrides.
 """
 
+from luna_mega_cli.script_options import check_names
+
+check_names(__name__)  # before the imports, which take seconds
+
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

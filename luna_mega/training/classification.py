@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-from accelerate import PartialState
+import torch.distributed as dist
 from datasets import ClassLabel, Dataset
 from torch.utils.data import Dataset as TorchDataset
 from transformers import EvalPrediction, PreTrainedTokenizerBase, Trainer, TrainingArguments
@@ -118,7 +118,7 @@ def _match_order(
 
 
 def _say(line: str) -> None:
-    if PartialState().is_main_process:
+    if not dist.is_initialized() or dist.get_rank() == 0:
         print(terminal(" ".join(line.split())), flush=True)
 
 

@@ -1,19 +1,20 @@
 """Load datasets from the Hub or a local folder, and check their columns."""
 
+import csv
 import glob
+import gzip
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import pandas as pd
 from datasets import Dataset, Features, IterableDataset, Value, config, load_dataset
 from transformers import TrainingArguments
 from transformers.hf_argparser import HfArg
 
 from luna_mega.errors import ConversionError, reason
 from luna_mega.hub.find import find_dataset
-from luna_mega.training.arguments import fail
+from luna_mega.training.arguments import fail, one_line
 
 SUFFIX = r"\.(parquet|jsonl?|csv|txt)(\.gz)?"  # suffixes of data files
 
@@ -106,14 +107,20 @@ def load_files(files: dict[str, list[str]], streaming: bool = False) -> dict[str
     # datasets removes a byte order mark from csv and json files, but not from text files.
     options = {"encoding": "utf-8-sig"} if ".txt" in first.suffixes else {}
     if ".csv" in first.suffixes:
-        columns = pd.read_csv(first, nrows=0).columns
-        options = {"features": Features(dict.fromkeys(columns, Value("string")))}
-        options |= {"keep_default_na": False, "na_values": [""]}
+        options = {"keep_default_na": False, "na_values": [""], "features": _text_features(first)}
     escaped = {name: [glob.escape(str(path)) for path in shards] for name, shards in paths.items()}  # for glob
     loaded = load_dataset(str(first.parent), data_files=escaped, streaming=streaming, **options)
     if first.name.endswith(".txt.gz"):  # datasets ignores the encoding of compressed files
         loaded = loaded.map(lambda rows: {"text": [text.removeprefix("\ufeff") for text in rows["text"]]}, batched=True)
     return loaded
+
+
+def _text_features(path: Path) -> Features | None:
+    """Return the columns of a CSV file, with the names of pandas, as text."""
+    read = gzip.open if path.suffix == ".gz" else open
+    with one_line(f"cannot load {path}"), read(path, "rt", encoding="utf-8-sig", newline="") as file:
+        names = next(filter(None, csv.reader(file)), [])
+    return Features({name or f"Unnamed: {index}": Value("string") for index, name in enumerate(names)}) or None
 
 
 def load_folder(path: str, streaming: bool = False) -> dict[str, Dataset | IterableDataset]:

@@ -1,10 +1,16 @@
 """Details of a first hour: misspelled options, the card of a fine-tuned model, notes inside of generated text."""
 
+import subprocess
+import sys
+from dataclasses import fields
+
 import pytest
 import torch
+from transformers import TrainingArguments
 from transformers.generation import stopping_criteria
 
-from luna_mega import MegaConfig, MegaForCausalLM
+from luna_mega import MegaConfig, MegaForCausalLM, training as lib
+from luna_mega_cli import script_options
 from tests.examples.runs import TINY, write
 
 ROBERTA = "hidden_size=16,num_hidden_layers=1,num_attention_heads=2,intermediate_size=16"
@@ -22,6 +28,34 @@ def test_misspelled_options(script, capsys, options, message):
     with pytest.raises(SystemExit):
         script("run_glue").parse(options)
     assert capsys.readouterr().err.strip().endswith(message)
+
+
+@pytest.mark.parametrize("name", ["run_glue", "eval_lm", "lra/run_lra"])
+def test_misspelled_options_before_the_imports(examples_dir, tmp_path, name):
+    """A script reports them without importing torch and transformers."""
+    command = [
+        sys.executable,
+        "-X",
+        "importtime",
+        examples_dir / f"{name}.py",
+        "--output_dir",
+        tmp_path,
+        "--recip",
+        "x",
+    ]
+    result = subprocess.run(list(map(str, command)), capture_output=True, encoding="utf-8", check=False)
+    assert result.returncode == 2 and "unknown option --recip; did you mean --recipe?" in result.stderr
+    imported = {line.rpartition("|")[2].strip() for line in result.stderr.splitlines()}
+    assert "ast" in imported and not {"torch", "transformers", "datasets", "numpy", "luna_mega"} & imported
+
+
+def test_names_of_options(script, monkeypatch):
+    """The check before the imports knows the options of the parser."""
+    module = script("run_glue")
+    monkeypatch.setattr(sys, "argv", [module.__file__])
+    known = set().union(*map(script_options._fields, script_options._files()))
+    kinds = (module.DataArguments, lib.ModelArguments, TrainingArguments)
+    assert {field.name for kind in kinds for field in fields(kind) if field.init} <= known
 
 
 @pytest.mark.parametrize(("kind", "overrides"), [("luna", TINY), ("roberta", ROBERTA)])

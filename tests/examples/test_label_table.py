@@ -1,6 +1,7 @@
 """Rows without a label: one decision for all splits, file types and scripts."""
 
 import csv
+import gzip
 import json
 import math
 from types import SimpleNamespace
@@ -140,6 +141,15 @@ def test_columns_of_csv_files(tmp_path):
     splits = data.load_splits({"train": None, "test": None}, arguments)
     assert splits["train"][:] == {"text": ["007", "NA", None], "label": ["01", "None", None]}
     assert splits["test"][:] == {"text": ["1.50"]}
+
+
+@pytest.mark.parametrize("suffix", ["csv", "csv.gz"])
+def test_headers_of_csv_files(tmp_path, suffix):
+    """Byte order marks, empty names and repeated names are read as by pandas."""
+    content = "\ufeff,a,a\n1,01,2\n".encode()
+    (tmp_path / f"train.{suffix}").write_bytes(gzip.compress(content) if suffix.endswith("gz") else content)
+    rows = data.load_files(data.find_files(str(tmp_path)))["train"][:]
+    assert rows["Unnamed: 0"] == ["1"] and rows["a"] == ["01"]
 
 
 def test_lines_of_predictions(tmp_path):
