@@ -245,6 +245,12 @@ class MegaConfig(MegaPresets, SharedConfig, PreTrainedConfig):
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Self:
         """Return a configuration, with legacy fields if it was saved by transformers v4."""
+        # Versions before 0.5 saved num_channels=3 for all inputs, and had one channel of values.
+        kind, channels = config_dict.get("input_type", "tokens"), config_dict.get("num_channels")
+        if kind == "values":
+            config_dict = config_dict | {"num_channels": config_dict.get("value_channels", 1)}
+        elif kind == "tokens" and channels == 3:
+            config_dict = config_dict | {"num_channels": None}
         if str(config_dict.get("transformers_version", "")).startswith("4."):
             config_dict = {
                 "legacy_rms_norm": config_dict.get("normalization_type") == "rmsnorm",
@@ -254,6 +260,13 @@ class MegaConfig(MegaPresets, SharedConfig, PreTrainedConfig):
         # The base class validates before it sets keyword arguments.
         directions = {name: kwargs[name] for name in ("is_decoder", "bidirectional") if name in kwargs}
         return super().from_dict(config_dict | directions, **kwargs)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the fields, with `value_channels` for several channels of values (see `from_dict`)."""
+        content: dict[str, Any] = super().to_dict()
+        if self.input_type == "values" and self.num_channels != 1:
+            content["value_channels"] = self.num_channels
+        return content
 
     @property
     def attention_chunk(self) -> int | None:

@@ -196,7 +196,7 @@ def test_output_contains_only_model_files(stranger, saved, tmp_path):
     kept = {name for name in before if not name.endswith((".bin", ".pt")) and not name.startswith(".")}
     assert {name for name in contents(tmp_path / "out") if not name.startswith("luna_mega_code/")} == kept
     auto_map = json.loads((tmp_path / "out" / "config.json").read_text(encoding="utf-8"))["auto_map"]
-    assert auto_map.keys() == {"AutoConfig", *AUTO_CLASSES, "AutoModelForCausalLM"}
+    assert auto_map.keys() == {"AutoConfig", *AUTO_CLASSES, "AutoModelForAudioClassification", "AutoModelForCausalLM"}
     old, new = (json.loads((place / "config.json").read_text(encoding="utf-8")) for place in (folder, tmp_path / "out"))
     assert new.pop("auto_map") and new == old
     assert stranger(on_client.encode, tmp_path / "out", ["ab"], **REMOTE) == [[0, 4, 3, 2]]

@@ -1,5 +1,7 @@
 """Real-valued inputs with several channels, `[B, T, C]`."""
 
+import json
+
 import numpy as np
 import pytest
 import torch
@@ -44,6 +46,22 @@ def test_one_channel(family):
     assert shapes == {"weight": (16,), "bias": (16,)} and default.config.num_channels == 1
     for inputs in (values, values[..., None]):
         torch.testing.assert_close(one(input_values=inputs).logits, default(input_values=values).logits, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_saved_channels(family, tmp_path):
+    """A saved model has its channels; a folder of Mega before 0.5 has one, whatever it saved for images."""
+    model, values = make(family, 3), torch.randn(2, 10, 3)
+    model.save_pretrained(tmp_path)
+    loaded, info = type(model).from_pretrained(tmp_path, output_loading_info=True)
+    assert not any(info.values()) and loaded(input_values=values).logits.equal(model(input_values=values).logits)
+    assert type(model.config).from_dict(model.config.to_dict()).num_channels == 3
+    make(family, 1).save_pretrained(tmp_path)
+    file = tmp_path / "config.json"
+    old = json.loads(file.read_text(encoding="utf-8")) | ({"num_channels": 3} if family == "mega" else {})
+    file.write_text(json.dumps(old), encoding="utf-8")
+    loaded, info = type(model).from_pretrained(tmp_path, output_loading_info=True)
+    assert not any(info.values()) and loaded.config.num_channels == 1
 
 
 @pytest.mark.parametrize("family", FAMILIES)

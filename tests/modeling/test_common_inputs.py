@@ -69,8 +69,8 @@ def test_values_have_no_vocabulary(family):
             change()
     with pytest.raises(ValueError, match="exactly one of input_values and inputs_embeds"):
         model(**luna.head_inputs("Model", [9]))
-    with pytest.raises(ValueError, match=r"input_values` must have the shape \[B, T\], or .* got \[2, 9, 1\]"):
-        model(input_values=torch.zeros(2, 9, 1))
+    with pytest.raises(ValueError, match=r"input_values` must have the shape \[B, T\], or .* got \[2, 9, 2\]"):
+        model(input_values=torch.zeros(2, 9, 2))
 
 
 def without_embedding(model):

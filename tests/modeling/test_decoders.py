@@ -203,8 +203,10 @@ def test_incompatible_caches_raise(family, with_encoder):
     past = model(**inputs, use_cache=True).cache
     with pytest.raises(ValueError, match="does not fit this model and batch|another source, of another batch or model"):
         deeper(**inputs, cache=past)
-    others = [((),), EncoderDecoderCache(DynamicCache(), DynamicCache())]
-    if with_encoder:
+    others = [((),)]
+    if not with_encoder:
+        others.append(EncoderDecoderCache(DynamicCache(), DynamicCache()))
+    else:  # a decoder accepts an empty cache of transformers: `EncoderDecoderModel.generate` creates it
         others += [past.self_attention_cache, EncoderDecoderCache(past.self_attention_cache, DynamicCache())]
     for other in others:
         with pytest.raises(ValueError, match=f"must be a {type(past).__name__}, got a {type(other).__name__}"):
