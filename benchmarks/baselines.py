@@ -94,6 +94,21 @@ def original_complex_ema(x, input_logit, damping_logit, phase_logit, projection,
     return (average + skip[:, None] * signal).transpose(1, 2)
 
 
+def original_diagonal_ssm(x, log_decay, phase, weight, skip):
+    """Compute `diagonal_ssm` as S4D does: all N L powers of q in memory, and an FFT of 2 L positions."""
+    length, channels = x.shape[1:]
+    log_q = torch.complex(log_decay, phase)
+    powers = torch.exp(log_q[..., None] * torch.arange(length, device=x.device))
+    kernel = torch.einsum("dn,dnl->dl", torch.view_as_complex(weight), powers).real
+    signal, result = x.transpose(1, 2), 0.0
+    for own, rows in ((signal, kernel[:channels]), (signal.flip(2), kernel[channels:])):
+        if len(rows):
+            product = torch.fft.rfft(own, n=2 * length) * torch.fft.rfft(rows, n=2 * length)
+            average = torch.fft.irfft(product, n=2 * length)[..., :length]
+            result = result + (average if own is signal else average.flip(2))
+    return (result + skip[:, None] * signal).transpose(1, 2)
+
+
 def fft_damped_ema(*arguments):
     """Compute `damped_ema` by FFT (cuFFT on a GPU) at every length, without the powers of q in memory."""
     with use_backend("torch"), mock.patch.object(ema_backend, "MANY_POSITIONS", 2**62):

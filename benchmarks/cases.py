@@ -122,6 +122,16 @@ def _complex_ema(average, device, dtype, b, n, d=512, states=16):
     return Work(lambda: (average(*leaves),), leaves)
 
 
+def _diagonal_ssm(model, device, dtype, b, n, directions=1, d=512, states=16):
+    rows = directions * d
+    shapes = ((b, n, d), (rows, states), (rows, states), (rows, states, 2), (d,))
+    leaves = _draw(device, dtype, *shapes, logits=(1,))
+    # The parameters of complex numbers are not in half precision.
+    parameters = [x.detach().float().requires_grad_() if dtype.itemsize < 4 else x for x in leaves[1:4]]
+    leaves = [leaves[0], *parameters, leaves[4]]
+    return Work(lambda: (model(leaves[0], -leaves[1].exp() / 8, *leaves[2:]),), leaves)
+
+
 def _norm(normalize, device, dtype, b, n, d=1024, groups=32):
     leaves = _draw(device, dtype, (b, n, d), (d,), (d,))
     return Work(lambda: (normalize(leaves[0], groups, *leaves[1:]),), leaves)
@@ -317,6 +327,16 @@ CASES = {
             gpu=({"b": 8, "n": 2048, "d": 1024}, {"b": 1, "n": 4096, "d": 4096}),
             compiles=False,
             others={"damped_ema": partial(_ema, api.damped_ema, directions=1)},
+        ),
+        _op(
+            "diagonal_ssm",
+            _diagonal_ssm,
+            sizes=tuple({"b": b, "n": n} for b, n in ((1, 1024), (1, 4096), (8, 1024))),
+            repeats=5,
+            parity=_sizes(b=(2,), n=(77,), directions=(1, 2)),
+            gpu=({"b": 8, "n": 4096}, {"b": 64, "n": 512}, {"b": 2, "n": 16384}),
+            compiles=False,
+            others={"complex_ema": lambda *where, **size: _complex_ema(api.complex_ema, *where, **size)},
         ),
         Case(
             "timestep_norm",

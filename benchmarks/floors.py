@@ -75,6 +75,11 @@ def complex_ema(width, n, b=1, d=512, states=16, **_):
     )
 
 
+def diagonal_ssm(width, n, b=1, directions=1, d=512, states=16, **_):
+    """Count the same as for `complex_ema`."""
+    return complex_ema(width, n, b, d, states * directions)
+
+
 def timestep_norm(width, n, b=1, d=1024, **_):
     """Count the input read, the output written, and a few operations on every feature."""
     elements = b * n * d

@@ -57,6 +57,7 @@ OPS = {
     "luna_causal_attention": 2,
     "damped_ema": 3,
     "complex_ema": 1,
+    "diagonal_ssm": 3,
     "timestep_norm": 1,
     "gated_attention": 4,
 }

@@ -10,6 +10,7 @@ from .luna_causal_attention.reference import LunaCausalState
 from .moving_average.coefficients import complex_ema_coefficients, ema_coefficients
 from .moving_average.complex_ema import complex_ema, complex_ema_step
 from .moving_average.damped_ema import damped_ema, damped_ema_step
+from .moving_average.diagonal_ssm import diagonal_ssm, diagonal_ssm_coefficients, diagonal_ssm_step, discretize
 from .moving_average.truncated import TruncatedEmaState
 from .timestep_norm.op import timestep_norm, timestep_norm_step
 from .timestep_norm.reference import TimestepNormState
@@ -23,6 +24,10 @@ __all__ = [
     "complex_ema_step",
     "damped_ema",
     "damped_ema_step",
+    "diagonal_ssm",
+    "diagonal_ssm_coefficients",
+    "diagonal_ssm_step",
+    "discretize",
     "ema_coefficients",
     "explain",
     "gated_attention",

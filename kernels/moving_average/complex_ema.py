@@ -10,9 +10,6 @@ from . import reference, torch_backend
 from .coefficients import complex_coefficients, complex_step_coefficients
 from .wiring import check_call, make_average, make_step, with_coefficients
 
-# The limit of the Triton kernels, which store the states of a channel in registers.
-MAX_STATES = 32
-
 
 def _triton_step(
     x: Tensor, state: Tensor, coefficients: tuple[Tensor, ...], skip: Tensor | None, mask: Tensor | None
@@ -137,12 +134,10 @@ _average = make_average(
     complex_coefficients,
     _check,
     state=3,
-    most=MAX_STATES,
 )
 _step = make_step(
     "complex_ema_step",
     _reference_step,
     with_coefficients(torch_backend.complex_step, complex_step_coefficients),
     with_coefficients(_triton_step, complex_step_coefficients),
-    most=MAX_STATES,
 )

@@ -1,5 +1,6 @@
 """Mega's moving average: `damped_ema` for a sequence or a segment, `damped_ema_step` for one position."""
 
+import math
 from typing import Any
 
 from torch import Tensor
@@ -192,11 +193,11 @@ _average = make_average(
     damped_coefficients,
     _check,
     state=0,
-    most=64,
 )
 _step = make_step(
     "damped_ema_step",
     with_coefficients(reference.damped_step, damped_step_coefficients),
     with_coefficients(torch_backend.damped_step, damped_step_coefficients),
     _triton_step,
+    numbers=math.inf,
 )

@@ -1,5 +1,7 @@
 """Both moving averages as defined in their papers: Mega (section 3.1) and Megalodon (section 3.2, as in its code).
 
+`diagonal_ssm` is the recurrence of both without their parameters.
+
 This file is the specification: all faster implementations are tested against it. Shapes: input `[B, T, D]`; real
 parameters
 `[R, N]` with R = D (causal) or R = 2 D (bidirectional, rows D on average from the end), states `[B, D, N]`; complex
@@ -7,6 +9,7 @@ projections and states are real pairs, `[D, N, 2]` and `[B, D, N, 2]`. Masks are
 """
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
@@ -127,15 +130,71 @@ def complex_ema(
 
     States decay at dropped positions, too.
     """
-    p, state, outputs = coefficients[0], initial_state, []
-    if mask is not None:
-        x = x.masked_fill(~mask[..., None], 0.0)
+    p, state = coefficients[0], initial_state
     if state is None:
         state = p.new_zeros(x.shape[0], *p.shape, 2)
+    output, state = _steps(complex_step, x, state, coefficients, skip, mask)
+    return output, state if return_state else None
+
+
+def diagonal_coefficients(log_decay: Tensor, *phase_and_weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Return q = exp(log_decay + i phase) and the weight of the state, `[R, N]`; without a phase, both are real."""
+    *phase, weight = phase_and_weight
+    if not phase:
+        return torch.exp(log_decay), weight
+    return torch.polar(torch.exp(log_decay), phase[0]), torch.view_as_complex(weight.contiguous())
+
+
+def diagonal_step(
+    x: Tensor, state: Tensor, coefficients: tuple[Tensor, Tensor], skip: Tensor | None, mask: Tensor | None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Return y_t = Re <weight, h_t> + skip x_t and h_t = q h_{t-1} + x_t of one position, x `[B, D]`.
+
+    At a position that the mask `[B]` drops, x_t = 0 and h_t = h_{t-1}.
+    """
+    q, weight = coefficients
+    kept = (x if mask is None else x.masked_fill(~mask[:, None], 0.0)).to(q.real.dtype)
+    before = torch.view_as_complex(state.contiguous()) if q.is_complex() else state
+    hidden = hold(q * before + kept[..., None], before, mask)
+    output = (weight * hidden).real.sum(-1)
+    if skip is not None:
+        output = output + skip * kept
+    return output.to(x.dtype), torch.view_as_real(hidden) if q.is_complex() else hidden
+
+
+def diagonal_ssm(
+    x: Tensor, coefficients: tuple[Tensor, Tensor], skip: Tensor | None = None, mask: Tensor | None = None,
+    initial_state: Tensor | None = None, return_state: bool = False,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """Return the results of steps at all positions, and on request the final state.
+
+    States decay at dropped positions, too. With R = 2 D, the result is the sum of both directions.
+    """
+    (q, weight), channels, state = coefficients, x.shape[2], initial_state
+    if len(q) > channels:
+        wide = x.to(q.real.dtype)
+        output, _ = diagonal_ssm(wide, (q[:channels], weight[:channels]), skip, mask)
+        mask = None if mask is None else mask.flip(1)
+        from_end, _ = diagonal_ssm(wide.flip(1), (q[channels:], weight[channels:]), None, mask)
+        return (output + from_end.flip(1)).to(x.dtype), None
+    if state is None:
+        state = q.real.new_zeros(x.shape[0], *q.shape, *((2,) if q.is_complex() else ()))
+    output, state = _steps(diagonal_step, x, state, coefficients, skip, mask)
+    return output, state if return_state else None
+
+
+def _steps(
+    step: Callable[..., tuple[Tensor, Tensor]], x: Tensor, state: Tensor, coefficients: tuple[Tensor, ...],
+    skip: Tensor | None, mask: Tensor | None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Return the results of a step at all positions, 0 where the mask drops them, and the final state."""
+    outputs = []
+    if mask is not None:
+        x = x.masked_fill(~mask[..., None], 0.0)
     for t in range(x.shape[1]):
-        output, state = complex_step(x[:, t], state, coefficients, skip, None)
+        output, state = step(x[:, t], state, coefficients, skip, None)
         outputs.append(output)
-    return torch.stack(outputs, 1), state if return_state else None
+    return torch.stack(outputs, 1), state
 
 
 def _convolve(x: Tensor, kernel: Tensor, truncation: int | None) -> Tensor:

@@ -1,6 +1,7 @@
-"""Both averages with Triton kernels, as custom operators."""
+"""The averages and `diagonal_ssm` with Triton kernels, as custom operators."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -8,8 +9,8 @@ from torch import Tensor
 
 from .._custom_operator import no_second_derivative, register
 from ..common.triton_launch import contiguous
-from . import export, triton_scan, triton_scan_backward, triton_step
-from .coefficients import complex_coefficients, damped_coefficients
+from . import export, triton_diagonal, triton_scan, triton_scan_backward, triton_step
+from .coefficients import Coefficients, complex_coefficients, damped_coefficients
 from .torch_backend import flops
 
 
@@ -62,6 +63,44 @@ _average = register(
     saved="Tensor coefficients",
     save=lambda inputs, outputs: outputs[2:],
     parts=_parts,
+)
+
+
+def diagonal(
+    x: Tensor, coefficients: Coefficients, skip: Tensor | None, mask: Tensor | None, initial_state: Tensor | None,
+    return_state: bool, cu_seqlens: Tensor | None = None, max_seqlen: int = 0,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """Return `average` with coefficients whose weight of the input is 1."""
+    of, options = coefficients, (initial_state, return_state, False, cu_seqlens, max_seqlen)
+    output, last, _ = _diagonal(x, mask, skip, of.log_decay, of.turn, None, of.weight_out, *options)
+    return output, last if return_state else None
+
+
+def _diagonal_parts(
+    x: Tensor, mask: Tensor | None, skip: Tensor | None, log_decay: Tensor, turn: Tensor | None, weight_in: None,
+    weight: Tensor, initial: Tensor | None, return_state: bool, shift: bool, cu_seqlens: Tensor | None, max_seqlen: int,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    if cu_seqlens is not None:
+        raise no_second_derivative("diagonal_ssm", " of varlen calls")
+    of = Coefficients(log_decay, turn, torch.ones_like(log_decay), weight)
+    return export.average(x, of, skip, mask, shift, None, initial, return_state)
+
+
+# The inputs are those of `_average`, with coefficients in the places of the parameters.
+_diagonal = register(
+    "diagonal_ssm_triton",
+    "Tensor x, Tensor? mask, Tensor? skip, Tensor log_decay, Tensor? turn, Tensor? weight_in, Tensor weight, "
+    "Tensor? initial, bool return_state, bool shift, Tensor? cu_seqlens, SymInt max_seqlen",
+    "(Tensor, Tensor, Tensor)",
+    partial(triton_scan.forward, of=triton_diagonal),
+    lambda log_decay, weight, **rest: _fake(input_logit=log_decay, projection=weight, **rest),
+    partial(triton_scan_backward.backward, of=triton_diagonal),
+    flops=lambda x, log_decay, turn, **_: flops(x.shape[0] * x.shape[1] * log_decay.numel(), turn is not None),
+    differentiable=("x", "skip", "log_decay", "turn", "weight", "initial"),
+    gradients=(0, 1),
+    saved="Tensor coefficients",
+    save=lambda inputs, outputs: outputs[2:],
+    parts=_diagonal_parts,
 )
 
 

@@ -456,11 +456,14 @@ def scan(
     return output
 
 
-def forward(x: Tensor, *inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the result, the final states (empty unless requested), and the coefficients."""
+def forward(x: Tensor, *inputs: Any, of: Any = triton_coefficients) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the result, the final states (empty unless requested), and the coefficients, which `of` computes.
+
+    `of` is `triton_coefficients`, or `triton_diagonal` with the same functions.
+    """
     mask, skip, *parameters, initial, return_state, shift, cu_seqlens, max_seqlen = contiguous(*inputs)
     initial, is_complex = None if initial is None else channels_last(initial), parameters[3].dim() == 3
-    coefficients = (triton_coefficients.complex_factors if is_complex else triton_coefficients.damped)(*parameters)
+    coefficients = (of.complex_factors if is_complex else of.damped)(*parameters)
     scaled = is_complex or initial is not None
 
     def run(plan: Plan) -> tuple[Tensor, Tensor | None]:

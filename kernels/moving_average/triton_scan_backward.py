@@ -147,9 +147,13 @@ def _gradient_kernel(
 
 
 def backward(
-    gradient: Tensor, last_gradient: Tensor | None, coefficients: Tensor, x: Tensor, *inputs: Any
-) -> list[Tensor | None]:
-    """Return the gradients of x, skip, the four parameters and the initial states, None for None."""
+    gradient: Tensor, last_gradient: Tensor | None, coefficients: Tensor, x: Tensor, *inputs: Any,
+    of: Any = triton_coefficients,
+) -> list[Tensor | None]:  # fmt: skip
+    """Return the gradients of x, skip, the parameters and the initial states, None for None.
+
+    The module `of` computes those of the parameters.
+    """
     mask, skip, *parameters, initial, return_state, shift, cu_seqlens, max_seqlen = contiguous(*inputs)
     first, arriving = None if initial is None else channels_last(initial), last_gradient if return_state else None
     is_complex = parameters[3].dim() == 3
@@ -180,7 +184,7 @@ def backward(
     if before is not None:
         before = channels_last(before)
         before = (conjugate(before) if is_complex else before).to(initial.dtype)
-    of_parameters = triton_coefficients.backward(*sums, *parameters)
+    of_parameters = of.backward(*sums, *parameters)
     return [grad_x, None if skip is None else grad_skip.to(skip.dtype), *of_parameters, before]
 
 

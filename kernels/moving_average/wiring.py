@@ -17,10 +17,13 @@ from ..upcast import upcast_dtype
 from . import export, torch_backend
 from .coefficients import powers, times
 
+# Real numbers in the states of a channel that the Triton kernels store in registers: 64 real or 32 complex states.
+MOST_NUMBERS = 64
+
 
 def make_average(
     name: str, reference: Callable[..., Any], coefficients: Callable[..., Any], check: Callable[..., None], *,
-    state: int, most: int,
+    state: int, plain: Callable[..., Any] | None = None, triton: Callable[..., Any] | None = None,
 ) -> Callable[..., Any]:  # fmt: skip
     """Return the function that computes an average of sequences.
 
@@ -32,7 +35,8 @@ def make_average(
         coefficients: returns the `Coefficients` of the parameters.
         check: raises errors for (name, x, parameters, skip, state, number of sequences).
         state: index of a parameter that has the shape of a state.
-        most: number of states of a channel that the Triton kernels can store in registers.
+        plain: computes a call from `coefficients` in PyTorch; None = `average_torch`.
+        triton: computes a call from the parameters; None = `triton_ops.average`.
     """
 
     def run_varlen(run: Callable[..., Any], call: Arguments, cu_seqlens: Tensor, max_seqlen: int) -> Any:
@@ -40,12 +44,6 @@ def make_average(
             return op.run_padded(run, call, cu_seqlens, max_seqlen)
         x, parameters = call["x"], call["parameters"]
         return varlen.one_by_one(run, call, cu_seqlens, parameters[state].shape, upcast_dtype(x, *parameters))
-
-    def triton(**call: Any) -> tuple[Tensor, Tensor | None]:
-        # Imported lazily because Triton decides at import time whether kernels are interpreted.
-        from . import triton_ops
-
-        return triton_ops.average(**call)
 
     def average(
         backend: str | None, call: Arguments, lengths: Tensor | None, cu_seqlens: Tensor | None, max_seqlen: int | None
@@ -78,18 +76,22 @@ def make_average(
         length = max_seqlen or x.shape[1]
         if truncation is not None and (is_exporting() or truncation < length):
             return f"its average has no truncation, and truncation={truncation} is below the length {length}"
-        return _unsupported(x, parameters, most)
+        return _unsupported(x, parameters, MOST_NUMBERS)
 
-    backends = {"reference": reference, "torch": with_coefficients(_torch, coefficients), "triton": triton}
+    plain, triton = with_coefficients(plain or average_torch, coefficients), triton or _average_triton
+    backends = {"reference": reference, "torch": plain, "triton": triton}
     op = Op(name, backends, unsupported, tokens=("x",), run_varlen=run_varlen)
     return average
 
 
 def make_step(
     name: str, reference: Callable[..., Any], plain: Callable[..., Any], triton: Callable[..., Any],
-    most: float = math.inf,
+    numbers: float = MOST_NUMBERS,
 ) -> Op:  # fmt: skip
-    """Return the `Op` of a step; `plain`, the PyTorch backend, computes the gradients, which `triton` does not."""
+    """Return the `Op` of a step; `plain`, the PyTorch backend, computes the gradients, which `triton` does not.
+
+    `numbers` is the limit of `triton`, as `MOST_NUMBERS`.
+    """
 
     def run(**call: Any) -> tuple[Tensor, Tensor]:
         tensors = (call["x"], call["state"], call["skip"], *call["parameters"], *(call["coefficients"] or ()))
@@ -97,14 +99,22 @@ def make_step(
         return result
 
     def unsupported(x: Tensor, parameters: tuple[Tensor, ...], **_: object) -> str | None:
-        return _unsupported(x, parameters, most)
+        return _unsupported(x, parameters, numbers)
 
     return Op(name, {"reference": reference, "torch": plain, "triton": run}, unsupported, tokens=("x",))
 
 
-def _torch(x: Tensor, **call: Any) -> tuple[Tensor, Tensor | None]:
+def average_torch(x: Tensor, **call: Any) -> tuple[Tensor, Tensor | None]:
+    """Compute a call from the `coefficients` in PyTorch."""
     run = export.average if in_parts() else torch_backend.average
     return run(x, **call)
+
+
+def _average_triton(**call: Any) -> tuple[Tensor, Tensor | None]:
+    # Imported lazily because Triton decides at import time whether kernels are interpreted.
+    from . import triton_ops
+
+    return triton_ops.average(**call)
 
 
 def with_coefficients(run: Callable[..., Any], compute: Callable[..., Any]) -> Callable[..., Any]:
@@ -133,8 +143,9 @@ def check_call(
     check_lengths(op, lengths, x, mask, return_state, cu_seqlens)
 
 
-def _unsupported(x: Tensor, parameters: tuple[Tensor, ...], most: float) -> str | None:
+def _unsupported(x: Tensor, parameters: tuple[Tensor, ...], numbers: float) -> str | None:
     if upcast_dtype(x, *parameters) == torch.float64:
         return "x or a parameter is float64"
-    states = parameters[0].shape[1]
-    return f"{states} states per channel are more than {most}" if states > most else None
+    states, *parts = parameters[-1].shape[1:]
+    most = numbers // math.prod(parts)
+    return f"{states} states per channel are more than {most:g}" if states > most else None

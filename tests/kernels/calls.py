@@ -41,10 +41,13 @@ def calls(n: int, toy: bool) -> Iterator[tuple[str, Callable[[], Call]]]:
         yield f"gated_attention {_words(options)}", partial(_gated, n, toy, **options)
     for options in ({"stateful": True}, {"masked": True}, {"padding_free": True}):
         yield f"complex_ema {_words(options)}", partial(_complex_ema, n, toy, **options)
+    for options in ({"stateful": True}, {"directions": 2, "masked": True}, {"padding_free": True}):
+        yield f"diagonal_ssm {_words(options)}", partial(_diagonal, n, toy, **options)
     for options in ({"stateful": True}, {"masked": True}):
         yield f"timestep_norm {_words(options)}", partial(_norm, n, toy, **options)
     yield "luna_causal_attention_step", partial(_causal_step, toy)
     yield "damped_ema_step", partial(_ema_step, toy)
+    yield "diagonal_ssm_step", partial(_diagonal_step, toy)
     yield "gated_attention_step", partial(_gated_step, n, toy)
 
 
@@ -170,6 +173,28 @@ def _complex_ema(n, toy, masked=False, stateful=False, padding_free=False):
     return Call(leaves, run)
 
 
+def _turning(channels, directions):
+    """Return parameters that decay as slowly as those of a trained model."""
+    leaves = _randoms(log_decay=(directions * channels, 16), phase=(directions * channels, 16))
+    leaves |= _randoms(weight=(directions * channels, 16, 2), skip=(channels,))
+    return leaves | {"log_decay": -(0.25 * leaves["log_decay"].abs() + 0.01).bfloat16().double()}
+
+
+def _diagonal(n, toy, directions=1, masked=False, stateful=False, padding_free=False):
+    batch, channels = (1, 16) if toy else (1 if padding_free else 2, 96)
+    leaves = _randoms(x=(batch, n, channels)) | _turning(channels, directions)
+    leaves |= _randoms(state=(batch, channels, 16, 2)) if stateful else {}
+
+    def run(x, state=None, backend=None, **parameters):
+        options = {"mask": _mask(batch, n, x.device) if masked else None, "backend": backend}
+        if padding_free:
+            options["cu_seqlens"], options["max_seqlen"] = _bounds(n, x.device)
+        result = api.diagonal_ssm(x, **parameters, initial_state=state, return_state=stateful, **options)
+        return result if stateful else (result,)
+
+    return Call(leaves, run)
+
+
 def _norm(n, toy, masked=False, stateful=False):
     batch, channels, groups = (1, 16, 2) if toy else (2, 96, 8)
     leaves = _randoms(x=(batch, n, channels), weight=(channels,), bias=(channels,))
@@ -229,6 +254,16 @@ def _ema_step(toy):
 
     def run(x, state, backend=None, **parameters):
         return api.damped_ema_step(x, state, **parameters, backend=backend)
+
+    return Call(leaves, run, gradients=False)
+
+
+def _diagonal_step(toy):
+    batch, channels = (1, 16) if toy else (3, 96)
+    leaves = _randoms(x=(batch, channels), state=(batch, channels, 16, 2)) | _turning(channels, 1)
+
+    def run(x, state, backend=None, **parameters):
+        return api.diagonal_ssm_step(x, state, **parameters, backend=backend)
 
     return Call(leaves, run, gradients=False)
 

@@ -21,6 +21,7 @@ OPS = (
     "luna_causal_attention",
     "damped_ema",
     "complex_ema",
+    "diagonal_ssm",
     "timestep_norm",
     "gated_attention",
 )

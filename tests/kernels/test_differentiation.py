@@ -53,6 +53,7 @@ X, SKIP = normal(1, 4), normal(4)
 MEANS = normal(1, 2, 3, 4), normal(1, 2, 4, 3)
 GATED = normal(1, T, 3), normal(1, T, 3, seed=1), normal(1, T, 4)
 COMPLEX = normal(4, 2), normal(4, 2, seed=1), normal(4), normal(4, 2, 2)
+DIAGONAL = -normal(4, 2).exp() / 4, normal(4, 2, seed=1), normal(4, 2, 2)
 # Operator and options -> (function of the leaves, leaves).
 CALLS: dict[str, tuple[Callable, tuple[torch.Tensor, ...]]] = {
     "luna_pack": (lambda p, x, **o: api.luna_pack(p, x, x, mask(x), **o), (ROWS, TOKENS)),
@@ -100,11 +101,39 @@ CALLS: dict[str, tuple[Callable, tuple[torch.Tensor, ...]]] = {
     "complex_ema_step": (
         lambda x, s, *p, **o: api.complex_ema_step(x, s, *p, **o), (X, normal(1, 4, 2, 2), *COMPLEX, SKIP),
     ),
+    "diagonal_ssm": (
+        lambda x, s, *p, **o: api.diagonal_ssm(x, *p, mask=MASK, initial_state=s, return_state=True, **o),
+        (normal(1, T, 4), normal(1, 4, 2, 2), *DIAGONAL, normal(4)),
+    ),
+    "diagonal_ssm, complex numbers": (
+        lambda x, a, b, c, *p, **o: api.diagonal_ssm(
+            x, *api.discretize(torch.complex(a, b), c[:, 0].exp(), torch.complex(a, c)), *p, **o
+        ),
+        (normal(1, T, 4), DIAGONAL[0], *(normal(4, 2, seed=seed) for seed in (1, 2)), normal(4)),
+    ),
+    "diagonal_ssm, two directions": (
+        lambda x, a, p, w, *s, **o: api.diagonal_ssm(x, a, p, w, *s, mask=MASK, **o),
+        (normal(1, T, 4), *(torch.cat((x, x / 2)) for x in DIAGONAL), normal(4)),
+    ),
+    "diagonal_ssm, real": (
+        lambda x, s, a, w, *p, **o: api.diagonal_ssm(
+            x, a, None, w, *p, mask=MASK, initial_state=s, return_state=True, **o
+        ),
+        (normal(1, T, 4), normal(1, 4, 2), *DIAGONAL[:2], normal(4)),
+    ),
+    "diagonal_ssm_step": (
+        lambda x, s, *p, **o: api.diagonal_ssm_step(x, s, *p, **o), (X, normal(1, 4, 2, 2), *DIAGONAL, SKIP),
+    ),
+    "diagonal_ssm_step, real": (
+        lambda x, s, a, w, *p, **o: api.diagonal_ssm_step(x, s, a, None, w, *p, **o),
+        (X, normal(1, 4, 2), *DIAGONAL[:2], SKIP),
+    ),
     "timestep_norm": (norm, (normal(1, T, 4), normal(4), normal(4, seed=1), normal(1, 2), normal(1, 2, seed=1))),
     "timestep_norm_step": (
         lambda x, w, b, **o: api.timestep_norm_step(x, None, 2, w, b, **o)[0], (X, SKIP, normal(4, seed=1)),
     ),
     "ema_coefficients": (partial(api.ema_coefficients, dtype=torch.float64), tuple(PARAMETERS)),
+    "diagonal_ssm_coefficients": (partial(api.diagonal_ssm_coefficients, dtype=torch.float64), DIAGONAL),
     "complex_ema_coefficients": (partial(api.complex_ema_coefficients, dtype=torch.float64), COMPLEX),
 }  # fmt: skip
 

@@ -18,6 +18,7 @@ def normal(*shape):
 
 
 COMPLEX = [torch.randn(8, 2), torch.randn(8, 2), torch.randn(8), torch.randn(8, 2, 2)]
+TURNING = [-torch.rand(8, 2), torch.randn(8, 2), torch.randn(8, 2, 2)]
 CALLS = {
     "luna_attention": lambda **options: api.luna_attention(*[normal(4, 2, 16)] * 4, lambda p: (p, p), **options)[0],
     "luna_pack": lambda **options: api.luna_pack(*[normal(4, 2, 16)] * 3, **options),
@@ -32,6 +33,8 @@ CALLS = {
     )[0],
     "complex_ema": lambda **options: api.complex_ema(normal(4, 8), *COMPLEX, **options),
     "complex_ema_step": lambda **options: api.complex_ema_step(normal(8), normal(8, 2, 2), *COMPLEX, **options)[0],
+    "diagonal_ssm": lambda **options: api.diagonal_ssm(normal(4, 8), *TURNING, **options),
+    "diagonal_ssm_step": lambda **options: api.diagonal_ssm_step(normal(8), normal(8, 2, 2), *TURNING, **options)[0],
     "timestep_norm": lambda **options: api.timestep_norm(normal(4, 8), 2, **options),
     "timestep_norm_step": lambda **options: api.timestep_norm_step(normal(8), None, 2, **options)[0],
     "gated_attention": lambda **options: api.gated_attention(*[normal(4, 16)] * 3, **options),
@@ -48,9 +51,11 @@ def decide(op, argument=None, device=CUDA, unsupported=None):
     return api.OPS[op].decide(argument, device, unsupported)
 
 
-FUNCTIONS = {
-    name for name in api.__all__ if name.startswith(("luna", "damp", "gat", "complex", "timestep", "segment"))
-} - {"complex_ema_coefficients"}
+PREFIXES = ("luna", "damp", "gat", "complex", "diagonal", "timestep", "segment")
+FUNCTIONS = {name for name in api.__all__ if name.startswith(PREFIXES)} - {
+    "complex_ema_coefficients",
+    "diagonal_ssm_coefficients",
+}
 
 
 def test_every_public_op_is_registered():

@@ -30,6 +30,11 @@ def complex_(x):
     return parameters(x, (8, 2), (8, 2), (8,), (8, 2, 2))
 
 
+def turning(x, rows=8):
+    log_decay, phase, weight = parameters(x, (rows, 2), (rows, 2), (rows, 2, 2))
+    return -log_decay.abs(), phase, weight
+
+
 # Op -> shapes of the tensors of a call, and the call.
 CALLS: dict[str, tuple[Callable, Callable]] = {
     "luna_attention": (
@@ -74,6 +79,24 @@ CALLS: dict[str, tuple[Callable, Callable]] = {
     "complex_ema_step": (
         lambda batch, length, heads: {"x": (batch, 8), "state": (batch, 8, 2, 2)},
         lambda x, state, **options: api.complex_ema_step(x, state, *complex_(x), **options),
+    ),
+    "diagonal_ssm": (
+        lambda batch, length, heads: {"x": (batch, length, 8), "state": (batch, 8, 2, 2)},
+        lambda x, state, **options: api.diagonal_ssm(x, *turning(x), initial_state=state, return_state=True, **options),
+    ),
+    "diagonal_ssm, two directions": (
+        lambda batch, length, heads: {"x": (batch, length, 8)},
+        lambda x, **options: api.diagonal_ssm(x, *turning(x, 16), x.new_ones(8), **options),
+    ),
+    "diagonal_ssm, real": (
+        lambda batch, length, heads: {"x": (batch, length, 8), "state": (batch, 8, 2)},
+        lambda x, state, **options: api.diagonal_ssm(
+            x, turning(x)[0], None, turning(x)[1], initial_state=state, return_state=True, **options
+        ),
+    ),
+    "diagonal_ssm_step": (
+        lambda batch, length, heads: {"x": (batch, 8), "state": (batch, 8, 2, 2)},
+        lambda x, state, **options: api.diagonal_ssm_step(x, state, *turning(x), **options),
     ),
     "timestep_norm": (
         lambda batch, length, heads: {"x": (batch, length, 8)},

@@ -11,6 +11,8 @@ from luna_mega.kernels.api import (
     complex_ema_step,
     damped_ema,
     damped_ema_step,
+    diagonal_ssm,
+    diagonal_ssm_step,
     gated_attention,
     luna_causal_attention,
     luna_causal_attention_step,
@@ -116,6 +118,17 @@ def complex_average(backend, stateful):
     return result, *complex_ema_step(x[:, 0], state, *parameters, **options)
 
 
+def diagonal(backend, directions):
+    x = torch.randn(20, 2, 8, requires_grad=True).transpose(0, 1)
+    shapes = *[(8 * directions, 4)] * 2, (8 * directions, 4, 2), (8,)
+    log_decay, *rest = [torch.randn(*shape, requires_grad=True) for shape in shapes]
+    options = {"backend": backend}
+    if directions == 2:
+        return (diagonal_ssm(x, -log_decay.exp(), None, rest[0], rest[2], **options),)
+    result, state = diagonal_ssm(x, -log_decay.exp(), *rest, return_state=True, **options)
+    return result, *diagonal_ssm_step(x[:, 0], state, -log_decay.exp(), *rest, **options)
+
+
 def norm_over_time(backend, masked):
     x = torch.randn(20, 2, 8, requires_grad=True).transpose(0, 1)
     mask = torch.arange(20) < torch.tensor([[20], [11]]) if masked else None
@@ -130,6 +143,7 @@ CALLS = [
     *((packed, tied) for tied in (True, False)),
     *((gated, function) for function in ("softmax", "laplace")),
     *((call, option) for call in (average, complex_average, norm_over_time) for option in (True, False)),
+    *((diagonal, directions) for directions in (1, 2)),
 ]
 
 

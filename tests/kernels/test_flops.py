@@ -14,7 +14,15 @@ from luna_mega import (
     MegalodonForCausalLM,
     MegaModel,
 )
-from luna_mega.kernels.api import complex_ema, damped_ema, gated_attention, luna_unpack, timestep_norm, use_backend
+from luna_mega.kernels.api import (
+    complex_ema,
+    damped_ema,
+    diagonal_ssm,
+    gated_attention,
+    luna_unpack,
+    timestep_norm,
+    use_backend,
+)
 from luna_mega.kernels.gated_attention import reference as gated_reference, torch_backend as gated_backend
 from luna_mega.kernels.luna_attention import reference as luna_reference
 from luna_mega.kernels.luna_causal_attention import reference as causal_reference, torch_backend as causal_backend
@@ -175,6 +183,22 @@ def test_complex_average_counts_as_recurrence(length, triton_operators):
         coefficients = (parameters[3],) * 3
         triton_operators["averages"].complex_step(x[:, 0], x.new_empty(2, *pairs), *coefficients, None, None)
     assert counter.get_total_flops() * length == expected[0]
+
+
+@pytest.mark.parametrize("turning", [False, True], ids=["real", "complex"])
+@pytest.mark.parametrize("directions", [1, 2])
+def test_diagonal_ssm_counts_as_an_average(directions, turning, triton_operators):
+    channels, states, length = 3, 4, 20
+    table = directions * channels, states
+    shapes = (2, length, channels), table, *((table, (*table, 2)) if turning else (table,)), (channels,)
+    products = 2 * (2 * length * directions * channels * states)
+    expected = tuple(number * products for number in ((7, 19) if turning else (3, 8)))
+    for device, backend in (("cpu", "torch"), ("meta", "triton")):
+
+        def run(x, *rest, backend=backend):
+            return diagonal_ssm(x, rest[0], rest[1] if turning else None, *rest[-2:], backend=backend)
+
+        assert count(run, *draw(*shapes, device=device)) == expected
 
 
 def test_norm():

@@ -36,6 +36,11 @@ def complex_average(x, **options):
     return api.complex_ema(x, *PARAMETERS[:2], randoms(4), randoms(4, 16, 2), **options)
 
 
+def diagonal_model(x, **options):
+    options |= {"mask": MASK, "return_state": True}
+    return api.diagonal_ssm(x, -PARAMETERS[0].exp(), PARAMETERS[1], randoms(4, 16, 2), **options)
+
+
 # op -> (function, leaves). Keys and scores are small, so that all positions have about the same weight.
 CALLS = {
     "luna_pack": (
@@ -52,6 +57,7 @@ CALLS = {
     ),
     "damped_ema": (lambda x, **o: api.damped_ema(x, *PARAMETERS, mask=MASK, return_state=True, **o), (tokens(4),)),
     "complex_ema": (complex_average, (tokens(4),)),
+    "diagonal_ssm": (diagonal_model, (tokens(4),)),
     "timestep_norm": (norm, (tokens(4), randoms(4), randoms(4))),
     "gated_attention": (
         lambda *x, **o: [api.gated_attention(*x, None, function="softmax", mask=MASK, **o)],

@@ -1,0 +1,302 @@
+"""Diagonal state space models: `diagonal_ssm` for a sequence or a segment, `diagonal_ssm_step` for one position."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .._dispatch import Arguments, without_autocast
+from ..checks import check_average, check_position
+from ..upcast import upcast
+from . import reference, torch_backend
+from .coefficients import Coefficients, conjugate, powers_less_one
+from .wiring import average_torch, check_call, make_average, make_step, with_coefficients
+
+METHODS = ("zoh", "bilinear", "none")
+
+
+def discretize(
+    a: Tensor, step: Tensor, weight: Tensor | None = None, method: str = "zoh"
+) -> tuple[Tensor, Tensor | None, Tensor]:
+    """Convert dh/dt = a h + x, y = Re sum_n weight_n h_n to the `log_decay`, `phase` and `weight` of `diagonal_ssm`.
+
+    Args:
+        a: `[R, N]`, complex or real, with real parts below 0.
+        step: `[R]` or `[R, N]`, real: the time between two positions.
+        weight: `[R, N]`, the product of B and C; None = 1. If `a` contains one number of each conjugate pair, as in
+            S4D, pass 2 B C.
+        method: `"zoh"` (zero-order hold), `"bilinear"`, or `"none"`: q = exp(step a) with the given weight, as in DSS.
+
+    Returns:
+        (`log_decay`, `phase`, `weight`) in float32, complex64 or wider. `phase` is None if a is real, except for
+        `"bilinear"`, which returns a phase of 0 or pi. The weight is complex if there is a phase.
+
+    Raises:
+        ValueError: if shapes do not match, or there is no such method.
+
+    Source: Gu et al. 2022, "On the Parameterization and Initialization of Diagonal State Space Models", section 3.
+    """
+    if method not in METHODS:
+        raise ValueError(f"there is no method {method!r} of discretize; choose one of {', '.join(METHODS)}")
+    shapes = [None if x is None else list(x.shape) for x in (a, step, weight)]
+    shape = list(a.shape)
+    if a.dim() != 2 or shapes[1] not in (shape, shape[:1]) or shapes[2] not in (None, shape):
+        found = ", ".join(map(str, shapes))
+        raise ValueError(f"discretize needs a [R, N], a step [R] or [R, N], and a weight [R, N] or None, got {found}")
+    with without_autocast(a.device.type):
+        a, step = _upcast(a), upcast(step if step.dim() == 2 else step[:, None])
+        scaled = a * step
+        weight = torch.ones_like(scaled) if weight is None else _upcast(weight)
+        if method == "bilinear":
+            half = 0.5 * scaled
+            q, weight = (1.0 + half) / (1.0 - half), weight * step / (1.0 - half)
+            return torch.log(q.abs()), torch.angle(q), weight if weight.is_complex() else weight + 0j
+        if method == "zoh":
+            weight = weight * torch.expm1(scaled) / a
+        if not scaled.is_complex():
+            return scaled, None, weight
+        return scaled.real, scaled.imag, weight
+
+
+def _upcast(x: Tensor) -> Tensor:
+    return x if x.is_complex() else upcast(x)
+
+
+def diagonal_ssm(
+    x: Tensor,
+    log_decay: Tensor,
+    phase: Tensor | None,
+    weight: Tensor,
+    skip: Tensor | None = None,
+    *,
+    mask: Tensor | None = None,
+    initial_state: Tensor | None = None,
+    return_state: bool = False,
+    lengths: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    max_seqlen: int | None = None,
+    backend: str | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Compute a diagonal state space model with N states for every channel: S4D, DSS, and averages of several decays.
+
+    With q = exp(log_decay + i phase), the N states of a channel follow h_t = q h_{t-1} + x_t, and the result is
+    y_t = Re sum_n weight_n h_{t,n} + skip x_t.
+
+    Args:
+        x: `[B, T, D]`, T at least 1.
+        log_decay: `[R, N]`, finite and at most 0. R = D: causal. R = 2 D: bidirectional; rows from D on belong to a
+            second model that runs from the end. Both include the position itself.
+        phase: `[R, N]`, in radians per position; None = real states.
+        weight: product of the input and output weights: `[R, N]`, complex, or its real pairs `[R, N, 2]`
+            (`torch.view_as_real`), for which `torch.compile` generates code. Without a phase: `[R, N]`, real.
+        skip: `[D]`; None = no skip.
+        mask: `[B, T]` bool, True = keep; None = all. Masked positions contribute 0 to the states and the skip. The
+            states still decay there.
+        initial_state: causal only: the states before the first position, `[B, D, N]`, real or complex as the weight, or
+            pairs `[B, D, N, 2]`; float32, float64 or complex of these. None = 0.
+        return_state: causal only: also return the states after the last position.
+        lengths: as in `damped_ema`.
+        cu_seqlens: as in `damped_ema`; states are `[S, D, N]` or `[S, D, N, 2]`.
+        max_seqlen: as in `damped_ema`.
+        backend: as in `damped_ema`. Triton supports up to 64 real or 32 complex states per channel, and no float64.
+
+    Returns:
+        `[B, T, D]` in the dtype of `x`, or (output, states) if `return_state` is set. States are pairs if the weights
+        are. States and intermediate values are float32 or complex64, also under autocast, or float64 or complex128 if x
+        or a parameter is. Gradients flow through both states.
+
+    Raises:
+        ValueError: if shapes or dtypes do not match, states are used with two directions, or the backend does not exist
+            or does not support the call.
+
+    Example:
+        >>> import torch
+        >>> a = torch.complex(torch.full((8, 4), -0.5), torch.pi * torch.arange(4.0).expand(8, 4))
+        >>> model = discretize(a, torch.full((8,), 0.01), 2 * torch.randn(8, 4, dtype=torch.complex64))
+        >>> x = torch.randn(2, 100, 8)
+        >>> first, state = diagonal_ssm(x[:, :60], *model, return_state=True)
+        >>> second = diagonal_ssm(x[:, 60:], *model, initial_state=state)
+        >>> torch.allclose(torch.cat([first, second], 1), diagonal_ssm(x, *model), atol=1e-4)
+        True
+    """
+    check_call("diagonal_ssm", x, mask, return_state, lengths, cu_seqlens)
+    parameters = _parameters("diagonal_ssm", log_decay, phase, weight)
+    rows, channels = len(log_decay), x.shape[2]
+    if rows not in (channels, 2 * channels):
+        raise ValueError(
+            f"diagonal_ssm: {rows} rows of log_decay fit neither {channels} channels (causal) nor twice that "
+            "(bidirectional)"
+        )
+    if rows != channels and (return_state or initial_state is not None):
+        raise ValueError("diagonal_ssm: a bidirectional model has no state; omit initial_state and return_state")
+    call: Arguments = {"x": x, "parameters": parameters, "skip": skip, "mask": mask}
+    call |= {"initial_state": _pairs(initial_state), "return_state": return_state}
+    result = _average(backend, call, lengths, cu_seqlens, max_seqlen)
+    return (result[0], _numbers(result[1], weight)) if return_state else result
+
+
+def diagonal_ssm_step(
+    x: Tensor,
+    state: Tensor,
+    log_decay: Tensor,
+    phase: Tensor | None,
+    weight: Tensor,
+    skip: Tensor | None = None,
+    *,
+    mask: Tensor | None = None,
+    coefficients: tuple[Tensor, ...] | None = None,
+    backend: str | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Apply the causal `diagonal_ssm` to one further position x `[B, D]`; return y `[B, D]` and the next state.
+
+    For arguments and errors, see `diagonal_ssm`; R = D, and `mask` is `[B]`. Masked rows keep their states, and their y
+    is undefined. The given state is not modified. `coefficients` are the `diagonal_ssm_coefficients` of the parameters;
+    None = computed, which takes most of the time of a step. The backend `"triton"` computes steps of real states, and
+    steps whose gradients are required, in PyTorch.
+    """
+    check_position("diagonal_ssm_step", x, mask, "channels")
+    parameters = _parameters("diagonal_ssm_step", log_decay, phase, weight)
+    if log_decay.shape[:1] != x.shape[1:]:
+        rows = f"{len(log_decay)} rows for {x.shape[1]} channels"
+        raise ValueError(f"diagonal_ssm_step needs one row of log_decay per channel, got {rows}")
+    pairs = _pairs(state)
+    _check("diagonal_ssm_step", x, parameters, skip, pairs, x.shape[0])
+    call = {"x": x, "state": pairs, "parameters": parameters, "coefficients": coefficients, "skip": skip, "mask": mask}
+    output, state = _step(backend, call)
+    return output, _numbers(state, weight)
+
+
+def diagonal_ssm_coefficients(
+    log_decay: Tensor, phase: Tensor | None, weight: Tensor, *, dtype: torch.dtype = torch.float32
+) -> tuple[Tensor, ...]:
+    """Return the coefficients that `diagonal_ssm_step` computes from its parameters.
+
+    They are valid until the parameters change: q - 1, 1, and the weight of the state, real `[D, N]`, or real pairs
+    `[D, N, 2]` if there is a phase. `dtype`: the dtype of the states, float32 or float64.
+    """
+    parameters = _parameters("diagonal_ssm_coefficients", log_decay, phase, weight)
+    with without_autocast(log_decay.device.type):
+        return _step_coefficients(*(parameter.to(dtype) for parameter in parameters))
+
+
+def _pairs(numbers: Tensor | None) -> Tensor | None:
+    """Return complex numbers as real pairs."""
+    return torch.view_as_real(numbers) if numbers is not None and numbers.is_complex() else numbers
+
+
+def _numbers(state: Tensor, weight: Tensor) -> Tensor:
+    """Return a state as complex numbers if the weight is complex."""
+    return torch.view_as_complex(state.contiguous()) if weight.is_complex() else state
+
+
+def _parameters(op: str, log_decay: Tensor, phase: Tensor | None, weight: Tensor) -> tuple[Tensor, ...]:
+    """Return log_decay, the phase if there is one, and the weight as real numbers, after checking their shapes."""
+    shape, weights = list(log_decay.shape), f"{weight.dtype} {list(weight.shape)}"
+    if log_decay.dim() != 2:
+        raise ValueError(f"{op} needs a log_decay [rows, N], got {shape}")
+    if phase is None:
+        if weight.is_complex() or list(weight.shape) != shape:
+            raise ValueError(f"{op} needs a real weight {shape} if phase is None, got {weights}")
+        return log_decay, weight
+    if list(phase.shape) != shape:
+        raise ValueError(f"{op} needs a phase {shape}, the shape of log_decay, got {list(phase.shape)}")
+    if list(weight.shape) != (shape if weight.is_complex() else [*shape, 2]):
+        raise ValueError(f"{op} needs a complex weight {shape} or real pairs {[*shape, 2]} with a phase, got {weights}")
+    return log_decay, phase, torch.view_as_real(weight) if weight.is_complex() else weight
+
+
+def _check(
+    op: str, x: Tensor, parameters: tuple[Tensor, ...], skip: Tensor | None, state: Tensor | None, sequences: int
+) -> None:
+    check_average(op, x, parameters, skip, state, [sequences, x.shape[-1], *parameters[-1].shape[1:]])
+
+
+def _coefficients(*parameters: Tensor) -> Coefficients:
+    # The exponential of a strided tensor is rounded differently, so that results would depend on the strides.
+    log_decay, *phase, weight = (parameter.contiguous() for parameter in parameters)
+    turn = phase[0].double() / (2 * math.pi) if phase else None
+    return Coefficients(log_decay, turn, torch.ones_like(log_decay), weight)
+
+
+def _step_coefficients(*parameters: Tensor) -> tuple[Tensor, ...]:
+    log_decay, turn, weight_in, weight = _coefficients(*parameters)
+    change = powers_less_one(log_decay, turn, 1)
+    if turn is None:
+        return change.squeeze(-1), weight_in, weight
+    return change, torch.stack((weight_in, torch.zeros_like(weight_in)), -1), conjugate(weight)
+
+
+def _complete(average: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that adds to `average` the skip of real states and the second direction of complex ones."""
+
+    def run(
+        x: Tensor, coefficients: Coefficients, skip: Tensor | None, mask: Tensor | None,
+        cu_seqlens: Tensor | None = None, **call: Any,
+    ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+        of, channels = coefficients, x.shape[2]
+        bounds = {} if cu_seqlens is None else {"cu_seqlens": cu_seqlens}
+        if skip is None if of.turn is None else len(of.log_decay) == channels:
+            result: tuple[Tensor, Tensor | None] = average(x, coefficients=of, skip=skip, mask=mask, **call, **bounds)
+            return result
+        wide = x.to(of.log_decay.dtype)  # rounded once, after the sum
+        if of.turn is None and skip is not None:
+            output, state = average(wide, coefficients=of, skip=None, mask=mask, **call, **bounds)
+            kept = wide if mask is None else wide.masked_fill(~mask[..., None], 0.0)
+            return torch.addcmul(output, skip, kept).to(x.dtype), state
+        first, second = of.rows(slice(channels)), of.rows(slice(channels, None))
+        output, _ = average(wide, coefficients=first, skip=skip, mask=mask, **call, **bounds)
+        mask, bounds = None if mask is None else mask.flip(1), {n: x.shape[1] - y.flip(0) for n, y in bounds.items()}
+        from_end, _ = average(wide.flip(1), coefficients=second, skip=None, mask=mask, **call, **bounds)
+        return (output + from_end.flip(1)).to(x.dtype), None
+
+    return run
+
+
+def _triton(x: Tensor, **call: Any) -> tuple[Tensor, Tensor | None]:
+    from . import triton_ops
+
+    return triton_ops.diagonal(x, **call)
+
+
+def _step_torch(
+    x: Tensor, coefficients: tuple[Tensor, Tensor, Tensor], skip: Tensor | None, mask: Tensor | None, **call: Any
+) -> tuple[Tensor, Tensor]:
+    if coefficients[0].dim() == 3:
+        return torch_backend.complex_step(x, coefficients=coefficients, skip=skip, mask=mask, **call)
+    output, state = torch_backend.damped_step(x, coefficients=coefficients, skip=None, mask=mask, **call)
+    return output if skip is None else torch.addcmul(output, skip, x).to(x.dtype), state
+
+
+def _step_triton(x: Tensor, coefficients: tuple[Tensor, Tensor, Tensor], **call: Any) -> tuple[Tensor, Tensor]:
+    from . import triton_ops
+
+    if coefficients[0].dim() == 2:
+        return _step_torch(x, coefficients=coefficients, **call)
+    result: tuple[Tensor, Tensor] = triton_ops.complex_step(x, call["state"], *coefficients, call["skip"], call["mask"])
+    return result
+
+
+_from_parameters = with_coefficients(reference.diagonal_step, reference.diagonal_coefficients)
+
+
+def _step_reference(coefficients: object, **call: Any) -> Any:
+    return _from_parameters(**call)  # complex numbers, unlike the given coefficients
+
+
+_average = make_average(
+    "diagonal_ssm",
+    with_coefficients(reference.diagonal_ssm, reference.diagonal_coefficients),
+    _coefficients,
+    _check,
+    state=-1,
+    plain=_complete(average_torch),
+    triton=with_coefficients(_complete(_triton), _coefficients),
+)
+_step = make_step(
+    "diagonal_ssm_step",
+    _step_reference,
+    with_coefficients(_step_torch, _step_coefficients),
+    with_coefficients(_step_triton, _step_coefficients),
+)

@@ -1,0 +1,468 @@
+"""`diagonal_ssm`: all backends against a loop in complex128 and S4D's convolution, states, steps, invalid arguments."""
+
+import math
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch.library import opcheck
+
+from luna_mega.kernels.api import diagonal_ssm, diagonal_ssm_coefficients, diagonal_ssm_step, discretize
+from luna_mega.kernels.moving_average import export, torch_backend
+from tests.distributed.ranks import PATIENCE
+from tests.kernels.backends import SLOW_TRITON
+from tests.kernels.errors import relative_error
+from tests.kernels.leaves import MASKS, Leaves, assert_same, random_mask
+
+KINDS = ["causal", "states", "bidirectional"]
+FLOAT32 = 5e-6
+
+
+def loop(x, log_decay, phase, weight, skip, mask=None, state=None):
+    """Return the output and the last states of the recurrence, one position at a time, with complex numbers."""
+    q = torch.exp(log_decay if phase is None else torch.complex(log_decay, phase))
+    x = x if mask is None else x * mask[..., None]
+    state, outputs = torch.zeros((), dtype=q.dtype) if state is None else state, []
+    for t in range(x.shape[1]):
+        state = q * state + x[:, t, :, None]
+        outputs.append((weight * state).real.sum(-1) + (0.0 if skip is None else skip * x[:, t]))
+    return torch.stack(outputs, 1), state
+
+
+class Inputs(Leaves):
+    """The leaves of a call: x, log_decay, phase, weight and skip (None if absent), and the state, all real."""
+
+    def __init__(self, length, kind="causal", turning=True, masking="none", states=3, batch=2, channels=5, skip=True):
+        generator = torch.Generator().manual_seed(100 * length + states)
+
+        def normal(*shape):
+            return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+        self.turning, self.has_skip, self.states, self.kind = turning, skip, int(kind == "states"), kind
+        self.channels, self.pairs = channels, True
+        shape, pair = (2 * channels if kind == "bidirectional" else channels, states), (2,) if turning else ()
+        log_decay = -torch.exp(1.5 * normal(*shape) - 2.0)
+        log_decay[::2] *= 1e-2  # every second row decays slowly
+        tensors = [normal(batch, length, channels), log_decay, *([3.0 * normal(*shape)] if turning else [])]
+        tensors += [normal(*shape, *pair), *([normal(channels)] if skip else [])]
+        tensors += [normal(batch, channels, states, *pair)] if self.states else []
+        self.mask = random_mask(masking, batch, length, generator)
+        self.leaves = [tensor.requires_grad_() for tensor in tensors]
+
+    def arguments(self, *leaves):
+        """Return x, log_decay, phase, weight, skip and the state; both weight and state are complex unless `pairs`."""
+        x, log_decay, *rest = leaves
+        state = rest.pop() if self.states else None
+        skip = rest.pop() if self.has_skip else None
+        weight, phase = rest.pop(), rest[0] if self.turning else None
+        if self.turning and not self.pairs:
+            weight, state = (None if y is None else torch.view_as_complex(y) for y in (weight, state))
+        return x, log_decay, phase, weight, skip, state
+
+    def call(self, *leaves, **options):
+        *arguments, state = self.arguments(*leaves)
+        options = {"mask": self.mask, "initial_state": state, "return_state": bool(self.states)} | options
+        return self.real(diagonal_ssm(*arguments, **options))
+
+    @staticmethod
+    def real(results):
+        """Return the results with states as pairs."""
+        if isinstance(results, torch.Tensor):
+            return results
+        return tuple(torch.view_as_real(x) if x.is_complex() else x for x in results)
+
+    def loop(self, *leaves):
+        x, log_decay, phase, weight, skip, state = self.arguments(*leaves)
+        if self.turning and self.pairs:
+            weight, state = (None if y is None else torch.view_as_complex(y) for y in (weight, state))
+        d = self.channels
+        first = [None if y is None else y[:d] for y in (log_decay, phase, weight)]
+        output, last = loop(x, *first, skip, self.mask, state)
+        if self.kind == "bidirectional":
+            second = [None if y is None else y[d:] for y in (log_decay, phase, weight)]
+            mask = None if self.mask is None else self.mask.flip(1)
+            output = output + loop(x.flip(1), *second, None, mask)[0].flip(1)
+        return self.real((output, last)) if self.states else output
+
+    def check(self, bound=1e-12, **options):
+        """Compare outputs and gradients with those of the loop in complex128."""
+        dtype = self.leaves[0].dtype
+        exact = self.to(torch.float64).run(self.loop)
+        assert_same(self.to(dtype).run(**options), exact, bound)
+
+
+@pytest.fixture
+def small_tiles(monkeypatch):
+    """Use chunks of 8 positions for any number of processors."""
+    from luna_mega.kernels.moving_average import triton_plan
+
+    monkeypatch.setattr(triton_plan, "SHORTEST_CHUNK", 8)
+    monkeypatch.setattr(triton_plan, "CONFIGURATIONS", (triton_plan.Configuration(1 << 20, 8),))
+
+
+@pytest.fixture(params=["reference", "fft", "chunks", "export"])
+def options(request, monkeypatch):
+    """Return the options of each implementation in PyTorch, with several blocks of channels."""
+    monkeypatch.setattr(torch_backend, "MANY_POSITIONS", 0 if request.param == "chunks" else 1 << 60)
+    monkeypatch.setattr(torch_backend, "BLOCK", 2)
+    if request.param == "export":
+        monkeypatch.setattr(torch_backend, "average", export.average)
+        monkeypatch.setattr(export, "GROUP", 4)
+    return {"backend": "reference" if request.param == "reference" else "torch"}
+
+
+@pytest.mark.covering(2)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("turning", [False, True], ids=["real", "complex"])
+@pytest.mark.parametrize("masking", MASKS)
+@pytest.mark.parametrize("length, states", [(1, 1), (2, 16), (63, 2), (65, 5), (130, 2), (197, 3)])
+def test_outputs_states_and_gradients(options, length, states, masking, turning, kind):
+    inputs = Inputs(length, kind, turning, masking, states, skip=masking != "some")
+    inputs.pairs = length % 2 == 0
+    inputs.check(**options)
+
+
+@pytest.mark.triton
+@pytest.mark.covering(2)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("turning", [False, True], ids=["real", "complex"])
+@pytest.mark.parametrize("masking", MASKS)
+@pytest.mark.parametrize("length, states", [(1, 1), (7, 3), (9, 16), (19, 2)])
+def test_triton(device, length, states, masking, turning, kind):
+    inputs = Inputs(length, kind, turning, masking, states, skip=masking != "some").to(torch.float32)
+    inputs.pairs = length % 2 == 0
+    inputs.check(FLOAT32, device=device, backend="triton")
+
+
+@pytest.mark.parametrize("turning", [False, True], ids=["real", "complex"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_low_precision(turning, dtype):
+    """The error is at most twice that of the reference in the same dtype, and results have the dtype of x."""
+    for kind in KINDS:
+        inputs = Inputs(150, kind, turning, "some").to(dtype)
+        exact = inputs.to(torch.float64).run(inputs.loop)
+        plain, actual = inputs.to(dtype).run(backend="reference"), inputs.run()
+        floor = {torch.float32: FLOAT32, torch.bfloat16: 5e-3, torch.float16: 6e-4}[dtype]
+        for low, result, expected in zip(plain, actual, exact, strict=True):
+            assert result.dtype == low.dtype
+            assert relative_error(result, expected) <= max(floor, 2 * relative_error(low, expected))
+
+
+def s4d(x, a, dt, c):
+    """Convolve x `[B, T, D]` as S4D does (Gu et al. 2022): kernel 2 Re sum_n C (exp(dt A) - 1) / A exp(dt A t), FFT."""
+    length, scaled = x.shape[1], a * dt[:, None]
+    powers = torch.exp(scaled[..., None] * torch.arange(length))
+    kernel = 2 * torch.einsum("dn,dnt->dt", c * (torch.exp(scaled) - 1.0) / a, powers).real
+    product = torch.fft.rfft(x.mT, n=2 * length) * torch.fft.rfft(kernel, n=2 * length)
+    return torch.fft.irfft(product, n=2 * length)[..., :length].mT
+
+
+def s4d_parameters(channels=5, states=4):
+    torch.manual_seed(0)
+    a = torch.complex(torch.full((states,), -0.5), math.pi * torch.arange(states)).expand(channels, states)
+    dt, c = 0.1 * torch.rand(channels), torch.randn(channels, states, dtype=torch.complex64)
+    return a.to(torch.complex128), dt.double(), c.to(torch.complex128)
+
+
+def test_it_is_s4d():
+    leaves = [torch.randn(2, 300, 5, dtype=torch.float64), *s4d_parameters()]
+    results = []
+    for run in (s4d, lambda x, a, dt, c: diagonal_ssm(x, *discretize(a, dt, 2 * c))):
+        inputs = [x.clone().requires_grad_() for x in leaves]
+        output = run(*inputs)
+        results.append([output, *torch.autograd.grad(output.sin().sum(), inputs)])
+    for actual, expected in zip(*results, strict=True):
+        torch.testing.assert_close(actual, expected)
+
+
+@pytest.mark.parametrize("real", [False, True])
+def test_methods_of_discretize(real):
+    a, dt, c = s4d_parameters()
+    if real:
+        a, c = a.real, c.real
+    z = a * dt[:, None]
+    expected = {
+        "zoh": (torch.exp(z), c * (torch.exp(z) - 1) / a),
+        "bilinear": ((1 + z / 2) / (1 - z / 2), c * dt[:, None] / (1 - z / 2)),
+        "none": (torch.exp(z), c),
+    }
+    for method, (q, weight) in expected.items():
+        log_decay, phase, found = discretize(a, dt, c, method)
+        assert (phase is None) == (real and method != "bilinear")
+        got = torch.exp(log_decay) if phase is None else torch.polar(torch.exp(log_decay), phase)
+        torch.testing.assert_close(got.to(torch.complex128), q.to(torch.complex128))
+        torch.testing.assert_close(found.to(torch.complex128), weight.to(torch.complex128))
+        steps = discretize(a, dt[:, None].expand_as(z), c, method)
+        assert all(x is y is None or torch.equal(x, y) for x, y in zip(steps, (log_decay, phase, found), strict=True))
+    assert torch.equal(discretize(a, dt, torch.ones_like(a))[2], discretize(a, dt)[2])
+
+
+def test_discretize_is_accurate_for_short_steps_and_computes_in_float32():
+    a, step = torch.full((1, 1), -0.5), torch.full((1,), 1e-6)
+    assert abs(discretize(a, step)[2].item() / 1e-6 - 1) < 1e-5
+    for half in (torch.bfloat16, torch.float16):
+        log_decay, phase, weight = discretize(a.to(half), torch.full((1,), 1e-2, dtype=half))
+        assert phase is None and log_decay.dtype == weight.dtype == torch.float32
+    with torch.autocast("cpu", torch.bfloat16):
+        assert discretize(a, step)[2].dtype == torch.float32
+
+
+@pytest.mark.parametrize("backend", ["reference", "torch", SLOW_TRITON])
+@pytest.mark.parametrize("turning", [False, True], ids=["real", "complex"])
+def test_segments_and_steps_equal_one_call(turning, backend, triton_device):
+    dtype, device = (torch.float32, triton_device) if backend == "triton" else (torch.float64, "cpu")
+    inputs = Inputs(20 if backend == "triton" else 300, "states", turning, "none").to(dtype)
+    inputs.pairs = False
+    expected = inputs.run(backend=backend, device=device)
+
+    def segments(*leaves, lengths):
+        x, *parameters, state = inputs.arguments(*leaves)
+        outputs = []
+        for part in x.split(lengths, 1):
+            output, state = diagonal_ssm(part, *parameters, initial_state=state, return_state=True, backend=backend)
+            outputs.append(output)
+        return inputs.real((torch.cat(outputs, 1), state))
+
+    def steps(*leaves):
+        x, *parameters, state = inputs.arguments(*leaves)
+        kept, outputs = diagonal_ssm_coefficients(*parameters[:3], dtype=dtype), []
+        for t in range(x.shape[1]):
+            options = {"coefficients": kept if t % 2 else None, "backend": backend}
+            output, state = diagonal_ssm_step(x[:, t], state, *parameters, **options)
+            outputs.append(output)
+        return inputs.real((torch.stack(outputs, 1), state))
+
+    bound = 1e-5 if backend == "triton" else 1e-12
+    lengths = [7, inputs.leaves[0].shape[1] - 7]
+    assert_same(inputs.run(segments, lengths=lengths, device=device), expected, bound)
+    assert_same(inputs.run(steps, device=device), expected, bound)
+    with torch.no_grad():  # the Triton kernel of a step
+        moved = inputs.on(device)
+        assert_same([x.cpu() for x in steps(*moved.leaves)], expected[:2], bound)
+
+
+def test_coefficients_of_steps_are_used():
+    inputs = Inputs(1, "states")
+    x, *parameters, state = inputs.arguments(*inputs.leaves)
+    kept = diagonal_ssm_coefficients(*parameters[:3], dtype=torch.float64)
+    expected = diagonal_ssm_step(x[:, 0], state, *parameters)
+    assert_same(diagonal_ssm_step(x[:, 0], state, *parameters, coefficients=kept), expected)
+    other = diagonal_ssm_step(x[:, 0], state, *parameters, coefficients=tuple(2.0 * y for y in kept))
+    assert relative_error(other[1], expected[1]) > 0.1
+
+
+@pytest.mark.parametrize("backend", ["reference", "torch", SLOW_TRITON])
+@pytest.mark.parametrize("turning", [False, True], ids=["real", "complex"])
+def test_masks_of_steps_and_lengths(turning, backend, triton_device):
+    """Masked rows of a step keep their states; `lengths` return the states of shorter rows."""
+    dtype, device = (torch.float32, triton_device) if backend == "triton" else (torch.float64, "cpu")
+    inputs = Inputs(12, "states", turning, batch=3).to(dtype).on(device)
+    x, *parameters, state = inputs.arguments(*(leaf.detach() for leaf in inputs.leaves))
+    close = {"rtol": 1e-4, "atol": 1e-4} if backend == "triton" else {}
+    mask = torch.tensor([True, False, True], device=device)
+    output, after = diagonal_ssm_step(x[:, 0], state, *parameters, mask=mask, backend=backend)
+    expected, moved = diagonal_ssm_step(x[mask, 0], state[mask], *parameters, backend=backend)
+    torch.testing.assert_close(output[mask], expected, **close)
+    torch.testing.assert_close(after[mask], moved, **close)
+    assert torch.equal(after[1], state[1])
+    lengths = torch.tensor([12, 5, 0], device=device)
+    mask = torch.arange(12, device=device) < lengths[:, None]
+    options = {"initial_state": state, "return_state": True, "backend": backend}
+    _, last = diagonal_ssm(x, *parameters, mask=mask, lengths=lengths, **options)
+    for row, length in enumerate((12, 5)):
+        own = options | {"initial_state": state[row : row + 1]}
+        _, alone = diagonal_ssm(x[row : row + 1, :length], *parameters, **own)
+        torch.testing.assert_close(last[row : row + 1], alone, **close)
+    torch.testing.assert_close(last[2], state[2], **close)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("turning", [False, True], ids=["real", "complex"])
+@pytest.mark.parametrize("backend", ["reference", "torch", SLOW_TRITON])
+def test_varlen_sequences(request, backend, turning, kind):
+    """Every sequence equals a separate call, and an empty one keeps its state."""
+    triton = backend == "triton"
+    device = request.getfixturevalue("device") if triton else "cpu"
+    bounds = [0, 3, 3, 13, 14, 32]
+    inputs = Inputs(bounds[-1], kind, turning, "some", batch=1)
+    if inputs.states:
+        shape = len(bounds) - 1, *inputs.leaves[-1].shape[1:]
+        inputs.leaves[-1] = torch.randn(shape, dtype=torch.float64, requires_grad=True)
+    dtype = torch.float32 if triton else torch.float64
+    exact_inputs = inputs.to(dtype)
+
+    def separate(*leaves):
+        x, *parameters, states = inputs.arguments(*leaves)
+        outputs, lasts = [], []
+        for index, (start, end) in enumerate(zip(bounds, bounds[1:], strict=False)):
+            state = None if states is None else states[index : index + 1]
+            if start < end:
+                options = {"mask": inputs.mask[:, start:end], "initial_state": state, "backend": "reference"}
+                result = diagonal_ssm(x[:, start:end], *parameters, return_state=bool(inputs.states), **options)
+                output, state = result if inputs.states else (result, None)
+                outputs.append(output)
+            lasts.append(state)
+        return (torch.cat(outputs, 1), torch.cat(lasts)) if inputs.states else torch.cat(outputs, 1)
+
+    exact = exact_inputs.to(torch.float64).run(separate)
+    cu_seqlens = torch.tensor(bounds, dtype=torch.int32, device=device)
+    actual = inputs.to(dtype).run(device=device, backend=backend, cu_seqlens=cu_seqlens, max_seqlen=18)
+    assert_same(actual, exact, FLOAT32 if triton else 1e-12)
+
+
+def test_masked_positions_may_be_infinite():
+    for kind in KINDS:
+        inputs = Inputs(70, kind, masking="some")
+        x, *rest = inputs.leaves
+        results = [inputs.call(y, *rest) for y in (x, x.masked_fill(~inputs.mask[..., None], math.inf))]
+        assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("turning", [False, True], ids=["real", "complex"])
+@pytest.mark.parametrize("backend", ["torch", SLOW_TRITON])
+def test_compile_fullgraph(request, backend, turning, kind):
+    torch.compiler.reset()
+    device = request.getfixturevalue("device") if backend == "triton" else "cpu"
+    inputs = Inputs(10 if backend == "triton" else 90, kind, turning, "some").to(torch.float32)
+    compiled = torch.compile(inputs.on(device).call, fullgraph=True, backend="aot_eager")
+    expected = inputs.run(device=device, backend=backend)
+    assert_same(inputs.run(compiled, device=device, backend=backend), expected, 1e-6)
+
+
+@pytest.mark.slow
+def test_inductor_trains_with_pairs_and_complex_weights():
+    torch.compiler.reset()
+    for pairs in (True, False):
+        inputs = Inputs(90, "states", True).to(torch.float32)
+        inputs.pairs = pairs
+        assert_same(inputs.run(torch.compile(inputs.call, fullgraph=True)), inputs.run(), 1e-6)
+
+
+class Model(torch.nn.Module):
+    def __init__(self, turning, kind):
+        super().__init__()
+        self.inputs = Inputs(40, kind, turning).to(torch.float32)
+        names = ["log_decay", *(["phase"] if turning else []), "weight", "skip"]
+        leaves = self.inputs.leaves[1 : 1 + len(names)]
+        self.weights = torch.nn.ParameterList(torch.nn.Parameter(leaf.detach()) for leaf in leaves)
+
+    def forward(self, x, *state):
+        return self.inputs.call(x, *self.weights, *state)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("turning", [False, True], ids=["real", "complex"])
+def test_exported_program_supports_every_length(turning, kind):
+    model = Model(turning, kind)
+    leaves = [x.detach() for x in model.inputs.leaves]
+    state = leaves[-1:] if model.inputs.states else []
+    dynamic = {1: torch.export.Dim("length", min=1, max=10_000)}, *((None,) for _ in state)
+    program = torch.export.export(model, (leaves[0], *state), dynamic_shapes=dynamic)
+    assert not any("luna_mega" in str(node.target) for node in program.graph.nodes)
+    for length in (1, 64, 700):
+        x = torch.randn(2, length, 5)
+        actual, expected = program.module()(x, *state), model(x, *state)
+        assert_same(*([y] if isinstance(y, torch.Tensor) else y for y in (actual, expected)), 2e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.triton
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("turning", [False, True], ids=["real", "complex"])
+def test_registration(device, turning, kind, monkeypatch):
+    from luna_mega.kernels.moving_average import triton_ops
+
+    calls, operator = [], triton_ops._diagonal
+    inputs = Inputs(10, kind, turning, "some").to(torch.float32).on(device)
+    with monkeypatch.context() as patch:
+        patch.setattr(triton_ops, "_diagonal", lambda *args: calls.append(args) or operator(*args))
+        inputs.call(*inputs.leaves, backend="triton")
+    arguments = [x.detach().requires_grad_() if torch.is_tensor(x) and x.is_floating_point() else x for x in calls[0]]
+    opcheck(torch.ops.luna_mega.diagonal_ssm_triton, tuple(arguments))
+
+
+PEAK = """
+import resource, sys, torch
+from luna_mega.kernels.api import diagonal_ssm
+torch.set_num_threads(1)
+start = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+leaves = [torch.randn(4, int(sys.argv[1]), 128), -torch.rand(128, 16), torch.randn(128, 16), torch.randn(128, 16, 2)]
+leaves = [x.requires_grad_() for x in leaves]
+diagonal_ssm(*leaves).sum().backward()
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - start)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="resource reports the peak of memory in kilobytes on Linux")
+def test_memory_is_linear(repo_root):
+    """A training step with 16,384 positions takes at most twice the memory of one with 8,192, including its inputs."""
+    peaks = []
+    for length in (8192, 16384):
+        command = [sys.executable, "-c", PEAK, str(length)]
+        peaks.append(int(subprocess.check_output(command, cwd=repo_root, timeout=PATIENCE)))
+    assert 1 < peaks[0] and peaks[1] <= 2 * peaks[0], peaks
+
+
+NAMES = ("x", "log_decay", "phase", "weight", "skip")
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"x": lambda x: x[0]}, "batch, length, channels"),
+        ({"x": lambda x: x.long()}, "floating-point"),
+        ({"x": lambda x: x[..., :3]}, "5 rows of log_decay fit neither 3 channels"),
+        ({"log_decay": lambda x: x[:, :2]}, r"a phase \[5, 2\], the shape of log_decay, got \[5, 3\]"),
+        ({"log_decay": lambda x: x[0]}, r"a log_decay \[rows, N\], got \[3\]"),
+        ({"log_decay": lambda x: x.long()}, "floating-point"),
+        ({"phase": lambda x: x[:, 0]}, r"a phase \[5, 3\], the shape of log_decay, got \[5\]"),
+        ({"phase": lambda x: None}, r"a real weight \[5, 3\] if phase is None, got torch.float64 \[5, 3, 2\]"),
+        ({"weight": lambda x: x[..., 0]}, r"complex weight \[5, 3\] or real pairs \[5, 3, 2\].* got torch.float64"),
+        ({"weight": lambda x: torch.view_as_complex(x)[:2]}, r"got torch.complex128 \[2, 3\]"),
+        ({"skip": lambda x: x[:4]}, "skip of shape"),
+        ({"mask": lambda x: torch.ones(2, 6)}, "bool mask"),
+        ({"initial_state": lambda x: torch.zeros(2, 5, 3)}, "state .2, 5, 3, 2., got"),
+        ({"initial_state": lambda x: torch.zeros(2, 5, 3, 2).half()}, "float32 or float64 state"),
+        ({"cu_seqlens": lambda x: torch.tensor([0, 6])}, r"x \[1, total, channels\]"),
+        ({"max_seqlen": lambda x: 6}, "max_seqlen requires cu_seqlens"),
+    ],
+)
+def test_bad_arguments(change, message):
+    arguments = dict(zip(NAMES, Inputs(6).leaves, strict=True))
+    arguments |= {name: make(arguments.get(name)) for name, make in change.items()}
+    with pytest.raises(ValueError, match=message):
+        diagonal_ssm(**arguments)
+
+
+def test_bad_calls():
+    x, *rest = Inputs(6, "bidirectional").leaves
+    with pytest.raises(ValueError, match="bidirectional model has no state; omit initial_state and return_state"):
+        diagonal_ssm(x, *rest, return_state=True)
+    with pytest.raises(ValueError, match="one row of log_decay per channel, got 10 rows for 5 channels"):
+        diagonal_ssm_step(x[:, 0], torch.zeros(2, 5, 3, 2), *rest)
+    x, *rest, state = Inputs(6, "states").leaves
+    with pytest.raises(ValueError, match="state .2, 5, 3, 2., got"):
+        diagonal_ssm_step(x[:, 0], state[:1], *rest)
+    a, dt, c = s4d_parameters()
+    with pytest.raises(ValueError, match="no method 'euler' of discretize; choose one of zoh, bilinear, none"):
+        discretize(a, dt, c, "euler")
+    for wrong in ((a[0], dt, None), (a, dt[:2], None), (a, dt, c[:, :2])):
+        with pytest.raises(ValueError, match=r"discretize needs a \[R, N\], a step \[R\] or \[R, N\]"):
+            discretize(*wrong)
+
+
+@pytest.mark.triton
+@pytest.mark.parametrize("turning, most", [(False, 64), (True, 32)])
+def test_limits_of_triton(turning, most, triton_device):
+    for states, dtype, reason in (
+        (most + 1, torch.float32, f"{most + 1} states per channel are more than {most}"), (2, torch.float64, "float64"),
+    ):  # fmt: skip
+        inputs = Inputs(6, "causal", turning, states=states).to(dtype).on(triton_device)
+        with pytest.raises(ValueError, match=f"cannot run on 'triton': .*{reason}; choose 'torch' or 'auto'"):
+            inputs.call(*inputs.leaves, backend="triton")
+        inputs.call(*inputs.leaves)
