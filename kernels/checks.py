@@ -67,8 +67,9 @@ def check_average(
 ) -> None:  # fmt: skip
     """Raise `ValueError` unless dtypes, skip and state fit a moving average of D channels."""
     tensors = (x, *parameters)
-    if not all(tensor.is_floating_point() for tensor in tensors):
-        raise ValueError(f"{op} needs floating-point x and parameters, got {[tensor.dtype for tensor in tensors]}")
+    for tensor in tensors:
+        if not tensor.is_floating_point():
+            raise ValueError(f"{op} needs floating-point x and parameters, got {[tensor.dtype for tensor in tensors]}")
     if skip is not None and skip.shape != x.shape[-1:]:
         raise ValueError(f"{op} needs a skip of shape {list(x.shape[-1:])}, got {list(skip.shape)}")
     if state is not None:

@@ -14,11 +14,13 @@ from ._export import (
     is_transformed,
 )
 from .columns import roll_columns, take_columns
+from .constants import Constants
 from .dropout import Dropout, dropout
 from .upcast import upcast, upcast_dtype
 from .varlen import check_cu_seqlens, locate
 
 __all__ = [
+    "Constants",
     "Dropout",
     "check_cu_seqlens",
     "dropout",

@@ -11,4 +11,7 @@ def upcast(x: Tensor) -> Tensor:
 
 def upcast_dtype(*tensors: Tensor | None) -> torch.dtype:
     """Return float64 if any tensor is float64, else float32."""
-    return torch.float64 if any(x is not None and x.dtype == torch.float64 for x in tensors) else torch.float32
+    for x in tensors:  # a loop takes half of the time of `any`, which matters for decoding steps
+        if x is not None and x.dtype == torch.float64:
+            return torch.float64
+    return torch.float32

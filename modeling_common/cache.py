@@ -1,49 +1,16 @@
 """Base classes of the caches of decoders, whose states transformers' generation can reorder."""
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable
 from typing import Any
-from weakref import ref
 
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, EncoderDecoderCache
 from transformers.configuration_utils import PreTrainedConfig
 
-from luna_mega.kernels.support import forbid_capture, is_exporting
+from luna_mega.kernels.support import Constants, forbid_capture, is_exporting
 from luna_mega.modeling_common.base import CommonPreTrainedModel
 
 _PREFIX_TUNING = "prefix tuning, which passes keys and values, is not supported: use prompt tuning or LoRA"
-
-
-class Constants:
-    """Values that only depend on weights, which are reused until a weight changes; not copied nor pickled."""
-
-    def __init__(self) -> None:
-        self.kept: dict[str, tuple[Hashable, list[ref[torch.Tensor]], list[tuple[int, int]], Any]] = {}
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> "Constants":
-        return Constants()
-
-    def __reduce__(self) -> tuple[type["Constants"], tuple[()]]:
-        return Constants, ()
-
-    def get(self, name: str, weights: Sequence[torch.Tensor], compute: Callable[[], Any], key: Hashable = None) -> Any:
-        """Return `compute()`, or its last result if `key` and `weights` have not changed.
-
-        Results are not reused in compiled programs, with autograd, and for inference tensors, which have no version.
-        """
-        if torch.compiler.is_compiling() or any(x.is_inference() for x in weights):
-            return compute()
-        if torch.is_grad_enabled() and any(x.requires_grad for x in weights):
-            return compute()
-        key = (key, torch.is_inference_mode_enabled())  # inference tensors cannot be used in autograd later
-        stamps, kept = [(x._version, x.data_ptr()) for x in weights], self.kept.get(name)
-        if kept is not None:
-            same = kept[0] == key and kept[2] == stamps
-            if same and all(known() is x for known, x in zip(kept[1], weights, strict=True)):
-                return kept[3]
-        value = compute()
-        self.kept[name] = (key, [ref(x) for x in weights], stamps, value)
-        return value
 
 
 class StateLayer(CacheLayerMixin):

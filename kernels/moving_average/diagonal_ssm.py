@@ -193,18 +193,19 @@ def _numbers(state: Tensor, weight: Tensor) -> Tensor:
 
 def _parameters(op: str, log_decay: Tensor, phase: Tensor | None, weight: Tensor) -> tuple[Tensor, ...]:
     """Return log_decay, the phase if there is one, and the weight as real numbers, after checking their shapes."""
-    shape, weights = list(log_decay.shape), f"{weight.dtype} {list(weight.shape)}"
-    if log_decay.dim() != 2:
-        raise ValueError(f"{op} needs a log_decay [rows, N], got {shape}")
-    if phase is None:
-        if weight.is_complex() or list(weight.shape) != shape:
-            raise ValueError(f"{op} needs a real weight {shape} if phase is None, got {weights}")
-        return log_decay, weight
-    if list(phase.shape) != shape:
-        raise ValueError(f"{op} needs a phase {shape}, the shape of log_decay, got {list(phase.shape)}")
-    if list(weight.shape) != (shape if weight.is_complex() else [*shape, 2]):
-        raise ValueError(f"{op} needs a complex weight {shape} or real pairs {[*shape, 2]} with a phase, got {weights}")
-    return log_decay, phase, torch.view_as_real(weight) if weight.is_complex() else weight
+    shape, is_complex = log_decay.shape, weight.is_complex()
+    if len(shape) != 2:
+        raise ValueError(f"{op} needs a log_decay [rows, N], got {list(shape)}")
+    if phase is not None and phase.shape != shape:
+        raise ValueError(f"{op} needs a phase {list(shape)}, the shape of log_decay, got {list(phase.shape)}")
+    if phase is None and (is_complex or weight.shape != shape):
+        needed = f"a real weight {list(shape)} if phase is None"
+    elif phase is not None and weight.shape != (shape if is_complex else (*shape, 2)):
+        needed = f"a complex weight {list(shape)} or real pairs {[*shape, 2]} with a phase"
+    else:
+        weight = torch.view_as_real(weight) if is_complex else weight
+        return (log_decay, weight) if phase is None else (log_decay, phase, weight)
+    raise ValueError(f"{op} needs {needed}, got {weight.dtype} {list(weight.shape)}")
 
 
 def _check(

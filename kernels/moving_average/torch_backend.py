@@ -69,7 +69,9 @@ def complex_step(
 ) -> tuple[Tensor, Tensor]:
     """Return `reference.complex_step`, but add (q - 1) h, as in `damped_step`."""
     change, weight_in, weight_out = coefficients
-    kept = (x if mask is None else x.masked_fill(~mask[:, None], 0.0)).to(change.dtype)
+    kept = x if mask is None else x.masked_fill(~mask[:, None], 0.0)
+    if kept.dtype != change.dtype:  # `to` takes time in any case
+        kept = kept.to(change.dtype)
     if in_program() or is_transformed():  # compilers, ONNX and vmap do not support these complex numbers
         after = state + times(change, state)
     else:
@@ -79,7 +81,7 @@ def complex_step(
     average = (weight_out * state).flatten(2).sum(-1)
     if skip is not None:
         average = torch.addcmul(average, skip, kept)
-    return average.to(x.dtype), state
+    return average if average.dtype == x.dtype else average.to(x.dtype), state
 
 
 def _final_state(x: Tensor, mask: Tensor | None, of: Coefficients, last: Tensor, chunk: int) -> Tensor:

@@ -1,6 +1,5 @@
 """Code that both public averages share: backends, checks, varlen calls with states, states after some positions."""
 
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -128,8 +127,8 @@ def with_coefficients(run: Callable[..., Any], compute: Callable[..., Any]) -> C
         if coefficients is None:
             coefficients = compute(*(parameter.to(dtype) for parameter in parameters))
         for name in ("skip", "state", "initial_state"):
-            if rest.get(name) is not None:
-                rest[name] = rest[name].to(dtype)
+            if (value := rest.get(name)) is not None and value.dtype != dtype:  # `to` takes time in any case
+                rest[name] = value.to(dtype)
         return run(x, coefficients=coefficients, **rest)
 
     return run_call
@@ -146,6 +145,6 @@ def check_call(
 def _unsupported(x: Tensor, parameters: tuple[Tensor, ...], numbers: float) -> str | None:
     if upcast_dtype(x, *parameters) == torch.float64:
         return "x or a parameter is float64"
-    states, *parts = parameters[-1].shape[1:]
-    most = numbers // math.prod(parts)
+    states = parameters[-1].shape[1]
+    most = numbers // (parameters[-1].dim() - 1)
     return f"{states} states per channel are more than {most:g}" if states > most else None

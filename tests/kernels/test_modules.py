@@ -1,0 +1,291 @@
+"""Layers of `kernels.modules`: results of their ops, states, steps, copies, dtypes and initializations."""
+
+import copy
+import io
+import math
+import pickle
+
+import pytest
+import torch
+
+from luna_mega import MegaConfig, MegalodonConfig, MegalodonModel, MegaModel
+from luna_mega.kernels.api import complex_ema, damped_ema, diagonal_ssm, discretize
+from luna_mega.kernels.modules import ComplexMovingAverage, DiagonalSSM, MovingAverage
+from tests.kernels.leaves import assert_same
+
+D, N, T = 6, 4, 20
+LAYERS = {
+    "MovingAverage": lambda: MovingAverage(D, N),
+    "MovingAverage, no skip": lambda: MovingAverage(D, N, skip=False),
+    "ComplexMovingAverage": lambda: ComplexMovingAverage(D, N),
+    "DiagonalSSM": lambda: DiagonalSSM(D, N),
+    "DiagonalSSM, inv": lambda: DiagonalSSM(D, N, init="inv", discretization="bilinear"),
+    "DiagonalSSM, real": lambda: DiagonalSSM(D, N, init="real"),
+    "DiagonalSSM, real, bilinear": lambda: DiagonalSSM(D, N, init="real", discretization="bilinear"),
+}
+BIDIRECTIONAL = [lambda: MovingAverage(D, N, bidirectional=True), lambda: DiagonalSSM(D, N, bidirectional=True)]
+
+
+@pytest.fixture(params=LAYERS)
+def layer(request):
+    torch.manual_seed(0)
+    return LAYERS[request.param]()
+
+
+@pytest.fixture
+def x():
+    return torch.randn(2, T, D, generator=torch.Generator().manual_seed(0))
+
+
+def test_layers_compute_their_ops(x):
+    mask = torch.arange(T)[None] < torch.tensor([[T], [T - 3]])
+    average = MovingAverage(D, N)
+    logits = average.input_logit, average.damping_logit, average.expansion, average.projection
+    assert torch.equal(average(x, mask=mask), damped_ema(x, *logits, average.skip, mask=mask))
+    turning = ComplexMovingAverage(D, N)
+    logits = turning.input_logit, turning.damping_logit, turning.phase_logit, turning.projection
+    assert torch.equal(turning(x, mask=mask), complex_ema(x, *logits, turning.skip, mask=mask))
+    ssm = DiagonalSSM(D, N)
+    a = torch.complex(-ssm.log_rate.exp(), ssm.frequency)
+    weights = discretize(a, ssm.log_step.exp(), 2 * torch.view_as_complex(ssm.output_weight))
+    torch.testing.assert_close(ssm(x, mask=mask), diagonal_ssm(x, *weights, ssm.skip, mask=mask))
+
+
+def test_segments_and_steps_equal_one_call(layer, x):
+    layer, x = layer.double(), x.double()
+    expected, last = layer(x, return_state=True)
+    first, state = layer(x[:, :7], return_state=True)
+    second, state = layer(x[:, 7:], state, return_state=True)
+    assert_same([torch.cat((first, second), 1), state], [expected, last])
+    for enabled in (True, False):
+        state, outputs = None, []
+        with torch.set_grad_enabled(enabled):
+            for t in range(T):
+                output, state = layer.step(x[:, t], state)
+                outputs.append(output)
+        assert_same([torch.stack(outputs, 1), state], [expected, last])
+
+
+def test_masked_rows_of_a_step_keep_their_states(layer, x):
+    _, state = layer(x, return_state=True)
+    mask = torch.tensor([True, False])
+    output, after = layer.step(x[:, 0], state, mask=mask)
+    expected, moved = layer.step(x[:1, 0], state[:1])
+    torch.testing.assert_close(output[:1], expected)
+    torch.testing.assert_close(after, torch.cat((moved, state[1:])))
+    assert not layer.step(x[:, 0], mask=mask)[1][1].any()
+
+
+def test_gradients_of_all_parameters_through_calls_and_steps(layer, x):
+    grads = []
+    for run in (lambda: layer(x, return_state=True), lambda: steps(layer, x)):
+        output, state = run()
+        grads.append(torch.autograd.grad(output.sin().sum() + state.sum(), list(layer.parameters())))
+    for actual, expected in zip(*grads, strict=True):
+        assert expected.any()
+        torch.testing.assert_close(actual, expected, rtol=1e-3, atol=1e-4)
+
+
+def steps(layer, x):
+    state, outputs = None, []
+    for t in range(x.shape[1]):
+        output, state = layer.step(x[:, t], state)
+        outputs.append(output)
+    return torch.stack(outputs, 1), state
+
+
+def changed_in_place(layer):
+    for weight in layer.parameters():
+        weight.mul_(0.5)
+
+
+def changed_by_an_optimizer(layer):
+    with torch.enable_grad():
+        layer(torch.ones(1, 3, D)).sum().backward()
+    torch.optim.AdamW(layer.parameters(), 0.1).step()
+
+
+def loaded(layer):
+    layer.load_state_dict({name: 0.5 * x for name, x in layer.state_dict().items()})
+
+
+def replaced(layer):
+    for name, weight in list(layer.named_parameters()):
+        setattr(layer, name, torch.nn.Parameter(0.5 * weight))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("change", [changed_in_place, changed_by_an_optimizer, loaded, replaced])
+def test_steps_keep_coefficients_until_a_weight_changes(layer, x, change, monkeypatch):
+    _, state = layer(x, return_state=True)
+    computed, values = [], type(layer)._step_values
+    monkeypatch.setattr(type(layer), "_step_values", lambda self, dtype: computed.append(1) or values(self, dtype))
+    before = [layer.step(x[:, t], state)[0] for t in range(3)][0]
+    assert len(computed) == 1
+    change(layer)
+    actual = layer.step(x[:, 0], state)
+    assert len(computed) == 2
+    expected, last = layer(x[:, :1], state, return_state=True)
+    assert_same(actual, (expected[:, 0], last), 1e-5)
+    assert not torch.allclose(actual[0], before)
+
+
+@torch.no_grad()
+def test_steps_with_adapted_weights(x):
+    """Parametrizations have their weights in submodules."""
+
+    class Scaled(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.scale = torch.nn.Parameter(torch.ones(()))
+
+        def forward(self, weight):
+            return self.scale * weight
+
+    layer = MovingAverage(D, N)
+    _, state = layer(x, return_state=True)
+    before = layer.step(x[:, 0], state)[0]
+    torch.nn.utils.parametrize.register_parametrization(layer, "expansion", Scaled())
+    torch.testing.assert_close(layer.step(x[:, 0], state)[0], before)
+    layer.parametrizations.expansion[0].scale.mul_(3.0)
+    actual, expected = layer.step(x[:, 0], state)[0], layer(x[:, :1], state)[:, 0]
+    torch.testing.assert_close(actual, expected)
+    assert not torch.allclose(actual, before)
+
+
+def test_copies(layer, x):
+    with torch.no_grad():
+        state = layer.step(x[:, 0])[1]
+        expected = layer.step(x[:, 1], state)
+        stored = io.BytesIO()
+        torch.save(layer, stored)
+        stored.seek(0)
+        other = type(layer)(D, N)
+        copies = copy.deepcopy(layer), pickle.loads(pickle.dumps(layer)), torch.load(stored, weights_only=False)
+        for layer_ in copies:
+            assert_same(layer_.step(x[:, 1], state), expected, 0.0)
+            next(layer_.parameters()).zero_()
+        assert_same(layer.step(x[:, 1], state), expected, 0.0)
+    assert layer.state_dict().keys() == dict(layer.named_parameters()).keys()
+    if other.state_dict().keys() == layer.state_dict().keys():
+        assert repr(other) == repr(layer) == f"{type(layer).__name__}({D}, states={N})"
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_half_precision(layer, x, dtype):
+    layer, x = layer.to(dtype), x.to(dtype)
+    exact, wide = copy.deepcopy(layer).double(), x.double()
+    output, state = layer(x, return_state=True)
+    assert output.dtype == dtype and state.dtype == torch.float32
+    bound = 5e-3 if dtype == torch.bfloat16 else 6e-4
+    assert_same([output], [exact(wide)], bound)
+    step, state = layer.step(x[:, 0], state)
+    assert step.dtype == dtype and state.dtype == torch.float32
+    output.sum().backward()
+    assert all(weight.grad.isfinite().all() and weight.grad.dtype == dtype for weight in layer.parameters())
+
+
+@pytest.mark.parametrize("make", BIDIRECTIONAL)
+def test_bidirectional_layers(make, x):
+    layer = make()
+    output = layer(x)
+    x = x.clone()
+    x[:, -1] += 1.0
+    assert not torch.allclose(layer(x)[:, 0], output[:, 0])
+    for call in (lambda: layer(x, return_state=True), lambda: layer.step(x[:, 0])):
+        with pytest.raises(ValueError, match="no state; omit initial_state and return_state"):
+            call()
+    assert repr(layer).endswith("bidirectional=True)")
+
+
+@pytest.mark.slow
+def test_compile(layer, x):
+    torch.compiler.reset()
+    state = layer(x, return_state=True)[1].detach()
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    assert_same(compiled(x, state, return_state=True), layer(x, state, return_state=True), 1e-5)
+    step = torch.compile(layer.step, fullgraph=True, backend="aot_eager")
+    with torch.no_grad():
+        assert_same(step(x[:, 0], state), layer.step(x[:, 0], state), 1e-5)
+        loaded(layer)
+        assert_same(step(x[:, 0], state), layer.step(x[:, 0], state), 1e-5)
+
+
+def test_inference_mode_and_autograd_do_not_share_coefficients(layer, x):
+    layer.requires_grad_(False)
+    with torch.inference_mode():
+        state = layer.step(x[:, 0])[1].clone()
+        layer.step(x[:, 1], state)
+    state = torch.zeros_like(state, requires_grad=True)
+    layer.step(x[:, 1], state)[0].sum().backward()
+    assert state.grad.any()
+
+
+def moments(tensors):
+    """Return the mean, the standard deviation and the quantiles of numbers."""
+    numbers = tensors.detach().flatten()
+    return torch.stack((numbers.mean(), numbers.std(), *numbers.quantile(torch.linspace(0.02, 0.98, 9))))
+
+
+def test_initializations_are_those_of_the_models():
+    """The parameters have the distributions of `MegaModel` and `MegalodonModel`."""
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 20, "hidden_size": 512, "num_hidden_layers": 1, "ema_projection_size": 16}
+    mega = MegaModel(MegaConfig(**sizes)).layers[0].mega_layer.ema_gate
+    average = MovingAverage(512, bidirectional=True)
+    logits = (mega.damping_factor, mega.decay_factor, mega.ema_expansion_matrix)
+    theirs = [*(weight.squeeze(-1) for weight in logits), mega.kernel_projection_matrix, mega.residual_weight]
+    megalodon = next(m for m in MegalodonModel(MegalodonConfig(**sizes)).modules() if hasattr(m, "theta"))
+    turning = ComplexMovingAverage(512)
+    others = [megalodon.alpha, megalodon.delta, megalodon.theta, megalodon.gamma, megalodon.omega]
+    rows = [*zip((*average.arguments(), average.skip), theirs, strict=True)]
+    rows += zip((*turning.arguments(), turning.skip), (x.squeeze() for x in others), strict=True)
+    for ours, expected in rows:
+        assert ours.shape == expected.shape
+        close = {"rtol": 0.1, "atol": 0.1 * expected.std().item() + 0.05 * (ours.numel() < 1000)}
+        torch.testing.assert_close(moments(ours), moments(expected), **close)
+    assert (average.expansion[:, ::2] > 0.5).all() and (average.expansion[:, 1::2] < -0.5).all()
+    assert not turning.projection[..., 1].any() and turning.skip.abs().max() <= 1.0
+    torch.testing.assert_close(turning.phase_logit.sort()[0], megalodon.theta.flatten().sort()[0])
+    assert not torch.equal(turning.phase_logit, turning.phase_logit.sort()[0])  # in random order
+    assert ComplexMovingAverage(1).phase_logit.isfinite()
+
+
+def test_initializations_of_s4d():
+    """Gu et al. 2022, equations 8 and 9, and real states; the steps have uniform logarithms."""
+    torch.manual_seed(0)
+    number = torch.arange(16)
+    for init, imaginary in (("lin", math.pi * number), ("inv", 32 / math.pi * (32 / (2 * number + 1) - 1))):
+        layer = DiagonalSSM(300, 16, init=init)
+        torch.testing.assert_close(layer.frequency, imaginary.float().expand(300, 16))
+        torch.testing.assert_close(-layer.log_rate.exp(), torch.full((300, 16), -0.5))
+    assert abs(torch.view_as_complex(layer.output_weight.detach()).std().item() - 1.0) < 0.05
+    steps = layer.log_step.exp()
+    assert 0.001 <= steps.min() < 0.0012 and 0.09 < steps.max() <= 0.1
+    assert abs(layer.log_step.mean().item() - math.log(0.01)) < 0.2
+    real = DiagonalSSM(3, 16, init="real", step=(0.1, 0.1))
+    torch.testing.assert_close(real.log_rate.exp(), (number + 1.0).expand(3, 16))
+    torch.testing.assert_close(real.log_step.exp(), torch.full((3,), 0.1))
+    assert real.frequency is None and real.output_weight.shape == (3, 16)
+
+
+def test_layers_of_the_meta_device_are_initialized_later():
+    for make in LAYERS.values():
+        with torch.device("meta"):
+            layer = make()
+        layer = layer.to_empty(device="cpu")
+        layer.reset_parameters()
+        assert all(weight.isfinite().all() for weight in layer.parameters())
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"init": "legs"}, "no initialization 'legs' of DiagonalSSM; choose one of lin, inv, real"),
+        ({"discretization": "none"}, "no discretization 'none'; choose one of zoh, bilinear"),
+        ({"step": (0.1, 0.01)}, r"positive time steps, got \(0.1, 0.01\)"),
+    ],
+)
+def test_bad_options(options, message):
+    with pytest.raises(ValueError, match=message):
+        DiagonalSSM(D, N, **options)
