@@ -73,8 +73,8 @@ def complete(arguments: Arguments, model: PreTrainedModel, tokenizer: PreTrained
 def with_chunk(model: PreTrainedModel, chunk: int) -> PreTrainedModel:
     """Return a copy of the model with another chunk size."""
     config = model.config
-    if not getattr(config, "use_chunking", False) or config.relative_positional_bias != "rotary":
-        lib.fail("--chunk requires a model with chunked attention and a rotary bias; other biases have a fixed length")
+    if not getattr(config, "use_chunking", False) or config.relative_positional_bias == "simple":
+        lib.fail("--chunk requires a model with chunked attention and a rotary or no bias; a table has a fixed length")
     changed = type(model)(type(config).from_dict(config.to_dict() | {"chunk_size": chunk}))
     changed.load_state_dict(model.state_dict())
     return changed.to(model.device, model.dtype).eval()

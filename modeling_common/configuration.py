@@ -100,6 +100,7 @@ class SharedConfig(ConfigMixin):
         side_class: class of the configurations of encoder and decoder; None unless the class has both.
         removed_fields: for each field that only earlier versions have: its value in the folders that are supported, and
             the end of the error for other values.
+        zero_fields: numbers of something that the model may also not have.
         input_fields: for each field of certain inputs, the values of `input_type` that use it. With others it must have
             its default, which saved configurations contain.
     """
@@ -111,6 +112,7 @@ class SharedConfig(ConfigMixin):
     seq2seq_class: type["SharedConfig"] | None = None
     side_class: type["SharedConfig"] | None = None
     removed_fields: ClassVar[dict[str, tuple[Any, str]]] = {}
+    zero_fields: ClassVar[frozenset[str]] = frozenset()
     input_fields: ClassVar[dict[str, tuple[str, ...]]] = {}
     # Writes the code of the models to a folder, and returns the entries of `auto_map`.
     code_writer: ClassVar[Callable[["SharedConfig", str | os.PathLike[str]], dict[str, str]]]
@@ -296,11 +298,14 @@ class SharedConfig(ConfigMixin):
         return None
 
     def _check_counts(self, fields: Iterable[str], least: int = 1, most: int = MOST) -> None:
-        """Raise `ValueError` for integers below `least` or above `most`; ignore values of other types, such as None."""
+        """Raise `ValueError` for integers below `least` or above `most`; ignore values of other types, such as None.
+
+        `zero_fields` may be 0.
+        """
         for field in fields:
-            value = getattr(self, field)
-            if isinstance(value, int) and not isinstance(value, bool) and not least <= value <= most:
-                limit = f"at least {least}" if value < least else f"at most {most}"
+            value, lowest = getattr(self, field), 0 if field in self.zero_fields else least
+            if isinstance(value, int) and not isinstance(value, bool) and not lowest <= value <= most:
+                limit = f"at least {lowest}" if value < lowest else f"at most {most}"
                 raise ValueError(f"{field} must be {limit}, got {value}")
 
     def _check_probabilities(self, *fields: str) -> None:

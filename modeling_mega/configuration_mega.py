@@ -15,7 +15,7 @@ _CHOICES: dict[str, tuple[str | None, ...]] = {
     "input_type": ("tokens", "values", "patches"),
     "attention_activation": ("softmax", "laplace", "relu2"),
     "normalization_type": ("layernorm", "scalenorm", "rmsnorm", "batchnorm", "syncbatchnorm"),
-    "relative_positional_bias": ("rotary", "simple"),
+    "relative_positional_bias": ("rotary", "simple", "none"),
     "pooling": ("cls", "last", "mean"),
     "pair_features": ("concat", "interaction"),
 }
@@ -47,7 +47,8 @@ class MegaConfig(MegaPresets, SharedConfig, PreTrainedConfig):
         hidden_size: Width d of the model.
         num_hidden_layers: Number of Mega blocks.
         intermediate_size: Width v of the values.
-        ema_projection_size: Dimensions h of the moving average, for every channel.
+        ema_projection_size: Dimensions h of the moving average, for every channel. 0 = no moving average (Figure 4):
+            attention and gates read the input of the layer, and `bidirectional` has no effect.
         bidirectional: The moving average runs in both directions. None = unless `is_decoder`, which requires False.
         shared_representation_size: Width z of queries and keys.
         use_chunking: Attention within chunks of `chunk_size` positions (Mega-chunk, section 3.5), for any length.
@@ -67,7 +68,8 @@ class MegaConfig(MegaPresets, SharedConfig, PreTrainedConfig):
         add_token_type_embeddings, type_vocab_size: Embeddings of token types.
         initializer_range: Standard deviation of linear and embedding weights.
         ema_delta_alpha_range, ema_beta_range, ema_gamma_omega_range: Standard deviations of the moving average.
-        relative_positional_bias: `"rotary"` (any length) or `"simple"` (a table).
+        relative_positional_bias: `"rotary"` (any length), `"simple"` (a table) or `"none"`. The biases of T5, TUPE and
+            ALiBi, which section 3.2 also mentions, are not implemented.
         classifier_dropout: Dropout before each layer of the classification head. None = `hidden_dropout_prob`.
         add_lm_hidden_dense_layer: The language-model heads have a dense layer with tanh.
         num_attention_heads: Always 1. The field exists in files of transformers v4.
@@ -130,6 +132,7 @@ class MegaConfig(MegaPresets, SharedConfig, PreTrainedConfig):
         "classifier_dropout": "hidden_dropout_prob",
     }  # fmt: skip
     decoder_fields = DECODER_FIELDS
+    zero_fields = frozenset({"ema_projection_size", "decoder_ema_projection_size"})
     input_fields = {
         "image_size": ("patches",), "patch_size": ("patches",), "use_absolute_position_embeddings": ("patches",),
         "num_channels": ("values", "patches"), "adaptive_input_cutoffs": ("tokens",),
@@ -297,6 +300,8 @@ class MegaConfig(MegaPresets, SharedConfig, PreTrainedConfig):
             config.use_chunking = self.decoder_chunk_size > 0
         config.cross_attention_positions = self.cross_positions
         config.bidirectional = config.ema_shift = False
+        if config.ema_projection_size == 0:
+            config.truncation = None  # of the encoder
         return config
 
     def validate_architecture(self) -> None:
@@ -329,6 +334,10 @@ class MegaConfig(MegaPresets, SharedConfig, PreTrainedConfig):
             raise ValueError("is_decoder=True requires bidirectional=False, got bidirectional=True")
         if self.ema_shift and not self.bidirectional:
             raise ValueError("ema_shift=True requires bidirectional=True, got bidirectional=False")
+        if self.ema_projection_size == 0:
+            for field, value in (("truncation", self.truncation), ("ema_shift", self.ema_shift or None)):
+                if value is not None:
+                    raise ValueError(f"ema_projection_size=0 has no moving average; omit {field}={value}")
         if self.padded_batch_statistics and self.unpad_inputs:
             raise ValueError("padded_batch_statistics=True requires unpad_inputs=False, got unpad_inputs=True")
         check_bands(self)

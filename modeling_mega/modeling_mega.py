@@ -328,8 +328,10 @@ def compute_rotations(length: int, pairs: int, dtype: torch.dtype, device: torch
     return torch.cat((cosine, cosine, sine, -sine), 1)
 
 
-def build_relative_bias(config: MegaConfig, positions: int) -> MegaSimpleRelativeBias | MegaRotaryRelativeBias:
-    """Return the relative bias of `config`; a simple one has entries for `positions`."""
+def build_relative_bias(config: MegaConfig, positions: int) -> MegaSimpleRelativeBias | MegaRotaryRelativeBias | None:
+    """Return the relative bias of `config`, None = none; a simple one has entries for `positions`."""
+    if config.relative_positional_bias == "none":
+        return None
     if config.relative_positional_bias == "simple":
         return MegaSimpleRelativeBias(positions, config.chunk_size - 1 if config.legacy_bias_table else None)
     return MegaRotaryRelativeBias(config.shared_representation_size)
@@ -458,7 +460,7 @@ class MegaGatedAttention(nn.Module):
         width, values, shared = config.hidden_size, config.intermediate_size, config.shared_representation_size
         self.sizes = (width, shared, values, width)
         self.norm = MegaSequenceNorm(config, config.norm_affine)
-        self.ema_gate = MegaMovingAverage(config)
+        self.ema_gate = MegaMovingAverage(config) if config.ema_projection_size else None
         self.v_proj = nn.Linear(width, values)
         self.mx_proj = nn.Linear(width, sum(self.sizes))
         self.h_proj = nn.Linear(values, width)
@@ -488,7 +490,9 @@ class MegaGatedAttention(nn.Module):
         if self.pre_norm:
             hidden_states = self.norm(hidden_states, layout)
         value = self.hidden_dropout(self.activation(self.v_proj(hidden_states)), layout)
-        smoothed = self.dropout(self.ema_gate(hidden_states, layout, cache), layout)
+        smoothed = hidden_states
+        if self.ema_gate is not None:
+            smoothed = self.dropout(self.ema_gate(hidden_states, layout, cache), layout)
         update, shared, reset, candidate = self.mx_proj(smoothed).split(self.sizes, dim=-1)
         shared, reset = nn.functional.silu(shared), nn.functional.silu(reset)
         # Not one product for both: a cache keeps the memory of the keys.
@@ -524,13 +528,16 @@ class MegaGatedAttention(nn.Module):
 
     def relative_bias(
         self, window: KeyWindow, grid: tuple[int, int] | None = None, cache: MegaCacheLayer | None = None
-    ) -> torch.Tensor:
-        """Return the bias of a chunk, or of all positions, as a vector over their differences.
+    ) -> torch.Tensor | None:
+        """Return the bias of a chunk, or of all positions, as a vector over their differences, None = no bias.
 
         A step reuses the bias in `cache`. It has more positions than necessary, so that it is rarely computed again.
         """
+        relative_bias = self.rel_pos_bias
+        if relative_bias is None:
+            return None
         length, chunk = window.length(), window.chunk_size
-        is_simple = isinstance(self.rel_pos_bias, MegaSimpleRelativeBias)
+        is_simple = isinstance(relative_bias, MegaSimpleRelativeBias)
         if window.step and cache is not None and not is_simple:
             length = max(length, cache.keys.shape[1]) if chunk is None else 2 ** max(6, (length - 1).bit_length())
         if chunk is not None:
@@ -544,11 +551,11 @@ class MegaGatedAttention(nn.Module):
             return window.length() if window.mask is None else int(window.mask.sum(dim=1).max())
 
         def compute() -> torch.Tensor:
-            return self.rel_pos_bias(length, grid, count)
+            return relative_bias(length, grid, count)
 
         if not window.step or cache is None:
             return compute()
-        return cache.constants.get("bias", tuple(self.rel_pos_bias.parameters()), compute, length)
+        return cache.constants.get("bias", tuple(relative_bias.parameters()), compute, length)
 
 
 class MegaGatedCrossAttention(nn.Module):
@@ -608,11 +615,13 @@ class MegaGatedCrossAttention(nn.Module):
             if cross_cache is not None:
                 cross_cache.store(keys=key, values=value, mask=encoder_layout.mask)
         value = self.hidden_dropout(value)
-        positions, offset, row_offset = self.positions(query, key, layout, encoder_layout, cache)
-        dropout, weights = self.attention_dropout.rate, None
-        count = partial(self.count_tokens, query, key, layout, encoder_layout, cache)
-        bias = self.rel_pos_bias(positions, count=count)
-        options: dict[str, Any] = {"mask": encoder_layout.mask, "offset": offset, "row_offset": row_offset}
+        dropout, weights, bias = self.attention_dropout.rate, None, None
+        options: dict[str, Any] = {"mask": encoder_layout.mask}
+        if self.rel_pos_bias is not None:
+            positions, offset, row_offset = self.positions(query, key, layout, encoder_layout, cache)
+            count = partial(self.count_tokens, query, key, layout, encoder_layout, cache)
+            bias = self.rel_pos_bias(positions, count=count)
+            options |= {"offset": offset, "row_offset": row_offset}
         options |= {"function": self.config.attention_activation, "dropout": dropout}
         options |= {"backend": cached_backend(self.config, cross_cache, output_weights)}
         attended: Any = gated_attention(query, key, value, bias, return_weights=output_weights, **options)

@@ -29,6 +29,7 @@ VARIANTS = {
         "ema_shift": True,
         "use_normalized_ffn": False,
     },
+    "no average, no bias": {"ema_projection_size": 0, "relative_positional_bias": "none"},
 }
 NO_DROPOUT = dict.fromkeys(
     ("dropout_prob", "hidden_dropout_prob", "attention_probs_dropout_prob", "nffn_activation_dropout_prob"), 0.0

@@ -4,6 +4,7 @@ import torch
 
 from luna_mega import MegaConfig, MegaForCausalLM, MegaForConditionalGeneration, MegaSeq2SeqConfig
 
+ABSENT = {"ema_projection_size": 0, "relative_positional_bias": "none"}
 DECODER_ONLY = {
     "softmax": {},
     "laplace": {"attention_activation": "laplace"},
@@ -12,6 +13,8 @@ DECODER_ONLY = {
     "laplace chunks": {"attention_activation": "laplace", "use_chunking": True, "chunk_size": 5},
     "relu2 chunks of 1": {"attention_activation": "relu2", "use_chunking": True, "chunk_size": 1},
     "truncated": {"truncation": 3, "use_chunking": True, "chunk_size": 4},
+    "laplace chunks, no average, no bias": ABSENT
+    | {"attention_activation": "laplace", "use_chunking": True, "chunk_size": 5},
 }
 SIMPLE = {"relative_positional_bias": "simple", "max_positions": 24, "decoder_max_positions": 30}
 WITH_ENCODER = {
@@ -35,6 +38,7 @@ WITH_ENCODER = {
         "decoder_ema_projection_size": 2,
         "decoder_chunk_size": 5,
     },
+    "no average, no bias": ABSENT,
     "truncated": {"truncation": 3, "tie_word_embeddings": False, "attention_activation": "laplace"},
 }
 
@@ -47,10 +51,15 @@ def make(dtype=torch.float64, **fields):
         hidden_size=12,
         intermediate_size=20,
         shared_representation_size=8,
-        ema_projection_size=3,
         nffn_hidden_size=16,
         initializer_range=0.3,
-        **{"vocab_size": 30, "num_hidden_layers": 2, "is_decoder": decoder_only, "bidirectional": not decoder_only}
+        **{
+            "vocab_size": 30,
+            "num_hidden_layers": 2,
+            "ema_projection_size": 3,
+            "is_decoder": decoder_only,
+            "bidirectional": not decoder_only,
+        }
         | fields,
     )
     return (MegaForCausalLM if decoder_only else MegaForConditionalGeneration)(config).to(dtype).eval()

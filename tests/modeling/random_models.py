@@ -12,11 +12,11 @@ LUNA = {
     "first_position": (None, 0), "pad_token_id": (0, 1), "scale_embedding": (None, True, False),
 }  # fmt: skip
 MEGA = {
-    "intermediate_size": (16, 24), "ema_projection_size": (1, 2, 5), "shared_representation_size": (4, 8),
+    "intermediate_size": (16, 24), "ema_projection_size": (0, 1, 2, 5), "shared_representation_size": (4, 8),
     "truncation": (None, None, 2, 5, 100), "normalize_before_mega": (True, False),
     "normalization_type": ("layernorm", "scalenorm", "rmsnorm", "batchnorm"), "norm_affine": (True, False),
     "attention_activation": ("softmax", "laplace", "relu2"), "use_normalized_ffn": (True, False),
-    "normalize_before_ffn": (True, False), "relative_positional_bias": ("rotary", "simple"),
+    "normalize_before_ffn": (True, False), "relative_positional_bias": ("rotary", "simple", "none"),
     "embedding_norm": (True, False), "final_norm": (True, False), "scale_embedding": (True, False),
     "legacy_rms_norm": (True, False),
 }  # fmt: skip
@@ -32,6 +32,7 @@ def mega(rng, layers=(1, 2, 3), **fields):
     """Return fields of a `MegaConfig`, those of all models and `fields`; about a half without chunks."""
     chosen, chunk = choose(rng, num_hidden_layers=layers, **MEGA, **fields), rng.choice((None, None, 3, 4, 8))
     chosen |= {} if chunk is None else {"use_chunking": True, "chunk_size": chunk}
+    chosen |= {} if chosen["ema_projection_size"] else {"truncation": None}
     return SIZES | chosen | {"nffn_hidden_size": 24, "max_positions": 64, "pad_token_id": 1}
 
 

@@ -101,7 +101,9 @@ INVALID = {
         ({"bidirectional": True, "is_decoder": True}, "bidirectional=False"),
         {"add_cross_attention": True},
         {"dropout_prob": 1.0},
-        {"ema_projection_size": 0},
+        {"ema_projection_size": -1},
+        ({"ema_projection_size": 0, "truncation": 9}, "no moving average; omit truncation=9"),
+        ({"ema_projection_size": 0, "ema_shift": True}, "no moving average; omit ema_shift=True"),
         {"classifier_dropout": -0.1},
         {"ema_beta_range": -1.0},
         {"hidden_size": "wide"},
@@ -134,6 +136,7 @@ INVALID = {
         ({"adaptive_input_cutoffs": [9], "adaptive_softmax_cutoffs": [9]}, "no adaptive vocabulary"),
         {"embedding_size": 7},
         ({"decoder_shared_representation_size": 5}, "shared_representation_size`, got 5"),
+        {"decoder_ema_projection_size": -1},
         ({"decoder_chunk_size": 2**20 + 1}, "chunk_size .* 1048576"),
     ],
     "megalodon": [

@@ -35,6 +35,9 @@ MODELS = {
     "megalodon decoder": lambda: make("megalodon: heads").float(),
     "luna seq2seq": lambda: make("luna seq2seq: translation").float(),
     "mega seq2seq": lambda: make("mega seq2seq: softmax").float(),
+    "mega, no average": lambda: mega.make("ForMaskedLM", **mega.VARIANTS["no average, no bias"]),
+    "mega decoder, no average": lambda: make("mega: laplace chunks, no average, no bias").float(),
+    "mega seq2seq, no average": lambda: make("mega seq2seq: no average, no bias").float(),
 }
 
 

@@ -33,7 +33,7 @@ def mega(rng):
         rng, **ENCODERS, bidirectional=(True, False), add_token_type_embeddings=(True, False),
         pooling=("cls", "last", "mean"),
     )  # fmt: skip
-    fields["ema_shift"] = fields["bidirectional"] and rng.random() < 0.5
+    fields["ema_shift"] = fields["ema_projection_size"] > 0 and fields["bidirectional"] and rng.random() < 0.5
     return MegaConfig, fields, fields["add_token_type_embeddings"]
 
 

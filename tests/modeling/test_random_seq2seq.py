@@ -29,7 +29,7 @@ def luna(rng):
 
 def mega(rng):
     fields = random_models.mega(
-        rng, (1, 2), **BOTH, decoder_ema_projection_size=(None, 2), decoder_chunk_size=(None, 3, -1),
+        rng, (1, 2), **BOTH, decoder_ema_projection_size=(None, 0, 2), decoder_chunk_size=(None, 3, -1),
         bidirectional=(True, None),
     )  # fmt: skip
     return MegaForConditionalGeneration, MegaSeq2SeqConfig(**fields)
