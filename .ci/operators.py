@@ -26,6 +26,7 @@ NAME, LICENSE = "luna-mega", "Apache-2.0"
 BACKENDS = {"cpu": {}, "cuda": {"archs": ["8.0", "9.0", "10.0", "12.0"]}}
 ENTRY = '''"""Luna's and Mega's attention, moving averages and diagonal recurrences, and Megalodon's norm."""
 
+from . import modules  # noqa: F401
 from .api import *  # noqa: F403
 from .api import __all__  # noqa: F401
 '''

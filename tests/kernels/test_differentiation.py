@@ -102,7 +102,7 @@ CALLS: dict[str, tuple[Callable, tuple[torch.Tensor, ...]]] = {
         lambda x, s, *p, **o: api.complex_ema_step(x, s, *p, **o), (X, normal(1, 4, 2, 2), *COMPLEX, SKIP),
     ),
     "diagonal_ssm": (
-        lambda x, s, *p, **o: api.diagonal_ssm(x, *p, mask=MASK, initial_state=s, return_state=True, **o),
+        lambda x, s, *p, **o: api.diagonal_ssm(x, *p, mask=mask(x), initial_state=s, return_state=True, **o),
         (normal(1, T, 4), normal(1, 4, 2, 2), *DIAGONAL, normal(4)),
     ),
     "diagonal_ssm, complex numbers": (
@@ -112,12 +112,12 @@ CALLS: dict[str, tuple[Callable, tuple[torch.Tensor, ...]]] = {
         (normal(1, T, 4), DIAGONAL[0], *(normal(4, 2, seed=seed) for seed in (1, 2)), normal(4)),
     ),
     "diagonal_ssm, two directions": (
-        lambda x, a, p, w, *s, **o: api.diagonal_ssm(x, a, p, w, *s, mask=MASK, **o),
+        lambda x, a, p, w, *s, **o: api.diagonal_ssm(x, a, p, w, *s, mask=mask(x), **o),
         (normal(1, T, 4), *(torch.cat((x, x / 2)) for x in DIAGONAL), normal(4)),
     ),
     "diagonal_ssm, real": (
         lambda x, s, a, w, *p, **o: api.diagonal_ssm(
-            x, a, None, w, *p, mask=MASK, initial_state=s, return_state=True, **o
+            x, a, None, w, *p, mask=mask(x), initial_state=s, return_state=True, **o
         ),
         (normal(1, T, 4), normal(1, 4, 2), *DIAGONAL[:2], normal(4)),
     ),

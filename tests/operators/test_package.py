@@ -81,6 +81,14 @@ def calls(ops):
         "complex_ema_step": (
             lambda b: ops.complex_ema_step(position, pairs, *real[:2], phase, weight, backend=b)[0], [position, pairs]
         ),
+        "diagonal_ssm": (
+            lambda b: ops.diagonal_ssm(x, -real[0].exp(), real[1], weight, phase, backend=b),
+            [x, *real[:2], weight, phase],
+        ),
+        "diagonal_ssm_step": (
+            lambda b: ops.diagonal_ssm_step(position, states, -real[0].exp(), None, real[1], backend=b)[0],
+            [position, states, *real[:2]],
+        ),
         "timestep_norm": (lambda b: ops.timestep_norm(x, 4, scale, scale, backend=b), [x, scale]),
     }  # fmt: skip
 
@@ -127,6 +135,21 @@ def test_programs(ops):
     assert copy.deepcopy(module)(x).equal(expected)
     exported = torch.export.export(module, (x,)).module()
     torch.testing.assert_close(exported(x), expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["MovingAverage", "ComplexMovingAverage", "DiagonalSSM"])
+def test_layers(ops, name):
+    """A layer has a state, can be copied, and its step continues a sequence."""
+    make = getattr(ops.modules, name)
+    layer, x = make(16, 4), torch.randn(2, 21, 16)
+    expected = layer(x)
+    assert copy.deepcopy(layer)(x).equal(expected)
+    other = make(16, 4)
+    other.load_state_dict(layer.state_dict())
+    assert other(x).equal(expected)
+    with torch.no_grad():
+        _, state = layer(x[:, :20], return_state=True)
+        torch.testing.assert_close(layer.step(x[:, 20], state)[0], expected[:, 20], rtol=1e-4, atol=1e-5)
 
 
 def test_local_kernels(folder, ops, monkeypatch):
