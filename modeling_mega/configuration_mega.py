@@ -58,7 +58,7 @@ class MegaConfig(MegaPresets, SharedConfig, PreTrainedConfig):
         normalization_type: `"layernorm"`, `"scalenorm"`, `"rmsnorm"`, `"batchnorm"` or `"syncbatchnorm"`.
         norm_affine: Norms have learned parameters.
         activation: Activation of values, candidate and feed-forward layer (SiLU in the paper).
-        attention_activation: `"softmax"`, `"laplace"` (section 3.4) or `"relu2"`.
+        attention_activation: `"softmax"`, `"laplace"` (section 3.2) or `"relu2"`.
         dropout_prob: Dropout of embeddings, of the moving average and of the outputs of both sub-layers.
         hidden_dropout_prob, attention_probs_dropout_prob: Dropout of values and of attention weights.
         use_feature_dropout: `dropout_prob` and `hidden_dropout_prob` drop channels at all positions of a sequence.

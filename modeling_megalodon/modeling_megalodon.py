@@ -129,7 +129,7 @@ def rotate(x: torch.Tensor, rotation: Rotation) -> torch.Tensor:
 
 
 class MegalodonChunkAttention(nn.Module):
-    """Causal attention of every head within chunks (section 3.4), counted from the first token of a sequence."""
+    """Causal attention of every head within chunks (section 3.3), counted from the first token of a sequence."""
 
     def __init__(self, config: MegalodonConfig):
         super().__init__()
@@ -162,7 +162,7 @@ class MegalodonChunkAttention(nn.Module):
 
 
 class MegalodonTimestepNorm(nn.Module):
-    """Norm of groups of features by the statistics of all positions so far (section 3.3).
+    """Norm of groups of features by the statistics of all positions so far (section 3.2).
 
     The `prior_*` buffers only exist in checkpoints of the published code. Its models have a `prior_count` of 0.
     """
@@ -195,7 +195,7 @@ class MegalodonTimestepNorm(nn.Module):
 
 
 class MegalodonMovingAverage(nn.Module):
-    """Complex exponential moving average with its skip connection (section 3.2)."""
+    """Complex exponential moving average with its skip connection (section 3.1)."""
 
     def __init__(self, config: MegalodonConfig):
         super().__init__()
@@ -242,7 +242,7 @@ class MegalodonRMSNorm(nn.Module):
 
 
 class MegalodonGatedAttention(nn.Module):
-    """Moving average, normalized attention and gate, with the residual of the layer (section 3.4)."""
+    """Moving average, normalized attention and gate, with the residual of the layer (section 3.3)."""
 
     def __init__(self, config: MegalodonConfig):
         super().__init__()

@@ -42,7 +42,7 @@ def complex_ema(
     max_seqlen: int | None = None,
     backend: str | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Compute the complex exponential moving average of every channel (Megalodon section 3.2, as in its code).
+    """Compute the complex exponential moving average of every channel (Megalodon section 3.1, as in its code).
 
     With p = sigmoid(input_logit) and q_n = (1 - p sigmoid(damping_logit)) exp(2 pi i n sigmoid(phase_logit) / N), n =
     1..N, the N complex states of a channel follow h_t = q h_{t-1} + p x_t, and the result is

@@ -1,4 +1,4 @@
-"""Both moving averages as defined in their papers: Mega (section 3.1) and Megalodon (section 3.2, as in its code).
+"""Both moving averages as defined in their papers: Mega (section 3.1) and Megalodon (section 3.1, as in its code).
 
 `diagonal_ssm` is the recurrence of both without their parameters.
 

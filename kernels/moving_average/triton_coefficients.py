@@ -1,6 +1,6 @@
 """Coefficients of both averages from their parameters, and the gradients of the parameters, in one launch each.
 
-`coefficients` has the definitions (Mega section 3.1, Megalodon section 3.2). The parameters are `[R, N]` (complex:
+`coefficients` has the definitions (Mega section 3.1, Megalodon section 3.1). The parameters are `[R, N]` (complex:
 projection `[D, N, 2]`, phase `[D]`) of any dtype, and the results are `[..., N, R]`. Intermediate values are float64,
 because the decay over a chunk multiplies an error by the length of the chunk.
 """

@@ -59,7 +59,7 @@ def timestep_norm(
     max_seqlen: int | None = None,
     backend: str | None = None,
 ) -> Tensor | tuple[Tensor, TimestepNormState]:
-    """Normalize every group of features by mean and variance of all positions so far (Megalodon section 3.3).
+    """Normalize every group of features by mean and variance of all positions so far (Megalodon section 3.2).
 
     The D features of a position are divided into G groups of adjacent features. M_t and S_t are the mean and variance
     of all features of a group at the positions up to and including t: y_t = (x_t - M_t) / sqrt(S_t + eps) * weight +

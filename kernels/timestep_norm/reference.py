@@ -1,4 +1,4 @@
-"""Timestep norm as computed by Megalodon's code (Megalodon, section 3.3), one position at a time.
+"""Timestep norm as computed by Megalodon's code (Megalodon, section 3.2), one position at a time.
 
 This file is the specification: all faster implementations are tested against it. Shapes: input `[B, T, D]`, divided
 into G groups of D / G adjacent features; counts `[B]`, means and variances `[B, G]`. Masks are boolean, True = keep.
