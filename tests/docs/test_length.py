@@ -31,7 +31,9 @@ def test_navigation():
 
 
 def test_pages_have_at_most_2000_words():
-    assert {page for page in pages(NAVIGATION) if words(page) > 2000} == EXCEPTIONS
+    # Pages of papers are tables of all equations and experiments.
+    guides = [page for page in pages(NAVIGATION) if not page.startswith("docs/papers/")]
+    assert {page for page in guides if words(page) > 2000} == EXCEPTIONS
 
 
 def test_guides_start_with_a_block():

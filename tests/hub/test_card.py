@@ -81,12 +81,12 @@ def test_values_have_no_pipeline():
 
 
 @pytest.mark.parametrize("config", luna_mega._register.CONFIGS.values())
-def test_every_family_has_its_paper_and_lines_of_the_page_of_deviations(repo_root: Path, config):
+def test_every_family_has_its_paper_and_lines_of_its_page(repo_root: Path, config):
     family = config.model_type.removesuffix("_seq2seq")
     source = {"file": "model.pt", "sha256": "ab" * 32, "arch": "any"}
     name = f"{config.__name__.removesuffix('Config')}Model"
     sections = parts(conversion_card("a", name, config(), source, "", parameters=1, tokenizer=False))
-    page = (repo_root / "docs" / "deviations.md").read_text(encoding="utf-8")
+    page = (repo_root / "docs" / "papers" / f"{family}.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\|.*\|$", sections["Differences from the original code"], re.MULTILINE)[2:]
     assert len(rows) >= 2 and all(row in page for row in rows)
     assert re.search(rf"\d{family},", sections["Citation"]) and family in FIELDS
