@@ -3,11 +3,12 @@
 import math
 from unittest import mock
 
+import numpy as np
 import torch
 from torch import nn
 from torch.nn.attention import sdpa_kernel
 
-from luna_mega.kernels.api import damped_ema, use_backend
+from luna_mega.kernels.api import damped_ema, diagonal_ssm_coefficients, diagonal_ssm_step, use_backend
 from luna_mega.kernels.gated_attention.reference import laplace, relu2, weights
 from luna_mega.kernels.luna_attention import torch_backend as attention_backend
 from luna_mega.kernels.moving_average import torch_backend as ema_backend
@@ -107,6 +108,92 @@ def original_diagonal_ssm(x, log_decay, phase, weight, skip):
             average = torch.fft.irfft(product, n=2 * length)[..., :length]
             result = result + (average if own is signal else average.flip(2))
     return (result + skip[:, None] * signal).transpose(1, 2)
+
+
+def loop_diagonal_ssm(x, log_decay, phase, weight, skip):
+    """Compute `diagonal_ssm` one position at a time, in plain PyTorch; phase None = real states."""
+    q, c = _numbers(log_decay, phase, weight)
+    state, outputs = torch.zeros_like(q), []
+    for value in x.unbind(1):
+        state = q * state + value[..., None]
+        outputs.append((c * state).real.sum(-1) + skip * value)
+    return torch.stack(outputs, 1)
+
+
+def scan_diagonal_ssm(x, log_decay, phase, weight, skip):
+    """Compute `diagonal_ssm` with PyTorch's associative scan, with all states in memory."""
+    from torch._higher_order_ops.associative_scan import associative_scan
+
+    def combine(first, second):
+        return first[0] * second[0], second[0] * first[1] + second[1]
+
+    q, c = _numbers(log_decay, phase, weight)
+    values = x[..., None].expand(*x.shape, q.shape[1]).to(q.dtype)
+    states = associative_scan(combine, (q.expand_as(values).contiguous(), values), 1, combine_mode="generic")[1]
+    return (c * states).real.sum(-1) + skip * x
+
+
+def steps_diagonal_ssm(x, log_decay, phase, weight, skip):
+    """Compute `diagonal_ssm` with one step per position, and coefficients that are computed once."""
+    kept = diagonal_ssm_coefficients(log_decay, phase, weight)
+    state, outputs = x.new_zeros(len(x), x.shape[2], *weight.shape[1:]), []
+    for value in x.unbind(1):
+        output, state = diagonal_ssm_step(value, state, log_decay, phase, weight, skip, coefficients=kept)
+        outputs.append(output)
+    return torch.stack(outputs, 1)
+
+
+def fft_real_ssm(x, log_decay, phase, weight, skip):
+    """Compute `diagonal_ssm` with real states by FFT, with all N L powers of q in memory."""
+    length = x.shape[1]
+    powers = torch.exp(log_decay[..., None] * torch.arange(length, device=x.device))
+    kernel = torch.einsum("dn,dnl->dl", weight, powers)
+    product = torch.fft.rfft(x.mT, n=2 * length) * torch.fft.rfft(kernel, n=2 * length)
+    return torch.fft.irfft(product, n=2 * length)[..., :length].mT + skip * x
+
+
+def lfilter_ssm(x, log_decay, phase, weight, skip):
+    """Compute `diagonal_ssm` with real states by one `scipy.signal.lfilter` per state, with gradients."""
+    return _Filters.apply(x, log_decay.exp(), weight) + skip * x
+
+
+class _Filters(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, q, weight):
+        ctx.save_for_backward(x, q, weight)
+        output = torch.empty_like(x)
+        for d, filters in _filters(x, q):
+            output[..., d] = sum(w * h for w, h in zip(weight[d], filters, strict=True))
+        return output
+
+    @staticmethod
+    def backward(ctx, gradient):
+        x, q, weight = ctx.saved_tensors
+        grads = [torch.empty_like(tensor) for tensor in (x, q, weight)]
+        reversed_ = _filters(gradient.flip(1), q)
+        for (d, states), (_, received) in zip(_filters(x, q), reversed_, strict=True):
+            received = [w * r.flip(1) for w, r in zip(weight[d], received, strict=True)]
+            grads[0][..., d] = sum(received)
+            pairs = zip(received, states, strict=True)
+            grads[1][d] = torch.stack([(r[:, 1:] * h[:, :-1]).sum() for r, h in pairs])
+            grads[2][d] = torch.stack([(gradient[..., d] * h).sum() for h in states])
+        return tuple(grads)
+
+
+def _filters(x, q):
+    """Yield every channel and its signal `[B, T]` filtered by each state."""
+    from scipy.signal import lfilter
+
+    one = np.ones(1, np.float32)
+    for d, row in enumerate(q.detach().numpy()):
+        signal = np.ascontiguousarray(x[..., d].detach().numpy())
+        yield d, [torch.from_numpy(lfilter(one, np.array([1.0, -a], np.float32), signal)) for a in row]
+
+
+def _numbers(log_decay, phase, weight):
+    if phase is None:
+        return log_decay.exp(), weight
+    return torch.polar(log_decay.exp(), phase), torch.view_as_complex(weight)
 
 
 def fft_damped_ema(*arguments):

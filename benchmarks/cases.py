@@ -122,8 +122,11 @@ def _complex_ema(average, device, dtype, b, n, d=512, states=16):
     return Work(lambda: (average(*leaves),), leaves)
 
 
-def _diagonal_ssm(model, device, dtype, b, n, directions=1, d=512, states=16):
+def _diagonal_ssm(model, device, dtype, b, n, directions=1, d=512, states=16, real=False):
     rows = directions * d
+    if real:
+        leaves = _draw(device, dtype, (b, n, d), (rows, states), (rows, states), (d,), logits=(1,))
+        return Work(lambda: (model(leaves[0], -leaves[1].exp() / 8, None, *leaves[2:]),), leaves)
     shapes = ((b, n, d), (rows, states), (rows, states), (rows, states, 2), (d,))
     leaves = _draw(device, dtype, *shapes, logits=(1,))
     # The parameters of complex numbers are not in half precision.
@@ -266,6 +269,9 @@ def _sizes(**fields):
 
 
 _MODEL_TOKENS = tuple({"n": n, "b": 65536 // n} for n in (512, 1024, 2048, 4096, 16384, 32768))
+_FORWARD_AND_BOTH = {name: name for name in ("forward", "both")}
+_SSM_CHANNELS = 64
+_SSM_SIZES = _sizes(b=(4,), n=(512, 2048, 4096, 16384, 65536), states=(16, 32))
 _TRAINING = {"both": "Training step (forward and backward)"}
 
 _DECODERS = {
@@ -336,7 +342,39 @@ CASES = {
             parity=_sizes(b=(2,), n=(77,), directions=(1, 2)),
             gpu=({"b": 8, "n": 4096}, {"b": 64, "n": 512}, {"b": 2, "n": 16384}),
             compiles=False,
-            others={"complex_ema": lambda *where, **size: _complex_ema(api.complex_ema, *where, **size)},
+            others={"complex_ema": lambda *where, directions=1, **size: _complex_ema(api.complex_ema, *where, **size)},
+        ),
+        Case(
+            "ssm",
+            {
+                name: partial(_diagonal_ssm, function, d=_SSM_CHANNELS)
+                for name, function in (
+                    ("luna_mega", api.diagonal_ssm),
+                    ("s4d", baselines.original_diagonal_ssm),
+                    ("loop", baselines.loop_diagonal_ssm),
+                    ("associative_scan", baselines.scan_diagonal_ssm),
+                    ("steps", baselines.steps_diagonal_ssm),
+                )
+            },
+            sizes=_SSM_SIZES,
+            parity=_sizes(b=(2,), n=(77,), states=(3,)),
+            passes=_FORWARD_AND_BOTH,
+        ),
+        Case(
+            "ssm_real",
+            {
+                name: partial(_diagonal_ssm, function, d=_SSM_CHANNELS, real=True)
+                for name, function in (
+                    ("luna_mega", api.diagonal_ssm),
+                    ("fft", baselines.fft_real_ssm),
+                    ("loop", baselines.loop_diagonal_ssm),
+                    ("associative_scan", baselines.scan_diagonal_ssm),
+                    ("lfilter", baselines.lfilter_ssm),
+                )
+            },
+            sizes=_SSM_SIZES,
+            parity=_sizes(b=(2,), n=(77,), states=(3,)),
+            passes=_FORWARD_AND_BOTH,
         ),
         Case(
             "timestep_norm",

@@ -7,6 +7,7 @@
     python benchmarks/run.py timestep_norm --turns 21     alternating variants, for machines whose speed drifts
     python benchmarks/run.py decoding --turns 15 --threads 1 --lengths 512     milliseconds of a decoding step
     python benchmarks/run.py memory --device cuda --lengths 131072     peak bytes per token of a training step
+    python benchmarks/run.py ssm ssm_real --threads 1 --lengths 512 4096     state space models
     python benchmarks/run.py --device cuda --dtype bfloat16    on a GPU, with the Triton kernels
 
 Prints the tables and writes them to results.md in --output, all figures to results.json and results.csv, and one plot

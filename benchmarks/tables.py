@@ -1,6 +1,6 @@
 """Markdown tables and plots of the rows that `run.py` measures."""
 
-SIZES = ("b", "beams", "l", "n", "directions", "function", "chunk", "causal", "masked", "shared", "values")
+SIZES = ("b", "beams", "l", "n", "states", "directions", "function", "chunk", "causal", "masked", "shared", "values")
 
 
 def key(row, without=()):

@@ -74,8 +74,8 @@ class RecurrentLayer(nn.Module):
             y, state = self(x[:, None], mask=None if mask is None else mask[:, None], return_state=True)
             return y[:, 0], state
         weights = list(self.parameters())  # including those of parametrizations
-        dtype = upcast_dtype(x, *weights)
-        arguments, coefficients = self._constants.get("step", weights, lambda: self._step_values(dtype), dtype)
+        values = self._constants.get("step", weights, lambda: self._step_values(upcast_dtype(x, *weights)), x.dtype)
+        arguments, coefficients = values
         result: tuple[Tensor, Tensor] = type(self).op_step(
             x, state, *arguments, self.skip, mask=mask, coefficients=coefficients
         )

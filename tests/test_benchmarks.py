@@ -77,6 +77,8 @@ TOYS = [
     ("memory", {"n": 70, **TOY}),
     ("decoding", {"n": 70, "beams": 4, **TOY}),
     ("images", {"b": 2, "size": 32, **TOY, "hidden_size": 96}),
+    ("ssm", {"b": 2, "n": 9, "states": 2}),
+    ("ssm_real", {"b": 2, "n": 9, "states": 2}),
 ]
 
 

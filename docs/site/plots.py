@@ -1,4 +1,4 @@
-"""Draw docs/results.png and docs/performance.png from the tables of their pages: `python docs/site/plots.py`."""
+"""Draw results.png, performance.png and operators.png from the tables of the pages: `python docs/site/plots.py`."""
 
 import re
 from pathlib import Path
@@ -77,6 +77,24 @@ def draw_results() -> None:
     figure.savefig(DOCS / "results.png", dpi=100)
 
 
+def draw_operators() -> None:
+    """Draw the time of a training step over the length, for 16 states."""
+    figure, panels = plt.subplots(1, 2, figsize=(10, 4), layout="constrained", sharey=True)
+    header, rows = table("operators.md", "Speed")
+    lengths = [number(text) for text in header]
+    for axes, kind in zip(panels, ("complex", "real"), strict=True):
+        for name, values in rows.items():
+            method, states, size = name.split(", ")
+            if states == kind and size == "16":
+                draw(axes, lengths, values, "o-" if method == "diagonal_ssm" else "s--", method)
+        axes.set(xscale="log", yscale="log", xlabel="positions", title=f"16 {kind} states per channel")
+        axes.grid(alpha=0.3)
+        axes.legend(fontsize="small")
+    panels[0].set_ylabel("forward and backward, ms of processor time")
+    figure.savefig(DOCS / "operators.png", dpi=100)
+
+
 if __name__ == "__main__":
+    draw_operators()
     draw_performance()
     draw_results()

@@ -78,7 +78,7 @@ def complex_step(
         number = torch.view_as_complex(state.contiguous())
         after = torch.view_as_real(torch.addcmul(number, number, torch.view_as_complex(change)))
     state = hold(torch.addcmul(after, weight_in, kept[..., None, None]), state, mask)
-    average = (weight_out * state).flatten(2).sum(-1)
+    average = (weight_out * state).sum((2, 3))
     if skip is not None:
         average = torch.addcmul(average, skip, kept)
     return average if average.dtype == x.dtype else average.to(x.dtype), state
