@@ -29,6 +29,7 @@ BUDGETS = {
     "damped_ema": (19, 11),
     "damped_ema, two directions": (30, 15),
     "complex_ema": (24, 11),
+    "diagonal_ssm": (87, 9),
     "timestep_norm": (23, 6),
     "gated_attention": (11, 7),
     "gated_attention, softmax": (14, 8),
@@ -82,6 +83,7 @@ def operator_cases() -> Iterator[tuple[str, Callable]]:
     both = [torch.cat((row, row)).detach().requires_grad_() for row in rows]
     yield "damped_ema, two directions", case(api.damped_ema, tokens, *both, leaf(d))
     yield "complex_ema", case(api.complex_ema, tokens, *turning, leaf(d))
+    yield "diagonal_ssm", case(api.diagonal_ssm, tokens, leaf(d, n), leaf(d, n), leaf(d, n, 2), leaf(d))
     yield "timestep_norm", case(lambda x, *w: api.timestep_norm(x, 2, *w), tokens, leaf(d), leaf(d))
     yield "gated_attention", case(partial(gated, function="laplace"), z, z, v, leaf(255))
     yield "gated_attention, softmax", case(partial(gated, causal=True), z, z, v, leaf(255))
