@@ -74,7 +74,7 @@ def with_chunk(model: PreTrainedModel, chunk: int) -> PreTrainedModel:
     """Return a copy of the model with another chunk size."""
     config = model.config
     if not getattr(config, "use_chunking", False) or config.relative_positional_bias == "simple":
-        lib.fail("--chunk requires a model with chunked attention and a rotary or no bias; a table has a fixed length")
+        lib.fail("--chunk requires chunks and a rotary bias or none; a simple bias has a table of fixed length")
     changed = type(model)(type(config).from_dict(config.to_dict() | {"chunk_size": chunk}))
     changed.load_state_dict(model.state_dict())
     return changed.to(model.device, model.dtype).eval()

@@ -1,8 +1,10 @@
 """Recipes: every option and model field exists and is used. Scripts: every one supports --help."""
 
 import ast
+import math
 import re
 import runpy
+import shlex
 import sys
 from pathlib import Path
 from typing import NamedTuple
@@ -10,11 +12,16 @@ from typing import NamedTuple
 import pytest
 import torch
 import yaml
-from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoModelForSequenceClassification
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
+    AutoModelForSequenceClassification,
+    get_scheduler,
+)
 
-from luna_mega import MegaConfig
+from luna_mega import LunaConfig, MegaConfig
 from luna_mega.training.models import label_fields, make_config
-from luna_mega.training.tokenizers import train_joint_bpe, train_words
+from luna_mega.training.tokenizers import make_bytes, train_joint_bpe, train_words
 from tests.examples.runs import assert_error
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -43,7 +50,7 @@ def parsed(script, tmp_path, monkeypatch):
         options = ["--recipe", str(path), "--output_dir", str(tmp_path), *source, "--bf16", "false"]
         if "pretrained" in path.stem or "continued" in path.stem:
             options += ["--model_name_or_path", str(tmp_path)]
-        if path.stem.startswith("pretrained"):
+        if path.stem.startswith("pretrained") or (task, path.stem) == ("glue", "table9"):
             options += ["--task_name", "rte"]
         return Parsed(*script(SCRIPTS.get(task, f"run_{task}")).parse(options))
 
@@ -66,7 +73,7 @@ def test_recipe_is_complete(path, parsed):
         found = getattr(holder, name)
         assert found == (float(value) if isinstance(found, float) else value) or name == "bf16", name
     if path.parent.name == "glue":
-        assert task.data.task_name == path.stem.split("_")[0].replace("pretrained", "rte")
+        assert task.data.task_name == re.sub("pretrained|table9", "rte", path.stem.split("_")[0])
     elif path.parent.name in ("race", "csqa"):
         assert task.data.task == path.parent.name
     elif path.parent.name == "lra":
@@ -85,7 +92,7 @@ def test_recipe_says_how_to_get_its_data(path):
     }
     if path.parent.name in ("glue", "race", "csqa") or "--dataset_name " in commands:
         return
-    (folder,) = re.findall(r"--dataset_path (\S+)", commands)
+    (folder,) = set(re.findall(r"--dataset_path (\S+)", commands))
     created = re.findall(r"(?:--output|--output_dir|-o|to_parquet\(f\")[ ]?(data/\w+)", commands.split("--recipe")[0])
     assert folder in created
 
@@ -134,6 +141,75 @@ def test_language_model_of_a_recipe(path, parsed, script):
         config.vocab_size = 66  # the number of characters in Shakespeare, plus three special tokens
         with torch.device("meta"):
             assert AutoModelForCausalLM.from_config(config).num_parameters() == pytest.approx(2.46e6, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    "name, parameters, gpus, batch, chunks, chunk, blocks, tokens",
+    [
+        ("wikitext103", 252.24e6, 24, 6144, (2, 6), 2048, 10, 245_569),
+        ("enwik8", 39.164e6, 8, 8192, (2, 4), 4096, 50, 5_000_000),
+    ],
+)
+def test_language_model_of_the_paper(
+    name, parameters, gpus, batch, chunks, chunk, blocks, tokens, parsed, script, tmp_path
+):
+    """The recipe has the sizes and steps of Mega's Table 9, and evaluates as the original code does for Table 5."""
+    path = EXAMPLES / "recipes" / "clm" / f"{name}_mega.yaml"
+    task, clm = parsed(path), script("run_clm")
+    words = [f"w{word}" for word in range(task.model.vocab_size)]
+    tokenizer = make_bytes() if name == "enwik8" else train_words(words, 10**6)
+    config, training = make_config(task.model, tokenizer, task.data.block_size, **clm.DECODER), task.training
+    preset = getattr(MegaConfig, f"lm_{name}")(vocab_size=config.vocab_size)
+    different = {field for field, value in preset.to_dict().items() if config.to_dict()[field] != value}
+    assert different <= {"bos_token_id", "eos_token_id", "pad_token_id", "vocab_size"}
+    if name == "wikitext103":
+        config.vocab_size = task.model.vocab_size
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    assert model.num_parameters() == pytest.approx(parameters, rel=1e-4)
+
+    assert task.data.block_size * training.per_device_train_batch_size * gpus == batch * gpus
+    assert f"for {gpus} GPUs" in path.read_text(encoding="utf-8")
+    draw, numbers = clm.draw_length(task.data, config), torch.Generator().manual_seed(0)
+    lengths = {int(draw({}, numbers)["length"]) for _ in range(200)}
+    assert lengths == {count * config.chunk_size for count in range(chunks[0], chunks[1] + 1)}
+    assert (training.max_steps, training.learning_rate, training.weight_decay) == (400_000, 5e-3, 0.1)
+    assert (training.adam_beta1, training.adam_beta2, training.max_grad_norm) == (0.9, 0.98, 1.0)
+    check_linear(training, 24_000, 400_000)
+
+    assert math.ceil((tokens - 1) / task.data.eval_context) == blocks and task.data.eval_segment % chunk == 0
+    (command,) = re.findall(r"examples/eval_lm.py ([^\n]*(?:\n#       .*)*)", path.read_text(encoding="utf-8"))
+    command = re.sub(r"outputs/\w+|data/\w+", str(tmp_path), command.replace("\\\n#", ""))
+    arguments = script("eval_lm").parse(shlex.split(command))
+    assert (arguments.context, arguments.chunk) == ([task.data.eval_context], [chunk])
+    assert (arguments.segment, arguments.split) == (task.data.eval_segment, "test")
+
+
+def check_linear(training, warmup, total):
+    """Check that the learning rate increases until step `warmup` and reaches 0 at step `total`."""
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(()))], lr=training.learning_rate)
+    schedule = get_scheduler(training.lr_scheduler_type, optimizer, training.get_warmup_steps(total), total)
+    factor = schedule.lr_lambdas[0]
+    assert factor(warmup) == 1.0 and factor(total) == 0.0
+    assert factor(warmup // 2) == pytest.approx(0.5, rel=1e-3) == factor((warmup + total) // 2)
+
+
+@pytest.mark.parametrize("tied, parameters", [(True, 132e6), (False, 146e6)])
+@pytest.mark.parametrize(
+    "rows, epoch", [(67_349, 2105), (104_743, 3274), (363_846, 11371)], ids=["sst2", "qnli", "qqp"]
+)
+def test_luna_of_table_9(tied, parameters, rows, epoch, parsed):
+    """Fine-tuning on GLUE has the steps of Table 9 of Luna: 20 epochs in batches of 32, 6 % of them with warmup."""
+    task = parsed(EXAMPLES / "recipes" / "glue" / "table9.yaml")
+    config, training = LunaConfig.base_512(tie_key_value=tied), task.training
+    config.update_from_string(task.model.config_overrides)
+    with torch.device("meta"):
+        model = AutoModelForSequenceClassification.from_config(config)
+    assert model.num_parameters() == pytest.approx(parameters, rel=0.01)
+    assert (config.dropout, config.attention_dropout, config.activation_dropout) == (0.1, 0.1, 0.1)
+    assert (training.learning_rate, training.weight_decay, training.num_train_epochs) == (1e-5, 0.1, 20)
+    assert math.ceil(rows / training.per_device_train_batch_size) == epoch
+    check_linear(training, math.ceil(0.06 * 20 * epoch), 20 * epoch)
 
 
 @pytest.mark.parametrize("size, parameters", [("base", 343e3), ("big", 476e3)])
