@@ -14,7 +14,7 @@ INSTALLED := $(VENV)/.installed-$(notdir $(CONSTRAINTS))
 # `make demo` installs less.
 INSTALLED_DEMO := $(VENV)/.installed-demo-$(notdir $(CONSTRAINTS))
 
-.PHONY: help demo parity parity-released test test-slow test-exhaustive test-oldest test-newest newest oldest ecosystem installed test-ecosystem kernel-repository test-operators operators docs style typing audit bench gpu clean
+.PHONY: help demo parity parity-released reproduce test test-slow test-exhaustive test-oldest test-newest newest oldest ecosystem installed test-ecosystem kernel-repository test-operators operators docs style typing audit bench gpu clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*## ' Makefile | sed -E 's/:[^#]*## /\t/' | expand -t 16
@@ -88,6 +88,9 @@ parity-released: $(INSTALLED) ## download a released Mega checkpoint, convert it
 	$(VENV)/bin/python -m zipfile -e $(RELEASED)/mega.sc.zip $(RELEASED)/mega-sc
 	$(VENV)/bin/luna-mega convert "$$(find $(RELEASED)/mega-sc -name '*.pt' | head -1)" --output $(RELEASED)/model
 	$(VENV)/bin/luna-mega verify $(RELEASED)/model "$$(find $(RELEASED)/mega-sc -name '*.pt' | head -1)"
+
+reproduce: $(INSTALLED) ## evaluate a checkpoint of the authors as the paper does (NAME=enwik8, OPTIONS="..."; needs internet)
+	$(VENV)/bin/python examples/reproduce.py $(NAME) $(OPTIONS)
 
 docs: ## build the documentation site in build/docs/site, in a separate environment; a broken link is an error
 	test -x .venv-docs/bin/python || $(PYTHON) -m venv .venv-docs
