@@ -167,7 +167,7 @@ def inspect(checkpoint: Path, *options: str | Path) -> dict[str, Any] | None:
 
 def is_done(folder: Path, stamp: str) -> bool:
     """Return whether a step has completed with this stamp; exit if its folder has another content."""
-    complete = (mark := folder / "done").exists() and mark.read_text(encoding="utf-8") == stamp
+    complete = (mark := folder / "done").exists() and mark.read_text(encoding="utf-8-sig") == stamp
     if folder.exists() and not complete:
         lib.fail(f"{folder} is of another or an interrupted run; remove it, or pass another --output_dir")
     return complete
@@ -277,7 +277,7 @@ def main(argv: list[str] | None = None) -> float | None:
             return None
         folder.mkdir(parents=True, exist_ok=True)
         model = convert(arguments, experiment, folder)
-        config = json.loads((model / "config.json").read_text(encoding="utf-8"))
+        config = json.loads((model / "config.json").read_text(encoding="utf-8-sig"))
         options = shlex.split(experiment.options.format(task=arguments.task))
         options += ["--model_name_or_path", str(model), *data, "--output_dir", str(folder / "scores")]
         metrics = run(experiment.script, *options)
@@ -291,8 +291,8 @@ def main(argv: list[str] | None = None) -> float | None:
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
     where = f"{luna_mega.__version__}, {torch.__version__}, {device}"
     row = " | ".join([f"{datetime.now(UTC):%Y-%m-%d}", name, experiment.source, *scores, where])
-    with (folder / "results.md").open("a", encoding="utf-8") as table:
-        table.write(f"{'' if table.tell() else HEADER}| {row} |\n")
+    before = table.read_text(encoding="utf-8-sig") if (table := folder / "results.md").exists() else HEADER
+    table.write_text(f"{before}| {row} |\n", encoding="utf-8")
     return here
 
 
