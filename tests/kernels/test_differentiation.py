@@ -300,7 +300,7 @@ def shapes(name, leaves):
     leaves = [x.detach().requires_grad_() for x in leaves]
     outputs = CALLS[name][0](*leaves)
     outputs = outputs if isinstance(outputs, tuple) else (outputs,)
-    found = torch.autograd.grad([x.sum() for x in outputs], leaves)
+    found = torch.autograd.grad([x.sum() for x in outputs if x.requires_grad], leaves)
     return [(x.shape, x.dtype) for x in (*outputs, *found)]
 
 
