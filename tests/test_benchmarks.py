@@ -303,8 +303,8 @@ def test_dry_run_of_the_gate(import_benchmark, tmp_path, capsys):
     names = {
         part: {row["name"].split()[0].strip(":") for row in rows if row["part"] == part} for part in ("operator", "ops")
     }
-    assert names["operator"] == names["ops"] and len(names["ops"]) == 6
+    assert names["operator"] == names["ops"] and len(names["ops"]) == 7
     times = [row for row in rows if row["part"] in ("ops", "model")]
-    assert len({row["name"] for row in times}) == 14
+    assert len({row["name"] for row in times}) == 15
     assert all(row["eager"] > 0 and row["host"] > 0 and row["graph"] > 0 for row in times)
     assert sum(row["part"] == "step" for row in rows) > 8
