@@ -5,7 +5,7 @@
 The script requires the package `kernels`. `python .ci/operators.py OUTPUT [VERSION]` writes
 
 * `OUTPUT/build/torch-cpu` and `torch-cuda`: a repository that `kernels.get_local_kernel(OUTPUT)` loads, or
-  `kernels.get_kernel(NAME)` after it was uploaded. VERSION is that of the repository, 0 by default.
+  `kernels.get_kernel(NAME)` after an upload. VERSION is the version of the repository; the default is 0.
 * `OUTPUT/wheel`: a project, for `pip wheel`, of the package `luna_mega_ops`, which requires only torch.
 
 The modules are copied unchanged: they import each other with relative imports.
