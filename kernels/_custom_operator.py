@@ -18,8 +18,8 @@ from ._flops import register_flops
 
 Values = Sequence[Any]  # tensors, lists of tensors, numbers and None
 
-# Namespace of the operators. It contains the name of the package (`luna_mega`, a package that contains only the kernels,
-# or the code of a model folder), because a process can load several of them and a name can be registered only once.
+# Namespace of the operators: the name of the package (`luna_mega`, a package that contains only the kernels, or the
+# code of a model folder), because a process can load several of them and a name can be registered only once.
 NAMESPACE = re.sub(r"[^A-Za-z0-9]", "_", __package__.removesuffix(".kernels"))
 PLAIN = frozenset((Tensor, nn.Parameter, NoneType, bool, int, float, str, list))
 
