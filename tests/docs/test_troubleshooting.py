@@ -1,7 +1,6 @@
 """The messages in docs/troubleshooting.md are the actual messages."""
 
 import ast
-import functools
 import re
 
 import pytest
@@ -153,14 +152,14 @@ FREQUENT = (
 )
 
 
-@functools.cache
-def source() -> list[str]:
+@pytest.fixture(scope="module")
+def source(sources) -> list[str]:
     """Return the text constants of the package and the scripts, with a line end for each value of an f-string."""
     texts = []
-    for path in ROOT.glob("*/**/*.py"):
-        if path.relative_to(ROOT).parts[0] in ("build", "tests", "benchmarks") or ".venv" in path.parts:
+    for path, code in sources.items():
+        if path.split("/")[0] in ("tests", "benchmarks"):
             continue
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        for node in ast.walk(ast.parse(code)):
             if isinstance(node, ast.JoinedStr):
                 texts.append("".join(x.value if isinstance(x, ast.Constant) else "\n" for x in node.values))
             elif isinstance(node, ast.Constant) and isinstance(node.value, str):
@@ -168,25 +167,25 @@ def source() -> list[str]:
     return [text.replace("`", "") for text in texts]
 
 
-def has_words(quotation: str) -> bool:
+def has_words(quotation: str, source: list[str]) -> bool:
     """Return whether a text of the source has three consecutive words of the quotation, or all of a shorter one."""
     words = quotation.replace("`", "").split()
     parts = {" ".join(words[start : start + 3]) for start in range(max(len(words) - 2, 1))}
     pieces = [piece.strip() for piece in re.split(r"\d+|\.\.\.|'[^']*'|\b(?:Luna|Mega)\w+", " ".join(words))]
     parts |= {piece for piece in pieces if len(piece.split()) > 1}
-    return any(part in text for part in parts for text in source())
+    return any(part in text for part in parts for text in source)
 
 
-def test_every_quotation_is_a_message(said):
+def test_every_quotation_is_a_message(said, source):
     """The first column of the tables contains messages of this package, or of `OTHERS`."""
     cells = [re.split(r" \| ", line[2:])[0] for line in said.splitlines() if line.startswith("| ")]
     quotations = [first or second for cell in cells for first, second in re.findall(r"`` ?(.+?) ?``|`([^`]+)`", cell)]
     assert len(quotations) > 50
-    wrong = [text for text in quotations if not has_words(text) and not any(other in text for other in OTHERS)]
+    wrong = [text for text in quotations if not has_words(text, source) and not any(other in text for other in OTHERS)]
     assert not wrong
 
 
-def test_frequent_messages_are_on_the_page(said):
+def test_frequent_messages_are_on_the_page(said, source):
     for message in FREQUENT:
         assert message in said, message
-        assert any(message in text for text in source()), message
+        assert any(message in text for text in source), message
