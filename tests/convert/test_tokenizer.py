@@ -242,6 +242,7 @@ def test_conversion(convert, make, bpe, twelve):
     assert sorted(report["files"]) == sorted(file.name for file in output.iterdir())
     assert "259 pieces become <unk>" in convert.screen and "needs trust_remote_code=True" in convert.screen
     assert "no tokenizer" not in convert.screen
+    assert "AutoTokenizer" in (output / "README.md").read_text(encoding="utf-8")
     model = transformers.AutoModelForMaskedLM.from_pretrained(output)
     assert model(**tokenizer([text, "a <mask>"], padding=True, return_tensors="pt")).logits.shape[-1] == len(tokenizer)
 
@@ -250,6 +251,7 @@ def test_without_bpe_a_note_names_the_option(convert, make, twelve):
     output = convert(checkpoint_with_dictionary(convert, make, twelve))
     assert "no tokenizer: --bpe DIR" in convert.screen
     assert not (output / "tokenizer.json").exists()
+    assert "AutoTokenizer" not in (output / "README.md").read_text(encoding="utf-8")
     assert json.loads((output / "conversion_report.json").read_text(encoding="utf-8"))["tokenizer"] is None
     with pytest.raises(ValueError, match="the folder has no tokenizer.*--bpe"):
         AutoTokenizer.from_pretrained(output)

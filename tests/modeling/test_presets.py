@@ -83,19 +83,19 @@ TOKENS |= {"dropout_prob": 0.1, "classifier_dropout": 0.1, "pooling": "mean", "r
 TOKENS |= {"attention_chunk": None, "num_labels": 2}
 VALUES = {**TOKENS, **PRE, "input_type": "values", "attention_activation": "laplace", "normalization_type": "batchnorm"}
 VALUES |= {"dropout_prob": 0.0, "classifier_dropout": 0.0}
-SPEECH = VALUES | {"attention_chunk": 1000, "num_labels": 10}
+SPEECH = VALUES | {"attention_chunk": 1000, "num_labels": 10, "max_positions": 16000}
 LANGUAGE = {**PRE, "relative_positional_bias": "rotary", "truncation": 8192, "attention_activation": "softmax"}
 LANGUAGE |= {"normalization_type": "layernorm", "final_norm_affine": False, "scale_embedding": True}
 LANGUAGE |= {"tie_word_embeddings": True}
 TRANSLATION = {**SOME, **POST, "scale_embedding": True, "relative_positional_bias": "simple", "truncation": None}
 TRANSLATION |= {"attention_chunk": None, "shares_embeddings": True, "vocab_size": 33000}
 RECIPES = {
-    "lra_listops": TOKENS | {"normalization_type": "layernorm", "num_labels": 10},
-    "lra_text": TOKENS,
-    "lra_retrieval": TOKENS,
-    "lra_image": VALUES | {"num_labels": 10},
-    "lra_pathfinder": VALUES,
-    "lra_pathfinder128": VALUES | {"normalization_type": "syncbatchnorm"},
+    "lra_listops": TOKENS | {"normalization_type": "layernorm", "num_labels": 10, "max_positions": 2002},
+    "lra_text": TOKENS | {"max_positions": 4002},
+    "lra_retrieval": TOKENS | {"max_positions": 4002},
+    "lra_image": VALUES | {"num_labels": 10, "max_positions": 1024},
+    "lra_pathfinder": VALUES | {"max_positions": 1024},
+    "lra_pathfinder128": VALUES | {"normalization_type": "syncbatchnorm", "max_positions": 16384},
     "sc_base": SPEECH,
     "sc_big": SPEECH,
     "lm_wikitext103": {**LANGUAGE, **SOME, "vocab_size": 267744, "attention_chunk": 1024, "dropout_prob": 0.3}
@@ -143,8 +143,14 @@ def test_translation_of_another_size():
     assert model(ids, labels=ids).logits.shape == (2, 11, 40) and len(model.mega.decoder.layers) == 2
 
 
-@pytest.mark.parametrize("preset", ["listops", "text", "retrieval", "image", "pathfinder", "pathfinder128"])
-def test_lra_presets_of_luna(preset):
+LUNA_POSITIONS = {
+    "listops": 2001, "text": 4002, "retrieval": 4002, "image": 1024, "pathfinder": 1026, "pathfinder128": 16386,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("preset, positions", LUNA_POSITIONS.items())
+def test_lra_presets_of_luna(preset, positions):
+    assert getattr(luna_mega.LunaConfig, f"lra_{preset}")(20).max_position_embeddings == positions
     fields = {"vocab_size": 20, "projection_length": 8, "max_position_embeddings": 32}
     head = "ForSequencePairClassification" if preset == "retrieval" else "ForSequenceClassification"
     model = make(f"Luna{head}", f"lra_{preset}", (), fields)
