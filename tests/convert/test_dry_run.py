@@ -63,7 +63,8 @@ def test_a_conversion_says_how_to_load_its_folder(kind, tmp_path, capsys):
     row = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines())["load"]
     call, _, condition = row.partition(" after ")
     assert condition == "`import luna_mega`; without luna-mega, add trust_remote_code=True"
-    assert type(eval(call, vars(transformers))).__name__ == EXPECTED[kind][0]
+    auto_class = call.split(".")[0]
+    assert type(eval(call, {auto_class: getattr(transformers, auto_class)})).__name__ == EXPECTED[kind][0]
 
 
 def test_what_is_missing(convert, make, capsys):
