@@ -20,6 +20,7 @@ def assert_equal(results: dict):
     assert results and not faults
 
 
+@pytest.mark.slow
 def test_some_classes_train_as_on_one_process(ranks):
     assert_equal(ranks(2, cases.compare, [*cases.A_FEW, "megalodon: causal LM"], cases.ddp, 2)[0])
 

@@ -20,7 +20,6 @@ from tests.examples import (
     test_run_translation as translation,
 )
 from tests.examples.runs import QUIET, TINY, steps, write, write_splits
-from tests.marks import slow_but
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 MEGA = (
@@ -106,7 +105,8 @@ WRITTEN = {
 }
 
 
-@pytest.mark.parametrize("name", slow_but(["run_glue"], SCRIPTS))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SCRIPTS)
 def test_two_processes_equal_one(name, ranks, tmp_path):
     make, options = SCRIPTS[name]
     data = make(tmp_path / "data")

@@ -18,6 +18,7 @@ def demo(script, monkeypatch):
     torch.set_num_threads(threads)
 
 
+@pytest.mark.slow
 def test_every_step_in_the_folder_of_an_earlier_run(demo, tmp_path, capsys):
     torch.set_num_threads(2)
     (tmp_path / "models" / "converted" / "old").mkdir(parents=True)

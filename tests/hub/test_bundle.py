@@ -82,7 +82,7 @@ CASES = {
         True,
     ),
 }
-FAST = ["luna AutoModelForQuestionAnswering", "luna seq2seq", "mega images", "mega lm", "megalodon"]
+FAST = ["luna AutoModelForQuestionAnswering", "mega lm", "megalodon"]
 
 
 def bundle(*arguments):

@@ -52,6 +52,7 @@ def test_model_tokenizer_and_card(hub, client, folder):
     )
 
 
+@pytest.mark.slow
 def test_training_script(hub, client, stranger, folder, tmp_path):
     output = tmp_path / "trained"
     client(on_client.train, folder, output, hub_model_id=REPOSITORY)

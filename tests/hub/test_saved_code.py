@@ -34,7 +34,6 @@ OTHER_FIELDS = {
 }
 CASES = [(model_type, name) for model_type, config in CONFIGS.items() for name in auto_classes(config)]
 FAST = [("luna", "AutoModelForMaskedLM"), ("mega_seq2seq", "AutoModelForSeq2SeqLM")]
-FAST += [("mega", "AutoModelForImageClassification"), ("megalodon", "AutoModelForCausalLM")]
 
 
 def make(model_type, auto_class="AutoModelForMaskedLM"):
