@@ -117,8 +117,8 @@ def test_milestones(script):
     assert rates == pytest.approx([0, 0.5, 1, 1.5, 2, 2, 0.2, 0.2, 0.02, 0.02])
     late = milestone_schedule(optimizer, 2, [9], 0.1, start=0.5).lr_lambdas[0]
     assert [late(step) for step in (0, 1, 2, 8, 9)] == pytest.approx([0.5, 0.75, 1, 1, 0.1])
-    for steps in (0, 1):
-        short = milestone_schedule(optimizer, steps, [], 0.1).lr_lambdas[0]
+    for warmup in (0, 1):
+        short = milestone_schedule(optimizer, warmup, [], 0.1).lr_lambdas[0]
         assert [short(0), short(1)] == [0, 1]
 
 
