@@ -1,5 +1,6 @@
 """Processes that stay alive from test to test and run functions as the ranks of a gloo process group."""
 
+import faulthandler
 import os
 import tempfile
 import traceback
@@ -55,7 +56,9 @@ class Ranks:
                     try:
                         fault, results[waiting[pipe]] = pipe.recv()
                     except EOFError:
-                        fault = "the process ended"
+                        process = self.processes[waiting[pipe]]
+                        process.join(timeout)
+                        fault = f"the process ended with exit code {process.exitcode}"
                     if fault is not None and not may_fail:
                         self._fail(f"rank {waiting[pipe]} of {count}: {fault}")
                     results[waiting[pipe]] = results.get(waiting[pipe]) if fault is None else fault
@@ -89,6 +92,7 @@ class Ranks:
 
 
 def _serve(pipe: Connection):
+    faulthandler.enable()
     torch.set_num_threads(1)
     while True:
         try:

@@ -128,7 +128,7 @@ def die_at_second_step():
 @pytest.mark.slow
 def test_the_others_end_when_a_process_dies(ranks):
     survivor, dead = ranks(2, die_at_second_step, may_fail=True)
-    assert dead == "the process ended"
+    assert dead == "the process ended with exit code 1"
     # The failure is detected by the closed connection, not by a timeout.
     assert re.search("Connection (closed|reset)", survivor), survivor
 

@@ -36,7 +36,9 @@ def test_results_come_in_the_order_of_the_ranks(ranks, count):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("function, message", [(fail_on_one, "this rank fails"), (end_on_one, "the process ended")])
+@pytest.mark.parametrize(
+    "function, message", [(fail_on_one, "this rank fails"), (end_on_one, "the process ended with exit code 3")]
+)
 def test_failure_is_reported_and_the_next_call_works(ranks, function, message):
     with pytest.raises(AssertionError, match=f"(?s)rank . of 2.*{message}|Connection (closed|reset)"):
         ranks(2, function)
