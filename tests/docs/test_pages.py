@@ -1,5 +1,6 @@
 """Every code block of README, docs and examples runs offline on small data, or states why it is not run."""
 
+import json
 import re
 import sys
 
@@ -67,6 +68,26 @@ def test_python(page, monkeypatch):
                 assert not error.name.startswith("luna_mega"), block
                 pytest.importorskip(error.name)
                 raise
+
+
+@pytest.mark.parametrize("offline_data", [True, False])
+def test_notebook(offline_data, monkeypatch):
+    """The cells run in their order: with generated sentences, from which the model learns, and with the stand-ins."""
+    notebook = json.loads((ROOT / "examples" / "glue.ipynb").read_text(encoding="utf-8"))
+    code = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
+    assert not [cell for cell in code if cell["outputs"] or cell["execution_count"] is not None]
+    first, *sources = ("".join(cell["source"]) for cell in code)
+    assert first == "OFFLINE = False"
+    if not offline_data:
+        monkeypatch.setattr(transformers.TrainingArguments, "__init__", short_training(transformers.TrainingArguments))
+    given = {"OFFLINE": offline_data}
+    for source in sources:
+        exec(compile(source, "glue.ipynb", "exec"), given)
+    labels = [prediction["label"] for prediction in given["predictions"]]
+    if offline_data:
+        assert given["metrics"]["eval_accuracy"] > 0.9 and labels == ["LABEL_1", "LABEL_0"]
+    else:
+        assert given["model"].config.model_type == "mega" and len(labels) == 2
 
 
 def short_training(arguments: type):
