@@ -1,8 +1,9 @@
 """Build the documentation site (`make docs`).
 
 The site has the same folders as the repository, so that a relative link works in both. The API reference is read from a
-copy of the package in its installed layout; nothing is imported. Equations become MathML. Anything that a page loads
-from another server, and any broken link within the site, is an error.
+copy of the package in its installed layout. Only the command line is imported, which needs nothing but the standard
+library, for the page of its options. Equations become MathML. Anything that a page loads from another server, and any
+broken link within the site, is an error.
 """
 
 import configparser
@@ -15,6 +16,7 @@ from html.parser import HTMLParser
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
+from commands import make_page
 from docstrings import complete_docstrings
 from latex2mathml.converter import convert
 
@@ -28,6 +30,7 @@ PAGES = [
     "LICENSE",
     "docs/**/*.*",
     "examples/**/README.md",
+    "examples/*.ipynb",
 ]
 PAGES += ["kernels/*/README.md"]
 SOURCE_LINK = re.compile(r"\[([^\]]+)\]\((?:\.\./)+[\w/]+(?:\.py)?\)")
@@ -47,6 +50,7 @@ def stage(folder: Path) -> None:
         for file in filter(Path.is_file, ROOT.glob(pattern)):
             if not file.is_relative_to(ROOT / "docs" / "site") or file.suffix == ".css":
                 copy(file, folder / "pages" / file.relative_to(ROOT))
+    (folder / "pages" / "docs" / "cli.md").write_text(make_page(), encoding="utf-8")
     setup = configparser.ConfigParser()
     setup.read(ROOT / "setup.cfg")
     # The site has no page for source files and their folders.

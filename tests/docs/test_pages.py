@@ -40,15 +40,13 @@ def session(page: str) -> dict:
     """Return the variables that a page assumes: a model, its tokenizer and inputs."""
     if page == "README.md":
         return {}
-    name = {"docs/tokenizers.md": "wmt16"}.get(page, "luna-base")
+    name = "luna-base"
     tokenizer = AutoTokenizer.from_pretrained(name)
     texts = ["a text", "another text"]
     inputs = dict(tokenizer(texts, return_tensors="pt", padding=True))
     given = {"luna_mega": luna_mega, "AutoTokenizer": AutoTokenizer, "tokenizer": tokenizer, "folder": name}
     given |= {"texts": texts, "text": "a b", "inputs": inputs, "torch": torch}
     given["model"] = AutoModelForMaskedLM.from_pretrained("luna-base").eval()
-    if name == "wmt16":
-        given["model"] = luna_mega.MegaForConditionalGeneration.from_pretrained(name)
     given["args"] = TrainingArguments("out", use_cpu=True)
     given["tokenized"] = [{"input_ids": [5, 6, 7]}]
     return given

@@ -1,4 +1,4 @@
-"""The API reference has the type and the default of every field, and every argument of the heads."""
+"""The API reference has every field and argument of the heads, and the page of the command line every option."""
 
 import ast
 import dataclasses
@@ -8,12 +8,20 @@ import re
 
 import pytest
 
+import luna_mega_cli
 from luna_mega import LunaConfig, MegaConfig, MegalodonConfig
 from tests.docs.blocks import ROOT
 
-spec = importlib.util.spec_from_file_location("docstrings", ROOT / "docs" / "site" / "docstrings.py")
-docstrings = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(docstrings)
+
+def load(name: str):
+    """Import a script of docs/site, which is not a package."""
+    spec = importlib.util.spec_from_file_location(f"site_{name}", ROOT / "docs" / "site" / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+docstrings, commands = load("docstrings"), load("commands")
 MODULES = [file for file in ROOT.glob("modeling_*/*.py") if "labels: " in file.read_text(encoding="utf-8")]
 
 
@@ -44,3 +52,16 @@ def test_arguments(module):
                 if "labels" in arguments or "start_positions" in arguments:
                     described = re.findall(r"^    (\w+): \S", ast.get_docstring(forward), re.MULTILINE)
                     assert arguments <= set(described), name
+
+
+def test_page_of_the_command_line(capsys):
+    """Every command has a section with the options of its help, its examples and a guide that exists."""
+    sections = dict(re.findall(r"^## luna-mega (\w+)\n(.*?)(?=^## |\Z)", commands.make_page(), re.M | re.S))
+    assert list(sections) == list(luna_mega_cli.COMMANDS)
+    for name, section in sections.items():
+        with pytest.raises(SystemExit):
+            luna_mega_cli.main([name, "--help"])
+        shown = set(re.findall(r"(?<![\w-])--[a-z-]+", capsys.readouterr().out.partition("examples:")[0])) - {"--help"}
+        assert shown == set(re.findall(r"^\| `(--[a-z-]+)", section, re.MULTILINE)) != set()
+        assert re.search(rf"```bash\n(luna-mega {name} .*\n)+```", section)
+        assert (ROOT / "docs" / re.search(r"\[\w+\]\((.*?\.md)", section)[1]).is_file()

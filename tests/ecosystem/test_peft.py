@@ -13,7 +13,7 @@ peft = pytest.importorskip("peft", reason="peft is not installed")
 other = pytest.importorskip("peft.utils.other", reason="peft is not installed")
 
 FAMILIES = {"luna": luna, "mega": mega, "megalodon": megalodon_decoders}
-# The linear layers listed in docs/peft.md. A causal Luna only packs keys; a Mega decoder also has `k_proj`.
+# The linear layers listed in docs/ecosystem.md. A causal Luna only packs keys; a Mega decoder also has `k_proj`.
 TARGETS = {
     "luna": ["query", "pack_query", "key_value", "pack_key_value", "output", "fc1", "fc2"],
     "mega": ["v_proj", "mx_proj", "h_proj", "fc1", "fc2"],

@@ -124,7 +124,7 @@ def test_reordering(original, model, parity):
 @torch.no_grad()
 @pytest.mark.parametrize("search", SEARCHES)
 def test_generate(original, model, parity, search):
-    """`generate` returns the tokens and scores of fairseq, with the settings of docs/checkpoint_formats.md."""
+    """`generate` returns the tokens and scores of fairseq, with the settings of docs/generation.md."""
     io, words = original.io, [token for token in range(model.lm_head.out_features) if token != PAD]
     batches = {key.split(".")[0] for key in io if f".{search}.tokens" in key}
     assert batches

@@ -95,7 +95,7 @@ def test_steps(original, model, parity):
 @cases
 @pytest.mark.parametrize("name", BEAMS)
 def test_generate(original, model, parity, name):
-    """Beam search returns the tokens and scores of fairseq, with the settings of docs/checkpoint_formats.md."""
+    """Beam search returns the tokens and scores of fairseq, with the settings of docs/generation.md."""
     io, (beams, penalty) = original.io, BEAMS[name]
     assert set(BEAMS) == {key.rpartition(".")[0] for key in io if key.startswith("gen_")}
     longest = original.meta["generation"]["max_len_b"]
