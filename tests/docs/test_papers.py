@@ -131,3 +131,18 @@ def test_values_of_recipes(recipe):
     loaded = yaml.safe_load((RECIPES / recipe).read_text(encoding="utf-8"))
     assert {name: loaded[name] for name in VALUES[recipe]} == VALUES[recipe]
     assert any(f"`{recipe}`" in (ROOT / "docs" / "papers" / f"{name}.md").read_text("utf-8") for name in PAGES)
+
+
+def test_recipes_are_named_at_their_tables():
+    """A recipe that names a table of its paper in its comments is named in a row of this table."""
+    rows = {name: (ROOT / "docs" / "papers" / f"{name}.md").read_text(encoding="utf-8").split("\n") for name in PAGES}
+    checked, missing = 0, []
+    for path in RECIPES.rglob("*.yaml"):
+        recipe, text = path.relative_to(RECIPES).as_posix(), path.read_text(encoding="utf-8")
+        tables = {int(number) for number in re.findall(r"^#.*?Table (\d+)\b", text, re.MULTILINE)}
+        family = "mega" if "mega" in path.stem else "luna"
+        named = [row.split(" | ")[0] for row in rows[family] if f"`{recipe}`" in row]
+        found = {int(number) for row in named for number in re.findall(r"^\| Table (\d+):", row)}
+        missing += [(recipe, number) for number in tables - found]
+        checked += len(tables)
+    assert missing == [] and checked > 8
