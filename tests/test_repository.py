@@ -3,8 +3,11 @@
 import ast
 import configparser
 import re
+import shutil
+import subprocess
 from pathlib import Path
 
+import pytest
 import yaml
 
 from luna_mega import compat
@@ -137,3 +140,16 @@ def test_a_release_is_published_after_all_tests(repo_root):
     }
     for name in ("ci.yml", "full.yml"):
         assert "workflow_call" in workflow(repo_root, name)[True]  # YAML parses the key `on` as true
+
+
+def test_development_lists_the_folders(repo_root):
+    """The page has one line for every folder of the first two levels that contains files of the repository."""
+    page = (repo_root / "docs" / "development.md").read_text(encoding="utf-8")
+    listed = set(re.findall(r"`([\w.]+/(?:\w+/)?)`", re.search(r"^## Folders\n(.*?)^## ", page, re.M | re.S)[1]))
+    if not (repo_root / ".git").exists() or not shutil.which("git"):
+        pytest.skip("this is not a clone, or git is not installed")
+    files = subprocess.run(["git", "ls-files"], cwd=repo_root, capture_output=True, encoding="utf-8", check=True).stdout
+    parts = [file.split("/")[:-1] for file in files.splitlines() if "/" in file]
+    found = {f"{part[0]}/" for part in parts} | {"/".join(part[:2]) + "/" for part in parts if len(part) > 1}
+    assert listed >= found - {".github/workflows/", ".github/ISSUE_TEMPLATE/"}
+    assert all((repo_root / folder).is_dir() for folder in listed - {"workflows/", "ISSUE_TEMPLATE/"})
