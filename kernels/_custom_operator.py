@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.autograd import Function
 
 from ._dispatch import without_autocast
-from ._export import has_lost_tangent, in_dispatch_mode, in_program, is_transformed
+from ._export import has_lost_tangent, in_dispatch_mode, in_program, is_eager, is_transformed
 from ._flops import register_flops
 
 Values = Sequence[Any]  # tensors, lists of tensors, numbers and None
@@ -76,7 +76,7 @@ def register(
         if not is_plain(inputs):
             forbid_tangents(name, inputs)
             return operator(*inputs)
-        return (function.apply if has_gradients(inputs[i] for i in places) else run)(*inputs)
+        return (function.apply if _require_gradients(inputs[i] for i in places) else run)(*inputs)
 
     return call
 
@@ -189,16 +189,16 @@ def forbid_tangents(name: str, inputs: Values) -> None:
 
 def is_plain(arguments: Values) -> bool:
     """Return whether a call is eager, with ordinary tensors, and outside of dispatch modes and transforms."""
-    if in_program() or not PLAIN.issuperset(map(type, arguments)) or arguments[0].is_meta:
-        return False
-    return not (in_dispatch_mode() or is_transformed())
+    return is_eager() and not in_dispatch_mode() and PLAIN.issuperset(map(type, arguments)) and not arguments[0].is_meta
 
 
 def has_gradients(tensors: Iterable[Tensor | None]) -> bool:
     """Return whether gradients of a call may be required, in backward or in forward mode."""
-    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors):
-        return True
-    return is_transformed()
+    return _require_gradients(tensors) or is_transformed()
+
+
+def _require_gradients(tensors: Iterable[Tensor | None]) -> bool:
+    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
 
 
 def _without_autocast(function: Callable[..., Values]) -> Callable[..., Values]:

@@ -9,7 +9,7 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -133,7 +133,7 @@ class Op:
             with without_autocast(device.type):
                 with_weights: Any = self.with_weights
                 return with_weights(**call)
-        chosen = self.choose(backend, device, self.unsupported(**call, max_seqlen=max_seqlen))
+        chosen = self.choose(backend, device, partial(self.unsupported, **call, max_seqlen=max_seqlen))
         if chosen == "triton" and self.under_autocast is not None and is_autocast(device.type):
             call = self.under_autocast(call)
         if not torch.compiler.is_compiling() and len(call[self.tokens[0]]) == 0:
@@ -145,7 +145,7 @@ class Op:
             if chosen in self.native:
                 return run(**call, cu_seqlens=cu_seqlens, max_seqlen=max_seqlen)
             assert max_seqlen is not None  # `check_cu_seqlens` returns it
-            return (self.run_varlen or self.run_padded)(run, call, cu_seqlens, max_seqlen)
+            return (self.run_varlen or Op.run_padded)(self, run, call, cu_seqlens, max_seqlen)
 
     def run_padded(self, run: Callable[..., Any], call: Arguments, cu_seqlens: Tensor, max_seqlen: int) -> Any:
         """Compute a varlen call with a backend that requires padded input."""
@@ -165,10 +165,10 @@ class Op:
             return varlen.unpad(result, cu_seqlens, total)
         return varlen.unpad(result[0], cu_seqlens, total), *result[1:]
 
-    def choose(self, backend: str | None, device: torch.device, unsupported: str | None = None) -> str:
+    def choose(self, backend: str | None, device: torch.device, unsupported: Callable[[], str | None]) -> str:
         """Return the name of the backend for a call on `device`; log once why a CUDA call does not use Triton.
 
-        `unsupported` is the reason why the Triton kernels do not support this call, or None if they do.
+        `unsupported` returns the reason why the Triton kernels do not support this call, or None if they do.
 
         Raises:
             ValueError: if the backend was specified by name and does not support the call.
@@ -181,7 +181,9 @@ class Op:
                 logger.warning(message)
         return chosen
 
-    def decide(self, backend: str | None, device: torch.device, unsupported: str | None = None) -> tuple[str, str]:
+    def decide(
+        self, backend: str | None, device: torch.device, unsupported: Callable[[], str | None] = lambda: None
+    ) -> tuple[str, str]:
         """Return the name of the backend and the reason for its selection."""
         if backend is not None:
             requested, source = _checked(backend, f"{self.name}'s argument backend"), "its argument"
@@ -189,8 +191,6 @@ class Op:
             requested, source = _override, "use_backend"
         else:
             requested, source = _default, "LUNA_MEGA_BACKEND"
-        if is_transformed():
-            unsupported = "transforms of torch.func and forward mode require operators of PyTorch"
         if requested == "auto":
             # Interpreted kernels are for tests only, so they must be selected by name.
             if device.type != "cuda":
@@ -198,15 +198,24 @@ class Op:
             elif is_exporting():
                 against = "exported programs must not depend on this package"
             else:
-                against = _unavailable_reason(device) or unsupported
+                against = _reason_against(device, unsupported)
             return ("triton", "automatic choice") if against is None else ("torch", _FALLBACK + against)
-        if requested == "triton" and (against := _unavailable_reason(device) or unsupported) is not None:
+        if requested == "triton" and (against := _reason_against(device, unsupported)) is not None:
             raise ValueError(f"{self.name} cannot run on 'triton': {against}; choose 'torch' or 'auto'")
         return requested, f"chosen by {source}"
 
 
 _FALLBACK = "no Triton kernel: "
 _warned: set[str] = set()
+
+
+def _reason_against(device: torch.device, unsupported: Callable[[], str | None]) -> str | None:
+    """Return the reason why the Triton kernels cannot compute a call on `device`, or None if they can."""
+    if (reason := _unavailable_reason(device)) is not None:
+        return reason
+    return (
+        "transforms of torch.func and forward mode require operators of PyTorch" if is_transformed() else unsupported()
+    )
 
 
 def _unavailable_reason(device: torch.device) -> str | None:

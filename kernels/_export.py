@@ -28,9 +28,16 @@ def is_exporting() -> bool:
 
 def is_transformed() -> bool:
     """Return whether `torch.func` transforms the call, or it may compute tangents in forward mode."""
-    if not HAS_NAMES or in_program():
-        return False
+    return HAS_NAMES and not torch.compiler.is_compiling() and _has_transforms()
+
+
+def _has_transforms() -> bool:
     return _are_functorch_transforms_active() or forward_ad._current_level >= 0
+
+
+def is_eager() -> bool:
+    """Return whether the call is neither compiled, exported nor transformed: its values can be read."""
+    return not torch.compiler.is_compiling() and not (HAS_NAMES and _has_transforms())
 
 
 def has_lost_tangent(x: Tensor) -> bool:

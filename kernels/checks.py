@@ -22,11 +22,31 @@ def check_dropout(op: str, dropout: float) -> None:
         raise ValueError(f"{op}: dropout must be in [0, 1), got {dropout}")
 
 
-def check_sequences(op: str, x: Tensor, mask: Tensor | None, features: str) -> None:
-    """Raise `ValueError` unless x is `[B, T, D]` with T at least 1 and the mask fits; `features` is the name of D."""
+def check_sequences(
+    op: str, x: Tensor, mask: Tensor | None, cu_seqlens: Tensor | None, max_seqlen: int | None, *,
+    features: str = "channels", lengths: Tensor | None = None, return_state: bool = False,
+) -> tuple[int, int | None]:  # fmt: skip
+    """Return the number of sequences in `[B, T, D]` or, with `cu_seqlens`, `[1, total, D]`, and `max_seqlen`.
+
+    Raises:
+        ValueError: unless T is at least 1, the mask fits, and `lengths` are `[B]` integers that the call uses;
+            `features` is the name of D.
+    """
     if x.dim() != 3 or x.shape[1] < 1:
         raise ValueError(f"{op} needs x [batch, length, {features}] of length 1 or more, got {list(x.shape)}")
     check_mask(op, mask, x.shape[:2])
+    if lengths is not None:
+        if lengths.shape != x.shape[:1] or lengths.is_floating_point():
+            raise ValueError(f"{op}: lengths must be integers [{len(x)}], got {lengths.dtype} {list(lengths.shape)}")
+        if mask is None or not return_state or cu_seqlens is not None:
+            raise ValueError(f"{op}: lengths need return_state=True and a mask, and no cu_seqlens; omit lengths")
+    if cu_seqlens is None:
+        if max_seqlen is not None:
+            raise ValueError(f"{op}: max_seqlen requires cu_seqlens; omit max_seqlen or pass cu_seqlens")
+        return x.shape[0], None
+    if x.shape[0] != 1:
+        raise ValueError(f"{op} needs x [1, total, {features}] with cu_seqlens, got {list(x.shape)}")
+    return len(cu_seqlens) - 1, check_cu_seqlens(op, cu_seqlens, max_seqlen, x.shape[1])
 
 
 def check_position(op: str, x: Tensor, mask: Tensor | None, features: str) -> None:
@@ -34,32 +54,6 @@ def check_position(op: str, x: Tensor, mask: Tensor | None, features: str) -> No
     if x.dim() != 2:
         raise ValueError(f"{op} needs x [batch, {features}], got {list(x.shape)}")
     check_mask(op, mask, x.shape[:1])
-
-
-def count_sequences(
-    op: str, x: Tensor, cu_seqlens: Tensor | None, max_seqlen: int | None, features: str
-) -> tuple[int, int | None]:
-    """Return the number of sequences in `[B, T, D]` or, with `cu_seqlens`, `[1, total, D]`, and `max_seqlen`."""
-    if cu_seqlens is None:
-        if max_seqlen is not None:
-            raise ValueError(f"{op}: max_seqlen requires cu_seqlens; omit max_seqlen or pass cu_seqlens")
-        return x.shape[0], None
-    if x.shape[0] != 1:
-        raise ValueError(f"{op} needs x [1, total, {features}] with cu_seqlens, got {list(x.shape)}")
-    max_seqlen = check_cu_seqlens(op, cu_seqlens, max_seqlen, x.shape[1])
-    return len(cu_seqlens) - 1, max_seqlen
-
-
-def check_lengths(
-    op: str, lengths: Tensor | None, x: Tensor, mask: Tensor | None, return_state: bool, cu_seqlens: Tensor | None,
-) -> None:  # fmt: skip
-    """Raise `ValueError` unless `lengths` are `[B]` integers and the call uses them."""
-    if lengths is None:
-        return
-    if lengths.shape != x.shape[:1] or lengths.is_floating_point():
-        raise ValueError(f"{op}: lengths must be integers [{len(x)}], got {lengths.dtype} {list(lengths.shape)}")
-    if mask is None or not return_state or cu_seqlens is not None:
-        raise ValueError(f"{op}: lengths need return_state=True and a mask, and no cu_seqlens; omit lengths")
 
 
 def check_average(

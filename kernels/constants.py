@@ -7,7 +7,7 @@ from weakref import ref
 import torch
 from torch import Tensor
 
-from ._export import in_program, is_transformed
+from ._export import is_eager
 
 
 class Constants:
@@ -28,7 +28,7 @@ class Constants:
         Results are not reused in compiled programs, with autograd, and for inference tensors, which have no version.
         Changes through `.data` do not change the version.
         """
-        if in_program() or is_transformed() or torch.is_grad_enabled() and any(x.requires_grad for x in weights):
+        if not is_eager() or torch.is_grad_enabled() and any(x.requires_grad for x in weights):
             return compute()
         key, kept = (key, torch.is_inference_mode_enabled()), self.kept.get(name)  # autograd refuses inference tensors
         if kept is not None and kept[0] == key and len(kept[1]) == len(weights):

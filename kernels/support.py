@@ -10,8 +10,8 @@ from ._export import (
     forbid_tracing,
     in_program,
     is_capturing,
+    is_eager,
     is_exporting,
-    is_transformed,
 )
 from .columns import roll_columns, take_columns
 from .constants import Constants
@@ -28,9 +28,9 @@ __all__ = [
     "forbid_tracing",
     "in_program",
     "is_capturing",
+    "is_eager",
     "is_exporting",
     "is_plain",
-    "is_transformed",
     "locate",
     "roll_columns",
     "take_columns",

@@ -4,7 +4,7 @@ import torch
 from transformers.configuration_utils import PreTrainedConfig
 from transformers.utils import logging
 
-from luna_mega.kernels.support import in_program, is_capturing, is_transformed
+from luna_mega.kernels.support import in_program, is_capturing, is_eager
 
 logger = logging.get_logger(__name__)
 
@@ -14,12 +14,12 @@ _LARGEST = 2.0**16
 
 def can_read(x: torch.Tensor) -> bool:
     """Return whether the values can be read: not while a model is being compiled, exported, captured or transformed."""
-    return type(x) is torch.Tensor and not (x.is_meta or in_program() or is_capturing(x) or is_transformed())
+    return type(x) is torch.Tensor and is_eager() and not (x.is_meta or is_capturing(x))
 
 
 def can_look(x: torch.Tensor) -> bool:
     """Return whether reading the values is free: on a CPU, if they can be read."""
-    return type(x) is torch.Tensor and x.device.type == "cpu" and not (in_program() or is_transformed())
+    return type(x) is torch.Tensor and x.device.type == "cpu" and is_eager()
 
 
 def read_mask(name: str, mask: torch.Tensor | None, drop_full: bool = False) -> torch.Tensor | None:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from .._dispatch import Arguments, Op
-from .._export import in_program, is_exporting, is_transformed
+from .._export import in_program, is_eager, is_exporting
 from ..columns import in_columns, in_last_column, pad_columns, roll_columns, take_columns, unless_zero
 from ..varlen import check_cu_seqlens
 from . import reference, torch_backend, torch_step
@@ -197,7 +197,7 @@ def gated_attention(
     check_call(op, query, key, value, mask, *options, row_offset=row_offset, start=start)
     # Reading the values on a GPU would synchronize the device.
     if start is not None and chunk_size not in (None, 1) and offset == 0 and start.device.type == "cpu":
-        if not (in_program() or is_transformed()) and (start > 0).any():
+        if is_eager() and (start > 0).any():
             raise ValueError(
                 f"{op}: start is {start.tolist()}, so the first keys of a chunk are missing; pass the number of "
                 "earlier keys as offset"

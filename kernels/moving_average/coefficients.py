@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from .._dispatch import without_autocast
-from .._export import expm1, in_program, is_transformed
+from .._export import expm1, is_eager
 from . import reference
 
 
@@ -43,7 +43,7 @@ class Coefficients(NamedTuple):
 
 def damped_coefficients(*parameters: Tensor) -> Coefficients:
     """Return `reference.damped_coefficients`."""
-    compute = reference.damped_coefficients if in_program() or is_transformed() else _Coefficients.apply
+    compute = _Coefficients.apply if is_eager() else reference.damped_coefficients
     log_decay, weight_in, weight_out = compute(*parameters)
     return Coefficients(log_decay, None, weight_in, weight_out)
 

@@ -4,26 +4,57 @@ from typing import Any
 
 from torch import Tensor
 
-from .._dispatch import Arguments
-from ..checks import check_average, check_position
+from .._dispatch import Arguments, Op
+from ..checks import check_average, check_position, check_sequences
 from . import reference, torch_backend
 from .coefficients import complex_coefficients, complex_step_coefficients
-from .wiring import check_call, make_average, make_step, with_coefficients
+from .wiring import complex_step_triton, needs_gradients, run_average, run_varlen, unsupported, with_coefficients
 
 
-def _triton_step(
-    x: Tensor, state: Tensor, coefficients: tuple[Tensor, ...], skip: Tensor | None, mask: Tensor | None
-) -> Any:
+def _reference(**call: Any) -> tuple[Tensor, Tensor | None]:
+    return reference.complex_ema(**with_coefficients(reference.complex_coefficients, **call))
+
+
+def _torch(**call: Any) -> tuple[Tensor, Tensor | None]:
+    return torch_backend.average(**with_coefficients(complex_coefficients, **call))
+
+
+def _triton(**call: Any) -> tuple[Tensor, Tensor | None]:
     from . import triton_ops
 
-    return triton_ops.complex_step(x, state, *coefficients, skip, mask)
+    return triton_ops.average(**call)
 
 
-_reference_from_parameters = with_coefficients(reference.complex_step, reference.complex_coefficients)
+AVERAGE = Op(
+    "complex_ema",
+    {"reference": _reference, "torch": _torch, "triton": _triton},
+    unsupported,
+    tokens=("x",),
+    run_varlen=run_varlen,
+)
 
 
-def _reference_step(coefficients: object, **call: Any) -> Any:
-    return _reference_from_parameters(**call)  # complex numbers, unlike the given coefficients
+def _step_reference(coefficients: object, **call: Any) -> tuple[Tensor, Tensor]:
+    # Complex numbers, unlike the given coefficients.
+    return reference.complex_step(**with_coefficients(reference.complex_coefficients, **call))
+
+
+def _step_torch(**call: Any) -> tuple[Tensor, Tensor]:
+    return torch_backend.complex_step(**with_coefficients(complex_step_coefficients, **call))
+
+
+def _step_triton(**call: Any) -> tuple[Tensor, Tensor]:
+    if needs_gradients(**call):
+        return _step_torch(**call)
+    return complex_step_triton(**with_coefficients(complex_step_coefficients, **call))
+
+
+STEP = Op(
+    "complex_ema_step",
+    {"reference": _step_reference, "torch": _step_torch, "triton": _step_triton},
+    unsupported,
+    tokens=("x",),
+)
 
 
 def complex_ema(
@@ -81,11 +112,13 @@ def complex_ema(
         >>> torch.allclose(torch.cat([first, second], 1), complex_ema(x, *parameters), atol=1e-5)
         True
     """
-    check_call("complex_ema", x, mask, return_state, lengths, cu_seqlens)
+    options = {"lengths": lengths, "return_state": return_state}
+    sequences, max_seqlen = check_sequences("complex_ema", x, mask, cu_seqlens, max_seqlen, **options)
     parameters = (input_logit, damping_logit, phase_logit, projection)
+    _check("complex_ema", x, parameters, skip, initial_state, sequences)
     call: Arguments = {"x": x, "parameters": parameters, "skip": skip, "mask": mask}
     call |= {"initial_state": initial_state, "return_state": return_state}
-    return _average(backend, call, lengths, cu_seqlens, max_seqlen)
+    return run_average(AVERAGE, complex_coefficients, backend, call, lengths, cu_seqlens, max_seqlen)
 
 
 def complex_ema_step(
@@ -112,7 +145,7 @@ def complex_ema_step(
     parameters = (input_logit, damping_logit, phase_logit, projection)
     _check("complex_ema_step", x, parameters, skip, state, x.shape[0])
     call = {"x": x, "state": state, "parameters": parameters, "coefficients": coefficients, "skip": skip, "mask": mask}
-    return _step(backend, call)
+    return STEP(backend, call)
 
 
 def _check(
@@ -126,18 +159,3 @@ def _check(
             f"projection [{channels}, N, 2], got {shapes}"
         )
     check_average(op, x, parameters, skip, state, [sequences, channels, states, 2])
-
-
-_average = make_average(
-    "complex_ema",
-    with_coefficients(reference.complex_ema, reference.complex_coefficients),
-    complex_coefficients,
-    _check,
-    state=3,
-)
-_step = make_step(
-    "complex_ema_step",
-    _reference_step,
-    with_coefficients(torch_backend.complex_step, complex_step_coefficients),
-    with_coefficients(_triton_step, complex_step_coefficients),
-)

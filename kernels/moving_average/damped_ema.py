@@ -1,26 +1,64 @@
 """Mega's moving average: `damped_ema` for a sequence or a segment, `damped_ema_step` for one position."""
 
-import math
 from typing import Any
 
 from torch import Tensor
 
-from .._dispatch import Arguments
-from ..checks import check_average, check_mask
+from .._dispatch import Arguments, Op
+from ..checks import check_average, check_mask, check_sequences
 from . import reference, torch_backend
 from .coefficients import damped_coefficients, damped_step_coefficients
 from .truncated import TruncatedEmaState, truncated
-from .wiring import check_call, make_average, make_step, with_coefficients
+from .wiring import needs_gradients, run_average, run_varlen, unsupported, unsupported_dtype, with_coefficients
 
 
-def _triton_step(
-    x: Tensor, state: Tensor, parameters: tuple[Tensor, ...], coefficients: object, skip: Tensor | None,
-    mask: Tensor | None,
-) -> Any:  # fmt: skip
+def _reference(**call: Any) -> tuple[Tensor, Tensor | None]:
+    return reference.damped_ema(**with_coefficients(reference.damped_coefficients, **call))
+
+
+def _torch(**call: Any) -> tuple[Tensor, Tensor | None]:
+    return torch_backend.average(**with_coefficients(damped_coefficients, **call))
+
+
+def _triton(**call: Any) -> tuple[Tensor, Tensor | None]:
+    # Imported lazily because Triton decides at import time whether kernels are interpreted.
+    from . import triton_ops
+
+    return triton_ops.average(**call)
+
+
+AVERAGE = Op(
+    "damped_ema",
+    {"reference": _reference, "torch": _torch, "triton": _triton},
+    unsupported,
+    tokens=("x",),
+    run_varlen=run_varlen,
+)
+
+
+def _step_reference(**call: Any) -> tuple[Tensor, Tensor]:
+    return reference.damped_step(**with_coefficients(damped_step_coefficients, **call))
+
+
+def _step_torch(**call: Any) -> tuple[Tensor, Tensor]:
+    return torch_backend.damped_step(**with_coefficients(damped_step_coefficients, **call))
+
+
+def _step_triton(**call: Any) -> tuple[Tensor, Tensor]:
+    if needs_gradients(**call):
+        return _step_torch(**call)
     from . import triton_ops
 
     # Computing the coefficients would take longer than the step, which starts from the parameters.
-    return triton_ops.damped_step(x, state.float(), *parameters, skip, mask)
+    return triton_ops.damped_step(call["x"], call["state"].float(), *call["parameters"], call["skip"], call["mask"])
+
+
+STEP = Op(
+    "damped_ema_step",
+    {"reference": _step_reference, "torch": _step_torch, "triton": _step_triton},
+    unsupported_dtype,
+    tokens=("x",),
+)
 
 
 def damped_ema(
@@ -92,7 +130,8 @@ def damped_ema(
     """
     if truncation is not None and truncation < 1:
         truncation = None
-    check_call("damped_ema", x, mask, return_state, lengths, cu_seqlens)
+    options = {"lengths": lengths, "return_state": return_state}
+    sequences, max_seqlen = check_sequences("damped_ema", x, mask, cu_seqlens, max_seqlen, **options)
     _check_directions(x, input_logit, shift, truncation, initial_state, return_state)
     parameters = (input_logit, damping_logit, expansion, projection)
     if truncation is not None and (return_state or initial_state is not None):
@@ -102,14 +141,16 @@ def damped_ema(
             )
 
         def run_again(x: Tensor, state: Tensor | None, parameters: tuple[Tensor, ...]) -> Any:
-            options: Arguments = {"initial_state": state, "return_state": True, "lengths": lengths, "backend": backend}
-            return damped_ema(x, *parameters, mask=None if lengths is None else mask, **options)
+            kept = None if lengths is None else mask
+            again: Arguments = {"initial_state": state, "return_state": True, "lengths": lengths, "backend": backend}
+            return damped_ema(x, *parameters, mask=kept, **again)
 
         output, state = truncated(run_again, x, parameters, skip, mask, truncation, initial_state, lengths)
         return (output, state) if return_state else output
+    _check("damped_ema", x, parameters, skip, initial_state, sequences)
     call: Arguments = {"x": x, "parameters": parameters, "skip": skip, "mask": mask, "shift": shift}
     call |= {"truncation": truncation, "initial_state": initial_state, "return_state": return_state}
-    return _average(backend, call, lengths, cu_seqlens, max_seqlen)
+    return run_average(AVERAGE, damped_coefficients, backend, call, lengths, cu_seqlens, max_seqlen)
 
 
 def damped_ema_step(
@@ -154,7 +195,7 @@ def damped_ema_step(
         return output[:, 0], TruncatedEmaState(*(reference.hold(*pair, mask) for pair in pairs))
     _check("damped_ema_step", x, parameters, skip, state, x.shape[0])
     call = {"x": x, "state": state, "parameters": parameters, "coefficients": coefficients, "skip": skip, "mask": mask}
-    return _step(backend, call)
+    return STEP(backend, call)
 
 
 def _check_directions(
@@ -185,19 +226,3 @@ def _check(
             f"{op} needs input_logit, damping_logit, expansion and projection of one shape [rows, N], got {shapes}"
         )
     check_average(op, x, parameters, skip, state, [sequences, x.shape[-1], shapes[0][1]])
-
-
-_average = make_average(
-    "damped_ema",
-    with_coefficients(reference.damped_ema, reference.damped_coefficients),
-    damped_coefficients,
-    _check,
-    state=0,
-)
-_step = make_step(
-    "damped_ema_step",
-    with_coefficients(reference.damped_step, damped_step_coefficients),
-    with_coefficients(torch_backend.damped_step, damped_step_coefficients),
-    _triton_step,
-    numbers=math.inf,
-)

@@ -7,12 +7,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._dispatch import Arguments, without_autocast
-from ..checks import check_average, check_position
+from .._dispatch import Arguments, Op, without_autocast
+from ..checks import check_average, check_position, check_sequences
 from ..upcast import upcast
 from . import reference, torch_backend
 from .coefficients import Coefficients, conjugate, powers_less_one
-from .wiring import average_torch, check_call, make_average, make_step, with_coefficients
+from .wiring import complex_step_triton, needs_gradients, run_average, run_varlen, unsupported, with_coefficients
 
 METHODS = ("zoh", "bilinear", "none")
 
@@ -121,7 +121,8 @@ def diagonal_ssm(
         >>> torch.allclose(torch.cat([first, second], 1), diagonal_ssm(x, *model), atol=1e-4)
         True
     """
-    check_call("diagonal_ssm", x, mask, return_state, lengths, cu_seqlens)
+    options = {"lengths": lengths, "return_state": return_state}
+    sequences, max_seqlen = check_sequences("diagonal_ssm", x, mask, cu_seqlens, max_seqlen, **options)
     parameters = _parameters("diagonal_ssm", log_decay, phase, weight)
     rows, channels = len(log_decay), x.shape[2]
     if rows not in (channels, 2 * channels):
@@ -131,9 +132,11 @@ def diagonal_ssm(
         )
     if rows != channels and (return_state or initial_state is not None):
         raise ValueError("diagonal_ssm: a bidirectional model has no state; omit initial_state and return_state")
+    initial_state = _pairs(initial_state)
+    _check("diagonal_ssm", x, parameters, skip, initial_state, sequences)
     call: Arguments = {"x": x, "parameters": parameters, "skip": skip, "mask": mask}
-    call |= {"initial_state": _pairs(initial_state), "return_state": return_state}
-    result = _average(backend, call, lengths, cu_seqlens, max_seqlen)
+    call |= {"initial_state": initial_state, "return_state": return_state}
+    result = run_average(AVERAGE, _coefficients, backend, call, lengths, cu_seqlens, max_seqlen)
     return (result[0], _numbers(result[1], weight)) if return_state else result
 
 
@@ -164,7 +167,7 @@ def diagonal_ssm_step(
     pairs = _pairs(state)
     _check("diagonal_ssm_step", x, parameters, skip, pairs, x.shape[0])
     call = {"x": x, "state": pairs, "parameters": parameters, "coefficients": coefficients, "skip": skip, "mask": mask}
-    output, state = _step(backend, call)
+    output, state = STEP(backend, call)
     return output, _numbers(state, weight)
 
 
@@ -229,75 +232,71 @@ def _step_coefficients(*parameters: Tensor) -> tuple[Tensor, ...]:
     return change, torch.stack((weight_in, torch.zeros_like(weight_in)), -1), conjugate(weight)
 
 
-def _complete(average: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that adds to `average` the skip of real states and the second direction of complex ones."""
-
-    def run(
-        x: Tensor, coefficients: Coefficients, skip: Tensor | None, mask: Tensor | None,
-        cu_seqlens: Tensor | None = None, **call: Any,
-    ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-        of, channels = coefficients, x.shape[2]
-        bounds = {} if cu_seqlens is None else {"cu_seqlens": cu_seqlens}
-        if skip is None if of.turn is None else len(of.log_decay) == channels:
-            result: tuple[Tensor, Tensor | None] = average(x, coefficients=of, skip=skip, mask=mask, **call, **bounds)
-            return result
-        wide = x.to(of.log_decay.dtype)  # rounded once, after the sum
-        if of.turn is None and skip is not None:
-            output, state = average(wide, coefficients=of, skip=None, mask=mask, **call, **bounds)
-            kept = wide if mask is None else wide.masked_fill(~mask[..., None], 0.0)
-            return torch.addcmul(output, skip, kept).to(x.dtype), state
-        first, second = of.rows(slice(channels)), of.rows(slice(channels, None))
-        output, _ = average(wide, coefficients=first, skip=skip, mask=mask, **call, **bounds)
-        mask, bounds = None if mask is None else mask.flip(1), {n: x.shape[1] - y.flip(0) for n, y in bounds.items()}
-        from_end, _ = average(wide.flip(1), coefficients=second, skip=None, mask=mask, **call, **bounds)
-        return (output + from_end.flip(1)).to(x.dtype), None
-
-    return run
+def _both_directions(
+    average: Callable[..., tuple[Tensor, Tensor | None]], x: Tensor, coefficients: Coefficients, skip: Tensor | None,
+    mask: Tensor | None, cu_seqlens: Tensor | None = None, **call: Any,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """Return the result of `average`, with the skip of real states and the second direction of complex ones."""
+    of, channels = coefficients, x.shape[2]
+    bounds = {} if cu_seqlens is None else {"cu_seqlens": cu_seqlens}
+    if skip is None if of.turn is None else len(of.log_decay) == channels:
+        return average(x, coefficients=of, skip=skip, mask=mask, **call, **bounds)
+    wide = x.to(of.log_decay.dtype)  # rounded once, after the sum
+    if of.turn is None and skip is not None:
+        output, state = average(wide, coefficients=of, skip=None, mask=mask, **call, **bounds)
+        kept = wide if mask is None else wide.masked_fill(~mask[..., None], 0.0)
+        return torch.addcmul(output, skip, kept).to(x.dtype), state
+    first, second = of.rows(slice(channels)), of.rows(slice(channels, None))
+    output, _ = average(wide, coefficients=first, skip=skip, mask=mask, **call, **bounds)
+    mask, bounds = None if mask is None else mask.flip(1), {n: x.shape[1] - y.flip(0) for n, y in bounds.items()}
+    from_end, _ = average(wide.flip(1), coefficients=second, skip=None, mask=mask, **call, **bounds)
+    return (output + from_end.flip(1)).to(x.dtype), None
 
 
-def _triton(x: Tensor, **call: Any) -> tuple[Tensor, Tensor | None]:
+def _reference(**call: Any) -> tuple[Tensor, Tensor | None]:
+    return reference.diagonal_ssm(**with_coefficients(reference.diagonal_coefficients, **call))
+
+
+def _torch(**call: Any) -> tuple[Tensor, Tensor | None]:
+    return _both_directions(torch_backend.average, **with_coefficients(_coefficients, **call))
+
+
+def _triton(**call: Any) -> tuple[Tensor, Tensor | None]:
     from . import triton_ops
 
-    return triton_ops.diagonal(x, **call)
+    return _both_directions(triton_ops.diagonal, **with_coefficients(_coefficients, **call))
 
 
-def _step_torch(
-    x: Tensor, coefficients: tuple[Tensor, Tensor, Tensor], skip: Tensor | None, mask: Tensor | None, **call: Any
-) -> tuple[Tensor, Tensor]:
-    if coefficients[0].dim() == 3:
-        return torch_backend.complex_step(x, coefficients=coefficients, skip=skip, mask=mask, **call)
-    output, state = torch_backend.damped_step(x, coefficients=coefficients, skip=None, mask=mask, **call)
+def _step_reference(coefficients: object, **call: Any) -> tuple[Tensor, Tensor]:
+    # Complex numbers, unlike the given coefficients.
+    return reference.diagonal_step(**with_coefficients(reference.diagonal_coefficients, **call))
+
+
+def _step_torch(**call: Any) -> tuple[Tensor, Tensor]:
+    call = with_coefficients(_step_coefficients, **call)
+    if call["coefficients"][0].dim() == 3:
+        return torch_backend.complex_step(**call)
+    output, state = torch_backend.damped_step(**call | {"skip": None})
+    x, skip = call["x"], call["skip"]
     return output if skip is None else torch.addcmul(output, skip, x).to(x.dtype), state
 
 
-def _step_triton(x: Tensor, coefficients: tuple[Tensor, Tensor, Tensor], **call: Any) -> tuple[Tensor, Tensor]:
-    from . import triton_ops
-
-    if coefficients[0].dim() == 2:
-        return _step_torch(x, coefficients=coefficients, **call)
-    result: tuple[Tensor, Tensor] = triton_ops.complex_step(x, call["state"], *coefficients, call["skip"], call["mask"])
-    return result
+def _step_triton(**call: Any) -> tuple[Tensor, Tensor]:
+    if len(call["parameters"]) == 2 or needs_gradients(**call):  # real states
+        return _step_torch(**call)
+    return complex_step_triton(**with_coefficients(_step_coefficients, **call))
 
 
-_from_parameters = with_coefficients(reference.diagonal_step, reference.diagonal_coefficients)
-
-
-def _step_reference(coefficients: object, **call: Any) -> Any:
-    return _from_parameters(**call)  # complex numbers, unlike the given coefficients
-
-
-_average = make_average(
+AVERAGE = Op(
     "diagonal_ssm",
-    with_coefficients(reference.diagonal_ssm, reference.diagonal_coefficients),
-    _coefficients,
-    _check,
-    state=-1,
-    plain=_complete(average_torch),
-    triton=with_coefficients(_complete(_triton), _coefficients),
+    {"reference": _reference, "torch": _torch, "triton": _triton},
+    unsupported,
+    tokens=("x",),
+    run_varlen=run_varlen,
 )
-_step = make_step(
+STEP = Op(
     "diagonal_ssm_step",
-    _step_reference,
-    with_coefficients(_step_torch, _step_coefficients),
-    with_coefficients(_step_triton, _step_coefficients),
+    {"reference": _step_reference, "torch": _step_torch, "triton": _step_triton},
+    unsupported,
+    tokens=("x",),
 )

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from .._custom_operator import register
-from .._export import in_program, is_transformed
+from .._export import in_parts, in_program, is_eager
 from . import export, tables
 from .coefficients import Coefficients, powers, powers_less_one, times
 from .reference import finish, hold
@@ -34,6 +34,8 @@ def average(
     truncation: int | None = None, initial_state: Tensor | None = None, return_state: bool = False,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """Return `reference.damped_ema` or `reference.complex_ema`; the final state only on request."""
+    if in_parts():
+        return export.average(x, coefficients, skip, mask, shift, truncation, initial_state, return_state)
     length = x.shape[1]
     chunk = chunk_length(x, return_state or initial_state is not None)
     if truncation is not None and truncation < length:
@@ -72,7 +74,7 @@ def complex_step(
     kept = x if mask is None else x.masked_fill(~mask[:, None], 0.0)
     if kept.dtype != change.dtype:  # `to` takes time in any case
         kept = kept.to(change.dtype)
-    if in_program() or is_transformed():  # compilers, ONNX and vmap do not support these complex numbers
+    if not is_eager():  # compilers, ONNX and vmap do not support these complex numbers
         after = state + times(change, state)
     else:
         number = torch.view_as_complex(state.contiguous())

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from .._dispatch import Op
-from ..checks import check_position, check_sequences, count_sequences
+from ..checks import check_position, check_sequences
 from . import reference, torch_backend
 from .reference import TimestepNormState, empty_state
 
@@ -102,8 +102,7 @@ def timestep_norm(
         >>> torch.allclose(torch.cat([first, second], 1), timestep_norm(x, 4), atol=1e-5)
         True
     """
-    check_sequences("timestep_norm", x, mask, "features")
-    sequences, max_seqlen = count_sequences("timestep_norm", x, cu_seqlens, max_seqlen, "features")
+    sequences, max_seqlen = check_sequences("timestep_norm", x, mask, cu_seqlens, max_seqlen, features="features")
     _check("timestep_norm", x, groups, weight, bias)
     initial_state = _checked_state("timestep_norm", x, groups, initial_state, sequences)
     call = {"x": x, "groups": groups, "weight": weight, "bias": bias, "eps": eps, "mask": mask}

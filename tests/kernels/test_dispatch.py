@@ -48,7 +48,7 @@ def op(request):
 
 
 def decide(op, argument=None, device=CUDA, unsupported=None):
-    return api.OPS[op].decide(argument, device, unsupported)
+    return api.OPS[op].decide(argument, device, lambda: unsupported)
 
 
 PREFIXES = ("luna", "damp", "gat", "complex", "diagonal", "timestep", "segment")
@@ -108,15 +108,15 @@ def test_gpu_fallback_warns_once(op, gpu, monkeypatch, caplog):
     monkeypatch.setattr(_dispatch, "_warned", set())
     choose = api.OPS[op].choose
     for backend, device in ((None, "cpu"), ("torch", "cuda"), ("reference", "cuda")):
-        choose(backend, torch.device(device), "of one reason")
+        choose(backend, torch.device(device), lambda: "of one reason")
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
-    assert choose(None, CUDA, "of one reason") == "torch"
+    assert choose(None, CUDA, lambda: "of one reason") == "torch"
     monkeypatch.undo()
     assert not caplog.records
     gpu(9, 0)
     monkeypatch.setattr(_dispatch, "_warned", set())
     for reason in ("of one reason", "of one reason", "of another", None):
-        assert choose(None, CUDA, reason) == ("torch" if reason else "triton")
+        assert choose(None, CUDA, iter([reason]).__next__) == ("torch" if reason else "triton")
     assert [(record.name, record.getMessage()) for record in caplog.records] == [
         ("luna_mega.kernels", f"{op} runs on 'torch': no Triton kernel: of one reason"),
         ("luna_mega.kernels", f"{op} runs on 'torch': no Triton kernel: of another"),
