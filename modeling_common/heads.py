@@ -1,21 +1,22 @@
-"""Generic heads: constructors, logits and losses of the classes with a head, for all families.
+"""Generic heads: constructors, `forward` and losses of the classes with a head, for all families.
 
-A class of a family lists a generic head before the family's `PreTrainedModel`. It implements the body, the layers that
-differ, and `forward` with the arguments of the family, because Trainer reads its signature. `forward` calls the method
-of the generic head, which checks the labels, calls the body, and returns logits and loss. The arguments of this method
-are the labels, `options` (the keyword arguments of `forward`, for the body and the loss) and `inputs` (the other
-arguments of the body).
+A class of a family lists a generic head before the family's `PreTrainedModel`. It implements the body and the layers
+that differ. It inherits `forward`, whose positional arguments are those of BERT; its keyword arguments `kwargs` are for
+the body and the loss. Heads of decoders implement `forward` with the arguments of the family, and call `predict_next`.
 """
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import nn
 from transformers.configuration_utils import PreTrainedConfig
+from transformers.modeling_outputs import MaskedLMOutput, QuestionAnsweringModelOutput, TokenClassifierOutput
 from transformers.utils import logging
+from transformers.utils.generic import can_return_tuple
 
 from luna_mega.kernels.support import forbid_capture, upcast
+from luna_mega.modeling_common.arguments import HeadKwargs
 from luna_mega.modeling_common.base import ModelMixin
 from luna_mega.modeling_common.labels import (
     check_ids,
@@ -36,7 +37,7 @@ logger = logging.get_logger(__name__)
 
 def find_kept(config: PreTrainedConfig, inputs: Mapping[str, Any], length: int) -> torch.Tensor | None:
     """Return the bool mask `[B, T]` of the last T positions of `inputs`, as the body applies it; None = all."""
-    if (mask := inputs["attention_mask"]) is not None:
+    if (mask := inputs.get("attention_mask")) is not None:
         return read_mask("attention_mask", mask[:, -length:], drop_full=True)
     input_ids = inputs.get("input_ids")
     return None if input_ids is None else drop_if_full(find_mask(input_ids, config))
@@ -77,6 +78,11 @@ class Head(ModelMixin):
         """Make the layers of the head."""
         raise NotImplementedError
 
+    def run_body(self, inputs: Mapping[str, Any], options: Mapping[str, Any]) -> Any:
+        """Return the outputs of the body for the `inputs` that are given, and keyword arguments of the body."""
+        given = {name: x for name, x in inputs.items() if x is not None}
+        return self.base_model(**given, **options, return_dict=True)
+
     def carried_over(self, outputs: BodyOutput) -> dict[str, Any]:
         """Return the fields of `output_class` that the outputs of the body have: cache, states, attention weights."""
         fields = self.output_class.__dataclass_fields__  # torch.compile does not support dataclasses.fields
@@ -112,26 +118,46 @@ class GenericForMaskedLM(LMHead):
                 "is_decoder=False to read both sides"
             )
 
-    def predict_tokens(self, labels: torch.Tensor | None, options: Mapping[str, Any], **inputs: Any) -> Any:
-        """Return the output with logits `[B, T, vocab_size]`, in training with `sparse_prediction` `[M, vocab_size]`.
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: torch.LongTensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        token_type_ids: torch.LongTensor | None = None,
+        position_ids: torch.LongTensor | None = None,
+        inputs_embeds: torch.FloatTensor | None = None,
+        *,
+        labels: torch.LongTensor | None = None,
+        **kwargs: Unpack[HeadKwargs],
+    ) -> MaskedLMOutput:
+        """Predict tokens from the inputs of the body's `forward`.
 
-        In evaluation, Trainer requires predictions and labels of the same positions.
+        `labels`: `[B, T]` tokens, -100 = not predicted. `logits`: `[B, T, vocab_size]`; in training with
+        `sparse_prediction` there are logits of the M predicted positions only, `[M, vocab_size]`: in evaluation,
+        Trainer requires predictions and labels of the same positions.
         """
+        inputs = {
+            "input_ids": input_ids,
+            "attention_mask": attention_mask,
+            "token_type_ids": token_type_ids,
+            "position_ids": position_ids,
+            "inputs_embeds": inputs_embeds,
+        }
         if labels is not None:
             check_token_labels(given_input(inputs), labels=labels)
-        outputs = self.base_model(**inputs, **options, return_dict=True)
-        hidden_states, loss = outputs.last_hidden_state, None
+        outputs = self.run_body(inputs, kwargs)
+        hidden_states, targets, loss = outputs.last_hidden_state, None, None
         if labels is not None:
-            labels = count_kept(labels, find_kept(self.config, inputs, labels.shape[1])).contiguous()
+            targets = count_kept(labels, find_kept(self.config, inputs, labels.shape[1])).contiguous()
             if self.training and self.config.sparse_prediction:
                 forbid_capture(labels, "sparse_prediction, whose size depends on the labels", "set it to False")
-                predicted = labels != -100
-                hidden_states, labels = hidden_states[predicted], labels[predicted]
+                predicted = targets != -100
+                hidden_states, targets = hidden_states[predicted], targets[predicted]
         logits = self.score_tokens(hidden_states)
-        if labels is not None:
+        if targets is not None:
             count = self.config.vocab_size
-            values = {"logits": logits, "labels": labels, "vocab_size": count, **options}
-            loss = checked_loss(lambda: self.loss_function(**values), labels, count)
+            values = {"logits": logits, "labels": targets, "vocab_size": count, **kwargs}
+            loss = checked_loss(lambda: self.loss_function(**values), targets, count)
         return self.output_class(loss=loss, logits=logits, **self.carried_over(outputs))
 
 
@@ -196,17 +222,40 @@ class GenericForTokenClassification(Head):
         self.dropout = nn.Dropout(config.classifier_dropout)
         self.classifier = nn.Linear(config.hidden_size, config.num_labels)
 
-    def label_tokens(self, labels: torch.Tensor | None, options: Mapping[str, Any], **inputs: Any) -> Any:
-        """Return the output with logits `[B, T, num_labels]`."""
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: torch.LongTensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        token_type_ids: torch.LongTensor | None = None,
+        position_ids: torch.LongTensor | None = None,
+        inputs_embeds: torch.FloatTensor | None = None,
+        *,
+        input_values: torch.FloatTensor | None = None,
+        labels: torch.LongTensor | None = None,
+        **kwargs: Unpack[HeadKwargs],
+    ) -> TokenClassifierOutput:
+        """Label the positions of the inputs of the body's `forward`.
+
+        `labels`: `[B, T]`, -100 = not counted. `logits`: `[B, T, num_labels]`.
+        """
+        inputs = {
+            "input_ids": input_ids,
+            "attention_mask": attention_mask,
+            "token_type_ids": token_type_ids,
+            "position_ids": position_ids,
+            "inputs_embeds": inputs_embeds,
+            "input_values": input_values,
+        }
         if labels is not None:
             check_token_labels(given_input(inputs), labels=labels)
-        outputs = self.base_model(**inputs, **options, return_dict=True)
+        outputs = self.run_body(inputs, kwargs)
         logits, loss = self.classifier(self.dropout(outputs.last_hidden_state)), None
         if labels is not None:
             config: Any = self.config
-            labels = count_kept(labels, find_kept(config, inputs, labels.shape[1])).contiguous()
-            values = {"logits": logits, "labels": labels, "config": config, **options}
-            loss = checked_loss(lambda: self.loss_function(**values), labels, config.num_labels)
+            targets = count_kept(labels, find_kept(config, inputs, labels.shape[1])).contiguous()
+            values = {"logits": logits, "labels": targets, "config": config, **kwargs}
+            loss = checked_loss(lambda: self.loss_function(**values), targets, config.num_labels)
         return self.output_class(loss=loss, logits=logits, **self.carried_over(outputs))
 
 
@@ -218,30 +267,45 @@ class GenericForQuestionAnswering(Head):
     def make_head(self, config: Any) -> None:
         self.qa_outputs = nn.Linear(config.hidden_size, 2)
 
-    def find_span(
+    @can_return_tuple
+    def forward(
         self,
-        start_positions: torch.Tensor | None,
-        end_positions: torch.Tensor | None,
-        options: Mapping[str, Any],
-        **inputs: Any,
-    ) -> Any:
-        """Return the output with logits of start and end `[B, T]`.
+        input_ids: torch.LongTensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        token_type_ids: torch.LongTensor | None = None,
+        position_ids: torch.LongTensor | None = None,
+        inputs_embeds: torch.FloatTensor | None = None,
+        *,
+        start_positions: torch.LongTensor | None = None,
+        end_positions: torch.LongTensor | None = None,
+        **kwargs: Unpack[HeadKwargs],
+    ) -> QuestionAnsweringModelOutput:
+        """Score the positions of the inputs of the body's `forward` as start and end of the answer.
 
-        The scores of dropped positions are the minimum of the dtype, so that no softmax or maximum depends on them.
+        `start_logits`, `end_logits`: `[B, T]`, the lowest number of the dtype at positions that the mask drops, so that
+        no softmax or maximum depends on them. `start_positions`, `end_positions`: `[B]`, the columns of the answer.
+        Columns that the mask drops and columns after the end are ignored.
         """
+        inputs = {
+            "input_ids": input_ids,
+            "attention_mask": attention_mask,
+            "token_type_ids": token_type_ids,
+            "position_ids": position_ids,
+            "inputs_embeds": inputs_embeds,
+        }
         check_span(start_positions, end_positions, given_input(inputs))
-        outputs = self.base_model(**inputs, **options, return_dict=True)
+        outputs = self.run_body(inputs, kwargs)
         scores, loss = self.qa_outputs(outputs.last_hidden_state), None
         mask = find_kept(self.config, inputs, scores.shape[1])
         if mask is not None:
             scores = scores.masked_fill(~mask[..., None], torch.finfo(scores.dtype).min)
         logits = scores.unbind(dim=-1)
         if start_positions is not None and end_positions is not None:
-            if find_starts(scores.shape[:2], {**inputs, **options}) is not None:
+            if find_starts(scores.shape[:2], {**inputs, **kwargs}) is not None:
                 raise ValueError(
                     f"{type(self).__name__} has no loss for a padding-free batch; pad the batch, or omit "
                     "`start_positions` and `end_positions`"
                 )
             columns = (count_columns(column.view(-1), mask) for column in (start_positions, end_positions))
-            loss = self.loss_function(*(upcast(x) for x in logits), *columns, **options)
+            loss = self.loss_function(*(upcast(x) for x in logits), *columns, **kwargs)
         return self.output_class(loss=loss, start_logits=logits[0], end_logits=logits[1], **self.carried_over(outputs))

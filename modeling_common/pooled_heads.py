@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from transformers.activations import ACT2FN
 from transformers.configuration_utils import PreTrainedConfig
-from transformers.modeling_outputs import SequenceClassifierOutput
+from transformers.modeling_outputs import MultipleChoiceModelOutput, SequenceClassifierOutput
 from transformers.utils.generic import can_return_tuple
 
 from luna_mega.kernels.support import take_columns, upcast, upcast_dtype
@@ -130,7 +130,7 @@ class PooledHead(Head):
         The arguments are those of the body. `drop_first_token` removes the first token of each sequence.
 
         Raises:
-            ValueError: The batch is padding-free, but a row has one label.
+            ValueError: The batch is padding-free, but a row has one label; or `position_ids` with `drop_first_token`.
         """
         inputs = {"input_ids": input_ids, "inputs_embeds": inputs_embeds, "input_values": input_values}
         body: Any = self.base_model
@@ -143,12 +143,15 @@ class PooledHead(Head):
         if mask is None and input_ids is not None:
             mask = find_mask(input_ids, self.config)
         if drop_first_token:
+            if others.get("position_ids") is not None:
+                raise ValueError("`position_ids` are not supported with `drop_first_token=True`; omit them")
             if (types := others.get("token_type_ids")) is not None:
                 others["token_type_ids"] = without_first(read_token_types(body, types, given.shape[:2], mask), mask)
             inputs = {key: without_first(value, mask) for key, value in inputs.items()}
             mask = without_first(mask, mask)
-        inputs = {key: value for key, value in inputs.items() if value is not None}
-        outputs = body(attention_mask=mask, **others | inputs, return_dict=True)
+        if self.config.is_decoder:
+            others.setdefault("use_cache", False)
+        outputs = self.run_body(inputs | others, {"attention_mask": mask})
         return self.summarize(outputs, mask), outputs
 
     def make_output(self, logits: torch.Tensor, outputs: BodyOutput, labels: torch.Tensor | None) -> Any:
@@ -174,11 +177,35 @@ class PooledHead(Head):
 class GenericForSequenceClassification(PooledHead):
     """Classification or regression of sequences."""
 
-    def classify(self, labels: torch.Tensor | None, **inputs: Any) -> Any:
-        """Return the output for the `inputs` of `pool`, with logits `[B, num_labels]`."""
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: torch.LongTensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        token_type_ids: torch.LongTensor | None = None,
+        position_ids: torch.LongTensor | None = None,
+        inputs_embeds: torch.FloatTensor | None = None,
+        *,
+        input_values: torch.FloatTensor | None = None,
+        labels: torch.Tensor | None = None,
+        **kwargs: Unpack[HeadKwargs],
+    ) -> SequenceClassifierOutput:
+        """Classify the inputs of the body's `forward`.
+
+        `labels`: `[B]` class ids, or numbers for regression. `logits`: `[B, num_labels]`.
+        """
+        inputs = {
+            "input_ids": input_ids,
+            "attention_mask": attention_mask,
+            "token_type_ids": token_type_ids,
+            "position_ids": position_ids,
+            "inputs_embeds": inputs_embeds,
+            "input_values": input_values,
+        }
         if labels is not None:
             validate_pooled(self.config, labels, inputs)
-        features, outputs = self.pool(**inputs)
+        drops = getattr(self.config, "drop_first_token", False)
+        features, outputs = self.pool(**inputs, drop_first_token=drops, **kwargs)
         return self.make_output(self.classifier(features), outputs, labels)
 
 
@@ -190,12 +217,30 @@ class GenericForMultipleChoice(PooledHead):
     def head_sizes(self, config: Any) -> tuple[int, int]:
         return config.hidden_size, 1
 
-    def choose(self, labels: torch.Tensor | None, options: Any, **inputs: torch.Tensor | None) -> Any:
-        """Return the output with logits `[B, C]` for inputs of the body that contain C choices, `[B, C, ...]`."""
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: torch.LongTensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        token_type_ids: torch.LongTensor | None = None,
+        position_ids: torch.LongTensor | None = None,
+        inputs_embeds: torch.FloatTensor | None = None,
+        *,
+        labels: torch.LongTensor | None = None,
+        **kwargs: Unpack[HeadKwargs],
+    ) -> MultipleChoiceModelOutput:
+        """Score C options, `[B, C, T]`; `labels` `[B]` are the right options, and `logits` are `[B, C]`."""
+        inputs = {
+            "input_ids": input_ids,
+            "attention_mask": attention_mask,
+            "token_type_ids": token_type_ids,
+            "position_ids": position_ids,
+            "inputs_embeds": inputs_embeds,
+        }
         if labels is not None:
             validate_pooled(None, labels, inputs)
         shape, flat = flatten_options(**inputs)
-        features, outputs = self.pool(**flat, **options)
+        features, outputs = self.pool(**flat, **kwargs)
         return self.choose_option(self.score_options(features), shape, outputs, labels)
 
     def score_options(self, features: torch.Tensor) -> torch.Tensor:

@@ -1015,33 +1015,6 @@ class LunaForMaskedLM(GenericForMaskedLM, LunaPreTrainedModel):
     def make_head(self, config: LunaConfig) -> None:
         self.lm_head = LunaLMHead(config)
 
-    @can_return_tuple
-    def forward(
-        self,
-        input_ids: torch.LongTensor | None = None,
-        attention_mask: torch.Tensor | None = None,
-        token_type_ids: torch.LongTensor | None = None,
-        position_ids: torch.LongTensor | None = None,
-        inputs_embeds: torch.FloatTensor | None = None,
-        *,
-        labels: torch.LongTensor | None = None,
-        **kwargs: Unpack[HeadKwargs],
-    ) -> LunaMaskedLMOutput:
-        """Predict tokens from the inputs of `LunaModel.forward`.
-
-        `labels`: `[B, T]` tokens, -100 = not predicted. `logits`: `[B, T, vocab_size]`; in training with
-        `sparse_prediction` there are logits of the M predicted positions only, `[M, vocab_size]`.
-        """
-        return self.predict_tokens(
-            labels,
-            kwargs,
-            input_ids=input_ids,
-            attention_mask=attention_mask,
-            token_type_ids=token_type_ids,
-            position_ids=position_ids,
-            inputs_embeds=inputs_embeds,
-        )
-
 
 class LunaPoolerAttention(nn.Module):
     """Multi-head attention of one query to the packed sequence."""
@@ -1120,37 +1093,6 @@ class LunaForSequenceClassification(LunaPooledHead, GenericForSequenceClassifica
 
     output_class = LunaSequenceClassifierOutput
 
-    @can_return_tuple
-    def forward(
-        self,
-        input_ids: torch.LongTensor | None = None,
-        attention_mask: torch.Tensor | None = None,
-        token_type_ids: torch.LongTensor | None = None,
-        position_ids: torch.LongTensor | None = None,
-        inputs_embeds: torch.FloatTensor | None = None,
-        *,
-        input_values: torch.FloatTensor | None = None,
-        labels: torch.Tensor | None = None,
-        **kwargs: Unpack[HeadKwargs],
-    ) -> LunaSequenceClassifierOutput:
-        """Classify the inputs of `LunaModel.forward`.
-
-        `labels`: `[B]` class ids, or numbers for regression. `logits`: `[B, num_labels]`.
-        """
-        if self.config.drop_first_token and position_ids is not None:
-            raise ValueError("`position_ids` are not supported with `drop_first_token=True`; omit them")
-        return self.classify(
-            labels,
-            input_ids=input_ids,
-            attention_mask=attention_mask,
-            token_type_ids=token_type_ids,
-            position_ids=position_ids,
-            inputs_embeds=inputs_embeds,
-            input_values=input_values,
-            drop_first_token=self.config.drop_first_token,
-            **kwargs,
-        )
-
 
 class LunaForSequencePairClassification(LunaPooledHead, GenericForSequencePairClassification, LunaPreTrainedModel):
     """Two towers with one set of weights, classified together (LRA Retrieval; paper section 4.1)."""
@@ -1164,29 +1106,6 @@ class LunaForMultipleChoice(LunaPooledHead, GenericForMultipleChoice, LunaPreTra
 
     output_class = LunaMultipleChoiceOutput
 
-    @can_return_tuple
-    def forward(
-        self,
-        input_ids: torch.LongTensor | None = None,
-        attention_mask: torch.Tensor | None = None,
-        token_type_ids: torch.LongTensor | None = None,
-        position_ids: torch.LongTensor | None = None,
-        inputs_embeds: torch.FloatTensor | None = None,
-        *,
-        labels: torch.LongTensor | None = None,
-        **kwargs: Unpack[HeadKwargs],
-    ) -> LunaMultipleChoiceOutput:
-        """Score C options, `[B, C, T]`; `labels` `[B]` are the right options, and `logits` are `[B, C]`."""
-        return self.choose(
-            labels,
-            kwargs,
-            input_ids=input_ids,
-            attention_mask=attention_mask,
-            token_type_ids=token_type_ids,
-            position_ids=position_ids,
-            inputs_embeds=inputs_embeds,
-        )
-
 
 class LunaForTokenClassification(GenericForTokenClassification, LunaPreTrainedModel):
     """Luna with a label for every token."""
@@ -1194,70 +1113,12 @@ class LunaForTokenClassification(GenericForTokenClassification, LunaPreTrainedMo
     _keys_to_ignore_on_load_unexpected = [r"^lm_head\."]
     output_class = LunaTokenClassifierOutput
 
-    @can_return_tuple
-    def forward(
-        self,
-        input_ids: torch.LongTensor | None = None,
-        attention_mask: torch.Tensor | None = None,
-        token_type_ids: torch.LongTensor | None = None,
-        position_ids: torch.LongTensor | None = None,
-        inputs_embeds: torch.FloatTensor | None = None,
-        *,
-        input_values: torch.FloatTensor | None = None,
-        labels: torch.LongTensor | None = None,
-        **kwargs: Unpack[HeadKwargs],
-    ) -> LunaTokenClassifierOutput:
-        """Label the positions of the inputs of `LunaModel.forward`.
-
-        `labels`: `[B, T]`, -100 = not counted. `logits`: `[B, T, num_labels]`.
-        """
-        return self.label_tokens(
-            labels,
-            kwargs,
-            input_ids=input_ids,
-            attention_mask=attention_mask,
-            token_type_ids=token_type_ids,
-            position_ids=position_ids,
-            inputs_embeds=inputs_embeds,
-            input_values=input_values,
-        )
-
 
 class LunaForQuestionAnswering(GenericForQuestionAnswering, LunaPreTrainedModel):
     """Luna with start and end scores for extractive question answering."""
 
     _keys_to_ignore_on_load_unexpected = [r"^lm_head\."]
     output_class = LunaQuestionAnsweringOutput
-
-    @can_return_tuple
-    def forward(
-        self,
-        input_ids: torch.LongTensor | None = None,
-        attention_mask: torch.Tensor | None = None,
-        token_type_ids: torch.LongTensor | None = None,
-        position_ids: torch.LongTensor | None = None,
-        inputs_embeds: torch.FloatTensor | None = None,
-        *,
-        start_positions: torch.LongTensor | None = None,
-        end_positions: torch.LongTensor | None = None,
-        **kwargs: Unpack[HeadKwargs],
-    ) -> LunaQuestionAnsweringOutput:
-        """Score the positions of the inputs of `LunaModel.forward` as start and end of the answer.
-
-        `start_logits`, `end_logits`: `[B, T]`, the lowest number of the dtype at positions that the mask drops.
-        `start_positions`, `end_positions`: `[B]`, the columns of the answer. Columns that the mask drops and columns
-        after the end are ignored.
-        """
-        return self.find_span(
-            start_positions,
-            end_positions,
-            kwargs,
-            input_ids=input_ids,
-            attention_mask=attention_mask,
-            token_type_ids=token_type_ids,
-            position_ids=position_ids,
-            inputs_embeds=inputs_embeds,
-        )
 
 
 @dataclass

@@ -989,31 +989,6 @@ class MegaForMaskedLM(GenericForMaskedLM, MegaPreTrainedModel):
             hidden_states = torch.tanh(self.dense(hidden_states))
         return self.mlm_head(self.dropout(hidden_states))
 
-    @can_return_tuple
-    def forward(
-        self,
-        input_ids: torch.LongTensor | None = None,
-        attention_mask: torch.Tensor | None = None,
-        token_type_ids: torch.LongTensor | None = None,
-        inputs_embeds: torch.FloatTensor | None = None,
-        *,
-        labels: torch.LongTensor | None = None,
-        **kwargs: Unpack[TransformersKwargs],
-    ) -> MaskedLMOutput:
-        """Predict tokens from the inputs of `MegaModel.forward`.
-
-        `labels`: `[B, T]` tokens, -100 = not predicted. `logits`: `[B, T, vocab_size]`; in training with
-        `sparse_prediction` there are logits of the M predicted positions only, `[M, vocab_size]`.
-        """
-        return self.predict_tokens(
-            labels,
-            kwargs,
-            input_ids=input_ids,
-            attention_mask=attention_mask,
-            token_type_ids=token_type_ids,
-            inputs_embeds=inputs_embeds,
-        )
-
 
 class MegaClassificationHead(ClassificationHead):
     """Classification head. Its first layer has the name of transformers v4."""
@@ -1043,32 +1018,6 @@ class MegaForSequenceClassification(MegaPooledHead, GenericForSequenceClassifica
     """Mega with a sequence classification or regression head on the pooled states (`config.pooling`)."""
 
     output_class = SequenceClassifierOutput
-
-    @can_return_tuple
-    def forward(
-        self,
-        input_ids: torch.LongTensor | None = None,
-        attention_mask: torch.Tensor | None = None,
-        token_type_ids: torch.LongTensor | None = None,
-        inputs_embeds: torch.FloatTensor | None = None,
-        *,
-        input_values: torch.FloatTensor | None = None,
-        labels: torch.Tensor | None = None,
-        **kwargs: Unpack[TransformersKwargs],
-    ) -> SequenceClassifierOutput:
-        """Classify the inputs of `MegaModel.forward`.
-
-        `labels`: `[B]` class ids, or numbers for regression. `logits`: `[B, num_labels]`.
-        """
-        return self.classify(
-            labels,
-            input_ids=input_ids,
-            attention_mask=attention_mask,
-            token_type_ids=token_type_ids,
-            inputs_embeds=inputs_embeds,
-            input_values=input_values,
-            **kwargs,
-        )
 
 
 class MegaForImageClassification(MegaPooledHead, MegaPreTrainedModel):
@@ -1130,91 +1079,17 @@ class MegaForMultipleChoice(GenericForMultipleChoice, MegaPreTrainedModel):
     def score_options(self, features: torch.Tensor) -> torch.Tensor:
         return self.classifier(self.dropout(features))
 
-    @can_return_tuple
-    def forward(
-        self,
-        input_ids: torch.LongTensor | None = None,
-        attention_mask: torch.Tensor | None = None,
-        token_type_ids: torch.LongTensor | None = None,
-        inputs_embeds: torch.FloatTensor | None = None,
-        *,
-        labels: torch.LongTensor | None = None,
-        **kwargs: Unpack[TransformersKwargs],
-    ) -> MultipleChoiceModelOutput:
-        """Score C options, `[B, C, T]`. `labels`: `[B]` indices of the correct options. `logits`: `[B, C]`."""
-        return self.choose(
-            labels,
-            kwargs,
-            input_ids=input_ids,
-            attention_mask=attention_mask,
-            token_type_ids=token_type_ids,
-            inputs_embeds=inputs_embeds,
-        )
-
 
 class MegaForTokenClassification(GenericForTokenClassification, MegaPreTrainedModel):
     """Mega with a token classification head."""
 
     output_class = TokenClassifierOutput
 
-    @can_return_tuple
-    def forward(
-        self,
-        input_ids: torch.LongTensor | None = None,
-        attention_mask: torch.Tensor | None = None,
-        token_type_ids: torch.LongTensor | None = None,
-        inputs_embeds: torch.FloatTensor | None = None,
-        *,
-        input_values: torch.FloatTensor | None = None,
-        labels: torch.LongTensor | None = None,
-        **kwargs: Unpack[TransformersKwargs],
-    ) -> TokenClassifierOutput:
-        """Classify the positions of the inputs of `MegaModel.forward`.
-
-        `labels`: `[B, T]`, -100 = ignored. `logits`: `[B, T, num_labels]`.
-        """
-        return self.label_tokens(
-            labels,
-            kwargs,
-            input_ids=input_ids,
-            attention_mask=attention_mask,
-            token_type_ids=token_type_ids,
-            inputs_embeds=inputs_embeds,
-            input_values=input_values,
-        )
-
 
 class MegaForQuestionAnswering(GenericForQuestionAnswering, MegaPreTrainedModel):
     """Mega with a head for extractive question answering."""
 
     output_class = QuestionAnsweringModelOutput
-
-    @can_return_tuple
-    def forward(
-        self,
-        input_ids: torch.LongTensor | None = None,
-        attention_mask: torch.Tensor | None = None,
-        token_type_ids: torch.LongTensor | None = None,
-        inputs_embeds: torch.FloatTensor | None = None,
-        *,
-        start_positions: torch.LongTensor | None = None,
-        end_positions: torch.LongTensor | None = None,
-        **kwargs: Unpack[TransformersKwargs],
-    ) -> QuestionAnsweringModelOutput:
-        """Score the positions of the inputs of `MegaModel.forward` as start and end of the answer.
-
-        `start_logits`, `end_logits`: `[B, T]`, the lowest number of the dtype at masked positions. `start_positions`,
-        `end_positions`: `[B]`, the columns of the answer. The loss ignores masked columns and columns after the end.
-        """
-        return self.find_span(
-            start_positions,
-            end_positions,
-            kwargs,
-            input_ids=input_ids,
-            attention_mask=attention_mask,
-            token_type_ids=token_type_ids,
-            inputs_embeds=inputs_embeds,
-        )
 
 
 _WORDS = "embedding_layer.word_embeddings.weight"

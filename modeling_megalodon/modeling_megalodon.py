@@ -556,28 +556,6 @@ class MegalodonForSequenceClassification(GenericForSequenceClassification, Megal
 
     output_class = SequenceClassifierOutput
 
-    @can_return_tuple
-    def forward(
-        self,
-        input_ids: torch.LongTensor | None = None,
-        attention_mask: torch.Tensor | None = None,
-        inputs_embeds: torch.FloatTensor | None = None,
-        *,
-        labels: torch.Tensor | None = None,
-        **kwargs: Unpack[TransformersKwargs],
-    ) -> SequenceClassifierOutput:
-        """Classify the inputs of `MegalodonModel.forward`.
-
-        `labels`: `[B]` class ids, or numbers for regression. `logits`: `[B, num_labels]`.
-        """
-        return self.classify(
-            labels,
-            input_ids=input_ids,
-            attention_mask=attention_mask,
-            inputs_embeds=inputs_embeds,
-            **{"use_cache": False, **kwargs},
-        )
-
 
 __all__ = [
     "MegalodonCache",

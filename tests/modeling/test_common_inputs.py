@@ -1,10 +1,12 @@
 """Luna and Mega accept the same inputs and raise the same errors for invalid ones."""
 
+import inspect
 import re
 from itertools import product
 
 import pytest
 import torch
+import transformers
 from transformers import AutoModelForMaskedLM
 
 import luna_mega
@@ -13,6 +15,7 @@ from . import luna, mega
 
 FAMILIES = [luna, mega]
 family = pytest.mark.parametrize("family", FAMILIES, ids=["luna", "mega"])
+ONE_SEQUENCE = [head for head in luna.HEADS if head != "ForSequencePairClassification"]
 
 
 INVALID = [
@@ -48,11 +51,22 @@ def test_inputs(family):
 
 
 @family
-@pytest.mark.parametrize("head", [head for head in luna.HEADS if head != "ForSequencePairClassification"])
+@pytest.mark.parametrize("head", ONE_SEQUENCE)
 def test_positions_of_all_rows(family, head):
     """`position_ids` `[T]` apply to every row, also if a head reads the inputs before the base model."""
     model, ids = family.make(head), luna.head_inputs(head, [9, 9])["input_ids"]
     assert torch.equal(model(ids, position_ids=torch.arange(9))[0], model(ids)[0])
+
+
+@family
+@pytest.mark.parametrize("head", ONE_SEQUENCE[1:])
+def test_positional_arguments_are_those_of_bert(family, head):
+    model, inputs = family.make(head), luna.head_inputs(head, [9, 4])
+    embeds = model.get_input_embeddings()(inputs["input_ids"])
+    expected = model(inputs_embeds=embeds, attention_mask=inputs["attention_mask"])[0]
+    assert torch.equal(model(None, inputs["attention_mask"], None, None, embeds)[0], expected)
+    columns = [*inspect.signature(model.forward).parameters][:5]
+    assert columns == [*inspect.signature(getattr(transformers, f"Bert{head}").forward).parameters][1:6]
 
 
 @family
