@@ -34,6 +34,10 @@ def test_first_word_has_a_leading_space(tokenizer):
     assert first == third
 
 
+def test_mask_takes_the_space_before_it(tokenizer):
+    assert tokenizer("the <mask>")["input_ids"] == tokenizer("the<mask>")["input_ids"]
+
+
 def test_every_text_survives(tokenizer):
     text = "naïve 文字 🙂\tx"
     ids = tokenizer(text)["input_ids"]

@@ -67,6 +67,12 @@ def test_stream(script, line_end):
     assert tokenizer.decode(stream, clean_up_tokenization_spaces=False) == expected.replace(" c", "<unk>c")
 
 
+def test_windows_of_an_epoch_have_as_many_tokens_as_the_text():
+    windows = language_modeling.draw_windows(torch.arange(30), length=7, seed=0)
+    assert len(windows) == 4
+    assert all(torch.equal(window["shift_labels"], window["input_ids"] + 1) for window in windows)
+
+
 def test_streams_continue_after_the_previous_batch(script):
     streams = Streams(torch.arange(100), length=7, batch_size=3)
     batches = [[streams[step * 3 + row] for row in range(3)] for step in range(len(streams) // 3)]
