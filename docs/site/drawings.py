@@ -45,7 +45,7 @@ def attention_maps() -> dict[str, list[tuple[str, torch.Tensor]]]:
     return {
         "attention_luna": [("P attends to the tokens", pack[0, 0]), ("tokens attend to P", unpack[0, 0])],
         "attention_mega": [("tokens attend in chunks", mega)],
-        "attention_megalodon": [("the same, causal", megalodon)],
+        "attention_megalodon": [("tokens attend in chunks, causal", megalodon)],
     }
 
 
