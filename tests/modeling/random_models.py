@@ -1,5 +1,8 @@
 """Random configurations of encoders, decoders and encoder-decoders, and models of them in float64."""
 
+import copy
+import pickle
+
 import torch
 
 from tests.random_cases import choose
@@ -61,3 +64,33 @@ def drop(rng, mask, side):
         elif side == "gaps":
             mask[row] &= torch.rand(length) < 0.7
             mask[row, rng.randrange(length)] = 1
+
+
+def change_cache(texts, cache, *others):
+    """Change the cache of `texts` by a random action, of which `others` are more, or replace it by a copy; return it.
+
+    `texts` has `rng`, `expected` with a row for each text, `select(change)`, which changes all its tensors, and
+    `disturb(cache)`, which continues with other tokens.
+    """
+    rng, rows = texts.rng, len(texts.expected)
+    action = rng.choice(("reorder", "select", "repeat", "copy", "pickle", *others))
+    if action == "reorder" or (action == "select" and cache.is_static):
+        order = torch.randint(0, rows, (rows,))
+        cache.reorder_cache(order)
+        texts.select(lambda x: x[order])
+    elif action == "select":
+        order = torch.randint(0, rows, (rng.randrange(1, rows + 1),))
+        cache.batch_select_indices(order)
+        texts.select(lambda x: x[order])
+    elif action == "repeat" and not cache.is_static and rows < 6:
+        cache.batch_repeat_interleave(2)
+        texts.select(lambda x: x.repeat_interleave(2, 0))
+    elif action == "copy":
+        other = copy.deepcopy(cache)
+        cache, other = (cache, other) if rng.random() < 0.5 else (other, cache)
+        texts.disturb(other)  # has no effect on the cache that is returned
+    elif action == "pickle":
+        cache = pickle.loads(pickle.dumps(cache))
+    elif action == "crop":
+        cache.crop(cache.get_seq_length())
+    return cache

@@ -4,8 +4,6 @@ The logits of each text in a batch equal those of a batch that contains only thi
 prompt is split into calls of random lengths. Steps, calls of several positions and changes of the cache follow.
 """
 
-import copy
-import pickle
 import random
 
 import torch
@@ -86,29 +84,9 @@ class Texts:
         torch.testing.assert_close(output.logits[kept], self.expected[:, start:stop][kept], rtol=1e-7, atol=1e-7)
         return output.cache
 
-
-def change(texts, cache, at):
-    """Change the cache, or replace it by a copy; return it."""
-    rng, rows = texts.rng, len(texts.ids)
-    action = rng.choice(("reorder", "select", "repeat", "copy", "pickle"))
-    if action == "reorder" or (action == "select" and cache.is_static):
-        order = torch.randint(0, rows, (rows,))
-        cache.reorder_cache(order)
-        texts.select(lambda x: x[order])
-    elif action == "select":
-        order = torch.randint(0, rows, (rng.randrange(1, rows + 1),))
-        cache.batch_select_indices(order)
-        texts.select(lambda x: x[order])
-    elif action == "repeat" and not cache.is_static and rows < 6:
-        cache.batch_repeat_interleave(2)
-        texts.select(lambda x: x.repeat_interleave(2, 0))
-    elif action == "copy":
-        other = copy.deepcopy(cache)
-        cache, other = (cache, other) if rng.random() < 0.5 else (other, cache)
-        texts.model(torch.randint(4, 40, (rows, 1)), cache=other)  # has no effect on the other one
-    elif action == "pickle":
-        cache = pickle.loads(pickle.dumps(cache))
-    return cache
+    def disturb(self, cache):
+        """Continue with another token."""
+        self.model(torch.randint(4, 40, (len(self.ids), 1)), cache=cache)
 
 
 @torch.no_grad()
@@ -128,7 +106,7 @@ def check(seed):
         cache.make_static(texts.total + rng.choice((0, 1, 7)))
     while at < texts.total:
         if rng.random() < 0.4:
-            cache = change(texts, cache, at)
+            cache = random_models.change_cache(texts, cache)
         if rng.random() < 0.1:
             texts.drop(at)
         stop = at + 1 if cache.is_static or rng.random() < 0.8 else rng.randrange(at + 1, min(at + 6, texts.total) + 1)

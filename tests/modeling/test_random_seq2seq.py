@@ -3,8 +3,6 @@
 The logits of a source and a target alone equal those in a batch with padding and gaps, in float64.
 """
 
-import copy
-import pickle
 import random
 
 import torch
@@ -72,36 +70,10 @@ class Pairs:
         torch.testing.assert_close(output.logits[kept], self.expected[:, start:stop][kept], rtol=1e-8, atol=1e-8)
         return output.cache
 
-
-def change(pairs, cache):
-    """Change the cache, or replace it by a copy; return it."""
-    rng, rows = pairs.rng, len(pairs.source)
-    action = rng.choice(("reorder", "select", "repeat", "copy", "pickle", "crop"))
-    if action == "reorder" or (action == "select" and cache.is_static):
-        order = torch.randint(0, rows, (rows,))
-        cache.reorder_cache(order)
-        pairs.select(lambda x: x[order])
-    elif action == "select":
-        order = torch.randint(0, rows, (rng.randrange(1, rows + 1),))
-        cache.batch_select_indices(order)
-        pairs.select(lambda x: x[order])
-    elif action == "repeat" and not cache.is_static and rows < 6:
-        cache.batch_repeat_interleave(2)
-        pairs.select(lambda x: x.repeat_interleave(2, 0))
-    elif action == "copy":
-        other = copy.deepcopy(cache)
-        cache, other = (cache, other) if rng.random() < 0.5 else (other, cache)
-        pairs.model(
-            encoder_outputs=pairs.encoded,
-            attention_mask=pairs.source_mask,
-            decoder_input_ids=torch.randint(4, 30, (rows, 1)),
-            cache=other,  # has no effect on the other one
-        )
-    elif action == "pickle":
-        cache = pickle.loads(pickle.dumps(cache))
-    elif action == "crop":
-        cache.crop(cache.get_seq_length())
-    return cache
+    def disturb(self, cache):
+        """Continue with another token."""
+        token = torch.randint(4, 30, (len(self.target), 1))
+        self.model(encoder_outputs=self.encoded, attention_mask=self.source_mask, decoder_input_ids=token, cache=cache)
 
 
 @torch.no_grad()
@@ -120,7 +92,7 @@ def check(seed):
         parts = ((step, step + 1) for step in range(total - pairs.prompt))
     for start, stop in parts:
         if rng.random() < 0.5:
-            cache = change(pairs, cache)
+            cache = random_models.change_cache(pairs, cache, "crop")
         assert pairs.run(pairs.prompt + start, pairs.prompt + stop, cache) is cache
     assert cache.get_seq_length() == total
     options = {"num_beams": rng.choice((1, 3)), "do_sample": False, "max_new_tokens": 5, "eos_token_id": None}
