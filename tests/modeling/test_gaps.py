@@ -3,6 +3,8 @@
 import pytest
 import torch
 
+from luna_mega.kernels.support import take_columns
+
 from . import decoders, luna, mega
 
 MASK = torch.tensor(
@@ -157,6 +159,28 @@ def test_recorded_states_and_weights_have_gradients(name, place):
     sides = ["target"] * len(states["target"]) + ["source"] * len(states["source"])
     for side, got, reference in zip(sides, gradients, expected_gradients, strict=False):
         torch.testing.assert_close(got[2, kept[side]], reference[0])
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["mega: laplace chunks", "megalodon: heads"])
+def test_columns_move_before_the_first_and_after_the_last_layer(name, place, monkeypatch):
+    """Hooks of layers see the kept positions of a row next to each other. The number of moves is fixed."""
+    moved = []
+
+    def take(x, index):
+        moved.append(x)
+        return take_columns(x, index)
+
+    monkeypatch.setattr("luna_mega.modeling_common.layout.take_columns", take)
+    for layers in (1, 3):
+        model, seen = decoders.make(name, num_hidden_layers=layers), []
+        model.base_model.layers[-1].register_forward_pre_hook(lambda layer, args, seen=seen: seen.append(args[0]))
+        _, ids, mask = batch(model)
+        model(ids, attention_mask=mask, use_cache=False)
+        assert len(moved) == 2
+        model(ids[2:3, mask[2].bool()], use_cache=False)
+        moved.clear()
+        torch.testing.assert_close(seen[0][2, : seen[1].shape[1]], seen[1][0])
 
 
 @torch.no_grad()
