@@ -1,4 +1,4 @@
-"""Gated attention of Mega and Megalodon to a `KeyWindow`, and the cache layer with keys and values."""
+"""The cache layer with keys and values of the gated attention of Mega and Megalodon."""
 
 from typing import Any
 
@@ -6,10 +6,8 @@ import torch
 from torch.nn.functional import pad
 from transformers.configuration_utils import PreTrainedConfig
 
-from luna_mega.kernels.api import gated_attention, gated_attention_step
-from luna_mega.kernels.support import is_exporting, roll_columns, take_columns
+from luna_mega.kernels.support import KeyWindow, is_exporting, roll_columns, take_columns
 from luna_mega.modeling_common.cache import StateLayer
-from luna_mega.modeling_common.key_window import KeyWindow
 from luna_mega.modeling_common.masks import can_look
 
 
@@ -19,75 +17,6 @@ def cached_backend(config: PreTrainedConfig, cache: StateLayer | None, output_we
     Without a cache, "eager" computes the weights (`returns_weights`), which is the reference.
     """
     return None if cache is None or output_weights or config._attn_implementation != "eager" else "reference"
-
-
-def attend(
-    query: torch.Tensor,
-    window: KeyWindow,
-    heads: int | None = None,
-    return_weights: bool = False,
-    **options: Any,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return the attention of queries `[B, T, H Z]` to a window, `[B, T, H V]`, and the weights or None.
-
-    Args:
-        query: queries of all heads.
-        window: visible keys and values.
-        heads: H, with the heads of queries, keys and values next to each other; None = one, and weights without H.
-        return_weights: also return the attention weights.
-        options: further arguments of `gated_attention`: `bias`, `function`, `causal`, `dropout` and `backend`.
-    """
-    if window.step and not return_weights:
-        return attend_step(query, window, heads, **options), None
-    if window.varlen is not None:
-        options |= dict(zip(("cu_seqlens", "max_seqlen"), window.varlen, strict=True))
-    else:
-        options |= {"mask": window.mask, "start": window.start}
-    options |= {"chunk_size": window.chunk_size, "offset": window.offset, "return_weights": return_weights}
-    result: Any
-    if heads is not None:
-        result = attend_by_head(query, window, heads, options)
-    else:
-        result = gated_attention(query, window.keys, window.values, **options)
-    return result if return_weights else (result, None)
-
-
-def attend_step(
-    query: torch.Tensor, window: KeyWindow, heads: int | None, causal: bool, **options: Any
-) -> torch.Tensor:
-    """Return `attend` of one query, `[B, 1, H V]`, head by head: the heads of a cache are not copied."""
-    one_chunk = window.column is not None or window.start is None  # the keys belong to it
-    options |= {"chunk_size": None if one_chunk else window.chunk_size, "mask": window.mask, "start": window.start}
-    options |= {"column": window.column}
-    if heads in (None, 1):
-        return gated_attention_step(query[:, 0], window.keys, window.values, **options)[:, None]
-    split = (x.chunk(heads, -1) for x in (query[:, 0], window.keys, window.values))
-    return torch.cat([gated_attention_step(*head, **options) for head in zip(*split, strict=True)], -1)[:, None]
-
-
-def attend_by_head(
-    query: torch.Tensor, window: KeyWindow, heads: int, options: dict[str, Any]
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """Return `gated_attention` of several heads, which are sequences of a larger batch or of a longer row."""
-    length, varlen = query.shape[1], window.varlen is not None
-    if varlen:
-        before = torch.arange(heads, device=query.device)[:, None] * length
-        bounds = (options["cu_seqlens"][:-1] + before).flatten()
-        options |= {"cu_seqlens": pad(bounds, (0, 1), value=heads * length)}
-    else:
-        rows = {name: options[name] for name in ("mask", "start")}
-        options |= {name: None if x is None else x.repeat_interleave(heads, 0) for name, x in rows.items()}
-    tensors = (by_head(x, heads, varlen) for x in (query, window.keys, window.values))
-    result: Any = gated_attention(*tensors, heads=heads, **options)
-    attended, weights = result if options["return_weights"] else (result, None)
-    attended = attended.view(-1, heads, length, attended.shape[-1]).transpose(1, 2).flatten(2)
-    return attended if weights is None else (attended, weights)
-
-
-def by_head(x: torch.Tensor, heads: int, varlen: bool = False) -> torch.Tensor:
-    """Return the heads of `[B, T, H K]` as rows `[B H, T, K]`, or one row with `varlen` as `[1, H T, K]`."""
-    x = x.unflatten(-1, (heads, -1)).transpose(1, 2)
-    return x.flatten(1, 2) if varlen else x.flatten(0, 1)
 
 
 class KeyValueCacheLayer(StateLayer):

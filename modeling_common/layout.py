@@ -12,7 +12,6 @@ from torch import nn
 
 from luna_mega.kernels.support import take_columns
 from luna_mega.modeling_common.cache import StateCache
-from luna_mega.modeling_common.key_window import KeyWindow
 from luna_mega.modeling_common.masks import can_look
 from luna_mega.modeling_common.padding_free import PaddingFreeLayout
 
@@ -97,9 +96,9 @@ class DenseLayout(NamedTuple):
         """Return `[B, T, d]` after dropout of channels, at all positions of a sequence."""
         return nn.functional.dropout1d(x.transpose(1, 2), probability).transpose(1, 2)
 
-    def key_window(self, key: torch.Tensor, value: torch.Tensor, chunk_size: int | None) -> KeyWindow:
-        """Return the keys and values that are visible to the queries of the layout."""
-        return KeyWindow(key, value, chunk_size, self.mask, self.start())
+    def key_rows(self) -> dict[str, Any]:
+        """Return the fields of a `KeyWindow` that describe the rows of its keys."""
+        return {"mask": self.mask, "start": self.start()}
 
 
 DENSE = DenseLayout()  # no padding

@@ -7,7 +7,6 @@ import torch
 from torch import nn
 
 from luna_mega.kernels.support import check_cu_seqlens, forbid_capture, in_program, locate
-from luna_mega.modeling_common.key_window import KeyWindow
 from luna_mega.modeling_common.masks import can_look
 
 # Keyword arguments of a padding-free batch, as `DataCollatorWithFlattening` returns them.
@@ -84,8 +83,8 @@ class PaddingFreeLayout(NamedTuple):
         factors = x.new_ones(len(self.cu_seqlens) - 1, x.shape[2])
         return x * self.spread(nn.functional.dropout(factors, probability), x.shape[1])
 
-    def key_window(self, key: torch.Tensor, value: torch.Tensor, chunk_size: int | None) -> KeyWindow:
-        return KeyWindow(key, value, chunk_size, varlen=(self.cu_seqlens, self.max_seqlen))
+    def key_rows(self) -> dict[str, Any]:
+        return {"varlen": (self.cu_seqlens, self.max_seqlen)}
 
 
 BOUNDS = "omit it, or pass `cu_seq_lens_q` and `max_length_q`"

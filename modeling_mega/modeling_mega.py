@@ -37,8 +37,8 @@ from transformers.utils.generic import TransformersKwargs, can_return_tuple
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
 from luna_mega.kernels.api import TruncatedEmaState, damped_ema, damped_ema_step, ema_coefficients, gated_attention
-from luna_mega.kernels.support import Dropout, in_program, is_exporting, is_plain, upcast
-from luna_mega.modeling_common.attention import KeyValueCacheLayer, attend, cached_backend
+from luna_mega.kernels.support import Dropout, KeyWindow, attend, in_program, is_exporting, is_plain, upcast
+from luna_mega.modeling_common.attention import KeyValueCacheLayer, cached_backend
 from luna_mega.modeling_common.base import (
     BodyMixin,
     CommonPreTrainedModel,
@@ -57,7 +57,6 @@ from luna_mega.modeling_common.heads import (
     checked_loss,
 )
 from luna_mega.modeling_common.inputs import ValueEmbeddings, embed, prepare, scatter_states
-from luna_mega.modeling_common.key_window import KeyWindow
 from luna_mega.modeling_common.labels import check_pooled_labels
 from luna_mega.modeling_common.layout import DENSE, DenseLayout, Layout
 from luna_mega.modeling_common.masks import padding_token
@@ -501,7 +500,7 @@ class MegaGatedAttention(nn.Module):
         rows = zip(self.qk_bias.unbind(), self.qk_weight.unbind(), strict=True)
         query, key = (torch.addcmul(bias, shared, weight) for bias, weight in rows)
         if cache is None:
-            window = layout.key_window(key, value, chunk)
+            window = KeyWindow(key, value, chunk, **layout.key_rows())
         else:
             window = cache.extend(key, value, layout.mask, chunk)
         if output_weights:

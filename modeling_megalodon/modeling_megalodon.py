@@ -36,8 +36,8 @@ from luna_mega.kernels.api import (
     timestep_norm,
     timestep_norm_step,
 )
-from luna_mega.kernels.support import Dropout, upcast
-from luna_mega.modeling_common.attention import KeyValueCacheLayer, attend, cached_backend
+from luna_mega.kernels.support import Dropout, KeyWindow, attend, upcast
+from luna_mega.modeling_common.attention import KeyValueCacheLayer, cached_backend
 from luna_mega.modeling_common.base import (
     BodyMixin,
     CommonPreTrainedModel,
@@ -155,7 +155,7 @@ class MegalodonChunkAttention(nn.Module):
         query, key = rotate(query, rotation) * math.sqrt(self.size), rotate(key, rotation)
         chunk = self.chunk_size
         if cache is None:
-            window = layout.key_window(key, value, chunk)
+            window = KeyWindow(key, value, chunk, **layout.key_rows())
         else:
             window = cache.extend(key, value, layout.mask, chunk)
         options: dict[str, Any] = {"causal": True, "dropout": self.dropout.rate}

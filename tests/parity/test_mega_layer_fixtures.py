@@ -10,8 +10,8 @@ from torch import nn
 
 from luna_mega import MegaConfig
 from luna_mega.kernels.api import use_backend
+from luna_mega.kernels.gated_attention import window
 from luna_mega.kernels.gated_attention.reference import laplace, relu2
-from luna_mega.modeling_common import attention
 from luna_mega.modeling_common.layout import DENSE, DenseLayout
 from luna_mega.modeling_mega.modeling_mega import (
     MegaCacheLayer,
@@ -104,7 +104,7 @@ def gated_attention(fixture: Fixture, **fields) -> MegaGatedAttention:
 @pytest.fixture
 def padding_attends(monkeypatch):
     """Attend to padding in chunks that contain nothing else, as the original does; this package returns 0 there."""
-    original = attention.gated_attention
+    original = window.gated_attention
 
     def attend(query, key, value, *, mask, chunk_size, **options):
         if mask is not None and options["function"] == "softmax":
@@ -112,7 +112,7 @@ def padding_attends(monkeypatch):
             mask = torch.cat([chunk | ~chunk.any(dim=1, keepdim=True) for chunk in chunks], dim=1)
         return original(query, key, value, mask=mask, chunk_size=chunk_size, **options)
 
-    monkeypatch.setattr(attention, "gated_attention", attend)
+    monkeypatch.setattr(window, "gated_attention", attend)
 
 
 @pytest.mark.parametrize("fixture", MODULES, indirect=True)
