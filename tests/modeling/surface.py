@@ -1,14 +1,12 @@
 """Public surface of the models as tables in `surface.json`; `python -m tests.modeling.surface` writes them.
 
 The tables record what must not change when the models are refactored: signatures, configuration fields, weights and
-their initialization, outputs in every layout, and the path of a dense forward pass.
+their initialization, and outputs in every layout.
 """
 
-import gc
 import hashlib
 import inspect
 import json
-import sys
 from pathlib import Path
 
 import torch
@@ -17,18 +15,12 @@ from transformers import PreTrainedConfig
 
 import luna_mega
 
-from . import classes, decoders, luna, mega, megalodon_decoders
+from . import classes, decoders, luna, mega
 
 TABLES = Path(__file__).with_name("surface.json")
-ROOT = Path(__file__).parents[2]
 LENGTHS = [9, 1, 14, 6]
 ENCODERS = {name.replace(" ", ": ", 1): variant for name, variant in classes.VARIANTS.items()}
 HEADS = {f"luna: {head}": (luna, head) for head in luna.HEADS} | {f"mega: {head}": (mega, head) for head in luna.HEADS}
-PATHS = {
-    "LunaForMaskedLM": lambda: luna.make("ForMaskedLM"),
-    "MegaForMaskedLM": lambda: mega.make("ForMaskedLM"),
-    "MegalodonForCausalLM": lambda: megalodon_decoders.make(dtype=torch.float32, vocab_size=40),
-}
 
 
 def signatures():
@@ -151,47 +143,9 @@ def _decode(name, sides):
     return table | {"cache": steps}
 
 
-def paths():
-    """Return the files and functions of `modeling_*` that a dense forward pass runs, and its live `[B, T, d]` tensors.
-
-    Comprehensions are not counted, because they are functions before Python 3.12.
-    """
-    return {name: _trace(make()) for name, make in PATHS.items()}
-
-
-def _trace(model):
-    inputs, options = luna.tokens([13, 11]), {"use_cache": False} if model.config.is_decoder else {}
-    functions, live = [], []
-
-    def record(frame, event, _):
-        code = frame.f_code
-        if event == "call" and code.co_filename.startswith(f"{ROOT}/modeling_") and "<" not in code.co_name:
-            functions.append((Path(code.co_filename).name, code.co_qualname))
-
-    with torch.no_grad():
-        model(**inputs, **options)
-        sys.setprofile(record)
-        try:
-            model(**inputs, **options)
-        finally:
-            sys.setprofile(None)
-        stack = next(x for x in model.modules() if isinstance(x, nn.ModuleList) and len(x) == 2)
-        stack[-1].register_forward_pre_hook(lambda *_: live.append(_count_live(model.config.hidden_size)))
-        model(**inputs, **options)
-    files = sorted({file for file, _ in functions})
-    return {"files": " ".join(files), "functions": len(set(functions)), "calls": len(functions), "live": live[0]}
-
-
-def _count_live(width):
-    """Return the number of live tensors with the shape `[B, T, d]` of the inputs of `_trace`."""
-    gc.collect()
-    tensors = [x for x in gc.get_objects() if type(x) is torch.Tensor and x.shape == (2, 13, width)]
-    return len({x.data_ptr() for x in tensors})
-
-
 def build():
     """Return all tables."""
-    return {x.__name__: x() for x in (signatures, configurations, weights, outputs, paths)}
+    return {x.__name__: x() for x in (signatures, configurations, weights, outputs)}
 
 
 def _one_line_each(tables):

@@ -23,7 +23,7 @@ def is_recorded(item):
     return "megalodon" not in item[0] or drawn[0].equal(drawn[1])
 
 
-@pytest.mark.parametrize("table", ["signatures", "configurations", "paths"])
+@pytest.mark.parametrize("table", ["signatures", "configurations"])
 def test_surface(table):
     assert getattr(surface, table)() == TABLES[table]
 
