@@ -1,4 +1,4 @@
-"""Calls of every kernel for the checks on a GPU. Outputs and gradients are compared with the reference in float64.
+"""Calls of every op, for checks on a GPU, of fakes, edges and derivatives.
 
     PYTHONPATH=. compute-sanitizer --tool memcheck python tests/kernels/calls.py
 
@@ -17,8 +17,22 @@ from luna_mega.kernels import api
 WIDE = {"bias", "state", "key_mean", "value_mean", "mean", "variance"}
 
 
+class Sizes(NamedTuple):
+    """Numbers of sequences, of positions, of heads and their features, of rows of P, and of channels and states."""
+
+    batch: int
+    length: int
+    heads: int = 1
+    size: int = 16
+    rows: int = 8
+    channels: int = 16
+    states: int = 16
+    groups: int = 2
+    width: int = 32
+
+
 class Call(NamedTuple):
-    """A call of an op: float64 tensors that are exact in bfloat16, and a function of the tensors and the backend."""
+    """A call of an op: float64 tensors that are exact in bfloat16, and a function of the tensors and of options."""
 
     leaves: dict[str, torch.Tensor]
     run: Callable[..., tuple[torch.Tensor, ...]]
@@ -26,29 +40,10 @@ class Call(NamedTuple):
 
 
 def calls(n: int, toy: bool) -> Iterator[tuple[str, Callable[[], Call]]]:
-    """Yield (name, function that returns the call) of all calls at length n; `toy` selects small sizes."""
-    for options in ({"masked": True, "tied": True}, {"padding_free": True}, {"size": 128, "tied": True}):
-        yield f"luna_attention {_words(options)}", partial(_luna, n, toy, **options)
-    for options in ({"masked": True, "stateful": True}, {"rows": 80}, {"rows": 40, "activation": "elu"}):
-        yield f"luna_causal_attention {_words(options)}", partial(_causal, n, toy, **options)
-    for options in ({"stateful": True}, {"directions": 2, "masked": True}, {"padding_free": True}):
-        yield f"damped_ema {_words(options)}", partial(_ema, n, toy, **options)
-    for options in (
-        {"function": "softmax", "masked": True},
-        {"function": "laplace", "chunk": 64, "causal": True},
-        {"function": "relu2", "chunk": 64, "padding_free": True},
-    ):
-        yield f"gated_attention {_words(options)}", partial(_gated, n, toy, **options)
-    for options in ({"stateful": True}, {"masked": True}, {"padding_free": True}):
-        yield f"complex_ema {_words(options)}", partial(_complex_ema, n, toy, **options)
-    for options in ({"stateful": True}, {"directions": 2, "masked": True}, {"padding_free": True}):
-        yield f"diagonal_ssm {_words(options)}", partial(_diagonal, n, toy, **options)
-    for options in ({"stateful": True}, {"masked": True}):
-        yield f"timestep_norm {_words(options)}", partial(_norm, n, toy, **options)
-    yield "luna_causal_attention_step", partial(_causal_step, toy)
-    yield "damped_ema_step", partial(_ema_step, toy)
-    yield "diagonal_ssm_step", partial(_diagonal_step, toy)
-    yield "gated_attention_step", partial(_gated_step, n, toy)
+    """Yield (name, function that returns the call) of the calls for GPUs at length n; `toy` selects small sizes."""
+    for name in GPU_CALLS:
+        sizes = Sizes(1, n) if toy else Sizes(2, n, 3, 64, 40, 96, 16, 8, 192)
+        yield name, partial(CALLS[name], sizes)
 
 
 def results(call: Call, device: torch.device, dtype: torch.dtype, backend: str) -> dict[str, torch.Tensor]:
@@ -71,211 +66,186 @@ def _named(name, tensors):
     return {f"{name} {index}": x.detach() for index, x in enumerate(tensors)}
 
 
-def _words(options):
-    flags = (f"{name}={value}" if value is not True else name for name, value in options.items())
-    return ", ".join(str(flag).removeprefix("function=") for flag in flags)
-
-
 def _randoms(**shapes):
     generator = torch.Generator().manual_seed(0)
     return {name: torch.randn(shape, generator=generator).bfloat16().double() for name, shape in shapes.items()}
 
 
-def _mask(batch, n, device):
-    """Return a mask that drops 0 tokens at the start of the first row, and up to n // 8 at the start of the last."""
-    return torch.arange(n, device=device) >= torch.linspace(0, n // 8, batch, device=device)[:, None].long()
+def _rows(s, x, masked=False, padding_free=False):
+    """Return the options of a mask or of two varlen sequences with all tokens.
+
+    The mask drops 0 tokens at the start of the first row, and up to length // 8 at the start of the last.
+    """
+    if padding_free:
+        bounds = torch.tensor([0, s.length // 3, s.length], dtype=torch.int32, device=x.device)
+        return {"cu_seqlens": bounds, "max_seqlen": s.length - s.length // 3}
+    first = torch.linspace(0, s.length // 8, s.batch, device=x.device)[:, None].long()
+    return {"mask": torch.arange(s.length, device=x.device) >= first} if masked else {}
 
 
-def _bounds(n, device):
-    """Return the bounds of two sequences with n tokens in total, and the length of the longer one."""
-    return torch.tensor([0, n // 3, n], dtype=torch.int32, device=device), n - n // 3
+def _count(x):
+    return torch.full(x.shape[:1], 7, device=x.device)
 
 
-def _luna(n, toy, size=64, masked=False, tied=False, padding_free=False):
-    batch, heads, rows = (1, 1, 8) if toy else (1 if padding_free else 2, 3, 40)
-    size = 16 if toy else size
-    shapes = {"query": n, "pack_query": rows, "context": n} | ({} if tied else {"value": n})
-    leaves = _randoms(**{name: (batch, length, heads, size) for name, length in shapes.items()})
-
-    def run(query, pack_query, context, value=None, backend=None):
-        value, options = context if value is None else value, {"backend": backend}
-        if padding_free:
-            options["cu_seqlens"], options["max_seqlen"] = _bounds(n, query.device)
-        if padding_free:
-            pack_query = pack_query.expand(2, -1, -1, -1)
-        mask = _mask(batch, n, query.device) if masked else None
-        packed = api.luna_pack(pack_query, context, value, mask, **options)
-        return api.luna_unpack(query, packed, packed, **options), packed
-
-    return Call(leaves, run)
+def _tuple(result):
+    return result if isinstance(result, tuple) else (result,)
 
 
-def _causal(n, toy, rows=32, masked=False, stateful=False, activation="softplus"):
-    batch, heads, size = (1, 1, 16) if toy else (2, 2, 64)
-    rows = min(rows, 16) if toy and rows <= 64 else rows
-    shapes = {"query": (batch, n, heads, size), "pack_query": (batch, rows, heads, size)}
-    shapes |= dict.fromkeys(("pack_key", "context"), (batch, n, heads, size))
+def _luna(s, op="luna_attention", masked=False, tied=False, padding_free=False, size=None):
+    batch, rest = 1 if padding_free else s.batch, (s.heads, s.size if size is None or s.size == 16 else size)
+    lengths = {"query": s.length, "rows": s.rows, "context": s.length} | ({} if tied else {"value": s.length})
+    leaves = _randoms(**{name: (batch, length, *rest) for name, length in lengths.items()})
+    leaves |= _randoms(bias=(batch, s.rows)) if op == "luna_unpack" else {}
+    used = {"luna_pack": ("rows", "context", "value"), "luna_unpack": ("query", "rows", "bias")}.get(op, leaves)
+
+    def run(query=None, rows=None, context=None, value=None, bias=None, **options):
+        value = context if value is None else value
+        options |= {"cu_seqlens": None} | _rows(s, rows, masked, padding_free)
+        mask = options.pop("mask", None)
+        rows = rows.expand(2, -1, -1, -1) if padding_free else rows
+        if op == "luna_pack":
+            return (api.luna_pack(rows, context, value, mask, **options),)
+        if op == "luna_unpack":
+            return (api.luna_unpack(query, rows, rows if tied else rows / 2, bias=bias, **options),)
+        return api.luna_attention(query, rows, context, value, lambda y: (y, y), context_mask=mask, **options)
+
+    return Call({name: leaves[name] for name in used if name in leaves}, run)
+
+
+def _causal(s, rows=None, step=False, masked=False, stateful=False, activation="softplus"):
+    rows = rows if rows and (rows > 64 or s.size > 16) else s.rows
+    length = () if step else (s.length,)
+    shapes = {"query": (s.batch, *length, s.heads, s.size), "pack_query": (s.batch, rows, s.heads, s.size)}
+    shapes |= dict.fromkeys(("pack_key", "context"), shapes["query"])
     leaves = _randoms(**shapes)
     if stateful:
-        means = _randoms(key_mean=(batch, heads, size, rows), value_mean=(batch, heads, rows, size))
+        means = _randoms(key_mean=(s.batch, s.heads, s.size, rows), value_mean=(s.batch, s.heads, rows, s.size))
         leaves |= {name: mean.abs() for name, mean in means.items()}
+    op = api.luna_causal_attention_step if step else api.luna_causal_attention
 
-    def run(query, pack_query, pack_key, context, key_mean=None, value_mean=None, backend=None):
-        count = torch.full((batch,), 7, device=query.device)
-        state = api.LunaCausalState(key_mean, value_mean, count) if stateful else None
-        output, state = api.luna_causal_attention(
-            query, pack_query, pack_key, context, context,
-            mask=_mask(batch, n, query.device) if masked else None, activation=activation,
-            state=state, return_state=True, backend=backend,
-        )  # fmt: skip
+    def run(query, pack_query, pack_key, context, key_mean=None, value_mean=None, **options):
+        state = api.LunaCausalState(key_mean, value_mean, _count(query)) if stateful else None
+        options |= {} if step else {"return_state": True} | _rows(s, query, masked)
+        output, state = op(query, pack_query, pack_key, context, context, state=state, activation=activation, **options)
         return output, state.key_mean, state.value_mean
 
-    return Call(leaves, run)
+    return Call(leaves, run, gradients=not step)
 
 
-def _parameters(channels, directions):
-    """Return parameters whose logits are small enough for slow decays, as in a trained average."""
-    names = ("input_logit", "damping_logit", "expansion", "projection")
-    leaves = _randoms(**dict.fromkeys(names, (directions * channels, 16)), skip=(channels,))
-    return leaves | {name: (0.5 * leaves[name]).bfloat16().double() for name in names[:2]}
-
-
-def _ema(n, toy, directions=1, masked=False, stateful=False, padding_free=False):
-    batch, channels = (1, 16) if toy else (1 if padding_free else 2, 96)
-    leaves = _randoms(x=(batch, n, channels)) | _parameters(channels, directions)
-    leaves |= _randoms(state=(batch, channels, 16)) if stateful else {}
-
-    def run(x, state=None, backend=None, **parameters):
-        options = {"mask": _mask(batch, n, x.device) if masked else None, "backend": backend}
-        if padding_free:
-            options["cu_seqlens"], options["max_seqlen"] = _bounds(n, x.device)
-        result = api.damped_ema(x, **parameters, initial_state=state, return_state=stateful, **options)
-        return result if stateful else (result,)
-
-    return Call(leaves, run)
-
-
-def _complex_ema(n, toy, masked=False, stateful=False, padding_free=False):
-    batch, channels = (1, 16) if toy else (1 if padding_free else 2, 96)
+def _parameters(s, kind, rows):
+    """Return parameters whose decays are as slow as those of a trained model."""
     names = ("input_logit", "damping_logit")
-    leaves = _randoms(x=(batch, n, channels), **dict.fromkeys(names, (channels, 16)), phase_logit=(channels,))
-    leaves |= _randoms(projection=(channels, 16, 2), skip=(channels,))
-    leaves |= {name: (0.5 * leaves[name]).bfloat16().double() for name in names}
-    leaves |= _randoms(state=(batch, channels, 16, 2)) if stateful else {}
-
-    def run(x, state=None, backend=None, **parameters):
-        options = {"mask": _mask(batch, n, x.device) if masked else None, "backend": backend}
-        if padding_free:
-            options["cu_seqlens"], options["max_seqlen"] = _bounds(n, x.device)
-        result = api.complex_ema(x, **parameters, initial_state=state, return_state=stateful, **options)
-        return result if stateful else (result,)
-
-    return Call(leaves, run)
+    shape, pairs = (rows, s.states), (rows, s.states, 2)
+    if kind.startswith("diagonal_ssm"):
+        shapes = {"weight": shape} if "real" in kind else {"phase": shape, "weight": pairs}
+        leaves = _randoms(log_decay=shape, **shapes)
+        leaves["log_decay"] = -(0.25 * leaves["log_decay"].abs() + 0.01).bfloat16().double()
+    else:
+        first = {"phase_logit": rows} if kind == "complex_ema" else {"expansion": shape}
+        leaves = _randoms(**dict.fromkeys(names, shape), **first, projection=pairs if kind == "complex_ema" else shape)
+        leaves |= {name: (0.5 * leaves[name]).bfloat16().double() for name in names}
+    return leaves | _randoms(skip=s.channels)
 
 
-def _turning(channels, directions):
-    """Return parameters that decay as slowly as those of a trained model."""
-    leaves = _randoms(log_decay=(directions * channels, 16), phase=(directions * channels, 16))
-    leaves |= _randoms(weight=(directions * channels, 16, 2), skip=(channels,))
-    return leaves | {"log_decay": -(0.25 * leaves["log_decay"].abs() + 0.01).bfloat16().double()}
+def _average(s, kind, step=False, directions=1, masked=False, stateful=False, padding_free=False, **fixed):
+    batch = 1 if padding_free else s.batch
+    leaves = _randoms(x=(batch, s.channels) if step else (batch, s.length, s.channels))
+    leaves |= _parameters(s, kind, directions * s.channels)
+    pair = () if kind in ("damped_ema", "diagonal_ssm real") else (2,)
+    leaves |= _randoms(state=(batch, s.channels, s.states, *pair)) if stateful or step else {}
+    op = getattr(api, kind.partition(" ")[0] + ("_step" if step else ""))
+
+    def run(x, state=None, **rest):
+        rest |= fixed | ({"phase": None} if kind == "diagonal_ssm real" else {})
+        if step:
+            return op(x, state, **rest)
+        rest |= _rows(s, x, masked, padding_free)
+        return _tuple(op(x, initial_state=state, return_state=stateful, **rest))
+
+    return Call(leaves, run, gradients=not step)
 
 
-def _diagonal(n, toy, directions=1, masked=False, stateful=False, padding_free=False):
-    batch, channels = (1, 16) if toy else (1 if padding_free else 2, 96)
-    leaves = _randoms(x=(batch, n, channels)) | _turning(channels, directions)
-    leaves |= _randoms(state=(batch, channels, 16, 2)) if stateful else {}
-
-    def run(x, state=None, backend=None, **parameters):
-        options = {"mask": _mask(batch, n, x.device) if masked else None, "backend": backend}
-        if padding_free:
-            options["cu_seqlens"], options["max_seqlen"] = _bounds(n, x.device)
-        result = api.diagonal_ssm(x, **parameters, initial_state=state, return_state=stateful, **options)
-        return result if stateful else (result,)
-
-    return Call(leaves, run)
-
-
-def _norm(n, toy, masked=False, stateful=False):
-    batch, channels, groups = (1, 16, 2) if toy else (2, 96, 8)
-    leaves = _randoms(x=(batch, n, channels), weight=(channels,), bias=(channels,))
+def _norm(s, step=False, masked=False, stateful=False):
+    leaves = _randoms(x=(s.batch, *(() if step else (s.length,)), s.channels), weight=s.channels, bias=s.channels)
     if stateful:
-        leaves |= _randoms(mean=(batch, groups), variance=(batch, groups))
-        leaves["variance"] = leaves["variance"].abs()
+        leaves |= _randoms(mean=(s.batch, s.groups), variance=(s.batch, s.groups))
+        leaves["variance"] = (leaves["variance"].abs() + 1).bfloat16().double()
 
-    def run(x, weight, bias, mean=None, variance=None, backend=None):
-        options = {"mask": _mask(batch, n, x.device) if masked else None, "backend": backend}
-        if stateful:
-            count = torch.full((batch,), 7, device=x.device)
-            options |= {"initial_state": api.TimestepNormState(count, mean, variance)}
-        output, state = api.timestep_norm(x, groups, weight, bias, return_state=True, **options)
+    def run(x, weight, bias, mean=None, variance=None, **options):
+        state = api.TimestepNormState(_count(x), mean, variance) if stateful else None
+        if step:
+            return (api.timestep_norm_step(x, state, s.groups, weight, bias, **options)[0],)
+        options |= {"initial_state": state, "return_state": True} | _rows(s, x, masked)
+        output, state = api.timestep_norm(x, s.groups, weight, bias, **options)
         return output, state.mean, state.variance
 
     return Call(leaves, run)
 
 
-def _gated(n, toy, function, chunk=None, causal=False, masked=False, padding_free=False):
-    batch, shared, values = (1, 16, 32) if toy else (1 if padding_free else 2, 64, 192)
-    positions = n if chunk is None else chunk
-    leaves = _randoms(query=(batch, n, shared), key=(batch, n, shared), value=(batch, n, values))
+def _gated(s, step=False, chunk=None, masked=False, padding_free=False, row_offset=None, **fixed):
+    batch, positions = 1 if padding_free else s.batch, chunk or max(s.length, 1)
+    leaves = _randoms(query=(batch, *(() if step else (s.length,)), s.size), key=(batch, s.length, s.size))
     # Mega's scores are small, because its queries and keys are scaled by parameters that are initialized near zero.
     leaves["query"] = (0.25 * leaves["query"]).bfloat16().double()
-    leaves |= _randoms(bias=(2 * positions - 1,))
+    leaves |= _randoms(value=(batch, s.length, s.width), bias=2 * positions - 1)
+    op = api.gated_attention_step if step else api.gated_attention
 
-    def run(query, key, value, bias, backend=None):
-        options = {"mask": _mask(batch, n, query.device) if masked else None, "backend": backend}
-        if padding_free:
-            options["cu_seqlens"], options["max_seqlen"] = _bounds(n, query.device)
-        options |= {"function": function, "causal": causal, "chunk_size": chunk}
-        return (api.gated_attention(query, key, value, bias, **options),)
+    def run(query, **rest):
+        rest |= fixed | {"chunk_size": chunk} | _rows(s, query, masked or bool(row_offset), padding_free)
+        if row_offset is not None:
+            rest["mask"] = torch.arange(s.length, device=query.device).expand(batch, -1) >= row_offset
+            rest["row_offset"] = torch.full((batch,), row_offset, device=query.device)
+        return (op(query, **rest),)
 
-    return Call(leaves, run)
-
-
-def _causal_step(toy):
-    batch, heads, size, rows = (1, 1, 16, 8) if toy else (3, 2, 64, 32)
-    leaves = _randoms(
-        **dict.fromkeys(("query", "pack_key", "key", "value"), (batch, heads, size)),
-        pack_query=(batch, rows, heads, size),
-    )
-    means = _randoms(key_mean=(batch, heads, size, rows), value_mean=(batch, heads, rows, size))
-    leaves |= {name: mean.abs() for name, mean in means.items()}
-
-    def run(query, pack_query, pack_key, key, value, key_mean, value_mean, backend=None):
-        state = api.LunaCausalState(key_mean, value_mean, torch.full((batch,), 7, device=query.device))
-        output, state = api.luna_causal_attention_step(query, pack_query, pack_key, key, value, state, backend=backend)
-        return output, state.key_mean, state.value_mean
-
-    return Call(leaves, run, gradients=False)
+    return Call(leaves, run, gradients=not step)
 
 
-def _ema_step(toy):
-    batch, channels = (1, 16) if toy else (3, 96)
-    leaves = _randoms(x=(batch, channels), state=(batch, channels, 16)) | _parameters(channels, 1)
-
-    def run(x, state, backend=None, **parameters):
-        return api.damped_ema_step(x, state, **parameters, backend=backend)
-
-    return Call(leaves, run, gradients=False)
-
-
-def _diagonal_step(toy):
-    batch, channels = (1, 16) if toy else (3, 96)
-    leaves = _randoms(x=(batch, channels), state=(batch, channels, 16, 2)) | _turning(channels, 1)
-
-    def run(x, state, backend=None, **parameters):
-        return api.diagonal_ssm_step(x, state, **parameters, backend=backend)
-
-    return Call(leaves, run, gradients=False)
-
-
-def _gated_step(n, toy):
-    batch, shared, values = (1, 16, 32) if toy else (3, 64, 192)
-    leaves = _randoms(query=(batch, shared), key=(batch, n, shared), value=(batch, n, values), bias=(2 * n - 1,))
-
-    def run(query, key, value, bias, backend=None):
-        return (api.gated_attention_step(query, key, value, bias, function="softmax", backend=backend),)
-
-    return Call(leaves, run, gradients=False)
+# The first call of each op of `GPU_CALLS` is captured and compiled.
+GPU_CALLS = {
+    "luna_attention masked, tied": partial(_luna, masked=True, tied=True),
+    "luna_attention padding_free": partial(_luna, padding_free=True),
+    "luna_attention size=128, tied": partial(_luna, size=128, tied=True),
+    "luna_causal_attention masked, stateful": partial(_causal, masked=True, stateful=True, rows=32),
+    "luna_causal_attention rows=80": partial(_causal, rows=80),
+    "luna_causal_attention rows=40, elu": partial(_causal, rows=40, activation="elu"),
+    "damped_ema stateful": partial(_average, kind="damped_ema", stateful=True),
+    "damped_ema directions=2, masked": partial(_average, kind="damped_ema", directions=2, masked=True),
+    "damped_ema padding_free": partial(_average, kind="damped_ema", padding_free=True),
+    "gated_attention masked": partial(_gated, masked=True),
+    "gated_attention laplace, chunks, causal": partial(_gated, function="laplace", chunk=64, causal=True),
+    "gated_attention relu2, chunks, padding_free": partial(_gated, function="relu2", chunk=64, padding_free=True),
+    "complex_ema stateful": partial(_average, kind="complex_ema", stateful=True),
+    "complex_ema masked": partial(_average, kind="complex_ema", masked=True),
+    "complex_ema padding_free": partial(_average, kind="complex_ema", padding_free=True),
+    "diagonal_ssm stateful": partial(_average, kind="diagonal_ssm", stateful=True),
+    "diagonal_ssm directions=2, masked": partial(_average, kind="diagonal_ssm", directions=2, masked=True),
+    "diagonal_ssm padding_free": partial(_average, kind="diagonal_ssm", padding_free=True),
+    "timestep_norm stateful": partial(_norm, stateful=True),
+    "timestep_norm masked": partial(_norm, masked=True),
+    "luna_causal_attention_step": partial(_causal, step=True, stateful=True),
+    "damped_ema_step": partial(_average, kind="damped_ema", step=True),
+    "diagonal_ssm_step": partial(_average, kind="diagonal_ssm", step=True),
+    "gated_attention_step": partial(_gated, step=True, function="softmax"),
+}
+CALLS = GPU_CALLS | {
+    "luna_pack masked": partial(_luna, op="luna_pack", masked=True, tied=True),
+    "luna_unpack": partial(_luna, op="luna_unpack"),
+    "luna_unpack tied": partial(_luna, op="luna_unpack", tied=True),
+    "gated_attention short chunks": partial(_gated, function="laplace", causal=True, chunk=8),
+    "gated_attention row_offset": partial(_gated, function="relu2", row_offset=2),
+    "damped_ema masked, stateful": partial(_average, kind="damped_ema", masked=True, stateful=True),
+    "damped_ema directions=2, shifted": partial(_average, kind="damped_ema", directions=2, shift=True),
+    "damped_ema truncated": partial(_average, kind="damped_ema", truncation=5),
+    "complex_ema masked, stateful": partial(_average, kind="complex_ema", masked=True, stateful=True),
+    "complex_ema_step": partial(_average, kind="complex_ema", step=True),
+    "diagonal_ssm masked, stateful": partial(_average, kind="diagonal_ssm", masked=True, stateful=True),
+    "diagonal_ssm real": partial(_average, kind="diagonal_ssm real", masked=True, stateful=True),
+    "diagonal_ssm real, directions=2": partial(_average, kind="diagonal_ssm real", directions=2),
+    "diagonal_ssm_step real": partial(_average, kind="diagonal_ssm real", step=True),
+    "timestep_norm masked, stateful": partial(_norm, masked=True, stateful=True),
+    "timestep_norm_step": partial(_norm, step=True, stateful=True),
+    "timestep_norm_step first": partial(_norm, step=True),
+}  # fmt: skip
 
 
 def main() -> None:

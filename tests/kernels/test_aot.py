@@ -97,6 +97,7 @@ def check_machine_code(content: dict, version: str) -> None:
     assert not [row for row in rows if row["narrow"]], "these kernels accumulate in 16 bits"
 
 
+@pytest.mark.slow
 def test_the_known_fault_with_the_installed_compiler():
     faults = json.loads(run_script("-c", KNOWN_FAULT))
     assert bool(faults) == triton.__version__.startswith(("3.6.", "3.7."))

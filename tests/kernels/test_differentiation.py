@@ -9,132 +9,43 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
 
 from luna_mega.kernels import _export, api
+from tests.kernels.calls import CALLS as TABLE, GPU_CALLS, Sizes
 from tests.marks import diagonal, slow_but
 
-T = 19  # more than the positions that causal Luna attention computes without an operator
 STEP = 1e-6
-
-
-def mask(x: torch.Tensor) -> torch.Tensor:
-    return torch.arange(T, device=x.device)[None] < T - 2
-
-
-def integer(x: torch.Tensor, value: int) -> torch.Tensor:
-    return torch.full((1,), value, device=x.device)
+# More positions than those that causal Luna attention computes without an operator.
+SIZES = Sizes(1, 19, 2, 3, 4, 4, 2, 2, 4)
+NAMES = [
+    "luna_attention masked, tied", "luna_causal_attention masked, stateful", "luna_causal_attention rows=40, elu",
+    "gated_attention masked", "diagonal_ssm directions=2, masked", *(name for name in TABLE if "_step" in name),
+    *(name for name in TABLE if name not in GPU_CALLS and "_step" not in name),
+]  # fmt: skip
 
 
 def normal(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed + sum(shape)))
 
 
-def causal(query, rows, key, key_mean, value_mean, **options):
-    state = api.LunaCausalState(key_mean, value_mean, integer(query, 5))
-    output, state = api.luna_causal_attention(
-        query, rows, key, key, key, state=state, mask=mask(query), return_state=True, **options
-    )
-    return output, state.key_mean, state.value_mean
+def of_table(name: str) -> tuple[Callable, tuple[torch.Tensor, ...]]:
+    call = TABLE[name](SIZES)
+    return lambda *x, **o: call.run(**dict(zip(call.leaves, x, strict=True)), **o), tuple(call.leaves.values())
 
 
-def causal_step(query, rows, key, key_mean, value_mean, **options):
-    state = api.LunaCausalState(key_mean, value_mean, integer(query, 5))
-    return api.luna_causal_attention_step(query, rows, key, key, key, state=state, **options)[0]
-
-
-def norm(x, weight, bias, mean, variance, **options):
-    state = api.TimestepNormState(integer(x, 5), mean, variance.square() + 1)
-    options |= {"mask": mask(x), "initial_state": state, "return_state": True}
-    output, state = api.timestep_norm(x, 2, weight, bias, **options)
-    return output, state.mean, state.variance
-
-
-TOKENS, ROWS, PARAMETERS = normal(1, T, 2, 3), normal(1, 4, 2, 3), [normal(4, 2, seed=seed) for seed in range(4)]
-UNPACK = TOKENS, ROWS, ROWS / 2, normal(1, 4)
-X, SKIP = normal(1, 4), normal(4)
-MEANS = normal(1, 2, 3, 4), normal(1, 2, 4, 3)
-GATED = normal(1, T, 3), normal(1, T, 3, seed=1), normal(1, T, 4)
-COMPLEX = normal(4, 2), normal(4, 2, seed=1), normal(4), normal(4, 2, 2)
+PARAMETERS, COMPLEX = [normal(4, 2, seed=seed) for seed in range(4)], (normal(4, 2), normal(4, 2, seed=1), normal(4))
 DIAGONAL = -normal(4, 2).exp() / 4, normal(4, 2, seed=1), normal(4, 2, 2)
 # Operator and options -> (function of the leaves, leaves).
-CALLS: dict[str, tuple[Callable, tuple[torch.Tensor, ...]]] = {
-    "luna_pack": (lambda p, x, **o: api.luna_pack(p, x, x, mask(x), **o), (ROWS, TOKENS)),
-    "luna_unpack": (lambda x, p, v, b, **o: api.luna_unpack(x, p, v, bias=b, **o), UNPACK),
-    "luna_attention": (
-        lambda q, p, x, **o: api.luna_attention(q, p, x, x, lambda y: (y, y), **o)[0], (TOKENS, ROWS, TOKENS / 2),
-    ),
-    "luna_causal_attention": (causal, (TOKENS, ROWS, TOKENS / 2, *MEANS)),
-    "luna_causal_attention, elu": (
-        lambda q, p, x, **o: api.luna_causal_attention(q, p, x, x, x / 2, activation="elu", **o),
-        (TOKENS, ROWS, TOKENS / 2),
-    ),
-    "luna_causal_attention_step": (causal_step, (TOKENS[:, 0], ROWS, TOKENS[:, 1], *MEANS)),
-    "gated_attention": (
-        lambda q, *x, **o: api.gated_attention(q, *x, mask=mask(q), **o), (*GATED, normal(2 * T - 1)),
-    ),
-    "gated_attention, laplace": (
-        partial(api.gated_attention, function="laplace", causal=True, chunk_size=8), (*GATED, normal(15)),
-    ),
-    "gated_attention, relu2": (
-        lambda q, *x, **o: api.gated_attention(
-            q, *x, function="relu2", row_offset=integer(q, 2), mask=mask(q).flip(1), **o
-        ),
-        (*GATED, normal(2 * T - 1)),
-    ),
-    "gated_attention_step": (
-        lambda q, *x, **o: api.gated_attention_step(q[:, 0], *x, **o), (*GATED, normal(2 * T - 1)),
-    ),
-    "damped_ema": (
-        lambda x, s, *p, **o: api.damped_ema(x, *p, mask=mask(x), initial_state=s, return_state=True, **o),
-        (normal(1, T, 4), normal(1, 4, 2), *PARAMETERS, normal(4)),
-    ),
-    "damped_ema, two directions": (
-        partial(api.damped_ema, shift=True),
-        (normal(1, T, 4), *(torch.cat((x, x / 2)) for x in PARAMETERS), normal(4)),
-    ),
-    "damped_ema, truncated": (partial(api.damped_ema, truncation=5), (normal(1, T, 4), *PARAMETERS)),
-    "damped_ema_step": (
-        lambda x, s, *p, **o: api.damped_ema_step(x, s, *p, **o), (X, normal(1, 4, 2), *PARAMETERS, SKIP),
-    ),
-    "complex_ema": (
-        lambda x, s, *p, **o: api.complex_ema(x, *p, mask=mask(x), initial_state=s, return_state=True, **o),
-        (normal(1, T, 4), normal(1, 4, 2, 2), *COMPLEX, normal(4)),
-    ),
-    "complex_ema_step": (
-        lambda x, s, *p, **o: api.complex_ema_step(x, s, *p, **o), (X, normal(1, 4, 2, 2), *COMPLEX, SKIP),
-    ),
-    "diagonal_ssm": (
-        lambda x, s, *p, **o: api.diagonal_ssm(x, *p, mask=mask(x), initial_state=s, return_state=True, **o),
-        (normal(1, T, 4), normal(1, 4, 2, 2), *DIAGONAL, normal(4)),
-    ),
+CALLS: dict[str, tuple[Callable, tuple[torch.Tensor, ...]]] = {name: of_table(name) for name in NAMES} | {
     "diagonal_ssm, complex numbers": (
         lambda x, a, b, c, *p, **o: api.diagonal_ssm(
             x, *api.discretize(torch.complex(a, b), c[:, 0].exp(), torch.complex(a, c)), *p, **o
         ),
-        (normal(1, T, 4), DIAGONAL[0], *(normal(4, 2, seed=seed) for seed in (1, 2)), normal(4)),
-    ),
-    "diagonal_ssm, two directions": (
-        lambda x, a, p, w, *s, **o: api.diagonal_ssm(x, a, p, w, *s, mask=mask(x), **o),
-        (normal(1, T, 4), *(torch.cat((x, x / 2)) for x in DIAGONAL), normal(4)),
-    ),
-    "diagonal_ssm, real": (
-        lambda x, s, a, w, *p, **o: api.diagonal_ssm(
-            x, a, None, w, *p, mask=mask(x), initial_state=s, return_state=True, **o
-        ),
-        (normal(1, T, 4), normal(1, 4, 2), *DIAGONAL[:2], normal(4)),
-    ),
-    "diagonal_ssm_step": (
-        lambda x, s, *p, **o: api.diagonal_ssm_step(x, s, *p, **o), (X, normal(1, 4, 2, 2), *DIAGONAL, SKIP),
-    ),
-    "diagonal_ssm_step, real": (
-        lambda x, s, a, w, *p, **o: api.diagonal_ssm_step(x, s, a, None, w, *p, **o),
-        (X, normal(1, 4, 2), *DIAGONAL[:2], SKIP),
-    ),
-    "timestep_norm": (norm, (normal(1, T, 4), normal(4), normal(4, seed=1), normal(1, 2), normal(1, 2, seed=1))),
-    "timestep_norm_step": (
-        lambda x, w, b, **o: api.timestep_norm_step(x, None, 2, w, b, **o)[0], (X, SKIP, normal(4, seed=1)),
+        (normal(1, 19, 4), DIAGONAL[0], *(normal(4, 2, seed=seed) for seed in (1, 2)), normal(4)),
     ),
     "ema_coefficients": (partial(api.ema_coefficients, dtype=torch.float64), tuple(PARAMETERS)),
     "diagonal_ssm_coefficients": (partial(api.diagonal_ssm_coefficients, dtype=torch.float64), DIAGONAL),
-    "complex_ema_coefficients": (partial(api.complex_ema_coefficients, dtype=torch.float64), COMPLEX),
+    "complex_ema_coefficients": (
+        partial(api.complex_ema_coefficients, dtype=torch.float64), (*COMPLEX, normal(4, 2, 2)),
+    ),
 }  # fmt: skip
 
 
@@ -274,7 +185,10 @@ def test_every_way(name):
             )
 
 
-@pytest.mark.parametrize("name", slow_but(["gated_attention", "timestep_norm", "luna_pack", "damped_ema"], CALLS))
+@pytest.mark.parametrize(
+    "name",
+    slow_but([NAMES[3], "timestep_norm masked, stateful", "luna_pack masked", "damped_ema masked, stateful"], CALLS),
+)
 def test_without_private_names(name, monkeypatch):
     """Without the private names of PyTorch that find transforms, no way has a wrong result."""
     case = Case(name)
@@ -332,12 +246,12 @@ def test_second_derivatives_of_triton(name, way, triton_device):
 
 @pytest.mark.triton
 def test_transforms_do_not_run_triton(triton_device):
-    x, rows = (x.float().to(triton_device) for x in (TOKENS, ROWS))
+    x, rows = (torch.randn(1, length, 2, 3, device=triton_device) for length in (19, 4))
     with pytest.raises(ValueError, match="luna_pack cannot run on 'triton': transforms of torch.func.*choose 'torch'"):
         torch.func.grad(lambda x: api.luna_pack(rows, x, x, backend="triton").sum())(x)
 
 
-@pytest.mark.parametrize("name", ["gated_attention", "luna_causal_attention"])
+@pytest.mark.parametrize("name", ["gated_attention masked", "luna_causal_attention masked, stateful"])
 def test_dropout_is_drawn_again(name):
     """With `create_graph=True`, the backward pass uses the dropout mask of the forward pass."""
     run, leaves, found = scalar(name, dropout=0.3), CALLS[name][1], []

@@ -6,23 +6,15 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.library import opcheck
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from luna_mega.kernels.api import (
-    complex_ema,
-    complex_ema_step,
-    damped_ema,
-    damped_ema_step,
-    diagonal_ssm,
-    diagonal_ssm_step,
-    gated_attention,
-    luna_causal_attention,
-    luna_causal_attention_step,
-    luna_pack,
-    luna_unpack,
-    timestep_norm,
-    timestep_norm_step,
-)
-from tests.kernels.backends import TRITON
+from luna_mega.kernels import api
+from tests.kernels.backends import SLOW_TRITON, TRITON
+from tests.kernels.calls import CALLS, Sizes
+from tests.kernels.leaves import assert_same
 from tests.kernels.operators import OperatorCalls
+from tests.marks import slow_but
+
+SIZES = Sizes(2, 20, 2, 8, 5, 8, 4, 2, 24)
+NAMES = [name for name in CALLS if name != "damped_ema truncated"]  # not on Triton
 
 
 def described(x):
@@ -34,14 +26,9 @@ def described(x):
 class Promises(TorchDispatchMode):
     """Compare the results of this package's operators with their fakes."""
 
-    def __init__(self):
-        super().__init__()
-        self.seen = set()
-
     def __torch_dispatch__(self, operator, types, arguments=(), options=None):
         results = operator(*arguments, **(options or {}))
         if operator.namespace == "luna_mega":
-            self.seen.add(operator._schema.name.partition("::")[2])
             with FakeTensorMode() as mode:
                 fakes = operator(*torch.utils._pytree.tree_map_only(torch.Tensor, mode.from_tensor, arguments))
             for number, pair in enumerate(zip(*map(torch.utils._pytree.tree_leaves, (results, fakes)), strict=True)):
@@ -50,122 +37,36 @@ class Promises(TorchDispatchMode):
         return results
 
 
-def leaves_of(loss):
-    """Return the leaves of the autograd graph of a loss."""
-    nodes, leaves = [loss.grad_fn], {}
-    while nodes:
-        node = nodes.pop()
-        if hasattr(node, "variable"):
-            leaves[id(node.variable)] = node.variable
-        nodes += [following for following, _ in node.next_functions if following is not None]
-    return list(leaves.values())
+def views(name, backend, device):
+    """Return a call and its leaves: positions and heads, or positions and sequences, are transposed views."""
+    call = CALLS[name](SIZES)
+    leaves = [x.float().to(device) for x in call.leaves.values()]
+    leaves = [x.transpose(-2, -3).contiguous().transpose(-2, -3) if x.dim() > 2 else x for x in leaves]
+    leaves = dict(zip(call.leaves, (x.requires_grad_() for x in leaves), strict=True))
+    options = {"backend": backend} | ({"dropout": 0.1} if "luna" in name or "gated" in name else {})
+    return lambda: call.run(**leaves, **options), list(leaves.values())
 
 
-def heads_first(*shape):
-    """Return a leaf with heads `[B, T, H, K]` that is a transposed view of contiguous memory."""
-    return torch.randn(*shape).transpose(1, 2).contiguous().transpose(1, 2).requires_grad_()
-
-
-def causal(backend, rows):
-    tokens = [heads_first(2, 20, 2, 8) for _ in range(4)]
-    pack_query = heads_first(2, rows, 2, 8)
-    options = {"mask": torch.arange(20) < torch.tensor([[20], [11]]), "backend": backend}
-    state = luna_causal_attention(tokens[0], pack_query, *tokens[1:], return_state=True, **options)[1]
-    result, state = luna_causal_attention(
-        tokens[0], pack_query, *tokens[1:], state=state, return_state=True, dropout=0.1, **options
-    )
-    one, state = luna_causal_attention_step(
-        tokens[0][:, 0], pack_query, *(x[:, 0] for x in tokens[1:]), state, backend=backend
-    )
-    return result, one, *state[:2]
-
-
-def packed(backend, tied):
-    key, value, few = (heads_first(2, length, 3, 8) for length in (40, 40, 5))
-    value = key if tied else value
-    if backend == "torch":  # compiled programs call this operator
-        return torch.ops.luna_mega.attend(few, key, value, None, 0.5)[:1]
-    result = luna_pack(few, key, value, torch.arange(40) < torch.tensor([[40], [11]]), backend=backend)
-    return result, luna_unpack(key, few, few if tied else result, backend=backend)
-
-
-def gated(backend, function):
-    query, key = (torch.randn(20, 2, 8, requires_grad=True).transpose(0, 1) for _ in range(2))
-    value, bias = torch.randn(2, 20, 24, requires_grad=True)[..., 1:], torch.randn(63, requires_grad=True)
-    mask = torch.arange(20) < torch.tensor([[20], [11]])
-    options = {"function": function, "causal": function == "softmax", "chunk_size": 8, "backend": backend}
-    return (gated_attention(query, key, value, bias, mask=mask, **options),)
-
-
-def average(backend, bidirectional):
-    x = torch.randn(20, 2, 8, requires_grad=True).transpose(0, 1)
-    shape = 16 if bidirectional else 8, 4
-    parameters = [torch.randn(*shape, requires_grad=True) for _ in range(4)]
-    skip, options = torch.randn(8, requires_grad=True), {"backend": backend}
-    if bidirectional:
-        return (damped_ema(x, *parameters, skip=skip, **options),)
-    result, state = damped_ema(x, *parameters, skip=skip, return_state=True, **options)
-    return result, *damped_ema_step(x[:, 0], state, *parameters, skip=skip, **options)
-
-
-def complex_average(backend, stateful):
-    x = torch.randn(20, 2, 8, requires_grad=True).transpose(0, 1)
-    shapes = (8, 4), (8, 4), (8,), (8, 4, 2), (8,)
-    parameters, options = [torch.randn(*shape, requires_grad=True) for shape in shapes], {"backend": backend}
-    if not stateful:
-        return (complex_ema(x, *parameters, **options),)
-    result, state = complex_ema(x, *parameters, return_state=True, **options)
-    return result, *complex_ema_step(x[:, 0], state, *parameters, **options)
-
-
-def diagonal(backend, directions):
-    x = torch.randn(20, 2, 8, requires_grad=True).transpose(0, 1)
-    shapes = *[(8 * directions, 4)] * 2, (8 * directions, 4, 2), (8,)
-    log_decay, *rest = [torch.randn(*shape, requires_grad=True) for shape in shapes]
-    options = {"backend": backend}
-    if directions == 2:
-        return (diagonal_ssm(x, -log_decay.exp(), None, rest[0], rest[2], **options),)
-    result, state = diagonal_ssm(x, -log_decay.exp(), *rest, return_state=True, **options)
-    return result, *diagonal_ssm_step(x[:, 0], state, -log_decay.exp(), *rest, **options)
-
-
-def norm_over_time(backend, masked):
-    x = torch.randn(20, 2, 8, requires_grad=True).transpose(0, 1)
-    mask = torch.arange(20) < torch.tensor([[20], [11]]) if masked else None
-    result, state = timestep_norm(
-        x, 2, torch.ones(8, requires_grad=True), mask=mask, return_state=True, backend=backend
-    )
-    return result, timestep_norm_step(x[:, 0], state, 2, backend=backend)[0]
-
-
-CALLS = [
-    *((causal, rows) for rows in (5, 70)),
-    *((packed, tied) for tied in (True, False)),
-    *((gated, function) for function in ("softmax", "laplace")),
-    *((call, option) for call in (average, complex_average, norm_over_time) for option in (True, False)),
-    *((diagonal, directions) for directions in (1, 2)),
-]
+def train(run, leaves):
+    """Return the loss and the gradients of a call."""
+    torch.manual_seed(0)
+    loss = sum(x.square().sum() for x in run())
+    return loss, *(x for x in torch.autograd.grad(loss, leaves, allow_unused=True) if x is not None)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", ["torch", TRITON])
-@pytest.mark.parametrize("call, option", CALLS)
-def test_results_are_what_the_fakes_promise(triton_device, monkeypatch, call, option, backend):
+@pytest.mark.parametrize("name", NAMES)
+def test_results_are_what_the_fakes_promise(triton_device, monkeypatch, name, backend):
     if backend == "triton":
         from luna_mega.kernels.luna_causal_attention import triton_forward
 
         monkeypatch.setattr(triton_forward, "MIN_SEGMENT", 16)
-
-    def train():
-        torch.manual_seed(0)
-        loss = sum(x.square().sum() for x in call(backend, option))
-        return loss, *torch.autograd.grad(loss, leaves_of(loss))
-
-    with torch.device(triton_device):
-        results = train()
-        with Promises() as promises:
-            assert all(map(torch.equal, results, train())), "a call under a mode has other results"
-    assert len(results) > 2 and any("backward" in name for name in promises.seen), promises.seen
+    run, leaves = views(name, backend, triton_device)
+    results = train(run, leaves)
+    with Promises():
+        assert all(map(torch.equal, results, train(run, leaves))), "a call under a mode has other results"
+    assert len(results) > 2
 
 
 def registered(backend):
@@ -181,12 +82,15 @@ def registered(backend):
 def test_opcheck(triton_device, backend):
     """PyTorch's checks of custom operators pass for all operators, with the arguments of the calls above."""
     seen = set()
-    for call, option in CALLS:
-        with torch.device(triton_device), OperatorCalls() as mode:
-            loss = sum(x.square().sum() for x in call(backend, option))
-            torch.autograd.grad(loss, leaves_of(loss))
+    for name in NAMES:
+        run, leaves = views(name, backend, triton_device)
+        with OperatorCalls() as mode:
+            train(run, leaves)
+            if backend == "torch" and name == "luna_pack masked":  # compiled programs call this operator
+                pack, context = leaves
+                torch.ops.luna_mega.attend(pack, context, context, None, 0.5)[0].sum().backward()
             with torch.no_grad():
-                call(backend, option)
+                run()
         for operator, arguments in zip(mode.operators, mode.calls, strict=True):
             backward = operator._schema.name.endswith("_backward")
             arguments = tuple(
@@ -200,21 +104,38 @@ def test_opcheck(triton_device, backend):
     assert seen == registered(backend)
 
 
+@pytest.mark.parametrize("backend", ["torch", SLOW_TRITON])
+@pytest.mark.parametrize("name", slow_but(["luna_pack masked", "gated_attention short chunks"], NAMES))
+def test_compile_fullgraph(triton_device, name, backend):
+    call = CALLS[name](SIZES)
+    leaves = [x.float().to(triton_device).requires_grad_() for x in call.leaves.values()]
+
+    def loss(*x):
+        return sum(y.square().sum() for y in call.run(**dict(zip(call.leaves, x, strict=True)), backend=backend))
+
+    torch.compiler.reset()
+    compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
+    gradients = (torch.autograd.grad(run(*leaves), leaves) for run in (compiled, loss))
+    assert_same(*gradients, bound=2e-6)  # sums of programs have other orders
+
+
 @pytest.mark.slow
 def test_inductor_trains(triton_device):
     """One program with all ops compiles with Inductor, and trains with inputs that have the strides of views."""
     backend = "triton"
 
     def loss(*x):
-        result = luna_causal_attention(x[0], x[1], *[x[0]] * 3, backend=backend)
-        result = luna_unpack(result, *[luna_pack(x[1], x[0], x[0], backend=backend)] * 2, backend=backend).flatten(2)
-        result = damped_ema(result, *x[2:6], backend=backend)
-        return gated_attention(result, result, result, x[6], function="laplace", backend=backend).square().sum()
+        result = api.luna_causal_attention(x[0], x[1], *[x[0]] * 3, backend=backend)
+        result = api.luna_unpack(
+            result, *[api.luna_pack(x[1], x[0], x[0], backend=backend)] * 2, backend=backend
+        ).flatten(2)
+        result = api.damped_ema(result.flatten(2), *x[2:6], backend=backend)
+        return api.gated_attention(result, result, result, x[6], function="laplace", backend=backend).square().sum()
 
     torch.compiler.reset()
-    parameters = [torch.randn(24, 4, requires_grad=True) for _ in range(4)]
-    leaves = [heads_first(2, 20, 3, 8), heads_first(2, 5, 3, 8), *parameters, torch.randn(39, requires_grad=True)]
-    leaves = [x.detach().to(triton_device).requires_grad_() for x in leaves]
+    parameters = [torch.randn(24, 4) for _ in range(4)]
+    heads_first = [torch.randn(2, 3, length, 8).transpose(1, 2) for length in (20, 5)]
+    leaves = [x.detach().to(triton_device).requires_grad_() for x in (*heads_first, *parameters, torch.randn(39))]
     gradients = [torch.autograd.grad(run(*leaves), leaves) for run in (torch.compile(loss, fullgraph=True), loss)]
     for compiled, eager in zip(*gradients, strict=True):
         torch.testing.assert_close(compiled, eager, atol=1e-4, rtol=1e-3)

@@ -4,9 +4,8 @@ import math
 
 import pytest
 import torch
-from torch.library import opcheck
 
-from luna_mega.kernels.api import explain, gated_attention, gated_attention_step
+from luna_mega.kernels.api import gated_attention, gated_attention_step
 from luna_mega.kernels.gated_attention import reference, torch_backend
 from tests.kernels.backends import SLOW_TRITON, TRITON, on_triton
 from tests.kernels.errors import relative_error
@@ -382,23 +381,6 @@ def test_varlen_sequences(device, chunk, backend):
         torch.testing.assert_close(*gradients, rtol=5e-5, atol=5e-5)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("function", FUNCTIONS)
-@pytest.mark.parametrize("dropout", [0.0, 0.4])
-def test_registration(function, dropout):
-    query, key, value, bias = make_inputs(9, dtype=torch.float32)
-    seed = torch.tensor(3) if dropout else None
-    rows = torch.randn(2, 17, requires_grad=True)
-    for bias_or_none, mask, start in (
-        (bias, make_mask("chunk and row", 2, 9), torch.tensor([-2, 0])),
-        (rows, None, None),
-        (None, None, None),
-    ):
-        for keep in (False, True):
-            arguments = (query, key, value, bias_or_none, mask, start, function, True, 0, dropout, seed, keep)
-            opcheck(torch.ops.luna_mega.gated_attend, arguments)
-
-
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("chunk", [None, CHUNK])
 @pytest.mark.parametrize("function", ["softmax", "laplace"])
@@ -432,13 +414,6 @@ def test_dropout(backend, monkeypatch):
     assert (samples[0] - samples[1]).abs().max() > 1e-2
     assert (samples.mean(0) - expected).abs().max() < 6 * samples.std(0).max() / 20
     assert (samples[:, -1] == 0).all()
-
-
-def test_backend_choice():
-    assert "'torch'" in explain("gated_attention")
-    # inputs are float64, or Triton is not installed
-    with pytest.raises(ValueError, match="gated_attention cannot run on 'triton'"):
-        gated_attention(*make_inputs(3), backend="triton")
 
 
 @pytest.mark.parametrize(

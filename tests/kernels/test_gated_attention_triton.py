@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from torch.library import opcheck
 
 from luna_mega.kernels.api import gated_attention, use_float32_precision
 from luna_mega.kernels.gated_attention import reference
@@ -226,40 +225,6 @@ def test_dropout(device, function, varlen):
     for result, right in zip(torch.autograd.grad(output, inputs, weight), exact, strict=True):
         assert relative_error(result, right) <= 2e-5
     assert not torch.equal(gated_attention(*inputs, **on_triton), output)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("function", FUNCTIONS)
-def test_registration(device, function):
-    inputs = make_inputs(device, 17)
-    from luna_mega.kernels.gated_attention import triton_ops
-
-    seed = torch.tensor(3, device=device)
-    mask = make_mask(device, 2, 17)
-    utils = ("test_schema", "test_faketensor", "test_autograd_registration")
-    for arguments in ((*inputs, mask, None), (*inputs[:3], None, None, None)):
-        options = function, True, CHUNK, 0, 0.2 if mask is None else 0.0, seed, "tf32x3"
-        opcheck(torch.ops.luna_mega.gated_attention_triton, (*arguments, *options), test_utils=utils)
-    bounds = triton_ops.segment_bounds(torch.tensor([0, 5, 17], device=device), 8, 17)
-    assert bounds.tolist() == [[0, 5], [5, 13], [13, 17], [17, 17]]
-    first = [x[:1].detach().requires_grad_() for x in inputs[:3]]
-    options = function, False, 8, 0, 0.0, None, "tf32x3"
-    opcheck(torch.ops.luna_mega.gated_attention_triton, (*first, inputs[3], None, bounds, *options), test_utils=utils)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("varlen", [False, True])
-def test_compile_fullgraph(device, varlen):
-    inputs = make_inputs(device, 40, batch=1)
-    options = {"function": "softmax", "chunk_size": CHUNK, "backend": "triton"}
-    if varlen:
-        options |= {"cu_seqlens": torch.tensor([0, 7, 40], device=device), "max_seqlen": 33}
-    compiled = torch.compile(lambda *x: gated_attention(*x, **options), fullgraph=True, backend="aot_eager")
-    output, expected = compiled(*inputs), gated_attention(*inputs, **options)
-    assert torch.equal(output, expected)
-    weight = torch.randn_like(output)
-    for pair in zip(*(torch.autograd.grad(x, inputs, weight) for x in (output, expected)), strict=True):
-        assert torch.equal(*pair)
 
 
 @pytest.mark.slow

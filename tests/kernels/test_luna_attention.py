@@ -4,10 +4,8 @@ import math
 
 import pytest
 import torch
-from torch.library import opcheck
 
-from luna_mega.kernels import _dispatch
-from luna_mega.kernels.api import explain, luna_attention, luna_pack, luna_unpack, use_backend
+from luna_mega.kernels.api import luna_attention, luna_pack, luna_unpack
 from luna_mega.kernels.luna_attention import reference, torch_backend
 from tests.kernels.backends import SLOW_TRITON, on_triton
 from tests.kernels.errors import relative_error
@@ -156,24 +154,6 @@ def test_nothing_to_attend_to(device, batch, queries, keys, tied, masked, backen
         assert not actual.any()
 
 
-@pytest.mark.parametrize("masking", MASKS)
-def test_registration(masking):
-    inputs, mask = make_inputs(4, 9, masking, torch.float32)
-    opcheck(torch.ops.luna_mega.attend, (*inputs, mask, 0.3))
-
-
-@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
-@pytest.mark.parametrize("backend, varlen", [("torch", False), ("torch", True), on_triton(False), on_triton(True)])
-def test_compile_fullgraph(device, backend, varlen, tied):
-    dtype = torch.float16 if backend == "triton" else torch.float32
-    leaves, mask = make_inputs(8, 40, "some", dtype, batch=1, size=10, tied=tied, device=device)
-    options = {"backend": backend, "mask": mask}
-    if varlen:
-        options = {"backend": backend, "cu_seqlens": torch.tensor([0, 40], device=device), "max_seqlen": 40}
-    compiled = torch.compile(luna_pack, fullgraph=True, backend="aot_eager")
-    torch.testing.assert_close(run(compiled, leaves, **options), run(luna_pack, leaves, **options), rtol=0, atol=0)
-
-
 def test_export_needs_no_custom_operator():
     class Unpack(torch.nn.Module):
         def forward(self, query, key, value, mask):
@@ -198,20 +178,6 @@ def test_dropout(backend):
     assert (samples[:, -1] == 0).all()
     gradients = torch.autograd.grad(samples.sum(), (query, key, value))
     assert all(torch.isfinite(g).all() for g in gradients)
-
-
-def test_backend_choice(monkeypatch):
-    (query, key, value), _ = make_inputs(2, 3, "none")
-    monkeypatch.setattr(_dispatch, "_default", "reference")
-    assert "'reference'" in explain()
-    with use_backend("torch"):
-        assert "'torch'" in explain()
-        assert "'reference'" in explain(backend="reference")
-    assert "'reference'" in explain()
-    with pytest.raises(ValueError, match="cannot run on 'triton'.*'auto'"):
-        luna_pack(query, key, value, backend="triton")
-    with pytest.raises(ValueError, match="'tritn', which is not a backend"), use_backend("tritn"):
-        pass
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from torch.library import opcheck
 
 from luna_mega.kernels.api import luna_unpack, use_float32_precision
 from luna_mega.kernels.luna_attention import op, reference
@@ -178,20 +177,6 @@ def test_dropout(device, dtype, tied):
     assert all(torch.equal(a, b) for a, b in zip(actual, run(attend, leaves, mask, rate), strict=True))
     torch.manual_seed(6)
     assert not torch.equal(actual[0], attend(leaves[0], leaves[1], leaves[-1], mask, rate))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
-@pytest.mark.parametrize("varlen_side", [None, "query", "key"])
-def test_registration(device, varlen_side, tied):
-    (query, key, *value), mask = make_inputs(9, 9, "some", torch.float32, 1, 2, 10, tied, device)
-    mask = mask if varlen_side is None else None
-    cu_seqlens = None if varlen_side is None else torch.tensor([0, 9], device=device)
-    attend(query, key, key)
-    seed = torch.ones(1, dtype=torch.int64, device=device)
-    arguments = query, key, value[0] if value else None, mask, cu_seqlens, seed, varlen_side, 9, 0.3, 0.1, "tf32x3"
-    tests = "test_schema", "test_faketensor", "test_autograd_registration"
-    opcheck(torch.ops.luna_mega.luna_attention_triton, arguments, test_utils=tests)
 
 
 @pytest.mark.slow

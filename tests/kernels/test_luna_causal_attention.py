@@ -6,14 +6,12 @@ import math
 
 import pytest
 import torch
-from torch.library import opcheck
 
-from luna_mega.kernels.api import LunaCausalState, explain, luna_causal_attention, luna_causal_attention_step
+from luna_mega.kernels.api import LunaCausalState, luna_causal_attention, luna_causal_attention_step
 from luna_mega.kernels.luna_causal_attention import reference, torch_backend
 from tests.kernels.backends import on_triton
 from tests.kernels.errors import relative_error
 from tests.kernels.leaves import Leaves, assert_same
-from tests.kernels.operators import OperatorCalls
 
 CHUNK = torch_backend.CHUNK
 ACTIVATIONS = reference.ACTIVATIONS
@@ -390,29 +388,6 @@ def test_memory_is_linear(monkeypatch):
         assert max(sizes) <= 2 * length * CHUNK  # one head of both sequences
 
 
-@pytest.mark.parametrize(
-    "backend, length, rows, dropout, stateful",
-    [("torch", 70, 4, dropout, stateful) for dropout in (0.0, 0.4) for stateful in (False, True)]
-    + [
-        on_triton(length, rows, dropout, dropout > 0)
-        for length, rows in ((1, FUSED), (20, FUSED), (4, SCANS))
-        for dropout in (0.0, 0.4)
-    ],
-)
-def test_registration(device, backend, length, rows, dropout, stateful):
-    name = "luna_causal_attention_step" if backend == "triton" and length == 1 else "luna_causal_attention"
-    heads, name = (1, f"{name}_triton") if backend == "triton" else (3, name)
-    inputs = Inputs(length, "middle", stateful, pack_masked=stateful, heads=heads, rows=rows).to(torch.float32)
-    inputs.run(device=device, backend=backend)  # the call registers the operator
-    inputs = inputs.on(device)
-    with OperatorCalls(name) as mode:
-        inputs.call(*inputs.leaves, dropout=dropout, backend=backend)
-    opcheck(
-        getattr(torch.ops.luna_mega, name),
-        [x.detach().requires_grad_(x.requires_grad) if torch.is_tensor(x) else x for x in mode.calls[0]],
-    )
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "backend, lengths, rows, stateful",
@@ -490,12 +465,6 @@ def test_gradients_with_dropout(monkeypatch, activation, blocks):
         return inputs.call(*leaves, activation=activation, dropout=0.4)
 
     assert torch.autograd.gradcheck(attend, inputs.leaves)
-
-
-def test_backend_choice():
-    assert "'torch'" in explain("luna_causal_attention")
-    with pytest.raises(ValueError, match="luna_causal_attention's argument backend is 'cuda', which is not a backend"):
-        luna_causal_attention(*Inputs(3).leaves, backend="cuda")
 
 
 def state_of(key_mean=(2, 3, 5, 4), value_mean=(2, 3, 4, 6), count=(2,), dtype=torch.float32, integer=torch.int64):

@@ -158,13 +158,6 @@ def test_masked_values_do_not_affect_outputs(device, poison, rows):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("rows, dtype", [(FUSED, torch.float32), (FUSED, torch.bfloat16), (SCANS, torch.bfloat16)])
-def test_two_runs_are_one(device, rows, dtype):
-    inputs = Inputs(70, "left", stateful=True, heads=1, rows=rows).to(dtype)
-    assert all(map(torch.equal, *(inputs.run(on(device, inputs)) for _ in range(2))))
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("rows", [FUSED, SCANS])
 @pytest.mark.parametrize("length", [1, 20])
 def test_strides(device, length, rows):

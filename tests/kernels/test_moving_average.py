@@ -4,9 +4,7 @@ import math
 
 import pytest
 import torch
-from torch.library import opcheck
 
-from luna_mega.kernels.api import explain, use_backend
 from luna_mega.kernels.moving_average import export, reference, torch_backend
 from tests.kernels.averages import DAMPED, KINDS, STATEFUL, Inputs, saturated, separate
 from tests.kernels.backends import SLOW_TRITON
@@ -306,21 +304,6 @@ def test_determinism_and_strides(form, kind):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "kind, skip", [("causal", True), ("shifted", False), ("states", True), ("complex", True), ("complex states", False)]
-)
-def test_registration(form, kind, skip, monkeypatch):
-    calls = []
-    operator = torch_backend.operator
-    inputs = Inputs(20, kind, "some" if skip else "none", skip=skip, dtype=torch.float32)
-    with monkeypatch.context() as patch:
-        patch.setattr(torch_backend, "operator", lambda *args: calls.append(args) or operator(*args))
-        inputs.call(*inputs.leaves)
-    arguments = [a.detach().requires_grad_() if torch.is_tensor(a) and a.is_floating_point() else a for a in calls[0]]
-    opcheck(torch.ops.luna_mega.moving_average, tuple(arguments))
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["causal", "shifted", "states", "bidirectional", "complex", "complex states"])
 def test_compile_fullgraph(backend, kind):
     torch.compiler.reset()
@@ -360,16 +343,3 @@ def test_export_needs_no_custom_operator(kind, truncation):
     for length in (40, 75, 2):
         x, mask = torch.randn(2, length, 5), torch.rand(2, length) < 0.8
         torch.testing.assert_close(exported.module()(x, mask), Average()(x, mask), rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.parametrize("kind", ["causal", "complex"])
-def test_backend_choice(kind):
-    inputs = Inputs(3, kind, dtype=torch.float32)
-    for op in (inputs.op.__name__, inputs.step.__name__):
-        assert f"{op} runs on 'torch'" in explain(op)
-        with use_backend("reference"):
-            assert f"{op} runs on 'reference'" in explain(op)
-    with pytest.raises(ValueError, match="no op 'dampd_ema'.*luna_attention"):
-        explain("dampd_ema")
-    with pytest.raises(ValueError, match="'tritn', which is not a backend"):
-        inputs.call(*inputs.leaves, backend="tritn")

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from torch.library import opcheck
 
 from luna_mega.kernels.api import damped_ema, damped_ema_step
 from tests.kernels.averages import KINDS, Inputs, saturated, separate
@@ -183,31 +182,6 @@ def test_steps_are_the_parallel_form(device):
     # Parameters are float32 in both, so only the results are rounded.
     assert_same([state], [last], FLOAT32)
     assert_same([torch.stack(outputs, 1)], [expected], 4e-3)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", KINDS)
-def test_registration(device, kind):
-    from luna_mega.kernels.moving_average import triton_ops  # noqa: F401, registers the operators
-
-    inputs = Inputs(10, kind, "some", dtype=torch.float32).on(device)
-    (x, *parameters, skip), state = inputs.arguments(*(leaf.detach() for leaf in inputs.leaves))
-    leaves = [None if t is None else t.detach().requires_grad_() for t in (x, skip, *parameters, state)]
-    operator, shift = torch.ops.luna_mega.moving_average_triton, inputs.shift
-    opcheck(operator, (leaves[0], inputs.mask, *leaves[1:], bool(inputs.states), shift, None, 10), test_utils=TESTS)
-    if kind == "states":
-        inputs = step_inputs(kind, device)
-        (x, *parameters), state = inputs.arguments(*inputs.leaves)
-        leaves = [leaf.detach() for leaf in (x[:, 0].clone(), state, *parameters)]
-        opcheck(torch.ops.luna_mega.damped_ema_step_triton, (*leaves, inputs.mask), test_utils=TESTS)
-
-
-@pytest.mark.slow
-def test_compile_step(device):
-    inputs = step_inputs("states", device)
-    compiled = torch.compile(step(inputs), fullgraph=True, backend="aot_eager")
-    options = {"device": device, "backend": "triton"}
-    assert_same(inputs.run(compiled, **options), inputs.run(step(inputs), **options), 1e-6)
 
 
 @pytest.mark.slow

@@ -2,14 +2,11 @@
 
 import pytest
 import torch
-from torch.library import opcheck
 
 from luna_mega.kernels.api import (
     TimestepNormState,
-    explain,
     timestep_norm,
     timestep_norm_step,
-    use_backend,
 )
 from luna_mega.kernels.timestep_norm import torch_backend, torch_passes
 from tests.kernels.backends import SLOW_TRITON, on_triton
@@ -351,20 +348,6 @@ def test_determinism_and_strides(form):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("affine", [True, False])
-@pytest.mark.parametrize("name", ["timestep_norm", pytest.param("timestep_norm_triton", marks=pytest.mark.triton)])
-def test_registration(request, name, affine):
-    inputs, options = Inputs(10, "states", "some", affine=affine, dtype=torch.float32), {}
-    if name == "timestep_norm_triton":
-        inputs = inputs.on(request.getfixturevalue("device"))
-        inputs.run(device=inputs.mask.device, backend="triton")  # the call registers the operator
-        options = {"test_utils": ("test_schema", "test_faketensor", "test_autograd_registration")}
-    (x, groups, weight, bias), state = inputs.arguments(*inputs.leaves)
-    operator = getattr(torch.ops.luna_mega, name)
-    opcheck(operator, (x, weight, bias, inputs.mask, *state, groups, 1e-5), **options)
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "backend, kind, lengths",
     [("torch", "plain", (40, 90)), ("torch", "states", (90,)), on_triton("states", (10,))],
@@ -393,15 +376,6 @@ def test_export_needs_no_custom_operator(kind):
     for length in (40, 75, 2):
         x, mask = torch.randn(2, length, 12), torch.rand(2, length) < 0.8
         torch.testing.assert_close(exported.module()(x, mask), Norm()(x, mask), rtol=1e-5, atol=1e-5)
-
-
-def test_backend_choice():
-    inputs = Inputs(3, dtype=torch.float32)
-    assert "timestep_norm runs on 'torch'" in explain("timestep_norm")
-    with use_backend("reference"):
-        assert "timestep_norm_step runs on 'reference'" in explain("timestep_norm_step")
-    with pytest.raises(ValueError, match="'tritn', which is not a backend"):
-        inputs.call(*inputs.leaves, backend="tritn")
 
 
 def state(batch=2, groups=3, dtype=torch.float32, count=torch.int64):
