@@ -112,7 +112,7 @@ def complex_ema(
         >>> torch.allclose(torch.cat([first, second], 1), complex_ema(x, *parameters), atol=1e-5)
         True
     """
-    options = {"lengths": lengths, "return_state": return_state}
+    options: Arguments = {"lengths": lengths, "return_state": return_state}
     sequences, max_seqlen = check_sequences("complex_ema", x, mask, cu_seqlens, max_seqlen, **options)
     parameters = (input_logit, damping_logit, phase_logit, projection)
     _check("complex_ema", x, parameters, skip, initial_state, sequences)

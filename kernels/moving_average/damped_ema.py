@@ -130,7 +130,7 @@ def damped_ema(
     """
     if truncation is not None and truncation < 1:
         truncation = None
-    options = {"lengths": lengths, "return_state": return_state}
+    options: Arguments = {"lengths": lengths, "return_state": return_state}
     sequences, max_seqlen = check_sequences("damped_ema", x, mask, cu_seqlens, max_seqlen, **options)
     _check_directions(x, input_logit, shift, truncation, initial_state, return_state)
     parameters = (input_logit, damping_logit, expansion, projection)
@@ -147,9 +147,9 @@ def damped_ema(
 
         output, state = truncated(run_again, x, parameters, skip, mask, truncation, initial_state, lengths)
         return (output, state) if return_state else output
-    _check("damped_ema", x, parameters, skip, initial_state, sequences)
     call: Arguments = {"x": x, "parameters": parameters, "skip": skip, "mask": mask, "shift": shift}
     call |= {"truncation": truncation, "initial_state": initial_state, "return_state": return_state}
+    _check("damped_ema", x, parameters, skip, call["initial_state"], sequences)
     return run_average(AVERAGE, damped_coefficients, backend, call, lengths, cu_seqlens, max_seqlen)
 
 

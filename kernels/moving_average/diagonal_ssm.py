@@ -121,7 +121,7 @@ def diagonal_ssm(
         >>> torch.allclose(torch.cat([first, second], 1), diagonal_ssm(x, *model), atol=1e-4)
         True
     """
-    options = {"lengths": lengths, "return_state": return_state}
+    options: Arguments = {"lengths": lengths, "return_state": return_state}
     sequences, max_seqlen = check_sequences("diagonal_ssm", x, mask, cu_seqlens, max_seqlen, **options)
     parameters = _parameters("diagonal_ssm", log_decay, phase, weight)
     rows, channels = len(log_decay), x.shape[2]
