@@ -28,10 +28,19 @@ from luna_mega.modeling_common.labels import (
     keep_positions,
     next_tokens,
 )
+from luna_mega.modeling_common.masks import drop_if_full, find_mask, read_mask
 from luna_mega.modeling_common.outputs import BodyOutput
 from luna_mega.modeling_common.padding_free import find_starts
 
 logger = logging.get_logger(__name__)
+
+
+def find_kept(config: PreTrainedConfig, inputs: Mapping[str, Any], length: int) -> torch.Tensor | None:
+    """Return the bool mask `[B, T]` of the last T positions of `inputs`, as the body applies it; None = all."""
+    if (mask := inputs.get("attention_mask")) is not None:
+        return read_mask("attention_mask", mask[:, -length:], drop_full=True)
+    input_ids = inputs.get("input_ids")
+    return None if input_ids is None else drop_if_full(find_mask(input_ids, config))
 
 
 def checked_loss(compute: Callable[[], Any], labels: torch.Tensor, count: int) -> Any:
@@ -139,7 +148,7 @@ class GenericForMaskedLM(LMHead):
         outputs = self.run_body(inputs, kwargs)
         hidden_states, targets, loss = outputs.last_hidden_state, None, None
         if labels is not None:
-            targets = count_kept(labels, outputs.attention_mask).contiguous()
+            targets = count_kept(labels, find_kept(self.config, inputs, labels.shape[1])).contiguous()
             if self.training and self.config.sparse_prediction:
                 forbid_capture(labels, "sparse_prediction, whose size depends on the labels", "set it to False")
                 predicted = targets != -100
@@ -176,7 +185,9 @@ class GenericForCausalLM(LMHead):
             used = {"labels": labels} if shift_labels is None else {"shift_labels": shift_labels}
             check_token_labels(given_input(inputs), logits_to_keep, **used)
         outputs = self.base_model(**inputs, **options, return_dict=True)
-        hidden_states, targets, mask = outputs.last_hidden_state, None, outputs.attention_mask
+        hidden_states, targets, mask = outputs.last_hidden_state, None, None
+        if counted or hidden_states.requires_grad:
+            mask = find_kept(self.config, inputs, hidden_states.shape[1])
         if mask is not None and hidden_states.requires_grad:
             # Losses outside of the model, such as label smoothing of Trainer, count the token that padding predicts.
             # States of padding have no variance, so that norms could multiply their gradients by 1 / sqrt(eps) each.
@@ -242,7 +253,7 @@ class GenericForTokenClassification(Head):
         logits, loss = self.classifier(self.dropout(outputs.last_hidden_state)), None
         if labels is not None:
             config: Any = self.config
-            targets = count_kept(labels, outputs.attention_mask).contiguous()
+            targets = count_kept(labels, find_kept(config, inputs, labels.shape[1])).contiguous()
             values = {"logits": logits, "labels": targets, "config": config, **kwargs}
             loss = checked_loss(lambda: self.loss_function(**values), targets, config.num_labels)
         return self.output_class(loss=loss, logits=logits, **self.carried_over(outputs))
@@ -285,7 +296,7 @@ class GenericForQuestionAnswering(Head):
         check_span(start_positions, end_positions, given_input(inputs))
         outputs = self.run_body(inputs, kwargs)
         scores, loss = self.qa_outputs(outputs.last_hidden_state), None
-        mask = outputs.attention_mask
+        mask = find_kept(self.config, inputs, scores.shape[1])
         if mask is not None:
             scores = scores.masked_fill(~mask[..., None], torch.finfo(scores.dtype).min)
         logits = scores.unbind(dim=-1)

@@ -112,9 +112,9 @@ class PooledHead(Head):
         """Return the number of features and of scores of the classifier."""
         return config.hidden_size, config.num_labels
 
-    def summarize(self, outputs: Any) -> torch.Tensor:
-        """Return the representation of sequences `[B, d]`."""
-        return POOLINGS[self.config.pooling](outputs.last_hidden_state, outputs.attention_mask)
+    def summarize(self, outputs: Any, mask: torch.Tensor | None) -> torch.Tensor:
+        """Return the representation of sequences `[B, d]`; `mask` is `[B, T]` bool, True = keep, None = all."""
+        return POOLINGS[self.config.pooling](outputs.last_hidden_state, mask)
 
     def pool(
         self,
@@ -135,24 +135,24 @@ class PooledHead(Head):
         inputs = {"input_ids": input_ids, "inputs_embeds": inputs_embeds, "input_values": input_values}
         body: Any = self.base_model
         check_input(body, attention_mask, inputs)
+        mask = read_mask("attention_mask", attention_mask)
         given: Any = given_input(inputs)
-        positions = others.get("position_ids") if attention_mask is None else None
+        positions = others.get("position_ids") if mask is None else None
         if find_padding_free(given.shape[:2], None, positions, others) is not None:
             raise ValueError(f"{type(self).__name__} does not support padding-free batches; pad the batch")
+        if mask is None and input_ids is not None:
+            mask = find_mask(input_ids, self.config)
         if drop_first_token:
-            mask = read_mask("attention_mask", attention_mask)
-            if mask is None and input_ids is not None:
-                mask = find_mask(input_ids, self.config)
             if others.get("position_ids") is not None:
                 raise ValueError("`position_ids` are not supported with `drop_first_token=True`; omit them")
             if (types := others.get("token_type_ids")) is not None:
                 others["token_type_ids"] = without_first(read_token_types(body, types, given.shape[:2], mask), mask)
             inputs = {key: without_first(value, mask) for key, value in inputs.items()}
-            attention_mask = without_first(mask, mask)
+            mask = without_first(mask, mask)
         if self.config.is_decoder:
             others.setdefault("use_cache", False)
-        outputs = self.run_body(inputs | others | {"attention_mask": attention_mask}, {})
-        return self.summarize(outputs), outputs
+        outputs = self.run_body(inputs | others, {"attention_mask": mask})
+        return self.summarize(outputs, mask), outputs
 
     def make_output(self, logits: torch.Tensor, outputs: BodyOutput, labels: torch.Tensor | None) -> Any:
         """Return the output with the logits `[B, num_labels]` and their loss."""

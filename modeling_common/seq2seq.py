@@ -5,13 +5,13 @@ from typing import Any, Unpack, cast
 import torch
 from torch import nn
 from transformers.cache_utils import EncoderDecoderCache
-from transformers.modeling_outputs import Seq2SeqLMOutput, Seq2SeqModelOutput
+from transformers.modeling_outputs import BaseModelOutput, Seq2SeqLMOutput, Seq2SeqModelOutput
 from transformers.utils.generic import ModelOutput, can_return_tuple
 
 from luna_mega.modeling_common.arguments import HeadKwargs
 from luna_mega.modeling_common.base import ModelMixin, accept_past_key_values
 from luna_mega.modeling_common.cache import keeps_cache
-from luna_mega.modeling_common.heads import LMHead, checked_loss
+from luna_mega.modeling_common.heads import LMHead, checked_loss, find_kept
 from luna_mega.modeling_common.labels import (
     check_ids,
     check_token_labels,
@@ -20,7 +20,6 @@ from luna_mega.modeling_common.labels import (
     shift_right,
 )
 from luna_mega.modeling_common.masks import drop_if_full, find_mask, read_mask
-from luna_mega.modeling_common.outputs import MaskedSeq2SeqOutput
 
 
 class EncoderDecoder(ModelMixin):
@@ -59,8 +58,8 @@ class Seq2SeqBody(EncoderDecoder):
     Classes of a family can override `read_outputs`, `decoder_inputs` and `make_output`.
     """
 
-    encoder_output_class: Any  # with `attention_mask`
-    body_output_class: Any = MaskedSeq2SeqOutput
+    encoder_output_class: Any = BaseModelOutput
+    body_output_class: Any = Seq2SeqModelOutput
 
     def __init__(self, config: Any):
         super().__init__(config)
@@ -173,15 +172,14 @@ class Seq2SeqBody(EncoderDecoder):
             cache: cache of the decoder; if it is filled, the outputs may be empty.
             options: see `read_options`; `token_type_ids` are removed.
         """
-        types = options.pop("token_type_ids", None)
+        mask = source["attention_mask"] = read_mask("attention_mask", source["attention_mask"])
+        source = source | {"token_type_ids": options.pop("token_type_ids", None)}
         given = source["input_ids"] is not None or source["inputs_embeds"] is not None
         if encoded is None and not given and isinstance(cache, EncoderDecoderCache) and cache.get_seq_length() > 0:
             encoded = self.encoder_output_class()
         elif encoded is None:
             recorded = {name: value for name, value in options.items() if name.startswith("output_")}
-            encoded = self.encoder(**source, token_type_ids=types, return_dict=True, **recorded)
-            return encoded, encoded.attention_mask
-        mask = read_mask("attention_mask", source["attention_mask"])
+            encoded = self.encoder(**source, return_dict=True, **recorded)
         if mask is None:
             mask = getattr(encoded, "attention_mask", None)
         if mask is None and source["input_ids"] is not None:
@@ -192,13 +190,7 @@ class Seq2SeqBody(EncoderDecoder):
         """Return `encoder_outputs` as an `encoder_output_class`, or None."""
         if outputs is None or isinstance(outputs, ModelOutput):
             return outputs
-        if not outputs:
-            return None
-        states, *others = outputs
-        mask = next((x for x in others if isinstance(x, torch.Tensor)), None)
-        names, recorded = ("hidden_states", "attentions"), (x for x in others if not isinstance(x, torch.Tensor))
-        fields = dict(zip(names, recorded, strict=False))
-        return self.encoder_output_class(last_hidden_state=states, attention_mask=mask, **fields)
+        return self.encoder_output_class(*outputs) if outputs else None
 
     def decoder_inputs(self, encoded: Any, options: dict[str, Any]) -> dict[str, Any]:
         """Return further arguments of the decoder; remove those from `options` that it has under other names."""
@@ -212,7 +204,6 @@ class Seq2SeqBody(EncoderDecoder):
             decoder_hidden_states=decoded.hidden_states,
             decoder_attentions=decoded.attentions,
             cross_attentions=decoded.cross_attentions,
-            decoder_attention_mask=decoded.attention_mask,
             encoder_last_hidden_state=encoded.last_hidden_state,
             encoder_hidden_states=encoded.hidden_states,
             encoder_attentions=encoded.attentions,
@@ -287,7 +278,8 @@ class Seq2SeqLM(EncoderDecoder, LMHead):
         hidden_states, loss = keep_positions(outputs.last_hidden_state, logits_to_keep), None
         logits = self.lm_head(hidden_states)
         if labels is not None:
-            mask = outputs.decoder_attention_mask
+            target = {"input_ids": decoder_input_ids, "attention_mask": decoder_attention_mask}
+            mask = find_kept(self.get_decoder().config, target, outputs.last_hidden_state.shape[1])
             counted = count_kept(labels, None if mask is None else keep_positions(mask, logits_to_keep)).contiguous()
             options = {"logits": logits, "labels": counted, "vocab_size": logits.shape[-1], **kwargs}
             loss = checked_loss(lambda: self.loss_function(**options), counted, logits.shape[-1])

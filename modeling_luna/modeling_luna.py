@@ -54,7 +54,6 @@ from luna_mega.modeling_common.heads import (
 from luna_mega.modeling_common.inputs import Inputs, ValueEmbeddings, embed, prepare, scatter_states
 from luna_mega.modeling_common.layout import DENSE, Layout
 from luna_mega.modeling_common.masks import can_look, is_sound, padding_token, read_mask
-from luna_mega.modeling_common.outputs import MaskedSeq2SeqOutput
 from luna_mega.modeling_common.pooled_heads import (
     POOLINGS,
     GenericForMultipleChoice,
@@ -80,7 +79,7 @@ class LunaModelOutput(BaseModelOutputWithPastAndCrossAttentions):
         last_hidden_state: `[B, T, d]`.
         packed_last_hidden_state: `[B, L, d]`; rows that `packed_mask` excludes are undefined.
         packed_mask: `[B, L]`, 1 = a row of P that is in use; None = all.
-        attention_mask: `[B, T]` bool, True = a kept position; None = all.
+        attention_mask: `[B, T]`, 1 = a kept position; None = all. Not set by a decoder.
         cache: cache of a decoder with `use_cache`.
         hidden_states, packed_hidden_states: with `output_hidden_states=True`, N + 1 tensors each, the embeddings first.
         attentions: with `output_attentions=True`, the unpack weights of every layer, `[B, heads, T, L]`.
@@ -948,7 +947,7 @@ class LunaModel(BodyMixin, LunaPreTrainedModel):
             last_hidden_state=scatter_states(inputs, hidden_states),
             packed_last_hidden_state=packed[-1],
             packed_mask=None if packed_mask is None else packed_mask.long(),
-            attention_mask=inputs.mask,
+            attention_mask=None if inputs.mask is None or self.config.is_decoder else inputs.mask.long(),
             cache=inputs.model_cache,
             packed_hidden_states=select_layers(packed, options) if returns_packed else None,
         )
@@ -1049,10 +1048,10 @@ class LunaPooler(nn.Module):
             self.attention = LunaPoolerAttention(config)
             self.layer_norm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
 
-    def forward(self, outputs: LunaModelOutput) -> torch.Tensor:
-        """Return `[B, d]`."""
+    def forward(self, outputs: LunaModelOutput, mask: torch.Tensor | None) -> torch.Tensor:
+        """Return `[B, d]`; `mask` is `[B, T]` bool, True = keep, None = all."""
         states: Any = outputs.last_hidden_state, outputs.packed_last_hidden_state
-        (tokens, packed), mask = states, outputs.attention_mask
+        tokens, packed = states
         packed_mask = None if outputs.packed_mask is None else outputs.packed_mask.bool()
         if self.pooling in POOLINGS:
             return POOLINGS[self.pooling](tokens, None if self.pool_padding else mask)
@@ -1081,8 +1080,8 @@ class LunaPooledHead(PooledHead):
         self.pooler = LunaPooler(config)
         super().make_head(config)
 
-    def summarize(self, outputs: LunaModelOutput) -> torch.Tensor:
-        return self.pooler(outputs)
+    def summarize(self, outputs: LunaModelOutput, mask: torch.Tensor | None) -> torch.Tensor:
+        return self.pooler(outputs, mask)
 
     def unread_parameters(self) -> Iterable[nn.Parameter]:
         """Return the parameters that no loss depends on."""
@@ -1130,8 +1129,8 @@ class LunaCausalLMOutput(CausalLMOutputWithPast):
 
 
 @dataclass
-class LunaSeq2SeqModelOutput(MaskedSeq2SeqOutput):
-    """`MaskedSeq2SeqOutput` of an encoder-decoder with S source and T target positions, and what Luna adds.
+class LunaSeq2SeqModelOutput(Seq2SeqModelOutput):
+    """`Seq2SeqModelOutput` of an encoder-decoder with S source and T target positions, and what Luna adds.
 
     Args:
         encoder_packed_last_hidden_state: `[B, L, d]`, P after the encoder.

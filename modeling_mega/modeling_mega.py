@@ -12,7 +12,6 @@ the logits of delta.
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, Unpack, cast
 
@@ -59,8 +58,7 @@ from luna_mega.modeling_common.heads import (
 from luna_mega.modeling_common.inputs import ValueEmbeddings, embed, prepare, scatter_states
 from luna_mega.modeling_common.labels import check_pooled_labels
 from luna_mega.modeling_common.layout import DENSE, DenseLayout, Layout
-from luna_mega.modeling_common.masks import padding_token
-from luna_mega.modeling_common.outputs import MaskedOutput
+from luna_mega.modeling_common.masks import padding_token, read_mask
 from luna_mega.modeling_common.pooled_heads import (
     ClassificationHead,
     GenericForMultipleChoice,
@@ -804,11 +802,6 @@ class MegaPreTrainedModel(CommonPreTrainedModel):
             init.normal_(module.bias, std=0.1)
 
 
-@dataclass
-class MegaModelOutput(MaskedOutput, BaseModelOutputWithPoolingAndCrossAttentions):
-    """`BaseModelOutputWithPoolingAndCrossAttentions` with `MaskedOutput`."""
-
-
 class MegaModel(BodyMixin, MegaPreTrainedModel):
     """Mega without a head: the encoder, or with `is_decoder` the decoder of a language model."""
 
@@ -859,7 +852,7 @@ class MegaModel(BodyMixin, MegaPreTrainedModel):
         interpolate_pos_encoding: bool = False,
         # Not named `**kwargs`: `generate` would pass arguments of the decoder to the encoder.
         **options: Unpack[TransformersKwargs],
-    ) -> MegaModelOutput:
+    ) -> BaseModelOutputWithPoolingAndCrossAttentions:
         """Run the model on B sequences of T positions.
 
         Args:
@@ -889,8 +882,8 @@ class MegaModel(BodyMixin, MegaPreTrainedModel):
 
         Returns:
             `last_hidden_state` `[B, T, d]` (undefined at padding), `pooler_output` `[B, d]` or None (also for
-            padding-free batches), `cache` or None, `attention_mask` `[B, T]` bool or None, `hidden_states` N + 1 of
-            `[B, T, d]`, `attentions` N of `[B, chunks, C, C]`, `cross_attentions` N of `[B, 1, T, S]`.
+            padding-free batches), `cache` or None, `hidden_states` N + 1 of `[B, T, d]`, `attentions` N of
+            `[B, chunks, C, C]`, `cross_attentions` N of `[B, 1, T, S]`.
 
         Raises:
             ValueError: Not exactly one kind of input, an empty batch, an invalid mask, a sequence longer than the bias
@@ -944,11 +937,8 @@ class MegaModel(BodyMixin, MegaPreTrainedModel):
         pooled = None
         if self.pooler is not None and layout.has_rows():
             pooled = self.pooler(first_token(hidden_states, inputs.mask))
-        return MegaModelOutput(
-            last_hidden_state=hidden_states,
-            cache=inputs.model_cache,
-            pooler_output=pooled,
-            attention_mask=inputs.mask,
+        return BaseModelOutputWithPoolingAndCrossAttentions(
+            last_hidden_state=hidden_states, cache=inputs.model_cache, pooler_output=pooled
         )
 
     def get_input_embeddings(self) -> nn.Module:
@@ -1063,7 +1053,8 @@ class MegaForImageClassification(MegaPooledHead, MegaPreTrainedModel):
             return_dict=True,
             **kwargs,
         )
-        return self.make_output(self.classifier(self.summarize(outputs)), outputs, labels)
+        features = self.summarize(outputs, read_mask("attention_mask", attention_mask))
+        return self.make_output(self.classifier(features), outputs, labels)
 
 
 class MegaForSequencePairClassification(MegaPooledHead, GenericForSequencePairClassification, MegaPreTrainedModel):
@@ -1081,7 +1072,7 @@ class MegaForMultipleChoice(GenericForMultipleChoice, MegaPreTrainedModel):
         self.dropout = nn.Dropout(config.classifier_dropout or 0.0)
         self.classifier = nn.Linear(config.hidden_size, 1)
 
-    def summarize(self, outputs: Any) -> torch.Tensor:
+    def summarize(self, outputs: Any, mask: torch.Tensor | None) -> torch.Tensor:
         return outputs.pooler_output
 
     def score_options(self, features: torch.Tensor) -> torch.Tensor:
@@ -1222,7 +1213,6 @@ class MegaSeq2SeqModel(Seq2SeqBody, MegaPreTrainedModel):
     """
 
     config_class = MegaSeq2SeqConfig
-    encoder_output_class = MegaModelOutput
     _tied_weights_keys = {f"decoder.{_WORDS}": f"encoder.{_WORDS}"}
 
 

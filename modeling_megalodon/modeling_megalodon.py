@@ -12,7 +12,6 @@ to 1.
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, Unpack
 
 import torch
@@ -51,7 +50,6 @@ from luna_mega.modeling_common.generation import StateGenerationMixin
 from luna_mega.modeling_common.heads import GenericForCausalLM
 from luna_mega.modeling_common.inputs import Inputs, embed, prepare, scatter_states
 from luna_mega.modeling_common.layout import Layout
-from luna_mega.modeling_common.outputs import MaskedOutput
 from luna_mega.modeling_common.pooled_heads import GenericForSequenceClassification
 from luna_mega.modeling_megalodon.configuration_megalodon import MegalodonConfig
 from luna_mega.modeling_megalodon.windows_megalodon import needs_windows, run_in_windows
@@ -401,11 +399,6 @@ class MegalodonPreTrainedModel(CommonPreTrainedModel):
                 init.constant_(module.alpha, 0.1 * 0.5**module.index)
 
 
-@dataclass
-class MegalodonModelOutput(MaskedOutput, BaseModelOutputWithPast):
-    """`BaseModelOutputWithPast` with `MaskedOutput`."""
-
-
 class MegalodonModel(BodyMixin, MegalodonPreTrainedModel):
     """Megalodon without a head."""
 
@@ -434,7 +427,7 @@ class MegalodonModel(BodyMixin, MegalodonPreTrainedModel):
         cache: MegalodonCache | None = None,
         use_cache: bool | None = None,
         **options: Unpack[TransformersKwargs],
-    ) -> MegalodonModelOutput:
+    ) -> BaseModelOutputWithPast:
         """Run the model on B sequences of T positions.
 
         Args:
@@ -450,8 +443,8 @@ class MegalodonModel(BodyMixin, MegalodonPreTrainedModel):
                 `token_type_ids` must be 0.
 
         Returns:
-            `last_hidden_state` `[B, T, d]` (undefined at padding), `cache` or None, `attention_mask` `[B, T]` bool or
-            None, `hidden_states` N + 1 of `[B, T, d]`, `attentions` N of `[B, H, chunks, C, C]`.
+            `last_hidden_state` `[B, T, d]` (undefined at padding), `cache` or None, `hidden_states` N + 1 of
+            `[B, T, d]`, `attentions` N of `[B, H, chunks, C, C]`.
 
         Raises:
             ValueError: Not exactly one kind of input, an empty batch, an invalid mask, or an argument that Megalodon
@@ -478,10 +471,8 @@ class MegalodonModel(BodyMixin, MegalodonPreTrainedModel):
             hidden_states = run_in_windows(self, hidden_states, inputs)
         else:
             hidden_states = self.run_layers(hidden_states, inputs, inputs.cache)
-        return MegalodonModelOutput(
-            last_hidden_state=scatter_states(inputs, hidden_states),
-            cache=inputs.model_cache,
-            attention_mask=inputs.mask,
+        return BaseModelOutputWithPast(
+            last_hidden_state=scatter_states(inputs, hidden_states), cache=inputs.model_cache
         )
 
     def run_layers(self, hidden_states: torch.Tensor, inputs: Inputs, cache: StateCache | None) -> torch.Tensor:

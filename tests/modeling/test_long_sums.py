@@ -82,8 +82,7 @@ def test_heads_and_losses(name, dtype):
     given = [draw(rows, LENGTH, 24, dtype=dtype, seed=seed) for seed in (1, 2)]
     for each in (dtype, torch.float64):
         states, packed = (x.to(each) for x in given)
-        mask = KEEP.expand(rows, LENGTH)
-        body = LunaModelOutput(states, packed_last_hidden_state=packed, packed_mask=mask.long(), attention_mask=mask)
+        body = LunaModelOutput(states, packed_last_hidden_state=packed, packed_mask=KEEP.long().expand(rows, LENGTH))
         model.base_model.forward = lambda body=body, **inputs: body
         outputs.append(model.to(each)(**inputs, **labels))
     assert_near(outputs[0].loss, outputs[1].loss.double(), dtype, roundings=16)
