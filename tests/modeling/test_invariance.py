@@ -31,11 +31,6 @@ def test_poolings_of_luna(head, pooling):
     check_invariance(head, luna.make(head, pooling=pooling, **fields))
 
 
-def test_mean_pooling_of_mega():
-    head = "ForSequencePairClassification"
-    check_invariance(head, mega.make(head, pooling="mean", pair_features="interaction", **CHUNKS))
-
-
 # Pooling -> function that computes the vector of a sequence from its states `[T, d]` and its rows of P.
 BY_HAND = {
     "cls": lambda model, states, packed: states[0],
@@ -138,24 +133,6 @@ def test_one_chunk_is_full_attention(function):
         torch.testing.assert_close(chunked(**inputs).last_hidden_state, full(**inputs).last_hidden_state)
         difference = (chunked(**longer).last_hidden_state - full(**longer).last_hidden_state).abs().max()
         assert difference > 1e-3 if chunk == CHUNK else difference < 1e-5
-
-
-@torch.no_grad()
-@pytest.mark.parametrize(
-    "family, variant", [("luna", "tied"), ("mega", "laplace chunks"), ("mega", "batchnorm, norms around")]
-)
-def test_real_values(family, variant):
-    """Values at padding do not affect the results of models with real inputs."""
-    lengths, width, family = [21, 1, 5], 25, FAMILIES[family]
-    rows = [torch.randn(length) for length in lengths]
-    for head in ("ForSequenceClassification", "ForTokenClassification"):
-        model = family.make(head, **{"pooling": "mean"} | family.VALUES | family.VARIANTS[variant])
-        for side in ("right", "left"):
-            values, mask = torch.full((3, width), 100.0), tokens(lengths, side, width)["attention_mask"]
-            values[mask.bool()] = torch.cat(rows)
-            together = results(head, model(input_values=values, attention_mask=mask), mask)
-            for real, actual in zip(rows, together, strict=True):
-                torch.testing.assert_close(actual, model(input_values=real[None]).logits[0], atol=1e-5, rtol=1e-5)
 
 
 @torch.no_grad()

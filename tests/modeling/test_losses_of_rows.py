@@ -17,6 +17,8 @@ COLUMNS = {
 CHUNKS = {"use_chunking": True, "chunk_size": 4}
 ADAPTIVE = {"adaptive_input_cutoffs": [8, 20], "adaptive_softmax_cutoffs": [8, 20], "adaptive_input_factor": 2}
 ADAPTIVE |= {"adaptive_softmax_factor": 2}
+FEATURES = {"pair_features": "interaction"}
+BATCH_NORM = mega.VARIANTS["batchnorm, norms around"]
 ENCODER_HEADS = [name for name in luna.HEADS if name != "Model"]
 CASES = {f"luna {head}": (luna, head, {}) for head in ENCODER_HEADS}
 CASES |= {f"mega {head}": (mega, head, {}) for head in ENCODER_HEADS}
@@ -25,7 +27,11 @@ CASES |= {
     "luna sparse": (luna, "ForMaskedLM", {"sparse_prediction": True}),
     "luna values": (luna, "ForTokenClassification", luna.VALUES),
     "mega chunks": (mega, "ForTokenClassification", CHUNKS),
+    "luna values, mean": (luna, "ForSequenceClassification", luna.VALUES | {"pooling": "mean"}),
     "mega values, mean": (mega, "ForSequenceClassification", mega.VALUES),
+    "mega values, chunks": (mega, "ForTokenClassification", mega.VALUES | mega.VARIANTS["laplace chunks"]),
+    "mega values, batch norm": (mega, "ForSequenceClassification", mega.VALUES | BATCH_NORM),
+    "mega pairs, mean": (mega, "ForSequencePairClassification", CHUNKS | {"pooling": "mean", **FEATURES}),
     "luna ForCausalLM": (luna_decoders, "ForCausalLM", {}),
     "luna ForCausalLM, pre-norm": (luna_decoders, "ForCausalLM", luna_decoders.DECODER_ONLY["pre-norm"]),
     "luna ForConditionalGeneration": (luna_decoders, "ForConditionalGeneration", {"is_encoder_decoder": True}),
