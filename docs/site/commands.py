@@ -41,7 +41,8 @@ def make_page() -> str:
     parts = [HEAD]
     for name, command in commands.choices.items():
         examples = "\n".join(line.strip() for line in command.epilog.splitlines()[1:])
-        rows = "\n".join(row(action) for action in command._actions if action.dest != "help")
+        actions = sorted(command._actions, key=lambda action: bool(action.option_strings))  # positional ones first
+        rows = "\n".join(row(action) for action in actions if action.dest != "help")
         parts.append(f"## luna-mega {name}\n\n{command.description}\n\nGuide: [{name}]({GUIDES[name]}).")
         parts.append(f"| argument | meaning |\n|---|---|\n{rows}\n\n```bash\n{examples}\n```\n")
     return "\n\n".join(parts)
