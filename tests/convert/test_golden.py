@@ -22,7 +22,6 @@ from luna_mega.convert.formats.registry import open_checkpoint
 from tests.convert import luna, mega, mega_lm, megalodon, translation
 from tests.convert.folders import identical
 from tests.convert.test_translation import LUNA_KINDS, MEGA_KINDS
-from tests.marks import slow_but
 
 FILE = Path(__file__).with_name("golden.json")
 PREDICTION = {"task": "sentence_prediction"}
@@ -76,8 +75,6 @@ CASES = {
     for build, variants in BUILDERS
     for fields in variants
 }
-# The last variant of each row.
-FAST = list({build: name for name, (build, _) in CASES.items()}.values())
 
 
 @functools.cache
@@ -160,7 +157,7 @@ def record(build, fields, folder):
     return json.loads(json.dumps(found))
 
 
-@pytest.mark.parametrize("case", slow_but(FAST, CASES))
+@pytest.mark.parametrize("case", CASES)
 def test_golden(tmp_path, case):
     """All tensors are converted, and all results equal the recorded ones."""
     found, expected = record(*CASES[case], tmp_path), golden()[case]
