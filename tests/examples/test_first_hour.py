@@ -50,7 +50,7 @@ def test_misspelled_options_before_the_imports(examples_dir, tmp_path, name):
 
 
 def test_names_of_options(script, monkeypatch):
-    """The check before the imports knows the options of the parser."""
+    """The check before the imports has the same options as the parser."""
     module = script("run_glue")
     monkeypatch.setattr(sys, "argv", [module.__file__])
     known = set().union(*map(script_options._fields, script_options._files()))

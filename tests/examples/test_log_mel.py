@@ -1,4 +1,4 @@
-"""The baseline of audio classification tells tones apart, by their pitch and by their order."""
+"""The baseline of audio classification separates tones by pitch and by order."""
 
 import numpy as np
 import pytest
