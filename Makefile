@@ -32,7 +32,7 @@ test: $(INSTALLED) ## run the fast tests, or those named by TESTS="..."
 test-slow: ## run the tests that `make test` leaves out
 	$(MAKE) test MARK="slow and not exhaustive"
 
-test-exhaustive: ## check the machine code of every configuration of the kernels with three versions of Triton (an hour or more)
+test-exhaustive: ## run every combination of parameters, and check the machine code with three versions of Triton (hours)
 	$(MAKE) test MARK=exhaustive
 
 test-oldest: VENV = .venv-oldest

@@ -1,7 +1,6 @@
 import gc
 import importlib
 import importlib.util
-import itertools
 import logging
 import os
 import random
@@ -15,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.marks import cover
 from tests.parity import report
 
 # Without a GPU, Triton kernels are interpreted. Triton reads this variable when a kernel is defined.
@@ -45,23 +45,18 @@ def pytest_unconfigure() -> None:
 
 @pytest.hookimpl(tryfirst=True)  # runs before -m selects tests
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark cases of a `covering` test as slow if the covering array of the marker's strength does not need them."""
+    """Mark cases of `covering(n)` tests: an array of strength n is fast, its completion to n + 1 slow, the rest exhaustive."""
     products: dict[str, list[pytest.Item]] = {}
     for item in items:
         if item.get_closest_marker("covering") and not item.get_closest_marker("slow"):
             products.setdefault(item.nodeid.partition("[")[0], []).append(item)
     for cases in products.values():
         (strength,) = cases[0].get_closest_marker("covering").args
-        tuples = {}
-        for case in cases:
-            values = sorted((name, repr(value)) for name, value in case.callspec.params.items())
-            tuples[case] = set(itertools.combinations(values, strength))
-        missing = set().union(*tuples.values())
-        while missing:
-            best = max(tuples, key=lambda case: len(tuples[case] & missing))
-            missing -= tuples.pop(best)
-        for case in tuples:
+        slow = cover(cases, strength, [])
+        for case in slow:
             case.add_marker(pytest.mark.slow)
+        for case in cover(slow, strength + 1, [case for case in cases if case not in slow]):
+            case.add_marker(pytest.mark.exhaustive)
 
 
 @pytest.fixture(scope="session")

@@ -1,5 +1,6 @@
 """Marks for parameters with a few fast values; the other values are slow."""
 
+import itertools
 from collections.abc import Iterable
 
 import pytest
@@ -18,3 +19,18 @@ def diagonal(first: Iterable, second: Iterable) -> list[tuple]:
     first, second = list(first), list(second)
     count = max(len(first), len(second))
     return [(first[index % len(first)], second[index % len(second)]) for index in range(count)]
+
+
+def cover(cases: list[pytest.Item], strength: int, covered: list[pytest.Item]) -> list[pytest.Item]:
+    """Return the cases that are not needed: `covered` and the others contain every tuple of `strength` values."""
+
+    def tuples(case: pytest.Item) -> set[tuple]:
+        values = sorted((name, repr(value)) for name, value in case.callspec.params.items())
+        return set(itertools.combinations(values, strength))
+
+    left = {case: tuples(case) for case in cases}
+    missing = set().union(*left.values()) - set().union(*map(tuples, covered))
+    while missing:
+        best = max(left, key=lambda case: len(left[case] & missing))
+        missing -= left.pop(best)
+    return list(left)

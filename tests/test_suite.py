@@ -1,21 +1,15 @@
-"""The list of products in tests/README.md, and the files that CI uses."""
+"""The files and the commands that CI uses, and the division of products into fast, slow and exhaustive tests."""
 
+import itertools
 import re
 from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from tests.marks import cover
 
 TESTS = Path(__file__).resolve().parent
-COVERING = re.compile(r"^@pytest\.mark\.covering\((\d)\)\n.*?^def (\w+)", re.MULTILINE | re.DOTALL)
-
-
-def test_every_covering_test_is_listed():
-    marked = {
-        (f"{file.relative_to(TESTS)}::{name}", strength)
-        for file in TESTS.rglob("test_*.py")
-        for strength, name in COVERING.findall(file.read_text(encoding="utf-8"))
-    }
-    listed = re.findall(r"^\| `(.*?)` \| (\d) \|", (TESTS / "README.md").read_text(encoding="utf-8"), re.MULTILINE)
-    assert marked == set(listed) and len(marked) > 5
-
 
 def test_named_files_exist():
     # With xdist, pytest does not report a missing file.
@@ -32,3 +26,20 @@ def test_ci_begins_with_the_package_index_and_calls_the_test_command():
     assert commands[0].startswith(".ci/resolve") and 'part "fast tests" make test' in commands
     assert 'part "requirements with the package index alone" resolved' in commands
     assert re.search(r"^make test\b", (TESTS.parent / "README.md").read_text(encoding="utf-8"), re.MULTILINE)
+
+
+class Case:
+    def __init__(self, *values: int):
+        self.values = values
+        self.callspec = SimpleNamespace(params=dict(zip("abc", values, strict=True)))
+
+
+@pytest.mark.parametrize("strength, most", [(1, 3), (2, 12), (3, 27)])
+def test_covering_arrays(strength, most):
+    cases = [Case(*values) for values in itertools.product(range(3), repeat=3)]
+    left = cover(cases, strength, [])
+    kept = [case for case in cases if case not in left]
+    assert len(kept) <= most
+    for positions in itertools.combinations(range(3), strength):
+        assert len({tuple(case.values[at] for at in positions) for case in kept}) == 3**strength
+    assert cover(left, strength, kept) == left  # nothing is missing
