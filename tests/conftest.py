@@ -45,7 +45,7 @@ def pytest_unconfigure() -> None:
 
 @pytest.hookimpl(tryfirst=True)  # runs before -m selects tests
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark cases of `covering(n)` tests: an array of strength n is fast, the rest up to n + 1 slow, others exhaustive."""
+    """Mark cases of `covering(n)` tests: an array of strength n is fast, the rest of n + 1 slow, others exhaustive."""
     products: dict[str, list[pytest.Item]] = {}
     for item in items:
         if item.get_closest_marker("covering") and not item.get_closest_marker("slow"):
