@@ -11,6 +11,7 @@ from tests.marks import cover
 
 TESTS = Path(__file__).resolve().parent
 
+
 def test_named_files_exist():
     # With xdist, pytest does not report a missing file.
     root = TESTS.parent
