@@ -56,5 +56,6 @@ from luna_mega.training.models import (
     make_model,
     make_tokenizer,
 )
-from luna_mega.training.runs import OrderedTrainer, Run, save, score, write_lines
+from luna_mega.training.runs import Run, save, score, write_lines
 from luna_mega.training.streams import Redrawn
+from luna_mega.training.trainer import OrderedTrainer

@@ -18,8 +18,8 @@ from luna_mega.hub.find import find_model
 from luna_mega.hub.folder import load_tokenizer
 from luna_mega.modeling_common.cache import StateCache, new_cache
 from luna_mega.training.arguments import fail, one_line, say
-from luna_mega.training.runs import total
 from luna_mega.training.streams import Change, Redrawn
+from luna_mega.training.trainer import total
 
 # Settings of the training that `store_settings` saves, with the values for models without them.
 SETTINGS = {

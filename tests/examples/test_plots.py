@@ -6,7 +6,7 @@ import pytest
 from transformers import TrainerState
 
 from luna_mega.training.plots import plot_losses
-from luna_mega.training.runs import ProgressBar
+from luna_mega.training.trainer import ProgressBar
 
 
 def test_names_are_not_formulas(tmp_path):

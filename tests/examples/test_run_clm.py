@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback, T
 from luna_mega import MegaConfig, MegaForCausalLM
 from luna_mega.training import language_modeling, tokenizers
 from luna_mega.training.language_modeling import Streams
-from luna_mega.training.runs import OrderedTrainer
+from luna_mega.training.trainer import OrderedTrainer
 from tests.examples import runs
 from tests.examples.runs import assert_error
 

@@ -9,9 +9,9 @@ from datasets import Dataset
 from safetensors.torch import load_file
 from transformers import AutoModelForMaskedLM, AutoTokenizer, default_data_collator
 
-from luna_mega.training.runs import OrderedTrainer
 from luna_mega.training.streams import Redrawn
 from luna_mega.training.tokenizers import train_bpe
+from luna_mega.training.trainer import OrderedTrainer
 from tests.examples import runs
 from tests.examples.runs import assert_complete, assert_error, steps
 

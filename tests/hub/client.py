@@ -125,7 +125,7 @@ def train(folder: Path, output: Path, **options: Any) -> None:
     """Train for four steps with a checkpoint in the middle, as the scripts in examples/ do."""
     from transformers import Trainer, TrainingArguments  # slow imports, which the other process does not need
 
-    from luna_mega.training.runs import check_hub, complete_card, publish
+    from luna_mega.training.publishing import check_hub, complete_card, publish
 
     data = [{"input_ids": [0, 5 + index, 2], "labels": index % 2} for index in range(8)]
     arguments = TrainingArguments(

@@ -5,7 +5,7 @@ import torch
 from huggingface_hub import ModelCard
 from torch.testing import assert_close
 
-from luna_mega.training.runs import describe_source
+from luna_mega.training.publishing import describe_source
 from tests.hub import client as on_client
 from tests.hub.loopback import metadata_errors
 from tests.modeling.luna import make
