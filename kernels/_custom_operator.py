@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.autograd import Function
 
 from ._dispatch import without_autocast
-from ._export import has_lost_tangent, in_dispatch_mode, in_program, is_eager, is_transformed
+from ._export import has_lost_tangent, in_program, is_direct, is_transformed
 from ._flops import register_flops
 
 Values = Sequence[Any]  # tensors, lists of tensors, numbers and None
@@ -33,8 +33,8 @@ def register(
     """Register the operators `name` and `<name>_backward`, and return the function that computes the first one.
 
     The function runs `forward` and `backward` directly in eager mode. It calls the operators in compiled and exported
-    programs, under dispatch modes and transforms of `torch.func`, for tensor subclasses and for meta tensors. Both run
-    without autocast.
+    programs, under dispatch modes and transforms of `torch.func`, for tensor subclasses and for meta tensors. Operators
+    and gradients run without autocast; a direct forward pass requires that its caller has disabled it, as `Op` does.
 
     Args:
         name: name without namespace. The first input and the first output are tensors.
@@ -54,17 +54,18 @@ def register(
             gradient may be None. None = the backward pass cannot be differentiated.
     """
     name = f"{NAMESPACE}::{name}"
-    run, fake, flops = _without_autocast(forward), _by_name(fake, inputs), _by_name(flops, inputs)
-    operator = torch.library.custom_op(name, run, mutates_args=(), schema=f"({inputs}) -> {outputs}")
+    fake, flops = _by_name(fake, inputs), _by_name(flops, inputs)
+    schema = f"({inputs}) -> {outputs}"
+    operator = torch.library.custom_op(name, _without_autocast(forward), mutates_args=(), schema=schema)
     operator.register_fake(fake)
     register_flops(name, lambda *inputs: flops(*inputs)[0])
     if backward is None:
-        return lambda *inputs: (run if is_plain(inputs) else operator)(*inputs)
+        return lambda *inputs: (forward if is_plain(inputs) else operator)(*inputs)
     gradient = _Gradient(name, inputs, fake, backward, flops, differentiable, gradients, saved, save, parts)
     operator.register_autograd(gradient.differentiate, setup_context=gradient.set_up_context)
 
     def compute(ctx: Any, *inputs: Any) -> Values:
-        output = tuple(run(*inputs))
+        output = tuple(forward(*inputs))
         gradient.set_up_context(ctx, inputs, output)
         return output
 
@@ -76,7 +77,7 @@ def register(
         if not is_plain(inputs):
             forbid_tangents(name, inputs)
             return operator(*inputs)
-        return (function.apply if _require_gradients(inputs[i] for i in places) else run)(*inputs)
+        return (function.apply if _require_gradients(inputs[i] for i in places) else forward)(*inputs)
 
     return call
 
@@ -189,7 +190,7 @@ def forbid_tangents(name: str, inputs: Values) -> None:
 
 def is_plain(arguments: Values) -> bool:
     """Return whether a call is eager, with ordinary tensors, and outside of dispatch modes and transforms."""
-    return is_eager() and not in_dispatch_mode() and PLAIN.issuperset(map(type, arguments)) and not arguments[0].is_meta
+    return is_direct() and PLAIN.issuperset(map(type, arguments)) and not arguments[0].is_meta
 
 
 def has_gradients(tensors: Iterable[Tensor | None]) -> bool:

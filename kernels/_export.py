@@ -50,9 +50,9 @@ def in_parts() -> bool:
     return is_exporting() or is_transformed()
 
 
-def in_dispatch_mode() -> bool:
-    """Return whether a mode of `torch_dispatch` is active, or this cannot be known."""
-    return not HAS_NAMES or _len_torch_dispatch_stack() > 0
+def is_direct() -> bool:
+    """Return whether an operator may be computed without PyTorch's dispatcher: eagerly, and in no mode of dispatch."""
+    return HAS_NAMES and not (torch.compiler.is_compiling() or _has_transforms() or _len_torch_dispatch_stack())
 
 
 def in_program() -> bool:

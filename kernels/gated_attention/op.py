@@ -9,10 +9,10 @@ from torch import Tensor
 
 from .._dispatch import Arguments, Op
 from .._export import in_program, is_eager, is_exporting
+from ..checks import check_dropout, check_mask
 from ..columns import in_columns, in_last_column, pad_columns, roll_columns, take_columns, unless_zero
 from ..varlen import check_cu_seqlens
 from . import reference, torch_backend, torch_step
-from .checks import check_bias, check_call
 
 
 def _reference(**call: Any) -> Tensor:
@@ -194,7 +194,7 @@ def gated_attention(
     """
     op, length = ATTEND.name, query.shape[1]
     options = (function, causal, chunk_size, offset, dropout)
-    check_call(op, query, key, value, mask, *options, row_offset=row_offset, start=start)
+    _check_call(op, query, key, value, mask, *options, row_offset=row_offset, start=start)
     # Reading the values on a GPU would synchronize the device.
     if start is not None and chunk_size not in (None, 1) and offset == 0 and start.device.type == "cpu":
         if is_eager() and (start > 0).any():
@@ -212,7 +212,7 @@ def gated_attention(
     longest: Any = max(offset + length, key.shape[1]) if cu_seqlens is None else max_seqlen
     # In a program the length may vary, so chunks longer than the input are padded.
     short = chunk_size is not None and not in_program() and offset == 0 and longest <= chunk_size
-    check_bias(op, bias, longest if chunk_size is None or short else chunk_size)
+    _check_bias(op, bias, longest if chunk_size is None or short else chunk_size)
     if chunk_size == 1 and start is not None:  # chunks start at every position
         start = start.clamp(max=0)
     if short and not return_weights:
@@ -251,7 +251,7 @@ def gated_attention_step(
         )
     query = query[:, None]
     options = (function, True, chunk_size, 0, dropout)
-    check_call(op, query, key, value, mask, *options, start=start, column=column)
+    _check_call(op, query, key, value, mask, *options, start=start, column=column)
     if column is not None and chunk_size is not None:
         raise ValueError(f"{op}: column does not support chunk_size={chunk_size}; omit chunk_size")
     if chunk_size is not None:
@@ -264,7 +264,58 @@ def gated_attention_step(
         key, value = key[:, last - window :], value[:, last - window :]
         mask = None if mask is None else mask[:, last - window :]
         start = None if start is None else (start + last) % chunk_size - window
-    check_bias(op, bias, key.shape[1])
+    _check_bias(op, bias, key.shape[1])
     call: Arguments = {"query": query, "key": key, "value": value, "bias": bias, "mask": mask, "function": function}
     call |= {"column": column, "start": unless_zero(start), "dropout": dropout}
     return STEP(backend, call)[:, 0]
+
+
+def _check_call(
+    op: str, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, function: str, causal: bool,
+    chunk_size: int | None, offset: int, dropout: float, **rows: Tensor | None,
+) -> None:  # fmt: skip
+    """Raise `ValueError` unless the arguments match; `rows` are the integers `[B]` by name."""
+    if not query.dim() == key.dim() == value.dim() == 3:
+        raise ValueError(
+            f"{op} needs [batch, length, size] tensors, got query {list(query.shape)}, key {list(key.shape)} and value "
+            f"{list(value.shape)}"
+        )
+    if query.shape[::2] != key.shape[::2] or key.shape[:2] != value.shape[:2]:
+        raise ValueError(
+            f"{op}: query {list(query.shape)} and key {list(key.shape)} must agree in batch and size, key and value "
+            f"{list(value.shape)} in batch and length"
+        )
+    if query.dtype != key.dtype or not (query.is_floating_point() and value.is_floating_point()):
+        raise ValueError(
+            f"{op} needs floating-point tensors, query and key of one dtype, got query {query.dtype}, key {key.dtype} "
+            f"and value {value.dtype}"
+        )
+    check_mask(op, mask, key.shape[:2])
+    queries, keys = query.shape[1], key.shape[1]
+    if function not in reference.FUNCTIONS:
+        raise ValueError(f"{op} does not support function {function!r}; choose one of {', '.join(reference.FUNCTIONS)}")
+    if chunk_size is not None and chunk_size < 1:
+        raise ValueError(f"{op}: chunk_size must be at least 1, or None for full attention, got {chunk_size}")
+    if offset < 0 or ((causal or chunk_size is not None) and offset + queries > keys):
+        raise ValueError(
+            f"{op}: {queries} queries from position {offset} on do not fit {keys} keys; causal attention and chunks "
+            "need a key at the position of every query, and offset must not be negative"
+        )
+    check_dropout(op, dropout)
+    for name, x in rows.items():
+        if x is not None and (x.dtype not in (torch.int32, torch.int64) or x.shape != query.shape[:1]):
+            raise ValueError(f"{op} needs {name} [{query.shape[0]}] of int32 or int64, got {x.dtype} {list(x.shape)}")
+    if rows.get("row_offset") is not None and (causal or chunk_size is not None):
+        raise ValueError(f"{op}: row_offset is only for cross-attention without chunks; omit row_offset")
+
+
+def _check_bias(op: str, bias: Tensor | None, positions: int) -> None:
+    if bias is None:
+        return
+    if bias.dim() != 1 or bias.shape[0] % 2 == 0 or not bias.is_floating_point():
+        raise ValueError(f"{op} needs a floating-point bias of shape [2 M - 1], got {bias.dtype} {list(bias.shape)}")
+    if (bias.shape[0] + 1) // 2 < positions:
+        raise ValueError(
+            f"{op}: a bias of length {bias.shape[0]} covers {(bias.shape[0] + 1) // 2} positions, but {positions} are "
+            f"in use; pass a bias of length {2 * positions - 1}"
+        )

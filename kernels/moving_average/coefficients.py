@@ -8,14 +8,16 @@ thousand numbers, which takes as long as the average of a short batch. Compiled 
 """
 
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from .._dispatch import without_autocast
+from .._dispatch import Arguments, without_autocast
 from .._export import expm1, is_eager
+from ..upcast import upcast_dtype
 from . import reference
 
 
@@ -39,6 +41,22 @@ class Coefficients(NamedTuple):
     def parts(self) -> int:
         """The real numbers in a state: 1 or 2."""
         return 1 if self.turn is None else 2
+
+
+def with_coefficients(
+    compute: Callable[..., Any], x: Tensor, parameters: tuple[Tensor, ...], coefficients: Any = None, **rest: Any
+) -> Arguments:
+    """Return a call with coefficients instead of parameters, in float32 or float64.
+
+    `compute` returns the coefficients of the parameters. A step may get them from an earlier call.
+    """
+    dtype = upcast_dtype(x, *parameters)
+    if coefficients is None:
+        coefficients = compute(*(parameter.to(dtype) for parameter in parameters))
+    for name in ("skip", "state", "initial_state"):
+        if (value := rest.get(name)) is not None and value.dtype != dtype:  # `to` takes time in any case
+            rest[name] = value.to(dtype)
+    return {"x": x, "coefficients": coefficients, **rest}
 
 
 def damped_coefficients(*parameters: Tensor) -> Coefficients:

@@ -7,8 +7,8 @@ from torch import Tensor
 from .._dispatch import Arguments, Op
 from ..checks import check_average, check_position, check_sequences
 from . import reference, torch_backend
-from .coefficients import complex_coefficients, complex_step_coefficients
-from .wiring import complex_step_triton, needs_gradients, run_average, run_varlen, unsupported, with_coefficients
+from .coefficients import complex_coefficients, complex_step_coefficients, with_coefficients
+from .wiring import complex_step_triton, needs_gradients, run_average, run_varlen, unsupported
 
 
 def _reference(**call: Any) -> tuple[Tensor, Tensor | None]:

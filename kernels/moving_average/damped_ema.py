@@ -7,9 +7,9 @@ from torch import Tensor
 from .._dispatch import Arguments, Op
 from ..checks import check_average, check_mask, check_sequences
 from . import reference, torch_backend
-from .coefficients import damped_coefficients, damped_step_coefficients
+from .coefficients import damped_coefficients, damped_step_coefficients, with_coefficients
 from .truncated import TruncatedEmaState, truncated
-from .wiring import needs_gradients, run_average, run_varlen, unsupported, unsupported_dtype, with_coefficients
+from .wiring import needs_gradients, run_average, run_varlen, unsupported, unsupported_dtype
 
 
 def _reference(**call: Any) -> tuple[Tensor, Tensor | None]:

@@ -11,8 +11,8 @@ from .._dispatch import Arguments, Op, without_autocast
 from ..checks import check_average, check_position, check_sequences
 from ..upcast import upcast
 from . import reference, torch_backend
-from .coefficients import Coefficients, conjugate, powers_less_one
-from .wiring import complex_step_triton, needs_gradients, run_average, run_varlen, unsupported, with_coefficients
+from .coefficients import Coefficients, conjugate, powers_less_one, with_coefficients
+from .wiring import complex_step_triton, needs_gradients, run_average, run_varlen, unsupported
 
 METHODS = ("zoh", "bilinear", "none")
 

@@ -1,4 +1,4 @@
-"""Code that the public averages share: coefficients, limits of Triton, varlen calls, states after some positions."""
+"""Code that the public averages share: limits of Triton, varlen calls, states after some positions."""
 
 from collections.abc import Callable
 from typing import Any
@@ -15,22 +15,6 @@ from .coefficients import Coefficients, powers, times
 
 # Real numbers in the states of a channel that the Triton kernels store in registers: 64 real or 32 complex states.
 MOST_NUMBERS = 64
-
-
-def with_coefficients(
-    compute: Callable[..., Any], x: Tensor, parameters: tuple[Tensor, ...], coefficients: Any = None, **rest: Any
-) -> Arguments:
-    """Return a call with coefficients instead of parameters, in float32 or float64.
-
-    `compute` returns the coefficients of the parameters. A step may get them from an earlier call.
-    """
-    dtype = upcast_dtype(x, *parameters)
-    if coefficients is None:
-        coefficients = compute(*(parameter.to(dtype) for parameter in parameters))
-    for name in ("skip", "state", "initial_state"):
-        if (value := rest.get(name)) is not None and value.dtype != dtype:  # `to` takes time in any case
-            rest[name] = value.to(dtype)
-    return {"x": x, "coefficients": coefficients, **rest}
 
 
 def run_average(
