@@ -172,20 +172,8 @@ def validate_pooled(config: PreTrainedConfig | None, labels: torch.Tensor, input
         check_pooled_labels(config, labels, len(given))
 
 
-def validate_pairs(config: PreTrainedConfig, first: dict[str, Any], second: dict[str, Any]) -> bool:
-    """Return whether the second inputs are candidates `[B, C, ...]`; raise `ValueError` unless they fit the first."""
+def check_pairs(first: Mapping[str, Any], second: Mapping[str, Any]) -> None:
+    """Raise `ValueError` unless there are as many second inputs as first ones."""
     one, other = given_input(first), given_input(second)
-    if one is None or other is None:
-        return False  # the body raises the error
-    candidates = other.dim() == 3 + (other is second["inputs_embeds"]) and other is not second["input_values"]
-    if candidates and config.num_labels != 1:
-        raise ValueError(
-            "the second inputs are candidates [B, C, ...], which have one score each; set num_labels=1, got "
-            f"{config.num_labels}"
-        )
-    if one.shape[0] != other.shape[0]:
-        raise ValueError(
-            f"there are {len(one)} first inputs, but {len(other)} second inputs or sets of candidates; pass the "
-            "same number of both"
-        )
-    return candidates
+    if one is not None and other is not None and len(one) != len(other):  # the body requires both
+        raise ValueError(f"there are {len(one)} first inputs, but {len(other)} second inputs; pass a pair of each")

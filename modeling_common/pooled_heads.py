@@ -18,7 +18,7 @@ from luna_mega.kernels.support import take_columns, upcast, upcast_dtype
 from luna_mega.modeling_common.arguments import HeadKwargs, check_input
 from luna_mega.modeling_common.heads import Head, checked_loss
 from luna_mega.modeling_common.inputs import read_token_types
-from luna_mega.modeling_common.labels import given_input, validate_pairs, validate_pooled
+from luna_mega.modeling_common.labels import check_pairs, given_input, validate_pooled
 from luna_mega.modeling_common.masks import find_mask, read_mask
 from luna_mega.modeling_common.outputs import BodyOutput
 from luna_mega.modeling_common.padding_free import find_padding_free
@@ -163,16 +163,6 @@ class PooledHead(Head):
             loss = checked_loss(lambda: self.loss_function(**options), labels, config.num_labels)
         return self.output_class(loss=loss, logits=logits, **self.carried_over(outputs))
 
-    def choose_option(
-        self, scores: torch.Tensor, shape: tuple[int, int], outputs: BodyOutput, labels: torch.Tensor | None
-    ) -> Any:
-        """Return the output with logits `[B, C]` for scores `[B C, 1]` of C options, and their loss."""
-        logits = scores.view(shape)  # -1 would exclude a batch of 1 from an exported program
-        loss = None
-        if labels is not None:
-            loss = checked_loss(lambda: nn.functional.cross_entropy(upcast(logits), labels), labels, shape[1])
-        return self.output_class(loss=loss, logits=logits, **self.carried_over(outputs))
-
 
 class GenericForSequenceClassification(PooledHead):
     """Classification or regression of sequences."""
@@ -241,7 +231,11 @@ class GenericForMultipleChoice(PooledHead):
             validate_pooled(None, labels, inputs)
         shape, flat = flatten_options(**inputs)
         features, outputs = self.pool(**flat, **kwargs)
-        return self.choose_option(self.score_options(features), shape, outputs, labels)
+        # -1 would exclude a batch of 1 from an exported program.
+        logits, loss = self.score_options(features).view(shape), None
+        if labels is not None:
+            loss = checked_loss(lambda: nn.functional.cross_entropy(upcast(logits), labels), labels, shape[1])
+        return self.output_class(loss=loss, logits=logits, **self.carried_over(outputs))
 
     def score_options(self, features: torch.Tensor) -> torch.Tensor:
         """Return the scores `[B C, 1]` of options."""
@@ -261,7 +255,7 @@ def pair_size(config: Any) -> int:
 
 
 class GenericForSequencePairClassification(PooledHead):
-    """Classification of pairs of sequences, or the choice among several second ones."""
+    """Classification of pairs of sequences."""
 
     output_class = SequenceClassifierOutput
     unsupported_options: dict[str, str] = {}  # keyword arguments of the body -> the reason
@@ -292,10 +286,6 @@ class GenericForSequencePairClassification(PooledHead):
 
         `labels`: `[B]` class ids, or numbers for regression. `logits`: `[B, num_labels]`. Hidden states, attentions
         and `token_type_ids` belong to the first sequence.
-
-        With `num_labels=1`, the second inputs can be C candidates for each first one, `[B, C, T']`, with one score
-        each. Then `logits` are `[B, C]`, `labels` `[B]` the indices of the correct ones, and the loss is their
-        cross-entropy.
         """
         for name, reason in self.unsupported_options.items():
             if name in kwargs:
@@ -307,18 +297,13 @@ class GenericForSequencePairClassification(PooledHead):
             "input_values": pair_input_values,
             "attention_mask": read_mask("pair_attention_mask", pair_attention_mask),
         }
-        candidates, shape = validate_pairs(self.config, first, second), None
+        check_pairs(first, second)
         if labels is not None:
-            validate_pooled(None if candidates else self.config, labels, second if candidates else first)
-        if candidates:
-            shape, second = flatten_options(**second)
+            validate_pooled(self.config, labels, first)
         drop_first_token = getattr(self.config, "drop_first_token", False)
         one, outputs = self.pool(**first, attention_mask=attention_mask, drop_first_token=drop_first_token, **kwargs)
         other, _ = self.pool(**second)
-        if shape is None:
-            return self.make_output(self.classifier(pair_features(self.config, one, other)), outputs, labels)
-        scores = self.classifier(pair_features(self.config, one.repeat_interleave(shape[1], dim=0), other))
-        return self.choose_option(scores, shape, outputs, labels)
+        return self.make_output(self.classifier(pair_features(self.config, one, other)), outputs, labels)
 
 
 def flatten_options(**inputs: torch.Tensor | None) -> tuple[tuple[int, int], dict[str, Any]]:

@@ -6,9 +6,9 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from .._dispatch import Op
+from .._dispatch import Arguments, Op
 from ..checks import check_dropout, check_mask
 from ..varlen import check_cu_seqlens
 from . import reference, torch_backend
@@ -94,32 +94,19 @@ def luna_unpack(
     value: Tensor,
     mask: Tensor | None = None,
     *,
-    bias: Tensor | None = None,
     dropout: float = 0.0,
     return_weights: bool = False,
     backend: str | None = None,
     cu_seqlens: Tensor | None = None,
     max_seqlen: int | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Unpack for every query: softmax(Q K^T / sqrt(K) + bias) V over the L packed rows (Luna eq. 4).
+    """Unpack for every query: softmax(Q K^T / sqrt(K)) V over the L packed rows (Luna eq. 4).
 
     For arguments, result and errors, see `luna_pack`; here, `query` is `[B, T, H, K]`, `key` and `value` `[B, L, H,
     K]`, `mask` `[B, L]` and weights `[B, H, T, L]`. With `cu_seqlens`, queries and result are varlen, `[1, total, H,
-    K]`. `bias` `[B, L]` is added to the logits of all heads, and has a gradient; None = 0. It adds one feature to the
-    heads, so Triton then supports head sizes up to 127.
+    K]`.
     """
-    options = (dropout, return_weights, backend, cu_seqlens, max_seqlen)
-    if bias is None:
-        return _attend(UNPACK, query, key, value, mask, *options)
-    if bias.shape != key.shape[:2]:
-        raise ValueError(f"luna_unpack needs bias of shape {list(key.shape[:2])}, got {list(bias.shape)}")
-    scale = query.shape[-1] ** -0.5
-    # A feature, because fused kernels have no gradient of a bias: 1 in queries and bias / scale in keys.
-    feature = (bias / scale).to(key.dtype)[..., None, None].expand(-1, -1, key.shape[2], 1)
-    biased = torch.cat([key, feature], dim=-1)
-    value = biased if value is key else nn.functional.pad(value, (0, 1))
-    output = _attend(UNPACK, nn.functional.pad(query, (0, 1), value=1.0), biased, value, mask, *options, scale=scale)
-    return (output[0][..., :-1], output[1]) if return_weights else output[..., :-1]
+    return _attend(UNPACK, query, key, value, mask, dropout, return_weights, backend, cu_seqlens, max_seqlen)
 
 
 def luna_attention(
@@ -186,7 +173,7 @@ def luna_attention(
 
 def _attend(
     op: Op, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout: float, return_weights: bool,
-    backend: str | None, cu_seqlens: Tensor | None, max_seqlen: int | None, scale: float | None = None,
+    backend: str | None, cu_seqlens: Tensor | None, max_seqlen: int | None,
 ) -> Any:  # fmt: skip
     name, varlen_side = op.name, op.tokens[0]
     if query.dim() != 4 or key.dim() != 4:
@@ -213,8 +200,8 @@ def _attend(
         raise ValueError(f"{name}: dtypes differ: query {query.dtype}, key {key.dtype}, value {value.dtype}")
     check_mask(name, mask, key.shape[:2])
     check_dropout(name, dropout)
-    scale = query.shape[-1] ** -0.5 if scale is None else scale
-    call = {"query": query, "key": key, "value": value, "mask": mask, "scale": scale, "dropout": dropout}
+    call: Arguments = {"query": query, "key": key, "value": value, "mask": mask, "dropout": dropout}
+    call["scale"] = query.shape[-1] ** -0.5
     return op(backend, call, cu_seqlens, max_seqlen, return_weights)
 
 

@@ -45,10 +45,6 @@ def sample_inputs(
     batches["gaps"] = make_inputs(model, padded, gaps=True, **options)
     if accepts(model_class, "packed_mask"):
         batches["packed"] = make_inputs(model, padded, **options) | _packed(config, len(padded), seed)
-    if accepts(model_class, "pair_attention_mask") and config.num_labels == 1:
-        second = [make_inputs(model, padded, **options | {"seed": seed + index}) for index in range(2)]
-        pairs = {name: torch.stack([x[name] for x in second], 1) for name in second[0] if name.startswith("pair_")}
-        batches["candidates"] = second[0] | pairs
     return batches
 
 

@@ -16,7 +16,6 @@ IMAGES = {"image_size": 32, "patch_size": 8, "num_labels": 3, "num_hidden_layers
 MODELS = {
     **{f"luna {head}": lambda head=head: luna.make(head, **TYPES[luna]) for head in luna.HEADS},
     **{f"mega {head}": lambda head=head: mega.make(head, **TYPES[mega]) for head in mega.HEADS},
-    "candidates": lambda: luna.make("ForSequencePairClassification", num_labels=1),
     "values": lambda: mega.make("ForSequenceClassification", **mega.VALUES),
     "without the first token": lambda: luna.make("ForSequenceClassification", drop_first_token=True),
     "images": lambda: luna_mega.MegaForImageClassification(luna_mega.MegaConfig.image_base_patch16_224(**IMAGES)),

@@ -95,10 +95,9 @@ def _luna(s, op="luna_attention", masked=False, tied=False, padding_free=False, 
     batch, rest = 1 if padding_free else s.batch, (s.heads, s.size if size is None or s.size == 16 else size)
     lengths = {"query": s.length, "rows": s.rows, "context": s.length} | ({} if tied else {"value": s.length})
     leaves = _randoms(**{name: (batch, length, *rest) for name, length in lengths.items()})
-    leaves |= _randoms(bias=(batch, s.rows)) if op == "luna_unpack" else {}
-    used = {"luna_pack": ("rows", "context", "value"), "luna_unpack": ("query", "rows", "bias")}.get(op, leaves)
+    used = {"luna_pack": ("rows", "context", "value"), "luna_unpack": ("query", "rows")}.get(op, leaves)
 
-    def run(query=None, rows=None, context=None, value=None, bias=None, **options):
+    def run(query=None, rows=None, context=None, value=None, **options):
         value = context if value is None else value
         options |= {"cu_seqlens": None} | _rows(s, rows, masked, padding_free)
         mask = options.pop("mask", None)
@@ -106,7 +105,7 @@ def _luna(s, op="luna_attention", masked=False, tied=False, padding_free=False, 
         if op == "luna_pack":
             return (api.luna_pack(rows, context, value, mask, **options),)
         if op == "luna_unpack":
-            return (api.luna_unpack(query, rows, rows if tied else rows / 2, bias=bias, **options),)
+            return (api.luna_unpack(query, rows, rows if tied else rows / 2, **options),)
         return api.luna_attention(query, rows, context, value, lambda y: (y, y), context_mask=mask, **options)
 
     return Call({name: leaves[name] for name in used if name in leaves}, run)

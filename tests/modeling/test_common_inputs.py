@@ -2,7 +2,6 @@
 
 import inspect
 import re
-from itertools import product
 
 import pytest
 import torch
@@ -99,40 +98,11 @@ def test_pairs_and_choices(family):
     fewer = inputs | {"pair_input_ids": inputs["pair_input_ids"][:1], "pair_attention_mask": None}
     with pytest.raises(ValueError, match="2 first inputs, but 1 second inputs"):
         without_embedding(family.make("ForSequencePairClassification"))(**fewer)
+    several = inputs | {f"pair_{name}": inputs[f"pair_{name}"][:, None] for name in ("input_ids", "attention_mask")}
+    with pytest.raises(ValueError, match=r"must have the shape \[B, T\].*got \[2, 1, "):
+        family.make("ForSequencePairClassification", num_labels=1)(**several)
     with pytest.raises(ValueError, match=r"input_ids \[B, options, T\].*got \[2, 9\]"):
         family.make("ForMultipleChoice")(**luna.head_inputs("Model", [9, 4]))
-
-
-@family
-def test_candidates_are_pairs_with_one_score(family):
-    """Candidates `[B, C, T]` get the scores of separate pairs, for any padding."""
-    model = family.make("ForSequencePairClassification", num_labels=1, pair_features="interaction", pooling="mean")
-    first, longest = luna.tokens([9, 4]), 12
-    candidates = [luna.tokens([5, 12, 3], seed=seed, width=longest) for seed in (10, 20)]
-    pairs = {name: torch.stack([row[name] for row in candidates]) for name in first}
-    labels = torch.tensor([2, 0])
-    output = model(**first, **{f"pair_{name}": value for name, value in pairs.items()}, labels=labels)
-    expected = torch.empty(2, 3)
-    for row, option in product(range(2), range(3)):
-        kept = pairs["attention_mask"][row, option].bool()
-        one = {name: value[row : row + 1] for name, value in first.items()}
-        expected[row, option] = model(**one, pair_input_ids=pairs["input_ids"][row, option][kept][None]).logits
-    torch.testing.assert_close(output.logits, expected, atol=1e-5, rtol=1e-5)
-    torch.testing.assert_close(output.loss, torch.nn.functional.cross_entropy(expected, labels))
-    vectors = model.get_input_embeddings()(pairs["input_ids"])
-    embedded = model(**first, pair_inputs_embeds=vectors, pair_attention_mask=pairs["attention_mask"])
-    torch.testing.assert_close(embedded.logits, output.logits)
-
-
-@family
-def test_invalid_candidates(family):
-    first, pair = luna.tokens([9, 4]), luna.tokens([5, 12, 3])["input_ids"]
-    with pytest.raises(ValueError, match=r"\[B, C, ...\], which have one score each; set num_labels=1, got 3"):
-        model = without_embedding(family.make("ForSequencePairClassification"))
-        model(**first, pair_input_ids=torch.stack([pair, pair]))
-    with pytest.raises(ValueError, match="2 first inputs, but 1 second inputs or sets of candidates"):
-        model = without_embedding(family.make("ForSequencePairClassification", num_labels=1))
-        model(**first, pair_input_ids=pair[None])
 
 
 @family

@@ -118,13 +118,10 @@ def test_labels_of_one_number(family):
 @family
 def test_labels_of_choices(family):
     model, inputs = family.make("ForMultipleChoice"), luna.head_inputs("ForMultipleChoice", [5, 4, 3])
-    candidates = family.make("ForSequencePairClassification", num_labels=1)
-    pairs = luna.tokens([5, 4, 3]) | {f"pair_{name}": value for name, value in inputs.items()}
-    for chooser, given in ((model, inputs), (candidates, pairs)):
-        assert chooser(**given, labels=torch.tensor([0, 1, 0])).loss.isfinite()
-        for labels in (torch.tensor([0, 1]), torch.tensor([[0], [1], [0]]), torch.ones(3, 2)):
-            with pytest.raises(ValueError, match=r"`labels` must have the shape \[3\]"):
-                chooser(**given, labels=labels)
+    assert model(**inputs, labels=torch.tensor([0, 1, 0])).loss.isfinite()
+    for labels in (torch.tensor([0, 1]), torch.tensor([[0], [1], [0]]), torch.ones(3, 2)):
+        with pytest.raises(ValueError, match=r"`labels` must have the shape \[3\]"):
+            model(**inputs, labels=labels)
 
 
 LABELED = classes.HEADS | classes.DECODERS | classes.SEQ2SEQ
