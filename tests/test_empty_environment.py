@@ -33,7 +33,7 @@ def test_quickstart_after_pip_install(repo_root, tmp_path):
         shutil.copy(file, checkout)
     venv.create(empty, with_pip=True)
     python = empty / "bin" / "python"
-    pip = [python, "-m", "pip", "--disable-pip-version-check", "install"]
+    pip = [python, "-m", "pip", "--disable-pip-version-check", "install", "--no-compile"]
     if run(*pip, "--dry-run", "--no-deps", "--ignore-installed", "packaging", cwd=folder).returncode:
         pytest.skip("pip reaches no package index")
     for requirement in (f"torch=={metadata.version('torch')}", f"{checkout}[examples]"):
