@@ -3,17 +3,13 @@
 This is a script because a process that interprets kernels cannot compile them:
 `TRITON_INTERPRET=0 python tests/kernels/aot.py [op ...] [--arch 90] [--every] [--json FILE] [--budgets]`.
 
-The launches come from the functions of `aot_<op>.py` in this directory. `cases()` yields (name, function without
-arguments): the function calls the op with meta tensors, and its launches are compiled unchanged for sm_80 and sm_90.
-`edges()` yields (name, targets, function) for the sizes, dtypes and targets with the tightest limits. `dtypes()` yields
-cases in other dtypes and with the largest sizes; only `--every` compiles them, for sm_80 and sm_90 with all
-configurations that tuning may select, for targets with less shared memory with the default ones. `of_length()` launches
-kernels that must not be recompiled for another of `LENGTHS`.
+The launches are those of `aot_calls.py`, and are compiled unchanged. `--every` also compiles its further dtypes and
+sizes: for sm_80 and sm_90 with all configurations that tuning may select, for targets with less shared memory with the
+default ones.
 """
 
 import argparse
 import csv
-import importlib.util
 import json
 import re
 import subprocess
@@ -21,22 +17,22 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 
 import sass
 import torch
 import triton
 import tritons
+from aot_calls import CALLS
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from luna_mega.kernels.common import triton_choice, triton_launch
 
 HERE = Path(__file__).resolve().parent
-OPS = (
-    "luna_attention", "luna_causal_attention", "damped_ema", "complex_ema", "timestep_norm", "gated_attention",
-)  # fmt: skip
 TARGETS = {
     80: triton_launch.Target((8, 0), 108, 163 * 1024),
     89: triton_launch.Target((8, 9), 128, 99 * 1024),
@@ -61,49 +57,43 @@ COLUMNS = ("registers", "stack", "spills", "shared", *INSTRUCTIONS)
 KEY = ("op", "kernel", "case", "arch")
 
 
-def _cases(op: str):
-    spec = importlib.util.spec_from_file_location(f"aot_{op}", HERE / f"aot_{op}.py")
-    cases = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(cases)
-    return cases
-
-
 def _run_all(kernel, key, configurations, run):
     return [run(configuration) for configuration in configurations][0]
 
 
-def launches(op: str, arch: int):
-    """Yield (case, launch) for every kernel that the cases of an op launch."""
-    cases = _cases(op)
-    runs = [(name, MAIN_TARGETS, run) for name, run in cases.cases()]
-    for name, targets, run in (*runs, *cases.edges()):
-        if arch not in targets:
-            continue
-        with triton_launch.recording(TARGETS[arch]) as recorded:
-            run()
-        for launch in recorded:
+def recorded(calls: dict[str, Callable], arch: int) -> Iterator[tuple[str, triton_launch.Launch]]:
+    """Yield (case, launch) for every kernel that the calls launch."""
+    for name, call in calls.items():
+        with triton_launch.recording(TARGETS[arch]) as launches:
+            call()
+        for launch in launches:
             yield name, launch
 
 
-def further_launches(op: str, arch: int):
+def launches(op: str, arch: int) -> Iterator[tuple[str, triton_launch.Launch]]:
+    """Yield (case, launch) for the main calls of an op and for those at the limits of a target."""
+    calls = CALLS[op]
+    if arch in MAIN_TARGETS:
+        yield from recorded(calls.main, arch)
+    yield from recorded({name: call for name, (target, call) in calls.edges.items() if target == arch}, arch)
+
+
+def further_launches(op: str, arch: int) -> Iterator[tuple[str, triton_launch.Launch]]:
     """Yield (case, launch) for other dtypes, and for all configurations that tuning may select on the main targets."""
-    main, cases = arch in MAIN_TARGETS, _cases(op)
+    main, calls = arch in MAIN_TARGETS, CALLS[op]
     with triton_choice.choosing(_run_all) if main else nullcontext():
         yield from launches(op, arch)
-        for name, run in (*cases.dtypes(), *(() if main else cases.cases())):
-            with triton_launch.recording(TARGETS[arch]) as recorded:
-                run()
-            for launch in recorded:
-                yield name, launch
+        yield from recorded(calls.further, arch)
+        if not main:
+            yield from recorded(calls.main, arch)
 
 
 def keys_of_lengths(op: str) -> list[list[str]]:
-    """Return the keys of the kernels that are compiled for each of `LENGTHS`."""
+    """Return the keys of the kernels that are compiled for each of the lengths."""
     keys = []
-    for length in _cases(op).LENGTHS:
-        with triton_launch.recording(TARGETS[90]) as recorded:
-            _cases(op).of_length(length)
-        keys.append(sorted({compile_launch(launch, 90)[0] for launch in recorded}))
+    for length in CALLS[op].lengths:
+        calls = {str(index): partial(call, length=length) for index, call in enumerate(CALLS[op].of_length)}
+        keys.append(sorted({compile_launch(launch, 90)[0] for _, launch in recorded(calls, 90)}))
     return keys
 
 
@@ -223,7 +213,7 @@ def reports(op: str, arch: int, every: bool):
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("ops", nargs="*", default=[], help=f"ops (default: all): {', '.join(OPS)}")
+    parser.add_argument("ops", nargs="*", default=[], help=f"ops (default: all): {', '.join(CALLS)}")
     parser.add_argument("--arch", type=int, choices=TARGETS, action="append")
     parser.add_argument("--every", action="store_true", help="compile further dtypes and all configurations")
     parser.add_argument("--json", type=Path, help="file that the reports are written to")
@@ -240,12 +230,12 @@ def main() -> None:
     )
     rows = [
         row
-        for op in arguments.ops or OPS
+        for op in arguments.ops or CALLS
         for arch in arguments.arch or TARGETS
         for row in reports(op, arch, arguments.every)
     ]
     if arguments.json:
-        lengths = {op: keys_of_lengths(op) for op in arguments.ops or OPS}
+        lengths = {op: keys_of_lengths(op) for op in arguments.ops or CALLS}
         content = {"triton": triton.__version__, "kernels": rows, "lengths": lengths}
         arguments.json.write_text(json.dumps(content, indent=1), encoding="utf-8")
 

@@ -15,21 +15,15 @@ import pytest
 
 triton = pytest.importorskip("triton", reason="Triton is not installed")
 
-from tests.kernels import sass, tritons  # noqa: E402
+from tests.kernels import aot_calls, sass, tritons  # noqa: E402
 
 HERE = Path(__file__).resolve().parent
 MOST = ("registers", "stack", "spills", "shared")
 
 
-OPS = (
-    "complex_ema", "damped_ema", "gated_attention", "luna_attention", "luna_causal_attention",
-    "timestep_norm",
-)  # fmt: skip
-
-
 # Compiles the kernel that `ptxas` 12.8 compiles incorrectly, and prints its faults.
 KNOWN_FAULT = """
-import aot, aot_luna_causal_attention, json, sass, torch
+import aot, aot_calls, json, sass, torch
 from luna_mega.kernels.common import triton_choice, triton_launch
 from luna_mega.kernels.luna_causal_attention.triton_forward import FusedTiles
 
@@ -37,7 +31,7 @@ def instead(kernel, key, configurations, run):
     return run(FusedTiles(chunk=64, warps=4))
 
 with triton_launch.recording(aot.TARGETS[90]) as launches, triton_choice.choosing(instead):
-    aot_luna_causal_attention.both(8, 32, torch.bfloat16, backward=False)
+    aot_calls.causal(8, 32, torch.bfloat16, backward=False)
 launch = next(launch for launch in launches if launch.kernel.fn.__name__ == "_sums_kernel")
 print(json.dumps(sass.unwritten_reads(sass.disassemble(aot.compile_launch(launch, 90)[1]().asm["cubin"]))))
 """
@@ -91,7 +85,7 @@ def run_script(*command, version: str | None = None) -> str:
 def check_machine_code(content: dict, version: str) -> None:
     """Check all kernels of a report for unwritten registers and 16-bit sums."""
     rows = content["kernels"]
-    assert content["triton"] == version and any(row["arch"] == 90 for row in rows)
+    assert content["triton"] == version and rows
     faults = {(row["kernel"], row["case"], row["arch"]): row["unwritten"] for row in rows if row["unwritten"]}
     assert not faults, "these kernels read registers that were never written"
     assert not [row for row in rows if row["narrow"]], "these kernels accumulate in 16 bits"
@@ -111,17 +105,8 @@ def test_the_known_fault_with_each_compiler(version):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("op", OPS)
-def test_machine_code_of_the_newest_triton(op, tmp_path):
-    """The default configurations for sm_90 are compiled correctly; `test_budgets` checks the installed version."""
-    command = [HERE / "aot.py", op, "--arch", "90", "--json", tmp_path / "report.json"]
-    run_script(*command, version=tritons.NEWEST)
-    check_machine_code(json.loads((tmp_path / "report.json").read_text(encoding="utf-8")), tritons.NEWEST)
-
-
-@pytest.mark.slow
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("op", aot_calls.CALLS)
 @pytest.mark.parametrize("version", [*tritons.OLDER, tritons.NEWEST])
 def test_machine_code_of_every_configuration(version, op, tmp_path):
     """Other dtypes and all configurations that tuning may select are compiled correctly, and fit an H100."""
@@ -148,15 +133,17 @@ def test_default_configurations_fit_small_devices(op, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("op", OPS)
-def test_budgets(op, tmp_path):
-    run_script(HERE / "aot.py", op, "--json", tmp_path / "report.json")
+@pytest.mark.parametrize("archs", [(90,), pytest.param((80, 89, 120), marks=pytest.mark.exhaustive)], ids=str)
+@pytest.mark.parametrize("op", aot_calls.CALLS)
+def test_budgets(op, archs, tmp_path):
+    run_script(HERE / "aot.py", op, *(f"--arch={arch}" for arch in archs), "--json", tmp_path / "report.json")
     content = json.loads((tmp_path / "report.json").read_text(encoding="utf-8"))
     check_machine_code(content, triton.__version__)
     rows, (keys, *of_other_lengths) = content["kernels"], content["lengths"][op]
     assert all(other == keys for other in of_other_lengths), "another length of sequences compiles other kernels"
     with open(HERE / "aot_budgets.csv", encoding="utf-8", newline="") as file:
-        budgets = {(row["kernel"], row["case"], row["arch"]): row for row in csv.DictReader(file) if row["op"] == op}
+        of_op = (row for row in csv.DictReader(file) if row["op"] == op and int(row["arch"]) in archs)
+        budgets = {(row["kernel"], row["case"], row["arch"]): row for row in of_op}
     used = {(row["kernel"], row["case"], str(row["arch"])): row for row in rows}
     assert used.keys() == budgets.keys(), "run tests/kernels/aot.py --budgets and check the differences"
     for key, row in used.items():

@@ -13,40 +13,20 @@ from luna_mega.kernels import api  # noqa: E402
 from luna_mega.kernels.common import triton_choice, triton_launch  # noqa: E402
 from luna_mega.kernels.luna_causal_attention import triton_forward  # noqa: E402
 from luna_mega.kernels.moving_average import triton_plan  # noqa: E402
-from tests.kernels import (  # noqa: E402
-    aot_complex_ema,
-    aot_damped_ema,
-    aot_gated_attention,
-    aot_luna_attention,
-    aot_luna_causal_attention,
-)  # fmt: skip
+from tests.kernels.aot_calls import BF16, ENWIK8, FP16, FP32, LRA, average, causal, gated, luna, turning  # noqa: E402
 
-
-def attention(op: str, varlen: bool, batch: int) -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(aot_luna_attention, "BATCH", batch)
-        aot_luna_attention._run(op, 64, masked=not varlen, varlen=varlen)
-
-
-def gated(backward: bool, batch: int) -> None:
-    aot_gated_attention.run(batch, *aot_gated_attention.LRA[1:], torch.bfloat16, backward=backward)
-
-
-def causal(rows: int, batch: int) -> None:
-    aot_luna_causal_attention.both(batch, rows, torch.bfloat16)
-
-
+# Calls by the number of sequences.
 CALLS = {
-    "luna_pack": partial(attention, "pack", False),
-    "luna_pack varlen": partial(attention, "pack", True),
-    "luna_unpack": partial(attention, "unpack", False),
-    "luna_causal_attention fused": partial(causal, 32),
-    "luna_causal_attention scans": partial(causal, 128),
-    "gated_attention": partial(gated, False),
-    "gated_attention backward": partial(gated, True),
-    "damped_ema": lambda batch: aot_damped_ema.call(batch=batch, directions=2),
-    "damped_ema varlen": lambda batch: aot_damped_ema.call(batch=batch, varlen=True),
-    "complex_ema": lambda batch: aot_complex_ema.call(batch=batch),
+    "luna_pack": lambda batch: luna("luna_pack", 64, batch=batch),
+    "luna_pack varlen": lambda batch: luna("luna_pack", 64, masked=False, varlen=True, batch=batch),
+    "luna_unpack": lambda batch: luna("luna_unpack", 64, batch=batch),
+    "luna_causal_attention fused": lambda batch: causal(batch, 32, BF16),
+    "luna_causal_attention scans": lambda batch: causal(batch, 128, BF16),
+    "gated_attention": lambda batch: gated(batch, *LRA[1:]),
+    "gated_attention backward": lambda batch: gated(batch, *LRA[1:], backward=True),
+    "damped_ema": lambda batch: average(batch=batch, directions=2),
+    "damped_ema varlen": lambda batch: average(batch=batch, varlen=True),
+    "complex_ema": lambda batch: turning(batch=batch),
 }
 GPUS = 58, 132  # numbers of multiprocessors of an L4 and of an H100
 
@@ -88,33 +68,32 @@ def test_other_plans_fill_the_gpu(name):
     assert any(other != first for other in others)
 
 
-@pytest.mark.parametrize("average, limit", [(aot_damped_ema, 58), (aot_complex_ema, 29)])
+@pytest.mark.parametrize("call, limit", [(average, 58), (turning, 29)])
 @pytest.mark.parametrize("missing", [0, 1])
-def test_averages_of_many_sequences_are_not_divided(average, limit, missing):
+def test_averages_of_many_sequences_are_not_divided(call, limit, missing):
     """From 7/8 of the programs of an H100 on: 58 x 16 blocks of 32 channels, 29 x 32 blocks of 16 channels."""
     with triton_launch.recording(triton_launch.Target()) as launches:
-        average.call(batch=limit - missing, length=512, channels=512)
+        call(batch=limit - missing, length=512, channels=512)
     divided = any(launch.kernel.fn.__name__ == "_chunk_state_kernel" for launch in launches)
     assert divided == bool(missing)
 
 
-LRA, BF16 = aot_gated_attention.LRA, torch.bfloat16
 # Calls, their default configurations on an H100, and other candidates. The first call of each operator was measured.
-SCANS, GATED, PACK = aot_luna_causal_attention.both, aot_gated_attention.run, aot_luna_attention._run
+SCANS, PACK = partial(partial, causal, 8, backward=False), partial(partial, luna, "luna_pack", 16)
 DEFAULTS = [
-    (partial(SCANS, 8, 128, BF16, backward=False), (64, 64, 4), (64, 64, 8)),
-    (partial(SCANS, 8, 256, BF16, backward=False), (64, 64, 8), (64, 64, 4)),
-    (partial(SCANS, 8, 128, BF16, size=128, backward=False), (64, 64, 8), (64, 64, 4)),
-    (partial(SCANS, 8, 128, torch.float16, backward=False), (64, 64, 8), (64, 64, 4)),
-    (partial(GATED, *LRA, BF16), (64, 128, 128, 4, 3), (64, 128, 128, 4, 2)),
-    (partial(GATED, *LRA[:5], 128, *LRA[6:], BF16), (64, 128, 128, 4, 2), (64, 128, 128, 4, 3)),
-    (partial(GATED, *LRA, BF16, varlen=True), (64, 128, 128, 8, 2), (64, 128, 128, 8, 3)),
-    (partial(PACK, "pack", 16), (64, 128, 4, 2), (64, 64, 4, 3)),
-    (partial(PACK, "pack", 16, length=1024), (64, 64, 4, 3), (64, 128, 4, 2)),
-    (partial(PACK, "pack", 32), (64, 64, 4, 3), (64, 128, 4, 2)),
-    (partial(PACK, "pack", 16, dropout=0.1), (64, 64, 4, 3), (64, 128, 4, 2)),
-    (partial(GATED, *aot_gated_attention.ENWIK8), (2,), (1,)),
-    (partial(GATED, *aot_gated_attention.ENWIK8[:5], 512, *aot_gated_attention.ENWIK8[6:]), (128, 64, 256, 8, 2), None),
+    (SCANS(rows=128, dtype=BF16), (64, 64, 4), (64, 64, 8)),
+    (SCANS(rows=256, dtype=BF16), (64, 64, 8), (64, 64, 4)),
+    (SCANS(rows=128, dtype=BF16, size=128), (64, 64, 8), (64, 64, 4)),
+    (SCANS(rows=128, dtype=FP16), (64, 64, 8), (64, 64, 4)),
+    (partial(gated, *LRA), (64, 128, 128, 4, 3), (64, 128, 128, 4, 2)),
+    (partial(gated, *LRA[:5], 128, *LRA[6:]), (64, 128, 128, 4, 2), (64, 128, 128, 4, 3)),
+    (partial(gated, *LRA, varlen=True), (64, 128, 128, 8, 2), (64, 128, 128, 8, 3)),
+    (PACK(), (64, 128, 4, 2), (64, 64, 4, 3)),
+    (PACK(length=1024), (64, 64, 4, 3), (64, 128, 4, 2)),
+    (partial(luna, "luna_pack", 32), (64, 64, 4, 3), (64, 128, 4, 2)),
+    (PACK(dropout=0.1), (64, 64, 4, 3), (64, 128, 4, 2)),
+    (partial(gated, *ENWIK8), (2,), (1,)),
+    (partial(gated, *ENWIK8[:5], 512, *ENWIK8[6:]), (128, 64, 256, 8, 2), None),
 ]
 
 
@@ -140,7 +119,7 @@ def test_default_configurations(call, default, other):
 @pytest.mark.parametrize("memory, size, rows", [(99, 128, 64), (99, 129, 32), (99, 256, 32), (163, 256, 64)])
 def test_wide_queries_in_float32_fit_the_shared_memory(memory, size, rows):
     """64 rows of 256 columns need 152 KB; `test_aot.py` compiles all sizes for 99 KB."""
-    call = partial(GATED, 4, 4096, 4096, 4096, size, 1024, "softmax", True, True, torch.float32)
+    call = partial(gated, 4, 4096, 4096, 4096, size, 1024, "softmax", True, True, FP32)
     assert configurations_of(call, triton_launch.Target((8, 6), 84, memory * 1024))[0].rows == rows
 
 
