@@ -71,16 +71,17 @@ def _randoms(**shapes):
     return {name: torch.randn(shape, generator=generator).bfloat16().double() for name, shape in shapes.items()}
 
 
-def _rows(s, x, masked=False, padding_free=False):
-    """Return the options of a mask or of two varlen sequences with all tokens.
+def _rows(tokens, masked=False, padding_free=False):
+    """Return the options of a mask or of two varlen sequences for tokens `[B, T, ...]`.
 
-    The mask drops 0 tokens at the start of the first row, and up to length // 8 at the start of the last.
+    The mask drops 0 tokens at the start of the first row, and up to T // 8 at the start of the last.
     """
+    (batch, length), device = tokens.shape[:2], tokens.device
     if padding_free:
-        bounds = torch.tensor([0, s.length // 3, s.length], dtype=torch.int32, device=x.device)
-        return {"cu_seqlens": bounds, "max_seqlen": s.length - s.length // 3}
-    first = torch.linspace(0, s.length // 8, s.batch, device=x.device)[:, None].long()
-    return {"mask": torch.arange(s.length, device=x.device) >= first} if masked else {}
+        bounds = torch.tensor([0, length // 3, length], dtype=torch.int32, device=device)
+        return {"cu_seqlens": bounds, "max_seqlen": length - length // 3}
+    first = torch.arange(batch, device=device)[:, None] * (length // 8) // max(batch - 1, 1)
+    return {"mask": torch.arange(length, device=device) >= first} if masked else {}
 
 
 def _count(x):
@@ -99,7 +100,8 @@ def _luna(s, op="luna_attention", masked=False, tied=False, padding_free=False, 
 
     def run(query=None, rows=None, context=None, value=None, **options):
         value = context if value is None else value
-        options |= {"cu_seqlens": None} | _rows(s, rows, masked, padding_free)
+        tokens = query if context is None else context
+        options = {"cu_seqlens": None} | options | _rows(tokens, masked, padding_free)
         mask = options.pop("mask", None)
         rows = rows.expand(2, -1, -1, -1) if padding_free else rows
         if op == "luna_pack":
@@ -124,7 +126,7 @@ def _causal(s, rows=None, step=False, masked=False, stateful=False, activation="
 
     def run(query, pack_query, pack_key, context, key_mean=None, value_mean=None, **options):
         state = api.LunaCausalState(key_mean, value_mean, _count(query)) if stateful else None
-        options |= {} if step else {"return_state": True} | _rows(s, query, masked)
+        options |= {} if step else {"return_state": True} | _rows(query, masked)
         output, state = op(query, pack_query, pack_key, context, context, state=state, activation=activation, **options)
         return output, state.key_mean, state.value_mean
 
@@ -158,7 +160,7 @@ def _average(s, kind, step=False, directions=1, masked=False, stateful=False, pa
         rest |= fixed | ({"phase": None} if kind == "diagonal_ssm real" else {})
         if step:
             return op(x, state, **rest)
-        rest |= _rows(s, x, masked, padding_free)
+        rest |= _rows(x, masked, padding_free)
         return _tuple(op(x, initial_state=state, return_state=stateful, **rest))
 
     return Call(leaves, run, gradients=not step)
@@ -174,7 +176,7 @@ def _norm(s, step=False, masked=False, stateful=False):
         state = api.TimestepNormState(_count(x), mean, variance) if stateful else None
         if step:
             return (api.timestep_norm_step(x, state, s.groups, weight, bias, **options)[0],)
-        options |= {"initial_state": state, "return_state": True} | _rows(s, x, masked)
+        options |= {"initial_state": state, "return_state": True} | _rows(x, masked)
         output, state = api.timestep_norm(x, s.groups, weight, bias, **options)
         return output, state.mean, state.variance
 
@@ -190,10 +192,11 @@ def _gated(s, step=False, chunk=None, masked=False, padding_free=False, row_offs
     op = api.gated_attention_step if step else api.gated_attention
 
     def run(query, **rest):
-        rest |= fixed | {"chunk_size": chunk} | _rows(s, query, masked or bool(row_offset), padding_free)
+        key = rest["key"]
+        rest |= fixed | {"chunk_size": chunk} | _rows(key, masked, padding_free)
         if row_offset is not None:
-            rest["mask"] = torch.arange(s.length, device=query.device).expand(batch, -1) >= row_offset
-            rest["row_offset"] = torch.full((batch,), row_offset, device=query.device)
+            rest["mask"] = torch.arange(key.shape[1], device=key.device).expand(key.shape[0], -1) >= row_offset
+            rest["row_offset"] = torch.full((key.shape[0],), row_offset, device=key.device)
         return (op(query, **rest),)
 
     return Call(leaves, run, gradients=not step)

@@ -327,34 +327,6 @@ def test_inductor_trains_with_pairs_and_complex_weights():
         assert_same(inputs.run(torch.compile(inputs.call, fullgraph=True)), inputs.run(), 1e-6)
 
 
-class Model(torch.nn.Module):
-    def __init__(self, turning, kind):
-        super().__init__()
-        self.inputs = Inputs(40, kind, turning).to(torch.float32)
-        names = ["log_decay", *(["phase"] if turning else []), "weight", "skip"]
-        leaves = self.inputs.leaves[1 : 1 + len(names)]
-        self.weights = torch.nn.ParameterList(torch.nn.Parameter(leaf.detach()) for leaf in leaves)
-
-    def forward(self, x, *state):
-        return self.inputs.call(x, *self.weights, *state)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("turning", [False, True], ids=["real", "complex"])
-def test_exported_program_supports_every_length(turning, kind):
-    model = Model(turning, kind)
-    leaves = [x.detach() for x in model.inputs.leaves]
-    state = leaves[-1:] if model.inputs.states else []
-    dynamic = {1: torch.export.Dim("length", min=1, max=10_000)}, *((None,) for _ in state)
-    program = torch.export.export(model, (leaves[0], *state), dynamic_shapes=dynamic)
-    assert not any("luna_mega" in str(node.target) for node in program.graph.nodes)
-    for length in (1, 64, 700):
-        x = torch.randn(2, length, 5)
-        actual, expected = program.module()(x, *state), model(x, *state)
-        assert_same(*([y] if isinstance(y, torch.Tensor) else y for y in (actual, expected)), 2e-5)
-
-
 PEAK = """
 import re, sys, torch
 from luna_mega.kernels.api import diagonal_ssm

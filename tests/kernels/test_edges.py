@@ -1,18 +1,27 @@
 """Every op with 0 sequences, 0 positions, one position or one head, and with arbitrary strides."""
 
+import itertools
+
 import pytest
 import torch
 
 from luna_mega.kernels import api
-from tests.kernels.backends import SLOW_TRITON, TRITON
-from tests.kernels.calls import CALLS, Sizes, calls, results
+from tests.kernels.backends import on_triton
+from tests.kernels.calls import CALLS, Sizes, results
 
-CAUSAL = [name for name in CALLS if name.startswith("luna_causal_attention ")]
 # Two varlen sequences have tokens, and truncation is not on Triton.
 NAMES = [name for name in CALLS if not any(word in name for word in ("padding_free", "size=128", "truncated", "first"))]
-# Steps of real states have no kernel, and two of the causal calls would take 40 seconds.
-GRIDS = [name for name in NAMES if name not in ("diagonal_ssm_step real", *CAUSAL[:2])]
-EDGES = {"no sequence": (0, 5, 2), "length 0": (2, 0, 2), "nothing": (0, 0, 1), "one head": (2, 5, 1), "one": (1, 1, 1)}
+EDGES = {"no sequence": (0, 5, 2), "length 0": (2, 0, 2), "nothing": (0, 0, 1), "one head": (1, 5, 1), "one": (1, 1, 1)}
+# Calls with some of the options of another call.
+SOME = [
+    name for name in NAMES if name.endswith((" masked", " stateful")) and f"{name.split()[0]} masked, stateful" in NAMES
+]
+
+
+def cases():
+    for name, edge in itertools.product(NAMES, EDGES):
+        yield "torch", name, edge
+        yield on_triton(name, edge, slow=edge == "one" or name in SOME)
 
 
 def make(name, batch, length, heads):
@@ -35,10 +44,8 @@ def test_every_op_is_covered():
 
 
 @pytest.mark.filterwarnings("ignore:.*degrees of freedom")
-@pytest.mark.parametrize("backend", ["torch", TRITON])
-@pytest.mark.parametrize("edge", EDGES)
-@pytest.mark.parametrize("name", NAMES)
-def test_edges(name, edge, backend, triton_device):
+@pytest.mark.parametrize("backend, name, edge", list(cases()))
+def test_edges(backend, name, edge, triton_device):
     call = make(name, *EDGES[edge])
     expected, actual = (run(call, chosen, triton_device) for chosen in ("reference", backend))
     if isinstance(expected, str):
@@ -53,12 +60,12 @@ def test_edges(name, edge, backend, triton_device):
 
 
 @pytest.mark.triton
-@pytest.mark.parametrize("name", GRIDS)
+@pytest.mark.parametrize("name", [name for name in NAMES if name != "diagonal_ssm_step real"])  # has no kernel
 def test_grids_of_many_sequences(name, triton_device):
     """Only the first axis of a grid can have more than 65,535 programs."""
     from luna_mega.kernels.common import triton_launch
 
-    call = make(name, 65_544, 2, 1)
+    call = CALLS[name](Sizes(65_544, 2, size=2, rows=2, channels=2, states=1, width=2))
     with triton_launch.recording(triton_launch.Target()) as launches:
         run(call, "triton", triton_device)
         with torch.no_grad():
@@ -68,11 +75,30 @@ def test_grids_of_many_sequences(name, triton_device):
         assert max(launch.grid[1:], default=1) < 65_536, (launch.kernel.__name__, launch.grid)
 
 
-@pytest.mark.parametrize("backend", ["torch", SLOW_TRITON])
-@pytest.mark.parametrize("name", dict(calls(40, toy=True)))
-def test_last_dimensions_with_any_stride(name, backend, device):
-    call = dict(calls(40, toy=True))[name]()
-    strided = {key: x.mT.contiguous().mT if x.dim() > 1 else x for key, x in call.leaves.items()}
-    assert not any(x.is_contiguous() for x in strided.values() if min(x.shape[-2:]) > 1 and x.dim() > 1)
-    expected, actual = (results(one, device, torch.float32, backend) for one in (call, call._replace(leaves=strided)))
-    torch.testing.assert_close(actual, expected)
+VIEWS = (
+    lambda x: x.mT.contiguous().mT,
+    lambda x: x.transpose(0, 1).contiguous().transpose(0, 1),
+    lambda x: x.transpose(-2, -3).contiguous().transpose(-2, -3) if x.dim() > 2 else x,
+    lambda x: torch.stack((x, x), -1)[..., 0],
+    lambda x: x[:1].expand_as(x),
+)
+
+
+@pytest.mark.parametrize(
+    "backend, name", [("torch", name) for name in NAMES] + [on_triton(name) for name in NAMES if name not in SOME]
+)
+def test_strides(name, backend, device):
+    """Results do not depend on the strides of tensors and gradients, and two calls have the same bits."""
+    call = CALLS[name](Sizes(2, 17, 2))
+    for shift in range(len(VIEWS)) if backend == "torch" else (4,):
+        views = {
+            key: VIEWS[(index + shift) % len(VIEWS)](x.float().to(device)) if x.dim() > 1 else x.float().to(device)
+            for index, (key, x) in enumerate(call.leaves.items())
+        }
+        plain = call._replace(leaves={key: x.clone(memory_format=torch.contiguous_format) for key, x in views.items()})
+        strided = call._replace(
+            leaves=views, run=lambda **x: tuple(y.mT.contiguous().mT if y.dim() > 1 else y for y in call.run(**x))
+        )
+        expected, again, actual = (results(one, device, torch.float32, backend) for one in (plain, plain, strided))
+        assert all(map(torch.equal, again.values(), expected.values()))
+        torch.testing.assert_close(actual, expected, atol=1e-4, rtol=1e-4)

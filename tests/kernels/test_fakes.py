@@ -7,14 +7,19 @@ from torch.library import opcheck
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from luna_mega.kernels import api
-from tests.kernels.backends import SLOW_TRITON, TRITON
+from tests.kernels.backends import SLOW_TRITON, TRITON, graded
 from tests.kernels.calls import CALLS, Sizes
 from tests.kernels.leaves import assert_same
 from tests.kernels.operators import OperatorCalls
-from tests.marks import slow_but
 
 SIZES = Sizes(2, 20, 2, 8, 5, 8, 4, 2, 24)
 NAMES = [name for name in CALLS if name != "damped_ema truncated"]  # not on Triton
+# Each operator with most of its options; the other calls are exhaustive.
+MAIN = [
+    *(name for name in NAMES if name.endswith("masked, stateful")), "luna_attention padding_free", "luna_unpack",
+    "gated_attention short chunks", "gated_attention row_offset", "damped_ema directions=2, shifted",
+    *(name for name in NAMES if name.endswith("_step")),
+]  # fmt: skip
 
 
 def described(x):
@@ -54,9 +59,8 @@ def train(run, leaves):
     return loss, *(x for x in torch.autograd.grad(loss, leaves, allow_unused=True) if x is not None)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["torch", TRITON])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", graded([], MAIN, NAMES))
 def test_results_are_what_the_fakes_promise(triton_device, monkeypatch, name, backend):
     if backend == "triton":
         from luna_mega.kernels.luna_causal_attention import triton_forward
@@ -105,18 +109,52 @@ def test_opcheck(triton_device, backend):
 
 
 @pytest.mark.parametrize("backend", ["torch", SLOW_TRITON])
-@pytest.mark.parametrize("name", slow_but(["luna_pack masked", "gated_attention short chunks"], NAMES))
+@pytest.mark.parametrize("name", graded(["luna_pack masked"], MAIN, NAMES))
 def test_compile_fullgraph(triton_device, name, backend):
+    """Programs have the results and gradients of eager calls, also one program for several lengths."""
     call = CALLS[name](SIZES)
-    leaves = [x.float().to(triton_device).requires_grad_() for x in call.leaves.values()]
 
     def loss(*x):
         return sum(y.square().sum() for y in call.run(**dict(zip(call.leaves, x, strict=True)), backend=backend))
 
     torch.compiler.reset()
-    compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
-    gradients = (torch.autograd.grad(run(*leaves), leaves) for run in (compiled, loss))
-    assert_same(*gradients, bound=2e-6)  # sums of programs have other orders
+    compiled = torch.compile(loss, fullgraph=True, backend="aot_eager", dynamic=backend == "torch")
+    for length in (20, 37) if backend == "torch" else (20,):
+        leaves = CALLS[name](SIZES._replace(length=length)).leaves.values()
+        leaves = [x.float().to(triton_device).requires_grad_() for x in leaves]
+        gradients = (torch.autograd.grad(run(*leaves), leaves) for run in (compiled, loss))
+        assert_same(*gradients, bound=2e-6)  # sums of programs have other orders
+
+
+class Program(torch.nn.Module):
+    def __init__(self, call):
+        super().__init__()
+        self.call = call
+
+    def forward(self, leaves):
+        return self.call.run(**leaves)
+
+
+def example(name, length):
+    leaves = {key: x.float() for key, x in CALLS[name](SIZES._replace(length=length)).leaves.items()}
+    if "gated" in name and "chunk" not in name:
+        leaves["bias"] = torch.linspace(-1.0, 1.0, 199)
+    return leaves
+
+
+EXPORTED = [name for name in CALLS if "_step" not in name and "padding_free" not in name]
+
+
+@pytest.mark.parametrize("name", graded(["luna_unpack", "gated_attention short chunks"], MAIN, EXPORTED))
+def test_export(name):
+    """One exported program without custom operators supports lengths below a chunk and between multiples of it."""
+    program, leaves, length = Program(CALLS[name](SIZES)), example(name, 40), torch.export.Dim("length", min=2, max=99)
+    dynamic = {key: {1: length} if x.dim() > 1 and x.shape[1] == 40 else None for key, x in leaves.items()}
+    exported = torch.export.export(program, (leaves,), dynamic_shapes=(dynamic,))
+    assert "luna_mega" not in exported.graph_module.code
+    for other in (2, 40, 75):
+        leaves = example(name, other)
+        torch.testing.assert_close(exported.module()(leaves), program(leaves), rtol=2e-5, atol=2e-5)
 
 
 @pytest.mark.slow

@@ -95,18 +95,6 @@ def test_scores_of_one_block_at_a_time(products):
 
 
 @pytest.mark.covering(1)
-@pytest.mark.parametrize("chunk", [None, CHUNK])
-def test_compile_fullgraph(chunk, kept):
-    inputs, options = make_inputs(19, dtype=torch.float32), {"function": "laplace", "chunk_size": chunk}
-    compiled = torch.compile(lambda *x: gated_attention(*x, **options), fullgraph=True, backend="aot_eager")
-    output = compiled(*inputs)
-    gradients = torch.autograd.grad(output, inputs, torch.ones_like(output))
-    expected = gated_attention(*inputs, **options)
-    torch.testing.assert_close(output, expected)
-    torch.testing.assert_close(gradients, torch.autograd.grad(expected, inputs, torch.ones_like(output)))
-
-
-@pytest.mark.covering(1)
 @pytest.mark.parametrize("function", FUNCTIONS)
 def test_gradients_with_dropout(function, kept, monkeypatch):
     """The backward pass drops the same weights as the forward pass."""

@@ -7,7 +7,7 @@ import torch
 
 from luna_mega.kernels.api import luna_attention, luna_pack, luna_unpack
 from luna_mega.kernels.luna_attention import reference, torch_backend
-from tests.kernels.backends import SLOW_TRITON, on_triton
+from tests.kernels.backends import SLOW_TRITON
 from tests.kernels.errors import relative_error
 from tests.kernels.leaves import MASKS
 
@@ -121,50 +121,6 @@ def test_tied_and_untied_with_other_pack_heads():
         output, _ = reference.attend(x, *project(packed), pack_mask, 6**-0.5)
         actual = luna_attention(x, p, context, context, project, context_mask=mask, pack_mask=pack_mask)
         torch.testing.assert_close(actual, (output, packed))
-
-
-@pytest.mark.parametrize("backend, tied", [("torch", False), ("torch", True), on_triton(False), on_triton(True)])
-def test_strided_inputs_and_determinism(device, backend, tied):
-    """Results are exact and deterministic for views: transposed heads, slices, expanded and reordered memory."""
-    queries, keys, size = 9, 40, 16
-    projection = torch.randn(2, keys, 2, 2 * size, device=device)
-    columns = torch.randn(2, keys, size, 2, device=device).transpose(2, 3)
-    query = torch.randn(1, 2, queries, size, device=device).transpose(1, 2).expand(2, -1, -1, -1)
-    leaves = [query, columns] if tied else [query, projection[..., :size], projection[..., size:]]
-    leaves = [x.detach().requires_grad_() for x in leaves]
-    assert not any(x.is_contiguous() for x in leaves)
-    mask = torch.rand(2, keys, device=device) < 0.7
-    for kept in (None, mask):
-        first, again = (run(luna_unpack, leaves, kept, backend=backend) for _ in range(2))
-        check(first, run(exact, doubled(leaves), kept), 2e-5)
-        assert all(map(torch.equal, first, again))
-
-
-@pytest.mark.parametrize("batch, queries, keys", [(2, 3, 0), (2, 0, 3), (0, 2, 3)])
-@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
-@pytest.mark.parametrize("masked", [False, True])
-@pytest.mark.parametrize("backend", ["reference", "torch", SLOW_TRITON])
-def test_nothing_to_attend_to(device, batch, queries, keys, tied, masked, backend):
-    dtype = torch.float32 if backend == "triton" else torch.float64
-    leaves, _ = make_inputs(queries, keys, "none", dtype, batch=batch, tied=tied, device=device)
-    mask = torch.zeros(batch, keys, dtype=torch.bool, device=device) if masked else None
-    results = run(luna_pack, leaves, mask, backend=backend)
-    for actual, like in zip(results, [leaves[0], *leaves], strict=True):
-        assert actual.shape == like.shape
-        assert not actual.any()
-
-
-def test_export_needs_no_custom_operator():
-    class Unpack(torch.nn.Module):
-        def forward(self, query, key, value, mask):
-            return luna_unpack(query, key, value, mask)
-
-    inputs, mask = make_inputs(8, 40, "all of one row", torch.float32)
-    inputs = [x.detach() for x in inputs]
-    length = torch.export.Dim("length", min=2)
-    exported = torch.export.export(Unpack(), (*inputs, mask), dynamic_shapes=({1: length}, None, None, None))
-    assert "luna_mega" not in exported.graph_module.code
-    torch.testing.assert_close(exported.module()(*inputs, mask), luna_unpack(*inputs, mask))
 
 
 @pytest.mark.parametrize("backend", ["reference", "torch"])

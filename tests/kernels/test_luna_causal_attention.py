@@ -362,16 +362,6 @@ def test_autocast_and_mixed_states():
     assert all(map(torch.equal, inputs.call(*leaves), expected[:3]))
 
 
-def test_determinism_and_strides(blocks):
-    inputs = Inputs(200, "middle").to(torch.float32)
-    first, again = inputs.run(), inputs.run()
-    inputs.leaves = [x.detach().transpose(1, 2).contiguous().transpose(1, 2).requires_grad_() for x in inputs.leaves]
-    inputs.leaves[1] = inputs.leaves[1][:1].detach().expand(2, -1, -1, -1).requires_grad_()
-    for a, b in zip(first, again, strict=True):
-        assert torch.equal(a, b)
-    assert_same(inputs.run(), inputs.run(backend="reference"), 1e-6)
-
-
 def test_memory_is_linear(monkeypatch):
     """Only the inputs are stored for the backward pass, and no tensor has T x K x L elements."""
     sizes, kept = [], []
@@ -386,48 +376,6 @@ def test_memory_is_linear(monkeypatch):
         torch.autograd.grad(outputs.sum(), inputs.leaves)
         assert sum(kept) == sum(leaf.numel() for leaf in inputs.leaves) + 2 * length  # plus the counts
         assert max(sizes) <= 2 * length * CHUNK  # one head of both sequences
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "backend, lengths, rows, stateful",
-    [("torch", lengths, 4, stateful) for lengths in ((1, 90), (40, 90)) for stateful in (False, True)]
-    + [on_triton((1,), FUSED, True), on_triton((20,), FUSED, True), on_triton((4,), SCANS, False)],
-)
-def test_compile_fullgraph(device, backend, lengths, rows, stateful):
-    torch.compiler.reset()
-    for length in lengths:
-        heads, options = 1 if backend == "triton" else 3, {"device": device, "backend": backend}
-        inputs = Inputs(length, "left", stateful, True, heads=heads, rows=rows).to(torch.float32)
-        call = inputs.on(device).call
-        compiled = torch.compile(call, fullgraph=True, backend="aot_eager", dynamic=lengths == (40, 90))
-        assert_same(inputs.run(compiled, **options), inputs.run(**options), 1e-6)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("activation", ACTIVATIONS)
-@pytest.mark.parametrize("stateful", [False, True])
-def test_export_needs_no_custom_operator(stateful, activation):
-    """One exported program supports every length, also below a chunk and between multiples of the chunk."""
-
-    class Attention(torch.nn.Module):
-        def forward(self, query, pack_query, pack_key, key, value, mask, pack_mask, *means):
-            state = LunaCausalState(*means, torch.full(query.shape[:1], 7)) if means else None
-            options = {"mask": mask, "pack_mask": pack_mask, "activation": activation, "state": state}
-            return luna_causal_attention(query, pack_query, pack_key, key, value, return_state=True, **options)
-
-    def example(length):
-        inputs = Inputs(length, "middle", stateful, pack_masked=True).to(torch.float32)
-        leaves = [leaf.detach() for leaf in inputs.leaves]
-        return *leaves[:5], inputs.mask, inputs.pack_mask, *leaves[5:]
-
-    tokens, batch = {0: torch.export.Dim("batch"), 1: torch.export.Dim("length", min=2)}, {0: torch.export.Dim("batch")}
-    shapes = (tokens, batch, *[tokens] * 4, batch, *([(batch, batch)] if stateful else []))
-    exported = torch.export.export(Attention(), example(70), dynamic_shapes=shapes)
-    assert "luna_mega" not in exported.graph_module.code
-    for other in (2, CHUNK, 131):
-        batch_of_6 = [torch.cat([x, x, x]) for x in example(other)]
-        torch.testing.assert_close(exported.module()(*batch_of_6), Attention()(*batch_of_6))
 
 
 @pytest.mark.parametrize("backend", ["reference", "torch"])

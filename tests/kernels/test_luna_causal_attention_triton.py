@@ -158,28 +158,6 @@ def test_masked_values_do_not_affect_outputs(device, poison, rows):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("rows", [FUSED, SCANS])
-@pytest.mark.parametrize("length", [1, 20])
-def test_strides(device, length, rows):
-    """Results do not depend on strides: transposed heads, slices of a projection, strided rows, an expanded P."""
-    inputs = Inputs(length, heads=2, size=5, width=5, rows=rows).to(torch.float32)
-    query, pack_query, *rest = (leaf.detach() for leaf in inputs.leaves)
-    pack_query = pack_query[:1].expand(2, -1, -1, -1)
-    inputs.leaves = [x.clone().requires_grad_() for x in (query, pack_query, *rest)]
-    expected = inputs.run(on(device, inputs))
-
-    def views(query, pack_query, pack_key, key, value):
-        query = query.transpose(1, 2).contiguous().transpose(1, 2)
-        pack_key, key = torch.cat([pack_key, key], -1).split(5, -1)
-        value = torch.stack([value, value], -1)[..., 0]
-        return on(device, inputs)(query, pack_query[:1].expand(2, -1, -1, -1), pack_key, key, value)
-
-    actual = inputs.run(views)
-    actual[4], expected[4] = actual[4].sum(0), expected[4].sum(0)  # the gradient of the expanded P is on its first row
-    assert_same(actual, expected, 1e-6)
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("stateful", [False, True])
 @pytest.mark.parametrize("rows", [FUSED, SCANS])
 def test_steps_are_one_call(device, rows, stateful):

@@ -9,7 +9,6 @@ from tests.kernels.leaves import assert_same
 from tests.kernels.test_moving_average import FLOAT32, check_triton, small_tiles  # noqa: F401, a fixture
 
 pytestmark = [pytest.mark.triton]
-TESTS = ("test_schema", "test_faketensor", "test_autograd_registration")
 
 
 @pytest.mark.slow
@@ -94,26 +93,6 @@ def test_varlen_sequences_of_one_chunk_each(triton_device, kind):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["bidirectional", "complex"])
-def test_views(device, kind):
-    """Results are the same for a non-contiguous x and non-contiguous gradients of the result."""
-    inputs = Inputs(10, kind, "some")
-    exact = inputs.exact()
-    moved = inputs.on(device)
-
-    def call(x, *rest, **options):
-        wide = torch.stack([x, x], -1).permute(2, 0, 1, 3).contiguous()
-        return moved.call(wide.permute(1, 2, 0, 3)[..., 1], *rest, **options).mT.contiguous().mT
-
-    assert_same(inputs.run(call, device, backend="triton"), exact, FLOAT32)
-    gradients = []
-    for leaves, backend in ((moved.leaves, "triton"), ([leaf.double() for leaf in moved.leaves], "reference")):
-        x, *parameters = (leaf.detach().requires_grad_() for leaf in leaves)
-        gradients.append(torch.autograd.grad(inputs.op(x, *parameters, backend=backend).sum(), x))
-    assert_same(*gradients, FLOAT32)
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("used", [(0,), (1,), (0, 1)], ids=str)
 @pytest.mark.parametrize("kind", ["causal", "states", "complex"])
 def test_some_outputs(device, kind, used):
@@ -129,15 +108,6 @@ def test_saturated_logits(device, kind):
     inputs = saturated(10, kind)
     exact = inputs.run(backend="reference")
     assert_same(inputs.to(torch.float32).run(device=device, backend="triton"), exact, FLOAT32)
-
-
-@pytest.mark.slow
-def test_an_empty_batch(device):
-    inputs = Inputs(10, "states").to(torch.float32)
-    inputs.leaves[0], inputs.leaves[-1] = (inputs.leaves[i].detach()[:0].requires_grad_() for i in (0, -1))
-    output, state, *gradients = inputs.run(device=device, backend="triton")
-    assert output.shape == (0, 10, 5) and state.shape == (0, 5, 3)
-    assert all((gradient == 0).all() for gradient in gradients)
 
 
 def step_inputs(kind, device, masked=True, skip=True):

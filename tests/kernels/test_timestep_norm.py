@@ -9,7 +9,7 @@ from luna_mega.kernels.api import (
     timestep_norm_step,
 )
 from luna_mega.kernels.timestep_norm import torch_backend, torch_passes
-from tests.kernels.backends import SLOW_TRITON, on_triton
+from tests.kernels.backends import SLOW_TRITON
 from tests.kernels.errors import relative_error
 from tests.kernels.leaves import MASKS, Leaves, assert_same, random_mask
 
@@ -337,45 +337,6 @@ def test_autocast_and_mixed_dtypes(form):
     low = inputs.call(x, weight, bias, *(part.float() for part in state))
     assert low[1].dtype == torch.float64
     assert_same(low, exact, 1e-6)
-
-
-def test_determinism_and_strides(form):
-    inputs = Inputs(90, masking="some", dtype=torch.float32)
-    first, again = inputs.run(), inputs.run()
-    inputs.leaves[0] = inputs.leaves[0].detach().transpose(0, 1).contiguous().transpose(0, 1).requires_grad_()
-    for a, b, strided in zip(first, again, inputs.run(), strict=True):
-        assert torch.equal(a, b) and torch.equal(a, strided)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "backend, kind, lengths",
-    [("torch", "plain", (40, 90)), ("torch", "states", (90,)), on_triton("states", (10,))],
-)
-def test_compile_fullgraph(device, backend, kind, lengths):
-    torch.compiler.reset()
-    for length in lengths:
-        inputs = Inputs(length, kind, "some", dtype=torch.float32)
-        call, options = inputs.on(device).call, {"device": device, "backend": backend}
-        compiled = torch.compile(call, fullgraph=True, backend="aot_eager", dynamic=len(lengths) > 1)
-        assert_same(inputs.run(compiled, **options), inputs.run(**options), 1e-6)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", KINDS)
-def test_export_needs_no_custom_operator(kind):
-    class Norm(torch.nn.Module):
-        def forward(self, x, mask):
-            return timestep_norm(x, *rest, mask=mask, initial_state=state, return_state=True)
-
-    inputs = Inputs(40, kind, "some", dtype=torch.float32)
-    (x, *rest), state = inputs.arguments(*(leaf.detach() for leaf in inputs.leaves))
-    length = torch.export.Dim("length", min=2)
-    exported = torch.export.export(Norm(), (x, inputs.mask), dynamic_shapes=({1: length}, {1: length}))
-    assert "luna_mega" not in exported.graph_module.code
-    for length in (40, 75, 2):
-        x, mask = torch.randn(2, length, 12), torch.rand(2, length) < 0.8
-        torch.testing.assert_close(exported.module()(x, mask), Norm()(x, mask), rtol=1e-5, atol=1e-5)
 
 
 def state(batch=2, groups=3, dtype=torch.float32, count=torch.int64):
