@@ -58,24 +58,3 @@ def saturated(length, kind):
         for row in range(len(inputs.leaves[2])):
             inputs.leaves[2][row] = extremes.roll(row)
     return inputs
-
-
-def separate(inputs, bounds):
-    """Return a function that runs the reference on each sequence separately; an empty sequence keeps its state."""
-
-    def call(*leaves):
-        (x, *rest), states = inputs.arguments(*leaves)
-        outputs, lasts = [], []
-        for index, (start, end) in enumerate(zip(bounds, bounds[1:], strict=False)):
-            state = None if states is None else states[index : index + 1]
-            if start < end:
-                mask = None if inputs.mask is None else inputs.mask[:, start:end]
-                options = {"mask": mask, "initial_state": state, "return_state": states is not None}
-                options |= {"backend": "reference"} | ({} if inputs.complex else {"shift": inputs.shift})
-                output = inputs.op(x[:, start:end], *rest, **options)
-                output, state = output if states is not None else (output, None)
-                outputs.append(output)
-            lasts.append(state)
-        return torch.cat(outputs, 1) if states is None else (torch.cat(outputs, 1), torch.cat(lasts))
-
-    return call

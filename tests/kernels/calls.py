@@ -125,7 +125,7 @@ def _causal(s, rows=None, step=False, masked=False, stateful=False, activation="
     op = api.luna_causal_attention_step if step else api.luna_causal_attention
 
     def run(query, pack_query, pack_key, context, key_mean=None, value_mean=None, **options):
-        state = api.LunaCausalState(key_mean, value_mean, _count(query)) if stateful else None
+        state = api.LunaCausalState(key_mean, value_mean, _count(key_mean)) if stateful else None
         options |= {} if step else {"return_state": True} | _rows(query, masked)
         output, state = op(query, pack_query, pack_key, context, context, state=state, activation=activation, **options)
         return output, state.key_mean, state.value_mean
@@ -173,7 +173,7 @@ def _norm(s, step=False, masked=False, stateful=False):
         leaves["variance"] = (leaves["variance"].abs() + 1).bfloat16().double()
 
     def run(x, weight, bias, mean=None, variance=None, **options):
-        state = api.TimestepNormState(_count(x), mean, variance) if stateful else None
+        state = api.TimestepNormState(_count(mean), mean, variance) if stateful else None
         if step:
             return (api.timestep_norm_step(x, state, s.groups, weight, bias, **options)[0],)
         options |= {"initial_state": state, "return_state": True} | _rows(x, masked)

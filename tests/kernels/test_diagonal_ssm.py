@@ -207,40 +207,6 @@ def test_discretize_is_accurate_for_short_steps_and_computes_in_float32():
         assert discretize(a, step)[2].dtype == torch.float32
 
 
-@pytest.mark.parametrize("backend", ["reference", "torch", SLOW_TRITON])
-@pytest.mark.parametrize("turning", [False, True], ids=["real", "complex"])
-def test_segments_and_steps_equal_one_call(turning, backend, triton_device):
-    dtype, device = (torch.float32, triton_device) if backend == "triton" else (torch.float64, "cpu")
-    inputs = Inputs(20 if backend == "triton" else 300, "states", turning, "none").to(dtype)
-    inputs.pairs = False
-    expected = inputs.run(backend=backend, device=device)
-
-    def segments(*leaves, lengths):
-        x, *parameters, state = inputs.arguments(*leaves)
-        outputs = []
-        for part in x.split(lengths, 1):
-            output, state = diagonal_ssm(part, *parameters, initial_state=state, return_state=True, backend=backend)
-            outputs.append(output)
-        return inputs.real((torch.cat(outputs, 1), state))
-
-    def steps(*leaves):
-        x, *parameters, state = inputs.arguments(*leaves)
-        kept, outputs = diagonal_ssm_coefficients(*parameters[:3], dtype=dtype), []
-        for t in range(x.shape[1]):
-            options = {"coefficients": kept if t % 2 else None, "backend": backend}
-            output, state = diagonal_ssm_step(x[:, t], state, *parameters, **options)
-            outputs.append(output)
-        return inputs.real((torch.stack(outputs, 1), state))
-
-    bound = 1e-5 if backend == "triton" else 1e-12
-    lengths = [7, inputs.leaves[0].shape[1] - 7]
-    assert_same(inputs.run(segments, lengths=lengths, device=device), expected, bound)
-    assert_same(inputs.run(steps, device=device), expected, bound)
-    with torch.no_grad():  # the Triton kernel of a step
-        moved = inputs.on(device)
-        assert_same([x.cpu() for x in steps(*moved.leaves)], expected[:2], bound)
-
-
 def test_coefficients_of_steps_are_used():
     inputs = Inputs(1, "states")
     x, *parameters, state = inputs.arguments(*inputs.leaves)
@@ -274,40 +240,6 @@ def test_masks_of_steps_and_lengths(turning, backend, triton_device):
         _, alone = diagonal_ssm(x[row : row + 1, :length], *parameters, **own)
         torch.testing.assert_close(last[row : row + 1], alone, **close)
     torch.testing.assert_close(last[2], state[2], **close)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("turning", [False, True], ids=["real", "complex"])
-@pytest.mark.parametrize("backend", ["reference", "torch", SLOW_TRITON])
-def test_varlen_sequences(request, backend, turning, kind):
-    """Every sequence equals a separate call, and an empty one keeps its state."""
-    triton = backend == "triton"
-    device = request.getfixturevalue("device") if triton else "cpu"
-    bounds = [0, 3, 3, 13, 14, 32]
-    inputs = Inputs(bounds[-1], kind, turning, "some", batch=1)
-    if inputs.states:
-        shape = len(bounds) - 1, *inputs.leaves[-1].shape[1:]
-        inputs.leaves[-1] = torch.randn(shape, dtype=torch.float64, requires_grad=True)
-    dtype = torch.float32 if triton else torch.float64
-    exact_inputs = inputs.to(dtype)
-
-    def separate(*leaves):
-        x, *parameters, states = inputs.arguments(*leaves)
-        outputs, lasts = [], []
-        for index, (start, end) in enumerate(zip(bounds, bounds[1:], strict=False)):
-            state = None if states is None else states[index : index + 1]
-            if start < end:
-                options = {"mask": inputs.mask[:, start:end], "initial_state": state, "backend": "reference"}
-                result = diagonal_ssm(x[:, start:end], *parameters, return_state=bool(inputs.states), **options)
-                output, state = result if inputs.states else (result, None)
-                outputs.append(output)
-            lasts.append(state)
-        return (torch.cat(outputs, 1), torch.cat(lasts)) if inputs.states else torch.cat(outputs, 1)
-
-    exact = exact_inputs.to(torch.float64).run(separate)
-    cu_seqlens = torch.tensor(bounds, dtype=torch.int32, device=device)
-    actual = inputs.to(dtype).run(device=device, backend=backend, cu_seqlens=cu_seqlens, max_seqlen=18)
-    assert_same(actual, exact, FLOAT32 if triton else 1e-12)
 
 
 def test_masked_positions_may_be_infinite():

@@ -7,7 +7,7 @@ import torch
 
 from luna_mega.kernels.api import gated_attention, gated_attention_step
 from luna_mega.kernels.gated_attention import reference, torch_backend
-from tests.kernels.backends import SLOW_TRITON, TRITON, on_triton
+from tests.kernels.backends import SLOW_TRITON, on_triton
 from tests.kernels.errors import relative_error
 
 FUNCTIONS = reference.FUNCTIONS
@@ -341,32 +341,6 @@ def test_without_a_bias(device, function, backend):
     options = {"function": function, "chunk_size": 16, "backend": backend}
     expected = run([*inputs[:3], torch.zeros_like(inputs[3], requires_grad=True)], **options)
     torch.testing.assert_close(run(inputs[:3], **options), expected[:-1])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("backend", ["reference", "torch", TRITON])
-@pytest.mark.parametrize("chunk", [None, 16, 64])
-def test_varlen_sequences(device, chunk, backend):
-    """Each sequence, including an empty one, has the result of a separate call."""
-    lengths = [17, 0, 1, 45, 16]
-    cu_seqlens = torch.tensor([0, *lengths], device=device).cumsum(0).int()
-    inputs = make_inputs(sum(lengths), dtype=torch.float32, batch=1, size=20, width=37, positions=45, device=device)
-    some = torch.rand(1, sum(lengths), generator=torch.Generator().manual_seed(2)).to(device) < 0.7
-    some[:, 17] = False  # masks the only token of a sequence
-    for function, causal, mask in (("laplace", False, some), ("softmax", True, None), ("relu2", False, None)):
-        options = {"function": function, "causal": causal, "chunk_size": chunk, "backend": backend}
-        varlen = gated_attention(*inputs, mask=mask, cu_seqlens=cu_seqlens, max_seqlen=45, **options)
-        found = gated_attention(*inputs, mask=mask, cu_seqlens=cu_seqlens.long(), **options)
-        assert torch.equal(varlen, found)
-        parts = []
-        for start, stop in zip(cu_seqlens[:-1].tolist(), cu_seqlens[1:].tolist(), strict=True):
-            part = None if mask is None else mask[:, start:stop]
-            parts.append(gated_attention(*(x[:, start:stop] for x in inputs[:3]), inputs[3], mask=part, **options))
-        expected = torch.cat(parts, dim=1)
-        weight = torch.randn(varlen.shape, device=device)
-        gradients = (torch.autograd.grad(x, inputs, weight) for x in (varlen, expected))
-        torch.testing.assert_close(varlen, expected, rtol=2e-5, atol=2e-5)
-        torch.testing.assert_close(*gradients, rtol=5e-5, atol=5e-5)
 
 
 @pytest.mark.parametrize("backend", ["reference", "torch"])

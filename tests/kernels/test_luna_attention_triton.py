@@ -109,43 +109,6 @@ def test_number_of_splits(device, processors, most, monkeypatch):
     assert call.splits(16, 16, 0, 64) == call.splits(0, 16, 64, 64) == 1
 
 
-SEQUENCES = [33, 0, 90, 1]
-
-
-@pytest.fixture
-def cu_seqlens(device):
-    return torch.tensor([0, *SEQUENCES], device=device).cumsum(0, dtype=torch.int32)
-
-
-def one_by_one(query, key, value, mask, varlen_side):
-    """Run the reference on each sequence; `varlen_side` is the side with varlen sequences."""
-    outputs, first = [], 0
-    for i, length in enumerate(SEQUENCES):
-        rows, row = slice(first, first := first + length), slice(i, i + 1)
-        q = query[:, rows] if varlen_side == "query" else query[row]
-        k, v, m = (x[:, rows] if varlen_side == "key" else x[row] for x in (key, value, mask))
-        outputs.append(exact(q, k, v, m))
-    return torch.cat(outputs, 1 if varlen_side == "query" else 0)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("varlen_side", ["query", "key"])
-def test_varlen_sequences(device, cu_seqlens, varlen_side, dtype, tied):
-    flat, rows = (1, sum(SEQUENCES)), (len(SEQUENCES), 5)
-    query, key = (flat, rows) if varlen_side == "query" else (rows, flat)
-    leaves = [torch.randn(*query, 2, 10), *(torch.randn(*key, 2, 10) for _ in range(1 if tied else 2))]
-    leaves = [x.to(device, dtype).requires_grad_() for x in leaves]
-    mask = torch.rand(key, device=device) < 0.7
-    if varlen_side == "query":
-        mask[:, 0], mask[-1] = True, False
-    options = {"cu_seqlens": cu_seqlens, "varlen_side": varlen_side, "max_seqlen": 260}
-    actual = run(attend, leaves, mask, **options)
-    check(actual, run(one_by_one, doubled(leaves), mask, varlen_side), DTYPES[dtype])
-    assert all(torch.equal(a, b) for a, b in zip(actual, run(attend, leaves, mask, **options), strict=True))
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])

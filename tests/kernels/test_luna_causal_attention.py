@@ -169,35 +169,6 @@ def test_torch_backend(activation, masking, pack_masked, stateful, blocks):
         assert_same(inputs.run(activation=activation), inputs.run(activation=activation, backend="reference"))
 
 
-@pytest.mark.covering(1)
-@pytest.mark.parametrize("backend", ["reference", "torch"])
-@pytest.mark.parametrize("stateful", [False, True])
-@pytest.mark.parametrize("masking", MASKS)
-def test_segments_and_steps_are_one_call(masking, stateful, backend):
-    inputs = Inputs(150, masking, stateful, pack_masked=True)
-    expected = inputs.run(backend=backend)
-
-    def segments(*leaves, lengths):
-        query, pack_query, pack_key, key, value, *means = leaves
-        state = LunaCausalState(*means, inputs.count) if stateful else None
-        outputs, start = [], 0
-        for length in lengths:
-            part = slice(start, start + length) if length > 1 else start
-            mask = None if inputs.mask is None else inputs.mask[:, part]
-            tokens = (query[:, part], pack_query, *(x[:, part] for x in (pack_key, key, value)))
-            options = {"mask": mask, "pack_mask": inputs.pack_mask, "backend": backend}
-            if length > 1:
-                output, state = luna_causal_attention(*tokens, state=state, return_state=True, **options)
-            else:
-                output, state = luna_causal_attention_step(*tokens, state, **options)
-            outputs.append(output if length > 1 else output[:, None])
-            start += length
-        return torch.cat(outputs, 1), *state[:2]
-
-    for lengths in ([1, 2, 37, 1, 90, 19], [1] * 150):
-        assert_same(inputs.run(segments, lengths=lengths), expected)
-
-
 def test_thousands_of_steps_in_float32():
     """After 3,000 steps the error of the means is within float32 rounding, and no step modifies its input state."""
     inputs = Inputs(3000)

@@ -8,13 +8,11 @@ import torch
 
 from luna_mega.kernels import _dispatch
 from luna_mega.kernels.api import (
-    LunaCausalState,
     luna_causal_attention,
     luna_causal_attention_step,
     use_float32_precision,
 )
 from luna_mega.kernels.luna_causal_attention import reference
-from tests.kernels.errors import relative_error
 from tests.kernels.leaves import assert_same
 from tests.kernels.test_luna_causal_attention import FUSED, SCANS, Inputs, small_tiles  # noqa: F401, a fixture
 
@@ -155,84 +153,6 @@ def test_masked_values_do_not_affect_outputs(device, poison, rows):
     assert all(map(torch.equal, actual, expected))
     for index, gradient in enumerate(actual[4:8]):
         assert (gradient.masked_select(~kept[index == 0]) == 0).all()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("stateful", [False, True])
-@pytest.mark.parametrize("rows", [FUSED, SCANS])
-def test_steps_are_one_call(device, rows, stateful):
-    """Steps give the outputs, means and gradients of one call, and no step modifies its input state."""
-    length = 5 if rows == FUSED else 3
-    inputs = Inputs(length, "middle", stateful, pack_masked=True, heads=2, rows=rows).to(torch.float32)
-
-    def steps(*leaves):
-        query, pack_query, pack_key, key, value, *means = (leaf.to(device) for leaf in leaves)
-        pack_mask, mask = inputs.pack_mask.to(device), inputs.mask.to(device)
-        state = LunaCausalState(*means, inputs.count.to(device)) if stateful else None
-        outputs = []
-        for t in range(length):
-            tokens = (query[:, t], pack_query, *(x[:, t] for x in (pack_key, key, value)))
-            before = None if state is None else [x.clone() for x in state]
-            given, options = state, {"mask": mask[:, t], "pack_mask": pack_mask, "backend": "triton"}
-            output, state = luna_causal_attention_step(*tokens, given, **options)
-            assert given is None or all(map(torch.equal, given, before))
-            outputs.append(output)
-        count = inputs.mask.sum(1) + (inputs.count if stateful else 0)
-        assert torch.equal(state.count.cpu(), count) and state.count.dtype == torch.int64
-        return [x.cpu() for x in (torch.stack(outputs, 1), *state[:2])]
-
-    assert_same(inputs.run(steps), inputs.exact(), 1e-5)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("backend", ["reference", "torch", "triton"])
-@pytest.mark.parametrize("stateful", [False, True])
-def test_varlen_sequences(monkeypatch, device, backend, stateful):
-    """Outputs, states and gradients equal separate calls, also with two segments per sequence."""
-    from luna_mega.kernels.luna_causal_attention import triton_forward
-
-    monkeypatch.setattr(triton_forward, "MIN_SEGMENT", 32)
-    lengths = [5, 0, 1, 40]
-    total, many, rows = sum(lengths), len(lengths), 4
-    bounds = torch.tensor([0, *lengths]).cumsum(0)
-    generator = torch.Generator().manual_seed(0)
-    sizes = [(1, total, 2, 5), (many, rows, 2, 5), (1, total, 2, 5), (1, total, 2, 5), (1, total, 2, 6)]
-    sizes += [(many, 2, 5, rows), (many, 2, rows, 6)] if stateful else []
-    leaves = [torch.randn(size, generator=generator).to(device).requires_grad_() for size in sizes]
-    pack_mask = (torch.arange(rows) != torch.tensor([[0], [1], [2], [3]])).to(device)
-    mask = (torch.arange(total) % 3 != 1)[None].to(device)
-    count = torch.tensor([3, 0, 8, 1]).to(device)
-
-    def varlen(query, pack_query, *rest):
-        state = LunaCausalState(*rest[3:], count) if stateful else None
-        options = {"mask": mask, "pack_mask": pack_mask, "state": state, "return_state": True, "backend": backend}
-        options |= {"cu_seqlens": bounds.to(device, torch.int32), "max_seqlen": 44 if stateful else None}
-        output, state = luna_causal_attention(query, pack_query, *rest[:3], **options)
-        return output, *state[:2]
-
-    def separate(query, pack_query, *rest):
-        outputs, states = [], []
-        for i, (start, end) in enumerate(zip(bounds[:-1], bounds[1:], strict=True)):
-            row = slice(i, i + 1)
-            state = LunaCausalState(*(x[row] for x in rest[3:]), count[row]) if stateful else None
-            if start == end:
-                empty = (torch.zeros(1, *x, device=device) for x in ((2, 5, rows), (2, rows, 6)))
-                states.append(state[:2] if stateful and count[i] > 0 else tuple(empty))
-                continue
-            tokens = [x[:, start:end] for x in (query, *rest[:3])]
-            options = {"mask": mask[:, start:end], "pack_mask": pack_mask[row], "state": state, "return_state": True}
-            output, after = luna_causal_attention(
-                tokens[0], pack_query[row], *tokens[1:], backend="reference", **options
-            )
-            outputs.append(output)
-            states.append(after[:2])
-        return torch.cat(outputs, 1), *map(torch.cat, zip(*states, strict=True))
-
-    outputs = varlen(*leaves), separate(*leaves)
-    weights = [torch.randn(x.shape, generator=generator).to(device) for x in outputs[0]]
-    gradients = [torch.autograd.grad(x, leaves, weights) for x in outputs]
-    for actual, right in zip((*outputs[0], *gradients[0]), (*outputs[1], *gradients[1]), strict=True):
-        assert relative_error(actual.detach().cpu(), right.detach().cpu().double()) < 1e-5
 
 
 @pytest.mark.slow

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from luna_mega.kernels.moving_average import export, reference, torch_backend
-from tests.kernels.averages import DAMPED, KINDS, STATEFUL, Inputs, saturated, separate
+from tests.kernels.averages import DAMPED, KINDS, STATEFUL, Inputs, saturated
 from tests.kernels.backends import SLOW_TRITON
 from tests.kernels.errors import relative_error
 from tests.kernels.leaves import MASKS, assert_same
@@ -174,50 +174,6 @@ def test_truncation(any_form, kind, truncation, length):
         assert_same(actual, everything)
     elif truncation < length:
         assert relative_error(actual[0], everything[0]) > 1e-3
-
-
-@pytest.mark.parametrize("backend", ["reference", "torch"])
-@pytest.mark.parametrize("masking", MASKS)
-@pytest.mark.parametrize("kind", STATEFUL)
-def test_segments_and_steps_are_the_parallel_form(kind, backend, masking):
-    inputs = Inputs(150, kind, masking)
-    expected = inputs.run(backend=backend)
-
-    def segments(*leaves, lengths):
-        (x, *parameters), state = inputs.arguments(*leaves)
-        outputs, start = [], 0
-        for length in lengths:
-            mask = None if inputs.mask is None else inputs.mask[:, start : start + length]
-            part = x[:, start : start + length]
-            if length > 1 or (mask is not None and not mask.all()):  # a masked step does not decay the state
-                options = {"mask": mask, "initial_state": state, "return_state": True, "backend": backend}
-                output, state = inputs.op(part, *parameters, **options)
-            else:
-                output, state = inputs.step(part[:, 0], state, *parameters, backend=backend)
-                output = output[:, None]
-            outputs.append(output)
-            start += length
-        return torch.cat(outputs, 1), state
-
-    for lengths in ([1, 2, 37, 1, 90, 19], [1] * 150):
-        assert_same(inputs.run(segments, lengths=lengths), expected)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_varlen_sequences(backend_or_reference, kind):
-    """Every sequence matches a separate call, and an empty sequence keeps its state."""
-    options, triton = backend_or_reference, backend_or_reference["backend"] == "triton"
-    bounds = [0, 3, 3, 13, 14, 32] if triton else [0, 3, 3, 90, 91]
-    inputs = Inputs(bounds[-1], kind, "some", batch=1)
-    if kind in STATEFUL:
-        shape = len(bounds) - 1, *inputs.leaves[-1].shape[1:]
-        inputs.leaves[-1] = torch.randn(shape, dtype=torch.float64, requires_grad=True)
-    exact = inputs.to(torch.float32).to(torch.float64).run(separate(inputs, bounds))
-    inputs.to(torch.float32 if triton else torch.float64)
-    options["cu_seqlens"] = torch.tensor(bounds, dtype=torch.int32, device=options.get("device"))
-    if kind == "causal":
-        options["max_seqlen"] = bounds[-1]
-    assert_same(inputs.run(**options), exact, FLOAT32 if triton else 1e-12)
 
 
 @pytest.mark.parametrize("kind", ["causal", "bidirectional", "shifted", "complex"])

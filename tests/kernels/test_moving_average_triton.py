@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from luna_mega.kernels.api import damped_ema, damped_ema_step
-from tests.kernels.averages import KINDS, Inputs, saturated, separate
+from luna_mega.kernels.api import damped_ema
+from tests.kernels.averages import KINDS, Inputs, saturated
 from tests.kernels.leaves import assert_same
 from tests.kernels.test_moving_average import FLOAT32, check_triton, small_tiles  # noqa: F401, a fixture
 
@@ -83,16 +83,6 @@ def test_padding_may_be_nan(device, kind, skip):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["causal", "bidirectional"])
-def test_varlen_sequences_of_one_chunk_each(triton_device, kind):
-    inputs = Inputs(12, kind, batch=1, channels=2)
-    exact = inputs.to(torch.float32).to(torch.float64).run(separate(inputs, [0, 7, 12]))
-    cu_seqlens = torch.tensor([0, 7, 12], device=triton_device)
-    actual = inputs.to(torch.float32).run(device=triton_device, backend="triton", cu_seqlens=cu_seqlens)
-    assert_same(actual, exact, FLOAT32)
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("used", [(0,), (1,), (0, 1)], ids=str)
 @pytest.mark.parametrize("kind", ["causal", "states", "complex"])
 def test_some_outputs(device, kind, used):
@@ -138,20 +128,6 @@ def test_step(device, kind, masked, skip):
     exact = inputs.to(torch.float64).run(step(inputs), device, backend="reference")
     assert_same(actual, exact, FLOAT32)
     assert_same(outputs, exact[:2], FLOAT32)
-
-
-@pytest.mark.slow
-def test_steps_are_the_parallel_form(device):
-    inputs = Inputs(10, "states", batch=1).to(torch.bfloat16)
-    x, *parameters, state = (leaf.detach().to(device) for leaf in inputs.leaves)
-    expected, last = damped_ema(x, *parameters, initial_state=state, return_state=True, backend="triton")
-    outputs = []
-    for t in range(10):
-        output, state = damped_ema_step(x[:, t], state, *parameters, backend="triton")
-        outputs.append(output)
-    # Parameters are float32 in both, so only the results are rounded.
-    assert_same([state], [last], FLOAT32)
-    assert_same([torch.stack(outputs, 1)], [expected], 4e-3)
 
 
 @pytest.mark.slow

@@ -210,36 +210,6 @@ def test_a_million_positions():
         torch.testing.assert_close(statistics.variance, variance, rtol=1e-7, atol=0)
 
 
-@pytest.mark.covering(1)
-@pytest.mark.parametrize("backend", ["reference", "torch"])
-@pytest.mark.parametrize("masking", MASKS)
-def test_segments_and_steps_are_the_parallel_form(form, backend, masking):
-    inputs = Inputs(60, "states", masking)
-    expected = inputs.run(backend=backend)
-
-    def segments(*leaves, lengths):
-        (x, *rest), state = inputs.arguments(*leaves)
-        outputs, start = [], 0
-        for length in lengths:
-            part = x[:, start : start + length]
-            mask = None if inputs.mask is None else inputs.mask[:, start : start + length]
-            if length > 1:
-                options = {"mask": mask, "initial_state": state, "return_state": True, "backend": backend}
-                output, state = timestep_norm(part, *rest, **options)
-            else:
-                mask = None if mask is None else mask[:, 0]
-                output, state = timestep_norm_step(part[:, 0], state, *rest, mask=mask, backend=backend)
-                output = output[:, None]
-            outputs.append(output)
-            start += length
-        kept = 60 if inputs.mask is None else inputs.mask.sum(1)
-        assert (state.count == inputs.count + kept).all() and state.count.dtype == torch.int64
-        return torch.cat(outputs, 1), *state[1:]
-
-    for lengths in ([1, 2, 37, 1, 19], [1] * 60):
-        assert_same(inputs.run(segments, lengths=lengths), expected, 1e-11)
-
-
 @pytest.mark.triton
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("masked", [False, True])
@@ -256,34 +226,6 @@ def test_step(device, masked, groups, width):
     y, following = timestep_norm_step(x[:, 0], state, *rest, mask=mask, backend="triton")
     assert following.count.tolist() == [4, 1000 if masked else 1001]
     assert_same([y[:, None].cpu(), *(t.cpu() for t in following[1:])], exact[:3], FLOAT32)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_varlen_sequences(backend, kind):
-    """Every sequence matches a separate call; an empty sequence keeps its state."""
-    triton = backend["backend"] == "triton"
-    bounds = [0, 3, 3, 20, 21] if triton else [0, 3, 3, 40, 41]
-    inputs = Inputs(bounds[-1], kind, "some", batch=1)
-    if kind == "states":
-        inputs.leaves[-2:] = [torch.rand(4, 3, dtype=torch.float64, requires_grad=True) for _ in range(2)]
-        inputs.count = torch.tensor([0, 5, 1, 70])
-
-    def separate(*leaves):
-        (x, *rest), states = inputs.arguments(*leaves)
-        outputs, lasts = [], []
-        for index, (start, end) in enumerate(zip(bounds, bounds[1:], strict=False)):
-            state = None if states is None else TimestepNormState(*(part[index : index + 1] for part in states))
-            if start < end:
-                options = {"mask": inputs.mask[:, start:end], "initial_state": state, "backend": "reference"}
-                output, state = timestep_norm(x[:, start:end], *rest, return_state=True, **options)
-                outputs.append(output)
-            lasts.append(state[1:] if state is not None else 2 * [torch.zeros(1, 3, dtype=torch.float64)])
-        return torch.cat(outputs, 1), *(torch.cat(parts) for parts in zip(*lasts, strict=True))
-
-    exact = inputs.to(torch.float32).to(torch.float64).run(separate)
-    inputs.to(torch.float32 if triton else torch.float64)
-    cu_seqlens = torch.tensor(bounds, device=backend.get("device"))
-    assert_same(inputs.run(**backend, cu_seqlens=cu_seqlens), exact, FLOAT32 if triton else 1e-11)
 
 
 @pytest.mark.parametrize("kind", KINDS)
