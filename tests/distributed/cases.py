@@ -5,6 +5,7 @@ import warnings
 from collections.abc import Callable, Iterable
 from types import SimpleNamespace
 
+import pytest
 import torch
 import torch.distributed as dist
 from accelerate.utils import FullyShardedDataParallelPlugin
@@ -63,9 +64,17 @@ CASES |= {
     "megalodon: causal LM, tied": ("ForCausalLM", {"vocab_size": 41, "tie_word_embeddings": True, "swiglu": True}),
     "megalodon: pooling mean": ("ForSequenceClassification", {"vocab_size": 41, "pooling": "mean"}),
 }
+# One case for each class.
+CLASSES = list({(name.split(":")[0], head): name for name, (head, _) in CASES.items()}.values())
 # Cases that FSDP handles differently from DDP: every class, but not every variant of a layer.
-CLASSES = [name for name in CASES if "masked LM" not in name or name.endswith(("tied", "sparse", "odd vocabulary"))]
+SHARDED = [name for name in CASES if "masked LM" not in name or name.endswith(("tied", "sparse", "odd vocabulary"))]
 A_FEW = ["luna: masked LM, tied", "luna: seq2seq", "mega: masked LM, synchronized batch norm", "mega: causal LM"]
+SOME = [
+    *(*A_FEW, "luna: pooling packed_mean", "luna: seq2seq, two vocabularies", "mega: causal LM, adaptive"),
+    "megalodon: causal LM, tied",
+]
+# Marks of cases that repeat a slow one with another class.
+WEEKLY = [pytest.mark.slow, pytest.mark.exhaustive]
 
 
 def make(name: str, checkpointing: bool = False, **others) -> PreTrainedModel:

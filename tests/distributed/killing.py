@@ -14,7 +14,7 @@ from tests.distributed.test_scripts import call
 from tests.examples.test_run_mlm import texts
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
-STEPS = 24
+STEPS = 16
 # There is no dropout, because its masks depend on the number of processes.
 MODEL = (
     "hidden_size=32,num_hidden_layers=2,intermediate_size=32,nffn_hidden_size=32,shared_representation_size=16,"

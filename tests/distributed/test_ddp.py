@@ -20,19 +20,16 @@ def assert_equal(results: dict):
     assert results and not faults
 
 
-@pytest.mark.slow
-def test_some_classes_train_as_on_one_process(ranks):
-    assert_equal(ranks(2, cases.compare, [*cases.A_FEW, "megalodon: causal LM"], cases.ddp, 2)[0])
-
-
-@pytest.mark.slow
-def test_every_class_trains_as_on_one_process(ranks):
-    assert_equal(ranks(2, cases.compare, list(cases.CASES), cases.ddp, 2)[0])
+@pytest.mark.parametrize(
+    "names", [pytest.param(cases.SOME, marks=pytest.mark.slow), pytest.param([*cases.CASES], marks=cases.WEEKLY)]
+)
+def test_classes_train_as_on_one_process(ranks, names):
+    assert_equal(ranks(2, cases.compare, names, cases.ddp, 2)[0])
 
 
 @pytest.mark.slow
 def test_four_processes(ranks):
-    assert_equal(ranks(4, cases.compare, cases.A_FEW, cases.ddp, 5)[0])
+    assert_equal(ranks(4, cases.compare, cases.A_FEW, cases.ddp, 2, (False,))[0])
 
 
 def layerdrop_step(name: str, wrap) -> list[bool]:
@@ -133,7 +130,7 @@ def test_the_others_end_when_a_process_dies(ranks):
     assert re.search("Connection (closed|reset)", survivor), survivor
 
 
-@pytest.mark.parametrize("name", {(name.split(":")[0], case[0]): name for name, case in cases.CASES.items()}.values())
+@pytest.mark.parametrize("name", cases.CLASSES)
 def test_every_class_rejects_ddp_across_the_sequence(name):
     model = cases.make(name)
     for hook in (_attach_context_parallel_hooks, _refuse_recurrent_layers_under_sequence_parallelism):

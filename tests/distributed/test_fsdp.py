@@ -6,30 +6,20 @@ from torch.distributed.fsdp import FSDPModule
 from tests.distributed import cases
 from tests.distributed.test_ddp import assert_equal
 
-LOADED = [
-    *cases.A_FEW,
-    "luna: pooling packed_mean",
-    "luna: seq2seq, two vocabularies",
-    "mega: causal LM, adaptive",
-    "megalodon: causal LM, tied",
-]
 
-
-@pytest.mark.parametrize("names", [cases.A_FEW[1:], pytest.param(cases.CLASSES, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("names", [cases.A_FEW[1:3], pytest.param(cases.SHARDED, marks=cases.WEEKLY)])
 def test_classes_train_as_on_one_process(ranks, names):
     results = ranks(2, cases.compare, names, cases.fsdp_of_accelerate, 2, (True,))
     assert_equal(results[0])
 
 
 @pytest.mark.slow
-def test_plans_of_transformers(ranks):
-    assert_equal(ranks(2, cases.compare, LOADED, cases.fsdp_of_transformers, 2, (False,))[0])
-
-
-@pytest.mark.slow
-def test_four_processes(ranks):
-    names = cases.A_FEW[:2]
-    assert_equal(ranks(4, cases.compare, names, cases.fsdp_of_accelerate, 5, (False,))[0])
+@pytest.mark.parametrize(
+    ("processes", "names", "wrap"),
+    [(2, cases.SOME, cases.fsdp_of_transformers), (4, cases.A_FEW[:2], cases.fsdp_of_accelerate)],
+)
+def test_plans_and_four_processes(ranks, processes, names, wrap):
+    assert_equal(ranks(processes, cases.compare, names, wrap, 2, (False,))[0])
 
 
 def wrapped_modules(name: str, wrap) -> list[str]:

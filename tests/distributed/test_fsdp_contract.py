@@ -58,7 +58,7 @@ def run_bodies(folder: str, config_class: type, fields: dict) -> dict[str, bool]
 
 @pytest.mark.slow
 @pytest.mark.skipif(not _run_fsdp_tests, reason="RUN_FSDP_TESTS is off")
-@pytest.mark.parametrize("family", ["luna", "mega"])
+@pytest.mark.parametrize("family", ["luna", pytest.param("mega", marks=pytest.mark.exhaustive)])
 def test_fsdp_tests_of_transformers(ranks, family):
     try:
         folder = common_tests(importlib.metadata.version("transformers"))

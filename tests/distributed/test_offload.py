@@ -1,7 +1,5 @@
 """Models whose weights are offloaded to the CPU or to disk, and names and options of tools that distribute models."""
 
-from itertools import product
-
 import pytest
 import torch
 from accelerate import cpu_offload, disk_offload, infer_auto_device_map
@@ -20,7 +18,10 @@ def outputs(model, name):
     return [x for output in both for x in output.to_tuple() if isinstance(x, torch.Tensor)]
 
 
-@pytest.mark.parametrize("name", slow_but(cases.A_FEW, cases.CASES))
+OTHERS = [pytest.param(name, marks=cases.WEEKLY) for name in cases.CASES if name not in cases.SOME]
+
+
+@pytest.mark.parametrize("name", slow_but(cases.A_FEW[1:3], cases.SOME) + OTHERS)
 def test_offloading_does_not_change_outputs(name, tmp_path):
     model = cases.make(name).eval()
     expected = outputs(model, name)
@@ -44,7 +45,7 @@ def test_device_map_with_weights_on_disk(name, tmp_path):
         torch.testing.assert_close(actual, wanted)
 
 
-@pytest.mark.parametrize("name", cases.CASES)
+@pytest.mark.parametrize("name", cases.SHARDED)
 def test_names_are_of_this_instance(name, caplog):
     """A model lists only names of classes that it contains.
 
@@ -60,7 +61,12 @@ def test_names_are_of_this_instance(name, caplog):
     assert not caplog.records
 
 
-TENSOR_PARALLEL = [{"tp_plan": "auto"}, {"tp_plan": {"lm_head": "colwise_gather_output"}}, {"tp_size": 2}]
+TENSOR_PARALLEL = [
+    ("luna: causal LM", 1, {"tp_plan": "auto"}),
+    ("luna: causal LM", 2, {"tp_plan": "auto"}),
+    ("mega: seq2seq", 2, {"tp_plan": {"lm_head": "colwise_gather_output"}}),
+    ("megalodon: causal LM", 2, {"tp_size": 2}),
+]
 
 
 def error_of(folder, model_class, options):
@@ -70,8 +76,7 @@ def error_of(folder, model_class, options):
     return str(error.value)
 
 
-@pytest.mark.parametrize(("processes", "options"), [(1, TENSOR_PARALLEL[0]), *product([2], TENSOR_PARALLEL)])
-@pytest.mark.parametrize("name", ["luna: causal LM", "mega: seq2seq", "megalodon: causal LM"])
+@pytest.mark.parametrize(("name", "processes", "options"), TENSOR_PARALLEL)
 def test_tensor_parallelism_raises_an_error(ranks, name, processes, options, tmp_path):
     """Without a plan, transformers would load the complete model on every rank."""
     model = cases.make(name)

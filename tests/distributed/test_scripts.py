@@ -106,7 +106,10 @@ WRITTEN = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", SCRIPTS)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[pytest.mark.exhaustive] * (name not in ("run_clm", "run_glue"))) for name in SCRIPTS],
+)
 def test_two_processes_equal_one(name, ranks, tmp_path):
     make, options = SCRIPTS[name]
     data = make(tmp_path / "data")

@@ -1,7 +1,22 @@
-"""Modules with an error in one line, to check that a comparison finds it."""
+"""Random models, and modules with an error in one line, to check that a comparison finds it."""
 
 from pathlib import Path
 from types import ModuleType
+
+import torch
+
+
+@torch.no_grad()
+def random_model(make, *arguments, **options) -> torch.nn.Module:
+    """Return an evaluated model in float64 with random parameters and statistics."""
+    torch.manual_seed(0)
+    model = make(*arguments, **options).double().eval()
+    for name, tensor in model.state_dict().items():
+        if tensor.is_floating_point():
+            tensor.normal_(std=0.7)
+            if name.endswith("running_var"):
+                tensor.abs_().add_(0.5)
+    return model
 
 
 def mutate(module: ModuleType, *changes: tuple[str, str]) -> ModuleType:

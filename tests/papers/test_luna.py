@@ -9,7 +9,7 @@ import torch
 
 from luna_mega import LunaConfig, LunaModel, LunaSeq2SeqConfig, LunaSeq2SeqModel
 from tests.papers import luna
-from tests.papers.mutations import mutate
+from tests.papers.mutations import mutate, random_model
 
 SIZES = {
     "hidden_size": 8, "intermediate_size": 10, "num_attention_heads": 2, "num_pack_attention_heads": 4,
@@ -18,16 +18,6 @@ SIZES = {
 }  # fmt: skip
 LENGTHS = 9, 3  # the second is shorter than P
 ACTIVATIONS, TIED = ("softplus", "elu"), (True, False)
-
-
-def random_model(model_class: type, config: LunaConfig):
-    """Return a model in float64 with random parameters."""
-    torch.manual_seed(0)
-    model = model_class(config).double().eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.normal_(std=0.7)
-    return model
 
 
 def numpy_weights(module: torch.nn.Module) -> dict[str, np.ndarray]:
@@ -171,6 +161,7 @@ MUTATIONS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("correct", MUTATIONS)
 def test_an_error_in_an_equation_is_found(correct):
     wrong = mutate(luna, (correct, MUTATIONS[correct]))

@@ -8,7 +8,7 @@ import torch
 
 from luna_mega import MegalodonConfig, MegalodonModel
 from tests.papers import megalodon
-from tests.papers.mutations import mutate
+from tests.papers.mutations import mutate, random_model
 
 SIZES = {
     "vocab_size": 10, "hidden_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2, "value_size": 12,
@@ -17,15 +17,9 @@ SIZES = {
 CASES = [{"chunk_size": chunk, "swiglu": swiglu} for chunk in (4, 16) for swiglu in (True, False)]
 
 
-def random_model(config: MegalodonConfig) -> MegalodonModel:
-    """Return a model in float64 with random parameters; rotary frequencies stay."""
-    torch.manual_seed(0)
-    model = MegalodonModel(config).double().eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.normal_(std=0.7)
-    # Computed in float32, whose rounding is visible in float64.
-    width = config.shared_representation_size // config.num_attention_heads
+def make(config: MegalodonConfig) -> MegalodonModel:
+    """Return a random model with the rotary frequencies in float64; the rounding of float32 is visible."""
+    model, width = random_model(MegalodonModel, config), config.shared_representation_size // config.num_attention_heads
     model.rope.freqs.copy_(config.rope_theta ** (-torch.arange(0, width, 2, dtype=torch.float64) / width))
     return model
 
@@ -61,7 +55,7 @@ def weights(config: MegalodonConfig, layer: torch.nn.Module, equations) -> dict:
 def difference(fields: dict, equations=megalodon) -> float:
     """Return the largest difference of two sequences, one of them padded, from the equations of each sequence."""
     config = MegalodonConfig(**SIZES | fields)
-    model, X = random_model(config), torch.randn(2, 10, 8, dtype=torch.float64)
+    model, X = make(config), torch.randn(2, 10, 8, dtype=torch.float64)
     mask = torch.ones(2, 10, dtype=torch.long)
     mask[1, :3] = 0
     found = model(inputs_embeds=X, attention_mask=mask).last_hidden_state.detach().numpy()
@@ -100,6 +94,7 @@ MUTATIONS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("correct", MUTATIONS)
 def test_an_error_in_an_equation_is_found(correct):
     wrong = mutate(megalodon, (correct, MUTATIONS[correct]))
