@@ -3,6 +3,14 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 
+@pytest.fixture(params=["host", "device"])
+def place(request, monkeypatch):
+    """Run a test with masks on the host, whose values are read, and with masks on a device, whose values are not."""
+    if request.param == "device":
+        for module in ("layout", "padding_free", "arguments", "inputs", "masks"):
+            monkeypatch.setattr(f"luna_mega.modeling_common.{module}.can_look", lambda x: False)
+
+
 @pytest.fixture
 def tokenizer():
     """Return a tokenizer with one token per word: w0 to w34 and the special tokens."""

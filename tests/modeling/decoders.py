@@ -27,6 +27,30 @@ def slow_but_some(names):
     return slow_but([name for name in names if name in SOME], names)
 
 
+def with_each(names, *others, slow=2, fast=None):
+    """Return tuples of a name and a value of each of the others.
+
+    Every name (or those in `fast`) has a fast tuple; every name has `slow` others, which are slow.
+    """
+    names, others = list(names), [list(values) for values in others]
+    rows = [
+        (name, *(values[number % len(values)] for values in others))
+        for shift in range(slow + 1)
+        for number, name in enumerate(names, start=shift)
+    ]
+    rows = list(dict.fromkeys(rows))
+    return slow_but([row for row in rows[: len(names)] if fast is None or row[0] in fast], rows)
+
+
+def tables(name, length):
+    """Return the fields by which the model with this name has tables of `length` positions, if it has any."""
+    if name.startswith("megalodon"):
+        return {}
+    if name.startswith("luna"):
+        return {"max_position_embeddings": length}
+    return {"max_positions": length} | ({"decoder_max_positions": length} if "seq2seq" in name else {})
+
+
 def make(name, **fields):
     """Return the model with this name in `DECODERS`; `fields` override its configuration."""
     family, shape = DECODERS[name]
@@ -44,7 +68,7 @@ def make_plain(family, **fields):
 def padded(lengths, total, side, seed=0):
     """Return tokens and mask `[B, total]` of sequences of these lengths.
 
-    Padding is on `side` ("left" or "right"), or after the first two tokens if `side` is "middle".
+    Padding is on `side` ("left" or "right"), after the first two tokens if `side` is "middle", or anywhere ("gaps").
     """
     ids, mask = torch.ones(len(lengths), total, dtype=torch.long), torch.zeros(len(lengths), total, dtype=torch.long)
     for row, length in enumerate(lengths):
@@ -52,6 +76,8 @@ def padded(lengths, total, side, seed=0):
         if side == "middle":
             mask[row] = torch.cat([mask[row, :2], mask[row, 2:].flip(0)])
         generator = torch.Generator().manual_seed(seed + row)
+        if side == "gaps":
+            mask[row] = mask[row, torch.randperm(total, generator=generator)]
         ids[row, mask[row].bool()] = torch.randint(3, 23, (length,), generator=generator)
     return ids, mask
 
@@ -60,7 +86,7 @@ def source(model, batch, side="right"):
     """Return the source arguments for a batch of targets, or an empty dict for a decoder-only model."""
     if not model.config.is_encoder_decoder:
         return {}
-    ids, mask = padded([13, 4, 9, 1][:batch], 13, side, seed=7)
+    ids, mask = padded([13, 4, 9, 1, 5][:batch], 13, side, seed=7)
     return {"input_ids": ids, "attention_mask": mask}
 
 

@@ -107,20 +107,3 @@ def results(head, output, mask):
     else:
         return list(output.logits)
     return [row[keep.bool()] for row, keep in zip(tensors, kept, strict=True)]
-
-
-def check_invariance(head, model, lengths=(21, 1, 5, 13)):
-    """Check that sequences have the same results without padding as in a batch that is padded on either side."""
-    lengths, separate = list(lengths), []
-    with torch.no_grad():
-        for row, length in enumerate(lengths):
-            inputs = {name: value[row : row + 1] for name, value in head_inputs(head, lengths).items()}
-            inputs = {name: value if "pair" in name else value[..., :length] for name, value in inputs.items()}
-            separate += results(head, model(**inputs), inputs["attention_mask"])
-        for side, width in (("right", 21), ("right", 30), ("left", 21), ("left", 30)):
-            inputs = head_inputs(head, lengths, side, width)
-            together = results(head, model(**inputs), inputs["attention_mask"])
-            for row, (expected, actual) in enumerate(zip(separate, together, strict=True)):
-                torch.testing.assert_close(
-                    actual, expected, atol=1e-5, rtol=1e-5, msg=lambda text, r=row, s=side: f"row {r}, {s}: {text}"
-                )

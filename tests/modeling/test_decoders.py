@@ -18,10 +18,10 @@ from tests.modeling.decoders import (
     padded,
     slow_but_some,
     source,
+    tables,
     target,
+    with_each,
 )
-
-CUTS = [[1] * 17, [6, 1, 1, 9], [5, 12], [4, 4, 4, 4, 1], [16, 1], [1, 16]]
 
 
 @pytest.fixture(params=SOME)
@@ -29,14 +29,20 @@ def model(request):
     return make(request.param)
 
 
-@pytest.mark.covering(1)
+TOTAL, LONGEST = 20, 17
+CUTS = [(1,) * TOTAL, (6, 1, 1, 12), (5, 15), (4,) * 5, (19, 1), (1, 19)]
+SIDES = ["none", "left", "right", "middle", "gaps"]
+
+
 @torch.no_grad()
-@pytest.mark.parametrize("cuts", CUTS, ids=str)
-@pytest.mark.parametrize("side", ["none", "left", "right", "middle"])
-@pytest.mark.parametrize("name", DECODERS)
-def test_cached_is_uncached(name, cuts, side):
-    model = make(name)
-    ids, mask = padded([17] * 2 if side == "none" else [17, 9, 3, 12], 17, side)
+@pytest.mark.parametrize(
+    "name, cuts, side, place", with_each(DECODERS, CUTS, SIDES, ["host", "device"]), indirect=["place"]
+)
+def test_cached_is_uncached(name, cuts, side, place):
+    """Padding may exceed the tables of positions, and rows of padding have no effect."""
+    lengths = [TOTAL] * 2 if side == "none" else [LONGEST, 9, 3, 12, 0]
+    model = make(name, **tables(name, lengths[0]))
+    ids, mask = padded(lengths, TOTAL, side)
     given = source(model, len(ids), "left" if side == "right" else "right")
     expected = model(**given, **target(model, ids, mask), use_cache=False)
     assert expected.cache is None
@@ -49,24 +55,8 @@ def test_cached_is_uncached(name, cuts, side):
         output = model(**given if index % 3 == 0 else {}, **segment, cache=past, use_cache=True)
         past, start = output.cache, end
         logits.append(output.logits)
-    assert past.get_seq_length() == 17
+    assert past.get_seq_length() == TOTAL
     torch.testing.assert_close(torch.cat(logits, 1)[mask.bool()], expected.logits[mask.bool()], atol=1e-9, rtol=1e-7)
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("name", slow_but_some(DECODERS))
-def test_outputs_do_not_depend_on_padding_and_batch(name):
-    model, lengths = make(name), [11, 17, 4]
-    side = ["left", "right"][list(DECODERS).index(name) % 2]
-    ids, mask = padded(lengths, 17, side)
-    given, kept = source(model, 3), mask.bool()
-    together = model(**given, **target(model, ids, mask)).logits
-    for other in (source(model, 3, "left"), {name: x for name, x in given.items() if name != "attention_mask"}):
-        torch.testing.assert_close(model(**other, **target(model, ids)).logits[kept], together[kept])
-    for row in range(3):
-        separate = {name: x[row : row + 1, : given["attention_mask"][row].sum()] for name, x in given.items()}
-        logits = model(**separate, **target(model, ids[row, kept[row]][None])).logits[0]
-        torch.testing.assert_close(together[row, kept[row]], logits)
 
 
 @pytest.mark.parametrize("name", slow_but_some(DECODERS))

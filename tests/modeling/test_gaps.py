@@ -19,15 +19,6 @@ MASK = torch.tensor(
 )
 ROWS, LENGTH = MASK.shape
 RECORDED = {"output_hidden_states": True, "output_attentions": True, "use_cache": False}
-CUTS = [[LENGTH], [5, 7], [3, 1, 8], [4, 1, 1, 6], [1] * LENGTH]
-
-
-@pytest.fixture(params=["host", "device"])
-def place(request, monkeypatch):
-    """Run a test with masks on the host, whose values are read, and with masks on a device, whose values are not."""
-    if request.param == "device":
-        for module in ("layout", "padding_free", "arguments", "inputs", "masks"):
-            monkeypatch.setattr(f"luna_mega.modeling_common.{module}.can_look", lambda x: False)
 
 
 def batch(model):
@@ -40,48 +31,11 @@ def batch(model):
     return sources, ids, MASK
 
 
-def expected(model, sources, ids, mask):
-    """Yield the logits `[T, vocab]` of each row without its masked positions."""
-    for row in range(ROWS):
-        kept = mask[row].bool()
-        source = {}
-        if sources:
-            of_source = sources["attention_mask"][row].bool()
-            of_source = of_source if of_source.any() else slice(None)  # a fully masked source is ignored
-            source = {name: value[row : row + 1, of_source] for name, value in sources.items()}
-        own = decoders.target(model, ids[row : row + 1, kept], mask[row : row + 1, kept])
-        yield model(**source, **own, use_cache=False).logits[0] if kept.any() else None
-
-
-def assert_rows(model, logits, sources, ids, mask):
-    for row, reference in enumerate(expected(model, sources, ids, mask)):
-        if reference is not None:
-            torch.testing.assert_close(logits[row][mask[row].bool()], reference, rtol=1e-9, atol=1e-9, msg=f"row {row}")
-
-
 def recorded(output):
     """Return the recorded states of source and target, and all attention weights."""
     sides = {"target": ("decoder_hidden_states", "hidden_states"), "source": ("encoder_hidden_states",)}
     states = {side: next((output[name] for name in names if name in output), ()) for side, names in sides.items()}
     return states, [x for name in output if name.endswith("attentions") for x in output[name]]
-
-
-@pytest.mark.covering(1)
-@torch.no_grad()
-@pytest.mark.parametrize("cuts", CUTS, ids=str)
-@pytest.mark.parametrize("name", decoders.DECODERS)
-def test_cached_decoders(name, cuts, place):
-    """Prefill, later turns and single steps give the logits of the rows without their masked positions."""
-    model = decoders.make(name)
-    sources, ids, mask = batch(model)
-    past, start, logits = None, 0, []
-    for count in cuts:
-        end = start + count
-        own = decoders.target(model, ids[:, start:end], mask[:, :end])
-        output = model(**sources, **own, cache=past, use_cache=True)
-        past, start = output.cache, end
-        logits.append(output.logits)
-    assert_rows(model, torch.cat(logits, 1), sources, ids, mask)
 
 
 @torch.no_grad()
@@ -181,25 +135,6 @@ def test_columns_move_before_the_first_and_after_the_last_layer(name, place, mon
         model(ids[2:3, mask[2].bool()], use_cache=False)
         moved.clear()
         torch.testing.assert_close(seen[0][2, : seen[1].shape[1]], seen[1][0])
-
-
-@torch.no_grad()
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "name", ["mega: laplace chunks", "mega seq2seq: softmax", "megalodon: heads", "luna: softplus"]
-)
-def test_programs(name):
-    """Compiled and exported programs support every mask, not only the mask of the example."""
-    torch.compiler.reset()
-    model = decoders.make(name, num_hidden_layers=1)
-    sources, ids, mask = batch(model)
-    inputs = sources | decoders.target(model, ids, mask)
-    compiled = torch.compile(model, fullgraph=True, backend="eager")
-    assert_rows(model, compiled(**inputs, use_cache=False).logits, sources, ids, mask)
-    plain = inputs | {key: torch.ones_like(value) for key, value in inputs.items() if key.endswith("mask")}
-    shapes = {key: {0: torch.export.Dim.DYNAMIC, 1: torch.export.Dim.DYNAMIC} for key in inputs}
-    exported = torch.export.export(model, (), plain, dynamic_shapes=shapes, strict=False)
-    assert_rows(model, exported.module()(**inputs).logits, sources, ids, mask)
 
 
 @torch.no_grad()

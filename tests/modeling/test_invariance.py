@@ -1,34 +1,18 @@
-"""The result for a sequence does not depend on other rows, or on the side or amount of padding."""
-
-from itertools import product
+"""Pooling and chunks by hand, other ways to pass inputs, rows of padding; `test_losses_of_rows.py` has all layouts."""
 
 import pytest
 import torch
 
-from tests.marks import diagonal, slow_but
+from tests.marks import diagonal
 
 from . import luna, mega, megalodon_decoders
-from .luna import HEADS, POOLINGS, check_invariance, head_inputs, labels, results, tokens
+from .luna import HEADS, POOLINGS, head_inputs, labels, results, tokens
 
 FAMILIES = {"luna": luna, "mega": mega}
-PAIRS = [(name, *pair) for name, family in FAMILIES.items() for pair in product(HEADS, family.VARIANTS)]
-SOME = [(name, *pair) for name, family in FAMILIES.items() for pair in diagonal(HEADS, family.VARIANTS)]
 POOLED = ("ForSequenceClassification", "ForSequencePairClassification", "ForMultipleChoice")
 CHUNK = 8
 CHUNKS = {"use_chunking": True, "chunk_size": CHUNK}
-BOUNDARIES = [1, 3, CHUNK - 1, CHUNK, CHUNK + 1, 2 * CHUNK, 2 * CHUNK + 5]
 FUNCTIONS = ("softmax", "laplace", "relu2")
-
-
-@pytest.mark.parametrize("family, head, variant", slow_but(SOME, PAIRS))
-def test_heads(family, head, variant):
-    check_invariance(head, FAMILIES[family].make(head, **FAMILIES[family].VARIANTS[variant]))
-
-
-@pytest.mark.parametrize("head, pooling", diagonal(POOLED, POOLINGS))
-def test_poolings_of_luna(head, pooling):
-    fields = {"dynamic_projection_length": False, "pair_features": "interaction"}
-    check_invariance(head, luna.make(head, pooling=pooling, **fields))
 
 
 # Pooling -> function that computes the vector of a sequence from its states `[T, d]` and its rows of P.
@@ -114,13 +98,6 @@ def test_counting_padding_is_the_original_mean(pooling):
     outputs = model.luna(**inputs)
     states = outputs.last_hidden_state if pooling == "mean" else outputs.packed_last_hidden_state[:, :4]
     torch.testing.assert_close(model(**inputs).logits, model.classifier(states.mean(dim=1)))
-
-
-@pytest.mark.parametrize("function, bias", diagonal(FUNCTIONS, ["simple", "rotary"]))
-def test_chunk_boundaries(function, bias):
-    """Sequences much shorter than a chunk, one shorter, equally long, or one longer do not depend on padding."""
-    options = {"attention_activation": function, "relative_positional_bias": bias}
-    check_invariance("Model", mega.make("Model", **CHUNKS, **options), BOUNDARIES)
 
 
 @torch.no_grad()

@@ -7,7 +7,7 @@ import luna_mega
 from luna_mega import LunaForMaskedLM
 
 from . import luna, mega
-from .luna import check_invariance, make, tokens
+from .luna import make, tokens
 
 FIELDS = {"type_vocab_size": 3, "embedding_size": 10}
 
@@ -15,12 +15,6 @@ FIELDS = {"type_vocab_size": 3, "embedding_size": 10}
 def typed(inputs):
     ids = inputs["input_ids"]
     return inputs | {"token_type_ids": ((ids * 7) % 3).masked_fill(inputs["attention_mask"] == 0, 9)}
-
-
-@pytest.mark.parametrize("head, unpad", [("ForMaskedLM", False), ("ForMultipleChoice", True), ("Model", True)])
-def test_results_do_not_depend_on_padding(head, unpad):
-    model = make(head, **FIELDS, unpad_inputs=unpad)
-    check_invariance(head, lambda **inputs: model(**typed(inputs)))
 
 
 def test_types_are_embeddings():
@@ -44,15 +38,6 @@ def test_head_writes_narrow_vectors_and_comes_back(tmp_path):
     torch.testing.assert_close(again(**inputs).logits, model(**inputs).logits)
     model.train()(**inputs, labels=inputs["input_ids"]).loss.backward()
     assert all(parameter.grad is not None for parameter in model.parameters() if parameter.requires_grad)
-
-
-def test_padding_free():
-    model, inputs = make("Model", **FIELDS), typed(tokens([5, 5]))
-    expected = model(**inputs).last_hidden_state.reshape(1, 10, -1)
-    flat = {name: inputs[name].reshape(1, 10) for name in ("input_ids", "token_type_ids")}
-    bounds = torch.tensor([0, 5, 10]).int()
-    got = model(**flat, cu_seq_lens_q=bounds, max_length_q=5).last_hidden_state
-    torch.testing.assert_close(got, expected, rtol=0, atol=1e-5)
 
 
 def test_dropped_first_tokens_lose_their_types():

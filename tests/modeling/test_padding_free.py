@@ -1,38 +1,16 @@
-"""Padding-free batches, and `unpad_inputs`, which converts a padded batch to a padding-free one in the model."""
+"""Padding-free batches, and `unpad_inputs`, which converts a padded batch to a padding-free one in the model.
+
+`test_losses_of_rows.py` compares results and gradients of all classes.
+"""
 
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import DataCollatorWithFlattening
 
-from tests.marks import diagonal, slow_but
-
-from . import classes, decoders, luna, mega
+from . import decoders, luna, mega
 
 LENGTHS = [17, 1, 8, 23, 5]
-
-
-LANGUAGE_MODELS = [*classes.VARIANTS, *decoders.DECODER_ONLY]
-# The fast cases: positions of Luna; chunks, batch statistics and truncated averages of Mega; all kinds of decoders.
-SOME = {
-    *("luna tied", "luna no positions, no embedding norm", "luna P not contextual", "mega laplace chunks"),
-    *("mega one direction, truncated", "mega batchnorm, norms around", "mega simple chunks, shift, no ffn"),
-    *decoders.SOME,
-}
-
-
-def language_model(name):
-    """Return a language model in float64 without dropout."""
-    if name in decoders.DECODER_ONLY:
-        return decoders.make(name, vocab_size=40)
-    family, fields = classes.VARIANTS[name]
-    return family.make("ForMaskedLM", **fields).double()
-
-
-def with_each(*values):
-    """Combine each model with one value; models that are not in `SOME` are marked as slow."""
-    pairs = diagonal(LANGUAGE_MODELS, values)
-    return slow_but([(name, value) for name, value in pairs if name in SOME], pairs)
 
 
 def sequences():
@@ -43,91 +21,6 @@ def sequences():
 
 def flattened(items, **options):
     return DataCollatorWithFlattening(return_tensors="pt", **options)(items)
-
-
-def one_by_one(model, items):
-    """Return the logits of all tokens and the gradients of the summed loss, with one call per sequence."""
-    logits, total = [], 0.0
-    for item in items:
-        output = model(item["input_ids"][None], **without_cache(model))
-        logits.append(output.logits[0])
-        total = total + summed_loss(model, output.logits, item["labels"][None])
-    total.backward()
-    return torch.cat(logits), taken_gradients(model)
-
-
-def is_decoder(model):
-    return model.config.is_decoder
-
-
-def without_cache(model):
-    return {"use_cache": False} if is_decoder(model) else {}
-
-
-def summed_loss(model, logits, labels):
-    if is_decoder(model):
-        logits, labels = logits[:, :-1], labels[:, 1:]
-    return torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100, reduction="sum")
-
-
-def taken_gradients(model):
-    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-    model.zero_grad()
-    return gradients
-
-
-def assert_equal_gradients(actual, expected):
-    assert actual.keys() == expected.keys()
-    for name, gradient in expected.items():
-        torch.testing.assert_close(
-            actual[name], gradient, rtol=1e-7, atol=1e-9, msg=lambda text, n=name: f"{n}: {text}"
-        )
-
-
-@pytest.mark.parametrize(("name", "marker"), with_each("position_ids", "cu_seq_lens", "seq_idx", "two rows"))
-def test_padding_free_equals_separate_sequences(name, marker):
-    model, items = language_model(name), sequences()
-    expected, gradients = one_by_one(model, items)
-    if marker == "cu_seq_lens":
-        batch = flattened(items, return_position_ids=False, return_flash_attn_kwargs=True)
-    elif marker == "seq_idx":
-        batch = flattened(items, return_position_ids=False, return_seq_idx=True)
-    else:
-        batch = flattened(items)
-    if marker == "two rows":  # 26 + 28 tokens; the last row has two positions of left padding
-        first, second = flattened(items[:3]), flattened(items[3:])
-        batch = {name: torch.cat([first[name][:, :26], second[name][:, :26]]) for name in first}
-        expected, gradients = one_by_one(model, [*items[:3], items[3], cut(items[4], 3)])
-    labels = batch.pop("labels")
-    output = model(**batch)
-    assert output.logits.shape[:2] == labels.shape and output.get("cache") is None
-    torch.testing.assert_close(output.logits.flatten(0, 1), expected, rtol=1e-7, atol=1e-9)
-    summed_loss(model, output.logits, labels).backward()
-    assert_equal_gradients(taken_gradients(model), gradients)
-
-
-def cut(item, length):
-    return {name: value[:length] for name, value in item.items()}
-
-
-@pytest.mark.parametrize(("name", "side"), with_each("left", "right"))
-def test_unpadded_equals_padded(name, side):
-    """Results are equal, also for a row of padding and in training, which updates batch norm statistics."""
-    model, inputs = language_model(name), luna.tokens(LENGTHS, side)
-    inputs["attention_mask"][1] = 0
-    kept, results = inputs["attention_mask"].bool(), []
-    for unpad in (False, True):
-        model.config.unpad_inputs = unpad
-        for module in model.modules():
-            if hasattr(module, "running_mean"):
-                module.train()
-        output = model(**inputs, **without_cache(model))
-        output.logits[kept].sin().sum().backward()
-        results.append((output.logits[kept].detach(), taken_gradients(model)))
-    (padded, gradients), (unpadded, actual) = results
-    torch.testing.assert_close(unpadded, padded, rtol=1e-7, atol=1e-9)
-    # Parameters that only affect padding have no gradient.
-    assert_equal_gradients(actual, {name: gradient for name, gradient in gradients.items() if name in actual})
 
 
 @pytest.mark.parametrize("family", [luna, mega])
