@@ -1,5 +1,6 @@
 """Small decoders of all families, with and without an encoder, with a common interface."""
 
+import pytest
 import torch
 
 from tests.marks import slow_but
@@ -25,6 +26,13 @@ SOME = [
 def slow_but_some(names):
     """Return the names of decoders; those that are not in `SOME` are marked as slow."""
     return slow_but([name for name in names if name in SOME], names)
+
+
+def weekly_but(kept, values):
+    """Return the values of a parameter, or tuples of several; those that are not in `kept` are tested every week."""
+    rows = {value: value if isinstance(value, tuple) else (value,) for value in values}
+    marks = [pytest.mark.slow, pytest.mark.exhaustive]
+    return [value if value in kept else pytest.param(*row, marks=marks) for value, row in rows.items()]
 
 
 def with_each(names, *others, slow=2, fast=None):

@@ -20,7 +20,7 @@ from luna_mega.modeling_luna import modeling_luna
 from luna_mega.modeling_mega.modeling_mega import MegaDropout, MegaRotaryRelativeBias
 
 from . import luna, mega, mega_decoders
-from .luna import HEADS, head_inputs, labels, tokens
+from .luna import labels, tokens
 
 FAMILIES = {"luna": luna, "mega": mega}
 VARIANTS = [(name, variant) for name, family in FAMILIES.items() for variant in family.VARIANTS]
@@ -45,22 +45,10 @@ def state(model):
 
 
 @pytest.mark.parametrize("family, variant", VARIANTS)
-def test_eager_attention_and_recorded_states(family, variant):
-    """Eager attention and recorded states give the outputs and gradients of the operators."""
-    model, results = make(family, "ForMaskedLM", variant), []
-    for attention, options in (
-        ("sdpa", {}),
-        ("sdpa", {"output_hidden_states": True, "output_attentions": True}),
-        ("eager", {}),
-    ):
-        model.set_attn_implementation(attention)
-        model.zero_grad()
-        output = loss_of(model, **options)
-        results.append({"logits": output.logits} | state(model))
-        if options:
-            recorded = output
-    for other in results[1:]:
-        torch.testing.assert_close(other, results[0], atol=1e-5, rtol=1e-4)
+def test_recorded_states(family, variant):
+    """Recorded states have their shapes; `test_losses_of_rows.py` compares results with and without them."""
+    model = make(family, "ForMaskedLM", variant)
+    recorded = model(**tokens([21, 5]), output_hidden_states=True, output_attentions=True)
     assert [x.shape for x in recorded.hidden_states] == [(2, 21, 24)] * 3
     if family == "mega":
         chunk = model.config.attention_chunk or 21
@@ -77,24 +65,11 @@ def test_eager_attention_and_recorded_states(family, variant):
     assert (base.packed_attentions[0][1, :, :, 5:] == 0).all()
     torch.testing.assert_close(recorded.hidden_states[-1], base.last_hidden_state)
     torch.testing.assert_close(recorded.packed_hidden_states[-1], base.packed_last_hidden_state)
-    assert output.packed_hidden_states is None
+    assert model(**tokens([21, 5])).packed_hidden_states is None
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("head", HEADS)
-@pytest.mark.parametrize("family, variant", [("luna", "tied"), ("mega", "laplace chunks")])
-def test_compile_fullgraph(family, variant, head):
-    torch.compiler.reset()  # avoids the recompile limit, which earlier tests in this process may have reached
-    model = make(family, head, variant, num_hidden_layers=1)
-    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
-    inputs = head_inputs(head, [21, 5])
-    inputs |= labels(head, inputs)
-    with torch.no_grad():
-        torch.testing.assert_close(compiled(**inputs)[0], model(**inputs)[0])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("family, variant", [("luna", "tied"), *((x, y) for x, y in VARIANTS if x == "mega")])
+@pytest.mark.parametrize("family, variant", [("luna", "tied"), ("mega", "batchnorm, norms around")])
 def test_compile_trains(family, variant):
     """A compiled training step has the outputs, gradients and batch statistics of an eager one."""
     torch.compiler.reset()  # avoids the recompile limit, which earlier tests in this process may have reached

@@ -59,6 +59,7 @@ CASES |= {
     "megalodon mean": (megalodon_decoders, "ForSequenceClassification", {"num_labels": 3, "pooling": "mean"}),
     "megalodon last": (megalodon_decoders, "ForSequenceClassification", {"num_labels": 3, "pooling": "last"}),
 }
+FAST = [case for case in CASES if case not in decoders.DECODERS or case in decoders.SOME]
 # One case for each kernel, of which the first is fast.
 KERNELS = ["mega rotary scalenorm", "luna tied", "luna: elu, untied", "mega: laplace chunks", "megalodon: heads"]
 KERNELS += [
@@ -214,7 +215,7 @@ def check(case, found, scale=1.0):
             )
 
 
-@pytest.mark.parametrize("case, layout, option", decoders.with_each(CASES, COLUMNS, OPTIONS))
+@pytest.mark.parametrize("case, layout, option", decoders.with_each(CASES, COLUMNS, OPTIONS, fast=FAST))
 def test_padded(case, layout, option, monkeypatch):
     if option == "device":
         monkeypatch.setattr("luna_mega.modeling_common.layout.can_look", lambda mask: False)
@@ -223,7 +224,8 @@ def test_padded(case, layout, option, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "case, marker", decoders.with_each(TOKENS, ["position_ids", "cu_seq_lens", "seq_idx", "two rows"], slow=1)
+    "case, marker",
+    decoders.with_each(TOKENS, ["position_ids", "cu_seq_lens", "seq_idx", "two rows"], slow=1, fast=[*TOKENS][::3]),
 )
 def test_padding_free(case, marker):
     batch = pack(case, marker)

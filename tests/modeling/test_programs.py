@@ -7,10 +7,9 @@ import pytest
 import torch
 
 from luna_mega.hub.samples import borders, make_inputs
-from tests.marks import diagonal, slow_but
 
 from . import classes, luna, mega, megalodon_decoders
-from .decoders import make
+from .decoders import make, with_each
 
 COMPILER = next(filter(shutil.which, ("g++", "c++", "clang++")), None)
 QUICKLY = {"aot_inductor.compile_wrapper_opt_level": "O0"}  # C++ compilation dominates the run time
@@ -70,7 +69,7 @@ def check(way, name, lengths, attention=None):
         last = borders(model.config)[-1]
         program = way(model, make_inputs(model, lengths(last)))
         for others, side in (([2, 1], "right"), ([last - 1 or 1], "right"), ([2 * last + 3, last, 3], "left")):
-            inputs = make_inputs(model, others, side, seed=1)
+            inputs = make_inputs(model, others, side, gaps=len(others) > 2, seed=1)
             actual, expected = program(**inputs)[0], model(**inputs)[0]
             mask = inputs.get("decoder_attention_mask", inputs["attention_mask"]).bool()
             if actual.shape[: mask.dim()] == mask.shape:
@@ -79,18 +78,13 @@ def check(way, name, lengths, attention=None):
 
 
 LENGTHS = {"short": lambda last: [3, 2], "long": lambda last: [last + 2, 2]}
-EAGER = [("luna, fixed P", "short"), ("mega", "long")]
-ONE_EACH = slow_but([("megalodon", "long")], diagonal(MODELS, LENGTHS))
+WAYS = {"exported": (export, None), "compiled": (compiled, None), "exported, eager attention": (export, "eager")}
 
 
-@pytest.mark.parametrize(("name", "lengths"), ONE_EACH)
-def test_exported_programs(name, lengths):
-    check(export, name, LENGTHS[lengths])
-
-
-@pytest.mark.parametrize(("name", "lengths"), slow_but([("mega", "long")], EAGER))
-def test_exported_programs_with_eager_attention(name, lengths):
-    check(export, name, LENGTHS[lengths], "eager")
+@pytest.mark.parametrize("name, lengths, way", with_each(MODELS, LENGTHS, WAYS, slow=0, fast=["luna decoder"]))
+def test_programs(name, lengths, way):
+    way, attention = WAYS[way]
+    check(way, name, LENGTHS[lengths], attention)
 
 
 @pytest.mark.slow
@@ -105,12 +99,6 @@ def test_ahead_of_time_packages(tmp_path):
     # runs in sequence, because the second compilation reuses the precompiled torch headers
     for name in ("luna", "mega, chunks"):
         check(packaged, name, LENGTHS["long"])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("name", "lengths"), diagonal(MODELS, LENGTHS))
-def test_compiled_programs(name, lengths):
-    check(compiled, name, LENGTHS[lengths])
 
 
 @pytest.mark.filterwarnings("ignore")  # warnings of the tracer
