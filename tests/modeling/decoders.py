@@ -1,5 +1,7 @@
 """Small decoders of all families, with and without an encoder, with a common interface."""
 
+from itertools import product
+
 import pytest
 import torch
 
@@ -35,10 +37,11 @@ def weekly_but(kept, values):
     return [value if value in kept else pytest.param(*row, marks=marks) for value, row in rows.items()]
 
 
-def with_each(names, *others, slow=2, fast=None):
+def with_each(names, *others, slow=2, fast=None, weekly=False):
     """Return tuples of a name and a value of each of the others.
 
-    Every name (or those in `fast`) has a fast tuple; every name has `slow` others, which are slow.
+    Every name (or those in `fast`) has a fast tuple; every name has `slow` others, which are slow. With `weekly`, all
+    others are tested every week.
     """
     names, others = list(names), [list(values) for values in others]
     rows = [
@@ -47,7 +50,8 @@ def with_each(names, *others, slow=2, fast=None):
         for number, name in enumerate(names, start=shift)
     ]
     rows = list(dict.fromkeys(rows))
-    return slow_but([row for row in rows[: len(names)] if fast is None or row[0] in fast], rows)
+    left = [row for row in product(names, *others) if row not in rows] if weekly else []
+    return slow_but([row for row in rows[: len(names)] if fast is None or row[0] in fast], rows) + weekly_but([], left)
 
 
 def tables(name, length):

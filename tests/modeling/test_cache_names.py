@@ -123,7 +123,8 @@ def test_compile(family, name):
     assert own_cache(returned).get_seq_length() == 8
 
 
-@pytest.mark.parametrize("family", slow_but(["megalodon"], FAMILIES))
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["luna", "megalodon"])
 def test_export(family, monkeypatch):
     """An exported step has the cache in its inputs and outputs."""
     # The exporter would convert Megalodon's float64 statistics to the dtype of the model, see docs/export.md.

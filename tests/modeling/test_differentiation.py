@@ -4,6 +4,8 @@ import pytest
 import torch
 from torch.func import functional_call, grad, jvp, vmap
 
+from tests.marks import slow_but
+
 from . import luna, mega, megalodon_decoders
 from .decoders import make
 
@@ -83,7 +85,7 @@ WAYS = {
 }
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", slow_but(["luna", "mega", "megalodon", "luna, causal"], MODELS))
 def test_every_way(name):
     case = Case(name)
     for way, compute in WAYS.items():

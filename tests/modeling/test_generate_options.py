@@ -16,7 +16,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import CompileConfig, GenerationConfig, GenerationMixin, PreTrainedTokenizerFast, TextStreamer
 from transformers.generation import MaxLengthCriteria, SuppressTokensLogitsProcessor
 
-from tests.modeling.decoders import PLAIN, make_plain, padded, prompt
+from tests.modeling.decoders import PLAIN, make_plain, padded, prompt, with_each
 
 PAGE = Path(__file__).parents[2] / "docs" / "generation.md"
 KINDS = ["decoders", "encoder-decoders"]
@@ -285,9 +285,12 @@ NO_EFFECT = {
 }
 
 
-@pytest.fixture(scope="module", params=PLAIN, ids=[f"{family}-{KINDS[encoded]}" for family, encoded in PLAIN])
+MODELS = [f"{family} {KINDS[encoded]}" for family, encoded in PLAIN]
+
+
+@pytest.fixture(scope="module", params=MODELS)
 def model(request):
-    family, encoded = request.param
+    family, encoded = PLAIN[MODELS.index(request.param)]
     return make_plain(family, is_encoder_decoder=encoded, vocab_size=len(TOKENIZER))
 
 
@@ -299,9 +302,8 @@ def process_group():
     dist.destroy_process_group()
 
 
-@pytest.mark.covering(1)
 @torch.no_grad()
-@pytest.mark.parametrize("name", WORKS)
+@pytest.mark.parametrize("name, model", with_each(WORKS, MODELS, slow=1, weekly=True), indirect=["model"])
 def test_works(model, name, request):
     """The option has an effect, which does not depend on the cache; every step has the model's logits."""
     if name in (DECODER_ONLY if model.config.is_encoder_decoder else NO_EFFECT):
@@ -340,7 +342,7 @@ def test_unsupported_options_raise(model):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("model", [("luna", False), ("mega", True)], indirect=True)
+@pytest.mark.parametrize("model", [MODELS[0], MODELS[-1]], indirect=True)
 def test_no_effect(model):
     plain = Run(model, {})
     for name, options in NO_EFFECT.items():

@@ -17,6 +17,7 @@ from tests.modeling.decoders import (
     padded,
     prompt,
     source,
+    with_each,
 )
 
 
@@ -30,23 +31,22 @@ def seq2seq(request):
     return make(request.param)
 
 
-@pytest.mark.covering(1)
+OTHERS = [name for name in DECODERS if name not in SOME]
+OPTIONS = {
+    "greedy": {"do_sample": False},
+    "beams": {"do_sample": False, "num_beams": 3, "num_return_sequences": 2, "length_penalty": 0.6}
+    | {"early_stopping": True},
+    "sampling": {"do_sample": True, "num_return_sequences": 2},
+    "beam sampling": {"do_sample": True, "num_beams": 3},
+    "constrained": {"num_beams": 2, "prefix_allowed_tokens_fn": lambda row, ids: [3 + len(ids) % 5, 9, 12 + row]},
+}
+
+
 @torch.no_grad()
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"do_sample": False},
-        {"do_sample": False, "num_beams": 3, "num_return_sequences": 2, "length_penalty": 0.6, "early_stopping": True},
-        {"do_sample": True, "num_return_sequences": 2},
-        {"do_sample": True, "num_beams": 3},
-        {"num_beams": 2, "prefix_allowed_tokens_fn": lambda row, ids: [3 + len(ids) % 5, 9, 12 + row]},
-    ],
-    ids=["greedy", "beams", "sampling", "beam sampling", "constrained"],
-)
-@pytest.mark.parametrize("name", DECODERS)
-def test_generate(name, options):
+@pytest.mark.parametrize("name, option", with_each(SOME + OTHERS, OPTIONS, slow=0, fast=SOME, weekly=True))
+def test_generate(name, option):
     """Tokens do not depend on the cache, the padding side, how the mask is given, or other rows."""
-    model = make(name)
+    model, options = make(name), OPTIONS[option]
     ids, mask = padded([7, 3], 7, "left")
     given, results = [(prompt(model, ids, mask), True), (prompt(model, ids, mask), False)], []
     if model.config.is_encoder_decoder:

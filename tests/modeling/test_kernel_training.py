@@ -1,13 +1,16 @@
 """Training and generation with and without the Triton kernels agree; `test_losses_of_rows.py` has all layouts."""
 
+from itertools import product
+
 import pytest
 import torch
 
 from luna_mega.kernels.api import use_backend
 
 from . import luna, luna_decoders, mega, mega_decoders
+from .decoders import weekly_but
 
-STEPS = 5
+STEPS = 3
 ONE_LAYER = {"num_hidden_layers": 1, "vocab_size": 40}
 LUNA = ONE_LAYER | {"dropout": 0.0, "attention_dropout": 0.0}
 MEGA = ONE_LAYER | mega.NO_DROPOUT
@@ -18,11 +21,6 @@ MODELS = {
     "mega, no average, no bias": lambda: mega.make("ForMaskedLM", **mega.VARIANTS["no average, no bias"], **MEGA),
     "mega decoder": lambda: mega_decoders.make(**mega_decoders.DECODER_ONLY["laplace chunks"], **MEGA).float(),
 }
-
-
-@pytest.fixture(params=MODELS)
-def make(request):
-    return MODELS[request.param]
 
 
 def train(model, backend, device, dtype):
@@ -41,11 +39,15 @@ def train(model, backend, device, dtype):
     return torch.tensor(losses)
 
 
+CASES = [("mega", torch.float32), ("luna decoder", torch.bfloat16)]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
-def test_losses_do_not_depend_on_the_backend(make, dtype, triton_device):
+@pytest.mark.parametrize("name, dtype", weekly_but(CASES, product(MODELS, [torch.float32, torch.bfloat16])))
+def test_losses_do_not_depend_on_the_backend(name, dtype, triton_device):
+    make = MODELS[name]
     without, with_kernels = (train(make(), backend, triton_device, dtype) for backend in ("torch", "triton"))
-    assert without[-1] < 0.7 * without[0]
+    assert without[-1] < 0.9 * without[0]
     tolerance = 1e-3 if dtype == torch.float32 else 5e-2
     torch.testing.assert_close(with_kernels, without, rtol=tolerance, atol=0.0)
 

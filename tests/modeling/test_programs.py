@@ -28,15 +28,15 @@ MODELS = {
     "mega, batch norm": lambda: mega.make("ForSequenceClassification", **mega.VARIANTS["batchnorm, norms around"]),
     "mega, shift": lambda: mega.make("ForMaskedLM", **mega.VARIANTS["simple chunks, shift, no ffn"]),
     "megalodon": lambda: megalodon_decoders.make("ForSequenceClassification", torch.float32, num_hidden_layers=1),
-    "luna decoder": lambda: make("luna: softplus").float(),
-    "mega decoder": lambda: make("mega: softmax").float(),
-    "mega decoder, chunks": lambda: make("mega: laplace chunks").float(),
-    "megalodon decoder": lambda: make("megalodon: heads").float(),
-    "luna seq2seq": lambda: make("luna seq2seq: translation").float(),
-    "mega seq2seq": lambda: make("mega seq2seq: softmax").float(),
+    "luna decoder": lambda: make("luna: softplus", num_hidden_layers=1).float(),
+    "mega decoder": lambda: make("mega: softmax", num_hidden_layers=1).float(),
+    "mega decoder, chunks": lambda: make("mega: laplace chunks", num_hidden_layers=1).float(),
+    "megalodon decoder": lambda: make("megalodon: heads", num_hidden_layers=1).float(),
+    "luna seq2seq": lambda: make("luna seq2seq: translation", num_hidden_layers=1).float(),
+    "mega seq2seq": lambda: make("mega seq2seq: softmax", num_hidden_layers=1).float(),
     "mega, no average": lambda: mega.make("ForMaskedLM", **mega.VARIANTS["no average, no bias"]),
-    "mega decoder, no average": lambda: make("mega: laplace chunks, no average, no bias").float(),
-    "mega seq2seq, no average": lambda: make("mega seq2seq: no average, no bias").float(),
+    "mega decoder, no average": lambda: make("mega: laplace chunks, no average, no bias", num_hidden_layers=1).float(),
+    "mega seq2seq, no average": lambda: make("mega seq2seq: no average, no bias", num_hidden_layers=1).float(),
 }
 
 

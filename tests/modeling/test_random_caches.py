@@ -115,6 +115,6 @@ def check(seed):
     assert cache.get_seq_length() == texts.total
 
 
-@in_blocks()
+@in_blocks(fast=25, total=200)
 def test_one_result(first):
     run_block(check, first)

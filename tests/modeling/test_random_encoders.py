@@ -111,6 +111,6 @@ def check(seed):
     Texts(rng, random_models.make(rng, CLASSES[family][head], config), head, has_types).check_every_layout()
 
 
-@in_blocks()
+@in_blocks(fast=25, total=200)
 def test_one_result(first):
     run_block(check, first)

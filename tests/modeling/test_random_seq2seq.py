@@ -103,6 +103,6 @@ def check(seed):
     assert all(torch.equal(texts[0], text) for text in texts)
 
 
-@in_blocks()
+@in_blocks(fast=25, total=200)
 def test_one_result(first):
     run_block(check, first)

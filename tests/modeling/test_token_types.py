@@ -73,6 +73,7 @@ def test_values_that_cannot_be_read():
     assert not masks.can_read(torch.zeros(2, device="meta"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("family", "typed"), [("luna", True), ("mega", False)])
 @torch.no_grad()
 def test_programs_do_not_read_values(family, typed):
