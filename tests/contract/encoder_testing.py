@@ -2,11 +2,9 @@
 
 import inspect
 import unittest
-from numbers import Real
 
 import torch
-from tokenizers import Tokenizer, models, pre_tokenizers, processors
-from transformers import PreTrainedTokenizerFast, pipeline, set_seed
+from transformers import set_seed
 from transformers.testing_utils import torch_device
 
 from .test_configuration_common import ConfigTester
@@ -138,87 +136,3 @@ class WeightsWithoutCache:
         self.assertEqual(len(attentions), output_length - prompt_length)
         for length, step in enumerate(attentions, start=prompt_length):
             self.assertEqual({layer.shape for layer in step}, {self.attention_shape(batch_size, length, config)})
-
-
-class PipelineTests:
-    """Run every pipeline that an encoder's heads support: a single text has the same result as in a padded batch.
-
-    `model_classes` maps the part of a class name after `Luna` or `Mega` to the class. `PipelineTesterMixin` cannot be
-    used: its tests are in `tests/pipelines`, which the source distribution lacks, and use checkpoints from the Hub.
-    """
-
-    texts = ("the cat sat on the <mask>", "a <mask>", "the mat was red and the <mask> was not", "<mask> sat")
-
-    @classmethod
-    def setUpClass(cls):
-        words = "<s> <pad> </s> <unk> <mask> the a cat dog mat sat was on and not red this text is about".split()
-        tokenizer = Tokenizer(models.WordLevel({word: index for index, word in enumerate(words)}, unk_token="<unk>"))
-        tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-        tokenizer.post_processor = processors.RobertaProcessing(("</s>", 2), ("<s>", 0))
-        cls.tokenizer = PreTrainedTokenizerFast(
-            tokenizer_object=tokenizer,
-            bos_token="<s>",
-            cls_token="<s>",
-            pad_token="<pad>",
-            eos_token="</s>",
-            sep_token="</s>",
-            unk_token="<unk>",
-            mask_token="<mask>",
-        )
-
-    def outputs(self, task, name, call=(), unpad=lambda output, text: output, **fields):
-        set_seed(0)
-        config = self.model_tester_class(self, vocab_size=len(self.tokenizer), **fields).get_config()
-        model = self.model_classes[name](config).eval()
-        pipe = pipeline(task, model=model, tokenizer=self.tokenizer, device=torch_device)
-        separate = [pipe(text, **dict(call)) for text in self.texts]
-        batched = pipe((text for text in self.texts), batch_size=2, **dict(call))
-        self.assert_alike(separate, [unpad(output, text) for output, text in zip(batched, self.texts, strict=True)])
-        return separate
-
-    def assert_alike(self, first, second):
-        """Check that lists and dictionaries are equal, with numbers rounded to 4 places."""
-        if isinstance(first, dict):
-            self.assertEqual(first.keys(), second.keys())
-            first, second = list(first.values()), list(second.values())
-        if isinstance(first, list):
-            self.assertEqual(len(first), len(second))
-            for one, other in zip(first, second, strict=True):
-                self.assert_alike(one, other)
-        elif isinstance(first, Real):
-            self.assertAlmostEqual(first, second, places=4)
-        else:
-            self.assertEqual(first, second)
-
-    def test_fill_mask(self):
-        for candidates in self.outputs("fill-mask", "ForMaskedLM"):
-            self.assertEqual(len(candidates), 5)
-            self.assertNotIn("<mask>", candidates[0]["sequence"])
-
-    def test_text_classification(self):
-        name = "ForSequenceClassification"
-        for scores in self.outputs("text-classification", name, {"top_k": None}, num_labels=3):
-            self.assertEqual({score["label"] for score in scores}, {"LABEL_0", "LABEL_1", "LABEL_2"})
-            self.assertAlmostEqual(sum(score["score"] for score in scores), 1.0, places=5)
-
-    def test_token_classification(self):
-        outputs = self.outputs("token-classification", "ForTokenClassification", {"ignore_labels": []})
-        for text, tokens in zip(self.texts, outputs, strict=True):
-            self.assertEqual([token["word"] for token in tokens], text.split())
-
-    def test_feature_extraction(self):
-        def unpad(features, text):
-            return [features[0][: len(text.split()) + 2]]
-
-        outputs = self.outputs("feature-extraction", "Model", unpad=unpad)
-        for text, features in zip(self.texts, outputs, strict=True):
-            shape = (1, len(text.split()) + 2, self.model_tester_class.hidden_size)
-            self.assertEqual(torch.tensor(features).shape, shape)
-
-    def test_zero_shot_classification(self):
-        call = {"candidate_labels": ["cat", "dog"], "hypothesis_template": "this text is about {}"}
-        label2id = {"contradiction": 0, "neutral": 1, "entailment": 2}
-        fields = {"label2id": label2id, "id2label": {index: label for label, index in label2id.items()}}
-        for answer in self.outputs("zero-shot-classification", "ForSequenceClassification", call, **fields):
-            self.assertEqual(set(answer["labels"]), {"cat", "dog"})
-            self.assertAlmostEqual(sum(answer["scores"]), 1.0, places=5)

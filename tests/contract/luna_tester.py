@@ -31,7 +31,7 @@ from luna_mega import (
     LunaSeq2SeqConfig,
 )
 
-from ..encoder_testing import EncoderDecoderTests, EncoderTester, EncoderTests, PipelineTests, WithoutVocabulary
+from ..encoder_testing import EncoderDecoderTests, EncoderTester, EncoderTests, WithoutVocabulary
 from ..generation.test_utils import GenerationTesterMixin
 from ..test_modeling_common import ids_tensor, random_attention_mask
 
@@ -203,8 +203,3 @@ class LunaSeq2SeqPreNormModelTest(LunaSeq2SeqModelTest):
         "embedding_norm": False,
         "share_encoder_decoder_embeddings": False,
     }
-
-
-class LunaPipelineTest(PipelineTests, unittest.TestCase):
-    model_tester_class = LunaModelTester
-    model_classes = {cls.__name__.removeprefix("Luna"): cls for cls in LunaModelTest.all_model_classes}

@@ -39,7 +39,6 @@ from ..encoder_testing import (
     EncoderDecoderTests,
     EncoderTester,
     EncoderTests,
-    PipelineTests,
     WeightsWithoutCache,
     WithoutVocabulary,
 )
@@ -268,8 +267,3 @@ class MegaSeq2SeqBodyTest(EncoderTests, unittest.TestCase):
     @unittest.skip("without a head there is no loss")
     def test_training_overfit(self):
         pass
-
-
-class MegaPipelineTest(PipelineTests, unittest.TestCase):
-    model_tester_class = MegaModelTester
-    model_classes = {cls.__name__.removeprefix("Mega"): cls for cls in MegaModelTest.all_model_classes}

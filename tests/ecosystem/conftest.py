@@ -1,16 +1,1 @@
-import pytest
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
-
-
-@pytest.fixture
-def tokenizer() -> PreTrainedTokenizerFast:
-    """Return a tokenizer with one token per word: w0 to w34 and the special tokens."""
-    words = ["<s>", "<pad>", "</s>", "<unk>", *(f"w{number}" for number in range(35)), "<mask>"]
-    backend = Tokenizer(models.WordLevel({word: index for index, word in enumerate(words)}, unk_token="<unk>"))
-    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    names = {f"{name}_token": f"<{name}>" for name in ("pad", "unk", "mask")} | {
-        "bos_token": "<s>",
-        "eos_token": "</s>",
-    }
-    return PreTrainedTokenizerFast(tokenizer_object=backend, **names, model_input_names=["input_ids", "attention_mask"])
+from tests.modeling.conftest import tokenizer  # noqa: F401  # a fixture

@@ -1,4 +1,4 @@
-"""Features of transformers that other tests do not cover: options of Trainer, streaming, unsupported options.
+"""Features of transformers that other tests do not cover: options of Trainer, streaming.
 
 tests/modeling/test_encoder_model.py tests accumulated batches.
 """
@@ -7,13 +7,12 @@ import pytest
 import torch
 from transformers import (
     DataCollatorWithPadding,
-    DynamicCache,
-    StaticCache,
     TextStreamer,
     Trainer,
     TrainingArguments,
 )
 
+from tests.marks import diagonal
 from tests.modeling import luna, mega, megalodon_decoders
 from tests.modeling.decoders import PLAIN, make_plain
 
@@ -56,8 +55,7 @@ def train(model, tokenizer, folder, **options):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("option", OPTIONS)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family, option", diagonal(FAMILIES, OPTIONS))
 def test_trainer(family, option, tokenizer, tmp_path):
     model = FAMILIES[family].make("ForSequenceClassification", num_labels=2, vocab_size=40).float()
     before, after, trainer = train(model, tokenizer, tmp_path, **OPTIONS[option])
@@ -75,45 +73,3 @@ def test_streaming(family, encoder_decoder, tokenizer, capsys):
     ids = model.generate(**inputs, max_new_tokens=8, do_sample=False, streamer=streamer)
     new = ids[0] if encoder_decoder else ids[0, 4:]
     assert capsys.readouterr().out.split() == tokenizer.decode(new, skip_special_tokens=True).split()
-
-
-UNSUPPORTED = {
-    "an assistant": ({"assistant_model": None}, "assisted generation is not supported"),
-    "lookup in the prompt": ({"prompt_lookup_num_tokens": 2}, "assisted generation is not supported"),
-    "quantised cache": (
-        {"cache_implementation": "quantized"},
-        "'quantized' .* has its own cache; omit the argument",
-    ),
-    "offloaded cache": (
-        {"cache_implementation": "offloaded"},
-        "'offloaded' .* has its own cache; omit the argument",
-    ),
-    "a cache of another class": (
-        {"cache": DynamicCache},
-        "must be a .*Cache, got a .*; omit it for a new cache",
-    ),
-    "a static cache": (
-        {"cache": StaticCache},
-        "must be a .*Cache, got a StaticCache; omit it for a new cache",
-    ),
-}
-
-
-@pytest.mark.parametrize("case", UNSUPPORTED)
-@pytest.mark.parametrize(("family", "encoder_decoder"), PLAIN)
-def test_unsupported_inputs_are_one_line(family, encoder_decoder, case):
-    """Unsupported inputs raise an error of one line.
-
-    Continuous batching is tested in tests/modeling/test_generation.py, prefix tuning in test_peft.py.
-    """
-    model = make_plain(family, is_encoder_decoder=encoder_decoder)
-    options, message = UNSUPPORTED[case]
-    if "assistant_model" in options:
-        options = {"assistant_model": make_plain(family, is_encoder_decoder=encoder_decoder)}
-    elif options.get("cache") is StaticCache:
-        options = {"cache": StaticCache(config=model.config, max_cache_len=16)}
-    elif "cache" in options:
-        options = {"cache": DynamicCache()}
-    with pytest.raises(ValueError, match=message) as error:
-        model.generate(torch.randint(3, 23, (1, 5)), max_new_tokens=4, **options)
-    assert "\n" not in str(error.value)

@@ -3,10 +3,8 @@
 import copy
 import inspect
 
-import numpy as np
 import pytest
 import torch
-from transformers import Trainer, TrainingArguments
 from transformers.exporters import DynamoConfig, DynamoExporter
 from transformers.utils import ModelOutput
 
@@ -137,19 +135,6 @@ def test_export(family, monkeypatch):
     expected = step(model, past_key_values=cache)
     torch.testing.assert_close(actual.logits, expected.logits)
     assert own_cache(same_cache(actual)).layers[0].tensors.keys() == own_cache(cache).layers[0].tensors.keys()
-
-
-@two
-def test_trainer_predictions(model, tmp_path):
-    """`Trainer` excludes the cache from the predictions."""
-    ids, mask = padded([7, 7], 7, "right")
-    batch = {**source(model, 2), **target(model, ids, mask), "labels": ids}
-    rows = [{key: value[row] for key, value in batch.items()} for row in range(2)]
-    options = TrainingArguments(str(tmp_path), per_device_eval_batch_size=1, report_to=[], use_cpu=True)
-    predictions = Trainer(model.float(), options).predict(rows).predictions
-    predictions = predictions if isinstance(predictions, tuple) else (predictions,)
-    assert len(predictions) == (2 if model.config.is_encoder_decoder else 1)  # logits and states of the encoder
-    assert all(isinstance(array, np.ndarray) for array in predictions)
 
 
 @two

@@ -6,7 +6,7 @@ from functools import cache
 
 import pytest
 import torch
-from transformers import CompileConfig, DynamicCache
+from transformers import DynamicCache
 
 from luna_mega.modeling_common import generation
 from tests.marks import diagonal
@@ -82,10 +82,6 @@ GENERATE = {
         "does not fit this model and batch|another source",
         lambda m: generate(m, IDS.repeat(1, 2), cache=filled(m), num_beams=2),
     ),
-    "another kind of cache": ("has its own cache", lambda m: generate(m, cache_implementation="quantized")),
-    "compilation": ("compile_config", lambda m: generate(m, compile_config=CompileConfig())),
-    "lookup": ("assisted generation is not supported", lambda m: generate(m, IDS[:1], prompt_lookup_num_tokens=2)),
-    "guidance of beams": ("guidance_scale", lambda m: generate(m, guidance_scale=2.0, num_beams=2)),
 }
 FORWARD = {
     "another cache": ("must be a", lambda m: run(m, cache=DynamicCache())),

@@ -12,7 +12,6 @@ from transformers import (
     AutoConfig,
     AutoModel,
     AutoModelForSeq2SeqLM,
-    AutoTokenizer,
 )
 from transformers.models.auto import modeling_auto
 
@@ -137,12 +136,6 @@ def test_encoder_or_decoder_is_a_separate_model(family, tmp_path):
         loaded, info = AutoModel.from_pretrained(tmp_path / name, output_loading_info=True)
         assert type(loaded) is family.Model and not {key for key in info["missing_keys"] if "pooler" not in key}
         assert loaded.config.model_type == family.name and not loaded.config.auto_map
-
-
-def test_tokenizer_in_the_same_folder_loads(family, tmp_path, tokenizer):
-    with_encoder(family).save_pretrained(tmp_path)
-    tokenizer.save_pretrained(tmp_path)
-    assert AutoTokenizer.from_pretrained(tmp_path).get_vocab() == tokenizer.get_vocab()
 
 
 def test_subclass_of_a_user(family):

@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from datasets import Dataset
-from transformers import BertTokenizer, Trainer, TrainingArguments, pipeline
+from transformers import BertTokenizer, pipeline
 
 from luna_mega.modeling_common import arguments, masks
+from tests.marks import diagonal
 
 from . import classes, decoders, luna
 
@@ -94,38 +94,38 @@ def tokenizer():
     return BertTokenizer(vocab={word: index for index, word in enumerate(words)}, model_max_length=32)
 
 
-def test_trainer(tokenizer, tmp_path):
-    model = CLASSES["luna ForSequenceClassification"](pad_token_id=0, num_labels=2)
-    rows = Dataset.from_list([dict(tokenizer(f"w{row} w2")) | {"labels": row % 2} for row in range(4)])
-    assert "token_type_ids" in rows.column_names
-    options = {"max_steps": 1, "use_cpu": True, "report_to": [], "save_strategy": "no", "disable_tqdm": True}
-    arguments = TrainingArguments(str(tmp_path), **options)
-    trainer = Trainer(model, arguments, train_dataset=rows, eval_dataset=rows, processing_class=tokenizer)
-    assert trainer.train().training_loss > 0 and trainer.evaluate()["eval_loss"] > 0
-
-
+# Task -> class without its family, and options of a call.
 PIPELINES = {
-    "luna ForSequenceClassification": "text-classification",
-    "mega ForTokenClassification": "token-classification",
-    "luna ForMaskedLM": "fill-mask",
-    "megalodon Model": "feature-extraction",
+    "text-classification": ("ForSequenceClassification", {"top_k": None}),
+    "token-classification": ("ForTokenClassification", {"ignore_labels": []}),
+    "fill-mask": ("ForMaskedLM", {}),
+    "feature-extraction": ("Model", {}),
+    "zero-shot-classification": ("ForSequenceClassification", {"candidate_labels": ["w1", "w2"]}),
 }
 
 
-@pytest.mark.parametrize("name, task", PIPELINES.items())
-def test_pipelines(name, task, tokenizer, tmp_path):
+@pytest.mark.parametrize(
+    ("family", "task"), diagonal(["luna", "mega"], PIPELINES) + [("megalodon", "feature-extraction")]
+)
+def test_pipelines(family, task, tokenizer, tmp_path):
     """A pipeline needs only the folder; a single text has the same result as in a padded batch."""
-    CLASSES[name](pad_token_id=0, vocab_size=len(tokenizer)).save_pretrained(tmp_path)
+    head, options = PIPELINES[task]
+    labels = {"label2id": {"contradiction": 0, "neutral": 1, "entailment": 2}, **TYPED["luna"]} if "zero" in task else {}
+    CLASSES[f"{family} {head}"](pad_token_id=0, vocab_size=len(tokenizer), **labels).save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
     pipe, texts = pipeline(task, model=str(tmp_path)), ["w1 w2 [MASK] w3 w4 w5 w6 w7 w8", "w5 [MASK]"]
-    for text, together in zip(texts, pipe(texts, batch_size=2), strict=True):
-        separate = pipe(text)
+    for text, together in zip(texts, pipe(texts, batch_size=2, **options), strict=True):
+        separate = pipe(text, **options)
         if task == "feature-extraction":
             torch.testing.assert_close(together[0][: len(separate[0])], separate[0], atol=1e-5, rtol=1e-5)
-            continue
-        both = (found if isinstance(found, list) else [found] for found in (separate, together))
-        scores = ([entry["score"] for entry in entries] for entries in both)
-        torch.testing.assert_close(*scores, atol=1e-5, rtol=1e-5)
+        elif task == "zero-shot-classification":
+            assert sum(separate["scores"]) == pytest.approx(1) and together["scores"] == pytest.approx(
+                separate["scores"]
+            )
+        else:
+            first, second = ([entry["score"] for entry in found] for found in (separate, together))
+            assert len(first) == {"text": 3, "token": len(text.split()), "fill": 5}[task.partition("-")[0]]
+            torch.testing.assert_close(first, second, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize(("family", "encoder"), [("luna", True), ("megalodon", False)])
