@@ -4,12 +4,15 @@ import argparse
 import json
 import math
 import shutil
+from pathlib import Path
+from unittest import mock
 
 import torch
 
 import luna_mega
 from luna_mega.convert import ConversionError, convert_checkpoint
 from luna_mega.convert.formats._megalodon import CONFIG, CONSOLIDATED, SHARDS, TOKENIZER
+from luna_mega.convert.safe_load import Checkpoint, reader
 from tests.convert import luna, megalodon
 from tests.convert.mega import mega, mega_image
 from tests.convert.mega_lm import KINDS, mega_lm
@@ -57,6 +60,12 @@ def save(state, folder):
     (place / CONFIG).write_text(_json({"model": model, TOKENIZER: args[TOKENIZER]}), encoding="utf-8")
     (place / CONSOLIDATED).write_text(_json({SHARDS: args[SHARDS], "dtype": "fp32"}), encoding="utf-8")
     return place
+
+
+def in_memory(state, file="checkpoint.pt"):
+    """Return a context in which a file has this content, which saves the time to write and to read it."""
+    opened = state, Checkpoint(Path(file), "0" * 64, "zip", {}, {})
+    return mock.patch.object(reader, "_open", lambda *_: opened)
 
 
 def _json(content):

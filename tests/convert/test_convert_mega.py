@@ -53,13 +53,12 @@ def test_pixels(convert, normalization, expected):
     assert expected in convert.screen and "dictionary" not in convert.screen
 
 
-@pytest.mark.parametrize("legacy", [False, True])
-def test_branches(convert, legacy):
+def test_branches(convert):
     """The order of the tensors identifies the branch, since names and shapes are the same in both."""
     for branch, weight, damping in (("main", "delta", "alpha"), ("flash", "alpha", "delta")):
         state = mega(branch=branch)
         convert.output = convert.output.with_name(branch)
-        model = load(convert(state, legacy=legacy))
+        model = load(convert(state))
         average, source = model.mega.layers[1].mega_layer.ema_gate, f"{BODY}.layers.1.mega_layer.move"
         assert torch.equal(average.damping_factor, state["model"][f"{source}.{weight}"])
         assert torch.equal(average.decay_factor, state["model"][f"{source}.{damping}"])

@@ -1,5 +1,4 @@
 import argparse
-import re
 from dataclasses import replace
 
 import pytest
@@ -43,44 +42,6 @@ def test_overlapping_formats_raise():
 
     with pytest.raises(ValueError, match="'other' has the same stacks as 'mega_lra'"):
         register_format(Other())
-
-
-def test_names_of_revisions():
-    years = re.compile("r(..)")
-    for known in registered_formats():
-        for revision, described in known.facts.revisions.items():
-            if year := years.fullmatch(revision):
-                assert described == f"20{year[1]} code"
-
-
-UNSUPPORTED = {
-    "ema": (["delta", "alpha", "beta", "gamma", "omega"], "of none of the kinds that are known"),
-    "layer": (["move.delta", "move.alpha"], "of none of the kinds that are known"),
-    "megalodon_complex_ema": (["encoder.encoder.layers.0.mega_layer.move.theta"], "Megalodon"),
-    "megalodon_real_ema": (
-        ["encoder.encoder.layers.0.mega_layer.move.delta", "encoder.encoder.layers.0.mega_layer.h_proj.weight"],
-        "Megalodon",
-    ),
-    "megalodon": (["layers.0.attn.cema.alpha", "layers.0.attn.timenorm.prior_mean"], "Megalodon"),
-    "roberta_base": (["decoder.sentence_encoder.layers.0.self_attn.k_proj.weight"], "not a Luna or Mega checkpoint"),
-    "transformer": (["encoder.layers.0.self_attn.k_proj.weight"], "not a Luna or Mega checkpoint"),
-    "flash_lra_imdb": (["encoder.encoder.layers.0.flash_layer.gamma"], "not a Luna or Mega checkpoint"),
-}
-
-
-@pytest.mark.parametrize("arch", UNSUPPORTED)
-def test_unsupported_checkpoints_raise(convert, make, arch):
-    keys, expected = UNSUPPORTED[arch]
-    message = convert.error(make.checkpoint({key: torch.zeros(2) for key in keys}, arch=arch))
-    assert expected in message and f"'{arch}'" in message and str(convert.file) in message
-
-
-@pytest.mark.parametrize("prefix", ["module.", "_orig_mod."])
-def test_prefix_of_a_wrapper(convert, make, prefix):
-    state = make.bert()
-    state["model"] = {f"{prefix}{key}": tensor for key, tensor in state["model"].items()}
-    message = convert.error(state)
-    assert f"all names start with '{prefix}'" in message and f"save model.{prefix}state_dict()" in message
 
 
 @pytest.mark.parametrize("field", ["args", "model"])

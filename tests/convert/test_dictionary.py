@@ -115,6 +115,7 @@ def test_missing_and_ambiguous_files(convert, make, tmp_path):
 
 def test_a_model_of_pixels_has_no_vocabulary(convert, make):
     path = make.dictionary(convert.source / "dict.txt")
-    convert(make.lra23(image=True, sen_rep_type="mp"))
+    state = make.lra23(image=True, sen_rep_type="mp")
+    convert(state)
     convert.output = convert.output.with_name("again")
-    assert "do not fit" in convert.error(None, "--dict", path)
+    assert "do not fit" in convert.error(state, "--dict", path)

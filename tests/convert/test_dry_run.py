@@ -8,7 +8,6 @@ import transformers
 from luna_mega.convert import convert_checkpoint
 from luna_mega_cli import main
 from tests.convert import fuzz, luna
-from tests.convert.test_fixtures import ALL
 from tests.errors import command_error
 
 # Class, and a part of the sizes.
@@ -46,13 +45,6 @@ def test_every_format(kind, tmp_path, monkeypatch, capsys):
     assert found["class"] == model_class and sizes in f"{found['sizes']}, "
     assert ("labels" in found) == ("Classification" in model_class)
     assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == before
-
-
-@pytest.mark.parametrize("name", [*ALL, "mega/16_image_batchnorm_linear_nopos_rep"])
-def test_files_of_the_original(name, parity_folder, capsys):
-    folder = parity_folder(*name.split("/"))
-    before, found = sorted(folder.iterdir()), rows(capsys, folder / "checkpoint.pt")
-    assert found["written"] == "nothing" and "hidden_size " in found["sizes"] and sorted(folder.iterdir()) == before
 
 
 @pytest.mark.parametrize("kind", ["luna_bert", "mega_lra, pixels", "megalodon"])

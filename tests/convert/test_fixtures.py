@@ -26,6 +26,7 @@ ALL = FAST + [
     *(f"mega/08_lm_{name}" for name in ("adaptive_tied_noproj", "adaptive_untied", "wt103_adaptive_tied")),
     *("mega/09_mt_softmax_shared", "mega/10_mt_laplace_shared", "mega/14_sc_raw_base"),
     *("mega/11_lra_text_cls_prenorm_chunk", "mega/13_lra_retrieval_cls_chunk"),
+    "mega/16_image_batchnorm_linear_nopos_rep",
 ]
 
 

@@ -14,7 +14,7 @@ from luna_mega.convert import ConversionError, convert_checkpoint, importer
 from luna_mega.hub.output import temporary_folder
 
 
-def test_empty_output_folder_and_new_parents(convert, make):
+def test_empty_output_folder_and_new_parents(convert, make, with_code):
     convert.output.mkdir()
     convert(make.bert())
     convert.output = convert.output / "new" / "deeper"

@@ -14,6 +14,12 @@ from luna_mega.convert.safe_load.reader import read_checkpoint
 from tests.convert.files import flip, write
 
 
+@pytest.fixture
+def convert(convert):
+    convert.writes = True
+    return convert
+
+
 def keep(share):
     return lambda content: content[: int(len(content) * share)]
 

@@ -14,6 +14,7 @@ from datasets.fingerprint import generate_random_fingerprint
 
 from tests.examples.rows import MAKERS
 from tests.examples.runs import QUIET, write
+from tests.quick import compiled_templates as compiled_templates, with_code as with_code, without_code as without_code
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples"

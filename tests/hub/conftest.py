@@ -3,6 +3,7 @@ from transformers import RobertaTokenizer
 
 from tests.hub.client import Client
 from tests.hub.loopback import LoopbackHub
+from tests.quick import compiled_templates as compiled_templates, with_code as with_code, without_code as without_code
 
 
 @pytest.fixture(scope="session")
