@@ -38,7 +38,9 @@ class Client:
             "HF_TOKEN": TOKEN,
             "NO_PROXY": "127.0.0.1",
         }
-        context = multiprocessing.get_context("spawn")
+        # A process that has imported this module, and thus transformers, is forked for each client.
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload([__name__, "transformers.models.auto.modeling_auto"])
         self.pool = ProcessPoolExecutor(1, context, initializer=_start, initargs=[package])
 
     def __call__(self, function: Callable, *args: Any, **kwargs: Any) -> Any:
@@ -106,6 +108,10 @@ def encode(source: str | Path, texts: list[str], **options: Any) -> list[list[in
     return AutoTokenizer.from_pretrained(source, **options)(texts)["input_ids"]
 
 
+def lists(inputs: dict[str, torch.Tensor]) -> dict[str, list]:
+    return {name: value.tolist() for name, value in inputs.items()}
+
+
 def outputs(source: str | Path, auto_class: str, inputs: dict[str, list], **options: Any) -> dict[str, Any]:
     """Return the name of the model class, its module, and all tensors of the model's output."""
     model = getattr(transformers, auto_class).from_pretrained(source, **options).eval()
@@ -113,6 +119,17 @@ def outputs(source: str | Path, auto_class: str, inputs: dict[str, list], **opti
         output = model(**{name: torch.tensor(value) for name, value in inputs.items()})
     tensors = {name: value.tolist() for name, value in output.items() if isinstance(value, torch.Tensor)}
     return {"class": type(model).__name__, "module": type(model).__module__, **tensors}
+
+
+def check_outputs(result: dict[str, Any], model: torch.nn.Module, inputs: dict[str, torch.Tensor]) -> None:
+    """Check that a result of `outputs` is from the code of the folder, and equal up to rounding."""
+    assert result["module"].startswith("transformers_modules.") and ".luna_mega_code." in result["module"]
+    assert result["class"] == type(model).__name__
+    with torch.no_grad():
+        expected = {name: value for name, value in model(**inputs).items() if isinstance(value, torch.Tensor)}
+    assert expected
+    for name, value in expected.items():
+        torch.testing.assert_close(torch.tensor(result[name], dtype=value.dtype), value)
 
 
 def generate(source: str | Path, inputs: dict[str, list], settings: dict[str, Any], **options: Any) -> list[list[int]]:
@@ -153,12 +170,6 @@ def train(folder: Path, output: Path, **options: Any) -> None:
     source = {"dataset": "nyu-mll/glue", "dataset_tags": "nyu-mll/glue", "dataset_args": "sst2"}
     complete_card(trainer, str(folder), "other:my-license", source)
     publish(trainer)
-
-
-def run_example(examples: Path, script: str, arguments: list[str]) -> None:
-    """Call the function `main` of a script."""
-    sys.path.insert(0, str(examples))
-    importlib.import_module(script).main(arguments)
 
 
 def train_without_token(*args: Any) -> None:

@@ -238,7 +238,7 @@ class LoopbackHub:
         self.server = ThreadingHTTPServer(self.address, type("BoundHandler", (Handler,), {"hub": self}))
         self.address = self.server.server_address
         self.url = f"http://127.0.0.1:{self.address[1]}"
-        threading.Thread(target=self.server.serve_forever, daemon=True).start()
+        threading.Thread(target=self.server.serve_forever, args=[0.01], daemon=True).start()
 
     def stop(self):
         self.server.shutdown()

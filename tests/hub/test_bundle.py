@@ -8,20 +8,16 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 from transformers import RobertaTokenizer
 
-import luna_mega
 import luna_mega_cli
-from luna_mega import LunaTokenizer, MegaConfig, _code
-from luna_mega.hub.samples import make_inputs
+from luna_mega import LunaTokenizer, _code
 from tests.convert.folders import edit
 from tests.errors import command_error
 from tests.hub import client as on_client
+from tests.hub.client import check_outputs, lists
 from tests.hub.loopback import metadata_errors
-from tests.marks import slow_but
-from tests.modeling import luna_decoders, megalodon_decoders
-from tests.modeling.luna import VALUES, head_inputs, make
+from tests.modeling.luna import head_inputs, make
 
 AUTO_CLASSES = {
     "AutoModel": "Model",
@@ -34,111 +30,20 @@ AUTO_CLASSES = {
 }
 MASKED_LM = "AutoModelForMaskedLM"
 REMOTE = {"trust_remote_code": True}
-MEGA = {"vocab_size": 20, "hidden_size": 16, "num_hidden_layers": 2, "ema_projection_size": 4}
-MEGA_LM = {"is_decoder": True, "bidirectional": False, "use_chunking": True, "chunk_size": 4, "use_cache": False}
-MEGA_LM |= {"adaptive_input_cutoffs": [8], "adaptive_softmax_cutoffs": [8]}
-IMAGES = {"input_type": "patches", "image_size": 16, "patch_size": 4}
-VALUES_IN_CHUNKS = {"input_type": "values", "normalization_type": "batchnorm", "use_chunking": True, "chunk_size": 3}
-OTHER_FIELDS = {
-    "ForSequenceClassification": {"tie_key_value": False, "pooling": "packed_attention"},
-}
-
-
-def luna(auto_class):
-    head = AUTO_CLASSES[auto_class]
-    return make(head, **OTHER_FIELDS.get(head, {"type_vocab_size": 2}))
-
-
-def mega(head, **fields):
-    return getattr(luna_mega, f"Mega{head}")(MegaConfig(**MEGA | fields))
-
-
-# Auto class, function that creates the model, and whether it generates.
-CASES = {
-    **{f"luna {name}": (name, lambda name=name: luna(name), False) for name in AUTO_CLASSES},
-    "luna values": (
-        "AutoModelForSequenceClassification",
-        lambda: make("ForSequenceClassification", pooling="mean", **VALUES),
-        False,
-    ),
-    "luna lm": ("AutoModelForCausalLM", lambda: luna_decoders.make(torch.float32), False),
-    "luna seq2seq": (
-        "AutoModelForSeq2SeqLM",
-        lambda: luna_decoders.make(torch.float32, is_encoder_decoder=True),
-        False,
-    ),
-    "mega mlm": (MASKED_LM, lambda: mega("ForMaskedLM"), False),
-    "mega values": (
-        "AutoModelForSequenceClassification",
-        lambda: mega("ForSequenceClassification", **VALUES_IN_CHUNKS),
-        False,
-    ),
-    "mega images": ("AutoModelForImageClassification", lambda: mega("ForImageClassification", **IMAGES), False),
-    "mega lm": ("AutoModelForCausalLM", lambda: mega("ForCausalLM", **MEGA_LM), True),
-    "megalodon": ("AutoModel", lambda: megalodon_decoders.make("Model", torch.float32, use_cache=False), False),
-    "megalodon lm": (
-        "AutoModelForCausalLM",
-        lambda: megalodon_decoders.make("ForCausalLM", torch.float32, use_cache=False),
-        True,
-    ),
-}
-FAST = ["luna AutoModelForQuestionAnswering", "mega lm", "megalodon"]
 
 
 def bundle(*arguments):
     return luna_mega_cli.main(["bundle", *map(str, arguments)])
 
 
-def save_without_code(model, folder):
-    luna_mega.save_code(False)
-    try:
-        model.save_pretrained(folder)
-    finally:
-        luna_mega.save_code(True)
-
-
-def assert_results(result, model, inputs):
-    """Compare the lists of a client with the tensors of the model up to rounding: addresses of weights may differ."""
-    with torch.no_grad():
-        expected = {name: value for name, value in model(**inputs).items() if isinstance(value, torch.Tensor)}
-    found = {name: torch.tensor(value) for name, value in result.items()}
-    torch.testing.assert_close(found, expected, check_dtype=False)
-
-
-def lists(inputs):
-    return {name: value.tolist() for name, value in inputs.items()}
-
-
-def on_remote_code(result):
-    """Check that the code of a client's result is from the bundle; return the class and the remaining result."""
-    assert result.pop("module").startswith("transformers_modules.")
-    return result.pop("class"), result
-
-
 @pytest.fixture
 def saved(tmp_path, tokenizer):
     """Save a masked-LM model with tokenizer and card; return the folder, the model and inputs."""
     model, inputs = make("ForMaskedLM"), head_inputs("ForMaskedLM", [7, 3])
-    save_without_code(model, tmp_path / "saved")
+    model.save_pretrained(tmp_path / "saved")
     tokenizer.save_pretrained(tmp_path / "saved")
     (tmp_path / "saved" / "README.md").write_text("# Small\n", encoding="utf-8")
     return tmp_path / "saved", model, inputs
-
-
-@pytest.mark.parametrize("case", slow_but(FAST, CASES))
-def test_results_are_equal_without_the_package(stranger, tmp_path, case):
-    auto_class, build, generates = CASES[case]
-    model = build().eval()
-    inputs = make_inputs(model, [9, 3], side="left", gaps=not generates)
-    save_without_code(model, tmp_path)
-    assert bundle(tmp_path) == 0
-    name, result = on_remote_code(stranger(on_client.outputs, tmp_path, auto_class, lists(inputs), **REMOTE))
-    assert name == type(model).__name__
-    assert_results(result, model, inputs)
-    if generates:
-        options = {"max_new_tokens": 9, "do_sample": False, "eos_token_id": None, "use_cache": True}
-        written = model.generate(**inputs, **options).tolist()
-        assert stranger(on_client.generate, tmp_path, lists(inputs), options, **REMOTE) == written
 
 
 def contents(folder):
@@ -147,16 +52,18 @@ def contents(folder):
 
 
 def test_through_the_hub(hub, stranger, saved):
-    """Model, tokenizer and code are pushed together; loading without trust_remote_code raises a helpful error."""
+    """The code is that of `save_pretrained`, and is pushed with model and tokenizer; the error without it helps."""
     folder, model, inputs = saved
     assert bundle(folder) == 0
     before = contents(folder)
+    code = {f"{_code.CODE_FOLDER}/{name}.py": text.encode() for name, text in _code.model_code("luna")[0].items()}
+    assert code.items() <= before.items()
     for name in ("modeling_luna.py", "luna_mega_code/modeling_luna.py", "luna_mega_code/gone_luna.py"):
         (folder / name).write_text("# Generated by luna-mega 0.0.1\n", encoding="utf-8")
     assert bundle(folder) == 0 and contents(folder) == before  # code of an earlier bundle is replaced
     stranger(on_client.push_folder, folder, "tester/bundle")
     result = stranger(on_client.outputs, "tester/bundle", MASKED_LM, lists(inputs), **REMOTE)
-    assert_results(on_remote_code(result)[1], model, inputs)
+    check_outputs(result, model, inputs)
     assert stranger(on_client.encode, "tester/bundle", ["abc"], **REMOTE) == [[0, 4, 5, 6, 2]]
     error = stranger.error(on_client.outputs, "tester/bundle", MASKED_LM, lists(inputs), trust_remote_code=False)
     assert "trust_remote_code=True" in error

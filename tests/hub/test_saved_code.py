@@ -17,8 +17,10 @@ from luna_mega._register import CONFIGS, auto_classes, model_classes
 from luna_mega.hub.samples import make_inputs
 from luna_mega.modeling_common.configuration import CODE_FOLDER
 from tests.hub import client as on_client
+from tests.hub.client import check_outputs, lists
 from tests.marks import slow_but
 
+pytestmark = pytest.mark.usefixtures("with_code")
 REMOTE = {"trust_remote_code": True}
 SMALL = {"vocab_size": 20, "hidden_size": 16, "num_hidden_layers": 1, "intermediate_size": 16}
 LUNA = SMALL | {"num_attention_heads": 2, "projection_length": 4, "max_position_embeddings": 32}
@@ -27,13 +29,21 @@ MEGALODON = SMALL | {"shared_representation_size": 8, "value_size": 16, "ema_pro
 MEGALODON |= {"num_attention_heads": 2, "norm_num_groups": 4}
 FIELDS = {"luna": LUNA, "luna_seq2seq": LUNA, "mega": MEGA, "mega_seq2seq": MEGA, "megalodon": MEGALODON}
 IMAGES = {"vocab_size": None, "input_type": "patches", "image_size": 8, "patch_size": 4}
+VALUES = {"vocab_size": None, "input_type": "values", "pooling": "mean"}
+MEGA_LM = {"is_decoder": True, "bidirectional": False, "use_chunking": True, "chunk_size": 4}
+MEGA_LM |= {"adaptive_input_cutoffs": [8], "adaptive_softmax_cutoffs": [8]}
 OTHER_FIELDS = {
+    ("luna", "AutoModel"): {"type_vocab_size": 2},
     ("luna", "AutoModelForCausalLM"): {"is_decoder": True},
-    ("mega", "AutoModelForCausalLM"): {"is_decoder": True, "bidirectional": False},
+    ("luna", "AutoModelForSequenceClassification"): {"tie_key_value": False, "pooling": "packed_attention"},
+    ("luna", "AutoModelForAudioClassification"): VALUES,
+    ("mega", "AutoModelForCausalLM"): MEGA_LM,
+    ("mega", "AutoModelForSequenceClassification"): VALUES
+    | {"normalization_type": "batchnorm", "use_chunking": True, "chunk_size": 3},
     ("mega", "AutoModelForImageClassification"): IMAGES,
 }
 CASES = [(model_type, name) for model_type, config in CONFIGS.items() for name in auto_classes(config)]
-FAST = [("luna", "AutoModelForMaskedLM"), ("mega_seq2seq", "AutoModelForSeq2SeqLM")]
+FAST = [("luna", "AutoModelForQuestionAnswering"), ("mega", "AutoModelForCausalLM"), ("megalodon", "AutoModel")]
 
 
 def make(model_type, auto_class="AutoModelForMaskedLM"):
@@ -42,27 +52,24 @@ def make(model_type, auto_class="AutoModelForMaskedLM"):
     return auto_classes(CONFIGS[model_type])[auto_class](config).eval()
 
 
-def check_outputs(result, model, inputs):
-    """Check that a result of `on_client.outputs` is from the code of the folder, and equal up to rounding."""
-    assert result["module"].startswith("transformers_modules.") and f".{CODE_FOLDER}." in result["module"]
-    assert result["class"] == type(model).__name__
-    with torch.no_grad():
-        expected = {name: value for name, value in model(**inputs).items() if isinstance(value, torch.Tensor)}
-    assert expected
-    for name, value in expected.items():
-        torch.testing.assert_close(torch.tensor(result[name], dtype=value.dtype), value)
-
-
-def lists(inputs):
-    return {name: value.tolist() for name, value in inputs.items()}
-
-
 def code_blocks(card):
     return re.findall(r"^```python\n(.*?)^```$", card, re.DOTALL | re.MULTILINE)
 
 
 @pytest.mark.parametrize(("model_type", "auto_class"), slow_but(FAST, CASES))
-def test_pushed_models_load_without_the_package(hub, client, stranger, tmp_path, model_type, auto_class):
+def test_saved_models_run_without_the_package(stranger, tmp_path, model_type, auto_class):
+    model, generates = make(model_type, auto_class), auto_class == "AutoModelForCausalLM"
+    inputs = make_inputs(model, [9, 3], side="left", gaps=not generates)
+    model.save_pretrained(tmp_path)
+    check_outputs(stranger(on_client.outputs, tmp_path, auto_class, lists(inputs), **REMOTE), model, inputs)
+    if generates:
+        options = {"max_new_tokens": 9, "do_sample": False, "eos_token_id": None, "use_cache": True}
+        written = model.generate(**inputs, **options).tolist()
+        assert stranger(on_client.generate, tmp_path, lists(inputs), options, **REMOTE) == written
+
+
+def test_pushed_models_load_without_the_package(hub, client, stranger, tmp_path):
+    model_type, auto_class = "mega_seq2seq", "AutoModelForSeq2SeqLM"
     model = make(model_type, auto_class)
     inputs = make_inputs(model, [9, 3], side="left", gaps=False)
     model.save_pretrained(tmp_path / "saved")
