@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pandas as pd
 import pytest
-import torch
 
 QUIET = ["--use_cpu", "--disable_tqdm", "true", "--logging_steps", "1"]
 # A Luna for tests of errors and files that need no training.
@@ -46,17 +45,6 @@ def assert_error(run: Callable, message: str, *arguments: object, output: Path |
         run(*arguments)
     assert "\n" not in str(error.value)
     assert output is None or not output.exists()
-
-
-def assert_resumes(run: Callable, arguments: Callable[[Path], list], auto_class: type, folder: Path) -> None:
-    """Check that four steps give the same weights as two steps resumed for two more."""
-    options = ["--max_steps", 4, "--save_steps", 2]
-    run(*arguments(folder / "complete"), *options)
-    checkpoint = folder / "complete" / "checkpoint-2"
-    summary = run(*arguments(folder / "resumed"), *options, "--resume_from_checkpoint", checkpoint)
-    assert summary["epoch"] > 0 and steps(folder / "resumed") == 4
-    complete, resumed = (auto_class.from_pretrained(folder / name).state_dict() for name in ("complete", "resumed"))
-    torch.testing.assert_close(resumed, complete)
 
 
 def log_history(output: Path) -> list[dict]:

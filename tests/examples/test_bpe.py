@@ -1,5 +1,4 @@
 import pytest
-from transformers import AutoTokenizer
 
 from luna_mega.training import load_tokenizer, tokenizers
 
@@ -43,17 +42,6 @@ def test_every_text_survives(tokenizer):
     ids = tokenizer(text)["input_ids"]
     assert tokenizer.unk_token_id not in ids
     assert tokenizer.decode(ids, skip_special_tokens=True).strip() == text
-
-
-def test_saved_tokenizer_is_the_same(tokenizer, tmp_path):
-    tokenizer.save_pretrained(tmp_path)
-    again = AutoTokenizer.from_pretrained(tmp_path)
-    assert again.get_vocab() == tokenizer.get_vocab()
-    assert again("the <mask> fox", "dogs")["input_ids"] == tokenizer("the <mask> fox", "dogs")["input_ids"]
-
-
-def test_training_is_deterministic(bpe, tokenizer):
-    assert bpe.train_bpe(iter(TEXTS), 300, 64).get_vocab() == tokenizer.get_vocab()
 
 
 def test_bare_roberta_files_load(script, tokenizer, tmp_path):

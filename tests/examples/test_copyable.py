@@ -93,7 +93,11 @@ def test_a_copied_script_trains(path, copied, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "path",
+    [path if path.stem == "run_race" else pytest.param(path, marks=pytest.mark.exhaustive) for path in SCRIPTS],
+    ids=lambda path: path.stem,
+)
 def test_a_script_that_runs_can_be_hashed(path, tmp_path):
     """Datasets hashes functions with all that they refer to; classes of `__main__` are pickled, not imported."""
     options = [*OPTIONS[path.stem](tmp_path / "data"), "--output_dir", tmp_path / "out", "--max_steps", 1]

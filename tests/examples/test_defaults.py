@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from transformers import AutoTokenizer
+from transformers import AutoConfig, AutoTokenizer
 
 from luna_mega import LunaConfig, LunaForMaskedLM, LunaSeq2SeqConfig, MegaSeq2SeqConfig
 from luna_mega.training.models import longest_input
@@ -34,12 +34,14 @@ REDUCED = {
 BART = "d_model=16,encoder_layers=1,decoder_layers=1,encoder_attention_heads=2,decoder_attention_heads=2"
 OTHERS = {
     "bert": resume.BERT,
+    "roberta": resume.BERT,
     "modernbert": resume.BERT,
     "bart": f"{BART},encoder_ffn_dim=16,decoder_ffn_dim=16",
     "t5": "d_model=16,num_layers=1,num_heads=2,d_ff=16,d_kv=8",
 }
 TRAINED = [("clm", "bert"), ("mlm", "modernbert"), ("text", "bart"), ("glue", "t5")]
-MORE = [("clm", "bart"), ("mlm", "bart"), ("glue", "bart"), ("text", "t5"), ("lra", "bart")]
+MORE = [("clm", "bart"), ("mlm", "bart"), ("glue", "bart"), ("text", "t5"), ("lra", "bart"), ("mlm", "roberta")]
+MORE += [("translation", "bart")]
 
 
 @pytest.mark.parametrize("case", REDUCED)
@@ -78,11 +80,13 @@ def test_positions_of_both_sides():
 @pytest.mark.parametrize(("name", "model_type"), slow_but(TRAINED, TRAINED + MORE))
 def test_other_models_are_evaluated(train_rows, name, model_type):
     """Models of transformers with other outputs: encoder states, logits of masked tokens, no cache with labels."""
-    arguments = {"clm": CLM, "mlm": MLM, "glue": GLUE, "text": TEXT, "lra": LRA}[name]
+    arguments = {"clm": CLM, "mlm": MLM, "glue": GLUE, "text": TEXT, "lra": LRA, "translation": TRANSLATION}[name]
     options = ["--model_type", model_type, "--config_overrides", OTHERS[model_type]]
     options += ["--block_size", 24] if name in ("clm", "mlm") else []
     output = train_rows("out", *arguments, *EVALUATED, *options)
     assert json.loads((output / "all_results.json").read_text(encoding="utf-8"))["eval_loss"] > 0
+    if model_type == "roberta":  # the first token has the position after the padding id, 1
+        assert AutoConfig.from_pretrained(output).max_position_embeddings == 26
 
 
 @pytest.mark.parametrize(("arguments", "model_type"), [(GLUE, "luna_seq2seq"), (RACE, "megalodon"), (MLM, "t5")])

@@ -34,6 +34,7 @@ def test_every_step_in_the_folder_of_an_earlier_run(demo, tmp_path, capsys):
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_models_learn(script, tmp_path):
     results = script("demo").main(["--output_dir", str(tmp_path)])
     assert min(results.values()) > 0.85, results

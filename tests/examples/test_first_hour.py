@@ -66,6 +66,7 @@ def test_card(call, tmp_path, kind, overrides):
     options += ["--model_type", kind, "--config_overrides", overrides, "--vocab_size", 300, "--max_seq_length", 16]
     call("run_glue", *options, "--do_train", "--max_steps", 1)
     card = (tmp_path / "out" / "README.md").read_text(encoding="utf-8")
+    assert "This model was trained from scratch on the data dataset." in card
     assert "More information needed" not in card and "## Training procedure" in card
     code = card.split("```python\n")[1].split("```")[0].replace('"out"', repr(str(tmp_path / "out")))
     names: dict = {}

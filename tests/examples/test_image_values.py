@@ -26,6 +26,12 @@ def as_column(pixels: np.ndarray, kind: str) -> Dataset:
     return Dataset(pa.table({"image": pa.ListArray.from_arrays(range(0, 2 * size + 1, size), rows)}))
 
 
+def as_file(pixels: np.ndarray, suffix: str) -> bytes:
+    file = io.BytesIO()
+    Image.fromarray(pixels).save(file, suffix)
+    return file.getvalue()
+
+
 def read(split: Dataset) -> np.ndarray:
     return np.array(images.read_image(split[1]["image"], 1, images.pixel_scale(split, "image")))
 
@@ -67,8 +73,16 @@ def test_invalid_lists(case, kind):
     assert_error(read, message, as_column(pixels, kind))
 
 
-def test_bytes():
-    assert (read(as_column(GRAYS, "bytes")) == GRAYS).all()
+@pytest.mark.parametrize("head", [b"", b"\x0a\x05\x01\x08", b"BM", b"\x89PNG\r\n\x1a\n"])
+def test_bytes(head):
+    """Raw pixels may start with the first bytes of PCX, BMP and PNG files."""
+    pixels = np.frombuffer(head + GRAYS.astype(np.uint8).tobytes()[len(head) :], np.uint8).reshape(8, 8)
+    assert (read(as_column(pixels, "bytes")) == pixels).all()
+
+
+@pytest.mark.parametrize("content", [b"12345", as_file(GRAYS.astype(np.uint8), "png")[:50]])
+def test_damaged_files(content):
+    assert_error(images.read_image, "an image cannot be read", content)
 
 
 @pytest.mark.parametrize(
@@ -78,16 +92,11 @@ def test_bytes():
         ([[[1] * 4] * 8] * 8, r"its pixels have the shape \[8, 8, 4\]; only square gray images"),
         ([None, 1, 1, 1], "has pixels that are NaN or None"),
         (["1"] * 4, "contains lists of string; pixels are numbers"),
+        ([1] * 5, "an image cannot be read: cannot reshape array of size 5"),
     ],
 )
 def test_other_lists(value, message):
     assert_error(read, message, Dataset.from_dict({"image": [value] * 2}))
-
-
-def as_file(pixels: np.ndarray, suffix: str) -> bytes:
-    file = io.BytesIO()
-    Image.fromarray(pixels).save(file, suffix)
-    return file.getvalue()
 
 
 @pytest.mark.parametrize("channels", [1, 3, None])

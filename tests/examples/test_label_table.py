@@ -44,13 +44,15 @@ def match(folder, names: list[str] | None = None) -> dict[str, list[int]]:
     splits = data.load_files(data.find_files(str(folder)))
     model = CheckpointArguments()
     if names:
-        LunaConfig(**label_fields(names)).save_pretrained(folder / "model")
-        model.model_name_or_path = str(folder / "model")
+        place = folder.with_name(f"{folder.name}-model")
+        LunaConfig(**label_fields(names)).save_pretrained(place)
+        model.model_name_or_path = str(place)
     training = SimpleNamespace(do_train="train" in splits)
     outputs = classification.match_labels(model, classification.class_names(splits, "label"), training).outputs
     return {name: classification.class_numbers(split, "label", outputs, name)[1] for name, split in splits.items()}
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", NAMES, ids=repr)
 def test_names_of_classes(name, kind, tmp_path):
@@ -64,6 +66,7 @@ def test_names_of_classes(name, kind, tmp_path):
     assert match(tmp_path) == {"train": numbers, "validation": numbers, "test": [*numbers, -100]}
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("unknown", UNKNOWN, ids=repr)
 def test_names_that_are_no_class(unknown, kind, tmp_path, capsys):
@@ -82,6 +85,7 @@ def test_names_that_are_no_class(unknown, kind, tmp_path, capsys):
     assert_error(match, message, tmp_path, ["0", "1"] if numbers else ["bad", "good"])
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("unknown", UNKNOWN, ids=repr)
 def test_ids_of_a_task(unknown, kind, tmp_path):
@@ -119,6 +123,7 @@ def test_lists_as_labels(label):
     assert_error(classification.class_numbers, message, split, "label", {"a": 0}, "train")
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("unknown", [*UNKNOWN, "good"], ids=repr)
 def test_scores(unknown, kind, tmp_path):

@@ -1,6 +1,5 @@
 """Mega in the example scripts; their options and data are tested with Luna."""
 
-import math
 import random
 from pathlib import Path
 
@@ -10,7 +9,6 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import (
     AutoConfig,
     AutoModelForMaskedLM,
-    AutoModelForMultipleChoice,
     AutoModelForSequenceClassification,
     PreTrainedTokenizerFast,
 )
@@ -39,35 +37,6 @@ def glue(tmp_path):
 
 
 @pytest.fixture
-def corpus(tmp_path):
-    draw = random.Random(0)
-    for name in ("train", "validation"):
-        lines = [{"text": sentence(draw.random() < 0.5, draw)} for _ in range(60)]
-        write(lines, tmp_path / "corpus" / f"{name}.jsonl")
-    return ["--dataset_path", tmp_path / "corpus", "--block_size", 24]
-
-
-@pytest.fixture
-def race(tmp_path):
-    """Return the options of a RACE task in which the correct option contains the word "good"."""
-    draw = random.Random(0)
-    for name in ("train", "validation"):
-        examples = []
-        for index in range(32):
-            label = draw.randrange(4)
-            options = [f"{'good' if option == label else 'bad'} {draw.choice(WORDS)}" for option in range(4)]
-            row = {
-                "article": sentence(True, draw),
-                "question": "the _ was",
-                "options": options,
-                "answer": "ABCD"[label],
-            }
-            examples.append({"example_id": f"middle{index}.txt", **row})
-        write(examples, tmp_path / "race" / f"{name}.jsonl")
-    return ["--task", "race", "--dataset_path", tmp_path / "race", "--max_seq_length", 32]
-
-
-@pytest.fixture
 def words(tmp_path):
     """Save a tokenizer with one token per word; return its option.
 
@@ -93,41 +62,6 @@ def scratch(output: Path, overrides: str = TINY) -> list:
     return [*model, "--output_dir", output, "--do_train", "--per_device_train_batch_size", 8]
 
 
-@pytest.mark.slow
-def test_glue_from_scratch(run, glue, tmp_path):
-    options = ["--learning_rate", 0.02, "--num_train_epochs", 4, "--train_sampling_strategy", "group_by_length"]
-    summary = run("run_glue", *glue, *scratch(tmp_path / "out"), *options)
-    assert summary["eval_accuracy"] == 1.0
-    config = AutoModelForSequenceClassification.from_pretrained(tmp_path / "out").config
-    assert (config.model_type, config.chunk_size, config.max_positions) == ("mega", 6, 24)
-    assert config.id2label == {0: "negative", 1: "positive"}
-
-    again = ["--model_name_or_path", tmp_path / "out", "--output_dir", tmp_path / "again"]
-    assert run("run_glue", *glue, *again)["eval_loss"] == pytest.approx(summary["eval_loss"], abs=1e-6)
-
-
-@pytest.mark.slow
-def test_race_from_scratch(run, race, tmp_path):
-    options = ["--learning_rate", 0.02, "--num_train_epochs", 8]
-    summary = run("run_race", *race, *scratch(tmp_path / "out"), *options)
-    assert summary["eval_accuracy"] > 0.9 and "eval_middle_accuracy" in summary
-    assert AutoModelForMultipleChoice.from_pretrained(tmp_path / "out").config.model_type == "mega"
-
-
-@pytest.mark.slow
-def test_pretrained_from_scratch_and_fine_tuned(run, corpus, glue, tmp_path):
-    options = ["--learning_rate", 0.02, "--num_train_epochs", 8]
-    summary = run("run_mlm", *corpus, *scratch(tmp_path / "mlm"), *options)
-    assert summary["eval_perplexity"] < 30  # about 300 before training
-    tuned = ["--model_name_or_path", tmp_path / "mlm", "--output_dir", tmp_path / "out", "--do_train"]
-    run("run_glue", *glue, *tuned, "--max_steps", 1, "--learning_rate", 0)
-    mlm, classifier = (
-        dict(auto.from_pretrained(tmp_path / name).mega.named_parameters())
-        for auto, name in ((AutoModelForMaskedLM, "mlm"), (AutoModelForSequenceClassification, "out"))
-    )
-    torch.testing.assert_close(classifier, mlm, rtol=0, atol=0)
-
-
 @pytest.mark.parametrize("name", slow_but(["hf_seqcls"], V4))
 def test_v4_folder_is_fine_tuned_on_glue(name, run, glue, words, parity_folder, tmp_path):
     folder, output = parity_folder("mega", name), tmp_path / "out"
@@ -138,24 +72,6 @@ def test_v4_folder_is_fine_tuned_on_glue(name, run, glue, words, parity_folder, 
     for flag in ("legacy_rms_norm", "legacy_bias_table"):
         assert getattr(after.config, flag) == getattr(before.config, flag)
     assert before.config.legacy_rms_norm == name.endswith("rmsnorm")
-
-
-@pytest.mark.slow
-def test_v4_folder_is_fine_tuned_on_race(run, race, words, parity_folder, tmp_path):
-    folder = parity_folder("mega", "hf_multiplechoice")
-    model = ["--model_name_or_path", folder, *words, "--output_dir", tmp_path / "out", "--do_train"]
-    summary = run("run_race", *race, *model, "--learning_rate", 0.01, "--num_train_epochs", 8)
-    assert summary["eval_accuracy"] > 0.9
-
-
-@pytest.mark.slow
-def test_v4_folder_is_pretrained_further(run, corpus, words, parity_folder, tmp_path):
-    folder = parity_folder("mega", "hf_mlm_laplace_rotary_post")
-    model = ["--model_name_or_path", folder, *words]
-    before = run("run_mlm", *corpus, *model, "--output_dir", tmp_path / "before")["eval_perplexity"]
-    options = ["--do_train", "--learning_rate", 0.01, "--num_train_epochs", 8, "--output_dir", tmp_path / "out"]
-    after = run("run_mlm", *corpus, *model, *options)["eval_perplexity"]
-    assert math.isfinite(before) and after < 0.3 * before
 
 
 LENGTHS = {

@@ -59,7 +59,7 @@ def served():
     """Return the handler of a server on the loopback address, with its address in `address`."""
     handler = type("Served", (Handler,), {"files": {}, "ranges": []})
     server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
+    threading.Thread(target=server.serve_forever, args=[0.01], daemon=True).start()
     handler.address = f"http://127.0.0.1:{server.server_port}"
     yield handler
     server.shutdown()

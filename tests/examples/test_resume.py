@@ -52,7 +52,10 @@ CASES: dict[str, list] = {
     "text": [*TEXT, "--model_type", "mega", "--config_overrides", f"{MEGA},normalization_type=batchnorm"],
     "text, dropout": [*TEXT, "--model_type", "mega", "--config_overrides", CHUNKS, "--token_dropout", 0.3],
     "race": ["run_race", "race", "--max_seq_length", 24],
+    "race, mega": ["run_race", "race", "--max_seq_length", 24, "--model_type", "mega", "--config_overrides", MEGA],
     "mlm": [*MLM, "--short_seq_prob", 0.3],
+    "mlm, by length": [*MLM, "--short_seq_prob", 0.9, "--train_sampling_strategy", "group_by_length"],
+    "mlm, mega": [*MLM, "--model_type", "mega", "--config_overrides", MEGA, *EVALUATED],
     "mlm, streaming": [*MLM, "--streaming", "true", "--shuffle_buffer", 3],
     "clm": [*CLM, "--config_overrides", CHUNKS, "--validation_share", 0.2, *EVALUATED],
     "clm, lengths": [*CLM, "--config_overrides", CHUNKS, "--min_block_size", 8],
@@ -78,7 +81,7 @@ CASES: dict[str, list] = {
     "translation, milestones": [*TRANSLATION, "--model_type", "mega", "--config_overrides", MEGA, "--milestones", 4, 8,
                                 "--lr_scheduler_type", "constant_with_warmup", "--warmup_steps", 2],
 }  # fmt: skip
-FAST = ["glue", "clm, lengths", "clm, carried mega", "audio", "images"]
+FAST = ["glue", "clm, lengths and streaming", "clm, carried mega", "audio", "images"]
 
 
 def logged(output: Path, after: int) -> list[dict]:
@@ -159,7 +162,7 @@ STOPPED = [*GLUE, "--do_eval", "--eval_strategy", "steps", "--eval_steps", 1, "-
 STOPPED += ["--load_best_model_at_end", "--early_stopping_patience", 4]
 
 
-@pytest.mark.parametrize("saved", [3, 5])
+@pytest.mark.parametrize("saved", slow_but([3], [3, 5]))
 def test_early_stopping_counts_all_evaluations(train, saved):
     """With a learning rate of 0, only the first evaluation is better than all before."""
     complete = train("complete", *STOPPED)

@@ -148,7 +148,7 @@ def test_pretraining_learns_and_its_perplexity_is_exact(run, script, corpus, tmp
     output = tmp_path / "out"
     summary = run(
         *scratch(corpus, output),
-        *("--do_eval", "--learning_rate", 0.01, "--num_train_epochs", 12, "--warmup_steps", 5, "--seed", 5),
+        *("--do_eval", "--learning_rate", 0.02, "--num_train_epochs", 6, "--warmup_steps", 3, "--seed", 5),
         *("--eval_strategy", "epoch", "--save_strategy", "epoch", "--load_best_model_at_end"),
     )
     history = json.loads((output / "trainer_state.json").read_text(encoding="utf-8"))["log_history"]
@@ -187,23 +187,6 @@ def test_text_files_bf16_and_accumulation(run, tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_pretrained_model_is_fine_tuned(run, script, corpus, tmp_path):
-    run(*scratch(corpus, tmp_path / "mlm"), "--max_steps", 2, "--save_strategy", "no")
-    options = {"label": list("ABCDE"), "text": ["one", "two", "three", "four", "five"]}
-    row = {"id": "1", "question": "two follows", "choices": options, "answerKey": "A"}
-    (tmp_path / "csqa").mkdir()
-    (tmp_path / "csqa" / "train.jsonl").write_text(json.dumps(row) + "\n", encoding="utf-8")
-    arguments = ["--task", "csqa", "--dataset_path", tmp_path / "csqa", "--max_seq_length", 32, "--do_train"]
-    arguments += ["--output_dir", tmp_path / "tuned", "--model_name_or_path", tmp_path / "mlm", "--use_cpu"]
-    script("run_race").main([str(item) for item in [*arguments, "--max_steps", 1, "--learning_rate", 0]])
-    mlm, tuned = (
-        torch.nn.Module.state_dict(AutoModelForMaskedLM.from_pretrained(tmp_path / name).luna)
-        for name in ("mlm", "tuned")
-    )
-    torch.testing.assert_close(tuned, mlm)
-
-
-@pytest.mark.slow
 def test_continued_pretraining_starts_from_the_checkpoint(run, corpus, tmp_path):
     first = run(*scratch(corpus, tmp_path / "first"), "--do_eval", "--max_steps", 3, "--save_strategy", "no")
     again = ["--dataset_path", corpus, "--block_size", 32, "--do_eval", "--model_name_or_path", tmp_path / "first"]
@@ -235,25 +218,6 @@ def test_resumed_run_continues_where_it_stopped(run, corpus, tmp_path):
 
 
 @pytest.mark.slow
-def test_resumed_run_keeps_the_order_by_length(run, corpus, tmp_path):
-    """Losses equal those of an uninterrupted run, from the start and from the middle of an epoch."""
-    options = ["--short_seq_prob", 0.9, "--train_sampling_strategy", "group_by_length", "--num_train_epochs", 3]
-    options += ["--save_steps", 3, "--save_total_limit", 100, "--logging_steps", 1]
-    arguments = scratch(corpus, tmp_path / "out")
-
-    def losses(*more):
-        run(*arguments, *options, *more)
-        log = json.loads((Path(arguments[3]) / "trainer_state.json").read_text(encoding="utf-8"))["log_history"]
-        return [entry["loss"] for entry in log if "loss" in entry]
-
-    complete = losses()
-    assert len(complete) == len(set(complete)) == 18
-    for step in (3, 6, 9, 15):
-        arguments[3] = tmp_path / f"from-{step}"
-        assert losses("--resume_from_checkpoint", tmp_path / "out" / f"checkpoint-{step}") == complete
-
-
-@pytest.mark.slow
 def test_finished_run_is_not_continued(run, corpus, tmp_path):
     """A run killed after its last checkpoint resumes with the same last or best weights, without more steps."""
     higher = ["--metric_for_best_model", "loss", "--greater_is_better", 1]  # selects the first step
@@ -273,15 +237,12 @@ def test_finished_run_is_not_continued(run, corpus, tmp_path):
 
 
 ERRORS = {
-    "two sources": (["--dataset_name", "wikitext"], "pass one of --dataset_name, --dataset_path"),
     "test split": (["--do_predict"], "no test predictions"),
     "probability": (["--mlm_probability", "1.5"], "--mlm_probability 1.5 must be between 0 and 1"),
     "short share": (["--short_seq_prob", "-0.1"], "--short_seq_prob -0.1 must be between 0 and 1"),
     "no room": (["--block_size", "1"], "--block_size 1 must be at least 2"),
     "little text": (["--block_size", "4000"], "split train has too little text for one block of 4000 tokens"),
     "column": (["--text_column", "sentence"], "split train has no column sentence, only text"),
-    "padding": (["--config_overrides", f"{TINY},pad_token_id=5"], "pads with id 1, but the model with 5"),
-    "no samples": (["--max_train_samples", "0"], "split train is empty"),
 }
 
 

@@ -72,10 +72,8 @@ def test_pairs(run, folder, tmp_path):
     "more, message",
     [
         (["--validation_share", 1], r"--validation_share 1.0 must be in \[0, 1\)"),
-        (["--do_eval"], "has no split validation"),
         (["--text_columns", "a", "b", "c"], "--text_columns a b c must be one column, or two columns for pairs"),
         (["--text_columns", "review"], "split train has no column review, only title, text, label"),
-        (["--label_column", "stars"], "split train has no column stars"),
         (["--dataset_name", "stanfordnlp/imdb"], "pass one of --dataset_name and --dataset_path"),
     ],
 )

@@ -1,7 +1,6 @@
 """Files for `accelerate launch`, streamed data, and errors."""
 
 import itertools
-import json
 import os
 import subprocess
 import sys
@@ -98,25 +97,6 @@ def test_stream_is_split_over_processes(script, tmp_path):
 
 
 STREAM = ["--streaming", "true", "--shuffle_buffer", "8", "--block_size", "32", "--do_train"]
-
-
-@pytest.mark.parametrize("name", [pytest.param("run_mlm", marks=pytest.mark.slow), "run_clm"])
-def test_language_models_stream_and_resume(name, call, corpus, tmp_path):
-    options = [name, "--dataset_path", corpus, *STREAM, "--do_eval", "--per_device_train_batch_size", 4]
-    options += ["--model_type", "luna", "--config_overrides", f"{TINY},dropout=0.0", "--vocab_size", 300]
-    options += ["--max_steps", 8, "--save_steps", 4]
-    options += ["--eval_context", 32, "--eval_segment", 32] if name == "run_clm" else []
-    complete = call(*options, "--output_dir", tmp_path / "complete")
-    checkpoint = tmp_path / "complete" / "checkpoint-4"
-    resumed = call(*options, "--output_dir", tmp_path / "resumed", "--resume_from_checkpoint", checkpoint)
-    assert steps(tmp_path / "complete") == steps(tmp_path / "resumed") == 8 and "train_samples" not in complete
-    assert resumed["eval_loss"] == pytest.approx(complete["eval_loss"], rel=1e-6)
-    states = [
-        json.loads((tmp_path / run / "trainer_state.json").read_text(encoding="utf-8"))
-        for run in ("complete", "resumed")
-    ]
-    one, two = ([entry["loss"] for entry in state["log_history"] if "loss" in entry] for state in states)
-    assert one == two and len(set(one)) == 8
 
 
 @pytest.mark.parametrize(
