@@ -9,90 +9,36 @@ from luna_mega.convert import ConversionError
 from luna_mega.inspection.verify import compare
 from luna_mega_cli import main
 from tests.errors import command_error
-from tests.inspection.test_verify import change
+from tests.inspection.test_verify import DECODER, LUNA, MEGA, SIZES, change
 
-LUNA = {
-    "vocab_size": 40,
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "intermediate_size": 56,
-    "projection_length": 6,
-    "max_position_embeddings": 400,
-    "attention_dropout": 0.0,
-}
-MEGA = {
-    "vocab_size": 40,
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "intermediate_size": 56,
-    "shared_representation_size": 16,
-    "ema_projection_size": 4,
-    "nffn_hidden_size": 40,
-    "max_positions": 400,
-    "normalization_type": "layernorm",
-}
-MEGALODON = {
-    "vocab_size": 40,
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "shared_representation_size": 16,
-    "value_size": 56,
-    "intermediate_size": 40,
-    "ema_projection_size": 4,
-    "norm_num_groups": 4,
-    "chunk_size": 32,
-}
-DECODER_ONLY = {"is_decoder": True}
-MEGA_DECODER_ONLY = DECODER_ONLY | {"bidirectional": False, "add_lm_hidden_dense_layer": False}
-BOTH = {"is_encoder_decoder": True}
-CROSS = {"add_cross_attention": True}
+MEGALODON = SIZES | {"intermediate_size": 40, "shared_representation_size": 16, "value_size": 56, "chunk_size": 32}
+MEGALODON |= {"num_attention_heads": 2, "ema_projection_size": 4, "norm_num_groups": 4}
+MEGALODON |= {"swiglu": True, "rescale_nffn": True, "scale_embedding": True, "tie_word_embeddings": True}
+BOTH, CROSS = {"is_encoder_decoder": True}, {"add_cross_attention": True}
 CLASSES = {
-    "luna decoder": ("LunaModel", DECODER_ONLY),
-    "luna lm": ("LunaForCausalLM", DECODER_ONLY),
-    "luna lm untied": ("LunaForCausalLM", DECODER_ONLY | {"tie_key_value": False, "pre_norm": True}),
-    "luna cross": ("LunaModel", DECODER_ONLY | CROSS),
-    "luna body": ("LunaSeq2SeqModel", BOTH),
+    "luna lm": ("LunaForCausalLM", {"is_decoder": True, "tie_key_value": False, "pre_norm": True}),
+    "luna cross": ("LunaModel", {"is_decoder": True} | CROSS),
     "luna seq2seq": ("LunaForConditionalGeneration", BOTH),
-    "luna untied": ("LunaForConditionalGeneration", BOTH | {"tie_key_value": False, "pre_norm": True}),
     "luna other decoder": (
         "LunaForConditionalGeneration",
-        BOTH | {"decoder_vocab_size": 35, "num_decoder_layers": 1, "decoder_intermediate_size": 70},
+        BOTH | {"decoder_vocab_size": 15, "num_decoder_layers": 1, "decoder_intermediate_size": 70},
     ),
-    "luna many rows": ("LunaForConditionalGeneration", BOTH | {"projection_length": 300}),
-    "mega decoder": ("MegaModel", MEGA_DECODER_ONLY),
-    "mega cross": ("MegaForCausalLM", MEGA_DECODER_ONLY | CROSS),
     "mega body": ("MegaSeq2SeqModel", BOTH),
-    "mega seq2seq": ("MegaForConditionalGeneration", BOTH),
-    "mega other decoder": (
-        "MegaForConditionalGeneration",
-        BOTH | {"decoder_vocab_size": 35, "num_decoder_layers": 1, "decoder_intermediate_size": 70},
-    ),
+    "mega cross": ("MegaForCausalLM", DECODER | CROSS),
     "mega chunks": ("MegaForConditionalGeneration", BOTH | {"use_chunking": True, "chunk_size": 8}),
-    "mega truncated": ("MegaForCausalLM", MEGA_DECODER_ONLY | {"truncation": 40}),
-    "mega truncated chunks": (
-        "MegaForCausalLM",
-        MEGA_DECODER_ONLY | {"truncation": 400, "use_chunking": True, "chunk_size": 8},
-    ),
-    "megalodon": ("MegalodonForCausalLM", {}),
-    "megalodon tied": (
-        "MegalodonForCausalLM",
-        {"swiglu": True, "rescale_nffn": True, "scale_embedding": True, "tie_word_embeddings": True},
-    ),
+    "mega seq2seq": ("MegaForConditionalGeneration", BOTH),
+    "megalodon tied": ("MegalodonForCausalLM", {}),
 }
-SIZES = {"Luna": LUNA, "Mega": MEGA, "Megalodon": MEGALODON}
+FAMILIES = {"Luna": LUNA, "Mega": MEGA, "Megalodon": MEGALODON}
 
 
-def make(name, **fields):
+def make(name):
     class_name, own = CLASSES[name]
     model_class = getattr(luna_mega, class_name)
-    return model_class(model_class.config_class(**SIZES[name.partition(" ")[0].capitalize()] | own | fields))
+    return model_class(model_class.config_class(**FAMILIES[name.partition(" ")[0].capitalize()] | own))
 
 
-@pytest.mark.parametrize(
-    "name", ["luna lm", "luna cross", "luna seq2seq", "mega body", "mega cross", "mega chunks", "megalodon tied"]
-)
+@pytest.mark.parametrize("name", sorted(CLASSES.keys() - {"luna other decoder", "mega seq2seq"}))
 def test_model_equals_itself_and_no_other_model(name, tmp_path):
     folders = [tmp_path / "a", tmp_path / "b"]
     for folder in folders:
@@ -117,7 +63,7 @@ def test_differences_start_at_their_layer(family, tmp_path):
     found = {}
     for stack in ("encoder", "decoder"):
         name = f"{family}.{inner.format(stack)}"
-        other = change(folder, tmp_path / stack, name, lambda bias: bias.add_(torch.linspace(-0.1, 0.1, 32)))
+        other = change(folder, tmp_path / stack, name, lambda bias: bias.add_(torch.linspace(-0.1, 0.1, 16)))
         found[stack] = compare(folder, other, length=9)
         assert "encoder embeddings" in str(found[stack]) and "decoder 2" in str(found[stack])
     changed = {stack: [row["hidden"] > 0 for row in comparison.layers] for stack, comparison in found.items()}
@@ -138,7 +84,7 @@ def test_inputs_of_a_source_and_a_target(tmp_path, capsys):
         "decoder_input_ids": [1, 2],
         "input_ids": [1, 3],
     }
-    save_file({"input_ids": ids + 33, "decoder_input_ids": ids + 33}, file)
+    save_file({"input_ids": ids + 10, "decoder_input_ids": ids + 10}, file)
     for option, value, named in (("--inputs", file, "decoder_input_ids has ids"), ("--text", "x", "use --inputs")):
         assert named in command_error(capsys, "verify", folder, folder, option, value)
 
@@ -146,12 +92,16 @@ def test_inputs_of_a_source_and_a_target(tmp_path, capsys):
 def test_decoders_of_different_sizes(tmp_path):
     make("luna seq2seq").save_pretrained(tmp_path / "a")
     make("luna other decoder").save_pretrained(tmp_path / "b")
-    with pytest.raises(ConversionError, match="decoder vocab_size: 40 and 35; decoder num_hidden_layers: 2 and 1"):
+    with pytest.raises(ConversionError, match="decoder vocab_size: 17 and 15; decoder num_hidden_layers: 2 and 1"):
         compare(tmp_path / "a", tmp_path / "b")
 
 
-@pytest.mark.parametrize("name", ["luna/s2s_untied_prenorm", "mega/10_mt_relu2_rotary_prenorm_chunk_unshared"])
+GENUINE = ["luna/s2s_untied_prenorm", "mega/10_mt_relu2_rotary_prenorm_chunk_unshared"]
+GENUINE += ["mega/07_lm_enwik8_tied_rotary_chunk_notmultiple", "mega/08_lm_wt103_adaptive_tied"]
+
+
+@pytest.mark.parametrize("name", GENUINE)
 def test_checkpoints_of_the_original(parity_folder, tmp_path, name):
     file = parity_folder(*name.split("/")) / "checkpoint.pt"
     assert main(["convert", str(file), "--output", str(tmp_path / "model")]) == 0
-    assert compare(tmp_path / "model", file, tolerance=0.0, length=11).within
+    assert compare(tmp_path / "model", file, tolerance=0.0, length=50 if "_lm_" in name else 11).within
