@@ -71,6 +71,11 @@ BUILDERS = [
     (translation.mega_seq2seq, MEGA_KINDS.values()),
     (mega.mega_image, mega.IMAGES),
     (megalodon.folder, [{}, {"ranks": 2, "dtype": "bf16"}, {"extra": 256}, {"swiglu": True, "share_emb": True}]),
+    (megalodon.folder, [{"scale_emb": True, "rope_base": 500.0, "output_size": 5, "norm_eps": 1e-3, "dropout": 0.1}]),
+    (
+        megalodon.folder,
+        [{"rescale_nffn": True, "norm_affine": False, "efficient_attn": "swift", "init_mode": "xavier"}],
+    ),
 ]
 CASES = {
     f"{build.__module__.rpartition('.')[2]} {build.__name__} {json.dumps(fields)}": (build, fields)

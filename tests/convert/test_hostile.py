@@ -181,22 +181,6 @@ def test_tensors_that_share_a_storage_without_being_tied(convert, form):
     assert f"tensor '{WEIGHT}' shares its storage with a value outside the model" in convert.error()
 
 
-@pytest.mark.parametrize(("build", "form"), diagonal([luna.bert, luna.lra21, luna.lra23], FORMS))
-def test_sound_files_without_checksums_are_converted(convert, form, build):
-    state = build()
-    if build == luna.bert:  # fairseq files also contain the optimizer state
-        state["last_optimizer_state"] = {"state": {0: {"exp_avg": torch.zeros(3)}}, "param_groups": [{"lr": 0.1}]}
-    write(state, convert.file, form)
-    tensors = read_checkpoint(convert.file).tensors
-    assert all(torch.equal(tensors[key], tensor) for key, tensor in state["model"].items())
-    convert_checkpoint(convert.file, convert.output)
-
-
-def test_updates_are_a_number_or_unknown(convert, make):
-    convert.save(make.bert() | {"optimizer_history": [{"num_updates": [[1000]]}]})
-    assert read_checkpoint(convert.file).num_updates is None
-
-
 def test_the_negative_bit_is_a_sign(convert, make):
     state, key = make.bert(), "encoder.lm_head.weight"
     weight = state["model"][key]

@@ -69,8 +69,3 @@ def test_norms_with_one_value(convert, make, value, options, expected):
     folder = convert(state, *(["--layer-norm", *options] if options else []))
     assert weights(folder)["luna.embeddings.layer_norm.weight"].eq(expected).all()
     assert options or f"(the mean of the norm weights is {value:.3f})" in convert.screen
-
-
-def test_contradicting_option_warns(convert, make):
-    convert(make.bert(), "--layer-norm", "plus-one")
-    assert "contradicts the norm weights" in convert.screen

@@ -1,8 +1,7 @@
-"""The complete GPT-2 vocabulary on 10,000 texts of WikiText-2 and RACE, compared with plain Python and transformers."""
+"""The complete GPT-2 vocabulary on 2,000 texts of WikiText-2 and RACE, compared with plain Python and transformers."""
 
 import json
 import random
-import time
 
 import pytest
 import torch
@@ -25,14 +24,14 @@ def data(shared_dir):
 
 @pytest.fixture(scope="module")
 def texts(data):
-    """Return 5,000 sentences of WikiText-2, and 5,000 lines, questions and options of RACE."""
+    """Return 1,000 sentences of WikiText-2, and 1,000 lines, questions and options of RACE."""
     lines = parquet.read_table(data / "wikitext2_raw" / "test-00000-of-00001.parquet")["text"].to_pylist()
     wiki = [sentence for line in lines for sentence in regex.split(r"(?<= [.?!])(?= )", line)]
     race = []
     for row in parquet.read_table(data / "race_high" / "validation-00000-of-00001.parquet").to_pylist():
         race += [*row["article"].split("\n"), row["question"], *row["options"]]
     rng = random.Random(0)
-    return [text for all_texts in (wiki, race) for text in rng.sample(sorted({*all_texts} - {""}), 5000)]
+    return [text for all_texts in (wiki, race) for text in rng.sample(sorted({*all_texts} - {""}), 1000)]
 
 
 @pytest.fixture(scope="module")
@@ -74,7 +73,7 @@ def gpt2(data):
     return Gpt2((data / "gpt2_bpe" / "vocab.bpe").read_text(encoding="utf-8").split("\n")[1:-1])
 
 
-@pytest.mark.parametrize("step", slow_but([20], [20, 1]))
+@pytest.mark.parametrize("step", slow_but([4], [4, 1]))
 def test_ids(texts, symbols, complete, gpt2, step):
     (tokenizer, missing), texts = complete, texts[::step]
     assert type(tokenizer) is RobertaTokenizer and missing == [] and len(tokenizer) == 50265
@@ -87,7 +86,7 @@ def test_ids_of_a_thinned_dictionary(texts, thinned, gpt2):
     assert type(tokenizer) is LunaTokenizer and len(missing) > 15_000 and len(tokenizer) == 4 + len(left) + 1
     expected = gpt2.encode(left, texts)
     assert tokenizer(texts).input_ids == expected
-    assert sum(ids.count(3) for ids in expected) > 50_000
+    assert sum(ids.count(3) for ids in expected) > 10_000
 
 
 @pytest.mark.slow
@@ -120,31 +119,6 @@ def test_special_tokens_in_text(complete, symbols, gpt2):
     texts = ["a <unk> in WikiText</s>"]
     assert complete[0](texts).input_ids[0].count(3) == 1
     assert complete[0](texts, split_special_tokens=True).input_ids == gpt2.encode(symbols, texts)
-
-
-@pytest.mark.slow
-def test_speed(texts, complete, thinned, robertas, monkeypatch):
-    """Tokenizers take less than 1.1 times the processor time of transformers' RoBERTa; `pytest -s` shows the rates.
-
-    The time is the best of seven alternating rounds for every 250 texts.
-    """
-    monkeypatch.setenv("TOKENIZERS_PARALLELISM", "false")
-    tokenizers = {"transformers' RoBERTa": robertas, "complete": complete[0], "thinned": thinned[1]}
-    seconds, tokens = dict.fromkeys(tokenizers, 0.0), 0
-    for first in range(0, len(texts), 250):
-        batch = texts[first : first + 250]
-        times = {name: [] for name in tokenizers}
-        for _ in range(7):
-            for name, tokenizer in tokenizers.items():
-                start = time.process_time()
-                ids = tokenizer(batch).input_ids
-                times[name].append(time.process_time() - start)
-        seconds = {name: seconds[name] + min(times[name]) for name in tokenizers}
-        tokens += sum(map(len, ids))
-    for name in tokenizers:
-        ratio = seconds[name] / seconds["transformers' RoBERTa"]
-        print(f"\n{name:25}{tokens / seconds[name]:12,.0f} tokens/s, {ratio:.3f} of its time", end="")
-        assert ratio < 1.1, name
 
 
 def test_fill_mask_after_conversion(convert, make, data, texts):

@@ -10,6 +10,8 @@ from luna_mega import (
     MegaForConditionalGeneration,
     MegaSeq2SeqConfig,
 )
+from luna_mega.convert.evidence import ModelSpec
+from tests.convert.folders import find_format
 from tests.convert.luna import sinusoids
 
 SIZES = {"vocab_size": 19, "hidden_size": 8, "num_hidden_layers": 2, "intermediate_size": 12}
@@ -17,51 +19,6 @@ LUNA = SIZES | {"num_attention_heads": 2, "projection_length": 5, "max_position_
 MEGA = SIZES | {"shared_representation_size": 6, "ema_projection_size": 3, "nffn_hidden_size": 10}
 MEGA |= {"normalization_type": "layernorm", "normalize_before_mega": False, "normalize_before_ffn": False}
 SINUSOIDAL = {"position_embedding_type": "sinusoidal", "embedding_norm": False}
-# Names in the original -> in the model, in the original's order.
-LUNA_ENCODER = {
-    "projected_embeddings": "embeddings.packed_embeddings",
-    "embed_positions": "embeddings.position_embeddings",
-    "layernorm_embedding": "embeddings.layer_norm",
-    "layernorm_porjected_embedding": "embeddings.packed_layer_norm",  # the spelling is the original's
-}
-LUNA_SIDE = {
-    "embed_tokens": "embeddings.word_embeddings",
-    "layer_norm": "{side}.layer_norm",
-    "proj_layer_norm": "{side}.packed_layer_norm",
-}
-LUNA_DECODER = {
-    "layernorm_embedding": "embeddings.layer_norm",
-    "embed_positions": "embeddings.position_embeddings",
-}
-ATTENTION = {"pq_proj": "pack_query", "pc_proj": "pack_key_value", "pk_proj": "pack_key", "pv_proj": "pack_value"}
-ATTENTION |= {"q_proj": "query", "c_proj": "key_value", "k_proj": "key", "v_proj": "value", "out_proj": "output"}
-CAUSAL_ATTENTION = {"pq_proj": "pack_query", "pc_proj": "pack_key"}
-CAUSAL_ATTENTION |= {name: ATTENTION[name] for name in ("q_proj", "c_proj", "k_proj", "v_proj", "out_proj")}
-LUNA_ENCODER_LAYER = {
-    **{f"self_attn.{theirs}": f"attention.{ours}" for theirs, ours in ATTENTION.items()},
-    "self_attn_layer_norm": "attention_layer_norm",
-    "self_atten_proj_layer_norm": "packed_layer_norm",
-    "final_layer_norm": "final_layer_norm",
-    "fc1": "fc1",
-    "fc2": "fc2",
-}
-LUNA_DECODER_LAYER = {
-    **{f"self_attn.{theirs}": f"attention.{ours}" for theirs, ours in CAUSAL_ATTENTION.items()},
-    **{f"encoder_attn.{theirs}": f"cross_attention.{ours}" for theirs, ours in ATTENTION.items()},
-    "self_attn_layer_norm": "attention_layer_norm",
-    "encoder_attn_layer_norm": "cross_attention_layer_norm",
-    "encoder_atten_proj_layer_norm": "packed_layer_norm",
-    "final_layer_norm": "final_layer_norm",
-    "fc1": "fc1",
-    "fc2": "fc2",
-}
-# Branch -> names of the two parameters that the branches swap, in its order.
-EMA = {
-    "main": {"delta": "damping_factor", "alpha": "decay_factor"},
-    "flash": {"alpha": "damping_factor", "delta": "decay_factor"},
-}
-EMA_OF_BOTH = {"beta": "ema_expansion_matrix", "gamma": "kernel_projection_matrix", "omega": "residual_weight"}
-BIAS = {"rel_pos_bias": "rel_pos_bias", "alpha": "alpha", "beta": "b_param"}
 
 
 def luna_seq2seq(**fields):
@@ -77,18 +34,17 @@ def mega_seq2seq(**fields):
 
 
 def checkpoint(model, **changes):
-    """Return the dict that fairseq saves for a model, with these changes of its args."""
-    luna = isinstance(model, LunaForConditionalGeneration)
-    args, tensors = luna_args(model.config) if luna else mega_args(model.config), model.state_dict()
-    named = {
-        theirs + name.removeprefix(ours): tensor
-        for theirs, ours in (luna_names if luna else mega_names)(model.config).items()
-        for name, tensor in tensors.items()
-        if name == ours or name.startswith(f"{ours}.")
-    }
+    """Return the dict that fairseq saves for a model, with these changes of its args.
+
+    The names are those of the converter; `test_fixtures.py` converts files of the original.
+    """
+    config, luna = model.config, isinstance(model, LunaForConditionalGeneration)
+    revision = "r21" if luna else "flash" if config.ema_shift else "main"
+    keymap = find_format(config.model_type).keymap(ModelSpec(type(model), config, revision, None))
+    named = {match.key: x for name, x in model.state_dict().items() if (match := keymap.backward(name))}
     return {
-        "args": argparse.Namespace(**args | changes),
-        "model": with_buffers(model.config, named),
+        "args": argparse.Namespace(**(luna_args if luna else mega_args)(config) | changes),
+        "model": with_buffers(config, named),
         "optimizer_history": [{"num_updates": 0}],
     }
 
@@ -169,64 +125,6 @@ def mega_args(config):
             f"{side}_chunk_size": own.attention_chunk or -1,
         }
     return args
-
-
-def of_layers(side, model, count, layer):
-    """Return the names of the layers of a side; `layer` has those of one layer."""
-    return {
-        f"{side}.layers.{index}.{theirs}": f"{model}.layers.{index}.{ours}"
-        for index in range(count)
-        for theirs, ours in layer.items()
-    }
-
-
-def luna_names(config):
-    """Return name in the original -> name in the model of every tensor, or of the module that contains it."""
-
-    def of_side(side, names):
-        return {f"{side}.{theirs}": f"luna.{side}.{ours.format(side=side)}" for theirs, ours in names.items()}
-
-    layers = {
-        side: of_layers(side, f"luna.{side}.{side}", own.num_hidden_layers, layer)
-        for (side, own), layer in zip(sides(config).items(), (LUNA_ENCODER_LAYER, LUNA_DECODER_LAYER), strict=True)
-    }
-    return {
-        **of_side("encoder", LUNA_ENCODER),
-        **layers["encoder"],
-        **of_side("encoder", LUNA_SIDE),
-        **of_side("decoder", LUNA_SIDE),
-        **of_side("decoder", LUNA_DECODER),
-        **layers["decoder"],
-        "decoder.output_projection": "lm_head",
-    }
-
-
-def mega_names(config):
-    """Return name in the original -> name in the model of every tensor, or of the module that contains it."""
-    ema = EMA["flash" if config.ema_shift else "main"] | EMA_OF_BOTH
-    attention = {
-        "gamma": "qk_weight",
-        "beta": "qk_bias",
-        "norm": "norm",
-        **{f"move.{theirs}": f"ema_gate.{ours}" for theirs, ours in ema.items()},
-        **{name: name for name in ("v_proj", "mx_proj", "h_proj")},
-        **{f"rel_pos_bias.{theirs}": f"rel_pos_bias.{ours}" for theirs, ours in BIAS.items()},
-    }
-    cross = {name: name for name in ("norm", "k_proj", "v_proj", "q_proj", "h_proj")}
-    cross |= {f"rel_pos_bias.{theirs}": f"rel_pos_bias.{ours}" for theirs, ours in BIAS.items()}
-    layer = {f"mega_layer.{theirs}": f"mega_layer.{ours}" for theirs, ours in attention.items()}
-    layer |= {f"cross_attn.{theirs}": f"cross_attn.{ours}" for theirs, ours in cross.items()}
-    layer |= {f"nffn.{name}": f"nffn.{name}" for name in ("norm", "fc1", "fc2")}
-    names = {}
-    for side, own in sides(config).items():
-        model = f"mega.{side}"
-        names |= {
-            f"{side}.embed_tokens": f"{model}.embedding_layer.word_embeddings",
-            f"{side}.embed_norm": f"{model}.embedding_norm",
-            **of_layers(side, model, own.num_hidden_layers, layer),
-            f"{side}.final_norm": f"{model}.final_norm",
-        }
-    return names | {"decoder.output_projection": "lm_head"}
 
 
 def with_buffers(config, named):
