@@ -14,7 +14,7 @@ from tests.marks import diagonal, slow_but
 
 STEP = 1e-6
 # More positions than those that causal Luna attention computes without an operator.
-SIZES = Sizes(1, 19, 2, 3, 4, 4, 2, 2, 4)
+SIZES = Sizes(1, 19, 2, 2, 3, 4, 2, 2, 2)
 NAMES = [
     "luna_attention masked, tied", "luna_causal_attention masked, stateful", "luna_causal_attention rows=40, elu",
     "gated_attention masked", "diagonal_ssm directions=2, masked", *(name for name in TABLE if "_step" in name),
@@ -47,6 +47,13 @@ CALLS: dict[str, tuple[Callable, tuple[torch.Tensor, ...]]] = {name: of_table(na
         partial(api.complex_ema_coefficients, dtype=torch.float64), (*COMPLEX, normal(4, 2, 2)),
     ),
 }  # fmt: skip
+
+# Each formula of derivatives.
+FAST = [
+    "luna_attention masked, tied", "luna_causal_attention masked, stateful", "gated_attention masked",
+    "damped_ema directions=2, shifted", "damped_ema truncated", "complex_ema masked, stateful", "diagonal_ssm real",
+    "timestep_norm masked, stateful", *(name for name in CALLS if "_step" in name or "coefficients" in name),
+]  # fmt: skip
 
 
 def scalar(name: str, **options) -> Callable[..., torch.Tensor]:
@@ -175,7 +182,7 @@ WAYS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("name", slow_but(FAST, CALLS))
 def test_every_way(name):
     case = Case(name)
     for way, compute in WAYS.items():
@@ -218,8 +225,9 @@ def shapes(name, leaves):
     return [(x.shape, x.dtype) for x in (*outputs, *found)]
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
-@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("name", slow_but(FAST, CALLS))
 def test_without_values(name, dtype):
     """Under `FakeTensorMode` and for meta tensors, the results have their shapes and dtypes."""
     leaves = [x.to(dtype) for x in CALLS[name][1]]
@@ -230,11 +238,11 @@ def test_without_values(name, dtype):
 
 
 TRITON = [name for name in CALLS if not name.endswith(("coefficients", "truncated"))]
-SECOND = ("second", "second of each", "second backward")
+PAIRS = diagonal(TRITON, ("second", "second of each", "second backward"))
 
 
 @pytest.mark.triton
-@pytest.mark.parametrize(("name", "way"), diagonal(TRITON, SECOND))
+@pytest.mark.parametrize(("name", "way"), slow_but(PAIRS[3:6], PAIRS))
 def test_second_derivatives_of_triton(name, way, triton_device):
     case = Case(name)
     function, leaves = scalar(name, backend="triton"), case.leaves

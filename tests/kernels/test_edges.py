@@ -8,14 +8,13 @@ import torch
 from luna_mega.kernels import api
 from tests.kernels.backends import on_triton
 from tests.kernels.calls import CALLS, Sizes, results
+from tests.marks import slow_but
 
 # Two varlen sequences have tokens, and truncation is not on Triton.
 NAMES = [name for name in CALLS if not any(word in name for word in ("padding_free", "size=128", "truncated", "first"))]
 EDGES = {"no sequence": (0, 5, 2), "length 0": (2, 0, 2), "nothing": (0, 0, 1), "one head": (1, 5, 1), "one": (1, 1, 1)}
 # Calls with some of the options of another call.
-SOME = [
-    name for name in NAMES if name.endswith((" masked", " stateful")) and f"{name.split()[0]} masked, stateful" in NAMES
-]
+SOME = [name for name in NAMES if f"{name.removesuffix(' masked').removesuffix(' stateful')} masked, stateful" in NAMES]
 
 
 def cases():
@@ -60,7 +59,7 @@ def test_edges(backend, name, edge, triton_device):
 
 
 @pytest.mark.triton
-@pytest.mark.parametrize("name", [name for name in NAMES if name != "diagonal_ssm_step real"])  # has no kernel
+@pytest.mark.parametrize("name", slow_but([name for name in NAMES if "rows=80" not in name], NAMES))
 def test_grids_of_many_sequences(name, triton_device):
     """Only the first axis of a grid can have more than 65,535 programs."""
     from luna_mega.kernels.common import triton_launch
@@ -70,7 +69,7 @@ def test_grids_of_many_sequences(name, triton_device):
         run(call, "triton", triton_device)
         with torch.no_grad():
             call.run(**{key: x.float().to(triton_device) for key, x in call.leaves.items()}, backend="triton")
-    assert launches
+    assert bool(launches) == (name != "diagonal_ssm_step real")  # has no kernel
     for launch in launches:
         assert max(launch.grid[1:], default=1) < 65_536, (launch.kernel.__name__, launch.grid)
 

@@ -109,7 +109,7 @@ def test_opcheck(triton_device, backend):
 
 
 @pytest.mark.parametrize("backend", ["torch", SLOW_TRITON])
-@pytest.mark.parametrize("name", graded(["luna_pack masked"], MAIN, NAMES))
+@pytest.mark.parametrize("name", graded([], MAIN, NAMES))
 def test_compile_fullgraph(triton_device, name, backend):
     """Programs have the results and gradients of eager calls, also one program for several lengths."""
     call = CALLS[name](SIZES)

@@ -12,7 +12,7 @@ from tests.kernels.errors import relative_error
 
 FUNCTIONS = reference.FUNCTIONS
 CHUNK = 8
-LENGTHS = [1, 2, CHUNK - 1, CHUNK, CHUNK + 1, 2 * CHUNK + 3, 63, 500]
+LENGTHS = [1, CHUNK - 1, CHUNK, CHUNK + 1, 2 * CHUNK + 3, 300]
 MASKS = ["none", "some", "right", "chunk and row"]
 NAMES = ("output", "query", "key", "value", "bias")
 # Tolerances for Triton; float32 products use tf32x3.
@@ -225,6 +225,7 @@ def shifted(x, by, total):
     return rows
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("backend", ["reference", "torch"])
 @pytest.mark.parametrize("chunk", [None, CHUNK, 1])
 @pytest.mark.parametrize("causal", [False, True])
@@ -348,10 +349,10 @@ def test_dropout(backend, monkeypatch):
     monkeypatch.setattr(torch_backend, "BLOCK_ROWS", 4)
     inputs = make_inputs(6, dtype=torch.float32)
     options = {"mask": make_mask("chunk and row", 2, 6), "backend": backend}
-    samples = torch.stack([gated_attention(*inputs, dropout=0.3, **options) for _ in range(400)])
+    samples = torch.stack([gated_attention(*inputs, dropout=0.3, **options) for _ in range(100)])
     expected = gated_attention(*inputs, **options)
     assert (samples[0] - samples[1]).abs().max() > 1e-2
-    assert (samples.mean(0) - expected).abs().max() < 6 * samples.std(0).max() / 20
+    assert (samples.mean(0) - expected).abs().max() < 6 * samples.std(0).max() / 10
     assert (samples[:, -1] == 0).all()
 
 

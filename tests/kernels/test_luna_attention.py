@@ -126,10 +126,10 @@ def test_tied_and_untied_with_other_pack_heads():
 def test_dropout(backend):
     (query, key, value), mask = make_inputs(6, 50, "all of one row", torch.float32)
     torch.manual_seed(0)
-    samples = torch.stack([luna_pack(query, key, value, mask, dropout=0.3, backend=backend) for _ in range(400)])
+    samples = torch.stack([luna_pack(query, key, value, mask, dropout=0.3, backend=backend) for _ in range(100)])
     expected = luna_pack(query, key, value, mask)
     assert (samples[0] - samples[1]).abs().max() > 1e-2
-    assert (samples.mean(0) - expected).abs().max() < 6 * samples.std(0).max() / 20
+    assert (samples.mean(0) - expected).abs().max() < 6 * samples.std(0).max() / 10
     assert (samples[:, -1] == 0).all()
     gradients = torch.autograd.grad(samples.sum(), (query, key, value))
     assert all(torch.isfinite(g).all() for g in gradients)

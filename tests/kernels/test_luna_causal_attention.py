@@ -122,6 +122,7 @@ def by_loops(inputs, activation):
     return output, key_mean, value_mean, count
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("stateful", [False, True])
 @pytest.mark.parametrize("pack_masked", [False, True])
 @pytest.mark.parametrize("masking", MASKS)

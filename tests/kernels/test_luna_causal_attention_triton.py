@@ -15,6 +15,7 @@ from luna_mega.kernels.api import (
 from luna_mega.kernels.luna_causal_attention import reference
 from tests.kernels.leaves import assert_same
 from tests.kernels.test_luna_causal_attention import FUSED, SCANS, Inputs, small_tiles  # noqa: F401, a fixture
+from tests.marks import slow_but
 
 pytestmark = pytest.mark.triton
 
@@ -45,22 +46,26 @@ def check(device, inputs, dtype, **options):
     return actual
 
 
+# The first cases have each mask, and all kernels.
+FORWARD = [
+    (1, "all of one row", True, True, (5, 6, 4)),
+    (2, "left", True, False, (16, 16, 16)),
+    (17, "middle", False, False, (5, 33, 17)),
+    (40, "middle", True, True, (5, 6, SCANS)),
+    (1, "none", False, False, (5, 6, 4)),
+    (15, "right", False, True, (24, 5, 3)),
+    (63, "left", True, True, (5, 6, 4)),
+    (64, "none", False, False, (32, 32, 33)),
+    (65, "all of one row", True, True, (5, 6, 4)),
+    (65, "none", False, False, (20, 40, SCANS)),
+]
+
+
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(
     "length, masking, stateful, pack_masked, sizes",
-    [
-        (1, "none", False, False, (5, 6, 4)),
-        (1, "all of one row", True, True, (5, 6, 4)),
-        (2, "left", True, False, (16, 16, 16)),
-        (15, "right", False, True, (24, 5, 3)),
-        (17, "middle", False, False, (5, 33, 17)),
-        (63, "left", True, True, (5, 6, 4)),
-        (64, "none", False, False, (32, 32, 33)),
-        (65, "all of one row", True, True, (5, 6, 4)),
-        (40, "middle", True, True, (5, 6, SCANS)),
-        (65, "none", False, False, (20, 40, SCANS)),
-    ],
+    slow_but(FORWARD[:4], FORWARD),
 )
 def test_forward_and_gradients(device, length, masking, stateful, pack_masked, sizes, dtype):
     """Output, both means and all gradients equal the reference."""

@@ -96,7 +96,7 @@ def test_forward_and_gradients(device, length, states, masking, kind):
 
 
 @pytest.mark.triton
-@pytest.mark.covering(2)
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("kind", ["complex", "complex states"])
 @pytest.mark.parametrize("masking", MASKS)
 @pytest.mark.parametrize("length, states", [(1, 1), (CHUNK - 1, 3), (CHUNK + 1, 16), (19, 2)])
@@ -144,7 +144,7 @@ def test_low_precision_is_deterministic_and_no_worse(backend, kind, dtype):
     assert actual[1].dtype == (torch.float32 if kind in STATEFUL else dtype)
 
 
-@pytest.mark.covering(2)
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("kind", ["causal", "bidirectional", "complex"])
 def test_slow_decay_in_low_precision(any_form, dtype, kind):
