@@ -161,7 +161,7 @@ def _average(s, kind, step=False, directions=1, masked=False, stateful=False, pa
         if step:
             return op(x, state, **rest)
         rest |= _rows(x, masked, padding_free)
-        return _tuple(op(x, initial_state=state, return_state=stateful, **rest))
+        return _tuple(op(x, initial_state=state, **({"return_state": stateful} | rest)))
 
     return Call(leaves, run, gradients=not step)
 
@@ -175,7 +175,8 @@ def _norm(s, step=False, masked=False, stateful=False):
     def run(x, weight, bias, mean=None, variance=None, **options):
         state = api.TimestepNormState(_count(mean), mean, variance) if stateful else None
         if step:
-            return (api.timestep_norm_step(x, state, s.groups, weight, bias, **options)[0],)
+            output, state = api.timestep_norm_step(x, state, s.groups, weight, bias, **options)
+            return output, state.mean, state.variance
         options |= {"initial_state": state, "return_state": True} | _rows(x, masked)
         output, state = api.timestep_norm(x, s.groups, weight, bias, **options)
         return output, state.mean, state.variance

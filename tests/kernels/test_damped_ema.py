@@ -118,6 +118,33 @@ def test_truncated_average_in_segments_and_steps(truncation, backend):
         torch.testing.assert_close(gradient, right, rtol=1e-8, atol=1e-9)
 
 
+@pytest.mark.parametrize("backend", ["reference", "torch"])
+def test_truncated_states_after_lengths_and_masked_steps(backend):
+    x, *parameters = Inputs(20, batch=4).leaves
+    lengths, mask = torch.tensor([20, 11, 1, 0]), torch.tensor([True, False, True, False])
+    options = {"truncation": 4, "return_state": True, "backend": backend}
+    _, first = damped_ema(x[:, :9], *parameters, **options)
+    kept = {"mask": torch.arange(20) < lengths[:, None], "lengths": lengths}
+    _, state = damped_ema(x, *parameters, initial_state=first, **kept, **options)
+    _, after = damped_ema_step(x[:, 3], state, *parameters, mask=mask, backend=backend)
+    for row, length in enumerate(lengths.tolist()):
+        rows = torch.cat([x[row, :9], x[row, :length], *([x[row, 3:4]] if mask[row] else [])])[None]
+        _, last = damped_ema(rows, *parameters, **options)
+        for got, reference in zip(after, last, strict=True):
+            torch.testing.assert_close(got[row], reference[0])
+
+
+@pytest.mark.parametrize("kind", ["causal", "complex"])
+def test_lengths_that_do_not_fit(kind):
+    inputs = Inputs(6, kind)
+    mask, lengths = torch.ones(2, 6, dtype=torch.bool), torch.tensor([6, 2])
+    with pytest.raises(ValueError, match=r"lengths must be integers \[2\], got torch.int64 \[3\]"):
+        inputs.op(*inputs.leaves, mask=mask, lengths=torch.ones(3, dtype=torch.long), return_state=True)
+    for options in ({"mask": mask}, {"return_state": True}):
+        with pytest.raises(ValueError, match="lengths need return_state=True and a mask"):
+            inputs.op(*inputs.leaves, lengths=lengths, **options)
+
+
 def test_size_chooses_the_form(monkeypatch):
     chosen = []
     operator = torch_backend.operator

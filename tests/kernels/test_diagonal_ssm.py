@@ -10,7 +10,6 @@ import torch
 from luna_mega.kernels.api import diagonal_ssm, diagonal_ssm_coefficients, diagonal_ssm_step, discretize
 from luna_mega.kernels.moving_average import export, torch_backend
 from tests.distributed.ranks import PATIENCE
-from tests.kernels.backends import SLOW_TRITON
 from tests.kernels.errors import relative_error
 from tests.kernels.leaves import MASKS, Leaves, assert_same, random_mask
 from tests.marks import slow_but
@@ -217,39 +216,6 @@ def test_coefficients_of_steps_are_used():
     assert_same(diagonal_ssm_step(x[:, 0], state, *parameters, coefficients=kept), expected)
     other = diagonal_ssm_step(x[:, 0], state, *parameters, coefficients=tuple(2.0 * y for y in kept))
     assert relative_error(other[1], expected[1]) > 0.1
-
-
-@pytest.mark.parametrize("backend", ["reference", "torch", SLOW_TRITON])
-@pytest.mark.parametrize("turning", [False, True], ids=["real", "complex"])
-def test_masks_of_steps_and_lengths(turning, backend, triton_device):
-    """Masked rows of a step keep their states; `lengths` return the states of shorter rows."""
-    dtype, device = (torch.float32, triton_device) if backend == "triton" else (torch.float64, "cpu")
-    inputs = Inputs(12, "states", turning, batch=3).to(dtype).on(device)
-    x, *parameters, state = inputs.arguments(*(leaf.detach() for leaf in inputs.leaves))
-    close = {"rtol": 1e-4, "atol": 1e-4} if backend == "triton" else {}
-    mask = torch.tensor([True, False, True], device=device)
-    output, after = diagonal_ssm_step(x[:, 0], state, *parameters, mask=mask, backend=backend)
-    expected, moved = diagonal_ssm_step(x[mask, 0], state[mask], *parameters, backend=backend)
-    torch.testing.assert_close(output[mask], expected, **close)
-    torch.testing.assert_close(after[mask], moved, **close)
-    assert torch.equal(after[1], state[1])
-    lengths = torch.tensor([12, 5, 0], device=device)
-    mask = torch.arange(12, device=device) < lengths[:, None]
-    options = {"initial_state": state, "return_state": True, "backend": backend}
-    _, last = diagonal_ssm(x, *parameters, mask=mask, lengths=lengths, **options)
-    for row, length in enumerate((12, 5)):
-        own = options | {"initial_state": state[row : row + 1]}
-        _, alone = diagonal_ssm(x[row : row + 1, :length], *parameters, **own)
-        torch.testing.assert_close(last[row : row + 1], alone, **close)
-    torch.testing.assert_close(last[2], state[2], **close)
-
-
-def test_masked_positions_may_be_infinite():
-    for kind in KINDS:
-        inputs = Inputs(70, kind, masking="some")
-        x, *rest = inputs.leaves
-        results = [inputs.call(y, *rest) for y in (x, x.masked_fill(~inputs.mask[..., None], math.inf))]
-        assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
 @pytest.mark.slow

@@ -187,20 +187,6 @@ def test_float32_inside(backend):
     torch.testing.assert_close(mixed.float(), expected[0], rtol=2e-2, atol=2e-2)
 
 
-@pytest.mark.parametrize("chunk", [None, CHUNK])
-@pytest.mark.parametrize("function", FUNCTIONS)
-def test_padding_and_other_rows_do_not_affect_outputs(function, chunk):
-    query, key, value, bias = (x.detach() for x in make_inputs(40, batch=3))
-    for causal in (False, True):
-        options = {"function": function, "causal": causal, "chunk_size": chunk}
-        mask = torch.arange(40) < torch.tensor([[40], [21], [3]])
-        batch = gated_attention(query, key, value, bias, mask=mask, **options)
-        for row, length in enumerate((40, 21, 3)):
-            separate = (x[row : row + 1, :length] for x in (query, key, value))
-            expected = gated_attention(*separate, bias, **options)
-            torch.testing.assert_close(batch[row : row + 1, :length], expected, rtol=1e-12, atol=1e-12)
-
-
 @pytest.mark.parametrize("function", FUNCTIONS)
 def test_steps_are_rows_of_the_parallel_form(function):
     query, key, value, bias = (x.detach() for x in make_inputs(19))

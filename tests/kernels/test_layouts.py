@@ -1,4 +1,7 @@
-"""Every op in varlen batches, and in segments and steps, has the results and gradients of separate calls."""
+"""Every op has the results of separate calls in varlen batches, segments and steps, and with masked positions."""
+
+import math
+from functools import partial
 
 import pytest
 import torch
@@ -87,6 +90,65 @@ def test_varlen_sequences(name, backend, device):
         bounds = torch.tensor([0, *LENGTHS], device=device).cumsum(0, dtype=integer)
         actual = call.run(**flat, cu_seqlens=bounds, max_seqlen=longest, **options)
     assert_same(with_gradients(actual, leaves), with_gradients(exact, wide), bound)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("name", VARLEN)
+def test_masked_positions_are_not_read(name, backend, device):
+    """Masked positions with NaN before, between and after the others change neither results nor gradients."""
+    dtype, bound = (torch.float32, 1e-5) if backend == "triton" else (torch.float64, 1e-11)
+    call, mask = make(name, SIZES._replace(batch=3)), torch.rand(3, SIZES.length) < 0.7
+    mask[0, :4], mask[1, 12:], mask[2] = False, False, False
+    if name.startswith("damped"):  # adds the skip at masked positions too
+        del call.leaves["skip"]
+    # Only Triton does not read masked keys and values.
+    bad = 1e3 if backend != "triton" and name.startswith(("luna_attention", "luna_pack", "gated")) else math.nan
+    results = []
+    for place, kind, chosen, content in (("cpu", torch.float64, "reference", 0.0), (device, dtype, backend, bad)):
+        leaves, kept = leaves_of(call, place, kind), mask.to(place)
+        masked = {key for key in leaves if key in TOKENS and key != "query"}
+        given = {key: x.masked_fill(~kept.view(3, -1, *[1] * (x.dim() - 2)), content) if key in masked else x
+                 for key, x in leaves.items()}  # fmt: skip
+        output, *rest = call.run(**given, mask=kept, backend=chosen)
+        if "x" in leaves:
+            output = output.masked_fill(~kept[..., None], 0.0)
+        results.append(with_gradients([output, *rest], leaves))
+    assert_same(results[1], results[0], bound)
+
+
+AVERAGES = [name for name in VARLEN if ("_ema" in name or "ssm" in name) and "directions" not in name]
+
+
+@pytest.mark.parametrize("backend", BACKENDS[:2])
+@pytest.mark.parametrize("name", AVERAGES)
+def test_state_after_lengths(name, backend):
+    """The states of averages do not decay at masked positions after `lengths`."""
+    call, lengths = make(name, SIZES), torch.tensor(LENGTHS)
+    call = call._replace(run=partial(call.run, return_state=True))
+    real = torch.arange(SIZES.length) < lengths[:, None]
+    leaves = leaves_of(call)
+    _, states = separate(call, leaves, real, empty=False)
+    output, state = call.run(**leaves, mask=real, lengths=lengths, backend=backend)
+    assert_same(with_gradients([state], leaves), with_gradients([torch.cat(states)], leaves), 1e-11)
+    assert_same([output.detach()], [call.run(**leaves, mask=real, backend=backend)[0].detach()], 1e-11)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(
+    "name", [name for name in CALLS if "_step" in name and "gated" not in name and "first" not in name]
+)
+def test_a_masked_step_holds_the_state(name, backend, device):
+    dtype, bound = (torch.float32, 1e-5) if backend == "triton" else (torch.float64, 1e-11)
+    call, mask = CALLS[name](SIZES), torch.tensor([True, False, True, False, False])
+    leaves, wide = leaves_of(call, device, dtype), leaves_of(call)
+    moved = {key: x[mask] if key in TOKENS | OF_SEQUENCES else x for key, x in wide.items()}
+    exact = [x[~mask] for key, x in wide.items() if key in STATES]
+    output, *states = call.run(**moved, backend="reference")
+    held = [torch.zeros(5, *x.shape[1:], dtype=x.dtype).index_copy(0, torch.arange(5)[mask], x) for x in states]
+    held = [x.index_copy(0, torch.arange(5)[~mask], y) for x, y in zip(held, exact, strict=True)]
+    actual, *states = call.run(**leaves, mask=mask.to(device), backend=backend)
+    results = with_gradients([actual[mask.to(device)], *states], leaves)
+    assert_same(results, with_gradients([output, *held], wide), bound)
 
 
 def causal(query, pack_query, pack_key, context, state, **options):

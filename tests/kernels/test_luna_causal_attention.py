@@ -218,25 +218,6 @@ def test_steps_in_place(device, backend, dtype):
         luna_causal_attention_step(*tokens, state, inplace=True)
 
 
-@pytest.mark.parametrize("backend", ["reference", "torch"])
-@pytest.mark.parametrize("poison", [math.nan, math.inf])
-def test_padding_does_not_affect_outputs(backend, poison):
-    """Padding with any content, before, between or after the tokens, does not change results, gradients or state."""
-    inputs = Inputs(90, pack_masked=True)
-    expected = inputs.run(backend=backend)
-    mask = torch.tensor([False] * 7 + [True] * 50 + [False] * 70 + [True] * 40 + [False] * 3)
-
-    def padded(query, pack_query, *rest):
-        wide = [x.new_full((2, len(mask), *x.shape[2:]), poison) for x in rest]
-        wide = [x.index_put((torch.tensor([[0], [1]]), mask.nonzero().T), y) for x, y in zip(wide, rest, strict=True)]
-        query = torch.zeros_like(wide[0]).index_put((torch.tensor([[0], [1]]), mask.nonzero().T), query)
-        options = {"mask": mask.expand(2, -1), "backend": backend}
-        output, *means = inputs.call(query, pack_query, *wide, **options)
-        return output[:, mask], *means
-
-    assert_same(inputs.run(padded), expected)
-
-
 @pytest.mark.parametrize(
     "backend, length, rows",
     [(name, length, 4) for name in ("reference", "torch") for length in (1, 90)]

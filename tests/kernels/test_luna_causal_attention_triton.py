@@ -146,21 +146,6 @@ def test_activations_in_both_tails(device, activation):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("poison, rows", [(math.nan, FUSED), (math.inf, FUSED), (math.nan, SCANS)])
-def test_masked_values_do_not_affect_outputs(device, poison, rows):
-    """Masked tokens and masked rows of P leave results bitwise equal, and their gradients are 0."""
-    inputs = Inputs(20, "middle", stateful=True, pack_masked=True, heads=1, rows=rows).to(torch.float32)
-    expected = inputs.run(on(device, inputs))
-    kept = inputs.mask[:, :, None, None], inputs.pack_mask[:, :, None, None]
-    for index, leaf in enumerate(inputs.leaves[1:5], 1):
-        inputs.leaves[index] = leaf.detach().masked_fill(~kept[index == 1], poison).requires_grad_()
-    actual = inputs.run(on(device, inputs))
-    assert all(map(torch.equal, actual, expected))
-    for index, gradient in enumerate(actual[4:8]):
-        assert (gradient.masked_select(~kept[index == 0]) == 0).all()
-
-
-@pytest.mark.slow
 def test_varlen_sequences_need_batch_size_1(device):
     leaves = [leaf.detach() for leaf in Inputs(9).leaves]
     with pytest.raises(ValueError, match=r"with cu_seqlens needs tokens and mask \[1, 9, ...\], got \[2, 9\]"):

@@ -1,7 +1,5 @@
 """Damped and complex moving averages: the torch backend and Triton against the reference in float64."""
 
-import math
-
 import pytest
 import torch
 
@@ -174,32 +172,6 @@ def test_truncation(any_form, kind, truncation, length):
         assert_same(actual, everything)
     elif truncation < length:
         assert relative_error(actual[0], everything[0]) > 1e-3
-
-
-@pytest.mark.parametrize("kind", ["causal", "bidirectional", "shifted", "complex"])
-def test_padding_does_not_affect_outputs(any_form, kind):
-    """Padding on either side does not change results and gradients; left padding does not change the state either."""
-    inputs = Inputs(90, kind)
-    expected = inputs.run()
-    before = torch.full((2, 7, 5), math.inf if inputs.complex else 1e3, dtype=torch.float64)
-    mask = torch.tensor([False] * 7 + [True] * 90 + [False] * 50).expand(2, -1)
-
-    def padded(x, *rest):
-        wide = torch.cat([before, x, before.repeat(1, 8, 1)[:, :50]], 1)
-        return inputs.call(wide, *rest, mask=mask)[:, 7:97]
-
-    assert_same(inputs.run(padded), expected)
-    if kind in ("causal", "complex"):
-        x, *rest = inputs.leaves
-        state = inputs.op(torch.cat([before, x], 1), *rest, mask=mask[:, :97], return_state=True)[1]
-        assert_same([state], [inputs.op(x, *rest, return_state=True)[1]])
-
-
-def test_padding_may_be_infinite(any_form):
-    inputs = Inputs(70, "bidirectional", "some", skip=False)
-    expected = inputs.call(*inputs.leaves)
-    x, *rest = inputs.leaves
-    assert_same([inputs.call(x.masked_fill(~inputs.mask[..., None], math.inf), *rest)], [expected])
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -57,32 +57,6 @@ def test_long(triton_device, kind):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["states", "bidirectional", "complex", "complex states"])
-@pytest.mark.parametrize("skip", [True, False])
-def test_padding_may_be_nan(device, kind, skip):
-    """NaN at padding changes neither results at other positions nor gradients.
-
-    The damped average adds the skip at padding too, so its output is NaN there.
-    """
-    inputs = Inputs(10, kind, "some", skip=skip)
-
-    def used(inputs):
-        def call(*leaves, **options):
-            outputs = inputs.call(*leaves, **options)
-            output, *state = outputs if isinstance(outputs, tuple) else (outputs,)
-            return (output.masked_fill(~inputs.mask[..., None], 0.0) if skip else output), *state
-
-        return call
-
-    exact = inputs.to(torch.float32).to(torch.float64).run(used(inputs), backend="reference")
-    padding = ~inputs.to(torch.float32).mask[..., None]
-    inputs.leaves[0] = inputs.leaves[0].detach().masked_fill(padding, torch.nan)
-    assert_same(inputs.run(used(inputs.on(device)), device, backend="triton"), exact, FLOAT32)
-    output = inputs.run(device=device, backend="triton")[0]
-    assert output.isnan().equal(padding.expand_as(output) & (skip and not inputs.complex))
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("used", [(0,), (1,), (0, 1)], ids=str)
 @pytest.mark.parametrize("kind", ["causal", "states", "complex"])
 def test_some_outputs(device, kind, used):

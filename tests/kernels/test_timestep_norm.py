@@ -228,26 +228,6 @@ def test_step(device, masked, groups, width):
     assert_same([y[:, None].cpu(), *(t.cpu() for t in following[1:])], exact[:3], FLOAT32)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_padding_does_not_affect_outputs(backend, kind):
-    """Padding with any content does not change results and statistics, and its output is 0."""
-    triton = backend["backend"] == "triton"
-    length = 10 if triton else 30
-    inputs = Inputs(length, kind)
-    exact = inputs.to(torch.float32).to(torch.float64).run(backend="reference")
-    moved = inputs.to(torch.float32 if triton else torch.float64).on(backend.get("device"))
-    mask = torch.tensor([False] * 7 + [True] * (length - 4) + [False] * 3 + [True] * 4 + [False] * 14)
-    mask = mask.to(backend.get("device"))
-
-    def padded(x, *rest, **options):
-        wide = x.new_full((2, len(mask), 12), float("nan")).masked_scatter(mask[:, None], x)
-        output, *state = moved.call(wide, *rest, mask=mask.expand(2, -1), **options)
-        assert (output[:, ~mask] == 0).all()
-        return output[:, mask], *state
-
-    assert_same(inputs.run(padded, **backend), exact, FLOAT32 if triton else 1e-12)
-
-
 def test_state_with_count_0_is_ignored(form):
     inputs = Inputs(11, "states")
     expected = Inputs(11).call(*inputs.leaves[:3])
