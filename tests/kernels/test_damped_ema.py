@@ -130,8 +130,8 @@ def test_truncated_states_after_lengths_and_masked_steps(backend):
     for row, length in enumerate(lengths.tolist()):
         rows = torch.cat([x[row, :9], x[row, :length], *([x[row, 3:4]] if mask[row] else [])])[None]
         _, last = damped_ema(rows, *parameters, **options)
-        for got, reference in zip(after, last, strict=True):
-            torch.testing.assert_close(got[row], reference[0])
+        for got, expected in zip(after, last, strict=True):
+            torch.testing.assert_close(got[row], expected[0])
 
 
 @pytest.mark.parametrize("kind", ["causal", "complex"])

@@ -298,15 +298,3 @@ def test_bad_calls():
     for wrong in ((a[0], dt, None), (a, dt[:2], None), (a, dt, c[:, :2])):
         with pytest.raises(ValueError, match=r"discretize needs a \[R, N\], a step \[R\] or \[R, N\]"):
             discretize(*wrong)
-
-
-@pytest.mark.triton
-@pytest.mark.parametrize("turning, most", [(False, 64), (True, 32)])
-def test_limits_of_triton(turning, most, triton_device):
-    for states, dtype, reason in (
-        (most + 1, torch.float32, f"{most + 1} states per channel are more than {most}"), (2, torch.float64, "float64"),
-    ):  # fmt: skip
-        inputs = Inputs(6, "causal", turning, states=states).to(dtype).on(triton_device)
-        with pytest.raises(ValueError, match=f"cannot run on 'triton': .*{reason}; choose 'torch' or 'auto'"):
-            inputs.call(*inputs.leaves, backend="triton")
-        inputs.call(*inputs.leaves)

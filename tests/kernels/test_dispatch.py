@@ -9,6 +9,7 @@ import torch
 
 from luna_mega.kernels import _dispatch, api
 from tests.distributed.ranks import PATIENCE
+from tests.kernels.calls import CALLS, WIDE, Sizes
 
 CUDA = torch.device("cuda")
 
@@ -60,10 +61,44 @@ def test_reasons_against_triton(op, gpu, monkeypatch):
     assert decide(op, device=torch.device("cpu")) == ("torch", "no Triton kernel: the tensors are on cpu")
     gpu(7, 5)
     assert decide(op) == ("torch", "no Triton kernel: compute capability 7.5 is below 8.0")
+    gpu(8, 0)
+    assert decide(op)[0] == "triton"
     monkeypatch.setattr(torch.version, "hip", "7.0")
     gpu(9, 4)
     monkeypatch.setattr("triton.knobs.runtime.interpret", False)
     assert "ROCm" in decide(op)[1]
+
+
+CAUSAL, FP32, FP64 = "luna_causal_attention rows=40, elu", torch.float32, torch.float64
+
+
+@pytest.mark.triton
+@pytest.mark.parametrize(
+    "name, sizes, dtype, message",
+    [
+        ("luna_unpack", {}, FP64, "not torch.float64"),
+        ("luna_pack masked", {"size": 130}, FP32, "128, not 130"),
+        (CAUSAL, {"size": 129}, FP32, r"head sizes up to 128, not 129 \(query\) and 129 \(value\)"),
+        (CAUSAL, {"rows": 257}, torch.float16, "up to 256 rows of pack_query in torch.float16, not 257"),
+        (CAUSAL, {"rows": 129}, FP32, "up to 128 rows of pack_query in torch.float32, not 129"),
+        (CAUSAL, {}, FP64, "support float32, float16 and bfloat16, not torch.float64"),
+        ("luna_causal_attention_step", {"rows": 129}, FP32, "up to 128 rows"),
+        ("damped_ema stateful", {}, FP64, "float64"),
+        ("damped_ema stateful", {"states": 65}, FP32, "65 states per channel are more than 64"),
+        ("damped_ema truncated", {}, FP32, "truncation=5 is below the length 6; choose 'torch'"),
+        ("diagonal_ssm real", {"states": 65}, FP32, "65 states per channel are more than 64"),
+        ("diagonal_ssm stateful", {"states": 33}, FP32, "33 states per channel are more than 32"),
+        ("diagonal_ssm stateful", {}, FP64, "float64"),
+        ("gated_attention masked", {"size": 300}, FP32, "query and key have size 300"),
+        ("gated_attention masked", {}, FP64, "query and key are torch.float64; the kernels support"),
+    ],
+)
+def test_calls_that_triton_does_not_support(name, sizes, dtype, message, triton_device):
+    call, wide = CALLS[name](Sizes(1, 6, 1, **sizes)), torch.promote_types(dtype, FP32)
+    leaves = {key: x.to(triton_device, wide if key in WIDE else dtype) for key, x in call.leaves.items()}
+    with pytest.raises(ValueError, match=f"cannot run on 'triton': .*{message}"):
+        call.run(**leaves, backend="triton")
+    torch.testing.assert_close(call.run(**leaves), call.run(**leaves, backend="torch"))
 
 
 def test_exported_programs_do_not_use_triton(op, gpu, monkeypatch):

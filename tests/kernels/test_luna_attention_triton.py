@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from luna_mega.kernels.api import luna_unpack, use_float32_precision
+from luna_mega.kernels.api import use_float32_precision
 from luna_mega.kernels.luna_attention import op, reference
 from tests.kernels.test_luna_attention import check, doubled, exact, make_inputs, run
 from tests.marks import slow_but
@@ -130,15 +130,6 @@ def test_dropout(device, dtype, tied):
     assert all(torch.equal(a, b) for a, b in zip(actual, run(attend, leaves, mask, rate), strict=True))
     torch.manual_seed(6)
     assert not torch.equal(actual[0], attend(leaves[0], leaves[1], leaves[-1], mask, rate))
-
-
-@pytest.mark.slow
-def test_unsupported_inputs_raise_if_triton_is_requested(device):
-    for size, dtype, message in ((8, torch.float64, "not torch.float64"), (130, torch.float32, "128, not 130")):
-        query, key = (torch.randn(1, 3, 1, size, dtype=dtype, device=device) for _ in range(2))
-        with pytest.raises(ValueError, match=f"luna_unpack cannot run on 'triton'.*{message}"):
-            luna_unpack(query, key, key, backend="triton")
-        torch.testing.assert_close(luna_unpack(query, key, key), exact(query, key, key))
 
 
 @pytest.mark.slow

@@ -9,7 +9,6 @@ import torch
 from luna_mega.kernels import _dispatch
 from luna_mega.kernels.api import (
     luna_causal_attention,
-    luna_causal_attention_step,
     use_float32_precision,
 )
 from luna_mega.kernels.luna_causal_attention import reference
@@ -231,25 +230,3 @@ def test_autocast_and_mixed_states(device):
         outputs = on(device, other)(*part)
         gradients = torch.autograd.grad(outputs[0].sum(), inputs.leaves[5:])
         assert all(x.dtype == torch.float32 for x in outputs) and all(x.dtype == torch.float64 for x in gradients)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "sizes, dtype, message",
-    [
-        ({"size": 129}, torch.float32, r"head sizes up to 128, not 129 \(query\) and 6 \(value\)"),
-        ({"width": 130}, torch.float32, r"not 5 \(query\) and 130 \(value\)"),
-        ({"rows": 257}, torch.float16, "up to 256 rows of pack_query in torch.float16, not 257"),
-        ({"rows": 129}, torch.float32, "up to 128 rows of pack_query in torch.float32, not 129"),
-        ({}, torch.float64, "support float32, float16 and bfloat16, not torch.float64"),
-    ],
-)
-def test_unsupported_calls_raise_or_fall_back(device, sizes, dtype, message):
-    """Unsupported calls raise an error if Triton is requested, and otherwise use PyTorch."""
-    inputs = Inputs(3, heads=1, **sizes).to(dtype)
-    with pytest.raises(ValueError, match=f"cannot run on 'triton': .*{message}"):
-        on(device, inputs)(*inputs.leaves)
-    query, pack_query, *rest = (leaf.to(device) for leaf in inputs.leaves)
-    with pytest.raises(ValueError, match=message):
-        luna_causal_attention_step(query[:, 0], pack_query, *(x[:, 0] for x in rest[:3]), None, backend="triton")
-    on(device, inputs, backend="auto")(*inputs.leaves)

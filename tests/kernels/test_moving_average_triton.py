@@ -105,24 +105,6 @@ def test_step(device, kind, masked, skip):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "options, message",
-    [
-        ({"dtype": torch.float64}, "float64"),
-        ({"truncation": 5}, "truncation=5 is below the length 6; choose 'torch'"),
-        ({"states": 65}, "65 states per channel are more than 64"),
-    ],
-)
-def test_unsupported_triton_calls_raise(triton_device, options, message):
-    truncation = options.pop("truncation", None)
-    inputs = Inputs(6, **{"dtype": torch.float32} | options)
-    leaves = [leaf.detach().to(triton_device) for leaf in inputs.leaves]
-    with pytest.raises(ValueError, match=message):
-        damped_ema(*leaves, truncation=truncation, backend="triton")
-    damped_ema(*leaves, truncation=truncation)
-
-
-@pytest.mark.slow
 def test_truncation_at_the_length_is_none(device):
     leaves = [leaf.detach().to(device) for leaf in Inputs(6, dtype=torch.float32).leaves]
     assert torch.equal(damped_ema(*leaves, truncation=6, backend="triton"), damped_ema(*leaves, backend="triton"))

@@ -13,13 +13,15 @@ from safetensors.torch import load_file
 
 import luna_mega
 from luna_mega_cli import main
+from tests.marks import slow_but
 
 TOLERANCE = {"atol": 1e-5, "rtol": 1e-4}
 
 
-def originals(family: str, cases: list[str]) -> pytest.MarkDecorator:
-    """Parametrize the fixture `original` with folders of a family."""
-    return pytest.mark.parametrize("original", [f"{family}/{case}" for case in cases], indirect=True)
+def originals(family: str, cases: list[str], fast: int | None = None) -> pytest.MarkDecorator:
+    """Parametrize the fixture `original` with folders of a family; all but the first `fast` are slow."""
+    names = [f"{family}/{case}" for case in cases]
+    return pytest.mark.parametrize("original", slow_but(names[:fast], names) if fast else names, indirect=True)
 
 
 @functools.cache

@@ -82,6 +82,7 @@ def test_options(case, parity, fields):
 
 
 @torch.no_grad()
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("padding", ["left", "right", "both", "gaps"])
 @pytest.mark.parametrize("case", FIXTURES, indirect=True)
 def test_padding(case, parity, padding):

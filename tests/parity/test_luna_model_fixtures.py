@@ -20,15 +20,15 @@ BERT = [
     "head_bert_tied",
 ]
 LRA = [
-    "lra21_cls",
     "lra21_listops_tied_layers",
-    "lra21_meanpool",
     "lra21_retrieval",
     "lra21_use_p",
     "lra23_cls",
     "lra23_image",
     "lra23_learnedpos",
     "lra23_meanpool_tied_layers",
+    "lra21_cls",
+    "lra21_meanpool",
     "lra23_retrieval",
     "lra23_use_p",
 ]
@@ -96,7 +96,7 @@ def bert_objective(original, model, head):
     return loss.detach()
 
 
-@originals("luna", LRA)
+@originals("luna", LRA, fast=7)
 def test_lra(original, parity):
     io, model = original.io, original.load()
     for batch, towers in original.meta["batches"].items():

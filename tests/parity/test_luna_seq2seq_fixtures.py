@@ -10,10 +10,11 @@ from torch.nn.functional import cross_entropy
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
 from transformers.trainer_pt_utils import LabelSmoother
 
+from tests.marks import slow_but
 from tests.parity.original import Original
 from tests.parity.test_mega_seq2seq_fixtures import score
 
-CASES = ["s2s_lnemb_learned_fixlen", "s2s_tied", "s2s_untied_prenorm"]
+ORIGINALS = ["luna/s2s_lnemb_learned_fixlen", "luna/s2s_tied", "luna/s2s_untied_prenorm"]
 PAD, END = 1, 2
 SEARCHES = {
     "greedy": {"num_beams": 1, "min_new_tokens": 1},
@@ -22,7 +23,7 @@ SEARCHES = {
 }
 
 
-@pytest.fixture(params=[f"luna/{case}" for case in CASES])
+@pytest.fixture(params=ORIGINALS)
 def original(request, parity_folder, outputs):
     return Original(parity_folder(*request.param.split("/")), outputs)
 
@@ -83,6 +84,7 @@ def test_loss_and_gradients(original, model, parity):
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("original", slow_but(ORIGINALS[:1], ORIGINALS), indirect=True)
 def test_steps(original, model, parity):
     """Single steps have the original's logits; batch C also has its states, which are sums instead of means."""
     io, tolerance = original.io, original.tight
@@ -111,6 +113,7 @@ def test_steps(original, model, parity):
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("original", slow_but(ORIGINALS[:1], ORIGINALS), indirect=True)
 def test_reordering(original, model, parity):
     io = original.io
     source, tokens, order = io["C.src_tokens"][:1].expand(3, -1), io["reorder.tokens"], torch.tensor([2, 0, 0])
@@ -149,6 +152,7 @@ def test_generate(original, model, parity, search):
         parity.check(f"{batch}.scores", scores, io[f"{batch}.{search}.scores"].flatten(), **original.tight)
 
 
+@pytest.mark.parametrize("original", slow_but(ORIGINALS[1:], ORIGINALS), indirect=True)
 def test_a_sentence_through_both_languages(original, model):
     folder = original.convert()
     source = AutoTokenizer.from_pretrained(folder)

@@ -67,7 +67,7 @@ def test_model(original, parity):
     original.check_gradients(parity)
 
 
-@originals("mega", CASES)
+@originals("mega", CASES[1:4] + CASES[-1:] + CASES[:1] + CASES[4:-1], fast=4)
 def test_streams(original, parity):
     io, model = original.io, original.load()
     config, chunk = model.config, model.config.attention_chunk

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from luna_mega import MegalodonConfig, MegalodonForCausalLM
+from tests.marks import slow_but
 from tests.parity.original import Original, originals
 
 CASES = [
@@ -128,6 +129,7 @@ def traced(model, ids, **options):
     return output, seen
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
 def test_states_losses_and_gradients(case, parity, attention):
     case.model.set_attn_implementation(attention)
@@ -170,6 +172,7 @@ def check_cache(case, parity, past, read):
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("case", slow_but(CASES[1:3], CASES), indirect=True)
 def test_streams_and_caches(case, parity):
     """Results and caches equal the original's token by token, after a prompt and in one call."""
     ids, chunk = case.io["stream.ids"], case.chunk
@@ -191,6 +194,7 @@ def test_streams_and_caches(case, parity):
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("case", slow_but(CASES[2:4], CASES), indirect=True)
 def test_windowed_statistics(case, parity):
     """Losses equal those of the original's inference, with windowed statistics and with statistics of all positions."""
     ids, targets = case.io["window.ids"], case.io["window.targets"]
@@ -203,6 +207,7 @@ def test_windowed_statistics(case, parity):
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("case", slow_but(CASES[:2], CASES), indirect=True)
 def test_greedy_tokens(case):
     """Greedy tokens equal the original's.
 
